@@ -1,0 +1,1 @@
+//! Save, validate, resume and export. Knows nothing of generation.

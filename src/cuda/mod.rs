@@ -1,0 +1,1 @@
+//! The CUDA driver, streams and kernels. Knows nothing of models.

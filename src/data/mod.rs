@@ -1,0 +1,1 @@
+//! Prompts, tokenizer, chat template. Knows nothing of tensors.

@@ -1,0 +1,1 @@
+//! Processes and what they say to one another: World, Mesh, Collective, rendezvous.

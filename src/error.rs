@@ -1,0 +1,316 @@
+//! The one error type of the crate. Variants carry data; messages say what, where, what was expected and how to mend it.
+
+use std::path::PathBuf;
+
+/// The crate's result.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Process exit codes, as the launcher and the worker return them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[repr(u8)]
+pub enum ExitCode {
+    /// All done.
+    Done = 0,
+    /// The configuration is wrong.
+    Configuration = 2,
+    /// Data or model files are wrong.
+    Files = 3,
+    /// The machine lacks something.
+    Environment = 4,
+    /// No usable checkpoint.
+    Checkpoint = 5,
+    /// A rank died, or could not be reached.
+    RankDied = 10,
+    /// Out of memory, on the device or the host.
+    OutOfMemory = 11,
+    /// Storage failed or is full.
+    Storage = 12,
+    /// Too many non-finite losses or gradients.
+    Numerics = 13,
+    /// The reward service is down.
+    RewardService = 14,
+    /// Nothing moved for the configured time.
+    Hang = 15,
+    /// Preempted; the state was saved.
+    Preempted = 75,
+}
+
+impl ExitCode {
+    /// Every code, for parsing what a worker left behind.
+    pub const ALL: [ExitCode; 12] = [
+        ExitCode::Done,
+        ExitCode::Configuration,
+        ExitCode::Files,
+        ExitCode::Environment,
+        ExitCode::Checkpoint,
+        ExitCode::RankDied,
+        ExitCode::OutOfMemory,
+        ExitCode::Storage,
+        ExitCode::Numerics,
+        ExitCode::RewardService,
+        ExitCode::Hang,
+        ExitCode::Preempted,
+    ];
+
+    /// The code with this number, if it is one of ours.
+    pub fn from_number(number: i32) -> Option<Self> {
+        Self::ALL.into_iter().find(|code| *code as i32 == number)
+    }
+}
+
+/// Everything that can go wrong, flat.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    // ---- configuration: exit code 2 ----
+    /// A key that no part of the program reads.
+    #[error("{origin}: unknown key '{key}'{}", nearest.as_ref().map(|n| format!("; did you mean '{n}'?")).unwrap_or_default())]
+    UnknownKey {
+        /// File and line (`run.toml:12`) or `command line`.
+        origin: String,
+        /// The key as written.
+        key: String,
+        /// The closest known key, if one is close.
+        nearest: Option<String>,
+    },
+    /// A value that a key cannot take.
+    #[error("{key} = {got}: expected {expected}")]
+    InvalidValue {
+        /// The key.
+        key: String,
+        /// The value as written.
+        got: String,
+        /// What would be accepted, with the nearest valid values where numbers are concerned.
+        expected: String,
+    },
+    /// A configuration file that does not parse.
+    #[error("{origin}: {message}")]
+    ConfigSyntax {
+        /// File and line.
+        origin: String,
+        /// The parser's message.
+        message: String,
+    },
+
+    // ---- data and model files: exit code 3 ----
+    /// A data or model file that is missing, malformed or inconsistent.
+    #[error("{}: {message}", path.display())]
+    BadFile {
+        /// The file or folder.
+        path: PathBuf,
+        /// What is wrong, what was expected, how to mend it.
+        message: String,
+    },
+    /// A line of a data file that cannot be used.
+    #[error("{}:{line}: {message}", path.display())]
+    BadLine {
+        /// The file.
+        path: PathBuf,
+        /// Line number, from 1.
+        line: usize,
+        /// What is wrong and which columns were seen.
+        message: String,
+    },
+    /// A data set with nothing left to train on.
+    #[error("{}: no usable prompts ({stages})", path.display())]
+    EmptyDataset {
+        /// The file.
+        path: PathBuf,
+        /// Counts at each stage: read, filtered by what.
+        stages: String,
+    },
+    /// Tokenizer and model do not fit one another.
+    #[error("tokenizer and model disagree: {message}")]
+    TokenizerMismatch {
+        /// Which ids or counts differ.
+        message: String,
+    },
+    /// The chat template is missing, does not compile or ran out of fuel.
+    #[error("chat template: {message}")]
+    ChatTemplate {
+        /// What is wrong and how to mend it.
+        message: String,
+    },
+
+    // ---- environment: exit code 4 ----
+    /// Something that the machine or the launching program must provide.
+    #[error("{message}")]
+    Environment {
+        /// What is missing, what was found, how to mend it.
+        message: String,
+    },
+
+    // ---- checkpoints: exit code 5 ----
+    /// A checkpoint that cannot be resumed from.
+    #[error("checkpoint {}: {message}", path.display())]
+    Checkpoint {
+        /// The checkpoint's folder.
+        path: PathBuf,
+        /// Which file is wrong, and how.
+        message: String,
+    },
+
+    // ---- ranks: exit code 10 ----
+    /// A collective that cannot be carried out.
+    #[error("{op} in group '{group}' on rank {rank}: {message}")]
+    Collective {
+        /// The operation.
+        op: &'static str,
+        /// The group's name.
+        group: String,
+        /// This rank in the world.
+        rank: usize,
+        /// What happened.
+        message: String,
+    },
+    /// A collective whose peers did not arrive in time.
+    #[error("{op} in group '{group}' timed out on rank {rank} after {timeout_s:.1} s; missing ranks {missing:?}")]
+    CollectiveTimeout {
+        /// The operation.
+        op: &'static str,
+        /// The group's name.
+        group: String,
+        /// This rank in the world.
+        rank: usize,
+        /// How long was waited, in seconds.
+        timeout_s: f64,
+        /// World ranks that had not arrived.
+        missing: Vec<usize>,
+    },
+    /// Another rank failed first; this is its error, told to every rank.
+    #[error("rank {rank} failed: {message}")]
+    PeerFailed {
+        /// The rank whose failure came first.
+        rank: usize,
+        /// Its exit code.
+        code: ExitCode,
+        /// Its message.
+        message: String,
+    },
+    /// A rank that ended without leaving an error.
+    #[error("rank {rank} died: {how}")]
+    RankDied {
+        /// The rank.
+        rank: usize,
+        /// Signal or exit status, and its phase where known.
+        how: String,
+    },
+
+    // ---- memory: exit code 11 ----
+    /// An allocation that did not succeed.
+    #[error("out of memory: {owner} asked for {requested_bytes} bytes")]
+    OutOfMemory {
+        /// Owner of the allocation and, where known, who holds the rest and which key to lower.
+        owner: String,
+        /// Size of the allocation.
+        requested_bytes: usize,
+    },
+
+    // ---- storage: exit code 12 ----
+    /// Reading or writing failed.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The operating system's error.
+        source: std::io::Error,
+    },
+
+    // ---- numerics: exit code 13 ----
+    /// Non-finite values that did not go away.
+    #[error("{message}")]
+    NonFinite {
+        /// Which quantity, at which step, how often, where the batch was dumped.
+        message: String,
+    },
+
+    // ---- use of the library: exit code 10 ----
+    /// The engine's weights are older than the policy's.
+    #[error("stale weights: the engine holds version {engine}, the policy is at {policy}; wake it inside with_rollout")]
+    StaleWeights {
+        /// Version in the engine.
+        engine: u64,
+        /// Version of the policy.
+        policy: u64,
+    },
+    /// An argument that a function of the library cannot take.
+    #[error("{op}: expected {expected}, got {got}")]
+    InvalidArgument {
+        /// The function.
+        op: &'static str,
+        /// What it takes.
+        expected: String,
+        /// What it was given.
+        got: String,
+    },
+    /// libtorch refused an operation.
+    #[error("libtorch: {0}")]
+    Torch(#[from] tch::TchError),
+    /// A panic caught at a boundary that must not unwind further.
+    #[error("panic in {place}: {message}")]
+    Panic {
+        /// Where it was caught.
+        place: &'static str,
+        /// The panic's message.
+        message: String,
+    },
+    /// Stopped on request (TERM, USR1) after saving.
+    #[error("preempted at step {step}; the state was saved")]
+    Preempted {
+        /// The step saved.
+        step: u64,
+    },
+    /// A fault injected by the hidden key `fault`.
+    #[error("injected fault in {phase}")]
+    Injected {
+        /// The phase it fired in.
+        phase: &'static str,
+    },
+}
+
+impl Error {
+    /// The process exit code that stands for this error.
+    pub fn exit_code(&self) -> ExitCode {
+        match self {
+            Error::UnknownKey { .. } | Error::InvalidValue { .. } | Error::ConfigSyntax { .. } => {
+                ExitCode::Configuration
+            }
+            Error::BadFile { .. }
+            | Error::BadLine { .. }
+            | Error::EmptyDataset { .. }
+            | Error::TokenizerMismatch { .. }
+            | Error::ChatTemplate { .. } => ExitCode::Files,
+            Error::Environment { .. } => ExitCode::Environment,
+            Error::Checkpoint { .. } => ExitCode::Checkpoint,
+            Error::PeerFailed { code, .. } => *code,
+            Error::OutOfMemory { .. } => ExitCode::OutOfMemory,
+            Error::Io { .. } => ExitCode::Storage,
+            Error::NonFinite { .. } => ExitCode::Numerics,
+            Error::Preempted { .. } => ExitCode::Preempted,
+            Error::Collective { .. }
+            | Error::CollectiveTimeout { .. }
+            | Error::RankDied { .. }
+            | Error::StaleWeights { .. }
+            | Error::InvalidArgument { .. }
+            | Error::Torch(_)
+            | Error::Panic { .. }
+            | Error::Injected { .. } => ExitCode::RankDied,
+        }
+    }
+
+    /// An I/O error with the file it concerns; for `map_err`.
+    pub fn io(path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Error {
+        let path = path.into();
+        move |source| Error::Io { path, source }
+    }
+
+    /// A file error with its message.
+    pub fn bad_file(path: impl Into<PathBuf>, message: impl Into<String>) -> Error {
+        Error::BadFile { path: path.into(), message: message.into() }
+    }
+
+    /// A configuration value error.
+    pub fn invalid_value(key: &str, got: impl ToString, expected: impl Into<String>) -> Error {
+        Error::InvalidValue { key: key.to_owned(), got: got.to_string(), expected: expected.into() }
+    }
+}

@@ -1,0 +1,1 @@
+//! Evaluation: avg@n and pass@k on held-out problems.

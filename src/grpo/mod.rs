@@ -1,0 +1,1 @@
+//! Advantages, losses, KL estimators, importance correction: pure functions with their papers.

@@ -1,0 +1,2 @@
+//! colo-grpo
+fn main() {}

@@ -1,0 +1,1 @@
+//! The arena, the host pool and the ledger of who holds what.

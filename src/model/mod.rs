@@ -1,0 +1,1 @@
+//! The decoder: ModelSpec, ParamTable, blocks forward and backward, head, weight files.

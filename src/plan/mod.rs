@@ -1,0 +1,1 @@
+//! MemoryPlan: bytes of every class in every phase, known before launch.

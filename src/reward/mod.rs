@@ -1,0 +1,1 @@
+//! Verifiers that score completions. Know nothing of tensors.

@@ -1,0 +1,1 @@
+//! The generation engine. Knows nothing of training.

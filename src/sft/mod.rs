@@ -1,0 +1,1 @@
+//! Supervised warm-up through the same trainer.

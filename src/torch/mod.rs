@@ -1,0 +1,1 @@
+//! The shim over libtorch: TCPStore, threads, tensor bytes. Knows nothing of models.

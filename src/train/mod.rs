@@ -1,0 +1,1 @@
+//! Packing, ZeRO shards, AdamW, learning-rate schedule. Knows nothing of generation.

@@ -1,0 +1,1 @@
+//! The GRPO trainer: one step on one screen.

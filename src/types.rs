@@ -1,0 +1,106 @@
+//! What passes between the rooms as host data: prompts, completions and their groups.
+
+use std::sync::Arc;
+
+/// One row of a data set, ready to be generated from.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Prompt {
+    /// Identity of the row within its data set: the random key of its samples, the same at any world size.
+    pub id: u64,
+    /// The rendered text (after the chat template), as the tokenizer saw it.
+    pub text: String,
+    /// Token ids of `text`; never empty.
+    pub token_ids: Vec<u32>,
+    /// Every column of the row, for the rewards.
+    pub columns: Arc<serde_json::Map<String, serde_json::Value>>,
+}
+
+/// Why a completion ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FinishReason {
+    /// An end-of-sequence token was sampled (it is the last of `token_ids`).
+    Eos,
+    /// A stop string appeared in the text.
+    Stop,
+    /// `max_completion_length` or the model's context was reached.
+    Length,
+}
+
+impl FinishReason {
+    /// Whether the completion was cut by a length limit rather than ended by the model.
+    pub fn is_truncated(self) -> bool {
+        self == FinishReason::Length
+    }
+}
+
+/// One sampled continuation of a prompt.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Completion {
+    /// Sampled ids, the end-of-sequence token included.
+    pub token_ids: Vec<u32>,
+    /// Sampler's log-probability of each id in nats, of the raw distribution at the sampling temperature
+    /// (before top-k, top-p, min-p and penalties), as the trainer computes it.
+    pub rollout_logprobs: Vec<f32>,
+    /// Why it ended.
+    pub finish_reason: FinishReason,
+    /// Decoded text, special tokens skipped.
+    pub text: String,
+    /// One entry per reward function in configured order; `None` where that reward failed.
+    pub rewards: Vec<Option<f32>>,
+    /// Weighted sum of the rewards; `None` masks the sample out of the loss and the group statistics.
+    pub reward: Option<f32>,
+    /// Group-relative advantage; 0 until assigned.
+    pub advantage: f32,
+}
+
+/// A prompt with its `num_generations` completions: the unit of advantage statistics.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RolloutGroup {
+    /// The prompt that every completion continues.
+    pub prompt: Prompt,
+    /// In sample order, 0 to `num_generations`.
+    pub completions: Vec<Completion>,
+}
+
+/// How tokens are drawn. Defaults are those of TRL's `GRPOConfig`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SamplingParams {
+    /// Completions per prompt.
+    pub num_generations: usize,
+    /// Softmax temperature; 0 is greedy.
+    pub temperature: f32,
+    /// Nucleus mass in (0, 1]; 1 is off.
+    pub top_p: f32,
+    /// Number of highest logits kept; 0 is off.
+    pub top_k: usize,
+    /// Least probability relative to the most probable token, in [0, 1]; `None` is off.
+    pub min_p: Option<f32>,
+    /// Divides positive and multiplies negative logits of ids already seen; 1 is off.
+    pub repetition_penalty: f32,
+    /// Longest completion in tokens.
+    pub max_completion_length: usize,
+    /// Strings that end a completion; the matched text is kept in `token_ids`.
+    pub stop: Vec<String>,
+    /// First word of every random key.
+    pub seed: u64,
+    /// Step at which these samples are first scheduled: second word of every random key.
+    pub step: u64,
+}
+
+impl Default for SamplingParams {
+    fn default() -> Self {
+        Self {
+            num_generations: 8,
+            temperature: 1.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: None,
+            repetition_penalty: 1.0,
+            max_completion_length: 512,
+            stop: Vec::new(),
+            seed: 42,
+            step: 0,
+        }
+    }
+}
