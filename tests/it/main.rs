@@ -1,0 +1,13 @@
+//! The one integration-test binary: real ranks as processes on the CPU backend, and the program itself.
+
+mod checkpoint;
+mod cli;
+mod collectives;
+mod colocate;
+mod demo;
+mod launch;
+mod model;
+mod ranks;
+mod rollout;
+mod tidy;
+mod train;
