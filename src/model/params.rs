@@ -1,0 +1,204 @@
+//! The flat layout of a model's weights, the same for weights, gradients and optimizer state.
+//!
+//! A model is a row of units (embedding, blocks, head), each one flat tensor that is gathered, reduced and stepped as a
+//! whole. Every parameter starts on a multiple of [`ALIGNMENT`] elements and every unit divides evenly by the shards, so
+//! that a shard is a plain range. Elements between parameters are padding and stay zero.
+//!
+//! Matrices are stored so that a tensor-parallel slice needs no copy (D hidden, H query heads, Hkv key/value heads, hd
+//! head width, F MLP width, V vocabulary):
+//! - `Qkv` [(H + 2 Hkv) hd, D]: rows grouped by key/value head, `[query heads of group g, k_g, v_g]` for g = 0, 1, ..
+//! - `GateUp` [2 F, D]: rows interleaved, g0 u0 g1 u1 ..
+//! - `O` [D, H hd] and `Down` [D, F]: a slice is a column range, read through the leading dimension.
+
+use std::fmt;
+use std::sync::Arc;
+
+use tch::Tensor;
+
+use super::spec::{ModelSpec, product};
+
+/// Parameters start on multiples of this many elements: 128 bytes in bfloat16.
+pub const ALIGNMENT: usize = 64;
+
+/// Where every weight lies.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ParamTable {
+    /// The model.
+    pub spec: Arc<ModelSpec>,
+    /// In order: embedding, blocks, head.
+    pub units: Vec<UnitLayout>,
+    /// Elements of all units, padding included.
+    pub total: usize,
+    /// Equal parts that every unit divides into.
+    pub shards: usize,
+}
+
+impl ParamTable {
+    /// Lays the model out so that every unit's length is a multiple of `shards * ALIGNMENT`.
+    pub fn new(spec: Arc<ModelSpec>, shards: usize) -> Self {
+        let blocks = (0..spec.num_layers).map(Unit::Block);
+        let mut total = 0;
+        let units = std::iter::once(Unit::Embedding).chain(blocks).chain([Unit::Head]);
+        let units = units.map(|unit| {
+            let layout = UnitLayout::new(&spec, unit, total, shards);
+            total += layout.len;
+            layout
+        });
+        let units = units.collect();
+        Self { spec, units, total, shards }
+    }
+
+    /// The layout of one unit.
+    ///
+    /// # Panics
+    /// If the model has no such block.
+    pub fn unit(&self, unit: Unit) -> &UnitLayout {
+        let index = match unit {
+            Unit::Embedding => 0,
+            Unit::Block(layer) => {
+                assert!(layer < self.spec.num_layers, "{unit} of a model with {} blocks", self.spec.num_layers);
+                layer + 1
+            }
+            Unit::Head => self.units.len() - 1,
+        };
+        &self.units[index]
+    }
+}
+
+/// What is gathered, reduced and stepped as a whole.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Unit {
+    /// The embedding table (and head, when tied).
+    Embedding,
+    /// One transformer block.
+    Block(usize),
+    /// Final norm and, unless tied, the head's table.
+    Head,
+}
+
+impl fmt::Display for Unit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Unit::Embedding => f.write_str("embedding"),
+            Unit::Block(layer) => write!(f, "block {layer}"),
+            Unit::Head => f.write_str("head"),
+        }
+    }
+}
+
+/// The parameters of a unit within its flat tensor.
+#[derive(Debug, Clone, PartialEq)]
+pub struct UnitLayout {
+    /// Which unit.
+    pub unit: Unit,
+    /// In order of offset.
+    pub params: Vec<Param>,
+    /// First element within the flat model.
+    pub offset: usize,
+    /// Elements, padding included.
+    pub len: usize,
+}
+
+impl UnitLayout {
+    fn new(spec: &ModelSpec, unit: Unit, offset: usize, shards: usize) -> Self {
+        let mut len: usize = 0;
+        let params = shapes(spec, unit).into_iter().map(|(name, shape)| {
+            let param = Param { name, decay: shape.len() > 1, shape, offset: len };
+            len = (len + param.numel()).next_multiple_of(ALIGNMENT);
+            param
+        });
+        let params = params.collect();
+        Self { unit, params, offset, len: len.next_multiple_of(shards * ALIGNMENT) }
+    }
+
+    /// The parameter with this name, if the unit has it.
+    pub fn param(&self, name: ParamName) -> Option<&Param> {
+        self.params.iter().find(|param| param.name == name)
+    }
+
+    /// The parameter as a view of the unit's flat tensor [len], if the unit has it.
+    pub fn view(&self, name: ParamName, flat: &Tensor) -> Option<Tensor> {
+        assert_eq!(flat.size(), [self.len as i64], "flat tensor of the {}", self.unit);
+        let param = self.param(name)?;
+        Some(flat.narrow(0, param.offset as i64, param.numel() as i64).view(param.shape.as_slice()))
+    }
+}
+
+/// One parameter within its unit.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Param {
+    /// Which parameter.
+    pub name: ParamName,
+    /// Its shape in this layout.
+    pub shape: Vec<i64>,
+    /// First element within the unit, a multiple of [`ALIGNMENT`].
+    pub offset: usize,
+    /// Weight decay applies: matrices, not norms and biases.
+    pub decay: bool,
+}
+
+impl Param {
+    /// Number of elements.
+    pub fn numel(&self) -> usize {
+        product(&self.shape)
+    }
+}
+
+/// The kinds of parameter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ParamName {
+    /// [V, D]
+    Embedding,
+    /// [D], before attention
+    InputNorm,
+    /// [(H + 2 Hkv) hd, D]
+    Qkv,
+    /// [(H + 2 Hkv) hd]
+    QkvBias,
+    /// [hd]
+    QNorm,
+    /// [hd]
+    KNorm,
+    /// [D, H hd]
+    O,
+    /// [D], before the MLP
+    PostNorm,
+    /// [2 F, D]
+    GateUp,
+    /// [D, F]
+    Down,
+    /// [D], before the head
+    FinalNorm,
+    /// [V, D]
+    LmHead,
+}
+
+/// Parameters of a unit with their shapes, in layout order.
+pub(super) fn shapes(spec: &ModelSpec, unit: Unit) -> Vec<(ParamName, Vec<i64>)> {
+    let [vocab, hidden, mlp, head_dim] =
+        [spec.vocab_size, spec.hidden_size, spec.intermediate_size, spec.head_dim].map(|size| size as i64);
+    let query_rows = spec.num_heads as i64 * head_dim;
+    let qkv_rows = query_rows + 2 * spec.num_kv_heads as i64 * head_dim;
+    let when = |present: bool, name, shape| present.then_some((name, shape));
+    let params = match unit {
+        Unit::Embedding => vec![Some((ParamName::Embedding, vec![vocab, hidden]))],
+        Unit::Block(_) => vec![
+            Some((ParamName::InputNorm, vec![hidden])),
+            Some((ParamName::Qkv, vec![qkv_rows, hidden])),
+            when(spec.qkv_bias, ParamName::QkvBias, vec![qkv_rows]),
+            when(spec.qk_norm, ParamName::QNorm, vec![head_dim]),
+            when(spec.qk_norm, ParamName::KNorm, vec![head_dim]),
+            Some((ParamName::O, vec![hidden, query_rows])),
+            Some((ParamName::PostNorm, vec![hidden])),
+            Some((ParamName::GateUp, vec![2 * mlp, hidden])),
+            Some((ParamName::Down, vec![hidden, mlp])),
+        ],
+        Unit::Head => vec![
+            Some((ParamName::FinalNorm, vec![hidden])),
+            when(!spec.tie_word_embeddings, ParamName::LmHead, vec![vocab, hidden]),
+        ],
+    };
+    params.into_iter().flatten().collect()
+}

@@ -1,0 +1,131 @@
+//! The shape of a network: everything about a model that is not a weight.
+
+use std::ops::Range;
+
+use tch::Kind;
+
+use super::params::{Unit, shapes};
+use crate::error::{Error, Result};
+
+/// Architectures served by the one decoder; they differ in the switches of [`ModelSpec`] and in their `config.json`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Family {
+    /// Qwen2 and Qwen2.5: biases on query, key and value.
+    Qwen2,
+    /// Qwen3: RMSNorm on every query and key head.
+    Qwen3,
+    /// Llama 3.x: rope scaled by wavelength.
+    Llama,
+    /// Mistral: sliding window.
+    Mistral,
+}
+
+/// Llama 3's rope scaling: long wavelengths are divided by `factor`, short ones kept, those between interpolated.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Llama3Scaling {
+    /// Divisor of the low frequencies.
+    pub factor: f64,
+    /// Wavelengths over `original_max_position_embeddings / low_freq_factor` are divided.
+    pub low_freq_factor: f64,
+    /// Wavelengths under `original_max_position_embeddings / high_freq_factor` are kept.
+    pub high_freq_factor: f64,
+    /// Context of the pre-training, in tokens.
+    pub original_max_position_embeddings: usize,
+}
+
+/// A decoder-only transformer. Field names are those of `config.json` where one exists.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelSpec {
+    /// Architecture, for `config.json`.
+    pub family: Family,
+    /// Rows of the embedding and of the head; at least the tokenizer's size.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the MLP.
+    pub intermediate_size: usize,
+    /// Blocks.
+    pub num_layers: usize,
+    /// Query heads.
+    pub num_heads: usize,
+    /// Key and value heads; divides `num_heads`.
+    pub num_kv_heads: usize,
+    /// Width of one head; even.
+    pub head_dim: usize,
+    /// Added to the mean square in every norm.
+    pub rms_norm_eps: f64,
+    /// Base of the rotary frequencies.
+    pub rope_theta: f64,
+    /// Scaling of the rotary frequencies.
+    pub rope_scaling: Option<Llama3Scaling>,
+    /// The head is the embedding table.
+    pub tie_word_embeddings: bool,
+    /// Query, key and value have biases.
+    pub qkv_bias: bool,
+    /// Every query and key head is normalised before rope.
+    pub qk_norm: bool,
+    /// A token sees itself and the `sliding_window - 1` before it; `None` sees all.
+    pub sliding_window: Option<usize>,
+    /// Longest context in tokens.
+    pub max_position_embeddings: usize,
+    /// Beginning of sequence.
+    pub bos_token_id: Option<u32>,
+    /// Ids that end a completion.
+    pub eos_token_ids: Vec<u32>,
+    /// Type of the weights on disk.
+    pub dtype: Kind,
+}
+
+impl ModelSpec {
+    /// Number of weights; a tied head counts once.
+    pub fn num_params(&self) -> usize {
+        let numel = |unit| -> usize { shapes(self, unit).iter().map(|(_, shape)| product(shape)).sum() };
+        numel(Unit::Embedding) + self.num_layers * numel(Unit::Block(0)) + numel(Unit::Head)
+    }
+
+    /// Query heads that share one key and value head.
+    pub fn heads_per_group(&self) -> usize {
+        self.num_heads / self.num_kv_heads
+    }
+
+    /// Query heads and key/value heads that one rank of a tensor-parallel group computes. Key/value heads are shared by
+    /// several ranks when there are fewer heads than ranks.
+    pub fn tp_heads(&self, tp_size: usize) -> (usize, usize) {
+        (self.num_heads / tp_size, (self.num_kv_heads / tp_size).max(1))
+    }
+
+    /// Rows of the vocabulary that belong to a rank: contiguous, in rank order, sizes at most one apart.
+    pub fn vocab_range(&self, tp_rank: usize, tp_size: usize) -> Range<usize> {
+        self.vocab_size * tp_rank / tp_size..self.vocab_size * (tp_rank + 1) / tp_size
+    }
+
+    /// Whether weights can be sliced for `tp_size` ranks without copies: `tp_size` divides the query heads and the MLP,
+    /// and divides, or is a multiple of, the key/value heads.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] on `tensor_parallel_size`, with the values that this model can take.
+    pub fn validate_tp(&self, tp_size: usize) -> Result<()> {
+        if self.can_slice(tp_size) {
+            return Ok(());
+        }
+        let valid: Vec<_> = (1..=self.num_heads).filter(|&t| self.can_slice(t)).map(|t| t.to_string()).collect();
+        let (heads, kv_heads, mlp) = (self.num_heads, self.num_kv_heads, self.intermediate_size);
+        let expected = format!(
+            "one of {} (the model has {heads} query heads, {kv_heads} key/value heads, intermediate size {mlp})",
+            valid.join(", ")
+        );
+        Err(Error::invalid_value("tensor_parallel_size", tp_size, expected))
+    }
+
+    fn can_slice(&self, tp_size: usize) -> bool {
+        tp_size > 0
+            && self.num_heads.is_multiple_of(tp_size)
+            && self.intermediate_size.is_multiple_of(tp_size)
+            && (self.num_kv_heads.is_multiple_of(tp_size) || tp_size.is_multiple_of(self.num_kv_heads))
+    }
+}
+
+/// Elements of a shape.
+pub(super) fn product(shape: &[i64]) -> usize {
+    shape.iter().map(|&size| size as usize).product()
+}
