@@ -1,0 +1,285 @@
+//! One reserved address range whose physical memory comes (`map`) and goes (`unmap`) while the addresses stay.
+#![allow(unsafe_code)]
+
+use tch::{Device, Kind, Tensor};
+
+use super::cpu::CpuRange;
+use super::ledger::{Ledger, Place};
+use crate::error::{Error, Result};
+
+/// An address range of one class of memory (KV cache, optimizer state, ..). Views made by [`Arena::tensor`] have the
+/// same address after every wake.
+#[derive(Debug)]
+pub struct Arena {
+    name: &'static str,
+    device: Device,
+    range: Box<dyn AddressRange>,
+    mapped_bytes: usize,
+    kept_error: Option<Error>,
+}
+
+/// What a backend offers: reserved addresses, and physical memory behind the first bytes of them.
+pub(super) trait AddressRange: std::fmt::Debug + Send {
+    fn as_ptr(&self) -> *mut u8;
+    /// A multiple of [`AddressRange::page_bytes`].
+    fn reserved_bytes(&self) -> usize;
+    /// Smallest unit of mapping.
+    fn page_bytes(&self) -> usize;
+    /// Puts zeroed memory behind `[from, to)`, both multiples of the page; all of it or none.
+    fn map(&mut self, from: usize, to: usize) -> Result<()>;
+    /// Gives the memory behind `[0, to)` back; a later access faults.
+    fn unmap(&mut self, to: usize) -> Result<()>;
+    /// Bytes of physical memory behind the range now.
+    fn resident_bytes(&self) -> Result<usize>;
+}
+
+impl Arena {
+    /// Reserves addresses for at most `bytes`; takes no memory yet.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] when the address space does not hold it; [`Error::InvalidArgument`] on a device without
+    /// a backend.
+    pub fn reserve(name: &'static str, bytes: usize, device: Device) -> Result<Self> {
+        let range = match device {
+            Device::Cpu => Box::new(CpuRange::reserve(name, bytes)?),
+            other => return Err(invalid("Arena::reserve", "the CPU", format!("{other:?}"))),
+        };
+        Ok(Self { name, device, range, mapped_bytes: 0, kept_error: None })
+    }
+
+    /// Puts memory behind the first `bytes`, rounded up to whole pages. A second call may grow the mapping; it never
+    /// shrinks it. New memory reads as zero.
+    ///
+    /// # Errors
+    /// The error that the last [`Arena::unmap`] kept; [`Error::OutOfMemory`] naming this arena and who holds the
+    /// rest; [`Error::InvalidArgument`] beyond the reserved range.
+    pub fn map(&mut self, bytes: usize) -> Result<()> {
+        if let Some(error) = self.kept_error.take() {
+            return Err(error);
+        }
+        let to = bytes.next_multiple_of(self.range.page_bytes());
+        if to > self.range.reserved_bytes() {
+            let expected = format!("at most the {} bytes that '{}' reserved", self.range.reserved_bytes(), self.name);
+            return Err(invalid("Arena::map", expected, bytes));
+        }
+        if to > self.mapped_bytes {
+            self.range.map(self.mapped_bytes, to)?;
+            Ledger::resize(self.name, Place::Device, self.mapped_bytes, to);
+            self.mapped_bytes = to;
+        }
+        Ok(())
+    }
+
+    /// Gives all memory back and keeps the addresses. Never fails: an error is returned by the next [`Arena::map`].
+    pub fn unmap(&mut self) {
+        if let Err(error) = self.range.unmap(self.mapped_bytes) {
+            self.kept_error = Some(error);
+        }
+        Ledger::resize(self.name, Place::Device, self.mapped_bytes, 0);
+        self.mapped_bytes = 0;
+    }
+
+    /// Whether memory is behind any part of the range.
+    pub fn is_mapped(&self) -> bool {
+        self.mapped_bytes > 0
+    }
+
+    /// Bytes that may be used now, from the start of the range.
+    pub fn mapped_bytes(&self) -> usize {
+        self.mapped_bytes
+    }
+
+    /// Most bytes that can be mapped.
+    pub fn reserved_bytes(&self) -> usize {
+        self.range.reserved_bytes()
+    }
+
+    /// First address; the same for the arena's whole life.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.range.as_ptr()
+    }
+
+    /// Physical memory behind the range, as the system counts it.
+    pub fn resident_bytes(&self) -> Result<usize> {
+        self.range.resident_bytes()
+    }
+
+    /// A contiguous view of `shape` and `kind` that starts `byte_offset` bytes into the arena.
+    ///
+    /// # Safety
+    /// The view, and every tensor that shares its storage, must not be used after [`Arena::unmap`] or the arena's
+    /// drop, and two views of the same bytes must not be written through at once.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] when the view is not aligned or leaves the mapped bytes.
+    pub unsafe fn tensor(&self, byte_offset: usize, shape: &[i64], kind: Kind) -> Result<Tensor> {
+        check_view("Arena::tensor", self.name, byte_offset, shape, kind, self.mapped_bytes)?;
+        // SAFETY: the bytes are mapped and aligned (checked above); their life is the caller's promise.
+        unsafe { view(self.as_ptr().add(byte_offset), shape, kind, self.device) }
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        Ledger::resize(self.name, Place::Device, self.mapped_bytes, 0);
+    }
+}
+
+/// A contiguous tensor over memory that somebody else owns.
+///
+/// # Safety
+/// `ptr` is aligned to `kind` and valid for `shape`'s elements for as long as the tensor's storage is used.
+pub(super) unsafe fn view(ptr: *mut u8, shape: &[i64], kind: Kind, device: Device) -> Result<Tensor> {
+    let mut strides = vec![1; shape.len()];
+    for axis in (1..shape.len()).rev() {
+        strides[axis - 1] = strides[axis] * shape[axis];
+    }
+    // SAFETY: the caller's promise.
+    Ok(unsafe { Tensor::f_from_blob(ptr, shape, &strides, kind, device)? })
+}
+
+/// Refuses a view that is misaligned or leaves the `usable_bytes` of `name`.
+pub(super) fn check_view(
+    op: &'static str,
+    name: &str,
+    byte_offset: usize,
+    shape: &[i64],
+    kind: Kind,
+    usable_bytes: usize,
+) -> Result<()> {
+    let element_bytes = kind.elt_size_in_bytes();
+    let bytes = shape.iter().try_fold(element_bytes, |bytes, &n| bytes.checked_mul(usize::try_from(n).ok()?));
+    let end = bytes.and_then(|bytes| byte_offset.checked_add(bytes));
+    if byte_offset % element_bytes != 0 || end.is_none_or(|end| end > usable_bytes) {
+        let expected = format!("an aligned view inside the {usable_bytes} usable bytes of '{name}'");
+        return Err(invalid(op, expected, format!("{shape:?} {kind:?} at byte {byte_offset}")));
+    }
+    Ok(())
+}
+
+fn invalid(op: &'static str, expected: impl Into<String>, got: impl ToString) -> Error {
+    Error::InvalidArgument { op, expected: expected.into(), got: got.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: usize = 1 << 20;
+
+    #[test]
+    fn memory_comes_zeroed_goes_and_keeps_its_address() {
+        let mut arena = Arena::reserve("arena_test", 64 * MIB, Device::Cpu).unwrap();
+        let address = arena.as_ptr();
+        for _ in 0..2 {
+            arena.map(32 * MIB).unwrap();
+            // SAFETY: dropped before the arena is unmapped.
+            let mut view = unsafe { arena.tensor(0, &[8 * MIB as i64], Kind::Float) }.unwrap();
+            assert_eq!(view.sum(Kind::Double).double_value(&[]), 0.0);
+            let _ = view.fill_(1.0);
+            let resident = arena.resident_bytes().unwrap();
+            assert!((32 * MIB..34 * MIB).contains(&resident), "{resident}");
+            drop(view);
+            arena.unmap();
+            assert!(arena.resident_bytes().unwrap() < resident / 20);
+            assert_eq!((arena.as_ptr(), arena.is_mapped()), (address, false));
+        }
+    }
+
+    #[test]
+    fn mapping_grows_and_keeps_what_was_written() {
+        let mut arena = Arena::reserve("arena_growth_test", 8 * MIB, Device::Cpu).unwrap();
+        arena.map(MIB).unwrap();
+        // SAFETY: dropped before the arena is unmapped.
+        let mut first = unsafe { arena.tensor(0, &[4], Kind::Int64) }.unwrap();
+        let _ = first.fill_(7);
+        arena.map(8 * MIB).unwrap();
+        assert_eq!(first.sum(Kind::Int64).int64_value(&[]), 28);
+        assert!(Ledger::report().contains(&(Place::Device, "arena_growth_test", 8 * MIB)));
+        drop(arena);
+        assert!(Ledger::report().iter().all(|(_, owner, _)| *owner != "arena_growth_test"));
+    }
+
+    #[test]
+    fn a_thousand_cycles_leave_memory_flat() {
+        let mut arena = Arena::reserve("arena_cycle_test", 4 * MIB, Device::Cpu).unwrap();
+        let mut sizes = Vec::new();
+        for cycle in 0..1000 {
+            arena.map(4 * MIB).unwrap();
+            // SAFETY: dropped at the end of the statement.
+            let _ = unsafe { arena.tensor(0, &[MIB as i64], Kind::Float) }.unwrap().fill_(1.0);
+            arena.unmap();
+            if cycle % 100 == 99 {
+                sizes.push(arena.resident_bytes().unwrap());
+            }
+        }
+        assert!(sizes.iter().all(|&bytes| bytes < 4 * MIB / 20), "{sizes:?}");
+    }
+
+    #[test]
+    fn a_stale_access_faults() {
+        let mut arena = Arena::reserve("arena_fault_test", MIB, Device::Cpu).unwrap();
+        arena.map(MIB).unwrap();
+        arena.unmap();
+        // SAFETY: the child only reads one byte, which must end it, or leaves at once by `_exit`.
+        let status = unsafe {
+            let child = libc::fork();
+            if child == 0 {
+                libc::signal(libc::SIGSEGV, libc::SIG_DFL);
+                std::ptr::read_volatile(arena.as_ptr());
+                libc::_exit(0);
+            }
+            let mut status = 0;
+            assert_eq!(libc::waitpid(child, &mut status, 0), child);
+            status
+        };
+        assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGSEGV, "status {status}");
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let mut arena = Arena::reserve("arena_huge_test", 1 << 44, Device::Cpu).unwrap();
+        let Err(Error::OutOfMemory { owner, requested_bytes }) = arena.map(1 << 44) else { panic!("mapped 16 TiB") };
+        assert!(owner.contains("arena_huge_test") && requested_bytes == 1 << 44, "{owner}");
+        assert!(!arena.is_mapped());
+        assert!(matches!(arena.map((1 << 44) + 1), Err(Error::InvalidArgument { .. })));
+        arena.map(4096).unwrap();
+        // SAFETY: refused, so no view comes to be.
+        let misplaced =
+            [(0, 1025), (2, 1), (4096, 1), (0, -1)].map(|(at, n)| unsafe { arena.tensor(at, &[n], Kind::Float) });
+        assert!(misplaced.iter().all(Result::is_err));
+    }
+
+    #[test]
+    fn an_error_of_unmap_is_returned_by_the_next_map() {
+        #[derive(Debug)]
+        struct Broken;
+        impl AddressRange for Broken {
+            fn as_ptr(&self) -> *mut u8 {
+                std::ptr::null_mut()
+            }
+            fn reserved_bytes(&self) -> usize {
+                4096
+            }
+            fn page_bytes(&self) -> usize {
+                4096
+            }
+            fn map(&mut self, _: usize, _: usize) -> Result<()> {
+                Ok(())
+            }
+            fn unmap(&mut self, _: usize) -> Result<()> {
+                Err(Error::Environment { message: "unmap failed".into() })
+            }
+            fn resident_bytes(&self) -> Result<usize> {
+                Ok(0)
+            }
+        }
+        let range = Box::new(Broken);
+        let mut arena = Arena { name: "broken", device: Device::Cpu, range, mapped_bytes: 0, kept_error: None };
+        arena.map(10).unwrap();
+        arena.unmap();
+        assert!(!arena.is_mapped());
+        assert!(matches!(arena.map(10), Err(Error::Environment { .. })));
+        arena.map(10).unwrap();
+    }
+}
