@@ -1,1 +1,21 @@
-//! Advantages, losses, KL estimators, importance correction: pure functions with their papers.
+//! Advantages, losses, KL estimator, importance correction: pure functions of rewards and log-probabilities, with their
+//! papers. Knows nothing of models, ranks or optimizers: statistics that span ranks come in as sums and leave as sums.
+//!
+//! Legend: C scored (completion) tokens of a micro-batch, packed without padding; N its sequences.
+//!
+//! Formulas, constants and metric names are those of TRL 1.16's `GRPOTrainer`, with the whole batch as one micro-batch;
+//! `scripts/golden_trl.py` runs TRL's own code and the tests here hold these functions to its numbers.
+
+mod advantages;
+mod importance;
+mod kl;
+mod loss;
+mod segments;
+mod stats;
+
+#[cfg(test)]
+mod golden;
+
+pub use advantages::{AdvantageStats, BatchStats, assign_advantages};
+pub use loss::{Denominators, LossConfig, LossInput, LossOutput, policy_loss};
+pub use stats::{Aggregate, LossStats};

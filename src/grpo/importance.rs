@@ -1,0 +1,127 @@
+//! Importance ratios: policy against old policy, and trainer against sampler.
+
+use tch::Tensor;
+
+use super::segments::Segments;
+use crate::config::{ImportanceSamplingLevel, ImportanceSamplingMode};
+
+/// The ratio between the policy and the policy that the samples are taken to come from.
+///
+/// Token level: `r_t = exp(logprob_t - old_t)`. Sequence level (GSPO, arXiv 2507.18071, equation 6):
+/// `r_s = exp(mean over counted tokens of (logprob_t - old_t))`, the same for every token of s.
+#[derive(Debug)]
+pub(crate) struct PolicyRatio<'a> {
+    level: ImportanceSamplingLevel,
+    segments: &'a Segments,
+    /// One value per token or per sequence.
+    pub values: Tensor, // [C] or [N]
+}
+
+impl<'a> PolicyRatio<'a> {
+    /// From `logprob - old` `[C]`, zero where tokens do not count.
+    pub fn new(log_ratio: &Tensor, level: ImportanceSamplingLevel, segments: &'a Segments) -> Self {
+        let values = match level {
+            ImportanceSamplingLevel::Token => log_ratio.exp(),
+            ImportanceSamplingLevel::Sequence => (segments.sum(log_ratio) / segments.divisors()).exp(),
+        };
+        Self { level, segments, values }
+    }
+
+    /// The ratio that acts on each token. `[C]`
+    pub fn per_token(&self) -> Tensor {
+        self.at_tokens(&self.values)
+    }
+
+    fn at_tokens(&self, values: &Tensor) -> Tensor {
+        match self.level {
+            ImportanceSamplingLevel::Token => values.shallow_clone(),
+            ImportanceSamplingLevel::Sequence => self.segments.expand(values),
+        }
+    }
+
+    /// A value per sequence brought to the ratio's own level. `[N] -> [C] or [N]`
+    pub fn of_sequences(&self, values: &Tensor) -> Tensor {
+        match self.level {
+            ImportanceSamplingLevel::Token => self.segments.expand(values),
+            ImportanceSamplingLevel::Sequence => values.shallow_clone(),
+        }
+    }
+
+    /// What each ratio weighs in a mean: counted tokens, or every sequence. `[C] or [N]`
+    pub fn weights(&self) -> Tensor {
+        match self.level {
+            ImportanceSamplingLevel::Token => self.segments.mask.shallow_clone(),
+            ImportanceSamplingLevel::Sequence => self.values.ones_like(),
+        }
+    }
+
+    /// Mean of a quantity at the ratio's level in each sequence; NaN where no token counts. `[C] or [N] -> [N]`
+    pub fn sequence_means(&self, x: &Tensor) -> Tensor {
+        match self.level {
+            ImportanceSamplingLevel::Token => self.segments.sum(&(x * &self.segments.mask)) / &self.segments.lengths,
+            ImportanceSamplingLevel::Sequence => x.shallow_clone(),
+        }
+    }
+
+    /// Gradient by the log-probabilities from the gradient by the log of the ratio that acts on each token; both `[C]`,
+    /// the latter zero where tokens do not count. A sequence's ratio depends on all its tokens alike:
+    /// `dlog r_s / dlogprob_t = 1 / length_s`.
+    pub fn backward(&self, d_log_ratio: &Tensor) -> Tensor {
+        match self.level {
+            ImportanceSamplingLevel::Token => d_log_ratio.shallow_clone(),
+            ImportanceSamplingLevel::Sequence => {
+                let per_sequence = self.segments.sum(d_log_ratio) / self.segments.divisors();
+                self.segments.expand(&per_sequence) * &self.segments.mask
+            }
+        }
+    }
+}
+
+/// The weight that corrects for the sampler's probabilities not being the trainer's: `w = exp(old - rollout)`, a token's or
+/// the sum over a sequence's tokens, bounded by `clip_max`: cut (truncated importance sampling, arXiv 2312.07876 and
+/// Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025) or set to 0 above it (masked).
+/// A constant: no gradient passes through it. Where the sampler reported NaN the difference counts as 0.
+#[derive(Debug)]
+pub(crate) struct SamplerCorrection {
+    /// The weight that acts on each token.
+    pub per_token: Tensor, // [C]
+    /// The weights as they are reported: of counted tokens, or of every sequence.
+    pub reported: Tensor, // [n]
+    /// |old - rollout| of counted tokens that the sampler scored.
+    pub differences: Tensor, // [n]
+}
+
+impl SamplerCorrection {
+    /// From the old policy's and the sampler's log-probabilities `[C]`.
+    pub fn new(
+        old_logprobs: &Tensor,
+        rollout_logprobs: &Tensor,
+        mode: ImportanceSamplingMode,
+        clip_max: f64,
+        segments: &Segments,
+    ) -> Self {
+        let raw = segments.masked(&(old_logprobs - rollout_logprobs));
+        let difference = raw.nan_to_num(0.0, f64::INFINITY, f64::NEG_INFINITY);
+        let counted = segments.mask.gt(0.0);
+        let differences = raw.abs().masked_select(&counted.logical_and(&raw.isnan().logical_not()));
+        let (weights, sequence_level) = match mode {
+            ImportanceSamplingMode::TokenTruncate | ImportanceSamplingMode::TokenMask => (difference.exp(), false),
+            ImportanceSamplingMode::SequenceTruncate | ImportanceSamplingMode::SequenceMask => {
+                (segments.sum(&difference).exp(), true)
+            }
+        };
+        let weights = match mode {
+            ImportanceSamplingMode::TokenTruncate | ImportanceSamplingMode::SequenceTruncate => {
+                weights.clamp_max(clip_max)
+            }
+            ImportanceSamplingMode::TokenMask | ImportanceSamplingMode::SequenceMask => {
+                weights.masked_fill(&weights.gt(clip_max), 0.0)
+            }
+        };
+        if sequence_level {
+            Self { per_token: segments.expand(&weights), reported: weights, differences }
+        } else {
+            Self { reported: weights.masked_select(&counted), per_token: weights, differences }
+        }
+    }
+}
