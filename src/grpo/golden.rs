@@ -1,5 +1,11 @@
-//! The functions of this room held to TRL's own numbers (`scripts/golden_trl.py`) and to libtorch's autograd.
+//! The functions of this room held to TRL's own numbers (`scripts/golden_trl.py`), to libtorch's autograd, and to
+//! themselves over micro-batches.
 
+use serde_json::Value;
+use tch::{Device, Kind, Tensor};
+
+use super::{Denominators, LossConfig, LossInput, LossOutput, LossStats, assign_advantages, policy_loss};
+use crate::config::{ImportanceSamplingLevel, ImportanceSamplingMode, LossType, ScaleRewards};
 use crate::types::{Completion, FinishReason, Prompt, RolloutGroup};
 
 /// A group with these rewards and nothing else of interest.
@@ -15,4 +21,291 @@ pub(super) fn group(rewards: &[Option<f32>]) -> RolloutGroup {
     };
     let prompt = Prompt { id: 0, text: String::new(), token_ids: vec![1], columns: Default::default() };
     RolloutGroup { prompt, completions: rewards.iter().map(completion).collect() }
+}
+
+fn golden() -> Value {
+    serde_json::from_str(include_str!("../../tests/golden/grpo.json")).unwrap()
+}
+
+fn numbers(values: &Value) -> Vec<f64> {
+    values.as_array().unwrap().iter().map(|value| value.as_f64().unwrap_or(f64::NAN)).collect()
+}
+
+/// A packed batch whose tensors live together.
+#[derive(Debug)]
+struct Batch {
+    lengths: Vec<i64>,
+    logprobs: Tensor,          // [C]
+    old_logprobs: Tensor,      // [C]
+    ref_logprobs: Tensor,      // [C]
+    rollout_logprobs: Tensor,  // [C]
+    entropy: Tensor,           // [C]
+    advantages: Tensor,        // [N]
+    sequence_of_token: Tensor, // [C]
+    token_mask: Tensor,        // [C]
+}
+
+impl Batch {
+    fn input(&self, use_old: bool) -> LossInput<'_> {
+        LossInput {
+            logprobs: &self.logprobs,
+            old_logprobs: use_old.then_some(&self.old_logprobs),
+            ref_logprobs: Some(&self.ref_logprobs),
+            rollout_logprobs: Some(&self.rollout_logprobs),
+            advantages: &self.advantages,
+            sequence_of_token: &self.sequence_of_token,
+            token_mask: &self.token_mask,
+            entropy: Some(&self.entropy),
+        }
+    }
+
+    fn denominators(&self) -> Denominators {
+        Denominators {
+            num_sequences: self.lengths.len() as f64,
+            num_tokens: self.token_mask.sum(Kind::Double).double_value(&[]),
+        }
+    }
+
+    /// Sequences `from..to` as a micro-batch of its own.
+    fn slice(&self, from: usize, to: usize) -> Batch {
+        let start: i64 = self.lengths[..from].iter().sum();
+        let count: i64 = self.lengths[from..to].iter().sum();
+        let tokens = |x: &Tensor| x.narrow(0, start, count);
+        Batch {
+            lengths: self.lengths[from..to].to_vec(),
+            logprobs: tokens(&self.logprobs),
+            old_logprobs: tokens(&self.old_logprobs),
+            ref_logprobs: tokens(&self.ref_logprobs),
+            rollout_logprobs: tokens(&self.rollout_logprobs),
+            entropy: tokens(&self.entropy),
+            advantages: self.advantages.narrow(0, from as i64, (to - from) as i64),
+            sequence_of_token: tokens(&self.sequence_of_token) - from as i64,
+            token_mask: tokens(&self.token_mask),
+        }
+    }
+
+    /// Log-probabilities of all sorts around one another; sequence 2 does not count.
+    fn random(kind: Kind) -> Batch {
+        tch::manual_seed(1);
+        let lengths = vec![4, 1, 6, 9, 2, 3];
+        let options = (kind, Device::Cpu);
+        let count: i64 = lengths.iter().sum();
+        let logprobs = -Tensor::rand([count], options) * 2.0;
+        let near = |scale: f64| &logprobs + Tensor::randn([count], options) * scale;
+        let sequence_of_token = indices(&lengths);
+        Batch {
+            old_logprobs: near(0.3),
+            ref_logprobs: near(0.5),
+            rollout_logprobs: near(0.2),
+            entropy: Tensor::rand([count], options),
+            advantages: Tensor::from_slice(&[1.0, -0.7, 0.4, -1.2, 0.0, 1.5]).to_kind(kind),
+            token_mask: sequence_of_token.ne(2).to_kind(kind),
+            sequence_of_token,
+            logprobs,
+            lengths,
+        }
+    }
+}
+
+fn indices(lengths: &[i64]) -> Tensor {
+    let rows: Vec<i64> = (0..).zip(lengths).flat_map(|(row, count)| (0..*count).map(move |_| row)).collect();
+    Tensor::from_slice(&rows)
+}
+
+fn parse_config(value: &Value) -> LossConfig {
+    let number = |key: &str| value[key].as_f64();
+    LossConfig {
+        loss_type: serde_json::from_value(value["loss_type"].clone()).unwrap(),
+        importance_sampling_level: serde_json::from_value(value["importance_sampling_level"].clone()).unwrap(),
+        epsilon: number("epsilon").unwrap(),
+        epsilon_high: number("epsilon_high").unwrap(),
+        delta: number("delta"),
+        beta: number("beta").unwrap(),
+        use_bias_correction_kl: value["use_bias_correction_kl"].as_bool().unwrap(),
+        importance_sampling_correction: value["importance_sampling_correction"].as_bool().unwrap(),
+        importance_sampling_mode: serde_json::from_value(value["importance_sampling_mode"].clone()).unwrap(),
+        importance_sampling_clip_max: number("importance_sampling_clip_max").unwrap(),
+        max_completion_length: value["max_completion_length"].as_u64().unwrap() as usize,
+    }
+}
+
+fn golden_batch(golden: &Value, case: &Value) -> Batch {
+    let tokens = |key: &str| Tensor::from_slice(&numbers(&golden["batch"][key]));
+    let lengths: Vec<i64> = numbers(&golden["batch"]["lengths"]).iter().map(|length| *length as i64).collect();
+    let sequence_of_token = indices(&lengths);
+    let masked = if case["mask_truncated"].as_bool().unwrap() { golden["truncated"].as_i64().unwrap() } else { -1 };
+    Batch {
+        logprobs: tokens("logprobs"),
+        old_logprobs: tokens("old_logprobs"),
+        ref_logprobs: tokens("ref_logprobs"),
+        rollout_logprobs: tokens("rollout_logprobs"),
+        entropy: tokens("entropy"),
+        advantages: Tensor::from_slice(&numbers(&case["advantages"])),
+        token_mask: sequence_of_token.ne(masked),
+        sequence_of_token,
+        lengths,
+    }
+}
+
+/// Fails unless `got` is within `relative` of `expected`, element by element; NaN equals NaN.
+fn assert_close(got: &[f64], expected: &[f64], relative: f64, what: &str) {
+    assert_eq!(got.len(), expected.len(), "{what}: length");
+    for (got, expected) in got.iter().zip(expected) {
+        let close = (got - expected).abs() <= relative * expected.abs().max(1e-3);
+        assert!(close || (got.is_nan() && expected.is_nan()), "{what}: got {got}, expected {expected}");
+    }
+}
+
+fn assert_same_stats(got: &LossStats, expected: &LossStats, what: &str) {
+    for ((name, got), (other, expected)) in got.entries().iter().zip(expected.entries()) {
+        assert_eq!(name, other, "{what}");
+        assert_close(&[got.value()], &[expected.value()], 1e-9, &format!("{what}: {name}"));
+    }
+}
+
+fn values(tensor: &Tensor) -> Vec<f64> {
+    Vec::try_from(&tensor.to_kind(Kind::Double)).unwrap()
+}
+
+#[test]
+fn losses_gradients_and_metrics_are_those_of_trl() {
+    let golden = golden();
+    let cases = golden["losses"].as_array().unwrap();
+    assert!(cases.len() > 100);
+    for case in cases {
+        let name = case["name"].as_str().unwrap();
+        let batch = golden_batch(&golden, case);
+        let input = batch.input(case["use_old"].as_bool().unwrap());
+        let output = policy_loss(&input, &parse_config(&case["config"]), &batch.denominators()).unwrap();
+        assert_close(&[output.loss.double_value(&[])], &[case["loss"].as_f64().unwrap()], 1e-10, name);
+        assert_close(&values(&output.dlogprobs), &numbers(&case["dlogprobs"]), 1e-10, name);
+        let metrics = case["metrics"].as_object().unwrap();
+        assert_eq!(metrics.len(), output.stats.entries().len(), "{name}: {metrics:?}");
+        for (metric, got) in output.stats.entries() {
+            let expected = metrics[*metric].as_f64().unwrap_or(f64::NAN);
+            // TRL averages what it counts in float32.
+            assert_close(&[got.value()], &[expected], 1e-6, &format!("{name}: {metric}"));
+        }
+    }
+}
+
+#[test]
+fn advantages_and_reward_metrics_are_those_of_trl() {
+    for case in golden()["advantages"].as_array().unwrap() {
+        let name = case["name"].as_str().unwrap();
+        let weights = numbers(&case["reward_weights"]);
+        let rows = case["rewards"].as_array().unwrap().iter().map(numbers);
+        let (mut rewards, mut weighted) = (Vec::new(), Vec::new());
+        for row in rows {
+            let valid = row.iter().zip(&weights).filter(|(reward, _)| !reward.is_nan());
+            let total: f64 = valid.clone().map(|(reward, weight)| reward * weight).sum();
+            weighted.push((valid.count() > 0).then_some(total as f32));
+            rewards.push(row.iter().map(|reward| (!reward.is_nan()).then_some(*reward as f32)).collect::<Vec<_>>());
+        }
+        let size = case["num_generations"].as_u64().unwrap() as usize;
+        let mut groups: Vec<_> = weighted.chunks(size).map(group).collect();
+        for (completion, rewards) in groups.iter_mut().flat_map(|group| &mut group.completions).zip(rewards) {
+            completion.rewards = rewards;
+        }
+        let scale: ScaleRewards = serde_json::from_value(case["scale_rewards"].clone()).unwrap();
+        let stats = assign_advantages(&mut groups, scale, None);
+        let completions = groups.iter().flat_map(|group| &group.completions);
+        let got: Vec<f64> = completions.map(|completion| f64::from(completion.advantage)).collect();
+        assert_close(&got, &numbers(&case["advantages"]), 1e-6, name);
+
+        let mut metrics = vec![
+            ("reward".to_owned(), stats.reward.mean()),
+            ("reward_std".to_owned(), stats.reward.std()),
+            ("frac_reward_zero_std".to_owned(), stats.num_zero_std_groups / stats.num_groups),
+        ];
+        for (index, sums) in stats.rewards.iter().enumerate() {
+            metrics.push((format!("rewards/reward_{index}/mean"), sums.mean()));
+            metrics.push((format!("rewards/reward_{index}/std"), sums.std()));
+        }
+        assert_eq!(metrics.len(), case["metrics"].as_object().unwrap().len(), "{name}");
+        for (metric, got) in metrics {
+            let expected = case["metrics"][&metric].as_f64().unwrap_or(f64::NAN);
+            assert_close(&[got], &[expected], 1e-6, &format!("{name}: {metric}"));
+        }
+    }
+}
+
+/// Every loss at every level with everything switched on.
+fn configurations() -> impl Iterator<Item = LossConfig> {
+    let losses = [LossType::Grpo, LossType::DrGrpo, LossType::Bnpo, LossType::Dapo, LossType::Cispo];
+    let levels = [ImportanceSamplingLevel::Token, ImportanceSamplingLevel::Sequence];
+    losses.into_iter().flat_map(move |loss_type| {
+        levels.map(|importance_sampling_level| LossConfig {
+            loss_type,
+            importance_sampling_level,
+            delta: Some(1.3),
+            beta: 0.2,
+            importance_sampling_mode: ImportanceSamplingMode::TokenTruncate,
+            ..LossConfig::default()
+        })
+    })
+}
+
+#[test]
+fn gradients_are_those_of_autograd() {
+    // cispo's ratio is a constant that autograd would not know of: TRL's numbers hold that one.
+    for (config, kind) in configurations()
+        .filter(|config| config.loss_type != LossType::Cispo)
+        .flat_map(|config| [(config.clone(), Kind::Double), (config, Kind::Float)])
+    {
+        let mut batch = Batch::random(kind);
+        batch.logprobs = batch.logprobs.set_requires_grad(true);
+        let output = policy_loss(&batch.input(true), &config, &batch.denominators()).unwrap();
+        output.loss.backward();
+        let relative = if kind == Kind::Double { 1e-10 } else { 1e-4 };
+        assert_close(&values(&output.dlogprobs), &values(&batch.logprobs.grad()), relative, &format!("{config:?}"));
+    }
+}
+
+#[test]
+fn micro_batches_add_up_to_the_whole() {
+    let batch = Batch::random(Kind::Double);
+    let denominators = batch.denominators();
+    for config in configurations() {
+        let whole = policy_loss(&batch.input(true), &config, &denominators).unwrap();
+        let mut stats = LossStats::default();
+        let parts: Vec<LossOutput> = [(0, 1), (1, 4), (4, 6)]
+            .map(|(from, to)| policy_loss(&batch.slice(from, to).input(true), &config, &denominators).unwrap())
+            .into();
+        parts.iter().for_each(|part| stats.merge(&part.stats).unwrap());
+        let name = format!("{config:?}");
+        let loss: f64 = parts.iter().map(|part| part.loss.double_value(&[])).sum();
+        let dlogprobs: Vec<f64> = parts.iter().flat_map(|part| values(&part.dlogprobs)).collect();
+        assert_close(&[loss], &[whole.loss.double_value(&[])], 1e-12, &name);
+        assert_close(&dlogprobs, &values(&whole.dlogprobs), 1e-12, &name);
+        assert_same_stats(&stats, &whole.stats, &name);
+    }
+}
+
+#[test]
+fn tokens_that_do_not_count_may_hold_anything() {
+    let clean = Batch::random(Kind::Double);
+    let mut dirty = Batch::random(Kind::Double);
+    let masked = dirty.token_mask.eq(0.0);
+    for tensor in [&mut dirty.logprobs, &mut dirty.rollout_logprobs, &mut dirty.ref_logprobs, &mut dirty.entropy] {
+        *tensor = tensor.masked_fill(&masked, f64::NAN);
+    }
+    for config in configurations() {
+        let [clean, dirty] =
+            [&clean, &dirty].map(|batch| policy_loss(&batch.input(true), &config, &batch.denominators()).unwrap());
+        assert_eq!(values(&clean.dlogprobs), values(&dirty.dlogprobs));
+        assert_eq!(clean.stats, dirty.stats);
+    }
+}
+
+#[test]
+fn wrong_shapes_and_missing_references_are_named() {
+    let batch = Batch::random(Kind::Double);
+    let short = batch.entropy.narrow(0, 0, 3);
+    let error = |input: LossInput, beta: f64| {
+        let config = LossConfig { beta, ..LossConfig::default() };
+        policy_loss(&input, &config, &batch.denominators()).unwrap_err().to_string()
+    };
+    assert!(error(LossInput { entropy: Some(&short), ..batch.input(true) }, 0.0).contains("entropy of shape [25]"));
+    assert!(error(LossInput { ref_logprobs: None, ..batch.input(true) }, 0.1).contains("ref_logprobs"));
 }

@@ -1,0 +1,260 @@
+#!/usr/bin/env python3
+"""Golden numbers for `src/grpo`, made by TRL's own code.
+
+    python scripts/golden_trl.py        # needs torch 2.11 and trl 1.16; writes tests/golden/grpo.json
+
+`GRPOTrainer._generate_and_score_completions` and `GRPOTrainer._compute_loss` run unbound, in float64, on a stand-in for the
+trainer: generation and rewards return prepared lists, and the forward pass returns prepared log-probabilities, which for the
+policy are a leaf whose gradient is kept. Everything between (advantages, denominators, sampler correction, KL, losses,
+metrics) is TRL's.
+"""
+
+import itertools
+import json
+import math
+import pathlib
+import types
+from collections import defaultdict
+
+import accelerate
+import torch
+import trl
+from trl import GRPOTrainer
+
+EOS, PAD, WORD = 2, 0, 7
+LENGTHS = [5, 3, 1, 6, 2, 4, 7, 3]  # completion tokens of each sequence
+TRUNCATED = 3  # the sequence without an end-of-sequence token
+NUM_GENERATIONS = 4
+MAX_COMPLETION_LENGTH = 9
+CONFIG_DEFAULTS = dict(
+    loss_type="dapo",
+    importance_sampling_level="token",
+    epsilon=0.2,
+    epsilon_high=0.28,
+    delta=None,
+    beta=0.0,
+    use_bias_correction_kl=True,
+    importance_sampling_correction=False,
+    importance_sampling_mode="sequence_mask",
+    importance_sampling_clip_max=1.25,
+    max_completion_length=MAX_COMPLETION_LENGTH,
+)
+
+
+def trainer(config, batch, rewards, reward_weights, scale_rewards, num_generations, mask_truncated, use_old):
+    """Stands in for `self`: every attribute that the two methods read for text-only training without tools."""
+    model = types.SimpleNamespace(training=True, is_gradient_checkpointing=False)
+    reference = types.SimpleNamespace()
+    rows = [[WORD] * (n - 1) + [WORD if i == TRUNCATED else EOS] for i, n in enumerate(batch["lengths"])]
+    current = pad_rows(batch["logprobs"], batch["lengths"]).requires_grad_(True)
+    entropy = pad_rows(batch["entropy"], batch["lengths"])
+    scored = {
+        "old": pad_rows(batch["old_logprobs"] if use_old else batch["logprobs"], batch["lengths"]),
+        "reference": pad_rows(batch["ref_logprobs"], batch["lengths"]),
+    }
+
+    def forward(which, *_, compute_entropy=False, **__):
+        if compute_entropy:  # `_compute_loss`
+            return current, entropy, None
+        return scored["reference" if which is reference else "old"], None, None
+
+    def generate(prompts):
+        logprobs = split_rows(batch["rollout_logprobs"], batch["lengths"])
+        return [[WORD]] * len(rows), rows, None, [""] * len(rows), logprobs, {}, None, []
+
+    correction = config["importance_sampling_correction"]
+    fake = types.SimpleNamespace(
+        model=model,
+        ref_model=reference,
+        accelerator=types.SimpleNamespace(
+            device=torch.device("cpu"),
+            num_processes=1,
+            process_index=0,
+            is_main_process=True,
+            gather=lambda x: x,
+            reduce=lambda x, reduction: x,
+        ),
+        state=types.SimpleNamespace(global_step=0),
+        args=types.SimpleNamespace(
+            report_to=[],
+            per_device_train_batch_size=len(rows),
+            steps_per_generation=1,
+            gradient_accumulation_steps=1 if not use_old else 3,
+            gradient_checkpointing_kwargs=None,
+            delta=config["delta"],
+            use_bias_correction_kl=config["use_bias_correction_kl"],
+        ),
+        num_iterations=1 if not use_old else 2,
+        current_gradient_accumulation_steps=1,
+        environment_factories=None,
+        environments=None,
+        tools=None,
+        rollout_func=None,
+        _is_vlm=False,
+        _tokenizer=types.SimpleNamespace(pad_token_id=PAD),
+        eos_token_ids=[EOS],
+        pad_to_multiple_of=None,
+        _generate=generate,
+        _calculate_rewards=lambda *_: rewards.clone(),
+        _get_per_token_logps_and_entropies=forward,
+        reward_func_names=[f"reward_{i}" for i in range(rewards.size(1))],
+        reward_funcs=[None] * rewards.size(1),
+        reward_weights=reward_weights,
+        multi_objective_aggregation="sum_then_normalize",
+        scale_rewards=scale_rewards,
+        num_generations=num_generations,
+        mask_truncated_completions=mask_truncated,
+        use_vllm=correction,
+        vllm_importance_sampling_correction=correction,
+        vllm_importance_sampling_mode=config["importance_sampling_mode"],
+        vllm_importance_sampling_clip_min=None,
+        vllm_importance_sampling_clip_max=config["importance_sampling_clip_max"],
+        loss_type=config["loss_type"],
+        importance_sampling_level=config["importance_sampling_level"],
+        epsilon_low=config["epsilon"],
+        epsilon_high=config["epsilon_high"],
+        beta=config["beta"],
+        max_completion_length=config["max_completion_length"],
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        log_multimodal=False,
+        _metrics={"train": defaultdict(list)},
+        _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
+        _pending_extra_logs={},
+        _pending_metrics={},
+    )
+    return fake, model, current
+
+
+def pad_rows(flat, lengths):
+    """Ragged values as `[sequences, longest]`; padding holds a value that would show if it were counted."""
+    rows = split_rows(flat, lengths)
+    return torch.tensor([row + [-5.0] * (max(lengths) - len(row)) for row in rows], dtype=torch.float64)
+
+
+def split_rows(flat, lengths):
+    values = iter(flat)
+    return [list(itertools.islice(values, n)) for n in lengths]
+
+
+def unpad(rows, lengths):
+    return [value for row, n in zip(rows.tolist(), lengths) for value in row[:n]]
+
+
+def run(config, batch, rewards, reward_weights=(1.0,), scale_rewards="group", mask_truncated=False, use_old=True,
+        num_generations=NUM_GENERATIONS, with_loss=True):
+    weights = torch.tensor(reward_weights, dtype=torch.float64)
+    rewards = torch.tensor(rewards, dtype=torch.float64).view(len(batch["lengths"]), -1)
+    fake, model, current = trainer(
+        config, batch, rewards, weights, scale_rewards, num_generations, mask_truncated, use_old
+    )
+    inputs = [{"prompt": ""} for _ in batch["lengths"]]
+    scored = GRPOTrainer._generate_and_score_completions(fake, inputs)
+    result = {"advantages": scored["advantages"].tolist()}
+    if with_loss:
+        loss = GRPOTrainer._compute_loss(fake, model, scored)
+        loss.backward()
+        result["loss"] = loss.item()
+        result["dlogprobs"] = unpad(current.grad, batch["lengths"])
+    wanted = ("kl", "entropy", "clip_ratio", "cispo", "sampling/") if with_loss else ("reward", "frac_reward")
+    metrics = fake._metrics["train"]
+    result["metrics"] = {name: none_for_nan(metrics[name][0]) for name in metrics if name.startswith(wanted)}
+    return result
+
+
+def none_for_nan(value):
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def make_batch(generator):
+    """Ratios on both sides of every bound; sampler log-probabilities float32, as TRL makes them, with one missing."""
+    total = sum(LENGTHS)
+    normal = lambda scale: torch.randn(total, generator=generator, dtype=torch.float64) * scale
+    logprobs = -torch.rand(total, generator=generator, dtype=torch.float64) * 2 - 0.1
+    old = logprobs + normal(0.3)
+    rollout = (old + normal(0.15)).float().double()
+    rollout[10] = float("nan")
+    return {
+        "lengths": LENGTHS,
+        "logprobs": rounded(logprobs),
+        "old_logprobs": rounded(old),
+        "ref_logprobs": rounded(logprobs + normal(0.4)),
+        "rollout_logprobs": rollout.tolist(),
+        "entropy": rounded(torch.rand(total, generator=generator, dtype=torch.float64)),
+    }
+
+
+def rounded(tensor):
+    return [round(value, 6) for value in tensor.tolist()]
+
+
+def loss_cases(batch, rewards):
+    variants = {
+        "plain": {},
+        "delta": dict(delta=1.4),
+        "delta_below_high": dict(delta=1.1),
+        "kl": dict(beta=0.1, use_bias_correction_kl=False),
+        "kl_corrected": dict(beta=0.1),
+        **{
+            mode: dict(importance_sampling_correction=True, importance_sampling_mode=mode)
+            for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+        },
+        "everything": dict(delta=1.4, beta=0.1, importance_sampling_correction=True),
+        "everything_on_policy": dict(beta=0.1, importance_sampling_correction=True),
+    }
+    for loss_type, level in itertools.product(
+        ("grpo", "dr_grpo", "bnpo", "dapo", "cispo"), ("token", "sequence")
+    ):
+        for name, changes in variants.items():
+            if loss_type == "cispo" and name.startswith("delta"):
+                continue
+            config = {**CONFIG_DEFAULTS, "loss_type": loss_type, "importance_sampling_level": level, **changes}
+            if loss_type == "cispo":
+                config["epsilon_high"] = 1.2  # for cispo the bound of the ratio itself
+            masked, use_old = name.startswith("everything"), name != "everything_on_policy"
+            result = run(config, batch, rewards, mask_truncated=masked, use_old=use_old)
+            yield {"name": f"{loss_type} {level} {name}", "config": config, "mask_truncated": masked, "use_old": use_old,
+                   **result}
+
+
+def advantage_cases(batch):
+    nan = float("nan")
+    tables = {
+        "plain": [[0.0], [1.0], [0.5], [2.0], [1.0], [1.0], [1.0], [1.0]],
+        "two rewards, some missing": [[0, 1], [1, nan], [nan, nan], [0.5, 2], [nan, 1], [1, 0], [2, 2], [0, nan]],
+        "one left in a group": [[0.25], [nan], [nan], [nan], [1.0], [0.0], [nan], [3.0]],
+        "none left in a group": [[nan], [nan], [nan], [nan], [1.0], [0.0], [0.0], [1.0]],
+    }
+    for (name, table), scale in itertools.product(tables.items(), ("group", "batch", "none")):
+        weights = [1.0, 0.5][: len(table[0])]
+        result = run(CONFIG_DEFAULTS, batch, table, weights, scale, with_loss=False)
+        yield {"name": f"{name}, {scale}", "scale_rewards": scale, "reward_weights": weights,
+               "num_generations": NUM_GENERATIONS, "rewards": [[none_for_nan(r) for r in row] for row in table],
+               **result}
+
+
+def main():
+    accelerate.PartialState(cpu=True)
+    batch = make_batch(torch.Generator().manual_seed(0))
+    rewards = [0.0, 1.0, 0.5, 2.0, 1.0, 0.0, 0.0, 0.3]
+    golden = {
+        "made_by": f"scripts/golden_trl.py, trl {trl.__version__}, torch {torch.__version__}",
+        "truncated": TRUNCATED,
+        "batch": {**batch, "rollout_logprobs": [none_for_nan(value) for value in batch["rollout_logprobs"]]},
+        "losses": list(loss_cases(batch, rewards)),
+        "advantages": list(advantage_cases(batch)),
+    }
+    path = pathlib.Path(__file__).parent.parent / "tests/golden/grpo.json"
+    lines = lambda rows: "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]"
+    body = ",\n".join(
+        f"{json.dumps(key)}: {lines(value) if key in ('losses', 'advantages') else json.dumps(value)}"
+        for key, value in golden.items()
+    )
+    path.write_text("{\n" + body + "\n}\n")
+    print(f"{len(golden['losses'])} losses, {len(golden['advantages'])} advantages, {path.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()
