@@ -4,13 +4,21 @@
 //! | file | what it is |
 //! |---|---|
 //! | `spec` | the shape of a network |
+//! | `config_json` | that shape from and to a model folder |
+//! | `preset` | published shapes |
 //! | `params` | the flat layout of its weights |
 //! | `views` | tensors over that layout, and their tensor-parallel slices |
+//! | `files` | safetensors, read and written unit by unit |
 
+mod config_json;
+mod files;
 mod params;
+mod preset;
 mod spec;
 mod views;
 
+pub use files::{WeightFiles, WeightWriter};
 pub use params::{ALIGNMENT, Param, ParamName, ParamTable, Unit, UnitLayout};
+pub use preset::PRESETS;
 pub use spec::{Family, Llama3Scaling, ModelSpec};
 pub use views::{BlockParams, EmbeddingParams, HeadParams, Qkv};

@@ -155,3 +155,93 @@ fn part(whole: &Tensor, dim: i64, tp_rank: usize, tp_size: usize) -> Tensor {
     let len = whole.size()[dim as usize] / tp_size as i64;
     whole.narrow(dim, tp_rank as i64 * len, len)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use tch::{Device, Kind};
+
+    use super::*;
+    use crate::model::{ParamTable, Unit};
+
+    fn spec(num_heads: usize, num_kv_heads: usize) -> Arc<ModelSpec> {
+        Arc::new(ModelSpec { num_heads, num_kv_heads, ..ModelSpec::preset("micro").unwrap() })
+    }
+
+    /// Weight and bias rows [query heads, 2 + ..] of a slice: all q, then k and v of each group.
+    fn rows(slice: &Qkv, spec: &ModelSpec, kv_heads: i64) -> [Tensor; 3] {
+        let hd = spec.head_dim as i64;
+        let joined = |weight: &Tensor, bias: &Option<Tensor>| {
+            Tensor::cat(&[weight, &bias.as_ref().unwrap().unsqueeze(1)], 1).view([-1, hd, weight.size()[1] + 1])
+        };
+        match slice {
+            Qkv::Grouped { weight, bias } => {
+                let all = joined(weight, bias);
+                let groups = all.view([kv_heads, -1, hd, all.size()[2]]);
+                let heads = groups.size()[1] - 2;
+                let q = groups.narrow(1, 0, heads).reshape([-1, hd, all.size()[2]]);
+                [q, groups.select(1, heads), groups.select(1, heads + 1)]
+            }
+            Qkv::Split { q, kv } => {
+                let both = joined(&kv.0, &kv.1);
+                [joined(&q.0, &q.1), both.narrow(0, 0, 1), both.narrow(0, 1, 1)]
+            }
+        }
+    }
+
+    #[test]
+    fn slices_of_all_ranks_make_the_whole_without_copies() {
+        for (heads, kv_heads, sizes) in [(8, 4, vec![1, 2, 4, 8]), (12, 3, vec![1, 3, 6, 12]), (4, 1, vec![1, 2, 4])] {
+            let spec = spec(heads, kv_heads);
+            let table = ParamTable::new(spec.clone(), 1);
+            let layout = table.unit(Unit::Block(1));
+            let flat = Tensor::arange(layout.len as i64, (Kind::Double, Device::Cpu));
+            let whole = BlockParams::view(layout, &flat);
+            let [q, k, v] = rows(&whole.qkv, &spec, kv_heads as i64);
+            for tp_size in sizes {
+                spec.validate_tp(tp_size).unwrap();
+                let (_, local) = spec.tp_heads(tp_size);
+                let slices: Vec<_> = (0..tp_size).map(|rank| whole.tp_slice(&spec, rank, tp_size)).collect();
+                let parts: Vec<_> = slices.iter().map(|slice| rows(&slice.qkv, &spec, local as i64)).collect();
+                let gather = |i: usize| Tensor::cat(&parts.iter().map(|part| &part[i]).collect::<Vec<_>>(), 0);
+                let repeat = (tp_size / kv_heads).max(1) as i64;
+                assert!(gather(0).equal(&q));
+                assert!(gather(1).equal(&k.repeat_interleave_self_int(repeat, 0, None)));
+                assert!(gather(2).equal(&v.repeat_interleave_self_int(repeat, 0, None)));
+                let join =
+                    |of: fn(&BlockParams) -> &Tensor, dim| Tensor::cat(&slices.iter().map(of).collect::<Vec<_>>(), dim);
+                assert!(join(|slice| &slice.o, 1).equal(&whole.o));
+                assert!(join(|slice| &slice.down, 1).equal(&whole.down));
+                assert!(join(|slice| &slice.gate_up, 0).equal(&whole.gate_up));
+                // A slice is a view: what is written through it is in the flat tensor.
+                let last = &slices[tp_size - 1];
+                let before = flat.sum(Kind::Double).double_value(&[]);
+                let _ = last.o.shallow_clone().g_add_scalar_(1.0);
+                let added = flat.sum(Kind::Double).double_value(&[]) - before;
+                assert_eq!(added, last.o.numel() as f64);
+            }
+        }
+    }
+
+    #[test]
+    fn invalid_sizes_are_refused_with_the_valid_ones() {
+        let spec = ModelSpec::preset("qwen2.5-7b").unwrap();
+        for valid in [1, 2, 4] {
+            spec.validate_tp(valid).unwrap();
+        }
+        let error = spec.validate_tp(8).unwrap_err().to_string();
+        assert!(error.starts_with("tensor_parallel_size = 8: expected one of 1, 2, 4 ("), "{error}");
+        assert!(error.contains("28 query heads, 4 key/value heads"), "{error}");
+        assert!(spec.validate_tp(0).is_err());
+    }
+
+    #[test]
+    fn vocabulary_ranges_cover_every_row_once() {
+        let spec = ModelSpec { vocab_size: 97, ..ModelSpec::preset("micro").unwrap() };
+        for tp_size in 1..9 {
+            let rows: Vec<usize> = (0..tp_size).flat_map(|rank| spec.vocab_range(rank, tp_size)).collect();
+            assert_eq!(rows, (0..97).collect::<Vec<_>>());
+        }
+    }
+}

@@ -1,1 +1,262 @@
-//! .
+//! Model folders: golden ones made by transformers, round trips, and hostile ones.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use colo_grpo::Error;
+use colo_grpo::error::ExitCode;
+use colo_grpo::model::{Family, ModelSpec, ParamTable, WeightFiles, WeightWriter};
+use serde_json::{Value, json};
+use tch::Kind;
+
+const GOLDEN: [(&str, Family); 5] = [
+    ("qwen2_tied", Family::Qwen2),
+    ("qwen2_untied", Family::Qwen2),
+    ("qwen3", Family::Qwen3),
+    ("llama3", Family::Llama),
+    ("mistral", Family::Mistral),
+];
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+fn open(folder: &Path) -> Result<WeightFiles, Error> {
+    WeightFiles::open(folder, Arc::new(ModelSpec::from_folder(folder)?))
+}
+
+#[test]
+fn published_models_have_their_published_sizes() {
+    let sizes = [
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-3b", 3_085_938_688),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-14b", 14_770_033_664),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("qwen3-8b", 8_190_735_360),
+        ("llama3.2-1b", 1_235_814_400),
+        ("llama3.1-8b", 8_030_261_248),
+        ("tiny", 796_800),
+        ("micro", 27_936),
+    ];
+    for (name, num_params) in sizes {
+        let spec = ModelSpec::preset(name).unwrap();
+        assert_eq!(spec.num_params(), num_params, "{name}");
+        let table = ParamTable::new(Arc::new(spec), 8);
+        let laid_out: usize = table.units.iter().flat_map(|unit| &unit.params).map(|param| param.numel()).sum();
+        assert_eq!(laid_out, num_params, "{name}");
+        assert!(table.units.iter().all(|unit| unit.len.is_multiple_of(8 * 64)));
+        assert_eq!(table.total, table.units.iter().map(|unit| unit.len).sum::<usize>());
+    }
+}
+
+#[test]
+fn golden_folders_are_read_and_written_back_bit_by_bit() {
+    for (name, family) in GOLDEN {
+        let spec = Arc::new(ModelSpec::from_folder(golden(name)).unwrap());
+        assert_eq!((spec.family, &spec.eos_token_ids[..], spec.bos_token_id), (family, &[2, 3][..], Some(1)));
+        assert_eq!(spec.sliding_window, (family == Family::Mistral).then_some(8));
+        assert_eq!(spec.rope_scaling.is_some(), family == Family::Llama);
+        let table = ParamTable::new(spec.clone(), 2);
+        let files = open(&golden(name)).unwrap();
+        let copy = tempfile::tempdir().unwrap();
+        spec.write_config(copy.path()).unwrap();
+        assert_eq!(ModelSpec::from_folder(copy.path()).unwrap(), *spec);
+        let mut writer = WeightWriter::create(copy.path(), spec.clone(), spec.dtype).unwrap();
+        for layout in &table.units {
+            writer.write_unit(layout, &files.read_unit(layout, spec.dtype).unwrap()).unwrap();
+        }
+        writer.finish().unwrap();
+        let (theirs, ours) = (tensors(&golden(name)), tensors(copy.path()));
+        assert_eq!(theirs.len(), ours.len(), "{name}");
+        assert!(theirs == ours, "{name}: a tensor's name, type, shape or bytes differ");
+    }
+}
+
+/// Every tensor of a folder, sorted: name, type, shape, bytes.
+fn tensors(folder: &Path) -> Vec<(String, String, Vec<usize>, Vec<u8>)> {
+    let files = folder.read_dir().unwrap().map(|entry| entry.unwrap().path());
+    let mut all = Vec::new();
+    for file in files.filter(|file| file.extension().is_some_and(|end| end == "safetensors")) {
+        let bytes = std::fs::read(file).unwrap();
+        for (name, view) in safetensors::SafeTensors::deserialize(&bytes).unwrap().iter() {
+            all.push((name.to_owned(), view.dtype().to_string(), view.shape().to_vec(), view.data().to_vec()));
+        }
+    }
+    all.sort();
+    all
+}
+
+/// A file with this header and so many bytes of data.
+fn file(header: &str, data_bytes: usize) -> Vec<u8> {
+    [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &vec![0; data_bytes]].concat()
+}
+
+/// A copy of a golden folder.
+fn copy_of(name: &str) -> tempfile::TempDir {
+    let copy = tempfile::tempdir().unwrap();
+    for entry in golden(name).read_dir().unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), copy.path().join(entry.file_name())).unwrap();
+    }
+    copy
+}
+
+/// The folder is refused with exit code 3 and this in the message.
+fn refused(folder: &Path, message: &str) {
+    let error = open(folder).expect_err(message);
+    assert_eq!(error.exit_code(), ExitCode::Files, "{error}");
+    assert!(error.to_string().contains(message), "expected '{message}' in: {error}");
+}
+
+#[test]
+fn hostile_headers_are_refused_before_anything_is_allocated() {
+    let tensor = |offsets: [u64; 2], shape: Value| {
+        json!({"model.norm.weight": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}).to_string()
+    };
+    let info = |start: u64, end: u64| json!({"dtype": "F32", "shape": [2], "data_offsets": [start, end]});
+    let cases: Vec<(Vec<u8>, &str)> = vec![
+        (Vec::new(), "truncated: 0 bytes, expected at least 8"),
+        (vec![0; 7], "truncated: 7 bytes, expected at least 8"),
+        (u64::MAX.to_le_bytes().to_vec(), "header of 18446744073709551615 bytes: expected at most 100000000"),
+        (100u64.to_le_bytes().to_vec(), "truncated: 8 bytes, expected 108 for the header alone"),
+        (file("", 0), "bad header"),
+        (file("[]", 0), "bad header"),
+        (file("{\"a\": ", 0), "bad header"),
+        (file("\u{0}\u{0}", 0), "bad header"),
+        (file(&"[".repeat(100_000), 0), "bad header"),
+        (file("{\"a\": {\"dtype\": \"F99\", \"shape\": [], \"data_offsets\": [0, 4]}}", 4), "bad header"),
+        (file("{\"a\": {\"dtype\": \"F32\", \"shape\": [-1], \"data_offsets\": [0, 4]}}", 4), "bad header"),
+        (file("{\"a\": {\"dtype\": \"F32\", \"data_offsets\": [0, 4]}}", 4), "bad header"),
+        (file(&tensor([0, 4], json!([2])), 4), "bad header"),
+        (file(&tensor([8, 0], json!([2])), 8), "bad header"),
+        (file(&tensor([4, 12], json!([2])), 12), "bad header"),
+        (file(&tensor([0, u64::MAX], json!([2])), 8), "bad header"),
+        (file(&tensor([0, 8], json!([1u64 << 62, 1u64 << 62])), 8), "bad header"),
+        (file(&tensor([0, 8], json!([u64::MAX, 2])), 8), "bad header"),
+        (file(&json!({"a": info(0, 8), "b": info(4, 12)}).to_string(), 12), "bad header"),
+        (file(&json!({"a": info(0, 8), "b": info(0, 8)}).to_string(), 8), "bad header"),
+        (file(&json!({"a": info(0, 8), "b": info(16, 24)}).to_string(), 24), "bad header"),
+        (file(&tensor([0, 1 << 40], json!([1u64 << 38])), 8), "expected 1099511627"),
+        (file(&tensor([0, 8], json!([2])), 9), "but the header describes"),
+        (file(&tensor([0, 8], json!([2])), 8), "missing model.embed_tokens.weight [96, 32]"),
+        (file("{}", 0), "and 18 more"),
+    ];
+    for (bytes, message) in cases {
+        let folder = copy_of("qwen2_tied");
+        std::fs::write(folder.path().join("model.safetensors"), bytes).unwrap();
+        refused(folder.path(), message);
+    }
+}
+
+#[test]
+fn a_truncated_file_names_expected_and_actual_bytes() {
+    let folder = copy_of("qwen3");
+    let path = folder.path().join("model.safetensors");
+    let whole = std::fs::read(&path).unwrap();
+    std::fs::write(&path, &whole[..whole.len() - 100]).unwrap();
+    refused(folder.path(), &format!("truncated: {} bytes, expected {}", whole.len() - 100, whole.len()));
+}
+
+#[test]
+fn tensors_that_do_not_fit_the_model_are_named() {
+    let edit = |folder: &str, from: &str, to: &str, message: &str| {
+        let folder = copy_of(folder);
+        let path = folder.path().join("model.safetensors");
+        let whole = std::fs::read(&path).unwrap();
+        let header_bytes = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+        let header = String::from_utf8(whole[8..8 + header_bytes].to_vec()).unwrap();
+        assert!(header.contains(from), "{header}");
+        let bytes = file(&header.replacen(from, to, 1), 0);
+        std::fs::write(&path, [&bytes, &whole[8 + header_bytes..]].concat()).unwrap();
+        match message {
+            "" => _ = open(folder.path()).unwrap(),
+            message => refused(folder.path(), message),
+        }
+    };
+    edit(
+        "mistral",
+        "model.norm.weight",
+        "model.norm.bias",
+        "missing model.norm.weight [32]; unexpected model.norm.bias [32]",
+    );
+    edit("mistral", "[96,32]", "[32,96]", "has shape [32, 96], expected [96, 32]");
+    edit("qwen2_untied", "\"BF16\"", "\"U16\"", "has type U16, expected F32, BF16 or F16");
+    edit("qwen2_untied", "\"BF16\"", "\"F16\"", "");
+    let swap = |key: &str, value: Value, message: &str| {
+        let folder = copy_of("qwen2_tied");
+        let path = folder.path().join("config.json");
+        let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        config[key] = value;
+        std::fs::write(&path, config.to_string()).unwrap();
+        refused(folder.path(), message);
+    };
+    swap("num_hidden_layers", json!(1), "unexpected model.layers.1.input_layernorm.weight [32]");
+    swap("intermediate_size", json!(65), "mlp.gate_proj.weight has shape [64, 32], expected [65, 32]");
+    swap("tie_word_embeddings", json!(false), "missing lm_head.weight [96, 32]");
+}
+
+#[test]
+fn the_head_of_a_tied_model_is_ignored() {
+    let folder = copy_of("mistral");
+    let path = folder.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    config["tie_word_embeddings"] = json!(true);
+    std::fs::write(&path, config.to_string()).unwrap();
+    open(folder.path()).unwrap();
+}
+
+#[test]
+fn a_hostile_index_is_refused() {
+    let shard = "model-00001-of-00003.safetensors";
+    let edit = |edit: &dyn Fn(&mut Value, &Path), message: &str| {
+        let folder = copy_of("llama3");
+        let path = folder.path().join("model.safetensors.index.json");
+        let mut index: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        edit(&mut index, folder.path());
+        std::fs::write(&path, index.to_string()).unwrap();
+        refused(folder.path(), message);
+    };
+    let name = "model.norm.weight";
+    for path in ["../model.safetensors", "/etc/passwd", "a/../b.safetensors", "./a.safetensors", "..", "", "a.bin"] {
+        let message = "expected the name of a .safetensors file of this folder";
+        edit(&|index, _| index["weight_map"][name] = json!(path), message);
+    }
+    edit(&|index, _| index["weight_map"][name] = json!(7), "expected the name of a .safetensors file");
+    edit(&|index, _| index["weight_map"] = json!([]), "expected an object under weight_map");
+    edit(&|index, _| *index = json!([]), "expected a JSON object");
+    edit(&|index, _| index["weight_map"][name] = json!("absent.safetensors"), "absent.safetensors: missing");
+    edit(&|index, _| index["weight_map"]["extra"] = json!(shard), "extra is not in model-00001");
+    edit(&|_, folder| std::fs::remove_file(folder.join(shard)).unwrap(), "00001-of-00003.safetensors: missing");
+    let twice = |index: &mut Value, folder: &Path| {
+        std::fs::copy(folder.join(shard), folder.join("twin.safetensors")).unwrap();
+        index["weight_map"]["extra"] = json!("twin.safetensors");
+    };
+    edit(&twice, "is also in");
+}
+
+#[test]
+fn pickled_weights_are_refused_with_the_command_that_converts() {
+    for name in ["pytorch_model.bin", "pytorch_model.bin.index.json", "weights.pt"] {
+        let folder = copy_of("qwen2_tied");
+        std::fs::rename(folder.path().join("model.safetensors"), folder.path().join(name)).unwrap();
+        refused(folder.path(), "save_pretrained");
+    }
+    let folder = copy_of("qwen2_tied");
+    std::fs::remove_file(folder.path().join("model.safetensors")).unwrap();
+    refused(folder.path(), "no weights: expected model.safetensors or model.safetensors.index.json");
+}
+
+#[test]
+fn bfloat16_on_disk_is_exact_in_float32() {
+    let folder = golden("qwen2_untied");
+    let spec = Arc::new(ModelSpec::from_folder(&folder).unwrap());
+    assert_eq!(spec.dtype, Kind::BFloat16);
+    let files = open(&folder).unwrap();
+    for layout in &ParamTable::new(spec, 1).units {
+        let wide = files.read_unit(layout, Kind::Float).unwrap();
+        assert!(wide.to_kind(Kind::BFloat16).to_kind(Kind::Float).equal(&wide));
+        assert!(files.read_unit(layout, Kind::BFloat16).unwrap().to_kind(Kind::Float).equal(&wide));
+    }
+}

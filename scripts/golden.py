@@ -1,0 +1,146 @@
+#!/usr/bin/env python3
+"""Golden numbers of the network, from transformers. Needs torch and transformers (made with 2.11 and 5.23).
+
+  golden.py make tests/golden                 writes one Hugging Face folder a family, each with its golden.json
+  golden.py check-export FOLDER GOLDEN.json   loads a folder that colo-grpo wrote and compares its logits
+
+golden.json: `input_ids`, one list a prompt; `last_logits`, [V] at each prompt's last position; `all_logits`, [T, V] of
+prompt `all_logits_of`; `greedy`, 24 ids a prompt for the first three; `min_gap`, the least difference between the two
+highest logits on the way. Numbers are float32, computed in float32.
+"""
+import argparse
+import json
+import pathlib
+import shutil
+
+import torch
+from transformers import (AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)
+
+VOCAB = 96
+PROMPT_LENGTHS = [5, 13, 21, 40]  # the window of mistral is 8
+ALL_LOGITS_OF = 1
+NEW_TOKENS = 24
+LEAST_GAP = 1e-3
+COMMON = dict(vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2)
+ROPE = dict(rope_type="default", rope_theta=10000.0)
+LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=64)
+# name: configuration, type on disk, largest shard
+FAMILIES = {
+    "qwen2_tied": (Qwen2Config(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+                               rope_parameters=ROPE, tie_word_embeddings=True, **COMMON), torch.float32, "5GB"),
+    "qwen2_untied": (Qwen2Config(hidden_size=48, intermediate_size=80, num_attention_heads=6, num_key_value_heads=3,
+                                 rope_parameters=dict(ROPE, rope_theta=1e6), tie_word_embeddings=False, **COMMON),
+                     torch.bfloat16, "5GB"),
+    "qwen3": (Qwen3Config(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+                          head_dim=16, rope_parameters=ROPE, tie_word_embeddings=True, **COMMON),
+              torch.float32, "5GB"),
+    "llama3": (LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=1,
+                           head_dim=16, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False, **COMMON),
+               torch.float32, "50KB"),
+    "mistral": (MistralConfig(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+                              rope_parameters=ROPE, sliding_window=8, tie_word_embeddings=False, **COMMON),
+                torch.float32, "5GB"),
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    make = commands.add_parser("make")
+    make.add_argument("folder", type=pathlib.Path)
+    check = commands.add_parser("check-export")
+    check.add_argument("folder", type=pathlib.Path)
+    check.add_argument("golden", type=pathlib.Path)
+    check.add_argument("--tolerance", type=float, default=1e-4)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.command == "make":
+        for name, family in FAMILIES.items():
+            make_family(args.folder / name, *family)
+    else:
+        check_export(args.folder, args.golden, args.tolerance)
+
+
+def make_family(folder, config, dtype, max_shard_size):
+    """The first seed whose greedy continuations have no near tie."""
+    for seed in range(100):
+        model = random_model(config, dtype, seed)
+        golden = golden_numbers(model, seed)
+        if golden["min_gap"] > LEAST_GAP:
+            break
+    else:
+        raise SystemExit(f"{folder.name}: every seed has a near tie")
+    shutil.rmtree(folder, ignore_errors=True)
+    model.generation_config.eos_token_id = [2, 3]
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    (folder / "golden.json").write_text(json.dumps(golden))
+    print(f"{folder.name}: seed {seed}, least gap {golden['min_gap']:.4f}, "
+          f"{sum(p.numel() for p in model.parameters())} parameters")
+
+
+def random_model(config, dtype, seed):
+    """Weights that are exact in `dtype`, large enough that every part of the network shows in the logits."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = 0.3 * torch.randn(parameter.shape)
+            parameter.copy_((1 + value if "norm" in name else value).to(dtype))
+    return model
+
+
+@torch.no_grad()
+def golden_numbers(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(4, VOCAB, (length,), generator=generator) for length in PROMPT_LENGTHS]
+    logits = [model(prompt[None]).logits[0] for prompt in prompts]
+    greedy, gaps = zip(*[continuation(model, prompt) for prompt in prompts[:3]])
+    return {
+        "input_ids": [prompt.tolist() for prompt in prompts],
+        "last_logits": [rounded(rows[-1]) for rows in logits],
+        "all_logits_of": ALL_LOGITS_OF,
+        "all_logits": [rounded(row) for row in logits[ALL_LOGITS_OF]],
+        "greedy": list(greedy),
+        "min_gap": min(gaps),
+    }
+
+
+def continuation(model, prompt):
+    """Greedy ids, and the least gap between the two highest logits. Without a cache; generate() must agree."""
+    ids, gap = prompt[None], float("inf")
+    for _ in range(NEW_TOKENS):
+        top = model(ids).logits[0, -1].topk(2)
+        gap = min(gap, (top.values[0] - top.values[1]).item())
+        ids = torch.cat([ids, top.indices[None, :1]], dim=1)
+    model.generation_config.eos_token_id = None
+    generated = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), do_sample=False,
+                               max_new_tokens=NEW_TOKENS, pad_token_id=0)
+    assert gap < LEAST_GAP or generated.tolist() == ids.tolist()
+    return ids[0, len(prompt):].tolist(), gap
+
+
+def rounded(row):
+    """Shortest decimals that are the same float32."""
+    return [float(f"{value:.9g}") for value in row.tolist()]
+
+
+@torch.no_grad()
+def check_export(folder, golden, tolerance):
+    """`golden` has `input_ids` and `last_logits`; prints the largest difference."""
+    golden = json.loads(golden.read_text())
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    faults = {key: value for key, value in info.items() if value}
+    if faults:
+        raise SystemExit(f"{folder}: {faults}")
+    worst = 0.0
+    for ids, expected in zip(golden["input_ids"], golden["last_logits"], strict=True):
+        got = model(torch.tensor([ids])).logits[0, -1]
+        worst = max(worst, (got - torch.tensor(expected)).abs().max().item())
+    print(f"{folder}: largest difference {worst:.2e}")
+    if not worst <= tolerance:
+        raise SystemExit(f"expected at most {tolerance:.0e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+//! One safetensors file, mapped, with a header that was checked against the file before anything else happens.
+//!
+//! A file is 8 bytes of header length (little endian), the header (JSON: name to dtype, shape, data_offsets), the data.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use memmap2::Mmap;
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
+use tch::{Kind, Tensor};
+
+use crate::error::{Error, Result};
+
+/// Longest header that is read, in bytes; the format's own limit.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// Bytes of the header's length.
+const LENGTH_BYTES: usize = 8;
+
+/// A mapped file whose tensors all lie within it, without gaps or overlaps.
+#[derive(Debug)]
+pub(super) struct MappedFile {
+    pub path: PathBuf,
+    map: Mmap,
+    header: Metadata,
+    data_start: usize,
+}
+
+impl MappedFile {
+    /// Maps the file and checks its header.
+    ///
+    /// # Errors
+    /// [`Error::BadFile`] with expected and actual sizes.
+    pub fn open(path: &Path) -> Result<Self> {
+        let bad = |message: String| Error::bad_file(path, message);
+        let file = File::open(path).map_err(|error| match error.kind() {
+            std::io::ErrorKind::NotFound => bad("missing".to_owned()),
+            _ => Error::Io { path: path.to_owned(), source: error },
+        })?;
+        let metadata = file.metadata().map_err(Error::io(path))?;
+        if !metadata.is_file() {
+            return Err(bad("expected a file".to_owned()));
+        }
+        let actual = metadata.len();
+        if actual < LENGTH_BYTES as u64 {
+            return Err(bad(format!("truncated: {actual} bytes, expected at least {LENGTH_BYTES}")));
+        }
+        // SAFETY: the map is read-only and private to this struct. Somebody who shortens the file meanwhile ends the
+        // process (SIGBUS), as with every reader that maps weights.
+        let map = unsafe { Mmap::map(&file) }.map_err(Error::io(path))?;
+        let (length, rest) = map.split_at(LENGTH_BYTES);
+        let header_bytes = u64::from_le_bytes(length.try_into().expect("8 bytes"));
+        if header_bytes > MAX_HEADER_BYTES {
+            return Err(bad(format!("header of {header_bytes} bytes: expected at most {MAX_HEADER_BYTES}")));
+        }
+        let data_start = LENGTH_BYTES + header_bytes as usize;
+        let Some(text) = rest.get(..header_bytes as usize) else {
+            return Err(bad(format!("truncated: {actual} bytes, expected {data_start} for the header alone")));
+        };
+        let header: Metadata = serde_json::from_slice(text).map_err(|error| bad(format!("bad header: {error}")))?;
+        match data_start.checked_add(header.data_len()) {
+            Some(expected) if expected as u64 == actual => Ok(Self { path: path.to_owned(), map, header, data_start }),
+            Some(expected) if expected as u64 > actual => {
+                Err(bad(format!("truncated: {actual} bytes, expected {expected}; copy or download it again")))
+            }
+            expected => {
+                Err(bad(format!("{actual} bytes, but the header describes {}", expected.unwrap_or(usize::MAX))))
+            }
+        }
+    }
+
+    /// Names of its tensors, in file order.
+    pub fn names(&self) -> Vec<String> {
+        self.header.offset_keys()
+    }
+
+    pub fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.header.info(name)
+    }
+
+    /// A tensor of `kind` [shape], copied out of the map (whose data may be misaligned). The caller has compared shape and
+    /// type with the header's.
+    pub fn read(&self, name: &str, shape: &[i64], kind: Kind) -> Result<Tensor> {
+        let info = self.info(name).ok_or_else(|| Error::bad_file(&self.path, format!("no tensor {name}")))?;
+        let (start, end) = info.data_offsets;
+        let bytes = &self.map[self.data_start + start..self.data_start + end];
+        Ok(Tensor::f_from_data_size(bytes, shape, kind)?)
+    }
+}
+
+/// The kind of a weight's type; `None` where we do not read it.
+pub(super) fn kind_of(dtype: Dtype) -> Option<Kind> {
+    match dtype {
+        Dtype::F32 => Some(Kind::Float),
+        Dtype::BF16 => Some(Kind::BFloat16),
+        Dtype::F16 => Some(Kind::Half),
+        _ => None,
+    }
+}

@@ -1,0 +1,20 @@
+//! Weight files: safetensors with Hugging Face names and shapes, one file or shards with an index.
+//!
+//! `names` maps our parameters to theirs, `header` checks a file before anything is allocated from it, `read` and
+//! `write` move one unit at a time.
+
+mod header;
+mod names;
+mod read;
+mod write;
+
+#[cfg(test)]
+mod tests;
+
+pub use read::WeightFiles;
+pub use write::WeightWriter;
+
+/// Weights in one file.
+const SINGLE: &str = "model.safetensors";
+/// Which shard holds which tensor.
+const INDEX: &str = "model.safetensors.index.json";

@@ -1,0 +1,181 @@
+//! Reading weights.
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tch::{Device, Kind, Tensor};
+
+use super::header::{MappedFile, kind_of};
+use super::names::{HfTensor, is_ignored, tensors, units};
+use super::{INDEX, SINGLE};
+use crate::error::{Error, Result};
+use crate::model::config_json::read_json;
+use crate::model::params::UnitLayout;
+use crate::model::spec::ModelSpec;
+
+/// Most names listed in one message.
+const MAX_LISTED: usize = 8;
+
+/// A model folder's weights, mapped, every tensor's name, type and shape checked against the model.
+#[derive(Debug)]
+pub struct WeightFiles {
+    spec: Arc<ModelSpec>,
+    shards: Vec<MappedFile>,
+    /// Tensor name to index in `shards`.
+    places: BTreeMap<String, usize>,
+}
+
+impl WeightFiles {
+    /// Maps `model.safetensors`, or the shards of `model.safetensors.index.json`.
+    ///
+    /// # Errors
+    /// [`Error::BadFile`], before anything is allocated: no weights or only pickled ones, a truncated file, a header or
+    /// index that lies, missing, unexpected or duplicate tensors, other shapes or types than the model's.
+    pub fn open(folder: impl AsRef<Path>, spec: Arc<ModelSpec>) -> Result<Self> {
+        let folder = folder.as_ref();
+        let mut files = Self { spec, shards: Vec::new(), places: BTreeMap::new() };
+        for path in locate(folder)? {
+            files.add(MappedFile::open(&path)?)?;
+        }
+        if folder.join(SINGLE).exists() {
+            files.check(&folder.join(SINGLE))?;
+        } else {
+            files.check_index(folder)?;
+            files.check(folder)?;
+        }
+        Ok(files)
+    }
+
+    /// One unit [layout.len] of `kind` on the CPU, in our layout, padding zero.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] where memory does not suffice.
+    pub fn read_unit(&self, layout: &UnitLayout, kind: Kind) -> Result<Tensor> {
+        let flat = Tensor::f_zeros([layout.len as i64], (kind, Device::Cpu))?;
+        for tensor in tensors(&self.spec, layout.unit) {
+            let shard = &self.shards[self.places[&tensor.name]];
+            let stored = shard.info(&tensor.name).and_then(|info| kind_of(info.dtype)).expect("checked at open");
+            let source = shard.read(&tensor.name, &tensor.shape, stored)?;
+            let mut target = tensor.view(&self.spec, layout, &flat);
+            target.f_copy_(&source.view_as(&target))?;
+        }
+        Ok(flat)
+    }
+
+    fn add(&mut self, shard: MappedFile) -> Result<()> {
+        for name in shard.names() {
+            if let Some(other) = self.places.insert(name.clone(), self.shards.len()) {
+                let other = self.shards[other].path.display();
+                return Err(Error::bad_file(&shard.path, format!("tensor {name} is also in {other}")));
+            }
+        }
+        self.shards.push(shard);
+        Ok(())
+    }
+
+    /// Every tensor of the index lies in the shard that the index names.
+    fn check_index(&self, folder: &Path) -> Result<()> {
+        for (name, file) in weight_map(folder)? {
+            if self.places.get(&name).is_none_or(|&shard| self.shards[shard].path != folder.join(&file)) {
+                return Err(Error::bad_file(folder.join(INDEX), format!("{name} is not in {file}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Every tensor of the model is there, with its shape and a type that we read, and nothing else is.
+    fn check(&self, origin: &Path) -> Result<()> {
+        let expected: Vec<HfTensor> = units(&self.spec).flat_map(|unit| tensors(&self.spec, unit)).collect();
+        let missing = expected.iter().filter(|tensor| !self.places.contains_key(&tensor.name));
+        let missing: Vec<_> = missing.map(|tensor| format!("{} {:?}", tensor.name, tensor.shape)).collect();
+        let known: HashSet<&str> = expected.iter().map(|tensor| tensor.name.as_str()).collect();
+        let unexpected = self.places.iter().filter(|(name, _)| !known.contains(name.as_str()));
+        let unexpected = unexpected.filter(|(name, _)| !is_ignored(&self.spec, name));
+        let unexpected = unexpected.map(|(name, &shard)| {
+            let shape = self.shards[shard].info(name).map(|info| info.shape.as_slice()).unwrap_or_default();
+            format!("{name} {shape:?}")
+        });
+        let unexpected: Vec<_> = unexpected.collect();
+        let mut faults = Vec::new();
+        if !missing.is_empty() {
+            faults.push(format!("missing {}", list(&missing)));
+        }
+        if !unexpected.is_empty() {
+            faults.push(format!("unexpected {}", list(&unexpected)));
+        }
+        if !faults.is_empty() {
+            let message = format!("not the weights of this config.json: {}", faults.join("; "));
+            return Err(Error::bad_file(origin, message));
+        }
+        expected.iter().try_for_each(|tensor| self.check_tensor(tensor))
+    }
+
+    fn check_tensor(&self, tensor: &HfTensor) -> Result<()> {
+        let shard = &self.shards[self.places[&tensor.name]];
+        let info = shard.info(&tensor.name).expect("places come from the shard's own names");
+        let bad = |message| Err(Error::bad_file(&shard.path, message));
+        if !info.shape.iter().map(|&size| size as i64).eq(tensor.shape.iter().copied()) {
+            return bad(format!("{} has shape {:?}, expected {:?}", tensor.name, info.shape, tensor.shape));
+        }
+        if kind_of(info.dtype).is_none() {
+            return bad(format!("{} has type {:?}, expected F32, BF16 or F16", tensor.name, info.dtype));
+        }
+        Ok(())
+    }
+}
+
+/// The files that hold the weights. As in transformers, a single file comes before an index.
+fn locate(folder: &Path) -> Result<Vec<PathBuf>> {
+    if folder.join(SINGLE).exists() {
+        return Ok(vec![folder.join(SINGLE)]);
+    }
+    if folder.join(INDEX).exists() {
+        let files: BTreeSet<String> = weight_map(folder)?.into_values().collect();
+        return Ok(files.into_iter().map(|file| folder.join(file)).collect());
+    }
+    let entries = folder.read_dir().map_err(|error| Error::bad_file(folder, format!("no model folder: {error}")))?;
+    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let pickled = names.filter(|name| [".bin", ".pt", ".pth", ".bin.index.json"].iter().any(|end| name.ends_with(end)));
+    match pickled.min() {
+        Some(name) => Err(Error::bad_file(folder.join(name), convert_hint(folder))),
+        None => Err(Error::bad_file(folder, format!("no weights: expected {SINGLE} or {INDEX}"))),
+    }
+}
+
+fn convert_hint(folder: &Path) -> String {
+    let folder = folder.display();
+    format!(
+        "pickled weights can run code when they are opened and are not read; convert them with: \
+         python3 -c \"from transformers import AutoModelForCausalLM as M; \
+         M.from_pretrained('{folder}', torch_dtype='auto').save_pretrained('{folder}-safetensors')\" \
+         and copy the tokenizer's files to {folder}-safetensors"
+    )
+}
+
+/// The index: tensor name to file name, every file name a plain one.
+fn weight_map(folder: &Path) -> Result<BTreeMap<String, String>> {
+    let path = folder.join(INDEX);
+    let bad = |message: String| Error::bad_file(&path, message);
+    let index = read_json(&path)?;
+    let map = index.get("weight_map").and_then(|map| map.as_object());
+    let map = map.ok_or_else(|| bad("expected an object under weight_map".to_owned()))?;
+    let file = |(name, file): (&String, &serde_json::Value)| match file.as_str() {
+        Some(file) if is_plain(file) => Ok((name.clone(), file.to_owned())),
+        _ => Err(bad(format!("{name} is in {file}: expected the name of a .safetensors file of this folder"))),
+    };
+    map.iter().map(file).collect()
+}
+
+/// A name that stays in its folder.
+fn is_plain(file: &str) -> bool {
+    Path::new(file).file_name().is_some_and(|name| name == file) && file.ends_with(".safetensors")
+}
+
+fn list(names: &[String]) -> String {
+    let listed = names[..names.len().min(MAX_LISTED)].join(", ");
+    match names.len().saturating_sub(MAX_LISTED) {
+        0 => listed,
+        more => format!("{listed} and {more} more"),
+    }
+}

@@ -1,0 +1,206 @@
+//! Writing weights, one unit at a time.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
+use serde_json::json;
+use tch::{Kind, Tensor};
+
+use super::names::{HfTensor, tensors, units};
+use super::{INDEX, SINGLE};
+use crate::error::{Error, Result};
+use crate::model::params::{Unit, UnitLayout};
+use crate::model::spec::{ModelSpec, product};
+
+/// Largest data of one file, in bytes (a single larger tensor has a file of its own).
+const MAX_SHARD_BYTES: usize = 5_000_000_000;
+
+/// A model's weights on their way to disk, under temporary names until [`WeightWriter::finish`].
+///
+/// Names, shapes and offsets are known beforehand, so units may come in any order and none is held. Dropped before
+/// `finish`, it removes what it has written.
+#[derive(Debug)]
+pub struct WeightWriter {
+    folder: PathBuf,
+    spec: Arc<ModelSpec>,
+    kind: Kind,
+    shards: Vec<Shard>,
+    /// Tensor name to (index in `shards`, byte offset in that file).
+    places: BTreeMap<String, (usize, u64)>,
+    remaining: BTreeSet<Unit>,
+}
+
+#[derive(Debug)]
+struct Shard {
+    file: File,
+    temporary: PathBuf,
+    name: String,
+    data_bytes: usize,
+}
+
+impl WeightWriter {
+    /// Creates the files in an existing folder, for weights of `kind` (float32, bfloat16 or float16).
+    ///
+    /// # Errors
+    /// [`Error::Io`]; [`Error::InvalidArgument`] for another kind.
+    pub fn create(folder: impl AsRef<Path>, spec: Arc<ModelSpec>, kind: Kind) -> Result<Self> {
+        Self::with_shard_bytes(folder.as_ref(), spec, kind, MAX_SHARD_BYTES)
+    }
+
+    pub(super) fn with_shard_bytes(folder: &Path, spec: Arc<ModelSpec>, kind: Kind, bytes: usize) -> Result<Self> {
+        let dtype = dtype_of(kind)?;
+        let plan = split(&spec, kind.elt_size_in_bytes(), bytes);
+        let remaining = units(&spec).collect();
+        let (folder, shards, places) = (folder.to_owned(), Vec::new(), BTreeMap::new());
+        let mut writer = Self { folder, spec, kind, shards, places, remaining };
+        for (index, tensors) in plan.iter().enumerate() {
+            let name = match plan.len() {
+                1 => SINGLE.to_owned(),
+                count => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
+            };
+            writer.add_shard(name, tensors, dtype)?;
+        }
+        Ok(writer)
+    }
+
+    /// Writes one unit from its flat tensor [layout.len] of any kind, on any device.
+    ///
+    /// # Errors
+    /// [`Error::Io`], with [`std::io::ErrorKind::StorageFull`] where the disk is full.
+    pub fn write_unit(&mut self, layout: &UnitLayout, flat: &Tensor) -> Result<()> {
+        let mut bytes = Vec::new();
+        for tensor in tensors(&self.spec, layout.unit) {
+            let view = tensor.view(&self.spec, layout, flat).f_to_kind(self.kind)?;
+            bytes.resize(view.numel() * self.kind.elt_size_in_bytes(), 0);
+            view.f_copy_data_u8(&mut bytes, view.numel())?;
+            let (shard, offset) = self.places[&tensor.name];
+            let shard = &self.shards[shard];
+            shard.file.write_all_at(&bytes, offset).map_err(Error::io(&shard.temporary))?;
+        }
+        self.remaining.remove(&layout.unit);
+        Ok(())
+    }
+
+    /// Makes the files durable and gives them their names; with several, writes the index too.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] when units are missing (nothing is left behind then), [`Error::Io`].
+    pub fn finish(mut self) -> Result<()> {
+        if !self.remaining.is_empty() {
+            let missing: Vec<_> = self.remaining.iter().map(Unit::to_string).collect();
+            let (op, expected) = ("WeightWriter::finish", "every unit written".to_owned());
+            return Err(Error::InvalidArgument { op, expected, got: format!("no {}", missing.join(", ")) });
+        }
+        for shard in &self.shards {
+            shard.file.sync_all().map_err(Error::io(&shard.temporary))?;
+        }
+        let single = self.shards.len() == 1;
+        if !single {
+            self.write_index()?;
+        }
+        // A reader takes the single file before an index: what an earlier model left must not win.
+        let stale = self.folder.join(if single { INDEX } else { SINGLE });
+        if stale.exists() {
+            std::fs::remove_file(&stale).map_err(Error::io(stale))?;
+        }
+        for shard in std::mem::take(&mut self.shards) {
+            rename(&shard.temporary, &self.folder.join(&shard.name))?;
+        }
+        sync(&self.folder)
+    }
+
+    fn add_shard(&mut self, name: String, tensors: &[HfTensor], dtype: Dtype) -> Result<()> {
+        let mut data_bytes = 0;
+        let infos = tensors.iter().map(|tensor| {
+            let start = data_bytes;
+            data_bytes += product(&tensor.shape) * self.kind.elt_size_in_bytes();
+            let shape = tensor.shape.iter().map(|&size| size as usize).collect();
+            (tensor.name.clone(), TensorInfo { dtype, shape, data_offsets: (start, data_bytes) })
+        });
+        let infos: Vec<_> = infos.collect();
+        let starts: Vec<_> = infos.iter().map(|(_, info)| info.data_offsets.0).collect();
+        let header = header(infos);
+        for (tensor, start) in tensors.iter().zip(starts) {
+            self.places.insert(tensor.name.clone(), (self.shards.len(), (header.len() + start) as u64));
+        }
+        let temporary = self.folder.join(format!(".{name}.tmp"));
+        let file = File::create(&temporary).map_err(Error::io(&temporary))?;
+        // Known to the drop before anything can fail.
+        self.shards.push(Shard { file, temporary, name, data_bytes });
+        let shard = &self.shards[self.shards.len() - 1];
+        shard.file.set_len((header.len() + data_bytes) as u64).map_err(Error::io(&shard.temporary))?;
+        shard.file.write_all_at(&header, 0).map_err(Error::io(&shard.temporary))
+    }
+
+    fn write_index(&self) -> Result<()> {
+        let total_size: usize = self.shards.iter().map(|shard| shard.data_bytes).sum();
+        let files = self.places.iter().map(|(name, &(shard, _))| (name, &self.shards[shard].name));
+        let weight_map: BTreeMap<_, _> = files.collect();
+        let index = json!({"metadata": {"total_size": total_size}, "weight_map": weight_map});
+        let temporary = self.folder.join(format!(".{INDEX}.tmp"));
+        std::fs::write(&temporary, format!("{index:#}\n")).map_err(Error::io(&temporary))?;
+        sync(&temporary)?;
+        rename(&temporary, &self.folder.join(INDEX))
+    }
+}
+
+impl Drop for WeightWriter {
+    fn drop(&mut self) {
+        for shard in &self.shards {
+            if let Err(error) = std::fs::remove_file(&shard.temporary) {
+                tracing::warn!(path = %shard.temporary.display(), %error, "temporary file left behind");
+            }
+        }
+    }
+}
+
+/// Tensors in order, in runs of at most `max_bytes`.
+fn split(spec: &ModelSpec, element_bytes: usize, max_bytes: usize) -> Vec<Vec<HfTensor>> {
+    let (mut plan, mut shard, mut filled) = (Vec::new(), Vec::new(), 0);
+    for tensor in units(spec).flat_map(|unit| tensors(spec, unit)) {
+        let bytes = product(&tensor.shape) * element_bytes;
+        if !shard.is_empty() && filled + bytes > max_bytes {
+            plan.push(std::mem::take(&mut shard));
+            filled = 0;
+        }
+        filled += bytes;
+        shard.push(tensor);
+    }
+    plan.push(shard);
+    plan
+}
+
+/// Length and JSON header, padded with spaces to a multiple of 8 bytes, so that the data starts aligned.
+fn header(infos: Vec<(String, TensorInfo)>) -> Vec<u8> {
+    let format = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    let metadata = Metadata::new(Some(format), infos).expect("offsets are consecutive");
+    let mut json = serde_json::to_vec(&metadata).expect("plain strings and numbers");
+    json.resize(json.len().next_multiple_of(8), b' ');
+    [&(json.len() as u64).to_le_bytes()[..], &json].concat()
+}
+
+fn dtype_of(kind: Kind) -> Result<Dtype> {
+    match kind {
+        Kind::Float => Ok(Dtype::F32),
+        Kind::BFloat16 => Ok(Dtype::BF16),
+        Kind::Half => Ok(Dtype::F16),
+        other => {
+            let expected = "Float, BFloat16 or Half".to_owned();
+            Err(Error::InvalidArgument { op: "WeightWriter::create", expected, got: format!("{other:?}") })
+        }
+    }
+}
+
+fn rename(from: &Path, to: &Path) -> Result<()> {
+    std::fs::rename(from, to).map_err(Error::io(to))
+}
+
+/// Makes a file's data, or a folder's entries, durable.
+fn sync(path: &Path) -> Result<()> {
+    File::open(path).and_then(|file| file.sync_all()).map_err(Error::io(path))
+}

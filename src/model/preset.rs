@@ -1,0 +1,102 @@
+//! Shapes of published models, and tiny ones for tests and the demo.
+
+use tch::Kind;
+
+use super::spec::{Family, Llama3Scaling, ModelSpec};
+
+/// Names that [`ModelSpec::preset`] knows.
+pub const PRESETS: [&str; 14] = [
+    "micro",
+    "tiny",
+    "qwen2.5-0.5b",
+    "qwen2.5-1.5b",
+    "qwen2.5-3b",
+    "qwen2.5-7b",
+    "qwen2.5-14b",
+    "qwen2.5-32b",
+    "qwen3-0.6b",
+    "qwen3-1.7b",
+    "qwen3-4b",
+    "qwen3-8b",
+    "llama3.2-1b",
+    "llama3.1-8b",
+];
+
+impl ModelSpec {
+    /// The shape with this name, one of [`PRESETS`]. `micro` (for tests) and `tiny` (for the demo) are Qwen2 shapes of
+    /// 27,936 and 796,800 weights with a vocabulary of 96 and 64 and no end-of-sequence id; the others are as published.
+    pub fn preset(name: &str) -> Option<Self> {
+        // vocabulary, hidden, MLP, layers, heads, key/value heads, head width
+        let spec = match name {
+            "micro" => qwen2([96, 32, 96, 2, 4, 2, 8], true),
+            "tiny" => qwen2([64, 128, 384, 4, 4, 2, 32], true),
+            "qwen2.5-0.5b" => qwen2([151_936, 896, 4_864, 24, 14, 2, 64], true),
+            "qwen2.5-1.5b" => qwen2([151_936, 1_536, 8_960, 28, 12, 2, 128], true),
+            "qwen2.5-3b" => qwen2([151_936, 2_048, 11_008, 36, 16, 2, 128], true),
+            "qwen2.5-7b" => qwen2([152_064, 3_584, 18_944, 28, 28, 4, 128], false),
+            "qwen2.5-14b" => qwen2([152_064, 5_120, 13_824, 48, 40, 8, 128], false),
+            "qwen2.5-32b" => qwen2([152_064, 5_120, 27_648, 64, 40, 8, 128], false),
+            "qwen3-0.6b" => qwen3([151_936, 1_024, 3_072, 28, 16, 8, 128], true),
+            "qwen3-1.7b" => qwen3([151_936, 2_048, 6_144, 28, 16, 8, 128], true),
+            "qwen3-4b" => qwen3([151_936, 2_560, 9_728, 36, 32, 8, 128], true),
+            "qwen3-8b" => qwen3([151_936, 4_096, 12_288, 36, 32, 8, 128], false),
+            "llama3.2-1b" => llama3([128_256, 2_048, 8_192, 16, 32, 8, 64], true, 32.0),
+            "llama3.1-8b" => llama3([128_256, 4_096, 14_336, 32, 32, 8, 128], false, 8.0),
+            _ => return None,
+        };
+        Some(spec)
+    }
+}
+
+fn qwen2(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
+    let [vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim] = sizes;
+    let published = vocab_size > 151_645;
+    ModelSpec {
+        family: Family::Qwen2,
+        vocab_size,
+        hidden_size,
+        intermediate_size,
+        num_layers,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        rms_norm_eps: 1e-6,
+        rope_theta: if published { 1e6 } else { 1e4 },
+        rope_scaling: None,
+        tie_word_embeddings,
+        qkv_bias: true,
+        qk_norm: false,
+        sliding_window: None,
+        max_position_embeddings: if published { 32_768 } else { 512 },
+        bos_token_id: published.then_some(151_643),
+        eos_token_ids: if published { vec![151_645, 151_643] } else { Vec::new() },
+        dtype: if published { Kind::BFloat16 } else { Kind::Float },
+    }
+}
+
+fn qwen3(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
+    ModelSpec {
+        family: Family::Qwen3,
+        qkv_bias: false,
+        qk_norm: true,
+        max_position_embeddings: 40_960,
+        ..qwen2(sizes, tie_word_embeddings)
+    }
+}
+
+fn llama3(sizes: [usize; 7], tie_word_embeddings: bool, factor: f64) -> ModelSpec {
+    let rope_scaling =
+        Llama3Scaling { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position_embeddings: 8_192 };
+    ModelSpec {
+        family: Family::Llama,
+        rms_norm_eps: 1e-5,
+        rope_theta: 5e5,
+        rope_scaling: Some(rope_scaling),
+        qkv_bias: false,
+        max_position_embeddings: 131_072,
+        bos_token_id: Some(128_000),
+        eos_token_ids: vec![128_001, 128_008, 128_009],
+        dtype: Kind::BFloat16,
+        ..qwen2(sizes, tie_word_embeddings)
+    }
+}
