@@ -49,7 +49,7 @@ impl ModelSpec {
                 "factor": scaling.factor,
                 "low_freq_factor": scaling.low_freq_factor,
                 "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_position_embeddings,
+                "original_max_position_embeddings": scaling.original_max_position_embeddings as u64,
             });
         }
         let mut config = json!({
@@ -230,7 +230,7 @@ fn rope(config: &Config) -> Result<(f64, Option<Llama3Scaling>)> {
                 factor: rope.positive("factor")?,
                 low_freq_factor: rope.positive("low_freq_factor")?,
                 high_freq_factor: rope.positive("high_freq_factor")?,
-                original_max_position_embeddings: rope.size("original_max_position_embeddings", 1 << 31)?,
+                original_max_position_embeddings: rope.size("original_max_position_embeddings", 1 << 31)? as f64,
             };
             if scaling.high_freq_factor <= scaling.low_freq_factor {
                 return Err(rope.wrong("high_freq_factor", "more than low_freq_factor"));

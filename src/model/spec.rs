@@ -30,7 +30,7 @@ pub struct Llama3Scaling {
     /// Wavelengths under `original_max_position_embeddings / high_freq_factor` are kept.
     pub high_freq_factor: f64,
     /// Context of the pre-training, in tokens.
-    pub original_max_position_embeddings: usize,
+    pub original_max_position_embeddings: f64,
 }
 
 /// A decoder-only transformer. Field names are those of `config.json` where one exists.
