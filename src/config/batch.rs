@@ -1,0 +1,154 @@
+//! The arithmetic of batches, once the number of ranks is known.
+
+use super::Config;
+use crate::error::{Error, Result};
+
+/// How one generation batch is spread over ranks and updates. All numbers follow from the configuration and the world
+/// size; every rank holds the same number of whole groups.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BatchPlan {
+    /// Ranks.
+    pub world_size: usize,
+    /// Completions per generation over all ranks.
+    pub generation_batch_size: usize,
+    /// Prompts (groups) per generation over all ranks: `generation_batch_size / num_generations`.
+    pub num_prompts: usize,
+    /// Prompts per generation on each rank.
+    pub prompts_per_rank: usize,
+    /// Slices per generation batch, each `per_device_train_batch_size` completions a rank.
+    pub steps_per_generation: usize,
+    /// Optimizer updates per pass over a generation batch: `steps_per_generation / gradient_accumulation_steps`.
+    pub updates_per_generation: usize,
+}
+
+impl Config {
+    /// Checks the configuration against the number of ranks.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] with the numbers and the nearest valid ones.
+    pub fn validate_world(&self, world_size: usize) -> Result<BatchPlan> {
+        check_divides("tensor_parallel_size", self.tensor_parallel_size, world_size)?;
+        check_divides("zero.shard_group_size", self.zero.shard_group_size.unwrap_or(1), world_size)?;
+        let slice = self.per_device_train_batch_size * world_size; // completions per slice over all ranks
+        let groups = self.num_generations * world_size; // completions if each rank had one group
+        let steps_per_generation = match self.generation_batch_size {
+            Some(batch) if batch % slice == 0 && batch % groups == 0 => batch / slice,
+            Some(batch) => return Err(invalid_generation_batch(batch, slice, groups)),
+            None => self.steps_per_generation.unwrap_or(self.gradient_accumulation_steps),
+        };
+        let generation_batch_size = slice * steps_per_generation;
+        if generation_batch_size % groups != 0 {
+            return Err(self.invalid_derived_batch(world_size, steps_per_generation));
+        }
+        if steps_per_generation % self.gradient_accumulation_steps != 0 {
+            let expected = format!(
+                "a divisor of the {steps_per_generation} slices per generation batch: {}",
+                listed(&divisors(steps_per_generation))
+            );
+            return Err(Error::invalid_value(
+                "gradient_accumulation_steps",
+                self.gradient_accumulation_steps,
+                expected,
+            ));
+        }
+        let num_prompts = generation_batch_size / self.num_generations;
+        Ok(BatchPlan {
+            world_size,
+            generation_batch_size,
+            num_prompts,
+            prompts_per_rank: num_prompts / world_size,
+            steps_per_generation,
+            updates_per_generation: steps_per_generation / self.gradient_accumulation_steps,
+        })
+    }
+
+    /// Each rank's share of the generation batch is not a whole number of groups.
+    fn invalid_derived_batch(&self, world_size: usize, steps: usize) -> Error {
+        let per_device = self.per_device_train_batch_size;
+        let share = per_device * steps;
+        let unit = self.num_generations / gcd(self.num_generations, steps);
+        let group_sizes: Vec<usize> = divisors(share).into_iter().filter(|size| *size >= 2).collect();
+        let group_sizes = match group_sizes.is_empty() {
+            true => String::new(),
+            false => format!(" or num_generations one of {}", listed(&group_sizes)),
+        };
+        let expected = format!(
+            "per_device_train_batch_size {per_device} x steps_per_generation {steps} = {share} completions on each of \
+             {world_size} ranks to be whole groups of num_generations = {}; nearest valid: per_device_train_batch_size \
+             {}{group_sizes}",
+            self.num_generations,
+            nearest_multiples(per_device, unit),
+        );
+        Error::invalid_value("generation_batch_size", share * world_size, expected)
+    }
+}
+
+fn invalid_generation_batch(batch: usize, slice: usize, groups: usize) -> Error {
+    let unit = slice / gcd(slice, groups) * groups;
+    let expected = format!(
+        "a multiple of per_device_train_batch_size x world_size = {slice} and of num_generations x world_size = \
+         {groups}; nearest valid: {}",
+        nearest_multiples(batch, unit)
+    );
+    Error::invalid_value("generation_batch_size", batch, expected)
+}
+
+fn check_divides(key: &str, size: usize, world_size: usize) -> Result<()> {
+    if world_size % size == 0 {
+        return Ok(());
+    }
+    let valid = listed(&divisors(world_size));
+    Err(Error::invalid_value(key, size, format!("a divisor of the world size {world_size}: {valid}")))
+}
+
+/// `8 or 16`: the multiples of `unit` around `number`.
+fn nearest_multiples(number: usize, unit: usize) -> String {
+    let below = number / unit * unit;
+    if below == 0 { unit.to_string() } else { format!("{below} or {}", below + unit) }
+}
+
+fn divisors(number: usize) -> Vec<usize> {
+    (1..=number).filter(|divisor| number % divisor == 0).collect()
+}
+
+fn listed(numbers: &[usize]) -> String {
+    numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::config;
+
+    #[test]
+    fn the_plan_follows_trl() {
+        let plan = config(&["gradient_accumulation_steps=2", "steps_per_generation=4"]).validate_world(2).unwrap();
+        assert_eq!((plan.generation_batch_size, plan.num_prompts, plan.prompts_per_rank), (64, 8, 4));
+        assert_eq!((plan.steps_per_generation, plan.updates_per_generation), (4, 2));
+        let explicit =
+            config(&["gradient_accumulation_steps=2", "generation_batch_size=64"]).validate_world(2).unwrap();
+        assert_eq!(explicit, plan);
+    }
+
+    #[test]
+    fn numbers_that_do_not_divide_come_with_the_nearest_valid_ones() {
+        let message = |overrides: &[&str], world| config(overrides).validate_world(world).unwrap_err().to_string();
+        assert_eq!(
+            message(&["generation_batch_size=24"], 2),
+            "generation_batch_size = 24: expected a multiple of per_device_train_batch_size x world_size = 16 and of \
+             num_generations x world_size = 16; nearest valid: 16 or 32"
+        );
+        assert_eq!(
+            message(&["per_device_train_batch_size=6"], 2),
+            "generation_batch_size = 12: expected per_device_train_batch_size 6 x steps_per_generation 1 = 6 completions \
+             on each of 2 ranks to be whole groups of num_generations = 8; nearest valid: per_device_train_batch_size 8 \
+             or num_generations one of 2, 3, 6"
+        );
+        assert!(message(&["tensor_parallel_size=4"], 6).ends_with("a divisor of the world size 6: 1, 2, 3, 6"));
+        assert!(message(&["zero.shard_group_size=3"], 4).ends_with("a divisor of the world size 4: 1, 2, 4"));
+        assert!(message(&["gradient_accumulation_steps=3", "steps_per_generation=4"], 1).ends_with("batch: 1, 2, 4"));
+    }
+}

@@ -1,0 +1,129 @@
+//! The snapshot of a run's configuration, and what differs from one to the next.
+
+use std::fmt::Write;
+
+use super::field::Field;
+use super::{Config, LrSchedulerType};
+
+/// Keys that say where, how fast or how often, but not what is computed. Layout keys are among them: sums may be
+/// rounded differently, the samples and the algorithm are the same.
+const SAFE_KEYS: &[&str] = &[
+    "eval_file",
+    "output_dir",
+    "resume_from_checkpoint",
+    "force_resume",
+    "max_tokens_per_micro_batch",
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+    "kv_cache_bytes",
+    "kv_block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "reward.num_threads",
+    "reward.timeout_s",
+    "gradient_checkpointing",
+    "zero.stage",
+    "zero.shard_group_size",
+    "residency.optimizer",
+    "logging_steps",
+    "save_steps",
+    "save_total_limit",
+    "eval_steps",
+    "eval_num_generations",
+    "log_completions",
+    "collective_timeout_s",
+    "fault",
+];
+
+/// Keys that only move the end of the run, unless the learning rate falls towards that end.
+const LENGTH_KEYS: &[&str] = &["max_steps", "num_train_epochs"];
+
+/// A key that differs between two configurations.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeyChange {
+    /// The key.
+    pub key: String,
+    /// The value before, as written in a file.
+    pub old: String,
+    /// The value now.
+    pub new: String,
+    /// Whether training would go on otherwise than before: refused on resume unless forced.
+    pub changes_result: bool,
+}
+
+impl Config {
+    /// Every key with its value, one a line; [`Config::load`] reads it back to an equal configuration.
+    pub fn to_toml(&self) -> String {
+        self.values().into_iter().fold(String::new(), |mut text, (key, value)| {
+            let _ = writeln!(text, "{key} = {value}");
+            text
+        })
+    }
+
+    /// What changed from `old` to `self`, in declaration order.
+    pub fn diff(&self, old: &Config) -> Vec<KeyChange> {
+        let length_is_safe = [self, old].iter().all(|config| config.lr_scheduler_type == LrSchedulerType::Constant);
+        let is_safe = |key: &str| SAFE_KEYS.contains(&key) || (length_is_safe && LENGTH_KEYS.contains(&key));
+        let pairs = old.values().into_iter().zip(self.values());
+        pairs
+            .filter(|((_, old), (_, new))| old != new)
+            .map(|((key, old), (_, new))| KeyChange { changes_result: !is_safe(&key), key, old, new })
+            .collect()
+    }
+
+    /// Keys and values as TOML.
+    fn values(&self) -> Vec<(String, String)> {
+        let mut values = Vec::new();
+        self.write("", &mut values);
+        // JSON's numbers, strings and lists are TOML's, but for DEL, which TOML wants escaped.
+        values.into_iter().map(|(key, value)| (key, value.to_string().replace('\u{7f}', "\\u007f"))).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::config;
+    use super::*;
+
+    #[test]
+    fn a_snapshot_reloads_to_an_equal_configuration() {
+        let overrides = [
+            "save_steps=none",
+            "min_p=0.05",
+            "temperature=0.9",
+            "system_prompt=say \"it\"\tin \u{7f} tabs\nand lines \\",
+            "stop=[\"a\", \"\\n\"]",
+            "reward_weights=[0.5]",
+            "zero.shard_group_size=2",
+            "fault=0:1:wake:kill",
+        ];
+        let original = config(&overrides);
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("config.toml");
+        std::fs::write(&file, original.to_toml()).unwrap();
+        assert_eq!(Config::load(Some(&file), &[]).unwrap(), original);
+        assert!(original.to_toml().contains("temperature = 0.9\n"));
+    }
+
+    #[test]
+    fn changes_are_told_apart_by_whether_they_change_the_result() {
+        let old = config(&["max_steps=10"]);
+        let new = config(&["max_steps=20", "learning_rate=2e-6", "output_dir=elsewhere"]);
+        let changes: Vec<_> = new.diff(&old).into_iter().map(|change| (change.key, change.changes_result)).collect();
+        let expected = [("output_dir", false), ("learning_rate", true), ("max_steps", true)];
+        assert_eq!(changes, expected.map(|(key, changes_result)| (key.to_owned(), changes_result)));
+
+        let old = config(&["max_steps=10", "lr_scheduler_type=constant"]);
+        let new = config(&["max_steps=20", "lr_scheduler_type=constant"]);
+        let change = &new.diff(&old)[0];
+        assert_eq!((change.old.as_str(), change.new.as_str(), change.changes_result), ("10", "20", false));
+        assert_eq!(new.diff(&new), []);
+    }
+
+    #[test]
+    fn every_safe_key_exists() {
+        for key in SAFE_KEYS.iter().chain(LENGTH_KEYS) {
+            assert!(Config::keys().iter().any(|known| known == key), "{key}");
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! Keys that take one of a few words, with the papers behind them.
+
+macro_rules! choices {
+    ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+        pub enum $name { $($(#[$vdoc])* #[serde(rename = $text)] $variant),+ }
+
+        impl $name {
+            /// Every accepted spelling.
+            pub const NAMES: &[&str] = &[$($text),+];
+
+            /// The spelling used in configuration files.
+            pub fn name(self) -> &'static str {
+                match self { $($name::$variant => $text),+ }
+            }
+        }
+
+        impl $crate::config::field::FromValue for $name {
+            fn expected() -> String {
+                format!("one of {}", Self::NAMES.join(", "))
+            }
+
+            fn from_value(value: &serde_json::Value) -> Option<Self> {
+                match value.as_str()? { $($text => Some($name::$variant),)+ _ => None }
+            }
+
+            fn to_value(&self) -> serde_json::Value {
+                self.name().into()
+            }
+        }
+    };
+}
+
+choices! {
+    /// Where tensors live.
+    Device {
+        /// CUDA where a GPU is visible, else the CPU.
+        Auto = "auto",
+        /// The CPU backend.
+        Cpu = "cpu",
+        /// One GPU per process.
+        Cuda = "cuda",
+    }
+}
+choices! {
+    /// Type of weights and activations.
+    Dtype {
+        /// bfloat16 on CUDA, float32 on a CPU.
+        Auto = "auto",
+        /// IEEE single.
+        Float32 = "float32",
+        /// bfloat16, with fp32 master weights and reductions.
+        Bfloat16 = "bfloat16",
+    }
+}
+choices! {
+    /// How token losses become one number.
+    LossType {
+        /// Mean per sequence, then mean over sequences (arXiv 2402.03300).
+        Grpo = "grpo",
+        /// Sum over a constant, sequences times `max_completion_length` (arXiv 2503.20783).
+        DrGrpo = "dr_grpo",
+        /// Mean over the tokens of the batch.
+        Bnpo = "bnpo",
+        /// Mean over the tokens of the whole generation batch (arXiv 2503.14476).
+        Dapo = "dapo",
+        /// Clipped importance weights as constants (arXiv 2506.13585).
+        Cispo = "cispo",
+    }
+}
+choices! {
+    /// Level of the policy ratio.
+    ImportanceSamplingLevel {
+        /// One ratio a token.
+        Token = "token",
+        /// One length-normalised ratio a sequence (GSPO, arXiv 2507.18071).
+        Sequence = "sequence",
+    }
+}
+choices! {
+    /// Divisor of the advantages.
+    ScaleRewards {
+        /// Standard deviation of the group.
+        Group = "group",
+        /// Standard deviation of the whole generation batch.
+        Batch = "batch",
+        /// No division.
+        None = "none",
+    }
+}
+choices! {
+    /// Correction for the difference between sampler and trainer log-probabilities (TRL's modes).
+    ImportanceSamplingMode {
+        /// Token ratios, cut at the bound.
+        TokenTruncate = "token_truncate",
+        /// Token ratios, zero above the bound.
+        TokenMask = "token_mask",
+        /// Sequence ratios, cut at the bound.
+        SequenceTruncate = "sequence_truncate",
+        /// Sequence ratios, zero above the bound.
+        SequenceMask = "sequence_mask",
+    }
+}
+choices! {
+    /// Shape of the learning rate after warm-up.
+    LrSchedulerType {
+        /// Stays at the peak.
+        Constant = "constant",
+        /// Falls to 0 in a line.
+        Linear = "linear",
+        /// Falls to 0 in a half cosine.
+        Cosine = "cosine",
+    }
+}
+choices! {
+    /// What is recomputed in backward.
+    GradientCheckpointing {
+        /// Nothing: all activations are kept.
+        None = "none",
+        /// All but attention output and log-sum-exp.
+        Selective = "selective",
+        /// The whole block from its input.
+        Full = "full",
+    }
+}
+choices! {
+    /// Where optimizer state lives during rollout.
+    OptimizerResidency {
+        /// The plan decides.
+        Auto = "auto",
+        /// On the device, always.
+        Resident = "resident",
+        /// In the host pool during rollout.
+        Swap = "swap",
+    }
+}

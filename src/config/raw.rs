@@ -1,0 +1,255 @@
+//! Keys and values as written, each with its place: TOML or YAML file first, command line over it.
+
+use std::path::Path;
+
+use serde_json::{Map, Number, Value};
+use toml::de::{DeTable, DeValue};
+
+use super::yaml;
+use crate::error::{Error, Result};
+
+/// What the user wrote, before it means anything.
+#[derive(Debug, Default)]
+pub(crate) struct RawConfig {
+    entries: Vec<Entry>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    key: String,
+    value: Value,
+    /// `run.toml:12` or `command line`.
+    origin: String,
+}
+
+impl RawConfig {
+    /// Reads the file (`.toml`, `.yaml` or `.yml`), then lays `key=value` overrides over it, the last one winning.
+    ///
+    /// # Errors
+    /// [`Error::ConfigSyntax`] with the line for what does not parse.
+    pub fn read(file: Option<&Path>, overrides: &[String]) -> Result<Self> {
+        let mut raw = Self::default();
+        if let Some(file) = file {
+            raw.read_file(file)?;
+        }
+        for text in overrides {
+            raw.read_override(text)?;
+        }
+        Ok(raw)
+    }
+
+    /// The value written for `key`.
+    pub fn get(&self, key: &str) -> Option<&Value> {
+        self.entries.iter().find(|entry| entry.key == key).map(|entry| &entry.value)
+    }
+
+    /// Appends the place of its key to an error about a value.
+    pub fn locate(&self, error: Error) -> Error {
+        match error {
+            Error::InvalidValue { key, got, expected } => {
+                let entry = self.entries.iter().find(|entry| entry.key == key);
+                let place = entry.map(|entry| format!(" ({})", entry.origin)).unwrap_or_default();
+                Error::InvalidValue { key, got, expected: expected + &place }
+            }
+            other => other,
+        }
+    }
+
+    /// Refuses the first key, in the order written, that is not in `known`; `unserved` are keys (or `table.*`) that
+    /// have a meaning elsewhere but not in this version.
+    pub fn check_keys(&self, known: &[String], unserved: &[&str]) -> Result<()> {
+        for Entry { key, value, origin } in &self.entries {
+            let is_unserved = |pattern: &&&str| match pattern.strip_suffix('*') {
+                Some(start) => key.starts_with(start) || format!("{key}.") == start,
+                None => key == **pattern,
+            };
+            if unserved.iter().find(is_unserved).is_some() {
+                let expected = "to be left out: this key is not served by this version";
+                return Err(self.locate(Error::invalid_value(key, value, expected)));
+            }
+            let empty_table = value.as_object().is_some_and(Map::is_empty)
+                && known.iter().any(|name| name.starts_with(&format!("{key}.")));
+            if !known.contains(key) && !empty_table {
+                let nearest = nearest(key, known).map(str::to_owned);
+                return Err(Error::UnknownKey { origin: origin.clone(), key: key.clone(), nearest });
+            }
+        }
+        Ok(())
+    }
+
+    fn read_file(&mut self, file: &Path) -> Result<()> {
+        let at = |line: usize| format!("{}:{line}", file.display());
+        let failed = |message: String| Error::ConfigSyntax { origin: file.display().to_string(), message };
+        let text = std::fs::read_to_string(file).map_err(|error| failed(error.to_string()))?;
+        match file.extension().and_then(|extension| extension.to_str()) {
+            Some("toml") => {
+                let table = DeTable::parse(&text).map_err(|error| Error::ConfigSyntax {
+                    origin: at(error.span().map_or(1, |span| line_of(&text, span.start))),
+                    message: error.message().to_owned(),
+                })?;
+                self.add_toml("", table.get_ref(), &|offset| at(line_of(&text, offset)))
+            }
+            Some("yaml" | "yml") => {
+                for (key, value, line) in
+                    yaml::entries(&text).map_err(|(message, line)| Error::ConfigSyntax { origin: at(line), message })?
+                {
+                    self.add(key, value, at(line))?;
+                }
+                Ok(())
+            }
+            _ => Err(failed("expected a .toml, .yaml or .yml file".into())),
+        }
+    }
+
+    fn read_override(&mut self, text: &str) -> Result<()> {
+        let origin = "command line".to_owned();
+        let Some((key, value)) = text.split_once('=') else {
+            let message = format!("'{text}' is not key=value");
+            return Err(Error::ConfigSyntax { origin, message });
+        };
+        let (key, value) = (key.trim(), value.trim());
+        // A bare word, a path or a sentence is no TOML value: it is text.
+        let value = match DeValue::parse(value) {
+            Ok(parsed) => to_json(parsed.get_ref()).unwrap_or_else(|_| value.into()),
+            Err(_) => value.into(),
+        };
+        let mut flat = Vec::new();
+        flatten(key, value, &mut flat);
+        for (key, value) in flat {
+            self.entries.retain(|entry| entry.key != key);
+            self.add(key, value, origin.clone())?;
+        }
+        Ok(())
+    }
+
+    fn add_toml(&mut self, table: &str, entries: &DeTable<'_>, at: &dyn Fn(usize) -> String) -> Result<()> {
+        let mut ordered: Vec<_> = entries.iter().collect();
+        ordered.sort_by_key(|(key, _)| key.span().start);
+        for (name, value) in ordered {
+            let key = super::field::join(table, name.get_ref());
+            let origin = at(name.span().start);
+            match value.get_ref() {
+                DeValue::Table(inner) if !inner.is_empty() => self.add_toml(&key, inner, at)?,
+                other => {
+                    let value =
+                        to_json(other).map_err(|message| Error::ConfigSyntax { origin: origin.clone(), message })?;
+                    self.add(key, value, origin)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, key: String, value: Value, origin: String) -> Result<()> {
+        if let Some(first) = self.entries.iter().find(|entry| entry.key == key) {
+            let message = format!("key '{key}' was already given at {}", first.origin);
+            return Err(Error::ConfigSyntax { origin, message });
+        }
+        self.entries.push(Entry { key, value, origin });
+        Ok(())
+    }
+}
+
+/// Tables become dotted keys; an empty table stays an entry, so that a mistyped one is seen.
+pub(super) fn flatten(key: &str, value: Value, out: &mut Vec<(String, Value)>) {
+    match value {
+        Value::Object(map) if !map.is_empty() => {
+            for (name, value) in map {
+                flatten(&super::field::join(key, &name), value, out);
+            }
+        }
+        other => out.push((key.to_owned(), other)),
+    }
+}
+
+fn to_json(value: &DeValue<'_>) -> std::result::Result<Value, String> {
+    Ok(match value {
+        DeValue::String(text) => text.as_ref().into(),
+        DeValue::Integer(number) => i64::from_str_radix(number.as_str(), number.radix())
+            .map_err(|_| format!("{} does not fit 64 bits", number.as_str()))?
+            .into(),
+        DeValue::Float(number) => {
+            let parsed = number.as_str().parse().ok().and_then(Number::from_f64);
+            parsed.ok_or_else(|| format!("{} is not a finite number", number.as_str()))?.into()
+        }
+        DeValue::Boolean(flag) => (*flag).into(),
+        DeValue::Datetime(date) => return Err(format!("{date} is a date; put text in quotes")),
+        DeValue::Array(items) => {
+            items.iter().map(|item| to_json(item.get_ref())).collect::<std::result::Result<_, _>>()?
+        }
+        DeValue::Table(table) => table
+            .iter()
+            .map(|(key, value)| Ok((key.get_ref().to_string(), to_json(value.get_ref())?)))
+            .collect::<std::result::Result<Map<_, _>, String>>()?
+            .into(),
+    })
+}
+
+fn line_of(text: &str, offset: usize) -> usize {
+    1 + text.as_bytes()[..offset.min(text.len())].iter().filter(|byte| **byte == b'\n').count()
+}
+
+/// The known key that was probably meant: a few letters away, or one that contains the other.
+fn nearest<'a>(key: &str, known: &'a [String]) -> Option<&'a str> {
+    let closest = known.iter().min_by_key(|name| edit_distance(key, name))?;
+    if edit_distance(key, closest) <= (key.len() / 3).max(2) {
+        return Some(closest);
+    }
+    let related =
+        |name: &&String| name.len().min(key.len()) >= 4 && (key.contains(name.as_str()) || name.contains(key));
+    known.iter().filter(related).max_by_key(|name| name.len()).map(String::as_str)
+}
+
+/// Levenshtein distance in characters.
+fn edit_distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, left) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, right) in b.iter().enumerate() {
+            let substituted = diagonal + usize::from(left != *right);
+            diagonal = row[j + 1];
+            row[j + 1] = substituted.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn distance_counts_insertions_deletions_and_substitutions() {
+        assert_eq!(edit_distance("kitten", "sitting"), 3);
+        assert_eq!(edit_distance("", "abc"), 3);
+        assert_eq!(edit_distance("beta", "beta"), 0);
+    }
+
+    #[test]
+    fn nearest_finds_typos_prefixed_names_and_bare_table_keys() {
+        let known: Vec<String> =
+            ["learning_rate", "importance_sampling_mode", "zero.stage", "beta"].map(String::from).into();
+        assert_eq!(nearest("learnign_rate", &known), Some("learning_rate"));
+        assert_eq!(nearest("vllm_importance_sampling_mode", &known), Some("importance_sampling_mode"));
+        assert_eq!(nearest("stage", &known), Some("zero.stage"));
+        assert_eq!(nearest("completely_else", &known), None);
+    }
+
+    #[test]
+    fn overrides_are_toml_values_and_bare_words_are_text() {
+        let overrides =
+            ["a=1", "b=1e-6", "c=[\"x\", \"y\"]", "d=some/path.jsonl", "e=true", "f=x = 1", "g.h=2026-01-01", "a=2"];
+        let raw = RawConfig::read(None, &overrides.map(String::from)).unwrap();
+        assert_eq!(raw.get("a"), Some(&2.into()));
+        assert_eq!(raw.get("b"), Some(&1e-6.into()));
+        assert_eq!(raw.get("c"), Some(&serde_json::json!(["x", "y"])));
+        assert_eq!(raw.get("d"), Some(&"some/path.jsonl".into()));
+        assert_eq!(raw.get("e"), Some(&true.into()));
+        assert_eq!(raw.get("f"), Some(&"x = 1".into()));
+        assert_eq!(raw.get("g.h"), Some(&"2026-01-01".into()));
+        let error = RawConfig::read(None, &["beta".into()]).unwrap_err();
+        assert_eq!(error.to_string(), "command line: 'beta' is not key=value");
+    }
+}

@@ -1,0 +1,82 @@
+//! The configuration of supervised fine-tuning; keys that [`Config`](super::Config) has too mean the same.
+
+use std::path::{Path, PathBuf};
+
+use super::field::{Field, keys};
+use super::raw::RawConfig;
+use super::{Device, Dtype, GradientCheckpointing, LrSchedulerType, ZeroConfig};
+use crate::error::Result;
+
+keys! {
+    /// A validated supervised run on rows of `prompt` and `completion`.
+    #[derive(Debug, Clone, PartialEq, serde::Serialize)]
+    #[non_exhaustive]
+    pub struct SftConfig {
+        /// Hugging Face model folder.
+        pub model_name_or_path: PathBuf,
+        /// Training rows, JSONL.
+        pub train_file: PathBuf,
+        /// Held-out rows, JSONL, for a loss after training.
+        pub eval_file: Option<PathBuf> = None,
+        /// Where metrics and the final model go.
+        pub output_dir: PathBuf = PathBuf::from("output"),
+        /// `auto` is CUDA where a GPU is visible.
+        pub device: Device = Device::Auto,
+        /// `auto` is bfloat16 on CUDA and float32 on a CPU.
+        pub dtype: Dtype = Dtype::Auto,
+        /// Longest row in tokens, prompt and completion; longer ones are counted and left out.
+        pub max_length: usize = 1024,
+        /// Shuffle rows each epoch, by a counter-based key.
+        pub shuffle_dataset: bool = true,
+        /// Rows per rank in one slice of an update.
+        pub per_device_train_batch_size: usize = 8,
+        /// Slices per optimizer update.
+        pub gradient_accumulation_steps: usize = 1,
+        /// Token budget of one forward and backward on one rank.
+        pub max_tokens_per_micro_batch: usize = 16384,
+        /// Peak learning rate.
+        pub learning_rate: f64 = 2e-5,
+        /// Adam's first moment decay.
+        pub adam_beta1: f64 = 0.9,
+        /// Adam's second moment decay.
+        pub adam_beta2: f64 = 0.999,
+        /// Adam's denominator term.
+        pub adam_epsilon: f64 = 1e-8,
+        /// Decoupled weight decay on matrices (not on norms and biases).
+        pub weight_decay: f64 = 0.0,
+        /// Global gradient norm is clipped to this; 0 is off.
+        pub max_grad_norm: f64 = 1.0,
+        /// Shape of the learning rate after warm-up.
+        pub lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,
+        /// Updates of linear warm-up.
+        pub warmup_steps: usize = 0,
+        /// Optimizer updates in all; `None` follows `num_train_epochs`.
+        pub max_steps: Option<usize> = None,
+        /// Passes over the training rows.
+        pub num_train_epochs: f64 = 1.0,
+        /// What is recomputed in backward.
+        pub gradient_checkpointing: GradientCheckpointing = GradientCheckpointing::Full,
+        /// Sharding.
+        pub zero: ZeroConfig,
+        /// Steps between metric lines.
+        pub logging_steps: usize = 1,
+        /// First word of every random key.
+        pub seed: u64 = 42,
+        /// Longest wait for peers in a collective, in seconds.
+        pub collective_timeout_s: f64 = 600.0,
+    }
+}
+
+impl SftConfig {
+    /// Reads a file and overrides as [`Config::load`](super::Config::load) does, with the same errors.
+    pub fn load(file: Option<&Path>, overrides: &[String]) -> Result<Self> {
+        Self::validate(&RawConfig::read(file, overrides)?)
+    }
+
+    /// Every key in declaration order.
+    pub fn keys() -> Vec<String> {
+        let mut keys = Vec::new();
+        <Self as Field>::keys("", &mut keys);
+        keys
+    }
+}

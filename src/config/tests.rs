@@ -1,0 +1,142 @@
+//! The frozen key lists, and what a user sees when a file is wrong.
+
+use std::io::Write;
+
+use super::*;
+use crate::error::{Error, ExitCode};
+
+/// The required keys and `overrides`.
+pub(super) fn config(overrides: &[&str]) -> Config {
+    load(overrides).unwrap()
+}
+
+fn load(overrides: &[&str]) -> Result<Config> {
+    let required = ["model_name_or_path=model", "train_file=train.jsonl", "reward_funcs=[\"format\"]"];
+    let all: Vec<String> = required.iter().chain(overrides).map(|text| text.to_string()).collect();
+    Config::load(None, &all)
+}
+
+fn load_file(extension: &str, text: &str) -> Result<Config> {
+    let mut file = tempfile::Builder::new().prefix("run").suffix(extension).tempfile().unwrap();
+    file.write_all(text.as_bytes()).unwrap();
+    let required = ["model_name_or_path=model", "train_file=train.jsonl", "reward_funcs=[\"format\"]"];
+    Config::load(Some(file.path()), &required.map(String::from))
+}
+
+fn message(overrides: &[&str]) -> String {
+    let error = load(overrides).unwrap_err();
+    assert_eq!(error.exit_code(), ExitCode::Configuration);
+    error.to_string()
+}
+
+/// A key that appears here is a promise to users: adding is fine, renaming and removing are not.
+#[test]
+fn the_key_list_is_frozen() {
+    let expected = "model_name_or_path train_file eval_file output_dir resume_from_checkpoint force_resume device dtype \
+        system_prompt max_prompt_length shuffle_dataset num_generations per_device_train_batch_size \
+        gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations \
+        max_tokens_per_micro_batch max_completion_length max_model_length temperature top_p top_k min_p \
+        repetition_penalty stop tensor_parallel_size gpu_memory_utilization kv_cache_bytes kv_block_size max_num_seqs \
+        max_num_batched_tokens beta epsilon epsilon_high delta loss_type importance_sampling_level scale_rewards \
+        mask_truncated_completions importance_sampling_correction importance_sampling_mode \
+        importance_sampling_clip_max use_bias_correction_kl reward_funcs reward_weights reward.format_pattern \
+        reward.answer_pattern reward.answer_column reward.num_threads reward.timeout_s learning_rate adam_beta1 \
+        adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
+        gradient_checkpointing zero.stage zero.shard_group_size residency.optimizer logging_steps save_steps \
+        save_total_limit eval_steps eval_num_generations log_completions seed collective_timeout_s fault";
+    assert_eq!(Config::keys().join(" "), expected);
+    let expected = "model_name_or_path train_file eval_file output_dir device dtype max_length shuffle_dataset \
+        per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch learning_rate adam_beta1 \
+        adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
+        gradient_checkpointing zero.stage zero.shard_group_size logging_steps seed collective_timeout_s";
+    assert_eq!(SftConfig::keys().join(" "), expected);
+}
+
+#[test]
+fn toml_and_yaml_say_the_same_and_the_command_line_wins() {
+    let toml = "beta = 0.1\nseed = 7\n[zero]\nstage = 3\n[reward]\nnum_threads = 4\n";
+    let yaml = "beta: 0.1\nseed: 7\nzero:\n  stage: 3\nreward: {num_threads: 4}\n";
+    let config = load_file(".toml", toml).unwrap();
+    assert_eq!(config, load_file(".yaml", yaml).unwrap());
+    assert_eq!((config.beta, config.seed, config.zero.stage, config.reward.num_threads), (0.1, 7, 3, 4));
+    assert_eq!(config.learning_rate, 1e-6);
+}
+
+#[test]
+fn an_unknown_key_is_named_with_its_line_and_the_nearest_key() {
+    for (extension, text) in [(".toml", "beta = 0\n\nlearnin_rate = 1\n"), (".yml", "beta: 0\n\nlearnin_rate: 1\n")] {
+        match load_file(extension, text).unwrap_err() {
+            Error::UnknownKey { origin, key, nearest } => {
+                assert!(origin.ends_with(&format!("{extension}:3")), "{origin}");
+                assert_eq!((key.as_str(), nearest.as_deref()), ("learnin_rate", Some("learning_rate")));
+            }
+            other => panic!("{other}"),
+        }
+    }
+    assert_eq!(message(&["zero.stages=1"]), "command line: unknown key 'zero.stages'; did you mean 'zero.stage'?");
+    assert!(load_file(".toml", "[zro]\n").unwrap_err().to_string().contains("unknown key 'zro'"));
+    assert!(load_file(".toml", "[zero]\n").is_ok());
+}
+
+#[test]
+fn keys_of_other_versions_are_refused_not_ignored() {
+    for key in
+        ["lora.r=8", "lora={r=8}", "quantization=nf4", "mode=split", "ref_model_sync_steps=1", "entropy_coef=0.1"]
+    {
+        assert!(message(&[key]).contains("not served by this version (command line)"), "{key}");
+    }
+    assert!(message(&["residency.optimizer=stream"]).contains("stream is not served by this version"));
+}
+
+#[test]
+fn wrong_types_and_syntax_carry_the_line() {
+    let error = load_file(".toml", "\nnum_generations = 'eight'\n").unwrap_err().to_string();
+    assert!(error.starts_with("num_generations = \"eight\": expected a whole number of at least 0 ("), "{error}");
+    assert!(error.ends_with(".toml:2)"), "{error}");
+    let error = load_file(".toml", "beta = 0\nbeta 1\n").unwrap_err().to_string();
+    assert!(error.contains(".toml:2: "), "{error}");
+    let error = load_file(".yaml", "beta: 0\nzero: [\n").unwrap_err();
+    assert!(matches!(error, Error::ConfigSyntax { .. }), "{error}");
+    assert!(load_file(".json", "{}").unwrap_err().to_string().contains("expected a .toml, .yaml or .yml file"));
+    assert_eq!(
+        message(&["loss_type=ppo"]),
+        "loss_type = \"ppo\": expected one of grpo, dr_grpo, bnpo, dapo, cispo (command line)"
+    );
+    let error = Config::load(None, &[]).unwrap_err().to_string();
+    assert_eq!(error, "model_name_or_path = nothing: expected a path (this key is required)");
+}
+
+#[test]
+fn values_that_do_not_fit_together_are_refused() {
+    for (overrides, part) in [
+        (&["num_generations=1"][..], "at least 2"),
+        (&["epsilon=1.0"], "in [0, 1)"),
+        (&["delta=1.1"], "above 1 + epsilon_high = 1.2"),
+        (&["delta=2.0", "loss_type=cispo"], "does not read it"),
+        (&["top_p=0"], "in (0, 1]"),
+        (&["temperature=0"], "above 0"),
+        (&["reward_weights=[1, 2]"], "one weight for each of the 1 reward_funcs"),
+        (&["reward_funcs=[\"a\", \"a\"]"], "a only once"),
+        (&["reward.answer_pattern=[0-9]+"], "with a group"),
+        (&["reward.format_pattern=("], "a regular expression"),
+        (&["max_model_length=600", "max_prompt_length=100"], "100 + 512 = 612"),
+        (&["steps_per_generation=2", "generation_batch_size=16"], "to be left out"),
+        (&["zero.stage=4"], "0, 1, 2 or 3"),
+        (&["zero.stage=0", "zero.shard_group_size=2"], "stage 0 shards nothing"),
+        (&["eval_steps=5"], "as eval_steps is set"),
+        (&["fault=1:2"], "rank:step:phase:kind"),
+        (&["adam_beta2=1"], "in [0, 1)"),
+        (&["seed=9223372036854775808"], "a whole number"),
+    ] {
+        let text = message(overrides);
+        assert!(text.contains(part), "{overrides:?}: {text}");
+    }
+}
+
+#[test]
+fn sft_shares_the_machinery() {
+    let load = |more: &str| SftConfig::load(None, &["model_name_or_path=m", "train_file=t", more].map(String::from));
+    assert_eq!(load("zero.stage=1").unwrap().zero.stage, 1);
+    assert!(load("num_generations=8").unwrap_err().to_string().contains("unknown key"));
+    assert!(load("learning_rate=0").unwrap_err().to_string().contains("above 0 (command line)"));
+}

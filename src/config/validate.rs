@@ -1,0 +1,211 @@
+//! What a configuration must satisfy by itself, before a model or a world is known.
+
+use regex::Regex;
+
+use super::field::Field;
+use super::raw::RawConfig;
+use super::{Config, LossType, RewardConfig, SftConfig, UNSERVED_KEYS, ZeroConfig};
+use crate::error::{Error, Result};
+use crate::phase::Fault;
+
+/// The keys that every kind of training shares.
+macro_rules! check_optimizer {
+    ($config:ident) => {
+        for (key, value) in [
+            ("learning_rate", $config.learning_rate),
+            ("adam_epsilon", $config.adam_epsilon),
+            ("num_train_epochs", $config.num_train_epochs),
+        ] {
+            check(key, value, value > 0.0, "above 0")?;
+        }
+        for (key, value) in [("weight_decay", $config.weight_decay), ("max_grad_norm", $config.max_grad_norm)] {
+            check(key, value, value >= 0.0, "at least 0")?;
+        }
+        for (key, value) in [("adam_beta1", $config.adam_beta1), ("adam_beta2", $config.adam_beta2)] {
+            check(key, value, (0.0..1.0).contains(&value), "in [0, 1)")?;
+        }
+        at_least_1("max_steps", $config.max_steps.unwrap_or(1))?;
+        let timeout_s = $config.collective_timeout_s;
+        check("collective_timeout_s", timeout_s, is_timeout(timeout_s), TIMEOUT)?;
+    };
+}
+
+const TIMEOUT: &str = "seconds, above 0 and below a year";
+
+impl Config {
+    /// The only way from what was written to a run.
+    pub(super) fn validate(raw: &RawConfig) -> Result<Self> {
+        if raw.get("residency.optimizer").is_some_and(|value| value == "stream") {
+            let expected = "one of auto, resident, swap: stream is not served by this version";
+            return Err(raw.locate(Error::invalid_value("residency.optimizer", "stream", expected)));
+        }
+        raw.check_keys(Self::keys(), UNSERVED_KEYS)?;
+        let config = Self::read(raw, "", None)?;
+        config.check().map_err(|error| raw.locate(error))?;
+        Ok(config)
+    }
+
+    fn check(&self) -> Result<()> {
+        self.check_batch()?;
+        self.check_sampling()?;
+        self.check_objective()?;
+        self.check_rewards()?;
+        check_optimizer!(self);
+        check_zero(&self.zero)?;
+        at_least_1("logging_steps", self.logging_steps)?;
+        at_least_1("eval_num_generations", self.eval_num_generations)?;
+        let optional = [
+            ("save_steps", self.save_steps),
+            ("save_total_limit", self.save_total_limit),
+            ("eval_steps", self.eval_steps),
+        ];
+        for (key, value) in optional {
+            value.map_or(Ok(()), |value| at_least_1(key, value))?;
+        }
+        if self.eval_steps.is_some() && self.eval_file.is_none() {
+            return Err(Error::invalid_value("eval_file", "none", "the held-out rows, as eval_steps is set"));
+        }
+        if let Some(fault) = &self.fault {
+            fault.parse::<Fault>().map_err(|expected| Error::invalid_value("fault", fault, expected))?;
+        }
+        Ok(())
+    }
+
+    fn check_batch(&self) -> Result<()> {
+        let enough = "at least 2: advantages are relative to the group";
+        check("num_generations", self.num_generations, self.num_generations >= 2, enough)?;
+        for (key, value) in [
+            ("per_device_train_batch_size", self.per_device_train_batch_size),
+            ("gradient_accumulation_steps", self.gradient_accumulation_steps),
+            ("steps_per_generation", self.steps_per_generation.unwrap_or(1)),
+            ("generation_batch_size", self.generation_batch_size.unwrap_or(1)),
+            ("num_iterations", self.num_iterations),
+            ("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch),
+        ] {
+            at_least_1(key, value)?;
+        }
+        if let (Some(batch), Some(_)) = (self.generation_batch_size, self.steps_per_generation) {
+            let expected = "to be left out, as steps_per_generation determines it";
+            return Err(Error::invalid_value("generation_batch_size", batch, expected));
+        }
+        Ok(())
+    }
+
+    fn check_sampling(&self) -> Result<()> {
+        for (key, value) in [
+            ("max_completion_length", self.max_completion_length),
+            ("max_prompt_length", self.max_prompt_length.unwrap_or(1)),
+            ("tensor_parallel_size", self.tensor_parallel_size),
+            ("kv_cache_bytes", self.kv_cache_bytes.unwrap_or(1)),
+            ("kv_block_size", self.kv_block_size),
+            ("max_num_seqs", self.max_num_seqs),
+            ("max_num_batched_tokens", self.max_num_batched_tokens),
+        ] {
+            at_least_1(key, value)?;
+        }
+        if let Some(context) = self.max_model_length {
+            let prompt = self.max_prompt_length.unwrap_or(1);
+            let expected = format!(
+                "at least max_prompt_length + max_completion_length = {prompt} + {} = {}",
+                self.max_completion_length,
+                prompt + self.max_completion_length
+            );
+            check("max_model_length", context, context >= prompt + self.max_completion_length, expected)?;
+        }
+        let greedy = "above 0: greedy samples of a group are all equal";
+        check("temperature", self.temperature, self.temperature > 0.0, greedy)?;
+        check("top_p", self.top_p, self.top_p > 0.0 && self.top_p <= 1.0, "in (0, 1]")?;
+        let min_p = self.min_p.unwrap_or(0.0);
+        check("min_p", min_p, (0.0..=1.0).contains(&min_p), "in [0, 1]")?;
+        check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0.0, "above 0")?;
+        let share = self.gpu_memory_utilization;
+        check("gpu_memory_utilization", share, share > 0.0 && share <= 1.0, "in (0, 1]")?;
+        check("stop", "\"\"", !self.stop.iter().any(String::is_empty), "strings that are not empty")
+    }
+
+    fn check_objective(&self) -> Result<()> {
+        check("beta", self.beta, self.beta >= 0.0, "at least 0")?;
+        check("epsilon", self.epsilon, (0.0..1.0).contains(&self.epsilon), "in [0, 1)")?;
+        let high = self.epsilon_high.unwrap_or(self.epsilon);
+        check("epsilon_high", high, high >= 0.0, "at least 0")?;
+        if let Some(delta) = self.delta {
+            check("delta", delta, delta > 1.0 + high, format!("above 1 + epsilon_high = {}", 1.0 + high))?;
+            let other = "to be left out: loss_type cispo does not read it";
+            check("delta", delta, self.loss_type != LossType::Cispo, other)?;
+        }
+        let clip_max = self.importance_sampling_clip_max;
+        check("importance_sampling_clip_max", clip_max, clip_max > 0.0, "above 0")
+    }
+
+    fn check_rewards(&self) -> Result<()> {
+        let names = &self.reward_funcs;
+        check("reward_funcs", "[]", !names.is_empty(), "at least one reward")?;
+        let repeated = names.iter().enumerate().find(|(i, name)| names[..*i].contains(name));
+        if let Some((_, name)) = repeated {
+            return Err(Error::invalid_value("reward_funcs", format!("{names:?}"), format!("{name} only once")));
+        }
+        let weights = &self.reward_weights;
+        let expected = format!("one weight for each of the {} reward_funcs, or none", names.len());
+        check("reward_weights", format!("{weights:?}"), weights.is_empty() || weights.len() == names.len(), expected)?;
+        self.reward.check()
+    }
+}
+
+impl RewardConfig {
+    fn check(&self) -> Result<()> {
+        compiles("reward.format_pattern", &self.format_pattern)?;
+        let answer = compiles("reward.answer_pattern", &self.answer_pattern)?;
+        let group = "a regular expression with a group (..) around the answer";
+        check("reward.answer_pattern", &self.answer_pattern, answer.captures_len() > 1, group)?;
+        at_least_1("reward.num_threads", self.num_threads)?;
+        check("reward.timeout_s", self.timeout_s, is_timeout(self.timeout_s), TIMEOUT)
+    }
+}
+
+impl SftConfig {
+    pub(super) fn validate(raw: &RawConfig) -> Result<Self> {
+        raw.check_keys(&Self::keys(), &["lora.*", "quantization"])?;
+        let config = Self::read(raw, "", None)?;
+        config.check().map_err(|error| raw.locate(error))?;
+        Ok(config)
+    }
+
+    fn check(&self) -> Result<()> {
+        for (key, value) in [
+            ("max_length", self.max_length),
+            ("per_device_train_batch_size", self.per_device_train_batch_size),
+            ("gradient_accumulation_steps", self.gradient_accumulation_steps),
+            ("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch),
+            ("logging_steps", self.logging_steps),
+        ] {
+            at_least_1(key, value)?;
+        }
+        check_optimizer!(self);
+        check_zero(&self.zero)
+    }
+}
+
+fn check_zero(zero: &ZeroConfig) -> Result<()> {
+    check("zero.stage", zero.stage, zero.stage <= 3, "0, 1, 2 or 3")?;
+    if let Some(size) = zero.shard_group_size {
+        at_least_1("zero.shard_group_size", size)?;
+        check("zero.shard_group_size", size, zero.stage > 0, "to be left out: stage 0 shards nothing")?;
+    }
+    Ok(())
+}
+
+fn compiles(key: &str, pattern: &str) -> Result<Regex> {
+    Regex::new(pattern).map_err(|error| Error::invalid_value(key, pattern, format!("a regular expression: {error}")))
+}
+
+fn is_timeout(seconds: f64) -> bool {
+    seconds > 0.0 && seconds < 365.0 * 86_400.0
+}
+
+fn at_least_1(key: &str, value: usize) -> Result<()> {
+    check(key, value, value >= 1, "at least 1")
+}
+
+fn check(key: &str, got: impl ToString, holds: bool, expected: impl Into<String>) -> Result<()> {
+    if holds { Ok(()) } else { Err(Error::invalid_value(key, got, expected)) }
+}
