@@ -1,0 +1,123 @@
+//! Rows to generate from.
+
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::Tokenizer;
+use super::rows::{RawPrompt, read_jsonl};
+use crate::error::{Error, Result};
+use crate::types::Prompt;
+
+/// What rows must fit into, and what is put before them.
+#[derive(Debug, Clone, Default)]
+pub struct DatasetOptions {
+    /// Longest prompt in tokens; `None` is no limit of its own.
+    pub max_prompt_length: Option<usize>,
+    /// Longest sequence, prompt and completion, in tokens; `None` is no limit.
+    pub max_model_length: Option<usize>,
+    /// Tokens of `max_model_length` that are kept free for the completion.
+    pub max_completion_length: usize,
+    /// System message for conversations that have none; prompts given as text are left as they are.
+    pub system_prompt: Option<String>,
+    /// Columns without which a row is an error: those that the rewards read.
+    pub required_columns: Vec<String>,
+}
+
+/// Rows at each stage. Too long prompts are left out and counted, never cut.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DatasetCounts {
+    /// Rows in the file.
+    pub read: usize,
+    /// Left out: longer than `max_prompt_length`.
+    pub over_max_prompt_length: usize,
+    /// Left out: no room for the completion in `max_model_length`.
+    pub over_context: usize,
+    /// Rows that remain.
+    pub kept: usize,
+}
+
+impl fmt::Display for DatasetCounts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "read {}, longer than max_prompt_length {}, without room for a completion in the context {}, kept {}",
+            self.read, self.over_max_prompt_length, self.over_context, self.kept
+        )
+    }
+}
+
+/// Prompts in file order, tokenized.
+#[derive(Debug)]
+pub struct Dataset {
+    prompts: Vec<Prompt>,
+    counts: DatasetCounts,
+}
+
+impl Dataset {
+    /// Reads JSONL rows. A prompt stands in `prompt`, `problem` or `question`, as text or as `[{role, content}]`; an
+    /// answer in `answer`, `solution`, `ground_truth` or verl's `reward_model.ground_truth` is also given to the
+    /// rewards as `answer`. [`Prompt::id`] is the row's index in the file, whatever is left out.
+    ///
+    /// # Errors
+    /// [`Error::BadLine`] with file, line and columns, [`Error::EmptyDataset`] with the counts, [`Error::BadFile`],
+    /// [`Error::ChatTemplate`].
+    pub fn from_jsonl(path: impl AsRef<Path>, tokenizer: &Tokenizer, options: &DatasetOptions) -> Result<Self> {
+        let path = path.as_ref();
+        let mut counts = DatasetCounts::default();
+        let mut prompts = Vec::new();
+        let mut texts_without_system_prompt = 0;
+        for row in read_jsonl(path)? {
+            let row = row?;
+            let id = counts.read as u64;
+            counts.read += 1;
+            options.required_columns.iter().try_for_each(|name| row.require(name))?;
+            let prompt = row.prompt()?;
+            texts_without_system_prompt += usize::from(matches!(prompt, RawPrompt::Text(_)));
+            let (text, token_ids) = prompt.render(&row, tokenizer, options.system_prompt.as_deref())?;
+            if options.max_prompt_length.is_some_and(|limit| token_ids.len() > limit) {
+                counts.over_max_prompt_length += 1;
+            } else if options
+                .max_model_length
+                .is_some_and(|limit| token_ids.len() + options.max_completion_length > limit)
+            {
+                counts.over_context += 1;
+            } else {
+                prompts.push(Prompt { id, text, token_ids, columns: Arc::new(row.columns) });
+            }
+        }
+        counts.kept = prompts.len();
+        if options.system_prompt.is_some() && texts_without_system_prompt > 0 {
+            tracing::warn!(rows = texts_without_system_prompt, "system_prompt is not put before prompts given as text");
+        }
+        if prompts.is_empty() {
+            return Err(Error::EmptyDataset { path: path.to_owned(), stages: counts.to_string() });
+        }
+        Ok(Self { prompts, counts })
+    }
+
+    /// Number of usable prompts; never 0.
+    #[allow(clippy::len_without_is_empty)] // an empty data set is an error
+    pub fn len(&self) -> usize {
+        self.prompts.len()
+    }
+
+    /// The usable prompt at `index`, from 0 to `len`.
+    pub fn prompt(&self, index: usize) -> &Prompt {
+        &self.prompts[index]
+    }
+
+    /// All usable prompts.
+    pub fn prompts(&self) -> &[Prompt] {
+        &self.prompts
+    }
+
+    /// How many rows were read, left out and kept.
+    pub fn counts(&self) -> &DatasetCounts {
+        &self.counts
+    }
+}
+
+#[cfg(test)]
+#[path = "dataset_tests.rs"]
+mod tests;

@@ -1,0 +1,99 @@
+use super::super::fixtures::Folder;
+use super::*;
+
+fn read(rows: &[&str], options: &DatasetOptions) -> Result<Dataset> {
+    let folder = Folder::new();
+    folder.write(
+        "chat_template.jinja",
+        "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}answer{% endif %}",
+    );
+    folder.write("rows.jsonl", &rows.join("\n"));
+    Dataset::from_jsonl(folder.path().join("rows.jsonl"), &folder.tokenizer(), options)
+}
+
+fn message(rows: &[&str]) -> String {
+    read(rows, &DatasetOptions::default()).unwrap_err().to_string()
+}
+
+#[test]
+fn text_is_taken_as_it_is_and_conversations_are_rendered() {
+    let rows = [
+        r#"{"problem": "one plus one", "solution": "two", "level": 3}"#,
+        r#"{"prompt": [{"role": "user", "content": "what is one"}], "ground_truth": 1}"#,
+        r#"{"prompt": [{"role": "system", "content": "two"}, {"role": "user", "content": "one"}]}"#,
+    ];
+    let options = DatasetOptions { system_prompt: Some("three".into()), ..Default::default() };
+    let data = read(&rows, &options).unwrap();
+    assert_eq!(data.prompt(0).text, "one plus one");
+    assert_eq!(data.prompt(0).token_ids, [0, 1, 4, 1]); // BOS, as the tokenizer's own template adds it
+    assert_eq!(data.prompt(0).columns["answer"], "two");
+    assert_eq!(data.prompt(0).columns["level"], 3);
+    assert_eq!(data.prompt(1).text, "three what is one answer");
+    assert_eq!(data.prompt(1).token_ids, [3, 7, 6, 1, 8]);
+    assert_eq!(data.prompt(1).columns["answer"], 1);
+    assert_eq!(data.prompt(2).text, "two one answer");
+    assert_eq!(data.prompts().iter().map(|prompt| prompt.id).collect::<Vec<_>>(), [0, 1, 2]);
+}
+
+#[test]
+fn verl_rows_are_understood() {
+    let row = r#"{"data_source": "gsm8k", "prompt": [{"role": "user", "content": "one"}], "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "1"}, "extra_info": {"index": 0}}"#;
+    let data = read(&[&row.replace('\n', " ")], &DatasetOptions::default()).unwrap();
+    assert_eq!(data.prompt(0).columns["answer"], "1");
+    assert_eq!(data.prompt(0).columns["extra_info"]["index"], 0);
+}
+
+#[test]
+fn long_prompts_are_counted_by_reason_and_ids_stay() {
+    let rows = [r#"{"prompt": "one one one one"}"#, r#"{"prompt": "one one one"}"#, r#"{"prompt": "one"}"#];
+    let options = DatasetOptions {
+        max_prompt_length: Some(4),
+        max_model_length: Some(5),
+        max_completion_length: 3,
+        ..Default::default()
+    };
+    let data = read(&rows, &options).unwrap();
+    assert_eq!(data.counts(), &DatasetCounts { read: 3, over_max_prompt_length: 1, over_context: 1, kept: 1 });
+    assert_eq!(data.prompt(0).id, 2);
+    let options = DatasetOptions { max_prompt_length: Some(1), ..Default::default() };
+    let error = read(&rows, &options).unwrap_err().to_string();
+    assert!(error.contains("no usable prompts (read 3, longer than max_prompt_length 3,"), "{error}");
+}
+
+#[test]
+fn bad_rows_are_named_with_line_and_columns() {
+    assert!(message(&[]).contains("no usable prompts (read 0,"));
+    let missing = message(&["", r#"{"text": "one", "answer": 1}"#]);
+    assert!(
+        missing.ends_with(":2: no column 'prompt', 'problem', 'question'; columns seen: text, answer"),
+        "{missing}"
+    );
+    assert!(message(&[r#"{"prompt": "one""#]).contains(":1: not JSON"));
+    assert!(message(&[r#"["one"]"#]).contains("expected an object"));
+    assert!(message(&[r#"{"prompt": 3}"#]).contains("neither text nor a list"));
+    assert!(message(&[r#"{"prompt": [{"role": "user"}]}"#]).contains("\"content\": text"));
+    assert!(
+        message(&[r#"{"prompt": [{"role": "user", "content": "one", "tool_calls": [1]}]}"#])
+            .contains("\"content\": text")
+    );
+    assert!(
+        message(&[r#"{"prompt": [{"role": "assistant", "content": "one"}]}"#]).contains("nothing is left to answer")
+    );
+    assert!(
+        message(&[r#"{"prompt": "hippopotamus"}"#])
+            .contains(":1: tokenizer and model disagree: the tokenizer cannot encode")
+    );
+    let options = DatasetOptions { required_columns: vec!["answer".into()], ..Default::default() };
+    let error = read(&[r#"{"prompt": "one", "answer": null}"#], &options).unwrap_err().to_string();
+    assert!(error.contains("no column 'answer'"), "{error}");
+}
+
+#[test]
+fn conversations_need_a_template() {
+    let folder = Folder::new();
+    folder.write("rows.jsonl", r#"{"prompt": [{"role": "user", "content": "one"}]}"#);
+    let path = folder.path().join("rows.jsonl");
+    let error = Dataset::from_jsonl(path, &folder.tokenizer(), &DatasetOptions::default()).unwrap_err();
+    assert!(matches!(error, Error::ChatTemplate { .. }), "{error}");
+}

@@ -1,0 +1,134 @@
+//! JSONL rows: what a line must be, and under which names its prompt and answer may stand.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use super::{Message, Tokenizer};
+use crate::error::{Error, Result};
+
+const PROMPT_COLUMNS: [&str; 3] = ["prompt", "problem", "question"];
+const ANSWER_COLUMNS: [&str; 3] = ["answer", "solution", "ground_truth"];
+
+/// One line of a file.
+pub(super) struct Row {
+    path: PathBuf,
+    line: usize,
+    /// Every column, and `answer` under that name whatever the file calls it.
+    pub columns: Map<String, Value>,
+}
+
+/// A prompt as a file gives it.
+pub(super) enum RawPrompt {
+    Text(String),
+    Conversation(Vec<Message>),
+}
+
+/// The rows of a JSONL file in order; blank lines are skipped.
+pub(super) fn read_jsonl(path: &Path) -> Result<impl Iterator<Item = Result<Row>>> {
+    let file = File::open(path).map_err(|error| Error::bad_file(path, error.to_string()))?;
+    let path = path.to_owned();
+    let lines = BufReader::new(file).lines().enumerate();
+    Ok(lines.filter_map(move |(index, line)| {
+        let bad = |message| Error::BadLine { path: path.clone(), line: index + 1, message };
+        match line {
+            Ok(line) if line.trim().is_empty() => None,
+            Ok(line) => Some(match serde_json::from_str(&line) {
+                Ok(Value::Object(columns)) => Ok(Row::new(path.clone(), index + 1, columns)),
+                Ok(_) => Err(bad("expected an object {\"prompt\": ..}".into())),
+                Err(error) => Err(bad(format!("not JSON: {error}"))),
+            }),
+            Err(error) => Some(Err(bad(error.to_string()))),
+        }
+    }))
+}
+
+impl Row {
+    fn new(path: PathBuf, line: usize, mut columns: Map<String, Value>) -> Self {
+        let named = ANSWER_COLUMNS.iter().find_map(|name| columns.get(*name).filter(|value| !value.is_null()));
+        let verl = columns.get("reward_model").and_then(|model| model.get("ground_truth"));
+        if let Some(answer) = named.or(verl).cloned() {
+            columns.insert("answer".into(), answer);
+        }
+        Self { path, line, columns }
+    }
+
+    /// The prompt, under any of its names.
+    pub fn prompt(&self) -> Result<RawPrompt> {
+        let found = PROMPT_COLUMNS.iter().find_map(|name| Some((name, self.columns.get(*name)?)));
+        match found {
+            Some((_, Value::String(text))) if !text.is_empty() => Ok(RawPrompt::Text(text.clone())),
+            Some((name, Value::Array(turns))) if !turns.is_empty() => {
+                turns.iter().map(|turn| self.message(name, turn)).collect::<Result<_>>().map(RawPrompt::Conversation)
+            }
+            Some((name, _)) => {
+                Err(self.bad(format!("column '{name}' is neither text nor a list of {{role, content}}, or is empty")))
+            }
+            None => Err(self.missing(&PROMPT_COLUMNS.join("', '"))),
+        }
+    }
+
+    /// A column that must hold text.
+    pub fn text(&self, name: &str) -> Result<&str> {
+        match self.columns.get(name) {
+            Some(Value::String(text)) => Ok(text),
+            Some(_) => Err(self.bad(format!("column '{name}' is not text"))),
+            None => Err(self.missing(name)),
+        }
+    }
+
+    /// Refuses the row unless it has `name`, and not as null.
+    pub fn require(&self, name: &str) -> Result<()> {
+        self.columns.get(name).filter(|value| !value.is_null()).map(|_| ()).ok_or_else(|| self.missing(name))
+    }
+
+    /// An error at this line.
+    pub fn bad(&self, message: String) -> Error {
+        Error::BadLine { path: self.path.clone(), line: self.line, message }
+    }
+
+    fn missing(&self, name: &str) -> Error {
+        let seen: Vec<_> = self.columns.keys().map(String::as_str).collect();
+        self.bad(format!("no column '{name}'; columns seen: {}", seen.join(", ")))
+    }
+
+    fn message(&self, column: &str, turn: &Value) -> Result<Message> {
+        let known = turn.as_object().is_some_and(|turn| {
+            turn.iter().all(|(key, value)| matches!(key.as_str(), "role" | "content") || value.is_null())
+        });
+        match (known, turn["role"].as_str(), turn["content"].as_str()) {
+            (true, Some(role), Some(content)) => Ok(Message { role: role.into(), content: content.into() }),
+            _ => {
+                Err(self.bad(format!("column '{column}': expected {{\"role\": text, \"content\": text}}, got {turn}")))
+            }
+        }
+    }
+}
+
+impl RawPrompt {
+    /// Text and ids. Text is taken as it is, with the special tokens that the tokenizer adds; a conversation goes
+    /// through the chat template up to where the answer begins, as in TRL.
+    pub fn render(self, row: &Row, tokenizer: &Tokenizer, system_prompt: Option<&str>) -> Result<(String, Vec<u32>)> {
+        let (text, ids) = match self {
+            RawPrompt::Text(text) => {
+                let ids = tokenizer.encode(&text, true);
+                (text, ids)
+            }
+            RawPrompt::Conversation(mut messages) => {
+                if messages.last().is_some_and(|last| last.role == "assistant") {
+                    return Err(row.bad("the last message is the assistant's: nothing is left to answer".into()));
+                }
+                if let (Some(content), false) = (system_prompt, messages[0].role == "system") {
+                    messages.insert(0, Message { role: "system".into(), content: content.into() });
+                }
+                let text = tokenizer.apply_chat_template(&messages, true)?;
+                let ids = tokenizer.encode(&text, false);
+                (text, ids)
+            }
+        };
+        let ids = ids.map_err(|error| row.bad(error.to_string()))?;
+        if ids.is_empty() { Err(row.bad("the prompt has no tokens".into())) } else { Ok((text, ids)) }
+    }
+}

@@ -1,0 +1,173 @@
+//! Which rows come next: an order per epoch that depends on the seed alone.
+
+use std::collections::HashSet;
+
+use crate::error::{Error, Result};
+
+/// Draws batches of row indexes, each epoch in its own order. The order is a function of (seed, epoch), the same at any
+/// world size. A ragged last batch is filled from the next epoch; rows that are already in that batch come last in
+/// that epoch, so that no batch holds a row twice and every epoch holds every row once.
+#[derive(Debug, Clone)]
+pub struct PromptSampler {
+    len: usize,
+    seed: u64,
+    shuffle: bool,
+    state: SamplerState,
+    order: Vec<usize>,
+}
+
+/// Where a [`PromptSampler`] stands, for checkpoints.
+#[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct SamplerState {
+    /// Epoch, from 0.
+    pub epoch: u64,
+    /// Rows of the epoch already drawn.
+    pub position: usize,
+    /// Rows of the epoch that were moved to its end.
+    pub late: Vec<usize>,
+}
+
+impl PromptSampler {
+    /// A sampler over `len` rows, at the start of epoch 0; without `shuffle` rows come in file order.
+    pub fn new(len: usize, seed: u64, shuffle: bool) -> Self {
+        let state = SamplerState::default();
+        let order = epoch_order(len, seed, shuffle, &state);
+        Self { len, seed, shuffle, state, order }
+    }
+
+    /// The next `n` distinct rows.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there are fewer than `n` rows: the same prompt twice in a step would get the same
+    /// samples.
+    pub fn next_batch(&mut self, n: usize) -> Result<Vec<usize>> {
+        if n > self.len {
+            return Err(Error::InvalidArgument {
+                op: "PromptSampler::next_batch",
+                expected: format!("at most {} prompts per batch, the rows of the data set", self.len),
+                got: format!("{n} (lower the generation batch or raise num_generations)"),
+            });
+        }
+        let mut batch = self.take(n);
+        if batch.len() < n {
+            let late = batch.clone();
+            self.restore(SamplerState { epoch: self.state.epoch + 1, position: 0, late })?;
+            batch.extend(self.take(n - batch.len()));
+        }
+        Ok(batch)
+    }
+
+    /// Epochs done, the part of the current one included.
+    pub fn epochs(&self) -> f64 {
+        self.state.epoch as f64 + self.state.position as f64 / self.len.max(1) as f64
+    }
+
+    /// Where it stands.
+    pub fn state(&self) -> &SamplerState {
+        &self.state
+    }
+
+    /// Goes on from `state`, as if the batches before it had been drawn.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the state is not one of a data set with this many rows.
+    pub fn restore(&mut self, state: SamplerState) -> Result<()> {
+        if state.position > self.len || state.late.iter().any(|row| *row >= self.len) {
+            return Err(Error::InvalidArgument {
+                op: "PromptSampler::restore",
+                expected: format!("a state of a data set of {} rows", self.len),
+                got: format!("{state:?}"),
+            });
+        }
+        self.order = epoch_order(self.len, self.seed, self.shuffle, &state);
+        self.state = state;
+        Ok(())
+    }
+
+    fn take(&mut self, n: usize) -> Vec<usize> {
+        let end = self.len.min(self.state.position + n);
+        let rows = self.order[self.state.position..end].to_vec();
+        self.state.position = end;
+        rows
+    }
+}
+
+fn epoch_order(len: usize, seed: u64, shuffle: bool, state: &SamplerState) -> Vec<usize> {
+    let key = splitmix64(splitmix64(seed) ^ state.epoch);
+    let mut order: Vec<usize> = (0..len).collect();
+    if shuffle {
+        order.sort_by_cached_key(|row| (splitmix64(key ^ splitmix64(*row as u64)), *row));
+    }
+    let late: HashSet<usize> = state.late.iter().copied().collect();
+    let (early, late): (Vec<usize>, Vec<usize>) = order.into_iter().partition(|row| !late.contains(row));
+    [early, late].concat()
+}
+
+/// The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words that mixes every bit.
+fn splitmix64(word: u64) -> u64 {
+    let word = word.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ (word >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn draw(sampler: &mut PromptSampler, batches: usize, n: usize) -> Vec<Vec<usize>> {
+        (0..batches).map(|_| sampler.next_batch(n).unwrap()).collect()
+    }
+
+    #[test]
+    fn splitmix_matches_the_published_sequence() {
+        // First outputs of the reference generator with seed 0.
+        assert_eq!(splitmix64(0), 0xe220_a839_7b1d_cdaf);
+        assert_eq!(splitmix64(0x9e37_79b9_7f4a_7c15), 0x6e78_9e6a_a1b9_65f4);
+    }
+
+    #[test]
+    fn every_epoch_holds_every_row_once_and_no_batch_a_row_twice() {
+        let mut sampler = PromptSampler::new(10, 42, true);
+        let batches = draw(&mut sampler, 10, 7);
+        for batch in &batches {
+            let mut rows = batch.clone();
+            rows.sort_unstable();
+            rows.dedup();
+            assert_eq!(rows.len(), 7, "{batch:?}");
+        }
+        for epoch in batches.concat().chunks(10) {
+            let mut rows = epoch.to_vec();
+            rows.sort_unstable();
+            assert_eq!(rows, (0..10).collect::<Vec<_>>());
+        }
+        assert_eq!(sampler.epochs(), 7.0);
+    }
+
+    #[test]
+    fn orders_differ_by_epoch_and_seed_and_are_repeatable() {
+        let epochs = |seed| draw(&mut PromptSampler::new(50, seed, true), 2, 50);
+        let first = epochs(42);
+        assert_eq!(first, epochs(42));
+        assert_ne!(first, epochs(43));
+        assert_ne!(first[0], first[1]);
+        assert_eq!(draw(&mut PromptSampler::new(5, 1, false), 2, 3), [[0, 1, 2], [3, 4, 0]]);
+    }
+
+    #[test]
+    fn a_restored_sampler_goes_on_where_it_was() {
+        let mut sampler = PromptSampler::new(10, 7, true);
+        draw(&mut sampler, 3, 7);
+        let json = serde_json::to_string(sampler.state()).unwrap();
+        let mut restored = PromptSampler::new(10, 7, true);
+        restored.restore(serde_json::from_str(&json).unwrap()).unwrap();
+        assert_eq!(draw(&mut restored, 5, 7), draw(&mut sampler, 5, 7));
+        assert!(PromptSampler::new(3, 7, true).restore(sampler.state().clone()).is_err());
+    }
+
+    #[test]
+    fn a_batch_larger_than_the_data_is_refused() {
+        let error = PromptSampler::new(3, 0, true).next_batch(4).unwrap_err().to_string();
+        assert!(error.contains("at most 3 prompts"), "{error}");
+    }
+}

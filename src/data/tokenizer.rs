@@ -1,0 +1,266 @@
+//! The model's tokenizer and chat template, from its folder.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::{ChatTemplate, Message};
+use crate::error::{Error, Result};
+
+const SPECIAL_TOKENS: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"];
+
+/// Text to ids and back. Never truncates or pads, whatever `tokenizer.json` asks for.
+#[derive(Debug)]
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    eos_token_id: Option<u32>,
+    max_id: u32,
+    chat_template: Option<ChatTemplate>,
+}
+
+impl Tokenizer {
+    /// Reads `tokenizer.json` and, where present, `tokenizer_config.json`, `special_tokens_map.json` and
+    /// `chat_template.jinja` (which wins over the configuration's template).
+    ///
+    /// # Errors
+    /// [`Error::BadFile`] for a missing or malformed file, [`Error::TokenizerMismatch`] for an EOS token without an id,
+    /// [`Error::ChatTemplate`] for a template that does not compile.
+    pub fn from_folder(folder: impl AsRef<Path>) -> Result<Self> {
+        let folder = folder.as_ref();
+        let path = folder.join("tokenizer.json");
+        let bytes = std::fs::read(&path).map_err(|error| Error::bad_file(&path, error.to_string()))?;
+        let unreadable = |error: tokenizers::Error| Error::bad_file(&path, error.to_string());
+        let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(unreadable)?;
+        inner.with_truncation(None).map_err(unreadable)?.with_padding(None);
+        let Some(max_id) = inner.get_vocab(true).into_values().max() else {
+            return Err(Error::bad_file(&path, "the vocabulary is empty"));
+        };
+
+        let config = read_json(&folder.join("tokenizer_config.json"))?;
+        let map = read_json(&folder.join("special_tokens_map.json"))?;
+        let special_tokens = special_tokens(&config, &map);
+        let eos_token_id = match special_tokens.get("eos_token") {
+            Some(eos) => Some(inner.token_to_id(eos).ok_or_else(|| Error::TokenizerMismatch {
+                message: format!("eos_token '{eos}' of tokenizer_config.json has no id in {}", path.display()),
+            })?),
+            None => None,
+        };
+        let chat_template = match template_source(folder, &config)? {
+            Some(source) => Some(ChatTemplate::new(&source, special_tokens)?),
+            None => None,
+        };
+        Ok(Self { inner, eos_token_id, max_id, chat_template })
+    }
+
+    /// Ids of `text`; with `add_special_tokens` also those that the tokenizer puts around a text by itself (BOS).
+    /// Rendered conversations already carry theirs.
+    pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
+        match self.inner.encode_fast(text, add_special_tokens) {
+            Ok(encoding) => Ok(encoding.get_ids().to_vec()),
+            Err(error) => {
+                let start: String = text.chars().take(80).collect();
+                Err(Error::TokenizerMismatch { message: format!("the tokenizer cannot encode '{start}': {error}") })
+            }
+        }
+    }
+
+    /// Text of `ids`, special tokens and ids that are no token left out.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        let failed = |error: tokenizers::Error| Error::TokenizerMismatch { message: error.to_string() };
+        self.inner.decode(ids, true).map_err(failed)
+    }
+
+    /// The text of one token as the vocabulary has it.
+    pub fn token(&self, id: u32) -> Option<String> {
+        self.inner.id_to_token(id)
+    }
+
+    /// The id of one token as the vocabulary has it.
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// Embedding rows that the ids need: the largest id, added tokens included, plus 1.
+    pub fn vocab_size(&self) -> usize {
+        self.max_id as usize + 1
+    }
+
+    /// The tokenizer's own end-of-sequence token.
+    pub fn eos_token_id(&self) -> Option<u32> {
+        self.eos_token_id
+    }
+
+    /// Ids that end a completion: the tokenizer's and the model's, ascending.
+    pub fn eos_token_ids(&self, model_eos_token_ids: &[u32]) -> Vec<u32> {
+        let mut ids: Vec<u32> = self.eos_token_id.iter().chain(model_eos_token_ids).copied().collect();
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+
+    /// Holds the tokenizer to a model with `vocab_rows` embedding rows and these end-of-sequence ids.
+    ///
+    /// # Errors
+    /// [`Error::TokenizerMismatch`] with the ids and rows compared, or if neither side knows an EOS.
+    pub fn check_against(&self, vocab_rows: usize, model_eos_token_ids: &[u32]) -> Result<()> {
+        let mismatch = |message: String| Err(Error::TokenizerMismatch { message });
+        if self.vocab_size() > vocab_rows {
+            let token = self.token(self.max_id).unwrap_or_default();
+            return mismatch(format!(
+                "the tokenizer has ids up to {} ('{token}'), the model has {vocab_rows} embedding rows (ids up to {}); \
+                 take the tokenizer that belongs to the model, or resize its embedding",
+                self.max_id,
+                vocab_rows.saturating_sub(1)
+            ));
+        }
+        for &id in model_eos_token_ids {
+            if id as usize >= vocab_rows || self.token(id).is_none() {
+                return mismatch(format!(
+                    "eos_token_id {id} of the model's configuration is no token of the tokenizer (ids up to {}, \
+                     embedding rows {vocab_rows})",
+                    self.max_id
+                ));
+            }
+        }
+        if self.eos_token_ids(model_eos_token_ids).is_empty() {
+            return mismatch(
+                "no end-of-sequence token: give eos_token in tokenizer_config.json or eos_token_id in \
+                 generation_config.json or config.json"
+                    .into(),
+            );
+        }
+        Ok(())
+    }
+
+    /// Whether conversations can be rendered.
+    pub fn has_chat_template(&self) -> bool {
+        self.chat_template.is_some()
+    }
+
+    /// The conversation as text; encode it without special tokens.
+    ///
+    /// # Errors
+    /// [`Error::ChatTemplate`] if there is no template or it fails.
+    pub fn apply_chat_template(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
+        let missing = || Error::ChatTemplate {
+            message: "the model's folder has none: put a chat_template into tokenizer_config.json or a \
+                      chat_template.jinja beside it, or give prompts as text"
+                .into(),
+        };
+        self.chat_template.as_ref().ok_or_else(missing)?.render(messages, add_generation_prompt)
+    }
+}
+
+/// `null` where the file does not exist.
+fn read_json(path: &Path) -> Result<Value> {
+    match std::fs::read(path) {
+        Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| Error::bad_file(path, error.to_string())),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Value::Null),
+        Err(error) => Err(Error::bad_file(path, error.to_string())),
+    }
+}
+
+/// Text of each special token; a file gives it as a string or as `{"content": ..}`.
+fn special_tokens(config: &Value, map: &Value) -> BTreeMap<String, String> {
+    let text = |value: &Value| value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned);
+    let find = |name: &str| text(&config[name]).or_else(|| text(&map[name]));
+    SPECIAL_TOKENS.iter().filter_map(|name| Some((name.to_string(), find(name)?))).collect()
+}
+
+fn template_source(folder: &Path, config: &Value) -> Result<Option<String>> {
+    let path = folder.join("chat_template.jinja");
+    match std::fs::read_to_string(&path) {
+        Ok(source) => return Ok(Some(source)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+        Err(error) => return Err(Error::bad_file(path, error.to_string())),
+    }
+    match &config["chat_template"] {
+        Value::Null => Ok(None),
+        Value::String(source) => Ok(Some(source.clone())),
+        Value::Array(named) => {
+            let default = named.iter().find(|entry| entry["name"] == "default");
+            match default.and_then(|entry| entry["template"].as_str()) {
+                Some(source) => Ok(Some(source.to_owned())),
+                None => Err(Error::ChatTemplate {
+                    message: "tokenizer_config.json has named templates, but none is named 'default'".into(),
+                }),
+            }
+        }
+        other => Err(Error::ChatTemplate {
+            message: format!("chat_template of tokenizer_config.json is neither text nor a list: {other}"),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixtures::Folder;
+    use super::*;
+
+    #[test]
+    fn text_survives_a_round_trip_and_special_tokens_are_left_out() {
+        let tokenizer = Folder::new().tokenizer();
+        let ids = tokenizer.encode("one plus two", false).unwrap();
+        assert_eq!(tokenizer.decode(&ids).unwrap(), "one plus two");
+        let eos = tokenizer.eos_token_id().unwrap();
+        assert_eq!(tokenizer.decode(&[&ids[..], &[eos, 9999]].concat()).unwrap(), "one plus two");
+        assert_eq!(tokenizer.encode("one", true).unwrap(), [tokenizer.token_id("<s>").unwrap(), ids[0]]);
+    }
+
+    #[test]
+    fn a_word_without_a_token_is_an_error_not_a_gap() {
+        let error = Folder::new().tokenizer().encode("one hippopotamus", false).unwrap_err();
+        assert!(error.to_string().contains("cannot encode 'one hippopotamus'"), "{error}");
+    }
+
+    #[test]
+    fn the_model_is_compared_number_by_number() {
+        let tokenizer = Folder::new().tokenizer();
+        let rows = tokenizer.vocab_size();
+        tokenizer.check_against(rows + 5, &[]).unwrap();
+        let error = tokenizer.check_against(rows - 1, &[]).unwrap_err().to_string();
+        let expected = format!("ids up to {} ('</s>'), the model has {} embedding rows", rows - 1, rows - 1);
+        assert!(error.contains(&expected), "{error}");
+        let error = tokenizer.check_against(rows + 5, &[rows as u32]).unwrap_err().to_string();
+        assert!(error.contains(&format!("eos_token_id {rows} of the model's configuration is no token")), "{error}");
+    }
+
+    #[test]
+    fn a_missing_eos_is_an_error() {
+        let folder = Folder::new();
+        folder.write("tokenizer_config.json", "{}");
+        let tokenizer = folder.tokenizer();
+        let error = tokenizer.check_against(100, &[]).unwrap_err().to_string();
+        assert!(error.contains("no end-of-sequence token"), "{error}");
+        tokenizer.check_against(100, &[1]).unwrap();
+        folder.write("tokenizer_config.json", r#"{"eos_token": {"content": "<|end|>"}}"#);
+        let error = Tokenizer::from_folder(folder.path()).unwrap_err().to_string();
+        assert!(error.contains("eos_token '<|end|>'"), "{error}");
+    }
+
+    #[test]
+    fn the_template_is_taken_from_the_file_the_text_or_the_list() {
+        let folder = Folder::new();
+        let messages = [Message { role: "user".into(), content: "one".into() }];
+        let error = folder.tokenizer().apply_chat_template(&messages, true).unwrap_err().to_string();
+        assert!(error.contains("give prompts as text"), "{error}");
+        for (config, expected) in [
+            (r#"{"eos_token": "</s>", "chat_template": "{{ eos_token }}1"}"#, "</s>1"),
+            (r#"{"chat_template": [{"name": "tool", "template": "x"}, {"name": "default", "template": "2"}]}"#, "2"),
+        ] {
+            folder.write("tokenizer_config.json", config);
+            assert_eq!(folder.tokenizer().apply_chat_template(&messages, true).unwrap(), expected);
+        }
+        folder.write("chat_template.jinja", "{{ messages[0].content }}");
+        assert_eq!(folder.tokenizer().apply_chat_template(&messages, true).unwrap(), "one");
+    }
+
+    #[test]
+    fn a_missing_file_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = Tokenizer::from_folder(folder.path()).unwrap_err();
+        assert!(matches!(&error, Error::BadFile { path, .. } if path.ends_with("tokenizer.json")), "{error}");
+    }
+}
