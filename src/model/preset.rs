@@ -85,8 +85,12 @@ fn qwen3(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
 }
 
 fn llama3(sizes: [usize; 7], tie_word_embeddings: bool, factor: f64) -> ModelSpec {
-    let rope_scaling =
-        Llama3Scaling { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position_embeddings: 8_192 };
+    let rope_scaling = Llama3Scaling {
+        factor,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 8_192.0,
+    };
     ModelSpec {
         family: Family::Llama,
         rms_norm_eps: 1e-5,
