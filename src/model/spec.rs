@@ -6,6 +6,7 @@ use tch::Kind;
 
 use super::params::{Unit, shapes};
 use crate::error::{Error, Result};
+pub use crate::ops::rope::Llama3Scaling;
 
 /// Architectures served by the one decoder; they differ in the switches of [`ModelSpec`] and in their `config.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,19 +19,6 @@ pub enum Family {
     Llama,
     /// Mistral: sliding window.
     Mistral,
-}
-
-/// Llama 3's rope scaling: long wavelengths are divided by `factor`, short ones kept, those between interpolated.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Llama3Scaling {
-    /// Divisor of the low frequencies.
-    pub factor: f64,
-    /// Wavelengths over `original_max_position_embeddings / low_freq_factor` are divided.
-    pub low_freq_factor: f64,
-    /// Wavelengths under `original_max_position_embeddings / high_freq_factor` are kept.
-    pub high_freq_factor: f64,
-    /// Context of the pre-training, in tokens.
-    pub original_max_position_embeddings: f64,
 }
 
 /// A decoder-only transformer. Field names are those of `config.json` where one exists.

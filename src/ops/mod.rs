@@ -1,1 +1,18 @@
 //! The tensor operations of a decoder, each with its backward. Knows nothing of ranks.
+//!
+//! One file per operation, forward and explicit backward, no autograd. Shapes in the comments: T tokens, D hidden,
+//! V vocabulary, H query heads, Hkv key-value heads, G = H / Hkv, hd head_dim, F intermediate, C scored tokens, N sequences.
+//! Sums, norms and softmax statistics are kept in [`crate::torch::accumulation_kind`]. Gradients of weights are added in
+//! place into the tensors given, which may be views of a flat gradient buffer and of another floating type.
+
+pub mod adamw;
+pub mod attention;
+pub mod embedding;
+pub mod head;
+pub mod linear;
+pub mod random;
+pub mod rms_norm;
+pub mod rope;
+pub mod swiglu;
+#[cfg(test)]
+mod testing;

@@ -1,0 +1,124 @@
+//! AdamW with decoupled weight decay (arXiv 1711.05101) over flat shards, in place.
+
+use std::ops::Range;
+use tch::Tensor;
+
+/// Elements updated at once: the temporaries of one piece stay in the processor's cache.
+const CPU_PIECE: i64 = 1 << 16;
+const CUDA_PIECE: i64 = 1 << 26;
+
+/// Hyperparameters of one step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamW {
+    /// Learning rate.
+    pub lr: f64,
+    /// First moment decay.
+    pub beta1: f64,
+    /// Second moment decay.
+    pub beta2: f64,
+    /// Added to the denominator.
+    pub eps: f64,
+    /// Decoupled decay: master *= 1 - lr * weight_decay on the ranges given.
+    pub weight_decay: f64,
+}
+
+/// One step, the `step`-th from 1, with g = grad * grad_scale:
+/// m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
+/// master -= lr * (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps), after decay of `decayed`.
+///
+/// Every operation rounds each element alone, so that the result does not depend on how a model is cut into shards.
+pub fn step(
+    master: &mut Tensor, // [n] f32 (f64 in tests)
+    m: &mut Tensor,      // [n], like master
+    v: &mut Tensor,      // [n], like master
+    grad: &Tensor,       // [n], any floating type
+    hyper: &AdamW,
+    step: u64,
+    grad_scale: f64,
+    decayed: &[Range<i64>],
+) {
+    let keep = 1.0 - hyper.lr * hyper.weight_decay;
+    if keep != 1.0 {
+        for range in decayed {
+            let _ = master.narrow(0, range.start, range.end - range.start).g_mul_scalar_(keep);
+        }
+    }
+    let total = master.size()[0];
+    let piece = if master.device().is_cuda() { CUDA_PIECE } else { CPU_PIECE };
+    for start in (0..total).step_by(piece as usize) {
+        let cut = |t: &Tensor| t.narrow(0, start, piece.min(total - start));
+        update(&mut cut(master), &mut cut(m), &mut cut(v), &cut(grad), hyper, step, grad_scale);
+    }
+}
+
+fn update(p: &mut Tensor, m: &mut Tensor, v: &mut Tensor, grad: &Tensor, hyper: &AdamW, step: u64, grad_scale: f64) {
+    let &AdamW { lr, beta1, beta2, eps, .. } = hyper;
+    let correction1 = 1.0 - beta1.powf(step as f64);
+    let correction2 = 1.0 - beta2.powf(step as f64);
+    let g = grad.to_kind(p.kind());
+    let _ = m.g_mul_scalar_(beta1).g_add_(&(&g * (grad_scale * (1.0 - beta1))));
+    let root = g * (grad_scale * (1.0 - beta2).sqrt());
+    let _ = v.g_mul_scalar_(beta2).addcmul_(&root, &root);
+    let denominator = v.sqrt().g_mul_scalar_(1.0 / correction2.sqrt()).g_add_scalar_(eps);
+    let _ = p.addcdiv_(&(&*m * (-lr / correction1)), &denominator);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::testing::{assert_close, rand};
+    use tch::Kind;
+
+    const HYPER: AdamW = AdamW { lr: 0.01, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
+
+    /// The algorithm as printed in the paper, element by element.
+    fn reference(p: &mut [f64], m: &mut [f64], v: &mut [f64], g: &[f64], t: i32, decayed: &Range<i64>) {
+        for i in 0..p.len() {
+            m[i] = 0.9 * m[i] + 0.1 * g[i];
+            v[i] = 0.99 * v[i] + 0.01 * g[i] * g[i];
+            let (m_hat, v_hat) = (m[i] / (1.0 - 0.9f64.powi(t)), v[i] / (1.0 - 0.99f64.powi(t)));
+            let decay = if decayed.contains(&(i as i64)) { 0.1 * p[i] } else { 0.0 };
+            p[i] -= 0.01 * (m_hat / (v_hat.sqrt() + 1e-8) + decay);
+        }
+    }
+
+    #[test]
+    fn matches_the_paper() {
+        let (mut p, mut m, mut v) = (rand(&[50]), Tensor::zeros_like(&rand(&[50])), Tensor::zeros_like(&rand(&[50])));
+        let host = |t: &Tensor| Vec::<f64>::try_from(t).unwrap();
+        let (mut rp, mut rm, mut rv) = (host(&p), host(&m), host(&v));
+        for t in 1..=5 {
+            let g = rand(&[50]);
+            step(&mut p, &mut m, &mut v, &g, &HYPER, t, 0.5, &[10..20, 20..30]);
+            reference(&mut rp, &mut rm, &mut rv, &host(&(g * 0.5)), t as i32, &(10..30));
+        }
+        assert_close(&p, &Tensor::from_slice(&rp));
+        assert_close(&m, &Tensor::from_slice(&rm));
+        assert_close(&v, &Tensor::from_slice(&rv));
+    }
+
+    #[test]
+    fn shards_step_bitwise_like_the_whole() {
+        let n = 200_064;
+        let float = |shape: &[i64]| rand(shape).to_kind(Kind::Float);
+        let (p, m, v, g) = (float(&[n]), float(&[n]) * 0.1, float(&[n]).square() * 0.1, float(&[n]));
+        let run = |cuts: &[i64]| {
+            let (p, m, v) = (p.copy(), m.copy(), v.copy());
+            for cut in cuts.windows(2) {
+                let part = |t: &Tensor| t.narrow(0, cut[0], cut[1] - cut[0]);
+                step(&mut part(&p), &mut part(&m), &mut part(&v), &part(&g), &HYPER, 3, 0.7, &[]);
+            }
+            p
+        };
+        assert!(run(&[0, n]).equal(&run(&[0, 64, 64 * 7, 64 * 1001, n])));
+    }
+
+    #[test]
+    fn zero_learning_rate_keeps_the_weights() {
+        let (p, zeros) = (rand(&[8]), Tensor::zeros_like(&rand(&[8])));
+        let mut moved = p.copy();
+        let hyper = AdamW { lr: 0.0, ..HYPER };
+        step(&mut moved, &mut zeros.copy(), &mut zeros.copy(), &zeros, &hyper, 1, 1.0, &[0..8]);
+        assert!(moved.equal(&p));
+    }
+}

@@ -1,0 +1,173 @@
+//! Log-probabilities of given tokens, and entropies, of the language-model head; chunked over tokens so that [C, V] never
+//! exists beyond one chunk.
+
+use crate::ops::linear;
+use crate::torch::accumulation_kind;
+use tch::{Kind, Tensor};
+
+/// What [`forward`] returns.
+#[derive(Debug)]
+pub struct HeadOutput {
+    /// Log-probability of each target in nats at the temperature. [C], accumulation kind
+    pub logprobs: Tensor,
+    /// Entropy of each distribution in nats at the temperature. [C], accumulation kind
+    pub entropy: Tensor,
+    /// For the backward.
+    pub saved: HeadSaved,
+}
+
+/// What [`backward`] needs: the log-softmax where it was one chunk, else the logits are computed again.
+#[derive(Debug)]
+pub struct HeadSaved {
+    log_softmax: Option<Tensor>, // [C, V], accumulation kind
+    entropy: Tensor,             // [C]
+    chunk_tokens: i64,
+}
+
+/// log softmax(hidden weight^T / temperature) at the targets, and its entropy. `keep` says whether a backward will follow.
+pub fn forward(
+    hidden: &Tensor,  // [C, D]
+    weight: &Tensor,  // [V, D]
+    targets: &Tensor, // [C] i64
+    temperature: f64,
+    chunk_tokens: usize,
+    keep: bool,
+) -> HeadOutput {
+    let count = hidden.size()[0];
+    let chunk_tokens = (chunk_tokens as i64).max(1);
+    let options = (accumulation_kind(hidden.kind()), hidden.device());
+    let (logprobs, entropy) = (Tensor::empty([count], options), Tensor::empty([count], options));
+    let mut log_softmax = None;
+    for (start, len) in chunks(count, chunk_tokens) {
+        let chunk = log_probabilities(&hidden.narrow(0, start, len), weight, temperature);
+        let targets = targets.narrow(0, start, len).unsqueeze(1);
+        logprobs.narrow(0, start, len).copy_(&chunk.gather(1, &targets, false).squeeze_dim(1));
+        let terms = chunk.exp().g_mul_(&chunk);
+        entropy.narrow(0, start, len).copy_(&-terms.sum_dim_intlist(1, false, None));
+        log_softmax = (keep && len == count).then_some(chunk);
+    }
+    let saved = HeadSaved { log_softmax, entropy: entropy.shallow_clone(), chunk_tokens };
+    HeadOutput { logprobs, entropy, saved }
+}
+
+/// d_hidden, and d_weight added in place, from the gradients of the log-probabilities and, where given, the entropies:
+/// d_logits = (dlogprobs * (onehot - p) - dentropy * p * (log p + entropy)) / temperature.
+#[allow(clippy::too_many_arguments)]
+pub fn backward(
+    hidden: &Tensor,  // [C, D]
+    weight: &Tensor,  // [V, D]
+    targets: &Tensor, // [C] i64
+    temperature: f64,
+    saved: HeadSaved,
+    dlogprobs: &Tensor,        // [C]
+    dentropy: Option<&Tensor>, // [C]
+    dweight: &mut Tensor,      // [V, D]
+) -> Tensor {
+    let count = hidden.size()[0];
+    let d_hidden = hidden.zeros_like();
+    let mut kept = saved.log_softmax;
+    for (start, len) in chunks(count, saved.chunk_tokens) {
+        let rows = |t: &Tensor| t.narrow(0, start, len);
+        let mut chunk = kept.take().unwrap_or_else(|| log_probabilities(&rows(hidden), weight, temperature));
+        let scale = rows(dlogprobs).to_kind(chunk.kind()).unsqueeze(1) / temperature; // [c, 1]
+        let mut d_logits = match dentropy {
+            None => chunk.exp_().g_mul_(&-&scale),
+            Some(dentropy) => {
+                let slope = rows(dentropy).to_kind(chunk.kind()).unsqueeze(1) / -temperature; // [c, 1]
+                let shift = rows(&saved.entropy).unsqueeze(1) * &slope - &scale;
+                (&chunk * slope).g_add_(&shift).g_mul_(&chunk.exp())
+            }
+        };
+        let _ = d_logits.scatter_add_(1, &rows(targets).unsqueeze(1), &scale);
+        let d_logits = d_logits.to_kind(weight.kind());
+        rows(&d_hidden).copy_(&linear::backward_input(&d_logits, weight));
+        linear::accumulate_weight(&d_logits, &rows(hidden), dweight);
+    }
+    d_hidden
+}
+
+/// log softmax(hidden weight^T / temperature), in accumulation kind.
+fn log_probabilities(hidden: &Tensor, weight: &Tensor, temperature: f64) -> Tensor {
+    let kind = accumulation_kind(hidden.kind());
+    let mut logits = linear::forward(hidden, weight, None).to_kind(kind);
+    if temperature != 1.0 {
+        let _ = logits.g_mul_scalar_(1.0 / temperature);
+    }
+    logits.log_softmax(-1, None::<Kind>) // [c, V]
+}
+
+/// (start, length) of each chunk; one empty chunk never.
+fn chunks(count: i64, chunk_tokens: i64) -> impl Iterator<Item = (i64, i64)> {
+    (0..count).step_by(chunk_tokens as usize).map(move |start| (start, chunk_tokens.min(count - start)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::testing::{assert_close, leaf, rand};
+
+    const TEMPERATURE: f64 = 0.7;
+
+    fn reference(hidden: &Tensor, weight: &Tensor, targets: &Tensor) -> (Tensor, Tensor) {
+        let logits = hidden.matmul(&weight.transpose(0, 1)) / TEMPERATURE;
+        let log_p = &logits - logits.logsumexp([-1i64], true);
+        let entropy = -(log_p.exp() * &log_p).sum_dim_intlist(-1, false, None);
+        (log_p.gather(1, &targets.unsqueeze(1), false).squeeze_dim(1), entropy)
+    }
+
+    #[test]
+    fn chunked_and_whole_match_autograd() {
+        let (hidden, weight) = (leaf(&rand(&[7, 4])), leaf(&rand(&[9, 4])));
+        let targets = Tensor::from_slice(&[0i64, 8, 3, 3, 1, 0, 5]);
+        let (logprobs, entropy) = reference(&hidden, &weight, &targets);
+        let (d_logprobs, d_entropy) = (rand(&[7]), rand(&[7]));
+        for dentropy in [None, Some(&d_entropy)] {
+            let scalar =
+                (&logprobs * &d_logprobs).sum(None) + dentropy.map_or(Tensor::from(0.0), |d| (&entropy * d).sum(None));
+            let grads = Tensor::run_backward(&[scalar], &[&hidden, &weight], true, false);
+            for (chunk, keep) in [(100, true), (7, false), (3, true), (1, false)] {
+                let (hidden, weight) = (hidden.detach(), weight.detach());
+                let out = forward(&hidden, &weight, &targets, TEMPERATURE, chunk, keep);
+                assert_close(&out.logprobs, &logprobs);
+                assert_close(&out.entropy, &entropy);
+                let mut dweight = rand(&[9, 4]);
+                let before = dweight.copy();
+                let d =
+                    backward(&hidden, &weight, &targets, TEMPERATURE, out.saved, &d_logprobs, dentropy, &mut dweight);
+                assert_close(&d, &grads[0]);
+                assert_close(&dweight, &(before + &grads[1]));
+            }
+        }
+    }
+
+    #[test]
+    fn no_scored_tokens() {
+        let (hidden, weight, targets) =
+            (rand(&[0, 4]), rand(&[9, 4]), Tensor::zeros([0], (Kind::Int64, tch::Device::Cpu)));
+        let out = forward(&hidden, &weight, &targets, 1.0, 8, true);
+        let mut dweight = rand(&[9, 4]);
+        let before = dweight.copy();
+        let d = backward(&hidden, &weight, &targets, 1.0, out.saved, &out.logprobs, None, &mut dweight);
+        assert_eq!(d.size(), [0, 4]);
+        assert!(dweight.equal(&before));
+    }
+
+    #[test]
+    fn statistics_of_bfloat16_are_float() {
+        let hidden = rand(&[2, 4]).to_kind(Kind::BFloat16);
+        let out = forward(&hidden, &hidden, &Tensor::from_slice(&[0i64, 1]), 1.0, 8, true);
+        assert_eq!(out.logprobs.kind(), Kind::Float);
+        let mut dweight = Tensor::zeros([2, 4], (Kind::Float, tch::Device::Cpu));
+        let d = backward(
+            &hidden,
+            &hidden,
+            &Tensor::from_slice(&[0i64, 1]),
+            1.0,
+            out.saved,
+            &out.logprobs,
+            None,
+            &mut dweight,
+        );
+        assert_eq!(d.kind(), Kind::BFloat16);
+    }
+}

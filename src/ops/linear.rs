@@ -1,0 +1,95 @@
+//! y = x w^T + bias: the one place where activations meet weight matrices.
+//!
+//! Weights may be strided views (a column range of a row-parallel matrix, every second row of an interleaved one): the
+//! product reads and the gradient writes them through their leading dimension, without a copy.
+
+use tch::Tensor;
+
+/// y = x w^T + bias.
+pub fn forward(
+    x: &Tensor,            // [T, K]
+    w: &Tensor,            // [N, K]
+    bias: Option<&Tensor>, // [N]
+) -> Tensor {
+    match bias {
+        Some(bias) => bias.addmm(x, &w.tr()),
+        None => x.mm(&w.tr()),
+    } // [T, N]
+}
+
+/// dx = dy w.
+pub fn backward_input(
+    dy: &Tensor, // [T, N]
+    w: &Tensor,  // [N, K]
+) -> Tensor {
+    dy.mm(w) // [T, K]
+}
+
+/// dx += dy w, into an existing gradient.
+pub fn accumulate_input(
+    dy: &Tensor,     // [T, N]
+    w: &Tensor,      // [N, K]
+    dx: &mut Tensor, // [T, K]
+) {
+    let _ = dx.addmm_(dy, w);
+}
+
+/// dw += dy^T x. Where the gradient is of another type than the activations, the product is made first and then added.
+pub fn accumulate_weight(
+    dy: &Tensor,     // [T, N]
+    x: &Tensor,      // [T, K]
+    dw: &mut Tensor, // [N, K]
+) {
+    let _ = if dw.kind() == dy.kind() { dw.addmm_(&dy.tr(), x) } else { dw.g_add_(&dy.tr().mm(x)) };
+}
+
+/// db += sum over tokens of dy.
+pub fn accumulate_bias(
+    dy: &Tensor,     // [T, N]
+    db: &mut Tensor, // [N]
+) {
+    let _ = db.g_add_(&dy.sum_dim_intlist(0, false, db.kind()));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::testing::{assert_close, leaf, rand};
+
+    #[test]
+    fn matches_autograd_and_accumulates_into_strided_views() {
+        let (x, w, bias) = (leaf(&rand(&[5, 3])), leaf(&rand(&[4, 3])), leaf(&rand(&[4])));
+        let dy = rand(&[5, 4]);
+        let reference = x.linear(&w, Some(&bias));
+        assert_close(&forward(&x.detach(), &w.detach(), Some(&bias.detach())), &reference);
+        assert_close(&forward(&x.detach(), &w.detach(), None), &(&reference - &bias));
+        let grads = Tensor::run_backward(&[(&reference * &dy).sum(None)], &[&x, &w, &bias], false, false);
+        assert_close(&backward_input(&dy, &w.detach()), &grads[0]);
+        let mut dx = rand(&[5, 3]);
+        let before = dx.copy();
+        accumulate_input(&dy, &w.detach(), &mut dx);
+        assert_close(&dx, &(before + &grads[0]));
+
+        let flat = rand(&[8, 6]);
+        let before = flat.copy();
+        let mut every_second_row = flat.view([4, 2, 6]).select(1, 1).narrow(1, 2, 3);
+        accumulate_weight(&dy, &x.detach(), &mut every_second_row);
+        let expected = before.view([4, 2, 6]).select(1, 1).narrow(1, 2, 3) + &grads[1];
+        assert_close(&every_second_row, &expected);
+        assert_close(&flat.view([4, 2, 6]).select(1, 0), &before.view([4, 2, 6]).select(1, 0));
+
+        let mut db = rand(&[4]);
+        let before = db.copy();
+        accumulate_bias(&dy, &mut db);
+        assert_close(&db, &(before + &grads[2]));
+    }
+
+    #[test]
+    fn gradient_may_be_wider_than_the_activations() {
+        let (dy, x) = (rand(&[5, 4]).to_kind(tch::Kind::BFloat16), rand(&[5, 3]).to_kind(tch::Kind::BFloat16));
+        let mut dw = Tensor::zeros([4, 3], (tch::Kind::Float, tch::Device::Cpu));
+        accumulate_weight(&dy, &x, &mut dw);
+        let exact = dy.to_kind(tch::Kind::Float).tr().mm(&x.to_kind(tch::Kind::Float));
+        assert!(f64::try_from((&dw - &exact).abs().max() / exact.abs().max()).unwrap() < 0.01);
+    }
+}

@@ -1,0 +1,73 @@
+//! y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), over the last dimension (arXiv 1910.07467).
+
+use crate::torch::accumulation_kind;
+use tch::Tensor;
+
+/// Normalised `x`, and rstd for the backward.
+pub fn forward(
+    x: &Tensor,      // [.., D]
+    weight: &Tensor, // [D]
+    eps: f64,
+) -> (Tensor, Tensor) {
+    let kind = accumulation_kind(x.kind());
+    let dim = *x.size().last().unwrap_or(&1);
+    let wide = x.to_kind(kind);
+    let mut rstd = wide.norm_scalaropt_dim(2, [-1i64], true).square_();
+    let rstd = rstd.g_div_scalar_(dim as f64).g_add_scalar_(eps).rsqrt_(); // [.., 1]
+    let y = (&wide * &rstd).g_mul_(weight).to_kind(x.kind());
+    (y, rstd)
+}
+
+/// dx, and dweight added in place:
+/// dx = rstd * (dy * w) - x * rstd^3 * mean(dy * w * x);  dweight += sum over rows of dy * x * rstd.
+pub fn backward(
+    dy: &Tensor,          // [.., D]
+    x: &Tensor,           // [.., D]
+    weight: &Tensor,      // [D]
+    rstd: &Tensor,        // [.., 1]
+    dweight: &mut Tensor, // [D]
+) -> Tensor {
+    let kind = rstd.kind();
+    let dim = *x.size().last().unwrap_or(&1);
+    let (dy, wide, weight) = (dy.to_kind(kind), x.to_kind(kind), weight.to_kind(kind));
+    let product = (&dy * &wide).reshape([-1, dim]); // [R, D]
+    let _ = dweight.g_add_(&product.tr().mv(&rstd.reshape([-1])));
+    let projection = product.mv(&weight).view_as(rstd); // [.., 1], sum of dy * w * x
+    let coefficient = (projection * rstd.pow_tensor_scalar(3)).g_mul_scalar_(-1.0 / dim as f64);
+    let mut dx = dy * weight;
+    dx.g_mul_(rstd).addcmul_(&wide, &coefficient).to_kind(x.kind())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::testing::{assert_close, leaf, rand};
+
+    #[test]
+    fn matches_autograd_on_contiguous_and_strided_rows() {
+        let wide = rand(&[6, 3, 10]);
+        for x in [rand(&[7, 8]), wide.narrow(1, 0, 2).narrow(2, 1, 8)] {
+            let (leaf_x, weight) = (leaf(&x), leaf(&rand(&[8])));
+            let rms = (leaf_x.square().mean_dim(-1, true, None) + 1e-6).sqrt();
+            let reference = &leaf_x / rms * &weight;
+            let dy = rand(&x.size());
+            let grads = Tensor::run_backward(&[(&reference * &dy).sum(None)], &[&leaf_x, &weight], false, false);
+            let (y, rstd) = forward(&x, &weight.detach(), 1e-6);
+            assert_close(&y, &reference);
+            let mut dweight = rand(&[8]);
+            let before = dweight.copy();
+            assert_close(&backward(&dy, &x, &weight.detach(), &rstd, &mut dweight), &grads[0]);
+            assert_close(&dweight, &(before + &grads[1]));
+        }
+    }
+
+    #[test]
+    fn bfloat16_keeps_its_type_and_statistics_in_float() {
+        let x = rand(&[3, 8]).to_kind(tch::Kind::BFloat16);
+        let weight = rand(&[8]).to_kind(tch::Kind::BFloat16);
+        let (y, rstd) = forward(&x, &weight, 1e-6);
+        assert_eq!((y.kind(), rstd.kind()), (tch::Kind::BFloat16, tch::Kind::Float));
+        let mut dweight = Tensor::zeros([8], (tch::Kind::Float, tch::Device::Cpu));
+        assert_eq!(backward(&y, &x, &weight, &rstd, &mut dweight).kind(), tch::Kind::BFloat16);
+    }
+}

@@ -1,0 +1,175 @@
+//! Rotary position embedding (arXiv 2104.09864), in Hugging Face's half-rotation convention: pair i is (x[i], x[i + hd/2]).
+
+use crate::torch::accumulation_kind;
+use std::f64::consts::PI;
+use tch::{Kind, Tensor};
+
+/// Frequency scaling of Llama 3.1 and later: `rope_type = "llama3"`, with the field names of config.json.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Llama3Scaling {
+    /// Divisor of the low frequencies.
+    pub factor: f64,
+    /// Wavelengths above `original_max_position_embeddings / low_freq_factor` are scaled in full.
+    pub low_freq_factor: f64,
+    /// Wavelengths below `original_max_position_embeddings / high_freq_factor` stay.
+    pub high_freq_factor: f64,
+    /// Context of the pre-training, in tokens.
+    pub original_max_position_embeddings: f64,
+}
+
+impl Llama3Scaling {
+    /// The scaled inverse frequency: interpolated between the two wavelength bounds.
+    fn scale(&self, inv_freq: f64) -> f64 {
+        let turns = self.original_max_position_embeddings * inv_freq / (2.0 * PI);
+        if turns < self.low_freq_factor {
+            inv_freq / self.factor
+        } else if turns > self.high_freq_factor {
+            inv_freq
+        } else {
+            let smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor);
+            (1.0 - smooth) * inv_freq / self.factor + smooth * inv_freq
+        }
+    }
+}
+
+/// Inverse frequencies of a model.
+#[derive(Debug)]
+pub struct Rope {
+    inv_freq: Tensor, // [hd/2] f64, CPU
+}
+
+impl Rope {
+    /// theta^(-2i / head_dim) for i < head_dim / 2, scaled where the model asks for it.
+    pub fn new(head_dim: usize, theta: f64, scaling: Option<&Llama3Scaling>) -> Self {
+        let inv_freq: Vec<f64> = (0..head_dim / 2)
+            .map(|i| theta.powf(-2.0 * i as f64 / head_dim as f64))
+            .map(|inv_freq| scaling.map_or(inv_freq, |scaling| scaling.scale(inv_freq)))
+            .collect();
+        Self { inv_freq: Tensor::from_slice(&inv_freq) }
+    }
+
+    /// Cosines and sines of each token's position, computed in f64 and kept in `accumulation_kind(kind)`, on the device
+    /// of `positions`. Made once for a batch of tokens and shared by all layers.
+    pub fn rows(&self, positions: &Tensor /* [T] i64 */, kind: Kind) -> RopeRows {
+        let inv_freq = self.inv_freq.to_device(positions.device());
+        let angle = positions.to_kind(Kind::Double).unsqueeze(1) * inv_freq; // [T, hd/2]
+        let kind = accumulation_kind(kind);
+        let (cos, sin) = (angle.cos(), angle.sin());
+        RopeRows {
+            cos: Tensor::cat(&[&cos, &cos], 1).unsqueeze(1).to_kind(kind),
+            sin: Tensor::cat(&[&-&sin, &sin], 1).unsqueeze(1).to_kind(kind),
+        }
+    }
+}
+
+/// What [`forward`] multiplies with, one row per token.
+#[derive(Debug)]
+pub struct RopeRows {
+    cos: Tensor, // [T, 1, hd], both halves alike
+    sin: Tensor, // [T, 1, hd], the first half negated
+}
+
+/// y = x * cos + rotate_half(x) * sin, contiguous.
+pub fn forward(
+    x: &Tensor, // [T, .., hd]
+    rows: &RopeRows,
+) -> Tensor {
+    let half = rows.cos.size()[2] / 2;
+    let (cos, sin) = rows.like(x);
+    let y = x * cos;
+    rotate(&y, x, &sin.narrow(-1, 0, half), &sin.narrow(-1, half, half));
+    y.to_kind(x.kind())
+}
+
+/// The transposed rotation, written into `dx` (which may be a strided view of a larger gradient).
+pub fn backward_into(
+    dy: &Tensor, // [T, .., hd]
+    rows: &RopeRows,
+    dx: &mut Tensor, // [T, .., hd]
+) {
+    let half = rows.cos.size()[2] / 2;
+    let (cos, sin) = rows.like(dy);
+    let (first, second) = (sin.narrow(-1, 0, half), sin.narrow(-1, half, half));
+    if dx.kind() == rows.cos.kind() {
+        let _ = dy.mul_out(dx, &cos);
+        rotate(dx, dy, &second, &first);
+    } else {
+        let wide = dy * cos;
+        rotate(&wide, dy, &second, &first);
+        dx.copy_(&wide);
+    }
+}
+
+/// y[.., :half] += x[.., half:] * first;  y[.., half:] += x[.., :half] * second.
+fn rotate(y: &Tensor, x: &Tensor, first: &Tensor, second: &Tensor) {
+    let half = *first.size().last().unwrap_or(&0);
+    let _ = y.narrow(-1, 0, half).addcmul_(&x.narrow(-1, half, half), first);
+    let _ = y.narrow(-1, half, half).addcmul_(&x.narrow(-1, 0, half), second);
+}
+
+impl RopeRows {
+    /// (cos, sin) with as many dimensions as `x`: [T, 1 .., hd].
+    fn like(&self, x: &Tensor) -> (Tensor, Tensor) {
+        let mut shape = vec![1; x.dim()];
+        (shape[0], shape[x.dim() - 1]) = (self.cos.size()[0], self.cos.size()[2]);
+        (self.cos.view(shape.as_slice()), self.sin.view(shape.as_slice()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::testing::{assert_close, leaf, rand};
+
+    fn rotate_half(x: &Tensor) -> Tensor {
+        let halves = x.chunk(2, -1);
+        Tensor::cat(&[&-&halves[1], &halves[0]], -1)
+    }
+
+    #[test]
+    fn matches_autograd() {
+        let rope = Rope::new(8, 10_000.0, None);
+        let positions = Tensor::from_slice(&[0i64, 1, 7, 30_000]);
+        let inv_freq: Vec<f64> = (0..4).map(|i| 10_000f64.powf(-(i as f64) / 4.0)).collect();
+        let angle = positions.to_kind(Kind::Double).unsqueeze(1) * Tensor::from_slice(&inv_freq);
+        let angle = Tensor::cat(&[&angle, &angle], 1).unsqueeze(1);
+        let (x, dy) = (leaf(&rand(&[4, 3, 8])), rand(&[4, 3, 8]));
+        let reference = &x * angle.cos() + rotate_half(&x) * angle.sin();
+        let grads = Tensor::run_backward(&[(&reference * &dy).sum(None)], &[&x], false, false);
+        let rows = rope.rows(&positions, Kind::Double);
+        assert_close(&forward(&x.detach(), &rows), &reference);
+        let mut dx = rand(&[4, 5, 8]).narrow(1, 1, 3);
+        backward_into(&dy, &rows, &mut dx);
+        assert_close(&dx, &grads[0]);
+    }
+
+    /// transformers' `_compute_llama3_parameters` with Llama 3.1's factors: the bands' ends, and one value between them
+    /// computed by hand from the wavelength form of the formula.
+    #[test]
+    fn llama3_scaling() {
+        let scaling = Llama3Scaling {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position_embeddings: 8192.0,
+        };
+        assert_eq!(scaling.scale(1.0), 1.0);
+        assert_eq!(scaling.scale(1e-5), 1e-5 / 8.0);
+        let wavelength: f64 = 4096.0;
+        let inv_freq = 2.0 * PI / wavelength;
+        let smooth = (8192.0 / wavelength - 1.0) / (4.0 - 1.0);
+        let expected = (1.0 - smooth) * inv_freq / 8.0 + smooth * inv_freq;
+        assert!((scaling.scale(inv_freq) / expected - 1.0).abs() < 1e-14);
+    }
+
+    #[test]
+    fn bfloat16_rounds_once() {
+        let rows = Rope::new(8, 10_000.0, None).rows(&Tensor::from_slice(&[5i64]), Kind::BFloat16);
+        let x = rand(&[1, 2, 8]).to_kind(Kind::BFloat16);
+        let expected = forward(&x.to_kind(Kind::Float), &rows).to_kind(Kind::BFloat16);
+        assert!(forward(&x, &rows).equal(&expected));
+        let mut dx = x.zeros_like();
+        backward_into(&expected, &rows, &mut dx);
+        assert!(f64::try_from((&dx - &x).abs().max()).unwrap() < 0.05);
+    }
+}

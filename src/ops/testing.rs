@@ -1,0 +1,28 @@
+//! What the tests of the operations share: random tensors in float64 and the bound they are held to.
+
+use tch::{Device, Kind, Tensor};
+
+/// Standard normal, float64. Each test thread draws its own sequence; no bound depends on the values.
+pub(crate) fn rand(shape: &[i64]) -> Tensor {
+    Tensor::randn(shape, (Kind::Double, Device::Cpu))
+}
+
+/// The same values as a leaf of autograd's graph.
+pub(crate) fn leaf(t: &Tensor) -> Tensor {
+    t.copy().set_requires_grad(true)
+}
+
+/// Largest absolute difference over the largest absolute expected value.
+pub(crate) fn relative_error(got: &Tensor, expected: &Tensor) -> f64 {
+    assert_eq!(got.size(), expected.size());
+    let (got, expected) = (got.detach().to_kind(Kind::Double), expected.detach().to_kind(Kind::Double));
+    let scale = f64::try_from(expected.abs().max()).unwrap().max(1e-300);
+    f64::try_from((got - expected).abs().max()).unwrap() / scale
+}
+
+/// Relative error below 1e-9, and nothing non-finite.
+#[track_caller]
+pub(crate) fn assert_close(got: &Tensor, expected: &Tensor) {
+    let error = relative_error(got, expected);
+    assert!(error < 1e-9, "relative error {error:e}\ngot {got}\nexpected {expected}");
+}
