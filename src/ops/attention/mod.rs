@@ -55,7 +55,7 @@ mod tests {
             (2, 2, Some(6), &LENS),
             (7, 2, None, &[150, 20]),
             (2, 1, Some(50), &[150, 160]),
-            (1, 1, Some(1), &[4]),
+            (1, 1, Some(2), &[4]),
         ] {
             let cu = cu_seqlens(lens);
             let tokens = *cu.last().unwrap();

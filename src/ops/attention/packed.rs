@@ -18,6 +18,9 @@ pub fn packed_forward(
     layout: &PackedLayout,
     scale: f64,
 ) -> (Tensor, Tensor) {
+    if layout.buckets.is_empty() {
+        return (q.zeros_like(), q.select(2, 0).to_kind(accumulation_kind(q.kind())));
+    }
     let attend = |bucket: &Bucket| {
         let [q, k, v] = [q, k, v].map(|t| bucket.gather(t, layout));
         if bucket.is_explicit() {
@@ -44,6 +47,9 @@ pub fn packed_backward(
     layout: &PackedLayout,
     scale: f64,
 ) -> (Tensor, Tensor, Tensor) {
+    if layout.buckets.is_empty() {
+        return (q.zeros_like(), k.zeros_like(), v.zeros_like());
+    }
     let (mut dq, mut dk, mut dv) = (Vec::new(), Vec::new(), Vec::new());
     for bucket in &layout.buckets {
         let [q, k, v, o, d_o] = [q, k, v, o, d_o].map(|t| bucket.gather(t, layout));
@@ -73,7 +79,7 @@ struct Saved {
 }
 
 fn explicit_forward(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, window: Option<i64>) -> (Tensor, Tensor) {
-    let (kind, size) = (accumulation_kind(q.kind()), q.size());
+    let (given, kind, size) = (q.kind(), accumulation_kind(q.kind()), q.size());
     let [q, k, v] = [q, k, v].map(|t| merge_heads(&t.to_kind(kind)));
     let len = size[1];
     let scores = (q * scale).bmm(&k.transpose(1, 2)); // [B, L G, L]
@@ -82,7 +88,7 @@ fn explicit_forward(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, window: Opti
     let p = scores.softmax(-1, None::<Kind>);
     // The largest probability is at least 1 / L, so its logarithm is accurate.
     let lse = scores.amax([-1i64], false) - p.amax([-1i64], false).log_();
-    (p.bmm(&v).view(size.as_slice()), lse.view(&size[..3]))
+    (p.bmm(&v).view(size.as_slice()).to_kind(given), lse.view(&size[..3]))
 }
 
 fn explicit_backward(d_o: &Tensor, saved: Saved, scale: f64, window: Option<i64>) -> (Tensor, Tensor, Tensor) {
@@ -98,7 +104,7 @@ fn explicit_backward(d_o: &Tensor, saved: Saved, scale: f64, window: Option<i64>
     let ds = ds.g_mul_(&p); // [B, L G, L]
     let dq = ds.bmm(&k).g_mul_scalar_(scale);
     let (dk, dv) = (ds.transpose(1, 2).bmm(&q), p.transpose(1, 2).bmm(&d_o));
-    (dq.to_kind(given), dk.to_kind(given), dv.to_kind(given))
+    (dq.view(size.as_slice()).to_kind(given), dk.to_kind(given), dv.to_kind(given))
 }
 
 fn flash_forward(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, window: Option<i64>) -> (Tensor, Tensor) {
