@@ -1,1 +1,19 @@
-//! Processes and what they say to one another: World, Mesh, Collective, rendezvous.
+//! Ranks and what they say to one another: how they meet ([`World`]), how they are grouped ([`Mesh`]) and what a group does
+//! together ([`Collective`]), in shared memory on a CPU and through NCCL on GPUs. Knows nothing of models.
+
+mod collective;
+mod env;
+mod mesh;
+mod rendezvous;
+mod shm;
+mod single;
+#[cfg(test)]
+pub(crate) mod testing;
+mod world;
+
+pub use collective::{Collective, ReduceOp, all_gather_bytes, all_reduce_f64};
+pub use env::WorkerEnv;
+pub use mesh::Mesh;
+pub use rendezvous::STORE_FD_VARIABLE;
+pub use single::SingleRank;
+pub use world::{Backend, World, WorldOptions};

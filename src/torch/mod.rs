@@ -1,8 +1,15 @@
-//! The shim over libtorch: TCPStore, threads, tensor bytes. Knows nothing of models.
+//! libtorch beyond what `tch` binds: the C++ shim with TCPStore and CUDA streams, tensor bytes, threads. Knows nothing of
+//! models.
 
-use tch::Kind;
+mod bytes;
+mod ffi;
+mod store;
 
-/// The type that sums, norms, softmax statistics and optimizer state are kept in: Double for Double, Float for all else.
-pub fn accumulation_kind(kind: Kind) -> Kind {
-    if kind == Kind::Double { Kind::Double } else { Kind::Float }
+pub use bytes::{accumulation_kind, bytes, bytes_mut, f32_vec, f64_vec, i64_vec};
+pub use ffi::current_cuda_stream;
+pub use store::Store;
+
+/// Sets how many threads one libtorch operation on the CPU may use, in this process.
+pub fn set_num_threads(num_threads: usize) {
+    tch::set_num_threads(i32::try_from(num_threads.max(1)).unwrap_or(i32::MAX));
 }

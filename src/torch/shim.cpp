@@ -1,1 +1,104 @@
-// shim
+#include "shim.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+struct ColoStore {
+  c10::intrusive_ptr<c10d::TCPStore> inner;
+};
+
+namespace {
+thread_local std::string last_error;
+
+// No exception may cross into Rust.
+template <typename Work>
+int guarded(Work work) {
+  try {
+    work();
+    return 0;
+  } catch (const c10::Error& error) {
+    last_error = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    last_error = error.what();
+  } catch (...) {
+    last_error = "unknown C++ exception";
+  }
+  return 1;
+}
+
+ColoStore* open_store(const char* host, c10d::TCPStoreOptions options, uint16_t port, int64_t timeout_ms) {
+  options.port = port;
+  options.waitWorkers = false;
+  options.timeout = std::chrono::milliseconds(timeout_ms);
+  return new ColoStore{c10::make_intrusive<c10d::TCPStore>(std::string(host), options)};
+}
+} // namespace
+
+extern "C" {
+
+const char* colo_last_error() {
+  return last_error.c_str();
+}
+
+int colo_store_host(const char* host, uint16_t port, int listen_fd, int64_t timeout_ms, ColoStore** store) {
+  return guarded([&] {
+    c10d::TCPStoreOptions options;
+    options.isServer = true;
+    options.masterListenFd = listen_fd;
+    *store = open_store(host, options, port, timeout_ms);
+  });
+}
+
+int colo_store_connect(const char* host, uint16_t port, int64_t timeout_ms, ColoStore** store) {
+  return guarded([&] { *store = open_store(host, c10d::TCPStoreOptions{}, port, timeout_ms); });
+}
+
+void colo_store_free(ColoStore* store) {
+  guarded([&] { delete store; });
+}
+
+int colo_store_set(ColoStore* store, const char* key, const uint8_t* value, size_t bytes) {
+  return guarded([&] { store->inner->set(key, std::vector<uint8_t>(value, value + bytes)); });
+}
+
+int colo_store_get(ColoStore* store, const char* key, uint8_t** value, size_t* bytes) {
+  return guarded([&] {
+    const std::vector<uint8_t> got = store->inner->get(key);
+    auto* copy = static_cast<uint8_t*>(std::malloc(got.empty() ? 1 : got.size()));
+    if (copy == nullptr) {
+      throw std::bad_alloc();
+    }
+    std::memcpy(copy, got.data(), got.size());
+    *value = copy;
+    *bytes = got.size();
+  });
+}
+
+int colo_store_add(ColoStore* store, const char* key, int64_t delta, int64_t* sum) {
+  return guarded([&] { *sum = store->inner->add(key, delta); });
+}
+
+int colo_store_wait(ColoStore* store, const char* const* keys, size_t num_keys, int64_t timeout_ms) {
+  return guarded([&] {
+    store->inner->wait(std::vector<std::string>(keys, keys + num_keys), std::chrono::milliseconds(timeout_ms));
+  });
+}
+
+void colo_bytes_free(uint8_t* value) {
+  std::free(value);
+}
+
+int colo_cuda_current_stream(int device, void** stream) {
+  return guarded([&] {
+    const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+    const auto current = guard.getStream(c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device)));
+    *stream = guard.getStreamNativeHandle(current);
+  });
+}
+}

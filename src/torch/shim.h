@@ -1,0 +1,24 @@
+// What libtorch offers only in C++, as plain C. Every function that can fail returns 0 on success; on failure the reason is
+// in colo_last_error(), valid on the same thread until the next call.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+extern "C" {
+const char* colo_last_error();
+
+// TCPStore. `listen_fd` is a bound and listening socket that the store takes over.
+struct ColoStore;
+int colo_store_host(const char* host, uint16_t port, int listen_fd, int64_t timeout_ms, ColoStore** store);
+int colo_store_connect(const char* host, uint16_t port, int64_t timeout_ms, ColoStore** store);
+void colo_store_free(ColoStore* store);
+int colo_store_set(ColoStore* store, const char* key, const uint8_t* value, size_t bytes);
+// `value` is the caller's, to be given back to colo_bytes_free.
+int colo_store_get(ColoStore* store, const char* key, uint8_t** value, size_t* bytes);
+int colo_store_add(ColoStore* store, const char* key, int64_t delta, int64_t* sum);
+int colo_store_wait(ColoStore* store, const char* const* keys, size_t num_keys, int64_t timeout_ms);
+void colo_bytes_free(uint8_t* value);
+
+// The raw CUstream that libtorch's operations on this device go to.
+int colo_cuda_current_stream(int device, void** stream);
+}

@@ -1,0 +1,84 @@
+//! What a group of ranks can do together, whichever backend carries it.
+
+use std::fmt::Debug;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::Result;
+use crate::torch;
+
+/// How elements of several ranks become one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReduceOp {
+    /// Sum, in rank order.
+    Sum,
+    /// Largest.
+    Max,
+    /// Smallest.
+    Min,
+}
+
+/// One group of ranks. Every operation is collective: all ranks of the group call it in the same order with tensors of the
+/// same kind and size, contiguous and on [`Collective::device`].
+///
+/// Reductions take f32, f64, bf16 (summed in f32, rounded once) and i64; the others move bytes of any kind.
+///
+/// # Errors
+/// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a tensor that the operation cannot take,
+/// [`Error::Collective`](crate::Error::Collective) if ranks disagree on the operation,
+/// [`Error::CollectiveTimeout`](crate::Error::CollectiveTimeout) if peers do not arrive, and
+/// [`Error::PeerFailed`](crate::Error::PeerFailed) as soon as any rank of the world has posted a failure.
+pub trait Collective: Send + Sync + Debug {
+    /// The group's name, for messages.
+    fn name(&self) -> &str;
+    /// This rank within the group.
+    fn rank(&self) -> usize;
+    /// World ranks of the group, in group order.
+    fn ranks(&self) -> &[usize];
+    /// Where the tensors must live.
+    fn device(&self) -> Device;
+    /// Number of ranks in the group.
+    fn size(&self) -> usize {
+        self.ranks().len()
+    }
+    /// Replaces `tensor` by its reduction over the ranks. Shared memory adds in rank order: the same bits everywhere and
+    /// every time.
+    fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()>;
+    /// `output` (size x numel) becomes every rank's `input` (numel) in rank order. `input` may be output's own slice.
+    fn all_gather(&self, input: &Tensor, output: &mut Tensor) -> Result<()>;
+    /// `output` (numel) becomes this rank's slice of the sum of `input` (size x numel), in the bits that all_reduce gives.
+    /// `output` may be input's own slice; the rest of `input` is kept.
+    fn reduce_scatter(&self, input: &Tensor, output: &mut Tensor) -> Result<()>;
+    /// `tensor` becomes that of group rank `root`.
+    fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<()>;
+    /// Slice j of `input` goes to group rank j, which finds it as slice `rank` of its `output`. The two must not overlap.
+    fn all_to_all(&self, input: &Tensor, output: &mut Tensor) -> Result<()>;
+    /// Waits until every rank of the group has arrived (on a GPU: in stream order).
+    fn barrier(&self) -> Result<()>;
+}
+
+/// Every rank's bytes, in rank order; lengths may differ.
+pub fn all_gather_bytes(group: &dyn Collective, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+    let device = group.device();
+    let own_len = Tensor::from_slice(&[bytes.len() as i64]).f_to_device(device)?;
+    let mut lens = Tensor::f_zeros([group.size() as i64], (Kind::Int64, device))?;
+    group.all_gather(&own_len, &mut lens)?;
+    let lens = torch::i64_vec(&lens)?;
+    let longest = lens.iter().copied().max().unwrap_or(0);
+    let mut own = Tensor::f_zeros([longest], (Kind::Uint8, Device::Cpu))?;
+    torch::bytes_mut(&mut own)?[..bytes.len()].copy_from_slice(bytes);
+    let mut all = Tensor::f_zeros([group.size() as i64, longest], (Kind::Uint8, device))?;
+    group.all_gather(&own.f_to_device(device)?, &mut all)?;
+    let all = all.f_to_device(Device::Cpu)?;
+    let rows = torch::bytes(&all)?;
+    let row = |rank: usize| &rows[rank * longest as usize..][..lens[rank] as usize];
+    Ok((0..group.size()).map(|rank| row(rank).to_vec()).collect())
+}
+
+/// Reduces host numbers over the ranks, in place.
+pub fn all_reduce_f64(group: &dyn Collective, values: &mut [f64], op: ReduceOp) -> Result<()> {
+    let mut tensor = Tensor::from_slice(values).f_to_device(group.device())?;
+    group.all_reduce(&mut tensor, op)?;
+    values.copy_from_slice(&torch::f64_vec(&tensor)?);
+    Ok(())
+}

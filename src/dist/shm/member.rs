@@ -1,0 +1,240 @@
+//! One rank's place in a segment: arriving, waiting for peers, and the world's first failure.
+//!
+//! Failures are counted in epochs, one per `agree`. `failure_state` holds `epoch << 2 | state`; what stands for an older
+//! epoch is over. The first to post in an epoch wins; `agree` closes an epoch without failure, so that a post which
+//! comes too late belongs to the next one and every rank reads the same verdict.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use super::segment::{CONTROL, Header, Line, MESSAGE_BYTES, PARTITIONS, Segment};
+use crate::error::{Error, ExitCode, Result};
+
+const WRITING: u64 = 1;
+const POSTED: u64 = 2;
+const CLOSED: u64 = 3;
+
+/// Longest sleep before a waiter looks at the failure and the clock again.
+const NAP: Duration = Duration::from_millis(2);
+
+/// One rank of the world.
+#[derive(Debug)]
+pub(in crate::dist) struct Member {
+    pub(super) segment: Arc<Segment>,
+    pub(super) rank: usize,
+    timeout: Duration,
+    epoch: AtomicU64,
+    /// Looks at a peer's counter before the processor is given up: none if ranks share processors.
+    spins: usize,
+}
+
+/// The first failure of an epoch, as every rank sees it.
+#[derive(Debug, Clone)]
+pub(in crate::dist) struct Failure {
+    pub rank: usize,
+    pub code: ExitCode,
+    pub message: String,
+}
+
+impl From<Failure> for Error {
+    fn from(failure: Failure) -> Self {
+        Error::PeerFailed { rank: failure.rank, code: failure.code, message: failure.message }
+    }
+}
+
+/// Why a wait ended without the peers.
+#[derive(Debug)]
+pub(super) enum Stopped {
+    Failed(Failure),
+    TimedOut { missing: Vec<usize> },
+}
+
+impl Member {
+    pub(in crate::dist) fn new(segment: Arc<Segment>, rank: usize, timeout: Duration) -> Self {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let spins = if segment.num_ranks() <= processors { 400 } else { 0 };
+        Self { segment, rank, timeout, epoch: AtomicU64::new(1), spins }
+    }
+
+    /// Tells the world that this rank failed, unless a failure stands already. A [`Error::PeerFailed`] is no news.
+    pub(in crate::dist) fn post(&self, error: &Error) {
+        if matches!(error, Error::PeerFailed { .. }) {
+            return;
+        }
+        let header = self.segment.header();
+        let state = &header.failure_state;
+        loop {
+            let now = state.load(Ordering::Acquire);
+            let own = self.epoch.load(Ordering::Acquire);
+            let epoch = match (now >> 2).cmp(&own) {
+                std::cmp::Ordering::Less => own,
+                std::cmp::Ordering::Equal if now & 3 == CLOSED => own + 1,
+                _ => return,
+            };
+            if state.compare_exchange(now, epoch << 2 | WRITING, Ordering::AcqRel, Ordering::Acquire).is_ok() {
+                write_failure(header, self.rank, error);
+                state.store(epoch << 2 | POSTED, Ordering::Release);
+                return;
+            }
+        }
+    }
+
+    /// The failure of the present epoch, if one was posted.
+    pub(in crate::dist) fn failure(&self) -> Option<Failure> {
+        let header = self.segment.header();
+        let posted = self.epoch.load(Ordering::Acquire) << 2 | POSTED;
+        (header.failure_state.load(Ordering::Acquire) == posted).then(|| read_failure(header))
+    }
+
+    /// Ends an epoch on all ranks together: the failure that stands, or none. After a failure every partition starts anew.
+    pub(in crate::dist) fn agree(&self) -> Result<Option<Failure>> {
+        self.meet_world("agree")?;
+        let verdict = self.close_epoch();
+        if verdict.is_some() {
+            for partition in 0..PARTITIONS {
+                self.segment.line(partition, self.rank).arrived.store(0, Ordering::Release);
+            }
+            self.meet_world("agree")?;
+        }
+        self.epoch.fetch_add(1, Ordering::AcqRel);
+        Ok(verdict)
+    }
+
+    /// Waits for every rank of the world, whatever has failed.
+    pub(in crate::dist) fn meet_world(&self, op: &'static str) -> Result<()> {
+        let ranks: Vec<usize> = (0..self.segment.num_ranks()).collect();
+        let turn = self.arrive(CONTROL);
+        self.wait(CONTROL, &ranks, turn, false).map_err(|stopped| self.explain(stopped, op, "world"))
+    }
+
+    /// Publishes this rank's next arrival in a partition and returns its number.
+    pub(super) fn arrive(&self, partition: usize) -> u32 {
+        let line = self.segment.line(partition, self.rank);
+        let turn = self.next_turn(partition);
+        line.arrived.store(turn, Ordering::SeqCst);
+        if line.sleepers.load(Ordering::SeqCst) > 0 {
+            futex_wake(&line.arrived);
+        }
+        turn
+    }
+
+    /// The number of this rank's next arrival in a partition.
+    pub(super) fn next_turn(&self, partition: usize) -> u32 {
+        self.segment.line(partition, self.rank).arrived.load(Ordering::Relaxed).wrapping_add(1)
+    }
+
+    /// Waits until every one of `ranks` has arrived at `turn`; with `watch`, not past the world's first failure.
+    pub(super) fn wait(&self, partition: usize, ranks: &[usize], turn: u32, watch: bool) -> Result<(), Stopped> {
+        let deadline = Instant::now() + self.timeout;
+        for &rank in ranks {
+            let line = self.segment.line(partition, rank);
+            let spun = (0..self.spins).any(|_| {
+                std::hint::spin_loop();
+                reached(line, turn)
+            });
+            if !spun && !self.wait_slowly(line, turn, deadline, watch)? {
+                let here = |&&rank: &&usize| !reached(self.segment.line(partition, rank), turn);
+                return Err(Stopped::TimedOut { missing: ranks.iter().filter(here).copied().collect() });
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the processor up between looks: first to whoever is ready, then asleep on the peer's counter. False if the
+    /// deadline passed.
+    fn wait_slowly(&self, line: &Line, turn: u32, deadline: Instant, watch: bool) -> Result<bool, Stopped> {
+        for look in 0.. {
+            let arrived = line.arrived.load(Ordering::SeqCst);
+            if has_reached(arrived, turn) {
+                return Ok(true);
+            }
+            if watch && let Some(failure) = self.failure() {
+                return Err(Stopped::Failed(failure));
+            }
+            if look < 20 {
+                std::thread::yield_now();
+            } else if Instant::now() > deadline {
+                return Ok(false);
+            } else {
+                line.sleepers.fetch_add(1, Ordering::SeqCst);
+                futex_wait(&line.arrived, arrived, NAP);
+                line.sleepers.fetch_sub(1, Ordering::SeqCst);
+            }
+        }
+        unreachable!("the loop has no end")
+    }
+
+    /// The error of a wait that ended without the peers.
+    pub(super) fn explain(&self, stopped: Stopped, op: &'static str, group: &str) -> Error {
+        match stopped {
+            Stopped::Failed(failure) => failure.into(),
+            Stopped::TimedOut { missing } => Error::CollectiveTimeout {
+                op,
+                group: group.to_owned(),
+                rank: self.rank,
+                timeout_s: self.timeout.as_secs_f64(),
+                missing,
+            },
+        }
+    }
+
+    fn close_epoch(&self) -> Option<Failure> {
+        let header = self.segment.header();
+        let state = &header.failure_state;
+        let epoch = self.epoch.load(Ordering::Acquire);
+        loop {
+            let now = state.load(Ordering::Acquire);
+            match (now >> 2).cmp(&epoch) {
+                std::cmp::Ordering::Greater => return None,
+                std::cmp::Ordering::Equal if now & 3 == WRITING => std::thread::yield_now(),
+                std::cmp::Ordering::Equal => return (now & 3 == POSTED).then(|| read_failure(header)),
+                std::cmp::Ordering::Less => {
+                    let _ = state.compare_exchange(now, epoch << 2 | CLOSED, Ordering::AcqRel, Ordering::Acquire);
+                }
+            }
+        }
+    }
+}
+
+fn reached(line: &Line, turn: u32) -> bool {
+    has_reached(line.arrived.load(Ordering::Acquire), turn)
+}
+
+/// Counters may wrap around.
+fn has_reached(arrived: u32, turn: u32) -> bool {
+    arrived.wrapping_sub(turn) as i32 >= 0
+}
+
+fn write_failure(header: &Header, rank: usize, error: &Error) {
+    let message = error.to_string();
+    let bytes = &message.as_bytes()[..message.len().min(MESSAGE_BYTES)];
+    for (slot, byte) in header.message.iter().zip(bytes) {
+        slot.store(*byte, Ordering::Relaxed);
+    }
+    header.message_len.store(bytes.len() as u32, Ordering::Relaxed);
+    header.failure_rank.store(rank as u32, Ordering::Relaxed);
+    header.failure_code.store(error.exit_code() as u32, Ordering::Relaxed);
+}
+
+fn read_failure(header: &Header) -> Failure {
+    let len = (header.message_len.load(Ordering::Relaxed) as usize).min(MESSAGE_BYTES);
+    let message: Vec<u8> = header.message[..len].iter().map(|byte| byte.load(Ordering::Relaxed)).collect();
+    Failure {
+        rank: header.failure_rank.load(Ordering::Relaxed) as usize,
+        code: ExitCode::from_number(header.failure_code.load(Ordering::Relaxed) as i32).unwrap_or(ExitCode::RankDied),
+        message: String::from_utf8_lossy(&message).into_owned(),
+    }
+}
+
+fn futex_wait(word: &AtomicU32, expected: u32, nap: Duration) {
+    let nap = libc::timespec { tv_sec: 0, tv_nsec: libc::c_long::from(nap.subsec_nanos()) };
+    // SAFETY: the word and the time outlive the call; waking early or not sleeping at all is harmless.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, expected, &nap) };
+}
+
+fn futex_wake(word: &AtomicU32) {
+    // SAFETY: the word outlives the call.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
+}

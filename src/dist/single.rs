@@ -1,0 +1,80 @@
+//! The group of one rank: every operation is a copy or nothing.
+
+use tch::{Device, Tensor};
+
+use super::collective::{Collective, ReduceOp};
+use crate::error::{Error, Result};
+
+/// A group with this rank alone, for library use, tests and dimensions of size 1.
+#[derive(Debug, Clone)]
+pub struct SingleRank {
+    name: String,
+    ranks: [usize; 1],
+    device: Device,
+}
+
+impl SingleRank {
+    /// A group called `name` with world rank `rank` alone, for tensors on `device`.
+    pub fn new(name: &str, rank: usize, device: Device) -> Self {
+        Self { name: name.to_owned(), ranks: [rank], device }
+    }
+}
+
+impl Default for SingleRank {
+    fn default() -> Self {
+        Self::new("single", 0, Device::Cpu)
+    }
+}
+
+impl Collective for SingleRank {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn rank(&self) -> usize {
+        0
+    }
+
+    fn ranks(&self) -> &[usize] {
+        &self.ranks
+    }
+
+    fn device(&self) -> Device {
+        self.device
+    }
+
+    fn all_reduce(&self, _: &mut Tensor, _: ReduceOp) -> Result<()> {
+        Ok(())
+    }
+
+    fn all_gather(&self, input: &Tensor, output: &mut Tensor) -> Result<()> {
+        copy("all_gather", input, output)
+    }
+
+    fn reduce_scatter(&self, input: &Tensor, output: &mut Tensor) -> Result<()> {
+        copy("reduce_scatter", input, output)
+    }
+
+    fn broadcast(&self, _: &mut Tensor, _: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn all_to_all(&self, input: &Tensor, output: &mut Tensor) -> Result<()> {
+        copy("all_to_all", input, output)
+    }
+
+    fn barrier(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+fn copy(op: &'static str, input: &Tensor, output: &mut Tensor) -> Result<()> {
+    if input.numel() != output.numel() || input.kind() != output.kind() {
+        let describe = |tensor: &Tensor| format!("{} x {:?}", tensor.numel(), tensor.kind());
+        return Err(Error::InvalidArgument { op, expected: describe(input), got: describe(output) });
+    }
+    if input.data_ptr() != output.data_ptr() {
+        output.f_view_as(input)?.f_copy_(input)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,288 @@
+//! The world: how ranks find one another, how they are grouped, and how a failure of one reaches all.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use tch::Device;
+
+use super::collective::{Collective, all_gather_bytes};
+use super::env::WorkerEnv;
+use super::rendezvous;
+use super::shm::{Member, PARTITIONS, ShmGroup};
+use super::single::SingleRank;
+use crate::error::{Error, Result};
+
+/// What carries tensors between ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Backend {
+    /// Shared memory, for CPU tensors of ranks on one host.
+    Shm,
+    /// NCCL, one GPU a rank.
+    Nccl,
+}
+
+/// How to join a world.
+#[derive(Debug, Clone, PartialEq)]
+pub struct WorldOptions {
+    /// Longest wait for peers, at rendezvous and in every collective.
+    pub timeout: Duration,
+    /// What carries tensors.
+    pub backend: Backend,
+    /// Shared memory per rank and group, in bytes; larger tensors pass through in pieces of half of it.
+    pub slot_bytes: usize,
+}
+
+impl Default for WorldOptions {
+    fn default() -> Self {
+        Self { timeout: Duration::from_secs(600), backend: Backend::Shm, slot_bytes: 1 << 20 }
+    }
+}
+
+/// All ranks of a run, seen from one of them.
+#[derive(Debug)]
+pub struct World {
+    env: WorkerEnv,
+    /// Shared memory with the other ranks; none in a world of one.
+    member: Option<Arc<Member>>,
+    group: Arc<dyn Collective>,
+    next_partition: AtomicUsize,
+}
+
+impl World {
+    /// A world of this process alone.
+    pub fn single() -> Self {
+        let env = WorkerEnv {
+            rank: 0,
+            local_rank: 0,
+            world_size: 1,
+            local_world_size: 1,
+            master_addr: "127.0.0.1".to_owned(),
+            master_port: 0,
+        };
+        let group = Arc::new(SingleRank::new("world", 0, Device::Cpu));
+        Self { env, member: None, group, next_partition: AtomicUsize::new(1) }
+    }
+
+    /// Joins the other ranks: the rendezvous store at MASTER_ADDR:MASTER_PORT (served by rank 0, unless torchrun's agent
+    /// serves it), then the shared memory of this host.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if the store, /dev/shm or the backend is not to be had, or the ranks are on several hosts;
+    /// [`Error::CollectiveTimeout`] naming the ranks that did not come.
+    pub fn join(env: &WorkerEnv, options: WorldOptions) -> Result<Self> {
+        if env.world_size == 1 {
+            return Ok(Self { env: env.clone(), ..Self::single() });
+        }
+        let member = Arc::new(rendezvous::meet(env, &options)?);
+        Ok(Self::of_member(env.clone(), member))
+    }
+
+    #[cfg(test)]
+    pub(super) fn in_process(member: Arc<Member>, rank: usize, world_size: usize) -> Self {
+        let alone = Self::single().env;
+        let env = WorkerEnv { rank, local_rank: rank, world_size, local_world_size: world_size, ..alone };
+        Self::of_member(env, member)
+    }
+
+    fn of_member(env: WorkerEnv, member: Arc<Member>) -> Self {
+        let ranks: Vec<usize> = (0..env.world_size).collect();
+        let group = Arc::new(ShmGroup::new(member.clone(), 0, "world", &ranks));
+        Self { env, member: Some(member), group, next_partition: AtomicUsize::new(1) }
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.env.rank
+    }
+
+    /// Ranks in all.
+    pub fn size(&self) -> usize {
+        self.env.world_size
+    }
+
+    /// This rank on its host.
+    pub fn local_rank(&self) -> usize {
+        self.env.local_rank
+    }
+
+    /// Ranks on this host.
+    pub fn local_size(&self) -> usize {
+        self.env.local_world_size
+    }
+
+    /// All ranks.
+    pub fn group(&self) -> Arc<dyn Collective> {
+        self.group.clone()
+    }
+
+    /// The group of `ranks` that this rank belongs to. Collective over the world: every rank calls it with the same name and
+    /// the group it belongs to.
+    ///
+    /// # Errors
+    /// [`Error::Collective`] if the ranks disagree; [`Error::InvalidArgument`] past the number of divisions there is room for.
+    pub fn subgroup(&self, name: &str, ranks: &[usize]) -> Result<Arc<dyn Collective>> {
+        let partition = self.next_partition.fetch_add(1, Ordering::Relaxed);
+        self.check_subgroup(name, ranks)?;
+        let Some(member) = self.member.as_ref().filter(|_| ranks.len() > 1) else {
+            return Ok(Arc::new(SingleRank::new(name, self.rank(), self.group.device())));
+        };
+        if partition >= PARTITIONS {
+            return Err(Error::InvalidArgument {
+                op: "World::subgroup",
+                expected: format!("at most {} divisions of the world", PARTITIONS - 1),
+                got: format!("another one, '{name}'"),
+            });
+        }
+        Ok(Arc::new(ShmGroup::new(member.clone(), partition, name, ranks)))
+    }
+
+    /// Every rank names itself once, and the ranks of a group name the same group.
+    fn check_subgroup(&self, name: &str, ranks: &[usize]) -> Result<()> {
+        let unique = (1..ranks.len()).all(|i| !ranks[..i].contains(&ranks[i]));
+        if !unique || !ranks.contains(&self.rank()) || ranks.iter().any(|&rank| rank >= self.size()) {
+            let expected = format!("distinct ranks below {}, {} among them", self.size(), self.rank());
+            return Err(Error::InvalidArgument { op: "World::subgroup", expected, got: format!("{ranks:?}") });
+        }
+        let own = format!("'{name}' of {ranks:?}");
+        let all = all_gather_bytes(self.group.as_ref(), own.as_bytes())?;
+        for (rank, theirs) in all.iter().enumerate() {
+            let theirs = String::from_utf8_lossy(theirs);
+            let same_name = theirs.starts_with(&format!("'{name}' of "));
+            if !same_name || (ranks.contains(&rank) && theirs != own) {
+                let message = format!("this rank asked for {own}, but rank {rank} for {theirs}");
+                let group = name.to_owned();
+                return Err(Error::Collective { op: "subgroup", group, rank: self.rank(), message });
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends a scope on all ranks together: `result` if it is Ok everywhere. Otherwise every rank gets the failure that came
+    /// first, as its own error where it happened and as [`Error::PeerFailed`] elsewhere, and all groups start anew, so that
+    /// later collectives work again. Collective over the world, whatever `result` is.
+    ///
+    /// # Errors
+    /// The first failure; [`Error::CollectiveTimeout`] if ranks do not come to agree.
+    pub fn agree<T>(&self, result: Result<T>) -> Result<T> {
+        let Some(member) = &self.member else { return result };
+        if let Err(error) = &result {
+            member.post(error);
+        }
+        let verdict = match member.agree() {
+            Ok(verdict) => verdict,
+            Err(unreached) => return Err(result.err().unwrap_or(unreached)),
+        };
+        match (verdict, result) {
+            (None, result) => result,
+            (Some(failure), Err(own)) if failure.rank == self.rank() && !matches!(own, Error::PeerFailed { .. }) => {
+                Err(own)
+            }
+            (Some(failure), _) => Err(failure.into()),
+        }
+    }
+
+    /// Tells all ranks of a failure at once: those in a collective return [`Error::PeerFailed`]. [`World::agree`] does it
+    /// too, when this rank comes to it.
+    pub fn post_failure(&self, error: &Error) {
+        if let Some(member) = &self.member {
+            member.post(error);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::{Kind, Tensor};
+
+    use super::*;
+    use crate::dist::{ReduceOp, testing};
+    use crate::error::ExitCode;
+
+    fn sum_of_ranks(group: &dyn Collective) -> Result<f64> {
+        let mut tensor = Tensor::from_slice(&[group.rank() as f64]);
+        group.all_reduce(&mut tensor, ReduceOp::Sum)?;
+        Ok(tensor.double_value(&[0]))
+    }
+
+    #[test]
+    fn the_first_failure_reaches_ranks_blocked_in_any_group_and_all_go_on_after_agreeing() {
+        testing::worlds(4, |world| {
+            let pair = world.subgroup("pair", &[world.rank() / 2 * 2, world.rank() / 2 * 2 + 1]).unwrap();
+            for round in 0..20 {
+                let failing = round % 4;
+                let result = match world.rank() {
+                    rank if rank == failing => Err(Error::NonFinite { message: format!("round {round}") }),
+                    rank if rank / 2 == failing / 2 => sum_of_ranks(pair.as_ref()),
+                    _ => sum_of_ranks(world.group().as_ref()),
+                };
+                let error = world.agree(result).unwrap_err();
+                assert_eq!(error.exit_code(), ExitCode::Numerics);
+                match error {
+                    Error::NonFinite { .. } => assert_eq!(world.rank(), failing),
+                    Error::PeerFailed { rank, message, .. } => {
+                        assert_eq!((rank, message), (failing, format!("round {round}")));
+                    }
+                    other => panic!("{other}"),
+                }
+                assert_eq!(world.agree(sum_of_ranks(world.group().as_ref())).unwrap(), 6.0);
+                let pair_sum = world.agree(sum_of_ranks(pair.as_ref()));
+                assert_eq!(pair_sum.unwrap(), 1.0);
+            }
+        });
+    }
+
+    #[test]
+    fn ranks_that_stay_away_are_named() {
+        let timeout = Duration::from_millis(200);
+        let errors = testing::worlds_with(3, 4096, timeout, |world| {
+            (world.rank() == 0).then(|| sum_of_ranks(world.group().as_ref()).unwrap_err().to_string())
+        });
+        let error = errors[0].as_ref().unwrap();
+        assert!(error.contains("all_reduce in group 'world' timed out on rank 0"), "{error}");
+        assert!(error.ends_with("missing ranks [1, 2]"), "{error}");
+    }
+
+    #[test]
+    fn ranks_that_call_different_things_are_told_both() {
+        let errors = testing::worlds(2, |world| {
+            let mut tensor = Tensor::zeros([1 + world.rank() as i64], (Kind::Float, Device::Cpu));
+            let group = world.group();
+            let result = if world.rank() == 0 {
+                group.all_reduce(&mut tensor, ReduceOp::Max)
+            } else {
+                group.broadcast(&mut tensor, 1)
+            };
+            let error = result.unwrap_err().to_string();
+            world.agree(Ok(())).unwrap();
+            error
+        });
+        let expected = "this rank called all_reduce of 4 bytes of Float (max), \
+                        but rank 1 called broadcast of 8 bytes of Float (from group rank 1)";
+        assert!(errors[0].contains(expected), "{}", errors[0]);
+    }
+
+    #[test]
+    fn a_failure_posted_after_agreement_belongs_to_the_next_scope() {
+        testing::worlds(2, |world| {
+            for _ in 0..200 {
+                world.agree(Ok(())).unwrap();
+                let result = if world.rank() == 1 { Err(Error::Injected { phase: "test" }) } else { Ok(()) };
+                assert!(world.agree(result).is_err());
+            }
+        });
+    }
+
+    #[test]
+    fn subgroups_that_disagree_are_refused() {
+        testing::worlds(2, |world| {
+            let name = ["a", "b"][world.rank()];
+            let error = world.subgroup(name, &[0, 1]).unwrap_err().to_string();
+            assert!(
+                error.contains("rank 1 for 'b' of [0, 1]") || error.contains("rank 0 for 'a' of [0, 1]"),
+                "{error}"
+            );
+            assert!(world.subgroup("c", &[1 - world.rank()]).is_err());
+        });
+    }
+}

@@ -1,0 +1,87 @@
+//! A tensor's memory as host bytes and vectors.
+#![allow(unsafe_code)]
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+
+/// The memory of a contiguous CPU tensor.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if the tensor is not contiguous or not on the CPU.
+pub fn bytes(tensor: &Tensor) -> Result<&[u8]> {
+    let (pointer, len) = contiguous("torch::bytes", tensor)?;
+    // SAFETY: `contiguous` checked that the tensor's elements are `len` bytes from `pointer`; the borrow keeps them alive.
+    Ok(if len == 0 { &[] } else { unsafe { std::slice::from_raw_parts(pointer, len) } })
+}
+
+/// The memory of a contiguous CPU tensor, to be written. Other tensors may be views of the same memory: they change too.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if the tensor is not contiguous or not on the CPU.
+pub fn bytes_mut(tensor: &mut Tensor) -> Result<&mut [u8]> {
+    let (pointer, len) = contiguous("torch::bytes_mut", tensor)?;
+    // SAFETY: as in `bytes`; that no other reference to the bytes lives meanwhile is the caller's `&mut`.
+    Ok(if len == 0 { &mut [] } else { unsafe { std::slice::from_raw_parts_mut(pointer, len) } })
+}
+
+/// Address and length in bytes of a contiguous CPU tensor's elements.
+fn contiguous(op: &'static str, tensor: &Tensor) -> Result<(*mut u8, usize)> {
+    if tensor.device() != Device::Cpu || !tensor.is_contiguous() {
+        let got = format!("strides {:?} of shape {:?} on {:?}", tensor.stride(), tensor.size(), tensor.device());
+        return Err(Error::InvalidArgument { op, expected: "a contiguous CPU tensor".into(), got });
+    }
+    Ok((tensor.data_ptr().cast(), tensor.numel() * tensor.f_kind()?.elt_size_in_bytes()))
+}
+
+/// The elements as host f32, from any device and kind, in row-major order.
+pub fn f32_vec(tensor: &Tensor) -> Result<Vec<f32>> {
+    host_vec(tensor, 0.0)
+}
+
+/// The elements as host f64, from any device and kind, in row-major order.
+pub fn f64_vec(tensor: &Tensor) -> Result<Vec<f64>> {
+    host_vec(tensor, 0.0)
+}
+
+/// The elements as host i64, from any device and kind, in row-major order.
+pub fn i64_vec(tensor: &Tensor) -> Result<Vec<i64>> {
+    host_vec(tensor, 0)
+}
+
+fn host_vec<T: tch::kind::Element + Clone>(tensor: &Tensor, zero: T) -> Result<Vec<T>> {
+    let host = tensor.f_to_device(Device::Cpu)?.f_to_kind(T::KIND)?.f_contiguous()?;
+    let mut values = vec![zero; host.numel()];
+    if !values.is_empty() {
+        let count = values.len();
+        host.f_copy_data(&mut values, count)?;
+    }
+    Ok(values)
+}
+
+/// The kind in which sums over elements of `kind` are accumulated and normalisations computed.
+pub fn accumulation_kind(kind: Kind) -> Kind {
+    if kind == Kind::Double { Kind::Double } else { Kind::Float }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_the_memory_itself() {
+        let mut tensor = Tensor::from_slice(&[1f32, 2.0]);
+        bytes_mut(&mut tensor).unwrap()[4..].copy_from_slice(&5f32.to_le_bytes());
+        assert_eq!(f32_vec(&tensor).unwrap(), [1.0, 5.0]);
+        assert_eq!(bytes(&tensor).unwrap()[..4], 1f32.to_le_bytes());
+        assert!(bytes(&Tensor::zeros([0], (Kind::BFloat16, Device::Cpu))).unwrap().is_empty());
+    }
+
+    #[test]
+    fn strided_views_are_refused_as_bytes_but_read_as_vectors() {
+        let tensor = Tensor::arange(6, (Kind::Int64, Device::Cpu)).view([2, 3]);
+        assert!(bytes(&tensor.tr()).unwrap_err().to_string().contains("contiguous"));
+        assert_eq!(i64_vec(&tensor.tr()).unwrap(), [0, 3, 1, 4, 2, 5]);
+        assert_eq!(f64_vec(&tensor.narrow(1, 2, 1)).unwrap(), [2.0, 5.0]);
+    }
+}

@@ -1,0 +1,77 @@
+//! The C side of `shim.h`, declared and wrapped once: every call returns a [`Result`] with libtorch's own message.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+
+use crate::error::{Error, Result};
+
+/// An open TCPStore, owned by the C++ side.
+#[repr(C)]
+pub(super) struct RawStore {
+    _opaque: [u8; 0],
+}
+
+unsafe extern "C" {
+    fn colo_last_error() -> *const c_char;
+    pub(super) fn colo_store_host(
+        host: *const c_char,
+        port: u16,
+        listen_fd: c_int,
+        timeout_ms: i64,
+        store: *mut *mut RawStore,
+    ) -> c_int;
+    pub(super) fn colo_store_connect(
+        host: *const c_char,
+        port: u16,
+        timeout_ms: i64,
+        store: *mut *mut RawStore,
+    ) -> c_int;
+    pub(super) fn colo_store_free(store: *mut RawStore);
+    pub(super) fn colo_store_set(store: *mut RawStore, key: *const c_char, value: *const u8, bytes: usize) -> c_int;
+    pub(super) fn colo_store_get(
+        store: *mut RawStore,
+        key: *const c_char,
+        value: *mut *mut u8,
+        bytes: *mut usize,
+    ) -> c_int;
+    pub(super) fn colo_store_add(store: *mut RawStore, key: *const c_char, delta: i64, sum: *mut i64) -> c_int;
+    pub(super) fn colo_store_wait(
+        store: *mut RawStore,
+        keys: *const *const c_char,
+        num_keys: usize,
+        timeout_ms: i64,
+    ) -> c_int;
+    pub(super) fn colo_bytes_free(value: *mut u8);
+    fn colo_cuda_current_stream(device: c_int, stream: *mut *mut c_void) -> c_int;
+}
+
+/// The raw `CUstream` that libtorch's operations on CUDA device `ordinal` go to.
+///
+/// # Errors
+/// [`Error::Environment`] if libtorch's CUDA half is not loaded.
+pub fn current_cuda_stream(ordinal: usize) -> Result<*mut c_void> {
+    let mut stream = std::ptr::null_mut();
+    // SAFETY: `stream` outlives the call, which writes it only on success.
+    let status = unsafe { colo_cuda_current_stream(ordinal as c_int, &mut stream) };
+    check(status, || format!("current stream of CUDA device {ordinal}"))?;
+    Ok(stream)
+}
+
+/// Turns a status of the shim into a result that says what was tried.
+pub(super) fn check(status: c_int, what: impl FnOnce() -> String) -> Result<()> {
+    if status == 0 {
+        return Ok(());
+    }
+    // SAFETY: the shim's last error is a NUL-terminated string of this thread.
+    let reason = unsafe { CStr::from_ptr(colo_last_error()) }.to_string_lossy().into_owned();
+    Err(Error::Environment { message: format!("{}: {}", what(), reason.trim_end()) })
+}
+
+/// A C string; interior NULs are refused.
+pub(super) fn c_string(op: &'static str, text: &str) -> Result<CString> {
+    CString::new(text).map_err(|_| Error::InvalidArgument {
+        op,
+        expected: "text without NUL bytes".into(),
+        got: format!("{text:?}"),
+    })
+}
