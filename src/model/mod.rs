@@ -9,15 +9,21 @@
 //! | `params` | the flat layout of its weights |
 //! | `views` | tensors over that layout, and their tensor-parallel slices |
 //! | `files` | safetensors, read and written unit by unit |
+//! | `block` | one block, forward and backward |
+//! | `head` | scored tokens' log-probabilities, forward and backward |
 
+mod block;
 mod config_json;
 mod files;
+mod head;
 mod params;
 mod preset;
 mod spec;
 mod views;
 
+pub use block::{Attention, BlockContext, PackedAttention, SavedBlock, attention_scale, block_backward, block_forward};
 pub use files::{WeightFiles, WeightWriter};
+pub use head::{SavedHead, Scored, Scoring, head_backward, head_forward};
 pub use params::{ALIGNMENT, Param, ParamName, ParamTable, Unit, UnitLayout};
 pub use preset::PRESETS;
 pub use spec::{Family, Llama3Scaling, ModelSpec};

@@ -1,0 +1,81 @@
+//! From the last block's output to log-probabilities of scored tokens: choice of rows, final norm, head.
+
+use tch::Tensor;
+
+use super::views::HeadParams;
+use crate::ops::head::{self, HeadSaved};
+use crate::ops::rms_norm;
+
+/// Most logits that exist at once.
+const CHUNK_LOGITS: usize = 1 << 25;
+
+/// Which rows of the last block's output are scored, against which tokens, at which temperature.
+#[derive(Debug, Clone, Copy)]
+pub struct Scoring<'a> {
+    /// Rows whose next token is scored; a row may appear more than once. [C] i64
+    pub rows: &'a Tensor,
+    /// The tokens. [C] i64
+    pub targets: &'a Tensor,
+    /// Softmax temperature.
+    pub temperature: f64,
+    /// The model's `rms_norm_eps`.
+    pub eps: f64,
+}
+
+/// Log-probabilities and entropies of scored tokens, in nats at the temperature.
+#[derive(Debug)]
+pub struct Scored {
+    /// [C], accumulation kind
+    pub logprobs: Tensor,
+    /// [C], accumulation kind
+    pub entropy: Tensor,
+    /// For the backward.
+    pub saved: SavedHead,
+}
+
+/// What [`head_backward`] needs of the forward.
+#[derive(Debug)]
+pub struct SavedHead {
+    hidden: Tensor, // [C, D]
+    normed: Tensor, // [C, D]
+    rstd: Tensor,   // [C, 1]
+    head: HeadSaved,
+}
+
+/// log softmax(norm(x[rows]) table^T / temperature) at the targets. `keep` says whether a backward will follow.
+pub fn head_forward(
+    w: &HeadParams,
+    table: &Tensor, // [V, D], the head's own or the embedding's
+    x: &Tensor,     // [T, D]
+    scoring: &Scoring<'_>,
+    keep: bool,
+) -> Scored {
+    let hidden = x.index_select(0, scoring.rows);
+    let (normed, rstd) = rms_norm::forward(&hidden, &w.final_norm, scoring.eps);
+    let chunk_tokens = CHUNK_LOGITS / table.size()[0].max(1) as usize;
+    let out = head::forward(&normed, table, scoring.targets, scoring.temperature, chunk_tokens, keep);
+    let saved = SavedHead { hidden, normed, rstd, head: out.saved };
+    Scored { logprobs: out.logprobs, entropy: out.entropy, saved }
+}
+
+/// dx [num_tokens, D], from the gradients of log-probabilities and, where given, entropies. The gradients of the norm and
+/// of the table are added in place.
+#[allow(clippy::too_many_arguments)]
+pub fn head_backward(
+    w: &HeadParams,
+    table: &Tensor, // [V, D]
+    scoring: &Scoring<'_>,
+    num_tokens: i64,
+    saved: SavedHead,
+    dlogprobs: &Tensor,        // [C]
+    dentropy: Option<&Tensor>, // [C]
+    d_final_norm: &mut Tensor, // [D]
+    d_table: &mut Tensor,      // [V, D]
+) -> Tensor {
+    let SavedHead { hidden, normed, rstd, head } = saved;
+    let (targets, temperature) = (scoring.targets, scoring.temperature);
+    let d_normed = head::backward(&normed, table, targets, temperature, head, dlogprobs, dentropy, d_table);
+    let d_hidden = rms_norm::backward(&d_normed, &hidden, &w.final_norm, &rstd, d_final_norm);
+    let options = (hidden.kind(), hidden.device());
+    Tensor::zeros([num_tokens, hidden.size()[1]], options).index_add_(0, scoring.rows, &d_hidden)
+}
