@@ -1,1 +1,33 @@
-//! The generation engine. Knows nothing of training.
+//! The generation engine: continuous batching over a paged KV cache, SPMD over a tensor-parallel group. Knows nothing of
+//! training.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `engine` | [`Engine`], asleep between rollouts; [`RolloutEngine`], awake: `generate`, and the step |
+//! | `weights` | what the engine reads of the policy |
+//! | `requests` | the prompts of all ranks of the group |
+//! | `scheduler` | which tokens the next step computes |
+//! | `sequence`, `block_manager` | one completion in the making; which KV blocks are free, shared or used |
+//! | `batch`, `runner`, `attention`, `kv_cache` | a step's tensors; the network over them; its attention; its memory |
+//! | `sampler`, `filters` | logits to tokens |
+//! | `stop` | when a completion ends |
+
+mod attention;
+mod batch;
+mod block_manager;
+mod engine;
+mod filters;
+mod kv_cache;
+mod requests;
+mod runner;
+mod sampler;
+mod scheduler;
+mod sequence;
+mod stats;
+mod stop;
+mod weights;
+
+pub use engine::{Engine, EngineOptions, RolloutEngine};
+pub use kv_cache::kv_block_bytes;
+pub use stats::EngineStats;
+pub use weights::EngineWeights;

@@ -1,0 +1,64 @@
+//! A step's tokens as the network takes them.
+
+use tch::{Device, Tensor};
+
+use super::scheduler::{Run, Step};
+use super::sequence::Sequence;
+
+/// T tokens of B runs, of which L sample.
+#[derive(Debug)]
+pub(super) struct Batch {
+    /// One token a run.
+    pub(super) is_decode: bool,
+    /// No run has keys and values in the cache from an earlier step.
+    pub(super) is_uncached: bool,
+    pub(super) token_ids: Tensor,      // [T] i64
+    pub(super) positions: Tensor,      // [T] i64
+    pub(super) slot_mapping: Tensor,   // [T] i64, block * block_size + offset
+    pub(super) cu_seqlens: Vec<i64>,   // [B + 1], bounds of the runs
+    pub(super) context_lens: Vec<i64>, // [B], tokens in the cache after this step
+    pub(super) block_tables: Tensor,   // [B, longest table] i64, padded with 0
+    pub(super) last_rows: Tensor,      // [L] i64, rows that are sampled from
+}
+
+impl Batch {
+    pub(super) fn new(step: &Step, sequences: &[Sequence], block_size: usize, device: Device) -> Self {
+        let (mut token_ids, mut positions, mut slot_mapping) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut cu_seqlens, mut last_rows) = (vec![0], Vec::new());
+        for run in &step.runs {
+            let sequence = &sequences[run.sequence];
+            for position in run.tokens.clone() {
+                token_ids.push(i64::from(sequence.token_ids[position]));
+                positions.push(position as i64);
+                let block = sequence.block_table[position / block_size] as usize;
+                slot_mapping.push((block * block_size + position % block_size) as i64);
+            }
+            cu_seqlens.push(token_ids.len() as i64);
+            last_rows.extend((!run.samples.is_empty()).then_some(token_ids.len() as i64 - 1));
+        }
+        let on_device = |values: &[i64]| Tensor::from_slice(values).to_device(device);
+        Self {
+            is_decode: step.is_decode,
+            is_uncached: step.runs.iter().all(|run| run.tokens.start == 0),
+            token_ids: on_device(&token_ids),
+            positions: on_device(&positions),
+            slot_mapping: on_device(&slot_mapping),
+            cu_seqlens,
+            context_lens: step.runs.iter().map(|run| run.tokens.end as i64).collect(),
+            block_tables: block_tables(&step.runs, sequences, block_size).to_device(device),
+            last_rows: on_device(&last_rows),
+        }
+    }
+}
+
+/// Blocks that hold each run's context, [B, longest].
+fn block_tables(runs: &[Run], sequences: &[Sequence], block_size: usize) -> Tensor {
+    let num_blocks = |run: &Run| run.tokens.end.div_ceil(block_size);
+    let longest = runs.iter().map(num_blocks).max().unwrap_or(0);
+    let mut tables = vec![0; runs.len() * longest];
+    for (run, row) in runs.iter().zip(tables.chunks_mut(longest.max(1))) {
+        let table = &sequences[run.sequence].block_table[..num_blocks(run)];
+        row.iter_mut().zip(table).for_each(|(slot, &block)| *slot = i64::from(block));
+    }
+    Tensor::from_slice(&tables).view([runs.len() as i64, longest as i64])
+}

@@ -1,0 +1,121 @@
+//! Which KV blocks are free and how many sequences read each of the others. Knows block numbers only, never memory.
+
+use crate::error::{Error, Result};
+
+/// Reference-counted blocks `0 .. num_blocks`. All ranks of a tensor-parallel group hand out the same numbers.
+#[derive(Debug)]
+pub(super) struct BlockManager {
+    block_size: usize,
+    free: Vec<u32>, // a stack; the lowest numbers leave first
+    ref_counts: Vec<u32>,
+}
+
+impl BlockManager {
+    pub(super) fn new(num_blocks: usize, block_size: usize) -> Self {
+        let free = (0..num_blocks as u32).rev().collect();
+        Self { block_size, free, ref_counts: vec![0; num_blocks] }
+    }
+
+    pub(super) fn num_total(&self) -> usize {
+        self.ref_counts.len()
+    }
+
+    pub(super) fn num_free(&self) -> usize {
+        self.free.len()
+    }
+
+    pub(super) fn num_used(&self) -> usize {
+        self.num_total() - self.num_free()
+    }
+
+    /// Blocks that `num_tokens` tokens occupy.
+    pub(super) fn blocks_for(&self, num_tokens: usize) -> usize {
+        num_tokens.div_ceil(self.block_size)
+    }
+
+    /// Appends free blocks to `table` until it holds `num_tokens` tokens; `false`, and nothing taken, if there are too few.
+    pub(super) fn grow(&mut self, table: &mut Vec<u32>, num_tokens: usize) -> bool {
+        let missing = self.blocks_for(num_tokens).saturating_sub(table.len());
+        if missing > self.free.len() {
+            return false;
+        }
+        for block in self.free.drain(self.free.len() - missing..).rev() {
+            self.ref_counts[block as usize] = 1;
+            table.push(block);
+        }
+        true
+    }
+
+    /// One more sequence reads `blocks`.
+    pub(super) fn share(&mut self, blocks: &[u32]) -> Vec<u32> {
+        for &block in blocks {
+            self.ref_counts[block as usize] += 1;
+        }
+        blocks.to_vec()
+    }
+
+    /// A sequence gives its table back; blocks that nobody else reads become free.
+    pub(super) fn release(&mut self, table: &mut Vec<u32>) {
+        for block in table.drain(..).rev() {
+            let count = &mut self.ref_counts[block as usize];
+            *count -= 1;
+            if *count == 0 {
+                self.free.push(block);
+            }
+        }
+    }
+
+    /// free + used == total, and every block is read exactly as often as `tables` say.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] with the numbers: blocks leaked, or given out twice.
+    pub(super) fn check_integrity<'a>(&self, tables: impl Iterator<Item = &'a [u32]>) -> Result<()> {
+        let mut expected = vec![0; self.num_total()];
+        tables.flatten().for_each(|&block| expected[block as usize] += 1);
+        let used = expected.iter().filter(|&&count| count > 0).count();
+        let mut free = self.free.clone();
+        free.sort_unstable();
+        free.dedup();
+        if self.ref_counts == expected && free.len() == self.free.len() && free.len() + used == self.num_total() {
+            return Ok(());
+        }
+        let counted: u32 = self.ref_counts.iter().sum();
+        let held: u32 = expected.iter().sum();
+        Err(Error::InvalidArgument {
+            op: "BlockManager::check_integrity",
+            expected: format!("free + used == {} blocks, {held} readers", self.num_total()),
+            got: format!("{} free, {used} used, {counted} readers counted", self.free.len()),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_shared_and_return_when_the_last_reader_leaves() {
+        let mut blocks = BlockManager::new(4, 8);
+        let (mut first, mut late) = (Vec::new(), Vec::new());
+        assert!(blocks.grow(&mut first, 17));
+        assert_eq!(first, [0, 1, 2]);
+        let mut second = blocks.share(&first[..2]);
+        assert!(blocks.grow(&mut second, 24));
+        assert_eq!((second.as_slice(), blocks.num_free()), (&[0, 1, 3][..], 0));
+        assert!(!blocks.grow(&mut late, 1) && late.is_empty());
+        blocks.check_integrity([first.as_slice(), second.as_slice()].into_iter()).unwrap();
+        blocks.release(&mut first);
+        assert_eq!(blocks.num_free(), 1);
+        blocks.release(&mut second);
+        assert_eq!((blocks.num_free(), blocks.num_used()), (4, 0));
+        blocks.check_integrity(std::iter::empty()).unwrap();
+    }
+
+    #[test]
+    fn a_leak_is_found() {
+        let mut blocks = BlockManager::new(2, 8);
+        assert!(blocks.grow(&mut Vec::new(), 8));
+        let message = blocks.check_integrity(std::iter::empty()).unwrap_err().to_string();
+        assert!(message.contains("1 free, 0 used, 1 readers counted"), "{message}");
+    }
+}

@@ -1,0 +1,265 @@
+//! The generation engine: persistent, asleep between rollouts. Every rank of a tensor-parallel group runs the same scheduler
+//! on the same requests, so nobody drives.
+
+use std::sync::Arc;
+
+use tch::{Device, Kind};
+
+use super::batch::Batch;
+use super::kv_cache::KvCache;
+use super::requests::{self, Request};
+use super::runner::Runner;
+use super::sampler::{Draw, Sampler};
+use super::scheduler::{Limits, Scheduler, Step};
+use super::stats::EngineStats;
+use super::stop::StopRules;
+use super::weights::EngineWeights;
+use crate::data::Tokenizer;
+use crate::dist::{Collective, ReduceOp, all_reduce_f64};
+use crate::error::{Error, Result};
+use crate::model::ModelSpec;
+use crate::ops::rope::Rope;
+use crate::phase;
+use crate::types::{Completion, Prompt, RolloutGroup, SamplingParams};
+
+/// Size and shape of an engine.
+#[derive(Debug, Clone, PartialEq)]
+pub struct EngineOptions {
+    /// KV cache of this rank; the group uses as many blocks as its poorest rank has.
+    pub kv_cache_bytes: usize,
+    /// Tokens per KV block.
+    pub block_size: usize,
+    /// Most sequences decoded at once.
+    pub max_num_seqs: usize,
+    /// Most tokens prefilled in one step.
+    pub max_num_batched_tokens: usize,
+    /// Longest prompt and completion together.
+    pub max_model_length: usize,
+    /// Type of weights, activations and cache.
+    pub kind: Kind,
+    /// Where weights and cache are.
+    pub device: Device,
+}
+
+/// One rank of a tensor-parallel engine. Asleep it holds addresses, no memory.
+#[derive(Debug)]
+pub struct Engine {
+    spec: Arc<ModelSpec>,
+    tokenizer: Arc<Tokenizer>,
+    options: EngineOptions,
+    tp: Arc<dyn Collective>,
+    rope: Rope,
+    eos_token_ids: Vec<u32>,
+    kv_cache: KvCache,
+    was_awake: bool,
+}
+
+impl Engine {
+    /// Reserves the KV cache's addresses. Not collective.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for a size that leaves no room for a block, a sequence or a token, or a tensor-parallel
+    /// degree that the model cannot be split by.
+    pub fn new(
+        spec: Arc<ModelSpec>,
+        tokenizer: Arc<Tokenizer>,
+        options: EngineOptions,
+        tp: Arc<dyn Collective>,
+    ) -> Result<Self> {
+        spec.validate_tp(tp.size())?;
+        let least = [
+            ("kv_block_size", options.block_size, 1),
+            ("max_num_seqs", options.max_num_seqs, 1),
+            ("max_num_batched_tokens", options.max_num_batched_tokens, 1),
+            ("max_model_length", options.max_model_length, 2),
+        ];
+        if let Some((key, got, least)) = least.into_iter().find(|(_, got, least)| got < least) {
+            return Err(Error::invalid_value(key, got, format!("at least {least}")));
+        }
+        let (bytes, place) = (options.kv_cache_bytes, (options.kind, options.device));
+        let kv_cache = KvCache::reserve(&spec, tp.size(), options.block_size, bytes, place)?;
+        let rope = Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref());
+        let eos_token_ids = tokenizer.eos_token_ids(&spec.eos_token_ids);
+        Ok(Self { spec, tokenizer, options, tp, rope, eos_token_ids, kv_cache, was_awake: false })
+    }
+
+    /// Maps the KV cache and takes this rank's weights for as long as the result lives; dropping that puts the engine to
+    /// sleep. Collective over the tensor-parallel group, which agrees on the smallest number of blocks.
+    ///
+    /// # Errors
+    /// [`Error::StaleWeights`] unless the weights have `policy_version`; [`Error::OutOfMemory`] if not even half of the
+    /// cache can be mapped; an error that the last sleep kept.
+    pub fn wake<'a>(&'a mut self, weights: EngineWeights<'a>, policy_version: u64) -> Result<RolloutEngine<'a>> {
+        weights.check(&self.spec, (self.tp.rank(), self.tp.size()), policy_version)?;
+        // From here on an error drops `rollout`, which sleeps.
+        let mut rollout = RolloutEngine { engine: self, weights, stats: EngineStats::default(), progress: None };
+        rollout.open_kv_cache()?;
+        Ok(rollout)
+    }
+
+    /// Physical memory that the engine holds now; next to nothing while it sleeps.
+    pub fn resident_bytes(&self) -> Result<usize> {
+        self.kv_cache.resident_bytes()
+    }
+}
+
+/// An engine that is awake. It lives inside `with_rollout` and ends with it.
+pub struct RolloutEngine<'a> {
+    engine: &'a mut Engine,
+    weights: EngineWeights<'a>,
+    stats: EngineStats,
+    progress: Option<Box<dyn FnMut(&EngineStats) + 'a>>,
+}
+
+impl std::fmt::Debug for RolloutEngine<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RolloutEngine").field("stats", &self.stats).finish_non_exhaustive()
+    }
+}
+
+impl<'a> RolloutEngine<'a> {
+    /// Samples `num_generations` completions for each of this rank's prompts, in its own order. Collective over the
+    /// tensor-parallel group: the ranks' prompts are gathered and generated from together, with equal `params`.
+    /// `done` is called with each own group as soon as its last completion ends.
+    ///
+    /// A completion depends on (seed, step, prompt id, sample index) and the prompt's tokens, not on what else is in the
+    /// batch, on preemption or on the tensor-parallel degree, up to floating-point rounding of the logits. Two prompts
+    /// of equal id and tokens therefore get equal completions.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for parameters or prompts that cannot be served, before anything is computed;
+    /// [`Error::NonFinite`] for logits that are not numbers. Errors are the same on every rank of the group, except those
+    /// of one rank's device.
+    pub fn generate(
+        &mut self,
+        prompts: &[Prompt],
+        params: &SamplingParams,
+        mut done: impl FnMut(&RolloutGroup),
+    ) -> Result<Vec<RolloutGroup>> {
+        let tp = Arc::clone(&self.engine.tp);
+        let requests = requests::exchange(prompts, params, self.engine.spec.vocab_size, tp.as_ref())?;
+        let token_ids = requests.iter().map(|request| request.token_ids.as_slice());
+        let mut scheduler = Scheduler::new(self.limits(params), token_ids, params.num_generations, self.stats)?;
+        let mut groups: Vec<Option<RolloutGroup>> = prompts.iter().map(|_| None).collect();
+        while scheduler.has_work() {
+            for index in self.step(&mut scheduler, &requests, params)? {
+                let (owner, position) = requests[index].owner;
+                if owner == tp.rank() {
+                    let group = self.group(&scheduler, index, &prompts[position])?;
+                    done(&group);
+                    groups[position] = Some(group);
+                }
+            }
+        }
+        scheduler.check_integrity()?;
+        Ok(groups.into_iter().flatten().collect())
+    }
+
+    fn open_kv_cache(&mut self) -> Result<()> {
+        let engine = &mut *self.engine;
+        let mut num_blocks = [engine.kv_cache.map()? as f64];
+        all_reduce_f64(engine.tp.as_ref(), &mut num_blocks, ReduceOp::Min)?;
+        let num_blocks = num_blocks[0] as usize;
+        engine.kv_cache.open(num_blocks)?;
+        if !std::mem::replace(&mut engine.was_awake, true) {
+            tracing::info!("# KV blocks: {num_blocks} x {} tokens", engine.options.block_size);
+        }
+        self.stats.num_blocks = num_blocks;
+        Ok(())
+    }
+
+    /// What was done since waking.
+    pub fn stats(&self) -> &EngineStats {
+        &self.stats
+    }
+
+    /// Calls `progress` after every step.
+    pub fn on_progress(&mut self, progress: impl FnMut(&EngineStats) + 'a) {
+        self.progress = Some(Box::new(progress));
+    }
+
+    /// Schedule, run, sample, postprocess; returns the groups that are now complete.
+    fn step(&mut self, scheduler: &mut Scheduler, requests: &[Request], params: &SamplingParams) -> Result<Vec<usize>> {
+        phase::beat();
+        let engine = &*self.engine;
+        let step = scheduler.schedule();
+        let batch = Batch::new(&step, &scheduler.sequences, engine.options.block_size, engine.options.device);
+        let logits = self.runner().run(&batch)?;
+        if !step.copies.is_empty() {
+            engine.kv_cache.copy_blocks(&step.copies);
+        }
+        let sampled = self.sampler(params).sample(&logits, &draws(&step, scheduler, requests))?;
+        let decode = |ids: &[u32]| engine.tokenizer.decode(ids);
+        let rules = StopRules {
+            eos_token_ids: &engine.eos_token_ids,
+            stop: &params.stop,
+            max_completion_length: params.max_completion_length,
+            max_model_length: engine.options.max_model_length,
+            decode: &decode,
+        };
+        let complete = scheduler.postprocess(&step, &sampled, &rules)?;
+        self.stats = scheduler.stats;
+        if let Some(progress) = &mut self.progress {
+            progress(&self.stats);
+        }
+        Ok(complete)
+    }
+
+    fn runner(&self) -> Runner<'_> {
+        let engine = &*self.engine;
+        let (spec, rope, kv_cache, tp) = (&*engine.spec, &engine.rope, &engine.kv_cache, engine.tp.as_ref());
+        Runner { spec, rope, weights: &self.weights, kv_cache, tp }
+    }
+
+    fn sampler<'b>(&'b self, params: &'b SamplingParams) -> Sampler<'b> {
+        let tp = self.engine.tp.as_ref();
+        Sampler { params, vocab: self.engine.spec.vocab_range(tp.rank(), tp.size()), tp }
+    }
+
+    fn limits(&self, params: &SamplingParams) -> Limits {
+        let options = &self.engine.options;
+        Limits {
+            num_blocks: self.stats.num_blocks,
+            block_size: options.block_size,
+            max_num_seqs: options.max_num_seqs,
+            max_num_batched_tokens: options.max_num_batched_tokens,
+            max_completion_length: params.max_completion_length,
+            max_model_length: options.max_model_length,
+        }
+    }
+
+    fn group(&self, scheduler: &Scheduler, index: usize, prompt: &Prompt) -> Result<RolloutGroup> {
+        let completions = scheduler.members(index).map(|member| {
+            let sequence = &scheduler.sequences[member];
+            Ok(Completion {
+                token_ids: sequence.completion().to_vec(),
+                rollout_logprobs: sequence.rollout_logprobs.clone(),
+                finish_reason: sequence.finish_reason.expect("a complete group has ended"),
+                text: self.engine.tokenizer.decode(sequence.completion())?,
+                rewards: Vec::new(),
+                reward: None,
+                advantage: 0.0,
+            })
+        });
+        Ok(RolloutGroup { prompt: prompt.clone(), completions: completions.collect::<Result<_>>()? })
+    }
+}
+
+impl Drop for RolloutEngine<'_> {
+    fn drop(&mut self) {
+        self.engine.kv_cache.sleep();
+    }
+}
+
+/// One draw for each sequence that samples in `step`, in order.
+fn draws<'a>(step: &Step, scheduler: &'a Scheduler, requests: &[Request]) -> Vec<Draw<'a>> {
+    let sampling = step.runs.iter().filter(|run| !run.samples.is_empty());
+    let draws = sampling.enumerate().flat_map(|(row, run)| {
+        run.samples.clone().map(move |index| {
+            let sequence = &scheduler.sequences[index];
+            let sample = index - scheduler.members(sequence.group).start;
+            Draw { row, prompt_id: requests[sequence.group].prompt_id, sample, token_ids: &sequence.token_ids }
+        })
+    });
+    draws.collect()
+}

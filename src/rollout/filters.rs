@@ -1,0 +1,56 @@
+//! min-p, top-k and top-p: which candidates may be drawn. Each keeps a head of the candidates sorted by falling value, ties
+//! to the lowest id, so a rank can leave out what cannot survive before the ranks meet.
+
+use super::sampler::Candidate;
+use crate::types::SamplingParams;
+
+/// Whether any filter is on.
+pub(super) fn is_active(params: &SamplingParams) -> bool {
+    params.top_k > 0 || params.top_p < 1.0 || params.min_p.is_some_and(|min_p| min_p > 0.0)
+}
+
+/// Sorts a rank's candidates and drops those that no filter over the whole vocabulary could keep: beyond the rank's own
+/// top k, or below min-p of its own maximum.
+pub(super) fn cut_shard(candidates: &mut Vec<Candidate>, params: &SamplingParams) {
+    if params.top_k > 0 && params.top_k < candidates.len() {
+        candidates.select_nth_unstable_by(params.top_k - 1, before);
+        candidates.truncate(params.top_k);
+    }
+    candidates.sort_unstable_by(before);
+    cut_min_p(candidates, params);
+}
+
+/// Sorts all ranks' candidates and keeps, in this order:
+/// min-p, those with p >= min_p * max p (arXiv 2407.01082); top-k, the first k; top-p, the fewest whose mass among what
+/// is left reaches top_p (arXiv 1904.09751).
+pub(super) fn cut(candidates: &mut Vec<Candidate>, params: &SamplingParams) {
+    candidates.sort_unstable_by(before);
+    cut_min_p(candidates, params);
+    if params.top_k > 0 {
+        candidates.truncate(params.top_k);
+    }
+    if params.top_p < 1.0 {
+        let Some(max) = candidates.first().map(|first| f64::from(first.value)) else { return };
+        let mass = |candidate: &Candidate| (f64::from(candidate.value) - max).exp();
+        let target = f64::from(params.top_p) * candidates.iter().map(mass).sum::<f64>();
+        let mut before = 0.0;
+        let kept = candidates.iter().take_while(|candidate| {
+            let is_needed = before < target;
+            before += mass(candidate);
+            is_needed
+        });
+        let kept = kept.count();
+        candidates.truncate(kept.max(1));
+    }
+}
+
+fn cut_min_p(sorted: &mut Vec<Candidate>, params: &SamplingParams) {
+    let (Some(min_p), Some(first)) = (params.min_p, sorted.first()) else { return };
+    let least = first.value + min_p.ln();
+    sorted.truncate(sorted.partition_point(|candidate| candidate.value >= least));
+}
+
+/// Falling value, then rising id.
+fn before(a: &Candidate, b: &Candidate) -> std::cmp::Ordering {
+    b.value.total_cmp(&a.value).then(a.id.cmp(&b.id))
+}

@@ -1,0 +1,392 @@
+//! Exact sampling from logits that are split over a tensor-parallel group by vocabulary.
+//!
+//! A token is drawn by Gumbel-max: argmax over ids of (processed logit + noise), ties to the lowest id. The noise is a
+//! function of (seed, step, prompt id, sample, position, vocabulary id), so that a draw depends neither on the batch
+//! it stands in nor on how the vocabulary is split. Each rank offers its candidates with its log-sum-exp, one small
+//! gather follows, and every rank decides alike.
+
+use std::ops::Range;
+
+use super::filters;
+use crate::dist::{Collective, all_gather_bytes};
+use crate::error::{Error, Result};
+use crate::ops::random::RandomKey;
+use crate::types::SamplingParams;
+
+/// First word of the sampler's random keys, apart from those of initialisation and shuffling.
+const STREAM: u64 = u64::from_be_bytes(*b"sampling");
+
+/// One token to draw.
+#[derive(Debug)]
+pub(super) struct Draw<'a> {
+    /// Row of the logits.
+    pub(super) row: usize,
+    pub(super) prompt_id: u64,
+    /// Index of the completion within its group.
+    pub(super) sample: usize,
+    /// Prompt and completion so far: what a repetition penalty looks at. Its length is the position drawn for.
+    pub(super) token_ids: &'a [u32],
+}
+
+/// What was drawn.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Sampled {
+    pub(super) token_id: u32,
+    /// ln softmax(logits / temperature)[token_id] before penalty and filters, in nats; temperature 0 counts as 1.
+    pub(super) logprob: f32,
+}
+
+/// An id that may be drawn.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Candidate {
+    pub(super) id: u32,
+    /// Logit after penalty and temperature.
+    pub(super) value: f32,
+    /// Logit after temperature alone.
+    pub(super) raw: f32,
+}
+
+/// A rank's share of one draw.
+#[derive(Debug, Clone, PartialEq)]
+struct Offer {
+    /// Over the rank's share of logits / temperature.
+    log_sum_exp: f64,
+    candidates: Vec<Candidate>,
+}
+
+/// How tokens are drawn from this rank's share of the vocabulary.
+#[derive(Debug)]
+pub(super) struct Sampler<'a> {
+    pub(super) params: &'a SamplingParams,
+    /// Ids of the logits' columns.
+    pub(super) vocab: Range<usize>,
+    pub(super) tp: &'a dyn Collective,
+}
+
+impl Sampler<'_> {
+    /// Draws one token for each of `draws`, in order. Collective over the tensor-parallel group.
+    ///
+    /// Order of processing, as in vLLM: repetition penalty, temperature, min-p, top-k, top-p.
+    ///
+    /// # Errors
+    /// [`Error::NonFinite`] for logits that are not numbers, on every rank together.
+    pub(super) fn sample(
+        &self,
+        logits: &[f32], /* [rows, V of this rank] */
+        draws: &[Draw],
+    ) -> Result<Vec<Sampled>> {
+        let offers = self.exchange(self.offers(logits, draws))?;
+        let of_draw = |index: usize| offers.iter().map(move |offers| &offers[index]);
+        draws.iter().enumerate().map(|(index, draw)| self.decide(draw, of_draw(index))).collect()
+    }
+
+    /// This rank's share of each draw.
+    fn offers(&self, logits: &[f32], draws: &[Draw]) -> Vec<Offer> {
+        let width = self.vocab.len();
+        let (mut values, mut noise) = (vec![0.0; width], vec![0.0; width]);
+        let mut last_row = (usize::MAX, 0.0); // the draws of a group share one row
+        let offer = |draw: &Draw| {
+            let raw = &logits[draw.row * width..][..width];
+            if last_row.0 != draw.row {
+                last_row = (draw.row, log_sum_exp(raw.iter().map(|&logit| f64::from(logit * self.scale()))));
+            }
+            self.process(raw, draw, &mut values);
+            Offer { log_sum_exp: last_row.1, candidates: self.candidates(raw, &values, draw, &mut noise) }
+        };
+        draws.iter().map(offer).collect()
+    }
+
+    fn is_greedy(&self) -> bool {
+        self.params.temperature == 0.0
+    }
+
+    /// What logits are multiplied by.
+    fn scale(&self) -> f32 {
+        if self.is_greedy() { 1.0 } else { 1.0 / self.params.temperature }
+    }
+
+    /// values = penalised logits / temperature: a seen id's positive logit is divided by the penalty, a negative one
+    /// multiplied (arXiv 1909.05858).
+    fn process(&self, raw: &[f32], draw: &Draw, values: &mut [f32]) {
+        let (scale, penalty) = (self.scale(), self.params.repetition_penalty);
+        for (value, logit) in values.iter_mut().zip(raw) {
+            *value = logit * scale;
+        }
+        if penalty == 1.0 {
+            return;
+        }
+        for &id in draw.token_ids {
+            let Some(column) = (id as usize).checked_sub(self.vocab.start).filter(|&column| column < raw.len()) else {
+                continue;
+            };
+            // From the raw logit, so that an id seen twice is penalised once.
+            let logit = raw[column];
+            values[column] = scale * if logit > 0.0 { logit / penalty } else { logit * penalty };
+        }
+    }
+
+    /// With filters, all ids that may survive them; without, the shard's winner.
+    fn candidates(&self, raw: &[f32], values: &[f32], draw: &Draw, noise: &mut [f32]) -> Vec<Candidate> {
+        let scale = self.scale();
+        let start = self.vocab.start;
+        let candidate =
+            |column| Candidate { id: (start + column) as u32, value: values[column], raw: raw[column] * scale };
+        if filters::is_active(self.params) && !self.is_greedy() {
+            let mut all: Vec<Candidate> = (0..values.len()).map(candidate).collect();
+            filters::cut_shard(&mut all, self.params);
+            return all;
+        }
+        if self.is_greedy() {
+            noise.fill(0.0);
+        } else {
+            self.key(draw).fill_gumbel(draw.token_ids.len() as u64, start as u64, noise);
+        }
+        let mut best = (0, f64::NEG_INFINITY);
+        for (column, (&value, &noise)) in values.iter().zip(noise.iter()).enumerate() {
+            let perturbed = f64::from(value) + f64::from(noise);
+            if perturbed > best.1 {
+                best = (column, perturbed);
+            }
+        }
+        vec![candidate(best.0)]
+    }
+
+    fn key(&self, draw: &Draw) -> RandomKey {
+        RandomKey::new(self.params.seed, STREAM).fold(self.params.step).fold(draw.prompt_id).fold(draw.sample as u64)
+    }
+
+    /// The winner among all ranks' candidates.
+    fn decide<'b>(&self, draw: &Draw, offers: impl Iterator<Item = &'b Offer> + Clone) -> Result<Sampled> {
+        let log_sum_exp = log_sum_exp(offers.clone().map(|offer| offer.log_sum_exp));
+        if !log_sum_exp.is_finite() {
+            let (prompt, position) = (draw.prompt_id, draw.token_ids.len());
+            let message = format!("logits of prompt {prompt} at position {position} are not finite; check the weights");
+            return Err(Error::NonFinite { message });
+        }
+        let mut candidates: Vec<Candidate> = offers.flat_map(|offer| offer.candidates.iter().copied()).collect();
+        if filters::is_active(self.params) && !self.is_greedy() {
+            filters::cut(&mut candidates, self.params);
+        }
+        let key = self.key(draw);
+        let perturbed = |candidate: &Candidate| {
+            let mut noise = [0.0];
+            if !self.is_greedy() {
+                key.fill_gumbel(draw.token_ids.len() as u64, candidate.id.into(), &mut noise);
+            }
+            f64::from(candidate.value) + f64::from(noise[0])
+        };
+        let best = candidates.iter().map(|candidate| (perturbed(candidate), candidate));
+        let best = best.max_by(|(a, left), (b, right)| a.total_cmp(b).then(right.id.cmp(&left.id)));
+        let (_, winner) = best.ok_or_else(|| Error::NonFinite { message: "no token survived the filters".into() })?;
+        Ok(Sampled { token_id: winner.id, logprob: (f64::from(winner.raw) - log_sum_exp) as f32 })
+    }
+
+    /// Every rank's offers, in rank order.
+    fn exchange(&self, own: Vec<Offer>) -> Result<Vec<Vec<Offer>>> {
+        if self.tp.size() == 1 {
+            return Ok(vec![own]);
+        }
+        let gathered = all_gather_bytes(self.tp, &encode(&own))?;
+        Ok(gathered.iter().map(|bytes| decode(bytes)).collect())
+    }
+}
+
+/// ln sum exp, stable, in f64 so that the split of the vocabulary does not show.
+fn log_sum_exp(terms: impl Iterator<Item = f64> + Clone) -> f64 {
+    let max = terms.clone().fold(f64::NEG_INFINITY, f64::max);
+    if max == f64::NEG_INFINITY {
+        return max;
+    }
+    max + terms.map(|term| (term - max).exp()).sum::<f64>().ln()
+}
+
+fn encode(offers: &[Offer]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for offer in offers {
+        bytes.extend(offer.log_sum_exp.to_le_bytes());
+        bytes.extend((offer.candidates.len() as u32).to_le_bytes());
+        for candidate in &offer.candidates {
+            bytes.extend(candidate.id.to_le_bytes());
+            bytes.extend(candidate.value.to_le_bytes());
+            bytes.extend(candidate.raw.to_le_bytes());
+        }
+    }
+    bytes
+}
+
+fn decode(mut bytes: &[u8]) -> Vec<Offer> {
+    fn take<const N: usize>(bytes: &mut &[u8]) -> [u8; N] {
+        let (head, rest) = bytes.split_first_chunk().expect("offers are encoded by the same program");
+        *bytes = rest;
+        *head
+    }
+    let mut offers = Vec::new();
+    while !bytes.is_empty() {
+        let log_sum_exp = f64::from_le_bytes(take(&mut bytes));
+        let count = u32::from_le_bytes(take(&mut bytes));
+        let candidate = |_| Candidate {
+            id: u32::from_le_bytes(take(&mut bytes)),
+            value: f32::from_le_bytes(take(&mut bytes)),
+            raw: f32::from_le_bytes(take(&mut bytes)),
+        };
+        let candidates = (0..count).map(candidate).collect();
+        offers.push(Offer { log_sum_exp, candidates });
+    }
+    offers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dist::SingleRank;
+
+    const VOCAB: usize = 13;
+
+    /// Draws from a vocabulary split at `bounds`, as the ranks of a group would.
+    fn sample(params: &SamplingParams, bounds: &[usize], logits: &[f32], draws: &[Draw]) -> Result<Vec<Sampled>> {
+        let tp = SingleRank::default();
+        let sampler = |vocab: Range<usize>| Sampler { params, vocab, tp: &tp };
+        let offers = bounds.windows(2).map(|bound| {
+            let columns = |row: &[f32]| row[bound[0]..bound[1]].to_vec();
+            let shard: Vec<f32> = logits.chunks(VOCAB).flat_map(columns).collect();
+            decode(&encode(&sampler(bound[0]..bound[1]).offers(&shard, draws)))
+        });
+        let offers: Vec<_> = offers.collect();
+        let of_draw = |index: usize| offers.iter().map(move |offers| &offers[index]);
+        let whole = sampler(0..VOCAB);
+        draws.iter().enumerate().map(|(index, draw)| whole.decide(draw, of_draw(index))).collect()
+    }
+
+    fn logits(row: u64) -> Vec<f32> {
+        let mut logits = vec![0.0; VOCAB];
+        RandomKey::new(7, 0).fill_normal(row, 0, &mut logits);
+        logits.iter().map(|logit| logit * 2.0).collect()
+    }
+
+    fn draws(count: u64) -> Vec<Draw<'static>> {
+        (0..count).map(|prompt_id| Draw { row: 0, prompt_id, sample: 3, token_ids: &[1, 5, 5] }).collect()
+    }
+
+    /// softmax in f64 of the allowed logits.
+    fn softmax(values: &[f64]) -> Vec<f64> {
+        let total: f64 = values.iter().map(|value| value.exp()).sum();
+        values.iter().map(|value| value.exp() / total).collect()
+    }
+
+    /// Draws follow `expected`: chi-square under its 99.99 % point for at most 12 degrees of freedom, and nothing that has
+    /// no mass is ever drawn.
+    fn assert_distribution(params: &SamplingParams, expected: &[f64]) {
+        let count = 20_000;
+        let sampled = sample(params, &[0, VOCAB], &logits(0), &draws(count)).unwrap();
+        let mut counts = [0.0; VOCAB];
+        sampled.iter().for_each(|sampled| counts[sampled.token_id as usize] += 1.0);
+        let mut chi_square = 0.0;
+        for (id, (&got, &p)) in counts.iter().zip(expected).enumerate() {
+            let want = p * count as f64;
+            assert!(want > 0.0 || got == 0.0, "id {id} was drawn {got} times");
+            chi_square += if want > 0.0 { (got - want).powi(2) / want } else { 0.0 };
+        }
+        assert!(chi_square < 39.1, "{chi_square}: {counts:?} against {expected:?}");
+    }
+
+    #[test]
+    fn draws_follow_the_softmax_at_the_temperature() {
+        for temperature in [0.7, 1.0, 1.5] {
+            let params = SamplingParams { temperature, ..SamplingParams::default() };
+            let values: Vec<f64> = logits(0).iter().map(|&logit| f64::from(logit) / f64::from(temperature)).collect();
+            assert_distribution(&params, &softmax(&values));
+        }
+    }
+
+    /// The filters by their definitions, on probabilities: min-p, then top-k, then top-p of what is left.
+    fn filtered(values: &[f64], params: &SamplingParams) -> Vec<f64> {
+        let p = softmax(values);
+        let max = p.iter().copied().fold(0.0, f64::max);
+        let mut order: Vec<usize> = (0..p.len()).collect();
+        order.sort_by(|&a, &b| p[b].total_cmp(&p[a]).then(a.cmp(&b)));
+        order.retain(|&id| p[id] >= f64::from(params.min_p.unwrap_or(0.0)) * max);
+        order.truncate(if params.top_k > 0 { params.top_k } else { usize::MAX });
+        let mass: f64 = order.iter().map(|&id| p[id]).sum();
+        let mut before = 0.0;
+        order.retain(|&id| {
+            let keep = before < f64::from(params.top_p) * mass;
+            before += p[id];
+            keep
+        });
+        let kept: f64 = order.iter().map(|&id| p[id]).sum();
+        (0..p.len()).map(|id| if order.contains(&id) { p[id] / kept } else { 0.0 }).collect()
+    }
+
+    #[test]
+    fn filters_keep_what_their_definitions_keep() {
+        let base = SamplingParams { temperature: 1.3, ..SamplingParams::default() };
+        let cases = [
+            SamplingParams { top_k: 4, ..base.clone() },
+            SamplingParams { top_p: 0.8, ..base.clone() },
+            SamplingParams { top_p: 1e-6, ..base.clone() },
+            SamplingParams { min_p: Some(0.1), ..base.clone() },
+            SamplingParams { top_k: 6, top_p: 0.7, min_p: Some(0.05), ..base.clone() },
+        ];
+        for params in cases {
+            let values: Vec<f64> = logits(0).iter().map(|&logit| f64::from(logit) / 1.3).collect();
+            assert_distribution(&params, &filtered(&values, &params));
+        }
+    }
+
+    #[test]
+    fn the_penalty_acts_once_on_seen_ids_and_not_on_the_log_probability() {
+        let params = SamplingParams { repetition_penalty: 2.0, ..SamplingParams::default() };
+        let raw = logits(0);
+        let penalised = |(id, &logit): (usize, &f32)| {
+            let factor = if [1, 5].contains(&id) { if logit > 0.0 { 0.5 } else { 2.0 } } else { 1.0 };
+            f64::from(logit) * factor
+        };
+        assert_distribution(&params, &softmax(&raw.iter().enumerate().map(penalised).collect::<Vec<_>>()));
+        let p = softmax(&raw.iter().map(|&logit| f64::from(logit)).collect::<Vec<_>>());
+        for sampled in sample(&params, &[0, VOCAB], &raw, &draws(50)).unwrap() {
+            assert!((f64::from(sampled.logprob) - p[sampled.token_id as usize].ln()).abs() < 1e-6);
+        }
+    }
+
+    #[test]
+    fn a_split_vocabulary_gives_the_same_tokens() {
+        let base = SamplingParams::default();
+        let cases = [
+            base.clone(),
+            SamplingParams { temperature: 0.0, ..base.clone() },
+            SamplingParams { temperature: 0.6, repetition_penalty: 1.3, ..base.clone() },
+            SamplingParams { top_k: 3, ..base.clone() },
+            SamplingParams { top_p: 0.9, min_p: Some(0.02), ..base.clone() },
+        ];
+        let logits: Vec<f32> = (0..40).flat_map(logits).collect();
+        let rows: Vec<Draw> = (0..40).map(|row| Draw { row, prompt_id: 9, sample: row, token_ids: &[1, 2] }).collect();
+        for params in cases {
+            let whole = sample(&params, &[0, VOCAB], &logits, &rows).unwrap();
+            for bounds in [&[0, 6, VOCAB][..], &[0, 3, 6, 9, VOCAB]] {
+                let split = sample(&params, bounds, &logits, &rows).unwrap();
+                for (whole, split) in whole.iter().zip(&split) {
+                    assert_eq!(whole.token_id, split.token_id, "{params:?}");
+                    assert!((whole.logprob - split.logprob).abs() < 1e-6);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn greedy_takes_the_lowest_of_equal_ids() {
+        let params = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
+        let mut logits = vec![0.0; VOCAB];
+        (logits[4], logits[9]) = (2.0, 2.0);
+        for bounds in [&[0, VOCAB][..], &[0, 6, VOCAB]] {
+            assert_eq!(sample(&params, bounds, &logits, &draws(1)).unwrap()[0].token_id, 4);
+        }
+    }
+
+    #[test]
+    fn logits_that_are_not_numbers_are_an_error() {
+        let mut logits = logits(0);
+        logits[3] = f32::NAN;
+        let failed = sample(&SamplingParams::default(), &[0, 6, VOCAB], &logits, &draws(1));
+        assert!(matches!(failed, Err(Error::NonFinite { .. })));
+    }
+}

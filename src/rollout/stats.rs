@@ -1,0 +1,22 @@
+//! What an engine counts.
+
+/// What generation has done since the engine woke, over the whole tensor-parallel group.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct EngineStats {
+    /// Blocks of the KV cache.
+    pub num_blocks: usize,
+    /// Most blocks in use at once.
+    pub peak_blocks: usize,
+    /// Forward passes.
+    pub num_steps: usize,
+    /// Tokens sampled.
+    pub num_generated_tokens: usize,
+    /// Tokens computed in prefill steps, those of preempted sequences again.
+    pub num_prefilled_tokens: usize,
+    /// Tokens that did not have to be prefilled, because another completion of the group had been through them.
+    pub num_shared_tokens: usize,
+    /// Sequences that had to give their blocks back.
+    pub num_preemptions: usize,
+    /// Completions finished.
+    pub num_finished: usize,
+}

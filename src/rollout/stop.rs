@@ -1,0 +1,105 @@
+//! When a completion ends: an end-of-sequence id, a stop string, or a length.
+
+use super::sequence::Sequence;
+use crate::error::Result;
+use crate::types::FinishReason;
+
+/// What ends a completion, in this order of precedence.
+pub(super) struct StopRules<'a> {
+    /// Ids that end a completion and stay its last token.
+    pub(super) eos_token_ids: &'a [u32],
+    /// Strings that end a completion; the text that matched stays.
+    pub(super) stop: &'a [String],
+    pub(super) max_completion_length: usize,
+    /// Longest prompt and completion together.
+    pub(super) max_model_length: usize,
+    /// Token ids to text, special tokens skipped.
+    pub(super) decode: &'a dyn Fn(&[u32]) -> Result<String>,
+}
+
+impl StopRules<'_> {
+    /// Judges a sequence whose last token has just been sampled.
+    pub(super) fn finish_reason(&self, sequence: &mut Sequence) -> Result<Option<FinishReason>> {
+        if sequence.completion().last().is_some_and(|id| self.eos_token_ids.contains(id)) {
+            return Ok(Some(FinishReason::Eos));
+        }
+        if !self.stop.is_empty() {
+            let completion = &sequence.token_ids[sequence.prompt_len..];
+            if sequence.detokenizer.push(completion, self)? {
+                return Ok(Some(FinishReason::Stop));
+            }
+        }
+        let full = sequence.completion().len() >= self.max_completion_length || sequence.len() >= self.max_model_length;
+        Ok(full.then_some(FinishReason::Length))
+    }
+}
+
+/// Text of a growing completion, token by token at constant cost: only the last tokens are decoded again, because a
+/// token's text may depend on those before it (spaces) and on those after it (bytes of one character).
+#[derive(Debug, Default)]
+pub(super) struct Detokenizer {
+    /// Tokens before `read` whose text is known; decoding restarts at `prefix` for context.
+    prefix: usize,
+    read: usize,
+    /// End of the known text, long enough for a stop string to begin in it.
+    tail: String,
+}
+
+impl Detokenizer {
+    /// Takes in the tokens that `completion` has gained; whether a stop string has appeared.
+    fn push(&mut self, completion: &[u32], rules: &StopRules) -> Result<bool> {
+        let known = (rules.decode)(&completion[self.prefix..self.read])?;
+        let text = (rules.decode)(&completion[self.prefix..])?;
+        let Some(new) = text.get(known.len()..).filter(|new| !new.is_empty() && !new.ends_with('\u{FFFD}')) else {
+            return Ok(false);
+        };
+        self.tail.push_str(new);
+        (self.prefix, self.read) = (self.read, completion.len());
+        let found = rules.stop.iter().any(|stop| self.tail.contains(stop.as_str()));
+        let longest = rules.stop.iter().map(String::len).max().unwrap_or(0);
+        let cut = self.tail.len().saturating_sub(longest);
+        let cut = (0..=cut).rev().find(|&at| self.tail.is_char_boundary(at)).unwrap_or(0);
+        self.tail.drain(..cut);
+        Ok(found)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Bytes as tokens, so that characters span tokens.
+    fn decode(ids: &[u32]) -> Result<String> {
+        let bytes: Vec<u8> = ids.iter().map(|&id| id as u8).collect();
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    /// The text at which a completion that goes on for ever is ended, and why.
+    fn run(text: &str, stop: &[&str], max_completion_length: usize, max_model_length: usize) -> (String, FinishReason) {
+        let stop: Vec<String> = stop.iter().map(|&stop| stop.to_owned()).collect();
+        let rules =
+            StopRules { eos_token_ids: &[0], stop: &stop, max_completion_length, max_model_length, decode: &decode };
+        let mut sequence = Sequence::new(0, &[7, 7, 7]);
+        for byte in text.bytes() {
+            sequence.token_ids.push(byte.into());
+            if let Some(reason) = rules.finish_reason(&mut sequence).unwrap() {
+                return (decode(sequence.completion()).unwrap(), reason);
+            }
+        }
+        panic!("'{text}' did not end");
+    }
+
+    #[test]
+    fn a_stop_string_ends_at_its_last_token_and_stays() {
+        assert_eq!(run("one</a>two", &["</a>", "zz"], 99, 99), ("one</a>".into(), FinishReason::Stop));
+        assert_eq!(run("héllo wörld", &["wö"], 99, 99), ("héllo wö".into(), FinishReason::Stop));
+        assert_eq!(run("ééééééé stop", &["é s"], 99, 99), ("ééééééé s".into(), FinishReason::Stop));
+    }
+
+    #[test]
+    fn an_end_token_comes_before_a_length() {
+        assert_eq!(run("ab\0", &[], 3, 99), ("ab\0".into(), FinishReason::Eos));
+        assert_eq!(run("abcd", &["xyz"], 3, 99), ("abc".into(), FinishReason::Length));
+        assert_eq!(run("abcd", &[], 99, 5), ("ab".into(), FinishReason::Length));
+    }
+}

@@ -1,0 +1,71 @@
+//! What the engine reads of the policy: views, never copies.
+
+use std::marker::PhantomData;
+
+use tch::Tensor;
+
+use crate::error::{Error, Result};
+use crate::model::{BlockParams, EmbeddingParams, HeadParams, ModelSpec};
+
+/// One tensor-parallel rank's weights, borrowed from the policy for as long as the engine is awake.
+#[derive(Debug)]
+pub struct EngineWeights<'a> {
+    /// The whole embedding table; it is looked up unsplit.
+    pub embedding: Tensor, // [V, D]
+    /// This rank's slices.
+    pub blocks: Vec<BlockParams>,
+    /// Norm before the head.
+    pub final_norm: Tensor, // [D]
+    /// This rank's vocabulary rows of the head, as [`ModelSpec::vocab_range`] splits them.
+    pub lm_head: Tensor, // [V of this rank, D]
+    /// The policy's version when these weights were taken.
+    pub version: u64,
+    /// Keeps the policy borrowed.
+    pub policy: PhantomData<&'a ()>,
+}
+
+impl EngineWeights<'_> {
+    /// Slices of whole units for rank `tp_rank` of `tp_size`.
+    pub fn slices(
+        spec: &ModelSpec,
+        (tp_rank, tp_size): (usize, usize),
+        embedding: &EmbeddingParams,
+        blocks: &[BlockParams],
+        head: &HeadParams,
+        version: u64,
+    ) -> Self {
+        let rows = spec.vocab_range(tp_rank, tp_size);
+        Self {
+            embedding: embedding.table.shallow_clone(),
+            blocks: blocks.iter().map(|block| block.tp_slice(spec, tp_rank, tp_size)).collect(),
+            final_norm: head.final_norm.shallow_clone(),
+            lm_head: head.output_table(embedding).narrow(0, rows.start as i64, rows.len() as i64),
+            version,
+            policy: PhantomData,
+        }
+    }
+
+    /// Refuses weights of another model, rank or version.
+    pub(super) fn check(
+        &self,
+        spec: &ModelSpec,
+        (tp_rank, tp_size): (usize, usize),
+        policy_version: u64,
+    ) -> Result<()> {
+        if self.version != policy_version {
+            return Err(Error::StaleWeights { engine: self.version, policy: policy_version });
+        }
+        let (vocab, hidden) = (spec.vocab_size as i64, spec.hidden_size as i64);
+        let rows = spec.vocab_range(tp_rank, tp_size).len() as i64;
+        let expected = (spec.num_layers, vec![vocab, hidden], vec![rows, hidden]);
+        let got = (self.blocks.len(), self.embedding.size(), self.lm_head.size());
+        if got != expected {
+            return Err(Error::InvalidArgument {
+                op: "Engine::wake",
+                expected: format!("(blocks, embedding, lm_head) = {expected:?} on rank {tp_rank} of {tp_size}"),
+                got: format!("{got:?}"),
+            });
+        }
+        Ok(())
+    }
+}
