@@ -32,15 +32,15 @@ impl Config {
         let slice = self.per_device_train_batch_size * world_size; // completions per slice over all ranks
         let groups = self.num_generations * world_size; // completions if each rank had one group
         let steps_per_generation = match self.generation_batch_size {
-            Some(batch) if batch % slice == 0 && batch % groups == 0 => batch / slice,
+            Some(batch) if batch.is_multiple_of(slice) && batch.is_multiple_of(groups) => batch / slice,
             Some(batch) => return Err(invalid_generation_batch(batch, slice, groups)),
             None => self.steps_per_generation.unwrap_or(self.gradient_accumulation_steps),
         };
         let generation_batch_size = slice * steps_per_generation;
-        if generation_batch_size % groups != 0 {
+        if !generation_batch_size.is_multiple_of(groups) {
             return Err(self.invalid_derived_batch(world_size, steps_per_generation));
         }
-        if steps_per_generation % self.gradient_accumulation_steps != 0 {
+        if !steps_per_generation.is_multiple_of(self.gradient_accumulation_steps) {
             let expected = format!(
                 "a divisor of the {steps_per_generation} slices per generation batch: {}",
                 listed(&divisors(steps_per_generation))
@@ -94,7 +94,7 @@ fn invalid_generation_batch(batch: usize, slice: usize, groups: usize) -> Error 
 }
 
 fn check_divides(key: &str, size: usize, world_size: usize) -> Result<()> {
-    if world_size % size == 0 {
+    if world_size.is_multiple_of(size) {
         return Ok(());
     }
     let valid = listed(&divisors(world_size));
@@ -108,7 +108,7 @@ fn nearest_multiples(number: usize, unit: usize) -> String {
 }
 
 fn divisors(number: usize) -> Vec<usize> {
-    (1..=number).filter(|divisor| number % divisor == 0).collect()
+    (1..=number).filter(|divisor| number.is_multiple_of(*divisor)).collect()
 }
 
 fn listed(numbers: &[usize]) -> String {

@@ -25,7 +25,7 @@ use crate::error::Result;
 const DEFAULT_FORMAT_PATTERN: &str = r"(?s)<think>.*?</think>\s*<answer>.*?</answer>\s*";
 /// `<answer>..</answer>`, `\boxed{..}` (one level of braces inside) or GSM8K's `#### ..`.
 const DEFAULT_ANSWER_PATTERN: &str =
-    r"(?s)<answer>\s*(.*?)\s*</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}|####\s*([^\n]+)";
+    r"(?s)<answer>\s*(.*?)\s*</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}|####\s*(\S+)";
 
 /// Keys that have a meaning in TRL or in later versions and would change the result if they were ignored.
 const UNSERVED_KEYS: &[&str] = &[

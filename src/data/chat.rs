@@ -155,5 +155,4 @@ fn failed(error: JinjaError) -> Error {
 }
 
 #[cfg(test)]
-#[path = "chat_tests.rs"]
 mod tests;

@@ -119,5 +119,4 @@ impl Dataset {
 }
 
 #[cfg(test)]
-#[path = "dataset_tests.rs"]
 mod tests;

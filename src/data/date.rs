@@ -63,7 +63,7 @@ pub(super) fn strftime(format: &str, seconds: u64) -> Result<String, String> {
 
 /// Year, month from 1 and day from 1 of a day counted from 1970-01-01, in the Gregorian calendar.
 fn civil(days: u64) -> (u64, usize, u64) {
-    let is_leap = |year: u64| year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+    let is_leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
     let (mut year, mut day) = (1970, days);
     while day >= 365 + u64::from(is_leap(year)) {
         day -= 365 + u64::from(is_leap(year));

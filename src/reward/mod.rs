@@ -1,1 +1,77 @@
-//! Verifiers that score completions. Know nothing of tensors.
+//! Verifiers that score completions, and the threads they run on. Know nothing of tensors. What a model wrote is read,
+//! compared and matched against regular expressions of linear time; it is never evaluated.
+
+mod answer;
+mod number;
+mod pool;
+mod worker;
+
+use std::sync::Arc;
+
+pub use answer::{exact_answer, format, numeric_answer};
+pub use pool::RewardPool;
+use regex::Regex;
+use serde_json::{Map, Value};
+pub use worker::RewardFailures;
+
+use crate::config::RewardConfig;
+use crate::error::{Error, Result};
+use crate::types::FinishReason;
+
+/// Names of the built-in rewards.
+pub const BUILTIN: [&str; 3] = ["format", "numeric_answer", "exact_answer"];
+
+/// What a reward function sees of one completion.
+#[derive(Debug, Clone, Copy)]
+pub struct RewardInput<'a> {
+    /// The rendered prompt.
+    pub prompt: &'a str,
+    /// The completion, special tokens left out.
+    pub completion: &'a str,
+    /// The completion's ids, the end-of-sequence token included.
+    pub token_ids: &'a [u32],
+    /// Why it ended.
+    pub finish_reason: FinishReason,
+    /// Every column of the prompt's row.
+    pub columns: &'a Map<String, Value>,
+}
+
+/// A reward: a finite number, or an error that masks the sample.
+pub type RewardFunction = Arc<dyn Fn(&RewardInput<'_>) -> Result<f32> + Send + Sync>;
+
+/// The built-in reward of this name.
+///
+/// # Errors
+/// [`Error::InvalidValue`] for an unknown name or a pattern that does not compile.
+pub fn builtin(name: &str, config: &RewardConfig) -> Result<RewardFunction> {
+    let answer = || compiled("reward.answer_pattern", &config.answer_pattern);
+    let column = config.answer_column.clone();
+    Ok(match name {
+        "format" => {
+            let whole = format!(r"\A(?:{})\z", config.format_pattern);
+            let pattern = compiled("reward.format_pattern", &whole)?;
+            Arc::new(move |input| Ok(format(input.completion, &pattern)))
+        }
+        "numeric_answer" => {
+            let pattern = answer()?;
+            Arc::new(move |input| numeric_answer(input.completion, &pattern, input.columns, &column))
+        }
+        "exact_answer" => {
+            let pattern = answer()?;
+            Arc::new(move |input| exact_answer(input.completion, &pattern, input.columns, &column))
+        }
+        _ => {
+            return Err(Error::invalid_value("reward_funcs", name, format!("names among {}", BUILTIN.join(", "))));
+        }
+    })
+}
+
+/// Columns that these rewards cannot do without.
+pub fn required_columns(names: &[String], config: &RewardConfig) -> Vec<String> {
+    let reads_answer = names.iter().any(|name| matches!(name.as_str(), "numeric_answer" | "exact_answer"));
+    if reads_answer { vec![config.answer_column.clone()] } else { Vec::new() }
+}
+
+fn compiled(key: &str, pattern: &str) -> Result<Regex> {
+    Regex::new(pattern).map_err(|error| Error::invalid_value(key, pattern, format!("a regular expression: {error}")))
+}

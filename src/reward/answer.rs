@@ -1,0 +1,117 @@
+//! The built-in rewards: pure functions of a completion's text and its row.
+
+use regex::Regex;
+use serde_json::{Map, Value};
+
+use super::number::Rational;
+use crate::error::{Error, Result};
+
+/// 1 if `pattern` matches, else 0. Give it anchored (`\A(?:..)\z`) to match the whole completion.
+pub fn format(completion: &str, pattern: &Regex) -> f32 {
+    f32::from(u8::from(pattern.is_match(completion)))
+}
+
+/// 1 if the last match's answer is the same number as `columns[column]`, else 0; numbers are compared as exact
+/// fractions.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if the column is missing or holds no number.
+pub fn numeric_answer(completion: &str, pattern: &Regex, columns: &Map<String, Value>, column: &str) -> Result<f32> {
+    let reference = reference(columns, column)?;
+    let number = Rational::parse(&reference).or_else(|| Rational::parse(last_answer(&reference, pattern)?));
+    let number = number.ok_or_else(|| Error::InvalidArgument {
+        op: "numeric_answer",
+        expected: format!("a number in column '{column}'"),
+        got: reference.clone(),
+    })?;
+    let answer = last_answer(completion, pattern).and_then(Rational::parse);
+    Ok(f32::from(u8::from(answer == Some(number))))
+}
+
+/// 1 if the last match's answer is the text of `columns[column]` but for case and white space, else 0.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if the column is missing or is neither text nor a number.
+pub fn exact_answer(completion: &str, pattern: &Regex, columns: &Map<String, Value>, column: &str) -> Result<f32> {
+    let reference = reference(columns, column)?;
+    let expected = normalized(last_answer(&reference, pattern).unwrap_or(&reference));
+    let answer = last_answer(completion, pattern).map(normalized);
+    Ok(f32::from(u8::from(answer == Some(expected))))
+}
+
+/// The first group that took part in the last match.
+fn last_answer<'a>(text: &'a str, pattern: &Regex) -> Option<&'a str> {
+    let last = pattern.captures_iter(text).last()?;
+    last.iter().skip(1).flatten().next().map(|group| group.as_str())
+}
+
+fn normalized(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ").to_lowercase()
+}
+
+fn reference(columns: &Map<String, Value>, column: &str) -> Result<String> {
+    match columns.get(column) {
+        Some(Value::String(text)) => Ok(text.clone()),
+        Some(Value::Number(number)) => Ok(number.to_string()),
+        other => Err(Error::InvalidArgument {
+            op: "reward",
+            expected: format!("text or a number in column '{column}'"),
+            got: other.map_or("no such column".into(), Value::to_string),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+
+    fn row(answer: impl Into<Value>) -> Map<String, Value> {
+        Map::from_iter([("answer".to_owned(), answer.into())])
+    }
+
+    fn default_pattern() -> Regex {
+        let required = ["model_name_or_path=m", "train_file=t", "reward_funcs=[\"format\"]"];
+        Regex::new(&Config::load(None, &required.map(String::from)).unwrap().reward.answer_pattern).unwrap()
+    }
+
+    #[test]
+    fn the_last_answer_counts_whichever_way_it_is_marked() {
+        let pattern = default_pattern();
+        let score =
+            |completion: &str, answer: Value| numeric_answer(completion, &pattern, &row(answer), "answer").unwrap();
+        assert_eq!(score("<answer>1</answer> no, <answer>\n 1,200 </answer>", 1200.into()), 1.0);
+        assert_eq!(score("so \\boxed{\\frac{1}{2}}", "0.5".into()), 1.0);
+        assert_eq!(score("<answer>\\boxed{7}</answer>", "7.0".into()), 1.0);
+        assert_eq!(score("#### 18 dollars", "long reasoning\n#### 18".into()), 1.0);
+        assert_eq!(score("#### 17", 18.into()), 0.0);
+        assert_eq!(score("18", 18.into()), 0.0);
+        assert_eq!(score("<answer>2; import os</answer>", 2.into()), 0.0);
+    }
+
+    #[test]
+    fn a_reference_that_is_no_number_is_an_error_not_a_zero() {
+        let pattern = default_pattern();
+        let error = numeric_answer("#### 1", &pattern, &row("seven"), "answer").unwrap_err().to_string();
+        assert!(error.contains("a number in column 'answer', got seven"), "{error}");
+        let error = numeric_answer("#### 1", &pattern, &row(1), "solution").unwrap_err().to_string();
+        assert!(error.contains("no such column"), "{error}");
+        assert!(exact_answer("#### 1", &pattern, &row(Value::Null), "answer").is_err());
+    }
+
+    #[test]
+    fn exact_answers_ignore_case_and_white_space_only() {
+        let pattern = Regex::new(r"is (.*?) \.").unwrap();
+        let score = |completion: &str| exact_answer(completion, &pattern, &row("Forty  two"), "answer").unwrap();
+        assert_eq!(score("it is forty two . "), 1.0);
+        assert_eq!(score("it is forty  TWO ."), 1.0);
+        assert_eq!(score("it is fortytwo ."), 0.0);
+        assert_eq!(score("forty two"), 0.0);
+    }
+
+    #[test]
+    fn format_is_all_or_nothing() {
+        let pattern = Regex::new(r"\A(?:a+|b)\z").unwrap();
+        assert_eq!((format("aaa", &pattern), format("ab", &pattern), format("b\n", &pattern)), (1.0, 0.0, 0.0));
+    }
+}

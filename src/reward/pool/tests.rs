@@ -1,0 +1,130 @@
+use std::sync::mpsc;
+
+use super::super::RewardInput;
+use super::*;
+use crate::types::{Completion, FinishReason, Prompt};
+
+fn group(id: u64, texts: &[&str]) -> RolloutGroup {
+    let columns = serde_json::Map::from_iter([("answer".to_owned(), id.into())]);
+    let prompt = Prompt { id, text: "what".into(), token_ids: vec![1], columns: Arc::new(columns) };
+    let completion = |text: &&str| Completion {
+        token_ids: text.bytes().map(u32::from).collect(),
+        rollout_logprobs: vec![0.0; text.len()],
+        finish_reason: FinishReason::Eos,
+        text: text.to_string(),
+        rewards: Vec::new(),
+        reward: None,
+        advantage: 0.0,
+    };
+    RolloutGroup { prompt, completions: texts.iter().map(completion).collect() }
+}
+
+fn config(num_threads: usize, timeout_s: f64) -> RewardConfig {
+    RewardConfig {
+        format_pattern: "a+".into(),
+        answer_pattern: "=(.*)".into(),
+        answer_column: "answer".into(),
+        num_threads,
+        timeout_s,
+    }
+}
+
+fn pool(config: &RewardConfig, weights: &[f64], functions: &[(&str, RewardFunction)]) -> RewardPool {
+    let names: Vec<String> = functions.iter().map(|(name, _)| name.to_string()).collect();
+    RewardPool::with_functions(config, &names, weights, functions).unwrap()
+}
+
+fn function(score: impl Fn(&RewardInput<'_>) -> Result<f32> + Send + Sync + 'static) -> RewardFunction {
+    Arc::new(score)
+}
+
+fn rewards(group: &RolloutGroup) -> Vec<Option<f32>> {
+    group.completions.iter().map(|completion| completion.reward).collect()
+}
+
+#[test]
+fn builtin_rewards_are_weighted_and_kept_apart() {
+    let names = ["format", "numeric_answer"].map(String::from);
+    let mut pool = RewardPool::new(&config(2, 5.0), &names, &[0.5, 2.0]).unwrap();
+    let mut groups = [group(7, &["aaa", "=7.0", "x"])];
+    pool.submit(&groups[0]).unwrap();
+    pool.wait(&mut groups).unwrap();
+    assert_eq!(rewards(&groups[0]), [Some(0.5), Some(2.0), Some(0.0)]);
+    assert_eq!(groups[0].completions[1].rewards, [Some(0.0), Some(1.0)]);
+    assert_eq!(pool.names(), names);
+}
+
+#[test]
+fn scores_reach_their_completions_whatever_the_order_of_threads_and_submission() {
+    let length = function(|input| {
+        std::thread::sleep(Duration::from_millis(input.completion.len() as u64 % 3));
+        Ok(input.completion.len() as f32)
+    });
+    let mut groups: Vec<_> = (0..20).map(|id| group(id, &["x".repeat(id as usize).as_str(), "yyyy", "z"])).collect();
+    groups.push(group(3, &["the same prompt again"]));
+    let mut pool = pool(&config(3, 5.0), &[], &[("length", length)]);
+    for group in groups.iter().rev().skip(2) {
+        pool.submit(group).unwrap();
+    }
+    pool.wait(&mut groups).unwrap();
+    for (id, group) in groups[..20].iter().enumerate() {
+        assert_eq!(rewards(group), [Some(id as f32), Some(4.0), Some(1.0)]);
+    }
+    assert_eq!(rewards(&groups[20]), [Some(21.0)]);
+    assert!(pool.shared.lock().pending.is_empty());
+}
+
+#[test]
+fn failures_mask_and_are_counted_by_cause() {
+    let faulty = function(|input| match input.completion {
+        "panic" => panic!("asked for"),
+        "nan" => Ok(f32::NAN),
+        "infinite" => Ok(f32::INFINITY),
+        "error" => Err(Error::Environment { message: "asked for".into() }),
+        _ => Ok(1.0),
+    });
+    let fine = function(|_| Ok(3.0));
+    let mut pool = pool(&config(2, 5.0), &[], &[("faulty", faulty), ("fine", fine)]);
+    let mut groups = [group(0, &["panic", "nan", "infinite", "error", "good"])];
+    pool.wait(&mut groups).unwrap();
+    assert_eq!(rewards(&groups[0]), [None, None, None, None, Some(4.0)]);
+    assert_eq!(groups[0].completions[0].rewards, [None, Some(3.0)]);
+    let expected = RewardFailures { errors: 1, panics: 1, timeouts: 0, non_finite: 2 };
+    assert_eq!(pool.take_failures(), expected);
+    assert_eq!(pool.take_failures(), RewardFailures::default());
+}
+
+#[test]
+fn a_reward_without_weight_masks_nothing() {
+    assert_eq!(weighted_sum(&[None, Some(2.0)], &[0.0, 0.5]), Some(1.0));
+    assert_eq!(weighted_sum(&[None, Some(2.0)], &[1.0, 0.5]), None);
+}
+
+#[test]
+fn a_stuck_reward_masks_its_sample_and_hangs_neither_the_others_nor_the_end() {
+    let (release, gate) = mpsc::channel::<()>();
+    let gate = Mutex::new(gate);
+    let stuck = function(move |input| {
+        if input.completion == "stuck" {
+            let _ = gate.lock().unwrap().recv();
+        }
+        Ok(1.0)
+    });
+    let mut pool = pool(&config(1, 0.2), &[], &[("stuck", stuck)]);
+    let mut groups = [group(0, &["stuck", "good", "good"])];
+    let start = Instant::now();
+    pool.submit(&groups[0]).unwrap();
+    pool.wait(&mut groups).unwrap();
+    assert_eq!(rewards(&groups[0]), [None, Some(1.0), Some(1.0)]);
+    assert_eq!(pool.take_failures().timeouts, 1);
+    drop(pool);
+    assert!(start.elapsed() < Duration::from_secs(10));
+    drop(release);
+}
+
+#[test]
+fn names_and_weights_are_checked() {
+    let error = RewardPool::new(&config(1, 1.0), &["formt".into()], &[]).unwrap_err().to_string();
+    assert_eq!(error, "reward_funcs = formt: expected names among format, numeric_answer, exact_answer");
+    assert!(RewardPool::new(&config(1, 1.0), &["format".into()], &[1.0, 2.0]).is_err());
+}
