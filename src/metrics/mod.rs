@@ -1,1 +1,19 @@
-//! What is measured, how it reduces over ranks and where it is written.
+//! What is measured, how it reduces over ranks and where it is written: metrics.jsonl (the truth), TensorBoard event
+//! files, completions as Parquet, a progress display, an HTML report. Knows nothing of training: names and values come in.
+
+mod completions;
+mod jsonl;
+mod progress;
+mod redact;
+mod report;
+mod step;
+mod tensorboard;
+mod writer;
+
+pub use completions::{CompletionRow, CompletionsWriter, read_completions};
+pub use jsonl::{MetricLine, read_metrics};
+pub use progress::Progress;
+pub use redact::{redact, redact_json};
+pub use report::write_report;
+pub use step::{MetricValues, Reduce, StepMetrics};
+pub use writer::{MetricsWriter, write_run_config};

@@ -1,0 +1,229 @@
+//! Every step's completions as Parquet, with TRL's file names and columns.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use parquet::basic::{Compression, LogicalType, Repetition, Type as Physical};
+use parquet::data_type::{ByteArray, ByteArrayType, DataType, FloatType, Int64Type};
+use parquet::errors::ParquetError;
+use parquet::file::properties::WriterProperties;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
+use parquet::record::Field;
+use parquet::schema::types::Type;
+use serde::{Deserialize, Serialize};
+
+use crate::dist::{Collective, all_gather_bytes};
+use crate::error::{Error, Result};
+use crate::types::RolloutGroup;
+
+/// Columns that are always there; rewards stand between `completion` and `reward` under their own names.
+const COLUMNS: [&str; 5] = ["step", "prompt", "completion", "reward", "advantage"];
+
+/// One completion as it is kept.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct CompletionRow {
+    /// Step at which it was sampled.
+    pub step: u64,
+    /// The prompt's text.
+    pub prompt: String,
+    /// The completion's text.
+    pub completion: String,
+    /// Name and value of each reward; `None` where it failed.
+    pub rewards: Vec<(String, Option<f32>)>,
+    /// The weighted sum.
+    pub reward: Option<f32>,
+    /// What it was trained with.
+    pub advantage: f32,
+}
+
+/// Writes `completions/completions_00042.parquet` below the output folder.
+#[derive(Debug)]
+pub struct CompletionsWriter {
+    folder: PathBuf,
+    reward_names: Vec<String>,
+    has_failed: bool,
+}
+
+impl CompletionsWriter {
+    /// `reward_names` in the order of [`Completion::rewards`](crate::types::Completion::rewards).
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] if a reward has the name of another column.
+    pub fn new(output_dir: &Path, reward_names: &[String]) -> Result<Self> {
+        if let Some(name) = reward_names.iter().find(|name| COLUMNS.contains(&name.as_str())) {
+            return Err(Error::invalid_value("reward_funcs", name, format!("names other than {}", COLUMNS.join(", "))));
+        }
+        Ok(Self { folder: output_dir.join("completions"), reward_names: reward_names.to_vec(), has_failed: false })
+    }
+
+    /// Gathers the completions of all ranks and writes them on the first. Collective over `group`. A file that cannot be
+    /// written is named once and does not end training.
+    ///
+    /// # Errors
+    /// Those of the collective.
+    pub fn write(&mut self, step: u64, groups: &[RolloutGroup], group: &dyn Collective) -> Result<()> {
+        let own = serde_json::to_vec(&self.rows(step, groups)).map_err(|error| gather_failed(group, &error))?;
+        let gathered = all_gather_bytes(group, &own)?;
+        if group.rank() != 0 {
+            return Ok(());
+        }
+        let mut rows: Vec<CompletionRow> = Vec::new();
+        for bytes in gathered {
+            let more: Vec<_> = serde_json::from_slice(&bytes).map_err(|error| gather_failed(group, &error))?;
+            rows.extend(more);
+        }
+        let path = self.folder.join(format!("completions_{step:05}.parquet"));
+        let written = std::fs::create_dir_all(&self.folder).map_err(Error::io(&self.folder));
+        if let Err(error) = written.and_then(|()| write_rows(&path, &self.reward_names, &rows))
+            && !std::mem::replace(&mut self.has_failed, true)
+        {
+            tracing::warn!("completions cannot be written: {error}; training goes on, this is said once");
+        }
+        Ok(())
+    }
+
+    fn rows(&self, step: u64, groups: &[RolloutGroup]) -> Vec<CompletionRow> {
+        let all = groups.iter().flat_map(|group| group.completions.iter().map(move |completion| (group, completion)));
+        all.map(|(group, completion)| CompletionRow {
+            step,
+            prompt: group.prompt.text.clone(),
+            completion: completion.text.clone(),
+            rewards: self.reward_names.iter().cloned().zip(completion.rewards.iter().copied()).collect(),
+            reward: completion.reward,
+            advantage: completion.advantage,
+        })
+        .collect()
+    }
+}
+
+fn gather_failed(group: &dyn Collective, error: &serde_json::Error) -> Error {
+    let rank = group.ranks()[group.rank()];
+    Error::Collective { op: "gather completions", group: group.name().to_owned(), rank, message: error.to_string() }
+}
+
+/// Reads a file that [`CompletionsWriter`] wrote.
+///
+/// # Errors
+/// [`Error::Io`] if it cannot be opened, [`Error::BadFile`] if it is not such a file.
+pub fn read_completions(path: &Path) -> Result<Vec<CompletionRow>> {
+    let file = File::open(path).map_err(Error::io(path))?;
+    let bad = |error: ParquetError| Error::bad_file(path, error.to_string());
+    let reader = SerializedFileReader::new(file).map_err(bad)?;
+    reader.get_row_iter(None).map_err(bad)?.map(|row| Ok(parse_row(row.map_err(bad)?.get_column_iter()))).collect()
+}
+
+fn parse_row<'a>(columns: impl Iterator<Item = (&'a String, &'a Field)>) -> CompletionRow {
+    let (prompt, completion) = (String::new(), String::new());
+    let mut row = CompletionRow { step: 0, prompt, completion, rewards: Vec::new(), reward: None, advantage: 0.0 };
+    for (name, field) in columns {
+        match (name.as_str(), field) {
+            ("step", Field::Long(step)) => row.step = *step as u64,
+            ("prompt", Field::Str(text)) => row.prompt.clone_from(text),
+            ("completion", Field::Str(text)) => row.completion.clone_from(text),
+            ("reward", Field::Float(reward)) => row.reward = Some(*reward),
+            ("advantage", Field::Float(advantage)) => row.advantage = *advantage,
+            (name, Field::Float(reward)) => row.rewards.push((name.to_owned(), Some(*reward))),
+            (name, Field::Null) if !COLUMNS.contains(&name) => row.rewards.push((name.to_owned(), None)),
+            _ => {}
+        }
+    }
+    row
+}
+
+/// Columns are written in the order of the schema.
+fn write_rows(path: &Path, reward_names: &[String], rows: &[CompletionRow]) -> Result<()> {
+    let file = File::create(path).map_err(Error::io(path))?;
+    write_columns(file, reward_names, rows).map_err(|error| Error::bad_file(path, error.to_string()))
+}
+
+fn write_columns(file: File, reward_names: &[String], rows: &[CompletionRow]) -> Result<(), ParquetError> {
+    let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).build();
+    let mut writer = SerializedFileWriter::new(file, Arc::new(schema(reward_names)?), Arc::new(properties))?;
+    let mut group = writer.next_row_group()?;
+    let text = |get: fn(&CompletionRow) -> &str| rows.iter().map(|row| ByteArray::from(get(row))).collect::<Vec<_>>();
+    write_column::<Int64Type>(&mut group, &rows.iter().map(|row| row.step as i64).collect::<Vec<_>>(), None)?;
+    write_column::<ByteArrayType>(&mut group, &text(|row| &row.prompt), None)?;
+    write_column::<ByteArrayType>(&mut group, &text(|row| &row.completion), None)?;
+    for index in 0..reward_names.len() {
+        write_optional(&mut group, rows.iter().map(|row| row.rewards.get(index).and_then(|reward| reward.1)))?;
+    }
+    write_optional(&mut group, rows.iter().map(|row| row.reward))?;
+    write_column::<FloatType>(&mut group, &rows.iter().map(|row| row.advantage).collect::<Vec<_>>(), None)?;
+    group.close()?;
+    writer.close().map(drop)
+}
+
+fn schema(reward_names: &[String]) -> Result<Type, ParquetError> {
+    let column = |name: &str, physical, repetition, logical| {
+        let builder = Type::primitive_type_builder(name, physical).with_repetition(repetition);
+        builder.with_logical_type(logical).build().map(Arc::new)
+    };
+    let text = |name| column(name, Physical::BYTE_ARRAY, Repetition::REQUIRED, Some(LogicalType::String));
+    let mut fields = vec![
+        column("step", Physical::INT64, Repetition::REQUIRED, None)?,
+        text("prompt")?,
+        text("completion")?,
+    ];
+    for name in reward_names.iter().map(String::as_str).chain(["reward"]) {
+        fields.push(column(name, Physical::FLOAT, Repetition::OPTIONAL, None)?);
+    }
+    fields.push(column("advantage", Physical::FLOAT, Repetition::REQUIRED, None)?);
+    Type::group_type_builder("completions").with_fields(fields).build()
+}
+
+/// Definition levels say which values of an optional column exist.
+fn write_optional(
+    group: &mut SerializedRowGroupWriter<'_, File>,
+    values: impl Iterator<Item = Option<f32>> + Clone,
+) -> Result<(), ParquetError> {
+    let levels: Vec<i16> = values.clone().map(|value| i16::from(value.is_some())).collect();
+    write_column::<FloatType>(group, &values.flatten().collect::<Vec<_>>(), Some(&levels))
+}
+
+fn write_column<T: DataType>(
+    group: &mut SerializedRowGroupWriter<'_, File>,
+    values: &[T::T],
+    levels: Option<&[i16]>,
+) -> Result<(), ParquetError> {
+    let mut column = group.next_column()?.ok_or_else(|| ParquetError::General("more columns than the schema".into()))?;
+    column.typed::<T>().write_batch(values, levels, None)?;
+    column.close()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(completion: &str, rewards: [Option<f32>; 2], reward: Option<f32>) -> CompletionRow {
+        let rewards = [("format", rewards[0]), ("answer", rewards[1])].map(|(name, value)| (name.to_owned(), value));
+        CompletionRow {
+            step: 42,
+            prompt: "1 + 1 =".into(),
+            completion: completion.into(),
+            rewards: rewards.into(),
+            reward,
+            advantage: -0.7,
+        }
+    }
+
+    #[test]
+    fn completions_come_back_as_they_were_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("completions_00042.parquet");
+        let rows = [
+            row("2 <|end|> é", [Some(1.0), Some(0.1)], Some(1.1)),
+            row("", [None, Some(0.0)], Some(0.0)),
+            row("\u{0}", [None, None], None),
+        ];
+        write_rows(&path, &["format".to_owned(), "answer".to_owned()], &rows).unwrap();
+        assert_eq!(read_completions(&path).unwrap(), rows);
+    }
+
+    #[test]
+    fn a_reward_may_not_take_the_name_of_a_column() {
+        let error = CompletionsWriter::new(Path::new("out"), &["advantage".to_owned()]).unwrap_err();
+        assert!(error.to_string().contains("names other than step"), "{error}");
+    }
+}

@@ -1,0 +1,133 @@
+//! metrics.jsonl: one JSON object a line, `step` and `time` (Unix seconds) first, then metrics by name.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::path::Path;
+
+use super::step::MetricValues;
+use crate::error::{Error, Result};
+
+/// One line: metrics of a step, or of an evaluation after it (names with `eval_`).
+#[derive(Debug, Clone, PartialEq)]
+pub struct MetricLine {
+    /// Optimizer updates done.
+    pub step: u64,
+    /// When it was written, in seconds since 1970.
+    pub time: f64,
+    /// Metrics by name; what was not a number is left out.
+    pub values: MetricValues,
+}
+
+/// Reads a metrics.jsonl. Lines that do not parse (a crash while writing) are left out.
+///
+/// # Errors
+/// [`Error::Io`] if the file cannot be read.
+pub fn read_metrics(path: &Path) -> Result<Vec<MetricLine>> {
+    let text = std::fs::read_to_string(path).map_err(Error::io(path))?;
+    Ok(text.lines().filter_map(MetricLine::parse).collect())
+}
+
+impl MetricLine {
+    fn parse(line: &str) -> Option<Self> {
+        let object: serde_json::Map<String, serde_json::Value> = serde_json::from_str(line).ok()?;
+        let step = object.get("step")?.as_u64()?;
+        let time = object.get("time")?.as_f64()?;
+        let metrics = object.into_iter().filter(|(name, _)| name != "step" && name != "time");
+        let values = metrics.filter_map(|(name, value)| Some((name, value.as_f64()?))).collect();
+        Some(Self { step, time, values })
+    }
+
+    /// The line with its newline. Values that are not finite become null.
+    pub(super) fn to_json(&self) -> String {
+        let mut object = serde_json::Map::new();
+        object.insert("step".into(), self.step.into());
+        object.insert("time".into(), self.time.into());
+        object.extend(self.values.iter().map(|(name, value)| (name.clone(), (*value).into())));
+        serde_json::Value::Object(object).to_string() + "\n"
+    }
+}
+
+/// The file open for appending.
+#[derive(Debug)]
+pub(super) struct JsonLines {
+    file: File,
+    torn: bool,
+}
+
+impl JsonLines {
+    /// Starts a new file, the old one moved aside; or, on resume, keeps the lines up to that step.
+    pub fn open(path: &Path, resume_step: Option<u64>) -> Result<Self> {
+        if path.exists() {
+            match resume_step {
+                Some(step) => truncate_after(path, step)?,
+                None => {
+                    let aside = path.with_extension("jsonl.old");
+                    tracing::info!("{} is from another run: moved to {}", path.display(), aside.display());
+                    std::fs::rename(path, aside).map_err(Error::io(path))?;
+                }
+            }
+        }
+        let file = OpenOptions::new().create(true).append(true).open(path).map_err(Error::io(path))?;
+        Ok(Self { file, torn: false })
+    }
+
+    /// Appends a line in one write and pushes it out.
+    pub fn append(&mut self, line: &MetricLine) -> io::Result<()> {
+        // After a failure half a line may stand there: end it, so that it costs no other.
+        let separator = if std::mem::replace(&mut self.torn, true) { "\n" } else { "" };
+        self.file.write_all(format!("{separator}{}", line.to_json()).as_bytes())?;
+        self.file.flush()?;
+        self.torn = false;
+        Ok(())
+    }
+}
+
+fn truncate_after(path: &Path, step: u64) -> Result<()> {
+    let text = std::fs::read_to_string(path).map_err(Error::io(path))?;
+    let kept = text.lines().filter(|line| MetricLine::parse(line).is_some_and(|line| line.step <= step));
+    let kept: String = kept.flat_map(|line| [line, "\n"]).collect();
+    let temporary = path.with_extension("jsonl.tmp");
+    std::fs::write(&temporary, kept).map_err(Error::io(&temporary))?;
+    std::fs::rename(&temporary, path).map_err(Error::io(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(step: u64, values: &[(&str, f64)]) -> MetricLine {
+        let values = values.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect();
+        MetricLine { step, time: 1.5, values }
+    }
+
+    #[test]
+    fn a_line_starts_with_its_step_and_writes_null_for_what_is_no_number() {
+        let text = line(3, &[("loss", 0.25), ("kl", f64::NAN)]).to_json();
+        assert_eq!(text, "{\"step\":3,\"time\":1.5,\"kl\":null,\"loss\":0.25}\n");
+        assert_eq!(MetricLine::parse(&text), Some(line(3, &[("loss", 0.25)])));
+    }
+
+    #[test]
+    fn resume_drops_later_and_torn_lines() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut lines = JsonLines::open(&path, None).unwrap();
+        (1..=4).for_each(|step| lines.append(&line(step, &[("loss", 1.0)])).unwrap());
+        lines.file.write_all(b"{\"step\":5,\"ti").unwrap();
+        let mut lines = JsonLines::open(&path, Some(2)).unwrap();
+        lines.append(&line(3, &[("loss", 2.0)])).unwrap();
+        let steps: Vec<_> = read_metrics(&path).unwrap().iter().map(|line| (line.step, line.values["loss"])).collect();
+        assert_eq!(steps, [(1, 1.0), (2, 1.0), (3, 2.0)]);
+        assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 3);
+    }
+
+    #[test]
+    fn a_new_run_moves_the_old_file_aside() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        JsonLines::open(&path, None).unwrap().append(&line(1, &[])).unwrap();
+        JsonLines::open(&path, None).unwrap();
+        assert!(read_metrics(&path).unwrap().is_empty());
+        assert_eq!(read_metrics(&folder.path().join("metrics.jsonl.old")).unwrap().len(), 1);
+    }
+}

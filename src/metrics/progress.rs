@@ -1,0 +1,145 @@
+//! What a person sees while a run goes on: bars on a terminal, timestamped lines elsewhere.
+
+use std::cell::Cell;
+use std::io::IsTerminal;
+use std::time::{Duration, Instant};
+
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
+
+use super::step::MetricValues;
+
+/// Lines outside a terminal come no closer than this; the last step always gets one.
+const LINE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Metrics worth a glance, with the names used for them.
+const SHOWN: [(&str, &str); 7] = [
+    ("loss", "loss"),
+    ("reward", "reward"),
+    ("eval_reward", "eval reward"),
+    ("kl", "kl"),
+    ("entropy", "entropy"),
+    ("completions/mean_length", "length"),
+    ("step_time", "s/step"),
+];
+
+/// The display of one run. Ranks other than the first hold a hidden one, so that no caller asks.
+#[derive(Debug)]
+pub struct Progress {
+    all: MultiProgress,
+    steps: ProgressBar,
+    phase: ProgressBar,
+    lines: Option<Lines>,
+}
+
+#[derive(Debug)]
+struct Lines {
+    start: Instant,
+    last: Cell<Option<Instant>>,
+}
+
+impl Progress {
+    /// For a run that is to end with step `max_steps` and has done `done` of them. Shows itself where `is_first_rank`, on
+    /// standard error.
+    pub fn new(max_steps: u64, done: u64, is_first_rank: bool) -> Self {
+        let on_terminal = is_first_rank && std::io::stderr().is_terminal();
+        let target = if on_terminal { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        let all = MultiProgress::with_draw_target(target);
+        let steps = all.add(ProgressBar::new(max_steps).with_style(style(
+            "{prefix:>16} {bar:30.cyan/dim} {pos}/{len} [{elapsed_precise} < {eta_precise}] {wide_msg}",
+        )));
+        steps.set_prefix("step");
+        steps.set_position(done);
+        steps.reset_eta();
+        let phase = all.add(ProgressBar::no_length().with_style(style("{prefix:>16} {bar:30.green/dim} {pos}/{len}")));
+        let lines = (is_first_rank && !on_terminal).then(|| Lines { start: Instant::now(), last: Cell::new(None) });
+        Self { all, steps, phase, lines }
+    }
+
+    /// Starts a phase of `total` parts: completed groups, micro-batches, held-out problems.
+    pub fn begin_phase(&self, name: &str, total: usize) {
+        self.phase.set_prefix(name.to_owned());
+        self.phase.set_length(total as u64);
+        self.phase.set_position(0);
+    }
+
+    /// One part of the phase is done.
+    pub fn advance(&self) {
+        self.phase.inc(1);
+    }
+
+    /// A step is done: its number and metrics.
+    pub fn finish_step(&self, step: u64, values: &MetricValues) {
+        self.steps.set_position(step);
+        self.steps.set_message(summary(values));
+        let Some(lines) = &self.lines else { return };
+        let is_last = Some(step) == self.steps.length();
+        if is_last || lines.last.get().is_none_or(|last| last.elapsed() >= LINE_INTERVAL) {
+            lines.last.set(Some(Instant::now()));
+            let elapsed_s = lines.start.elapsed().as_secs_f64();
+            let total = self.steps.length().unwrap_or(step);
+            self.say(&format!("step {step}/{total} | {} | {elapsed_s:.0} s", summary(values)));
+        }
+    }
+
+    /// Prints a line above the bars, or with a timestamp where there are none.
+    pub fn say(&self, text: &str) {
+        if self.lines.is_some() {
+            eprintln!("{} {text}", timestamp());
+        } else {
+            // A display that cannot be drawn is no reason to stop.
+            let _ = self.all.println(text);
+        }
+    }
+
+    /// Takes the bars away.
+    pub fn finish(&self) {
+        self.phase.finish_and_clear();
+        self.steps.finish();
+    }
+}
+
+fn style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template).expect("the templates of this file parse").progress_chars("━━╌")
+}
+
+fn summary(values: &MetricValues) -> String {
+    let shown = SHOWN.iter().filter_map(|(name, label)| {
+        let value = *values.get(*name)?;
+        Some(format!("{label} {}", super::report::number(value)))
+    });
+    shown.collect::<Vec<_>>().join("  ")
+}
+
+/// UTC to the second, as the log's own.
+fn timestamp() -> String {
+    let mut text = String::new();
+    let written = SystemTime.format_time(&mut Writer::new(&mut text));
+    written.map(|()| text.get(..19).map(|seconds| format!("{seconds}Z")).unwrap_or(text)).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_names_what_matters_and_leaves_out_what_is_absent() {
+        let values = [("loss", 0.01234), ("reward", 0.5), ("num_tokens", 9.0)];
+        let values = values.map(|(name, value)| (name.to_owned(), value)).into();
+        assert_eq!(summary(&values), "loss 0.0123  reward 0.5");
+        assert_eq!(timestamp().len(), "2026-01-01T00:00:00Z".len());
+    }
+
+    #[test]
+    fn lines_are_throttled_but_the_last_step_is_said() {
+        let progress = Progress::new(3, 0, true);
+        let Some(lines) = &progress.lines else { return }; // tests may run on a terminal
+        progress.finish_step(1, &MetricValues::new());
+        let first = lines.last.get();
+        progress.finish_step(2, &MetricValues::new());
+        assert_eq!(lines.last.get(), first);
+        progress.finish_step(3, &MetricValues::new());
+        assert_ne!(lines.last.get(), first);
+    }
+}

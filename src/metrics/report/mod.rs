@@ -1,0 +1,129 @@
+//! The HTML report: one file without external resources, made from metrics.jsonl, run_config.json and the completions.
+
+mod page;
+mod panels;
+mod plot;
+mod samples;
+
+use std::path::{Path, PathBuf};
+
+use self::panels::History;
+use super::jsonl::read_metrics;
+use crate::error::{Error, Result};
+
+/// Writes `report.html` into the output folder of a run, finished or not, and returns its path.
+///
+/// # Errors
+/// [`Error::BadFile`] if metrics.jsonl has no line, [`Error::Io`] if a file cannot be read or written.
+pub fn write_report(output_dir: &Path) -> Result<PathBuf> {
+    let metrics = output_dir.join("metrics.jsonl");
+    let history = History::new(&read_metrics(&metrics)?);
+    if history.is_empty() {
+        return Err(Error::bad_file(metrics, "no metrics yet: the report needs at least one line"));
+    }
+    let config = read_config(&output_dir.join("run_config.json"))?;
+    let samples = samples::first_and_last(&output_dir.join("completions"))?;
+    let path = output_dir.join("report.html");
+    std::fs::write(&path, page::render(output_dir, &history, &config, &samples)).map_err(Error::io(&path))?;
+    Ok(path)
+}
+
+/// Dotted keys and values; none if the run left no configuration.
+fn read_config(path: &Path) -> Result<Vec<(String, String)>> {
+    if !path.exists() {
+        return Ok(Vec::new());
+    }
+    let text = std::fs::read_to_string(path).map_err(Error::io(path))?;
+    let value = serde_json::from_str(&text).map_err(|error| Error::bad_file(path, error.to_string()))?;
+    let mut rows = Vec::new();
+    flatten("", &value, &mut rows);
+    Ok(rows)
+}
+
+fn flatten(prefix: &str, value: &serde_json::Value, rows: &mut Vec<(String, String)>) {
+    match value {
+        serde_json::Value::Object(members) => {
+            for (name, member) in members {
+                let key = if prefix.is_empty() { name.clone() } else { format!("{prefix}.{name}") };
+                flatten(&key, member, rows);
+            }
+        }
+        serde_json::Value::String(text) => rows.push((prefix.to_owned(), text.clone())),
+        other => rows.push((prefix.to_owned(), other.to_string())),
+    }
+}
+
+/// Three significant digits: 0.0123, 4.5, 12.3k, 1e-6.
+pub(super) fn number(value: f64) -> String {
+    let trim = |text: String| match text.contains('.') {
+        true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
+        false => text,
+    };
+    let digits = |value: f64| {
+        let decimals = (2.0 - value.abs().log10().floor()).clamp(0.0, 6.0) as usize;
+        trim(format!("{value:.decimals$}"))
+    };
+    match value.abs() {
+        _ if !value.is_finite() => "–".to_owned(),
+        0.0 => "0".to_owned(),
+        size if size < 1e-3 => {
+            let text = format!("{value:.2e}");
+            let (mantissa, exponent) = text.split_once('e').unwrap_or((&text, "0"));
+            format!("{}e{exponent}", trim(mantissa.to_owned()))
+        }
+        size if size >= 1e9 => digits(value / 1e9) + "G",
+        size if size >= 1e6 => digits(value / 1e6) + "M",
+        size if size >= 1e4 => digits(value / 1e3) + "k",
+        _ => digits(value),
+    }
+}
+
+/// Text that a browser shows as it is: completions are written by a model.
+fn escape(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for character in text.chars() {
+        match character {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&quot;"),
+            '\'' => escaped.push_str("&#39;"),
+            other => escaped.push(other),
+        }
+    }
+    escaped
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_short() {
+        let shown = [0.0, 0.012345, 4.5, 123.456, 12_345.0, 7.5e9, 1e-6, -2.5e-5, f64::NAN, 1999.0].map(number);
+        assert_eq!(shown, ["0", "0.0123", "4.5", "123", "12.3k", "7.5G", "1e-6", "-2.5e-5", "–", "1999"]);
+    }
+
+    #[test]
+    fn a_report_is_one_file_in_which_model_text_is_only_text() {
+        let folder = tempfile::tempdir().unwrap();
+        let line = |step: u64| {
+            format!(r#"{{"step":{step},"time":{step}.5,"reward":0.{step},"rewards/<b>/mean":1,"timing_s/generate":2}}"#)
+        };
+        std::fs::write(folder.path().join("metrics.jsonl"), (1..9).map(|step| line(step) + "\n").collect::<String>())
+            .unwrap();
+        let path = write_report(folder.path()).unwrap();
+        let html = std::fs::read_to_string(path).unwrap();
+        assert!(html.contains("<svg") && html.contains("Reward") && html.contains("generate"));
+        assert!(!html.contains("<b>") && html.contains("&lt;b&gt;"));
+        assert!(!html.contains("http://") && !html.contains("https://"), "no external resource");
+    }
+
+    #[test]
+    fn a_run_without_metrics_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(write_report(folder.path()).is_err());
+        std::fs::write(folder.path().join("metrics.jsonl"), "").unwrap();
+        assert!(write_report(folder.path()).unwrap_err().to_string().contains("at least one line"));
+    }
+}

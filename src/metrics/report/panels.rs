@@ -1,0 +1,169 @@
+//! Which metrics are plotted together.
+
+use std::collections::BTreeMap;
+
+use super::super::jsonl::MetricLine;
+use super::plot::{Plot, Series, Shape};
+
+/// Every metric's values over the steps.
+#[derive(Debug)]
+pub(super) struct History {
+    series: BTreeMap<String, Vec<(f64, f64)>>,
+    /// Steps of the first and the last line.
+    pub steps: (f64, f64),
+    /// Unix seconds of the first and the last line.
+    pub times: (f64, f64),
+}
+
+impl History {
+    pub fn new(lines: &[MetricLine]) -> Self {
+        let mut series: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
+        for line in lines {
+            for (name, value) in &line.values {
+                series.entry(name.clone()).or_default().push((line.step as f64, *value));
+            }
+        }
+        let ends = |get: fn(&MetricLine) -> f64| {
+            let all = || lines.iter().map(get);
+            (all().fold(f64::INFINITY, f64::min), all().fold(f64::NEG_INFINITY, f64::max))
+        };
+        Self { series, steps: ends(|line| line.step as f64), times: ends(|line| line.time) }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.series.is_empty()
+    }
+
+    pub fn get(&self, name: &str) -> Option<&[(f64, f64)]> {
+        self.series.get(name).map(Vec::as_slice)
+    }
+
+    pub fn all(&self) -> impl Iterator<Item = (&str, &[(f64, f64)])> {
+        self.series.iter().map(|(name, points)| (name.as_str(), points.as_slice()))
+    }
+
+    fn with_prefix(&self, prefix: &str) -> impl Iterator<Item = (&str, &[(f64, f64)])> {
+        self.all().filter_map(move |(name, points)| Some((name.strip_prefix(prefix)?, points)))
+    }
+}
+
+/// Title, and metrics with their labels. A metric that a run does not have is left out, a panel without metrics too.
+const PANELS: [(&str, &[(&str, &str)]); 13] = [
+    ("Reward", &[("reward", "training"), ("eval_reward", "evaluation")]),
+    ("Loss", &[("loss", "loss")]),
+    ("KL to the reference", &[("kl", "kl")]),
+    ("Entropy, nats per token", &[("entropy", "entropy")]),
+    (
+        "Completion length, tokens",
+        &[
+            ("completions/mean_length", "mean"),
+            ("completions/min_length", "min"),
+            ("completions/max_length", "max"),
+            ("eval_completions/mean_length", "mean, evaluation"),
+        ],
+    ),
+    (
+        "Share of completions and groups",
+        &[("completions/clipped_ratio", "cut by length"), ("frac_reward_zero_std", "groups of equal rewards")],
+    ),
+    ("Gradient norm before clipping", &[("grad_norm", "norm")]),
+    ("Learning rate", &[("learning_rate", "learning rate")]),
+    (
+        "Clipped ratios",
+        &[
+            ("clip_ratio/low_mean", "low"),
+            ("clip_ratio/high_mean", "high"),
+            ("clip_ratio/region_mean", "either"),
+            ("cispo_clip_ratio", "capped"),
+        ],
+    ),
+    (
+        "Sampler against trainer, |difference| in nats",
+        &[("sampling/sampling_logp_difference/mean", "mean"), ("sampling/sampling_logp_difference/max", "max")],
+    ),
+    (
+        "Sampler correction",
+        &[
+            ("sampling/importance_sampling_ratio/min", "min"),
+            ("sampling/importance_sampling_ratio/mean", "mean"),
+            ("sampling/importance_sampling_ratio/max", "max"),
+        ],
+    ),
+    (
+        "Tokens per second",
+        &[
+            ("perf/tokens_per_second_per_gpu", "whole step, each rank"),
+            ("perf/generation_tokens_per_second", "generation, all ranks"),
+        ],
+    ),
+    ("Memory, GB", &[("perf/max_memory_allocated_gb", "allocated at most")]),
+];
+
+/// Series that follow a plan or a bound: a moving average would bend them.
+const EXACT: [&str; 3] = ["learning_rate", "completions/min_length", "completions/max_length"];
+
+/// Most colours that a reader can tell apart.
+const MAX_SERIES: usize = 8;
+
+/// The plots of a run, in reading order.
+pub(super) fn plots(history: &History) -> Vec<Plot> {
+    let mut plots = Vec::new();
+    for (title, metrics) in PANELS {
+        let series = metrics.iter().filter_map(|(name, label)| Some(series(name, label, history.get(name)?)));
+        plots.push(Plot { title: title.into(), shape: Shape::Lines, series: series.collect() });
+        if title == "Reward" {
+            plots.push(reward_functions(history));
+            plots.push(other_evaluation(history));
+        }
+    }
+    plots.push(timing(history));
+    plots.retain(|plot| !plot.series.is_empty());
+    plots
+}
+
+fn series(name: &str, label: &str, points: &[(f64, f64)]) -> Series {
+    let is_evaluation = name.starts_with("eval_");
+    let is_smooth = !is_evaluation && !EXACT.contains(&name);
+    Series { label: label.into(), points: points.to_vec(), is_smooth, has_marks: is_evaluation }
+}
+
+fn reward_functions(history: &History) -> Plot {
+    let means = history.with_prefix("rewards/").filter_map(|(rest, points)| {
+        let label = rest.strip_suffix("/mean")?;
+        Some(series("rewards", label, points))
+    });
+    Plot { title: "Reward functions".into(), shape: Shape::Lines, series: means.take(MAX_SERIES).collect() }
+}
+
+fn other_evaluation(history: &History) -> Plot {
+    let is_plotted = |name: &str| PANELS.iter().any(|(_, metrics)| metrics.iter().any(|(known, _)| *known == name));
+    let rest = history.all().filter(|(name, _)| name.starts_with("eval_") && !name.contains('/') && !is_plotted(name));
+    let series = rest.map(|(name, points)| series(name, &name["eval_".len()..], points)).take(MAX_SERIES);
+    Plot { title: "Evaluation".into(), shape: Shape::Lines, series: series.collect() }
+}
+
+/// Phases by the time they take, the small ones together, and what no phase accounts for.
+fn timing(history: &History) -> Plot {
+    let mut phases: Vec<Series> =
+        history.with_prefix("timing_s/").map(|(name, points)| series("timing_s", name, points)).collect();
+    let total = |series: &Series| series.points.iter().map(|point| point.1).sum::<f64>();
+    phases.sort_by(|a, b| total(b).total_cmp(&total(a)));
+    let mut rest = BTreeMap::new();
+    for (step, value) in history.get("step_time").unwrap_or_default() {
+        rest.insert(step.to_bits(), *value);
+    }
+    for (step, value) in phases.iter().take(MAX_SERIES - 1).flat_map(|phase| &phase.points) {
+        rest.entry(step.to_bits()).and_modify(|rest| *rest -= value);
+    }
+    if rest.is_empty() {
+        for (step, value) in phases.iter().skip(MAX_SERIES - 1).flat_map(|phase| &phase.points) {
+            *rest.entry(step.to_bits()).or_default() += value;
+        }
+    }
+    if !phases.is_empty() && !rest.is_empty() {
+        phases.truncate(MAX_SERIES - 1);
+        let points: Vec<_> = rest.into_iter().map(|(step, value)| (f64::from_bits(step), value.max(0.0))).collect();
+        phases.push(series("timing_s", "everything else", &points));
+    }
+    Plot { title: "Seconds per step".into(), shape: Shape::Stack, series: phases }
+}

@@ -1,0 +1,75 @@
+//! A few completions of the first and the last step that were kept.
+
+use std::path::Path;
+
+use super::super::completions::{CompletionRow, read_completions};
+use crate::error::{Error, Result};
+
+/// Prompts shown of a step, and completions of each.
+const MAX_PROMPTS: usize = 2;
+const MAX_COMPLETIONS: usize = 4;
+
+/// Groups of one step: prompts, each with its completions.
+#[derive(Debug)]
+pub(super) struct Samples {
+    pub step: u64,
+    pub groups: Vec<Vec<CompletionRow>>,
+}
+
+/// Of the first and the last file in `completions/`; nothing if there are none.
+pub(super) fn first_and_last(folder: &Path) -> Result<Vec<Samples>> {
+    if !folder.exists() {
+        return Ok(Vec::new());
+    }
+    let mut paths = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(Error::io(folder))? {
+        let path = entry.map_err(Error::io(folder))?.path();
+        if path.extension().is_some_and(|extension| extension == "parquet") {
+            paths.push(path);
+        }
+    }
+    paths.sort();
+    let (Some(first), Some(last)) = (paths.first(), paths.last()) else { return Ok(Vec::new()) };
+    let chosen = if first == last { vec![last] } else { vec![first, last] };
+    let read = chosen.into_iter().map(|path| read_completions(path).map(choose));
+    Ok(read.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
+}
+
+/// Groups whose completions differ in reward say most; the others only if there is none.
+fn choose(rows: Vec<CompletionRow>) -> Option<Samples> {
+    let step = rows.first()?.step;
+    let groups: Vec<&[CompletionRow]> = rows.chunk_by(|a, b| a.prompt == b.prompt).collect();
+    let is_telling = |group: &&&[CompletionRow]| group.iter().any(|row| row.advantage != 0.0);
+    let telling: Vec<_> = groups.iter().filter(is_telling).collect();
+    let shown = if telling.is_empty() { groups.iter().collect() } else { telling };
+    let groups = shown.into_iter().take(MAX_PROMPTS).map(|group| spread(group)).collect();
+    Some(Samples { step, groups })
+}
+
+/// Completions from the best reward to the worst.
+fn spread(group: &[CompletionRow]) -> Vec<CompletionRow> {
+    let mut sorted = group.to_vec();
+    let reward = |row: &CompletionRow| row.reward.unwrap_or(f32::NEG_INFINITY);
+    sorted.sort_by(|a, b| reward(b).total_cmp(&reward(a)));
+    let last = sorted.len() - 1;
+    let count = sorted.len().min(MAX_COMPLETIONS);
+    (0..count).map(|index| sorted[if count > 1 { index * last / (count - 1) } else { 0 }].clone()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(prompt: &str, reward: f32, advantage: f32) -> CompletionRow {
+        let (prompt, completion) = (prompt.to_owned(), String::new());
+        CompletionRow { step: 3, prompt, completion, rewards: Vec::new(), reward: Some(reward), advantage }
+    }
+
+    #[test]
+    fn groups_that_differ_come_first_from_best_to_worst() {
+        let rows = vec![row("a", 1.0, 0.0), row("a", 1.0, 0.0), row("b", 0.0, -1.0), row("b", 2.0, 1.0)];
+        let samples = choose(rows).unwrap();
+        let rewards: Vec<_> = samples.groups[0].iter().map(|row| row.reward).collect();
+        assert_eq!((samples.step, samples.groups.len(), rewards), (3, 1, vec![Some(2.0), Some(0.0)]));
+    }
+}

@@ -1,0 +1,154 @@
+//! The metrics of one step, each with the way it reduces over ranks.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::dist::{Collective, all_gather_bytes};
+use crate::error::{Error, Result};
+
+/// Reduced metrics by name. NaN stands for a mean, least or greatest of nothing and is written as null.
+pub type MetricValues = BTreeMap<String, f64>;
+
+/// How the values of several ranks become one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reduce {
+    /// Their sum.
+    Sum,
+    /// Their mean, weighted by count.
+    Mean,
+    /// The greatest.
+    Max,
+    /// The least.
+    Min,
+    /// Alike on all ranks: the lowest rank's.
+    Last,
+}
+
+/// What one rank measured in one step. Names may differ between ranks; a rank without a name takes no part in it.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct StepMetrics {
+    entries: BTreeMap<String, Entry>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Entry {
+    reduce: Reduce,
+    value: f64,
+    count: f64,
+}
+
+impl StepMetrics {
+    /// Sets a value. As a [`Reduce::Mean`] it counts once for each rank.
+    pub fn set(&mut self, name: impl Into<String>, value: f64, reduce: Reduce) {
+        self.entries.insert(name.into(), Entry { reduce, value, count: 1.0 });
+    }
+
+    /// Sets a mean by its sum and count, so that ranks weigh by what they counted.
+    pub fn set_mean(&mut self, name: impl Into<String>, sum: f64, count: f64) {
+        self.entries.insert(name.into(), Entry { reduce: Reduce::Mean, value: sum, count });
+    }
+
+    /// The group's metrics, the same on every rank. Collective over `group`.
+    ///
+    /// # Errors
+    /// Those of the collective; [`Error::Collective`] if ranks declare one name differently.
+    pub fn reduce(&self, group: &dyn Collective) -> Result<MetricValues> {
+        let mut total: BTreeMap<String, Entry> = BTreeMap::new();
+        for bytes in all_gather_bytes(group, &self.encode())? {
+            for (name, entry) in decode(&bytes, group)?.entries {
+                let Some(sum) = total.get_mut(&name) else {
+                    total.insert(name, entry);
+                    continue;
+                };
+                if sum.reduce != entry.reduce {
+                    return Err(disagreement(group, format!("'{name}' is {:?} and {:?}", sum.reduce, entry.reduce)));
+                }
+                sum.add(&entry);
+            }
+        }
+        Ok(total.into_iter().map(|(name, entry)| (name, entry.result())).collect())
+    }
+
+    /// Bit patterns keep every value exact, NaN and infinities too.
+    fn encode(&self) -> Vec<u8> {
+        let rows = self.entries.iter().map(|(name, entry)| {
+            serde_json::json!([name, entry.reduce, entry.value.to_bits(), entry.count.to_bits()])
+        });
+        serde_json::Value::from_iter(rows).to_string().into_bytes()
+    }
+}
+
+fn decode(bytes: &[u8], group: &dyn Collective) -> Result<StepMetrics> {
+    let rows: Vec<(String, Reduce, u64, u64)> =
+        serde_json::from_slice(bytes).map_err(|error| disagreement(group, error.to_string()))?;
+    let entry = |(name, reduce, value, count)| {
+        (name, Entry { reduce, value: f64::from_bits(value), count: f64::from_bits(count) })
+    };
+    Ok(StepMetrics { entries: rows.into_iter().map(entry).collect() })
+}
+
+fn disagreement(group: &dyn Collective, message: String) -> Error {
+    let rank = group.ranks()[group.rank()];
+    Error::Collective { op: "reduce metrics", group: group.name().to_owned(), rank, message }
+}
+
+impl Entry {
+    fn add(&mut self, other: &Entry) {
+        match self.reduce {
+            Reduce::Sum | Reduce::Mean => {
+                self.value += other.value;
+                self.count += other.count;
+            }
+            // f64::max and min leave NaN out.
+            Reduce::Max => self.value = self.value.max(other.value),
+            Reduce::Min => self.value = self.value.min(other.value),
+            Reduce::Last => {}
+        }
+    }
+
+    fn result(&self) -> f64 {
+        match self.reduce {
+            Reduce::Mean => self.value / self.count,
+            Reduce::Sum | Reduce::Max | Reduce::Min | Reduce::Last => self.value,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dist::testing;
+
+    #[test]
+    fn each_metric_reduces_as_it_declares() {
+        testing::threads(2, |group| {
+            let rank = group.rank() as f64;
+            let mut metrics = StepMetrics::default();
+            metrics.set("num_tokens", 10.0 + rank, Reduce::Sum);
+            metrics.set("step_time", 1.0 + rank, Reduce::Max);
+            metrics.set("low_min", if rank == 0.0 { f64::NAN } else { 0.25 }, Reduce::Min);
+            metrics.set("learning_rate", 0.1 + rank, Reduce::Last);
+            metrics.set("plain_mean", rank, Reduce::Mean);
+            metrics.set_mean("loss", 3.0 + rank * 6.0, 1.0 + rank);
+            metrics.set_mean("nothing", 0.0, 0.0);
+            if rank == 1.0 {
+                metrics.set("only_here", 7.0, Reduce::Sum);
+            }
+            let reduced = metrics.reduce(&*group).unwrap();
+            assert!(reduced["nothing"].is_nan());
+            let got: Vec<_> = reduced.iter().filter(|(_, value)| !value.is_nan()).collect();
+            let expected = [
+                ("learning_rate", 0.1),
+                ("loss", 4.0),
+                ("low_min", 0.25),
+                ("num_tokens", 21.0),
+                ("only_here", 7.0),
+                ("plain_mean", 0.5),
+                ("step_time", 2.0),
+            ];
+            let expected = expected.map(|(name, value)| (name.to_owned(), value));
+            assert_eq!(got, expected.iter().map(|(name, value)| (name, value)).collect::<Vec<_>>());
+        });
+    }
+}
