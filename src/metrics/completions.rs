@@ -161,11 +161,8 @@ fn schema(reward_names: &[String]) -> Result<Type, ParquetError> {
         builder.with_logical_type(logical).build().map(Arc::new)
     };
     let text = |name| column(name, Physical::BYTE_ARRAY, Repetition::REQUIRED, Some(LogicalType::String));
-    let mut fields = vec![
-        column("step", Physical::INT64, Repetition::REQUIRED, None)?,
-        text("prompt")?,
-        text("completion")?,
-    ];
+    let mut fields =
+        vec![column("step", Physical::INT64, Repetition::REQUIRED, None)?, text("prompt")?, text("completion")?];
     for name in reward_names.iter().map(String::as_str).chain(["reward"]) {
         fields.push(column(name, Physical::FLOAT, Repetition::OPTIONAL, None)?);
     }
@@ -187,7 +184,8 @@ fn write_column<T: DataType>(
     values: &[T::T],
     levels: Option<&[i16]>,
 ) -> Result<(), ParquetError> {
-    let mut column = group.next_column()?.ok_or_else(|| ParquetError::General("more columns than the schema".into()))?;
+    let mut column =
+        group.next_column()?.ok_or_else(|| ParquetError::General("more columns than the schema".into()))?;
     column.typed::<T>().write_batch(values, levels, None)?;
     column.close()
 }

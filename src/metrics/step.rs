@@ -72,9 +72,10 @@ impl StepMetrics {
 
     /// Bit patterns keep every value exact, NaN and infinities too.
     fn encode(&self) -> Vec<u8> {
-        let rows = self.entries.iter().map(|(name, entry)| {
-            serde_json::json!([name, entry.reduce, entry.value.to_bits(), entry.count.to_bits()])
-        });
+        let rows = self
+            .entries
+            .iter()
+            .map(|(name, entry)| serde_json::json!([name, entry.reduce, entry.value.to_bits(), entry.count.to_bits()]));
         serde_json::Value::from_iter(rows).to_string().into_bytes()
     }
 }

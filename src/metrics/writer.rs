@@ -113,7 +113,8 @@ mod tests {
     #[test]
     fn the_configuration_is_written_without_secrets() {
         let folder = tempfile::tempdir().unwrap();
-        let config = serde_json::json!({"learning_rate": 1e-6, "reward": {"api_key": "abc", "url": "http://me:pw@host/"}});
+        let config =
+            serde_json::json!({"learning_rate": 1e-6, "reward": {"api_key": "abc", "url": "http://me:pw@host/"}});
         write_run_config(folder.path(), &config).unwrap();
         let text = std::fs::read_to_string(folder.path().join("run_config.json")).unwrap();
         assert!(text.contains("learning_rate") && !text.contains("abc") && !text.contains("pw"), "{text}");

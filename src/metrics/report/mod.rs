@@ -108,14 +108,16 @@ mod tests {
     fn a_report_is_one_file_in_which_model_text_is_only_text() {
         let folder = tempfile::tempdir().unwrap();
         let line = |step: u64| {
-            format!(r#"{{"step":{step},"time":{step}.5,"reward":0.{step},"rewards/<b>/mean":1,"timing_s/generate":2}}"#)
+            format!(
+                r#"{{"step":{step},"time":{step}.5,"reward":0.{step},"rewards/<img>/mean":1,"timing_s/generate":2}}"#
+            )
         };
         std::fs::write(folder.path().join("metrics.jsonl"), (1..9).map(|step| line(step) + "\n").collect::<String>())
             .unwrap();
         let path = write_report(folder.path()).unwrap();
         let html = std::fs::read_to_string(path).unwrap();
         assert!(html.contains("<svg") && html.contains("Reward") && html.contains("generate"));
-        assert!(!html.contains("<b>") && html.contains("&lt;b&gt;"));
+        assert!(!html.contains("<img>") && html.contains("&lt;img&gt;"));
         assert!(!html.contains("http://") && !html.contains("https://"), "no external resource");
     }
 

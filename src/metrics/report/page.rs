@@ -11,12 +11,7 @@ use crate::metrics::CompletionRow;
 /// Longest text shown of a prompt or completion, in characters.
 const MAX_CHARACTERS: usize = 1500;
 
-pub(super) fn render(
-    output_dir: &Path,
-    history: &History,
-    config: &[(String, String)],
-    samples: &[Samples],
-) -> String {
+pub(super) fn render(output_dir: &Path, history: &History, config: &[(String, String)], samples: &[Samples]) -> String {
     let name = output_dir.file_name().map_or("run".into(), |name| name.to_string_lossy());
     let model = config.iter().find(|(key, _)| key == "model_name_or_path").map_or("", |(_, value)| value.as_str());
     let figures: String = plots(history).iter().map(|plot| plot.render(history.steps)).collect();
@@ -88,7 +83,13 @@ fn group_html(group: &[CompletionRow]) -> String {
         let _ = write!(html, "<h4>Prompt</h4><pre>{}</pre>", excerpt(&first.prompt));
     }
     for row in group {
-        let sign = if row.advantage > 0.0 { "up" } else if row.advantage < 0.0 { "down" } else { "even" };
+        let sign = if row.advantage > 0.0 {
+            "up"
+        } else if row.advantage < 0.0 {
+            "down"
+        } else {
+            "even"
+        };
         let chip = |name: &str, value: Option<f32>| {
             let value = value.map_or("failed".to_owned(), |value| number(f64::from(value)));
             format!("<span>{} <b>{value}</b></span>", escape(name))
@@ -113,12 +114,7 @@ fn excerpt(text: &str) -> String {
 fn metrics_table(history: &History) -> String {
     let row = |(name, points): (&str, &[(f64, f64)])| {
         let values = || points.iter().map(|point| point.1);
-        let cells = [
-            values().next(),
-            values().next_back(),
-            values().reduce(f64::min),
-            values().reduce(f64::max),
-        ];
+        let cells = [values().next(), values().next_back(), values().reduce(f64::min), values().reduce(f64::max)];
         let cells: String = cells.iter().map(|cell| format!("<td>{}</td>", number(cell.unwrap_or(f64::NAN)))).collect();
         format!("<tr><th>{}</th>{cells}</tr>", escape(name))
     };

@@ -73,7 +73,10 @@ impl Plot {
             Shape::Lines => series.iter().flatten().map(|point| point.1).collect(),
             Shape::Stack => {
                 let longest = series.iter().flatten();
-                longest.map(|(step, _)| series.iter().map(|points| value_at(points, *step)).sum()).chain([0.0]).collect()
+                longest
+                    .map(|(step, _)| series.iter().map(|points| value_at(points, *step)).sum())
+                    .chain([0.0])
+                    .collect()
             }
         };
         let lowest = values.iter().copied().fold(f64::INFINITY, f64::min);
@@ -226,7 +229,11 @@ impl Scale {
 /// The smallest of 1, 2, 2.5, 5 times a power of ten that is at least `size`.
 fn nice(size: f64) -> f64 {
     let power = 10.0_f64.powf(size.log10().floor());
-    [1.0, 2.0, 2.5, 5.0].map(|factor| factor * power).into_iter().find(|tick| *tick >= size * 0.999).unwrap_or(10.0 * power)
+    [1.0, 2.0, 2.5, 5.0]
+        .map(|factor| factor * power)
+        .into_iter()
+        .find(|tick| *tick >= size * 0.999)
+        .unwrap_or(10.0 * power)
 }
 
 #[cfg(test)]
