@@ -19,6 +19,8 @@ mod head;
 mod params;
 mod preset;
 mod spec;
+#[cfg(test)]
+mod tests;
 mod views;
 
 pub use block::{Attention, BlockContext, PackedAttention, SavedBlock, attention_scale, block_backward, block_forward};

@@ -15,4 +15,4 @@ pub mod rms_norm;
 pub mod rope;
 pub mod swiglu;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;

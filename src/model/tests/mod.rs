@@ -1,0 +1,203 @@
+//! The whole network against an independent one under autograd, in float64; recomputation; tensor-parallel slices.
+
+mod reference;
+
+use std::sync::Arc;
+
+use tch::{Device, Kind, Tensor};
+
+use super::*;
+use crate::config::GradientCheckpointing;
+use crate::dist::Collective;
+use crate::dist::testing::threads;
+use crate::error::Result;
+use crate::ops::attention::{PackedLayout, packed_forward};
+use crate::ops::embedding;
+use crate::ops::rope::Rope;
+use crate::ops::testing::{assert_close, leaf, rand};
+
+const TEMPERATURE: f64 = 0.8;
+
+/// One small shape per family: (name, spec).
+fn families() -> [(&'static str, ModelSpec); 4] {
+    let micro =
+        ModelSpec { vocab_size: 23, hidden_size: 24, intermediate_size: 20, ..ModelSpec::preset("micro").unwrap() };
+    let plain = ModelSpec { qkv_bias: false, tie_word_embeddings: false, ..micro.clone() };
+    let scaling = Llama3Scaling {
+        factor: 8.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 512.0,
+    };
+    [
+        ("qwen2, group 7, tied", ModelSpec { num_heads: 14, num_kv_heads: 2, ..micro }),
+        ("qwen3, group 1", ModelSpec { family: Family::Qwen3, qk_norm: true, num_kv_heads: 4, ..plain.clone() }),
+        ("llama 3, group 2", ModelSpec { family: Family::Llama, rope_scaling: Some(scaling), ..plain.clone() }),
+        ("mistral, group 2", ModelSpec { family: Family::Mistral, sliding_window: Some(4), ..plain }),
+    ]
+}
+
+fn random_flats(table: &ParamTable) -> Vec<Tensor> {
+    table.units.iter().map(|layout| rand(&[layout.len as i64]) * 0.4).collect()
+}
+
+fn random_sequences(spec: &ModelSpec, lens: &[i64]) -> Vec<Vec<i64>> {
+    let ids = |&len| Tensor::randint(spec.vocab_size as i64, [len], (Kind::Int64, Device::Cpu));
+    lens.iter().map(|len| Vec::try_from(ids(len)).unwrap()).collect()
+}
+
+/// Sequences packed one after the other, all but the last row of each scored.
+struct Batch {
+    ids: Tensor,
+    positions: Tensor,
+    cu_seqlens: Vec<i64>,
+    rows: Tensor,
+    targets: Tensor,
+}
+
+impl Batch {
+    fn new(sequences: &[Vec<i64>]) -> Self {
+        let mut cu_seqlens = vec![0];
+        let (mut positions, mut rows, mut targets) = (Vec::new(), Vec::new(), Vec::new());
+        for ids in sequences {
+            let (start, len) = (cu_seqlens[cu_seqlens.len() - 1], ids.len() as i64);
+            positions.extend(0..len);
+            rows.extend(start..start + len - 1);
+            targets.extend_from_slice(&ids[1..]);
+            cu_seqlens.push(start + len);
+        }
+        let tensor = |values: &[i64]| Tensor::from_slice(values);
+        let (ids, positions) = (tensor(&sequences.concat()), tensor(&positions));
+        Self { ids, positions, cu_seqlens, rows: tensor(&rows), targets: tensor(&targets) }
+    }
+}
+
+/// (log-probabilities, entropies, gradients of the flat units) of sum(logprobs * a + entropies * b).
+fn run(
+    table: &ParamTable,
+    flats: &[Tensor],
+    batch: &Batch,
+    (a, b): (&Tensor, &Tensor),
+    keep: GradientCheckpointing,
+) -> (Tensor, Tensor, Vec<Tensor>) {
+    let spec = &*table.spec;
+    let grads: Vec<Tensor> = flats.iter().map(Tensor::zeros_like).collect();
+    let views = |flats: &[Tensor]| {
+        let (layouts, last) = (&table.units, flats.len() - 1);
+        let blocks: Vec<_> = (1..last).map(|i| BlockParams::view(&layouts[i], &flats[i])).collect();
+        (EmbeddingParams::view(&layouts[0], &flats[0]), blocks, HeadParams::view(&layouts[last], &flats[last]))
+    };
+    let ((embed, blocks, head), (mut d_embed, mut d_blocks, mut d_head)) = (views(flats), views(&grads));
+    let rope =
+        Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref()).rows(&batch.positions, Kind::Double);
+    let ctx = BlockContext { spec, rope: &rope, tp: None };
+    let mut packed = PackedAttention::new(spec, &batch.cu_seqlens, Device::Cpu);
+
+    let mut x = embedding::forward(&batch.ids, &embed.table);
+    let mut saved = Vec::new();
+    for (layer, w) in blocks.iter().enumerate() {
+        let (y, kept) = block_forward(&ctx, layer, w, &x, &mut packed, Some(keep)).unwrap();
+        saved.push(kept.unwrap());
+        x = y;
+    }
+    let scoring =
+        Scoring { rows: &batch.rows, targets: &batch.targets, temperature: TEMPERATURE, eps: spec.rms_norm_eps };
+    let scored = head_forward(&head, head.output_table(&embed), &x, &scoring, true);
+
+    let d_table = d_head.lm_head.as_mut().unwrap_or(&mut d_embed.table);
+    let (tokens, d_norm) = (x.size()[0], &mut d_head.final_norm);
+    let output = head.output_table(&embed);
+    let mut dx = head_backward(&head, output, &scoring, tokens, scored.saved, a, Some(b), d_norm, d_table);
+    for ((w, kept), d_w) in blocks.iter().zip(saved).zip(&mut d_blocks).rev() {
+        dx = block_backward(&ctx, w, &dx, kept, &packed, d_w).unwrap();
+    }
+    embedding::accumulate(&dx, &batch.ids, &mut d_embed.table);
+    (scored.logprobs, scored.entropy, grads)
+}
+
+#[test]
+fn every_family_matches_autograd() {
+    for (name, spec) in families() {
+        let table = ParamTable::new(Arc::new(spec), 1);
+        let flats: Vec<Tensor> = random_flats(&table).iter().map(leaf).collect();
+        let sequences = random_sequences(&table.spec, &[5, 21, 2, 9]);
+        let (logprobs, entropies) = reference::scores(&table, &flats, &sequences, TEMPERATURE);
+        let (a, b) = (rand(&logprobs.size()), rand(&logprobs.size()));
+        let scalar = (&logprobs * &a + &entropies * &b).sum(None);
+        let expected = Tensor::run_backward(&[scalar], &flats, false, false);
+
+        let detached: Vec<Tensor> = flats.iter().map(Tensor::detach).collect();
+        let got = run(&table, &detached, &Batch::new(&sequences), (&a, &b), GradientCheckpointing::None);
+        assert_close(&got.0, &logprobs);
+        assert_close(&got.1, &entropies);
+        for ((layout, got), expected) in table.units.iter().zip(&got.2).zip(&expected) {
+            for param in &layout.params {
+                println!("{name}: {} {:?}", layout.unit, param.name);
+                let view = |flat| layout.view(param.name, flat).unwrap();
+                assert_close(&view(got), &view(expected));
+            }
+        }
+    }
+}
+
+#[test]
+fn recomputation_changes_no_bit() {
+    for (name, spec) in families() {
+        let table = ParamTable::new(Arc::new(spec), 1);
+        let flats: Vec<Tensor> = random_flats(&table).iter().map(|flat| flat.to_kind(Kind::Float)).collect();
+        let batch = Batch::new(&random_sequences(&table.spec, &[150, 21, 2, 30]));
+        let (a, b) = (rand(&batch.rows.size()), rand(&batch.rows.size()));
+        let run = |keep| run(&table, &flats, &batch, (&a, &b), keep);
+        let whole = run(GradientCheckpointing::None);
+        for keep in [GradientCheckpointing::Selective, GradientCheckpointing::Full] {
+            let other = run(keep);
+            assert!(whole.0.equal(&other.0), "{name} {keep:?}");
+            assert!(whole.2.iter().zip(&other.2).all(|(a, b)| a.equal(b)), "{name} {keep:?}");
+        }
+    }
+}
+
+/// Attention over a slice's heads.
+struct SliceAttention(PackedLayout, f64);
+
+impl Attention for SliceAttention {
+    fn forward(&mut self, _layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+        Ok((packed_forward(q, k, v, &self.0, self.1).0, None))
+    }
+}
+
+/// One block on `tp_size` ranks, each with its slice; every rank returns the output.
+fn sliced_block(spec: &ModelSpec, tp_size: usize, flat: &[f64], x: &[f64]) -> Vec<Vec<f64>> {
+    let table = ParamTable::new(Arc::new(spec.clone()), 1);
+    threads(tp_size, |tp: Arc<dyn Collective>| {
+        let whole = BlockParams::view(&table.units[1], &Tensor::from_slice(flat));
+        let w = whole.tp_slice(spec, tp.rank(), tp_size);
+        let x = Tensor::from_slice(x).view([-1, spec.hidden_size as i64]);
+        let positions = Tensor::from_slice(&[0i64, 1, 2, 0, 1]);
+        let rope = Rope::new(spec.head_dim, spec.rope_theta, None).rows(&positions, Kind::Double);
+        let ctx = BlockContext { spec, rope: &rope, tp: Some(&*tp) };
+        let layout = PackedLayout::new(&[0, 3, 5], spec.tp_heads(tp_size).1, None, Device::Cpu);
+        let mut attention = SliceAttention(layout, attention_scale(spec));
+        let (y, _) = block_forward(&ctx, 0, &w, &x, &mut attention, None).unwrap();
+        Vec::try_from(y.flatten(0, 1)).unwrap()
+    })
+}
+
+#[test]
+fn slices_add_up_to_the_block() {
+    let [(_, qwen2), (_, qwen3), ..] = families();
+    let eight = ModelSpec { num_heads: 8, ..qwen2 };
+    for (spec, tp_sizes) in [(eight, vec![2, 4]), (qwen3, vec![2, 4])] {
+        let table = ParamTable::new(Arc::new(spec.clone()), 1);
+        let host = |t: Tensor| Vec::<f64>::try_from(t).unwrap();
+        let flat = host(rand(&[table.units[1].len as i64]) * 0.4);
+        let x = host(rand(&[5 * spec.hidden_size as i64]));
+        let whole = sliced_block(&spec, 1, &flat, &x);
+        for tp_size in tp_sizes {
+            spec.validate_tp(tp_size).unwrap();
+            for y in sliced_block(&spec, tp_size, &flat, &x) {
+                assert_close(&Tensor::from_slice(&y), &Tensor::from_slice(&whole[0]));
+            }
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! The same network written once more, plainly, for autograd: separate q, k, v, gate and up, one sequence at a time, heads
+//! repeated, the mask spelt out. Shares no operation with the crate; only the flat weights' layout.
+
+use std::f64::consts::PI;
+
+use tch::{Kind, Tensor};
+
+use crate::model::{ModelSpec, ParamName, ParamTable, Unit};
+
+/// (log-probabilities, entropies) of all rows but the last of each sequence, against the next token, at `temperature`.
+pub(super) fn scores(
+    table: &ParamTable,
+    flats: &[Tensor], // one leaf per unit, f64
+    sequences: &[Vec<i64>],
+    temperature: f64,
+) -> (Tensor, Tensor) {
+    let spec = &table.spec;
+    let get = |unit, name| weight(table, flats, unit, name).unwrap();
+    let embedding = get(Unit::Embedding, ParamName::Embedding);
+    let head = weight(table, flats, Unit::Head, ParamName::LmHead).unwrap_or_else(|| embedding.shallow_clone());
+    let (mut logprobs, mut entropies) = (Vec::new(), Vec::new());
+    for ids in sequences {
+        let ids = Tensor::from_slice(ids);
+        let mut x = embedding.index_select(0, &ids);
+        for layer in 0..spec.num_layers {
+            x = block(spec, &|name| weight(table, flats, Unit::Block(layer), name), &x);
+        }
+        let scored = ids.size()[0] - 1;
+        let x = rms_norm(&x.narrow(0, 0, scored), &get(Unit::Head, ParamName::FinalNorm), spec.rms_norm_eps);
+        let p = (x.matmul(&head.tr()) / temperature).softmax(-1, None::<Kind>);
+        logprobs.push(p.gather(1, &ids.narrow(0, 1, scored).unsqueeze(1), false).squeeze_dim(1).log());
+        entropies.push(-(&p * p.log()).sum_dim_intlist(-1, false, None));
+    }
+    (Tensor::cat(&logprobs, 0), Tensor::cat(&entropies, 0))
+}
+
+fn weight(table: &ParamTable, flats: &[Tensor], unit: Unit, name: ParamName) -> Option<Tensor> {
+    let index = table.units.iter().position(|layout| layout.unit == unit).unwrap();
+    table.units[index].view(name, &flats[index])
+}
+
+fn block(spec: &ModelSpec, get: &dyn Fn(ParamName) -> Option<Tensor>, x: &Tensor) -> Tensor {
+    let (heads, kv_heads, hd) = (spec.num_heads as i64, spec.num_kv_heads as i64, spec.head_dim as i64);
+    let (len, group, eps) = (x.size()[0], heads / kv_heads, spec.rms_norm_eps);
+    let need = |name| get(name).unwrap();
+    let normed = rms_norm(x, &need(ParamName::InputNorm), eps);
+    let grouped = need(ParamName::Qkv).view([kv_heads, group + 2, hd, -1]);
+    let bias = get(ParamName::QkvBias).map(|bias| bias.view([kv_heads, group + 2, hd]));
+    let project = |first: i64, count: i64| {
+        let w = grouped.narrow(1, first, count).reshape([kv_heads * count * hd, -1]);
+        let y = normed.matmul(&w.tr());
+        let y = bias.as_ref().map_or(y.shallow_clone(), |b| y + b.narrow(1, first, count).reshape([-1]));
+        y.view([len, kv_heads * count, hd]).transpose(0, 1) // [heads, S, hd]
+    };
+    let (mut q, mut k, v) = (project(0, group), project(group, 1), project(group + 1, 1));
+    if let (Some(q_norm), Some(k_norm)) = (get(ParamName::QNorm), get(ParamName::KNorm)) {
+        (q, k) = (rms_norm(&q, &q_norm, eps), rms_norm(&k, &k_norm, eps));
+    }
+    let (q, k) = (rotate(spec, &q), rotate(spec, &k));
+    let repeat = |t: Tensor| t.unsqueeze(1).expand([kv_heads, group, len, hd], false).reshape([heads, len, hd]);
+    let scores = q.matmul(&repeat(k).transpose(1, 2)) / (hd as f64).sqrt();
+    let hidden: Vec<bool> = (0..len * len)
+        .map(|at| (at / len, at % len))
+        .map(|(i, j)| j > i || spec.sliding_window.is_some_and(|window| i - j >= window as i64))
+        .collect();
+    let scores = scores.masked_fill(&Tensor::from_slice(&hidden).view([len, len]), f64::NEG_INFINITY);
+    let o = scores.softmax(-1, None::<Kind>).matmul(&repeat(v)).transpose(0, 1).reshape([len, heads * hd]);
+    let h = x + o.matmul(&need(ParamName::O).tr());
+    let normed = rms_norm(&h, &need(ParamName::PostNorm), eps);
+    let pairs = need(ParamName::GateUp).view([-1, 2, x.size()[1]]);
+    let (gate, up) = (normed.matmul(&pairs.select(1, 0).tr()), normed.matmul(&pairs.select(1, 1).tr()));
+    h + (gate.sigmoid() * gate * up).matmul(&need(ParamName::Down).tr())
+}
+
+fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
+    x / (x.square().mean_dim(-1, true, None::<Kind>) + eps).sqrt() * weight
+}
+
+/// x * cos + rotate_half(x) * sin, with Llama 3's scaling in its wavelength form.
+fn rotate(spec: &ModelSpec, x: &Tensor /* [heads, S, hd] */) -> Tensor {
+    let (len, hd) = (x.size()[1], spec.head_dim);
+    let inv_freq = (0..hd / 2).map(|i| 1.0 / spec.rope_theta.powf((2 * i) as f64 / hd as f64));
+    let scaled = inv_freq.map(|inv_freq| {
+        let Some(s) = &spec.rope_scaling else { return inv_freq };
+        let (wavelength, context) = (2.0 * PI / inv_freq, s.original_max_position_embeddings);
+        if wavelength < context / s.high_freq_factor {
+            inv_freq
+        } else if wavelength > context / s.low_freq_factor {
+            inv_freq / s.factor
+        } else {
+            let smooth = (context / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor);
+            (1.0 - smooth) * inv_freq / s.factor + smooth * inv_freq
+        }
+    });
+    let inv_freq: Vec<f64> = scaled.collect();
+    let positions = Tensor::arange(len, (Kind::Double, x.device()));
+    let angle = positions.unsqueeze(1) * Tensor::from_slice(&inv_freq);
+    let angle = Tensor::cat(&[&angle, &angle], 1);
+    let halves = x.chunk(2, -1);
+    x * angle.cos() + Tensor::cat(&[&-&halves[1], &halves[0]], -1) * angle.sin()
+}
