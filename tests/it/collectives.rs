@@ -1,1 +1,166 @@
-//! .
+//! Collectives between real processes.
+
+use std::time::{Duration, Instant};
+
+use colo_grpo::Error;
+use colo_grpo::dist::{Collective, ReduceOp, World, all_gather_bytes, all_reduce_f64};
+use tch::{Device, Kind, Tensor};
+
+use crate::ranks;
+
+/// Longer than half a slot of the default size in every kind, and not a round number.
+const LEN: i64 = 300_001;
+
+/// One rank's values: their sums depend on the order of adding.
+fn values(rank: usize, len: i64, kind: Kind) -> Tensor {
+    let index = Tensor::arange(len, (Kind::Double, Device::Cpu));
+    ((index * 0.61 + rank as f64 * 2.3).sin() * 4096.0).to_kind(kind)
+}
+
+/// What one process alone computes over all ranks' values, in rank order.
+fn reference(num_ranks: usize, len: i64, kind: Kind, op: ReduceOp) -> Tensor {
+    let wide = if kind == Kind::BFloat16 { Kind::Float } else { kind };
+    let own = |rank| values(rank, len, kind).to_kind(wide);
+    let combined = (1..num_ranks).fold(own(0), |so_far, rank| match op {
+        ReduceOp::Sum => so_far + own(rank),
+        ReduceOp::Max => so_far.maximum(&own(rank)),
+        ReduceOp::Min => so_far.minimum(&own(rank)),
+    });
+    combined.to_kind(kind)
+}
+
+fn every_operation(world: &World) {
+    let group = world.group();
+    let (rank, size) = (group.rank(), group.size());
+    let own_slice = |whole: &Tensor| whole.narrow(0, rank as i64 * LEN, LEN);
+    for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Int64] {
+        let whole_len = size as i64 * LEN;
+        for op in [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min] {
+            let mut tensor = values(rank, whole_len, kind);
+            group.all_reduce(&mut tensor, op).unwrap();
+            assert_eq!(tensor, reference(size, whole_len, kind, op), "{op:?} {kind:?}");
+        }
+        let total = reference(size, whole_len, kind, ReduceOp::Sum);
+        let mut scattered = Tensor::zeros([LEN], (kind, Device::Cpu));
+        group.reduce_scatter(&values(rank, whole_len, kind), &mut scattered).unwrap();
+        assert_eq!(scattered, own_slice(&total), "reduce_scatter {kind:?}");
+
+        let mut gathered = Tensor::zeros([whole_len], (kind, Device::Cpu));
+        group.all_gather(&scattered, &mut gathered).unwrap();
+        assert_eq!(gathered, total, "all_gather {kind:?}");
+
+        let mut exchanged = Tensor::zeros([whole_len], (kind, Device::Cpu));
+        group.all_to_all(&values(rank, whole_len, kind), &mut exchanged).unwrap();
+        let parts: Vec<_> = (0..size).map(|peer| own_slice(&values(peer, whole_len, kind))).collect();
+        assert_eq!(exchanged, Tensor::cat(&parts, 0), "all_to_all {kind:?}");
+
+        for root in 0..size {
+            let mut tensor = values(rank, LEN, kind);
+            group.broadcast(&mut tensor, root).unwrap();
+            assert_eq!(tensor, values(root, LEN, kind), "broadcast {kind:?}");
+        }
+    }
+    let ragged = all_gather_bytes(group.as_ref(), "x".repeat(rank * 1000).as_bytes()).unwrap();
+    assert_eq!(ragged.iter().map(Vec::len).collect::<Vec<_>>(), (0..size).map(|rank| rank * 1000).collect::<Vec<_>>());
+    let mut numbers = [rank as f64, 0.5];
+    all_reduce_f64(group.as_ref(), &mut numbers, ReduceOp::Sum).unwrap();
+    assert_eq!(numbers, [(size * (size - 1) / 2) as f64, size as f64 * 0.5]);
+    group.barrier().unwrap();
+}
+
+#[test]
+fn two_ranks_agree_with_the_sequential_reference() {
+    ranks::run(2, "collectives::two_ranks_agree_with_the_sequential_reference", |world| every_operation(&world));
+}
+
+#[test]
+fn four_ranks_agree_with_the_sequential_reference() {
+    ranks::run(4, "collectives::four_ranks_agree_with_the_sequential_reference", |world| every_operation(&world));
+}
+
+#[test]
+fn groups_of_a_mesh_do_not_disturb_one_another() {
+    ranks::run(4, "collectives::groups_of_a_mesh_do_not_disturb_one_another", |world| {
+        let mesh = world.mesh(2, 2).unwrap();
+        let sum = |group: &dyn Collective| {
+            let mut numbers = [world.rank() as f64];
+            all_reduce_f64(group, &mut numbers, ReduceOp::Sum).unwrap();
+            numbers[0]
+        };
+        for _ in 0..500 {
+            let pair = world.rank() / 2 * 2;
+            assert_eq!(sum(mesh.tp.as_ref()), (2 * pair + 1) as f64);
+            assert_eq!(sum(mesh.dp.as_ref()), (2 * (world.rank() % 2) + 2) as f64);
+            assert_eq!(sum(mesh.replicate.as_ref()), (2 * (world.rank() % 2) + 2) as f64);
+            assert_eq!(sum(mesh.world.as_ref()), 6.0);
+        }
+    });
+}
+
+#[test]
+fn different_calls_are_an_error_on_every_rank() {
+    ranks::run(2, "collectives::different_calls_are_an_error_on_every_rank", |world| {
+        let group = world.group();
+        let mut tensor = Tensor::zeros([4 + world.rank() as i64], (Kind::Float, Device::Cpu));
+        let error = group.all_reduce(&mut tensor, ReduceOp::Sum).unwrap_err().to_string();
+        assert!(error.contains("16 bytes of Float") && error.contains("20 bytes of Float"), "{error}");
+    });
+}
+
+#[test]
+fn a_timeout_names_the_missing_ranks() {
+    let timeout = Duration::from_millis(1500);
+    ranks::run_with(4, "collectives::a_timeout_names_the_missing_ranks", timeout, |world| {
+        let pair = world.subgroup("pair", &[world.rank() / 2 * 2, world.rank() / 2 * 2 + 1]).unwrap();
+        match world.rank() {
+            2 => {
+                let error = pair.barrier().unwrap_err();
+                assert!(matches!(&error, Error::CollectiveTimeout { op: "barrier", missing, .. } if missing == &[3]));
+                assert!(error.to_string().contains("in group 'pair' timed out on rank 2"), "{error}");
+            }
+            3 => std::thread::sleep(2 * timeout),
+            _ => pair.barrier().unwrap(),
+        }
+    });
+}
+
+#[test]
+fn a_posted_failure_wakes_blocked_peers_and_agreeing_mends_the_groups() {
+    ranks::run(4, "collectives::a_posted_failure_wakes_blocked_peers_and_agreeing_mends_the_groups", |world| {
+        let group = world.group();
+        group.barrier().unwrap();
+        let start = Instant::now();
+        let result = if world.rank() == 3 {
+            std::thread::sleep(Duration::from_millis(300));
+            let error = Error::OutOfMemory { owner: "kv cache".into(), requested_bytes: 7 };
+            world.post_failure(&error);
+            std::thread::sleep(Duration::from_millis(300)); // the peers hear of it before this rank comes to agree
+            Err(error)
+        } else {
+            let result = group.barrier();
+            assert!(start.elapsed() < Duration::from_millis(550), "woken after {:?}", start.elapsed());
+            result
+        };
+        match world.agree(result).unwrap_err() {
+            Error::OutOfMemory { .. } => assert_eq!(world.rank(), 3),
+            error => assert_eq!(error.to_string(), "rank 3 failed: out of memory: kv cache asked for 7 bytes"),
+        }
+        every_operation(&world);
+    });
+}
+
+#[test]
+fn many_small_operations_do_not_crawl_with_more_ranks_than_processors() {
+    ranks::run(4, "collectives::many_small_operations_do_not_crawl_with_more_ranks_than_processors", |world| {
+        let group = world.group();
+        let mut tensor = values(world.rank(), 64, Kind::Float);
+        group.barrier().unwrap();
+        let start = Instant::now();
+        for _ in 0..2000 {
+            group.all_reduce(&mut tensor, ReduceOp::Max).unwrap();
+        }
+        let each = start.elapsed() / 2000;
+        println!("all_reduce of 256 bytes over 4 ranks: {each:?}");
+        assert!(each < Duration::from_millis(2), "{each:?} each");
+    });
+}

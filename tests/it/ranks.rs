@@ -1,1 +1,94 @@
-//! .
+//! Real ranks as processes, for every test that needs several.
+
+use std::fs::File;
+use std::io::Read;
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+use colo_grpo::dist::{WorkerEnv, World, WorldOptions};
+use colo_grpo::launch::{LaunchOptions, Rendezvous, worker_command};
+
+const TIME_LIMIT: Duration = Duration::from_secs(120);
+/// How long the others may go on when one rank has failed.
+const GRACE: Duration = Duration::from_secs(3);
+/// What a rank ends with when its body returned: a name that matches no test would end with 0 without running anything.
+const RAN: i32 = 86;
+const TEST_VARIABLE: &str = "COLO_GRPO_TEST";
+
+/// Runs `body` in `num_ranks` processes that form a world in shared memory. `test` is the calling test's path in this binary
+/// (`collectives::works`): each rank is this binary again, running that test alone. Fails with every rank's output if one
+/// fails or the time limit passes.
+pub fn run(num_ranks: usize, test: &str, body: impl FnOnce(World)) {
+    run_with(num_ranks, test, Duration::from_secs(60), body);
+}
+
+/// The same, with the longest wait of a collective.
+pub fn run_with(num_ranks: usize, test: &str, timeout: Duration, body: impl FnOnce(World)) {
+    if std::env::var(TEST_VARIABLE).is_ok_and(|running| running == test) {
+        let env = WorkerEnv::from_env().unwrap().expect("worker variables");
+        let world = World::join(&env, WorldOptions { timeout, ..WorldOptions::default() }).unwrap();
+        body(world);
+        std::process::exit(RAN);
+    }
+    let args = ["--exact", test, "--nocapture"].map(Into::into).to_vec();
+    let options = LaunchOptions::new(num_ranks, args).unwrap();
+    let rendezvous = Rendezvous::bind(&options.master_addr, None).unwrap();
+    let mut ranks: Vec<Rank> = (0..num_ranks).map(|rank| Rank::start(&options, &rendezvous, rank, test)).collect();
+    drop(rendezvous);
+    if let Err(reason) = wait(&mut ranks) {
+        ranks.iter_mut().for_each(|rank| drop(rank.child.kill()));
+        let outputs: Vec<String> = ranks.iter_mut().map(Rank::output).collect();
+        panic!("{test}: {reason}\n{}", outputs.join("\n"));
+    }
+}
+
+struct Rank {
+    rank: usize,
+    child: Child,
+    output: File,
+}
+
+impl Rank {
+    fn start(options: &LaunchOptions, rendezvous: &Rendezvous, rank: usize, test: &str) -> Self {
+        let output = tempfile::tempfile().unwrap();
+        let child = worker_command(options, rendezvous, rank)
+            .env(TEST_VARIABLE, test)
+            .env("OMP_NUM_THREADS", "1")
+            .stdout(output.try_clone().unwrap())
+            .stderr(output.try_clone().unwrap())
+            .spawn()
+            .unwrap();
+        Self { rank, child, output }
+    }
+
+    fn output(&mut self) -> String {
+        let _ = self.child.wait();
+        let mut text = String::new();
+        std::io::Seek::rewind(&mut self.output).unwrap();
+        self.output.read_to_string(&mut text).unwrap();
+        format!("---- rank {} ----\n{text}", self.rank)
+    }
+}
+
+fn wait(ranks: &mut [Rank]) -> Result<(), String> {
+    let start = Instant::now();
+    let mut failure: Option<(Instant, String)> = None;
+    loop {
+        let mut running = 0;
+        for rank in ranks.iter_mut() {
+            match rank.child.try_wait().unwrap() {
+                None => running += 1,
+                Some(status) if status.code() == Some(RAN) => (),
+                Some(status) => {
+                    failure.get_or_insert_with(|| (Instant::now(), format!("rank {}: {status}", rank.rank)));
+                }
+            }
+        }
+        match &failure {
+            Some((since, reason)) if running == 0 || since.elapsed() > GRACE => return Err(reason.clone()),
+            None if running == 0 => return Ok(()),
+            None if start.elapsed() > TIME_LIMIT => return Err(format!("not done after {TIME_LIMIT:?}")),
+            _ => std::thread::sleep(Duration::from_millis(5)),
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! What a failing worker leaves for its launcher, and which failure came first.
+
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use crate::error::{Error, ExitCode};
+use crate::phase;
+
+/// Variable with the file that a failing worker writes its error to.
+pub const ERROR_FILE_VARIABLE: &str = "COLO_GRPO_ERROR_FILE";
+
+/// Tells the launcher, if there is one, or else standard error, why this worker ends.
+pub fn report_error(error: &Error, rank: usize) {
+    let report = Report::of(error, rank);
+    let Some(path) = std::env::var_os(ERROR_FILE_VARIABLE).map(PathBuf::from) else {
+        eprintln!("error: {report}");
+        return;
+    };
+    // Renamed into place: the launcher may look at any time.
+    let draft = path.with_extension("draft");
+    let written = serde_json::to_vec(&report)
+        .map_err(std::io::Error::from)
+        .and_then(|json| std::fs::write(&draft, json))
+        .and_then(|()| std::fs::rename(&draft, &path));
+    if let Err(problem) = written {
+        eprintln!("error: {report} (and {}: {problem})", path.display());
+    }
+}
+
+/// A failure as it is passed from worker to launcher.
+#[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
+pub(super) struct Report {
+    /// Seconds since 1970.
+    pub time_s: f64,
+    pub rank: usize,
+    /// Empty where it is not known.
+    pub phase: String,
+    pub step: u64,
+    pub code: ExitCode,
+    pub message: String,
+    /// Whether this rank only heard of another's failure.
+    pub of_peer: bool,
+}
+
+impl Report {
+    fn of(error: &Error, rank: usize) -> Self {
+        Self {
+            time_s: seconds(SystemTime::now()),
+            rank,
+            phase: phase::current().name().to_owned(),
+            step: phase::step(),
+            code: error.exit_code(),
+            message: error.to_string(),
+            of_peer: matches!(error, Error::PeerFailed { .. }),
+        }
+    }
+
+    /// The end of a worker that left no word.
+    pub(super) fn of_death(rank: usize, at: SystemTime, how: String, code: ExitCode) -> Self {
+        let message = Error::RankDied { rank, how }.to_string();
+        Self { time_s: seconds(at), rank, phase: String::new(), step: 0, code, message, of_peer: false }
+    }
+
+    pub(super) fn read(path: &Path) -> Option<Self> {
+        serde_json::from_slice(&std::fs::read(path).ok()?).ok()
+    }
+}
+
+impl std::fmt::Display for Report {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if !self.phase.is_empty() {
+            write!(f, "rank {}, step {}, {}: ", self.rank, self.step, self.phase)?;
+        }
+        f.write_str(&self.message)
+    }
+}
+
+/// Own failures in order of time; if there are none, what ranks heard of others'.
+pub(super) fn in_order(reports: Vec<Report>) -> Vec<Report> {
+    let (mut heard, mut own): (Vec<_>, Vec<_>) = reports.into_iter().partition(|report| report.of_peer);
+    let by_time = |a: &Report, b: &Report| a.time_s.total_cmp(&b.time_s);
+    own.sort_by(by_time);
+    heard.sort_by(by_time);
+    if own.is_empty() { heard } else { own }
+}
+
+fn seconds(time: SystemTime) -> f64 {
+    time.duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hearsay_is_never_the_first_cause() {
+        let report =
+            |rank, time_s, of_peer| Report { time_s, of_peer, ..Report::of(&Error::Injected { phase: "wake" }, rank) };
+        let ordered = in_order(vec![report(0, 1.0, true), report(2, 3.0, false), report(1, 2.0, false)]);
+        assert_eq!(ordered.iter().map(|report| report.rank).collect::<Vec<_>>(), [1, 2]);
+        assert_eq!(in_order(vec![report(1, 2.0, true), report(0, 1.0, true)])[0].rank, 0);
+    }
+
+    #[test]
+    fn reports_survive_the_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rank-0.json");
+        let report = Report::of(&Error::PeerFailed { rank: 1, code: ExitCode::Hang, message: "slow".into() }, 0);
+        std::fs::write(&path, serde_json::to_vec(&report).unwrap()).unwrap();
+        assert_eq!(Report::read(&path), Some(report.clone()));
+        assert!(report.of_peer && report.code == ExitCode::Hang);
+        assert!(report.to_string().ends_with("rank 1 failed: slow"), "{report}");
+    }
+}

@@ -1,0 +1,113 @@
+//! Signals, as bytes in a pipe for the launcher and as a stop flag for a worker.
+#![allow(unsafe_code)]
+
+use std::io::Read;
+use std::os::fd::{AsRawFd, IntoRawFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+use crate::phase;
+
+/// Signals that a launcher passes on.
+pub(super) const FORWARDED: [i32; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGUSR1];
+
+/// Makes TERM, INT and USR1 ask this worker for a save and an orderly end ([`phase::request_stop`]); a second one ends it at
+/// once.
+pub fn stop_on_signals() {
+    for signal in FORWARDED {
+        set_handler(signal, handler_address(request_stop));
+    }
+}
+
+extern "C" fn request_stop(signal: i32) {
+    if phase::stop_requested() {
+        // SAFETY: both calls are async-signal-safe; the signal arrives again, now with its default action.
+        unsafe {
+            libc::signal(signal, libc::SIG_DFL);
+            libc::raise(signal);
+        }
+    }
+    phase::request_stop();
+}
+
+/// Receives this process's forwarded signals and ends of children, until dropped.
+#[derive(Debug)]
+pub(super) struct Inbox {
+    pipe: UnixStream,
+    before: Vec<(i32, libc::sigaction)>,
+}
+
+/// The writing end that the handler finds; -1 is none.
+static PIPE: AtomicI32 = AtomicI32::new(-1);
+/// One inbox at a time.
+static OPEN: Mutex<()> = Mutex::new(());
+
+extern "C" fn write_to_pipe(signal: i32) {
+    let byte = signal as u8;
+    // SAFETY: write is async-signal-safe and the pipe does not block; errno is put back for whoever was interrupted.
+    unsafe {
+        let errno = libc::__errno_location();
+        let before = *errno;
+        libc::write(PIPE.load(Ordering::Relaxed), (&raw const byte).cast(), 1);
+        *errno = before;
+    }
+}
+
+impl Inbox {
+    pub(super) fn open() -> Result<Self> {
+        let _one = OPEN.lock();
+        let failed = |error: std::io::Error| Error::Environment { message: format!("signal pipe: {error}") };
+        let (pipe, writer) = UnixStream::pair().map_err(failed)?;
+        writer.set_nonblocking(true).map_err(failed)?;
+        pipe.set_nonblocking(true).map_err(failed)?;
+        if PIPE.compare_exchange(-1, writer.as_raw_fd(), Ordering::AcqRel, Ordering::Acquire).is_err() {
+            return Err(Error::Environment { message: "another launch is under way in this process".to_owned() });
+        }
+        let _ = writer.into_raw_fd(); // the handler's, closed on drop
+        let handled = FORWARDED.into_iter().chain([libc::SIGCHLD]);
+        let before = handled.map(|signal| (signal, set_handler(signal, handler_address(write_to_pipe)))).collect();
+        Ok(Self { pipe, before })
+    }
+
+    /// Waits for signals, at most `timeout`, and returns them; ends of children only cut the wait short.
+    pub(super) fn wait(&mut self, timeout: Duration) -> Vec<i32> {
+        let mut poll = libc::pollfd { fd: self.pipe.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one valid entry that outlives the call.
+        unsafe { libc::poll(&raw mut poll, 1, timeout.as_millis() as i32) };
+        let mut bytes = [0u8; 64];
+        let len = self.pipe.read(&mut bytes).unwrap_or(0);
+        bytes[..len].iter().map(|&byte| i32::from(byte)).filter(|signal| FORWARDED.contains(signal)).collect()
+    }
+}
+
+impl Drop for Inbox {
+    fn drop(&mut self) {
+        for (signal, action) in &self.before {
+            // SAFETY: the action is the one that was in force before.
+            unsafe { libc::sigaction(*signal, action, std::ptr::null_mut()) };
+        }
+        let writer = PIPE.swap(-1, Ordering::AcqRel);
+        // SAFETY: the descriptor was given up to the handler, which finds it no more.
+        unsafe { libc::close(writer) };
+    }
+}
+
+fn handler_address(handler: extern "C" fn(i32)) -> libc::sighandler_t {
+    handler as *const () as libc::sighandler_t
+}
+
+/// Installs a handler that restarts interrupted calls, and returns what was there.
+fn set_handler(signal: i32, handler: libc::sighandler_t) -> libc::sigaction {
+    // SAFETY: a zeroed sigaction is valid, the handlers are async-signal-safe, and the signals can be handled.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = handler;
+        action.sa_flags = libc::SA_RESTART;
+        let mut before: libc::sigaction = std::mem::zeroed();
+        libc::sigaction(signal, &raw const action, &raw mut before);
+        before
+    }
+}

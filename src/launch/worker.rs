@@ -1,0 +1,160 @@
+//! How one worker is started.
+#![allow(unsafe_code)]
+
+use std::ffi::OsString;
+use std::net::TcpListener;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use crate::cuda;
+use crate::dist::STORE_FD_VARIABLE;
+use crate::error::{Error, Result};
+
+/// What to launch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LaunchOptions {
+    /// Workers, one a rank (`--nproc`).
+    pub num_workers: usize,
+    /// The program that each worker runs.
+    pub program: PathBuf,
+    /// Its arguments.
+    pub args: Vec<OsString>,
+    /// Address that the rendezvous store is bound to (`--master_addr`).
+    pub master_addr: String,
+    /// Its port (`--master_port`); `None` takes a free one.
+    pub master_port: Option<u16>,
+    /// Whether every worker needs a GPU of its own (`device = "cuda"`).
+    pub needs_cuda: bool,
+}
+
+impl LaunchOptions {
+    /// `num_workers` workers that run this program again with `args`, meeting on the loopback interface.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if this program's own path cannot be found out.
+    pub fn new(num_workers: usize, args: Vec<OsString>) -> Result<Self> {
+        let program = std::env::current_exe()
+            .map_err(|error| Error::Environment { message: format!("path of this program: {error}") })?;
+        let master_addr = "127.0.0.1".to_owned();
+        Ok(Self { num_workers, program, args, master_addr, master_port: None, needs_cuda: false })
+    }
+
+    /// Refuses what cannot run on this machine.
+    pub(super) fn check(&self) -> Result<()> {
+        if self.num_workers == 0 {
+            return Err(Error::invalid_value("nproc", 0, "at least 1"));
+        }
+        if !self.needs_cuda {
+            return Ok(());
+        }
+        let devices = cuda::devices()?;
+        if self.num_workers <= devices.len() {
+            return Ok(());
+        }
+        let list = if devices.is_empty() { "none".to_owned() } else { devices.join("; ") };
+        let message = format!(
+            "--nproc {} asks for more GPUs than are visible: {list} (CUDA_VISIBLE_DEVICES={}); lower --nproc or set device=cpu",
+            self.num_workers,
+            std::env::var("CUDA_VISIBLE_DEVICES").unwrap_or_else(|_| "unset".to_owned())
+        );
+        Err(Error::Environment { message })
+    }
+}
+
+/// The listening socket of a run's rendezvous store. Rank 0 inherits it, so that nobody can take the port in between.
+#[derive(Debug)]
+pub struct Rendezvous {
+    listener: TcpListener,
+    address: String,
+    port: u16,
+}
+
+impl Rendezvous {
+    /// Binds `address` alone, on `port` or on a free one.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if a given port is in use.
+    pub fn bind(address: &str, port: Option<u16>) -> Result<Self> {
+        let refuse = |error: std::io::Error| Error::Environment {
+            message: match port {
+                Some(port) => {
+                    format!("--master_port {port} on {address}: {error}; give another, or none and a free one is taken")
+                }
+                None => format!("a port on {address}: {error}"),
+            },
+        };
+        let listener = TcpListener::bind((address, port.unwrap_or(0))).map_err(refuse)?;
+        let port = listener.local_addr().map_err(refuse)?.port();
+        Ok(Self { listener, address: address.to_owned(), port })
+    }
+
+    /// The port in use.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+}
+
+/// The command that starts the worker of `rank`: in a process group of its own, killed with the thread that spawns it, its
+/// place in the world in its environment.
+pub fn worker_command(options: &LaunchOptions, rendezvous: &Rendezvous, rank: usize) -> Command {
+    let size = options.num_workers.to_string();
+    let mut command = Command::new(&options.program);
+    command
+        .args(&options.args)
+        .stdin(Stdio::null())
+        .env("RANK", rank.to_string())
+        .env("LOCAL_RANK", rank.to_string())
+        .env("WORLD_SIZE", &size)
+        .env("LOCAL_WORLD_SIZE", &size)
+        .env("MASTER_ADDR", &rendezvous.address)
+        .env("MASTER_PORT", rendezvous.port.to_string())
+        .process_group(0);
+    if std::env::var_os("OMP_NUM_THREADS").is_none() {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        command.env("OMP_NUM_THREADS", (processors / options.num_workers).max(1).to_string());
+    }
+    let inherited = (rank == 0).then(|| rendezvous.listener.as_raw_fd());
+    if let Some(fd) = inherited {
+        command.env(STORE_FD_VARIABLE, fd.to_string());
+    }
+    let launcher = std::process::id();
+    // SAFETY: the closure runs between fork and exec and makes async-signal-safe calls alone; the listener outlives the
+    // spawn because `rendezvous` is borrowed by whoever spawns.
+    unsafe { command.pre_exec(move || prepare(launcher, inherited)) };
+    command
+}
+
+/// In the child, before exec: dies with its launcher, keeps the store's socket.
+fn prepare(launcher: u32, inherited: Option<RawFd>) -> std::io::Result<()> {
+    // SAFETY: plain system calls without pointers.
+    unsafe {
+        if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
+            return Err(std::io::Error::last_os_error());
+        }
+        if libc::getppid() as u32 != launcher {
+            libc::_exit(libc::SIGKILL); // the launcher died before the line above
+        }
+        if let Some(fd) = inherited
+            && libc::fcntl(fd, libc::F_SETFD, 0) != 0
+        {
+            return Err(std::io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_given_port_in_use_is_refused_and_none_takes_a_free_one() {
+        let first = Rendezvous::bind("127.0.0.1", None).unwrap();
+        let error = Rendezvous::bind("127.0.0.1", Some(first.port())).unwrap_err();
+        assert_eq!(error.exit_code(), crate::error::ExitCode::Environment);
+        assert!(error.to_string().contains(&format!("--master_port {}", first.port())), "{error}");
+        assert_ne!(Rendezvous::bind("127.0.0.1", None).unwrap().port(), first.port());
+    }
+}
