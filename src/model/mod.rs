@@ -11,11 +11,13 @@
 //! | `files` | safetensors, read and written unit by unit |
 //! | `block` | one block, forward and backward |
 //! | `head` | scored tokens' log-probabilities, forward and backward |
+//! | `init` | fresh weights |
 
 mod block;
 mod config_json;
 mod files;
 mod head;
+mod init;
 mod params;
 mod preset;
 mod spec;
@@ -26,6 +28,7 @@ mod views;
 pub use block::{Attention, BlockContext, PackedAttention, SavedBlock, attention_scale, block_backward, block_forward};
 pub use files::{WeightFiles, WeightWriter};
 pub use head::{SavedHead, Scored, Scoring, head_backward, head_forward};
+pub use init::{copy_tokenizer, init_folder, init_unit};
 pub use params::{ALIGNMENT, Param, ParamName, ParamTable, Unit, UnitLayout};
 pub use preset::PRESETS;
 pub use spec::{Family, Llama3Scaling, ModelSpec};

@@ -1,0 +1,178 @@
+//! Fresh weights. Numbers are counter-based, keyed by (seed, unit, parameter, element): the same for any number of
+//! shards and ranks.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use tch::{Device, Kind, Tensor};
+
+use super::config_json::INITIALIZER_RANGE;
+use super::files::WeightWriter;
+use super::params::{Param, ParamName, ParamTable, Unit, UnitLayout};
+use super::spec::ModelSpec;
+use crate::error::{Error, Result};
+use crate::ops::random::RandomKey;
+
+/// Keeps these random numbers apart from other uses of the same seed.
+const STREAM: u64 = 0x696e_6974; // "init"
+
+/// Files of a model folder that belong to the tokenizer.
+const TOKENIZER_FILES: [&str; 7] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+];
+
+/// One unit [layout.len] of `kind` on the CPU: matrices normal with standard deviation 0.02, norms 1, biases and padding
+/// 0. The numbers are drawn in float32, then rounded to `kind`.
+pub fn init_unit(layout: &UnitLayout, seed: u64, kind: Kind) -> Result<Tensor> {
+    let flat = Tensor::f_zeros([layout.len as i64], (kind, Device::Cpu))?;
+    for param in &layout.params {
+        let mut target = layout.view(param.name, &flat).expect("the layout lists it");
+        match param.name {
+            ParamName::QkvBias => {}
+            ParamName::InputNorm
+            | ParamName::PostNorm
+            | ParamName::QNorm
+            | ParamName::KNorm
+            | ParamName::FinalNorm => _ = target.f_fill_(1.0)?,
+            ParamName::Embedding
+            | ParamName::Qkv
+            | ParamName::O
+            | ParamName::GateUp
+            | ParamName::Down
+            | ParamName::LmHead => fill_normal(&mut target, param, layout.unit, seed)?,
+        }
+    }
+    Ok(flat)
+}
+
+/// Writes a Hugging Face folder with fresh weights of the model's own type: configuration, weights, and the tokenizer's
+/// files where a folder that has them is given.
+///
+/// # Errors
+/// [`Error::Io`]; [`Error::BadFile`] where `tokenizer` has no tokenizer.json.
+pub fn init_folder(spec: &Arc<ModelSpec>, folder: &Path, seed: u64, tokenizer: Option<&Path>) -> Result<()> {
+    std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
+    if let Some(source) = tokenizer {
+        copy_tokenizer(source, folder)?;
+    }
+    spec.write_config(folder)?;
+    let mut writer = WeightWriter::create(folder, spec.clone(), spec.dtype)?;
+    for layout in &ParamTable::new(spec.clone(), 1).units {
+        writer.write_unit(layout, &init_unit(layout, seed, Kind::Float)?)?;
+    }
+    writer.finish()
+}
+
+/// Copies the tokenizer's files from one model folder to another.
+///
+/// # Errors
+/// [`Error::Io`]; [`Error::BadFile`] where there is no tokenizer.json.
+pub fn copy_tokenizer(from: &Path, to: &Path) -> Result<()> {
+    let [required, ..] = TOKENIZER_FILES;
+    if !from.join(required).exists() {
+        return Err(Error::bad_file(from.join(required), "missing: the tokenizer's folder must have it"));
+    }
+    for name in TOKENIZER_FILES {
+        let source = from.join(name);
+        if source.exists() {
+            std::fs::copy(&source, to.join(name)).map_err(Error::io(source))?;
+        }
+    }
+    Ok(())
+}
+
+fn fill_normal(target: &mut Tensor, param: &Param, unit: Unit, seed: u64) -> Result<()> {
+    const CHUNK: usize = 1 << 20;
+    let unit = match unit {
+        Unit::Embedding => 0,
+        Unit::Head => 1,
+        Unit::Block(layer) => 2 + layer as u64,
+    };
+    let key = RandomKey::new(seed, STREAM).fold(unit).fold(param.name as u64);
+    let target = target.view(-1);
+    let mut numbers = vec![0f32; CHUNK.min(param.numel())];
+    for start in (0..param.numel()).step_by(CHUNK) {
+        let numbers = &mut numbers[..CHUNK.min(param.numel() - start)];
+        key.fill_normal(0, start as u64, numbers);
+        numbers.iter_mut().for_each(|number| *number *= INITIALIZER_RANGE as f32);
+        target.narrow(0, start as i64, numbers.len() as i64).f_copy_(&Tensor::f_from_slice(numbers)?)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::WeightFiles;
+
+    fn params(table: &ParamTable, seed: u64) -> Vec<(Unit, ParamName, Tensor)> {
+        let of_unit = |layout: &UnitLayout| {
+            let flat = init_unit(layout, seed, Kind::Float).unwrap();
+            let names = layout.params.iter().map(|param| param.name).collect::<Vec<_>>();
+            names.into_iter().map(move |name| (layout.unit, name, layout.view(name, &flat).unwrap())).collect::<Vec<_>>()
+        };
+        table.units.iter().flat_map(of_unit).collect()
+    }
+
+    #[test]
+    fn weights_do_not_depend_on_shards_and_differ_everywhere_else() {
+        let spec = ModelSpec { qk_norm: true, tie_word_embeddings: false, ..ModelSpec::preset("micro").unwrap() };
+        let spec = Arc::new(spec);
+        let (one, many) = (ParamTable::new(spec.clone(), 1), ParamTable::new(spec, 7));
+        let (ours, theirs, other) = (params(&one, 5), params(&many, 5), params(&one, 6));
+        let mut heads = Vec::new();
+        for ((ours, theirs), other) in ours.iter().zip(&theirs).zip(&other) {
+            let (unit, name, values) = ours;
+            assert!(values.equal(&theirs.2), "{unit} {name:?}");
+            let is_matrix = values.dim() > 1;
+            assert_eq!(values.equal(&other.2), !is_matrix, "{unit} {name:?}");
+            if is_matrix {
+                heads.push(Vec::<f32>::try_from(values.view(-1).narrow(0, 0, 4)).unwrap());
+            } else {
+                let constant = if *name == ParamName::QkvBias { 0.0 } else { 1.0 };
+                assert!(values.eq(constant).all().int64_value(&[]) == 1, "{unit} {name:?}");
+            }
+        }
+        for (i, head) in heads.iter().enumerate() {
+            assert!(heads[i + 1..].iter().all(|later| later != head), "two parameters share their numbers");
+        }
+    }
+
+    /// Over 196,608 draws: five standard errors.
+    #[test]
+    fn matrices_have_standard_deviation_0_02_and_padding_is_zero() {
+        let table = ParamTable::new(Arc::new(ModelSpec::preset("tiny").unwrap()), 1000);
+        let layout = table.unit(Unit::Block(0));
+        let flat = init_unit(layout, 42, Kind::Float).unwrap();
+        let gate_up = layout.view(ParamName::GateUp, &flat).unwrap();
+        let (mean, std) = (gate_up.mean(Kind::Double).double_value(&[]), gate_up.std(true).double_value(&[]));
+        assert!(mean.abs() < 3.2e-4 && (std - 0.02).abs() < 2.3e-4, "{mean} {std}");
+        let end = layout.params.last().map(|param| param.offset + param.numel()).unwrap();
+        assert!(end < layout.len);
+        assert_eq!(flat.narrow(0, end as i64, (layout.len - end) as i64).abs().max().double_value(&[]), 0.0);
+    }
+
+    #[test]
+    fn a_fresh_folder_opens_and_has_the_tokenizer() {
+        let (source, folder) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let target = folder.path().join("new/model");
+        let spec = Arc::new(ModelSpec { dtype: Kind::BFloat16, ..ModelSpec::preset("micro").unwrap() });
+        let missing = init_folder(&spec, &target, 1, Some(source.path())).unwrap_err();
+        assert!(matches!(&missing, Error::BadFile { path, .. } if path.ends_with("tokenizer.json")), "{missing}");
+        std::fs::write(source.path().join("tokenizer.json"), "{}").unwrap();
+        init_folder(&spec, &target, 1, Some(source.path())).unwrap();
+        assert_eq!(std::fs::read_to_string(target.join("tokenizer.json")).unwrap(), "{}");
+        assert_eq!(ModelSpec::from_folder(&target).unwrap(), *spec);
+        let files = WeightFiles::open(&target, spec.clone()).unwrap();
+        for layout in &ParamTable::new(spec, 3).units {
+            let read = files.read_unit(layout, Kind::BFloat16).unwrap();
+            assert!(read.equal(&init_unit(layout, 1, Kind::BFloat16).unwrap()));
+        }
+    }
+}
