@@ -35,11 +35,9 @@ pub fn init_unit(layout: &UnitLayout, seed: u64, kind: Kind) -> Result<Tensor> {
         let mut target = layout.view(param.name, &flat).expect("the layout lists it");
         match param.name {
             ParamName::QkvBias => {}
-            ParamName::InputNorm
-            | ParamName::PostNorm
-            | ParamName::QNorm
-            | ParamName::KNorm
-            | ParamName::FinalNorm => _ = target.f_fill_(1.0)?,
+            ParamName::InputNorm | ParamName::PostNorm | ParamName::QNorm | ParamName::KNorm | ParamName::FinalNorm => {
+                _ = target.f_fill_(1.0)?
+            }
             ParamName::Embedding
             | ParamName::Qkv
             | ParamName::O
@@ -115,7 +113,10 @@ mod tests {
         let of_unit = |layout: &UnitLayout| {
             let flat = init_unit(layout, seed, Kind::Float).unwrap();
             let names = layout.params.iter().map(|param| param.name).collect::<Vec<_>>();
-            names.into_iter().map(move |name| (layout.unit, name, layout.view(name, &flat).unwrap())).collect::<Vec<_>>()
+            names
+                .into_iter()
+                .map(move |name| (layout.unit, name, layout.view(name, &flat).unwrap()))
+                .collect::<Vec<_>>()
         };
         table.units.iter().flat_map(of_unit).collect()
     }

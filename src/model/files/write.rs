@@ -9,13 +9,14 @@ use std::sync::Arc;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::json;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::names::{HfTensor, tensors, units};
 use super::{INDEX, SINGLE};
 use crate::error::{Error, Result};
 use crate::model::params::{Unit, UnitLayout};
 use crate::model::spec::{ModelSpec, product};
+use crate::torch;
 
 /// Largest data of one file, in bytes (a single larger tensor has a file of its own).
 const MAX_SHARD_BYTES: usize = 5_000_000_000;
@@ -73,14 +74,12 @@ impl WeightWriter {
     /// # Errors
     /// [`Error::Io`], with [`std::io::ErrorKind::StorageFull`] where the disk is full.
     pub fn write_unit(&mut self, layout: &UnitLayout, flat: &Tensor) -> Result<()> {
-        let mut bytes = Vec::new();
         for tensor in tensors(&self.spec, layout.unit) {
             let view = tensor.view(&self.spec, layout, flat).f_to_kind(self.kind)?;
-            bytes.resize(view.numel() * self.kind.elt_size_in_bytes(), 0);
-            view.f_copy_data_u8(&mut bytes, view.numel())?;
+            let values = view.f_to_device(Device::Cpu)?.f_contiguous()?;
             let (shard, offset) = self.places[&tensor.name];
             let shard = &self.shards[shard];
-            shard.file.write_all_at(&bytes, offset).map_err(Error::io(&shard.temporary))?;
+            shard.file.write_all_at(torch::bytes(&values)?, offset).map_err(Error::io(&shard.temporary))?;
         }
         self.remaining.remove(&layout.unit);
         Ok(())
