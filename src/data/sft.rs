@@ -29,14 +29,12 @@ impl SftDataset {
     /// tokenized on their own, so that the prompt's ids are those that a rollout would start from.
     ///
     /// # Errors
-    /// As [`Dataset::from_jsonl`](super::Dataset::from_jsonl).
-    pub fn from_jsonl(
-        path: impl AsRef<Path>,
-        tokenizer: &Tokenizer,
-        eos_token_id: u32,
-        max_length: usize,
-    ) -> Result<Self> {
+    /// As [`Dataset::from_jsonl`](super::Dataset::from_jsonl); [`Error::TokenizerMismatch`] without an EOS token.
+    pub fn from_jsonl(path: impl AsRef<Path>, tokenizer: &Tokenizer, max_length: usize) -> Result<Self> {
         let path = path.as_ref();
+        let eos_token_id = tokenizer.eos_token_id().ok_or_else(|| Error::TokenizerMismatch {
+            message: "no eos_token in tokenizer_config.json: a completion could not be ended".into(),
+        })?;
         let mut examples = Vec::new();
         let mut read = 0;
         for row in read_jsonl(path)? {
@@ -76,19 +74,22 @@ mod tests {
         folder.write("sft.jsonl", &rows.join("\n"));
         let path = folder.path().join("sft.jsonl");
         let tokenizer = folder.tokenizer();
-        let data = SftDataset::from_jsonl(&path, &tokenizer, 9, 6).unwrap();
+        let data = SftDataset::from_jsonl(&path, &tokenizer, 6).unwrap();
         assert_eq!(data.too_long, 1);
         assert_eq!(data.examples[0], SftExample { token_ids: vec![0, 1, 1, 2, 3, 9], prompt_len: 2 });
         assert_eq!(data.examples[1], SftExample { token_ids: vec![0, 7, 9], prompt_len: 2 });
-        let error = SftDataset::from_jsonl(&path, &tokenizer, 9, 2).unwrap_err().to_string();
+        let error = SftDataset::from_jsonl(&path, &tokenizer, 2).unwrap_err().to_string();
         assert!(error.contains("read 3, longer than max_length 2: 3, kept 0"), "{error}");
     }
 
     #[test]
-    fn a_row_without_completion_is_named() {
+    fn a_row_without_completion_is_named_and_a_missing_eos_told() {
         let folder = Folder::new();
         folder.write("sft.jsonl", "\n{\"prompt\": \"one\", \"answer\": 1}\n");
-        let error = SftDataset::from_jsonl(folder.path().join("sft.jsonl"), &folder.tokenizer(), 9, 6).unwrap_err();
+        let error = SftDataset::from_jsonl(folder.path().join("sft.jsonl"), &folder.tokenizer(), 6).unwrap_err();
         assert!(error.to_string().ends_with("sft.jsonl:2: no column 'completion'; columns seen: prompt, answer"));
+        folder.write("tokenizer_config.json", "{}");
+        let error = SftDataset::from_jsonl(folder.path().join("sft.jsonl"), &folder.tokenizer(), 6).unwrap_err();
+        assert!(error.to_string().contains("no eos_token"), "{error}");
     }
 }

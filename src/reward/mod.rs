@@ -66,10 +66,9 @@ pub fn builtin(name: &str, config: &RewardConfig) -> Result<RewardFunction> {
     })
 }
 
-/// Columns that these rewards cannot do without.
-pub fn required_columns(names: &[String], config: &RewardConfig) -> Vec<String> {
-    let reads_answer = names.iter().any(|name| matches!(name.as_str(), "numeric_answer" | "exact_answer"));
-    if reads_answer { vec![config.answer_column.clone()] } else { Vec::new() }
+/// Whether a built-in reward compares with a column of the row.
+fn reads_answer(name: &str) -> bool {
+    matches!(name, "numeric_answer" | "exact_answer")
 }
 
 fn compiled(key: &str, pattern: &str) -> Result<Regex> {

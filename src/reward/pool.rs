@@ -5,8 +5,8 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::worker::{RewardFailures, Shared, State};
-use super::{RewardFunction, builtin};
-use crate::config::RewardConfig;
+use super::{RewardFunction, builtin, reads_answer};
+use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::phase;
 use crate::types::RolloutGroup;
@@ -22,29 +22,31 @@ const LOOK: Duration = Duration::from_millis(200);
 pub struct RewardPool {
     names: Vec<String>,
     weights: Vec<f64>,
+    required_columns: Vec<String>,
     num_threads: usize,
     shared: Arc<Shared>,
 }
 
 impl RewardPool {
-    /// A pool of built-in rewards; empty `weights` are 1 each. Threads start with the first submission.
+    /// The rewards that `config` names, all of them built in. Threads start with the first submission.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] for an unknown name or a wrong number of weights.
-    pub fn new(config: &RewardConfig, names: &[String], weights: &[f64]) -> Result<Self> {
-        Self::with_functions(config, names, weights, &[])
+    pub fn new(config: &Config) -> Result<Self> {
+        Self::with_functions(config, &[])
     }
 
-    /// The same, where names may also be those of `functions`, which win over built-in ones.
-    pub fn with_functions(
-        config: &RewardConfig,
-        names: &[String],
-        weights: &[f64],
-        functions: &[(&str, RewardFunction)],
-    ) -> Result<Self> {
-        let find = |name: &String| match functions.iter().find(|(known, _)| known == name) {
+    /// The same, where `reward_funcs` may also name `functions`, which win over built-in ones.
+    pub fn with_functions(config: &Config, functions: &[(&str, RewardFunction)]) -> Result<Self> {
+        let (names, weights) = (&config.reward_funcs, &config.reward_weights);
+        let is_custom = |name: &String| functions.iter().find(|(known, _)| known == name);
+        let find = |name: &String| match is_custom(name) {
             Some((_, function)) => Ok((name.clone(), Arc::clone(function))),
-            None => Ok((name.clone(), builtin(name, config)?)),
+            None => Ok((name.clone(), builtin(name, &config.reward)?)),
+        };
+        let required_columns = match names.iter().any(|name| is_custom(name).is_none() && reads_answer(name)) {
+            true => vec![config.reward.answer_column.clone()],
+            false => Vec::new(),
         };
         let functions: Vec<_> = names.iter().map(find).collect::<Result<_>>()?;
         if !weights.is_empty() && weights.len() != names.len() {
@@ -52,9 +54,10 @@ impl RewardPool {
             return Err(Error::invalid_value("reward_weights", format!("{weights:?}"), expected));
         }
         let weights = if weights.is_empty() { vec![1.0; names.len()] } else { weights.to_vec() };
-        let timeout = Duration::from_secs_f64(config.timeout_s);
+        let timeout = Duration::from_secs_f64(config.reward.timeout_s);
         let shared = Shared { functions, timeout, state: Mutex::new(State::default()), changed: Condvar::new() };
-        Ok(Self { names: names.to_vec(), weights, num_threads: config.num_threads, shared: Arc::new(shared) })
+        let (names, num_threads) = (names.clone(), config.reward.num_threads);
+        Ok(Self { names, weights, required_columns, num_threads, shared: Arc::new(shared) })
     }
 
     /// Names of the rewards, in the order of [`Completion::rewards`](crate::types::Completion::rewards).
@@ -62,14 +65,16 @@ impl RewardPool {
         &self.names
     }
 
-    /// Starts to score a finished group; returns at once.
-    ///
-    /// # Errors
-    /// [`Error::Environment`] if no thread can be started.
-    pub fn submit(&self, group: &RolloutGroup) -> Result<()> {
+    /// Columns that the built-in ones among them cannot do without.
+    pub fn required_columns(&self) -> Vec<String> {
+        self.required_columns.clone()
+    }
+
+    /// Starts to score a finished group and returns at once; should no thread start, [`wait`](Self::wait) says so.
+    pub fn submit(&self, group: &RolloutGroup) {
         self.shared.lock().submit(Arc::new(group.clone()), self.names.len());
         self.shared.changed.notify_all();
-        self.keep_workers()
+        let _ = self.keep_workers();
     }
 
     /// Waits for the scores of `groups`, in any order of submission, and fills in `rewards` and `reward` of each

@@ -74,7 +74,7 @@ const HEADERS: &str = r#"
 {%- if tools is not none %}
     {{- "Environment: ipython\n" }}
 {%- endif %}
-{{- "Year known: " ~ (date_string|int > 2000) ~ "\n" + system_message + "<|eot|>" }}
+{{- "Year known: " ~ ("yes" if date_string|int > 2000 else "no") ~ "\n" + system_message + "<|eot|>" }}
 {%- for message in messages %}
     {{- '<|header|>' + message['role'] + '\n' + message['content'] | trim + '<|eot|>' }}
 {%- endfor %}
@@ -83,6 +83,7 @@ const HEADERS: &str = r#"
 {%- endif %}
 "#;
 
+/// Expected texts are what transformers 5.23 renders from these templates.
 #[test]
 fn templates_of_the_three_families_render() {
     let turns = [("user", "1 < 2?")];
@@ -98,8 +99,8 @@ fn templates_of_the_three_families_render() {
     );
     let turns = [("system", " s "), ("user", "u\n")];
     assert_eq!(
-        render(HEADERS, &turns).unwrap().to_lowercase(),
-        "<|begin|><|header|>system\nyear known: true\ns<|eot|><|header|>user\nu<|eot|><|header|>assistant\n"
+        render(HEADERS, &turns).unwrap(),
+        "<|begin|><|header|>system\nYear known: yes\ns<|eot|><|header|>user\nu<|eot|><|header|>assistant\n"
     );
 }
 

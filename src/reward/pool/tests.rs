@@ -19,19 +19,20 @@ fn group(id: u64, texts: &[&str]) -> RolloutGroup {
     RolloutGroup { prompt, completions: texts.iter().map(completion).collect() }
 }
 
-fn config(num_threads: usize, timeout_s: f64) -> RewardConfig {
-    RewardConfig {
-        format_pattern: "a+".into(),
-        answer_pattern: "=(.*)".into(),
-        answer_column: "answer".into(),
-        num_threads,
-        timeout_s,
-    }
+fn config(names: &[&str], num_threads: usize, timeout_s: f64) -> Config {
+    let overrides = [
+        "model_name_or_path=m".into(),
+        "train_file=t".into(),
+        format!("reward_funcs={names:?}"),
+        format!("reward.num_threads={num_threads}"),
+        format!("reward.timeout_s={timeout_s}"),
+    ];
+    Config::load(None, &overrides).unwrap()
 }
 
-fn pool(config: &RewardConfig, weights: &[f64], functions: &[(&str, RewardFunction)]) -> RewardPool {
-    let names: Vec<String> = functions.iter().map(|(name, _)| name.to_string()).collect();
-    RewardPool::with_functions(config, &names, weights, functions).unwrap()
+/// A pool of this one reward.
+fn pool(num_threads: usize, timeout_s: f64, function: RewardFunction) -> RewardPool {
+    RewardPool::with_functions(&config(&["own"], num_threads, timeout_s), &[("own", function)]).unwrap()
 }
 
 fn function(score: impl Fn(&RewardInput<'_>) -> Result<f32> + Send + Sync + 'static) -> RewardFunction {
@@ -44,14 +45,17 @@ fn rewards(group: &RolloutGroup) -> Vec<Option<f32>> {
 
 #[test]
 fn builtin_rewards_are_weighted_and_kept_apart() {
-    let names = ["format", "numeric_answer"].map(String::from);
-    let mut pool = RewardPool::new(&config(2, 5.0), &names, &[0.5, 2.0]).unwrap();
-    let mut groups = [group(7, &["aaa", "=7.0", "x"])];
-    pool.submit(&groups[0]).unwrap();
+    let mut config = config(&["format", "numeric_answer"], 2, 5.0);
+    config.reward_weights = vec![0.5, 2.0];
+    config.reward.format_pattern = "a+".into();
+    let mut pool = RewardPool::new(&config).unwrap();
+    let mut groups = [group(7, &["aaa", "#### 7.0", "x"])];
+    pool.submit(&groups[0]);
     pool.wait(&mut groups).unwrap();
     assert_eq!(rewards(&groups[0]), [Some(0.5), Some(2.0), Some(0.0)]);
     assert_eq!(groups[0].completions[1].rewards, [Some(0.0), Some(1.0)]);
-    assert_eq!(pool.names(), names);
+    assert_eq!(pool.names(), ["format", "numeric_answer"]);
+    assert_eq!(pool.required_columns(), ["answer"]);
 }
 
 #[test]
@@ -62,9 +66,9 @@ fn scores_reach_their_completions_whatever_the_order_of_threads_and_submission()
     });
     let mut groups: Vec<_> = (0..20).map(|id| group(id, &["x".repeat(id as usize).as_str(), "yyyy", "z"])).collect();
     groups.push(group(3, &["the same prompt again"]));
-    let mut pool = pool(&config(3, 5.0), &[], &[("length", length)]);
+    let mut pool = pool(3, 5.0, length);
     for group in groups.iter().rev().skip(2) {
-        pool.submit(group).unwrap();
+        pool.submit(group);
     }
     pool.wait(&mut groups).unwrap();
     for (id, group) in groups[..20].iter().enumerate() {
@@ -84,7 +88,8 @@ fn failures_mask_and_are_counted_by_cause() {
         _ => Ok(1.0),
     });
     let fine = function(|_| Ok(3.0));
-    let mut pool = pool(&config(2, 5.0), &[], &[("faulty", faulty), ("fine", fine)]);
+    let functions = [("faulty", faulty), ("fine", fine)];
+    let mut pool = RewardPool::with_functions(&config(&["faulty", "fine"], 2, 5.0), &functions).unwrap();
     let mut groups = [group(0, &["panic", "nan", "infinite", "error", "good"])];
     pool.wait(&mut groups).unwrap();
     assert_eq!(rewards(&groups[0]), [None, None, None, None, Some(4.0)]);
@@ -110,10 +115,10 @@ fn a_stuck_reward_masks_its_sample_and_hangs_neither_the_others_nor_the_end() {
         }
         Ok(1.0)
     });
-    let mut pool = pool(&config(1, 0.2), &[], &[("stuck", stuck)]);
+    let mut pool = pool(1, 0.2, stuck);
     let mut groups = [group(0, &["stuck", "good", "good"])];
     let start = Instant::now();
-    pool.submit(&groups[0]).unwrap();
+    pool.submit(&groups[0]);
     pool.wait(&mut groups).unwrap();
     assert_eq!(rewards(&groups[0]), [None, Some(1.0), Some(1.0)]);
     assert_eq!(pool.take_failures().timeouts, 1);
@@ -123,8 +128,11 @@ fn a_stuck_reward_masks_its_sample_and_hangs_neither_the_others_nor_the_end() {
 }
 
 #[test]
-fn names_and_weights_are_checked() {
-    let error = RewardPool::new(&config(1, 1.0), &["formt".into()], &[]).unwrap_err().to_string();
+fn names_are_checked_and_own_functions_need_no_column() {
+    let error = RewardPool::new(&config(&["formt"], 1, 1.0)).unwrap_err().to_string();
     assert_eq!(error, "reward_funcs = formt: expected names among format, numeric_answer, exact_answer");
-    assert!(RewardPool::new(&config(1, 1.0), &["format".into()], &[1.0, 2.0]).is_err());
+    let own = function(|_| Ok(0.0));
+    let named_as_builtin = config(&["numeric_answer"], 1, 1.0);
+    let pool = RewardPool::with_functions(&named_as_builtin, &[("numeric_answer", own)]).unwrap();
+    assert!(pool.required_columns().is_empty());
 }
