@@ -41,7 +41,7 @@ impl fmt::Display for DatasetCounts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "read {}, longer than max_prompt_length {}, without room for a completion in the context {}, kept {}",
+            "{} read, {} longer than max_prompt_length, {} without room for a completion in the context, {} kept",
             self.read, self.over_max_prompt_length, self.over_context, self.kept
         )
     }

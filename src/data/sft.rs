@@ -51,7 +51,7 @@ impl SftDataset {
         }
         let too_long = read - examples.len();
         if examples.is_empty() {
-            let stages = format!("read {read}, longer than max_length {max_length}: {too_long}, kept 0");
+            let stages = format!("{read} read, {too_long} longer than max_length {max_length}, 0 kept");
             return Err(Error::EmptyDataset { path: path.to_owned(), stages });
         }
         Ok(Self { examples, too_long })
@@ -79,7 +79,7 @@ mod tests {
         assert_eq!(data.examples[0], SftExample { token_ids: vec![0, 1, 1, 2, 3, 9], prompt_len: 2 });
         assert_eq!(data.examples[1], SftExample { token_ids: vec![0, 7, 9], prompt_len: 2 });
         let error = SftDataset::from_jsonl(&path, &tokenizer, 2).unwrap_err().to_string();
-        assert!(error.contains("read 3, longer than max_length 2: 3, kept 0"), "{error}");
+        assert!(error.contains("3 read, 3 longer than max_length 2, 0 kept"), "{error}");
     }
 
     #[test]

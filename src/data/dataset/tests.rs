@@ -58,12 +58,12 @@ fn long_prompts_are_counted_by_reason_and_ids_stay() {
     assert_eq!(data.prompt(0).id, 2);
     let options = DatasetOptions { max_prompt_length: Some(1), ..Default::default() };
     let error = read(&rows, &options).unwrap_err().to_string();
-    assert!(error.contains("no usable prompts (read 3, longer than max_prompt_length 3,"), "{error}");
+    assert!(error.contains("no usable prompts (3 read, 3 longer than max_prompt_length,"), "{error}");
 }
 
 #[test]
 fn bad_rows_are_named_with_line_and_columns() {
-    assert!(message(&[]).contains("no usable prompts (read 0,"));
+    assert!(message(&[]).contains("no usable prompts (0 read,"));
     let missing = message(&["", r#"{"text": "one", "answer": 1}"#]);
     assert!(
         missing.ends_with(":2: no column 'prompt', 'problem', 'question'; columns seen: text, answer"),
