@@ -1,1 +1,41 @@
 //! Packing, ZeRO shards, AdamW, learning-rate schedule. Knows nothing of generation.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `pack` | sequences into micro-batches |
+//! | `policy` | the trained model: scores, gradients, the step |
+//! | `reference` | a frozen model that only scores |
+//! | `network` | the loops over blocks, forward and backward |
+//! | `sharding` | which part of every unit a rank keeps, owns and steps |
+//! | `weights`, `gradients`, `optimizer` | the three classes of bytes |
+//! | `state` | optimizer state by parameter and element range, for checkpoints |
+//! | `bytes` | what each class costs, for the plan |
+//! | `schedule` | learning rates |
+//!
+//! ZeRO is one mechanism with three choices: after use, keep or free the gathered weights; after backward, keep or
+//! reduce-scatter the gradients; always step the part that this rank owns. At one world size and without accumulation the
+//! stages are bitwise equal: sums run in rank order and the gradient norm is combined from the same partial sums.
+//!
+//! Nothing here opens a phase: the caller wraps scoring, backward and step in `phase::scope`. Every method said to be
+//! collective is called by all ranks in the same order.
+
+mod bytes;
+mod gradients;
+mod network;
+mod optimizer;
+mod pack;
+mod policy;
+mod reference;
+mod schedule;
+mod sharding;
+mod state;
+mod weights;
+
+pub use bytes::{ReferenceBytes, TrainBytes};
+pub use network::{Scores, TokenGradients};
+pub use optimizer::AdamOptions;
+pub use pack::{MicroBatch, Sequence, pack, pad_to_agreed_count};
+pub use policy::{NetworkOptions, Policy, PolicyOptions, StepOutcome};
+pub use reference::Reference;
+pub use schedule::{Schedule, learning_rate};
+pub use state::{ParamShard, ParamState};
