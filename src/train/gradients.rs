@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
-use super::sharding::{Sharding, narrow};
+use super::sharding::{Sharding, narrow, unit_index};
 use crate::dist::{ReduceOp, all_reduce_f64};
 use crate::error::Result;
-use crate::model::ParamTable;
+use crate::model::{ParamTable, Unit};
 
 /// Sums of gradients since the last step.
 #[derive(Debug)]
@@ -28,21 +28,17 @@ impl Gradients {
     }
 
     /// A whole unit [len] to accumulate one backward in; give it back to [`Gradients::end`].
-    pub(crate) fn begin(&mut self, index: usize) -> Result<Tensor> {
-        let zeros = || Tensor::f_zeros([self.table.units[index].len as i64], (self.kind, self.device));
-        match &mut self.units[index] {
-            Some(whole) if self.sharding.keeps_gradients => Ok(whole.shallow_clone()),
-            unit if self.sharding.keeps_gradients => Ok(unit.insert(zeros()?).shallow_clone()),
-            _ => Ok(zeros()?),
-        }
+    pub(crate) fn begin(&mut self, unit: Unit) -> Result<Tensor> {
+        self.whole(unit_index(&self.table, unit))
     }
 
     /// Ends one backward of a unit. Where gradients are scattered this is collective: the shard group's sum of this rank's
     /// slice is added to what was there.
-    pub(crate) fn end(&mut self, index: usize, whole: Tensor) -> Result<()> {
+    pub(crate) fn end(&mut self, unit: Unit, whole: Tensor) -> Result<()> {
         if self.sharding.keeps_gradients {
             return Ok(());
         }
+        let index = unit_index(&self.table, unit);
         let mut slice = narrow(&whole, &self.sharding.slice(self.table.units[index].len));
         self.sharding.shard.reduce_scatter(&whole, &mut slice)?;
         match &mut self.units[index] {
@@ -50,6 +46,16 @@ impl Gradients {
             unit => *unit = Some(slice.copy()),
         }
         Ok(())
+    }
+
+    /// The kept sum of a unit, or zeros where it is scattered at the end.
+    fn whole(&mut self, index: usize) -> Result<Tensor> {
+        let zeros = || Tensor::f_zeros([self.table.units[index].len as i64], (self.kind, self.device));
+        match &mut self.units[index] {
+            Some(whole) if self.sharding.keeps_gradients => Ok(whole.shallow_clone()),
+            unit if self.sharding.keeps_gradients => Ok(unit.insert(zeros()?).shallow_clone()),
+            _ => Ok(zeros()?),
+        }
     }
 
     /// The sum over all ranks of what this rank owns of every unit, reduced in place (collective): the shard group first,
@@ -61,7 +67,7 @@ impl Gradients {
     fn reduce_unit(&mut self, index: usize) -> Result<Tensor> {
         let len = self.table.units[index].len;
         let mut owned = if self.sharding.keeps_gradients {
-            let mut whole = self.begin(index)?;
+            let mut whole = self.whole(index)?;
             let mut owned = narrow(&whole, &self.sharding.owned(len));
             match self.sharding.owns_all {
                 true => self.sharding.shard.all_reduce(&mut whole, ReduceOp::Sum)?,

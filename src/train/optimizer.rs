@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
-use super::sharding::{Sharding, narrow};
+use super::sharding::{Sharding, intersection, narrow};
 use crate::error::{Error, Result};
 use crate::memory::{Arena, HostPool};
 use crate::model::{ParamTable, UnitLayout};
@@ -42,14 +42,7 @@ pub(crate) struct Optimizer {
 struct Owned {
     range: Range<usize>, // of the unit
     start: usize,        // in the state's columns
-    runs: Vec<Run>,
-}
-
-/// Consecutive elements with the same decay.
-#[derive(Debug, PartialEq)]
-struct Run {
-    range: Range<usize>, // of the owned part
-    decay: bool,
+    decayed: Vec<Range<i64>>, // of the owned part
 }
 
 impl Optimizer {
@@ -63,7 +56,7 @@ impl Optimizer {
         let mut num_owned = 0;
         let units = table.units.iter().map(|layout| {
             let range = sharding.owned(layout.len);
-            let owned = Owned { start: num_owned, runs: runs(layout, &range), range };
+            let owned = Owned { start: num_owned, decayed: decayed(layout, &range), range };
             num_owned += owned.range.len();
             owned
         });
@@ -89,25 +82,11 @@ impl Optimizer {
 
     /// Steps a unit's owned part on `gradient * gradient_scale` and returns its new master weights.
     pub(crate) fn step(&mut self, index: usize, gradient: &Tensor, lr: f64, gradient_scale: f64) -> Result<Tensor> {
-        let [master, m, v] = self.unit(index)?;
-        for run in &self.units[index].runs {
-            let [mut master, mut m, mut v] = [&master, &m, &v].map(|tensor| narrow(tensor, &run.range));
-            adamw::step(
-                &mut master,
-                &mut m,
-                &mut v,
-                &narrow(gradient, &run.range),
-                &adamw::AdamW {
-                    lr,
-                    beta1: self.options.beta1,
-                    beta2: self.options.beta2,
-                    eps: self.options.eps,
-                    weight_decay: if run.decay { self.options.weight_decay } else { 0.0 },
-                    step: self.num_updates,
-                    grad_scale: gradient_scale,
-                },
-            );
-        }
+        let [mut master, mut m, mut v] = self.unit(index)?;
+        let AdamOptions { beta1, beta2, eps, weight_decay } = self.options;
+        let hyper = adamw::AdamW { lr, beta1, beta2, eps, weight_decay };
+        let decayed = &self.units[index].decayed;
+        adamw::step(&mut master, &mut m, &mut v, gradient, &hyper, self.num_updates, gradient_scale, decayed);
         Ok(master)
     }
 
@@ -182,23 +161,14 @@ impl Optimizer {
     }
 }
 
-/// The owned range as runs of equal decay. Padding belongs to the parameter before it: its gradient is zero, and zero
-/// weights do not decay.
-fn runs(layout: &UnitLayout, owned: &Range<usize>) -> Vec<Run> {
-    let ends = layout.params.iter().skip(1).map(|param| param.offset).chain([layout.len]);
-    let mut runs: Vec<Run> = Vec::new();
-    for (param, end) in layout.params.iter().zip(ends) {
-        let (start, end) = (param.offset.max(owned.start), end.min(owned.end));
-        if start >= end {
-            continue;
-        }
-        let range = start - owned.start..end - owned.start;
-        match runs.last_mut() {
-            Some(run) if run.decay == param.decay => run.range.end = range.end,
-            _ => runs.push(Run { range, decay: param.decay }),
-        }
-    }
-    runs
+/// The ranges of the owned part that weight decay applies to.
+fn decayed(layout: &UnitLayout, owned: &Range<usize>) -> Vec<Range<i64>> {
+    let params = layout.params.iter().filter(|param| param.decay);
+    params
+        .map(|param| intersection(&(param.offset..param.offset + param.numel()), owned))
+        .filter(|range| !range.is_empty())
+        .map(|range| (range.start - owned.start) as i64..(range.end - owned.start) as i64)
+        .collect()
 }
 
 #[cfg(test)]
@@ -207,19 +177,18 @@ mod tests {
     use crate::model::{Param, ParamName, Unit};
 
     #[test]
-    fn runs_cover_the_owned_range_and_split_where_decay_changes() {
+    fn only_the_owned_part_of_matrices_decays() {
         let param = |name, numel: i64, offset, decay| Param { name, shape: vec![numel], offset, decay };
         let params = vec![
             param(ParamName::InputNorm, 60, 0, false),
-            param(ParamName::Qkv, 128, 64, true),
+            param(ParamName::Qkv, 120, 64, true),
             param(ParamName::O, 64, 192, true),
             param(ParamName::PostNorm, 60, 256, false),
         ];
         let layout = UnitLayout { unit: Unit::Block(0), params, offset: 0, len: 384 };
-        let run = |range, decay| Run { range, decay };
-        assert_eq!(runs(&layout, &(0..384)), [run(0..64, false), run(64..256, true), run(256..384, false)]);
-        assert_eq!(runs(&layout, &(0..192)), [run(0..64, false), run(64..192, true)]);
-        assert_eq!(runs(&layout, &(192..384)), [run(0..64, true), run(64..192, false)]);
-        assert_eq!(runs(&layout, &(320..384)), [run(0..64, false)]);
+        assert_eq!(decayed(&layout, &(0..384)), [64..184, 192..256]);
+        assert_eq!(decayed(&layout, &(0..128)), [64..128]);
+        assert_eq!(decayed(&layout, &(128..256)), [0..56, 64..128]);
+        assert!(decayed(&layout, &(256..384)).is_empty());
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
-use super::sharding::{Sharding, narrow};
+use super::sharding::{Sharding, narrow, unit_index};
 use crate::error::{Error, Result};
 use crate::model::{ParamTable, Unit, UnitLayout};
 
@@ -60,7 +60,7 @@ impl Weights {
     /// A whole unit for use in the network; the tensor is valid until two other units were asked for or the weights
     /// change. Collective where weights are sharded: whether a unit is still there depends only on the order of calls.
     pub(crate) fn unit(&mut self, unit: Unit) -> Result<Tensor> {
-        let index = index_of(&self.table, unit);
+        let index = unit_index(&self.table, unit);
         if self.sharding.keeps_weights {
             return Ok(self.units[index].shallow_clone());
         }
@@ -68,7 +68,9 @@ impl Weights {
             let found = self.gathered.remove(at).expect("the position was just found");
             self.gathered.push_back(found);
         } else {
-            self.gathered.truncate_front(NUM_GATHERED_UNITS - 1);
+            if self.gathered.len() == NUM_GATHERED_UNITS {
+                self.gathered.pop_front();
+            }
             let whole = self.gather(unit)?;
             self.gathered.push_back((index, whole));
         }
@@ -77,7 +79,7 @@ impl Weights {
 
     /// A whole unit: itself where weights are kept whole, else a new tensor gathered from the shard group (collective).
     pub(crate) fn gather(&self, unit: Unit) -> Result<Tensor> {
-        let index = index_of(&self.table, unit);
+        let index = unit_index(&self.table, unit);
         if self.sharding.keeps_weights {
             return Ok(self.units[index].shallow_clone());
         }
@@ -106,14 +108,5 @@ impl Weights {
     /// Frees gathered units.
     pub(crate) fn free_gathered(&mut self) {
         self.gathered.clear();
-    }
-}
-
-/// The place of a unit in the table.
-fn index_of(table: &ParamTable, unit: Unit) -> usize {
-    match unit {
-        Unit::Embedding => 0,
-        Unit::Block(layer) => layer + 1,
-        Unit::Head => table.units.len() - 1,
     }
 }

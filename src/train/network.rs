@@ -1,0 +1,224 @@
+//! The loops over units: embedding, blocks, head on the scored rows; and back. Weights come from and gradients go to their
+//! stores unit by unit, in an order that depends on the model alone, so that all ranks make the same collectives.
+//!
+//! Shapes: T tokens, C scored tokens, D hidden, V vocabulary.
+
+use tch::{Device, Kind, Tensor};
+
+use super::gradients::Gradients;
+use super::pack::MicroBatch;
+use super::weights::Weights;
+use crate::config::GradientCheckpointing;
+use crate::error::Result;
+use crate::model::{
+    BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, SavedBlock, Unit, UnitLayout,
+    block_backward, block_forward,
+};
+use crate::ops::{embedding, head, rms_norm, rope::Rope};
+use crate::torch::accumulation_kind;
+
+/// How a network computes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct NetworkOptions {
+    /// Kind of weights and activations.
+    pub kind: Kind,
+    /// Where they live.
+    pub device: Device,
+    /// Scored tokens whose logits exist at once.
+    pub head_chunk_tokens: usize,
+}
+
+/// What the network says about a micro-batch's completion tokens, in the accumulation kind.
+#[derive(Debug)]
+pub struct Scores {
+    /// Log-probability of each token at the temperature, in nats.
+    pub logprobs: Tensor, // [C]
+    /// Entropy of the distribution each token was drawn from, in nats.
+    pub entropy: Tensor, // [C]
+}
+
+/// The loss's gradients with respect to [`Scores`].
+#[derive(Debug)]
+pub struct TokenGradients {
+    /// With respect to the log-probabilities.
+    pub dlogprobs: Tensor, // [C]
+    /// With respect to the entropies; `None` is zero.
+    pub dentropy: Option<Tensor>, // [C]
+}
+
+/// Weights and the loops over them.
+#[derive(Debug)]
+pub(crate) struct Network {
+    pub weights: Weights,
+    rope: Rope,
+    options: NetworkOptions,
+}
+
+impl Network {
+    pub(crate) fn new(weights: Weights, options: NetworkOptions) -> Self {
+        let spec = &weights.table().spec;
+        let rope = Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref());
+        Self { weights, rope, options }
+    }
+
+    /// Scores without gradients (collective where weights are sharded).
+    pub(crate) fn score(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
+        let (hidden, _) = self.blocks_forward(micro_batch, None)?;
+        let head = self.head()?;
+        let rows = hidden.index_select(0, &micro_batch.scored_rows); // [C, D]
+        let (normed, _) = rms_norm::forward(&rows, &head.norm, self.spec().rms_norm_eps);
+        let chunk_tokens = self.options.head_chunk_tokens;
+        let output = head::forward(&normed, &head.table, &micro_batch.targets, temperature, chunk_tokens, false);
+        Ok(Scores { logprobs: output.logprobs, entropy: output.entropy })
+    }
+
+    /// Scores, asks `loss` for their gradients and adds the weights' to `gradients` (collective where weights or gradients
+    /// are sharded). `loss` is not called for an empty micro-batch, and must not be collective.
+    pub(crate) fn forward_backward(
+        &mut self,
+        micro_batch: &MicroBatch,
+        temperature: f64,
+        recompute: GradientCheckpointing,
+        gradients: &mut Gradients,
+        loss: &mut dyn FnMut(&Scores) -> Result<TokenGradients>,
+    ) -> Result<()> {
+        let (hidden, saved) = self.blocks_forward(micro_batch, Some(recompute))?;
+        // A tied table also collects the head's gradient, so the embedding is open from the start and closed last.
+        let tied = self.spec().tie_word_embeddings;
+        let open = if tied { Some(gradients.begin(Unit::Embedding)?) } else { None };
+        let dhidden = self.head_backward(micro_batch, temperature, &hidden, gradients, open.as_ref(), loss)?;
+        let dx = self.blocks_backward(micro_batch, dhidden, saved, gradients)?;
+        let flat = match open {
+            Some(flat) => flat,
+            None => gradients.begin(Unit::Embedding)?,
+        };
+        let mut table = EmbeddingParams::view(self.layout(Unit::Embedding), &flat).table;
+        if !micro_batch.is_empty() {
+            embedding::accumulate(&dx, &micro_batch.token_ids, &mut table);
+        }
+        gradients.end(Unit::Embedding, flat)
+    }
+
+    /// The residual stream after the last block [T, D], and what the blocks' backward needs if `recompute` is given.
+    fn blocks_forward(
+        &mut self,
+        micro_batch: &MicroBatch,
+        recompute: Option<GradientCheckpointing>,
+    ) -> Result<(Tensor, Vec<SavedBlock>)> {
+        let rope = self.rope.rows(&micro_batch.positions, self.options.kind);
+        let mut attention = self.attention(micro_batch);
+        let flat = self.weights.unit(Unit::Embedding)?;
+        let table = EmbeddingParams::view(self.layout(Unit::Embedding), &flat).table;
+        let mut x = embedding::forward(&micro_batch.token_ids, &table);
+        let mut saved = Vec::new();
+        for layer in 0..self.spec().num_layers {
+            let block = self.block(layer)?;
+            let context = BlockContext { spec: self.spec(), rope: &rope, tp: None };
+            let (y, kept) = block_forward(&context, layer, &block, &x, &mut attention, recompute)?;
+            saved.extend(kept);
+            x = y;
+        }
+        Ok((x, saved))
+    }
+
+    /// The gradient of the embedding's output [T, D] from that of the last block's.
+    fn blocks_backward(
+        &mut self,
+        micro_batch: &MicroBatch,
+        mut dx: Tensor,
+        saved: Vec<SavedBlock>,
+        gradients: &mut Gradients,
+    ) -> Result<Tensor> {
+        let rope = self.rope.rows(&micro_batch.positions, self.options.kind);
+        let attention = self.attention(micro_batch);
+        for (layer, saved) in saved.into_iter().enumerate().rev() {
+            let block = self.block(layer)?;
+            let flat = gradients.begin(Unit::Block(layer))?;
+            let mut block_gradients = BlockParams::view(self.layout(Unit::Block(layer)), &flat);
+            let context = BlockContext { spec: self.spec(), rope: &rope, tp: None };
+            dx = block_backward(&context, layer, &block, &dx, saved, &attention, &mut block_gradients)?;
+            gradients.end(Unit::Block(layer), flat)?;
+        }
+        Ok(dx)
+    }
+
+    /// Forward, loss and backward of the head: the gradient of the last block's output [T, D].
+    fn head_backward(
+        &mut self,
+        micro_batch: &MicroBatch,
+        temperature: f64,
+        hidden: &Tensor,
+        gradients: &mut Gradients,
+        embedding_gradient: Option<&Tensor>,
+        loss: &mut dyn FnMut(&Scores) -> Result<TokenGradients>,
+    ) -> Result<Tensor> {
+        let head = self.head()?;
+        let flat = gradients.begin(Unit::Head)?;
+        let mut dhidden = hidden.zeros_like();
+        if !micro_batch.is_empty() {
+            let mut head_gradient = Head::view(self, &flat, embedding_gradient);
+            let MicroBatch { scored_rows, targets, .. } = micro_batch;
+            let rows = hidden.index_select(0, scored_rows); // [C, D]
+            let (normed, rstd) = rms_norm::forward(&rows, &head.norm, self.spec().rms_norm_eps);
+            let chunk_tokens = self.options.head_chunk_tokens;
+            let output = head::forward(&normed, &head.table, targets, temperature, chunk_tokens, true);
+            let scores = Scores { logprobs: output.logprobs, entropy: output.entropy };
+            let TokenGradients { dlogprobs, dentropy } = loss(&scores)?;
+            let dnormed = head::backward(
+                &normed,
+                &head.table,
+                targets,
+                temperature,
+                output.saved,
+                &dlogprobs,
+                dentropy.as_ref(),
+                &mut head_gradient.table,
+            );
+            let drows = rms_norm::backward(&dnormed, &rows, &head.norm, &rstd, &mut head_gradient.norm);
+            let _ = dhidden.index_add_(0, scored_rows, &drows);
+        }
+        gradients.end(Unit::Head, flat)?;
+        Ok(dhidden)
+    }
+
+    /// The head's weights, with the embedding's where they are tied.
+    fn head(&mut self) -> Result<Head> {
+        let tied = self.spec().tie_word_embeddings;
+        let embedding = if tied { Some(self.weights.unit(Unit::Embedding)?) } else { None };
+        let flat = self.weights.unit(Unit::Head)?;
+        Ok(Head::view(self, &flat, embedding.as_ref()))
+    }
+
+    fn block(&mut self, layer: usize) -> Result<BlockParams> {
+        let flat = self.weights.unit(Unit::Block(layer))?;
+        Ok(BlockParams::view(self.layout(Unit::Block(layer)), &flat))
+    }
+
+    fn attention(&self, micro_batch: &MicroBatch) -> PackedAttention {
+        PackedAttention::new(self.spec(), micro_batch.cu_seqlens.clone())
+    }
+
+    fn layout(&self, unit: Unit) -> &UnitLayout {
+        self.weights.table().unit(unit)
+    }
+
+    fn spec(&self) -> &ModelSpec {
+        &self.weights.table().spec
+    }
+}
+
+/// Weights or gradients of the head: the norm before it, and its own table or, where tied, the embedding's.
+struct Head {
+    norm: Tensor,  // [D]
+    table: Tensor, // [V, D]
+}
+
+impl Head {
+    /// Views of the head's flat unit and, where tied, of the embedding's.
+    fn view(network: &Network, flat: &Tensor, embedding: Option<&Tensor>) -> Self {
+        let HeadParams { final_norm, lm_head } = HeadParams::view(network.layout(Unit::Head), flat);
+        let tied = || Some(EmbeddingParams::view(network.layout(Unit::Embedding), embedding?).table);
+        let table = lm_head.or_else(tied).expect("a head without a table is tied, and the embedding was given");
+        Self { norm: final_norm, table }
+    }
+}

@@ -1,0 +1,185 @@
+//! The trained model of one rank: weights, gradients and optimizer state, sharded by stage.
+
+use std::sync::Arc;
+
+use tch::Tensor;
+
+use super::gradients::Gradients;
+use super::network::{Network, NetworkOptions, Scores, TokenGradients};
+use super::optimizer::{AdamOptions, Optimizer};
+use super::pack::MicroBatch;
+use super::sharding::Sharding;
+use super::weights::Weights;
+use crate::config::GradientCheckpointing;
+use crate::dist::Mesh;
+use crate::error::{Error, Result};
+use crate::memory::HostPool;
+use crate::model::{ParamTable, Unit, UnitLayout};
+use crate::torch::accumulation_kind;
+
+/// How a policy is sharded, computed and stepped.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PolicyOptions {
+    /// ZeRO stage, 0 to 3.
+    pub stage: u8,
+    /// Kind, device and chunks of the network.
+    pub network: NetworkOptions,
+    /// What backward computes again.
+    pub gradient_checkpointing: GradientCheckpointing,
+    /// The optimizer.
+    pub adam: AdamOptions,
+}
+
+/// What a step did.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[must_use = "a skipped step must be counted"]
+pub struct StepOutcome {
+    /// Norm of the whole gradient, before clipping.
+    pub grad_norm: f64,
+    /// The norm was not finite: no rank changed anything.
+    pub skipped: bool,
+}
+
+/// The model in training. Gradients are sums over micro-batches and ranks: the loss carries the global denominators.
+#[derive(Debug)]
+pub struct Policy {
+    pub(super) network: Network,
+    pub(super) optimizer: Optimizer,
+    pub(super) sharding: Sharding,
+    pub(super) version: u64,
+    gradients: Gradients,
+    gradient_checkpointing: GradientCheckpointing,
+    num_skipped: u64,
+}
+
+impl Policy {
+    /// Loads the weights unit by unit from `source`, which returns a layout's whole flat tensor [len] of any floating kind.
+    /// Master weights, moments and gradients are kept in the accumulation kind.
+    ///
+    /// # Errors
+    /// `InvalidValue` for an unknown stage, `InvalidArgument` for a table laid out for another shard group or a unit of
+    /// another length, `OutOfMemory`, and what `source` returns.
+    pub fn new(
+        table: Arc<ParamTable>,
+        mesh: &Mesh,
+        options: PolicyOptions,
+        source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
+    ) -> Result<Self> {
+        let NetworkOptions { kind, device, .. } = options.network;
+        let wide = accumulation_kind(kind);
+        let sharding = Sharding::new(&table, mesh, options.stage)?;
+        let mut optimizer = Optimizer::new(&table, &sharding, options.adam, (wide, device))?;
+        let load_master = |index, whole: &Tensor| optimizer.load_master(index, whole);
+        let weights = Weights::load(table.clone(), sharding.clone(), (kind, device), source, load_master)?;
+        Ok(Self {
+            network: Network::new(weights, options.network),
+            gradients: Gradients::new(table, sharding.clone(), wide, device),
+            optimizer,
+            sharding,
+            version: 0,
+            gradient_checkpointing: options.gradient_checkpointing,
+            num_skipped: 0,
+        })
+    }
+
+    /// Changes whenever the weights do.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Updates made, skipped ones not counted: the exponent of Adam's bias corrections.
+    pub fn num_updates(&self) -> u64 {
+        self.optimizer.num_updates()
+    }
+
+    /// Steps skipped since this policy was made, for gradients that were not finite.
+    pub fn num_skipped(&self) -> u64 {
+        self.num_skipped
+    }
+
+    /// The layout of the weights.
+    pub fn table(&self) -> &Arc<ParamTable> {
+        self.network.weights.table()
+    }
+
+    /// Scores a micro-batch without gradients (collective at stage 3).
+    pub fn forward_logprobs(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
+        self.network.score(micro_batch, temperature)
+    }
+
+    /// Scores a micro-batch and adds the gradient of a loss that `loss` differentiates by token (collective at stages 2 and
+    /// 3: every rank has the same number of micro-batches, see [`super::pad_to_agreed_count`]). `loss` is not called for an
+    /// empty micro-batch, so it must not be collective. After an error the sums are partial: drop them.
+    pub fn forward_backward(
+        &mut self,
+        micro_batch: &MicroBatch,
+        temperature: f64,
+        loss: &mut dyn FnMut(&Scores) -> Result<TokenGradients>,
+    ) -> Result<()> {
+        let recompute = self.gradient_checkpointing;
+        self.network.forward_backward(micro_batch, temperature, recompute, &mut self.gradients, loss)
+    }
+
+    /// Steps on the gradients added so far and zeroes them (collective): sum over ranks, global norm, clipping to
+    /// `max_grad_norm` (0 is off) by min(1, max_grad_norm / (norm + 1e-6)) as in torch, AdamW on what this rank owns, new
+    /// weights cast and gathered. All ranks skip together where the norm is not finite.
+    ///
+    /// # Errors
+    /// `InvalidArgument` while the optimizer is offloaded.
+    pub fn optimizer_step(&mut self, lr: f64, max_grad_norm: f64) -> Result<StepOutcome> {
+        if !self.optimizer.is_resident() {
+            return Err(Error::InvalidArgument {
+                op: "Policy::optimizer_step",
+                expected: "optimizer state on the device (reload it first)".into(),
+                got: "it is offloaded".into(),
+            });
+        }
+        let reduced = self.gradients.reduce()?;
+        let grad_norm = self.gradients.norm(&reduced)?;
+        let skipped = !grad_norm.is_finite();
+        if skipped {
+            self.num_skipped += 1;
+        } else {
+            let clip = if max_grad_norm > 0.0 { (max_grad_norm / (grad_norm + 1e-6)).min(1.0) } else { 1.0 };
+            self.step_owned(&reduced, lr, clip)?;
+        }
+        self.gradients.zero();
+        Ok(StepOutcome { grad_norm, skipped })
+    }
+
+    fn step_owned(&mut self, gradients: &[Tensor], lr: f64, gradient_scale: f64) -> Result<()> {
+        self.optimizer.begin_update();
+        for (index, gradient) in gradients.iter().enumerate() {
+            let master = self.optimizer.step(index, gradient, lr, gradient_scale)?;
+            self.network.weights.update(index, &master)?;
+        }
+        self.version += 1;
+        Ok(())
+    }
+
+    /// Forgets the gradients and frees them and all gathered weights.
+    pub fn drop_gradients(&mut self) {
+        self.gradients.free();
+        self.network.weights.free_gathered();
+    }
+
+    /// A whole unit's weights [len]: the kept ones themselves at stages 0 to 2, else a new tensor (collective).
+    pub fn unit_weights(&self, unit: Unit) -> Result<Tensor> {
+        self.network.weights.gather(unit)
+    }
+
+    /// Size of the optimizer state in bytes: what [`Policy::offload_optimizer`] needs of the pool.
+    pub fn optimizer_bytes(&self) -> usize {
+        self.optimizer.bytes()
+    }
+
+    /// Copies master weights and moments to the start of `pool` and gives their memory back; nothing to do if it is done.
+    pub fn offload_optimizer(&mut self, pool: &mut HostPool) -> Result<()> {
+        self.optimizer.offload(pool)
+    }
+
+    /// Takes master weights and moments back from `pool`, bit for bit; nothing to do if they are here.
+    pub fn reload_optimizer(&mut self, pool: &HostPool) -> Result<()> {
+        self.optimizer.reload(pool)
+    }
+}

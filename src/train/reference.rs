@@ -1,0 +1,43 @@
+//! The frozen model that the KL term compares with.
+
+use std::sync::Arc;
+
+use tch::Tensor;
+
+use super::network::{Network, NetworkOptions, Scores};
+use super::pack::MicroBatch;
+use super::sharding::Sharding;
+use super::weights::Weights;
+use crate::dist::Mesh;
+use crate::error::Result;
+use crate::model::{ParamTable, UnitLayout};
+
+/// Weights sharded over the shard group as in ZeRO-3, without gradients or optimizer.
+#[derive(Debug)]
+pub struct Reference {
+    network: Network,
+}
+
+impl Reference {
+    /// Loads this rank's slices unit by unit; `source` is as in [`super::Policy::new`], and so are the errors.
+    pub fn new(
+        table: Arc<ParamTable>,
+        mesh: &Mesh,
+        options: NetworkOptions,
+        source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
+    ) -> Result<Self> {
+        let sharding = Sharding::new(&table, mesh, 3)?;
+        let weights = Weights::load(table, sharding, (options.kind, options.device), source, |_, _| Ok(()))?;
+        Ok(Self { network: Network::new(weights, options) })
+    }
+
+    /// Scores a micro-batch (collective over the shard group).
+    pub fn forward_logprobs(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
+        self.network.score(micro_batch, temperature)
+    }
+
+    /// Frees gathered weights.
+    pub fn free_gathered(&mut self) {
+        self.network.weights.free_gathered();
+    }
+}

@@ -1,0 +1,117 @@
+//! Optimizer state by parameter and element range, so that another world size, stage or shard group can read it. Padding
+//! is left out: only the layout's offsets depend on the number of shards, a parameter's own elements do not.
+
+use std::ops::Range;
+
+use tch::{Device, Tensor};
+
+use super::policy::Policy;
+use super::sharding::intersection;
+use crate::error::{Error, Result};
+use crate::model::{Param, ParamName, Unit};
+
+/// Master weights and moments of some consecutive elements of a parameter, in the accumulation kind.
+#[derive(Debug)]
+pub struct ParamState {
+    /// Master weights.
+    pub master: Tensor, // [elements]
+    /// First moments.
+    pub m: Tensor, // [elements]
+    /// Second moments.
+    pub v: Tensor, // [elements]
+}
+
+/// A range of a parameter with its state.
+#[derive(Debug)]
+pub struct ParamShard {
+    /// The parameter's unit.
+    pub unit: Unit,
+    /// The parameter.
+    pub name: ParamName,
+    /// Which of its elements, in row-major order of the layout's shape.
+    pub elements: Range<usize>,
+    /// Their state.
+    pub state: ParamState,
+}
+
+impl Policy {
+    /// Whether [`Policy::export_state`] must be saved on this rank. Each rank of a shard group saves its own slice, at every
+    /// stage; with several shard groups (hybrid) the first does so alone.
+    pub fn saves_state(&self) -> bool {
+        self.sharding.replicate.rank() == 0
+    }
+
+    /// Copies this rank's slice on the host, parameter by parameter. Over a shard group the slices make up the whole state
+    /// without overlap. [`Policy::num_updates`] belongs to it.
+    ///
+    /// # Errors
+    /// Each item is `InvalidArgument` while the optimizer is offloaded.
+    pub fn export_state(&self) -> impl Iterator<Item = Result<ParamShard>> + '_ {
+        let units = self.table().units.iter().enumerate();
+        units.flat_map(move |(index, layout)| {
+            let slice = self.sharding.slice(layout.len);
+            let shares = layout.params.iter().map(move |param| (param, share(param, &slice)));
+            shares.filter(|(_, elements)| !elements.is_empty()).map(move |(param, elements)| {
+                let [master, m, v] = self.views(index, param, &elements)?.map(|view| view.to_device(Device::Cpu).copy());
+                let state = ParamState { master, m, v };
+                Ok(ParamShard { unit: layout.unit, name: param.name, elements, state })
+            })
+        })
+    }
+
+    /// Replaces the state of what this rank owns by what `read` returns for each range of a parameter, and the weights by
+    /// its master weights (collective below stage 3). Gradients added so far are left alone.
+    ///
+    /// # Errors
+    /// `InvalidArgument` while the optimizer is offloaded or for a tensor of another length, and what `read` returns.
+    pub fn import_state(
+        &mut self,
+        num_updates: u64,
+        read: &mut dyn FnMut(Unit, ParamName, Range<usize>) -> Result<ParamState>,
+    ) -> Result<()> {
+        let table = self.table().clone();
+        for (index, layout) in table.units.iter().enumerate() {
+            for param in &layout.params {
+                let elements = share(param, self.optimizer.owned(index));
+                if elements.is_empty() {
+                    continue;
+                }
+                let ParamState { master, m, v } = read(layout.unit, param.name, elements.clone())?;
+                let views = self.views(index, param, &elements)?;
+                for (mut view, new) in views.into_iter().zip([master, m, v]) {
+                    check_len(&new, &elements, layout.unit, param.name)?;
+                    view.f_copy_(&new)?;
+                }
+            }
+            let [master, _, _] = self.optimizer.unit(index)?;
+            self.network.weights.update(index, &master)?;
+        }
+        self.optimizer.set_num_updates(num_updates);
+        self.version += 1;
+        Ok(())
+    }
+
+    /// Master weights and moments of some of a parameter's elements, all of them owned by this rank.
+    fn views(&self, index: usize, param: &Param, elements: &Range<usize>) -> Result<[Tensor; 3]> {
+        let start = param.offset + elements.start - self.optimizer.owned(index).start;
+        let state = self.optimizer.unit(index)?;
+        Ok(state.map(|tensor| tensor.narrow(0, start as i64, elements.len() as i64)))
+    }
+}
+
+/// The elements of a parameter that lie in a range of its unit.
+fn share(param: &Param, range: &Range<usize>) -> Range<usize> {
+    let inside = intersection(&(param.offset..param.offset + param.numel()), range);
+    if inside.is_empty() { 0..0 } else { inside.start - param.offset..inside.end - param.offset }
+}
+
+fn check_len(tensor: &Tensor, elements: &Range<usize>, unit: Unit, name: ParamName) -> Result<()> {
+    if tensor.size() == [elements.len() as i64] {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument {
+        op: "Policy::import_state",
+        expected: format!("[{}] for elements {elements:?} of {name:?} of the {unit}", elements.len()),
+        got: format!("{:?}", tensor.size()),
+    })
+}
