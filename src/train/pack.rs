@@ -77,7 +77,8 @@ pub fn pack(sequences: &[Sequence], max_tokens: usize, device: Device) -> Result
 
 /// Appends empty micro-batches until every rank of `group` has as many as the one with most: sharded weights and
 /// gradients make each micro-batch collective.
-pub fn pad_to_agreed_count(micro_batches: &mut Vec<MicroBatch>, group: &dyn Collective, device: Device) -> Result<()> {
+pub fn pad_to_agreed_count(micro_batches: &mut Vec<MicroBatch>, group: &dyn Collective) -> Result<()> {
+    let device = group.device();
     let mut count = Tensor::from_slice(&[micro_batches.len() as i64]).to_device(device);
     group.all_reduce(&mut count, ReduceOp::Max)?;
     let count = torch::i64_vec(&count)?[0] as usize;

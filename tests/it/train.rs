@@ -1,1 +1,462 @@
-//! .
+//! The trainer over real ranks: every ZeRO stage against the others bit for bit, and against AdamW on autograd's gradients.
+
+mod autograd;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use colo_grpo::Result;
+use colo_grpo::config::GradientCheckpointing;
+use colo_grpo::dist::{Mesh, World, all_gather_bytes};
+use colo_grpo::memory::HostPool;
+use colo_grpo::model::{Family, ModelSpec, ParamName, ParamTable, Unit, UnitLayout};
+use colo_grpo::train::{
+    AdamOptions, MicroBatch, NetworkOptions, ParamShard, ParamState, Policy, PolicyOptions, Reference, Scores,
+    Sequence, StepOutcome, TokenGradients, pack, pad_to_agreed_count,
+};
+use tch::{Device, Kind, Tensor};
+
+use crate::ranks;
+
+const LR: f64 = 1e-3;
+const MAX_GRAD_NORM: f64 = 0.5;
+const TEMPERATURE: f64 = 0.8;
+const ENTROPY_COEF: f64 = 0.05;
+const ADAM: AdamOptions = AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
+const BUDGET: usize = 40;
+
+#[test]
+fn one_rank_follows_plain_adamw() {
+    let mesh = World::single().mesh(1, 1).unwrap();
+    for recompute in [GradientCheckpointing::None, GradientCheckpointing::Selective, GradientCheckpointing::Full] {
+        follows_plain_adamw(&mesh, Run { recompute, ..Run::new(0, Kind::Double) }, 1e-10);
+        follows_plain_adamw(&mesh, Run { recompute, ..Run::new(3, Kind::Float) }, 0.02 * LR);
+    }
+}
+
+#[test]
+fn two_ranks_follow_plain_adamw() {
+    ranks::run(2, "train::two_ranks_follow_plain_adamw", |world: World| {
+        let mesh = world.mesh(1, 2).unwrap();
+        for stage in 0..=3 {
+            follows_plain_adamw(&mesh, Run::new(stage, Kind::Double), 1e-10);
+            follows_plain_adamw(&mesh, Run { tied: true, ..Run::new(stage, Kind::Double) }, 1e-10);
+            follows_plain_adamw(&mesh, Run::new(stage, Kind::Float), 0.02 * LR);
+        }
+    });
+}
+
+#[test]
+fn four_ranks_and_hybrid_groups_follow_plain_adamw() {
+    ranks::run(4, "train::four_ranks_and_hybrid_groups_follow_plain_adamw", |world: World| {
+        for shard_group_size in [4, 2, 1] {
+            let mesh = world.mesh(1, shard_group_size).unwrap();
+            for stage in 0..=3 {
+                follows_plain_adamw(&mesh, Run::new(stage, Kind::Double), 1e-10);
+                follows_plain_adamw(&mesh, Run { tied: true, ..Run::new(stage, Kind::Float) }, 0.02 * LR);
+            }
+        }
+    });
+}
+
+#[test]
+fn micro_batches_of_any_size_give_the_same_gradients() {
+    ranks::run(2, "train::micro_batches_of_any_size_give_the_same_gradients", |world: World| {
+        let mesh = world.mesh(1, 2).unwrap();
+        for budget in [1, 12, 24, 1000] {
+            for stage in [0, 2, 3] {
+                follows_plain_adamw(&mesh, Run { budget, tied: true, ..Run::new(stage, Kind::Double) }, 1e-10);
+            }
+        }
+    });
+}
+
+#[test]
+fn a_rank_without_sequences_joins_its_peers() {
+    ranks::run(2, "train::a_rank_without_sequences_joins_its_peers", |world: World| {
+        let mesh = world.mesh(1, 2).unwrap();
+        for stage in 0..=3 {
+            let run = Run { num_sharers: 1, budget: 24, ..Run::new(stage, Kind::Double) };
+            assert_eq!(run.micro_batches(&mesh).iter().all(MicroBatch::is_empty), world.rank() == 1);
+            follows_plain_adamw(&mesh, run, 1e-10);
+        }
+    });
+}
+
+#[test]
+fn stages_are_bitwise_equal() {
+    ranks::run(2, "train::stages_are_bitwise_equal", |world: World| {
+        let mesh = world.mesh(1, 2).unwrap();
+        for kind in [Kind::Float, Kind::BFloat16] {
+            for tied in [false, true] {
+                let after = |stage| {
+                    let run = Run { tied, budget: 1000, ..Run::new(stage, kind) };
+                    let mut policy = run.policy(&mesh);
+                    let norms: Vec<f64> = (0..5).map(|_| run.step(&mut policy, &mesh).grad_norm).collect();
+                    (norms, weights(&policy), state(&policy))
+                };
+                let (norms, expected, expected_state) = after(0);
+                assert!(norms.iter().all(|norm| *norm > MAX_GRAD_NORM), "no step was clipped: {norms:?}");
+                for stage in 1..=3 {
+                    let (stage_norms, got, got_state) = after(stage);
+                    assert_eq!(stage_norms, norms, "stage {stage}");
+                    assert!(got == expected, "weights differ at stage {stage}, {kind:?}, tied {tied}");
+                    assert!(got_state == expected_state, "state differs at stage {stage}, {kind:?}, tied {tied}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn a_gradient_that_is_not_finite_is_skipped_by_all_ranks() {
+    ranks::run(2, "train::a_gradient_that_is_not_finite_is_skipped_by_all_ranks", |world: World| {
+        let mesh = world.mesh(1, 2).unwrap();
+        for stage in 0..=3 {
+            let run = Run::new(stage, Kind::Float);
+            let (mut policy, mut undisturbed) = (run.policy(&mesh), run.policy(&mesh));
+            for poison in [f64::NAN, f64::INFINITY] {
+                let _ = run.step(&mut policy, &mesh);
+                let _ = run.step(&mut undisturbed, &mesh);
+                let (before, version) = (weights(&policy), policy.version());
+                for micro_batch in &run.micro_batches(&mesh) {
+                    let mut poisoned = |scores: &Scores| {
+                        let gradients = run.loss(micro_batch, scores);
+                        if world.rank() == 1 {
+                            let _ = gradients.dlogprobs.get(0).fill_(poison);
+                        }
+                        Ok(gradients)
+                    };
+                    policy.forward_backward(micro_batch, TEMPERATURE, &mut poisoned).unwrap();
+                }
+                let outcome = policy.optimizer_step(LR, MAX_GRAD_NORM).unwrap();
+                assert!(outcome.skipped && !outcome.grad_norm.is_finite());
+                assert!(weights(&policy) == before && policy.version() == version, "stage {stage} moved");
+            }
+            assert_eq!((policy.num_skipped(), policy.num_updates()), (2, 2));
+            let _ = run.step(&mut policy, &mesh);
+            let _ = run.step(&mut undisturbed, &mesh);
+            assert!(weights(&policy) == weights(&undisturbed), "stage {stage} remembers a skipped step");
+        }
+    });
+}
+
+#[test]
+fn offloaded_state_returns_bit_identical() {
+    ranks::run(2, "train::offloaded_state_returns_bit_identical", |world: World| {
+        let mesh = world.mesh(1, 2).unwrap();
+        for stage in [0, 3] {
+            let run = Run::new(stage, Kind::Float);
+            let (mut policy, mut resident) = (run.policy(&mesh), run.policy(&mesh));
+            let mut pool = HostPool::new("train_test", policy.optimizer_bytes()).unwrap();
+            for _ in 0..2 {
+                let _ = run.step(&mut policy, &mesh);
+                let _ = run.step(&mut resident, &mesh);
+                let before = state(&policy);
+                policy.drop_gradients();
+                policy.offload_optimizer(&mut pool).unwrap();
+                policy.offload_optimizer(&mut pool).unwrap();
+                let refused = policy.optimizer_step(LR, MAX_GRAD_NORM).unwrap_err();
+                assert!(refused.to_string().contains("offloaded"), "{refused}");
+                assert!(policy.export_state().next().unwrap().is_err());
+                policy.reload_optimizer(&pool).unwrap();
+                policy.reload_optimizer(&pool).unwrap();
+                assert!(state(&policy) == before, "stage {stage}");
+            }
+            let _ = run.step(&mut policy, &mesh);
+            let _ = run.step(&mut resident, &mesh);
+            assert!(weights(&policy) == weights(&resident), "stage {stage}");
+        }
+    });
+}
+
+#[test]
+fn state_moves_to_another_world_size_and_stage() {
+    ranks::run(2, "train::state_moves_to_another_world_size_and_stage", |world: World| {
+        let mesh = world.mesh(1, 2).unwrap();
+        let alone = World::single().mesh(1, 1).unwrap();
+        let (from, to) = (Run::new(3, Kind::Double), Run { num_sharers: 1, ..Run::new(0, Kind::Double) });
+        let (mut policy, mut moved) = (from.policy(&mesh), to.policy(&alone));
+        for _ in 0..2 {
+            let _ = from.step(&mut policy, &mesh);
+        }
+        assert!(policy.saves_state());
+        let saved = saved_state(&policy, &mesh);
+        moved.import_state(policy.num_updates(), &mut |unit, name, range| read(&saved, unit, name, range)).unwrap();
+        assert!(weights(&moved) == weights(&policy));
+        assert!(saved_state(&moved, &alone) == saved, "state changed on its way");
+        // And back: each rank asks for what it owns.
+        let mut back = from.policy(&mesh);
+        back.import_state(policy.num_updates(), &mut |unit, name, range| read(&saved, unit, name, range)).unwrap();
+        assert!(state(&back) == state(&policy));
+
+        let _ = (from.step(&mut policy, &mesh), to.step(&mut moved, &alone), from.step(&mut back, &mesh));
+        assert!(weights(&back) == weights(&policy));
+        let difference = max_difference(&weights(&moved), &weights(&policy));
+        assert!(difference < 1e-10, "{difference}");
+    });
+}
+
+#[test]
+fn only_the_first_replica_saves() {
+    ranks::run(4, "train::only_the_first_replica_saves", |world: World| {
+        for (shard_group_size, savers) in [(4, 4), (2, 2), (1, 1)] {
+            let policy = Run::new(1, Kind::Float).policy(&world.mesh(1, shard_group_size).unwrap());
+            assert_eq!(policy.saves_state(), world.rank() < savers, "groups of {shard_group_size}");
+        }
+    });
+}
+
+#[test]
+fn a_reference_scores_like_the_policy_it_was_loaded_as() {
+    ranks::run(2, "train::a_reference_scores_like_the_policy_it_was_loaded_as", |world: World| {
+        let mesh = world.mesh(1, 2).unwrap();
+        for tied in [false, true] {
+            let run = Run { tied, ..Run::new(1, Kind::Double) };
+            let table = run.table(mesh.shard.size());
+            let source = |layout: &UnitLayout| Ok(initial(layout));
+            let mut reference = Reference::new(table, &mesh, run.options().network, &source).unwrap();
+            let (mut policy, autograd) = (run.policy(&mesh), run.autograd());
+            for micro_batch in &run.micro_batches(&mesh) {
+                let scores = policy.forward_logprobs(micro_batch, TEMPERATURE).unwrap();
+                let ref_scores = reference.forward_logprobs(micro_batch, TEMPERATURE).unwrap();
+                assert!(scores.logprobs.equal(&ref_scores.logprobs) && scores.entropy.equal(&ref_scores.entropy));
+                let own = run.own_sequences(&mesh);
+                let expected = micro_batch.sequences.iter().map(|&index| autograd.scores(&own[index], TEMPERATURE));
+                let (logprobs, entropy): (Vec<_>, Vec<_>) = expected.unzip();
+                if !micro_batch.is_empty() {
+                    assert!((Tensor::cat(&logprobs, 0) - scores.logprobs).abs().max().double_value(&[]) < 1e-12);
+                    assert!((Tensor::cat(&entropy, 0) - scores.entropy).abs().max().double_value(&[]) < 1e-12);
+                }
+            }
+        }
+    });
+}
+
+/// Three steps of a run against three of plain AdamW on the whole batch's gradient.
+fn follows_plain_adamw(mesh: &Mesh, run: Run, tolerance: f64) {
+    let (mut policy, mut plain) = (run.policy(mesh), run.autograd());
+    let sequences = run.sequences();
+    for step in 0..3 {
+        let outcome = run.step(&mut policy, mesh);
+        let losses = sequences.iter().map(|sequence| {
+            let (logprobs, entropy) = plain.scores(sequence, TEMPERATURE);
+            let terms = logprobs * -f64::from(sequence.advantage) + entropy * ENTROPY_COEF;
+            terms.sum(Kind::Double) / run.denominator()
+        });
+        let loss = losses.reduce(|a, b| a + b).unwrap();
+        let norm = plain.step(loss, LR, MAX_GRAD_NORM, &ADAM);
+        assert!((outcome.grad_norm / norm - 1.0).abs() < 1e-4, "{run:?}: norm {} against {norm}", outcome.grad_norm);
+        let expected = unpadded(&plain.table, |unit| plain.units[index_of(&plain.table, unit)].detach());
+        let difference = max_difference(&weights(&policy), &expected);
+        assert!(difference < tolerance, "{run:?}: off by {difference} after step {step}");
+    }
+    assert_eq!((policy.version(), policy.num_updates()), (3, 3));
+}
+
+/// What a test trains, and how.
+#[derive(Debug, Clone, Copy)]
+struct Run {
+    stage: u8,
+    kind: Kind,
+    tied: bool,
+    recompute: GradientCheckpointing,
+    budget: usize,
+    /// Ranks that share the sequences; the others have none.
+    num_sharers: usize,
+}
+
+impl Run {
+    fn new(stage: u8, kind: Kind) -> Self {
+        let recompute = GradientCheckpointing::None;
+        Self { stage, kind, tied: false, recompute, budget: BUDGET, num_sharers: usize::MAX }
+    }
+
+    fn options(&self) -> PolicyOptions {
+        PolicyOptions {
+            stage: self.stage,
+            network: NetworkOptions { kind: self.kind, device: Device::Cpu, head_chunk_tokens: 7 },
+            gradient_checkpointing: self.recompute,
+            adam: ADAM,
+        }
+    }
+
+    fn table(&self, shards: usize) -> Arc<ParamTable> {
+        Arc::new(ParamTable::new(Arc::new(spec(self.tied)), shards))
+    }
+
+    fn policy(&self, mesh: &Mesh) -> Policy {
+        let source = |layout: &UnitLayout| Ok(initial(layout));
+        Policy::new(self.table(mesh.shard.size()), mesh, self.options(), &source).unwrap()
+    }
+
+    fn autograd(&self) -> autograd::Model {
+        let table = ParamTable::new(Arc::new(spec(self.tied)), 1);
+        // Starts from the weights as the policy's kind rounds them.
+        let sources: Vec<Tensor> = table.units.iter().map(|layout| initial(layout).to_kind(self.kind)).collect();
+        autograd::Model::new(table, |index| sources[index].shallow_clone())
+    }
+
+    /// Eight sequences of different lengths, one of them masked.
+    fn sequences(&self) -> Vec<Sequence> {
+        let lengths = [(3, 4), (5, 9), (1, 2), (7, 12), (2, 1), (4, 6), (6, 10), (3, 8)];
+        let sequence = |(n, (prompt_len, completion_len)): (usize, (usize, usize))| Sequence {
+            token_ids: (0..prompt_len + completion_len).map(|i| ((i * i + 5 * n + 3 * i) % 47) as u32).collect(),
+            prompt_len,
+            advantage: 1.5 - 0.6 * n as f32,
+            masked: false,
+            rollout_logprobs: None,
+            old_logprobs: None,
+            ref_logprobs: None,
+        };
+        lengths.into_iter().enumerate().map(sequence).collect()
+    }
+
+    fn own_sequences(&self, mesh: &Mesh) -> Vec<Sequence> {
+        let (rank, sharers) = (mesh.world.rank(), self.num_sharers.min(mesh.world.size()));
+        let all = self.sequences().into_iter().enumerate();
+        let mut own: Vec<Sequence> =
+            all.filter(|(n, _)| rank < sharers && n % sharers == rank).map(|(_, sequence)| sequence).collect();
+        own.push(Sequence { masked: true, advantage: 100.0, ..self.sequences()[0].clone() });
+        own
+    }
+
+    fn micro_batches(&self, mesh: &Mesh) -> Vec<MicroBatch> {
+        let mut micro_batches = pack(&self.own_sequences(mesh), self.budget, Device::Cpu).unwrap();
+        pad_to_agreed_count(&mut micro_batches, &*mesh.world).unwrap();
+        micro_batches
+    }
+
+    /// Makes gradients large enough to be clipped.
+    fn denominator(&self) -> f64 {
+        10.0
+    }
+
+    /// Gradients of the sum over tokens of (-advantage * logprob + coefficient * entropy) / denominator.
+    fn loss(&self, micro_batch: &MicroBatch, scores: &Scores) -> TokenGradients {
+        let advantages = micro_batch.advantages.index_select(0, &micro_batch.sequence_of_token);
+        let dentropy = scores.entropy.ones_like() * (ENTROPY_COEF / self.denominator());
+        let dlogprobs = (advantages.to_kind(Kind::Double) / -self.denominator()).to_kind(scores.logprobs.kind());
+        TokenGradients { dlogprobs, dentropy: Some(dentropy) }
+    }
+
+    fn step(&self, policy: &mut Policy, mesh: &Mesh) -> StepOutcome {
+        for micro_batch in &self.micro_batches(mesh) {
+            let mut loss = |scores: &Scores| Ok(self.loss(micro_batch, scores));
+            policy.forward_backward(micro_batch, TEMPERATURE, &mut loss).unwrap();
+        }
+        policy.optimizer_step(LR, MAX_GRAD_NORM).unwrap()
+    }
+}
+
+/// Qwen2-like when tied, Qwen3-like when not.
+fn spec(tied: bool) -> ModelSpec {
+    ModelSpec {
+        family: if tied { Family::Qwen2 } else { Family::Qwen3 },
+        vocab_size: 47,
+        hidden_size: 24,
+        intermediate_size: 40,
+        num_layers: 3,
+        num_heads: 4,
+        num_kv_heads: 2,
+        head_dim: 6,
+        rms_norm_eps: 1e-6,
+        rope_theta: 1e4,
+        rope_scaling: None,
+        tie_word_embeddings: tied,
+        qkv_bias: tied,
+        qk_norm: !tied,
+        sliding_window: None,
+        max_position_embeddings: 64,
+        bos_token_id: None,
+        eos_token_ids: vec![0],
+        dtype: Kind::Float,
+    }
+}
+
+/// Weights that depend on the parameter alone, not on its place: matrices about 0, norms about 1.
+fn initial(layout: &UnitLayout) -> Tensor {
+    let flat = Tensor::zeros([layout.len as i64], (Kind::Double, Device::Cpu));
+    for (n, param) in layout.params.iter().enumerate() {
+        let phase = match layout.unit {
+            Unit::Embedding => 0.0,
+            Unit::Block(layer) => 1.0 + layer as f64,
+            Unit::Head => 9.0,
+        };
+        let wave = (Tensor::arange(param.numel() as i64, (Kind::Double, Device::Cpu)) * 1.7 + 10.0 * phase + n as f64).sin();
+        let values = if param.decay { wave * 0.3 } else { wave * 0.1 + 1.0 };
+        flat.narrow(0, param.offset as i64, param.numel() as i64).copy_(&values);
+    }
+    flat
+}
+
+/// Every parameter's elements without padding, in table order; collective at stage 3.
+fn weights(policy: &Policy) -> Vec<Vec<f64>> {
+    unpadded(policy.table(), |unit| policy.unit_weights(unit).unwrap())
+}
+
+fn unpadded(table: &ParamTable, flat: impl Fn(Unit) -> Tensor) -> Vec<Vec<f64>> {
+    let unit_params = |layout: &UnitLayout| {
+        let flat = flat(layout.unit).to_kind(Kind::Double);
+        let params = layout.params.iter();
+        params.map(|param| Vec::try_from(layout.view(param.name, &flat).unwrap().reshape([-1])).unwrap()).collect()
+    };
+    table.units.iter().flat_map(|layout| -> Vec<Vec<f64>> { unit_params(layout) }).collect()
+}
+
+fn index_of(table: &ParamTable, unit: Unit) -> usize {
+    table.units.iter().position(|layout| layout.unit == unit).unwrap()
+}
+
+fn max_difference(a: &[Vec<f64>], b: &[Vec<f64>]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let pairs = a.iter().zip(b).flat_map(|(a, b)| a.iter().zip(b));
+    pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+}
+
+/// A range of a parameter with its master weights and moments, as bits.
+type Piece = (Unit, ParamName, Range<usize>, [Vec<u64>; 3]);
+
+/// This rank's slice of the optimizer state.
+fn state(policy: &Policy) -> Vec<Piece> {
+    let bits = |tensor: Tensor| {
+        let values: Vec<f64> = Vec::try_from(tensor.to_kind(Kind::Double)).unwrap();
+        values.into_iter().map(f64::to_bits).collect()
+    };
+    let piece = |shard: Result<ParamShard>| {
+        let ParamShard { unit, name, elements, state: ParamState { master, m, v } } = shard.unwrap();
+        (unit, name, elements, [master, m, v].map(bits))
+    };
+    policy.export_state().map(piece).collect()
+}
+
+/// What all ranks of a shard group save, put together: it must cover every parameter exactly once.
+fn saved_state(policy: &Policy, mesh: &Mesh) -> BTreeMap<(Unit, ParamName), [Vec<u64>; 3]> {
+    let own = serde_json::to_vec(&state(policy)).unwrap();
+    let mut saved = BTreeMap::new();
+    for pieces in all_gather_bytes(&*mesh.shard, &own).unwrap() {
+        let pieces: Vec<Piece> = serde_json::from_slice(&pieces).unwrap();
+        for (unit, name, elements, bits) in pieces {
+            let [master, m, v]: &mut [Vec<u64>; 3] = saved.entry((unit, name)).or_default();
+            assert_eq!(elements.start, master.len(), "{unit} {name:?}: ranks' slices come in order");
+            for (whole, part) in [master, m, v].into_iter().zip(bits) {
+                assert_eq!(part.len(), elements.len());
+                whole.extend(part);
+            }
+        }
+    }
+    let params = policy.table().units.iter().flat_map(|layout| layout.params.iter().map(move |param| (layout, param)));
+    for (layout, param) in params {
+        assert_eq!(saved[&(layout.unit, param.name)][0].len(), param.numel(), "{} {:?}", layout.unit, param.name);
+    }
+    saved
+}
+
+fn read(saved: &BTreeMap<(Unit, ParamName), [Vec<u64>; 3]>, unit: Unit, name: ParamName, elements: Range<usize>) -> Result<ParamState> {
+    let values = |bits: &Vec<u64>| {
+        Tensor::from_slice(&bits[elements.clone()].iter().map(|&bits| f64::from_bits(bits)).collect::<Vec<f64>>())
+    };
+    let [master, m, v] = &saved[&(unit, name)];
+    Ok(ParamState { master: values(master), m: values(m), v: values(v) })
+}

@@ -1,0 +1,124 @@
+//! What the trainer is held to: the same decoder written once more for libtorch's autograd in f64, one sequence at a time
+//! with dense attention, and AdamW on whole tensors as its paper prints it. Shares only the weights' layout.
+
+use colo_grpo::model::{BlockParams, EmbeddingParams, HeadParams, ModelSpec, ParamTable, Qkv, Unit};
+use colo_grpo::train::{AdamOptions, Sequence};
+use tch::{Device, Kind, Tensor};
+
+/// One leaf per unit, with its moments.
+pub struct Model {
+    pub table: ParamTable,
+    pub units: Vec<Tensor>, // [len] f64, leaves
+    moments: Vec<[Tensor; 2]>,
+    num_updates: i32,
+}
+
+impl Model {
+    pub fn new(table: ParamTable, source: impl Fn(usize) -> Tensor) -> Self {
+        let units: Vec<Tensor> = (0..table.units.len()).map(|index| leaf(&source(index))).collect();
+        let moments = units.iter().map(|unit| [unit.zeros_like(), unit.zeros_like()].map(|zeros| zeros.detach()));
+        let moments = moments.collect();
+        Self { table, units, moments, num_updates: 0 }
+    }
+
+    /// Log-probabilities and entropies of a sequence's completion tokens.
+    pub fn scores(&self, sequence: &Sequence, temperature: f64) -> (Tensor, Tensor) {
+        let spec = &self.table.spec;
+        let ids: Vec<i64> = sequence.token_ids.iter().map(|&id| i64::from(id)).collect();
+        let ids = Tensor::from_slice(&ids);
+        let flat = |unit| (self.table.unit(unit), &self.units[self.index(unit)]);
+        let (layout, table) = flat(Unit::Embedding);
+        let table = EmbeddingParams::view(layout, table).table;
+        let mut x = table.index_select(0, &ids);
+        for layer in 0..spec.num_layers {
+            let (layout, block) = flat(Unit::Block(layer));
+            x = block_forward(spec, &BlockParams::view(layout, block), &x);
+        }
+        let (layout, head) = flat(Unit::Head);
+        let head = HeadParams::view(layout, head);
+        let x = norm(&x, &head.final_norm, spec.rms_norm_eps);
+        let logits = x.matmul(&head.lm_head.unwrap_or(table).tr()) / temperature;
+        let (first, count) = (sequence.prompt_len as i64, sequence.completion_len() as i64);
+        let log_p = logits.narrow(0, first - 1, count).log_softmax(-1, Kind::Double);
+        let logprobs = log_p.gather(1, &ids.narrow(0, first, count).unsqueeze(1), false).squeeze_dim(1);
+        (logprobs, -(log_p.exp() * &log_p).sum_dim_intlist(1, false, Kind::Double))
+    }
+
+    /// One step on the gradient of `loss`; returns the gradient's norm.
+    pub fn step(&mut self, loss: Tensor, lr: f64, max_grad_norm: f64, adam: &AdamOptions) -> f64 {
+        let gradients = Tensor::run_backward(&[loss], &self.units, false, false);
+        let norm = gradients.iter().map(|g| g.square().sum(Kind::Double).double_value(&[])).sum::<f64>().sqrt();
+        let clip = if max_grad_norm > 0.0 { (max_grad_norm / (norm + 1e-6)).min(1.0) } else { 1.0 };
+        self.num_updates += 1;
+        for index in 0..self.units.len() {
+            let [m, v] = &mut self.moments[index];
+            let g = &gradients[index] * clip;
+            *m = &*m * adam.beta1 + &g * (1.0 - adam.beta1);
+            *v = &*v * adam.beta2 + g.square() * (1.0 - adam.beta2);
+            let m_hat = &*m / (1.0 - adam.beta1.powi(self.num_updates));
+            let v_hat = &*v / (1.0 - adam.beta2.powi(self.num_updates));
+            let decayed = self.units[index].detach() * (1.0 - lr * adam.weight_decay * self.decay(index));
+            self.units[index] = leaf(&(decayed - m_hat / (v_hat.sqrt() + adam.eps) * lr));
+        }
+        norm
+    }
+
+    /// 1 where weight decay applies.
+    fn decay(&self, index: usize) -> Tensor {
+        let layout = &self.table.units[index];
+        let decay = Tensor::zeros([layout.len as i64], (Kind::Double, Device::Cpu));
+        for param in layout.params.iter().filter(|param| param.shape.len() > 1) {
+            let _ = decay.narrow(0, param.offset as i64, param.numel() as i64).fill_(1.0);
+        }
+        decay
+    }
+
+    fn index(&self, unit: Unit) -> usize {
+        self.table.units.iter().position(|layout| layout.unit == unit).unwrap()
+    }
+}
+
+fn block_forward(spec: &ModelSpec, w: &BlockParams, x: &Tensor) -> Tensor {
+    let (len, eps) = (x.size()[0], spec.rms_norm_eps);
+    let (kv_heads, group, head_dim) = (spec.num_kv_heads as i64, spec.heads_per_group() as i64, spec.head_dim as i64);
+    let Qkv::Grouped { weight, bias } = &w.qkv else { panic!("a whole block is grouped") };
+    let mut qkv = norm(x, &w.input_norm, eps).matmul(&weight.tr());
+    if let Some(bias) = bias {
+        qkv = qkv + bias;
+    }
+    let qkv = qkv.view([len, kv_heads, group + 2, head_dim]);
+    let per_query = |t: Tensor| t.expand([len, kv_heads, group, head_dim], false).reshape([len, -1, head_dim]);
+    let mut q = qkv.narrow(2, 0, group).reshape([len, -1, head_dim]); // [T, H, hd]
+    let mut k = per_query(qkv.narrow(2, group, 1));
+    let v = per_query(qkv.narrow(2, group + 1, 1));
+    if let (Some(q_norm), Some(k_norm)) = (&w.q_norm, &w.k_norm) {
+        (q, k) = (norm(&q, q_norm, eps), norm(&k, k_norm, eps));
+    }
+    let (q, k) = (rope(spec, &q), rope(spec, &k));
+    let scores = Tensor::einsum("thd,shd->hts", &[&q, &k], None::<i64>) / (spec.head_dim as f64).sqrt();
+    let future = Tensor::ones([len, len], (Kind::Bool, Device::Cpu)).triu(1);
+    let p = scores.masked_fill(&future, f64::NEG_INFINITY).softmax(-1, Kind::Double);
+    let attended = Tensor::einsum("hts,shd->thd", &[&p, &v], None::<i64>).reshape([len, -1]);
+    let h = x + attended.matmul(&w.o.tr());
+    let gate_up = norm(&h, &w.post_norm, eps).matmul(&w.gate_up.tr()).view([len, -1, 2]);
+    let mlp = gate_up.select(2, 0).silu() * gate_up.select(2, 1);
+    h + mlp.matmul(&w.down.tr())
+}
+
+fn norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
+    x * (x.square().mean_dim(-1, true, Kind::Double) + eps).rsqrt() * weight
+}
+
+fn rope(spec: &ModelSpec, x: &Tensor /* [T, H, hd] */) -> Tensor {
+    let half = spec.head_dim as i64 / 2;
+    let inv_freq: Vec<f64> = (0..half).map(|i| spec.rope_theta.powf(-(i as f64) / half as f64)).collect();
+    let positions = Tensor::arange(x.size()[0], (Kind::Double, Device::Cpu));
+    let angle = positions.view([-1, 1, 1]) * Tensor::from_slice(&inv_freq); // [T, 1, hd / 2]
+    let (cos, sin) = (angle.cos(), angle.sin());
+    let (a, b) = (x.narrow(2, 0, half), x.narrow(2, half, half));
+    Tensor::cat(&[&a * &cos - &b * &sin, b * cos + a * sin], 2)
+}
+
+fn leaf(values: &Tensor) -> Tensor {
+    values.to_kind(Kind::Double).detach().copy().set_requires_grad(true)
+}
