@@ -92,7 +92,7 @@ impl Gradients {
             let slice_len = (self.table.units[index].len / num_slices) as i64;
             let first = if self.sharding.owns_all { 0 } else { self.sharding.shard.rank() };
             for (at, slice) in owned.split(slice_len, 0).iter().enumerate() {
-                let norm = slice.f_linalg_vector_norm(2.0, None::<i64>, false, Kind::Double)?.double_value(&[]);
+                let norm = slice.f_norm_scalaropt_dim_dtype(2.0, [0i64], false, Kind::Double)?.double_value(&[]);
                 squares[(first + at) * reduced.len() + index] = norm * norm;
             }
         }

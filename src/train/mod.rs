@@ -32,10 +32,10 @@ mod state;
 mod weights;
 
 pub use bytes::{ReferenceBytes, TrainBytes};
-pub use network::{Scores, TokenGradients};
+pub use network::{NetworkOptions, Scores, TokenGradients};
 pub use optimizer::AdamOptions;
 pub use pack::{MicroBatch, Sequence, pack, pad_to_agreed_count};
-pub use policy::{NetworkOptions, Policy, PolicyOptions, StepOutcome};
+pub use policy::{Policy, PolicyOptions, StepOutcome};
 pub use reference::Reference;
 pub use schedule::{Schedule, learning_rate};
 pub use state::{ParamShard, ParamState};

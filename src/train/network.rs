@@ -15,7 +15,6 @@ use crate::model::{
     block_backward, block_forward,
 };
 use crate::ops::{embedding, head, rms_norm, rope::Rope};
-use crate::torch::accumulation_kind;
 
 /// How a network computes.
 #[derive(Debug, Clone, Copy, PartialEq)]

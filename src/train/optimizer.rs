@@ -40,8 +40,8 @@ pub(crate) struct Optimizer {
 /// What this rank owns of a unit.
 #[derive(Debug)]
 struct Owned {
-    range: Range<usize>, // of the unit
-    start: usize,        // in the state's columns
+    range: Range<usize>,      // of the unit
+    start: usize,             // in the state's columns
     decayed: Vec<Range<i64>>, // of the owned part
 }
 

@@ -177,7 +177,10 @@ fn check(index: usize, sequence: &Sequence) -> Result<()> {
     };
     let (len, prompt_len) = (sequence.token_ids.len(), sequence.prompt_len);
     if prompt_len == 0 || prompt_len >= len {
-        return Err(wrong("at least one prompt and one completion token", format!("{prompt_len} of {len} in the prompt")));
+        return Err(wrong(
+            "at least one prompt and one completion token",
+            format!("{prompt_len} of {len} in the prompt"),
+        ));
     }
     let logprobs = [&sequence.rollout_logprobs, &sequence.old_logprobs, &sequence.ref_logprobs];
     match logprobs.into_iter().flatten().find(|logprobs| logprobs.len() != len - prompt_len) {

@@ -52,7 +52,8 @@ impl Policy {
             let slice = self.sharding.slice(layout.len);
             let shares = layout.params.iter().map(move |param| (param, share(param, &slice)));
             shares.filter(|(_, elements)| !elements.is_empty()).map(move |(param, elements)| {
-                let [master, m, v] = self.views(index, param, &elements)?.map(|view| view.to_device(Device::Cpu).copy());
+                let [master, m, v] =
+                    self.views(index, param, &elements)?.map(|view| view.to_device(Device::Cpu).copy());
                 let state = ParamState { master, m, v };
                 Ok(ParamShard { unit: layout.unit, name: param.name, elements, state })
             })

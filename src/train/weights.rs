@@ -20,7 +20,7 @@ pub(crate) struct Weights {
     sharding: Sharding,
     kind: Kind,
     device: Device,
-    units: Vec<Tensor>,                   // [len], or [len / S] where weights are sharded
+    units: Vec<Tensor>,                  // [len], or [len / S] where weights are sharded
     gathered: VecDeque<(usize, Tensor)>, // [len], most recent last
 }
 

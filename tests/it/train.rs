@@ -384,7 +384,8 @@ fn initial(layout: &UnitLayout) -> Tensor {
             Unit::Block(layer) => 1.0 + layer as f64,
             Unit::Head => 9.0,
         };
-        let wave = (Tensor::arange(param.numel() as i64, (Kind::Double, Device::Cpu)) * 1.7 + 10.0 * phase + n as f64).sin();
+        let wave =
+            (Tensor::arange(param.numel() as i64, (Kind::Double, Device::Cpu)) * 1.7 + 10.0 * phase + n as f64).sin();
         let values = if param.decay { wave * 0.3 } else { wave * 0.1 + 1.0 };
         flat.narrow(0, param.offset as i64, param.numel() as i64).copy_(&values);
     }
@@ -453,7 +454,12 @@ fn saved_state(policy: &Policy, mesh: &Mesh) -> BTreeMap<(Unit, ParamName), [Vec
     saved
 }
 
-fn read(saved: &BTreeMap<(Unit, ParamName), [Vec<u64>; 3]>, unit: Unit, name: ParamName, elements: Range<usize>) -> Result<ParamState> {
+fn read(
+    saved: &BTreeMap<(Unit, ParamName), [Vec<u64>; 3]>,
+    unit: Unit,
+    name: ParamName,
+    elements: Range<usize>,
+) -> Result<ParamState> {
     let values = |bits: &Vec<u64>| {
         Tensor::from_slice(&bits[elements.clone()].iter().map(|&bits| f64::from_bits(bits)).collect::<Vec<f64>>())
     };
