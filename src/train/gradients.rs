@@ -8,6 +8,7 @@ use tch::{Device, Kind, Tensor};
 use super::sharding::{Sharding, narrow, unit_index};
 use crate::dist::{ReduceOp, all_reduce_f64};
 use crate::error::Result;
+use crate::memory::{Ledger, Place};
 use crate::model::{ParamTable, Unit};
 
 /// Sums of gradients since the last step.
@@ -45,17 +46,21 @@ impl Gradients {
             Some(sum) => *sum += slice,
             unit => *unit = Some(slice.copy()),
         }
+        self.account();
         Ok(())
     }
 
     /// The kept sum of a unit, or zeros where it is scattered at the end.
     fn whole(&mut self, index: usize) -> Result<Tensor> {
-        let zeros = || Tensor::f_zeros([self.table.units[index].len as i64], (self.kind, self.device));
-        match &mut self.units[index] {
-            Some(whole) if self.sharding.keeps_gradients => Ok(whole.shallow_clone()),
-            unit if self.sharding.keeps_gradients => Ok(unit.insert(zeros()?).shallow_clone()),
-            _ => Ok(zeros()?),
+        if let Some(sum) = self.units[index].as_ref().filter(|_| self.sharding.keeps_gradients) {
+            return Ok(sum.shallow_clone());
         }
+        let zeros = Tensor::f_zeros([self.table.units[index].len as i64], (self.kind, self.device))?;
+        if self.sharding.keeps_gradients {
+            self.units[index] = Some(zeros.shallow_clone());
+            self.account();
+        }
+        Ok(zeros)
     }
 
     /// The sum over all ranks of what this rank owns of every unit, reduced in place (collective): the shard group first,
@@ -115,5 +120,11 @@ impl Gradients {
     /// Forgets all sums and frees the memory.
     pub(crate) fn free(&mut self) {
         self.units.iter_mut().for_each(|unit| *unit = None);
+        self.account();
+    }
+
+    fn account(&self) {
+        let num_elements: usize = self.units.iter().flatten().map(Tensor::numel).sum();
+        Ledger::set("gradients", Place::Device, num_elements * self.kind.elt_size_in_bytes());
     }
 }

@@ -70,7 +70,8 @@ impl Policy {
         let sharding = Sharding::new(&table, mesh, options.stage)?;
         let mut optimizer = Optimizer::new(&table, &sharding, options.adam, (wide, device))?;
         let load_master = |index, whole: &Tensor| optimizer.load_master(index, whole);
-        let weights = Weights::load(table.clone(), sharding.clone(), (kind, device), source, load_master)?;
+        let weights =
+            Weights::load("policy_weights", table.clone(), sharding.clone(), (kind, device), source, load_master)?;
         Ok(Self {
             network: Network::new(weights, options.network),
             gradients: Gradients::new(table, sharding.clone(), wide, device),

@@ -27,7 +27,8 @@ impl Reference {
         source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
     ) -> Result<Self> {
         let sharding = Sharding::new(&table, mesh, 3)?;
-        let weights = Weights::load(table, sharding, (options.kind, options.device), source, |_, _| Ok(()))?;
+        let weights =
+            Weights::load("reference_weights", table, sharding, (options.kind, options.device), source, |_, _| Ok(()))?;
         Ok(Self { network: Network::new(weights, options) })
     }
 

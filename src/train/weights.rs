@@ -7,6 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::sharding::{Sharding, narrow, unit_index};
 use crate::error::{Error, Result};
+use crate::memory::{Ledger, Place};
 use crate::model::{ParamTable, Unit, UnitLayout};
 
 /// Gathered units that stay for the next use: the unit in use and the one before it. A tied head needs both at once, and
@@ -16,6 +17,7 @@ const NUM_GATHERED_UNITS: usize = 2;
 /// Weights in the kind the network computes in.
 #[derive(Debug)]
 pub(crate) struct Weights {
+    owner: &'static str,
     table: Arc<ParamTable>,
     sharding: Sharding,
     kind: Kind,
@@ -25,8 +27,9 @@ pub(crate) struct Weights {
 }
 
 impl Weights {
-    /// Loads unit by unit; `each` sees every whole unit as it comes, with its index.
+    /// Loads unit by unit, on `owner`'s account in the ledger; `each` sees every whole unit as it comes, with its index.
     pub(crate) fn load(
+        owner: &'static str,
         table: Arc<ParamTable>,
         sharding: Sharding,
         (kind, device): (Kind, Device),
@@ -49,7 +52,9 @@ impl Weights {
             unit.f_copy_(&narrow(&flat, &kept))?;
             units.push(unit);
         }
-        Ok(Self { table, sharding, kind, device, units, gathered: VecDeque::new() })
+        let num_elements: usize = units.iter().map(Tensor::numel).sum();
+        Ledger::set(owner, Place::Device, num_elements * kind.elt_size_in_bytes());
+        Ok(Self { owner, table, sharding, kind, device, units, gathered: VecDeque::new() })
     }
 
     /// The layout that all units follow.
@@ -108,5 +113,11 @@ impl Weights {
     /// Frees gathered units.
     pub(crate) fn free_gathered(&mut self) {
         self.gathered.clear();
+    }
+}
+
+impl Drop for Weights {
+    fn drop(&mut self) {
+        Ledger::set(self.owner, Place::Device, 0);
     }
 }
