@@ -11,10 +11,10 @@ use super::weights::Weights;
 use crate::config::GradientCheckpointing;
 use crate::error::Result;
 use crate::model::{
-    BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, SavedBlock, Unit, UnitLayout,
-    block_backward, block_forward,
+    BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, SavedBlock, Scoring, Unit,
+    UnitLayout, block_backward, block_forward, head_backward, head_forward,
 };
-use crate::ops::{embedding, head, rms_norm, rope::Rope};
+use crate::ops::{embedding, rope::Rope};
 
 /// How a network computes.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -23,8 +23,6 @@ pub struct NetworkOptions {
     pub kind: Kind,
     /// Where they live.
     pub device: Device,
-    /// Scored tokens whose logits exist at once.
-    pub head_chunk_tokens: usize,
 }
 
 /// What the network says about a micro-batch's completion tokens, in the accumulation kind.
@@ -64,11 +62,8 @@ impl Network {
     pub(crate) fn score(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
         let (hidden, _) = self.blocks_forward(micro_batch, None)?;
         let head = self.head()?;
-        let rows = hidden.index_select(0, &micro_batch.scored_rows); // [C, D]
-        let (normed, _) = rms_norm::forward(&rows, &head.norm, self.spec().rms_norm_eps);
-        let chunk_tokens = self.options.head_chunk_tokens;
-        let output = head::forward(&normed, &head.table, &micro_batch.targets, temperature, chunk_tokens, false);
-        Ok(Scores { logprobs: output.logprobs, entropy: output.entropy })
+        let scored = head_forward(&head.params, &head.table, &hidden, &self.scoring(micro_batch, temperature), false);
+        Ok(Scores { logprobs: scored.logprobs, entropy: scored.entropy })
     }
 
     /// Scores, asks `loss` for their gradients and adds the weights' to `gradients` (collective where weights or gradients
@@ -129,13 +124,13 @@ impl Network {
         gradients: &mut Gradients,
     ) -> Result<Tensor> {
         let rope = self.rope.rows(&micro_batch.positions, self.options.kind);
-        let attention = self.attention(micro_batch);
+        let mut attention = self.attention(micro_batch);
         for (layer, saved) in saved.into_iter().enumerate().rev() {
             let block = self.block(layer)?;
             let flat = gradients.begin(Unit::Block(layer))?;
             let mut block_gradients = BlockParams::view(self.layout(Unit::Block(layer)), &flat);
             let context = BlockContext { spec: self.spec(), rope: &rope, tp: None };
-            dx = block_backward(&context, layer, &block, &dx, saved, &attention, &mut block_gradients)?;
+            dx = block_backward(&context, layer, &block, &dx, saved, &mut attention, &mut block_gradients)?;
             gradients.end(Unit::Block(layer), flat)?;
         }
         Ok(dx)
@@ -153,29 +148,25 @@ impl Network {
     ) -> Result<Tensor> {
         let head = self.head()?;
         let flat = gradients.begin(Unit::Head)?;
-        let mut dhidden = hidden.zeros_like();
-        if !micro_batch.is_empty() {
-            let mut head_gradient = Head::view(self, &flat, embedding_gradient);
-            let MicroBatch { scored_rows, targets, .. } = micro_batch;
-            let rows = hidden.index_select(0, scored_rows); // [C, D]
-            let (normed, rstd) = rms_norm::forward(&rows, &head.norm, self.spec().rms_norm_eps);
-            let chunk_tokens = self.options.head_chunk_tokens;
-            let output = head::forward(&normed, &head.table, targets, temperature, chunk_tokens, true);
-            let scores = Scores { logprobs: output.logprobs, entropy: output.entropy };
-            let TokenGradients { dlogprobs, dentropy } = loss(&scores)?;
-            let dnormed = head::backward(
-                &normed,
+        let dhidden = if micro_batch.is_empty() {
+            hidden.zeros_like()
+        } else {
+            let mut d_head = Head::view(self, &flat, embedding_gradient);
+            let scoring = self.scoring(micro_batch, temperature);
+            let scored = head_forward(&head.params, &head.table, hidden, &scoring, true);
+            let gradients = loss(&Scores { logprobs: scored.logprobs, entropy: scored.entropy })?;
+            head_backward(
+                &head.params,
                 &head.table,
-                targets,
-                temperature,
-                output.saved,
-                &dlogprobs,
-                dentropy.as_ref(),
-                &mut head_gradient.table,
-            );
-            let drows = rms_norm::backward(&dnormed, &rows, &head.norm, &rstd, &mut head_gradient.norm);
-            let _ = dhidden.index_add_(0, scored_rows, &drows);
-        }
+                &scoring,
+                hidden.size()[0],
+                scored.saved,
+                &gradients.dlogprobs,
+                gradients.dentropy.as_ref(),
+                &mut d_head.params.final_norm,
+                &mut d_head.table,
+            )
+        };
         gradients.end(Unit::Head, flat)?;
         Ok(dhidden)
     }
@@ -194,7 +185,12 @@ impl Network {
     }
 
     fn attention(&self, micro_batch: &MicroBatch) -> PackedAttention {
-        PackedAttention::new(self.spec(), micro_batch.cu_seqlens.clone())
+        PackedAttention::new(self.spec(), &micro_batch.cu_seqlens, self.options.device)
+    }
+
+    fn scoring<'a>(&self, micro_batch: &'a MicroBatch, temperature: f64) -> Scoring<'a> {
+        let MicroBatch { scored_rows: rows, targets, .. } = micro_batch;
+        Scoring { rows, targets, temperature, eps: self.spec().rms_norm_eps }
     }
 
     fn layout(&self, unit: Unit) -> &UnitLayout {
@@ -206,18 +202,19 @@ impl Network {
     }
 }
 
-/// Weights or gradients of the head: the norm before it, and its own table or, where tied, the embedding's.
+/// Weights or gradients of the head, with the table that makes logits: its own or, where tied, the embedding's.
 struct Head {
-    norm: Tensor,  // [D]
+    params: HeadParams,
     table: Tensor, // [V, D]
 }
 
 impl Head {
     /// Views of the head's flat unit and, where tied, of the embedding's.
     fn view(network: &Network, flat: &Tensor, embedding: Option<&Tensor>) -> Self {
-        let HeadParams { final_norm, lm_head } = HeadParams::view(network.layout(Unit::Head), flat);
+        let params = HeadParams::view(network.layout(Unit::Head), flat);
+        let own = params.lm_head.as_ref().map(Tensor::shallow_clone);
         let tied = || Some(EmbeddingParams::view(network.layout(Unit::Embedding), embedding?).table);
-        let table = lm_head.or_else(tied).expect("a head without a table is tied, and the embedding was given");
-        Self { norm: final_norm, table }
+        let table = own.or_else(tied).expect("a head without a table is tied, and the embedding was given");
+        Self { params, table }
     }
 }

@@ -276,7 +276,7 @@ impl Run {
     fn options(&self) -> PolicyOptions {
         PolicyOptions {
             stage: self.stage,
-            network: NetworkOptions { kind: self.kind, device: Device::Cpu, head_chunk_tokens: 7 },
+            network: NetworkOptions { kind: self.kind, device: Device::Cpu },
             gradient_checkpointing: self.recompute,
             adam: ADAM,
         }
