@@ -130,7 +130,7 @@ impl Network {
             let flat = gradients.begin(Unit::Block(layer))?;
             let mut block_gradients = BlockParams::view(self.layout(Unit::Block(layer)), &flat);
             let context = BlockContext { spec: self.spec(), rope: &rope, tp: None };
-            dx = block_backward(&context, layer, &block, &dx, saved, &mut attention, &mut block_gradients)?;
+            dx = block_backward(&context, &block, &dx, saved, &mut attention, &mut block_gradients)?;
             gradients.end(Unit::Block(layer), flat)?;
         }
         Ok(dx)
