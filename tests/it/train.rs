@@ -49,15 +49,31 @@ fn two_ranks_follow_plain_adamw() {
 }
 
 #[test]
-fn four_ranks_and_hybrid_groups_follow_plain_adamw() {
-    ranks::run(4, "train::four_ranks_and_hybrid_groups_follow_plain_adamw", |world: World| {
-        for shard_group_size in [4, 2, 1] {
-            let mesh = world.mesh(1, shard_group_size).unwrap();
-            for stage in 0..=3 {
-                follows_plain_adamw(&mesh, Run::new(stage, Kind::Double), 1e-10);
-                follows_plain_adamw(&mesh, Run { tied: true, ..Run::new(stage, Kind::Float) }, 0.02 * LR);
-            }
+fn four_ranks_follow_plain_adamw() {
+    ranks::run(4, "train::four_ranks_follow_plain_adamw", |world: World| {
+        let mesh = world.mesh(1, 4).unwrap();
+        for stage in 0..=3 {
+            follows_plain_adamw(&mesh, Run { tied: true, ..Run::new(stage, Kind::Double) }, 1e-10);
         }
+    });
+}
+
+#[test]
+fn hybrid_groups_follow_plain_adamw() {
+    ranks::run(4, "train::hybrid_groups_follow_plain_adamw", |world: World| {
+        let mesh = world.mesh(1, 2).unwrap();
+        for stage in 0..=3 {
+            follows_plain_adamw(&mesh, Run::new(stage, Kind::Double), 1e-10);
+            follows_plain_adamw(&mesh, Run { tied: true, ..Run::new(stage, Kind::Float) }, 0.02 * LR);
+        }
+    });
+}
+
+#[test]
+fn replicas_follow_plain_adamw() {
+    ranks::run(2, "train::replicas_follow_plain_adamw", |world: World| {
+        let mesh = world.mesh(1, 1).unwrap();
+        follows_plain_adamw(&mesh, Run::new(3, Kind::Double), 1e-10);
     });
 }
 
@@ -182,7 +198,6 @@ fn state_moves_to_another_world_size_and_stage() {
         for _ in 0..2 {
             let _ = from.step(&mut policy, &mesh);
         }
-        assert!(policy.saves_state());
         let saved = saved_state(&policy, &mesh);
         moved.import_state(policy.num_updates(), &mut |unit, name, range| read(&saved, unit, name, range)).unwrap();
         assert!(weights(&moved) == weights(&policy));
@@ -196,16 +211,6 @@ fn state_moves_to_another_world_size_and_stage() {
         assert!(weights(&back) == weights(&policy));
         let difference = max_difference(&weights(&moved), &weights(&policy));
         assert!(difference < 1e-10, "{difference}");
-    });
-}
-
-#[test]
-fn only_the_first_replica_saves() {
-    ranks::run(4, "train::only_the_first_replica_saves", |world: World| {
-        for (shard_group_size, savers) in [(4, 4), (2, 2), (1, 1)] {
-            let policy = Run::new(1, Kind::Float).policy(&world.mesh(1, shard_group_size).unwrap());
-            assert_eq!(policy.saves_state(), world.rank() < savers, "groups of {shard_group_size}");
-        }
     });
 }
 
@@ -254,6 +259,7 @@ fn follows_plain_adamw(mesh: &Mesh, run: Run, tolerance: f64) {
         assert!(difference < tolerance, "{run:?}: off by {difference} after step {step}");
     }
     assert_eq!((policy.version(), policy.num_updates()), (3, 3));
+    assert_eq!(policy.saves_state(), mesh.world.rank() < mesh.shard.size(), "only the first replica saves");
 }
 
 /// What a test trains, and how.
