@@ -5,14 +5,9 @@ use std::sync::Arc;
 
 use colo_grpo::Error;
 use colo_grpo::error::ExitCode;
-use colo_grpo::model::{
-    BlockContext, BlockParams, EmbeddingParams, Family, HeadParams, ModelSpec, PackedAttention, ParamTable, Scoring,
-    Unit, WeightFiles, WeightWriter, block_forward, head_forward,
-};
-use colo_grpo::ops::rope::Rope;
-use colo_grpo::ops::{embedding, linear, rms_norm};
+use colo_grpo::model::{Family, ModelSpec, ParamTable, WeightFiles, WeightWriter};
 use serde_json::{Value, json};
-use tch::{Device, Kind, Tensor};
+use tch::Kind;
 
 const GOLDEN: [(&str, Family); 5] = [
     ("qwen2_tied", Family::Qwen2),
@@ -76,115 +71,6 @@ fn golden_folders_are_read_and_written_back_bit_by_bit() {
         let (theirs, ours) = (tensors(&golden(name)), tensors(copy.path()));
         assert_eq!(theirs.len(), ours.len(), "{name}");
         assert!(theirs == ours, "{name}: a tensor's name, type, shape or bytes differ");
-    }
-}
-
-/// A whole model in float32, as plain loops over its units.
-struct Network {
-    spec: Arc<ModelSpec>,
-    embedding: EmbeddingParams,
-    blocks: Vec<BlockParams>,
-    head: HeadParams,
-}
-
-impl Network {
-    fn load(folder: &Path) -> Self {
-        let spec = Arc::new(ModelSpec::from_folder(folder).unwrap());
-        let (table, files) = (ParamTable::new(spec.clone(), 1), WeightFiles::open(folder, spec.clone()).unwrap());
-        let unit = |unit| (table.unit(unit), files.read_unit(table.unit(unit), Kind::Float).unwrap());
-        let (layout, flat) = unit(Unit::Embedding);
-        let embedding = EmbeddingParams::view(layout, &flat);
-        let (layout, flat) = unit(Unit::Head);
-        let head = HeadParams::view(layout, &flat);
-        let block = |layer| {
-            let (layout, flat) = unit(Unit::Block(layer));
-            BlockParams::view(layout, &flat)
-        };
-        let blocks = (0..spec.num_layers).map(block).collect();
-        Self { spec, embedding, blocks, head }
-    }
-
-    /// Output of the last block [T, D] for sequences packed one behind the other.
-    fn hidden(&self, sequences: &[Vec<i64>]) -> Tensor {
-        let mut cu_seqlens = vec![0];
-        cu_seqlens.extend(sequences.iter().scan(0, |end, ids| {
-            *end += ids.len() as i64;
-            Some(*end)
-        }));
-        let positions: Vec<i64> = sequences.iter().flat_map(|ids| 0..ids.len() as i64).collect();
-        let rope = Rope::new(self.spec.head_dim, self.spec.rope_theta, self.spec.rope_scaling.as_ref());
-        let rope = rope.rows(&Tensor::from_slice(&positions), Kind::Float);
-        let context = BlockContext { spec: &self.spec, rope: &rope, tp: None };
-        let mut attention = PackedAttention::new(&self.spec, &cu_seqlens, Device::Cpu);
-        let mut x = embedding::forward(&Tensor::from_slice(&sequences.concat()), &self.embedding.table);
-        for (layer, block) in self.blocks.iter().enumerate() {
-            (x, _) = block_forward(&context, layer, block, &x, &mut attention, None).unwrap();
-        }
-        x
-    }
-
-    /// Logits [T, V].
-    fn logits(&self, sequences: &[Vec<i64>]) -> Tensor {
-        let x = self.hidden(sequences);
-        let (normed, _) = rms_norm::forward(&x, &self.head.final_norm, self.spec.rms_norm_eps);
-        linear::forward(&normed, self.head.output_table(&self.embedding), None)
-    }
-}
-
-fn floats(value: &Value) -> Tensor {
-    let rows: Vec<f32> = serde_json::from_value(value.clone()).unwrap();
-    Tensor::from_slice(&rows)
-}
-
-fn assert_close(got: &Tensor, expected: &Tensor, what: &str) {
-    let difference = (got - expected).abs().max().double_value(&[]);
-    assert!(difference < 1e-4, "{what}: largest difference {difference:.2e}");
-}
-
-#[test]
-fn logits_equal_those_of_transformers() {
-    for (name, _) in GOLDEN {
-        let numbers: Value = serde_json::from_slice(&std::fs::read(golden(name).join("golden.json")).unwrap()).unwrap();
-        let prompts: Vec<Vec<i64>> = serde_json::from_value(numbers["input_ids"].clone()).unwrap();
-        let network = Network::load(&golden(name));
-        let logits = network.logits(&prompts);
-        let mut end = 0;
-        for (ids, last) in prompts.iter().zip(numbers["last_logits"].as_array().unwrap()) {
-            end += ids.len() as i64;
-            assert_close(&logits.get(end - 1), &floats(last), name);
-        }
-        let full = &prompts[numbers["all_logits_of"].as_u64().unwrap() as usize];
-        let rows: Vec<Tensor> = numbers["all_logits"].as_array().unwrap().iter().map(floats).collect();
-        let expected = Tensor::stack(&rows, 0); // [T, V]
-        assert_close(&network.logits(std::slice::from_ref(full)), &expected, name);
-        let (rows, temperature) = (Tensor::arange(full.len() as i64 - 1, (Kind::Int64, Device::Cpu)), 0.7);
-        let targets = Tensor::from_slice(&full[1..]);
-        let scoring = Scoring { rows: &rows, targets: &targets, temperature, eps: network.spec.rms_norm_eps };
-        let table = network.head.output_table(&network.embedding);
-        let scored = head_forward(&network.head, table, &network.hidden(std::slice::from_ref(full)), &scoring, false);
-        let logprobs = (expected.narrow(0, 0, full.len() as i64 - 1) / temperature).log_softmax(-1, None);
-        let logprobs = logprobs.gather(1, &targets.unsqueeze(1), false).squeeze_dim(1);
-        assert_close(&scored.logprobs, &logprobs, name);
-    }
-}
-
-#[test]
-fn greedy_continuations_equal_those_of_transformers() {
-    for (name, _) in GOLDEN {
-        let numbers: Value = serde_json::from_slice(&std::fs::read(golden(name).join("golden.json")).unwrap()).unwrap();
-        let mut sequences: Vec<Vec<i64>> = serde_json::from_value(numbers["input_ids"].clone()).unwrap();
-        let greedy: Vec<Vec<i64>> = serde_json::from_value(numbers["greedy"].clone()).unwrap();
-        sequences.truncate(greedy.len());
-        let network = Network::load(&golden(name));
-        for step in 0..greedy[0].len() {
-            let best: Vec<i64> = network.logits(&sequences).argmax(-1, false).try_into().unwrap();
-            let mut end = 0;
-            for (ids, greedy) in sequences.iter_mut().zip(&greedy) {
-                end += ids.len();
-                assert_eq!(best[end - 1], greedy[step], "{name}, token {step} behind {ids:?}");
-                ids.push(greedy[step]);
-            }
-        }
     }
 }
 

@@ -1,1 +1,402 @@
-//! .
+//! The engine: against transformers, against a plain forward, across batches and tensor-parallel degrees; its memory.
+
+use std::cell::{Cell, RefCell};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use colo_grpo::Error;
+use colo_grpo::data::Tokenizer;
+use colo_grpo::dist::{Collective, SingleRank, World};
+use colo_grpo::model::{
+    BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, ParamTable, Scoring, Unit,
+    WeightFiles, block_forward, head_forward, init_unit,
+};
+use colo_grpo::ops::{embedding, rope::Rope};
+use colo_grpo::rollout::{Engine, EngineOptions, EngineStats, EngineWeights, RolloutEngine};
+use colo_grpo::types::{FinishReason, Prompt, RolloutGroup, SamplingParams};
+use tch::{Device, Kind, Tensor};
+
+use crate::ranks;
+
+const VOCAB: usize = 96;
+
+/// A model in memory with a tokenizer of the words w0, w1, ..
+struct Model {
+    spec: Arc<ModelSpec>,
+    tokenizer: Arc<Tokenizer>,
+    embedding: EmbeddingParams,
+    blocks: Vec<BlockParams>,
+    head: HeadParams,
+}
+
+impl Model {
+    /// Random weights of a shape, large enough that contexts matter.
+    fn random(spec: ModelSpec) -> Self {
+        Self::new(spec, |table, unit| {
+            let layout = table.unit(unit);
+            let flat = init_unit(layout, 1, Kind::Float).unwrap();
+            for param in layout.params.iter().filter(|param| param.decay) {
+                let _ = layout.view(param.name, &flat).unwrap().g_mul_scalar_(12.0);
+            }
+            flat
+        })
+    }
+
+    fn micro() -> Self {
+        Self::random(ModelSpec::preset("micro").unwrap())
+    }
+
+    fn golden(name: &str) -> Self {
+        let spec = ModelSpec::from_folder(golden(name)).unwrap();
+        let files = WeightFiles::open(&golden(name), Arc::new(spec.clone())).unwrap();
+        Self::new(spec, |table, unit| files.read_unit(table.unit(unit), Kind::Float).unwrap())
+    }
+
+    fn new(spec: ModelSpec, unit: impl Fn(&ParamTable, Unit) -> Tensor) -> Self {
+        tch::set_num_threads(1);
+        let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..spec });
+        let table = ParamTable::new(spec.clone(), 1);
+        let block = |layer| BlockParams::view(table.unit(Unit::Block(layer)), &unit(&table, Unit::Block(layer)));
+        Self {
+            tokenizer: Arc::new(words(spec.vocab_size)),
+            embedding: EmbeddingParams::view(table.unit(Unit::Embedding), &unit(&table, Unit::Embedding)),
+            blocks: (0..spec.num_layers).map(block).collect(),
+            head: HeadParams::view(table.unit(Unit::Head), &unit(&table, Unit::Head)),
+            spec,
+        }
+    }
+
+    fn weights(&self, tp: &dyn Collective) -> EngineWeights<'_> {
+        EngineWeights::slices(&self.spec, (tp.rank(), tp.size()), &self.embedding, &self.blocks, &self.head, 1)
+    }
+
+    fn engine(&self, options: EngineOptions, tp: Arc<dyn Collective>) -> Engine {
+        Engine::new(self.spec.clone(), self.tokenizer.clone(), options, tp).unwrap()
+    }
+
+    /// One rollout of a fresh engine.
+    fn generate_on(
+        &self,
+        tp: Arc<dyn Collective>,
+        options: EngineOptions,
+        prompts: &[Prompt],
+        params: &SamplingParams,
+    ) -> (Vec<RolloutGroup>, EngineStats) {
+        let mut engine = self.engine(options, tp.clone());
+        let mut rollout = engine.wake(self.weights(tp.as_ref()), 1).unwrap();
+        let groups = rollout.generate(prompts, params, |_| ()).unwrap();
+        (groups, *rollout.stats())
+    }
+
+    fn generate(
+        &self,
+        options: EngineOptions,
+        prompts: &[Prompt],
+        params: &SamplingParams,
+    ) -> (Vec<RolloutGroup>, EngineStats) {
+        self.generate_on(alone(), options, prompts, params)
+    }
+
+    /// Log-probabilities of the tokens behind `prompt_len`, by the training forward.
+    fn logprobs(&self, token_ids: &[u32], prompt_len: usize, temperature: f64) -> Vec<f32> {
+        let num_tokens = token_ids.len() as i64;
+        let ids = Tensor::from_slice(&token_ids.iter().map(|&id| i64::from(id)).collect::<Vec<_>>());
+        let spec = &*self.spec;
+        let rope = Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref());
+        let rope = rope.rows(&Tensor::arange(num_tokens, (Kind::Int64, Device::Cpu)), Kind::Float);
+        let context = BlockContext { spec, rope: &rope, tp: None };
+        let mut attention = PackedAttention::new(spec, &[0, num_tokens], Device::Cpu);
+        let mut x = embedding::forward(&ids, &self.embedding.table);
+        for (layer, block) in self.blocks.iter().enumerate() {
+            x = block_forward(&context, layer, block, &x, &mut attention, None).unwrap().0;
+        }
+        let rows = Tensor::arange_start(prompt_len as i64 - 1, num_tokens - 1, (Kind::Int64, Device::Cpu));
+        let targets = ids.narrow(0, prompt_len as i64, num_tokens - prompt_len as i64);
+        let scoring = Scoring { rows: &rows, targets: &targets, temperature, eps: spec.rms_norm_eps };
+        let scored = head_forward(&self.head, self.head.output_table(&self.embedding), &x, &scoring, false);
+        Vec::<f32>::try_from(scored.logprobs).unwrap()
+    }
+}
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+fn words(count: usize) -> Tokenizer {
+    let vocab: serde_json::Map<_, _> = (0..count).map(|id| (format!("w{id}"), id.into())).collect();
+    let tokenizer = serde_json::json!({
+        "version": "1.0",
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"},
+    });
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    Tokenizer::from_folder(folder.path()).unwrap()
+}
+
+fn alone() -> Arc<dyn Collective> {
+    Arc::new(SingleRank::default())
+}
+
+fn options() -> EngineOptions {
+    EngineOptions {
+        kv_cache_bytes: 4 << 20,
+        block_size: 8,
+        max_num_seqs: 64,
+        max_num_batched_tokens: 512,
+        max_model_length: 128,
+        kind: Kind::Float,
+        device: Device::Cpu,
+    }
+}
+
+fn prompt(id: u64, token_ids: Vec<u32>) -> Prompt {
+    Prompt { id, text: String::new(), token_ids, columns: Arc::default() }
+}
+
+/// Prompts of 3 to 20 tokens.
+fn prompts(count: u64) -> Vec<Prompt> {
+    let tokens = |id: u64| (0..3 + id * 5 % 18).map(|n| ((id * 31 + n * n * 7 + 5) % VOCAB as u64) as u32).collect();
+    (0..count).map(|id| prompt(id, tokens(id))).collect()
+}
+
+fn greedy() -> SamplingParams {
+    SamplingParams { num_generations: 1, temperature: 0.0, max_completion_length: 24, ..SamplingParams::default() }
+}
+
+fn sampled() -> SamplingParams {
+    SamplingParams { num_generations: 4, max_completion_length: 20, ..SamplingParams::default() }
+}
+
+fn token_ids(groups: &[RolloutGroup]) -> Vec<Vec<&[u32]>> {
+    groups.iter().map(|group| group.completions.iter().map(|completion| &completion.token_ids[..]).collect()).collect()
+}
+
+#[test]
+fn greedy_equals_transformers() {
+    for name in ["qwen2_tied", "qwen2_untied", "qwen3", "llama3", "mistral"] {
+        let model = Model::golden(name);
+        let text = std::fs::read_to_string(golden(name).join("golden.json")).unwrap();
+        let numbers: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let lists = |key: &str| -> Vec<Vec<u32>> { serde_json::from_value(numbers[key].clone()).unwrap() };
+        let expected = lists("greedy");
+        let prompts: Vec<Prompt> =
+            lists("input_ids").into_iter().enumerate().map(|(id, ids)| prompt(id as u64, ids)).collect();
+        let chunked = EngineOptions { block_size: 4, max_num_batched_tokens: 7, ..options() };
+        for options in [options(), chunked] {
+            let (groups, _) = model.generate(options, &prompts, &SamplingParams { num_generations: 2, ..greedy() });
+            for (group, expected) in groups.iter().zip(&expected) {
+                for completion in &group.completions {
+                    assert_eq!(&completion.token_ids, expected, "{name}, prompt {}", group.prompt.id);
+                    assert_eq!(completion.finish_reason, FinishReason::Length);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn logprobs_agree_with_a_plain_forward() {
+    let cases = [
+        SamplingParams { temperature: 0.8, ..sampled() },
+        SamplingParams { temperature: 1.4, top_k: 5, repetition_penalty: 1.2, ..sampled() },
+    ];
+    for model in [Model::micro(), Model::golden("qwen3"), Model::golden("mistral")] {
+        for params in &cases {
+            let (groups, _) = model.generate(options(), &prompts(4), params);
+            for group in &groups {
+                for completion in &group.completions {
+                    let all = [group.prompt.token_ids.as_slice(), &completion.token_ids].concat();
+                    let expected = model.logprobs(&all, group.prompt.token_ids.len(), f64::from(params.temperature));
+                    assert_eq!(expected.len(), completion.rollout_logprobs.len());
+                    for (got, expected) in completion.rollout_logprobs.iter().zip(&expected) {
+                        assert!((got - expected).abs() < 1e-4, "{got} {expected}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn nothing_but_the_prompt_decides_its_tokens() {
+    let (model, prompts, params) = (Model::micro(), prompts(9), sampled());
+    let (expected, stats) = model.generate(options(), &prompts, &params);
+    assert_eq!((stats.num_preemptions, stats.num_finished), (0, 36));
+    let prompt_tokens: usize = prompts.iter().map(|prompt| prompt.token_ids.len()).sum();
+    assert_eq!((stats.num_prefilled_tokens, stats.num_shared_tokens), (prompt_tokens, 3 * prompt_tokens));
+    assert_ne!(expected[0].completions[0].token_ids, expected[0].completions[1].token_ids);
+
+    let block_bytes = colo_grpo::rollout::kv_block_bytes(&model.spec, 1, 8, Kind::Float);
+    let few_blocks = EngineOptions { kv_cache_bytes: 24 * block_bytes, ..options() };
+    let variants = [
+        EngineOptions { max_num_seqs: 1, ..options() },
+        EngineOptions { max_num_seqs: 6, ..options() },
+        EngineOptions { max_num_batched_tokens: 5, ..options() },
+        EngineOptions { block_size: 3, ..options() },
+        few_blocks.clone(),
+        EngineOptions { max_num_batched_tokens: 11, ..few_blocks.clone() },
+    ];
+    for options in variants {
+        let (groups, stats) = model.generate(options.clone(), &prompts, &params);
+        assert_eq!(token_ids(&groups), token_ids(&expected), "{options:?}");
+        assert_eq!(stats.num_preemptions > 0, options.kv_cache_bytes == few_blocks.kv_cache_bytes, "{stats:?}");
+    }
+    let mut reversed = prompts.clone();
+    reversed.reverse();
+    let (mut groups, _) = model.generate(options(), &reversed, &params);
+    groups.reverse();
+    assert_eq!(token_ids(&groups), token_ids(&expected));
+    let (groups, _) = model.generate(options(), &prompts[4..5], &params);
+    assert_eq!(token_ids(&groups), token_ids(&expected[4..5]));
+    let (groups, _) = model.generate(options(), &prompts[4..5], &SamplingParams { step: 1, ..params });
+    assert_ne!(token_ids(&groups), token_ids(&expected[4..5]));
+}
+
+/// Each rank brings a part of the prompts and gets what one rank alone would have sampled for them.
+fn equals_one_rank(world: &World) {
+    let num_blocks = 40 + world.rank();
+    // Two key/value heads: whole groups at tp = 2, shared ones at tp = 4; Qwen3 adds norms and an own head width.
+    for model in [Model::micro(), Model::golden("qwen3"), Model::golden("qwen2_tied")] {
+        let all = prompts(9);
+        let own = |rank: usize| rank * all.len() / world.size()..(rank + 1) * all.len() / world.size();
+        let own = own(world.rank());
+        let block_bytes = colo_grpo::rollout::kv_block_bytes(&model.spec, world.size(), 8, Kind::Float);
+        let options = EngineOptions { kv_cache_bytes: num_blocks * block_bytes, ..options() };
+        let cases = [
+            greedy(),
+            sampled(),
+            SamplingParams { temperature: 0.7, top_k: 7, top_p: 0.9, ..sampled() },
+            SamplingParams { top_p: 0.8, min_p: Some(0.02), repetition_penalty: 1.3, ..sampled() },
+        ];
+        for params in cases {
+            let (expected, _) = model.generate(self::options(), &all, &params);
+            let (groups, stats) = model.generate_on(world.group(), options.clone(), &all[own.clone()], &params);
+            assert_eq!(stats.num_blocks, 40, "the poorest rank decides");
+            assert_eq!(token_ids(&groups), token_ids(&expected[own.clone()]), "{params:?}");
+            for (group, expected) in groups.iter().zip(&expected[own.clone()]) {
+                assert_eq!(group.prompt, expected.prompt);
+                for (completion, expected) in group.completions.iter().zip(&expected.completions) {
+                    let pairs = completion.rollout_logprobs.iter().zip(&expected.rollout_logprobs);
+                    pairs.for_each(|(got, expected)| assert!((got - expected).abs() < 1e-4, "{got} {expected}"));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn two_ranks_equal_one() {
+    ranks::run(2, "rollout::two_ranks_equal_one", |world: World| equals_one_rank(&world));
+}
+
+#[test]
+fn four_ranks_equal_one() {
+    ranks::run(4, "rollout::four_ranks_equal_one", |world: World| equals_one_rank(&world));
+}
+
+#[test]
+fn groups_are_handed_over_as_they_finish() {
+    let model = Model::micro();
+    let mut engine = model.engine(EngineOptions { max_num_seqs: 8, ..options() }, alone());
+    let (steps, handed) = (Cell::new(0), RefCell::new(Vec::new()));
+    let groups = {
+        let mut rollout = engine.wake(model.weights(&SingleRank::default()), 1).unwrap();
+        rollout.on_progress(|stats| steps.set(stats.num_steps));
+        let done = |group: &RolloutGroup| handed.borrow_mut().push((group.clone(), steps.get()));
+        rollout.generate(&prompts(6), &sampled(), done).unwrap()
+    };
+    let handed = handed.into_inner();
+    let mut ids: Vec<u64> = handed.iter().map(|(group, _)| group.prompt.id).collect();
+    ids.sort_unstable();
+    assert_eq!(ids, [0, 1, 2, 3, 4, 5]);
+    assert!(handed.iter().all(|(group, _)| groups.contains(group)));
+    assert!(handed.first().unwrap().1 < handed.last().unwrap().1);
+}
+
+#[test]
+fn completions_end_at_stop_strings_end_ids_and_lengths() {
+    let model = Model::micro();
+    let (free, _) = model.generate(options(), &prompts(3), &sampled());
+    let reference = &free[1].completions[2];
+    // Two words in a row, as text: the match spans tokens.
+    let stop = reference.text.split(' ').skip(8).take(2).collect::<Vec<_>>().join(" ");
+    let params = SamplingParams { stop: vec!["never".into(), stop.clone()], ..sampled() };
+    let (groups, _) = model.generate(options(), &prompts(3), &params);
+    let stopped = &groups[1].completions[2];
+    assert_eq!(stopped.finish_reason, FinishReason::Stop);
+    assert!(stopped.text.ends_with(&stop), "{}", stopped.text);
+    assert_eq!(stopped.token_ids, reference.token_ids[..stopped.token_ids.len()]);
+    assert!(stopped.token_ids.len() <= 10 && stopped.token_ids.len() == stopped.rollout_logprobs.len());
+
+    let end = reference.token_ids[5];
+    let spec = ModelSpec { eos_token_ids: vec![end], ..(*model.spec).clone() };
+    let ending = Model { spec: Arc::new(spec), ..Model::micro() };
+    let (groups, _) = ending.generate(options(), &prompts(3), &sampled());
+    for (group, free) in groups.iter().zip(&free) {
+        for (completion, free) in group.completions.iter().zip(&free.completions) {
+            let at = free.token_ids.iter().position(|&id| id == end);
+            let (len, reason) = at.map_or((20, FinishReason::Length), |at| (at + 1, FinishReason::Eos));
+            assert_eq!((&completion.token_ids[..], completion.finish_reason), (&free.token_ids[..len], reason));
+        }
+    }
+
+    let short = EngineOptions { max_model_length: 21, ..options() };
+    let (groups, _) = model.generate(short, &prompts(3), &sampled());
+    for group in &groups {
+        let room = 21 - group.prompt.token_ids.len();
+        assert!(group.completions.iter().all(|completion| completion.token_ids.len() == room.min(20)));
+    }
+}
+
+#[test]
+fn a_sleeping_engine_holds_no_memory() {
+    let model = Model::micro();
+    let mut engine = model.engine(options(), alone());
+    let mut asleep = Vec::new();
+    for _ in 0..30 {
+        let mut rollout = engine.wake(model.weights(&SingleRank::default()), 1).unwrap();
+        rollout.generate(&prompts(4), &greedy(), |_| ()).unwrap();
+        drop(rollout);
+        asleep.push(engine.resident_bytes().unwrap());
+    }
+    assert!(asleep.iter().all(|&bytes| bytes < 4096), "{asleep:?}");
+}
+
+#[test]
+fn stale_weights_are_refused_and_the_engine_stays_usable() {
+    let model = Model::micro();
+    let mut engine = model.engine(options(), alone());
+    let wake = |engine: &mut Engine, version| {
+        let woken: Result<RolloutEngine, Error> = engine.wake(model.weights(&SingleRank::default()), version);
+        woken.map(|mut rollout| rollout.generate(&prompts(2), &greedy(), |_| ()).unwrap())
+    };
+    assert!(matches!(wake(&mut engine, 2), Err(Error::StaleWeights { engine: 1, policy: 2 })));
+    let expected = wake(&mut engine, 1).unwrap();
+
+    let broken = Model::micro();
+    let _ = broken.head.final_norm.shallow_clone().fill_(f64::NAN);
+    let mut rollout = engine.wake(broken.weights(&SingleRank::default()), 1).unwrap();
+    assert!(matches!(rollout.generate(&prompts(2), &sampled(), |_| ()), Err(Error::NonFinite { .. })));
+    drop(rollout);
+    assert!(engine.resident_bytes().unwrap() < 4096);
+    assert_eq!(wake(&mut engine, 1).unwrap(), expected);
+}
+
+#[test]
+fn what_cannot_be_served_is_refused_with_the_numbers() {
+    let model = Model::micro();
+    let refusal = |options: EngineOptions, token_ids: Vec<u32>| {
+        let mut engine = model.engine(options, alone());
+        let mut rollout = engine.wake(model.weights(&SingleRank::default()), 1).unwrap();
+        rollout.generate(&[prompt(5, token_ids)], &sampled(), |_| ()).unwrap_err().to_string()
+    };
+    assert!(refusal(options(), vec![1; 128]).contains("1 to 127 tokens (max_model_length - 1), got one of 128"));
+    assert!(refusal(options(), vec![96]).contains("below 96, got 96 in prompt 5"));
+    let block_bytes = colo_grpo::rollout::kv_block_bytes(&model.spec, 1, 8, Kind::Float);
+    let small = EngineOptions { kv_cache_bytes: 4 * block_bytes, ..options() };
+    assert!(refusal(small, vec![1; 14]).contains("at most 4 KV blocks of 8 tokens"));
+    let tiny = EngineOptions { kv_cache_bytes: block_bytes - 1, ..options() };
+    let refused = Engine::new(model.spec.clone(), model.tokenizer.clone(), tiny, alone());
+    assert!(refused.unwrap_err().to_string().contains(&format!("at least {block_bytes}")));
+}
