@@ -150,7 +150,7 @@ pub(super) fn check_view(
     let element_bytes = kind.elt_size_in_bytes();
     let bytes = shape.iter().try_fold(element_bytes, |bytes, &n| bytes.checked_mul(usize::try_from(n).ok()?));
     let end = bytes.and_then(|bytes| byte_offset.checked_add(bytes));
-    if byte_offset % element_bytes != 0 || end.is_none_or(|end| end > usable_bytes) {
+    if !byte_offset.is_multiple_of(element_bytes) || end.is_none_or(|end| end > usable_bytes) {
         let expected = format!("an aligned view inside the {usable_bytes} usable bytes of '{name}'");
         return Err(invalid(op, expected, format!("{shape:?} {kind:?} at byte {byte_offset}")));
     }
