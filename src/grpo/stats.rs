@@ -52,7 +52,9 @@ impl LossStats {
             self.entries.clone_from(&other.entries);
             return Ok(());
         }
-        let names = |stats: &LossStats| stats.entries.iter().map(|entry| entry.0).collect::<Vec<_>>();
+        let names = |stats: &LossStats| {
+            stats.entries.iter().map(|(name, value)| (*name, std::mem::discriminant(value))).collect::<Vec<_>>()
+        };
         if names(self) != names(other) {
             let (expected, got) = (format!("{:?}", names(self)), format!("{:?}", names(other)));
             return Err(Error::InvalidArgument { op: "LossStats::merge", expected, got });
@@ -64,7 +66,7 @@ impl LossStats {
                 }
                 (Aggregate::Min(a), Aggregate::Min(b)) => Aggregate::Min(a.min(b)),
                 (Aggregate::Max(a), Aggregate::Max(b)) => Aggregate::Max(a.max(b)),
-                (_, theirs) => theirs,
+                _ => unreachable!("aggregates were compared above"),
             };
         }
         Ok(())

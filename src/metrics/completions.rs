@@ -193,6 +193,7 @@ fn write_column<T: DataType>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::types::{Completion, FinishReason, Prompt};
 
     fn row(completion: &str, rewards: [Option<f32>; 2], reward: Option<f32>) -> CompletionRow {
         let rewards = [("format", rewards[0]), ("answer", rewards[1])].map(|(name, value)| (name.to_owned(), value));
@@ -217,6 +218,28 @@ mod tests {
         ];
         write_rows(&path, &["format".to_owned(), "answer".to_owned()], &rows).unwrap();
         assert_eq!(read_completions(&path).unwrap(), rows);
+    }
+
+    #[test]
+    fn the_first_rank_writes_what_all_ranks_sampled() {
+        let folder = tempfile::tempdir().unwrap();
+        crate::dist::testing::threads(2, |group| {
+            let mut writer = CompletionsWriter::new(folder.path(), &["format".to_owned()]).unwrap();
+            let completion = Completion {
+                token_ids: vec![1],
+                rollout_logprobs: vec![0.0],
+                finish_reason: FinishReason::Eos,
+                text: format!("from rank {}", group.rank()),
+                rewards: vec![Some(0.1)],
+                reward: Some(0.1),
+                advantage: 0.0,
+            };
+            let prompt = Prompt { id: 0, text: "p".into(), token_ids: vec![1], columns: Default::default() };
+            writer.write(7, &[RolloutGroup { prompt, completions: vec![completion] }], &*group).unwrap();
+        });
+        let rows = read_completions(&folder.path().join("completions/completions_00007.parquet")).unwrap();
+        let texts: Vec<_> = rows.iter().map(|row| (row.step, row.completion.as_str(), row.reward)).collect();
+        assert_eq!(texts, [(7, "from rank 0", Some(0.1)), (7, "from rank 1", Some(0.1))]);
     }
 
     #[test]

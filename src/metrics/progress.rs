@@ -15,9 +15,9 @@ const LINE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Metrics worth a glance, with the names used for them.
 const SHOWN: [(&str, &str); 7] = [
-    ("loss", "loss"),
     ("reward", "reward"),
     ("eval_reward", "eval reward"),
+    ("loss", "loss"),
     ("kl", "kl"),
     ("entropy", "entropy"),
     ("completions/mean_length", "length"),
@@ -46,13 +46,14 @@ impl Progress {
         let on_terminal = is_first_rank && std::io::stderr().is_terminal();
         let target = if on_terminal { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
         let all = MultiProgress::with_draw_target(target);
-        let steps = all.add(ProgressBar::new(max_steps).with_style(style(
-            "{prefix:>16} {bar:30.cyan/dim} {pos}/{len} [{elapsed_precise} < {eta_precise}] {wide_msg}",
-        )));
+        let steps = all.add(
+            ProgressBar::new(max_steps)
+                .with_style(style("{prefix:>16} {bar:16.cyan/dim} {pos}/{len} {elapsed} < {eta}  {wide_msg}")),
+        );
         steps.set_prefix("step");
         steps.set_position(done);
         steps.reset_eta();
-        let phase = all.add(ProgressBar::no_length().with_style(style("{prefix:>16} {bar:30.green/dim} {pos}/{len}")));
+        let phase = all.add(ProgressBar::no_length().with_style(style("{prefix:>16} {bar:16.green/dim} {pos}/{len}")));
         let lines = (is_first_rank && !on_terminal).then(|| Lines { start: Instant::now(), last: Cell::new(None) });
         Self { all, steps, phase, lines }
     }
@@ -127,7 +128,7 @@ mod tests {
     fn a_line_names_what_matters_and_leaves_out_what_is_absent() {
         let values = [("loss", 0.01234), ("reward", 0.5), ("num_tokens", 9.0)];
         let values = values.map(|(name, value)| (name.to_owned(), value)).into();
-        assert_eq!(summary(&values), "loss 0.0123  reward 0.5");
+        assert_eq!(summary(&values), "reward 0.5  loss 0.0123");
         assert_eq!(timestamp().len(), "2026-01-01T00:00:00Z".len());
     }
 

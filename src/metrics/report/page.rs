@@ -47,12 +47,12 @@ fn tiles(history: &History) -> String {
     if let Some(tokens) = last("num_tokens") {
         tile("Tokens", number(tokens));
     }
-    tile("Time between first and last line", duration(history.times.1 - history.times.0));
+    tile("Run time", duration(history.times.1 - history.times.0));
     if let Some(points) = history.get("step_time") {
-        tile("Seconds per step, median", number(median(points)));
+        tile("Seconds per step", number(median(points)));
     }
     if let Some(points) = history.get("perf/tokens_per_second_per_gpu") {
-        tile("Tokens/s each rank, median", number(median(points)));
+        tile("Tokens/s, each rank", number(median(points)));
     }
     html
 }

@@ -4,12 +4,12 @@ use std::fmt::Write;
 
 use super::{escape, number};
 
-const WIDTH: f64 = 640.0;
-const HEIGHT: f64 = 250.0;
-const LEFT: f64 = 54.0;
-const RIGHT: f64 = 12.0;
-const TOP: f64 = 10.0;
-const BOTTOM: f64 = 26.0;
+const WIDTH: f64 = 480.0;
+const HEIGHT: f64 = 210.0;
+const LEFT: f64 = 48.0;
+const RIGHT: f64 = 10.0;
+const TOP: f64 = 8.0;
+const BOTTOM: f64 = 24.0;
 
 /// Most points drawn of a line; longer ones are averaged in equal runs.
 const MAX_POINTS: usize = 400;
@@ -162,16 +162,14 @@ fn thinned(points: &[(f64, f64)], most: usize) -> Vec<(f64, f64)> {
     points.chunks(points.len().div_ceil(most).max(1)).map(mean).collect()
 }
 
-/// Exponential average over about a twentieth of the run, corrected for its start.
+/// Mean over a window around each step, a tenth of the run wide (half of it at the ends), so that trends do not lag.
 fn moving_average(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
-    let decay = 1.0 - 1.0 / (points.len() as f64 / 20.0).max(3.0);
-    let (mut sum, mut weight) = (0.0, 0.0);
-    let average = |(step, value): &(f64, f64)| {
-        sum = decay * sum + value;
-        weight = decay * weight + 1.0;
-        (*step, sum / weight)
+    let reach = (points.len() / 20).max(2);
+    let average = |index: usize| {
+        let window = &points[index.saturating_sub(reach)..points.len().min(index + reach + 1)];
+        (points[index].0, window.iter().map(|point| point.1).sum::<f64>() / window.len() as f64)
     };
-    points.iter().map(average).collect()
+    (0..points.len()).map(average).collect()
 }
 
 /// Steps and values to coordinates.
@@ -207,7 +205,7 @@ impl Scale {
         for index in 0..=count {
             let value = self.values.0 + index as f64 * self.tick;
             let value = if value.abs() < self.tick * 1e-6 { 0.0 } else { value };
-            let (y, label) = (self.y(value), number(value));
+            let (y, label) = (self.y(value), self.tick_label(value));
             let (right, text_x, text_y) = (WIDTH - RIGHT, LEFT - 8.0, y + 4.0);
             let _ = write!(
                 svg,
@@ -223,6 +221,21 @@ impl Scale {
             step += tick;
         }
         svg
+    }
+}
+
+impl Scale {
+    /// As many decimals as tell neighbouring ticks apart.
+    fn tick_label(&self, value: f64) -> String {
+        let highest = self.values.0.abs().max(self.values.1.abs());
+        if !(1e-2..1e4).contains(&highest) {
+            return number(value);
+        }
+        let decimals = (0..8).find(|decimals| {
+            let shifted = self.tick * 10.0_f64.powi(*decimals);
+            (shifted - shifted.round()).abs() < 1e-6 * shifted.max(1.0) && shifted > 0.5
+        });
+        format!("{value:.*}", decimals.unwrap_or(8) as usize)
     }
 }
 
@@ -246,8 +259,16 @@ mod tests {
         let scale = Scale::new((0.0, 10.0), (0.03, 0.97));
         assert_eq!(scale.values, (0.0, 1.0));
         assert!(scale.y(0.97) > TOP && scale.y(0.03) < HEIGHT - BOTTOM);
+        assert_eq!(scale.tick_label(0.5), "0.50");
+        assert_eq!(Scale::new((0.0, 1.0), (0.9998, 1.0002)).tick_label(1.0), "1.0000");
         let flat = Scale::new((1.0, 1.0), (0.5, 0.5));
         assert!(flat.x(1.0).is_finite() && flat.y(0.5) > TOP && flat.y(0.5) < HEIGHT - BOTTOM);
+    }
+
+    #[test]
+    fn a_moving_average_does_not_lag() {
+        let line: Vec<_> = (0..200).map(|step| (f64::from(step), 2.0 * f64::from(step))).collect();
+        assert_eq!(moving_average(&line)[10..190], line[10..190]);
     }
 
     #[test]
