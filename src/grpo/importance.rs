@@ -78,8 +78,8 @@ impl<'a> PolicyRatio<'a> {
 }
 
 /// The weight that corrects for the sampler's probabilities not being the trainer's: `w = exp(old - rollout)`, a token's or
-/// the sum over a sequence's tokens, bounded by `clip_max`: cut (truncated importance sampling, arXiv 2312.07876 and
-/// Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025) or set to 0 above it (masked).
+/// the sum over a sequence's tokens, bounded by `clip_max`: cut there (truncated importance sampling; Yao et al., "Your
+/// efficient RL framework secretly brings you off-policy RL training", 2025) or set to 0 above it (masked).
 /// A constant: no gradient passes through it. Where the sampler reported NaN the difference counts as 0.
 #[derive(Debug)]
 pub(crate) struct SamplerCorrection {

@@ -12,7 +12,8 @@ use crate::error::{Error, Result};
 /// Loss of a micro-batch and its gradient.
 ///
 /// With r the policy ratio, A the sequence's advantage, w the sampler correction and k the k3 estimate of the KL divergence,
-/// a token's loss is `pg * w + beta * k`, where `k` is multiplied by r under `use_bias_correction_kl`, and
+/// a token's loss is `pg * w + beta * k`, where `k` is multiplied by r under `use_bias_correction_kl`
+/// (arXiv 2512.02556), and
 ///
 /// - grpo, dr_grpo, bnpo, dapo: `pg = -min(min(r, delta) A, clamp(r, 1 - epsilon, 1 + epsilon_high) A)`
 ///   (arXiv 1707.06347; epsilon_high: arXiv 2503.14476; delta: arXiv 2505.07291);
