@@ -103,12 +103,14 @@ impl Engine {
     }
 }
 
+type Progress<'a> = Box<dyn FnMut(&EngineStats) + 'a>;
+
 /// An engine that is awake. It lives inside `with_rollout` and ends with it.
 pub struct RolloutEngine<'a> {
     engine: &'a mut Engine,
     weights: EngineWeights<'a>,
     stats: EngineStats,
-    progress: Option<Box<dyn FnMut(&EngineStats) + 'a>>,
+    progress: Option<Progress<'a>>,
 }
 
 impl std::fmt::Debug for RolloutEngine<'_> {
