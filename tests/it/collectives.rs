@@ -161,6 +161,6 @@ fn many_small_operations_do_not_crawl_with_more_ranks_than_processors() {
         }
         let each = start.elapsed() / 2000;
         println!("all_reduce of 256 bytes over 4 ranks: {each:?}");
-        assert!(each < Duration::from_millis(2), "{each:?} each");
+        assert!(each < Duration::from_millis(5), "{each:?} each");
     });
 }

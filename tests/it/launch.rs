@@ -1,1 +1,236 @@
-//! .
+//! The launcher, with shell scripts as workers. It runs in a process of its own: this binary again.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use colo_grpo::launch::{LaunchOptions, run};
+
+const SCRIPT_VARIABLE: &str = "COLO_GRPO_TEST_LAUNCH";
+
+/// A launcher of `sh -c script` workers, or its end.
+struct Launcher {
+    child: Child,
+    folder: tempfile::TempDir,
+}
+
+struct Ended {
+    code: Option<i32>,
+    stdout: String,
+    stderr: String,
+    took: Duration,
+}
+
+impl Launcher {
+    /// In the test: starts this binary again with the test alone, in a folder for the workers' files. In that process:
+    /// launches, and ends with the launcher's code.
+    fn start(test: &str, num_workers: usize, script: &str) -> Self {
+        Self::start_with(test, script, |options| options.num_workers = num_workers)
+    }
+
+    fn start_with(test: &str, script: &str, change: impl FnOnce(&mut LaunchOptions)) -> Self {
+        if std::env::var_os(SCRIPT_VARIABLE).is_some() {
+            let mut options = LaunchOptions::new(2, vec!["-c".into(), script.into()]).unwrap();
+            options.program = "sh".into();
+            change(&mut options);
+            std::process::exit(run(&options) as i32);
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", &format!("launch::{test}"), "--nocapture"])
+            .env(SCRIPT_VARIABLE, "yes")
+            .env("OMP_NUM_THREADS", "3")
+            .current_dir(folder.path())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        Self { child, folder }
+    }
+
+    /// Waits until `num` workers have written their files `name.RANK`, and returns those.
+    fn wait_for(&self, name: &str, num: usize) -> Vec<String> {
+        let files: Vec<PathBuf> = (0..num).map(|rank| self.folder.path().join(format!("{name}.{rank}"))).collect();
+        let complete = |file: &PathBuf| fs::read_to_string(file).is_ok_and(|text| text.ends_with('\n'));
+        assert!(eventually(Duration::from_secs(20), || files.iter().all(complete)), "workers did not start");
+        files.iter().map(|file| fs::read_to_string(file).unwrap()).collect()
+    }
+
+    fn signal(&self, signal: &str) {
+        let sent = Command::new("sh").args(["-c", &format!("kill -{signal} {}", self.child.id())]).status();
+        assert!(sent.unwrap().success());
+    }
+
+    fn end(self) -> Ended {
+        let start = Instant::now();
+        let output = self.child.wait_with_output().unwrap();
+        Ended {
+            code: output.status.code(),
+            stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
+            stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
+            took: start.elapsed(),
+        }
+    }
+}
+
+fn eventually(limit: Duration, mut condition: impl FnMut() -> bool) -> bool {
+    let start = Instant::now();
+    while !condition() {
+        if start.elapsed() > limit {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    true
+}
+
+/// Whether a process is there and not a zombie.
+fn is_alive(pid: &str) -> bool {
+    let stat = fs::read_to_string(Path::new("/proc").join(pid).join("stat")).unwrap_or_default();
+    stat.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with(['Z', 'X']))
+}
+
+/// Writes this worker's id and that of a descendant, then waits long.
+const LINGER: &str = "sleep 60 & echo $$ $! > pids.$RANK; wait";
+
+#[test]
+fn the_first_error_is_printed_and_the_rest_killed_with_all_descendants() {
+    let report = |time_s: u32, of_peer: bool, message: &str| {
+        format!(
+            r#"{{"time_s":{time_s},"rank":'$RANK',"phase":"wake","step":3,"code":"OutOfMemory","message":"{message}","of_peer":{of_peer}}}"#
+        )
+    };
+    let script = format!(
+        "case $RANK in
+         0) echo '{}' > $COLO_GRPO_ERROR_FILE; {LINGER};;
+         1) sleep 0.3; while [ ! -s pids.0 ] || [ ! -s pids.2 ]; do sleep 0.02; done
+            echo '{}' > $COLO_GRPO_ERROR_FILE; echo > failed.0; exit 11;;
+         2) {LINGER};;
+         esac",
+        report(1, true, "rank 1 failed"),
+        report(2, false, "out of memory"),
+    );
+    let test = "the_first_error_is_printed_and_the_rest_killed_with_all_descendants";
+    let launcher = Launcher::start(test, 3, &script);
+    launcher.wait_for("failed", 1);
+    let pids: Vec<String> = [0, 2]
+        .iter()
+        .flat_map(|rank| {
+            let text = fs::read_to_string(launcher.folder.path().join(format!("pids.{rank}"))).unwrap();
+            text.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
+        })
+        .collect();
+    assert_eq!(pids.len(), 4);
+    let ended = launcher.end();
+    assert_eq!(ended.code, Some(11), "{}", ended.stderr);
+    assert!(ended.took < Duration::from_millis(1500), "{:?}", ended.took);
+    let errors: Vec<&str> = ended.stderr.lines().filter(|line| line.starts_with("error: ")).collect();
+    assert_eq!(errors, ["error: rank 1, step 3, wake: out of memory"]);
+    assert!(eventually(Duration::from_secs(1), || !pids.iter().any(|pid| is_alive(pid))), "orphans among {pids:?}");
+}
+
+#[test]
+fn a_rank_that_dies_of_a_signal_is_named() {
+    let script = format!("if [ $RANK = 1 ]; then echo > failed.0; kill -9 $$; fi; {LINGER}");
+    let launcher = Launcher::start("a_rank_that_dies_of_a_signal_is_named", 2, &script);
+    launcher.wait_for("failed", 1);
+    let ended = launcher.end();
+    assert_eq!(ended.code, Some(10));
+    assert!(ended.stderr.contains("error: rank 1 died: signal 9 (SIGKILL)"), "{}", ended.stderr);
+    assert!(!ended.stderr.contains("rank 0 died"), "{}", ended.stderr);
+    assert!(ended.took < Duration::from_millis(1500), "{:?}", ended.took);
+}
+
+#[test]
+fn an_exit_status_without_a_report_is_the_run_s() {
+    let launcher = Launcher::start("an_exit_status_without_a_report_is_the_run_s", 2, "exit $((RANK * 3))");
+    let ended = launcher.end();
+    assert_eq!(ended.code, Some(3));
+    assert!(ended.stderr.contains("rank 1 died: exit status 3"), "{}", ended.stderr);
+}
+
+#[test]
+fn output_is_prefixed_and_the_environment_complete() {
+    let script = "echo hello $LOCAL_RANK/$LOCAL_WORLD_SIZE $WORLD_SIZE $MASTER_ADDR $OMP_NUM_THREADS; echo oops >&2";
+    let ended = Launcher::start("output_is_prefixed_and_the_environment_complete", 2, script).end();
+    assert_eq!(ended.code, Some(0));
+    for rank in 0..2 {
+        let line = format!("[rank {rank}] hello {rank}/2 2 127.0.0.1 3");
+        assert!(ended.stdout.lines().any(|found| found == line), "{}", ended.stdout);
+        assert!(ended.stderr.lines().any(|found| found == format!("[rank {rank}] oops")), "{}", ended.stderr);
+    }
+}
+
+#[test]
+fn a_signal_is_passed_on_and_preempted_workers_make_a_preempted_run() {
+    let script = "trap 'kill $child; exit 75' TERM; sleep 60 & child=$!; echo > ready.$RANK; wait";
+    let launcher = Launcher::start("a_signal_is_passed_on_and_preempted_workers_make_a_preempted_run", 2, script);
+    launcher.wait_for("ready", 2);
+    launcher.signal("TERM");
+    let ended = launcher.end();
+    assert_eq!(ended.code, Some(75), "{}", ended.stderr);
+    assert!(!ended.stderr.contains("error"), "{}", ended.stderr);
+}
+
+#[test]
+fn a_second_signal_kills() {
+    let script = format!("trap '' TERM USR1; {LINGER}");
+    let launcher = Launcher::start("a_second_signal_kills", 2, &script);
+    let pids = launcher.wait_for("pids", 2).join(" ");
+    launcher.signal("USR1");
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(pids.split_whitespace().all(is_alive));
+    launcher.signal("TERM");
+    let ended = launcher.end();
+    assert_eq!(ended.code, Some(10));
+    assert!(ended.took < Duration::from_secs(1), "{:?}", ended.took);
+    assert!(eventually(Duration::from_secs(1), || !pids.split_whitespace().any(is_alive)));
+}
+
+#[test]
+fn workers_die_with_their_launcher() {
+    let script = "echo $$ > pids.$RANK; read forever < fifo";
+    let script = format!("[ -p fifo ] || mkfifo fifo 2>/dev/null; {script}");
+    let mut launcher = Launcher::start("workers_die_with_their_launcher", 2, &script);
+    let pids: Vec<String> = launcher.wait_for("pids", 2).iter().map(|text| text.trim().to_owned()).collect();
+    assert!(pids.iter().all(|pid| is_alive(pid)));
+    launcher.child.kill().unwrap();
+    launcher.child.wait().unwrap();
+    assert!(eventually(Duration::from_secs(1), || !pids.iter().any(|pid| is_alive(pid))), "orphans among {pids:?}");
+}
+
+#[test]
+fn a_given_port_in_use_ends_the_launch() {
+    // The launcher's own process takes a port first and then asks for it.
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let launcher = Launcher::start_with("a_given_port_in_use_ends_the_launch", "true", |options| {
+        options.master_port = Some(port);
+    });
+    let ended = launcher.end();
+    assert_eq!(ended.code, Some(4), "{}", ended.stderr);
+    assert!(ended.stderr.contains("error: --master_port"), "{}", ended.stderr);
+}
+
+#[test]
+fn more_workers_than_gpus_are_refused() {
+    let launcher = Launcher::start_with("more_workers_than_gpus_are_refused", "true", |options| {
+        options.num_workers = 1000;
+        options.needs_cuda = true;
+    });
+    let ended = launcher.end();
+    assert_eq!(ended.code, Some(4));
+    assert!(ended.stderr.contains("--nproc 1000 asks for more GPUs than are visible"), "{}", ended.stderr);
+}
+
+/// A lone worker writes to the launcher's own streams.
+#[test]
+fn one_worker_is_not_prefixed() {
+    let mut launcher = Launcher::start("one_worker_is_not_prefixed", 1, "echo alone");
+    let stdout = BufReader::new(launcher.child.stdout.take().unwrap());
+    assert!(stdout.lines().map_while(Result::ok).any(|line| line == "alone"));
+    assert_eq!(launcher.end().code, Some(0));
+}
