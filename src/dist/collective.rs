@@ -21,7 +21,9 @@ pub enum ReduceOp {
 /// One group of ranks. Every operation is collective: all ranks of the group call it in the same order with tensors of the
 /// same kind and size, contiguous and on [`Collective::device`].
 ///
-/// Reductions take f32, f64, bf16 (summed in f32, rounded once) and i64; the others move bytes of any kind.
+/// Reductions take f32, f64, bf16 and i64; the others move bytes of any kind. Shared memory adds in rank order, bf16 in f32
+/// rounded once: the same bits on every rank and in every run. NCCL adds in its own order, and only queues the work on
+/// libtorch's current stream.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a tensor that the operation cannot take,
@@ -41,19 +43,18 @@ pub trait Collective: Send + Sync + Debug {
     fn size(&self) -> usize {
         self.ranks().len()
     }
-    /// Replaces `tensor` by its reduction over the ranks. Shared memory adds in rank order: the same bits everywhere and
-    /// every time.
+    /// Replaces `tensor` by its reduction over the ranks.
     fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()>;
     /// `output` (size x numel) becomes every rank's `input` (numel) in rank order. `input` may be output's own slice.
     fn all_gather(&self, input: &Tensor, output: &mut Tensor) -> Result<()>;
-    /// `output` (numel) becomes this rank's slice of the sum of `input` (size x numel), in the bits that all_reduce gives.
+    /// `output` (numel) becomes this rank's slice of the sum of `input` (size x numel), in shared memory in the bits that all_reduce gives.
     /// `output` may be input's own slice; the rest of `input` is kept.
     fn reduce_scatter(&self, input: &Tensor, output: &mut Tensor) -> Result<()>;
     /// `tensor` becomes that of group rank `root`.
     fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<()>;
     /// Slice j of `input` goes to group rank j, which finds it as slice `rank` of its `output`. The two must not overlap.
     fn all_to_all(&self, input: &Tensor, output: &mut Tensor) -> Result<()>;
-    /// Waits until every rank of the group has arrived (on a GPU: in stream order).
+    /// Waits until every rank of the group has arrived. Work queued on a GPU may still be running.
     fn barrier(&self) -> Result<()>;
 }
 

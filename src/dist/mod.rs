@@ -1,9 +1,11 @@
 //! Ranks and what they say to one another: how they meet ([`World`]), how they are grouped ([`Mesh`]) and what a group does
 //! together ([`Collective`]), in shared memory on a CPU and through NCCL on GPUs. Knows nothing of models.
 
+mod checks;
 mod collective;
 mod env;
 mod mesh;
+mod nccl;
 mod rendezvous;
 mod shm;
 mod single;

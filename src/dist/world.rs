@@ -8,6 +8,7 @@ use tch::Device;
 
 use super::collective::{Collective, all_gather_bytes};
 use super::env::WorkerEnv;
+use super::nccl::{self, NcclGroups};
 use super::rendezvous;
 use super::shm::{Member, PARTITIONS, ShmGroup};
 use super::single::SingleRank;
@@ -45,7 +46,11 @@ pub struct World {
     env: WorkerEnv,
     /// Shared memory with the other ranks; none in a world of one.
     member: Option<Arc<Member>>,
+    /// All ranks, for host data.
+    host: Arc<dyn Collective>,
+    /// All ranks, for tensors.
     group: Arc<dyn Collective>,
+    nccl: Option<NcclGroups>,
     next_partition: AtomicUsize,
 }
 
@@ -60,8 +65,12 @@ impl World {
             master_addr: "127.0.0.1".to_owned(),
             master_port: 0,
         };
-        let group = Arc::new(SingleRank::new("world", 0, Device::Cpu));
-        Self { env, member: None, group, next_partition: AtomicUsize::new(1) }
+        Self::alone(env, Device::Cpu)
+    }
+
+    fn alone(env: WorkerEnv, device: Device) -> Self {
+        let group = Arc::new(SingleRank::new("world", 0, device));
+        Self { env, member: None, host: group.clone(), group, nccl: None, next_partition: AtomicUsize::new(1) }
     }
 
     /// Joins the other ranks: the rendezvous store at MASTER_ADDR:MASTER_PORT (served by rank 0, unless torchrun's agent
@@ -71,11 +80,24 @@ impl World {
     /// [`Error::Environment`] if the store, /dev/shm or the backend is not to be had, or the ranks are on several hosts;
     /// [`Error::CollectiveTimeout`] naming the ranks that did not come.
     pub fn join(env: &WorkerEnv, options: WorldOptions) -> Result<Self> {
+        let device = match options.backend {
+            Backend::Shm => Device::Cpu,
+            Backend::Nccl => nccl::device(env.local_rank)?,
+        };
         if env.world_size == 1 {
-            return Ok(Self { env: env.clone(), ..Self::single() });
+            return Ok(Self::alone(env.clone(), device));
         }
         let member = Arc::new(rendezvous::meet(env, &options)?);
-        Ok(Self::of_member(env.clone(), member))
+        let mut world = Self::of_member(env.clone(), member.clone());
+        if let Device::Cuda(ordinal) = device {
+            let ranks: Vec<usize> = (0..env.world_size).collect();
+            let host =
+                ShmGroup::new(member.clone(), world.next_partition.fetch_add(1, Ordering::Relaxed), "world", &ranks);
+            let nccl = NcclGroups::new(member, ordinal, options.timeout)?;
+            world.group = nccl.add(host)?;
+            world.nccl = Some(nccl);
+        }
+        Ok(world)
     }
 
     #[cfg(test)]
@@ -88,7 +110,8 @@ impl World {
     fn of_member(env: WorkerEnv, member: Arc<Member>) -> Self {
         let ranks: Vec<usize> = (0..env.world_size).collect();
         let group = Arc::new(ShmGroup::new(member.clone(), 0, "world", &ranks));
-        Self { env, member: Some(member), group, next_partition: AtomicUsize::new(1) }
+        let next_partition = AtomicUsize::new(1);
+        Self { env, member: Some(member), host: group.clone(), group, nccl: None, next_partition }
     }
 
     /// This rank.
@@ -134,7 +157,11 @@ impl World {
                 got: format!("another one, '{name}'"),
             });
         }
-        Ok(Arc::new(ShmGroup::new(member.clone(), partition, name, ranks)))
+        let host = ShmGroup::new(member.clone(), partition, name, ranks);
+        match &self.nccl {
+            Some(nccl) => nccl.add(host),
+            None => Ok(Arc::new(host)),
+        }
     }
 
     /// Every rank names itself once, and the ranks of a group name the same group.
@@ -145,7 +172,7 @@ impl World {
             return Err(Error::InvalidArgument { op: "World::subgroup", expected, got: format!("{ranks:?}") });
         }
         let own = format!("'{name}' of {ranks:?}");
-        let all = all_gather_bytes(self.group.as_ref(), own.as_bytes())?;
+        let all = all_gather_bytes(self.host.as_ref(), own.as_bytes())?;
         for (rank, theirs) in all.iter().enumerate() {
             let theirs = String::from_utf8_lossy(theirs);
             let same_name = theirs.starts_with(&format!("'{name}' of "));
@@ -173,6 +200,9 @@ impl World {
             Ok(verdict) => verdict,
             Err(unreached) => return Err(result.err().unwrap_or(unreached)),
         };
+        if let (Some(_), Some(nccl)) = (&verdict, &self.nccl) {
+            nccl.rebuild()?;
+        }
         match (verdict, result) {
             (None, result) => result,
             (Some(failure), Err(own)) if failure.rank == self.rank() && !matches!(own, Error::PeerFailed { .. }) => {
@@ -230,6 +260,15 @@ mod tests {
                 assert_eq!(pair_sum.unwrap(), 1.0);
             }
         });
+    }
+
+    #[test]
+    fn without_a_gpu_nccl_is_refused() {
+        let options = WorldOptions { backend: Backend::Nccl, ..WorldOptions::default() };
+        if !crate::cuda::is_available() {
+            let error = World::join(&World::single().env, options).unwrap_err();
+            assert_eq!(error.exit_code(), ExitCode::Environment);
+        }
     }
 
     #[test]

@@ -43,6 +43,7 @@ unsafe extern "C" {
     ) -> c_int;
     pub(super) fn colo_bytes_free(value: *mut u8);
     fn colo_cuda_current_stream(device: c_int, stream: *mut *mut c_void) -> c_int;
+    fn colo_cuda_set_device(device: c_int) -> c_int;
 }
 
 /// The raw `CUstream` that libtorch's operations on CUDA device `ordinal` go to.
@@ -55,6 +56,16 @@ pub fn current_cuda_stream(ordinal: usize) -> Result<*mut c_void> {
     let status = unsafe { colo_cuda_current_stream(ordinal as c_int, &mut stream) };
     check(status, || format!("current stream of CUDA device {ordinal}"))?;
     Ok(stream)
+}
+
+/// Makes CUDA device `ordinal` the calling thread's.
+///
+/// # Errors
+/// [`Error::Environment`] if libtorch's CUDA half is not loaded or has no such device.
+pub fn set_cuda_device(ordinal: usize) -> Result<()> {
+    // SAFETY: no pointers.
+    let status = unsafe { colo_cuda_set_device(ordinal as c_int) };
+    check(status, || format!("CUDA device {ordinal}"))
 }
 
 /// Turns a status of the shim into a result that says what was tried.

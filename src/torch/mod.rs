@@ -6,7 +6,7 @@ mod ffi;
 mod store;
 
 pub use bytes::{accumulation_kind, bytes, bytes_mut, f32_vec, f64_vec, i64_vec};
-pub use ffi::current_cuda_stream;
+pub use ffi::{current_cuda_stream, set_cuda_device};
 pub use store::Store;
 
 /// Sets how many threads one libtorch operation on the CPU may use, in this process.

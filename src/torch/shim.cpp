@@ -101,4 +101,11 @@ int colo_cuda_current_stream(int device, void** stream) {
     *stream = guard.getStreamNativeHandle(current);
   });
 }
+
+int colo_cuda_set_device(int device) {
+  return guarded([&] {
+    const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+    guard.setDevice(c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device)));
+  });
+}
 }

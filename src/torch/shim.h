@@ -21,4 +21,6 @@ void colo_bytes_free(uint8_t* value);
 
 // The raw CUstream that libtorch's operations on this device go to.
 int colo_cuda_current_stream(int device, void** stream);
+// Makes this device the calling thread's.
+int colo_cuda_set_device(int device);
 }

@@ -8,8 +8,8 @@ use tch::{Device, Kind, Tensor};
 
 use crate::ranks;
 
-/// Longer than half a slot of the default size in every kind, and not a round number.
-const LEN: i64 = 300_001;
+/// One rank's part: the whole is longer than half a slot of the default size, so that operations come in pieces.
+const LEN: i64 = 70_001;
 
 /// One rank's values: their sums depend on the order of adding.
 fn values(rank: usize, len: i64, kind: Kind) -> Tensor {

@@ -11,8 +11,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tch::{Device, Kind, Tensor};
 
 use super::member::Member;
-use super::reduce::{REDUCIBLE, reduce};
+use super::reduce::reduce;
 use super::signature::{Op, Signature};
+use crate::dist::checks::{self, Memory};
 use crate::dist::{Collective, ReduceOp};
 use crate::error::{Error, Result};
 
@@ -76,37 +77,6 @@ impl ShmGroup {
     fn error(&self, op: &'static str, message: String) -> Error {
         Error::Collective { op, group: self.name.clone(), rank: self.member.rank, message }
     }
-
-    /// Address, kind and bytes of a tensor that this group can take.
-    fn memory(&self, op: &'static str, tensor: &Tensor) -> Result<(*mut u8, Kind, usize)> {
-        let kind = tensor.f_kind()?;
-        if tensor.device() != Device::Cpu || !tensor.is_contiguous() {
-            let got = format!("{kind:?} {:?} on {:?}, strides {:?}", tensor.size(), tensor.device(), tensor.stride());
-            return Err(Error::InvalidArgument { op, expected: "a contiguous CPU tensor".into(), got });
-        }
-        Ok((tensor.data_ptr().cast(), kind, tensor.numel() * kind.elt_size_in_bytes()))
-    }
-
-    /// Memory of a tensor of `len` bytes and one of `size` times as many, of one kind.
-    fn pair(&self, op: &'static str, small: &Tensor, large: &Tensor) -> Result<(*mut u8, *mut u8, Kind, usize)> {
-        let (small_memory, kind, len) = self.memory(op, small)?;
-        let (large_memory, large_kind, large_len) = self.memory(op, large)?;
-        if large_kind != kind || large_len != len * self.ranks.len() {
-            return Err(Error::InvalidArgument {
-                op,
-                expected: format!("{} x {kind:?} for {} ranks", small.numel() * self.ranks.len(), self.ranks.len()),
-                got: format!("{} x {large_kind:?}", large.numel()),
-            });
-        }
-        Ok((small_memory, large_memory, kind, len))
-    }
-
-    fn reducible(&self, op: &'static str, kind: Kind) -> Result<()> {
-        if REDUCIBLE.contains(&kind) {
-            return Ok(());
-        }
-        Err(Error::InvalidArgument { op, expected: format!("one of {REDUCIBLE:?}"), got: format!("{kind:?}") })
-    }
 }
 
 /// Part of an operation: `len` bytes from `start` of every block; blocks lie `room` bytes apart in a half.
@@ -126,7 +96,7 @@ unsafe fn copy(source: *const u8, target: *mut u8, len: usize) {
     unsafe { std::ptr::copy(source, target, len) }
 }
 
-// SAFETY, for every block below: `memory` and `pair` checked that tensors span the bytes named; a chunk lies within its
+// SAFETY, for every block below: `checks` made sure that tensors span the bytes named; a chunk lies within its
 // block and `parts` chunks within a half; halves are read and written under the protocol above. Tensors may alias one
 // another where the trait allows it, so everything goes through raw pointers and overlapping copies.
 impl Collective for ShmGroup {
@@ -147,22 +117,23 @@ impl Collective for ShmGroup {
     }
 
     fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
-        let (memory, kind, bytes) = self.memory("all_reduce", tensor)?;
-        self.reducible("all_reduce", kind)?;
+        let Memory { address, kind, bytes } = checks::memory("all_reduce", tensor, Device::Cpu)?;
+        checks::reducible("all_reduce", kind)?;
         let called = Signature { op: Op::AllReduce, kind, detail: op as u8, bytes };
         self.chunked(bytes, 1, |Chunk { start, len, .. }| {
             self.exchange(
                 called,
                 // SAFETY: see above the impl.
-                |own| unsafe { copy(memory.add(start), own, len) },
+                |own| unsafe { copy(address.add(start), own, len) },
                 // SAFETY: see above the impl; halves are aligned to 64 bytes and chunks are whole elements.
-                |halves| unsafe { reduce(kind, op, halves, memory.add(start), len / kind.elt_size_in_bytes()) },
+                |halves| unsafe { reduce(kind, op, halves, address.add(start), len / kind.elt_size_in_bytes()) },
             )
         })
     }
 
     fn all_gather(&self, input: &Tensor, output: &mut Tensor) -> Result<()> {
-        let (input, output, kind, bytes) = self.pair("all_gather", input, output)?;
+        let (input, output) = checks::pair("all_gather", input, output, self.ranks.len(), Device::Cpu)?;
+        let (input, output, kind, bytes) = (input.address, output.address, input.kind, input.bytes);
         let called = Signature { op: Op::AllGather, kind, detail: 0, bytes };
         self.chunked(bytes, 1, |Chunk { start, len, .. }| {
             self.exchange(
@@ -180,8 +151,9 @@ impl Collective for ShmGroup {
     }
 
     fn reduce_scatter(&self, input: &Tensor, output: &mut Tensor) -> Result<()> {
-        let (output, input, kind, bytes) = self.pair("reduce_scatter", output, input)?;
-        self.reducible("reduce_scatter", kind)?;
+        let (output, input) = checks::pair("reduce_scatter", output, input, self.ranks.len(), Device::Cpu)?;
+        let (input, output, kind, bytes) = (input.address, output.address, output.kind, output.bytes);
+        checks::reducible("reduce_scatter", kind)?;
         let called = Signature { op: Op::ReduceScatter, kind, detail: 0, bytes };
         self.chunked(bytes, self.ranks.len(), |Chunk { start, len, room }| {
             self.exchange(
@@ -204,11 +176,8 @@ impl Collective for ShmGroup {
     }
 
     fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<()> {
-        let (memory, kind, bytes) = self.memory("broadcast", tensor)?;
-        if root >= self.ranks.len() {
-            let expected = format!("a root below {}", self.ranks.len());
-            return Err(Error::InvalidArgument { op: "broadcast", expected, got: root.to_string() });
-        }
+        let Memory { address, kind, bytes } = checks::memory("broadcast", tensor, Device::Cpu)?;
+        checks::root("broadcast", root, self.ranks.len())?;
         let called = Signature { op: Op::Broadcast, kind, detail: root as u8, bytes };
         self.chunked(bytes, 1, |Chunk { start, len, .. }| {
             self.exchange(
@@ -216,13 +185,13 @@ impl Collective for ShmGroup {
                 |own| {
                     if self.rank == root {
                         // SAFETY: see above the impl.
-                        unsafe { copy(memory.add(start), own, len) };
+                        unsafe { copy(address.add(start), own, len) };
                     }
                 },
                 |halves| {
                     if self.rank != root {
                         // SAFETY: see above the impl.
-                        unsafe { copy(halves[root], memory.add(start), len) };
+                        unsafe { copy(halves[root], address.add(start), len) };
                     }
                 },
             )
@@ -230,17 +199,9 @@ impl Collective for ShmGroup {
     }
 
     fn all_to_all(&self, input: &Tensor, output: &mut Tensor) -> Result<()> {
-        let (input_memory, kind, all_bytes) = self.memory("all_to_all", input)?;
-        let (output_memory, output_kind, output_bytes) = self.memory("all_to_all", output)?;
         let size = self.ranks.len();
-        if output_kind != kind || output_bytes != all_bytes || input.numel() % size != 0 {
-            return Err(Error::InvalidArgument {
-                op: "all_to_all",
-                expected: format!("two tensors of one kind and size, a multiple of {size}"),
-                got: format!("{} x {kind:?} and {} x {output_kind:?}", input.numel(), output.numel()),
-            });
-        }
-        let bytes = all_bytes / size;
+        let (input, output) = checks::split("all_to_all", input, output, size, Device::Cpu)?;
+        let (input, output, kind, bytes) = (input.address, output.address, input.kind, input.bytes / size);
         let called = Signature { op: Op::AllToAll, kind, detail: 0, bytes };
         self.chunked(bytes, size, |Chunk { start, len, room }| {
             self.exchange(
@@ -248,13 +209,13 @@ impl Collective for ShmGroup {
                 |own| {
                     for rank in 0..size {
                         // SAFETY: see above the impl.
-                        unsafe { copy(input_memory.add(rank * bytes + start), own.add(rank * room), len) };
+                        unsafe { copy(input.add(rank * bytes + start), own.add(rank * room), len) };
                     }
                 },
                 |halves| {
                     for (rank, half) in halves.iter().enumerate() {
                         // SAFETY: see above the impl.
-                        unsafe { copy(half.add(self.rank * room), output_memory.add(rank * bytes + start), len) };
+                        unsafe { copy(half.add(self.rank * room), output.add(rank * bytes + start), len) };
                     }
                 },
             )
@@ -272,6 +233,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::dist::checks::REDUCIBLE;
     use crate::dist::{all_gather_bytes, testing};
 
     /// Values of one rank that do not add exactly in f32, so that the order of sums shows.

@@ -6,13 +6,10 @@ use tch::Kind;
 
 use crate::dist::ReduceOp;
 
-/// Kinds that can be reduced.
-pub(super) const REDUCIBLE: [Kind; 4] = [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Int64];
-
 /// Elements accumulated at once: small enough for the first-level cache, large enough to be vectorised.
 const BLOCK: usize = 1024;
 
-/// `output[i] = op(sources[0][i], sources[1][i], ..)` for `count` elements of `kind`, one of [`REDUCIBLE`].
+/// `output[i] = op(sources[0][i], sources[1][i], ..)` for `count` elements of a reducible `kind`.
 ///
 /// # Safety
 /// Every source holds `count` initialised elements and `output` has room for as many; all are aligned for `kind`.
