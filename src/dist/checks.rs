@@ -49,7 +49,7 @@ pub(super) fn split(
     size: usize,
     device: Device,
 ) -> Result<(Memory, Memory)> {
-    let parts = input.numel() % size == 0;
+    let parts = input.numel().is_multiple_of(size);
     let (input, output) = (memory(op, input, device)?, memory(op, output, device)?);
     if parts && input.kind == output.kind && input.bytes == output.bytes {
         return Ok((input, output));

@@ -31,8 +31,8 @@ impl World {
         let world_size = self.size();
         for (key, size) in [("tensor_parallel_size", tensor_parallel_size), ("zero.shard_group_size", shard_group_size)]
         {
-            if size == 0 || world_size % size != 0 {
-                let valid: Vec<_> = (1..=world_size).filter(|size| world_size % size == 0).collect();
+            if size == 0 || !world_size.is_multiple_of(size) {
+                let valid: Vec<_> = (1..=world_size).filter(|&size| world_size.is_multiple_of(size)).collect();
                 return Err(Error::invalid_value(key, size, format!("a divisor of {world_size} ranks: {valid:?}")));
             }
         }

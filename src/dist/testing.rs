@@ -26,9 +26,8 @@ pub(crate) fn worlds_with<T: Send>(
     let run = |rank: usize| {
         let member = Arc::new(Member::new(segment.clone(), rank, timeout));
         let world = World::in_process(member.clone(), rank, num_ranks);
-        catch_unwind(AssertUnwindSafe(|| body(world))).map_err(|panic| {
+        catch_unwind(AssertUnwindSafe(|| body(world))).inspect_err(|_| {
             member.post(&Error::Panic { place: "a test's rank", message: format!("rank {rank}") });
-            panic
         })
     };
     let results: Vec<_> = std::thread::scope(|scope| {
