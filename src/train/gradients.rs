@@ -128,3 +128,9 @@ impl Gradients {
         Ledger::set("gradients", Place::Device, num_elements * self.kind.elt_size_in_bytes());
     }
 }
+
+impl Drop for Gradients {
+    fn drop(&mut self) {
+        self.free();
+    }
+}

@@ -14,7 +14,8 @@ use crate::model::{
     BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, SavedBlock, Scoring, Unit,
     UnitLayout, block_backward, block_forward, head_backward, head_forward,
 };
-use crate::ops::{embedding, rope::Rope};
+use crate::ops::embedding;
+use crate::ops::rope::{Rope, RopeRows};
 
 /// How a network computes.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -60,9 +61,10 @@ impl Network {
 
     /// Scores without gradients (collective where weights are sharded).
     pub(crate) fn score(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
-        let (hidden, _) = self.blocks_forward(micro_batch, None)?;
+        let mut pass = Pass::new(self, micro_batch, temperature);
+        let (hidden, _) = self.blocks_forward(&mut pass, None)?;
         let head = self.head()?;
-        let scored = head_forward(&head.params, &head.table, &hidden, &self.scoring(micro_batch, temperature), false);
+        let scored = head_forward(&head.params, &head.table, &hidden, &pass.scoring, false);
         Ok(Scores { logprobs: scored.logprobs, entropy: scored.entropy })
     }
 
@@ -76,39 +78,34 @@ impl Network {
         gradients: &mut Gradients,
         loss: &mut dyn FnMut(&Scores) -> Result<TokenGradients>,
     ) -> Result<()> {
-        let (hidden, saved) = self.blocks_forward(micro_batch, Some(recompute))?;
-        // A tied table also collects the head's gradient, so the embedding is open from the start and closed last.
+        let mut pass = Pass::new(self, micro_batch, temperature);
+        let (hidden, saved) = self.blocks_forward(&mut pass, Some(recompute))?;
+        // A tied table also collects the head's gradient, so it is opened before the head and closed last.
         let tied = self.spec().tie_word_embeddings;
         let open = if tied { Some(gradients.begin(Unit::Embedding)?) } else { None };
-        let dhidden = self.head_backward(micro_batch, temperature, &hidden, gradients, open.as_ref(), loss)?;
-        let dx = self.blocks_backward(micro_batch, dhidden, saved, gradients)?;
+        let dhidden = self.head_backward(&pass, &hidden, gradients, open.as_ref(), loss)?;
+        let dx = self.blocks_backward(&mut pass, dhidden, saved, gradients)?;
         let flat = match open {
             Some(flat) => flat,
             None => gradients.begin(Unit::Embedding)?,
         };
         let mut table = EmbeddingParams::view(self.layout(Unit::Embedding), &flat).table;
-        if !micro_batch.is_empty() {
-            embedding::accumulate(&dx, &micro_batch.token_ids, &mut table);
-        }
+        embedding::accumulate(&dx, &micro_batch.token_ids, &mut table);
         gradients.end(Unit::Embedding, flat)
     }
 
     /// The residual stream after the last block [T, D], and what the blocks' backward needs if `recompute` is given.
     fn blocks_forward(
         &mut self,
-        micro_batch: &MicroBatch,
+        pass: &mut Pass<'_>,
         recompute: Option<GradientCheckpointing>,
     ) -> Result<(Tensor, Vec<SavedBlock>)> {
-        let rope = self.rope.rows(&micro_batch.positions, self.options.kind);
-        let mut attention = self.attention(micro_batch);
-        let flat = self.weights.unit(Unit::Embedding)?;
-        let table = EmbeddingParams::view(self.layout(Unit::Embedding), &flat).table;
-        let mut x = embedding::forward(&micro_batch.token_ids, &table);
+        let mut x = self.embed(&pass.micro_batch.token_ids)?;
         let mut saved = Vec::new();
         for layer in 0..self.spec().num_layers {
             let block = self.block(layer)?;
-            let context = BlockContext { spec: self.spec(), rope: &rope, tp: None };
-            let (y, kept) = block_forward(&context, layer, &block, &x, &mut attention, recompute)?;
+            let context = BlockContext { spec: self.spec(), rope: &pass.rope, tp: None };
+            let (y, kept) = block_forward(&context, layer, &block, &x, &mut pass.attention, recompute)?;
             saved.extend(kept);
             x = y;
         }
@@ -118,19 +115,17 @@ impl Network {
     /// The gradient of the embedding's output [T, D] from that of the last block's.
     fn blocks_backward(
         &mut self,
-        micro_batch: &MicroBatch,
+        pass: &mut Pass<'_>,
         mut dx: Tensor,
         saved: Vec<SavedBlock>,
         gradients: &mut Gradients,
     ) -> Result<Tensor> {
-        let rope = self.rope.rows(&micro_batch.positions, self.options.kind);
-        let mut attention = self.attention(micro_batch);
         for (layer, saved) in saved.into_iter().enumerate().rev() {
             let block = self.block(layer)?;
             let flat = gradients.begin(Unit::Block(layer))?;
             let mut block_gradients = BlockParams::view(self.layout(Unit::Block(layer)), &flat);
-            let context = BlockContext { spec: self.spec(), rope: &rope, tp: None };
-            dx = block_backward(&context, &block, &dx, saved, &mut attention, &mut block_gradients)?;
+            let context = BlockContext { spec: self.spec(), rope: &pass.rope, tp: None };
+            dx = block_backward(&context, &block, &dx, saved, &mut pass.attention, &mut block_gradients)?;
             gradients.end(Unit::Block(layer), flat)?;
         }
         Ok(dx)
@@ -139,8 +134,7 @@ impl Network {
     /// Forward, loss and backward of the head: the gradient of the last block's output [T, D].
     fn head_backward(
         &mut self,
-        micro_batch: &MicroBatch,
-        temperature: f64,
+        pass: &Pass<'_>,
         hidden: &Tensor,
         gradients: &mut Gradients,
         embedding_gradient: Option<&Tensor>,
@@ -148,21 +142,20 @@ impl Network {
     ) -> Result<Tensor> {
         let head = self.head()?;
         let flat = gradients.begin(Unit::Head)?;
-        let dhidden = if micro_batch.is_empty() {
+        let dhidden = if pass.micro_batch.is_empty() {
             hidden.zeros_like()
         } else {
             let mut d_head = Head::view(self, &flat, embedding_gradient);
-            let scoring = self.scoring(micro_batch, temperature);
-            let scored = head_forward(&head.params, &head.table, hidden, &scoring, true);
-            let gradients = loss(&Scores { logprobs: scored.logprobs, entropy: scored.entropy })?;
+            let scored = head_forward(&head.params, &head.table, hidden, &pass.scoring, true);
+            let token_gradients = loss(&Scores { logprobs: scored.logprobs, entropy: scored.entropy })?;
             head_backward(
                 &head.params,
                 &head.table,
-                &scoring,
+                &pass.scoring,
                 hidden.size()[0],
                 scored.saved,
-                &gradients.dlogprobs,
-                gradients.dentropy.as_ref(),
+                &token_gradients.dlogprobs,
+                token_gradients.dentropy.as_ref(),
                 &mut d_head.params.final_norm,
                 &mut d_head.table,
             )
@@ -184,13 +177,11 @@ impl Network {
         Ok(BlockParams::view(self.layout(Unit::Block(layer)), &flat))
     }
 
-    fn attention(&self, micro_batch: &MicroBatch) -> PackedAttention {
-        PackedAttention::new(self.spec(), &micro_batch.cu_seqlens, self.options.device)
-    }
-
-    fn scoring<'a>(&self, micro_batch: &'a MicroBatch, temperature: f64) -> Scoring<'a> {
-        let MicroBatch { scored_rows: rows, targets, .. } = micro_batch;
-        Scoring { rows, targets, temperature, eps: self.spec().rms_norm_eps }
+    /// Rows of the embedding [T, D].
+    fn embed(&mut self, token_ids: &Tensor) -> Result<Tensor> {
+        let flat = self.weights.unit(Unit::Embedding)?;
+        let EmbeddingParams { table } = EmbeddingParams::view(self.layout(Unit::Embedding), &flat);
+        Ok(embedding::forward(token_ids, &table))
     }
 
     fn layout(&self, unit: Unit) -> &UnitLayout {
@@ -199,6 +190,27 @@ impl Network {
 
     fn spec(&self) -> &ModelSpec {
         &self.weights.table().spec
+    }
+}
+
+/// What all blocks and the head need of a micro-batch, forward and backward.
+struct Pass<'a> {
+    micro_batch: &'a MicroBatch,
+    rope: RopeRows,
+    attention: PackedAttention,
+    scoring: Scoring<'a>,
+}
+
+impl<'a> Pass<'a> {
+    fn new(network: &Network, micro_batch: &'a MicroBatch, temperature: f64) -> Self {
+        let (spec, NetworkOptions { kind, device }) = (network.spec(), network.options);
+        let MicroBatch { positions, cu_seqlens, scored_rows, targets, .. } = micro_batch;
+        Self {
+            micro_batch,
+            rope: network.rope.rows(positions, kind),
+            attention: PackedAttention::new(spec, cu_seqlens, device),
+            scoring: Scoring { rows: scored_rows, targets, temperature, eps: spec.rms_norm_eps },
+        }
     }
 }
 

@@ -9,11 +9,11 @@ use std::sync::Arc;
 use colo_grpo::Result;
 use colo_grpo::config::GradientCheckpointing;
 use colo_grpo::dist::{Mesh, World, all_gather_bytes};
-use colo_grpo::memory::HostPool;
+use colo_grpo::memory::{HostPool, Ledger, Place};
 use colo_grpo::model::{Family, ModelSpec, ParamName, ParamTable, Unit, UnitLayout};
 use colo_grpo::train::{
-    AdamOptions, MicroBatch, NetworkOptions, ParamShard, ParamState, Policy, PolicyOptions, Reference, Scores,
-    Sequence, StepOutcome, TokenGradients, pack, pad_to_agreed_count,
+    AdamOptions, MicroBatch, NetworkOptions, ParamShard, ParamState, Policy, PolicyOptions, Reference, ReferenceBytes,
+    Scores, Sequence, StepOutcome, TokenGradients, TrainBytes, pack, pad_to_agreed_count,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -215,6 +215,37 @@ fn state_moves_to_another_world_size_and_stage() {
 }
 
 #[test]
+fn the_ledger_holds_what_the_formulas_say() {
+    ranks::run(2, "train::the_ledger_holds_what_the_formulas_say", |world: World| {
+        let mesh = world.mesh(1, 2).unwrap();
+        for (stage, tied, kind) in
+            [(0, true, Kind::Float), (1, false, Kind::BFloat16), (2, true, Kind::BFloat16), (3, false, Kind::Float)]
+        {
+            let run = Run { tied, ..Run::new(stage, kind) };
+            let mut policy = run.policy(&mesh);
+            let source = |layout: &UnitLayout| Ok(initial(layout));
+            let table = run.table(mesh.shard.size());
+            let _reference = Reference::new(table.clone(), &mesh, run.options().network, &source).unwrap();
+            let _ = run.step(&mut policy, &mesh);
+            run.accumulate(&mut policy, &mesh);
+            let bytes = TrainBytes::new(&table, stage, kind);
+            let page_bytes = 4096;
+            let expected = [
+                ("gradients", bytes.gradients),
+                ("optimizer", bytes.optimizer.next_multiple_of(page_bytes)),
+                ("policy_weights", bytes.weights),
+                ("reference_weights", ReferenceBytes::new(&table, kind).weights),
+            ];
+            assert_eq!(Ledger::report(), expected.map(|(owner, bytes)| (Place::Device, owner, bytes)), "stage {stage}");
+            assert_eq!(policy.optimizer_bytes(), bytes.optimizer);
+            policy.drop_gradients();
+            assert!(Ledger::report().iter().all(|(_, owner, _)| *owner != "gradients"));
+        }
+        assert!(Ledger::report().is_empty(), "{:?}", Ledger::report());
+    });
+}
+
+#[test]
 fn a_reference_scores_like_the_policy_it_was_loaded_as() {
     ranks::run(2, "train::a_reference_scores_like_the_policy_it_was_loaded_as", |world: World| {
         let mesh = world.mesh(1, 2).unwrap();
@@ -349,11 +380,15 @@ impl Run {
     }
 
     fn step(&self, policy: &mut Policy, mesh: &Mesh) -> StepOutcome {
+        self.accumulate(policy, mesh);
+        policy.optimizer_step(LR, MAX_GRAD_NORM).unwrap()
+    }
+
+    fn accumulate(&self, policy: &mut Policy, mesh: &Mesh) {
         for micro_batch in &self.micro_batches(mesh) {
             let mut loss = |scores: &Scores| Ok(self.loss(micro_batch, scores));
             policy.forward_backward(micro_batch, TEMPERATURE, &mut loss).unwrap();
         }
-        policy.optimizer_step(LR, MAX_GRAD_NORM).unwrap()
     }
 }
 
