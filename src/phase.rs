@@ -66,6 +66,7 @@ static BEATS: AtomicU64 = AtomicU64::new(0);
 static STOP: AtomicBool = AtomicBool::new(false);
 static STEP: AtomicU64 = AtomicU64::new(0);
 static TIMINGS: Mutex<BTreeMap<Phase, Duration>> = Mutex::new(BTreeMap::new());
+static FAILED_IN: AtomicU8 = AtomicU8::new(u8::MAX);
 static FAULT: Mutex<Option<Fault>> = Mutex::new(None);
 
 /// Runs `work` as `phase`: a tracing span, a timing and an injection point. Phases nest; the outer one's time includes
@@ -74,8 +75,17 @@ pub fn scope<T>(phase: Phase, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let _span = tracing::debug_span!("phase", name = phase.name(), step = step()).entered();
     let _restore = Restore { outer: CURRENT.swap(phase as u8, Ordering::Relaxed), phase, start: Instant::now() };
     beat();
-    inject(phase)?;
-    work()
+    let outcome = inject(phase).and_then(|()| work());
+    if outcome.is_err() {
+        // The innermost phase reports first; the outer ones that the error passes through leave it.
+        let _ = FAILED_IN.compare_exchange(u8::MAX, phase as u8, Ordering::Relaxed, Ordering::Relaxed);
+    }
+    outcome
+}
+
+/// The innermost phase in which the process's first error arose; the current one if there was none.
+pub fn at_failure() -> Phase {
+    Phase::ALL.get(usize::from(FAILED_IN.load(Ordering::Relaxed))).copied().unwrap_or_else(current)
 }
 
 /// Puts the outer phase back and books the time, also when the work failed or panicked.

@@ -1,1 +1,45 @@
-//! Argument parsing and dispatch to the subcommands.
+//! Argument parsing and dispatch to the subcommands. Arguments become a validated [`Command`] here; what a command does
+//! stands in its own room.
+
+mod args;
+mod commands;
+
+use clap::Parser;
+
+use crate::error::{Error, ExitCode};
+use crate::launch;
+
+/// Runs the program with `argv` (the program's name first) and returns its exit code.
+pub fn run(argv: Vec<String>) -> ExitCode {
+    init_tracing();
+    let parsed = match args::Cli::try_parse_from(args::normalise(argv)) {
+        Ok(parsed) => parsed,
+        Err(usage) => {
+            let _ = usage.print();
+            return if usage.use_stderr() { ExitCode::Configuration } else { ExitCode::Done };
+        }
+    };
+    match commands::dispatch(parsed.command) {
+        Ok(code) => code,
+        Err(error) => report(&error),
+    }
+}
+
+/// Tells whoever started this process, once: a worker's launcher through the error file, anyone else on stderr.
+fn report(error: &Error) -> ExitCode {
+    let rank = std::env::var("RANK").ok().and_then(|rank| rank.parse().ok());
+    launch::report_error(error, rank.unwrap_or(0));
+    error.exit_code()
+}
+
+/// Log lines go to stderr; `COLO_GRPO_LOG` filters them (`debug`, `colo_grpo::rollout=trace`).
+fn init_tracing() {
+    let filter = tracing_subscriber::EnvFilter::try_from_env("COLO_GRPO_LOG")
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_target(false)
+        .without_time()
+        .try_init();
+}

@@ -1,1 +1,175 @@
-//! Where rollout and train meet: the guard `with_rollout`, gather, offload and reload.
+//! Where rollout and train meet. [`Colocated::with_rollout`] is the guard of the phases: inside it every rank generates,
+//! outside it every rank trains, and the borrow of the policy keeps the two apart.
+//!
+//! Entering: drop gradients | optimizer state to the host pool | weights reach the engine | the engine's memory is mapped.
+//! Leaving, also after an error or a panic: the engine's memory is given back | optimizer state returns | all ranks agree
+//! on the outcome. At no moment do optimizer state, gathered slices and KV cache coexist if the plan says `swap`.
+
+mod served;
+mod update;
+mod weights;
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+
+use crate::dist::{Mesh, World};
+use crate::error::{Error, Result};
+use crate::memory::HostPool;
+use crate::phase::{self, Phase};
+use crate::rollout::{Engine, RolloutEngine};
+use crate::train::{Policy, Reference};
+
+pub use served::Served;
+pub use update::{UpdateOptions, UpdateOutcome};
+pub use weights::EngineSlices;
+
+/// The policy, the reference model and one rank of a generation engine on one device.
+///
+/// The phases cannot be mixed up. Training inside the scope does not compile:
+///
+/// ```compile_fail,E0499
+/// # use colo_grpo::{colocate::{Colocated, UpdateOptions}, train::Sequence, Result};
+/// fn train_inside(colocated: &mut Colocated, batch: &mut [Sequence], options: &UpdateOptions) -> Result<()> {
+///     colocated.with_rollout(|_rollout| {
+///         colocated.update(batch, options)?;
+///         Ok(())
+///     })
+/// }
+/// ```
+/// nor does reading the policy there:
+/// ```compile_fail,E0502
+/// # use colo_grpo::{colocate::Colocated, Result};
+/// fn read_inside(colocated: &mut Colocated) -> Result<u64> {
+///     colocated.with_rollout(|_rollout| Ok(colocated.policy().version()))
+/// }
+/// ```
+/// nor keeping the engine for later:
+/// ```compile_fail
+/// # use colo_grpo::{colocate::Colocated, rollout::RolloutEngine, Result};
+/// fn keep_outside<'a>(colocated: &'a mut Colocated) -> Result<&'a mut RolloutEngine<'a>> {
+///     colocated.with_rollout(|rollout| Ok(rollout))
+/// }
+/// ```
+/// nor a scope inside a scope:
+/// ```compile_fail,E0499
+/// # use colo_grpo::{colocate::Colocated, Result};
+/// fn nest(colocated: &mut Colocated) -> Result<()> {
+///     colocated.with_rollout(|_outer| colocated.with_rollout(|_inner| Ok(())))
+/// }
+/// ```
+/// The twins in the right order do:
+/// ```no_run
+/// # use colo_grpo::{colocate::{Colocated, UpdateOptions}, train::Sequence, Result};
+/// fn in_turn(colocated: &mut Colocated, batch: &mut [Sequence], options: &UpdateOptions) -> Result<u64> {
+///     let tokens = colocated.with_rollout(|rollout| Ok(rollout.stats().num_generated_tokens))?;
+///     colocated.update(batch, options)?;
+///     colocated.with_rollout(|_rollout| Ok(()))?;
+///     Ok(tokens + colocated.policy().version())
+/// }
+/// ```
+#[derive(Debug)]
+pub struct Colocated {
+    world: Arc<World>,
+    mesh: Mesh,
+    policy: Policy,
+    reference: Option<Reference>,
+    engine: Engine,
+    slices: EngineSlices,
+    host_pool: Option<HostPool>,
+    num_consecutive_skips: u32,
+}
+
+impl Colocated {
+    /// Puts the parts together. With a host pool the optimizer state is swapped to it during rollout; without one it
+    /// stays resident.
+    pub fn new(
+        world: Arc<World>,
+        mesh: Mesh,
+        policy: Policy,
+        reference: Option<Reference>,
+        engine: Engine,
+        slices: EngineSlices,
+        host_pool: Option<HostPool>,
+    ) -> Self {
+        Self { world, mesh, policy, reference, engine, slices, host_pool, num_consecutive_skips: 0 }
+    }
+
+    /// Runs `work` with the engine awake on every rank; collective over the world.
+    ///
+    /// Whatever `work` does, afterwards the engine sleeps, its memory is given back and the optimizer state is on the
+    /// device again, bit for bit. A panic goes on unwinding after that.
+    ///
+    /// # Errors
+    /// The first failure of any rank: the failing rank gets its own error, its peers [`Error::PeerFailed`]; none is left
+    /// waiting in a collective, and the next scope can be entered.
+    pub fn with_rollout<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
+        let caught = catch_unwind(AssertUnwindSafe(|| self.rollout_scope(work)));
+        let (outcome, panic) = match caught {
+            Ok(outcome) => (outcome, None),
+            Err(payload) => (Err(panic_error(&*payload)), Some(payload)),
+        };
+        if let Err(error) = &outcome {
+            self.world.post_failure(error);
+        }
+        let reloaded = phase::scope(Phase::Reload, || self.reload_optimizer());
+        let agreed = self.world.agree(outcome.and_then(|value| reloaded.map(|()| value)));
+        match panic {
+            Some(payload) => resume_unwind(payload),
+            None => agreed,
+        }
+    }
+
+    fn rollout_scope<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
+        self.policy.drop_gradients();
+        phase::scope(Phase::Offload, || self.offload_optimizer())?;
+        let version = self.policy.version();
+        let weights = phase::scope(Phase::Gather, || self.slices.gather(&self.policy))?;
+        let mut rollout = phase::scope(Phase::Wake, || self.engine.wake(weights, version))?;
+        let value = phase::scope(Phase::Generate, || work(&mut rollout))?;
+        phase::scope(Phase::Sleep, || {
+            drop(rollout);
+            Ok(())
+        })?;
+        Ok(value)
+    }
+
+    fn offload_optimizer(&mut self) -> Result<()> {
+        self.host_pool.as_mut().map_or(Ok(()), |pool| self.policy.offload_optimizer(pool))
+    }
+
+    fn reload_optimizer(&mut self) -> Result<()> {
+        self.slices.release();
+        self.host_pool.as_ref().map_or(Ok(()), |pool| self.policy.reload_optimizer(pool))
+    }
+
+    /// The policy, between scopes.
+    pub fn policy(&self) -> &Policy {
+        &self.policy
+    }
+
+    /// The policy, to load or save; between scopes.
+    pub fn policy_mut(&mut self) -> &mut Policy {
+        &mut self.policy
+    }
+
+    /// The sleeping engine, for its sizes.
+    pub fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// The process's place among its peers.
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    /// All processes.
+    pub fn world(&self) -> &World {
+        &self.world
+    }
+}
+
+fn panic_error(payload: &(dyn std::any::Any + Send)) -> Error {
+    let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let message = text.or_else(|| payload.downcast_ref::<String>().cloned());
+    Error::Panic { place: "with_rollout", message: message.unwrap_or_else(|| "of an unknown kind".into()) }
+}

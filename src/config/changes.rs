@@ -1,6 +1,6 @@
 //! The snapshot of a run's configuration, and what differs from one to the next.
 
-use std::fmt::Write;
+use std::fmt::{self, Write};
 
 use super::field::Field;
 use super::{Config, LrSchedulerType};
@@ -49,6 +49,12 @@ pub struct KeyChange {
     pub new: String,
     /// Whether training would go on otherwise than before: refused on resume unless forced.
     pub changes_result: bool,
+}
+
+impl fmt::Display for KeyChange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} was {}, is {}", self.key, self.old, self.new)
+    }
 }
 
 impl Config {

@@ -52,6 +52,14 @@ impl Config {
         Self::validate(&RawConfig::read(file, overrides)?)
     }
 
+    /// Reads back what [`Config::to_toml`] wrote.
+    ///
+    /// # Errors
+    /// As [`Config::load`].
+    pub fn from_toml(text: &str) -> Result<Self> {
+        Self::validate(&RawConfig::read_text(text, Path::new("saved configuration"))?)
+    }
+
     /// Every key in declaration order.
     pub fn keys() -> &'static [String] {
         static KEYS: OnceLock<Vec<String>> = OnceLock::new();
@@ -261,6 +269,12 @@ keys! {
         pub num_threads: usize = 2,
         /// Longest time one completion may take to score, in seconds; past it the sample is masked.
         pub timeout_s: f64 = 10.0,
+    }
+}
+
+impl Default for RewardConfig {
+    fn default() -> Self {
+        Self::read(&RawConfig::default(), "reward", None).expect("every key of the table has a default")
     }
 }
 

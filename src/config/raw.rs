@@ -38,6 +38,13 @@ impl RawConfig {
         Ok(raw)
     }
 
+    /// Reads TOML text that did not come from a file the user wrote.
+    pub fn read_text(text: &str, origin: &Path) -> Result<Self> {
+        let mut raw = Self::default();
+        raw.read_toml(text, origin)?;
+        Ok(raw)
+    }
+
     /// The value written for `key`.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.entries.iter().find(|entry| entry.key == key).map(|entry| &entry.value)
@@ -82,13 +89,7 @@ impl RawConfig {
         let failed = |message: String| Error::ConfigSyntax { origin: file.display().to_string(), message };
         let text = std::fs::read_to_string(file).map_err(|error| failed(error.to_string()))?;
         match file.extension().and_then(|extension| extension.to_str()) {
-            Some("toml") => {
-                let table = DeTable::parse(&text).map_err(|error| Error::ConfigSyntax {
-                    origin: at(error.span().map_or(1, |span| line_of(&text, span.start))),
-                    message: error.message().to_owned(),
-                })?;
-                self.add_toml("", table.get_ref(), &|offset| at(line_of(&text, offset)))
-            }
+            Some("toml") => self.read_toml(&text, file),
             Some("yaml" | "yml") => {
                 for (key, value, line) in
                     yaml::entries(&text).map_err(|(message, line)| Error::ConfigSyntax { origin: at(line), message })?
@@ -99,6 +100,15 @@ impl RawConfig {
             }
             _ => Err(failed("expected a .toml, .yaml or .yml file".into())),
         }
+    }
+
+    fn read_toml(&mut self, text: &str, file: &Path) -> Result<()> {
+        let at = |offset: usize| format!("{}:{}", file.display(), line_of(text, offset));
+        let table = DeTable::parse(text).map_err(|error| Error::ConfigSyntax {
+            origin: at(error.span().map_or(0, |span| span.start)),
+            message: error.message().to_owned(),
+        })?;
+        self.add_toml("", table.get_ref(), &at)
     }
 
     fn read_override(&mut self, text: &str) -> Result<()> {

@@ -26,6 +26,13 @@ pub struct Message {
     pub content: String,
 }
 
+impl Message {
+    /// A user's turn.
+    pub fn user(content: impl Into<String>) -> Self {
+        Self { role: "user".to_owned(), content: content.into() }
+    }
+}
+
 /// A compiled chat template with the special tokens it may name.
 #[derive(Debug)]
 pub struct ChatTemplate {

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde_json::Value;
+use tokenizers::models::wordlevel::WordLevel;
 
 use super::{ChatTemplate, Message};
 use crate::error::{Error, Result};
@@ -52,6 +53,20 @@ impl Tokenizer {
             None => None,
         };
         Ok(Self { inner, eos_token_id, max_id, chat_template })
+    }
+
+    /// A tokenizer whose tokens are the decimal numbers below `vocab_size`, for models without one (benchmarks).
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an empty vocabulary.
+    pub fn of_ids(vocab_size: usize) -> Result<Self> {
+        let invalid =
+            |got: String| Error::InvalidArgument { op: "Tokenizer::of_ids", expected: "a vocabulary".into(), got };
+        let max_id = vocab_size.checked_sub(1).ok_or_else(|| invalid("0 tokens".into()))? as u32;
+        let vocab = (0..=max_id).map(|id| (id.to_string(), id)).collect();
+        let model = WordLevel::builder().vocab(vocab).unk_token("0".into()).build();
+        let inner = tokenizers::Tokenizer::new(model.map_err(|error| invalid(error.to_string()))?);
+        Ok(Self { inner, eos_token_id: None, max_id, chat_template: None })
     }
 
     /// Ids of `text`; with `add_special_tokens` also those that the tokenizer puts around a text by itself (BOS).

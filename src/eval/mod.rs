@@ -1,1 +1,188 @@
-//! Evaluation: avg@n and pass@k on held-out problems.
+//! Evaluation on held-out problems: avg@n, pass@k and the mean reward, with standard errors.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::data::Dataset;
+use crate::dist::{Collective, ReduceOp, World, all_reduce_f64};
+use crate::error::Result;
+use crate::grpo::BatchStats;
+use crate::metrics::MetricValues;
+use crate::types::{Prompt, RolloutGroup};
+
+/// The step in the random keys of evaluations: none that training reaches, the same every time, so that two evaluations
+/// of the same weights sample the same tokens.
+pub const SAMPLING_STEP: u64 = u64::MAX;
+
+/// A reward of at least this counts as solved in pass@k.
+const SOLVED: f32 = 0.999;
+
+/// This rank's rows: consecutive, as equal in number as can be.
+pub fn share_of(dataset: &Dataset, world: &World) -> Vec<Prompt> {
+    let (rank, size, len) = (world.rank(), world.size(), dataset.len());
+    (len * rank / size..len * (rank + 1) / size).map(|row| dataset.prompt(row).clone()).collect()
+}
+
+/// Sums over all ranks of one evaluation.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Outcome {
+    /// The weighted reward over all samples: its mean is avg@n.
+    pub reward: BatchStats,
+    /// Each reward over all samples.
+    pub rewards: Vec<BatchStats>,
+    /// Mean reward of each problem, over problems: its spread gives the standard error.
+    pub problems: BatchStats,
+    /// pass@k over problems for k = 1, 2, 4 .. n.
+    pub pass: Vec<(usize, BatchStats)>,
+    /// Length in tokens over all samples.
+    pub lengths: BatchStats,
+    /// Samples cut by a length limit.
+    pub num_truncated: f64,
+}
+
+/// A number with its standard error, as printed.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Estimate {
+    /// Mean over problems.
+    pub mean: f64,
+    /// Standard error of that mean over problems; NaN below two problems.
+    pub standard_error: f64,
+}
+
+impl Estimate {
+    /// Of a mean over problems.
+    pub fn of(stats: &BatchStats) -> Self {
+        Self { mean: stats.mean(), standard_error: stats.std() / stats.count.sqrt() }
+    }
+}
+
+impl Outcome {
+    /// Adds up scored groups of every rank; collective over `group`. Completions whose reward failed are left out.
+    pub fn of(groups: &[RolloutGroup], group: &dyn Collective) -> Result<Self> {
+        let completions = || groups.iter().flat_map(|group| &group.completions);
+        let num = |count: fn(&RolloutGroup) -> usize| groups.iter().map(count).max().unwrap_or(0) as f64;
+        let mut sizes = [num(|group| group.completions.len()), num(|group| group.completions[0].rewards.len())];
+        all_reduce_f64(group, &mut sizes, ReduceOp::Max)?;
+        let [num_generations, num_rewards] = sizes.map(|size| size as usize);
+        let ks = std::iter::successors(Some(1), |k| Some(k * 2)).take_while(|k| *k <= num_generations);
+        let mut outcome = Self {
+            reward: BatchStats::of_groups(groups),
+            rewards: (0..num_rewards)
+                .map(|index| BatchStats::of(completions().map(|completion| completion.rewards[index])))
+                .collect(),
+            problems: BatchStats::of(groups.iter().map(|group| {
+                let rewards = BatchStats::of(group.completions.iter().map(|completion| completion.reward));
+                (rewards.count > 0.0).then(|| rewards.mean() as f32)
+            })),
+            pass: ks.map(|k| (k, BatchStats::of(groups.iter().map(|group| pass_at_k(group, k))))).collect(),
+            lengths: BatchStats::of(completions().map(|completion| Some(completion.token_ids.len() as f32))),
+            num_truncated: completions().filter(|completion| completion.finish_reason.is_truncated()).count() as f64,
+        };
+        outcome.reduce(group)?;
+        Ok(outcome)
+    }
+
+    /// Metrics by TRL's names with the prefix `eval_`.
+    pub fn metrics(&self, reward_names: &[String]) -> MetricValues {
+        let mut values = MetricValues::new();
+        let mut set = |name: String, value: f64| _ = values.insert(format!("eval_{name}"), value);
+        set("reward".into(), self.reward.mean());
+        set("reward_std".into(), self.reward.std());
+        set("reward_stderr".into(), Estimate::of(&self.problems).standard_error);
+        for (name, stats) in reward_names.iter().zip(&self.rewards) {
+            set(format!("rewards/{name}/mean"), stats.mean());
+            set(format!("rewards/{name}/std"), stats.std());
+        }
+        for (k, stats) in &self.pass {
+            set(format!("pass@{k}"), stats.mean());
+        }
+        set("completions/mean_length".into(), self.lengths.mean());
+        set("completions/clipped_ratio".into(), self.num_truncated / self.lengths.count);
+        values
+    }
+
+    fn reduce(&mut self, group: &dyn Collective) -> Result<()> {
+        let stats = [&mut self.reward, &mut self.problems, &mut self.lengths].into_iter();
+        let mut stats: Vec<&mut BatchStats> =
+            stats.chain(&mut self.rewards).chain(self.pass.iter_mut().map(|(_, stats)| stats)).collect();
+        let mut sums: Vec<f64> = stats.iter().flat_map(|stats| stats.to_array()).collect();
+        sums.push(self.num_truncated);
+        all_reduce_f64(group, &mut sums, ReduceOp::Sum)?;
+        for (stats, sums) in stats.iter_mut().zip(sums.chunks_exact(3)) {
+            **stats = BatchStats::from_array([sums[0], sums[1], sums[2]]);
+        }
+        self.num_truncated = sums[sums.len() - 1];
+        Ok(())
+    }
+}
+
+/// The unbiased estimate of the chance that one of k samples solves the problem, from n samples of which c do:
+/// `1 - C(n - c, k) / C(n, k)` (arXiv 2107.03374). `None` below k scored samples.
+pub fn pass_at_k(group: &RolloutGroup, k: usize) -> Option<f32> {
+    let rewards: Vec<f32> = group.completions.iter().filter_map(|completion| completion.reward).collect();
+    let (n, solved) = (rewards.len(), rewards.iter().filter(|reward| **reward >= SOLVED).count());
+    if n < k {
+        return None;
+    }
+    let all_fail: f64 =
+        (0..k).map(|drawn| (n as f64 - solved as f64 - drawn as f64).max(0.0) / (n - drawn) as f64).product();
+    Some((1.0 - all_fail) as f32)
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Estimate { mean, standard_error } = Estimate::of(&self.problems);
+        write!(f, "held-out mean reward {mean:.3} +- {standard_error:.3} over {} problems", self.problems.count)?;
+        self.pass.iter().try_for_each(|(k, stats)| write!(f, ", pass@{k} {:.3}", stats.mean()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::dist::SingleRank;
+    use crate::types::{Completion, FinishReason};
+
+    fn group(rewards: &[Option<f32>]) -> RolloutGroup {
+        let completion = |reward: &Option<f32>| Completion {
+            token_ids: vec![1, 2],
+            rollout_logprobs: vec![0.0; 2],
+            finish_reason: FinishReason::Eos,
+            text: String::new(),
+            rewards: vec![*reward],
+            reward: *reward,
+            advantage: 0.0,
+        };
+        let prompt = Prompt { id: 0, text: String::new(), token_ids: vec![1], columns: Arc::default() };
+        RolloutGroup { prompt, completions: rewards.iter().map(completion).collect() }
+    }
+
+    #[test]
+    fn pass_at_k_is_the_unbiased_estimate() {
+        let three_of_eight = group(&[1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0].map(Some));
+        let near = |k, expected: f64| {
+            let got = f64::from(pass_at_k(&three_of_eight, k).unwrap());
+            assert!((got - expected).abs() < 1e-6, "pass@{k} = {got}, expected {expected}");
+        };
+        near(1, 3.0 / 8.0);
+        near(2, 1.0 - (5.0 * 4.0) / (8.0 * 7.0)); // 1 - C(5, 2) / C(8, 2)
+        near(4, 1.0 - 5.0 / 70.0); // 1 - C(5, 4) / C(8, 4)
+        near(8, 1.0);
+        assert_eq!(pass_at_k(&group(&[Some(1.0), None]), 2), None);
+    }
+
+    #[test]
+    fn an_outcome_counts_samples_problems_and_standard_errors() {
+        let groups = [group(&[Some(1.0), Some(0.0)]), group(&[Some(1.0), Some(1.0)]), group(&[None, Some(0.0)])];
+        let outcome = Outcome::of(&groups, &SingleRank::default()).unwrap();
+        assert_eq!((outcome.reward.count, outcome.reward.sum), (5.0, 3.0));
+        assert_eq!(outcome.problems.count, 3.0);
+        let estimate = Estimate::of(&outcome.problems);
+        assert!((estimate.mean - 0.5).abs() < 1e-12 && (estimate.standard_error - 0.5 / 3f64.sqrt()).abs() < 1e-12);
+        assert_eq!(outcome.metrics(&["answer".to_owned()])["eval_rewards/answer/mean"], 0.6);
+        assert_eq!(outcome.pass.iter().map(|(k, stats)| (*k, stats.count)).collect::<Vec<_>>(), [(1, 3.0), (2, 2.0)]);
+    }
+}

@@ -47,7 +47,7 @@ impl Report {
         Self {
             time_s: seconds(SystemTime::now()),
             rank,
-            phase: phase::current().name().to_owned(),
+            phase: phase::at_failure().name().to_owned(),
             step: phase::step(),
             code: error.exit_code(),
             message: error.to_string(),

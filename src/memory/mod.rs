@@ -6,9 +6,11 @@
 
 mod arena;
 mod cpu;
+mod host;
 mod host_pool;
 mod ledger;
 
 pub use arena::Arena;
+pub use host::available_host_bytes;
 pub use host_pool::HostPool;
 pub use ledger::{Ledger, Place};

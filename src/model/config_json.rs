@@ -37,6 +37,14 @@ impl ModelSpec {
         Ok(spec)
     }
 
+    /// Reads one `config.json`, as [`ModelSpec::from_folder`] does.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn from_config_json(path: impl AsRef<Path>) -> Result<Self> {
+        parse(&Config::read(path.as_ref().to_owned())?)
+    }
+
     /// `config.json`, readable by transformers 4 and 5.
     pub fn to_config_json(&self) -> Value {
         let (architecture, model_type) = names(self.family);

@@ -7,7 +7,7 @@ use crate::ops::head::{self, HeadSaved};
 use crate::ops::rms_norm;
 
 /// Most logits that exist at once.
-const CHUNK_LOGITS: usize = 1 << 25;
+pub const CHUNK_LOGITS: usize = 1 << 25;
 
 /// Which rows of the last block's output are scored, against which tokens, at which temperature.
 #[derive(Debug, Clone, Copy)]

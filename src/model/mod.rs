@@ -27,7 +27,7 @@ mod views;
 
 pub use block::{Attention, BlockContext, PackedAttention, SavedBlock, attention_scale, block_backward, block_forward};
 pub use files::{WeightFiles, WeightWriter};
-pub use head::{SavedHead, Scored, Scoring, head_backward, head_forward};
+pub use head::{CHUNK_LOGITS as HEAD_CHUNK_LOGITS, SavedHead, Scored, Scoring, head_backward, head_forward};
 pub use init::{copy_tokenizer, init_folder, init_unit};
 pub use params::{ALIGNMENT, Param, ParamName, ParamTable, Unit, UnitLayout};
 pub use preset::PRESETS;

@@ -5,6 +5,7 @@ use tch::Tensor;
 
 use super::params::{ParamName, UnitLayout};
 use super::spec::ModelSpec;
+use crate::error::{Error, Result};
 
 /// A block's parameters. Shapes are those of the whole block; a tensor-parallel slice has its share of H, Hkv and F.
 #[derive(Debug)]
@@ -79,6 +80,33 @@ impl BlockParams {
             gate_up: part(&self.gate_up, 0, tp_rank, tp_size),
             down: part(&self.down, 1, tp_rank, tp_size),
         }
+    }
+
+    /// The same parameters with every tensor replaced by `f` of it, in a fixed order.
+    ///
+    /// # Errors
+    /// The first error of `f`.
+    pub fn try_map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(Self {
+            input_norm: f(&self.input_norm)?,
+            qkv: match &self.qkv {
+                Qkv::Grouped { weight, bias } => {
+                    Qkv::Grouped { weight: f(weight)?, bias: bias.as_ref().map(&mut *f).transpose()? }
+                }
+                Qkv::Split { q, kv } => {
+                    let mut pair = |(weight, bias): &(Tensor, Option<Tensor>)| {
+                        Ok::<_, Error>((f(weight)?, bias.as_ref().map(&mut *f).transpose()?))
+                    };
+                    Qkv::Split { q: pair(q)?, kv: pair(kv)? }
+                }
+            },
+            q_norm: self.q_norm.as_ref().map(&mut *f).transpose()?,
+            k_norm: self.k_norm.as_ref().map(&mut *f).transpose()?,
+            o: f(&self.o)?,
+            post_norm: f(&self.post_norm)?,
+            gate_up: f(&self.gate_up)?,
+            down: f(&self.down)?,
+        })
     }
 }
 

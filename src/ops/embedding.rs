@@ -10,6 +10,18 @@ pub fn forward(
     table.index_select(0, ids) // [T, D]
 }
 
+/// The same where `table` holds the rows from `first_row` on alone: zeros for ids outside of it, so that the sum over the
+/// ranks that share a table is the whole table's row.
+pub fn forward_shard(
+    ids: &Tensor,   // [T] i64
+    table: &Tensor, // [rows, D]
+    first_row: i64,
+) -> Tensor {
+    let local = ids - first_row;
+    let inside = local.ge(0).logical_and(&local.lt(table.size()[0])).unsqueeze(1); // [T, 1]
+    forward(&local.clamp(0, table.size()[0] - 1), table) * inside // [T, D]
+}
+
 /// dtable[ids[t]] += dy[t], summed in token order.
 pub fn accumulate(
     dy: &Tensor,         // [T, D]
@@ -24,6 +36,13 @@ pub fn accumulate(
 mod tests {
     use super::*;
     use crate::ops::testing::{assert_close, leaf, rand};
+
+    #[test]
+    fn shards_sum_to_the_whole_table() {
+        let (table, ids) = (rand(&[7, 4]), Tensor::from_slice(&[0i64, 6, 3, 4, 2]));
+        let shards = [(0, 3), (3, 4)].map(|(first, rows)| forward_shard(&ids, &table.narrow(0, first, rows), first));
+        assert_eq!(&shards[0] + &shards[1], forward(&ids, &table));
+    }
 
     #[test]
     fn matches_autograd_with_repeated_ids() {

@@ -1,1 +1,209 @@
-//! MemoryPlan: bytes of every class in every phase, known before launch.
+//! MemoryPlan: bytes of every class in every phase, from the formulas that train, rollout and colocate export, known before
+//! anything is allocated. Activations are estimated; everything else is exact.
+
+use std::fmt;
+
+use tch::Kind;
+
+use crate::config::{Config, GradientCheckpointing, OptimizerResidency};
+use crate::error::{Error, Result};
+use crate::model::{HEAD_CHUNK_LOGITS, ModelSpec, ParamTable};
+use crate::rollout::kv_block_bytes;
+use crate::torch::accumulation_kind;
+use crate::train::{ReferenceBytes, TrainBytes};
+
+/// Share of free memory that the KV cache takes at most where its size is left to the plan.
+const MAX_KV_SHARE: f64 = 0.5;
+
+/// Bytes of one class on one rank.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct ClassBytes {
+    /// What it is.
+    pub class: &'static str,
+    /// While training.
+    pub train_bytes: usize,
+    /// While generating.
+    pub rollout_bytes: usize,
+    /// On the host during rollout.
+    pub host_bytes: usize,
+}
+
+/// What a run will hold on each rank.
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
+pub struct MemoryPlan {
+    /// By class.
+    pub classes: Vec<ClassBytes>,
+    /// Where optimizer state lives during rollout: `resident` or `swap`.
+    pub optimizer: OptimizerResidency,
+    /// Size of the KV cache on each rank.
+    pub kv_cache_bytes: usize,
+    /// KV blocks on each rank.
+    pub num_kv_blocks: usize,
+    /// Tokens per KV block.
+    pub kv_block_size: usize,
+    /// Longest prompt and completion together.
+    pub max_model_length: usize,
+    /// Memory that this rank may use.
+    pub available_bytes: usize,
+}
+
+/// What the plan needs to know of a run beside its configuration.
+#[derive(Debug, Clone, Copy)]
+pub struct PlanInput<'a> {
+    /// The run.
+    pub config: &'a Config,
+    /// The layout of its weights, for its shard group.
+    pub table: &'a ParamTable,
+    /// Type of weights and activations.
+    pub kind: Kind,
+    /// Bytes of the engine's gathered weight slices; 0 where it reads in place.
+    pub engine_weight_bytes: usize,
+    /// Memory that this rank may use.
+    pub available_bytes: usize,
+}
+
+impl MemoryPlan {
+    /// Adds up the classes, picks the residency and sizes the KV cache.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] for a run that cannot fit, with the smallest change that would help.
+    pub fn new(input: &PlanInput<'_>) -> Result<Self> {
+        let PlanInput { config, table, kind, .. } = *input;
+        let spec = &table.spec;
+        let train = TrainBytes::new(table, config.zero.stage, kind);
+        let reference = (config.beta > 0.0).then(|| ReferenceBytes::new(table, kind));
+        let optimizer = match config.residency.optimizer {
+            // On a CPU the host pool is the same memory: moving state there frees nothing.
+            OptimizerResidency::Auto => OptimizerResidency::Resident,
+            chosen => chosen,
+        };
+        let swapped = if optimizer == OptimizerResidency::Swap { train.optimizer } else { 0 };
+        let class = |class, train_bytes, rollout_bytes, host_bytes| ClassBytes {
+            class,
+            train_bytes,
+            rollout_bytes,
+            host_bytes,
+        };
+        let mut classes = vec![
+            class("policy weights", train.weights + train.gathered, train.weights, 0),
+            class("master weights, Adam m and v", train.optimizer, train.optimizer - swapped, swapped),
+            class("gradients", train.gradients + train.gradient_scratch, 0, 0),
+            class("activations (estimate)", activation_bytes(config, spec, kind), 0, 0),
+        ];
+        classes.extend(
+            reference.map(|bytes| class("reference weights", bytes.weights + bytes.gathered, bytes.weights, 0)),
+        );
+        if input.engine_weight_bytes > 0 {
+            classes.push(class("engine weights (gathered slices)", 0, input.engine_weight_bytes, 0));
+        }
+        let mut plan = Self {
+            classes,
+            optimizer,
+            kv_cache_bytes: 0,
+            num_kv_blocks: 0,
+            kv_block_size: config.kv_block_size,
+            max_model_length: config.max_model_length.unwrap_or(spec.max_position_embeddings),
+            available_bytes: input.available_bytes,
+        };
+        plan.size_kv_cache(config, spec, kind)?;
+        plan.check(config)?;
+        Ok(plan)
+    }
+
+    /// The largest sum over the phases, host memory included: on a CPU it is one memory.
+    pub fn peak_bytes(&self) -> usize {
+        let sum = |bytes: fn(&ClassBytes) -> usize| self.classes.iter().map(bytes).sum::<usize>();
+        sum(|class| class.host_bytes) + sum(|class| class.train_bytes).max(sum(|class| class.rollout_bytes))
+    }
+
+    /// As many blocks as all sequences at their longest can use, within the share of what the rest leaves; or what the
+    /// configuration says.
+    fn size_kv_cache(&mut self, config: &Config, spec: &ModelSpec, kind: Kind) -> Result<()> {
+        let block_bytes = kv_block_bytes(spec, config.tensor_parallel_size, config.kv_block_size, kind);
+        let free = self.available_bytes.saturating_sub(self.peak_bytes()) as f64;
+        let longest_blocks = self.max_model_length.div_ceil(config.kv_block_size);
+        let useful = config.max_num_seqs * longest_blocks * block_bytes;
+        let affordable = (free * MAX_KV_SHARE * config.gpu_memory_utilization) as usize;
+        let bytes = config.kv_cache_bytes.unwrap_or(useful.min(affordable));
+        self.num_kv_blocks = bytes / block_bytes;
+        self.kv_cache_bytes = self.num_kv_blocks * block_bytes;
+        if self.num_kv_blocks < longest_blocks {
+            return Err(Error::invalid_value(
+                "kv_cache_bytes",
+                bytes,
+                format!(
+                    "at least {} bytes: {longest_blocks} blocks of {} tokens for one sequence of max_model_length {}",
+                    longest_blocks * block_bytes,
+                    config.kv_block_size,
+                    self.max_model_length
+                ),
+            ));
+        }
+        let class = "KV cache";
+        self.classes.push(ClassBytes { class, train_bytes: 0, rollout_bytes: self.kv_cache_bytes, host_bytes: 0 });
+        Ok(())
+    }
+
+    fn check(&self, config: &Config) -> Result<()> {
+        let peak = self.peak_bytes();
+        if peak <= self.available_bytes {
+            return Ok(());
+        }
+        let change = match config.zero.stage {
+            0..=2 => format!("raise zero.stage from {} to {}", config.zero.stage, config.zero.stage + 1),
+            _ => "lower max_tokens_per_micro_batch or kv_cache_bytes".to_owned(),
+        };
+        Err(Error::Environment {
+            message: format!(
+                "this run needs {} per rank and {} are available; {change}, or use a smaller model\n{self}",
+                human(peak),
+                human(self.available_bytes)
+            ),
+        })
+    }
+}
+
+impl fmt::Display for MemoryPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{:<34} {:>11} {:>11} {:>11}", "per rank", "train", "rollout", "host")?;
+        for class in &self.classes {
+            let [train, rollout, host] = [class.train_bytes, class.rollout_bytes, class.host_bytes].map(human);
+            writeln!(f, "{:<34} {train:>11} {rollout:>11} {host:>11}", class.class)?;
+        }
+        let sum = |bytes: fn(&ClassBytes) -> usize| human(self.classes.iter().map(bytes).sum());
+        let (train, rollout) = (sum(|class| class.train_bytes), sum(|class| class.rollout_bytes));
+        writeln!(f, "{:<34} {train:>11} {rollout:>11} {:>11}", "sum", sum(|class| class.host_bytes))?;
+        writeln!(f, "peak {} of {} available", human(self.peak_bytes()), human(self.available_bytes))?;
+        writeln!(f, "optimizer state: {}", self.optimizer.name())?;
+        write!(f, "# KV blocks: {} x {} tokens", self.num_kv_blocks, self.kv_block_size)
+    }
+}
+
+/// What one micro-batch's forward keeps for backward, in the kind of the network: the block's input, and without
+/// recomputation the outputs of norms, projections, attention and MLP too; beside it one chunk of logits.
+fn activation_bytes(config: &Config, spec: &ModelSpec, kind: Kind) -> usize {
+    let tokens = config.max_tokens_per_micro_batch;
+    let (hidden, width) = (spec.hidden_size, spec.head_dim * spec.num_heads);
+    let qkv = spec.head_dim * (spec.num_heads + 2 * spec.num_kv_heads);
+    let inside = 2 * hidden + qkv + width + 3 * spec.intermediate_size;
+    let per_block = match config.gradient_checkpointing {
+        GradientCheckpointing::None => hidden + inside,
+        GradientCheckpointing::Selective => hidden + width,
+        GradientCheckpointing::Full => hidden,
+    };
+    let kept = spec.num_layers * per_block + inside;
+    let logits = 2 * HEAD_CHUNK_LOGITS.min(tokens * spec.vocab_size);
+    tokens * kept * kind.elt_size_in_bytes() + logits * accumulation_kind(kind).elt_size_in_bytes()
+}
+
+/// Bytes in the largest unit that leaves a number of at least 1.
+pub fn human(bytes: usize) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = bytes as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < units.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{bytes} B") } else { format!("{value:.1} {}", units[unit]) }
+}

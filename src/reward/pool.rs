@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::worker::{RewardFailures, Shared, State};
 use super::{RewardFunction, builtin, reads_answer};
-use crate::config::Config;
+use crate::config::{Config, RewardConfig};
 use crate::error::{Error, Result};
 use crate::phase;
 use crate::types::RolloutGroup;
@@ -38,14 +38,27 @@ impl RewardPool {
 
     /// The same, where `reward_funcs` may also name `functions`, which win over built-in ones.
     pub fn with_functions(config: &Config, functions: &[(&str, RewardFunction)]) -> Result<Self> {
-        let (names, weights) = (&config.reward_funcs, &config.reward_weights);
+        Self::build(&config.reward, &config.reward_funcs, &config.reward_weights, functions)
+    }
+
+    /// One built-in reward with weight 1, for evaluation.
+    pub fn single(name: &str, settings: &RewardConfig) -> Result<Self> {
+        Self::build(settings, &[name.to_owned()], &[], &[])
+    }
+
+    fn build(
+        settings: &RewardConfig,
+        names: &[String],
+        weights: &[f64],
+        functions: &[(&str, RewardFunction)],
+    ) -> Result<Self> {
         let is_custom = |name: &String| functions.iter().find(|(known, _)| known == name);
         let find = |name: &String| match is_custom(name) {
             Some((_, function)) => Ok((name.clone(), Arc::clone(function))),
-            None => Ok((name.clone(), builtin(name, &config.reward)?)),
+            None => Ok((name.clone(), builtin(name, settings)?)),
         };
         let required_columns = match names.iter().any(|name| is_custom(name).is_none() && reads_answer(name)) {
-            true => vec![config.reward.answer_column.clone()],
+            true => vec![settings.answer_column.clone()],
             false => Vec::new(),
         };
         let functions: Vec<_> = names.iter().map(find).collect::<Result<_>>()?;
@@ -54,9 +67,9 @@ impl RewardPool {
             return Err(Error::invalid_value("reward_weights", format!("{weights:?}"), expected));
         }
         let weights = if weights.is_empty() { vec![1.0; names.len()] } else { weights.to_vec() };
-        let timeout = Duration::from_secs_f64(config.reward.timeout_s);
+        let timeout = Duration::from_secs_f64(settings.timeout_s);
         let shared = Shared { functions, timeout, state: Mutex::new(State::default()), changed: Condvar::new() };
-        let (names, num_threads) = (names.clone(), config.reward.num_threads);
+        let (names, num_threads) = (names.to_vec(), settings.num_threads);
         Ok(Self { names, weights, required_columns, num_threads, shared: Arc::new(shared) })
     }
 

@@ -1,12 +1,12 @@
 //! One step through the network: from token ids to logits.
 
-use tch::{Kind, no_grad};
+use tch::{Kind, Tensor, no_grad};
 
 use super::attention::PagedAttention;
 use super::batch::Batch;
 use super::kv_cache::KvCache;
 use super::weights::EngineWeights;
-use crate::dist::Collective;
+use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
 use crate::model::{BlockContext, ModelSpec, block_forward};
 use crate::ops::rope::Rope;
@@ -30,7 +30,7 @@ impl Runner<'_> {
         no_grad(|| {
             let (_, num_kv_heads) = self.spec.tp_heads(self.tp.size());
             let mut attention = PagedAttention::new(self.kv_cache, batch, self.spec, num_kv_heads);
-            let mut x = embedding::forward(&batch.token_ids, &self.weights.embedding); // [T, D]
+            let mut x = self.embed(&batch.token_ids)?; // [T, D]
             let rope = self.rope.rows(&batch.positions, x.kind());
             let context = BlockContext { spec: self.spec, rope: &rope, tp: Some(self.tp) };
             for (layer, block) in self.weights.blocks.iter().enumerate() {
@@ -41,5 +41,17 @@ impl Runner<'_> {
             let logits = linear::forward(&rows, &self.weights.lm_head, None).to_kind(Kind::Float);
             torch::f32_vec(&logits)
         })
+    }
+
+    /// Rows of the whole table, or the sum over the group of what each rank's rows give. [T] -> [T, D]
+    fn embed(&self, token_ids: &Tensor) -> Result<Tensor> {
+        let table = &self.weights.embedding;
+        if table.size()[0] == self.spec.vocab_size as i64 {
+            return Ok(embedding::forward(token_ids, table));
+        }
+        let first_row = self.spec.vocab_range(self.tp.rank(), self.tp.size()).start as i64;
+        let mut rows = embedding::forward_shard(token_ids, table, first_row);
+        self.tp.all_reduce(&mut rows, ReduceOp::Sum)?;
+        Ok(rows)
     }
 }

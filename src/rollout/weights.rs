@@ -10,8 +10,8 @@ use crate::model::{BlockParams, EmbeddingParams, HeadParams, ModelSpec};
 /// One tensor-parallel rank's weights, borrowed from the policy for as long as the engine is awake.
 #[derive(Debug)]
 pub struct EngineWeights<'a> {
-    /// The whole embedding table; it is looked up unsplit.
-    pub embedding: Tensor, // [V, D]
+    /// The whole embedding table, looked up unsplit; or this rank's vocabulary rows, whose lookups are summed over the group.
+    pub embedding: Tensor, // [V or V of this rank, D]
     /// This rank's slices.
     pub blocks: Vec<BlockParams>,
     /// Norm before the head.
@@ -57,7 +57,8 @@ impl EngineWeights<'_> {
         }
         let (vocab, hidden) = (spec.vocab_size as i64, spec.hidden_size as i64);
         let rows = spec.vocab_range(tp_rank, tp_size).len() as i64;
-        let expected = (spec.num_layers, vec![vocab, hidden], vec![rows, hidden]);
+        let embedding_rows = if self.embedding.size()[0] == rows { rows } else { vocab };
+        let expected = (spec.num_layers, vec![embedding_rows, hidden], vec![rows, hidden]);
         let got = (self.blocks.len(), self.embedding.size(), self.lm_head.size());
         if got != expected {
             return Err(Error::InvalidArgument {

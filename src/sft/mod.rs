@@ -1,1 +1,224 @@
-//! Supervised warm-up through the same trainer.
+//! Supervised fine-tuning on prompt/completion rows, through the trainer's policy: the warm-up before GRPO.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::checkpoint;
+use crate::config::{self, Dtype, SftConfig};
+use crate::data::{PromptSampler, SftDataset, SftExample, Tokenizer};
+use crate::dist::{Mesh, ReduceOp, World, all_reduce_f64};
+use crate::error::{Error, Result};
+use crate::metrics::{MetricValues, MetricsWriter, Progress, write_report, write_run_config};
+use crate::model::{ModelSpec, ParamTable, WeightFiles};
+use crate::phase::{self, Phase};
+use crate::train::{
+    AdamOptions, MicroBatch, NetworkOptions, Policy, PolicyOptions, Schedule, Sequence, TokenGradients, learning_rate,
+    pack, pad_to_agreed_count,
+};
+
+/// A supervised run on this rank.
+#[derive(Debug)]
+pub struct Sft {
+    config: SftConfig,
+    world: Arc<World>,
+    mesh: Mesh,
+    policy: Policy,
+    examples: Vec<SftExample>,
+    eval_examples: Vec<SftExample>,
+    sampler: PromptSampler,
+    schedule: Schedule,
+    device: Device,
+}
+
+/// What a supervised run reached.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SftSummary {
+    /// Mean negative log-likelihood of a completion token in the last update, in nats.
+    pub loss: f64,
+    /// The same on the held-out rows, if there are any.
+    pub eval_loss: Option<f64>,
+    /// The final model's folder.
+    pub model_dir: PathBuf,
+}
+
+impl Sft {
+    /// Loads model and rows; collective over the world.
+    pub fn new(config: SftConfig, world: Arc<World>) -> Result<Self> {
+        let loaded = phase::scope(Phase::Load, || Self::load(config, world.clone()));
+        world.agree(loaded)
+    }
+
+    fn load(config: SftConfig, world: Arc<World>) -> Result<Self> {
+        if config.device == config::Device::Cuda {
+            let message = "device = cuda: this version trains on the CPU backend; set device = cpu".to_owned();
+            return Err(Error::Environment { message });
+        }
+        let device = Device::Cpu;
+        let kind = if config.dtype == Dtype::Bfloat16 { Kind::BFloat16 } else { Kind::Float };
+        let folder = &config.model_name_or_path;
+        let spec = Arc::new(ModelSpec::from_folder(folder)?);
+        let tokenizer = Tokenizer::from_folder(folder)?;
+        tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
+        let read =
+            |path: &PathBuf| SftDataset::from_jsonl(path, &tokenizer, config.max_length).map(|rows| rows.examples);
+        let examples = read(&config.train_file)?;
+        let eval_examples = config.eval_file.as_ref().map(read).transpose()?.unwrap_or_default();
+        let mesh = world.mesh(1, config.zero.shard_group_size.unwrap_or(world.size()))?;
+        let table = Arc::new(ParamTable::new(spec.clone(), mesh.shard.size()));
+        let files = WeightFiles::open(folder, spec)?;
+        let options = PolicyOptions {
+            stage: config.zero.stage,
+            network: NetworkOptions { kind, device },
+            gradient_checkpointing: config.gradient_checkpointing,
+            adam: AdamOptions {
+                beta1: config.adam_beta1,
+                beta2: config.adam_beta2,
+                eps: config.adam_epsilon,
+                weight_decay: config.weight_decay,
+            },
+        };
+        let policy = Policy::new(table, &mesh, options, &|layout| files.read_unit(layout, Kind::Float))?;
+        let sampler = PromptSampler::new(examples.len(), config.seed, config.shuffle_dataset);
+        let rows_per_update = config.per_device_train_batch_size * config.gradient_accumulation_steps * world.size();
+        let epochs = config.num_train_epochs * examples.len() as f64 / rows_per_update as f64;
+        let schedule = Schedule {
+            kind: config.lr_scheduler_type,
+            peak: config.learning_rate,
+            warmup_steps: config.warmup_steps,
+            total_steps: config.max_steps.unwrap_or(epochs.ceil() as usize),
+        };
+        Ok(Self { config, world, mesh, policy, examples, eval_examples, sampler, schedule, device })
+    }
+
+    /// Trains to the end, writes metrics and the final model; collective over the world.
+    pub fn run(&mut self) -> Result<SftSummary> {
+        let total = self.schedule.total_steps as u64;
+        let mut log = Log::new(&self.config, &self.world, total)?;
+        let mut loss = f64::NAN;
+        for step in 0..total {
+            phase::set_step(step);
+            let lr = learning_rate(&self.schedule, step);
+            let (step_loss, outcome) = self.step(lr)?;
+            loss = step_loss;
+            log.step(step + 1, &[("loss", loss), ("grad_norm", outcome), ("learning_rate", lr)]);
+            if phase::stop_requested() {
+                return Err(Error::Preempted { step: step + 1 });
+            }
+        }
+        let eval_loss = if self.eval_examples.is_empty() { None } else { Some(self.evaluate()?) };
+        let model_dir = self.config.output_dir.join("final");
+        checkpoint::export(&model_dir, &self.config.model_name_or_path, &self.world, &self.policy)?;
+        log.finish(total, eval_loss)?;
+        Ok(SftSummary { loss, eval_loss, model_dir })
+    }
+
+    /// One update; returns its loss and gradient norm.
+    fn step(&mut self, lr: f64) -> Result<(f64, f64)> {
+        let per_rank = self.config.per_device_train_batch_size * self.config.gradient_accumulation_steps;
+        let rows = self.sampler.next_batch(per_rank * self.world.size())?;
+        let own = &rows[self.world.rank() * per_rank..][..per_rank];
+        let sequences: Vec<Sequence> = own.iter().map(|&row| sequence(&self.examples[row])).collect();
+        let (micro_batches, num_tokens) = self.micro_batches(&sequences)?;
+        let mut nll = 0.0;
+        phase::scope(Phase::ForwardBackward, || {
+            for micro_batch in &micro_batches {
+                self.policy.forward_backward(micro_batch, 1.0, &mut |scores| {
+                    nll -= scores.logprobs.sum(Kind::Double).double_value(&[]);
+                    let dlogprobs = Tensor::full_like(&scores.logprobs, -1.0 / num_tokens);
+                    Ok(TokenGradients { dlogprobs, dentropy: None })
+                })?;
+            }
+            Ok(())
+        })?;
+        let outcome = phase::scope(Phase::Optimizer, || self.policy.optimizer_step(lr, self.config.max_grad_norm))?;
+        Ok((self.mean(nll, num_tokens)?, outcome.grad_norm))
+    }
+
+    /// Mean negative log-likelihood of a held-out completion token, in nats.
+    fn evaluate(&mut self) -> Result<f64> {
+        let (rank, size) = (self.world.rank(), self.world.size());
+        let own = self.eval_examples.iter().skip(rank).step_by(size);
+        let sequences: Vec<Sequence> = own.map(sequence).collect();
+        let (micro_batches, num_tokens) = self.micro_batches(&sequences)?;
+        let mut nll = 0.0;
+        for micro_batch in &micro_batches {
+            nll -= self.policy.forward_logprobs(micro_batch, 1.0)?.logprobs.sum(Kind::Double).double_value(&[]);
+        }
+        self.mean(nll, num_tokens)
+    }
+
+    /// The same number of micro-batches on every rank, and the completion tokens of all ranks.
+    fn micro_batches(&self, sequences: &[Sequence]) -> Result<(Vec<MicroBatch>, f64)> {
+        let mut micro_batches = pack(sequences, self.config.max_tokens_per_micro_batch, self.device)?;
+        pad_to_agreed_count(&mut micro_batches, &*self.mesh.world)?;
+        let mut num_tokens = [sequences.iter().map(Sequence::completion_len).sum::<usize>() as f64];
+        all_reduce_f64(&*self.mesh.world, &mut num_tokens, ReduceOp::Sum)?;
+        Ok((micro_batches, num_tokens[0]))
+    }
+
+    fn mean(&self, own_sum: f64, count: f64) -> Result<f64> {
+        let mut sum = [own_sum];
+        all_reduce_f64(&*self.mesh.world, &mut sum, ReduceOp::Sum)?;
+        Ok(sum[0] / count)
+    }
+}
+
+fn sequence(example: &SftExample) -> Sequence {
+    Sequence {
+        token_ids: example.token_ids.clone(),
+        prompt_len: example.prompt_len,
+        advantage: 0.0,
+        masked: false,
+        rollout_logprobs: None,
+        old_logprobs: None,
+        ref_logprobs: None,
+    }
+}
+
+/// What the first rank writes and shows.
+#[derive(Debug)]
+struct Log {
+    output_dir: PathBuf,
+    writer: Option<MetricsWriter>,
+    display: Progress,
+    logging_steps: u64,
+    last: Instant,
+}
+
+impl Log {
+    fn new(config: &SftConfig, world: &World, total: u64) -> Result<Self> {
+        let is_first = world.rank() == 0;
+        if is_first {
+            write_run_config(&config.output_dir, config)?;
+        }
+        Ok(Self {
+            output_dir: config.output_dir.clone(),
+            writer: if is_first { Some(MetricsWriter::new(&config.output_dir, None)?) } else { None },
+            display: Progress::new(total, 0, is_first),
+            logging_steps: config.logging_steps as u64,
+            last: Instant::now(),
+        })
+    }
+
+    fn step(&mut self, step: u64, numbers: &[(&str, f64)]) {
+        let mut values: MetricValues = numbers.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect();
+        values.insert("step_time".into(), self.last.elapsed().as_secs_f64());
+        self.last = Instant::now();
+        self.display.finish_step(step, &values);
+        if let Some(writer) = self.writer.as_mut().filter(|_| step % self.logging_steps == 0) {
+            writer.write(step, &values);
+        }
+    }
+
+    fn finish(&mut self, step: u64, eval_loss: Option<f64>) -> Result<()> {
+        self.display.finish();
+        let Some(writer) = &mut self.writer else { return Ok(()) };
+        if let Some(loss) = eval_loss {
+            writer.write(step, &MetricValues::from([("eval_loss".to_owned(), loss)]));
+        }
+        write_report(&self.output_dir).map(drop)
+    }
+}

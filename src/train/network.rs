@@ -59,6 +59,10 @@ impl Network {
         Self { weights, rope, options }
     }
 
+    pub(crate) fn kind(&self) -> Kind {
+        self.options.kind
+    }
+
     /// Scores without gradients (collective where weights are sharded).
     pub(crate) fn score(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
         let mut pass = Pass::new(self, micro_batch, temperature);

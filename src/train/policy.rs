@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::gradients::Gradients;
 use super::network::{Network, NetworkOptions, Scores, TokenGradients};
@@ -96,6 +96,11 @@ impl Policy {
     /// Steps skipped since this policy was made, for gradients that were not finite.
     pub fn num_skipped(&self) -> u64 {
         self.num_skipped
+    }
+
+    /// Kind of the weights.
+    pub fn kind(&self) -> Kind {
+        self.network.kind()
     }
 
     /// The layout of the weights.

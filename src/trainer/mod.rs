@@ -1,1 +1,257 @@
-//! The GRPO trainer: one step on one screen.
+//! The GRPO trainer. [`Trainer::train_step`] is one step on one screen; `setup` loads, `output` writes, `records` turns
+//! groups into sequences and metrics.
+
+mod output;
+mod records;
+mod setup;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use tch::Device;
+
+use crate::checkpoint::{self, CheckpointOptions, TrainerState};
+use crate::colocate::{Colocated, UpdateOptions};
+use crate::config::{BatchPlan, Config, ScaleRewards};
+use crate::data::{Dataset, PromptSampler};
+use crate::dist::{ReduceOp, World, all_reduce_f64};
+use crate::error::{Error, Result};
+use crate::eval;
+use crate::grpo::{self, AdvantageStats, BatchStats, LossConfig};
+use crate::metrics::StepMetrics;
+use crate::phase::{self, Phase};
+use crate::reward::{RewardFunction, RewardPool};
+use crate::train::{Schedule, Sequence};
+use crate::types::{Prompt, RolloutGroup, SamplingParams};
+
+use output::Output;
+pub use setup::Preflight;
+
+/// A GRPO run on this rank.
+#[derive(Debug)]
+pub struct Trainer {
+    config: Config,
+    world: Arc<World>,
+    batch: BatchPlan,
+    colocated: Colocated,
+    rewards: RewardPool,
+    dataset: Dataset,
+    sampler: PromptSampler,
+    eval_set: Option<Dataset>,
+    schedule: Schedule,
+    output: Output,
+    progress: Progress,
+}
+
+/// How far the run is.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+struct Progress {
+    /// Optimizer updates made or skipped.
+    global_step: u64,
+    /// Generation batches sampled.
+    generation_step: u64,
+    /// Tokens trained on, over all ranks.
+    num_tokens: u64,
+}
+
+/// What a finished run reached.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RunSummary {
+    /// Mean reward on the held-out rows before training.
+    pub eval_reward_before: Option<f64>,
+    /// The same after training.
+    pub eval_reward_after: Option<f64>,
+    /// The final model's folder.
+    pub model_dir: PathBuf,
+    /// The report, where one was written (rank 0).
+    pub report: Option<PathBuf>,
+}
+
+impl Trainer {
+    /// Loads model, data and tokenizer, and resumes where the configuration says so; collective over the world.
+    ///
+    /// # Errors
+    /// Whatever is wrong with configuration, files or memory, before anything is trained.
+    pub fn new(config: Config, world: Arc<World>) -> Result<Self> {
+        Self::with_rewards(config, world, &[])
+    }
+
+    /// The same, where `reward_funcs` may also name the caller's own functions.
+    pub fn with_rewards(config: Config, world: Arc<World>, functions: &[(&str, RewardFunction)]) -> Result<Self> {
+        let checkpoint = setup::find_checkpoint(&config, &world)?;
+        let loaded = phase::scope(Phase::Load, || setup::load(config, functions, world.clone(), checkpoint));
+        world.agree(loaded)
+    }
+
+    /// Trains to the end: evaluates, saves and reports as configured; collective over the world.
+    ///
+    /// # Errors
+    /// [`Error::Preempted`] after a save if a stop was asked for; else the first failure of any rank.
+    pub fn run(&mut self) -> Result<RunSummary> {
+        let eval_reward_before = self.evaluate()?;
+        let mut eval_reward_after = eval_reward_before;
+        while self.progress.global_step < self.schedule.total_steps as u64 {
+            let before = self.progress.global_step;
+            let metrics = self.train_step()?;
+            self.output.step(&metrics, self.progress.global_step, self.sampler.epochs(), self.progress.num_tokens)?;
+            let finished = self.progress.global_step >= self.schedule.total_steps as u64;
+            if finished || self.passed(self.config.eval_steps, before) {
+                eval_reward_after = self.evaluate()?;
+            }
+            if !finished && self.passed(self.config.save_steps, before) {
+                self.save()?;
+            }
+            self.stop_if_asked()?;
+        }
+        let model_dir = self.config.output_dir.join("final");
+        phase::scope(Phase::Checkpoint, || {
+            checkpoint::export(&model_dir, &self.config.model_name_or_path, &self.world, self.colocated.policy())
+        })?;
+        let report = self.output.finish()?;
+        Ok(RunSummary { eval_reward_before, eval_reward_after, model_dir, report })
+    }
+
+    /// One generation batch and its updates; collective over the world.
+    pub fn train_step(&mut self) -> Result<StepMetrics> {
+        phase::set_step(self.progress.generation_step);
+        let prompts = self.next_prompts()?;
+        let sampling = self.sampling();
+        let (rewards, output) = (&self.rewards, &self.output);
+        output.begin_phase("generate", prompts.len());
+        let mut groups = self.colocated.with_rollout(|rollout| {
+            rollout.generate(&prompts, &sampling, |done| {
+                rewards.submit(done); // scored while others generate
+                output.advance();
+            })
+        })?;
+        phase::scope(Phase::Reward, || self.rewards.wait(&mut groups))?;
+        let advantages = self.assign_advantages(&mut groups)?;
+        let mut sequences = records::sequences(&groups, self.config.mask_truncated_completions);
+        let outcome = self.colocated.update(&mut sequences, &self.update_options())?;
+        self.progress.global_step += outcome.num_updates;
+        self.progress.generation_step += 1;
+        self.progress.num_tokens += self.count_tokens(&sequences)?;
+        self.output.completions(&groups, self.progress.global_step)?;
+        Ok(records::step_metrics(&self.config, &groups, &advantages, &outcome))
+    }
+
+    /// This rank's share of the next prompts.
+    fn next_prompts(&mut self) -> Result<Vec<Prompt>> {
+        let all = self.sampler.next_batch(self.batch.num_prompts)?;
+        let first = self.world.rank() * self.batch.prompts_per_rank;
+        let own = &all[first..][..self.batch.prompts_per_rank];
+        Ok(own.iter().map(|&row| self.dataset.prompt(row).clone()).collect())
+    }
+
+    /// Tokens of a generation batch over all ranks.
+    fn count_tokens(&self, sequences: &[Sequence]) -> Result<u64> {
+        let own: usize = sequences.iter().map(|sequence| sequence.token_ids.len()).sum();
+        let mut total = [own as f64];
+        all_reduce_f64(&*self.world.group(), &mut total, ReduceOp::Sum)?;
+        Ok(total[0] as u64)
+    }
+
+    fn sampling(&self) -> SamplingParams {
+        SamplingParams {
+            num_generations: self.config.num_generations,
+            temperature: self.config.temperature,
+            top_p: self.config.top_p,
+            top_k: self.config.top_k,
+            min_p: self.config.min_p,
+            repetition_penalty: self.config.repetition_penalty,
+            max_completion_length: self.config.max_completion_length,
+            stop: self.config.stop.clone(),
+            seed: self.config.seed,
+            step: self.progress.generation_step,
+        }
+    }
+
+    fn assign_advantages(&self, groups: &mut [RolloutGroup]) -> Result<AdvantageStats> {
+        let mut sums = BatchStats::of_groups(groups).to_array();
+        if self.config.scale_rewards == ScaleRewards::Batch {
+            all_reduce_f64(&*self.world.group(), &mut sums, ReduceOp::Sum)?;
+        }
+        let batch = BatchStats::from_array(sums);
+        let mut stats = grpo::assign_advantages(groups, self.config.scale_rewards, Some(batch));
+        records::reduce_advantages(&mut stats, &*self.world.group())?;
+        Ok(stats)
+    }
+
+    fn update_options(&self) -> UpdateOptions {
+        UpdateOptions {
+            loss: LossConfig::from(&self.config),
+            temperature: f64::from(self.config.temperature),
+            num_iterations: self.config.num_iterations,
+            updates_per_generation: self.batch.updates_per_generation,
+            max_tokens_per_micro_batch: self.config.max_tokens_per_micro_batch,
+            schedule: self.schedule,
+            global_step: self.progress.global_step,
+            max_grad_norm: self.config.max_grad_norm,
+            device: Device::Cpu,
+        }
+    }
+
+    /// Mean reward on the held-out rows, if there are any.
+    fn evaluate(&mut self) -> Result<Option<f64>> {
+        let Some(eval_set) = &self.eval_set else { return Ok(None) };
+        let params = SamplingParams {
+            num_generations: self.config.eval_num_generations,
+            step: eval::SAMPLING_STEP,
+            ..self.sampling()
+        };
+        let prompts = eval::share_of(eval_set, &self.world);
+        let (colocated, rewards, output) = (&mut self.colocated, &mut self.rewards, &self.output);
+        output.begin_phase("evaluate", prompts.len());
+        let groups = phase::scope(Phase::Eval, || {
+            let mut groups = colocated.with_rollout(|rollout| {
+                rollout.generate(&prompts, &params, |done| {
+                    rewards.submit(done);
+                    output.advance();
+                })
+            })?;
+            rewards.wait(&mut groups)?;
+            Ok(groups)
+        })?;
+        let outcome = eval::Outcome::of(&groups, &*self.world.group())?;
+        let _ = phase::take_timings(); // not the next step's
+        let (step, epoch) = (self.progress.global_step, self.sampler.epochs());
+        self.output.evaluation(&outcome, &self.config.reward_funcs, step, epoch);
+        Ok(Some(outcome.reward.mean()))
+    }
+
+    fn save(&mut self) -> Result<PathBuf> {
+        let state = TrainerState {
+            global_step: self.progress.global_step,
+            num_updates: self.colocated.policy().num_updates(),
+            generation_step: self.progress.generation_step,
+            epoch: self.sampler.epochs(),
+            max_steps: self.schedule.total_steps as u64,
+            num_input_tokens_seen: self.progress.num_tokens,
+            sampler: self.sampler.state().clone(),
+            config: self.config.to_toml(),
+            log_history: self.output.history(),
+        };
+        let options = CheckpointOptions {
+            output_dir: self.config.output_dir.clone(),
+            tokenizer_dir: self.config.model_name_or_path.clone(),
+            save_total_limit: self.config.save_total_limit,
+        };
+        phase::scope(Phase::Checkpoint, || checkpoint::save(&options, &self.world, self.colocated.policy(), &state))
+    }
+
+    /// Saves and ends with [`Error::Preempted`] if any rank was asked to stop.
+    fn stop_if_asked(&mut self) -> Result<()> {
+        let mut asked = [f64::from(u8::from(phase::stop_requested()))];
+        all_reduce_f64(&*self.world.group(), &mut asked, ReduceOp::Max)?;
+        if asked[0] == 0.0 {
+            return Ok(());
+        }
+        self.save()?;
+        Err(Error::Preempted { step: self.progress.global_step })
+    }
+
+    /// Whether a multiple of `every` lies in (before, now].
+    fn passed(&self, every: Option<usize>, before: u64) -> bool {
+        every.is_some_and(|every| self.progress.global_step / every as u64 > before / every as u64)
+    }
+}

@@ -1,1 +1,150 @@
-//! .
+//! Holds the source to docs/architecture.md: imports go down the floors, `unsafe` stays at the edges, names stay honest.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+/// Floor of every room; a file may import rooms of lower floors only.
+const FLOORS: &[(u8, &[&str])] = &[
+    (0, &["error", "config", "types", "phase"]),
+    (1, &["torch", "cuda", "data", "reward"]),
+    (2, &["memory", "dist", "ops"]),
+    (3, &["model", "grpo", "metrics"]),
+    (4, &["rollout", "train"]),
+    (5, &["plan", "colocate", "checkpoint"]),
+    (6, &["trainer", "sft", "eval", "bench"]),
+    (7, &["launch", "cli"]),
+];
+
+/// Siblings on one floor that may see each other.
+const SIBLINGS: &[(&str, &str)] = &[("torch", "cuda"), ("colocate", "plan"), ("trainer", "eval"), ("cli", "launch")];
+
+/// Rooms and files that touch the outside and may therefore hold `unsafe`.
+const EDGES: &[&str] = &[
+    "torch/",
+    "cuda/",
+    "memory/",
+    "dist/",
+    "launch/",
+    "model/files",
+    "phase.rs",
+    // Holders of views into an arena.
+    "train/optimizer.rs",
+    "rollout/kv_cache.rs",
+    "colocate/weights.rs",
+];
+
+fn sources() -> Vec<(String, String)> {
+    fn walk(folder: &Path, found: &mut Vec<PathBuf>) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                walk(&path, found);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                found.push(path);
+            }
+        }
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut paths = Vec::new();
+    walk(&root, &mut paths);
+    paths.sort();
+    let name = |path: &Path| path.strip_prefix(&root).unwrap().display().to_string();
+    paths.iter().map(|path| (name(path), std::fs::read_to_string(path).unwrap())).collect()
+}
+
+fn floor(room: &str) -> Option<u8> {
+    FLOORS.iter().find(|(_, rooms)| rooms.contains(&room)).map(|(floor, _)| *floor)
+}
+
+fn room_of(file: &str) -> &str {
+    file.split('/').next().unwrap().trim_end_matches(".rs")
+}
+
+/// Rooms named by `crate::room` or `use crate::{room, ..}` outside of comments.
+fn imports(text: &str) -> BTreeSet<String> {
+    let code: String = text
+        .lines()
+        .filter(|line| !line.trim_start().starts_with("//"))
+        .flat_map(|line| [line.split(" // ").next().unwrap(), "\n"])
+        .collect();
+    let mut rooms = BTreeSet::new();
+    let single = regex::Regex::new(r"\bcrate::([a-z_]+)").unwrap();
+    rooms.extend(single.captures_iter(&code).map(|found| found[1].to_owned()));
+    let grouped = regex::Regex::new(r"\bcrate::\{([^;]*)\}").unwrap();
+    let head = regex::Regex::new(r"^\s*([a-z_]+)").unwrap();
+    for group in grouped.captures_iter(&code) {
+        let mut depth = 0;
+        let items = group[1].split(|c: char| {
+            depth += i32::from(c == '{') - i32::from(c == '}');
+            c == ',' && depth == 0
+        });
+        rooms.extend(items.filter_map(|item| Some(head.captures(item)?[1].to_owned())));
+    }
+    rooms
+}
+
+#[test]
+fn imports_go_down_the_floors() {
+    let mut wrong = Vec::new();
+    for (file, text) in sources() {
+        let room = room_of(&file);
+        if ["lib", "main"].contains(&room) {
+            continue;
+        }
+        let own = floor(room).unwrap_or_else(|| panic!("{file}: room '{room}' stands on no floor"));
+        for import in imports(&text) {
+            let Some(other) = floor(&import) else { continue };
+            let listed = SIBLINGS
+                .iter()
+                .any(|(a, b)| (room, import.as_str()) == (*a, *b) || (room, import.as_str()) == (*b, *a));
+            // Errors, types and phases see one another on floor 0.
+            if import != room && other >= own && !listed && own != 0 {
+                wrong.push(format!("{file} (floor {own}) imports {import} (floor {other})"));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "imports must go down:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn every_room_is_on_the_map() {
+    let map = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/lib.rs")).unwrap();
+    for (_, rooms) in FLOORS {
+        for room in *rooms {
+            assert!(map.contains(&format!("pub mod {room};")), "lib.rs does not declare {room}");
+            assert!(map.contains(&format!("[`{room}`]")), "the table in lib.rs does not show {room}");
+        }
+    }
+}
+
+#[test]
+fn unsafe_stays_at_the_edges() {
+    for (file, text) in sources() {
+        let touches = text.contains("allow(unsafe_code)");
+        assert!(!touches || EDGES.iter().any(|edge| file.starts_with(edge)), "{file} allows unsafe code");
+    }
+}
+
+#[test]
+fn files_stay_readable_and_finished() {
+    let mut lengths: Vec<(usize, String)> = Vec::new();
+    for (file, text) in sources() {
+        for word in ["todo!(", "unimplemented!(", "TODO", "FIXME", "XXX"] {
+            assert!(!text.contains(word), "{file} contains {word}");
+        }
+        assert!(!file.contains("utils"), "{file}: name what it does");
+        lengths.push((text.lines().count(), file));
+    }
+    lengths.sort();
+    let (longest, file) = lengths.last().unwrap();
+    assert!(*longest <= 700, "{file} has {longest} lines");
+    assert!(lengths[lengths.len() / 2].0 <= 260, "the median file has {} lines", lengths[lengths.len() / 2].0);
+}
+
+#[test]
+fn the_import_reader_reads_groups() {
+    let text =
+        "use crate::{error::{Error, Result}, phase};\nuse crate::dist::World; // crate::trainer\n// crate::cli\n";
+    let found: Vec<_> = imports(text).into_iter().collect();
+    assert_eq!(found, ["dist", "error", "phase"]);
+}

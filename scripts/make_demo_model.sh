@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Makes configs/arithmetic/model, the checkpoint that the demo starts from: random weights, a supervised warm-up on right
+# sums, then one on mostly wrong ones (see make_arithmetic.py). Takes a few minutes on 2 cores.
+#   scripts/make_demo_model.sh [OUTPUT] [STEPS_RIGHT] [STEPS_MIXED]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+output=${1:-configs/arithmetic/model}
+steps_right=${2:-1000}
+steps_mixed=${3:-100}
+program=target/release/colo-grpo
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+${PYTHON:-python3} scripts/make_arithmetic.py "$work" --warmup
+"$program" init --config-json configs/arithmetic/config.json --tokenizer "$work/tokenizer" --output "$work/random"
+"$program" sft --nproc 2 --config configs/arithmetic/warmup.toml model_name_or_path="$work/random" \
+    train_file="$work/warmup_right.jsonl" output_dir="$work/right" max_steps="$steps_right"
+"$program" sft --nproc 2 --config configs/arithmetic/warmup.toml model_name_or_path="$work/right/final" \
+    train_file="$work/warmup_mixed.jsonl" output_dir="$work/mixed" max_steps="$steps_mixed" \
+    learning_rate=3e-4 lr_scheduler_type=constant
+rm -rf "$output"
+cp -r "$work/mixed/final" "$output"
+echo "made $output"

@@ -1,0 +1,102 @@
+//! Forward, log-probabilities of half the tokens, backward, clipping and AdamW on packed random sequences.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+
+use super::{median, token};
+use crate::config::GradientCheckpointing;
+use crate::dist::{ReduceOp, World, all_reduce_f64};
+use crate::error::Result;
+use crate::model::{ModelSpec, ParamTable, init_unit};
+use crate::train::{AdamOptions, NetworkOptions, Policy, PolicyOptions, Sequence, TokenGradients, pack};
+
+/// What is run.
+#[derive(Debug, Clone)]
+pub struct TrainBench {
+    /// Name in the output.
+    pub model: String,
+    /// The model.
+    pub spec: Arc<ModelSpec>,
+    /// Sequences per rank and step.
+    pub sequences: usize,
+    /// Tokens per sequence; the second half is scored.
+    pub sequence_len: usize,
+    /// Token budget of a micro-batch.
+    pub max_tokens_per_micro_batch: usize,
+    /// ZeRO stage.
+    pub zero_stage: u8,
+    /// Recomputation.
+    pub gradient_checkpointing: GradientCheckpointing,
+    /// Timed steps.
+    pub steps: usize,
+}
+
+/// Runs it; collective over the world.
+///
+/// # Errors
+/// Out of memory, or a sharding that does not fit.
+pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
+    let mesh = world.mesh(1, world.size())?;
+    let table = Arc::new(ParamTable::new(bench.spec.clone(), mesh.shard.size()));
+    let (kind, device) = (Kind::Float, Device::Cpu);
+    let options = PolicyOptions {
+        stage: bench.zero_stage,
+        network: NetworkOptions { kind, device },
+        gradient_checkpointing: bench.gradient_checkpointing,
+        adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 },
+    };
+    let mut policy = Policy::new(table, &mesh, options, &|layout| init_unit(layout, 42, kind))?;
+    let sequences: Vec<Sequence> = (0..bench.sequences).map(|index| sequence(bench, index)).collect();
+    let micro_batches = pack(&sequences, bench.max_tokens_per_micro_batch, device)?;
+    let mut times = Vec::with_capacity(bench.steps);
+    for step in 0..=bench.steps {
+        let start = Instant::now();
+        for micro_batch in &micro_batches {
+            policy.forward_backward(micro_batch, 1.0, &mut |scores| {
+                let dlogprobs = Tensor::full_like(&scores.logprobs, -1.0 / scores.logprobs.numel() as f64);
+                Ok(TokenGradients { dlogprobs, dentropy: None })
+            })?;
+        }
+        let outcome = policy.optimizer_step(1e-4, 1.0)?;
+        let mut seconds = [start.elapsed().as_secs_f64()];
+        all_reduce_f64(&*world.group(), &mut seconds, ReduceOp::Max)?;
+        debug_assert!(outcome.grad_norm.is_finite());
+        if step > 0 {
+            times.push(seconds[0]); // the first warms up
+        }
+    }
+    let step_s = median(times);
+    let tokens = bench.sequences * bench.sequence_len * world.size();
+    Ok(json!({
+        "benchmark": "train",
+        "model": bench.model,
+        "num_params": bench.spec.num_params(),
+        "device": "cpu",
+        "dtype": "float32",
+        "world_size": world.size(),
+        "threads_per_rank": tch::get_num_threads(),
+        "zero_stage": bench.zero_stage,
+        "gradient_checkpointing": bench.gradient_checkpointing.name(),
+        "sequences": bench.sequences,
+        "sequence_len": bench.sequence_len,
+        "step_s": step_s,
+        "tokens_per_second": tokens as f64 / step_s,
+    }))
+}
+
+fn sequence(bench: &TrainBench, index: usize) -> Sequence {
+    let first = index * bench.sequence_len;
+    let ids = (first..first + bench.sequence_len).map(|at| token(at, bench.spec.vocab_size));
+    Sequence {
+        token_ids: ids.collect(),
+        prompt_len: bench.sequence_len / 2,
+        advantage: 0.0,
+        masked: false,
+        rollout_logprobs: None,
+        old_logprobs: None,
+        ref_logprobs: None,
+    }
+}

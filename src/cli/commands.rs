@@ -1,0 +1,263 @@
+//! What each subcommand does, on top of the rooms below.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::json;
+use tch::{Device, Kind};
+
+use super::args::{
+    BenchCommand, BenchGenerateArgs, BenchTrainArgs, Command, EvalArgs, GenerateArgs, InitArgs, LaunchArgs, ModelArgs,
+    RunArgs, SamplingArgs,
+};
+use crate::bench::{GenerateBench, TrainBench, bench_generate, bench_train};
+use crate::colocate::Served;
+use crate::config::{Config, SftConfig};
+use crate::data::{Dataset, DatasetOptions, Message, Tokenizer};
+use crate::dist::{Backend, WorkerEnv, World, WorldOptions};
+use crate::error::{Error, ExitCode, Result};
+use crate::eval::{self, Estimate};
+use crate::launch::{self, LaunchOptions};
+use crate::metrics;
+use crate::model::{ModelSpec, PRESETS, ParamTable, WeightFiles, init_folder};
+use crate::reward::RewardPool;
+use crate::rollout::{Engine, EngineOptions, kv_block_bytes};
+use crate::sft::Sft;
+use crate::trainer::{Preflight, Trainer};
+use crate::types::{Prompt, SamplingParams};
+
+/// Tokens per KV block of `generate` and `eval`.
+const KV_BLOCK_SIZE: usize = 16;
+/// Most sequences that `generate` and `eval` decode at once.
+const MAX_NUM_SEQS: usize = 256;
+
+/// Runs one command to its exit code.
+pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
+    match command {
+        Command::Train(args) => train(&args),
+        Command::Sft(args) => sft(&args),
+        Command::Plan(args) => plan(&args),
+        Command::Generate(args) => distributed(&args.launch, default_timeout(), |world| generate(&args, world)),
+        Command::Eval(args) => distributed(&args.launch, default_timeout(), |world| evaluate(&args, world)),
+        Command::Init(args) => init(&args),
+        Command::Report(args) => {
+            println!("{}", metrics::write_report(&args.output_dir)?.display());
+            Ok(ExitCode::Done)
+        }
+        Command::Bench(BenchCommand::Train(args)) => {
+            distributed(&args.launch, default_timeout(), |world| print_first(&world, train_bench(&args, &world)?))
+        }
+        Command::Bench(BenchCommand::Generate(args)) => distributed(&args.launch, default_timeout(), |world| {
+            let result = generate_bench(&args, world.clone())?;
+            print_first(&world, result)
+        }),
+    }
+}
+
+fn train(args: &RunArgs) -> Result<ExitCode> {
+    let config = Config::load(args.config.as_deref(), &args.overrides)?;
+    if WorkerEnv::from_env()?.is_none() {
+        Preflight::new(&config, args.launch.nproc, args.launch.nproc)?;
+    }
+    distributed(&args.launch, Duration::from_secs_f64(config.collective_timeout_s), |world| {
+        let summary = Trainer::new(config, world.clone())?.run()?;
+        if world.rank() == 0 {
+            if let (Some(before), Some(after)) = (summary.eval_reward_before, summary.eval_reward_after) {
+                println!("held-out mean reward: {before:.3} before, {after:.3} after");
+            }
+            println!("model: {}", summary.model_dir.display());
+            if let Some(report) = summary.report {
+                println!("report: {}", report.display());
+            }
+        }
+        Ok(())
+    })
+}
+
+fn sft(args: &RunArgs) -> Result<ExitCode> {
+    let config = SftConfig::load(args.config.as_deref(), &args.overrides)?;
+    distributed(&args.launch, Duration::from_secs_f64(config.collective_timeout_s), |world| {
+        let summary = Sft::new(config, world.clone())?.run()?;
+        if world.rank() == 0 {
+            let held_out = summary.eval_loss.map(|loss| format!(", held-out {loss:.4}")).unwrap_or_default();
+            println!("loss: {:.4}{held_out}", summary.loss);
+            println!("model: {}", summary.model_dir.display());
+        }
+        Ok(())
+    })
+}
+
+fn plan(args: &RunArgs) -> Result<ExitCode> {
+    let config = Config::load(args.config.as_deref(), &args.overrides)?;
+    let preflight = Preflight::new(&config, args.launch.nproc, args.launch.nproc)?;
+    println!("{}", preflight.plan);
+    Ok(ExitCode::Done)
+}
+
+fn init(args: &InitArgs) -> Result<ExitCode> {
+    let spec = Arc::new(spec_of(&args.model)?);
+    init_folder(&spec, &args.output, args.seed, args.tokenizer.as_deref())?;
+    println!("{}: {} parameters", args.output.display(), spec.num_params());
+    Ok(ExitCode::Done)
+}
+
+fn generate(args: &GenerateArgs, world: Arc<World>) -> Result<()> {
+    let (mut served, tokenizer) = serve(&args.model, &args.sampling, &world)?;
+    let share = |index: usize| index % world.size() == world.rank();
+    let prompts: Vec<Prompt> = (args.prompt.iter().enumerate().filter(|(index, _)| share(*index)))
+        .map(|(index, text)| {
+            let text = match args.chat {
+                true => tokenizer.apply_chat_template(&[Message::user(text)], true)?,
+                false => text.clone(),
+            };
+            let token_ids = tokenizer.encode(&text, !args.chat)?;
+            Ok(Prompt { id: index as u64, text, token_ids, columns: Arc::default() })
+        })
+        .collect::<Result<_>>()?;
+    let params = sampling(&args.sampling, args.n);
+    let groups = served.with_engine(|rollout| rollout.generate(&prompts, &params, |_| ()))?;
+    for group in &groups {
+        for completion in &group.completions {
+            let line = json!({
+                "prompt": group.prompt.text,
+                "completion": completion.text,
+                "num_tokens": completion.token_ids.len(),
+                "finish_reason": completion.finish_reason,
+                "logprob": completion.rollout_logprobs.iter().sum::<f32>(),
+            });
+            println!("{line}");
+        }
+    }
+    Ok(())
+}
+
+fn evaluate(args: &EvalArgs, world: Arc<World>) -> Result<()> {
+    let (mut served, tokenizer) = serve(&args.model, &args.sampling, &world)?;
+    let mut rewards = RewardPool::single(&args.reward, &args.reward_config())?;
+    let options = DatasetOptions { required_columns: rewards.required_columns(), ..DatasetOptions::default() };
+    let dataset = Dataset::from_jsonl(&args.data, &tokenizer, &options)?;
+    let prompts = eval::share_of(&dataset, &world);
+    let params = sampling(&args.sampling, args.n);
+    let mut groups = served.with_engine(|rollout| rollout.generate(&prompts, &params, |done| rewards.submit(done)))?;
+    rewards.wait(&mut groups)?;
+    let outcome = eval::Outcome::of(&groups, &*world.group())?;
+    let average = Estimate::of(&outcome.problems);
+    let pass: serde_json::Map<_, _> =
+        outcome.pass.iter().map(|(k, stats)| (format!("pass@{k}"), json!(Estimate::of(stats)))).collect();
+    let mut line = json!({ "model": args.model, "problems": outcome.problems.count, "n": args.n });
+    line[format!("avg@{}", args.n)] = json!(average);
+    line.as_object_mut().expect("made as an object").extend(pass);
+    print_first(&world, line)
+}
+
+/// An engine with the weights of a model folder.
+fn serve(folder: &Path, sampling: &SamplingArgs, world: &Arc<World>) -> Result<(Served, Arc<Tokenizer>)> {
+    let spec = Arc::new(ModelSpec::from_folder(folder)?);
+    let tp_size = sampling.tensor_parallel_size;
+    spec.validate_tp(tp_size)?;
+    let tokenizer = Arc::new(Tokenizer::from_folder(folder)?);
+    tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
+    let mesh = world.mesh(tp_size, world.size())?;
+    let (kind, device) = (Kind::Float, Device::Cpu);
+    let longest_blocks = spec.max_position_embeddings.div_ceil(KV_BLOCK_SIZE);
+    let affordable = crate::memory::available_host_bytes()? / world.local_size() / 4;
+    let block_bytes = kv_block_bytes(&spec, tp_size, KV_BLOCK_SIZE, kind);
+    let options = EngineOptions {
+        kv_cache_bytes: (MAX_NUM_SEQS * longest_blocks * block_bytes).min(affordable),
+        block_size: KV_BLOCK_SIZE,
+        max_num_seqs: MAX_NUM_SEQS,
+        max_num_batched_tokens: 8192,
+        max_model_length: spec.max_position_embeddings,
+        kind,
+        device,
+    };
+    let engine = Engine::new(spec.clone(), tokenizer.clone(), options, mesh.tp.clone())?;
+    let files = WeightFiles::open(folder, spec.clone())?;
+    let table = Arc::new(ParamTable::new(spec, 1));
+    let served = Served::new(world.clone(), &mesh, table, engine, &|layout| files.read_unit(layout, kind))?;
+    Ok((served, tokenizer))
+}
+
+fn sampling(args: &SamplingArgs, n: usize) -> SamplingParams {
+    SamplingParams {
+        num_generations: n,
+        temperature: args.temperature,
+        top_p: args.top_p,
+        top_k: args.top_k,
+        max_completion_length: args.max_completion_length,
+        seed: args.seed,
+        ..SamplingParams::default()
+    }
+}
+
+fn train_bench(args: &BenchTrainArgs, world: &World) -> Result<serde_json::Value> {
+    let bench = TrainBench {
+        model: args.model.name(),
+        spec: Arc::new(spec_of(&args.model)?),
+        sequences: args.sequences,
+        sequence_len: args.sequence_len,
+        max_tokens_per_micro_batch: args.max_tokens_per_micro_batch,
+        zero_stage: args.zero_stage,
+        gradient_checkpointing: args.gradient_checkpointing,
+        steps: args.steps,
+    };
+    bench_train(&bench, world)
+}
+
+fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>) -> Result<serde_json::Value> {
+    let bench = GenerateBench {
+        model: args.model.name(),
+        spec: Arc::new(spec_of(&args.model)?),
+        prompts: args.prompts,
+        group: args.group,
+        prompt_len: args.prompt_len,
+        completion_len: args.completion_len,
+        tensor_parallel_size: args.tensor_parallel_size,
+        repeats: args.repeats,
+    };
+    bench_generate(&bench, world)
+}
+
+fn spec_of(args: &ModelArgs) -> Result<ModelSpec> {
+    match (&args.config_json, &args.preset) {
+        (Some(path), _) => ModelSpec::from_config_json(path),
+        (None, preset) => {
+            let name = preset.as_deref().unwrap_or("tiny");
+            ModelSpec::preset(name)
+                .ok_or_else(|| Error::invalid_value("--model-preset", name, format!("one of {}", PRESETS.join(", "))))
+        }
+    }
+}
+
+/// Runs `work` on `nproc` ranks: as a worker where the environment says so, in this process where one is enough, else as the
+/// launcher of workers.
+fn distributed(args: &LaunchArgs, timeout: Duration, work: impl FnOnce(Arc<World>) -> Result<()>) -> Result<ExitCode> {
+    let world = match WorkerEnv::from_env()? {
+        Some(env) => World::join(&env, WorldOptions { timeout, backend: Backend::Shm, ..WorldOptions::default() })?,
+        None if args.nproc == 1 => World::single(),
+        None => {
+            let own_args = std::env::args_os().skip(1).collect();
+            let options = LaunchOptions { master_port: args.master_port, ..LaunchOptions::new(args.nproc, own_args)? };
+            return Ok(launch::run(&options));
+        }
+    };
+    launch::stop_on_signals();
+    let world = Arc::new(world);
+    let outcome = work(world.clone());
+    if let Err(error) = &outcome {
+        world.post_failure(error);
+    }
+    outcome.map(|()| ExitCode::Done)
+}
+
+fn default_timeout() -> Duration {
+    WorldOptions::default().timeout
+}
+
+fn print_first(world: &World, value: serde_json::Value) -> Result<()> {
+    if world.rank() == 0 {
+        println!("{value}");
+    }
+    Ok(())
+}

@@ -1,0 +1,230 @@
+//! One generation batch into optimizer updates: scores where they are needed, loss, backward, step.
+
+use tch::Device;
+
+use super::Colocated;
+use crate::config::LossType;
+use crate::dist::{ReduceOp, all_reduce_f64};
+use crate::error::{Error, Result};
+use crate::grpo::{Denominators, LossConfig, LossInput, LossStats, policy_loss};
+use crate::phase::{self, Phase};
+use crate::torch;
+use crate::train::{MicroBatch, Schedule, Scores, Sequence, TokenGradients, learning_rate, pack, pad_to_agreed_count};
+
+/// Updates in a row that may be skipped for a non-finite gradient before the run ends with exit code 13.
+const MAX_CONSECUTIVE_SKIPS: u32 = 5;
+
+/// How a generation batch becomes updates.
+#[derive(Debug, Clone)]
+pub struct UpdateOptions {
+    /// The objective.
+    pub loss: LossConfig,
+    /// Temperature of the sampler, applied to the trainer's logits too.
+    pub temperature: f64,
+    /// Passes over the batch.
+    pub num_iterations: usize,
+    /// Updates in one pass.
+    pub updates_per_generation: usize,
+    /// Token budget of a micro-batch.
+    pub max_tokens_per_micro_batch: usize,
+    /// Learning rate by update.
+    pub schedule: Schedule,
+    /// Updates made before this batch.
+    pub global_step: u64,
+    /// Clip the global gradient norm to this; 0 is off.
+    pub max_grad_norm: f64,
+    /// Where micro-batches live.
+    pub device: Device,
+}
+
+impl UpdateOptions {
+    /// Whether the log-probabilities before the first update must be kept: with a single update the training forward's own
+    /// serve as old ones.
+    fn needs_old_logprobs(&self) -> bool {
+        self.num_iterations * self.updates_per_generation > 1
+    }
+}
+
+/// What the updates of one generation batch did; sums are over this rank's part.
+#[derive(Debug, Default)]
+pub struct UpdateOutcome {
+    /// This rank's contribution to the loss, mean over updates; the sum over ranks is the loss.
+    pub loss: f64,
+    /// Mean global gradient norm before clipping, over the updates that were not skipped.
+    pub grad_norm: f64,
+    /// Rate of the last update.
+    pub learning_rate: f64,
+    /// TRL's loss metrics.
+    pub stats: LossStats,
+    /// Updates made or skipped.
+    pub num_updates: u64,
+    /// Updates skipped on all ranks for a non-finite gradient.
+    pub num_skipped: u64,
+    /// Tokens run forward and backward on this rank.
+    pub num_trained_tokens: usize,
+}
+
+impl Colocated {
+    /// Trains on this rank's sequences of one generation batch; collective over the world. Every rank passes the same
+    /// number of sequences, masked ones included, in the order of the generation batch.
+    ///
+    /// Sequence `i` of the whole batch takes part in update `i % updates_per_generation` of every iteration, so that the
+    /// updates do not depend on the world size.
+    ///
+    /// # Errors
+    /// [`Error::NonFinite`] after [`MAX_CONSECUTIVE_SKIPS`] skipped updates in a row.
+    pub fn update(&mut self, sequences: &mut [Sequence], options: &UpdateOptions) -> Result<UpdateOutcome> {
+        self.score(sequences, options)?;
+        let slices = self.slices_of(sequences, options.updates_per_generation);
+        let denominators = self.denominators(&slices, options.loss.loss_type)?;
+        let mut outcome = UpdateOutcome::default();
+        for _ in 0..options.num_iterations {
+            for (slice, denominators) in slices.iter().zip(&denominators) {
+                self.update_once(slice, denominators, options, &mut outcome)?;
+            }
+        }
+        outcome.loss /= outcome.num_updates as f64;
+        outcome.grad_norm /= (outcome.num_updates - outcome.num_skipped).max(1) as f64;
+        Ok(outcome)
+    }
+
+    /// Fills in old log-probabilities, if several updates will need them, and the reference model's.
+    fn score(&mut self, sequences: &mut [Sequence], options: &UpdateOptions) -> Result<()> {
+        let (needs_old, needs_ref) = (options.needs_old_logprobs(), self.reference.is_some());
+        if !needs_old && !needs_ref {
+            return Ok(());
+        }
+        phase::scope(Phase::Score, || {
+            for micro_batch in self.micro_batches(sequences, options)? {
+                if needs_old {
+                    let scores = self.policy.forward_logprobs(&micro_batch, options.temperature)?;
+                    hand_out(&micro_batch, &scores, sequences, |sequence| &mut sequence.old_logprobs)?;
+                }
+                if let Some(reference) = &mut self.reference {
+                    let scores = reference.forward_logprobs(&micro_batch, options.temperature)?;
+                    hand_out(&micro_batch, &scores, sequences, |sequence| &mut sequence.ref_logprobs)?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// This rank's sequences by update.
+    fn slices_of(&self, sequences: &[Sequence], num_slices: usize) -> Vec<Vec<Sequence>> {
+        let first = self.world.rank() * sequences.len();
+        let mut slices = vec![Vec::new(); num_slices];
+        for (index, sequence) in sequences.iter().enumerate() {
+            slices[(first + index) % num_slices].push(sequence.clone());
+        }
+        slices
+    }
+
+    /// What each update's token losses are divided by, counted over all ranks.
+    fn denominators(&self, slices: &[Vec<Sequence>], loss_type: LossType) -> Result<Vec<Denominators>> {
+        let tokens = |slice: &Vec<Sequence>| -> usize {
+            slice.iter().filter(|sequence| !sequence.masked).map(Sequence::completion_len).sum()
+        };
+        let mut counts: Vec<f64> = slices.iter().flat_map(|slice| [slice.len() as f64, tokens(slice) as f64]).collect();
+        all_reduce_f64(&*self.mesh.world, &mut counts, ReduceOp::Sum)?;
+        let total_tokens: f64 = counts.iter().skip(1).step_by(2).sum();
+        Ok(counts
+            .chunks_exact(2)
+            .map(|count| Denominators {
+                num_sequences: count[0],
+                num_tokens: match loss_type {
+                    LossType::Dapo | LossType::Cispo => total_tokens / slices.len() as f64,
+                    LossType::Grpo | LossType::DrGrpo | LossType::Bnpo => count[1],
+                },
+            })
+            .collect())
+    }
+
+    fn update_once(
+        &mut self,
+        slice: &[Sequence],
+        denominators: &Denominators,
+        options: &UpdateOptions,
+        outcome: &mut UpdateOutcome,
+    ) -> Result<()> {
+        let micro_batches = phase::scope(Phase::Pack, || self.micro_batches(slice, options))?;
+        phase::scope(Phase::ForwardBackward, || {
+            for micro_batch in &micro_batches {
+                outcome.num_trained_tokens += if micro_batch.is_empty() { 0 } else { micro_batch.num_tokens() };
+                self.policy.forward_backward(micro_batch, options.temperature, &mut |scores| {
+                    micro_batch_loss(micro_batch, scores, denominators, options, outcome)
+                })?;
+            }
+            Ok(())
+        })?;
+        outcome.learning_rate = learning_rate(&options.schedule, options.global_step + outcome.num_updates);
+        let step = phase::scope(Phase::Optimizer, || {
+            self.policy.optimizer_step(outcome.learning_rate, options.max_grad_norm)
+        })?;
+        outcome.num_updates += 1;
+        if step.skipped {
+            outcome.num_skipped += 1;
+            self.num_consecutive_skips += 1;
+            tracing::warn!(grad_norm = step.grad_norm, "non-finite gradient: the update was skipped on all ranks");
+        } else {
+            self.num_consecutive_skips = 0;
+            outcome.grad_norm += step.grad_norm;
+        }
+        if self.num_consecutive_skips >= MAX_CONSECUTIVE_SKIPS {
+            return Err(Error::NonFinite {
+                message: format!(
+                    "{MAX_CONSECUTIVE_SKIPS} updates in a row had a non-finite gradient, the last at step {}; lower \
+                     learning_rate or resume from an earlier checkpoint",
+                    options.global_step + outcome.num_updates
+                ),
+            });
+        }
+        Ok(())
+    }
+
+    /// The same number of micro-batches on every rank, the surplus empty.
+    fn micro_batches(&self, sequences: &[Sequence], options: &UpdateOptions) -> Result<Vec<MicroBatch>> {
+        let mut micro_batches = pack(sequences, options.max_tokens_per_micro_batch, options.device)?;
+        pad_to_agreed_count(&mut micro_batches, &*self.mesh.world)?;
+        Ok(micro_batches)
+    }
+}
+
+fn micro_batch_loss(
+    micro_batch: &MicroBatch,
+    scores: &Scores,
+    denominators: &Denominators,
+    options: &UpdateOptions,
+    outcome: &mut UpdateOutcome,
+) -> Result<TokenGradients> {
+    let input = LossInput {
+        logprobs: &scores.logprobs,
+        old_logprobs: micro_batch.old_logprobs.as_ref(),
+        ref_logprobs: micro_batch.ref_logprobs.as_ref(),
+        rollout_logprobs: micro_batch.rollout_logprobs.as_ref(),
+        advantages: &micro_batch.advantages,
+        sequence_of_token: &micro_batch.sequence_of_token,
+        token_mask: &scores.logprobs.ones_like(), // masked sequences are not packed
+        entropy: Some(&scores.entropy),
+    };
+    let loss = policy_loss(&input, &options.loss, denominators)?;
+    outcome.loss += loss.loss.double_value(&[]);
+    outcome.stats.merge(&loss.stats)?;
+    Ok(TokenGradients { dlogprobs: loss.dlogprobs, dentropy: None })
+}
+
+/// Gives each sequence of a micro-batch its own log-probabilities.
+fn hand_out(
+    micro_batch: &MicroBatch,
+    scores: &Scores,
+    sequences: &mut [Sequence],
+    field: impl Fn(&mut Sequence) -> &mut Option<Vec<f32>>,
+) -> Result<()> {
+    let logprobs = torch::f32_vec(&scores.logprobs)?;
+    let mut rest = logprobs.as_slice();
+    for &index in &micro_batch.sequences {
+        let (own, others) = rest.split_at(sequences[index].completion_len());
+        *field(&mut sequences[index]) = Some(own.to_vec());
+        rest = others;
+    }
+    Ok(())
+}

@@ -1,0 +1,160 @@
+//! What a run leaves behind and shows: metrics, completions, progress, report. Ranks other than the first take part in the
+//! reductions and write nothing.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::checkpoint::Checkpoint;
+use crate::config::Config;
+use crate::dist::Collective;
+use crate::error::Result;
+use crate::eval::Outcome;
+use crate::metrics::{
+    CompletionsWriter, MetricValues, MetricsWriter, Progress, StepMetrics, write_report, write_run_config,
+};
+use crate::types::RolloutGroup;
+
+/// Values that are the newest of a logging interval; all others are its mean.
+const NEWEST: [&str; 4] = ["learning_rate", "num_tokens", "epoch", "num_skipped_updates"];
+
+/// The run's outputs on this rank.
+#[derive(Debug)]
+pub(super) struct Output {
+    group: Arc<dyn Collective>,
+    output_dir: PathBuf,
+    logging_steps: u64,
+    writer: Option<MetricsWriter>,
+    completions: Option<CompletionsWriter>,
+    display: Progress,
+    history: Vec<serde_json::Value>,
+    interval: Vec<MetricValues>,
+    last_logged_step: u64,
+    last_step_end: Instant,
+}
+
+impl Output {
+    /// Opens files on the first rank; a checkpoint continues those of an earlier run.
+    pub(super) fn new(
+        config: &Config,
+        group: Arc<dyn Collective>,
+        max_steps: u64,
+        checkpoint: Option<Checkpoint>,
+    ) -> Result<Self> {
+        let is_first = group.rank() == 0;
+        let resume_step = checkpoint.as_ref().map(|checkpoint| checkpoint.state.global_step);
+        let first_step = resume_step.unwrap_or(0);
+        let output_dir = config.output_dir.clone();
+        if is_first {
+            write_run_config(&output_dir, config)?;
+        }
+        let completions = config.log_completions.then(|| CompletionsWriter::new(&output_dir, &config.reward_funcs));
+        let display = Progress::new(max_steps, first_step, is_first);
+        if let Some(checkpoint) = &checkpoint {
+            display.say(&format!("resumed from {}", checkpoint.folder.display()));
+        }
+        Ok(Self {
+            writer: if is_first { Some(MetricsWriter::new(&output_dir, resume_step)?) } else { None },
+            completions: completions.transpose()?,
+            display,
+            group,
+            output_dir,
+            logging_steps: config.logging_steps as u64,
+            history: checkpoint.map(|checkpoint| checkpoint.state.log_history).unwrap_or_default(),
+            interval: Vec::new(),
+            last_logged_step: first_step,
+            last_step_end: Instant::now(),
+        })
+    }
+
+    /// A line above the bars.
+    pub(super) fn say(&self, text: &str) {
+        self.display.say(text);
+    }
+
+    /// The bar of a phase with `total` parts.
+    pub(super) fn begin_phase(&self, name: &str, total: usize) {
+        self.display.begin_phase(name, total);
+    }
+
+    /// One part of the phase is done.
+    pub(super) fn advance(&self) {
+        self.display.advance();
+    }
+
+    /// A step is done: reduces its metrics over ranks (collective) and returns them; writes a line per logging interval.
+    pub(super) fn step(&mut self, metrics: &StepMetrics, step: u64, epoch: f64, num_tokens: u64) -> Result<()> {
+        let mut values = metrics.reduce(&*self.group)?;
+        let step_time = self.last_step_end.elapsed().as_secs_f64();
+        self.last_step_end = Instant::now();
+        let per_rank_second = step_time * self.group.size() as f64;
+        let generate_s = values.get("timing_s/generate").copied().unwrap_or(f64::NAN);
+        let per_second = [
+            ("perf/tokens_per_second_per_gpu", "tokens/trained", per_rank_second),
+            ("perf/generation_tokens_per_second", "tokens/generated", generate_s),
+        ];
+        for (name, counted, seconds) in per_second {
+            let count = values.remove(counted).unwrap_or(f64::NAN);
+            values.insert(name.to_owned(), count / seconds);
+        }
+        values.insert("step_time".to_owned(), step_time);
+        values.insert("num_tokens".to_owned(), num_tokens as f64);
+        values.insert("epoch".to_owned(), epoch);
+        self.display.finish_step(step, &values);
+        self.interval.push(values);
+        if step / self.logging_steps > self.last_logged_step / self.logging_steps {
+            let means = interval_means(&std::mem::take(&mut self.interval));
+            self.write(step, means);
+            self.last_logged_step = step;
+        }
+        Ok(())
+    }
+
+    /// An evaluation's metrics, already reduced.
+    pub(super) fn evaluation(&mut self, outcome: &Outcome, reward_names: &[String], step: u64, epoch: f64) {
+        let mut values = outcome.metrics(reward_names);
+        values.insert("epoch".to_owned(), epoch);
+        self.display.say(&format!("step {step}: {outcome}"));
+        self.write(step, values);
+        self.last_step_end = Instant::now();
+    }
+
+    /// The completions of a step, if they are to be kept (collective then).
+    pub(super) fn completions(&mut self, groups: &[RolloutGroup], step: u64) -> Result<()> {
+        self.completions.as_mut().map_or(Ok(()), |writer| writer.write(step, groups, &*self.group))
+    }
+
+    /// Every line written so far, for the trainer's state.
+    pub(super) fn history(&self) -> Vec<serde_json::Value> {
+        self.history.clone()
+    }
+
+    /// Takes the bars away and writes the report on the first rank.
+    pub(super) fn finish(&self) -> Result<Option<PathBuf>> {
+        self.display.finish();
+        if self.writer.is_some() { write_report(&self.output_dir).map(Some) } else { Ok(None) }
+    }
+
+    fn write(&mut self, step: u64, values: MetricValues) {
+        if let Some(writer) = &mut self.writer {
+            writer.write(step, &values);
+        }
+        let numbers = values.into_iter().map(|(name, value)| (name, serde_json::Value::from(value)));
+        let line = [("step".to_owned(), serde_json::Value::from(step))].into_iter().chain(numbers);
+        self.history.push(serde_json::Value::Object(line.collect()));
+    }
+}
+
+/// Means over an interval, of the steps that have the value; the newest where a mean says nothing.
+fn interval_means(interval: &[MetricValues]) -> MetricValues {
+    let Some(newest) = interval.last() else { return MetricValues::new() };
+    let mean = |name: &String| {
+        let values: Vec<f64> =
+            interval.iter().filter_map(|values| values.get(name).copied()).filter(|v| !v.is_nan()).collect();
+        values.iter().sum::<f64>() / values.len() as f64
+    };
+    newest
+        .iter()
+        .map(|(name, value)| (name.clone(), if NEWEST.contains(&name.as_str()) { *value } else { mean(name) }))
+        .collect()
+}

@@ -1,0 +1,137 @@
+//! Groups into what the trainer packs and what the metrics say.
+
+use crate::colocate::UpdateOutcome;
+use crate::config::Config;
+use crate::dist::{Collective, ReduceOp, all_reduce_f64};
+use crate::error::Result;
+use crate::grpo::{AdvantageStats, Aggregate, BatchStats};
+use crate::metrics::{Reduce, StepMetrics};
+use crate::phase;
+use crate::train::Sequence;
+use crate::types::{Completion, RolloutGroup};
+
+/// One sequence per completion, in order. Completions without a reward, and truncated ones if asked for, are masked.
+pub(super) fn sequences(groups: &[RolloutGroup], mask_truncated: bool) -> Vec<Sequence> {
+    let of_completion = |group: &RolloutGroup, completion: &Completion| Sequence {
+        token_ids: [&group.prompt.token_ids[..], &completion.token_ids[..]].concat(),
+        prompt_len: group.prompt.token_ids.len(),
+        advantage: completion.advantage,
+        masked: completion.reward.is_none() || (mask_truncated && completion.finish_reason.is_truncated()),
+        rollout_logprobs: Some(completion.rollout_logprobs.clone()),
+        old_logprobs: None,
+        ref_logprobs: None,
+    };
+    groups
+        .iter()
+        .flat_map(|group| group.completions.iter().map(|completion| of_completion(group, completion)))
+        .collect()
+}
+
+/// Adds the statistics of all ranks up; collective over `group`.
+pub(super) fn reduce_advantages(stats: &mut AdvantageStats, group: &dyn Collective) -> Result<()> {
+    let mut sums = vec![stats.num_groups, stats.num_zero_std_groups, stats.num_failed];
+    sums.extend(stats.reward.to_array());
+    sums.extend(stats.rewards.iter().flat_map(|stats| stats.to_array()));
+    all_reduce_f64(group, &mut sums, ReduceOp::Sum)?;
+    [stats.num_groups, stats.num_zero_std_groups, stats.num_failed] = [sums[0], sums[1], sums[2]];
+    let of_rewards = std::iter::once(&mut stats.reward).chain(&mut stats.rewards);
+    for (stats, sums) in of_rewards.zip(sums[3..].chunks_exact(3)) {
+        *stats = BatchStats::from_array([sums[0], sums[1], sums[2]]);
+    }
+    Ok(())
+}
+
+/// TRL's metrics of one step: this rank's part, but for the rewards, which are the batch's.
+pub(super) fn step_metrics(
+    config: &Config,
+    groups: &[RolloutGroup],
+    advantages: &AdvantageStats,
+    outcome: &UpdateOutcome,
+) -> StepMetrics {
+    let mut metrics = StepMetrics::default();
+    metrics.set("loss", outcome.loss, Reduce::Sum);
+    metrics.set("grad_norm", outcome.grad_norm, Reduce::Last);
+    metrics.set("learning_rate", outcome.learning_rate, Reduce::Last);
+    metrics.set("num_skipped_updates", outcome.num_skipped as f64, Reduce::Last);
+    metrics.set("tokens/trained", outcome.num_trained_tokens as f64, Reduce::Sum);
+    for (name, aggregate) in outcome.stats.entries() {
+        match *aggregate {
+            Aggregate::Mean { sum, count } => metrics.set_mean(*name, sum, count),
+            Aggregate::Min(value) => metrics.set(*name, value, Reduce::Min),
+            Aggregate::Max(value) => metrics.set(*name, value, Reduce::Max),
+        }
+    }
+    reward_metrics(&mut metrics, config, advantages);
+    completion_metrics(&mut metrics, groups);
+    for (phase, duration) in phase::take_timings() {
+        metrics.set(format!("timing_s/{}", phase.name()), duration.as_secs_f64(), Reduce::Max);
+    }
+    metrics
+}
+
+fn reward_metrics(metrics: &mut StepMetrics, config: &Config, advantages: &AdvantageStats) {
+    let mut moments = |mean: String, std: String, stats: &BatchStats| {
+        metrics.set(mean, stats.mean(), Reduce::Last);
+        metrics.set(std, stats.std(), Reduce::Last);
+    };
+    moments("reward".into(), "reward_std".into(), &advantages.reward);
+    for (name, stats) in config.reward_funcs.iter().zip(&advantages.rewards) {
+        moments(format!("rewards/{name}/mean"), format!("rewards/{name}/std"), stats);
+    }
+    metrics.set("frac_reward_zero_std", advantages.num_zero_std_groups / advantages.num_groups, Reduce::Last);
+    metrics.set("rewards/num_failed", advantages.num_failed, Reduce::Last);
+}
+
+fn completion_metrics(metrics: &mut StepMetrics, groups: &[RolloutGroup]) {
+    let completions: Vec<&Completion> = groups.iter().flat_map(|group| &group.completions).collect();
+    let lengths = |ended_only: bool| -> Vec<f64> {
+        let counted = completions.iter().filter(|completion| !(ended_only && completion.finish_reason.is_truncated()));
+        counted.map(|completion| completion.token_ids.len() as f64).collect()
+    };
+    for (prefix, lengths) in [("", lengths(false)), ("terminated_", lengths(true))] {
+        let total: f64 = lengths.iter().sum();
+        let name = |what: &str| format!("completions/{what}_{prefix}length");
+        metrics.set_mean(name("mean"), total, lengths.len() as f64);
+        metrics.set(name("min"), lengths.iter().copied().fold(f64::NAN, f64::min), Reduce::Min);
+        metrics.set(name("max"), lengths.iter().copied().fold(f64::NAN, f64::max), Reduce::Max);
+        if prefix.is_empty() {
+            metrics.set("tokens/generated", total, Reduce::Sum);
+        }
+    }
+    let truncated = completions.iter().filter(|completion| completion.finish_reason.is_truncated()).count();
+    metrics.set_mean("completions/clipped_ratio", truncated as f64, completions.len() as f64);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::types::{FinishReason, Prompt};
+
+    fn group(finish_reasons: &[FinishReason]) -> RolloutGroup {
+        let completion = |(index, finish_reason): (usize, &FinishReason)| Completion {
+            token_ids: vec![7; index + 1],
+            rollout_logprobs: vec![-0.5; index + 1],
+            finish_reason: *finish_reason,
+            text: String::new(),
+            rewards: vec![Some(1.0)],
+            reward: (index != 1).then_some(1.0),
+            advantage: index as f32,
+        };
+        let columns = Arc::default();
+        let prompt = Prompt { id: 0, text: "p".into(), token_ids: vec![1, 2], columns };
+        RolloutGroup { prompt, completions: finish_reasons.iter().enumerate().map(completion).collect() }
+    }
+
+    #[test]
+    fn failed_and_truncated_completions_are_masked() {
+        let groups = [group(&[FinishReason::Eos, FinishReason::Eos, FinishReason::Length])];
+        let masked = |mask| sequences(&groups, mask).iter().map(|sequence| sequence.masked).collect::<Vec<_>>();
+        assert_eq!(masked(false), [false, true, false]);
+        assert_eq!(masked(true), [false, true, true]);
+        let all = sequences(&groups, false);
+        assert_eq!((all[2].token_ids.as_slice(), all[2].prompt_len), (&[1, 2, 7, 7, 7][..], 2));
+        assert_eq!(all[2].completion_len(), 3);
+    }
+}

@@ -1,0 +1,202 @@
+//! From a configuration to a trainer: everything is read and checked before anything is trained.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tch::{Device, Kind};
+
+use super::output::Output;
+use super::{Progress, Trainer};
+use crate::checkpoint::{self, Checkpoint};
+use crate::colocate::{Colocated, EngineSlices};
+use crate::config::{self, Config, Dtype, KeyChange, OptimizerResidency};
+use crate::data::{Dataset, DatasetOptions, PromptSampler, Tokenizer};
+use crate::dist::{World, all_gather_bytes};
+use crate::error::{Error, Result};
+use crate::memory::{self, HostPool};
+use crate::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
+use crate::phase;
+use crate::plan::{MemoryPlan, PlanInput};
+use crate::reward::{RewardFunction, RewardPool};
+use crate::rollout::{Engine, EngineOptions};
+use crate::train::{AdamOptions, NetworkOptions, Policy, PolicyOptions, Reference, Schedule};
+
+/// Everything about a run that is known without touching its data: checked by the launcher before any process starts.
+#[derive(Debug)]
+pub struct Preflight {
+    /// The model.
+    pub spec: Arc<ModelSpec>,
+    /// Its tokenizer.
+    pub tokenizer: Arc<Tokenizer>,
+    /// The layout of its weights.
+    pub table: Arc<ParamTable>,
+    /// Type of weights and activations.
+    pub kind: Kind,
+    /// What it will hold.
+    pub plan: MemoryPlan,
+}
+
+impl Preflight {
+    /// Checks a run of `world_size` ranks, `local_world_size` of them on this machine.
+    ///
+    /// # Errors
+    /// What is wrong with the configuration, the model's folder or the machine.
+    pub fn new(config: &Config, world_size: usize, local_world_size: usize) -> Result<Self> {
+        config.validate_world(world_size)?;
+        if config.device == config::Device::Cuda {
+            let message = "device = cuda: this version trains on the CPU backend; set device = cpu".to_owned();
+            return Err(Error::Environment { message });
+        }
+        let spec = Arc::new(ModelSpec::from_folder(&config.model_name_or_path)?);
+        spec.validate_tp(config.tensor_parallel_size)?;
+        let tokenizer = Arc::new(Tokenizer::from_folder(&config.model_name_or_path)?);
+        tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
+        let table = Arc::new(ParamTable::new(spec.clone(), config.zero.shard_group_size.unwrap_or(world_size)));
+        let kind = match config.dtype {
+            Dtype::Auto | Dtype::Float32 => Kind::Float,
+            Dtype::Bfloat16 => Kind::BFloat16,
+        };
+        let engine_weight_bytes = match gathers(config, &table) {
+            true => EngineSlices::gathered_bytes(&table, 0, config.tensor_parallel_size, kind)?,
+            false => 0,
+        };
+        let available_bytes = memory::available_host_bytes()? / local_world_size;
+        let input = PlanInput { config, table: &table, kind, engine_weight_bytes, available_bytes };
+        let plan = MemoryPlan::new(&input)?;
+        Ok(Self { spec, tokenizer, table, kind, plan })
+    }
+}
+
+/// Whether the engine needs gathered slices: weights are sharded.
+fn gathers(config: &Config, table: &ParamTable) -> bool {
+    config.zero.stage == 3 && table.shards > 1
+}
+
+/// Loads everything; collective over the world.
+pub(super) fn load(
+    config: Config,
+    functions: &[(&str, RewardFunction)],
+    world: Arc<World>,
+    checkpoint: Option<Checkpoint>,
+) -> Result<Trainer> {
+    let batch = config.validate_world(world.size())?;
+    let preflight = Preflight::new(&config, world.size(), world.local_size())?;
+    phase::arm_fault(config.fault.as_ref().and_then(|fault| fault.parse().ok()), world.rank());
+    let rewards = RewardPool::with_functions(&config, functions)?;
+    let limits = DatasetOptions {
+        max_prompt_length: config.max_prompt_length,
+        max_model_length: Some(preflight.plan.max_model_length),
+        max_completion_length: config.max_completion_length,
+        system_prompt: config.system_prompt.clone(),
+        required_columns: rewards.required_columns(),
+    };
+    let read = |path: &PathBuf| Dataset::from_jsonl(path, &preflight.tokenizer, &limits);
+    let dataset = read(&config.train_file)?;
+    let eval_set = config.eval_file.as_ref().map(read).transpose()?;
+    let mut colocated = colocated(&config, &world, &preflight)?;
+    let mut sampler = PromptSampler::new(dataset.len(), config.seed, config.shuffle_dataset);
+    let updates = batch.updates_per_generation * config.num_iterations;
+    let epochs = config.num_train_epochs * dataset.len() as f64 / batch.num_prompts as f64;
+    let total_steps = config.max_steps.unwrap_or(epochs.ceil() as usize * updates);
+    let schedule = Schedule {
+        kind: config.lr_scheduler_type,
+        peak: config.learning_rate,
+        warmup_steps: config.warmup_steps,
+        total_steps,
+    };
+    let mut progress = Progress::default();
+    if let Some(checkpoint) = &checkpoint {
+        checkpoint.restore(colocated.policy_mut())?;
+        sampler.restore(checkpoint.state.sampler.clone())?;
+        progress = Progress {
+            global_step: checkpoint.state.global_step,
+            generation_step: checkpoint.state.generation_step,
+            num_tokens: checkpoint.state.num_input_tokens_seen,
+        };
+    }
+    let output = Output::new(&config, world.group(), total_steps as u64, checkpoint)?;
+    output.say(&format!("{}\n{}: {}", preflight.plan, config.train_file.display(), dataset.counts()));
+    Ok(Trainer { config, world, batch, colocated, rewards, dataset, sampler, eval_set, schedule, output, progress })
+}
+
+fn colocated(config: &Config, world: &Arc<World>, preflight: &Preflight) -> Result<Colocated> {
+    let Preflight { spec, tokenizer, table, kind, plan } = preflight;
+    let device = Device::Cpu;
+    let mesh = world.mesh(config.tensor_parallel_size, table.shards)?;
+    let files = WeightFiles::open(&config.model_name_or_path, spec.clone())?;
+    let source = |layout: &UnitLayout| files.read_unit(layout, Kind::Float);
+    let network = NetworkOptions { kind: *kind, device };
+    let options = PolicyOptions {
+        stage: config.zero.stage,
+        network,
+        gradient_checkpointing: config.gradient_checkpointing,
+        adam: AdamOptions {
+            beta1: config.adam_beta1,
+            beta2: config.adam_beta2,
+            eps: config.adam_epsilon,
+            weight_decay: config.weight_decay,
+        },
+    };
+    let policy = Policy::new(table.clone(), &mesh, options, &source)?;
+    let reference = match config.beta > 0.0 {
+        true => Some(Reference::new(table.clone(), &mesh, network, &source)?),
+        false => None,
+    };
+    let engine = EngineOptions {
+        kv_cache_bytes: plan.kv_cache_bytes,
+        block_size: config.kv_block_size,
+        max_num_seqs: config.max_num_seqs,
+        max_num_batched_tokens: config.max_num_batched_tokens,
+        max_model_length: plan.max_model_length,
+        kind: *kind,
+        device,
+    };
+    let engine = Engine::new(spec.clone(), tokenizer.clone(), engine, mesh.tp.clone())?;
+    let (tp_rank, tp_size) = (mesh.tp.rank(), mesh.tp.size());
+    let slices = match gathers(config, table) {
+        true => EngineSlices::gathered(table, tp_rank, tp_size, *kind, device)?,
+        false => EngineSlices::in_place(tp_rank, tp_size),
+    };
+    let host_pool = match plan.optimizer {
+        OptimizerResidency::Swap => Some(HostPool::new("optimizer_host", policy.optimizer_bytes())?),
+        OptimizerResidency::Auto | OptimizerResidency::Resident => None,
+    };
+    Ok(Colocated::new(world.clone(), mesh, policy, reference, engine, slices, host_pool))
+}
+
+/// The checkpoint to resume from, decided and verified by the first rank, the same on all; collective over the world.
+pub(super) fn find_checkpoint(config: &Config, world: &World) -> Result<Option<Checkpoint>> {
+    let Some(wanted) = &config.resume_from_checkpoint else { return Ok(None) };
+    let decide = || match wanted.as_str() {
+        "latest" => checkpoint::find_latest(&config.output_dir),
+        folder => Checkpoint::open(Path::new(folder), true).map(|checkpoint| Some(checkpoint.folder)),
+    };
+    let folder = world.agree(if world.rank() == 0 { decide() } else { Ok(None) })?;
+    let text = folder.map(|folder| folder.to_string_lossy().into_owned()).unwrap_or_default();
+    let gathered = all_gather_bytes(&*world.group(), text.as_bytes())?;
+    let folder = String::from_utf8_lossy(&gathered[0]).into_owned();
+    if folder.is_empty() {
+        return Ok(None);
+    }
+    let opened = Checkpoint::open(Path::new(&folder), false);
+    world.agree(opened.and_then(|checkpoint| check_same_run(config, &checkpoint).map(|()| Some(checkpoint))))
+}
+
+/// Refuses to resume with keys that would change the result, unless that is asked for.
+fn check_same_run(config: &Config, checkpoint: &Checkpoint) -> Result<()> {
+    let saved = Config::from_toml(&checkpoint.state.config)?;
+    let changes = config.diff(&saved);
+    let unsafe_changes: Vec<String> =
+        changes.iter().filter(|change| change.changes_result).map(KeyChange::to_string).collect();
+    if unsafe_changes.is_empty() || config.force_resume {
+        return Ok(());
+    }
+    Err(Error::invalid_value(
+        "resume_from_checkpoint",
+        checkpoint.folder.display(),
+        format!(
+            "the configuration that the checkpoint was made with, or force_resume = true; changed: {}",
+            unsafe_changes.join("; ")
+        ),
+    ))
+}
