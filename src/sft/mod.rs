@@ -208,7 +208,7 @@ impl Log {
         values.insert("step_time".into(), self.last.elapsed().as_secs_f64());
         self.last = Instant::now();
         self.display.finish_step(step, &values);
-        if let Some(writer) = self.writer.as_mut().filter(|_| step % self.logging_steps == 0) {
+        if let Some(writer) = self.writer.as_mut().filter(|_| step.is_multiple_of(self.logging_steps)) {
             writer.write(step, &values);
         }
     }
