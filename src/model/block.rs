@@ -264,7 +264,7 @@ impl Mlp {
     fn backward(self, w: &BlockParams, dy: &Tensor, grads: &mut BlockParams) -> Tensor {
         linear::accumulate_weight(dy, &self.act, &mut grads.down);
         let d_act = linear::backward_input(dy, &w.down);
-        let (d_gate, d_up) = swiglu::backward(&d_act, &self.gate, &self.up);
+        let (d_gate, d_up) = swiglu::backward(&d_act, &self.gate, self.up);
         let ([w_gate, w_up], [mut dw_gate, mut dw_up]) = (gate_and_up(&w.gate_up), gate_and_up(&grads.gate_up));
         linear::accumulate_weight(&d_gate, &self.normed, &mut dw_gate);
         linear::accumulate_weight(&d_up, &self.normed, &mut dw_up);

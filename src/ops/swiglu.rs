@@ -13,15 +13,15 @@ pub fn forward(
     gate.silu().g_mul_(up) // [T, F]
 }
 
-/// (d_gate, d_up).
+/// (d_gate, d_up); `up`'s memory becomes d_gate's.
 pub fn backward(
-    dy: &Tensor,   // [T, F]
-    gate: &Tensor, // [T, F]
-    up: &Tensor,   // [T, F]
+    dy: &Tensor,    // [T, F]
+    gate: &Tensor,  // [T, F]
+    mut up: Tensor, // [T, F]
 ) -> (Tensor, Tensor) {
     let d_up = gate.silu().g_mul_(dy);
-    let d_gate = gate.silu_backward(&(dy * up));
-    (d_gate, d_up)
+    let d_silu = up.g_mul_(dy);
+    (gate.silu_backward_grad_input(&d_silu, &d_silu), d_up)
 }
 
 #[cfg(test)]
@@ -35,7 +35,7 @@ mod tests {
         let reference = gate.sigmoid() * &gate * &up;
         let grads = Tensor::run_backward(&[(&reference * &dy).sum(None)], &[&gate, &up], false, false);
         assert_close(&forward(&gate.detach(), &up.detach()), &reference);
-        let (d_gate, d_up) = backward(&dy, &gate.detach(), &up.detach());
+        let (d_gate, d_up) = backward(&dy, &gate.detach(), up.detach().copy());
         assert_close(&d_gate, &grads[0]);
         assert_close(&d_up, &grads[1]);
     }
