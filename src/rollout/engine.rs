@@ -157,6 +157,16 @@ impl<'a> RolloutEngine<'a> {
         Ok(groups.into_iter().flatten().collect())
     }
 
+    /// What was done since waking.
+    pub fn stats(&self) -> &EngineStats {
+        &self.stats
+    }
+
+    /// Calls `progress` after every step.
+    pub fn on_progress(&mut self, progress: impl FnMut(&EngineStats) + 'a) {
+        self.progress = Some(Box::new(progress));
+    }
+
     fn open_kv_cache(&mut self) -> Result<()> {
         let engine = &mut *self.engine;
         let mut num_blocks = [engine.kv_cache.map()? as f64];
@@ -168,16 +178,6 @@ impl<'a> RolloutEngine<'a> {
         }
         self.stats.num_blocks = num_blocks;
         Ok(())
-    }
-
-    /// What was done since waking.
-    pub fn stats(&self) -> &EngineStats {
-        &self.stats
-    }
-
-    /// Calls `progress` after every step.
-    pub fn on_progress(&mut self, progress: impl FnMut(&EngineStats) + 'a) {
-        self.progress = Some(Box::new(progress));
     }
 
     /// Schedule, run, sample, postprocess; returns the groups that are now complete.

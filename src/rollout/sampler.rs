@@ -183,7 +183,8 @@ impl Sampler<'_> {
 
     /// Every rank's offers, in rank order.
     fn exchange(&self, own: Vec<Offer>) -> Result<Vec<Vec<Offer>>> {
-        if self.tp.size() == 1 {
+        // A step that finishes no prompt draws nothing, on any rank.
+        if self.tp.size() == 1 || own.is_empty() {
             return Ok(vec![own]);
         }
         let gathered = all_gather_bytes(self.tp, &encode(&own))?;

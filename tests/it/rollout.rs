@@ -262,7 +262,8 @@ fn equals_one_rank(world: &World) {
         let own = |rank: usize| rank * all.len() / world.size()..(rank + 1) * all.len() / world.size();
         let own = own(world.rank());
         let block_bytes = colo_grpo::rollout::kv_block_bytes(&model.spec, world.size(), 8, Kind::Float);
-        let options = EngineOptions { kv_cache_bytes: num_blocks * block_bytes, ..options() };
+        let kv_cache_bytes = num_blocks * block_bytes;
+        let options = EngineOptions { kv_cache_bytes, max_num_batched_tokens: 16, ..options() };
         let cases = [
             greedy(),
             sampled(),
