@@ -10,7 +10,7 @@ use colo_grpo::launch::{LaunchOptions, run};
 
 const SCRIPT_VARIABLE: &str = "COLO_GRPO_TEST_LAUNCH";
 
-/// A launcher of `sh -c script` workers, or its end.
+/// A launcher of `sh -c script` workers.
 struct Launcher {
     child: Child,
     folder: tempfile::TempDir,
@@ -42,6 +42,7 @@ impl Launcher {
             .args(["--exact", &format!("launch::{test}"), "--nocapture"])
             .env(SCRIPT_VARIABLE, "yes")
             .env("OMP_NUM_THREADS", "3")
+            .env("TMPDIR", folder.path()) // so that a killed launcher leaves nothing behind
             .current_dir(folder.path())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
