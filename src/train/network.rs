@@ -88,7 +88,7 @@ impl Network {
         let tied = self.spec().tie_word_embeddings;
         let open = if tied { Some(gradients.begin(Unit::Embedding)?) } else { None };
         let dhidden = self.head_backward(&pass, &hidden, gradients, open.as_ref(), loss)?;
-        let dx = self.blocks_backward(&mut pass, dhidden, saved, gradients)?;
+        let dx = self.blocks_backward(&pass, dhidden, saved, gradients)?;
         let flat = match open {
             Some(flat) => flat,
             None => gradients.begin(Unit::Embedding)?,
@@ -119,7 +119,7 @@ impl Network {
     /// The gradient of the embedding's output [T, D] from that of the last block's.
     fn blocks_backward(
         &mut self,
-        pass: &mut Pass<'_>,
+        pass: &Pass<'_>,
         mut dx: Tensor,
         saved: Vec<SavedBlock>,
         gradients: &mut Gradients,
@@ -129,7 +129,7 @@ impl Network {
             let flat = gradients.begin(Unit::Block(layer))?;
             let mut block_gradients = BlockParams::view(self.layout(Unit::Block(layer)), &flat);
             let context = BlockContext { spec: self.spec(), rope: &pass.rope, tp: None };
-            dx = block_backward(&context, &block, &dx, saved, &mut pass.attention, &mut block_gradients)?;
+            dx = block_backward(&context, &block, &dx, saved, &pass.attention, &mut block_gradients)?;
             gradients.end(Unit::Block(layer), flat)?;
         }
         Ok(dx)

@@ -187,7 +187,7 @@ mod tests {
         ];
         let layout = UnitLayout { unit: Unit::Block(0), params, offset: 0, len: 384 };
         assert_eq!(decayed(&layout, &(0..384)), [64..184, 192..256]);
-        assert_eq!(decayed(&layout, &(0..128)), [64..128]);
+        assert_eq!(decayed(&layout, &(0..200)), [64..184, 192..200]);
         assert_eq!(decayed(&layout, &(128..256)), [0..56, 64..128]);
         assert!(decayed(&layout, &(256..384)).is_empty());
     }
