@@ -20,7 +20,7 @@ use crate::rollout::{Engine, RolloutEngine};
 use crate::train::{Policy, Reference};
 
 pub use served::Served;
-pub use update::{UpdateOptions, UpdateOutcome};
+pub use update::{UpdateOptions, UpdateOutcome, UpdateProgress};
 pub use weights::EngineSlices;
 
 /// The policy, the reference model and one rank of a generation engine on one device.
@@ -31,7 +31,7 @@ pub use weights::EngineSlices;
 /// # use colo_grpo::{colocate::{Colocated, UpdateOptions}, train::Sequence, Result};
 /// fn train_inside(colocated: &mut Colocated, batch: &mut [Sequence], options: &UpdateOptions) -> Result<()> {
 ///     colocated.with_rollout(|_rollout| {
-///         colocated.update(batch, options)?;
+///         colocated.update(batch, options, &())?;
 ///         Ok(())
 ///     })
 /// }
@@ -62,7 +62,7 @@ pub use weights::EngineSlices;
 /// # use colo_grpo::{colocate::{Colocated, UpdateOptions}, train::Sequence, Result};
 /// fn in_turn(colocated: &mut Colocated, batch: &mut [Sequence], options: &UpdateOptions) -> Result<u64> {
 ///     let tokens = colocated.with_rollout(|rollout| Ok(rollout.stats().num_generated_tokens))?;
-///     colocated.update(batch, options)?;
+///     colocated.update(batch, options, &())?;
 ///     colocated.with_rollout(|_rollout| Ok(()))?;
 ///     Ok(tokens + colocated.policy().version())
 /// }

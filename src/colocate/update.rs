@@ -64,6 +64,20 @@ pub struct UpdateOutcome {
     pub num_trained_tokens: usize,
 }
 
+/// Told how far an update is, micro-batch by micro-batch.
+pub trait UpdateProgress {
+    /// A phase of `total` micro-batches begins.
+    fn begin(&self, phase: Phase, total: usize);
+    /// One of them is done.
+    fn advance(&self);
+}
+
+/// For callers that show nothing.
+impl UpdateProgress for () {
+    fn begin(&self, _phase: Phase, _total: usize) {}
+    fn advance(&self) {}
+}
+
 impl Colocated {
     /// Trains on this rank's sequences of one generation batch; collective over the world. Every rank passes the same
     /// number of sequences, masked ones included, in the order of the generation batch.
@@ -73,14 +87,19 @@ impl Colocated {
     ///
     /// # Errors
     /// [`Error::NonFinite`] after [`MAX_CONSECUTIVE_SKIPS`] skipped updates in a row.
-    pub fn update(&mut self, sequences: &mut [Sequence], options: &UpdateOptions) -> Result<UpdateOutcome> {
-        self.score(sequences, options)?;
+    pub fn update(
+        &mut self,
+        sequences: &mut [Sequence],
+        options: &UpdateOptions,
+        progress: &dyn UpdateProgress,
+    ) -> Result<UpdateOutcome> {
+        self.score(sequences, options, progress)?;
         let slices = self.slices_of(sequences, options.updates_per_generation);
         let denominators = self.denominators(&slices, options.loss.loss_type)?;
         let mut outcome = UpdateOutcome::default();
         for _ in 0..options.num_iterations {
             for (slice, denominators) in slices.iter().zip(&denominators) {
-                self.update_once(slice, denominators, options, &mut outcome)?;
+                self.update_once(slice, denominators, options, progress, &mut outcome)?;
             }
         }
         outcome.loss /= outcome.num_updates as f64;
@@ -89,13 +108,20 @@ impl Colocated {
     }
 
     /// Fills in old log-probabilities, if several updates will need them, and the reference model's.
-    fn score(&mut self, sequences: &mut [Sequence], options: &UpdateOptions) -> Result<()> {
+    fn score(
+        &mut self,
+        sequences: &mut [Sequence],
+        options: &UpdateOptions,
+        progress: &dyn UpdateProgress,
+    ) -> Result<()> {
         let (needs_old, needs_ref) = (options.needs_old_logprobs(), self.reference.is_some());
         if !needs_old && !needs_ref {
             return Ok(());
         }
         phase::scope(Phase::Score, || {
-            for micro_batch in self.micro_batches(sequences, options)? {
+            let micro_batches = self.micro_batches(sequences, options)?;
+            progress.begin(Phase::Score, micro_batches.len());
+            for micro_batch in micro_batches {
                 if needs_old {
                     let scores = self.policy.forward_logprobs(&micro_batch, options.temperature)?;
                     hand_out(&micro_batch, &scores, sequences, |sequence| &mut sequence.old_logprobs)?;
@@ -104,6 +130,7 @@ impl Colocated {
                     let scores = reference.forward_logprobs(&micro_batch, options.temperature)?;
                     hand_out(&micro_batch, &scores, sequences, |sequence| &mut sequence.ref_logprobs)?;
                 }
+                progress.advance();
             }
             Ok(())
         })
@@ -144,15 +171,18 @@ impl Colocated {
         slice: &[Sequence],
         denominators: &Denominators,
         options: &UpdateOptions,
+        progress: &dyn UpdateProgress,
         outcome: &mut UpdateOutcome,
     ) -> Result<()> {
         let micro_batches = phase::scope(Phase::Pack, || self.micro_batches(slice, options))?;
+        progress.begin(Phase::ForwardBackward, micro_batches.len());
         phase::scope(Phase::ForwardBackward, || {
             for micro_batch in &micro_batches {
                 outcome.num_trained_tokens += if micro_batch.is_empty() { 0 } else { micro_batch.num_tokens() };
                 self.policy.forward_backward(micro_batch, options.temperature, &mut |scores| {
                     micro_batch_loss(micro_batch, scores, denominators, options, outcome)
                 })?;
+                progress.advance();
             }
             Ok(())
         })?;

@@ -127,7 +127,7 @@ impl Trainer {
         phase::scope(Phase::Reward, || self.rewards.wait(&mut groups))?;
         let advantages = self.assign_advantages(&mut groups)?;
         let mut sequences = records::sequences(&groups, self.config.mask_truncated_completions);
-        let outcome = self.colocated.update(&mut sequences, &self.update_options())?;
+        let outcome = self.colocated.update(&mut sequences, &self.update_options(), &self.output)?;
         self.progress.global_step += outcome.num_updates;
         self.progress.generation_step += 1;
         self.progress.num_tokens += self.count_tokens(&sequences)?;

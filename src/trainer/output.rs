@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::checkpoint::Checkpoint;
+use crate::colocate::UpdateProgress;
 use crate::config::Config;
 use crate::dist::Collective;
 use crate::error::Result;
@@ -13,6 +14,7 @@ use crate::eval::Outcome;
 use crate::metrics::{
     CompletionsWriter, MetricValues, MetricsWriter, Progress, StepMetrics, write_report, write_run_config,
 };
+use crate::phase::Phase;
 use crate::types::RolloutGroup;
 
 /// Values that are the newest of a logging interval; all others are its mean.
@@ -142,6 +144,16 @@ impl Output {
         let numbers = values.into_iter().map(|(name, value)| (name, serde_json::Value::from(value)));
         let line = [("step".to_owned(), serde_json::Value::from(step))].into_iter().chain(numbers);
         self.history.push(serde_json::Value::Object(line.collect()));
+    }
+}
+
+impl UpdateProgress for Output {
+    fn begin(&self, phase: Phase, total: usize) {
+        self.begin_phase(phase.name(), total);
+    }
+
+    fn advance(&self) {
+        self.display.advance();
     }
 }
 
