@@ -56,6 +56,8 @@ pub struct PlanInput<'a> {
     pub table: &'a ParamTable,
     /// Type of weights and activations.
     pub kind: Kind,
+    /// Completions that this rank trains on in one update.
+    pub completions_per_update: usize,
     /// Bytes of the engine's gathered weight slices; 0 where it reads in place.
     pub engine_weight_bytes: usize,
     /// Memory that this rank may use.
@@ -88,7 +90,7 @@ impl MemoryPlan {
             class("policy weights", train.weights + train.gathered, train.weights, 0),
             class("master weights, Adam m and v", train.optimizer, train.optimizer - swapped, swapped),
             class("gradients", train.gradients + train.gradient_scratch, 0, 0),
-            class("activations (estimate)", activation_bytes(config, spec, kind), 0, 0),
+            class("activations (estimate)", activation_bytes(input), 0, 0),
         ];
         classes.extend(
             reference.map(|bytes| class("reference weights", bytes.weights + bytes.gathered, bytes.weights, 0)),
@@ -181,8 +183,12 @@ impl fmt::Display for MemoryPlan {
 
 /// What one micro-batch's forward keeps for backward, in the kind of the network: the block's input, and without
 /// recomputation the outputs of norms, projections, attention and MLP too; beside it one chunk of logits.
-fn activation_bytes(config: &Config, spec: &ModelSpec, kind: Kind) -> usize {
-    let tokens = config.max_tokens_per_micro_batch;
+fn activation_bytes(input: &PlanInput<'_>) -> usize {
+    let PlanInput { config, table, kind, .. } = *input;
+    let spec = &table.spec;
+    // No micro-batch holds more than this rank's share of an update at its longest.
+    let longest = config.max_model_length.unwrap_or(spec.max_position_embeddings);
+    let tokens = config.max_tokens_per_micro_batch.min(input.completions_per_update * longest);
     let (hidden, width) = (spec.hidden_size, spec.head_dim * spec.num_heads);
     let qkv = spec.head_dim * (spec.num_heads + 2 * spec.num_kv_heads);
     let inside = 2 * hidden + qkv + width + 3 * spec.intermediate_size;

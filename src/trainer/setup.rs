@@ -42,7 +42,7 @@ impl Preflight {
     /// # Errors
     /// What is wrong with the configuration, the model's folder or the machine.
     pub fn new(config: &Config, world_size: usize, local_world_size: usize) -> Result<Self> {
-        config.validate_world(world_size)?;
+        let batch = config.validate_world(world_size)?;
         if config.device == config::Device::Cuda {
             let message = "device = cuda: this version trains on the CPU backend; set device = cpu".to_owned();
             return Err(Error::Environment { message });
@@ -61,7 +61,9 @@ impl Preflight {
             false => 0,
         };
         let available_bytes = memory::available_host_bytes()? / local_world_size;
-        let input = PlanInput { config, table: &table, kind, engine_weight_bytes, available_bytes };
+        let completions_per_update = batch.generation_batch_size / world_size / batch.updates_per_generation;
+        let input =
+            PlanInput { config, table: &table, kind, completions_per_update, engine_weight_bytes, available_bytes };
         let plan = MemoryPlan::new(&input)?;
         Ok(Self { spec, tokenizer, table, kind, plan })
     }
