@@ -9,6 +9,7 @@ mod served;
 mod update;
 mod weights;
 
+use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
@@ -96,23 +97,25 @@ impl Colocated {
 
     /// Runs `work` with the engine awake on every rank; collective over the world.
     ///
-    /// Whatever `work` does, afterwards the engine sleeps, its memory is given back and the optimizer state is on the
-    /// device again, bit for bit. A panic goes on unwinding after that.
+    /// Whatever `work` does and wherever entering or leaving fails, afterwards the engine sleeps, its memory is given back
+    /// and the optimizer state is on the device again, bit for bit. A panic goes on unwinding after that.
     ///
     /// # Errors
     /// The first failure of any rank: the failing rank gets its own error, its peers [`Error::PeerFailed`]; none is left
     /// waiting in a collective, and the next scope can be entered.
     pub fn with_rollout<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
-        let caught = catch_unwind(AssertUnwindSafe(|| self.rollout_scope(work)));
-        let (outcome, panic) = match caught {
-            Ok(outcome) => (outcome, None),
-            Err(payload) => (Err(panic_error(&*payload)), Some(payload)),
-        };
+        let mut panic = None;
+        let outcome = caught(&mut panic, || self.rollout_scope(work));
         if let Err(error) = &outcome {
             self.world.post_failure(error);
         }
-        let reloaded = phase::scope(Phase::Reload, || self.reload_optimizer());
-        let agreed = self.world.agree(outcome.and_then(|value| reloaded.map(|()| value)));
+        let restored = caught(&mut panic, || phase::scope(Phase::Reload, || self.restore()));
+        let agreed = self.world.agree(outcome.and_then(|value| restored.map(|()| value)));
+        if agreed.is_err()
+            && let Err(error) = self.restore()
+        {
+            tracing::error!("{error}: the optimizer state stays in the host pool until the end of the next rollout");
+        }
         match panic {
             Some(payload) => resume_unwind(payload),
             None => agreed,
@@ -121,6 +124,9 @@ impl Colocated {
 
     fn rollout_scope<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
         self.policy.drop_gradients();
+        if let Some(reference) = &mut self.reference {
+            reference.free_gathered();
+        }
         phase::scope(Phase::Offload, || self.offload_optimizer())?;
         let version = self.policy.version();
         let weights = phase::scope(Phase::Gather, || self.slices.gather(&self.policy))?;
@@ -137,7 +143,9 @@ impl Colocated {
         self.host_pool.as_mut().map_or(Ok(()), |pool| self.policy.offload_optimizer(pool))
     }
 
-    fn reload_optimizer(&mut self) -> Result<()> {
+    /// Frees the engine's weights and brings the optimizer state back; nothing to do if that is done. Where it failed,
+    /// for lack of memory say, it is worth another try once all ranks have given theirs back.
+    fn restore(&mut self) -> Result<()> {
         self.slices.release();
         self.host_pool.as_ref().map_or(Ok(()), |pool| self.policy.reload_optimizer(pool))
     }
@@ -150,6 +158,11 @@ impl Colocated {
     /// The policy, to load or save; between scopes.
     pub fn policy_mut(&mut self) -> &mut Policy {
         &mut self.policy
+    }
+
+    /// Bytes that one scope copies between device and host on this rank: swapped optimizer state, there and back.
+    pub fn transition_bytes(&self) -> usize {
+        if self.host_pool.is_some() { 2 * self.policy.optimizer_bytes() } else { 0 }
     }
 
     /// The sleeping engine, for its sizes.
@@ -168,8 +181,12 @@ impl Colocated {
     }
 }
 
-fn panic_error(payload: &(dyn std::any::Any + Send)) -> Error {
-    let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    let message = text.or_else(|| payload.downcast_ref::<String>().cloned());
-    Error::Panic { place: "with_rollout", message: message.unwrap_or_else(|| "of an unknown kind".into()) }
+/// Runs `work`; a panic becomes an error, and its payload is kept if it is the first.
+fn caught<T>(panic: &mut Option<Box<dyn Any + Send>>, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|payload| {
+        let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        let message = text.or_else(|| payload.downcast_ref::<String>().cloned());
+        panic.get_or_insert(payload);
+        Err(Error::Panic { place: "with_rollout", message: message.unwrap_or_else(|| "of an unknown kind".into()) })
+    })
 }

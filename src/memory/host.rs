@@ -1,4 +1,4 @@
-//! How much host memory this process may still use.
+//! How much host memory this process may still use, and how much it has used.
 
 use std::fs;
 use std::path::PathBuf;
@@ -12,13 +12,24 @@ use crate::error::{Error, Result};
 pub fn available_host_bytes() -> Result<usize> {
     let text = fs::read_to_string("/proc/meminfo")
         .map_err(|error| Error::Environment { message: format!("/proc/meminfo: {error}") })?;
-    let available = parse_available(&text)
+    let available = parse_kib(&text, "MemAvailable:")
         .ok_or_else(|| Error::Environment { message: "/proc/meminfo has no MemAvailable".to_owned() })?;
     Ok(cgroup_bytes().map_or(available, |limit| limit.min(available)))
 }
 
-fn parse_available(meminfo: &str) -> Option<usize> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+/// The most bytes of physical memory that this process has held at once, shared ones included.
+///
+/// # Errors
+/// [`Error::Environment`] where /proc/self/status cannot be read.
+pub fn peak_resident_bytes() -> Result<usize> {
+    let text = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let unreadable = || Error::Environment { message: "/proc/self/status has no VmHWM".to_owned() };
+    parse_kib(&text, "VmHWM:").ok_or_else(unreadable)
+}
+
+/// Bytes on the line of `/proc` text that starts with `name`.
+fn parse_kib(text: &str, name: &str) -> Option<usize> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     Some(line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()? * 1024)
 }
 
@@ -42,9 +53,12 @@ mod tests {
 
     #[test]
     fn the_kernel_s_number_is_read_in_bytes() {
-        assert_eq!(parse_available("MemTotal: 9 kB\nMemAvailable:   1024 kB\nBuffers: 1 kB\n"), Some(1 << 20));
-        assert_eq!(parse_available("MemTotal: 9 kB\n"), None);
+        let meminfo = "MemTotal: 9 kB\nMemAvailable:   1024 kB\nBuffers: 1 kB\n";
+        assert_eq!(parse_kib(meminfo, "MemAvailable:"), Some(1 << 20));
+        assert_eq!(parse_kib("MemTotal: 9 kB\n", "MemAvailable:"), None);
         let available = available_host_bytes().unwrap();
         assert!(available > 1 << 20, "{available}");
+        let held = vec![1u8; 32 << 20];
+        assert!(peak_resident_bytes().unwrap() > held.iter().map(|&byte| usize::from(byte)).sum());
     }
 }

@@ -11,6 +11,6 @@ mod host_pool;
 mod ledger;
 
 pub use arena::Arena;
-pub use host::available_host_bytes;
+pub use host::{available_host_bytes, peak_resident_bytes};
 pub use host_pool::HostPool;
 pub use ledger::{Ledger, Place};

@@ -7,6 +7,7 @@ mod setup;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use tch::Device;
 
@@ -114,6 +115,8 @@ impl Trainer {
     /// One generation batch and its updates; collective over the world.
     pub fn train_step(&mut self) -> Result<StepMetrics> {
         phase::set_step(self.progress.generation_step);
+        let start = Instant::now();
+        let _ = phase::take_timings(); // of loading, evaluation and saving
         let prompts = self.next_prompts()?;
         let sampling = self.sampling();
         let (rewards, output) = (&self.rewards, &self.output);
@@ -132,7 +135,9 @@ impl Trainer {
         self.progress.generation_step += 1;
         self.progress.num_tokens += self.count_tokens(&sequences)?;
         self.output.completions(&groups, self.progress.global_step)?;
-        Ok(records::step_metrics(&self.config, &groups, &advantages, &outcome))
+        let mut metrics = records::step_metrics(&self.config, &groups, &advantages, &outcome);
+        records::cost_metrics(&mut metrics, start.elapsed(), self.colocated.transition_bytes())?;
+        Ok(metrics)
     }
 
     /// This rank's share of the next prompts.
@@ -213,7 +218,6 @@ impl Trainer {
             Ok(groups)
         })?;
         let outcome = eval::Outcome::of(&groups, &*self.world.group())?;
-        let _ = phase::take_timings(); // not the next step's
         let (step, epoch) = (self.progress.global_step, self.sampler.epochs());
         self.output.evaluation(&outcome, &self.config.reward_funcs, step, epoch);
         Ok(Some(outcome.reward.mean()))

@@ -3,7 +3,6 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
 
 use crate::checkpoint::Checkpoint;
 use crate::colocate::UpdateProgress;
@@ -32,7 +31,6 @@ pub(super) struct Output {
     history: Vec<serde_json::Value>,
     interval: Vec<MetricValues>,
     last_logged_step: u64,
-    last_step_end: Instant,
 }
 
 impl Output {
@@ -65,7 +63,6 @@ impl Output {
             history: checkpoint.map(|checkpoint| checkpoint.state.log_history).unwrap_or_default(),
             interval: Vec::new(),
             last_logged_step: first_step,
-            last_step_end: Instant::now(),
         })
     }
 
@@ -87,19 +84,15 @@ impl Output {
     /// A step is done: reduces its metrics over ranks (collective) and returns them; writes a line per logging interval.
     pub(super) fn step(&mut self, metrics: &StepMetrics, step: u64, epoch: f64, num_tokens: u64) -> Result<()> {
         let mut values = metrics.reduce(&*self.group)?;
-        let step_time = self.last_step_end.elapsed().as_secs_f64();
-        self.last_step_end = Instant::now();
-        let per_rank_second = step_time * self.group.size() as f64;
-        let generate_s = values.get("timing_s/generate").copied().unwrap_or(f64::NAN);
-        let per_second = [
-            ("perf/tokens_per_second_per_gpu", "tokens/trained", per_rank_second),
-            ("perf/generation_tokens_per_second", "tokens/generated", generate_s),
+        let rates = [
+            ("perf/tokens_per_second_per_gpu", "tokens/trained", "step_time", self.group.size()),
+            ("perf/generation_tokens_per_second", "tokens/generated", "timing_s/generate", 1),
         ];
-        for (name, counted, seconds) in per_second {
+        for (name, counted, timed, num_ranks) in rates {
             let count = values.remove(counted).unwrap_or(f64::NAN);
-            values.insert(name.to_owned(), count / seconds);
+            let seconds = values.get(timed).copied().unwrap_or(f64::NAN);
+            values.insert(name.to_owned(), count / (seconds * num_ranks as f64));
         }
-        values.insert("step_time".to_owned(), step_time);
         values.insert("num_tokens".to_owned(), num_tokens as f64);
         values.insert("epoch".to_owned(), epoch);
         self.display.finish_step(step, &values);
@@ -118,7 +111,6 @@ impl Output {
         values.insert("epoch".to_owned(), epoch);
         self.display.say(&format!("step {step}: {outcome}"));
         self.write(step, values);
-        self.last_step_end = Instant::now();
     }
 
     /// The completions of a step, if they are to be kept (collective then).

@@ -1,12 +1,15 @@
 //! Groups into what the trainer packs and what the metrics say.
 
+use std::time::Duration;
+
 use crate::colocate::UpdateOutcome;
 use crate::config::Config;
 use crate::dist::{Collective, ReduceOp, all_reduce_f64};
 use crate::error::Result;
 use crate::grpo::{AdvantageStats, Aggregate, BatchStats};
+use crate::memory;
 use crate::metrics::{Reduce, StepMetrics};
-use crate::phase;
+use crate::phase::{self, Phase};
 use crate::train::Sequence;
 use crate::types::{Completion, RolloutGroup};
 
@@ -57,16 +60,30 @@ pub(super) fn step_metrics(
     for (name, aggregate) in outcome.stats.entries() {
         match *aggregate {
             Aggregate::Mean { sum, count } => metrics.set_mean(*name, sum, count),
-            Aggregate::Min(value) => metrics.set(*name, value, Reduce::Min),
-            Aggregate::Max(value) => metrics.set(*name, value, Reduce::Max),
+            Aggregate::Min(_) => metrics.set(*name, aggregate.value(), Reduce::Min),
+            Aggregate::Max(_) => metrics.set(*name, aggregate.value(), Reduce::Max),
         }
     }
     reward_metrics(&mut metrics, config, advantages);
     completion_metrics(&mut metrics, groups);
-    for (phase, duration) in phase::take_timings() {
+    metrics
+}
+
+/// What the step took: time by phase, the transitions' bytes (all ranks) and rate (GB/s of the slowest), memory in GB.
+pub(super) fn cost_metrics(metrics: &mut StepMetrics, step_time: Duration, transition_bytes: usize) -> Result<()> {
+    let timings = phase::take_timings();
+    for (phase, duration) in &timings {
         metrics.set(format!("timing_s/{}", phase.name()), duration.as_secs_f64(), Reduce::Max);
     }
-    metrics
+    if transition_bytes > 0 {
+        let transitions = [Phase::Offload, Phase::Reload].into_iter().filter_map(|phase| timings.get(&phase));
+        let seconds = transitions.sum::<Duration>().as_secs_f64();
+        metrics.set("transition/bytes", transition_bytes as f64, Reduce::Sum);
+        metrics.set("transition/gbps", transition_bytes as f64 / 1e9 / seconds, Reduce::Min);
+    }
+    metrics.set("perf/max_resident_gb", memory::peak_resident_bytes()? as f64 / 1e9, Reduce::Max);
+    metrics.set("step_time", step_time.as_secs_f64(), Reduce::Max);
+    Ok(())
 }
 
 fn reward_metrics(metrics: &mut StepMetrics, config: &Config, advantages: &AdvantageStats) {

@@ -1,1 +1,237 @@
-//! .
+//! The rollout scope over real ranks: what it gives back, how it ends when a rank fails, and that what it generates does
+//! not depend on ZeRO stage, tensor-parallel degree or world size.
+
+mod pages;
+mod setup;
+mod trainer;
+mod update;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use colo_grpo::colocate::Colocated;
+use colo_grpo::dist::{Mesh, World};
+use colo_grpo::phase::{self, Fault, FaultKind, Phase};
+use colo_grpo::rollout::RolloutEngine;
+use colo_grpo::train::{Sequence, pack};
+use colo_grpo::types::{Prompt, RolloutGroup, SamplingParams};
+use colo_grpo::{Error, Result};
+use tch::{Device, Kind};
+
+use crate::ranks;
+use crate::rollout::{prompts, token_ids};
+use pages::Pages;
+use setup::{Setup, TEMPERATURE, kv_cache_bytes, share, state, update_options};
+
+const NUM_PROMPTS: usize = 8;
+
+#[test]
+fn a_scope_swaps_optimizer_state_for_the_kv_cache() {
+    ranks::run(2, "colocate::a_scope_swaps_optimizer_state_for_the_kv_cache", |world: World| {
+        let (world, mesh) = with_mesh(world, 2);
+        for stage in [2, 3] {
+            let mut colocated = Setup::new(stage).build(&world, &mesh);
+            let _ = Cycle::run(&mut colocated); // moments are not zero any more
+            let (bytes, before) = (colocated.policy().optimizer_bytes(), state(colocated.policy()));
+            let arena_and_pool = Pages::mapped(bytes);
+            assert_eq!(arena_and_pool.len(), 2);
+            assert!(Pages::mapped(kv_cache_bytes(2)).is_empty(), "the engine sleeps");
+            let prompts = own_prompts(&colocated);
+            let awake = colocated.with_rollout(|rollout| {
+                generate(rollout, &prompts)?;
+                let (pool, kv_cache) = (Pages::mapped(bytes), Pages::mapped(kv_cache_bytes(2)));
+                assert_eq!((pool.len(), kv_cache.len()), (1, 1));
+                let arena = *arena_and_pool.iter().find(|pages| **pages != pool[0]).unwrap();
+                Ok((arena, arena.resident_bytes(), kv_cache[0], kv_cache[0].resident_bytes()))
+            });
+            let (arena, arena_bytes, kv_cache, kv_bytes) = awake.unwrap();
+            assert_eq!(arena_bytes, 0, "optimizer state stayed");
+            assert!(kv_bytes > kv_cache_bytes(2) / 4, "{kv_bytes} bytes of KV cache");
+            assert!(kv_cache.resident_bytes() <= kv_bytes / 20, "{} stayed", kv_cache.resident_bytes());
+            assert!(arena.resident_bytes() >= bytes);
+            assert!(state(colocated.policy()) == before, "stage {stage}: optimizer state changed");
+        }
+    });
+}
+
+#[test]
+fn a_failure_ends_the_scope_on_all_ranks_and_the_next_one_works() {
+    ranks::run(2, "colocate::a_failure_ends_the_scope_on_all_ranks_and_the_next_one_works", |world: World| {
+        let (world, mesh) = with_mesh(world, 2);
+        let mut undisturbed = Setup::new(0).alone();
+        for stage in [0, 3] {
+            let mut colocated = Setup::new(stage).build(&world, &mesh);
+            Cycle::run(&mut colocated).check(&Cycle::run(&mut undisturbed), &world);
+            if stage == 0 {
+                fail_inside(&mut colocated, &world);
+            }
+            for phase in [Phase::Offload, Phase::Gather, Phase::Wake, Phase::Generate, Phase::Sleep, Phase::Reload] {
+                for kind in [FaultKind::Error, FaultKind::Panic] {
+                    phase::arm_fault(Some(Fault { rank: 1, step: 0, phase, kind }), world.rank());
+                    let message = match kind {
+                        FaultKind::Panic => format!("panic in with_rollout: injected panic in {}", phase.name()),
+                        _ => format!("injected fault in {}", phase.name()),
+                    };
+                    fails(&mut colocated, &message, generate);
+                }
+            }
+            Cycle::run(&mut colocated).check(&Cycle::run(&mut undisturbed), &world);
+            undisturbed = Setup::new(0).alone();
+        }
+    });
+}
+
+/// Rank 1 fails at work of its own while its peer waits for it in the engine's collectives.
+fn fail_inside(colocated: &mut Colocated, world: &World) {
+    let failing = world.rank() == 1;
+    fails(colocated, "first column: nothing is left", |rollout, prompts| match failing {
+        true => Err(Error::NonFinite { message: "first column: nothing is left".into() }),
+        false => generate(rollout, prompts),
+    });
+    fails(colocated, "panic in with_rollout: before generating", |rollout, prompts| {
+        assert!(!failing, "before generating");
+        generate(rollout, prompts)
+    });
+    fails(colocated, "panic in with_rollout: while generating", |rollout, prompts| {
+        rollout.generate(prompts, &sampled(), |_| assert!(!failing, "while generating"))
+    });
+    // The work's own error, found after the engine was used.
+    fails(colocated, "libtorch: after generating", |rollout, prompts| {
+        let groups = generate(rollout, prompts)?;
+        if failing { Err(tch::TchError::Torch("after generating".into()).into()) } else { Ok(groups) }
+    });
+}
+
+/// Runs a scope that fails on rank 1 with `message`, and checks what each rank gets and keeps.
+fn fails(
+    colocated: &mut Colocated,
+    message: &str,
+    work: impl FnOnce(&mut RolloutEngine<'_>, &[Prompt]) -> Result<Vec<RolloutGroup>>,
+) {
+    let (prompts, before, start) = (own_prompts(colocated), state(colocated.policy()), Instant::now());
+    let scope = catch_unwind(AssertUnwindSafe(|| colocated.with_rollout(|rollout| work(rollout, &prompts))));
+    let is_panic = scope.is_err();
+    if let Ok(outcome) = scope {
+        let error = outcome.unwrap_err().to_string();
+        let expected = if colocated.world().rank() == 0 { format!("rank 1 failed: {message}") } else { message.into() };
+        assert_eq!(error, expected);
+    }
+    assert_eq!(is_panic, colocated.world().rank() == 1 && message.starts_with("panic"), "{message}");
+    assert!(start.elapsed() < Duration::from_secs(30), "{message}: a rank was left waiting");
+    assert!(state(colocated.policy()) == before, "{message}: optimizer state changed");
+    assert_eq!(colocated.engine().resident_bytes().unwrap(), 0, "{message}: the engine is awake");
+}
+
+#[test]
+fn two_ranks_generate_and_train_like_one() {
+    ranks::run(2, "colocate::two_ranks_generate_and_train_like_one", |world: World| {
+        let world = Arc::new(world);
+        let meshes = [world.mesh(1, 2).unwrap(), world.mesh(2, 2).unwrap()];
+        let expected = Cycle::run(&mut Setup::new(0).alone());
+        assert_ne!(token_ids(&expected.before), token_ids(&expected.after), "stale weights would not be seen");
+        for mesh in &meshes {
+            for stage in 0..=3 {
+                let cycle = Cycle::run(&mut Setup::new(stage).build(&world, mesh));
+                cycle.check(&expected, &world);
+                assert!(cycle.gaps.iter().all(|gap| *gap < 1e-5), "stage {stage}: {:?}", cycle.gaps);
+            }
+            for stage in [1, 3] {
+                let setup = Setup { kind: Kind::BFloat16, ..Setup::new(stage) };
+                let Cycle { gaps, .. } = Cycle::run(&mut setup.build(&world, mesh));
+                assert!(gaps.iter().all(|gap| *gap < 0.05), "bfloat16, stage {stage}: {gaps:?}");
+            }
+        }
+    });
+}
+
+#[test]
+fn four_ranks_generate_and_train_like_one() {
+    ranks::run(4, "colocate::four_ranks_generate_and_train_like_one", |world: World| {
+        let (world, mesh) = with_mesh(world, 2);
+        let cycle = Cycle::run(&mut Setup::new(3).build(&world, &mesh));
+        cycle.check(&Cycle::run(&mut Setup::new(0).alone()), &world);
+        assert!(cycle.gaps.iter().all(|gap| *gap < 1e-5), "{:?}", cycle.gaps);
+    });
+}
+
+/// Two scopes with an update between them, on this rank's prompts.
+struct Cycle {
+    before: Vec<RolloutGroup>,
+    after: Vec<RolloutGroup>,
+    /// Mean difference of the sampler's and the trainer's log-probabilities of the sampled tokens, before and after.
+    gaps: [f64; 2],
+}
+
+impl Cycle {
+    fn run(colocated: &mut Colocated) -> Self {
+        let prompts = own_prompts(colocated);
+        let before = colocated.with_rollout(|rollout| generate(rollout, &prompts)).unwrap();
+        let mut trained = sequences(&before);
+        let gap_before = gap(colocated, &trained);
+        let outcome = colocated.update(&mut trained, &update_options()).unwrap();
+        assert_eq!((outcome.num_updates, outcome.num_skipped), (1, 0));
+        let after = colocated.with_rollout(|rollout| generate(rollout, &prompts)).unwrap();
+        let gaps = [gap_before, gap(colocated, &sequences(&after))];
+        Self { before, after, gaps }
+    }
+
+    /// Holds this rank's tokens to those of one process.
+    fn check(&self, expected: &Self, world: &World) {
+        let own = share(world, NUM_PROMPTS);
+        for (got, expected) in [(&self.before, &expected.before), (&self.after, &expected.after)] {
+            for (kind, expected) in expected.chunks(NUM_PROMPTS).enumerate() {
+                let got = &got[kind * own.len()..][..own.len()];
+                assert_eq!(token_ids(got), token_ids(&expected[own.clone()]), "{}", ["greedy", "sampled"][kind]);
+            }
+        }
+    }
+}
+
+fn with_mesh(world: World, tp_size: usize) -> (Arc<World>, Mesh) {
+    let mesh = world.mesh(tp_size, world.size()).unwrap();
+    (Arc::new(world), mesh)
+}
+
+fn own_prompts(colocated: &Colocated) -> Vec<Prompt> {
+    prompts(NUM_PROMPTS as u64)[share(colocated.world(), NUM_PROMPTS)].to_vec()
+}
+
+fn sampled() -> SamplingParams {
+    SamplingParams {
+        num_generations: 4,
+        temperature: TEMPERATURE,
+        max_completion_length: 16,
+        ..SamplingParams::default()
+    }
+}
+
+/// Greedy groups, then sampled ones.
+fn generate(rollout: &mut RolloutEngine<'_>, prompts: &[Prompt]) -> Result<Vec<RolloutGroup>> {
+    let greedy = SamplingParams { num_generations: 1, temperature: 0.0, ..sampled() };
+    let mut groups = rollout.generate(prompts, &greedy, |_| ())?;
+    groups.extend(rollout.generate(prompts, &sampled(), |_| ())?);
+    Ok(groups)
+}
+
+/// The sampled half of what [`generate`] returns, with advantages by place.
+fn sequences(groups: &[RolloutGroup]) -> Vec<Sequence> {
+    let sequence = |(group, sample): (&RolloutGroup, usize)| Sequence {
+        token_ids: [&group.prompt.token_ids[..], &group.completions[sample].token_ids].concat(),
+        prompt_len: group.prompt.token_ids.len(),
+        advantage: sample as f32 - 1.5,
+        masked: false,
+        rollout_logprobs: Some(group.completions[sample].rollout_logprobs.clone()),
+        old_logprobs: None,
+        ref_logprobs: None,
+    };
+    let samples = groups[groups.len() / 2..].iter().flat_map(|group| (0..4).map(move |sample| (group, sample)));
+    samples.map(sequence).collect()
+}
+
+fn gap(colocated: &mut Colocated, sequences: &[Sequence]) -> f64 {
+    let micro_batch = pack(sequences, usize::MAX, Device::Cpu).unwrap().remove(0);
+    let scores = colocated.policy_mut().forward_logprobs(&micro_batch, f64::from(TEMPERATURE)).unwrap();
+    let difference = scores.logprobs - micro_batch.rollout_logprobs.unwrap();
+    difference.abs().mean(Kind::Double).double_value(&[])
+}

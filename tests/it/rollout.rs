@@ -122,7 +122,7 @@ fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-fn words(count: usize) -> Tokenizer {
+pub fn words(count: usize) -> Tokenizer {
     let vocab: serde_json::Map<_, _> = (0..count).map(|id| (format!("w{id}"), id.into())).collect();
     let tokenizer = serde_json::json!({
         "version": "1.0",
@@ -155,7 +155,7 @@ fn prompt(id: u64, token_ids: Vec<u32>) -> Prompt {
 }
 
 /// Prompts of 3 to 20 tokens.
-fn prompts(count: u64) -> Vec<Prompt> {
+pub fn prompts(count: u64) -> Vec<Prompt> {
     let tokens = |id: u64| (0..3 + id * 5 % 18).map(|n| ((id * 31 + n * n * 7 + 5) % VOCAB as u64) as u32).collect();
     (0..count).map(|id| prompt(id, tokens(id))).collect()
 }
@@ -168,7 +168,7 @@ fn sampled() -> SamplingParams {
     SamplingParams { num_generations: 4, max_completion_length: 20, ..SamplingParams::default() }
 }
 
-fn token_ids(groups: &[RolloutGroup]) -> Vec<Vec<&[u32]>> {
+pub fn token_ids(groups: &[RolloutGroup]) -> Vec<Vec<&[u32]>> {
     groups.iter().map(|group| group.completions.iter().map(|completion| &completion.token_ids[..]).collect()).collect()
 }
 

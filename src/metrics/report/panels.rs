@@ -96,7 +96,7 @@ const PANELS: [(&str, &[(&str, &str)]); 13] = [
             ("perf/generation_tokens_per_second", "generation, all ranks"),
         ],
     ),
-    ("Memory, GB", &[("perf/max_memory_allocated_gb", "allocated at most")]),
+    ("Memory, GB", &[("perf/max_resident_gb", "resident at most, a rank")]),
 ];
 
 /// Series that follow a plan or a bound: a moving average would bend them.

@@ -1,0 +1,51 @@
+//! Physical memory behind address ranges, as the kernel counts it: not by the code's own account.
+
+/// A range of this process's addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pages {
+    start: usize,
+    end: usize,
+}
+
+impl Pages {
+    /// The accessible ranges of that many bytes, in whole pages, that follow inaccessible ones: mapped arenas and pools.
+    pub fn mapped(bytes: usize) -> Vec<Self> {
+        let entries = smaps();
+        let pairs = entries.windows(2).filter(|pair| {
+            let (guard, range) = (&pair[0], &pair[1]);
+            let size = range.pages.end - range.pages.start;
+            guard.access.starts_with("---")
+                && guard.pages.end == range.pages.start
+                && size == bytes.next_multiple_of(4096)
+        });
+        pairs.map(|pair| pair[1].pages).collect()
+    }
+
+    /// Bytes of physical memory behind the range.
+    pub fn resident_bytes(self) -> usize {
+        let inside = smaps().into_iter().filter(|entry| entry.pages.start < self.end && entry.pages.end > self.start);
+        inside.map(|entry| entry.resident_bytes).sum()
+    }
+}
+
+struct Entry {
+    pages: Pages,
+    access: String,
+    resident_bytes: usize,
+}
+
+fn smaps() -> Vec<Entry> {
+    let mut entries: Vec<Entry> = Vec::new();
+    for line in std::fs::read_to_string("/proc/self/smaps").unwrap().lines() {
+        let mut words = line.split_whitespace();
+        let (first, second) = (words.next().unwrap(), words.next().unwrap_or_default());
+        if first == "Rss:" {
+            entries.last_mut().unwrap().resident_bytes = second.parse::<usize>().unwrap() << 10;
+        } else if let Some((start, end)) = first.split_once('-') {
+            let address = |text| usize::from_str_radix(text, 16).unwrap();
+            let pages = Pages { start: address(start), end: address(end) };
+            entries.push(Entry { pages, access: second.to_owned(), resident_bytes: 0 });
+        }
+    }
+    entries
+}

@@ -1,0 +1,121 @@
+//! A colocated micro model on the ranks of a test: policy, engine and, where asked for, a reference.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use colo_grpo::Result;
+use colo_grpo::colocate::{Colocated, EngineSlices, UpdateOptions};
+use colo_grpo::config::{GradientCheckpointing, LrSchedulerType};
+use colo_grpo::dist::{Mesh, World};
+use colo_grpo::grpo::LossConfig;
+use colo_grpo::memory::HostPool;
+use colo_grpo::model::{ModelSpec, ParamTable, UnitLayout, init_unit};
+use colo_grpo::rollout::{Engine, EngineOptions, kv_block_bytes};
+use colo_grpo::train::{AdamOptions, NetworkOptions, ParamState, Policy, PolicyOptions, Reference, Schedule};
+use tch::{Device, Kind, Tensor};
+
+use crate::rollout::words;
+
+pub const TEMPERATURE: f32 = 0.9;
+const NUM_BLOCKS: usize = 256;
+const BLOCK_SIZE: usize = 8;
+
+/// What is built.
+#[derive(Debug, Clone, Copy)]
+pub struct Setup {
+    pub stage: u8,
+    pub kind: Kind,
+    pub with_reference: bool,
+}
+
+impl Setup {
+    pub fn new(stage: u8) -> Self {
+        Self { stage, kind: Kind::Float, with_reference: false }
+    }
+
+    /// The same on this process alone.
+    pub fn alone(self) -> Colocated {
+        let world = Arc::new(World::single());
+        let mesh = world.mesh(1, 1).unwrap();
+        self.build(&world, &mesh)
+    }
+
+    /// Collective over the world. Optimizer state is swapped to the host.
+    pub fn build(self, world: &Arc<World>, mesh: &Mesh) -> Colocated {
+        tch::set_num_threads(1);
+        let (spec, device, kind) = (Arc::new(ModelSpec::preset("micro").unwrap()), Device::Cpu, self.kind);
+        let table = Arc::new(ParamTable::new(spec.clone(), mesh.shard.size()));
+        let network = NetworkOptions { kind, device };
+        let options = PolicyOptions {
+            stage: self.stage,
+            network,
+            gradient_checkpointing: GradientCheckpointing::None,
+            // `eps` is above the rounding of gradients: below it Adam steps by the sign of noise.
+            adam: AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-5, weight_decay: 0.0 },
+        };
+        let policy = Policy::new(table.clone(), mesh, options, &weights).unwrap();
+        let reference = self.with_reference.then(|| Reference::new(table.clone(), mesh, network, &weights).unwrap());
+        let tp = mesh.tp.clone();
+        let (tp_rank, tp_size) = (tp.rank(), tp.size());
+        let options = EngineOptions {
+            kv_cache_bytes: kv_cache_bytes(tp_size),
+            block_size: BLOCK_SIZE,
+            max_num_seqs: 64,
+            max_num_batched_tokens: 512,
+            max_model_length: 128,
+            kind,
+            device,
+        };
+        let engine = Engine::new(spec.clone(), Arc::new(words(spec.vocab_size)), options, tp).unwrap();
+        let slices = match self.stage == 3 && mesh.shard.size() > 1 {
+            true => EngineSlices::gathered(&table, tp_rank, tp_size, kind, device).unwrap(),
+            false => EngineSlices::in_place(tp_rank, tp_size),
+        };
+        let pool = HostPool::new("optimizer_host", policy.optimizer_bytes()).unwrap();
+        Colocated::new(world.clone(), mesh.clone(), policy, reference, engine, slices, Some(pool))
+    }
+}
+
+/// Random weights, large enough that contexts matter.
+fn weights(layout: &UnitLayout) -> Result<Tensor> {
+    let flat = init_unit(layout, 1, Kind::Float)?;
+    for param in layout.params.iter().filter(|param| param.decay) {
+        let _ = layout.view(param.name, &flat).unwrap().g_mul_scalar_(12.0);
+    }
+    Ok(flat)
+}
+
+/// Size of the KV cache of one of `tp_size` ranks in float32.
+pub fn kv_cache_bytes(tp_size: usize) -> usize {
+    NUM_BLOCKS * kv_block_bytes(&ModelSpec::preset("micro").unwrap(), tp_size, BLOCK_SIZE, Kind::Float)
+}
+
+/// One update at a rate that changes what is generated.
+pub fn update_options() -> UpdateOptions {
+    UpdateOptions {
+        loss: LossConfig::default(),
+        temperature: f64::from(TEMPERATURE),
+        num_iterations: 1,
+        updates_per_generation: 1,
+        max_tokens_per_micro_batch: 200,
+        schedule: Schedule { kind: LrSchedulerType::Constant, peak: 0.02, warmup_steps: 0, total_steps: 100 },
+        global_step: 0,
+        max_grad_norm: 1.0,
+        device: Device::Cpu,
+    }
+}
+
+/// This rank's share of `len` rows: consecutive, in rank order.
+pub fn share(world: &World, len: usize) -> Range<usize> {
+    let each = len / world.size();
+    world.rank() * each..(world.rank() + 1) * each
+}
+
+/// Bits of the master weights and moments that this rank owns.
+pub fn state(policy: &Policy) -> Vec<Vec<u32>> {
+    let tensors = policy.export_state().flat_map(|shard| {
+        let ParamState { master, m, v } = shard.unwrap().state;
+        [master, m, v]
+    });
+    tensors.map(|tensor| Vec::<f32>::try_from(tensor).unwrap().into_iter().map(f32::to_bits).collect()).collect()
+}

@@ -1,0 +1,156 @@
+//! Whole runs: the same one on several numbers of processes, and what it writes.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use colo_grpo::Config;
+use colo_grpo::dist::World;
+use colo_grpo::metrics::{MetricLine, read_metrics};
+use colo_grpo::trainer::Trainer;
+
+use crate::ranks;
+
+const NUM_STEPS: u64 = 3;
+const COMPLETIONS: usize = 32;
+
+#[test]
+fn two_processes_train_like_one() {
+    ranks::run(2, "colocate::trainer::two_processes_train_like_one", |world: World| trains_like_one(world, 2, 1));
+}
+
+#[test]
+fn four_processes_train_like_one() {
+    ranks::run(4, "colocate::trainer::four_processes_train_like_one", |world: World| trains_like_one(world, 3, 2));
+}
+
+/// Rewards and losses of each step, against those of a run on one process that samples as much.
+fn trains_like_one(world: World, stage: u8, tp_size: usize) {
+    tch::set_num_threads(1);
+    let (rank, folder) = (world.rank(), tempfile::tempdir().unwrap());
+    // Only the first rank writes, so that its folder is the run's.
+    let own = run(world, &folder.path().join("several"), stage, tp_size);
+    if rank > 0 {
+        return;
+    }
+    let alone = run(World::single(), &folder.path().join("alone"), 0, 1);
+    assert_eq!(own.len(), (2 * NUM_STEPS + 1) as usize, "an evaluation before the first step and after each");
+    for (got, expected) in own.iter().zip(&alone) {
+        let expected = &expected.values;
+        assert_eq!(got.values.contains_key("loss"), expected.contains_key("loss"));
+        for (name, tolerance) in
+            [("eval_reward", 1e-6), ("reward", 1e-6), ("num_tokens", 0.0), ("loss", 1e-4), ("kl", 1e-4)]
+        {
+            let (Some(got), Some(expected)) = (got.values.get(name), expected.get(name)) else { continue };
+            assert!((got - expected).abs() <= tolerance, "{name}: {got} for {expected}");
+        }
+    }
+    let trained: Vec<&MetricLine> = own.iter().filter(|line| line.values.contains_key("loss")).collect();
+    assert_eq!(trained.iter().map(|line| line.step).collect::<Vec<_>>(), [1, 2, 3]);
+    trained.iter().for_each(|line| check_metrics(line));
+    let text = std::fs::read_to_string(folder.path().join("several/metrics.jsonl")).unwrap();
+    let step = text.lines().find(|line| line.contains("\"loss\"")).unwrap();
+    let written: serde_json::Map<String, serde_json::Value> = serde_json::from_str(step).unwrap();
+    for name in NAMES {
+        assert!(written.contains_key(*name), "{name} is missing in {step}");
+    }
+}
+
+/// Numbers that must be there and hang together.
+fn check_metrics(line: &MetricLine) {
+    let value = |name: &str| *line.values.get(name).unwrap_or_else(|| panic!("no {name} in step {}", line.step));
+    assert!(
+        !line.values.keys().any(|name| ["timing_s/eval", "timing_s/load", "timing_s/checkpoint"].contains(&&name[..]))
+    );
+    let timings: f64 = line.values.iter().filter(|(name, _)| name.starts_with("timing_s/")).map(|(_, s)| s).sum();
+    // Each phase is the slowest rank's.
+    assert!(timings > 0.0 && value("timing_s/generate") < value("step_time"), "{line:?}");
+    assert!(value("sampling/sampling_logp_difference/mean") < 1e-5, "{line:?}");
+    assert!(value("transition/bytes") > 2.0 * 12.0 * 796_800.0 && value("transition/gbps") > 0.0);
+    assert!((0.01..10.0).contains(&value("perf/max_resident_gb")));
+    assert_eq!(value("clip_ratio/region_mean"), 0.0, "one update a batch");
+    match line.step {
+        1 => assert!(value("kl").abs() < 1e-6),
+        _ => assert!(value("kl") > 0.0),
+    }
+}
+
+/// TRL's names, and ours, of one step.
+const NAMES: &[&str] = &[
+    "loss",
+    "reward",
+    "reward_std",
+    "frac_reward_zero_std",
+    "rewards/format/mean",
+    "rewards/format/std",
+    "rewards/numeric_answer/mean",
+    "rewards/numeric_answer/std",
+    "kl",
+    "entropy",
+    "clip_ratio/low_mean",
+    "clip_ratio/low_min",
+    "clip_ratio/high_mean",
+    "clip_ratio/high_max",
+    "clip_ratio/region_mean",
+    "grad_norm",
+    "learning_rate",
+    "completions/mean_length",
+    "completions/min_length",
+    "completions/max_length",
+    "completions/mean_terminated_length",
+    "completions/min_terminated_length",
+    "completions/max_terminated_length",
+    "completions/clipped_ratio",
+    "num_tokens",
+    "step_time",
+    "epoch",
+    "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/max",
+    "sampling/importance_sampling_ratio/min",
+    "sampling/importance_sampling_ratio/mean",
+    "sampling/importance_sampling_ratio/max",
+    "timing_s/offload",
+    "timing_s/gather",
+    "timing_s/wake",
+    "timing_s/generate",
+    "timing_s/sleep",
+    "timing_s/reload",
+    "timing_s/reward",
+    "timing_s/pack",
+    "timing_s/score",
+    "timing_s/forward_backward",
+    "timing_s/optimizer",
+    "perf/tokens_per_second_per_gpu",
+    "perf/generation_tokens_per_second",
+    "perf/max_resident_gb",
+    "transition/bytes",
+    "transition/gbps",
+];
+
+/// Trains the demo's model for a few steps and returns every line of metrics.jsonl, if this is the rank that writes them.
+fn run(world: World, output_dir: &Path, stage: u8, tp_size: usize) -> Vec<MetricLine> {
+    let is_first = world.rank() == 0;
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let rows = std::fs::read_to_string(root.join("configs/arithmetic/eval.jsonl")).unwrap();
+    std::fs::create_dir_all(output_dir).unwrap();
+    let eval_file = output_dir.join("eval.jsonl");
+    std::fs::write(&eval_file, rows.lines().take(8).map(|row| format!("{row}\n")).collect::<String>()).unwrap();
+    let overrides = [
+        format!("model_name_or_path={}", root.join("configs/arithmetic/model").display()),
+        format!("train_file={}", root.join("configs/arithmetic/train.jsonl").display()),
+        format!("eval_file={}", eval_file.display()),
+        format!("output_dir={}", output_dir.display()),
+        format!("per_device_train_batch_size={}", COMPLETIONS / world.size()),
+        "num_generations=4".into(),
+        format!("max_steps={NUM_STEPS}"),
+        "eval_steps=1".into(),
+        "eval_num_generations=1".into(),
+        "beta=0.05".into(),
+        "kv_cache_bytes=4194304".into(),
+        format!("zero.stage={stage}"),
+        format!("tensor_parallel_size={tp_size}"),
+    ];
+    let config = Config::load(Some(&root.join("configs/tiny-cpu.toml")), &overrides).unwrap();
+    let summary = Trainer::new(config, Arc::new(world)).unwrap().run().unwrap();
+    assert_eq!(summary.report.is_some(), is_first);
+    if is_first { read_metrics(&output_dir.join("metrics.jsonl")).unwrap() } else { Vec::new() }
+}

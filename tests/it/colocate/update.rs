@@ -1,0 +1,156 @@
+//! From one generation batch to optimizer updates.
+
+use std::sync::Arc;
+
+use colo_grpo::colocate::{Colocated, UpdateOptions};
+use colo_grpo::config::LossType;
+use colo_grpo::dist::{ReduceOp, World, all_reduce_f64};
+use colo_grpo::grpo::LossConfig;
+use colo_grpo::train::{Schedule, Sequence, pack};
+use tch::Device;
+
+use super::setup::{Setup, TEMPERATURE, share, state, update_options};
+use crate::ranks;
+
+const LOSS_TYPES: [LossType; 5] = [LossType::Grpo, LossType::DrGrpo, LossType::Bnpo, LossType::Dapo, LossType::Cispo];
+
+#[test]
+fn two_ranks_have_the_loss_of_one() {
+    ranks::run(2, "colocate::update::two_ranks_have_the_loss_of_one", |world: World| losses_agree(world, &[0, 2, 3]));
+}
+
+#[test]
+fn four_ranks_have_the_loss_of_one() {
+    ranks::run(4, "colocate::update::four_ranks_have_the_loss_of_one", |world: World| losses_agree(world, &[2]));
+}
+
+/// Loss and gradient norm of two passes of two updates do not depend on ranks, stage or packing.
+fn losses_agree(world: World, stages: &[u8]) {
+    let world = Arc::new(world);
+    let mesh = world.mesh(1, world.size()).unwrap();
+    for loss_type in LOSS_TYPES {
+        let options = |budget| UpdateOptions {
+            loss: LossConfig { loss_type, epsilon_high: 1.2, ..LossConfig::default() },
+            num_iterations: 2,
+            updates_per_generation: 2,
+            max_tokens_per_micro_batch: budget,
+            ..update_options()
+        };
+        let (loss, norm) = totals(&mut Setup::new(0).alone(), &mut sequences(), &options(10_000));
+        assert!(loss.abs() > 1e-3 && norm > 1e-3, "{loss_type:?}: {loss} {norm}");
+        for (stage, budget) in stages.iter().flat_map(|stage| [(*stage, 40), (*stage, 10_000)]) {
+            let mut own = sequences()[share(&world, sequences().len())].to_vec();
+            let mut colocated = Setup::new(stage).build(&world, &mesh);
+            let (got_loss, got_norm) = totals(&mut colocated, &mut own, &options(budget));
+            let differences = [(got_loss / loss - 1.0).abs(), (got_norm / norm - 1.0).abs()];
+            assert!(differences.iter().all(|it| *it < 1e-5), "{loss_type:?}, stage {stage}, {budget}: {differences:?}");
+        }
+    }
+}
+
+#[test]
+fn masked_completions_change_nothing() {
+    for loss_type in LOSS_TYPES {
+        let options = UpdateOptions { loss: LossConfig { loss_type, ..LossConfig::default() }, ..update_options() };
+        let run = |sequences: Vec<Sequence>| {
+            let mut colocated = Setup::new(0).alone();
+            let totals = totals(&mut colocated, &mut { sequences }, &options);
+            (totals, state(colocated.policy()))
+        };
+        let mut others = sequences();
+        for sequence in others.iter_mut().filter(|sequence| sequence.masked) {
+            *sequence = Sequence { advantage: -9.0, token_ids: vec![3; 12], prompt_len: 5, ..sequence.clone() };
+        }
+        let (expected, expected_state) = run(sequences());
+        let (got, got_state) = run(others);
+        assert!(got == expected && got_state == expected_state, "{loss_type:?}: a masked completion was trained on");
+        let unmasked = sequences().into_iter().map(|sequence| Sequence { masked: false, ..sequence }).collect();
+        assert_ne!(run(unmasked).0, expected);
+    }
+}
+
+#[test]
+fn later_updates_compare_with_the_log_probabilities_before_the_first() {
+    let mut colocated = Setup::new(0).alone();
+    let expected = logprobs(&mut colocated, &sequences());
+    let narrow = LossConfig { epsilon: 1e-3, epsilon_high: 1e-3, ..LossConfig::default() };
+    let once = UpdateOptions { loss: narrow, ..update_options() };
+    let four_times = UpdateOptions { num_iterations: 2, updates_per_generation: 2, ..once.clone() };
+    let still = UpdateOptions { schedule: Schedule { peak: 0.0, ..once.schedule }, ..four_times.clone() };
+    let clipped = |colocated: &mut Colocated, options: &UpdateOptions| {
+        let mut batch = sequences();
+        let outcome = colocated.update(&mut batch, options).unwrap();
+        assert_eq!(outcome.num_updates, (options.num_iterations * options.updates_per_generation) as u64);
+        (metric(&outcome.stats, "clip_ratio/region_mean"), batch)
+    };
+    assert_eq!(clipped(&mut colocated, &still).0, 0.0, "nothing moves, nothing is clipped");
+    let (region, batch) = clipped(&mut colocated, &four_times);
+    assert!(region > 0.1, "{region}");
+    for (sequence, expected) in batch.iter().zip(expected) {
+        let old = sequence.old_logprobs.clone().unwrap_or_default();
+        assert_eq!((old.len(), sequence.old_logprobs.is_none()), (expected.len(), sequence.masked));
+        assert!(old.iter().zip(&expected).all(|(old, expected)| (old - expected).abs() < 1e-5));
+    }
+    let (region, batch) = clipped(&mut colocated, &once);
+    assert_eq!(region, 0.0, "a single update is its own old policy");
+    assert!(batch.iter().all(|sequence| sequence.old_logprobs.is_none()));
+}
+
+#[test]
+fn the_kl_term_is_zero_until_the_policy_leaves_the_reference() {
+    ranks::run(2, "colocate::update::the_kl_term_is_zero_until_the_policy_leaves_the_reference", |world: World| {
+        let world = Arc::new(world);
+        let mesh = world.mesh(1, 2).unwrap();
+        let loss = LossConfig { beta: 0.1, ..LossConfig::default() };
+        let mut colocated = Setup { with_reference: true, ..Setup::new(2) }.build(&world, &mesh);
+        let mut kl = || {
+            let mut own = sequences()[share(&world, sequences().len())].to_vec();
+            let outcome =
+                colocated.update(&mut own, &UpdateOptions { loss: loss.clone(), ..update_options() }).unwrap();
+            assert!(own.iter().all(|sequence| sequence.ref_logprobs.is_none() == sequence.masked));
+            metric(&outcome.stats, "kl")
+        };
+        let (first, second) = (kl(), kl());
+        assert!(first.abs() < 1e-9 && second > 1e-4, "{first} {second}");
+    });
+}
+
+/// Loss over all ranks and mean gradient norm of one batch's updates.
+fn totals(colocated: &mut Colocated, own: &mut [Sequence], options: &UpdateOptions) -> (f64, f64) {
+    let outcome = colocated.update(own, options).unwrap();
+    let mut loss = [outcome.loss];
+    all_reduce_f64(&*colocated.world().group(), &mut loss, ReduceOp::Sum).unwrap();
+    (loss[0], outcome.grad_norm)
+}
+
+fn metric(stats: &colo_grpo::grpo::LossStats, wanted: &str) -> f64 {
+    let found = stats.entries().iter().find(|(name, _)| *name == wanted);
+    found.unwrap_or_else(|| panic!("{wanted} is not reported")).1.value()
+}
+
+/// The trainer's own log-probabilities, none where masked.
+fn logprobs(colocated: &mut Colocated, sequences: &[Sequence]) -> Vec<Vec<f32>> {
+    let mut all = vec![Vec::new(); sequences.len()];
+    for micro_batch in pack(sequences, 1, Device::Cpu).unwrap() {
+        let scores = colocated.policy_mut().forward_logprobs(&micro_batch, f64::from(TEMPERATURE)).unwrap();
+        all[micro_batch.sequences[0]] = Vec::try_from(scores.logprobs).unwrap();
+    }
+    all
+}
+
+/// Sixteen of different lengths and advantages, three of them masked.
+fn sequences() -> Vec<Sequence> {
+    let sequence = |n: usize| {
+        let (prompt_len, completion_len) = (1 + n * 3 % 7, 2 + n * 5 % 11);
+        Sequence {
+            token_ids: (0..prompt_len + completion_len).map(|i| ((i * i + 5 * n + 3 * i) % 96) as u32).collect(),
+            prompt_len,
+            advantage: 1.5 - 0.25 * n as f32,
+            masked: n % 6 == 2,
+            rollout_logprobs: None,
+            old_logprobs: None,
+            ref_logprobs: None,
+        }
+    };
+    (0..16).map(sequence).collect()
+}
