@@ -28,7 +28,7 @@ pub use weights::EngineSlices;
 ///
 /// The phases cannot be mixed up. Training inside the scope does not compile:
 ///
-/// ```compile_fail,E0499
+/// ```compile_fail,E0501
 /// # use colo_grpo::{colocate::{Colocated, UpdateOptions}, train::Sequence, Result};
 /// fn train_inside(colocated: &mut Colocated, batch: &mut [Sequence], options: &UpdateOptions) -> Result<()> {
 ///     colocated.with_rollout(|_rollout| {
@@ -52,7 +52,7 @@ pub use weights::EngineSlices;
 /// }
 /// ```
 /// nor a scope inside a scope:
-/// ```compile_fail,E0499
+/// ```compile_fail,E0501
 /// # use colo_grpo::{colocate::Colocated, Result};
 /// fn nest(colocated: &mut Colocated) -> Result<()> {
 ///     colocated.with_rollout(|_outer| colocated.with_rollout(|_inner| Ok(())))
@@ -65,7 +65,7 @@ pub use weights::EngineSlices;
 ///     let tokens = colocated.with_rollout(|rollout| Ok(rollout.stats().num_generated_tokens))?;
 ///     colocated.update(batch, options, &())?;
 ///     colocated.with_rollout(|_rollout| Ok(()))?;
-///     Ok(tokens + colocated.policy().version())
+///     Ok(tokens as u64 + colocated.policy().version())
 /// }
 /// ```
 #[derive(Debug)]
