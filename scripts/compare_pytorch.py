@@ -37,17 +37,16 @@ class Eager:
         from transformers import AutoConfig, AutoModelForCausalLM
         torch.set_num_threads(args.threads)
         config = AutoConfig.for_model(**json.loads(args.config.read_text()))
-        self.model = AutoModelForCausalLM.from_config(config)
+        self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.ids = torch.randint(config.vocab_size, (args.sequences, args.sequence_len))
         self.torch, self.steps = torch, args.steps
 
     def step(self):
         half = self.ids.shape[1] // 2
-        hidden = self.model.model(self.ids).last_hidden_state[:, half - 1:-1]
-        logprobs = self.model.lm_head(hidden).log_softmax(-1)
-        loss = -logprobs.gather(-1, self.ids[:, half:, None]).mean()
-        loss.backward()
+        hidden = self.model.model(self.ids, use_cache=False).last_hidden_state[:, half - 1:-1]
+        logits = self.model.lm_head(hidden).flatten(0, 1)
+        self.torch.nn.functional.cross_entropy(logits, self.ids[:, half:].flatten()).backward()
         self.torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()

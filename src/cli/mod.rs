@@ -8,10 +8,12 @@ use clap::Parser;
 
 use crate::error::{Error, ExitCode};
 use crate::launch;
+use crate::torch;
 
 /// Runs the program with `argv` (the program's name first) and returns its exit code.
 pub fn run(argv: Vec<String>) -> ExitCode {
     init_tracing();
+    torch::keep_memory();
     let parsed = match args::Cli::try_parse_from(args::normalise(argv)) {
         Ok(parsed) => parsed,
         Err(usage) => {

@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::memory::HostPool;
 use crate::phase::{self, Phase};
 use crate::rollout::{Engine, RolloutEngine};
+use crate::torch;
 use crate::train::{Policy, Reference};
 
 pub use served::Served;
@@ -127,6 +128,7 @@ impl Colocated {
         if let Some(reference) = &mut self.reference {
             reference.free_gathered();
         }
+        torch::release_memory(); // what gradients and activations leave behind
         phase::scope(Phase::Offload, || self.offload_optimizer())?;
         let version = self.policy.version();
         let weights = phase::scope(Phase::Gather, || self.slices.gather(&self.policy))?;

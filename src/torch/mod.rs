@@ -1,10 +1,12 @@
 //! libtorch beyond what `tch` binds: the C++ shim with TCPStore and CUDA streams, tensor bytes, threads. Knows nothing of
 //! models.
 
+mod allocator;
 mod bytes;
 mod ffi;
 mod store;
 
+pub use allocator::{keep_memory, release_memory};
 pub use bytes::{accumulation_kind, bytes, bytes_mut, f32_vec, f64_vec, i64_vec};
 pub use ffi::{current_cuda_stream, set_cuda_device};
 pub use store::Store;
