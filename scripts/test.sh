@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that is tested: format, lints, unit and integration tests (real processes on the CPU backend), documentation
 # tests (programs that must not compile), the scripts, and the demo's job. Needs no GPU and no Python packages.
+#   scripts/test.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 step() { printf '\n== %s (%ds)\n' "$*" "$SECONDS"; }

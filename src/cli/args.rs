@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::config::{Config, GradientCheckpointing, RewardConfig, SftConfig};
+use crate::config::{GradientCheckpointing, RewardConfig};
 
 /// Trains language models with GRPO on one node: every GPU generates, then every GPU trains.
 #[derive(Debug, Parser)]
@@ -39,17 +39,19 @@ pub enum Command {
 
 /// How many processes, and where they meet.
 #[derive(Debug, Clone, Args)]
+#[command(rename_all = "snake_case")]
 pub struct LaunchArgs {
     /// Processes to start, one per GPU; ignored where RANK and WORLD_SIZE are set (torchrun, srun, operators)
-    #[arg(long, visible_aliases = ["nproc_per_node", "num_processes"], default_value_t = 1)]
+    #[arg(long, visible_aliases = ["nproc_per_node", "num_processes"], default_value_t = 1, value_parser = count)]
     pub nproc: usize,
-    /// Port of the rendezvous store on the loopback; another is chosen if none is given
-    #[arg(long, alias = "master-port")]
+    /// Port of the rendezvous store on the loopback; a free one is taken if none is given
+    #[arg(long)]
     pub master_port: Option<u16>,
 }
 
 /// A run described by a configuration file.
 #[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
 pub struct RunArgs {
     #[command(flatten)]
     pub launch: LaunchArgs,
@@ -62,29 +64,32 @@ pub struct RunArgs {
 
 /// How tokens are drawn.
 #[derive(Debug, Clone, Args)]
+#[command(rename_all = "snake_case")]
 pub struct SamplingArgs {
     /// Softmax temperature; 0 is greedy
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.0, allow_negative_numbers = true)]
+    #[arg(value_parser = number(|t: &f32| t.is_finite() && *t >= 0.0, "a number of at least 0"))]
     pub temperature: f32,
     /// Nucleus mass; 1 is off
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.0, value_parser = number(|p: &f32| *p > 0.0 && *p <= 1.0, "in (0, 1]"))]
     pub top_p: f32,
     /// Highest logits kept; 0 is off
     #[arg(long, default_value_t = 0)]
     pub top_k: usize,
     /// Longest completion in tokens
-    #[arg(long, default_value_t = 512)]
+    #[arg(long, default_value_t = 512, value_parser = count)]
     pub max_completion_length: usize,
     /// First word of every random key
     #[arg(long, default_value_t = 42)]
     pub seed: u64,
     /// Ranks that share one engine
-    #[arg(long, visible_alias = "tp", default_value_t = 1)]
+    #[arg(long, visible_alias = "tp", default_value_t = 1, value_parser = count)]
     pub tensor_parallel_size: usize,
 }
 
 /// `generate`.
 #[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
 pub struct GenerateArgs {
     #[command(flatten)]
     pub launch: LaunchArgs,
@@ -98,7 +103,7 @@ pub struct GenerateArgs {
     #[arg(long)]
     pub chat: bool,
     /// Completions per prompt
-    #[arg(short, long, default_value_t = 1)]
+    #[arg(short, long, default_value_t = 1, value_parser = count)]
     pub n: usize,
     #[command(flatten)]
     pub sampling: SamplingArgs,
@@ -106,6 +111,7 @@ pub struct GenerateArgs {
 
 /// `eval`.
 #[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
 pub struct EvalArgs {
     #[command(flatten)]
     pub launch: LaunchArgs,
@@ -116,7 +122,7 @@ pub struct EvalArgs {
     #[arg(long)]
     pub data: PathBuf,
     /// Samples per problem
-    #[arg(short, long, default_value_t = 1)]
+    #[arg(short, long, default_value_t = 1, value_parser = count)]
     pub n: usize,
     /// Reward that decides whether a sample is right (1) or not
     #[arg(long, default_value = "numeric_answer")]
@@ -141,9 +147,10 @@ impl EvalArgs {
 
 /// Which shape a model with random weights has; `tiny` if nothing is named.
 #[derive(Debug, Clone, Args)]
+#[command(rename_all = "snake_case")]
 pub struct ModelArgs {
     /// A named shape, such as qwen2.5-1.5b
-    #[arg(long = "model-preset", alias = "preset", conflicts_with = "config_json")]
+    #[arg(long = "model_preset", alias = "preset", conflicts_with = "config_json")]
     pub preset: Option<String>,
     /// A Hugging Face config.json
     #[arg(long)]
@@ -160,6 +167,7 @@ impl ModelArgs {
 
 /// `init`.
 #[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
 pub struct InitArgs {
     #[command(flatten)]
     pub model: ModelArgs,
@@ -192,55 +200,57 @@ pub enum BenchCommand {
 
 /// `bench train`.
 #[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
 pub struct BenchTrainArgs {
     #[command(flatten)]
     pub launch: LaunchArgs,
     #[command(flatten)]
     pub model: ModelArgs,
     /// Sequences per rank and step
-    #[arg(long, default_value_t = 64)]
+    #[arg(long, default_value_t = 64, value_parser = count)]
     pub sequences: usize,
-    /// Tokens per sequence, half of them scored
-    #[arg(long, default_value_t = 64)]
+    /// Tokens per sequence, half of them scored; at least 2
+    #[arg(long, default_value_t = 64, value_parser = number(|len: &usize| *len >= 2, "at least 2"))]
     pub sequence_len: usize,
     /// Token budget of a micro-batch
-    #[arg(long, default_value_t = 4096)]
+    #[arg(long, default_value_t = 4096, value_parser = count)]
     pub max_tokens_per_micro_batch: usize,
     /// ZeRO stage
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(0..=3))]
     pub zero_stage: u8,
     /// What backward computes again
     #[arg(long, default_value = "none", value_parser = recomputation)]
     pub gradient_checkpointing: GradientCheckpointing,
     /// Timed steps; the median is printed
-    #[arg(long, default_value_t = 10)]
+    #[arg(long, default_value_t = 10, value_parser = count)]
     pub steps: usize,
 }
 
 /// `bench generate`.
 #[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
 pub struct BenchGenerateArgs {
     #[command(flatten)]
     pub launch: LaunchArgs,
     #[command(flatten)]
     pub model: ModelArgs,
     /// Prompts per rank
-    #[arg(long, default_value_t = 16)]
+    #[arg(long, default_value_t = 16, value_parser = count)]
     pub prompts: usize,
     /// Completions per prompt
-    #[arg(long, default_value_t = 8)]
+    #[arg(long, default_value_t = 8, value_parser = count)]
     pub group: usize,
     /// Tokens per prompt
-    #[arg(long, default_value_t = 16)]
+    #[arg(long, default_value_t = 16, value_parser = count)]
     pub prompt_len: usize,
     /// Tokens per completion, exactly
-    #[arg(long, default_value_t = 32)]
+    #[arg(long, default_value_t = 32, value_parser = count)]
     pub completion_len: usize,
     /// Ranks that share one engine
-    #[arg(long, visible_alias = "tp", default_value_t = 1)]
+    #[arg(long, visible_alias = "tp", default_value_t = 1, value_parser = count)]
     pub tensor_parallel_size: usize,
     /// Timed repetitions; the median is printed
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = 3, value_parser = count)]
     pub repeats: usize,
 }
 
@@ -248,34 +258,50 @@ fn recomputation(text: &str) -> Result<GradientCheckpointing, String> {
     serde_json::from_value(text.into()).map_err(|_| format!("one of {}", GradientCheckpointing::NAMES.join(", ")))
 }
 
-const SUBCOMMANDS: &[&str] = &["train", "sft", "generate", "eval", "init", "plan", "report", "bench", "help"];
+/// A number of which there must be one.
+fn count(text: &str) -> Result<usize, String> {
+    number(|count: &usize| *count >= 1, "at least 1")(text)
+}
 
-/// Makes `train` the default and turns `--a.b c` or `--key c` of a configuration key into the override `a.b=c`.
+fn number<T: std::str::FromStr>(
+    holds: fn(&T) -> bool,
+    expected: &'static str,
+) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync {
+    move |text| text.parse().ok().filter(holds).ok_or_else(|| format!("expected {expected}"))
+}
+
+const SUBCOMMANDS: &[&str] = &["train", "sft", "generate", "eval", "init", "plan", "report", "bench", "help"];
+/// The options of commands that take overrides; every other `--name` is a configuration key.
+const RUN_OPTIONS: &[&str] = &["config", "nproc", "nproc_per_node", "num_processes", "master_port", "help", "version"];
+
+/// Makes `train` the default, turns `--a.b c` of a configuration key into the override `a.b=c` (`--key` alone into
+/// `key=true`), and takes hyphens for underscores in names.
 pub fn normalise(argv: Vec<String>) -> Vec<String> {
-    let mut arguments = argv.into_iter();
-    let mut out: Vec<String> = arguments.next().into_iter().collect();
-    let mut rest = arguments.peekable();
-    let first = rest.peek().map(String::as_str).unwrap_or("--help");
-    let meta = ["-h", "--help", "-V", "--version"].contains(&first);
-    let named = SUBCOMMANDS.contains(&first);
+    let mut rest = argv.into_iter().peekable();
+    let mut out: Vec<String> = rest.next().into_iter().collect();
+    let Some(first) = rest.peek() else {
+        out.push("--help".into());
+        return out;
+    };
+    let meta = ["-h", "--help", "-V", "--version"].contains(&first.as_str());
+    let named = SUBCOMMANDS.contains(&first.as_str());
+    let takes_overrides = !meta && (!named || ["train", "sft", "plan"].contains(&first.as_str()));
     if !meta && !named {
         out.push("train".into());
     }
-    let takes_overrides = !meta && (!named || ["train", "sft", "plan"].contains(&first));
-    if rest.peek().is_none() {
-        out.retain(|argument| argument != "train");
-        out.push("--help".into());
-    }
     while let Some(argument) = rest.next() {
-        let key = argument.strip_prefix("--").filter(|_| takes_overrides);
-        let is_key = |key: &str| {
-            let name = key.split('=').next().unwrap_or(key);
-            name.contains('.') || Config::keys().iter().chain(&SftConfig::keys()).any(|key| key == name)
+        let Some(option) = argument.strip_prefix("--") else {
+            out.push(argument);
+            continue;
         };
-        match key.filter(|key| is_key(key)) {
-            Some(key) if key.contains('=') => out.push(key.to_owned()),
-            Some(key) => out.push(format!("{key}={}", rest.next().unwrap_or_default())),
-            None => out.push(argument),
+        let (name, value) =
+            option.split_once('=').map_or((option, None), |(name, value)| (name, Some(value.to_owned())));
+        let name = name.replace('-', "_");
+        if takes_overrides && !RUN_OPTIONS.contains(&name.as_str()) {
+            let value = value.or_else(|| rest.next_if(|next| !next.starts_with("--")));
+            out.push(format!("{name}={}", value.as_deref().unwrap_or("true")));
+        } else {
+            out.push(format!("--{name}{}", value.map(|value| format!("={value}")).unwrap_or_default()));
         }
     }
     out
@@ -295,13 +321,24 @@ mod tests {
             normalised("colo-grpo --nproc 8 --config a.toml --zero.stage 3 --learning_rate=1e-5 beta=0.1"),
             "colo-grpo train --nproc 8 --config a.toml zero.stage=3 learning_rate=1e-5 beta=0.1"
         );
+        assert_eq!(
+            normalised("colo-grpo plan --log-completions --max-steps 3 --learnign_rate 1 --nproc-per-node=2"),
+            "colo-grpo plan log_completions=true max_steps=3 learnign_rate=1 --nproc_per_node=2"
+        );
         assert_eq!(normalised("colo-grpo"), "colo-grpo --help");
-        assert_eq!(normalised("colo-grpo eval --temperature 0"), "colo-grpo eval --temperature 0");
+        assert_eq!(normalised("colo-grpo eval --top-p 1 -n 2"), "colo-grpo eval --top_p 1 -n 2");
     }
 
     #[test]
     fn the_command_line_is_well_formed() {
         use clap::CommandFactory;
-        Cli::command().debug_assert();
+        let mut command = Cli::command();
+        command.build();
+        let names: Vec<String> = command.get_subcommands().map(|known| known.get_name().to_owned()).collect();
+        assert_eq!(names, SUBCOMMANDS);
+        let train = command.find_subcommand("train").unwrap();
+        let longs = train.get_arguments().flat_map(|known| known.get_long_and_visible_aliases().unwrap_or_default());
+        longs.for_each(|long| assert!(RUN_OPTIONS.contains(&long), "{long}"));
+        command.debug_assert();
     }
 }

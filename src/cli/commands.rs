@@ -15,7 +15,7 @@ use crate::bench::{GenerateBench, TrainBench, bench_generate, bench_train};
 use crate::colocate::Served;
 use crate::config::{Config, SftConfig};
 use crate::data::{Dataset, DatasetOptions, Message, Tokenizer};
-use crate::dist::{Backend, WorkerEnv, World, WorldOptions};
+use crate::dist::{Backend, WorkerEnv, World, WorldOptions, all_gather_bytes};
 use crate::error::{Error, ExitCode, Result};
 use crate::eval::{self, Estimate};
 use crate::launch::{self, LaunchOptions};
@@ -25,7 +25,7 @@ use crate::reward::RewardPool;
 use crate::rollout::{Engine, EngineOptions, kv_block_bytes};
 use crate::sft::Sft;
 use crate::trainer::{Preflight, Trainer};
-use crate::types::{Prompt, SamplingParams};
+use crate::types::{Completion, Prompt, RolloutGroup, SamplingParams};
 
 /// Tokens per KV block of `generate` and `eval`.
 const KV_BLOCK_SIZE: usize = 16;
@@ -103,56 +103,98 @@ fn init(args: &InitArgs) -> Result<ExitCode> {
 }
 
 fn generate(args: &GenerateArgs, world: Arc<World>) -> Result<()> {
-    let (mut served, tokenizer) = serve(&args.model, &args.sampling, &world)?;
-    let share = |index: usize| index % world.size() == world.rank();
-    let prompts: Vec<Prompt> = (args.prompt.iter().enumerate().filter(|(index, _)| share(*index)))
-        .map(|(index, text)| {
-            let text = match args.chat {
-                true => tokenizer.apply_chat_template(&[Message::user(text)], true)?,
-                false => text.clone(),
-            };
-            let token_ids = tokenizer.encode(&text, !args.chat)?;
-            Ok(Prompt { id: index as u64, text, token_ids, columns: Arc::default() })
-        })
+    let Service { mut served, tokenizer, max_model_length } = serve(&args.model, &args.sampling, &world)?;
+    let prompts: Vec<Prompt> = (args.prompt.iter().enumerate().skip(world.rank()).step_by(world.size()))
+        .map(|(index, text)| prompt(args, &tokenizer, max_model_length, index, text))
         .collect::<Result<_>>()?;
     let params = sampling(&args.sampling, args.n);
     let groups = served.with_engine(|rollout| rollout.generate(&prompts, &params, |_| ()))?;
-    for group in &groups {
-        for completion in &group.completions {
-            let line = json!({
-                "prompt": group.prompt.text,
-                "completion": completion.text,
-                "num_tokens": completion.token_ids.len(),
-                "finish_reason": completion.finish_reason,
-                "logprob": completion.rollout_logprobs.iter().sum::<f32>(),
-            });
-            println!("{line}");
-        }
+    let own: Vec<(u64, String)> = groups.iter().map(|group| (group.prompt.id, lines(group))).collect();
+    let own = serde_json::to_vec(&own).expect("numbers and text");
+    let mut all: Vec<(u64, String)> = all_gather_bytes(&*world.group(), &own)?
+        .iter()
+        .flat_map(|bytes| serde_json::from_slice::<Vec<_>>(bytes).expect("written above"))
+        .collect();
+    all.sort(); // as the prompts were given
+    if world.rank() == 0 {
+        all.iter().for_each(|(_, lines)| print!("{lines}"));
     }
     Ok(())
 }
 
+fn prompt(
+    args: &GenerateArgs,
+    tokenizer: &Tokenizer,
+    max_model_length: usize,
+    index: usize,
+    text: &str,
+) -> Result<Prompt> {
+    let text = match args.chat {
+        true => tokenizer.apply_chat_template(&[Message::user(text)], true)?,
+        false => text.to_owned(),
+    };
+    let token_ids = tokenizer.encode(&text, !args.chat)?;
+    if token_ids.is_empty() || token_ids.len() >= max_model_length {
+        let expected =
+            format!("1 to {} tokens (the model's context less one), not {}", max_model_length - 1, token_ids.len());
+        return Err(Error::invalid_value("--prompt", format!("'{text}'"), expected));
+    }
+    Ok(Prompt { id: index as u64, text, token_ids, columns: Arc::default() })
+}
+
+/// One JSON line per completion.
+fn lines(group: &RolloutGroup) -> String {
+    let line = |completion: &Completion| {
+        let line = json!({
+            "prompt": group.prompt.text,
+            "completion": completion.text,
+            "num_tokens": completion.token_ids.len(),
+            "finish_reason": completion.finish_reason,
+            "logprob": completion.rollout_logprobs.iter().sum::<f32>(),
+        });
+        format!("{line}\n")
+    };
+    group.completions.iter().map(line).collect()
+}
+
 fn evaluate(args: &EvalArgs, world: Arc<World>) -> Result<()> {
-    let (mut served, tokenizer) = serve(&args.model, &args.sampling, &world)?;
+    let Service { mut served, tokenizer, max_model_length } = serve(&args.model, &args.sampling, &world)?;
     let mut rewards = RewardPool::single(&args.reward, &args.reward_config())?;
-    let options = DatasetOptions { required_columns: rewards.required_columns(), ..DatasetOptions::default() };
+    let options = DatasetOptions {
+        required_columns: rewards.required_columns(),
+        max_model_length: Some(max_model_length),
+        max_completion_length: 1, // shorter ones are cut by the context and count as they are
+        ..DatasetOptions::default()
+    };
     let dataset = Dataset::from_jsonl(&args.data, &tokenizer, &options)?;
     let prompts = eval::share_of(&dataset, &world);
-    let params = sampling(&args.sampling, args.n);
+    let params = SamplingParams { step: eval::SAMPLING_STEP, ..sampling(&args.sampling, args.n) };
     let mut groups = served.with_engine(|rollout| rollout.generate(&prompts, &params, |done| rewards.submit(done)))?;
     rewards.wait(&mut groups)?;
     let outcome = eval::Outcome::of(&groups, &*world.group())?;
     let average = Estimate::of(&outcome.problems);
     let pass: serde_json::Map<_, _> =
         outcome.pass.iter().map(|(k, stats)| (format!("pass@{k}"), json!(Estimate::of(stats)))).collect();
-    let mut line = json!({ "model": args.model, "problems": outcome.problems.count, "n": args.n });
+    let mut line = json!({
+        "model": args.model.display().to_string(),
+        "problems": outcome.problems.count as u64,
+        "prompts_over_context": dataset.counts().over_context,
+        "n": args.n,
+    });
     line[format!("avg@{}", args.n)] = json!(average);
     line.as_object_mut().expect("made as an object").extend(pass);
     print_first(&world, line)
 }
 
+/// What `generate` and `eval` sample from.
+struct Service {
+    served: Served,
+    tokenizer: Arc<Tokenizer>,
+    max_model_length: usize,
+}
+
 /// An engine with the weights of a model folder.
-fn serve(folder: &Path, sampling: &SamplingArgs, world: &Arc<World>) -> Result<(Served, Arc<Tokenizer>)> {
+fn serve(folder: &Path, sampling: &SamplingArgs, world: &Arc<World>) -> Result<Service> {
     let spec = Arc::new(ModelSpec::from_folder(folder)?);
     let tp_size = sampling.tensor_parallel_size;
     spec.validate_tp(tp_size)?;
@@ -160,7 +202,8 @@ fn serve(folder: &Path, sampling: &SamplingArgs, world: &Arc<World>) -> Result<(
     tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
     let mesh = world.mesh(tp_size, world.size())?;
     let (kind, device) = (Kind::Float, Device::Cpu);
-    let longest_blocks = spec.max_position_embeddings.div_ceil(KV_BLOCK_SIZE);
+    let max_model_length = spec.max_position_embeddings;
+    let longest_blocks = max_model_length.div_ceil(KV_BLOCK_SIZE);
     let affordable = crate::memory::available_host_bytes()? / world.local_size() / 4;
     let block_bytes = kv_block_bytes(&spec, tp_size, KV_BLOCK_SIZE, kind);
     let options = EngineOptions {
@@ -168,7 +211,7 @@ fn serve(folder: &Path, sampling: &SamplingArgs, world: &Arc<World>) -> Result<(
         block_size: KV_BLOCK_SIZE,
         max_num_seqs: MAX_NUM_SEQS,
         max_num_batched_tokens: 8192,
-        max_model_length: spec.max_position_embeddings,
+        max_model_length,
         kind,
         device,
     };
@@ -176,7 +219,7 @@ fn serve(folder: &Path, sampling: &SamplingArgs, world: &Arc<World>) -> Result<(
     let files = WeightFiles::open(folder, spec.clone())?;
     let table = Arc::new(ParamTable::new(spec, 1));
     let served = Served::new(world.clone(), &mesh, table, engine, &|layout| files.read_unit(layout, kind))?;
-    Ok((served, tokenizer))
+    Ok(Service { served, tokenizer, max_model_length })
 }
 
 fn sampling(args: &SamplingArgs, n: usize) -> SamplingParams {
@@ -225,7 +268,7 @@ fn spec_of(args: &ModelArgs) -> Result<ModelSpec> {
         (None, preset) => {
             let name = preset.as_deref().unwrap_or("tiny");
             ModelSpec::preset(name)
-                .ok_or_else(|| Error::invalid_value("--model-preset", name, format!("one of {}", PRESETS.join(", "))))
+                .ok_or_else(|| Error::invalid_value("--model_preset", name, format!("one of {}", PRESETS.join(", "))))
         }
     }
 }

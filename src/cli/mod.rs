@@ -30,7 +30,7 @@ pub fn run(argv: Vec<String>) -> ExitCode {
 /// Tells whoever started this process, once: a worker's launcher through the error file, anyone else on stderr.
 fn report(error: &Error) -> ExitCode {
     let rank = std::env::var("RANK").ok().and_then(|rank| rank.parse().ok());
-    launch::report_error(error, rank.unwrap_or(0));
+    launch::report_error(error, rank);
     error.exit_code()
 }
 

@@ -1,6 +1,7 @@
 //! The model's tokenizer and chat template, from its folder.
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::path::Path;
 
 use serde_json::Value;
@@ -31,7 +32,13 @@ impl Tokenizer {
     pub fn from_folder(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
         let path = folder.join("tokenizer.json");
-        let bytes = std::fs::read(&path).map_err(|error| Error::bad_file(&path, error.to_string()))?;
+        let bytes = std::fs::read(&path).map_err(|error| match error.kind() {
+            ErrorKind::NotFound => Error::bad_file(
+                &path,
+                "missing; a Hugging Face model folder has it, and colo-grpo init copies one from --tokenizer FOLDER",
+            ),
+            _ => Error::bad_file(&path, error.to_string()),
+        })?;
         let unreadable = |error: tokenizers::Error| Error::bad_file(&path, error.to_string());
         let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(unreadable)?;
         inner.with_truncation(None).map_err(unreadable)?.with_padding(None);
@@ -172,7 +179,7 @@ impl Tokenizer {
 fn read_json(path: &Path) -> Result<Value> {
     match std::fs::read(path) {
         Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| Error::bad_file(path, error.to_string())),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Value::Null),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(Value::Null),
         Err(error) => Err(Error::bad_file(path, error.to_string())),
     }
 }
@@ -188,7 +195,7 @@ fn template_source(folder: &Path, config: &Value) -> Result<Option<String>> {
     let path = folder.join("chat_template.jinja");
     match std::fs::read_to_string(&path) {
         Ok(source) => return Ok(Some(source)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(error) => return Err(Error::bad_file(path, error.to_string())),
     }
     match &config["chat_template"] {

@@ -1,6 +1,6 @@
-//! Workers' output, passed on line by line under their ranks.
+//! Output of the workers but the first, passed on line by line under their ranks.
 
-use std::io::{BufRead, BufReader, IsTerminal, Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Command, Stdio};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -10,15 +10,11 @@ use std::time::{Duration, Instant};
 pub(super) struct Output(Vec<JoinHandle<()>>);
 
 impl Output {
-    /// Decides where a worker's output goes: a lone worker has the launcher's own streams, and rank 0 its terminal, for
-    /// progress bars.
-    pub(super) fn prepare(command: &mut Command, rank: usize, num_workers: usize) {
-        if num_workers == 1 {
-            return;
-        }
-        command.stdout(Stdio::piped());
-        if rank != 0 || !std::io::stderr().is_terminal() {
-            command.stderr(Stdio::piped());
+    /// Rank 0 has the launcher's own streams: its results can be piped on, and its progress bars find the terminal. The
+    /// others are read line by line.
+    pub(super) fn prepare(command: &mut Command, rank: usize) {
+        if rank > 0 {
+            command.stdout(Stdio::piped()).stderr(Stdio::piped());
         }
     }
 

@@ -1,19 +1,21 @@
 //! What a failing worker leaves for its launcher, and which failure came first.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::error::{Error, ExitCode};
-use crate::phase;
+use crate::metrics::redact;
+use crate::phase::{self, Phase};
 
 /// Variable with the file that a failing worker writes its error to.
 pub const ERROR_FILE_VARIABLE: &str = "COLO_GRPO_ERROR_FILE";
 
-/// Tells the launcher, if there is one, or else standard error, why this worker ends.
-pub fn report_error(error: &Error, rank: usize) {
+/// Tells the launcher, if there is one, or else standard error, why this process ends; `rank` is a worker's.
+pub fn report_error(error: &Error, rank: Option<usize>) {
     let report = Report::of(error, rank);
     let Some(path) = std::env::var_os(ERROR_FILE_VARIABLE).map(PathBuf::from) else {
-        eprintln!("error: {report}");
+        eprintln!("{report}");
         return;
     };
     // Renamed into place: the launcher may look at any time.
@@ -23,7 +25,7 @@ pub fn report_error(error: &Error, rank: usize) {
         .and_then(|json| std::fs::write(&draft, json))
         .and_then(|()| std::fs::rename(&draft, &path));
     if let Err(problem) = written {
-        eprintln!("error: {report} (and {}: {problem})", path.display());
+        eprintln!("{report} (and {}: {problem})", path.display());
     }
 }
 
@@ -32,8 +34,9 @@ pub fn report_error(error: &Error, rank: usize) {
 pub(super) struct Report {
     /// Seconds since 1970.
     pub time_s: f64,
-    pub rank: usize,
-    /// Empty where it is not known.
+    /// The worker's; none of a process that is alone.
+    pub rank: Option<usize>,
+    /// Empty where it is not known, or before any.
     pub phase: String,
     pub step: u64,
     pub code: ExitCode,
@@ -43,14 +46,15 @@ pub(super) struct Report {
 }
 
 impl Report {
-    fn of(error: &Error, rank: usize) -> Self {
+    fn of(error: &Error, rank: Option<usize>) -> Self {
+        let phase = Some(phase::at_failure()).filter(|phase| *phase != Phase::Startup);
         Self {
             time_s: seconds(SystemTime::now()),
             rank,
-            phase: phase::at_failure().name().to_owned(),
+            phase: phase.map(|phase| phase.name().to_owned()).unwrap_or_default(),
             step: phase::step(),
             code: error.exit_code(),
-            message: error.to_string(),
+            message: redact(&error.to_string()),
             of_peer: matches!(error, Error::PeerFailed { .. }),
         }
     }
@@ -58,7 +62,7 @@ impl Report {
     /// The end of a worker that left no word.
     pub(super) fn of_death(rank: usize, at: SystemTime, how: String, code: ExitCode) -> Self {
         let message = Error::RankDied { rank, how }.to_string();
-        Self { time_s: seconds(at), rank, phase: String::new(), step: 0, code, message, of_peer: false }
+        Self { time_s: seconds(at), rank: Some(rank), phase: String::new(), step: 0, code, message, of_peer: false }
     }
 
     pub(super) fn read(path: &Path) -> Option<Self> {
@@ -66,22 +70,30 @@ impl Report {
     }
 }
 
+/// `error: rank 1, step 3, wake: ` and the message; the place only as far as it says anything.
 impl std::fmt::Display for Report {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.code != ExitCode::Preempted {
+            f.write_str("error: ")?;
+        }
         if !self.phase.is_empty() {
-            write!(f, "rank {}, step {}, {}: ", self.rank, self.step, self.phase)?;
+            let rank = self.rank.map(|rank| format!("rank {rank}, ")).unwrap_or_default();
+            write!(f, "{rank}step {}, {}: ", self.step, self.phase)?;
         }
         f.write_str(&self.message)
     }
 }
 
-/// Own failures in order of time; if there are none, what ranks heard of others'.
+/// Own failures in order of time, what several ranks say only once; if there are none, what ranks heard of others'.
 pub(super) fn in_order(reports: Vec<Report>) -> Vec<Report> {
     let (mut heard, mut own): (Vec<_>, Vec<_>) = reports.into_iter().partition(|report| report.of_peer);
     let by_time = |a: &Report, b: &Report| a.time_s.total_cmp(&b.time_s);
     own.sort_by(by_time);
     heard.sort_by(by_time);
-    if own.is_empty() { heard } else { own }
+    let mut told = if own.is_empty() { heard } else { own };
+    let mut messages = HashSet::new();
+    told.retain(|report| messages.insert(report.message.clone()));
+    told
 }
 
 fn seconds(time: SystemTime) -> f64 {
@@ -94,18 +106,21 @@ mod tests {
 
     #[test]
     fn hearsay_is_never_the_first_cause() {
-        let report =
-            |rank, time_s, of_peer| Report { time_s, of_peer, ..Report::of(&Error::Injected { phase: "wake" }, rank) };
+        let report = |rank, time_s, of_peer| {
+            let error = Error::Environment { message: format!("of rank {rank}") };
+            Report { time_s, of_peer, ..Report::of(&error, Some(rank)) }
+        };
         let ordered = in_order(vec![report(0, 1.0, true), report(2, 3.0, false), report(1, 2.0, false)]);
-        assert_eq!(ordered.iter().map(|report| report.rank).collect::<Vec<_>>(), [1, 2]);
-        assert_eq!(in_order(vec![report(1, 2.0, true), report(0, 1.0, true)])[0].rank, 0);
+        assert_eq!(ordered.iter().filter_map(|report| report.rank).collect::<Vec<_>>(), [1, 2]);
+        assert_eq!(in_order(vec![report(1, 2.0, true), report(0, 1.0, true)])[0].rank, Some(0));
+        assert_eq!(in_order(vec![report(1, 2.0, false), report(1, 1.0, false)]).len(), 1);
     }
 
     #[test]
     fn reports_survive_the_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("rank-0.json");
-        let report = Report::of(&Error::PeerFailed { rank: 1, code: ExitCode::Hang, message: "slow".into() }, 0);
+        let report = Report::of(&Error::PeerFailed { rank: 1, code: ExitCode::Hang, message: "slow".into() }, Some(0));
         std::fs::write(&path, serde_json::to_vec(&report).unwrap()).unwrap();
         assert_eq!(Report::read(&path), Some(report.clone()));
         assert!(report.of_peer && report.code == ExitCode::Hang);

@@ -72,7 +72,7 @@ impl Workers {
         for rank in 0..options.num_workers {
             let mut command = worker_command(options, &rendezvous, rank);
             command.env(ERROR_FILE_VARIABLE, all.report_file(rank));
-            Output::prepare(&mut command, rank, options.num_workers);
+            Output::prepare(&mut command, rank);
             let mut child = command.spawn().map_err(Error::io(&options.program))?;
             output.follow(&mut child, rank);
             all.workers.push(Worker { rank, child, end: None });
@@ -142,15 +142,20 @@ impl Workers {
         }
         let failures = in_order(self.workers.iter().filter_map(|worker| self.failure(worker)).collect());
         for failure in &failures {
-            eprintln!("error: {failure}");
+            eprintln!("{failure}");
         }
-        let preempted = |worker: &Worker| {
+        let mut preempted = self.workers.iter().filter(|worker| {
             worker.end.as_ref().is_some_and(|end| end.status.code() == Some(ExitCode::Preempted as i32))
-        };
-        match failures.first() {
-            Some(first) => first.code,
-            None if self.workers.iter().any(preempted) => ExitCode::Preempted,
-            None => ExitCode::Done,
+        });
+        match (failures.first(), preempted.next()) {
+            (Some(first), _) => first.code,
+            (None, Some(worker)) => {
+                if let Some(report) = Report::read(&self.report_file(worker.rank)) {
+                    eprintln!("{report}");
+                }
+                ExitCode::Preempted
+            }
+            (None, None) => ExitCode::Done,
         }
     }
 

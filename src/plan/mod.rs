@@ -108,7 +108,7 @@ impl MemoryPlan {
             available_bytes: input.available_bytes,
         };
         plan.size_kv_cache(config, spec, kind)?;
-        plan.check(config)?;
+        plan.check(config, table.shards)?;
         Ok(plan)
     }
 
@@ -126,7 +126,9 @@ impl MemoryPlan {
         let longest_blocks = self.max_model_length.div_ceil(config.kv_block_size);
         let useful = config.max_num_seqs * longest_blocks * block_bytes;
         let affordable = (free * MAX_KV_SHARE * config.gpu_memory_utilization) as usize;
-        let bytes = config.kv_cache_bytes.unwrap_or(useful.min(affordable));
+        // The least is asked for in any case: `check` says what it lacks.
+        let least = longest_blocks * block_bytes;
+        let bytes = config.kv_cache_bytes.unwrap_or(useful.min(affordable).max(least));
         self.num_kv_blocks = bytes / block_bytes;
         self.kv_cache_bytes = self.num_kv_blocks * block_bytes;
         if self.num_kv_blocks < longest_blocks {
@@ -134,10 +136,8 @@ impl MemoryPlan {
                 "kv_cache_bytes",
                 bytes,
                 format!(
-                    "at least {} bytes: {longest_blocks} blocks of {} tokens for one sequence of max_model_length {}",
-                    longest_blocks * block_bytes,
-                    config.kv_block_size,
-                    self.max_model_length
+                    "at least {least} bytes: {longest_blocks} blocks of {} tokens for one sequence of max_model_length {}",
+                    config.kv_block_size, self.max_model_length
                 ),
             ));
         }
@@ -146,14 +146,20 @@ impl MemoryPlan {
         Ok(())
     }
 
-    fn check(&self, config: &Config) -> Result<()> {
+    fn check(&self, config: &Config, num_shards: usize) -> Result<()> {
         let peak = self.peak_bytes();
         if peak <= self.available_bytes {
             return Ok(());
         }
-        let change = match config.zero.stage {
-            0..=2 => format!("raise zero.stage from {} to {}", config.zero.stage, config.zero.stage + 1),
-            _ => "lower max_tokens_per_micro_batch or kv_cache_bytes".to_owned(),
+        let change = match (config.zero.stage, config.gradient_checkpointing) {
+            (_, GradientCheckpointing::None | GradientCheckpointing::Selective) => {
+                "set gradient_checkpointing = full".to_owned()
+            }
+            (stage @ 0..=2, _) if num_shards > 1 => format!("raise zero.stage from {stage} to {}", stage + 1),
+            _ => format!(
+                "lower max_tokens_per_micro_batch (is {}), max_model_length ({}) or kv_cache_bytes ({})",
+                config.max_tokens_per_micro_batch, self.max_model_length, self.kv_cache_bytes
+            ),
         };
         Err(Error::Environment {
             message: format!(
@@ -167,7 +173,7 @@ impl MemoryPlan {
 
 impl fmt::Display for MemoryPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{:<34} {:>11} {:>11} {:>11}", "per rank", "train", "rollout", "host")?;
+        writeln!(f, "{:<34} {:>11} {:>11} {:>11}", "memory per rank", "train", "rollout", "host")?;
         for class in &self.classes {
             let [train, rollout, host] = [class.train_bytes, class.rollout_bytes, class.host_bytes].map(human);
             writeln!(f, "{:<34} {train:>11} {rollout:>11} {host:>11}", class.class)?;
@@ -176,8 +182,8 @@ impl fmt::Display for MemoryPlan {
         let (train, rollout) = (sum(|class| class.train_bytes), sum(|class| class.rollout_bytes));
         writeln!(f, "{:<34} {train:>11} {rollout:>11} {:>11}", "sum", sum(|class| class.host_bytes))?;
         writeln!(f, "peak {} of {} available", human(self.peak_bytes()), human(self.available_bytes))?;
-        writeln!(f, "optimizer state: {}", self.optimizer.name())?;
-        write!(f, "# KV blocks: {} x {} tokens", self.num_kv_blocks, self.kv_block_size)
+        let (blocks, size) = (self.num_kv_blocks, self.kv_block_size);
+        write!(f, "KV cache: {blocks} blocks of {size} tokens; optimizer state: {}", self.optimizer.name())
     }
 }
 

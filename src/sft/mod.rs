@@ -27,6 +27,7 @@ pub struct Sft {
     mesh: Mesh,
     policy: Policy,
     examples: Vec<SftExample>,
+    too_long: usize,
     eval_examples: Vec<SftExample>,
     sampler: PromptSampler,
     schedule: Schedule,
@@ -62,10 +63,11 @@ impl Sft {
         let spec = Arc::new(ModelSpec::from_folder(folder)?);
         let tokenizer = Tokenizer::from_folder(folder)?;
         tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
-        let read =
-            |path: &PathBuf| SftDataset::from_jsonl(path, &tokenizer, config.max_length).map(|rows| rows.examples);
-        let examples = read(&config.train_file)?;
-        let eval_examples = config.eval_file.as_ref().map(read).transpose()?.unwrap_or_default();
+        let max_length = config.max_length.min(spec.max_position_embeddings);
+        let read = |path: &PathBuf| SftDataset::from_jsonl(path, &tokenizer, max_length);
+        let SftDataset { examples, too_long } = read(&config.train_file)?;
+        let eval_examples =
+            config.eval_file.as_ref().map(read).transpose()?.map_or_else(Vec::new, |rows| rows.examples);
         let mesh = world.mesh(1, config.zero.shard_group_size.unwrap_or(world.size()))?;
         let table = Arc::new(ParamTable::new(spec.clone(), mesh.shard.size()));
         let files = WeightFiles::open(folder, spec)?;
@@ -83,6 +85,14 @@ impl Sft {
         let policy = Policy::new(table, &mesh, options, &|layout| files.read_unit(layout, Kind::Float))?;
         let sampler = PromptSampler::new(examples.len(), config.seed, config.shuffle_dataset);
         let rows_per_update = config.per_device_train_batch_size * config.gradient_accumulation_steps * world.size();
+        if rows_per_update > examples.len() {
+            let (file, rows) = (config.train_file.display(), examples.len());
+            let expected = format!(
+                "at most {rows} rows an update over all ranks and slices, not {rows_per_update}: {file} has no more"
+            );
+            let (key, got) = ("per_device_train_batch_size", config.per_device_train_batch_size);
+            return Err(Error::invalid_value(key, got, expected));
+        }
         let epochs = config.num_train_epochs * examples.len() as f64 / rows_per_update as f64;
         let schedule = Schedule {
             kind: config.lr_scheduler_type,
@@ -90,32 +100,53 @@ impl Sft {
             warmup_steps: config.warmup_steps,
             total_steps: config.max_steps.unwrap_or(epochs.ceil() as usize),
         };
-        Ok(Self { config, world, mesh, policy, examples, eval_examples, sampler, schedule, device })
+        Ok(Self { config, world, mesh, policy, examples, too_long, eval_examples, sampler, schedule, device })
     }
 
     /// Trains to the end, writes metrics and the final model; collective over the world.
+    ///
+    /// # Errors
+    /// [`Error::Preempted`] if a stop was asked for, after writing the model as it is: a supervised run is not resumed.
     pub fn run(&mut self) -> Result<SftSummary> {
         let total = self.schedule.total_steps as u64;
         let mut log = Log::new(&self.config, &self.world, total)?;
+        log.display.say(&format!(
+            "{}: {} rows; {} more are longer than max_length or the context",
+            self.config.train_file.display(),
+            self.examples.len(),
+            self.too_long
+        ));
         let mut loss = f64::NAN;
+        let mut preempted = None;
         for step in 0..total {
             phase::set_step(step);
             let lr = learning_rate(&self.schedule, step);
             let (step_loss, outcome) = self.step(lr)?;
             loss = step_loss;
             log.step(step + 1, &[("loss", loss), ("grad_norm", outcome), ("learning_rate", lr)]);
-            if phase::stop_requested() {
-                return Err(Error::Preempted { step: step + 1 });
+            if self.stop_asked()? {
+                preempted = Some(Error::Preempted { step: step + 1 });
+                break;
             }
         }
         let eval_loss = if self.eval_examples.is_empty() { None } else { Some(self.evaluate()?) };
         let model_dir = self.config.output_dir.join("final");
         checkpoint::export(&model_dir, &self.config.model_name_or_path, &self.world, &self.policy)?;
         log.finish(total, eval_loss)?;
-        Ok(SftSummary { loss, eval_loss, model_dir })
+        preempted.map_or(Ok(SftSummary { loss, eval_loss, model_dir }), Err)
+    }
+
+    /// Whether any rank was asked to stop.
+    fn stop_asked(&self) -> Result<bool> {
+        let mut asked = [f64::from(u8::from(phase::stop_requested()))];
+        all_reduce_f64(&*self.mesh.world, &mut asked, ReduceOp::Max)?;
+        Ok(asked[0] > 0.0)
     }
 
     /// One update; returns its loss and gradient norm.
+    ///
+    /// # Errors
+    /// [`Error::NonFinite`], on every rank together, before anything is changed.
     fn step(&mut self, lr: f64) -> Result<(f64, f64)> {
         let per_rank = self.config.per_device_train_batch_size * self.config.gradient_accumulation_steps;
         let rows = self.sampler.next_batch(per_rank * self.world.size())?;
@@ -134,6 +165,10 @@ impl Sft {
             Ok(())
         })?;
         let outcome = phase::scope(Phase::Optimizer, || self.policy.optimizer_step(lr, self.config.max_grad_norm))?;
+        if outcome.skipped {
+            let message = "the gradient is not finite; lower learning_rate, or look for damaged weights".to_owned();
+            return Err(Error::NonFinite { message });
+        }
         Ok((self.mean(nll, num_tokens)?, outcome.grad_norm))
     }
 
@@ -185,6 +220,7 @@ struct Log {
     writer: Option<MetricsWriter>,
     display: Progress,
     logging_steps: u64,
+    last_step: u64,
     last: Instant,
 }
 
@@ -199,6 +235,7 @@ impl Log {
             writer: if is_first { Some(MetricsWriter::new(&config.output_dir, None)?) } else { None },
             display: Progress::new(total, 0, is_first),
             logging_steps: config.logging_steps as u64,
+            last_step: total,
             last: Instant::now(),
         })
     }
@@ -208,7 +245,8 @@ impl Log {
         values.insert("step_time".into(), self.last.elapsed().as_secs_f64());
         self.last = Instant::now();
         self.display.finish_step(step, &values);
-        if let Some(writer) = self.writer.as_mut().filter(|_| step.is_multiple_of(self.logging_steps)) {
+        let is_due = step.is_multiple_of(self.logging_steps) || step == self.last_step;
+        if let Some(writer) = self.writer.as_mut().filter(|_| is_due) {
             writer.write(step, &values);
         }
     }

@@ -25,12 +25,14 @@ pub(super) struct Output {
     group: Arc<dyn Collective>,
     output_dir: PathBuf,
     logging_steps: u64,
+    max_steps: u64,
     writer: Option<MetricsWriter>,
     completions: Option<CompletionsWriter>,
     display: Progress,
     history: Vec<serde_json::Value>,
     interval: Vec<MetricValues>,
     last_logged_step: u64,
+    said_no_signal: bool,
 }
 
 impl Output {
@@ -60,9 +62,11 @@ impl Output {
             group,
             output_dir,
             logging_steps: config.logging_steps as u64,
+            max_steps,
             history: checkpoint.map(|checkpoint| checkpoint.state.log_history).unwrap_or_default(),
             interval: Vec::new(),
             last_logged_step: first_step,
+            said_no_signal: false,
         })
     }
 
@@ -81,7 +85,7 @@ impl Output {
         self.display.advance();
     }
 
-    /// A step is done: reduces its metrics over ranks (collective) and returns them; writes a line per logging interval.
+    /// A step is done: reduces its metrics over ranks (collective) and returns them; writes a line per logging interval and one at the end.
     pub(super) fn step(&mut self, metrics: &StepMetrics, step: u64, epoch: f64, num_tokens: u64) -> Result<()> {
         let mut values = metrics.reduce(&*self.group)?;
         let rates = [
@@ -96,8 +100,12 @@ impl Output {
         values.insert("num_tokens".to_owned(), num_tokens as f64);
         values.insert("epoch".to_owned(), epoch);
         self.display.finish_step(step, &values);
+        if values.get("frac_reward_zero_std") == Some(&1.0) && !std::mem::replace(&mut self.said_no_signal, true) {
+            self.say(&format!("step {step}: warning: the rewards of every group are equal: no advantage, no gradient"));
+        }
         self.interval.push(values);
-        if step / self.logging_steps > self.last_logged_step / self.logging_steps {
+        let is_due = step / self.logging_steps > self.last_logged_step / self.logging_steps;
+        if is_due || step >= self.max_steps {
             let means = interval_means(&std::mem::take(&mut self.interval));
             self.write(step, means);
             self.last_logged_step = step;

@@ -94,6 +94,15 @@ pub(super) fn load(
     };
     let read = |path: &PathBuf| Dataset::from_jsonl(path, &preflight.tokenizer, &limits);
     let dataset = read(&config.train_file)?;
+    if batch.num_prompts > dataset.len() {
+        let (needed, file, rows) = (batch.num_prompts, config.train_file.display(), dataset.len());
+        let expected = format!(
+            "at most {} completions: {needed} prompts a generation, and {file} has {rows}; lower \
+             per_device_train_batch_size or --nproc, or raise num_generations",
+            rows * config.num_generations
+        );
+        return Err(Error::invalid_value("generation_batch_size", batch.generation_batch_size, expected));
+    }
     let eval_set = config.eval_file.as_ref().map(read).transpose()?;
     let mut colocated = colocated(&config, &world, &preflight)?;
     let mut sampler = PromptSampler::new(dataset.len(), config.seed, config.shuffle_dataset);
@@ -117,7 +126,8 @@ pub(super) fn load(
         };
     }
     let output = Output::new(&config, world.group(), total_steps as u64, checkpoint)?;
-    output.say(&format!("{}\n{}: {}", preflight.plan, config.train_file.display(), dataset.counts()));
+    output.say(&format!("plan\n{}", preflight.plan));
+    output.say(&format!("{}: {}", config.train_file.display(), dataset.counts()));
     Ok(Trainer { config, world, batch, colocated, rewards, dataset, sampler, eval_set, schedule, output, progress })
 }
 

@@ -1,1 +1,172 @@
-//! .
+//! The commands of the program, and how it takes what users write.
+
+mod faults;
+mod signals;
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::program::{MODEL, SMALL_RUN, command, end, json_lines, metrics, run, stdout_of};
+
+const ANSWER: &str = "--answer_pattern ([0-9]+) --max_completion_length 12";
+
+fn generate(more: &str) -> Vec<Value> {
+    let mut command = command(&format!("generate --model {MODEL} --temperature 0 {more}"));
+    for prompt in ["what is two plus three ?", "what is forty plus two ?", "what is nine plus nine ?"] {
+        command.args(["--prompt", prompt]);
+    }
+    let ended = end(command.spawn().unwrap());
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    json_lines(&ended.stdout)
+}
+
+#[test]
+fn greedy_completions_are_the_same_on_any_ranks_in_the_order_of_the_prompts() {
+    let alone = generate("--chat");
+    assert_eq!(alone.len(), 3);
+    assert_eq!(alone[1]["prompt"], "<user>what is forty plus two ?<assistant>");
+    assert!(alone[1]["completion"].as_str().unwrap().starts_with("the answer is "), "{alone:?}");
+    for layout in ["--nproc 2", "--nproc 2 --tp 2"] {
+        let spread = generate(&format!("--chat {layout}"));
+        for (alone, spread) in alone.iter().zip(&spread) {
+            assert_eq!(alone["prompt"], spread["prompt"], "{layout}");
+            assert_eq!(alone["completion"], spread["completion"], "{layout}");
+            let logprob = |line: &Value| line["logprob"].as_f64().unwrap();
+            assert!((logprob(alone) - logprob(spread)).abs() < 1e-3, "{layout}");
+        }
+    }
+    assert_eq!(generate("-n 2")[0]["prompt"], "what is two plus three ?");
+}
+
+#[test]
+fn an_evaluation_is_the_same_on_any_number_of_ranks() {
+    let eval = |more: &str| {
+        let line = format!("eval --model {MODEL} --data configs/arithmetic/eval.jsonl -n 2 {ANSWER} {more}");
+        json_lines(&stdout_of(&line)).remove(0)
+    };
+    let alone = eval("");
+    assert_eq!((&alone["problems"], &alone["n"]), (&Value::from(200), &Value::from(2)));
+    let (average, pass) = (alone["avg@2"]["mean"].as_f64().unwrap(), alone["pass@2"]["mean"].as_f64().unwrap());
+    assert!(0.1 < average && average < pass && pass < 0.9, "{alone}");
+    assert!(alone["avg@2"]["standard_error"].as_f64().is_some_and(|error| 0.0 < error && error < 0.1), "{alone}");
+    assert_eq!(eval("--nproc 2"), alone);
+}
+
+#[test]
+fn a_supervised_run_lowers_the_loss_and_leaves_a_model_that_generates() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = folder.path().display();
+    stdout_of(&format!(
+        "init --config_json configs/arithmetic/config.json --tokenizer {MODEL} --output {place}/random"
+    ));
+    let row = r#"{"prompt": "what is one plus one ?", "completion": "the answer is 2"}"#;
+    fs::write(folder.path().join("rows.jsonl"), format!("{row}\n").repeat(4)).unwrap();
+    let said = stdout_of(&format!(
+        "sft --nproc 2 --config configs/arithmetic/warmup.toml model_name_or_path={place}/random \
+         train_file={place}/rows.jsonl output_dir={place}/out per_device_train_batch_size=2 max_steps=3 \
+         warmup_steps=0 logging_steps=1"
+    ));
+    assert!(said.contains("loss: ") && said.contains("final"), "{said}");
+    let losses: Vec<f64> =
+        metrics(&folder.path().join("out")).iter().map(|line| line["loss"].as_f64().unwrap()).collect();
+    assert_eq!(losses.len(), 3);
+    assert!(losses[0] > losses[1] && losses[1] > losses[2], "{losses:?}");
+    let line = stdout_of(&format!("generate --model {place}/out/final --prompt what --max_completion_length 3"));
+    assert_eq!(json_lines(&line).len(), 1);
+}
+
+#[test]
+fn a_preset_has_no_tokenizer_and_says_how_to_get_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model");
+    let said = stdout_of(&format!("init --preset micro --output {}", model.display()));
+    assert!(said.contains("parameters"), "{said}");
+    let generate = format!("generate --model {} --prompt what", model.display());
+    run(&generate).assert_error("no tokenizer", 3, &["tokenizer.json", "init", "--tokenizer"]);
+    let with_tokenizer = format!("init --preset micro --tokenizer {MODEL} --output {}", model.display());
+    stdout_of(&with_tokenizer);
+    stdout_of(&format!("{generate} --max_completion_length 2"));
+    run("init --preset nosuch --output x").assert_error("preset", 2, &["nosuch", "one of micro, tiny"]);
+}
+
+#[test]
+fn the_plan_is_a_table_and_refuses_what_cannot_fit() {
+    let plan = stdout_of("plan --nproc 2 --config configs/tiny-cpu.toml");
+    for class in ["memory per rank", "policy weights", "Adam", "gradients", "activations", "KV cache", "peak", "blocks"]
+    {
+        assert!(plan.contains(class), "{class}\n{plan}");
+    }
+    let columns: Vec<usize> = plan.lines().take(7).map(|line| line.chars().count()).collect();
+    assert!(columns.iter().all(|width| *width == columns[0]), "{plan}");
+    let huge = run("plan --nproc 2 --config configs/tiny-cpu.toml kv_cache_bytes=1000000000000000");
+    huge.assert_error("too large", 4, &["per rank and", "available", "KV cache"]);
+}
+
+#[test]
+fn the_report_is_written_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = r#"{"step": 1, "time": 1.0, "reward": 0.5}"#;
+    fs::write(folder.path().join("metrics.jsonl"), format!("{line}\n")).unwrap();
+    let said = stdout_of(&format!("report {}", folder.path().display()));
+    assert!(Path::new(said.trim()).ends_with("report.html") && folder.path().join("report.html").exists());
+    run("report nowhere").assert_error("no run", 3, &["nowhere/metrics.jsonl", "output folder of a run"]);
+}
+
+#[test]
+fn each_benchmark_prints_one_json_line() {
+    for line in [
+        "bench train --preset micro --steps 1 --sequences 2 --sequence_len 8",
+        "bench train --preset micro --steps 1 --sequences 2 --sequence_len 8 --zero_stage 3 --nproc 2",
+        "bench generate --preset micro --repeats 1 --prompts 2 --group 2 --completion_len 4",
+        "bench generate --preset micro --repeats 1 --prompts 2 --group 2 --completion_len 4 --nproc 2 --tp 2",
+    ] {
+        let lines = json_lines(&stdout_of(line));
+        assert_eq!(lines.len(), 1, "{line}");
+        assert!(lines[0]["tokens_per_second"].as_f64().is_some_and(|rate| rate > 0.0), "{line}");
+    }
+}
+
+/// TOML and YAML, `--a.b c`, `a.b=c`, the launchers' spellings and hyphens: all reach the run.
+#[test]
+fn every_way_of_writing_a_key_reaches_the_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let yaml = folder.path().join("run.yaml");
+    let text = format!(
+        "model_name_or_path: {MODEL}\ntrain_file: configs/arithmetic/train.jsonl\nreward_funcs: [numeric_answer]\n\
+         per_device_train_batch_size: 4\nnum_generations: 2\nmax_completion_length: 2\nmax_steps: 1\nzero:\n  stage: 1\n"
+    );
+    fs::write(&yaml, text).unwrap();
+    let (yaml, out) = (yaml.display(), folder.path().join("out"));
+    for nproc in ["--nproc=2", "--nproc_per_node 2", "--num-processes 2"] {
+        let _ = fs::remove_dir_all(&out);
+        stdout_of(&format!(
+            "{nproc} --config {yaml} --zero.stage 3 --log-completions --seed=7 reward.num_threads=1 output_dir={}",
+            out.display()
+        ));
+        let config: Value = serde_json::from_slice(&fs::read(out.join("run_config.json")).unwrap()).unwrap();
+        assert_eq!(config["zero"]["stage"], 3);
+        assert_eq!((&config["log_completions"], &config["seed"]), (&Value::Bool(true), &Value::from(7)));
+        assert_eq!(config["reward"]["num_threads"], 1);
+        assert_eq!(metrics(&out).len(), 1);
+    }
+}
+
+#[test]
+fn secrets_do_not_reach_what_a_run_leaves_or_says() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let secret = "WANDB_API_KEY=topsecret";
+    let line = format!("{SMALL_RUN} logging_steps=9 output_dir={} system_prompt={secret}", out.display());
+    let said = run(&line);
+    assert_eq!(said.code, Some(0), "{}", said.stderr);
+    let config = fs::read_to_string(out.join("run_config.json")).unwrap();
+    assert!(config.contains("WANDB_API_KEY=[redacted]"), "{config}");
+    let report = fs::read_to_string(out.join("report.html")).unwrap();
+    let failed = run(&format!("{SMALL_RUN} model_name_or_path=https://me:topsecret@host/model"));
+    assert_eq!(failed.code, Some(3));
+    for text in [config, report, said.stdout, said.stderr, failed.stderr] {
+        assert!(!text.contains("topsecret"), "{text}");
+    }
+}

@@ -7,6 +7,7 @@ mod colocate;
 mod demo;
 mod launch;
 mod model;
+mod program;
 mod ranks;
 mod rollout;
 mod tidy;

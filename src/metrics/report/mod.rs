@@ -14,9 +14,12 @@ use crate::error::{Error, Result};
 /// Writes `report.html` into the output folder of a run, finished or not, and returns its path.
 ///
 /// # Errors
-/// [`Error::BadFile`] if metrics.jsonl has no line, [`Error::Io`] if a file cannot be read or written.
+/// [`Error::BadFile`] if metrics.jsonl is missing or has no line, [`Error::Io`] if a file cannot be read or written.
 pub fn write_report(output_dir: &Path) -> Result<PathBuf> {
     let metrics = output_dir.join("metrics.jsonl");
+    if !metrics.exists() {
+        return Err(Error::bad_file(metrics, "missing; the output folder of a run has it"));
+    }
     let history = History::new(&read_metrics(&metrics)?);
     if history.is_empty() {
         return Err(Error::bad_file(metrics, "no metrics yet: the report needs at least one line"));

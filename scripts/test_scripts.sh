@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Tests of the scripts, without PyTorch: they parse and say how they are used, setup.sh does its work once, and the demo's
+# task and model come out of the scripts that are said to make them. Needs target/release/colo-grpo.
+#   scripts/test_scripts.sh
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+program=target/release/colo-grpo
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+fail() { echo "test_scripts: $*" >&2; exit 1; }
+
+for script in scripts/*.sh; do
+    bash -n "$script"
+    sed '1d; /^[^#]/,$d' "$script" | grep -q "$script" || fail "$script does not say how it is used"
+done
+for script in scripts/*.py; do
+    "$python" - "$script" <<'PY' || fail "$script"
+import ast, pathlib, sys
+path = pathlib.Path(sys.argv[1])
+tree = ast.parse(path.read_text(), str(path))
+assert path.name in (ast.get_docstring(tree) or ""), "does not say how it is used"
+PY
+done
+
+linked=$(readlink .libtorch)
+said=$(scripts/setup.sh)
+[ -z "$said" ] && [ "$(readlink .libtorch)" = "$linked" ] || fail "setup.sh did its work again: $said"
+
+"$python" scripts/make_arithmetic.py "$work/task" >/dev/null
+for file in train.jsonl eval.jsonl tokenizer/tokenizer.json tokenizer/tokenizer_config.json; do
+    cmp "$work/task/$file" "configs/arithmetic/$file" || fail "make_arithmetic.py makes another $file"
+done
+for file in tokenizer.json tokenizer_config.json; do
+    cmp "configs/arithmetic/tokenizer/$file" "configs/arithmetic/model/$file" || fail "the model has another $file"
+done
+
+scripts/make_demo_model.sh "$work/model" 3 2 >/dev/null 2>"$work/log" || { cat "$work/log" >&2; fail "make_demo_model.sh"; }
+"$program" eval --model "$work/model" --data configs/arithmetic/eval.jsonl --max_completion_length 2 |
+    grep -q '"problems":200' || fail "eval does not take the model of make_demo_model.sh"
+echo "scripts: ok"

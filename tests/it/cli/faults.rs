@@ -1,0 +1,258 @@
+//! Bad input: the stated exit code, and one message that says what, where, expected, and how to mend it. Numbers are rows
+//! of the table of faults.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::program::{MODEL, SMALL_RUN, copy_of_model, metrics, run};
+
+#[test]
+fn model_folders() {
+    let folder = tempfile::tempdir().unwrap();
+    let weights = fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join(MODEL).join("model.safetensors")).unwrap();
+    let half = weights.len() / 2;
+    let half_text = half.to_string();
+    type Damage<'a> = &'a dyn Fn(&Path);
+    let cases: &[(&str, Damage, i32, &[&str])] = &[
+        (
+            "11 truncated",
+            &|model| write(model, "model.safetensors", &weights[..half]),
+            3,
+            &["model.safetensors", "expected", &half_text],
+        ),
+        (
+            "12 header larger than the file",
+            &|model| hostile(model, u64::MAX, b"{}"),
+            3,
+            &["model.safetensors", "header"],
+        ),
+        (
+            "12 offsets outside the file",
+            &|model| hostile(model, HOSTILE.len() as u64, HOSTILE),
+            3,
+            &["model.safetensors"],
+        ),
+        (
+            "12 a path out of the folder",
+            &|model| index(model, "../outside.safetensors"),
+            3,
+            &["model.safetensors.index.json", "../outside.safetensors"],
+        ),
+        (
+            "13 pickled weights",
+            &|model| rename(model, "model.safetensors", "pytorch_model.bin"),
+            3,
+            &["pytorch_model.bin", "convert them with: python3"],
+        ),
+        (
+            "25 vocabulary",
+            &|model| edit(model, "config.json", |config| config["vocab_size"] = json!(8)),
+            3,
+            &["tokenizer", "ids up to", "8 embedding rows"],
+        ),
+        ("26 no EOS", &|model| remove_eos(model), 3, &["end-of-sequence", "eos_token"]),
+        (
+            "26 no chat template",
+            &|model| edit(model, "tokenizer_config.json", |config| remove(config, "chat_template")),
+            3,
+            &["chat template", "chat_template.jinja"],
+        ),
+        (
+            "no configuration",
+            &|model| fs::remove_file(model.join("config.json")).unwrap(),
+            3,
+            &["config.json", "missing"],
+        ),
+    ];
+    for (what, damage, code, fragments) in cases {
+        let model = copy_of_model(&folder.path().join(what.replace(' ', "_")));
+        damage(&model);
+        let line = format!("{SMALL_RUN} model_name_or_path={} output_dir={}", model.display(), out(folder.path()));
+        run(&line).assert_error(what, *code, fragments);
+    }
+}
+
+/// A tensor that claims more bytes than the file has.
+const HOSTILE: &[u8] = br#"{"model.norm.weight":{"dtype":"F32","shape":[128],"data_offsets":[0,99999999999]}}"#;
+
+fn write(model: &Path, file: &str, bytes: &[u8]) {
+    fs::write(model.join(file), bytes).unwrap();
+}
+
+fn rename(model: &Path, from: &str, to: &str) {
+    fs::rename(model.join(from), model.join(to)).unwrap();
+}
+
+fn hostile(model: &Path, header_len: u64, header: &[u8]) {
+    write(model, "model.safetensors", &[&header_len.to_le_bytes()[..], header].concat());
+}
+
+fn index(model: &Path, file: &str) {
+    rename(model, "model.safetensors", "model-00001-of-00001.safetensors");
+    let index = json!({"weight_map": {"model.norm.weight": file}});
+    write(model, "model.safetensors.index.json", index.to_string().as_bytes());
+}
+
+fn edit(model: &Path, file: &str, change: impl FnOnce(&mut Value)) {
+    let mut value = serde_json::from_slice(&fs::read(model.join(file)).unwrap()).unwrap();
+    change(&mut value);
+    write(model, file, value.to_string().as_bytes());
+}
+
+fn remove(object: &mut Value, key: &str) {
+    object.as_object_mut().unwrap().remove(key);
+}
+
+fn remove_eos(model: &Path) {
+    edit(model, "tokenizer_config.json", |config| remove(config, "eos_token"));
+    for file in ["config.json", "generation_config.json"] {
+        edit(model, file, |config| remove(config, "eos_token_id"));
+    }
+}
+
+fn out(folder: &Path) -> String {
+    folder.join("out").display().to_string()
+}
+
+#[test]
+fn data_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let good = r#"{"prompt": "what is one plus one ?", "answer": "2"}"#;
+    let cases: &[(&str, String, &str, &[&str])] = &[
+        ("21 empty", String::new(), "", &["rows.jsonl", "no usable prompts", "0 read"]),
+        (
+            "21 empty after filtering",
+            format!("{good}\n{good}\n"),
+            "max_prompt_length=1",
+            &["2 read", "2 longer than max_prompt_length", "0 kept"],
+        ),
+        (
+            "22 missing column",
+            format!("{good}\n{{\"prompt\": \"what\", \"result\": 2}}\n"),
+            "",
+            &["rows.jsonl:2", "'answer'", "columns seen: prompt, result"],
+        ),
+        (
+            "22 no prompt",
+            format!("{good}\n\n{{\"text\": \"what\", \"answer\": 2}}\n"),
+            "--nproc 2",
+            &["rows.jsonl:3", "'prompt', 'problem', 'question'", "columns seen: text, answer"],
+        ),
+        ("22 bad line", format!("{good}\n{{\"prompt\": \n"), "--nproc 2", &["rows.jsonl:2", "not JSON"]),
+        (
+            "23 no room for a completion",
+            format!("{good}\n"),
+            "max_completion_length=60",
+            &["1 read", "1 without room for a completion in the context"],
+        ),
+    ];
+    let rows = folder.path().join("rows.jsonl");
+    for (what, text, more, fragments) in cases {
+        fs::write(&rows, text).unwrap();
+        let line = format!("{SMALL_RUN} train_file={} output_dir={} {more}", rows.display(), out(folder.path()));
+        run(&line).assert_error(what, 3, fragments);
+    }
+    fs::write(&rows, format!("{good}\n")).unwrap();
+    let few = format!("--nproc 2 {SMALL_RUN} train_file={} output_dir={}", rows.display(), out(folder.path()));
+    run(&few).assert_error("fewer rows than a batch", 2, &["4 prompts", "rows.jsonl has 1"]);
+    let missing = format!("{SMALL_RUN} --nproc 2 train_file=nowhere.jsonl output_dir={}", out(folder.path()));
+    run(&missing).assert_error("missing file", 3, &["nowhere.jsonl", "No such file"]);
+}
+
+#[test]
+fn configurations() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("run.toml");
+    fs::write(&config, "seed = 1\n\n[zero]\nstage = 2\nstagee = 3\n").unwrap();
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let small = |more: &str| format!("{SMALL_RUN} {more}");
+    let cases: &[(&str, String, i32, &[&str])] = &[
+        (
+            "16 mistyped key in a file",
+            format!("--config {}", config.display()),
+            2,
+            &["run.toml:5", "'zero.stagee'", "did you mean 'zero.stage'?"],
+        ),
+        ("16 mistyped option", small("--learnign_rate 1e-4"), 2, &["'learnign_rate'", "did you mean 'learning_rate'?"]),
+        ("16 mistyped override", small("zreo.stage=1"), 2, &["command line", "did you mean 'zero.stage'?"]),
+        ("a key that is not served", small("quantization=nf4"), 2, &["quantization", "not served by this version"]),
+        ("a table that is not served", small("lora.r=8"), 2, &["lora.r", "not served by this version"]),
+        ("stream", small("residency.optimizer=stream"), 2, &["auto, resident, swap"]),
+        ("neither command nor key", "trian --config configs/tiny-cpu.toml".into(), 2, &["'trian'", "key=value"]),
+        ("no file", "--config nowhere.toml".into(), 2, &["nowhere.toml"]),
+        ("no keys", "train beta=0".into(), 2, &["model_name_or_path", "required"]),
+        ("a value of the wrong type", small("--beta"), 2, &["beta = true", "number"]),
+        ("17 CUDA", small("device=cuda"), 4, &["device = cuda", "set device = cpu"]),
+        (
+            "17 CUDA, supervised",
+            "sft --nproc 2 --config configs/arithmetic/warmup.toml device=cuda".into(),
+            4,
+            &["set device = cpu"],
+        ),
+        (
+            "18 heads",
+            small("--nproc 3 tensor_parallel_size=3"),
+            2,
+            &["tensor_parallel_size = 3", "1, 2, 4", "4 query heads"],
+        ),
+        ("18 ranks", small("--nproc 3 tensor_parallel_size=2"), 2, &["world size 3", "1, 3"]),
+        ("18 batch", small("per_device_train_batch_size=6"), 2, &["num_generations = 4", "nearest valid", "4 or 8"]),
+        ("19 port", small(&format!("--nproc 2 --master_port {port}")), 4, &["--master_port", "give another"]),
+        ("no ranks", small("--nproc 0"), 2, &["--nproc", "at least 1"]),
+        ("reward", small("reward_weights=[] reward_funcs=[\"nosuch\"]"), 2, &["nosuch", "numeric_answer"]),
+        ("no repetition", "bench train --steps 0".into(), 2, &["--steps", "at least 1"]),
+        ("greedy below zero", format!("generate --model {MODEL} --prompt what --temperature -1"), 2, &["at least 0"]),
+        ("heads of an engine", format!("generate --model {MODEL} --prompt what --tp 3 --nproc 3"), 2, &["1, 2, 4"]),
+        (
+            "23 prompt over the context",
+            format!("generate --model {MODEL} --prompt {}", "7".repeat(80)),
+            2,
+            &["1 to 63 tokens"],
+        ),
+    ];
+    for (what, line, code, fragments) in cases {
+        run(line).assert_error(what, *code, fragments);
+    }
+}
+
+/// 23, 24: prompts over the limit are counted; the last batch of an epoch and the micro-batches of ranks are ragged.
+#[test]
+fn long_prompts_are_counted_and_ragged_batches_train() {
+    let folder = tempfile::tempdir().unwrap();
+    let rows = folder.path().join("rows.jsonl");
+    let row = |words: &str| format!("{{\"prompt\": \"what is {words} ?\", \"answer\": \"2\"}}\n");
+    let text = ["one plus one", "one", "two", "ten", "zero plus two", "twenty one plus twenty one plus one"].map(row);
+    fs::write(&rows, text.concat()).unwrap();
+    let line = format!(
+        "--nproc 2 {SMALL_RUN} train_file={} output_dir={} max_prompt_length=8 max_steps=none num_train_epochs=2 \
+         max_tokens_per_micro_batch=20",
+        rows.display(),
+        out(folder.path())
+    );
+    let ended = run(&line);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(ended.stderr.contains("6 read, 1 longer than max_prompt_length"), "{}", ended.stderr);
+    assert_eq!(metrics(&folder.path().join("out")).len(), 3); // 5 rows twice, 4 prompts a step
+}
+
+/// 28: nothing to learn is no failure.
+#[test]
+fn equal_rewards_are_a_warning() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = format!(
+        "{SMALL_RUN} max_steps=2 reward_funcs=[\"format\"] reward_weights=[1.0] reward.format_pattern=never output_dir={}",
+        out(folder.path())
+    );
+    let ended = run(&line);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert_eq!(ended.stderr.matches("warning: the rewards of every group are equal").count(), 1, "{}", ended.stderr);
+    for line in metrics(&folder.path().join("out")) {
+        assert_eq!(
+            (&line["frac_reward_zero_std"], &line["loss"], &line["grad_norm"]),
+            (&json!(1.0), &json!(0.0), &json!(0.0))
+        );
+    }
+}

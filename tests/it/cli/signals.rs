@@ -1,0 +1,88 @@
+//! Runs that are killed, stopped and made to fail.
+
+use std::fs;
+use std::path::Path;
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+use crate::program::{SMALL_RUN, command, end, eventually, metrics, run};
+
+/// A run of two ranks that would go on for long, once it has done a step.
+fn start(output_dir: &Path) -> Child {
+    let line = format!("--nproc 2 {SMALL_RUN} max_steps=100000 save_steps=none output_dir={}", output_dir.display());
+    let run = command(&line).spawn().unwrap();
+    assert!(eventually(Duration::from_secs(30), || output_dir.join("metrics.jsonl").exists()), "it did not start");
+    run
+}
+
+fn signal(pid: &str, signal: &str) {
+    assert!(std::process::Command::new("kill").args([signal, pid]).status().unwrap().success());
+}
+
+/// Processes with `text` on their command line.
+fn processes_of(text: &Path) -> Vec<String> {
+    let has = |pid: &String| {
+        let line = fs::read(Path::new("/proc").join(pid).join("cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&line).contains(&*text.to_string_lossy())
+    };
+    let names = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.unwrap().file_name().into_string().ok());
+    names.filter(|name| name.parse::<u32>().is_ok()).filter(has).collect()
+}
+
+fn is_rank(pid: &str, rank: usize) -> bool {
+    let variables = fs::read(Path::new("/proc").join(pid).join("environ")).unwrap_or_default();
+    variables.split(|byte| *byte == 0).any(|variable| variable == format!("RANK={rank}").as_bytes())
+}
+
+#[test]
+fn a_killed_worker_ends_the_run_and_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = start(folder.path());
+    let pids = processes_of(folder.path());
+    assert_eq!(pids.len(), 3, "the launcher and its workers");
+    signal(pids.iter().find(|pid| is_rank(pid, 1)).unwrap(), "-9");
+    let killed = Instant::now();
+    let ended = end(run);
+    assert!(killed.elapsed() < Duration::from_secs(2), "{:?}", killed.elapsed());
+    ended.assert_error("killed", 10, &["rank 1", "SIGKILL"]);
+    assert_eq!(processes_of(folder.path()), Vec::<String>::new());
+}
+
+#[test]
+fn a_stopped_run_saves_says_so_and_is_resumed() {
+    let folder = tempfile::tempdir().unwrap();
+    let stopped = start(folder.path());
+    signal(&stopped.id().to_string(), "-TERM");
+    let ended = end(stopped);
+    assert_eq!(ended.code, Some(75), "{}", ended.stderr);
+    assert_eq!(ended.stderr.matches("the state was saved").count(), 1, "{}", ended.stderr);
+    assert!(!ended.stderr.contains("error"), "{}", ended.stderr);
+    let step = metrics(folder.path()).last().unwrap()["step"].as_u64().unwrap();
+    assert!(folder.path().join(format!("checkpoint-{step}")).join("trainer_state.json").exists());
+
+    let line = format!(
+        "--nproc 2 {SMALL_RUN} max_steps={} save_steps=none resume_from_checkpoint=latest output_dir={}",
+        step + 1,
+        folder.path().display()
+    );
+    let resumed = run(&line);
+    assert_eq!(resumed.code, Some(0), "{}", resumed.stderr);
+    assert!(resumed.stderr.contains("resumed from"), "{}", resumed.stderr);
+    assert_eq!(metrics(folder.path()).last().unwrap()["step"], step + 1);
+    assert!(folder.path().join("final").join("model.safetensors").exists());
+}
+
+#[test]
+fn injected_faults_end_the_run_with_their_code_and_place() {
+    let folder = tempfile::tempdir().unwrap();
+    let cases: &[(&str, i32, &[&str])] = &[
+        ("1:1:generate:kill", 10, &["rank 1", "SIGKILL"]),
+        ("0:1:wake:error", 10, &["rank 0", "step 1", "wake"]),
+        ("1:0:optimizer:oom", 11, &["rank 1", "step 0", "optimizer", "out of memory"]),
+        ("0:0:pack:exit", 10, &["rank 0", "exit status 1"]),
+    ];
+    for (fault, code, fragments) in cases {
+        let line = format!("--nproc 2 {SMALL_RUN} max_steps=3 fault={fault} output_dir={}", folder.path().display());
+        run(&line).assert_error(fault, *code, fragments);
+    }
+}

@@ -1,0 +1,93 @@
+//! The program itself, as a user starts it.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// The demo's model folder.
+pub const MODEL: &str = "configs/arithmetic/model";
+
+/// A run small enough for a test, in one process unless `--nproc` says otherwise: 2 prompts of 4 completions a rank.
+pub const SMALL_RUN: &str = "--config configs/tiny-cpu.toml tensor_parallel_size=1 per_device_train_batch_size=8 \
+    num_generations=4 max_steps=1 eval_steps=none eval_file=none";
+
+/// What a run of the program left.
+pub struct Ended {
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+/// The program with the words of `line`, in the repository's root, started by nobody's launcher.
+pub fn command(line: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_colo-grpo"));
+    command.args(line.split_whitespace()).current_dir(env!("CARGO_MANIFEST_DIR")).env("OMP_NUM_THREADS", "1");
+    for name in ["RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_STEP_NODELIST", "RUST_BACKTRACE"] {
+        command.env_remove(name);
+    }
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+/// Runs the program to its end.
+pub fn run(line: &str) -> Ended {
+    end(command(line).spawn().unwrap())
+}
+
+/// The same, where it must succeed; returns what it wrote to standard output.
+pub fn stdout_of(line: &str) -> String {
+    let ended = run(line);
+    assert_eq!(ended.code, Some(0), "{line}\n{}", ended.stderr);
+    ended.stdout
+}
+
+/// Waits for a started program.
+pub fn end(child: Child) -> Ended {
+    let output = child.wait_with_output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    Ended { code: output.status.code(), stdout: text(&output.stdout), stderr: text(&output.stderr) }
+}
+
+impl Ended {
+    /// The run failed with `code` and said why once, with every one of `fragments`.
+    pub fn assert_error(&self, what: &str, code: i32, fragments: &[&str]) {
+        let Ended { code: got, stderr, .. } = self;
+        assert_eq!(*got, Some(code), "{what}\n{stderr}");
+        assert_eq!(stderr.matches("error: ").count(), 1, "{what}\n{stderr}");
+        for fragment in fragments {
+            assert!(stderr.contains(fragment), "{what}: no '{fragment}' in\n{stderr}");
+        }
+    }
+}
+
+/// JSON objects of a text, one a line.
+pub fn json_lines(text: &str) -> Vec<serde_json::Value> {
+    text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"))).collect()
+}
+
+/// The lines of a run's metrics.jsonl.
+pub fn metrics(output_dir: &Path) -> Vec<serde_json::Value> {
+    json_lines(&std::fs::read_to_string(output_dir.join("metrics.jsonl")).unwrap_or_default())
+}
+
+/// A copy of the demo's model folder, to be damaged.
+pub fn copy_of_model(to: &Path) -> PathBuf {
+    std::fs::create_dir_all(to).unwrap();
+    for file in Path::new(env!("CARGO_MANIFEST_DIR")).join(MODEL).read_dir().unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), to.join(file.file_name())).unwrap();
+    }
+    to.to_owned()
+}
+
+/// Whether `condition` holds before `limit`.
+pub fn eventually(limit: Duration, mut condition: impl FnMut() -> bool) -> bool {
+    let start = Instant::now();
+    while !condition() {
+        if start.elapsed() > limit {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    true
+}
