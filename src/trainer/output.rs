@@ -85,7 +85,7 @@ impl Output {
         self.display.advance();
     }
 
-    /// A step is done: reduces its metrics over ranks (collective) and returns them; writes a line per logging interval and one at the end.
+    /// A step is done: reduces its metrics over ranks (collective) and writes a line per logging interval, and one at the end.
     pub(super) fn step(&mut self, metrics: &StepMetrics, step: u64, epoch: f64, num_tokens: u64) -> Result<()> {
         let mut values = metrics.reduce(&*self.group)?;
         let rates = [

@@ -5,13 +5,17 @@ use std::path::Path;
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-use crate::program::{SMALL_RUN, command, end, eventually, metrics, run};
+use crate::program::{MODEL, SMALL_RUN, command, end, eventually, metrics, run};
 
 /// A run of two ranks that would go on for long, once it has done a step.
 fn start(output_dir: &Path) -> Child {
-    let line = format!("--nproc 2 {SMALL_RUN} max_steps=100000 save_steps=none output_dir={}", output_dir.display());
+    start_with(&format!("{SMALL_RUN} save_steps=none"), output_dir)
+}
+
+fn start_with(line: &str, output_dir: &Path) -> Child {
+    let line = format!("{line} --nproc 2 max_steps=100000 output_dir={}", output_dir.display());
     let run = command(&line).spawn().unwrap();
-    assert!(eventually(Duration::from_secs(30), || output_dir.join("metrics.jsonl").exists()), "it did not start");
+    assert!(eventually(Duration::from_secs(30), || !metrics(output_dir).is_empty()), "it did not start");
     run
 }
 
@@ -69,6 +73,24 @@ fn a_stopped_run_saves_says_so_and_is_resumed() {
     assert_eq!(resumed.code, Some(0), "{}", resumed.stderr);
     assert!(resumed.stderr.contains("resumed from"), "{}", resumed.stderr);
     assert_eq!(metrics(folder.path()).last().unwrap()["step"], step + 1);
+    assert!(folder.path().join("final").join("model.safetensors").exists());
+}
+
+#[test]
+fn a_stopped_supervised_run_leaves_the_model_as_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let rows = folder.path().join("rows.jsonl");
+    fs::write(&rows, "{\"prompt\": \"what is one plus one ?\", \"completion\": \"the answer is 2\"}\n".repeat(4))
+        .unwrap();
+    let line = format!(
+        "sft --config configs/arithmetic/warmup.toml model_name_or_path={MODEL} train_file={} \
+         per_device_train_batch_size=2 logging_steps=1",
+        rows.display()
+    );
+    let stopped = start_with(&line, folder.path());
+    signal(&stopped.id().to_string(), "-TERM");
+    let ended = end(stopped);
+    assert_eq!(ended.code, Some(75), "{}", ended.stderr);
     assert!(folder.path().join("final").join("model.safetensors").exists());
 }
 
