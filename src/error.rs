@@ -206,6 +206,18 @@ pub enum Error {
         requested_bytes: usize,
     },
 
+    // ---- CUDA: exit code 4, 10 or 11 by its code ----
+    /// The CUDA driver refused an operation.
+    #[error("{op}: CUDA code {code}, {message}")]
+    Cuda {
+        /// The driver's function.
+        op: &'static str,
+        /// The `CUresult`.
+        code: u32,
+        /// Its name and the driver's description.
+        message: String,
+    },
+
     // ---- storage: exit code 12 ----
     /// Reading or writing failed.
     #[error("{}: {source}", path.display())]
@@ -283,7 +295,9 @@ impl Error {
             Error::Environment { .. } => ExitCode::Environment,
             Error::Checkpoint { .. } => ExitCode::Checkpoint,
             Error::PeerFailed { code, .. } => *code,
-            Error::OutOfMemory { .. } => ExitCode::OutOfMemory,
+            Error::OutOfMemory { .. } | Error::Cuda { code: 2, .. } => ExitCode::OutOfMemory,
+            // Not initialised, stub library, driver too old, no or no such device, no image for it, system not ready.
+            Error::Cuda { code: 3 | 34 | 35 | 100 | 101 | 209 | 222 | 802 | 803, .. } => ExitCode::Environment,
             Error::Io { .. } => ExitCode::Storage,
             Error::NonFinite { .. } => ExitCode::Numerics,
             Error::Preempted { .. } => ExitCode::Preempted,
@@ -292,6 +306,7 @@ impl Error {
             | Error::RankDied { .. }
             | Error::StaleWeights { .. }
             | Error::InvalidArgument { .. }
+            | Error::Cuda { .. }
             | Error::Torch(_)
             | Error::Panic { .. }
             | Error::Injected { .. } => ExitCode::RankDied,

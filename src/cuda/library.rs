@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 
 /// Variable with the folder of libtorch_cuda.so, of a PyTorch 2.11.0 installation; by default it is looked for beside
 /// libtorch_cpu.so.
-const FOLDER_VARIABLE: &str = "COLO_GRPO_TORCH_CUDA";
+pub(super) const FOLDER_VARIABLE: &str = "COLO_GRPO_TORCH_CUDA";
 
 /// Whether libtorch can use a GPU here. Opens its CUDA half on the first call.
 pub fn is_available() -> bool {
@@ -56,7 +56,7 @@ fn load() -> Result<()> {
 }
 
 /// Opens a library for good, its symbols visible to all.
-fn open(path: &Path) -> Result<()> {
+pub(super) fn open(path: &Path) -> Result<()> {
     let name = CString::new(path.as_os_str().as_bytes()).map_err(|_| environment("a path with a NUL byte"))?;
     // SAFETY: loads a library of the installation that the user named; it is never closed.
     if unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) }.is_null() {
@@ -96,14 +96,14 @@ fn share_nccl(torch: &Path) -> Result<()> {
 }
 
 /// Files mapped into this process whose name starts with `prefix`.
-fn mapped_files(prefix: &str) -> Result<BTreeSet<PathBuf>> {
+pub(super) fn mapped_files(prefix: &str) -> Result<BTreeSet<PathBuf>> {
     let maps = std::fs::read_to_string("/proc/self/maps").map_err(Error::io("/proc/self/maps"))?;
     let files = maps.lines().filter_map(|line| line.find('/').map(|start| Path::new(&line[start..])));
     let matches = |file: &&Path| file.file_name().is_some_and(|name| name.as_bytes().starts_with(prefix.as_bytes()));
     Ok(files.filter(matches).map(Path::to_owned).collect())
 }
 
-fn environment(message: &str) -> Error {
+pub(super) fn environment(message: &str) -> Error {
     Error::Environment { message: message.to_owned() }
 }
 

@@ -1,8 +1,23 @@
-//! The GPUs of this machine, and libtorch's CUDA half, opened at run time so that one program serves both worlds. Knows
-//! nothing of models.
+//! The GPUs of this machine, libtorch's CUDA half, opened at run time so that one program serves both worlds, and what the
+//! program asks of the driver itself: context, streams, events and kernels. Knows nothing of models.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `library`, `devices` | libtorch's CUDA half and the one NCCL; which GPUs are visible |
+//! | `context`, `stream` | the context shared with libtorch; streams and events beside libtorch's |
+//! | `nvrtc`, `kernel` | `src/kernels/*.cu` compiled once into a cache of cubins; loaded and launched |
+//! | `kernels` | one safe function per kernel, over tensors |
 
+mod context;
 mod devices;
+mod kernel;
+pub mod kernels;
 mod library;
+mod nvrtc;
+mod stream;
 
+pub use context::Context;
+pub(crate) use context::check;
 pub use devices::devices;
 pub use library::{is_available, require};
+pub use stream::{Event, Stream};

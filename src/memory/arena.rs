@@ -4,6 +4,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::cpu::CpuRange;
+use super::cuda::CudaRange;
 use super::ledger::{Ledger, Place};
 use crate::error::{Error, Result};
 
@@ -40,9 +41,10 @@ impl Arena {
     /// [`Error::OutOfMemory`] when the address space does not hold it; [`Error::InvalidArgument`] on a device without
     /// a backend.
     pub fn reserve(name: &'static str, bytes: usize, device: Device) -> Result<Self> {
-        let range = match device {
+        let range: Box<dyn AddressRange> = match device {
             Device::Cpu => Box::new(CpuRange::reserve(name, bytes)?),
-            other => return Err(invalid("Arena::reserve", "the CPU", format!("{other:?}"))),
+            Device::Cuda(ordinal) => Box::new(CudaRange::reserve(name, bytes, ordinal)?),
+            other => return Err(invalid("Arena::reserve", "the CPU or a GPU", format!("{other:?}"))),
         };
         Ok(Self { name, device, range, mapped_bytes: 0, kept_error: None })
     }

@@ -1,48 +1,65 @@
 //! Host memory for what is off the device: allocated once, kept, so that no step pays for pinning or page faults.
 #![allow(unsafe_code)]
 
+use cudarc::driver::sys;
 use tch::{Device, Tensor};
 
-use super::arena::{AddressRange, check_view, view};
-use super::cpu::CpuRange;
+use super::arena::check_view;
 use super::ledger::{Ledger, Place};
-use crate::error::Result;
+use super::pages::{Pages, PinnedPages};
+use crate::cuda::{Event, Stream, check};
+use crate::error::{Error, Result};
 
 /// A fixed range of host memory that tensors are copied to and from, by byte offset.
+///
+/// For a GPU the memory is pinned and copies run on two streams of the pool, one for each direction: a copy starts when what
+/// libtorch has queued by then is done.
 #[derive(Debug)]
 pub struct HostPool {
     name: &'static str,
-    range: CpuRange,
+    device: Device,
+    pages: Pages,
+}
+
+/// A copy under way, which holds its tensor. Dropped without more, it is waited for.
+#[derive(Debug)]
+#[must_use = "a copy is waited for when this is dropped: keep it while other work goes on"]
+pub struct Pending {
+    event: Option<Event>, // None for a copy that is done
+    tensor: Tensor,
 }
 
 impl HostPool {
-    /// Allocates `bytes`, rounded up to whole pages, and touches them, so that a host without them fails now.
+    /// Allocates `bytes` for tensors on `device` and touches them, so that a host without them fails now. Pinning takes about
+    /// a second a GiB: `progress(done, total)` is told the bytes from time to time.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`] naming the pool.
-    pub fn new(name: &'static str, bytes: usize) -> Result<Self> {
-        let mut range = CpuRange::reserve(name, bytes)?;
-        let bytes = range.reserved_bytes();
-        range.map(0, bytes)?;
-        // SAFETY: the whole range was mapped read-write just above and is not yet shared.
-        unsafe { std::ptr::write_bytes(range.as_ptr(), 0, bytes) };
-        Ledger::resize(name, Place::Host, 0, bytes);
-        Ok(Self { name, range })
+    /// [`Error::OutOfMemory`] naming the pool; those of the driver.
+    pub fn new(
+        name: &'static str,
+        bytes: usize,
+        device: Device,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Self> {
+        let pages = match device {
+            Device::Cuda(ordinal) => Pages::Pinned(PinnedPages::new(name, bytes, ordinal, progress)?),
+            _ => Pages::ordinary(name, bytes)?,
+        };
+        Ledger::resize(name, Place::Host, 0, pages.len_bytes());
+        Ok(Self { name, device, pages })
     }
 
     /// Size in bytes.
     pub fn len_bytes(&self) -> usize {
-        self.range.reserved_bytes()
+        self.pages.len_bytes()
     }
 
     /// Copies `tensor`'s elements, in row-major order, to `byte_offset`.
     ///
     /// # Errors
-    /// [`crate::Error::InvalidArgument`] when they do not fit or are not aligned to the kind.
+    /// [`Error::InvalidArgument`] when they do not fit, are not aligned to the kind or are on another device.
     pub fn copy_from(&mut self, byte_offset: usize, tensor: &Tensor) -> Result<()> {
-        let mut stored = self.stored("HostPool::copy_from", byte_offset, tensor)?;
-        stored.f_copy_(tensor)?;
-        Ok(())
+        self.copy_from_async(byte_offset, &tensor.f_contiguous()?)?.wait()
     }
 
     /// Fills `tensor` from the elements at `byte_offset`.
@@ -50,18 +67,55 @@ impl HostPool {
     /// # Errors
     /// As [`HostPool::copy_from`].
     pub fn copy_to(&self, byte_offset: usize, tensor: &mut Tensor) -> Result<()> {
-        let stored = self.stored("HostPool::copy_to", byte_offset, tensor)?;
-        tensor.f_copy_(&stored)?;
+        if tensor.is_contiguous() {
+            return self.copy_to_async(byte_offset, tensor)?.wait();
+        }
+        let mut rows = Tensor::f_empty(tensor.size(), (tensor.kind(), tensor.device()))?;
+        self.copy_to_async(byte_offset, &mut rows)?.wait()?;
+        tensor.f_copy_(&rows)?;
         Ok(())
     }
 
-    /// A view of the pool with `like`'s shape and kind; it must not outlive the call that asked for it.
-    fn stored(&self, op: &'static str, byte_offset: usize, like: &Tensor) -> Result<Tensor> {
-        let (shape, kind) = (like.size(), like.kind());
-        check_view(op, self.name, byte_offset, &shape, kind, self.len_bytes())?;
-        // SAFETY: inside the pool and aligned (checked above); the callers drop the view before they return, and
-        // writing through it needs `&mut self`.
-        unsafe { view(self.range.as_ptr().add(byte_offset), &shape, kind, Device::Cpu) }
+    /// Starts [`HostPool::copy_from`] of a contiguous tensor. Until the copy is waited for, the tensor must not be written,
+    /// and neither may these bytes of the pool be copied from or to.
+    ///
+    /// # Errors
+    /// As [`HostPool::copy_from`].
+    pub fn copy_from_async(&mut self, byte_offset: usize, tensor: &Tensor) -> Result<Pending> {
+        self.start("HostPool::copy_from", byte_offset, tensor, Direction::Out)
+    }
+
+    /// Starts [`HostPool::copy_to`] of a contiguous tensor, which must not be used until the copy is waited for.
+    ///
+    /// # Errors
+    /// As [`HostPool::copy_from`].
+    pub fn copy_to_async(&self, byte_offset: usize, tensor: &mut Tensor) -> Result<Pending> {
+        self.start("HostPool::copy_to", byte_offset, tensor, Direction::In)
+    }
+
+    fn start(&self, op: &'static str, byte_offset: usize, tensor: &Tensor, direction: Direction) -> Result<Pending> {
+        let kind = tensor.kind();
+        check_view(op, self.name, byte_offset, &tensor.size(), kind, self.len_bytes())?;
+        if tensor.device() != self.device || !tensor.is_contiguous() {
+            let expected = format!("a contiguous tensor on {:?}", self.device);
+            let got = format!("strides {:?} on {:?}", tensor.stride(), tensor.device());
+            return Err(Error::InvalidArgument { op, expected, got });
+        }
+        let bytes = tensor.numel() * kind.elt_size_in_bytes();
+        let mut address = tensor.data_ptr().cast::<u8>();
+        let stream = match &self.pages {
+            Pages::Ordinary(_) => None,
+            Pages::Pinned(pinned) => Some(pinned.stream(direction)),
+        };
+        stream.map_or(Ok(()), Stream::wait_for_libtorch)?;
+        for (host, len) in self.pages.pieces(byte_offset..byte_offset + bytes) {
+            // SAFETY: the piece lies in the pool and the tensor spans `bytes` from its address (checked above); `Pending`
+            // keeps the tensor until the copy is done, and the pool waits for its streams before its memory goes.
+            unsafe { copy(host, address, len, direction, stream)? };
+            address = address.wrapping_add(len);
+        }
+        let event = stream.map(Stream::record).transpose()?;
+        Ok(Pending { event, tensor: tensor.shallow_clone() })
     }
 }
 
@@ -69,6 +123,90 @@ impl Drop for HostPool {
     fn drop(&mut self) {
         Ledger::resize(self.name, Place::Host, self.len_bytes(), 0);
     }
+}
+
+impl Pending {
+    /// Waits on the host until the copy is done.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] when the copy failed.
+    pub fn wait(mut self) -> Result<()> {
+        self.event.take().map_or(Ok(()), |event| event.synchronize())
+    }
+
+    /// Lets what libtorch queues from now on wait for the copy, and the host go on.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn hold_libtorch(mut self) -> Result<()> {
+        // The tensor's memory is freed in the order of libtorch's stream, and so after the copy.
+        let held = self.event.as_ref().map_or(Ok(()), Event::hold_libtorch);
+        if held.is_ok() {
+            self.event = None;
+        }
+        held
+    }
+
+    /// Whether the copy is done.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] when it failed.
+    pub fn is_done(&self) -> Result<bool> {
+        self.event.as_ref().map_or(Ok(true), Event::is_done)
+    }
+
+    /// The tensor that is copied.
+    pub fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        // An error shows itself at the next use of the GPU.
+        let _ = self.event.take().map(|event| event.synchronize());
+    }
+}
+
+/// Which way a copy goes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Direction {
+    /// To the pool.
+    Out,
+    /// From the pool.
+    In,
+}
+
+impl PinnedPages {
+    fn stream(&self, direction: Direction) -> &Stream {
+        match direction {
+            Direction::Out => &self.copy_out,
+            Direction::In => &self.copy_in,
+        }
+    }
+}
+
+/// # Safety
+/// Both addresses are valid for `len` bytes until the copy is done: now without a stream, else when the stream has passed it.
+unsafe fn copy(
+    host: *mut u8,
+    tensor: *mut u8,
+    len: usize,
+    direction: Direction,
+    stream: Option<&Stream>,
+) -> Result<()> {
+    let (from, to) = match direction {
+        Direction::Out => (tensor, host),
+        Direction::In => (host, tensor),
+    };
+    let Some(stream) = stream else {
+        // SAFETY: the caller's promise; the pool's memory is never a tensor's.
+        unsafe { std::ptr::copy_nonoverlapping(from, to, len) };
+        return Ok(());
+    };
+    // SAFETY: the caller's promise; the driver knows by their addresses which is the host's.
+    let queued = unsafe { sys::cuMemcpyAsync(to as u64, from as u64, len, stream.raw().cast()) };
+    check("cuMemcpyAsync", queued.result())
 }
 
 #[cfg(test)]
@@ -79,7 +217,7 @@ mod tests {
 
     #[test]
     fn tensors_return_bit_identical() {
-        let mut pool = HostPool::new("pool_test", 1 << 16).unwrap();
+        let mut pool = HostPool::new("pool_test", 1 << 16, Device::Cpu, &mut |_, _| ()).unwrap();
         let floats = Tensor::from_slice(&[1.5f32, f32::NAN, -0.0, f32::INFINITY]);
         let transposed = Tensor::arange(6, (Kind::BFloat16, Device::Cpu)).view([2, 3]).tr();
         pool.copy_from(0, &floats).unwrap();
@@ -87,11 +225,28 @@ mod tests {
         let mut back = floats.zeros_like();
         pool.copy_to(0, &mut back).unwrap();
         assert_eq!(back.view_dtype(Kind::Int), floats.view_dtype(Kind::Int));
-        let mut back = Tensor::zeros([3, 2], (Kind::BFloat16, Device::Cpu));
-        pool.copy_to(64, &mut back).unwrap();
-        assert_eq!(back, transposed);
+        for shape in [[3, 2], [2, 3]] {
+            let mut back = Tensor::zeros(shape, (Kind::BFloat16, Device::Cpu));
+            back = if shape == [2, 3] { back.tr() } else { back };
+            pool.copy_to(64, &mut back).unwrap();
+            assert_eq!(back, transposed);
+        }
         assert!(pool.copy_from((1 << 16) - 8, &floats).is_err());
         assert!(pool.copy_from(2, &floats).is_err());
         assert!(Ledger::report().contains(&(Place::Host, "pool_test", 1 << 16)));
+    }
+
+    #[test]
+    fn a_copy_on_the_cpu_is_done_when_it_returns() {
+        let mut pool = HostPool::new("pool_async_test", 4096, Device::Cpu, &mut |_, _| ()).unwrap();
+        let tensor = Tensor::from_slice(&[1i64, 2, 3]);
+        let pending = pool.copy_from_async(8, &tensor).unwrap();
+        assert!(pending.is_done().unwrap());
+        pending.wait().unwrap();
+        let mut back = tensor.zeros_like();
+        pool.copy_to_async(8, &mut back).unwrap().hold_libtorch().unwrap();
+        assert_eq!(back, tensor);
+        let strided = Tensor::zeros([4, 4], (Kind::Float, Device::Cpu)).tr();
+        assert!(matches!(pool.copy_from_async(0, &strided), Err(Error::InvalidArgument { .. })));
     }
 }

@@ -170,7 +170,9 @@ fn colocated(config: &Config, world: &Arc<World>, preflight: &Preflight) -> Resu
         false => EngineSlices::in_place(tp_rank, tp_size),
     };
     let host_pool = match plan.optimizer {
-        OptimizerResidency::Swap => Some(HostPool::new("optimizer_host", policy.optimizer_bytes())?),
+        OptimizerResidency::Swap => {
+            Some(HostPool::new("optimizer_host", policy.optimizer_bytes(), device, &mut |_, _| ())?)
+        }
         OptimizerResidency::Auto | OptimizerResidency::Resident => None,
     };
     Ok(Colocated::new(world.clone(), mesh, policy, reference, engine, slices, host_pool))

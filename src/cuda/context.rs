@@ -1,0 +1,103 @@
+//! The device's primary context, which libtorch uses too: addresses and streams pass both ways.
+#![allow(unsafe_code)]
+
+use std::ffi::CStr;
+use std::sync::Arc;
+
+use cudarc::driver::{result, sys};
+
+use super::library;
+use crate::error::{Error, Result};
+
+/// One GPU's primary context, retained while this lives.
+#[derive(Debug)]
+pub struct Context {
+    ordinal: usize,
+    device: sys::CUdevice,
+    raw: sys::CUcontext,
+}
+
+// SAFETY: the driver's functions may be called with one context from any thread.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Context {
+    /// The primary context of GPU `ordinal`, made current in this thread.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] without a driver, a GPU or libtorch's CUDA half; [`Error::Cuda`] if there is no such GPU.
+    pub fn retain(ordinal: usize) -> Result<Arc<Self>> {
+        library::require()?;
+        let number = i32::try_from(ordinal).unwrap_or(i32::MAX);
+        let device = check("cuDeviceGet", result::device::get(number))?;
+        // SAFETY: the device came from the driver just now.
+        let raw = check("cuDevicePrimaryCtxRetain", unsafe { result::primary_ctx::retain(device) })?;
+        let context = Self { ordinal, device, raw };
+        context.make_current()?;
+        Ok(Arc::new(context))
+    }
+
+    /// The GPU's number.
+    pub fn ordinal(&self) -> usize {
+        self.ordinal
+    }
+
+    /// Makes the context, and with it the GPU, this thread's: for libtorch's operations too.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn make_current(&self) -> Result<()> {
+        // SAFETY: retained until drop.
+        check("cuCtxSetCurrent", unsafe { result::ctx::set_current(self.raw) })
+    }
+
+    /// Waits for all work queued on the GPU by this process.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`], also for work that failed before.
+    pub fn synchronize(&self) -> Result<()> {
+        self.make_current()?;
+        check("cuCtxSynchronize", result::ctx::synchronize())
+    }
+
+    /// (free, total) bytes of the GPU, as the driver counts them over all processes.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn memory_bytes(&self) -> Result<(usize, usize)> {
+        self.make_current()?;
+        check("cuMemGetInfo", result::mem_get_info())
+    }
+
+    /// Compute capability, such as (9, 0) for Hopper.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn compute_capability(&self) -> Result<(i32, i32)> {
+        use sys::CUdevice_attribute::{
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR,
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
+        };
+        let attribute = |which| {
+            // SAFETY: the device came from the driver.
+            check("cuDeviceGetAttribute", unsafe { result::device::get_attribute(self.device, which) })
+        };
+        Ok((attribute(MAJOR)?, attribute(MINOR)?))
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: retained once by `retain`. At the process's end the driver may be gone already: nothing to mend.
+        let _ = unsafe { result::primary_ctx::release(self.device) };
+    }
+}
+
+/// The driver's answer to `op` as the crate's result.
+pub(crate) fn check<T>(op: &'static str, answer: std::result::Result<T, result::DriverError>) -> Result<T> {
+    answer.map_err(|error| {
+        let text = error.error_string().map_or("".into(), CStr::to_string_lossy);
+        Error::Cuda { op, code: error.0 as u32, message: format!("{:?}: {text}", error.0) }
+    })
+}

@@ -1,0 +1,92 @@
+//! Loading and launching what `nvrtc` compiled.
+#![allow(unsafe_code)]
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::{result, sys};
+
+use super::context::{Context, check};
+use super::library::environment;
+use super::nvrtc::{Source, cubin};
+use crate::error::Result;
+
+/// A kernel on one GPU. Its module stays loaded until the process ends.
+#[derive(Debug, Clone)]
+pub(super) struct Kernel {
+    context: Arc<Context>,
+    function: sys::CUfunction,
+}
+
+// SAFETY: a function of a module that is never unloaded; the driver's functions may be called from any thread.
+unsafe impl Send for Kernel {}
+
+/// One argument of a launch, of the exact type that the kernel declares.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Argument {
+    /// A device address, or null.
+    Address(*mut c_void),
+    /// `long long`.
+    Count(i64),
+    /// `float`.
+    Float(f32),
+}
+
+impl Kernel {
+    /// The function `name` (`extern "C"`) of `source` on GPU `ordinal`, compiled and loaded on first use.
+    ///
+    /// # Errors
+    /// Those of the compiler; [`crate::Error::Cuda`] when the driver cannot load it.
+    pub(super) fn get(source: &'static Source, name: &str, ordinal: usize) -> Result<Self> {
+        static LOADED: Mutex<Option<HashMap<(usize, String), Kernel>>> = Mutex::new(None);
+        let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+        let loaded = loaded.get_or_insert_default();
+        let key = (ordinal, name.to_owned());
+        if let Some(kernel) = loaded.get(&key) {
+            return Ok(kernel.clone());
+        }
+        let context = Context::retain(ordinal)?;
+        let image = cubin(source, context.compute_capability()?)?;
+        let name = CString::new(name).map_err(|_| environment("a kernel's name with a NUL byte"))?;
+        // SAFETY: the image is a complete cubin; the driver copies it.
+        let module = check("cuModuleLoadData", unsafe { result::module::load_data(image.as_ptr().cast()) })?;
+        // SAFETY: the module was loaded just now.
+        let function = check("cuModuleGetFunction", unsafe { result::module::get_function(module, name) })?;
+        let kernel = Self { context, function };
+        loaded.insert(key, kernel.clone());
+        Ok(kernel)
+    }
+
+    /// Queues the kernel on `stream` with `grid` blocks of `block` threads and `shared_bytes` of dynamic shared memory.
+    ///
+    /// # Safety
+    /// The arguments are those that the kernel declares, in number and type, and every address is valid on this GPU for
+    /// what the kernel does there, until `stream` has passed it.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub(super) unsafe fn launch(
+        &self,
+        grid: u32,
+        block: u32,
+        shared_bytes: u32,
+        stream: *mut c_void,
+        arguments: &[Argument],
+    ) -> Result<()> {
+        self.context.make_current()?;
+        let mut addresses: Vec<*mut c_void> = arguments
+            .iter()
+            .map(|argument| match argument {
+                Argument::Address(value) => (&raw const *value).cast_mut().cast(),
+                Argument::Count(value) => (&raw const *value).cast_mut().cast(),
+                Argument::Float(value) => (&raw const *value).cast_mut().cast(),
+            })
+            .collect();
+        // SAFETY: the caller's promise; the driver copies the arguments before it returns.
+        check("cuLaunchKernel", unsafe {
+            let (grid, block) = ((grid, 1, 1), (block, 1, 1));
+            result::launch_kernel(self.function, grid, block, shared_bytes, stream.cast(), &mut addresses)
+        })
+    }
+}

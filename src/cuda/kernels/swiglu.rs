@@ -1,0 +1,78 @@
+//! SwiGLU on the interleaved layout of the gate-and-up product.
+#![allow(unsafe_code)]
+
+use tch::{Kind, Tensor};
+
+use super::{Argument, address, blocks, invalid, kind_name, launch, ordinal};
+use crate::cuda::nvrtc::{self, Source};
+use crate::error::Result;
+
+pub(super) const SOURCE: &Source = &nvrtc::SWIGLU;
+pub(super) const NAMES: &[&str] = &[
+    "swiglu_forward_f32_x1",
+    "swiglu_forward_f32_x2",
+    "swiglu_forward_bf16_x1",
+    "swiglu_forward_bf16_x4",
+    "swiglu_backward_f32_x1",
+    "swiglu_backward_f32_x2",
+    "swiglu_backward_bf16_x1",
+    "swiglu_backward_bf16_x4",
+];
+
+const THREADS: usize = 256;
+const MOST_BLOCKS: usize = 1 << 14;
+
+/// y = silu(gate) * up.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
+pub fn swiglu_forward(gate_up: &Tensor, // [.., 2 F] f32 or bf16: g0 u0 g1 u1 ..
+) -> Result<Tensor> {
+    const OP: &str = "swiglu_forward";
+    let mut shape = gate_up.size();
+    match shape.last_mut() {
+        Some(last) if *last % 2 == 0 => *last /= 2,
+        _ => return Err(invalid(OP, "pairs in the last dimension", gate_up.size())),
+    }
+    let (gpu, n) = (ordinal(OP, gate_up)?, gate_up.numel() / 2);
+    let y = Tensor::f_empty(shape, (gate_up.kind(), gate_up.device()))?; // [.., F]
+    let (from, to) = (address(OP, gate_up, gate_up.kind(), 2 * n, gpu)?, address(OP, &y, gate_up.kind(), n, gpu)?);
+    queue(OP, gate_up.kind(), gpu, n, &[&y, gate_up], &[from, to])?;
+    Ok(y)
+}
+
+/// d_gate_up = (dy * up * silu'(gate), dy * silu(gate)) interleaved, in the memory of `gate_up`.
+///
+/// # Errors
+/// As [`swiglu_forward`].
+pub fn swiglu_backward(
+    dy: &Tensor,     // [.., F], like gate_up
+    gate_up: Tensor, // [.., 2 F] f32 or bf16
+) -> Result<Tensor> {
+    const OP: &str = "swiglu_backward";
+    let (gpu, n) = (ordinal(OP, &gate_up)?, dy.numel());
+    let pairs = address(OP, &gate_up, gate_up.kind(), 2 * n, gpu)?;
+    let arguments = [address(OP, dy, gate_up.kind(), n, gpu)?, pairs, pairs];
+    queue(OP, gate_up.kind(), gpu, n, &[dy, &gate_up], &arguments)?;
+    Ok(gate_up)
+}
+
+/// The widest variant that the length and the addresses of [half, pairs] allow, 16 bytes of pairs a thread.
+fn queue(
+    op: &'static str,
+    kind: Kind,
+    gpu: usize,
+    n: usize,
+    tensors: &[&Tensor; 2],
+    arguments: &[Argument],
+) -> Result<()> {
+    let width = 8 / kind.elt_size_in_bytes();
+    let [half, pairs] = tensors.map(|tensor| tensor.data_ptr() as usize);
+    let is_wide = n.is_multiple_of(width) && half.is_multiple_of(8) && pairs.is_multiple_of(16);
+    let width = if is_wide { width } else { 1 };
+    let name = format!("{op}_{}_x{width}", kind_name(op, tensors[0])?);
+    let grid = blocks(n / width, THREADS, MOST_BLOCKS);
+    let arguments = [arguments, &[Argument::Count(n as i64)]].concat();
+    // SAFETY: the kernel's parameters in order; n outputs, 2 n inputs, aligned to what a thread moves.
+    unsafe { launch(SOURCE, &name, gpu, (grid, THREADS as u32, 0), &arguments) }
+}

@@ -1,0 +1,202 @@
+//! `src/kernels/*.cu` compiled at run time, once per source, architecture and compiler version: the cubins are kept in the
+//! user's cache folder.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, CString, c_char, c_int};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use cudarc::nvrtc::{result, sys};
+use sha2::{Digest, Sha256};
+
+use super::library::{self, FOLDER_VARIABLE, environment, mapped_files};
+use crate::error::{Error, Result};
+
+/// A file of `src/kernels`.
+#[derive(Debug)]
+pub(super) struct Source {
+    pub(super) file: &'static str,
+    pub(super) text: &'static str,
+}
+
+pub(super) static ADAMW: Source = Source { file: "adamw.cu", text: include_str!("../kernels/adamw.cu") };
+pub(super) static RMS_NORM: Source = Source { file: "rms_norm.cu", text: include_str!("../kernels/rms_norm.cu") };
+pub(super) static SWIGLU: Source = Source { file: "swiglu.cu", text: include_str!("../kernels/swiglu.cu") };
+
+/// What the sources include: bf16 without CUDA's own headers, which the compiler's package does not bring.
+const HEADER: (&CStr, &str) = (c"scalar.cuh", include_str!("../kernels/scalar.cuh"));
+
+/// Machine code of `source` for compute capability (major, minor), from the cache if it is there.
+///
+/// # Errors
+/// [`Error::Environment`] without NVRTC, or with the compiler's log.
+pub(super) fn cubin(source: &Source, capability: (i32, i32)) -> Result<Vec<u8>> {
+    let version = version()?;
+    let key = format!("{capability:?} {version:?}\n{}\n{}", HEADER.1, source.text);
+    let hash: String = Sha256::digest(key).iter().map(|byte| format!("{byte:02x}")).collect();
+    let path = cache_folder()?.join(format!("{}-{}.cubin", source.file.trim_end_matches(".cu"), &hash[..32]));
+    match std::fs::read(&path) {
+        Ok(image) => Ok(image),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            let image = compile(source, capability)?;
+            // A cache that cannot be written only costs time.
+            if let Err(error) = keep(&path, &image) {
+                tracing::warn!("{} is compiled again at every start: {error}", source.file);
+            }
+            Ok(image)
+        }
+        Err(error) => Err(Error::io(path)(error)),
+    }
+}
+
+/// Whole or not at all: several ranks may write the same file at once.
+fn keep(path: &Path, image: &[u8]) -> Result<()> {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
+    let mut draft = tempfile::NamedTempFile::new_in(folder).map_err(Error::io(folder))?;
+    draft.write_all(image).map_err(Error::io(path))?;
+    draft.persist(path).map_err(|error| Error::io(path)(error.error))?;
+    Ok(())
+}
+
+/// `$COLO_GRPO_CACHE`, `$XDG_CACHE_HOME/colo-grpo` or `~/.cache/colo-grpo`, as scripts/setup.sh has it.
+fn cache_folder() -> Result<PathBuf> {
+    let folder = |variable: &str| std::env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let own = folder("COLO_GRPO_CACHE")
+        .or_else(|| Some(folder("XDG_CACHE_HOME")?.join("colo-grpo")))
+        .or_else(|| Some(folder("HOME")?.join(".cache/colo-grpo")));
+    own.map(|own| own.join("cubin")).ok_or_else(|| environment("set COLO_GRPO_CACHE or HOME: kernels are kept there"))
+}
+
+fn compile(source: &Source, (major, minor): (i32, i32)) -> Result<Vec<u8>> {
+    open_library()?;
+    let c_text = |text: &str| CString::new(text).map_err(|_| environment("a kernel source with a NUL byte"));
+    let (text, name, header) = (c_text(source.text)?, c_text(source.file)?, c_text(HEADER.1)?);
+    let (headers, names): ([*const c_char; 1], [*const c_char; 1]) = ([header.as_ptr()], [HEADER.0.as_ptr()]);
+    let mut program = std::ptr::null_mut();
+    // SAFETY: the strings outlive the program, which is destroyed below.
+    let created = unsafe {
+        sys::nvrtcCreateProgram(&raw mut program, text.as_ptr(), name.as_ptr(), 1, headers.as_ptr(), names.as_ptr())
+    };
+    created.result().map_err(|error| environment(&format!("nvrtcCreateProgram: {error}")))?;
+    let options =
+        [format!("--gpu-architecture=sm_{major}{minor}"), "--std=c++17".into(), "--extra-device-vectorization".into()];
+    // SAFETY: the program was created above.
+    let outcome = unsafe { result::compile_program(program, &options) }.map_err(|error| {
+        // SAFETY: as above.
+        let log = unsafe { result::get_program_log(program) }.unwrap_or_default();
+        let log: Vec<u8> = log.into_iter().map(|byte| byte as u8).take_while(|&byte| byte != 0).collect();
+        environment(&format!("{} for sm_{major}{minor}: {error}\n{}", source.file, String::from_utf8_lossy(&log)))
+    });
+    // SAFETY: compiled above.
+    let image = outcome.and_then(|()| unsafe { machine_code(program) });
+    // SAFETY: created above and not used after this.
+    let _ = unsafe { result::destroy_program(program) };
+    image
+}
+
+/// # Safety
+/// `program` was compiled for a real architecture and not destroyed.
+unsafe fn machine_code(program: sys::nvrtcProgram) -> Result<Vec<u8>> {
+    let failed = |error| environment(&format!("nvrtcGetCUBIN: {error}"));
+    let mut bytes = 0;
+    // SAFETY: the caller's promise.
+    unsafe { sys::nvrtcGetCUBINSize(program, &raw mut bytes) }.result().map_err(failed)?;
+    let mut image = vec![0u8; bytes];
+    // SAFETY: the caller's promise; the image has the size asked for.
+    unsafe { sys::nvrtcGetCUBIN(program, image.as_mut_ptr().cast()) }.result().map_err(failed)?;
+    Ok(image)
+}
+
+/// The compiler's version.
+fn version() -> Result<(c_int, c_int)> {
+    open_library()?;
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: both numbers outlive the call.
+    let asked = unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) };
+    asked.result().map_err(|error| environment(&format!("nvrtcVersion: {error}")))?;
+    Ok((major, minor))
+}
+
+/// Opens NVRTC, once: the one of the wheels that libtorch came with, else the one the loader finds.
+fn open_library() -> Result<()> {
+    static OUTCOME: OnceLock<std::result::Result<(), String>> = OnceLock::new();
+    let outcome = OUTCOME.get_or_init(|| {
+        if let Some(folder) = library_folders().map_err(|error| error.to_string())? {
+            // The compiler opens its builtins by bare name, which the loader then has already.
+            for prefix in ["libnvrtc-builtins.so.", "libnvrtc.so."] {
+                for file in files(&folder, prefix) {
+                    library::open(&file).map_err(|error| error.to_string())?;
+                }
+            }
+        }
+        // SAFETY: opens the compiler's library, whose initialisers are its vendor's.
+        match unsafe { sys::is_culib_present() } {
+            true => Ok(()),
+            false => Err(format!(
+                "libnvrtc.so.13, which compiles the CUDA kernels, was not found: install nvidia-cuda-nvrtc 13 beside \
+                 PyTorch, name PyTorch's torch/lib folder in {FOLDER_VARIABLE}, or put it on LD_LIBRARY_PATH"
+            )),
+        }
+    });
+    outcome.clone().map_err(|message| Error::Environment { message })
+}
+
+/// The first of the folders nvidia/cu13/lib beside a torch/lib in use that exists.
+fn library_folders() -> Result<Option<PathBuf>> {
+    let named = std::env::var_os(FOLDER_VARIABLE).map(|folder| PathBuf::from(folder).join("libtorch_cuda.so"));
+    let loaded = mapped_files("libtorch_c")?;
+    let libraries = named.into_iter().chain(loaded);
+    let mut folders = libraries.filter_map(|library| {
+        let site = library.canonicalize().unwrap_or(library).parent()?.parent()?.parent()?.to_owned();
+        Some(site.join("nvidia/cu13/lib"))
+    });
+    Ok(folders.find(|folder| folder.is_dir()))
+}
+
+fn files(folder: &Path, prefix: &str) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let files = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix));
+    files.map(|entry| entry.path()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kernel_compiles_for_hopper() {
+        tch::set_num_threads(1); // links libtorch, beside which NVRTC is found
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/kernels");
+        let mut known: Vec<_> = [&ADAMW, &RMS_NORM, &SWIGLU].map(|source| source.file.to_owned()).into();
+        let files = files(&folder, "").into_iter().filter(|file| file.extension().is_some_and(|kind| kind == "cu"));
+        let mut found: Vec<_> =
+            files.filter_map(|file| Some(file.file_name()?.to_string_lossy().into_owned())).collect();
+        known.sort();
+        found.sort();
+        assert_eq!(known, found, "every file of src/kernels must be compiled here");
+        for source in [&ADAMW, &RMS_NORM, &SWIGLU] {
+            let image = compile(source, (9, 0)).unwrap();
+            assert_eq!(&image[..4], b"\x7fELF", "{}", source.file);
+        }
+    }
+
+    #[test]
+    fn a_kernel_that_does_not_compile_is_shown_with_its_line() {
+        tch::set_num_threads(1);
+        let broken = Source { file: "broken.cu", text: "extern \"C\" __global__ void f() {\n  nonsense;\n}" };
+        let message = compile(&broken, (9, 0)).unwrap_err().to_string();
+        assert!(message.contains("broken.cu(2)") && message.contains("nonsense"), "{message}");
+    }
+
+    #[test]
+    fn a_cubin_is_kept_whole_and_read_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("deep/kernel.cubin");
+        keep(&path, b"image").unwrap();
+        keep(&path, b"another").unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"another");
+        assert_eq!(files(path.parent().unwrap(), "").len(), 1, "no drafts left");
+    }
+}

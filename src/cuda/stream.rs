@@ -1,0 +1,146 @@
+//! Streams beside libtorch's, and events that order work between them.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use cudarc::driver::{result, sys};
+
+use super::context::{Context, check};
+use crate::error::Result;
+use crate::torch;
+
+/// A stream of its own: it waits for no other one unless it is told to.
+#[derive(Debug)]
+pub struct Stream {
+    raw: sys::CUstream,
+    context: Arc<Context>,
+}
+
+// SAFETY: the driver's functions may be called with one stream from any thread.
+unsafe impl Send for Stream {}
+// SAFETY: as above.
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    /// A new, non-blocking stream.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub fn new(context: &Arc<Context>) -> Result<Self> {
+        context.make_current()?;
+        let raw = check("cuStreamCreate", result::stream::create(result::stream::StreamKind::NonBlocking))?;
+        Ok(Self { raw, context: context.clone() })
+    }
+
+    /// The `CUstream`, for calls of the driver and of libraries.
+    pub fn raw(&self) -> *mut c_void {
+        self.raw.cast()
+    }
+
+    /// What is queued from now on starts after `event`.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub fn wait(&self, event: &Event) -> Result<()> {
+        // SAFETY: both are alive.
+        check("cuStreamWaitEvent", unsafe { result::stream::wait_event(self.raw, event.raw, WAIT) })
+    }
+
+    /// What is queued from now on starts after all that libtorch has queued on its current stream of this GPU.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub fn wait_for_libtorch(&self) -> Result<()> {
+        let stream = torch::current_cuda_stream(self.context.ordinal())?;
+        self.wait(&Event::record(&self.context, stream.cast())?)
+    }
+
+    /// An event that is done when all that is queued here by now is.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub fn record(&self) -> Result<Event> {
+        Event::record(&self.context, self.raw)
+    }
+
+    /// Waits, on the host, for all that is queued.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`], also for work that failed before.
+    pub fn synchronize(&self) -> Result<()> {
+        // SAFETY: the stream is alive.
+        check("cuStreamSynchronize", unsafe { result::stream::synchronize(self.raw) })
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // SAFETY: created by `new` and not used after this; work still queued runs on.
+        let _ = unsafe { result::stream::destroy(self.raw) };
+    }
+}
+
+const WAIT: sys::CUevent_wait_flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+
+/// A point in a stream.
+#[derive(Debug)]
+pub struct Event {
+    raw: sys::CUevent,
+    context: Arc<Context>,
+}
+
+// SAFETY: the driver's functions may be called with one event from any thread.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// What libtorch queues from now on, on its current stream of this GPU, starts after this event. The host goes on.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub fn hold_libtorch(&self) -> Result<()> {
+        let stream = torch::current_cuda_stream(self.context.ordinal())?;
+        // SAFETY: libtorch's streams live as long as the process; the event is alive.
+        check("cuStreamWaitEvent", unsafe { result::stream::wait_event(stream.cast(), self.raw, WAIT) })
+    }
+
+    /// Waits on the host.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`], also for work that failed before.
+    pub fn synchronize(&self) -> Result<()> {
+        // SAFETY: the event is alive.
+        check("cuEventSynchronize", unsafe { result::event::synchronize(self.raw) })
+    }
+
+    /// Whether the stream has passed this point.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`], also for work that failed before.
+    pub fn is_done(&self) -> Result<bool> {
+        // SAFETY: the event is alive.
+        match unsafe { result::event::query(self.raw) } {
+            Err(result::DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+            answer => check("cuEventQuery", answer).map(|()| true),
+        }
+    }
+
+    fn record(context: &Arc<Context>, stream: sys::CUstream) -> Result<Self> {
+        context.make_current()?;
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING;
+        let raw = check("cuEventCreate", result::event::create(flags))?;
+        let event = Self { raw, context: context.clone() };
+        // SAFETY: event and stream are alive and of this context.
+        check("cuEventRecord", unsafe { result::event::record(raw, stream) })?;
+        Ok(event)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: created by `record` and not used after this; the driver keeps it until the stream has passed it.
+        let _ = unsafe { result::event::destroy(self.raw) };
+    }
+}

@@ -1,0 +1,32 @@
+// Scalars of the kernels: float, and bf16 as its bits, since CUDA's own header for it is not at hand everywhere.
+#pragma once
+
+struct bf16 {
+    unsigned short bits;
+};
+
+__device__ __forceinline__ float widen(float value) { return value; }
+__device__ __forceinline__ float widen(bf16 value) { return __uint_as_float(static_cast<unsigned>(value.bits) << 16); }
+
+__device__ __forceinline__ void narrow(float value, float& to) { to = value; }
+__device__ __forceinline__ void narrow(float value, bf16& to) {
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(value));  // to nearest, ties to even
+}
+
+// N neighbours, moved as one access.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Pack {
+    T at[N];
+};
+
+// Sum over the block, the same in every thread. Blocks of whole warps; a fixed order, so the same bits every time.
+__device__ __forceinline__ float block_sum(float value) {
+    __shared__ float warps[32];
+    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+    __syncthreads();  // readers of an earlier sum are done
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    float sum = 0.0f;
+    for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) sum += warps[warp];
+    return sum;
+}
