@@ -166,7 +166,8 @@ fn offloaded_state_returns_bit_identical() {
         for stage in [0, 3] {
             let run = Run::new(stage, Kind::Float);
             let (mut policy, mut resident) = (run.policy(&mesh), run.policy(&mesh));
-            let mut pool = HostPool::new("train_test", policy.optimizer_bytes()).unwrap();
+            let mut pool =
+                HostPool::new("train_test", policy.optimizer_bytes(), tch::Device::Cpu, &mut |_, _| ()).unwrap();
             for _ in 0..2 {
                 let _ = run.step(&mut policy, &mesh);
                 let _ = run.step(&mut resident, &mesh);
