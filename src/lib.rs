@@ -43,5 +43,15 @@ pub mod train;
 pub mod trainer;
 pub mod types;
 
+pub use colocate::Colocated;
 pub use config::Config;
-pub use error::{Error, Result};
+pub use dist::World;
+pub use error::{Error, ExitCode, Result};
+pub use plan::MemoryPlan;
+pub use rollout::RolloutEngine;
+pub use trainer::Trainer;
+
+/// The README's example compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
