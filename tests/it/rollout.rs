@@ -48,7 +48,7 @@ impl Model {
 
     fn golden(name: &str) -> Self {
         let spec = ModelSpec::from_folder(golden(name)).unwrap();
-        let files = WeightFiles::open(&golden(name), Arc::new(spec.clone())).unwrap();
+        let files = WeightFiles::open(golden(name), Arc::new(spec.clone())).unwrap();
         Self::new(spec, |table, unit| files.read_unit(table.unit(unit), Kind::Float).unwrap())
     }
 

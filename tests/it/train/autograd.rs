@@ -50,9 +50,9 @@ impl Model {
         let norm = gradients.iter().map(|g| g.square().sum(Kind::Double).double_value(&[])).sum::<f64>().sqrt();
         let clip = if max_grad_norm > 0.0 { (max_grad_norm / (norm + 1e-6)).min(1.0) } else { 1.0 };
         self.num_updates += 1;
-        for index in 0..self.units.len() {
+        for (index, gradient) in gradients.iter().enumerate() {
             let [m, v] = &mut self.moments[index];
-            let g = &gradients[index] * clip;
+            let g = gradient * clip;
             *m = &*m * adam.beta1 + &g * (1.0 - adam.beta1);
             *v = &*v * adam.beta2 + g.square() * (1.0 - adam.beta2);
             let m_hat = &*m / (1.0 - adam.beta1.powi(self.num_updates));
@@ -84,7 +84,7 @@ fn block_forward(spec: &ModelSpec, w: &BlockParams, x: &Tensor) -> Tensor {
     let Qkv::Grouped { weight, bias } = &w.qkv else { panic!("a whole block is grouped") };
     let mut qkv = norm(x, &w.input_norm, eps).matmul(&weight.tr());
     if let Some(bias) = bias {
-        qkv = qkv + bias;
+        qkv += bias;
     }
     let qkv = qkv.view([len, kv_heads, group + 2, head_dim]);
     let per_query = |t: Tensor| t.expand([len, kv_heads, group, head_dim], false).reshape([len, -1, head_dim]);
