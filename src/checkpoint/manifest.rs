@@ -1,13 +1,14 @@
 //! Sizes and hashes of a checkpoint's files, and making them durable.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path};
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use super::folder::sync;
 use crate::error::{Error, Result};
 
 const FILE: &str = "manifest.json";
@@ -17,8 +18,7 @@ const FORMAT: u32 = 1;
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Manifest {
     format: u32,
-    world_size: usize,
-    files: BTreeMap<String, FileRecord>,
+    files: Vec<FileRecord>,
 }
 
 /// What a file must be.
@@ -34,7 +34,7 @@ pub struct FileRecord {
 
 impl FileRecord {
     /// Reads and hashes a file.
-    pub fn of(folder: &Path, path: &str) -> Result<Self> {
+    fn of(folder: &Path, path: &str) -> Result<Self> {
         let full = folder.join(path);
         let mut file = File::open(&full).map_err(Error::io(&full))?;
         let (mut hasher, mut bytes, mut buffer) = (Sha256::new(), 0, vec![0; 1 << 20]);
@@ -47,21 +47,38 @@ impl FileRecord {
                 }
             }
         }
-        let sha256 = hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-        Ok(Self { path: path.to_owned(), bytes, sha256 })
+        Ok(Self { path: path.to_owned(), bytes, sha256: hexadecimal(&hasher.finalize()) })
     }
+
+    /// Whether there is a file of this size, within the folder.
+    fn check_size(&self, folder: &Path) -> Result<(), String> {
+        if !Path::new(&self.path).components().all(|part| matches!(part, Component::Normal(_))) {
+            return Err("not a path below the checkpoint".to_owned());
+        }
+        let actual = std::fs::metadata(folder.join(&self.path)).map_err(|error| error.to_string())?;
+        match actual.len() {
+            bytes if bytes == self.bytes && actual.is_file() => Ok(()),
+            bytes => Err(format!("{bytes} bytes, expected a file of {}", self.bytes)),
+        }
+    }
+}
+
+/// The digits of a hash.
+pub fn hexadecimal(hash: &[u8]) -> String {
+    hash.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 impl Manifest {
     /// Records every file below `folder`; `known` ones were hashed by the ranks that wrote them.
-    pub fn write(folder: &Path, world_size: usize, known: Vec<FileRecord>) -> Result<()> {
-        let mut files: BTreeMap<_, _> = known.into_iter().map(|record| (record.path.clone(), record)).collect();
+    pub fn write(folder: &Path, known: Vec<FileRecord>) -> Result<()> {
+        let mut files = known;
         for path in files_below(folder)? {
-            if !files.contains_key(&path) {
-                files.insert(path.clone(), FileRecord::of(folder, &path)?);
+            if !files.iter().any(|record| record.path == path) {
+                files.push(FileRecord::of(folder, &path)?);
             }
         }
-        let manifest = Manifest { format: FORMAT, world_size, files };
+        files.sort_by(|a, b| a.path.cmp(&b.path));
+        let manifest = Manifest { format: FORMAT, files };
         let text = serde_json::to_string_pretty(&manifest).expect("a manifest is plain data");
         let path = folder.join(FILE);
         std::fs::write(&path, text + "\n").map_err(Error::io(path))
@@ -72,22 +89,21 @@ impl Manifest {
     /// # Errors
     /// [`Error::Checkpoint`] naming the first file that is missing or differs.
     pub fn verify(folder: &Path) -> Result<()> {
-        let bad = |message: String| Error::Checkpoint { path: folder.to_owned(), message };
-        let text = std::fs::read_to_string(folder.join(FILE)).map_err(|error| bad(format!("{FILE}: {error}")))?;
-        let manifest: Manifest = serde_json::from_str(&text).map_err(|error| bad(format!("{FILE}: {error}")))?;
+        let bad = |file: &str, message: String| Error::Checkpoint {
+            path: folder.to_owned(),
+            message: format!("{file}: {message}"),
+        };
+        let text = std::fs::read_to_string(folder.join(FILE)).map_err(|error| bad(FILE, error.to_string()))?;
+        let manifest: Manifest = serde_json::from_str(&text).map_err(|error| bad(FILE, error.to_string()))?;
         if manifest.format != FORMAT {
-            return Err(bad(format!("format {}, this version reads {FORMAT}", manifest.format)));
+            return Err(bad(FILE, format!("format {}, this version reads {FORMAT}", manifest.format)));
         }
-        for record in manifest.files.values() {
-            let actual =
-                std::fs::metadata(folder.join(&record.path)).map_err(|e| bad(format!("{}: {e}", record.path)))?;
-            if actual.len() != record.bytes {
-                return Err(bad(format!("{}: {} bytes, expected {}", record.path, actual.len(), record.bytes)));
-            }
+        for record in &manifest.files {
+            record.check_size(folder).map_err(|message| bad(&record.path, message))?;
         }
-        for record in manifest.files.values() {
+        for record in &manifest.files {
             if FileRecord::of(folder, &record.path)? != *record {
-                return Err(bad(format!("{}: the contents changed since it was written (SHA-256)", record.path)));
+                return Err(bad(&record.path, "the contents changed since it was written (SHA-256)".to_owned()));
             }
         }
         Ok(())
@@ -113,18 +129,12 @@ fn files_below(folder: &Path) -> Result<Vec<String>> {
     Ok(found)
 }
 
-/// Makes a folder's files and entries durable.
+/// Makes everything below a folder durable, and the folder's own entries.
 pub fn sync_tree(folder: &Path) -> Result<()> {
-    for file in files_below(folder)? {
-        sync(&folder.join(file))?;
-    }
-    let folders: Vec<PathBuf> = vec![folder.join(super::shards::FOLDER), folder.to_owned()];
-    folders.iter().filter(|folder| folder.exists()).try_for_each(|folder| sync(folder))
-}
-
-/// Makes one file or folder durable.
-pub fn sync(path: &Path) -> Result<()> {
-    File::open(path).and_then(|file| file.sync_all()).map_err(Error::io(path))
+    let files = files_below(folder)?;
+    let folders: BTreeSet<&Path> = files.iter().flat_map(|file| Path::new(file).ancestors().skip(1)).collect();
+    let files = files.iter().map(Path::new);
+    files.chain(folders).try_for_each(|path| sync(&folder.join(path)))
 }
 
 #[cfg(test)]
@@ -138,13 +148,13 @@ mod tests {
         for (name, text) in [("a", "one"), ("optimizer/b", "two")] {
             std::fs::write(folder.path().join(name), text).unwrap();
         }
-        Manifest::write(folder.path(), 2, Vec::new()).unwrap();
+        Manifest::write(folder.path(), Vec::new()).unwrap();
         Manifest::verify(folder.path()).unwrap();
         let message = || Manifest::verify(folder.path()).unwrap_err().to_string();
         std::fs::write(folder.path().join("a"), "oxe").unwrap();
         assert!(message().contains("a: the contents changed"), "{}", message());
         std::fs::write(folder.path().join("a"), "on").unwrap();
-        assert!(message().contains("a: 2 bytes, expected 3"), "{}", message());
+        assert!(message().contains("a: 2 bytes, expected a file of 3"), "{}", message());
         std::fs::remove_file(folder.path().join("optimizer/b")).unwrap();
         std::fs::write(folder.path().join("a"), "one").unwrap();
         assert!(message().contains("optimizer/b"), "{}", message());

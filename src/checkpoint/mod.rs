@@ -7,26 +7,32 @@
 //! | `trainer_state.json` | step, data position, history, configuration |
 //! | `manifest.json` | sizes and SHA-256 of all of them; written last |
 //!
-//! It is written to a temporary folder, made durable and renamed, so that a folder by that name is complete. Any world
-//! size, ZeRO stage or shard group can resume from it. Knows nothing of generation.
+//! It is written to a temporary folder, made durable and renamed, and renamed away before it is removed, so that a folder
+//! by that name is complete. Any world size, ZeRO stage or shard group can resume from it. Knows nothing of generation.
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `folder` | temporary folders, their names, free space |
+//! | `write` | a checkpoint's files |
+//! | `manifest` | sizes and hashes |
+//! | `shards` | optimizer state, read by range |
+//! | `state` | `trainer_state.json` |
 
+mod folder;
 mod manifest;
 mod shards;
 mod state;
+mod write;
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 pub use state::TrainerState;
 
-use crate::dist::{World, all_gather_bytes};
+use crate::dist::World;
 use crate::error::{Error, Result};
-use crate::model::{ModelSpec, WeightWriter, copy_tokenizer};
 use crate::train::Policy;
-use manifest::{FileRecord, Manifest};
-
-const PREFIX: &str = "checkpoint-";
-const STATE_FILE: &str = "trainer_state.json";
+use manifest::Manifest;
+use shards::ShardFiles;
 
 /// Where checkpoints go and how many stay.
 #[derive(Debug, Clone)]
@@ -42,29 +48,30 @@ pub struct CheckpointOptions {
 /// Saves the policy, its optimizer and the trainer's state as `checkpoint-{global_step}`; collective over the world.
 ///
 /// # Errors
-/// The first failure of any rank, on every rank; nothing partial is left behind.
+/// The first failure of any rank, on every rank: [`Error::Io`] where the disk is too small, with the bytes needed and
+/// free. Nothing partial is left behind and earlier checkpoints stay.
 pub fn save(options: &CheckpointOptions, world: &World, policy: &Policy, state: &TrainerState) -> Result<PathBuf> {
-    let name = format!("{PREFIX}{}", state.global_step);
-    let temporary = options.output_dir.join(format!(".{name}.tmp"));
-    let complete = options.output_dir.join(name);
-    let prepared = if world.rank() == 0 { prepare(&temporary) } else { Ok(()) };
-    world.agree(prepared)?;
-    let written = write_parts(options, world, policy, state, &temporary);
-    let outcome = written.and_then(|()| match world.rank() {
-        0 => publish(&temporary, &complete, options),
-        _ => Ok(()),
-    });
-    let outcome = world.agree(outcome);
-    if outcome.is_err() && world.rank() == 0 {
-        let _ = std::fs::remove_dir_all(&temporary);
+    let complete = folder::path(&options.output_dir, state.global_step);
+    let temporary = folder::temporary(&complete);
+    let is_first = world.rank() == 0;
+    world.agree(if is_first { folder::prepare(&temporary, write::num_bytes(policy, state)) } else { Ok(()) })?;
+    let written = write::parts(&temporary, &options.tokenizer_dir, world, policy, state);
+    let published = written.and_then(|()| if is_first { folder::publish(&temporary, &complete) } else { Ok(()) });
+    let outcome = world.agree(published);
+    match &outcome {
+        Ok(()) if is_first => folder::keep_newest(&options.output_dir, &complete, options.save_total_limit),
+        Err(_) if is_first => _ = std::fs::remove_dir_all(&temporary),
+        _ => {}
     }
     outcome.map(|()| complete)
 }
 
 /// Writes the policy as a Hugging Face model folder; collective over the world.
+///
+/// # Errors
+/// The first failure of any rank, on every rank.
 pub fn export(folder: &Path, tokenizer_dir: &Path, world: &World, policy: &Policy) -> Result<()> {
-    let written = write_model(folder, tokenizer_dir, world, policy);
-    world.agree(written)
+    world.agree(write::model(folder, tokenizer_dir, world, policy))
 }
 
 /// The newest checkpoint of a run that is complete; damaged ones are named loudly and passed over.
@@ -72,20 +79,27 @@ pub fn export(folder: &Path, tokenizer_dir: &Path, world: &World, policy: &Polic
 /// # Errors
 /// [`Error::Checkpoint`] if there are checkpoints and none is valid.
 pub fn find_latest(output_dir: &Path) -> Result<Option<PathBuf>> {
-    let mut last_error = None;
-    for (_, folder) in list(output_dir)?.into_iter().rev() {
-        match Manifest::verify(&folder) {
-            Ok(()) => return Ok(Some(folder)),
+    let all = folder::list(output_dir)?;
+    let mut faults = Vec::new();
+    for folder in all.iter().rev() {
+        match Manifest::verify(folder) {
+            Ok(()) => return Ok(Some(folder.clone())),
             Err(error) => {
                 eprintln!("warning: {error}; trying the checkpoint before it");
-                last_error = Some(error);
+                faults.push(error.to_string());
             }
         }
     }
-    last_error.map_or(Ok(None), Err)
+    match faults.is_empty() {
+        true => Ok(None),
+        false => Err(Error::Checkpoint {
+            path: output_dir.to_owned(),
+            message: format!("no valid checkpoint among {}: {}", all.len(), faults.join("; ")),
+        }),
+    }
 }
 
-/// A checkpoint whose files were checked against its manifest.
+/// A checkpoint to resume from.
 #[derive(Debug)]
 pub struct Checkpoint {
     /// The folder.
@@ -103,96 +117,16 @@ impl Checkpoint {
         if verify {
             Manifest::verify(folder)?;
         }
-        Ok(Self { folder: folder.to_owned(), state: TrainerState::read(&folder.join(STATE_FILE))? })
+        Ok(Self { folder: folder.to_owned(), state: TrainerState::read(folder)? })
     }
 
     /// Puts weights and optimizer state into a policy of the same model, whatever its sharding; collective over the world.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] if the state is not that of this model, naming the file; what
+    /// [`Policy::import_state`] returns. The policy is undefined then.
     pub fn restore(&self, policy: &mut Policy) -> Result<()> {
-        let files = shards::ShardFiles::open(&self.folder)?;
+        let files = ShardFiles::open(&self.folder, policy.table())?;
         policy.import_state(self.state.num_updates, &mut |unit, name, elements| files.read(unit, name, elements))
     }
-}
-
-fn prepare(temporary: &Path) -> Result<()> {
-    if temporary.exists() {
-        std::fs::remove_dir_all(temporary).map_err(Error::io(temporary))?;
-    }
-    let optimizer = temporary.join(shards::FOLDER);
-    std::fs::create_dir_all(&optimizer).map_err(Error::io(optimizer))
-}
-
-fn write_parts(
-    options: &CheckpointOptions,
-    world: &World,
-    policy: &Policy,
-    state: &TrainerState,
-    temporary: &Path,
-) -> Result<()> {
-    let mut records = Vec::new();
-    if policy.saves_state() {
-        records.push(shards::write(temporary, world, policy)?);
-    }
-    write_model(temporary, &options.tokenizer_dir, world, policy)?;
-    let bytes = serde_json::to_vec(&records).expect("records are plain data");
-    let gathered = all_gather_bytes(&*world.group(), &bytes)?;
-    if world.rank() == 0 {
-        state.write(&temporary.join(STATE_FILE))?;
-        let shards: Vec<FileRecord> = gathered
-            .iter()
-            .flat_map(|bytes| serde_json::from_slice::<Vec<FileRecord>>(bytes).expect("records that a peer wrote"))
-            .collect();
-        Manifest::write(temporary, world.size(), shards)?;
-    }
-    Ok(())
-}
-
-/// Rank 0 writes; units of sharded weights are gathered by all.
-fn write_model(folder: &Path, tokenizer_dir: &Path, world: &World, policy: &Policy) -> Result<()> {
-    let spec: &Arc<ModelSpec> = &policy.table().spec;
-    let mut writer = match world.rank() {
-        0 => {
-            std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
-            copy_tokenizer(tokenizer_dir, folder)?;
-            spec.write_config(folder)?;
-            Some(WeightWriter::create(folder, spec.clone(), policy.kind())?)
-        }
-        _ => None,
-    };
-    for layout in &policy.table().units {
-        let flat = policy.unit_weights(layout.unit)?;
-        if let Some(writer) = &mut writer {
-            writer.write_unit(layout, &flat)?;
-        }
-    }
-    writer.map_or(Ok(()), WeightWriter::finish)
-}
-
-/// Makes the folder durable, gives it its name and removes what is over the limit.
-fn publish(temporary: &Path, complete: &Path, options: &CheckpointOptions) -> Result<()> {
-    manifest::sync_tree(temporary)?;
-    if complete.exists() {
-        std::fs::remove_dir_all(complete).map_err(Error::io(complete))?;
-    }
-    std::fs::rename(temporary, complete).map_err(Error::io(complete))?;
-    manifest::sync(&options.output_dir)?;
-    let Some(limit) = options.save_total_limit else { return Ok(()) };
-    let all = list(&options.output_dir)?;
-    for (_, old) in &all[..all.len().saturating_sub(limit.max(1))] {
-        std::fs::remove_dir_all(old).map_err(Error::io(old))?;
-    }
-    Ok(())
-}
-
-/// Checkpoints by step, ascending.
-fn list(output_dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
-    let Ok(entries) = std::fs::read_dir(output_dir) else { return Ok(Vec::new()) };
-    let mut found = Vec::new();
-    for entry in entries {
-        let entry = entry.map_err(Error::io(output_dir))?;
-        let name = entry.file_name();
-        let step = name.to_str().and_then(|name| name.strip_prefix(PREFIX)).and_then(|step| step.parse().ok());
-        found.extend(step.map(|step: u64| (step, entry.path())));
-    }
-    found.sort();
-    Ok(found)
 }

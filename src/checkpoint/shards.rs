@@ -1,130 +1,139 @@
-//! Optimizer state on disk: one safetensors file a rank, whose tensors are named `unit/param/first-last/what`.
+//! Optimizer state on disk: one safetensors file a rank, whose tensors are named `unit/param/first-last/part`.
 
-use std::collections::HashMap;
-use std::fs::File;
+use std::collections::BTreeMap;
+use std::fmt::Write;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use safetensors::tensor::{Dtype, Metadata, TensorView};
+use safetensors::Dtype;
 use tch::{Kind, Tensor};
 
-use super::manifest::FileRecord;
-use crate::dist::World;
 use crate::error::{Error, Result};
-use crate::model::{ParamName, Unit};
-use crate::torch;
-use crate::train::{ParamState, Policy};
+use crate::model::{MappedFile, ParamName, ParamTable, Unit};
+use crate::train::ParamState;
 
 /// Where the files are within a checkpoint.
 pub const FOLDER: &str = "optimizer";
+/// What is kept of every element: master weight, first and second moment.
+pub const PARTS: [&str; 3] = ["master", "m", "v"];
 
-/// Writes this rank's part and returns its record.
-pub fn write(folder: &Path, world: &World, policy: &Policy) -> Result<FileRecord> {
-    let name = format!("{FOLDER}/rank_{:05}_of_{:05}.safetensors", world.rank(), world.size());
-    let mut tensors: Vec<(String, Tensor)> = Vec::new();
-    for shard in policy.export_state() {
-        let shard = shard?;
-        let prefix = prefix(shard.unit, shard.name);
-        let range = format!("{}-{}", shard.elements.start, shard.elements.end);
-        let ParamState { master, m, v } = shard.state;
-        for (what, tensor) in [("master", master), ("m", m), ("v", v)] {
-            tensors.push((format!("{prefix}/{range}/{what}"), tensor));
-        }
-    }
-    let views: Vec<(&str, TensorView<'_>)> =
-        tensors.iter().map(|(name, tensor)| Ok((name.as_str(), view(tensor)?))).collect::<Result<_>>()?;
-    let path = folder.join(&name);
-    safetensors::serialize_to_file(views, None, &path).map_err(|error| match error {
-        safetensors::SafeTensorError::IoError(source) => Error::Io { path: path.clone(), source },
-        other => Error::Checkpoint { path: path.clone(), message: other.to_string() },
-    })?;
-    FileRecord::of(folder, &name)
+/// The name of one part of some consecutive elements of a parameter.
+pub fn tensor_name(unit: Unit, name: ParamName, elements: &Range<usize>, part: &str) -> String {
+    format!("{}/{}-{}/{part}", param_key(unit, name), elements.start, elements.end)
 }
 
 /// All ranks' files of a checkpoint, read by range.
 #[derive(Debug)]
 pub struct ShardFiles {
     folder: PathBuf,
-    pieces: HashMap<String, Vec<Piece>>,
+    files: Vec<MappedFile>,
+    /// By parameter, in order of elements.
+    pieces: BTreeMap<String, Vec<Piece>>,
 }
 
-/// Consecutive elements of a parameter in one file.
+/// Consecutive elements of a parameter, all parts of them in one file.
 #[derive(Debug)]
 struct Piece {
     elements: Range<usize>,
-    file: std::sync::Arc<File>,
-    /// Byte offset of the first element of master weights, first and second moments.
-    offsets: HashMap<String, u64>,
+    /// Index in `files`.
+    file: usize,
     kind: Kind,
 }
 
 impl ShardFiles {
-    /// Reads the headers of all files.
+    /// Maps all files and checks that together they hold every element of the model's parameters once and nothing else.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] for a file that is no such thing.
-    pub fn open(folder: &Path) -> Result<Self> {
-        let mut files = Self { folder: folder.to_owned(), pieces: HashMap::new() };
-        let optimizer = folder.join(FOLDER);
-        for entry in std::fs::read_dir(&optimizer).map_err(Error::io(&optimizer))? {
-            files.add(&entry.map_err(Error::io(&optimizer))?.path())?;
-        }
+    /// [`Error::Checkpoint`] naming the file or the parameter.
+    pub fn open(folder: &Path, table: &ParamTable) -> Result<Self> {
+        let mut files = Self { folder: folder.to_owned(), files: Vec::new(), pieces: BTreeMap::new() };
+        let read = || -> std::io::Result<Vec<PathBuf>> {
+            std::fs::read_dir(folder.join(FOLDER))?.map(|entry| Ok(entry?.path())).collect()
+        };
+        let mut paths = read().map_err(|error| files.bad(format!("{FOLDER}: {error}")))?;
+        paths.sort();
+        paths.iter().try_for_each(|path| files.add(path))?;
+        files.check(table)?;
         Ok(files)
     }
 
     /// State of some elements of a parameter, put together from the pieces that overlap them.
     pub fn read(&self, unit: Unit, name: ParamName, elements: Range<usize>) -> Result<ParamState> {
-        let prefix = prefix(unit, name);
-        let read = |what: &str| {
-            let mut parts = Vec::new();
-            let mut at = elements.start;
-            while at < elements.end {
-                let piece = self.pieces.get(&prefix).and_then(|pieces| {
-                    pieces.iter().find(|piece| piece.elements.contains(&at) && piece.offsets.contains_key(what))
-                });
-                let Some(piece) = piece else {
-                    return Err(self.bad(format!("no element {at} of {prefix}/{what} in any file of {FOLDER}/")));
-                };
-                let end = piece.elements.end.min(elements.end);
-                parts.push(piece.read(what, at..end).map_err(Error::io(&self.folder))??);
-                at = end;
-            }
-            Ok(Tensor::f_cat(&parts, 0)?)
+        let key = param_key(unit, name);
+        let [master, m, v] = PARTS.map(|part| self.read_part(&key, &elements, part));
+        Ok(ParamState { master: master?, m: m?, v: v? })
+    }
+
+    fn read_part(&self, key: &str, elements: &Range<usize>, part: &str) -> Result<Tensor> {
+        let pieces = self.pieces.get(key).map_or(&[][..], Vec::as_slice);
+        let overlap = |piece: &Piece| {
+            let shared = elements.start.max(piece.elements.start)..elements.end.min(piece.elements.end);
+            (!shared.is_empty()).then(|| self.read_piece(piece, key, part, &shared))
         };
-        Ok(ParamState { master: read("master")?, m: read("m")?, v: read("v")? })
+        let parts: Vec<Tensor> = pieces.iter().filter_map(overlap).collect::<Result<_>>()?;
+        Ok(Tensor::f_cat(&parts, 0)?)
+    }
+
+    fn read_piece(&self, piece: &Piece, key: &str, part: &str, elements: &Range<usize>) -> Result<Tensor> {
+        let name = format!("{key}/{}-{}/{part}", piece.elements.start, piece.elements.end);
+        let bytes = self.files[piece.file].bytes(&name).expect("checked at open");
+        let width = piece.kind.elt_size_in_bytes();
+        let first = elements.start - piece.elements.start;
+        let bytes = &bytes[first * width..(first + elements.len()) * width];
+        Ok(Tensor::f_from_data_size(bytes, &[elements.len() as i64], piece.kind)?)
     }
 
     fn add(&mut self, path: &Path) -> Result<()> {
-        let file = File::open(path).map_err(Error::io(path))?;
-        let mut length = [0; 8];
-        file.read_exact_at(&mut length, 0).map_err(Error::io(path))?;
-        let size = file.metadata().map_err(Error::io(path))?.len();
-        let header_bytes = u64::from_le_bytes(length);
-        if header_bytes > size.saturating_sub(8) {
-            return Err(self.bad(format!("{}: header of {header_bytes} bytes in {size}", path.display())));
-        }
-        let mut header = vec![0; 8 + header_bytes as usize];
-        file.read_exact_at(&mut header, 0).map_err(Error::io(path))?;
-        let metadata: Metadata =
-            serde_json::from_slice(&header[8..]).map_err(|error| self.bad(format!("{}: {error}", path.display())))?;
-        let file = std::sync::Arc::new(file);
-        for (name, info) in metadata.tensors() {
-            let parsed = parse(&name).zip(kind_of(info.dtype));
-            let Some(((prefix, elements, what), kind)) = parsed else {
-                return Err(self.bad(format!("{}: unexpected tensor {name}", path.display())));
+        let file = MappedFile::open(path).map_err(|error| self.bad(error.to_string()))?;
+        let index = self.files.len();
+        for name in file.names() {
+            let refuse = |fault: &str| Err(self.bad(format!("{}: tensor {name}: {fault}", path.display())));
+            let Some((stem, key, elements, part)) = parse(&name) else {
+                return refuse("expected unit/parameter/first-last/ and master, m or v");
             };
-            let offset = 8 + header_bytes + info.data_offsets.0 as u64;
-            let pieces = self.pieces.entry(prefix).or_default();
-            match pieces.iter_mut().find(|piece| piece.elements == elements) {
-                Some(piece) => _ = piece.offsets.insert(what, offset),
-                None => {
-                    let offsets = HashMap::from([(what, offset)]);
-                    pieces.push(Piece { elements, file: file.clone(), offsets, kind });
-                }
+            let shape_of = |part| file.info(&format!("{stem}/{part}")).map(|info| (info.dtype, info.shape.as_slice()));
+            let [master, m, v] = PARTS.map(shape_of);
+            let Some(kind) = master.and_then(|(dtype, _)| kind_of(dtype)) else {
+                return refuse("expected master weights of type F32 or F64 beside it");
+            };
+            if m != master || v != master || master.is_some_and(|(_, shape)| shape != [elements.len()]) {
+                return refuse("expected master, m and v of one type, with as many elements as the name says");
+            }
+            if part == PARTS[0] {
+                self.pieces.entry(key.to_owned()).or_default().push(Piece { elements, file: index, kind });
+            }
+        }
+        self.files.push(file);
+        Ok(())
+    }
+
+    /// The pieces of every parameter of the model, and of no other, follow one another without gap or overlap.
+    fn check(&mut self, table: &ParamTable) -> Result<()> {
+        let params = table.units.iter().flat_map(|layout| layout.params.iter().map(|param| (layout.unit, param)));
+        let expected: BTreeMap<String, usize> =
+            params.map(|(unit, param)| (param_key(unit, param.name), param.numel())).collect();
+        if let Some(unknown) = self.pieces.keys().find(|key| !expected.contains_key(*key)) {
+            return Err(self.bad(format!("{FOLDER}: {unknown} is not a parameter of this model")));
+        }
+        for (key, numel) in expected {
+            let pieces = self.pieces.entry(key.clone()).or_default();
+            pieces.sort_by_key(|piece| piece.elements.start);
+            let ends = pieces.iter().map(|piece| piece.elements.end);
+            let starts = pieces.iter().map(|piece| piece.elements.start);
+            if !std::iter::once(0).chain(ends).eq(starts.chain([numel])) {
+                return Err(self.misfit(&key, numel));
             }
         }
         Ok(())
+    }
+
+    fn misfit(&self, key: &str, numel: usize) -> Error {
+        let mut message = format!("{FOLDER}: expected elements 0..{numel} of {key} once each, found");
+        for piece in &self.pieces[key] {
+            let _ = write!(message, " {:?} in {},", piece.elements, self.files[piece.file].path.display());
+        }
+        message.push_str(if self.pieces[key].is_empty() { " none" } else { " no more" });
+        self.bad(message)
     }
 
     fn bad(&self, message: String) -> Error {
@@ -132,26 +141,18 @@ impl ShardFiles {
     }
 }
 
-impl Piece {
-    fn read(&self, what: &str, elements: Range<usize>) -> std::io::Result<Result<Tensor>> {
-        let width = self.kind.elt_size_in_bytes();
-        let mut bytes = vec![0; elements.len() * width];
-        let first = (elements.start - self.elements.start) * width;
-        self.file.read_exact_at(&mut bytes, self.offsets[what] + first as u64)?;
-        Ok(Tensor::f_from_data_size(&bytes, &[elements.len() as i64], self.kind).map_err(Error::from))
-    }
-}
-
-fn prefix(unit: Unit, name: ParamName) -> String {
+fn param_key(unit: Unit, name: ParamName) -> String {
     format!("{unit}/{name:?}")
 }
 
-/// `unit/param/first-last/what` into its parts.
-fn parse(name: &str) -> Option<(String, Range<usize>, String)> {
-    let (rest, what) = name.rsplit_once('/')?;
-    let (prefix, range) = rest.rsplit_once('/')?;
+/// `unit/param/first-last/part` into `unit/param/first-last`, `unit/param`, elements and part.
+fn parse(name: &str) -> Option<(&str, &str, Range<usize>, &str)> {
+    let (stem, part) = name.rsplit_once('/').filter(|(_, part)| PARTS.contains(part))?;
+    let (key, range) = stem.rsplit_once('/')?;
     let (first, last) = range.split_once('-')?;
-    Some((prefix.to_owned(), first.parse().ok()?..last.parse().ok()?, what.to_owned()))
+    let elements = first.parse().ok()?..last.parse().ok()?;
+    let is_canonical = range == format!("{}-{}", elements.start, elements.end);
+    (is_canonical && !elements.is_empty()).then_some((stem, key, elements, part))
 }
 
 fn kind_of(dtype: Dtype) -> Option<Kind> {
@@ -160,14 +161,4 @@ fn kind_of(dtype: Dtype) -> Option<Kind> {
         Dtype::F64 => Some(Kind::Double),
         _ => None,
     }
-}
-
-fn view(tensor: &Tensor) -> Result<TensorView<'_>> {
-    let dtype = if tensor.kind() == Kind::Double { Dtype::F64 } else { Dtype::F32 };
-    let shape = tensor.size().iter().map(|&size| size as usize).collect();
-    TensorView::new(dtype, shape, torch::bytes(tensor)?).map_err(|error| Error::InvalidArgument {
-        op: "checkpoint::shards::view",
-        expected: "a contiguous float tensor".into(),
-        got: error.to_string(),
-    })
 }

@@ -7,6 +7,8 @@ use serde::{Deserialize, Serialize};
 use crate::data::SamplerState;
 use crate::error::{Error, Result};
 
+const FILE: &str = "trainer_state.json";
+
 /// `trainer_state.json`; names are those of transformers' `TrainerState` where one exists.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainerState {
@@ -22,6 +24,10 @@ pub struct TrainerState {
     pub max_steps: u64,
     /// Tokens trained on, over all ranks.
     pub num_input_tokens_seen: u64,
+    /// Ranks that trained.
+    pub world_size: usize,
+    /// Training rows, after filtering.
+    pub num_rows: usize,
     /// Position in the training rows.
     pub sampler: SamplerState,
     /// The run's configuration, as TOML.
@@ -31,15 +37,16 @@ pub struct TrainerState {
 }
 
 impl TrainerState {
-    pub(super) fn read(path: &Path) -> Result<Self> {
-        let folder = path.parent().unwrap_or(path);
-        let bad = |message: String| Error::Checkpoint { path: folder.to_owned(), message };
-        let text = std::fs::read_to_string(path).map_err(|error| bad(format!("{}: {error}", super::STATE_FILE)))?;
-        serde_json::from_str(&text).map_err(|error| bad(format!("{}: {error}", super::STATE_FILE)))
+    pub(super) fn read(folder: &Path) -> Result<Self> {
+        let bad =
+            |message: String| Error::Checkpoint { path: folder.to_owned(), message: format!("{FILE}: {message}") };
+        let text = std::fs::read_to_string(folder.join(FILE)).map_err(|error| bad(error.to_string()))?;
+        serde_json::from_str(&text).map_err(|error| bad(error.to_string()))
     }
 
-    pub(super) fn write(&self, path: &Path) -> Result<()> {
+    pub(super) fn write(&self, folder: &Path) -> Result<()> {
+        let path = folder.join(FILE);
         let text = serde_json::to_string_pretty(self).expect("the state is plain data");
-        std::fs::write(path, text + "\n").map_err(Error::io(path))
+        std::fs::write(&path, text + "\n").map_err(Error::io(path))
     }
 }

@@ -6,12 +6,17 @@ use super::field::Field;
 use super::{Config, LrSchedulerType};
 
 /// Keys that say where, how fast or how often, but not what is computed. Layout keys are among them: sums may be
-/// rounded differently, the samples and the algorithm are the same.
+/// rounded differently, the samples and the algorithm are the same. So are the keys that spread a batch over ranks:
+/// what they come to together is in [`super::BatchPlan`].
 const SAFE_KEYS: &[&str] = &[
     "eval_file",
     "output_dir",
     "resume_from_checkpoint",
     "force_resume",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
     "max_tokens_per_micro_batch",
     "tensor_parallel_size",
     "gpu_memory_utilization",

@@ -41,22 +41,30 @@ impl Policy {
         self.sharding.replicate.rank() == 0
     }
 
-    /// Copies this rank's slice on the host, parameter by parameter. Over a shard group the slices make up the whole state
+    /// What [`Policy::export_state`] will return, in its order, without a copy: unit, parameter and elements.
+    pub fn state_ranges(&self) -> impl Iterator<Item = (Unit, ParamName, Range<usize>)> + '_ {
+        self.shares().map(|(index, param, elements)| (self.table().units[index].unit, param.name, elements))
+    }
+
+    /// Copies this rank's slice on the host, one parameter at a time. Over a shard group the slices make up the whole state
     /// without overlap. [`Policy::num_updates`] belongs to it.
     ///
     /// # Errors
     /// Each item is `InvalidArgument` while the optimizer is offloaded.
     pub fn export_state(&self) -> impl Iterator<Item = Result<ParamShard>> + '_ {
-        let units = self.table().units.iter().enumerate();
-        units.flat_map(move |(index, layout)| {
+        self.shares().map(|(index, param, elements)| {
+            let [master, m, v] = self.views(index, param, &elements)?.map(|view| view.to_device(Device::Cpu).copy());
+            let unit = self.table().units[index].unit;
+            Ok(ParamShard { unit, name: param.name, elements, state: ParamState { master, m, v } })
+        })
+    }
+
+    /// This rank's slice: index of the unit, parameter and elements.
+    fn shares(&self) -> impl Iterator<Item = (usize, &Param, Range<usize>)> {
+        self.table().units.iter().enumerate().flat_map(|(index, layout)| {
             let slice = self.sharding.slice(layout.len);
-            let shares = layout.params.iter().map(move |param| (param, share(param, &slice)));
-            shares.filter(|(_, elements)| !elements.is_empty()).map(move |(param, elements)| {
-                let [master, m, v] =
-                    self.views(index, param, &elements)?.map(|view| view.to_device(Device::Cpu).copy());
-                let state = ParamState { master, m, v };
-                Ok(ParamShard { unit: layout.unit, name: param.name, elements, state })
-            })
+            let shares = layout.params.iter().map(move |param| (index, param, share(param, &slice)));
+            shares.filter(|(_, _, elements)| !elements.is_empty())
         })
     }
 

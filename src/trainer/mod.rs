@@ -89,8 +89,13 @@ impl Trainer {
     /// # Errors
     /// [`Error::Preempted`] after a save if a stop was asked for; else the first failure of any rank.
     pub fn run(&mut self) -> Result<RunSummary> {
-        let eval_reward_before = self.evaluate()?;
-        let mut eval_reward_after = eval_reward_before;
+        let (eval_reward_before, mut eval_reward_after) = match self.output.evaluations() {
+            Some((first, newest)) => (Some(first), Some(newest)), // the resumed run's
+            None => {
+                let reward = self.evaluate()?;
+                (reward, reward)
+            }
+        };
         while self.progress.global_step < self.schedule.total_steps as u64 {
             let before = self.progress.global_step;
             let metrics = self.train_step()?;
@@ -99,10 +104,13 @@ impl Trainer {
             if finished || self.passed(self.config.eval_steps, before) {
                 eval_reward_after = self.evaluate()?;
             }
-            if !finished && self.passed(self.config.save_steps, before) {
+            let stop = self.stop_asked()?;
+            if stop || (!finished && self.passed(self.config.save_steps, before)) {
                 self.save()?;
             }
-            self.stop_if_asked()?;
+            if stop {
+                return Err(Error::Preempted { step: self.progress.global_step });
+            }
         }
         let model_dir = self.config.output_dir.join("final");
         phase::scope(Phase::Checkpoint, || {
@@ -231,6 +239,8 @@ impl Trainer {
             epoch: self.sampler.epochs(),
             max_steps: self.schedule.total_steps as u64,
             num_input_tokens_seen: self.progress.num_tokens,
+            world_size: self.world.size(),
+            num_rows: self.dataset.len(),
             sampler: self.sampler.state().clone(),
             config: self.config.to_toml(),
             log_history: self.output.history(),
@@ -243,15 +253,11 @@ impl Trainer {
         phase::scope(Phase::Checkpoint, || checkpoint::save(&options, &self.world, self.colocated.policy(), &state))
     }
 
-    /// Saves and ends with [`Error::Preempted`] if any rank was asked to stop.
-    fn stop_if_asked(&mut self) -> Result<()> {
+    /// Whether any rank was asked to stop.
+    fn stop_asked(&self) -> Result<bool> {
         let mut asked = [f64::from(u8::from(phase::stop_requested()))];
         all_reduce_f64(&*self.world.group(), &mut asked, ReduceOp::Max)?;
-        if asked[0] == 0.0 {
-            return Ok(());
-        }
-        self.save()?;
-        Err(Error::Preempted { step: self.progress.global_step })
+        Ok(asked[0] != 0.0)
     }
 
     /// Whether a multiple of `every` lies in (before, now].

@@ -121,6 +121,13 @@ impl Output {
         self.write(step, values);
     }
 
+    /// Mean rewards of the first and the newest evaluation so far, those before a resume included.
+    pub(super) fn evaluations(&self) -> Option<(f64, f64)> {
+        let mut rewards = self.history.iter().filter_map(|line| line.get("eval_reward")?.as_f64());
+        let first = rewards.next()?;
+        Some((first, rewards.last().unwrap_or(first)))
+    }
+
     /// The completions of a step, if they are to be kept (collective then).
     pub(super) fn completions(&mut self, groups: &[RolloutGroup], step: u64) -> Result<()> {
         self.completions.as_mut().map_or(Ok(()), |writer| writer.write(step, groups, &*self.group))

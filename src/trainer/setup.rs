@@ -7,7 +7,7 @@ use tch::{Device, Kind};
 
 use super::output::Output;
 use super::{Progress, Trainer};
-use crate::checkpoint::{self, Checkpoint};
+use crate::checkpoint::{self, Checkpoint, TrainerState};
 use crate::colocate::{Colocated, EngineSlices};
 use crate::config::{self, Config, Dtype, KeyChange, OptimizerResidency};
 use crate::data::{Dataset, DatasetOptions, PromptSampler, Tokenizer};
@@ -117,13 +117,18 @@ pub(super) fn load(
     };
     let mut progress = Progress::default();
     if let Some(checkpoint) = &checkpoint {
+        let TrainerState { num_rows, global_step, generation_step, num_input_tokens_seen, .. } = checkpoint.state;
+        if num_rows != dataset.len() {
+            let message = format!(
+                "made with {num_rows} training rows, {} has {} now: expected the same rows",
+                config.train_file.display(),
+                dataset.len()
+            );
+            return Err(Error::Checkpoint { path: checkpoint.folder.clone(), message });
+        }
         checkpoint.restore(colocated.policy_mut())?;
         sampler.restore(checkpoint.state.sampler.clone())?;
-        progress = Progress {
-            global_step: checkpoint.state.global_step,
-            generation_step: checkpoint.state.generation_step,
-            num_tokens: checkpoint.state.num_input_tokens_seen,
-        };
+        progress = Progress { global_step, generation_step, num_tokens: num_input_tokens_seen };
     }
     let output = Output::new(&config, world.group(), total_steps as u64, checkpoint)?;
     output.say(&format!("plan\n{}", preflight.plan));
@@ -193,16 +198,19 @@ pub(super) fn find_checkpoint(config: &Config, world: &World) -> Result<Option<C
         return Ok(None);
     }
     let opened = Checkpoint::open(Path::new(&folder), false);
-    world.agree(opened.and_then(|checkpoint| check_same_run(config, &checkpoint).map(|()| Some(checkpoint))))
+    world.agree(opened.and_then(|checkpoint| check_same_run(config, world, &checkpoint).map(|()| Some(checkpoint))))
 }
 
-/// Refuses to resume with keys that would change the result, unless that is asked for.
-fn check_same_run(config: &Config, checkpoint: &Checkpoint) -> Result<()> {
-    let saved = Config::from_toml(&checkpoint.state.config)?;
-    let changes = config.diff(&saved);
-    let unsafe_changes: Vec<String> =
-        changes.iter().filter(|change| change.changes_result).map(KeyChange::to_string).collect();
-    if unsafe_changes.is_empty() || config.force_resume {
+/// Refuses to resume with keys that would change the result; where that is asked for, names them.
+fn check_same_run(config: &Config, world: &World, checkpoint: &Checkpoint) -> Result<()> {
+    let changes = unsafe_changes(config, world.size(), checkpoint)?;
+    if changes.is_empty() {
+        return Ok(());
+    }
+    if config.force_resume {
+        if world.rank() == 0 {
+            eprintln!("warning: force_resume from {}: {}", checkpoint.folder.display(), changes.join("; "));
+        }
         return Ok(());
     }
     Err(Error::invalid_value(
@@ -210,7 +218,29 @@ fn check_same_run(config: &Config, checkpoint: &Checkpoint) -> Result<()> {
         checkpoint.folder.display(),
         format!(
             "the configuration that the checkpoint was made with, or force_resume = true; changed: {}",
-            unsafe_changes.join("; ")
+            changes.join("; ")
         ),
     ))
+}
+
+/// What differs and would change the result: single keys, and what the keys of the batch and the world come to.
+fn unsafe_changes(config: &Config, world_size: usize, checkpoint: &Checkpoint) -> Result<Vec<String>> {
+    let TrainerState { config: text, world_size: saved_world_size, .. } = &checkpoint.state;
+    let unreadable = |error: Error| Error::Checkpoint {
+        path: checkpoint.folder.clone(),
+        message: format!("trainer_state.json: this version cannot use the run's configuration: {error}"),
+    };
+    let saved = Config::from_toml(text).map_err(unreadable)?;
+    let saved_batch = saved.validate_world((*saved_world_size).max(1)).map_err(unreadable)?;
+    let batch = config.validate_world(world_size)?;
+    let changes = config.diff(&saved);
+    let keys = changes.iter().filter(|change| change.changes_result).map(KeyChange::to_string);
+    let of_batch = [
+        ("generation_batch_size (completions)", saved_batch.generation_batch_size, batch.generation_batch_size),
+        ("updates per generation batch", saved_batch.updates_per_generation, batch.updates_per_generation),
+    ];
+    let of_batch = of_batch.into_iter().filter(|(_, old, new)| old != new);
+    let of_batch = of_batch
+        .map(|(name, old, new)| format!("{name}: was {old} on {saved_world_size} ranks, is {new} on {world_size}"));
+    Ok(keys.chain(of_batch).collect())
 }

@@ -1,1 +1,239 @@
-//! .
+//! Runs of the program that are cut short and go on: bit for bit in the same layout, up to rounding in another.
+
+mod files;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use colo_grpo::metrics::{CompletionRow, MetricLine, read_completions, read_metrics};
+
+/// Metrics of the clock.
+const TIMES: [&str; 3] = ["step_time", "timing_s/", "perf/"];
+/// Two ranks train 32 completions a step; the learning rate falls, so that a wrong step would show.
+const COMMON: [&str; 7] = [
+    "eval_file=none",
+    "eval_steps=none",
+    "per_device_train_batch_size=16",
+    "max_steps=6",
+    "save_steps=2",
+    "lr_scheduler_type=linear",
+    "log_completions=true",
+];
+
+/// Output folders of several runs.
+struct Runs {
+    root: tempfile::TempDir,
+}
+
+/// How a run ended.
+struct Ended {
+    code: Option<i32>,
+    output: String,
+}
+
+impl Runs {
+    fn new() -> Self {
+        Self { root: tempfile::tempdir().unwrap() }
+    }
+
+    fn path(&self, run: &str) -> PathBuf {
+        self.root.path().join(run)
+    }
+
+    /// The flag that resumes from another run's checkpoint.
+    fn resume(&self, run: &str, step: u64) -> String {
+        format!("resume_from_checkpoint={}", self.path(run).join(format!("checkpoint-{step}")).display())
+    }
+
+    /// Runs configs/tiny-cpu.toml with [`COMMON`] and `overrides`.
+    fn train(&self, run: &str, num_ranks: usize, overrides: &[&str]) -> Ended {
+        let output = Command::new(env!("CARGO_BIN_EXE_colo-grpo"))
+            .current_dir(env!("CARGO_MANIFEST_DIR"))
+            .args(["--nproc", &num_ranks.to_string(), "--config", "configs/tiny-cpu.toml"])
+            .args(COMMON)
+            .args(overrides)
+            .arg(format!("output_dir={}", self.path(run).display()))
+            .env("OMP_NUM_THREADS", "1")
+            .stdin(Stdio::null())
+            .output()
+            .unwrap();
+        let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+        Ended { code: output.status.code(), output: text }
+    }
+
+    fn train_to_the_end(&self, run: &str, num_ranks: usize, overrides: &[&str]) -> Ended {
+        let ended = self.train(run, num_ranks, overrides);
+        assert_eq!(ended.code, Some(0), "{run}: {}", ended.output);
+        ended
+    }
+
+    fn metrics(&self, run: &str) -> BTreeMap<u64, MetricLine> {
+        let lines = read_metrics(&self.path(run).join("metrics.jsonl")).unwrap();
+        let num_lines = lines.len();
+        let by_step: BTreeMap<_, _> = lines.into_iter().map(|line| (line.step, line)).collect();
+        assert_eq!(by_step.len(), num_lines, "{run}: a step was written twice");
+        by_step
+    }
+
+    fn completions(&self, run: &str, step: u64) -> Vec<CompletionRow> {
+        read_completions(&self.path(run).join(format!("completions/completions_{step:05}.parquet"))).unwrap()
+    }
+
+    fn final_weights(&self, run: &str) -> Vec<u8> {
+        std::fs::read(self.path(run).join("final/model.safetensors")).unwrap()
+    }
+
+    /// Both runs did the same from `steps` on, to the last bit.
+    fn assert_same(&self, run: &str, straight: &str, steps: &[u64]) {
+        assert!(self.final_weights(run) == self.final_weights(straight), "{run}: other weights than {straight}");
+        let (own, expected) = (self.metrics(run), self.metrics(straight));
+        assert!(own.keys().eq(steps), "{run}: {:?}", own.keys());
+        for step in steps {
+            assert_eq!(without_times(&own[step]), without_times(&expected[step]), "{run}, step {step}");
+            assert_eq!(self.completions(run, *step), self.completions(straight, *step), "{run}, step {step}");
+        }
+    }
+
+    /// Both runs sampled the same in `step`, and their metrics differ by rounding alone.
+    fn assert_close(&self, run: &str, straight: &str, step: u64) {
+        let texts = |run| -> Vec<_> {
+            let rows = self.completions(run, step).into_iter();
+            rows.map(|row| (row.prompt, row.completion, row.rewards)).collect()
+        };
+        assert_eq!(texts(run), texts(straight), "{run}, step {step}");
+        let (own, expected) = (self.metrics(run), self.metrics(straight));
+        let (own, expected) = (without_times(&own[&step]), without_times(&expected[&step]));
+        assert!(own.keys().eq(expected.keys()), "{run}: {:?}", own.keys());
+        for (name, value) in &own {
+            let difference = (value - expected[name]).abs();
+            assert!(
+                difference <= 1e-5 + 1e-4 * expected[name].abs(),
+                "{run}, step {step}: {name} is {value}, was {}",
+                expected[name]
+            );
+        }
+    }
+}
+
+fn without_times(line: &MetricLine) -> BTreeMap<String, f64> {
+    let values = line.values.iter().filter(|(name, _)| !TIMES.iter().any(|time| name.starts_with(time)));
+    values.map(|(name, value)| (name.clone(), *value)).collect()
+}
+
+fn flip_a_byte(path: &Path) {
+    let mut bytes = std::fs::read(path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(path, bytes).unwrap();
+}
+
+fn cut_short(path: &Path) {
+    let file = std::fs::File::options().write(true).open(path).unwrap();
+    file.set_len(file.metadata().unwrap().len() - 1).unwrap();
+}
+
+/// ZeRO-2, one tensor-parallel engine over both ranks, optimizer state swapped.
+#[test]
+fn a_run_cut_short_ends_like_a_straight_one() {
+    let runs = Runs::new();
+    runs.train_to_the_end("straight", 2, &[]);
+    runs.train_to_the_end("resumed", 2, &[&runs.resume("straight", 4)]);
+    runs.assert_same("resumed", "straight", &[5, 6]);
+
+    // Killed in step 5 and its newest checkpoint damaged: the one before it serves.
+    let killed = runs.train("killed", 2, &["fault=0:4:forward_backward:kill"]);
+    assert_eq!(killed.code, Some(10), "{}", killed.output);
+    let (folder, leftover) = (runs.path("killed"), runs.path("killed/.checkpoint-6.tmp"));
+    std::fs::create_dir(&leftover).unwrap();
+    flip_a_byte(&folder.join("checkpoint-4/optimizer/rank_00001_of_00002.safetensors"));
+    let resumed = runs.train_to_the_end("killed", 2, &["resume_from_checkpoint=latest"]);
+    let warning = format!(
+        "warning: checkpoint {}: optimizer/rank_00001_of_00002.safetensors: the contents changed since it was written \
+         (SHA-256); trying the checkpoint before it",
+        folder.join("checkpoint-4").display()
+    );
+    assert!(resumed.output.contains(&warning), "{}", resumed.output);
+    assert!(
+        resumed.output.contains(&format!("resumed from {}/checkpoint-2\n", folder.display())),
+        "{}",
+        resumed.output
+    );
+    runs.assert_same("killed", "straight", &[1, 2, 3, 4, 5, 6]);
+    assert!(!leftover.exists(), "the next save cleans up");
+
+    // The damaged checkpoint was written anew; now nothing valid is left.
+    cut_short(&folder.join("checkpoint-4/model.safetensors"));
+    std::fs::remove_file(folder.join("checkpoint-2/manifest.json")).unwrap();
+    let refused = runs.train("killed", 2, &["resume_from_checkpoint=latest"]);
+    assert_eq!(refused.code, Some(5), "{}", refused.output);
+    let messages =
+        ["no valid checkpoint among 2", "checkpoint-2: manifest.json: ", "checkpoint-4: model.safetensors: "];
+    assert!(messages.iter().all(|message| refused.output.contains(message)), "{}", refused.output);
+}
+
+/// ZeRO-3 with a reference model and four updates a generation batch.
+#[test]
+fn a_sharded_run_of_several_updates_ends_like_a_straight_one() {
+    let runs = Runs::new();
+    let common = [
+        "zero.stage=3",
+        "tensor_parallel_size=1",
+        "steps_per_generation=2",
+        "num_iterations=2",
+        "beta=0.01",
+        "max_steps=12",
+        "save_steps=4",
+    ];
+    runs.train_to_the_end("straight", 2, &common);
+    let resume = runs.resume("straight", 4);
+    runs.train_to_the_end("resumed", 2, &[&common[..], &[&resume]].concat());
+    runs.assert_same("resumed", "straight", &[8, 12]);
+}
+
+#[test]
+fn a_run_goes_on_in_another_layout() {
+    let runs = Runs::new();
+    runs.train_to_the_end("straight", 2, &["zero.stage=3", "save_steps=3"]);
+    let resume = runs.resume("straight", 3);
+    let alone = ["per_device_train_batch_size=32", "zero.stage=0", "tensor_parallel_size=1", "save_steps=5", &resume];
+    runs.train_to_the_end("alone", 1, &alone);
+    runs.assert_close("alone", "straight", 4);
+    runs.assert_close("alone", "straight", 5);
+
+    let resume = runs.resume("alone", 5);
+    let hybrid = ["per_device_train_batch_size=8", "zero.stage=2", "zero.shard_group_size=2", &resume];
+    runs.train_to_the_end("hybrid", 4, &hybrid);
+    runs.assert_close("hybrid", "straight", 6);
+
+    // The batch of the whole world would be another.
+    let refused = runs.train("refused", 1, &["tensor_parallel_size=1", &runs.resume("straight", 3)]);
+    assert_eq!(refused.code, Some(2), "{}", refused.output);
+    let message = "generation_batch_size (completions): was 32 on 2 ranks, is 16 on 1";
+    assert!(refused.output.contains(message), "{}", refused.output);
+}
+
+#[test]
+fn a_changed_configuration_is_shown_and_refused_unless_forced() {
+    let runs = Runs::new();
+    runs.train_to_the_end("straight", 1, &["tensor_parallel_size=1", "max_steps=3"]);
+    let resume = runs.resume("straight", 2);
+    let changed = ["tensor_parallel_size=1", "max_steps=3", "learning_rate=5e-4", "logging_steps=2", &resume];
+    let refused = runs.train("changed", 1, &changed);
+    assert_eq!(refused.code, Some(2), "{}", refused.output);
+    assert!(
+        refused.output.contains("force_resume = true; changed: learning_rate was 0.0001, is 0.0005\n"),
+        "{}",
+        refused.output
+    );
+    let forced = runs.train_to_the_end("changed", 1, &[&changed[..], &["force_resume=true"]].concat());
+    assert!(forced.output.contains("checkpoint-2: learning_rate was 0.0001, is 0.0005\n"), "{}", forced.output);
+    let folder = tempfile::tempdir().unwrap();
+    let rows = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/configs/arithmetic/train.jsonl")).unwrap();
+    let (_, fewer) = rows.split_once('\n').unwrap();
+    std::fs::write(folder.path().join("train.jsonl"), fewer).unwrap();
+    let rows = format!("train_file={}/train.jsonl", folder.path().display());
+    let other_rows = runs.train("rows", 1, &[&changed[..], &["force_resume=true", &rows]].concat());
+    assert_eq!(other_rows.code, Some(5), "{}", other_rows.output);
+    assert!(other_rows.output.contains("made with 4096 training rows, "), "{}", other_rows.output);
+}

@@ -20,8 +20,8 @@ const LENGTH_BYTES: usize = 8;
 
 /// A mapped file whose tensors all lie within it, without gaps or overlaps.
 #[derive(Debug)]
-pub(super) struct MappedFile {
-    pub path: PathBuf,
+pub(crate) struct MappedFile {
+    pub(crate) path: PathBuf,
     map: Mmap,
     header: Metadata,
     data_start: usize,
@@ -32,7 +32,7 @@ impl MappedFile {
     ///
     /// # Errors
     /// [`Error::BadFile`] with expected and actual sizes.
-    pub fn open(path: &Path) -> Result<Self> {
+    pub(crate) fn open(path: &Path) -> Result<Self> {
         let bad = |message: String| Error::bad_file(path, message);
         let file = File::open(path).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => bad("missing".to_owned()),
@@ -71,20 +71,24 @@ impl MappedFile {
     }
 
     /// Names of its tensors, in file order.
-    pub fn names(&self) -> Vec<String> {
+    pub(crate) fn names(&self) -> Vec<String> {
         self.header.offset_keys()
     }
 
-    pub fn info(&self, name: &str) -> Option<&TensorInfo> {
+    pub(crate) fn info(&self, name: &str) -> Option<&TensorInfo> {
         self.header.info(name)
+    }
+
+    /// A tensor's bytes, which may be misaligned.
+    pub(crate) fn bytes(&self, name: &str) -> Option<&[u8]> {
+        let (start, end) = self.info(name)?.data_offsets;
+        Some(&self.map[self.data_start + start..self.data_start + end])
     }
 
     /// A tensor of `kind` [shape], copied out of the map (whose data may be misaligned). The caller has compared shape and
     /// type with the header's.
-    pub fn read(&self, name: &str, shape: &[i64], kind: Kind) -> Result<Tensor> {
-        let info = self.info(name).ok_or_else(|| Error::bad_file(&self.path, format!("no tensor {name}")))?;
-        let (start, end) = info.data_offsets;
-        let bytes = &self.map[self.data_start + start..self.data_start + end];
+    pub(super) fn read(&self, name: &str, shape: &[i64], kind: Kind) -> Result<Tensor> {
+        let bytes = self.bytes(name).ok_or_else(|| Error::bad_file(&self.path, format!("no tensor {name}")))?;
         Ok(Tensor::f_from_data_size(bytes, shape, kind)?)
     }
 }

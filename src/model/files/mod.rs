@@ -11,8 +11,10 @@ mod write;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use header::MappedFile;
 pub use read::WeightFiles;
 pub use write::WeightWriter;
+pub(crate) use write::encode_header;
 
 /// Weights in one file.
 const SINGLE: &str = "model.safetensors";

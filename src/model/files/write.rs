@@ -123,7 +123,7 @@ impl WeightWriter {
         });
         let infos: Vec<_> = infos.collect();
         let starts: Vec<_> = infos.iter().map(|(_, info)| info.data_offsets.0).collect();
-        let header = header(infos);
+        let header = encode_header(infos);
         for (tensor, start) in tensors.iter().zip(starts) {
             self.places.insert(tensor.name.clone(), (self.shards.len(), (header.len() + start) as u64));
         }
@@ -174,8 +174,8 @@ fn split(spec: &ModelSpec, element_bytes: usize, max_bytes: usize) -> Vec<Vec<Hf
     plan
 }
 
-/// Length and JSON header, padded with spaces to a multiple of 8 bytes, so that the data starts aligned.
-fn header(infos: Vec<(String, TensorInfo)>) -> Vec<u8> {
+/// Length and JSON header of tensors that follow one another, padded with spaces to a multiple of 8 bytes, so that the data starts aligned.
+pub(crate) fn encode_header(infos: Vec<(String, TensorInfo)>) -> Vec<u8> {
     let format = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     let metadata = Metadata::new(Some(format), infos).expect("offsets are consecutive");
     let mut json = serde_json::to_vec(&metadata).expect("plain strings and numbers");

@@ -1,0 +1,155 @@
+//! Checkpoint folders as a whole: names, free space, and the renames that make one appear and disappear at once.
+
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+
+use super::manifest::sync_tree;
+use crate::error::{Error, Result};
+
+const PREFIX: &str = "checkpoint-";
+const TEMPORARY_SUFFIX: &str = ".tmp";
+
+/// The checkpoint of a step.
+pub fn path(output_dir: &Path, step: u64) -> PathBuf {
+    output_dir.join(format!("{PREFIX}{step}"))
+}
+
+/// Where a checkpoint is written before it has its name.
+pub fn temporary(complete: &Path) -> PathBuf {
+    hidden(complete, TEMPORARY_SUFFIX)
+}
+
+/// Checkpoints by step, ascending.
+pub fn list(output_dir: &Path) -> Result<Vec<PathBuf>> {
+    let step = |name: &str| name.strip_prefix(PREFIX)?.parse::<u64>().ok();
+    let mut found: Vec<_> =
+        entries(output_dir)?.into_iter().filter_map(|(name, path)| Some((step(&name)?, path))).collect();
+    found.sort();
+    Ok(found.into_iter().map(|(_, path)| path).collect())
+}
+
+/// Makes an empty temporary folder on a disk with room for `needed_bytes`; what a crash left behind is removed first.
+pub fn prepare(temporary: &Path, needed_bytes: u64) -> Result<()> {
+    let output_dir = parent(temporary);
+    std::fs::create_dir_all(output_dir).map_err(Error::io(output_dir))?;
+    for (name, path) in entries(output_dir)? {
+        if name.strip_prefix('.').is_some_and(|name| name.starts_with(PREFIX)) && name.ends_with(TEMPORARY_SUFFIX) {
+            std::fs::remove_dir_all(&path).map_err(Error::io(path))?;
+        }
+    }
+    check_space(output_dir, needed_bytes)?;
+    std::fs::create_dir(temporary).map_err(Error::io(temporary))
+}
+
+/// Makes the temporary folder durable and gives it its name.
+pub fn publish(temporary: &Path, complete: &Path) -> Result<()> {
+    sync_tree(temporary)?;
+    if complete.exists() {
+        discard(complete)?;
+    }
+    std::fs::rename(temporary, complete).map_err(Error::io(complete))?;
+    sync(parent(complete))
+}
+
+/// Removes all but the newest `limit` checkpoints; `newest`, just written, stays whatever its step. An old checkpoint that
+/// cannot be removed is no reason to end a run.
+pub fn keep_newest(output_dir: &Path, newest: &Path, limit: Option<usize>) {
+    let Some(limit) = limit else { return };
+    let removed = list(output_dir).and_then(|mut others| {
+        others.retain(|folder| folder != newest);
+        let num_over = (others.len() + 1).saturating_sub(limit.max(1));
+        others[..num_over].iter().try_for_each(|old| discard(old))
+    });
+    if let Err(error) = removed {
+        eprintln!("warning: save_total_limit: {error}");
+    }
+}
+
+/// Makes one file or folder durable.
+pub fn sync(path: &Path) -> Result<()> {
+    std::fs::File::open(path).and_then(|file| file.sync_all()).map_err(Error::io(path))
+}
+
+/// Removes a checkpoint: first its name, so that a crash leaves no half of it under that name.
+fn discard(complete: &Path) -> Result<()> {
+    let doomed = hidden(complete, &format!(".old{TEMPORARY_SUFFIX}"));
+    std::fs::rename(complete, &doomed).map_err(Error::io(complete))?;
+    std::fs::remove_dir_all(&doomed).map_err(Error::io(doomed))
+}
+
+/// # Errors
+/// [`Error::Io`] with both numbers if less than `needed_bytes` are free for us.
+fn check_space(folder: &Path, needed_bytes: u64) -> Result<()> {
+    let disk =
+        rustix::fs::statvfs(folder).map_err(|error| Error::Io { path: folder.to_owned(), source: error.into() })?;
+    let free_bytes = disk.f_bavail.saturating_mul(disk.f_frsize);
+    if free_bytes >= needed_bytes {
+        return Ok(());
+    }
+    let message = format!(
+        "a checkpoint needs {needed_bytes} bytes, {free_bytes} are free; make room, lower save_total_limit or choose \
+         another output_dir"
+    );
+    Err(Error::Io { path: folder.to_owned(), source: io::Error::new(ErrorKind::StorageFull, message) })
+}
+
+/// A name beside `complete` that [`list`] does not see and [`prepare`] removes.
+fn hidden(complete: &Path, suffix: &str) -> PathBuf {
+    let name = complete.file_name().unwrap_or_default().to_string_lossy();
+    complete.with_file_name(format!(".{name}{suffix}"))
+}
+
+fn parent(folder: &Path) -> &Path {
+    folder.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Names and paths in a folder; none if there is no such folder.
+fn entries(folder: &Path) -> Result<Vec<(String, PathBuf)>> {
+    let read = match std::fs::read_dir(folder) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        read => read.map_err(Error::io(folder))?,
+    };
+    let named = |entry: std::fs::DirEntry| (entry.file_name().to_string_lossy().into_owned(), entry.path());
+    read.map(|entry| entry.map(named).map_err(Error::io(folder))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::ExitCode;
+
+    #[test]
+    fn a_full_disk_is_named_with_both_numbers() {
+        let folder = tempfile::tempdir().unwrap();
+        let temporary = temporary(&path(folder.path(), 7));
+        prepare(&temporary, 1).unwrap();
+        let error = prepare(&temporary, u64::MAX).unwrap_err();
+        assert_eq!(error.exit_code(), ExitCode::Storage);
+        assert!(error.to_string().contains(&format!("needs {} bytes, ", u64::MAX)), "{error}");
+        assert!(!temporary.exists());
+    }
+
+    #[test]
+    fn leftovers_are_not_listed_and_removed_by_the_next_save() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in [".checkpoint-3.tmp", ".checkpoint-2.old.tmp", "checkpoint-10", "checkpoint-9", "checkpoint-x"] {
+            std::fs::create_dir(folder.path().join(name)).unwrap();
+        }
+        assert_eq!(list(folder.path()).unwrap(), [9, 10].map(|step| path(folder.path(), step)));
+        prepare(&temporary(&path(folder.path(), 11)), 1).unwrap();
+        let mut names: Vec<_> = entries(folder.path()).unwrap().into_iter().map(|(name, _)| name).collect();
+        names.sort();
+        assert_eq!(names, [".checkpoint-11.tmp", "checkpoint-10", "checkpoint-9", "checkpoint-x"]);
+    }
+
+    #[test]
+    fn what_was_just_written_is_the_newest_whatever_its_step() {
+        let folder = tempfile::tempdir().unwrap();
+        let of_steps = |steps: &[u64]| steps.iter().map(|&step| path(folder.path(), step)).collect::<Vec<_>>();
+        of_steps(&[3, 6, 9]).iter().for_each(|folder| std::fs::create_dir(folder).unwrap());
+        keep_newest(folder.path(), &path(folder.path(), 3), Some(2));
+        assert_eq!(list(folder.path()).unwrap(), of_steps(&[3, 9]));
+        keep_newest(folder.path(), &path(folder.path(), 9), None);
+        assert_eq!(list(folder.path()).unwrap(), of_steps(&[3, 9]));
+    }
+}

@@ -1,0 +1,316 @@
+//! A checkpoint's files on a tiny policy: what is written, what damage does, what a kill leaves behind.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use colo_grpo::checkpoint::{Checkpoint, CheckpointOptions, TrainerState, find_latest, save};
+use colo_grpo::config::GradientCheckpointing;
+use colo_grpo::data::SamplerState;
+use colo_grpo::dist::World;
+use colo_grpo::error::ExitCode;
+use colo_grpo::memory::HostPool;
+use colo_grpo::model::{ModelSpec, ParamTable, WeightFiles, init_unit};
+use colo_grpo::train::{AdamOptions, NetworkOptions, ParamState, Policy, PolicyOptions};
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use serde_json::Value;
+use tch::{Device, Kind, Tensor};
+
+use super::{cut_short, flip_a_byte};
+
+const KILLED_VARIABLE: &str = "COLO_GRPO_TEST_SAVES";
+const SHARD: &str = "optimizer/rank_00000_of_00001.safetensors";
+const NUM_UPDATES: u64 = 5;
+
+/// A policy of one rank whose moments are not zero.
+fn policy(kind: Kind) -> Policy {
+    let spec = Arc::new(ModelSpec::preset("micro").unwrap());
+    let table = Arc::new(ParamTable::new(spec, 1));
+    let adam = AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
+    let network = NetworkOptions { kind, device: Device::Cpu };
+    let options = PolicyOptions { stage: 0, network, gradient_checkpointing: GradientCheckpointing::None, adam };
+    let mesh = World::single().mesh(1, 1).unwrap();
+    let mut policy = Policy::new(table, &mesh, options, &|layout| init_unit(layout, 1, Kind::Float)).unwrap();
+    tch::manual_seed(7);
+    let mut random = |_, _, elements: std::ops::Range<usize>| {
+        let numbers = || Tensor::rand([elements.len() as i64], (Kind::Float, Device::Cpu));
+        Ok(ParamState { master: numbers(), m: numbers(), v: numbers() })
+    };
+    policy.import_state(NUM_UPDATES, &mut random).unwrap();
+    policy
+}
+
+fn state(global_step: u64) -> TrainerState {
+    TrainerState {
+        global_step,
+        num_updates: NUM_UPDATES,
+        generation_step: global_step,
+        epoch: 0.5,
+        max_steps: 10,
+        num_input_tokens_seen: 1000,
+        world_size: 1,
+        num_rows: 10,
+        sampler: SamplerState::default(),
+        config: String::new(),
+        log_history: Vec::new(),
+    }
+}
+
+fn options(folder: &Path) -> CheckpointOptions {
+    let tokenizer_dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/arithmetic/tokenizer");
+    CheckpointOptions { output_dir: folder.to_owned(), tokenizer_dir, save_total_limit: None }
+}
+
+fn save_step(options: &CheckpointOptions, policy: &Policy, step: u64) -> PathBuf {
+    save(options, &World::single(), policy, &state(step)).unwrap()
+}
+
+/// Everything in a folder, hidden or not.
+fn names(folder: &Path) -> Vec<String> {
+    let name = |entry: fs::DirEntry| entry.file_name().into_string().unwrap();
+    let mut names: Vec<String> = fs::read_dir(folder).unwrap().map(|entry| name(entry.unwrap())).collect();
+    names.sort();
+    names
+}
+
+fn saved_bits(policy: &Policy) -> Vec<Vec<f64>> {
+    let shards = policy.export_state().map(|shard| shard.unwrap().state);
+    shards
+        .flat_map(|state| [state.master, state.m, state.v])
+        .map(|t| Vec::try_from(t.to_kind(Kind::Double)).unwrap())
+        .collect()
+}
+
+#[test]
+fn a_bfloat16_policy_returns_with_its_state_and_is_a_model_of_its_type() {
+    let folder = tempfile::tempdir().unwrap();
+    let saved = policy(Kind::BFloat16);
+    let checkpoint = save_step(&options(folder.path()), &saved, 3);
+    let mut restored = policy(Kind::BFloat16);
+    restored
+        .import_state(0, &mut |_, _, elements| {
+            let zeros = || Tensor::zeros([elements.len() as i64], (Kind::Float, Device::Cpu));
+            Ok(ParamState { master: zeros(), m: zeros(), v: zeros() })
+        })
+        .unwrap();
+    let opened = Checkpoint::open(&checkpoint, true).unwrap();
+    assert_eq!(opened.state, state(3));
+    opened.restore(&mut restored).unwrap();
+    assert!(saved_bits(&restored) == saved_bits(&saved) && restored.num_updates() == NUM_UPDATES);
+
+    let spec = ModelSpec::from_folder(&checkpoint).unwrap();
+    assert_eq!(spec.dtype, Kind::BFloat16);
+    let bytes = fs::read(checkpoint.join("model.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    assert!(tensors.tensors().iter().all(|(_, tensor)| tensor.dtype() == Dtype::BF16));
+    let weights = WeightFiles::open(&checkpoint, Arc::new(spec)).unwrap();
+    for layout in &saved.table().units {
+        let expected = saved.unit_weights(layout.unit).unwrap();
+        assert_eq!(weights.read_unit(layout, Kind::BFloat16).unwrap(), expected, "{}", layout.unit);
+    }
+    let fields = ["global_step", "epoch", "max_steps", "num_input_tokens_seen", "log_history"];
+    let json: Value = serde_json::from_slice(&fs::read(checkpoint.join("trainer_state.json")).unwrap()).unwrap();
+    assert!(fields.iter().all(|field| json.get(field).is_some()), "{json}");
+}
+
+#[test]
+fn the_newest_valid_checkpoint_is_found() {
+    let folder = tempfile::tempdir().unwrap();
+    assert_eq!(find_latest(&folder.path().join("none")).unwrap(), None);
+    let (options, policy) = (options(folder.path()), policy(Kind::Float));
+    let saved = [9, 10, 11].map(|step| save_step(&options, &policy, step));
+    assert_eq!(find_latest(folder.path()).unwrap().as_ref(), Some(&saved[2]));
+    flip_a_byte(&saved[2].join("model.safetensors"));
+    assert_eq!(find_latest(folder.path()).unwrap().as_ref(), Some(&saved[1]));
+    cut_short(&saved[1].join(SHARD));
+    assert_eq!(find_latest(folder.path()).unwrap().as_ref(), Some(&saved[0]));
+    fs::remove_file(saved[0].join("trainer_state.json")).unwrap();
+    let error = find_latest(folder.path()).unwrap_err();
+    assert_eq!(error.exit_code(), ExitCode::Checkpoint);
+    let message = error.to_string();
+    for expected in [
+        "among 3",
+        "checkpoint-11: model.safetensors: ",
+        &format!("checkpoint-10: {SHARD}: "),
+        "checkpoint-9: trainer_state.json: ",
+    ] {
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn a_failed_save_leaves_nothing_and_keeps_the_old() {
+    let folder = tempfile::tempdir().unwrap();
+    let (good, mut policy) = (options(folder.path()), policy(Kind::Float));
+    let old = save_step(&good, &policy, 1);
+    let no_tokenizer = CheckpointOptions { tokenizer_dir: folder.path().to_owned(), ..good.clone() };
+    assert!(save(&no_tokenizer, &World::single(), &policy, &state(2)).is_err());
+    assert_eq!(names(folder.path()), ["checkpoint-1"]);
+    assert!(save(&no_tokenizer, &World::single(), &policy, &state(1)).is_err());
+    assert_eq!(find_latest(folder.path()).unwrap(), Some(old.clone()));
+
+    let mut pool = HostPool::new("checkpoint_test", policy.optimizer_bytes()).unwrap();
+    policy.offload_optimizer(&mut pool).unwrap();
+    let error = save(&good, &World::single(), &policy, &state(2)).unwrap_err().to_string();
+    assert!(error.contains("offloaded"), "{error}");
+    assert_eq!(names(folder.path()), ["checkpoint-1"]);
+}
+
+#[test]
+fn only_the_newest_stay() {
+    let folder = tempfile::tempdir().unwrap();
+    let (options, policy) =
+        (CheckpointOptions { save_total_limit: Some(2), ..options(folder.path()) }, policy(Kind::Float));
+    fs::create_dir(folder.path().join(".checkpoint-7.tmp")).unwrap();
+    for step in [8, 9, 10, 10] {
+        save_step(&options, &policy, step);
+    }
+    assert_eq!(names(folder.path()), ["checkpoint-10", "checkpoint-9"]);
+    assert_eq!(find_latest(folder.path()).unwrap(), Some(folder.path().join("checkpoint-10")));
+}
+
+/// Type, shape and bytes by name.
+type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+fn read(path: &Path) -> Tensors {
+    let bytes = fs::read(path).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap().tensors();
+    tensors
+        .into_iter()
+        .map(|(name, view)| (name, (view.dtype(), view.shape().to_vec(), view.data().to_vec())))
+        .collect()
+}
+
+fn write(path: &Path, tensors: &Tensors) {
+    let views = tensors
+        .iter()
+        .map(|(name, (dtype, shape, bytes))| (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
+    safetensors::serialize_to_file(views, None, path).unwrap();
+}
+
+#[test]
+fn optimizer_files_that_lie_are_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut policy = policy(Kind::Float);
+    let checkpoint = save_step(&options(folder.path()), &policy, 1);
+    let path = checkpoint.join(SHARD);
+    let good = fs::read(&path).unwrap();
+    let tensors = read(&path);
+    let norm = "head/FinalNorm/0-32";
+    let mut refuse = |expected: &str| {
+        let error = Checkpoint::open(&checkpoint, false).unwrap().restore(&mut policy).expect_err(expected);
+        assert_eq!(error.exit_code(), ExitCode::Checkpoint, "{error}");
+        assert!(error.to_string().contains(expected), "{error}");
+    };
+    let with_header = |header: &str| [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+    let tensor = |offsets: &str| format!(r#"{{"{norm}/m":{{"dtype":"F32","shape":[32],"data_offsets":{offsets}}}}}"#);
+    let raw: [(Vec<u8>, &str); 7] = [
+        (u64::MAX.to_le_bytes().to_vec(), "header of 18446744073709551615 bytes"),
+        (good[..4].to_vec(), "truncated: 4 bytes"),
+        (good[..good.len() - 1].to_vec(), "truncated: "),
+        ([&good[..], &[0]].concat(), "but the header describes"),
+        (with_header(&"[".repeat(100_000)), "bad header: "),
+        (with_header(&tensor("[0,128]")), "truncated: "),
+        (with_header(&tensor("[18446744073709551488,0]")), "bad header: "),
+    ];
+    for (bytes, expected) in raw {
+        fs::write(&path, bytes).unwrap();
+        refuse(expected);
+    }
+    let part = |part: &str| format!("{norm}/{part}");
+    let cases: [(&dyn Fn(&mut Tensors), &str); 7] = [
+        (&|all| all.get_mut(&part("m")).unwrap().0 = Dtype::I32, "expected master, m and v of one type"),
+        (&|all| _ = all.remove(&part("v")), "expected master, m and v of one type"),
+        (&|all| _ = all.remove(&part("master")), "expected master weights of type F32 or F64 beside it"),
+        (
+            &|all| all.retain(|name, _| !name.starts_with(norm)),
+            "expected elements 0..32 of head/FinalNorm once each, found none",
+        ),
+        (
+            &|all| {
+                let copies: Vec<_> = PARTS.iter().map(|what| (what, all[&part(what)].clone())).collect();
+                for (what, (dtype, _, bytes)) in copies {
+                    all.insert(format!("head/FinalNorm/8-16/{what}"), (dtype, vec![8], bytes[..32].to_vec()));
+                }
+            },
+            "expected elements 0..32 of head/FinalNorm once each, found 0..32 in ",
+        ),
+        (
+            &|all| {
+                for what in PARTS {
+                    let tensor = all.remove(&part(what)).unwrap();
+                    all.insert(format!("head/LmHead/0-32/{what}"), tensor);
+                }
+            },
+            "head/LmHead is not a parameter of this model",
+        ),
+        (
+            &|all| _ = all.insert("head/FinalNorm/x".into(), (Dtype::F32, vec![1], vec![0; 4])),
+            "tensor head/FinalNorm/x: expected unit/parameter/first-last/",
+        ),
+    ];
+    for (change, expected) in cases {
+        let mut changed = tensors.clone();
+        change(&mut changed);
+        write(&path, &changed);
+        refuse(expected);
+    }
+    fs::write(checkpoint.join("trainer_state.json"), "[".repeat(100_000)).unwrap();
+    let error = Checkpoint::open(&checkpoint, false).unwrap_err();
+    assert_eq!(error.exit_code(), ExitCode::Checkpoint);
+    assert!(error.to_string().contains("trainer_state.json: "), "{error}");
+    fs::write(&path, good).unwrap();
+}
+
+const PARTS: [&str; 3] = ["master", "m", "v"];
+
+/// Each step is saved twice, so that folders are replaced, and old ones go.
+fn save_until_killed(folder: &Path) -> ! {
+    let (options, policy) = (CheckpointOptions { save_total_limit: Some(2), ..options(folder) }, policy(Kind::Float));
+    let first =
+        find_latest(folder).unwrap().map_or(1, |latest| Checkpoint::open(&latest, false).unwrap().state.global_step);
+    fs::write(folder.join("started"), "").unwrap();
+    for count in 0.. {
+        save_step(&options, &policy, first + count / 2);
+    }
+    unreachable!("the count has no end")
+}
+
+#[test]
+fn a_kill_at_any_moment_leaves_only_complete_checkpoints() {
+    if let Some(folder) = std::env::var_os(KILLED_VARIABLE) {
+        save_until_killed(Path::new(&folder));
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let started = folder.path().join("started");
+    let mut moments = Vec::new();
+    for attempt in 0..20u64 {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "checkpoint::files::a_kill_at_any_moment_leaves_only_complete_checkpoints"])
+            .env(KILLED_VARIABLE, folder.path())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while !started.exists() {
+            assert!(Instant::now() < deadline, "attempt {attempt}: the saving process did not start");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        std::thread::sleep(Duration::from_micros(30_000 + attempt * 7919 % 20_000));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        fs::remove_file(&started).unwrap();
+        let names = names(folder.path());
+        for name in names.iter().filter(|name| name.starts_with("checkpoint-")) {
+            Checkpoint::open(&folder.path().join(name), true)
+                .unwrap_or_else(|error| panic!("attempt {attempt}: {error}"));
+        }
+        moments.push(names);
+    }
+    assert!(find_latest(folder.path()).unwrap().is_some(), "{moments:?}");
+    assert!(moments.iter().flatten().any(|name| name.ends_with(".tmp")), "no kill hit a save: {moments:?}");
+}
