@@ -30,6 +30,7 @@ pub use state::TrainerState;
 
 use crate::dist::World;
 use crate::error::{Error, Result};
+use crate::phase::{self, Phase};
 use crate::train::Policy;
 use manifest::Manifest;
 use shards::ShardFiles;
@@ -54,10 +55,14 @@ pub fn save(options: &CheckpointOptions, world: &World, policy: &Policy, state: 
     let complete = folder::path(&options.output_dir, state.global_step);
     let temporary = folder::temporary(&complete);
     let is_first = world.rank() == 0;
-    world.agree(if is_first { folder::prepare(&temporary, write::num_bytes(policy, state)) } else { Ok(()) })?;
-    let written = write::parts(&temporary, &options.tokenizer_dir, world, policy, state);
-    let published = written.and_then(|()| if is_first { folder::publish(&temporary, &complete) } else { Ok(()) });
-    let outcome = world.agree(published);
+    let prepared = if is_first { folder::prepare(&temporary, write::num_bytes(policy, state)) } else { Ok(()) };
+    let outcome = world.agree(prepared).and_then(|()| {
+        let published = phase::scope(Phase::Checkpoint, || {
+            write::parts(&temporary, &options.tokenizer_dir, world, policy, state)?;
+            if is_first { folder::publish(&temporary, &complete) } else { Ok(()) }
+        });
+        world.agree(published)
+    });
     match &outcome {
         Ok(()) if is_first => folder::keep_newest(&options.output_dir, &complete, options.save_total_limit),
         Err(_) if is_first => _ = std::fs::remove_dir_all(&temporary),
@@ -71,7 +76,7 @@ pub fn save(options: &CheckpointOptions, world: &World, policy: &Policy, state: 
 /// # Errors
 /// The first failure of any rank, on every rank.
 pub fn export(folder: &Path, tokenizer_dir: &Path, world: &World, policy: &Policy) -> Result<()> {
-    world.agree(write::model(folder, tokenizer_dir, world, policy))
+    world.agree(phase::scope(Phase::Checkpoint, || write::model(folder, tokenizer_dir, world, policy)))
 }
 
 /// The newest checkpoint of a run that is complete; damaged ones are named loudly and passed over.

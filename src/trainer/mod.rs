@@ -113,9 +113,8 @@ impl Trainer {
             }
         }
         let model_dir = self.config.output_dir.join("final");
-        phase::scope(Phase::Checkpoint, || {
-            checkpoint::export(&model_dir, &self.config.model_name_or_path, &self.world, self.colocated.policy())
-        })?;
+        let policy = self.colocated.policy();
+        checkpoint::export(&model_dir, &self.config.model_name_or_path, &self.world, policy)?;
         let report = self.output.finish()?;
         Ok(RunSummary { eval_reward_before, eval_reward_after, model_dir, report })
     }
@@ -250,7 +249,7 @@ impl Trainer {
             tokenizer_dir: self.config.model_name_or_path.clone(),
             save_total_limit: self.config.save_total_limit,
         };
-        phase::scope(Phase::Checkpoint, || checkpoint::save(&options, &self.world, self.colocated.policy(), &state))
+        checkpoint::save(&options, &self.world, self.colocated.policy(), &state)
     }
 
     /// Whether any rank was asked to stop.

@@ -172,6 +172,15 @@ fn a_run_cut_short_ends_like_a_straight_one() {
     assert!(messages.iter().all(|message| refused.output.contains(message)), "{}", refused.output);
 }
 
+#[test]
+fn a_rank_that_fails_while_saving_leaves_no_part_of_a_checkpoint() {
+    let runs = Runs::new();
+    let failed = runs.train("failed", 2, &["fault=1:3:checkpoint:error"]);
+    assert_eq!(failed.code, Some(10), "{}", failed.output);
+    assert!(failed.output.contains("rank 1, step 3, checkpoint: injected fault"), "{}", failed.output);
+    assert_eq!(files::names(&runs.path("failed")).iter().filter(|name| name.contains("checkpoint-")).count(), 1);
+}
+
 /// ZeRO-3 with a reference model and four updates a generation batch.
 #[test]
 fn a_sharded_run_of_several_updates_ends_like_a_straight_one() {

@@ -69,7 +69,7 @@ fn save_step(options: &CheckpointOptions, policy: &Policy, step: u64) -> PathBuf
 }
 
 /// Everything in a folder, hidden or not.
-fn names(folder: &Path) -> Vec<String> {
+pub(super) fn names(folder: &Path) -> Vec<String> {
     let name = |entry: fs::DirEntry| entry.file_name().into_string().unwrap();
     let mut names: Vec<String> = fs::read_dir(folder).unwrap().map(|entry| name(entry.unwrap())).collect();
     names.sort();
