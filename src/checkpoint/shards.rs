@@ -59,24 +59,23 @@ impl ShardFiles {
 
     /// State of some elements of a parameter, put together from the pieces that overlap them.
     pub fn read(&self, unit: Unit, name: ParamName, elements: Range<usize>) -> Result<ParamState> {
-        let key = param_key(unit, name);
-        let [master, m, v] = PARTS.map(|part| self.read_part(&key, &elements, part));
+        let [master, m, v] = PARTS.map(|part| self.read_part(unit, name, &elements, part));
         Ok(ParamState { master: master?, m: m?, v: v? })
     }
 
-    fn read_part(&self, key: &str, elements: &Range<usize>, part: &str) -> Result<Tensor> {
-        let pieces = self.pieces.get(key).map_or(&[][..], Vec::as_slice);
+    fn read_part(&self, unit: Unit, name: ParamName, elements: &Range<usize>, part: &str) -> Result<Tensor> {
+        let pieces = self.pieces.get(&param_key(unit, name)).map_or(&[][..], Vec::as_slice);
         let overlap = |piece: &Piece| {
             let shared = elements.start.max(piece.elements.start)..elements.end.min(piece.elements.end);
-            (!shared.is_empty()).then(|| self.read_piece(piece, key, part, &shared))
+            let tensor = tensor_name(unit, name, &piece.elements, part);
+            (!shared.is_empty()).then(|| self.read_piece(piece, &tensor, &shared))
         };
         let parts: Vec<Tensor> = pieces.iter().filter_map(overlap).collect::<Result<_>>()?;
         Ok(Tensor::f_cat(&parts, 0)?)
     }
 
-    fn read_piece(&self, piece: &Piece, key: &str, part: &str, elements: &Range<usize>) -> Result<Tensor> {
-        let name = format!("{key}/{}-{}/{part}", piece.elements.start, piece.elements.end);
-        let bytes = self.files[piece.file].bytes(&name).expect("checked at open");
+    fn read_piece(&self, piece: &Piece, tensor: &str, elements: &Range<usize>) -> Result<Tensor> {
+        let bytes = self.files[piece.file].bytes(tensor).expect("checked at open");
         let width = piece.kind.elt_size_in_bytes();
         let first = elements.start - piece.elements.start;
         let bytes = &bytes[first * width..(first + elements.len()) * width];

@@ -125,7 +125,7 @@ impl Output {
     pub(super) fn evaluations(&self) -> Option<(f64, f64)> {
         let mut rewards = self.history.iter().filter_map(|line| line.get("eval_reward")?.as_f64());
         let first = rewards.next()?;
-        Some((first, rewards.last().unwrap_or(first)))
+        Some((first, rewards.next_back().unwrap_or(first)))
     }
 
     /// The completions of a step, if they are to be kept (collective then).

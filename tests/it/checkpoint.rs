@@ -2,7 +2,7 @@
 
 mod files;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -68,10 +68,12 @@ impl Runs {
         ended
     }
 
-    fn metrics(&self, run: &str) -> BTreeMap<u64, MetricLine> {
+    /// Lines by step and by whether they are an evaluation's.
+    fn metrics(&self, run: &str) -> BTreeMap<(u64, bool), MetricLine> {
         let lines = read_metrics(&self.path(run).join("metrics.jsonl")).unwrap();
         let num_lines = lines.len();
-        let by_step: BTreeMap<_, _> = lines.into_iter().map(|line| (line.step, line)).collect();
+        let key = |line: &MetricLine| (line.step, line.values.contains_key("eval_reward"));
+        let by_step: BTreeMap<_, _> = lines.into_iter().map(|line| (key(&line), line)).collect();
         assert_eq!(by_step.len(), num_lines, "{run}: a step was written twice");
         by_step
     }
@@ -88,9 +90,12 @@ impl Runs {
     fn assert_same(&self, run: &str, straight: &str, steps: &[u64]) {
         assert!(self.final_weights(run) == self.final_weights(straight), "{run}: other weights than {straight}");
         let (own, expected) = (self.metrics(run), self.metrics(straight));
-        assert!(own.keys().eq(steps), "{run}: {:?}", own.keys());
+        for (key, line) in &own {
+            assert_eq!(without_times(line), without_times(&expected[key]), "{run}, (step, evaluation) = {key:?}");
+        }
+        let written: BTreeSet<u64> = own.keys().map(|(step, _)| *step).collect();
+        assert!(written.iter().eq(steps), "{run}: {written:?}");
         for step in steps {
-            assert_eq!(without_times(&own[step]), without_times(&expected[step]), "{run}, step {step}");
             assert_eq!(self.completions(run, *step), self.completions(straight, *step), "{run}, step {step}");
         }
     }
@@ -103,7 +108,7 @@ impl Runs {
         };
         assert_eq!(texts(run), texts(straight), "{run}, step {step}");
         let (own, expected) = (self.metrics(run), self.metrics(straight));
-        let (own, expected) = (without_times(&own[&step]), without_times(&expected[&step]));
+        let (own, expected) = (without_times(&own[&(step, false)]), without_times(&expected[&(step, false)]));
         assert!(own.keys().eq(expected.keys()), "{run}: {:?}", own.keys());
         for (name, value) in &own {
             let difference = (value - expected[name]).abs();
@@ -181,7 +186,8 @@ fn a_rank_that_fails_while_saving_leaves_no_part_of_a_checkpoint() {
     assert_eq!(files::names(&runs.path("failed")).iter().filter(|name| name.contains("checkpoint-")).count(), 1);
 }
 
-/// ZeRO-3 with a reference model and four updates a generation batch.
+/// ZeRO-3 with a reference model and four updates a generation batch. What was evaluated before the checkpoint is not
+/// evaluated again.
 #[test]
 fn a_sharded_run_of_several_updates_ends_like_a_straight_one() {
     let runs = Runs::new();
@@ -193,11 +199,17 @@ fn a_sharded_run_of_several_updates_ends_like_a_straight_one() {
         "beta=0.01",
         "max_steps=12",
         "save_steps=4",
+        "eval_file=configs/arithmetic/eval.jsonl",
+        "eval_num_generations=1",
+        "eval_steps=4",
     ];
-    runs.train_to_the_end("straight", 2, &common);
+    let straight = runs.train_to_the_end("straight", 2, &common);
     let resume = runs.resume("straight", 4);
-    runs.train_to_the_end("resumed", 2, &[&common[..], &[&resume]].concat());
+    let resumed = runs.train_to_the_end("resumed", 2, &[&common[..], &[&resume]].concat());
     runs.assert_same("resumed", "straight", &[8, 12]);
+    let rewards =
+        |ended: &Ended| ended.output.lines().find(|line| line.contains("held-out mean reward: ")).map(str::to_owned);
+    assert!(rewards(&resumed).is_some() && rewards(&resumed) == rewards(&straight), "{}", resumed.output);
 }
 
 #[test]

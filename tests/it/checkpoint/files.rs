@@ -23,6 +23,7 @@ use super::{cut_short, flip_a_byte};
 
 const KILLED_VARIABLE: &str = "COLO_GRPO_TEST_SAVES";
 const SHARD: &str = "optimizer/rank_00000_of_00001.safetensors";
+const PARTS: [&str; 3] = ["master", "m", "v"];
 const NUM_UPDATES: u64 = 5;
 
 /// A policy of one rank whose moments are not zero.
@@ -175,6 +176,9 @@ fn only_the_newest_stay() {
 /// Type, shape and bytes by name.
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
+/// What a case does to good tensors.
+type Change<'a> = &'a dyn Fn(&mut Tensors);
+
 fn read(path: &Path) -> Tensors {
     let bytes = fs::read(path).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap().tensors();
@@ -221,7 +225,7 @@ fn optimizer_files_that_lie_are_refused_by_name() {
         refuse(expected);
     }
     let part = |part: &str| format!("{norm}/{part}");
-    let cases: [(&dyn Fn(&mut Tensors), &str); 7] = [
+    let cases: [(Change<'_>, &str); 7] = [
         (&|all| all.get_mut(&part("m")).unwrap().0 = Dtype::I32, "expected master, m and v of one type"),
         (&|all| _ = all.remove(&part("v")), "expected master, m and v of one type"),
         (&|all| _ = all.remove(&part("master")), "expected master weights of type F32 or F64 beside it"),
@@ -264,8 +268,6 @@ fn optimizer_files_that_lie_are_refused_by_name() {
     assert!(error.to_string().contains("trainer_state.json: "), "{error}");
     fs::write(&path, good).unwrap();
 }
-
-const PARTS: [&str; 3] = ["master", "m", "v"];
 
 /// Each step is saved twice, so that folders are replaced, and old ones go.
 fn save_until_killed(folder: &Path) -> ! {
