@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 
 use colo_grpo::metrics::{CompletionRow, MetricLine, read_completions, read_metrics};
 
-/// Metrics of the clock.
-const TIMES: [&str; 3] = ["step_time", "timing_s/", "perf/"];
+/// Metrics of the clock, and of how much a layout moves.
+const TIMES: [&str; 4] = ["step_time", "timing_s/", "perf/", "transition/"];
 /// Two ranks train 32 completions a step; the learning rate falls, so that a wrong step would show.
 const COMMON: [&str; 7] = [
     "eval_file=none",
