@@ -3,6 +3,9 @@
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::io::Errno;
+
 use super::manifest::sync_tree;
 use crate::error::{Error, Result};
 
@@ -41,14 +44,16 @@ pub fn prepare(temporary: &Path, needed_bytes: u64) -> Result<()> {
     std::fs::create_dir(temporary).map_err(Error::io(temporary))
 }
 
-/// Makes the temporary folder durable and gives it its name.
+/// Makes the temporary folder durable and gives it its name, in place of what has it.
 pub fn publish(temporary: &Path, complete: &Path) -> Result<()> {
     sync_tree(temporary)?;
-    if complete.exists() {
-        discard(complete)?;
+    if !complete.exists() {
+        std::fs::rename(temporary, complete).map_err(Error::io(complete))?;
+        return sync(parent(complete));
     }
-    std::fs::rename(temporary, complete).map_err(Error::io(complete))?;
-    sync(parent(complete))
+    exchange(temporary, complete).map_err(Error::io(complete))?;
+    sync(parent(complete))?;
+    std::fs::remove_dir_all(temporary).map_err(Error::io(temporary))
 }
 
 /// Removes all but the newest `limit` checkpoints; `newest`, just written, stays whatever its step. An old checkpoint that
@@ -70,9 +75,22 @@ pub fn sync(path: &Path) -> Result<()> {
     std::fs::File::open(path).and_then(|file| file.sync_all()).map_err(Error::io(path))
 }
 
+/// Swaps two folders' names: at once where the file system can, else (NFS) with a moment in which neither has `b`.
+fn exchange(a: &Path, b: &Path) -> io::Result<()> {
+    match renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE) {
+        Err(Errno::INVAL | Errno::NOSYS) => {
+            let aside = doomed(b);
+            std::fs::rename(b, &aside)?;
+            std::fs::rename(a, b)?;
+            std::fs::rename(aside, a)
+        }
+        exchanged => exchanged.map_err(io::Error::from),
+    }
+}
+
 /// Removes a checkpoint: first its name, so that a crash leaves no half of it under that name.
 fn discard(complete: &Path) -> Result<()> {
-    let doomed = hidden(complete, &format!(".old{TEMPORARY_SUFFIX}"));
+    let doomed = doomed(complete);
     std::fs::rename(complete, &doomed).map_err(Error::io(complete))?;
     std::fs::remove_dir_all(&doomed).map_err(Error::io(doomed))
 }
@@ -91,6 +109,10 @@ fn check_space(folder: &Path, needed_bytes: u64) -> Result<()> {
          another output_dir"
     );
     Err(Error::Io { path: folder.to_owned(), source: io::Error::new(ErrorKind::StorageFull, message) })
+}
+
+fn doomed(complete: &Path) -> PathBuf {
+    hidden(complete, &format!(".old{TEMPORARY_SUFFIX}"))
 }
 
 /// A name beside `complete` that [`list`] does not see and [`prepare`] removes.
