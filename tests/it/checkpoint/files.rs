@@ -311,6 +311,11 @@ fn a_kill_at_any_moment_leaves_only_complete_checkpoints() {
             Checkpoint::open(&folder.path().join(name), true)
                 .unwrap_or_else(|error| panic!("attempt {attempt}: {error}"));
         }
+        let has_checkpoint = |names: &Vec<String>| names.iter().any(|name| name.starts_with("checkpoint-"));
+        assert!(
+            has_checkpoint(&names) || !moments.iter().any(has_checkpoint),
+            "the last one is gone: {moments:?}, {names:?}"
+        );
         moments.push(names);
     }
     assert!(find_latest(folder.path()).unwrap().is_some(), "{moments:?}");
