@@ -5,6 +5,8 @@
 const MAPPED_BYTES: i32 = 1 << 30;
 /// What the heap grows by.
 const GROWTH_BYTES: i32 = 64 << 20;
+/// Free memory that is not worth returning: a small model would spend a tenth of every step on getting it back.
+const KEPT_BYTES: usize = 512 << 20;
 
 /// Keeps the memory of freed tensors for the next ones, until [`release_memory`]. By default the heap maps every large
 /// tensor anew and returns it when it dies, so that the kernel clears the same pages again in every operation (a fifth of
@@ -19,12 +21,14 @@ pub fn keep_memory() {
     }
 }
 
-/// Returns the free memory of the heap to the operating system.
+/// Returns the free memory of the heap to the operating system where it is more than 512 MiB.
 pub fn release_memory() {
     #[cfg(target_env = "gnu")]
-    // SAFETY: `malloc_trim` takes its own locks and touches free memory only.
+    // SAFETY: both calls take the heap's own locks; the second touches free memory only.
     unsafe {
-        libc::malloc_trim(0);
+        if libc::mallinfo2().fordblks > KEPT_BYTES {
+            libc::malloc_trim(0);
+        }
     }
 }
 
