@@ -153,7 +153,7 @@ fn a_failed_save_leaves_nothing_and_keeps_the_old() {
     assert!(save(&no_tokenizer, &World::single(), &policy, &state(1)).is_err());
     assert_eq!(find_latest(folder.path()).unwrap(), Some(old.clone()));
 
-    let mut pool = HostPool::new("checkpoint_test", policy.optimizer_bytes()).unwrap();
+    let mut pool = HostPool::new("checkpoint_test", policy.optimizer_bytes(), Device::Cpu, &mut |_, _| ()).unwrap();
     policy.offload_optimizer(&mut pool).unwrap();
     let error = save(&good, &World::single(), &policy, &state(2)).unwrap_err().to_string();
     assert!(error.contains("offloaded"), "{error}");
