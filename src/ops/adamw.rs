@@ -1,11 +1,13 @@
 //! AdamW with decoupled weight decay (arXiv 1711.05101) over flat shards, in place.
 
 use std::ops::Range;
-use tch::Tensor;
+use tch::{Kind, Tensor};
+
+use crate::cuda::kernels::{self, AdamWScalars};
+use crate::error::Result;
 
 /// Elements updated at once: the temporaries of one piece stay in the processor's cache.
-const CPU_PIECE: i64 = 1 << 16;
-const CUDA_PIECE: i64 = 1 << 26;
+const PIECE: i64 = 1 << 16;
 
 /// Hyperparameters of one step.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -26,7 +28,11 @@ pub struct AdamW {
 /// m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
 /// master -= lr * (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps), after decay of `decayed`.
 ///
-/// Every operation rounds each element alone, so that the result does not depend on how a model is cut into shards.
+/// Every operation rounds each element alone, so that the result does not depend on how a model is cut into shards. On a GPU
+/// float32 shards take one pass of one kernel.
+///
+/// # Errors
+/// Those of the kernel.
 #[allow(clippy::too_many_arguments)]
 pub fn step(
     master: &mut Tensor, // [n] f32 (f64 in tests)
@@ -37,7 +43,10 @@ pub fn step(
     step: u64,
     grad_scale: f64,
     decayed: &[Range<i64>],
-) {
+) -> Result<()> {
+    if master.device().is_cuda() && master.kind() == Kind::Float {
+        return kernels::adamw(master, m, v, grad, None, &scalars(hyper, step, grad_scale), decayed);
+    }
     let keep = 1.0 - hyper.lr * hyper.weight_decay;
     if keep != 1.0 {
         for range in decayed {
@@ -45,10 +54,26 @@ pub fn step(
         }
     }
     let total = master.size()[0];
-    let piece = if master.device().is_cuda() { CUDA_PIECE } else { CPU_PIECE };
-    for start in (0..total).step_by(piece as usize) {
-        let cut = |t: &Tensor| t.narrow(0, start, piece.min(total - start));
+    for start in (0..total).step_by(PIECE as usize) {
+        let cut = |t: &Tensor| t.narrow(0, start, PIECE.min(total - start));
         update(&mut cut(master), &mut cut(m), &mut cut(v), &cut(grad), hyper, step, grad_scale);
+    }
+    Ok(())
+}
+
+/// The kernel's factors.
+fn scalars(hyper: &AdamW, step: u64, grad_scale: f64) -> AdamWScalars {
+    let &AdamW { lr, beta1, beta2, eps, weight_decay } = hyper;
+    let (correction1, correction2) = (1.0 - beta1.powf(step as f64), 1.0 - beta2.powf(step as f64));
+    AdamWScalars {
+        keep: (1.0 - lr * weight_decay) as f32,
+        beta1: beta1 as f32,
+        gain1: (grad_scale * (1.0 - beta1)) as f32,
+        beta2: beta2 as f32,
+        gain2: (grad_scale * (1.0 - beta2).sqrt()) as f32,
+        root_scale: (1.0 / correction2.sqrt()) as f32,
+        eps: eps as f32,
+        rate: (-lr / correction1) as f32,
     }
 }
 
@@ -90,7 +115,7 @@ mod tests {
         let (mut rp, mut rm, mut rv) = (host(&p), host(&m), host(&v));
         for t in 1..=5 {
             let g = rand(&[50]);
-            step(&mut p, &mut m, &mut v, &g, &HYPER, t, 0.5, &[10..20, 20..30]);
+            step(&mut p, &mut m, &mut v, &g, &HYPER, t, 0.5, &[10..20, 20..30]).unwrap();
             reference(&mut rp, &mut rm, &mut rv, &host(&(g * 0.5)), t as i32, &(10..30));
         }
         assert_close(&p, &Tensor::from_slice(&rp));
@@ -107,7 +132,7 @@ mod tests {
             let (p, m, v) = (p.copy(), m.copy(), v.copy());
             for cut in cuts.windows(2) {
                 let part = |t: &Tensor| t.narrow(0, cut[0], cut[1] - cut[0]);
-                step(&mut part(&p), &mut part(&m), &mut part(&v), &part(&g), &HYPER, 3, 0.7, &[]);
+                step(&mut part(&p), &mut part(&m), &mut part(&v), &part(&g), &HYPER, 3, 0.7, &[]).unwrap();
             }
             p
         };
@@ -119,7 +144,7 @@ mod tests {
         let (p, zeros) = (rand(&[8]), Tensor::zeros_like(&rand(&[8])));
         let mut moved = p.copy();
         let hyper = AdamW { lr: 0.0, ..HYPER };
-        step(&mut moved, &mut zeros.copy(), &mut zeros.copy(), &zeros, &hyper, 1, 1.0, &[0..4, 4..8]);
+        step(&mut moved, &mut zeros.copy(), &mut zeros.copy(), &zeros, &hyper, 1, 1.0, &[0..4, 4..8]).unwrap();
         assert!(moved.equal(&p));
     }
 }

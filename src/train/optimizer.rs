@@ -86,7 +86,7 @@ impl Optimizer {
         let AdamOptions { beta1, beta2, eps, weight_decay } = self.options;
         let hyper = adamw::AdamW { lr, beta1, beta2, eps, weight_decay };
         let decayed = &self.units[index].decayed;
-        adamw::step(&mut master, &mut m, &mut v, gradient, &hyper, self.num_updates, gradient_scale, decayed);
+        adamw::step(&mut master, &mut m, &mut v, gradient, &hyper, self.num_updates, gradient_scale, decayed)?;
         Ok(master)
     }
 

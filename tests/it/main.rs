@@ -5,6 +5,8 @@ mod cli;
 mod collectives;
 mod colocate;
 mod demo;
+mod gpu_kernels;
+mod gpu_memory;
 mod launch;
 mod model;
 mod program;

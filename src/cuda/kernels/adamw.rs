@@ -114,10 +114,10 @@ mod tests {
     #[test]
     fn runs_cover_everything_once_and_neighbours_are_one() {
         assert_eq!(segments(&[], 5).unwrap(), [(0..5, false)]);
-        assert_eq!(segments(&[0..5], 5).unwrap(), [(0..5, true)]);
+        assert_eq!(segments(&[0..2, 2..5], 5).unwrap(), [(0..5, true)]);
         assert_eq!(segments(&[1..2, 2..4, 4..4], 5).unwrap(), [(0..1, false), (1..4, true), (4..5, false)]);
         assert!(segments(&[], 0).unwrap().is_empty());
-        for wrong in [vec![0..6], vec![2..4, 1..2], vec![Range { start: 3, end: 1 }]] {
+        for wrong in [vec![0..1, 1..6], vec![2..4, 1..2], vec![0..1, Range { start: 3, end: 2 }]] {
             assert!(segments(&wrong, 5).is_err(), "{wrong:?}");
         }
     }

@@ -1,0 +1,182 @@
+//! Every kernel against its reference on the CPU, in float64 or float32. Ignored where there is no GPU; times are printed as
+//! one JSON line each.
+
+use std::ops::Range;
+use std::time::Instant;
+
+use colo_grpo::cuda::kernels;
+use colo_grpo::ops::{adamw, rms_norm, swiglu};
+use serde_json::json;
+use tch::{Device, Kind, Tensor};
+
+const GPU: Device = Device::Cuda(0);
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_adamw_equals_the_cpus_to_rounding() {
+    kernels::prepare(0).unwrap();
+    // Odd lengths and ranges: no run is a multiple of a block's work.
+    for (n, decayed) in
+        [(1, vec![]), (1000, vec![3..700, 700..701]), (3_000_001, vec![0..17, 64..1_000_001, 1_000_002..3_000_001])]
+    {
+        for (grad_kind, weight_kind) in [
+            (Kind::Float, None),
+            (Kind::Float, Some(Kind::Float)),
+            (Kind::Float, Some(Kind::BFloat16)),
+            (Kind::BFloat16, Some(Kind::Float)),
+            (Kind::BFloat16, Some(Kind::BFloat16)),
+        ] {
+            compare_adamw(n, &decayed, grad_kind, weight_kind);
+        }
+    }
+}
+
+fn compare_adamw(n: i64, decayed: &[Range<i64>], grad_kind: Kind, weight_kind: Option<Kind>) {
+    let rand = || Tensor::randn([n], (Kind::Float, Device::Cpu));
+    let mut host = [rand(), rand() * 0.1, rand().square() * 0.01];
+    let mut device = host.each_ref().map(|tensor| tensor.to_device(GPU));
+    let mut weight = weight_kind.map(|kind| Tensor::full([n], f64::NAN, (kind, GPU)));
+    let hyper = adamw::AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
+    for step in 1..=3 {
+        let grad = rand().to_kind(grad_kind);
+        let [master, m, v] = &mut host;
+        adamw::step(master, m, v, &grad, &hyper, step, 0.7, decayed).unwrap();
+        let ([master, m, v], grad) = (&mut device, grad.to_device(GPU));
+        match &mut weight {
+            None => adamw::step(master, m, v, &grad, &hyper, step, 0.7, decayed).unwrap(),
+            weight => {
+                kernels::adamw(master, m, v, &grad, weight.as_mut(), &scalars(&hyper, step, 0.7), decayed).unwrap()
+            }
+        }
+    }
+    for ((host, device), what) in host.iter().zip(&device).zip(["master", "m", "v"]) {
+        let error = relative_error(device, host);
+        assert!(error < 3e-7, "{what} of {n} elements, gradient {grad_kind:?}: {error:e}");
+    }
+    if let Some(weight) = weight {
+        assert!(weight.equal(&device[0].to_kind(weight.kind())), "the weight is the master, rounded to nearest");
+    }
+}
+
+fn scalars(hyper: &adamw::AdamW, step: u64, scale: f64) -> kernels::AdamWScalars {
+    let &adamw::AdamW { lr, beta1, beta2, eps, weight_decay } = hyper;
+    kernels::AdamWScalars {
+        keep: (1.0 - lr * weight_decay) as f32,
+        beta1: beta1 as f32,
+        gain1: (scale * (1.0 - beta1)) as f32,
+        beta2: beta2 as f32,
+        gain2: (scale * (1.0 - beta2).sqrt()) as f32,
+        root_scale: (1.0 / (1.0 - beta2.powi(step as i32)).sqrt()) as f32,
+        eps: eps as f32,
+        rate: (-lr / (1.0 - beta1.powi(step as i32))) as f32,
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_rms_norm_equals_the_cpus() {
+    for (kind, bound) in [(Kind::Float, 2e-6), (Kind::BFloat16, 5e-3)] {
+        for (rows, dim) in [(1, 1), (7, 33), (1000, 128), (3001, 3584), (5, 12_000)] {
+            let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Double, Device::Cpu)).to_kind(kind);
+            let (x, weight, dy) = (rand(&[rows, dim]), rand(&[dim]), rand(&[rows, dim]));
+            let double = |tensor: &Tensor| tensor.to_kind(Kind::Double);
+            let gpu = |tensor: &Tensor| tensor.to_device(GPU);
+            let (y, rstd) = rms_norm::forward(&double(&x), &double(&weight), 1e-6);
+            let mut dweight = Tensor::zeros([dim], (Kind::Double, Device::Cpu));
+            let dx = rms_norm::backward(&double(&dy), &double(&x), &double(&weight), &rstd, &mut dweight);
+            let (got_y, got_rstd) = kernels::rms_norm_forward(&gpu(&x), &gpu(&weight), 1e-6).unwrap();
+            let run = || {
+                let mut dweight = Tensor::zeros([dim], (Kind::Float, GPU));
+                let dx =
+                    kernels::rms_norm_backward(&gpu(&dy), &gpu(&x), &gpu(&weight), &got_rstd, &mut dweight).unwrap();
+                (dx, dweight)
+            };
+            let ((got_dx, got_dweight), (again, dweight_again)) = (run(), run());
+            assert!(again.equal(&got_dx) && dweight_again.equal(&got_dweight), "not the same twice");
+            let pairs = [(&got_y, &y), (&got_rstd, &rstd), (&got_dx, &dx), (&got_dweight, &dweight)];
+            for ((got, expected), what) in pairs.into_iter().zip(["y", "rstd", "dx", "dweight"]) {
+                // dx of a row of one element is zero but for rounding.
+                let error = if dim == 1 && what == "dx" { 0.0 } else { relative_error(got, expected) };
+                assert!(error < bound, "{what} of {kind:?} [{rows}, {dim}]: {error:e}");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_swiglu_equals_the_cpus() {
+    for (kind, bound) in [(Kind::Float, 2e-6), (Kind::BFloat16, 5e-3)] {
+        for (tokens, width) in [(1, 1), (3, 5), (1000, 512), (33, 18_944)] {
+            let rand = |shape: &[i64]| (Tensor::randn(shape, (Kind::Double, Device::Cpu)) * 3.0).to_kind(kind);
+            let (gate_up, dy) = (rand(&[tokens, 2 * width]), rand(&[tokens, width]));
+            let part = |at| gate_up.to_kind(Kind::Double).view([tokens, width, 2]).select(2, at).contiguous();
+            let (gate, up) = (part(0), part(1));
+            let y = swiglu::forward(&gate, &up);
+            let (d_gate, d_up) = swiglu::backward(&dy.to_kind(Kind::Double), &gate, up);
+            let expected = Tensor::stack(&[d_gate, d_up], 2).view([tokens, 2 * width]);
+            let got_y = kernels::swiglu_forward(&gate_up.to_device(GPU)).unwrap();
+            let got = kernels::swiglu_backward(&dy.to_device(GPU), gate_up.to_device(GPU)).unwrap();
+            for ((got, expected), what) in [(got_y, y), (got, expected)].iter().zip(["y", "d_gate_up"]) {
+                let error = relative_error(got, expected);
+                assert!(error < bound, "{what} of {kind:?} [{tokens}, {width}]: {error:e}");
+            }
+        }
+    }
+}
+
+/// Times on shapes of Qwen2.5-7B, 16,384 tokens, beside the bytes that must move.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_kernels_run_near_the_memory_s_speed() {
+    const TOKENS: i64 = 16_384;
+    let rand = |shape: &[i64], kind| Tensor::randn(shape, (kind, GPU));
+    let n = 1i64 << 28;
+    let float = || rand(&[n], Kind::Float);
+    let (mut master, mut m, mut v) = (float(), float(), float().abs());
+    let (grad, mut weight) = (rand(&[n], Kind::BFloat16), rand(&[n], Kind::BFloat16));
+    let hyper = adamw::AdamW { lr: 1e-6, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
+    let scalars = scalars(&hyper, 10, 1.0);
+    report("adamw", n * 28, || {
+        kernels::adamw(&mut master, &mut m, &mut v, &grad, Some(&mut weight), &scalars, &[]).unwrap();
+    });
+    let (x, scale) = (rand(&[TOKENS, 3584], Kind::BFloat16), rand(&[3584], Kind::BFloat16));
+    report("rms_norm_forward", TOKENS * 3584 * 4, || drop(kernels::rms_norm_forward(&x, &scale, 1e-6).unwrap()));
+    let rstd = kernels::rms_norm_forward(&x, &scale, 1e-6).unwrap().1;
+    let mut dweight = Tensor::zeros([3584], (Kind::Float, GPU));
+    report("rms_norm_backward", TOKENS * 3584 * 6, || {
+        drop(kernels::rms_norm_backward(&x, &x, &scale, &rstd, &mut dweight).unwrap());
+    });
+    let mut gate_up = rand(&[TOKENS, 37_888], Kind::BFloat16);
+    report("swiglu_forward", TOKENS * 18_944 * 6, || drop(kernels::swiglu_forward(&gate_up).unwrap()));
+    let dy = rand(&[TOKENS, 18_944], Kind::BFloat16);
+    report("swiglu_backward", TOKENS * 18_944 * 10, || {
+        gate_up = kernels::swiglu_backward(&dy, gate_up.shallow_clone()).unwrap();
+    });
+}
+
+/// The median of ten runs after a warm-up; fails under a quarter of what a copy reaches.
+fn report(kernel: &str, bytes: i64, mut run: impl FnMut()) {
+    run();
+    let mut seconds: Vec<f64> = (0..10)
+        .map(|_| {
+            tch::Cuda::synchronize(0);
+            let start = Instant::now();
+            run();
+            tch::Cuda::synchronize(0);
+            start.elapsed().as_secs_f64()
+        })
+        .collect();
+    seconds.sort_by(f64::total_cmp);
+    let (ms, gb_s) = (seconds[5] * 1e3, bytes as f64 / seconds[5] / 1e9);
+    println!("{}", json!({"test": "kernel", "kernel": kernel, "ms": ms, "gb_s": gb_s}));
+    assert!(gb_s > 1000.0, "{kernel}: {gb_s} GB/s");
+}
+
+/// Norm of the difference over the norm of what is expected, in float64 on the CPU. Not a number where either is.
+fn relative_error(got: &Tensor, expected: &Tensor) -> f64 {
+    let double = |tensor: &Tensor| tensor.to_device(Device::Cpu).to_kind(Kind::Double);
+    let (got, expected) = (double(got), double(expected));
+    assert_eq!(got.size(), expected.size());
+    (got - &expected).norm().double_value(&[]) / expected.norm().double_value(&[]).max(1e-30)
+}

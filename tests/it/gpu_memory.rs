@@ -1,0 +1,159 @@
+//! Arena and host pool on a GPU. Ignored where there is none; what is measured is printed as one JSON line each.
+#![allow(unsafe_code)]
+
+use std::time::Instant;
+
+use colo_grpo::cuda::Context;
+use colo_grpo::memory::{Arena, HostPool, Ledger, Place};
+use serde_json::json;
+use tch::{Device, Kind, Tensor};
+
+const GPU: Device = Device::Cuda(0);
+const GIB: usize = 1 << 30;
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_arena_comes_and_goes_in_a_tenth_of_a_second() {
+    let context = Context::retain(0).unwrap();
+    let mut arena = Arena::reserve("gpu_arena_test", 64 * GIB, GPU).unwrap();
+    let (address, free) = (arena.as_ptr(), context.memory_bytes().unwrap().0);
+    let mut slowest = (0.0f64, 0.0f64);
+    for cycle in 0..10 {
+        let start = Instant::now();
+        arena.map(64 * GIB).unwrap();
+        let map_ms = start.elapsed().as_secs_f64() * 1e3;
+        let left = context.memory_bytes().unwrap().0;
+        assert!(free - left >= 64 * GIB, "{} bytes less free", free - left);
+        // SAFETY: dropped before the arena is unmapped.
+        let mut last = unsafe { arena.tensor(64 * GIB - 4096, &[1024], Kind::Float) }.unwrap();
+        assert_eq!(last.abs().sum(Kind::Float).double_value(&[]), 0.0, "cycle {cycle}");
+        let _ = last.fill_(1.0);
+        drop(last);
+        let start = Instant::now();
+        arena.unmap();
+        let unmap_ms = start.elapsed().as_secs_f64() * 1e3;
+        let back = context.memory_bytes().unwrap().0;
+        assert!(back + 64 * (1 << 20) >= free, "{} bytes kept", free - back);
+        assert_eq!((arena.as_ptr(), arena.is_mapped()), (address, false));
+        slowest = (slowest.0.max(map_ms), slowest.1.max(unmap_ms));
+        println!("{}", json!({"test": "arena", "gib": 64, "cycle": cycle, "map_ms": map_ms, "unmap_ms": unmap_ms}));
+    }
+    assert!(slowest.0 < 100.0 && slowest.1 < 100.0, "{slowest:?} ms");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_arena_views_work_in_libtorch_and_growth_keeps_them() {
+    const SIDE: i64 = 1024;
+    let bytes = (SIDE * SIDE * 4) as usize;
+    let mut arena = Arena::reserve("gpu_view_test", GIB, GPU).unwrap();
+    arena.map(bytes).unwrap();
+    // SAFETY: all views are dropped before the arena is.
+    let view = |arena: &Arena, at: usize| unsafe { arena.tensor(at, &[SIDE, SIDE], Kind::Float) }.unwrap();
+    let values = Tensor::randn([SIDE, SIDE], (Kind::Float, Device::Cpu));
+    let mut first = view(&arena, 0);
+    first.copy_(&values);
+    arena.map(GIB).unwrap();
+    let mut last = view(&arena, GIB - bytes);
+    assert_eq!(last.device(), GPU);
+    assert_eq!(last.abs().sum(Kind::Float).double_value(&[]), 0.0, "new memory reads as zero");
+    last.copy_(&(&first * 2.0));
+    assert!(first.to_device(Device::Cpu).equal(&values), "growth keeps what was written");
+    assert!(last.to_device(Device::Cpu).equal(&(&values * 2.0)));
+    let exact = values.to_kind(Kind::Double).mm(&(&values * 2.0).to_kind(Kind::Double));
+    let product = first.mm(&last).to_device(Device::Cpu).to_kind(Kind::Double);
+    let error = (product - &exact).norm().double_value(&[]) / exact.norm().double_value(&[]);
+    assert!(error < 2e-3, "{error}");
+    assert!(Ledger::report().contains(&(Place::Device, "gpu_view_test", GIB)));
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_arena_that_does_not_fit_maps_nothing_and_says_who_holds_what() {
+    let context = Context::retain(0).unwrap();
+    let (free, total) = context.memory_bytes().unwrap();
+    let mut arena = Arena::reserve("gpu_huge_test", 2 * total, GPU).unwrap();
+    let error = arena.map(2 * total).unwrap_err();
+    assert_eq!(error.exit_code() as i32, 11, "{error}");
+    assert!(error.to_string().contains("gpu_huge_test") && error.to_string().contains("MiB free"), "{error}");
+    assert!(!arena.is_mapped());
+    let left = context.memory_bytes().unwrap().0;
+    assert!(left + 64 * (1 << 20) >= free, "{} bytes kept", free - left);
+    arena.map(GIB).unwrap();
+    assert!(arena.is_mapped());
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_pool_copies_at_the_bus_speed_and_bit_identical() {
+    const CHECKED: i64 = 1 << 28; // elements: 1 GiB of float32
+    let bytes = 4 * GIB + (1 << 20);
+    let start = Instant::now();
+    let mut steps = Vec::new();
+    let mut pool = HostPool::new("gpu_pool_test", bytes, GPU, &mut |done, _| steps.push(done)).unwrap();
+    let seconds = start.elapsed().as_secs_f64();
+    println!("{}", json!({"test": "pin", "gib": bytes as f64 / GIB as f64, "seconds": seconds}));
+    assert!(steps.len() > 1 && steps.is_sorted() && steps.last() == Some(&bytes), "{steps:?}");
+
+    let random = Tensor::randint_low(i64::from(i32::MIN), i64::from(i32::MAX), [CHECKED], (Kind::Int, GPU));
+    // Across a border of two chunks; every bit pattern of a float comes back.
+    let at = GIB / 2 + 4;
+    pool.copy_from(at, &random.view_dtype(Kind::Float)).unwrap();
+    let mut back = Tensor::zeros([CHECKED], (Kind::Float, GPU));
+    pool.copy_to(at, &mut back).unwrap();
+    assert!(back.view_dtype(Kind::Int).equal(&random));
+
+    let source = Tensor::randn([(4 * GIB / 4) as i64], (Kind::Float, GPU));
+    let mut target = source.zeros_like();
+    for run in 0..3 {
+        let out = timed(|| pool.copy_from(0, &source).unwrap());
+        let back = timed(|| pool.copy_to(0, &mut target).unwrap());
+        println!(
+            "{}",
+            json!({"test": "pool", "run": run, "gib": 4, "out_gb_s": 4.0 * 1.073_741_824 / out, "in_gb_s": 4.0 * 1.073_741_824 / back})
+        );
+    }
+    assert!(target.equal(&source));
+}
+
+/// The overlapped transition as `colocate` will make it: the host goes on, and libtorch's stream waits for the copy.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_copies_beside_other_work_arrive_before_what_needs_them() {
+    let mut pool = HostPool::new("gpu_async_test", GIB, GPU, &mut |_, _| ()).unwrap();
+    let mut arena = Arena::reserve("gpu_async_state", GIB, GPU).unwrap();
+    let busy = Tensor::randn([8192, 8192], (Kind::BFloat16, GPU));
+    let values = Tensor::randn([(GIB / 4) as i64], (Kind::Float, GPU));
+    for _ in 0..3 {
+        arena.map(GIB).unwrap();
+        // SAFETY: dropped before the arena is unmapped.
+        let mut state = unsafe { arena.tensor(0, &[(GIB / 4) as i64], Kind::Float) }.unwrap();
+        for _ in 0..20 {
+            let _ = busy.mm(&busy);
+        }
+        state.copy_(&values); // queued behind the products
+        let out = pool.copy_from_async(0, &state).unwrap();
+        assert!(!out.is_done().unwrap(), "the copy waits for what writes its tensor");
+        out.wait().unwrap();
+        drop(state);
+        arena.unmap();
+        arena.map(GIB).unwrap();
+        // SAFETY: as above.
+        let mut state = unsafe { arena.tensor(0, &[(GIB / 4) as i64], Kind::Float) }.unwrap();
+        let back = pool.copy_to_async(0, &mut state).unwrap();
+        let _ = busy.mm(&busy);
+        back.hold_libtorch().unwrap();
+        assert!(state.equal(&values), "libtorch read before the copy was done");
+        drop(state);
+        arena.unmap();
+    }
+}
+
+/// Seconds that `work` takes on host and GPU.
+fn timed(work: impl FnOnce()) -> f64 {
+    tch::Cuda::synchronize(0);
+    let start = Instant::now();
+    work();
+    tch::Cuda::synchronize(0);
+    start.elapsed().as_secs_f64()
+}
