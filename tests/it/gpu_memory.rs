@@ -15,6 +15,9 @@ const GIB: usize = 1 << 30;
 #[ignore = "needs a GPU"]
 fn gpu_arena_comes_and_goes_in_a_tenth_of_a_second() {
     let context = Context::retain(0).unwrap();
+    // libtorch's own first allocations and kernels come before the free bytes are read.
+    let mut warm = Tensor::ones([1024], (Kind::Float, GPU));
+    assert_eq!(warm.fill_(-1.0).abs().sum(Kind::Float).double_value(&[]), 1024.0);
     let mut arena = Arena::reserve("gpu_arena_test", 64 * GIB, GPU).unwrap();
     let (address, free) = (arena.as_ptr(), context.memory_bytes().unwrap().0);
     let mut slowest = (0.0f64, 0.0f64);
