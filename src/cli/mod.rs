@@ -34,10 +34,13 @@ fn report(error: &Error) -> ExitCode {
     error.exit_code()
 }
 
+/// Warnings and the engine's size unless `COLO_GRPO_LOG` says otherwise.
+const LOG_FILTER: &str = "warn,colo_grpo::rollout=info";
+
 /// Log lines go to stderr; `COLO_GRPO_LOG` filters them (`debug`, `colo_grpo::rollout=trace`).
 fn init_tracing() {
     let filter = tracing_subscriber::EnvFilter::try_from_env("COLO_GRPO_LOG")
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(LOG_FILTER));
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)

@@ -173,7 +173,7 @@ impl<'a> RolloutEngine<'a> {
         all_reduce_f64(engine.tp.as_ref(), &mut num_blocks, ReduceOp::Min)?;
         let num_blocks = num_blocks[0] as usize;
         engine.kv_cache.open(num_blocks)?;
-        if !std::mem::replace(&mut engine.was_awake, true) {
+        if !std::mem::replace(&mut engine.was_awake, true) && engine.tp.rank() == 0 {
             tracing::info!("# KV blocks: {num_blocks} x {} tokens", engine.options.block_size);
         }
         self.stats.num_blocks = num_blocks;

@@ -12,24 +12,25 @@ use crate::program::{MODEL, SMALL_RUN, command, end, json_lines, metrics, run, s
 
 const ANSWER: &str = "--answer_pattern ([0-9]+) --max_completion_length 12";
 
-fn generate(more: &str) -> Vec<Value> {
+fn generate(more: &str, num_engines: usize) -> Vec<Value> {
     let mut command = command(&format!("generate --model {MODEL} --temperature 0 {more}"));
     for prompt in ["what is two plus three ?", "what is forty plus two ?", "what is nine plus nine ?"] {
         command.args(["--prompt", prompt]);
     }
     let ended = end(command.spawn().unwrap());
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert_eq!(ended.stderr.matches("# KV blocks: ").count(), num_engines, "{}", ended.stderr);
     json_lines(&ended.stdout)
 }
 
 #[test]
 fn greedy_completions_are_the_same_on_any_ranks_in_the_order_of_the_prompts() {
-    let alone = generate("--chat");
+    let alone = generate("--chat", 1);
     assert_eq!(alone.len(), 3);
     assert_eq!(alone[1]["prompt"], "<user>what is forty plus two ?<assistant>");
     assert!(alone[1]["completion"].as_str().unwrap().starts_with("the answer is "), "{alone:?}");
-    for layout in ["--nproc 2", "--nproc 2 --tp 2"] {
-        let spread = generate(&format!("--chat {layout}"));
+    for (layout, num_engines) in [("--nproc 2", 2), ("--nproc 2 --tp 2", 1)] {
+        let spread = generate(&format!("--chat {layout}"), num_engines);
         for (alone, spread) in alone.iter().zip(&spread) {
             assert_eq!(alone["prompt"], spread["prompt"], "{layout}");
             assert_eq!(alone["completion"], spread["completion"], "{layout}");
@@ -37,7 +38,7 @@ fn greedy_completions_are_the_same_on_any_ranks_in_the_order_of_the_prompts() {
             assert!((logprob(alone) - logprob(spread)).abs() < 1e-3, "{layout}");
         }
     }
-    assert_eq!(generate("-n 2")[0]["prompt"], "what is two plus three ?");
+    assert_eq!(generate("-n 2", 1)[0]["prompt"], "what is two plus three ?");
 }
 
 #[test]
