@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 
 use crate::config::{GradientCheckpointing, RewardConfig};
+use crate::launch;
 
 /// Trains language models with GRPO on one node: every GPU generates, then every GPU trains.
 #[derive(Debug, Parser)]
@@ -44,7 +45,10 @@ pub struct LaunchArgs {
     /// Processes to start, one per GPU; ignored where RANK and WORLD_SIZE are set (torchrun, srun, operators)
     #[arg(long, visible_aliases = ["nproc_per_node", "num_processes"], default_value_t = 1, value_parser = count)]
     pub nproc: usize,
-    /// Port of the rendezvous store on the loopback; a free one is taken if none is given
+    /// Address that the rendezvous store is bound to
+    #[arg(long, default_value = launch::LOOPBACK)]
+    pub master_addr: String,
+    /// Port of the rendezvous store; a free one is taken if none is given
     #[arg(long)]
     pub master_port: Option<u16>,
 }
@@ -272,7 +276,8 @@ fn number<T: std::str::FromStr>(
 
 const SUBCOMMANDS: &[&str] = &["train", "sft", "generate", "eval", "init", "plan", "report", "bench", "help"];
 /// The options of commands that take overrides; every other `--name` is a configuration key.
-const RUN_OPTIONS: &[&str] = &["config", "nproc", "nproc_per_node", "num_processes", "master_port", "help", "version"];
+const RUN_OPTIONS: &[&str] =
+    &["config", "nproc", "nproc_per_node", "num_processes", "master_addr", "master_port", "help", "version"];
 
 /// Makes `train` the default, turns `--a.b c` of a configuration key into the override `a.b=c` (`--key` alone into
 /// `key=true`), and takes hyphens for underscores in names.

@@ -281,7 +281,8 @@ fn distributed(args: &LaunchArgs, timeout: Duration, work: impl FnOnce(Arc<World
         None if args.nproc == 1 => World::single(),
         None => {
             let own_args = std::env::args_os().skip(1).collect();
-            let options = LaunchOptions { master_port: args.master_port, ..LaunchOptions::new(args.nproc, own_args)? };
+            let (master_addr, master_port) = (args.master_addr.clone(), args.master_port);
+            let options = LaunchOptions { master_addr, master_port, ..LaunchOptions::new(args.nproc, own_args)? };
             return Ok(launch::run(&options));
         }
     };

@@ -13,4 +13,4 @@ mod worker;
 pub use report::{ERROR_FILE_VARIABLE, report_error};
 pub use signals::stop_on_signals;
 pub use supervise::run;
-pub use worker::{LaunchOptions, Rendezvous, worker_command};
+pub use worker::{LOOPBACK, LaunchOptions, Rendezvous, worker_command};

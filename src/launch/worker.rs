@@ -12,6 +12,9 @@ use crate::cuda;
 use crate::dist::STORE_FD_VARIABLE;
 use crate::error::{Error, Result};
 
+/// Where workers meet unless told otherwise: reached from this machine alone.
+pub const LOOPBACK: &str = "127.0.0.1";
+
 /// What to launch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LaunchOptions {
@@ -37,7 +40,7 @@ impl LaunchOptions {
     pub fn new(num_workers: usize, args: Vec<OsString>) -> Result<Self> {
         let program = std::env::current_exe()
             .map_err(|error| Error::Environment { message: format!("path of this program: {error}") })?;
-        let master_addr = "127.0.0.1".to_owned();
+        let master_addr = LOOPBACK.to_owned();
         Ok(Self { num_workers, program, args, master_addr, master_port: None, needs_cuda: false })
     }
 
@@ -82,7 +85,7 @@ impl Rendezvous {
                 Some(port) => {
                     format!("--master_port {port} on {address}: {error}; give another, or none and a free one is taken")
                 }
-                None => format!("a port on {address}: {error}"),
+                None => format!("--master_addr {address}: {error}; give an address of this machine"),
             },
         };
         let listener = TcpListener::bind((address, port.unwrap_or(0))).map_err(refuse)?;
