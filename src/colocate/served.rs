@@ -40,10 +40,7 @@ impl Served {
     /// The first failure of any rank, on every rank.
     pub fn with_engine<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
         let (table, units) = (&self.table, &self.units);
-        let unit = |unit: Unit| {
-            let index = table.units.iter().position(|layout| layout.unit == unit);
-            Ok(units[index.expect("a unit of this table")].shallow_clone())
-        };
+        let unit = |unit: Unit| Ok(units[table.index(unit)].shallow_clone());
         let weights = self.slices.of_units(table, 0, &mut { unit });
         let outcome = weights.and_then(|weights| work(&mut self.engine.wake(weights, 0)?));
         if let Err(error) = &outcome {

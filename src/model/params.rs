@@ -53,15 +53,22 @@ impl ParamTable {
     /// # Panics
     /// If the model has no such block.
     pub fn unit(&self, unit: Unit) -> &UnitLayout {
-        let index = match unit {
+        &self.units[self.index(unit)]
+    }
+
+    /// The place of a unit in [`ParamTable::units`].
+    ///
+    /// # Panics
+    /// If the model has no such block.
+    pub fn index(&self, unit: Unit) -> usize {
+        match unit {
             Unit::Embedding => 0,
             Unit::Block(layer) => {
                 assert!(layer < self.spec.num_layers, "{unit} of a model with {} blocks", self.spec.num_layers);
                 layer + 1
             }
             Unit::Head => self.units.len() - 1,
-        };
-        &self.units[index]
+        }
     }
 }
 

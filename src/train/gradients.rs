@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
-use super::sharding::{Sharding, narrow, unit_index};
+use super::sharding::{Sharding, narrow};
 use crate::dist::{ReduceOp, all_reduce_f64};
 use crate::error::Result;
 use crate::memory::{Ledger, Place};
@@ -30,7 +30,7 @@ impl Gradients {
 
     /// A whole unit [len] to accumulate one backward in; give it back to [`Gradients::end`].
     pub(crate) fn begin(&mut self, unit: Unit) -> Result<Tensor> {
-        self.whole(unit_index(&self.table, unit))
+        self.whole(self.table.index(unit))
     }
 
     /// Ends one backward of a unit. Where gradients are scattered this is collective: the shard group's sum of this rank's
@@ -39,7 +39,7 @@ impl Gradients {
         if self.sharding.keeps_gradients {
             return Ok(());
         }
-        let index = unit_index(&self.table, unit);
+        let index = self.table.index(unit);
         let mut slice = narrow(&whole, &self.sharding.slice(self.table.units[index].len));
         self.sharding.shard.reduce_scatter(&whole, &mut slice)?;
         match &mut self.units[index] {

@@ -7,7 +7,7 @@ use tch::Tensor;
 
 use crate::dist::{Collective, Mesh};
 use crate::error::{Error, Result};
-use crate::model::{ParamTable, Unit};
+use crate::model::ParamTable;
 
 /// What this rank keeps, owns and steps of every unit. A *slice* is one of S equal ranges of a unit, S being the size of
 /// the shard group; rank r of the group has slice r. With S < world (hybrid sharding) the replicate group joins the ranks
@@ -68,13 +68,4 @@ pub(crate) fn narrow(flat: &Tensor, range: &Range<usize>) -> Tensor {
 /// The elements that two ranges share.
 pub(crate) fn intersection(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     a.start.max(b.start)..a.end.min(b.end)
-}
-
-/// The place of a unit in the table.
-pub(crate) fn unit_index(table: &ParamTable, unit: Unit) -> usize {
-    match unit {
-        Unit::Embedding => 0,
-        Unit::Block(layer) => layer + 1,
-        Unit::Head => table.units.len() - 1,
-    }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
-use super::sharding::{Sharding, narrow, unit_index};
+use super::sharding::{Sharding, narrow};
 use crate::error::{Error, Result};
 use crate::memory::{Ledger, Place};
 use crate::model::{ParamTable, Unit, UnitLayout};
@@ -65,7 +65,7 @@ impl Weights {
     /// A whole unit for use in the network; the tensor is valid until two other units were asked for or the weights
     /// change. Collective where weights are sharded: whether a unit is still there depends only on the order of calls.
     pub(crate) fn unit(&mut self, unit: Unit) -> Result<Tensor> {
-        let index = unit_index(&self.table, unit);
+        let index = self.table.index(unit);
         if self.sharding.keeps_weights {
             return Ok(self.units[index].shallow_clone());
         }
@@ -84,7 +84,7 @@ impl Weights {
 
     /// A whole unit: itself where weights are kept whole, else a new tensor gathered from the shard group (collective).
     pub(crate) fn gather(&self, unit: Unit) -> Result<Tensor> {
-        let index = unit_index(&self.table, unit);
+        let index = self.table.index(unit);
         if self.sharding.keeps_weights {
             return Ok(self.units[index].shallow_clone());
         }

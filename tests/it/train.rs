@@ -286,7 +286,7 @@ fn follows_plain_adamw(mesh: &Mesh, run: Run, tolerance: f64) {
         let loss = losses.reduce(|a, b| a + b).unwrap();
         let norm = plain.step(loss, LR, MAX_GRAD_NORM, &ADAM);
         assert!((outcome.grad_norm / norm - 1.0).abs() < 1e-4, "{run:?}: norm {} against {norm}", outcome.grad_norm);
-        let expected = unpadded(&plain.table, |unit| plain.units[index_of(&plain.table, unit)].detach());
+        let expected = unpadded(&plain.table, |unit| plain.units[plain.table.index(unit)].detach());
         let difference = max_difference(&weights(&policy), &expected);
         assert!(difference < tolerance, "{run:?}: off by {difference} after step {step}");
     }
@@ -447,10 +447,6 @@ fn unpadded(table: &ParamTable, flat: impl Fn(Unit) -> Tensor) -> Vec<Vec<f64>> 
         params.map(|param| Vec::try_from(layout.view(param.name, &flat).unwrap().reshape([-1])).unwrap()).collect()
     };
     table.units.iter().flat_map(|layout| -> Vec<Vec<f64>> { unit_params(layout) }).collect()
-}
-
-fn index_of(table: &ParamTable, unit: Unit) -> usize {
-    table.units.iter().position(|layout| layout.unit == unit).unwrap()
 }
 
 fn max_difference(a: &[Vec<f64>], b: &[Vec<f64>]) -> f64 {

@@ -26,7 +26,7 @@ impl Model {
         let spec = &self.table.spec;
         let ids: Vec<i64> = sequence.token_ids.iter().map(|&id| i64::from(id)).collect();
         let ids = Tensor::from_slice(&ids);
-        let flat = |unit| (self.table.unit(unit), &self.units[self.index(unit)]);
+        let flat = |unit| (self.table.unit(unit), &self.units[self.table.index(unit)]);
         let (layout, table) = flat(Unit::Embedding);
         let table = EmbeddingParams::view(layout, table).table;
         let mut x = table.index_select(0, &ids);
@@ -71,10 +71,6 @@ impl Model {
             let _ = decay.narrow(0, param.offset as i64, param.numel() as i64).fill_(1.0);
         }
         decay
-    }
-
-    fn index(&self, unit: Unit) -> usize {
-        self.table.units.iter().position(|layout| layout.unit == unit).unwrap()
     }
 }
 
