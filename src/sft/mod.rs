@@ -7,7 +7,7 @@ use std::time::Instant;
 use tch::{Device, Kind, Tensor};
 
 use crate::checkpoint;
-use crate::config::{self, Dtype, SftConfig};
+use crate::config::SftConfig;
 use crate::data::{PromptSampler, SftDataset, SftExample, Tokenizer};
 use crate::dist::{Mesh, ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result};
@@ -53,12 +53,7 @@ impl Sft {
     }
 
     fn load(config: SftConfig, world: Arc<World>) -> Result<Self> {
-        if config.device == config::Device::Cuda {
-            let message = "device = cuda: this version trains on the CPU backend; set device = cpu".to_owned();
-            return Err(Error::Environment { message });
-        }
-        let device = Device::Cpu;
-        let kind = if config.dtype == Dtype::Bfloat16 { Kind::BFloat16 } else { Kind::Float };
+        let network = NetworkOptions::new(config.device, config.dtype)?;
         let folder = &config.model_name_or_path;
         let spec = Arc::new(ModelSpec::from_folder(folder)?);
         let tokenizer = Tokenizer::from_folder(folder)?;
@@ -73,7 +68,7 @@ impl Sft {
         let files = WeightFiles::open(folder, spec)?;
         let options = PolicyOptions {
             stage: config.zero.stage,
-            network: NetworkOptions { kind, device },
+            network,
             gradient_checkpointing: config.gradient_checkpointing,
             adam: AdamOptions {
                 beta1: config.adam_beta1,
@@ -100,7 +95,18 @@ impl Sft {
             warmup_steps: config.warmup_steps,
             total_steps: config.max_steps.unwrap_or(epochs.ceil() as usize),
         };
-        Ok(Self { config, world, mesh, policy, examples, too_long, eval_examples, sampler, schedule, device })
+        Ok(Self {
+            config,
+            world,
+            mesh,
+            policy,
+            examples,
+            too_long,
+            eval_examples,
+            sampler,
+            schedule,
+            device: network.device,
+        })
     }
 
     /// Trains to the end, writes metrics and the final model; collective over the world.
@@ -121,9 +127,9 @@ impl Sft {
         for step in 0..total {
             phase::set_step(step);
             let lr = learning_rate(&self.schedule, step);
-            let (step_loss, outcome) = self.step(lr)?;
+            let (step_loss, grad_norm) = self.step(lr)?;
             loss = step_loss;
-            log.step(step + 1, &[("loss", loss), ("grad_norm", outcome), ("learning_rate", lr)]);
+            log.step(step + 1, &[("loss", loss), ("grad_norm", grad_norm), ("learning_rate", lr)]);
             if self.stop_asked()? {
                 preempted = Some(Error::Preempted { step: step + 1 });
                 break;

@@ -3,13 +3,13 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use tch::{Device, Kind};
+use tch::Kind;
 
 use super::output::Output;
 use super::{Progress, Trainer};
 use crate::checkpoint::{self, Checkpoint, TrainerState};
 use crate::colocate::{Colocated, EngineSlices};
-use crate::config::{self, Config, Dtype, KeyChange, OptimizerResidency};
+use crate::config::{Config, KeyChange, OptimizerResidency};
 use crate::data::{Dataset, DatasetOptions, PromptSampler, Tokenizer};
 use crate::dist::{World, all_gather_bytes};
 use crate::error::{Error, Result};
@@ -30,8 +30,8 @@ pub struct Preflight {
     pub tokenizer: Arc<Tokenizer>,
     /// The layout of its weights.
     pub table: Arc<ParamTable>,
-    /// Type of weights and activations.
-    pub kind: Kind,
+    /// Type of weights and activations, and where they live.
+    pub network: NetworkOptions,
     /// What it will hold.
     pub plan: MemoryPlan,
 }
@@ -43,19 +43,13 @@ impl Preflight {
     /// What is wrong with the configuration, the model's folder or the machine.
     pub fn new(config: &Config, world_size: usize, local_world_size: usize) -> Result<Self> {
         let batch = config.validate_world(world_size)?;
-        if config.device == config::Device::Cuda {
-            let message = "device = cuda: this version trains on the CPU backend; set device = cpu".to_owned();
-            return Err(Error::Environment { message });
-        }
+        let network = NetworkOptions::new(config.device, config.dtype)?;
         let spec = Arc::new(ModelSpec::from_folder(&config.model_name_or_path)?);
         spec.validate_tp(config.tensor_parallel_size)?;
         let tokenizer = Arc::new(Tokenizer::from_folder(&config.model_name_or_path)?);
         tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
         let table = Arc::new(ParamTable::new(spec.clone(), config.zero.shard_group_size.unwrap_or(world_size)));
-        let kind = match config.dtype {
-            Dtype::Auto | Dtype::Float32 => Kind::Float,
-            Dtype::Bfloat16 => Kind::BFloat16,
-        };
+        let kind = network.kind;
         let engine_weight_bytes = match gathers(config, &table) {
             true => EngineSlices::gathered_bytes(&table, 0, config.tensor_parallel_size, kind)?,
             false => 0,
@@ -65,7 +59,7 @@ impl Preflight {
         let input =
             PlanInput { config, table: &table, kind, completions_per_update, engine_weight_bytes, available_bytes };
         let plan = MemoryPlan::new(&input)?;
-        Ok(Self { spec, tokenizer, table, kind, plan })
+        Ok(Self { spec, tokenizer, table, network, plan })
     }
 }
 
@@ -137,15 +131,14 @@ pub(super) fn load(
 }
 
 fn colocated(config: &Config, world: &Arc<World>, preflight: &Preflight) -> Result<Colocated> {
-    let Preflight { spec, tokenizer, table, kind, plan } = preflight;
-    let device = Device::Cpu;
+    let Preflight { spec, tokenizer, table, network, plan } = preflight;
+    let NetworkOptions { kind, device } = *network;
     let mesh = world.mesh(config.tensor_parallel_size, table.shards)?;
     let files = WeightFiles::open(&config.model_name_or_path, spec.clone())?;
     let source = |layout: &UnitLayout| files.read_unit(layout, Kind::Float);
-    let network = NetworkOptions { kind: *kind, device };
     let options = PolicyOptions {
         stage: config.zero.stage,
-        network,
+        network: *network,
         gradient_checkpointing: config.gradient_checkpointing,
         adam: AdamOptions {
             beta1: config.adam_beta1,
@@ -156,7 +149,7 @@ fn colocated(config: &Config, world: &Arc<World>, preflight: &Preflight) -> Resu
     };
     let policy = Policy::new(table.clone(), &mesh, options, &source)?;
     let reference = match config.beta > 0.0 {
-        true => Some(Reference::new(table.clone(), &mesh, network, &source)?),
+        true => Some(Reference::new(table.clone(), &mesh, *network, &source)?),
         false => None,
     };
     let engine = EngineOptions {
@@ -165,13 +158,13 @@ fn colocated(config: &Config, world: &Arc<World>, preflight: &Preflight) -> Resu
         max_num_seqs: config.max_num_seqs,
         max_num_batched_tokens: config.max_num_batched_tokens,
         max_model_length: plan.max_model_length,
-        kind: *kind,
+        kind,
         device,
     };
     let engine = Engine::new(spec.clone(), tokenizer.clone(), engine, mesh.tp.clone())?;
     let (tp_rank, tp_size) = (mesh.tp.rank(), mesh.tp.size());
     let slices = match gathers(config, table) {
-        true => EngineSlices::gathered(table, tp_rank, tp_size, *kind, device)?,
+        true => EngineSlices::gathered(table, tp_rank, tp_size, kind, device)?,
         false => EngineSlices::in_place(tp_rank, tp_size),
     };
     let host_pool = match plan.optimizer {
