@@ -6,7 +6,7 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
-use super::{median, token};
+use super::{SEED, median, token};
 use crate::colocate::Served;
 use crate::data::Tokenizer;
 use crate::dist::{ReduceOp, World, all_reduce_f64};
@@ -62,7 +62,7 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
     let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
     let engine = Engine::new(spec.clone(), tokenizer, options, mesh.tp.clone())?;
     let table = Arc::new(ParamTable::new(spec.clone(), 1));
-    let mut served = Served::new(world.clone(), &mesh, table, engine, &|layout| init_unit(layout, 42, kind))?;
+    let mut served = Served::new(world.clone(), &mesh, table, engine, &|layout| init_unit(layout, SEED, kind))?;
     let mut times = Vec::with_capacity(bench.repeats);
     for repeat in 0..=bench.repeats {
         let prompts: Vec<Prompt> = (0..bench.prompts).map(|index| prompt(bench, &world, index)).collect();

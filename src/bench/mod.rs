@@ -6,6 +6,13 @@ mod train;
 pub use generate::{GenerateBench, bench_generate};
 pub use train::{TrainBench, bench_train};
 
+use crate::ops::random::RandomKey;
+
+/// Key of weights and tokens.
+const SEED: u64 = 42;
+/// Keeps the tokens' random numbers apart from those of the weights.
+const STREAM: u64 = u64::from_be_bytes(*b"\0\0\0bench");
+
 /// The middle value; of an even number the mean of the two.
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
@@ -13,12 +20,9 @@ fn median(mut values: Vec<f64>) -> f64 {
     if values.len() % 2 == 1 { values[middle] } else { (values[middle - 1] + values[middle]) / 2.0 }
 }
 
-/// Numbers that look random and are the same every time (the finaliser of splitmix64).
+/// Token `index` of a random text, the same every time.
 fn token(index: usize, vocab_size: usize) -> u32 {
-    let mut word = (index as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(0x9e37_79b9_7f4a_7c15);
-    word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    ((word ^ (word >> 31)) % vocab_size as u64) as u32
+    (RandomKey::new(SEED, STREAM).word(0, index as u64) % vocab_size as u64) as u32
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use super::{median, token};
+use super::{SEED, median, token};
 use crate::config::GradientCheckpointing;
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
@@ -48,7 +48,7 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
         gradient_checkpointing: bench.gradient_checkpointing,
         adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 },
     };
-    let mut policy = Policy::new(table, &mesh, options, &|layout| init_unit(layout, 42, kind))?;
+    let mut policy = Policy::new(table, &mesh, options, &|layout| init_unit(layout, SEED, kind))?;
     let sequences: Vec<Sequence> = (0..bench.sequences).map(|index| sequence(bench, index)).collect();
     let micro_batches = pack(&sequences, bench.max_tokens_per_micro_batch, device)?;
     let mut times = Vec::with_capacity(bench.steps);
