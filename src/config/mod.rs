@@ -136,7 +136,7 @@ keys! {
         pub stop: Vec<String> = Vec::new(),
         /// Ranks that share one engine.
         pub tensor_parallel_size: usize = 1,
-        /// Share of what the plan leaves that the KV cache takes (on a CPU: of `kv_cache_bytes`' default).
+        /// Share that the KV cache may take of half of what the plan leaves, where `kv_cache_bytes` is `None`.
         pub gpu_memory_utilization: f64 = 0.9,
         /// Size of the KV cache per rank in bytes; `None` is decided by the plan.
         pub kv_cache_bytes: Option<usize> = None,

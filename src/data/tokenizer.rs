@@ -156,11 +156,6 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// Whether conversations can be rendered.
-    pub fn has_chat_template(&self) -> bool {
-        self.chat_template.is_some()
-    }
-
     /// The conversation as text; encode it without special tokens.
     ///
     /// # Errors

@@ -53,9 +53,9 @@ pub struct MicroBatch {
     pub advantages: Tensor, // [N] f32
     /// The sampler's log-probabilities, if every sequence has them.
     pub rollout_logprobs: Option<Tensor>, // [C] f32
-    /// Log-probabilities before the first update: from the sequences, or put here once computed.
+    /// Log-probabilities before the first update, if every sequence has them.
     pub old_logprobs: Option<Tensor>, // [C] f32
-    /// The reference model's log-probabilities: from the sequences, or put here once computed.
+    /// The reference model's log-probabilities, if every sequence has them.
     pub ref_logprobs: Option<Tensor>, // [C] f32
     /// Index of each sequence in what was packed.
     pub sequences: Vec<usize>, // [N]
@@ -105,11 +105,6 @@ impl MicroBatch {
     /// Tokens that run through the network (T).
     pub fn num_tokens(&self) -> usize {
         self.token_ids.size()[0] as usize
-    }
-
-    /// Completion tokens (C).
-    pub fn num_scored(&self) -> usize {
-        self.targets.size()[0] as usize
     }
 
     fn new(sequences: &[Sequence], bin: Vec<usize>, device: Device) -> Self {
@@ -244,7 +239,7 @@ mod tests {
         assert!(pack(&[masked], 4, Device::Cpu).unwrap().is_empty());
         let empty = MicroBatch::empty(Device::Cpu);
         assert!(empty.is_empty());
-        assert_eq!((empty.num_tokens(), empty.num_scored()), (1, 0));
+        assert_eq!((empty.num_tokens(), empty.targets.numel()), (1, 0));
     }
 
     #[test]

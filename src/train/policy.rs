@@ -22,7 +22,7 @@ use crate::torch::accumulation_kind;
 pub struct PolicyOptions {
     /// ZeRO stage, 0 to 3.
     pub stage: u8,
-    /// Kind, device and chunks of the network.
+    /// Kind and device of the network.
     pub network: NetworkOptions,
     /// What backward computes again.
     pub gradient_checkpointing: GradientCheckpointing,
