@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 use colo_grpo::launch::{LaunchOptions, run};
 
+use crate::program::eventually;
+
 const SCRIPT_VARIABLE: &str = "COLO_GRPO_TEST_LAUNCH";
 
 /// A launcher of `sh -c script` workers.
@@ -74,17 +76,6 @@ impl Launcher {
             took: start.elapsed(),
         }
     }
-}
-
-fn eventually(limit: Duration, mut condition: impl FnMut() -> bool) -> bool {
-    let start = Instant::now();
-    while !condition() {
-        if start.elapsed() > limit {
-            return false;
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    true
 }
 
 /// Whether a process is there and not a zombie.
