@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Fetches libtorch 2.11.0 once into the user's cache and links it as ./.libtorch.
 # No CUDA install is needed: libtorch_cpu.so wants only libcudart and libcupti beside it. On a GPU machine the
-# CUDA half is opened at run time from a PyTorch 2.11.0 installation (see README, "On GPUs").
+# CUDA half is opened at run time from a PyTorch 2.11.0 installation.
 #   scripts/setup.sh            (COLO_GRPO_CACHE names another cache, PYTHON another interpreter)
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
