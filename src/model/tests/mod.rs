@@ -2,8 +2,10 @@
 
 mod reference;
 
+use std::path::Path;
 use std::sync::Arc;
 
+use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
 use super::*;
@@ -12,9 +14,9 @@ use crate::dist::Collective;
 use crate::dist::testing::threads;
 use crate::error::Result;
 use crate::ops::attention::{PackedLayout, packed_forward};
-use crate::ops::embedding;
 use crate::ops::rope::Rope;
 use crate::ops::testing::{assert_close, leaf, rand};
+use crate::ops::{embedding, linear, rms_norm};
 
 const TEMPERATURE: f64 = 0.8;
 
@@ -113,6 +115,55 @@ fn run(
     }
     embedding::accumulate(&dx, &batch.ids, &mut d_embed.table);
     (scored.logprobs, scored.entropy, grads)
+}
+
+/// transformers' own numbers: scripts/golden.py.
+#[test]
+fn logits_equal_transformers() {
+    for name in ["qwen2_tied", "qwen2_untied", "qwen3", "llama3", "mistral"] {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
+        let numbers: Value = serde_json::from_slice(&std::fs::read(folder.join("golden.json")).unwrap()).unwrap();
+        let prompts: Vec<Vec<i64>> = serde_json::from_value(numbers["input_ids"].clone()).unwrap();
+        let close = |got: &Tensor, key: &str, index: Option<usize>| {
+            let numbers = index.map_or(&numbers[key], |index| &numbers[key][index]);
+            let rows: Vec<Vec<f32>> = match numbers[0].is_array() {
+                true => serde_json::from_value(numbers.clone()).unwrap(),
+                false => vec![serde_json::from_value(numbers.clone()).unwrap()],
+            };
+            let expected = Tensor::from_slice(&rows.concat()).view_as(got);
+            let error = (got - expected).abs().max().double_value(&[]);
+            assert!(error < 1e-4, "{name}, {key}: off by {error}");
+        };
+        let logits = logits(&folder, &prompts);
+        for (index, logits) in logits.iter().enumerate() {
+            close(&logits.get(-1), "last_logits", Some(index));
+        }
+        close(&logits[numbers["all_logits_of"].as_u64().unwrap() as usize], "all_logits", None);
+    }
+}
+
+/// Logits [T, V] of each prompt, all of them packed, from a folder's weights in float32.
+fn logits(folder: &Path, prompts: &[Vec<i64>]) -> Vec<Tensor> {
+    let spec = Arc::new(ModelSpec::from_folder(folder).unwrap());
+    let (files, table) = (WeightFiles::open(folder, spec.clone()).unwrap(), ParamTable::new(spec.clone(), 1));
+    let unit = |unit| (table.unit(unit), files.read_unit(table.unit(unit), Kind::Float).unwrap());
+    let batch = Batch::new(prompts);
+    let rope =
+        Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref()).rows(&batch.positions, Kind::Float);
+    let ctx = BlockContext { spec: &spec, rope: &rope, tp: None };
+    let mut packed = PackedAttention::new(&spec, &batch.cu_seqlens, Device::Cpu);
+    let (layout, flat) = unit(Unit::Embedding);
+    let embed = EmbeddingParams::view(layout, &flat);
+    let mut x = embedding::forward(&batch.ids, &embed.table);
+    for layer in 0..spec.num_layers {
+        let (layout, flat) = unit(Unit::Block(layer));
+        x = block_forward(&ctx, layer, &BlockParams::view(layout, &flat), &x, &mut packed, None).unwrap().0;
+    }
+    let (layout, flat) = unit(Unit::Head);
+    let head = HeadParams::view(layout, &flat);
+    let (normed, _) = rms_norm::forward(&x, &head.final_norm, spec.rms_norm_eps);
+    let all = linear::forward(&normed, head.output_table(&embed), None);
+    batch.cu_seqlens.windows(2).map(|bounds| all.narrow(0, bounds[0], bounds[1] - bounds[0])).collect()
 }
 
 #[test]
