@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use serde_json::{Value, json};
-use tch::{Device, Kind};
+use tch::Kind;
 
 use super::{SEED, median, token};
 use crate::colocate::Served;
@@ -25,6 +25,8 @@ pub struct GenerateBench {
     pub model: String,
     /// The model; its end-of-sequence ids are ignored.
     pub spec: Arc<ModelSpec>,
+    /// Type of weights, activations and cache.
+    pub kind: Kind,
     /// Prompts per rank.
     pub prompts: usize,
     /// Completions per prompt.
@@ -46,7 +48,7 @@ pub struct GenerateBench {
 pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value> {
     let mesh = world.mesh(bench.tensor_parallel_size, world.size())?;
     let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..(*bench.spec).clone() });
-    let (kind, device) = (Kind::Float, Device::Cpu);
+    let (kind, device) = (bench.kind, world.device());
     let sequences = bench.prompts * bench.group * bench.tensor_parallel_size;
     let max_model_length = bench.prompt_len + bench.completion_len;
     let blocks = sequences * max_model_length.div_ceil(BLOCK_SIZE);
@@ -88,8 +90,8 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
         "benchmark": "generate",
         "model": bench.model,
         "num_params": spec.num_params(),
-        "device": "cpu",
-        "dtype": "float32",
+        "device": if device.is_cuda() { "cuda" } else { "cpu" },
+        "dtype": if kind == Kind::BFloat16 { "bfloat16" } else { "float32" },
         "world_size": world.size(),
         "tensor_parallel_size": bench.tensor_parallel_size,
         "threads_per_rank": tch::get_num_threads(),

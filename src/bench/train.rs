@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use serde_json::{Value, json};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use super::{SEED, median, token};
 use crate::config::GradientCheckpointing;
@@ -20,6 +20,8 @@ pub struct TrainBench {
     pub model: String,
     /// The model.
     pub spec: Arc<ModelSpec>,
+    /// Type of weights and activations.
+    pub kind: Kind,
     /// Sequences per rank and step.
     pub sequences: usize,
     /// Tokens per sequence; the second half is scored.
@@ -41,7 +43,7 @@ pub struct TrainBench {
 pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
     let mesh = world.mesh(1, world.size())?;
     let table = Arc::new(ParamTable::new(bench.spec.clone(), mesh.shard.size()));
-    let (kind, device) = (Kind::Float, Device::Cpu);
+    let (kind, device) = (bench.kind, world.device());
     let options = PolicyOptions {
         stage: bench.zero_stage,
         network: NetworkOptions { kind, device },
@@ -73,8 +75,8 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
         "benchmark": "train",
         "model": bench.model,
         "num_params": bench.spec.num_params(),
-        "device": "cpu",
-        "dtype": "float32",
+        "device": if device.is_cuda() { "cuda" } else { "cpu" },
+        "dtype": if kind == Kind::BFloat16 { "bfloat16" } else { "float32" },
         "world_size": world.size(),
         "threads_per_rank": tch::get_num_threads(),
         "zero_stage": bench.zero_stage,

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::config::{GradientCheckpointing, RewardConfig};
+use crate::config::{Device, Dtype, GradientCheckpointing, RewardConfig};
 use crate::launch;
 
 /// Trains language models with GRPO on one node: every GPU generates, then every GPU trains.
@@ -53,6 +53,17 @@ pub struct LaunchArgs {
     pub master_port: Option<u16>,
 }
 
+/// Where to compute, and in what kind.
+#[derive(Debug, Clone, Copy, Args)]
+pub struct PlaceArgs {
+    /// auto (CUDA where a GPU is visible), cpu or cuda
+    #[arg(long, default_value = "auto", value_parser = word::<Device>)]
+    pub device: Device,
+    /// auto (bfloat16 on CUDA, float32 on a CPU), float32 or bfloat16
+    #[arg(long, default_value = "auto", value_parser = word::<Dtype>)]
+    pub dtype: Dtype,
+}
+
 /// A run described by a configuration file.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
@@ -97,6 +108,8 @@ pub struct SamplingArgs {
 pub struct GenerateArgs {
     #[command(flatten)]
     pub launch: LaunchArgs,
+    #[command(flatten)]
+    pub place: PlaceArgs,
     /// Model folder
     #[arg(long)]
     pub model: PathBuf,
@@ -119,6 +132,8 @@ pub struct GenerateArgs {
 pub struct EvalArgs {
     #[command(flatten)]
     pub launch: LaunchArgs,
+    #[command(flatten)]
+    pub place: PlaceArgs,
     /// Model folder
     #[arg(long)]
     pub model: PathBuf,
@@ -209,6 +224,8 @@ pub struct BenchTrainArgs {
     #[command(flatten)]
     pub launch: LaunchArgs,
     #[command(flatten)]
+    pub place: PlaceArgs,
+    #[command(flatten)]
     pub model: ModelArgs,
     /// Sequences per rank and step
     #[arg(long, default_value_t = 64, value_parser = count)]
@@ -223,7 +240,7 @@ pub struct BenchTrainArgs {
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(0..=3))]
     pub zero_stage: u8,
     /// What backward computes again
-    #[arg(long, default_value = "none", value_parser = recomputation)]
+    #[arg(long, default_value = "none", value_parser = word::<GradientCheckpointing>)]
     pub gradient_checkpointing: GradientCheckpointing,
     /// Timed steps; the median is printed
     #[arg(long, default_value_t = 10, value_parser = count)]
@@ -236,6 +253,8 @@ pub struct BenchTrainArgs {
 pub struct BenchGenerateArgs {
     #[command(flatten)]
     pub launch: LaunchArgs,
+    #[command(flatten)]
+    pub place: PlaceArgs,
     #[command(flatten)]
     pub model: ModelArgs,
     /// Prompts per rank
@@ -258,8 +277,9 @@ pub struct BenchGenerateArgs {
     pub repeats: usize,
 }
 
-fn recomputation(text: &str) -> Result<GradientCheckpointing, String> {
-    serde_json::from_value(text.into()).map_err(|_| format!("one of {}", GradientCheckpointing::NAMES.join(", ")))
+/// A word that a configuration key takes.
+fn word<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, String> {
+    serde_json::from_value(text.into()).map_err(|error| error.to_string())
 }
 
 /// A number of which there must be one.

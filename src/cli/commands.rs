@@ -5,20 +5,22 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::json;
-use tch::{Device, Kind};
+use tch::Kind;
 
 use super::args::{
     BenchCommand, BenchGenerateArgs, BenchTrainArgs, Command, EvalArgs, GenerateArgs, InitArgs, LaunchArgs, ModelArgs,
-    RunArgs, SamplingArgs,
+    PlaceArgs, RunArgs, SamplingArgs,
 };
 use crate::bench::{GenerateBench, TrainBench, bench_generate, bench_train};
 use crate::colocate::Served;
 use crate::config::{Config, SftConfig};
+use crate::cuda::{self, Placement};
 use crate::data::{Dataset, DatasetOptions, Message, Tokenizer};
 use crate::dist::{Backend, WorkerEnv, World, WorldOptions, all_gather_bytes};
 use crate::error::{Error, ExitCode, Result};
 use crate::eval::{self, Estimate};
 use crate::launch::{self, LaunchOptions};
+use crate::memory;
 use crate::metrics;
 use crate::model::{ModelSpec, PRESETS, ParamTable, WeightFiles, init_folder};
 use crate::reward::RewardPool;
@@ -38,18 +40,18 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Train(args) => train(&args),
         Command::Sft(args) => sft(&args),
         Command::Plan(args) => plan(&args),
-        Command::Generate(args) => distributed(&args.launch, default_timeout(), |world| generate(&args, world)),
-        Command::Eval(args) => distributed(&args.launch, default_timeout(), |world| evaluate(&args, world)),
+        Command::Generate(args) => placed(&args.launch, args.place, |world, kind| generate(&args, world, kind)),
+        Command::Eval(args) => placed(&args.launch, args.place, |world, kind| evaluate(&args, world, kind)),
         Command::Init(args) => init(&args),
         Command::Report(args) => {
             println!("{}", metrics::write_report(&args.output_dir)?.display());
             Ok(ExitCode::Done)
         }
         Command::Bench(BenchCommand::Train(args)) => {
-            distributed(&args.launch, default_timeout(), |world| print_first(&world, train_bench(&args, &world)?))
+            placed(&args.launch, args.place, |world, kind| print_first(&world, train_bench(&args, &world, kind)?))
         }
-        Command::Bench(BenchCommand::Generate(args)) => distributed(&args.launch, default_timeout(), |world| {
-            let result = generate_bench(&args, world.clone())?;
+        Command::Bench(BenchCommand::Generate(args)) => placed(&args.launch, args.place, |world, kind| {
+            let result = generate_bench(&args, world.clone(), kind)?;
             print_first(&world, result)
         }),
     }
@@ -57,10 +59,12 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
 
 fn train(args: &RunArgs) -> Result<ExitCode> {
     let config = Config::load(args.config.as_deref(), &args.overrides)?;
+    let placement = Placement::new(config.device, config.dtype)?;
     if WorkerEnv::from_env()?.is_none() {
-        Preflight::new(&config, args.launch.nproc, args.launch.nproc)?;
+        Preflight::new(&config, placement, args.launch.nproc, args.launch.nproc)?;
     }
-    distributed(&args.launch, Duration::from_secs_f64(config.collective_timeout_s), |world| {
+    let timeout = Duration::from_secs_f64(config.collective_timeout_s);
+    distributed(&args.launch, timeout, placement.on_cuda, |world| {
         let summary = Trainer::new(config, world.clone())?.run()?;
         if world.rank() == 0 {
             if let (Some(before), Some(after)) = (summary.eval_reward_before, summary.eval_reward_after) {
@@ -77,7 +81,8 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
 
 fn sft(args: &RunArgs) -> Result<ExitCode> {
     let config = SftConfig::load(args.config.as_deref(), &args.overrides)?;
-    distributed(&args.launch, Duration::from_secs_f64(config.collective_timeout_s), |world| {
+    let timeout = Duration::from_secs_f64(config.collective_timeout_s);
+    distributed(&args.launch, timeout, Placement::new(config.device, config.dtype)?.on_cuda, |world| {
         let summary = Sft::new(config, world.clone())?.run()?;
         if world.rank() == 0 {
             let held_out = summary.eval_loss.map(|loss| format!(", held-out {loss:.4}")).unwrap_or_default();
@@ -90,7 +95,8 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
 
 fn plan(args: &RunArgs) -> Result<ExitCode> {
     let config = Config::load(args.config.as_deref(), &args.overrides)?;
-    let preflight = Preflight::new(&config, args.launch.nproc, args.launch.nproc)?;
+    let placement = Placement::new(config.device, config.dtype)?;
+    let preflight = Preflight::new(&config, placement, args.launch.nproc, args.launch.nproc)?;
     println!("{}", preflight.plan);
     Ok(ExitCode::Done)
 }
@@ -102,8 +108,8 @@ fn init(args: &InitArgs) -> Result<ExitCode> {
     Ok(ExitCode::Done)
 }
 
-fn generate(args: &GenerateArgs, world: Arc<World>) -> Result<()> {
-    let Service { mut served, tokenizer, max_model_length } = serve(&args.model, &args.sampling, &world)?;
+fn generate(args: &GenerateArgs, world: Arc<World>, kind: Kind) -> Result<()> {
+    let Service { mut served, tokenizer, max_model_length } = serve(&args.model, &args.sampling, &world, kind)?;
     let prompts: Vec<Prompt> = (args.prompt.iter().enumerate().skip(world.rank()).step_by(world.size()))
         .map(|(index, text)| prompt(args, &tokenizer, max_model_length, index, text))
         .collect::<Result<_>>()?;
@@ -157,8 +163,8 @@ fn lines(group: &RolloutGroup) -> String {
     group.completions.iter().map(line).collect()
 }
 
-fn evaluate(args: &EvalArgs, world: Arc<World>) -> Result<()> {
-    let Service { mut served, tokenizer, max_model_length } = serve(&args.model, &args.sampling, &world)?;
+fn evaluate(args: &EvalArgs, world: Arc<World>, kind: Kind) -> Result<()> {
+    let Service { mut served, tokenizer, max_model_length } = serve(&args.model, &args.sampling, &world, kind)?;
     let mut rewards = RewardPool::single(&args.reward, &args.reward_config())?;
     let options = DatasetOptions {
         required_columns: rewards.required_columns(),
@@ -194,20 +200,23 @@ struct Service {
 }
 
 /// An engine with the weights of a model folder.
-fn serve(folder: &Path, sampling: &SamplingArgs, world: &Arc<World>) -> Result<Service> {
+fn serve(folder: &Path, sampling: &SamplingArgs, world: &Arc<World>, kind: Kind) -> Result<Service> {
     let spec = Arc::new(ModelSpec::from_folder(folder)?);
     let tp_size = sampling.tensor_parallel_size;
     spec.validate_tp(tp_size)?;
     let tokenizer = Arc::new(Tokenizer::from_folder(folder)?);
     tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
     let mesh = world.mesh(tp_size, world.size())?;
-    let (kind, device) = (Kind::Float, Device::Cpu);
+    let device = world.device();
     let max_model_length = spec.max_position_embeddings;
     let longest_blocks = max_model_length.div_ceil(KV_BLOCK_SIZE);
-    let affordable = crate::memory::available_host_bytes()? / world.local_size() / 4;
+    let available = match device.is_cuda() {
+        true => cuda::available_bytes()?.saturating_sub(spec.num_params() * kind.elt_size_in_bytes()),
+        false => memory::available_host_bytes()? / world.local_size(),
+    };
     let block_bytes = kv_block_bytes(&spec, tp_size, KV_BLOCK_SIZE, kind);
     let options = EngineOptions {
-        kv_cache_bytes: (MAX_NUM_SEQS * longest_blocks * block_bytes).min(affordable),
+        kv_cache_bytes: (MAX_NUM_SEQS * longest_blocks * block_bytes).min(available / 4),
         block_size: KV_BLOCK_SIZE,
         max_num_seqs: MAX_NUM_SEQS,
         max_num_batched_tokens: 8192,
@@ -234,10 +243,11 @@ fn sampling(args: &SamplingArgs, n: usize) -> SamplingParams {
     }
 }
 
-fn train_bench(args: &BenchTrainArgs, world: &World) -> Result<serde_json::Value> {
+fn train_bench(args: &BenchTrainArgs, world: &World, kind: Kind) -> Result<serde_json::Value> {
     let bench = TrainBench {
         model: args.model.name(),
         spec: Arc::new(spec_of(&args.model)?),
+        kind,
         sequences: args.sequences,
         sequence_len: args.sequence_len,
         max_tokens_per_micro_batch: args.max_tokens_per_micro_batch,
@@ -248,10 +258,11 @@ fn train_bench(args: &BenchTrainArgs, world: &World) -> Result<serde_json::Value
     bench_train(&bench, world)
 }
 
-fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>) -> Result<serde_json::Value> {
+fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Result<serde_json::Value> {
     let bench = GenerateBench {
         model: args.model.name(),
         spec: Arc::new(spec_of(&args.model)?),
+        kind,
         prompts: args.prompts,
         group: args.group,
         prompt_len: args.prompt_len,
@@ -273,16 +284,33 @@ fn spec_of(args: &ModelArgs) -> Result<ModelSpec> {
     }
 }
 
+/// [`distributed`] for a command whose arguments say where to compute; `work` also gets the kind.
+fn placed(
+    launch: &LaunchArgs,
+    place: PlaceArgs,
+    work: impl FnOnce(Arc<World>, Kind) -> Result<()>,
+) -> Result<ExitCode> {
+    let Placement { on_cuda, kind } = Placement::new(place.device, place.dtype)?;
+    distributed(launch, WorldOptions::default().timeout, on_cuda, |world| work(world, kind))
+}
+
 /// Runs `work` on `nproc` ranks: as a worker where the environment says so, in this process where one is enough, else as the
 /// launcher of workers.
-fn distributed(args: &LaunchArgs, timeout: Duration, work: impl FnOnce(Arc<World>) -> Result<()>) -> Result<ExitCode> {
+fn distributed(
+    args: &LaunchArgs,
+    timeout: Duration,
+    on_cuda: bool,
+    work: impl FnOnce(Arc<World>) -> Result<()>,
+) -> Result<ExitCode> {
+    let backend = if on_cuda { Backend::Nccl } else { Backend::Shm };
     let world = match WorkerEnv::from_env()? {
-        Some(env) => World::join(&env, WorldOptions { timeout, backend: Backend::Shm, ..WorldOptions::default() })?,
-        None if args.nproc == 1 => World::single(),
+        Some(env) => World::join(&env, WorldOptions { timeout, backend, ..WorldOptions::default() })?,
+        None if args.nproc == 1 => World::single_on(backend)?,
         None => {
             let own_args = std::env::args_os().skip(1).collect();
             let (master_addr, master_port) = (args.master_addr.clone(), args.master_port);
-            let options = LaunchOptions { master_addr, master_port, ..LaunchOptions::new(args.nproc, own_args)? };
+            let options = LaunchOptions::new(args.nproc, own_args)?;
+            let options = LaunchOptions { master_addr, master_port, needs_cuda: on_cuda, ..options };
             return Ok(launch::run(&options));
         }
     };
@@ -293,10 +321,6 @@ fn distributed(args: &LaunchArgs, timeout: Duration, work: impl FnOnce(Arc<World
         world.post_failure(error);
     }
     outcome.map(|()| ExitCode::Done)
-}
-
-fn default_timeout() -> Duration {
-    WorldOptions::default().timeout
 }
 
 fn print_first(world: &World, value: serde_json::Value) -> Result<()> {

@@ -128,7 +128,7 @@ impl Colocated {
         if let Some(reference) = &mut self.reference {
             reference.free_gathered();
         }
-        torch::release_memory(); // what gradients and activations leave behind
+        torch::release_memory(self.world.device())?; // what gradients and activations leave behind
         phase::scope(Phase::Offload, || self.offload_optimizer())?;
         let version = self.policy.version();
         let weights = phase::scope(Phase::Gather, || self.slices.gather(&self.policy))?;
@@ -149,6 +149,7 @@ impl Colocated {
     /// for lack of memory say, it is worth another try once all ranks have given theirs back.
     fn restore(&mut self) -> Result<()> {
         self.slices.release();
+        torch::release_memory(self.world.device())?;
         self.host_pool.as_ref().map_or(Ok(()), |pool| self.policy.reload_optimizer(pool))
     }
 

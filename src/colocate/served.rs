@@ -21,7 +21,7 @@ pub struct Served {
 }
 
 impl Served {
-    /// Loads every unit from `source`.
+    /// Loads every unit from `source` to the world's device.
     pub fn new(
         world: Arc<World>,
         mesh: &Mesh,
@@ -29,7 +29,9 @@ impl Served {
         engine: Engine,
         source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
     ) -> Result<Self> {
-        let units = table.units.iter().map(source).collect::<Result<_>>()?;
+        let device = world.device();
+        let load = |layout: &UnitLayout| Ok(source(layout)?.f_to_device(device)?);
+        let units = table.units.iter().map(load).collect::<Result<_>>()?;
         let slices = EngineSlices::in_place(mesh.tp.rank(), mesh.tp.size());
         Ok(Self { world, slices, table, units, engine })
     }

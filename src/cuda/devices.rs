@@ -1,9 +1,12 @@
-//! Which GPUs are visible.
+//! Which GPUs are visible, and what is free on them.
 #![allow(unsafe_code)]
 
 use cudarc::driver::{result, sys};
 
 use crate::error::{Error, Result};
+
+/// What a context with cuBLAS and NCCL takes of a GPU, roughly.
+const LIBRARY_BYTES: usize = 1 << 30;
 
 /// One line per visible GPU, in the driver's order: `0: NVIDIA H200, 143771 MiB`. Empty where there is no driver. Creates no
 /// context.
@@ -33,4 +36,26 @@ pub fn devices() -> Result<Vec<String>> {
             Ok(format!("{ordinal}: {name}, {} MiB", bytes >> 20))
         })
         .collect()
+}
+
+/// Memory that this process may still take on its GPU, in bytes: what is free where the calling thread has a context, else
+/// the size of the smallest visible GPU less what contexts and libraries take.
+///
+/// # Errors
+/// [`Error::Environment`] if there is no driver, or it does not answer.
+pub fn available_bytes() -> Result<usize> {
+    let failed = |error: result::DriverError| Error::Environment { message: format!("CUDA driver: {:?}", error.0) };
+    if devices()?.is_empty() {
+        return Err(Error::Environment { message: "no GPU is visible".to_owned() });
+    }
+    if result::ctx::get_current().map_err(failed)?.is_some() {
+        return Ok(result::mem_get_info().map_err(failed)?.0);
+    }
+    let mut smallest = usize::MAX;
+    for ordinal in 0..result::device::get_count().map_err(failed)? {
+        let device = result::device::get(ordinal).map_err(failed)?;
+        // SAFETY: the device came from the driver just now.
+        smallest = smallest.min(unsafe { result::device::total_mem(device) }.map_err(failed)?);
+    }
+    Ok(smallest.saturating_sub(LIBRARY_BYTES))
 }

@@ -4,6 +4,7 @@
 //! | file | what it is |
 //! |---|---|
 //! | `library`, `devices` | libtorch's CUDA half and the one NCCL; which GPUs are visible |
+//! | `placement` | where a run computes, and in what kind |
 //! | `context`, `stream` | the context shared with libtorch; streams and events beside libtorch's |
 //! | `nvrtc`, `kernel` | `src/kernels/*.cu` compiled once into a cache of cubins; loaded and launched |
 //! | `kernels` | one safe function per kernel, over tensors |
@@ -14,10 +15,12 @@ mod kernel;
 pub mod kernels;
 mod library;
 mod nvrtc;
+mod placement;
 mod stream;
 
 pub use context::Context;
 pub(crate) use context::check;
-pub use devices::devices;
+pub use devices::{available_bytes, devices};
 pub use library::{is_available, require};
+pub use placement::Placement;
 pub use stream::{Event, Stream};

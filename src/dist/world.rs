@@ -68,6 +68,14 @@ impl World {
         Self::alone(env, Device::Cpu)
     }
 
+    /// The same for tensors of `backend`: with NCCL's, on the first visible GPU.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if there is no GPU or libtorch's CUDA half is not to be had.
+    pub fn single_on(backend: Backend) -> Result<Self> {
+        Self::join(&Self::single().env, WorldOptions { backend, ..WorldOptions::default() })
+    }
+
     fn alone(env: WorkerEnv, device: Device) -> Self {
         let group = Arc::new(SingleRank::new("world", 0, device));
         Self { env, member: None, host: group.clone(), group, nccl: None, next_partition: AtomicUsize::new(1) }
@@ -132,6 +140,11 @@ impl World {
     /// Ranks on this host.
     pub fn local_size(&self) -> usize {
         self.env.local_world_size
+    }
+
+    /// Where this rank's tensors are.
+    pub fn device(&self) -> Device {
+        self.group.device()
     }
 
     /// All ranks.

@@ -86,7 +86,7 @@ pub fn copy_tokenizer(from: &Path, to: &Path) -> Result<()> {
 }
 
 fn fill_normal(target: &mut Tensor, param: &Param, unit: Unit, seed: u64) -> Result<()> {
-    const CHUNK: usize = 1 << 20;
+    const CHUNK: usize = 1 << 24;
     let unit = match unit {
         Unit::Embedding => 0,
         Unit::Head => 1,
@@ -95,10 +95,17 @@ fn fill_normal(target: &mut Tensor, param: &Param, unit: Unit, seed: u64) -> Res
     let key = RandomKey::new(seed, STREAM).fold(unit).fold(param.name as u64);
     let target = target.view(-1);
     let mut numbers = vec![0f32; CHUNK.min(param.numel())];
+    let per_thread = numbers.len().div_ceil(std::thread::available_parallelism().map_or(1, usize::from));
     for start in (0..param.numel()).step_by(CHUNK) {
         let numbers = &mut numbers[..CHUNK.min(param.numel() - start)];
-        key.fill_normal(0, start as u64, numbers);
-        numbers.iter_mut().for_each(|number| *number *= INITIALIZER_RANGE as f32);
+        std::thread::scope(|scope| {
+            for (index, part) in numbers.chunks_mut(per_thread).enumerate() {
+                scope.spawn(move || {
+                    key.fill_normal(0, (start + index * per_thread) as u64, part);
+                    part.iter_mut().for_each(|number| *number *= INITIALIZER_RANGE as f32);
+                });
+            }
+        });
         target.narrow(0, start as i64, numbers.len() as i64).f_copy_(&Tensor::f_from_slice(numbers)?)?;
     }
     Ok(())

@@ -12,7 +12,7 @@ use crate::rollout::kv_block_bytes;
 use crate::torch::accumulation_kind;
 use crate::train::{ReferenceBytes, TrainBytes};
 
-/// Share of free memory that the KV cache takes at most where its size is left to the plan.
+/// Share of a CPU's free memory that the KV cache takes at most where its size is left to the plan.
 const MAX_KV_SHARE: f64 = 0.5;
 
 /// Bytes of one class on one rank.
@@ -45,6 +45,8 @@ pub struct MemoryPlan {
     pub max_model_length: usize,
     /// Memory that this rank may use.
     pub available_bytes: usize,
+    /// Host memory beside that, for what is swapped; `None` on a CPU, where it is one memory.
+    pub swap_bytes: Option<usize>,
 }
 
 /// What the plan needs to know of a run beside its configuration.
@@ -62,23 +64,40 @@ pub struct PlanInput<'a> {
     pub engine_weight_bytes: usize,
     /// Memory that this rank may use.
     pub available_bytes: usize,
+    /// Host memory beside that, for what is swapped; `None` on a CPU, where it is one memory.
+    pub swap_bytes: Option<usize>,
 }
 
 impl MemoryPlan {
     /// Adds up the classes, picks the residency and sizes the KV cache.
     ///
+    /// `auto` keeps the optimizer on the device unless the KV cache would not have all the blocks that it can use, and a
+    /// swap gives it more. On a CPU a swap frees nothing.
+    ///
     /// # Errors
     /// [`Error::Environment`] for a run that cannot fit, with the smallest change that would help.
     pub fn new(input: &PlanInput<'_>) -> Result<Self> {
+        use OptimizerResidency::{Auto, Resident, Swap};
+        let chosen = input.config.residency.optimizer;
+        if chosen != Auto {
+            return Self::with_optimizer(chosen, input);
+        }
+        let resident = Self::with_optimizer(Resident, input);
+        if input.swap_bytes.is_none() {
+            return resident;
+        }
+        match (resident, Self::with_optimizer(Swap, input)) {
+            (Ok(resident), Ok(swap)) if swap.num_kv_blocks > resident.num_kv_blocks => Ok(swap),
+            (Err(_), Ok(swap)) => Ok(swap),
+            (resident, _) => resident,
+        }
+    }
+
+    fn with_optimizer(optimizer: OptimizerResidency, input: &PlanInput<'_>) -> Result<Self> {
         let PlanInput { config, table, kind, .. } = *input;
         let spec = &table.spec;
         let train = TrainBytes::new(table, config.zero.stage, kind);
         let reference = (config.beta > 0.0).then(|| ReferenceBytes::new(table, kind));
-        let optimizer = match config.residency.optimizer {
-            // On a CPU the host pool is the same memory: moving state there frees nothing.
-            OptimizerResidency::Auto => OptimizerResidency::Resident,
-            chosen => chosen,
-        };
         let swapped = if optimizer == OptimizerResidency::Swap { train.optimizer } else { 0 };
         let class = |class, train_bytes, rollout_bytes, host_bytes| ClassBytes {
             class,
@@ -106,26 +125,36 @@ impl MemoryPlan {
             kv_block_size: config.kv_block_size,
             max_model_length: config.max_model_length.unwrap_or(spec.max_position_embeddings),
             available_bytes: input.available_bytes,
+            swap_bytes: input.swap_bytes,
         };
         plan.size_kv_cache(config, spec, kind)?;
         plan.check(config, table.shards)?;
         Ok(plan)
     }
 
-    /// The largest sum over the phases, host memory included: on a CPU it is one memory.
+    /// The largest sum over the phases; on a CPU host memory included, as it is one memory.
     pub fn peak_bytes(&self) -> usize {
-        let sum = |bytes: fn(&ClassBytes) -> usize| self.classes.iter().map(bytes).sum::<usize>();
-        sum(|class| class.host_bytes) + sum(|class| class.train_bytes).max(sum(|class| class.rollout_bytes))
+        let host = if self.swap_bytes.is_none() { self.sum(|class| class.host_bytes) } else { 0 };
+        host + self.sum(|class| class.train_bytes).max(self.sum(|class| class.rollout_bytes))
+    }
+
+    fn sum(&self, bytes: impl Fn(&ClassBytes) -> usize) -> usize {
+        self.classes.iter().map(bytes).sum()
     }
 
     /// As many blocks as all sequences at their longest can use, within the share of what the rest leaves; or what the
     /// configuration says.
     fn size_kv_cache(&mut self, config: &Config, spec: &ModelSpec, kind: Kind) -> Result<()> {
         let block_bytes = kv_block_bytes(spec, config.tensor_parallel_size, config.kv_block_size, kind);
-        let free = self.available_bytes.saturating_sub(self.peak_bytes()) as f64;
+        // A GPU is the run's alone; a CPU's memory is not, and its pages are taken for good.
+        let (taken, share) = match self.swap_bytes {
+            Some(_) => (self.sum(|class| class.rollout_bytes), 1.0),
+            None => (self.peak_bytes(), MAX_KV_SHARE),
+        };
+        let free = self.available_bytes.saturating_sub(taken) as f64;
         let longest_blocks = self.max_model_length.div_ceil(config.kv_block_size);
         let useful = config.max_num_seqs * longest_blocks * block_bytes;
-        let affordable = (free * MAX_KV_SHARE * config.gpu_memory_utilization) as usize;
+        let affordable = (free * share * config.gpu_memory_utilization) as usize;
         // The least is asked for in any case: `check` says what it lacks.
         let least = longest_blocks * block_bytes;
         let bytes = config.kv_cache_bytes.unwrap_or(useful.min(affordable).max(least));
@@ -147,6 +176,15 @@ impl MemoryPlan {
     }
 
     fn check(&self, config: &Config, num_shards: usize) -> Result<()> {
+        let swapped = self.sum(|class| class.host_bytes);
+        if let Some(host) = self.swap_bytes.filter(|host| *host < swapped) {
+            let message = format!(
+                "residency.optimizer = swap needs {} of host memory per rank and {} are available; set resident",
+                human(swapped),
+                human(host)
+            );
+            return Err(Error::Environment { message });
+        }
         let peak = self.peak_bytes();
         if peak <= self.available_bytes {
             return Ok(());
@@ -178,7 +216,7 @@ impl fmt::Display for MemoryPlan {
             let [train, rollout, host] = [class.train_bytes, class.rollout_bytes, class.host_bytes].map(human);
             writeln!(f, "{:<34} {train:>11} {rollout:>11} {host:>11}", class.class)?;
         }
-        let sum = |bytes: fn(&ClassBytes) -> usize| human(self.classes.iter().map(bytes).sum());
+        let sum = |bytes: fn(&ClassBytes) -> usize| human(self.sum(bytes));
         let (train, rollout) = (sum(|class| class.train_bytes), sum(|class| class.rollout_bytes));
         writeln!(f, "{:<34} {train:>11} {rollout:>11} {:>11}", "sum", sum(|class| class.host_bytes))?;
         writeln!(f, "peak {} of {} available", human(self.peak_bytes()), human(self.available_bytes))?;

@@ -80,8 +80,20 @@ impl Sampler<'_> {
         draws.iter().enumerate().map(|(index, draw)| self.decide(draw, of_draw(index))).collect()
     }
 
-    /// This rank's share of each draw.
+    /// This rank's share of each draw; the draws are spread over libtorch's number of threads.
     fn offers(&self, logits: &[f32], draws: &[Draw]) -> Vec<Offer> {
+        let per_thread = draws.len().div_ceil(tch::get_num_threads().max(1) as usize).max(1);
+        if per_thread >= draws.len() {
+            return self.offers_of(logits, draws);
+        }
+        std::thread::scope(|scope| {
+            let parts = draws.chunks(per_thread);
+            let threads: Vec<_> = parts.map(|part| scope.spawn(move || self.offers_of(logits, part))).collect();
+            threads.into_iter().flat_map(|thread| thread.join().expect("drawing does not panic")).collect()
+        })
+    }
+
+    fn offers_of(&self, logits: &[f32], draws: &[Draw]) -> Vec<Offer> {
         let width = self.vocab.len();
         let (mut values, mut noise) = (vec![0.0; width], vec![0.0; width]);
         let mut last_row = (usize::MAX, 0.0); // the draws of a group share one row

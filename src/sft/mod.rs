@@ -8,6 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::checkpoint;
 use crate::config::SftConfig;
+use crate::cuda::Placement;
 use crate::data::{PromptSampler, SftDataset, SftExample, Tokenizer};
 use crate::dist::{Mesh, ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result};
@@ -53,7 +54,8 @@ impl Sft {
     }
 
     fn load(config: SftConfig, world: Arc<World>) -> Result<Self> {
-        let network = NetworkOptions::new(config.device, config.dtype)?;
+        let device = world.device();
+        let kind = Placement::in_world(config.device, config.dtype, device)?.kind;
         let folder = &config.model_name_or_path;
         let spec = Arc::new(ModelSpec::from_folder(folder)?);
         let tokenizer = Tokenizer::from_folder(folder)?;
@@ -68,7 +70,7 @@ impl Sft {
         let files = WeightFiles::open(folder, spec)?;
         let options = PolicyOptions {
             stage: config.zero.stage,
-            network,
+            network: NetworkOptions { kind, device },
             gradient_checkpointing: config.gradient_checkpointing,
             adam: AdamOptions {
                 beta1: config.adam_beta1,
@@ -95,18 +97,7 @@ impl Sft {
             warmup_steps: config.warmup_steps,
             total_steps: config.max_steps.unwrap_or(epochs.ceil() as usize),
         };
-        Ok(Self {
-            config,
-            world,
-            mesh,
-            policy,
-            examples,
-            too_long,
-            eval_examples,
-            sampler,
-            schedule,
-            device: network.device,
-        })
+        Ok(Self { config, world, mesh, policy, examples, too_long, eval_examples, sampler, schedule, device })
     }
 
     /// Trains to the end, writes metrics and the final model; collective over the world.

@@ -1,6 +1,11 @@
 //! How the C heap, from which libtorch's CPU tensors come, keeps and returns memory.
 #![allow(unsafe_code)]
 
+use tch::Device;
+
+use super::ffi;
+use crate::error::Result;
+
 /// Blocks from this size on are mapped one by one, as by default from 128 KiB to 32 MiB on.
 const MAPPED_BYTES: i32 = 1 << 30;
 /// What the heap grows by.
@@ -21,8 +26,17 @@ pub fn keep_memory() {
     }
 }
 
-/// Returns the free memory of the heap to the operating system where it is more than 512 MiB.
-pub fn release_memory() {
+/// Returns free memory of the heap to the operating system where it is more than 512 MiB, and all that libtorch keeps of
+/// `device` if that is a GPU.
+///
+/// # Errors
+/// [`crate::Error::Environment`] if libtorch's CUDA half is not loaded.
+pub fn release_memory(device: Device) -> Result<()> {
+    release_heap();
+    ffi::release_cache(device)
+}
+
+fn release_heap() {
     #[cfg(target_env = "gnu")]
     // SAFETY: both calls take the heap's own locks; the second touches free memory only.
     unsafe {
@@ -45,6 +59,6 @@ mod tests {
         let block = vec![1u8; 48 << 20]; // by default always mapped; other tests can only lower the count
         assert!(num_mapped() <= before);
         drop(block);
-        release_memory();
+        release_memory(Device::Cpu).unwrap();
     }
 }

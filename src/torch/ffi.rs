@@ -3,6 +3,8 @@
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 
+use tch::Device;
+
 use crate::error::{Error, Result};
 
 /// An open TCPStore, owned by the C++ side.
@@ -44,6 +46,18 @@ unsafe extern "C" {
     pub(super) fn colo_bytes_free(value: *mut u8);
     fn colo_cuda_current_stream(device: c_int, stream: *mut *mut c_void) -> c_int;
     fn colo_cuda_set_device(device: c_int) -> c_int;
+    fn colo_cuda_release_cache() -> c_int;
+    pub(super) fn colo_flash_attention_forward(
+        query: *const c_void,
+        key: *const c_void,
+        value: *const c_void,
+        cu_seqlens: *const c_void,
+        max_len: i64,
+        scale: f64,
+        window_left: i64,
+        output: *mut *mut c_void,
+        logsumexp: *mut *mut c_void,
+    ) -> c_int;
 }
 
 /// The raw `CUstream` that libtorch's operations on CUDA device `ordinal` go to.
@@ -66,6 +80,18 @@ pub fn set_cuda_device(ordinal: usize) -> Result<()> {
     // SAFETY: no pointers.
     let status = unsafe { colo_cuda_set_device(ordinal as c_int) };
     check(status, || format!("CUDA device {ordinal}"))
+}
+
+/// Gives back the memory that libtorch keeps on `device` for later allocations; a CPU has none of it.
+///
+/// # Errors
+/// [`Error::Environment`] if libtorch's CUDA half is not loaded.
+pub(super) fn release_cache(device: Device) -> Result<()> {
+    if !device.is_cuda() {
+        return Ok(());
+    }
+    // SAFETY: no pointers; only memory that no tensor uses is given back.
+    check(unsafe { colo_cuda_release_cache() }, || format!("cached memory of {device:?}"))
 }
 
 /// Turns a status of the shim into a result that says what was tried.

@@ -1,14 +1,16 @@
-//! libtorch beyond what `tch` binds: the C++ shim with TCPStore and CUDA streams, tensor bytes, threads. Knows nothing of
+//! libtorch beyond what `tch` binds: the C++ shim with TCPStore, CUDA streams and varlen flash attention, tensor bytes, threads. Knows nothing of
 //! models.
 
 mod allocator;
 mod bytes;
 mod ffi;
+mod flash;
 mod store;
 
 pub use allocator::{keep_memory, release_memory};
 pub use bytes::{accumulation_kind, bytes, bytes_mut, f32_vec, f64_vec, i64_vec};
 pub use ffi::{current_cuda_stream, set_cuda_device};
+pub use flash::{Packed, flash_backward, flash_forward};
 pub use store::Store;
 
 /// Sets how many threads one libtorch operation on the CPU may use, in this process.

@@ -1,5 +1,7 @@
 #include "shim.h"
 
+#include <ATen/ops/_flash_attention_forward.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -106,6 +108,32 @@ int colo_cuda_set_device(int device) {
   return guarded([&] {
     const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
     guard.setDevice(c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device)));
+  });
+}
+
+int colo_cuda_release_cache() {
+  return guarded([&] { c10::getDeviceAllocator(c10::DeviceType::CUDA)->emptyCache(); });
+}
+
+int colo_flash_attention_forward(
+    const void* query,
+    const void* key,
+    const void* value,
+    const void* cu_seqlens,
+    int64_t max_len,
+    double scale,
+    int64_t window_left,
+    void** output,
+    void** logsumexp) {
+  return guarded([&] {
+    const auto tensor = [](const void* pointer) { return *static_cast<const at::Tensor*>(pointer); };
+    const at::Tensor bounds = tensor(cu_seqlens);
+    auto result = at::_flash_attention_forward(
+        tensor(query), tensor(key), tensor(value), bounds, bounds, max_len, max_len, /*dropout_p=*/0.0,
+        /*is_causal=*/true, /*return_debug_mask=*/false, scale,
+        window_left < 0 ? std::nullopt : std::make_optional(window_left));
+    *logsumexp = new at::Tensor(std::move(std::get<1>(result)));
+    *output = new at::Tensor(std::move(std::get<0>(result)));
   });
 }
 }

@@ -23,4 +23,12 @@ void colo_bytes_free(uint8_t* value);
 int colo_cuda_current_stream(int device, void** stream);
 // Makes this device the calling thread's.
 int colo_cuda_set_device(int device);
+// Gives back what libtorch's CUDA allocator keeps for later.
+int colo_cuda_release_cache();
+
+// Causal attention over packed sequences. Tensors are at::Tensor*; the two results are the caller's. A negative window is
+// none.
+int colo_flash_attention_forward(
+    const void* query, const void* key, const void* value, const void* cu_seqlens, int64_t max_len, double scale,
+    int64_t window_left, void** output, void** logsumexp);
 }

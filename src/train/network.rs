@@ -8,8 +8,8 @@ use tch::{Device, Kind, Tensor};
 use super::gradients::Gradients;
 use super::pack::MicroBatch;
 use super::weights::Weights;
-use crate::config::{self, Dtype, GradientCheckpointing};
-use crate::error::{Error, Result};
+use crate::config::GradientCheckpointing;
+use crate::error::Result;
 use crate::model::{
     BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, SavedBlock, Scoring, Unit,
     UnitLayout, block_backward, block_forward, head_backward, head_forward,
@@ -50,24 +50,6 @@ pub(crate) struct Network {
     pub weights: Weights,
     rope: Rope,
     options: NetworkOptions,
-}
-
-impl NetworkOptions {
-    /// What a configuration's `device` and `dtype` ask for.
-    ///
-    /// # Errors
-    /// [`Error::Environment`] for CUDA, on which this version does not train.
-    pub fn new(device: config::Device, dtype: Dtype) -> Result<Self> {
-        if device == config::Device::Cuda {
-            let message = "device = cuda: this version trains on the CPU backend; set device = cpu".to_owned();
-            return Err(Error::Environment { message });
-        }
-        let kind = match dtype {
-            Dtype::Auto | Dtype::Float32 => Kind::Float,
-            Dtype::Bfloat16 => Kind::BFloat16,
-        };
-        Ok(Self { kind, device: Device::Cpu })
-    }
 }
 
 impl Network {

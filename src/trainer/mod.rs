@@ -9,8 +9,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use tch::Device;
-
 use crate::checkpoint::{self, CheckpointOptions, TrainerState};
 use crate::colocate::{Colocated, UpdateOptions};
 use crate::config::{BatchPlan, Config, ScaleRewards};
@@ -199,7 +197,7 @@ impl Trainer {
             schedule: self.schedule,
             global_step: self.progress.global_step,
             max_grad_norm: self.config.max_grad_norm,
-            device: Device::Cpu,
+            device: self.world.device(),
         }
     }
 

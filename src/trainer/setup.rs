@@ -10,6 +10,7 @@ use super::{Progress, Trainer};
 use crate::checkpoint::{self, Checkpoint, TrainerState};
 use crate::colocate::{Colocated, EngineSlices};
 use crate::config::{Config, KeyChange, OptimizerResidency};
+use crate::cuda::{self, Placement};
 use crate::data::{Dataset, DatasetOptions, PromptSampler, Tokenizer};
 use crate::dist::{World, all_gather_bytes};
 use crate::error::{Error, Result};
@@ -30,36 +31,43 @@ pub struct Preflight {
     pub tokenizer: Arc<Tokenizer>,
     /// The layout of its weights.
     pub table: Arc<ParamTable>,
-    /// Type of weights and activations, and where they live.
-    pub network: NetworkOptions,
+    /// Type of weights and activations.
+    pub kind: Kind,
     /// What it will hold.
     pub plan: MemoryPlan,
 }
 
 impl Preflight {
-    /// Checks a run of `world_size` ranks, `local_world_size` of them on this machine.
+    /// Checks a run of `world_size` ranks, `local_world_size` of them on this machine, that computes at `placement`.
     ///
     /// # Errors
     /// What is wrong with the configuration, the model's folder or the machine.
-    pub fn new(config: &Config, world_size: usize, local_world_size: usize) -> Result<Self> {
+    pub fn new(config: &Config, placement: Placement, world_size: usize, local_world_size: usize) -> Result<Self> {
+        let Placement { on_cuda, kind } = placement;
         let batch = config.validate_world(world_size)?;
-        let network = NetworkOptions::new(config.device, config.dtype)?;
         let spec = Arc::new(ModelSpec::from_folder(&config.model_name_or_path)?);
         spec.validate_tp(config.tensor_parallel_size)?;
         let tokenizer = Arc::new(Tokenizer::from_folder(&config.model_name_or_path)?);
         tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
         let table = Arc::new(ParamTable::new(spec.clone(), config.zero.shard_group_size.unwrap_or(world_size)));
-        let kind = network.kind;
         let engine_weight_bytes = match gathers(config, &table) {
             true => EngineSlices::gathered_bytes(&table, 0, config.tensor_parallel_size, kind)?,
             false => 0,
         };
-        let available_bytes = memory::available_host_bytes()? / local_world_size;
+        let host_bytes = memory::available_host_bytes()? / local_world_size;
+        let available_bytes = if on_cuda { cuda::available_bytes()? } else { host_bytes };
+        let swap_bytes = on_cuda.then_some(host_bytes);
         let completions_per_update = batch.generation_batch_size / world_size / batch.updates_per_generation;
-        let input =
-            PlanInput { config, table: &table, kind, completions_per_update, engine_weight_bytes, available_bytes };
-        let plan = MemoryPlan::new(&input)?;
-        Ok(Self { spec, tokenizer, table, network, plan })
+        let plan = MemoryPlan::new(&PlanInput {
+            config,
+            table: &table,
+            kind,
+            completions_per_update,
+            engine_weight_bytes,
+            available_bytes,
+            swap_bytes,
+        })?;
+        Ok(Self { spec, tokenizer, table, kind, plan })
     }
 }
 
@@ -76,7 +84,8 @@ pub(super) fn load(
     checkpoint: Option<Checkpoint>,
 ) -> Result<Trainer> {
     let batch = config.validate_world(world.size())?;
-    let preflight = Preflight::new(&config, world.size(), world.local_size())?;
+    let placement = Placement::in_world(config.device, config.dtype, world.device())?;
+    let preflight = Preflight::new(&config, placement, world.size(), world.local_size())?;
     phase::arm_fault(config.fault.as_ref().and_then(|fault| fault.parse().ok()), world.rank());
     let rewards = RewardPool::with_functions(&config, functions)?;
     let limits = DatasetOptions {
@@ -131,14 +140,15 @@ pub(super) fn load(
 }
 
 fn colocated(config: &Config, world: &Arc<World>, preflight: &Preflight) -> Result<Colocated> {
-    let Preflight { spec, tokenizer, table, network, plan } = preflight;
-    let NetworkOptions { kind, device } = *network;
+    let Preflight { spec, tokenizer, table, plan, .. } = preflight;
+    let (kind, device) = (preflight.kind, world.device());
     let mesh = world.mesh(config.tensor_parallel_size, table.shards)?;
     let files = WeightFiles::open(&config.model_name_or_path, spec.clone())?;
     let source = |layout: &UnitLayout| files.read_unit(layout, Kind::Float);
+    let network = NetworkOptions { kind, device };
     let options = PolicyOptions {
         stage: config.zero.stage,
-        network: *network,
+        network,
         gradient_checkpointing: config.gradient_checkpointing,
         adam: AdamOptions {
             beta1: config.adam_beta1,
@@ -149,7 +159,7 @@ fn colocated(config: &Config, world: &Arc<World>, preflight: &Preflight) -> Resu
     };
     let policy = Policy::new(table.clone(), &mesh, options, &source)?;
     let reference = match config.beta > 0.0 {
-        true => Some(Reference::new(table.clone(), &mesh, *network, &source)?),
+        true => Some(Reference::new(table.clone(), &mesh, network, &source)?),
         false => None,
     };
     let engine = EngineOptions {

@@ -32,24 +32,27 @@ fn reference(num_ranks: usize, len: i64, kind: Kind, op: ReduceOp) -> Tensor {
 fn every_operation(world: &World) {
     let group = world.group();
     let (rank, size) = (group.rank(), group.size());
+    let device = group.device();
+    let values = |rank, len, kind| values(rank, len, kind).to_device(device);
+    let reference = |len, kind, op| reference(size, len, kind, op).to_device(device);
     let own_slice = |whole: &Tensor| whole.narrow(0, rank as i64 * LEN, LEN);
     for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Int64] {
         let whole_len = size as i64 * LEN;
         for op in [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min] {
             let mut tensor = values(rank, whole_len, kind);
             group.all_reduce(&mut tensor, op).unwrap();
-            assert_eq!(tensor, reference(size, whole_len, kind, op), "{op:?} {kind:?}");
+            assert_eq!(tensor, reference(whole_len, kind, op), "{op:?} {kind:?}");
         }
-        let total = reference(size, whole_len, kind, ReduceOp::Sum);
-        let mut scattered = Tensor::zeros([LEN], (kind, Device::Cpu));
+        let total = reference(whole_len, kind, ReduceOp::Sum);
+        let mut scattered = Tensor::zeros([LEN], (kind, device));
         group.reduce_scatter(&values(rank, whole_len, kind), &mut scattered).unwrap();
         assert_eq!(scattered, own_slice(&total), "reduce_scatter {kind:?}");
 
-        let mut gathered = Tensor::zeros([whole_len], (kind, Device::Cpu));
+        let mut gathered = Tensor::zeros([whole_len], (kind, device));
         group.all_gather(&scattered, &mut gathered).unwrap();
         assert_eq!(gathered, total, "all_gather {kind:?}");
 
-        let mut exchanged = Tensor::zeros([whole_len], (kind, Device::Cpu));
+        let mut exchanged = Tensor::zeros([whole_len], (kind, device));
         group.all_to_all(&values(rank, whole_len, kind), &mut exchanged).unwrap();
         let parts: Vec<_> = (0..size).map(|peer| own_slice(&values(peer, whole_len, kind))).collect();
         assert_eq!(exchanged, Tensor::cat(&parts, 0), "all_to_all {kind:?}");
@@ -66,6 +69,14 @@ fn every_operation(world: &World) {
     all_reduce_f64(group.as_ref(), &mut numbers, ReduceOp::Sum).unwrap();
     assert_eq!(numbers, [(size * (size - 1) / 2) as f64, size as f64 * 0.5]);
     group.barrier().unwrap();
+}
+
+#[test]
+#[ignore = "needs two GPUs"]
+fn gpu_two_ranks_agree_with_the_sequential_reference() {
+    ranks::run_on_gpus(2, "collectives::gpu_two_ranks_agree_with_the_sequential_reference", |world| {
+        every_operation(&world)
+    });
 }
 
 #[test]

@@ -5,6 +5,7 @@ mod cli;
 mod collectives;
 mod colocate;
 mod demo;
+mod gpu;
 mod gpu_kernels;
 mod gpu_memory;
 mod launch;

@@ -5,8 +5,8 @@ use std::io::Read;
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-use colo_grpo::dist::{WorkerEnv, World, WorldOptions};
-use colo_grpo::launch::{LaunchOptions, Rendezvous, worker_command};
+use colo_grpo::dist::{Backend, WorkerEnv, World, WorldOptions};
+use colo_grpo::launch::{LaunchOptions, Rendezvous, exit_now, worker_command};
 
 const TIME_LIMIT: Duration = Duration::from_secs(120);
 /// How long the others may go on when one rank has failed.
@@ -22,15 +22,24 @@ pub fn run(num_ranks: usize, test: &str, body: impl FnOnce(World)) {
     run_with(num_ranks, test, Duration::from_secs(60), body);
 }
 
+/// The same on GPUs, one a rank, over NCCL.
+pub fn run_on_gpus(num_ranks: usize, test: &str, body: impl FnOnce(World)) {
+    run_in(num_ranks, test, WorldOptions { backend: Backend::Nccl, ..WorldOptions::default() }, body);
+}
+
 /// The same, with the longest wait of a collective.
 pub fn run_with(num_ranks: usize, test: &str, timeout: Duration, body: impl FnOnce(World)) {
+    run_in(num_ranks, test, WorldOptions { timeout, ..WorldOptions::default() }, body);
+}
+
+fn run_in(num_ranks: usize, test: &str, options: WorldOptions, body: impl FnOnce(World)) {
     if std::env::var(TEST_VARIABLE).is_ok_and(|running| running == test) {
         let env = WorkerEnv::from_env().unwrap().expect("worker variables");
-        let world = World::join(&env, WorldOptions { timeout, ..WorldOptions::default() }).unwrap();
+        let world = World::join(&env, options).unwrap();
         body(world);
-        std::process::exit(RAN);
+        exit_now(RAN);
     }
-    let args = ["--exact", test, "--nocapture"].map(Into::into).to_vec();
+    let args = ["--exact", test, "--nocapture", "--include-ignored"].map(Into::into).to_vec();
     let options = LaunchOptions::new(num_ranks, args).unwrap();
     let rendezvous = Rendezvous::bind(&options.master_addr, None).unwrap();
     let mut ranks: Vec<Rank> = (0..num_ranks).map(|rank| Rank::start(&options, &rendezvous, rank, test)).collect();

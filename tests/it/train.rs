@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use colo_grpo::Result;
 use colo_grpo::config::GradientCheckpointing;
-use colo_grpo::dist::{Mesh, World, all_gather_bytes};
+use colo_grpo::dist::{Backend, Mesh, ReduceOp, World, all_gather_bytes, all_reduce_f64};
 use colo_grpo::memory::{HostPool, Ledger, Place};
 use colo_grpo::model::{Family, ModelSpec, ParamName, ParamTable, Unit, UnitLayout};
 use colo_grpo::train::{
@@ -161,32 +161,33 @@ fn a_gradient_that_is_not_finite_is_skipped_by_all_ranks() {
 
 #[test]
 fn offloaded_state_returns_bit_identical() {
-    ranks::run(2, "train::offloaded_state_returns_bit_identical", |world: World| {
-        let mesh = world.mesh(1, 2).unwrap();
-        for stage in [0, 3] {
-            let run = Run::new(stage, Kind::Float);
-            let (mut policy, mut resident) = (run.policy(&mesh), run.policy(&mesh));
-            let mut pool =
-                HostPool::new("train_test", policy.optimizer_bytes(), tch::Device::Cpu, &mut |_, _| ()).unwrap();
-            for _ in 0..2 {
-                let _ = run.step(&mut policy, &mesh);
-                let _ = run.step(&mut resident, &mesh);
-                let before = state(&policy);
-                policy.drop_gradients();
-                policy.offload_optimizer(&mut pool).unwrap();
-                policy.offload_optimizer(&mut pool).unwrap();
-                let refused = policy.optimizer_step(LR, MAX_GRAD_NORM).unwrap_err();
-                assert!(refused.to_string().contains("offloaded"), "{refused}");
-                assert!(policy.export_state().next().unwrap().is_err());
-                policy.reload_optimizer(&pool).unwrap();
-                policy.reload_optimizer(&pool).unwrap();
-                assert!(state(&policy) == before, "stage {stage}");
-            }
-            let _ = run.step(&mut policy, &mesh);
-            let _ = run.step(&mut resident, &mesh);
-            assert!(weights(&policy) == weights(&resident), "stage {stage}");
+    ranks::run(2, "train::offloaded_state_returns_bit_identical", |world: World| offloads(&world.mesh(1, 2).unwrap()));
+}
+
+fn offloads(mesh: &Mesh) {
+    for stage in [0, 3] {
+        let run = Run::new(stage, Kind::Float);
+        let (mut policy, mut resident) = (run.policy(mesh), run.policy(mesh));
+        let mut pool =
+            HostPool::new("train_test", policy.optimizer_bytes(), mesh.world.device(), &mut |_, _| ()).unwrap();
+        for _ in 0..2 {
+            let _ = run.step(&mut policy, mesh);
+            let _ = run.step(&mut resident, mesh);
+            let before = state(&policy);
+            policy.drop_gradients();
+            policy.offload_optimizer(&mut pool).unwrap();
+            policy.offload_optimizer(&mut pool).unwrap();
+            let refused = policy.optimizer_step(LR, MAX_GRAD_NORM).unwrap_err();
+            assert!(refused.to_string().contains("offloaded"), "{refused}");
+            assert!(policy.export_state().next().unwrap().is_err());
+            policy.reload_optimizer(&pool).unwrap();
+            policy.reload_optimizer(&pool).unwrap();
+            assert!(state(&policy) == before, "stage {stage}");
         }
-    });
+        let _ = run.step(&mut policy, mesh);
+        let _ = run.step(&mut resident, mesh);
+        assert!(weights(&policy) == weights(&resident), "stage {stage}");
+    }
 }
 
 #[test]
@@ -226,7 +227,7 @@ fn the_ledger_holds_what_the_formulas_say() {
             let mut policy = run.policy(&mesh);
             let source = |layout: &UnitLayout| Ok(initial(layout));
             let table = run.table(mesh.shard.size());
-            let _reference = Reference::new(table.clone(), &mesh, run.options().network, &source).unwrap();
+            let _reference = Reference::new(table.clone(), &mesh, run.options(&mesh).network, &source).unwrap();
             let _ = run.step(&mut policy, &mesh);
             run.accumulate(&mut policy, &mesh);
             let bytes = TrainBytes::new(&table, stage, kind);
@@ -254,7 +255,7 @@ fn a_reference_scores_like_the_policy_it_was_loaded_as() {
             let run = Run { tied, ..Run::new(1, Kind::Double) };
             let table = run.table(mesh.shard.size());
             let source = |layout: &UnitLayout| Ok(initial(layout));
-            let mut reference = Reference::new(table, &mesh, run.options().network, &source).unwrap();
+            let mut reference = Reference::new(table, &mesh, run.options(&mesh).network, &source).unwrap();
             let (mut policy, autograd) = (run.policy(&mesh), run.autograd());
             for micro_batch in &run.micro_batches(&mesh) {
                 let scores = policy.forward_logprobs(micro_batch, TEMPERATURE).unwrap();
@@ -270,6 +271,72 @@ fn a_reference_scores_like_the_policy_it_was_loaded_as() {
             }
         }
     });
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_one_rank_follows_plain_adamw() {
+    let mesh = World::single_on(Backend::Nccl).unwrap().mesh(1, 1).unwrap();
+    for recompute in [GradientCheckpointing::None, GradientCheckpointing::Selective, GradientCheckpointing::Full] {
+        follows_plain_adamw(&mesh, Run { recompute, ..Run::new(0, Kind::Double) }, 1e-10);
+        follows_plain_adamw(&mesh, Run { recompute, tied: true, ..Run::new(0, Kind::Float) }, 0.1 * LR);
+    }
+    offloads(&mesh);
+}
+
+#[test]
+#[ignore = "needs two GPUs"]
+fn gpu_two_ranks_follow_plain_adamw() {
+    ranks::run_on_gpus(2, "train::gpu_two_ranks_follow_plain_adamw", |world: World| {
+        let mesh = world.mesh(1, 2).unwrap();
+        for stage in 0..=3 {
+            follows_plain_adamw(&mesh, Run::new(stage, Kind::Double), 1e-10);
+            follows_plain_adamw(&mesh, Run { tied: true, ..Run::new(stage, Kind::Float) }, 0.1 * LR);
+        }
+        offloads(&mesh);
+    });
+}
+
+#[test]
+#[ignore = "needs two GPUs"]
+fn gpu_losses_of_ten_steps_equal_the_cpus() {
+    ranks::run_on_gpus(2, "train::gpu_losses_of_ten_steps_equal_the_cpus", |world: World| {
+        let (mesh, cpu) = (world.mesh(1, 2).unwrap(), World::single().mesh(1, 1).unwrap());
+        for tied in [false, true] {
+            let expected = losses(Run { tied, ..Run::new(0, Kind::Float) }, &cpu);
+            for stage in 0..=3 {
+                let got = losses(Run { tied, ..Run::new(stage, Kind::Float) }, &mesh);
+                let worst = got.iter().zip(&expected).map(|(a, b)| (a / b - 1.0).abs()).fold(0.0, f64::max);
+                if world.rank() == 0 {
+                    println!(
+                        "stage {stage}, tied {tied}: losses of 10 steps within a factor of 1 +- {worst:.1e} of the CPU's"
+                    );
+                }
+                assert!(worst < 1e-4, "stage {stage}: {got:?} against {expected:?}");
+            }
+        }
+    });
+}
+
+/// The losses of ten steps, over all ranks. They are linear in what they are differentiated by.
+fn losses(run: Run, mesh: &Mesh) -> Vec<f64> {
+    let mut policy = run.policy(mesh);
+    let mut step = || {
+        let mut loss = [0.0];
+        for micro_batch in &run.micro_batches(mesh) {
+            let mut gradients_of = |scores: &Scores| {
+                let gradients = run.loss(micro_batch, scores);
+                let entropy = gradients.dentropy.as_ref().unwrap() * &scores.entropy;
+                loss[0] += (&gradients.dlogprobs * &scores.logprobs + entropy).sum(Kind::Double).double_value(&[]);
+                Ok(gradients)
+            };
+            policy.forward_backward(micro_batch, TEMPERATURE, &mut gradients_of).unwrap();
+        }
+        let _ = policy.optimizer_step(LR, MAX_GRAD_NORM).unwrap();
+        all_reduce_f64(&*mesh.world, &mut loss, ReduceOp::Sum).unwrap();
+        loss[0]
+    };
+    (0..10).map(|_| step()).collect()
 }
 
 /// Three steps of a run against three of plain AdamW on the whole batch's gradient.
@@ -312,10 +379,10 @@ impl Run {
         Self { stage, kind, tied: false, recompute, budget: BUDGET, num_sharers: usize::MAX }
     }
 
-    fn options(&self) -> PolicyOptions {
+    fn options(&self, mesh: &Mesh) -> PolicyOptions {
         PolicyOptions {
             stage: self.stage,
-            network: NetworkOptions { kind: self.kind, device: Device::Cpu },
+            network: NetworkOptions { kind: self.kind, device: mesh.world.device() },
             gradient_checkpointing: self.recompute,
             adam: ADAM,
         }
@@ -327,7 +394,7 @@ impl Run {
 
     fn policy(&self, mesh: &Mesh) -> Policy {
         let source = |layout: &UnitLayout| Ok(initial(layout));
-        Policy::new(self.table(mesh.shard.size()), mesh, self.options(), &source).unwrap()
+        Policy::new(self.table(mesh.shard.size()), mesh, self.options(mesh), &source).unwrap()
     }
 
     fn autograd(&self) -> autograd::Model {
@@ -362,7 +429,7 @@ impl Run {
     }
 
     fn micro_batches(&self, mesh: &Mesh) -> Vec<MicroBatch> {
-        let mut micro_batches = pack(&self.own_sequences(mesh), self.budget, Device::Cpu).unwrap();
+        let mut micro_batches = pack(&self.own_sequences(mesh), self.budget, mesh.world.device()).unwrap();
         pad_to_agreed_count(&mut micro_batches, &*mesh.world).unwrap();
         micro_batches
     }
@@ -442,7 +509,7 @@ fn weights(policy: &Policy) -> Vec<Vec<f64>> {
 
 fn unpadded(table: &ParamTable, flat: impl Fn(Unit) -> Tensor) -> Vec<Vec<f64>> {
     let unit_params = |layout: &UnitLayout| {
-        let flat = flat(layout.unit).to_kind(Kind::Double);
+        let flat = flat(layout.unit).to_device(Device::Cpu).to_kind(Kind::Double);
         let params = layout.params.iter();
         params.map(|param| Vec::try_from(layout.view(param.name, &flat).unwrap().reshape([-1])).unwrap()).collect()
     };

@@ -1,7 +1,11 @@
 //! Where the sequences of a packed micro-batch lie; made once, shared by all layers, forward and backward.
 
+use std::cell::OnceCell;
 use std::cmp::Reverse;
+
 use tch::{Device, Kind, Tensor};
+
+use crate::torch::Packed;
 
 /// Sequences of similar length, padded to the longest on the right: under a causal mask no real row sees the padding.
 #[derive(Debug)]
@@ -14,12 +18,21 @@ pub(super) struct Bucket {
     pub padding: Tensor,
 }
 
-/// The layout of a packed micro-batch for attention.
+/// All sequences in buckets.
+#[derive(Debug)]
+pub(super) struct Padded {
+    pub buckets: Vec<Bucket>,
+    /// Row of the buckets' padded rows, one bucket after the other, behind each of [T, Hkv].
+    pub unpad: Tensor,
+}
+
+/// The layout of a packed micro-batch for attention. What a kernel needs of it is made on first use.
 #[derive(Debug)]
 pub struct PackedLayout {
-    pub(super) buckets: Vec<Bucket>,
-    /// Row of the buckets' padded rows, one bucket after the other, behind each of [T, Hkv].
-    pub(super) unpad: Tensor,
+    cu_seqlens: Vec<i64>,
+    device: Device,
+    padded: OnceCell<Padded>,
+    packed: OnceCell<Packed>,
     pub(super) num_tokens: i64,
     pub(super) num_kv_heads: i64,
     pub(super) sliding_window: Option<i64>,
@@ -29,11 +42,41 @@ impl PackedLayout {
     /// `cu_seqlens` [N + 1] begins with 0 and does not decrease; sequence n has rows `cu_seqlens[n]..cu_seqlens[n + 1]`.
     /// A token sees itself and the `sliding_window - 1` before it, or all before it.
     pub fn new(cu_seqlens: &[i64], num_kv_heads: usize, sliding_window: Option<usize>, device: Device) -> Self {
-        let (num_tokens, heads) = (cu_seqlens.last().copied().unwrap_or(0), num_kv_heads as i64);
+        Self {
+            num_tokens: cu_seqlens.last().copied().unwrap_or(0),
+            cu_seqlens: cu_seqlens.to_vec(),
+            device,
+            padded: OnceCell::new(),
+            packed: OnceCell::new(),
+            num_kv_heads: num_kv_heads as i64,
+            sliding_window: sliding_window.map(|window| window as i64),
+        }
+    }
+
+    /// For attention by buckets.
+    pub(super) fn padded(&self) -> &Padded {
+        self.padded.get_or_init(|| Padded::new(&self.cu_seqlens, self.num_kv_heads, self.device))
+    }
+
+    /// For attention that reads packed sequences as they lie.
+    pub(super) fn packed(&self) -> &Packed {
+        self.packed.get_or_init(|| {
+            let bounds: Vec<i32> = self.cu_seqlens.iter().map(|&bound| bound as i32).collect();
+            Packed {
+                cu_seqlens: Tensor::from_slice(&bounds).to_device(self.device),
+                max_len: self.cu_seqlens.windows(2).map(|bounds| bounds[1] - bounds[0]).max().unwrap_or(0),
+                window: self.sliding_window,
+            }
+        })
+    }
+}
+
+impl Padded {
+    fn new(cu_seqlens: &[i64], heads: i64, device: Device) -> Self {
         let mut sequences: Vec<(i64, i64)> = cu_seqlens.windows(2).map(|w| (w[0], w[1] - w[0])).collect();
         sequences.retain(|&(_, len)| len > 0);
         sequences.sort_by_key(|&(start, len)| (Reverse(len), start));
-        let mut unpad = vec![0; (num_tokens * heads) as usize];
+        let mut unpad = vec![0; (cu_seqlens.last().copied().unwrap_or(0) * heads) as usize];
         let mut padded_rows = 0;
         let mut buckets = Vec::new();
         for members in sequences.chunk_by(same_bucket(&sequences)) {
@@ -41,9 +84,7 @@ impl PackedLayout {
             padded_rows += bucket.sequences * heads * bucket.len;
             buckets.push(bucket);
         }
-        let unpad = Tensor::from_slice(&unpad).to_device(device);
-        let sliding_window = sliding_window.map(|window| window as i64);
-        Self { buckets, unpad, num_tokens, num_kv_heads: heads, sliding_window }
+        Self { buckets, unpad: Tensor::from_slice(&unpad).to_device(device) }
     }
 }
 
@@ -91,7 +132,7 @@ mod tests {
 
     #[test]
     fn every_row_is_found_again() {
-        let layout = PackedLayout::new(&[0, 5, 5, 45, 48, 90], 2, None, Device::Cpu);
+        let layout = Padded::new(&[0, 5, 5, 45, 48, 90], 2, Device::Cpu);
         assert_eq!(layout.buckets.iter().map(|b| (b.sequences, b.len)).collect::<Vec<_>>(), [(2, 42), (2, 5)]);
         let rows: Vec<_> = layout.buckets.iter().map(|b| &b.rows).collect();
         let found = Tensor::cat(&rows, 0).index_select(0, &layout.unpad);

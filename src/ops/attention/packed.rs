@@ -1,10 +1,11 @@
 //! Attention over packed sequences: o = softmax(scale * q k^T) v within each sequence, causal.
 //!
 //! On a CPU, sequences take libtorch's flash attention, which never holds [len, len]; the shortest take batched products with
-//! an explicit softmax, which are faster there. CUDA tensors take the latter at any length.
+//! an explicit softmax, which are faster there. On a GPU, bfloat16 takes flash attention over the sequences as they lie, and
+//! other kinds the explicit softmax at any length.
 
 use super::layout::{Bucket, PackedLayout};
-use crate::torch::accumulation_kind;
+use crate::torch::{accumulation_kind, flash_backward, flash_forward};
 use tch::{Device, Kind, Tensor};
 
 /// Longest padded length of the explicit path on a CPU.
@@ -18,18 +19,22 @@ pub fn packed_forward(
     layout: &PackedLayout,
     scale: f64,
 ) -> (Tensor, Tensor) {
-    if layout.buckets.is_empty() {
+    if layout.num_tokens == 0 {
         return (q.zeros_like(), q.select(2, 0).to_kind(accumulation_kind(q.kind())));
+    }
+    if takes_flash(q) {
+        let (o, lse) = flash_forward(q, k, v, layout.packed(), scale).expect("shapes that flash attention takes");
+        return (o, lse.tr());
     }
     let attend = |bucket: &Bucket| {
         let [q, k, v] = [q, k, v].map(|t| bucket.gather(t, layout));
         if bucket.is_explicit() {
             explicit_forward(&q, &k, &v, scale, layout.sliding_window)
         } else {
-            flash_forward(&q, &k, &v, scale, layout.sliding_window)
+            cpu_flash_forward(&q, &k, &v, scale, layout.sliding_window)
         }
     };
-    let (o, lse): (Vec<_>, Vec<_>) = layout.buckets.iter().map(attend).unzip();
+    let (o, lse): (Vec<_>, Vec<_>) = layout.padded().buckets.iter().map(attend).unzip();
     let size = q.size();
     (layout.scatter(o).view(size.as_slice()), layout.scatter(lse).view(&size[..2])) // [T, H, hd], [T, H]
 }
@@ -47,11 +52,16 @@ pub fn packed_backward(
     layout: &PackedLayout,
     scale: f64,
 ) -> (Tensor, Tensor, Tensor) {
-    if layout.buckets.is_empty() {
+    if layout.num_tokens == 0 {
         return (q.zeros_like(), k.zeros_like(), v.zeros_like());
     }
+    if takes_flash(q) {
+        let lse = lse.tr().contiguous(); // [H, T], as the forward gave it
+        let gradients = flash_backward(&d_o.contiguous(), q, k, v, o, &lse, layout.packed(), scale);
+        return gradients.expect("shapes that flash attention takes");
+    }
     let (mut dq, mut dk, mut dv) = (Vec::new(), Vec::new(), Vec::new());
-    for bucket in &layout.buckets {
+    for bucket in &layout.padded().buckets {
         let [q, k, v, o, d_o] = [q, k, v, o, d_o].map(|t| bucket.gather(t, layout));
         let lse = bucket.gather(&lse.unsqueeze(-1), layout).squeeze_dim(-1); // [B, L, G]
         let _ = d_o.view([-1, d_o.size()[2] * d_o.size()[3]]).index_fill_(0, &bucket.padding, 0.0);
@@ -59,7 +69,7 @@ pub fn packed_backward(
         let grads = if bucket.is_explicit() {
             explicit_backward(&d_o, saved, scale, layout.sliding_window)
         } else {
-            flash_backward(&d_o, saved, scale, layout.sliding_window)
+            cpu_flash_backward(&d_o, saved, scale, layout.sliding_window)
         };
         dq.push(grads.0);
         dk.push(grads.1);
@@ -67,6 +77,12 @@ pub fn packed_backward(
     }
     let join = |parts, like: &Tensor| layout.scatter(parts).view(like.size().as_slice());
     (join(dq, q), join(dk, k), join(dv, v))
+}
+
+/// Whether the kernels of [`crate::torch::flash_forward`] serve such queries.
+fn takes_flash(q: &Tensor) -> bool {
+    let head_dim = q.size()[2];
+    q.device().is_cuda() && q.kind() == Kind::BFloat16 && head_dim % 8 == 0 && head_dim <= 256
 }
 
 /// One bucket's share of what the forward took and gave. B = sequences * Hkv, L padded length.
@@ -107,18 +123,18 @@ fn explicit_backward(d_o: &Tensor, saved: Saved, scale: f64, window: Option<i64>
     (dq.view(size.as_slice()).to_kind(given), dk.to_kind(given), dv.to_kind(given))
 }
 
-fn flash_forward(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, window: Option<i64>) -> (Tensor, Tensor) {
+fn cpu_flash_forward(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, window: Option<i64>) -> (Tensor, Tensor) {
     let [q, k, v] = as_heads([q, k, v], q);
-    let mask = flash_mask(&q, window);
+    let mask = cpu_flash_mask(&q, window);
     let flash = Tensor::internal_scaled_dot_product_flash_attention_for_cpu;
     let (o, lse) = flash(&q, &k, &v, 0.0, mask.is_none(), mask, scale);
     (o.transpose(1, 2), lse.transpose(1, 2)) // [B, L, G, hd], [B, L, G]
 }
 
-fn flash_backward(d_o: &Tensor, saved: Saved, scale: f64, window: Option<i64>) -> (Tensor, Tensor, Tensor) {
+fn cpu_flash_backward(d_o: &Tensor, saved: Saved, scale: f64, window: Option<i64>) -> (Tensor, Tensor, Tensor) {
     let [q, k, v, o, d_o] = as_heads([&saved.q, &saved.k, &saved.v, &saved.o, d_o], &saved.q);
     let lse = saved.lse.transpose(1, 2);
-    let mask = flash_mask(&q, window);
+    let mask = cpu_flash_mask(&q, window);
     let flash = Tensor::internal_scaled_dot_product_flash_attention_for_cpu_backward;
     let (dq, dk, dv) = flash(&d_o, &q, &k, &v, &o, &lse, 0.0, mask.is_none(), mask, scale);
     // Each query head got a gradient of its own for the key-value head they share.
@@ -133,7 +149,7 @@ fn as_heads<const N: usize>(tensors: [&Tensor; N], q: &Tensor) -> [Tensor; N] {
     tensors.map(|t| t.transpose(1, 2).expand(shape, false))
 }
 
-fn flash_mask(q: &Tensor, window: Option<i64>) -> Option<Tensor> {
+fn cpu_flash_mask(q: &Tensor, window: Option<i64>) -> Option<Tensor> {
     let len = q.size()[2];
     window.filter(|&window| window < len).map(|window| causal_mask(len, Some(window), (q.kind(), q.device())))
 }
@@ -171,6 +187,6 @@ impl PackedLayout {
     /// The buckets' padded [B, L, ..] back as rows [T * Hkv, ..].
     fn scatter(&self, parts: Vec<Tensor>) -> Tensor {
         let rows: Vec<_> = parts.iter().map(|t| t.reshape([t.size()[0] * t.size()[1], -1])).collect();
-        Tensor::cat(&rows, 0).index_select(0, &self.unpad)
+        Tensor::cat(&rows, 0).index_select(0, &self.padded().unpad)
     }
 }

@@ -71,7 +71,7 @@ impl Setup {
             true => EngineSlices::gathered(&table, tp_rank, tp_size, kind, device).unwrap(),
             false => EngineSlices::in_place(tp_rank, tp_size),
         };
-        let pool = HostPool::new("optimizer_host", policy.optimizer_bytes(), tch::Device::Cpu, &mut |_, _| ()).unwrap();
+        let pool = HostPool::new("optimizer_host", policy.optimizer_bytes(), Device::Cpu, &mut |_, _| ()).unwrap();
         Colocated::new(world.clone(), mesh.clone(), policy, reference, engine, slices, Some(pool))
     }
 }

@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Checks on a machine with GPUs, from built binaries alone, without cargo: tests against the CPU backend, the demo, figures.
+#   scripts/gpu_check.sh PROGRAM TESTS [OUTPUT] [PARTS]
+# PROGRAM is target/release/colo-grpo, TESTS the newest target/release/deps/it-*. Logs and JSON lines go to OUTPUT (default
+# runs/gpu). PARTS are some of "tests demo bench" (default all). Libraries come from the installed PyTorch 2.11.0, unless
+# COLO_GRPO_TORCH_CUDA names its torch/lib folder. Parts that need more GPUs than there are stay out.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+program=$(realpath "$1") tests=$(realpath "$2") output=${3:-runs/gpu} parts=${4:-tests demo bench}
+mkdir -p "$output"
+
+if [ -z "${COLO_GRPO_TORCH_CUDA:-}" ]; then
+  COLO_GRPO_TORCH_CUDA=$(python3 -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0] + "/lib")')
+fi
+export COLO_GRPO_TORCH_CUDA
+site=$(dirname "$(dirname "$COLO_GRPO_TORCH_CUDA")")
+folders=$(find "$site/nvidia" -type d -name lib 2>/dev/null | paste -sd:)
+export LD_LIBRARY_PATH="$COLO_GRPO_TORCH_CUDA${folders:+:$folders}${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+gpus=$(nvidia-smi -L | wc -l)
+table=()
+
+# check NAME SECONDS COMMAND..: runs it, keeps its log, notes the outcome.
+check() {
+  local name=$1 limit=$2 start=$SECONDS
+  shift 2
+  timeout "$limit" "$@" >"$output/$name.log" 2>&1
+  local code=$?
+  table+=("$(printf '%-34s %-10s %4d s  %s' "$name" "$([ $code = 0 ] && echo ok || echo "exit $code")" $((SECONDS - start)) \
+    "$(grep -v '^$' "$output/$name.log" | tail -1 | cut -c1-200)")")
+  [ $code = 0 ] || { echo "---- $name"; tail -25 "$output/$name.log" | cut -c1-400; }
+}
+
+for part in $parts; do
+  case $part in
+    tests)
+      for test in $("$tests" --list --ignored 2>/dev/null | sed -n 's/^\(.*gpu_.*\): test$/\1/p'); do
+        case $test in *two_ranks* | *ten_steps*) [ "$gpus" -ge 2 ] || continue ;; esac
+        check "${test//::/.}" 100 "$tests" --exact "$test" --ignored --nocapture
+      done
+      ;;
+    demo)
+      for nproc in 1 2; do
+        [ "$nproc" -le "$gpus" ] || continue
+        for dtype in float32 bfloat16; do
+          check "demo-$nproc-$dtype" 150 "$program" --nproc "$nproc" --config configs/tiny-cpu.toml device=cuda \
+            "dtype=$dtype" "tensor_parallel_size=$nproc" "per_device_train_batch_size=$((256 / nproc))" \
+            "output_dir=$output/run-$nproc-$dtype"
+          grep 'held-out' "$output/demo-$nproc-$dtype.log" | sed "s/^/demo, $nproc GPU, $dtype: /"
+        done
+      done
+      ;;
+    bench)
+      train=(bench train --device cuda --sequences 16 --sequence-len 1024 --max-tokens-per-micro-batch 16384
+        --gradient-checkpointing selective --steps 5)
+      generate=(bench generate --device cuda --prompts 8 --group 8 --prompt-len 128 --completion-len 64 --repeats 1)
+      if [ "$gpus" = 1 ]; then
+        for preset in qwen2.5-0.5b qwen2.5-1.5b; do
+          check "bench-train-$preset" 100 "$program" "${train[@]}" --preset $preset
+          check "bench-generate-$preset" 100 "$program" "${generate[@]}" --preset $preset
+        done
+      else
+        for preset in qwen2.5-1.5b qwen2.5-7b; do
+          for stage in 2 3; do
+            check "bench-train-$preset-zero$stage" 150 "$program" "${train[@]}" --preset $preset --nproc "$gpus" --zero-stage $stage
+          done
+          check "bench-generate-$preset-tp$gpus" 150 "$program" "${generate[@]}" --preset $preset --nproc "$gpus" --tp "$gpus"
+        done
+      fi
+      grep -h '"benchmark"' "$output"/bench-*.log
+      ;;
+  esac
+done
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+printf '%s\n' "${table[@]}"

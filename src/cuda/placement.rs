@@ -1,0 +1,78 @@
+//! Where a run computes and in what kind: decided here alone.
+
+use tch::{Device, Kind};
+
+use super::devices;
+use crate::config::{self, Dtype};
+use crate::error::{Error, Result};
+
+/// Where a run's tensors are, and the kind of its weights and activations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Placement {
+    /// One GPU a process; else the CPU.
+    pub on_cuda: bool,
+    /// Kind of weights and activations.
+    pub kind: Kind,
+}
+
+impl Placement {
+    /// What the keys ask for on this machine, before any process has joined a world. Creates no context on a GPU.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if CUDA is asked for where no GPU is visible, or the NVIDIA driver is there but does not work.
+    pub fn new(device: config::Device, dtype: Dtype) -> Result<Self> {
+        let on_cuda = device != config::Device::Cpu && !devices()?.is_empty();
+        if device == config::Device::Cuda && !on_cuda {
+            let message = "device = cuda, but no GPU is visible: look at the NVIDIA driver and CUDA_VISIBLE_DEVICES, or set device = cpu";
+            return Err(Error::Environment { message: message.to_owned() });
+        }
+        Ok(Self::of(on_cuda, dtype))
+    }
+
+    /// What the keys mean in a world whose tensors are on `actual`.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if the world was joined with the backend of another device than `device` names.
+    pub fn in_world(device: config::Device, dtype: Dtype, actual: Device) -> Result<Self> {
+        let on_cuda = actual.is_cuda();
+        if (device == config::Device::Cuda && !on_cuda) || (device == config::Device::Cpu && on_cuda) {
+            let message = format!(
+                "device = {}, but this process joined its world on {actual:?}; set device = auto or join with the other backend",
+                device.name()
+            );
+            return Err(Error::Environment { message });
+        }
+        Ok(Self::of(on_cuda, dtype))
+    }
+
+    fn of(on_cuda: bool, dtype: Dtype) -> Self {
+        let kind = match dtype {
+            Dtype::Float32 => Kind::Float,
+            Dtype::Bfloat16 => Kind::BFloat16,
+            Dtype::Auto if on_cuda => Kind::BFloat16,
+            Dtype::Auto => Kind::Float,
+        };
+        Self { on_cuda, kind }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kind_follows_the_device_unless_it_is_named() {
+        let place = |dtype, on| Placement::in_world(config::Device::Auto, dtype, on).unwrap();
+        assert_eq!(place(Dtype::Auto, Device::Cpu), Placement { on_cuda: false, kind: Kind::Float });
+        assert_eq!(place(Dtype::Auto, Device::Cuda(1)), Placement { on_cuda: true, kind: Kind::BFloat16 });
+        assert_eq!(place(Dtype::Float32, Device::Cuda(0)).kind, Kind::Float);
+        assert_eq!(Placement::new(config::Device::Cpu, Dtype::Bfloat16).unwrap().kind, Kind::BFloat16);
+    }
+
+    #[test]
+    fn a_world_on_another_device_is_refused() {
+        let refused = |device, actual| Placement::in_world(device, Dtype::Auto, actual).is_err();
+        assert!(refused(config::Device::Cuda, Device::Cpu) && refused(config::Device::Cpu, Device::Cuda(0)));
+        assert!(!refused(config::Device::Cuda, Device::Cuda(3)));
+    }
+}

@@ -1,0 +1,101 @@
+//! Causal flash attention over packed sequences on a GPU: libtorch's kernels (FlashAttention-2, arXiv 2307.08691), whose
+//! forward `tch` does not bind.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+
+use tch::{Kind, Tensor};
+
+use super::ffi;
+use crate::error::Result;
+
+/// Where packed sequences lie, for [`flash_forward`] and [`flash_backward`].
+#[derive(Debug)]
+pub struct Packed {
+    /// Bounds of the sequences. [N + 1] i32
+    pub cu_seqlens: Tensor,
+    /// Length of the longest.
+    pub max_len: i64,
+    /// Most tokens that one sees, itself included.
+    pub window: Option<i64>,
+}
+
+impl Packed {
+    /// Beyond 1 also for single tokens: for them alone the kernel takes another path, with another log-sum-exp.
+    fn max_len(&self) -> i64 {
+        self.max_len.max(2)
+    }
+
+    fn window_left(&self) -> Option<i64> {
+        self.window.map(|window| window - 1)
+    }
+}
+
+/// (o [T, H, hd], log-sum-exp of the scaled scores [H, T] f32).
+///
+/// # Errors
+/// [`crate::Error::Environment`] with libtorch's message for tensors that the kernels cannot take: they need a GPU,
+/// bfloat16 or half, and a head width that is a multiple of 8 up to 256.
+pub fn flash_forward(
+    q: &Tensor, // [T, H, hd]
+    k: &Tensor, // [T, Hkv, hd]
+    v: &Tensor, // [T, Hkv, hd]
+    packed: &Packed,
+    scale: f64,
+) -> Result<(Tensor, Tensor)> {
+    let (mut o, mut lse) = (std::ptr::null_mut(), std::ptr::null_mut());
+    let raw = |tensor: &Tensor| tensor.as_ptr().cast::<c_void>();
+    // SAFETY: the tensors outlive the call; the results are written on success only.
+    let status = unsafe {
+        ffi::colo_flash_attention_forward(
+            raw(q),
+            raw(k),
+            raw(v),
+            raw(&packed.cu_seqlens),
+            packed.max_len(),
+            scale,
+            packed.window_left().unwrap_or(-1),
+            &mut o,
+            &mut lse,
+        )
+    };
+    ffi::check(status, || format!("flash attention of {:?} {:?}", q.size(), q.kind()))?;
+    // SAFETY: both are new tensors that the call gave to us alone.
+    Ok(unsafe { (Tensor::from_ptr(o.cast()), Tensor::from_ptr(lse.cast())) })
+}
+
+/// (dq, dk, dv), from what [`flash_forward`] took and gave. Sums into dq come in no fixed order.
+#[allow(clippy::too_many_arguments)]
+pub fn flash_backward(
+    d_o: &Tensor, // [T, H, hd]
+    q: &Tensor,   // [T, H, hd]
+    k: &Tensor,   // [T, Hkv, hd]
+    v: &Tensor,   // [T, Hkv, hd]
+    o: &Tensor,   // [T, H, hd]
+    lse: &Tensor, // [H, T] f32
+    packed: &Packed,
+    scale: f64,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    let unused = Tensor::f_empty([0], (Kind::Int64, q.device()))?; // the state of a dropout that there is none of
+    let (bounds, len) = (&packed.cu_seqlens, packed.max_len());
+    let window = packed.window_left();
+    Ok(Tensor::f_internal_flash_attention_backward(
+        d_o,
+        q,
+        k,
+        v,
+        o,
+        lse,
+        bounds,
+        bounds,
+        len,
+        len,
+        0.0,
+        true,
+        &unused,
+        &unused,
+        scale,
+        window,
+        None::<i64>,
+    )?)
+}

@@ -1,0 +1,178 @@
+//! On GPUs, against the CPU backend: attention, greedy tokens, log-probabilities. Ignored where there is none;
+//! scripts/gpu_check.sh runs them. Those of collectives and training stand beside their CPU twins.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use colo_grpo::colocate::Served;
+use colo_grpo::config::GradientCheckpointing;
+use colo_grpo::data::{Dataset, DatasetOptions, Tokenizer};
+use colo_grpo::dist::{Backend, World};
+use colo_grpo::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
+use colo_grpo::ops::attention::{PackedLayout, packed_backward, packed_forward};
+use colo_grpo::rollout::{Engine, EngineOptions};
+use colo_grpo::train::{AdamOptions, NetworkOptions, Policy, PolicyOptions, Sequence, pack};
+use colo_grpo::types::{Prompt, RolloutGroup, SamplingParams};
+use tch::{Device, Kind, Tensor};
+
+use crate::ranks;
+
+/// The demo's model, warmed up: its distributions are neither flat nor certain.
+const MODEL: &str = "configs/arithmetic/model";
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_flash_attention_equals_the_cpus() {
+    let gpu = World::single_on(Backend::Nccl).unwrap().device();
+    let cases = [
+        (&[5i64, 0, 40, 3, 1, 333][..], 7, 2, None, 64),
+        (&[1], 2, 2, None, 32),
+        (&[700, 20], 1, 4, Some(50), 128),
+        (&[64, 129], 4, 2, None, 40),
+    ];
+    for (lens, group, heads, window, head_dim) in cases {
+        let cu = cu_seqlens(lens);
+        let tokens = cu[lens.len()];
+        let rand = |heads| Tensor::randn([tokens, heads, head_dim], (Kind::BFloat16, Device::Cpu));
+        let inputs = [rand(heads * group), rand(heads), rand(heads), rand(heads * group)];
+        let run = |device, kind| {
+            let [q, k, v, d_o] = inputs.each_ref().map(|tensor| tensor.to_kind(kind).to_device(device));
+            let layout = PackedLayout::new(&cu, heads as usize, window, device);
+            let (o, lse) = packed_forward(&q, &k, &v, &layout, 0.2);
+            let (dq, dk, dv) = packed_backward(&d_o, &q, &k, &v, &o, &lse, &layout, 0.2);
+            [o, lse, dq, dk, dv].map(|tensor| tensor.to_device(Device::Cpu).to_kind(Kind::Double))
+        };
+        let (got, expected) = (run(gpu, Kind::BFloat16), run(Device::Cpu, Kind::Float));
+        for ((got, expected), what) in got.iter().zip(&expected).zip(["o", "lse", "dq", "dk", "dv"]) {
+            assert_eq!(got.size(), expected.size(), "{what}");
+            // A single token's dq and dk are zero: measured against the gradient that comes in.
+            let size = expected.norm().double_value(&[]).max(inputs[3].to_kind(Kind::Double).norm().double_value(&[]));
+            let error = (got - expected).norm().double_value(&[]) / size;
+            assert!(error < 0.01, "{what} of {lens:?}, window {window:?}: off by {error}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_greedy_tokens_equal_the_cpus() {
+    let expected = greedy(&Arc::new(World::single()), 1);
+    assert_eq!(greedy(&gpu_world(), 1), expected);
+}
+
+#[test]
+#[ignore = "needs two GPUs"]
+fn gpu_two_ranks_sample_what_the_cpu_does() {
+    ranks::run_on_gpus(2, "gpu::gpu_two_ranks_sample_what_the_cpu_does", |world: World| {
+        let expected = greedy(&Arc::new(World::single()), 1);
+        let (first, got) = (world.rank() == 0, greedy(&Arc::new(world), 2));
+        assert_eq!(got, if first { expected } else { Vec::new() });
+    });
+}
+
+/// The sampler's log-probabilities in bfloat16, and the trainer's of the same tokens, against float32 on the CPU.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_bfloat16_logprobs_are_near_the_cpus() {
+    let (cpu, gpu) = (Arc::new(World::single()), gpu_world());
+    let params = SamplingParams { num_generations: 4, max_completion_length: 24, ..SamplingParams::default() };
+    let groups = generate(&gpu, 1, Kind::BFloat16, &params);
+    let sampled: Vec<f32> =
+        groups.iter().flat_map(|group| &group.completions).flat_map(|c| c.rollout_logprobs.clone()).collect();
+    let exact = score(&cpu, Kind::Float, &groups);
+    let trained = score(&gpu, Kind::BFloat16, &groups);
+    for (what, got) in [("sampler", &sampled), ("trainer", &trained)] {
+        assert_eq!(got.len(), exact.len());
+        let mean = got.iter().zip(&exact).map(|(a, b)| f64::from((a - b).abs())).sum::<f64>() / exact.len() as f64;
+        println!("{what}: {} log-probabilities in bfloat16 on average within {mean:.5} of float32", exact.len());
+        assert!(mean < 0.02, "{what}: {mean}");
+    }
+    assert_eq!(score(&gpu, Kind::Float, &groups).len(), exact.len());
+}
+
+fn gpu_world() -> Arc<World> {
+    Arc::new(World::single_on(Backend::Nccl).unwrap())
+}
+
+fn cu_seqlens(lens: &[i64]) -> Vec<i64> {
+    let mut bounds = vec![0];
+    lens.iter().for_each(|len| bounds.push(bounds[bounds.len() - 1] + len));
+    bounds
+}
+
+fn greedy(world: &Arc<World>, tp: usize) -> Vec<Vec<u32>> {
+    let params = SamplingParams { temperature: 0.0, max_completion_length: 24, ..SamplingParams::default() };
+    let groups = generate(world, tp, Kind::Float, &SamplingParams { num_generations: 1, ..params });
+    groups.into_iter().flat_map(|group| group.completions).map(|completion| completion.token_ids).collect()
+}
+
+fn spec() -> Arc<ModelSpec> {
+    let spec = ModelSpec::from_folder(Path::new(MODEL)).unwrap();
+    Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..spec })
+}
+
+/// Completions of the first rows of the demo's data, all of them on every rank; twice, asleep in between.
+fn generate(world: &Arc<World>, tp: usize, kind: Kind, params: &SamplingParams) -> Vec<RolloutGroup> {
+    let (spec, device) = (spec(), world.device());
+    let tokenizer = Arc::new(Tokenizer::from_folder(Path::new(MODEL)).unwrap());
+    let mesh = world.mesh(tp, world.size()).unwrap();
+    let options = EngineOptions {
+        kv_cache_bytes: 64 << 20,
+        block_size: 16,
+        max_num_seqs: 48,
+        max_num_batched_tokens: 100,
+        max_model_length: 128,
+        kind,
+        device,
+    };
+    let engine = Engine::new(spec.clone(), tokenizer.clone(), options, mesh.tp.clone()).unwrap();
+    let files = WeightFiles::open(MODEL, spec.clone()).unwrap();
+    let table = Arc::new(ParamTable::new(spec, 1));
+    let source = |layout: &UnitLayout| files.read_unit(layout, kind);
+    let mut served = Served::new(world.clone(), &mesh, table, engine, &source).unwrap();
+    let rows = Path::new("configs/arithmetic/train.jsonl");
+    let dataset = Dataset::from_jsonl(rows, &tokenizer, &DatasetOptions::default()).unwrap();
+    let prompts: Vec<Prompt> = (0..24).map(|row| dataset.prompt(row).clone()).collect();
+    // Only the first rank brings prompts; tensor-parallel peers generate from them too.
+    let own = if world.rank() == 0 { &prompts[..] } else { &[] };
+    let mut run = || served.with_engine(|rollout| rollout.generate(own, params, |_| ())).unwrap();
+    let first = run();
+    let second = run();
+    let tokens = |groups: &[RolloutGroup]| -> Vec<Vec<u32>> {
+        groups.iter().flat_map(|group| &group.completions).map(|c| c.token_ids.clone()).collect()
+    };
+    assert_eq!(tokens(&first), tokens(&second), "the engine slept in between");
+    first
+}
+
+/// The trainer's log-probabilities of all completion tokens.
+fn score(world: &World, kind: Kind, groups: &[RolloutGroup]) -> Vec<f32> {
+    let spec = spec();
+    let files = WeightFiles::open(MODEL, spec.clone()).unwrap();
+    let options = PolicyOptions {
+        stage: 0,
+        network: NetworkOptions { kind, device: world.device() },
+        gradient_checkpointing: GradientCheckpointing::None,
+        adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 },
+    };
+    let mesh = world.mesh(1, 1).unwrap();
+    let table = Arc::new(ParamTable::new(spec, 1));
+    let mut policy = Policy::new(table, &mesh, options, &|layout| files.read_unit(layout, kind)).unwrap();
+    let sequences: Vec<Sequence> = groups
+        .iter()
+        .flat_map(|group| group.completions.iter().map(move |completion| (group, completion)))
+        .map(|(group, completion)| Sequence {
+            token_ids: [group.prompt.token_ids.as_slice(), &completion.token_ids].concat(),
+            prompt_len: group.prompt.token_ids.len(),
+            advantage: 0.0,
+            masked: false,
+            rollout_logprobs: None,
+            old_logprobs: None,
+            ref_logprobs: None,
+        })
+        .collect();
+    let micro_batches = pack(&sequences, 1 << 20, world.device()).unwrap();
+    assert_eq!(micro_batches.len(), 1);
+    let scores = policy.forward_logprobs(&micro_batches[0], 1.0).unwrap();
+    Vec::try_from(scores.logprobs.to_device(Device::Cpu)).unwrap()
+}
