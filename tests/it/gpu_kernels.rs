@@ -75,6 +75,7 @@ fn scalars(hyper: &adamw::AdamW, step: u64, scale: f64) -> kernels::AdamWScalars
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_rms_norm_equals_the_cpus() {
+    kernels::prepare(0).unwrap();
     for (kind, bound) in [(Kind::Float, 2e-6), (Kind::BFloat16, 5e-3)] {
         for (rows, dim) in [(1, 1), (7, 33), (1000, 128), (3001, 3584), (5, 12_000)] {
             let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Double, Device::Cpu)).to_kind(kind);
@@ -106,6 +107,7 @@ fn gpu_rms_norm_equals_the_cpus() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_swiglu_equals_the_cpus() {
+    kernels::prepare(0).unwrap();
     for (kind, bound) in [(Kind::Float, 2e-6), (Kind::BFloat16, 5e-3)] {
         for (tokens, width) in [(1, 1), (3, 5), (1000, 512), (33, 18_944)] {
             let rand = |shape: &[i64]| (Tensor::randn(shape, (Kind::Double, Device::Cpu)) * 3.0).to_kind(kind);
@@ -129,6 +131,7 @@ fn gpu_swiglu_equals_the_cpus() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_kernels_run_near_the_memory_s_speed() {
+    kernels::prepare(0).unwrap();
     const TOKENS: i64 = 16_384;
     let rand = |shape: &[i64], kind| Tensor::randn(shape, (kind, GPU));
     let n = 1i64 << 28;
