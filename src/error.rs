@@ -267,10 +267,12 @@ pub enum Error {
         message: String,
     },
     /// Stopped on request (TERM, USR1) after saving.
-    #[error("preempted at step {step}; the state was saved")]
+    #[error("preempted at step {step}; saved {}", saved.display())]
     Preempted {
         /// The step saved.
         step: u64,
+        /// The checkpoint's folder, or the model's where a run is not resumed (supervised fine-tuning).
+        saved: PathBuf,
     },
     /// A fault injected by the hidden key `fault`.
     #[error("injected fault in {phase}")]

@@ -26,6 +26,7 @@ mod write;
 
 use std::path::{Path, PathBuf};
 
+pub use folder::list;
 pub use state::TrainerState;
 
 use crate::dist::World;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::config::{Device, Dtype, GradientCheckpointing, RewardConfig};
+use crate::config::{Config, Device, Dtype, GradientCheckpointing, RewardConfig, SftConfig};
 use crate::launch;
 
 /// Trains language models with GRPO on one node: every GPU generates, then every GPU trains.
@@ -323,13 +323,21 @@ pub fn normalise(argv: Vec<String>) -> Vec<String> {
             option.split_once('=').map_or((option, None), |(name, value)| (name, Some(value.to_owned())));
         let name = name.replace('-', "_");
         if takes_overrides && !RUN_OPTIONS.contains(&name.as_str()) {
-            let value = value.or_else(|| rest.next_if(|next| !next.starts_with("--")));
+            // An option or an override that follows is not this one's value: `--flag key=value`.
+            let is_value = |next: &String| !next.starts_with("--") && !is_override(next);
+            let value = value.or_else(|| rest.next_if(is_value));
             out.push(format!("{name}={}", value.as_deref().unwrap_or("true")));
         } else {
             out.push(format!("--{name}{}", value.map(|value| format!("={value}")).unwrap_or_default()));
         }
     }
     out
+}
+
+/// Whether a word is `key=value` of a configuration key.
+fn is_override(word: &str) -> bool {
+    let key = word.split_once('=').map(|(key, _)| key);
+    key.is_some_and(|key| Config::keys().iter().chain(&SftConfig::keys()).any(|known| known == key))
 }
 
 #[cfg(test)]
@@ -350,6 +358,7 @@ mod tests {
             normalised("colo-grpo plan --log-completions --max-steps 3 --learnign_rate 1 --nproc-per-node=2"),
             "colo-grpo plan log_completions=true max_steps=3 learnign_rate=1 --nproc_per_node=2"
         );
+        assert_eq!(normalised("colo-grpo --log_completions beta=1"), "colo-grpo train log_completions=true beta=1");
         assert_eq!(normalised("colo-grpo"), "colo-grpo --help");
         assert_eq!(normalised("colo-grpo eval --top-p 1 -n 2"), "colo-grpo eval --top_p 1 -n 2");
     }

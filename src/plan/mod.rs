@@ -153,7 +153,7 @@ impl MemoryPlan {
         };
         let free = self.available_bytes.saturating_sub(taken) as f64;
         let longest_blocks = self.max_model_length.div_ceil(config.kv_block_size);
-        let useful = config.max_num_seqs * longest_blocks * block_bytes;
+        let useful = config.max_num_seqs.saturating_mul(longest_blocks).saturating_mul(block_bytes);
         let affordable = (free * share * config.gpu_memory_utilization) as usize;
         // The least is asked for in any case: `check` says what it lacks.
         let least = longest_blocks * block_bytes;

@@ -114,6 +114,7 @@ impl Sft {
             self.too_long
         ));
         let mut loss = f64::NAN;
+        let model_dir = self.config.output_dir.join("final");
         let mut preempted = None;
         for step in 0..total {
             phase::set_step(step);
@@ -122,12 +123,11 @@ impl Sft {
             loss = step_loss;
             log.step(step + 1, &[("loss", loss), ("grad_norm", grad_norm), ("learning_rate", lr)]);
             if self.stop_asked()? {
-                preempted = Some(Error::Preempted { step: step + 1 });
+                preempted = Some(Error::Preempted { step: step + 1, saved: model_dir.clone() });
                 break;
             }
         }
         let eval_loss = if self.eval_examples.is_empty() { None } else { Some(self.evaluate()?) };
-        let model_dir = self.config.output_dir.join("final");
         checkpoint::export(&model_dir, &self.config.model_name_or_path, &self.world, &self.policy)?;
         log.finish(total, eval_loss)?;
         preempted.map_or(Ok(SftSummary { loss, eval_loss, model_dir }), Err)

@@ -87,6 +87,14 @@ impl Trainer {
     /// # Errors
     /// [`Error::Preempted`] after a save if a stop was asked for; else the first failure of any rank.
     pub fn run(&mut self) -> Result<RunSummary> {
+        let outcome = self.run_to_the_end();
+        if let Err(error) = &outcome {
+            self.world.post_failure(error); // peers may be waiting in a collective
+        }
+        outcome
+    }
+
+    fn run_to_the_end(&mut self) -> Result<RunSummary> {
         let (eval_reward_before, mut eval_reward_after) = match self.output.evaluations() {
             Some((first, newest)) => (Some(first), Some(newest)), // the resumed run's
             None => {
@@ -103,11 +111,11 @@ impl Trainer {
                 eval_reward_after = self.evaluate()?;
             }
             let stop = self.stop_asked()?;
-            if stop || (!finished && self.passed(self.config.save_steps, before)) {
-                self.save()?;
-            }
             if stop {
-                return Err(Error::Preempted { step: self.progress.global_step });
+                return Err(Error::Preempted { step: self.progress.global_step, saved: self.save()? });
+            }
+            if !finished && self.passed(self.config.save_steps, before) {
+                self.save()?;
             }
         }
         let model_dir = self.config.output_dir.join("final");

@@ -188,20 +188,34 @@ fn colocated(config: &Config, world: &Arc<World>, preflight: &Preflight) -> Resu
 
 /// The checkpoint to resume from, decided and verified by the first rank, the same on all; collective over the world.
 pub(super) fn find_checkpoint(config: &Config, world: &World) -> Result<Option<Checkpoint>> {
-    let Some(wanted) = &config.resume_from_checkpoint else { return Ok(None) };
-    let decide = || match wanted.as_str() {
-        "latest" => checkpoint::find_latest(&config.output_dir),
-        folder => Checkpoint::open(Path::new(folder), true).map(|checkpoint| Some(checkpoint.folder)),
+    let decide = || match config.resume_from_checkpoint.as_deref() {
+        None => refuse_earlier_run(config).map(|()| None),
+        Some("latest") => checkpoint::find_latest(&config.output_dir),
+        Some(folder) => Checkpoint::open(Path::new(folder), true).map(|checkpoint| Some(checkpoint.folder)),
     };
     let folder = world.agree(if world.rank() == 0 { decide() } else { Ok(None) })?;
     let text = folder.map(|folder| folder.to_string_lossy().into_owned()).unwrap_or_default();
     let gathered = all_gather_bytes(&*world.group(), text.as_bytes())?;
     let folder = String::from_utf8_lossy(&gathered[0]).into_owned();
     if folder.is_empty() {
+        if config.resume_from_checkpoint.is_some() && world.rank() == 0 {
+            eprintln!("no checkpoint in {}: training starts from the beginning", config.output_dir.display());
+        }
         return Ok(None);
     }
     let opened = Checkpoint::open(Path::new(&folder), false);
     world.agree(opened.and_then(|checkpoint| check_same_run(config, world, &checkpoint).map(|()| Some(checkpoint))))
+}
+
+/// Refuses a fresh run beside another run's checkpoints: a later `latest` could not tell the two apart.
+fn refuse_earlier_run(config: &Config) -> Result<()> {
+    let Some(newest) = checkpoint::list(&config.output_dir)?.pop() else { return Ok(()) };
+    let expected = format!(
+        "a folder without an earlier run's checkpoints, such as {}; resume it with resume_from_checkpoint=latest, remove \
+         them, or name another folder",
+        newest.display()
+    );
+    Err(Error::invalid_value("output_dir", config.output_dir.display(), expected))
 }
 
 /// Refuses to resume with keys that would change the result; where that is asked for, names them.

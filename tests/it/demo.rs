@@ -1,4 +1,4 @@
-//! The demo in short: two processes train the tiny model, and the mean reward on held-out problems rises.
+//! The demo: two processes train the tiny model, and the mean reward on held-out problems rises.
 
 use std::path::Path;
 
@@ -8,20 +8,20 @@ use crate::program::{json_lines, metrics, run, stdout_of};
 fn the_held_out_reward_rises() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().display();
-    let ended = run(&format!("--nproc 2 --config configs/tiny-cpu.toml max_steps=12 output_dir={out}"));
+    let ended = run(&format!("--nproc 2 --config configs/tiny-cpu.toml output_dir={out}"));
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
 
     let said = ended.stdout.lines().find_map(|line| line.strip_prefix("held-out mean reward: ")).expect("both figures");
     let figures: Vec<f64> = said.split_whitespace().filter_map(|word| word.parse().ok()).collect();
     let [before, after] = figures[..] else { panic!("{said}") };
-    assert!(after >= before + 0.1, "{said}");
+    assert!(before < 0.4 && after > 0.8, "{said}");
 
     let lines = metrics(folder.path());
     let evaluations: Vec<f64> = lines.iter().filter_map(|line| line["eval_reward"].as_f64()).collect();
     for (told, written) in [(before, evaluations.first()), (after, evaluations.last())] {
         assert!((told - written.unwrap()).abs() < 1e-3, "{said}, {evaluations:?}");
     }
-    assert_eq!(lines.iter().filter(|line| line["loss"].is_number()).count(), 12);
+    assert_eq!(lines.iter().filter(|line| line["loss"].is_number()).count(), 60);
     let named = |name: &str| ended.stdout.lines().find_map(|line| line.strip_prefix(name).map(Path::new)).unwrap();
     assert!(named("report: ").exists());
 
