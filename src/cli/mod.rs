@@ -4,6 +4,8 @@
 mod args;
 mod commands;
 
+use std::io::IsTerminal;
+
 use clap::Parser;
 
 use crate::error::{Error, ExitCode};
@@ -44,6 +46,7 @@ fn init_tracing() {
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
         .with_target(false)
         .without_time()
         .try_init();

@@ -59,7 +59,7 @@ fn a_stopped_run_saves_says_so_and_is_resumed() {
     signal(&stopped.id().to_string(), "-TERM");
     let ended = end(stopped);
     assert_eq!(ended.code, Some(75), "{}", ended.stderr);
-    assert_eq!(ended.stderr.matches("the state was saved").count(), 1, "{}", ended.stderr);
+    assert_eq!(ended.stderr.matches("; saved ").count(), 1, "{}", ended.stderr);
     assert!(!ended.stderr.contains("error"), "{}", ended.stderr);
     let step = metrics(folder.path()).last().unwrap()["step"].as_u64().unwrap();
     assert!(folder.path().join(format!("checkpoint-{step}")).join("trainer_state.json").exists());
