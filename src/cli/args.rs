@@ -146,7 +146,8 @@ pub struct EvalArgs {
     /// Reward that decides whether a sample is right (1) or not
     #[arg(long, default_value = "numeric_answer")]
     pub reward: String,
-    /// Regular expression of the answer, as the key reward.answer_pattern
+    /// Regular expression of the answer, as the key reward.answer_pattern; by default what stands in <answer>..</answer>
+    /// or \boxed{..}, or after ####
     #[arg(long)]
     pub answer_pattern: Option<String>,
     #[command(flatten)]
@@ -196,6 +197,9 @@ pub struct InitArgs {
     /// Where the model folder goes
     #[arg(long)]
     pub output: PathBuf,
+    /// Write over a model that is there
+    #[arg(long)]
+    pub overwrite: bool,
     /// Key of the random weights
     #[arg(long, default_value_t = 42)]
     pub seed: u64,

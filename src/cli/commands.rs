@@ -102,6 +102,10 @@ fn plan(args: &RunArgs) -> Result<ExitCode> {
 }
 
 fn init(args: &InitArgs) -> Result<ExitCode> {
+    if args.output.join("config.json").exists() && !args.overwrite {
+        let expected = "a folder without a model, or --overwrite";
+        return Err(Error::invalid_value("--output", args.output.display(), expected));
+    }
     let spec = Arc::new(spec_of(&args.model)?);
     init_folder(&spec, &args.output, args.seed, args.tokenizer.as_deref())?;
     println!("{}: {} parameters", args.output.display(), spec.num_params());
@@ -179,6 +183,9 @@ fn evaluate(args: &EvalArgs, world: Arc<World>, kind: Kind) -> Result<()> {
     rewards.wait(&mut groups)?;
     let outcome = eval::Outcome::of(&groups, &*world.group())?;
     let average = Estimate::of(&outcome.problems);
+    if average.mean == 0.0 && world.rank() == 0 {
+        eprintln!("warning: no sample was right; does --answer_pattern fit what the model writes?");
+    }
     let pass: serde_json::Map<_, _> =
         outcome.pass.iter().map(|(k, stats)| (format!("pass@{k}"), json!(Estimate::of(stats)))).collect();
     let mut line = json!({
