@@ -87,7 +87,8 @@ fn a_preset_has_no_tokenizer_and_says_how_to_get_one() {
     let generate = format!("generate --model {} --prompt what", model.display());
     run(&generate).assert_error("no tokenizer", 3, &["tokenizer.json", "init", "--tokenizer"]);
     let with_tokenizer = format!("init --preset micro --tokenizer {MODEL} --output {}", model.display());
-    stdout_of(&with_tokenizer);
+    run(&with_tokenizer).assert_error("a model is there", 2, &["--output", "--overwrite"]);
+    stdout_of(&format!("{with_tokenizer} --overwrite"));
     stdout_of(&format!("{generate} --max_completion_length 2"));
     run("init --preset nosuch --output x").assert_error("preset", 2, &["nosuch", "one of micro, tiny"]);
 }
