@@ -8,6 +8,7 @@ use rustix::io::Errno;
 
 use super::manifest::sync_tree;
 use crate::error::{Error, Result};
+use crate::model::sync;
 
 const PREFIX: &str = "checkpoint-";
 const TEMPORARY_SUFFIX: &str = ".tmp";
@@ -68,11 +69,6 @@ pub fn keep_newest(output_dir: &Path, newest: &Path, limit: Option<usize>) {
     if let Err(error) = removed {
         eprintln!("warning: save_total_limit: {error}");
     }
-}
-
-/// Makes one file or folder durable.
-pub fn sync(path: &Path) -> Result<()> {
-    std::fs::File::open(path).and_then(|file| file.sync_all()).map_err(Error::io(path))
 }
 
 /// Swaps two folders' names: at once where the file system can, else (NFS) with a moment in which neither has `b`.

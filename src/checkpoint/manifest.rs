@@ -8,8 +8,8 @@ use std::path::{Component, Path};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::folder::sync;
 use crate::error::{Error, Result};
+use crate::model::sync;
 
 const FILE: &str = "manifest.json";
 const FORMAT: u32 = 1;

@@ -26,7 +26,7 @@ mod tests;
 mod views;
 
 pub use block::{Attention, BlockContext, PackedAttention, SavedBlock, attention_scale, block_backward, block_forward};
-pub(crate) use files::{MappedFile, encode_header};
+pub(crate) use files::{MappedFile, encode_header, sync};
 pub use files::{WeightFiles, WeightWriter};
 pub use head::{CHUNK_LOGITS as HEAD_CHUNK_LOGITS, SavedHead, Scored, Scoring, head_backward, head_forward};
 pub use init::{copy_tokenizer, init_folder, init_unit};

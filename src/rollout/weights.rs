@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use tch::Tensor;
 
 use crate::error::{Error, Result};
-use crate::model::{BlockParams, EmbeddingParams, HeadParams, ModelSpec};
+use crate::model::{BlockParams, ModelSpec};
 
 /// One tensor-parallel rank's weights, borrowed from the policy for as long as the engine is awake.
 #[derive(Debug)]
@@ -25,26 +25,6 @@ pub struct EngineWeights<'a> {
 }
 
 impl EngineWeights<'_> {
-    /// Slices of whole units for rank `tp_rank` of `tp_size`.
-    pub fn slices(
-        spec: &ModelSpec,
-        (tp_rank, tp_size): (usize, usize),
-        embedding: &EmbeddingParams,
-        blocks: &[BlockParams],
-        head: &HeadParams,
-        version: u64,
-    ) -> Self {
-        let rows = spec.vocab_range(tp_rank, tp_size);
-        Self {
-            embedding: embedding.table.shallow_clone(),
-            blocks: blocks.iter().map(|block| block.tp_slice(spec, tp_rank, tp_size)).collect(),
-            final_norm: head.final_norm.shallow_clone(),
-            lm_head: head.output_table(embedding).narrow(0, rows.start as i64, rows.len() as i64),
-            version,
-            policy: PhantomData,
-        }
-    }
-
     /// Refuses weights of another model, rank or version.
     pub(super) fn check(
         &self,

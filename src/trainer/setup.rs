@@ -9,7 +9,7 @@ use super::output::Output;
 use super::{Progress, Trainer};
 use crate::checkpoint::{self, Checkpoint, TrainerState};
 use crate::colocate::{Colocated, EngineSlices};
-use crate::config::{Config, KeyChange, OptimizerResidency};
+use crate::config::{BatchPlan, Config, KeyChange, OptimizerResidency};
 use crate::cuda::{self, Placement};
 use crate::data::{Dataset, DatasetOptions, PromptSampler, Tokenizer};
 use crate::dist::{World, all_gather_bytes};
@@ -25,6 +25,8 @@ use crate::train::{AdamOptions, NetworkOptions, Policy, PolicyOptions, Reference
 /// Everything about a run that is known without touching its data: checked by the launcher before any process starts.
 #[derive(Debug)]
 pub struct Preflight {
+    /// How a generation batch is spread.
+    pub batch: BatchPlan,
     /// The model.
     pub spec: Arc<ModelSpec>,
     /// Its tokenizer.
@@ -67,7 +69,7 @@ impl Preflight {
             available_bytes,
             swap_bytes,
         })?;
-        Ok(Self { spec, tokenizer, table, kind, plan })
+        Ok(Self { batch, spec, tokenizer, table, kind, plan })
     }
 }
 
@@ -83,9 +85,9 @@ pub(super) fn load(
     world: Arc<World>,
     checkpoint: Option<Checkpoint>,
 ) -> Result<Trainer> {
-    let batch = config.validate_world(world.size())?;
     let placement = Placement::in_world(config.device, config.dtype, world.device())?;
     let preflight = Preflight::new(&config, placement, world.size(), world.local_size())?;
+    let batch = preflight.batch;
     phase::arm_fault(config.fault.as_ref().and_then(|fault| fault.parse().ok()), world.rank());
     let rewards = RewardPool::with_functions(&config, functions)?;
     let limits = DatasetOptions {

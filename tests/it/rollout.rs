@@ -1,6 +1,7 @@
 //! The engine: against transformers, against a plain forward, across batches and tensor-parallel degrees; its memory.
 
 use std::cell::{Cell, RefCell};
+use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -67,7 +68,15 @@ impl Model {
     }
 
     fn weights(&self, tp: &dyn Collective) -> EngineWeights<'_> {
-        EngineWeights::slices(&self.spec, (tp.rank(), tp.size()), &self.embedding, &self.blocks, &self.head, 1)
+        let rows = self.spec.vocab_range(tp.rank(), tp.size());
+        EngineWeights {
+            embedding: self.embedding.table.shallow_clone(),
+            blocks: self.blocks.iter().map(|block| block.tp_slice(&self.spec, tp.rank(), tp.size())).collect(),
+            final_norm: self.head.final_norm.shallow_clone(),
+            lm_head: self.head.output_table(&self.embedding).narrow(0, rows.start as i64, rows.len() as i64),
+            version: 1,
+            policy: PhantomData,
+        }
     }
 
     fn engine(&self, options: EngineOptions, tp: Arc<dyn Collective>) -> Engine {

@@ -14,7 +14,7 @@ mod tests;
 pub(crate) use header::MappedFile;
 pub use read::WeightFiles;
 pub use write::WeightWriter;
-pub(crate) use write::encode_header;
+pub(crate) use write::{encode_header, sync};
 
 /// Weights in one file.
 const SINGLE: &str = "model.safetensors";

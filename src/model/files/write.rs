@@ -200,6 +200,6 @@ fn rename(from: &Path, to: &Path) -> Result<()> {
 }
 
 /// Makes a file's data, or a folder's entries, durable.
-fn sync(path: &Path) -> Result<()> {
+pub(crate) fn sync(path: &Path) -> Result<()> {
     File::open(path).and_then(|file| file.sync_all()).map_err(Error::io(path))
 }
