@@ -6,21 +6,26 @@
 //! | `library`, `devices` | libtorch's CUDA half and the one NCCL; which GPUs are visible |
 //! | `placement` | where a run computes, and in what kind |
 //! | `context`, `stream` | the context shared with libtorch; streams and events beside libtorch's |
+//! | `torch_stream`, `graph` | streams that libtorch's operations are sent to; what is queued there, recorded and replayed |
 //! | `nvrtc`, `kernel` | `src/kernels/*.cu` compiled once into a cache of cubins; loaded and launched |
 //! | `kernels` | one safe function per kernel, over tensors |
 
 mod context;
 mod devices;
+mod graph;
 mod kernel;
 pub mod kernels;
 mod library;
 mod nvrtc;
 mod placement;
 mod stream;
+mod torch_stream;
 
 pub use context::Context;
 pub(crate) use context::check;
 pub use devices::{available_bytes, devices};
+pub use graph::Graph;
 pub use library::{is_available, require};
 pub use placement::Placement;
 pub use stream::{Event, Stream};
+pub use torch_stream::{CurrentStream, TorchStream};

@@ -101,9 +101,13 @@ impl Event {
     /// # Errors
     /// [`crate::Error::Cuda`].
     pub fn hold_libtorch(&self) -> Result<()> {
-        let stream = torch::current_cuda_stream(self.context.ordinal())?;
+        self.hold(torch::current_cuda_stream(self.context.ordinal())?.cast())
+    }
+
+    /// What is queued on one of libtorch's streams from now on starts after this event.
+    pub(super) fn hold(&self, stream: sys::CUstream) -> Result<()> {
         // SAFETY: libtorch's streams live as long as the process; the event is alive.
-        check("cuStreamWaitEvent", unsafe { result::stream::wait_event(stream.cast(), self.raw, WAIT) })
+        check("cuStreamWaitEvent", unsafe { result::stream::wait_event(stream, self.raw, WAIT) })
     }
 
     /// Waits on the host.
@@ -127,7 +131,7 @@ impl Event {
         }
     }
 
-    fn record(context: &Arc<Context>, stream: sys::CUstream) -> Result<Self> {
+    pub(super) fn record(context: &Arc<Context>, stream: sys::CUstream) -> Result<Self> {
         context.make_current()?;
         let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING;
         let raw = check("cuEventCreate", result::event::create(flags))?;

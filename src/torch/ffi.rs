@@ -45,6 +45,8 @@ unsafe extern "C" {
     ) -> c_int;
     pub(super) fn colo_bytes_free(value: *mut u8);
     fn colo_cuda_current_stream(device: c_int, stream: *mut *mut c_void) -> c_int;
+    fn colo_cuda_pool_stream(device: c_int, id: *mut i64, stream: *mut *mut c_void) -> c_int;
+    fn colo_cuda_exchange_stream(device: c_int, id: i64, previous: *mut i64) -> c_int;
     fn colo_cuda_set_device(device: c_int) -> c_int;
     fn colo_cuda_release_cache() -> c_int;
     pub(super) fn colo_flash_attention_forward(
@@ -70,6 +72,32 @@ pub fn current_cuda_stream(ordinal: usize) -> Result<*mut c_void> {
     let status = unsafe { colo_cuda_current_stream(ordinal as c_int, &mut stream) };
     check(status, || format!("current stream of CUDA device {ordinal}"))?;
     Ok(stream)
+}
+
+/// The next stream of libtorch's pool for CUDA device `ordinal`: libtorch's id of it and the `CUstream`. It lives as long as
+/// the process; after 32 the pool begins again.
+///
+/// # Errors
+/// [`Error::Environment`] if libtorch's CUDA half is not loaded.
+pub(crate) fn pool_cuda_stream(ordinal: usize) -> Result<(i64, *mut c_void)> {
+    let (mut id, mut stream) = (0, std::ptr::null_mut());
+    // SAFETY: both outlive the call, which writes them only on success.
+    let status = unsafe { colo_cuda_pool_stream(ordinal as c_int, &mut id, &mut stream) };
+    check(status, || format!("a stream of CUDA device {ordinal}"))?;
+    Ok((id, stream))
+}
+
+/// Sends the calling thread's libtorch operations on CUDA device `ordinal` to the stream of libtorch's `id`; returns the id of
+/// the one that they went to before.
+///
+/// # Errors
+/// [`Error::Environment`] if libtorch's CUDA half is not loaded.
+pub(crate) fn exchange_cuda_stream(ordinal: usize, id: i64) -> Result<i64> {
+    let mut previous = 0;
+    // SAFETY: `previous` outlives the call; an id comes from libtorch.
+    let status = unsafe { colo_cuda_exchange_stream(ordinal as c_int, id, &mut previous) };
+    check(status, || format!("stream {id} of CUDA device {ordinal}"))?;
+    Ok(previous)
 }
 
 /// Makes CUDA device `ordinal` the calling thread's.

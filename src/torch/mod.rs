@@ -10,6 +10,7 @@ mod store;
 pub use allocator::{keep_memory, release_memory};
 pub use bytes::{accumulation_kind, bytes, bytes_mut, f32_vec, f64_vec, i64_vec};
 pub use ffi::{current_cuda_stream, set_cuda_device};
+pub(crate) use ffi::{exchange_cuda_stream, pool_cuda_stream};
 pub use flash::{Packed, flash_backward, flash_forward};
 pub use store::Store;
 

@@ -40,6 +40,10 @@ ColoStore* open_store(const char* host, c10d::TCPStoreOptions options, uint16_t 
   options.timeout = std::chrono::milliseconds(timeout_ms);
   return new ColoStore{c10::make_intrusive<c10d::TCPStore>(std::string(host), options)};
 }
+
+c10::Device cuda_device(int device) {
+  return c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device));
+}
 } // namespace
 
 extern "C" {
@@ -99,15 +103,31 @@ void colo_bytes_free(uint8_t* value) {
 int colo_cuda_current_stream(int device, void** stream) {
   return guarded([&] {
     const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
-    const auto current = guard.getStream(c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device)));
+    const auto current = guard.getStream(cuda_device(device));
     *stream = guard.getStreamNativeHandle(current);
+  });
+}
+
+int colo_cuda_pool_stream(int device, int64_t* id, void** stream) {
+  return guarded([&] {
+    const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+    const c10::Stream next = guard.getStreamFromGlobalPool(cuda_device(device), /*isHighPriority=*/false);
+    *id = next.id();
+    *stream = guard.getStreamNativeHandle(next);
+  });
+}
+
+int colo_cuda_exchange_stream(int device, int64_t id, int64_t* previous) {
+  return guarded([&] {
+    const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+    *previous = guard.exchangeStream(c10::Stream(c10::Stream::UNSAFE, cuda_device(device), id)).id();
   });
 }
 
 int colo_cuda_set_device(int device) {
   return guarded([&] {
     const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
-    guard.setDevice(c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device)));
+    guard.setDevice(cuda_device(device));
   });
 }
 

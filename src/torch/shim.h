@@ -21,6 +21,10 @@ void colo_bytes_free(uint8_t* value);
 
 // The raw CUstream that libtorch's operations on this device go to.
 int colo_cuda_current_stream(int device, void** stream);
+// The next stream of libtorch's pool, by libtorch's id and as CUstream. It lives as long as the process.
+int colo_cuda_pool_stream(int device, int64_t* id, void** stream);
+// Makes a stream the one that libtorch's operations of this thread go to; `previous` was it before.
+int colo_cuda_exchange_stream(int device, int64_t id, int64_t* previous);
 // Makes this device the calling thread's.
 int colo_cuda_set_device(int device);
 // Gives back what libtorch's CUDA allocator keeps for later.
