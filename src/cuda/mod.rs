@@ -8,6 +8,7 @@
 //! | `context`, `stream` | the context shared with libtorch; streams and events beside libtorch's |
 //! | `torch_stream`, `graph` | streams that libtorch's operations are sent to; what is queued there, recorded and replayed |
 //! | `nvrtc`, `kernel` | `src/kernels/*.cu` compiled once into a cache of cubins; loaded and launched |
+//! | `products` | matrix products through cuBLASLt |
 //! | `kernels` | one safe function per kernel, over tensors |
 
 mod context;
@@ -18,6 +19,7 @@ pub mod kernels;
 mod library;
 mod nvrtc;
 mod placement;
+mod products;
 mod stream;
 mod torch_stream;
 
@@ -27,5 +29,6 @@ pub use devices::{available_bytes, devices};
 pub use graph::Graph;
 pub use library::{is_available, require};
 pub use placement::Placement;
+pub use products::{Products, Tuning};
 pub use stream::{Event, Stream};
 pub use torch_stream::{CurrentStream, TorchStream};

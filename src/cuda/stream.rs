@@ -132,8 +132,11 @@ impl Event {
     }
 
     pub(super) fn record(context: &Arc<Context>, stream: sys::CUstream) -> Result<Self> {
+        Self::record_with(context, stream, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+    }
+
+    fn record_with(context: &Arc<Context>, stream: sys::CUstream, flags: sys::CUevent_flags) -> Result<Self> {
         context.make_current()?;
-        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING;
         let raw = check("cuEventCreate", result::event::create(flags))?;
         let event = Self { raw, context: context.clone() };
         // SAFETY: event and stream are alive and of this context.
@@ -146,5 +149,27 @@ impl Drop for Event {
     fn drop(&mut self) {
         // SAFETY: created by `record` and not used after this; the driver keeps it until the stream has passed it.
         let _ = unsafe { result::event::destroy(self.raw) };
+    }
+}
+
+/// A point in a stream with its time.
+#[derive(Debug)]
+pub(crate) struct TimedEvent(Event);
+
+impl TimedEvent {
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub(crate) fn record(context: &Arc<Context>, stream: *mut c_void) -> Result<Self> {
+        Event::record_with(context, stream.cast(), sys::CUevent_flags::CU_EVENT_DEFAULT).map(Self)
+    }
+
+    /// Waits for this point and says how long after `start` the stream passed it.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`], also for work that failed before.
+    pub(crate) fn ms_since(&self, start: &Self) -> Result<f32> {
+        self.0.synchronize()?;
+        // SAFETY: both events are alive and were recorded with their time.
+        check("cuEventElapsedTime", unsafe { result::event::elapsed(start.0.raw, self.0.raw) })
     }
 }

@@ -6,13 +6,16 @@ use super::batch::Batch;
 use super::kv_cache::KvCache;
 use crate::error::Result;
 use crate::model::{Attention, ModelSpec, attention_scale};
-use crate::ops::attention::{PackedLayout, PagedLayout, packed_forward, paged_decode, paged_prefill, write_kv};
+use crate::ops::attention::{
+    PackedLayout, PagedLayout, kv_rows, packed_forward, paged_decode, paged_prefill, write_kv,
+};
 
 /// The attention context of one step, for all layers.
 #[derive(Debug)]
 pub(super) struct PagedAttention<'a> {
     kv_cache: &'a KvCache,
     batch: &'a Batch,
+    kv_rows: Tensor,
     scale: f64,
     sliding_window: Option<usize>,
     layout: Layout,
@@ -41,7 +44,8 @@ impl<'a> PagedAttention<'a> {
         } else {
             Layout::Prefill
         };
-        Self { kv_cache, batch, scale: attention_scale(spec), sliding_window: window, layout }
+        let kv_rows = kv_rows(&batch.slot_mapping, kv_cache.block_size(), num_kv_heads);
+        Self { kv_cache, batch, kv_rows, scale: attention_scale(spec), sliding_window: window, layout }
     }
 }
 
@@ -55,7 +59,7 @@ impl Attention for PagedAttention<'_> {
     ) -> Result<(Tensor, Option<Tensor>)> {
         let (k_cache, v_cache) = self.kv_cache.layer(layer);
         let batch = self.batch;
-        write_kv(&k_cache, &v_cache, k, v, &batch.slot_mapping);
+        write_kv(&k_cache, &v_cache, k, v, &self.kv_rows);
         let o = match &self.layout {
             Layout::Decode(layout) => paged_decode(q, &k_cache, &v_cache, layout, self.scale),
             Layout::Packed(layout) => packed_forward(q, k, v, layout, self.scale).0,

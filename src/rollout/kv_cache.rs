@@ -17,10 +17,10 @@ pub fn kv_block_bytes(spec: &ModelSpec, tp_size: usize, block_size: usize, kind:
 #[derive(Debug)]
 pub(super) struct KvCache {
     arena: Arena,
-    shape: [i64; 4], // block_size, Hkv of this rank, hd, 2 * layers
+    shape: [i64; 4], // Hkv of this rank, block_size, hd, 2 * layers
     kind: Kind,
     block_bytes: usize,
-    awake: Option<Tensor>, // [2 * layers, num_blocks, block_size, Hkv, hd], keys of layer l at 2 l, values at 2 l + 1
+    awake: Option<Tensor>, // [2 * layers, num_blocks, Hkv, block_size, hd], keys of layer l at 2 l, values at 2 l + 1
 }
 
 impl KvCache {
@@ -42,7 +42,7 @@ impl KvCache {
             return Err(Error::invalid_value("kv_cache_bytes", kv_cache_bytes, expected));
         }
         let (_, num_kv_heads) = spec.tp_heads(tp_size);
-        let shape = [block_size, num_kv_heads, spec.head_dim, 2 * spec.num_layers].map(|size| size as i64);
+        let shape = [num_kv_heads, block_size, spec.head_dim, 2 * spec.num_layers].map(|size| size as i64);
         let arena = Arena::reserve("kv_cache", num_blocks * block_bytes, device)?;
         Ok(Self { arena, shape, kind, block_bytes, awake: None })
     }
@@ -62,8 +62,8 @@ impl KvCache {
 
     /// Lays `num_blocks` mapped blocks out.
     pub(super) fn open(&mut self, num_blocks: usize) -> Result<()> {
-        let [block_size, num_kv_heads, head_dim, planes] = self.shape;
-        let shape = [planes, num_blocks as i64, block_size, num_kv_heads, head_dim];
+        let [num_kv_heads, block_size, head_dim, planes] = self.shape;
+        let shape = [planes, num_blocks as i64, num_kv_heads, block_size, head_dim];
         // SAFETY: the only view of the arena; it and what derives from it stay in this room, and `sleep` drops it before
         // the arena is unmapped.
         self.awake = Some(unsafe { self.arena.tensor(0, &shape, self.kind) }?);
@@ -76,7 +76,7 @@ impl KvCache {
         self.arena.unmap();
     }
 
-    /// Keys and values of one layer, each [num_blocks, block_size, Hkv, hd].
+    /// Keys and values of one layer, each [num_blocks, Hkv, block_size, hd].
     ///
     /// # Panics
     /// If the cache is asleep.
@@ -96,7 +96,7 @@ impl KvCache {
 
     /// Tokens per block.
     pub(super) fn block_size(&self) -> usize {
-        self.shape[0] as usize
+        self.shape[1] as usize
     }
 
     /// Physical memory behind the cache.

@@ -8,6 +8,7 @@ mod demo;
 mod gpu;
 mod gpu_kernels;
 mod gpu_memory;
+mod gpu_products;
 mod launch;
 mod model;
 mod program;

@@ -8,7 +8,7 @@ mod paged;
 
 pub use layout::PackedLayout;
 pub use packed::{packed_backward, packed_forward};
-pub use paged::{PagedLayout, paged_decode, paged_prefill, write_kv};
+pub use paged::{PagedLayout, kv_rows, paged_decode, paged_prefill, write_kv};
 
 #[cfg(test)]
 mod tests {
@@ -114,7 +114,7 @@ mod tests {
         let num_blocks = max_blocks * lens.len() as i64 + 1;
         let tables = Tensor::randperm(num_blocks - 1, (Kind::Int64, Device::Cpu)) + 1;
         let tables = tables.view([lens.len() as i64, max_blocks]);
-        let caches = [(); 2].map(|()| rand(&[num_blocks, block_size, heads, HD]));
+        let caches = [(); 2].map(|()| rand(&[num_blocks, heads, block_size, HD]));
         let total: i64 = lens.iter().sum();
         let (k, v) = (rand(&[total, heads, HD]), rand(&[total, heads, HD]));
         let slots: Vec<i64> = lens
@@ -123,7 +123,8 @@ mod tests {
             .flat_map(|(n, &len)| (0..len).map(move |position| (n, position)))
             .map(|(n, at)| tables.int64_value(&[n as i64, at / block_size]) * block_size + at % block_size)
             .collect();
-        write_kv(&caches[0], &caches[1], &k, &v, &Tensor::from_slice(&slots));
+        let rows = kv_rows(&Tensor::from_slice(&slots), block_size as usize, heads as usize);
+        write_kv(&caches[0], &caches[1], &k, &v, &rows);
         (caches, tables, [k, v])
     }
 

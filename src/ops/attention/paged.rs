@@ -1,6 +1,6 @@
 //! Attention over keys and values in blocks of a cache, as the engine keeps them.
 //!
-//! Caches are [num_blocks, block_size, Hkv, hd] and hold finite numbers everywhere (fresh ones are zero): entries beyond a
+//! Caches are [num_blocks, Hkv, block_size, hd] (a block of one head is contiguous) and hold finite numbers everywhere (fresh ones are zero): entries beyond a
 //! context are read and masked.
 
 use crate::torch::accumulation_kind;
@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 /// Where the contexts of a decode batch lie; made once per engine step, shared by all layers.
 #[derive(Debug)]
 pub struct PagedLayout {
-    /// Row of [num_blocks * block_size * Hkv, hd] behind each of [B, Hkv, L], L = max_blocks * block_size.
+    /// Row of [num_blocks * Hkv * block_size, hd] behind each of [B, Hkv, L], L = max_blocks * block_size.
     rows: Tensor,
     /// 0 where the new token sees the entry, else -inf. [B * Hkv, 1, L], Float
     mask: Tensor,
@@ -28,11 +28,11 @@ impl PagedLayout {
     ) -> Self {
         let (device, heads) = (block_tables.device(), num_kv_heads as i64);
         let range = |n: i64| Tensor::arange(n, (Kind::Int64, device));
-        let slots = block_tables.unsqueeze(-1) * block_size as i64 + range(block_size as i64);
-        let slots = slots.flatten(1, 2).unsqueeze(1); // [B, 1, L]
-        let rows = (&slots * heads + range(heads).unsqueeze(-1)).flatten(0, -1); // [B * Hkv * L]
+        let size = block_size as i64;
+        let blocks = (block_tables * heads).unsqueeze(1) + range(heads).unsqueeze(-1); // [B, Hkv, max_blocks]
+        let rows = ((blocks * size).unsqueeze(-1) + range(size)).flatten(0, -1); // [B * Hkv * L]
         let lens = context_lens.clamp_min(1).view([-1, 1, 1]); // [B, 1, 1]
-        let entries = range(slots.size()[2]); // [L]
+        let entries = range(block_tables.size()[1] * size); // [L]
         let mut hidden = entries.ge_tensor(&lens); // [B, 1, L]
         if let Some(window) = sliding_window {
             hidden = hidden.logical_or(&entries.lt_tensor(&(lens - window as i64)));
@@ -51,7 +51,7 @@ impl PagedLayout {
 /// Attention of one new token per sequence over its context, whose last entry is the token itself.
 pub fn paged_decode(
     q: &Tensor,       // [B, H, hd]
-    k_cache: &Tensor, // [num_blocks, block_size, Hkv, hd]
+    k_cache: &Tensor, // [num_blocks, Hkv, block_size, hd]
     v_cache: &Tensor, // like k_cache
     layout: &PagedLayout,
     scale: f64,
@@ -69,7 +69,7 @@ pub fn paged_decode(
 #[allow(clippy::too_many_arguments)]
 pub fn paged_prefill(
     q: &Tensor,            // [T, H, hd], the new tokens of all sequences
-    k_cache: &Tensor,      // [num_blocks, block_size, Hkv, hd]
+    k_cache: &Tensor,      // [num_blocks, Hkv, block_size, hd]
     v_cache: &Tensor,      // like k_cache
     block_tables: &Tensor, // [B, max_blocks] i64
     cu_seqlens_q: &[i64],  // B + 1
@@ -84,8 +84,11 @@ pub fn paged_prefill(
             continue;
         }
         let blocks =
-            block_tables.get(n as i64).narrow(0, 0, (context_len as u64).div_ceil(k_cache.size()[1] as u64) as i64);
-        let context = |cache: &Tensor| cache.index_select(0, &blocks).flatten(0, 1).narrow(0, 0, context_len);
+            block_tables.get(n as i64).narrow(0, 0, (context_len as u64).div_ceil(k_cache.size()[2] as u64) as i64);
+        let context = |cache: &Tensor| {
+            let blocks = cache.index_select(0, &blocks).transpose(1, 2); // [.., block_size, Hkv, hd]
+            blocks.flatten(0, 1).narrow(0, 0, context_len)
+        };
         let (k, v) = (context(k_cache), context(v_cache)); // [context, Hkv, hd]
         let own = attend_behind_prefix(&q.narrow(0, start, len), &k, &v, scale, sliding_window);
         o.narrow(0, start, len).copy_(&own);
@@ -124,16 +127,24 @@ fn attend_behind_prefix(
     o.permute([2, 0, 1, 3]).reshape(size.as_slice()) // [S, H, hd]
 }
 
-/// Writes each token's key and value into its slot (block * block_size + offset). Every slot is a valid one: padding rows
-/// name a slot that nobody reads.
+/// Row of a cache [num_blocks * Hkv * block_size, hd] behind each of [T, Hkv], for [`write_kv`]; made once per engine step.
+/// Slots are block * block_size + offset. Every slot is a valid one: padding rows name a slot that nobody reads.
+pub fn kv_rows(slot_mapping: &Tensor /* [T] i64 */, block_size: usize, num_kv_heads: usize) -> Tensor {
+    let (size, heads) = (block_size as i64, num_kv_heads as i64);
+    let (blocks, offsets) = (slot_mapping.divide_scalar_mode(size, "floor"), slot_mapping.remainder(size));
+    let range = Tensor::arange(heads, (Kind::Int64, slot_mapping.device()));
+    (((blocks * heads).unsqueeze(1) + range) * size + offsets.unsqueeze(1)).flatten(0, 1) // [T * Hkv]
+}
+
+/// Writes each token's key and value into the cache.
 pub fn write_kv(
-    k_cache: &Tensor,      // [num_blocks, block_size, Hkv, hd]
-    v_cache: &Tensor,      // like k_cache
-    k: &Tensor,            // [T, Hkv, hd]
-    v: &Tensor,            // [T, Hkv, hd]
-    slot_mapping: &Tensor, // [T] i64
+    k_cache: &Tensor, // [num_blocks, Hkv, block_size, hd]
+    v_cache: &Tensor, // like k_cache
+    k: &Tensor,       // [T, Hkv, hd]
+    v: &Tensor,       // [T, Hkv, hd]
+    rows: &Tensor,    // [T * Hkv] i64, by `kv_rows`
 ) {
     for (cache, new) in [(k_cache, k), (v_cache, v)] {
-        let _ = cache.flatten(0, 1).index_copy_(0, slot_mapping, &new.to_kind(cache.kind()));
+        let _ = cache.flatten(0, 2).index_copy_(0, rows, &new.to_kind(cache.kind()).flatten(0, 1));
     }
 }

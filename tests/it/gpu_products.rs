@@ -1,0 +1,84 @@
+//! cuBLASLt's products against float64 on the CPU, and their times on the shapes of decode steps.
+
+use colo_grpo::cuda::{Products, Tuning, require};
+use serde_json::json;
+use tch::{Device, Kind, Tensor};
+
+const GPU: Device = Device::Cuda(0);
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_products_equal_the_cpus_in_any_layout() {
+    require().unwrap();
+    let products = Products::of(0).unwrap();
+    let rand = |shape: [i64; 2], kind| Tensor::randn(shape, (Kind::Float, Device::Cpu)).to_kind(kind).to_device(GPU);
+    for (m, n, k) in [(1, 64, 128), (7, 512, 3584), (256, 1000, 96), (33, 8, 72), (300, 4608, 512)] {
+        for (kind, out_kind) in
+            [(Kind::BFloat16, Kind::BFloat16), (Kind::BFloat16, Kind::Float), (Kind::Float, Kind::Float)]
+        {
+            for layout in 0..4 {
+                // Factors as slices of wider matrices, either of them the transpose of one.
+                let a = if layout & 1 == 0 {
+                    rand([m, k + 64], kind).narrow(1, 64, k)
+                } else {
+                    rand([k, m + 8], kind).narrow(1, 8, m).tr()
+                };
+                let b = if layout & 2 == 0 {
+                    rand([n, k + 64], kind).narrow(1, 0, k).tr()
+                } else {
+                    rand([k, n + 8], kind).narrow(1, 0, n)
+                };
+                let bias = (layout == 0).then(|| rand([1, n], out_kind).view([n]));
+                let out = rand([m, n + 16], out_kind).narrow(1, 8, n);
+                let beta = if layout == 1 { 1.0 } else { 0.0 };
+                let double = |tensor: &Tensor| tensor.to_device(Device::Cpu).to_kind(Kind::Double);
+                let mut expected = double(&a).mm(&double(&b)) + double(&out) * beta;
+                if let Some(bias) = &bias {
+                    expected += double(bias);
+                }
+                let tuning = if layout < 2 { Tuning::Timed } else { Tuning::First };
+                products.run(&a, &b, bias.as_ref(), &out, beta as f32, tuning).unwrap();
+                let error = (double(&out) - &expected).norm().double_value(&[]) / expected.norm().double_value(&[]);
+                let bound = if out_kind == Kind::Float { 1e-6 } else { 4e-3 };
+                assert!(error < bound, "[{m}, {k}] x [{k}, {n}] {kind:?} -> {out_kind:?}, layout {layout}: {error:e}");
+            }
+        }
+    }
+}
+
+/// Microseconds of each product of a decode step of Qwen2.5-7B on one GPU, weights from memory, by how its algorithm is chosen.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_decode_products_run_near_the_floor() {
+    require().unwrap();
+    let products = Products::of(0).unwrap();
+    for (name, n, k, out_kind) in [
+        ("qkv", 4608, 3584, Kind::BFloat16),
+        ("o", 3584, 3584, Kind::BFloat16),
+        ("gate_up", 37_888, 3584, Kind::BFloat16),
+        ("down", 3584, 18_944, Kind::BFloat16),
+        ("head", 152_064, 3584, Kind::Float),
+    ] {
+        let copies = ((400i64 << 20) / (2 * n * k)).max(1);
+        let weights: Vec<_> = (0..copies).map(|_| Tensor::randn([n, k], (Kind::BFloat16, GPU)).tr()).collect();
+        for m in [1, 8, 64, 128, 256, 512, 1024] {
+            let x = Tensor::randn([m, k], (Kind::BFloat16, GPU));
+            let out = Tensor::empty([m, n], (out_kind, GPU));
+            let mut times = [Tuning::First, Tuning::Timed].map(|tuning| {
+                let run = || weights.iter().for_each(|w| products.run(&x, w, None, &out, 0.0, tuning).unwrap());
+                run();
+                tch::Cuda::synchronize(0);
+                let rounds = 40 / copies + 2;
+                let start = std::time::Instant::now();
+                (0..rounds).for_each(|_| run());
+                tch::Cuda::synchronize(0);
+                start.elapsed().as_secs_f64() * 1e6 / (rounds * copies) as f64
+            });
+            times.iter_mut().for_each(|us| *us = (*us * 10.0).round() / 10.0);
+            println!(
+                "{}",
+                json!({"test": "product", "name": name, "m": m, "first_us": times[0], "timed_us": times[1]})
+            );
+        }
+    }
+}
