@@ -125,6 +125,35 @@ choices! {
     }
 }
 choices! {
+    /// A projection that can have a low-rank adapter.
+    #[derive(PartialOrd, Ord)]
+    TargetModule {
+        /// Queries.
+        QProj = "q_proj",
+        /// Keys.
+        KProj = "k_proj",
+        /// Values.
+        VProj = "v_proj",
+        /// Attention output.
+        OProj = "o_proj",
+        /// Gate of the MLP.
+        GateProj = "gate_proj",
+        /// Up projection of the MLP.
+        UpProj = "up_proj",
+        /// Down projection of the MLP.
+        DownProj = "down_proj",
+    }
+}
+choices! {
+    /// How the frozen base of a LoRA run is stored.
+    Quantization {
+        /// In the type of the network.
+        None = "none",
+        /// 4-bit NormalFloat in blocks of 64 with doubly quantised scales (QLoRA, arXiv 2305.14314).
+        Nf4 = "nf4",
+    }
+}
+choices! {
     /// Where optimizer state lives during rollout.
     OptimizerResidency {
         /// The plan decides.

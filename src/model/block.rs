@@ -6,6 +6,8 @@
 
 use tch::{Device, Tensor};
 
+use super::block_gradients::BlockGradients;
+use super::lora::{self, Lora, Matrix};
 use super::spec::ModelSpec;
 use super::views::{BlockParams, Qkv};
 use crate::config::GradientCheckpointing;
@@ -97,9 +99,9 @@ pub fn block_forward(
 ) -> Result<(Tensor, Option<SavedBlock>)> {
     let projected = Projected::forward(ctx, w, x);
     let (o, lse) = attention.forward(layer, &projected.q, &projected.k, &projected.v)?;
-    let h = row_parallel(ctx, &o.flatten(1, 2), &w.o, x)?;
+    let h = row_parallel(ctx, &o.flatten(1, 2), &w.o, w.lora.o.as_ref(), x)?;
     let mlp = Mlp::forward(ctx, w, h);
-    let y = row_parallel(ctx, &mlp.act, &w.down, &mlp.h)?;
+    let y = row_parallel(ctx, &mlp.act, &w.down, w.lora.down.as_ref(), &mlp.h)?;
     let Some(keep) = keep else { return Ok((y, None)) };
     let all = keep == GradientCheckpointing::None;
     let attended = match (keep, lse) {
@@ -111,7 +113,7 @@ pub fn block_forward(
     Ok((y, Some(SavedBlock { x: x.shallow_clone(), projected, attended, mlp })))
 }
 
-/// dx [T, D]; the gradients of the weights are added to `grads`, in place.
+/// dx [T, D]; the gradients of the weights, or of the adapters alone, are added to `grads`, in place.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] on a tensor-parallel slice: only whole blocks train.
@@ -121,7 +123,7 @@ pub fn block_backward(
     dy: &Tensor, // [T, D]
     saved: SavedBlock,
     packed: &PackedAttention,
-    grads: &mut BlockParams,
+    grads: &mut BlockGradients,
 ) -> Result<Tensor> {
     if ctx.tp.is_some_and(|tp| tp.size() > 1) {
         return Err(invalid("a whole block", "a tensor-parallel slice"));
@@ -132,11 +134,10 @@ pub fn block_backward(
     let o = attended.o.flatten(1, 2); // [T, H hd]
     let mlp = match saved.mlp {
         Some(mlp) => mlp,
-        None => Mlp::forward(ctx, w, row_parallel(ctx, &o, &w.o, &x)?),
+        None => Mlp::forward(ctx, w, row_parallel(ctx, &o, &w.o, w.lora.o.as_ref(), &x)?),
     };
     let dh = mlp.backward(w, dy, grads);
-    linear::accumulate_weight(&dh, &o, &mut grads.o);
-    let d_o = linear::backward_input(&dh, &w.o).view_as(&attended.o);
+    let d_o = lora::backward(&dh, &o, &w.o, grads.of(w, Matrix::O)).view_as(&attended.o);
     let Projected { q, k, v, .. } = &projected;
     let d_qkv = packed_backward(&d_o, q, k, v, &attended.o, &attended.lse, &packed.layout, packed.scale);
     projected.backward(ctx, w, &x, &dh, d_qkv, grads)
@@ -158,7 +159,7 @@ impl Projected {
     fn forward(ctx: &BlockContext<'_>, w: &BlockParams, x: &Tensor) -> Self {
         let (normed, rstd) = rms_norm::forward(x, &w.input_norm, ctx.spec.rms_norm_eps);
         let (tokens, head_dim) = (x.size()[0], ctx.spec.head_dim as i64);
-        let [q, k, v] = project(ctx.spec, &w.qkv, &normed); // [T, Hkv, G, hd], [T, Hkv, hd] twice, views
+        let [q, k, v] = project(ctx.spec, w, &normed); // [T, Hkv, G, hd], [T, Hkv, hd] twice, views
         let norm = |t: &Tensor, weight: &Option<Tensor>| {
             weight.as_ref().map(|weight| rms_norm::forward(t, weight, ctx.spec.rms_norm_eps))
         };
@@ -181,12 +182,9 @@ impl Projected {
         x: &Tensor,
         dh: &Tensor,
         (dq, dk, dv): (Tensor, Tensor, Tensor),
-        grads: &mut BlockParams,
+        grads: &mut BlockGradients,
     ) -> Result<Tensor> {
-        let (Qkv::Grouped { weight, .. }, Qkv::Grouped { weight: d_weight, bias: d_bias }) = (&w.qkv, &mut grads.qkv)
-        else {
-            return Err(invalid("grouped qkv weights", "split ones"));
-        };
+        let Qkv::Grouped { weight, .. } = &w.qkv else { return Err(invalid("grouped qkv weights", "split ones")) };
         let kv_size = dv.size(); // [T, Hkv, hd]
         let (tokens, kv_heads, head_dim) = (kv_size[0], kv_size[1], kv_size[2]);
         let group = dq.size()[1] / kv_heads;
@@ -195,42 +193,57 @@ impl Projected {
         rope::backward_into(&dq.view([tokens, kv_heads, group, head_dim]), ctx.rope, &mut d_q);
         rope::backward_into(&dk, ctx.rope, &mut d_k);
         if let Some([(q, q_rstd), (k, k_rstd)]) = &self.raw {
-            norm_backward(&mut d_q, q, q_rstd, &w.q_norm, &mut grads.q_norm);
-            norm_backward(&mut d_k, k, k_rstd, &w.k_norm, &mut grads.k_norm);
+            norm_backward(&mut d_q, q, q_rstd, &w.q_norm, grads, |grads| &grads.q_norm);
+            norm_backward(&mut d_k, k, k_rstd, &w.k_norm, grads, |grads| &grads.k_norm);
         }
         d_qkv.select(2, group + 1).copy_(&dv);
         let d_qkv = d_qkv.flatten(1, 3);
-        linear::accumulate_weight(&d_qkv, &self.normed, d_weight);
-        if let Some(d_bias) = d_bias {
-            linear::accumulate_bias(&d_qkv, d_bias);
+        if let Some(mut d_bias) = grads.qkv_bias() {
+            linear::accumulate_bias(&d_qkv, &mut d_bias);
         }
-        let d_normed = linear::backward_input(&d_qkv, weight);
-        let mut dx = rms_norm::backward(&d_normed, x, &w.input_norm, &self.rstd, &mut grads.input_norm);
+        let d_normed = lora::backward(&d_qkv, &self.normed, weight, grads.of(w, Matrix::Qkv));
+        let mut d_norm = grads.norm(&w.input_norm, |grads| Some(&grads.input_norm));
+        let mut dx = rms_norm::backward(&d_normed, x, &w.input_norm, &self.rstd, &mut d_norm);
         Ok(dx.g_add_(dh))
     }
 }
 
 /// Queries [T, Hkv, G, hd], keys and values [T, Hkv, hd]: views of the products.
-fn project(spec: &ModelSpec, qkv: &Qkv, normed: &Tensor) -> [Tensor; 3] {
+fn project(spec: &ModelSpec, w: &BlockParams, normed: &Tensor) -> [Tensor; 3] {
     let (tokens, head_dim) = (normed.size()[0], spec.head_dim as i64);
-    match qkv {
+    let lora = w.lora.qkv.as_ref();
+    match &w.qkv {
         Qkv::Grouped { weight, bias } => {
             let group = spec.heads_per_group() as i64;
-            let qkv = linear::forward(normed, weight, bias.as_ref()).view([tokens, -1, group + 2, head_dim]);
+            let qkv = lora::add(lora, normed, linear::forward(normed, weight, bias.as_ref()));
+            let qkv = qkv.view([tokens, -1, group + 2, head_dim]);
             [qkv.narrow(2, 0, group), qkv.select(2, group), qkv.select(2, group + 1)]
         }
         Qkv::Split { q, kv } => {
-            let q = linear::forward(normed, &q.0, q.1.as_ref()).view([tokens, 1, -1, head_dim]);
-            let kv = linear::forward(normed, &kv.0, kv.1.as_ref()).view([tokens, 1, 2, head_dim]);
+            let rows = [0, q.0.size()[0], q.0.size()[0] + kv.0.size()[0]];
+            let product = |index: usize, (weight, bias): &(Tensor, Option<Tensor>)| {
+                let lora = lora.map(|lora| lora.rows(rows[index], rows[index + 1] - rows[index]));
+                lora::add(lora.as_ref(), normed, linear::forward(normed, weight, bias.as_ref()))
+            };
+            let q = product(0, q).view([tokens, 1, -1, head_dim]);
+            let kv = product(1, kv).view([tokens, 1, 2, head_dim]);
             [q, kv.select(2, 0), kv.select(2, 1)]
         }
     }
 }
 
 /// Replaces the gradient of normalised heads by that of the heads, in place.
-fn norm_backward(d: &mut Tensor, x: &Tensor, rstd: &Tensor, weight: &Option<Tensor>, d_weight: &mut Option<Tensor>) {
-    if let (Some(weight), Some(d_weight)) = (weight, d_weight) {
-        d.copy_(&rms_norm::backward(d, x, weight, rstd, d_weight));
+fn norm_backward(
+    d: &mut Tensor,
+    x: &Tensor,
+    rstd: &Tensor,
+    weight: &Option<Tensor>,
+    grads: &BlockGradients,
+    gradient: fn(&BlockParams) -> &Option<Tensor>,
+) {
+    if let Some(weight) = weight {
+        let mut d_weight = grads.norm(weight, |grads| gradient(grads).as_ref());
+        d.copy_(&rms_norm::backward(d, x, weight, rstd, &mut d_weight));
     }
 }
 
@@ -255,22 +268,42 @@ struct Mlp {
 impl Mlp {
     fn forward(ctx: &BlockContext<'_>, w: &BlockParams, h: Tensor) -> Self {
         let (normed, rstd) = rms_norm::forward(&h, &w.post_norm, ctx.spec.rms_norm_eps);
+        let lora = w.lora.gate_up.as_ref().map(Lora::every_second_row);
         let [gate, up] = gate_and_up(&w.gate_up).map(|weight| linear::forward(&normed, &weight, None));
+        let [gate, up] = match &lora {
+            None => [gate, up],
+            Some([lora_gate, lora_up]) => {
+                [lora::add(Some(lora_gate), &normed, gate), lora::add(Some(lora_up), &normed, up)]
+            }
+        };
         let act = swiglu::forward(&gate, &up);
         Self { h, normed, rstd, gate, up, act }
     }
 
     /// dh, the residual's part included.
-    fn backward(self, w: &BlockParams, dy: &Tensor, grads: &mut BlockParams) -> Tensor {
-        linear::accumulate_weight(dy, &self.act, &mut grads.down);
-        let d_act = linear::backward_input(dy, &w.down);
+    fn backward(self, w: &BlockParams, dy: &Tensor, grads: &mut BlockGradients) -> Tensor {
+        let d_act = lora::backward(dy, &self.act, &w.down, grads.of(w, Matrix::Down));
         let (d_gate, d_up) = swiglu::backward(&d_act, &self.gate, self.up);
-        let ([w_gate, w_up], [mut dw_gate, mut dw_up]) = (gate_and_up(&w.gate_up), gate_and_up(&grads.gate_up));
-        linear::accumulate_weight(&d_gate, &self.normed, &mut dw_gate);
-        linear::accumulate_weight(&d_up, &self.normed, &mut dw_up);
+        let [w_gate, w_up] = gate_and_up(&w.gate_up);
         let mut d_normed = linear::backward_input(&d_gate, &w_gate);
         linear::accumulate_input(&d_up, &w_up, &mut d_normed);
-        let mut dh = rms_norm::backward(&d_normed, &self.h, &w.post_norm, &self.rstd, &mut grads.post_norm);
+        match grads {
+            BlockGradients::Weights(grads) => {
+                let [mut dw_gate, mut dw_up] = gate_and_up(&grads.gate_up);
+                linear::accumulate_weight(&d_gate, &self.normed, &mut dw_gate);
+                linear::accumulate_weight(&d_up, &self.normed, &mut dw_up);
+            }
+            BlockGradients::Adapters(grads) => {
+                if let (Some(lora), Some(grads)) = (&w.lora.gate_up, &grads.gate_up) {
+                    let (lora, grads) = (lora.every_second_row(), grads.every_second_row());
+                    for ((d, lora), mut grads) in [&d_gate, &d_up].into_iter().zip(&lora).zip(grads) {
+                        lora.backward(d, &self.normed, &mut d_normed, &mut grads);
+                    }
+                }
+            }
+        }
+        let mut d_norm = grads.norm(&w.post_norm, |grads| Some(&grads.post_norm));
+        let mut dh = rms_norm::backward(&d_normed, &self.h, &w.post_norm, &self.rstd, &mut d_norm);
         dh.g_add_(dy)
     }
 }
@@ -282,11 +315,17 @@ fn gate_and_up(weight: &Tensor) -> [Tensor; 2] {
 }
 
 /// residual + x w^T, where each rank of the tensor-parallel group has a column range of `w` and the columns of `x` with it.
-fn row_parallel(ctx: &BlockContext<'_>, x: &Tensor, w: &Tensor, residual: &Tensor) -> Result<Tensor> {
+fn row_parallel(
+    ctx: &BlockContext<'_>,
+    x: &Tensor,
+    w: &Tensor,
+    lora: Option<&Lora>,
+    residual: &Tensor,
+) -> Result<Tensor> {
     match ctx.tp.filter(|tp| tp.size() > 1) {
-        None => Ok(linear::forward(x, w, Some(residual))),
+        None => Ok(lora::add(lora, x, linear::forward(x, w, Some(residual)))),
         Some(tp) => {
-            let mut partial = linear::forward(x, w, None);
+            let mut partial = lora::add(lora, x, linear::forward(x, w, None));
             tp.all_reduce(&mut partial, ReduceOp::Sum)?;
             Ok(partial.g_add_(residual))
         }

@@ -28,13 +28,14 @@ const TOKENIZER_FILES: [&str; 7] = [
 ];
 
 /// One unit [layout.len] of `kind` on the CPU: matrices normal with standard deviation 0.02, norms 1, biases and padding
-/// 0. The numbers are drawn in float32, then rounded to `kind`.
+/// 0. Of adapters, A is uniform in +-1 / sqrt(in), which PEFT's kaiming_uniform(a = sqrt(5)) comes to, and B is 0. The
+/// numbers are drawn in float32, then rounded to `kind`.
 pub fn init_unit(layout: &UnitLayout, seed: u64, kind: Kind) -> Result<Tensor> {
     let flat = Tensor::f_zeros([layout.len as i64], (kind, Device::Cpu))?;
     for param in &layout.params {
         let mut target = layout.view(param.name, &flat).expect("the layout lists it");
         match param.name {
-            ParamName::QkvBias => {}
+            ParamName::QkvBias | ParamName::QkvB | ParamName::OB | ParamName::GateUpB | ParamName::DownB => {}
             ParamName::InputNorm | ParamName::PostNorm | ParamName::QNorm | ParamName::KNorm | ParamName::FinalNorm => {
                 _ = target.f_fill_(1.0)?
             }
@@ -43,7 +44,17 @@ pub fn init_unit(layout: &UnitLayout, seed: u64, kind: Kind) -> Result<Tensor> {
             | ParamName::O
             | ParamName::GateUp
             | ParamName::Down
-            | ParamName::LmHead => fill_normal(&mut target, param, layout.unit, seed)?,
+            | ParamName::LmHead => fill(&mut target, param, layout.unit, seed, |key, start, out| {
+                key.fill_normal(0, start, out);
+                out.iter_mut().for_each(|number| *number *= INITIALIZER_RANGE as f32);
+            })?,
+            ParamName::QkvA | ParamName::OA | ParamName::GateUpA | ParamName::DownA => {
+                let bound = (param.shape[1] as f32).powf(-0.5);
+                fill(&mut target, param, layout.unit, seed, |key, start, out| {
+                    key.fill_uniform(0, start, out);
+                    out.iter_mut().for_each(|number| *number = (2.0 * *number - 1.0) * bound);
+                })?;
+            }
         }
     }
     Ok(flat)
@@ -85,7 +96,14 @@ pub fn copy_tokenizer(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-fn fill_normal(target: &mut Tensor, param: &Param, unit: Unit, seed: u64) -> Result<()> {
+/// Fills a parameter by `draw(key, first element, out)`, which gives the same numbers whatever the range.
+fn fill(
+    target: &mut Tensor,
+    param: &Param,
+    unit: Unit,
+    seed: u64,
+    draw: impl Fn(RandomKey, u64, &mut [f32]) + Sync,
+) -> Result<()> {
     const CHUNK: usize = 1 << 24;
     let unit = match unit {
         Unit::Embedding => 0,
@@ -100,10 +118,8 @@ fn fill_normal(target: &mut Tensor, param: &Param, unit: Unit, seed: u64) -> Res
         let numbers = &mut numbers[..CHUNK.min(param.numel() - start)];
         std::thread::scope(|scope| {
             for (index, part) in numbers.chunks_mut(per_thread).enumerate() {
-                scope.spawn(move || {
-                    key.fill_normal(0, (start + index * per_thread) as u64, part);
-                    part.iter_mut().for_each(|number| *number *= INITIALIZER_RANGE as f32);
-                });
+                let draw = &draw;
+                scope.spawn(move || draw(key, (start + index * per_thread) as u64, part));
             }
         });
         target.narrow(0, start as i64, numbers.len() as i64).f_copy_(&Tensor::f_from_slice(numbers)?)?;

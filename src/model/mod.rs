@@ -9,15 +9,19 @@
 //! | `params` | the flat layout of its weights |
 //! | `views` | tensors over that layout, and their tensor-parallel slices |
 //! | `files` | safetensors, read and written unit by unit |
+//! | `lora` | low-rank adapters beside frozen matrices |
 //! | `block` | one block, forward and backward |
+//! | `block_gradients` | where a block's gradients go: to its weights, or to its adapters |
 //! | `head` | scored tokens' log-probabilities, forward and backward |
 //! | `init` | fresh weights |
 
 mod block;
+mod block_gradients;
 mod config_json;
 mod files;
 mod head;
 mod init;
+mod lora;
 mod params;
 mod preset;
 mod spec;
@@ -26,10 +30,12 @@ mod tests;
 mod views;
 
 pub use block::{Attention, BlockContext, PackedAttention, SavedBlock, attention_scale, block_backward, block_forward};
+pub use block_gradients::BlockGradients;
 pub(crate) use files::{MappedFile, encode_header, sync};
 pub use files::{WeightFiles, WeightWriter};
 pub use head::{CHUNK_LOGITS as HEAD_CHUNK_LOGITS, SavedHead, Scored, Scoring, head_backward, head_forward};
 pub use init::{copy_tokenizer, init_folder, init_unit};
+pub use lora::{BlockLora, Lora, LoraSpec, Matrix};
 pub use params::{ALIGNMENT, Param, ParamName, ParamTable, Unit, UnitLayout};
 pub use preset::PRESETS;
 pub use spec::{Family, Llama3Scaling, ModelSpec};

@@ -15,6 +15,7 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
+use super::lora::LoraSpec;
 use super::spec::{ModelSpec, product};
 
 /// Parameters start on multiples of this many elements: 128 bytes in bfloat16.
@@ -37,10 +38,21 @@ impl ParamTable {
     /// Lays the model out so that every unit's length is a multiple of `shards * ALIGNMENT`.
     pub fn new(spec: Arc<ModelSpec>, shards: usize) -> Self {
         let blocks = (0..spec.num_layers).map(Unit::Block);
-        let mut total = 0;
         let units = std::iter::once(Unit::Embedding).chain(blocks).chain([Unit::Head]);
-        let units = units.map(|unit| {
-            let layout = UnitLayout::new(&spec, unit, total, shards);
+        let units = units.map(|unit| (unit, shapes(&spec, unit))).collect();
+        Self::of_units(spec, units, shards)
+    }
+
+    /// Lays out the adapters of every block instead: units without embedding and head.
+    pub fn adapters(spec: Arc<ModelSpec>, lora: &LoraSpec, shards: usize) -> Self {
+        let units = (0..spec.num_layers).map(|layer| (Unit::Block(layer), lora.shapes(&spec))).collect();
+        Self::of_units(spec, units, shards)
+    }
+
+    fn of_units(spec: Arc<ModelSpec>, units: Vec<(Unit, Shapes)>, shards: usize) -> Self {
+        let mut total = 0;
+        let units = units.into_iter().map(|(unit, shapes)| {
+            let layout = UnitLayout::new(unit, shapes, total, shards);
             total += layout.len;
             layout
         });
@@ -51,7 +63,7 @@ impl ParamTable {
     /// The layout of one unit.
     ///
     /// # Panics
-    /// If the model has no such block.
+    /// If there is no such unit.
     pub fn unit(&self, unit: Unit) -> &UnitLayout {
         &self.units[self.index(unit)]
     }
@@ -59,16 +71,15 @@ impl ParamTable {
     /// The place of a unit in [`ParamTable::units`].
     ///
     /// # Panics
-    /// If the model has no such block.
+    /// If there is no such unit.
     pub fn index(&self, unit: Unit) -> usize {
-        match unit {
-            Unit::Embedding => 0,
-            Unit::Block(layer) => {
-                assert!(layer < self.spec.num_layers, "{unit} of a model with {} blocks", self.spec.num_layers);
-                layer + 1
-            }
-            Unit::Head => self.units.len() - 1,
-        }
+        let found = self.units.binary_search_by_key(&unit, |layout| layout.unit);
+        found.unwrap_or_else(|_| panic!("{unit} in a table of {} units", self.units.len()))
+    }
+
+    /// Elements of all parameters, padding left out.
+    pub fn num_params(&self) -> usize {
+        self.units.iter().flat_map(|layout| &layout.params).map(Param::numel).sum()
     }
 }
 
@@ -108,9 +119,9 @@ pub struct UnitLayout {
 }
 
 impl UnitLayout {
-    fn new(spec: &ModelSpec, unit: Unit, offset: usize, shards: usize) -> Self {
+    fn new(unit: Unit, shapes: Shapes, offset: usize, shards: usize) -> Self {
         let mut len: usize = 0;
-        let params = shapes(spec, unit).into_iter().map(|(name, shape)| {
+        let params = shapes.into_iter().map(|(name, shape)| {
             let param = Param { name, decay: shape.len() > 1, shape, offset: len };
             len = (len + param.numel()).next_multiple_of(ALIGNMENT);
             param
@@ -180,10 +191,29 @@ pub enum ParamName {
     FinalNorm,
     /// [V, D]
     LmHead,
+    /// [n r, D], see [`LoraSpec`]
+    QkvA,
+    /// Rows of the adapted projections of `Qkv`, [.., r]
+    QkvB,
+    /// [r, H hd]
+    OA,
+    /// [D, r]
+    OB,
+    /// [n r, D]
+    GateUpA,
+    /// Rows of the adapted projections of `GateUp`, [.., r]
+    GateUpB,
+    /// [r, F]
+    DownA,
+    /// [D, r]
+    DownB,
 }
 
 /// Parameters of a unit with their shapes, in layout order.
-pub(super) fn shapes(spec: &ModelSpec, unit: Unit) -> Vec<(ParamName, Vec<i64>)> {
+pub(super) type Shapes = Vec<(ParamName, Vec<i64>)>;
+
+/// What a unit of the model holds.
+pub(super) fn shapes(spec: &ModelSpec, unit: Unit) -> Shapes {
     let [vocab, hidden, mlp, head_dim] =
         [spec.vocab_size, spec.hidden_size, spec.intermediate_size, spec.head_dim].map(|size| size as i64);
     let query_rows = spec.num_heads as i64 * head_dim;

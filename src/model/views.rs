@@ -3,6 +3,7 @@
 
 use tch::Tensor;
 
+use super::lora::{BlockLora, Lora, Matrix};
 use super::params::{ParamName, UnitLayout};
 use super::spec::ModelSpec;
 use crate::error::{Error, Result};
@@ -26,6 +27,8 @@ pub struct BlockParams {
     pub gate_up: Tensor, // [2 F, D]
     /// MLP output projection.
     pub down: Tensor, // [D, F], column stride kept in a slice
+    /// Adapters beside the matrices.
+    pub lora: BlockLora,
 }
 
 /// Query, key and value projections.
@@ -64,6 +67,7 @@ impl BlockParams {
             post_norm: get(ParamName::PostNorm),
             gate_up: get(ParamName::GateUp),
             down: get(ParamName::Down),
+            lora: BlockLora::default(),
         }
     }
 
@@ -79,10 +83,11 @@ impl BlockParams {
             post_norm: self.post_norm.shallow_clone(),
             gate_up: part(&self.gate_up, 0, tp_rank, tp_size),
             down: part(&self.down, 1, tp_rank, tp_size),
+            lora: self.lora.map(|matrix, lora| lora.tp_slice(matrix, spec, tp_rank, tp_size)),
         }
     }
 
-    /// The same parameters with every tensor replaced by `f` of it, in a fixed order.
+    /// The same parameters with every tensor but the adapters' replaced by `f` of it, in a fixed order.
     ///
     /// # Errors
     /// The first error of `f`.
@@ -106,6 +111,7 @@ impl BlockParams {
             post_norm: f(&self.post_norm)?,
             gate_up: f(&self.gate_up)?,
             down: f(&self.down)?,
+            lora: self.lora.map(|_, lora| lora.shallow_clone()),
         })
     }
 }
@@ -129,6 +135,29 @@ impl Qkv {
             q: rows(group_start + member * query_heads, query_heads),
             kv: rows(group_start + spec.heads_per_group(), 2),
         }
+    }
+}
+
+impl Lora {
+    /// What a rank has of an adapter: B's rows as the matrix's, or A's columns.
+    fn tp_slice(&self, matrix: Matrix, spec: &ModelSpec, tp_rank: usize, tp_size: usize) -> Self {
+        let (a, b) = (&self.a, &self.b);
+        match matrix {
+            Matrix::Qkv => {
+                let rows = Qkv::Grouped { weight: b.shallow_clone(), bias: None }.tp_slice(spec, tp_rank, tp_size);
+                let b = match rows {
+                    Qkv::Grouped { weight, .. } => weight,
+                    Qkv::Split { q, kv } => Tensor::cat(&[q.0, kv.0], 0),
+                };
+                self.with(a.shallow_clone(), b)
+            }
+            Matrix::GateUp => self.with(a.shallow_clone(), part(b, 0, tp_rank, tp_size)),
+            Matrix::O | Matrix::Down => self.with(part(a, 1, tp_rank, tp_size), b.shallow_clone()),
+        }
+    }
+
+    fn shallow_clone(&self) -> Self {
+        self.with(self.a.shallow_clone(), self.b.shallow_clone())
     }
 }
 

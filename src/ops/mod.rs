@@ -7,6 +7,7 @@
 
 pub mod adamw;
 pub mod attention;
+pub mod dropout;
 pub mod embedding;
 pub mod head;
 pub mod linear;

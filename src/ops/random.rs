@@ -58,6 +58,12 @@ impl RandomKey {
         self.fill(row, start, out, |words| words.map(|word| -(-(-open_unit(word)).ln_1p()).ln()));
     }
 
+    /// Fills `out` with entries `start ..` of `row`: 0 with probability `rate`, else 1 / (1 - rate).
+    pub fn fill_dropout(self, row: u64, start: u64, rate: f64, out: &mut [f32]) {
+        let (kept, threshold) = ((1.0 / (1.0 - rate)) as f32, (rate * 4_294_967_296.0) as u32);
+        self.fill(row, start, out, |words| words.map(|word| if word < threshold { 0.0 } else { kept }));
+    }
+
     /// Fills `out` with entries `start ..` of `row`, standard normal (Box-Muller in f64).
     pub fn fill_normal(self, row: u64, start: u64, out: &mut [f32]) {
         self.fill(row, start, out, |[a, b, c, d]| {

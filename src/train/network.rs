@@ -11,8 +11,8 @@ use super::weights::Weights;
 use crate::config::GradientCheckpointing;
 use crate::error::Result;
 use crate::model::{
-    BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, SavedBlock, Scoring, Unit,
-    UnitLayout, block_backward, block_forward, head_backward, head_forward,
+    BlockContext, BlockGradients, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, SavedBlock,
+    Scoring, Unit, UnitLayout, block_backward, block_forward, head_backward, head_forward,
 };
 use crate::ops::embedding;
 use crate::ops::rope::{Rope, RopeRows};
@@ -127,7 +127,8 @@ impl Network {
         for (layer, saved) in saved.into_iter().enumerate().rev() {
             let block = self.block(layer)?;
             let flat = gradients.begin(Unit::Block(layer))?;
-            let mut block_gradients = BlockParams::view(self.layout(Unit::Block(layer)), &flat);
+            let block_gradients = BlockParams::view(self.layout(Unit::Block(layer)), &flat);
+            let mut block_gradients = BlockGradients::Weights(block_gradients);
             let context = BlockContext { spec: self.spec(), rope: &pass.rope, tp: None };
             dx = block_backward(&context, &block, &dx, saved, &pass.attention, &mut block_gradients)?;
             gradients.end(Unit::Block(layer), flat)?;

@@ -5,6 +5,8 @@ use tch::Tensor;
 use crate::model::params::{ParamName, Unit, UnitLayout, shapes};
 use crate::model::spec::ModelSpec;
 
+const NO_ADAPTERS: &str = "adapters are no parameters of the model";
+
 /// One tensor of a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct HfTensor {
@@ -79,6 +81,10 @@ pub(super) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
             ParamName::Down => add(Part::Whole, shape[0], "mlp.down_proj.weight"),
             ParamName::FinalNorm => add(Part::Whole, shape[0], "model.norm.weight"),
             ParamName::LmHead => add(Part::Whole, shape[0], "lm_head.weight"),
+            ParamName::QkvA | ParamName::QkvB | ParamName::OA | ParamName::OB => unreachable!("{NO_ADAPTERS}"),
+            ParamName::GateUpA | ParamName::GateUpB | ParamName::DownA | ParamName::DownB => {
+                unreachable!("{NO_ADAPTERS}")
+            }
         }
     }
     tensors

@@ -1,6 +1,6 @@
 //! The whole network against an independent one under autograd, in float64; recomputation; tensor-parallel slices.
 
-mod reference;
+pub(super) mod reference;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::ops::{embedding, linear, rms_norm};
 const TEMPERATURE: f64 = 0.8;
 
 /// One small shape per family: (name, spec).
-fn families() -> [(&'static str, ModelSpec); 4] {
+pub(super) fn families() -> [(&'static str, ModelSpec); 4] {
     let micro =
         ModelSpec { vocab_size: 23, hidden_size: 24, intermediate_size: 20, ..ModelSpec::preset("micro").unwrap() };
     let plain = ModelSpec { qkv_bias: false, tie_word_embeddings: false, ..micro.clone() };
@@ -89,7 +89,7 @@ fn run(
         let blocks: Vec<_> = (1..last).map(|i| BlockParams::view(&layouts[i], &flats[i])).collect();
         (EmbeddingParams::view(&layouts[0], &flats[0]), blocks, HeadParams::view(&layouts[last], &flats[last]))
     };
-    let ((embed, blocks, head), (mut d_embed, mut d_blocks, mut d_head)) = (views(flats), views(&grads));
+    let ((embed, blocks, head), (mut d_embed, d_blocks, mut d_head)) = (views(flats), views(&grads));
     let rope =
         Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref()).rows(&batch.positions, Kind::Double);
     let ctx = BlockContext { spec, rope: &rope, tp: None };
@@ -110,8 +110,8 @@ fn run(
     let (tokens, d_norm) = (x.size()[0], &mut d_head.final_norm);
     let output = head.output_table(&embed);
     let mut dx = head_backward(&head, output, &scoring, tokens, scored.saved, a, Some(b), d_norm, d_table);
-    for ((w, kept), d_w) in blocks.iter().zip(saved).zip(&mut d_blocks).rev() {
-        dx = block_backward(&ctx, w, &dx, kept, &packed, d_w).unwrap();
+    for ((w, kept), d_w) in blocks.iter().zip(saved).zip(d_blocks).rev() {
+        dx = block_backward(&ctx, w, &dx, kept, &packed, &mut BlockGradients::Weights(d_w)).unwrap();
     }
     embedding::accumulate(&dx, &batch.ids, &mut d_embed.table);
     (scored.logprobs, scored.entropy, grads)
@@ -209,7 +209,7 @@ fn recomputation_changes_no_bit() {
 }
 
 /// Attention over a slice's heads.
-struct SliceAttention(PackedLayout, f64);
+pub(super) struct SliceAttention(pub PackedLayout, pub f64);
 
 impl Attention for SliceAttention {
     fn forward(&mut self, _layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {

@@ -39,7 +39,12 @@ fn weight(table: &ParamTable, flats: &[Tensor], unit: Unit, name: ParamName) -> 
     table.units[index].view(name, &flats[index])
 }
 
-fn block(spec: &ModelSpec, get: &dyn Fn(ParamName) -> Option<Tensor>, x: &Tensor) -> Tensor {
+/// One block over one sequence.
+pub(in crate::model) fn block(
+    spec: &ModelSpec,
+    get: &dyn Fn(ParamName) -> Option<Tensor>,
+    x: &Tensor, // [S, D]
+) -> Tensor {
     let (heads, kv_heads, hd) = (spec.num_heads as i64, spec.num_kv_heads as i64, spec.head_dim as i64);
     let (len, group, eps) = (x.size()[0], heads / kv_heads, spec.rms_norm_eps);
     let need = |name| get(name).unwrap();

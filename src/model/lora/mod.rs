@@ -1,0 +1,61 @@
+//! Low-rank adapters (LoRA, arXiv 2106.09685): y = x W^T + (alpha / r) (x A^T) B^T with W frozen.
+//!
+//! An adapter belongs to a projection as its users know it (`q_proj`), a product to a fused matrix. Of the n adapted
+//! projections of a fused matrix the A are stacked, [n r, in], and the B keep the matrix's order of rows, those of other
+//! projections left out: Qkv's are grouped by key/value head, GateUp's alternate. For use, B is expanded to all rows of the
+//! matrix and n r columns, each row with its own projection's r columns and zeros elsewhere ([`Lora`]): a product is then
+//! one pair of products whatever is fused, and a tensor-parallel slice of B is that of the matrix, a range of rows; for
+//! row-parallel matrices A is sliced by columns as the matrix is, and its sum over ranks is the product's own.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `layout` | the parameters of a block's adapters, and their expansion |
+//! | `product` | forward and backward beside a frozen matrix |
+
+mod layout;
+mod product;
+#[cfg(test)]
+mod tests;
+
+use crate::config::TargetModule;
+
+pub use layout::{BlockLora, Lora};
+pub(super) use product::{Gradient, add, backward};
+
+/// What is adapted, and how.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LoraSpec {
+    /// Rank.
+    pub r: usize,
+    /// Numerator of the scale, alpha / r.
+    pub alpha: f64,
+    /// Chance that an element of an adapter's input is dropped in training. The projections of one fused matrix share
+    /// their input's mask.
+    pub dropout: f64,
+    /// Adapted projections, each once, in [`TargetModule`]'s order.
+    pub targets: Vec<TargetModule>,
+}
+
+impl LoraSpec {
+    /// alpha / r.
+    pub fn scale(&self) -> f64 {
+        self.alpha / self.r as f64
+    }
+}
+
+/// The matrices of a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Matrix {
+    /// Query, key and value.
+    Qkv,
+    /// Attention output.
+    O,
+    /// Gate and up.
+    GateUp,
+    /// Down.
+    Down,
+}
+
+impl Matrix {
+    pub(super) const ALL: [Matrix; 4] = [Matrix::Qkv, Matrix::O, Matrix::GateUp, Matrix::Down];
+}
