@@ -20,9 +20,25 @@ pub(super) struct Source {
     pub(super) text: &'static str,
 }
 
-pub(super) static ADAMW: Source = Source { file: "adamw.cu", text: include_str!("../kernels/adamw.cu") };
-pub(super) static RMS_NORM: Source = Source { file: "rms_norm.cu", text: include_str!("../kernels/rms_norm.cu") };
-pub(super) static SWIGLU: Source = Source { file: "swiglu.cu", text: include_str!("../kernels/swiglu.cu") };
+macro_rules! sources {
+    ($($name:ident = $file:literal),* $(,)?) => {
+        $(pub(super) static $name: Source = Source { file: $file, text: include_str!(concat!("../kernels/", $file)) };)*
+        #[cfg(test)]
+        const SOURCES: &[&Source] = &[$(&$name),*];
+    };
+}
+
+sources! {
+    ADAMW = "adamw.cu",
+    ADD_RMS_NORM = "add_rms_norm.cu",
+    ADVANCE = "advance.cu",
+    EMBED = "embed.cu",
+    PAGED_ATTENTION = "paged_attention.cu",
+    RMS_NORM = "rms_norm.cu",
+    ROPE_WRITE_KV = "rope_write_kv.cu",
+    SAMPLE = "sample.cu",
+    SWIGLU = "swiglu.cu",
+}
 
 /// What the sources include: bf16 without CUDA's own headers, which the compiler's package does not bring.
 const HEADER: (&CStr, &str) = (c"scalar.cuh", include_str!("../kernels/scalar.cuh"));
@@ -169,14 +185,14 @@ mod tests {
     fn every_kernel_compiles_for_hopper() {
         tch::set_num_threads(1); // links libtorch, beside which NVRTC is found
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/kernels");
-        let mut known: Vec<_> = [&ADAMW, &RMS_NORM, &SWIGLU].map(|source| source.file.to_owned()).into();
+        let mut known: Vec<_> = SOURCES.iter().map(|source| source.file.to_owned()).collect();
         let files = files(&folder, "").into_iter().filter(|file| file.extension().is_some_and(|kind| kind == "cu"));
         let mut found: Vec<_> =
             files.filter_map(|file| Some(file.file_name()?.to_string_lossy().into_owned())).collect();
         known.sort();
         found.sort();
         assert_eq!(known, found, "every file of src/kernels must be compiled here");
-        for source in [&ADAMW, &RMS_NORM, &SWIGLU] {
+        for source in SOURCES {
             let image = compile(source, (9, 0)).unwrap();
             assert_eq!(&image[..4], b"\x7fELF", "{}", source.file);
         }

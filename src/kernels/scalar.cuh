@@ -1,6 +1,10 @@
 // Scalars of the kernels: float, and bf16 as its bits, since CUDA's own header for it is not at hand everywhere.
 #pragma once
 
+#define INFINITY __int_as_float(0x7f800000)
+#define NAN __int_as_float(0x7fffffff)
+#define INT_MAX 0x7fffffff
+
 struct bf16 {
     unsigned short bits;
 };
@@ -18,6 +22,18 @@ template <typename T, int N>
 struct alignas(sizeof(T) * N) Pack {
     T at[N];
 };
+
+// Maximum over the block, the same in every thread. Blocks of whole warps.
+__device__ __forceinline__ float block_max(float value) {
+    __shared__ float warps[32];
+    for (int step = 16; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, step));
+    __syncthreads();  // readers of an earlier maximum are done
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    float peak = warps[0];
+    for (unsigned warp = 1; warp < blockDim.x / 32; ++warp) peak = fmaxf(peak, warps[warp]);
+    return peak;
+}
 
 // Sum over the block, the same in every thread. Blocks of whole warps; a fixed order, so the same bits every time.
 __device__ __forceinline__ float block_sum(float value) {

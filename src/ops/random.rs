@@ -35,6 +35,11 @@ impl RandomKey {
         Self([words[0], words[1]])
     }
 
+    /// The key itself, for draws on a device.
+    pub fn words(self) -> [u32; 2] {
+        self.0
+    }
+
     /// Four words. `row` is below 2^63.
     pub fn block(self, row: u64, block: u64) -> [u32; 4] {
         philox4x32(self.0, [block as u32, (block >> 32) as u32, row as u32, (row >> 32) as u32])

@@ -2,7 +2,7 @@
 
 use crate::torch::accumulation_kind;
 use std::f64::consts::PI;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 /// Frequency scaling of Llama 3.1 and later: `rope_type = "llama3"`, with the field names of config.json.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -46,6 +46,13 @@ impl Rope {
             .map(|inv_freq| scaling.map_or(inv_freq, |scaling| scaling.scale(inv_freq)))
             .collect();
         Self { inv_freq: Tensor::from_slice(&inv_freq) }
+    }
+
+    /// Cosines, then sines, of all positions below `len`, computed in f64: [len, hd] f32, what the decode kernels read.
+    pub fn table(&self, len: usize, device: Device) -> Tensor {
+        let positions = Tensor::arange(len as i64, (Kind::Double, Device::Cpu));
+        let angle = positions.unsqueeze(1) * &self.inv_freq; // [len, hd/2]
+        Tensor::cat(&[angle.cos(), angle.sin()], 1).to_kind(Kind::Float).to_device(device)
     }
 
     /// Cosines and sines of each token's position, computed in f64 and kept in `accumulation_kind(kind)`, on the device

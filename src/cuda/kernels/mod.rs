@@ -3,12 +3,24 @@
 #![allow(unsafe_code)]
 
 mod adamw;
+mod add_rms_norm;
+mod advance;
+mod embed;
+mod paged_attention;
 mod rms_norm;
+mod rope_write_kv;
+mod sample;
 mod swiglu;
 
 pub use adamw::{AdamWScalars, adamw};
+pub use add_rms_norm::add_rms_norm;
+pub use advance::{DecodeRows, RowStatus, advance};
+pub use embed::embed;
+pub use paged_attention::{AttentionPlan, AttentionShape, SharedPrefixes, paged_attention};
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
-pub use swiglu::{swiglu_backward, swiglu_forward};
+pub use rope_write_kv::{HeadTransform, QkvViews, rope_write_kv};
+pub use sample::{CANDIDATE_WORDS, Draws, combine, sample, sample_parts};
+pub use swiglu::{silu_mul, swiglu_backward, swiglu_forward};
 
 use tch::{Device, Kind, Tensor};
 
@@ -22,9 +34,17 @@ use crate::torch;
 /// # Errors
 /// [`Error::Environment`] without NVRTC; [`Error::Cuda`].
 pub fn prepare(ordinal: usize) -> Result<()> {
-    for (source, names) in
-        [(adamw::SOURCE, adamw::NAMES), (rms_norm::SOURCE, rms_norm::NAMES), (swiglu::SOURCE, swiglu::NAMES)]
-    {
+    for (source, names) in [
+        (adamw::SOURCE, adamw::NAMES),
+        (add_rms_norm::SOURCE, add_rms_norm::NAMES),
+        (advance::SOURCE, advance::NAMES),
+        (embed::SOURCE, embed::NAMES),
+        (paged_attention::SOURCE, paged_attention::NAMES),
+        (rms_norm::SOURCE, rms_norm::NAMES),
+        (rope_write_kv::SOURCE, rope_write_kv::NAMES),
+        (sample::SOURCE, sample::NAMES),
+        (swiglu::SOURCE, swiglu::NAMES),
+    ] {
         for name in names {
             Kernel::get(source, name, ordinal)?;
         }
@@ -60,6 +80,42 @@ fn address(op: &'static str, tensor: &Tensor, kind: Kind, numel: usize, ordinal:
         return Err(invalid(op, format!("{numel} contiguous elements of {kind:?} on GPU {ordinal}"), got));
     }
     Ok(Argument::Address(tensor.data_ptr()))
+}
+
+/// As [`address`], null for none.
+fn address_or_null(
+    op: &'static str,
+    tensor: Option<&Tensor>,
+    kind: Kind,
+    numel: usize,
+    ordinal: usize,
+) -> Result<Argument> {
+    tensor.map_or(Ok(Argument::Address(std::ptr::null_mut())), |tensor| address(op, tensor, kind, numel, ordinal))
+}
+
+/// The address of a tensor of `kind` and `shape` on GPU `ordinal`, whatever its strides.
+fn strided(op: &'static str, tensor: &Tensor, kind: Kind, shape: &[i64], ordinal: usize) -> Result<Argument> {
+    if tensor.device() != Device::Cuda(ordinal) || tensor.kind() != kind || tensor.size() != shape {
+        let got = format!("{:?} {:?} on {:?}", tensor.size(), tensor.kind(), tensor.device());
+        return Err(invalid(op, format!("{shape:?} of {kind:?} on GPU {ordinal}"), got));
+    }
+    Ok(Argument::Address(tensor.data_ptr()))
+}
+
+/// Elements of the last dimension, at least 1.
+fn row_len(op: &'static str, tensor: &Tensor) -> Result<usize> {
+    match tensor.size().last() {
+        Some(&len) if len > 0 => Ok(len as usize),
+        _ => Err(invalid(op, "rows of at least one element", tensor.size())),
+    }
+}
+
+/// Elements that a thread can move at once: 16 bytes where rows of `len` and all addresses allow it, else one.
+fn width(len: usize, tensors: &[&Tensor]) -> usize {
+    let widest = tensors.iter().map(|tensor| 16 / tensor.kind().elt_size_in_bytes()).max().unwrap_or(1);
+    let is_wide =
+        len.is_multiple_of(widest) && tensors.iter().all(|tensor| (tensor.data_ptr() as usize).is_multiple_of(16));
+    if is_wide { widest } else { 1 }
 }
 
 /// Queues `name` of `source` on libtorch's current stream; nothing for an empty grid.

@@ -28,17 +28,28 @@ const MOST_BLOCKS: usize = 1 << 14;
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
 pub fn swiglu_forward(gate_up: &Tensor, // [.., 2 F] f32 or bf16: g0 u0 g1 u1 ..
 ) -> Result<Tensor> {
-    const OP: &str = "swiglu_forward";
     let mut shape = gate_up.size();
     match shape.last_mut() {
         Some(last) if *last % 2 == 0 => *last /= 2,
-        _ => return Err(invalid(OP, "pairs in the last dimension", gate_up.size())),
+        _ => return Err(invalid("swiglu_forward", "pairs in the last dimension", gate_up.size())),
     }
-    let (gpu, n) = (ordinal(OP, gate_up)?, gate_up.numel() / 2);
-    let y = Tensor::f_empty(shape, (gate_up.kind(), gate_up.device()))?; // [.., F]
-    let (from, to) = (address(OP, gate_up, gate_up.kind(), 2 * n, gpu)?, address(OP, &y, gate_up.kind(), n, gpu)?);
-    queue(OP, gate_up.kind(), gpu, n, &[&y, gate_up], &[from, to])?;
+    let mut y = Tensor::f_empty(shape, (gate_up.kind(), gate_up.device()))?; // [.., F]
+    silu_mul(gate_up, &mut y)?;
     Ok(y)
+}
+
+/// y = silu(gate) * up, in memory that is there.
+///
+/// # Errors
+/// As [`swiglu_forward`].
+pub fn silu_mul(
+    gate_up: &Tensor, // [.., 2 F] f32 or bf16: g0 u0 g1 u1 ..
+    y: &mut Tensor,   // [.., F], like gate_up
+) -> Result<()> {
+    const OP: &str = "swiglu_forward";
+    let (gpu, n) = (ordinal(OP, gate_up)?, y.numel());
+    let (from, to) = (address(OP, gate_up, gate_up.kind(), 2 * n, gpu)?, address(OP, y, gate_up.kind(), n, gpu)?);
+    queue(OP, gate_up.kind(), gpu, n, &[&*y, gate_up], &[from, to])
 }
 
 /// d_gate_up = (dy * up * silu'(gate), dy * silu(gate)) interleaved, in the memory of `gate_up`.

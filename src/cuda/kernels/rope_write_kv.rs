@@ -1,0 +1,189 @@
+//! From the query-key-value product to queries for attention and entries of the paged cache.
+#![allow(unsafe_code)]
+
+use tch::{Kind, Tensor};
+
+use super::{Argument, address, address_or_null, invalid, kind_name, launch, ordinal, strided};
+use crate::cuda::nvrtc::{self, Source};
+use crate::error::Result;
+
+pub(super) const SOURCE: &Source = &nvrtc::ROPE_WRITE_KV;
+pub(super) const NAMES: &[&str] =
+    &["rope_write_kv_f32_x1", "rope_write_kv_f32_x4", "rope_write_kv_bf16_x1", "rope_write_kv_bf16_x8"];
+
+const THREADS: usize = 256;
+
+/// Queries, keys and values as views of the product (or, where a tensor-parallel group has more ranks than key/value heads, of
+/// the two products): any row and head stride, heads contiguous.
+#[derive(Debug)]
+pub struct QkvViews {
+    /// [T, Hkv, G, hd] f32 or bf16; the G heads of a group are neighbours.
+    pub q: Tensor,
+    /// [T, Hkv, hd]; strides as those of `v`.
+    pub k: Tensor,
+    /// [T, Hkv, hd]
+    pub v: Tensor,
+}
+
+impl QkvViews {
+    /// Views of a product [T, (H + 2 Hkv) hd] whose columns are grouped by key/value head; of its bias with T = 1.
+    pub fn grouped(product: &Tensor, num_kv_heads: usize, heads_per_group: usize) -> Self {
+        let group = heads_per_group as i64;
+        let tokens = if product.dim() == 1 { 1 } else { product.size()[0] };
+        let heads = product.view([tokens, num_kv_heads as i64, group + 2, -1]);
+        Self { q: heads.narrow(2, 0, group), k: heads.select(2, group), v: heads.select(2, group + 1) }
+    }
+
+    /// Views of a query product [T, H hd] and of the product of one key/value head [T, 2 hd]; of their biases with T = 1.
+    pub fn split(q: &Tensor, kv: &Tensor, num_heads: usize) -> Self {
+        let tokens = if q.dim() == 1 { 1 } else { q.size()[0] };
+        let kv = kv.view([tokens, 1, 2, -1]);
+        Self { q: q.view([tokens, 1, num_heads as i64, -1]), k: kv.select(2, 0), v: kv.select(2, 1) }
+    }
+}
+
+/// What [`rope_write_kv`] applies to every head.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadTransform<'a> {
+    /// Views with T = 1 and the strides of the product's; none where the product has its bias already.
+    pub bias: Option<&'a QkvViews>,
+    /// Weights of the query and the key norm, [hd] each, and their epsilon.
+    pub norms: Option<(&'a Tensor, &'a Tensor, f64)>,
+    /// Cosines, then sines, of every position: [positions, hd] f32, as [`crate::ops::rope::Rope::table`] makes it.
+    pub rope: &'a Tensor,
+}
+
+/// q_out = rope(norm(q + bias)); k and v are transformed in place (v: bias alone) and written into the cache at
+/// `slot_mapping`. Every step rounds to the tensors' kind. Allocates nothing.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
+pub fn rope_write_kv(
+    qkv: &QkvViews,
+    transform: &HeadTransform,
+    positions: &Tensor,    // [T] i32, rows of the table
+    slot_mapping: &Tensor, // [T] i32: block * block_size + offset, -1: the token's key and value are not written
+    q_out: &mut Tensor,    // [T, H, hd]
+    k_cache: &Tensor,      // [num_blocks, Hkv, block_size, hd]
+    v_cache: &Tensor,      // like k_cache
+) -> Result<()> {
+    const OP: &str = "rope_write_kv";
+    let (gpu, kind) = (ordinal(OP, &qkv.q)?, qkv.q.kind());
+    let shape = Shape::of(&qkv.q, k_cache)?;
+    let Shape { tokens, kv_heads, group, dim, block_size } = shape;
+    let [(q, q_row, q_group), (k, kv_row, kv_group), (v, v_row, v_group)] = shape.addresses(qkv, tokens, kind, gpu)?;
+    if (kv_row, kv_group) != (v_row, v_group) {
+        return Err(invalid(OP, "keys and values of the same strides", (qkv.k.stride(), qkv.v.stride())));
+    }
+    let null = Argument::Address(std::ptr::null_mut());
+    let bias = match transform.bias {
+        None => [null; 3],
+        Some(bias) => {
+            let [q, k, v] = shape.addresses(bias, 1, kind, gpu)?;
+            if [(q.2, k.2, v.2)] != [(q_group, kv_group, kv_group)] {
+                return Err(invalid(OP, "a bias with the head strides of the product", bias.q.stride()));
+            }
+            [q.0, k.0, v.0]
+        }
+    };
+    let norms = transform.norms.map(|(q, k, _)| [q, k]);
+    let [q_norm, k_norm] = [0, 1].map(|at| address_or_null(OP, norms.map(|norms| norms[at]), kind, dim, gpu));
+    let cache_len = k_cache.numel();
+    let width = shape.width(qkv, transform, &[&*q_out, k_cache, v_cache], kind);
+    let lanes = (dim / 2 / width).next_power_of_two().min(32);
+    let packs_per_lane = if width == 1 { 4 } else { 1 }; // as in the source
+    if dim / 2 > lanes * packs_per_lane * width {
+        return Err(invalid(OP, format!("heads of at most {} columns", 2 * 32 * packs_per_lane * width), dim));
+    }
+    let arguments = [
+        q,
+        k,
+        v,
+        Argument::Count(q_row),
+        Argument::Count(q_group),
+        Argument::Count(kv_row),
+        Argument::Count(kv_group),
+        bias[0],
+        bias[1],
+        bias[2],
+        q_norm?,
+        k_norm?,
+        address(OP, transform.rope, Kind::Float, transform.rope.numel() / dim * dim, gpu)?,
+        address(OP, positions, Kind::Int, tokens, gpu)?,
+        address(OP, slot_mapping, Kind::Int, tokens, gpu)?,
+        address(OP, q_out, kind, tokens * kv_heads * group * dim, gpu)?,
+        address(OP, k_cache, kind, cache_len, gpu)?,
+        address(OP, v_cache, kind, cache_len, gpu)?,
+        Argument::Count(tokens as i64),
+        Argument::Count(kv_heads as i64),
+        Argument::Count(group as i64),
+        Argument::Count((dim / 2) as i64),
+        Argument::Count(block_size as i64),
+        Argument::Count(lanes as i64),
+        Argument::Float(transform.norms.map_or(0.0, |norms| norms.2) as f32),
+    ];
+    let threads = tokens * kv_heads * (group + 2) * lanes;
+    let grid = threads.div_ceil(THREADS) as u32;
+    let name = format!("rope_write_kv_{}_x{width}", kind_name(OP, &qkv.q)?);
+    // SAFETY: the kernel's parameters in order; strides and shapes were read from the tensors, positions and slots are the
+    // caller's, within the table and the cache.
+    unsafe { launch(SOURCE, &name, gpu, (grid, THREADS as u32, 0), &arguments) }
+}
+
+struct Shape {
+    tokens: usize,
+    kv_heads: usize,
+    group: usize,
+    dim: usize,
+    block_size: usize,
+}
+
+impl Shape {
+    fn of(q: &Tensor, k_cache: &Tensor) -> Result<Self> {
+        let (size, cache) = (q.size(), k_cache.size());
+        match (size.as_slice(), cache.as_slice()) {
+            (&[tokens, kv_heads, group, dim], &[_, cache_heads, block_size, cache_dim])
+                if (kv_heads, dim) == (cache_heads, cache_dim) && dim % 2 == 0 && dim > 0 =>
+            {
+                let [tokens, kv_heads, group, dim, block_size] =
+                    [tokens, kv_heads, group, dim, block_size].map(|size| size as usize);
+                Ok(Self { tokens, kv_heads, group, dim, block_size })
+            }
+            _ => {
+                let expected = "q [T, Hkv, G, hd] and a cache [num_blocks, Hkv, block_size, hd], hd even";
+                Err(invalid("rope_write_kv", expected, (size, cache)))
+            }
+        }
+    }
+
+    /// (address, row stride, head stride) of q, k and v with `rows` rows.
+    fn addresses(&self, views: &QkvViews, rows: usize, kind: Kind, gpu: usize) -> Result<[(Argument, i64, i64); 3]> {
+        let [rows, kv_heads, group, dim] = [rows, self.kv_heads, self.group, self.dim].map(|size| size as i64);
+        let one = |tensor: &Tensor, shape: &[i64]| {
+            let at = strided("rope_write_kv", tensor, kind, shape, gpu)?;
+            let stride = tensor.stride();
+            let is_dense = stride[shape.len() - 1] == 1 && (shape.len() == 3 || stride[2] == dim);
+            if !is_dense {
+                return Err(invalid("rope_write_kv", "contiguous heads", stride));
+            }
+            Ok((at, stride[0], stride[1]))
+        };
+        let (heads, one_head) = ([rows, kv_heads, group, dim], [rows, kv_heads, dim]);
+        Ok([one(&views.q, &heads)?, one(&views.k, &one_head)?, one(&views.v, &one_head)?])
+    }
+
+    /// The widest pack that half a head, all strides and all addresses allow.
+    fn width(&self, qkv: &QkvViews, transform: &HeadTransform, others: &[&Tensor], kind: Kind) -> usize {
+        let widest = 16 / kind.elt_size_in_bytes();
+        let bias = transform.bias.iter().flat_map(|bias| [&bias.q, &bias.k, &bias.v]);
+        let norms = transform.norms.iter().flat_map(|norms| [norms.0, norms.1]);
+        let all = [&qkv.q, &qkv.k, &qkv.v].into_iter().chain(bias).chain(norms).chain(others.iter().copied());
+        let fits = |tensor: &Tensor| {
+            let strides = tensor.stride();
+            let outer = &strides[..strides.len() - 1];
+            (tensor.data_ptr() as usize).is_multiple_of(16) && outer.iter().all(|stride| *stride % widest as i64 == 0)
+        };
+        let is_wide = (self.dim / 2).is_multiple_of(widest) && all.into_iter().all(fits);
+        if is_wide { widest } else { 1 }
+    }
+}

@@ -1,0 +1,123 @@
+//! Sampling on the device: the best id of every part of the vocabulary, then the best of all parts.
+#![allow(unsafe_code)]
+
+use tch::{Kind, Tensor};
+
+use super::{Argument, address, address_or_null, invalid, kind_name, launch, ordinal};
+use crate::cuda::nvrtc::{self, Source};
+use crate::error::Result;
+
+pub(super) const SOURCE: &Source = &nvrtc::SAMPLE;
+pub(super) const NAMES: &[&str] = &[
+    "sample_f32_x1",
+    "sample_f32_x8",
+    "sample_bf16_x1",
+    "sample_bf16_x8",
+    "sample_processed_f32_x1",
+    "sample_processed_f32_x8",
+    "sample_processed_bf16_x1",
+    "sample_processed_bf16_x8",
+    "combine",
+];
+
+const THREADS: u32 = 512;
+/// Ids that a thread takes at once.
+const RUN: usize = 8;
+/// Blocks that fill the largest GPU served.
+const FILLING_BLOCKS: usize = 264;
+/// Doubles of a candidate: perturbed value, logit / temperature, log-sum-exp of the part, id (-1: none).
+pub const CANDIDATE_WORDS: i64 = 4;
+
+/// Draws of one step. S draws from R rows of logits.
+#[derive(Debug, Clone, Copy)]
+pub struct Draws<'a> {
+    /// Row of the logits behind each draw, if they are not one to one. [S] i32
+    pub rows: Option<&'a Tensor>,
+    /// [`crate::ops::random::RandomKey::words`] of (seed, stream, step, prompt, sample). [S, 2] i32
+    pub keys: &'a Tensor,
+    /// Tokens so far, the position drawn for; 0: nothing is drawn. [S] i32
+    pub positions: &'a Tensor,
+    /// 0 is greedy. [S] f32
+    pub temperatures: &'a Tensor,
+    /// Repetition penalties [S] f32 and the ids seen, bit `id` of row s, [S, ceil(V / 32)] i32 over the whole vocabulary.
+    pub penalties: Option<(&'a Tensor, &'a Tensor)>,
+}
+
+/// Parts that [`sample`] should split a row of logits into, so that few rows fill the GPU, too.
+pub fn sample_parts(draws: usize, vocab_len: usize) -> usize {
+    let most = vocab_len.div_ceil(RUN * THREADS as usize).max(1);
+    (FILLING_BLOCKS / draws.max(1)).clamp(1, most)
+}
+
+/// Per part of this rank's vocabulary and draw: the best (logit / temperature + Gumbel noise), ties to the lowest id, and the
+/// log-sum-exp of logits / temperature. Noise, penalty and temperature as the host's sampler has them. Allocates nothing.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
+pub fn sample(
+    logits: &Tensor,         // [R, V of this rank] f32 or bf16
+    first_id: usize,         // id of the first column
+    draws: &Draws,           // S
+    candidates: &mut Tensor, // [parts, S, 4] f64
+) -> Result<()> {
+    const OP: &str = "sample";
+    let (gpu, kind, num_draws) = (ordinal(OP, logits)?, logits.kind(), draws.positions.numel());
+    let (&[num_rows, vocab], &[parts, _, CANDIDATE_WORDS]) = (&logits.size()[..], &candidates.size()[..]) else {
+        return Err(invalid(OP, "logits [R, V] and candidates [parts, S, 4]", (logits.size(), candidates.size())));
+    };
+    if vocab == 0 || draws.rows.is_none() && num_rows != num_draws as i64 {
+        return Err(invalid(OP, format!("{num_draws} rows of logits"), logits.size()));
+    }
+    let words = draws.penalties.map_or(0, |(_, seen)| seen.numel() / num_draws.max(1));
+    if draws.penalties.is_some() && 32 * words < first_id + vocab as usize {
+        return Err(invalid(OP, format!("a bit for each of {} ids", first_id + vocab as usize), 32 * words));
+    }
+    let arguments = [
+        address(OP, logits, kind, (num_rows * vocab) as usize, gpu)?,
+        address_or_null(OP, draws.rows, Kind::Int, num_draws, gpu)?,
+        address(OP, draws.keys, Kind::Int, 2 * num_draws, gpu)?,
+        address(OP, draws.positions, Kind::Int, num_draws, gpu)?,
+        address(OP, draws.temperatures, Kind::Float, num_draws, gpu)?,
+        address_or_null(OP, draws.penalties.map(|penalties| penalties.0), Kind::Float, num_draws, gpu)?,
+        address_or_null(OP, draws.penalties.map(|penalties| penalties.1), Kind::Int, num_draws * words, gpu)?,
+        Argument::Address(std::ptr::null_mut()),
+        address(OP, candidates, Kind::Double, parts as usize * num_draws * 4, gpu)?,
+        Argument::Count(num_draws as i64),
+        Argument::Count(vocab),
+        Argument::Count(first_id as i64),
+        Argument::Count(parts),
+        Argument::Count(words as i64),
+    ];
+    let is_aligned = first_id.is_multiple_of(RUN)
+        && (vocab as usize).is_multiple_of(RUN)
+        && (logits.data_ptr() as usize).is_multiple_of(16);
+    let processed = if draws.penalties.is_some() { "_processed" } else { "" };
+    let name = format!("sample{processed}_{}_x{}", kind_name(OP, logits)?, if is_aligned { RUN } else { 1 });
+    // SAFETY: the kernel's parameters in order; one block a part of a draw, rows of the logits are the caller's.
+    unsafe { launch(SOURCE, &name, gpu, ((parts as usize * num_draws) as u32, THREADS, 0), &arguments) }
+}
+
+/// The winner of every draw among the candidates of all parts and ranks, and ln softmax(logits / temperature) of it before
+/// penalty and filters, temperature 0 counting as 1. Where the log-sum-exp is not finite the id is -1 and the log-probability
+/// not a number. Allocates nothing.
+///
+/// # Errors
+/// As [`sample`].
+pub fn combine(
+    candidates: &Tensor,    // [parts of all ranks, S, 4] f64
+    token_ids: &mut Tensor, // [S] i32
+    logprobs: &mut Tensor,  // [S] f32
+) -> Result<()> {
+    const OP: &str = "combine";
+    let (gpu, draws) = (ordinal(OP, candidates)?, token_ids.numel());
+    let parts = candidates.numel() / (4 * draws.max(1));
+    let arguments = [
+        address(OP, candidates, Kind::Double, parts * draws * 4, gpu)?,
+        address(OP, token_ids, Kind::Int, draws, gpu)?,
+        address(OP, logprobs, Kind::Float, draws, gpu)?,
+        Argument::Count(draws as i64),
+        Argument::Count(parts as i64),
+    ];
+    // SAFETY: the kernel's parameters in order; a warp a draw.
+    unsafe { launch(SOURCE, OP, gpu, (draws as u32, 32, 0), &arguments) }
+}

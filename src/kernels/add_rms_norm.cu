@@ -1,0 +1,56 @@
+// x += delta, rounded to the type of x, then y = x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467). One block a row,
+// which stays in registers between the two passes.
+#include "scalar.cuh"
+
+template <typename T, int N>
+__device__ __forceinline__ void add_rms_norm(
+    T* __restrict__ x,             // [T, D]
+    const T* __restrict__ delta,   // [T, D] or null
+    const T* __restrict__ weight,  // [D]
+    T* __restrict__ y,             // [T, D]
+    long long dim,
+    float eps
+) {
+    constexpr int MOST = N == 1 ? 4 : 2;  // packs of a row that one thread has
+    const int packs = static_cast<int>(dim / N);
+    auto* row = reinterpret_cast<Pack<T, N>*>(x + blockIdx.x * dim);
+    const auto* added = reinterpret_cast<const Pack<T, N>*>(delta + blockIdx.x * dim);
+    Pack<T, N> kept[MOST];
+    float squares = 0.0f;
+#pragma unroll
+    for (int k = 0; k < MOST; ++k) {
+        const int i = threadIdx.x + k * blockDim.x;
+        if (i >= packs) break;
+        kept[k] = row[i];
+        if (delta) {
+            const auto more = added[i];
+#pragma unroll
+            for (int j = 0; j < N; ++j) narrow(widen(kept[k].at[j]) + widen(more.at[j]), kept[k].at[j]);
+            row[i] = kept[k];
+        }
+#pragma unroll
+        for (int j = 0; j < N; ++j) squares += widen(kept[k].at[j]) * widen(kept[k].at[j]);
+    }
+    const float scale = rsqrtf(block_sum(squares) / static_cast<float>(dim) + eps);
+#pragma unroll
+    for (int k = 0; k < MOST; ++k) {
+        const int i = threadIdx.x + k * blockDim.x;
+        if (i >= packs) break;
+        const auto factors = reinterpret_cast<const Pack<T, N>*>(weight)[i];
+        Pack<T, N> out;
+#pragma unroll
+        for (int j = 0; j < N; ++j) narrow(widen(kept[k].at[j]) * scale * widen(factors.at[j]), out.at[j]);
+        reinterpret_cast<Pack<T, N>*>(y + blockIdx.x * dim)[i] = out;
+    }
+}
+
+#define ADD_RMS_NORM(NAME, T, N)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(1024) NAME(                                                        \
+        T* x, const T* delta, const T* weight, T* y, long long dim, float eps) {                                    \
+        add_rms_norm<T, N>(x, delta, weight, y, dim, eps);                                                          \
+    }
+
+ADD_RMS_NORM(add_rms_norm_f32_x1, float, 1)
+ADD_RMS_NORM(add_rms_norm_f32_x4, float, 4)
+ADD_RMS_NORM(add_rms_norm_bf16_x1, bf16, 1)
+ADD_RMS_NORM(add_rms_norm_bf16_x8, bf16, 8)

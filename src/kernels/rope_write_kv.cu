@@ -1,0 +1,126 @@
+// What stands between the query-key-value product and attention: bias, norm of every query and key head (optional both),
+// rotary embedding in the half-rotation convention (arXiv 2104.09864), and the write into the paged cache. Every step
+// rounds to T, as the trainer's does. A team of lanes has one head of one token; it moves N neighbours at once.
+#include "scalar.cuh"
+
+// Strides in elements; heads of q are [Hkv, G].
+struct Layout {
+    long long q_row, q_group, kv_row, kv_group;
+};
+
+// T tokens, H = Hkv G query heads, pairs (i, i + half).
+template <typename T, int N>
+__device__ __forceinline__ void rope_write_kv(
+    const T* __restrict__ q,            // [T, Hkv, G, hd]
+    T* k,                               // [T, Hkv, hd], rotated in place
+    T* v,                               // [T, Hkv, hd], biased in place
+    Layout stride,
+    const T* __restrict__ q_bias,       // [Hkv, G, hd], rows of q_group, or null
+    const T* __restrict__ k_bias,       // [Hkv, hd], rows of kv_group, or null
+    const T* __restrict__ v_bias,       // [Hkv, hd], rows of kv_group, or null
+    const T* __restrict__ q_norm,       // [hd] or null
+    const T* __restrict__ k_norm,       // [hd] or null
+    const float* __restrict__ table,    // [positions, hd]: cosines, then sines
+    const int* __restrict__ positions,  // [T]
+    const int* __restrict__ slots,      // [T], -1: not written
+    T* __restrict__ q_out,              // [T, H, hd]
+    T* __restrict__ k_cache,            // [blocks, Hkv, block_size, hd]
+    T* __restrict__ v_cache,            // like k_cache
+    int tokens, int kv_heads, int group, int half, int block_size, int lanes, float eps
+) {
+    constexpr int MOST = N == 1 ? 4 : 1;  // packs of a half that one lane has
+    const int team = (blockIdx.x * blockDim.x + threadIdx.x) / lanes, lane = threadIdx.x % lanes;
+    const int heads = kv_heads * (group + 2), token = team / heads;
+    if (token >= tokens) return;  // whole teams
+    const int kv_head = team % heads / (group + 2), place = team % (group + 2), dim = 2 * half;
+    const bool is_query = place < group, is_value = place == group + 1;
+
+    const long long row = is_query ? token * stride.q_row + kv_head * stride.q_group + place * dim
+                                   : token * stride.kv_row + kv_head * stride.kv_group;
+    const long long bias_row = is_query ? kv_head * stride.q_group + place * dim : kv_head * stride.kv_group;
+    const T* from = (is_query ? q : is_value ? v : k) + row;
+    const T* bias = is_query ? q_bias : is_value ? v_bias : k_bias;
+    const T* norm = is_query ? q_norm : is_value ? nullptr : k_norm;
+
+    Pack<T, N> head[MOST][2];
+    float squares = 0.0f;
+#pragma unroll
+    for (int m = 0; m < MOST; ++m) {
+        const int at = (lane + m * lanes) * N;
+        if (at >= half) break;
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+            auto& pack = head[m][side];
+            pack = *reinterpret_cast<const Pack<T, N>*>(from + at + side * half);
+            if (bias) {
+                const auto more = *reinterpret_cast<const Pack<T, N>*>(bias + bias_row + at + side * half);
+#pragma unroll
+                for (int j = 0; j < N; ++j) narrow(widen(pack.at[j]) + widen(more.at[j]), pack.at[j]);
+            }
+#pragma unroll
+            for (int j = 0; j < N; ++j) squares += widen(pack.at[j]) * widen(pack.at[j]);
+        }
+    }
+    if (norm) {  // the same for all lanes of a team
+        const unsigned members = (lanes == 32 ? ~0u : (1u << lanes) - 1) << (threadIdx.x % 32 / lanes * lanes);
+        for (int step = lanes / 2; step > 0; step /= 2) squares += __shfl_xor_sync(members, squares, step, lanes);
+        const float scale = rsqrtf(squares / static_cast<float>(dim) + eps);
+#pragma unroll
+        for (int m = 0; m < MOST; ++m) {
+            const int at = (lane + m * lanes) * N;
+            if (at >= half) break;
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+                const auto factors = *reinterpret_cast<const Pack<T, N>*>(norm + at + side * half);
+#pragma unroll
+                for (int j = 0; j < N; ++j)
+                    narrow(widen(head[m][side].at[j]) * scale * widen(factors.at[j]), head[m][side].at[j]);
+            }
+        }
+    }
+
+    const long long slot = slots[token];
+    const long long entry = (slot / block_size * kv_heads + kv_head) * block_size + slot % block_size;
+    const float* turn = table + static_cast<long long>(positions[token]) * dim;
+#pragma unroll
+    for (int m = 0; m < MOST; ++m) {
+        const int at = (lane + m * lanes) * N;
+        if (at >= half) break;
+        auto &low = head[m][0], &high = head[m][1];
+        if (!is_value) {
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                const float cosine = turn[at + j], sine = turn[half + at + j];
+                const float x = widen(low.at[j]), y = widen(high.at[j]);
+                narrow(x * cosine - y * sine, low.at[j]);
+                narrow(y * cosine + x * sine, high.at[j]);
+            }
+        }
+        const auto store = [&](T* to) {
+            *reinterpret_cast<Pack<T, N>*>(to + at) = low;
+            *reinterpret_cast<Pack<T, N>*>(to + half + at) = high;
+        };
+        if (is_query) {
+            store(q_out + ((static_cast<long long>(token) * kv_heads + kv_head) * group + place) * dim);
+        } else {
+            store((is_value ? v : k) + row);
+            if (slot >= 0) store((is_value ? v_cache : k_cache) + entry * dim);
+        }
+    }
+}
+
+#define ROPE_WRITE_KV(NAME, T, N)                                                                                    \
+    extern "C" __global__ void __launch_bounds__(256) NAME(                                                         \
+        const T* q, T* k, T* v, long long q_row, long long q_group, long long kv_row, long long kv_group,           \
+        const T* q_bias, const T* k_bias, const T* v_bias, const T* q_norm, const T* k_norm, const float* table,    \
+        const int* positions, const int* slots, T* q_out, T* k_cache, T* v_cache, long long tokens,                 \
+        long long kv_heads, long long group, long long half, long long block_size, long long lanes, float eps) {    \
+        rope_write_kv<T, N>(q, k, v, {q_row, q_group, kv_row, kv_group}, q_bias, k_bias, v_bias, q_norm, k_norm,    \
+                            table, positions, slots, q_out, k_cache, v_cache, tokens, kv_heads, group, half,        \
+                            block_size, lanes, eps);                                                                \
+    }
+
+ROPE_WRITE_KV(rope_write_kv_f32_x1, float, 1)
+ROPE_WRITE_KV(rope_write_kv_f32_x4, float, 4)
+ROPE_WRITE_KV(rope_write_kv_bf16_x1, bf16, 1)
+ROPE_WRITE_KV(rope_write_kv_bf16_x8, bf16, 8)

@@ -1,0 +1,251 @@
+// Exact sampling by Gumbel-max from a shard of the vocabulary: argmax over ids of (processed logit + noise), ties to the
+// lowest id, with the log-sum-exp of the raw logits. Noise as in src/ops/random.rs: a function of key, position and
+// vocabulary id. A block has one part of one row; `combine` decides among the parts of all ranks.
+#include "scalar.cuh"
+
+constexpr int THREADS = 512;
+constexpr int RUN = 8;  // ids of one step: two blocks of random words
+constexpr float LEAST = -1e30f;
+
+// What is drawn in a row, and how.
+struct Draw {
+    unsigned key[2];
+    unsigned position;
+    float scale;  // 1 / temperature; 1 when greedy
+    bool is_greedy;
+};
+
+struct Best {
+    double perturbed;
+    float raw;
+    int id;
+
+    __device__ __forceinline__ bool yields_to(double value, int other) const {
+        return value > perturbed || (value == perturbed && other < id);
+    }
+};
+
+// Philox4x32-10 of block `index` of the row.
+__device__ __forceinline__ void random_block(const Draw& draw, unsigned index, unsigned out[4]) {
+    unsigned c0 = index, c1 = 0, c2 = draw.position, c3 = 0, k0 = draw.key[0], k1 = draw.key[1];
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+        const unsigned long long p0 = 0xD2511F53ull * c0, p1 = 0xCD9E8D57ull * c2;
+        c0 = static_cast<unsigned>(p1 >> 32) ^ c1 ^ k0, c1 = static_cast<unsigned>(p1);
+        c2 = static_cast<unsigned>(p0 >> 32) ^ c3 ^ k1, c3 = static_cast<unsigned>(p0);
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+    out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
+}
+
+// -ln(-ln(1 - u)), rounded to float as on the CPU; u = (word + 1/2) / 2^32 kept away from 1.
+__device__ __noinline__ float gumbel(unsigned word) {
+    const float unit = fminf((__uint2float_rn(word) + 0.5f) * 2.3283064365386963e-10f, 1.0f - 5.9604644775390625e-8f);
+    const float rate = -static_cast<float>(log1p(-static_cast<double>(unit)));
+    return -static_cast<float>(log(static_cast<double>(rate)));
+}
+
+// A float's bits in an order that unsigned integers have.
+__device__ __forceinline__ unsigned ordered(float value) {
+    const unsigned bits = __float_as_uint(value);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// Penalty and filters. `seen` null: no penalty. `cut` null: no filter.
+struct Process {
+    const unsigned* seen;  // [ceil(V / 32)] bits by id
+    const unsigned* cut;   // [2]: least ordered value that is kept, and of those the highest id
+    float penalty;
+
+    // The value that noise is added to, -inf where a filter forbids the id.
+    __device__ __forceinline__ float operator()(float logit, float scale, int id) const {
+        if (seen && seen[id / 32] >> (id % 32) & 1) logit = logit > 0.0f ? __fdiv_rn(logit, penalty) : logit * penalty;
+        const float value = scale * logit;
+        if (!cut) return value;
+        const unsigned order = ordered(value);
+        return order > cut[0] || (order == cut[0] && id <= static_cast<int>(cut[1])) ? value : -INFINITY;
+    }
+};
+
+// RUN logits of ids first .. first + RUN as float; -inf outside of the shard.
+template <typename T, bool ALIGNED>
+__device__ __forceinline__ void load(const T* __restrict__ logits, long long column, long long width, float out[RUN]) {
+    if (ALIGNED) {
+        constexpr int N = 16 / sizeof(T);
+#pragma unroll
+        for (int k = 0; k < RUN; k += N) {
+            const auto pack = *reinterpret_cast<const Pack<T, N>*>(logits + column + k);
+#pragma unroll
+            for (int j = 0; j < N; ++j) out[k + j] = widen(pack.at[j]);
+        }
+    } else {
+#pragma unroll
+        for (int k = 0; k < RUN; ++k) {
+            const long long at = column + k;
+            out[k] = at >= 0 && at < width ? widen(logits[at]) : -INFINITY;
+        }
+    }
+}
+
+// Running maximum, sum of exp(raw - peak) and best id of a thread over its ids.
+struct State {
+    float peak = LEAST, sum = 0.0f;
+    Best best = {-INFINITY, 0.0f, INT_MAX};
+};
+
+template <bool PROCESSED>
+__device__ __forceinline__ void take(
+    State& state, const float (&logits)[RUN], int first, const Draw& draw, const Process& process, volatile unsigned& bar
+) {
+    float raw[RUN], top = LEAST;
+#pragma unroll
+    for (int k = 0; k < RUN; ++k) raw[k] = logits[k] * draw.scale, top = fmaxf(top, raw[k]);
+    if (top > state.peak) state.sum *= __expf(state.peak - top), state.peak = top;
+    unsigned words[RUN];
+    if (!draw.is_greedy) {
+        random_block(draw, first / 4, words);
+        random_block(draw, first / 4 + 1, words + 4);
+    }
+    const unsigned least = bar;  // the block's best perturbed value so far, rounded down
+    const float standing = least ? __uint_as_float(least & 0x80000000u ? least & 0x7fffffffu : ~least) : -INFINITY;
+    // Noise lifts a value v over s only if u < exp(v - s): few need the logarithms. A little is allowed for rounding.
+    const float lift = 1.01f * __expf(fminf(state.peak - standing, 80.0f));
+#pragma unroll
+    for (int k = 0; k < RUN; ++k) {
+        const float mass = __expf(raw[k] - state.peak);
+        state.sum += mass;
+        float value = raw[k], bound = mass;
+        if (PROCESSED) {
+            value = process(logits[k], draw.scale, first + k);
+            bound = __expf(value - state.peak);
+        }
+        const float unit = __uint_as_float(0x3f800000u | words[k] >> 9) - 1.0f;  // at most u
+        const bool may_win = draw.is_greedy ? value >= standing : unit <= bound * lift;
+        if (may_win && value > -INFINITY) {
+            const double perturbed = draw.is_greedy ? value : static_cast<double>(value) + gumbel(words[k]);
+            if (state.best.yields_to(perturbed, first + k)) {
+                state.best = {perturbed, raw[k], first + k};
+                atomicMax(const_cast<unsigned*>(&bar), ordered(__double2float_rd(perturbed)));
+            }
+        }
+    }
+}
+
+// The block's (best, log-sum-exp), in thread 0.
+__device__ __forceinline__ void reduce(State& state, double* out) {
+    __shared__ Best winners[THREADS / 32];
+    const float peak = block_max(state.peak);
+    const float sum = block_sum(state.sum * expf(state.peak - peak));
+    const auto merge = [&](int step) {
+        const Best other = {__shfl_xor_sync(~0u, state.best.perturbed, step), __shfl_xor_sync(~0u, state.best.raw, step),
+                            __shfl_xor_sync(~0u, state.best.id, step)};
+        if (state.best.yields_to(other.perturbed, other.id)) state.best = other;
+    };
+    for (int step = 16; step > 0; step /= 2) merge(step);
+    if (threadIdx.x % 32 == 0) winners[threadIdx.x / 32] = state.best;
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    state.best = winners[threadIdx.x % (THREADS / 32)];
+    for (int step = THREADS / 64; step > 0; step /= 2) merge(step);
+    if (threadIdx.x > 0) return;
+    const bool is_found = state.best.id != INT_MAX;
+    out[0] = state.best.perturbed, out[1] = state.best.raw;
+    out[2] = static_cast<double>(peak) + log(static_cast<double>(sum)), out[3] = is_found ? state.best.id : -1;
+}
+
+template <typename T, bool ALIGNED, bool PROCESSED>
+__device__ __forceinline__ void sample(
+    const T* __restrict__ logits,            // [R, V of this rank]
+    const int* __restrict__ rows,            // [S] row of the logits, or null: the same
+    const unsigned* __restrict__ keys,       // [S, 2]
+    const int* __restrict__ positions,       // [S] tokens so far; 0: nothing is drawn
+    const float* __restrict__ temperatures,  // [S]
+    const float* __restrict__ penalties,     // [S] or null
+    const unsigned* __restrict__ seen,       // [S, words] or null
+    const unsigned* __restrict__ cuts,       // [S, 2] or null
+    double* __restrict__ candidates,         // [parts, S, 4]: perturbed, raw, log-sum-exp, id
+    long long draws, long long width, long long first_id, long long parts, long long words
+) {
+    __shared__ unsigned bar;
+    if (threadIdx.x == 0) bar = 0;
+    __syncthreads();
+    const long long s = blockIdx.x % draws, part = blockIdx.x / draws;
+    double* out = candidates + blockIdx.x * 4;
+    const int position = positions[s];
+    if (position <= 0) {
+        if (threadIdx.x == 0) out[0] = out[1] = out[2] = -INFINITY, out[3] = -1;
+        return;
+    }
+    const float temperature = temperatures[s];
+    Draw draw = {{keys[2 * s], keys[2 * s + 1]}, static_cast<unsigned>(position), 1.0f, temperature == 0.0f};
+    if (!draw.is_greedy) draw.scale = __fdiv_rn(1.0f, temperature);
+    Process process = {};
+    if (PROCESSED) {
+        process.penalty = penalties ? penalties[s] : 1.0f;
+        process.seen = process.penalty == 1.0f ? nullptr : seen + s * words;
+        process.cut = cuts && !draw.is_greedy ? cuts + 2 * s : nullptr;
+    }
+    const T* row = logits + (rows ? rows[s] : s) * width;
+    const long long begin = first_id / RUN, count = (first_id + width + RUN - 1) / RUN - begin;
+    const long long from = begin + count * part / parts, to = begin + count * (part + 1) / parts;
+    State state;
+    for (long long run = from + threadIdx.x; run < to; run += THREADS) {
+        float values[RUN];
+        load<T, ALIGNED>(row, run * RUN - first_id, width, values);
+        take<PROCESSED>(state, values, static_cast<int>(run * RUN), draw, process, bar);
+    }
+    reduce(state, out);
+}
+
+#define SAMPLE(NAME, T, ALIGNED, PROCESSED)                                                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS) NAME(                                                     \
+        const T* logits, const int* rows, const unsigned* keys, const int* positions, const float* temperatures,    \
+        const float* penalties, const unsigned* seen, const unsigned* cuts, double* candidates, long long draws,    \
+        long long width, long long first_id, long long parts, long long words) {                                    \
+        sample<T, ALIGNED, PROCESSED>(logits, rows, keys, positions, temperatures, penalties, seen, cuts,           \
+                                      candidates, draws, width, first_id, parts, words);                            \
+    }
+
+SAMPLE(sample_f32_x1, float, false, false)
+SAMPLE(sample_f32_x8, float, true, false)
+SAMPLE(sample_bf16_x1, bf16, false, false)
+SAMPLE(sample_bf16_x8, bf16, true, false)
+SAMPLE(sample_processed_f32_x1, float, false, true)
+SAMPLE(sample_processed_f32_x8, float, true, true)
+SAMPLE(sample_processed_bf16_x1, bf16, false, true)
+SAMPLE(sample_processed_bf16_x8, bf16, true, true)
+
+// A warp decides one draw: the best of all parts, and ln softmax(logits / temperature) of its id. Where the log-sum-exp is not
+// finite or no id is left, the id is -1 and the log-probability not a number.
+extern "C" __global__ void __launch_bounds__(32) combine(
+    const double* __restrict__ candidates,  // [parts, S, 4]
+    int* __restrict__ token_ids,            // [S]
+    float* __restrict__ logprobs,           // [S]
+    long long draws, long long parts
+) {
+    const long long s = blockIdx.x;
+    double peak = -INFINITY;
+    Best best = {-INFINITY, 0.0f, INT_MAX};
+    for (long long part = threadIdx.x; part < parts; part += 32) {
+        const double* one = candidates + (part * draws + s) * 4;
+        // A log-sum-exp that is not a number must not hide behind a finite maximum.
+        peak = isnan(one[2]) || one[2] > peak ? one[2] : peak;
+        if (one[3] >= 0 && best.yields_to(one[0], static_cast<int>(one[3])))
+            best = {one[0], static_cast<float>(one[1]), static_cast<int>(one[3])};
+    }
+    for (int step = 16; step > 0; step /= 2) {
+        const double other = __shfl_xor_sync(~0u, peak, step);
+        peak = isnan(other) || other > peak ? other : peak;
+        const Best rival = {__shfl_xor_sync(~0u, best.perturbed, step), __shfl_xor_sync(~0u, best.raw, step),
+                            __shfl_xor_sync(~0u, best.id, step)};
+        if (best.yields_to(rival.perturbed, rival.id)) best = rival;
+    }
+    double sum = 0.0;
+    for (long long part = threadIdx.x; part < parts; part += 32) sum += exp(candidates[(part * draws + s) * 4 + 2] - peak);
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (threadIdx.x > 0) return;
+    const double log_sum_exp = peak + log(sum);
+    const bool is_drawn = isfinite(log_sum_exp) && best.id != INT_MAX;
+    token_ids[s] = is_drawn ? best.id : -1;
+    logprobs[s] = is_drawn ? static_cast<float>(best.raw - log_sum_exp) : NAN;
+}
