@@ -1,4 +1,5 @@
-//! How the C heap, from which libtorch's CPU tensors come, keeps and returns memory.
+//! How memory of tensors is kept, returned and counted: the C heap, from which libtorch's CPU tensors come, and libtorch's own
+//! allocator on a GPU.
 #![allow(unsafe_code)]
 
 use tch::Device;
@@ -34,6 +35,40 @@ pub fn keep_memory() {
 pub fn release_memory(device: Device) -> Result<()> {
     release_heap();
     ffi::release_cache(device)
+}
+
+/// Bytes that libtorch's allocator holds of a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceMemory {
+    /// Of live tensors.
+    pub allocated: usize,
+    /// The most of them since [`reset_peak_memory`].
+    pub peak_allocated: usize,
+    /// Taken from the device: live tensors and what is kept for later ones.
+    pub reserved: usize,
+    /// The most of that since [`reset_peak_memory`].
+    pub peak_reserved: usize,
+}
+
+/// What libtorch holds of `device`; nothing is counted on a CPU.
+///
+/// # Errors
+/// [`crate::Error::Environment`] if libtorch's CUDA half is not loaded.
+pub fn device_memory(device: Device) -> Result<Option<DeviceMemory>> {
+    let Device::Cuda(ordinal) = device else { return Ok(None) };
+    let [allocated, peak_allocated, reserved, peak_reserved] = ffi::memory_stats(ordinal)?;
+    Ok(Some(DeviceMemory { allocated, peak_allocated, reserved, peak_reserved }))
+}
+
+/// Begins the maxima of [`device_memory`] anew; nothing to do on a CPU.
+///
+/// # Errors
+/// As [`device_memory`].
+pub fn reset_peak_memory(device: Device) -> Result<()> {
+    match device {
+        Device::Cuda(ordinal) => ffi::reset_peak_memory(ordinal),
+        _ => Ok(()),
+    }
 }
 
 fn release_heap() {

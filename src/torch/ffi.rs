@@ -53,13 +53,27 @@ unsafe extern "C" {
         query: *const c_void,
         key: *const c_void,
         value: *const c_void,
-        cu_seqlens: *const c_void,
-        max_len: i64,
+        cu_seqlens_q: *const c_void,
+        cu_seqlens_k: *const c_void,
+        max_len_q: i64,
+        max_len_k: i64,
+        causal: c_int,
         scale: f64,
         window_left: i64,
         output: *mut *mut c_void,
         logsumexp: *mut *mut c_void,
     ) -> c_int;
+    pub(super) fn colo_cudnn_attention_forward(
+        query: *const c_void,
+        key: *const c_void,
+        value: *const c_void,
+        causal: c_int,
+        scale: f64,
+        output: *mut *mut c_void,
+        logsumexp: *mut *mut c_void,
+    ) -> c_int;
+    fn colo_cuda_memory_stats(device: c_int, stats: *mut i64) -> c_int;
+    fn colo_cuda_reset_peak_memory(device: c_int) -> c_int;
 }
 
 /// The raw `CUstream` that libtorch's operations on CUDA device `ordinal` go to.
@@ -120,6 +134,28 @@ pub(super) fn release_cache(device: Device) -> Result<()> {
     }
     // SAFETY: no pointers; only memory that no tensor uses is given back.
     check(unsafe { colo_cuda_release_cache() }, || format!("cached memory of {device:?}"))
+}
+
+/// Allocated now, allocated at most, reserved now, reserved at most, in bytes of CUDA device `ordinal`.
+///
+/// # Errors
+/// [`Error::Environment`] if libtorch's CUDA half is not loaded, or before its first tensor.
+pub(super) fn memory_stats(ordinal: usize) -> Result<[usize; 4]> {
+    let mut stats = [0; 4];
+    // SAFETY: `stats` has the four places that the call writes, and outlives it.
+    let status = unsafe { colo_cuda_memory_stats(ordinal as c_int, stats.as_mut_ptr()) };
+    check(status, || format!("allocator of CUDA device {ordinal}"))?;
+    Ok(stats.map(|bytes: i64| bytes as usize))
+}
+
+/// Begins the maxima of [`memory_stats`] anew.
+///
+/// # Errors
+/// As [`memory_stats`].
+pub(super) fn reset_peak_memory(ordinal: usize) -> Result<()> {
+    // SAFETY: no pointers.
+    let status = unsafe { colo_cuda_reset_peak_memory(ordinal as c_int) };
+    check(status, || format!("allocator of CUDA device {ordinal}"))
 }
 
 /// Turns a status of the shim into a result that says what was tried.

@@ -1,29 +1,35 @@
-//! Causal flash attention over packed sequences on a GPU: libtorch's kernels (FlashAttention-2, arXiv 2307.08691), whose
+//! Flash attention over packed runs on a GPU: libtorch's kernels (FlashAttention-2, arXiv 2307.08691), whose
 //! forward `tch` does not bind.
 #![allow(unsafe_code)]
 
-use std::ffi::c_void;
+use std::ffi::{c_int, c_void};
 
 use tch::{Kind, Tensor};
 
 use super::ffi;
 use crate::error::Result;
 
-/// Where packed sequences lie, for [`flash_forward`] and [`flash_backward`].
+/// Query runs and the key runs that they attend to, for [`flash_forward`] and [`flash_backward`].
 #[derive(Debug)]
-pub struct Packed {
-    /// Bounds of the sequences. [N + 1] i32
-    pub cu_seqlens: Tensor,
-    /// Length of the longest.
-    pub max_len: i64,
-    /// Most tokens that one sees, itself included.
+pub struct Varlen {
+    /// Bounds of the query runs. [N + 1] i32
+    pub cu_seqlens_q: Tensor,
+    /// Bounds of the key runs. [N + 1] i32
+    pub cu_seqlens_k: Tensor,
+    /// Length of the longest query run.
+    pub max_len_q: i64,
+    /// Length of the longest key run.
+    pub max_len_k: i64,
+    /// Whether a query sees only the keys up to its own place.
+    pub causal: bool,
+    /// Most keys that a causal query sees, its own included.
     pub window: Option<i64>,
 }
 
-impl Packed {
-    /// Beyond 1 also for single tokens: for them alone the kernel takes another path, with another log-sum-exp.
-    fn max_len(&self) -> i64 {
-        self.max_len.max(2)
+impl Varlen {
+    /// Beyond 1 also for single queries: for them alone the kernel takes another path, with another log-sum-exp.
+    fn max_len_q(&self) -> i64 {
+        self.max_len_q.max(2)
     }
 
     fn window_left(&self) -> Option<i64> {
@@ -38,9 +44,9 @@ impl Packed {
 /// bfloat16 or half, and a head width that is a multiple of 8 up to 256.
 pub fn flash_forward(
     q: &Tensor, // [T, H, hd]
-    k: &Tensor, // [T, Hkv, hd]
-    v: &Tensor, // [T, Hkv, hd]
-    packed: &Packed,
+    k: &Tensor, // [Tk, Hkv, hd]
+    v: &Tensor, // [Tk, Hkv, hd]
+    varlen: &Varlen,
     scale: f64,
 ) -> Result<(Tensor, Tensor)> {
     let (mut o, mut lse) = (std::ptr::null_mut(), std::ptr::null_mut());
@@ -51,10 +57,13 @@ pub fn flash_forward(
             raw(q),
             raw(k),
             raw(v),
-            raw(&packed.cu_seqlens),
-            packed.max_len(),
+            raw(&varlen.cu_seqlens_q),
+            raw(&varlen.cu_seqlens_k),
+            varlen.max_len_q(),
+            varlen.max_len_k,
+            c_int::from(varlen.causal),
             scale,
-            packed.window_left().unwrap_or(-1),
+            varlen.window_left().unwrap_or(-1),
             &mut o,
             &mut lse,
         )
@@ -69,16 +78,14 @@ pub fn flash_forward(
 pub fn flash_backward(
     d_o: &Tensor, // [T, H, hd]
     q: &Tensor,   // [T, H, hd]
-    k: &Tensor,   // [T, Hkv, hd]
-    v: &Tensor,   // [T, Hkv, hd]
+    k: &Tensor,   // [Tk, Hkv, hd]
+    v: &Tensor,   // [Tk, Hkv, hd]
     o: &Tensor,   // [T, H, hd]
     lse: &Tensor, // [H, T] f32
-    packed: &Packed,
+    varlen: &Varlen,
     scale: f64,
 ) -> Result<(Tensor, Tensor, Tensor)> {
     let unused = Tensor::f_empty([0], (Kind::Int64, q.device()))?; // the state of a dropout that there is none of
-    let (bounds, len) = (&packed.cu_seqlens, packed.max_len());
-    let window = packed.window_left();
     Ok(Tensor::f_internal_flash_attention_backward(
         d_o,
         q,
@@ -86,16 +93,16 @@ pub fn flash_backward(
         v,
         o,
         lse,
-        bounds,
-        bounds,
-        len,
-        len,
+        &varlen.cu_seqlens_q,
+        &varlen.cu_seqlens_k,
+        varlen.max_len_q(),
+        varlen.max_len_k,
         0.0,
-        true,
+        varlen.causal,
         &unused,
         &unused,
         scale,
-        window,
+        varlen.window_left(),
         None::<i64>,
     )?)
 }

@@ -1,6 +1,7 @@
 #include "shim.h"
 
 #include <ATen/ops/_flash_attention_forward.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -43,6 +44,10 @@ ColoStore* open_store(const char* host, c10d::TCPStoreOptions options, uint16_t 
 
 c10::Device cuda_device(int device) {
   return c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device));
+}
+
+at::Tensor tensor(const void* pointer) {
+  return *static_cast<const at::Tensor*>(pointer);
 }
 } // namespace
 
@@ -135,23 +140,60 @@ int colo_cuda_release_cache() {
   return guarded([&] { c10::getDeviceAllocator(c10::DeviceType::CUDA)->emptyCache(); });
 }
 
+int colo_cuda_memory_stats(int device, int64_t* stats) {
+  return guarded([&] {
+    using c10::CachingAllocator::StatType;
+    const auto held =
+        c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(static_cast<c10::DeviceIndex>(device));
+    const auto all = static_cast<size_t>(StatType::AGGREGATE);
+    stats[0] = held.allocated_bytes[all].current;
+    stats[1] = held.allocated_bytes[all].peak;
+    stats[2] = held.reserved_bytes[all].current;
+    stats[3] = held.reserved_bytes[all].peak;
+  });
+}
+
+int colo_cuda_reset_peak_memory(int device) {
+  return guarded([&] {
+    c10::getDeviceAllocator(c10::DeviceType::CUDA)->resetPeakStats(static_cast<c10::DeviceIndex>(device));
+  });
+}
+
 int colo_flash_attention_forward(
     const void* query,
     const void* key,
     const void* value,
-    const void* cu_seqlens,
-    int64_t max_len,
+    const void* cu_seqlens_q,
+    const void* cu_seqlens_k,
+    int64_t max_len_q,
+    int64_t max_len_k,
+    int causal,
     double scale,
     int64_t window_left,
     void** output,
     void** logsumexp) {
   return guarded([&] {
-    const auto tensor = [](const void* pointer) { return *static_cast<const at::Tensor*>(pointer); };
-    const at::Tensor bounds = tensor(cu_seqlens);
     auto result = at::_flash_attention_forward(
-        tensor(query), tensor(key), tensor(value), bounds, bounds, max_len, max_len, /*dropout_p=*/0.0,
-        /*is_causal=*/true, /*return_debug_mask=*/false, scale,
+        tensor(query), tensor(key), tensor(value), tensor(cu_seqlens_q), tensor(cu_seqlens_k), max_len_q, max_len_k,
+        /*dropout_p=*/0.0, causal != 0, /*return_debug_mask=*/false, scale,
         window_left < 0 ? std::nullopt : std::make_optional(window_left));
+    *logsumexp = new at::Tensor(std::move(std::get<1>(result)));
+    *output = new at::Tensor(std::move(std::get<0>(result)));
+  });
+}
+
+int colo_cudnn_attention_forward(
+    const void* query,
+    const void* key,
+    const void* value,
+    int causal,
+    double scale,
+    void** output,
+    void** logsumexp) {
+  return guarded([&] {
+    auto result = at::_scaled_dot_product_cudnn_attention(
+        tensor(query), tensor(key), tensor(value), /*attn_bias=*/std::nullopt, /*compute_log_sumexp=*/true,
+        /*dropout_p=*/0.0, causal != 0, /*return_debug_mask=*/false, scale);
     *logsumexp = new at::Tensor(std::move(std::get<1>(result)));
     *output = new at::Tensor(std::move(std::get<0>(result)));
   });

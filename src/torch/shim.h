@@ -30,9 +30,17 @@ int colo_cuda_set_device(int device);
 // Gives back what libtorch's CUDA allocator keeps for later.
 int colo_cuda_release_cache();
 
-// Causal attention over packed sequences. Tensors are at::Tensor*; the two results are the caller's. A negative window is
-// none.
+// Bytes that libtorch's allocator holds on this device: allocated now, allocated at most, reserved now, reserved at most.
+int colo_cuda_memory_stats(int device, int64_t* stats);
+// Begins the two maxima anew.
+int colo_cuda_reset_peak_memory(int device);
+
+// Attention of packed query runs to packed key runs. Tensors are at::Tensor*; the two results are the caller's. A negative
+// window is none.
 int colo_flash_attention_forward(
-    const void* query, const void* key, const void* value, const void* cu_seqlens, int64_t max_len, double scale,
-    int64_t window_left, void** output, void** logsumexp);
+    const void* query, const void* key, const void* value, const void* cu_seqlens_q, const void* cu_seqlens_k,
+    int64_t max_len_q, int64_t max_len_k, int causal, double scale, int64_t window_left, void** output, void** logsumexp);
+// Attention of [batch, heads, length, width] through cuDNN; likewise.
+int colo_cudnn_attention_forward(
+    const void* query, const void* key, const void* value, int causal, double scale, void** output, void** logsumexp);
 }

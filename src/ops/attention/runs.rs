@@ -1,0 +1,97 @@
+//! One attention of packed runs: query run n sees key run n. What a kernel needs of it is made on first use.
+
+use std::cell::OnceCell;
+
+use tch::{Device, Tensor};
+
+use super::kernel::Kernel;
+use super::padded::Padded;
+use crate::torch::Varlen;
+
+/// What a query sees of its key run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Sees {
+    /// Itself and what stands before it, at most `window` keys: queries and keys have the same rows.
+    Before { window: Option<i64> },
+    /// Everything.
+    All,
+}
+
+/// Bounds of both sides. B runs.
+#[derive(Debug)]
+pub(super) struct Runs {
+    q: Vec<i64>, // [B + 1], from 0
+    k: Vec<i64>, // [B + 1], from 0
+    pub sees: Sees,
+    pub num_kv_heads: i64,
+    device: Device,
+    padded: OnceCell<Padded>,
+    varlen: OnceCell<Varlen>,
+    kernel: OnceCell<Kernel>,
+}
+
+/// B runs of one length each side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Dense {
+    pub runs: i64,
+    pub q_len: i64,
+    pub k_len: i64,
+}
+
+impl Runs {
+    /// Bounds may begin anywhere: rows are counted from the first.
+    pub(super) fn new(q: &[i64], k: &[i64], sees: Sees, num_kv_heads: i64, device: Device) -> Self {
+        let from_zero = |bounds: &[i64]| bounds.iter().map(|bound| bound - bounds[0]).collect();
+        let (padded, varlen, kernel) = (OnceCell::new(), OnceCell::new(), OnceCell::new());
+        Self { q: from_zero(q), k: from_zero(k), sees, num_kv_heads, device, padded, varlen, kernel }
+    }
+
+    /// The kernel for queries like `q`, the same in all layers, forward and backward.
+    pub(super) fn kernel(&self, q: &Tensor /* [T, H, hd] */) -> Kernel {
+        *self.kernel.get_or_init(|| Kernel::choose(q, self))
+    }
+
+    /// Padded to buckets of similar length.
+    pub(super) fn padded(&self) -> &Padded {
+        self.padded.get_or_init(|| Padded::new(&self.q, &self.k, self.sees, self.num_kv_heads, self.device))
+    }
+
+    /// For kernels that read the runs as they lie.
+    pub(super) fn varlen(&self) -> &Varlen {
+        self.varlen.get_or_init(|| {
+            let (causal, window) = match self.sees {
+                Sees::Before { window } => (true, window),
+                Sees::All => (false, None),
+            };
+            Varlen {
+                cu_seqlens_q: self.device_bounds(&self.q),
+                cu_seqlens_k: self.device_bounds(&self.k),
+                max_len_q: lens(&self.q).max().unwrap_or(0),
+                max_len_k: lens(&self.k).max().unwrap_or(0),
+                causal,
+                window,
+            }
+        })
+    }
+
+    /// The runs as one rectangle, if all have one length and no window cuts them.
+    pub(super) fn dense(&self) -> Option<Dense> {
+        let (q_len, k_len) = (lens(&self.q).next()?, lens(&self.k).next()?);
+        let same = lens(&self.q).all(|len| len == q_len) && lens(&self.k).all(|len| len == k_len);
+        let whole = match self.sees {
+            Sees::Before { window } => window.is_none_or(|window| window >= q_len),
+            Sees::All => true,
+        };
+        (same && whole).then_some(Dense { runs: self.q.len() as i64 - 1, q_len, k_len })
+    }
+
+    fn device_bounds(&self, bounds: &[i64]) -> Tensor {
+        let bounds: Vec<i32> = bounds.iter().map(|&bound| bound as i32).collect();
+        Tensor::from_slice(&bounds).to_device(self.device)
+    }
+}
+
+/// Length of each run.
+pub(super) fn lens(bounds: &[i64]) -> impl Iterator<Item = i64> + '_ {
+    bounds.windows(2).map(|bounds| bounds[1] - bounds[0])
+}

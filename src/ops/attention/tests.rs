@@ -1,0 +1,221 @@
+//! Attention of every kind against dense attention with the mask spelt out, in float64.
+
+use super::*;
+use crate::ops::testing::{assert_close, leaf, rand};
+use tch::{Device, Kind, Tensor};
+
+const LENS: [i64; 5] = [5, 0, 40, 3, 33];
+const HD: i64 = 8;
+const SCALE: f64 = 0.3;
+
+fn cu_seqlens(lens: &[i64]) -> Vec<i64> {
+    std::iter::once(0)
+        .chain(lens.iter().scan(0, |sum, len| {
+            Some({
+                *sum += len;
+                *sum
+            })
+        }))
+        .collect()
+}
+
+/// Dense attention of the last `q` rows of one context, heads repeated, mask spelt out: (o, log-sum-exp).
+fn reference(q: &Tensor, k: &Tensor, v: &Tensor, window: Option<usize>) -> (Tensor, Tensor) {
+    let (new, context, group) = (q.size()[0], k.size()[0], q.size()[1] / k.size()[1]);
+    let repeat = |t: &Tensor| t.repeat_interleave_self_int(group, 1, None).transpose(0, 1);
+    let scores = q.transpose(0, 1).matmul(&repeat(k).transpose(1, 2)) * SCALE; // [H, S, context]
+    let hidden: Vec<bool> = (0..new * context)
+        .map(|at| (at / context + context - new, at % context))
+        .map(|(i, j)| j > i || window.is_some_and(|window| j <= i - window as i64))
+        .collect();
+    let hidden = Tensor::from_slice(&hidden).view([new, context]);
+    let scores = scores.masked_fill(&hidden, f64::NEG_INFINITY);
+    let o = scores.softmax(-1, None::<Kind>).matmul(&repeat(v)).transpose(0, 1);
+    (o, scores.logsumexp([-1i64], false).transpose(0, 1))
+}
+
+/// Every group size, with and without window, short (explicit) and long (flash) sequences.
+#[test]
+fn packed_matches_autograd() {
+    for (group, heads, window, lens) in [
+        (1, 3, None, &LENS[..]),
+        (7, 2, None, &LENS),
+        (2, 2, Some(6), &LENS),
+        (7, 2, None, &[150, 20]),
+        (2, 1, Some(50), &[150, 160]),
+        (1, 1, Some(2), &[4]),
+    ] {
+        let cu = cu_seqlens(lens);
+        let tokens = *cu.last().unwrap();
+        let q = leaf(&rand(&[tokens, heads * group, HD]));
+        // v as the block has it: a strided piece of the fused projection.
+        let (k, v) = (leaf(&rand(&[tokens, heads, HD])), leaf(&rand(&[tokens, heads, 3, HD]).select(2, 1)));
+        let parts = cu.windows(2).filter(|w| w[1] > w[0]).map(|w| {
+            let [q, k, v] = [&q, &k, &v].map(|t| t.narrow(0, w[0], w[1] - w[0]));
+            reference(&q, &k, &v, window)
+        });
+        let (o, lse): (Vec<_>, Vec<_>) = parts.unzip();
+        let (expected, expected_lse) = (Tensor::cat(&o, 0), Tensor::cat(&lse, 0));
+        let d_o = rand(&expected.size());
+        let grads = Tensor::run_backward(&[(&expected * &d_o).sum(None)], &[&q, &k, &v], false, false);
+
+        let layout = PackedLayout::new(&cu, heads as usize, window, Device::Cpu);
+        let [q, k, v] = [q, k, v].map(|t| t.detach());
+        let (o, lse) = packed_forward(&q, &k, &v, &layout, SCALE);
+        assert_close(&o, &expected);
+        assert_close(&lse, &expected_lse);
+        let (dq, dk, dv) = packed_backward(&d_o, &q, &k, &v, &o, &lse, &layout, SCALE);
+        assert_close(&dq, &grads[0]);
+        assert_close(&dk, &grads[1]);
+        assert_close(&dv, &grads[2]);
+    }
+}
+
+/// Gradients of shared prompts against those of whole sequences in which every completion has a copy of its prompt.
+#[test]
+fn shared_prompts_equal_separate_sequences() {
+    for (heads, group, prompts, completions) in [
+        (2, 2, &[5i64, 3][..], &[&[4i64, 1, 7][..], &[2, 2]][..]), // short: explicit
+        (1, 7, &[1, 60], &[&[3], &[70, 9]]),
+        (2, 1, &[80, 70, 9], &[&[60, 3], &[50], &[100, 1, 1]]), // long: flash, padded keys
+    ] {
+        let shared = shared_bounds(prompts, completions);
+        let tokens = shared.completions.last().copied().unwrap();
+        let (q, k, v) = (
+            leaf(&rand(&[tokens, heads * group, HD])),
+            leaf(&rand(&[tokens, heads, HD])),
+            leaf(&rand(&[tokens, heads, 3, HD]).select(2, 1)),
+        );
+        let rows = rows_of_sequences(&shared);
+        let parts = rows.iter().map(|(rows, prompt_len)| {
+            let [q, k, v] = [&q, &k, &v].map(|t| t.index_select(0, rows));
+            let (o, lse) = reference(&q, &k, &v, None);
+            (o.slice(0, *prompt_len, None, 1), lse.slice(0, *prompt_len, None, 1))
+        });
+        let (own, own_lse): (Vec<_>, Vec<_>) = parts.unzip();
+        let of_prompts = shared.prompts.windows(2).map(|w| {
+            let [q, k, v] = [&q, &k, &v].map(|t| t.narrow(0, w[0], w[1] - w[0]));
+            reference(&q, &k, &v, None)
+        });
+        let (mut o, mut lse): (Vec<_>, Vec<_>) = of_prompts.unzip();
+        o.extend(own);
+        lse.extend(own_lse);
+        let (expected, expected_lse) = (Tensor::cat(&o, 0), Tensor::cat(&lse, 0));
+        let d_o = rand(&expected.size());
+        let grads = Tensor::run_backward(&[(&expected * &d_o).sum(None)], &[&q, &k, &v], false, false);
+
+        let layout = PackedLayout::of(&Bounds::Shared(shared), heads as usize, None, Device::Cpu);
+        let [q, k, v] = [q, k, v].map(|t| t.detach());
+        let (o, lse) = packed_forward(&q, &k, &v, &layout, SCALE);
+        assert_close(&o, &expected);
+        assert_close(&lse, &expected_lse);
+        let (dq, dk, dv) = packed_backward(&d_o, &q, &k, &v, &o, &lse, &layout, SCALE);
+        assert_close(&dq, &grads[0]);
+        assert_close(&dk, &grads[1]);
+        assert_close(&dv, &grads[2]);
+    }
+}
+
+fn shared_bounds(prompts: &[i64], completions: &[&[i64]]) -> SharedBounds {
+    let prompts = cu_seqlens(prompts);
+    let from = *prompts.last().unwrap();
+    let offset = |lens: &[i64]| cu_seqlens(lens).into_iter().map(|bound| bound + from).collect();
+    let groups: Vec<i64> = completions.iter().map(|lens| lens.iter().sum()).collect();
+    SharedBounds { prompts, groups: offset(&groups), completions: offset(&completions.concat()) }
+}
+
+/// Rows of each prompt and completion together, and the prompt's length.
+fn rows_of_sequences(bounds: &SharedBounds) -> Vec<(Tensor, i64)> {
+    let with_prompt = |completion: &[i64]| {
+        let group = bounds.groups[1..].iter().position(|&end| completion[0] < end).unwrap();
+        let prompt = &bounds.prompts[group..group + 2];
+        let rows: Vec<i64> = (prompt[0]..prompt[1]).chain(completion[0]..completion[1]).collect();
+        (Tensor::from_slice(&rows), prompt[1] - prompt[0])
+    };
+    bounds.completions.windows(2).map(with_prompt).collect()
+}
+
+#[test]
+fn no_tokens_at_all() {
+    let layout = PackedLayout::new(&[0], 2, None, Device::Cpu);
+    let (q, k) = (rand(&[0, 4, HD]), rand(&[0, 2, HD]));
+    let (o, lse) = packed_forward(&q, &k, &k, &layout, SCALE);
+    let (dq, dk, _) = packed_backward(&o, &q, &k, &k, &o, &lse, &layout, SCALE);
+    assert_eq!((dq.size(), dk.size()), (vec![0, 4, HD], vec![0, 2, HD]));
+}
+
+#[test]
+fn bfloat16_stays_near_float() {
+    let (q, kv) = (rand(&[150, 4, HD]), rand(&[150, 2, HD]));
+    for cu in [[0, 100, 150], [0, 0, 150]] {
+        let layout = PackedLayout::new(&cu, 2, None, Device::Cpu);
+        let (exact, exact_lse) = packed_forward(&q, &kv, &kv, &layout, SCALE);
+        let [narrow_q, narrow_kv] = [&q, &kv].map(|t| t.to_kind(Kind::BFloat16));
+        let (o, lse) = packed_forward(&narrow_q, &narrow_kv, &narrow_kv, &layout, SCALE);
+        assert_eq!((o.kind(), lse.kind()), (Kind::BFloat16, Kind::Float));
+        let (dq, _, _) = packed_backward(&o, &narrow_q, &narrow_kv, &narrow_kv, &o, &lse, &layout, SCALE);
+        assert_eq!(dq.kind(), Kind::BFloat16);
+        assert!(f64::try_from((o.to_kind(Kind::Double) - exact).abs().max()).unwrap() < 0.05);
+        assert!(f64::try_from((lse.to_kind(Kind::Double) - exact_lse).abs().max()).unwrap() < 0.05);
+    }
+}
+
+/// A cache with the contexts of `lens` in scattered blocks: (caches, block tables, k, v of all contexts packed).
+fn paged(lens: &[i64], heads: i64, block_size: i64) -> ([Tensor; 2], Tensor, [Tensor; 2]) {
+    let max_blocks = lens.iter().map(|len| (len + block_size - 1) / block_size).max().unwrap();
+    let num_blocks = max_blocks * lens.len() as i64 + 1;
+    let tables = Tensor::randperm(num_blocks - 1, (Kind::Int64, Device::Cpu)) + 1;
+    let tables = tables.view([lens.len() as i64, max_blocks]);
+    let caches = [(); 2].map(|()| rand(&[num_blocks, heads, block_size, HD]));
+    let total: i64 = lens.iter().sum();
+    let (k, v) = (rand(&[total, heads, HD]), rand(&[total, heads, HD]));
+    let slots: Vec<i64> = lens
+        .iter()
+        .enumerate()
+        .flat_map(|(n, &len)| (0..len).map(move |position| (n, position)))
+        .map(|(n, at)| tables.int64_value(&[n as i64, at / block_size]) * block_size + at % block_size)
+        .collect();
+    let rows = kv_rows(&Tensor::from_slice(&slots), block_size as usize, heads as usize);
+    write_kv(&caches[0], &caches[1], &k, &v, &rows);
+    (caches, tables, [k, v])
+}
+
+#[test]
+fn decode_equals_the_last_row_of_packed() {
+    for (group, heads, window) in [(1, 2, None), (7, 2, None), (2, 3, Some(5))] {
+        let lens = [9, 1, 17, 4];
+        let ([k_cache, v_cache], tables, [k, v]) = paged(&lens, heads, 4);
+        let cu = cu_seqlens(&lens);
+        let q = rand(&[*cu.last().unwrap(), heads * group, HD]);
+        let layout = PackedLayout::new(&cu, heads as usize, window, Device::Cpu);
+        let last = Tensor::from_slice(&cu[1..]) - 1;
+        let expected = packed_forward(&q, &k, &v, &layout, SCALE).0.index_select(0, &last);
+        let layout = PagedLayout::new(&tables, &Tensor::from_slice(&lens), 4, heads as usize, window);
+        let o = paged_decode(&q.index_select(0, &last), &k_cache, &v_cache, &layout, SCALE);
+        assert_close(&o, &expected);
+    }
+}
+
+#[test]
+fn padding_rows_stay_finite() {
+    let ([k_cache, v_cache], tables, _) = paged(&[3, 2], 2, 4);
+    let layout = PagedLayout::new(&tables, &Tensor::from_slice(&[3i64, 0]), 4, 2, None);
+    let o = paged_decode(&rand(&[2, 4, HD]), &k_cache, &v_cache, &layout, SCALE);
+    assert!(bool::try_from(o.isfinite().all()).unwrap());
+}
+
+#[test]
+fn prefill_behind_a_cached_prefix_equals_the_whole() {
+    for window in [None, Some(6)] {
+        let (lens, new) = ([9, 13, 5, 8], [4, 13, 0, 1]);
+        let ([k_cache, v_cache], tables, [k, v]) = paged(&lens, 2, 4);
+        let (cu, cu_new) = (cu_seqlens(&lens), cu_seqlens(&new));
+        let q = rand(&[*cu_new.last().unwrap(), 6, HD]);
+        let o = paged_prefill(&q, &k_cache, &v_cache, &tables, &cu_new, &lens, SCALE, window);
+        for n in [0, 1, 3] {
+            let [k, v] = [&k, &v].map(|t| t.narrow(0, cu[n], lens[n]));
+            let rows = |t: &Tensor| t.narrow(0, cu_new[n], new[n]);
+            assert_close(&rows(&o), &reference(&rows(&q), &k, &v, window).0);
+        }
+    }
+}
