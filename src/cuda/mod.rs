@@ -8,6 +8,7 @@
 //! | `context`, `stream` | the context shared with libtorch; streams and events beside libtorch's |
 //! | `torch_stream`, `graph` | streams that libtorch's operations are sent to; what is queued there, recorded and replayed |
 //! | `nvrtc`, `kernel` | `src/kernels/*.cu` compiled once into a cache of cubins; loaded and launched |
+//! | `pinned` | host memory that is copied from and to while the host goes on |
 //! | `products` | matrix products through cuBLASLt |
 //! | `kernels` | one safe function per kernel, over tensors |
 
@@ -18,6 +19,7 @@ mod kernel;
 pub mod kernels;
 mod library;
 mod nvrtc;
+mod pinned;
 mod placement;
 mod products;
 mod stream;
@@ -28,6 +30,7 @@ pub(crate) use context::check;
 pub use devices::{available_bytes, devices};
 pub use graph::Graph;
 pub use library::{is_available, require};
+pub use pinned::PinnedWords;
 pub use placement::Placement;
 pub use products::{Products, Tuning};
 pub use stream::{Event, Stream};

@@ -1,15 +1,15 @@
 //! The generation engine: persistent, asleep between rollouts. Every rank of a tensor-parallel group runs the same scheduler
 //! on the same requests, so nobody drives.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use tch::{Device, Kind};
 
-use super::batch::Batch;
 use super::kv_cache::KvCache;
 use super::requests::{self, Request};
-use super::runner::Runner;
-use super::sampler::{Draw, Sampler};
+use super::runner::{HostRunner, Runner};
+use super::sampler::Draw;
 use super::scheduler::{Limits, Scheduler, Step};
 use super::stats::EngineStats;
 use super::stop::StopRules;
@@ -143,16 +143,16 @@ impl<'a> RolloutEngine<'a> {
         let token_ids = requests.iter().map(|request| request.token_ids.as_slice());
         let mut scheduler = Scheduler::new(self.limits(params), token_ids, params.num_generations, self.stats)?;
         let mut groups: Vec<Option<RolloutGroup>> = prompts.iter().map(|_| None).collect();
-        while scheduler.has_work() {
-            for index in self.step(&mut scheduler, &requests, params)? {
-                let (owner, position) = requests[index].owner;
-                if owner == tp.rank() {
-                    let group = self.group(&scheduler, index, &prompts[position])?;
-                    done(&group);
-                    groups[position] = Some(group);
-                }
+        let tokenizer = Arc::clone(&self.engine.tokenizer);
+        self.run(&mut scheduler, &requests, params, &mut |scheduler, index| {
+            let (owner, position) = requests[index].owner;
+            if owner == tp.rank() {
+                let group = group(scheduler, index, &prompts[position], &tokenizer)?;
+                done(&group);
+                groups[position] = Some(group);
             }
-        }
+            Ok(())
+        })?;
         scheduler.check_integrity()?;
         Ok(groups.into_iter().flatten().collect())
     }
@@ -180,17 +180,17 @@ impl<'a> RolloutEngine<'a> {
         Ok(())
     }
 
-    /// Schedule, run, sample, postprocess; returns the groups that are now complete.
-    fn step(&mut self, scheduler: &mut Scheduler, requests: &[Request], params: &SamplingParams) -> Result<Vec<usize>> {
-        phase::beat();
-        let engine = &*self.engine;
-        let step = scheduler.schedule();
-        let batch = Batch::new(&step, &scheduler.sequences, engine.options.block_size, engine.options.device);
-        let logits = self.runner().run(&batch)?;
-        if !step.copies.is_empty() {
-            engine.kv_cache.copy_blocks(&step.copies);
-        }
-        let sampled = self.sampler(params).sample(&logits, &draws(&step, scheduler, requests))?;
+    /// Schedules, computes and samples until nothing is left; `complete` gets every group whose last completion has ended. The
+    /// runner may lag behind: its next step is launched before the results of the last are read.
+    fn run(
+        &mut self,
+        scheduler: &mut Scheduler,
+        requests: &[Request],
+        params: &SamplingParams,
+        complete: &mut dyn FnMut(&Scheduler, usize) -> Result<()>,
+    ) -> Result<()> {
+        let Self { engine, weights, stats, progress } = self;
+        let engine = &mut **engine;
         let decode = |ids: &[u32]| engine.tokenizer.decode(ids);
         let rules = StopRules {
             eos_token_ids: &engine.eos_token_ids,
@@ -199,23 +199,30 @@ impl<'a> RolloutEngine<'a> {
             max_model_length: engine.options.max_model_length,
             decode: &decode,
         };
-        let complete = scheduler.postprocess(&step, &sampled, &rules)?;
-        self.stats = scheduler.stats;
-        if let Some(progress) = &mut self.progress {
-            progress(&self.stats);
-        }
-        Ok(complete)
-    }
-
-    fn runner(&self) -> Runner<'_> {
-        let engine = &*self.engine;
         let (spec, rope, kv_cache, tp) = (&*engine.spec, &engine.rope, &engine.kv_cache, engine.tp.as_ref());
-        Runner { spec, rope, weights: &self.weights, kv_cache, tp }
-    }
-
-    fn sampler<'b>(&'b self, params: &'b SamplingParams) -> Sampler<'b> {
-        let tp = self.engine.tp.as_ref();
-        Sampler { params, vocab: self.engine.spec.vocab_range(tp.rank(), tp.size()), tp }
+        let mut runner = HostRunner::new(spec, rope, weights, kv_cache, tp, params);
+        let mut under_way = VecDeque::new();
+        while scheduler.has_work() || !under_way.is_empty() {
+            phase::beat();
+            let step = if scheduler.has_work() { scheduler.schedule() } else { None };
+            let is_idle = step.is_none();
+            if let Some(step) = step {
+                runner.launch(&step, &draws(&step, scheduler, requests), &scheduler.sequences)?;
+                under_way.push_back(step);
+            }
+            if !is_idle && under_way.len() <= runner.lag() {
+                continue;
+            }
+            let step = under_way.pop_front().expect("a scheduler with work waits only for results");
+            for index in scheduler.postprocess(&step, &runner.collect()?, &rules)? {
+                complete(scheduler, index)?;
+            }
+            *stats = scheduler.stats;
+            if let Some(progress) = progress {
+                progress(stats);
+            }
+        }
+        Ok(())
     }
 
     fn limits(&self, params: &SamplingParams) -> Limits {
@@ -229,28 +236,28 @@ impl<'a> RolloutEngine<'a> {
             max_model_length: options.max_model_length,
         }
     }
-
-    fn group(&self, scheduler: &Scheduler, index: usize, prompt: &Prompt) -> Result<RolloutGroup> {
-        let completions = scheduler.members(index).map(|member| {
-            let sequence = &scheduler.sequences[member];
-            Ok(Completion {
-                token_ids: sequence.completion().to_vec(),
-                rollout_logprobs: sequence.rollout_logprobs.clone(),
-                finish_reason: sequence.finish_reason.expect("a complete group has ended"),
-                text: self.engine.tokenizer.decode(sequence.completion())?,
-                rewards: Vec::new(),
-                reward: None,
-                advantage: 0.0,
-            })
-        });
-        Ok(RolloutGroup { prompt: prompt.clone(), completions: completions.collect::<Result<_>>()? })
-    }
 }
 
 impl Drop for RolloutEngine<'_> {
     fn drop(&mut self) {
         self.engine.kv_cache.sleep();
     }
+}
+
+fn group(scheduler: &Scheduler, index: usize, prompt: &Prompt, tokenizer: &Tokenizer) -> Result<RolloutGroup> {
+    let completions = scheduler.members(index).map(|member| {
+        let sequence = &scheduler.sequences[member];
+        Ok(Completion {
+            token_ids: sequence.completion().to_vec(),
+            rollout_logprobs: sequence.rollout_logprobs.clone(),
+            finish_reason: sequence.finish_reason.expect("a complete group has ended"),
+            text: tokenizer.decode(sequence.completion())?,
+            rewards: Vec::new(),
+            reward: None,
+            advantage: 0.0,
+        })
+    });
+    Ok(RolloutGroup { prompt: prompt.clone(), completions: completions.collect::<Result<_>>()? })
 }
 
 /// One draw for each sequence that samples in `step`, in order.

@@ -1,10 +1,15 @@
-//! One step through the network: from token ids to logits.
+//! How steps are computed: [`Runner`], and the one on libtorch's operations and the host's sampler.
+
+use std::collections::VecDeque;
 
 use tch::{Kind, Tensor, no_grad};
 
 use super::attention::PagedAttention;
 use super::batch::Batch;
 use super::kv_cache::KvCache;
+use super::sampler::{Draw, Sampled, Sampler};
+use super::scheduler::Step;
+use super::sequence::Sequence;
 use super::weights::EngineWeights;
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
@@ -12,21 +17,68 @@ use crate::model::{BlockContext, ModelSpec, block_forward};
 use crate::ops::rope::Rope;
 use crate::ops::{embedding, linear, rms_norm};
 use crate::torch;
+use crate::types::SamplingParams;
 
-/// What a step reads besides its batch.
-#[derive(Debug)]
-pub(super) struct Runner<'a> {
-    pub(super) spec: &'a ModelSpec,
-    pub(super) rope: &'a Rope,
-    pub(super) weights: &'a EngineWeights<'a>,
-    pub(super) kv_cache: &'a KvCache,
-    pub(super) tp: &'a dyn Collective,
+/// Computes steps in the order of their launch. Collective over the tensor-parallel group.
+pub(super) trait Runner {
+    /// Steps that may be under way when the next one is launched.
+    fn lag(&self) -> usize;
+
+    /// Takes a step on. Its sequences' blocks hold room for it; tokens that they do not know yet come out of the step before.
+    fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[Sequence]) -> Result<()>;
+
+    /// What the oldest step under way sampled, one token for each of its draws.
+    fn collect(&mut self) -> Result<Vec<Sampled>>;
 }
 
-impl Runner<'_> {
-    /// Logits of the batch's `last_rows` over this rank's vocabulary [L, V of this rank], on the host. Collective over
-    /// the tensor-parallel group.
-    pub(super) fn run(&self, batch: &Batch) -> Result<Vec<f32>> {
+/// libtorch's operations step by step, logits to the host, and the sampler there.
+#[derive(Debug)]
+pub(super) struct HostRunner<'a> {
+    spec: &'a ModelSpec,
+    rope: &'a Rope,
+    weights: &'a EngineWeights<'a>,
+    kv_cache: &'a KvCache,
+    tp: &'a dyn Collective,
+    params: &'a SamplingParams,
+    sampled: VecDeque<Vec<Sampled>>,
+}
+
+impl Runner for HostRunner<'_> {
+    fn lag(&self) -> usize {
+        0
+    }
+
+    fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[Sequence]) -> Result<()> {
+        let batch = Batch::new(step, sequences, self.kv_cache.block_size(), self.weights.embedding.device());
+        let logits = self.logits(&batch)?;
+        if !step.copies.is_empty() {
+            self.kv_cache.copy_blocks(&step.copies);
+        }
+        let vocab = self.spec.vocab_range(self.tp.rank(), self.tp.size());
+        let sampler = Sampler { params: self.params, vocab, tp: self.tp };
+        self.sampled.push_back(sampler.sample(&logits, draws)?);
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Result<Vec<Sampled>> {
+        Ok(self.sampled.pop_front().expect("a step was launched"))
+    }
+}
+
+impl<'a> HostRunner<'a> {
+    pub(super) fn new(
+        spec: &'a ModelSpec,
+        rope: &'a Rope,
+        weights: &'a EngineWeights<'a>,
+        kv_cache: &'a KvCache,
+        tp: &'a dyn Collective,
+        params: &'a SamplingParams,
+    ) -> Self {
+        Self { spec, rope, weights, kv_cache, tp, params, sampled: VecDeque::new() }
+    }
+
+    /// Logits of the batch's `last_rows` over this rank's vocabulary [L, V of this rank], on the host.
+    fn logits(&self, batch: &Batch) -> Result<Vec<f32>> {
         no_grad(|| {
             let (_, num_kv_heads) = self.spec.tp_heads(self.tp.size());
             let mut attention = PagedAttention::new(self.kv_cache, batch, self.spec, num_kv_heads);

@@ -5,6 +5,10 @@
 //! blocks are shared by the completions and its last partial block is copied for each. A step either prefills or decodes;
 //! prefill comes first. When blocks run out the sequence admitted last gives its own back, keeps its tokens, waits at
 //! the front and is computed again.
+//!
+//! Steps may be scheduled before the results of earlier ones are known. A token that a step under way samples counts as the
+//! sequence's own; what it is, the device knows. A sequence that turns out to have ended has then run for nothing: that
+//! surplus token is dropped.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -99,21 +103,30 @@ impl Scheduler {
         group * self.num_generations..(group + 1) * self.num_generations
     }
 
-    /// Admits what fits, then picks the next step's tokens. Call only with work left.
-    pub(super) fn schedule(&mut self) -> Step {
+    /// Admits what fits, then picks the next step's tokens; `None` if everything left waits for the results of steps under
+    /// way. Call only with work left.
+    pub(super) fn schedule(&mut self) -> Option<Step> {
         while self.admit() {}
         let step = if self.prefilling.is_empty() { self.schedule_decode() } else { self.schedule_prefill() };
-        self.stats.num_steps += 1;
+        for index in step.runs.iter().flat_map(|run| run.samples.clone()) {
+            self.sequences[index].num_pending += 1;
+        }
         self.stats.peak_blocks = self.stats.peak_blocks.max(self.blocks.num_used());
-        step
+        self.stats.num_steps += usize::from(!step.runs.is_empty());
+        (!step.runs.is_empty()).then_some(step)
     }
 
-    /// Appends what was sampled, in the order of the step's `samples`; returns the groups that are now complete.
+    /// Appends what the oldest step under way sampled, in the order of its `samples`; returns the groups that are now
+    /// complete.
     pub(super) fn postprocess(&mut self, step: &Step, sampled: &[Sampled], rules: &StopRules) -> Result<Vec<usize>> {
         let samplers = step.runs.iter().flat_map(|run| run.samples.clone());
         let mut complete = Vec::new();
         for (index, sampled) in samplers.zip(sampled) {
             let sequence = &mut self.sequences[index];
+            sequence.num_pending -= 1;
+            if sequence.finish_reason.is_some() {
+                continue;
+            }
             sequence.token_ids.push(sampled.token_id);
             sequence.rollout_logprobs.push(sampled.logprob);
             sequence.finish_reason = rules.finish_reason(sequence)?;
@@ -126,7 +139,9 @@ impl Scheduler {
                 complete.extend(self.members(group).all(is_finished).then_some(group));
             }
         }
-        self.running.retain(|&index| self.sequences[index].finish_reason.is_none());
+        let is_unfinished = |&index: &usize| self.sequences[index].finish_reason.is_none();
+        self.running.retain(is_unfinished);
+        self.waiting.retain(is_unfinished); // preempted with its last token under way
         Ok(complete)
     }
 
@@ -154,9 +169,10 @@ impl Scheduler {
         true
     }
 
-    /// The sequences at the front of the queue that need the same computation: one group's, if nothing is sampled yet.
+    /// The sequences at the front of the queue that need the same computation: one group's, if nothing is sampled yet. None
+    /// while a token that it begins with is under way.
     fn front(&self) -> Option<Range<usize>> {
-        let &first = self.waiting.front()?;
+        let &first = self.waiting.front().filter(|&&first| self.sequences[first].num_pending == 0)?;
         let sequence = &self.sequences[first];
         let same = |&&index: &&usize| self.sequences[index].group == sequence.group && sequence.is_fresh();
         let count = self.waiting.iter().take_while(same).count().max(1);
@@ -234,13 +250,16 @@ impl Scheduler {
         }
     }
 
-    /// The last token of every running sequence. Those admitted last make room.
+    /// The last token of every running sequence that is not at its length limit. Those admitted last make room.
     fn schedule_decode(&mut self) -> Step {
         let mut next = 0;
         while next < self.running.len() {
+            let is_full = self.is_full(self.running[next]);
             let sequence = &mut self.sequences[self.running[next]];
-            let num_tokens = sequence.len();
-            if self.blocks.grow(&mut sequence.block_table, num_tokens) {
+            let num_tokens = sequence.num_tokens();
+            if is_full {
+                next += 1;
+            } else if self.blocks.grow(&mut sequence.block_table, num_tokens) {
                 sequence.num_computed = num_tokens;
                 next += 1;
             } else {
@@ -248,10 +267,18 @@ impl Scheduler {
             }
         }
         let last_token = |&index: &usize| {
-            let num_tokens = self.sequences[index].len();
+            let num_tokens = self.sequences[index].num_tokens();
             Run { sequence: index, tokens: num_tokens - 1..num_tokens, samples: index..index + 1 }
         };
-        Step { is_decode: true, runs: self.running.iter().map(last_token).collect(), copies: Vec::new() }
+        let growing = self.running.iter().filter(|&&index| !self.is_full(index));
+        Step { is_decode: true, runs: growing.map(last_token).collect(), copies: Vec::new() }
+    }
+
+    /// The token that ends it by its length is under way.
+    fn is_full(&self, index: usize) -> bool {
+        let (sequence, limits) = (&self.sequences[index], &self.limits);
+        let num_tokens = sequence.num_tokens();
+        num_tokens - sequence.prompt_len >= limits.max_completion_length || num_tokens >= limits.max_model_length
     }
 
     fn preempt_last(&mut self) {
@@ -301,9 +328,9 @@ mod tests {
 
     /// Stands for the whole network: the keys and values of a token are the tokens up to it, and the next token is a
     /// function of them and of the sample.
-    #[derive(Default)]
     struct Model {
         cache: HashMap<(u32, usize), Vec<u32>>, // (block, offset)
+        tokens: Vec<Vec<u32>>,                  // of each sequence, those included that the scheduler does not know yet
     }
 
     impl Model {
@@ -313,7 +340,7 @@ mod tests {
                 (scheduler.sequences[sequence].block_table[position / block_size], position % block_size)
             };
             for run in &step.runs {
-                let tokens = &scheduler.sequences[run.sequence].token_ids;
+                let tokens = &self.tokens[run.sequence];
                 for position in run.tokens.clone() {
                     self.cache.insert(slot(run.sequence, position), tokens[..=position].to_vec());
                 }
@@ -329,7 +356,12 @@ mod tests {
                 }
             }
             let samples = step.runs.iter().flat_map(|run| run.samples.clone());
-            samples.map(|index| next_token(&scheduler.sequences[index].token_ids, index % num_generations)).collect()
+            let mut sample = |index: usize| {
+                let sampled = next_token(&self.tokens[index], index % num_generations);
+                self.tokens[index].push(sampled.token_id);
+                sampled
+            };
+            samples.map(&mut sample).collect()
         }
     }
 
@@ -339,8 +371,13 @@ mod tests {
         Sampled { token_id: (mix(hash, 1) % 12) as u32, logprob: 0.0 }
     }
 
-    /// Completions of all sequences, and what it took.
-    fn simulate(limits: Limits, prompts: &[Vec<u32>], num_generations: usize) -> (Vec<Vec<u32>>, EngineStats) {
+    /// Completions of all sequences, and what it took, with `lag` steps under way when the next one is scheduled.
+    fn simulate(
+        limits: Limits,
+        prompts: &[Vec<u32>],
+        num_generations: usize,
+        lag: usize,
+    ) -> (Vec<Vec<u32>>, EngineStats) {
         let token_ids = prompts.iter().map(Vec::as_slice);
         let stats = EngineStats::default();
         let mut scheduler = Scheduler::new(limits, token_ids, num_generations, stats).unwrap();
@@ -351,17 +388,25 @@ mod tests {
             max_model_length: limits.max_model_length,
             decode: &|_| Ok(String::new()),
         };
-        let mut model = Model::default();
-        let mut complete = Vec::new();
+        let tokens = scheduler.sequences.iter().map(|sequence| sequence.token_ids.clone()).collect();
+        let mut model = Model { cache: HashMap::new(), tokens };
+        let (mut complete, mut under_way) = (Vec::new(), VecDeque::new());
         while scheduler.has_work() {
             let step = scheduler.schedule();
-            let num_tokens: usize = step.runs.iter().map(|run| run.tokens.len()).sum();
-            let most = if step.is_decode { limits.max_num_seqs } else { limits.max_num_batched_tokens };
-            assert!((1..=most).contains(&num_tokens) && scheduler.running.len() <= limits.max_num_seqs);
-            scheduler.check_integrity().unwrap();
-            let sampled = model.run(&step, &scheduler, num_generations);
-            complete.extend(scheduler.postprocess(&step, &sampled, &rules).unwrap());
-            scheduler.check_integrity().unwrap();
+            let is_idle = step.is_none();
+            if let Some(step) = step {
+                let num_tokens: usize = step.runs.iter().map(|run| run.tokens.len()).sum();
+                let most = if step.is_decode { limits.max_num_seqs } else { limits.max_num_batched_tokens };
+                assert!((1..=most).contains(&num_tokens) && scheduler.running.len() <= limits.max_num_seqs);
+                scheduler.check_integrity().unwrap();
+                let sampled = model.run(&step, &scheduler, num_generations);
+                under_way.push_back((step, sampled));
+            }
+            if is_idle || under_way.len() > lag {
+                let (step, sampled) = under_way.pop_front().expect("idle only while results are awaited");
+                complete.extend(scheduler.postprocess(&step, &sampled, &rules).unwrap());
+                scheduler.check_integrity().unwrap();
+            }
         }
         assert_eq!(scheduler.blocks.num_free(), limits.num_blocks);
         complete.sort_unstable();
@@ -376,7 +421,7 @@ mod tests {
     #[test]
     fn no_limit_changes_what_is_sampled() {
         let prompts = prompts();
-        let (expected, stats) = simulate(ROOMY, &prompts, 3);
+        let (expected, stats) = simulate(ROOMY, &prompts, 3, 0);
         assert_eq!(stats.num_preemptions, 0);
         let tight = [
             Limits { max_num_seqs: 1, ..ROOMY },
@@ -388,18 +433,20 @@ mod tests {
             Limits { block_size: 1, num_blocks: 40, ..ROOMY },
             Limits { num_blocks: 20, ..ROOMY },
         ];
-        for limits in tight {
-            assert_eq!(simulate(limits, &prompts, 3).0, expected, "{limits:?}");
+        for lag in 0..3 {
+            for limits in [ROOMY].iter().chain(&tight) {
+                assert_eq!(simulate(*limits, &prompts, 3, lag).0, expected, "{limits:?}, lag {lag}");
+            }
+            assert!(simulate(tight[7], &prompts, 3, lag).1.num_preemptions > 0);
         }
-        assert!(simulate(tight[7], &prompts, 3).1.num_preemptions > 0);
     }
 
     #[test]
     fn a_group_computes_its_prompt_once() {
         let prompt: Vec<u32> = (1..11).collect();
-        let (_, stats) = simulate(ROOMY, std::slice::from_ref(&prompt), 8);
+        let (_, stats) = simulate(ROOMY, std::slice::from_ref(&prompt), 8, 1);
         assert_eq!((stats.num_prefilled_tokens, stats.num_shared_tokens), (10, 70));
-        let generated = simulate(ROOMY, &[prompt], 8).0.iter().map(Vec::len).sum::<usize>();
+        let generated = simulate(ROOMY, &[prompt], 8, 0).0.iter().map(Vec::len).sum::<usize>();
         assert_eq!((stats.num_generated_tokens, stats.num_finished), (generated, 8));
     }
 

@@ -15,7 +15,9 @@ pub(super) struct Sequence {
     pub(super) rollout_logprobs: Vec<f32>,
     /// Blocks of its keys and values, in token order; empty while it waits.
     pub(super) block_table: Vec<u32>,
-    /// Tokens whose keys and values are in the cache.
+    /// Tokens that steps under way sample: part of the sequence, not known yet.
+    pub(super) num_pending: usize,
+    /// Tokens whose keys and values are in the cache, or will be by a step under way.
     pub(super) num_computed: usize,
     pub(super) finish_reason: Option<FinishReason>,
     pub(super) detokenizer: Detokenizer,
@@ -29,22 +31,29 @@ impl Sequence {
             prompt_len: prompt.len(),
             rollout_logprobs: Vec::new(),
             block_table: Vec::new(),
+            num_pending: 0,
             num_computed: 0,
             finish_reason: None,
             detokenizer: Detokenizer::default(),
         }
     }
 
+    /// Known tokens.
     pub(super) fn len(&self) -> usize {
         self.token_ids.len()
+    }
+
+    /// Known and pending tokens.
+    pub(super) fn num_tokens(&self) -> usize {
+        self.len() + self.num_pending
     }
 
     pub(super) fn completion(&self) -> &[u32] {
         &self.token_ids[self.prompt_len..]
     }
 
-    /// Nothing has been sampled yet.
+    /// Nothing has been sampled yet, nor is being.
     pub(super) fn is_fresh(&self) -> bool {
-        self.len() == self.prompt_len
+        self.num_tokens() == self.prompt_len
     }
 }

@@ -76,6 +76,10 @@ impl Problem {
         self.out.rows == 0 || self.out.columns == 0
     }
 
+    pub(super) fn flop(&self) -> f64 {
+        2.0 * self.a.rows as f64 * self.a.columns as f64 * self.b.columns as f64
+    }
+
     /// Elements from one row of the output to the next.
     pub(super) fn row_len(&self) -> i64 {
         self.out.leading
