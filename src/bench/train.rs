@@ -11,7 +11,9 @@ use crate::config::GradientCheckpointing;
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
 use crate::model::{ModelSpec, ParamTable, init_unit};
-use crate::train::{AdamOptions, NetworkOptions, Policy, PolicyOptions, Sequence, TokenGradients, pack};
+use crate::train::{
+    AdamOptions, GradientOptions, NetworkOptions, Policy, PolicyOptions, Sequence, TokenGradients, pack,
+};
 
 /// What is run.
 #[derive(Debug, Clone)]
@@ -30,6 +32,8 @@ pub struct TrainBench {
     pub max_tokens_per_micro_batch: usize,
     /// ZeRO stage.
     pub zero_stage: u8,
+    /// How gradients are added up.
+    pub gradients: GradientOptions,
     /// Recomputation.
     pub gradient_checkpointing: GradientCheckpointing,
     /// Timed steps.
@@ -49,24 +53,30 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
         network: NetworkOptions { kind, device },
         gradient_checkpointing: bench.gradient_checkpointing,
         adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 },
+        gradients: bench.gradients,
     };
     let mut policy = Policy::new(table, &mesh, options, &|layout| init_unit(layout, SEED, kind))?;
     let sequences: Vec<Sequence> = (0..bench.sequences).map(|index| sequence(bench, index)).collect();
     let micro_batches = pack(&sequences, bench.max_tokens_per_micro_batch, device)?;
-    let mut times = Vec::with_capacity(bench.steps);
+    let (mut times, mut exposed) = (Vec::with_capacity(bench.steps), Vec::with_capacity(bench.steps));
     for step in 0..=bench.steps {
         let start = Instant::now();
-        for micro_batch in &micro_batches {
+        for (index, micro_batch) in micro_batches.iter().enumerate() {
+            if index + 1 == micro_batches.len() {
+                policy.finish_gradients_with_next_backward();
+            }
             policy.forward_backward(micro_batch, 1.0, &mut |scores| {
                 let dlogprobs = Tensor::full_like(&scores.logprobs, -1.0 / scores.logprobs.numel() as f64);
                 Ok(TokenGradients { dlogprobs, dentropy: None })
             })?;
         }
         let _timed = policy.optimizer_step(1e-4, 1.0)?; // whether it was skipped or not
-        let mut seconds = [start.elapsed().as_secs_f64()];
+        let exposed_s = policy.take_exposed_communication()?.as_secs_f64();
+        let mut seconds = [start.elapsed().as_secs_f64(), exposed_s];
         all_reduce_f64(&*world.group(), &mut seconds, ReduceOp::Max)?;
         if step > 0 {
             times.push(seconds[0]); // the first warms up
+            exposed.push(seconds[1]);
         }
     }
     let step_s = median(times);
@@ -84,6 +94,7 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
         "sequences": bench.sequences,
         "sequence_len": bench.sequence_len,
         "step_s": step_s,
+        "exposed_communication_s": median(exposed),
         "tokens_per_second": tokens as f64 / step_s,
     }))
 }

@@ -243,6 +243,12 @@ pub struct BenchTrainArgs {
     /// ZeRO stage
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(0..=3))]
     pub zero_stage: u8,
+    /// Type that ranks send gradients in
+    #[arg(long, default_value = "auto", value_parser = word::<Dtype>)]
+    pub reduce_dtype: Dtype,
+    /// Type that gradients are added up in over micro-batches
+    #[arg(long, default_value = "auto", value_parser = word::<Dtype>)]
+    pub grad_accum_dtype: Dtype,
     /// What backward computes again
     #[arg(long, default_value = "none", value_parser = word::<GradientCheckpointing>)]
     pub gradient_checkpointing: GradientCheckpointing,

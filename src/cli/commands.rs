@@ -26,6 +26,7 @@ use crate::model::{ModelSpec, PRESETS, ParamTable, WeightFiles, init_folder};
 use crate::reward::RewardPool;
 use crate::rollout::{Engine, EngineOptions, kv_block_bytes};
 use crate::sft::Sft;
+use crate::train::GradientOptions;
 use crate::trainer::{Preflight, Trainer};
 use crate::types::{Completion, Prompt, RolloutGroup, SamplingParams};
 
@@ -259,6 +260,7 @@ fn train_bench(args: &BenchTrainArgs, world: &World, kind: Kind) -> Result<serde
         sequence_len: args.sequence_len,
         max_tokens_per_micro_batch: args.max_tokens_per_micro_batch,
         zero_stage: args.zero_stage,
+        gradients: GradientOptions::new(args.grad_accum_dtype, args.reduce_dtype),
         gradient_checkpointing: args.gradient_checkpointing,
         steps: args.steps,
     };

@@ -1,5 +1,7 @@
 //! One generation batch into optimizer updates: scores where they are needed, loss, backward, step.
 
+use std::time::Duration;
+
 use tch::Device;
 
 use super::Colocated;
@@ -62,6 +64,8 @@ pub struct UpdateOutcome {
     pub num_skipped: u64,
     /// Tokens run forward and backward on this rank.
     pub num_trained_tokens: usize,
+    /// How long computation waited for collectives.
+    pub exposed_communication: Duration,
 }
 
 /// Told how far an update is, micro-batch by micro-batch.
@@ -102,6 +106,7 @@ impl Colocated {
                 self.update_once(slice, denominators, options, progress, &mut outcome)?;
             }
         }
+        outcome.exposed_communication = self.policy.take_exposed_communication()?;
         outcome.loss /= outcome.num_updates as f64;
         outcome.grad_norm /= (outcome.num_updates - outcome.num_skipped).max(1) as f64;
         Ok(outcome)
@@ -177,7 +182,10 @@ impl Colocated {
         let micro_batches = phase::scope(Phase::Pack, || self.micro_batches(slice, options))?;
         progress.begin(Phase::ForwardBackward, micro_batches.len());
         phase::scope(Phase::ForwardBackward, || {
-            for micro_batch in &micro_batches {
+            for (index, micro_batch) in micro_batches.iter().enumerate() {
+                if index + 1 == micro_batches.len() {
+                    self.policy.finish_gradients_with_next_backward();
+                }
                 outcome.num_trained_tokens += if micro_batch.is_empty() { 0 } else { micro_batch.num_tokens() };
                 self.policy.forward_backward(micro_batch, options.temperature, &mut |scores| {
                     micro_batch_loss(micro_batch, scores, denominators, options, outcome)

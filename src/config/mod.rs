@@ -242,6 +242,11 @@ keys! {
         pub stage: u8 = 2,
         /// Ranks that share one copy of the state; `None` is the world. Smaller is hybrid sharding.
         pub shard_group_size: Option<usize> = None,
+        /// Type that ranks send gradients to one another in; `auto` is float32. As FSDP's `reduce_dtype` and DeepSpeed's
+        /// `communication_data_type`.
+        pub reduce_dtype: Dtype = Dtype::Auto,
+        /// Type that gradients are added up in over micro-batches; `auto` is float32. As DeepSpeed's `grad_accum_dtype`.
+        pub grad_accum_dtype: Dtype = Dtype::Auto,
     }
 }
 

@@ -42,13 +42,14 @@ fn the_key_list_is_frozen() {
         importance_sampling_clip_max use_bias_correction_kl reward_funcs reward_weights reward.format_pattern \
         reward.answer_pattern reward.answer_column reward.num_threads reward.timeout_s learning_rate adam_beta1 \
         adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
-        gradient_checkpointing zero.stage zero.shard_group_size residency.optimizer logging_steps save_steps \
-        save_total_limit eval_steps eval_num_generations log_completions seed collective_timeout_s fault";
+        gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype \
+        residency.optimizer logging_steps save_steps save_total_limit eval_steps eval_num_generations log_completions seed collective_timeout_s fault";
     assert_eq!(Config::keys().join(" "), expected);
     let expected = "model_name_or_path train_file eval_file output_dir device dtype max_length shuffle_dataset \
         per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch learning_rate adam_beta1 \
         adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
-        gradient_checkpointing zero.stage zero.shard_group_size logging_steps seed collective_timeout_s";
+        gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype logging_steps \
+        seed collective_timeout_s";
     assert_eq!(SftConfig::keys().join(" "), expected);
 }
 

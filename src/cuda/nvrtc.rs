@@ -33,6 +33,7 @@ sources! {
     ADD_RMS_NORM = "add_rms_norm.cu",
     ADVANCE = "advance.cu",
     EMBED = "embed.cu",
+    NORM = "norm.cu",
     PAGED_ATTENTION = "paged_attention.cu",
     RMS_NORM = "rms_norm.cu",
     ROPE_WRITE_KV = "rope_write_kv.cu",

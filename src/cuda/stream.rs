@@ -3,6 +3,7 @@
 
 use std::ffi::c_void;
 use std::sync::Arc;
+use std::time::Duration;
 
 use cudarc::driver::{result, sys};
 
@@ -131,11 +132,33 @@ impl Event {
         }
     }
 
-    pub(super) fn record(context: &Arc<Context>, stream: sys::CUstream) -> Result<Self> {
-        Self::record_with(context, stream, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+    /// A timed event that is done when all that libtorch has queued on its current stream by now is.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub fn record_libtorch(context: &Arc<Context>) -> Result<Self> {
+        Self::record_timed(context, torch::current_cuda_stream(context.ordinal())?.cast())
     }
 
-    fn record_with(context: &Arc<Context>, stream: sys::CUstream, flags: sys::CUevent_flags) -> Result<Self> {
+    /// Time from this event to a later one, zero if that came first; both timed and done.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub fn time_until(&self, later: &Self) -> Result<Duration> {
+        // SAFETY: both events are alive.
+        let elapsed_ms = check("cuEventElapsedTime", unsafe { result::event::elapsed(self.raw, later.raw) })?;
+        Ok(Duration::from_secs_f32(elapsed_ms.max(0.0) / 1e3))
+    }
+
+    pub(super) fn record(context: &Arc<Context>, stream: sys::CUstream) -> Result<Self> {
+        Self::with_flags(context, stream, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+    }
+
+    pub(super) fn record_timed(context: &Arc<Context>, stream: sys::CUstream) -> Result<Self> {
+        Self::with_flags(context, stream, sys::CUevent_flags::CU_EVENT_DEFAULT)
+    }
+
+    fn with_flags(context: &Arc<Context>, stream: sys::CUstream, flags: sys::CUevent_flags) -> Result<Self> {
         context.make_current()?;
         let raw = check("cuEventCreate", result::event::create(flags))?;
         let event = Self { raw, context: context.clone() };
@@ -160,7 +183,7 @@ impl TimedEvent {
     /// # Errors
     /// [`crate::Error::Cuda`].
     pub(crate) fn record(context: &Arc<Context>, stream: *mut c_void) -> Result<Self> {
-        Event::record_with(context, stream.cast(), sys::CUevent_flags::CU_EVENT_DEFAULT).map(Self)
+        Event::with_flags(context, stream.cast(), sys::CUevent_flags::CU_EVENT_DEFAULT).map(Self)
     }
 
     /// Waits for this point and says how long after `start` the stream passed it.

@@ -32,7 +32,19 @@ impl TorchStream {
     /// # Errors
     /// [`crate::Error::Environment`] if libtorch's CUDA half is not loaded.
     pub fn new(context: &Arc<Context>) -> Result<Self> {
-        let (id, raw) = torch::pool_cuda_stream(context.ordinal())?;
+        Self::of_pool(context, false)
+    }
+
+    /// The same of the pool whose blocks the GPU starts before those of other streams.
+    ///
+    /// # Errors
+    /// As [`TorchStream::new`].
+    pub fn urgent(context: &Arc<Context>) -> Result<Self> {
+        Self::of_pool(context, true)
+    }
+
+    fn of_pool(context: &Arc<Context>, urgent: bool) -> Result<Self> {
+        let (id, raw) = torch::pool_cuda_stream(context.ordinal(), urgent)?;
         Ok(Self { id, raw: raw.cast(), context: context.clone() })
     }
 
@@ -67,6 +79,14 @@ impl TorchStream {
         Event::record(&self.context, self.raw)
     }
 
+    /// The same, for [`Event::time_until`].
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub fn record_timed(&self) -> Result<Event> {
+        Event::record_timed(&self.context, self.raw)
+    }
+
     /// Waits, on the host, for all that is queued.
     ///
     /// # Errors
@@ -86,6 +106,14 @@ pub struct CurrentStream {
     outer: sys::CUstream,
     outer_id: i64,
     of_this_thread: PhantomData<*const ()>,
+}
+
+impl CurrentStream {
+    /// Puts the outer stream back, which does not wait: what was queued here runs beside what is queued there, until an event
+    /// orders them.
+    pub fn leave(mut self) {
+        self.inner = self.outer;
+    }
 }
 
 impl Drop for CurrentStream {

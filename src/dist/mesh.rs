@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::collective::Collective;
+use super::lane::Lane;
 use super::world::World;
 use crate::error::{Error, Result};
 
@@ -19,6 +20,8 @@ pub struct Mesh {
     pub replicate: Arc<dyn Collective>,
     /// All ranks.
     pub world: Arc<dyn Collective>,
+    /// Where any of them work beside computation.
+    pub lane: Arc<Lane>,
 }
 
 impl World {
@@ -43,6 +46,7 @@ impl World {
             shard: self.subgroup("shard", &consecutive(rank, shard_group_size))?,
             replicate: self.subgroup("replicate", &strided(rank, shard_group_size, world_size))?,
             world: self.group(),
+            lane: self.lane(),
         })
     }
 }

@@ -4,6 +4,7 @@
 mod checks;
 mod collective;
 mod env;
+mod lane;
 mod mesh;
 mod nccl;
 mod rendezvous;
@@ -15,6 +16,7 @@ mod world;
 
 pub use collective::{Collective, ReduceOp, all_gather_bytes, all_reduce_f64};
 pub use env::WorkerEnv;
+pub use lane::{Lane, Work};
 pub use mesh::Mesh;
 pub use rendezvous::STORE_FD_VARIABLE;
 pub use single::SingleRank;

@@ -1,7 +1,7 @@
 //! Collectives between GPUs, through NCCL.
 //!
 //! Communicators are non-blocking: a call that is not done yet is polled, so that a peer's failure or the time limit ends the
-//! wait. Everything is queued on libtorch's current stream. Each group has a twin in shared memory with the same ranks,
+//! wait. Everything is queued on libtorch's current stream, or on that of the lane. Each group has a twin in shared memory with the same ranks,
 //! through which the host sides meet; its failure flag is watched by a thread that aborts all communicators, which releases
 //! a host that waits for a stuck stream. `World::agree` builds them anew.
 #![allow(unsafe_code)]
@@ -16,6 +16,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::checks;
 use super::collective::{Collective, ReduceOp};
+use super::lane::Lane;
 use super::shm::{Member, ShmGroup};
 use crate::cuda;
 use crate::error::{Error, Result};
@@ -40,19 +41,20 @@ pub(super) struct NcclGroups {
     member: Arc<Member>,
     ordinal: usize,
     timeout: Duration,
+    lane: Arc<Lane>,
     groups: Arc<Mutex<Vec<Arc<NcclGroup>>>>,
 }
 
 impl NcclGroups {
     /// No groups yet, and the thread that will abort them when the world fails. It ends with this.
-    pub(super) fn new(member: Arc<Member>, ordinal: usize, timeout: Duration) -> Result<Self> {
+    pub(super) fn new(member: Arc<Member>, ordinal: usize, timeout: Duration, lane: Arc<Lane>) -> Result<Self> {
         let groups = Arc::new(Mutex::new(Vec::new()));
         let watched = Arc::downgrade(&groups);
         let watcher = std::thread::Builder::new().name("nccl-watch".to_owned());
         watcher
             .spawn(move || watch(&watched))
             .map_err(|error| Error::Environment { message: format!("a thread to watch NCCL: {error}") })?;
-        Ok(Self { member, ordinal, timeout, groups })
+        Ok(Self { member, ordinal, timeout, lane, groups })
     }
 
     /// The GPU twin of a group in shared memory. Collective over the group.
@@ -62,6 +64,7 @@ impl NcclGroups {
             member: self.member.clone(),
             ordinal: self.ordinal,
             timeout: self.timeout,
+            lane: self.lane.clone(),
             communicator: Mutex::new(None),
         });
         group.connect()?;
@@ -93,6 +96,7 @@ struct NcclGroup {
     member: Arc<Member>,
     ordinal: usize,
     timeout: Duration,
+    lane: Arc<Lane>,
     /// None while aborted.
     communicator: Mutex<Option<Communicator>>,
 }
@@ -152,7 +156,7 @@ impl NcclGroup {
         }
     }
 
-    /// Queues one operation on libtorch's current stream.
+    /// Queues one operation on libtorch's current stream, after all that runs beside it: one communicator at a time.
     fn queue(
         &self,
         op: &'static str,
@@ -163,6 +167,7 @@ impl NcclGroup {
             let aborted = || self.error(op, "the communicator was aborted; World::agree builds it anew".to_owned());
             return Err(self.member.failure().map_or_else(aborted, Error::from));
         };
+        self.lane.join()?;
         let stream = torch::current_cuda_stream(self.ordinal)?;
         let code = call(communicator.0, stream.cast());
         self.settle(op, communicator.0, code)

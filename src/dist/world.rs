@@ -8,6 +8,7 @@ use tch::Device;
 
 use super::collective::{Collective, all_gather_bytes};
 use super::env::WorkerEnv;
+use super::lane::Lane;
 use super::nccl::{self, NcclGroups};
 use super::rendezvous;
 use super::shm::{Member, PARTITIONS, ShmGroup};
@@ -51,6 +52,7 @@ pub struct World {
     /// All ranks, for tensors.
     group: Arc<dyn Collective>,
     nccl: Option<NcclGroups>,
+    lane: Arc<Lane>,
     next_partition: AtomicUsize,
 }
 
@@ -78,7 +80,8 @@ impl World {
 
     fn alone(env: WorkerEnv, device: Device) -> Self {
         let group = Arc::new(SingleRank::new("world", 0, device));
-        Self { env, member: None, host: group.clone(), group, nccl: None, next_partition: AtomicUsize::new(1) }
+        let (lane, next_partition) = (Lane::immediate(), AtomicUsize::new(1));
+        Self { env, member: None, host: group.clone(), group, nccl: None, lane, next_partition }
     }
 
     /// Joins the other ranks: the rendezvous store at MASTER_ADDR:MASTER_PORT (served by rank 0, unless torchrun's agent
@@ -101,7 +104,8 @@ impl World {
             let ranks: Vec<usize> = (0..env.world_size).collect();
             let host =
                 ShmGroup::new(member.clone(), world.next_partition.fetch_add(1, Ordering::Relaxed), "world", &ranks);
-            let nccl = NcclGroups::new(member, ordinal, options.timeout)?;
+            world.lane = Lane::of_gpu(ordinal)?;
+            let nccl = NcclGroups::new(member, ordinal, options.timeout, world.lane.clone())?;
             world.group = nccl.add(host)?;
             world.nccl = Some(nccl);
         }
@@ -119,7 +123,8 @@ impl World {
         let ranks: Vec<usize> = (0..env.world_size).collect();
         let group = Arc::new(ShmGroup::new(member.clone(), 0, "world", &ranks));
         let next_partition = AtomicUsize::new(1);
-        Self { env, member: Some(member), host: group.clone(), group, nccl: None, next_partition }
+        let lane = Lane::immediate();
+        Self { env, member: Some(member), host: group.clone(), group, nccl: None, lane, next_partition }
     }
 
     /// This rank.
@@ -150,6 +155,11 @@ impl World {
     /// All ranks.
     pub fn group(&self) -> Arc<dyn Collective> {
         self.group.clone()
+    }
+
+    /// Where groups work beside computation.
+    pub fn lane(&self) -> Arc<Lane> {
+        self.lane.clone()
     }
 
     /// The group of `ranks` that this rank belongs to. Collective over the world: every rank calls it with the same name and

@@ -28,8 +28,8 @@ pub struct AdamW {
 /// m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
 /// master -= lr * (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps), after decay of `decayed`.
 ///
-/// Every operation rounds each element alone, so that the result does not depend on how a model is cut into shards. On a GPU
-/// float32 shards take one pass of one kernel.
+/// `weight` takes the new master in its own kind. Every operation rounds each element alone, so that the result does not
+/// depend on how a model is cut into shards. On a GPU float32 shards take one pass of one kernel.
 ///
 /// # Errors
 /// Those of the kernel.
@@ -39,13 +39,14 @@ pub fn step(
     m: &mut Tensor,      // [n], like master
     v: &mut Tensor,      // [n], like master
     grad: &Tensor,       // [n], any floating type
+    weight: &mut Tensor, // [n], any floating type
     hyper: &AdamW,
     step: u64,
     grad_scale: f64,
     decayed: &[Range<i64>],
 ) -> Result<()> {
     if master.device().is_cuda() && master.kind() == Kind::Float {
-        return kernels::adamw(master, m, v, grad, None, &scalars(hyper, step, grad_scale), decayed);
+        return kernels::adamw(master, m, v, grad, Some(weight), &scalars(hyper, step, grad_scale), decayed);
     }
     let keep = 1.0 - hyper.lr * hyper.weight_decay;
     if keep != 1.0 {
@@ -57,6 +58,7 @@ pub fn step(
     for start in (0..total).step_by(PIECE as usize) {
         let cut = |t: &Tensor| t.narrow(0, start, PIECE.min(total - start));
         update(&mut cut(master), &mut cut(m), &mut cut(v), &cut(grad), hyper, step, grad_scale);
+        cut(weight).f_copy_(&cut(master))?;
     }
     Ok(())
 }
@@ -111,14 +113,16 @@ mod tests {
     #[test]
     fn matches_the_paper() {
         let (mut p, mut m, mut v) = (rand(&[50]), Tensor::zeros_like(&rand(&[50])), Tensor::zeros_like(&rand(&[50])));
+        let mut weight = p.to_kind(Kind::BFloat16);
         let host = |t: &Tensor| Vec::<f64>::try_from(t).unwrap();
         let (mut rp, mut rm, mut rv) = (host(&p), host(&m), host(&v));
         for t in 1..=5 {
             let g = rand(&[50]);
-            step(&mut p, &mut m, &mut v, &g, &HYPER, t, 0.5, &[10..20, 20..30]).unwrap();
+            step(&mut p, &mut m, &mut v, &g, &mut weight, &HYPER, t, 0.5, &[10..20, 20..30]).unwrap();
             reference(&mut rp, &mut rm, &mut rv, &host(&(g * 0.5)), t as i32, &(10..30));
         }
         assert_close(&p, &Tensor::from_slice(&rp));
+        assert!(weight.equal(&p.to_kind(Kind::BFloat16)));
         assert_close(&m, &Tensor::from_slice(&rm));
         assert_close(&v, &Tensor::from_slice(&rv));
     }
@@ -129,10 +133,11 @@ mod tests {
         let float = |shape: &[i64]| rand(shape).to_kind(Kind::Float);
         let (p, m, v, g) = (float(&[n]), float(&[n]) * 0.1, float(&[n]).square() * 0.1, float(&[n]));
         let run = |cuts: &[i64]| {
-            let (p, m, v) = (p.copy(), m.copy(), v.copy());
+            let (p, m, v, w) = (p.copy(), m.copy(), v.copy(), p.copy());
             for cut in cuts.windows(2) {
                 let part = |t: &Tensor| t.narrow(0, cut[0], cut[1] - cut[0]);
-                step(&mut part(&p), &mut part(&m), &mut part(&v), &part(&g), &HYPER, 3, 0.7, &[]).unwrap();
+                step(&mut part(&p), &mut part(&m), &mut part(&v), &part(&g), &mut part(&w), &HYPER, 3, 0.7, &[])
+                    .unwrap();
             }
             p
         };
@@ -144,7 +149,8 @@ mod tests {
         let (p, zeros) = (rand(&[8]), Tensor::zeros_like(&rand(&[8])));
         let mut moved = p.copy();
         let hyper = AdamW { lr: 0.0, ..HYPER };
-        step(&mut moved, &mut zeros.copy(), &mut zeros.copy(), &zeros, &hyper, 1, 1.0, &[0..4, 4..8]).unwrap();
+        step(&mut moved, &mut zeros.copy(), &mut zeros.copy(), &zeros, &mut p.copy(), &hyper, 1, 1.0, &[0..4, 4..8])
+            .unwrap();
         assert!(moved.equal(&p));
     }
 }

@@ -11,6 +11,7 @@ pub mod dropout;
 pub mod embedding;
 pub mod head;
 pub mod linear;
+pub mod norm;
 pub mod random;
 pub mod rms_norm;
 pub mod rope;

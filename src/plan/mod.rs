@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::model::{HEAD_CHUNK_LOGITS, ModelSpec, ParamTable};
 use crate::rollout::kv_block_bytes;
 use crate::torch::accumulation_kind;
-use crate::train::{ReferenceBytes, TrainBytes};
+use crate::train::{GradientOptions, ReferenceBytes, TrainBytes};
 
 /// Share of a CPU's free memory that the KV cache takes at most where its size is left to the plan.
 const MAX_KV_SHARE: f64 = 0.5;
@@ -96,7 +96,8 @@ impl MemoryPlan {
     fn with_optimizer(optimizer: OptimizerResidency, input: &PlanInput<'_>) -> Result<Self> {
         let PlanInput { config, table, kind, .. } = *input;
         let spec = &table.spec;
-        let train = TrainBytes::new(table, config.zero.stage, kind);
+        let gradients = GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype);
+        let train = TrainBytes::new(table, config.zero.stage, kind, gradients);
         let reference = (config.beta > 0.0).then(|| ReferenceBytes::new(table, kind));
         let swapped = if optimizer == OptimizerResidency::Swap { train.optimizer } else { 0 };
         let class = |class, train_bytes, rollout_bytes, host_bytes| ClassBytes {

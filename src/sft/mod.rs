@@ -16,8 +16,8 @@ use crate::metrics::{MetricValues, MetricsWriter, Progress, write_report, write_
 use crate::model::{ModelSpec, ParamTable, WeightFiles};
 use crate::phase::{self, Phase};
 use crate::train::{
-    AdamOptions, MicroBatch, NetworkOptions, Policy, PolicyOptions, Schedule, Sequence, TokenGradients, learning_rate,
-    pack, pad_to_agreed_count,
+    AdamOptions, GradientOptions, MicroBatch, NetworkOptions, Policy, PolicyOptions, Schedule, Sequence,
+    TokenGradients, learning_rate, pack, pad_to_agreed_count,
 };
 
 /// A supervised run on this rank.
@@ -78,6 +78,7 @@ impl Sft {
                 eps: config.adam_epsilon,
                 weight_decay: config.weight_decay,
             },
+            gradients: GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype),
         };
         let policy = Policy::new(table, &mesh, options, &|layout| files.read_unit(layout, Kind::Float))?;
         let sampler = PromptSampler::new(examples.len(), config.seed, config.shuffle_dataset);
@@ -152,7 +153,10 @@ impl Sft {
         let (micro_batches, num_tokens) = self.micro_batches(&sequences)?;
         let mut nll = 0.0;
         phase::scope(Phase::ForwardBackward, || {
-            for micro_batch in &micro_batches {
+            for (index, micro_batch) in micro_batches.iter().enumerate() {
+                if index + 1 == micro_batches.len() {
+                    self.policy.finish_gradients_with_next_backward();
+                }
                 self.policy.forward_backward(micro_batch, 1.0, &mut |scores| {
                     nll -= scores.logprobs.sum(Kind::Double).double_value(&[]);
                     let dlogprobs = Tensor::full_like(&scores.logprobs, -1.0 / num_tokens);

@@ -45,7 +45,7 @@ unsafe extern "C" {
     ) -> c_int;
     pub(super) fn colo_bytes_free(value: *mut u8);
     fn colo_cuda_current_stream(device: c_int, stream: *mut *mut c_void) -> c_int;
-    fn colo_cuda_pool_stream(device: c_int, id: *mut i64, stream: *mut *mut c_void) -> c_int;
+    fn colo_cuda_pool_stream(device: c_int, urgent: c_int, id: *mut i64, stream: *mut *mut c_void) -> c_int;
     fn colo_cuda_exchange_stream(device: c_int, id: i64, previous: *mut i64) -> c_int;
     fn colo_cuda_set_device(device: c_int) -> c_int;
     fn colo_cuda_release_cache() -> c_int;
@@ -89,14 +89,14 @@ pub fn current_cuda_stream(ordinal: usize) -> Result<*mut c_void> {
 }
 
 /// The next stream of libtorch's pool for CUDA device `ordinal`: libtorch's id of it and the `CUstream`. It lives as long as
-/// the process; after 32 the pool begins again.
+/// the process; after 32 the pool begins again. Blocks of an `urgent` one go before those of others.
 ///
 /// # Errors
 /// [`Error::Environment`] if libtorch's CUDA half is not loaded.
-pub(crate) fn pool_cuda_stream(ordinal: usize) -> Result<(i64, *mut c_void)> {
+pub(crate) fn pool_cuda_stream(ordinal: usize, urgent: bool) -> Result<(i64, *mut c_void)> {
     let (mut id, mut stream) = (0, std::ptr::null_mut());
     // SAFETY: both outlive the call, which writes them only on success.
-    let status = unsafe { colo_cuda_pool_stream(ordinal as c_int, &mut id, &mut stream) };
+    let status = unsafe { colo_cuda_pool_stream(ordinal as c_int, urgent.into(), &mut id, &mut stream) };
     check(status, || format!("a stream of CUDA device {ordinal}"))?;
     Ok((id, stream))
 }

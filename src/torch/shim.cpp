@@ -113,10 +113,10 @@ int colo_cuda_current_stream(int device, void** stream) {
   });
 }
 
-int colo_cuda_pool_stream(int device, int64_t* id, void** stream) {
+int colo_cuda_pool_stream(int device, int urgent, int64_t* id, void** stream) {
   return guarded([&] {
     const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
-    const c10::Stream next = guard.getStreamFromGlobalPool(cuda_device(device), /*isHighPriority=*/false);
+    const c10::Stream next = guard.getStreamFromGlobalPool(cuda_device(device), /*isHighPriority=*/urgent != 0);
     *id = next.id();
     *stream = guard.getStreamNativeHandle(next);
   });

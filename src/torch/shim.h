@@ -21,8 +21,9 @@ void colo_bytes_free(uint8_t* value);
 
 // The raw CUstream that libtorch's operations on this device go to.
 int colo_cuda_current_stream(int device, void** stream);
-// The next stream of libtorch's pool, by libtorch's id and as CUstream. It lives as long as the process.
-int colo_cuda_pool_stream(int device, int64_t* id, void** stream);
+// The next stream of libtorch's pool, by libtorch's id and as CUstream; the blocks of an urgent one go before those of others.
+// It lives as long as the process.
+int colo_cuda_pool_stream(int device, int urgent, int64_t* id, void** stream);
 // Makes a stream the one that libtorch's operations of this thread go to; `previous` was it before.
 int colo_cuda_exchange_stream(int device, int64_t id, int64_t* previous);
 // Makes this device the calling thread's.

@@ -3,6 +3,7 @@
 
 use tch::Kind;
 
+use super::policy::GradientOptions;
 use crate::model::{ParamTable, Unit};
 use crate::torch::accumulation_kind;
 
@@ -15,7 +16,7 @@ pub struct TrainBytes {
     pub gathered: usize,
     /// Gradients between backward and step.
     pub gradients: usize,
-    /// Whole units, at most, whose gradients are being made and will be scattered.
+    /// Whole units, at most, whose gradients are being made or reduced.
     pub gradient_scratch: usize,
     /// Master weights and moments.
     pub optimizer: usize,
@@ -23,15 +24,18 @@ pub struct TrainBytes {
 
 impl TrainBytes {
     /// For weights of `kind` at a ZeRO stage; `table.shards` is the shard group's size.
-    pub fn new(table: &ParamTable, stage: u8, kind: Kind) -> Self {
+    pub fn new(table: &ParamTable, stage: u8, kind: Kind, gradients: GradientOptions) -> Self {
         let stage = if table.shards == 1 { 0 } else { stage };
         let share = |sharded: bool| if sharded { table.total / table.shards } else { table.total };
         let (bytes, wide_bytes) = (kind.elt_size_in_bytes(), accumulation_kind(kind).elt_size_in_bytes());
+        let kinds = gradients.kinds(accumulation_kind(kind));
+        let [gradient_bytes, sent_bytes] = [kinds.accumulated, kinds.reduced].map(|kind| kind.elt_size_in_bytes());
+        let cast_bytes = if kinds.accumulated == kinds.reduced { 0 } else { sent_bytes * largest(table) };
         Self {
             weights: bytes * share(stage > 2),
-            gathered: if stage > 2 { bytes * two_largest(table) } else { 0 },
-            gradients: wide_bytes * share(stage > 1),
-            gradient_scratch: if stage > 1 { wide_bytes * gradient_scratch(table) } else { 0 },
+            gathered: if stage > 2 { bytes * gathered(table) } else { 0 },
+            gradients: gradient_bytes * share(stage > 1),
+            gradient_scratch: cast_bytes + if stage > 1 { gradient_bytes * gradient_scratch(table) } else { 0 },
             optimizer: 3 * wide_bytes * share(stage > 0),
         }
     }
@@ -49,22 +53,31 @@ pub struct ReferenceBytes {
 impl ReferenceBytes {
     /// For weights of `kind`; `table.shards` is the shard group's size.
     pub fn new(table: &ParamTable, kind: Kind) -> Self {
-        let TrainBytes { weights, gathered, .. } = TrainBytes::new(table, 3, kind);
+        let TrainBytes { weights, gathered, .. } = TrainBytes::new(table, 3, kind, GradientOptions::default());
         Self { weights, gathered }
     }
 }
 
-/// Elements of the two largest units together.
-fn two_largest(table: &ParamTable) -> usize {
-    let mut lens: Vec<usize> = table.units.iter().map(|layout| layout.len).collect();
-    lens.sort_unstable_by(|a, b| b.cmp(a));
-    lens.iter().take(2).sum()
+/// Elements of the largest unit.
+fn largest(table: &ParamTable) -> usize {
+    table.units.iter().map(|layout| layout.len).max().unwrap_or(0)
 }
 
-/// Elements of the largest unit, or with a tied head of the embedding, open through the whole backward, and the largest
-/// other one.
+/// Elements of the largest two neighbours: the unit in use and the one on its way, forward or backward.
+fn neighbours(table: &ParamTable) -> usize {
+    table.units.windows(2).map(|pair| pair[0].len + pair[1].len).max().unwrap_or(0)
+}
+
+/// Elements of whole units at once: neighbours, or a tied head with its table and the last block.
+fn gathered(table: &ParamTable) -> usize {
+    let tied = table.spec.tie_word_embeddings;
+    let last: usize = table.units.iter().rev().take(2).map(|layout| layout.len).sum();
+    neighbours(table).max(if tied { table.unit(Unit::Embedding).len + last } else { 0 })
+}
+
+/// Elements of gradients of whole units at once: neighbours, and with a tied head the embedding's through the whole backward.
 fn gradient_scratch(table: &ParamTable) -> usize {
     let embedding = table.unit(Unit::Embedding).len;
-    let others = table.units.iter().skip(1).map(|layout| layout.len).max().unwrap_or(0);
-    if table.spec.tie_word_embeddings { embedding + others } else { embedding.max(others) }
+    let others = table.units[1..].windows(2).map(|pair| pair[0].len + pair[1].len).max().unwrap_or(0);
+    if table.spec.tie_word_embeddings { embedding + others } else { neighbours(table) }
 }

@@ -1,52 +1,87 @@
 //! Gradients, unit by unit, in the accumulation kind: whole until the step, or reduce-scattered the moment a unit's
-//! backward ends.
+//! backward ends, beside the next unit's.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
 use super::sharding::{Sharding, narrow};
-use crate::dist::{ReduceOp, all_reduce_f64};
-use crate::error::Result;
+use crate::dist::{ReduceOp, Work};
+use crate::error::{Error, Result};
 use crate::memory::{Ledger, Place};
 use crate::model::{ParamTable, Unit};
+use crate::ops::norm;
+use crate::torch;
+
+/// Reductions that may be under way at once: each holds a whole unit.
+const MAX_REDUCTIONS: usize = 1;
+
+/// Kinds that gradients pass through.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct GradientKinds {
+    /// Of the sums over micro-batches.
+    pub accumulated: Kind,
+    /// Of what ranks send one another.
+    pub reduced: Kind,
+}
 
 /// Sums of gradients since the last step.
 #[derive(Debug)]
 pub(crate) struct Gradients {
     table: Arc<ParamTable>,
     sharding: Sharding,
-    kind: Kind,
+    kinds: GradientKinds,
     device: Device,
     units: Vec<Option<Tensor>>, // [len], or [len / S] where gradients are scattered; None is zero
+    reductions: VecDeque<Work>, // under way, the oldest first
+    finishing: bool,            // the backward under way is the last before the step
+    finished: Vec<bool>,        // what this rank owns of the unit is summed over all ranks
 }
 
 impl Gradients {
     /// No memory is taken before the first backward.
-    pub(crate) fn new(table: Arc<ParamTable>, sharding: Sharding, kind: Kind, device: Device) -> Self {
+    pub(crate) fn new(table: Arc<ParamTable>, sharding: Sharding, kinds: GradientKinds, device: Device) -> Self {
         let units = table.units.iter().map(|_| None).collect();
-        Self { table, sharding, kind, device, units }
+        let finished = vec![false; table.units.len()];
+        Self { table, sharding, kinds, device, units, reductions: VecDeque::new(), finishing: false, finished }
+    }
+
+    /// The backward that follows is the last before the step: what is left to reduce goes as each unit ends.
+    pub(crate) fn finish_with_next_backward(&mut self) {
+        self.finishing = true;
     }
 
     /// A whole unit [len] to accumulate one backward in; give it back to [`Gradients::end`].
+    ///
+    /// # Errors
+    /// `InvalidArgument` after the unit's last backward before the step.
     pub(crate) fn begin(&mut self, unit: Unit) -> Result<Tensor> {
-        self.whole(self.table.index(unit))
+        let index = self.table.index(unit);
+        if self.finished[index] {
+            let expected = "the step, or gradients dropped: the last backward was announced".into();
+            return Err(Error::InvalidArgument {
+                op: "Gradients::begin",
+                expected,
+                got: format!("one more of {unit}"),
+            });
+        }
+        self.whole(index)
     }
 
-    /// Ends one backward of a unit. Where gradients are scattered this is collective: the shard group's sum of this rank's
-    /// slice is added to what was there.
+    /// Ends one backward of a unit. Where gradients are scattered, and in the last backward, this is collective: the shard
+    /// group's sum of this rank's part is made beside what follows.
     pub(crate) fn end(&mut self, unit: Unit, whole: Tensor) -> Result<()> {
-        if self.sharding.keeps_gradients {
-            return Ok(());
-        }
         let index = self.table.index(unit);
-        let mut slice = narrow(&whole, &self.sharding.slice(self.table.units[index].len));
-        self.sharding.shard.reduce_scatter(&whole, &mut slice)?;
-        match &mut self.units[index] {
-            Some(sum) => *sum += slice,
-            unit => *unit = Some(slice.copy()),
+        if !self.sharding.keeps_gradients {
+            self.scatter(index, whole)?;
         }
-        self.account();
+        if self.finishing {
+            self.finish(index)?;
+        }
+        while self.reductions.len() > MAX_REDUCTIONS {
+            self.reductions.pop_front().map_or(Ok(()), Work::hold_libtorch)?;
+        }
         Ok(())
     }
 
@@ -55,7 +90,8 @@ impl Gradients {
         if let Some(sum) = self.units[index].as_ref().filter(|_| self.sharding.keeps_gradients) {
             return Ok(sum.shallow_clone());
         }
-        let zeros = Tensor::f_zeros([self.table.units[index].len as i64], (self.kind, self.device))?;
+        let len = self.table.units[index].len as i64;
+        let zeros = Tensor::f_zeros([len], (self.kinds.accumulated, self.device))?;
         if self.sharding.keeps_gradients {
             self.units[index] = Some(zeros.shallow_clone());
             self.account();
@@ -63,48 +99,99 @@ impl Gradients {
         Ok(zeros)
     }
 
-    /// The sum over all ranks of what this rank owns of every unit, reduced in place (collective): the shard group first,
-    /// then the replicas. Accumulating goes on only after [`Gradients::zero`].
-    pub(crate) fn reduce(&mut self) -> Result<Vec<Tensor>> {
-        (0..self.units.len()).map(|index| self.reduce_unit(index)).collect()
+    /// Adds the shard group's sum of this rank's slice of `whole` to what was there.
+    fn scatter(&mut self, index: usize, whole: Tensor) -> Result<()> {
+        let (sharding, kinds) = (&self.sharding, self.kinds);
+        let range = sharding.slice(self.table.units[index].len);
+        let sum = &mut self.units[index];
+        let work = sharding.lane.run(vec![whole.shallow_clone()], || {
+            let sent = whole.f_to_kind(kinds.reduced)?;
+            let mut slice = narrow(&sent, &range);
+            sharding.shard.reduce_scatter(&sent, &mut slice)?;
+            match sum {
+                Some(sum) => drop(sum.f_add_(&slice)?),
+                None => *sum = Some(slice.f_to_dtype(kinds.accumulated, false, true)?),
+            }
+            Ok(())
+        })?;
+        self.reductions.push_back(work);
+        self.account();
+        Ok(())
     }
 
-    fn reduce_unit(&mut self, index: usize) -> Result<Tensor> {
+    /// Makes what this rank owns of a unit the sum over all ranks, in place: the shard group first, if its sum was not made
+    /// yet, then the replicas.
+    fn finish(&mut self, index: usize) -> Result<()> {
         let len = self.table.units[index].len;
-        let mut owned = if self.sharding.keeps_gradients {
-            let mut whole = self.whole(index)?;
-            let mut owned = narrow(&whole, &self.sharding.owned(len));
-            match self.sharding.owns_all {
-                true => self.sharding.shard.all_reduce(&mut whole, ReduceOp::Sum)?,
-                false => self.sharding.shard.reduce_scatter(&whole, &mut owned)?,
+        if self.units[index].is_none() {
+            let kept_len = if self.sharding.keeps_gradients { len } else { self.sharding.slice(len).len() };
+            self.units[index] = Some(Tensor::f_zeros([kept_len as i64], (self.kinds.accumulated, self.device))?);
+            self.account();
+        }
+        self.finished[index] = true;
+        let (sharding, kind) = (&self.sharding, self.kinds.reduced);
+        if sharding.replicate.size() == 1 && !sharding.keeps_gradients {
+            return Ok(());
+        }
+        let sum = self.units[index].as_ref().expect("made above");
+        let mut owned = self.owned(index);
+        let work = sharding.lane.run(vec![sum.shallow_clone()], || {
+            let sent = sum.f_to_kind(kind)?;
+            let mut part =
+                if sharding.keeps_gradients { narrow(&sent, &sharding.owned(len)) } else { sent.shallow_clone() };
+            match (sharding.keeps_gradients, sharding.owns_all) {
+                (false, _) => (),
+                (true, true) => sharding.shard.all_reduce(&mut part, ReduceOp::Sum)?,
+                (true, false) => sharding.shard.reduce_scatter(&sent, &mut part)?,
             }
-            owned
-        } else {
-            let slice_len = self.sharding.slice(len).len() as i64;
-            let zeros = || Tensor::f_zeros([slice_len], (self.kind, self.device));
-            self.units[index].as_ref().map_or_else(zeros, |sum| Ok(sum.shallow_clone()))?
-        };
-        self.sharding.replicate.all_reduce(&mut owned, ReduceOp::Sum)?;
-        Ok(owned)
+            sharding.replicate.all_reduce(&mut part, ReduceOp::Sum)?;
+            if part.data_ptr() != owned.data_ptr() {
+                owned.f_copy_(&part)?;
+            }
+            Ok(())
+        })?;
+        self.reductions.push_back(work);
+        Ok(())
+    }
+
+    /// The part that this rank owns of a unit's sum.
+    fn owned(&self, index: usize) -> Tensor {
+        let sum = self.units[index].as_ref().expect("a finished unit has a sum");
+        match self.sharding.keeps_gradients {
+            true => narrow(sum, &self.sharding.owned(self.table.units[index].len)),
+            false => sum.shallow_clone(),
+        }
+    }
+
+    /// The sum over all ranks of what this rank owns of every unit (collective). Accumulating goes on only after
+    /// [`Gradients::zero`].
+    pub(crate) fn reduce(&mut self) -> Result<Vec<Tensor>> {
+        for index in 0..self.units.len() {
+            if !self.finished[index] {
+                self.finish(index)?;
+            }
+        }
+        self.reductions.drain(..).try_for_each(Work::hold_libtorch)?;
+        Ok((0..self.units.len()).map(|index| self.owned(index)).collect())
     }
 
     /// The norm of the whole gradient, from [`Gradients::reduce`]'s tensors (collective): one sum of squares in f64 for
-    /// every slice of every unit, added slice by slice in rank order, so that every stage gets the same bits.
+    /// every slice of every unit, added slice by slice in rank order, so that every stage gets the same bits. The host reads
+    /// the GPU once.
     pub(crate) fn norm(&self, reduced: &[Tensor]) -> Result<f64> {
-        let num_slices = self.sharding.shard.size();
-        let mut squares = vec![0.0; num_slices * reduced.len()];
-        for (index, owned) in reduced.iter().enumerate() {
-            let slice_len = (self.table.units[index].len / num_slices) as i64;
-            let first = if self.sharding.owns_all { 0 } else { self.sharding.shard.rank() };
-            for (at, slice) in owned.split(slice_len, 0).iter().enumerate() {
-                let norm = slice.f_norm_scalaropt_dim_dtype(2.0, [0i64], false, Kind::Double)?.double_value(&[]);
-                squares[(first + at) * reduced.len() + index] = norm * norm;
-            }
+        let (shard, owns_all) = (&self.sharding.shard, self.sharding.owns_all);
+        let num_slices = shard.size();
+        let slices =
+            |(index, owned): (usize, &Tensor)| owned.split((self.table.units[index].len / num_slices) as i64, 0);
+        let slices: Vec<Tensor> = reduced.iter().enumerate().flat_map(slices).collect();
+        let squares = norm::sums_of_squares(&slices)?.view([reduced.len() as i64, -1]).tr(); // [own slices, units]
+        let mut all = Tensor::f_zeros([num_slices as i64, reduced.len() as i64], (Kind::Double, self.device))?;
+        let first = if owns_all { 0 } else { shard.rank() as i64 };
+        all.narrow(0, first, squares.size()[0]).f_copy_(&squares)?;
+        if !owns_all {
+            shard.all_reduce(&mut all, ReduceOp::Sum)?;
         }
-        if !self.sharding.owns_all {
-            all_reduce_f64(&*self.sharding.shard, &mut squares, ReduceOp::Sum)?;
-        }
-        Ok(squares.iter().sum::<f64>().sqrt())
+        Ok(torch::f64_vec(&all)?.iter().sum::<f64>().sqrt())
     }
 
     /// Forgets all sums and keeps the memory where gradients are whole; slices start anew from the next backward's.
@@ -112,6 +199,7 @@ impl Gradients {
         if !self.sharding.keeps_gradients {
             return self.free();
         }
+        self.restart();
         for unit in self.units.iter_mut().flatten() {
             let _ = unit.zero_();
         }
@@ -119,13 +207,20 @@ impl Gradients {
 
     /// Forgets all sums and frees the memory.
     pub(crate) fn free(&mut self) {
+        self.restart();
         self.units.iter_mut().for_each(|unit| *unit = None);
         self.account();
     }
 
+    fn restart(&mut self) {
+        self.reductions.clear();
+        self.finishing = false;
+        self.finished.fill(false);
+    }
+
     fn account(&self) {
         let num_elements: usize = self.units.iter().flatten().map(Tensor::numel).sum();
-        Ledger::set("gradients", Place::Device, num_elements * self.kind.elt_size_in_bytes());
+        Ledger::set("gradients", Place::Device, num_elements * self.kinds.accumulated.elt_size_in_bytes());
     }
 }
 

@@ -16,6 +16,9 @@
 //! reduce-scatter the gradients; always step the part that this rank owns. At one world size and without accumulation the
 //! stages are bitwise equal: sums run in rank order and the gradient norm is combined from the same partial sums.
 //!
+//! Collectives run beside computation where they can: a unit's gradients are reduced during the next unit's backward, its
+//! weights are gathered during that of the unit before, and new weights travel during the next unit's step.
+//!
 //! Nothing here opens a phase: the caller wraps scoring, backward and step in `phase::scope`. Every method said to be
 //! collective is called by all ranks in the same order.
 
@@ -35,7 +38,7 @@ pub use bytes::{ReferenceBytes, TrainBytes};
 pub use network::{NetworkOptions, Scores, TokenGradients};
 pub use optimizer::AdamOptions;
 pub use pack::{MicroBatch, Sequence, pack, pad_to_agreed_count};
-pub use policy::{Policy, PolicyOptions, StepOutcome};
+pub use policy::{GradientOptions, Policy, PolicyOptions, StepOutcome};
 pub use reference::Reference;
 pub use schedule::{Schedule, learning_rate};
 pub use state::{ParamShard, ParamState};

@@ -67,7 +67,7 @@ impl Network {
     pub(crate) fn score(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
         let mut pass = Pass::new(self, micro_batch, temperature);
         let (hidden, _) = self.blocks_forward(&mut pass, None)?;
-        let head = self.head()?;
+        let head = self.head(&[])?;
         let scored = head_forward(&head.params, &head.table, &hidden, &pass.scoring, false);
         Ok(Scores { logprobs: scored.logprobs, entropy: scored.entropy })
     }
@@ -107,7 +107,11 @@ impl Network {
         let mut x = self.embed(&pass.micro_batch.token_ids)?;
         let mut saved = Vec::new();
         for layer in 0..self.spec().num_layers {
-            let block = self.block(layer)?;
+            let upcoming = match layer + 1 < self.spec().num_layers {
+                true => vec![Unit::Block(layer + 1)],
+                false => self.head_units(),
+            };
+            let block = self.block(layer, &upcoming)?;
             let context = BlockContext { spec: self.spec(), rope: &pass.rope, tp: None };
             let (y, kept) = block_forward(&context, layer, &block, &x, &mut pass.attention, recompute)?;
             saved.extend(kept);
@@ -125,7 +129,8 @@ impl Network {
         gradients: &mut Gradients,
     ) -> Result<Tensor> {
         for (layer, saved) in saved.into_iter().enumerate().rev() {
-            let block = self.block(layer)?;
+            let upcoming = layer.checked_sub(1).map(Unit::Block);
+            let block = self.block(layer, upcoming.as_slice())?;
             let flat = gradients.begin(Unit::Block(layer))?;
             let block_gradients = BlockParams::view(self.layout(Unit::Block(layer)), &flat);
             let mut block_gradients = BlockGradients::Weights(block_gradients);
@@ -145,7 +150,8 @@ impl Network {
         embedding_gradient: Option<&Tensor>,
         loss: &mut dyn FnMut(&Scores) -> Result<TokenGradients>,
     ) -> Result<Tensor> {
-        let head = self.head()?;
+        let last = self.spec().num_layers.checked_sub(1).map(Unit::Block);
+        let head = self.head(last.as_slice())?;
         let flat = gradients.begin(Unit::Head)?;
         let dhidden = if pass.micro_batch.is_empty() {
             hidden.zeros_like()
@@ -170,21 +176,27 @@ impl Network {
     }
 
     /// The head's weights, with the embedding's where they are tied.
-    fn head(&mut self) -> Result<Head> {
+    fn head(&mut self, upcoming: &[Unit]) -> Result<Head> {
         let tied = self.spec().tie_word_embeddings;
-        let embedding = if tied { Some(self.weights.unit(Unit::Embedding)?) } else { None };
-        let flat = self.weights.unit(Unit::Head)?;
+        let embedding =
+            if tied { Some(self.weights.unit(Unit::Embedding, &[&[Unit::Head], upcoming].concat())?) } else { None };
+        let flat = self.weights.unit(Unit::Head, upcoming)?;
         Ok(Head::view(self, &flat, embedding.as_ref()))
     }
 
-    fn block(&mut self, layer: usize) -> Result<BlockParams> {
-        let flat = self.weights.unit(Unit::Block(layer))?;
+    /// The units that the head's logits need.
+    fn head_units(&self) -> Vec<Unit> {
+        if self.spec().tie_word_embeddings { vec![Unit::Embedding, Unit::Head] } else { vec![Unit::Head] }
+    }
+
+    fn block(&mut self, layer: usize, upcoming: &[Unit]) -> Result<BlockParams> {
+        let flat = self.weights.unit(Unit::Block(layer), upcoming)?;
         Ok(BlockParams::view(self.layout(Unit::Block(layer)), &flat))
     }
 
     /// Rows of the embedding [T, D].
     fn embed(&mut self, token_ids: &Tensor) -> Result<Tensor> {
-        let flat = self.weights.unit(Unit::Embedding)?;
+        let flat = self.weights.unit(Unit::Embedding, &[Unit::Block(0)])?;
         let EmbeddingParams { table } = EmbeddingParams::view(self.layout(Unit::Embedding), &flat);
         Ok(embedding::forward(token_ids, &table))
     }

@@ -80,14 +80,20 @@ impl Optimizer {
         self.num_updates += 1;
     }
 
-    /// Steps a unit's owned part on `gradient * gradient_scale` and returns its new master weights.
-    pub(crate) fn step(&mut self, index: usize, gradient: &Tensor, lr: f64, gradient_scale: f64) -> Result<Tensor> {
+    /// Steps a unit's owned part on `gradient * gradient_scale`; `weight` takes its new master weights in its own kind.
+    pub(crate) fn step(
+        &mut self,
+        index: usize,
+        gradient: &Tensor,
+        weight: &mut Tensor,
+        lr: f64,
+        gradient_scale: f64,
+    ) -> Result<()> {
         let [mut master, mut m, mut v] = self.unit(index)?;
         let AdamOptions { beta1, beta2, eps, weight_decay } = self.options;
         let hyper = adamw::AdamW { lr, beta1, beta2, eps, weight_decay };
         let decayed = &self.units[index].decayed;
-        adamw::step(&mut master, &mut m, &mut v, gradient, &hyper, self.num_updates, gradient_scale, decayed)?;
-        Ok(master)
+        adamw::step(&mut master, &mut m, &mut v, gradient, weight, &hyper, self.num_updates, gradient_scale, decayed)
     }
 
     /// Master weights and moments of a unit's owned part, as views.

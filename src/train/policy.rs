@@ -1,16 +1,17 @@
 //! The trained model of one rank: weights, gradients and optimizer state, sharded by stage.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tch::{Kind, Tensor};
 
-use super::gradients::Gradients;
+use super::gradients::{GradientKinds, Gradients};
 use super::network::{Network, NetworkOptions, Scores, TokenGradients};
 use super::optimizer::{AdamOptions, Optimizer};
 use super::pack::MicroBatch;
 use super::sharding::Sharding;
 use super::weights::Weights;
-use crate::config::GradientCheckpointing;
+use crate::config::{Dtype, GradientCheckpointing};
 use crate::dist::Mesh;
 use crate::error::{Error, Result};
 use crate::memory::HostPool;
@@ -28,6 +29,33 @@ pub struct PolicyOptions {
     pub gradient_checkpointing: GradientCheckpointing,
     /// The optimizer.
     pub adam: AdamOptions,
+    /// How gradients are added up.
+    pub gradients: GradientOptions,
+}
+
+/// Kinds that gradients pass through; `None` is the accumulation kind of the weights'.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct GradientOptions {
+    /// Of the sums over micro-batches (`zero.grad_accum_dtype`).
+    pub accumulated: Option<Kind>,
+    /// Of what ranks send one another (`zero.reduce_dtype`).
+    pub reduced: Option<Kind>,
+}
+
+impl GradientOptions {
+    /// By the configuration's words.
+    pub fn new(accumulated: Dtype, reduced: Dtype) -> Self {
+        let kind = |dtype| match dtype {
+            Dtype::Auto => None,
+            Dtype::Float32 => Some(Kind::Float),
+            Dtype::Bfloat16 => Some(Kind::BFloat16),
+        };
+        Self { accumulated: kind(accumulated), reduced: kind(reduced) }
+    }
+
+    pub(super) fn kinds(self, wide: Kind) -> GradientKinds {
+        GradientKinds { accumulated: self.accumulated.unwrap_or(wide), reduced: self.reduced.unwrap_or(wide) }
+    }
 }
 
 /// What a step did.
@@ -74,7 +102,7 @@ impl Policy {
             Weights::load("policy_weights", table.clone(), sharding.clone(), (kind, device), source, load_master)?;
         Ok(Self {
             network: Network::new(weights, options.network),
-            gradients: Gradients::new(table, sharding.clone(), wide, device),
+            gradients: Gradients::new(table, sharding.clone(), options.gradients.kinds(wide), device),
             optimizer,
             sharding,
             version: 0,
@@ -126,6 +154,17 @@ impl Policy {
         self.network.forward_backward(micro_batch, temperature, recompute, &mut self.gradients, loss)
     }
 
+    /// Says that the next [`Policy::forward_backward`] is the last before the step: gradients that are not reduced yet are, as
+    /// each unit's backward ends, beside the next unit's. Every rank says so or none does.
+    pub fn finish_gradients_with_next_backward(&mut self) {
+        self.gradients.finish_with_next_backward();
+    }
+
+    /// How long computation has waited for collectives beside it since the last call. Waits for the device.
+    pub fn take_exposed_communication(&self) -> Result<Duration> {
+        self.sharding.lane.take_exposed()
+    }
+
     /// Steps on the gradients added so far and zeroes them (collective): sum over ranks, global norm, clipping to
     /// `max_grad_norm` (0 is off) by min(1, max_grad_norm / (norm + 1e-6)) as in torch, AdamW on what this rank owns, new
     /// weights cast and gathered. All ranks skip together where the norm is not finite.
@@ -156,8 +195,9 @@ impl Policy {
     fn step_owned(&mut self, gradients: &[Tensor], lr: f64, gradient_scale: f64) -> Result<()> {
         self.optimizer.begin_update();
         for (index, gradient) in gradients.iter().enumerate() {
-            let master = self.optimizer.step(index, gradient, lr, gradient_scale)?;
-            self.network.weights.update(index, &master)?;
+            let mut weight = self.network.weights.owned(index)?;
+            self.optimizer.step(index, gradient, &mut weight, lr, gradient_scale)?;
+            self.network.weights.spread(index)?; // beside the next unit's step
         }
         self.version += 1;
         Ok(())

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
-use crate::dist::{Collective, Mesh};
+use crate::dist::{Collective, Lane, Mesh};
 use crate::error::{Error, Result};
 use crate::model::ParamTable;
 
@@ -18,6 +18,8 @@ pub(crate) struct Sharding {
     pub shard: Arc<dyn Collective>,
     /// Ranks with the same slice in other shard groups.
     pub replicate: Arc<dyn Collective>,
+    /// Where both work beside computation.
+    pub lane: Arc<Lane>,
     /// Weights stay whole after use (stages 0 to 2).
     pub keeps_weights: bool,
     /// Gradients stay whole after backward (stages 0 and 1).
@@ -44,7 +46,8 @@ impl Sharding {
             });
         }
         let stage = if shard.size() == 1 { 0 } else { stage };
-        Ok(Self { shard, replicate, keeps_weights: stage < 3, keeps_gradients: stage < 2, owns_all: stage == 0 })
+        let (keeps_weights, keeps_gradients, owns_all) = (stage < 3, stage < 2, stage == 0);
+        Ok(Self { shard, replicate, lane: mesh.lane.clone(), keeps_weights, keeps_gradients, owns_all })
     }
 
     /// This rank's slice of a unit of `len` elements.

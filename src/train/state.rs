@@ -93,7 +93,8 @@ impl Policy {
                 }
             }
             let [master, _, _] = self.optimizer.unit(index)?;
-            self.network.weights.update(index, &master)?;
+            self.network.weights.owned(index)?.f_copy_(&master)?;
+            self.network.weights.spread(index)?;
         }
         self.optimizer.set_num_updates(num_updates);
         self.version += 1;

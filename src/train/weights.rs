@@ -1,18 +1,15 @@
-//! The network's weights, unit by unit: whole on every rank, or a slice that is gathered for use.
+//! The network's weights, unit by unit: whole on every rank, or a slice that is gathered for use, beside what is computed
+//! before it.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
 use super::sharding::{Sharding, narrow};
+use crate::dist::Work;
 use crate::error::{Error, Result};
 use crate::memory::{Ledger, Place};
 use crate::model::{ParamTable, Unit, UnitLayout};
-
-/// Gathered units that stay for the next use: the unit in use and the one before it. A tied head needs both at once, and
-/// backward begins with what forward used last.
-const NUM_GATHERED_UNITS: usize = 2;
 
 /// Weights in the kind the network computes in.
 #[derive(Debug)]
@@ -22,8 +19,17 @@ pub(crate) struct Weights {
     sharding: Sharding,
     kind: Kind,
     device: Device,
-    units: Vec<Tensor>,                  // [len], or [len / S] where weights are sharded
-    gathered: VecDeque<(usize, Tensor)>, // [len], most recent last
+    units: Vec<Tensor>,           // [len], or [len / S] where weights are sharded
+    spreading: Vec<Option<Work>>, // new weights on their way to ranks that keep them whole
+    gathered: Vec<Gathered>,      // in use or upcoming
+}
+
+/// A whole unit where weights are sharded.
+#[derive(Debug)]
+struct Gathered {
+    index: usize,
+    whole: Tensor,      // [len]
+    work: Option<Work>, // on its way
 }
 
 impl Weights {
@@ -54,7 +60,8 @@ impl Weights {
         }
         let num_elements: usize = units.iter().map(Tensor::numel).sum();
         Ledger::set(owner, Place::Device, num_elements * kind.elt_size_in_bytes());
-        Ok(Self { owner, table, sharding, kind, device, units, gathered: VecDeque::new() })
+        let spreading = units.iter().map(|_| None).collect();
+        Ok(Self { owner, table, sharding, kind, device, units, spreading, gathered: Vec::new() })
     }
 
     /// The layout that all units follow.
@@ -62,30 +69,40 @@ impl Weights {
         &self.table
     }
 
-    /// A whole unit for use in the network; the tensor is valid until two other units were asked for or the weights
-    /// change. Collective where weights are sharded: whether a unit is still there depends only on the order of calls.
-    pub(crate) fn unit(&mut self, unit: Unit) -> Result<Tensor> {
+    /// A whole unit for use in the network. Where weights are sharded this is collective: those `upcoming` are gathered beside
+    /// what is computed with it, and all others are let go.
+    pub(crate) fn unit(&mut self, unit: Unit, upcoming: &[Unit]) -> Result<Tensor> {
         let index = self.table.index(unit);
         if self.sharding.keeps_weights {
+            self.settle(index)?;
             return Ok(self.units[index].shallow_clone());
         }
-        if let Some(at) = self.gathered.iter().position(|(gathered, _)| *gathered == index) {
-            let found = self.gathered.remove(at).expect("the position was just found");
-            self.gathered.push_back(found);
-        } else {
-            if self.gathered.len() == NUM_GATHERED_UNITS {
-                self.gathered.pop_front();
+        let upcoming: Vec<usize> = upcoming.iter().map(|&unit| self.table.index(unit)).collect();
+        self.gathered.retain(|kept| kept.index == index || upcoming.contains(&kept.index));
+        for wanted in std::iter::once(index).chain(upcoming) {
+            if !self.gathered.iter().any(|kept| kept.index == wanted) {
+                self.start_gathering(wanted)?;
             }
-            let whole = self.gather(unit)?;
-            self.gathered.push_back((index, whole));
         }
-        Ok(self.gathered[self.gathered.len() - 1].1.shallow_clone())
+        let found = self.gathered.iter_mut().find(|kept| kept.index == index).expect("gathered above");
+        found.work.take().map_or(Ok(()), Work::hold_libtorch)?;
+        Ok(found.whole.shallow_clone())
+    }
+
+    fn start_gathering(&mut self, index: usize) -> Result<()> {
+        let mut whole = Tensor::f_empty([self.table.units[index].len as i64], (self.kind, self.device))?;
+        let (shard, own) = (&self.sharding.shard, &self.units[index]);
+        let held = vec![whole.shallow_clone()];
+        let work = self.sharding.lane.run(held, || shard.all_gather(own, &mut whole))?;
+        self.gathered.push(Gathered { index, whole, work: Some(work) });
+        Ok(())
     }
 
     /// A whole unit: itself where weights are kept whole, else a new tensor gathered from the shard group (collective).
     pub(crate) fn gather(&self, unit: Unit) -> Result<Tensor> {
         let index = self.table.index(unit);
         if self.sharding.keeps_weights {
+            self.sharding.lane.join()?;
             return Ok(self.units[index].shallow_clone());
         }
         let mut whole = Tensor::f_empty([self.table.units[index].len as i64], (self.kind, self.device))?;
@@ -93,21 +110,30 @@ impl Weights {
         Ok(whole)
     }
 
-    /// Casts what this rank owns of a unit from its master weights, and spreads it over the shard group (collective) where
-    /// every rank keeps the whole.
-    pub(crate) fn update(&mut self, index: usize, master: &Tensor) -> Result<()> {
+    /// What this rank owns of a unit, to be written; [`Weights::spread`] goes after it.
+    pub(crate) fn owned(&mut self, index: usize) -> Result<Tensor> {
+        self.settle(index)?;
+        let unit = &self.units[index];
+        let whole = || narrow(unit, &self.sharding.owned(self.table.units[index].len));
+        Ok(if self.sharding.keeps_weights { whole() } else { unit.shallow_clone() })
+    }
+
+    /// Brings what the ranks of the shard group own of a unit to all that keep the whole (collective), beside what follows.
+    pub(crate) fn spread(&mut self, index: usize) -> Result<()> {
         self.gathered.clear();
-        let unit = &mut self.units[index];
-        if !self.sharding.keeps_weights {
-            unit.f_copy_(master)?;
+        if !self.sharding.keeps_weights || self.sharding.owns_all {
             return Ok(());
         }
-        let mut owned = narrow(unit, &self.sharding.owned(self.table.units[index].len));
-        owned.f_copy_(master)?;
-        if !self.sharding.owns_all {
-            self.sharding.shard.all_gather(&owned, unit)?;
-        }
+        let owned = self.owned(index)?;
+        let (shard, mut whole) = (&self.sharding.shard, self.units[index].shallow_clone());
+        let work = self.sharding.lane.run(Vec::new(), || shard.all_gather(&owned, &mut whole))?;
+        self.spreading[index] = Some(work);
         Ok(())
+    }
+
+    /// Lets libtorch wait for a unit's new weights.
+    fn settle(&mut self, index: usize) -> Result<()> {
+        self.spreading[index].take().map_or(Ok(()), Work::hold_libtorch)
     }
 
     /// Frees gathered units.

@@ -57,6 +57,7 @@ pub(super) fn step_metrics(
     metrics.set("learning_rate", outcome.learning_rate, Reduce::Last);
     metrics.set("num_skipped_updates", outcome.num_skipped as f64, Reduce::Last);
     metrics.set("tokens/trained", outcome.num_trained_tokens as f64, Reduce::Sum);
+    metrics.set("timing_s/exposed_communication", outcome.exposed_communication.as_secs_f64(), Reduce::Max);
     for (name, aggregate) in outcome.stats.entries() {
         match *aggregate {
             Aggregate::Mean { sum, count } => metrics.set_mean(*name, sum, count),

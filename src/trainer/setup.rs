@@ -20,7 +20,7 @@ use crate::phase;
 use crate::plan::{MemoryPlan, PlanInput};
 use crate::reward::{RewardFunction, RewardPool};
 use crate::rollout::{Engine, EngineOptions};
-use crate::train::{AdamOptions, NetworkOptions, Policy, PolicyOptions, Reference, Schedule};
+use crate::train::{AdamOptions, GradientOptions, NetworkOptions, Policy, PolicyOptions, Reference, Schedule};
 
 /// Everything about a run that is known without touching its data: checked by the launcher before any process starts.
 #[derive(Debug)]
@@ -158,6 +158,7 @@ fn colocated(config: &Config, world: &Arc<World>, preflight: &Preflight) -> Resu
             eps: config.adam_epsilon,
             weight_decay: config.weight_decay,
         },
+        gradients: GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype),
     };
     let policy = Policy::new(table.clone(), &mesh, options, &source)?;
     let reference = match config.beta > 0.0 {

@@ -11,7 +11,7 @@ use colo_grpo::dist::{Backend, World};
 use colo_grpo::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use colo_grpo::ops::attention::{PackedLayout, packed_backward, packed_forward};
 use colo_grpo::rollout::{Engine, EngineOptions};
-use colo_grpo::train::{AdamOptions, NetworkOptions, Policy, PolicyOptions, Sequence, pack};
+use colo_grpo::train::{AdamOptions, GradientOptions, NetworkOptions, Policy, PolicyOptions, Sequence, pack};
 use colo_grpo::types::{Prompt, RolloutGroup, SamplingParams};
 use tch::{Device, Kind, Tensor};
 
@@ -154,6 +154,7 @@ fn score(world: &World, kind: Kind, groups: &[RolloutGroup]) -> Vec<f32> {
         network: NetworkOptions { kind, device: world.device() },
         gradient_checkpointing: GradientCheckpointing::None,
         adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 },
+        gradients: GradientOptions::default(),
     };
     let mesh = world.mesh(1, 1).unwrap();
     let table = Arc::new(ParamTable::new(spec, 1));

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::time::Instant;
 
 use colo_grpo::cuda::kernels;
-use colo_grpo::ops::{adamw, rms_norm, swiglu};
+use colo_grpo::ops::{adamw, norm, rms_norm, swiglu};
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
@@ -39,14 +39,12 @@ fn compare_adamw(n: i64, decayed: &[Range<i64>], grad_kind: Kind, weight_kind: O
     let hyper = adamw::AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
     for step in 1..=3 {
         let grad = rand().to_kind(grad_kind);
-        let [master, m, v] = &mut host;
-        adamw::step(master, m, v, &grad, &hyper, step, 0.7, decayed).unwrap();
+        let ([master, m, v], mut unused) = (&mut host, grad.empty_like());
+        adamw::step(master, m, v, &grad, &mut unused, &hyper, step, 0.7, decayed).unwrap();
         let ([master, m, v], grad) = (&mut device, grad.to_device(GPU));
         match &mut weight {
-            None => adamw::step(master, m, v, &grad, &hyper, step, 0.7, decayed).unwrap(),
-            weight => {
-                kernels::adamw(master, m, v, &grad, weight.as_mut(), &scalars(&hyper, step, 0.7), decayed).unwrap()
-            }
+            None => kernels::adamw(master, m, v, &grad, None, &scalars(&hyper, step, 0.7), decayed).unwrap(),
+            Some(weight) => adamw::step(master, m, v, &grad, weight, &hyper, step, 0.7, decayed).unwrap(),
         }
     }
     for ((host, device), what) in host.iter().zip(&device).zip(["master", "m", "v"]) {
@@ -69,6 +67,20 @@ fn scalars(hyper: &adamw::AdamW, step: u64, scale: f64) -> kernels::AdamWScalars
         root_scale: (1.0 / (1.0 - beta2.powi(step as i32)).sqrt()) as f32,
         eps: eps as f32,
         rate: (-lr / (1.0 - beta1.powi(step as i32))) as f32,
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_sums_of_squares_equal_the_cpus() {
+    kernels::prepare(0).unwrap();
+    for kind in [Kind::Float, Kind::BFloat16] {
+        let tensors = [1, 64, 4097, 30_000_001].map(|n| Tensor::randn([n], (Kind::Float, GPU)).to_kind(kind));
+        let [got, again] = [0, 1].map(|_| norm::sums_of_squares(&tensors).unwrap());
+        assert!(got.equal(&again), "the same bits every time");
+        let expected = norm::sums_of_squares(&tensors.map(|x| x.to_device(Device::Cpu))).unwrap();
+        let error = (got.to_device(Device::Cpu) / expected - 1.0).abs().max().double_value(&[]);
+        assert!(error < 1e-12, "{kind:?}: {error:e}");
     }
 }
 

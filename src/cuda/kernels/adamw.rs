@@ -65,6 +65,7 @@ pub fn adamw(
         None => Argument::Address(std::ptr::null_mut()),
     };
     let AdamWScalars { keep, beta1, gain1, beta2, gain2, root_scale, eps, rate } = *scalars;
+    let decayed = if keep == 1.0 { &[] } else { decayed }; // one run
     for (range, is_decayed) in segments(decayed, n)? {
         let at = |argument, element_bytes| offset(argument, range.start * element_bytes);
         let keep = if is_decayed { keep } else { 1.0 };

@@ -6,6 +6,7 @@ mod adamw;
 mod add_rms_norm;
 mod advance;
 mod embed;
+mod norm;
 mod paged_attention;
 mod rms_norm;
 mod rope_write_kv;
@@ -16,6 +17,7 @@ pub use adamw::{AdamWScalars, adamw};
 pub use add_rms_norm::add_rms_norm;
 pub use advance::{DecodeRows, RowStatus, advance};
 pub use embed::embed;
+pub use norm::sums_of_squares;
 pub use paged_attention::{AttentionPlan, AttentionShape, SharedPrefixes, paged_attention};
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub use rope_write_kv::{HeadTransform, QkvViews, rope_write_kv};
@@ -39,6 +41,7 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (add_rms_norm::SOURCE, add_rms_norm::NAMES),
         (advance::SOURCE, advance::NAMES),
         (embed::SOURCE, embed::NAMES),
+        (norm::SOURCE, norm::NAMES),
         (paged_attention::SOURCE, paged_attention::NAMES),
         (rms_norm::SOURCE, rms_norm::NAMES),
         (rope_write_kv::SOURCE, rope_write_kv::NAMES),

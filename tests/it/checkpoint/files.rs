@@ -14,7 +14,7 @@ use colo_grpo::dist::World;
 use colo_grpo::error::ExitCode;
 use colo_grpo::memory::HostPool;
 use colo_grpo::model::{ModelSpec, ParamTable, WeightFiles, init_unit};
-use colo_grpo::train::{AdamOptions, NetworkOptions, ParamState, Policy, PolicyOptions};
+use colo_grpo::train::{AdamOptions, GradientOptions, NetworkOptions, ParamState, Policy, PolicyOptions};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
@@ -32,7 +32,13 @@ fn policy(kind: Kind) -> Policy {
     let table = Arc::new(ParamTable::new(spec, 1));
     let adam = AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
     let network = NetworkOptions { kind, device: Device::Cpu };
-    let options = PolicyOptions { stage: 0, network, gradient_checkpointing: GradientCheckpointing::None, adam };
+    let options = PolicyOptions {
+        stage: 0,
+        network,
+        gradient_checkpointing: GradientCheckpointing::None,
+        adam,
+        gradients: GradientOptions::default(),
+    };
     let mesh = World::single().mesh(1, 1).unwrap();
     let mut policy = Policy::new(table, &mesh, options, &|layout| init_unit(layout, 1, Kind::Float)).unwrap();
     tch::manual_seed(7);

@@ -11,7 +11,9 @@ use colo_grpo::grpo::LossConfig;
 use colo_grpo::memory::HostPool;
 use colo_grpo::model::{ModelSpec, ParamTable, UnitLayout, init_unit};
 use colo_grpo::rollout::{Engine, EngineOptions, kv_block_bytes};
-use colo_grpo::train::{AdamOptions, NetworkOptions, ParamState, Policy, PolicyOptions, Reference, Schedule};
+use colo_grpo::train::{
+    AdamOptions, GradientOptions, NetworkOptions, ParamState, Policy, PolicyOptions, Reference, Schedule,
+};
 use tch::{Device, Kind, Tensor};
 
 use crate::rollout::words;
@@ -52,6 +54,7 @@ impl Setup {
             gradient_checkpointing: GradientCheckpointing::None,
             // `eps` is above the rounding of gradients: below it Adam steps by the sign of noise.
             adam: AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-5, weight_decay: 0.0 },
+            gradients: GradientOptions::default(),
         };
         let policy = Policy::new(table.clone(), mesh, options, &weights).unwrap();
         let reference = self.with_reference.then(|| Reference::new(table.clone(), mesh, network, &weights).unwrap());

@@ -1,0 +1,140 @@
+//! Collectives beside computation.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tch::Tensor;
+
+use crate::cuda::{Context, Event, TorchStream};
+use crate::error::Result;
+
+/// The stream of this process's collectives, beside the one that libtorch computes on. There is one for all groups: work
+/// runs in the order it was given, the same on every rank, and a collective on libtorch's own stream waits for it
+/// ([`Lane::join`]). So no two communicators ever run at once, which could leave each waiting for the other's place on the
+/// GPUs. On a CPU there is no stream: work is done when [`Lane::run`] returns.
+#[derive(Debug)]
+pub struct Lane {
+    stream: Option<TorchStream>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    newest: Option<Arc<Event>>,           // the end of the work that libtorch did not join yet
+    waits: VecDeque<(Event, Arc<Event>)>, // where libtorch came to a wait, and what it waited for
+    exposed: Duration,                    // of the waits already read
+}
+
+/// Work under way, with the tensors that it uses: libtorch's cache knows nothing of it, so they may not be freed, read or
+/// written before [`Work::hold_libtorch`]. Dropped without more, it is held too.
+#[derive(Debug)]
+#[must_use = "libtorch waits for the work when this is dropped: keep it while other work goes on"]
+pub struct Work {
+    lane: Arc<Lane>,
+    end: Option<Arc<Event>>, // None for work that is done
+    _held: Vec<Tensor>,
+}
+
+impl Lane {
+    /// Without a stream: for CPUs, and for a rank alone, which has nobody to wait for.
+    pub(super) fn immediate() -> Arc<Self> {
+        Arc::new(Self { stream: None, state: Mutex::default() })
+    }
+
+    /// With a stream of GPU `ordinal`.
+    pub(super) fn of_gpu(ordinal: usize) -> Result<Arc<Self>> {
+        let stream = TorchStream::urgent(&Context::retain(ordinal)?)?;
+        Ok(Arc::new(Self { stream: Some(stream), state: Mutex::default() }))
+    }
+
+    /// Queues what `work` asks of libtorch and of groups, to start after all that libtorch has queued by now. Meanwhile the
+    /// lane is libtorch's current stream: tensors made in `work` may live on, since their memory is given to later work of
+    /// the lane only, which starts after all uses queued by then.
+    ///
+    /// # Errors
+    /// What `work` returns; [`crate::Error::Cuda`].
+    pub fn run(self: &Arc<Self>, held: Vec<Tensor>, work: impl FnOnce() -> Result<()>) -> Result<Work> {
+        let Some(stream) = &self.stream else {
+            let start = Instant::now();
+            let outcome = work();
+            self.lock().exposed += start.elapsed();
+            return outcome.map(|()| Work { lane: self.clone(), end: None, _held: held });
+        };
+        let current = stream.make_current()?;
+        let outcome = work();
+        let end = Arc::new(stream.record_timed()?);
+        current.leave();
+        self.lock().newest = Some(end.clone());
+        let work = Work { lane: self.clone(), end: Some(end), _held: held };
+        outcome.map(|()| work)
+    }
+
+    /// Lets what libtorch queues from now on wait for all work so far.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub fn join(&self) -> Result<()> {
+        let newest = self.lock().newest.take();
+        newest.map_or(Ok(()), |newest| self.wait(&newest))
+    }
+
+    /// How long libtorch's stream has stood waiting for work since the last call: the communication that nothing hid. Waits
+    /// for the GPU.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub fn take_exposed(&self) -> Result<Duration> {
+        let mut state = self.lock();
+        if let Some((came, end)) = state.waits.back() {
+            came.synchronize()?;
+            end.synchronize()?;
+        }
+        state.read_waits()?;
+        Ok(std::mem::take(&mut state.exposed))
+    }
+
+    fn wait(&self, end: &Arc<Event>) -> Result<()> {
+        let Some(stream) = &self.stream else { return Ok(()) };
+        let came = Event::record_libtorch(stream.context())?;
+        end.hold_libtorch()?;
+        let mut state = self.lock();
+        state.waits.push_back((came, end.clone()));
+        state.read_waits()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Adds up the waits that are over, the oldest first.
+    fn read_waits(&mut self) -> Result<()> {
+        while let Some((came, end)) = self.waits.front()
+            && came.is_done()?
+            && end.is_done()?
+        {
+            self.exposed += came.time_until(end)?;
+            self.waits.pop_front();
+        }
+        Ok(())
+    }
+}
+
+impl Work {
+    /// Lets what libtorch queues from now on wait for the work, and the host go on.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub fn hold_libtorch(mut self) -> Result<()> {
+        self.end.take().map_or(Ok(()), |end| self.lane.wait(&end))
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        // An error shows itself at the next use of the GPU.
+        let _ = self.end.take().map(|end| self.lane.wait(&end));
+    }
+}

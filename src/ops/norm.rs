@@ -1,0 +1,41 @@
+//! Sums of squares, of which the norm of a gradient is made.
+
+use tch::{Kind, Tensor};
+
+use crate::cuda::kernels;
+use crate::error::Result;
+
+/// sum_i x_i^2 in float64 for each tensor [n], as one tensor on their device, without waiting for it. On a GPU float32 and
+/// bfloat16 are read once, by one kernel a tensor, and added in a fixed order.
+///
+/// # Errors
+/// Those of the kernel.
+pub fn sums_of_squares(tensors: &[Tensor]) -> Result<Tensor /* [tensors] f64 */> {
+    let fused = |x: &Tensor| x.device().is_cuda() && matches!(x.kind(), Kind::Float | Kind::BFloat16);
+    if !tensors.is_empty() && tensors.iter().all(fused) {
+        return kernels::sums_of_squares(tensors);
+    }
+    let norm = |x: &Tensor| Ok(x.f_norm_scalaropt_dim_dtype(2.0, [0i64], false, Kind::Double)?);
+    let norms = tensors.iter().map(norm).collect::<Result<Vec<_>>>()?;
+    Ok(Tensor::f_stack(&norms, 0)?.f_square()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Device;
+
+    use super::*;
+
+    #[test]
+    fn large_and_tiny_elements_neither_overflow_nor_vanish() {
+        let tensors = [
+            Tensor::from_slice(&[1e30f32, -2e30]),
+            Tensor::from_slice(&[3e-30f32]),
+            Tensor::zeros([0], (Kind::Float, Device::Cpu)),
+            Tensor::from_slice(&[1f32, f32::INFINITY]),
+        ];
+        let sums = Vec::<f64>::try_from(sums_of_squares(&tensors).unwrap()).unwrap();
+        assert!((sums[0] / 5e60 - 1.0).abs() < 1e-6 && (sums[1] / 9e-60 - 1.0).abs() < 1e-6, "{sums:?}");
+        assert_eq!((sums[2], sums[3]), (0.0, f64::INFINITY));
+    }
+}
