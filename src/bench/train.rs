@@ -1,4 +1,4 @@
-//! Forward, log-probabilities of half the tokens, backward, clipping and AdamW on packed random sequences.
+//! Forward, log-probabilities of the completions, backward, clipping and AdamW on packed random sequences.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,9 +11,14 @@ use crate::config::GradientCheckpointing;
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
 use crate::model::{ModelSpec, ParamTable, init_unit};
+use crate::torch;
 use crate::train::{
-    AdamOptions, GradientOptions, NetworkOptions, Policy, PolicyOptions, Sequence, TokenGradients, pack,
+    AdamOptions, GradientOptions, MicroBatch, NetworkOptions, PackOptions, Policy, PolicyOptions, Sequence,
+    TokenGradients, pack,
 };
+
+/// Untimed: the first compiles and allocates, the second plans attention for shapes that come again.
+const WARM_UP_STEPS: usize = 2;
 
 /// What is run.
 #[derive(Debug, Clone)]
@@ -26,8 +31,14 @@ pub struct TrainBench {
     pub kind: Kind,
     /// Sequences per rank and step.
     pub sequences: usize,
-    /// Tokens per sequence; the second half is scored.
-    pub sequence_len: usize,
+    /// Tokens per prompt.
+    pub prompt_len: usize,
+    /// Tokens per completion, all of them scored.
+    pub completion_len: usize,
+    /// Neighbouring sequences that have one prompt.
+    pub group: usize,
+    /// Run the prompt of a group once.
+    pub share_prompts: bool,
     /// Token budget of a micro-batch.
     pub max_tokens_per_micro_batch: usize,
     /// ZeRO stage.
@@ -57,9 +68,10 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
     };
     let mut policy = Policy::new(table, &mesh, options, &|layout| init_unit(layout, SEED, kind))?;
     let sequences: Vec<Sequence> = (0..bench.sequences).map(|index| sequence(bench, index)).collect();
-    let micro_batches = pack(&sequences, bench.max_tokens_per_micro_batch, device)?;
+    let (max_tokens, share_prompts) = (bench.max_tokens_per_micro_batch, bench.share_prompts);
+    let micro_batches = pack(&sequences, &PackOptions { max_tokens, share_prompts, device })?;
     let (mut times, mut exposed) = (Vec::with_capacity(bench.steps), Vec::with_capacity(bench.steps));
-    for step in 0..=bench.steps {
+    for step in 0..WARM_UP_STEPS + bench.steps {
         let start = Instant::now();
         for (index, micro_batch) in micro_batches.iter().enumerate() {
             if index + 1 == micro_batches.len() {
@@ -74,13 +86,17 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
         let exposed_s = policy.take_exposed_communication()?.as_secs_f64();
         let mut seconds = [start.elapsed().as_secs_f64(), exposed_s];
         all_reduce_f64(&*world.group(), &mut seconds, ReduceOp::Max)?;
-        if step > 0 {
-            times.push(seconds[0]); // the first warms up
+        if step < WARM_UP_STEPS {
+            torch::reset_peak_memory(device)?;
+        } else {
+            times.push(seconds[0]);
             exposed.push(seconds[1]);
         }
     }
+    let memory = torch::device_memory(device)?;
     let step_s = median(times);
-    let tokens = bench.sequences * bench.sequence_len * world.size();
+    let sequence_len = bench.prompt_len + bench.completion_len;
+    let tokens = bench.sequences * sequence_len * world.size();
     Ok(json!({
         "benchmark": "train",
         "model": bench.model,
@@ -92,19 +108,26 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
         "zero_stage": bench.zero_stage,
         "gradient_checkpointing": bench.gradient_checkpointing.name(),
         "sequences": bench.sequences,
-        "sequence_len": bench.sequence_len,
+        "sequence_len": sequence_len,
+        "prompt_len": bench.prompt_len,
+        "group": bench.group,
+        "share_prompts": bench.share_prompts,
+        "tokens_run": micro_batches.iter().map(MicroBatch::num_tokens).sum::<usize>() * world.size(),
         "step_s": step_s,
         "exposed_communication_s": median(exposed),
         "tokens_per_second": tokens as f64 / step_s,
+        "peak_allocated_bytes": memory.map(|memory| memory.peak_allocated),
+        "fragmentation_bytes": memory.map(|memory| memory.peak_reserved - memory.peak_allocated),
     }))
 }
 
 fn sequence(bench: &TrainBench, index: usize) -> Sequence {
-    let first = index * bench.sequence_len;
-    let ids = (first..first + bench.sequence_len).map(|at| token(at, bench.spec.vocab_size));
+    let (prompt_len, len) = (bench.prompt_len, bench.prompt_len + bench.completion_len);
+    let first_of_group = index / bench.group * bench.group * len;
+    let places = (first_of_group..first_of_group + prompt_len).chain(index * len + prompt_len..(index + 1) * len);
     Sequence {
-        token_ids: ids.collect(),
-        prompt_len: bench.sequence_len / 2,
+        token_ids: places.map(|at| token(at, bench.spec.vocab_size)).collect(),
+        prompt_len,
         advantage: 0.0,
         masked: false,
         rollout_logprobs: None,

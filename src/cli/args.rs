@@ -237,6 +237,18 @@ pub struct BenchTrainArgs {
     /// Tokens per sequence, half of them scored; at least 2
     #[arg(long, default_value_t = 64, value_parser = number(|len: &usize| *len >= 2, "at least 2"))]
     pub sequence_len: usize,
+    /// Tokens per prompt instead of half of the sequence
+    #[arg(long, value_parser = count)]
+    pub prompt_len: Option<usize>,
+    /// Tokens per completion, all of them scored, instead of half of the sequence
+    #[arg(long, value_parser = count)]
+    pub completion_len: Option<usize>,
+    /// Neighbouring sequences that have one prompt
+    #[arg(long, default_value_t = 1, value_parser = count)]
+    pub group: usize,
+    /// Run the prompt of a group once
+    #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
+    pub share_prompts: bool,
     /// Token budget of a micro-batch
     #[arg(long, default_value_t = 4096, value_parser = count)]
     pub max_tokens_per_micro_batch: usize,

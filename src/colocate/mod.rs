@@ -31,7 +31,7 @@ pub use weights::EngineSlices;
 ///
 /// ```compile_fail,E0501
 /// # use colo_grpo::{colocate::{Colocated, UpdateOptions}, train::Sequence, Result};
-/// fn train_inside(colocated: &mut Colocated, batch: &mut [Sequence], options: &UpdateOptions) -> Result<()> {
+/// fn train_inside(colocated: &mut Colocated, batch: &[Sequence], options: &UpdateOptions) -> Result<()> {
 ///     colocated.with_rollout(|_rollout| {
 ///         colocated.update(batch, options, &())?;
 ///         Ok(())
@@ -62,7 +62,7 @@ pub use weights::EngineSlices;
 /// The twins in the right order do:
 /// ```no_run
 /// # use colo_grpo::{colocate::{Colocated, UpdateOptions}, train::Sequence, Result};
-/// fn in_turn(colocated: &mut Colocated, batch: &mut [Sequence], options: &UpdateOptions) -> Result<u64> {
+/// fn in_turn(colocated: &mut Colocated, batch: &[Sequence], options: &UpdateOptions) -> Result<u64> {
 ///     let tokens = colocated.with_rollout(|rollout| Ok(rollout.stats().num_generated_tokens))?;
 ///     colocated.update(batch, options, &())?;
 ///     colocated.with_rollout(|_rollout| Ok(()))?;

@@ -6,12 +6,14 @@ use tch::Device;
 
 use super::Colocated;
 use crate::config::LossType;
-use crate::dist::{ReduceOp, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::grpo::{Denominators, LossConfig, LossInput, LossStats, policy_loss};
 use crate::phase::{self, Phase};
 use crate::torch;
-use crate::train::{MicroBatch, Schedule, Scores, Sequence, TokenGradients, learning_rate, pack, pad_to_agreed_count};
+use crate::train::{
+    MicroBatch, PackOptions, Schedule, Scores, Sequence, TokenGradients, balanced_share, gather_sequences,
+    learning_rate, pack, pad_to_agreed_count,
+};
 
 /// Updates in a row that may be skipped for a non-finite gradient before the run ends with exit code 13.
 const MAX_CONSECUTIVE_SKIPS: u32 = 5;
@@ -29,6 +31,8 @@ pub struct UpdateOptions {
     pub updates_per_generation: usize,
     /// Token budget of a micro-batch.
     pub max_tokens_per_micro_batch: usize,
+    /// Run the prompt of a group once for all its completions, where no sliding window is shorter than a sequence.
+    pub share_prompts: bool,
     /// Learning rate by update.
     pub schedule: Schedule,
     /// Updates made before this batch.
@@ -83,8 +87,8 @@ impl UpdateProgress for () {
 }
 
 impl Colocated {
-    /// Trains on this rank's sequences of one generation batch; collective over the world. Every rank passes the same
-    /// number of sequences, masked ones included, in the order of the generation batch.
+    /// Trains on the sequences of one generation batch; collective over the world. Every rank passes those that it
+    /// sampled, in rank order those of the whole batch; which rank trains on which is balanced by cost.
     ///
     /// Sequence `i` of the whole batch takes part in update `i % updates_per_generation` of every iteration, so that the
     /// updates do not depend on the world size.
@@ -93,17 +97,18 @@ impl Colocated {
     /// [`Error::NonFinite`] after [`MAX_CONSECUTIVE_SKIPS`] skipped updates in a row.
     pub fn update(
         &mut self,
-        sequences: &mut [Sequence],
+        sequences: &[Sequence],
         options: &UpdateOptions,
         progress: &dyn UpdateProgress,
     ) -> Result<UpdateOutcome> {
-        self.score(sequences, options, progress)?;
-        let slices = self.slices_of(sequences, options.updates_per_generation);
-        let denominators = self.denominators(&slices, options.loss.loss_type)?;
+        let (mut shares, denominators) = phase::scope(Phase::Pack, || self.share_out(sequences, options))?;
+        for share in &mut shares {
+            self.score(share, options, progress)?;
+        }
         let mut outcome = UpdateOutcome::default();
         for _ in 0..options.num_iterations {
-            for (slice, denominators) in slices.iter().zip(&denominators) {
-                self.update_once(slice, denominators, options, progress, &mut outcome)?;
+            for (share, denominators) in shares.iter().zip(&denominators) {
+                self.update_once(share, denominators, options, progress, &mut outcome)?;
             }
         }
         outcome.exposed_communication = self.policy.take_exposed_communication()?;
@@ -141,45 +146,31 @@ impl Colocated {
         })
     }
 
-    /// This rank's sequences by update.
-    fn slices_of(&self, sequences: &[Sequence], num_slices: usize) -> Vec<Vec<Sequence>> {
-        let first = self.world.rank() * sequences.len();
-        let mut slices = vec![Vec::new(); num_slices];
-        for (index, sequence) in sequences.iter().enumerate() {
-            slices[(first + index) % num_slices].push(sequence.clone());
+    /// What this rank trains on in each update of a pass, and what its token losses are divided by, over all ranks.
+    fn share_out(
+        &self,
+        sequences: &[Sequence],
+        options: &UpdateOptions,
+    ) -> Result<(Vec<Vec<Sequence>>, Vec<Denominators>)> {
+        let (group, num_updates) = (&*self.mesh.world, options.updates_per_generation);
+        let mut slices = vec![Vec::new(); num_updates];
+        for (index, sequence) in gather_sequences(sequences, group)?.into_iter().enumerate() {
+            slices[index % num_updates].push(sequence);
         }
-        slices
-    }
-
-    /// What each update's token losses are divided by, counted over all ranks.
-    fn denominators(&self, slices: &[Vec<Sequence>], loss_type: LossType) -> Result<Vec<Denominators>> {
-        let tokens = |slice: &Vec<Sequence>| -> usize {
-            slice.iter().filter(|sequence| !sequence.masked).map(Sequence::completion_len).sum()
-        };
-        let mut counts: Vec<f64> = slices.iter().flat_map(|slice| [slice.len() as f64, tokens(slice) as f64]).collect();
-        all_reduce_f64(&*self.mesh.world, &mut counts, ReduceOp::Sum)?;
-        let total_tokens: f64 = counts.iter().skip(1).step_by(2).sum();
-        Ok(counts
-            .chunks_exact(2)
-            .map(|count| Denominators {
-                num_sequences: count[0],
-                num_tokens: match loss_type {
-                    LossType::Dapo | LossType::Cispo => total_tokens / slices.len() as f64,
-                    LossType::Grpo | LossType::DrGrpo | LossType::Bnpo => count[1],
-                },
-            })
-            .collect())
+        let (spec, share_prompts) = (&self.policy.table().spec, self.shares_prompts(options));
+        let share = |slice: &Vec<Sequence>| balanced_share(slice, spec, share_prompts, group.rank(), group.size());
+        Ok((slices.iter().map(share).collect(), denominators(&slices, options.loss.loss_type)))
     }
 
     fn update_once(
         &mut self,
-        slice: &[Sequence],
+        share: &[Sequence],
         denominators: &Denominators,
         options: &UpdateOptions,
         progress: &dyn UpdateProgress,
         outcome: &mut UpdateOutcome,
     ) -> Result<()> {
-        let micro_batches = phase::scope(Phase::Pack, || self.micro_batches(slice, options))?;
+        let micro_batches = phase::scope(Phase::Pack, || self.micro_batches(share, options))?;
         progress.begin(Phase::ForwardBackward, micro_batches.len());
         phase::scope(Phase::ForwardBackward, || {
             for (index, micro_batch) in micro_batches.iter().enumerate() {
@@ -221,10 +212,36 @@ impl Colocated {
 
     /// The same number of micro-batches on every rank, the surplus empty.
     fn micro_batches(&self, sequences: &[Sequence], options: &UpdateOptions) -> Result<Vec<MicroBatch>> {
-        let mut micro_batches = pack(sequences, options.max_tokens_per_micro_batch, options.device)?;
+        let pack_options = PackOptions {
+            max_tokens: options.max_tokens_per_micro_batch,
+            share_prompts: self.shares_prompts(options),
+            device: options.device,
+        };
+        let mut micro_batches = pack(sequences, &pack_options)?;
         pad_to_agreed_count(&mut micro_batches, &*self.mesh.world)?;
         Ok(micro_batches)
     }
+
+    /// A sliding window may hide a prompt from its completions' ends: such models run every sequence whole.
+    fn shares_prompts(&self, options: &UpdateOptions) -> bool {
+        options.share_prompts && self.policy.table().spec.sliding_window.is_none()
+    }
+}
+
+/// What each update's token losses are divided by, from the sequences of all ranks.
+fn denominators(slices: &[Vec<Sequence>], loss_type: LossType) -> Vec<Denominators> {
+    let tokens = |slice: &Vec<Sequence>| -> usize {
+        slice.iter().filter(|sequence| !sequence.masked).map(Sequence::completion_len).sum()
+    };
+    let total_tokens: usize = slices.iter().map(tokens).sum();
+    let of_slice = |slice: &Vec<Sequence>| Denominators {
+        num_sequences: slice.len() as f64,
+        num_tokens: match loss_type {
+            LossType::Dapo | LossType::Cispo => total_tokens as f64 / slices.len() as f64,
+            LossType::Grpo | LossType::DrGrpo | LossType::Bnpo => tokens(slice) as f64,
+        },
+    };
+    slices.iter().map(of_slice).collect()
 }
 
 fn micro_batch_loss(

@@ -18,6 +18,7 @@ const SAFE_KEYS: &[&str] = &[
     "steps_per_generation",
     "generation_batch_size",
     "max_tokens_per_micro_batch",
+    "share_prompts",
     "tensor_parallel_size",
     "gpu_memory_utilization",
     "kv_cache_bytes",

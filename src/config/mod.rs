@@ -116,6 +116,8 @@ keys! {
         pub num_iterations: usize = 1,
         /// Token budget of one forward and backward on one rank (a longer sequence is a micro-batch of its own).
         pub max_tokens_per_micro_batch: usize = 16384,
+        /// Run the prompt of a group once for all its completions in training; off where the model has a sliding window.
+        pub share_prompts: bool = true,
 
         // ---- sampling ----
         /// Longest completion in tokens.

@@ -13,7 +13,7 @@ use super::views::{BlockParams, Qkv};
 use crate::config::GradientCheckpointing;
 use crate::dist::{Collective, ReduceOp};
 use crate::error::{Error, Result};
-use crate::ops::attention::{PackedLayout, packed_backward, packed_forward};
+use crate::ops::attention::{Bounds, PackedLayout, packed_backward, packed_forward};
 use crate::ops::rope::{self, RopeRows};
 use crate::ops::{linear, rms_norm, swiglu};
 
@@ -54,6 +54,12 @@ impl PackedAttention {
     /// For sequences `cu_seqlens[n]..cu_seqlens[n + 1]` of a whole model (all key/value heads).
     pub fn new(spec: &ModelSpec, cu_seqlens: &[i64], device: Device) -> Self {
         let layout = PackedLayout::new(cu_seqlens, spec.num_kv_heads, spec.sliding_window, device);
+        Self { layout, scale: attention_scale(spec) }
+    }
+
+    /// The same for a micro-batch, whose completions may share prompts.
+    pub fn of(spec: &ModelSpec, bounds: &Bounds, device: Device) -> Self {
+        let layout = PackedLayout::of(bounds, spec.num_kv_heads, spec.sliding_window, device);
         Self { layout, scale: attention_scale(spec) }
     }
 

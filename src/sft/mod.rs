@@ -16,7 +16,7 @@ use crate::metrics::{MetricValues, MetricsWriter, Progress, write_report, write_
 use crate::model::{ModelSpec, ParamTable, WeightFiles};
 use crate::phase::{self, Phase};
 use crate::train::{
-    AdamOptions, GradientOptions, MicroBatch, NetworkOptions, Policy, PolicyOptions, Schedule, Sequence,
+    AdamOptions, GradientOptions, MicroBatch, NetworkOptions, PackOptions, Policy, PolicyOptions, Schedule, Sequence,
     TokenGradients, learning_rate, pack, pad_to_agreed_count,
 };
 
@@ -188,7 +188,9 @@ impl Sft {
 
     /// The same number of micro-batches on every rank, and the completion tokens of all ranks.
     fn micro_batches(&self, sequences: &[Sequence]) -> Result<(Vec<MicroBatch>, f64)> {
-        let mut micro_batches = pack(sequences, self.config.max_tokens_per_micro_batch, self.device)?;
+        let max_tokens = self.config.max_tokens_per_micro_batch;
+        let options = PackOptions { max_tokens, share_prompts: false, device: self.device };
+        let mut micro_batches = pack(sequences, &options)?;
         pad_to_agreed_count(&mut micro_batches, &*self.mesh.world)?;
         let mut num_tokens = [sequences.iter().map(Sequence::completion_len).sum::<usize>() as f64];
         all_reduce_f64(&*self.mesh.world, &mut num_tokens, ReduceOp::Sum)?;

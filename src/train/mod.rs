@@ -2,7 +2,8 @@
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `pack` | sequences into micro-batches |
+//! | `balance` | sequences to ranks by cost |
+//! | `pack`, `micro_batch` | sequences into micro-batches, prompts shared |
 //! | `policy` | the trained model: scores, gradients, the step |
 //! | `reference` | a frozen model that only scores |
 //! | `network` | the loops over blocks, forward and backward |
@@ -22,8 +23,10 @@
 //! Nothing here opens a phase: the caller wraps scoring, backward and step in `phase::scope`. Every method said to be
 //! collective is called by all ranks in the same order.
 
+mod balance;
 mod bytes;
 mod gradients;
+mod micro_batch;
 mod network;
 mod optimizer;
 mod pack;
@@ -34,10 +37,12 @@ mod sharding;
 mod state;
 mod weights;
 
+pub use balance::{balanced_share, gather_sequences};
 pub use bytes::{ReferenceBytes, TrainBytes};
+pub use micro_batch::MicroBatch;
 pub use network::{NetworkOptions, Scores, TokenGradients};
 pub use optimizer::AdamOptions;
-pub use pack::{MicroBatch, Sequence, pack, pad_to_agreed_count};
+pub use pack::{PackOptions, Sequence, pack, pad_to_agreed_count};
 pub use policy::{GradientOptions, Policy, PolicyOptions, StepOutcome};
 pub use reference::Reference;
 pub use schedule::{Schedule, learning_rate};

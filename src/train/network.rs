@@ -6,7 +6,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::gradients::Gradients;
-use super::pack::MicroBatch;
+use super::micro_batch::MicroBatch;
 use super::weights::Weights;
 use crate::config::GradientCheckpointing;
 use crate::error::Result;
@@ -221,11 +221,11 @@ struct Pass<'a> {
 impl<'a> Pass<'a> {
     fn new(network: &Network, micro_batch: &'a MicroBatch, temperature: f64) -> Self {
         let (spec, NetworkOptions { kind, device }) = (network.spec(), network.options);
-        let MicroBatch { positions, cu_seqlens, scored_rows, targets, .. } = micro_batch;
+        let MicroBatch { positions, bounds, scored_rows, targets, .. } = micro_batch;
         Self {
             micro_batch,
             rope: network.rope.rows(positions, kind),
-            attention: PackedAttention::new(spec, cu_seqlens, device),
+            attention: PackedAttention::of(spec, bounds, device),
             scoring: Scoring { rows: scored_rows, targets, temperature, eps: spec.rms_norm_eps },
         }
     }

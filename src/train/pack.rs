@@ -1,9 +1,10 @@
 //! Sequences into micro-batches under a token budget.
-//!
-//! Shapes: T tokens, C scored (completion) tokens, N sequences of a micro-batch.
 
-use tch::{Device, Kind, Tensor};
+use std::cmp::Reverse;
 
+use tch::{Device, Tensor};
+
+use super::micro_batch::MicroBatch;
 use crate::dist::{Collective, ReduceOp};
 use crate::error::{Error, Result};
 use crate::torch;
@@ -28,51 +29,53 @@ pub struct Sequence {
 }
 
 impl Sequence {
+    /// Ids of the prompt.
+    pub fn prompt(&self) -> &[u32] {
+        &self.token_ids[..self.prompt_len]
+    }
+
+    /// Ids of the completion.
+    pub fn completion(&self) -> &[u32] {
+        &self.token_ids[self.prompt_len..]
+    }
+
     /// Number of completion tokens.
     pub fn completion_len(&self) -> usize {
         self.token_ids.len() - self.prompt_len
     }
 }
 
-/// Sequences laid end to end, with what scoring and the loss need of them.
-#[derive(Debug)]
-pub struct MicroBatch {
-    /// Ids.
-    pub token_ids: Tensor, // [T] i64
-    /// Position of each token in its sequence.
-    pub positions: Tensor, // [T] i64
-    /// Where each sequence begins, and T.
-    pub cu_seqlens: Vec<i64>, // [N + 1]
-    /// Row of the token before each completion token: its hidden state predicts it.
-    pub scored_rows: Tensor, // [C] i64
-    /// The completion tokens.
-    pub targets: Tensor, // [C] i64
-    /// Sequence of each completion token, 0 to N.
-    pub sequence_of_token: Tensor, // [C] i64
-    /// Advantages.
-    pub advantages: Tensor, // [N] f32
-    /// The sampler's log-probabilities, if every sequence has them.
-    pub rollout_logprobs: Option<Tensor>, // [C] f32
-    /// Log-probabilities before the first update, if every sequence has them.
-    pub old_logprobs: Option<Tensor>, // [C] f32
-    /// The reference model's log-probabilities, if every sequence has them.
-    pub ref_logprobs: Option<Tensor>, // [C] f32
-    /// Index of each sequence in what was packed.
-    pub sequences: Vec<usize>, // [N]
+/// How sequences become micro-batches.
+#[derive(Debug, Clone, Copy)]
+pub struct PackOptions {
+    /// Token budget of a micro-batch; one sequence longer than that is a micro-batch of its own.
+    pub max_tokens: usize,
+    /// Neighbours with one prompt run it once. Not for a model whose window is shorter than a sequence.
+    pub share_prompts: bool,
+    /// Where micro-batches live.
+    pub device: Device,
 }
 
 /// Packs all sequences that are not masked, first-fit decreasing: longest first (ties by index), each into the first
-/// micro-batch with room for it under `max_tokens`; one longer than that is a micro-batch of its own. The result depends
-/// on lengths and order only.
+/// micro-batch with room for it under the budget. Where prompts are shared, the neighbours that share one stay together; if
+/// they are more than the budget, the prompt is run again for every part of them. The result depends on lengths, order and
+/// prompts only.
 ///
 /// # Errors
 /// `InvalidArgument` for a sequence without prompt or completion, or whose log-probabilities do not fit it.
-pub fn pack(sequences: &[Sequence], max_tokens: usize, device: Device) -> Result<Vec<MicroBatch>> {
+pub fn pack(sequences: &[Sequence], options: &PackOptions) -> Result<Vec<MicroBatch>> {
     sequences.iter().enumerate().try_for_each(|(index, sequence)| check(index, sequence))?;
-    let lengths: Vec<usize> = sequences.iter().map(|sequence| sequence.token_ids.len()).collect();
     let packed = (0..sequences.len()).filter(|&index| !sequences[index].masked).collect();
-    let bins = first_fit_decreasing(packed, &lengths, max_tokens);
-    Ok(bins.into_iter().map(|bin| MicroBatch::new(sequences, bin, device)).collect())
+    let groups = prompt_groups(sequences, packed, options.share_prompts);
+    let groups: Vec<Vec<usize>> =
+        groups.into_iter().flat_map(|group| within_budget(sequences, group, options.max_tokens)).collect();
+    let lengths: Vec<usize> = groups.iter().map(|group| num_tokens(sequences, group)).collect();
+    let bins = first_fit_decreasing(&lengths, options.max_tokens);
+    let micro_batch = |bin: Vec<usize>| {
+        let groups: Vec<Vec<usize>> = bin.into_iter().map(|group| groups[group].clone()).collect();
+        MicroBatch::new(sequences, &groups, options.device)
+    };
+    Ok(bins.into_iter().map(micro_batch).collect())
 }
 
 /// Appends empty micro-batches until every rank of `group` has as many as the one with most: sharded weights and
@@ -86,66 +89,33 @@ pub fn pad_to_agreed_count(micro_batches: &mut Vec<MicroBatch>, group: &dyn Coll
     Ok(())
 }
 
-impl MicroBatch {
-    /// One token that nothing is scored on: it runs through the network so that this rank joins its peers' collectives,
-    /// calls no loss and adds nothing to any gradient.
-    pub fn empty(device: Device) -> Self {
-        let mut micro_batch = Self::new(&[], Vec::new(), device);
-        micro_batch.token_ids = Tensor::zeros([1], (Kind::Int64, device));
-        micro_batch.positions = micro_batch.token_ids.shallow_clone();
-        micro_batch.cu_seqlens = vec![0, 1];
-        micro_batch
-    }
+/// Runs of neighbours among `indexes` that share a prompt; without sharing each sequence is its own group.
+pub(super) fn prompt_groups(all: &[Sequence], indexes: Vec<usize>, share_prompts: bool) -> Vec<Vec<usize>> {
+    let same = |a: &usize, b: &usize| share_prompts && all[*a].prompt() == all[*b].prompt();
+    indexes.chunk_by(same).map(<[usize]>::to_vec).collect()
+}
 
-    /// Whether nothing is scored on it.
-    pub fn is_empty(&self) -> bool {
-        self.sequences.is_empty()
-    }
+/// Tokens of a group: its prompt once, and its completions.
+fn num_tokens(all: &[Sequence], group: &[usize]) -> usize {
+    all[group[0]].prompt_len + group.iter().map(|&index| all[index].completion_len()).sum::<usize>()
+}
 
-    /// Tokens that run through the network (T).
-    pub fn num_tokens(&self) -> usize {
-        self.token_ids.size()[0] as usize
-    }
-
-    fn new(sequences: &[Sequence], bin: Vec<usize>, device: Device) -> Self {
-        let (mut token_ids, mut positions, mut cu_seqlens) = (Vec::new(), Vec::new(), vec![0]);
-        let (mut scored_rows, mut targets, mut sequence_of_token) = (Vec::new(), Vec::new(), Vec::new());
-        for (n, &index) in bin.iter().enumerate() {
-            let sequence = &sequences[index];
-            let (start, len) = (token_ids.len() as i64, sequence.token_ids.len() as i64);
-            let prompt_len = sequence.prompt_len as i64;
-            token_ids.extend(sequence.token_ids.iter().map(|&id| i64::from(id)));
-            positions.extend(0..len);
-            cu_seqlens.push(start + len);
-            scored_rows.extend(start + prompt_len - 1..start + len - 1);
-            targets.extend_from_slice(&token_ids[(start + prompt_len) as usize..]);
-            sequence_of_token.extend(std::iter::repeat_n(n as i64, sequence.completion_len()));
-        }
-        let advantages: Vec<f32> = bin.iter().map(|&index| sequences[index].advantage).collect();
-        let logprobs = |field: fn(&Sequence) -> Option<&Vec<f32>>| {
-            let values: Option<Vec<&[f32]>> =
-                bin.iter().map(|&index| field(&sequences[index]).map(Vec::as_slice)).collect();
-            values.map(|values| Tensor::from_slice(&values.concat()).to_device(device))
-        };
-        Self {
-            token_ids: Tensor::from_slice(&token_ids).to_device(device),
-            positions: Tensor::from_slice(&positions).to_device(device),
-            cu_seqlens,
-            scored_rows: Tensor::from_slice(&scored_rows).to_device(device),
-            targets: Tensor::from_slice(&targets).to_device(device),
-            sequence_of_token: Tensor::from_slice(&sequence_of_token).to_device(device),
-            advantages: Tensor::from_slice(&advantages).to_device(device),
-            rollout_logprobs: logprobs(|sequence| sequence.rollout_logprobs.as_ref()),
-            old_logprobs: logprobs(|sequence| sequence.old_logprobs.as_ref()),
-            ref_logprobs: logprobs(|sequence| sequence.ref_logprobs.as_ref()),
-            sequences: bin,
+/// The group in as many parts as the budget asks for, each with the prompt.
+fn within_budget(all: &[Sequence], group: Vec<usize>, max_tokens: usize) -> Vec<Vec<usize>> {
+    let mut parts: Vec<Vec<usize>> = Vec::new();
+    for index in group {
+        match parts.last_mut() {
+            Some(part) if num_tokens(all, part) + all[index].completion_len() <= max_tokens => part.push(index),
+            _ => parts.push(vec![index]),
         }
     }
+    parts
 }
 
 /// Bins of indexes into `lengths`, each in ascending order; the bins in the order they were opened, longest first.
-fn first_fit_decreasing(mut indexes: Vec<usize>, lengths: &[usize], max_tokens: usize) -> Vec<Vec<usize>> {
-    indexes.sort_by_key(|&index| (std::cmp::Reverse(lengths[index]), index));
+fn first_fit_decreasing(lengths: &[usize], max_tokens: usize) -> Vec<Vec<usize>> {
+    let mut indexes: Vec<usize> = (0..lengths.len()).collect();
+    indexes.sort_by_key(|&index| (Reverse(lengths[index]), index));
     let mut bins: Vec<(usize, Vec<usize>)> = Vec::new();
     for index in indexes {
         let length = lengths[index];
@@ -187,10 +157,10 @@ fn check(index: usize, sequence: &Sequence) -> Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
-    fn sequence(len: usize, prompt_len: usize) -> Sequence {
+    pub(in super::super) fn sequence(len: usize, prompt_len: usize) -> Sequence {
         Sequence {
             token_ids: (0..len as u32).map(|id| 100 * len as u32 + id).collect(),
             prompt_len,
@@ -202,52 +172,56 @@ mod tests {
         }
     }
 
-    fn ints(tensor: &Tensor) -> Vec<i64> {
-        Vec::try_from(tensor).unwrap()
+    const SEPARATE: PackOptions = PackOptions { max_tokens: 8, share_prompts: false, device: Device::Cpu };
+    const SHARED: PackOptions = PackOptions { share_prompts: true, ..SEPARATE };
+
+    fn packed(sequences: &[Sequence], options: &PackOptions) -> Vec<(Vec<usize>, usize)> {
+        let micro_batches = pack(sequences, options).unwrap();
+        micro_batches.iter().map(|it| (it.sequences.clone(), it.num_tokens())).collect()
     }
 
     #[test]
     fn bins_respect_the_budget_and_hold_everything_once() {
-        let lengths = [3, 9, 4, 4, 12, 2, 6, 1];
-        let bins = first_fit_decreasing((0..lengths.len()).collect(), &lengths, 10);
+        let bins = first_fit_decreasing(&[3, 9, 4, 4, 12, 2, 6, 1], 10);
         // 12 alone though over budget; 9 + 1; 6 + 4; 4 + 3 + 2
         assert_eq!(bins, [vec![4], vec![1, 7], vec![2, 6], vec![0, 3, 5]]);
     }
 
     #[test]
-    fn a_micro_batch_scores_each_completion_token_from_the_row_before_it() {
-        let sequences = [sequence(3, 1), sequence(4, 2)];
-        let packed = pack(&sequences, 16, Device::Cpu).unwrap();
-        let [micro_batch] = &packed[..] else { panic!("{} micro-batches", packed.len()) };
-        assert_eq!(ints(&micro_batch.token_ids), [300, 301, 302, 400, 401, 402, 403]);
-        assert_eq!(ints(&micro_batch.positions), [0, 1, 2, 0, 1, 2, 3]);
-        assert_eq!(micro_batch.cu_seqlens, [0, 3, 7]);
-        assert_eq!(ints(&micro_batch.scored_rows), [0, 1, 4, 5]);
-        assert_eq!(ints(&micro_batch.targets), [301, 302, 402, 403]);
-        assert_eq!(ints(&micro_batch.sequence_of_token), [0, 0, 1, 1]);
-        assert_eq!(Vec::<f32>::try_from(&micro_batch.advantages).unwrap(), [3.0, 4.0]);
-        let rollout_logprobs = micro_batch.rollout_logprobs.as_ref().unwrap();
-        assert_eq!(Vec::<f32>::try_from(rollout_logprobs).unwrap(), [-3.0, -3.0, -4.0, -4.0]);
-        assert!(micro_batch.old_logprobs.is_none());
+    fn neighbours_with_one_prompt_stay_together() {
+        // Prompts of 3 and 2 tokens; completions of 2, 2, 4 and 1, 1.
+        let with_prompt = |prompt: u32, prompt_len: usize, completion_len: usize| Sequence {
+            token_ids: [vec![prompt; prompt_len], vec![9; completion_len]].concat(),
+            ..sequence(prompt_len + completion_len, prompt_len)
+        };
+        let all = [
+            with_prompt(1, 3, 2),
+            with_prompt(1, 3, 2),
+            with_prompt(1, 3, 4),
+            with_prompt(2, 2, 1),
+            with_prompt(2, 2, 1),
+        ];
+        assert_eq!(packed(&all, &SHARED), [(vec![0, 1], 7), (vec![2], 7), (vec![3, 4], 4)]);
+        assert_eq!(packed(&all, &PackOptions { max_tokens: 15, ..SHARED }), [(vec![0, 1, 2, 3, 4], 15)]);
+        assert_eq!(packed(&all, &SEPARATE), [(vec![2], 7), (vec![0, 3], 8), (vec![1, 4], 8)]);
+        let masked = [all[0].clone(), Sequence { masked: true, ..all[3].clone() }, all[1].clone()];
+        assert_eq!(packed(&masked, &SHARED), [(vec![0, 2], 7)], "what is left out parts nobody");
     }
 
     #[test]
-    fn masked_sequences_are_left_out_and_an_empty_micro_batch_scores_nothing() {
+    fn masked_sequences_are_left_out() {
         let masked = Sequence { masked: true, ..sequence(5, 2) };
-        let packed = pack(&[masked.clone(), sequence(3, 1)], 4, Device::Cpu).unwrap();
-        assert_eq!(packed.iter().map(|micro_batch| micro_batch.sequences.clone()).collect::<Vec<_>>(), [vec![1]]);
-        assert!(pack(&[masked], 4, Device::Cpu).unwrap().is_empty());
-        let empty = MicroBatch::empty(Device::Cpu);
-        assert!(empty.is_empty());
-        assert_eq!((empty.num_tokens(), empty.targets.numel()), (1, 0));
+        assert_eq!(packed(&[masked.clone(), sequence(3, 1)], &SEPARATE), [(vec![1], 3)]);
+        assert!(packed(&[masked], &SEPARATE).is_empty());
     }
 
     #[test]
     fn sequences_that_cannot_be_scored_are_refused() {
+        let refused = |bad| pack(&[bad], &SEPARATE).unwrap_err().to_string();
         for bad in [Sequence { prompt_len: 0, ..sequence(3, 1) }, Sequence { prompt_len: 3, ..sequence(3, 1) }] {
-            assert!(pack(&[bad], 8, Device::Cpu).unwrap_err().to_string().contains("one completion token"));
+            assert!(refused(bad).contains("one completion token"));
         }
         let short = Sequence { ref_logprobs: Some(vec![0.0]), ..sequence(3, 1) };
-        assert!(pack(&[short], 8, Device::Cpu).unwrap_err().to_string().contains("1 of 2"));
+        assert!(refused(short).contains("1 of 2"));
     }
 }

@@ -6,9 +6,9 @@ use std::time::Duration;
 use tch::{Kind, Tensor};
 
 use super::gradients::{GradientKinds, Gradients};
+use super::micro_batch::MicroBatch;
 use super::network::{Network, NetworkOptions, Scores, TokenGradients};
 use super::optimizer::{AdamOptions, Optimizer};
-use super::pack::MicroBatch;
 use super::sharding::Sharding;
 use super::weights::Weights;
 use crate::config::{Dtype, GradientCheckpointing};

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
+use super::micro_batch::MicroBatch;
 use super::network::{Network, NetworkOptions, Scores};
-use super::pack::MicroBatch;
 use super::sharding::Sharding;
 use super::weights::Weights;
 use crate::dist::Mesh;

@@ -142,8 +142,8 @@ impl Trainer {
         })?;
         phase::scope(Phase::Reward, || self.rewards.wait(&mut groups))?;
         let advantages = self.assign_advantages(&mut groups)?;
-        let mut sequences = records::sequences(&groups, self.config.mask_truncated_completions);
-        let outcome = self.colocated.update(&mut sequences, &self.update_options(), &self.output)?;
+        let sequences = records::sequences(&groups, self.config.mask_truncated_completions);
+        let outcome = self.colocated.update(&sequences, &self.update_options(), &self.output)?;
         self.progress.global_step += outcome.num_updates;
         self.progress.generation_step += 1;
         self.progress.num_tokens += self.count_tokens(&sequences)?;
@@ -202,6 +202,7 @@ impl Trainer {
             num_iterations: self.config.num_iterations,
             updates_per_generation: self.batch.updates_per_generation,
             max_tokens_per_micro_batch: self.config.max_tokens_per_micro_batch,
+            share_prompts: self.config.share_prompts,
             schedule: self.schedule,
             global_step: self.progress.global_step,
             max_grad_norm: self.config.max_grad_norm,

@@ -15,7 +15,7 @@ use colo_grpo::dist::{Mesh, World};
 use colo_grpo::memory::Ledger;
 use colo_grpo::phase::{self, Fault, FaultKind, Phase};
 use colo_grpo::rollout::RolloutEngine;
-use colo_grpo::train::{Sequence, pack};
+use colo_grpo::train::{PackOptions, Sequence, pack};
 use colo_grpo::types::{Prompt, RolloutGroup, SamplingParams};
 use colo_grpo::{Error, Result};
 use tch::{Device, Kind};
@@ -172,9 +172,9 @@ impl Cycle {
     fn run(colocated: &mut Colocated) -> Self {
         let prompts = own_prompts(colocated);
         let before = colocated.with_rollout(|rollout| generate(rollout, &prompts)).unwrap();
-        let mut trained = sequences(&before);
+        let trained = sequences(&before);
         let gap_before = gap(colocated, &trained);
-        let outcome = colocated.update(&mut trained, &update_options(), &()).unwrap();
+        let outcome = colocated.update(&trained, &update_options(), &()).unwrap();
         assert_eq!((outcome.num_updates, outcome.num_skipped), (1, 0));
         let after = colocated.with_rollout(|rollout| generate(rollout, &prompts)).unwrap();
         let gaps = [gap_before, gap(colocated, &sequences(&after))];
@@ -235,7 +235,8 @@ fn sequences(groups: &[RolloutGroup]) -> Vec<Sequence> {
 }
 
 fn gap(colocated: &mut Colocated, sequences: &[Sequence]) -> f64 {
-    let micro_batch = pack(sequences, usize::MAX, Device::Cpu).unwrap().remove(0);
+    let options = PackOptions { max_tokens: usize::MAX, share_prompts: true, device: Device::Cpu };
+    let micro_batch = pack(sequences, &options).unwrap().remove(0);
     let scores = colocated.policy_mut().forward_logprobs(&micro_batch, f64::from(TEMPERATURE)).unwrap();
     let difference = scores.logprobs - micro_batch.rollout_logprobs.unwrap();
     difference.abs().mean(Kind::Double).double_value(&[])

@@ -11,7 +11,9 @@ use colo_grpo::dist::{Backend, World};
 use colo_grpo::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use colo_grpo::ops::attention::{PackedLayout, packed_backward, packed_forward};
 use colo_grpo::rollout::{Engine, EngineOptions};
-use colo_grpo::train::{AdamOptions, GradientOptions, NetworkOptions, Policy, PolicyOptions, Sequence, pack};
+use colo_grpo::train::{
+    AdamOptions, GradientOptions, NetworkOptions, PackOptions, Policy, PolicyOptions, Sequence, pack,
+};
 use colo_grpo::types::{Prompt, RolloutGroup, SamplingParams};
 use tch::{Device, Kind, Tensor};
 
@@ -172,7 +174,8 @@ fn score(world: &World, kind: Kind, groups: &[RolloutGroup]) -> Vec<f32> {
             ref_logprobs: None,
         })
         .collect();
-    let micro_batches = pack(&sequences, 1 << 20, world.device()).unwrap();
+    let micro_batches =
+        pack(&sequences, &PackOptions { max_tokens: 1 << 20, share_prompts: false, device: world.device() }).unwrap();
     assert_eq!(micro_batches.len(), 1);
     let scores = policy.forward_logprobs(&micro_batches[0], 1.0).unwrap();
     Vec::try_from(scores.logprobs.to_device(Device::Cpu)).unwrap()

@@ -12,8 +12,9 @@ use colo_grpo::dist::{Backend, Mesh, ReduceOp, World, all_gather_bytes, all_redu
 use colo_grpo::memory::{HostPool, Ledger, Place};
 use colo_grpo::model::{Family, ModelSpec, ParamName, ParamTable, Unit, UnitLayout};
 use colo_grpo::train::{
-    AdamOptions, GradientOptions, MicroBatch, NetworkOptions, ParamShard, ParamState, Policy, PolicyOptions, Reference,
-    ReferenceBytes, Scores, Sequence, StepOutcome, TokenGradients, TrainBytes, pack, pad_to_agreed_count,
+    AdamOptions, GradientOptions, MicroBatch, NetworkOptions, PackOptions, ParamShard, ParamState, Policy,
+    PolicyOptions, Reference, ReferenceBytes, Scores, Sequence, StepOutcome, TokenGradients, TrainBytes, pack,
+    pad_to_agreed_count,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -34,6 +35,24 @@ fn one_rank_follows_plain_adamw() {
         follows_plain_adamw(&mesh, Run { recompute, ..Run::new(0, Kind::Double) }, 1e-10);
         follows_plain_adamw(&mesh, Run { recompute, ..Run::new(3, Kind::Float) }, 0.02 * LR);
     }
+}
+
+/// Prompts run once for several completions, against autograd on whole sequences.
+#[test]
+fn shared_prompts_follow_plain_adamw() {
+    let mesh = World::single().mesh(1, 1).unwrap();
+    for recompute in [GradientCheckpointing::None, GradientCheckpointing::Selective, GradientCheckpointing::Full] {
+        for budget in [1, 24, 1000] {
+            let run = Run { recompute, budget, share_prompts: true, ..Run::new(0, Kind::Double) };
+            follows_plain_adamw(&mesh, run, 1e-10);
+            follows_plain_adamw(&mesh, Run { tied: true, ..run }, 1e-10);
+        }
+    }
+    let tokens = |share_prompts| -> usize {
+        let run = Run { budget: 1000, share_prompts, ..Run::new(0, Kind::Double) };
+        run.micro_batches(&mesh).iter().map(MicroBatch::num_tokens).sum()
+    };
+    assert_eq!(tokens(false) - tokens(true), 3 + 3 + 7 + 5);
 }
 
 #[test]
@@ -393,6 +412,7 @@ struct Run {
     gradients: GradientOptions,
     /// Whether the last backward before a step is said to be.
     announced: bool,
+    share_prompts: bool,
     /// Ranks that share the sequences; the others have none.
     num_sharers: usize,
 }
@@ -408,6 +428,7 @@ impl Run {
             recompute,
             budget: BUDGET,
             gradients,
+            share_prompts: false,
             announced: false,
             num_sharers: usize::MAX,
         }
@@ -439,11 +460,15 @@ impl Run {
         autograd::Model::new(table, |index| sources[index].shallow_clone())
     }
 
-    /// Eight sequences of different lengths, one of them masked.
+    /// Eight sequences of different lengths, neighbours with the same prompt among them.
     fn sequences(&self) -> Vec<Sequence> {
-        let lengths = [(3, 4), (5, 9), (1, 2), (7, 12), (2, 1), (4, 6), (6, 10), (3, 8)];
+        let lengths = [(3, 4), (3, 9), (3, 2), (7, 12), (7, 1), (5, 6), (5, 10), (1, 8)];
+        let id = |i: usize, salt: usize| ((i * i + 5 * salt + 3 * i) % 47) as u32;
         let sequence = |(n, (prompt_len, completion_len)): (usize, (usize, usize))| Sequence {
-            token_ids: (0..prompt_len + completion_len).map(|i| ((i * i + 5 * n + 3 * i) % 47) as u32).collect(),
+            token_ids: (0..prompt_len)
+                .map(|i| id(i, prompt_len))
+                .chain((prompt_len..prompt_len + completion_len).map(|i| id(i, n)))
+                .collect(),
             prompt_len,
             advantage: 1.5 - 0.6 * n as f32,
             masked: false,
@@ -464,7 +489,9 @@ impl Run {
     }
 
     fn micro_batches(&self, mesh: &Mesh) -> Vec<MicroBatch> {
-        let mut micro_batches = pack(&self.own_sequences(mesh), self.budget, mesh.world.device()).unwrap();
+        let options =
+            PackOptions { max_tokens: self.budget, share_prompts: self.share_prompts, device: mesh.world.device() };
+        let mut micro_batches = pack(&self.own_sequences(mesh), &options).unwrap();
         pad_to_agreed_count(&mut micro_batches, &*mesh.world).unwrap();
         micro_batches
     }

@@ -101,6 +101,7 @@ pub fn update_options() -> UpdateOptions {
         num_iterations: 1,
         updates_per_generation: 1,
         max_tokens_per_micro_batch: 200,
+        share_prompts: true,
         schedule: Schedule { kind: LrSchedulerType::Constant, peak: 0.02, warmup_steps: 0, total_steps: 100 },
         global_step: 0,
         max_grad_norm: 1.0,

@@ -6,10 +6,9 @@ use colo_grpo::colocate::{Colocated, UpdateOptions};
 use colo_grpo::config::LossType;
 use colo_grpo::dist::{ReduceOp, World, all_reduce_f64};
 use colo_grpo::grpo::LossConfig;
-use colo_grpo::train::{Schedule, Sequence, pack};
-use tch::Device;
+use colo_grpo::train::{Schedule, Sequence};
 
-use super::setup::{Setup, TEMPERATURE, share, state, update_options};
+use super::setup::{Setup, share, state, update_options};
 use crate::ranks;
 
 const LOSS_TYPES: [LossType; 5] = [LossType::Grpo, LossType::DrGrpo, LossType::Bnpo, LossType::Dapo, LossType::Cispo];
@@ -24,12 +23,13 @@ fn four_ranks_have_the_loss_of_one() {
     ranks::run(4, "colocate::update::four_ranks_have_the_loss_of_one", |world: World| losses_agree(world, &[2]));
 }
 
-/// Loss and gradient norm of two passes of three updates do not depend on ranks, stage or packing.
+/// Loss and gradient norm of two passes of three updates do not depend on ranks, stage, packing or shared prompts.
 fn losses_agree(world: World, stages: &[u8]) {
     let world = Arc::new(world);
     let mesh = world.mesh(1, world.size()).unwrap();
     for loss_type in LOSS_TYPES {
-        let options = |budget| UpdateOptions {
+        let options = |budget, share_prompts| UpdateOptions {
+            share_prompts,
             loss: LossConfig { loss_type, epsilon_high: 1.2, ..LossConfig::default() },
             num_iterations: 2,
             updates_per_generation: 3, // a rank's sequences do not begin with the first update's
@@ -37,12 +37,13 @@ fn losses_agree(world: World, stages: &[u8]) {
             schedule: Schedule { peak: 1e-3, ..update_options().schedule }, // later losses magnify rounding by the rate
             ..update_options()
         };
-        let (loss, norm) = totals(&mut Setup::new(0).alone(), &mut sequences(), &options(10_000));
+        let (loss, norm) = totals(&mut Setup::new(0).alone(), &sequences(), &options(10_000, false));
         assert!(loss.abs() > 1e-3 && norm > 1e-3, "{loss_type:?}: {loss} {norm}");
-        for (stage, budget) in stages.iter().flat_map(|stage| [(*stage, 40), (*stage, 10_000)]) {
-            let mut own = sequences()[share(&world, sequences().len())].to_vec();
+        let packings = [(40, true), (40, false), (10_000, true)];
+        for (stage, (budget, shared)) in stages.iter().flat_map(|stage| packings.map(|packing| (*stage, packing))) {
+            let own = &sequences()[share(&world, sequences().len())];
             let mut colocated = Setup::new(stage).build(&world, &mesh);
-            let (got_loss, got_norm) = totals(&mut colocated, &mut own, &options(budget));
+            let (got_loss, got_norm) = totals(&mut colocated, own, &options(budget, shared));
             let differences = [(got_loss / loss - 1.0).abs(), (got_norm / norm - 1.0).abs()];
             assert!(differences.iter().all(|it| *it < 1e-5), "{loss_type:?}, stage {stage}, {budget}: {differences:?}");
         }
@@ -55,7 +56,7 @@ fn masked_completions_change_nothing() {
         let options = UpdateOptions { loss: LossConfig { loss_type, ..LossConfig::default() }, ..update_options() };
         let run = |sequences: Vec<Sequence>| {
             let mut colocated = Setup::new(0).alone();
-            let totals = totals(&mut colocated, &mut { sequences }, &options);
+            let totals = totals(&mut colocated, &sequences, &options);
             (totals, state(colocated.policy()))
         };
         let mut others = sequences();
@@ -73,28 +74,19 @@ fn masked_completions_change_nothing() {
 #[test]
 fn later_updates_compare_with_the_log_probabilities_before_the_first() {
     let mut colocated = Setup::new(0).alone();
-    let expected = logprobs(&mut colocated, &sequences());
     let narrow = LossConfig { epsilon: 1e-3, epsilon_high: 1e-3, ..LossConfig::default() };
     let once = UpdateOptions { loss: narrow, ..update_options() };
     let four_times = UpdateOptions { num_iterations: 2, updates_per_generation: 2, ..once.clone() };
     let still = UpdateOptions { schedule: Schedule { peak: 0.0, ..once.schedule }, ..four_times.clone() };
     let clipped = |colocated: &mut Colocated, options: &UpdateOptions| {
-        let mut batch = sequences();
-        let outcome = colocated.update(&mut batch, options, &()).unwrap();
+        let outcome = colocated.update(&sequences(), options, &()).unwrap();
         assert_eq!(outcome.num_updates, (options.num_iterations * options.updates_per_generation) as u64);
-        (metric(&outcome.stats, "clip_ratio/region_mean"), batch)
+        metric(&outcome.stats, "clip_ratio/region_mean")
     };
-    assert_eq!(clipped(&mut colocated, &still).0, 0.0, "nothing moves, nothing is clipped");
-    let (region, batch) = clipped(&mut colocated, &four_times);
+    assert_eq!(clipped(&mut colocated, &still), 0.0, "nothing moves, nothing is clipped");
+    let region = clipped(&mut colocated, &four_times);
     assert!(region > 0.1, "{region}");
-    for (sequence, expected) in batch.iter().zip(expected) {
-        let old = sequence.old_logprobs.clone().unwrap_or_default();
-        assert_eq!((old.len(), sequence.old_logprobs.is_none()), (expected.len(), sequence.masked));
-        assert!(old.iter().zip(&expected).all(|(old, expected)| (old - expected).abs() < 1e-5));
-    }
-    let (region, batch) = clipped(&mut colocated, &once);
-    assert_eq!(region, 0.0, "a single update is its own old policy");
-    assert!(batch.iter().all(|sequence| sequence.old_logprobs.is_none()));
+    assert_eq!(clipped(&mut colocated, &once), 0.0, "a single update is its own old policy");
 }
 
 #[test]
@@ -105,10 +97,9 @@ fn the_kl_term_is_zero_until_the_policy_leaves_the_reference() {
         let loss = LossConfig { beta: 0.1, ..LossConfig::default() };
         let mut colocated = Setup { with_reference: true, ..Setup::new(2) }.build(&world, &mesh);
         let mut kl = || {
-            let mut own = sequences()[share(&world, sequences().len())].to_vec();
+            let own = &sequences()[share(&world, sequences().len())];
             let outcome =
-                colocated.update(&mut own, &UpdateOptions { loss: loss.clone(), ..update_options() }, &()).unwrap();
-            assert!(own.iter().all(|sequence| sequence.ref_logprobs.is_none() == sequence.masked));
+                colocated.update(own, &UpdateOptions { loss: loss.clone(), ..update_options() }, &()).unwrap();
             metric(&outcome.stats, "kl")
         };
         let (first, second) = (kl(), kl());
@@ -117,7 +108,7 @@ fn the_kl_term_is_zero_until_the_policy_leaves_the_reference() {
 }
 
 /// Loss over all ranks and mean gradient norm of one batch's updates.
-fn totals(colocated: &mut Colocated, own: &mut [Sequence], options: &UpdateOptions) -> (f64, f64) {
+fn totals(colocated: &mut Colocated, own: &[Sequence], options: &UpdateOptions) -> (f64, f64) {
     let outcome = colocated.update(own, options, &()).unwrap();
     let mut loss = [outcome.loss];
     all_reduce_f64(&*colocated.world().group(), &mut loss, ReduceOp::Sum).unwrap();
@@ -129,22 +120,14 @@ fn metric(stats: &colo_grpo::grpo::LossStats, wanted: &str) -> f64 {
     found.unwrap_or_else(|| panic!("{wanted} is not reported")).1.value()
 }
 
-/// The trainer's own log-probabilities, none where masked.
-fn logprobs(colocated: &mut Colocated, sequences: &[Sequence]) -> Vec<Vec<f32>> {
-    let mut all = vec![Vec::new(); sequences.len()];
-    for micro_batch in pack(sequences, 1, Device::Cpu).unwrap() {
-        let scores = colocated.policy_mut().forward_logprobs(&micro_batch, f64::from(TEMPERATURE)).unwrap();
-        all[micro_batch.sequences[0]] = Vec::try_from(scores.logprobs).unwrap();
-    }
-    all
-}
-
-/// Sixteen of different lengths and advantages, three of them masked.
+/// Sixteen of different lengths and advantages, four to a prompt, three of them masked.
 fn sequences() -> Vec<Sequence> {
     let sequence = |n: usize| {
-        let (prompt_len, completion_len) = (1 + n * 3 % 7, 2 + n * 5 % 11);
+        let (prompt_len, completion_len) = (1 + n / 4 * 3 % 7, 2 + n * 5 % 11);
+        let id = |i: usize, salt: usize| ((i * i + 5 * salt + 3 * i) % 96) as u32;
+        let completion = (prompt_len..prompt_len + completion_len).map(|i| id(i, n));
         Sequence {
-            token_ids: (0..prompt_len + completion_len).map(|i| ((i * i + 5 * n + 3 * i) % 96) as u32).collect(),
+            token_ids: (0..prompt_len).map(|i| id(i, n / 4)).chain(completion).collect(),
             prompt_len,
             advantage: 1.5 - 0.25 * n as f32,
             masked: n % 6 == 2,

@@ -1,0 +1,177 @@
+//! A generation batch's sequences spread over ranks by cost: every rank learns the whole batch and takes its part.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use super::pack::{Sequence, prompt_groups};
+use crate::dist::{Collective, all_gather_bytes};
+use crate::error::{Error, Result};
+use crate::model::ModelSpec;
+
+/// Attention's products reach about half of the rate of the others.
+const ATTENTION_WEIGHT: f64 = 2.0;
+
+/// The sequences of all ranks in rank order; collective over `group`.
+pub fn gather_sequences(own: &[Sequence], group: &dyn Collective) -> Result<Vec<Sequence>> {
+    if group.size() == 1 {
+        return Ok(own.to_vec());
+    }
+    let words: Vec<u8> = own.iter().flat_map(encode).flat_map(u32::to_le_bytes).collect();
+    let mut all = Vec::new();
+    for bytes in all_gather_bytes(group, &words)? {
+        let mut words = bytes.chunks_exact(4).map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]));
+        while let Some(num_tokens) = words.next() {
+            let sequence = decode(num_tokens as usize, &mut words);
+            all.push(sequence.ok_or_else(|| torn(group))?);
+        }
+    }
+    Ok(all)
+}
+
+/// The part of `all` that this rank trains on: the largest differencing method (Karmarkar and Karp, 1982) on the costs of
+/// groups with one prompt, which stay together, or of single sequences. Masked ones have no cost and go nowhere. All ranks
+/// find the same parts; no part is more than the costliest group dearer than another.
+pub fn balanced_share(
+    all: &[Sequence],
+    spec: &ModelSpec,
+    share_prompts: bool,
+    rank: usize,
+    num_ranks: usize,
+) -> Vec<Sequence> {
+    let unmasked = (0..all.len()).filter(|&index| !all[index].masked).collect();
+    let groups = prompt_groups(all, unmasked, share_prompts);
+    let costs: Vec<f64> = groups.iter().map(|group| cost(all, group, spec)).collect();
+    let own = partition(&costs, num_ranks).swap_remove(rank);
+    own.into_iter().flat_map(|group| &groups[group]).map(|&index| all[index].clone()).collect()
+}
+
+/// Forward and backward of a group in tokens without attention: products take 6 operations a token and weight, attention
+/// 12 a layer, head width and pair of query and key.
+fn cost(all: &[Sequence], group: &[usize], spec: &ModelSpec) -> f64 {
+    let pair_cost = ATTENTION_WEIGHT * (12 * spec.num_layers * spec.num_heads * spec.head_dim) as f64
+        / (6 * spec.num_params()) as f64;
+    let prompt_len = all[group[0]].prompt_len as f64;
+    let of_prompt = prompt_len + pair_cost * prompt_len * prompt_len / 2.0;
+    let of_completion = |index: &usize| {
+        let len = all[*index].completion_len() as f64;
+        len + pair_cost * len * (prompt_len + len / 2.0)
+    };
+    of_prompt + group.iter().map(of_completion).sum::<f64>()
+}
+
+/// Parts of a differencing: (cost, members) of each, dearest first.
+type Parts = Vec<(f64, Vec<usize>)>;
+
+/// Indexes into `costs` of each of `num_parts` parts, in ascending order. Repeatedly joins the two partial partitions that
+/// are most uneven, the dearest part of one with the cheapest of the other.
+fn partition(costs: &[f64], num_parts: usize) -> Vec<Vec<usize>> {
+    let uneven = |parts: &Parts| ordered(parts[0].0 - parts[num_parts - 1].0);
+    let mut partitions: Vec<Parts> = (0..costs.len())
+        .map(|index| {
+            let mut parts = vec![(0.0, Vec::new()); num_parts];
+            parts[0] = (costs[index], vec![index]);
+            parts
+        })
+        .collect();
+    let mut most_uneven: BinaryHeap<(u64, Reverse<usize>)> =
+        partitions.iter().enumerate().map(|(at, parts)| (uneven(parts), Reverse(at))).collect();
+    while let Some((_, Reverse(first))) = most_uneven.pop() {
+        let Some((_, Reverse(second))) = most_uneven.pop() else {
+            let parts = partitions.swap_remove(first);
+            return parts.into_iter().map(|(_, members)| sorted(members)).collect();
+        };
+        let cheap = std::mem::take(&mut partitions[second]);
+        for (part, (cost, members)) in partitions[first].iter_mut().zip(cheap.into_iter().rev()) {
+            part.0 += cost;
+            part.1.extend(members);
+        }
+        partitions[first].sort_by(|a, b| b.0.total_cmp(&a.0));
+        most_uneven.push((uneven(&partitions[first]), Reverse(first)));
+    }
+    vec![Vec::new(); num_parts]
+}
+
+/// A number's order as bits; costs are not negative.
+fn ordered(cost: f64) -> u64 {
+    cost.max(0.0).to_bits()
+}
+
+fn sorted(mut members: Vec<usize>) -> Vec<usize> {
+    members.sort_unstable();
+    members
+}
+
+/// Words: tokens, prompt length, advantage, flags, ids, then each of the log-probabilities that there are.
+fn encode(sequence: &Sequence) -> Vec<u32> {
+    let logprobs = [&sequence.rollout_logprobs, &sequence.old_logprobs, &sequence.ref_logprobs];
+    let flags = logprobs.iter().rev().fold(u32::from(sequence.masked), |flags, it| 2 * flags + u32::from(it.is_some()));
+    let head = [sequence.token_ids.len() as u32, sequence.prompt_len as u32, sequence.advantage.to_bits(), flags];
+    let bits = logprobs.into_iter().flatten().flatten().map(|logprob| logprob.to_bits());
+    head.into_iter().chain(sequence.token_ids.iter().copied()).chain(bits).collect()
+}
+
+/// What [`encode`] wrote after the first word; `None` if it is cut short.
+fn decode(num_tokens: usize, words: &mut impl Iterator<Item = u32>) -> Option<Sequence> {
+    let (prompt_len, advantage, flags) = (words.next()? as usize, f32::from_bits(words.next()?), words.next()?);
+    let mut take = |count: usize| -> Option<Vec<u32>> {
+        let taken: Vec<u32> = words.take(count).collect();
+        (taken.len() == count).then_some(taken)
+    };
+    let token_ids = take(num_tokens)?;
+    let mut logprobs = [None, None, None];
+    for (bit, field) in logprobs.iter_mut().enumerate() {
+        if flags >> bit & 1 == 1 {
+            *field = Some(take(num_tokens - prompt_len)?.into_iter().map(f32::from_bits).collect());
+        }
+    }
+    let [rollout_logprobs, old_logprobs, ref_logprobs] = logprobs;
+    let masked = flags >> 3 == 1;
+    Some(Sequence { token_ids, prompt_len, advantage, masked, rollout_logprobs, old_logprobs, ref_logprobs })
+}
+
+fn torn(group: &dyn Collective) -> Error {
+    Error::Collective {
+        op: "all_gather",
+        group: group.name().to_owned(),
+        rank: group.ranks()[group.rank()],
+        message: "a rank's sequences arrived cut short".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::pack::tests::sequence;
+    use super::*;
+
+    #[test]
+    fn parts_are_even_and_hold_everything_once() {
+        assert_eq!(partition(&[8.0, 7.0, 6.0, 5.0, 4.0], 2), [[1, 3, 4].to_vec(), [0, 2].to_vec()]); // 16 and 14
+        let costs: Vec<f64> = (0..61).map(|i| f64::from(i * i * 7 % 113 + 1)).collect();
+        for num_parts in [1, 2, 3, 8] {
+            let parts = partition(&costs, num_parts);
+            assert_eq!(sorted(parts.concat()), (0..61).collect::<Vec<_>>());
+            let sums = parts.iter().map(|part| part.iter().map(|&index| costs[index]).sum::<f64>());
+            let (low, high) = sums.fold((f64::MAX, 0.0f64), |(low, high), sum| (low.min(sum), high.max(sum)));
+            assert!(high / low < 1.01, "{num_parts} parts of {low} to {high}");
+        }
+        assert_eq!(partition(&[1.0], 3), [vec![0], vec![], vec![]]);
+        assert_eq!(partition(&[], 2), [vec![], vec![]] as [Vec<usize>; 2]);
+    }
+
+    #[test]
+    fn sequences_survive_the_way() {
+        let full = Sequence {
+            masked: true,
+            old_logprobs: Some(vec![-0.5, f32::MIN_POSITIVE]),
+            ref_logprobs: Some(vec![-1.0, -2.0]),
+            ..sequence(4, 2)
+        };
+        for sent in [sequence(7, 3), full, Sequence { rollout_logprobs: None, ..sequence(2, 1) }] {
+            let mut words = encode(&sent).into_iter();
+            let num_tokens = words.next().unwrap() as usize;
+            assert_eq!(decode(num_tokens, &mut words).as_ref(), Some(&sent));
+            assert_eq!(words.next(), None);
+        }
+        assert_eq!(decode(9, &mut encode(&sequence(4, 2)).into_iter().skip(1)), None);
+    }
+}

@@ -1,0 +1,191 @@
+//! What the network runs at once: sequences laid end to end, or prompts once and their completions after them.
+//!
+//! Shapes: T tokens, C scored (completion) tokens, N sequences of a micro-batch.
+
+use tch::{Device, Kind, Tensor};
+
+use super::pack::Sequence;
+use crate::ops::attention::{Bounds, SharedBounds};
+
+/// Sequences with what scoring and the loss need of them.
+#[derive(Debug)]
+pub struct MicroBatch {
+    /// Ids.
+    pub token_ids: Tensor, // [T] i64
+    /// Position of each token in its sequence.
+    pub positions: Tensor, // [T] i64
+    /// Where each sequence lies.
+    pub bounds: Bounds,
+    /// Row of the token before each completion token: its hidden state predicts it. A shared prompt's last row comes once
+    /// for each of its completions.
+    pub scored_rows: Tensor, // [C] i64
+    /// The completion tokens.
+    pub targets: Tensor, // [C] i64
+    /// Sequence of each completion token, 0 to N.
+    pub sequence_of_token: Tensor, // [C] i64
+    /// Advantages.
+    pub advantages: Tensor, // [N] f32
+    /// The sampler's log-probabilities, if every sequence has them.
+    pub rollout_logprobs: Option<Tensor>, // [C] f32
+    /// Log-probabilities before the first update, if every sequence has them.
+    pub old_logprobs: Option<Tensor>, // [C] f32
+    /// The reference model's log-probabilities, if every sequence has them.
+    pub ref_logprobs: Option<Tensor>, // [C] f32
+    /// Index of each sequence in what was packed.
+    pub sequences: Vec<usize>, // [N]
+}
+
+impl MicroBatch {
+    /// One token that nothing is scored on: it runs through the network so that this rank joins its peers' collectives,
+    /// calls no loss and adds nothing to any gradient.
+    pub fn empty(device: Device) -> Self {
+        let mut micro_batch = Self::new(&[], &[], device);
+        micro_batch.token_ids = Tensor::zeros([1], (Kind::Int64, device));
+        micro_batch.positions = micro_batch.token_ids.shallow_clone();
+        micro_batch.bounds = Bounds::Separate(vec![0, 1]);
+        micro_batch
+    }
+
+    /// Whether nothing is scored on it.
+    pub fn is_empty(&self) -> bool {
+        self.sequences.is_empty()
+    }
+
+    /// Tokens that run through the network (T).
+    pub fn num_tokens(&self) -> usize {
+        self.token_ids.size()[0] as usize
+    }
+
+    /// From groups of indexes into `all`; the sequences of one group have one prompt, which is run once. Groups of one
+    /// sequence each are laid end to end.
+    pub(super) fn new(all: &[Sequence], groups: &[Vec<usize>], device: Device) -> Self {
+        let rows = match groups.iter().any(|group| group.len() > 1) {
+            true => Rows::shared(all, groups),
+            false => Rows::separate(all, groups),
+        };
+        let sequences = groups.concat();
+        let completions = || sequences.iter().map(|&index| &all[index]);
+        let targets: Vec<i64> = completions().flat_map(|sequence| ids(sequence.completion())).collect();
+        let sequence_of_token: Vec<i64> = completions()
+            .enumerate()
+            .flat_map(|(n, sequence)| std::iter::repeat_n(n as i64, sequence.completion_len()))
+            .collect();
+        let advantages: Vec<f32> = completions().map(|sequence| sequence.advantage).collect();
+        let logprobs = |field: fn(&Sequence) -> Option<&Vec<f32>>| {
+            let values: Option<Vec<&[f32]>> =
+                completions().map(|sequence| field(sequence).map(Vec::as_slice)).collect();
+            values.map(|values| Tensor::from_slice(&values.concat()).to_device(device))
+        };
+        let tensor = |values: &[i64]| Tensor::from_slice(values).to_device(device);
+        Self {
+            token_ids: tensor(&rows.token_ids),
+            positions: tensor(&rows.positions),
+            bounds: rows.bounds,
+            scored_rows: tensor(&rows.scored),
+            targets: tensor(&targets),
+            sequence_of_token: tensor(&sequence_of_token),
+            advantages: Tensor::from_slice(&advantages).to_device(device),
+            rollout_logprobs: logprobs(|sequence| sequence.rollout_logprobs.as_ref()),
+            old_logprobs: logprobs(|sequence| sequence.old_logprobs.as_ref()),
+            ref_logprobs: logprobs(|sequence| sequence.ref_logprobs.as_ref()),
+            sequences,
+        }
+    }
+}
+
+/// What stands in each row.
+struct Rows {
+    token_ids: Vec<i64>, // [T]
+    positions: Vec<i64>, // [T]
+    bounds: Bounds,
+    scored: Vec<i64>, // [C]
+}
+
+impl Rows {
+    fn separate(all: &[Sequence], groups: &[Vec<usize>]) -> Self {
+        let (mut token_ids, mut positions, mut scored, mut cu_seqlens) = (vec![], vec![], vec![], vec![0]);
+        for &index in groups.iter().flatten() {
+            let sequence = &all[index];
+            let (start, len) = (token_ids.len() as i64, sequence.token_ids.len() as i64);
+            token_ids.extend(ids(&sequence.token_ids));
+            positions.extend(0..len);
+            scored.extend(start + sequence.prompt_len as i64 - 1..start + len - 1);
+            cu_seqlens.push(start + len);
+        }
+        Self { token_ids, positions, bounds: Bounds::Separate(cu_seqlens), scored }
+    }
+
+    fn shared(all: &[Sequence], groups: &[Vec<usize>]) -> Self {
+        let (mut token_ids, mut positions, mut scored, mut prompts) = (vec![], vec![], vec![], vec![0]);
+        for group in groups {
+            let prompt = all[group[0]].prompt();
+            token_ids.extend(ids(prompt));
+            positions.extend(0..prompt.len() as i64);
+            prompts.push(token_ids.len() as i64);
+        }
+        let (mut bounds, mut completions) = (vec![token_ids.len() as i64], vec![token_ids.len() as i64]);
+        for (group, prompt_end) in groups.iter().zip(&prompts[1..]) {
+            for &index in group {
+                let (start, completion) = (token_ids.len() as i64, all[index].completion());
+                let (first, len) = (all[index].prompt_len as i64, completion.len() as i64);
+                token_ids.extend(ids(completion));
+                positions.extend(first..first + len);
+                scored.push(prompt_end - 1);
+                scored.extend(start..start + len - 1);
+                completions.push(start + len);
+            }
+            bounds.push(token_ids.len() as i64);
+        }
+        let bounds = Bounds::Shared(SharedBounds { prompts, groups: bounds, completions });
+        Self { token_ids, positions, bounds, scored }
+    }
+}
+
+fn ids(tokens: &[u32]) -> impl Iterator<Item = i64> + '_ {
+    tokens.iter().map(|&id| i64::from(id))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::pack::tests::sequence;
+    use super::*;
+
+    fn ints(tensor: &Tensor) -> Vec<i64> {
+        Vec::try_from(tensor).unwrap()
+    }
+
+    #[test]
+    fn a_completion_token_is_scored_from_the_row_before_it() {
+        let micro_batch = MicroBatch::new(&[sequence(3, 1), sequence(4, 2)], &[vec![0], vec![1]], Device::Cpu);
+        assert_eq!(ints(&micro_batch.token_ids), [300, 301, 302, 400, 401, 402, 403]);
+        assert_eq!(ints(&micro_batch.positions), [0, 1, 2, 0, 1, 2, 3]);
+        assert_eq!(micro_batch.bounds, Bounds::Separate(vec![0, 3, 7]));
+        assert_eq!(ints(&micro_batch.scored_rows), [0, 1, 4, 5]);
+        assert_eq!(ints(&micro_batch.targets), [301, 302, 402, 403]);
+        assert_eq!(ints(&micro_batch.sequence_of_token), [0, 0, 1, 1]);
+        assert_eq!(Vec::<f32>::try_from(&micro_batch.advantages).unwrap(), [3.0, 4.0]);
+        let rollout_logprobs = micro_batch.rollout_logprobs.as_ref().unwrap();
+        assert_eq!(Vec::<f32>::try_from(rollout_logprobs).unwrap(), [-3.0, -3.0, -4.0, -4.0]);
+        assert!(micro_batch.old_logprobs.is_none());
+    }
+
+    #[test]
+    fn a_shared_prompt_stands_first_and_is_scored_for_each_completion() {
+        let all = [sequence(4, 2), sequence(5, 2), sequence(3, 1)];
+        let micro_batch = MicroBatch::new(&all, &[vec![0, 1], vec![2]], Device::Cpu);
+        assert_eq!(ints(&micro_batch.token_ids), [400, 401, 300, 402, 403, 502, 503, 504, 301, 302]);
+        assert_eq!(ints(&micro_batch.positions), [0, 1, 0, 2, 3, 2, 3, 4, 1, 2]);
+        let bounds = SharedBounds { prompts: vec![0, 2, 3], groups: vec![3, 8, 10], completions: vec![3, 5, 8, 10] };
+        assert_eq!(micro_batch.bounds, Bounds::Shared(bounds));
+        assert_eq!(ints(&micro_batch.scored_rows), [1, 3, 1, 5, 6, 2, 8]);
+        assert_eq!(ints(&micro_batch.targets), [402, 403, 502, 503, 504, 301, 302]);
+        assert_eq!(ints(&micro_batch.sequence_of_token), [0, 0, 1, 1, 1, 2, 2]);
+    }
+
+    #[test]
+    fn an_empty_micro_batch_scores_nothing() {
+        let empty = MicroBatch::empty(Device::Cpu);
+        assert!(empty.is_empty());
+        assert_eq!((empty.num_tokens(), empty.targets.numel()), (1, 0));
+    }
+}
