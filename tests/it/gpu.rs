@@ -9,7 +9,7 @@ use colo_grpo::config::GradientCheckpointing;
 use colo_grpo::data::{Dataset, DatasetOptions, Tokenizer};
 use colo_grpo::dist::{Backend, World};
 use colo_grpo::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
-use colo_grpo::ops::attention::{PackedLayout, packed_backward, packed_forward};
+use colo_grpo::ops::attention::{Bounds, PackedLayout, SharedBounds, packed_backward, packed_forward};
 use colo_grpo::rollout::{Engine, EngineOptions};
 use colo_grpo::train::{
     AdamOptions, GradientOptions, NetworkOptions, PackOptions, Policy, PolicyOptions, Sequence, pack,
@@ -22,35 +22,47 @@ use crate::ranks;
 /// The demo's model, warmed up: its distributions are neither flat nor certain.
 const MODEL: &str = "configs/arithmetic/model";
 
+/// Separate sequences and shared prompts, of any length (flash) and of one (cuDNN, from the second time on).
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_flash_attention_equals_the_cpus() {
+fn gpu_attention_equals_the_cpus() {
     let gpu = World::single_on(Backend::Nccl).unwrap().device();
+    let separate = |lens: &[i64]| Bounds::Separate(cu_seqlens(0, lens));
+    let shared = |prompts: &[i64], completions: &[&[i64]]| {
+        let prompts = cu_seqlens(0, prompts);
+        let first = prompts[prompts.len() - 1];
+        let groups: Vec<i64> = completions.iter().map(|lens| lens.iter().sum()).collect();
+        let (groups, completions) = (cu_seqlens(first, &groups), cu_seqlens(first, &completions.concat()));
+        Bounds::Shared(SharedBounds { prompts, groups, completions })
+    };
     let cases = [
-        (&[5i64, 0, 40, 3, 1, 333][..], 7, 2, None, 64),
-        (&[1], 2, 2, None, 32),
-        (&[700, 20], 1, 4, Some(50), 128),
-        (&[64, 129], 4, 2, None, 40),
+        (separate(&[5, 0, 40, 3, 1, 333]), 7, 2, None, 64),
+        (separate(&[1]), 2, 2, None, 32),
+        (separate(&[700, 20]), 1, 4, Some(50), 128),
+        (separate(&[64, 129]), 4, 2, None, 40),
+        (separate(&[300, 300, 300]), 7, 2, None, 128),
+        (shared(&[40, 200], &[&[5, 300, 1], &[70, 7]]), 7, 2, None, 128),
+        (shared(&[200, 200], &[&[150, 150, 150], &[150, 150, 150]]), 6, 2, None, 128),
     ];
-    for (lens, group, heads, window, head_dim) in cases {
-        let cu = cu_seqlens(lens);
-        let tokens = cu[lens.len()];
-        let rand = |heads| Tensor::randn([tokens, heads, head_dim], (Kind::BFloat16, Device::Cpu));
-        let inputs = [rand(heads * group), rand(heads), rand(heads), rand(heads * group)];
+    for (bounds, group, heads, window, head_dim) in &cases {
+        let rand = |heads: i64| Tensor::randn([bounds.num_tokens(), heads, *head_dim], (Kind::BFloat16, Device::Cpu));
+        let inputs = [rand(heads * group), rand(*heads), rand(*heads), rand(heads * group)];
         let run = |device, kind| {
             let [q, k, v, d_o] = inputs.each_ref().map(|tensor| tensor.to_kind(kind).to_device(device));
-            let layout = PackedLayout::new(&cu, heads as usize, window, device);
+            let layout = PackedLayout::of(bounds, *heads as usize, *window, device);
             let (o, lse) = packed_forward(&q, &k, &v, &layout, 0.2);
             let (dq, dk, dv) = packed_backward(&d_o, &q, &k, &v, &o, &lse, &layout, 0.2);
             [o, lse, dq, dk, dv].map(|tensor| tensor.to_device(Device::Cpu).to_kind(Kind::Double))
         };
-        let (got, expected) = (run(gpu, Kind::BFloat16), run(Device::Cpu, Kind::Float));
-        for ((got, expected), what) in got.iter().zip(&expected).zip(["o", "lse", "dq", "dk", "dv"]) {
-            assert_eq!(got.size(), expected.size(), "{what}");
-            // A single token's dq and dk are zero: measured against the gradient that comes in.
-            let size = expected.norm().double_value(&[]).max(inputs[3].to_kind(Kind::Double).norm().double_value(&[]));
-            let error = (got - expected).norm().double_value(&[]) / size;
-            assert!(error < 0.01, "{what} of {lens:?}, window {window:?}: off by {error}");
+        let expected = run(Device::Cpu, Kind::Float);
+        for got in [run(gpu, Kind::BFloat16), run(gpu, Kind::BFloat16)] {
+            for ((got, expected), what) in got.iter().zip(&expected).zip(["o", "lse", "dq", "dk", "dv"]) {
+                assert_eq!(got.size(), expected.size(), "{what}");
+                // A single token's dq and dk are zero: measured against the gradient that comes in.
+                let norm = |tensor: &Tensor| tensor.to_kind(Kind::Double).norm().double_value(&[]);
+                let error = norm(&(got - expected)) / norm(expected).max(norm(&inputs[3]));
+                assert!(error < 0.01, "{what} of {bounds:?}, window {window:?}: off by {error}");
+            }
         }
     }
 }
@@ -96,8 +108,8 @@ fn gpu_world() -> Arc<World> {
     Arc::new(World::single_on(Backend::Nccl).unwrap())
 }
 
-fn cu_seqlens(lens: &[i64]) -> Vec<i64> {
-    let mut bounds = vec![0];
+fn cu_seqlens(first: i64, lens: &[i64]) -> Vec<i64> {
+    let mut bounds = vec![first];
     lens.iter().for_each(|len| bounds.push(bounds[bounds.len() - 1] + len));
     bounds
 }
