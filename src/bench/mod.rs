@@ -1,11 +1,18 @@
 //! Benchmarks on random weights and tokens. Each returns one JSON object; medians of several repetitions after a warm-up.
 
 mod generate;
+mod memory;
+mod step;
 mod train;
 
 pub use generate::{GenerateBench, bench_generate};
+pub use step::{StepBench, bench_step};
 pub use train::{TrainBench, bench_train};
 
+use tch::Device;
+
+use crate::cuda::Context;
+use crate::error::Result;
 use crate::ops::random::RandomKey;
 
 /// Key of weights and tokens.
@@ -18,6 +25,14 @@ fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
     if values.len() % 2 == 1 { values[middle] } else { (values[middle - 1] + values[middle]) / 2.0 }
+}
+
+/// Waits for all work queued on `device`.
+fn synchronize(device: Device) -> Result<()> {
+    match device {
+        Device::Cuda(ordinal) => Context::retain(ordinal)?.synchronize(),
+        _ => Ok(()),
+    }
 }
 
 /// Token `index` of a random text, the same every time.

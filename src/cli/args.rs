@@ -219,6 +219,8 @@ pub enum BenchCommand {
     Train(BenchTrainArgs),
     /// Tokens per second of the generation engine on random prompts
     Generate(BenchGenerateArgs),
+    /// Whole GRPO steps of the trainer: colo-grpo bench step --preset tiny --prompts 8 zero.stage=3 beta=0.04
+    Step(BenchStepArgs),
 }
 
 /// `bench train`.
@@ -299,6 +301,33 @@ pub struct BenchGenerateArgs {
     pub repeats: usize,
 }
 
+/// `bench step`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct BenchStepArgs {
+    #[command(flatten)]
+    pub launch: LaunchArgs,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Prompts per step, over all ranks
+    #[arg(long, default_value_t = 16, value_parser = count)]
+    pub prompts: usize,
+    /// Completions per prompt
+    #[arg(long, default_value_t = 8, value_parser = number(|group: &usize| *group >= 2, "at least 2"))]
+    pub group: usize,
+    /// Tokens per prompt
+    #[arg(long, default_value_t = 16, value_parser = count)]
+    pub prompt_len: usize,
+    /// Tokens per completion, exactly
+    #[arg(long, default_value_t = 32, value_parser = count)]
+    pub completion_len: usize,
+    /// Timed steps; medians are printed
+    #[arg(long, default_value_t = 5, value_parser = count)]
+    pub steps: usize,
+    /// Any configuration key: key=value, section.key=value (also --section.key value)
+    pub overrides: Vec<String>,
+}
+
 /// A word that a configuration key takes.
 fn word<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, String> {
     serde_json::from_value(text.into()).map_err(|error| error.to_string())
@@ -321,6 +350,10 @@ const SUBCOMMANDS: &[&str] = &["train", "sft", "generate", "eval", "init", "plan
 const RUN_OPTIONS: &[&str] =
     &["config", "nproc", "nproc_per_node", "num_processes", "master_addr", "master_port", "help", "version"];
 
+/// The further options of `bench step`, which takes overrides too.
+const STEP_OPTIONS: &[&str] =
+    &["model_preset", "preset", "config_json", "prompts", "group", "prompt_len", "completion_len", "steps"];
+
 /// Makes `train` the default, turns `--a.b c` of a configuration key into the override `a.b=c` (`--key` alone into
 /// `key=true`), and takes hyphens for underscores in names.
 pub fn normalise(argv: Vec<String>) -> Vec<String> {
@@ -332,9 +365,14 @@ pub fn normalise(argv: Vec<String>) -> Vec<String> {
     };
     let meta = ["-h", "--help", "-V", "--version"].contains(&first.as_str());
     let named = SUBCOMMANDS.contains(&first.as_str());
-    let takes_overrides = !meta && (!named || ["train", "sft", "plan"].contains(&first.as_str()));
+    let mut takes_overrides = !meta && (!named || ["train", "sft", "plan"].contains(&first.as_str()));
+    let mut own_options = RUN_OPTIONS.to_vec();
     if !meta && !named {
         out.push("train".into());
+    } else if first == "bench" {
+        out.extend(rest.next());
+        takes_overrides = rest.peek().is_some_and(|bench| bench == "step");
+        own_options.extend(STEP_OPTIONS);
     }
     while let Some(argument) = rest.next() {
         let Some(option) = argument.strip_prefix("--") else {
@@ -344,7 +382,8 @@ pub fn normalise(argv: Vec<String>) -> Vec<String> {
         let (name, value) =
             option.split_once('=').map_or((option, None), |(name, value)| (name, Some(value.to_owned())));
         let name = name.replace('-', "_");
-        if takes_overrides && !RUN_OPTIONS.contains(&name.as_str()) {
+        if takes_overrides && !own_options.contains(&name.as_str()) {
+            let name = key_of(name);
             // An option or an override that follows is not this one's value: `--flag key=value`.
             let is_value = |next: &String| !next.starts_with("--") && !is_override(next);
             let value = value.or_else(|| rest.next_if(is_value));
@@ -354,6 +393,16 @@ pub fn normalise(argv: Vec<String>) -> Vec<String> {
         }
     }
     out
+}
+
+/// The configuration key that an option names: `--zero_stage` is `zero.stage`, `--tp` the tensor-parallel size.
+fn key_of(option: String) -> String {
+    let dotted = option.replacen('_', ".", 1);
+    match option.as_str() {
+        "tp" => "tensor_parallel_size".to_owned(),
+        _ if Config::keys().contains(&dotted) => dotted,
+        _ => option,
+    }
 }
 
 /// Whether a word is `key=value` of a configuration key.
@@ -382,6 +431,11 @@ mod tests {
         );
         assert_eq!(normalised("colo-grpo --log_completions beta=1"), "colo-grpo train log_completions=true beta=1");
         assert_eq!(normalised("colo-grpo"), "colo-grpo --help");
+        assert_eq!(
+            normalised("colo-grpo bench step --preset tiny --nproc 2 --tp 2 --zero-stage 3 --residency-optimizer swap"),
+            "colo-grpo bench step --preset tiny --nproc 2 tensor_parallel_size=2 zero.stage=3 residency.optimizer=swap"
+        );
+        assert_eq!(normalised("colo-grpo bench train --zero-stage 3"), "colo-grpo bench train --zero_stage 3");
         assert_eq!(normalised("colo-grpo eval --top-p 1 -n 2"), "colo-grpo eval --top_p 1 -n 2");
     }
 

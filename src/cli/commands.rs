@@ -8,10 +8,10 @@ use serde_json::json;
 use tch::Kind;
 
 use super::args::{
-    BenchCommand, BenchGenerateArgs, BenchTrainArgs, Command, EvalArgs, GenerateArgs, InitArgs, LaunchArgs, ModelArgs,
-    PlaceArgs, RunArgs, SamplingArgs,
+    BenchCommand, BenchGenerateArgs, BenchStepArgs, BenchTrainArgs, Command, EvalArgs, GenerateArgs, InitArgs,
+    LaunchArgs, ModelArgs, PlaceArgs, RunArgs, SamplingArgs,
 };
-use crate::bench::{GenerateBench, TrainBench, bench_generate, bench_train};
+use crate::bench::{GenerateBench, StepBench, TrainBench, bench_generate, bench_step, bench_train};
 use crate::colocate::Served;
 use crate::config::{Config, SftConfig};
 use crate::cuda::{self, Placement};
@@ -55,6 +55,7 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
             let result = generate_bench(&args, world.clone(), kind)?;
             print_first(&world, result)
         }),
+        Command::Bench(BenchCommand::Step(args)) => step_bench(&args),
     }
 }
 
@@ -283,6 +284,26 @@ fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Re
         repeats: args.repeats,
     };
     bench_generate(&bench, world)
+}
+
+fn step_bench(args: &BenchStepArgs) -> Result<ExitCode> {
+    let bench = StepBench {
+        model: args.model.name(),
+        spec: Arc::new(spec_of(&args.model)?),
+        prompts: args.prompts,
+        group: args.group,
+        prompt_len: args.prompt_len,
+        completion_len: args.completion_len,
+        steps: args.steps,
+        overrides: args.overrides.clone(),
+    };
+    let config = bench.config(args.launch.nproc)?;
+    let placement = Placement::new(config.device, config.dtype)?;
+    let timeout = Duration::from_secs_f64(config.collective_timeout_s);
+    distributed(&args.launch, timeout, placement.on_cuda, |world| {
+        let result = bench_step(&bench, world.clone())?;
+        print_first(&world, result)
+    })
 }
 
 fn spec_of(args: &ModelArgs) -> Result<ModelSpec> {

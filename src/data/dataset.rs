@@ -55,6 +55,13 @@ pub struct Dataset {
 }
 
 impl Dataset {
+    /// Prompts that are made, not read; at least one.
+    pub fn new(prompts: Vec<Prompt>) -> Self {
+        assert!(!prompts.is_empty(), "a data set without prompts");
+        let counts = DatasetCounts { read: prompts.len(), kept: prompts.len(), ..DatasetCounts::default() };
+        Self { prompts, counts }
+    }
+
     /// Reads JSONL rows. A prompt stands in `prompt`, `problem` or `question`, as text or as `[{role, content}]`; an
     /// answer in `answer`, `solution`, `ground_truth` or verl's `reward_model.ground_truth` is also given to the
     /// rewards as `answer`. [`Prompt::id`] is the row's index in the file, whatever is left out.

@@ -1,6 +1,7 @@
 //! Who holds how many bytes, where: for out-of-memory messages, the plan's check and the metrics.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Memory that is counted apart.
@@ -16,6 +17,8 @@ pub enum Place {
 #[derive(Debug)]
 pub struct Ledger;
 
+/// Most bytes held at once since [`Ledger::take_peak`], by place.
+static PEAKS: [AtomicUsize; 2] = [AtomicUsize::new(0), AtomicUsize::new(0)];
 static ACCOUNTS: Mutex<BTreeMap<(Place, &'static str), usize>> = Mutex::new(BTreeMap::new());
 
 impl Ledger {
@@ -32,6 +35,11 @@ impl Ledger {
     /// Bytes held in `place` by all owners together.
     pub fn total(place: Place) -> usize {
         accounts().iter().filter(|((at, _), _)| *at == place).map(|(_, bytes)| bytes).sum()
+    }
+
+    /// The most bytes that were held in `place` at once since the last call.
+    pub fn take_peak(place: Place) -> usize {
+        PEAKS[place as usize].swap(Self::total(place), Ordering::Relaxed)
     }
 
     /// Moves `owner`'s account from `old_bytes` to `new_bytes`, for owners of several allocations of one name.
@@ -56,6 +64,8 @@ impl Ledger {
         if *bytes == 0 {
             accounts.remove(&(place, owner));
         }
+        drop(accounts);
+        PEAKS[place as usize].fetch_max(Self::total(place), Ordering::Relaxed);
     }
 }
 

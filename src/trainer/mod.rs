@@ -12,13 +12,16 @@ use std::time::Instant;
 use crate::checkpoint::{self, CheckpointOptions, TrainerState};
 use crate::colocate::{Colocated, UpdateOptions};
 use crate::config::{BatchPlan, Config, ScaleRewards};
-use crate::data::{Dataset, PromptSampler};
+use crate::cuda::Placement;
+use crate::data::{Dataset, PromptSampler, Tokenizer};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::eval;
 use crate::grpo::{self, AdvantageStats, BatchStats, LossConfig};
 use crate::metrics::StepMetrics;
+use crate::model::{ModelSpec, init_unit};
 use crate::phase::{self, Phase};
+use crate::plan::MemoryPlan;
 use crate::reward::{RewardFunction, RewardPool};
 use crate::train::{Schedule, Sequence};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
@@ -32,6 +35,7 @@ pub struct Trainer {
     config: Config,
     world: Arc<World>,
     batch: BatchPlan,
+    plan: MemoryPlan,
     colocated: Colocated,
     rewards: RewardPool,
     dataset: Dataset,
@@ -80,6 +84,38 @@ impl Trainer {
         let checkpoint = setup::find_checkpoint(&config, &world)?;
         let loaded = phase::scope(Phase::Load, || setup::load(config, functions, world.clone(), checkpoint));
         world.agree(loaded)
+    }
+
+    /// A trainer of random weights on the given prompts, which writes no files; for benchmarks. The model's tokens are
+    /// numbers. Collective over the world.
+    pub(crate) fn on_random(
+        config: Config,
+        spec: Arc<ModelSpec>,
+        prompts: Vec<Prompt>,
+        functions: &[(&str, RewardFunction)],
+        world: Arc<World>,
+    ) -> Result<Self> {
+        let placement = Placement::in_world(config.device, config.dtype, world.device())?;
+        let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
+        let sizes = (world.size(), world.local_size());
+        let preflight = Preflight::of_model(&config, (spec, tokenizer), placement, sizes.0, sizes.1)?;
+        let (seed, kind) = (config.seed, preflight.kind);
+        let parts = setup::Parts {
+            preflight,
+            weights: &|layout| init_unit(layout, seed, kind),
+            rewards: RewardPool::with_functions(&config, functions)?,
+            dataset: Dataset::new(prompts),
+            eval_set: None,
+            checkpoint: None,
+            writes_files: false,
+        };
+        let assembled = setup::assemble(config, world.clone(), parts);
+        world.agree(assembled)
+    }
+
+    /// What the run holds on each rank.
+    pub fn plan(&self) -> &MemoryPlan {
+        &self.plan
     }
 
     /// Trains to the end: evaluates, saves and reports as configured; collective over the world.

@@ -36,14 +36,15 @@ pub(super) struct Output {
 }
 
 impl Output {
-    /// Opens files on the first rank; a checkpoint continues those of an earlier run.
+    /// Opens files on the first rank, if any are to be written; a checkpoint continues those of an earlier run.
     pub(super) fn new(
         config: &Config,
         group: Arc<dyn Collective>,
         max_steps: u64,
         checkpoint: Option<Checkpoint>,
+        writes_files: bool,
     ) -> Result<Self> {
-        let is_first = group.rank() == 0;
+        let is_first = writes_files && group.rank() == 0;
         let resume_step = checkpoint.as_ref().map(|checkpoint| checkpoint.state.global_step);
         let first_step = resume_step.unwrap_or(0);
         let output_dir = config.output_dir.clone();

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use tch::Kind;
+use tch::{Kind, Tensor};
 
 use super::output::Output;
 use super::{Progress, Trainer};
@@ -45,12 +45,23 @@ impl Preflight {
     /// # Errors
     /// What is wrong with the configuration, the model's folder or the machine.
     pub fn new(config: &Config, placement: Placement, world_size: usize, local_world_size: usize) -> Result<Self> {
-        let Placement { on_cuda, kind } = placement;
-        let batch = config.validate_world(world_size)?;
         let spec = Arc::new(ModelSpec::from_folder(&config.model_name_or_path)?);
-        spec.validate_tp(config.tensor_parallel_size)?;
         let tokenizer = Arc::new(Tokenizer::from_folder(&config.model_name_or_path)?);
         tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
+        Self::of_model(config, (spec, tokenizer), placement, world_size, local_world_size)
+    }
+
+    /// The same for a model that is in no folder.
+    pub(super) fn of_model(
+        config: &Config,
+        (spec, tokenizer): (Arc<ModelSpec>, Arc<Tokenizer>),
+        placement: Placement,
+        world_size: usize,
+        local_world_size: usize,
+    ) -> Result<Self> {
+        let Placement { on_cuda, kind } = placement;
+        let batch = config.validate_world(world_size)?;
+        spec.validate_tp(config.tensor_parallel_size)?;
         let table = Arc::new(ParamTable::new(spec.clone(), config.zero.shard_group_size.unwrap_or(world_size)));
         let engine_weight_bytes = match gathers(config, &table) {
             true => EngineSlices::gathered_bytes(&table, 0, config.tensor_parallel_size, kind)?,
@@ -78,6 +89,19 @@ fn gathers(config: &Config, table: &ParamTable) -> bool {
     config.zero.stage == 3 && table.shards > 1
 }
 
+/// What a trainer is made of beside its configuration.
+pub(super) struct Parts<'a> {
+    pub preflight: Preflight,
+    /// Whole units of the initial weights.
+    pub weights: &'a dyn Fn(&UnitLayout) -> Result<Tensor>,
+    pub rewards: RewardPool,
+    pub dataset: Dataset,
+    pub eval_set: Option<Dataset>,
+    pub checkpoint: Option<Checkpoint>,
+    /// Whether metrics, checkpoints and the report are kept.
+    pub writes_files: bool,
+}
+
 /// Loads everything; collective over the world.
 pub(super) fn load(
     config: Config,
@@ -87,7 +111,6 @@ pub(super) fn load(
 ) -> Result<Trainer> {
     let placement = Placement::in_world(config.device, config.dtype, world.device())?;
     let preflight = Preflight::new(&config, placement, world.size(), world.local_size())?;
-    let batch = preflight.batch;
     phase::arm_fault(config.fault.as_ref().and_then(|fault| fault.parse().ok()), world.rank());
     let rewards = RewardPool::with_functions(&config, functions)?;
     let limits = DatasetOptions {
@@ -99,17 +122,28 @@ pub(super) fn load(
     };
     let read = |path: &PathBuf| Dataset::from_jsonl(path, &preflight.tokenizer, &limits);
     let dataset = read(&config.train_file)?;
-    if batch.num_prompts > dataset.len() {
-        let (needed, file, rows) = (batch.num_prompts, config.train_file.display(), dataset.len());
+    let BatchPlan { num_prompts, generation_batch_size, .. } = preflight.batch;
+    if num_prompts > dataset.len() {
+        let (needed, file, rows) = (num_prompts, config.train_file.display(), dataset.len());
         let expected = format!(
             "at most {} completions: {needed} prompts a generation, and {file} has {rows}; lower \
              per_device_train_batch_size or --nproc, or raise num_generations",
             rows * config.num_generations
         );
-        return Err(Error::invalid_value("generation_batch_size", batch.generation_batch_size, expected));
+        return Err(Error::invalid_value("generation_batch_size", generation_batch_size, expected));
     }
     let eval_set = config.eval_file.as_ref().map(read).transpose()?;
-    let mut colocated = colocated(&config, &world, &preflight)?;
+    let files = WeightFiles::open(&config.model_name_or_path, preflight.spec.clone())?;
+    let weights = |layout: &UnitLayout| files.read_unit(layout, Kind::Float);
+    let parts = Parts { preflight, weights: &weights, rewards, dataset, eval_set, checkpoint, writes_files: true };
+    assemble(config, world, parts)
+}
+
+/// Collective over the world.
+pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> Result<Trainer> {
+    let Parts { preflight, weights, rewards, dataset, eval_set, checkpoint, writes_files } = parts;
+    let batch = preflight.batch;
+    let mut colocated = colocated(&config, &world, &preflight, weights)?;
     let mut sampler = PromptSampler::new(dataset.len(), config.seed, config.shuffle_dataset);
     let updates = batch.updates_per_generation * config.num_iterations;
     let epochs = config.num_train_epochs * dataset.len() as f64 / batch.num_prompts as f64;
@@ -135,18 +169,35 @@ pub(super) fn load(
         sampler.restore(checkpoint.state.sampler.clone())?;
         progress = Progress { global_step, generation_step, num_tokens: num_input_tokens_seen };
     }
-    let output = Output::new(&config, world.group(), total_steps as u64, checkpoint)?;
+    let output = Output::new(&config, world.group(), total_steps as u64, checkpoint, writes_files)?;
     output.say(&format!("plan\n{}", preflight.plan));
     output.say(&format!("{}: {}", config.train_file.display(), dataset.counts()));
-    Ok(Trainer { config, world, batch, colocated, rewards, dataset, sampler, eval_set, schedule, output, progress })
+    let plan = preflight.plan;
+    Ok(Trainer {
+        config,
+        world,
+        batch,
+        plan,
+        colocated,
+        rewards,
+        dataset,
+        sampler,
+        eval_set,
+        schedule,
+        output,
+        progress,
+    })
 }
 
-fn colocated(config: &Config, world: &Arc<World>, preflight: &Preflight) -> Result<Colocated> {
+fn colocated(
+    config: &Config,
+    world: &Arc<World>,
+    preflight: &Preflight,
+    weights: &dyn Fn(&UnitLayout) -> Result<Tensor>,
+) -> Result<Colocated> {
     let Preflight { spec, tokenizer, table, plan, .. } = preflight;
     let (kind, device) = (preflight.kind, world.device());
     let mesh = world.mesh(config.tensor_parallel_size, table.shards)?;
-    let files = WeightFiles::open(&config.model_name_or_path, spec.clone())?;
-    let source = |layout: &UnitLayout| files.read_unit(layout, Kind::Float);
     let network = NetworkOptions { kind, device };
     let options = PolicyOptions {
         stage: config.zero.stage,
@@ -160,9 +211,9 @@ fn colocated(config: &Config, world: &Arc<World>, preflight: &Preflight) -> Resu
         },
         gradients: GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype),
     };
-    let policy = Policy::new(table.clone(), &mesh, options, &source)?;
+    let policy = Policy::new(table.clone(), &mesh, options, weights)?;
     let reference = match config.beta > 0.0 {
-        true => Some(Reference::new(table.clone(), &mesh, network, &source)?),
+        true => Some(Reference::new(table.clone(), &mesh, network, weights)?),
         false => None,
     };
     let engine = EngineOptions {

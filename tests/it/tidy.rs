@@ -16,7 +16,7 @@ const FLOORS: &[(u8, &[&str])] = &[
 ];
 
 /// Siblings on one floor that may see each other.
-const SIBLINGS: &[(&str, &str)] = &[("torch", "cuda"), ("trainer", "eval"), ("cli", "launch")];
+const SIBLINGS: &[(&str, &str)] = &[("torch", "cuda"), ("trainer", "eval"), ("bench", "trainer"), ("cli", "launch")];
 
 /// Rooms and files that touch the outside and may therefore hold `unsafe`.
 const EDGES: &[&str] = &[

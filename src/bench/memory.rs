@@ -1,0 +1,109 @@
+//! What a rank held at most while something ran.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use serde::Serialize;
+use serde_json::Value;
+use tch::Device;
+
+use crate::cuda::Context;
+use crate::dist::{Collective, all_gather_bytes};
+use crate::error::{Error, Result};
+use crate::memory::{self, Ledger, Place};
+use crate::torch;
+
+/// How often the driver is asked.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Most bytes at once, by who holds them; peaks of different holders need not fall together.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub(super) struct Peak {
+    /// libtorch's tensors on the GPU.
+    pub tensor_bytes: usize,
+    /// The same and what libtorch keeps for later ones.
+    pub libtorch_bytes: usize,
+    /// Arenas on the device.
+    pub arena_bytes: usize,
+    /// Host pools.
+    pub host_pool_bytes: usize,
+    /// All of the GPU that is not free, as the driver counts it, looked at every 20 ms.
+    pub used_bytes: usize,
+    /// Physical memory of the process.
+    pub resident_bytes: usize,
+}
+
+/// Watches this rank's memory from its start on.
+#[derive(Debug)]
+pub(super) struct MemoryWatch {
+    device: Device,
+    driver: Option<DriverWatch>,
+}
+
+impl MemoryWatch {
+    pub(super) fn start(device: Device) -> Result<Self> {
+        let mut watch = Self { device, driver: None };
+        torch::reset_peak_memory(device)?;
+        Ledger::take_peak(Place::Device);
+        Ledger::take_peak(Place::Host);
+        if let Device::Cuda(ordinal) = device {
+            watch.driver = Some(DriverWatch::start(Context::retain(ordinal)?)?);
+        }
+        Ok(watch)
+    }
+
+    /// The peaks so far, of every rank of `group`, by rank; collective over it.
+    pub(super) fn of_all(self, group: &dyn Collective) -> Result<Vec<Value>> {
+        let own = serde_json::to_vec(&self.take()?).expect("numbers");
+        let all = all_gather_bytes(group, &own)?;
+        Ok(all.iter().map(|bytes| serde_json::from_slice(bytes).expect("written above")).collect())
+    }
+
+    fn take(&self) -> Result<Peak> {
+        let libtorch = torch::device_memory(self.device)?;
+        Ok(Peak {
+            tensor_bytes: libtorch.map_or(0, |memory| memory.peak_allocated),
+            libtorch_bytes: libtorch.map_or(0, |memory| memory.peak_reserved),
+            arena_bytes: Ledger::take_peak(Place::Device),
+            host_pool_bytes: Ledger::take_peak(Place::Host),
+            used_bytes: self.driver.as_ref().map_or(0, |driver| driver.most.load(Ordering::Relaxed)),
+            resident_bytes: memory::peak_resident_bytes()?,
+        })
+    }
+}
+
+/// A thread that asks the driver how much of the GPU is taken.
+#[derive(Debug)]
+struct DriverWatch {
+    most: Arc<AtomicUsize>,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl DriverWatch {
+    fn start(context: Arc<Context>) -> Result<Self> {
+        let (most, stop) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+        let (seen, stopped) = (most.clone(), stop.clone());
+        let look = move || {
+            while !stopped.load(Ordering::Relaxed) {
+                if let Ok((free, total)) = context.memory_bytes() {
+                    seen.fetch_max(total - free, Ordering::Relaxed);
+                }
+                std::thread::sleep(LOOK);
+            }
+        };
+        let thread = std::thread::Builder::new().name("memory-watch".to_owned()).spawn(look);
+        let thread =
+            thread.map_err(|error| Error::Environment { message: format!("a thread to watch memory: {error}") })?;
+        Ok(Self { most, stop, thread: Some(thread) })
+    }
+}
+
+impl Drop for DriverWatch {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}

@@ -1,0 +1,222 @@
+//! Whole GRPO steps, as the trainer makes them, on random weights, prompts and rewards.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::sync::Arc;
+use std::time::Instant;
+
+use serde_json::{Value, json};
+
+use super::memory::MemoryWatch;
+use super::{SEED, STREAM, median, synchronize, token};
+use crate::config::Config;
+use crate::dist::World;
+use crate::error::Result;
+use crate::metrics::MetricValues;
+use crate::model::ModelSpec;
+use crate::ops::random::RandomKey;
+use crate::phase::Phase;
+use crate::reward::RewardInput;
+use crate::trainer::Trainer;
+use crate::types::Prompt;
+
+/// What enters and leaves the rollout; the host waits in each, so none of this time is hidden behind other work.
+const TRANSITIONS: [Phase; 5] = [Phase::Offload, Phase::Gather, Phase::Wake, Phase::Sleep, Phase::Reload];
+/// Dense bfloat16 products of one H200 in TFLOP/s, by its data sheet.
+const PEAK_TFLOPS: f64 = 989.0;
+
+/// What is run.
+#[derive(Debug, Clone)]
+pub struct StepBench {
+    /// Name in the output.
+    pub model: String,
+    /// The model; its end-of-sequence ids are ignored.
+    pub spec: Arc<ModelSpec>,
+    /// Prompts per step, over all ranks.
+    pub prompts: usize,
+    /// Completions per prompt.
+    pub group: usize,
+    /// Tokens per prompt.
+    pub prompt_len: usize,
+    /// Tokens per completion, exactly.
+    pub completion_len: usize,
+    /// Timed steps.
+    pub steps: usize,
+    /// Configuration keys over those that follow from the above, `key=value`.
+    pub overrides: Vec<String>,
+}
+
+impl StepBench {
+    /// The run that is timed.
+    ///
+    /// # Errors
+    /// Those of an override.
+    pub fn config(&self, world_size: usize) -> Result<Config> {
+        let Self { prompts, group, prompt_len, completion_len, .. } = self;
+        let keys = [
+            ("model_name_or_path", self.model.clone()),
+            ("train_file", "random".into()),
+            ("reward_funcs", "[\"random\"]".into()),
+            ("shuffle_dataset", "false".into()),
+            ("num_generations", group.to_string()),
+            ("generation_batch_size", (prompts * group).to_string()),
+            ("per_device_train_batch_size", (prompts * group / world_size).max(1).to_string()),
+            ("max_completion_length", completion_len.to_string()),
+            ("max_model_length", (prompt_len + completion_len).to_string()),
+            ("max_steps", (self.steps + 1).to_string()),
+        ];
+        let keys = keys.into_iter().map(|(key, value)| format!("{key}={value}"));
+        Config::load(None, &keys.chain(self.overrides.iter().cloned()).collect::<Vec<_>>())
+    }
+
+    /// Prompts of all steps, no two alike.
+    fn prompts(&self) -> Vec<Prompt> {
+        let prompt = |id: usize| {
+            let first = id * self.prompt_len;
+            let token_ids = (first..first + self.prompt_len).map(|at| token(at, self.spec.vocab_size)).collect();
+            Prompt { id: id as u64, text: String::new(), token_ids, columns: Arc::default() }
+        };
+        (0..self.prompts * (self.steps + 1)).map(prompt).collect()
+    }
+}
+
+/// Runs it; collective over the world. The first rank also writes a table to stderr.
+///
+/// # Errors
+/// What the plan refuses; out of memory.
+pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<Value> {
+    let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..(*bench.spec).clone() });
+    let config = bench.config(world.size())?;
+    let start = Instant::now();
+    let mut trainer = Trainer::on_random(
+        config.clone(),
+        spec,
+        bench.prompts(),
+        &[("random", Arc::new(random_reward))],
+        world.clone(),
+    )?;
+    let load_s = start.elapsed().as_secs_f64();
+    let mut steps: Vec<MetricValues> = Vec::with_capacity(bench.steps);
+    one_step(&mut trainer, &world)?; // warms up
+    let watch = MemoryWatch::start(world.device())?;
+    for _ in 0..bench.steps {
+        steps.push(one_step(&mut trainer, &world)?);
+    }
+    let peaks = watch.of_all(&*world.group())?;
+    let medians = medians(&steps);
+    let report = Report { bench, config: &config, world: &world, medians: &medians };
+    if world.rank() == 0 {
+        eprint!("{}", report.table()?);
+    }
+    let mut result = report.result();
+    result["load_s"] = json!(load_s);
+    result["step_times"] = json!(steps.iter().map(|values| values["step_time"]).collect::<Vec<_>>());
+    result["peak_by_rank"] = json!(peaks);
+    result["plan"] = json!({
+        "peak_gb": trainer.plan().peak_bytes() as f64 / 1e9,
+        "num_kv_blocks": trainer.plan().num_kv_blocks,
+        "kv_block_size": trainer.plan().kv_block_size,
+        "kv_cache_gb": trainer.plan().kv_cache_bytes as f64 / 1e9,
+        "optimizer": trainer.plan().optimizer,
+    });
+    Ok(result)
+}
+
+/// The step's metrics, its time until the GPU is done among them.
+fn one_step(trainer: &mut Trainer, world: &World) -> Result<MetricValues> {
+    world.group().barrier()?;
+    let start = Instant::now();
+    let metrics = trainer.train_step()?;
+    synchronize(world.device())?;
+    let seconds = start.elapsed().as_secs_f64();
+    let mut values = metrics.reduce(&*world.group())?;
+    values.insert("step_time".to_owned(), seconds);
+    Ok(values)
+}
+
+/// 0 or 1, drawn by the completion's tokens.
+fn random_reward(input: &RewardInput<'_>) -> Result<f32> {
+    let key = input.token_ids.iter().fold(RandomKey::new(SEED, STREAM), |key, &id| key.fold(u64::from(id)));
+    Ok((key.word(0, 0) & 1) as f32)
+}
+
+fn medians(steps: &[MetricValues]) -> BTreeMap<String, f64> {
+    let of = |name: &String| median(steps.iter().filter_map(|values| values.get(name).copied()).collect());
+    steps.last().map(|values| values.keys().map(|name| (name.clone(), of(name))).collect()).unwrap_or_default()
+}
+
+struct Report<'a> {
+    bench: &'a StepBench,
+    config: &'a Config,
+    world: &'a World,
+    medians: &'a BTreeMap<String, f64>,
+}
+
+impl Report<'_> {
+    fn seconds(&self, phase: Phase) -> Option<f64> {
+        self.medians.get(&format!("timing_s/{}", phase.name())).copied()
+    }
+
+    fn sum(&self, phases: &[Phase]) -> f64 {
+        phases.iter().filter_map(|phase| self.seconds(*phase)).sum()
+    }
+
+    fn result(&self) -> Value {
+        let Self { bench, config, world, medians } = *self;
+        let step_s = medians["step_time"];
+        let transition_s = self.sum(&TRANSITIONS);
+        let completions = bench.prompts * bench.group;
+        let tokens = completions * (bench.prompt_len + bench.completion_len);
+        let train_s = self.sum(&[Phase::Pack, Phase::ForwardBackward, Phase::Optimizer]);
+        let num_params = bench.spec.num_params();
+        let train_tflops = 6.0 * num_params as f64 * tokens as f64 / train_s / world.size() as f64 / 1e12;
+        let phases: BTreeMap<&str, f64> =
+            Phase::ALL.iter().filter_map(|phase| Some((phase.name(), self.seconds(*phase)?))).collect();
+        let other: BTreeMap<&String, f64> = (medians.iter())
+            .filter(|(name, _)| name.starts_with("transition/") || name.starts_with("perf/"))
+            .map(|(name, value)| (name, *value))
+            .collect();
+        json!({
+            "benchmark": "step",
+            "model": bench.model,
+            "num_params": num_params,
+            "device": if world.device().is_cuda() { "cuda" } else { "cpu" },
+            "world_size": world.size(),
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "zero_stage": config.zero.stage,
+            "gradient_checkpointing": config.gradient_checkpointing.name(),
+            "max_tokens_per_micro_batch": config.max_tokens_per_micro_batch,
+            "beta": config.beta,
+            "prompts": bench.prompts,
+            "group": bench.group,
+            "prompt_len": bench.prompt_len,
+            "completion_len": bench.completion_len,
+            "overrides": bench.overrides,
+            "step_s": step_s,
+            "phases_s": phases,
+            "unphased_s": step_s - phases.values().sum::<f64>(),
+            "transition_s": transition_s,
+            "transition_percent": 100.0 * transition_s / step_s,
+            "tokens_per_second": tokens as f64 / step_s,
+            "generation_tokens_per_second": (completions * bench.completion_len) as f64 / self.sum(&[Phase::Generate]),
+            "train_tokens_per_second": tokens as f64 / train_s,
+            "train_tflops_per_gpu": train_tflops,
+            "train_mfu_percent": world.device().is_cuda().then_some(100.0 * train_tflops / PEAK_TFLOPS),
+            "metrics": other,
+        })
+    }
+
+    fn table(&self) -> Result<String> {
+        let step_s = self.medians["step_time"];
+        let mut text = String::new();
+        let mut line = |name: &str, seconds: f64| {
+            let _ = writeln!(text, "{name:<34} {seconds:>9.3} s {:>6.1} %", 100.0 * seconds / step_s);
+        };
+        let known = Phase::ALL.iter().filter_map(|phase| Some((phase.name(), self.seconds(*phase)?)));
+        known.clone().for_each(|(name, seconds)| line(name, seconds));
+        line("rest: waiting for the GPU, counting", step_s - known.map(|(_, seconds)| seconds).sum::<f64>());
+        line("step", step_s);
+        line("of it entering and leaving rollout", self.sum(&TRANSITIONS));
+        Ok(text)
+    }
+}
