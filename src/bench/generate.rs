@@ -11,7 +11,7 @@ use crate::colocate::Served;
 use crate::data::Tokenizer;
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
-use crate::model::{ModelSpec, ParamTable, init_unit};
+use crate::model::{ModelSpec, ParamTable, init_unit_on};
 use crate::rollout::{Engine, EngineOptions, kv_block_bytes};
 use crate::types::{Prompt, SamplingParams};
 
@@ -64,7 +64,8 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
     let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
     let engine = Engine::new(spec.clone(), tokenizer, options, mesh.tp.clone())?;
     let table = Arc::new(ParamTable::new(spec.clone(), 1));
-    let mut served = Served::new(world.clone(), &mesh, table, engine, &|layout| init_unit(layout, SEED, kind))?;
+    let mut served =
+        Served::new(world.clone(), &mesh, table, engine, &|layout| init_unit_on(layout, SEED, kind, device))?;
     let mut times = Vec::with_capacity(bench.repeats);
     for repeat in 0..=bench.repeats {
         let prompts: Vec<Prompt> = (0..bench.prompts).map(|index| prompt(bench, &world, index)).collect();

@@ -10,7 +10,7 @@ use super::{SEED, median, token};
 use crate::config::GradientCheckpointing;
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
-use crate::model::{ModelSpec, ParamTable, init_unit};
+use crate::model::{ModelSpec, ParamTable, init_unit_on};
 use crate::torch;
 use crate::train::{
     AdamOptions, GradientOptions, MicroBatch, NetworkOptions, PackOptions, Policy, PolicyOptions, Sequence,
@@ -66,7 +66,7 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
         adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 },
         gradients: bench.gradients,
     };
-    let mut policy = Policy::new(table, &mesh, options, &|layout| init_unit(layout, SEED, kind))?;
+    let mut policy = Policy::new(table, &mesh, options, &|layout| init_unit_on(layout, SEED, kind, device))?;
     let sequences: Vec<Sequence> = (0..bench.sequences).map(|index| sequence(bench, index)).collect();
     let (max_tokens, share_prompts) = (bench.max_tokens_per_micro_batch, bench.share_prompts);
     let micro_batches = pack(&sequences, &PackOptions { max_tokens, share_prompts, device })?;

@@ -35,6 +35,7 @@ sources! {
     EMBED = "embed.cu",
     NORM = "norm.cu",
     PAGED_ATTENTION = "paged_attention.cu",
+    NORMAL = "normal.cu",
     RMS_NORM = "rms_norm.cu",
     ROPE_WRITE_KV = "rope_write_kv.cu",
     SAMPLE = "sample.cu",

@@ -10,6 +10,7 @@ use super::config_json::INITIALIZER_RANGE;
 use super::files::WeightWriter;
 use super::params::{Param, ParamName, ParamTable, Unit, UnitLayout};
 use super::spec::ModelSpec;
+use crate::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::ops::random::RandomKey;
 
@@ -31,7 +32,12 @@ const TOKENIZER_FILES: [&str; 7] = [
 /// 0. Of adapters, A is uniform in +-1 / sqrt(in), which PEFT's kaiming_uniform(a = sqrt(5)) comes to, and B is 0. The
 /// numbers are drawn in float32, then rounded to `kind`.
 pub fn init_unit(layout: &UnitLayout, seed: u64, kind: Kind) -> Result<Tensor> {
-    let flat = Tensor::f_zeros([layout.len as i64], (kind, Device::Cpu))?;
+    init_unit_on(layout, seed, kind, Device::Cpu)
+}
+
+/// The same on `device`. A GPU draws the same numbers itself, up to the last bit of some.
+pub fn init_unit_on(layout: &UnitLayout, seed: u64, kind: Kind, device: Device) -> Result<Tensor> {
+    let flat = Tensor::f_zeros([layout.len as i64], (kind, device))?;
     for param in &layout.params {
         let mut target = layout.view(param.name, &flat).expect("the layout lists it");
         match param.name {
@@ -44,10 +50,16 @@ pub fn init_unit(layout: &UnitLayout, seed: u64, kind: Kind) -> Result<Tensor> {
             | ParamName::O
             | ParamName::GateUp
             | ParamName::Down
-            | ParamName::LmHead => fill(&mut target, param, layout.unit, seed, |key, start, out| {
-                key.fill_normal(0, start, out);
-                out.iter_mut().for_each(|number| *number *= INITIALIZER_RANGE as f32);
-            })?,
+            | ParamName::LmHead => match device {
+                Device::Cuda(_) => {
+                    let key = key_of(param, layout.unit, seed);
+                    kernels::fill_normal(&mut target, key.words(), INITIALIZER_RANGE as f32)?;
+                }
+                _ => fill(&mut target, param, layout.unit, seed, |key, start, out| {
+                    key.fill_normal(0, start, out);
+                    out.iter_mut().for_each(|number| *number *= INITIALIZER_RANGE as f32);
+                })?,
+            },
             ParamName::QkvA | ParamName::OA | ParamName::GateUpA | ParamName::DownA => {
                 let bound = (param.shape[1] as f32).powf(-0.5);
                 fill(&mut target, param, layout.unit, seed, |key, start, out| {
@@ -105,12 +117,7 @@ fn fill(
     draw: impl Fn(RandomKey, u64, &mut [f32]) + Sync,
 ) -> Result<()> {
     const CHUNK: usize = 1 << 24;
-    let unit = match unit {
-        Unit::Embedding => 0,
-        Unit::Head => 1,
-        Unit::Block(layer) => 2 + layer as u64,
-    };
-    let key = RandomKey::new(seed, STREAM).fold(unit).fold(param.name as u64);
+    let key = key_of(param, unit, seed);
     let target = target.view(-1);
     let mut numbers = vec![0f32; CHUNK.min(param.numel())];
     let per_thread = numbers.len().div_ceil(std::thread::available_parallelism().map_or(1, usize::from));
@@ -125,6 +132,15 @@ fn fill(
         target.narrow(0, start as i64, numbers.len() as i64).f_copy_(&Tensor::f_from_slice(numbers)?)?;
     }
     Ok(())
+}
+
+fn key_of(param: &Param, unit: Unit, seed: u64) -> RandomKey {
+    let unit = match unit {
+        Unit::Embedding => 0,
+        Unit::Head => 1,
+        Unit::Block(layer) => 2 + layer as u64,
+    };
+    RandomKey::new(seed, STREAM).fold(unit).fold(param.name as u64)
 }
 
 #[cfg(test)]

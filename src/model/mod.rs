@@ -34,7 +34,7 @@ pub use block_gradients::BlockGradients;
 pub(crate) use files::{MappedFile, encode_header, sync};
 pub use files::{WeightFiles, WeightWriter};
 pub use head::{CHUNK_LOGITS as HEAD_CHUNK_LOGITS, SavedHead, Scored, Scoring, head_backward, head_forward};
-pub use init::{copy_tokenizer, init_folder, init_unit};
+pub use init::{copy_tokenizer, init_folder, init_unit, init_unit_on};
 pub use lora::{BlockLora, Lora, LoraSpec, Matrix};
 pub use params::{ALIGNMENT, Param, ParamName, ParamTable, Unit, UnitLayout};
 pub use preset::PRESETS;

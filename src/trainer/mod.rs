@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::eval;
 use crate::grpo::{self, AdvantageStats, BatchStats, LossConfig};
 use crate::metrics::StepMetrics;
-use crate::model::{ModelSpec, init_unit};
+use crate::model::{ModelSpec, init_unit_on};
 use crate::phase::{self, Phase};
 use crate::plan::MemoryPlan;
 use crate::reward::{RewardFunction, RewardPool};
@@ -99,10 +99,10 @@ impl Trainer {
         let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
         let sizes = (world.size(), world.local_size());
         let preflight = Preflight::of_model(&config, (spec, tokenizer), placement, sizes.0, sizes.1)?;
-        let (seed, kind) = (config.seed, preflight.kind);
+        let (seed, kind, device) = (config.seed, preflight.kind, world.device());
         let parts = setup::Parts {
             preflight,
-            weights: &|layout| init_unit(layout, seed, kind),
+            weights: &|layout| init_unit_on(layout, seed, kind, device),
             rewards: RewardPool::with_functions(&config, functions)?,
             dataset: Dataset::new(prompts),
             eval_set: None,

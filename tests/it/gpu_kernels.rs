@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::time::Instant;
 
 use colo_grpo::cuda::kernels;
+use colo_grpo::ops::random::RandomKey;
 use colo_grpo::ops::{adamw, norm, rms_norm, swiglu};
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
@@ -81,6 +82,25 @@ fn gpu_sums_of_squares_equal_the_cpus() {
         let expected = norm::sums_of_squares(&tensors.map(|x| x.to_device(Device::Cpu))).unwrap();
         let error = (got.to_device(Device::Cpu) / expected - 1.0).abs().max().double_value(&[]);
         assert!(error < 1e-12, "{kind:?}: {error:e}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_normal_numbers_are_the_cpus() {
+    kernels::prepare(0).unwrap();
+    let key = RandomKey::new(7, 9);
+    for n in [1, 5, 1_000_003] {
+        let mut host = vec![0f32; n];
+        key.fill_normal(0, 0, &mut host);
+        let host = Tensor::from_slice(&host) * 0.5;
+        for (kind, bound) in [(Kind::Float, 3e-7), (Kind::BFloat16, 4e-3)] {
+            let mut device = Tensor::full([n as i64], f64::NAN, (kind, GPU));
+            kernels::fill_normal(&mut device, key.words(), 0.5).unwrap();
+            let error = (device.to_device(Device::Cpu).to_kind(Kind::Double) - &host).abs();
+            let most = (error / (host.abs() + 1e-3)).max().double_value(&[]);
+            assert!(most < bound, "{n} numbers of {kind:?}: off by {most:e}");
+        }
     }
 }
 

@@ -7,6 +7,7 @@ mod add_rms_norm;
 mod advance;
 mod embed;
 mod norm;
+mod normal;
 mod paged_attention;
 mod rms_norm;
 mod rope_write_kv;
@@ -18,6 +19,7 @@ pub use add_rms_norm::add_rms_norm;
 pub use advance::{DecodeRows, RowStatus, advance};
 pub use embed::embed;
 pub use norm::sums_of_squares;
+pub use normal::fill_normal;
 pub use paged_attention::{AttentionPlan, AttentionShape, SharedPrefixes, paged_attention};
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub use rope_write_kv::{HeadTransform, QkvViews, rope_write_kv};
@@ -42,6 +44,7 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (advance::SOURCE, advance::NAMES),
         (embed::SOURCE, embed::NAMES),
         (norm::SOURCE, norm::NAMES),
+        (normal::SOURCE, normal::NAMES),
         (paged_attention::SOURCE, paged_attention::NAMES),
         (rms_norm::SOURCE, rms_norm::NAMES),
         (rope_write_kv::SOURCE, rope_write_kv::NAMES),

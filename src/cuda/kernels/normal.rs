@@ -1,0 +1,39 @@
+//! Counter-based normal numbers, the host's to the last bit but for the rounding of its logarithm, sine and cosine.
+#![allow(unsafe_code)]
+
+use tch::Tensor;
+
+use super::{Argument, address, blocks, kind_name, launch, ordinal};
+use crate::cuda::nvrtc::{self, Source};
+use crate::error::Result;
+
+pub(super) const SOURCE: &Source = &nvrtc::NORMAL;
+pub(super) const NAMES: &[&str] = &["normal_f32", "normal_bf16"];
+
+const THREADS: usize = 256;
+const MOST_BLOCKS: usize = 1 << 14;
+
+/// Fills `target` with `scale` times the numbers that `RandomKey::fill_normal` draws for entries 0 .. of row 0 under the key
+/// of these two words.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for a tensor that does not fit; [`crate::Error::Cuda`].
+pub fn fill_normal(
+    target: &mut Tensor, // [..] f32 or bf16, contiguous
+    key: [u32; 2],
+    scale: f32,
+) -> Result<()> {
+    const OP: &str = "fill_normal";
+    let (gpu, n) = (ordinal(OP, target)?, target.numel());
+    let name = format!("normal_{}", kind_name(OP, target)?);
+    let key = u64::from(key[0]) | u64::from(key[1]) << 32;
+    let arguments = [
+        address(OP, target, target.kind(), n, gpu)?,
+        Argument::Count(n as i64),
+        Argument::Count(key as i64), // the same bits
+        Argument::Float(scale),
+    ];
+    let grid = blocks(n.div_ceil(4), THREADS, MOST_BLOCKS);
+    // SAFETY: the kernel's parameters in order; it writes the n elements of the target.
+    unsafe { launch(SOURCE, &name, gpu, (grid, THREADS as u32, 0), &arguments) }
+}
