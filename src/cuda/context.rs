@@ -79,11 +79,21 @@ impl Context {
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR,
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
         };
-        let attribute = |which| {
-            // SAFETY: the device came from the driver.
-            check("cuDeviceGetAttribute", unsafe { result::device::get_attribute(self.device, which) })
-        };
-        Ok((attribute(MAJOR)?, attribute(MINOR)?))
+        Ok((self.attribute(MAJOR)?, self.attribute(MINOR)?))
+    }
+
+    /// Multiprocessors of the GPU.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn num_processors(&self) -> Result<usize> {
+        let which = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        self.attribute(which).map(|count| count as usize)
+    }
+
+    fn attribute(&self, which: sys::CUdevice_attribute) -> Result<i32> {
+        // SAFETY: the device came from the driver.
+        check("cuDeviceGetAttribute", unsafe { result::device::get_attribute(self.device, which) })
     }
 }
 

@@ -46,6 +46,7 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (norm::SOURCE, norm::NAMES),
         (normal::SOURCE, normal::NAMES),
         (paged_attention::SOURCE, paged_attention::NAMES),
+        (paged_attention::ANY, paged_attention::ANY_NAMES),
         (rms_norm::SOURCE, rms_norm::NAMES),
         (rope_write_kv::SOURCE, rope_write_kv::NAMES),
         (sample::SOURCE, sample::NAMES),

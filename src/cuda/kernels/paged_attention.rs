@@ -3,16 +3,25 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::{Argument, address, invalid, kind_name, launch, ordinal};
+use super::{Argument, address, address_or_null, invalid, kind_name, launch, ordinal};
+use crate::cuda::Context;
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
 pub(super) const SOURCE: &Source = &nvrtc::PAGED_ATTENTION;
-pub(super) const NAMES: &[&str] = &["paged_attention_any_f32", "paged_attention_any_bf16"];
+pub(super) const NAMES: &[&str] = &["plan_attention", "paged_attention_bf16_64", "paged_attention_bf16_128"];
+pub(super) const ANY: &Source = &nvrtc::PAGED_ATTENTION_ANY;
+pub(super) const ANY_NAMES: &[&str] = &["paged_attention_any_f32", "paged_attention_any_bf16"];
 
 /// Threads of a block, and most columns of a head over it.
 const THREADS: usize = 128;
 const MOST_COLUMNS: usize = 4 * THREADS;
+/// Blocks that one multiprocessor holds at once, by their registers.
+const BLOCKS_PER_PROCESSOR: usize = 3;
+/// Query heads that one item serves.
+const ITEM_HEADS: usize = 8;
+/// i32 words of an item.
+const ITEM_WORDS: usize = 8;
 
 /// One layer's attention on one rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -44,7 +53,27 @@ pub struct SharedPrefixes<'a> {
 #[derive(Debug)]
 pub struct AttentionPlan {
     shape: AttentionShape,
+    kind: Kind,
     max_rows: usize,
+    split_tokens: usize,
+    buffers: Option<Buffers>,
+}
+
+/// What the tensor-core kernel needs; none where a slower one serves.
+#[derive(Debug)]
+struct Buffers {
+    /// Blocks of threads that take items.
+    num_blocks: usize,
+    /// Key/value heads times chunks of up to [`ITEM_HEADS`] query heads.
+    columns: usize,
+    /// Partial results of a column.
+    capacity: usize,
+    header: Tensor,   // [4] i32
+    items: Tensor,    // [capacity + max_rows, 8] i32
+    pieces: Tensor,   // [max_rows, 2] i32
+    scratch: Tensor,  // [4, max_rows] i32
+    arrived: Tensor,  // [max_rows, columns] i32, zero between launches
+    partials: Tensor, // [capacity, columns, 8 (hd + 2)] f32
 }
 
 impl AttentionPlan {
@@ -53,32 +82,36 @@ impl AttentionPlan {
     /// default it is chosen on the device so that all its processors have work.
     ///
     /// # Errors
-    /// [`crate::Error::InvalidArgument`] for a shape that no kernel serves.
+    /// [`crate::Error::InvalidArgument`] for a shape that no kernel serves; [`crate::Error::OutOfMemory`].
     pub fn new(
         shape: AttentionShape,
+        (kind, device): (Kind, Device),
         max_rows: usize,
         max_blocks: usize,
         split_tokens: Option<usize>,
-        device: Device,
     ) -> Result<Self> {
-        const OP: &str = "attention_plan";
-        let _ = (max_blocks, split_tokens, device);
         let fits = shape.num_kv_heads > 0
             && shape.num_heads.is_multiple_of(shape.num_kv_heads)
             && (1..=MOST_COLUMNS).contains(&shape.head_dim)
             && shape.block_size > 0
-            && shape.block_size.is_multiple_of(16);
+            && shape.block_size.is_multiple_of(16)
+            && split_tokens.is_none_or(|split| split > 0 && split.is_multiple_of(64));
         if !fits {
-            let expected =
-                format!("heads in whole groups, at most {MOST_COLUMNS} columns, blocks of 16 tokens' multiples");
-            return Err(invalid(OP, expected, shape));
+            let expected = format!(
+                "heads in whole groups, at most {MOST_COLUMNS} columns, blocks of 16 tokens' multiples, splits of 64 tokens'"
+            );
+            return Err(invalid("attention_plan", expected, (shape, split_tokens)));
         }
-        Ok(Self { shape, max_rows })
+        let is_fast = kind == Kind::BFloat16 && [64, 128].contains(&shape.head_dim);
+        let context = max_blocks * shape.block_size;
+        let buffers = is_fast.then(|| Buffers::new(&shape, device, max_rows, split_tokens, context)).transpose()?;
+        Ok(Self { shape, kind, max_rows, split_tokens: split_tokens.unwrap_or(0), buffers })
     }
 
     /// Bytes on the device.
     pub fn bytes(&self) -> usize {
-        0
+        let tensors = self.buffers.iter().flat_map(Buffers::tensors);
+        tensors.map(|tensor| tensor.numel() * tensor.kind().elt_size_in_bytes()).sum()
     }
 
     /// Plans the attention of all layers of a step. Allocates nothing.
@@ -90,11 +123,77 @@ impl AttentionPlan {
         context_lens: &Tensor, // [S] i32, the new token included; 0: no sequence
         prefixes: Option<SharedPrefixes>,
     ) -> Result<()> {
-        let _ = prefixes;
-        if context_lens.numel() > self.max_rows {
-            return Err(invalid("attention_plan", format!("at most {} rows", self.max_rows), context_lens.size()));
+        const OP: &str = "plan_attention";
+        let rows = context_lens.numel();
+        if rows > self.max_rows || prefixes.is_some() && self.split_tokens > 0 {
+            let expected = format!("at most {} rows, and no shared prefixes where the split is fixed", self.max_rows);
+            return Err(invalid(OP, expected, rows));
         }
-        Ok(())
+        let Some(buffers) = &self.buffers else { return Ok(()) };
+        let gpu = ordinal(OP, context_lens)?;
+        let [header, items, pieces, scratch, _, _] = buffers.addresses(gpu)?;
+        let arguments = [
+            address(OP, context_lens, Kind::Int, rows, gpu)?,
+            address_or_null(OP, prefixes.map(|prefixes| prefixes.groups), Kind::Int, rows, gpu)?,
+            address_or_null(OP, prefixes.map(|prefixes| prefixes.num_shared_blocks), Kind::Int, rows, gpu)?,
+            header,
+            items,
+            pieces,
+            scratch,
+            Argument::Count(rows as i64),
+            Argument::Count(self.shape.block_size as i64),
+            Argument::Count(self.shape.sliding_window.unwrap_or(0) as i64),
+            Argument::Count(buffers.columns as i64),
+            Argument::Count(buffers.num_blocks as i64),
+            Argument::Count(self.split_tokens as i64),
+            Argument::Count(buffers.capacity as i64),
+        ];
+        // SAFETY: the kernel's parameters in order; it keeps to the capacity, which holds all pieces of a fixed split.
+        unsafe { launch(SOURCE, OP, gpu, (1, 1024, 0), &arguments) }
+    }
+}
+
+impl Buffers {
+    fn new(
+        shape: &AttentionShape,
+        device: Device,
+        max_rows: usize,
+        split_tokens: Option<usize>,
+        context: usize,
+    ) -> Result<Self> {
+        let Device::Cuda(gpu) = device else { return Err(invalid("attention_plan", "a GPU", device)) };
+        let num_blocks = BLOCKS_PER_PROCESSOR * Context::retain(gpu)?.num_processors()?;
+        let columns = shape.num_kv_heads * (shape.num_heads / shape.num_kv_heads).div_ceil(ITEM_HEADS);
+        // Chosen splits adapt to the capacity: about four pieces a row, more for few rows.
+        let capacity = split_tokens.map_or(4 * max_rows + 1024, |split| max_rows * context.div_ceil(split));
+        let zeros = |shape: &[usize]| {
+            let shape: Vec<i64> = shape.iter().map(|&size| size as i64).collect();
+            Tensor::f_zeros(shape, (Kind::Int, device))
+        };
+        let partial = [capacity, columns, ITEM_HEADS * (shape.head_dim + 2)].map(|size| size as i64);
+        Ok(Self {
+            num_blocks,
+            columns,
+            capacity,
+            header: zeros(&[4])?,
+            items: zeros(&[capacity + max_rows, ITEM_WORDS])?,
+            pieces: zeros(&[max_rows, 2])?,
+            scratch: zeros(&[4, max_rows])?,
+            arrived: zeros(&[max_rows, columns])?,
+            partials: Tensor::f_empty(partial, (Kind::Float, device))?,
+        })
+    }
+
+    fn tensors(&self) -> [&Tensor; 6] {
+        [&self.header, &self.items, &self.pieces, &self.scratch, &self.arrived, &self.partials]
+    }
+
+    fn addresses(&self, gpu: usize) -> Result<[Argument; 6]> {
+        let mut addresses = [Argument::Address(std::ptr::null_mut()); 6];
+        for (at, tensor) in addresses.iter_mut().zip(self.tensors()) {
+            *at = address("attention_plan", tensor, tensor.kind(), tensor.numel(), gpu)?;
+        }
+        Ok(addresses)
     }
 }
 
@@ -114,27 +213,38 @@ pub fn paged_attention(
 ) -> Result<()> {
     const OP: &str = "paged_attention";
     let AttentionShape { num_heads, num_kv_heads, head_dim, block_size, sliding_window, scale } = plan.shape;
-    let (gpu, kind, rows) = (ordinal(OP, q)?, q.kind(), context_lens.numel());
+    let (gpu, kind, rows) = (ordinal(OP, q)?, plan.kind, context_lens.numel());
     let block_len = num_kv_heads * block_size * head_dim;
     let cache_len = k_cache.numel() / block_len * block_len;
     let max_blocks = block_tables.numel() / rows.max(1);
-    let arguments = [
+    let [q_at, k_at, v_at, o_at] = [
         address(OP, q, kind, rows * num_heads * head_dim, gpu)?,
         address(OP, k_cache, kind, cache_len, gpu)?,
         address(OP, v_cache, kind, cache_len, gpu)?,
+        address(OP, o, kind, rows * num_heads * head_dim, gpu)?,
+    ];
+    let (tables, lens) = (
         address(OP, block_tables, Kind::Int, rows * max_blocks, gpu)?,
         address(OP, context_lens, Kind::Int, rows, gpu)?,
-        address(OP, o, kind, rows * num_heads * head_dim, gpu)?,
-        Argument::Count(num_heads as i64),
-        Argument::Count(num_kv_heads as i64),
-        Argument::Count(head_dim as i64),
-        Argument::Count(block_size as i64),
-        Argument::Count(max_blocks as i64),
-        Argument::Count(sliding_window.unwrap_or(0) as i64),
-        Argument::Float(scale as f32),
-    ];
-    let name = format!("paged_attention_any_{}", kind_name(OP, q)?);
-    let grid = (rows * num_heads) as u32;
-    // SAFETY: the kernel's parameters in order; one block a query head of a row, blocks of contexts are the caller's.
-    unsafe { launch(SOURCE, &name, gpu, (grid, THREADS as u32, 4 * head_dim as u32), &arguments) }
+    );
+    let count = |number: usize| Argument::Count(number as i64);
+    let scale = Argument::Float(scale as f32);
+    let Some(buffers) = &plan.buffers else {
+        let sizes = [num_heads, num_kv_heads, head_dim, block_size, max_blocks, sliding_window.unwrap_or(0)].map(count);
+        let arguments = [&[q_at, k_at, v_at, tables, lens, o_at][..], &sizes, &[scale]].concat();
+        let name = format!("paged_attention_any_{}", kind_name(OP, q)?);
+        let grid = ((rows * num_heads) as u32, THREADS as u32, 4 * head_dim as u32);
+        // SAFETY: the kernel's parameters in order; one block a query head of a row; blocks of contexts are the caller's.
+        return unsafe { launch(ANY, &name, gpu, grid, &arguments) };
+    };
+    if [q, k_cache, v_cache, o].iter().any(|tensor| !(tensor.data_ptr() as usize).is_multiple_of(16)) {
+        return Err(invalid(OP, "tensors on multiples of 16 bytes", "others"));
+    }
+    let [header, items, pieces, _, arrived, partials] = buffers.addresses(gpu)?;
+    let sizes = [num_kv_heads, num_heads / num_kv_heads, block_size, max_blocks].map(count);
+    let arguments =
+        [&[q_at, k_at, v_at, tables, o_at, header, items, pieces, arrived, partials][..], &sizes, &[scale]].concat();
+    let grid = (buffers.num_blocks as u32, THREADS as u32, 0);
+    // SAFETY: the kernel's parameters in order; items of the plan are of these rows; blocks of contexts are the caller's.
+    unsafe { launch(SOURCE, &format!("paged_attention_bf16_{head_dim}"), gpu, grid, &arguments) }
 }

@@ -1,0 +1,69 @@
+// Attention of one new token per sequence over its context in the paged cache, o = softmax(scale q k^T) v, for the shapes
+// and kinds that paged_attention.cu has no tensor-core kernel for.
+#include "scalar.cuh"
+
+constexpr int THREADS = 128;
+
+// Any kind, head width and group; a block has one query head of one row and goes through its context by 128 tokens. Slow.
+template <typename T>
+__device__ __forceinline__ void attend(
+    const T* __restrict__ q,                // [S, H, hd]
+    const T* __restrict__ k_cache,          // [blocks, Hkv, block_size, hd]
+    const T* __restrict__ v_cache,          // like k_cache
+    const int* __restrict__ block_tables,   // [S, max_blocks]
+    const int* __restrict__ context_lens,   // [S], the new token included; 0: no sequence, o is 0
+    T* __restrict__ o,                      // [S, H, hd]
+    int heads, int kv_heads, int dim, int block_size, int max_blocks, int window, float scale
+) {
+    constexpr int MOST = 4;  // columns of o that one thread has
+    extern __shared__ float query[];  // [hd]
+    __shared__ float weights[THREADS];
+    __shared__ long long entries[THREADS];
+    const int row = blockIdx.x / heads, head = blockIdx.x % heads, kv_head = head / (heads / kv_heads);
+    const long long place = static_cast<long long>(blockIdx.x) * dim;
+    for (int i = threadIdx.x; i < dim; i += THREADS) query[i] = widen(q[place + i]) * scale;
+    const int end = context_lens[row], begin = window > 0 ? max(0, end - window) : 0;
+    float peak = -INFINITY, sum = 0.0f, out[MOST] = {};
+    for (int start = begin; start < end; start += THREADS) {
+        const int token = start + threadIdx.x;
+        float score = -INFINITY;
+        __syncthreads();  // the query is there; readers of the last round are done
+        if (token < end) {
+            const long long block = block_tables[static_cast<long long>(row) * max_blocks + token / block_size];
+            const long long entry = ((block * kv_heads + kv_head) * block_size + token % block_size) * dim;
+            score = 0.0f;
+            for (int i = 0; i < dim; ++i) score += query[i] * widen(k_cache[entry + i]);
+            entries[threadIdx.x] = entry;
+        }
+        const float new_peak = fmaxf(peak, block_max(score)), shrink = expf(peak - new_peak);
+        const float weight = expf(score - new_peak);
+        weights[threadIdx.x] = weight;
+        sum = sum * shrink + block_sum(weight);  // a barrier for the weights, too
+        peak = new_peak;
+        const int count = min(THREADS, end - start);
+#pragma unroll
+        for (int m = 0; m < MOST; ++m) {
+            const int column = threadIdx.x + m * THREADS;
+            if (column >= dim) break;
+            out[m] *= shrink;
+            for (int i = 0; i < count; ++i) out[m] += weights[i] * widen(v_cache[entries[i] + column]);
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < MOST; ++m) {
+        const int column = threadIdx.x + m * THREADS;
+        if (column < dim) narrow(end > 0 ? out[m] / sum : 0.0f, o[place + column]);
+    }
+}
+
+#define ATTEND(NAME, T)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS) NAME(                                                     \
+        const T* q, const T* k_cache, const T* v_cache, const int* block_tables, const int* context_lens, T* o,     \
+        long long heads, long long kv_heads, long long dim, long long block_size, long long max_blocks,             \
+        long long window, float scale) {                                                                            \
+        attend<T>(q, k_cache, v_cache, block_tables, context_lens, o, heads, kv_heads, dim, block_size, max_blocks, \
+                  window, scale);                                                                                   \
+    }
+
+ATTEND(paged_attention_any_f32, float)
+ATTEND(paged_attention_any_bf16, bf16)
