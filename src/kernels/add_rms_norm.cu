@@ -12,6 +12,7 @@ __device__ __forceinline__ void add_rms_norm(
     float eps
 ) {
     constexpr int MOST = N == 1 ? 4 : 2;  // packs of a row that one thread has
+    wait_for_inputs();
     const int packs = static_cast<int>(dim / N);
     auto* row = reinterpret_cast<Pack<T, N>*>(x + blockIdx.x * dim);
     const auto* added = reinterpret_cast<const Pack<T, N>*>(delta + blockIdx.x * dim);

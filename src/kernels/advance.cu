@@ -1,4 +1,5 @@
 // The step from a sampled token to the next one's inputs. One block, which also moves the ring of outputs on.
+#include "scalar.cuh"
 
 constexpr int RUNNING = 0, EOS = 1, LENGTH = 2, NON_FINITE = 3, NO_BLOCK = 4;  // as in src/cuda/kernels/advance.rs
 
@@ -17,6 +18,7 @@ extern "C" __global__ void __launch_bounds__(1024) advance(
     long long* __restrict__ step,          // [1]
     long long rows, long long max_blocks, long long block_size, long long num_eos, long long words, long long ring
 ) {
+    wait_for_inputs();
     int* out = output + *step % ring * rows * 4;
     for (long long s = threadIdx.x; s < rows; s += blockDim.x) {
         const int len = context_lens[s], token = sampled[s];

@@ -11,6 +11,7 @@ __device__ __forceinline__ void embed(
     long long dim,
     long long first_row
 ) {
+    wait_for_inputs();
     const long long row = token_ids[blockIdx.x] - first_row;
     const bool is_own = row >= 0 && row < rows;
     const auto* from = reinterpret_cast<const Pack<T, N>*>(table + (is_own ? row * dim : 0));

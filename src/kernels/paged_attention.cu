@@ -35,7 +35,7 @@ struct Pieces {
 };
 
 struct Geometry {
-    int kv_heads, group, block_size, max_blocks, window;
+    int kv_heads, group, block_shift, max_blocks;  // 2^block_shift tokens a block
     float scale;
 
     __device__ __forceinline__ int chunks() const { return (group + COLUMNS - 1) / COLUMNS; }
@@ -72,29 +72,22 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     return out;
 }
 
-// The 8 x 8 matrix whose row lane / 4 has columns 2 (lane % 4) and the next in this lane, transposed.
-__device__ __forceinline__ unsigned transpose(unsigned rows) {
-    unsigned out;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(rows));
-    return out;
-}
-
 __device__ __forceinline__ float exp2_fast(float x) {
     float out;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
     return out;
 }
 
-// One warp's attention of up to 8 query heads over some tokens. With r = lane / 4 and c = lane % 4 a lane has scores of
-// tokens r and r + 8 and outputs of columns 64 h + 8 r .. + 8, both for heads 2 c and 2 c + 1.
+// One warp's attention of up to 8 query heads over some tokens. With r = lane / 4 and c = lane % 4 a lane has scores of head r
+// and tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9, and outputs of columns 64 h + 8 r .. + 8 for heads 2 c and 2 c + 1.
 template <int HD>
 struct Warp {
     static constexpr int HALVES = HD / 64;
-    uint4 query[HD / 32];        // head r, columns 32 j + 8 c .. + 8
-    uint4 keys[HD / 32][2];      // tokens r and r + 8, the same columns
-    uint4 values[HALVES][4];     // tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9; columns 64 h + 8 r .. + 8
-    float out[HALVES][4][4];     // [half][column pair i]: (8 r + 2 i, head 2 c), (.., 2 c + 1), (8 r + 2 i + 1, 2 c), ..
-    float peak[2], sum[2];       // of heads 2 c and 2 c + 1, base 2; the sum over this lane's tokens only
+    uint4 query[HD / 32];     // head r, columns 32 j + 8 c .. + 8
+    uint4 keys[HD / 32][2];   // tokens r and r + 8, the same columns
+    uint4 values[HALVES][4];  // tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9; columns 64 h + 8 r .. + 8
+    float out[HALVES][4][4];  // [half][column pair i]: (8 r + 2 i, head 2 c), (.., 2 c + 1), (8 r + 2 i + 1, 2 c), ..
+    float peak, sum;          // of head r, base 2; the sum over this lane's tokens only
     int lane;
 
     __device__ __forceinline__ void start(const bf16* q, int heads) {
@@ -108,7 +101,7 @@ struct Warp {
             for (int i = 0; i < 4; ++i)
 #pragma unroll
                 for (int k = 0; k < 4; ++k) out[h][i][k] = 0.0f;
-        peak[0] = peak[1] = -INFINITY, sum[0] = sum[1] = 0.0f;
+        peak = -INFINITY, sum = 0.0f;
     }
 
     template <bool SHARED>
@@ -117,9 +110,9 @@ struct Warp {
 #pragma unroll
         for (int j = 0; j < HD / 32; ++j)
 #pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                const bf16* at = from + 32 * j + 8 * k * HD;
-                keys[j][k] = SHARED ? load_shared(at) : load_once(at);
+            for (int t = 0; t < 2; ++t) {
+                const bf16* at = from + 32 * j + 8 * t * HD;
+                keys[j][t] = SHARED ? load_shared(at) : load_once(at);
             }
     }
 
@@ -128,63 +121,65 @@ struct Warp {
     __device__ __forceinline__ void load_values(const bf16* unit, int count) {
         const int first = lane % 4 * 2;
         const bf16* from = unit + first * HD + lane / 4 * 8;
+        const bool is_whole = count >= UNIT;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const int token = k / 2 * 8 + k % 2;
 #pragma unroll
             for (int h = 0; h < HALVES; ++h) {
                 const bf16* at = from + token * HD + 64 * h;
-                values[h][k] = uint4{0, 0, 0, 0};
-                if (first + token < count) values[h][k] = SHARED ? load_shared(at) : load_once(at);
+                if (is_whole || first + token < count)
+                    values[h][k] = SHARED ? load_shared(at) : load_once(at);
+                else
+                    values[h][k] = uint4{0, 0, 0, 0};
             }
         }
     }
 
-    // Scores of the loaded keys, base 2.
+    // Scores of the loaded keys, base 2: of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9.
     __device__ __forceinline__ void score(float (&s)[4], float scale) const {
-        float even[4] = {}, odd[4] = {};
 #pragma unroll
-        for (int j = 0; j < HD / 32; ++j) {
-            multiply(even, keys[j][0].x, keys[j][1].x, keys[j][0].y, keys[j][1].y, query[j].x, query[j].y);
-            multiply(odd, keys[j][0].z, keys[j][1].z, keys[j][0].w, keys[j][1].w, query[j].z, query[j].w);
+        for (int t = 0; t < 2; ++t) {
+            float even[4] = {}, odd[4] = {};
+#pragma unroll
+            for (int j = 0; j < HD / 32; ++j) {
+                multiply(even, query[j].x, 0, query[j].y, 0, keys[j][t].x, keys[j][t].y);
+                multiply(odd, query[j].z, 0, query[j].w, 0, keys[j][t].z, keys[j][t].w);
+            }
+            s[2 * t] = (even[0] + odd[0]) * scale, s[2 * t + 1] = (even[1] + odd[1]) * scale;
         }
-#pragma unroll
-        for (int k = 0; k < 4; ++k) s[k] = (even[k] + odd[k]) * scale;
     }
 
     // Scores to weights, in the layout of the second product; tokens before `from` and after `to` of the unit weigh nothing.
     __device__ __forceinline__ void weigh(float (&s)[4], int from, int to, unsigned (&weights)[2]) {
-        const int r = lane / 4;
+        const int c = lane % 4;
         if (from > 0 || to < UNIT) {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                const int token = r + k / 2 * 8;
+                const int token = 2 * c + k / 2 * 8 + k % 2;
                 if (token < from || token >= to) s[k] = -INFINITY;
             }
         }
-        float top[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2)
-#pragma unroll
-            for (int k = 0; k < 2; ++k) top[k] = fmaxf(top[k], __shfl_xor_sync(~0u, top[k], step));
+        float top = fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3]));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
         // A unit has at least one token that weighs, so that the maximum is finite.
-        if (__any_sync(~0u, top[0] > peak[0] || top[1] > peak[1])) {
+        if (__any_sync(~0u, top > peak)) {
+            const float higher = fmaxf(peak, top), shrink = exp2_fast(peak - higher);
+            peak = higher, sum *= shrink;
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
-                const float higher = fmaxf(peak[k], top[k]), shrink = exp2_fast(peak[k] - higher);
-                peak[k] = higher, sum[k] *= shrink;
+                const float own = __shfl_sync(~0u, shrink, (2 * c + k) * 4);  // of head 2 c + k
 #pragma unroll
                 for (int h = 0; h < HALVES; ++h)
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) out[h][i][k] *= shrink, out[h][i][k + 2] *= shrink;
+                    for (int i = 0; i < 4; ++i) out[h][i][k] *= own, out[h][i][k + 2] *= own;
             }
         }
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            s[k] = exp2_fast(s[k] - peak[k % 2]);
-            sum[k % 2] += s[k];
-        }
-        weights[0] = transpose(pack(s[0], s[1])), weights[1] = transpose(pack(s[2], s[3]));
+        for (int k = 0; k < 4; ++k) s[k] = exp2_fast(s[k] - peak);
+        sum += (s[0] + s[1]) + (s[2] + s[3]);
+        weights[0] = pack(s[0], s[1]), weights[1] = pack(s[2], s[3]);
     }
 
     __device__ __forceinline__ void accumulate(const unsigned (&weights)[2]) {
@@ -201,32 +196,22 @@ struct Warp {
         }
     }
 
-    // Units first, first + stride .. of tokens begin .. end; with `fetches`, all 32 next are asked for at once.
+    // Units first, first + stride .. of tokens begin .. end.
     template <bool SHARED>
     __device__ __forceinline__ void attend(const bf16* k_cache, const bf16* v_cache, const int* table,
-                                           const Geometry& shape, int kv_head, int begin, int end, int first, int stride,
-                                           bool fetches) {
+                                           const Geometry& shape, int kv_head, int begin, int end, int first, int stride) {
         const int base = begin / UNIT * UNIT, units = (end - base + UNIT - 1) / UNIT;
+        const int steps = units > first ? (units - first + stride - 1) / stride : 0;
         int blocks = 0;  // of this lane's unit among the next 32
-        const auto entry = [&](long long block, int token) -> long long {
-            return ((block * shape.kv_heads + kv_head) * shape.block_size + token % shape.block_size) * HD;
-        };
-        const auto prefetch = [](const bf16* unit) {
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(unit), "n"(UNIT * HD * 2));
-        };
         const auto place = [&](int step) -> long long {
             const int token = base + (first + step * stride) * UNIT;
             if (step % 32 == 0) {
-                const int mine = base + (first + (step + lane) * stride) * UNIT;
-                blocks = mine < end ? table[mine / shape.block_size] : 0;
-                if (fetches && mine < end) {
-                    const long long at = entry(blocks, mine);
-                    prefetch(k_cache + at), prefetch(v_cache + at);
-                }
+                const int mine = token + lane * stride * UNIT;
+                blocks = mine < end ? table[mine >> shape.block_shift] : 0;
             }
-            return entry(__shfl_sync(~0u, blocks, step % 32), token);
+            const long long head = __shfl_sync(~0u, blocks, step % 32) * shape.kv_heads + kv_head;
+            return ((head << shape.block_shift) + (token & ((1 << shape.block_shift) - 1))) * HD;
         };
-        const int steps = units > first ? (units - first + stride - 1) / stride : 0;
         if (steps == 0) return;
         long long now = place(0);
         load_keys<SHARED>(k_cache + now);
@@ -247,16 +232,12 @@ struct Warp {
         }
     }
 
-    __device__ __forceinline__ void finish() {
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2)
-#pragma unroll
-            for (int k = 0; k < 2; ++k) sum[k] += __shfl_xor_sync(~0u, sum[k], step);
-    }
-
     // out, peak and sum as rows of heads: [8][stride], [8], [8].
     __device__ __forceinline__ void store(float* to, int stride, float* peaks, float* sums) const {
         const int r = lane / 4, c = lane % 4;
+        float total = sum + __shfl_xor_sync(~0u, sum, 1);
+        total += __shfl_xor_sync(~0u, total, 2);
+        if (c == 0) peaks[r] = peak, sums[r] = total;
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             float* row = to + (2 * c + k) * stride;
@@ -266,7 +247,6 @@ struct Warp {
                 for (int i = 0; i < 4; i += 2)
                     *reinterpret_cast<float4*>(row + 64 * h + 8 * r + 2 * i) =
                         make_float4(out[h][i][k], out[h][i][k + 2], out[h][i + 1][k], out[h][i + 1][k + 2]);
-            if (r == 0) peaks[2 * c + k] = peak[k], sums[2 * c + k] = sum[k];
         }
     }
 };
@@ -353,6 +333,7 @@ __device__ __forceinline__ void paged_attention(
     __shared__ float peaks[WARPS][COLUMNS], sums[WARPS][COLUMNS];
     __shared__ int next, is_last;
     const int warp = threadIdx.x / 32, chunks = shape.chunks(), columns = shape.kv_heads * chunks;
+    wait_for_inputs();
     int index = blockIdx.x;
     Item item = items[index / columns];  // there is one for every block, if not of this step
     const int total = header->num_items * columns;
@@ -372,9 +353,7 @@ __device__ __forceinline__ void paged_attention(
                 Partial<HD>* partial = partials + static_cast<long long>(own.first) * columns + at;
                 Partial<HD>* mine = partial + static_cast<long long>(item.piece) * columns;
                 work.start(q + query * HD, heads);
-                work.template attend<true>(k_cache, v_cache, table, shape, kv_head, item.begin, item.end, 0, 1,
-                                           warp == 0);
-                work.finish();
+                work.template attend<true>(k_cache, v_cache, table, shape, kv_head, item.begin, item.end, 0, 1);
                 work.store(mine->out[0], HD, mine->peak, mine->sum);
                 __threadfence();
                 __syncwarp();
@@ -393,9 +372,7 @@ __device__ __forceinline__ void paged_attention(
             Partial<HD>* partial = partials + static_cast<long long>(own.first) * columns + at;
             Partial<HD>* mine = partial + static_cast<long long>(item.piece) * columns;
             work.start(q + query * HD, heads);
-            work.template attend<false>(k_cache, v_cache, table, shape, kv_head, item.begin, item.end, warp, WARPS,
-                                        total <= static_cast<int>(gridDim.x));
-            work.finish();
+            work.template attend<false>(k_cache, v_cache, table, shape, kv_head, item.begin, item.end, warp, WARPS);
             work.store(outs[warp][0], HD + 8, peaks[warp], sums[warp]);
             __syncthreads();
             if (next < total) upcoming = items[next / columns];
@@ -429,9 +406,9 @@ __device__ __forceinline__ void paged_attention(
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) NAME(                                                  \
         const bf16* q, const bf16* k_cache, const bf16* v_cache, const int* block_tables, bf16* o, Header* header,  \
         const Item* items, const Pieces* pieces, int* arrived, float* partials, long long kv_heads, long long group, \
-        long long block_size, long long max_blocks, float scale) {                                                  \
-        const Geometry shape = {static_cast<int>(kv_heads), static_cast<int>(group), static_cast<int>(block_size),  \
-                                static_cast<int>(max_blocks), 0, scale};                                            \
+        long long block_shift, long long max_blocks, float scale) {                                                 \
+        const Geometry shape = {static_cast<int>(kv_heads), static_cast<int>(group), static_cast<int>(block_shift), \
+                                static_cast<int>(max_blocks), scale};                                               \
         paged_attention<HD>(q, k_cache, v_cache, block_tables, o, header, items, pieces, arrived,                   \
                             reinterpret_cast<Partial<HD>*>(partials), shape);                                       \
     }
@@ -488,6 +465,7 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
     long long fixed_split,                  // tokens of a piece; 0: chosen here
     long long capacity                      // partial results of a column
 ) {
+    wait_for_inputs();
     const int rows = static_cast<int>(num_rows), per_thread = (rows + PLANNERS - 1) / PLANNERS;
     const int first_row = threadIdx.x * per_thread, end_row = min(rows, first_row + per_thread);
     int *members = scratch, *prefix = scratch + rows, *rank = scratch + 2 * rows, *first_item = scratch + 3 * rows;

@@ -15,6 +15,7 @@ __device__ __forceinline__ void attend(
     T* __restrict__ o,                      // [S, H, hd]
     int heads, int kv_heads, int dim, int block_size, int max_blocks, int window, float scale
 ) {
+    wait_for_inputs();
     constexpr int MOST = 4;  // columns of o that one thread has
     extern __shared__ float query[];  // [hd]
     __shared__ float weights[THREADS];

@@ -29,6 +29,7 @@ __device__ __forceinline__ void rope_write_kv(
     int tokens, int kv_heads, int group, int half, int block_size, int lanes, float eps
 ) {
     constexpr int MOST = N == 1 ? 4 : 1;  // packs of a half that one lane has
+    wait_for_inputs();
     const int team = (blockIdx.x * blockDim.x + threadIdx.x) / lanes, lane = threadIdx.x % lanes;
     const int heads = kv_heads * (group + 2), token = team / heads;
     if (token >= tokens) return;  // whole teams

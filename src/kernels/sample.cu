@@ -97,34 +97,31 @@ template <bool PROCESSED>
 __device__ __forceinline__ void take(
     State& state, const float (&logits)[RUN], int first, const Draw& draw, const Process& process, volatile unsigned& bar
 ) {
-    float raw[RUN], top = LEAST;
+    float top = LEAST;
 #pragma unroll
-    for (int k = 0; k < RUN; ++k) raw[k] = logits[k] * draw.scale, top = fmaxf(top, raw[k]);
+    for (int k = 0; k < RUN; ++k) top = fmaxf(top, logits[k] * draw.scale);
     if (top > state.peak) state.sum *= __expf(state.peak - top), state.peak = top;
-    unsigned words[RUN];
-    if (!draw.is_greedy) {
-        random_block(draw, first / 4, words);
-        random_block(draw, first / 4 + 1, words + 4);
-    }
     const unsigned least = bar;  // the block's best perturbed value so far, rounded down
     const float standing = least ? __uint_as_float(least & 0x80000000u ? least & 0x7fffffffu : ~least) : -INFINITY;
     // Noise lifts a value v over s only if u < exp(v - s): few need the logarithms. A little is allowed for rounding.
     const float lift = 1.01f * __expf(fminf(state.peak - standing, 80.0f));
+    unsigned words[4];
 #pragma unroll
     for (int k = 0; k < RUN; ++k) {
-        const float mass = __expf(raw[k] - state.peak);
+        if (k % 4 == 0 && !draw.is_greedy) random_block(draw, (first + k) / 4, words);
+        const float raw = logits[k] * draw.scale, mass = __expf(raw - state.peak);
         state.sum += mass;
-        float value = raw[k], bound = mass;
+        float value = raw, bound = mass;
         if (PROCESSED) {
             value = process(logits[k], draw.scale, first + k);
             bound = __expf(value - state.peak);
         }
-        const float unit = __uint_as_float(0x3f800000u | words[k] >> 9) - 1.0f;  // at most u
+        const float unit = __uint_as_float(0x3f800000u | words[k % 4] >> 9) - 1.0f;  // at most u
         const bool may_win = draw.is_greedy ? value >= standing : unit <= bound * lift;
         if (may_win && value > -INFINITY) {
-            const double perturbed = draw.is_greedy ? value : static_cast<double>(value) + gumbel(words[k]);
+            const double perturbed = draw.is_greedy ? value : static_cast<double>(value) + gumbel(words[k % 4]);
             if (state.best.yields_to(perturbed, first + k)) {
-                state.best = {perturbed, raw[k], first + k};
+                state.best = {perturbed, raw, first + k};
                 atomicMax(const_cast<unsigned*>(&bar), ordered(__double2float_rd(perturbed)));
             }
         }
@@ -167,6 +164,7 @@ __device__ __forceinline__ void sample(
     long long draws, long long width, long long first_id, long long parts, long long words
 ) {
     __shared__ unsigned bar;
+    wait_for_inputs();
     if (threadIdx.x == 0) bar = 0;
     __syncthreads();
     const long long s = blockIdx.x % draws, part = blockIdx.x / draws;
@@ -189,16 +187,20 @@ __device__ __forceinline__ void sample(
     const long long begin = first_id / RUN, count = (first_id + width + RUN - 1) / RUN - begin;
     const long long from = begin + count * part / parts, to = begin + count * (part + 1) / parts;
     State state;
+    float upcoming[RUN];
+    if (from + threadIdx.x < to) load<T, ALIGNED>(row, (from + threadIdx.x) * RUN - first_id, width, upcoming);
     for (long long run = from + threadIdx.x; run < to; run += THREADS) {
         float values[RUN];
-        load<T, ALIGNED>(row, run * RUN - first_id, width, values);
+#pragma unroll
+        for (int k = 0; k < RUN; ++k) values[k] = upcoming[k];
+        if (run + THREADS < to) load<T, ALIGNED>(row, (run + THREADS) * RUN - first_id, width, upcoming);
         take<PROCESSED>(state, values, static_cast<int>(run * RUN), draw, process, bar);
     }
     reduce(state, out);
 }
 
 #define SAMPLE(NAME, T, ALIGNED, PROCESSED)                                                                          \
-    extern "C" __global__ void __launch_bounds__(THREADS) NAME(                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) NAME(                                                     \
         const T* logits, const int* rows, const unsigned* keys, const int* positions, const float* temperatures,    \
         const float* penalties, const unsigned* seen, const unsigned* cuts, double* candidates, long long draws,    \
         long long width, long long first_id, long long parts, long long words) {                                    \
@@ -223,6 +225,7 @@ extern "C" __global__ void __launch_bounds__(32) combine(
     float* __restrict__ logprobs,           // [S]
     long long draws, long long parts
 ) {
+    wait_for_inputs();
     const long long s = blockIdx.x;
     double peak = -INFINITY;
     Best best = {-INFINITY, 0.0f, INT_MAX};

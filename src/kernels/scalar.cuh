@@ -23,6 +23,13 @@ struct alignas(sizeof(T) * N) Pack {
     T at[N];
 };
 
+// Of kernels that are launched while the one before still runs: everything that they touch comes after this. The next one may
+// then be brought to the processors, too. Both do nothing in an ordinary launch.
+__device__ __forceinline__ void wait_for_inputs() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // Maximum over the block, the same in every thread. Blocks of whole warps.
 __device__ __forceinline__ float block_max(float value) {
     __shared__ float warps[32];

@@ -209,7 +209,7 @@ fn report(kernel: &str, bytes: i64, mut run: impl FnMut()) {
 }
 
 /// Norm of the difference over the norm of what is expected, in float64 on the CPU. Not a number where either is.
-fn relative_error(got: &Tensor, expected: &Tensor) -> f64 {
+pub(crate) fn relative_error(got: &Tensor, expected: &Tensor) -> f64 {
     let double = |tensor: &Tensor| tensor.to_device(Device::Cpu).to_kind(Kind::Double);
     let (got, expected) = (double(got), double(expected));
     assert_eq!(got.size(), expected.size());

@@ -6,6 +6,7 @@ mod collectives;
 mod colocate;
 mod demo;
 mod gpu;
+mod gpu_decode;
 mod gpu_kernels;
 mod gpu_memory;
 mod gpu_products;

@@ -18,6 +18,8 @@ const THREADS: usize = 128;
 const MOST_COLUMNS: usize = 4 * THREADS;
 /// Blocks that one multiprocessor holds at once, by their registers.
 const BLOCKS_PER_PROCESSOR: usize = 3;
+/// Threads of `plan_attention`.
+const PLANNERS: u32 = 256;
 /// Query heads that one item serves.
 const ITEM_HEADS: usize = 8;
 /// i32 words of an item.
@@ -102,7 +104,8 @@ impl AttentionPlan {
             );
             return Err(invalid("attention_plan", expected, (shape, split_tokens)));
         }
-        let is_fast = kind == Kind::BFloat16 && [64, 128].contains(&shape.head_dim);
+        let is_fast =
+            kind == Kind::BFloat16 && [64, 128].contains(&shape.head_dim) && shape.block_size.is_power_of_two();
         let context = max_blocks * shape.block_size;
         let buffers = is_fast.then(|| Buffers::new(&shape, device, max_rows, split_tokens, context)).transpose()?;
         Ok(Self { shape, kind, max_rows, split_tokens: split_tokens.unwrap_or(0), buffers })
@@ -149,7 +152,7 @@ impl AttentionPlan {
             Argument::Count(buffers.capacity as i64),
         ];
         // SAFETY: the kernel's parameters in order; it keeps to the capacity, which holds all pieces of a fixed split.
-        unsafe { launch(SOURCE, OP, gpu, (1, 1024, 0), &arguments) }
+        unsafe { launch(SOURCE, OP, gpu, (1, PLANNERS, 0), &arguments) }
     }
 }
 
@@ -241,7 +244,8 @@ pub fn paged_attention(
         return Err(invalid(OP, "tensors on multiples of 16 bytes", "others"));
     }
     let [header, items, pieces, _, arrived, partials] = buffers.addresses(gpu)?;
-    let sizes = [num_kv_heads, num_heads / num_kv_heads, block_size, max_blocks].map(count);
+    let block_shift = block_size.trailing_zeros() as usize;
+    let sizes = [num_kv_heads, num_heads / num_kv_heads, block_shift, max_blocks].map(count);
     let arguments =
         [&[q_at, k_at, v_at, tables, o_at, header, items, pieces, arrived, partials][..], &sizes, &[scale]].concat();
     let grid = (buffers.num_blocks as u32, THREADS as u32, 0);
