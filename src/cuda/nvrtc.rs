@@ -33,6 +33,7 @@ sources! {
     ADD_RMS_NORM = "add_rms_norm.cu",
     ADVANCE = "advance.cu",
     EMBED = "embed.cu",
+    MERGE_ATTENTION = "merge_attention.cu",
     NORM = "norm.cu",
     NORMAL = "normal.cu",
     PAGED_ATTENTION = "paged_attention.cu",

@@ -6,6 +6,7 @@ mod adamw;
 mod add_rms_norm;
 mod advance;
 mod embed;
+mod merge_attention;
 mod norm;
 mod normal;
 mod paged_attention;
@@ -18,6 +19,7 @@ pub use adamw::{AdamWScalars, adamw};
 pub use add_rms_norm::add_rms_norm;
 pub use advance::{DecodeRows, RowStatus, advance};
 pub use embed::embed;
+pub use merge_attention::merge_attention;
 pub use norm::sums_of_squares;
 pub use normal::fill_normal;
 pub use paged_attention::{AttentionPlan, AttentionShape, SharedPrefixes, paged_attention};
@@ -43,6 +45,7 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (add_rms_norm::SOURCE, add_rms_norm::NAMES),
         (advance::SOURCE, advance::NAMES),
         (embed::SOURCE, embed::NAMES),
+        (merge_attention::SOURCE, merge_attention::NAMES),
         (norm::SOURCE, norm::NAMES),
         (normal::SOURCE, normal::NAMES),
         (paged_attention::SOURCE, paged_attention::NAMES),

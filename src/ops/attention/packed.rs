@@ -5,7 +5,7 @@
 use tch::{Device, Tensor};
 
 use super::bounds::{Bounds, SharedBounds};
-use super::merge::merge;
+use super::merge::merge_into;
 use super::runs::{Runs, Sees};
 use super::varlen;
 
@@ -72,12 +72,18 @@ pub fn packed_forward(
         Parts::Separate(runs) => return varlen::forward(q, k, v, runs, scale),
         Parts::Shared(shared) => shared,
     };
+    let size = q.size();
     let [(q_prompt, q), (k_prompt, k), (v_prompt, v)] = [q, k, v].map(|t| shared.split(t));
     let prompt = varlen::forward(&q_prompt, &k_prompt, &v_prompt, &shared.prompts, scale);
     let on_prompt = varlen::forward(&q, &k_prompt, &v_prompt, &shared.on_prompt, scale);
     let on_itself = varlen::forward(&q, &k, &v, &shared.completions, scale);
-    let completions = merge(&on_prompt, &on_itself);
-    (Tensor::cat(&[prompt.0, completions.0], 0), Tensor::cat(&[prompt.1, completions.1], 0))
+    let (o, lse) =
+        (Tensor::empty(&size, (q.kind(), q.device())), Tensor::empty(&size[..2], (prompt.1.kind(), q.device())));
+    let [(mut o_prompt, o_rest), (mut lse_prompt, lse_rest)] = [&o, &lse].map(|t| shared.split(t));
+    o_prompt.copy_(&prompt.0);
+    lse_prompt.copy_(&prompt.1);
+    merge_into(&on_prompt, &on_itself, (o_rest, lse_rest));
+    (o, lse)
 }
 
 /// (dq, dk, dv), from what [`packed_forward`] took and gave. A shared prompt's dk and dv are the sums over all that see it.
@@ -98,12 +104,15 @@ pub fn packed_backward(
     };
     let [(d_o_prompt, d_o), (q_prompt, q), (k_prompt, k), (v_prompt, v), (o_prompt, o), (lse_prompt, lse)] =
         [d_o, q, k, v, o, lse].map(|t| shared.split(t));
-    let (dq_prompt, mut dk_prompt, mut dv_prompt) =
+    let (dq_prompt, dk_prompt, dv_prompt) =
         varlen::backward(&d_o_prompt, &q_prompt, &k_prompt, &v_prompt, &o_prompt, &lse_prompt, &shared.prompts, scale);
-    let (mut dq, dk_on, dv_on) = varlen::backward(&d_o, &q, &k_prompt, &v_prompt, &o, &lse, &shared.on_prompt, scale);
+    let (dq_on, dk_on, dv_on) = varlen::backward(&d_o, &q, &k_prompt, &v_prompt, &o, &lse, &shared.on_prompt, scale);
     let (dq_own, dk, dv) = varlen::backward(&d_o, &q, &k, &v, &o, &lse, &shared.completions, scale);
-    let join = |prompt: &Tensor, rest: &Tensor| Tensor::cat(&[prompt, rest], 0);
-    (join(&dq_prompt, &dq.g_add_(&dq_own)), join(&dk_prompt.g_add_(&dk_on), &dk), join(&dv_prompt.g_add_(&dv_on), &dv))
+    (
+        shared.join(&[&dq_prompt], &[&dq_on, &dq_own]),
+        shared.join(&[&dk_prompt, &dk_on], &[&dk]),
+        shared.join(&[&dv_prompt, &dv_on], &[&dv]),
+    )
 }
 
 impl Shared {
@@ -111,5 +120,21 @@ impl Shared {
     fn split(&self, t: &Tensor) -> (Tensor, Tensor) {
         let (prompts, all) = (self.num_prompt_tokens, t.size()[0]);
         (t.narrow(0, 0, prompts), t.narrow(0, prompts, all - prompts))
+    }
+
+    /// The sum of what came for the prompts' rows, then that for the completions'.
+    fn join(&self, prompts: &[&Tensor], completions: &[&Tensor]) -> Tensor {
+        let like = prompts[0];
+        let mut size = like.size();
+        size[0] += completions[0].size()[0];
+        let all = Tensor::empty(size, (like.kind(), like.device()));
+        let (mut of_prompts, mut rest) = self.split(&all);
+        for (rows, parts) in [(&mut of_prompts, prompts), (&mut rest, completions)] {
+            match parts {
+                [first, second] => drop(first.add_out(rows, second)),
+                parts => parts.iter().for_each(|part| rows.copy_(part)),
+            }
+        }
+        all
     }
 }

@@ -1,0 +1,49 @@
+//! Two attentions of the same queries as one, by their log-sum-exp.
+#![allow(unsafe_code)]
+
+use tch::{Kind, Tensor};
+
+use super::{Argument, address, blocks, invalid, launch, ordinal};
+use crate::cuda::nvrtc::{self, Source};
+use crate::error::Result;
+
+pub(super) const SOURCE: &Source = &nvrtc::MERGE_ATTENTION;
+pub(super) const NAMES: &[&str] = &["merge_attention_bf16"];
+
+const THREADS: usize = 256;
+const MOST_BLOCKS: usize = 1 << 14;
+/// Elements that a thread takes at once.
+const PACK: usize = 8;
+
+/// An attention's output and the log-sum-exp of its scores.
+pub type Attended<'a> = (&'a Tensor /* [T, H, hd] bf16 */, &'a Tensor /* [T, H] f32, any strides */);
+
+/// lse = log(exp(lse_a) + exp(lse_b)), o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b, written into `to`.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit, or a head width that is no multiple of 8;
+/// [`crate::Error::Cuda`].
+pub fn merge_attention(a: Attended<'_>, b: Attended<'_>, to: Attended<'_>) -> Result<()> {
+    const OP: &str = "merge_attention";
+    let (gpu, size, n) = (ordinal(OP, a.0)?, a.0.size(), a.0.numel());
+    let [tokens, heads, head_dim] = size[..] else { return Err(invalid(OP, "[T, H, hd]", size)) };
+    if head_dim % PACK as i64 != 0 {
+        return Err(invalid(OP, "a head width that is a multiple of 8", head_dim));
+    }
+    let mut arguments = Vec::new();
+    for (o, lse) in [a, b, to] {
+        let fits = lse.size() == [tokens, heads] && lse.kind() == Kind::Float && lse.device() == o.device();
+        if !fits || o.data_ptr() as usize % 16 != 0 {
+            return Err(invalid(OP, format!("log-sum-exp [{tokens}, {heads}] f32 beside aligned outputs"), lse.size()));
+        }
+        let strides = lse.stride();
+        arguments.extend([address(OP, o, Kind::BFloat16, n, gpu)?, Argument::Address(lse.data_ptr())]);
+        arguments.extend(strides.iter().map(|&stride| Argument::Count(stride)));
+    }
+    let packs = n / PACK;
+    arguments.extend([heads, head_dim / PACK as i64, packs as i64].map(Argument::Count));
+    let grid = blocks(packs, THREADS, MOST_BLOCKS);
+    // SAFETY: the kernel's parameters in order; every output has n elements from an aligned address, every log-sum-exp a place
+    // for each token and head at its strides.
+    unsafe { launch(SOURCE, NAMES[0], gpu, (grid, THREADS as u32, 0), &arguments) }
+}
