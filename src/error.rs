@@ -1,6 +1,9 @@
 //! The one error type of the crate. Variants carry data; messages say what, where, what was expected and how to mend it.
 
+use std::any::Any;
 use std::path::PathBuf;
+
+use crate::phase::{self, Phase};
 
 /// The crate's result.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -150,7 +153,7 @@ pub enum Error {
         message: String,
     },
 
-    // ---- ranks: exit code 10 ----
+    // ---- ranks: exit code 10; 15 where nothing moves ----
     /// A collective that cannot be carried out.
     #[error("{op} in group '{group}' on rank {rank}: {message}")]
     Collective {
@@ -176,6 +179,21 @@ pub enum Error {
         timeout_s: f64,
         /// World ranks that had not arrived.
         missing: Vec<usize>,
+    },
+    /// A rank that showed no sign of life for longer than its phase allows.
+    #[error(
+        "no heartbeat for {stood_s:.1} s in {}: heartbeat.{}_s or heartbeat.timeout_s allows {limit_s} s ({state})",
+        phase.name(), phase.name()
+    )]
+    Hang {
+        /// Where it stands.
+        phase: Phase,
+        /// How long, in seconds.
+        stood_s: f64,
+        /// What is allowed, in seconds.
+        limit_s: f64,
+        /// What it was doing last.
+        state: String,
     },
     /// Another rank failed first; this is its error, told to every rank.
     #[error("rank {rank} failed: {message}")]
@@ -257,7 +275,7 @@ pub enum Error {
     },
     /// libtorch refused an operation.
     #[error("libtorch: {0}")]
-    Torch(#[from] tch::TchError),
+    Torch(tch::TchError),
     /// A panic caught at a boundary that must not unwind further.
     #[error("panic in {place}: {message}")]
     Panic {
@@ -303,8 +321,8 @@ impl Error {
             Error::Io { .. } => ExitCode::Storage,
             Error::NonFinite { .. } => ExitCode::Numerics,
             Error::Preempted { .. } => ExitCode::Preempted,
+            Error::CollectiveTimeout { .. } | Error::Hang { .. } => ExitCode::Hang,
             Error::Collective { .. }
-            | Error::CollectiveTimeout { .. }
             | Error::RankDied { .. }
             | Error::StaleWeights { .. }
             | Error::InvalidArgument { .. }
@@ -326,8 +344,54 @@ impl Error {
         Error::BadFile { path: path.into(), message: message.into() }
     }
 
+    /// The error of a panic with `message`: tensor operations panic where libtorch finds no memory.
+    pub fn of_panic(place: &'static str, message: String) -> Error {
+        out_of_memory(&message).unwrap_or(Error::Panic { place, message })
+    }
+
     /// A configuration value error.
     pub fn invalid_value(key: &str, got: impl ToString, expected: impl Into<String>) -> Error {
         Error::InvalidValue { key: key.to_owned(), got: got.to_string(), expected: expected.into() }
+    }
+}
+
+/// What a panic said.
+pub fn panic_message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "of an unknown kind".to_owned())
+}
+
+impl From<tch::TchError> for Error {
+    fn from(error: tch::TchError) -> Self {
+        out_of_memory(&error.to_string()).unwrap_or(Error::Torch(error))
+    }
+}
+
+/// What libtorch's message says of an allocation that did not succeed; `None` if it is about something else.
+fn out_of_memory(message: &str) -> Option<Error> {
+    let on_host = message.split_once("can't allocate memory: you tried to allocate ");
+    let on_device = message.split_once("CUDA out of memory. Tried to allocate ");
+    let (_, size) = on_host.or(on_device)?;
+    let (number, unit) = size.split_once(' ')?;
+    let scale = ["bytes", "KiB", "MiB", "GiB"].iter().position(|name| unit.starts_with(name))? as i32;
+    let requested_bytes = (number.parse::<f64>().ok()? * 1024f64.powi(scale)) as usize;
+    Some(Error::OutOfMemory { owner: format!("a tensor in {}", phase::current().name()), requested_bytes })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn libtorch_s_lack_of_memory_is_told_from_other_errors() {
+        let host = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to \
+                    allocate 4096 bytes. Error code 12 (Cannot allocate memory)";
+        let device = "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 139.81 GiB";
+        for (message, bytes) in [(host, 4096), (device, 3 << 29)] {
+            let error = Error::of_panic("a test", message.to_owned());
+            let Error::OutOfMemory { requested_bytes, .. } = &error else { panic!("{error}") };
+            assert_eq!((*requested_bytes, error.exit_code()), (bytes, ExitCode::OutOfMemory));
+        }
+        assert_eq!(Error::of_panic("a test", "shapes differ".to_owned()).exit_code(), ExitCode::RankDied);
     }
 }

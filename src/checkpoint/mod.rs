@@ -13,6 +13,7 @@
 //! | file | what it does |
 //! |---|---|
 //! | `folder` | temporary folders, their names, free space |
+//! | `saver` | one save at a time, beside training |
 //! | `write` | a checkpoint's files |
 //! | `manifest` | sizes and hashes |
 //! | `shards` | optimizer state, read by range |
@@ -20,6 +21,7 @@
 
 mod folder;
 mod manifest;
+mod saver;
 mod shards;
 mod state;
 mod write;
@@ -27,7 +29,8 @@ mod write;
 use std::path::{Path, PathBuf};
 
 pub use folder::list;
-pub use state::TrainerState;
+pub use saver::Saver;
+pub use state::{SavedConfig, TrainerState};
 
 use crate::dist::World;
 use crate::error::{Error, Result};
@@ -45,31 +48,18 @@ pub struct CheckpointOptions {
     pub tokenizer_dir: PathBuf,
     /// Newest checkpoints kept; `None` keeps all.
     pub save_total_limit: Option<usize>,
+    /// Write beside training, from copies in host memory.
+    pub save_async: bool,
 }
 
-/// Saves the policy, its optimizer and the trainer's state as `checkpoint-{global_step}`; collective over the world.
+/// [`Saver::save`] of one checkpoint, complete on return.
 ///
 /// # Errors
-/// The first failure of any rank, on every rank: [`Error::Io`] where the disk is too small, with the bytes needed and
-/// free. Nothing partial is left behind and earlier checkpoints stay.
+/// Those of [`Saver::save`].
 pub fn save(options: &CheckpointOptions, world: &World, policy: &Policy, state: &TrainerState) -> Result<PathBuf> {
-    let complete = folder::path(&options.output_dir, state.global_step);
-    let temporary = folder::temporary(&complete);
-    let is_first = world.rank() == 0;
-    let prepared = if is_first { folder::prepare(&temporary, write::num_bytes(policy, state)) } else { Ok(()) };
-    let outcome = world.agree(prepared).and_then(|()| {
-        let published = phase::scope(Phase::Checkpoint, || {
-            write::parts(&temporary, &options.tokenizer_dir, world, policy, state)?;
-            if is_first { folder::publish(&temporary, &complete) } else { Ok(()) }
-        });
-        world.agree(published)
-    });
-    match &outcome {
-        Ok(()) if is_first => folder::keep_newest(&options.output_dir, &complete, options.save_total_limit),
-        Err(_) if is_first => _ = std::fs::remove_dir_all(&temporary),
-        _ => {}
-    }
-    outcome.map(|()| complete)
+    let mut saver = Saver::new(options.clone());
+    let complete = saver.save(world, policy, state.clone())?;
+    saver.finish(world).map(|()| complete)
 }
 
 /// Writes the policy as a Hugging Face model folder; collective over the world.

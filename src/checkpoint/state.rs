@@ -1,11 +1,18 @@
 //! Where training was: everything a resumed run needs beside weights and optimizer state.
 
+use std::collections::BTreeMap;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
 
+use super::manifest::hexadecimal;
+use crate::config::Config;
 use crate::data::SamplerState;
 use crate::error::{Error, Result};
+use crate::metrics::redact_json;
 
 const FILE: &str = "trainer_state.json";
 
@@ -30,10 +37,55 @@ pub struct TrainerState {
     pub num_rows: usize,
     /// Position in the training rows.
     pub sampler: SamplerState,
-    /// The run's configuration, as TOML.
-    pub config: String,
+    /// The run's configuration.
+    pub config: SavedConfig,
     /// What was written to metrics.jsonl.
-    pub log_history: Vec<serde_json::Value>,
+    pub log_history: Vec<Value>,
+}
+
+/// A configuration without its secrets, which can be told apart nevertheless.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct SavedConfig {
+    /// Every key with its value, secrets redacted.
+    values: BTreeMap<String, Value>,
+    /// SHA-256 of salt, key and value of the keys that were redacted.
+    digests: BTreeMap<String, String>,
+    salt: u64,
+}
+
+impl SavedConfig {
+    /// What may be written of a run's configuration.
+    pub fn of(config: &Config) -> Self {
+        let salt = RandomState::new().build_hasher().finish();
+        let mut saved = Self { salt, ..Self::default() };
+        for (key, value) in config.entries() {
+            let mut written = value.clone();
+            redact_json(&mut written);
+            if written != value {
+                saved.digests.insert(key.clone(), digest(salt, &key, &value));
+            }
+            saved.values.insert(key, written);
+        }
+        saved
+    }
+
+    /// The saved configuration; a redacted value is `current`'s where that is the same.
+    ///
+    /// # Errors
+    /// Those of [`Config::load`], for a configuration that this version does not know.
+    pub fn restore(&self, current: &Config) -> Result<Config> {
+        let mut entries = self.values.clone();
+        for (key, value) in current.entries() {
+            if self.digests.get(&key).is_some_and(|saved| *saved == digest(self.salt, &key, &value)) {
+                entries.insert(key, value);
+            }
+        }
+        Config::from_entries(entries)
+    }
+}
+
+fn digest(salt: u64, key: &str, value: &Value) -> String {
+    hexadecimal(&Sha256::digest(format!("{salt} {key} {value}")))
 }
 
 impl TrainerState {
@@ -48,5 +100,26 @@ impl TrainerState {
         let path = folder.join(FILE);
         let text = serde_json::to_string_pretty(self).expect("the state is plain data");
         std::fs::write(&path, text + "\n").map_err(Error::io(path))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn secrets_are_not_saved_and_a_changed_one_is_seen() {
+        let config = |prompt: &str| {
+            let keys = ["model_name_or_path=m", "train_file=t", "reward_funcs=[\"format\"]"].map(str::to_owned);
+            Config::load(None, &[&keys[..], &[format!("system_prompt={prompt}")]].concat()).unwrap()
+        };
+        let (mine, other) = (config("my_token: \"a b\" and more"), config("my_token: \"c\" and more"));
+        let saved = SavedConfig::of(&mine);
+        let text = serde_json::to_string(&saved).unwrap();
+        assert!(text.contains("redacted") && !text.contains("a b"), "{text}");
+        let saved: SavedConfig = serde_json::from_str(&text).unwrap();
+        assert_eq!(saved.restore(&mine).unwrap(), mine);
+        let changes = other.diff(&saved.restore(&other).unwrap());
+        assert_eq!(changes.iter().map(|change| change.key.as_str()).collect::<Vec<_>>(), ["system_prompt"]);
     }
 }

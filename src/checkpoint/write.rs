@@ -1,25 +1,37 @@
 //! The files of a checkpoint. Every rank writes its own optimizer state, the first one everything else.
+//!
+//! Ranks may write in threads beside training, so they do not meet in collectives: each leaves a record of what it has
+//! written in `.records` of the temporary folder, where the first one looks for it before it publishes.
 
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use sha2::{Digest, Sha256};
-use tch::Kind;
+use tch::{Kind, Tensor};
 
-use super::TrainerState;
+use super::folder;
 use super::manifest::{FileRecord, Manifest, hexadecimal};
 use super::shards::{FOLDER, PARTS, tensor_name};
-use crate::dist::{World, all_gather_bytes};
+use super::{CheckpointOptions, TrainerState};
+use crate::dist::World;
 use crate::error::{Error, Result};
-use crate::model::{ModelSpec, WeightWriter, copy_tokenizer, encode_header};
+use crate::model::{ModelSpec, ParamTable, WeightWriter, copy_tokenizer, encode_header};
+use crate::phase::{self, Phase};
 use crate::torch::{self, accumulation_kind};
 use crate::train::{ParamState, Policy};
 
 /// Room for what is small: configuration, tokenizer, headers, manifest.
 const SMALL_FILES_BYTES: u64 = 32 << 20;
+/// Where ranks leave their records while a checkpoint is written.
+const RECORDS: &str = ".records";
+/// How often the first rank looks for records.
+const LOOK: Duration = Duration::from_millis(5);
 
 /// Bytes that a checkpoint takes, over all ranks.
 pub fn num_bytes(policy: &Policy, state: &TrainerState) -> u64 {
@@ -28,52 +40,179 @@ pub fn num_bytes(policy: &Policy, state: &TrainerState) -> u64 {
     (policy.table().spec.num_params() * element_bytes) as u64 + history + SMALL_FILES_BYTES
 }
 
-/// Writes everything into an empty folder, the manifest last; collective over the world.
-pub fn parts(folder: &Path, tokenizer_dir: &Path, world: &World, policy: &Policy, state: &TrainerState) -> Result<()> {
-    let own = if policy.saves_state() { vec![shard(folder, world, policy)?] } else { Vec::new() };
-    model(folder, tokenizer_dir, world, policy)?;
-    let own = serde_json::to_vec(&own).expect("records are plain data");
-    let records = all_gather_bytes(&*world.group(), &own)?;
-    if world.rank() == 0 {
-        state.write(folder)?;
-        let shards = records
-            .iter()
-            .flat_map(|records| serde_json::from_slice::<Vec<FileRecord>>(records).expect("records that a peer wrote"));
-        Manifest::write(folder, shards.collect())?;
+/// Says that all ranks are about to write: a rank that fails takes its mark away, which needs no room on a full disk.
+pub fn open_records(temporary: &Path, num_ranks: usize) -> Result<()> {
+    let records = temporary.join(RECORDS);
+    std::fs::create_dir(&records).map_err(Error::io(&records))?;
+    (0..num_ranks).try_for_each(|rank| {
+        let mark = pending(temporary, rank);
+        File::create(&mark).map(drop).map_err(Error::io(mark))
+    })
+}
+
+/// What one rank writes of a checkpoint, all but the tensors.
+#[derive(Debug)]
+pub struct Part {
+    temporary: PathBuf,
+    complete: PathBuf,
+    options: CheckpointOptions,
+    rank: usize,
+    num_ranks: usize,
+    step: u64,
+    /// Name and header of this rank's optimizer state, if it saves any.
+    shard: Option<(String, Vec<u8>)>,
+    table: Arc<ParamTable>,
+    kind: Kind,
+    state: TrainerState,
+}
+
+impl Part {
+    pub fn new(
+        temporary: &Path,
+        complete: &Path,
+        options: &CheckpointOptions,
+        world: &World,
+        policy: &Policy,
+        state: TrainerState,
+    ) -> Self {
+        let (rank, num_ranks) = (world.rank(), world.size());
+        let name = format!("{FOLDER}/rank_{rank:05}_of_{num_ranks:05}.safetensors");
+        Self {
+            temporary: temporary.to_owned(),
+            complete: complete.to_owned(),
+            options: options.clone(),
+            rank,
+            num_ranks,
+            step: phase::step(),
+            shard: policy.saves_state().then(|| (name, shard_header(policy))),
+            table: policy.table().clone(),
+            kind: policy.kind(),
+            state,
+        }
     }
-    Ok(())
+
+    /// Writes this rank's files; the first rank then waits for the others and gives the checkpoint its name. `weights` are
+    /// whole units, which ranks other than the first only run through: making them may be collective.
+    pub fn write(
+        &self,
+        shard: &mut dyn Iterator<Item = Result<ParamState>>,
+        weights: &mut dyn Iterator<Item = Result<Tensor>>,
+        abandoned: &AtomicBool,
+    ) -> Result<()> {
+        let own = match &self.shard {
+            Some((name, header)) => vec![write_shard(&self.temporary, name, header, shard)?],
+            None => Vec::new(),
+        };
+        phase::inject_at(Phase::Write, self.step)?;
+        if self.rank > 0 {
+            for flat in weights {
+                drop(flat?);
+            }
+            return self.leave_record(&own);
+        }
+        write_model(&self.temporary, &self.options.tokenizer_dir, &self.table, self.kind, weights)?;
+        self.state.write(&self.temporary)?;
+        let mut records = own;
+        for rank in 1..self.num_ranks {
+            records.extend(self.await_record(rank, abandoned)?);
+        }
+        let folder = self.temporary.join(RECORDS);
+        std::fs::remove_dir_all(&folder).map_err(Error::io(folder))?;
+        Manifest::write(&self.temporary, records)?;
+        folder::publish(&self.temporary, &self.complete)?;
+        folder::keep_newest(&self.options.output_dir, &self.complete, self.options.save_total_limit);
+        Ok(())
+    }
+
+    /// After an error: the first rank removes everything, another tells the first.
+    pub fn give_up(&self) {
+        let gone = match self.rank {
+            0 => std::fs::remove_dir_all(&self.temporary),
+            rank => std::fs::remove_file(pending(&self.temporary, rank)),
+        };
+        if let Err(error) = gone {
+            tracing::warn!("{}: {error}: the next save removes it", self.temporary.display());
+        }
+    }
+
+    fn leave_record(&self, own: &[FileRecord]) -> Result<()> {
+        let (draft, path) = (record(&self.temporary, self.rank, "draft"), record(&self.temporary, self.rank, "json"));
+        let json = serde_json::to_vec(own).expect("records are plain data");
+        std::fs::write(&draft, json).map_err(Error::io(&draft))?;
+        std::fs::rename(draft, &path).map_err(Error::io(path))
+    }
+
+    fn await_record(&self, rank: usize, abandoned: &AtomicBool) -> Result<Vec<FileRecord>> {
+        let path = record(&self.temporary, rank, "json");
+        loop {
+            let is_pending = pending(&self.temporary, rank).exists(); // before the record is looked for
+            if let Ok(json) = std::fs::read(&path) {
+                let bad = |error: serde_json::Error| self.bad(format!("record of rank {rank}: {error}"));
+                return serde_json::from_slice(&json).map_err(bad);
+            }
+            if !is_pending || abandoned.load(Ordering::Relaxed) {
+                return Err(self.bad(format!("rank {rank} did not write its part")));
+            }
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    fn bad(&self, message: String) -> Error {
+        Error::Checkpoint { path: self.complete.clone(), message }
+    }
+}
+
+fn record(temporary: &Path, rank: usize, suffix: &str) -> PathBuf {
+    temporary.join(RECORDS).join(format!("rank_{rank:05}.{suffix}"))
+}
+
+fn pending(temporary: &Path, rank: usize) -> PathBuf {
+    record(temporary, rank, "pending")
 }
 
 /// Writes the policy as a Hugging Face model folder, in the kind it is computed in; units of sharded weights are gathered
 /// by all ranks, the first one writes.
 pub fn model(folder: &Path, tokenizer_dir: &Path, world: &World, policy: &Policy) -> Result<()> {
-    let mut writer = if world.rank() == 0 { Some(begin_model(folder, tokenizer_dir, policy)?) } else { None };
-    for layout in &policy.table().units {
-        let flat = policy.unit_weights(layout.unit)?;
-        if let Some(writer) = &mut writer {
-            writer.write_unit(layout, &flat)?;
-        }
+    let mut weights = policy.table().units.iter().map(|layout| {
+        phase::beat();
+        policy.unit_weights(layout.unit)
+    });
+    match world.rank() {
+        0 => write_model(folder, tokenizer_dir, policy.table(), policy.kind(), &mut weights),
+        _ => weights.try_for_each(|flat| flat.map(drop)),
     }
-    writer.map_or(Ok(()), WeightWriter::finish)
 }
 
-fn begin_model(folder: &Path, tokenizer_dir: &Path, policy: &Policy) -> Result<WeightWriter> {
-    let spec = &policy.table().spec;
+fn write_model(
+    folder: &Path,
+    tokenizer_dir: &Path,
+    table: &ParamTable,
+    kind: Kind,
+    weights: &mut dyn Iterator<Item = Result<Tensor>>,
+) -> Result<()> {
     std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
     copy_tokenizer(tokenizer_dir, folder)?;
-    ModelSpec { dtype: policy.kind(), ..ModelSpec::clone(spec) }.write_config(folder)?;
-    WeightWriter::create(folder, spec.clone(), policy.kind())
+    ModelSpec { dtype: kind, ..ModelSpec::clone(&table.spec) }.write_config(folder)?;
+    let mut writer = WeightWriter::create(folder, table.spec.clone(), kind)?;
+    for (layout, flat) in table.units.iter().zip(weights) {
+        writer.write_unit(layout, &flat?)?;
+    }
+    writer.finish()
 }
 
-/// Writes this rank's optimizer state, one parameter in memory at a time.
-fn shard(folder: &Path, world: &World, policy: &Policy) -> Result<FileRecord> {
-    let name = format!("{FOLDER}/rank_{:05}_of_{:05}.safetensors", world.rank(), world.size());
+/// Writes this rank's optimizer state, one parameter after the other.
+fn write_shard(
+    folder: &Path,
+    name: &str,
+    header: &[u8],
+    states: &mut dyn Iterator<Item = Result<ParamState>>,
+) -> Result<FileRecord> {
     let optimizer = folder.join(FOLDER);
     std::fs::create_dir_all(&optimizer).map_err(Error::io(optimizer))?;
-    let mut file = HashedFile::create(folder, name)?;
-    file.append(&shard_header(policy))?;
-    for shard in policy.export_state() {
-        let ParamState { master, m, v } = shard?.state;
+    let mut file = HashedFile::create(folder, name.to_owned())?;
+    file.append(header)?;
+    for state in states {
+        let ParamState { master, m, v } = state?;
         for tensor in [master, m, v] {
             file.append(torch::bytes(&tensor)?)?;
         }

@@ -1,6 +1,6 @@
 //! What each subcommand does, on top of the rooms below.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use super::args::{
 };
 use crate::bench::{GenerateBench, StepBench, TrainBench, bench_generate, bench_step, bench_train};
 use crate::colocate::Served;
-use crate::config::{Config, SftConfig};
+use crate::config::{Config, HeartbeatConfig, SftConfig};
 use crate::cuda::{self, Placement};
 use crate::data::{Dataset, DatasetOptions, Message, Tokenizer};
 use crate::dist::{Backend, WorkerEnv, World, WorldOptions, all_gather_bytes};
@@ -23,6 +23,7 @@ use crate::launch::{self, LaunchOptions};
 use crate::memory;
 use crate::metrics;
 use crate::model::{ModelSpec, PRESETS, ParamTable, WeightFiles, init_folder};
+use crate::phase::{self, Limits};
 use crate::reward::RewardPool;
 use crate::rollout::{Engine, EngineOptions, kv_block_bytes};
 use crate::sft::Sft;
@@ -65,8 +66,12 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
     if WorkerEnv::from_env()?.is_none() {
         Preflight::new(&config, placement, args.launch.nproc, args.launch.nproc)?;
     }
-    let timeout = Duration::from_secs_f64(config.collective_timeout_s);
-    distributed(&args.launch, timeout, placement.on_cuda, |world| {
+    let watch = Supervision {
+        max_restarts: config.max_restarts,
+        output_dir: Some(config.output_dir.clone()),
+        ..Supervision::new(config.collective_timeout_s, &config.heartbeat)
+    };
+    distributed(&args.launch, watch, placement.on_cuda, |world| {
         let summary = Trainer::new(config, world.clone())?.run()?;
         if world.rank() == 0 {
             if let (Some(before), Some(after)) = (summary.eval_reward_before, summary.eval_reward_after) {
@@ -83,8 +88,8 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
 
 fn sft(args: &RunArgs) -> Result<ExitCode> {
     let config = SftConfig::load(args.config.as_deref(), &args.overrides)?;
-    let timeout = Duration::from_secs_f64(config.collective_timeout_s);
-    distributed(&args.launch, timeout, Placement::new(config.device, config.dtype)?.on_cuda, |world| {
+    let watch = Supervision::new(config.collective_timeout_s, &config.heartbeat);
+    distributed(&args.launch, watch, Placement::new(config.device, config.dtype)?.on_cuda, |world| {
         let summary = Sft::new(config, world.clone())?.run()?;
         if world.rank() == 0 {
             let held_out = summary.eval_loss.map(|loss| format!(", held-out {loss:.4}")).unwrap_or_default();
@@ -299,8 +304,8 @@ fn step_bench(args: &BenchStepArgs) -> Result<ExitCode> {
     };
     let config = bench.config(args.launch.nproc)?;
     let placement = Placement::new(config.device, config.dtype)?;
-    let timeout = Duration::from_secs_f64(config.collective_timeout_s);
-    distributed(&args.launch, timeout, placement.on_cuda, |world| {
+    let watch = Supervision::new(config.collective_timeout_s, &config.heartbeat);
+    distributed(&args.launch, watch, placement.on_cuda, |world| {
         let result = bench_step(&bench, world.clone())?;
         print_first(&world, result)
     })
@@ -324,30 +329,61 @@ fn placed(
     work: impl FnOnce(Arc<World>, Kind) -> Result<()>,
 ) -> Result<ExitCode> {
     let Placement { on_cuda, kind } = Placement::new(place.device, place.dtype)?;
-    distributed(launch, WorldOptions::default().timeout, on_cuda, |world| work(world, kind))
+    let watch = Supervision::new(WorldOptions::default().timeout.as_secs_f64(), &HeartbeatConfig::default());
+    distributed(launch, watch, on_cuda, |world| work(world, kind))
+}
+
+/// How the ranks of a command are watched, and what becomes of them when one dies.
+struct Supervision {
+    /// Longest wait in a collective.
+    timeout: Duration,
+    limits: Limits,
+    max_restarts: usize,
+    /// Where a restarted run finds its checkpoints.
+    output_dir: Option<PathBuf>,
+}
+
+impl Supervision {
+    /// Of a command that is not started again.
+    fn new(collective_timeout_s: f64, heartbeat: &HeartbeatConfig) -> Self {
+        let timeout = Duration::from_secs_f64(collective_timeout_s);
+        Self { timeout, limits: heartbeat.limits(), max_restarts: 0, output_dir: None }
+    }
 }
 
 /// Runs `work` on `nproc` ranks: as a worker where the environment says so, in this process where one is enough, else as the
 /// launcher of workers.
 fn distributed(
     args: &LaunchArgs,
-    timeout: Duration,
+    watch: Supervision,
     on_cuda: bool,
     work: impl FnOnce(Arc<World>) -> Result<()>,
 ) -> Result<ExitCode> {
-    let backend = if on_cuda { Backend::Nccl } else { Backend::Shm };
-    let world = match WorkerEnv::from_env()? {
-        Some(env) => World::join(&env, WorldOptions { timeout, backend, ..WorldOptions::default() })?,
-        None if args.nproc == 1 => World::single_on(backend)?,
-        None => {
-            let own_args = std::env::args_os().skip(1).collect();
-            let (master_addr, master_port) = (args.master_addr.clone(), args.master_port);
-            let options = LaunchOptions::new(args.nproc, own_args)?;
-            let options = LaunchOptions { master_addr, master_port, needs_cuda: on_cuda, ..options };
-            return Ok(launch::run(&options));
-        }
-    };
+    let Supervision { timeout, limits, max_restarts, output_dir } = watch;
+    let env = WorkerEnv::from_env()?;
+    if env.is_none() && (args.nproc > 1 || max_restarts > 0) {
+        let own_args = std::env::args_os().skip(1).collect();
+        let (master_addr, master_port, needs_cuda) = (args.master_addr.clone(), args.master_port, on_cuda);
+        let options = LaunchOptions::new(args.nproc, own_args)?;
+        return Ok(launch::run(&LaunchOptions {
+            master_addr,
+            master_port,
+            needs_cuda,
+            limits,
+            max_restarts,
+            output_dir,
+            ..options
+        }));
+    }
     launch::stop_on_signals();
+    if !phase::is_watched() {
+        launch::watch_self(env.as_ref().map_or(0, |env| env.rank), &limits, timeout)?;
+    }
+    let backend = if on_cuda { Backend::Nccl } else { Backend::Shm };
+    let world = match env {
+        Some(env) => World::join(&env, WorldOptions { timeout, backend, ..WorldOptions::default() })?,
+        None => World::single_on(backend)?,
+    };
     let world = Arc::new(world);
     let outcome = work(world.clone());
     if let Err(error) = &outcome {

@@ -5,17 +5,22 @@ mod args;
 mod commands;
 
 use std::io::IsTerminal;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use clap::Parser;
 
-use crate::error::{Error, ExitCode};
+use crate::error::{Error, ExitCode, panic_message};
 use crate::launch;
+use crate::phase;
 use crate::torch;
 
 /// Runs the program with `argv` (the program's name first) and returns its exit code.
 pub fn run(argv: Vec<String>) -> ExitCode {
     init_tracing();
     torch::keep_memory();
+    if let Err(error) = phase::publish() {
+        return report(&error);
+    }
     let parsed = match args::Cli::try_parse_from(args::normalise(argv)) {
         Ok(parsed) => parsed,
         Err(usage) => {
@@ -23,9 +28,11 @@ pub fn run(argv: Vec<String>) -> ExitCode {
             return if usage.use_stderr() { ExitCode::Configuration } else { ExitCode::Done };
         }
     };
-    match commands::dispatch(parsed.command) {
-        Ok(code) => code,
-        Err(error) => report(&error),
+    let command = parsed.command;
+    match catch_unwind(AssertUnwindSafe(|| commands::dispatch(command))) {
+        Ok(Ok(code)) => code,
+        Ok(Err(error)) => report(&error),
+        Err(panic) => report(&Error::of_panic("the program", panic_message(&*panic))),
     }
 }
 

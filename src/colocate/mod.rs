@@ -14,7 +14,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
 use crate::dist::{Mesh, World};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, panic_message};
 use crate::memory::HostPool;
 use crate::phase::{self, Phase};
 use crate::rollout::{Engine, RolloutEngine};
@@ -187,9 +187,8 @@ impl Colocated {
 /// Runs `work`; a panic becomes an error, and its payload is kept if it is the first.
 fn caught<T>(panic: &mut Option<Box<dyn Any + Send>>, work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|payload| {
-        let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
-        let message = text.or_else(|| payload.downcast_ref::<String>().cloned());
+        let message = panic_message(&*payload);
         panic.get_or_insert(payload);
-        Err(Error::Panic { place: "with_rollout", message: message.unwrap_or_else(|| "of an unknown kind".into()) })
+        Err(Error::of_panic("with_rollout", message))
     })
 }

@@ -78,12 +78,20 @@ pub trait UpdateProgress {
     fn begin(&self, phase: Phase, total: usize);
     /// One of them is done.
     fn advance(&self);
+    /// An update over `sequences` of this rank was skipped on all ranks, for a loss or gradient that is not finite.
+    ///
+    /// # Errors
+    /// If that cannot be written down.
+    fn skipped(&self, update: u64, sequences: &[Sequence]) -> Result<()>;
 }
 
 /// For callers that show nothing.
 impl UpdateProgress for () {
     fn begin(&self, _phase: Phase, _total: usize) {}
     fn advance(&self) {}
+    fn skipped(&self, _update: u64, _sequences: &[Sequence]) -> Result<()> {
+        Ok(())
+    }
 }
 
 impl Colocated {
@@ -193,7 +201,9 @@ impl Colocated {
         if step.skipped {
             outcome.num_skipped += 1;
             self.num_consecutive_skips += 1;
-            tracing::warn!(grad_norm = step.grad_norm, "non-finite gradient: the update was skipped on all ranks");
+            let update = options.global_step + outcome.num_updates;
+            tracing::warn!("update {update}: the loss or the gradient is not finite; skipped on all ranks");
+            progress.skipped(update, share)?;
         } else {
             self.num_consecutive_skips = 0;
             outcome.grad_norm += step.grad_norm;
@@ -201,8 +211,8 @@ impl Colocated {
         if self.num_consecutive_skips >= MAX_CONSECUTIVE_SKIPS {
             return Err(Error::NonFinite {
                 message: format!(
-                    "{MAX_CONSECUTIVE_SKIPS} updates in a row had a non-finite gradient, the last at step {}; lower \
-                     learning_rate or resume from an earlier checkpoint",
+                    "{MAX_CONSECUTIVE_SKIPS} updates in a row had a loss or gradient that is not finite, the last at step \
+                     {}; lower learning_rate or resume from an earlier checkpoint; the batches are in non_finite/",
                     options.global_step + outcome.num_updates
                 ),
             });
@@ -262,9 +272,14 @@ fn micro_batch_loss(
         entropy: Some(&scores.entropy),
     };
     let loss = policy_loss(&input, &options.loss, denominators)?;
-    outcome.loss += loss.loss.double_value(&[]);
+    let value = loss.loss.double_value(&[]);
+    outcome.loss += value;
     outcome.stats.merge(&loss.stats)?;
-    Ok(TokenGradients { dlogprobs: loss.dlogprobs, dentropy: None })
+    let mut dlogprobs = loss.dlogprobs;
+    if !value.is_finite() || phase::fires_nan(Phase::ForwardBackward) {
+        let _ = dlogprobs.f_fill_(f64::NAN)?; // the gradient's norm tells all ranks to skip
+    }
+    Ok(TokenGradients { dlogprobs, dentropy: None })
 }
 
 /// Gives each sequence of a micro-batch its own log-probabilities.

@@ -3,6 +3,9 @@
 use super::Config;
 use crate::error::{Error, Result};
 
+/// Largest number of completions, tokens or steps that a key may ask for.
+pub(super) const MAX_COUNT: usize = 1 << 31;
+
 /// How one generation batch is spread over ranks and updates. All numbers follow from the configuration and the world
 /// size; every rank holds the same number of whole groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,16 +30,24 @@ impl Config {
     /// # Errors
     /// [`Error::InvalidValue`] with the numbers and the nearest valid ones.
     pub fn validate_world(&self, world_size: usize) -> Result<BatchPlan> {
+        let out_of_range = |batch: Option<usize>| {
+            let got = batch.map_or_else(|| "more than 64 bits hold".to_owned(), |batch| batch.to_string());
+            Error::invalid_value("generation_batch_size", got, format!("at most {MAX_COUNT} completions"))
+        };
+        let product = |a: usize, b: usize| a.checked_mul(b).ok_or_else(|| out_of_range(None));
         check_divides("tensor_parallel_size", self.tensor_parallel_size, world_size)?;
         check_divides("zero.shard_group_size", self.zero.shard_group_size.unwrap_or(1), world_size)?;
-        let slice = self.per_device_train_batch_size * world_size; // completions per slice over all ranks
-        let groups = self.num_generations * world_size; // completions if each rank had one group
+        let slice = product(self.per_device_train_batch_size, world_size)?; // completions per slice over all ranks
+        let groups = product(self.num_generations, world_size)?; // completions if each rank had one group
         let steps_per_generation = match self.generation_batch_size {
             Some(batch) if batch.is_multiple_of(slice) && batch.is_multiple_of(groups) => batch / slice,
             Some(batch) => return Err(invalid_generation_batch(batch, slice, groups)),
             None => self.steps_per_generation.unwrap_or(self.gradient_accumulation_steps),
         };
-        let generation_batch_size = slice * steps_per_generation;
+        let generation_batch_size = product(slice, steps_per_generation)?;
+        if generation_batch_size > MAX_COUNT {
+            return Err(out_of_range(Some(generation_batch_size)));
+        }
         if !generation_batch_size.is_multiple_of(groups) {
             return Err(self.invalid_derived_batch(world_size, steps_per_generation));
         }

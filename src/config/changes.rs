@@ -2,8 +2,11 @@
 
 use std::fmt::{self, Write};
 
+use serde_json::Value;
+
 use super::field::Field;
 use super::{Config, LrSchedulerType};
+use crate::error::Result;
 
 /// Keys that say where, how fast or how often, but not what is computed. Layout keys are among them: sums may be
 /// rounded differently, the samples and the algorithm are the same. So are the keys that spread a batch over ranks:
@@ -33,13 +36,18 @@ const SAFE_KEYS: &[&str] = &[
     "residency.optimizer",
     "logging_steps",
     "save_steps",
+    "save_async",
     "save_total_limit",
     "eval_steps",
     "eval_num_generations",
     "log_completions",
     "collective_timeout_s",
+    "max_restarts",
     "fault",
 ];
+
+/// Tables all of whose keys are safe.
+const SAFE_TABLES: &[&str] = &["heartbeat."];
 
 /// Keys that only move the end of the run, unless the learning rate falls towards that end.
 const LENGTH_KEYS: &[&str] = &["max_steps", "num_train_epochs"];
@@ -72,10 +80,33 @@ impl Config {
         })
     }
 
+    /// Every key with its value, in declaration order.
+    pub(crate) fn entries(&self) -> Vec<(String, Value)> {
+        let mut entries = Vec::new();
+        self.write("", &mut entries);
+        entries
+    }
+
+    /// The inverse of [`Config::entries`].
+    ///
+    /// # Errors
+    /// As [`Config::load`].
+    pub(crate) fn from_entries(entries: impl IntoIterator<Item = (String, Value)>) -> Result<Self> {
+        let text = entries.into_iter().fold(String::new(), |mut text, (key, value)| {
+            let _ = writeln!(text, "{key} = {}", toml(&value));
+            text
+        });
+        Self::from_toml(&text)
+    }
+
     /// What changed from `old` to `self`, in declaration order.
     pub fn diff(&self, old: &Config) -> Vec<KeyChange> {
         let length_is_safe = [self, old].iter().all(|config| config.lr_scheduler_type == LrSchedulerType::Constant);
-        let is_safe = |key: &str| SAFE_KEYS.contains(&key) || (length_is_safe && LENGTH_KEYS.contains(&key));
+        let is_safe = |key: &str| {
+            SAFE_KEYS.contains(&key)
+                || SAFE_TABLES.iter().any(|table| key.starts_with(table))
+                || (length_is_safe && LENGTH_KEYS.contains(&key))
+        };
         let pairs = old.values().into_iter().zip(self.values());
         pairs
             .filter(|((_, old), (_, new))| old != new)
@@ -85,11 +116,13 @@ impl Config {
 
     /// Keys and values as TOML.
     fn values(&self) -> Vec<(String, String)> {
-        let mut values = Vec::new();
-        self.write("", &mut values);
-        // JSON's numbers, strings and lists are TOML's, but for DEL, which TOML wants escaped.
-        values.into_iter().map(|(key, value)| (key, value.to_string().replace('\u{7f}', "\\u007f"))).collect()
+        self.entries().into_iter().map(|(key, value)| (key, toml(&value))).collect()
     }
+}
+
+/// JSON's numbers, strings and lists are TOML's, but for DEL, which TOML wants escaped.
+fn toml(value: &Value) -> String {
+    value.to_string().replace('\u{7f}', "\\u007f")
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ mod batch;
 mod changes;
 mod choices;
 mod field;
+mod heartbeat;
 mod raw;
 mod sft;
 mod validate;
@@ -16,6 +17,7 @@ pub use batch::BatchPlan;
 pub use changes::KeyChange;
 pub use choices::*;
 use field::{Field, keys};
+pub use heartbeat::HeartbeatConfig;
 use raw::RawConfig;
 pub use sft::SftConfig;
 
@@ -214,8 +216,10 @@ keys! {
         // ---- output ----
         /// Steps between metric lines.
         pub logging_steps: usize = 1,
-        /// Steps between checkpoints; `None` saves only the final model.
+        /// Steps between checkpoints, the last step's among them; `None` saves only the final model.
         pub save_steps: Option<usize> = Some(500),
+        /// Write checkpoints beside training, from copies in host memory.
+        pub save_async: bool = true,
         /// Newest checkpoints kept; `None` keeps all.
         pub save_total_limit: Option<usize> = None,
         /// Steps between evaluations; `None` evaluates before and after training only.
@@ -230,7 +234,11 @@ keys! {
         pub seed: u64 = 42,
         /// Longest wait for peers in a collective, in seconds.
         pub collective_timeout_s: f64 = 600.0,
-        /// Injected fault, `rank:step:phase:kind`; for tests.
+        /// Times that the launcher starts the run again from its newest checkpoint when a rank dies or hangs.
+        pub max_restarts: usize = 0,
+        /// When a rank counts as hung.
+        pub heartbeat: HeartbeatConfig,
+        /// Injected fault, `rank:step:phase:kind` (`step+`: in later steps too); for tests.
         #[serde(skip_serializing_if = "Option::is_none")]
         pub fault: Option<String> = None,
     }

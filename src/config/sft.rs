@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::field::{Field, keys};
 use super::raw::RawConfig;
-use super::{Device, Dtype, GradientCheckpointing, LrSchedulerType, ZeroConfig};
+use super::{Device, Dtype, GradientCheckpointing, HeartbeatConfig, LrSchedulerType, ZeroConfig};
 use crate::error::Result;
 
 keys! {
@@ -64,6 +64,8 @@ keys! {
         pub seed: u64 = 42,
         /// Longest wait for peers in a collective, in seconds.
         pub collective_timeout_s: f64 = 600.0,
+        /// When a rank counts as hung.
+        pub heartbeat: HeartbeatConfig,
     }
 }
 

@@ -43,14 +43,19 @@ fn the_key_list_is_frozen() {
         reward.answer_pattern reward.answer_column reward.num_threads reward.timeout_s learning_rate adam_beta1 \
         adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype \
-        residency.optimizer logging_steps save_steps save_total_limit eval_steps eval_num_generations log_completions seed collective_timeout_s fault";
-    assert_eq!(Config::keys().join(" "), expected);
+        residency.optimizer logging_steps save_steps save_async save_total_limit eval_steps eval_num_generations \
+        log_completions seed collective_timeout_s max_restarts {heartbeat} fault";
+    let heartbeat = "timeout startup load gather offload wake generate prefill decode sleep reload reward pack score \
+        forward_backward optimizer checkpoint write eval";
+    let heartbeat: Vec<_> = heartbeat.split_whitespace().map(|name| format!("heartbeat.{name}_s")).collect();
+    let heartbeat = heartbeat.join(" ");
+    assert_eq!(Config::keys().join(" "), expected.replace("{heartbeat}", &heartbeat));
     let expected = "model_name_or_path train_file eval_file output_dir device dtype max_length shuffle_dataset \
         per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch learning_rate adam_beta1 \
         adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype logging_steps \
-        seed collective_timeout_s";
-    assert_eq!(SftConfig::keys().join(" "), expected);
+        seed collective_timeout_s {heartbeat}";
+    assert_eq!(SftConfig::keys().join(" "), expected.replace("{heartbeat}", &heartbeat));
 }
 
 #[test]
@@ -128,6 +133,8 @@ fn values_that_do_not_fit_together_are_refused() {
         (&["fault=1:2"], "rank:step:phase:kind"),
         (&["adam_beta2=1"], "in [0, 1)"),
         (&["seed=9223372036854775808"], "a whole number"),
+        (&["max_num_seqs=9223372036854775807"], "1 to 2147483648"),
+        (&["heartbeat.wake_s=0"], "seconds, above 0"),
     ] {
         let text = message(overrides);
         assert!(text.contains(part), "{overrides:?}: {text}");

@@ -2,7 +2,9 @@
 
 use regex::Regex;
 
+use super::batch::MAX_COUNT;
 use super::field::Field;
+use super::heartbeat;
 use super::raw::RawConfig;
 use super::{Config, LossType, RewardConfig, SftConfig, UNSERVED_KEYS, ZeroConfig};
 use crate::error::{Error, Result};
@@ -24,9 +26,10 @@ macro_rules! check_optimizer {
         for (key, value) in [("adam_beta1", $config.adam_beta1), ("adam_beta2", $config.adam_beta2)] {
             check(key, value, (0.0..1.0).contains(&value), "in [0, 1)")?;
         }
-        at_least_1("max_steps", $config.max_steps.unwrap_or(1))?;
+        count("max_steps", $config.max_steps.unwrap_or(1))?;
         let timeout_s = $config.collective_timeout_s;
         check("collective_timeout_s", timeout_s, is_timeout(timeout_s), TIMEOUT)?;
+        heartbeat::check(&$config.heartbeat, is_timeout, TIMEOUT)?;
     };
 }
 
@@ -52,15 +55,15 @@ impl Config {
         self.check_rewards()?;
         check_optimizer!(self);
         check_zero(&self.zero)?;
-        at_least_1("logging_steps", self.logging_steps)?;
-        at_least_1("eval_num_generations", self.eval_num_generations)?;
+        count("logging_steps", self.logging_steps)?;
+        count("eval_num_generations", self.eval_num_generations)?;
         let optional = [
             ("save_steps", self.save_steps),
             ("save_total_limit", self.save_total_limit),
             ("eval_steps", self.eval_steps),
         ];
         for (key, value) in optional {
-            value.map_or(Ok(()), |value| at_least_1(key, value))?;
+            value.map_or(Ok(()), |value| count(key, value))?;
         }
         if self.eval_steps.is_some() && self.eval_file.is_none() {
             return Err(Error::invalid_value("eval_file", "none", "the held-out rows, as eval_steps is set"));
@@ -82,7 +85,7 @@ impl Config {
             ("num_iterations", self.num_iterations),
             ("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch),
         ] {
-            at_least_1(key, value)?;
+            count(key, value)?;
         }
         if let (Some(batch), Some(_)) = (self.generation_batch_size, self.steps_per_generation) {
             let expected = "to be left out, as steps_per_generation determines it";
@@ -96,13 +99,15 @@ impl Config {
             ("max_completion_length", self.max_completion_length),
             ("max_prompt_length", self.max_prompt_length.unwrap_or(1)),
             ("tensor_parallel_size", self.tensor_parallel_size),
-            ("kv_cache_bytes", self.kv_cache_bytes.unwrap_or(1)),
+            ("max_model_length", self.max_model_length.unwrap_or(1)),
             ("kv_block_size", self.kv_block_size),
             ("max_num_seqs", self.max_num_seqs),
             ("max_num_batched_tokens", self.max_num_batched_tokens),
         ] {
-            at_least_1(key, value)?;
+            count(key, value)?;
         }
+        let kv_cache_bytes = self.kv_cache_bytes.unwrap_or(1);
+        check("kv_cache_bytes", kv_cache_bytes, kv_cache_bytes >= 1, "at least 1")?;
         if let Some(context) = self.max_model_length {
             let prompt = self.max_prompt_length.unwrap_or(1);
             let expected = format!(
@@ -157,7 +162,7 @@ impl RewardConfig {
         let answer = compiles("reward.answer_pattern", &self.answer_pattern)?;
         let group = "a regular expression with a group (..) around the answer";
         check("reward.answer_pattern", &self.answer_pattern, answer.captures_len() > 1, group)?;
-        at_least_1("reward.num_threads", self.num_threads)?;
+        count("reward.num_threads", self.num_threads)?;
         check("reward.timeout_s", self.timeout_s, is_timeout(self.timeout_s), TIMEOUT)
     }
 }
@@ -178,7 +183,7 @@ impl SftConfig {
             ("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch),
             ("logging_steps", self.logging_steps),
         ] {
-            at_least_1(key, value)?;
+            count(key, value)?;
         }
         check_optimizer!(self);
         check_zero(&self.zero)
@@ -188,7 +193,7 @@ impl SftConfig {
 fn check_zero(zero: &ZeroConfig) -> Result<()> {
     check("zero.stage", zero.stage, zero.stage <= 3, "0, 1, 2 or 3")?;
     if let Some(size) = zero.shard_group_size {
-        at_least_1("zero.shard_group_size", size)?;
+        count("zero.shard_group_size", size)?;
         check("zero.shard_group_size", size, zero.stage > 0, "to be left out: stage 0 shards nothing")?;
     }
     Ok(())
@@ -202,8 +207,9 @@ fn is_timeout(seconds: f64) -> bool {
     seconds > 0.0 && seconds < 365.0 * 86_400.0
 }
 
-fn at_least_1(key: &str, value: usize) -> Result<()> {
-    check(key, value, value >= 1, "at least 1")
+/// A number of things of which there must be one. The upper bound keeps products of two counts within 64 bits.
+fn count(key: &str, value: usize) -> Result<()> {
+    check(key, value, (1..=MAX_COUNT).contains(&value), format!("1 to {MAX_COUNT}"))
 }
 
 fn check(key: &str, got: impl ToString, holds: bool, expected: impl Into<String>) -> Result<()> {

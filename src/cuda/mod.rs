@@ -4,6 +4,7 @@
 //! | file | what it is |
 //! |---|---|
 //! | `library`, `devices` | libtorch's CUDA half and the one NCCL; which GPUs are visible |
+//! | `nvml` | who holds memory of the visible GPUs |
 //! | `placement` | where a run computes, and in what kind |
 //! | `context`, `stream` | the context shared with libtorch; streams and events beside libtorch's |
 //! | `torch_stream`, `graph` | streams that libtorch's operations are sent to; what is queued there, recorded and replayed |
@@ -18,6 +19,7 @@ mod graph;
 mod kernel;
 pub mod kernels;
 mod library;
+mod nvml;
 mod nvrtc;
 mod pinned;
 mod placement;
@@ -30,6 +32,7 @@ pub(crate) use context::check;
 pub use devices::{available_bytes, devices};
 pub use graph::Graph;
 pub use library::{is_available, require};
+pub use nvml::require_free;
 pub use pinned::PinnedWords;
 pub use placement::Placement;
 pub use products::{Products, Tuning};

@@ -20,6 +20,7 @@ use super::lane::Lane;
 use super::shm::{Member, ShmGroup};
 use crate::cuda;
 use crate::error::{Error, Result};
+use crate::phase;
 use crate::torch;
 
 /// How often the failure flag is looked at.
@@ -160,6 +161,7 @@ impl NcclGroup {
     fn queue(
         &self,
         op: &'static str,
+        bytes: usize,
         call: impl FnOnce(sys::ncclComm_t, sys::cudaStream_t) -> sys::ncclResult_t,
     ) -> Result<()> {
         let communicator = lock(&self.communicator);
@@ -169,8 +171,11 @@ impl NcclGroup {
         };
         self.lane.join()?;
         let stream = torch::current_cuda_stream(self.ordinal)?;
+        let seen = phase::collective(op, self.host.name(), bytes);
         let code = call(communicator.0, stream.cast());
-        self.settle(op, communicator.0, code)
+        self.settle(op, communicator.0, code)?;
+        seen.queued(); // a host that waits for the stream waits for peers
+        Ok(())
     }
 
     /// Polls a call until NCCL has taken it on.
@@ -233,7 +238,7 @@ impl Collective for NcclGroup {
         let memory = checks::memory("all_reduce", tensor, self.device())?;
         checks::reducible("all_reduce", memory.kind)?;
         let (address, count) = (memory.address.cast(), tensor.numel());
-        self.queue("all_reduce", |comm, stream| unsafe {
+        self.queue("all_reduce", memory.bytes, |comm, stream| unsafe {
             // SAFETY: see above the impl; in place is allowed.
             sys::ncclAllReduce(address, address, count, data_type(memory.kind), reduction(op), comm, stream)
         })
@@ -241,7 +246,7 @@ impl Collective for NcclGroup {
 
     fn all_gather(&self, input: &Tensor, output: &mut Tensor) -> Result<()> {
         let (input, output) = checks::pair("all_gather", input, output, self.size(), self.device())?;
-        self.queue("all_gather", |comm, stream| unsafe {
+        self.queue("all_gather", input.bytes, |comm, stream| unsafe {
             // SAFETY: see above the impl; the input may be output's own slice.
             sys::ncclAllGather(input.address.cast(), output.address.cast(), input.bytes, BYTE, comm, stream)
         })
@@ -252,7 +257,7 @@ impl Collective for NcclGroup {
         let (output, input) = checks::pair("reduce_scatter", output, input, self.size(), self.device())?;
         checks::reducible("reduce_scatter", output.kind)?;
         let sum = sys::ncclRedOp_t::ncclSum;
-        self.queue("reduce_scatter", |comm, stream| unsafe {
+        self.queue("reduce_scatter", input.bytes, |comm, stream| unsafe {
             // SAFETY: see above the impl; the output may be input's own slice.
             sys::ncclReduceScatter(
                 input.address.cast(),
@@ -270,7 +275,7 @@ impl Collective for NcclGroup {
         checks::root("broadcast", root, self.size())?;
         let memory = checks::memory("broadcast", tensor, self.device())?;
         let address = memory.address.cast();
-        self.queue("broadcast", |comm, stream| unsafe {
+        self.queue("broadcast", memory.bytes, |comm, stream| unsafe {
             // SAFETY: see above the impl; in place is allowed.
             sys::ncclBroadcast(address, address, memory.bytes, BYTE, root as i32, comm, stream)
         })
@@ -279,7 +284,7 @@ impl Collective for NcclGroup {
     fn all_to_all(&self, input: &Tensor, output: &mut Tensor) -> Result<()> {
         let (input, output) = checks::split("all_to_all", input, output, self.size(), self.device())?;
         let bytes = input.bytes / self.size();
-        self.queue("all_to_all", |comm, stream| unsafe {
+        self.queue("all_to_all", input.bytes, |comm, stream| unsafe {
             // SAFETY: see above the impl; every part lies within its tensor. Errors of single calls come out of the last.
             sys::ncclGroupStart();
             for rank in 0..self.size() {

@@ -11,7 +11,7 @@ use super::env::WorkerEnv;
 use super::lane::Lane;
 use super::nccl::{self, NcclGroups};
 use super::rendezvous;
-use super::shm::{Member, PARTITIONS, ShmGroup};
+use super::shm::{Member, PARTITIONS, Segment, ShmGroup};
 use super::single::SingleRank;
 use crate::error::{Error, Result};
 
@@ -82,6 +82,14 @@ impl World {
         let group = Arc::new(SingleRank::new("world", 0, device));
         let (lane, next_partition) = (Lane::immediate(), AtomicUsize::new(1));
         Self { env, member: None, host: group.clone(), group, nccl: None, lane, next_partition }
+    }
+
+    /// Whether this machine has the shared memory that `num_ranks` ranks need; for a launcher, before it starts them.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] with what is free and what is needed.
+    pub fn check_shared_memory(num_ranks: usize) -> Result<()> {
+        if num_ranks == 1 { Ok(()) } else { Segment::check_room(num_ranks, WorldOptions::default().slot_bytes) }
     }
 
     /// Joins the other ranks: the rendezvous store at MASTER_ADDR:MASTER_PORT (served by rank 0, unless torchrun's agent
@@ -241,6 +249,11 @@ impl World {
         if let Some(member) = &self.member {
             member.post(error);
         }
+    }
+
+    /// Whether a rank has told of a failure that is not agreed upon yet.
+    pub fn has_failed(&self) -> bool {
+        self.member.as_ref().is_some_and(|member| member.failure().is_some())
     }
 }
 

@@ -1,18 +1,30 @@
-//! Processes: the launcher that starts one worker a rank, passes their output and signals on, and ends them all when one
-//! fails; and what a worker tells its launcher.
+//! Processes: the launcher that starts one worker a rank, passes their output and signals on, ends them all when one fails
+//! or stands still, and starts them again; and what a worker tells its launcher.
 //!
 //! A worker that fails leaves its error in a file ([`report_error`]); the launcher prints the one that came first and takes
-//! its exit code.
+//! its exit code. What a worker is doing it says on a page that the launcher shares ([`crate::phase::SharedPage`]).
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `supervise` | a run: attempts and restarts |
+//! | `group` | the workers of one attempt |
+//! | `worker` | how one worker is started |
+//! | `signals` | signals and ends of processes |
+//! | `report`, `output` | what a worker leaves and says |
+//! | `watchdog` | a worker without a launcher of ours watches itself |
 
 mod exit;
+mod group;
 mod output;
 mod report;
 mod signals;
 mod supervise;
+mod watchdog;
 mod worker;
 
 pub use exit::exit_now;
 pub use report::{ERROR_FILE_VARIABLE, report_error};
 pub use signals::stop_on_signals;
 pub use supervise::run;
-pub use worker::{LOOPBACK, LaunchOptions, Rendezvous, worker_command};
+pub use watchdog::watch_self;
+pub use worker::{LOOPBACK, LaunchOptions, RESTART_COUNT_VARIABLE, Rendezvous, worker_command};

@@ -6,7 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::error::{Error, ExitCode};
 use crate::metrics::redact;
-use crate::phase::{self, Phase};
+use crate::phase::{self, Phase, Pulse};
 
 /// Variable with the file that a failing worker writes its error to.
 pub const ERROR_FILE_VARIABLE: &str = "COLO_GRPO_ERROR_FILE";
@@ -59,10 +59,26 @@ impl Report {
         }
     }
 
-    /// The end of a worker that left no word.
-    pub(super) fn of_death(rank: usize, at: SystemTime, how: String, code: ExitCode) -> Self {
-        let message = Error::RankDied { rank, how }.to_string();
-        Self { time_s: seconds(at), rank: Some(rank), phase: String::new(), step: 0, code, message, of_peer: false }
+    /// The end of a worker that left no word but its pulse.
+    pub(super) fn of_death(rank: usize, at: SystemTime, how: String, code: ExitCode, pulse: &Pulse) -> Self {
+        Self { code, ..Self::of_rank(&Error::RankDied { rank, how }, rank, at, pulse) }
+    }
+
+    /// A worker that stands still.
+    pub(super) fn of_hang(error: &Error, rank: usize, pulse: &Pulse) -> Self {
+        Self::of_rank(error, rank, SystemTime::now(), pulse)
+    }
+
+    fn of_rank(error: &Error, rank: usize, at: SystemTime, pulse: &Pulse) -> Self {
+        Self {
+            time_s: seconds(at),
+            rank: Some(rank),
+            phase: pulse.place(),
+            step: pulse.step,
+            code: error.exit_code(),
+            message: error.to_string(),
+            of_peer: false,
+        }
     }
 
     pub(super) fn read(path: &Path) -> Option<Self> {

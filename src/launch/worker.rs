@@ -8,9 +8,14 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
+use crate::config::HeartbeatConfig;
 use crate::cuda;
-use crate::dist::STORE_FD_VARIABLE;
+use crate::dist::{STORE_FD_VARIABLE, World};
 use crate::error::{Error, Result};
+use crate::phase::{Limits, PULSE_FD_VARIABLE};
+
+/// Variable with the number of restarts so far; torchrun's.
+pub const RESTART_COUNT_VARIABLE: &str = "TORCHELASTIC_RESTART_COUNT";
 
 /// Where workers meet unless told otherwise: reached from this machine alone.
 pub const LOOPBACK: &str = "127.0.0.1";
@@ -30,6 +35,12 @@ pub struct LaunchOptions {
     pub master_port: Option<u16>,
     /// Whether every worker needs a GPU of its own (`device = "cuda"`).
     pub needs_cuda: bool,
+    /// How long a worker may stand still, by phase.
+    pub limits: Limits,
+    /// Times that all workers are started again after one died or hung.
+    pub max_restarts: usize,
+    /// Where workers that are started again find checkpoints to resume from.
+    pub output_dir: Option<PathBuf>,
 }
 
 impl LaunchOptions {
@@ -41,7 +52,17 @@ impl LaunchOptions {
         let program = std::env::current_exe()
             .map_err(|error| Error::Environment { message: format!("path of this program: {error}") })?;
         let master_addr = LOOPBACK.to_owned();
-        Ok(Self { num_workers, program, args, master_addr, master_port: None, needs_cuda: false })
+        Ok(Self {
+            num_workers,
+            program,
+            args,
+            master_addr,
+            master_port: None,
+            needs_cuda: false,
+            limits: HeartbeatConfig::default().limits(),
+            max_restarts: 0,
+            output_dir: None,
+        })
     }
 
     /// Refuses what cannot run on this machine.
@@ -49,12 +70,16 @@ impl LaunchOptions {
         if self.num_workers == 0 {
             return Err(Error::invalid_value("nproc", 0, "at least 1"));
         }
-        if !self.needs_cuda {
-            return Ok(());
+        if self.needs_cuda {
+            self.check_gpus()?;
         }
+        World::check_shared_memory(self.num_workers)
+    }
+
+    fn check_gpus(&self) -> Result<()> {
         let devices = cuda::devices()?;
         if self.num_workers <= devices.len() {
-            return Ok(());
+            return cuda::require_free();
         }
         let list = if devices.is_empty() { "none".to_owned() } else { devices.join("; ") };
         let message = format!(
@@ -100,8 +125,8 @@ impl Rendezvous {
 }
 
 /// The command that starts the worker of `rank`: in a process group of its own, killed with the thread that spawns it, its
-/// place in the world in its environment.
-pub fn worker_command(options: &LaunchOptions, rendezvous: &Rendezvous, rank: usize) -> Command {
+/// place in the world in its environment. `pulse` is the descriptor of the page that it is to report to.
+pub fn worker_command(options: &LaunchOptions, rendezvous: &Rendezvous, rank: usize, pulse: Option<RawFd>) -> Command {
     let size = options.num_workers.to_string();
     let mut command = Command::new(&options.program);
     command
@@ -124,19 +149,24 @@ pub fn worker_command(options: &LaunchOptions, rendezvous: &Rendezvous, rank: us
             command.env(name, value);
         }
     }
-    let inherited = (rank == 0).then(|| rendezvous.listener.as_raw_fd());
-    if let Some(fd) = inherited {
-        command.env(STORE_FD_VARIABLE, fd.to_string());
+    let store = (rank == 0).then(|| rendezvous.listener.as_raw_fd());
+    let inherited = [(STORE_FD_VARIABLE, store), (PULSE_FD_VARIABLE, pulse)];
+    for (name, fd) in inherited {
+        match fd {
+            Some(fd) => command.env(name, fd.to_string()),
+            None => command.env_remove(name),
+        };
     }
+    let inherited = inherited.map(|(_, fd)| fd);
     let launcher = std::process::id();
-    // SAFETY: the closure runs between fork and exec and makes async-signal-safe calls alone; the listener outlives the
-    // spawn because `rendezvous` is borrowed by whoever spawns.
+    // SAFETY: the closure runs between fork and exec and makes async-signal-safe calls alone; whoever spawns holds the
+    // listener and the page.
     unsafe { command.pre_exec(move || prepare(launcher, inherited)) };
     command
 }
 
-/// In the child, before exec: dies with its launcher, keeps the store's socket.
-fn prepare(launcher: u32, inherited: Option<RawFd>) -> std::io::Result<()> {
+/// In the child, before exec: dies with its launcher, keeps what it inherits.
+fn prepare(launcher: u32, inherited: [Option<RawFd>; 2]) -> std::io::Result<()> {
     // SAFETY: plain system calls without pointers.
     unsafe {
         if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
@@ -145,10 +175,10 @@ fn prepare(launcher: u32, inherited: Option<RawFd>) -> std::io::Result<()> {
         if libc::getppid() as u32 != launcher {
             libc::_exit(libc::SIGKILL); // the launcher died before the line above
         }
-        if let Some(fd) = inherited
-            && libc::fcntl(fd, libc::F_SETFD, 0) != 0
-        {
-            return Err(std::io::Error::last_os_error());
+        for fd in inherited.into_iter().flatten() {
+            if libc::fcntl(fd, libc::F_SETFD, 0) != 0 {
+                return Err(std::io::Error::last_os_error());
+            }
         }
     }
     Ok(())

@@ -48,7 +48,7 @@ impl Ledger {
     }
 
     /// The accounts in `place` as one line, for error messages: `kv_cache 12 MiB, optimizer 8 MiB`.
-    pub(super) fn summary(place: Place) -> String {
+    pub fn summary(place: Place) -> String {
         let held: Vec<String> = Self::report()
             .into_iter()
             .filter(|(at, ..)| *at == place)

@@ -19,7 +19,7 @@ use crate::dist::{Collective, ReduceOp, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::model::ModelSpec;
 use crate::ops::rope::Rope;
-use crate::phase;
+use crate::phase::{self, Phase};
 use crate::types::{Completion, Prompt, RolloutGroup, SamplingParams};
 
 /// Size and shape of an engine.
@@ -207,7 +207,9 @@ impl<'a> RolloutEngine<'a> {
             let step = if scheduler.has_work() { scheduler.schedule() } else { None };
             let is_idle = step.is_none();
             if let Some(step) = step {
-                runner.launch(&step, &draws(&step, scheduler, requests), &scheduler.sequences)?;
+                let part = if step.is_decode { Phase::Decode } else { Phase::Prefill };
+                let draws = draws(&step, scheduler, requests);
+                phase::part(part, || runner.launch(&step, &draws, &scheduler.sequences))?;
                 under_way.push_back(step);
             }
             if !is_idle && under_way.len() <= runner.lag() {

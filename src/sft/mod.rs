@@ -154,6 +154,7 @@ impl Sft {
         let mut nll = 0.0;
         phase::scope(Phase::ForwardBackward, || {
             for (index, micro_batch) in micro_batches.iter().enumerate() {
+                phase::beat();
                 if index + 1 == micro_batches.len() {
                     self.policy.finish_gradients_with_next_backward();
                 }
@@ -181,6 +182,7 @@ impl Sft {
         let (micro_batches, num_tokens) = self.micro_batches(&sequences)?;
         let mut nll = 0.0;
         for micro_batch in &micro_batches {
+            phase::beat();
             nll -= self.policy.forward_logprobs(micro_batch, 1.0)?.logprobs.sum(Kind::Double).double_value(&[]);
         }
         self.mean(nll, num_tokens)

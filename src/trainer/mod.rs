@@ -5,19 +5,21 @@ mod output;
 mod records;
 mod setup;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::checkpoint::{self, CheckpointOptions, TrainerState};
+use crate::checkpoint::{self, SavedConfig, Saver, TrainerState};
 use crate::colocate::{Colocated, UpdateOptions};
 use crate::config::{BatchPlan, Config, ScaleRewards};
 use crate::cuda::Placement;
 use crate::data::{Dataset, PromptSampler, Tokenizer};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, panic_message};
 use crate::eval;
 use crate::grpo::{self, AdvantageStats, BatchStats, LossConfig};
+use crate::memory::{Ledger, Place};
 use crate::metrics::StepMetrics;
 use crate::model::{ModelSpec, init_unit_on};
 use crate::phase::{self, Phase};
@@ -43,6 +45,7 @@ pub struct Trainer {
     eval_set: Option<Dataset>,
     schedule: Schedule,
     output: Output,
+    saver: Saver,
     progress: Progress,
 }
 
@@ -81,6 +84,7 @@ impl Trainer {
 
     /// The same, where `reward_funcs` may also name the caller's own functions.
     pub fn with_rewards(config: Config, world: Arc<World>, functions: &[(&str, RewardFunction)]) -> Result<Self> {
+        setup::arm_fault(&config, world.rank());
         let checkpoint = setup::find_checkpoint(&config, &world)?;
         let loaded = phase::scope(Phase::Load, || setup::load(config, functions, world.clone(), checkpoint));
         world.agree(loaded)
@@ -121,9 +125,11 @@ impl Trainer {
     /// Trains to the end: evaluates, saves and reports as configured; collective over the world.
     ///
     /// # Errors
-    /// [`Error::Preempted`] after a save if a stop was asked for; else the first failure of any rank.
+    /// [`Error::Preempted`] after a save if a stop was asked for; else the first failure of any rank, panics included.
     pub fn run(&mut self) -> Result<RunSummary> {
-        let outcome = self.run_to_the_end();
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.run_to_the_end()));
+        let outcome = outcome.unwrap_or_else(|panic| Err(Error::of_panic("training", panic_message(&*panic))));
+        let outcome = outcome.map_err(explain_memory);
         if let Err(error) = &outcome {
             self.world.post_failure(error); // peers may be waiting in a collective
         }
@@ -147,13 +153,16 @@ impl Trainer {
                 eval_reward_after = self.evaluate()?;
             }
             let stop = self.stop_asked()?;
-            if stop {
-                return Err(Error::Preempted { step: self.progress.global_step, saved: self.save()? });
-            }
-            if !finished && self.passed(self.config.save_steps, before) {
-                self.save()?;
+            let is_due = self.passed(self.config.save_steps, before) || (finished && self.config.save_steps.is_some());
+            if stop || is_due {
+                let saved = self.save()?;
+                if stop {
+                    self.saver.finish(&self.world)?;
+                    return Err(Error::Preempted { step: self.progress.global_step, saved });
+                }
             }
         }
+        self.saver.finish(&self.world)?;
         let model_dir = self.config.output_dir.join("final");
         let policy = self.colocated.policy();
         checkpoint::export(&model_dir, &self.config.model_name_or_path, &self.world, policy)?;
@@ -273,6 +282,7 @@ impl Trainer {
         Ok(Some(outcome.reward.mean()))
     }
 
+    /// Begins a checkpoint; it is complete when the next one begins or the saver has finished.
     fn save(&mut self) -> Result<PathBuf> {
         let state = TrainerState {
             global_step: self.progress.global_step,
@@ -284,15 +294,10 @@ impl Trainer {
             world_size: self.world.size(),
             num_rows: self.dataset.len(),
             sampler: self.sampler.state().clone(),
-            config: self.config.to_toml(),
+            config: SavedConfig::of(&self.config),
             log_history: self.output.history(),
         };
-        let options = CheckpointOptions {
-            output_dir: self.config.output_dir.clone(),
-            tokenizer_dir: self.config.model_name_or_path.clone(),
-            save_total_limit: self.config.save_total_limit,
-        };
-        checkpoint::save(&options, &self.world, self.colocated.policy(), &state)
+        self.saver.save(&self.world, self.colocated.policy(), state)
     }
 
     /// Whether any rank was asked to stop.
@@ -306,4 +311,17 @@ impl Trainer {
     fn passed(&self, every: Option<usize>, before: u64) -> bool {
         every.is_some_and(|every| self.progress.global_step / every as u64 > before / every as u64)
     }
+}
+
+/// Adds who holds the memory, and the key that takes less of it.
+fn explain_memory(error: Error) -> Error {
+    let Error::OutOfMemory { owner, requested_bytes } = error else { return error };
+    let mend = match phase::at_failure() {
+        Phase::Wake | Phase::Generate | Phase::Prefill | Phase::Decode => "lower kv_cache_bytes or max_num_seqs",
+        Phase::Score | Phase::ForwardBackward => "lower max_tokens_per_micro_batch",
+        Phase::Checkpoint => "set save_async = false",
+        _ => "raise zero.stage or the number of ranks",
+    };
+    let held = if owner.contains("held") { String::new() } else { format!(" ({})", Ledger::summary(Place::Device)) };
+    Error::OutOfMemory { owner: format!("{owner}{held}, to mend: {mend};"), requested_bytes }
 }

@@ -4,16 +4,19 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use serde_json::json;
+
 use crate::checkpoint::Checkpoint;
 use crate::colocate::UpdateProgress;
 use crate::config::Config;
 use crate::dist::Collective;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::eval::Outcome;
 use crate::metrics::{
     CompletionsWriter, MetricValues, MetricsWriter, Progress, StepMetrics, write_report, write_run_config,
 };
-use crate::phase::Phase;
+use crate::phase::{self, Phase};
+use crate::train::Sequence;
 use crate::types::RolloutGroup;
 
 /// Values that are the newest of a logging interval; all others are its mean.
@@ -83,6 +86,7 @@ impl Output {
 
     /// One part of the phase is done.
     pub(super) fn advance(&self) {
+        phase::beat();
         self.display.advance();
     }
 
@@ -161,8 +165,30 @@ impl UpdateProgress for Output {
     }
 
     fn advance(&self) {
-        self.display.advance();
+        Output::advance(self);
     }
+
+    /// Leaves the batch in `non_finite/`, one file a rank.
+    fn skipped(&self, update: u64, sequences: &[Sequence]) -> Result<()> {
+        let folder = self.output_dir.join("non_finite");
+        std::fs::create_dir_all(&folder).map_err(Error::io(&folder))?;
+        let path = folder.join(format!("update_{update:05}_rank_{:05}.json", self.group.rank()));
+        let sequences: Vec<_> = sequences.iter().map(describe).collect();
+        std::fs::write(&path, format!("{:#}\n", json!({"update": update, "sequences": sequences})))
+            .map_err(Error::io(path))
+    }
+}
+
+fn describe(sequence: &Sequence) -> serde_json::Value {
+    json!({
+        "token_ids": sequence.token_ids,
+        "prompt_len": sequence.prompt_len,
+        "advantage": sequence.advantage,
+        "masked": sequence.masked,
+        "rollout_logprobs": sequence.rollout_logprobs,
+        "old_logprobs": sequence.old_logprobs,
+        "ref_logprobs": sequence.ref_logprobs,
+    })
 }
 
 /// Means over an interval, of the steps that have the value; the newest where a mean says nothing.

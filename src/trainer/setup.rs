@@ -7,14 +7,15 @@ use tch::{Kind, Tensor};
 
 use super::output::Output;
 use super::{Progress, Trainer};
-use crate::checkpoint::{self, Checkpoint, TrainerState};
+use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Saver, TrainerState};
 use crate::colocate::{Colocated, EngineSlices};
-use crate::config::{BatchPlan, Config, KeyChange, OptimizerResidency};
+use crate::config::{BatchPlan, Config, OptimizerResidency};
 use crate::cuda::{self, Placement};
 use crate::data::{Dataset, DatasetOptions, PromptSampler, Tokenizer};
 use crate::dist::{World, all_gather_bytes};
 use crate::error::{Error, Result};
 use crate::memory::{self, HostPool};
+use crate::metrics::redact;
 use crate::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use crate::phase;
 use crate::plan::{MemoryPlan, PlanInput};
@@ -102,6 +103,13 @@ pub(super) struct Parts<'a> {
     pub writes_files: bool,
 }
 
+/// Arms the injected fault, if there is one: in the first attempt of a run alone, so that a restart gets past it.
+pub(super) fn arm_fault(config: &Config, rank: usize) {
+    let is_restart = std::env::var("TORCHELASTIC_RESTART_COUNT").is_ok_and(|count| count != "0");
+    let fault = config.fault.as_ref().filter(|_| !is_restart).and_then(|fault| fault.parse().ok());
+    phase::arm_fault(fault, rank);
+}
+
 /// Loads everything; collective over the world.
 pub(super) fn load(
     config: Config,
@@ -111,7 +119,6 @@ pub(super) fn load(
 ) -> Result<Trainer> {
     let placement = Placement::in_world(config.device, config.dtype, world.device())?;
     let preflight = Preflight::new(&config, placement, world.size(), world.local_size())?;
-    phase::arm_fault(config.fault.as_ref().and_then(|fault| fault.parse().ok()), world.rank());
     let rewards = RewardPool::with_functions(&config, functions)?;
     let limits = DatasetOptions {
         max_prompt_length: config.max_prompt_length,
@@ -134,7 +141,10 @@ pub(super) fn load(
     }
     let eval_set = config.eval_file.as_ref().map(read).transpose()?;
     let files = WeightFiles::open(&config.model_name_or_path, preflight.spec.clone())?;
-    let weights = |layout: &UnitLayout| files.read_unit(layout, Kind::Float);
+    let weights = |layout: &UnitLayout| {
+        phase::beat();
+        files.read_unit(layout, Kind::Float)
+    };
     let parts = Parts { preflight, weights: &weights, rewards, dataset, eval_set, checkpoint, writes_files: true };
     assemble(config, world, parts)
 }
@@ -147,7 +157,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
     let mut sampler = PromptSampler::new(dataset.len(), config.seed, config.shuffle_dataset);
     let updates = batch.updates_per_generation * config.num_iterations;
     let epochs = config.num_train_epochs * dataset.len() as f64 / batch.num_prompts as f64;
-    let total_steps = config.max_steps.unwrap_or(epochs.ceil() as usize * updates);
+    let total_steps = config.max_steps.unwrap_or((epochs.ceil() as usize).saturating_mul(updates));
     let schedule = Schedule {
         kind: config.lr_scheduler_type,
         peak: config.learning_rate,
@@ -173,6 +183,12 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
     output.say(&format!("plan\n{}", preflight.plan));
     output.say(&format!("{}: {}", config.train_file.display(), dataset.counts()));
     let plan = preflight.plan;
+    let saver = Saver::new(CheckpointOptions {
+        output_dir: config.output_dir.clone(),
+        tokenizer_dir: config.model_name_or_path.clone(),
+        save_total_limit: config.save_total_limit,
+        save_async: config.save_async,
+    });
     Ok(Trainer {
         config,
         world,
@@ -185,6 +201,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
         eval_set,
         schedule,
         output,
+        saver,
         progress,
     })
 }
@@ -296,16 +313,16 @@ fn check_same_run(config: &Config, world: &World, checkpoint: &Checkpoint) -> Re
 
 /// What differs and would change the result: single keys, and what the keys of the batch and the world come to.
 fn unsafe_changes(config: &Config, world_size: usize, checkpoint: &Checkpoint) -> Result<Vec<String>> {
-    let TrainerState { config: text, world_size: saved_world_size, .. } = &checkpoint.state;
+    let TrainerState { config: saved, world_size: saved_world_size, .. } = &checkpoint.state;
     let unreadable = |error: Error| Error::Checkpoint {
         path: checkpoint.folder.clone(),
         message: format!("trainer_state.json: this version cannot use the run's configuration: {error}"),
     };
-    let saved = Config::from_toml(text).map_err(unreadable)?;
+    let saved = saved.restore(config).map_err(unreadable)?;
     let saved_batch = saved.validate_world((*saved_world_size).max(1)).map_err(unreadable)?;
     let batch = config.validate_world(world_size)?;
     let changes = config.diff(&saved);
-    let keys = changes.iter().filter(|change| change.changes_result).map(KeyChange::to_string);
+    let keys = changes.iter().filter(|change| change.changes_result).map(|change| redact(&change.to_string()));
     let of_batch = [
         ("generation_batch_size (completions)", saved_batch.generation_batch_size, batch.generation_batch_size),
         ("updates per generation batch", saved_batch.updates_per_generation, batch.updates_per_generation),

@@ -147,7 +147,7 @@ fn a_run_cut_short_ends_like_a_straight_one() {
     runs.assert_same("resumed", "straight", &[5, 6]);
 
     // Killed in step 5 and its newest checkpoint damaged: the one before it serves.
-    let killed = runs.train("killed", 2, &["fault=0:4:forward_backward:kill"]);
+    let killed = runs.train("killed", 2, &["fault=0:4:forward_backward:kill", "save_async=false"]);
     assert_eq!(killed.code, Some(10), "{}", killed.output);
     let (folder, leftover) = (runs.path("killed"), runs.path("killed/.checkpoint-6.tmp"));
     std::fs::create_dir(&leftover).unwrap();
@@ -167,13 +167,14 @@ fn a_run_cut_short_ends_like_a_straight_one() {
     runs.assert_same("killed", "straight", &[1, 2, 3, 4, 5, 6]);
     assert!(!leftover.exists(), "the next save cleans up");
 
-    // The damaged checkpoint was written anew; now nothing valid is left.
+    // The damaged checkpoint was written anew, and the last step's; now nothing valid is left.
     cut_short(&folder.join("checkpoint-4/model.safetensors"));
+    cut_short(&folder.join("checkpoint-6/optimizer/rank_00000_of_00002.safetensors"));
     std::fs::remove_file(folder.join("checkpoint-2/manifest.json")).unwrap();
     let refused = runs.train("killed", 2, &["resume_from_checkpoint=latest"]);
     assert_eq!(refused.code, Some(5), "{}", refused.output);
     let messages =
-        ["no valid checkpoint among 2", "checkpoint-2: manifest.json: ", "checkpoint-4: model.safetensors: "];
+        ["no valid checkpoint among 3", "checkpoint-2: manifest.json: ", "checkpoint-4: model.safetensors: "];
     assert!(messages.iter().all(|message| refused.output.contains(message)), "{}", refused.output);
 }
 
@@ -184,6 +185,21 @@ fn a_rank_that_fails_while_saving_leaves_no_part_of_a_checkpoint() {
     assert_eq!(failed.code, Some(10), "{}", failed.output);
     assert!(failed.output.contains("rank 1, step 3, checkpoint: injected fault"), "{}", failed.output);
     assert_eq!(files::names(&runs.path("failed")).iter().filter(|name| name.contains("checkpoint-")).count(), 1);
+}
+
+/// The learning rate falls over all 20 steps, and prompts are drawn from shuffled epochs: nothing but a full resume ends the
+/// same. On one rank, the next steps are the same up to rounding.
+#[test]
+fn twenty_steps_are_ten_and_ten() {
+    let runs = Runs::new();
+    let common = ["max_steps=20", "save_steps=10"];
+    runs.train_to_the_end("straight", 2, &common);
+    let resume = runs.resume("straight", 10);
+    runs.train_to_the_end("resumed", 2, &[&common[..], &[&resume]].concat());
+    runs.assert_same("resumed", "straight", &(11..=20).collect::<Vec<_>>());
+    let alone = ["per_device_train_batch_size=32", "tensor_parallel_size=1", "zero.stage=1", &resume];
+    runs.train_to_the_end("alone", 1, &[&common[..], &alone].concat());
+    (11..=13).for_each(|step| runs.assert_close("alone", "straight", step));
 }
 
 /// ZeRO-3 with a reference model and four updates a generation batch. What was evaluated before the checkpoint is not

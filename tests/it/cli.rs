@@ -165,12 +165,18 @@ fn secrets_do_not_reach_what_a_run_leaves_or_says() {
     let line = format!("{SMALL_RUN} logging_steps=9 output_dir={} system_prompt={secret}", out.display());
     let said = run(&line);
     assert_eq!(said.code, Some(0), "{}", said.stderr);
+    let state = fs::read_to_string(out.join("checkpoint-1/trainer_state.json")).unwrap();
+    let resume = format!("{line} resume_from_checkpoint=latest");
+    assert_eq!(run(&resume).code, Some(0), "the same secret is no change");
+    let other = run(&resume.replace("topsecret", "otherwise"));
+    assert_eq!(other.code, Some(2), "{}", other.stderr);
+    assert!(other.stderr.contains("system_prompt was ") && !other.stderr.contains("otherwise"), "{}", other.stderr);
     let config = fs::read_to_string(out.join("run_config.json")).unwrap();
     assert!(config.contains("WANDB_API_KEY=[redacted]"), "{config}");
     let report = fs::read_to_string(out.join("report.html")).unwrap();
     let failed = run(&format!("{SMALL_RUN} model_name_or_path=https://me:topsecret@host/model"));
     assert_eq!(failed.code, Some(3));
-    for text in [config, report, said.stdout, said.stderr, failed.stderr] {
+    for text in [config, report, state, said.stdout, said.stderr, failed.stderr] {
         assert!(!text.contains("topsecret"), "{text}");
     }
 }

@@ -67,7 +67,7 @@ fn a_failure_ends_the_scope_on_all_ranks_and_the_next_one_works() {
             }
             for phase in [Phase::Offload, Phase::Gather, Phase::Wake, Phase::Generate, Phase::Sleep, Phase::Reload] {
                 for kind in [FaultKind::Error, FaultKind::Panic] {
-                    phase::arm_fault(Some(Fault { rank: 1, step: 0, phase, kind }), world.rank());
+                    phase::arm_fault(Some(Fault { rank: 1, step: 0, repeats: false, phase, kind }), world.rank());
                     let message = match kind {
                         FaultKind::Panic => format!("panic in with_rollout: injected panic in {}", phase.name()),
                         _ => format!("injected fault in {}", phase.name()),

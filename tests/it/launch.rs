@@ -199,6 +199,35 @@ fn workers_die_with_their_launcher() {
 }
 
 #[test]
+fn a_run_is_started_again_as_often_as_asked_for() {
+    let test = "a_run_is_started_again_as_often_as_asked_for";
+    let script = "echo $TORCHELASTIC_RESTART_COUNT $* >> starts.$RANK; [ $RANK = 0 ] || kill -9 $$; sleep 60";
+    let launcher = Launcher::start_with(test, script, |options| options.max_restarts = 2);
+    let starts = launcher.folder.path().join("starts.1");
+    let folder = launcher.folder.path().to_owned();
+    let wait = |lines: usize| fs::read_to_string(&starts).is_ok_and(|text| text.lines().count() >= lines);
+    assert!(eventually(Duration::from_secs(20), || wait(3)), "{folder:?}");
+    let ended = launcher.end();
+    assert_eq!(ended.code, Some(10));
+    assert_eq!(ended.stderr.matches("error: rank 1 died: signal 9").count(), 3, "{}", ended.stderr);
+    let from = "from the beginning: there is no checkpoint";
+    for text in [format!("restart 1 of 2 {from}"), format!("restart 2 of 2 {from}")] {
+        assert!(ended.stderr.contains(&text), "{}", ended.stderr);
+    }
+}
+
+#[test]
+fn a_signal_before_there_is_anything_to_save_is_no_failure() {
+    let script = "echo > ready.$RANK; exec sleep 60";
+    let launcher = Launcher::start("a_signal_before_there_is_anything_to_save_is_no_failure", 2, script);
+    launcher.wait_for("ready", 2);
+    launcher.signal("USR1");
+    let ended = launcher.end();
+    assert_eq!(ended.code, Some(75), "{}", ended.stderr);
+    assert!(ended.stderr.contains("preempted before there was anything to save"), "{}", ended.stderr);
+}
+
+#[test]
 fn a_given_port_in_use_ends_the_launch() {
     // The launcher's own process takes a port first and then asks for it.
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();

@@ -15,5 +15,6 @@ mod model;
 mod program;
 mod ranks;
 mod rollout;
+mod survive;
 mod tidy;
 mod train;

@@ -80,6 +80,16 @@ pub fn copy_of_model(to: &Path) -> PathBuf {
     to.to_owned()
 }
 
+/// Processes with `text` on their command line.
+pub fn processes_of(text: &Path) -> Vec<String> {
+    let has = |pid: &String| {
+        let line = std::fs::read(Path::new("/proc").join(pid).join("cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&line).contains(&*text.to_string_lossy())
+    };
+    let names = std::fs::read_dir("/proc").unwrap().filter_map(|entry| entry.unwrap().file_name().into_string().ok());
+    names.filter(|name| name.parse::<u32>().is_ok()).filter(has).collect()
+}
+
 /// Whether `condition` holds before `limit`.
 pub fn eventually(limit: Duration, mut condition: impl FnMut() -> bool) -> bool {
     let start = Instant::now();

@@ -60,7 +60,7 @@ struct Rank {
 impl Rank {
     fn start(options: &LaunchOptions, rendezvous: &Rendezvous, rank: usize, test: &str) -> Self {
         let output = tempfile::tempfile().unwrap();
-        let child = worker_command(options, rendezvous, rank)
+        let child = worker_command(options, rendezvous, rank, None)
             .env(TEST_VARIABLE, test)
             .env("OMP_NUM_THREADS", "1")
             .stdout(output.try_clone().unwrap())

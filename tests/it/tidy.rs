@@ -26,7 +26,7 @@ const EDGES: &[&str] = &[
     "dist/",
     "launch/",
     "model/files",
-    "phase.rs",
+    "phase/",
     // Holders of views into an arena.
     "train/optimizer.rs",
     "rollout/kv_cache.rs",

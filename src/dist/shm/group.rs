@@ -16,6 +16,7 @@ use super::signature::{Op, Signature};
 use crate::dist::checks::{self, Memory};
 use crate::dist::{Collective, ReduceOp};
 use crate::error::{Error, Result};
+use crate::phase;
 
 /// One group of ranks on this host, for CPU tensors.
 #[derive(Debug)]
@@ -59,9 +60,11 @@ impl ShmGroup {
         Ok(())
     }
 
-    /// Runs `exchange` for each chunk of `bytes`, at least once. `parts` chunks must fit half a slot together.
-    fn chunked(&self, bytes: usize, parts: usize, mut exchange: impl FnMut(Chunk) -> Result<()>) -> Result<()> {
+    /// Runs `exchange` for each chunk of what was `called`, at least once. `parts` chunks must fit half a slot together.
+    fn chunked(&self, called: Signature, parts: usize, mut exchange: impl FnMut(Chunk) -> Result<()>) -> Result<()> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = called.bytes;
+        let _seen = phase::collective(called.op.name(), &self.name, bytes);
         let room = self.member.segment.half_bytes() / parts / 64 * 64;
         let mut start = 0;
         loop {
@@ -120,7 +123,7 @@ impl Collective for ShmGroup {
         let Memory { address, kind, bytes } = checks::memory("all_reduce", tensor, Device::Cpu)?;
         checks::reducible("all_reduce", kind)?;
         let called = Signature { op: Op::AllReduce, kind, detail: op as u8, bytes };
-        self.chunked(bytes, 1, |Chunk { start, len, .. }| {
+        self.chunked(called, 1, |Chunk { start, len, .. }| {
             self.exchange(
                 called,
                 // SAFETY: see above the impl.
@@ -135,7 +138,7 @@ impl Collective for ShmGroup {
         let (input, output) = checks::pair("all_gather", input, output, self.ranks.len(), Device::Cpu)?;
         let (input, output, kind, bytes) = (input.address, output.address, input.kind, input.bytes);
         let called = Signature { op: Op::AllGather, kind, detail: 0, bytes };
-        self.chunked(bytes, 1, |Chunk { start, len, .. }| {
+        self.chunked(called, 1, |Chunk { start, len, .. }| {
             self.exchange(
                 called,
                 // SAFETY: see above the impl.
@@ -155,7 +158,7 @@ impl Collective for ShmGroup {
         let (input, output, kind, bytes) = (input.address, output.address, output.kind, output.bytes);
         checks::reducible("reduce_scatter", kind)?;
         let called = Signature { op: Op::ReduceScatter, kind, detail: 0, bytes };
-        self.chunked(bytes, self.ranks.len(), |Chunk { start, len, room }| {
+        self.chunked(called, self.ranks.len(), |Chunk { start, len, room }| {
             self.exchange(
                 called,
                 |own| {
@@ -179,7 +182,7 @@ impl Collective for ShmGroup {
         let Memory { address, kind, bytes } = checks::memory("broadcast", tensor, Device::Cpu)?;
         checks::root("broadcast", root, self.ranks.len())?;
         let called = Signature { op: Op::Broadcast, kind, detail: root as u8, bytes };
-        self.chunked(bytes, 1, |Chunk { start, len, .. }| {
+        self.chunked(called, 1, |Chunk { start, len, .. }| {
             self.exchange(
                 called,
                 |own| {
@@ -203,7 +206,7 @@ impl Collective for ShmGroup {
         let (input, output) = checks::split("all_to_all", input, output, size, Device::Cpu)?;
         let (input, output, kind, bytes) = (input.address, output.address, input.kind, input.bytes / size);
         let called = Signature { op: Op::AllToAll, kind, detail: 0, bytes };
-        self.chunked(bytes, size, |Chunk { start, len, room }| {
+        self.chunked(called, size, |Chunk { start, len, room }| {
             self.exchange(
                 called,
                 |own| {
@@ -224,7 +227,7 @@ impl Collective for ShmGroup {
 
     fn barrier(&self) -> Result<()> {
         let called = Signature { op: Op::Barrier, kind: Kind::Uint8, detail: 0, bytes: 0 };
-        self.chunked(0, 1, |_| self.exchange(called, |_| (), |_| ()))
+        self.chunked(called, 1, |_| self.exchange(called, |_| (), |_| ()))
     }
 }
 

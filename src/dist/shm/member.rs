@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::segment::{CONTROL, Header, Line, MESSAGE_BYTES, PARTITIONS, Segment};
 use crate::error::{Error, ExitCode, Result};
+use crate::phase;
 
 const WRITING: u64 = 1;
 const POSTED: u64 = 2;
@@ -18,6 +19,9 @@ const CLOSED: u64 = 3;
 
 /// Longest sleep before a waiter looks at the failure and the clock again.
 const NAP: Duration = Duration::from_millis(2);
+
+/// Longest that telling a failure takes a rank that lives: it is a copy of some bytes.
+const LONGEST_POST: Duration = Duration::from_secs(10);
 
 /// One rank of the world.
 #[derive(Debug)]
@@ -91,7 +95,7 @@ impl Member {
     /// Ends an epoch on all ranks together: the failure that stands, or none. After a failure every partition starts anew.
     pub(in crate::dist) fn agree(&self) -> Result<Option<Failure>> {
         self.meet_world("agree")?;
-        let verdict = self.close_epoch();
+        let verdict = self.close_epoch()?;
         if verdict.is_some() {
             for partition in 0..PARTITIONS {
                 self.segment.line(partition, self.rank).arrived.store(0, Ordering::Release);
@@ -105,6 +109,7 @@ impl Member {
     /// Waits for every rank of the world, whatever has failed.
     pub(in crate::dist) fn meet_world(&self, op: &'static str) -> Result<()> {
         let ranks: Vec<usize> = (0..self.segment.num_ranks()).collect();
+        let _seen = phase::collective(op, "world", 0);
         let turn = self.arrive(CONTROL);
         self.wait(CONTROL, &ranks, turn, false).map_err(|stopped| self.explain(stopped, op, "world"))
     }
@@ -180,16 +185,25 @@ impl Member {
         }
     }
 
-    fn close_epoch(&self) -> Option<Failure> {
+    /// The verdict of the present epoch, which ends here.
+    ///
+    /// # Errors
+    /// [`Error::Collective`] if the rank that told its failure died before it had done so.
+    fn close_epoch(&self) -> Result<Option<Failure>> {
         let header = self.segment.header();
         let state = &header.failure_state;
         let epoch = self.epoch.load(Ordering::Acquire);
+        let deadline = Instant::now() + self.timeout.min(LONGEST_POST);
         loop {
             let now = state.load(Ordering::Acquire);
             match (now >> 2).cmp(&epoch) {
-                std::cmp::Ordering::Greater => return None,
+                std::cmp::Ordering::Greater => return Ok(None),
+                std::cmp::Ordering::Equal if now & 3 == WRITING && Instant::now() > deadline => {
+                    let message = "a rank that failed ended before it had told why".to_owned();
+                    return Err(Error::Collective { op: "agree", group: "world".to_owned(), rank: self.rank, message });
+                }
                 std::cmp::Ordering::Equal if now & 3 == WRITING => std::thread::yield_now(),
-                std::cmp::Ordering::Equal => return (now & 3 == POSTED).then(|| read_failure(header)),
+                std::cmp::Ordering::Equal => return Ok((now & 3 == POSTED).then(|| read_failure(header))),
                 std::cmp::Ordering::Less => {
                     let _ = state.compare_exchange(now, epoch << 2 | CLOSED, Ordering::AcqRel, Ordering::Acquire);
                 }
@@ -237,4 +251,19 @@ fn futex_wait(word: &AtomicU32, expected: u32, nap: Duration) {
 fn futex_wake(word: &AtomicU32) {
     // SAFETY: the word outlives the call.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_that_died_while_it_told_its_failure_is_not_waited_for_long() {
+        let segment = Arc::new(Segment::in_process(1, 4096).unwrap());
+        let member = Member::new(segment.clone(), 0, Duration::from_millis(50));
+        segment.header().failure_state.store(1 << 2 | WRITING, Ordering::Release);
+        let error = member.agree().unwrap_err();
+        assert_eq!(error.exit_code(), ExitCode::RankDied);
+        assert!(error.to_string().contains("ended before it had told why"), "{error}");
+    }
 }

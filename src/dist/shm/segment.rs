@@ -80,14 +80,22 @@ impl Drop for SegmentFile {
 }
 
 impl Segment {
+    /// Whether /dev/shm has room for a world.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] with what is free and what is needed.
+    pub(in crate::dist) fn check_room(num_ranks: usize, slot_bytes: usize) -> Result<()> {
+        require_space(total_bytes(num_ranks, slot_bytes), free_bytes()?, num_ranks)
+    }
+
     /// Makes the world's file in /dev/shm, with all its memory reserved so that no later access can fail.
     ///
     /// # Errors
     /// [`Error::Environment`] if /dev/shm is too small.
     pub(in crate::dist) fn create(num_ranks: usize, slot_bytes: usize) -> Result<(Self, SegmentFile)> {
         static COUNTER: AtomicU32 = AtomicU32::new(0);
+        Self::check_room(num_ranks, slot_bytes)?;
         let bytes = total_bytes(num_ranks, slot_bytes);
-        require_space(bytes, free_bytes()?, num_ranks)?;
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
         let path = Path::new(FOLDER).join(format!("colo-grpo-{}-{number}", std::process::id()));
         let _ = std::fs::remove_file(&path); // of an earlier process with this id

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use colo_grpo::checkpoint::{Checkpoint, CheckpointOptions, TrainerState, find_latest, save};
+use colo_grpo::checkpoint::{Checkpoint, CheckpointOptions, SavedConfig, TrainerState, find_latest, save};
 use colo_grpo::config::GradientCheckpointing;
 use colo_grpo::data::SamplerState;
 use colo_grpo::dist::World;
@@ -61,14 +61,14 @@ fn state(global_step: u64) -> TrainerState {
         world_size: 1,
         num_rows: 10,
         sampler: SamplerState::default(),
-        config: String::new(),
+        config: SavedConfig::default(),
         log_history: Vec::new(),
     }
 }
 
 fn options(folder: &Path) -> CheckpointOptions {
     let tokenizer_dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/arithmetic/tokenizer");
-    CheckpointOptions { output_dir: folder.to_owned(), tokenizer_dir, save_total_limit: None }
+    CheckpointOptions { output_dir: folder.to_owned(), tokenizer_dir, save_total_limit: None, save_async: true }
 }
 
 fn save_step(options: &CheckpointOptions, policy: &Policy, step: u64) -> PathBuf {
@@ -289,6 +289,17 @@ fn save_until_killed(folder: &Path) -> ! {
 
 #[test]
 fn a_kill_at_any_moment_leaves_only_complete_checkpoints() {
+    kill_while_saving("a_kill_at_any_moment_leaves_only_complete_checkpoints", 20);
+}
+
+#[test]
+#[ignore = "takes a minute"]
+fn two_hundred_kills_leave_only_complete_checkpoints() {
+    kill_while_saving("two_hundred_kills_leave_only_complete_checkpoints", 200);
+}
+
+/// Kills a process that does nothing but save, `num_kills` times or more, at other moments each time.
+fn kill_while_saving(test: &str, num_kills: u64) {
     if let Some(folder) = std::env::var_os(KILLED_VARIABLE) {
         save_until_killed(Path::new(&folder));
     }
@@ -297,12 +308,12 @@ fn a_kill_at_any_moment_leaves_only_complete_checkpoints() {
     let mut moments: Vec<Vec<String>> = Vec::new();
     let hit_a_save = |moments: &[Vec<String>]| moments.iter().flatten().any(|name| name.ends_with(".tmp"));
     // How long a save takes depends on the machine: more kills, at more moments, until one fell into a save.
-    for attempt in 0..60u64 {
-        if attempt >= 20 && hit_a_save(&moments) {
+    for attempt in 0..3 * num_kills {
+        if attempt >= num_kills && hit_a_save(&moments) {
             break;
         }
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "checkpoint::files::a_kill_at_any_moment_leaves_only_complete_checkpoints"])
+            .args(["--exact", &format!("checkpoint::files::{test}"), "--include-ignored"])
             .env(KILLED_VARIABLE, folder.path())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -331,4 +342,6 @@ fn a_kill_at_any_moment_leaves_only_complete_checkpoints() {
     }
     assert!(find_latest(folder.path()).unwrap().is_some(), "{moments:?}");
     assert!(hit_a_save(&moments), "no kill hit a save: {moments:?}");
+    let num_hits = moments.iter().filter(|names| names.iter().any(|name| name.ends_with(".tmp"))).count();
+    println!("{} kills, {num_hits} of them left a part of a checkpoint", moments.len());
 }

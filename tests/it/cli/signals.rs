@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-use crate::program::{MODEL, SMALL_RUN, command, end, eventually, metrics, run};
+use crate::program::{MODEL, SMALL_RUN, command, end, eventually, metrics, processes_of, run};
 
 /// A run of two ranks that would go on for long, once it has done a step.
 fn start(output_dir: &Path) -> Child {
@@ -23,16 +23,6 @@ fn signal(pid: &str, signal: &str) {
     assert!(std::process::Command::new("kill").args([signal, pid]).status().unwrap().success());
 }
 
-/// Processes with `text` on their command line.
-fn processes_of(text: &Path) -> Vec<String> {
-    let has = |pid: &String| {
-        let line = fs::read(Path::new("/proc").join(pid).join("cmdline")).unwrap_or_default();
-        String::from_utf8_lossy(&line).contains(&*text.to_string_lossy())
-    };
-    let names = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.unwrap().file_name().into_string().ok());
-    names.filter(|name| name.parse::<u32>().is_ok()).filter(has).collect()
-}
-
 fn is_rank(pid: &str, rank: usize) -> bool {
     let variables = fs::read(Path::new("/proc").join(pid).join("environ")).unwrap_or_default();
     variables.split(|byte| *byte == 0).any(|variable| variable == format!("RANK={rank}").as_bytes())
@@ -48,7 +38,7 @@ fn a_killed_worker_ends_the_run_and_is_named() {
     let killed = Instant::now();
     let ended = end(run);
     assert!(killed.elapsed() < Duration::from_secs(2), "{:?}", killed.elapsed());
-    ended.assert_error("killed", 10, &["rank 1", "SIGKILL"]);
+    ended.assert_error("killed", 10, &["rank 1, step ", "rank 1 died: signal 9 (SIGKILL)"]);
     assert_eq!(processes_of(folder.path()), Vec::<String>::new());
 }
 
@@ -74,6 +64,26 @@ fn a_stopped_run_saves_says_so_and_is_resumed() {
     assert!(resumed.stderr.contains("resumed from"), "{}", resumed.stderr);
     assert_eq!(metrics(folder.path()).last().unwrap()["step"], step + 1);
     assert!(folder.path().join("final").join("model.safetensors").exists());
+}
+
+/// 4: once trained on, one signal saves; a second one does not wait for that. 3: nothing outlives the launcher.
+#[test]
+fn a_second_signal_and_a_dead_launcher_end_everything_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let hung = "fault=0:1:generate:hang";
+    let (first, second) = (folder.path().join("first"), folder.path().join("second"));
+    let run = start_with(&format!("{SMALL_RUN} {hung}"), &first);
+    signal(&run.id().to_string(), "-USR1");
+    std::thread::sleep(Duration::from_millis(200));
+    assert!(!processes_of(&first).is_empty(), "a rank that hangs cannot save");
+    signal(&run.id().to_string(), "-TERM");
+    end(run).assert_error("second signal", 10, &["killed by a second signal"]);
+    let mut run = start_with(&format!("{SMALL_RUN} {hung}"), &second);
+    run.kill().unwrap();
+    run.wait().unwrap();
+    for folder in [&first, &second] {
+        assert!(eventually(Duration::from_secs(2), || processes_of(folder).is_empty()), "orphans");
+    }
 }
 
 #[test]

@@ -143,6 +143,7 @@ fn run(world: World, output_dir: &Path, stage: u8, tp_size: usize) -> Vec<Metric
         "num_generations=4".into(),
         format!("max_steps={NUM_STEPS}"),
         "eval_steps=1".into(),
+        "save_steps=none".into(),
         "eval_num_generations=1".into(),
         "beta=0.05".into(),
         "kv_cache_bytes=4194304".into(),

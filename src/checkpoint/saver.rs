@@ -1,0 +1,176 @@
+//! Saving beside training: tensors are copied to the host, a thread writes them while training goes on.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use tch::{Device, Tensor};
+
+use super::folder;
+use super::write::{self, Part};
+use super::{CheckpointOptions, TrainerState};
+use crate::dist::World;
+use crate::error::{Error, Result};
+use crate::phase::{self, Phase};
+use crate::train::{ParamState, Policy};
+
+/// How often a wait looks whether the writer is done.
+const LOOK: Duration = Duration::from_millis(2);
+
+/// Saves checkpoints, one at a time. A failed write is returned by the next [`Saver::save`] or [`Saver::finish`].
+#[derive(Debug)]
+pub struct Saver {
+    options: CheckpointOptions,
+    in_flight: Option<InFlight>,
+}
+
+impl Saver {
+    /// Nothing is written yet.
+    pub fn new(options: CheckpointOptions) -> Self {
+        Self { options, in_flight: None }
+    }
+
+    /// Saves the policy, its optimizer and the trainer's state as `checkpoint-{global_step}`; collective over the world. The
+    /// write of the one before is awaited first. With `save_async`, this returns as soon as everything is copied to host
+    /// memory: on each rank its share of the optimizer state, on the first rank the weights too. Otherwise one parameter
+    /// is copied at a time, and the checkpoint is complete on return.
+    ///
+    /// # Errors
+    /// The first failure of any rank, on every rank: [`Error::Io`] where the disk is too small, with the bytes needed and
+    /// free; the error of the save before. Nothing partial is left behind and earlier checkpoints stay.
+    pub fn save(&mut self, world: &World, policy: &Policy, state: TrainerState) -> Result<PathBuf> {
+        self.finish(world)?;
+        let complete = folder::path(&self.options.output_dir, state.global_step);
+        let temporary = folder::temporary(&complete);
+        let prepared = match world.rank() {
+            0 => folder::prepare(&temporary, write::num_bytes(policy, &state))
+                .and_then(|()| write::open_records(&temporary, world.size())),
+            _ => Ok(()),
+        };
+        let begun = world.agree(prepared).and_then(|()| {
+            let part = Part::new(&temporary, &complete, &self.options, world, policy, state);
+            let begun = phase::scope(Phase::Checkpoint, || match self.options.save_async {
+                true => Snapshot::take(policy, world.rank() == 0).map(|snapshot| Some((part, snapshot))),
+                false => write_now(part, policy).map(|()| None),
+            });
+            world.agree(begun)
+        });
+        match begun {
+            Ok(Some((part, snapshot))) => self.in_flight = Some(InFlight::start(part, snapshot)?),
+            Ok(None) => {}
+            Err(error) => {
+                if world.rank() == 0 {
+                    remove(&temporary);
+                }
+                return Err(error);
+            }
+        }
+        Ok(complete)
+    }
+
+    /// Waits until the checkpoint under way, if there is one, is complete; collective over the world.
+    ///
+    /// # Errors
+    /// The first failure of any rank, on every rank.
+    pub fn finish(&mut self, world: &World) -> Result<()> {
+        let Some(in_flight) = self.in_flight.take() else { return Ok(()) };
+        world.agree(phase::scope(Phase::Write, || in_flight.wait(world)))
+    }
+}
+
+/// A write under way. Dropped unawaited (the run failed), it is ended: what it has written is no checkpoint and is removed.
+#[derive(Debug)]
+struct InFlight {
+    thread: Option<JoinHandle<Result<()>>>,
+    abandoned: Arc<AtomicBool>,
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        self.abandoned.store(true, Ordering::Relaxed);
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+impl InFlight {
+    fn start(part: Part, snapshot: Snapshot) -> Result<Self> {
+        let abandoned = Arc::new(AtomicBool::new(false));
+        let seen = abandoned.clone();
+        let work = move || {
+            let written = snapshot.write(&part, &seen);
+            if written.is_err() {
+                part.give_up();
+            }
+            written
+        };
+        let thread = std::thread::Builder::new().name("checkpoint".to_owned()).spawn(work);
+        let failed = |error| Error::Environment { message: format!("a thread to write checkpoints: {error}") };
+        Ok(Self { thread: Some(thread.map_err(failed)?), abandoned })
+    }
+
+    fn wait(mut self, world: &World) -> Result<()> {
+        let thread = self.thread.take().expect("taken here and on drop alone");
+        while !thread.is_finished() {
+            // The record of a rank that failed may never come.
+            self.abandoned.fetch_or(world.has_failed(), Ordering::Relaxed);
+            std::thread::sleep(LOOK);
+        }
+        let panicked = |_| Error::Panic { place: "the checkpoint writer", message: "see above".to_owned() };
+        thread.join().map_err(panicked)?
+    }
+}
+
+/// A rank's share of a checkpoint, in host memory.
+#[derive(Debug)]
+struct Snapshot {
+    shard: Vec<ParamState>,
+    weights: Vec<Tensor>, // by unit; of the first rank alone
+}
+
+impl Snapshot {
+    /// Collective where weights are sharded.
+    fn take(policy: &Policy, is_first: bool) -> Result<Self> {
+        let mut shard = Vec::new();
+        if policy.saves_state() {
+            shard = states(policy).collect::<Result<_>>()?;
+        }
+        let mut weights = Vec::new();
+        for layout in &policy.table().units {
+            phase::beat();
+            let flat = policy.unit_weights(layout.unit)?;
+            if is_first {
+                weights.push(flat.f_to_device_(Device::Cpu, flat.kind(), false, true)?); // a copy on a CPU too
+            }
+        }
+        Ok(Self { shard, weights })
+    }
+
+    fn write(self, part: &Part, abandoned: &AtomicBool) -> Result<()> {
+        part.write(&mut self.shard.into_iter().map(Ok), &mut self.weights.into_iter().map(Ok), abandoned)
+    }
+}
+
+fn write_now(part: Part, policy: &Policy) -> Result<()> {
+    let units = policy.table().units.iter();
+    let mut weights = units.map(|layout| {
+        phase::beat();
+        policy.unit_weights(layout.unit)
+    });
+    part.write(&mut states(policy), &mut weights, &AtomicBool::new(false)).inspect_err(|_| part.give_up())
+}
+
+/// This rank's optimizer state, one parameter at a time.
+fn states(policy: &Policy) -> impl Iterator<Item = Result<ParamState>> + '_ {
+    policy.export_state().map(|shard| {
+        phase::beat();
+        Ok(shard?.state)
+    })
+}
+
+fn remove(temporary: &Path) {
+    if let Err(error) = std::fs::remove_dir_all(temporary) {
+        tracing::warn!("{}: {error}: the next save removes it", temporary.display());
+    }
+}

@@ -1,0 +1,99 @@
+//! Longest time that a rank may stand still, by phase.
+
+use std::time::Duration;
+
+use serde_json::{Map, Value};
+
+use super::field::{Field, join};
+use super::raw::RawConfig;
+use crate::error::{Error, Result};
+use crate::phase::{Limits, Phase};
+
+const TIMEOUT_S: f64 = 300.0;
+/// Reading a large model and making a checkpoint durable give no heartbeat for long.
+const LONG_S: f64 = 1800.0;
+
+/// `heartbeat.*`: seconds without a heartbeat after which a rank counts as hung. `heartbeat.timeout_s` holds for every phase
+/// that has no `heartbeat.{phase}_s` of its own.
+#[derive(Debug, Clone, PartialEq)]
+pub struct HeartbeatConfig {
+    /// Of phases without a limit of their own.
+    pub timeout_s: f64,
+    by_phase: Vec<Option<f64>>, // in the order of Phase::ALL
+}
+
+impl HeartbeatConfig {
+    /// What the watchers are told.
+    pub fn limits(&self) -> Limits {
+        Limits::new(|phase| Duration::from_secs_f64(self.by_phase[phase as usize].unwrap_or(self.timeout_s)))
+    }
+
+    /// Every key with its value, for checks.
+    pub(super) fn entries(&self) -> impl Iterator<Item = (String, Option<f64>)> + '_ {
+        let own = Phase::ALL.iter().map(|&phase| (key_of(phase), self.by_phase[phase as usize]));
+        std::iter::once(("timeout_s".to_owned(), Some(self.timeout_s))).chain(own)
+    }
+}
+
+impl Default for HeartbeatConfig {
+    fn default() -> Self {
+        let by_phase = Phase::ALL.iter().map(|&phase| long_by_default(phase)).collect();
+        Self { timeout_s: TIMEOUT_S, by_phase }
+    }
+}
+
+impl Field for HeartbeatConfig {
+    fn keys(key: &str, out: &mut Vec<String>) {
+        out.extend(Self::default().entries().map(|(name, _)| join(key, &name)));
+    }
+
+    fn read(raw: &RawConfig, key: &str, _: Option<Self>) -> Result<Self> {
+        let own = |phase: &Phase| Field::read(raw, &join(key, &key_of(*phase)), Some(long_by_default(*phase)));
+        let by_phase = Phase::ALL.iter().map(own).collect::<Result<_>>()?;
+        Ok(Self { timeout_s: Field::read(raw, &join(key, "timeout_s"), Some(TIMEOUT_S))?, by_phase })
+    }
+
+    fn write(&self, key: &str, out: &mut Vec<(String, Value)>) {
+        for (name, seconds) in self.entries() {
+            seconds.write(&join(key, &name), out);
+        }
+    }
+}
+
+impl serde::Serialize for HeartbeatConfig {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        let map: Map<String, Value> = self.entries().map(|(name, seconds)| (name, seconds.into())).collect();
+        map.serialize(serializer)
+    }
+}
+
+fn key_of(phase: Phase) -> String {
+    format!("{}_s", phase.name())
+}
+
+fn long_by_default(phase: Phase) -> Option<f64> {
+    matches!(phase, Phase::Load | Phase::Checkpoint | Phase::Write).then_some(LONG_S)
+}
+
+/// Refuses limits that are no time to wait.
+pub(super) fn check(heartbeat: &HeartbeatConfig, is_timeout: fn(f64) -> bool, expected: &str) -> Result<()> {
+    for (name, seconds) in heartbeat.entries() {
+        if let Some(seconds) = seconds.filter(|seconds| !is_timeout(*seconds)) {
+            return Err(Error::invalid_value(&join("heartbeat", &name), seconds, expected));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::config;
+    use super::*;
+
+    #[test]
+    fn a_phase_s_own_limit_wins() {
+        let limits = config(&["heartbeat.timeout_s=5", "heartbeat.wake_s=2.5"]).heartbeat.limits();
+        let seconds = [Phase::Wake, Phase::Sleep, Phase::Load].map(|phase| limits.of(phase).as_secs_f64());
+        assert_eq!(seconds, [2.5, 5.0, LONG_S]);
+    }
+}

@@ -1,0 +1,163 @@
+//! Who holds memory of the visible GPUs, asked of NVML: it needs no context and sees other processes.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void};
+
+use cudarc::driver::result;
+
+use super::devices;
+use crate::error::{Error, Result};
+
+/// What a GPU may hold for others: displays, monitors, the driver itself.
+const TOLERATED_BYTES: u64 = 1 << 30;
+const MAX_PROCESSES: usize = 64;
+
+type Device = *mut c_void;
+type Status = c_int;
+
+#[repr(C)]
+struct Memory {
+    version: c_uint,
+    total: c_ulonglong,
+    reserved: c_ulonglong,
+    free: c_ulonglong,
+    used: c_ulonglong,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Process {
+    pid: c_uint,
+    used: c_ulonglong, // all ones where it is not told
+    gpu_instance: c_uint,
+    compute_instance: c_uint,
+}
+
+/// Refuses GPUs that other processes hold memory of.
+///
+/// # Errors
+/// [`Error::Environment`] with the GPU, its processes and their MiB; or if the driver does not answer. Where there is no
+/// NVML, a warning is logged and nothing is refused.
+pub fn require_free() -> Result<()> {
+    let count = devices()?.len();
+    let Some(nvml) = Nvml::open() else {
+        tracing::warn!("libnvidia-ml.so.1 is not to be had: whether others hold GPU memory is not checked");
+        return Ok(());
+    };
+    let mut held = Vec::new();
+    for ordinal in 0..count {
+        held.extend(nvml.held(ordinal as i32)?.map(|by| format!("GPU {ordinal}: {by}")));
+    }
+    if held.is_empty() {
+        return Ok(());
+    }
+    let message = format!("{}; end them or choose other GPUs with CUDA_VISIBLE_DEVICES", held.join("; "));
+    Err(Error::Environment { message })
+}
+
+/// The functions that are used of the library, which stays open.
+struct Nvml {
+    by_uuid: unsafe extern "C" fn(*const c_char, *mut Device) -> Status,
+    memory: unsafe extern "C" fn(Device, *mut Memory) -> Status,
+    processes: unsafe extern "C" fn(Device, *mut c_uint, *mut Process) -> Status,
+}
+
+impl Nvml {
+    fn open() -> Option<Self> {
+        // SAFETY: opens the driver's library, whose initialisers are its vendor's; the name outlives the call.
+        let library = unsafe { libc::dlopen(c"libnvidia-ml.so.1".as_ptr(), libc::RTLD_NOW) };
+        if library.is_null() {
+            return None;
+        }
+        let symbol = |name: &CStr| {
+            // SAFETY: the library is open and the name outlives the call.
+            let address = unsafe { libc::dlsym(library, name.as_ptr()) };
+            (!address.is_null()).then_some(address)
+        };
+        // SAFETY: the symbols have these types in nvml.h (12.0 and later).
+        let (init, nvml) = unsafe {
+            let init: unsafe extern "C" fn() -> Status = std::mem::transmute(symbol(c"nvmlInit_v2")?);
+            let by_uuid = std::mem::transmute::<*mut c_void, _>(symbol(c"nvmlDeviceGetHandleByUUID")?);
+            let memory = std::mem::transmute::<*mut c_void, _>(symbol(c"nvmlDeviceGetMemoryInfo_v2")?);
+            let processes = std::mem::transmute::<*mut c_void, _>(symbol(c"nvmlDeviceGetComputeRunningProcesses_v3")?);
+            (init, Self { by_uuid, memory, processes })
+        };
+        // SAFETY: takes no arguments.
+        (unsafe { init() } == 0).then_some(nvml)
+    }
+
+    /// What is held of one GPU, by whom, if it is more than is tolerated.
+    fn held(&self, ordinal: i32) -> Result<Option<String>> {
+        let failed = |error: result::DriverError| Error::Environment { message: format!("CUDA driver: {:?}", error.0) };
+        let device = result::device::get(ordinal).map_err(failed)?;
+        let uuid = result::device::get_uuid(device).map_err(failed)?;
+        let name = uuid_text(&uuid.bytes.map(|byte| byte as u8));
+        let mut handle = std::ptr::null_mut();
+        let mut memory =
+            Memory { version: (size_of::<Memory>() | 2 << 24) as c_uint, total: 0, reserved: 0, free: 0, used: 0 };
+        // SAFETY: name, handle and memory outlive the calls; the handle is used only if the first call made it.
+        let known = unsafe {
+            (self.by_uuid)(name.as_ptr(), &raw mut handle) == 0 && (self.memory)(handle, &raw mut memory) == 0
+        };
+        if !known {
+            tracing::warn!("NVML does not know GPU {ordinal}: whether others hold its memory is not checked");
+            return Ok(None);
+        }
+        if memory.used <= TOLERATED_BYTES {
+            return Ok(None);
+        }
+        let mut processes = [Process { pid: 0, used: 0, gpu_instance: 0, compute_instance: 0 }; MAX_PROCESSES];
+        let mut count = MAX_PROCESSES as c_uint;
+        // SAFETY: there is room for `count` processes, of which the call writes no more.
+        let listed = unsafe { (self.processes)(handle, &raw mut count, processes.as_mut_ptr()) } == 0;
+        let processes = &processes[..if listed { count as usize } else { 0 }];
+        Ok(Some(describe(memory.used, processes)))
+    }
+}
+
+fn describe(used: u64, processes: &[Process]) -> String {
+    let by = |process: &Process| match process.used {
+        u64::MAX => format!("process {}", process.pid),
+        used => format!("process {} ({} MiB)", process.pid, used >> 20),
+    };
+    let list: Vec<String> = processes.iter().map(by).collect();
+    let list = if list.is_empty() { "processes that are not visible here".to_owned() } else { list.join(", ") };
+    format!("{} MiB are held by {list}", used >> 20)
+}
+
+/// As NVML writes it: `GPU-` and the bytes in groups of 4, 2, 2, 2 and 6.
+fn uuid_text(bytes: &[u8; 16]) -> CString {
+    let mut text = "GPU".to_owned();
+    for range in [0..4, 4..6, 6..8, 8..10, 10..16] {
+        text.push('-');
+        text.extend(bytes[range].iter().map(|byte| format!("{byte:02x}")));
+    }
+    CString::new(text).expect("digits and dashes")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn holders_are_named_with_their_mib() {
+        let process = |pid, used| Process { pid, used, gpu_instance: 0, compute_instance: 0 };
+        let text = describe(5 << 30, &[process(7, 4 << 30), process(9, u64::MAX)]);
+        assert_eq!(text, "5120 MiB are held by process 7 (4096 MiB), process 9");
+        assert_eq!(describe(2 << 30, &[]), "2048 MiB are held by processes that are not visible here");
+        let uuid = uuid_text(&[0xab, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]);
+        assert_eq!(uuid.to_str().unwrap(), "GPU-ab010203-0405-0607-0809-0a0b0c0d0e0f");
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn gpu_require_free_sees_what_this_process_holds() {
+        crate::cuda::require().unwrap();
+        require_free().unwrap();
+        let held = tch::Tensor::zeros([1 << 29], (tch::Kind::Float, tch::Device::Cuda(0)));
+        tch::Cuda::synchronize(0);
+        let error = require_free().unwrap_err().to_string();
+        assert!(error.contains("GPU 0: ") && error.contains("MiB are held by"), "{error}");
+        drop(held);
+    }
+}

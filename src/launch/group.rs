@@ -1,0 +1,273 @@
+//! The workers of one attempt: started, watched, ended together.
+#![allow(unsafe_code)]
+
+use std::os::fd::OwnedFd;
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::{Child, ExitStatus};
+use std::time::{Duration, Instant, SystemTime};
+
+use super::output::Output;
+use super::report::{ERROR_FILE_VARIABLE, Report, in_order};
+use super::signals::{Inbox, process_end};
+use super::worker::{LaunchOptions, RESTART_COUNT_VARIABLE, Rendezvous, worker_command};
+use crate::error::{Error, ExitCode, Result};
+use crate::phase::{Pulse, SharedPage, Stall, Watch};
+
+/// Longest wait for a signal or the end of a process before heartbeats are looked at.
+const LOOK: Duration = Duration::from_millis(50);
+/// How long the others may go on after one has failed, to say what they know.
+const GRACE: Duration = Duration::from_millis(700);
+
+struct Worker {
+    rank: usize,
+    child: Child,
+    exit: OwnedFd,
+    pulse: SharedPage,
+    end: Option<End>,
+}
+
+struct End {
+    status: ExitStatus,
+    at: SystemTime,
+    /// The launcher ended it: its death says nothing.
+    killed: bool,
+}
+
+impl End {
+    fn is_failure(&self) -> bool {
+        !matches!(self.status.code(), Some(0)) && self.status.code() != Some(ExitCode::Preempted as i32)
+    }
+}
+
+/// All workers. Dropping it kills those that are left.
+pub(super) struct Workers {
+    workers: Vec<Worker>,
+    reports: PathBuf,
+    watch: Watch,
+    hang: Option<Report>,
+    /// The signal that was passed on.
+    signal: Option<i32>,
+}
+
+/// How an attempt ended.
+pub(super) struct Outcome {
+    pub(super) code: ExitCode,
+    /// In the order in which they are to be told.
+    messages: Vec<String>,
+    was_asked_to_stop: bool,
+}
+
+impl Outcome {
+    /// Tells the failures, the first in time first.
+    pub(super) fn print(&self) {
+        self.messages.iter().for_each(|message| eprintln!("{message}"));
+    }
+
+    /// Whether the same run may succeed when it is started again.
+    pub(super) fn is_worth_a_restart(&self) -> bool {
+        !self.was_asked_to_stop && matches!(self.code, ExitCode::RankDied | ExitCode::Hang)
+    }
+}
+
+impl Workers {
+    pub(super) fn start(
+        options: &LaunchOptions,
+        num_restarts: usize,
+        reports: PathBuf,
+        output: &mut Output,
+    ) -> Result<Self> {
+        let rendezvous = Rendezvous::bind(&options.master_addr, options.master_port)?;
+        let watch = Watch::new(options.num_workers, options.limits.clone(), Instant::now());
+        let mut all = Self { workers: Vec::new(), reports, watch, hang: None, signal: None };
+        for rank in 0..options.num_workers {
+            let pulse = SharedPage::new()?;
+            let mut command = worker_command(options, &rendezvous, rank, Some(pulse.fd()));
+            command.env(ERROR_FILE_VARIABLE, all.report_file(rank));
+            command.env(RESTART_COUNT_VARIABLE, num_restarts.to_string());
+            Output::prepare(&mut command, rank);
+            let mut child = command.spawn().map_err(Error::io(&options.program))?;
+            let exit = process_end(child.id()).inspect_err(|_| kill_group(&child))?;
+            output.follow(&mut child, rank);
+            all.workers.push(Worker { rank, child, exit, pulse, end: None });
+        }
+        Ok(all) // and the store's socket is rank 0's alone
+    }
+
+    fn report_file(&self, rank: usize) -> PathBuf {
+        self.reports.join(format!("rank-{rank}.json"))
+    }
+
+    fn running(&self) -> impl Iterator<Item = &Worker> {
+        self.workers.iter().filter(|worker| worker.end.is_none())
+    }
+
+    /// Waits for all workers; true if a second signal ended them.
+    pub(super) fn wait(&mut self, inbox: &mut Inbox) -> bool {
+        let mut deadline: Option<Instant> = None;
+        while self.running().next().is_some() {
+            let left = deadline.map_or(LOOK, |deadline| deadline.saturating_duration_since(Instant::now()).min(LOOK));
+            for signal in inbox.wait(self.running().map(|worker| &worker.exit), left) {
+                if self.signal.replace(signal).is_some() {
+                    self.kill();
+                    return true;
+                }
+                self.forward(signal);
+            }
+            self.reap(false);
+            let failed = self.workers.iter().any(|worker| worker.end.as_ref().is_some_and(End::is_failure));
+            if failed && Instant::now() >= *deadline.get_or_insert_with(|| Instant::now() + GRACE) {
+                self.kill();
+            } else if !failed && self.hangs() {
+                self.kill();
+            }
+        }
+        false
+    }
+
+    /// Whether a rank stands still for too long; what every rank is doing is told at once.
+    fn hangs(&mut self) -> bool {
+        let pulses: Vec<Option<Pulse>> =
+            self.workers.iter().map(|worker| worker.end.is_none().then(|| worker.pulse.read())).collect();
+        let stalls = self.watch.look(&pulses, Instant::now());
+        // A process that is stopped keeps its peers waiting, whatever it was doing.
+        let is_stopped = |stall: &&Stall| process_state(&self.workers[stall.rank].child).starts_with(['T', 't']);
+        let Some(cause) = stalls.iter().find(is_stopped).or(stalls.first()) else { return false };
+        tracing::debug!("rank {} hangs", cause.rank);
+        eprintln!("nothing moves; every rank, before all are killed:");
+        for (worker, pulse) in self.workers.iter().zip(&pulses) {
+            match pulse {
+                Some(pulse) => eprintln!("  rank {}: {pulse}; process {}", worker.rank, process_state(&worker.child)),
+                None => eprintln!("  rank {}: ended", worker.rank),
+            }
+        }
+        let pulse = pulses[cause.rank].clone().expect("a rank that stalls is running");
+        let error = Error::Hang {
+            phase: pulse.phase(),
+            stood_s: cause.stood.as_secs_f64(),
+            limit_s: cause.limit.as_secs_f64(),
+            state: process_state(&self.workers[cause.rank].child),
+        };
+        self.hang = Some(Report::of_hang(&error, cause.rank, &pulse));
+        true
+    }
+
+    fn forward(&self, signal: i32) {
+        for worker in self.running() {
+            // SAFETY: the child is not yet reaped, so that its id is its own.
+            unsafe { libc::kill(worker.child.id() as i32, signal) };
+        }
+    }
+
+    /// Kills what is left, with all descendants.
+    fn kill(&mut self) {
+        self.running().for_each(|worker| kill_group(&worker.child));
+        self.reap(true);
+    }
+
+    /// Books the workers that have ended; `killed` waits for all.
+    fn reap(&mut self, killed: bool) {
+        for worker in self.workers.iter_mut().filter(|worker| worker.end.is_none()) {
+            if !killed && !has_ended(&worker.child) {
+                continue;
+            }
+            kill_group(&worker.child); // descendants that outlived it; its id is still its own
+            if let Ok(status) = worker.child.wait() {
+                tracing::debug!("rank {} ended: {status}", worker.rank);
+                worker.end = Some(End { status, at: SystemTime::now(), killed });
+            }
+        }
+    }
+
+    pub(super) fn outcome(&self, interrupted: bool) -> Outcome {
+        let outcome = |code, messages| Outcome { code, messages, was_asked_to_stop: self.signal.is_some() };
+        if interrupted {
+            return outcome(ExitCode::RankDied, vec!["error: killed by a second signal".to_owned()]);
+        }
+        let failures =
+            self.hang.clone().into_iter().chain(self.workers.iter().filter_map(|worker| self.failure(worker)));
+        let failures = in_order(failures.collect());
+        let messages = failures.iter().map(Report::to_string).collect();
+        if let Some(first) = failures.first() {
+            return outcome(first.code, messages);
+        }
+        let has_code = |worker: &&Worker| {
+            let status = worker.end.as_ref().map(|end| end.status);
+            status.is_some_and(|status| status.code() == Some(ExitCode::Preempted as i32))
+        };
+        if let Some(preempted) = self.workers.iter().find(has_code) {
+            let report = Report::read(&self.report_file(preempted.rank));
+            return outcome(ExitCode::Preempted, report.iter().map(Report::to_string).collect());
+        }
+        match self.workers.iter().any(|worker| self.died_of_our_signal(worker)) {
+            true => outcome(ExitCode::Preempted, vec!["preempted before there was anything to save".to_owned()]),
+            false => outcome(ExitCode::Done, Vec::new()),
+        }
+    }
+
+    fn failure(&self, worker: &Worker) -> Option<Report> {
+        let end = worker.end.as_ref().filter(|end| end.is_failure())?;
+        if let Some(report) = Report::read(&self.report_file(worker.rank)) {
+            return Some(report);
+        }
+        let (how, code) = match (end.status.code(), end.status.signal()) {
+            (Some(status), _) => {
+                (format!("exit status {status}"), ExitCode::from_number(status).unwrap_or(ExitCode::RankDied))
+            }
+            (None, signal) => (signal_name(signal.unwrap_or(0)), ExitCode::RankDied),
+        };
+        let tells = !end.killed && !self.died_of_our_signal(worker);
+        tells.then(|| Report::of_death(worker.rank, end.at, how, code, &worker.pulse.read()))
+    }
+
+    /// Whether a signal that was passed on came before the worker could take it as a request.
+    fn died_of_our_signal(&self, worker: &Worker) -> bool {
+        let signal = worker.end.as_ref().and_then(|end| end.status.signal());
+        signal.is_some() && signal == self.signal
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// Whether a child has ended, without reaping it.
+fn has_ended(child: &Child) -> bool {
+    // SAFETY: a zeroed siginfo is valid, outlives the call and is filled by it; its pid stays 0 if the child lives.
+    unsafe {
+        let mut info: libc::siginfo_t = std::mem::zeroed();
+        let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+        libc::waitid(libc::P_PID, child.id(), &raw mut info, options) == 0 && info.si_pid() != 0
+    }
+}
+
+fn kill_group(child: &Child) {
+    // SAFETY: the child leads its group and is not yet reaped, so that the group's id is its own.
+    unsafe { libc::kill(-(child.id() as i32), libc::SIGKILL) };
+}
+
+/// The kernel's word for what a process is doing: `S (sleeping)`, `T (stopped)`.
+fn process_state(child: &Child) -> String {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("State:"));
+    line.map_or_else(|| "unknown".to_owned(), |state| state.trim().to_owned())
+}
+
+fn signal_name(signal: i32) -> String {
+    let name = match signal {
+        libc::SIGKILL => "SIGKILL",
+        libc::SIGSEGV => "SIGSEGV",
+        libc::SIGBUS => "SIGBUS",
+        libc::SIGABRT => "SIGABRT",
+        libc::SIGILL => "SIGILL",
+        libc::SIGFPE => "SIGFPE",
+        libc::SIGTERM => "SIGTERM",
+        libc::SIGINT => "SIGINT",
+        libc::SIGUSR1 => "SIGUSR1",
+        libc::SIGPIPE => "SIGPIPE",
+        _ => return format!("signal {signal}"),
+    };
+    format!("signal {signal} ({name})")
+}

@@ -1,0 +1,40 @@
+//! The watcher of a worker that has no launcher of ours: under torchrun, srun or an operator, or alone.
+
+use std::time::{Duration, Instant};
+
+use super::exit::exit_now;
+use super::report::report_error;
+use crate::error::{Error, Result};
+use crate::phase::{self, Limits, Phase, Watch};
+
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Starts a thread that ends this process with exit code 15, saying what it was doing, when it stands still for longer than
+/// its phase allows. A rank that waits for peers is given `collective_timeout` at least: which rank hangs is another's to say.
+///
+/// # Errors
+/// [`Error::Environment`] if no thread can be started.
+pub fn watch_self(rank: usize, limits: &Limits, collective_timeout: Duration) -> Result<()> {
+    let limits = [false, true].map(|is_waiting| {
+        let least = if is_waiting { collective_timeout + LOOK } else { Duration::ZERO };
+        Limits::new(|phase: Phase| limits.of(phase).max(least))
+    });
+    let thread = std::thread::Builder::new().name("watchdog".to_owned());
+    let started = thread.spawn(move || {
+        let mut watches = limits.map(|limits| Watch::new(1, limits, Instant::now()));
+        loop {
+            std::thread::sleep(LOOK);
+            let pulse = phase::pulse();
+            let is_waiting = usize::from(pulse.is_waiting());
+            let stalls = watches.each_mut().map(|watch| watch.look(&[Some(pulse.clone())], Instant::now()));
+            if let Some(stall) = stalls[is_waiting].first() {
+                let (stood_s, limit_s) = (stall.stood.as_secs_f64(), stall.limit.as_secs_f64());
+                let error = Error::Hang { phase: pulse.phase(), stood_s, limit_s, state: pulse.to_string() };
+                report_error(&error, Some(rank));
+                exit_now(error.exit_code() as i32);
+            }
+        }
+    });
+    let failed = |error| Error::Environment { message: format!("a thread to watch heartbeats: {error}") };
+    started.map(drop).map_err(failed)
+}

@@ -1,0 +1,162 @@
+//! Faults to inject: the hidden configuration key `fault = "rank:step:phase:kind"`, for tests in every build.
+#![allow(unsafe_code)]
+
+use std::sync::Mutex;
+use std::time::Duration;
+
+use super::{Phase, step};
+use crate::error::{Error, Result};
+
+static FAULT: Mutex<Option<Fault>> = Mutex::new(None);
+
+/// What fails, where and when.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fault {
+    /// Rank that fails.
+    pub rank: usize,
+    /// Step at which it fails.
+    pub step: u64,
+    /// Whether it fails in every later step too (`3+`).
+    pub repeats: bool,
+    /// Phase at whose start it fails.
+    pub phase: Phase,
+    /// What happens.
+    pub kind: FaultKind,
+}
+
+/// What an injected fault does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FaultKind {
+    /// SIGKILL to itself.
+    Kill,
+    /// SIGSTOP to itself.
+    Stop,
+    /// SIGSEGV to itself.
+    Segv,
+    /// `exit(1)` without a word.
+    Exit,
+    /// Stands still for ever.
+    Hang,
+    /// An out-of-memory error.
+    OutOfMemory,
+    /// An ordinary error.
+    Error,
+    /// A panic.
+    Panic,
+    /// A gradient that is not a number; see [`fires_nan`].
+    Nan,
+}
+
+const KINDS: [(&str, FaultKind); 9] = [
+    ("kill", FaultKind::Kill),
+    ("stop", FaultKind::Stop),
+    ("segv", FaultKind::Segv),
+    ("exit", FaultKind::Exit),
+    ("hang", FaultKind::Hang),
+    ("oom", FaultKind::OutOfMemory),
+    ("error", FaultKind::Error),
+    ("panic", FaultKind::Panic),
+    ("nan", FaultKind::Nan),
+];
+
+impl std::str::FromStr for Fault {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let shape = || format!("'{text}' is not rank:step:phase:kind");
+        let parts: Vec<&str> = text.split(':').collect();
+        let [rank, step, phase, kind] = parts[..] else { return Err(shape()) };
+        let named = Phase::ALL.iter().find(|known| known.name() == phase);
+        let kind = KINDS.iter().find(|(name, _)| *name == kind);
+        Ok(Self {
+            rank: rank.parse().map_err(|_| shape())?,
+            step: step.trim_end_matches('+').parse().map_err(|_| shape())?,
+            repeats: step.ends_with('+'),
+            phase: *named.ok_or_else(|| {
+                let names: Vec<_> = Phase::ALL.iter().map(|known| known.name()).collect();
+                format!("'{text}': the phase is one of {}", names.join(", "))
+            })?,
+            kind: kind
+                .map(|(_, kind)| *kind)
+                .ok_or_else(|| format!("'{text}': the kind is one of {}", KINDS.map(|(name, _)| name).join(", ")))?,
+        })
+    }
+}
+
+/// Arms a fault for this rank; `None` disarms. It fires once unless it repeats.
+pub fn arm_fault(fault: Option<Fault>, rank: usize) {
+    if let Ok(mut armed) = FAULT.lock() {
+        *armed = fault.filter(|fault| fault.rank == rank);
+    }
+}
+
+/// Fires what is armed for the start of `phase` in the running step.
+pub(super) fn inject(phase: Phase) -> Result<()> {
+    inject_at(phase, step())
+}
+
+/// Fires what is armed for the start of `phase` in `step`; for helpers that work beside later steps.
+pub fn inject_at(phase: Phase, step: u64) -> Result<()> {
+    let Some(kind) = take(phase, step, |kind| kind != FaultKind::Nan) else { return Ok(()) };
+    match kind {
+        FaultKind::Kill => raise(libc::SIGKILL),
+        FaultKind::Stop => raise(libc::SIGSTOP),
+        FaultKind::Segv => {
+            // SAFETY: gives the signal its default action, which ends the process; a handler would.
+            unsafe { libc::signal(libc::SIGSEGV, libc::SIG_DFL) };
+            raise(libc::SIGSEGV);
+        }
+        // SAFETY: ends the process.
+        FaultKind::Exit => unsafe { libc::_exit(1) },
+        FaultKind::Hang => loop {
+            std::thread::sleep(Duration::from_secs(3600));
+        },
+        FaultKind::Panic => panic!("injected panic in {}", phase.name()),
+        FaultKind::OutOfMemory => {
+            return Err(Error::OutOfMemory { owner: format!("injected in {}", phase.name()), requested_bytes: 0 });
+        }
+        FaultKind::Error => return Err(Error::Injected { phase: phase.name() }),
+        FaultKind::Nan => unreachable!("taken by fires_nan alone"),
+    }
+    Ok(())
+}
+
+/// Whether whoever computes a gradient in `phase` is to spoil it now.
+pub fn fires_nan(phase: Phase) -> bool {
+    take(phase, step(), |kind| kind == FaultKind::Nan).is_some()
+}
+
+fn take(phase: Phase, step: u64, is_asked: impl Fn(FaultKind) -> bool) -> Option<FaultKind> {
+    let mut armed = FAULT.lock().ok()?;
+    let fault = armed.as_ref()?;
+    let is_due = if fault.repeats { step >= fault.step } else { step == fault.step };
+    if fault.phase != phase || !is_due || !is_asked(fault.kind) {
+        return None;
+    }
+    let kind = fault.kind;
+    tracing::warn!(?fault, "injected fault");
+    if !fault.repeats {
+        *armed = None;
+    }
+    Some(kind)
+}
+
+fn raise(signal: i32) {
+    // SAFETY: raising a signal in the own process has no memory preconditions.
+    unsafe { libc::raise(signal) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_parse_and_name_what_is_wrong() {
+        let fault: Fault = "1:3:wake:kill".parse().unwrap();
+        assert_eq!(fault, Fault { rank: 1, step: 3, repeats: false, phase: Phase::Wake, kind: FaultKind::Kill });
+        assert!("1:3+:wake:nan".parse::<Fault>().unwrap().repeats);
+        assert!("1:3:nap:kill".parse::<Fault>().unwrap_err().contains("one of startup, load"));
+        assert!("1:3:wake:sigh".parse::<Fault>().unwrap_err().contains("one of kill, stop"));
+        assert!("1:3:wake".parse::<Fault>().unwrap_err().contains("rank:step:phase:kind"));
+    }
+}

@@ -1,0 +1,162 @@
+//! The phase that this process is in: timings, heartbeat, stop flag and fault injection, which every floor reports to.
+//!
+//! State is process-wide because signals, watchdogs and error reports are. It holds counters only, never data.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `pulse` | phases, step, heartbeats and last collective, on a page that the launcher reads too |
+//! | `watch` | who stands still for longer than its phase allows |
+//! | `fault` | faults to inject |
+
+mod fault;
+mod pulse;
+mod watch;
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::time::{Duration, Instant};
+
+use fault::inject;
+pub use fault::{Fault, FaultKind, arm_fault, fires_nan, inject_at};
+use pulse::page;
+pub use pulse::{CollectiveScope, LastCollective, PULSE_FD_VARIABLE, Pulse, SharedPage, is_watched, publish};
+pub use watch::{Limits, Stall, Watch};
+
+use crate::error::Result;
+
+macro_rules! phases {
+    ($($(#[$doc:meta])* $variant:ident = $name:literal),+ $(,)?) => {
+        /// A part of a run that is timed, watched and can be made to fail.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[repr(u8)]
+        pub enum Phase { $($(#[$doc])* $variant),+ }
+
+        impl Phase {
+            /// Every phase in declaration order.
+            pub const ALL: &[Phase] = &[$(Phase::$variant),+];
+
+            /// The name used in metrics (`timing_s/{name}`), spans and the keys `fault` and `heartbeat.{name}_s`.
+            pub fn name(self) -> &'static str {
+                match self { $(Phase::$variant => $name),+ }
+            }
+        }
+    };
+}
+
+phases! {
+    /// Before anything else has started.
+    Startup = "startup",
+    /// Model, data and tokenizer are read.
+    Load = "load",
+    /// Policy weights are gathered for the engine.
+    Gather = "gather",
+    /// Optimizer state goes to the host pool.
+    Offload = "offload",
+    /// The engine's memory is mapped.
+    Wake = "wake",
+    /// Prompts are exchanged and completions sampled.
+    Generate = "generate",
+    /// An engine step over prompts, within `generate`.
+    Prefill = "prefill",
+    /// An engine step over running sequences, within `generate`.
+    Decode = "decode",
+    /// The engine's memory is given back.
+    Sleep = "sleep",
+    /// Optimizer state returns.
+    Reload = "reload",
+    /// Rewards still outstanding after generation are awaited.
+    Reward = "reward",
+    /// Groups become micro-batches.
+    Pack = "pack",
+    /// Old and reference log-probabilities.
+    Score = "score",
+    /// Forward and backward of the policy.
+    ForwardBackward = "forward_backward",
+    /// Gradient norm, AdamW and the new weights' gather.
+    Optimizer = "optimizer",
+    /// What a checkpoint holds is copied to the host.
+    Checkpoint = "checkpoint",
+    /// A checkpoint's files are written, beside training; the training thread is in it while it waits for that.
+    Write = "write",
+    /// Held-out problems are sampled and scored.
+    Eval = "eval",
+}
+
+static STOP: AtomicBool = AtomicBool::new(false);
+static TIMINGS: Mutex<BTreeMap<Phase, Duration>> = Mutex::new(BTreeMap::new());
+static FAILED_IN: AtomicU8 = AtomicU8::new(u8::MAX);
+
+/// Runs `work` as `phase`: a tracing span, a timing and an injection point. Phases nest; the outer one's time includes
+/// the inner one's.
+pub fn scope<T>(phase: Phase, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    let _span = tracing::debug_span!("phase", name = phase.name(), step = step()).entered();
+    let start = Instant::now();
+    let outcome = part(phase, work);
+    if let Ok(mut timings) = TIMINGS.lock() {
+        *timings.entry(phase).or_default() += start.elapsed();
+    }
+    outcome
+}
+
+/// Runs `work` as a part of the running phase: seen by watchers and an injection point, without a span and a timing.
+pub fn part<T>(phase: Phase, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    let _left = page().enter(phase);
+    let outcome = inject(phase).and_then(|()| work());
+    if outcome.is_err() {
+        // The innermost phase reports first; the outer ones that the error passes through leave it.
+        let _ = FAILED_IN.compare_exchange(u8::MAX, phase as u8, Ordering::Relaxed, Ordering::Relaxed);
+    }
+    outcome
+}
+
+/// The innermost phase in which the process's first error arose; the current one if there was none.
+pub fn at_failure() -> Phase {
+    Phase::ALL.get(usize::from(FAILED_IN.load(Ordering::Relaxed))).copied().unwrap_or_else(current)
+}
+
+/// The innermost phase now running.
+pub fn current() -> Phase {
+    pulse().stack.last().copied().unwrap_or(Phase::Startup)
+}
+
+/// What watchers see of this process.
+pub fn pulse() -> Pulse {
+    page().read()
+}
+
+/// Time spent in each phase since the last call.
+pub fn take_timings() -> BTreeMap<Phase, Duration> {
+    TIMINGS.lock().map(|mut timings| std::mem::take(&mut *timings)).unwrap_or_default()
+}
+
+/// Says that this process is alive and moving; cheap enough for every decode step. For the thread that trains alone: a
+/// helper's beat would hide that it stands still.
+pub fn beat() {
+    page().beat();
+}
+
+/// A collective that begins now, over `bytes` of this rank, until the result is dropped.
+pub fn collective(op: &str, group: &str, bytes: usize) -> CollectiveScope {
+    page().begin_collective(op, group, bytes)
+}
+
+/// Sets the training step that spans, faults and reports name.
+pub fn set_step(step: u64) {
+    page().set_step(step);
+}
+
+/// The training step now running.
+pub fn step() -> u64 {
+    page().step()
+}
+
+/// Asks for a save and an orderly end at the next step boundary. Async-signal-safe.
+pub fn request_stop() {
+    STOP.store(true, Ordering::Relaxed);
+}
+
+/// Whether [`request_stop`] was called on this rank.
+pub fn stop_requested() -> bool {
+    STOP.load(Ordering::Relaxed)
+}

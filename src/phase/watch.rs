@@ -1,0 +1,101 @@
+//! Who stands still for longer than its phase allows.
+
+use std::time::{Duration, Instant};
+
+use super::{Phase, Pulse};
+
+/// Longest time without a heartbeat, by phase.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Limits(Vec<Duration>);
+
+impl Limits {
+    /// `limit` of every phase.
+    pub fn new(limit: impl Fn(Phase) -> Duration) -> Self {
+        Self(Phase::ALL.iter().map(|&phase| limit(phase)).collect())
+    }
+
+    /// That of one phase.
+    pub fn of(&self, phase: Phase) -> Duration {
+        self.0[phase as usize]
+    }
+}
+
+/// A rank that stands still.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stall {
+    /// The rank.
+    pub rank: usize,
+    /// How long it has not moved.
+    pub stood: Duration,
+    /// How long its phase allows.
+    pub limit: Duration,
+    /// Whether it may be waiting for a peer.
+    pub is_waiting: bool,
+}
+
+/// Heartbeats of several ranks over time.
+#[derive(Debug)]
+pub struct Watch {
+    limits: Limits,
+    /// Newest number of heartbeats of each rank, and since when.
+    seen: Vec<(u64, Instant)>,
+}
+
+impl Watch {
+    /// Of ranks that start `now`.
+    pub fn new(num_ranks: usize, limits: Limits, now: Instant) -> Self {
+        Self { limits, seen: vec![(0, now); num_ranks] }
+    }
+
+    /// Takes note of what every rank does (`None`: it has ended) and returns those that hang, the likeliest cause first: a
+    /// rank over its limit that waits for nobody, or, where every rank is over its limit, all of them. A rank that waits for
+    /// a peer which still moves does not hang.
+    pub fn look(&mut self, pulses: &[Option<Pulse>], now: Instant) -> Vec<Stall> {
+        let mut stalls = Vec::new();
+        let mut num_running = 0;
+        for (rank, (pulse, seen)) in pulses.iter().zip(&mut self.seen).enumerate() {
+            let Some(pulse) = pulse else { continue };
+            num_running += 1;
+            if pulse.beats != seen.0 {
+                *seen = (pulse.beats, now);
+            }
+            let (stood, limit) = (now - seen.1, self.limits.of(pulse.phase()));
+            if stood > limit {
+                stalls.push(Stall { rank, stood, limit, is_waiting: pulse.is_waiting() });
+            }
+        }
+        if stalls.len() < num_running && stalls.iter().all(|stall| stall.is_waiting) {
+            return Vec::new();
+        }
+        stalls.sort_by_key(|stall| (stall.is_waiting, std::cmp::Reverse(stall.stood)));
+        stalls
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::phase::LastCollective;
+
+    fn pulse(beats: u64, phase: Phase, is_waiting: bool) -> Option<Pulse> {
+        let (op, group) = ("barrier".to_owned(), "world".to_owned());
+        let collective = Some(LastCollective { op, group, bytes: 0, number: 1, is_waiting });
+        Some(Pulse { beats, step: 0, stack: vec![phase], left: Phase::Startup, collective })
+    }
+
+    #[test]
+    fn one_that_waits_for_a_moving_peer_does_not_hang() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let limits = Limits::new(|phase| Duration::from_secs(if phase == Phase::Load { 100 } else { 10 }));
+        let mut watch = Watch::new(3, limits, start);
+        let ranks = |stall: Vec<Stall>| stall.iter().map(|stall| stall.rank).collect::<Vec<_>>();
+        let (waiting, working) = (pulse(1, Phase::Wake, true), |beats| pulse(beats, Phase::Wake, false));
+        assert!(watch.look(&[waiting.clone(), working(1), None], at(1)).is_empty());
+        assert!(watch.look(&[waiting.clone(), working(2), None], at(12)).is_empty(), "rank 1 moves");
+        assert_eq!(ranks(watch.look(&[waiting.clone(), working(2), None], at(23))), [1, 0], "it stands still");
+        assert_eq!(ranks(watch.look(&[waiting.clone(), None, None], at(24))), [0], "nobody else is left");
+        assert!(watch.look(&[None, pulse(2, Phase::Load, false), None], at(90)).is_empty(), "loading may take long");
+        assert_eq!(ranks(watch.look(&[waiting, pulse(2, Phase::Load, false), None], at(120))), [1, 0]);
+    }
+}

@@ -1,0 +1,5 @@
+//! Runs that meet the faults of docs/reliability.md: nothing is left running, nothing that was saved is lost.
+
+mod faults;
+mod kills;
+mod matrix;

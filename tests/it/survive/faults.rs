@@ -1,0 +1,191 @@
+//! Single faults through the program. Numbers are rows of docs/reliability.md.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+use crate::program::{Ended, SMALL_RUN, command, end, metrics, run};
+
+fn out(folder: &Path) -> String {
+    format!("output_dir={}", folder.join("run").display())
+}
+
+/// The program with the words of `line`, in a shell that ran `before`.
+fn run_after(before: &str, line: &str) -> Ended {
+    let mut shell = command("");
+    let (program, root) = (shell.get_program().to_owned(), shell.get_current_dir().unwrap().to_owned());
+    shell = Command::new("sh");
+    shell.args(["-c", &format!("{before}; exec \"$0\" \"$@\"")]).arg(program).args(line.split_whitespace());
+    shell.current_dir(root).env("OMP_NUM_THREADS", "1").stdin(Stdio::null());
+    end(shell.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
+}
+
+/// 2: every rank is told of before all are killed, and the one that stands still is named.
+#[test]
+fn a_rank_that_hangs_is_found_and_everything_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let fault = "max_steps=3 heartbeat.timeout_s=2 fault=1:1:forward_backward:hang";
+    let ended = run(&format!("--nproc 2 {SMALL_RUN} {fault} {}", out(folder.path())));
+    ended.assert_error("hang", 15, &["nothing moves", "error: rank 1, step 1, forward_backward: no heartbeat for 2."]);
+    let line = |rank: usize| ended.stderr.lines().find(|line| line.starts_with(&format!("  rank {rank}: "))).unwrap();
+    assert!(
+        line(0).contains("in group '") && line(0).contains("waiting for peers; process S (sleeping)"),
+        "{}",
+        line(0)
+    );
+    assert!(line(1).starts_with("  rank 1: step 1, forward_backward; collective "), "{}", line(1));
+
+    // Without a launcher the process watches itself.
+    let alone =
+        run(&format!("{SMALL_RUN} {} output_dir={}/alone", fault.replace("1:1:", "0:1:"), folder.path().display()));
+    alone.assert_error("hang of one", 15, &["error: rank 0, step 1, forward_backward: no heartbeat for 2."]);
+}
+
+/// 1: the run goes on from its newest checkpoint as if nothing had happened.
+#[test]
+fn a_run_is_started_again_from_its_newest_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let steps = "--nproc 2 max_steps=4 save_steps=1 save_async=false";
+    let fault = "max_restarts=2 fault=1:2:generate:kill";
+    let ended = run(&format!("{SMALL_RUN} {steps} {fault} {}", out(folder.path())));
+    ended.assert_error("killed once", 0, &["error: rank 1, step 2, generate: rank 1 died: signal 9 (SIGKILL)"]);
+    assert!(ended.stderr.contains("restart 1 of 2 from the newest checkpoint\n"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("checkpoint-2\n"), "{}", ended.stderr);
+    let straight = folder.path().join("straight");
+    assert_eq!(run(&format!("{SMALL_RUN} {steps} output_dir={}", straight.display())).code, Some(0));
+    let left = |run: &Path| fs::read(run.join("final/model.safetensors")).unwrap();
+    assert!(left(&folder.path().join("run")) == left(&straight));
+    assert_eq!(metrics(&folder.path().join("run")).len(), 4);
+    // What would fail again is not tried again.
+    let wrong = run(&format!("--nproc 2 {SMALL_RUN} max_restarts=2 fault=0:0:wake:oom {}/wrong", out(folder.path())));
+    wrong.assert_error("not worth a restart", 11, &["rank 0, step 0, wake: out of memory: injected in wake"]);
+}
+
+/// 5, 6: the message names who holds memory and the key that takes less.
+#[test]
+fn a_lack_of_memory_names_its_owner_and_the_key() {
+    let folder = tempfile::tempdir().unwrap();
+    for (phase, key) in [("wake", "kv_cache_bytes"), ("forward_backward", "max_tokens_per_micro_batch")] {
+        let ended = run(&format!("{SMALL_RUN} fault=0:0:{phase}:oom {}/{phase}", out(folder.path())));
+        ended.assert_error(phase, 11, &[&format!("step 0, {phase}: out of memory"), "policy_weights ", key]);
+    }
+}
+
+/// 8: what could be written is removed, what was there stays, the code is storage's.
+#[test]
+fn a_save_that_cannot_be_written_leaves_the_old_ones() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = format!("{SMALL_RUN} save_steps=1 {}", out(folder.path()));
+    assert_eq!(run(&line).code, Some(0));
+    // Files end at 2 MiB, as on a disk that is full; the model has 3.
+    for how in ["save_async=true", "save_async=false"] {
+        let more = format!("{line} max_steps=3 resume_from_checkpoint=latest {how}");
+        let ended = run_after("trap '' XFSZ; ulimit -f 4096", &more);
+        ended.assert_error(how, 12, &["checkpoint-2.tmp", "File too large"]);
+        let mut names: Vec<String> = fs::read_dir(folder.path().join("run"))
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .filter(|name| name.contains("checkpoint-"))
+            .collect();
+        names.sort();
+        assert_eq!(names, ["checkpoint-1"], "{how}");
+    }
+    let goes_on = run(&format!("{line} max_steps=2 resume_from_checkpoint=latest"));
+    assert_eq!(goes_on.code, Some(0), "{}", goes_on.stderr);
+}
+
+/// 27: one rank's gradient that is not a number skips the update on all; too many in a row end the run.
+#[test]
+fn updates_that_are_not_finite_are_skipped_together_and_end_the_run_at_last() {
+    let folder = tempfile::tempdir().unwrap();
+    let nan = |step: &str, more: &str| {
+        run(&format!("--nproc 2 {SMALL_RUN} fault=1:{step}:forward_backward:nan {more} {}", out(folder.path())))
+    };
+    let once = nan("1", "max_steps=3 save_steps=none");
+    assert_eq!(once.code, Some(0), "{}", once.stderr);
+    assert!(
+        once.stderr.contains("update 2: the loss or the gradient is not finite; skipped on all ranks"),
+        "{}",
+        once.stderr
+    );
+    let run_dir = folder.path().join("run");
+    let lines = metrics(&run_dir);
+    let skipped: Vec<_> = lines.iter().map(|line| line["num_skipped_updates"].as_f64().unwrap()).collect();
+    assert_eq!(skipped, [0.0, 1.0, 0.0]);
+    assert!(lines[2]["loss"].is_number(), "{}", lines[2]);
+    for rank in 0..2 {
+        let dump = fs::read(run_dir.join(format!("non_finite/update_00002_rank_0000{rank}.json"))).unwrap();
+        let dump: Value = serde_json::from_slice(&dump).unwrap();
+        assert_eq!(dump["sequences"].as_array().unwrap().len(), 8);
+        assert!(dump["sequences"][0]["token_ids"].as_array().is_some_and(|ids| ids.len() > 3), "{dump}");
+    }
+    let often = nan("1+", "max_steps=20 save_steps=none");
+    often.assert_error(
+        "often",
+        13,
+        &["5 updates in a row", "the last at step 6", "lower learning_rate", "non_finite/"],
+    );
+}
+
+/// 7: shared memory that is too small is said before anything is started.
+#[test]
+fn too_little_shared_memory_is_said_before_the_launch() {
+    let has_namespaces = Command::new("unshare").args(["-rm", "true"]).status().is_ok_and(|status| status.success());
+    if !has_namespaces {
+        eprintln!("skipped: no namespaces to mount a small /dev/shm in");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let line = format!("--nproc 4 {SMALL_RUN} per_device_train_batch_size=8 {}", out(folder.path()));
+    let mut shell = command("");
+    let program = shell.get_program().to_owned();
+    shell = Command::new("unshare");
+    shell.args(["-rm", "sh", "-c", "mount -t tmpfs -o size=8m none /dev/shm && exec \"$0\" \"$@\""]);
+    shell.arg(program).args(line.split_whitespace()).current_dir(env!("CARGO_MANIFEST_DIR"));
+    let ended = end(shell.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap());
+    ended.assert_error("/dev/shm", 4, &["/dev/shm has 8.0 MiB free", "collectives of 4 ranks need", "--shm-size"]);
+}
+
+/// 33: metrics.jsonl is the truth; a destination beside it may fail.
+#[test]
+fn a_logger_that_fails_does_not_end_the_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let run_dir = folder.path().join("run");
+    fs::create_dir(&run_dir).unwrap();
+    fs::write(run_dir.join("tensorboard"), "a file where a folder should be").unwrap();
+    let ended = run(&format!("{SMALL_RUN} {}", out(folder.path())));
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert_eq!(ended.stderr.matches("tensorboard cannot be written").count(), 1, "{}", ended.stderr);
+    assert_eq!(metrics(&run_dir).len(), 1);
+}
+
+/// Numbers that no machine holds are refused by arithmetic that does not wrap around.
+#[test]
+fn absurd_numbers_are_refused() {
+    let keys = [
+        "num_generations",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "steps_per_generation",
+        "generation_batch_size",
+        "num_iterations",
+        "max_tokens_per_micro_batch",
+        "max_completion_length",
+        "max_model_length",
+        "tensor_parallel_size",
+        "kv_cache_bytes",
+        "kv_block_size",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+    ];
+    for key in keys {
+        for value in ["9223372036854775807", "2147483648"] {
+            let ended = run(&format!("plan --nproc 2 {SMALL_RUN} {key}={value}"));
+            let accepted = ended.code == Some(0) && value == "2147483648"; // a bound that is never reached
+            assert!(accepted || matches!(ended.code, Some(2 | 4)), "{key}={value}: {:?}\n{}", ended.code, ended.stderr);
+            assert!(!ended.stderr.contains("panic"), "{key}={value}\n{}", ended.stderr);
+        }
+    }
+}
