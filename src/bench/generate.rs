@@ -60,6 +60,7 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
         max_model_length,
         kind,
         device,
+        strict: false,
     };
     let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
     let engine = Engine::new(spec.clone(), tokenizer, options, mesh.tp.clone())?;

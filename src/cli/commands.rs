@@ -237,6 +237,7 @@ fn serve(folder: &Path, sampling: &SamplingArgs, world: &Arc<World>, kind: Kind)
         max_model_length,
         kind,
         device,
+        strict: false,
     };
     let engine = Engine::new(spec.clone(), tokenizer.clone(), options, mesh.tp.clone())?;
     let files = WeightFiles::open(folder, spec.clone())?;

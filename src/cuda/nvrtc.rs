@@ -35,6 +35,8 @@ sources! {
     EMBED = "embed.cu",
     MERGE_ATTENTION = "merge_attention.cu",
     NORM = "norm.cu",
+    NEXT_TOKENS = "next_tokens.cu",
+    PAGED_ATTENTION = "paged_attention.cu",
     NORMAL = "normal.cu",
     PAGED_ATTENTION = "paged_attention.cu",
     PAGED_ATTENTION_ANY = "paged_attention_any.cu",

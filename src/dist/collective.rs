@@ -43,6 +43,13 @@ pub trait Collective: Send + Sync + Debug {
     fn size(&self) -> usize {
         self.ranks().len()
     }
+    /// Changes when the group begins to communicate in a new way, which recorded work does not know: after a failure.
+    ///
+    /// # Errors
+    /// The failure, while it stands.
+    fn epoch(&self) -> Result<u64> {
+        Ok(0)
+    }
     /// Replaces `tensor` by its reduction over the ranks.
     fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()>;
     /// `output` (size x numel) becomes every rank's `input` (numel) in rank order. `input` may be output's own slice.

@@ -8,6 +8,7 @@
 
 use std::ffi::CStr;
 use std::mem::offset_of;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -67,6 +68,7 @@ impl NcclGroups {
             timeout: self.timeout,
             lane: self.lane.clone(),
             communicator: Mutex::new(None),
+            epoch: AtomicU64::new(0),
         });
         group.connect()?;
         lock(&self.groups).push(group.clone());
@@ -100,6 +102,8 @@ struct NcclGroup {
     lane: Arc<Lane>,
     /// None while aborted.
     communicator: Mutex<Option<Communicator>>,
+    /// Communicators built so far.
+    epoch: AtomicU64,
 }
 
 /// An `ncclComm_t`, aborted when dropped: that is local and asks nothing of peers.
@@ -141,6 +145,7 @@ impl NcclGroup {
         let communicator = Communicator(raw);
         self.settle("ncclCommInitRankConfig", raw, code)?;
         *lock(&self.communicator) = Some(communicator);
+        self.epoch.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
@@ -232,6 +237,13 @@ impl Collective for NcclGroup {
 
     fn device(&self) -> Device {
         Device::Cuda(self.ordinal)
+    }
+
+    fn epoch(&self) -> Result<u64> {
+        match (lock(&self.communicator).is_some(), self.member.failure()) {
+            (false, Some(failure)) => Err(failure.into()),
+            _ => Ok(self.epoch.load(Ordering::Relaxed)),
+        }
     }
 
     fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {

@@ -52,7 +52,7 @@ impl Batch {
 }
 
 /// Blocks that hold each run's context, [B, longest].
-fn block_tables(runs: &[Run], sequences: &[Sequence], block_size: usize) -> Tensor {
+pub(super) fn block_tables(runs: &[Run], sequences: &[Sequence], block_size: usize) -> Tensor {
     let num_blocks = |run: &Run| run.tokens.end.div_ceil(block_size);
     let longest = runs.iter().map(num_blocks).max().unwrap_or(0);
     let mut tables = vec![0; runs.len() * longest];

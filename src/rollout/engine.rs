@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use tch::{Device, Kind};
 
+use super::gpu::{GpuRunner, GpuState};
 use super::kv_cache::KvCache;
 use super::requests::{self, Request};
 use super::runner::{HostRunner, Runner};
@@ -39,6 +40,9 @@ pub struct EngineOptions {
     pub kind: Kind,
     /// Where weights and cache are.
     pub device: Device,
+    /// On a GPU: a completion's bits do not depend on what is computed beside it, as long as nothing is preempted. One
+    /// algorithm for a product whatever the batch, one split of attention; slower.
+    pub strict: bool,
 }
 
 /// One rank of a tensor-parallel engine. Asleep it holds addresses, no memory.
@@ -50,12 +54,13 @@ pub struct Engine {
     tp: Arc<dyn Collective>,
     rope: Rope,
     eos_token_ids: Vec<u32>,
+    gpu: Option<GpuState>,
     kv_cache: KvCache,
     was_awake: bool,
 }
 
 impl Engine {
-    /// Reserves the KV cache's addresses. Not collective.
+    /// Reserves addresses, and on a GPU allocates what stays. Not collective.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] for a size that leaves no room for a block, a sequence or a token, or a tensor-parallel
@@ -80,7 +85,11 @@ impl Engine {
         let kv_cache = KvCache::reserve(&spec, tp.size(), options.block_size, bytes, place)?;
         let rope = Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref());
         let eos_token_ids = tokenizer.eos_token_ids(&spec.eos_token_ids);
-        Ok(Self { spec, tokenizer, options, tp, rope, eos_token_ids, kv_cache, was_awake: false })
+        let gpu = match options.device {
+            Device::Cuda(ordinal) => Some(GpuState::new(&spec, &options, &rope, tp.as_ref(), ordinal)?),
+            _ => None,
+        };
+        Ok(Self { spec, tokenizer, options, tp, rope, eos_token_ids, gpu, kv_cache, was_awake: false })
     }
 
     /// Maps the KV cache and takes this rank's weights for as long as the result lives; dropping that puts the engine to
@@ -173,6 +182,9 @@ impl<'a> RolloutEngine<'a> {
         all_reduce_f64(engine.tp.as_ref(), &mut num_blocks, ReduceOp::Min)?;
         let num_blocks = num_blocks[0] as usize;
         engine.kv_cache.open(num_blocks)?;
+        if let Some(gpu) = &mut engine.gpu {
+            gpu.wake(&self.weights, &engine.kv_cache, engine.tp.as_ref())?;
+        }
         if !std::mem::replace(&mut engine.was_awake, true) && engine.tp.rank() == 0 {
             tracing::info!("# KV blocks: {num_blocks} x {} tokens", engine.options.block_size);
         }
@@ -200,7 +212,18 @@ impl<'a> RolloutEngine<'a> {
             decode: &decode,
         };
         let (spec, rope, kv_cache, tp) = (&*engine.spec, &engine.rope, &engine.kv_cache, engine.tp.as_ref());
-        let mut runner = HostRunner::new(spec, rope, weights, kv_cache, tp, params);
+        let on_host = HostRunner::new(spec, rope, weights, kv_cache, tp, params);
+        let mut runner: Box<dyn Runner + '_> = match &mut engine.gpu {
+            None => Box::new(on_host),
+            Some(_) if !GpuState::serves(params) => {
+                tracing::warn!("top_p, top_k, min_p and repetition_penalty sample on the host: many times slower");
+                Box::new(on_host)
+            }
+            Some(state) => {
+                let num_sequences = scheduler.sequences.len();
+                Box::new(GpuRunner::new(state, (spec, weights, kv_cache), tp, params, num_sequences)?)
+            }
+        };
         let mut under_way = VecDeque::new();
         while scheduler.has_work() || !under_way.is_empty() {
             phase::beat();
@@ -242,6 +265,9 @@ impl<'a> RolloutEngine<'a> {
 
 impl Drop for RolloutEngine<'_> {
     fn drop(&mut self) {
+        if let Some(gpu) = &mut self.engine.gpu {
+            gpu.sleep();
+        }
         self.engine.kv_cache.sleep();
     }
 }

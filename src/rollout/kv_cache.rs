@@ -86,12 +86,18 @@ impl KvCache {
     }
 
     /// Copies whole blocks, all layers at once.
-    pub(super) fn copy_blocks(&self, copies: &[(u32, u32)]) {
-        let (from, to): (Vec<i64>, Vec<i64>) =
-            copies.iter().map(|&(from, to)| (i64::from(from), i64::from(to))).unzip();
-        let device = self.cache().device();
-        let blocks = self.cache().index_select(1, &Tensor::from_slice(&from).to_device(device));
-        let _ = self.cache().shallow_clone().index_copy_(1, &Tensor::from_slice(&to).to_device(device), &blocks);
+    pub(super) fn copy_blocks(
+        &self,
+        from: &Tensor, // [n] i32
+        to: &Tensor,   // [n] i32
+    ) {
+        let blocks = self.cache().index_select(1, from);
+        let _ = self.cache().shallow_clone().index_copy_(1, &to.to_kind(Kind::Int64), &blocks);
+    }
+
+    /// Its kind, and the key/value heads of this rank.
+    pub(super) fn kind_and_heads(&self) -> (Kind, usize) {
+        (self.kind, self.shape[0] as usize)
     }
 
     /// Tokens per block.

@@ -9,6 +9,7 @@
 //! | `scheduler` | which tokens the next step computes |
 //! | `sequence`, `block_manager` | one completion in the making; which KV blocks are free, shared or used |
 //! | `batch`, `runner`, `attention`, `kv_cache` | a step's tensors; the network over them; its attention; its memory |
+//! | `gpu` | the runner of a GPU: recorded decode steps, the sampler on the device |
 //! | `sampler`, `filters` | logits to tokens |
 //! | `stop` | when a completion ends |
 
@@ -17,6 +18,7 @@ mod batch;
 mod block_manager;
 mod engine;
 mod filters;
+mod gpu;
 mod kv_cache;
 mod requests;
 mod runner;

@@ -52,7 +52,9 @@ impl Runner for HostRunner<'_> {
         let batch = Batch::new(step, sequences, self.kv_cache.block_size(), self.weights.embedding.device());
         let logits = self.logits(&batch)?;
         if !step.copies.is_empty() {
-            self.kv_cache.copy_blocks(&step.copies);
+            let (from, to): (Vec<_>, Vec<_>) = step.copies.iter().map(|&(from, to)| (from as i32, to as i32)).unzip();
+            let [from, to] = [from, to].map(|blocks| Tensor::from_slice(&blocks).to_device(batch.token_ids.device()));
+            self.kv_cache.copy_blocks(&from, &to);
         }
         let vocab = self.spec.vocab_range(self.tp.rank(), self.tp.size());
         let sampler = Sampler { params: self.params, vocab, tp: self.tp };

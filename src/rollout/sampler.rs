@@ -164,16 +164,14 @@ impl Sampler<'_> {
     }
 
     fn key(&self, draw: &Draw) -> RandomKey {
-        RandomKey::new(self.params.seed, STREAM).fold(self.params.step).fold(draw.prompt_id).fold(draw.sample as u64)
+        sampling_key(self.params, draw.prompt_id, draw.sample)
     }
 
     /// The winner among all ranks' candidates.
     fn decide<'b>(&self, draw: &Draw, offers: impl Iterator<Item = &'b Offer> + Clone) -> Result<Sampled> {
         let log_sum_exp = log_sum_exp(offers.clone().map(|offer| offer.log_sum_exp));
         if !log_sum_exp.is_finite() {
-            let (prompt, position) = (draw.prompt_id, draw.token_ids.len());
-            let message = format!("logits of prompt {prompt} at position {position} are not finite; check the weights");
-            return Err(Error::NonFinite { message });
+            return Err(non_finite(draw.prompt_id, draw.token_ids.len()));
         }
         let mut candidates: Vec<Candidate> = offers.flat_map(|offer| offer.candidates.iter().copied()).collect();
         if filters::is_active(self.params) && !self.is_greedy() {
@@ -202,6 +200,16 @@ impl Sampler<'_> {
         let gathered = all_gather_bytes(self.tp, &encode(&own))?;
         Ok(gathered.iter().map(|bytes| decode(bytes)).collect())
     }
+}
+
+/// Key of all draws of one completion; rows are positions, entries vocabulary ids.
+pub(super) fn sampling_key(params: &SamplingParams, prompt_id: u64, sample: usize) -> RandomKey {
+    RandomKey::new(params.seed, STREAM).fold(params.step).fold(prompt_id).fold(sample as u64)
+}
+
+pub(super) fn non_finite(prompt_id: u64, position: usize) -> Error {
+    let message = format!("logits of prompt {prompt_id} at position {position} are not finite; check the weights");
+    Error::NonFinite { message }
 }
 
 /// ln sum exp, stable, in f64 so that the split of the vocabulary does not show.

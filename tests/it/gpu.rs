@@ -138,6 +138,7 @@ fn generate(world: &Arc<World>, tp: usize, kind: Kind, params: &SamplingParams) 
         max_model_length: 128,
         kind,
         device,
+        strict: false,
     };
     let engine = Engine::new(spec.clone(), tokenizer.clone(), options, mesh.tp.clone()).unwrap();
     let files = WeightFiles::open(MODEL, spec.clone()).unwrap();

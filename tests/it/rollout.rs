@@ -156,6 +156,7 @@ fn options() -> EngineOptions {
         max_model_length: 128,
         kind: Kind::Float,
         device: Device::Cpu,
+        strict: false,
     }
 }
 

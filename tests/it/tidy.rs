@@ -30,6 +30,7 @@ const EDGES: &[&str] = &[
     // Holders of views into an arena.
     "train/optimizer.rs",
     "rollout/kv_cache.rs",
+    "rollout/gpu/",
     "colocate/weights.rs",
 ];
 

@@ -9,6 +9,7 @@ mod embed;
 mod merge_attention;
 mod norm;
 mod normal;
+mod next_tokens;
 mod paged_attention;
 mod rms_norm;
 mod rope_write_kv;
@@ -22,6 +23,7 @@ pub use embed::embed;
 pub use merge_attention::merge_attention;
 pub use norm::sums_of_squares;
 pub use normal::fill_normal;
+pub use next_tokens::next_tokens;
 pub use paged_attention::{AttentionPlan, AttentionShape, SharedPrefixes, paged_attention};
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub use rope_write_kv::{HeadTransform, QkvViews, rope_write_kv};
@@ -48,6 +50,7 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (merge_attention::SOURCE, merge_attention::NAMES),
         (norm::SOURCE, norm::NAMES),
         (normal::SOURCE, normal::NAMES),
+        (next_tokens::SOURCE, next_tokens::NAMES),
         (paged_attention::SOURCE, paged_attention::NAMES),
         (paged_attention::ANY, paged_attention::ANY_NAMES),
         (rms_norm::SOURCE, rms_norm::NAMES),

@@ -30,6 +30,8 @@ const CANDIDATES: usize = 16;
 const RUNS: usize = 5;
 /// A later algorithm of the list must be faster than an earlier one by this factor.
 const GAIN: f32 = 0.98;
+/// Rows for which the algorithm of all numbers of rows is chosen.
+const FIXED_ROWS: i64 = 256;
 /// Larger products take the first: alone in a measurement the chip clocks higher than in a run of them.
 const MOST_TIMED_FLOP: f64 = 1e11;
 /// Written between timed runs, more than the L2 cache holds: weights come from memory in a decode step.
@@ -42,6 +44,8 @@ pub enum Tuning {
     First,
     /// The fastest of the heuristics' list, timed once; of large products the first. It may differ from process to process, and results in their last bits.
     Timed,
+    /// The same for every number of rows M, so that a row's bits do not depend on the rows beside it.
+    Fixed,
 }
 
 /// One GPU's handle of cuBLASLt, its workspace, and the algorithms chosen so far. Products are queued on libtorch's current
@@ -124,6 +128,10 @@ impl Products {
         stream: *mut c_void,
         (a, b, out): (&Tensor, &Tensor, &Tensor),
     ) -> Result<sys::cublasLtMatmulAlgo_t> {
+        if tuning == Tuning::Fixed && problem.rows() != FIXED_ROWS {
+            let fixed = problem.with_rows(FIXED_ROWS);
+            return self.algorithm(&fixed, &Descriptors::new(&fixed, None)?, tuning, stream, (a, b, out));
+        }
         if let Some(algorithm) = lock(&self.chosen).get(&(*problem, tuning)) {
             return Ok(*algorithm);
         }
@@ -138,7 +146,7 @@ impl Products {
         // SAFETY: the stream is libtorch's current one.
         let capturing = check("cuStreamIsCapturing", unsafe { result::stream::is_capturing(stream.cast()) })?;
         let algorithm = match tuning {
-            Tuning::First => *first,
+            Tuning::First | Tuning::Fixed => *first,
             Tuning::Timed if problem.flop() > MOST_TIMED_FLOP => *first,
             Tuning::Timed if capturing != driver::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => {
                 return Err(problem::invalid("a shape that has run before it is captured", format!("{problem:?}")));

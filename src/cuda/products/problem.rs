@@ -80,6 +80,21 @@ impl Problem {
         2.0 * self.a.rows as f64 * self.a.columns as f64 * self.b.columns as f64
     }
 
+    /// M
+    pub(super) fn rows(&self) -> i64 {
+        self.out.rows
+    }
+
+    /// The same product of another number of rows.
+    pub(super) fn with_rows(&self, rows: i64) -> Self {
+        let mut other = *self;
+        (other.a.rows, other.out.rows) = (rows, rows);
+        if other.a.is_transposed {
+            other.a.leading = other.a.leading.max(rows);
+        }
+        other
+    }
+
     /// Elements from one row of the output to the next.
     pub(super) fn row_len(&self) -> i64 {
         self.out.leading
@@ -130,8 +145,10 @@ impl Descriptors {
         let operation = |factor: &Factor| i32::from(factor.is_transposed); // CUBLAS_OP_N, CUBLAS_OP_T
         made.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(&problem.b))?;
         made.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(&problem.a))?;
-        if let Some(bias) = bias {
+        if problem.has_bias {
             made.set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS)?;
+        }
+        if let Some(bias) = bias {
             made.set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.data_ptr())?;
         }
         let factors = [(&problem.b, problem.kind), (&problem.a, problem.kind), (&problem.out, problem.out_kind)];

@@ -68,6 +68,7 @@ impl Setup {
             max_model_length: 128,
             kind,
             device,
+            strict: false,
         };
         let engine = Engine::new(spec.clone(), Arc::new(words(spec.vocab_size)), options, tp).unwrap();
         let slices = match self.stage == 3 && mesh.shard.size() > 1 {

@@ -1,0 +1,35 @@
+//! The inputs of a step that follows one whose results the host has not seen.
+#![allow(unsafe_code)]
+
+use tch::{Kind, Tensor};
+
+use super::{Argument, address, blocks, launch, ordinal};
+use crate::cuda::nvrtc::{self, Source};
+use crate::error::Result;
+
+pub(super) const SOURCE: &Source = &nvrtc::NEXT_TOKENS;
+pub(super) const NAMES: &[&str] = &["next_tokens"];
+
+const THREADS: usize = 256;
+
+/// token_ids = `from` where it is an id; where it is the complement of a row, what that row has sampled. Allocates nothing.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
+pub fn next_tokens(
+    from: &Tensor,          // [S] i32
+    sampled: &Tensor,       // [rows] i32, rows that `from` names
+    token_ids: &mut Tensor, // [S] i32
+) -> Result<()> {
+    const OP: &str = "next_tokens";
+    let (gpu, count) = (ordinal(OP, from)?, from.numel());
+    let arguments = [
+        address(OP, from, Kind::Int, count, gpu)?,
+        address(OP, sampled, Kind::Int, sampled.numel(), gpu)?,
+        address(OP, token_ids, Kind::Int, count, gpu)?,
+        Argument::Count(count as i64),
+    ];
+    let grid = blocks(count, THREADS, usize::MAX);
+    // SAFETY: the kernel's parameters in order; rows are the caller's.
+    unsafe { launch(SOURCE, OP, gpu, (grid, THREADS as u32, 0), &arguments) }
+}

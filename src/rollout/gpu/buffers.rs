@@ -1,0 +1,156 @@
+//! The memory of a rank's steps: one arena, mapped while the engine is awake. Addresses stay, so graphs do.
+//!
+//! R rows of a step, S sequences at most, D hidden, H query and Hkv key/value heads of width hd, F MLP width, V vocabulary, all
+//! of this rank.
+#![allow(unsafe_code)]
+
+use tch::{Device, Kind, Tensor};
+
+use crate::cuda::kernels::CANDIDATE_WORDS;
+use crate::error::Result;
+use crate::memory::Arena;
+use crate::model::ModelSpec;
+use crate::rollout::EngineOptions;
+
+/// Blocks that sample at once, at most, where they are more than the draws: `kernels::sample_parts` splits rows so.
+const MOST_PARTS: usize = 1024;
+/// Sections begin at multiples of this, in bytes.
+const ALIGNMENT: usize = 256;
+
+/// Sizes of one rank's steps.
+#[derive(Debug, Clone)]
+pub(super) struct Shape {
+    rows: usize,
+    pub(super) seqs: usize,
+    /// Entries of a block table.
+    pub(super) blocks: usize,
+    hidden: usize,
+    qkv: usize,
+    heads: usize,
+    mlp: usize,
+    vocab: usize,
+    tp_size: usize,
+    kind: Kind,
+}
+
+/// Tensors over the arena.
+#[derive(Debug)]
+pub(super) struct Buffers {
+    pub(super) x: Tensor,          // [R, D]
+    pub(super) normed: Tensor,     // [R, D]
+    pub(super) delta: Tensor,      // [R, D]
+    pub(super) qkv: Tensor,        // [R, (H + 2 Hkv) hd]
+    pub(super) q: Tensor,          // [R, H hd]
+    pub(super) attended: Tensor,   // [R, H hd]
+    pub(super) gate_up: Tensor,    // [R, 2 F]
+    pub(super) act: Tensor,        // [R, F]
+    pub(super) logits: Tensor,     // [S, V] f32
+    pub(super) candidates: Tensor, // f64, as `kernels::sample` has them
+    pub(super) gathered: Tensor,   // the same of all ranks
+    pub(super) inputs: Tensor,     // i32
+    pub(super) token_ids: Tensor,  // [S] i32
+    /// Sampled ids [S], then the bits of their log-probabilities [S].
+    pub(super) sampled: Tensor, // [2 S] i32
+}
+
+impl Shape {
+    pub(super) fn new(spec: &ModelSpec, options: &EngineOptions, tp_rank: usize, tp_size: usize) -> Self {
+        let (heads, kv_heads) = spec.tp_heads(tp_size);
+        Self {
+            rows: options.max_num_batched_tokens.max(options.max_num_seqs),
+            seqs: options.max_num_seqs,
+            blocks: options.max_model_length.div_ceil(options.block_size),
+            hidden: spec.hidden_size,
+            qkv: (heads + 2 * kv_heads) * spec.head_dim,
+            heads: heads * spec.head_dim,
+            mlp: spec.intermediate_size / tp_size,
+            vocab: spec.vocab_range(tp_rank, tp_size).len(),
+            tp_size,
+            kind: options.kind,
+        }
+    }
+
+    /// Words that describe the largest step, whether it prefills or decodes: a few a row, and block tables.
+    pub(super) fn input_words(&self) -> usize {
+        8 * self.rows + self.seqs * (16 + self.blocks) + 256
+    }
+
+    /// Bytes of all buffers.
+    pub(super) fn bytes(&self) -> usize {
+        self.sections().iter().map(|(shape, kind)| section_bytes(shape, *kind)).sum()
+    }
+
+    fn sections(&self) -> [(Vec<i64>, Kind); 14] {
+        let matrix = |rows: usize, columns: usize| (vec![rows as i64, columns as i64], self.kind);
+        let candidates = |ranks: usize| {
+            let parts = MOST_PARTS.max(self.seqs) * ranks;
+            (vec![parts as i64 * CANDIDATE_WORDS], Kind::Double)
+        };
+        let words = |words: usize| (vec![words as i64], Kind::Int);
+        [
+            matrix(self.rows, self.hidden),
+            matrix(self.rows, self.hidden),
+            matrix(self.rows, self.hidden),
+            matrix(self.rows, self.qkv),
+            matrix(self.rows, self.heads),
+            matrix(self.rows, self.heads),
+            matrix(self.rows, 2 * self.mlp),
+            matrix(self.rows, self.mlp),
+            (vec![self.seqs as i64, self.vocab as i64], Kind::Float),
+            candidates(1),
+            candidates(self.tp_size),
+            words(self.input_words()),
+            words(self.seqs),
+            words(2 * self.seqs),
+        ]
+    }
+
+    /// Reserves the addresses.
+    pub(super) fn reserve(&self, device: Device) -> Result<Arena> {
+        Arena::reserve("engine_buffers", self.bytes(), device)
+    }
+
+    /// Maps the memory and lays the buffers out.
+    pub(super) fn map(&self, arena: &mut Arena) -> Result<Buffers> {
+        arena.map(self.bytes())?;
+        let mut at = 0;
+        let mut next = |(shape, kind): &(Vec<i64>, Kind)| {
+            // SAFETY: sections do not overlap; the buffers stay in this room and are dropped before the arena is unmapped.
+            let view = unsafe { arena.tensor(at, shape, *kind) };
+            at += section_bytes(shape, *kind);
+            view
+        };
+        let sections = self.sections();
+        let [x, normed, delta, qkv, q, attended, gate_up, act, logits, candidates, gathered, inputs, ids, sampled] =
+            &sections;
+        Ok(Buffers {
+            x: next(x)?,
+            normed: next(normed)?,
+            delta: next(delta)?,
+            qkv: next(qkv)?,
+            q: next(q)?,
+            attended: next(attended)?,
+            gate_up: next(gate_up)?,
+            act: next(act)?,
+            logits: next(logits)?,
+            candidates: next(candidates)?,
+            gathered: next(gathered)?,
+            inputs: next(inputs)?,
+            token_ids: next(ids)?,
+            sampled: next(sampled)?,
+        })
+    }
+}
+
+impl Buffers {
+    /// What the last step sampled: ids [S] i32 and log-probabilities [S] f32.
+    pub(super) fn sampled(&self) -> (Tensor, Tensor) {
+        let seqs = self.token_ids.size()[0];
+        (self.sampled.narrow(0, 0, seqs), self.sampled.narrow(0, seqs, seqs).view_dtype(Kind::Float))
+    }
+}
+
+fn section_bytes(shape: &[i64], kind: Kind) -> usize {
+    let numel: i64 = shape.iter().product();
+    (numel as usize * kind.elt_size_in_bytes()).next_multiple_of(ALIGNMENT)
+}

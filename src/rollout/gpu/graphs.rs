@@ -1,0 +1,67 @@
+//! Decode steps recorded once for each batch size. A batch runs in the smallest bucket that holds it.
+#![allow(unsafe_code)]
+
+use std::collections::HashMap;
+
+use crate::cuda::{Graph, TorchStream};
+use crate::error::Result;
+
+/// The recorded steps, and what they were recorded over.
+#[derive(Debug, Default)]
+pub(super) struct Graphs {
+    of_bucket: HashMap<usize, Graph>,
+    recorded_over: Vec<usize>,
+}
+
+impl Graphs {
+    /// Forgets all graphs unless they were recorded over the same addresses and communicators, which `seen` lists.
+    pub(super) fn keep_if(&mut self, seen: Vec<usize>) {
+        if self.recorded_over != seen {
+            self.of_bucket.clear();
+            self.recorded_over = seen;
+        }
+    }
+
+    /// Runs `step`: the first time as it is, which lets libraries choose their algorithms and communicators warm up, and then
+    /// from its recording.
+    pub(super) fn run(
+        &mut self,
+        bucket: usize,
+        stream: &TorchStream,
+        step: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
+        if let Some(graph) = self.of_bucket.get_mut(&bucket) {
+            // SAFETY: the engine is awake, and `keep_if` has compared the addresses since.
+            return unsafe { graph.replay(stream) };
+        }
+        step()?;
+        let graph = Graph::capture(stream, || step())?;
+        tracing::debug!("recorded the decode step of batches up to {bucket}");
+        self.of_bucket.insert(bucket, graph);
+        Ok(())
+    }
+}
+
+/// Rows of the step that a batch of `num_seqs` runs in, at most `max_num_seqs`: 1, 2, 4, 8, then multiples of 8, of 16 from 32
+/// on and of 32 from 256 on.
+pub(super) fn bucket(num_seqs: usize, max_num_seqs: usize) -> usize {
+    let rows = match num_seqs {
+        0..=8 => num_seqs.next_power_of_two(),
+        9..=32 => num_seqs.next_multiple_of(8),
+        33..=256 => num_seqs.next_multiple_of(16),
+        _ => num_seqs.next_multiple_of(32),
+    };
+    rows.min(max_num_seqs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_hold_their_batches_and_end_at_the_largest() {
+        let rows = [1, 2, 3, 8, 9, 32, 33, 250, 256, 257, 300].map(|num_seqs| bucket(num_seqs, 300));
+        assert_eq!(rows, [1, 2, 4, 8, 16, 32, 48, 256, 256, 288, 300]);
+        assert!((1..=300).all(|num_seqs| bucket(num_seqs, 300) >= num_seqs));
+    }
+}

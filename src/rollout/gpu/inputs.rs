@@ -1,0 +1,200 @@
+//! What a step is told: 32-bit words, packed on the host, uploaded in one copy, seen as tensors on the device.
+
+use std::ops::Range;
+
+use tch::{Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::rollout::sampler::{Draw, sampling_key};
+use crate::rollout::scheduler::{Run, Step};
+use crate::rollout::sequence::Sequence;
+use crate::types::SamplingParams;
+
+/// Sections over the words of an upload, each at a multiple of four.
+#[derive(Debug)]
+pub(super) struct Words<'a> {
+    words: &'a mut [i32],
+    len: usize,
+}
+
+impl<'a> Words<'a> {
+    pub(super) fn new(words: &'a mut [i32]) -> Self {
+        Self { words, len: 0 }
+    }
+
+    /// A section of `len` words: `values`, and `rest` behind them.
+    fn put(&mut self, len: usize, values: impl IntoIterator<Item = i32>, rest: i32) -> Result<Range<usize>> {
+        let range = self.len..self.len + len;
+        let free = self.words.len();
+        let section = self.words.get_mut(range.clone()).ok_or_else(|| Error::InvalidArgument {
+            op: "Words::put",
+            expected: format!("a step of at most {free} words"),
+            got: format!("{len} more than {}", range.start),
+        })?;
+        let mut values = values.into_iter();
+        section.iter_mut().for_each(|word| *word = values.next().unwrap_or(rest));
+        self.len = range.end.next_multiple_of(4).min(free);
+        Ok(range)
+    }
+
+    /// Words that are used.
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+}
+
+/// What both kinds of steps draw from.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Packing<'a> {
+    pub(super) step: &'a Step,
+    pub(super) draws: &'a [Draw<'a>],
+    pub(super) sequences: &'a [Sequence],
+    pub(super) params: &'a SamplingParams,
+    pub(super) block_size: usize,
+}
+
+impl Packing<'_> {
+    fn slots(&self, run: &Run) -> impl Iterator<Item = i32> {
+        let table = &self.sequences[run.sequence].block_table;
+        run.tokens
+            .clone()
+            .map(|at| table[at / self.block_size] as i32 * self.block_size as i32 + (at % self.block_size) as i32)
+    }
+
+    /// Random keys and temperatures of the draws, with room for `len`.
+    fn sampling(&self, words: &mut Words, len: usize) -> Result<[Range<usize>; 2]> {
+        let key = |draw: &Draw| sampling_key(self.params, draw.prompt_id, draw.sample).words().map(|word| word as i32);
+        let keys = words.put(2 * len, self.draws.iter().flat_map(key), 0)?;
+        let temperature = self.params.temperature.to_bits() as i32;
+        Ok([keys, words.put(len, std::iter::repeat_n(temperature, len), 0)?])
+    }
+}
+
+/// Inputs of a decode step, padded to its bucket of S rows. Where they lie is a function of the bucket.
+#[derive(Debug)]
+pub(super) struct DecodeInputs {
+    pub(super) from: Tensor,         // [S], as `kernels::next_tokens` takes them
+    pub(super) positions: Tensor,    // [S]
+    pub(super) context_lens: Tensor, // [S], 0: padding
+    pub(super) slots: Tensor,        // [S]
+    pub(super) keys: Tensor,         // [S, 2]
+    pub(super) temperatures: Tensor, // [S] f32
+    pub(super) groups: Tensor,       // [S], as `kernels::SharedPrefixes` has them
+    pub(super) num_shared: Tensor,   // [S]
+    pub(super) block_tables: Tensor, // [S, blocks]
+}
+
+impl DecodeInputs {
+    /// `pending` has the row of the last step's output for every sequence that it sampled for; `blocks` is the width of a
+    /// block table. The views are over `inputs`.
+    pub(super) fn pack(
+        packing: &Packing,
+        words: &mut Words,
+        (bucket, blocks): (usize, usize),
+        pending: &[u32],
+        inputs: &Tensor,
+    ) -> Result<Self> {
+        let runs = &packing.step.runs;
+        let sequence = |run: &Run| &packing.sequences[run.sequence];
+        let from = |run: &Run| match sequence(run).token_ids.get(run.tokens.start) {
+            Some(&id) => id as i32,
+            None => !(pending[run.sequence] as i32),
+        };
+        let from = words.put(bucket, runs.iter().map(from), 0)?;
+        let positions = words.put(bucket, runs.iter().map(|run| run.tokens.start as i32), 0)?;
+        let context_lens = words.put(bucket, runs.iter().map(|run| run.tokens.end as i32), 0)?;
+        let slots = words.put(bucket, runs.iter().flat_map(|run| packing.slots(run)), -1)?;
+        let [keys, temperatures] = packing.sampling(words, bucket)?;
+        let prefixes = shared_prefixes(packing);
+        let groups = words.put(bucket, prefixes.iter().map(|prefix| prefix.0), -1)?;
+        let num_shared = words.put(bucket, prefixes.iter().map(|prefix| prefix.1), 0)?;
+        let row = |run: &Run| {
+            let table = sequence(run).block_table.iter().map(|&block| block as i32);
+            table.chain(std::iter::repeat(0)).take(blocks).collect::<Vec<_>>()
+        };
+        let block_tables = words.put(bucket * blocks, runs.iter().flat_map(row), 0)?;
+        let view = |range: Range<usize>| inputs.narrow(0, range.start as i64, range.len() as i64);
+        Ok(Self {
+            from: view(from),
+            positions: view(positions),
+            context_lens: view(context_lens),
+            slots: view(slots),
+            keys: view(keys).view([bucket as i64, 2]),
+            temperatures: view(temperatures).view_dtype(Kind::Float),
+            groups: view(groups),
+            num_shared: view(num_shared),
+            block_tables: view(block_tables).view([bucket as i64, blocks as i64]),
+        })
+    }
+}
+
+/// For each run the first row of its neighbours of the same group and the full blocks of the prompt that they share; -1 and 0
+/// where there are none.
+fn shared_prefixes(packing: &Packing) -> Vec<(i32, i32)> {
+    let sequence = |run: &Run| &packing.sequences[run.sequence];
+    let mut prefixes = Vec::with_capacity(packing.step.runs.len());
+    for members in packing.step.runs.chunk_by(|a, b| sequence(a).group == sequence(b).group) {
+        let first = sequence(&members[0]);
+        let prompt = &first.block_table[..first.prompt_len / packing.block_size];
+        let common = |run: &Run| sequence(run).block_table.iter().zip(prompt).take_while(|(a, b)| a == b).count();
+        let shared = members.iter().map(common).min().unwrap_or(0);
+        let prefix = if members.len() > 1 && shared > 0 { (prefixes.len() as i32, shared as i32) } else { (-1, 0) };
+        prefixes.extend(std::iter::repeat_n(prefix, members.len()));
+    }
+    prefixes
+}
+
+/// Inputs of a prefill step: T tokens of B runs, of which L rows are drawn from.
+#[derive(Debug)]
+pub(super) struct PrefillInputs {
+    pub(super) token_ids: Tensor,    // [T]
+    pub(super) positions: Tensor,    // [T]
+    pub(super) slots: Tensor,        // [T]
+    pub(super) bounds: Tensor,       // [B + 1], of the runs' tokens
+    pub(super) last_rows: Tensor,    // [L]
+    pub(super) lens: Tensor,         // [L], tokens so far
+    pub(super) keys: Tensor,         // [L, 2]
+    pub(super) temperatures: Tensor, // [L] f32
+    pub(super) copies: [Tensor; 2],  // blocks to copy from, and to
+}
+
+impl PrefillInputs {
+    /// The views are over `inputs`.
+    pub(super) fn pack(packing: &Packing, words: &mut Words, inputs: &Tensor) -> Result<Self> {
+        let step = packing.step;
+        let tokens: usize = step.runs.iter().map(|run| run.tokens.len()).sum();
+        let bounds: Vec<i32> = std::iter::once(0)
+            .chain(step.runs.iter().scan(0, |end, run| {
+                *end += run.tokens.len() as i32;
+                Some(*end)
+            }))
+            .collect();
+        let ids = |run: &Run| packing.sequences[run.sequence].token_ids[run.tokens.clone()].iter().map(|&id| id as i32);
+        let token_ids = words.put(tokens, step.runs.iter().flat_map(ids), 0)?;
+        let positions = step.runs.iter().flat_map(|run| run.tokens.clone().map(|at| at as i32));
+        let positions = words.put(tokens, positions, 0)?;
+        let slots = words.put(tokens, step.runs.iter().flat_map(|run| packing.slots(run)), -1)?;
+        let draws = packing.draws.len();
+        let last = step.runs.iter().zip(&bounds[1..]);
+        let last_rows = last.clone().flat_map(|(run, end)| std::iter::repeat_n(end - 1, run.samples.len()));
+        let last_rows = words.put(draws, last_rows, 0)?;
+        let lens = last.flat_map(|(run, _)| std::iter::repeat_n(run.tokens.end as i32, run.samples.len()));
+        let lens = words.put(draws, lens, 0)?;
+        let [keys, temperatures] = packing.sampling(words, draws)?;
+        let bounds = words.put(bounds.len(), bounds, 0)?;
+        let from = words.put(step.copies.len(), step.copies.iter().map(|copy| copy.0 as i32), 0)?;
+        let to = words.put(step.copies.len(), step.copies.iter().map(|copy| copy.1 as i32), 0)?;
+        let view = |range: Range<usize>| inputs.narrow(0, range.start as i64, range.len() as i64);
+        Ok(Self {
+            token_ids: view(token_ids),
+            positions: view(positions),
+            slots: view(slots),
+            bounds: view(bounds),
+            last_rows: view(last_rows),
+            lens: view(lens),
+            keys: view(keys).view([draws as i64, 2]),
+            temperatures: view(temperatures).view_dtype(Kind::Float),
+            copies: [view(from), view(to)],
+        })
+    }
+}

@@ -1,0 +1,309 @@
+//! Steps on a GPU: nothing of a decode step enters libtorch or is allocated, and the whole of it, from the last sampled tokens
+//! to the next ones, is recorded once for every batch size and replayed. The host runs one step behind: it uploads a step's
+//! description and launches it before it reads what the step before has sampled.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `buffers` | the memory of a step |
+//! | `inputs` | what a step is told, packed into one upload |
+//! | `network` | kernels and products, from token ids to sampled tokens |
+//! | `prefill` | attention of prompts |
+//! | `graphs` | decode steps, recorded by batch size |
+
+mod buffers;
+mod graphs;
+mod inputs;
+mod network;
+mod prefill;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use tch::{Device, Tensor, no_grad};
+
+use self::buffers::{Buffers, Shape};
+use self::graphs::Graphs;
+use self::inputs::{DecodeInputs, Packing, PrefillInputs, Words};
+use self::network::{Network, Tokens};
+use self::prefill::PrefillAttention;
+use super::engine::EngineOptions;
+use super::filters;
+use super::kv_cache::KvCache;
+use super::runner::Runner;
+use super::sampler::{Draw, Sampled, non_finite};
+use super::scheduler::Step;
+use super::sequence::Sequence;
+use super::weights::EngineWeights;
+use crate::cuda::kernels::{self, AttentionPlan, AttentionShape, Draws, SharedPrefixes};
+use crate::cuda::{Context, CurrentStream, PinnedWords, Products, TorchStream, Tuning};
+use crate::dist::Collective;
+use crate::error::{Error, Result};
+use crate::memory::Arena;
+use crate::model::{ModelSpec, attention_scale};
+use crate::ops::rope::Rope;
+use crate::types::SamplingParams;
+
+/// Tokens of a context that are summed at once in strict mode.
+const STRICT_SPLIT_TOKENS: usize = 256;
+
+/// What lasts from one wake to the next: streams, addresses, graphs. Asleep it holds little memory.
+#[derive(Debug)]
+pub(super) struct GpuState {
+    // Before the arena, whose addresses they have.
+    graphs: Graphs,
+    buffers: Option<Buffers>,
+    shape: Shape,
+    arena: Arena,
+    plan: AttentionPlan,
+    rope: Tensor,        // [max_model_length, hd] f32
+    low: Option<Tensor>, // for adapters, made at the first wake that has some
+    products: Arc<Products>,
+    stream: TorchStream,
+    uploads: [PinnedWords; 2],
+    downloads: [PinnedWords; 2],
+    strict: bool,
+}
+
+impl GpuState {
+    /// Reserves addresses and allocates what stays.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for a block size that the kernels do not take; [`Error::Cuda`].
+    pub(super) fn new(
+        spec: &ModelSpec,
+        options: &EngineOptions,
+        rope: &Rope,
+        tp: &dyn Collective,
+        ordinal: usize,
+    ) -> Result<Self> {
+        if !options.block_size.is_multiple_of(16) {
+            return Err(Error::invalid_value("kv_block_size", options.block_size, "a multiple of 16 on a GPU"));
+        }
+        let (device, context) = (Device::Cuda(ordinal), Context::retain(ordinal)?);
+        let shape = Shape::new(spec, options, tp.rank(), tp.size());
+        let (num_heads, num_kv_heads) = spec.tp_heads(tp.size());
+        let attention = AttentionShape {
+            num_heads,
+            num_kv_heads,
+            head_dim: spec.head_dim,
+            block_size: options.block_size,
+            sliding_window: spec.sliding_window,
+            scale: attention_scale(spec),
+        };
+        let split_tokens = options.strict.then_some(STRICT_SPLIT_TOKENS);
+        let pinned =
+            |words| -> Result<_> { Ok([PinnedWords::new(&context, words)?, PinnedWords::new(&context, words)?]) };
+        Ok(Self {
+            graphs: Graphs::default(),
+            buffers: None,
+            arena: shape.reserve(device)?,
+            plan: AttentionPlan::new(attention, shape.seqs, shape.blocks, split_tokens, device)?,
+            rope: rope.table(options.max_model_length, device),
+            low: None,
+            products: Products::of(ordinal)?,
+            stream: TorchStream::new(&context)?,
+            uploads: pinned(shape.input_words())?,
+            downloads: pinned(2 * shape.seqs)?,
+            shape,
+            strict: options.strict,
+        })
+    }
+
+    /// Maps the buffers. Graphs stay if weights, cache and communicators are where they were.
+    pub(super) fn wake(&mut self, weights: &EngineWeights, kv_cache: &KvCache, tp: &dyn Collective) -> Result<()> {
+        let buffers = self.shape.map(&mut self.arena)?;
+        if self.low.is_none() {
+            self.low = network::low_rank_buffer(weights, buffers.x.size()[0])?;
+        }
+        self.buffers = Some(buffers);
+        let mut seen = network::fingerprint(weights, kv_cache, self.low.as_ref());
+        seen.push(tp.epoch()? as usize);
+        self.graphs.keep_if(seen);
+        Ok(())
+    }
+
+    /// Gives the buffers' memory back. Never fails: the arena keeps an error for the next wake.
+    pub(super) fn sleep(&mut self) {
+        self.buffers = None;
+        self.arena.unmap();
+    }
+
+    /// Whether its sampler serves these parameters; otherwise the host's has to.
+    pub(super) fn serves(params: &SamplingParams) -> bool {
+        params.temperature == 0.0 && params.repetition_penalty == 1.0
+            || !filters::is_active(params) && params.repetition_penalty == 1.0
+    }
+}
+
+/// The steps of one call of `generate`.
+pub(super) struct GpuRunner<'a> {
+    state: &'a mut GpuState,
+    spec: &'a ModelSpec,
+    weights: &'a EngineWeights<'a>,
+    kv_cache: &'a KvCache,
+    tp: &'a dyn Collective,
+    params: &'a SamplingParams,
+    /// Row of the last launched step that samples for each sequence.
+    pending: Vec<u32>,
+    /// (prompt id, tokens so far) of each draw of the steps under way.
+    under_way: VecDeque<Vec<(u64, usize)>>,
+    num_launched: usize,
+    _current: CurrentStream,
+}
+
+impl<'a> GpuRunner<'a> {
+    /// libtorch's operations of this thread go to the engine's stream as long as this lives.
+    pub(super) fn new(
+        state: &'a mut GpuState,
+        (spec, weights, kv_cache): (&'a ModelSpec, &'a EngineWeights<'a>, &'a KvCache),
+        tp: &'a dyn Collective,
+        params: &'a SamplingParams,
+        num_sequences: usize,
+    ) -> Result<Self> {
+        let current = state.stream.make_current()?;
+        Ok(Self {
+            state,
+            spec,
+            weights,
+            kv_cache,
+            tp,
+            params,
+            pending: vec![0; num_sequences],
+            under_way: VecDeque::new(),
+            num_launched: 0,
+            _current: current,
+        })
+    }
+
+    fn decode(&mut self, packing: &Packing) -> Result<()> {
+        let bucket = graphs::bucket(packing.step.runs.len(), self.state.shape.seqs);
+        let state = &mut *self.state;
+        let buffers = state.buffers.as_ref().expect("the engine is awake");
+        let upload = &mut state.uploads[self.num_launched % 2];
+        let mut words = Words::new(upload.words(&mut wait)?);
+        let widths = (bucket, state.shape.blocks);
+        let inputs = DecodeInputs::pack(packing, &mut words, widths, &self.pending, &buffers.inputs)?;
+        let len = words.len();
+        upload.upload(&buffers.inputs.narrow(0, 0, len as i64))?;
+        let network = Network {
+            spec: self.spec,
+            weights: self.weights,
+            kv_cache: self.kv_cache,
+            tp: self.tp,
+            products: &state.products,
+            buffers,
+            rope: &state.rope,
+            low: state.low.as_ref(),
+            tuning: if state.strict { Tuning::Fixed } else { Tuning::Timed },
+        };
+        let (plan, strict) = (&mut state.plan, state.strict);
+        state.graphs.run(bucket, &state.stream, &mut || decode_step(&network, &inputs, plan, strict))
+    }
+
+    fn prefill(&mut self, packing: &Packing) -> Result<()> {
+        let state = &mut *self.state;
+        let buffers = state.buffers.as_ref().expect("the engine is awake");
+        let upload = &mut state.uploads[self.num_launched % 2];
+        let mut words = Words::new(upload.words(&mut wait)?);
+        let inputs = PrefillInputs::pack(packing, &mut words, &buffers.inputs)?;
+        let len = words.len();
+        upload.upload(&buffers.inputs.narrow(0, 0, len as i64))?;
+        let network = Network {
+            spec: self.spec,
+            weights: self.weights,
+            kv_cache: self.kv_cache,
+            tp: self.tp,
+            products: &state.products,
+            buffers,
+            rope: &state.rope,
+            low: state.low.as_ref(),
+            tuning: if state.strict { Tuning::Fixed } else { Tuning::First },
+        };
+        let attention = PrefillAttention::new(packing.step, packing.sequences, &inputs, self.kv_cache, self.spec);
+        let tokens = Tokens { ids: &inputs.token_ids, positions: &inputs.positions, slots: &inputs.slots };
+        let hidden = network.hidden(&tokens, &mut |layer, q, qkv| attention.attend(layer, q, qkv))?;
+        if !packing.step.copies.is_empty() {
+            let [from, to] = &inputs.copies;
+            self.kv_cache.copy_blocks(from, to);
+        }
+        if packing.draws.is_empty() {
+            return Ok(());
+        }
+        let draws = Draws {
+            rows: None,
+            keys: &inputs.keys,
+            positions: &inputs.lens,
+            temperatures: &inputs.temperatures,
+            penalties: None,
+        };
+        network.sample(&hidden.index_select(0, &inputs.last_rows), &draws)
+    }
+}
+
+impl Runner for GpuRunner<'_> {
+    fn lag(&self) -> usize {
+        1
+    }
+
+    fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[Sequence]) -> Result<()> {
+        let block_size = self.kv_cache.block_size();
+        let packing = Packing { step, draws, sequences, params: self.params, block_size };
+        no_grad(|| if step.is_decode { self.decode(&packing) } else { self.prefill(&packing) })?;
+        let buffers = self.state.buffers.as_ref().expect("the engine is awake");
+        self.state.downloads[self.num_launched % 2].download(&buffers.sampled)?;
+        let samples = step.runs.iter().flat_map(|run| run.samples.clone().map(|index| (index, run.tokens.end)));
+        let mut drawn = Vec::with_capacity(draws.len());
+        for (row, ((index, len), draw)) in samples.zip(draws).enumerate() {
+            self.pending[index] = row as u32;
+            drawn.push((draw.prompt_id, len));
+        }
+        self.under_way.push_back(drawn);
+        self.num_launched += 1;
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Result<Vec<Sampled>> {
+        let drawn = self.under_way.pop_front().expect("a step was launched");
+        let parity = (self.num_launched - self.under_way.len() - 1) % 2;
+        let words = self.state.downloads[parity].words(&mut wait)?;
+        let (ids, logprobs) = words.split_at(words.len() / 2);
+        let results = drawn.iter().zip(ids.iter().zip(logprobs));
+        let sampled = results.map(|(&(prompt_id, position), (&id, &bits))| match u32::try_from(id) {
+            Ok(token_id) => Ok(Sampled { token_id, logprob: f32::from_bits(bits as u32) }),
+            Err(_) => Err(non_finite(prompt_id, position)),
+        });
+        sampled.collect()
+    }
+}
+
+/// One token for each row of a bucket.
+fn decode_step(network: &Network, inputs: &DecodeInputs, plan: &mut AttentionPlan, strict: bool) -> Result<()> {
+    let buffers = network.buffers;
+    let rows = inputs.from.size()[0];
+    let mut ids = buffers.token_ids.narrow(0, 0, rows);
+    kernels::next_tokens(&inputs.from, &buffers.sampled().0, &mut ids)?;
+    let prefixes = SharedPrefixes { groups: &inputs.groups, num_shared_blocks: &inputs.num_shared };
+    plan.update(&inputs.context_lens, (!strict).then_some(prefixes))?;
+    let tokens = Tokens { ids: &ids, positions: &inputs.positions, slots: &inputs.slots };
+    let attended = buffers.attended.narrow(0, 0, rows); // [S, H hd]
+    let hidden = network.hidden(&tokens, &mut |layer, q, _| {
+        let (k_cache, v_cache) = network.kv_cache.layer(layer);
+        let mut o = attended.view_as(q);
+        kernels::paged_attention(plan, q, &k_cache, &v_cache, &inputs.block_tables, &inputs.context_lens, &mut o)?;
+        Ok(attended.shallow_clone())
+    })?;
+    let draws = Draws {
+        rows: None,
+        keys: &inputs.keys,
+        positions: &inputs.context_lens,
+        temperatures: &inputs.temperatures,
+        penalties: None,
+    };
+    network.sample(&hidden, &draws)
+}
+
+/// Between two looks at whether a copy is done.
+fn wait() -> Result<()> {
+    std::thread::yield_now();
+    Ok(())
+}

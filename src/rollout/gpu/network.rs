@@ -1,0 +1,198 @@
+//! The network over the engine's buffers: kernels and cuBLASLt's products, from token ids to a sampled token. Allocates nothing
+//! itself, so that a decode step can be recorded; attention is the caller's.
+
+use tch::Tensor;
+
+use super::buffers::Buffers;
+use crate::cuda::kernels::{self, Draws, HeadTransform, QkvViews};
+use crate::cuda::{Products, Tuning};
+use crate::dist::{Collective, ReduceOp};
+use crate::error::Result;
+use crate::model::{BlockParams, Lora, ModelSpec, Qkv};
+use crate::rollout::kv_cache::KvCache;
+use crate::rollout::weights::EngineWeights;
+
+/// What all steps share while the engine is awake.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Network<'a> {
+    pub(super) spec: &'a ModelSpec,
+    pub(super) weights: &'a EngineWeights<'a>,
+    pub(super) kv_cache: &'a KvCache,
+    pub(super) tp: &'a dyn Collective,
+    pub(super) products: &'a Products,
+    pub(super) buffers: &'a Buffers,
+    pub(super) rope: &'a Tensor,        // [positions, hd] f32, cosines, then sines
+    pub(super) low: Option<&'a Tensor>, // where adapters' inner products go, flat
+    pub(super) tuning: Tuning,
+}
+
+/// T tokens of a step.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Tokens<'a> {
+    pub(super) ids: &'a Tensor,       // [T] i32
+    pub(super) positions: &'a Tensor, // [T] i32
+    pub(super) slots: &'a Tensor,     // [T] i32, -1: padding
+}
+
+/// One layer's attention: its number, queries [T, H, hd], and the product that holds keys and values, which are in the cache,
+/// too. Returns [T, H hd].
+pub(super) type Attend<'a> = dyn FnMut(usize, &Tensor, &QkvViews) -> Result<Tensor> + 'a;
+
+impl Network<'_> {
+    /// Final hidden states, normed. [T, D]
+    pub(super) fn hidden(&self, tokens: &Tokens, attend: &mut Attend) -> Result<Tensor> {
+        let rows = tokens.ids.size()[0];
+        let first = |buffer: &Tensor| buffer.narrow(0, 0, rows);
+        let (mut x, mut normed, mut delta) =
+            (first(&self.buffers.x), first(&self.buffers.normed), first(&self.buffers.delta));
+        let (gate_up, mut act) = (first(&self.buffers.gate_up), first(&self.buffers.act));
+        let eps = self.spec.rms_norm_eps;
+        self.embed(tokens.ids, &mut x)?;
+        for (layer, w) in self.weights.blocks.iter().enumerate() {
+            kernels::add_rms_norm(&mut x, (layer > 0).then_some(&delta), &w.input_norm, &mut normed, eps)?;
+            let attended = self.attention(layer, w, &normed, tokens, attend)?;
+            self.row_parallel(&attended, &w.o, w.lora.o.as_ref(), &mut delta)?;
+            kernels::add_rms_norm(&mut x, Some(&delta), &w.post_norm, &mut normed, eps)?;
+            self.product(&normed, &w.gate_up, None, w.lora.gate_up.as_ref(), &gate_up)?;
+            kernels::silu_mul(&gate_up, &mut act)?;
+            self.row_parallel(&act, &w.down, w.lora.down.as_ref(), &mut delta)?;
+        }
+        kernels::add_rms_norm(&mut x, Some(&delta), &self.weights.final_norm, &mut normed, eps)?;
+        Ok(normed)
+    }
+
+    /// Draws one token from each of the first L hidden states [L, D], into the buffers' `sampled`. Collective.
+    pub(super) fn sample(&self, hidden: &Tensor, draws: &Draws) -> Result<()> {
+        let (rows, tp_size) = (hidden.size()[0], self.tp.size());
+        let logits = self.buffers.logits.narrow(0, 0, rows);
+        self.product(hidden, &self.weights.lm_head, None, None, &logits)?;
+        // Of the mean shard, so that all ranks have the same number.
+        let parts = kernels::sample_parts(rows as usize, self.spec.vocab_size / tp_size) as i64;
+        let shape = [parts, rows, kernels::CANDIDATE_WORDS];
+        let len = shape.iter().product();
+        let mut candidates = self.buffers.candidates.narrow(0, 0, len).view(shape);
+        let vocab = self.spec.vocab_range(self.tp.rank(), tp_size);
+        kernels::sample(&logits, vocab.start, draws, &mut candidates)?;
+        if tp_size > 1 {
+            let mut gathered = self.buffers.gathered.narrow(0, 0, len * tp_size as i64);
+            self.tp.all_gather(&candidates.view(-1), &mut gathered)?;
+            candidates = gathered;
+        }
+        let (ids, logprobs) = self.buffers.sampled();
+        kernels::combine(&candidates, &mut ids.narrow(0, 0, rows), &mut logprobs.narrow(0, 0, rows))
+    }
+
+    fn embed(&self, ids: &Tensor, x: &mut Tensor) -> Result<()> {
+        let table = &self.weights.embedding;
+        if table.size()[0] == self.spec.vocab_size as i64 {
+            return kernels::embed(ids, table, 0, x);
+        }
+        let first_row = self.spec.vocab_range(self.tp.rank(), self.tp.size()).start;
+        kernels::embed(ids, table, first_row, x)?;
+        self.tp.all_reduce(x, ReduceOp::Sum)
+    }
+
+    fn attention(
+        &self,
+        layer: usize,
+        w: &BlockParams,
+        normed: &Tensor, // [T, D]
+        tokens: &Tokens,
+        attend: &mut Attend,
+    ) -> Result<Tensor> {
+        let rows = normed.size()[0];
+        let qkv = self.project(w, normed)?;
+        let mut q = self.buffers.q.narrow(0, 0, rows).view([rows, -1, self.spec.head_dim as i64]);
+        let (k_cache, v_cache) = self.kv_cache.layer(layer);
+        let norms = w.q_norm.as_ref().zip(w.k_norm.as_ref()).map(|(q, k)| (q, k, self.spec.rms_norm_eps));
+        let transform = HeadTransform { bias: None, norms, rope: self.rope };
+        kernels::rope_write_kv(&qkv, &transform, tokens.positions, tokens.slots, &mut q, &k_cache, &v_cache)?;
+        attend(layer, &q, &qkv)
+    }
+
+    /// Queries, keys and values with their biases, as views of the buffer that the products fill.
+    fn project(&self, w: &BlockParams, normed: &Tensor) -> Result<QkvViews> {
+        let out = self.buffers.qkv.narrow(0, 0, normed.size()[0]); // [T, (H + 2 Hkv) hd]
+        let lora = w.lora.qkv.as_ref();
+        match &w.qkv {
+            Qkv::Grouped { weight, bias } => {
+                self.product(normed, weight, bias.as_ref(), lora, &out)?;
+                let (_, kv_heads) = self.spec.tp_heads(self.tp.size());
+                Ok(QkvViews::grouped(&out, kv_heads, self.spec.heads_per_group()))
+            }
+            Qkv::Split { q, kv } => {
+                let (heads, _) = self.spec.tp_heads(self.tp.size());
+                let parts = out.split_with_sizes([q.0.size()[0], kv.0.size()[0]], 1);
+                self.product(normed, &q.0, q.1.as_ref(), None, &parts[0])?;
+                self.product(normed, &kv.0, kv.1.as_ref(), None, &parts[1])?;
+                self.adapt(normed, lora, &out)?;
+                Ok(QkvViews::split(&parts[0], &parts[1], heads))
+            }
+        }
+    }
+
+    /// out = x w^T summed over the group, whose ranks have column ranges of `w` and the columns of `x` with them.
+    fn row_parallel(&self, x: &Tensor, w: &Tensor, lora: Option<&Lora>, out: &mut Tensor) -> Result<()> {
+        self.product(x, w, None, lora, out)?;
+        if self.tp.size() > 1 {
+            self.tp.all_reduce(out, ReduceOp::Sum)?;
+        }
+        Ok(())
+    }
+
+    /// out = x w^T + bias, and what an adapter adds.
+    fn product(
+        &self,
+        x: &Tensor,            // [T, K]
+        w: &Tensor,            // [N, K]
+        bias: Option<&Tensor>, // [N]
+        lora: Option<&Lora>,
+        out: &Tensor, // [T, N]
+    ) -> Result<()> {
+        self.products.run(x, &w.tr(), bias, out, 0.0, self.tuning)?;
+        self.adapt(x, lora, out)
+    }
+
+    /// out += (x A^T) B^T
+    fn adapt(&self, x: &Tensor, lora: Option<&Lora>, out: &Tensor) -> Result<()> {
+        let (Some(Lora { a, b, .. }), Some(low)) = (lora, self.low) else { return Ok(()) };
+        let shape = [x.size()[0], a.size()[0]];
+        let low = low.narrow(0, 0, shape[0] * shape[1]).view(shape); // [T, k]
+        self.products.run(x, &a.tr(), None, &low, 0.0, self.tuning)?;
+        self.products.run(&low, &b.tr(), None, out, 1.0, self.tuning)
+    }
+}
+
+/// Room for the inner products of the largest adapter over `rows`, none where nothing is adapted.
+pub(super) fn low_rank_buffer(weights: &EngineWeights, rows: i64) -> Result<Option<Tensor>> {
+    let adapters = weights.blocks.iter().flat_map(|w| [&w.lora.qkv, &w.lora.o, &w.lora.gate_up, &w.lora.down]);
+    let widest = adapters.flatten().map(|lora| lora.a.size()[0]).max();
+    let options = (weights.embedding.kind(), weights.embedding.device());
+    widest.map(|widest| Ok(Tensor::f_empty([rows * widest], options)?)).transpose()
+}
+
+/// What a recorded step has taken in of weights and cache: addresses and strides.
+pub(super) fn fingerprint(weights: &EngineWeights, kv_cache: &KvCache, low: Option<&Tensor>) -> Vec<usize> {
+    let mut addresses = Vec::new();
+    let mut note = |tensor: &Tensor| {
+        addresses.push(tensor.data_ptr() as usize);
+        addresses.extend(tensor.stride().iter().map(|&stride| stride as usize));
+    };
+    [&weights.embedding, &weights.final_norm, &weights.lm_head].into_iter().chain(low).for_each(&mut note);
+    for (layer, w) in weights.blocks.iter().enumerate() {
+        let (k_cache, v_cache) = kv_cache.layer(layer);
+        [&k_cache, &v_cache, &w.input_norm, &w.o, &w.post_norm, &w.gate_up, &w.down].into_iter().for_each(&mut note);
+        [&w.q_norm, &w.k_norm].into_iter().flatten().for_each(&mut note);
+        match &w.qkv {
+            Qkv::Grouped { weight, bias } => [Some(weight), bias.as_ref()].into_iter().flatten().for_each(&mut note),
+            Qkv::Split { q, kv } => {
+                [Some(&q.0), q.1.as_ref(), Some(&kv.0), kv.1.as_ref()].into_iter().flatten().for_each(&mut note);
+            }
+        }
+        for lora in [&w.lora.qkv, &w.lora.o, &w.lora.gate_up, &w.lora.down].into_iter().flatten() {
+            note(&lora.a);
+            note(&lora.b);
+        }
+    }
+    addresses
+}

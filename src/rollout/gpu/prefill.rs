@@ -1,0 +1,112 @@
+//! Attention of prompts on a GPU: over the keys at hand where runs begin their sequences, else over the cache.
+
+use tch::{Kind, Tensor};
+
+use super::inputs::PrefillInputs;
+use crate::cuda::kernels::QkvViews;
+use crate::error::Result;
+use crate::model::{ModelSpec, attention_scale};
+use crate::ops::attention::{kv_rows, paged_prefill};
+use crate::rollout::batch::block_tables;
+use crate::rollout::kv_cache::KvCache;
+use crate::rollout::scheduler::Step;
+use crate::rollout::sequence::Sequence;
+use crate::torch::{Varlen, flash_forward};
+
+/// One step's attention, for all layers.
+#[derive(Debug)]
+pub(super) struct PrefillAttention<'a> {
+    kv_cache: &'a KvCache,
+    scale: f64,
+    keys: Keys,
+}
+
+#[derive(Debug)]
+enum Keys {
+    /// Those of this step, as they lie in the product.
+    AtHand(Varlen),
+    /// Rows of the cache [context tokens of all runs * Hkv].
+    Cached(Varlen, Tensor),
+    /// For kinds that flash attention does not take: what [`paged_prefill`] needs.
+    Explicit { block_tables: Tensor, bounds: Vec<i64>, context_lens: Vec<i64>, window: Option<usize> },
+}
+
+impl<'a> PrefillAttention<'a> {
+    pub(super) fn new(
+        step: &Step,
+        sequences: &[Sequence],
+        inputs: &PrefillInputs,
+        kv_cache: &'a KvCache,
+        spec: &ModelSpec,
+    ) -> Self {
+        let scale = attention_scale(spec);
+        let (kind, kv_heads) = kv_cache.kind_and_heads();
+        let context_lens: Vec<i64> = step.runs.iter().map(|run| run.tokens.end as i64).collect();
+        let device = inputs.bounds.device();
+        let keys = if kind != Kind::BFloat16 {
+            let lens = step.runs.iter().map(|run| run.tokens.len() as i64);
+            let bounds = std::iter::once(0).chain(lens.scan(0, |end, len| {
+                *end += len;
+                Some(*end)
+            }));
+            let block_tables = block_tables(&step.runs, sequences, kv_cache.block_size()).to_device(device);
+            Keys::Explicit { block_tables, bounds: bounds.collect(), context_lens, window: spec.sliding_window }
+        } else {
+            let longest = |lens: &mut dyn Iterator<Item = i64>| lens.max().unwrap_or(0);
+            let is_at_hand = step.runs.iter().all(|run| run.tokens.start == 0);
+            let cu_seqlens_k = if is_at_hand { inputs.bounds.shallow_clone() } else { bounds(&context_lens, device) };
+            let varlen = Varlen {
+                cu_seqlens_q: inputs.bounds.shallow_clone(),
+                cu_seqlens_k,
+                max_len_q: longest(&mut step.runs.iter().map(|run| run.tokens.len() as i64)),
+                max_len_k: longest(&mut context_lens.iter().copied()),
+                causal: true,
+                window: spec.sliding_window.map(|window| window as i64),
+            };
+            if is_at_hand {
+                Keys::AtHand(varlen)
+            } else {
+                let slots = context_slots(step, sequences, kv_cache.block_size()).to_device(device);
+                Keys::Cached(varlen, kv_rows(&slots, kv_cache.block_size(), kv_heads))
+            }
+        };
+        Self { kv_cache, scale, keys }
+    }
+
+    /// [T, H hd]
+    pub(super) fn attend(&self, layer: usize, q: &Tensor /* [T, H, hd] */, qkv: &QkvViews) -> Result<Tensor> {
+        let (k_cache, v_cache) = self.kv_cache.layer(layer);
+        let o = match &self.keys {
+            Keys::AtHand(varlen) => flash_forward(q, &qkv.k, &qkv.v, varlen, self.scale)?.0,
+            Keys::Cached(varlen, rows) => {
+                let gather = |cache: &Tensor| {
+                    let size = cache.size(); // [blocks, Hkv, block_size, hd]
+                    cache.view([-1, size[3]]).index_select(0, rows).view([-1, size[1], size[3]])
+                };
+                flash_forward(q, &gather(&k_cache), &gather(&v_cache), varlen, self.scale)?.0
+            }
+            Keys::Explicit { block_tables, bounds, context_lens, window } => {
+                paged_prefill(q, &k_cache, &v_cache, block_tables, bounds, context_lens, self.scale, *window)
+            }
+        };
+        Ok(o.flatten(1, 2))
+    }
+}
+
+/// [N + 1] i32
+fn bounds(lens: &[i64], device: tch::Device) -> Tensor {
+    let ends = lens.iter().scan(0, |end, &len| {
+        *end += len as i32;
+        Some(*end)
+    });
+    Tensor::from_slice(&std::iter::once(0).chain(ends).collect::<Vec<i32>>()).to_device(device)
+}
+
+/// Slots of all tokens that the runs see, in order. [context tokens] i64
+fn context_slots(step: &Step, sequences: &[Sequence], block_size: usize) -> Tensor {
+    let slots = step.runs.iter().flat_map(|run| {
+        let table = &sequences[run.sequence].block_table;
+        (0..run.tokens.end).map(move |at| (table[at / block_size] as usize * block_size + at % block_size) as i64)
+    });
+    Tensor::from_slice(&slots.collect::<Vec<_>>())
+}
