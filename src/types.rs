@@ -80,6 +80,9 @@ pub struct SamplingParams {
     pub repetition_penalty: f32,
     /// Longest completion in tokens.
     pub max_completion_length: usize,
+    /// Each completion's own limit is drawn uniformly from this range, counter-based as its tokens are: the long tail of
+    /// benchmarks on random weights.
+    pub spread_lengths: Option<(usize, usize)>,
     /// Strings that end a completion; the matched text is kept in `token_ids`.
     pub stop: Vec<String>,
     /// First word of every random key.
@@ -98,6 +101,7 @@ impl Default for SamplingParams {
             min_p: None,
             repetition_penalty: 1.0,
             max_completion_length: 512,
+            spread_lengths: None,
             stop: Vec::new(),
             seed: 42,
             step: 0,

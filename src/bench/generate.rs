@@ -1,5 +1,8 @@
-//! The generation engine on random weights and prompts, completions of one exact length.
+//! The generation engine on random weights and prompts, completions of one exact length or spread over a range, and the times
+//! of decode steps against the chip's floor.
 
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -12,11 +15,15 @@ use crate::data::Tokenizer;
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
 use crate::model::{ModelSpec, ParamTable, init_unit_on};
-use crate::rollout::{Engine, EngineOptions, kv_block_bytes};
+use crate::rollout::{Engine, EngineOptions, StepProfile, kv_block_bytes};
 use crate::types::{Prompt, SamplingParams};
 
 /// Tokens per KV block.
 const BLOCK_SIZE: usize = 16;
+/// What an H200 copies, reading and writing, in bytes a second (docs/benchmarks.md).
+const MEMORY_BYTES_PER_S: f64 = 4.25e12;
+/// What its bf16 products reach, in floating-point operations a second (docs/benchmarks.md).
+const PRODUCT_FLOP_PER_S: f64 = 798e12;
 
 /// What is run.
 #[derive(Debug, Clone)]
@@ -35,8 +42,16 @@ pub struct GenerateBench {
     pub prompt_len: usize,
     /// Tokens per completion.
     pub completion_len: usize,
+    /// Shortest and longest completion, drawn one by one, instead.
+    pub completion_spread: Option<(usize, usize)>,
+    /// Most sequences decoded at once; all of them where it is 0.
+    pub max_num_seqs: usize,
     /// Ranks that share one engine.
     pub tensor_parallel_size: usize,
+    /// One algorithm of products and attention for every batch size.
+    pub strict: bool,
+    /// Also time each operation of a decode step.
+    pub profile: bool,
     /// Timed repetitions.
     pub repeats: usize,
 }
@@ -49,46 +64,26 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
     let mesh = world.mesh(bench.tensor_parallel_size, world.size())?;
     let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..(*bench.spec).clone() });
     let (kind, device) = (bench.kind, world.device());
-    let sequences = bench.prompts * bench.group * bench.tensor_parallel_size;
-    let max_model_length = bench.prompt_len + bench.completion_len;
-    let blocks = sequences * max_model_length.div_ceil(BLOCK_SIZE);
-    let options = EngineOptions {
-        kv_cache_bytes: blocks * kv_block_bytes(&spec, bench.tensor_parallel_size, BLOCK_SIZE, kind),
-        block_size: BLOCK_SIZE,
-        max_num_seqs: sequences,
-        max_num_batched_tokens: 8192,
-        max_model_length,
-        kind,
-        device,
-        strict: false,
-    };
     let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
-    let engine = Engine::new(spec.clone(), tokenizer, options, mesh.tp.clone())?;
+    let engine = Engine::new(spec.clone(), tokenizer, bench.options(&world), mesh.tp.clone())?;
     let table = Arc::new(ParamTable::new(spec.clone(), 1));
-    let mut served =
-        Served::new(world.clone(), &mesh, table, engine, &|layout| init_unit_on(layout, SEED, kind, device))?;
-    let mut times = Vec::with_capacity(bench.repeats);
+    let source = |layout: &_| init_unit_on(layout, SEED, kind, device);
+    let mut served = Served::new(world.clone(), &mesh, table, engine, &source)?;
+    let (mut seconds, mut prefill_seconds, mut tokens) = (Vec::new(), Vec::new(), 0.0);
+    let mut steps = Steps::default();
     for repeat in 0..=bench.repeats {
-        let prompts: Vec<Prompt> = (0..bench.prompts).map(|index| prompt(bench, &world, index)).collect();
-        let params = SamplingParams {
-            num_generations: bench.group,
-            max_completion_length: bench.completion_len,
-            step: repeat as u64,
-            ..SamplingParams::default()
-        };
-        let mut seconds = served.with_engine(|rollout| {
-            let start = Instant::now();
-            rollout.generate(&prompts, &params, |_| ())?;
-            Ok([start.elapsed().as_secs_f64()])
-        })?;
-        all_reduce_f64(&*world.group(), &mut seconds, ReduceOp::Max)?;
+        let (prefill, _, _) = bench.run(&world, &mut served, repeat, 1)?;
+        let (whole, generated, of_steps) = bench.run(&world, &mut served, repeat, bench.longest())?;
+        tokens = generated;
         if repeat > 0 {
-            times.push(seconds[0]); // the first warms up
+            seconds.push(whole); // the first warms up
+            prefill_seconds.push(prefill);
+            steps.add(&of_steps);
         }
     }
-    let seconds = median(times);
-    let generated = bench.prompts * bench.group * bench.completion_len * world.size();
-    Ok(json!({
+    let (seconds, prefill_seconds) = (median(seconds), median(prefill_seconds));
+    let num_prompts = bench.prompts * world.size();
+    let mut result = json!({
         "benchmark": "generate",
         "model": bench.model,
         "num_params": spec.num_params(),
@@ -97,14 +92,136 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
         "world_size": world.size(),
         "tensor_parallel_size": bench.tensor_parallel_size,
         "threads_per_rank": tch::get_num_threads(),
-        "prompts": bench.prompts * world.size(),
+        "strict": bench.strict,
+        "prompts": num_prompts,
         "group": bench.group,
         "prompt_len": bench.prompt_len,
         "completion_len": bench.completion_len,
+        "completion_spread": bench.completion_spread,
         "seconds": seconds,
-        "tokens_per_second": generated as f64 / seconds,
-        "step_ms": 1e3 * seconds / bench.completion_len as f64,
-    }))
+        "tokens_per_second": tokens / seconds,
+        "decode_tokens_per_second": (tokens - (num_prompts * bench.group) as f64) / (seconds - prefill_seconds),
+        "prefill_seconds": prefill_seconds,
+        "prefill_tokens_per_second": (num_prompts * bench.prompt_len) as f64 / prefill_seconds,
+        "step_ms": steps.medians(),
+    });
+    if device.is_cuda() {
+        result["decode"] = bench.decode_steps(&mut served)?;
+    }
+    Ok(result)
+}
+
+impl GenerateBench {
+    fn longest(&self) -> usize {
+        self.completion_spread.map_or(self.completion_len, |(_, longest)| longest)
+    }
+
+    fn num_sequences(&self) -> usize {
+        self.prompts * self.group * self.tensor_parallel_size
+    }
+
+    fn max_num_seqs(&self) -> usize {
+        if self.max_num_seqs == 0 { self.num_sequences() } else { self.max_num_seqs }
+    }
+
+    fn options(&self, world: &World) -> EngineOptions {
+        let max_model_length = self.prompt_len + self.longest();
+        let blocks = self.max_num_seqs() * max_model_length.div_ceil(BLOCK_SIZE);
+        let block_bytes = kv_block_bytes(&self.spec, self.tensor_parallel_size, BLOCK_SIZE, self.kind);
+        EngineOptions {
+            kv_cache_bytes: blocks * block_bytes,
+            block_size: BLOCK_SIZE,
+            max_num_seqs: self.max_num_seqs(),
+            max_num_batched_tokens: 8192,
+            max_model_length,
+            kind: self.kind,
+            device: world.device(),
+            strict: self.strict,
+        }
+    }
+
+    /// One generation: seconds of the slowest rank, tokens of all, and this rank's steps.
+    fn run(&self, world: &World, served: &mut Served, repeat: usize, longest: usize) -> Result<(f64, f64, Steps)> {
+        let prompts: Vec<Prompt> = (0..self.prompts).map(|index| prompt(self, world, index)).collect();
+        let params = SamplingParams {
+            num_generations: self.group,
+            max_completion_length: longest,
+            spread_lengths: self.completion_spread,
+            step: repeat as u64,
+            ..SamplingParams::default()
+        };
+        let steps = RefCell::new(Steps::default());
+        let (mut seconds, generated) = served.with_engine(|rollout| {
+            let (start, mut last) = (Instant::now(), (Instant::now(), 0));
+            rollout.on_progress(|stats| {
+                let (before, generated) = std::mem::replace(&mut last, (Instant::now(), stats.num_generated_tokens));
+                let batch = stats.num_generated_tokens - generated;
+                steps.borrow_mut().0.entry(batch).or_default().push(before.elapsed().as_secs_f64() * 1e3);
+            });
+            let groups = rollout.generate(&prompts, &params, |_| ())?;
+            let completions = groups.iter().flat_map(|group| &group.completions);
+            let generated: usize = completions.map(|completion| completion.token_ids.len()).sum();
+            Ok(([start.elapsed().as_secs_f64()], generated as f64))
+        })?;
+        all_reduce_f64(&*world.group(), &mut seconds, ReduceOp::Max)?;
+        let mut generated = [generated];
+        all_reduce_f64(&*world.group(), &mut generated, ReduceOp::Sum)?;
+        Ok((seconds[0], generated[0], steps.into_inner()))
+    }
+
+    /// Decode steps by batch size, at the mean context: microseconds, and what share of that the floor is.
+    fn decode_steps(&self, served: &mut Served) -> Result<Value> {
+        let most = self.max_num_seqs().min(self.num_sequences());
+        let context = self.prompt_len + self.longest() / 2;
+        let batches: Vec<usize> = (0..).map(|power| 1 << power).take_while(|&batch| batch < most).collect();
+        let mut rows = Vec::new();
+        for batch in batches.into_iter().chain([most]) {
+            let group = if batch.is_multiple_of(self.group) { self.group } else { 1 };
+            let shape = (batch, group, self.prompt_len);
+            let profile = served.with_engine(|rollout| rollout.profile(shape, context))?;
+            rows.push(self.report(batch, context, &profile, self.profile || batch == most));
+        }
+        Ok(Value::Array(rows))
+    }
+
+    fn report(&self, batch: usize, context: usize, profile: &StepProfile, with_ops: bool) -> Value {
+        let seconds = |bytes: f64, flop: f64| (bytes / MEMORY_BYTES_PER_S).max(flop / PRODUCT_FLOP_PER_S);
+        let floor_us: f64 = 1e6 * profile.ops.iter().map(|op| seconds(op.bytes, op.flop)).sum::<f64>();
+        let ops = profile.ops.iter().map(|op| {
+            let floor_us = 1e6 * seconds(op.bytes, op.flop);
+            (op.op.clone(), json!([op.us.round(), floor_us.round()]))
+        });
+        let mut row = json!({
+            "batch": batch,
+            "context": context,
+            "step_us": profile.step_us.round(),
+            "floor_us": floor_us.round(),
+            "share_of_floor": (1e3 * floor_us / profile.step_us).round() / 1e3,
+            "tokens_per_second": (1e6 * batch as f64 / profile.step_us).round(),
+        });
+        if with_ops {
+            row["ops_us_and_floor"] = ops.collect();
+        }
+        row
+    }
+}
+
+/// Milliseconds between the results of successive steps, by tokens that the later one gave.
+#[derive(Debug, Default)]
+struct Steps(BTreeMap<usize, Vec<f64>>);
+
+impl Steps {
+    fn add(&mut self, other: &Self) {
+        for (&batch, times) in &other.0 {
+            self.0.entry(batch).or_default().extend(times);
+        }
+    }
+
+    /// Of batch sizes seen at least ten times.
+    fn medians(&self) -> BTreeMap<usize, f64> {
+        let often = self.0.iter().filter(|(_, times)| times.len() >= 10);
+        often.map(|(&batch, times)| (batch, median(times.clone()))).collect()
+    }
 }
 
 fn prompt(bench: &GenerateBench, world: &World, index: usize) -> Prompt {

@@ -293,6 +293,18 @@ pub struct BenchGenerateArgs {
     /// Tokens per completion, exactly
     #[arg(long, default_value_t = 32, value_parser = count)]
     pub completion_len: usize,
+    /// Tokens per completion drawn from a range instead, such as 512..4096
+    #[arg(long, value_parser = spread)]
+    pub completion_spread: Option<(usize, usize)>,
+    /// Most sequences decoded at once; 0: all
+    #[arg(long, default_value_t = 0)]
+    pub max_num_seqs: usize,
+    /// One algorithm of products and one split of attention for every batch size
+    #[arg(long)]
+    pub strict: bool,
+    /// Time of every operation of a decode step at every batch size
+    #[arg(long)]
+    pub profile: bool,
     /// Ranks that share one engine
     #[arg(long, visible_alias = "tp", default_value_t = 1, value_parser = count)]
     pub tensor_parallel_size: usize,
@@ -331,6 +343,12 @@ pub struct BenchStepArgs {
 /// A word that a configuration key takes.
 fn word<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, String> {
     serde_json::from_value(text.into()).map_err(|error| error.to_string())
+}
+
+/// A range of lengths, both ends included.
+fn spread(text: &str) -> Result<(usize, usize), String> {
+    let ends = text.split_once("..").and_then(|(low, high)| Some((low.parse().ok()?, high.parse().ok()?)));
+    ends.filter(|(low, high)| (1..=*high).contains(low)).ok_or_else(|| "expected a range such as 512..4096".to_owned())
 }
 
 /// A number of which there must be one.

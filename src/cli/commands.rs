@@ -253,6 +253,7 @@ fn sampling(args: &SamplingArgs, n: usize) -> SamplingParams {
         top_p: args.top_p,
         top_k: args.top_k,
         max_completion_length: args.max_completion_length,
+        spread_lengths: None,
         seed: args.seed,
         ..SamplingParams::default()
     }
@@ -286,6 +287,10 @@ fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Re
         group: args.group,
         prompt_len: args.prompt_len,
         completion_len: args.completion_len,
+        completion_spread: args.completion_spread,
+        max_num_seqs: args.max_num_seqs,
+        strict: args.strict,
+        profile: args.profile,
         tensor_parallel_size: args.tensor_parallel_size,
         repeats: args.repeats,
     };

@@ -36,5 +36,6 @@ pub use nvml::require_free;
 pub use pinned::PinnedWords;
 pub use placement::Placement;
 pub use products::{Products, Tuning};
+pub(crate) use stream::TimedEvent;
 pub use stream::{Event, Stream};
 pub use torch_stream::{CurrentStream, TorchStream};

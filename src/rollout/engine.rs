@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use tch::{Device, Kind};
 
-use super::gpu::{GpuRunner, GpuState};
+use super::gpu::{GpuRunner, GpuState, StepProfile};
 use super::kv_cache::KvCache;
 use super::requests::{self, Request};
 use super::runner::{HostRunner, Runner};
-use super::sampler::Draw;
+use super::sampler::{Draw, sampling_key};
 use super::scheduler::{Limits, Scheduler, Step};
 use super::stats::EngineStats;
 use super::stop::StopRules;
@@ -151,6 +151,7 @@ impl<'a> RolloutEngine<'a> {
         let requests = requests::exchange(prompts, params, self.engine.spec.vocab_size, tp.as_ref())?;
         let token_ids = requests.iter().map(|request| request.token_ids.as_slice());
         let mut scheduler = Scheduler::new(self.limits(params), token_ids, params.num_generations, self.stats)?;
+        spread_lengths(&mut scheduler, &requests, params);
         let mut groups: Vec<Option<RolloutGroup>> = prompts.iter().map(|_| None).collect();
         let tokenizer = Arc::clone(&self.engine.tokenizer);
         self.run(&mut scheduler, &requests, params, &mut |scheduler, index| {
@@ -164,6 +165,25 @@ impl<'a> RolloutEngine<'a> {
         })?;
         scheduler.check_integrity()?;
         Ok(groups.into_iter().flatten().collect())
+    }
+
+    /// Times one decode step of `batch` sequences of `context` tokens, `group` of which share their first `shared` tokens, and
+    /// each of its operations. On a GPU only; collective over the tensor-parallel group.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on a CPU, or if the cache does not hold the batch.
+    pub fn profile(&mut self, batch: (usize, usize, usize), context: usize) -> Result<StepProfile> {
+        let Self { engine, weights, stats, .. } = self;
+        let Engine { spec, gpu: Some(gpu), kv_cache, tp, .. } = &mut **engine else {
+            return Err(Error::InvalidArgument {
+                op: "RolloutEngine::profile",
+                expected: "an engine on a GPU".into(),
+                got: "one on a CPU".into(),
+            });
+        };
+        let params = SamplingParams::default();
+        let mut runner = GpuRunner::new(gpu, (spec, weights, kv_cache), tp.as_ref(), &params, batch.0)?;
+        runner.profile(batch, context, stats.num_blocks)
     }
 
     /// What was done since waking.
@@ -204,13 +224,7 @@ impl<'a> RolloutEngine<'a> {
         let Self { engine, weights, stats, progress } = self;
         let engine = &mut **engine;
         let decode = |ids: &[u32]| engine.tokenizer.decode(ids);
-        let rules = StopRules {
-            eos_token_ids: &engine.eos_token_ids,
-            stop: &params.stop,
-            max_completion_length: params.max_completion_length,
-            max_model_length: engine.options.max_model_length,
-            decode: &decode,
-        };
+        let rules = StopRules { eos_token_ids: &engine.eos_token_ids, stop: &params.stop, decode: &decode };
         let (spec, rope, kv_cache, tp) = (&*engine.spec, &engine.rope, &engine.kv_cache, engine.tp.as_ref());
         let on_host = HostRunner::new(spec, rope, weights, kv_cache, tp, params);
         let mut runner: Box<dyn Runner + '_> = match &mut engine.gpu {
@@ -269,6 +283,19 @@ impl Drop for RolloutEngine<'_> {
             gpu.sleep();
         }
         self.engine.kv_cache.sleep();
+    }
+}
+
+/// Gives every sequence its own limit, where the parameters ask for it.
+fn spread_lengths(scheduler: &mut Scheduler, requests: &[Request], params: &SamplingParams) {
+    let Some((shortest, longest)) = params.spread_lengths else { return };
+    for (group, request) in requests.iter().enumerate() {
+        for (sample, member) in scheduler.members(group).enumerate() {
+            let sequence = &mut scheduler.sequences[member];
+            let word = sampling_key(params, request.prompt_id, sample).word(0, u64::MAX);
+            let drawn = shortest + (word % (longest - shortest + 1) as u64) as usize;
+            sequence.max_len = sequence.max_len.min(sequence.prompt_len + drawn);
+        }
     }
 }
 

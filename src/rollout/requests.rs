@@ -70,6 +70,11 @@ fn check_params(params: &SamplingParams) -> Result<()> {
             "a repetition_penalty above 0",
             params.repetition_penalty.to_string(),
         ),
+        (
+            params.spread_lengths.is_none_or(|(shortest, longest)| (1..=longest).contains(&shortest)),
+            "spread_lengths of at least 1, the shortest first",
+            format!("{:?}", params.spread_lengths),
+        ),
         (params.stop.iter().all(|stop| !stop.is_empty()), "stop strings with text", format!("{:?}", params.stop)),
     ];
     match checks.into_iter().find(|(holds, ..)| !holds) {

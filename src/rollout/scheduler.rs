@@ -79,7 +79,8 @@ impl Scheduler {
         let mut sequences = Vec::new();
         for (group, prompt) in prompts.enumerate() {
             check_fits(&limits, &blocks, prompt.len())?;
-            sequences.extend((0..num_generations).map(|_| Sequence::new(group, prompt)));
+            let max_len = (prompt.len() + limits.max_completion_length).min(limits.max_model_length);
+            sequences.extend((0..num_generations).map(|_| Sequence::new(group, prompt, max_len)));
         }
         Ok(Self {
             limits,
@@ -254,10 +255,9 @@ impl Scheduler {
     fn schedule_decode(&mut self) -> Step {
         let mut next = 0;
         while next < self.running.len() {
-            let is_full = self.is_full(self.running[next]);
             let sequence = &mut self.sequences[self.running[next]];
             let num_tokens = sequence.num_tokens();
-            if is_full {
+            if sequence.is_full() {
                 next += 1;
             } else if self.blocks.grow(&mut sequence.block_table, num_tokens) {
                 sequence.num_computed = num_tokens;
@@ -270,15 +270,8 @@ impl Scheduler {
             let num_tokens = self.sequences[index].num_tokens();
             Run { sequence: index, tokens: num_tokens - 1..num_tokens, samples: index..index + 1 }
         };
-        let growing = self.running.iter().filter(|&&index| !self.is_full(index));
+        let growing = self.running.iter().filter(|&&index| !self.sequences[index].is_full());
         Step { is_decode: true, runs: growing.map(last_token).collect(), copies: Vec::new() }
-    }
-
-    /// The token that ends it by its length is under way.
-    fn is_full(&self, index: usize) -> bool {
-        let (sequence, limits) = (&self.sequences[index], &self.limits);
-        let num_tokens = sequence.num_tokens();
-        num_tokens - sequence.prompt_len >= limits.max_completion_length || num_tokens >= limits.max_model_length
     }
 
     fn preempt_last(&mut self) {
@@ -381,13 +374,7 @@ mod tests {
         let token_ids = prompts.iter().map(Vec::as_slice);
         let stats = EngineStats::default();
         let mut scheduler = Scheduler::new(limits, token_ids, num_generations, stats).unwrap();
-        let rules = StopRules {
-            eos_token_ids: &[END],
-            stop: &[],
-            max_completion_length: limits.max_completion_length,
-            max_model_length: limits.max_model_length,
-            decode: &|_| Ok(String::new()),
-        };
+        let rules = StopRules { eos_token_ids: &[END], stop: &[], decode: &|_| Ok(String::new()) };
         let tokens = scheduler.sequences.iter().map(|sequence| sequence.token_ids.clone()).collect();
         let mut model = Model { cache: HashMap::new(), tokens };
         let (mut complete, mut under_way) = (Vec::new(), VecDeque::new());

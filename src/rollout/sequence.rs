@@ -11,6 +11,8 @@ pub(super) struct Sequence {
     /// Prompt, then completion.
     pub(super) token_ids: Vec<u32>,
     pub(super) prompt_len: usize,
+    /// Prompt and completion at their longest.
+    pub(super) max_len: usize,
     /// One per completion token.
     pub(super) rollout_logprobs: Vec<f32>,
     /// Blocks of its keys and values, in token order; empty while it waits.
@@ -24,11 +26,12 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    pub(super) fn new(group: usize, prompt: &[u32]) -> Self {
+    pub(super) fn new(group: usize, prompt: &[u32], max_len: usize) -> Self {
         Self {
             group,
             token_ids: prompt.to_vec(),
             prompt_len: prompt.len(),
+            max_len,
             rollout_logprobs: Vec::new(),
             block_table: Vec::new(),
             num_pending: 0,
@@ -46,6 +49,11 @@ impl Sequence {
     /// Known and pending tokens.
     pub(super) fn num_tokens(&self) -> usize {
         self.len() + self.num_pending
+    }
+
+    /// The token that ends it by its length is known, or pending.
+    pub(super) fn is_full(&self) -> bool {
+        self.num_tokens() >= self.max_len
     }
 
     pub(super) fn completion(&self) -> &[u32] {

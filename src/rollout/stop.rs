@@ -10,9 +10,6 @@ pub(super) struct StopRules<'a> {
     pub(super) eos_token_ids: &'a [u32],
     /// Strings that end a completion; the text that matched stays.
     pub(super) stop: &'a [String],
-    pub(super) max_completion_length: usize,
-    /// Longest prompt and completion together.
-    pub(super) max_model_length: usize,
     /// Token ids to text, special tokens skipped.
     pub(super) decode: &'a dyn Fn(&[u32]) -> Result<String>,
 }
@@ -29,8 +26,7 @@ impl StopRules<'_> {
                 return Ok(Some(FinishReason::Stop));
             }
         }
-        let full = sequence.completion().len() >= self.max_completion_length || sequence.len() >= self.max_model_length;
-        Ok(full.then_some(FinishReason::Length))
+        Ok((sequence.len() >= sequence.max_len).then_some(FinishReason::Length))
     }
 }
 
@@ -75,11 +71,10 @@ mod tests {
     }
 
     /// The text at which a completion that goes on for ever is ended, and why.
-    fn run(text: &str, stop: &[&str], max_completion_length: usize, max_model_length: usize) -> (String, FinishReason) {
+    fn run(text: &str, stop: &[&str], max_completion_length: usize) -> (String, FinishReason) {
         let stop: Vec<String> = stop.iter().map(|&stop| stop.to_owned()).collect();
-        let rules =
-            StopRules { eos_token_ids: &[0], stop: &stop, max_completion_length, max_model_length, decode: &decode };
-        let mut sequence = Sequence::new(0, &[7, 7, 7]);
+        let rules = StopRules { eos_token_ids: &[0], stop: &stop, decode: &decode };
+        let mut sequence = Sequence::new(0, &[7, 7, 7], 3 + max_completion_length);
         for byte in text.bytes() {
             sequence.token_ids.push(byte.into());
             if let Some(reason) = rules.finish_reason(&mut sequence).unwrap() {
@@ -91,15 +86,14 @@ mod tests {
 
     #[test]
     fn a_stop_string_ends_at_its_last_token_and_stays() {
-        assert_eq!(run("one</a>two", &["</a>", "zz"], 99, 99), ("one</a>".into(), FinishReason::Stop));
-        assert_eq!(run("héllo wörld", &["wö"], 99, 99), ("héllo wö".into(), FinishReason::Stop));
-        assert_eq!(run("ééééééé stop", &["é s"], 99, 99), ("ééééééé s".into(), FinishReason::Stop));
+        assert_eq!(run("one</a>two", &["</a>", "zz"], 99), ("one</a>".into(), FinishReason::Stop));
+        assert_eq!(run("héllo wörld", &["wö"], 99), ("héllo wö".into(), FinishReason::Stop));
+        assert_eq!(run("ééééééé stop", &["é s"], 99), ("ééééééé s".into(), FinishReason::Stop));
     }
 
     #[test]
     fn an_end_token_comes_before_a_length() {
-        assert_eq!(run("ab\0", &[], 3, 99), ("ab\0".into(), FinishReason::Eos));
-        assert_eq!(run("abcd", &["xyz"], 3, 99), ("abc".into(), FinishReason::Length));
-        assert_eq!(run("abcd", &[], 99, 5), ("ab".into(), FinishReason::Length));
+        assert_eq!(run("ab\0", &[], 3), ("ab\0".into(), FinishReason::Eos));
+        assert_eq!(run("abcd", &["xyz"], 3), ("abc".into(), FinishReason::Length));
     }
 }

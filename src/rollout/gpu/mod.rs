@@ -9,12 +9,16 @@
 //! | `network` | kernels and products, from token ids to sampled tokens |
 //! | `prefill` | attention of prompts |
 //! | `graphs` | decode steps, recorded by batch size |
+//! | `profile` | the time of a decode step and of each of its operations |
 
 mod buffers;
 mod graphs;
 mod inputs;
 mod network;
 mod prefill;
+mod profile;
+
+pub use self::profile::{OpTime, StepProfile};
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -24,7 +28,7 @@ use tch::{Device, Tensor, no_grad};
 use self::buffers::{Buffers, Shape};
 use self::graphs::Graphs;
 use self::inputs::{DecodeInputs, Packing, PrefillInputs, Words};
-use self::network::{Network, Tokens};
+use self::network::{Network, Op, Tokens};
 use self::prefill::PrefillAttention;
 use super::engine::EngineOptions;
 use super::filters;
@@ -176,7 +180,25 @@ impl<'a> GpuRunner<'a> {
     }
 
     fn decode(&mut self, packing: &Packing) -> Result<()> {
-        let bucket = graphs::bucket(packing.step.runs.len(), self.state.shape.seqs);
+        let bucket = self.bucket(packing);
+        let mut graphs = std::mem::take(&mut self.state.graphs);
+        let outcome = self.prepare_decode(packing, None, |stream, _, step| graphs.run(bucket, stream, step));
+        self.state.graphs = graphs;
+        outcome
+    }
+
+    fn bucket(&self, packing: &Packing) -> usize {
+        graphs::bucket(packing.step.runs.len(), self.state.shape.seqs)
+    }
+
+    /// Uploads a decode step's inputs and hands the step itself to `run`.
+    fn prepare_decode<T>(
+        &mut self,
+        packing: &Packing,
+        only: Option<Op>,
+        run: impl FnOnce(&TorchStream, &Arc<Context>, &mut dyn FnMut() -> Result<()>) -> Result<T>,
+    ) -> Result<T> {
+        let bucket = self.bucket(packing);
         let state = &mut *self.state;
         let buffers = state.buffers.as_ref().expect("the engine is awake");
         let upload = &mut state.uploads[self.num_launched % 2];
@@ -195,9 +217,10 @@ impl<'a> GpuRunner<'a> {
             rope: &state.rope,
             low: state.low.as_ref(),
             tuning: if state.strict { Tuning::Fixed } else { Tuning::Timed },
+            only,
         };
         let (plan, strict) = (&mut state.plan, state.strict);
-        state.graphs.run(bucket, &state.stream, &mut || decode_step(&network, &inputs, plan, strict))
+        run(&state.stream, state.stream.context(), &mut || decode_step(&network, &inputs, plan, strict))
     }
 
     fn prefill(&mut self, packing: &Packing) -> Result<()> {
@@ -218,6 +241,7 @@ impl<'a> GpuRunner<'a> {
             rope: &state.rope,
             low: state.low.as_ref(),
             tuning: if state.strict { Tuning::Fixed } else { Tuning::First },
+            only: None,
         };
         let attention = PrefillAttention::new(packing.step, packing.sequences, &inputs, self.kv_cache, self.spec);
         let tokens = Tokens { ids: &inputs.token_ids, positions: &inputs.positions, slots: &inputs.slots };
@@ -283,13 +307,15 @@ fn decode_step(network: &Network, inputs: &DecodeInputs, plan: &mut AttentionPla
     let mut ids = buffers.token_ids.narrow(0, 0, rows);
     kernels::next_tokens(&inputs.from, &buffers.sampled().0, &mut ids)?;
     let prefixes = SharedPrefixes { groups: &inputs.groups, num_shared_blocks: &inputs.num_shared };
-    plan.update(&inputs.context_lens, (!strict).then_some(prefixes))?;
+    network.op(Op::AttentionPlan, || plan.update(&inputs.context_lens, (!strict).then_some(prefixes)))?;
     let tokens = Tokens { ids: &ids, positions: &inputs.positions, slots: &inputs.slots };
     let attended = buffers.attended.narrow(0, 0, rows); // [S, H hd]
     let hidden = network.hidden(&tokens, &mut |layer, q, _| {
         let (k_cache, v_cache) = network.kv_cache.layer(layer);
         let mut o = attended.view_as(q);
-        kernels::paged_attention(plan, q, &k_cache, &v_cache, &inputs.block_tables, &inputs.context_lens, &mut o)?;
+        network.op(Op::Attention, || {
+            kernels::paged_attention(plan, q, &k_cache, &v_cache, &inputs.block_tables, &inputs.context_lens, &mut o)
+        })?;
         Ok(attended.shallow_clone())
     })?;
     let draws = Draws {

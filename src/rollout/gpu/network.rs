@@ -24,6 +24,26 @@ pub(super) struct Network<'a> {
     pub(super) rope: &'a Tensor,        // [positions, hd] f32, cosines, then sines
     pub(super) low: Option<&'a Tensor>, // where adapters' inner products go, flat
     pub(super) tuning: Tuning,
+    /// Leaves all other operations out, for their times.
+    pub(super) only: Option<Op>,
+}
+
+/// The operations of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Op {
+    Embed,
+    Norm,
+    Qkv,
+    RopeWriteKv,
+    AttentionPlan,
+    Attention,
+    O,
+    GateUp,
+    SiluMul,
+    Down,
+    AllReduce,
+    Head,
+    Sample,
 }
 
 /// T tokens of a step.
@@ -39,6 +59,11 @@ pub(super) struct Tokens<'a> {
 pub(super) type Attend<'a> = dyn FnMut(usize, &Tensor, &QkvViews) -> Result<Tensor> + 'a;
 
 impl Network<'_> {
+    /// Does `work`, unless only another operation is asked for.
+    pub(super) fn op(&self, op: Op, work: impl FnOnce() -> Result<()>) -> Result<()> {
+        if self.only.is_none_or(|only| only == op) { work() } else { Ok(()) }
+    }
+
     /// Final hidden states, normed. [T, D]
     pub(super) fn hidden(&self, tokens: &Tokens, attend: &mut Attend) -> Result<Tensor> {
         let rows = tokens.ids.size()[0];
@@ -47,32 +72,41 @@ impl Network<'_> {
             (first(&self.buffers.x), first(&self.buffers.normed), first(&self.buffers.delta));
         let (gate_up, mut act) = (first(&self.buffers.gate_up), first(&self.buffers.act));
         let eps = self.spec.rms_norm_eps;
-        self.embed(tokens.ids, &mut x)?;
+        self.op(Op::Embed, || self.embed(tokens.ids, &mut x))?;
+        let norm = |x: &mut Tensor, delta: Option<&Tensor>, weight: &Tensor, y: &mut Tensor| {
+            self.op(Op::Norm, || kernels::add_rms_norm(x, delta, weight, y, eps))
+        };
         for (layer, w) in self.weights.blocks.iter().enumerate() {
-            kernels::add_rms_norm(&mut x, (layer > 0).then_some(&delta), &w.input_norm, &mut normed, eps)?;
+            norm(&mut x, (layer > 0).then_some(&delta), &w.input_norm, &mut normed)?;
             let attended = self.attention(layer, w, &normed, tokens, attend)?;
-            self.row_parallel(&attended, &w.o, w.lora.o.as_ref(), &mut delta)?;
-            kernels::add_rms_norm(&mut x, Some(&delta), &w.post_norm, &mut normed, eps)?;
-            self.product(&normed, &w.gate_up, None, w.lora.gate_up.as_ref(), &gate_up)?;
-            kernels::silu_mul(&gate_up, &mut act)?;
-            self.row_parallel(&act, &w.down, w.lora.down.as_ref(), &mut delta)?;
+            self.op(Op::O, || self.product(&attended, &w.o, None, w.lora.o.as_ref(), &delta))?;
+            self.all_reduce(&mut delta)?;
+            norm(&mut x, Some(&delta), &w.post_norm, &mut normed)?;
+            self.op(Op::GateUp, || self.product(&normed, &w.gate_up, None, w.lora.gate_up.as_ref(), &gate_up))?;
+            self.op(Op::SiluMul, || kernels::silu_mul(&gate_up, &mut act))?;
+            self.op(Op::Down, || self.product(&act, &w.down, None, w.lora.down.as_ref(), &delta))?;
+            self.all_reduce(&mut delta)?;
         }
-        kernels::add_rms_norm(&mut x, Some(&delta), &self.weights.final_norm, &mut normed, eps)?;
+        norm(&mut x, Some(&delta), &self.weights.final_norm, &mut normed)?;
         Ok(normed)
     }
 
     /// Draws one token from each of the first L hidden states [L, D], into the buffers' `sampled`. Collective.
     pub(super) fn sample(&self, hidden: &Tensor, draws: &Draws) -> Result<()> {
-        let (rows, tp_size) = (hidden.size()[0], self.tp.size());
-        let logits = self.buffers.logits.narrow(0, 0, rows);
-        self.product(hidden, &self.weights.lm_head, None, None, &logits)?;
+        let logits = self.buffers.logits.narrow(0, 0, hidden.size()[0]);
+        self.op(Op::Head, || self.product(hidden, &self.weights.lm_head, None, None, &logits))?;
+        self.op(Op::Sample, || self.draw(&logits, draws))
+    }
+
+    fn draw(&self, logits: &Tensor /* [L, V] */, draws: &Draws) -> Result<()> {
+        let (rows, tp_size) = (logits.size()[0], self.tp.size());
         // Of the mean shard, so that all ranks have the same number.
         let parts = kernels::sample_parts(rows as usize, self.spec.vocab_size / tp_size) as i64;
         let shape = [parts, rows, kernels::CANDIDATE_WORDS];
         let len = shape.iter().product();
         let mut candidates = self.buffers.candidates.narrow(0, 0, len).view(shape);
         let vocab = self.spec.vocab_range(self.tp.rank(), tp_size);
-        kernels::sample(&logits, vocab.start, draws, &mut candidates)?;
+        kernels::sample(logits, vocab.start, draws, &mut candidates)?;
         if tp_size > 1 {
             let mut gathered = self.buffers.gathered.narrow(0, 0, len * tp_size as i64);
             self.tp.all_gather(&candidates.view(-1), &mut gathered)?;
@@ -106,7 +140,10 @@ impl Network<'_> {
         let (k_cache, v_cache) = self.kv_cache.layer(layer);
         let norms = w.q_norm.as_ref().zip(w.k_norm.as_ref()).map(|(q, k)| (q, k, self.spec.rms_norm_eps));
         let transform = HeadTransform { bias: None, norms, rope: self.rope };
-        kernels::rope_write_kv(&qkv, &transform, tokens.positions, tokens.slots, &mut q, &k_cache, &v_cache)?;
+        let Tokens { positions, slots, .. } = *tokens;
+        self.op(Op::RopeWriteKv, || {
+            kernels::rope_write_kv(&qkv, &transform, positions, slots, &mut q, &k_cache, &v_cache)
+        })?;
         attend(layer, &q, &qkv)
     }
 
@@ -116,28 +153,29 @@ impl Network<'_> {
         let lora = w.lora.qkv.as_ref();
         match &w.qkv {
             Qkv::Grouped { weight, bias } => {
-                self.product(normed, weight, bias.as_ref(), lora, &out)?;
+                self.op(Op::Qkv, || self.product(normed, weight, bias.as_ref(), lora, &out))?;
                 let (_, kv_heads) = self.spec.tp_heads(self.tp.size());
                 Ok(QkvViews::grouped(&out, kv_heads, self.spec.heads_per_group()))
             }
             Qkv::Split { q, kv } => {
                 let (heads, _) = self.spec.tp_heads(self.tp.size());
                 let parts = out.split_with_sizes([q.0.size()[0], kv.0.size()[0]], 1);
-                self.product(normed, &q.0, q.1.as_ref(), None, &parts[0])?;
-                self.product(normed, &kv.0, kv.1.as_ref(), None, &parts[1])?;
-                self.adapt(normed, lora, &out)?;
+                self.op(Op::Qkv, || {
+                    self.product(normed, &q.0, q.1.as_ref(), None, &parts[0])?;
+                    self.product(normed, &kv.0, kv.1.as_ref(), None, &parts[1])?;
+                    self.adapt(normed, lora, &out)
+                })?;
                 Ok(QkvViews::split(&parts[0], &parts[1], heads))
             }
         }
     }
 
-    /// out = x w^T summed over the group, whose ranks have column ranges of `w` and the columns of `x` with them.
-    fn row_parallel(&self, x: &Tensor, w: &Tensor, lora: Option<&Lora>, out: &mut Tensor) -> Result<()> {
-        self.product(x, w, None, lora, out)?;
-        if self.tp.size() > 1 {
-            self.tp.all_reduce(out, ReduceOp::Sum)?;
+    /// The sum over the group of what a row-parallel product gave: ranks have column ranges of the weight.
+    fn all_reduce(&self, delta: &mut Tensor /* [T, D] */) -> Result<()> {
+        if self.tp.size() == 1 {
+            return Ok(());
         }
-        Ok(())
+        self.op(Op::AllReduce, || self.tp.all_reduce(delta, ReduceOp::Sum))
     }
 
     /// out = x w^T + bias, and what an adapter adds.

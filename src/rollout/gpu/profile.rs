@@ -1,0 +1,160 @@
+//! The time of a decode step and of each of its operations, from graph replays over a made-up batch.
+#![allow(unsafe_code)]
+
+use super::network::Op;
+use super::{GpuRunner, Packing};
+use crate::cuda::{Graph, TimedEvent};
+use crate::error::{Error, Result};
+use crate::rollout::sampler::Draw;
+use crate::rollout::scheduler::{Run, Step};
+use crate::rollout::sequence::Sequence;
+
+/// Replays of which the fastest half counts.
+const REPLAYS: usize = 20;
+
+/// One decode step's times.
+#[derive(Debug, Clone)]
+pub struct StepProfile {
+    /// The whole step, in microseconds.
+    pub step_us: f64,
+    /// Its operations.
+    pub ops: Vec<OpTime>,
+}
+
+/// One operation's time in all layers together.
+#[derive(Debug, Clone)]
+pub struct OpTime {
+    /// What it is called.
+    pub op: String,
+    /// Microseconds.
+    pub us: f64,
+    /// Bytes that it must read and write, of weights and cache where those are most.
+    pub bytes: f64,
+    /// Floating-point operations.
+    pub flop: f64,
+}
+
+const OPS: [Op; 13] = [
+    Op::Embed,
+    Op::Norm,
+    Op::Qkv,
+    Op::RopeWriteKv,
+    Op::AttentionPlan,
+    Op::Attention,
+    Op::O,
+    Op::GateUp,
+    Op::SiluMul,
+    Op::Down,
+    Op::AllReduce,
+    Op::Head,
+    Op::Sample,
+];
+
+impl GpuRunner<'_> {
+    /// Times a step of `batch` sequences of `context` tokens, `group` of which share all full blocks of their first
+    /// `shared` tokens. What it writes into the cache is no sequence's. Collective.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if `num_blocks` do not hold them.
+    pub(in crate::rollout) fn profile(
+        &mut self,
+        (batch, group, shared): (usize, usize, usize),
+        context: usize,
+        num_blocks: usize,
+    ) -> Result<StepProfile> {
+        let sequences = self.sequences((batch, group, shared), context, num_blocks)?;
+        let run = |index: usize| Run { sequence: index, tokens: context - 1..context, samples: index..index + 1 };
+        let step = Step { is_decode: true, runs: (0..batch).map(run).collect(), copies: Vec::new() };
+        let draws: Vec<Draw> = sequences
+            .iter()
+            .enumerate()
+            .map(|(row, sequence)| Draw { row, prompt_id: 0, sample: row, token_ids: &sequence.token_ids })
+            .collect();
+        let block_size = self.kv_cache.block_size();
+        let packing = Packing { step: &step, draws: &draws, sequences: &sequences, params: self.params, block_size };
+        let step_us = self.time(&packing, None)?;
+        let mut ops = Vec::with_capacity(OPS.len());
+        for op in OPS {
+            if op == Op::AllReduce && self.tp.size() == 1 {
+                continue;
+            }
+            let us = self.time(&packing, Some(op))?;
+            let (bytes, flop) = self.work(op, batch as f64, (batch * context) as f64);
+            ops.push(OpTime { op: format!("{op:?}"), us, bytes, flop });
+        }
+        Ok(StepProfile { step_us, ops })
+    }
+
+    fn sequences(
+        &self,
+        (batch, group, shared): (usize, usize, usize),
+        context: usize,
+        num_blocks: usize,
+    ) -> Result<Vec<Sequence>> {
+        let block_size = self.kv_cache.block_size();
+        let mut free = 0..num_blocks as u32;
+        let mut sequences: Vec<Sequence> = Vec::with_capacity(batch);
+        for index in 0..batch {
+            let mut sequence = Sequence::new(index / group, &vec![1; shared.clamp(1, context)], context);
+            sequence.token_ids.resize(context, 1);
+            if index % group > 0 {
+                sequence.block_table = sequences[index - index % group].block_table[..shared / block_size].to_vec();
+            }
+            let missing = context.div_ceil(block_size) - sequence.block_table.len();
+            sequence.block_table.extend(free.by_ref().take(missing));
+            if sequence.block_table.len() < context.div_ceil(block_size) {
+                return Err(Error::InvalidArgument {
+                    op: "RolloutEngine::profile",
+                    expected: format!("a batch that {num_blocks} KV blocks hold"),
+                    got: format!("{batch} sequences of {context} tokens"),
+                });
+            }
+            sequences.push(sequence);
+        }
+        Ok(sequences)
+    }
+
+    /// Microseconds of a step, or of one of its operations.
+    fn time(&mut self, packing: &Packing, only: Option<Op>) -> Result<f64> {
+        self.prepare_decode(packing, only, |stream, context, step| {
+            step()?;
+            let mut graph = Graph::capture(stream, || step())?;
+            let mut times = Vec::with_capacity(REPLAYS);
+            for _ in 0..REPLAYS {
+                let start = TimedEvent::record(context, stream.raw())?;
+                // SAFETY: recorded just now, over memory that stays as long as the engine is awake.
+                unsafe { graph.replay(stream)? };
+                times.push(TimedEvent::record(context, stream.raw())?.ms_since(&start)?);
+            }
+            times.sort_by(f32::total_cmp);
+            Ok(f64::from(times[REPLAYS / 4]) * 1e3)
+        })
+    }
+
+    /// (bytes, floating-point operations) of one operation in all layers, for S rows and all their context tokens.
+    fn work(&self, op: Op, rows: f64, context_tokens: f64) -> (f64, f64) {
+        let spec = self.spec;
+        let (heads, kv_heads) = spec.tp_heads(self.tp.size());
+        let (hidden, mlp) = (spec.hidden_size as f64, (spec.intermediate_size / self.tp.size()) as f64);
+        let (q, kv) = ((heads * spec.head_dim) as f64, (kv_heads * spec.head_dim) as f64);
+        let (layers, vocab) = (spec.num_layers as f64, (spec.vocab_size / self.tp.size()) as f64);
+        let size = self.weights.embedding.kind().elt_size_in_bytes() as f64;
+        let product = |n: f64, k: f64| (size * (n * k + rows * (n + k)), 2.0 * rows * n * k);
+        let of_layers = |(bytes, flop): (f64, f64)| (layers * bytes, layers * flop);
+        match op {
+            Op::Embed => (2.0 * size * rows * hidden, 0.0),
+            Op::Norm => (size * rows * hidden * 4.0 * (2.0 * layers + 1.0), 0.0),
+            Op::Qkv => of_layers(product(q + 2.0 * kv, hidden)),
+            Op::RopeWriteKv => of_layers((2.0 * size * rows * (q + 2.0 * kv), 0.0)),
+            Op::AttentionPlan => (0.0, 0.0),
+            Op::Attention => of_layers((size * 2.0 * kv * context_tokens, 4.0 * q * context_tokens)),
+            Op::O => of_layers(product(hidden, q)),
+            Op::GateUp => of_layers(product(2.0 * mlp, hidden)),
+            Op::SiluMul => of_layers((size * rows * 3.0 * mlp, 0.0)),
+            Op::Down => of_layers(product(hidden, mlp)),
+            Op::AllReduce => of_layers((4.0 * size * rows * hidden, 0.0)),
+            Op::Head => (size * (vocab + rows) * hidden + 4.0 * rows * vocab, 2.0 * rows * vocab * hidden),
+            Op::Sample => (4.0 * rows * vocab, 0.0),
+        }
+    }
+}
