@@ -3,6 +3,7 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -150,13 +151,14 @@ impl GenerateBench {
             step: repeat as u64,
             ..SamplingParams::default()
         };
-        let steps = RefCell::new(Steps::default());
-        let (mut seconds, generated) = served.with_engine(|rollout| {
+        let steps = Rc::new(RefCell::new(Steps::default()));
+        let of_steps = steps.clone();
+        let (mut seconds, generated) = served.with_engine(move |rollout| {
             let (start, mut last) = (Instant::now(), (Instant::now(), 0));
-            rollout.on_progress(|stats| {
+            rollout.on_progress(move |stats| {
                 let (before, generated) = std::mem::replace(&mut last, (Instant::now(), stats.num_generated_tokens));
                 let batch = stats.num_generated_tokens - generated;
-                steps.borrow_mut().0.entry(batch).or_default().push(before.elapsed().as_secs_f64() * 1e3);
+                of_steps.borrow_mut().0.entry(batch).or_default().push(before.elapsed().as_secs_f64() * 1e3);
             });
             let groups = rollout.generate(&prompts, &params, |_| ())?;
             let completions = groups.iter().flat_map(|group| &group.completions);
@@ -166,7 +168,8 @@ impl GenerateBench {
         all_reduce_f64(&*world.group(), &mut seconds, ReduceOp::Max)?;
         let mut generated = [generated];
         all_reduce_f64(&*world.group(), &mut generated, ReduceOp::Sum)?;
-        Ok((seconds[0], generated[0], steps.into_inner()))
+        let steps = steps.take();
+        Ok((seconds[0], generated[0], steps))
     }
 
     /// Decode steps by batch size, at the mean context: microseconds, and what share of that the floor is.
