@@ -101,7 +101,7 @@ impl GpuState {
             graphs: Graphs::default(),
             buffers: None,
             arena: shape.reserve(device)?,
-            plan: AttentionPlan::new(attention, shape.seqs, shape.blocks, split_tokens, device)?,
+            plan: AttentionPlan::new(attention, (options.kind, device), shape.seqs, shape.blocks, split_tokens)?,
             rope: rope.table(options.max_model_length, device),
             low: None,
             products: Products::of(ordinal)?,
