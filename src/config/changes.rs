@@ -41,6 +41,7 @@ const SAFE_KEYS: &[&str] = &[
     "eval_steps",
     "eval_num_generations",
     "log_completions",
+    "full_determinism",
     "collective_timeout_s",
     "max_restarts",
     "fault",

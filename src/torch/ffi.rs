@@ -72,6 +72,8 @@ unsafe extern "C" {
         output: *mut *mut c_void,
         logsumexp: *mut *mut c_void,
     ) -> c_int;
+    fn colo_set_deterministic(on: c_int) -> c_int;
+    fn colo_is_deterministic() -> c_int;
     fn colo_cuda_memory_stats(device: c_int, stats: *mut i64) -> c_int;
     fn colo_cuda_reset_peak_memory(device: c_int) -> c_int;
 }
@@ -134,6 +136,21 @@ pub(super) fn release_cache(device: Device) -> Result<()> {
     }
     // SAFETY: no pointers; only memory that no tensor uses is given back.
     check(unsafe { colo_cuda_release_cache() }, || format!("cached memory of {device:?}"))
+}
+
+/// Whether libtorch's operations of this process that can sum in a fixed order do, at some cost.
+///
+/// # Errors
+/// [`Error::Environment`] with libtorch's message.
+pub fn set_deterministic(on: bool) -> Result<()> {
+    // SAFETY: no pointers; a switch of libtorch's global context.
+    check(unsafe { colo_set_deterministic(c_int::from(on)) }, || "deterministic operations".to_owned())
+}
+
+/// What [`set_deterministic`] said last; false before.
+pub fn is_deterministic() -> bool {
+    // SAFETY: no pointers; reads that switch.
+    unsafe { colo_is_deterministic() != 0 }
 }
 
 /// Allocated now, allocated at most, reserved now, reserved at most, in bytes of CUDA device `ordinal`.

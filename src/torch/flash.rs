@@ -73,7 +73,8 @@ pub fn flash_forward(
     Ok(unsafe { (Tensor::from_ptr(o.cast()), Tensor::from_ptr(lse.cast())) })
 }
 
-/// (dq, dk, dv), from what [`flash_forward`] took and gave. Sums into dq come in no fixed order.
+/// (dq, dk, dv), from what [`flash_forward`] took and gave. Sums into dq come in no fixed order, but where
+/// [`super::set_deterministic`] asks for one.
 #[allow(clippy::too_many_arguments)]
 pub fn flash_backward(
     d_o: &Tensor, // [T, H, hd]

@@ -1,5 +1,6 @@
 #include "shim.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -157,6 +158,18 @@ int colo_cuda_reset_peak_memory(int device) {
   return guarded([&] {
     c10::getDeviceAllocator(c10::DeviceType::CUDA)->resetPeakStats(static_cast<c10::DeviceIndex>(device));
   });
+}
+
+int colo_set_deterministic(int on) {
+  return guarded([&] {
+    // Operations without such a variant stay allowed: the trainer's own kernels take their place.
+    at::globalContext().setDeterministicAlgorithms(on != 0, /*warn_only=*/true);
+    at::globalContext().setDeterministicFillUninitializedMemory(false);
+  });
+}
+
+int colo_is_deterministic() {
+  return at::globalContext().deterministicAlgorithms() ? 1 : 0;
 }
 
 int colo_flash_attention_forward(

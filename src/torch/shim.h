@@ -36,6 +36,10 @@ int colo_cuda_memory_stats(int device, int64_t* stats);
 // Begins the two maxima anew.
 int colo_cuda_reset_peak_memory(int device);
 
+// Whether operations of this process that have a deterministic variant take it.
+int colo_set_deterministic(int on);
+int colo_is_deterministic();
+
 // Attention of packed query runs to packed key runs. Tensors are at::Tensor*; the two results are the caller's. A negative
 // window is none.
 int colo_flash_attention_forward(

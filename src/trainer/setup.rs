@@ -21,6 +21,7 @@ use crate::phase;
 use crate::plan::{MemoryPlan, PlanInput};
 use crate::reward::{RewardFunction, RewardPool};
 use crate::rollout::{Engine, EngineOptions};
+use crate::torch;
 use crate::train::{AdamOptions, GradientOptions, NetworkOptions, Policy, PolicyOptions, Reference, Schedule};
 
 /// Everything about a run that is known without touching its data: checked by the launcher before any process starts.
@@ -117,6 +118,7 @@ pub(super) fn load(
     world: Arc<World>,
     checkpoint: Option<Checkpoint>,
 ) -> Result<Trainer> {
+    torch::set_deterministic(config.full_determinism)?;
     let placement = Placement::in_world(config.device, config.dtype, world.device())?;
     let preflight = Preflight::new(&config, placement, world.size(), world.local_size())?;
     let rewards = RewardPool::with_functions(&config, functions)?;

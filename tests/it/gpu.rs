@@ -11,6 +11,7 @@ use colo_grpo::dist::{Backend, World};
 use colo_grpo::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use colo_grpo::ops::attention::{Bounds, PackedLayout, SharedBounds, packed_backward, packed_forward};
 use colo_grpo::rollout::{Engine, EngineOptions};
+use colo_grpo::torch;
 use colo_grpo::train::{
     AdamOptions, GradientOptions, NetworkOptions, PackOptions, Policy, PolicyOptions, Sequence, pack,
 };
@@ -65,6 +66,27 @@ fn gpu_attention_equals_the_cpus() {
             }
         }
     }
+}
+
+/// Long enough that the kernels' sums over blocks of keys would otherwise race.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_deterministic_attention_repeats_its_bits() {
+    let gpu = World::single_on(Backend::Nccl).unwrap().device();
+    torch::set_deterministic(true).unwrap();
+    let rand = |heads: i64| Tensor::randn([8192, heads, 128], (Kind::BFloat16, gpu));
+    let [q, k, v, d_o] = [rand(8), rand(2), rand(2), rand(8)];
+    let run = || {
+        let layout = PackedLayout::new(&[0, 4096, 8192], 2, None, gpu);
+        let (o, lse) = packed_forward(&q, &k, &v, &layout, 0.1);
+        let (dq, dk, dv) = packed_backward(&d_o, &q, &k, &v, &o, &lse, &layout, 0.1);
+        [o, lse, dq, dk, dv]
+    };
+    let first = run();
+    for _ in 0..5 {
+        assert!(run().iter().zip(&first).all(|(got, first)| got.equal(first)));
+    }
+    torch::set_deterministic(false).unwrap();
 }
 
 #[test]
