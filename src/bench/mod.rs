@@ -1,13 +1,19 @@
 //! Benchmarks on random weights and tokens. Each returns one JSON object; medians of several repetitions after a warm-up.
 
+mod collectives;
 mod generate;
 mod memory;
+mod sleep_wake;
 mod step;
 mod train;
 
+pub use collectives::{CollectivesBench, bench_collectives};
 pub use generate::{GenerateBench, bench_generate};
+pub use sleep_wake::{SleepWakeBench, bench_sleep_wake};
 pub use step::{StepBench, bench_step};
 pub use train::{TrainBench, bench_train};
+
+use std::time::Instant;
 
 use tch::Device;
 
@@ -25,6 +31,13 @@ fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
     if values.len() % 2 == 1 { values[middle] } else { (values[middle - 1] + values[middle]) / 2.0 }
+}
+
+/// How long `work` takes.
+fn seconds(work: impl FnOnce() -> Result<()>) -> Result<f64> {
+    let start = Instant::now();
+    work()?;
+    Ok(start.elapsed().as_secs_f64())
 }
 
 /// Waits for all work queued on `device`.

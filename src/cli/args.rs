@@ -221,6 +221,11 @@ pub enum BenchCommand {
     Generate(BenchGenerateArgs),
     /// Whole GRPO steps of the trainer: colo-grpo bench step --preset tiny --prompts 8 zero.stage=3 beta=0.04
     Step(BenchStepArgs),
+    /// Memory given back and taken again on all ranks at once; copies to the host and back
+    #[command(name = "sleep_wake", alias = "sleep-wake")]
+    SleepWake(BenchSleepWakeArgs),
+    /// Bandwidth of collectives by operation and size
+    Collectives(BenchCollectivesArgs),
 }
 
 /// `bench train`.
@@ -338,6 +343,38 @@ pub struct BenchStepArgs {
     pub steps: usize,
     /// Any configuration key: key=value, section.key=value (also --section.key value)
     pub overrides: Vec<String>,
+}
+
+/// `bench sleep_wake`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct BenchSleepWakeArgs {
+    #[command(flatten)]
+    pub launch: LaunchArgs,
+    #[command(flatten)]
+    pub place: PlaceArgs,
+    /// Memory that sleeps and wakes on each rank, in GiB
+    #[arg(long, default_value_t = 1.0, value_parser = number(|gib: &f64| *gib >= 0.001, "at least 0.001"))]
+    pub gib: f64,
+    /// State that is copied to the host and back on each rank, in GiB
+    #[arg(long, default_value_t = 1.0, value_parser = number(|gib: &f64| *gib >= 0.001, "at least 0.001"))]
+    pub offload_gib: f64,
+    /// Times that it sleeps and wakes
+    #[arg(long, default_value_t = 20, value_parser = count)]
+    pub cycles: usize,
+}
+
+/// `bench collectives`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct BenchCollectivesArgs {
+    #[command(flatten)]
+    pub launch: LaunchArgs,
+    #[command(flatten)]
+    pub place: PlaceArgs,
+    /// Largest tensor, in MiB
+    #[arg(long, default_value_t = 1024, value_parser = count)]
+    pub max_mib: usize,
 }
 
 /// A word that a configuration key takes.

@@ -11,7 +11,10 @@ use super::args::{
     BenchCommand, BenchGenerateArgs, BenchStepArgs, BenchTrainArgs, Command, EvalArgs, GenerateArgs, InitArgs,
     LaunchArgs, ModelArgs, PlaceArgs, RunArgs, SamplingArgs,
 };
-use crate::bench::{GenerateBench, StepBench, TrainBench, bench_generate, bench_step, bench_train};
+use crate::bench::{
+    CollectivesBench, GenerateBench, SleepWakeBench, StepBench, TrainBench, bench_collectives, bench_generate,
+    bench_sleep_wake, bench_step, bench_train,
+};
 use crate::colocate::Served;
 use crate::config::{Config, HeartbeatConfig, SftConfig};
 use crate::cuda::{self, Placement};
@@ -57,6 +60,16 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
             print_first(&world, result)
         }),
         Command::Bench(BenchCommand::Step(args)) => step_bench(&args),
+        Command::Bench(BenchCommand::SleepWake(args)) => placed(&args.launch, args.place, |world, _| {
+            let bytes = |gib: f64| (gib * f64::from(1 << 30)) as usize;
+            let (bytes, offload_bytes) = (bytes(args.gib), bytes(args.offload_gib));
+            let result = bench_sleep_wake(&SleepWakeBench { bytes, offload_bytes, cycles: args.cycles }, &world)?;
+            print_first(&world, result)
+        }),
+        Command::Bench(BenchCommand::Collectives(args)) => placed(&args.launch, args.place, |world, _| {
+            let result = bench_collectives(&CollectivesBench { max_bytes: args.max_mib << 20 }, &world)?;
+            print_first(&world, result)
+        }),
     }
 }
 

@@ -43,8 +43,8 @@ fn report(error: &Error) -> ExitCode {
     error.exit_code()
 }
 
-/// Warnings and the engine's size unless `COLO_GRPO_LOG` says otherwise.
-const LOG_FILTER: &str = "warn,colo_grpo::rollout=info";
+/// Warnings, the engine's size and long waits for the compiler unless `COLO_GRPO_LOG` says otherwise.
+const LOG_FILTER: &str = "warn,colo_grpo::rollout=info,colo_grpo::cuda=info";
 
 /// Log lines go to stderr; `COLO_GRPO_LOG` filters them (`debug`, `colo_grpo::rollout=trace`).
 fn init_tracing() {

@@ -8,6 +8,7 @@ use super::Colocated;
 use crate::config::LossType;
 use crate::error::{Error, Result};
 use crate::grpo::{Denominators, LossConfig, LossInput, LossStats, policy_loss};
+use crate::memory;
 use crate::phase::{self, Phase};
 use crate::torch;
 use crate::train::{
@@ -110,6 +111,7 @@ impl Colocated {
         progress: &dyn UpdateProgress,
     ) -> Result<UpdateOutcome> {
         let (mut shares, denominators) = phase::scope(Phase::Pack, || self.share_out(sequences, options))?;
+        memory::settle(self.world.device())?; // what the engine gave back, before libtorch needs it
         for share in &mut shares {
             self.score(share, options, progress)?;
         }

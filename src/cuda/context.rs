@@ -70,6 +70,19 @@ impl Context {
         check("cuMemGetInfo", result::mem_get_info())
     }
 
+    /// Where the GPU stands on the PCI bus, as in /sys/bus/pci/devices: `0000:0f:00.0`.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn pci_address(&self) -> Result<String> {
+        let mut text = [0u8; 16];
+        // SAFETY: the text outlives the call, which writes at most its length, NUL included.
+        let asked = unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr().cast(), text.len() as i32, self.device) };
+        check("cuDeviceGetPCIBusId", asked.result())?;
+        let text = CStr::from_bytes_until_nul(&text).unwrap_or_default();
+        Ok(text.to_string_lossy().to_lowercase())
+    }
+
     /// Compute capability, such as (9, 0) for Hopper.
     ///
     /// # Errors

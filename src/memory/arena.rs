@@ -50,7 +50,7 @@ impl Arena {
     }
 
     /// Puts memory behind the first `bytes`, rounded up to whole pages. A second call may grow the mapping; it never
-    /// shrinks it. New memory reads as zero.
+    /// shrinks it. New memory reads as zero, on a GPU in the order of libtorch's current stream.
     ///
     /// # Errors
     /// The error that the last [`Arena::unmap`] kept; [`Error::OutOfMemory`] naming this arena and who holds the
@@ -72,7 +72,8 @@ impl Arena {
         Ok(())
     }
 
-    /// Gives all memory back and keeps the addresses. Never fails: an error is returned by the next [`Arena::map`].
+    /// Gives all memory back and keeps the addresses. On a GPU it is free for other arenas at once, for others when
+    /// [`settle`](super::settle) returns. Never fails: an error is returned by the next [`Arena::map`].
     pub fn unmap(&mut self) {
         if let Err(error) = self.range.unmap(self.mapped_bytes) {
             self.kept_error = Some(error);

@@ -7,30 +7,30 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 
 use super::arena::AddressRange;
+use super::chunks::{CHUNK_BYTES, Chunk, ChunkPool, device_memory};
 use super::ledger::{Ledger, Place};
-use crate::cuda::{Context, Stream, check};
+use crate::cuda::{Context, check};
 use crate::error::{Error, Result};
-
-/// Physical memory comes in pieces of this size: smaller ones take longer to map, larger ones bring nothing.
-const CHUNK_BYTES: usize = 64 << 20;
+use crate::torch;
 
 /// Reserved addresses of one GPU.
 #[derive(Debug)]
 pub(super) struct CudaRange {
     name: &'static str,
     context: Arc<Context>,
-    zeroing: Stream,
+    pool: Arc<ChunkPool>,
     start: sys::CUdeviceptr,
     bytes: usize,
     page_bytes: usize,
-    ends: Vec<usize>, // of the mapped chunks, ascending, from `start`
+    chunks: Vec<Chunk>, // mapped, one behind the other from `start`
+    mapped_bytes: usize,
 }
 
 impl CudaRange {
     /// Reserves at least `bytes` of addresses of GPU `ordinal`.
     pub(super) fn reserve(name: &'static str, bytes: usize, ordinal: usize) -> Result<Self> {
         let context = Context::retain(ordinal)?;
-        let zeroing = Stream::new(&context)?;
+        let pool = ChunkPool::of(&context);
         let mut page_bytes = 0;
         let minimum = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
         let memory = device_memory(ordinal);
@@ -43,59 +43,58 @@ impl CudaRange {
         // SAFETY: new addresses of the driver's choice.
         let asked = unsafe { sys::cuMemAddressReserve(&raw mut start, bytes, CHUNK_BYTES, 0, 0) };
         check("cuMemAddressReserve", asked.result()).map_err(|_| out_of_memory())?;
-        Ok(Self { name, context, zeroing, start, bytes, page_bytes, ends: Vec::new() })
+        Ok(Self { name, context, pool, start, bytes, page_bytes, chunks: Vec::new(), mapped_bytes: 0 })
     }
 
-    fn mapped_bytes(&self) -> usize {
-        self.ends.last().copied().unwrap_or(0)
-    }
-
-    /// Maps new memory behind `[mapped_bytes, to)`, chunk by chunk, accessible and zeroed. Chunks that came before an error
-    /// stay for the caller to unmap.
+    /// Maps memory behind `[mapped_bytes, to)`, chunk by chunk, accessible; zeros are queued where libtorch's next operations
+    /// are. Chunks that came before an error stay for the caller to unmap.
     fn extend(&mut self, to: usize) -> Result<()> {
-        let from = self.mapped_bytes();
-        let ordinal = self.context.ordinal();
-        while self.mapped_bytes() < to {
-            let at = self.mapped_bytes();
-            let end = to.min((at / CHUNK_BYTES + 1) * CHUNK_BYTES);
-            self.map_chunk(at, end)?;
-            self.ends.push(end);
+        let from = self.mapped_bytes;
+        while self.mapped_bytes < to {
+            let chunk = self.pool.take(CHUNK_BYTES.min(to - self.mapped_bytes))?;
+            // SAFETY: the addresses are reserved and not mapped.
+            let mapped = unsafe { sys::cuMemMap(self.at(self.mapped_bytes), chunk.bytes, 0, chunk.handle, 0) };
+            if let Err(error) = check("cuMemMap", mapped.result()) {
+                self.pool.give(vec![chunk]);
+                return Err(error);
+            }
+            self.mapped_bytes += chunk.bytes;
+            self.chunks.push(chunk);
         }
         let access = sys::CUmemAccessDesc {
-            location: device_memory(ordinal).location,
+            location: device_memory(self.context.ordinal()).location,
             flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
-        let (first, len) = (self.start + from as u64, to - from);
+        let (first, len) = (self.at(from), to - from);
         // SAFETY: [from, to) was mapped just above.
         check("cuMemSetAccess", unsafe { sys::cuMemSetAccess(first, len, &raw const access, 1) }.result())?;
-        // SAFETY: as above, and now accessible; nobody else knows the bytes yet.
-        let zeroed = unsafe { sys::cuMemsetD8Async(first, 0, len, self.zeroing.raw().cast()) };
-        check("cuMemsetD8Async", zeroed.result())?;
-        self.zeroing.synchronize()
+        let stream = torch::current_cuda_stream(self.context.ordinal())?;
+        // SAFETY: as above, and now accessible; nobody else knows the bytes yet, and `unmap` waits for the stream.
+        check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(first, 0, len, stream.cast()) }.result())
     }
 
-    fn map_chunk(&self, at: usize, end: usize) -> Result<()> {
-        let (memory, mut chunk) = (device_memory(self.context.ordinal()), 0);
-        // SAFETY: both outlive the call.
-        let made = unsafe { sys::cuMemCreate(&raw mut chunk, end - at, &raw const memory, 0) };
-        check("cuMemCreate", made.result())?;
-        // SAFETY: the addresses are reserved and not mapped.
-        let mapped = unsafe { sys::cuMemMap(self.start + at as u64, end - at, 0, chunk, 0) };
-        // SAFETY: created above; the memory stays until it is unmapped, or goes now if it was not mapped.
-        let released = unsafe { sys::cuMemRelease(chunk) };
-        check("cuMemMap", mapped.result())?;
-        check("cuMemRelease", released.result())
-    }
-
-    /// Unmaps every chunk that ends behind `to`, the last first.
+    /// Unmaps every chunk that ends behind `to`, the last first, and lets them go.
     fn shrink(&mut self, to: usize) -> Result<()> {
-        while let Some(end) = self.ends.last().copied().filter(|&end| end > to) {
-            let at = self.ends.iter().rev().nth(1).copied().unwrap_or(0);
+        let mut loose = Vec::new();
+        let mut outcome = Ok(());
+        while let Some(chunk) = self.chunks.pop_if(|_| self.mapped_bytes > to) {
+            let at = self.mapped_bytes - chunk.bytes;
             // SAFETY: exactly one chunk's mapping; by the arena's contract nothing queued later uses it.
-            check("cuMemUnmap", unsafe { sys::cuMemUnmap(self.start + at as u64, end - at) }.result())?;
-            self.ends.pop();
+            let unmapped = unsafe { sys::cuMemUnmap(self.at(at), chunk.bytes) };
+            outcome = check("cuMemUnmap", unmapped.result());
+            if outcome.is_err() {
+                self.chunks.push(chunk);
+                break;
+            }
+            self.mapped_bytes = at;
+            loose.push(chunk);
         }
-        Ok(())
+        self.pool.give(loose);
+        outcome
+    }
+
+    fn at(&self, offset: usize) -> sys::CUdeviceptr {
+        self.start + offset as u64
     }
 
     fn out_of_memory(&self, requested_bytes: usize) -> Error {
@@ -127,7 +126,7 @@ impl AddressRange for CudaRange {
         // What an unmap that failed left behind still holds its old content.
         self.shrink(from)?;
         self.extend(to).map_err(|error| {
-            let undone = self.shrink(from);
+            let undone = self.shrink(from).and_then(|()| self.pool.settle());
             match (error, undone) {
                 (Error::Cuda { code: 2, .. }, Ok(())) => self.out_of_memory(to - from),
                 (_, Err(error)) | (error, Ok(())) => error,
@@ -142,7 +141,7 @@ impl AddressRange for CudaRange {
     }
 
     fn resident_bytes(&self) -> Result<usize> {
-        Ok(self.mapped_bytes())
+        Ok(self.mapped_bytes)
     }
 }
 
@@ -153,21 +152,7 @@ impl Drop for CudaRange {
             // SAFETY: reserved by `reserve`, nothing mapped.
             let _ = unsafe { sys::cuMemAddressFree(self.start, self.bytes) };
         }
+        // No thread may call the driver once the process's main function has returned.
+        let _ = self.pool.settle();
     }
-}
-
-/// Plain memory of GPU `ordinal`.
-fn device_memory(ordinal: usize) -> sys::CUmemAllocationProp {
-    let mut memory = sys::CUmemAllocationProp {
-        type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-        requestedHandleTypes: sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE,
-        // SAFETY: a plain structure of numbers, for which zeros are valid.
-        location: unsafe { std::mem::zeroed() },
-        win32HandleMetaData: std::ptr::null_mut(),
-        // SAFETY: as above.
-        allocFlags: unsafe { std::mem::zeroed() },
-    };
-    memory.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
-    memory.location.id = ordinal as i32;
-    memory
 }

@@ -1,18 +1,21 @@
 //! Memory that comes and goes: the [`Arena`] (an address range whose physical memory is mapped and unmapped), the
 //! [`HostPool`] (host memory allocated once and kept) and the [`Ledger`] of who holds what.
 //!
-//! `cpu.rs` and `cuda.rs` are the arena's backends, `pages.rs` the pool's: on a machine with a GPU its memory is pinned and
+//! `cpu.rs` and `cuda.rs` (on the memory of `chunks.rs`) are the arena's backends, `pages.rs` the pool's: on a machine with a GPU its memory is pinned and
 //! copies run on streams of their own. Knows nothing of models or ranks.
 
 mod arena;
+mod chunks;
 mod cpu;
 mod cuda;
 mod host;
 mod host_pool;
 mod ledger;
+mod numa;
 mod pages;
 
 pub use arena::Arena;
+pub use chunks::settle;
 pub use host::{available_host_bytes, peak_resident_bytes};
 pub use host_pool::{HostPool, Pending};
 pub use ledger::{Ledger, Place};

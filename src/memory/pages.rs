@@ -9,6 +9,7 @@ use super::arena::AddressRange;
 use super::cpu::CpuRange;
 use super::host::available_host_bytes;
 use super::ledger::{Ledger, Place};
+use super::numa;
 use crate::cuda::{Context, Stream, check};
 use crate::error::{Error, Result};
 
@@ -84,6 +85,7 @@ impl PinnedPages {
     ) -> Result<Self> {
         let context = Context::retain(ordinal)?;
         let (copy_out, copy_in) = (Stream::new(&context)?, Stream::new(&context)?);
+        let node = numa::node_of_pci_device(&context.pci_address()?);
         let mut pages = Self { chunks: Vec::new(), bytes, copy_out, copy_in };
         for piece in cut(0..bytes) {
             let out_of_memory = |why: &str| {
@@ -96,7 +98,8 @@ impl PinnedPages {
                 return Err(out_of_memory(&format!("the host has {available} bytes left")));
             }
             // SAFETY: a new allocation of the size asked for, freed by the chunk's drop.
-            let address = unsafe { result::malloc_host(piece.len(), sys::CU_MEMHOSTALLOC_PORTABLE) };
+            let allocate = || unsafe { result::malloc_host(piece.len(), sys::CU_MEMHOSTALLOC_PORTABLE) };
+            let address = numa::on_node(node, allocate);
             let address = check("cuMemHostAlloc", address).map_err(|error| match error {
                 Error::Cuda { code: 2, .. } => out_of_memory("the driver has no more"),
                 other => other,

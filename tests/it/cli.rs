@@ -130,6 +130,10 @@ fn each_benchmark_prints_one_json_line() {
         assert_eq!(lines.len(), 1, "{line}");
         assert!(lines[0]["tokens_per_second"].as_f64().is_some_and(|rate| rate > 0.0), "{line}");
     }
+    let slept = &json_lines(&stdout_of("bench sleep_wake --gib 0.01 --offload-gib 0.01 --cycles 3 --nproc 2"))[0];
+    assert!(slept["wake_ms"]["worst"].as_f64() > Some(0.0) && slept["copies"]["out_gb_s"].as_f64() > Some(0.0));
+    let collectives = &json_lines(&stdout_of("bench collectives --max-mib 1 --nproc 2"))[0];
+    assert_eq!(collectives["results"].as_array().unwrap().len(), 2 * 5);
 }
 
 /// TOML and YAML, `--a.b c`, `a.b=c`, the launchers' spellings and hyphens: all reach the run.

@@ -32,6 +32,9 @@ const EDGES: &[&str] = &[
     "rollout/kv_cache.rs",
     "rollout/gpu/",
     "colocate/weights.rs",
+    "bench/sleep_wake.rs",
+    // Replays of what it captured.
+    "bench/collectives.rs",
 ];
 
 fn sources() -> Vec<(String, String)> {
