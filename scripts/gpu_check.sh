@@ -12,7 +12,7 @@ mkdir -p "$output"
 if [ -z "${COLO_GRPO_TORCH_CUDA:-}" ]; then
   COLO_GRPO_TORCH_CUDA=$(python3 -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0] + "/lib")')
 fi
-export COLO_GRPO_TORCH_CUDA
+export COLO_GRPO_TORCH_CUDA COLO_GRPO_PROGRAM=$program
 site=$(dirname "$(dirname "$COLO_GRPO_TORCH_CUDA")")
 folders=$(find "$site/nvidia" -type d -name lib 2>/dev/null | paste -sd:)
 export LD_LIBRARY_PATH="$COLO_GRPO_TORCH_CUDA${folders:+:$folders}${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
@@ -64,6 +64,16 @@ for part in $parts; do
             check "bench-train-$preset-zero$stage" 150 "$program" "${train[@]}" --preset $preset --nproc "$gpus" --zero-stage $stage
           done
           check "bench-generate-$preset-tp$gpus" 150 "$program" "${generate[@]}" --preset $preset --nproc "$gpus" --tp "$gpus"
+        done
+      fi
+      check bench-sleep-wake 100 "$program" bench sleep_wake --device cuda --nproc "$gpus" --gib 64 --offload-gib 4 --cycles 20
+      [ "$gpus" = 1 ] || check bench-collectives 100 "$program" bench collectives --device cuda --nproc "$gpus"
+      step=(bench step --device cuda --nproc "$gpus" --prompts $((8 * gpus)) --group 8 --prompt-len 512 --completion-len 256 --steps 2)
+      if [ "$gpus" = 1 ]; then
+        check bench-step-qwen2.5-1.5b 150 "$program" "${step[@]}" --preset qwen2.5-1.5b --beta 0.04
+      else
+        for stage in 2 3; do
+          check "bench-step-qwen2.5-7b-zero$stage" 150 "$program" "${step[@]}" --preset qwen2.5-7b --beta 0.04 --zero-stage $stage
         done
       fi
       grep -h '"benchmark"' "$output"/bench-*.log

@@ -5,7 +5,7 @@
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Once, OnceLock};
 
 use cudarc::nvrtc::{result, sys};
 use sha2::{Digest, Sha256};
@@ -60,6 +60,8 @@ pub(super) fn cubin(source: &Source, capability: (i32, i32)) -> Result<Vec<u8>> 
     match std::fs::read(&path) {
         Ok(image) => Ok(image),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            static SAID: Once = Once::new();
+            SAID.call_once(|| tracing::info!("compiling CUDA kernels, once for this GPU and compiler"));
             let image = compile(source, capability)?;
             // A cache that cannot be written only costs time.
             if let Err(error) = keep(&path, &image) {

@@ -9,7 +9,9 @@
 use std::ffi::CStr;
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use cudarc::nccl::sys;
@@ -27,13 +29,22 @@ use crate::torch;
 /// How often the failure flag is looked at.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// The GPU of local rank `local_rank`, made current.
+/// What NCCL must know before it is opened, unless the user says otherwise: captured collectives would pin buffers that are
+/// remapped later, and NVLink multicast costs memory for nothing here.
+const SETTINGS: [(&str, &str); 2] = [("NCCL_GRAPH_REGISTER", "0"), ("NCCL_NVLS_ENABLE", "0")];
+
+/// The GPU of local rank `local_rank`, made current, its kernels compiled and loaded.
 ///
 /// # Errors
 /// [`Error::Environment`] if there is no such GPU, or libtorch's CUDA half or NCCL is not to be had.
 pub(super) fn device(local_rank: usize) -> Result<Device> {
+    for (name, value) in SETTINGS.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()) {
+        // SAFETY: at the start of a worker, before the libraries that read it are opened and start threads.
+        unsafe { std::env::set_var(name, value) };
+    }
     cuda::require()?;
     torch::set_cuda_device(local_rank)?;
+    cuda::kernels::prepare(local_rank)?;
     Ok(Device::Cuda(local_rank))
 }
 
@@ -45,18 +56,19 @@ pub(super) struct NcclGroups {
     timeout: Duration,
     lane: Arc<Lane>,
     groups: Arc<Mutex<Vec<Arc<NcclGroup>>>>,
+    watcher: Option<(Sender<()>, JoinHandle<()>)>,
 }
 
 impl NcclGroups {
     /// No groups yet, and the thread that will abort them when the world fails. It ends with this.
     pub(super) fn new(member: Arc<Member>, ordinal: usize, timeout: Duration, lane: Arc<Lane>) -> Result<Self> {
         let groups = Arc::new(Mutex::new(Vec::new()));
-        let watched = Arc::downgrade(&groups);
+        let (watched, (stay, end)) = (Arc::clone(&groups), channel());
         let watcher = std::thread::Builder::new().name("nccl-watch".to_owned());
-        watcher
-            .spawn(move || watch(&watched))
+        let watcher = watcher
+            .spawn(move || watch(&watched, &end))
             .map_err(|error| Error::Environment { message: format!("a thread to watch NCCL: {error}") })?;
-        Ok(Self { member, ordinal, timeout, lane, groups })
+        Ok(Self { member, ordinal, timeout, lane, groups, watcher: Some((stay, watcher)) })
     }
 
     /// The GPU twin of a group in shared memory. Collective over the group.
@@ -83,12 +95,21 @@ impl NcclGroups {
     }
 }
 
-fn watch(groups: &Weak<Mutex<Vec<Arc<NcclGroup>>>>) {
-    while let Some(groups) = groups.upgrade() {
-        let groups = lock(&groups).clone();
+/// The watcher may hold the last communicators: it ends before this does, so that none is aborted while the process's own
+/// exit takes the libraries away.
+impl Drop for NcclGroups {
+    fn drop(&mut self) {
+        if let Some((stay, watcher)) = self.watcher.take() {
+            drop(stay);
+            let _ = watcher.join();
+        }
+    }
+}
+
+fn watch(groups: &Mutex<Vec<Arc<NcclGroup>>>, end: &Receiver<()>) {
+    while end.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+        let groups = lock(groups).clone();
         groups.iter().for_each(|group| group.abort_if_failed());
-        drop(groups);
-        std::thread::sleep(LOOK);
     }
 }
 

@@ -143,12 +143,6 @@ pub fn worker_command(options: &LaunchOptions, rendezvous: &Rendezvous, rank: us
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         command.env("OMP_NUM_THREADS", (processors / options.num_workers).max(1).to_string());
     }
-    // Captured collectives would pin buffers that are remapped later, and NVLink multicast costs memory for nothing here.
-    for (name, value) in [("NCCL_GRAPH_REGISTER", "0"), ("NCCL_NVLS_ENABLE", "0")] {
-        if std::env::var_os(name).is_none() {
-            command.env(name, value);
-        }
-    }
     let store = (rank == 0).then(|| rendezvous.listener.as_raw_fd());
     let inherited = [(STORE_FD_VARIABLE, store), (PULSE_FD_VARIABLE, pulse)];
     for (name, fd) in inherited {

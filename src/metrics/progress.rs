@@ -13,6 +13,9 @@ use super::step::MetricValues;
 /// Lines outside a terminal come no closer than this; the last step always gets one.
 const LINE_INTERVAL: Duration = Duration::from_secs(1);
 
+/// The same for lines on pinned memory, at about a second a GiB.
+const PINNING_INTERVAL: Duration = Duration::from_secs(5);
+
 /// Metrics worth a glance, with the names used for them.
 const SHOWN: [(&str, &str); 7] = [
     ("reward", "reward"),
@@ -37,6 +40,26 @@ pub struct Progress {
 struct Lines {
     start: Instant,
     last: Cell<Option<Instant>>,
+}
+
+/// Tells whoever waits for host memory to be pinned, `(done, total)` in bytes at a time: a bar on a terminal, elsewhere a line
+/// every few seconds; nothing where not `is_first_rank`.
+pub fn pinning_progress(is_first_rank: bool) -> impl FnMut(usize, usize) {
+    let on_terminal = std::io::stderr().is_terminal();
+    let target = if is_first_rank && on_terminal { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+    let bar = ProgressBar::with_draw_target(None, target)
+        .with_style(style("host memory, GiB {bar:16.green/dim} {pos}/{len} {elapsed} < {eta}"));
+    let mut last_line = Instant::now();
+    move |done, total| {
+        bar.set_length((total >> 30) as u64);
+        bar.set_position((done >> 30) as u64);
+        if done == total {
+            bar.finish_and_clear();
+        } else if is_first_rank && !on_terminal && last_line.elapsed() >= PINNING_INTERVAL {
+            last_line = Instant::now();
+            eprintln!("host memory: {} of {} GiB pinned", done >> 30, total >> 30);
+        }
+    }
 }
 
 impl Progress {

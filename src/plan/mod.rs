@@ -3,12 +3,12 @@
 
 use std::fmt;
 
-use tch::{Device, Kind};
+use tch::Kind;
 
 use crate::config::{Config, GradientCheckpointing, OptimizerResidency};
 use crate::error::{Error, Result};
 use crate::model::{HEAD_CHUNK_LOGITS, ModelSpec, ParamTable};
-use crate::rollout::{EngineOptions, engine_buffer_bytes, kv_block_bytes};
+use crate::rollout::kv_block_bytes;
 use crate::torch::accumulation_kind;
 use crate::train::{GradientOptions, ReferenceBytes, TrainBytes};
 
@@ -118,28 +118,13 @@ impl MemoryPlan {
         if input.engine_weight_bytes > 0 {
             classes.push(class("engine weights (gathered slices)", 0, input.engine_weight_bytes, 0));
         }
-        let max_model_length = config.max_model_length.unwrap_or(spec.max_position_embeddings);
-        if input.swap_bytes.is_some() {
-            let options = EngineOptions {
-                kv_cache_bytes: 0,
-                block_size: config.kv_block_size,
-                max_num_seqs: config.max_num_seqs,
-                max_num_batched_tokens: config.max_num_batched_tokens,
-                max_model_length,
-                kind,
-                device: Device::Cpu,
-                strict: false,
-            };
-            let bytes = engine_buffer_bytes(spec, &options, config.tensor_parallel_size);
-            classes.push(class("engine buffers", 0, bytes, 0));
-        }
         let mut plan = Self {
             classes,
             optimizer,
             kv_cache_bytes: 0,
             num_kv_blocks: 0,
             kv_block_size: config.kv_block_size,
-            max_model_length,
+            max_model_length: config.max_model_length.unwrap_or(spec.max_position_embeddings),
             available_bytes: input.available_bytes,
             swap_bytes: input.swap_bytes,
         };

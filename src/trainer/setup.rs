@@ -15,6 +15,7 @@ use crate::data::{Dataset, DatasetOptions, PromptSampler, Tokenizer};
 use crate::dist::{World, all_gather_bytes};
 use crate::error::{Error, Result};
 use crate::memory::{self, HostPool};
+use crate::metrics::pinning_progress;
 use crate::metrics::redact;
 use crate::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use crate::phase;
@@ -253,7 +254,8 @@ fn colocated(
     };
     let host_pool = match plan.optimizer {
         OptimizerResidency::Swap => {
-            Some(HostPool::new("optimizer_host", policy.optimizer_bytes(), device, &mut |_, _| ())?)
+            let mut progress = pinning_progress(world.rank() == 0);
+            Some(HostPool::new("optimizer_host", policy.optimizer_bytes(), device, &mut progress)?)
         }
         OptimizerResidency::Auto | OptimizerResidency::Resident => None,
     };

@@ -2,7 +2,7 @@
 //! not depend on ZeRO stage, tensor-parallel degree or world size.
 
 mod pages;
-mod setup;
+pub mod setup;
 mod trainer;
 mod update;
 

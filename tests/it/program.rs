@@ -18,10 +18,18 @@ pub struct Ended {
     pub stderr: String,
 }
 
-/// The program with the words of `line`, in the repository's root, started by nobody's launcher.
+/// The program with the words of `line`, in the repository's root, started by nobody's launcher. On a machine that it was not
+/// built on, COLO_GRPO_PROGRAM says where it is, and the tests are in that root already.
 pub fn command(line: &str) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_colo-grpo"));
-    command.args(line.split_whitespace()).current_dir(env!("CARGO_MANIFEST_DIR")).env("OMP_NUM_THREADS", "1");
+    let mut command = match std::env::var_os("COLO_GRPO_PROGRAM") {
+        Some(program) => Command::new(program),
+        None => {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_colo-grpo"));
+            command.current_dir(env!("CARGO_MANIFEST_DIR"));
+            command
+        }
+    };
+    command.args(line.split_whitespace()).env("OMP_NUM_THREADS", "1");
     for name in ["RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_STEP_NODELIST", "RUST_BACKTRACE"] {
         command.env_remove(name);
     }

@@ -18,7 +18,6 @@ mod network;
 mod prefill;
 mod profile;
 
-pub use self::buffers::engine_buffer_bytes;
 pub use self::profile::{OpTime, StepProfile};
 
 use std::collections::VecDeque;

@@ -45,7 +45,7 @@ impl Setup {
     /// Collective over the world. Optimizer state is swapped to the host.
     pub fn build(self, world: &Arc<World>, mesh: &Mesh) -> Colocated {
         tch::set_num_threads(1);
-        let (spec, device, kind) = (Arc::new(ModelSpec::preset("micro").unwrap()), Device::Cpu, self.kind);
+        let (spec, device, kind) = (Arc::new(ModelSpec::preset("micro").unwrap()), world.device(), self.kind);
         let table = Arc::new(ParamTable::new(spec.clone(), mesh.shard.size()));
         let network = NetworkOptions { kind, device };
         let options = PolicyOptions {
@@ -75,7 +75,7 @@ impl Setup {
             true => EngineSlices::gathered(&table, tp_rank, tp_size, kind, device).unwrap(),
             false => EngineSlices::in_place(tp_rank, tp_size),
         };
-        let pool = HostPool::new("optimizer_host", policy.optimizer_bytes(), Device::Cpu, &mut |_, _| ()).unwrap();
+        let pool = HostPool::new("optimizer_host", policy.optimizer_bytes(), device, &mut |_, _| ()).unwrap();
         Colocated::new(world.clone(), mesh.clone(), policy, reference, engine, slices, Some(pool))
     }
 }

@@ -1,0 +1,83 @@
+//! What GPUs and hosts hold after many cycles, and after a rank was killed. Ignored where there is no GPU; what is measured is
+//! printed as one JSON line each.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use colo_grpo::cuda::Context;
+use colo_grpo::dist::{Backend, World};
+use colo_grpo::types::{Prompt, SamplingParams};
+use colo_grpo::{memory, torch};
+use serde_json::json;
+
+use crate::colocate::setup::Setup;
+use crate::program::{SMALL_RUN, command, end, eventually, processes_of};
+
+const MIB: usize = 1 << 20;
+/// What a driver may keep of a killed rank's GPU for bookkeeping.
+const KEPT_BYTES: usize = 64 * MIB;
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_five_hundred_cycles_leave_memory_flat() {
+    let world = Arc::new(World::single_on(Backend::Nccl).unwrap());
+    let (context, device) = (Context::retain(0).unwrap(), world.device());
+    let mut colocated = Setup::new(0).build(&world, &world.mesh(1, 1).unwrap());
+    let prompt = Prompt { id: 0, text: String::new(), token_ids: vec![1, 2, 3], columns: Arc::default() };
+    let params = SamplingParams { num_generations: 2, max_completion_length: 2, ..SamplingParams::default() };
+    let mut held = Vec::new();
+    let start = Instant::now();
+    for cycle in 1..=500 {
+        let groups =
+            colocated.with_rollout(|rollout| rollout.generate(std::slice::from_ref(&prompt), &params, |_| ())).unwrap();
+        assert_eq!(groups[0].completions.len(), 2);
+        if cycle % 50 == 0 {
+            memory::settle(device).unwrap();
+            torch::release_memory(device).unwrap();
+            let (free, total) = context.memory_bytes().unwrap();
+            held.push((total - free, resident_bytes()));
+        }
+    }
+    let ms = start.elapsed().as_secs_f64() * 1e3 / 500.0;
+    println!("{}", json!({"test": "cycles", "cycles": 500, "ms_each": ms, "device_and_host_bytes": held}));
+    let (first, last) = (held[0], held[held.len() - 1]);
+    assert!(last.0 as f64 <= 1.01 * first.0 as f64 && last.1 as f64 <= 1.01 * first.1 as f64, "{held:?}");
+}
+
+/// Through the program: rank 1 of two is killed in a phase; the others must be gone and both GPUs free soon after.
+#[test]
+#[ignore = "needs two GPUs"]
+fn gpu_two_ranks_of_which_one_is_killed_leave_both_gpus_free() {
+    let gpus = [0, 1].map(|ordinal| Context::retain(ordinal).unwrap());
+    let free = || gpus.each_ref().map(|gpu| gpu.memory_bytes().unwrap().0);
+    let before = free();
+    for phase in ["generate", "forward_backward", "wake", "offload", "gather"] {
+        let folder = tempfile::tempdir().unwrap();
+        let run = command(&format!(
+            "{SMALL_RUN} --nproc 2 device=cuda zero.stage=3 residency.optimizer=swap kv_cache_bytes=8000000000 \
+             max_steps=9 save_steps=none fault=1:1:{phase}:kill output_dir={}",
+            folder.path().display()
+        ));
+        let run = { run }.spawn().unwrap();
+        let alive = || processes_of(folder.path()).len();
+        assert!(eventually(Duration::from_secs(60), || alive() == 3), "{phase}: it did not start");
+        assert!(eventually(Duration::from_secs(60), || alive() < 3), "{phase}: nobody was killed");
+        let killed = Instant::now();
+        assert!(eventually(Duration::from_secs(15), || alive() == 0), "{phase}: {} processes left", alive());
+        let gone_s = killed.elapsed().as_secs_f64();
+        let is_free = || free().iter().zip(&before).all(|(now, before)| now + KEPT_BYTES >= *before);
+        assert!(eventually(Duration::from_secs(15), is_free), "{phase}: {:?} of {before:?} bytes free", free());
+        let free_s = killed.elapsed().as_secs_f64();
+        println!("{}", json!({"test": "kill", "phase": phase, "gone_s": gone_s, "gpus_free_s": free_s}));
+        let ended = end(run);
+        assert_eq!(ended.code, Some(10), "{phase}\n{}", ended.stderr);
+        assert!(free_s < 15.0, "{phase}: {free_s} s");
+    }
+}
+
+fn resident_bytes() -> usize {
+    let status = std::fs::read_to_string(Path::new("/proc/self/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches(" kB").trim().parse::<usize>().unwrap() * 1024
+}
