@@ -375,7 +375,7 @@ fn out_of_memory(message: &str) -> Option<Error> {
     let (number, unit) = size.split_once(' ')?;
     let scale = ["bytes", "KiB", "MiB", "GiB"].iter().position(|name| unit.starts_with(name))? as i32;
     let requested_bytes = (number.parse::<f64>().ok()? * 1024f64.powi(scale)) as usize;
-    Some(Error::OutOfMemory { owner: format!("a tensor in {}", phase::current().name()), requested_bytes })
+    Some(Error::OutOfMemory { owner: format!("a tensor in {}", phase::at_failure().name()), requested_bytes })
 }
 
 #[cfg(test)]

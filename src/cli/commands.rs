@@ -348,8 +348,7 @@ fn placed(
     work: impl FnOnce(Arc<World>, Kind) -> Result<()>,
 ) -> Result<ExitCode> {
     let Placement { on_cuda, kind } = Placement::new(place.device, place.dtype)?;
-    let watch = Supervision::new(WorldOptions::default().timeout.as_secs_f64(), &HeartbeatConfig::default());
-    distributed(launch, watch, on_cuda, |world| work(world, kind))
+    distributed(launch, Supervision::unwatched(), on_cuda, |world| work(world, kind))
 }
 
 /// How the ranks of a command are watched, and what becomes of them when one dies.
@@ -367,6 +366,12 @@ impl Supervision {
     fn new(collective_timeout_s: f64, heartbeat: &HeartbeatConfig) -> Self {
         let timeout = Duration::from_secs_f64(collective_timeout_s);
         Self { timeout, limits: heartbeat.limits(), max_restarts: 0, output_dir: None }
+    }
+
+    /// Of a command that gives no heartbeats outside its collectives, which have a time limit of their own.
+    fn unwatched() -> Self {
+        let (timeout, limits) = (WorldOptions::default().timeout, Limits::none());
+        Self { timeout, limits, max_restarts: 0, output_dir: None }
     }
 }
 

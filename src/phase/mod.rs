@@ -104,10 +104,14 @@ pub fn part<T>(phase: Phase, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let _left = page().enter(phase);
     let outcome = inject(phase).and_then(|()| work());
     if outcome.is_err() {
-        // The innermost phase reports first; the outer ones that the error passes through leave it.
-        let _ = FAILED_IN.compare_exchange(u8::MAX, phase as u8, Ordering::Relaxed, Ordering::Relaxed);
+        failed_in(phase);
     }
     outcome
+}
+
+/// The innermost phase reports first; the outer ones that an error or a panic passes through leave it.
+fn failed_in(phase: Phase) {
+    let _ = FAILED_IN.compare_exchange(u8::MAX, phase as u8, Ordering::Relaxed, Ordering::Relaxed);
 }
 
 /// The innermost phase in which the process's first error arose; the current one if there was none.

@@ -6,7 +6,7 @@ use std::fmt;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed};
 
-use super::Phase;
+use super::{Phase, failed_in};
 use crate::error::{Error, Result};
 
 /// Variable with the descriptor of the page that a launcher made for this process.
@@ -123,6 +123,9 @@ pub(super) struct Entered<'a> {
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            failed_in(self.phase);
+        }
         self.page.depth.store(self.depth, Relaxed);
         self.page.left.store(self.phase as u8, Relaxed);
         self.page.beat();

@@ -14,6 +14,11 @@ impl Limits {
         Self(Phase::ALL.iter().map(|&phase| limit(phase)).collect())
     }
 
+    /// None to speak of.
+    pub fn none() -> Self {
+        Self::new(|_| Duration::from_secs(365 * 86_400))
+    }
+
     /// That of one phase.
     pub fn of(&self, phase: Phase) -> Duration {
         self.0[phase as usize]

@@ -81,6 +81,34 @@ fn a_failure_ends_the_scope_on_all_ranks_and_the_next_one_works() {
     });
 }
 
+#[test]
+fn a_hundred_scopes_leave_memory_flat() {
+    scopes_leave_memory_flat("colocate::a_hundred_scopes_leave_memory_flat", 100);
+}
+
+#[test]
+#[ignore = "takes a minute"]
+fn a_thousand_scopes_leave_memory_flat() {
+    scopes_leave_memory_flat("colocate::a_thousand_scopes_leave_memory_flat", 1000);
+}
+
+/// Enters and leaves `num_scopes` times, generating and swapping; the first half fills the caches of libraries.
+fn scopes_leave_memory_flat(test: &str, num_scopes: usize) {
+    ranks::run(1, test, |world: World| {
+        let (world, mesh) = with_mesh(world, 1);
+        let mut colocated = Setup::new(2).build(&world, &mesh);
+        let prompts = own_prompts(&colocated);
+        let mut cycle = || {
+            colocated.with_rollout(|rollout| generate(rollout, &prompts)).unwrap();
+            pages::resident_bytes() as f64
+        };
+        let before = (0..num_scopes / 2).map(|_| cycle()).fold(0.0, f64::max);
+        let after = (0..num_scopes / 2).map(|_| cycle()).fold(0.0, f64::max);
+        println!("resident after {num_scopes} scopes: {:.2} times what it was after half of them", after / before);
+        assert!(after <= before * 1.01, "{before} bytes, then {after}");
+    });
+}
+
 /// The ranges of `from` that are not in `others`.
 fn missing(from: &[Pages], others: &[Pages]) -> Vec<Pages> {
     from.iter().filter(|pages| !others.contains(pages)).copied().collect()

@@ -20,6 +20,9 @@ const CLOSED: u64 = 3;
 /// Longest sleep before a waiter looks at the failure and the clock again.
 const NAP: Duration = Duration::from_millis(2);
 
+/// How long a rank that could agree on a failure waits for those that have not noticed it: one may be stuck on its GPU.
+const PATIENCE: Duration = Duration::from_secs(30);
+
 /// Longest that telling a failure takes a rank that lives: it is a copy of some bytes.
 const LONGEST_POST: Duration = Duration::from_secs(10);
 
@@ -130,7 +133,8 @@ impl Member {
         self.segment.line(partition, self.rank).arrived.load(Ordering::Relaxed).wrapping_add(1)
     }
 
-    /// Waits until every one of `ranks` has arrived at `turn`; with `watch`, not past the world's first failure.
+    /// Waits until every one of `ranks` has arrived at `turn`; with `watch`, not past the world's first failure, and not long
+    /// past it in any case.
     pub(super) fn wait(&self, partition: usize, ranks: &[usize], turn: u32, watch: bool) -> Result<(), Stopped> {
         let deadline = Instant::now() + self.timeout;
         for &rank in ranks {
@@ -150,13 +154,17 @@ impl Member {
     /// Gives the processor up between looks: first to whoever is ready, then asleep on the peer's counter. False if the
     /// deadline passed.
     fn wait_slowly(&self, line: &Line, turn: u32, deadline: Instant, watch: bool) -> Result<bool, Stopped> {
+        let mut failed_at = None;
         for look in 0.. {
             let arrived = line.arrived.load(Ordering::SeqCst);
             if has_reached(arrived, turn) {
                 return Ok(true);
             }
-            if watch && let Some(failure) = self.failure() {
-                return Err(Stopped::Failed(failure));
+            if let Some(failure) = self.failure() {
+                let patience = if watch { Duration::ZERO } else { PATIENCE.min(self.timeout) };
+                if failed_at.get_or_insert_with(Instant::now).elapsed() >= patience {
+                    return Err(Stopped::Failed(failure));
+                }
             }
             if look < 20 {
                 std::thread::yield_now();
@@ -256,6 +264,14 @@ fn futex_wake(word: &AtomicU32) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_failure_is_not_kept_by_a_peer_that_never_comes() {
+        let segment = Arc::new(Segment::in_process(2, 4096).unwrap());
+        let member = Member::new(segment, 0, Duration::from_millis(50));
+        member.post(&Error::OutOfMemory { owner: "a test".to_owned(), requested_bytes: 1 });
+        assert_eq!(member.agree().unwrap_err().exit_code(), ExitCode::OutOfMemory);
+    }
 
     #[test]
     fn a_rank_that_died_while_it_told_its_failure_is_not_waited_for_long() {

@@ -28,6 +28,11 @@ impl Pages {
     }
 }
 
+/// Physical memory of this whole process.
+pub fn resident_bytes() -> usize {
+    smaps().into_iter().map(|entry| entry.resident_bytes).sum()
+}
+
 struct Entry {
     pages: Pages,
     access: String,

@@ -73,6 +73,22 @@ fn a_lack_of_memory_names_its_owner_and_the_key() {
     }
 }
 
+/// 6: a tensor that libtorch cannot allocate. The process's addresses are limited to what a small run takes and a large
+/// batch does not.
+#[test]
+fn an_allocation_that_fails_in_training_is_told_as_such() {
+    let folder = tempfile::tempdir().unwrap();
+    let large = "per_device_train_batch_size=1536 num_generations=16 max_tokens_per_micro_batch=1000000 kv_cache_bytes=33554432";
+    let ended = run_after("ulimit -v 800000", &format!("{SMALL_RUN} {large} {}", out(folder.path())));
+    assert_eq!(ended.code, Some(11), "{}", ended.stderr);
+    let told = ended.stderr.lines().last().unwrap();
+    for part in
+        ["error: rank 0, step 0, ", "out of memory: a tensor in ", "(held: ", "policy_weights 3 MiB", "to mend: "]
+    {
+        assert!(told.contains(part), "no '{part}' in {told}");
+    }
+}
+
 /// 8: what could be written is removed, what was there stays, the code is storage's.
 #[test]
 fn a_save_that_cannot_be_written_leaves_the_old_ones() {
