@@ -20,7 +20,7 @@ use super::manifest::{FileRecord, Manifest, hexadecimal};
 use super::shards::{FOLDER, PARTS, tensor_name};
 use super::{CheckpointOptions, TrainerState};
 use crate::dist::World;
-use crate::error::{Error, Result};
+use crate::error::{Error, ExitCode, Result};
 use crate::model::{ModelSpec, ParamTable, WeightWriter, copy_tokenizer, encode_header};
 use crate::phase::{self, Phase};
 use crate::torch::{self, accumulation_kind};
@@ -147,18 +147,19 @@ impl Part {
         loop {
             let is_pending = pending(&self.temporary, rank).exists(); // before the record is looked for
             if let Ok(json) = std::fs::read(&path) {
-                let bad = |error: serde_json::Error| self.bad(format!("record of rank {rank}: {error}"));
+                let bad = |error: serde_json::Error| Error::Checkpoint {
+                    path: self.complete.clone(),
+                    message: format!("record of rank {rank}: {error}"),
+                };
                 return serde_json::from_slice(&json).map_err(bad);
             }
             if !is_pending || abandoned.load(Ordering::Relaxed) {
-                return Err(self.bad(format!("rank {rank} did not write its part")));
+                // No news: the rank tells its own error when the outcome is agreed on.
+                let message = format!("its part of {} is not written", self.complete.display());
+                return Err(Error::PeerFailed { rank, code: ExitCode::Storage, message });
             }
             std::thread::sleep(LOOK);
         }
-    }
-
-    fn bad(&self, message: String) -> Error {
-        Error::Checkpoint { path: self.complete.clone(), message }
     }
 }
 

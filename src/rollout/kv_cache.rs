@@ -120,3 +120,21 @@ impl Drop for KvCache {
         self.sleep();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::available_host_bytes;
+
+    #[test]
+    fn a_cache_that_does_not_fit_is_halved_once() {
+        let spec = ModelSpec::preset("micro").unwrap();
+        let reserve = |bytes| KvCache::reserve(&spec, 1, 16, bytes, (Kind::Float, Device::Cpu)).unwrap();
+        let free = available_host_bytes().unwrap();
+        let mut cache = reserve(free / 2 * 3);
+        let num_reserved = cache.arena.reserved_bytes() / cache.block_bytes;
+        assert_eq!(cache.map().unwrap(), num_reserved / 2);
+        let error = reserve(free * 8).map().unwrap_err();
+        assert!(error.to_string().contains("kv_cache (held: "), "{error}");
+    }
+}

@@ -26,9 +26,9 @@ fn run_after(before: &str, line: &str) -> Ended {
 #[test]
 fn a_rank_that_hangs_is_found_and_everything_told() {
     let folder = tempfile::tempdir().unwrap();
-    let fault = "max_steps=3 heartbeat.timeout_s=2 fault=1:1:forward_backward:hang";
+    let fault = "max_steps=3 heartbeat.timeout_s=4 heartbeat.startup_s=60 fault=1:1:forward_backward:hang";
     let ended = run(&format!("--nproc 2 {SMALL_RUN} {fault} {}", out(folder.path())));
-    ended.assert_error("hang", 15, &["nothing moves", "error: rank 1, step 1, forward_backward: no heartbeat for 2."]);
+    ended.assert_error("hang", 15, &["nothing moves", "error: rank 1, step 1, forward_backward: no heartbeat for 4."]);
     let line = |rank: usize| ended.stderr.lines().find(|line| line.starts_with(&format!("  rank {rank}: "))).unwrap();
     assert!(
         line(0).contains("in group '") && line(0).contains("waiting for peers; process S (sleeping)"),
@@ -40,7 +40,7 @@ fn a_rank_that_hangs_is_found_and_everything_told() {
     // Without a launcher the process watches itself.
     let alone =
         run(&format!("{SMALL_RUN} {} output_dir={}/alone", fault.replace("1:1:", "0:1:"), folder.path().display()));
-    alone.assert_error("hang of one", 15, &["error: rank 0, step 1, forward_backward: no heartbeat for 2."]);
+    alone.assert_error("hang of one", 15, &["error: rank 0, step 1, forward_backward: no heartbeat for 4."]);
 }
 
 /// 1: the run goes on from its newest checkpoint as if nothing had happened.
