@@ -1,10 +1,11 @@
-//! Forward, log-probabilities of the completions, backward, clipping and AdamW on packed random sequences.
+//! Forward, log-probabilities of the completions, backward, clipping and AdamW on packed random sequences; or the forward
+//! alone.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use serde_json::{Value, json};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::{SEED, median, token};
 use crate::config::GradientCheckpointing;
@@ -47,6 +48,8 @@ pub struct TrainBench {
     pub gradients: GradientOptions,
     /// Recomputation.
     pub gradient_checkpointing: GradientCheckpointing,
+    /// Scores alone: no backward, no step.
+    pub score: bool,
     /// Timed steps.
     pub steps: usize,
 }
@@ -74,6 +77,10 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
     for step in 0..WARM_UP_STEPS + bench.steps {
         let start = Instant::now();
         for (index, micro_batch) in micro_batches.iter().enumerate() {
+            if bench.score {
+                let _scores = policy.forward_logprobs(micro_batch, 1.0)?;
+                continue;
+            }
             if index + 1 == micro_batches.len() {
                 policy.finish_gradients_with_next_backward();
             }
@@ -82,8 +89,13 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
                 Ok(TokenGradients { dlogprobs, dentropy: None })
             })?;
         }
-        let _timed = policy.optimizer_step(1e-4, 1.0)?; // whether it was skipped or not
+        if !bench.score {
+            let _timed = policy.optimizer_step(1e-4, 1.0)?; // whether it was skipped or not
+        }
         let exposed_s = policy.take_exposed_communication()?.as_secs_f64();
+        if let Device::Cuda(ordinal) = device {
+            tch::Cuda::synchronize(ordinal as i64);
+        }
         let mut seconds = [start.elapsed().as_secs_f64(), exposed_s];
         all_reduce_f64(&*world.group(), &mut seconds, ReduceOp::Max)?;
         if step < WARM_UP_STEPS {
@@ -98,7 +110,7 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
     let sequence_len = bench.prompt_len + bench.completion_len;
     let tokens = bench.sequences * sequence_len * world.size();
     Ok(json!({
-        "benchmark": "train",
+        "benchmark": if bench.score { "score" } else { "train" },
         "model": bench.model,
         "num_params": bench.spec.num_params(),
         "device": if device.is_cuda() { "cuda" } else { "cpu" },

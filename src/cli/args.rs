@@ -271,6 +271,12 @@ pub struct BenchTrainArgs {
     /// What backward computes again
     #[arg(long, default_value = "none", value_parser = word::<GradientCheckpointing>)]
     pub gradient_checkpointing: GradientCheckpointing,
+    /// Blocks, instead of the model's own number: a large model's rate from a few of its blocks
+    #[arg(long, value_parser = count)]
+    pub layers: Option<usize>,
+    /// Log-probabilities alone: no backward, no step
+    #[arg(long)]
+    pub score: bool,
     /// Timed steps; the median is printed
     #[arg(long, default_value_t = 10, value_parser = count)]
     pub steps: usize,

@@ -273,9 +273,11 @@ fn sampling(args: &SamplingArgs, n: usize) -> SamplingParams {
 }
 
 fn train_bench(args: &BenchTrainArgs, world: &World, kind: Kind) -> Result<serde_json::Value> {
+    let mut spec = spec_of(&args.model)?;
+    spec.num_layers = args.layers.unwrap_or(spec.num_layers);
     let bench = TrainBench {
         model: args.model.name(),
-        spec: Arc::new(spec_of(&args.model)?),
+        spec: Arc::new(spec),
         kind,
         sequences: args.sequences,
         prompt_len: args.prompt_len.unwrap_or(args.sequence_len / 2),
@@ -286,6 +288,7 @@ fn train_bench(args: &BenchTrainArgs, world: &World, kind: Kind) -> Result<serde
         zero_stage: args.zero_stage,
         gradients: GradientOptions::new(args.grad_accum_dtype, args.reduce_dtype),
         gradient_checkpointing: args.gradient_checkpointing,
+        score: args.score,
         steps: args.steps,
     };
     bench_train(&bench, world)

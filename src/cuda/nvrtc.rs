@@ -33,6 +33,8 @@ sources! {
     ADD_RMS_NORM = "add_rms_norm.cu",
     ADVANCE = "advance.cu",
     EMBED = "embed.cu",
+    HEAD = "head.cu",
+    HEADS = "heads.cu",
     MERGE_ATTENTION = "merge_attention.cu",
     NEXT_TOKENS = "next_tokens.cu",
     NORM = "norm.cu",
@@ -42,6 +44,7 @@ sources! {
     RMS_NORM = "rms_norm.cu",
     ROPE_WRITE_KV = "rope_write_kv.cu",
     SAMPLE = "sample.cu",
+    SUMS = "sums.cu",
     SWIGLU = "swiglu.cu",
 }
 

@@ -1,68 +1,137 @@
 // y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) over rows of D (arXiv 1910.07467), and its backward.
-// One block a row, or a run of rows in the backward; a row's second reading comes out of the cache.
+// One block a row, or a run of rows in the backward. Wide: N neighbours a thread, kept in registers. Narrow: any D, a row's
+// second reading comes out of the cache.
 #include "scalar.cuh"
 
-template <typename T>
-__device__ __forceinline__ void forward(
+template <typename T, int N>
+__device__ __forceinline__ void forward_wide(
     const T* __restrict__ x,       // [R, D]
     const T* __restrict__ weight,  // [D]
     T* __restrict__ y,             // [R, D]
     float* __restrict__ rstd,      // [R]
-    long long dim,
+    int dim,
     float eps
 ) {
-    const T* row = x + blockIdx.x * dim;
+    const int column = threadIdx.x * N;
+    const long long at = blockIdx.x * static_cast<long long>(dim) + column;
+    Pack<T, N> row;
     float squares = 0.0f;
-    for (long long i = threadIdx.x; i < dim; i += blockDim.x) {
-        const float value = widen(row[i]);
-        squares += value * value;
+    if (column < dim) {
+        row = load<T, N>(x + at);
+#pragma unroll
+        for (int k = 0; k < N; ++k) squares += widen(row.at[k]) * widen(row.at[k]);
     }
     const float scale = rsqrtf(block_sum(squares) / static_cast<float>(dim) + eps);
     if (threadIdx.x == 0) rstd[blockIdx.x] = scale;
-    for (long long i = threadIdx.x; i < dim; i += blockDim.x)
-        narrow(widen(row[i]) * scale * widen(weight[i]), y[blockIdx.x * dim + i]);
+    if (column >= dim) return;
+    const auto weights = load<T, N>(weight + column);
+#pragma unroll
+    for (int k = 0; k < N; ++k) narrow(widen(row.at[k]) * scale * widen(weights.at[k]), row.at[k]);
+    store(y + at, row);
 }
 
-// dx = rstd * (dy * w) - x * rstd^3 * mean(dy * w * x); each block sums dy * x * rstd of its rows into its own partial sum.
 template <typename T>
-__device__ __forceinline__ void backward(
-    const T* __restrict__ dy,       // [R, D]
-    const T* __restrict__ x,        // [R, D]
-    const T* __restrict__ weight,   // [D]
-    const float* __restrict__ rstd, // [R]
-    T* __restrict__ dx,             // [R, D]
-    float* __restrict__ partial,    // [blocks, D]
+__device__ __forceinline__ void forward_narrow(const T* x, const T* weight, T* y, float* rstd, int dim, float eps) {
+    const long long start = blockIdx.x * static_cast<long long>(dim);
+    float squares = 0.0f;
+    for (int i = threadIdx.x; i < dim; i += blockDim.x) squares += widen(x[start + i]) * widen(x[start + i]);
+    const float scale = rsqrtf(block_sum(squares) / static_cast<float>(dim) + eps);
+    if (threadIdx.x == 0) rstd[blockIdx.x] = scale;
+    for (int i = threadIdx.x; i < dim; i += blockDim.x)
+        narrow(widen(x[start + i]) * scale * widen(weight[i]), y[start + i]);
+}
+
+// dx = residual + rstd * (dy * w) - x * rstd^3 * mean(dy * w * x); each block sums dy * x * rstd of its rows into its own
+// partial sum. The next row is on its way while this one's sum is made.
+template <typename T, int N>
+__device__ __forceinline__ void backward_wide(
+    const T* __restrict__ dy,        // [R, D]
+    const T* __restrict__ x,         // [R, D]
+    const T* __restrict__ weight,    // [D]
+    const float* __restrict__ rstd,  // [R]
+    const T* __restrict__ residual,  // [R, D] or null
+    T* __restrict__ dx,              // [R, D]
+    float* __restrict__ partial,     // [blocks, D]
     long long rows,
-    long long dim
+    int dim
+) {
+    const int column = threadIdx.x * N;
+    const bool is_active = column < dim;
+    float weights[N] = {}, sums[N] = {};
+    Pack<T, N> dy_row = {}, x_row = {}, residual_row = {}, next_dy = {}, next_x = {}, next_residual = {};
+    if (is_active) {
+        const auto packed = load<T, N>(weight + column);
+#pragma unroll
+        for (int k = 0; k < N; ++k) weights[k] = widen(packed.at[k]);
+    }
+    const auto fetch = [&](long long r) {
+        if (!is_active || r >= rows) return;
+        const long long at = r * dim + column;
+        next_dy = load<T, N>(dy + at), next_x = load<T, N>(x + at);
+        if (residual) next_residual = load<T, N>(residual + at);
+    };
+    fetch(blockIdx.x);
+    for (long long r = blockIdx.x; r < rows; r += gridDim.x) {
+        dy_row = next_dy, x_row = next_x, residual_row = next_residual;
+        fetch(r + gridDim.x);
+        const float scale = rstd[r];
+        float projection = 0.0f;
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            const float product = widen(dy_row.at[k]) * widen(x_row.at[k]);
+            projection += product * weights[k];
+            sums[k] += product * scale;
+        }
+        const float coefficient = -scale * scale * scale * block_sum(projection) / static_cast<float>(dim);
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            const float own = widen(dy_row.at[k]) * weights[k] * scale + widen(x_row.at[k]) * coefficient;
+            narrow(own + widen(residual_row.at[k]), dy_row.at[k]);
+        }
+        if (is_active) store(dx + r * dim + column, dy_row);
+    }
+    if (!is_active) return;
+#pragma unroll
+    for (int k = 0; k < N; ++k) partial[blockIdx.x * static_cast<long long>(dim) + column + k] = sums[k];
+}
+
+template <typename T>
+__device__ __forceinline__ void backward_narrow(
+    const T* dy, const T* x, const T* weight, const float* rstd, const T* residual, T* dx, float* partial, long long rows,
+    int dim
 ) {
     extern __shared__ float sums[];  // [D]; column i belongs to thread i % blockDim.x
-    for (long long i = threadIdx.x; i < dim; i += blockDim.x) sums[i] = 0.0f;
+    for (int i = threadIdx.x; i < dim; i += blockDim.x) sums[i] = 0.0f;
     for (long long r = blockIdx.x; r < rows; r += gridDim.x) {
         const T *dy_row = dy + r * dim, *x_row = x + r * dim;
         const float scale = rstd[r];
         float projection = 0.0f;
-        for (long long i = threadIdx.x; i < dim; i += blockDim.x) {
+        for (int i = threadIdx.x; i < dim; i += blockDim.x) {
             const float product = widen(dy_row[i]) * widen(x_row[i]);
             projection += product * widen(weight[i]);
             sums[i] += product * scale;
         }
         const float coefficient = -scale * scale * scale * block_sum(projection) / static_cast<float>(dim);
-        for (long long i = threadIdx.x; i < dim; i += blockDim.x)
-            narrow(widen(dy_row[i]) * widen(weight[i]) * scale + widen(x_row[i]) * coefficient, dx[r * dim + i]);
+        for (int i = threadIdx.x; i < dim; i += blockDim.x) {
+            const float own = widen(dy_row[i]) * widen(weight[i]) * scale + widen(x_row[i]) * coefficient;
+            narrow(residual ? own + widen(residual[r * dim + i]) : own, dx[r * dim + i]);
+        }
     }
-    for (long long i = threadIdx.x; i < dim; i += blockDim.x) partial[blockIdx.x * dim + i] = sums[i];
+    for (int i = threadIdx.x; i < dim; i += blockDim.x) partial[blockIdx.x * static_cast<long long>(dim) + i] = sums[i];
 }
 
-#define RMS_NORM(SUFFIX, T)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(512) rms_norm_forward_##SUFFIX(                                    \
+#define RMS_NORM(SUFFIX, T, FORWARD, BACKWARD)                                                                       \
+    extern "C" __global__ void __launch_bounds__(1024) rms_norm_forward_##SUFFIX(                                   \
         const T* x, const T* weight, T* y, float* rstd, long long dim, float eps) {                                 \
-        forward(x, weight, y, rstd, dim, eps);                                                                      \
+        FORWARD(x, weight, y, rstd, static_cast<int>(dim), eps);                                                    \
     }                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(512) rms_norm_backward_##SUFFIX(                                   \
-        const T* dy, const T* x, const T* weight, const float* rstd, T* dx, float* partial, long long rows,         \
-        long long dim) {                                                                                            \
-        backward(dy, x, weight, rstd, dx, partial, rows, dim);                                                      \
+    extern "C" __global__ void __launch_bounds__(1024) rms_norm_backward_##SUFFIX(                                  \
+        const T* dy, const T* x, const T* weight, const float* rstd, const T* residual, T* dx, float* partial,      \
+        long long rows, long long dim) {                                                                            \
+        BACKWARD(dy, x, weight, rstd, residual, dx, partial, rows, static_cast<int>(dim));                          \
     }
 
-RMS_NORM(f32, float)
-RMS_NORM(bf16, bf16)
+RMS_NORM(f32_x1, float, forward_narrow<float>, backward_narrow<float>)
+RMS_NORM(f32_x4, float, (forward_wide<float, 4>), (backward_wide<float, 4>))
+RMS_NORM(bf16_x1, bf16, forward_narrow<bf16>, backward_narrow<bf16>)
+RMS_NORM(bf16_x8, bf16, (forward_wide<bf16, 8>), (backward_wide<bf16, 8>))

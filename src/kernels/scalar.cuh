@@ -30,6 +30,15 @@ __device__ __forceinline__ void wait_for_inputs() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+template <typename T, int N>
+__device__ __forceinline__ Pack<T, N> load(const T* from) {
+    return *reinterpret_cast<const Pack<T, N>*>(from);
+}
+template <typename T, int N>
+__device__ __forceinline__ void store(T* to, const Pack<T, N>& values) {
+    *reinterpret_cast<Pack<T, N>*>(to) = values;
+}
+
 // Maximum over the block, the same in every thread. Blocks of whole warps.
 __device__ __forceinline__ float block_max(float value) {
     __shared__ float warps[32];

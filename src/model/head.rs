@@ -4,10 +4,19 @@ use tch::Tensor;
 
 use super::views::HeadParams;
 use crate::ops::head::{self, HeadSaved};
-use crate::ops::rms_norm;
+use crate::ops::{embedding, rms_norm};
 
-/// Most logits that exist at once.
-pub const CHUNK_LOGITS: usize = 1 << 25;
+/// Most logits that exist at once: on a GPU half a gigabyte of float32, on a CPU what stays near the processor.
+pub fn chunk_logits(on_cuda: bool) -> usize {
+    if on_cuda { 1 << 27 } else { 1 << 25 }
+}
+
+/// Rows that are scored at once: on a GPU whole tiles of its products.
+fn chunk_tokens(table: &Tensor /* [V, D] */) -> usize {
+    let on_cuda = table.device().is_cuda();
+    let rows = chunk_logits(on_cuda) / table.size()[0].max(1) as usize;
+    if on_cuda && rows > 128 { rows / 128 * 128 } else { rows }
+}
 
 /// Which rows of the last block's output are scored, against which tokens, at which temperature.
 #[derive(Debug, Clone, Copy)]
@@ -52,8 +61,7 @@ pub fn head_forward(
 ) -> Scored {
     let hidden = x.index_select(0, scoring.rows);
     let (normed, rstd) = rms_norm::forward(&hidden, &w.final_norm, scoring.eps);
-    let chunk_tokens = CHUNK_LOGITS / table.size()[0].max(1) as usize;
-    let out = head::forward(&normed, table, scoring.targets, scoring.temperature, chunk_tokens, keep);
+    let out = head::forward(&normed, table, scoring.targets, scoring.temperature, chunk_tokens(table), keep);
     let saved = SavedHead { hidden, normed, rstd, head: out.saved };
     Scored { logprobs: out.logprobs, entropy: out.entropy, saved }
 }
@@ -75,7 +83,8 @@ pub fn head_backward(
     let SavedHead { hidden, normed, rstd, head } = saved;
     let (targets, temperature) = (scoring.targets, scoring.temperature);
     let d_normed = head::backward(&normed, table, targets, temperature, head, dlogprobs, dentropy, d_table);
-    let d_hidden = rms_norm::backward(&d_normed, &hidden, &w.final_norm, &rstd, d_final_norm);
-    let options = (hidden.kind(), hidden.device());
-    Tensor::zeros([num_tokens, hidden.size()[1]], options).index_add_(0, scoring.rows, &d_hidden)
+    let d_hidden = rms_norm::backward(&d_normed, &hidden, &w.final_norm, &rstd, None, d_final_norm);
+    let mut dx = Tensor::zeros([num_tokens, hidden.size()[1]], (hidden.kind(), hidden.device()));
+    embedding::accumulate(&d_hidden, scoring.rows, &mut dx);
+    dx
 }

@@ -2,6 +2,8 @@
 
 use tch::Tensor;
 
+use crate::cuda::kernels;
+
 /// The table's row of each id.
 pub fn forward(
     ids: &Tensor,   // [T] i64
@@ -28,6 +30,9 @@ pub fn accumulate(
     ids: &Tensor,        // [T] i64
     dtable: &mut Tensor, // [V, D]
 ) {
+    if kernels::serve(dy) {
+        return kernels::add_rows(dy, ids, dtable).expect("contiguous rows for a table of their width");
+    }
     let index = ids.unsqueeze(1).expand_as(dy);
     let _ = dtable.scatter_add_(0, &index, &dy.to_kind(dtable.kind()));
 }

@@ -3,7 +3,9 @@
 //! Weights may be strided views (a column range of a row-parallel matrix, every second row of an interleaved one): the
 //! product reads and the gradient writes them through their leading dimension, without a copy.
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
+
+use crate::torch::accumulation_kind;
 
 /// y = x w^T + bias.
 pub fn forward(
@@ -15,6 +17,15 @@ pub fn forward(
         Some(bias) => bias.addmm(x, &w.tr()),
         None => x.mm(&w.tr()),
     } // [T, N]
+}
+
+/// x w^T in the accumulation kind: on a GPU what a bfloat16 product sums in float32 is not rounded.
+pub fn forward_wide(
+    x: &Tensor, // [T, K]
+    w: &Tensor, // [N, K]
+) -> Tensor {
+    let kind = accumulation_kind(x.kind());
+    if sums_wide(x, kind) { x.mm_dtype(&w.tr(), kind) } else { x.mm(&w.tr()).to_kind(kind) } // [T, N]
 }
 
 /// dx = dy w.
@@ -34,13 +45,20 @@ pub fn accumulate_input(
     let _ = dx.addmm_(dy, w);
 }
 
-/// dw += dy^T x. Where the gradient is of another type than the activations, the product is made first and then added.
+/// dw += dy^T x. A float32 gradient of bfloat16 activations is summed in place on a GPU; on a CPU, where the gradient is of
+/// another type, the product is made first and then added.
 pub fn accumulate_weight(
     dy: &Tensor,     // [T, N]
     x: &Tensor,      // [T, K]
     dw: &mut Tensor, // [N, K]
 ) {
-    let _ = if dw.kind() == dy.kind() { dw.addmm_(&dy.tr(), x) } else { dw.g_add_(&dy.tr().mm(x)) };
+    let _ = if dw.kind() == dy.kind() {
+        dw.addmm_(&dy.tr(), x)
+    } else if sums_wide(dy, dw.kind()) {
+        dw.addmm_dtype_out(dw, &dy.tr(), x, dw.kind())
+    } else {
+        dw.g_add_(&dy.tr().mm(x))
+    };
 }
 
 /// db += sum over tokens of dy.
@@ -49,6 +67,11 @@ pub fn accumulate_bias(
     db: &mut Tensor, // [N]
 ) {
     let _ = db.g_add_(&dy.sum_dim_intlist(0, false, db.kind()));
+}
+
+/// Whether libtorch multiplies such operands into `kind` directly.
+fn sums_wide(operand: &Tensor, kind: Kind) -> bool {
+    operand.device().is_cuda() && operand.kind() == Kind::BFloat16 && kind == Kind::Float
 }
 
 #[cfg(test)]

@@ -1,14 +1,21 @@
 //! y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), over the last dimension (arXiv 1910.07467).
 
+use crate::cuda::kernels;
 use crate::torch::accumulation_kind;
 use tch::Tensor;
 
 /// Normalised `x`, and rstd for the backward.
+///
+/// # Panics
+/// On a GPU if the kernel refuses the rows: longer than 12,000 or not contiguous.
 pub fn forward(
     x: &Tensor,      // [.., D]
     weight: &Tensor, // [D]
     eps: f64,
 ) -> (Tensor, Tensor) {
+    if kernels::serve(x) {
+        return kernels::rms_norm_forward(x, weight, eps).expect("contiguous rows and their weight");
+    }
     let kind = accumulation_kind(x.kind());
     let dim = *x.size().last().unwrap_or(&1);
     let wide = x.to_kind(kind);
@@ -19,14 +26,23 @@ pub fn forward(
 }
 
 /// dx, and dweight added in place:
-/// dx = rstd * (dy * w) - x * rstd^3 * mean(dy * w * x);  dweight += sum over rows of dy * x * rstd.
+/// dx = residual + rstd * (dy * w) - x * rstd^3 * mean(dy * w * x);  dweight += sum over rows of dy * x * rstd.
+/// `residual` is the gradient that reaches x past the norm.
+///
+/// # Panics
+/// As [`forward`].
 pub fn backward(
-    dy: &Tensor,          // [.., D]
-    x: &Tensor,           // [.., D]
-    weight: &Tensor,      // [D]
-    rstd: &Tensor,        // [.., 1]
-    dweight: &mut Tensor, // [D]
+    dy: &Tensor,               // [.., D]
+    x: &Tensor,                // [.., D]
+    weight: &Tensor,           // [D]
+    rstd: &Tensor,             // [.., 1]
+    residual: Option<&Tensor>, // [.., D]
+    dweight: &mut Tensor,      // [D]
 ) -> Tensor {
+    if kernels::serve(x) {
+        let dx = kernels::rms_norm_backward(dy, x, weight, rstd, residual, dweight);
+        return dx.expect("what the forward took and gave");
+    }
     let kind = rstd.kind();
     let dim = *x.size().last().unwrap_or(&1);
     let (dy, wide, weight) = (dy.to_kind(kind), x.to_kind(kind), weight.to_kind(kind));
@@ -34,8 +50,11 @@ pub fn backward(
     let _ = dweight.g_add_(&product.tr().mv(&rstd.reshape([-1])));
     let projection = product.mv(&weight).view_as(rstd); // [.., 1], sum of dy * w * x
     let coefficient = (projection * rstd.pow_tensor_scalar(3)).g_mul_scalar_(-1.0 / dim as f64);
-    let mut dx = dy * weight;
-    dx.g_mul_(rstd).addcmul_(&wide, &coefficient).to_kind(x.kind())
+    let mut dx = (dy * weight).g_mul_(rstd).addcmul_(&wide, &coefficient);
+    if let Some(residual) = residual {
+        dx = dx.g_add_(residual);
+    }
+    dx.to_kind(x.kind())
 }
 
 #[cfg(test)]
@@ -54,10 +73,13 @@ mod tests {
             let grads = Tensor::run_backward(&[(&reference * &dy).sum(None)], &[&leaf_x, &weight], false, false);
             let (y, rstd) = forward(&x, &weight.detach(), 1e-6);
             assert_close(&y, &reference);
-            let mut dweight = rand(&[8]);
-            let before = dweight.copy();
-            assert_close(&backward(&dy, &x, &weight.detach(), &rstd, &mut dweight), &grads[0]);
-            assert_close(&dweight, &(before + &grads[1]));
+            let residual = rand(&x.size());
+            for (residual, expected) in [(None, grads[0].shallow_clone()), (Some(&residual), &grads[0] + &residual)] {
+                let mut dweight = rand(&[8]);
+                let before = dweight.copy();
+                assert_close(&backward(&dy, &x, &weight.detach(), &rstd, residual, &mut dweight), &expected);
+                assert_close(&dweight, &(before + &grads[1]));
+            }
         }
     }
 
@@ -68,6 +90,6 @@ mod tests {
         let (y, rstd) = forward(&x, &weight, 1e-6);
         assert_eq!((y.kind(), rstd.kind()), (tch::Kind::BFloat16, tch::Kind::Float));
         let mut dweight = Tensor::zeros([8], (tch::Kind::Float, tch::Device::Cpu));
-        assert_eq!(backward(&y, &x, &weight, &rstd, &mut dweight).kind(), tch::Kind::BFloat16);
+        assert_eq!(backward(&y, &x, &weight, &rstd, None, &mut dweight).kind(), tch::Kind::BFloat16);
     }
 }

@@ -76,6 +76,13 @@ pub struct RopeRows {
     sin: Tensor, // [T, 1, hd], the first half negated
 }
 
+impl RopeRows {
+    /// Cosines and sines for the kernels, contiguous in the accumulation kind. [T, 1, hd] each
+    pub(super) fn tables(&self) -> (&Tensor, &Tensor) {
+        (&self.cos, &self.sin)
+    }
+}
+
 /// y = x * cos + rotate_half(x) * sin, contiguous.
 pub fn forward(
     x: &Tensor, // [T, .., hd]

@@ -1,27 +1,105 @@
-//! y = silu(gate) * up.
+//! y = silu(gate) * up, where gate and up come from one weight with interleaved rows, g0 u0 g1 u1 ..
 //!
-//! Gate and up are separate here: on a CPU the two products read the interleaved rows of the weight as strided views, which
-//! costs nothing, where an interleaved activation would keep every elementwise loop from vectorising.
+//! On a GPU one product gives the pairs side by side, and the kernels read them so. On a CPU two products read the weight's
+//! rows as strided views, which costs nothing, where interleaved activations would keep every loop from vectorising.
 
 use tch::Tensor;
 
-/// silu(gate) * up.
-pub fn forward(
-    gate: &Tensor, // [T, F]
-    up: &Tensor,   // [T, F]
-) -> Tensor {
-    gate.silu().g_mul_(up) // [T, F]
+use super::linear;
+use crate::cuda::kernels;
+
+/// Gate and up, or the gradients of both.
+#[derive(Debug)]
+pub enum GateUp {
+    /// Pairs side by side.
+    Interleaved(Tensor), // [T, 2 F]
+    /// Apart.
+    Split {
+        /// Before its activation.
+        gate: Tensor, // [T, F]
+        /// What it is multiplied with.
+        up: Tensor, // [T, F]
+    },
 }
 
-/// (d_gate, d_up); `up`'s memory becomes d_gate's.
-pub fn backward(
-    dy: &Tensor,    // [T, F]
-    gate: &Tensor,  // [T, F]
-    mut up: Tensor, // [T, F]
-) -> (Tensor, Tensor) {
-    let d_up = gate.silu().g_mul_(dy);
-    let d_silu = up.g_mul_(dy);
-    (gate.silu_backward_grad_input(&d_silu, &d_silu), d_up)
+impl GateUp {
+    /// x w^T.
+    pub fn project(
+        x: &Tensor, // [T, D]
+        w: &Tensor, // [2 F, D]
+    ) -> Self {
+        if kernels::serve(x) {
+            return GateUp::Interleaved(linear::forward(x, w, None));
+        }
+        let [gate, up] = halves(w).map(|w| linear::forward(x, &w, None));
+        GateUp::Split { gate, up }
+    }
+
+    /// silu(gate) * up. [T, F]
+    ///
+    /// # Panics
+    /// Not for what [`GateUp::project`] gave.
+    pub fn activate(&self) -> Tensor {
+        match self {
+            GateUp::Interleaved(pairs) => kernels::swiglu_forward(pairs).expect("pairs on a GPU"),
+            GateUp::Split { gate, up } => gate.silu().g_mul_(up),
+        }
+    }
+
+    /// The gradients of gate and up from that of the activation, in their memory; and the activation once more.
+    ///
+    /// # Panics
+    /// If `d_act` does not fit.
+    pub fn backward(self, d_act: &Tensor /* [T, F] */) -> (GateUp, Tensor) {
+        match self {
+            GateUp::Interleaved(pairs) => {
+                let (d_pairs, act) = kernels::swiglu_backward(d_act, pairs).expect("the activation's gradient");
+                (GateUp::Interleaved(d_pairs), act)
+            }
+            GateUp::Split { gate, mut up } => {
+                let mut d_up = gate.silu();
+                let act = &d_up * &up;
+                let d_silu = up.g_mul_(d_act);
+                let d_gate = gate.silu_backward_grad_input(&d_silu, &d_silu);
+                (GateUp::Split { gate: d_gate, up: d_up.g_mul_(d_act) }, act)
+            }
+        }
+    }
+
+    /// dw += self^T x, of gradients.
+    pub fn accumulate_weight(
+        &self,
+        x: &Tensor,      // [T, D]
+        dw: &mut Tensor, // [2 F, D]
+    ) {
+        match self {
+            GateUp::Interleaved(d) => linear::accumulate_weight(d, x, dw),
+            GateUp::Split { gate, up } => {
+                let [mut d_gate, mut d_up] = halves(dw);
+                linear::accumulate_weight(gate, x, &mut d_gate);
+                linear::accumulate_weight(up, x, &mut d_up);
+            }
+        }
+    }
+
+    /// dx = self w, of gradients. [T, D]
+    pub fn backward_input(&self, w: &Tensor /* [2 F, D] */) -> Tensor {
+        match self {
+            GateUp::Interleaved(d) => linear::backward_input(d, w),
+            GateUp::Split { gate, up } => {
+                let [w_gate, w_up] = halves(w);
+                let mut dx = linear::backward_input(gate, &w_gate);
+                linear::accumulate_input(up, &w_up, &mut dx);
+                dx
+            }
+        }
+    }
+}
+
+/// Every second row of the interleaved weight [2 F, D]: two strided views [F, D].
+fn halves(w: &Tensor) -> [Tensor; 2] {
+    let pairs = w.view([-1, 2, w.size()[1]]);
+    [pairs.select(1, 0), pairs.select(1, 1)]
 }
 
 #[cfg(test)]
@@ -31,12 +109,19 @@ mod tests {
 
     #[test]
     fn matches_autograd() {
-        let (gate, up, dy) = (leaf(&rand(&[5, 6])), leaf(&rand(&[5, 6])), rand(&[5, 6]));
-        let reference = gate.sigmoid() * &gate * &up;
-        let grads = Tensor::run_backward(&[(&reference * &dy).sum(None)], &[&gate, &up], false, false);
-        assert_close(&forward(&gate.detach(), &up.detach()), &reference);
-        let (d_gate, d_up) = backward(&dy, &gate.detach(), up.detach().copy());
-        assert_close(&d_gate, &grads[0]);
-        assert_close(&d_up, &grads[1]);
+        let (x, w, dy) = (leaf(&rand(&[5, 3])), leaf(&rand(&[12, 3])), rand(&[5, 6]));
+        let pairs = x.linear(&w, None::<&Tensor>).view([5, 6, 2]);
+        let reference = pairs.select(2, 0).sigmoid() * pairs.select(2, 0) * pairs.select(2, 1);
+        let grads = Tensor::run_backward(&[(&reference * &dy).sum(None)], &[&x, &w], false, false);
+        let (x, w) = (x.detach(), w.detach());
+        let gate_up = GateUp::project(&x, &w);
+        assert_close(&gate_up.activate(), &reference);
+        let (d, act) = gate_up.backward(&dy);
+        assert_close(&act, &reference);
+        assert_close(&d.backward_input(&w), &grads[0]);
+        let mut dw = rand(&[12, 3]);
+        let before = dw.copy();
+        d.accumulate_weight(&x, &mut dw);
+        assert_close(&dw, &(before + &grads[1]));
     }
 }

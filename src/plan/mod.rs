@@ -7,7 +7,7 @@ use tch::Kind;
 
 use crate::config::{Config, GradientCheckpointing, OptimizerResidency};
 use crate::error::{Error, Result};
-use crate::model::{HEAD_CHUNK_LOGITS, ModelSpec, ParamTable};
+use crate::model::{ModelSpec, ParamTable, SavedBlock, chunk_logits};
 use crate::rollout::kv_block_bytes;
 use crate::torch::accumulation_kind;
 use crate::train::{GradientOptions, ReferenceBytes, TrainBytes};
@@ -226,25 +226,19 @@ impl fmt::Display for MemoryPlan {
     }
 }
 
-/// What one micro-batch's forward keeps for backward, in the kind of the network: the block's input, and without
-/// recomputation the outputs of norms, projections, attention and MLP too; beside it one chunk of logits.
+/// What one micro-batch's forward keeps for backward, in the kind of the network, and what one block's backward makes beside
+/// it; and one chunk of logits.
 fn activation_bytes(input: &PlanInput<'_>) -> usize {
     let PlanInput { config, table, kind, .. } = *input;
     let spec = &table.spec;
     // No micro-batch holds more than this rank's share of an update at its longest.
     let longest = config.max_model_length.unwrap_or(spec.max_position_embeddings);
     let tokens = config.max_tokens_per_micro_batch.min(input.completions_per_update * longest);
-    let (hidden, width) = (spec.hidden_size, spec.head_dim * spec.num_heads);
-    let qkv = spec.head_dim * (spec.num_heads + 2 * spec.num_kv_heads);
-    let inside = 2 * hidden + qkv + width + 3 * spec.intermediate_size;
-    let per_block = match config.gradient_checkpointing {
-        GradientCheckpointing::None => hidden + inside,
-        GradientCheckpointing::Selective => hidden + width,
-        GradientCheckpointing::Full => hidden,
-    };
-    let kept = spec.num_layers * per_block + inside;
-    let logits = 2 * HEAD_CHUNK_LOGITS.min(tokens * spec.vocab_size);
-    tokens * kept * kind.elt_size_in_bytes() + logits * accumulation_kind(kind).elt_size_in_bytes()
+    let kept = spec.num_layers * SavedBlock::elements_per_token(spec, config.gradient_checkpointing);
+    let largest = SavedBlock::elements_per_token(spec, GradientCheckpointing::None);
+    let inside = largest + 3 * spec.hidden_size + 2 * spec.intermediate_size;
+    let logits = chunk_logits(kind == Kind::BFloat16).min(tokens * spec.vocab_size);
+    tokens * (kept + inside) * kind.elt_size_in_bytes() + 2 * logits * accumulation_kind(kind).elt_size_in_bytes()
 }
 
 /// Bytes in the largest unit that leaves a number of at least 1.

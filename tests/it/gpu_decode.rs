@@ -6,8 +6,9 @@ use colo_grpo::cuda::kernels::{
 };
 use colo_grpo::ops::attention::{PagedLayout, paged_decode, write_kv};
 use colo_grpo::ops::random::RandomKey;
+use colo_grpo::ops::rms_norm;
 use colo_grpo::ops::rope::{self, Rope};
-use colo_grpo::ops::{rms_norm, swiglu};
+use colo_grpo::ops::swiglu::GateUp;
 use colo_grpo::torch;
 use tch::{Device, Kind, Tensor};
 
@@ -68,7 +69,7 @@ fn gpu_rows_norms_and_products_equal_the_cpus() {
             let gate_up = rand(&[tokens, 2 * dim], kind) * 3.0;
             let part = |at| double(&gate_up).view([tokens, dim, 2]).select(2, at).contiguous();
             kernels::silu_mul(&gpu(&gate_up), &mut y).unwrap();
-            let error = relative_error(&y, &swiglu::forward(&part(0), &part(1)));
+            let error = relative_error(&y, &GateUp::Split { gate: part(0), up: part(1) }.activate());
             assert!(error < bound, "silu of {kind:?} [{tokens}, {dim}]: {error:e}");
         }
     }

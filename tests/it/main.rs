@@ -11,6 +11,7 @@ mod gpu_kernels;
 mod gpu_memory;
 mod gpu_products;
 mod gpu_survival;
+mod gpu_training;
 mod launch;
 mod model;
 mod program;

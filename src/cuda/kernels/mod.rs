@@ -6,6 +6,8 @@ mod adamw;
 mod add_rms_norm;
 mod advance;
 mod embed;
+mod head;
+mod heads;
 mod merge_attention;
 mod next_tokens;
 mod norm;
@@ -14,12 +16,15 @@ mod paged_attention;
 mod rms_norm;
 mod rope_write_kv;
 mod sample;
+mod sums;
 mod swiglu;
 
 pub use adamw::{AdamWScalars, adamw};
 pub use add_rms_norm::add_rms_norm;
 pub use advance::{DecodeRows, RowStatus, advance};
 pub use embed::embed;
+pub use head::{HeadRows, head_backward, head_forward};
+pub use heads::{HeadNormWeights, HeadsGradient, heads_backward, heads_forward};
 pub use merge_attention::merge_attention;
 pub use next_tokens::next_tokens;
 pub use norm::sums_of_squares;
@@ -28,6 +33,7 @@ pub use paged_attention::{AttentionPlan, AttentionShape, SharedPrefixes, paged_a
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub use rope_write_kv::{HeadTransform, QkvViews, rope_write_kv};
 pub use sample::{CANDIDATE_WORDS, Draws, combine, sample, sample_parts};
+pub use sums::{add_columns, add_rows};
 pub use swiglu::{silu_mul, swiglu_backward, swiglu_forward};
 
 use tch::{Device, Kind, Tensor};
@@ -47,6 +53,8 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (add_rms_norm::SOURCE, add_rms_norm::NAMES),
         (advance::SOURCE, advance::NAMES),
         (embed::SOURCE, embed::NAMES),
+        (head::SOURCE, head::NAMES),
+        (heads::SOURCE, heads::NAMES),
         (merge_attention::SOURCE, merge_attention::NAMES),
         (norm::SOURCE, norm::NAMES),
         (normal::SOURCE, normal::NAMES),
@@ -56,6 +64,7 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (rms_norm::SOURCE, rms_norm::NAMES),
         (rope_write_kv::SOURCE, rope_write_kv::NAMES),
         (sample::SOURCE, sample::NAMES),
+        (sums::SOURCE, sums::NAMES),
         (swiglu::SOURCE, swiglu::NAMES),
     ] {
         for name in names {
@@ -63,6 +72,11 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Whether these kernels serve an operation on such a tensor; libtorch's own operations serve all others.
+pub fn serve(tensor: &Tensor) -> bool {
+    tensor.device().is_cuda() && matches!(tensor.kind(), Kind::Float | Kind::BFloat16)
 }
 
 /// The GPU that an operation's first tensor is on; the others are held to it by [`address`].
@@ -149,6 +163,11 @@ unsafe fn launch(
     let stream = torch::current_cuda_stream(ordinal)?;
     // SAFETY: the caller's promise.
     unsafe { kernel.launch(grid, block, shared_bytes, stream, arguments) }
+}
+
+/// Whether a tensor starts where 16 bytes can be moved at once.
+fn is_aligned(tensor: &Tensor) -> bool {
+    (tensor.data_ptr() as usize).is_multiple_of(16)
 }
 
 /// Blocks for `items` of work, `per_block` each; the kernels stride over what is left above `most`.

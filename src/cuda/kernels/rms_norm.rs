@@ -3,18 +3,27 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, blocks, invalid, kind_name, launch, ordinal};
+use super::sums::add_columns;
+use super::{Argument, address, blocks, invalid, is_aligned, kind_name, launch, ordinal};
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
 pub(super) const SOURCE: &Source = &nvrtc::RMS_NORM;
-pub(super) const NAMES: &[&str] =
-    &["rms_norm_forward_f32", "rms_norm_forward_bf16", "rms_norm_backward_f32", "rms_norm_backward_bf16"];
+pub(super) const NAMES: &[&str] = &[
+    "rms_norm_forward_f32_x1",
+    "rms_norm_forward_f32_x4",
+    "rms_norm_forward_bf16_x1",
+    "rms_norm_forward_bf16_x8",
+    "rms_norm_backward_f32_x1",
+    "rms_norm_backward_f32_x4",
+    "rms_norm_backward_bf16_x1",
+    "rms_norm_backward_bf16_x8",
+];
 
-/// Longest row: the backward keeps a row of sums in a block's 48 KiB of shared memory.
+/// Longest row: the narrow backward keeps a row of sums in a block's 48 KiB of shared memory.
 const MOST_COLUMNS: usize = 12_000;
-/// Partial sums of dweight. The same number on every GPU, so that the sums have the same bits.
-const MOST_PARTIALS: usize = 264;
+/// Threads over which partial sums of dweight are spread. The same on every GPU, so that the sums have the same bits.
+const BACKWARD_THREADS: usize = 132 * 1024;
 
 /// y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), and rstd for the backward.
 ///
@@ -26,8 +35,8 @@ pub fn rms_norm_forward(
     eps: f64,
 ) -> Result<(Tensor, Tensor)> {
     const OP: &str = "rms_norm_forward";
-    let Rows { gpu, rows, dim } = Rows::of(OP, x)?;
     let y = x.f_empty_like()?; // [.., D]
+    let Rows { gpu, rows, dim, suffix, threads } = Rows::of(OP, x, &[&y, weight])?;
     let rstd = statistics(x)?; // [.., 1] f32
     let arguments = [
         address(OP, x, x.kind(), rows * dim, gpu)?,
@@ -38,42 +47,48 @@ pub fn rms_norm_forward(
         Argument::Float(eps as f32),
     ];
     let grid = blocks(rows, 1, rows);
-    // SAFETY: the kernel's parameters in order; one block a row.
-    unsafe { launch(SOURCE, &format!("{OP}_{}", kind_name(OP, x)?), gpu, (grid, threads(dim), 0), &arguments)? };
+    // SAFETY: the kernel's parameters in order; one block a row, at least one thread for every vector of the wide variant.
+    unsafe { launch(SOURCE, &format!("{OP}_{suffix}"), gpu, (grid, threads, 0), &arguments)? };
     Ok((y, rstd))
 }
 
-/// dx = rstd * (dy * w) - x * rstd^3 * mean(dy * w * x); dweight += sum over rows of dy * x * rstd, in float32.
+/// dx = residual + rstd * (dy * w) - x * rstd^3 * mean(dy * w * x); dweight += sum over rows of dy * x * rstd, summed in
+/// float32 in a fixed order.
 ///
 /// # Errors
 /// As [`rms_norm_forward`].
 pub fn rms_norm_backward(
-    dy: &Tensor,          // [.., D], like x
-    x: &Tensor,           // [.., D] f32 or bf16
-    weight: &Tensor,      // [D], like x
-    rstd: &Tensor,        // [.., 1] f32
-    dweight: &mut Tensor, // [D]
+    dy: &Tensor,               // [.., D], like x
+    x: &Tensor,                // [.., D] f32 or bf16
+    weight: &Tensor,           // [D], like x
+    rstd: &Tensor,             // [.., 1] f32
+    residual: Option<&Tensor>, // [.., D], like x
+    dweight: &mut Tensor,      // [D] f32 or bf16
 ) -> Result<Tensor> {
     const OP: &str = "rms_norm_backward";
-    let Rows { gpu, rows, dim } = Rows::of(OP, x)?;
     let dx = x.f_empty_like()?; // [.., D]
-    let grid = blocks(rows, 1, MOST_PARTIALS);
+    let Rows { gpu, rows, dim, suffix, threads } = Rows::of(OP, x, &[dy, weight, &dx, residual.unwrap_or(x)])?;
+    let grid = blocks(rows, 1, (BACKWARD_THREADS / threads.next_power_of_two() as usize).max(132));
     let partial = Tensor::f_empty([i64::from(grid), dim as i64], (Kind::Float, x.device()))?; // [blocks, D]
+    let residual = match residual {
+        Some(residual) => address(OP, residual, x.kind(), rows * dim, gpu)?,
+        None => Argument::Address(std::ptr::null_mut()),
+    };
     let arguments = [
         address(OP, dy, x.kind(), rows * dim, gpu)?,
         address(OP, x, x.kind(), rows * dim, gpu)?,
         address(OP, weight, x.kind(), dim, gpu)?,
         address(OP, rstd, Kind::Float, rows, gpu)?,
+        residual,
         address(OP, &dx, x.kind(), rows * dim, gpu)?,
         address(OP, &partial, Kind::Float, grid as usize * dim, gpu)?,
         Argument::Count(rows as i64),
         Argument::Count(dim as i64),
     ];
-    let shape = (grid, threads(dim), 4 * dim as u32);
-    // SAFETY: the kernel's parameters in order; one row of partial sums a block, one row in shared memory.
-    unsafe { launch(SOURCE, &format!("{OP}_{}", kind_name(OP, x)?), gpu, shape, &arguments)? };
-    let sums = partial.f_sum_dim_intlist(0, false, Kind::Float)?; // [D]
-    let _ = dweight.f_add_(&sums)?;
+    let shared_bytes = if suffix.ends_with("_x1") { 4 * dim as u32 } else { 0 };
+    // SAFETY: the kernel's parameters in order; one row of partial sums a block, in the narrow variant one in shared memory.
+    unsafe { launch(SOURCE, &format!("{OP}_{suffix}"), gpu, (grid, threads, shared_bytes), &arguments)? };
+    add_columns(&partial, dweight)?;
     Ok(dx)
 }
 
@@ -81,15 +96,24 @@ struct Rows {
     gpu: usize,
     rows: usize,
     dim: usize,
+    /// Of the kernel's name: the wide variant where one vector a thread covers a row and everything is aligned to it.
+    suffix: String,
+    threads: u32,
 }
 
 impl Rows {
-    fn of(op: &'static str, x: &Tensor) -> Result<Self> {
+    fn of(op: &'static str, x: &Tensor, others: &[&Tensor]) -> Result<Self> {
         let dim = x.size().last().map_or(0, |&dim| dim as usize);
         if dim == 0 || dim > MOST_COLUMNS {
             return Err(invalid(op, format!("rows of 1 to {MOST_COLUMNS} elements"), x.size()));
         }
-        Ok(Self { gpu: ordinal(op, x)?, rows: x.numel() / dim, dim })
+        let vector = 16 / x.kind().elt_size_in_bytes();
+        let is_wide =
+            dim.is_multiple_of(vector) && dim <= 1024 * vector && is_aligned(x) && others.iter().all(|t| is_aligned(t));
+        let (width, threads) = if is_wide { (vector, dim / vector) } else { (1, dim.div_ceil(8).min(512)) };
+        let suffix = format!("{}_x{width}", kind_name(op, x)?);
+        let threads = threads.next_multiple_of(32) as u32;
+        Ok(Self { gpu: ordinal(op, x)?, rows: x.numel() / dim, dim, suffix, threads })
     }
 }
 
@@ -100,9 +124,4 @@ fn statistics(x: &Tensor) -> Result<Tensor> {
         *last = 1;
     }
     Ok(Tensor::f_empty(shape, (Kind::Float, x.device()))?)
-}
-
-/// Whole warps, at most 512 threads, about eight elements each.
-fn threads(dim: usize) -> u32 {
-    dim.div_ceil(8).next_multiple_of(32).min(512) as u32
 }

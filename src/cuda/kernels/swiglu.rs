@@ -52,20 +52,23 @@ pub fn silu_mul(
     queue(OP, gate_up.kind(), gpu, n, &[&*y, gate_up], &[from, to])
 }
 
-/// d_gate_up = (dy * up * silu'(gate), dy * silu(gate)) interleaved, in the memory of `gate_up`.
+/// (d_gate_up, y): d_gate_up = (dy * up * silu'(gate), dy * silu(gate)) interleaved, in the memory of `gate_up`; and the
+/// forward's y once more.
 ///
 /// # Errors
 /// As [`swiglu_forward`].
 pub fn swiglu_backward(
     dy: &Tensor,     // [.., F], like gate_up
     gate_up: Tensor, // [.., 2 F] f32 or bf16
-) -> Result<Tensor> {
+) -> Result<(Tensor, Tensor)> {
     const OP: &str = "swiglu_backward";
     let (gpu, n) = (ordinal(OP, &gate_up)?, dy.numel());
+    let y = dy.f_empty_like()?; // [.., F]
     let pairs = address(OP, &gate_up, gate_up.kind(), 2 * n, gpu)?;
-    let arguments = [address(OP, dy, gate_up.kind(), n, gpu)?, pairs, pairs];
+    let half = |tensor: &Tensor| address(OP, tensor, gate_up.kind(), n, gpu);
+    let arguments = [half(dy)?, pairs, pairs, half(&y)?];
     queue(OP, gate_up.kind(), gpu, n, &[dy, &gate_up], &arguments)?;
-    Ok(gate_up)
+    Ok((gate_up, y))
 }
 
 /// The widest variant that the length and the addresses of [half, pairs] allow, 16 bytes of pairs a thread.

@@ -20,7 +20,7 @@ mod tests;
 use crate::config::TargetModule;
 
 pub use layout::{BlockLora, Lora};
-pub(super) use product::{Gradient, add, backward};
+pub(super) use product::{Gradient, add, backward, gate_up, gate_up_backward};
 
 /// What is adapted, and how.
 #[derive(Debug, Clone, PartialEq)]

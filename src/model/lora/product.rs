@@ -4,6 +4,7 @@ use tch::Tensor;
 
 use super::Lora;
 use crate::ops::linear;
+use crate::ops::swiglu::GateUp;
 
 /// What a product's backward adds to beside the input's gradient.
 #[derive(Debug)]
@@ -42,6 +43,44 @@ pub(in crate::model) fn backward(
     dx // [T, K]
 }
 
+/// Gate and up of x, with the adapter's part.
+pub(in crate::model) fn gate_up(
+    lora: Option<&Lora>,
+    x: &Tensor, // [T, D]
+    w: &Tensor, // [2 F, D]
+) -> GateUp {
+    match (GateUp::project(x, w), lora) {
+        (gate_up, None) => gate_up,
+        (GateUp::Interleaved(pairs), Some(lora)) => GateUp::Interleaved(lora.add(x, pairs)),
+        (GateUp::Split { gate, up }, Some(lora)) => {
+            let [lora_gate, lora_up] = lora.every_second_row();
+            GateUp::Split { gate: lora_gate.add(x, gate), up: lora_up.add(x, up) }
+        }
+    }
+}
+
+/// dx of [`gate_up`]; the gradient of w, or of A and B, is added in place.
+pub(in crate::model) fn gate_up_backward(
+    d: &GateUp,
+    x: &Tensor, // [T, D]
+    w: &Tensor, // [2 F, D]
+    gradient: Gradient<'_>,
+) -> Tensor {
+    let mut dx = d.backward_input(w);
+    match (gradient, d) {
+        (Gradient::Weight(dw), _) => d.accumulate_weight(x, dw),
+        (Gradient::Adapter(None), _) => {}
+        (Gradient::Adapter(Some((lora, gradient))), GateUp::Interleaved(d)) => lora.backward(d, x, &mut dx, gradient),
+        (Gradient::Adapter(Some((lora, gradient))), GateUp::Split { gate, up }) => {
+            let (loras, gradients) = (lora.every_second_row(), gradient.every_second_row());
+            for ((d, lora), mut gradient) in [gate, up].into_iter().zip(&loras).zip(gradients) {
+                lora.backward(d, x, &mut dx, &mut gradient);
+            }
+        }
+    }
+    dx // [T, D]
+}
+
 impl Lora {
     fn add(&self, x: &Tensor, mut y: Tensor) -> Tensor {
         let low = linear::forward(&self.dropped(x), &self.a, None); // [T, k]
@@ -49,7 +88,7 @@ impl Lora {
     }
 
     /// Adds to dx and to the gradients of A and of the expanded B.
-    pub(in crate::model) fn backward(&self, dy: &Tensor, x: &Tensor, dx: &mut Tensor, gradient: &mut Lora) {
+    fn backward(&self, dy: &Tensor, x: &Tensor, dx: &mut Tensor, gradient: &mut Lora) {
         let x = self.dropped(x);
         linear::accumulate_weight(dy, &linear::forward(&x, &self.a, None), &mut gradient.b);
         let d_low = linear::backward_input(dy, &self.b); // [T, k]
@@ -60,13 +99,8 @@ impl Lora {
         }
     }
 
-    /// Beside some of the matrix's rows.
-    pub(in crate::model) fn rows(&self, start: i64, len: i64) -> Self {
-        self.with(self.a.shallow_clone(), self.b.narrow(0, start, len))
-    }
-
     /// Beside the even rows, and beside the odd ones.
-    pub(in crate::model) fn every_second_row(&self) -> [Self; 2] {
+    fn every_second_row(&self) -> [Self; 2] {
         let pairs = self.b.view([-1, 2, self.b.size()[1]]);
         [0, 1].map(|row| self.with(self.a.shallow_clone(), pairs.select(1, row)))
     }

@@ -1,0 +1,112 @@
+//! Log-probabilities and entropies of a chunk of logits, and the gradient of those logits.
+#![allow(unsafe_code)]
+
+use tch::{Kind, Tensor};
+
+use super::{Argument, address, invalid, is_aligned, launch, ordinal};
+use crate::cuda::nvrtc::{self, Source};
+use crate::error::Result;
+
+pub(super) const SOURCE: &Source = &nvrtc::HEAD;
+pub(super) const NAMES: &[&str] = &[
+    "head_forward_x1",
+    "head_forward_x4",
+    "head_backward_f32_x1",
+    "head_backward_f32_x4",
+    "head_backward_bf16_x1",
+    "head_backward_bf16_x4",
+];
+
+const THREADS: u32 = 512;
+
+/// Writes log softmax(logits / temperature) at the targets, the entropies of the distributions and the log-sum-exps of
+/// logits / temperature.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`]. Targets beyond V are undefined.
+pub fn head_forward(
+    logits: &Tensor,  // [c, V] f32
+    targets: &Tensor, // [c] i64
+    temperature: f64,
+    [logprobs, entropy, lse]: [&Tensor; 3], // [c] f32 each
+) -> Result<()> {
+    const OP: &str = "head_forward";
+    let Rows { gpu, rows, vocabulary, width } = Rows::of(OP, logits)?;
+    let number = |tensor: &Tensor| address(OP, tensor, Kind::Float, rows, gpu);
+    let arguments = [
+        address(OP, logits, Kind::Float, rows * vocabulary, gpu)?,
+        address(OP, targets, Kind::Int64, rows, gpu)?,
+        number(logprobs)?,
+        number(entropy)?,
+        number(lse)?,
+        Argument::Count(vocabulary as i64),
+        Argument::Float((1.0 / temperature) as f32),
+    ];
+    // SAFETY: the kernel's parameters in order; one block a row.
+    unsafe { launch(SOURCE, &format!("{OP}_x{width}"), gpu, (rows as u32, THREADS, 0), &arguments) }
+}
+
+/// What [`head_backward`] differentiates, by row.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadRows<'a> {
+    /// Targets.
+    pub targets: &'a Tensor, // [c] i64
+    /// [`head_forward`]'s log-sum-exps.
+    pub lse: &'a Tensor, // [c] f32
+    /// Its entropies.
+    pub entropy: &'a Tensor, // [c] f32
+    /// Gradients of the log-probabilities.
+    pub dlogprobs: &'a Tensor, // [c] f32
+    /// Gradients of the entropies; `None` is zero.
+    pub dentropy: Option<&'a Tensor>, // [c] f32
+}
+
+/// d_logits [c, V] of `kind` (float32 or bfloat16) in the logits' own memory, each row where the logits' row was:
+/// (dlogprobs * (onehot - p) - dentropy * p * (log p + entropy)) / temperature.
+///
+/// # Errors
+/// As [`head_forward`].
+pub fn head_backward(
+    logits: Tensor, // [c, V] f32
+    temperature: f64,
+    of: &HeadRows<'_>,
+    kind: Kind,
+) -> Result<Tensor> {
+    const OP: &str = "head_backward";
+    let Rows { gpu, rows, vocabulary, width } = Rows::of(OP, &logits)?;
+    let number = |tensor: &Tensor| address(OP, tensor, Kind::Float, rows, gpu);
+    let arguments = [
+        address(OP, &logits, Kind::Float, rows * vocabulary, gpu)?,
+        address(OP, of.targets, Kind::Int64, rows, gpu)?,
+        number(of.lse)?,
+        number(of.entropy)?,
+        number(of.dlogprobs)?,
+        of.dentropy.map_or(Ok(Argument::Address(std::ptr::null_mut())), number)?,
+        Argument::Count(vocabulary as i64),
+        Argument::Float((1.0 / temperature) as f32),
+    ];
+    let (kind_name, d_logits) = match kind {
+        Kind::Float => ("f32", logits.shallow_clone()),
+        Kind::BFloat16 => ("bf16", logits.f_view_dtype(kind)?.f_narrow(1, 0, vocabulary as i64)?),
+        other => return Err(invalid(OP, "gradients in float32 or bfloat16", other)),
+    };
+    let name = format!("{OP}_{kind_name}_x{width}");
+    // SAFETY: the kernel's parameters in order; one block a row, which writes within its row.
+    unsafe { launch(SOURCE, &name, gpu, (rows as u32, THREADS, 0), &arguments)? };
+    Ok(d_logits)
+}
+
+struct Rows {
+    gpu: usize,
+    rows: usize,
+    vocabulary: usize,
+    width: usize,
+}
+
+impl Rows {
+    fn of(op: &'static str, logits: &Tensor) -> Result<Self> {
+        let [rows, vocabulary] = logits.size()[..] else { return Err(invalid(op, "logits [c, V]", logits.size())) };
+        let width = if vocabulary % 4 == 0 && is_aligned(logits) { 4 } else { 1 };
+        Ok(Self { gpu: ordinal(op, logits)?, rows: rows as usize, vocabulary: vocabulary as usize, width })
+    }
+}

@@ -1,0 +1,195 @@
+// From the fused projection to queries, keys and values, and back: norm of every query and key head (where the model has
+// one), then the rotation (arXiv 2104.09864) of pairs (x[i], x[i + hd/2]). Slots of a token's row, hd wide each: [G query
+// heads of group g, k_g, v_g] for g = 0, 1, ..; S = Hkv (G + 2) of them. A team of 1 to 32 lanes has one head.
+#include "scalar.cuh"
+
+struct Slot {
+    int group, member;  // member: G is k, G + 1 is v
+    bool is_v;
+    long long head;  // row of [T, H, hd] or [T, Hkv, hd]
+};
+
+__device__ __forceinline__ Slot slot_of(long long token, int slot, int groups, int queries) {
+    const int group = slot / (queries + 2), member = slot % (queries + 2);
+    const long long head = member < queries ? (token * groups + group) * queries + member : token * groups + group;
+    return {group, member, member == queries + 1, head};
+}
+
+template <typename T>
+__device__ __forceinline__ T* pick(const Slot& slot, int queries, T* q, T* k, T* v) {
+    return slot.is_v ? v : slot.member == queries ? k : q;
+}
+
+__device__ __forceinline__ float team_sum(float value, int lanes) {
+    for (int step = lanes / 2; step > 0; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+    return value;
+}
+
+// 1 / sqrt(mean(x^2) + eps) of a head.
+template <typename T, int N>
+__device__ __forceinline__ float head_rstd(const T* x, int half, int lane, int lanes, float eps) {
+    float squares = 0.0f;
+    for (int i = lane * N; i < half; i += lanes * N) {
+        const auto first = load<T, N>(x + i), second = load<T, N>(x + half + i);
+#pragma unroll
+        for (int k = 0; k < N; ++k)
+            squares += widen(first.at[k]) * widen(first.at[k]) + widen(second.at[k]) * widen(second.at[k]);
+    }
+    return rsqrtf(team_sum(squares, lanes) / static_cast<float>(2 * half) + eps);
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void forward(
+    const T* __restrict__ qkv,       // [T, S, hd]
+    const T* __restrict__ q_weight,  // [hd], or null: no norms
+    const T* __restrict__ k_weight,  // [hd], or null
+    const float* __restrict__ cos,   // [T, hd]
+    const float* __restrict__ sin,   // [T, hd], the second half the sines themselves
+    T* __restrict__ q,               // [T, H, hd]
+    T* __restrict__ k,               // [T, Hkv, hd]
+    T* __restrict__ v,               // [T, Hkv, hd]
+    long long tokens, int groups, int queries, int half, int lanes, float eps
+) {
+    const int slots = groups * (queries + 2), lane = threadIdx.x % lanes;
+    const long long index = (blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x) / lanes;
+    const bool is_active = index < tokens * slots;
+    const long long row = is_active ? index : 0;  // surplus teams take part in the sums of their warp
+    const long long token = row / slots;
+    const Slot slot = slot_of(token, static_cast<int>(row % slots), groups, queries);
+    const T* x = qkv + row * 2 * half;
+    T* y = pick(slot, queries, q, k, v) + slot.head * 2 * half;
+    const T* weight = slot.member < queries ? q_weight : k_weight;
+    const float scale = q_weight ? head_rstd<T, N>(x, half, lane, lanes, eps) : 1.0f;
+    if (!is_active) return;
+    for (int i = lane * N; i < half; i += lanes * N) {
+        auto first = load<T, N>(x + i), second = load<T, N>(x + half + i);
+        if (!slot.is_v) {
+            const auto c = load<float, N>(cos + token * 2 * half + i), s = load<float, N>(sin + token * 2 * half + half + i);
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                float a = widen(first.at[n]) * scale, b = widen(second.at[n]) * scale;
+                if (q_weight) a *= widen(weight[i + n]), b *= widen(weight[half + i + n]);
+                narrow(a * c.at[n] - b * s.at[n], first.at[n]);
+                narrow(b * c.at[n] + a * s.at[n], second.at[n]);
+            }
+        }
+        store(y + i, first), store(y + half + i, second);
+    }
+}
+
+// A team keeps its slot and strides over tokens; its lanes sum the columns that are theirs.
+template <typename T, int N, int ITEMS>
+__device__ __forceinline__ void backward(
+    const T* __restrict__ dq,          // [T, H, hd]
+    const T* __restrict__ dk,          // [T, Hkv, hd]
+    const T* __restrict__ dv,          // [T, Hkv, hd]
+    const T* __restrict__ qkv,         // [T, S, hd], read only for norms
+    const T* __restrict__ q_weight,    // [hd], or null: no norms
+    const T* __restrict__ k_weight,    // [hd], or null
+    const float* __restrict__ cos,     // [T, hd]
+    const float* __restrict__ sin,     // [T, hd]
+    T* __restrict__ d_qkv,             // [T, S, hd]
+    float* __restrict__ d_bias,        // [stripes, S, hd], or null
+    float* __restrict__ d_norm,        // [stripes, S, hd], or null: no norms
+    long long tokens, int groups, int queries, int half, int lanes, int stripes, float eps
+) {
+    const int slots = groups * (queries + 2), lane = threadIdx.x % lanes, teams = blockDim.x / lanes;
+    const int slot_blocks = gridDim.x / stripes, stripe = blockIdx.x / slot_blocks;
+    const int index = blockIdx.x % slot_blocks * teams + threadIdx.x / lanes;
+    const bool is_active = index < slots;
+    const int own = is_active ? index : 0;
+    float bias[2][ITEMS][N] = {}, norm[2][ITEMS][N] = {};
+    for (long long token = stripe; token < tokens; token += stripes) {
+        const Slot slot = slot_of(token, own, groups, queries);
+        const T* dy = pick(slot, queries, dq, dk, dv) + slot.head * 2 * half;
+        const long long row = (token * slots + own) * 2 * half;
+        const T* weight = slot.member < queries ? q_weight : k_weight;
+        float d[2][ITEMS][N] = {}, projection = 0.0f, scale = 1.0f;
+        if (q_weight) scale = head_rstd<T, N>(qkv + row, half, lane, lanes, eps);
+#pragma unroll
+        for (int item = 0; item < ITEMS; ++item) {
+            const int i = (item * lanes + lane) * N;
+            if (i >= half) break;
+            const auto first = load<T, N>(dy + i), second = load<T, N>(dy + half + i);
+            Pack<float, N> c, s;
+            if (!slot.is_v) c = load<float, N>(cos + token * 2 * half + i), s = load<float, N>(sin + token * 2 * half + half + i);
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                const float a = widen(first.at[n]), b = widen(second.at[n]);
+                d[0][item][n] = slot.is_v ? a : a * c.at[n] + b * s.at[n];
+                d[1][item][n] = slot.is_v ? b : b * c.at[n] - a * s.at[n];
+            }
+            if (!q_weight || slot.is_v) continue;
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                for (int side = 0; side < 2; ++side) {
+                    const float x = widen(qkv[row + side * half + i + n]);
+                    norm[side][item][n] += d[side][item][n] * x * scale;
+                    d[side][item][n] *= widen(weight[side * half + i + n]);
+                    projection += d[side][item][n] * x;
+                }
+            }
+        }
+        if (q_weight) {  // every lane of the warp takes part in the sum
+            const float coefficient = -scale * scale * scale * team_sum(projection, lanes) / static_cast<float>(2 * half);
+#pragma unroll
+            for (int item = 0; item < ITEMS; ++item) {
+                const int i = (item * lanes + lane) * N;
+                if (i >= half || slot.is_v) break;
+#pragma unroll
+                for (int n = 0; n < N; ++n)
+                    for (int side = 0; side < 2; ++side)
+                        d[side][item][n] = d[side][item][n] * scale + widen(qkv[row + side * half + i + n]) * coefficient;
+            }
+        }
+        if (!is_active) continue;
+#pragma unroll
+        for (int item = 0; item < ITEMS; ++item) {
+            const int i = (item * lanes + lane) * N;
+            if (i >= half) break;
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+                Pack<T, N> out;
+#pragma unroll
+                for (int n = 0; n < N; ++n) {
+                    narrow(d[side][item][n], out.at[n]);
+                    bias[side][item][n] += widen(out.at[n]);
+                }
+                store(d_qkv + row + side * half + i, out);
+            }
+        }
+    }
+    if (!is_active) return;
+    const long long sums = (static_cast<long long>(stripe) * slots + own) * 2 * half;
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+        const int i = (item * lanes + lane) * N;
+        if (i >= half) break;
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            for (int side = 0; side < 2; ++side) {
+                if (d_bias) d_bias[sums + side * half + i + n] = bias[side][item][n];
+                if (d_norm) d_norm[sums + side * half + i + n] = norm[side][item][n];
+            }
+        }
+    }
+}
+
+#define HEADS(SUFFIX, T, N, ITEMS)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(256) heads_forward_##SUFFIX(                                       \
+        const T* qkv, const T* q_weight, const T* k_weight, const float* cos, const float* sin, T* q, T* k, T* v,   \
+        long long tokens, long long groups, long long queries, long long half, long long lanes, float eps) {        \
+        forward<T, N>(qkv, q_weight, k_weight, cos, sin, q, k, v, tokens, groups, queries, half, lanes, eps);       \
+    }                                                                                                               \
+    extern "C" __global__ void __launch_bounds__(256) heads_backward_##SUFFIX(                                      \
+        const T* dq, const T* dk, const T* dv, const T* qkv, const T* q_weight, const T* k_weight, const float* cos, \
+        const float* sin, T* d_qkv, float* d_bias, float* d_norm, long long tokens, long long groups,               \
+        long long queries, long long half, long long lanes, long long stripes, float eps) {                         \
+        backward<T, N, ITEMS>(dq, dk, dv, qkv, q_weight, k_weight, cos, sin, d_qkv, d_bias, d_norm, tokens, groups, \
+                              queries, half, lanes, stripes, eps);                                                  \
+    }
+
+HEADS(f32_x1, float, 1, 8)
+HEADS(f32_x4, float, 4, 1)
+HEADS(bf16_x1, bf16, 1, 8)
+HEADS(bf16_x8, bf16, 8, 1)

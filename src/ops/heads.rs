@@ -1,0 +1,178 @@
+//! From the fused projection to the heads that attention takes, and back: norm of query and key heads where the model has
+//! one, then the rotation. A token's row is [G query heads of group g, k_g, v_g] for g = 0, 1, ..
+
+use tch::{Kind, Tensor};
+
+use super::rope::{self, RopeRows};
+use super::{linear, rms_norm};
+use crate::cuda::kernels;
+pub use crate::cuda::kernels::HeadNormWeights;
+
+/// Queries, keys and values.
+#[derive(Debug)]
+pub struct Heads {
+    /// Rotated queries.
+    pub q: Tensor, // [T, H, hd]
+    /// Rotated keys.
+    pub k: Tensor, // [T, Hkv, hd]
+    /// Values.
+    pub v: Tensor, // [T, Hkv, hd]
+    /// The projection, which the backward of the norms needs.
+    qkv: Option<Tensor>, // [T, Hkv, G + 2, hd]
+}
+
+/// Where the gradients of [`backward`]'s weights are added.
+#[derive(Debug)]
+pub struct HeadGradients<'a> {
+    /// Of the projection's bias.
+    pub bias: Option<&'a mut Tensor>, // [(H + 2 Hkv) hd]
+    /// Of the norms of queries and keys.
+    pub norms: Option<[&'a mut Tensor; 2]>, // [hd] each
+}
+
+/// Normalised, where `norms` are given, and rotated.
+///
+/// # Panics
+/// On a GPU if the kernel refuses the shape: heads wider than 512.
+pub fn forward(
+    qkv: Tensor, // [T, Hkv, G + 2, hd]
+    norms: Option<HeadNormWeights<'_>>,
+    rows: &RopeRows,
+) -> Heads {
+    let (q, k, v) = if kernels::serve(&qkv) {
+        let (cos, sin) = rows.tables();
+        kernels::heads_forward(&qkv, norms, cos, sin).expect("a contiguous projection")
+    } else {
+        let [q, k, v] = parts(&qkv);
+        let rotate = |x: &Tensor| rope::forward(x, rows).view([x.size()[0], -1, x.size()[x.dim() - 1]]);
+        let (q, k) = match norms {
+            Some(HeadNormWeights { q: q_weight, k: k_weight, eps }) => {
+                (rms_norm::forward(&q, q_weight, eps).0, rms_norm::forward(&k, k_weight, eps).0)
+            }
+            None => (q, k),
+        };
+        // A copy lets go of the projection where nothing else holds it.
+        (rotate(&q), rotate(&k), v.contiguous())
+    };
+    Heads { q, k, v, qkv: norms.map(|_| qkv) }
+}
+
+/// The gradient of the projection [T, (H + 2 Hkv) hd]; those of its bias and of the norms' weights are added in place.
+///
+/// # Panics
+/// As [`forward`], and for gradients that do not fit.
+pub fn backward(
+    [dq, dk, dv]: [&Tensor; 3], // [T, H, hd], [T, Hkv, hd] twice
+    heads: &Heads,
+    norms: Option<HeadNormWeights<'_>>,
+    rows: &RopeRows,
+    grads: HeadGradients<'_>,
+) -> Tensor {
+    if kernels::serve(dq) {
+        return gpu_backward([dq, dk, dv], heads, norms, rows, grads).flatten(1, 3);
+    }
+    let [tokens, num_heads, head_dim] = dq.size()[..] else { panic!("queries [T, H, hd], not {:?}", dq.size()) };
+    let kv_heads = dk.size()[1];
+    let group = num_heads / kv_heads;
+    let d_qkv = Tensor::empty([tokens, kv_heads, group + 2, head_dim], (dq.kind(), dq.device()));
+    let [mut d_q, mut d_k, mut d_v] = parts(&d_qkv);
+    rope::backward_into(&dq.view([tokens, kv_heads, group, head_dim]), rows, &mut d_q);
+    rope::backward_into(dk, rows, &mut d_k);
+    d_v.copy_(dv);
+    if let (Some(qkv), Some(norms), Some([d_q_weight, d_k_weight])) = (&heads.qkv, norms, grads.norms) {
+        let [q, k, _] = parts(qkv);
+        for (mut d, x, weight, d_weight) in [(d_q, q, norms.q, d_q_weight), (d_k, k, norms.k, d_k_weight)] {
+            let (_, rstd) = rms_norm::forward(&x, weight, norms.eps);
+            d.copy_(&rms_norm::backward(&d, &x, weight, &rstd, None, d_weight));
+        }
+    }
+    let d_qkv = d_qkv.flatten(1, 3);
+    if let Some(d_bias) = grads.bias {
+        linear::accumulate_bias(&d_qkv, d_bias);
+    }
+    d_qkv
+}
+
+fn gpu_backward(
+    [dq, dk, dv]: [&Tensor; 3],
+    heads: &Heads,
+    norms: Option<HeadNormWeights<'_>>,
+    rows: &RopeRows,
+    grads: HeadGradients<'_>,
+) -> Tensor {
+    let (cos, sin) = rows.tables();
+    let [dq, dk, dv] = [dq, dk, dv].map(Tensor::contiguous);
+    let gradient = kernels::heads_backward(&dq, &dk, &dv, heads.qkv.as_ref(), norms, cos, sin, grads.bias.is_some())
+        .expect("gradients of what the forward gave");
+    if let (Some(partial), Some(d_bias)) = (&gradient.d_bias, grads.bias) {
+        kernels::add_columns(partial, d_bias).expect("a bias for every column");
+    }
+    if let (Some(partial), Some([d_q_weight, d_k_weight])) = (gradient.d_norm, grads.norms) {
+        let by_head = partial.sum_dim_intlist(0, false, Kind::Float); // [Hkv, G + 2, hd]
+        let group = by_head.size()[1] - 2;
+        let _ =
+            d_q_weight.g_add_(&by_head.narrow(1, 0, group).sum_dim_intlist([0i64, 1].as_slice(), false, Kind::Float));
+        let _ = d_k_weight.g_add_(&by_head.select(1, group).sum_dim_intlist(0, false, Kind::Float));
+    }
+    gradient.d_qkv
+}
+
+/// Queries [T, Hkv, G, hd], keys and values [T, Hkv, hd]: views.
+fn parts(qkv: &Tensor /* [T, Hkv, G + 2, hd] */) -> [Tensor; 3] {
+    let group = qkv.size()[2] - 2;
+    [qkv.narrow(2, 0, group), qkv.select(2, group), qkv.select(2, group + 1)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::rope::Rope;
+    use crate::ops::testing::{assert_close, leaf, rand};
+
+    /// Rotation spelt out: the second half of `x` turns into the first.
+    fn rotated(x: &Tensor, rows: &RopeRows) -> Tensor {
+        let (cos, sin) = rows.tables();
+        let [cos, sin] = [cos, sin].map(|t| t.view([t.size()[0], 1, 1, t.size()[2]]));
+        let half = x.size()[3] / 2;
+        let turned = Tensor::cat(&[x.narrow(3, half, half), x.narrow(3, 0, half)], 3);
+        x * cos + turned * sin
+    }
+
+    #[test]
+    fn matches_autograd_with_and_without_norms() {
+        let (tokens, groups, group, hd) = (5, 2, 3, 8);
+        let rows = Rope::new(hd as usize, 1e4, None)
+            .rows(&Tensor::arange(tokens, (Kind::Int64, tch::Device::Cpu)), Kind::Double);
+        for with_norms in [false, true] {
+            let (qkv, bias) = (leaf(&rand(&[tokens, groups, group + 2, hd])), leaf(&rand(&[groups, group + 2, hd])));
+            let [q_weight, k_weight] = [(); 2].map(|()| leaf(&rand(&[hd])));
+            let norm = |x: &Tensor, weight: &Tensor| match with_norms {
+                true => x / (x.square().mean_dim(-1, true, None::<Kind>) + 1e-6).sqrt() * weight,
+                false => x + weight.zeros_like() * weight,
+            };
+            let biased = &qkv + &bias;
+            let q = rotated(&norm(&biased.narrow(2, 0, group), &q_weight), &rows).view([tokens, -1, hd]);
+            let k = rotated(&norm(&biased.narrow(2, group, 1), &k_weight), &rows).view([tokens, -1, hd]);
+            let v = biased.select(2, group + 1);
+            let d = [&q, &k, &v].map(|t| rand(&t.size()));
+            let scalar = (&q * &d[0]).sum(None) + (&k * &d[1]).sum(None) + (&v * &d[2]).sum(None);
+            let grads = Tensor::run_backward(&[scalar], &[&qkv, &bias, &q_weight, &k_weight], false, false);
+
+            let weights = [&q_weight, &k_weight].map(Tensor::detach);
+            let norms = with_norms.then_some(HeadNormWeights { q: &weights[0], k: &weights[1], eps: 1e-6 });
+            let heads = forward(biased.detach(), norms, &rows);
+            for (got, expected) in [(&heads.q, &q), (&heads.k, &k), (&heads.v, &v)] {
+                assert_close(got, expected);
+            }
+            let mut sums = [rand(&[groups * (group + 2) * hd]), rand(&[hd]), rand(&[hd])];
+            let before = sums.each_ref().map(Tensor::copy);
+            let [d_bias, d_q_weight, d_k_weight] = &mut sums;
+            let into = HeadGradients { bias: Some(d_bias), norms: norms.map(|_| [d_q_weight, d_k_weight]) };
+            let d_qkv = backward([&d[0], &d[1], &d[2]], &heads, norms, &rows, into);
+            assert_close(&d_qkv.view_as(&qkv), &grads[0]);
+            for ((after, before), expected) in sums.iter().zip(&before).zip(&grads[1..]) {
+                assert_close(after, &(before + expected.flatten(0, -1)));
+            }
+        }
+    }
+}

@@ -1,0 +1,290 @@
+//! The trainer's fused kernels against the operations they replace, in float64 on the CPU; and times on the shapes of a
+//! training step, one JSON line each. Ignored where there is no GPU.
+
+use std::time::Instant;
+
+use colo_grpo::cuda::{Products, Tuning, kernels};
+use colo_grpo::ops::heads::{self, HeadGradients, HeadNormWeights};
+use colo_grpo::ops::rope::Rope;
+use colo_grpo::ops::{embedding, head, linear};
+use serde_json::json;
+use tch::{Device, Kind, Tensor};
+
+use crate::gpu_kernels::relative_error;
+
+const GPU: Device = Device::Cuda(0);
+const KINDS: [(Kind, f64); 2] = [(Kind::Float, 1e-5), (Kind::BFloat16, 5e-3)];
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_heads_equal_the_cpus() {
+    kernels::prepare(0).unwrap();
+    for (kind, bound) in KINDS {
+        // Wide heads in 16-byte pieces; 6 and 80 wide take the narrow variant or leave lanes idle.
+        for (tokens, groups, group, head_dim) in
+            [(1, 1, 1, 2), (37, 2, 7, 128), (300, 4, 7, 64), (65, 3, 1, 80), (9, 2, 2, 6), (40, 8, 5, 256)]
+        {
+            for with_norms in [false, true] {
+                compare_heads(kind, bound, [tokens, groups, group, head_dim], with_norms);
+            }
+        }
+    }
+}
+
+fn compare_heads(kind: Kind, bound: f64, [tokens, groups, group, head_dim]: [i64; 4], with_norms: bool) {
+    let what = format!("{kind:?} [{tokens}, {groups}, {group} + 2, {head_dim}], norms {with_norms}");
+    let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Double, Device::Cpu)).to_kind(kind);
+    let positions = Tensor::randint(5000, [tokens], (Kind::Int64, Device::Cpu));
+    let rope = Rope::new(head_dim as usize, 1e6, None);
+    let qkv = rand(&[tokens, groups, group + 2, head_dim]);
+    let weights = [rand(&[head_dim]), rand(&[head_dim])];
+    let kv_heads = [groups * group, groups, groups];
+    let d = kv_heads.map(|heads| rand(&[tokens, heads, head_dim]));
+    // Everything in float64 on the CPU, and in `kind` on the GPU.
+    let run = |kind: Kind, device: Device| {
+        let on = |t: &Tensor| t.to_device(device).to_kind(kind);
+        let rows = rope.rows(&positions.to_device(device), kind);
+        let weights = weights.each_ref().map(on);
+        let norms = with_norms.then_some(HeadNormWeights { q: &weights[0], k: &weights[1], eps: 1e-6 });
+        let heads = heads::forward(on(&qkv), norms, &rows);
+        let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
+        let lens = [groups * (group + 2) * head_dim, head_dim, head_dim];
+        let mut sums = lens.map(|len| Tensor::ones([len], (wide, device)));
+        let [d_bias, d_q_weight, d_k_weight] = &mut sums;
+        let into = HeadGradients { bias: Some(d_bias), norms: norms.map(|_| [d_q_weight, d_k_weight]) };
+        let [dq, dk, dv] = d.each_ref().map(on);
+        let d_qkv = heads::backward([&dq, &dk, &dv], &heads, norms, &rows, into);
+        let [d_bias, d_q_weight, d_k_weight] = sums;
+        [heads.q, heads.k, heads.v, d_qkv, d_bias, d_q_weight, d_k_weight]
+    };
+    let (expected, got, again) = (run(Kind::Double, Device::Cpu), run(kind, GPU), run(kind, GPU));
+    let names = ["q", "k", "v", "d_qkv", "d_bias", "d_q_weight", "d_k_weight"];
+    for (((expected, got), again), name) in expected.iter().zip(&got).zip(&again).zip(names) {
+        assert!(again.equal(got), "{name} of {what}: not the same twice");
+        let error = relative_error(got, expected);
+        assert!(error < bound, "{name} of {what}: {error:e}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_head_equals_the_cpus() {
+    kernels::prepare(0).unwrap();
+    for (kind, bound) in KINDS {
+        for (tokens, dim, vocabulary, chunk) in
+            [(1, 8, 5, 9), (70, 64, 1003, 32), (33, 96, 151_936, 16), (5, 8, 4096, 5)]
+        {
+            for with_entropy in [false, true] {
+                let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Double, Device::Cpu)).to_kind(kind);
+                let (hidden, weight) = (rand(&[tokens, dim]), rand(&[vocabulary, dim]));
+                let targets = Tensor::randint(vocabulary, [tokens], (Kind::Int64, Device::Cpu));
+                let [dlogprobs, dentropy] = [(); 2].map(|()| rand(&[tokens]));
+                let run = |kind: Kind, device: Device| {
+                    let on = |t: &Tensor| t.to_device(device).to_kind(kind);
+                    let (hidden, weight, targets) = (on(&hidden), on(&weight), targets.to_device(device));
+                    let out = head::forward(&hidden, &weight, &targets, 0.7, chunk, true);
+                    let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
+                    let mut dweight = Tensor::zeros([vocabulary, dim], (wide, device));
+                    let dentropy = with_entropy.then(|| on(&dentropy));
+                    let d = head::backward(
+                        &hidden,
+                        &weight,
+                        &targets,
+                        0.7,
+                        out.saved,
+                        &on(&dlogprobs),
+                        dentropy.as_ref(),
+                        &mut dweight,
+                    );
+                    [out.logprobs, out.entropy, d, dweight]
+                };
+                let (expected, got) = (run(Kind::Double, Device::Cpu), run(kind, GPU));
+                // Log-probabilities and entropies are float32 whatever the operands are.
+                let bounds = [1e-5, 1e-4, 2.0 * bound, 2.0 * bound];
+                for (((expected, got), bound), name) in
+                    expected.iter().zip(&got).zip(bounds).zip(["logprobs", "entropy", "d_hidden", "dweight"])
+                {
+                    let error = relative_error(got, expected);
+                    assert!(error < bound, "{name} of {kind:?} [{tokens}, {dim}] x {vocabulary}: {error:e}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_rows_are_added_in_order() {
+    kernels::prepare(0).unwrap();
+    for (kind, bound) in KINDS {
+        for (rows, dim, table_rows) in [(0, 8, 3), (1, 1, 1), (500, 33, 7), (3000, 1536, 40), (1000, 5000, 100_000)] {
+            let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Double, Device::Cpu)).to_kind(kind);
+            let (dy, ids) = (rand(&[rows, dim]), Tensor::randint(table_rows, [rows], (Kind::Int64, Device::Cpu)));
+            for table_kind in [Kind::Float, kind] {
+                let mut expected = Tensor::ones([table_rows, dim], (Kind::Double, Device::Cpu));
+                embedding::accumulate(&dy.to_kind(Kind::Double), &ids, &mut expected);
+                let run = || {
+                    let mut table = Tensor::ones([table_rows, dim], (table_kind, GPU));
+                    embedding::accumulate(&dy.to_device(GPU), &ids.to_device(GPU), &mut table);
+                    table
+                };
+                let got = run();
+                assert!(run().equal(&got), "not the same twice");
+                let error = relative_error(&got, &expected);
+                assert!(error < bound, "{kind:?} [{rows}, {dim}] into {table_kind:?}: {error:e}");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_weight_gradients_are_summed_in_float32() {
+    kernels::prepare(0).unwrap();
+    let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu)).to_kind(Kind::BFloat16);
+    let (dy, x) = (rand(&[300, 64]), rand(&[300, 96]));
+    let mut flat = Tensor::ones([64 * 96 + 64], (Kind::Float, GPU));
+    let mut dw = flat.narrow(0, 64, 64 * 96).view([64, 96]);
+    for _ in 0..2 {
+        linear::accumulate_weight(&dy.to_device(GPU), &x.to_device(GPU), &mut dw);
+    }
+    let exact = dy.to_kind(Kind::Double).tr().mm(&x.to_kind(Kind::Double)) * 2.0 + 1.0;
+    assert!(relative_error(&dw, &exact) < 1e-6);
+    assert_eq!(flat.narrow_copy(0, 0, 64).sum(Kind::Float).double_value(&[]), 64.0);
+    let wide = linear::forward_wide(&x.to_device(GPU), &x.to_device(GPU));
+    assert!(relative_error(&wide, &x.to_kind(Kind::Double).mm(&x.to_kind(Kind::Double).tr())) < 1e-6);
+    let _ = flat.zero_();
+}
+
+/// Microseconds of each kernel on 16,384 tokens of Qwen2.5-1.5B and 7B, beside the bytes that must move.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_training_kernels_run_near_the_memory_s_speed() {
+    kernels::prepare(0).unwrap();
+    const TOKENS: i64 = 16_384;
+    let rand = |shape: &[i64], kind| Tensor::randn(shape, (kind, GPU));
+    let rope = Rope::new(128, 1e6, None);
+    let positions = Tensor::arange(TOKENS, (Kind::Int64, GPU)).remainder(4096);
+    let rows = rope.rows(&positions, Kind::BFloat16);
+    for (model, dim, mlp, groups, group) in [("1.5b", 1536, 8960, 2, 6), ("7b", 3584, 18_944, 4, 7)] {
+        let bf16 = |shape: &[i64]| rand(shape, Kind::BFloat16);
+        let (x, dy, weight) = (bf16(&[TOKENS, dim]), bf16(&[TOKENS, dim]), bf16(&[dim]));
+        let mut dweight = Tensor::zeros([dim], (Kind::Float, GPU));
+        let row_bytes = TOKENS * dim * 2;
+        let rstd = kernels::rms_norm_forward(&x, &weight, 1e-6).unwrap().1;
+        report(model, "rms_norm_forward", 2 * row_bytes, || drop(kernels::rms_norm_forward(&x, &weight, 1e-6)));
+        report(model, "rms_norm_backward", 4 * row_bytes, || {
+            drop(kernels::rms_norm_backward(&dy, &x, &weight, &rstd, Some(&x), &mut dweight).unwrap());
+        });
+        let qkv = bf16(&[TOKENS, groups, group + 2, 128]);
+        let qkv_bytes = 2 * qkv.numel() as i64;
+        let heads = heads::forward(qkv.shallow_clone(), None, &rows);
+        report(model, "heads_forward", 2 * qkv_bytes, || drop(heads::forward(qkv.shallow_clone(), None, &rows)));
+        let mut d_bias = Tensor::zeros([groups * (group + 2) * 128], (Kind::Float, GPU));
+        report(model, "heads_backward", 2 * qkv_bytes, || {
+            let into = HeadGradients { bias: Some(&mut d_bias), norms: None };
+            drop(heads::backward([&heads.q, &heads.k, &heads.v], &heads, None, &rows, into));
+        });
+        let mut gate_up = bf16(&[TOKENS, 2 * mlp]);
+        report(model, "swiglu_forward", TOKENS * mlp * 6, || drop(kernels::swiglu_forward(&gate_up).unwrap()));
+        let d_act = bf16(&[TOKENS, mlp]);
+        report(model, "swiglu_backward", TOKENS * mlp * 12, || {
+            gate_up = kernels::swiglu_backward(&d_act, gate_up.shallow_clone()).unwrap().0;
+        });
+        let ids = Tensor::randint(151_936, [TOKENS], (Kind::Int64, GPU));
+        let mut table = Tensor::zeros([151_936, dim], (Kind::Float, GPU));
+        report(model, "add_rows", row_bytes * 5, || embedding::accumulate(&dy, &ids, &mut table));
+    }
+    let targets = Tensor::randint(151_936, [768], (Kind::Int64, GPU));
+    let numbers = [(); 5].map(|()| rand(&[768], Kind::Float));
+    let logits = rand(&[768, 151_936], Kind::Float);
+    let outputs = [&numbers[0], &numbers[1], &numbers[2]];
+    report("head", "head_forward", logits.numel() as i64 * 4, || {
+        kernels::head_forward(&logits, &targets, 1.0, outputs).unwrap();
+    });
+    let of = kernels::HeadRows {
+        targets: &targets,
+        lse: &numbers[2],
+        entropy: &numbers[1],
+        dlogprobs: &numbers[3],
+        dentropy: Some(&numbers[4]),
+    };
+    report("head", "head_backward", logits.numel() as i64 * 6, || {
+        drop(kernels::head_backward(logits.shallow_clone(), 1.0, &of, Kind::BFloat16).unwrap());
+    });
+}
+
+/// TFLOP/s of the products of a training step, through libtorch and through cuBLASLt, by how its algorithm is chosen.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_training_products() {
+    kernels::prepare(0).unwrap();
+    const TOKENS: i64 = 16_384;
+    let products = Products::of(0).unwrap();
+    let rand = |shape: &[i64], kind| Tensor::randn(shape, (kind, GPU));
+    for (model, dim, mlp, qkv) in [("1.5b", 1536, 8960, 2048), ("7b", 3584, 18_944, 4608)] {
+        let shapes = [
+            ("qkv", TOKENS, qkv, dim),
+            ("o", TOKENS, dim, dim),
+            ("gate_up", TOKENS, 2 * mlp, dim),
+            ("down", TOKENS, dim, mlp),
+            ("head", 768, 151_936, dim),
+        ];
+        for (name, tokens, n, k) in shapes {
+            let (x, w) = (rand(&[tokens, k], Kind::BFloat16), rand(&[n, k], Kind::BFloat16));
+            let wide = name == "head";
+            let out_kind = if wide { Kind::Float } else { Kind::BFloat16 };
+            let (dy, dx) = (rand(&[tokens, n], Kind::BFloat16), rand(&[tokens, k], Kind::BFloat16));
+            let (y, mut dw) = (rand(&[tokens, n], out_kind), rand(&[n, k], Kind::Float));
+            let rate = |mut run: Box<dyn FnMut() + '_>| (2 * tokens * n * k) as f64 / seconds(&mut run) / 1e12;
+            let lt = |a: &Tensor, b: &Tensor, out: &Tensor, beta| {
+                [Tuning::First, Tuning::Timed]
+                    .map(|tuning| rate(Box::new(|| products.run(a, b, None, out, beta, tuning).unwrap())))
+            };
+            let torch_forward = rate(Box::new(|| {
+                if wide { drop(linear::forward_wide(&x, &w)) } else { drop(linear::forward(&x, &w, None)) }
+            }));
+            let forward = lt(&x, &w.tr(), &y, 0.0);
+            let torch_dgrad = rate(Box::new(|| drop(linear::backward_input(&dy, &w))));
+            let dgrad = lt(&dy, &w, &dx, 0.0);
+            let torch_wgrad = rate(Box::new(|| linear::accumulate_weight(&dy, &x, &mut dw)));
+            let wgrad = lt(&dy.tr(), &x, &dw, 1.0);
+            let residual = rate(Box::new(|| drop(linear::forward(&x, &w, Some(&dy)))));
+            let three = |torch: f64, lt: [f64; 2]| [torch, lt[0], lt[1]].map(f64::round);
+            println!(
+                "{}",
+                json!({"test": "training_product", "model": model, "name": name, "order": "torch, first, timed",
+                    "forward": three(torch_forward, forward), "dgrad": three(torch_dgrad, dgrad),
+                    "wgrad": three(torch_wgrad, wgrad), "forward_residual": residual.round()})
+            );
+        }
+    }
+}
+
+/// Prints the median time and the bytes a second; fails under a quarter of what a copy reaches.
+fn report(model: &str, kernel: &str, bytes: i64, mut run: impl FnMut()) {
+    let seconds = seconds(&mut run);
+    let gb_s = bytes as f64 / seconds / 1e9;
+    println!(
+        "{}",
+        json!({"test": "kernel", "model": model, "kernel": kernel, "us": (seconds * 1e7).round() / 10.0, "gb_s": gb_s.round()})
+    );
+    assert!(gb_s > 1000.0, "{kernel}: {gb_s} GB/s");
+}
+
+/// Of one run, from the median of five batches of eight after a warm-up.
+fn seconds(run: &mut dyn FnMut()) -> f64 {
+    const BATCH: u32 = 8;
+    run();
+    let mut seconds: Vec<f64> = (0..5)
+        .map(|_| {
+            tch::Cuda::synchronize(0);
+            let start = Instant::now();
+            (0..BATCH).for_each(|_| run());
+            tch::Cuda::synchronize(0);
+            start.elapsed().as_secs_f64() / f64::from(BATCH)
+        })
+        .collect();
+    seconds.sort_by(f64::total_cmp);
+    seconds[2]
+}
