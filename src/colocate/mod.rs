@@ -1,9 +1,10 @@
 //! Where rollout and train meet. [`Colocated::with_rollout`] is the guard of the phases: inside it every rank generates,
 //! outside it every rank trains, and the borrow of the policy keeps the two apart.
 //!
-//! Entering: drop gradients | optimizer state to the host pool | weights reach the engine | the engine's memory is mapped.
-//! Leaving, also after an error or a panic: the engine's memory is given back | optimizer state returns | all ranks agree
-//! on the outcome. At no moment do optimizer state, gathered slices and KV cache coexist if the plan says `swap`.
+//! Entering: drop gradients | optimizer state starts for the host pool | beside it, weights reach the engine | the state's
+//! memory goes as its copies are done | the engine's memory is mapped. Leaving, also after an error or a panic: the engine's
+//! memory is given back | optimizer state starts on its way back, for which the next step waits | all ranks agree on the
+//! outcome. At no moment do the whole optimizer state and the KV cache coexist if the plan says `swap`.
 
 mod served;
 mod update;
@@ -15,7 +16,6 @@ use std::sync::Arc;
 
 use crate::dist::{Mesh, World};
 use crate::error::{Error, Result, panic_message};
-use crate::memory::HostPool;
 use crate::phase::{self, Phase};
 use crate::rollout::{Engine, RolloutEngine};
 use crate::torch;
@@ -77,13 +77,11 @@ pub struct Colocated {
     reference: Option<Reference>,
     engine: Engine,
     slices: EngineSlices,
-    host_pool: Option<HostPool>,
     num_consecutive_skips: u32,
 }
 
 impl Colocated {
-    /// Puts the parts together. With a host pool the optimizer state is swapped to it during rollout; without one it
-    /// stays resident.
+    /// Puts the parts together. Where the optimizer state is during rollout is the policy's to know.
     pub fn new(
         world: Arc<World>,
         mesh: Mesh,
@@ -91,15 +89,14 @@ impl Colocated {
         reference: Option<Reference>,
         engine: Engine,
         slices: EngineSlices,
-        host_pool: Option<HostPool>,
     ) -> Self {
-        Self { world, mesh, policy, reference, engine, slices, host_pool, num_consecutive_skips: 0 }
+        Self { world, mesh, policy, reference, engine, slices, num_consecutive_skips: 0 }
     }
 
     /// Runs `work` with the engine awake on every rank; collective over the world.
     ///
     /// Whatever `work` does and wherever entering or leaving fails, afterwards the engine sleeps, its memory is given back
-    /// and the optimizer state is on the device again, bit for bit. A panic goes on unwinding after that.
+    /// and the optimizer state is on the device again or on its way there, bit for bit. A panic goes on unwinding after that.
     ///
     /// # Errors
     /// The first failure of any rank: the failing rank gets its own error, its peers [`Error::PeerFailed`]; none is left
@@ -129,9 +126,10 @@ impl Colocated {
             reference.free_gathered();
         }
         torch::release_memory(self.world.device())?; // what gradients and activations leave behind
-        phase::scope(Phase::Offload, || self.offload_optimizer())?;
+        phase::scope(Phase::Offload, || self.policy.offload_optimizer())?;
         let version = self.policy.version();
         let weights = phase::scope(Phase::Gather, || self.slices.gather(&self.policy))?;
+        phase::scope(Phase::Offload, || self.policy.finish_offload())?;
         let mut rollout = phase::scope(Phase::Wake, || self.engine.wake(weights, version))?;
         let value = phase::scope(Phase::Generate, || work(&mut rollout))?;
         phase::scope(Phase::Sleep, || {
@@ -141,16 +139,12 @@ impl Colocated {
         Ok(value)
     }
 
-    fn offload_optimizer(&mut self) -> Result<()> {
-        self.host_pool.as_mut().map_or(Ok(()), |pool| self.policy.offload_optimizer(pool))
-    }
-
-    /// Frees the engine's weights and brings the optimizer state back; nothing to do if that is done. Where it failed,
+    /// Frees the engine's weights and starts the optimizer state's way back; nothing to do if that is done. Where it failed,
     /// for lack of memory say, it is worth another try once all ranks have given theirs back.
     fn restore(&mut self) -> Result<()> {
         self.slices.release();
         torch::release_memory(self.world.device())?;
-        self.host_pool.as_ref().map_or(Ok(()), |pool| self.policy.reload_optimizer(pool))
+        self.policy.reload_optimizer()
     }
 
     /// The policy, between scopes.
@@ -161,11 +155,6 @@ impl Colocated {
     /// The policy, to load or save; between scopes.
     pub fn policy_mut(&mut self) -> &mut Policy {
         &mut self.policy
-    }
-
-    /// Bytes that one scope copies between device and host on this rank: swapped optimizer state, there and back.
-    pub fn transition_bytes(&self) -> usize {
-        if self.host_pool.is_some() { 2 * self.policy.optimizer_bytes() } else { 0 }
     }
 
     /// The sleeping engine, for its sizes.

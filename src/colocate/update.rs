@@ -103,8 +103,23 @@ impl Colocated {
     /// updates do not depend on the world size.
     ///
     /// # Errors
-    /// [`Error::NonFinite`] after [`MAX_CONSECUTIVE_SKIPS`] skipped updates in a row.
+    /// The first failure of any rank, on every rank, as [`Colocated::with_rollout`] has it: none is left waiting in a
+    /// collective, and gradients added so far are dropped. [`Error::NonFinite`] after [`MAX_CONSECUTIVE_SKIPS`] skipped
+    /// updates in a row.
     pub fn update(
+        &mut self,
+        sequences: &[Sequence],
+        options: &UpdateOptions,
+        progress: &dyn UpdateProgress,
+    ) -> Result<UpdateOutcome> {
+        let outcome = self.update_scope(sequences, options, progress);
+        if let Err(error) = &outcome {
+            self.world.post_failure(error);
+        }
+        self.world.agree(outcome).inspect_err(|_| self.policy.drop_gradients())
+    }
+
+    fn update_scope(
         &mut self,
         sequences: &[Sequence],
         options: &UpdateOptions,

@@ -34,6 +34,7 @@ const SAFE_KEYS: &[&str] = &[
     "zero.stage",
     "zero.shard_group_size",
     "residency.optimizer",
+    "residency.reference",
     "logging_steps",
     "save_steps",
     "save_async",

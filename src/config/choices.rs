@@ -162,5 +162,18 @@ choices! {
         Resident = "resident",
         /// In the host pool during rollout.
         Swap = "swap",
+        /// In the host pool; it flows through the device in buckets while it is stepped.
+        Stream = "stream",
+    }
+}
+choices! {
+    /// Where reference weights live.
+    ReferenceResidency {
+        /// The plan decides.
+        Auto = "auto",
+        /// On the device, sharded over the shard group.
+        Resident = "resident",
+        /// In pinned host memory, brought to the device a layer ahead.
+        Host = "host",
     }
 }

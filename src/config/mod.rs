@@ -39,7 +39,6 @@ const UNSERVED_KEYS: &[&str] = &[
     "entropy_coef",
     "sync_ref_model",
     "ref_model_*",
-    "residency.reference",
 ];
 
 impl Config {
@@ -269,6 +268,8 @@ keys! {
     pub struct ResidencyConfig {
         /// Master weights and Adam moments.
         pub optimizer: OptimizerResidency = OptimizerResidency::Auto,
+        /// Weights of the reference model.
+        pub reference: ReferenceResidency = ReferenceResidency::Auto,
     }
 }
 

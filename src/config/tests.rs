@@ -43,8 +43,9 @@ fn the_key_list_is_frozen() {
         reward.answer_pattern reward.answer_column reward.num_threads reward.timeout_s learning_rate adam_beta1 \
         adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype \
-        residency.optimizer logging_steps save_steps save_async save_total_limit eval_steps eval_num_generations \
-        log_completions seed full_determinism collective_timeout_s max_restarts {heartbeat} fault";
+        residency.optimizer residency.reference logging_steps save_steps save_async save_total_limit eval_steps \
+        eval_num_generations log_completions seed full_determinism collective_timeout_s max_restarts {heartbeat} \
+        fault";
     let heartbeat = "timeout startup load gather offload wake generate prefill decode sleep reload reward pack score \
         forward_backward optimizer checkpoint write eval";
     let heartbeat: Vec<_> = heartbeat.split_whitespace().map(|name| format!("heartbeat.{name}_s")).collect();
@@ -91,7 +92,7 @@ fn keys_of_other_versions_are_refused_not_ignored() {
     {
         assert!(message(&[key]).contains("not served by this version (command line)"), "{key}");
     }
-    assert!(message(&["residency.optimizer=stream"]).contains("stream is not served by this version"));
+    assert!(message(&["residency.reference=swap"]).contains("one of auto, resident, host"));
 }
 
 #[test]

@@ -38,10 +38,6 @@ const TIMEOUT: &str = "seconds, above 0 and below a year";
 impl Config {
     /// The only way from what was written to a run.
     pub(super) fn validate(raw: &RawConfig) -> Result<Self> {
-        if raw.get("residency.optimizer").is_some_and(|value| value == "stream") {
-            let expected = "one of auto, resident, swap: stream is not served by this version";
-            return Err(raw.locate(Error::invalid_value("residency.optimizer", "stream", expected)));
-        }
         raw.check_keys(Self::keys(), UNSERVED_KEYS)?;
         let config = Self::read(raw, "", None)?;
         config.check().map_err(|error| raw.locate(error))?;

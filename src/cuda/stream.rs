@@ -65,6 +65,19 @@ impl Stream {
         Event::record(&self.context, self.raw)
     }
 
+    /// The same, for [`Event::time_until`].
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub fn record_timed(&self) -> Result<Event> {
+        Event::record_timed(&self.context, self.raw)
+    }
+
+    /// The GPU's context.
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
     /// Waits, on the host, for all that is queued.
     ///
     /// # Errors

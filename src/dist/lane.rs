@@ -37,7 +37,7 @@ pub struct Work {
 }
 
 impl Lane {
-    /// Without a stream: for CPUs, and for a rank alone, which has nobody to wait for.
+    /// Without a stream.
     pub(super) fn immediate() -> Arc<Self> {
         Arc::new(Self { stream: None, state: Mutex::default() })
     }

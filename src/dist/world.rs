@@ -67,7 +67,7 @@ impl World {
             master_addr: "127.0.0.1".to_owned(),
             master_port: 0,
         };
-        Self::alone(env, Device::Cpu)
+        Self::alone(env, Device::Cpu, Lane::immediate())
     }
 
     /// The same for tensors of `backend`: with NCCL's, on the first visible GPU.
@@ -78,9 +78,9 @@ impl World {
         Self::join(&Self::single().env, WorldOptions { backend, ..WorldOptions::default() })
     }
 
-    fn alone(env: WorkerEnv, device: Device) -> Self {
+    fn alone(env: WorkerEnv, device: Device, lane: Arc<Lane>) -> Self {
         let group = Arc::new(SingleRank::new("world", 0, device));
-        let (lane, next_partition) = (Lane::immediate(), AtomicUsize::new(1));
+        let next_partition = AtomicUsize::new(1);
         Self { env, member: None, host: group.clone(), group, nccl: None, lane, next_partition }
     }
 
@@ -103,16 +103,20 @@ impl World {
             Backend::Shm => Device::Cpu,
             Backend::Nccl => nccl::device(env.local_rank)?,
         };
+        let lane = match device {
+            Device::Cuda(ordinal) => Lane::of_gpu(ordinal)?,
+            _ => Lane::immediate(),
+        };
         if env.world_size == 1 {
-            return Ok(Self::alone(env.clone(), device));
+            return Ok(Self::alone(env.clone(), device, lane));
         }
         let member = Arc::new(rendezvous::meet(env, &options)?);
         let mut world = Self::of_member(env.clone(), member.clone());
         if let Device::Cuda(ordinal) = device {
+            world.lane = lane;
             let ranks: Vec<usize> = (0..env.world_size).collect();
             let host =
                 ShmGroup::new(member.clone(), world.next_partition.fetch_add(1, Ordering::Relaxed), "world", &ranks);
-            world.lane = Lane::of_gpu(ordinal)?;
             let nccl = NcclGroups::new(member, ordinal, options.timeout, world.lane.clone())?;
             world.group = nccl.add(host)?;
             world.nccl = Some(nccl);

@@ -30,6 +30,8 @@ pub(super) trait AddressRange: std::fmt::Debug + Send {
     fn map(&mut self, from: usize, to: usize) -> Result<()>;
     /// Gives the memory behind `[0, to)` back; a later access faults.
     fn unmap(&mut self, to: usize) -> Result<()>;
+    /// Gives back what it can of the memory behind `[from, to)`, of which no work is under way; returns where the rest ends.
+    fn shrink(&mut self, from: usize, to: usize) -> Result<usize>;
     /// Bytes of physical memory behind the range now.
     fn resident_bytes(&self) -> Result<usize>;
 }
@@ -80,6 +82,22 @@ impl Arena {
         }
         Ledger::resize(self.name, Place::Device, self.mapped_bytes, 0);
         self.mapped_bytes = 0;
+    }
+
+    /// Gives back memory behind `bytes` in whole chunks, without waiting for work on the device: none may use what lies
+    /// behind. Never fails: an error is returned by the next [`Arena::map`].
+    pub fn shrink(&mut self, bytes: usize) {
+        let from = bytes.next_multiple_of(self.range.page_bytes());
+        if from >= self.mapped_bytes {
+            return;
+        }
+        match self.range.shrink(from, self.mapped_bytes) {
+            Ok(end) => {
+                Ledger::resize(self.name, Place::Device, self.mapped_bytes, end);
+                self.mapped_bytes = end;
+            }
+            Err(error) => self.kept_error = Some(error),
+        }
     }
 
     /// Whether memory is behind any part of the range.
@@ -204,6 +222,25 @@ mod tests {
     }
 
     #[test]
+    fn what_lies_behind_goes_and_the_rest_stays() {
+        let mut arena = Arena::reserve("arena_shrink_test", 8 * MIB, Device::Cpu).unwrap();
+        arena.map(8 * MIB).unwrap();
+        // SAFETY: of the part that stays.
+        let mut first = unsafe { arena.tensor(0, &[MIB as i64 / 4], Kind::Float) }.unwrap();
+        let _ = first.fill_(3.0);
+        arena.shrink(5 * MIB);
+        arena.shrink(6 * MIB);
+        assert_eq!(arena.mapped_bytes(), 5 * MIB);
+        arena.shrink(MIB);
+        assert_eq!(first.mean(Kind::Double).double_value(&[]), 3.0);
+        arena.map(8 * MIB).unwrap();
+        assert_eq!(first.mean(Kind::Double).double_value(&[]), 3.0);
+        drop(first);
+        arena.shrink(0);
+        assert_eq!((arena.is_mapped(), arena.resident_bytes().unwrap()), (false, 0));
+    }
+
+    #[test]
     fn a_thousand_cycles_leave_memory_flat() {
         let mut arena = Arena::reserve("arena_cycle_test", 4 * MIB, Device::Cpu).unwrap();
         let mut sizes = Vec::new();
@@ -272,6 +309,9 @@ mod tests {
             }
             fn unmap(&mut self, _: usize) -> Result<()> {
                 Err(Error::Environment { message: "unmap failed".into() })
+            }
+            fn shrink(&mut self, from: usize, _: usize) -> Result<usize> {
+                Ok(from)
             }
             fn resident_bytes(&self) -> Result<usize> {
                 Ok(0)

@@ -75,10 +75,15 @@ impl AddressRange for CpuRange {
     }
 
     fn unmap(&mut self, to: usize) -> Result<()> {
-        // SAFETY: [0, to) lies inside the own mapping; by the arena's contract no view of it is used any more.
-        check(unsafe { libc::madvise(self.start.cast(), to, libc::MADV_DONTNEED) })
-            .and_then(|()| self.protect(0, to, libc::PROT_NONE))
-            .map_err(|source| Error::Environment { message: format!("unmap of arena '{}': {source}", self.name) })
+        self.shrink(0, to).map(drop)
+    }
+
+    fn shrink(&mut self, from: usize, to: usize) -> Result<usize> {
+        // SAFETY: [from, to) lies inside the own mapping; by the arena's contract no view of it is used any more.
+        check(unsafe { libc::madvise(self.start.add(from).cast(), to - from, libc::MADV_DONTNEED) })
+            .and_then(|()| self.protect(from, to, libc::PROT_NONE))
+            .map_err(|source| Error::Environment { message: format!("unmap of arena '{}': {source}", self.name) })?;
+        Ok(from)
     }
 
     fn resident_bytes(&self) -> Result<usize> {

@@ -74,7 +74,7 @@ impl CudaRange {
     }
 
     /// Unmaps every chunk that ends behind `to`, the last first, and lets them go.
-    fn shrink(&mut self, to: usize) -> Result<()> {
+    fn cut(&mut self, to: usize) -> Result<()> {
         let mut loose = Vec::new();
         let mut outcome = Ok(());
         while let Some(chunk) = self.chunks.pop_if(|_| self.mapped_bytes > to) {
@@ -124,9 +124,9 @@ impl AddressRange for CudaRange {
     fn map(&mut self, from: usize, to: usize) -> Result<()> {
         self.context.make_current()?;
         // What an unmap that failed left behind still holds its old content.
-        self.shrink(from)?;
+        self.cut(from)?;
         self.extend(to).map_err(|error| {
-            let undone = self.shrink(from).and_then(|()| self.pool.settle());
+            let undone = self.cut(from).and_then(|()| self.pool.settle());
             match (error, undone) {
                 (Error::Cuda { code: 2, .. }, Ok(())) => self.out_of_memory(to - from),
                 (_, Err(error)) | (error, Ok(())) => error,
@@ -137,7 +137,19 @@ impl AddressRange for CudaRange {
     /// Waits for all work of this process on the GPU first: a kernel still running must not lose its memory.
     fn unmap(&mut self, _to: usize) -> Result<()> {
         self.context.synchronize()?;
-        self.shrink(0)
+        self.cut(0)
+    }
+
+    fn shrink(&mut self, from: usize, _to: usize) -> Result<usize> {
+        self.context.make_current()?;
+        // A chunk's part cannot go.
+        let ends = self.chunks.iter().scan(0, |end, chunk| {
+            *end += chunk.bytes;
+            Some(*end)
+        });
+        let kept = if from == 0 { 0 } else { ends.into_iter().find(|&end| end >= from).unwrap_or(self.mapped_bytes) };
+        self.cut(kept)?;
+        Ok(self.mapped_bytes)
     }
 
     fn resident_bytes(&self) -> Result<usize> {
@@ -148,7 +160,7 @@ impl AddressRange for CudaRange {
 impl Drop for CudaRange {
     fn drop(&mut self) {
         // At the process's end the driver may be gone already, and its memory with it: nothing to mend.
-        if self.context.synchronize().is_ok() && self.shrink(0).is_ok() {
+        if self.context.synchronize().is_ok() && self.cut(0).is_ok() {
             // SAFETY: reserved by `reserve`, nothing mapped.
             let _ = unsafe { sys::cuMemAddressFree(self.start, self.bytes) };
         }

@@ -1,6 +1,8 @@
 //! Host memory for what is off the device: allocated once, kept, so that no step pays for pinning or page faults.
 #![allow(unsafe_code)]
 
+use std::time::{Duration, Instant};
+
 use cudarc::driver::sys;
 use tch::{Device, Tensor};
 
@@ -29,6 +31,28 @@ pub struct Pending {
     tensor: Tensor,
 }
 
+/// A point in time on a device, or on the host where copies are done at once.
+#[derive(Debug)]
+pub struct Mark {
+    event: Option<Event>,
+    at: Instant,
+}
+
+impl Mark {
+    /// Time from this point to a later one, zero if that came first. Waits for both.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn until(&self, later: &Self) -> Result<Duration> {
+        let (Some(start), Some(end)) = (&self.event, &later.event) else {
+            return Ok(later.at.saturating_duration_since(self.at));
+        };
+        start.synchronize()?;
+        end.synchronize()?;
+        start.time_until(end)
+    }
+}
+
 impl HostPool {
     /// Allocates `bytes` for tensors on `device` and touches them, so that a host without them fails now. Pinning takes about
     /// a second a GiB: `progress(done, total)` is told the bytes from time to time.
@@ -54,7 +78,7 @@ impl HostPool {
         self.pages.len_bytes()
     }
 
-    /// Copies `tensor`'s elements, in row-major order, to `byte_offset`.
+    /// Copies `tensor`'s elements, in row-major order, to `byte_offset`. It is on the pool's device or on the CPU.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] when they do not fit, are not aligned to the kind or are on another device.
@@ -96,18 +120,19 @@ impl HostPool {
     fn start(&self, op: &'static str, byte_offset: usize, tensor: &Tensor, direction: Direction) -> Result<Pending> {
         let kind = tensor.kind();
         check_view(op, self.name, byte_offset, &tensor.size(), kind, self.len_bytes())?;
-        if tensor.device() != self.device || !tensor.is_contiguous() {
+        let on_host = tensor.device() == Device::Cpu;
+        if (tensor.device() != self.device && !on_host) || !tensor.is_contiguous() {
             let expected = format!("a contiguous tensor on {:?}", self.device);
             let got = format!("strides {:?} on {:?}", tensor.stride(), tensor.device());
             return Err(Error::InvalidArgument { op, expected, got });
         }
         let bytes = tensor.numel() * kind.elt_size_in_bytes();
         let mut address = tensor.data_ptr().cast::<u8>();
-        let stream = match &self.pages {
-            Pages::Ordinary(_) => None,
-            Pages::Pinned(pinned) => Some(pinned.stream(direction)),
-        };
-        stream.map_or(Ok(()), Stream::wait_for_libtorch)?;
+        let stream = self.stream(direction).filter(|_| !on_host);
+        match stream {
+            Some(stream) => stream.wait_for_libtorch()?,
+            None => self.synchronize()?, // the host reads and writes the pool itself
+        }
         for (host, len) in self.pages.pieces(byte_offset..byte_offset + bytes) {
             // SAFETY: the piece lies in the pool and the tensor spans `bytes` from its address (checked above); `Pending`
             // keeps the tensor until the copy is done, and the pool waits for its streams before its memory goes.
@@ -116,6 +141,40 @@ impl HostPool {
         }
         let event = stream.map(Stream::record).transpose()?;
         Ok(Pending { event, tensor: tensor.shallow_clone() })
+    }
+
+    /// A point in the pool's copies of one direction, after those started by now and before later ones.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn mark(&self, direction: Direction) -> Result<Mark> {
+        let passed = |stream: &Stream| stream.wait_for_libtorch().and_then(|()| stream.record_timed());
+        let event = self.stream(direction).map(passed).transpose()?;
+        Ok(Mark { event, at: Instant::now() })
+    }
+
+    /// A point in what libtorch queues on the pool's device.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn mark_libtorch(&self) -> Result<Mark> {
+        let record = |stream: &Stream| Event::record_libtorch(stream.context());
+        Ok(Mark { event: self.stream(Direction::In).map(record).transpose()?, at: Instant::now() })
+    }
+
+    /// Waits for all copies under way.
+    fn synchronize(&self) -> Result<()> {
+        [Direction::Out, Direction::In]
+            .into_iter()
+            .filter_map(|direction| self.stream(direction))
+            .try_for_each(Stream::synchronize)
+    }
+
+    fn stream(&self, direction: Direction) -> Option<&Stream> {
+        match &self.pages {
+            Pages::Ordinary(_) => None,
+            Pages::Pinned(pinned) => Some(pinned.stream(direction)),
+        }
     }
 }
 
@@ -147,6 +206,14 @@ impl Pending {
         held
     }
 
+    /// The same, and the copy stays under way for others to wait for.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn order_libtorch(&self) -> Result<()> {
+        self.event.as_ref().map_or(Ok(()), Event::hold_libtorch)
+    }
+
     /// Whether the copy is done.
     ///
     /// # Errors
@@ -169,8 +236,8 @@ impl Drop for Pending {
 }
 
 /// Which way a copy goes.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Direction {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
     /// To the pool.
     Out,
     /// From the pool.

@@ -17,5 +17,5 @@ mod pages;
 pub use arena::Arena;
 pub use chunks::settle;
 pub use host::{available_host_bytes, peak_resident_bytes};
-pub use host_pool::{HostPool, Pending};
+pub use host_pool::{Direction, HostPool, Mark, Pending};
 pub use ledger::{Ledger, Place};

@@ -1,11 +1,15 @@
 //! MemoryPlan: bytes of every class in every phase, from the formulas that train, rollout and colocate export, known before
 //! anything is allocated. Activations are estimated; everything else is exact.
 
+mod residency;
+
 use std::fmt;
 
 use tch::Kind;
 
-use crate::config::{Config, GradientCheckpointing, OptimizerResidency};
+use residency::Residencies;
+
+use crate::config::{Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
 use crate::error::{Error, Result};
 use crate::model::{ModelSpec, ParamTable, SavedBlock, chunk_logits};
 use crate::rollout::kv_block_bytes;
@@ -24,7 +28,7 @@ pub struct ClassBytes {
     pub train_bytes: usize,
     /// While generating.
     pub rollout_bytes: usize,
-    /// On the host during rollout.
+    /// On the host, where it can go there.
     pub host_bytes: usize,
 }
 
@@ -33,8 +37,12 @@ pub struct ClassBytes {
 pub struct MemoryPlan {
     /// By class.
     pub classes: Vec<ClassBytes>,
-    /// Where optimizer state lives during rollout: `resident` or `swap`.
+    /// Where optimizer state lives.
     pub optimizer: OptimizerResidency,
+    /// Where reference weights live.
+    pub reference: ReferenceResidency,
+    /// Why both were chosen.
+    pub reason: String,
     /// Size of the KV cache on each rank.
     pub kv_cache_bytes: usize,
     /// KV blocks on each rank.
@@ -69,37 +77,29 @@ pub struct PlanInput<'a> {
 }
 
 impl MemoryPlan {
-    /// Adds up the classes, picks the residency and sizes the KV cache.
+    /// Adds up the classes, picks the residencies and sizes the KV cache.
     ///
-    /// `auto` keeps the optimizer on the device unless the KV cache would not have all the blocks that it can use, and a
-    /// swap gives it more. On a CPU a swap frees nothing.
+    /// `auto` keeps optimizer and reference on the device unless the run does not fit then, or the KV cache would not have all
+    /// the blocks that it can use; of the others it takes what moves least. On a CPU moving frees nothing.
     ///
     /// # Errors
     /// [`Error::Environment`] for a run that cannot fit, with the smallest change that would help.
     pub fn new(input: &PlanInput<'_>) -> Result<Self> {
-        use OptimizerResidency::{Auto, Resident, Swap};
-        let chosen = input.config.residency.optimizer;
-        if chosen != Auto {
-            return Self::with_optimizer(chosen, input);
-        }
-        let resident = Self::with_optimizer(Resident, input);
-        if input.swap_bytes.is_none() {
-            return resident;
-        }
-        match (resident, Self::with_optimizer(Swap, input)) {
-            (Ok(resident), Ok(swap)) if swap.num_kv_blocks > resident.num_kv_blocks => Ok(swap),
-            (Err(_), Ok(swap)) => Ok(swap),
-            (resident, _) => resident,
-        }
+        residency::choose(input)
     }
 
-    fn with_optimizer(optimizer: OptimizerResidency, input: &PlanInput<'_>) -> Result<Self> {
+    fn with_residencies(residencies: Residencies, input: &PlanInput<'_>) -> Result<Self> {
+        let Residencies { optimizer, reference } = residencies;
         let PlanInput { config, table, kind, .. } = *input;
         let spec = &table.spec;
         let gradients = GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype);
         let train = TrainBytes::new(table, config.zero.stage, kind, gradients);
-        let reference = (config.beta > 0.0).then(|| ReferenceBytes::new(table, kind));
-        let swapped = if optimizer == OptimizerResidency::Swap { train.optimizer } else { 0 };
+        let (state, buckets) = (train.optimizer, train.optimizer_buckets);
+        let (state_train, state_rollout, state_host) = match optimizer {
+            OptimizerResidency::Auto | OptimizerResidency::Resident => (state, state, 0),
+            OptimizerResidency::Swap => (state, 0, state),
+            OptimizerResidency::Stream => (buckets, 0, state),
+        };
         let class = |class, train_bytes, rollout_bytes, host_bytes| ClassBytes {
             class,
             train_bytes,
@@ -108,19 +108,24 @@ impl MemoryPlan {
         };
         let mut classes = vec![
             class("policy weights", train.weights + train.gathered, train.weights, 0),
-            class("master weights, Adam m and v", train.optimizer, train.optimizer - swapped, swapped),
+            class("master weights, Adam m and v", state_train, state_rollout, state_host),
             class("gradients", train.gradients + train.gradient_scratch, 0, 0),
             class("activations (estimate)", activation_bytes(input), 0, 0),
         ];
-        classes.extend(
-            reference.map(|bytes| class("reference weights", bytes.weights + bytes.gathered, bytes.weights, 0)),
-        );
+        if config.beta > 0.0 {
+            let on_host = reference == ReferenceResidency::Host;
+            let ReferenceBytes { weights, gathered } = ReferenceBytes::new(table, kind, on_host);
+            let [device, host] = if on_host { [0, weights] } else { [weights, 0] };
+            classes.push(class("reference weights", device + gathered, device, host));
+        }
         if input.engine_weight_bytes > 0 {
             classes.push(class("engine weights (gathered slices)", 0, input.engine_weight_bytes, 0));
         }
         let mut plan = Self {
             classes,
             optimizer,
+            reference,
+            reason: String::new(),
             kv_cache_bytes: 0,
             num_kv_blocks: 0,
             kv_block_size: config.kv_block_size,
@@ -180,7 +185,8 @@ impl MemoryPlan {
         let swapped = self.sum(|class| class.host_bytes);
         if let Some(host) = self.swap_bytes.filter(|host| *host < swapped) {
             let message = format!(
-                "residency.optimizer = swap needs {} of host memory per rank and {} are available; set resident",
+                "residency.optimizer = {} needs {} of host memory per rank and {} are available; set resident",
+                self.optimizer.name(),
                 human(swapped),
                 human(host)
             );
@@ -222,7 +228,9 @@ impl fmt::Display for MemoryPlan {
         writeln!(f, "{:<34} {train:>11} {rollout:>11} {:>11}", "sum", sum(|class| class.host_bytes))?;
         writeln!(f, "peak {} of {} available", human(self.peak_bytes()), human(self.available_bytes))?;
         let (blocks, size) = (self.num_kv_blocks, self.kv_block_size);
-        write!(f, "KV cache: {blocks} blocks of {size} tokens; optimizer state: {}", self.optimizer.name())
+        writeln!(f, "KV cache: {blocks} blocks of {size} tokens")?;
+        let (optimizer, reference) = (self.optimizer.name(), self.reference.name());
+        write!(f, "residency: optimizer state {optimizer}, reference weights {reference}: {}", self.reason)
     }
 }
 

@@ -3,6 +3,7 @@
 
 use tch::Kind;
 
+use super::flow::bucket_bytes;
 use super::policy::GradientOptions;
 use crate::model::{ParamTable, Unit};
 use crate::torch::accumulation_kind;
@@ -20,6 +21,8 @@ pub struct TrainBytes {
     pub gradient_scratch: usize,
     /// Master weights and moments.
     pub optimizer: usize,
+    /// What they flow through on the device, where they live on the host.
+    pub optimizer_buckets: usize,
 }
 
 impl TrainBytes {
@@ -28,7 +31,8 @@ impl TrainBytes {
         let stage = if table.shards == 1 { 0 } else { stage };
         let share = |sharded: bool| if sharded { table.total / table.shards } else { table.total };
         let (bytes, wide_bytes) = (kind.elt_size_in_bytes(), accumulation_kind(kind).elt_size_in_bytes());
-        let kinds = gradients.kinds(accumulation_kind(kind));
+        let wide = accumulation_kind(kind);
+        let kinds = gradients.kinds(wide);
         let [gradient_bytes, sent_bytes] = [kinds.accumulated, kinds.reduced].map(|kind| kind.elt_size_in_bytes());
         let cast_bytes = if kinds.accumulated == kinds.reduced { 0 } else { sent_bytes * largest(table) };
         Self {
@@ -37,6 +41,7 @@ impl TrainBytes {
             gradients: gradient_bytes * share(stage > 1),
             gradient_scratch: cast_bytes + if stage > 1 { gradient_bytes * gradient_scratch(table) } else { 0 },
             optimizer: 3 * wide_bytes * share(stage > 0),
+            optimizer_buckets: bucket_bytes(largest(table) / if stage > 0 { table.shards } else { 1 }, wide),
         }
     }
 }
@@ -51,10 +56,15 @@ pub struct ReferenceBytes {
 }
 
 impl ReferenceBytes {
-    /// For weights of `kind`; `table.shards` is the shard group's size.
-    pub fn new(table: &ParamTable, kind: Kind) -> Self {
-        let TrainBytes { weights, gathered, .. } = TrainBytes::new(table, 3, kind, GradientOptions::default());
-        Self { weights, gathered }
+    /// For weights of `kind`; `table.shards` is the shard group's size. On the host they are brought to the device as they
+    /// are gathered, by a rank alone too.
+    pub fn new(table: &ParamTable, kind: Kind, on_host: bool) -> Self {
+        let bytes = kind.elt_size_in_bytes();
+        let gathers = on_host || table.shards > 1;
+        Self {
+            weights: bytes * table.total / table.shards,
+            gathered: if gathers { bytes * gathered(table) } else { 0 },
+        }
     }
 }
 

@@ -9,6 +9,7 @@
 //! | `network` | the loops over blocks, forward and backward |
 //! | `sharding` | which part of every unit a rank keeps, owns and steps |
 //! | `weights`, `gradients`, `optimizer` | the three classes of bytes |
+//! | `residence`, `flow` | where optimizer state lives; how it flows through the device where that is the host |
 //! | `state` | optimizer state by parameter and element range, for checkpoints |
 //! | `bytes` | what each class costs, for the plan |
 //! | `schedule` | learning rates |
@@ -25,6 +26,7 @@
 
 mod balance;
 mod bytes;
+mod flow;
 mod gradients;
 mod micro_batch;
 mod network;
@@ -32,6 +34,7 @@ mod optimizer;
 mod pack;
 mod policy;
 mod reference;
+mod residence;
 mod schedule;
 mod sharding;
 mod state;
@@ -45,5 +48,6 @@ pub use optimizer::AdamOptions;
 pub use pack::{PackOptions, Sequence, pack, pad_to_agreed_count};
 pub use policy::{GradientOptions, Policy, PolicyOptions, StepOutcome};
 pub use reference::Reference;
+pub use residence::{OptimizerHome, Transitions};
 pub use schedule::{Schedule, learning_rate};
 pub use state::{ParamShard, ParamState};

@@ -1,14 +1,14 @@
-//! AdamW over what this rank owns: master weights and both moments in one arena range, so that they can leave the device
-//! and return as one.
-#![allow(unsafe_code)]
+//! AdamW over what this rank owns: master weights and both moments, wherever they live.
 
 use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tch::{Device, Kind, Tensor};
 
+use super::flow::{BUCKET_LEN, Flow};
+use super::residence::{Columns, OptimizerHome, Residence, cells};
 use super::sharding::{Sharding, intersection, narrow};
-use crate::error::{Error, Result};
-use crate::memory::{Arena, HostPool};
+use crate::error::Result;
 use crate::model::{ParamTable, UnitLayout};
 use crate::ops::adamw;
 
@@ -29,55 +29,76 @@ pub struct AdamOptions {
 #[derive(Debug)]
 pub(crate) struct Optimizer {
     options: AdamOptions,
-    kind: Kind,
+    device: Device,
     units: Vec<Owned>,
-    num_owned: usize,
     num_updates: u64,
-    state: Option<Tensor>, // [3, num_owned], a view of the arena; None while offloaded
-    arena: Arena,          // dropped after its view
+    flow: Option<Flow>,          // of the update under way, where the state is streamed
+    residence: Mutex<Residence>, // the state moves while the weights are read
 }
 
 /// What this rank owns of a unit.
 #[derive(Debug)]
 struct Owned {
-    range: Range<usize>,      // of the unit
-    start: usize,             // in the state's columns
-    decayed: Vec<Range<i64>>, // of the owned part
+    range: Range<usize>,        // of the unit
+    start: usize,               // in the state's columns
+    decayed: Vec<Range<usize>>, // of the owned part
+}
+
+impl Owned {
+    fn columns(&self) -> Range<usize> {
+        self.start..self.start + self.range.len()
+    }
+
+    /// What of `part` weight decay applies to, from its start.
+    fn decayed(&self, part: &Range<usize>) -> Vec<Range<i64>> {
+        let inside = self.decayed.iter().map(|range| intersection(range, part)).filter(|range| !range.is_empty());
+        inside.map(|range| (range.start - part.start) as i64..(range.end - part.start) as i64).collect()
+    }
 }
 
 impl Optimizer {
-    /// Zero moments and master weights; [`Optimizer::load_master`] fills the latter.
+    /// Zero moments; [`Optimizer::load_master`] fills in the rest.
     pub(crate) fn new(
         table: &ParamTable,
         sharding: &Sharding,
         options: AdamOptions,
         (kind, device): (Kind, Device),
+        home: OptimizerHome,
     ) -> Result<Self> {
-        let mut num_owned = 0;
+        let mut count = 0;
         let units = table.units.iter().map(|layout| {
             let range = sharding.owned(layout.len);
-            let owned = Owned { start: num_owned, decayed: decayed(layout, &range), range };
-            num_owned += owned.range.len();
+            let owned = Owned { start: count, decayed: decayed(layout, &range), range };
+            count += owned.range.len();
             owned
         });
         let units = units.collect();
-        let bytes = 3 * num_owned * kind.elt_size_in_bytes();
-        let arena = Arena::reserve("optimizer", bytes, device)?;
-        let mut optimizer = Self { options, kind, units, num_owned, num_updates: 0, state: None, arena };
-        optimizer.state = Some(optimizer.map()?);
-        Ok(optimizer)
+        let residence = Residence::new(Columns { count, kind }, device, home)?;
+        Ok(Self { options, device, units, num_updates: 0, flow: None, residence: Mutex::new(residence) })
     }
 
     /// Takes a unit's master weights from the whole unit.
     pub(crate) fn load_master(&mut self, index: usize, whole: &Tensor) -> Result<()> {
-        let [mut master, _, _] = self.unit(index)?;
-        master.f_copy_(&narrow(whole, &self.units[index].range))?;
-        Ok(())
+        let master = narrow(whole, &self.units[index].range);
+        let zeros = master.f_zeros_like()?;
+        let columns = self.units[index].columns();
+        self.residence().write(&columns, [&master, &zeros, &zeros])
     }
 
-    /// Counts an update: the exponent of the bias corrections of the [`Optimizer::step`]s that follow.
-    pub(crate) fn begin_update(&mut self) {
+    /// Counts an update: the exponent of the bias corrections of the [`Optimizer::step`]s that follow, one for each unit in
+    /// order.
+    ///
+    /// # Errors
+    /// `InvalidArgument` while offloaded.
+    pub(crate) fn begin_update(&mut self) -> Result<()> {
+        let residence = self.residence.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let columns = residence.columns();
+        if let Some(pool) = residence.streamed() {
+            let owned = self.units.iter().map(Owned::columns);
+            self.flow = Some(Flow::start(pool, columns, owned, BUCKET_LEN, self.device)?);
+        }
         self.num_updates += 1;
+        Ok(())
     }
 
     /// Steps a unit's owned part on `gradient * gradient_scale`; `weight` takes its new master weights in its own kind.
@@ -89,25 +110,54 @@ impl Optimizer {
         lr: f64,
         gradient_scale: f64,
     ) -> Result<()> {
-        let [mut master, mut m, mut v] = self.unit(index)?;
         let AdamOptions { beta1, beta2, eps, weight_decay } = self.options;
         let hyper = adamw::AdamW { lr, beta1, beta2, eps, weight_decay };
-        let decayed = &self.units[index].decayed;
-        adamw::step(&mut master, &mut m, &mut v, gradient, weight, &hyper, self.num_updates, gradient_scale, decayed)
+        let (owned, num_updates) = (&self.units[index], self.num_updates);
+        let mut step = |part: &Range<usize>, [mut master, mut m, mut v]: [Tensor; 3]| {
+            let (gradient, mut weight) = (narrow(gradient, part), narrow(weight, part));
+            let decayed = owned.decayed(part);
+            adamw::step(
+                &mut master,
+                &mut m,
+                &mut v,
+                &gradient,
+                &mut weight,
+                &hyper,
+                num_updates,
+                gradient_scale,
+                &decayed,
+            )
+        };
+        let residence = self.residence.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let columns = residence.columns();
+        if let (Some(flow), Some(pool)) = (&mut self.flow, residence.streamed()) {
+            return flow.step(pool, columns, index, &mut step);
+        }
+        let state = residence.stepped()?;
+        step(&(0..owned.range.len()), [0, 1, 2].map(|row| cells(&state, row, &owned.columns())))
     }
 
-    /// Master weights and moments of a unit's owned part, as views.
-    ///
-    /// # Errors
-    /// `InvalidArgument` while offloaded.
-    pub(crate) fn unit(&self, index: usize) -> Result<[Tensor; 3]> {
-        let state = self.state()?;
-        let Owned { range, start, .. } = &self.units[index];
-        let columns = state.narrow(1, *start as i64, range.len() as i64);
-        Ok([0, 1, 2].map(|row| columns.get(row)))
+    /// Ends an update: streamed state is on its way home.
+    pub(crate) fn end_update(&mut self) -> Result<()> {
+        self.flow.take().map_or(Ok(()), Flow::finish)
     }
 
-    /// The part of a unit that [`Optimizer::unit`] is of.
+    /// Copies of master weights and moments of some of a unit's owned part on `device`.
+    pub(crate) fn read(&self, index: usize, part: &Range<usize>, device: Device) -> Result<[Tensor; 3]> {
+        self.residence().read(&self.columns(index, part), device)
+    }
+
+    /// Replaces master weights and moments of some of a unit's owned part.
+    pub(crate) fn write(&mut self, index: usize, part: &Range<usize>, values: [&Tensor; 3]) -> Result<()> {
+        self.residence().write(&self.columns(index, part), values)
+    }
+
+    fn columns(&self, index: usize, part: &Range<usize>) -> Range<usize> {
+        let start = self.units[index].start;
+        start + part.start..start + part.end
+    }
+
+    /// The part of a unit that this rank owns.
     pub(crate) fn owned(&self, index: usize) -> &Range<usize> {
         &self.units[index].range
     }
@@ -122,58 +172,30 @@ impl Optimizer {
         self.num_updates = num_updates;
     }
 
-    /// Whether the state is on the device.
-    pub(crate) fn is_resident(&self) -> bool {
-        self.state.is_some()
-    }
-
     /// Bytes of the state.
     pub(crate) fn bytes(&self) -> usize {
-        3 * self.num_owned * self.kind.elt_size_in_bytes()
+        self.residence().columns().bytes()
     }
 
-    /// Copies the state to the start of `pool` and unmaps it. Nothing happens if it is there already.
-    pub(crate) fn offload(&mut self, pool: &mut HostPool) -> Result<()> {
-        let Some(state) = &self.state else { return Ok(()) };
-        pool.copy_from(0, state)?;
-        self.state = None;
-        self.arena.unmap();
-        Ok(())
+    /// Where the state is, and its way between device and host.
+    pub(crate) fn residence(&self) -> MutexGuard<'_, Residence> {
+        self.residence.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Maps the range and copies the state back. Nothing happens if it is there already.
-    pub(crate) fn reload(&mut self, pool: &HostPool) -> Result<()> {
-        if self.state.is_none() {
-            let mut state = self.map()?;
-            pool.copy_to(0, &mut state)?;
-            self.state = Some(state);
-        }
-        Ok(())
-    }
-
-    fn state(&self) -> Result<&Tensor> {
-        self.state.as_ref().ok_or_else(|| Error::InvalidArgument {
-            op: "optimizer state",
-            expected: "it on the device (reload it first)".into(),
-            got: "offloaded".into(),
-        })
-    }
-
-    fn map(&mut self) -> Result<Tensor> {
-        self.arena.map(self.bytes())?;
-        // SAFETY: the view and all views of it stay in this struct or in one call on it; `offload` drops it before it
-        // unmaps the range.
-        unsafe { self.arena.tensor(0, &[3, self.num_owned as i64], self.kind) }
+    /// # Errors
+    /// `InvalidArgument` while offloaded.
+    pub(crate) fn check_here(&self) -> Result<()> {
+        self.residence().check_here()
     }
 }
 
 /// The ranges of the owned part that weight decay applies to.
-fn decayed(layout: &UnitLayout, owned: &Range<usize>) -> Vec<Range<i64>> {
+fn decayed(layout: &UnitLayout, owned: &Range<usize>) -> Vec<Range<usize>> {
     let params = layout.params.iter().filter(|param| param.decay);
     params
         .map(|param| intersection(&(param.offset..param.offset + param.numel()), owned))
         .filter(|range| !range.is_empty())
-        .map(|range| (range.start - owned.start) as i64..(range.end - owned.start) as i64)
+        .map(|range| range.start - owned.start..range.end - owned.start)
         .collect()
 }
 
@@ -196,5 +218,8 @@ mod tests {
         assert_eq!(decayed(&layout, &(0..200)), [64..184, 192..200]);
         assert_eq!(decayed(&layout, &(128..256)), [0..56, 64..128]);
         assert!(decayed(&layout, &(256..384)).is_empty());
+        let owned = Owned { range: 0..384, start: 7, decayed: decayed(&layout, &(0..384)) };
+        assert_eq!(owned.decayed(&(100..250)), [0..84, 92..150]);
+        assert_eq!(owned.columns(), 7..391);
     }
 }

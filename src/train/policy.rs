@@ -9,12 +9,12 @@ use super::gradients::{GradientKinds, Gradients};
 use super::micro_batch::MicroBatch;
 use super::network::{Network, NetworkOptions, Scores, TokenGradients};
 use super::optimizer::{AdamOptions, Optimizer};
+use super::residence::{OptimizerHome, Transitions};
 use super::sharding::Sharding;
 use super::weights::Weights;
 use crate::config::{Dtype, GradientCheckpointing};
 use crate::dist::Mesh;
-use crate::error::{Error, Result};
-use crate::memory::HostPool;
+use crate::error::Result;
 use crate::model::{ParamTable, Unit, UnitLayout};
 use crate::torch::accumulation_kind;
 
@@ -93,10 +93,24 @@ impl Policy {
         options: PolicyOptions,
         source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
     ) -> Result<Self> {
+        Self::with_home(table, mesh, options, OptimizerHome::Resident, source)
+    }
+
+    /// The same with optimizer state in `home`, whose pool has [`super::TrainBytes`]' `optimizer` bytes.
+    ///
+    /// # Errors
+    /// As [`Policy::new`], and `InvalidArgument` for a pool that is too small.
+    pub fn with_home(
+        table: Arc<ParamTable>,
+        mesh: &Mesh,
+        options: PolicyOptions,
+        home: OptimizerHome,
+        source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
+    ) -> Result<Self> {
         let NetworkOptions { kind, device, .. } = options.network;
         let wide = accumulation_kind(kind);
         let sharding = Sharding::new(&table, mesh, options.stage)?;
-        let mut optimizer = Optimizer::new(&table, &sharding, options.adam, (wide, device))?;
+        let mut optimizer = Optimizer::new(&table, &sharding, options.adam, (wide, device), home)?;
         let load_master = |index, whole: &Tensor| optimizer.load_master(index, whole);
         let weights =
             Weights::load("policy_weights", table.clone(), sharding.clone(), (kind, device), source, load_master)?;
@@ -172,13 +186,7 @@ impl Policy {
     /// # Errors
     /// `InvalidArgument` while the optimizer is offloaded.
     pub fn optimizer_step(&mut self, lr: f64, max_grad_norm: f64) -> Result<StepOutcome> {
-        if !self.optimizer.is_resident() {
-            return Err(Error::InvalidArgument {
-                op: "Policy::optimizer_step",
-                expected: "optimizer state on the device (reload it first)".into(),
-                got: "it is offloaded".into(),
-            });
-        }
+        self.optimizer.check_here()?;
         let reduced = self.gradients.reduce()?;
         let grad_norm = self.gradients.norm(&reduced)?;
         let skipped = !grad_norm.is_finite();
@@ -193,12 +201,13 @@ impl Policy {
     }
 
     fn step_owned(&mut self, gradients: &[Tensor], lr: f64, gradient_scale: f64) -> Result<()> {
-        self.optimizer.begin_update();
+        self.optimizer.begin_update()?;
         for (index, gradient) in gradients.iter().enumerate() {
             let mut weight = self.network.weights.owned(index)?;
             self.optimizer.step(index, gradient, &mut weight, lr, gradient_scale)?;
             self.network.weights.spread(index)?; // beside the next unit's step
         }
+        self.optimizer.end_update()?;
         self.version += 1;
         Ok(())
     }
@@ -214,18 +223,31 @@ impl Policy {
         self.network.weights.gather(unit)
     }
 
-    /// Size of the optimizer state in bytes: what [`Policy::offload_optimizer`] needs of the pool.
+    /// Size of the optimizer state in bytes.
     pub fn optimizer_bytes(&self) -> usize {
         self.optimizer.bytes()
     }
 
-    /// Copies master weights and moments to the start of `pool` and gives their memory back; nothing to do if it is done.
-    pub fn offload_optimizer(&mut self, pool: &mut HostPool) -> Result<()> {
-        self.optimizer.offload(pool)
+    /// Starts copies of master weights and moments to the host, if that is their home during rollout; nothing to do if they
+    /// are there.
+    pub fn offload_optimizer(&mut self) -> Result<()> {
+        self.optimizer.residence().leave()
     }
 
-    /// Takes master weights and moments back from `pool`, bit for bit; nothing to do if they are here.
-    pub fn reload_optimizer(&mut self, pool: &HostPool) -> Result<()> {
-        self.optimizer.reload(pool)
+    /// Waits for the copies that [`Policy::offload_optimizer`] started and gives the memory back, piece by piece; the weights
+    /// may be read meanwhile.
+    pub fn finish_offload(&self) -> Result<()> {
+        self.optimizer.residence().left()
+    }
+
+    /// Starts the way back of master weights and moments, bit for bit; the next step waits for it. Nothing to do if they are
+    /// here or live on the host.
+    pub fn reload_optimizer(&mut self) -> Result<()> {
+        self.optimizer.residence().come_back()
+    }
+
+    /// What moving optimizer state took since the last call. Waits for the device.
+    pub fn take_transitions(&self) -> Result<Transitions> {
+        self.optimizer.residence().take_transitions()
     }
 }

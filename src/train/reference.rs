@@ -10,9 +10,10 @@ use super::sharding::Sharding;
 use super::weights::Weights;
 use crate::dist::Mesh;
 use crate::error::Result;
+use crate::memory::HostPool;
 use crate::model::{ParamTable, UnitLayout};
 
-/// Weights sharded over the shard group as in ZeRO-3, without gradients or optimizer.
+/// Weights sharded over the shard group as in ZeRO-3, on the device or the host, without gradients or optimizer.
 #[derive(Debug)]
 pub struct Reference {
     network: Network,
@@ -29,6 +30,21 @@ impl Reference {
         let sharding = Sharding::new(&table, mesh, 3)?;
         let weights =
             Weights::load("reference_weights", table, sharding, (options.kind, options.device), source, |_, _| Ok(()))?;
+        Ok(Self { network: Network::new(weights, options) })
+    }
+
+    /// The same with this rank's slices in `pool`, of [`super::ReferenceBytes`]' size: each unit is brought to the device and
+    /// gathered while the one before it is used.
+    pub fn on_host(
+        table: Arc<ParamTable>,
+        mesh: &Mesh,
+        options: NetworkOptions,
+        pool: HostPool,
+        source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
+    ) -> Result<Self> {
+        let sharding = Sharding::new(&table, mesh, 3)?;
+        let place = (options.kind, options.device);
+        let weights = Weights::load_to_host("reference_weights", table, sharding, place, pool, source)?;
         Ok(Self { network: Network::new(weights, options) })
     }
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 use tch::{Device, Tensor};
 
 use super::policy::Policy;
-use super::sharding::intersection;
+use super::sharding::{intersection, narrow};
 use crate::error::{Error, Result};
 use crate::model::{Param, ParamName, Unit};
 
@@ -50,10 +50,10 @@ impl Policy {
     /// without overlap. [`Policy::num_updates`] belongs to it.
     ///
     /// # Errors
-    /// Each item is `InvalidArgument` while the optimizer is offloaded.
+    /// Those of the device.
     pub fn export_state(&self) -> impl Iterator<Item = Result<ParamShard>> + '_ {
         self.shares().map(|(index, param, elements)| {
-            let [master, m, v] = self.views(index, param, &elements)?.map(|view| view.to_device(Device::Cpu).copy());
+            let [master, m, v] = self.optimizer.read(index, &self.part(index, param, &elements), Device::Cpu)?;
             let unit = self.table().units[index].unit;
             Ok(ParamShard { unit, name: param.name, elements, state: ParamState { master, m, v } })
         })
@@ -72,7 +72,7 @@ impl Policy {
     /// its master weights (collective below stage 3). Gradients added so far are left alone.
     ///
     /// # Errors
-    /// `InvalidArgument` while the optimizer is offloaded or for a tensor of another length, and what `read` returns.
+    /// `InvalidArgument` for a tensor of another length, and what `read` returns.
     pub fn import_state(
         &mut self,
         num_updates: u64,
@@ -86,14 +86,14 @@ impl Policy {
                     continue;
                 }
                 let ParamState { master, m, v } = read(layout.unit, param.name, elements.clone())?;
-                let views = self.views(index, param, &elements)?;
-                for (mut view, new) in views.into_iter().zip([master, m, v]) {
-                    check_len(&new, &elements, layout.unit, param.name)?;
-                    view.f_copy_(&new)?;
+                for new in [&master, &m, &v] {
+                    check_len(new, &elements, layout.unit, param.name)?;
                 }
+                let part = self.part(index, param, &elements);
+                self.optimizer.write(index, &part, [&master, &m, &v])?;
+                let mut weight = narrow(&self.network.weights.owned(index)?, &part);
+                weight.f_copy_(&master)?;
             }
-            let [master, _, _] = self.optimizer.unit(index)?;
-            self.network.weights.owned(index)?.f_copy_(&master)?;
             self.network.weights.spread(index)?;
         }
         self.optimizer.set_num_updates(num_updates);
@@ -101,11 +101,10 @@ impl Policy {
         Ok(())
     }
 
-    /// Master weights and moments of some of a parameter's elements, all of them owned by this rank.
-    fn views(&self, index: usize, param: &Param, elements: &Range<usize>) -> Result<[Tensor; 3]> {
+    /// Some of a parameter's elements, all of them owned by this rank, in its part of the unit.
+    fn part(&self, index: usize, param: &Param, elements: &Range<usize>) -> Range<usize> {
         let start = param.offset + elements.start - self.optimizer.owned(index).start;
-        let state = self.optimizer.unit(index)?;
-        Ok(state.map(|tensor| tensor.narrow(0, start as i64, elements.len() as i64)))
+        start..start + elements.len()
     }
 }
 

@@ -1,6 +1,7 @@
 //! The network's weights, unit by unit: whole on every rank, or a slice that is gathered for use, beside what is computed
 //! before it.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
@@ -8,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 use super::sharding::{Sharding, narrow};
 use crate::dist::Work;
 use crate::error::{Error, Result};
-use crate::memory::{Ledger, Place};
+use crate::memory::{HostPool, Ledger, Place};
 use crate::model::{ParamTable, Unit, UnitLayout};
 
 /// Weights in the kind the network computes in.
@@ -19,6 +20,7 @@ pub(crate) struct Weights {
     sharding: Sharding,
     kind: Kind,
     device: Device,
+    pool: Option<HostPool>,       // in place of `units`, where weights live on the host
     units: Vec<Tensor>,           // [len], or [len / S] where weights are sharded
     spreading: Vec<Option<Work>>, // new weights on their way to ranks that keep them whole
     gathered: Vec<Gathered>,      // in use or upcoming
@@ -42,26 +44,53 @@ impl Weights {
         source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
         mut each: impl FnMut(usize, &Tensor) -> Result<()>,
     ) -> Result<Self> {
-        let mut units = Vec::with_capacity(table.units.len());
-        for (index, layout) in table.units.iter().enumerate() {
-            let flat = source(layout)?;
-            if flat.size() != [layout.len as i64] {
-                return Err(Error::InvalidArgument {
-                    op: "Weights::load",
-                    expected: format!("[{}] for the {}", layout.len, layout.unit),
-                    got: format!("{:?}", flat.size()),
-                });
-            }
+        let mut weights = Self::empty(owner, table, sharding, (kind, device));
+        for (index, layout) in weights.table.clone().units.iter().enumerate() {
+            let flat = whole(layout, source)?;
             each(index, &flat)?;
-            let kept = if sharding.keeps_weights { 0..layout.len } else { sharding.slice(layout.len) };
+            let kept = weights.kept(layout.len);
             let mut unit = Tensor::f_zeros([kept.len() as i64], (kind, device))?;
             unit.f_copy_(&narrow(&flat, &kept))?;
-            units.push(unit);
+            weights.units.push(unit);
         }
-        let num_elements: usize = units.iter().map(Tensor::numel).sum();
+        let num_elements: usize = weights.units.iter().map(Tensor::numel).sum();
         Ledger::set(owner, Place::Device, num_elements * kind.elt_size_in_bytes());
-        let spreading = units.iter().map(|_| None).collect();
-        Ok(Self { owner, table, sharding, kind, device, units, spreading, gathered: Vec::new() })
+        Ok(weights)
+    }
+
+    /// The same into host memory, this rank's slices one after another: units are brought to the device as they are gathered.
+    pub(crate) fn load_to_host(
+        owner: &'static str,
+        table: Arc<ParamTable>,
+        sharding: Sharding,
+        (kind, device): (Kind, Device),
+        mut pool: HostPool,
+        source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
+    ) -> Result<Self> {
+        let sharding = Sharding { keeps_weights: false, ..sharding };
+        let mut weights = Self::empty(owner, table, sharding, (kind, device));
+        for (index, layout) in weights.table.units.iter().enumerate() {
+            let slice = narrow(&whole(layout, source)?, &weights.kept(layout.len));
+            pool.copy_from(weights.byte_offset(index), &slice.f_to_kind(kind)?.f_to_device(Device::Cpu)?)?;
+        }
+        weights.pool = Some(pool);
+        Ok(weights)
+    }
+
+    fn empty(owner: &'static str, table: Arc<ParamTable>, sharding: Sharding, (kind, device): (Kind, Device)) -> Self {
+        let spreading = table.units.iter().map(|_| None).collect();
+        Self { owner, table, sharding, kind, device, pool: None, units: Vec::new(), spreading, gathered: Vec::new() }
+    }
+
+    /// What this rank keeps of a unit.
+    fn kept(&self, len: usize) -> Range<usize> {
+        if self.sharding.keeps_weights { 0..len } else { self.sharding.slice(len) }
+    }
+
+    /// Where a unit's slice begins in the pool.
+    fn byte_offset(&self, index: usize) -> usize {
+        let before: usize = self.table.units[..index].iter().map(|layout| self.kept(layout.len).len()).sum();
+        before * self.kind.elt_size_in_bytes()
     }
 
     /// The layout that all units follow.
@@ -90,10 +119,17 @@ impl Weights {
     }
 
     fn start_gathering(&mut self, index: usize) -> Result<()> {
-        let mut whole = Tensor::f_empty([self.table.units[index].len as i64], (self.kind, self.device))?;
-        let (shard, own) = (&self.sharding.shard, &self.units[index]);
-        let held = vec![whole.shallow_clone()];
-        let work = self.sharding.lane.run(held, || shard.all_gather(own, &mut whole))?;
+        let len = self.table.units[index].len;
+        let mut whole = Tensor::f_empty([len as i64], (self.kind, self.device))?;
+        let (shard, held) = (&self.sharding.shard, vec![whole.shallow_clone()]);
+        let work = self.sharding.lane.run(held, || match &self.pool {
+            None => shard.all_gather(&self.units[index], &mut whole),
+            Some(pool) => {
+                let mut own = narrow(&whole, &self.kept(len));
+                pool.copy_to_async(self.byte_offset(index), &mut own)?.hold_libtorch()?;
+                shard.all_gather(&own, &mut whole)
+            }
+        })?;
         self.gathered.push(Gathered { index, whole, work: Some(work) });
         Ok(())
     }
@@ -140,6 +176,19 @@ impl Weights {
     pub(crate) fn free_gathered(&mut self) {
         self.gathered.clear();
     }
+}
+
+/// A unit as `source` has it, of the layout's length.
+fn whole(layout: &UnitLayout, source: &dyn Fn(&UnitLayout) -> Result<Tensor>) -> Result<Tensor> {
+    let flat = source(layout)?;
+    if flat.size() == [layout.len as i64] {
+        return Ok(flat);
+    }
+    Err(Error::InvalidArgument {
+        op: "Weights::load",
+        expected: format!("[{}] for the {}", layout.len, layout.unit),
+        got: format!("{:?}", flat.size()),
+    })
 }
 
 impl Drop for Weights {

@@ -175,6 +175,7 @@ impl Trainer {
         phase::set_step(self.progress.generation_step);
         let start = Instant::now();
         let _ = phase::take_timings(); // of loading, evaluation and saving
+        self.colocated.policy().take_transitions()?;
         let prompts = self.next_prompts()?;
         let sampling = self.sampling();
         let (rewards, output) = (&self.rewards, &self.output);
@@ -194,7 +195,7 @@ impl Trainer {
         self.progress.num_tokens += self.count_tokens(&sequences)?;
         self.output.completions(&groups, self.progress.global_step)?;
         let mut metrics = records::step_metrics(&self.config, &groups, &advantages, &outcome);
-        records::cost_metrics(&mut metrics, start.elapsed(), self.colocated.transition_bytes())?;
+        records::cost_metrics(&mut metrics, start.elapsed(), self.colocated.policy().take_transitions()?)?;
         Ok(metrics)
     }
 

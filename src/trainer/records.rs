@@ -9,8 +9,8 @@ use crate::error::Result;
 use crate::grpo::{AdvantageStats, Aggregate, BatchStats};
 use crate::memory;
 use crate::metrics::{Reduce, StepMetrics};
-use crate::phase::{self, Phase};
-use crate::train::Sequence;
+use crate::phase;
+use crate::train::{Sequence, Transitions};
 use crate::types::{Completion, RolloutGroup};
 
 /// One sequence per completion, in order. Completions without a reward, and truncated ones if asked for, are masked.
@@ -70,17 +70,19 @@ pub(super) fn step_metrics(
     metrics
 }
 
-/// What the step took: time by phase, the transitions' bytes (all ranks) and rate (GB/s of the slowest), memory in GB.
-pub(super) fn cost_metrics(metrics: &mut StepMetrics, step_time: Duration, transition_bytes: usize) -> Result<()> {
+/// What the step took: time by phase; the transitions' bytes (all ranks), rate (GB/s of the slowest) and share of their time
+/// that nothing waited for; memory in GB.
+pub(super) fn cost_metrics(metrics: &mut StepMetrics, step_time: Duration, transitions: Transitions) -> Result<()> {
     let timings = phase::take_timings();
     for (phase, duration) in &timings {
         metrics.set(format!("timing_s/{}", phase.name()), duration.as_secs_f64(), Reduce::Max);
     }
-    if transition_bytes > 0 {
-        let transitions = [Phase::Offload, Phase::Reload].into_iter().filter_map(|phase| timings.get(&phase));
-        let seconds = transitions.sum::<Duration>().as_secs_f64();
-        metrics.set("transition/bytes", transition_bytes as f64, Reduce::Sum);
-        metrics.set("transition/gbps", transition_bytes as f64 / 1e9 / seconds, Reduce::Min);
+    let Transitions { bytes, copying, exposed } = transitions;
+    if bytes > 0 {
+        metrics.set("transition/bytes", bytes as f64, Reduce::Sum);
+        metrics.set("transition/gbps", bytes as f64 / 1e9 / copying.as_secs_f64(), Reduce::Min);
+        let hidden = 1.0 - exposed.as_secs_f64() / copying.as_secs_f64();
+        metrics.set("transition/hidden_share", hidden.max(0.0), Reduce::Min);
     }
     metrics.set("perf/max_resident_gb", memory::peak_resident_bytes()? as f64 / 1e9, Reduce::Max);
     metrics.set("step_time", step_time.as_secs_f64(), Reduce::Max);

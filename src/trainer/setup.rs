@@ -9,7 +9,7 @@ use super::output::Output;
 use super::{Progress, Trainer};
 use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Saver, TrainerState};
 use crate::colocate::{Colocated, EngineSlices};
-use crate::config::{BatchPlan, Config, OptimizerResidency};
+use crate::config::{BatchPlan, Config, OptimizerResidency, ReferenceResidency};
 use crate::cuda::{self, Placement};
 use crate::data::{Dataset, DatasetOptions, PromptSampler, Tokenizer};
 use crate::dist::{World, all_gather_bytes};
@@ -23,7 +23,10 @@ use crate::plan::{MemoryPlan, PlanInput};
 use crate::reward::{RewardFunction, RewardPool};
 use crate::rollout::{Engine, EngineOptions};
 use crate::torch;
-use crate::train::{AdamOptions, GradientOptions, NetworkOptions, Policy, PolicyOptions, Reference, Schedule};
+use crate::train::{
+    AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, Policy, PolicyOptions, Reference, ReferenceBytes,
+    Schedule, TrainBytes,
+};
 
 /// Everything about a run that is known without touching its data: checked by the launcher before any process starts.
 #[derive(Debug)]
@@ -231,10 +234,22 @@ fn colocated(
         },
         gradients: GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype),
     };
-    let policy = Policy::new(table.clone(), &mesh, options, weights)?;
-    let reference = match config.beta > 0.0 {
-        true => Some(Reference::new(table.clone(), &mesh, network, weights)?),
-        false => None,
+    let pool = |name, bytes| HostPool::new(name, bytes, device, &mut pinning_progress(world.rank() == 0));
+    let optimizer_bytes = TrainBytes::new(table, options.stage, kind, options.gradients).optimizer;
+    let home = match plan.optimizer {
+        OptimizerResidency::Swap => OptimizerHome::Swap(pool("optimizer_host", optimizer_bytes)?),
+        OptimizerResidency::Stream => OptimizerHome::Stream(pool("optimizer_host", optimizer_bytes)?),
+        OptimizerResidency::Auto | OptimizerResidency::Resident => OptimizerHome::Resident,
+    };
+    let policy = Policy::with_home(table.clone(), &mesh, options, home, weights)?;
+    let on_host = plan.reference == ReferenceResidency::Host;
+    let reference = match (config.beta > 0.0, on_host) {
+        (false, _) => None,
+        (true, false) => Some(Reference::new(table.clone(), &mesh, network, weights)?),
+        (true, true) => {
+            let pool = pool("reference_host", ReferenceBytes::new(table, kind, on_host).weights)?;
+            Some(Reference::on_host(table.clone(), &mesh, network, pool, weights)?)
+        }
     };
     let engine = EngineOptions {
         kv_cache_bytes: plan.kv_cache_bytes,
@@ -252,14 +267,7 @@ fn colocated(
         true => EngineSlices::gathered(table, tp_rank, tp_size, kind, device)?,
         false => EngineSlices::in_place(tp_rank, tp_size),
     };
-    let host_pool = match plan.optimizer {
-        OptimizerResidency::Swap => {
-            let mut progress = pinning_progress(world.rank() == 0);
-            Some(HostPool::new("optimizer_host", policy.optimizer_bytes(), device, &mut progress)?)
-        }
-        OptimizerResidency::Auto | OptimizerResidency::Resident => None,
-    };
-    Ok(Colocated::new(world.clone(), mesh, policy, reference, engine, slices, host_pool))
+    Ok(Colocated::new(world.clone(), mesh, policy, reference, engine, slices))
 }
 
 /// The checkpoint to resume from, decided and verified by the first rank, the same on all; collective over the world.

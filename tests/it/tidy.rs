@@ -28,7 +28,7 @@ const EDGES: &[&str] = &[
     "model/files",
     "phase/",
     // Holders of views into an arena.
-    "train/optimizer.rs",
+    "train/residence.rs",
     "rollout/kv_cache.rs",
     "rollout/gpu/",
     "colocate/weights.rs",

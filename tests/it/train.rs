@@ -12,8 +12,8 @@ use colo_grpo::dist::{Backend, Mesh, ReduceOp, World, all_gather_bytes, all_redu
 use colo_grpo::memory::{HostPool, Ledger, Place};
 use colo_grpo::model::{Family, ModelSpec, ParamName, ParamTable, Unit, UnitLayout};
 use colo_grpo::train::{
-    AdamOptions, GradientOptions, MicroBatch, NetworkOptions, PackOptions, ParamShard, ParamState, Policy,
-    PolicyOptions, Reference, ReferenceBytes, Scores, Sequence, StepOutcome, TokenGradients, TrainBytes, pack,
+    AdamOptions, GradientOptions, MicroBatch, NetworkOptions, OptimizerHome, PackOptions, ParamShard, ParamState,
+    Policy, PolicyOptions, Reference, ReferenceBytes, Scores, Sequence, StepOutcome, TokenGradients, TrainBytes, pack,
     pad_to_agreed_count,
 };
 use tch::{Device, Kind, Tensor};
@@ -197,26 +197,61 @@ fn offloaded_state_returns_bit_identical() {
 fn offloads(mesh: &Mesh) {
     for stage in [0, 3] {
         let run = Run::new(stage, Kind::Float);
-        let (mut policy, mut resident) = (run.policy(mesh), run.policy(mesh));
-        let mut pool =
-            HostPool::new("train_test", policy.optimizer_bytes(), mesh.world.device(), &mut |_, _| ()).unwrap();
+        let (mut policy, mut resident) = (run.policy_in(mesh, OptimizerHome::Swap(run.pool(mesh))), run.policy(mesh));
         for _ in 0..2 {
             let _ = run.step(&mut policy, mesh);
             let _ = run.step(&mut resident, mesh);
             let before = state(&policy);
-            policy.drop_gradients();
-            policy.offload_optimizer(&mut pool).unwrap();
-            policy.offload_optimizer(&mut pool).unwrap();
-            let refused = policy.optimizer_step(LR, MAX_GRAD_NORM).unwrap_err();
-            assert!(refused.to_string().contains("offloaded"), "{refused}");
-            assert!(policy.export_state().next().unwrap().is_err());
-            policy.reload_optimizer(&pool).unwrap();
-            policy.reload_optimizer(&pool).unwrap();
-            assert!(state(&policy) == before, "stage {stage}");
+            for _ in 0..2 {
+                policy.drop_gradients();
+                policy.offload_optimizer().unwrap();
+                policy.offload_optimizer().unwrap();
+                policy.finish_offload().unwrap();
+                let refused = policy.optimizer_step(LR, MAX_GRAD_NORM).unwrap_err();
+                assert!(refused.to_string().contains("offloaded"), "{refused}");
+                assert!(state(&policy) == before, "stage {stage}: in the pool");
+                policy.reload_optimizer().unwrap();
+                policy.reload_optimizer().unwrap();
+                assert!(state(&policy) == before, "stage {stage}: on its way back");
+            }
+            let _ = (run.step(&mut policy, mesh), run.step(&mut resident, mesh));
+            let moved = policy.take_transitions().unwrap();
+            assert_eq!(moved.bytes, 3 * policy.optimizer_bytes(), "what has not changed does not leave again");
         }
-        let _ = run.step(&mut policy, mesh);
-        let _ = run.step(&mut resident, mesh);
-        assert!(weights(&policy) == weights(&resident), "stage {stage}");
+        assert!(weights(&policy) == weights(&resident) && state(&policy) == state(&resident), "stage {stage}");
+        // Turned back half way.
+        policy.drop_gradients();
+        policy.offload_optimizer().unwrap();
+        policy.reload_optimizer().unwrap();
+        assert!(state(&policy) == state(&resident), "stage {stage}");
+    }
+}
+
+#[test]
+fn streamed_state_steps_like_resident() {
+    ranks::run(2, "train::streamed_state_steps_like_resident", |world: World| streams(&world.mesh(1, 2).unwrap()));
+}
+
+fn streams(mesh: &Mesh) {
+    for (stage, kind) in [(0, Kind::Float), (1, Kind::BFloat16), (2, Kind::Float), (3, Kind::BFloat16)] {
+        let run = Run { tied: stage == 1, ..Run::new(stage, kind) };
+        let (mut policy, mut resident) = (run.policy_in(mesh, OptimizerHome::Stream(run.pool(mesh))), run.policy(mesh));
+        for _ in 0..3 {
+            assert_eq!(run.step(&mut policy, mesh), run.step(&mut resident, mesh), "stage {stage}");
+            assert!(weights(&policy) == weights(&resident) && state(&policy) == state(&resident), "stage {stage}");
+            policy.offload_optimizer().unwrap(); // it is away already
+            policy.finish_offload().unwrap();
+            policy.reload_optimizer().unwrap();
+        }
+        assert_eq!(policy.take_transitions().unwrap().bytes, 0);
+        let device =
+            Ledger::report().into_iter().filter(|(place, owner, _)| (*place, *owner) == (Place::Device, "optimizer"));
+        assert!(device.map(|(_, _, bytes)| bytes).sum::<usize>() <= resident.optimizer_bytes().next_multiple_of(4096));
+        let saved = saved_state(&policy, mesh);
+        resident.import_state(7, &mut |unit, name, range| read(&saved, unit, name, range)).unwrap();
+        policy.import_state(7, &mut |unit, name, range| read(&saved, unit, name, range)).unwrap();
+        let _ = (run.step(&mut policy, mesh), run.step(&mut resident, mesh));
+        assert!(weights(&policy) == weights(&resident), "stage {stage}: after a checkpoint");
     }
 }
 
@@ -266,7 +301,7 @@ fn the_ledger_holds_what_the_formulas_say() {
                 ("gradients", bytes.gradients),
                 ("optimizer", bytes.optimizer.next_multiple_of(page_bytes)),
                 ("policy_weights", bytes.weights),
-                ("reference_weights", ReferenceBytes::new(&table, kind).weights),
+                ("reference_weights", ReferenceBytes::new(&table, kind, false).weights),
             ];
             assert_eq!(Ledger::report(), expected.map(|(owner, bytes)| (Place::Device, owner, bytes)), "stage {stage}");
             assert_eq!(policy.optimizer_bytes(), bytes.optimizer);
@@ -285,11 +320,17 @@ fn a_reference_scores_like_the_policy_it_was_loaded_as() {
             let run = Run { tied, ..Run::new(1, Kind::Double) };
             let table = run.table(mesh.shard.size());
             let source = |layout: &UnitLayout| Ok(initial(layout));
-            let mut reference = Reference::new(table, &mesh, run.options(&mesh).network, &source).unwrap();
+            let network = run.options(&mesh).network;
+            let mut reference = Reference::new(table.clone(), &mesh, network, &source).unwrap();
+            let bytes = ReferenceBytes::new(&table, run.kind, true).weights;
+            let pool = HostPool::new("reference_test", bytes, mesh.world.device(), &mut |_, _| ()).unwrap();
+            let mut on_host = Reference::on_host(table, &mesh, network, pool, &source).unwrap();
             let (mut policy, autograd) = (run.policy(&mesh), run.autograd());
             for micro_batch in &run.micro_batches(&mesh) {
                 let scores = policy.forward_logprobs(micro_batch, TEMPERATURE).unwrap();
                 let ref_scores = reference.forward_logprobs(micro_batch, TEMPERATURE).unwrap();
+                let host_scores = on_host.forward_logprobs(micro_batch, TEMPERATURE).unwrap();
+                assert!(ref_scores.logprobs.equal(&host_scores.logprobs));
                 assert!(scores.logprobs.equal(&ref_scores.logprobs) && scores.entropy.equal(&ref_scores.entropy));
                 let own = run.own_sequences(&mesh);
                 let expected = micro_batch.sequences.iter().map(|&index| autograd.scores(&own[index], TEMPERATURE));
@@ -329,6 +370,7 @@ fn gpu_two_ranks_follow_plain_adamw() {
             }
         }
         offloads(&mesh);
+        streams(&mesh);
     });
 }
 
@@ -449,8 +491,19 @@ impl Run {
     }
 
     fn policy(&self, mesh: &Mesh) -> Policy {
+        self.policy_in(mesh, OptimizerHome::Resident)
+    }
+
+    fn policy_in(&self, mesh: &Mesh, home: OptimizerHome) -> Policy {
         let source = |layout: &UnitLayout| Ok(initial(layout));
-        Policy::new(self.table(mesh.shard.size()), mesh, self.options(mesh), &source).unwrap()
+        Policy::with_home(self.table(mesh.shard.size()), mesh, self.options(mesh), home, &source).unwrap()
+    }
+
+    /// Host memory for the optimizer's state.
+    fn pool(&self, mesh: &Mesh) -> HostPool {
+        let table = self.table(mesh.shard.size());
+        let bytes = TrainBytes::new(&table, self.stage, self.kind, self.gradients).optimizer;
+        HostPool::new("train_test", bytes, mesh.world.device(), &mut |_, _| ()).unwrap()
     }
 
     fn autograd(&self) -> autograd::Model {

@@ -180,7 +180,7 @@ fn configurations() {
         ("16 mistyped override", small("zreo.stage=1"), 2, &["command line", "did you mean 'zero.stage'?"]),
         ("a key that is not served", small("quantization=nf4"), 2, &["quantization", "not served by this version"]),
         ("a table that is not served", small("lora.r=8"), 2, &["lora.r", "not served by this version"]),
-        ("stream", small("residency.optimizer=stream"), 2, &["auto, resident, swap"]),
+        ("residency", small("residency.optimizer=disk"), 2, &["auto, resident, swap, stream"]),
         ("neither command nor key", "trian --config configs/tiny-cpu.toml".into(), 2, &["'trian'", "key=value"]),
         ("no file", "--config nowhere.toml".into(), 2, &["nowhere.toml"]),
         ("no keys", "train beta=0".into(), 2, &["model_name_or_path", "required"]),

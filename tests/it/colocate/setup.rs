@@ -12,7 +12,8 @@ use colo_grpo::memory::HostPool;
 use colo_grpo::model::{ModelSpec, ParamTable, UnitLayout, init_unit};
 use colo_grpo::rollout::{Engine, EngineOptions, kv_block_bytes};
 use colo_grpo::train::{
-    AdamOptions, GradientOptions, NetworkOptions, ParamState, Policy, PolicyOptions, Reference, Schedule,
+    AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, ParamState, Policy, PolicyOptions, Reference,
+    Schedule, TrainBytes,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -56,7 +57,9 @@ impl Setup {
             adam: AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-5, weight_decay: 0.0 },
             gradients: GradientOptions::default(),
         };
-        let policy = Policy::new(table.clone(), mesh, options, &weights).unwrap();
+        let bytes = TrainBytes::new(&table, self.stage, kind, options.gradients).optimizer;
+        let home = OptimizerHome::Swap(HostPool::new("optimizer_host", bytes, device, &mut |_, _| ()).unwrap());
+        let policy = Policy::with_home(table.clone(), mesh, options, home, &weights).unwrap();
         let reference = self.with_reference.then(|| Reference::new(table.clone(), mesh, network, &weights).unwrap());
         let tp = mesh.tp.clone();
         let (tp_rank, tp_size) = (tp.rank(), tp.size());
@@ -75,8 +78,7 @@ impl Setup {
             true => EngineSlices::gathered(&table, tp_rank, tp_size, kind, device).unwrap(),
             false => EngineSlices::in_place(tp_rank, tp_size),
         };
-        let pool = HostPool::new("optimizer_host", policy.optimizer_bytes(), device, &mut |_, _| ()).unwrap();
-        Colocated::new(world.clone(), mesh.clone(), policy, reference, engine, slices, Some(pool))
+        Colocated::new(world.clone(), mesh.clone(), policy, reference, engine, slices)
     }
 }
 

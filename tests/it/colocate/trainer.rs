@@ -65,7 +65,7 @@ fn check_metrics(line: &MetricLine) {
     // Each phase is the slowest rank's.
     assert!(timings > 0.0 && value("timing_s/generate") < value("step_time"), "{line:?}");
     assert!(value("sampling/sampling_logp_difference/mean") < 1e-5, "{line:?}");
-    assert!(value("transition/bytes") >= 2.0 * 12.0 * 796_800.0 && value("transition/gbps") > 0.0);
+    assert!(value("transition/bytes") >= 12.0 * 796_800.0 && value("transition/gbps") > 0.0);
     assert!((0.01..10.0).contains(&value("perf/max_resident_gb")));
     assert_eq!(value("clip_ratio/region_mean"), 0.0, "one update a batch");
     match line.step {

@@ -1,0 +1,128 @@
+//! Optimizer state that lives on the host and flows through the device in buckets while it is stepped (`stream`): one
+//! arrives, one is computed on and one leaves at the same time.
+
+use std::ops::Range;
+
+use tch::{Device, Kind, Tensor};
+
+use super::residence::Columns;
+use crate::error::{Error, Result};
+use crate::memory::{HostPool, Pending};
+
+/// Elements of a bucket: long enough that a copy is not felt to start.
+pub(super) const BUCKET_LEN: usize = 16 << 20;
+/// One for each direction and one for the step.
+pub(super) const NUM_BUCKETS: usize = 3;
+
+/// Some consecutive elements of what this rank owns of a unit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Piece {
+    pub index: usize,        // of the unit
+    pub range: Range<usize>, // of the owned part
+    start: usize,            // in the state's columns
+}
+
+/// An update's way through the buckets. Until it is finished, its pieces are stepped in order.
+#[derive(Debug)]
+pub(super) struct Flow {
+    pieces: Vec<Piece>,
+    next: usize,     // piece to step
+    arriving: usize, // piece to fetch
+    buckets: Vec<Bucket>,
+}
+
+#[derive(Debug)]
+struct Bucket {
+    state: Tensor,        // [3, BUCKET_LEN]
+    copies: Vec<Pending>, // under way: in before the step, out after it
+}
+
+impl Flow {
+    /// Starts the first pieces on their way. `owned` are the units' columns of the state.
+    pub(super) fn start(
+        pool: &HostPool,
+        columns: Columns,
+        owned: impl Iterator<Item = Range<usize>>,
+        bucket_len: usize,
+        device: Device,
+    ) -> Result<Self> {
+        let pieces: Vec<Piece> = owned.enumerate().flat_map(|(index, unit)| pieces(index, unit, bucket_len)).collect();
+        let longest = pieces.iter().map(|piece| piece.range.len()).max().unwrap_or(0) as i64;
+        let bucket =
+            || Ok(Bucket { state: Tensor::f_empty([3, longest], (columns.kind, device))?, copies: Vec::new() });
+        let buckets = (0..NUM_BUCKETS).map(|_| bucket()).collect::<Result<_>>()?;
+        let mut flow = Self { pieces, next: 0, arriving: 0, buckets };
+        for _ in 1..NUM_BUCKETS {
+            flow.fetch(pool, columns)?;
+        }
+        Ok(flow)
+    }
+
+    /// Steps every piece of unit `index` with `step`, which is given master weights, m and v.
+    pub(super) fn step(
+        &mut self,
+        pool: &mut HostPool,
+        columns: Columns,
+        index: usize,
+        step: &mut dyn FnMut(&Range<usize>, [Tensor; 3]) -> Result<()>,
+    ) -> Result<()> {
+        while self.pieces.get(self.next).is_some_and(|piece| piece.index == index) {
+            let piece = self.pieces[self.next].clone();
+            let bucket = &mut self.buckets[self.next % NUM_BUCKETS];
+            bucket.copies.drain(..).try_for_each(Pending::hold_libtorch)?;
+            let rows = bucket.rows(&piece);
+            step(&piece.range, rows.each_ref().map(Tensor::shallow_clone))?;
+            for (row, tensor) in rows.iter().enumerate() {
+                bucket.copies.push(pool.copy_from_async(columns.byte_offset(row, piece.start), tensor)?);
+            }
+            self.next += 1;
+            self.fetch(pool, columns)?;
+        }
+        match self.pieces.get(self.next) {
+            Some(piece) if piece.index < index => Err(Error::InvalidArgument {
+                op: "Optimizer::step",
+                expected: format!("unit {} next: streamed state comes in order", piece.index),
+                got: format!("unit {index}"),
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Lets libtorch, and with it every later copy, wait for what still leaves.
+    pub(super) fn finish(self) -> Result<()> {
+        self.buckets.into_iter().flat_map(|bucket| bucket.copies).try_for_each(Pending::hold_libtorch)
+    }
+
+    /// Starts the next piece on its way into the bucket whose last one has left.
+    fn fetch(&mut self, pool: &HostPool, columns: Columns) -> Result<()> {
+        let Some(piece) = self.pieces.get(self.arriving) else { return Ok(()) };
+        let bucket = &mut self.buckets[self.arriving % NUM_BUCKETS];
+        bucket.copies.drain(..).try_for_each(Pending::hold_libtorch)?; // copies in start after what libtorch waits for
+        for (row, mut tensor) in bucket.rows(piece).into_iter().enumerate() {
+            bucket.copies.push(pool.copy_to_async(columns.byte_offset(row, piece.start), &mut tensor)?);
+        }
+        self.arriving += 1;
+        Ok(())
+    }
+}
+
+impl Bucket {
+    /// Master weights, m and v of a piece.
+    fn rows(&self, piece: &Piece) -> [Tensor; 3] {
+        [0, 1, 2].map(|row| self.state.get(row).narrow(0, 0, piece.range.len() as i64))
+    }
+}
+
+/// A unit's columns in pieces of at most `len`.
+fn pieces(index: usize, unit: Range<usize>, len: usize) -> impl Iterator<Item = Piece> {
+    let first = unit.start;
+    unit.clone().step_by(len.max(1)).map(move |start| {
+        let end = unit.end.min(start + len);
+        Piece { index, range: start - first..end - first, start }
+    })
+}
+
+/// Bytes of the buckets on the device.
+pub(super) fn bucket_bytes(longest_owned: usize, kind: Kind) -> usize {
+    NUM_BUCKETS * 3 * longest_owned.min(BUCKET_LEN) * kind.elt_size_in_bytes()
+}

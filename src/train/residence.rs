@@ -1,0 +1,276 @@
+//! Where the optimizer's state lives: on the device, in one arena range that can leave and return as one, or on the host.
+#![allow(unsafe_code)]
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::memory::{Arena, Direction, HostPool, Mark, Pending};
+
+/// Bytes that leave at once: their memory goes when their copy is done, in whole chunks of an arena.
+const PIECE_BYTES: usize = 1 << 30;
+
+/// Where master weights and moments live.
+#[derive(Debug)]
+pub enum OptimizerHome {
+    /// On the device, always.
+    Resident,
+    /// On the device while training and in this pool during rollout.
+    Swap(HostPool),
+    /// In this pool; they flow through the device while they are stepped.
+    Stream(HostPool),
+}
+
+/// What moving the state between device and host took.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Transitions {
+    /// Bytes copied, both ways.
+    pub bytes: usize,
+    /// Time that copies ran.
+    pub copying: Duration,
+    /// Time that host or device waited for them.
+    pub exposed: Duration,
+}
+
+/// The state's layout, the same on device and host: three rows (master weights, m, v) of one column an owned element.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Columns {
+    pub count: usize,
+    pub kind: Kind,
+}
+
+impl Columns {
+    pub(super) fn byte_offset(self, row: usize, column: usize) -> usize {
+        (row * self.count + column) * self.kind.elt_size_in_bytes()
+    }
+
+    pub(super) fn bytes(self) -> usize {
+        self.byte_offset(3, 0)
+    }
+}
+
+/// The state and its way between device and host.
+#[derive(Debug)]
+pub(super) struct Residence {
+    columns: Columns,
+    streams: bool,
+    place: Place,
+    host_is_current: bool, // the pool holds what the device does
+    passages: Vec<Passage>,
+    pool: Option<HostPool>,
+    arena: Arena, // dropped after its views
+}
+
+#[derive(Debug)]
+enum Place {
+    Here(Tensor),                                 // [3, columns], a view of the arena
+    Leaving(VecDeque<(usize, Pending)>, Passage), // bytes of the arena before a piece, the piece's copy
+    OnHost,
+    Returning(Tensor, Pending, Passage),
+}
+
+/// One way between device and host.
+#[derive(Debug)]
+struct Passage {
+    bytes: usize,
+    began: Mark,
+    ended: Mark,
+    waited: Duration,   // by the host
+    came: Option<Mark>, // where the device came to wait
+}
+
+impl Residence {
+    /// Memory for the state on the device, zeroed, or none where it is streamed.
+    pub(super) fn new(columns: Columns, device: Device, home: OptimizerHome) -> Result<Self> {
+        let (pool, streams) = match home {
+            OptimizerHome::Resident => (None, false),
+            OptimizerHome::Swap(pool) => (Some(pool), false),
+            OptimizerHome::Stream(pool) => (Some(pool), true),
+        };
+        if let Some(pool) = pool.as_ref().filter(|pool| pool.len_bytes() < columns.bytes()) {
+            let expected = format!("a host pool of {} bytes", columns.bytes());
+            return Err(Error::InvalidArgument { op: "Policy::new", expected, got: format!("{}", pool.len_bytes()) });
+        }
+        let arena = Arena::reserve("optimizer", if streams { 0 } else { columns.bytes() }, device)?;
+        let (place, passages) = (Place::OnHost, Vec::new());
+        let mut residence = Self { columns, streams, place, host_is_current: false, passages, pool, arena };
+        if !streams {
+            residence.place = Place::Here(residence.map()?);
+        }
+        Ok(residence)
+    }
+
+    pub(super) fn columns(&self) -> Columns {
+        self.columns
+    }
+
+    /// The pool that the state flows from and to, where it is streamed.
+    pub(super) fn streamed(&mut self) -> Option<&mut HostPool> {
+        self.pool.as_mut().filter(|_| self.streams)
+    }
+
+    /// Starts the state's way to the pool; nothing to do where it stays, or is on its way.
+    pub(super) fn leave(&mut self) -> Result<()> {
+        if self.pool.is_none() || !matches!(self.place, Place::Here(_) | Place::Returning(..)) {
+            return Ok(());
+        }
+        let start = Instant::now();
+        let state = self.arrived()?.view([-1]);
+        if self.host_is_current {
+            drop(state);
+            self.place = Place::OnHost;
+            self.arena.unmap();
+            return Ok(());
+        }
+        let pool = self.pool.as_mut().expect("asked for above");
+        let began = pool.mark(Direction::Out)?;
+        let element_bytes = self.columns.kind.elt_size_in_bytes();
+        let piece_len = (PIECE_BYTES / element_bytes) as i64;
+        let mut pieces = VecDeque::new();
+        for start in (0..state.size()[0]).step_by(piece_len as usize) {
+            let piece = state.narrow(0, start, piece_len.min(state.size()[0] - start));
+            let at = start as usize * element_bytes;
+            pieces.push_front((at, pool.copy_from_async(at, &piece)?));
+        }
+        let ended = pool.mark(Direction::Out)?;
+        let passage = Passage { bytes: self.columns.bytes(), began, ended, waited: start.elapsed(), came: None };
+        self.place = Place::Leaving(pieces, passage);
+        Ok(())
+    }
+
+    /// Waits until a state that leaves is in the pool; the memory of each piece goes as its copy is done.
+    pub(super) fn left(&mut self) -> Result<()> {
+        let start = Instant::now();
+        let (mut pieces, mut passage) = match std::mem::replace(&mut self.place, Place::OnHost) {
+            Place::Leaving(pieces, passage) => (pieces, passage),
+            other => {
+                self.place = other;
+                return Ok(());
+            }
+        };
+        while let Some((before, copy)) = pieces.pop_front() {
+            copy.wait()?;
+            self.arena.shrink(before);
+        }
+        self.host_is_current = true;
+        passage.waited += start.elapsed();
+        self.passages.push(passage);
+        Ok(())
+    }
+
+    /// Starts the state's way back from the pool; nothing to do if it is here or lives there.
+    pub(super) fn come_back(&mut self) -> Result<()> {
+        self.left()?;
+        let start = Instant::now();
+        if self.streams || !matches!(self.place, Place::OnHost) {
+            return Ok(());
+        }
+        let mut state = self.map()?;
+        let Some(pool) = &self.pool else { return Ok(()) };
+        let began = pool.mark(Direction::In)?;
+        let copy = pool.copy_to_async(0, &mut state)?;
+        let ended = pool.mark(Direction::In)?;
+        let passage = Passage { bytes: self.columns.bytes(), began, ended, waited: start.elapsed(), came: None };
+        self.place = Place::Returning(state, copy, passage);
+        Ok(())
+    }
+
+    /// The state on the device [3, columns], to be changed; libtorch waits for it if it is on its way back.
+    ///
+    /// # Errors
+    /// `InvalidArgument` while it is not there.
+    pub(super) fn stepped(&mut self) -> Result<Tensor> {
+        let state = self.arrived()?;
+        self.host_is_current = false;
+        Ok(state)
+    }
+
+    fn arrived(&mut self) -> Result<Tensor> {
+        match std::mem::replace(&mut self.place, Place::OnHost) {
+            Place::Returning(state, copy, mut passage) => {
+                passage.came = self.pool.as_ref().map(HostPool::mark_libtorch).transpose()?;
+                copy.hold_libtorch()?;
+                self.passages.push(passage);
+                self.place = Place::Here(state);
+            }
+            other => self.place = other,
+        }
+        self.state()
+    }
+
+    fn state(&self) -> Result<Tensor> {
+        match &self.place {
+            Place::Here(state) => Ok(state.shallow_clone()),
+            Place::Returning(state, copy, _) => copy.order_libtorch().map(|()| state.shallow_clone()),
+            Place::Leaving(..) | Place::OnHost => Err(Error::InvalidArgument {
+                op: "optimizer state",
+                expected: "it on the device (reload it first)".into(),
+                got: "offloaded".into(),
+            }),
+        }
+    }
+
+    /// Whether the state can be stepped.
+    pub(super) fn check_here(&self) -> Result<()> {
+        if self.streams { Ok(()) } else { self.state().map(drop) }
+    }
+
+    /// Copies of master weights, m and v of some columns on `device`, wherever the state is.
+    pub(super) fn read(&self, columns: &Range<usize>, device: Device) -> Result<[Tensor; 3]> {
+        let read = |row: usize| {
+            let mut copy = Tensor::f_empty([columns.len() as i64], (self.columns.kind, device))?;
+            match (&self.place, &self.pool) {
+                (Place::Leaving(..) | Place::OnHost, Some(pool)) => {
+                    pool.copy_to(self.columns.byte_offset(row, columns.start), &mut copy)?;
+                }
+                _ => copy.f_copy_(&cells(&self.state()?, row, columns))?,
+            }
+            Ok::<_, Error>(copy)
+        };
+        Ok([read(0)?, read(1)?, read(2)?])
+    }
+
+    /// Replaces master weights, m and v of some columns, wherever the state is.
+    pub(super) fn write(&mut self, columns: &Range<usize>, values: [&Tensor; 3]) -> Result<()> {
+        self.left()?;
+        if let (Place::OnHost, Some(pool)) = (&self.place, &mut self.pool) {
+            for (row, values) in values.into_iter().enumerate() {
+                let values = values.f_to_kind(self.columns.kind)?.f_to_device(Device::Cpu)?;
+                pool.copy_from(self.columns.byte_offset(row, columns.start), &values)?;
+            }
+            return Ok(());
+        }
+        let state = self.stepped()?;
+        for (row, values) in values.into_iter().enumerate() {
+            cells(&state, row, columns).f_copy_(values)?;
+        }
+        Ok(())
+    }
+
+    /// What moving took since the last call. Waits for copies that are over by now.
+    pub(super) fn take_transitions(&mut self) -> Result<Transitions> {
+        let mut total = Transitions::default();
+        for Passage { bytes, began, ended, waited, came } in self.passages.drain(..) {
+            let stood = came.map_or(Ok(Duration::ZERO), |came| came.until(&ended))?;
+            total.bytes += bytes;
+            total.copying += began.until(&ended)?;
+            total.exposed += waited + stood;
+        }
+        Ok(total)
+    }
+
+    fn map(&mut self) -> Result<Tensor> {
+        self.arena.map(self.columns.bytes())?;
+        // SAFETY: the view and all views of it stay in this room or in one call on it; `place` drops it before the range
+        // behind it is given back, which waits for work queued on it: copies by their events, the rest by `unmap`.
+        unsafe { self.arena.tensor(0, &[3, self.columns.count as i64], self.columns.kind) }
+    }
+}
+
+/// A view of some columns of a row.
+pub(super) fn cells(state: &Tensor, row: usize, columns: &Range<usize>) -> Tensor {
+    state.get(row as i64).narrow(0, columns.start as i64, columns.len() as i64)
+}
