@@ -14,8 +14,8 @@ use crate::error::Result;
 use crate::model::{ModelSpec, ParamTable, init_unit_on};
 use crate::torch;
 use crate::train::{
-    AdamOptions, GradientOptions, MicroBatch, NetworkOptions, PackOptions, Policy, PolicyOptions, Sequence,
-    TokenGradients, pack,
+    ActivationBytes, AdamOptions, GradientOptions, MicroBatch, NetworkOptions, PackOptions, Policy, PolicyOptions,
+    Sequence, TokenGradients, TrainBytes, WORKSPACE_BYTES, pack,
 };
 
 /// Untimed: the first compiles and allocates, the second plans attention for shapes that come again.
@@ -69,10 +69,11 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
         adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 },
         gradients: bench.gradients,
     };
-    let mut policy = Policy::new(table, &mesh, options, &|layout| init_unit_on(layout, SEED, kind, device))?;
+    let mut policy = Policy::new(table.clone(), &mesh, options, &|layout| init_unit_on(layout, SEED, kind, device))?;
     let sequences: Vec<Sequence> = (0..bench.sequences).map(|index| sequence(bench, index)).collect();
     let (max_tokens, share_prompts) = (bench.max_tokens_per_micro_batch, bench.share_prompts);
     let micro_batches = pack(&sequences, &PackOptions { max_tokens, share_prompts, device })?;
+    let predicted = predicted_bytes(bench, &table, &micro_batches);
     let (mut times, mut exposed) = (Vec::with_capacity(bench.steps), Vec::with_capacity(bench.steps));
     for step in 0..WARM_UP_STEPS + bench.steps {
         let start = Instant::now();
@@ -128,9 +129,21 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
         "step_s": step_s,
         "exposed_communication_s": median(exposed),
         "tokens_per_second": tokens as f64 / step_s,
+        "predicted_peak_bytes": memory.map(|_| predicted),
         "peak_allocated_bytes": memory.map(|memory| memory.peak_allocated),
         "fragmentation_bytes": memory.map(|memory| memory.peak_reserved - memory.peak_allocated),
     }))
+}
+
+/// What libtorch will hold at most: everything but the optimizer's state, which lies in an arena of its own.
+fn predicted_bytes(bench: &TrainBench, table: &ParamTable, micro_batches: &[MicroBatch]) -> usize {
+    let train = TrainBytes::new(table, bench.zero_stage, bench.kind, bench.gradients);
+    let activations = micro_batches.iter().map(|micro_batch| {
+        let (keep, shape) = (bench.gradient_checkpointing, micro_batch.shape());
+        ActivationBytes::new(&bench.spec, bench.kind, keep, shape).peak()
+    });
+    let held = train.weights + train.gathered + train.gradients + train.gradient_scratch;
+    held + activations.max().unwrap_or(0) + WORKSPACE_BYTES
 }
 
 fn sequence(bench: &TrainBench, index: usize) -> Sequence {

@@ -6,16 +6,12 @@ use super::views::HeadParams;
 use crate::ops::head::{self, HeadSaved};
 use crate::ops::{embedding, rms_norm};
 
-/// Most logits that exist at once: on a GPU half a gigabyte of float32, on a CPU what stays near the processor.
-pub fn chunk_logits(on_cuda: bool) -> usize {
-    if on_cuda { 1 << 27 } else { 1 << 25 }
-}
-
-/// Rows that are scored at once: on a GPU whole tiles of its products.
-fn chunk_tokens(table: &Tensor /* [V, D] */) -> usize {
-    let on_cuda = table.device().is_cuda();
-    let rows = chunk_logits(on_cuda) / table.size()[0].max(1) as usize;
-    if on_cuda && rows > 128 { rows / 128 * 128 } else { rows }
+/// Rows that are scored at once: on a GPU half a gigabyte of float32 logits in whole tiles of its products, on a CPU what
+/// stays near the processor.
+pub fn head_chunk_tokens(vocab_size: usize, on_cuda: bool) -> usize {
+    let logits = if on_cuda { 1 << 27 } else { 1 << 25 };
+    let rows = logits / vocab_size.max(1);
+    if on_cuda && rows > 128 { rows / 128 * 128 } else { rows.max(1) }
 }
 
 /// Which rows of the last block's output are scored, against which tokens, at which temperature.
@@ -61,7 +57,8 @@ pub fn head_forward(
 ) -> Scored {
     let hidden = x.index_select(0, scoring.rows);
     let (normed, rstd) = rms_norm::forward(&hidden, &w.final_norm, scoring.eps);
-    let out = head::forward(&normed, table, scoring.targets, scoring.temperature, chunk_tokens(table), keep);
+    let chunk_tokens = head_chunk_tokens(table.size()[0] as usize, table.device().is_cuda());
+    let out = head::forward(&normed, table, scoring.targets, scoring.temperature, chunk_tokens, keep);
     let saved = SavedHead { hidden, normed, rstd, head: out.saved };
     Scored { logprobs: out.logprobs, entropy: out.entropy, saved }
 }

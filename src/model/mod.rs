@@ -33,7 +33,7 @@ pub use block::{Attention, BlockContext, PackedAttention, SavedBlock, attention_
 pub use block_gradients::BlockGradients;
 pub(crate) use files::{MappedFile, encode_header, sync};
 pub use files::{WeightFiles, WeightWriter};
-pub use head::{SavedHead, Scored, Scoring, chunk_logits, head_backward, head_forward};
+pub use head::{SavedHead, Scored, Scoring, head_backward, head_chunk_tokens, head_forward};
 pub use init::{copy_tokenizer, init_folder, init_unit, init_unit_on};
 pub use lora::{BlockLora, Lora, LoraSpec, Matrix};
 pub use params::{ALIGNMENT, Param, ParamName, ParamTable, Unit, UnitLayout};

@@ -1,5 +1,5 @@
 //! MemoryPlan: bytes of every class in every phase, from the formulas that train, rollout and colocate export, known before
-//! anything is allocated. Activations are estimated; everything else is exact.
+//! anything is allocated.
 
 mod residency;
 
@@ -11,10 +11,9 @@ use residency::Residencies;
 
 use crate::config::{Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
 use crate::error::{Error, Result};
-use crate::model::{ModelSpec, ParamTable, SavedBlock, chunk_logits};
+use crate::model::{ModelSpec, ParamTable};
 use crate::rollout::kv_block_bytes;
-use crate::torch::accumulation_kind;
-use crate::train::{GradientOptions, ReferenceBytes, TrainBytes};
+use crate::train::{ActivationBytes, GradientOptions, MicroBatchShape, ReferenceBytes, TrainBytes};
 
 /// Share of a CPU's free memory that the KV cache takes at most where its size is left to the plan.
 const MAX_KV_SHARE: f64 = 0.5;
@@ -110,7 +109,7 @@ impl MemoryPlan {
             class("policy weights", train.weights + train.gathered, train.weights, 0),
             class("master weights, Adam m and v", state_train, state_rollout, state_host),
             class("gradients", train.gradients + train.gradient_scratch, 0, 0),
-            class("activations (estimate)", activation_bytes(input), 0, 0),
+            class("activations", activation_bytes(input).peak(), 0, 0),
         ];
         if config.beta > 0.0 {
             let on_host = reference == ReferenceResidency::Host;
@@ -234,19 +233,13 @@ impl fmt::Display for MemoryPlan {
     }
 }
 
-/// What one micro-batch's forward keeps for backward, in the kind of the network, and what one block's backward makes beside
-/// it; and one chunk of logits.
-fn activation_bytes(input: &PlanInput<'_>) -> usize {
+/// Of the largest micro-batch, with every token scored: none holds more than this rank's share of an update at its longest.
+fn activation_bytes(input: &PlanInput<'_>) -> ActivationBytes {
     let PlanInput { config, table, kind, .. } = *input;
-    let spec = &table.spec;
-    // No micro-batch holds more than this rank's share of an update at its longest.
-    let longest = config.max_model_length.unwrap_or(spec.max_position_embeddings);
+    let longest = config.max_model_length.unwrap_or(table.spec.max_position_embeddings);
     let tokens = config.max_tokens_per_micro_batch.min(input.completions_per_update * longest);
-    let kept = spec.num_layers * SavedBlock::elements_per_token(spec, config.gradient_checkpointing);
-    let largest = SavedBlock::elements_per_token(spec, GradientCheckpointing::None);
-    let inside = largest + 3 * spec.hidden_size + 2 * spec.intermediate_size;
-    let logits = chunk_logits(kind == Kind::BFloat16).min(tokens * spec.vocab_size);
-    tokens * (kept + inside) * kind.elt_size_in_bytes() + 2 * logits * accumulation_kind(kind).elt_size_in_bytes()
+    let shape = MicroBatchShape { tokens, scored_tokens: tokens, shares_prompts: config.share_prompts };
+    ActivationBytes::new(&table.spec, kind, config.gradient_checkpointing, shape)
 }
 
 /// Bytes in the largest unit that leaves a number of at least 1.

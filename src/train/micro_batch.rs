@@ -4,6 +4,7 @@
 
 use tch::{Device, Kind, Tensor};
 
+use super::activations::MicroBatchShape;
 use super::pack::Sequence;
 use crate::ops::attention::{Bounds, SharedBounds};
 
@@ -54,6 +55,15 @@ impl MicroBatch {
     /// Tokens that run through the network (T).
     pub fn num_tokens(&self) -> usize {
         self.token_ids.size()[0] as usize
+    }
+
+    /// What the memory of its activations depends on.
+    pub fn shape(&self) -> MicroBatchShape {
+        MicroBatchShape {
+            tokens: self.num_tokens(),
+            scored_tokens: self.targets.numel(),
+            shares_prompts: matches!(self.bounds, Bounds::Shared(_)),
+        }
     }
 
     /// From groups of indexes into `all`; the sequences of one group have one prompt, which is run once. Groups of one

@@ -11,7 +11,7 @@
 //! | `weights`, `gradients`, `optimizer` | the three classes of bytes |
 //! | `residence`, `flow` | where optimizer state lives; how it flows through the device where that is the host |
 //! | `state` | optimizer state by parameter and element range, for checkpoints |
-//! | `bytes` | what each class costs, for the plan |
+//! | `bytes`, `activations` | what each class costs, for the plan |
 //! | `schedule` | learning rates |
 //!
 //! ZeRO is one mechanism with three choices: after use, keep or free the gathered weights; after backward, keep or
@@ -24,6 +24,7 @@
 //! Nothing here opens a phase: the caller wraps scoring, backward and step in `phase::scope`. Every method said to be
 //! collective is called by all ranks in the same order.
 
+mod activations;
 mod balance;
 mod bytes;
 mod flow;
@@ -40,6 +41,7 @@ mod sharding;
 mod state;
 mod weights;
 
+pub use activations::{ActivationBytes, MicroBatchShape, WORKSPACE_BYTES};
 pub use balance::{balanced_share, gather_sequences};
 pub use bytes::{ReferenceBytes, TrainBytes};
 pub use micro_batch::MicroBatch;
