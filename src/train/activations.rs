@@ -152,7 +152,7 @@ impl Row {
 mod tests {
     use super::*;
 
-    const SHAPE: MicroBatchShape = MicroBatchShape { tokens: 1000, scored_tokens: 500, shares_prompts: false };
+    const SHAPE: MicroBatchShape = MicroBatchShape { tokens: 1000, scored_tokens: 10, shares_prompts: false };
 
     /// Qwen2.5-7B by hand: D = W = 3584, K = 512, F = 18944, 28 blocks, 28 heads.
     #[test]
