@@ -20,7 +20,8 @@ use crate::reward::RewardInput;
 use crate::trainer::Trainer;
 use crate::types::Prompt;
 
-/// What enters and leaves the rollout; the host waits in each, so none of this time is hidden behind other work.
+/// What enters and leaves the rollout: the time that the host spends there. Copies that go on beside other work are told by
+/// `transition/hidden_share`.
 const TRANSITIONS: [Phase; 5] = [Phase::Offload, Phase::Gather, Phase::Wake, Phase::Sleep, Phase::Reload];
 /// Dense bfloat16 products of one H200 in TFLOP/s, by its data sheet.
 const PEAK_TFLOPS: f64 = 989.0;
@@ -173,7 +174,7 @@ impl Report<'_> {
         let phases: BTreeMap<&str, f64> =
             Phase::ALL.iter().filter_map(|phase| Some((phase.name(), self.seconds(*phase)?))).collect();
         let other: BTreeMap<&String, f64> = (medians.iter())
-            .filter(|(name, _)| name.starts_with("transition/") || name.starts_with("perf/"))
+            .filter(|(name, _)| ["transition/", "perf/", "timing_s/exposed"].iter().any(|kind| name.starts_with(kind)))
             .map(|(name, value)| (name, *value))
             .collect();
         json!({

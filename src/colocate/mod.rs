@@ -103,11 +103,11 @@ impl Colocated {
     /// waiting in a collective, and the next scope can be entered.
     pub fn with_rollout<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
         let mut panic = None;
-        let outcome = caught(&mut panic, || self.rollout_scope(work));
+        let outcome = caught("with_rollout", &mut panic, || self.rollout_scope(work));
         if let Err(error) = &outcome {
             self.world.post_failure(error);
         }
-        let restored = caught(&mut panic, || phase::scope(Phase::Reload, || self.restore()));
+        let restored = caught("with_rollout", &mut panic, || phase::scope(Phase::Reload, || self.restore()));
         let agreed = self.world.agree(outcome.and_then(|value| restored.map(|()| value)));
         if agreed.is_err()
             && let Err(error) = self.restore()
@@ -174,10 +174,14 @@ impl Colocated {
 }
 
 /// Runs `work`; a panic becomes an error, and its payload is kept if it is the first.
-fn caught<T>(panic: &mut Option<Box<dyn Any + Send>>, work: impl FnOnce() -> Result<T>) -> Result<T> {
+fn caught<T>(
+    place: &'static str,
+    panic: &mut Option<Box<dyn Any + Send>>,
+    work: impl FnOnce() -> Result<T>,
+) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|payload| {
         let message = panic_message(&*payload);
         panic.get_or_insert(payload);
-        Err(Error::of_panic("with_rollout", message))
+        Err(Error::of_panic(place, message))
     })
 }

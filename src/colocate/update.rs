@@ -1,10 +1,11 @@
 //! One generation batch into optimizer updates: scores where they are needed, loss, backward, step.
 
+use std::panic::resume_unwind;
 use std::time::Duration;
 
 use tch::Device;
 
-use super::Colocated;
+use super::{Colocated, caught};
 use crate::config::LossType;
 use crate::error::{Error, Result};
 use crate::grpo::{Denominators, LossConfig, LossInput, LossStats, policy_loss};
@@ -112,11 +113,13 @@ impl Colocated {
         options: &UpdateOptions,
         progress: &dyn UpdateProgress,
     ) -> Result<UpdateOutcome> {
-        let outcome = self.update_scope(sequences, options, progress);
+        let mut panic = None;
+        let outcome = caught("update", &mut panic, || self.update_scope(sequences, options, progress));
         if let Err(error) = &outcome {
             self.world.post_failure(error);
         }
-        self.world.agree(outcome).inspect_err(|_| self.policy.drop_gradients())
+        let agreed = self.world.agree(outcome).inspect_err(|_| self.policy.drop_gradients());
+        panic.map_or(agreed, |payload| resume_unwind(payload))
     }
 
     fn update_scope(

@@ -126,3 +126,45 @@ fn pieces(index: usize, unit: Range<usize>, len: usize) -> impl Iterator<Item = 
 pub(super) fn bucket_bytes(longest_owned: usize, kind: Kind) -> usize {
     NUM_BUCKETS * 3 * longest_owned.min(BUCKET_LEN) * kind.elt_size_in_bytes()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const COLUMNS: Columns = Columns { count: 23, kind: Kind::Float };
+
+    #[test]
+    fn pieces_of_every_unit_pass_once_and_in_order() {
+        let mut pool = HostPool::new("flow_test", COLUMNS.bytes(), Device::Cpu, &mut |_, _| ()).unwrap();
+        let state = Tensor::arange(69, (Kind::Float, Device::Cpu)).view([3, 23]);
+        for bucket_len in [1, 4, 5, 100] {
+            pool.copy_from(0, &state).unwrap();
+            let units = [0..10, 10..11, 11..11, 11..23];
+            let mut flow = Flow::start(&pool, COLUMNS, units.iter().cloned(), bucket_len, Device::Cpu).unwrap();
+            for (index, unit) in units.iter().enumerate() {
+                let mut seen = 0;
+                let mut step = |part: &Range<usize>, [mut master, m, mut v]: [Tensor; 3]| {
+                    assert!(part.start == seen && part.len() <= bucket_len, "{part:?}");
+                    seen = part.end;
+                    master += m;
+                    let _ = v.neg_();
+                    Ok(())
+                };
+                flow.step(&mut pool, COLUMNS, index, &mut step).unwrap();
+                assert_eq!(seen, unit.len());
+            }
+            flow.finish().unwrap();
+            let mut after = state.zeros_like();
+            pool.copy_to(0, &mut after).unwrap();
+            let expected = Tensor::stack(&[state.get(0) + state.get(1), state.get(1), -state.get(2)], 0);
+            assert_eq!(after, expected, "buckets of {bucket_len}");
+        }
+    }
+
+    #[test]
+    fn units_out_of_order_are_refused() {
+        let mut pool = HostPool::new("flow_order_test", COLUMNS.bytes(), Device::Cpu, &mut |_, _| ()).unwrap();
+        let mut flow = Flow::start(&pool, COLUMNS, [0..10, 10..23].into_iter(), 4, Device::Cpu).unwrap();
+        assert!(flow.step(&mut pool, COLUMNS, 1, &mut |_, _| Ok(())).is_err());
+    }
+}

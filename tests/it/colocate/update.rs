@@ -6,6 +6,7 @@ use colo_grpo::colocate::{Colocated, UpdateOptions};
 use colo_grpo::config::LossType;
 use colo_grpo::dist::{ReduceOp, World, all_reduce_f64};
 use colo_grpo::grpo::LossConfig;
+use colo_grpo::phase::{self, Fault, FaultKind, Phase};
 use colo_grpo::train::{Schedule, Sequence};
 
 use super::setup::{Setup, share, state, update_options};
@@ -48,6 +49,33 @@ fn losses_agree(world: World, stages: &[u8]) {
             assert!(differences.iter().all(|it| *it < 1e-5), "{loss_type:?}, stage {stage}, {budget}: {differences:?}");
         }
     }
+}
+
+#[test]
+fn a_failure_in_an_update_ends_it_on_all_ranks_and_the_next_one_works() {
+    ranks::run(
+        2,
+        "colocate::update::a_failure_in_an_update_ends_it_on_all_ranks_and_the_next_one_works",
+        |world: World| {
+            let world = Arc::new(world);
+            let mesh = world.mesh(1, world.size()).unwrap();
+            let all = sequences();
+            let own = &all[share(&world, all.len())];
+            for stage in [0, 2, 3] {
+                let expected = totals(&mut Setup::new(stage).build(&world, &mesh), own, &update_options());
+                let mut colocated = Setup::new(stage).build(&world, &mesh);
+                for phase in [Phase::Pack, Phase::ForwardBackward, Phase::Optimizer] {
+                    let fault = Fault { rank: 1, step: 0, repeats: false, phase, kind: FaultKind::Error };
+                    phase::arm_fault(Some(fault), world.rank());
+                    let error = colocated.update(own, &update_options(), &()).unwrap_err().to_string();
+                    let message = format!("injected fault in {}", phase.name());
+                    let peer = format!("rank 1 failed: {message}");
+                    assert_eq!(error, if world.rank() == 1 { message } else { peer });
+                }
+                assert_eq!(totals(&mut colocated, own, &update_options()), expected, "stage {stage}");
+            }
+        },
+    );
 }
 
 #[test]
