@@ -5,14 +5,14 @@ mod residency;
 
 use std::fmt;
 
-use tch::Kind;
+use tch::{Device, Kind};
 
 use residency::Residencies;
 
 use crate::config::{Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
 use crate::error::{Error, Result};
 use crate::model::{ModelSpec, ParamTable};
-use crate::rollout::kv_block_bytes;
+use crate::rollout::{EngineOptions, engine_buffer_bytes, kv_block_bytes};
 use crate::train::{ActivationBytes, GradientOptions, MicroBatchShape, ReferenceBytes, TrainBytes};
 
 /// Share of a CPU's free memory that the KV cache takes at most where its size is left to the plan.
@@ -120,6 +120,21 @@ impl MemoryPlan {
         if input.engine_weight_bytes > 0 {
             classes.push(class("engine weights (gathered slices)", 0, input.engine_weight_bytes, 0));
         }
+        let max_model_length = config.max_model_length.unwrap_or(spec.max_position_embeddings);
+        if input.swap_bytes.is_some() {
+            let options = EngineOptions {
+                kv_cache_bytes: 0,
+                block_size: config.kv_block_size,
+                max_num_seqs: config.max_num_seqs,
+                max_num_batched_tokens: config.max_num_batched_tokens,
+                max_model_length,
+                kind,
+                device: Device::Cpu,
+                strict: false,
+            };
+            let bytes = engine_buffer_bytes(spec, &options, config.tensor_parallel_size);
+            classes.push(class("engine buffers", 0, bytes, 0));
+        }
         let mut plan = Self {
             classes,
             optimizer,
@@ -128,7 +143,7 @@ impl MemoryPlan {
             kv_cache_bytes: 0,
             num_kv_blocks: 0,
             kv_block_size: config.kv_block_size,
-            max_model_length: config.max_model_length.unwrap_or(spec.max_position_embeddings),
+            max_model_length,
             available_bytes: input.available_bytes,
             swap_bytes: input.swap_bytes,
         };

@@ -46,6 +46,25 @@ fn gpu_products_equal_the_cpus_in_any_layout() {
     }
 }
 
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_fixed_algorithm_gives_a_row_the_same_bits_in_any_batch() {
+    require().unwrap();
+    let products = Products::of(0).unwrap();
+    for (n, k) in [(1152, 896), (896, 4864), (9728, 896), (4608, 3584), (3584, 18_944)] {
+        let [x, w] = [[1500, k], [n, k]].map(|shape| Tensor::randn(shape, (Kind::BFloat16, GPU)));
+        let run = |rows: i64| {
+            let out = Tensor::empty([rows, n], (Kind::BFloat16, GPU));
+            products.run(&x.narrow(0, 0, rows), &w.tr(), None, &out, 0.0, Tuning::Fixed).unwrap();
+            out
+        };
+        let whole = run(1500);
+        for rows in [1, 2, 7, 16, 64, 100, 256, 1000] {
+            assert!(run(rows).equal(&whole.narrow(0, 0, rows)), "{rows} rows of [{n}, {k}]");
+        }
+    }
+}
+
 /// Microseconds of each product of a decode step of Qwen2.5-7B on one GPU, weights from memory, by how its algorithm is chosen.
 #[test]
 #[ignore = "needs a GPU"]

@@ -7,6 +7,7 @@ mod colocate;
 mod demo;
 mod gpu;
 mod gpu_decode;
+mod gpu_engine;
 mod gpu_kernels;
 mod gpu_memory;
 mod gpu_products;

@@ -33,6 +33,11 @@ pub(super) struct Shape {
     kind: Kind,
 }
 
+/// Bytes of a GPU that one rank's steps take while the engine is awake, beside weights and cache.
+pub fn engine_buffer_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> usize {
+    Shape::new(spec, options, 0, tp_size).bytes()
+}
+
 /// Tensors over the arena.
 #[derive(Debug)]
 pub(super) struct Buffers {

@@ -9,8 +9,10 @@ use crate::rollout::sampler::Draw;
 use crate::rollout::scheduler::{Run, Step};
 use crate::rollout::sequence::Sequence;
 
-/// Replays of which the fastest half counts.
+/// Replays of one operation; the median counts.
 const REPLAYS: usize = 20;
+/// Replays of a whole step: long enough that the chip clocks as in a long run.
+const STEP_REPLAYS: usize = 150;
 
 /// One decode step's times.
 #[derive(Debug, Clone)]
@@ -92,24 +94,28 @@ impl GpuRunner<'_> {
         num_blocks: usize,
     ) -> Result<Vec<Sequence>> {
         let block_size = self.kv_cache.block_size();
+        let (num_shared, longest) = (shared / block_size, context.div_ceil(block_size));
         let mut free = 0..num_blocks as u32;
         let mut sequences: Vec<Sequence> = Vec::with_capacity(batch);
         for index in 0..batch {
             let mut sequence = Sequence::new(index / group, &vec![1; shared.clamp(1, context)], context);
             sequence.token_ids.resize(context, 1);
-            if index % group > 0 {
-                sequence.block_table = sequences[index - index % group].block_table[..shared / block_size].to_vec();
-            }
-            let missing = context.div_ceil(block_size) - sequence.block_table.len();
-            sequence.block_table.extend(free.by_ref().take(missing));
-            if sequence.block_table.len() < context.div_ceil(block_size) {
-                return Err(Error::InvalidArgument {
-                    op: "RolloutEngine::profile",
-                    expected: format!("a batch that {num_blocks} KV blocks hold"),
-                    got: format!("{batch} sequences of {context} tokens"),
-                });
-            }
+            sequence.block_table = match index % group {
+                0 => free.by_ref().take(num_shared).collect(),
+                member => sequences[index - member].block_table.clone(),
+            };
             sequences.push(sequence);
+        }
+        // Sequences grow side by side: neighbours in time are neighbours in memory.
+        for _ in num_shared..longest {
+            sequences.iter_mut().zip(free.by_ref()).for_each(|(sequence, block)| sequence.block_table.push(block));
+        }
+        if sequences.iter().any(|sequence| sequence.block_table.len() < longest) {
+            return Err(Error::InvalidArgument {
+                op: "RolloutEngine::profile",
+                expected: format!("a batch that {num_blocks} KV blocks hold"),
+                got: format!("{batch} sequences of {context} tokens"),
+            });
         }
         Ok(sequences)
     }
@@ -119,15 +125,16 @@ impl GpuRunner<'_> {
         self.prepare_decode(packing, only, |stream, context, step| {
             step()?;
             let mut graph = Graph::capture(stream, || step())?;
-            let mut times = Vec::with_capacity(REPLAYS);
-            for _ in 0..REPLAYS {
+            let replays = if only.is_none() { STEP_REPLAYS } else { REPLAYS };
+            let mut times = Vec::with_capacity(replays);
+            for _ in 0..replays {
                 let start = TimedEvent::record(context, stream.raw())?;
                 // SAFETY: recorded just now, over memory that stays as long as the engine is awake.
                 unsafe { graph.replay(stream)? };
                 times.push(TimedEvent::record(context, stream.raw())?.ms_since(&start)?);
             }
             times.sort_by(f32::total_cmp);
-            Ok(f64::from(times[REPLAYS / 4]) * 1e3)
+            Ok(f64::from(times[replays / 2]) * 1e3)
         })
     }
 
