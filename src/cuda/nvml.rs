@@ -57,10 +57,14 @@ pub fn require_free() -> Result<()> {
 
 /// The functions that are used of the library, which stays open.
 struct Nvml {
-    by_uuid: unsafe extern "C" fn(*const c_char, *mut Device) -> Status,
-    memory: unsafe extern "C" fn(Device, *mut Memory) -> Status,
-    processes: unsafe extern "C" fn(Device, *mut c_uint, *mut Process) -> Status,
+    by_uuid: ByUuid,
+    memory: MemoryOf,
+    processes: ProcessesOf,
 }
+
+type ByUuid = unsafe extern "C" fn(*const c_char, *mut Device) -> Status;
+type MemoryOf = unsafe extern "C" fn(Device, *mut Memory) -> Status;
+type ProcessesOf = unsafe extern "C" fn(Device, *mut c_uint, *mut Process) -> Status;
 
 impl Nvml {
     fn open() -> Option<Self> {
@@ -76,10 +80,11 @@ impl Nvml {
         };
         // SAFETY: the symbols have these types in nvml.h (12.0 and later).
         let (init, nvml) = unsafe {
-            let init: unsafe extern "C" fn() -> Status = std::mem::transmute(symbol(c"nvmlInit_v2")?);
-            let by_uuid = std::mem::transmute::<*mut c_void, _>(symbol(c"nvmlDeviceGetHandleByUUID")?);
-            let memory = std::mem::transmute::<*mut c_void, _>(symbol(c"nvmlDeviceGetMemoryInfo_v2")?);
-            let processes = std::mem::transmute::<*mut c_void, _>(symbol(c"nvmlDeviceGetComputeRunningProcesses_v3")?);
+            let init = std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> Status>(symbol(c"nvmlInit_v2")?);
+            let by_uuid = std::mem::transmute::<*mut c_void, ByUuid>(symbol(c"nvmlDeviceGetHandleByUUID")?);
+            let memory = std::mem::transmute::<*mut c_void, MemoryOf>(symbol(c"nvmlDeviceGetMemoryInfo_v2")?);
+            let processes =
+                std::mem::transmute::<*mut c_void, ProcessesOf>(symbol(c"nvmlDeviceGetComputeRunningProcesses_v3")?);
             (init, Self { by_uuid, memory, processes })
         };
         // SAFETY: takes no arguments.

@@ -90,7 +90,7 @@ impl NcclGroups {
     /// New communicators for all groups, after a failure. Collective over the world.
     pub(super) fn rebuild(&self) -> Result<()> {
         let groups = lock(&self.groups).clone();
-        groups.iter().for_each(|group| group.disconnect());
+        abort_where(&groups, |_| true);
         groups.iter().try_for_each(|group| group.connect())
     }
 }
@@ -109,8 +109,23 @@ impl Drop for NcclGroups {
 fn watch(groups: &Mutex<Vec<Arc<NcclGroup>>>, end: &Receiver<()>) {
     while end.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
         let groups = lock(groups).clone();
-        groups.iter().for_each(|group| group.abort_if_failed());
+        abort_where(&groups, |group| group.member.failure().is_some());
     }
+}
+
+/// Aborts communicators all at once: each waits for the GPU, which a kernel of another may keep busy until that one is aborted
+/// too. Asked under all locks, because `rebuild` comes in the next epoch.
+fn abort_where(groups: &[Arc<NcclGroup>], is_due: impl Fn(&NcclGroup) -> bool) {
+    if !groups.iter().any(|group| is_due(group)) {
+        return;
+    }
+    let mut held: Vec<_> = groups.iter().map(|group| (lock(&group.communicator), is_due(group))).collect();
+    std::thread::scope(|scope| {
+        for communicator in held.iter_mut().filter(|(_, due)| *due).filter_map(|(communicator, _)| communicator.take())
+        {
+            scope.spawn(move || drop(communicator));
+        }
+    });
 }
 
 /// One group of ranks, one GPU each.
@@ -168,19 +183,6 @@ impl NcclGroup {
         *lock(&self.communicator) = Some(communicator);
         self.epoch.fetch_add(1, Ordering::Relaxed);
         Ok(())
-    }
-
-    fn disconnect(&self) {
-        lock(&self.communicator).take();
-    }
-
-    /// Aborts the communicator if the world's failure of the present epoch stands: looked up under the lock, because
-    /// `rebuild` comes in the next epoch.
-    fn abort_if_failed(&self) {
-        let mut communicator = lock(&self.communicator);
-        if self.member.failure().is_some() {
-            communicator.take();
-        }
     }
 
     /// Queues one operation on libtorch's current stream, after all that runs beside it: one communicator at a time.

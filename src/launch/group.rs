@@ -116,9 +116,11 @@ impl Workers {
             }
             self.reap(false);
             let failed = self.workers.iter().any(|worker| worker.end.as_ref().is_some_and(End::is_failure));
-            if failed && Instant::now() >= *deadline.get_or_insert_with(|| Instant::now() + GRACE) {
-                self.kill();
-            } else if !failed && self.hangs() {
+            let is_over = match failed {
+                true => Instant::now() >= *deadline.get_or_insert_with(|| Instant::now() + GRACE),
+                false => self.hangs(),
+            };
+            if is_over {
                 self.kill();
             }
         }

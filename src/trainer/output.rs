@@ -146,7 +146,9 @@ impl Output {
     /// Takes the bars away and writes the report on the first rank.
     pub(super) fn finish(&self) -> Result<Option<PathBuf>> {
         self.display.finish();
-        if self.writer.is_some() { write_report(&self.output_dir).map(Some) } else { Ok(None) }
+        // A run that was resumed after its last step, in another folder, has nothing to report.
+        let has_lines = std::fs::metadata(self.output_dir.join("metrics.jsonl")).is_ok_and(|file| file.len() > 0);
+        if self.writer.is_some() && has_lines { write_report(&self.output_dir).map(Some) } else { Ok(None) }
     }
 
     fn write(&mut self, step: u64, values: MetricValues) {

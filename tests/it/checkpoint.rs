@@ -197,6 +197,9 @@ fn twenty_steps_are_ten_and_ten() {
     let resume = runs.resume("straight", 10);
     runs.train_to_the_end("resumed", 2, &[&common[..], &[&resume]].concat());
     runs.assert_same("resumed", "straight", &(11..=20).collect::<Vec<_>>());
+    // Nothing is left to do after the last step but to export.
+    runs.train_to_the_end("done", 2, &[&common[..], &[&runs.resume("straight", 20)]].concat());
+    assert!(runs.final_weights("done") == runs.final_weights("straight"));
     let alone = ["per_device_train_batch_size=32", "tensor_parallel_size=1", "zero.stage=1", &resume];
     runs.train_to_the_end("alone", 1, &[&common[..], &alone].concat());
     (11..=13).for_each(|step| runs.assert_close("alone", "straight", step));
