@@ -34,7 +34,10 @@ for part in $parts; do
   case $part in
     tests)
       for test in $("$tests" --list --ignored 2>/dev/null | sed -n 's/^\(.*gpu_.*\): test$/\1/p'); do
-        case $test in *two_ranks* | *ten_steps*) [ "$gpus" -ge 2 ] || continue ;; esac
+        case $test in
+          *two_ranks*) [ "$gpus" -ge 2 ] || continue ;;
+          *four_ranks*) [ "$gpus" -ge 4 ] || continue ;;
+        esac
         check "${test//::/.}" 100 "$tests" --exact "$test" --ignored --nocapture
       done
       ;;

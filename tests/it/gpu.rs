@@ -99,11 +99,19 @@ fn gpu_greedy_tokens_equal_the_cpus() {
 #[test]
 #[ignore = "needs two GPUs"]
 fn gpu_two_ranks_sample_what_the_cpu_does() {
-    ranks::run_on_gpus(2, "gpu::gpu_two_ranks_sample_what_the_cpu_does", |world: World| {
-        let expected = greedy(&Arc::new(World::single()), 1);
-        let (first, got) = (world.rank() == 0, greedy(&Arc::new(world), 2));
-        assert_eq!(got, if first { expected } else { Vec::new() });
-    });
+    ranks::run_on_gpus(2, "gpu::gpu_two_ranks_sample_what_the_cpu_does", |world| samples_what_the_cpu_does(world, 2));
+}
+
+#[test]
+#[ignore = "needs four GPUs"]
+fn gpu_four_ranks_sample_what_the_cpu_does() {
+    ranks::run_on_gpus(4, "gpu::gpu_four_ranks_sample_what_the_cpu_does", |world| samples_what_the_cpu_does(world, 4));
+}
+
+fn samples_what_the_cpu_does(world: World, tp_size: usize) {
+    let expected = greedy(&Arc::new(World::single()), 1);
+    let (first, got) = (world.rank() == 0, greedy(&Arc::new(world), tp_size));
+    assert_eq!(got, if first { expected } else { Vec::new() });
 }
 
 /// The sampler's log-probabilities in bfloat16, and the trainer's of the same tokens, against float32 on the CPU.

@@ -376,23 +376,33 @@ fn gpu_two_ranks_follow_plain_adamw() {
 
 #[test]
 #[ignore = "needs two GPUs"]
-fn gpu_losses_of_ten_steps_equal_the_cpus() {
-    ranks::run_on_gpus(2, "train::gpu_losses_of_ten_steps_equal_the_cpus", |world: World| {
-        let (mesh, cpu) = (world.mesh(1, 2).unwrap(), World::single().mesh(1, 1).unwrap());
-        for tied in [false, true] {
-            let expected = losses(Run { tied, ..Run::new(0, Kind::Float) }, &cpu);
-            for stage in 0..=3 {
-                let got = losses(Run { tied, ..Run::new(stage, Kind::Float) }, &mesh);
-                let worst = got.iter().zip(&expected).map(|(a, b)| (a / b - 1.0).abs()).fold(0.0, f64::max);
-                if world.rank() == 0 {
-                    println!(
-                        "stage {stage}, tied {tied}: losses of 10 steps within a factor of 1 +- {worst:.1e} of the CPU's"
-                    );
-                }
-                assert!(worst < 1e-4, "stage {stage}: {got:?} against {expected:?}");
+fn gpu_two_ranks_losses_of_ten_steps_equal_the_cpus() {
+    let name = "train::gpu_two_ranks_losses_of_ten_steps_equal_the_cpus";
+    ranks::run_on_gpus(2, name, |world| losses_equal_the_cpus(&world));
+}
+
+#[test]
+#[ignore = "needs four GPUs"]
+fn gpu_four_ranks_losses_of_ten_steps_equal_the_cpus() {
+    let name = "train::gpu_four_ranks_losses_of_ten_steps_equal_the_cpus";
+    ranks::run_on_gpus(4, name, |world| losses_equal_the_cpus(&world));
+}
+
+fn losses_equal_the_cpus(world: &World) {
+    let (mesh, cpu) = (world.mesh(1, world.size()).unwrap(), World::single().mesh(1, 1).unwrap());
+    for tied in [false, true] {
+        let expected = losses(Run { tied, ..Run::new(0, Kind::Float) }, &cpu);
+        for stage in 0..=3 {
+            let got = losses(Run { tied, ..Run::new(stage, Kind::Float) }, &mesh);
+            let worst = got.iter().zip(&expected).map(|(a, b)| (a / b - 1.0).abs()).fold(0.0, f64::max);
+            if world.rank() == 0 {
+                println!(
+                    "stage {stage}, tied {tied}: losses of 10 steps within a factor of 1 +- {worst:.1e} of the CPU's"
+                );
             }
+            assert!(worst < 1e-4, "stage {stage}: {got:?} against {expected:?}");
         }
-    });
+    }
 }
 
 /// The losses of ten steps, over all ranks. They are linear in what they are differentiated by.
