@@ -58,7 +58,9 @@ impl Kernel {
         Ok(kernel)
     }
 
-    /// Queues the kernel on `stream` with `grid` blocks of `block` threads and `shared_bytes` of dynamic shared memory.
+    /// Queues the kernel on `stream` with `grid` blocks of `block` threads and `shared_bytes` of dynamic shared memory. An
+    /// `early` one is brought to the processors while the work before it ends, which hides its launch (programmatic
+    /// dependent launch); it begins with `wait_for_inputs` of scalar.cuh.
     ///
     /// # Safety
     /// The arguments are those that the kernel declares, in number and type, and every address is valid on this GPU for
@@ -68,9 +70,8 @@ impl Kernel {
     /// [`crate::Error::Cuda`].
     pub(super) unsafe fn launch(
         &self,
-        grid: u32,
-        block: u32,
-        shared_bytes: u32,
+        (grid, block, shared_bytes): (u32, u32, u32),
+        early: bool,
         stream: *mut c_void,
         arguments: &[Argument],
     ) -> Result<()> {
@@ -83,10 +84,26 @@ impl Kernel {
                 Argument::Float(value) => (&raw const *value).cast_mut().cast(),
             })
             .collect();
-        // SAFETY: the caller's promise; the driver copies the arguments before it returns.
-        check("cuLaunchKernel", unsafe {
-            let (grid, block) = ((grid, 1, 1), (block, 1, 1));
-            result::launch_kernel(self.function, grid, block, shared_bytes, stream.cast(), &mut addresses)
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared_bytes,
+            hStream: stream.cast(),
+            attrs: &raw mut attribute,
+            numAttrs: early.into(),
+        };
+        // SAFETY: the caller's promise; the driver copies configuration and arguments before it returns.
+        check("cuLaunchKernelEx", unsafe {
+            sys::cuLaunchKernelEx(&raw const config, self.function, addresses.as_mut_ptr(), std::ptr::null_mut()).result()
         })
     }
 }

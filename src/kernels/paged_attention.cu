@@ -251,6 +251,13 @@ struct Warp {
     }
 };
 
+// Counts this block, or warp, in: what its threads wrote is there for who counts after it. Returns the count before.
+__device__ __forceinline__ int arrive(int* counter) {
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
 // One partial result: outputs not yet divided by their sums.
 template <int HD>
 struct Partial {
@@ -262,22 +269,34 @@ struct Partial {
 template <int HD>
 __device__ __forceinline__ void merge(const Partial<HD>* partials, int count, int pitch, bf16* o, int heads, int thread,
                                       int threads) {
+    constexpr int AT_ONCE = 8;  // partial results whose loads are in flight together
     for (int at = thread; at < heads * (HD / 8); at += threads) {
         const int head = at / (HD / 8), column = at % (HD / 8) * 8;
         float peak = -INFINITY, sum = 0.0f, out[8] = {};
-#pragma unroll 8
-        for (int piece = 0; piece < count; ++piece)
-            peak = fmaxf(peak, __ldcg(&partials[static_cast<long long>(piece) * pitch].peak[head]));
-#pragma unroll 4
-        for (int piece = 0; piece < count; ++piece) {
-            const Partial<HD>& one = partials[static_cast<long long>(piece) * pitch];
-            const float weight = exp2_fast(__ldcg(&one.peak[head]) - peak);
-            const float4 low = __ldcg(reinterpret_cast<const float4*>(&one.out[head][column]));
-            const float4 high = __ldcg(reinterpret_cast<const float4*>(&one.out[head][column + 4]));
-            const float more[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-            sum += __ldcg(&one.sum[head]) * weight;
+        for (int first = 0; first < count; first += AT_ONCE) {
+            float peaks[AT_ONCE], sums[AT_ONCE], higher = peak;
+            float4 low[AT_ONCE], high[AT_ONCE];
 #pragma unroll
-            for (int k = 0; k < 8; ++k) out[k] += more[k] * weight;
+            for (int k = 0; k < AT_ONCE; ++k) {
+                const Partial<HD>& one = partials[static_cast<long long>(min(first + k, count - 1)) * pitch];
+                peaks[k] = first + k < count ? __ldcg(&one.peak[head]) : -INFINITY, sums[k] = __ldcg(&one.sum[head]);
+                low[k] = __ldcg(reinterpret_cast<const float4*>(&one.out[head][column]));
+                high[k] = __ldcg(reinterpret_cast<const float4*>(&one.out[head][column + 4]));
+            }
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; ++k) higher = fmaxf(higher, peaks[k]);
+            const float shrink = exp2_fast(peak - higher);
+            peak = higher, sum *= shrink;
+#pragma unroll
+            for (int k = 0; k < 8; ++k) out[k] *= shrink;
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; ++k) {
+                const float weight = exp2_fast(peaks[k] - peak);
+                sum += sums[k] * weight;
+                out[0] += low[k].x * weight, out[1] += low[k].y * weight, out[2] += low[k].z * weight;
+                out[3] += low[k].w * weight, out[4] += high[k].x * weight, out[5] += high[k].y * weight;
+                out[6] += high[k].z * weight, out[7] += high[k].w * weight;
+            }
         }
         Pack<bf16, 8> packed;
 #pragma unroll
@@ -355,12 +374,10 @@ __device__ __forceinline__ void paged_attention(
                 work.start(q + query * HD, heads);
                 work.template attend<true>(k_cache, v_cache, table, shape, kv_head, item.begin, item.end, 0, 1);
                 work.store(mine->out[0], HD, mine->peak, mine->sum);
-                __threadfence();
                 __syncwarp();
                 int before = 0;
-                if (work.lane == 0) before = atomicAdd(&arrived[row * columns + at], 1);
+                if (work.lane == 0) before = arrive(&arrived[row * columns + at]);
                 if (__shfl_sync(~0u, before, 0) == own.count - 1) {
-                    __threadfence();
                     merge<HD>(partial, own.count, columns, o + query * HD, heads, work.lane, 32);
                     if (work.lane == 0) arrived[row * columns + at] = 0;
                 }
@@ -378,12 +395,10 @@ __device__ __forceinline__ void paged_attention(
             if (next < total) upcoming = items[next / columns];
             merge_warps<HD>(outs, peaks, sums, own.count > 1 ? mine : nullptr, o + query * HD, heads);
             if (own.count > 1) {
-                __threadfence();
                 __syncthreads();
-                if (threadIdx.x == 0) is_last = atomicAdd(&arrived[row * columns + at], 1) == own.count - 1;
+                if (threadIdx.x == 0) is_last = arrive(&arrived[row * columns + at]) == own.count - 1;
                 __syncthreads();
                 if (is_last) {
-                    __threadfence();
                     merge<HD>(partial, own.count, columns, o + query * HD, heads, threadIdx.x, THREADS);
                     if (threadIdx.x == 0) arrived[row * columns + at] = 0;
                 }
@@ -393,7 +408,6 @@ __device__ __forceinline__ void paged_attention(
         __syncthreads();  // all have read `next`, and shared memory is free
     }
     if (threadIdx.x == 0) {
-        __threadfence();
         if (atomicAdd(&header->done, 1) == static_cast<int>(gridDim.x) - 1) header->next = 0, header->done = 0;
     }
 }

@@ -26,6 +26,7 @@ template <typename T, int N>
 __device__ __forceinline__ void backward(
     const T* __restrict__ dy, const T* gate_up, T* d_gate_up, T* __restrict__ y, long long n
 ) {
+    wait_for_inputs();
     const long long stride = static_cast<long long>(gridDim.x) * blockDim.x;
     for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < n / N; i += stride) {
         const auto pairs = reinterpret_cast<const Pack<T, 2 * N>*>(gate_up)[i];

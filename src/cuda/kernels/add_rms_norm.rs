@@ -3,7 +3,7 @@
 
 use tch::Tensor;
 
-use super::{Argument, address, address_or_null, invalid, kind_name, launch, ordinal, row_len, width};
+use super::{Argument, address, address_or_null, invalid, kind_name, launch_early, ordinal, row_len, width};
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
@@ -42,5 +42,5 @@ pub fn add_rms_norm(
     let threads = (dim / width).next_multiple_of(32).min(1024) as u32;
     let name = format!("add_rms_norm_{}_x{width}", kind_name(OP, x)?);
     // SAFETY: the kernel's parameters in order; one block a row, all of whose packs have a thread.
-    unsafe { launch(SOURCE, &name, gpu, ((numel / dim) as u32, threads, 0), &arguments) }
+    unsafe { launch_early(SOURCE, &name, gpu, ((numel / dim) as u32, threads, 0), &arguments) }
 }

@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, address_or_null, invalid, launch, ordinal};
+use super::{Argument, address, address_or_null, invalid, launch_early, ordinal};
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
@@ -98,5 +98,5 @@ pub fn advance(
     ];
     let threads = num_rows.next_multiple_of(32).min(1024) as u32;
     // SAFETY: the kernel's parameters in order; one block, as the step's counter needs.
-    unsafe { launch(SOURCE, OP, gpu, (1, threads, 0), &arguments) }
+    unsafe { launch_early(SOURCE, OP, gpu, (1, threads, 0), &arguments) }
 }

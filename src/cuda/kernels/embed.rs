@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, kind_name, launch, ordinal, row_len, width};
+use super::{Argument, address, kind_name, launch_early, ordinal, row_len, width};
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
@@ -35,5 +35,5 @@ pub fn embed(
     let threads = (dim / width).next_multiple_of(32).min(512) as u32;
     let name = format!("embed_{}_x{width}", kind_name(OP, table)?);
     // SAFETY: the kernel's parameters in order; one block a row, ids held to the table's rows.
-    unsafe { launch(SOURCE, &name, gpu, (tokens as u32, threads, 0), &arguments) }
+    unsafe { launch_early(SOURCE, &name, gpu, (tokens as u32, threads, 0), &arguments) }
 }

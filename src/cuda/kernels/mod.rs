@@ -153,16 +153,43 @@ unsafe fn launch(
     source: &'static Source,
     name: &str,
     ordinal: usize,
-    (grid, block, shared_bytes): (u32, u32, u32),
+    shape: (u32, u32, u32), // blocks, threads, bytes of shared memory
     arguments: &[Argument],
 ) -> Result<()> {
-    if grid == 0 {
+    // SAFETY: the caller's promise.
+    unsafe { queue(source, name, ordinal, shape, false, arguments) }
+}
+
+/// As [`launch`], of a kernel that begins with `wait_for_inputs`: it is launched while the one before still runs.
+///
+/// # Safety
+/// As [`launch`].
+unsafe fn launch_early(
+    source: &'static Source,
+    name: &str,
+    ordinal: usize,
+    shape: (u32, u32, u32),
+    arguments: &[Argument],
+) -> Result<()> {
+    // SAFETY: the caller's promise.
+    unsafe { queue(source, name, ordinal, shape, true, arguments) }
+}
+
+unsafe fn queue(
+    source: &'static Source,
+    name: &str,
+    ordinal: usize,
+    shape: (u32, u32, u32),
+    early: bool,
+    arguments: &[Argument],
+) -> Result<()> {
+    if shape.0 == 0 {
         return Ok(());
     }
     let kernel = Kernel::get(source, name, ordinal)?;
     let stream = torch::current_cuda_stream(ordinal)?;
     // SAFETY: the caller's promise.
-    unsafe { kernel.launch(grid, block, shared_bytes, stream, arguments) }
+    unsafe { kernel.launch(shape, early, stream, arguments) }
 }
 
 /// Whether a tensor starts where 16 bytes can be moved at once.

@@ -3,7 +3,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::{Argument, address, address_or_null, invalid, kind_name, launch, ordinal};
+use super::{Argument, address, address_or_null, invalid, kind_name, launch_early, ordinal};
 use crate::cuda::Context;
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
@@ -152,7 +152,7 @@ impl AttentionPlan {
             Argument::Count(buffers.capacity as i64),
         ];
         // SAFETY: the kernel's parameters in order; it keeps to the capacity, which holds all pieces of a fixed split.
-        unsafe { launch(SOURCE, OP, gpu, (1, PLANNERS, 0), &arguments) }
+        unsafe { launch_early(SOURCE, OP, gpu, (1, PLANNERS, 0), &arguments) }
     }
 }
 
@@ -238,7 +238,7 @@ pub fn paged_attention(
         let name = format!("paged_attention_any_{}", kind_name(OP, q)?);
         let grid = ((rows * num_heads) as u32, THREADS as u32, 4 * head_dim as u32);
         // SAFETY: the kernel's parameters in order; one block a query head of a row; blocks of contexts are the caller's.
-        return unsafe { launch(ANY, &name, gpu, grid, &arguments) };
+        return unsafe { launch_early(ANY, &name, gpu, grid, &arguments) };
     };
     if [q, k_cache, v_cache, o].iter().any(|tensor| !(tensor.data_ptr() as usize).is_multiple_of(16)) {
         return Err(invalid(OP, "tensors on multiples of 16 bytes", "others"));
@@ -250,5 +250,5 @@ pub fn paged_attention(
         [&[q_at, k_at, v_at, tables, o_at, header, items, pieces, arrived, partials][..], &sizes, &[scale]].concat();
     let grid = (buffers.num_blocks as u32, THREADS as u32, 0);
     // SAFETY: the kernel's parameters in order; items of the plan are of these rows; blocks of contexts are the caller's.
-    unsafe { launch(SOURCE, &format!("paged_attention_bf16_{head_dim}"), gpu, grid, &arguments) }
+    unsafe { launch_early(SOURCE, &format!("paged_attention_bf16_{head_dim}"), gpu, grid, &arguments) }
 }

@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, address_or_null, invalid, kind_name, launch, ordinal, strided};
+use super::{Argument, address, address_or_null, invalid, kind_name, launch_early, ordinal, strided};
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
@@ -127,7 +127,7 @@ pub fn rope_write_kv(
     let name = format!("rope_write_kv_{}_x{width}", kind_name(OP, &qkv.q)?);
     // SAFETY: the kernel's parameters in order; strides and shapes were read from the tensors, positions and slots are the
     // caller's, within the table and the cache.
-    unsafe { launch(SOURCE, &name, gpu, (grid, THREADS as u32, 0), &arguments) }
+    unsafe { launch_early(SOURCE, &name, gpu, (grid, THREADS as u32, 0), &arguments) }
 }
 
 struct Shape {

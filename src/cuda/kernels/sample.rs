@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, address_or_null, invalid, kind_name, launch, ordinal};
+use super::{Argument, address, address_or_null, invalid, kind_name, launch_early, ordinal};
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
@@ -94,7 +94,7 @@ pub fn sample(
     let processed = if draws.penalties.is_some() { "_processed" } else { "" };
     let name = format!("sample{processed}_{}_x{}", kind_name(OP, logits)?, if is_aligned { RUN } else { 1 });
     // SAFETY: the kernel's parameters in order; one block a part of a draw, rows of the logits are the caller's.
-    unsafe { launch(SOURCE, &name, gpu, ((parts as usize * num_draws) as u32, THREADS, 0), &arguments) }
+    unsafe { launch_early(SOURCE, &name, gpu, ((parts as usize * num_draws) as u32, THREADS, 0), &arguments) }
 }
 
 /// The winner of every draw among the candidates of all parts and ranks, and ln softmax(logits / temperature) of it before
@@ -119,5 +119,5 @@ pub fn combine(
         Argument::Count(parts as i64),
     ];
     // SAFETY: the kernel's parameters in order; a warp a draw.
-    unsafe { launch(SOURCE, OP, gpu, (draws as u32, 32, 0), &arguments) }
+    unsafe { launch_early(SOURCE, OP, gpu, (draws as u32, 32, 0), &arguments) }
 }

@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, blocks, invalid, kind_name, launch, ordinal};
+use super::{Argument, address, blocks, invalid, kind_name, launch_early, ordinal};
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
@@ -88,5 +88,5 @@ fn queue(
     let grid = blocks(n / width, THREADS, MOST_BLOCKS);
     let arguments = [arguments, &[Argument::Count(n as i64)]].concat();
     // SAFETY: the kernel's parameters in order; n outputs, 2 n inputs, aligned to what a thread moves.
-    unsafe { launch(SOURCE, &name, gpu, (grid, THREADS as u32, 0), &arguments) }
+    unsafe { launch_early(SOURCE, &name, gpu, (grid, THREADS as u32, 0), &arguments) }
 }
