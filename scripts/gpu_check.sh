@@ -2,11 +2,11 @@
 # Checks on a machine with GPUs, from built binaries alone, without cargo: tests against the CPU backend, the demo, figures.
 #   scripts/gpu_check.sh PROGRAM TESTS [OUTPUT] [PARTS]
 # PROGRAM is target/release/colo-grpo, TESTS the newest target/release/deps/it-*. Logs and JSON lines go to OUTPUT (default
-# runs/gpu). PARTS are some of "tests demo bench" (default all). Libraries come from the installed PyTorch 2.11.0, unless
+# runs/gpu). PARTS are some of "tests sanitize demo bench" (default all). Libraries come from the installed PyTorch 2.11.0, unless
 # COLO_GRPO_TORCH_CUDA names its torch/lib folder. Parts that need more GPUs than there are stay out.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-program=$(realpath "$1") tests=$(realpath "$2") output=${3:-runs/gpu} parts=${4:-tests demo bench}
+program=$(realpath "$1") tests=$(realpath "$2") output=${3:-runs/gpu} parts=${4:-tests sanitize demo bench}
 mkdir -p "$output"
 
 if [ -z "${COLO_GRPO_TORCH_CUDA:-}" ]; then
@@ -39,6 +39,13 @@ for part in $parts; do
           *four_ranks*) [ "$gpus" -ge 4 ] || continue ;;
         esac
         check "${test//::/.}" 100 "$tests" --exact "$test" --ignored --nocapture
+      done
+      ;;
+    sanitize) # the decode kernels' tests on small shapes
+      for tool in memcheck racecheck; do
+        check "sanitize-$tool" 300 env COLO_GRPO_TEST_SMALL=1 compute-sanitizer --tool "$tool" --error-exitcode 9 \
+          --kernel-name regex:'embed|norm|rope|attention|swiglu|sample|filter|combine|advance' \
+          "$tests" --ignored gpu_decode --test-threads=1
       done
       ;;
     demo)

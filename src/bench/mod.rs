@@ -2,6 +2,7 @@
 
 mod collectives;
 mod generate;
+mod kernels;
 mod memory;
 mod sleep_wake;
 mod step;
@@ -9,6 +10,7 @@ mod train;
 
 pub use collectives::{CollectivesBench, bench_collectives};
 pub use generate::{GenerateBench, bench_generate};
+pub use kernels::{KernelsBench, bench_kernels};
 pub use sleep_wake::{SleepWakeBench, bench_sleep_wake};
 pub use step::{StepBench, bench_step};
 pub use train::{TrainBench, bench_train};

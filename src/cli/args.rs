@@ -219,6 +219,8 @@ pub enum BenchCommand {
     Train(BenchTrainArgs),
     /// Tokens per second of the generation engine on random prompts
     Generate(BenchGenerateArgs),
+    /// The decode step's kernels, each against the bytes that it must move; needs a GPU
+    Kernels(BenchKernelsArgs),
     /// Whole GRPO steps of the trainer: colo-grpo bench step --preset tiny --prompts 8 zero.stage=3 beta=0.04
     Step(BenchStepArgs),
     /// Memory given back and taken again on all ranks at once; copies to the host and back
@@ -322,6 +324,28 @@ pub struct BenchGenerateArgs {
     /// Timed repetitions; the median is printed
     #[arg(long, default_value_t = 3, value_parser = count)]
     pub repeats: usize,
+}
+
+/// `bench kernels`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct BenchKernelsArgs {
+    #[command(flatten)]
+    pub place: PlaceArgs,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Sequences of a step
+    #[arg(long, default_value_t = 256, value_parser = count)]
+    pub rows: usize,
+    /// Tokens of every sequence
+    #[arg(long, default_value_t = 1024, value_parser = count)]
+    pub context: usize,
+    /// Sequences that share a prompt
+    #[arg(long, default_value_t = 8, value_parser = count)]
+    pub group: usize,
+    /// Tokens of the prompt that they share
+    #[arg(long, default_value_t = 512)]
+    pub prompt_len: usize,
 }
 
 /// `bench step`.

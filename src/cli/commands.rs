@@ -8,12 +8,12 @@ use serde_json::json;
 use tch::Kind;
 
 use super::args::{
-    BenchCommand, BenchGenerateArgs, BenchStepArgs, BenchTrainArgs, Command, EvalArgs, GenerateArgs, InitArgs,
-    LaunchArgs, ModelArgs, PlaceArgs, RunArgs, SamplingArgs,
+    BenchCommand, BenchGenerateArgs, BenchKernelsArgs, BenchStepArgs, BenchTrainArgs, Command, EvalArgs, GenerateArgs,
+    InitArgs, LaunchArgs, ModelArgs, PlaceArgs, RunArgs, SamplingArgs,
 };
 use crate::bench::{
-    CollectivesBench, GenerateBench, SleepWakeBench, StepBench, TrainBench, bench_collectives, bench_generate,
-    bench_sleep_wake, bench_step, bench_train,
+    CollectivesBench, GenerateBench, KernelsBench, SleepWakeBench, StepBench, TrainBench, bench_collectives,
+    bench_generate, bench_kernels, bench_sleep_wake, bench_step, bench_train,
 };
 use crate::colocate::Served;
 use crate::config::{Config, HeartbeatConfig, SftConfig};
@@ -59,6 +59,7 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
             let result = generate_bench(&args, world.clone(), kind)?;
             print_first(&world, result)
         }),
+        Command::Bench(BenchCommand::Kernels(args)) => kernels_bench(&args),
         Command::Bench(BenchCommand::Step(args)) => step_bench(&args),
         Command::Bench(BenchCommand::SleepWake(args)) => placed(&args.launch, args.place, |world, _| {
             let bytes = |gib: f64| (gib * f64::from(1 << 30)) as usize;
@@ -311,6 +312,22 @@ fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Re
         repeats: args.repeats,
     };
     bench_generate(&bench, world)
+}
+
+fn kernels_bench(args: &BenchKernelsArgs) -> Result<ExitCode> {
+    let Placement { on_cuda, kind } = Placement::new(args.place.device, args.place.dtype)?;
+    let bench = KernelsBench {
+        model: args.model.name(),
+        spec: Arc::new(spec_of(&args.model)?),
+        kind,
+        rows: args.rows,
+        context: args.context,
+        group: args.group,
+        prompt_len: args.prompt_len,
+    };
+    let device = if on_cuda { tch::Device::Cuda(0) } else { tch::Device::Cpu };
+    bench_kernels(&bench, device)?.iter().for_each(|result| println!("{result}"));
+    Ok(ExitCode::Done)
 }
 
 fn step_bench(args: &BenchStepArgs) -> Result<ExitCode> {

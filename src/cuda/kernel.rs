@@ -103,7 +103,8 @@ impl Kernel {
         };
         // SAFETY: the caller's promise; the driver copies configuration and arguments before it returns.
         check("cuLaunchKernelEx", unsafe {
-            sys::cuLaunchKernelEx(&raw const config, self.function, addresses.as_mut_ptr(), std::ptr::null_mut()).result()
+            sys::cuLaunchKernelEx(&raw const config, self.function, addresses.as_mut_ptr(), std::ptr::null_mut())
+                .result()
         })
     }
 }

@@ -4,8 +4,8 @@
 // own layout: the order of head columns within a product and of outputs within a tile is free, so 16-byte loads fit.
 //
 // `plan_attention` cuts all contexts of a step into items, once for all layers; blocks of four warps take items as they
-// become free. The warps of an item either have every fourth 16 tokens of one row each (its own part), or one row each of
-// a group whose contexts begin alike, all over the same tokens (the shared part, which the caches then serve but once).
+// become free. The warps of an item either have every fourth 16 tokens of one row (its own part), or two rows each of a group
+// whose contexts begin alike, all over the same tokens (the shared part, which is then read once).
 // A row of several items leaves partial results; the last item to finish merges them in item order.
 #include "scalar.cuh"
 
@@ -14,11 +14,15 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int PLANNERS = 256;  // threads of plan_attention
 constexpr int UNIT = 16;    // tokens of a warp's step
 constexpr int COLUMNS = 8;  // query heads of a product
+constexpr int MEMBERS = 2;  // rows that a warp has of a shared part
+constexpr int PARTY = WARPS * MEMBERS;
+constexpr int UNITS = 2;  // units that a warp has at once of an own part
+constexpr int STEP = WARPS * UNITS * UNIT;
 constexpr float LOG2E = 1.4426950408889634f;
 
 // Tokens begin .. end of the rows' contexts.
 struct alignas(16) Item {
-    int rows[WARPS];  // of a shared part, -1: none; of an own part the row and its `Pieces`
+    int rows[PARTY];  // of a shared part, -1: none; of an own part the row and its `Pieces`
     int begin, end;
     int piece;  // place among the partial results of a row
     int is_shared;
@@ -78,47 +82,51 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return out;
 }
 
-// One warp's attention of up to 8 query heads over some tokens. With r = lane / 4 and c = lane % 4 a lane has scores of head r
-// and tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9, and outputs of columns 64 h + 8 r .. + 8 for heads 2 c and 2 c + 1.
-template <int HD>
+// One warp's attention of up to 8 query heads of M rows, U units at once. With r = lane / 4 and c = lane % 4 a lane has scores
+// of head r and tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9, and outputs of columns 64 h + 8 r .. + 8 for heads 2 c and 2 c + 1.
+template <int HD, int M, int U, bool SHARED>
 struct Warp {
     static constexpr int HALVES = HD / 64;
-    uint4 query[HD / 32];     // head r, columns 32 j + 8 c .. + 8
-    uint4 keys[HD / 32][2];   // tokens r and r + 8, the same columns
-    uint4 values[HALVES][4];  // tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9; columns 64 h + 8 r .. + 8
-    float out[HALVES][4][4];  // [half][column pair i]: (8 r + 2 i, head 2 c), (.., 2 c + 1), (8 r + 2 i + 1, 2 c), ..
-    float peak, sum;          // of head r, base 2; the sum over this lane's tokens only
+    uint4 query[M][HD / 32];     // head r, columns 32 j + 8 c .. + 8
+    uint4 keys[U][HD / 32][2];   // tokens r and r + 8, the same columns
+    uint4 values[U][HALVES][4];  // tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9; columns 64 h + 8 r .. + 8
+    float out[M][HALVES][4][4];  // [half][column pair i]: (8 r + 2 i, head 2 c), (.., 2 c + 1), (8 r + 2 i + 1, 2 c), ..
+    float peak[M], sum[M];       // of head r, base 2; the sum over this lane's tokens only
     int lane;
 
-    __device__ __forceinline__ void start(const bf16* q, int heads) {
+    __device__ __forceinline__ Warp() : lane(threadIdx.x % 32) {
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+            peak[m] = -INFINITY, sum[m] = 0.0f;
+#pragma unroll
+            for (int h = 0; h < HALVES; ++h)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) out[m][h][i][k] = 0.0f;
+        }
+    }
+
+    __device__ __forceinline__ void load_query(int m, const bf16* q, int heads) {
         const int r = lane / 4, c = lane % 4;
 #pragma unroll
         for (int j = 0; j < HD / 32; ++j)
-            query[j] = r < heads ? *reinterpret_cast<const uint4*>(q + r * HD + 32 * j + 8 * c) : uint4{0, 0, 0, 0};
-#pragma unroll
-        for (int h = 0; h < HALVES; ++h)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-#pragma unroll
-                for (int k = 0; k < 4; ++k) out[h][i][k] = 0.0f;
-        peak = -INFINITY, sum = 0.0f;
+            query[m][j] = r < heads ? *reinterpret_cast<const uint4*>(q + r * HD + 32 * j + 8 * c) : uint4{0, 0, 0, 0};
     }
 
-    template <bool SHARED>
-    __device__ __forceinline__ void load_keys(const bf16* unit) {
+    __device__ __forceinline__ void load_keys(int u, const bf16* unit) {
         const bf16* from = unit + lane / 4 * HD + lane % 4 * 8;
 #pragma unroll
         for (int j = 0; j < HD / 32; ++j)
 #pragma unroll
             for (int t = 0; t < 2; ++t) {
                 const bf16* at = from + 32 * j + 8 * t * HD;
-                keys[j][t] = SHARED ? load_shared(at) : load_once(at);
+                keys[u][j][t] = SHARED ? load_shared(at) : load_once(at);
             }
     }
 
     // Entries past the end may be anything that another sequence left.
-    template <bool SHARED>
-    __device__ __forceinline__ void load_values(const bf16* unit, int count) {
+    __device__ __forceinline__ void load_values(int u, const bf16* unit, int count) {
         const int first = lane % 4 * 2;
         const bf16* from = unit + first * HD + lane / 4 * 8;
         const bool is_whole = count >= UNIT;
@@ -129,115 +137,154 @@ struct Warp {
             for (int h = 0; h < HALVES; ++h) {
                 const bf16* at = from + token * HD + 64 * h;
                 if (is_whole || first + token < count)
-                    values[h][k] = SHARED ? load_shared(at) : load_once(at);
+                    values[u][h][k] = SHARED ? load_shared(at) : load_once(at);
                 else
-                    values[h][k] = uint4{0, 0, 0, 0};
+                    values[u][h][k] = uint4{0, 0, 0, 0};
             }
         }
     }
 
-    // Scores of the loaded keys, base 2: of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9.
-    __device__ __forceinline__ void score(float (&s)[4], float scale) const {
+    // Scores of the loaded keys, base 2: of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9 of every unit.
+    __device__ __forceinline__ void score(float (&s)[M][U][4], float scale) const {
 #pragma unroll
-        for (int t = 0; t < 2; ++t) {
-            float even[4] = {}, odd[4] = {};
+        for (int u = 0; u < U; ++u)
 #pragma unroll
-            for (int j = 0; j < HD / 32; ++j) {
-                multiply(even, query[j].x, 0, query[j].y, 0, keys[j][t].x, keys[j][t].y);
-                multiply(odd, query[j].z, 0, query[j].w, 0, keys[j][t].z, keys[j][t].w);
+            for (int t = 0; t < 2; ++t) {
+                float even[4] = {}, odd[4] = {};  // rows of the second member in the upper half
+#pragma unroll
+                for (int j = 0; j < HD / 32; ++j) {
+                    const uint4 a = query[0][j], b = M == 2 ? query[M - 1][j] : uint4{0, 0, 0, 0};
+                    multiply(even, a.x, b.x, a.y, b.y, keys[u][j][t].x, keys[u][j][t].y);
+                    multiply(odd, a.z, b.z, a.w, b.w, keys[u][j][t].z, keys[u][j][t].w);
+                }
+#pragma unroll
+                for (int m = 0; m < M; ++m)
+#pragma unroll
+                    for (int k = 0; k < 2; ++k) s[m][u][2 * t + k] = (even[2 * m + k] + odd[2 * m + k]) * scale;
             }
-            s[2 * t] = (even[0] + odd[0]) * scale, s[2 * t + 1] = (even[1] + odd[1]) * scale;
+    }
+
+    // Tokens before `from` and after `to` of a unit weigh nothing.
+    __device__ __forceinline__ void mask(float (&s)[M][U][4], int u, int from, int to) const {
+        if (from <= 0 && to >= UNIT) return;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const int token = 2 * (lane % 4) + k / 2 * 8 + k % 2;
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+                if (token < from || token >= to) s[m][u][k] = -INFINITY;
         }
     }
 
-    // Scores to weights, in the layout of the second product; tokens before `from` and after `to` of the unit weigh nothing.
-    __device__ __forceinline__ void weigh(float (&s)[4], int from, int to, unsigned (&weights)[2]) {
+    // Scores to weights, in the layout of the second product. At least one token weighs, so that the maximum is finite.
+    __device__ __forceinline__ void weigh(float (&s)[M][U][4], unsigned (&weights)[M][U][2]) {
         const int c = lane % 4;
-        if (from > 0 || to < UNIT) {
+        float top[M];
+        bool is_higher = false;
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const int token = 2 * c + k / 2 * 8 + k % 2;
-                if (token < from || token >= to) s[k] = -INFINITY;
+        for (int m = 0; m < M; ++m) {
+            top[m] = s[m][0][0];
+#pragma unroll
+            for (int k = 1; k < 4 * U; ++k) top[m] = fmaxf(top[m], s[m][k / 4][k % 4]);
+            top[m] = fmaxf(top[m], __shfl_xor_sync(~0u, top[m], 1));
+            top[m] = fmaxf(top[m], __shfl_xor_sync(~0u, top[m], 2));
+            is_higher |= top[m] > peak[m];
+        }
+        if (__any_sync(~0u, is_higher)) {
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+                const float higher = fmaxf(peak[m], top[m]), shrink = exp2_fast(peak[m] - higher);
+                peak[m] = higher, sum[m] *= shrink;
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    const float own = __shfl_sync(~0u, shrink, (2 * c + k) * 4);  // of head 2 c + k
+#pragma unroll
+                    for (int h = 0; h < HALVES; ++h)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) out[m][h][i][k] *= own, out[m][h][i][k + 2] *= own;
+                }
             }
         }
-        float top = fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3]));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        // A unit has at least one token that weighs, so that the maximum is finite.
-        if (__any_sync(~0u, top > peak)) {
-            const float higher = fmaxf(peak, top), shrink = exp2_fast(peak - higher);
-            peak = higher, sum *= shrink;
 #pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                const float own = __shfl_sync(~0u, shrink, (2 * c + k) * 4);  // of head 2 c + k
+        for (int m = 0; m < M; ++m)
 #pragma unroll
-                for (int h = 0; h < HALVES; ++h)
+            for (int u = 0; u < U; ++u) {
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) out[h][i][k] *= own, out[h][i][k + 2] *= own;
+                for (int k = 0; k < 4; ++k) s[m][u][k] = exp2_fast(s[m][u][k] - peak[m]);
+                sum[m] += (s[m][u][0] + s[m][u][1]) + (s[m][u][2] + s[m][u][3]);
+                weights[m][u][0] = pack(s[m][u][0], s[m][u][1]), weights[m][u][1] = pack(s[m][u][2], s[m][u][3]);
             }
-        }
-#pragma unroll
-        for (int k = 0; k < 4; ++k) s[k] = exp2_fast(s[k] - peak);
-        sum += (s[0] + s[1]) + (s[2] + s[3]);
-        weights[0] = pack(s[0], s[1]), weights[1] = pack(s[2], s[3]);
     }
 
-    __device__ __forceinline__ void accumulate(const unsigned (&weights)[2]) {
+    __device__ __forceinline__ void accumulate(const unsigned (&weights)[M][U][2]) {
 #pragma unroll
-        for (int h = 0; h < HALVES; ++h) {
-            const unsigned* v[4];
+        for (int u = 0; u < U; ++u)
 #pragma unroll
-            for (int k = 0; k < 4; ++k) v[k] = reinterpret_cast<const unsigned*>(&values[h][k]);
+            for (int h = 0; h < HALVES; ++h) {
+                const unsigned* v[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                multiply(out[h][i], __byte_perm(v[0][i], v[1][i], 0x5410), __byte_perm(v[0][i], v[1][i], 0x7632),
-                         __byte_perm(v[2][i], v[3][i], 0x5410), __byte_perm(v[2][i], v[3][i], 0x7632), weights[0],
-                         weights[1]);
-        }
+                for (int k = 0; k < 4; ++k) v[k] = reinterpret_cast<const unsigned*>(&values[u][h][k]);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const unsigned a0 = __byte_perm(v[0][i], v[1][i], 0x5410), a1 = __byte_perm(v[0][i], v[1][i], 0x7632);
+                    const unsigned a2 = __byte_perm(v[2][i], v[3][i], 0x5410), a3 = __byte_perm(v[2][i], v[3][i], 0x7632);
+#pragma unroll
+                    for (int m = 0; m < M; ++m) multiply(out[m][h][i], a0, a1, a2, a3, weights[m][u][0], weights[m][u][1]);
+                }
+            }
     }
 
     // Units first, first + stride .. of tokens begin .. end.
-    template <bool SHARED>
     __device__ __forceinline__ void attend(const bf16* k_cache, const bf16* v_cache, const int* table,
                                            const Geometry& shape, int kv_head, int begin, int end, int first, int stride) {
         const int base = begin / UNIT * UNIT, units = (end - base + UNIT - 1) / UNIT;
-        const int steps = units > first ? (units - first + stride - 1) / stride : 0;
+        const int steps = units > first ? (units - first + U * stride - 1) / (U * stride) : 0;
         int blocks = 0;  // of this lane's unit among the next 32
-        const auto place = [&](int step) -> long long {
-            const int token = base + (first + step * stride) * UNIT;
-            if (step % 32 == 0) {
-                const int mine = token + lane * stride * UNIT;
+        const auto token_of = [&](int n) { return base + (first + n * stride) * UNIT; };
+        const auto place = [&](int n) -> long long {
+            const int token = token_of(n);
+            if (n % 32 == 0) {
+                const int mine = token_of(n + lane);
                 blocks = mine < end ? table[mine >> shape.block_shift] : 0;
             }
-            const long long head = __shfl_sync(~0u, blocks, step % 32) * shape.kv_heads + kv_head;
+            const long long head = __shfl_sync(~0u, blocks, n % 32) * shape.kv_heads + kv_head;
             return ((head << shape.block_shift) + (token & ((1 << shape.block_shift) - 1))) * HD;
         };
         if (steps == 0) return;
-        long long now = place(0);
-        load_keys<SHARED>(k_cache + now);
-        load_values<SHARED>(v_cache + now, end - (base + first * UNIT));
+        long long now[U];
+#pragma unroll
+        for (int u = 0; u < U; ++u) now[u] = place(u), load_keys(u, k_cache + now[u]);
+#pragma unroll
+        for (int u = 0; u < U; ++u) load_values(u, v_cache + now[u], end - token_of(u));
         for (int step = 0; step < steps; ++step) {
-            const int token = base + (first + step * stride) * UNIT;
             const bool has_next = step + 1 < steps;
-            float s[4];
-            unsigned weights[2];
+            float s[M][U][4];
+            unsigned weights[M][U][2];
             score(s, shape.scale * LOG2E);
             if (has_next) {
-                now = place(step + 1);
-                load_keys<SHARED>(k_cache + now);
+#pragma unroll
+                for (int u = 0; u < U; ++u) now[u] = place(U * (step + 1) + u), load_keys(u, k_cache + now[u]);
             }
-            weigh(s, begin - token, end - token, weights);
+#pragma unroll
+            for (int u = 0; u < U; ++u) {
+                const int token = token_of(U * step + u);
+                mask(s, u, begin - token, end - token);
+            }
+            weigh(s, weights);
             accumulate(weights);
-            if (has_next) load_values<SHARED>(v_cache + now, end - (token + stride * UNIT));
+            if (has_next) {
+#pragma unroll
+                for (int u = 0; u < U; ++u) load_values(u, v_cache + now[u], end - token_of(U * (step + 1) + u));
+            }
         }
     }
 
-    // out, peak and sum as rows of heads: [8][stride], [8], [8].
-    __device__ __forceinline__ void store(float* to, int stride, float* peaks, float* sums) const {
+    // out, peak and sum of a member as rows of heads: [8][stride], [8], [8].
+    __device__ __forceinline__ void store(int m, float* to, int stride, float* peaks, float* sums) const {
         const int r = lane / 4, c = lane % 4;
-        float total = sum + __shfl_xor_sync(~0u, sum, 1);
+        float total = sum[m] + __shfl_xor_sync(~0u, sum[m], 1);
         total += __shfl_xor_sync(~0u, total, 2);
-        if (c == 0) peaks[r] = peak, sums[r] = total;
+        if (c == 0) peaks[r] = peak[m], sums[r] = total;
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             float* row = to + (2 * c + k) * stride;
@@ -245,8 +292,8 @@ struct Warp {
             for (int h = 0; h < HALVES; ++h)
 #pragma unroll
                 for (int i = 0; i < 4; i += 2)
-                    *reinterpret_cast<float4*>(row + 64 * h + 8 * r + 2 * i) =
-                        make_float4(out[h][i][k], out[h][i][k + 2], out[h][i + 1][k], out[h][i + 1][k + 2]);
+                    *reinterpret_cast<float4*>(row + 64 * h + 8 * r + 2 * i) = make_float4(
+                        out[m][h][i][k], out[m][h][i][k + 2], out[m][h][i + 1][k], out[m][h][i + 1][k + 2]);
         }
     }
 };
@@ -356,50 +403,59 @@ __device__ __forceinline__ void paged_attention(
     int index = blockIdx.x;
     Item item = items[index / columns];  // there is one for every block, if not of this step
     const int total = header->num_items * columns;
-    Warp<HD> work;
-    work.lane = threadIdx.x % 32;
     while (index < total) {
         if (threadIdx.x == 0) next = gridDim.x + atomicAdd(&header->next, 1);
         const int at = index % columns, kv_head = at / chunks, chunk = at % chunks;
         const int heads = min(COLUMNS, shape.group - chunk * COLUMNS);
-        const int row = item.rows[item.is_shared ? warp : 0];
-        const long long query = (static_cast<long long>(row) * shape.kv_heads + kv_head) * shape.group + chunk * COLUMNS;
-        const int* table = block_tables + static_cast<long long>(row) * shape.max_blocks;
+        const auto query_of = [&](int row) {
+            return ((static_cast<long long>(row) * shape.kv_heads + kv_head) * shape.group + chunk * COLUMNS) * HD;
+        };
+        const auto table_of = [&](int row) { return block_tables + static_cast<long long>(row) * shape.max_blocks; };
         Item upcoming = {};
         if (item.is_shared) {
-            if (row >= 0) {
-                const Pieces own = pieces[row];
-                Partial<HD>* partial = partials + static_cast<long long>(own.first) * columns + at;
-                Partial<HD>* mine = partial + static_cast<long long>(item.piece) * columns;
-                work.start(q + query * HD, heads);
-                work.template attend<true>(k_cache, v_cache, table, shape, kv_head, item.begin, item.end, 0, 1);
-                work.store(mine->out[0], HD, mine->peak, mine->sum);
-                __syncwarp();
-                int before = 0;
-                if (work.lane == 0) before = arrive(&arrived[row * columns + at]);
-                if (__shfl_sync(~0u, before, 0) == own.count - 1) {
-                    merge<HD>(partial, own.count, columns, o + query * HD, heads, work.lane, 32);
-                    if (work.lane == 0) arrived[row * columns + at] = 0;
+            const int rows[MEMBERS] = {item.rows[MEMBERS * warp], item.rows[MEMBERS * warp + 1]};
+            if (rows[0] >= 0) {
+                Warp<HD, MEMBERS, 1, true> work;
+#pragma unroll
+                for (int m = 0; m < MEMBERS; ++m) work.load_query(m, q + query_of(rows[m]), rows[m] >= 0 ? heads : 0);
+                work.attend(k_cache, v_cache, table_of(rows[0]), shape, kv_head, item.begin, item.end, 0, 1);
+#pragma unroll
+                for (int m = 0; m < MEMBERS; ++m) {
+                    const int row = rows[m];
+                    if (row < 0) continue;
+                    const Pieces own = pieces[row];
+                    Partial<HD>* partial = partials + static_cast<long long>(own.first) * columns + at;
+                    Partial<HD>* mine = partial + static_cast<long long>(item.piece) * columns;
+                    work.store(m, mine->out[0], HD, mine->peak, mine->sum);
+                    __syncwarp();
+                    int before = 0;
+                    if (work.lane == 0) before = arrive(&arrived[row * columns + at]);
+                    if (__shfl_sync(~0u, before, 0) == own.count - 1) {
+                        merge<HD>(partial, own.count, columns, o + query_of(row), heads, work.lane, 32);
+                        if (work.lane == 0) arrived[row * columns + at] = 0;
+                    }
                 }
             }
             __syncthreads();
             if (next < total) upcoming = items[next / columns];
         } else {
+            const int row = item.rows[0];
             const Pieces own = {item.rows[1], item.rows[2]};
             Partial<HD>* partial = partials + static_cast<long long>(own.first) * columns + at;
             Partial<HD>* mine = partial + static_cast<long long>(item.piece) * columns;
-            work.start(q + query * HD, heads);
-            work.template attend<false>(k_cache, v_cache, table, shape, kv_head, item.begin, item.end, warp, WARPS);
-            work.store(outs[warp][0], HD + 8, peaks[warp], sums[warp]);
+            Warp<HD, 1, UNITS, false> work;
+            work.load_query(0, q + query_of(row), heads);
+            work.attend(k_cache, v_cache, table_of(row), shape, kv_head, item.begin, item.end, warp, WARPS);
+            work.store(0, outs[warp][0], HD + 8, peaks[warp], sums[warp]);
             __syncthreads();
             if (next < total) upcoming = items[next / columns];
-            merge_warps<HD>(outs, peaks, sums, own.count > 1 ? mine : nullptr, o + query * HD, heads);
+            merge_warps<HD>(outs, peaks, sums, own.count > 1 ? mine : nullptr, o + query_of(row), heads);
             if (own.count > 1) {
                 __syncthreads();
                 if (threadIdx.x == 0) is_last = arrive(&arrived[row * columns + at]) == own.count - 1;
                 __syncthreads();
                 if (is_last) {
-                    merge<HD>(partial, own.count, columns, o + query * HD, heads, threadIdx.x, THREADS);
+                    merge<HD>(partial, own.count, columns, o + query_of(row), heads, threadIdx.x, THREADS);
                     if (threadIdx.x == 0) arrived[row * columns + at] = 0;
                 }
             }
@@ -413,7 +469,7 @@ __device__ __forceinline__ void paged_attention(
 }
 
 #ifndef BLOCKS_PER_SM
-#define BLOCKS_PER_SM 3
+#define BLOCKS_PER_SM 2
 #endif
 
 #define PAGED_ATTENTION(NAME, HD)                                                                                    \
@@ -452,7 +508,7 @@ __device__ __forceinline__ int scan(int value, int& total) {
 }
 
 #ifndef MOST_STEPS
-#define MOST_STEPS 16
+#define MOST_STEPS 8
 #endif
 #ifndef ROUNDS
 #define ROUNDS 2
@@ -461,7 +517,7 @@ __device__ __forceinline__ int scan(int value, int& total) {
 #define MOST_PIECES 32
 #endif
 #ifndef SHARED_STEPS
-#define SHARED_STEPS 2
+#define SHARED_STEPS 4
 #endif
 
 __device__ __forceinline__ int pieces_of(int tokens, int split) { return (tokens + split - 1) / split; }
@@ -499,29 +555,29 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
     const auto begin_of = [&](int s) {
         return window > 0 ? max(0, context_lens[s] - static_cast<int>(window)) : shared_of(s);
     };
-    const auto quads_of = [&](int group) { return (members[group] + WARPS - 1) / WARPS; };
+    const auto parties_of = [&](int group) { return (members[group] + PARTY - 1) / PARTY; };
 
     int steps = 0, own_units = 0, shared_units = 0, total_steps, total_own, total_shared, unused;
     for (int s = first_row; s < end_row; ++s) {
-        const int own = pieces_of(context_lens[s] - begin_of(s), WARPS * UNIT);
+        const int own = pieces_of(context_lens[s] - begin_of(s), STEP);
         atomicMax(&longest, own);
         own_units += own, steps += own, shared_units += shared_of(s) / UNIT;
     }
     for (int g = first_row; g < end_row; ++g)
-        if (shared_by(g) > 0) steps += shared_by(g) / UNIT * quads_of(g);
+        if (shared_by(g) > 0) steps += shared_by(g) / (UNITS * UNIT) * parties_of(g);
     scan(steps, total_steps), scan(own_units, total_own), scan(shared_units, total_shared);
     // Steps of an item: few rounds of the blocks, and not too many pieces of a row for one block to merge.
     long long per_item = min(static_cast<long long>(MOST_STEPS), (total_steps * columns + num_blocks * ROUNDS - 1) / (num_blocks * ROUNDS));
     per_item = max(per_item, static_cast<long long>(pieces_of(longest, MOST_PIECES)));
     while (2 * num_rows + total_own / per_item + total_shared / (per_item * SHARED_STEPS) > capacity) per_item *= 2;
-    const int split = fixed_split > 0 ? static_cast<int>(fixed_split) : static_cast<int>(per_item) * WARPS * UNIT;
+    const int split = fixed_split > 0 ? static_cast<int>(fixed_split) : static_cast<int>(per_item) * STEP;
     const int shared_split = fixed_split > 0 ? split : static_cast<int>(per_item) * UNIT * SHARED_STEPS;
 
     const auto prefix_pieces = [&](int group) { return pieces_of(shared_by(group), shared_split); };
     const auto own_pieces = [&](int s) { return max(1, pieces_of(context_lens[s] - begin_of(s) / UNIT * UNIT, split)); };
     int group_items = 0, row_items = 0, slots = 0, num_shared, num_own;
     for (int g = first_row; g < end_row; ++g)
-        if (shared_by(g) > 0) group_items += prefix_pieces(g) * quads_of(g);
+        if (shared_by(g) > 0) group_items += prefix_pieces(g) * parties_of(g);
     for (int s = first_row; s < end_row; ++s) {
         const int own = own_pieces(s), all = own + (shared_of(s) > 0 ? prefix_pieces(groups[s]) : 0);
         row_items += own, slots += all > 1 ? all : 0;
@@ -530,7 +586,7 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
     int slot = scan(slots, unused);
     for (int g = first_row; g < end_row; ++g) {
         first_item[g] = group_item;
-        if (shared_by(g) > 0) group_item += prefix_pieces(g) * quads_of(g);
+        if (shared_by(g) > 0) group_item += prefix_pieces(g) * parties_of(g);
     }
     __syncthreads();
     for (int s = first_row; s < end_row; ++s) {
@@ -545,11 +601,11 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
             item.piece = ahead + k, item.is_shared = 0;
         }
         for (int k = 0; k < ahead; ++k) {
-            Item& item = items[first_item[groups[s]] + rank[s] / WARPS * ahead + k];
-            item.rows[rank[s] % WARPS] = s;
+            Item& item = items[first_item[groups[s]] + rank[s] / PARTY * ahead + k];
+            item.rows[rank[s] % PARTY] = s;
             if (rank[s] == members[groups[s]] - 1)
-                for (int none = rank[s] % WARPS + 1; none < WARPS; ++none) item.rows[none] = -1;
-            if (rank[s] % WARPS > 0) continue;
+                for (int none = rank[s] % PARTY + 1; none < PARTY; ++none) item.rows[none] = -1;
+            if (rank[s] % PARTY > 0) continue;
             item.begin = k * shared_split, item.end = min(shared_of(s), (k + 1) * shared_split);
             item.piece = k, item.is_shared = 1;
         }

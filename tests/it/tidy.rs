@@ -33,8 +33,9 @@ const EDGES: &[&str] = &[
     "rollout/gpu/",
     "colocate/weights.rs",
     "bench/sleep_wake.rs",
-    // Replays of what it captured.
+    // Replays of what they captured.
     "bench/collectives.rs",
+    "bench/kernels.rs",
 ];
 
 fn sources() -> Vec<(String, String)> {

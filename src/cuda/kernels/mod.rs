@@ -32,7 +32,7 @@ pub use normal::fill_normal;
 pub use paged_attention::{AttentionPlan, AttentionShape, SharedPrefixes, paged_attention};
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub use rope_write_kv::{HeadTransform, QkvViews, rope_write_kv};
-pub use sample::{CANDIDATE_WORDS, Draws, combine, sample, sample_parts};
+pub use sample::{CANDIDATE_WORDS, Draws, Filters, combine, filter, sample, sample_parts};
 pub use sums::{add_columns, add_rows};
 pub use swiglu::{silu_mul, swiglu_backward, swiglu_forward};
 

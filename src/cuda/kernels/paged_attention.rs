@@ -17,13 +17,13 @@ pub(super) const ANY_NAMES: &[&str] = &["paged_attention_any_f32", "paged_attent
 const THREADS: usize = 128;
 const MOST_COLUMNS: usize = 4 * THREADS;
 /// Blocks that one multiprocessor holds at once, by their registers.
-const BLOCKS_PER_PROCESSOR: usize = 3;
+const BLOCKS_PER_PROCESSOR: usize = 2;
 /// Threads of `plan_attention`.
 const PLANNERS: u32 = 256;
 /// Query heads that one item serves.
 const ITEM_HEADS: usize = 8;
 /// i32 words of an item.
-const ITEM_WORDS: usize = 8;
+const ITEM_WORDS: usize = 12;
 
 /// One layer's attention on one rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -71,7 +71,7 @@ struct Buffers {
     /// Partial results of a column.
     capacity: usize,
     header: Tensor,   // [4] i32
-    items: Tensor,    // [capacity + max_rows, 8] i32
+    items: Tensor,    // [capacity + max_rows, 12] i32
     pieces: Tensor,   // [max_rows, 2] i32
     scratch: Tensor,  // [4, max_rows] i32
     arrived: Tensor,  // [max_rows, columns] i32, zero between launches

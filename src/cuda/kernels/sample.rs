@@ -17,10 +17,13 @@ pub(super) const NAMES: &[&str] = &[
     "sample_processed_f32_x8",
     "sample_processed_bf16_x1",
     "sample_processed_bf16_x8",
+    "filter_f32",
+    "filter_bf16",
     "combine",
 ];
 
 const THREADS: u32 = 512;
+const FILTER_THREADS: u32 = 1024;
 /// Ids that a thread takes at once.
 const RUN: usize = 8;
 /// Blocks that fill the largest GPU served.
@@ -41,6 +44,19 @@ pub struct Draws<'a> {
     pub temperatures: &'a Tensor,
     /// Repetition penalties [S] f32 and the ids seen, bit `id` of row s, [S, ceil(V / 32)] i32 over the whole vocabulary.
     pub penalties: Option<(&'a Tensor, &'a Tensor)>,
+    /// What [`filter`] made of the same logits. [S, 2] i32
+    pub cuts: Option<&'a Tensor>,
+}
+
+/// min-p, top-k and top-p of every draw; each may be off.
+#[derive(Debug, Clone, Copy)]
+pub struct Filters<'a> {
+    /// 0 is off. [S] f32
+    pub min_p: &'a Tensor,
+    /// 0 is off. [S] i32
+    pub top_k: &'a Tensor,
+    /// 1 is off. [S] f32
+    pub top_p: &'a Tensor,
 }
 
 /// Parts that [`sample`] should split a row of logits into, so that few rows fill the GPU, too.
@@ -68,19 +84,16 @@ pub fn sample(
     if vocab == 0 || draws.rows.is_none() && num_rows != num_draws as i64 {
         return Err(invalid(OP, format!("{num_draws} rows of logits"), logits.size()));
     }
-    let words = draws.penalties.map_or(0, |(_, seen)| seen.numel() / num_draws.max(1));
-    if draws.penalties.is_some() && 32 * words < first_id + vocab as usize {
-        return Err(invalid(OP, format!("a bit for each of {} ids", first_id + vocab as usize), 32 * words));
-    }
+    let ([penalties, seen], words) = draws.penalty_arguments(OP, first_id + vocab as usize, gpu)?;
     let arguments = [
         address(OP, logits, kind, (num_rows * vocab) as usize, gpu)?,
         address_or_null(OP, draws.rows, Kind::Int, num_draws, gpu)?,
         address(OP, draws.keys, Kind::Int, 2 * num_draws, gpu)?,
         address(OP, draws.positions, Kind::Int, num_draws, gpu)?,
         address(OP, draws.temperatures, Kind::Float, num_draws, gpu)?,
-        address_or_null(OP, draws.penalties.map(|penalties| penalties.0), Kind::Float, num_draws, gpu)?,
-        address_or_null(OP, draws.penalties.map(|penalties| penalties.1), Kind::Int, num_draws * words, gpu)?,
-        Argument::Address(std::ptr::null_mut()),
+        penalties,
+        seen,
+        address_or_null(OP, draws.cuts, Kind::Int, 2 * num_draws, gpu)?,
         address(OP, candidates, Kind::Double, parts as usize * num_draws * 4, gpu)?,
         Argument::Count(num_draws as i64),
         Argument::Count(vocab),
@@ -91,10 +104,63 @@ pub fn sample(
     let is_aligned = first_id.is_multiple_of(RUN)
         && (vocab as usize).is_multiple_of(RUN)
         && (logits.data_ptr() as usize).is_multiple_of(16);
-    let processed = if draws.penalties.is_some() { "_processed" } else { "" };
+    let processed = if draws.penalties.is_some() || draws.cuts.is_some() { "_processed" } else { "" };
     let name = format!("sample{processed}_{}_x{}", kind_name(OP, logits)?, if is_aligned { RUN } else { 1 });
     // SAFETY: the kernel's parameters in order; one block a part of a draw, rows of the logits are the caller's.
     unsafe { launch_early(SOURCE, &name, gpu, ((parts as usize * num_draws) as u32, THREADS, 0), &arguments) }
+}
+
+impl Draws<'_> {
+    /// Penalties and the ids seen, or nulls; and how many words of 32 ids a draw has, enough for `num_ids`.
+    fn penalty_arguments(&self, op: &'static str, num_ids: usize, gpu: usize) -> Result<([Argument; 2], usize)> {
+        let Some((penalties, seen)) = self.penalties else {
+            return Ok(([Argument::Address(std::ptr::null_mut()); 2], 0));
+        };
+        let num_draws = self.positions.numel();
+        let words = seen.numel() / num_draws.max(1);
+        if 32 * words < num_ids {
+            return Err(invalid(op, format!("a bit for each of {num_ids} ids"), 32 * words));
+        }
+        let penalties = address(op, penalties, Kind::Float, num_draws, gpu)?;
+        Ok(([penalties, address(op, seen, Kind::Int, num_draws * words, gpu)?], words))
+    }
+}
+
+/// What may be drawn of whole rows of the vocabulary, after penalty and temperature: min-p, then top-k, then top-p, as the
+/// host's sampler has them; greedy draws keep all. With tensor parallelism the logits are gathered first. Allocates nothing.
+///
+/// # Errors
+/// As [`sample`].
+pub fn filter(
+    logits: &Tensor, // [R, V] f32 or bf16
+    draws: &Draws,   // S; `cuts` is not read
+    filters: &Filters,
+    cuts: &mut Tensor, // [S, 2] i32
+) -> Result<()> {
+    const OP: &str = "filter";
+    let (gpu, num_draws) = (ordinal(OP, logits)?, draws.positions.numel());
+    let &[num_rows, vocab] = &logits.size()[..] else { return Err(invalid(OP, "logits [R, V]", logits.size())) };
+    if draws.rows.is_none() && num_rows != num_draws as i64 {
+        return Err(invalid(OP, format!("{num_draws} rows of logits"), logits.size()));
+    }
+    let ([penalties, seen], words) = draws.penalty_arguments(OP, vocab as usize, gpu)?;
+    let arguments = [
+        address(OP, logits, logits.kind(), (num_rows * vocab) as usize, gpu)?,
+        address_or_null(OP, draws.rows, Kind::Int, num_draws, gpu)?,
+        address(OP, draws.positions, Kind::Int, num_draws, gpu)?,
+        address(OP, draws.temperatures, Kind::Float, num_draws, gpu)?,
+        penalties,
+        seen,
+        address(OP, filters.min_p, Kind::Float, num_draws, gpu)?,
+        address(OP, filters.top_k, Kind::Int, num_draws, gpu)?,
+        address(OP, filters.top_p, Kind::Float, num_draws, gpu)?,
+        address(OP, cuts, Kind::Int, 2 * num_draws, gpu)?,
+        Argument::Count(vocab),
+        Argument::Count(words as i64),
+    ];
+    let name = format!("filter_{}", kind_name(OP, logits)?);
+    // SAFETY: the kernel's parameters in order; one block a draw, rows of the logits are the caller's.
+    unsafe { launch_early(SOURCE, &name, gpu, (num_draws as u32, FILTER_THREADS, 0), &arguments) }
 }
 
 /// The winner of every draw among the candidates of all parts and ranks, and ln softmax(logits / temperature) of it before

@@ -1,0 +1,238 @@
+//! The decode step's kernels alone, each against the bytes that it must move: graphs of one launch a layer are replayed, every
+//! layer on a cache of its own, so that nothing is found in the GPU's caches that would not be there in a step.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+
+use super::median;
+use crate::cuda::kernels::{
+    self, AttentionPlan, AttentionShape, CANDIDATE_WORDS, DecodeRows, Draws, HeadTransform, QkvViews, SharedPrefixes,
+};
+use crate::cuda::{Context, Graph, TorchStream};
+use crate::error::{Error, Result};
+use crate::model::{ModelSpec, attention_scale};
+use crate::ops::rope::Rope;
+
+/// What a device-to-device copy reaches on an H200, read and written.
+const BYTES_PER_SECOND: f64 = 4.25e12;
+/// Launches of a graph.
+const LAYERS: usize = 8;
+const REPLAYS: usize = 7;
+/// Tokens per KV block.
+const BLOCK_SIZE: usize = 16;
+
+/// What is run.
+#[derive(Debug, Clone)]
+pub struct KernelsBench {
+    /// Name in the output.
+    pub model: String,
+    /// The model.
+    pub spec: Arc<ModelSpec>,
+    /// Type of weights, activations and cache.
+    pub kind: Kind,
+    /// Sequences of a step.
+    pub rows: usize,
+    /// Tokens of every sequence.
+    pub context: usize,
+    /// Sequences that share a prompt.
+    pub group: usize,
+    /// Tokens of the prompt that they share.
+    pub prompt_len: usize,
+}
+
+/// Runs all kernels and gives one JSON object for each.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] without a GPU; out of memory.
+pub fn bench_kernels(bench: &KernelsBench, device: Device) -> Result<Vec<Value>> {
+    let Device::Cuda(ordinal) = device else {
+        let got = format!("{device:?}");
+        return Err(Error::InvalidArgument { op: "bench_kernels", expected: "a GPU".into(), got });
+    };
+    kernels::prepare(ordinal)?;
+    let stream = TorchStream::new(&Context::retain(ordinal)?)?;
+    let mut step = Step { bench, device, stream, results: Vec::new() };
+    step.rows_and_products()?;
+    step.attention()?;
+    step.sampling()?;
+    Ok(step.results)
+}
+
+struct Step<'a> {
+    bench: &'a KernelsBench,
+    device: Device,
+    stream: TorchStream,
+    results: Vec<Value>,
+}
+
+impl Step<'_> {
+    /// Times `work` of every layer and notes it beside the time that its bytes take at the memory's speed.
+    fn time(&mut self, kernel: &str, bytes: usize, mut work: impl FnMut(usize) -> Result<()>) -> Result<()> {
+        {
+            let _current = self.stream.make_current()?;
+            work(0)?; // warms up
+        }
+        let mut graph = Graph::capture(&self.stream, || (0..LAYERS).try_for_each(&mut work))?;
+        let mut times = Vec::with_capacity(REPLAYS);
+        for replay in 0..=REPLAYS {
+            self.stream.context().synchronize()?;
+            let start = Instant::now();
+            // SAFETY: the tensors that `work` names outlive it, and it outlives this loop.
+            unsafe { graph.replay(&self.stream)? };
+            self.stream.context().synchronize()?;
+            if replay > 0 {
+                times.push(start.elapsed().as_secs_f64() / LAYERS as f64);
+            }
+        }
+        let (seconds, floor) = (median(times), bytes as f64 / BYTES_PER_SECOND);
+        self.results.push(json!({
+            "benchmark": "kernel",
+            "kernel": kernel,
+            "model": self.bench.model,
+            "rows": self.bench.rows,
+            "context": self.bench.context,
+            "us": seconds * 1e6,
+            "bytes": bytes,
+            "share_of_floor": floor / seconds,
+        }));
+        Ok(())
+    }
+
+    fn tensor(&self, shape: &[usize]) -> Result<Tensor> {
+        let shape: Vec<i64> = shape.iter().map(|&size| size as i64).collect();
+        Ok(Tensor::f_randn(shape, (self.bench.kind, self.device))?)
+    }
+
+    fn ints(&self, values: impl IntoIterator<Item = usize>) -> Tensor {
+        let values: Vec<i32> = values.into_iter().map(|value| value as i32).collect();
+        Tensor::from_slice(&values).to_device(self.device)
+    }
+
+    fn rows_and_products(&mut self) -> Result<()> {
+        let KernelsBench { spec, rows, .. } = self.bench;
+        let (rows, hidden, mlp) = (*rows, spec.hidden_size, spec.intermediate_size);
+        let unit = self.bench.kind.elt_size_in_bytes();
+        let table = self.tensor(&[spec.vocab_size, hidden])?;
+        let ids = self.ints((0..rows).map(|row| row * 131 % spec.vocab_size));
+        let [mut x, delta, mut y] =
+            [self.tensor(&[rows, hidden])?, self.tensor(&[rows, hidden])?, self.tensor(&[rows, hidden])?];
+        self.time("embed", 2 * rows * hidden * unit, |_| kernels::embed(&ids, &table, 0, &mut x))?;
+        let weight = self.tensor(&[hidden])?;
+        self.time("add_rms_norm", (4 * rows + 1) * hidden * unit, |_| {
+            kernels::add_rms_norm(&mut x, Some(&delta), &weight, &mut y, spec.rms_norm_eps)
+        })?;
+        let (gate_up, mut act) = (self.tensor(&[rows, 2 * mlp])?, self.tensor(&[rows, mlp])?);
+        self.time("silu_mul", 3 * rows * mlp * unit, |_| kernels::silu_mul(&gate_up, &mut act))
+    }
+
+    fn attention(&mut self) -> Result<()> {
+        let KernelsBench { spec, kind, rows, context, group, prompt_len, .. } = self.bench;
+        let (rows, context, group, unit) = (*rows, *context, (*group).max(1), kind.elt_size_in_bytes());
+        let (heads, kv_heads, head_dim) = (spec.num_heads, spec.num_kv_heads, spec.head_dim);
+        let max_blocks = context.div_ceil(BLOCK_SIZE);
+        let shared_blocks = (prompt_len / BLOCK_SIZE).min((context - 1) / BLOCK_SIZE);
+        let cache = || self.tensor(&[LAYERS, rows * max_blocks, kv_heads, BLOCK_SIZE, head_dim]);
+        let (k_cache, v_cache) = (cache()?, cache()?);
+        let layer = |cache: &Tensor, layer: usize| cache.get(layer as i64);
+        // Rows of a group name their leader's blocks for the prompt; blocks lie scattered, as in a long run.
+        let scatter = |block: usize| block * 7919 % (rows * max_blocks);
+        let tables = |is_shared: bool| {
+            let block = move |row: usize, at: usize| {
+                let owner = if is_shared && at < shared_blocks { row / group * group } else { row };
+                scatter(owner * max_blocks + at)
+            };
+            let blocks = (0..rows).flat_map(|row| (0..max_blocks).map(move |at| block(row, at)));
+            self.ints(blocks.collect::<Vec<_>>()).view([rows as i64, max_blocks as i64])
+        };
+        let (own, shared) = (tables(false), tables(true));
+        let lens = self.ints(vec![context; rows]);
+        let (positions, slots) = (self.ints(vec![context - 1; rows]), self.ints((0..rows).map(|row| row * BLOCK_SIZE)));
+
+        let product = self.tensor(&[rows, (heads + 2 * kv_heads) * head_dim])?;
+        let bias = self.tensor(&[(heads + 2 * kv_heads) * head_dim])?;
+        let (views, bias) = (
+            QkvViews::grouped(&product, kv_heads, heads / kv_heads),
+            QkvViews::grouped(&bias, kv_heads, heads / kv_heads),
+        );
+        let rope = Rope::new(head_dim, spec.rope_theta, spec.rope_scaling.as_ref()).table(context, self.device);
+        let transform = HeadTransform { bias: Some(&bias), norms: None, rope: &rope };
+        let mut q = self.tensor(&[rows, heads, head_dim])?;
+        self.time("rope_write_kv", rows * (2 * heads + 6 * kv_heads) * head_dim * unit, |at| {
+            let (k, v) = (layer(&k_cache, at), layer(&v_cache, at));
+            kernels::rope_write_kv(&views, &transform, &positions, &slots, &mut q, &k, &v)
+        })?;
+
+        let shape = AttentionShape {
+            num_heads: heads,
+            num_kv_heads: kv_heads,
+            head_dim,
+            block_size: BLOCK_SIZE,
+            sliding_window: spec.sliding_window,
+            scale: attention_scale(spec),
+        };
+        let mut plan = AttentionPlan::new(shape, (*kind, self.device), rows, max_blocks, None)?;
+        let mut o = self.tensor(&[rows, heads, head_dim])?;
+        let token_bytes = 2 * kv_heads * head_dim * unit;
+        self.time("plan_attention", 0, |_| plan.update(&lens, None))?;
+        self.time("paged_attention", rows * context * token_bytes, |at| {
+            kernels::paged_attention(&plan, &q, &layer(&k_cache, at), &layer(&v_cache, at), &own, &lens, &mut o)
+        })?;
+        if group == 1 || shared_blocks == 0 || spec.sliding_window.is_some() {
+            return Ok(());
+        }
+        let (groups, blocks) = (self.ints((0..rows).map(|row| row / group)), self.ints(vec![shared_blocks; rows]));
+        let read_once = rows * context - (rows - rows.div_ceil(group)) * shared_blocks * BLOCK_SIZE;
+        for (name, is_told) in [("paged_attention_shared", true), ("paged_attention_shared_untold", false)] {
+            let prefixes = SharedPrefixes { groups: &groups, num_shared_blocks: &blocks };
+            {
+                let _current = self.stream.make_current()?;
+                plan.update(&lens, is_told.then_some(prefixes))?;
+            }
+            self.time(name, read_once * token_bytes, |at| {
+                kernels::paged_attention(&plan, &q, &layer(&k_cache, at), &layer(&v_cache, at), &shared, &lens, &mut o)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn sampling(&mut self) -> Result<()> {
+        let KernelsBench { spec, rows, context, .. } = self.bench;
+        let (rows, vocab) = (*rows, spec.vocab_size);
+        let options = (Kind::Float, self.device);
+        let logits = Tensor::f_randn([rows as i64, vocab as i64], options)?;
+        let (keys, positions) = (self.ints(0..2 * rows), self.ints(vec![*context; rows]));
+        let temperatures = Tensor::f_ones([rows as i64], options)?;
+        let draws = Draws {
+            rows: None,
+            keys: &keys,
+            positions: &positions,
+            temperatures: &temperatures,
+            penalties: None,
+            cuts: None,
+        };
+        let parts = kernels::sample_parts(rows, vocab) as i64;
+        let mut candidates = Tensor::f_empty([parts, rows as i64, CANDIDATE_WORDS], (Kind::Double, self.device))?;
+        self.time("sample", rows * vocab * 4, |_| kernels::sample(&logits, 0, &draws, &mut candidates))?;
+
+        let (mut token_ids, mut logprobs) = (self.ints(vec![0; rows]), Tensor::f_zeros([rows as i64], options)?);
+        self.time("combine", 0, |_| kernels::combine(&candidates, &mut token_ids, &mut logprobs))?;
+        let [inputs, places, lens, slots] = [(); 4].map(|()| self.ints(vec![1; rows]));
+        let state = DecodeRows {
+            token_ids: &inputs,
+            positions: &places,
+            context_lens: &lens,
+            slot_mapping: &slots,
+            block_tables: &self.ints(vec![0; rows * 8]),
+            limits: &self.ints(vec![1 << 20; rows]),
+            eos_token_ids: &self.ints([vocab]),
+            seen: None,
+        };
+        let mut output = self.ints(vec![0; 2 * rows * 4]);
+        let mut step = Tensor::f_zeros([1], (Kind::Int64, self.device))?;
+        self.time("advance", 0, |_| kernels::advance(&token_ids, &logprobs, &state, BLOCK_SIZE, &mut output, &mut step))
+    }
+}
