@@ -41,6 +41,7 @@ sources! {
     NORMAL = "normal.cu",
     PAGED_ATTENTION = "paged_attention.cu",
     PAGED_ATTENTION_ANY = "paged_attention_any.cu",
+    PLAN_ATTENTION = "plan_attention.cu",
     RMS_NORM = "rms_norm.cu",
     ROPE_WRITE_KV = "rope_write_kv.cu",
     SAMPLE = "sample.cu",
@@ -48,8 +49,11 @@ sources! {
     SWIGLU = "swiglu.cu",
 }
 
-/// What the sources include: bf16 without CUDA's own headers, which the compiler's package does not bring.
-const HEADER: (&CStr, &str) = (c"scalar.cuh", include_str!("../kernels/scalar.cuh"));
+/// What the sources include. CUDA's own headers, as that for bf16, do not come with the compiler's package.
+const HEADERS: [(&CStr, &str); 2] = [
+    (c"attention.cuh", include_str!("../kernels/attention.cuh")),
+    (c"scalar.cuh", include_str!("../kernels/scalar.cuh")),
+];
 
 /// Machine code of `source` for compute capability (major, minor), from the cache if it is there.
 ///
@@ -57,7 +61,8 @@ const HEADER: (&CStr, &str) = (c"scalar.cuh", include_str!("../kernels/scalar.cu
 /// [`Error::Environment`] without NVRTC, or with the compiler's log.
 pub(super) fn cubin(source: &Source, capability: (i32, i32)) -> Result<Vec<u8>> {
     let version = version()?;
-    let key = format!("{capability:?} {version:?}\n{}\n{}", HEADER.1, source.text);
+    let headers = HEADERS.map(|header| header.1).concat();
+    let key = format!("{capability:?} {version:?}\n{headers}\n{}", source.text);
     let hash: String = Sha256::digest(key).iter().map(|byte| format!("{byte:02x}")).collect();
     let path = cache_folder()?.join(format!("{}-{}.cubin", source.file.trim_end_matches(".cu"), &hash[..32]));
     match std::fs::read(&path) {
@@ -98,12 +103,21 @@ fn cache_folder() -> Result<PathBuf> {
 fn compile(source: &Source, (major, minor): (i32, i32)) -> Result<Vec<u8>> {
     open_library()?;
     let c_text = |text: &str| CString::new(text).map_err(|_| environment("a kernel source with a NUL byte"));
-    let (text, name, header) = (c_text(source.text)?, c_text(source.file)?, c_text(HEADER.1)?);
-    let (headers, names): ([*const c_char; 1], [*const c_char; 1]) = ([header.as_ptr()], [HEADER.0.as_ptr()]);
+    let (text, name) = (c_text(source.text)?, c_text(source.file)?);
+    let texts: Vec<CString> = HEADERS.iter().map(|header| c_text(header.1)).collect::<Result<_>>()?;
+    let headers: Vec<*const c_char> = texts.iter().map(|text| text.as_ptr()).collect();
+    let names = HEADERS.map(|header| header.0.as_ptr());
     let mut program = std::ptr::null_mut();
     // SAFETY: the strings outlive the program, which is destroyed below.
     let created = unsafe {
-        sys::nvrtcCreateProgram(&raw mut program, text.as_ptr(), name.as_ptr(), 1, headers.as_ptr(), names.as_ptr())
+        sys::nvrtcCreateProgram(
+            &raw mut program,
+            text.as_ptr(),
+            name.as_ptr(),
+            HEADERS.len() as c_int,
+            headers.as_ptr(),
+            names.as_ptr(),
+        )
     };
     created.result().map_err(|error| environment(&format!("nvrtcCreateProgram: {error}")))?;
     let options =

@@ -5,38 +5,15 @@
 //
 // `plan_attention` cuts all contexts of a step into items, once for all layers; blocks of four warps take items as they
 // become free. The warps of an item either have every fourth 16 tokens of one row (its own part), or two rows each of a group
-// whose contexts begin alike, all over the same tokens (the shared part, which is then read once).
+// whose contexts begin alike (the shared part: its tokens pass once through shared memory for all of them).
 // A row of several items leaves partial results; the last item to finish merges them in item order.
+#include "attention.cuh"
 #include "scalar.cuh"
 
-constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
-constexpr int PLANNERS = 256;  // threads of plan_attention
-constexpr int UNIT = 16;    // tokens of a warp's step
 constexpr int COLUMNS = 8;  // query heads of a product
-constexpr int MEMBERS = 2;  // rows that a warp has of a shared part
-constexpr int PARTY = WARPS * MEMBERS;
-constexpr int UNITS = 2;  // units that a warp has at once of an own part
-constexpr int STEP = WARPS * UNITS * UNIT;
+constexpr int STAGES = 4;  // units of a shared part in shared memory, all but one under way
 constexpr float LOG2E = 1.4426950408889634f;
-
-// Tokens begin .. end of the rows' contexts.
-struct alignas(16) Item {
-    int rows[PARTY];  // of a shared part, -1: none; of an own part the row and its `Pieces`
-    int begin, end;
-    int piece;  // place among the partial results of a row
-    int is_shared;
-};
-
-// Written by plan_attention; `next` and `done` are the takers' and back at 0 after every layer.
-struct Header {
-    int num_items, next, done, reserved;
-};
-
-// Where the partial results of a row stand.
-struct Pieces {
-    int first, count;
-};
 
 struct Geometry {
     int kv_heads, group, block_shift, max_blocks;  // 2^block_shift tokens a block
@@ -53,13 +30,15 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
     return out;
 }
 
-__device__ __forceinline__ uint4 load_shared(const void* from) {
-    uint4 out;
-    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
-                 : "l"(from));
-    return out;
+// 16 bytes to shared memory, in the background.
+__device__ __forceinline__ void copy_async(bf16* to, const bf16* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
+                     static_cast<unsigned>(__cvta_generic_to_shared(to))),
+                 "l"(from));
 }
+
+// What the place of a 16-byte chunk within a row in shared memory is mixed with, so that neither product's loads collide.
+__device__ __forceinline__ int mix(int row) { return (row & 6) ^ (row & 1) << 2; }
 
 // c += a b: a [16, 16] by rows, b [16, 8] by columns.
 __device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
@@ -84,7 +63,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
 
 // One warp's attention of up to 8 query heads of M rows, U units at once. With r = lane / 4 and c = lane % 4 a lane has scores
 // of head r and tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9, and outputs of columns 64 h + 8 r .. + 8 for heads 2 c and 2 c + 1.
-template <int HD, int M, int U, bool SHARED>
+template <int HD, int M, int U>
 struct Warp {
     static constexpr int HALVES = HD / 64;
     uint4 query[M][HD / 32];     // head r, columns 32 j + 8 c .. + 8
@@ -121,7 +100,7 @@ struct Warp {
 #pragma unroll
             for (int t = 0; t < 2; ++t) {
                 const bf16* at = from + 32 * j + 8 * t * HD;
-                keys[u][j][t] = SHARED ? load_shared(at) : load_once(at);
+                keys[u][j][t] = load_once(at);
             }
     }
 
@@ -137,7 +116,7 @@ struct Warp {
             for (int h = 0; h < HALVES; ++h) {
                 const bf16* at = from + token * HD + 64 * h;
                 if (is_whole || first + token < count)
-                    values[u][h][k] = SHARED ? load_shared(at) : load_once(at);
+                    values[u][h][k] = load_once(at);
                 else
                     values[u][h][k] = uint4{0, 0, 0, 0};
             }
@@ -234,28 +213,35 @@ struct Warp {
             }
     }
 
+    // Where a unit stands in the caches. A lane keeps the block of one of 32 units; `n` counts the units up from 0.
+    struct Places {
+        const int* table;
+        const Geometry& shape;
+        int kv_head, base, first, stride, end, blocks;
+
+        __device__ __forceinline__ int token(int n) const { return base + (first + n * stride) * UNIT; }
+        __device__ __forceinline__ long long operator()(int n) {
+            if (n % 32 == 0) {
+                const int mine = token(n + threadIdx.x % 32);
+                blocks = mine < end ? table[mine >> shape.block_shift] : 0;
+            }
+            const long long head = __shfl_sync(~0u, blocks, n % 32) * shape.kv_heads + kv_head;
+            return ((head << shape.block_shift) + (token(n) & ((1 << shape.block_shift) - 1))) * HD;
+        }
+    };
+
     // Units first, first + stride .. of tokens begin .. end.
     __device__ __forceinline__ void attend(const bf16* k_cache, const bf16* v_cache, const int* table,
                                            const Geometry& shape, int kv_head, int begin, int end, int first, int stride) {
         const int base = begin / UNIT * UNIT, units = (end - base + UNIT - 1) / UNIT;
         const int steps = units > first ? (units - first + U * stride - 1) / (U * stride) : 0;
-        int blocks = 0;  // of this lane's unit among the next 32
-        const auto token_of = [&](int n) { return base + (first + n * stride) * UNIT; };
-        const auto place = [&](int n) -> long long {
-            const int token = token_of(n);
-            if (n % 32 == 0) {
-                const int mine = token_of(n + lane);
-                blocks = mine < end ? table[mine >> shape.block_shift] : 0;
-            }
-            const long long head = __shfl_sync(~0u, blocks, n % 32) * shape.kv_heads + kv_head;
-            return ((head << shape.block_shift) + (token & ((1 << shape.block_shift) - 1))) * HD;
-        };
+        Places place = {table, shape, kv_head, base, first, stride, end, 0};
         if (steps == 0) return;
         long long now[U];
 #pragma unroll
         for (int u = 0; u < U; ++u) now[u] = place(u), load_keys(u, k_cache + now[u]);
 #pragma unroll
-        for (int u = 0; u < U; ++u) load_values(u, v_cache + now[u], end - token_of(u));
+        for (int u = 0; u < U; ++u) load_values(u, v_cache + now[u], end - place.token(u));
         for (int step = 0; step < steps; ++step) {
             const bool has_next = step + 1 < steps;
             float s[M][U][4];
@@ -267,15 +253,61 @@ struct Warp {
             }
 #pragma unroll
             for (int u = 0; u < U; ++u) {
-                const int token = token_of(U * step + u);
+                const int token = place.token(U * step + u);
                 mask(s, u, begin - token, end - token);
             }
             weigh(s, weights);
             accumulate(weights);
             if (has_next) {
 #pragma unroll
-                for (int u = 0; u < U; ++u) load_values(u, v_cache + now[u], end - token_of(U * (step + 1) + u));
+                for (int u = 0; u < U; ++u) load_values(u, v_cache + now[u], end - place.token(U * (step + 1) + u));
             }
+        }
+    }
+
+    // All units of tokens begin .. end, whole ones, through `stages` in shared memory; by all warps of the block together.
+    __device__ __forceinline__ void attend_shared(bf16 (&stages)[STAGES][2][UNIT][HD], const bf16* k_cache,
+                                                  const bf16* v_cache, const int* table, const Geometry& shape,
+                                                  int kv_head, int begin, int end) {
+        constexpr int CHUNKS = HD / 8;
+        const int steps = (end - begin) / UNIT, r = lane / 4, c = lane % 4;
+        Places place = {table, shape, kv_head, begin, 0, 1, end, 0};
+        const auto fetch = [&](int step) {
+            if (step < steps) {
+                const long long unit = place(step);
+#pragma unroll
+                for (int k = 0; k < UNIT * CHUNKS / THREADS; ++k) {
+                    const int at = threadIdx.x + k * THREADS, row = at / CHUNKS, chunk = at % CHUNKS;
+                    const int to = (chunk ^ mix(row)) * 8;
+                    copy_async(&stages[step % STAGES][0][row][to], k_cache + unit + at * 8);
+                    copy_async(&stages[step % STAGES][1][row][to], v_cache + unit + at * 8);
+                }
+            }
+            asm volatile("cp.async.commit_group;");
+        };
+        const auto read = [&](const bf16 (&tile)[UNIT][HD], int row, int chunk) {
+            return *reinterpret_cast<const uint4*>(&tile[row][(chunk ^ mix(row)) * 8]);
+        };
+        for (int step = 0; step < STAGES - 1; ++step) fetch(step);
+        for (int step = 0; step < steps; ++step) {
+            asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
+            __syncthreads();  // the unit is there for all, and the stage before it is free
+            fetch(step + STAGES - 1);
+            const auto& stage = stages[step % STAGES];
+#pragma unroll
+            for (int j = 0; j < HD / 32; ++j)
+#pragma unroll
+                for (int t = 0; t < 2; ++t) keys[0][j][t] = read(stage[0], r + 8 * t, 4 * j + c);
+            float s[M][U][4];
+            unsigned weights[M][U][2];
+            score(s, shape.scale * LOG2E);
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+#pragma unroll
+                for (int h = 0; h < HALVES; ++h)
+                    values[0][h][k] = read(stage[1], 2 * c + k / 2 * 8 + k % 2, 8 * h + r);
+            weigh(s, weights);
+            accumulate(weights);
         }
     }
 
@@ -305,6 +337,13 @@ __device__ __forceinline__ int arrive(int* counter) {
     return before;
 }
 
+// The count so far; what those who counted wrote is there.
+__device__ __forceinline__ int look(const int* counter) {
+    int now;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+    return now;
+}
+
 // One partial result: outputs not yet divided by their sums.
 template <int HD>
 struct Partial {
@@ -312,73 +351,75 @@ struct Partial {
     float peak[COLUMNS], sum[COLUMNS];
 };
 
-// Merges the row's partial results in order, by `threads` threads of which this is `thread`.
-template <int HD>
-__device__ __forceinline__ void merge(const Partial<HD>* partials, int count, int pitch, bf16* o, int heads, int thread,
-                                      int threads) {
-    constexpr int AT_ONCE = 8;  // partial results whose loads are in flight together
-    for (int at = thread; at < heads * (HD / 8); at += threads) {
-        const int head = at / (HD / 8), column = at % (HD / 8) * 8;
-        float peak = -INFINITY, sum = 0.0f, out[8] = {};
-        for (int first = 0; first < count; first += AT_ONCE) {
-            float peaks[AT_ONCE], sums[AT_ONCE], higher = peak;
-            float4 low[AT_ONCE], high[AT_ONCE];
-#pragma unroll
-            for (int k = 0; k < AT_ONCE; ++k) {
-                const Partial<HD>& one = partials[static_cast<long long>(min(first + k, count - 1)) * pitch];
-                peaks[k] = first + k < count ? __ldcg(&one.peak[head]) : -INFINITY, sums[k] = __ldcg(&one.sum[head]);
-                low[k] = __ldcg(reinterpret_cast<const float4*>(&one.out[head][column]));
-                high[k] = __ldcg(reinterpret_cast<const float4*>(&one.out[head][column + 4]));
-            }
-#pragma unroll
-            for (int k = 0; k < AT_ONCE; ++k) higher = fmaxf(higher, peaks[k]);
-            const float shrink = exp2_fast(peak - higher);
-            peak = higher, sum *= shrink;
-#pragma unroll
-            for (int k = 0; k < 8; ++k) out[k] *= shrink;
-#pragma unroll
-            for (int k = 0; k < AT_ONCE; ++k) {
-                const float weight = exp2_fast(peaks[k] - peak);
-                sum += sums[k] * weight;
-                out[0] += low[k].x * weight, out[1] += low[k].y * weight, out[2] += low[k].z * weight;
-                out[3] += low[k].w * weight, out[4] += high[k].x * weight, out[5] += high[k].y * weight;
-                out[6] += high[k].z * weight, out[7] += high[k].w * weight;
-            }
-        }
-        Pack<bf16, 8> packed;
-#pragma unroll
-        for (int k = 0; k < 8; ++k) narrow(out[k] / sum, packed.at[k]);
-        *reinterpret_cast<Pack<bf16, 8>*>(o + head * HD + column) = packed;
-    }
-}
-
-// The warps' results in shared memory to one: into `o` where it is the row's only piece, else into `partial`.
-template <int HD>
-__device__ __forceinline__ void merge_warps(float (&outs)[WARPS][COLUMNS][HD + 8], float (&peaks)[WARPS][COLUMNS],
-                                            float (&sums)[WARPS][COLUMNS], Partial<HD>* partial, bf16* o, int heads) {
-    constexpr int N = COLUMNS * HD / THREADS;  // columns of a thread
-    const int head = threadIdx.x / (HD / N), column = threadIdx.x % (HD / N) * N;
-    if (head >= heads) return;
+// N columns of one head: outputs not yet divided by `sum`, weighed against `peak`.
+template <int N>
+struct Part {
     float peak = -INFINITY, sum = 0.0f, out[N] = {};
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) peak = fmaxf(peak, peaks[warp][head]);
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) {
-        const float weight = peak == -INFINITY ? 0.0f : exp2_fast(peaks[warp][head] - peak);
-        sum += sums[warp][head] * weight;
-#pragma unroll
-        for (int k = 0; k < N; ++k) out[k] += outs[warp][head][column + k] * weight;
-    }
-    if (partial) {
-#pragma unroll
-        for (int k = 0; k < N; ++k) __stcg(&partial->out[head][column + k], out[k]);
-        if (column == 0) __stcg(&partial->peak[head], peak), __stcg(&partial->sum[head], sum);
-    } else {
+
+    __device__ __forceinline__ void write(bf16* to) const {
         Pack<bf16, N> packed;
 #pragma unroll
         for (int k = 0; k < N; ++k) narrow(sum > 0.0f ? out[k] / sum : 0.0f, packed.at[k]);
-        *reinterpret_cast<Pack<bf16, N>*>(o + head * HD + column) = packed;
+        *reinterpret_cast<Pack<bf16, N>*>(to) = packed;
     }
+};
+
+// The row's partial results, in order; the one of place `own` is at hand and not read.
+template <int HD, int N>
+__device__ __forceinline__ Part<N> merge(const Partial<HD>* partials, int count, int pitch, int head, int column, int own,
+                                         const Part<N>& at_hand) {
+    constexpr int AT_ONCE = 8;  // partial results whose loads are in flight together
+    Part<N> all;
+    for (int first = 0; first < count; first += AT_ONCE) {
+        Part<N> parts[AT_ONCE];
+        float higher = all.peak;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            if (first + i >= count) continue;
+            const Partial<HD>& one = partials[static_cast<long long>(first + i) * pitch];
+            parts[i] = at_hand;
+            if (first + i == own) continue;
+            parts[i].peak = __ldcg(&one.peak[head]), parts[i].sum = __ldcg(&one.sum[head]);
+#pragma unroll
+            for (int k = 0; k < N; k += 4) {
+                const float4 four = __ldcg(reinterpret_cast<const float4*>(&one.out[head][column + k]));
+                parts[i].out[k] = four.x, parts[i].out[k + 1] = four.y;
+                parts[i].out[k + 2] = four.z, parts[i].out[k + 3] = four.w;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) higher = fmaxf(higher, parts[i].peak);
+        const float shrink = exp2_fast(all.peak - higher);
+        all.peak = higher, all.sum *= shrink;
+#pragma unroll
+        for (int k = 0; k < N; ++k) all.out[k] *= shrink;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const float weight = exp2_fast(parts[i].peak - higher);
+            all.sum += parts[i].sum * weight;
+#pragma unroll
+            for (int k = 0; k < N; ++k) all.out[k] += parts[i].out[k] * weight;
+        }
+    }
+    return all;
+}
+
+// The warps' results of an own part in shared memory to one.
+template <int HD, int N>
+__device__ __forceinline__ Part<N> merge_warps(const float (&outs)[WARPS][COLUMNS][HD + 8],
+                                               const float (&peaks)[WARPS][COLUMNS],
+                                               const float (&sums)[WARPS][COLUMNS], int head, int column) {
+    Part<N> all;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) all.peak = fmaxf(all.peak, peaks[warp][head]);
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) {
+        const float weight = all.peak == -INFINITY ? 0.0f : exp2_fast(peaks[warp][head] - all.peak);
+        all.sum += sums[warp][head] * weight;
+#pragma unroll
+        for (int k = 0; k < N; ++k) all.out[k] += outs[warp][head][column + k] * weight;
+    }
+    return all;
 }
 
 template <int HD>
@@ -395,7 +436,11 @@ __device__ __forceinline__ void paged_attention(
     Partial<HD>* __restrict__ partials,     // [pieces, Hkv chunks]
     const Geometry& shape
 ) {
-    __shared__ float outs[WARPS][COLUMNS][HD + 8];
+    union Pool {
+        float outs[WARPS][COLUMNS][HD + 8];
+        bf16 stages[STAGES][2][UNIT][HD];
+    };
+    __shared__ alignas(16) Pool pool;
     __shared__ float peaks[WARPS][COLUMNS], sums[WARPS][COLUMNS];
     __shared__ int next, is_last;
     const int warp = threadIdx.x / 32, chunks = shape.chunks(), columns = shape.kv_heads * chunks;
@@ -413,27 +458,32 @@ __device__ __forceinline__ void paged_attention(
         const auto table_of = [&](int row) { return block_tables + static_cast<long long>(row) * shape.max_blocks; };
         Item upcoming = {};
         if (item.is_shared) {
-            const int rows[MEMBERS] = {item.rows[MEMBERS * warp], item.rows[MEMBERS * warp + 1]};
-            if (rows[0] >= 0) {
-                Warp<HD, MEMBERS, 1, true> work;
+            int rows[MEMBERS];
 #pragma unroll
-                for (int m = 0; m < MEMBERS; ++m) work.load_query(m, q + query_of(rows[m]), rows[m] >= 0 ? heads : 0);
-                work.attend(k_cache, v_cache, table_of(rows[0]), shape, kv_head, item.begin, item.end, 0, 1);
+            for (int k = 0; k < PARTY; ++k)  // every index known when it is compiled: the item stays in registers
+                if (k / MEMBERS == warp) rows[k % MEMBERS] = item.rows[k];
+            Warp<HD, MEMBERS, 1> work;
 #pragma unroll
-                for (int m = 0; m < MEMBERS; ++m) {
-                    const int row = rows[m];
-                    if (row < 0) continue;
-                    const Pieces own = pieces[row];
-                    Partial<HD>* partial = partials + static_cast<long long>(own.first) * columns + at;
-                    Partial<HD>* mine = partial + static_cast<long long>(item.piece) * columns;
-                    work.store(m, mine->out[0], HD, mine->peak, mine->sum);
-                    __syncwarp();
-                    int before = 0;
-                    if (work.lane == 0) before = arrive(&arrived[row * columns + at]);
-                    if (__shfl_sync(~0u, before, 0) == own.count - 1) {
-                        merge<HD>(partial, own.count, columns, o + query_of(row), heads, work.lane, 32);
-                        if (work.lane == 0) arrived[row * columns + at] = 0;
+            for (int m = 0; m < MEMBERS; ++m) work.load_query(m, q + query_of(rows[m]), rows[m] >= 0 ? heads : 0);
+            work.attend_shared(pool.stages, k_cache, v_cache, table_of(item.rows[0]), shape, kv_head, item.begin, item.end);
+#pragma unroll
+            for (int m = 0; m < MEMBERS; ++m) {
+                const int row = rows[m];
+                if (row < 0) continue;
+                const Pieces own = pieces[row];
+                Partial<HD>* partial = partials + static_cast<long long>(own.first) * columns + at;
+                Partial<HD>* mine = partial + static_cast<long long>(item.piece) * columns;
+                work.store(m, mine->out[0], HD, mine->peak, mine->sum);
+                __syncwarp();
+                int before = 0;
+                if (work.lane == 0) before = arrive(&arrived[row * columns + at]);
+                if (__shfl_sync(~0u, before, 0) == own.count - 1) {
+                    for (int k = work.lane; k < heads * (HD / 8); k += 32) {
+                        const int head = k / (HD / 8), column = k % (HD / 8) * 8;
+                        merge<HD, 8>(partial, own.count, columns, head, column, -1, {})
+                            .write(o + query_of(row) + head * HD + column);
                     }
+                    if (work.lane == 0) arrived[row * columns + at] = 0;
                 }
             }
             __syncthreads();
@@ -443,21 +493,35 @@ __device__ __forceinline__ void paged_attention(
             const Pieces own = {item.rows[1], item.rows[2]};
             Partial<HD>* partial = partials + static_cast<long long>(own.first) * columns + at;
             Partial<HD>* mine = partial + static_cast<long long>(item.piece) * columns;
-            Warp<HD, 1, UNITS, false> work;
+            Warp<HD, 1, UNITS> work;
             work.load_query(0, q + query_of(row), heads);
             work.attend(k_cache, v_cache, table_of(row), shape, kv_head, item.begin, item.end, warp, WARPS);
-            work.store(0, outs[warp][0], HD + 8, peaks[warp], sums[warp]);
+            work.store(0, pool.outs[warp][0], HD + 8, peaks[warp], sums[warp]);
+            // Where all other pieces are there by now, this one need not leave the block.
+            int* counter = &arrived[row * columns + at];
+            if (threadIdx.x == 0) is_last = own.count > 1 && look(counter) == own.count - 1;
             __syncthreads();
             if (next < total) upcoming = items[next / columns];
-            merge_warps<HD>(outs, peaks, sums, own.count > 1 ? mine : nullptr, o + query_of(row), heads);
-            if (own.count > 1) {
-                __syncthreads();
-                if (threadIdx.x == 0) is_last = arrive(&arrived[row * columns + at]) == own.count - 1;
-                __syncthreads();
-                if (is_last) {
-                    merge<HD>(partial, own.count, columns, o + query_of(row), heads, threadIdx.x, THREADS);
-                    if (threadIdx.x == 0) arrived[row * columns + at] = 0;
+            constexpr int N = COLUMNS * HD / THREADS;  // columns of a thread
+            const int head = threadIdx.x / (HD / N), column = threadIdx.x % (HD / N) * N;
+            bf16* to = o + query_of(row) + head * HD + column;
+            Part<N> part;
+            if (head < heads) part = merge_warps<HD, N>(pool.outs, peaks, sums, head, column);
+            if (own.count > 1 && !is_last) {
+                if (head < heads) {
+#pragma unroll
+                    for (int k = 0; k < N; ++k) __stcg(&mine->out[head][column + k], part.out[k]);
+                    if (column == 0) __stcg(&mine->peak[head], part.peak), __stcg(&mine->sum[head], part.sum);
                 }
+                __syncthreads();
+                if (threadIdx.x == 0) is_last = arrive(counter) == own.count - 1;
+                __syncthreads();
+            }
+            if (own.count == 1 || is_last) {
+                if (own.count > 1 && head < heads)
+                    part = merge<HD, N>(partial, own.count, columns, head, column, item.piece, part);
+                if (head < heads) part.write(to);
+                if (own.count > 1 && threadIdx.x == 0) *counter = 0;
             }
         }
         index = next, item = upcoming;
@@ -485,130 +549,3 @@ __device__ __forceinline__ void paged_attention(
 
 PAGED_ATTENTION(paged_attention_bf16_64, 64)
 PAGED_ATTENTION(paged_attention_bf16_128, 128)
-
-// Exclusive sum over the block of `value`, and the total.
-__device__ __forceinline__ int scan(int value, int& total) {
-    __shared__ int warps[32];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int sum = value;
-    for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, sum, step);
-        if (lane >= step) sum += other;
-    }
-    __syncthreads();  // readers of an earlier scan are done
-    if (lane == 31) warps[warp] = sum;
-    __syncthreads();
-    int before = 0;
-    total = 0;
-    for (int i = 0; i < PLANNERS / 32; ++i) {
-        if (i < warp) before += warps[i];
-        total += warps[i];
-    }
-    return before + sum - value;
-}
-
-#ifndef MOST_STEPS
-#define MOST_STEPS 8
-#endif
-#ifndef ROUNDS
-#define ROUNDS 2
-#endif
-#ifndef MOST_PIECES
-#define MOST_PIECES 32
-#endif
-#ifndef SHARED_STEPS
-#define SHARED_STEPS 4
-#endif
-
-__device__ __forceinline__ int pieces_of(int tokens, int split) { return (tokens + split - 1) / split; }
-
-// Items of a step. One block; a thread has neighbouring rows, and the groups of the same numbers.
-extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
-    const int* __restrict__ context_lens,   // [S]
-    const int* __restrict__ groups,         // [S] or null
-    const int* __restrict__ shared_blocks,  // [S] or null
-    Header* header, Item* items, Pieces* pieces,
-    int* scratch,                           // [4, S]
-    long long num_rows, long long block_size, long long window,
-    long long columns,                      // of items: key/value heads times chunks of query heads
-    long long num_blocks,                   // of threads, that take items
-    long long fixed_split,                  // tokens of a piece; 0: chosen here
-    long long capacity                      // partial results of a column
-) {
-    wait_for_inputs();
-    const int rows = static_cast<int>(num_rows), per_thread = (rows + PLANNERS - 1) / PLANNERS;
-    const int first_row = threadIdx.x * per_thread, end_row = min(rows, first_row + per_thread);
-    int *members = scratch, *prefix = scratch + rows, *rank = scratch + 2 * rows, *first_item = scratch + 3 * rows;
-    __shared__ int longest;  // steps of the longest own part
-    if (threadIdx.x == 0) longest = 1;
-    for (int g = first_row; g < end_row; ++g) members[g] = 0, prefix[g] = INT_MAX;
-    __syncthreads();
-    for (int s = first_row; s < end_row; ++s) {
-        const int len = context_lens[s], group = groups && window == 0 && len > 0 ? groups[s] : -1;
-        rank[s] = group < 0 ? -1 : atomicAdd(&members[group], 1);
-        const int block = static_cast<int>(block_size);
-        if (group >= 0) atomicMin(&prefix[group], min(shared_blocks[s] * block, (len - 1) / block * block));
-    }
-    __syncthreads();
-    const auto shared_by = [&](int group) { return members[group] > 1 ? prefix[group] : 0; };
-    const auto shared_of = [&](int s) { return rank[s] < 0 ? 0 : shared_by(groups[s]); };
-    const auto begin_of = [&](int s) {
-        return window > 0 ? max(0, context_lens[s] - static_cast<int>(window)) : shared_of(s);
-    };
-    const auto parties_of = [&](int group) { return (members[group] + PARTY - 1) / PARTY; };
-
-    int steps = 0, own_units = 0, shared_units = 0, total_steps, total_own, total_shared, unused;
-    for (int s = first_row; s < end_row; ++s) {
-        const int own = pieces_of(context_lens[s] - begin_of(s), STEP);
-        atomicMax(&longest, own);
-        own_units += own, steps += own, shared_units += shared_of(s) / UNIT;
-    }
-    for (int g = first_row; g < end_row; ++g)
-        if (shared_by(g) > 0) steps += shared_by(g) / (UNITS * UNIT) * parties_of(g);
-    scan(steps, total_steps), scan(own_units, total_own), scan(shared_units, total_shared);
-    // Steps of an item: few rounds of the blocks, and not too many pieces of a row for one block to merge.
-    long long per_item = min(static_cast<long long>(MOST_STEPS), (total_steps * columns + num_blocks * ROUNDS - 1) / (num_blocks * ROUNDS));
-    per_item = max(per_item, static_cast<long long>(pieces_of(longest, MOST_PIECES)));
-    while (2 * num_rows + total_own / per_item + total_shared / (per_item * SHARED_STEPS) > capacity) per_item *= 2;
-    const int split = fixed_split > 0 ? static_cast<int>(fixed_split) : static_cast<int>(per_item) * STEP;
-    const int shared_split = fixed_split > 0 ? split : static_cast<int>(per_item) * UNIT * SHARED_STEPS;
-
-    const auto prefix_pieces = [&](int group) { return pieces_of(shared_by(group), shared_split); };
-    const auto own_pieces = [&](int s) { return max(1, pieces_of(context_lens[s] - begin_of(s) / UNIT * UNIT, split)); };
-    int group_items = 0, row_items = 0, slots = 0, num_shared, num_own;
-    for (int g = first_row; g < end_row; ++g)
-        if (shared_by(g) > 0) group_items += prefix_pieces(g) * parties_of(g);
-    for (int s = first_row; s < end_row; ++s) {
-        const int own = own_pieces(s), all = own + (shared_of(s) > 0 ? prefix_pieces(groups[s]) : 0);
-        row_items += own, slots += all > 1 ? all : 0;
-    }
-    int group_item = scan(group_items, num_shared), row_item = num_shared + scan(row_items, num_own);
-    int slot = scan(slots, unused);
-    for (int g = first_row; g < end_row; ++g) {
-        first_item[g] = group_item;
-        if (shared_by(g) > 0) group_item += prefix_pieces(g) * parties_of(g);
-    }
-    __syncthreads();
-    for (int s = first_row; s < end_row; ++s) {
-        const int ahead = shared_of(s) > 0 ? prefix_pieces(groups[s]) : 0, own = own_pieces(s);
-        pieces[s] = {slot, own + ahead};
-        slot += own + ahead > 1 ? own + ahead : 0;
-        const int begin = begin_of(s), base = begin / UNIT * UNIT, end = context_lens[s];
-        for (int k = 0; k < own; ++k) {
-            Item& item = items[row_item++];
-            item.rows[0] = s, item.rows[1] = pieces[s].first, item.rows[2] = pieces[s].count;
-            item.begin = max(begin, base + k * split), item.end = min(end, base + (k + 1) * split);
-            item.piece = ahead + k, item.is_shared = 0;
-        }
-        for (int k = 0; k < ahead; ++k) {
-            Item& item = items[first_item[groups[s]] + rank[s] / PARTY * ahead + k];
-            item.rows[rank[s] % PARTY] = s;
-            if (rank[s] == members[groups[s]] - 1)
-                for (int none = rank[s] % PARTY + 1; none < PARTY; ++none) item.rows[none] = -1;
-            if (rank[s] % PARTY > 0) continue;
-            item.begin = k * shared_split, item.end = min(shared_of(s), (k + 1) * shared_split);
-            item.piece = k, item.is_shared = 1;
-        }
-    }
-    if (threadIdx.x == 0) *header = {num_shared + num_own, 0, 0, 0};
-}

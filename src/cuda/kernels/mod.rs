@@ -61,6 +61,7 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (next_tokens::SOURCE, next_tokens::NAMES),
         (paged_attention::SOURCE, paged_attention::NAMES),
         (paged_attention::ANY, paged_attention::ANY_NAMES),
+        (paged_attention::PLAN, paged_attention::PLAN_NAMES),
         (rms_norm::SOURCE, rms_norm::NAMES),
         (rope_write_kv::SOURCE, rope_write_kv::NAMES),
         (sample::SOURCE, sample::NAMES),

@@ -9,7 +9,9 @@ use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
 pub(super) const SOURCE: &Source = &nvrtc::PAGED_ATTENTION;
-pub(super) const NAMES: &[&str] = &["plan_attention", "paged_attention_bf16_64", "paged_attention_bf16_128"];
+pub(super) const NAMES: &[&str] = &["paged_attention_bf16_64", "paged_attention_bf16_128"];
+pub(super) const PLAN: &Source = &nvrtc::PLAN_ATTENTION;
+pub(super) const PLAN_NAMES: &[&str] = &["plan_attention"];
 pub(super) const ANY: &Source = &nvrtc::PAGED_ATTENTION_ANY;
 pub(super) const ANY_NAMES: &[&str] = &["paged_attention_any_f32", "paged_attention_any_bf16"];
 
@@ -71,7 +73,7 @@ struct Buffers {
     /// Partial results of a column.
     capacity: usize,
     header: Tensor,   // [4] i32
-    items: Tensor,    // [capacity + max_rows, 12] i32
+    items: Tensor,    // [at least capacity + max_rows, 12] i32
     pieces: Tensor,   // [max_rows, 2] i32
     scratch: Tensor,  // [4, max_rows] i32
     arrived: Tensor,  // [max_rows, columns] i32, zero between launches
@@ -152,7 +154,7 @@ impl AttentionPlan {
             Argument::Count(buffers.capacity as i64),
         ];
         // SAFETY: the kernel's parameters in order; it keeps to the capacity, which holds all pieces of a fixed split.
-        unsafe { launch_early(SOURCE, OP, gpu, (1, PLANNERS, 0), &arguments) }
+        unsafe { launch_early(PLAN, OP, gpu, (1, PLANNERS, 0), &arguments) }
     }
 }
 
@@ -179,7 +181,8 @@ impl Buffers {
             columns,
             capacity,
             header: zeros(&[4])?,
-            items: zeros(&[capacity + max_rows, ITEM_WORDS])?,
+            // Every block reads one before it knows how many there are.
+            items: zeros(&[(capacity + max_rows).max(num_blocks), ITEM_WORDS])?,
             pieces: zeros(&[max_rows, 2])?,
             scratch: zeros(&[4, max_rows])?,
             arrived: zeros(&[max_rows, columns])?,

@@ -1,0 +1,150 @@
+// Cuts all contexts of a step into items for paged_attention.cu, once for all layers.
+#include "attention.cuh"
+#include "scalar.cuh"
+
+constexpr int PLANNERS = 256;  // threads of plan_attention
+constexpr int CLASSES = 16;    // of items by length
+constexpr int STEP = WARPS * UNITS * UNIT;  // tokens that a block has at once of an own part
+
+// Exclusive sum over the block of `value`, and the total.
+__device__ __forceinline__ int scan(int value, int& total) {
+    __shared__ int warps[32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int sum = value;
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += other;
+    }
+    __syncthreads();  // readers of an earlier scan are done
+    if (lane == 31) warps[warp] = sum;
+    __syncthreads();
+    int before = 0;
+    total = 0;
+    for (int i = 0; i < PLANNERS / 32; ++i) {
+        if (i < warp) before += warps[i];
+        total += warps[i];
+    }
+    return before + sum - value;
+}
+
+#ifndef MOST_STEPS
+#define MOST_STEPS 8
+#endif
+#ifndef ROUNDS
+#define ROUNDS 2
+#endif
+#ifndef MOST_PIECES
+#define MOST_PIECES 32
+#endif
+#ifndef SHARED_STEPS
+#define SHARED_STEPS 4
+#endif
+
+__device__ __forceinline__ int pieces_of(int tokens, int split) { return (tokens + split - 1) / split; }
+
+// Items of a step. One block; a thread has neighbouring rows, and the groups of the same numbers.
+extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
+    const int* __restrict__ context_lens,   // [S]
+    const int* __restrict__ groups,         // [S] or null
+    const int* __restrict__ shared_blocks,  // [S] or null
+    Header* header, Item* items, Pieces* pieces,
+    int* scratch,                           // [4, S]
+    long long num_rows, long long block_size, long long window,
+    long long columns,                      // of items: key/value heads times chunks of query heads
+    long long num_blocks,                   // of threads, that take items
+    long long fixed_split,                  // tokens of a piece; 0: chosen here
+    long long capacity                      // partial results of a column
+) {
+    wait_for_inputs();
+    const int rows = static_cast<int>(num_rows), per_thread = (rows + PLANNERS - 1) / PLANNERS;
+    const int first_row = threadIdx.x * per_thread, end_row = min(rows, first_row + per_thread);
+    int *members = scratch, *prefix = scratch + rows, *rank = scratch + 2 * rows, *first_item = scratch + 3 * rows;
+    __shared__ int longest;  // steps of the longest own part
+    if (threadIdx.x == 0) longest = 1;
+    for (int g = first_row; g < end_row; ++g) members[g] = 0, prefix[g] = INT_MAX;
+    __syncthreads();
+    for (int s = first_row; s < end_row; ++s) {
+        const int len = context_lens[s], group = groups && window == 0 && len > 0 ? groups[s] : -1;
+        rank[s] = group < 0 ? -1 : atomicAdd(&members[group], 1);
+        const int block = static_cast<int>(block_size);
+        if (group >= 0) atomicMin(&prefix[group], min(shared_blocks[s] * block, (len - 1) / block * block));
+    }
+    __syncthreads();
+    const auto shared_by = [&](int group) { return members[group] > 1 ? prefix[group] : 0; };
+    const auto shared_of = [&](int s) { return rank[s] < 0 ? 0 : shared_by(groups[s]); };
+    const auto begin_of = [&](int s) {
+        return window > 0 ? max(0, context_lens[s] - static_cast<int>(window)) : shared_of(s);
+    };
+    const auto parties_of = [&](int group) { return (members[group] + PARTY - 1) / PARTY; };
+
+    int steps = 0, own_units = 0, shared_units = 0, total_steps, total_own, total_shared, unused;
+    for (int s = first_row; s < end_row; ++s) {
+        const int own = pieces_of(context_lens[s] - begin_of(s), STEP);
+        atomicMax(&longest, own);
+        own_units += own, steps += own, shared_units += shared_of(s) / UNIT;
+    }
+    for (int g = first_row; g < end_row; ++g)
+        if (shared_by(g) > 0) steps += shared_by(g) / (UNITS * UNIT) * parties_of(g);
+    scan(steps, total_steps), scan(own_units, total_own), scan(shared_units, total_shared);
+    // Steps of an item: few rounds of the blocks, and not too many pieces of a row for one block to merge.
+    long long per_item = min(static_cast<long long>(MOST_STEPS), (total_steps * columns + num_blocks * ROUNDS - 1) / (num_blocks * ROUNDS));
+    per_item = max(per_item, static_cast<long long>(pieces_of(longest, MOST_PIECES)));
+    while (2 * num_rows + total_own / per_item + total_shared / (per_item * SHARED_STEPS) > capacity) per_item *= 2;
+    const int split = fixed_split > 0 ? static_cast<int>(fixed_split) : static_cast<int>(per_item) * STEP;
+    const int shared_split = fixed_split > 0 ? split : static_cast<int>(per_item) * UNIT * SHARED_STEPS;
+
+    const auto prefix_pieces = [&](int group) { return pieces_of(shared_by(group), shared_split); };
+    const auto own_pieces = [&](int s) { return max(1, pieces_of(context_lens[s] - begin_of(s) / UNIT * UNIT, split)); };
+    // Own parts are taken by falling length, so that the blocks end together.
+    const auto length_class = [&](int tokens) { return min(CLASSES - 1, (split - tokens) * CLASSES / split); };
+    const auto last_class = [&](int s, int own) {
+        return length_class(context_lens[s] - begin_of(s) / UNIT * UNIT - (own - 1) * split);
+    };
+    __shared__ int classes[CLASSES];
+    if (threadIdx.x < CLASSES) classes[threadIdx.x] = 0;
+    __syncthreads();
+    int group_items = 0, slots = 0, num_shared;
+    for (int g = first_row; g < end_row; ++g)
+        if (shared_by(g) > 0) group_items += prefix_pieces(g) * parties_of(g);
+    for (int s = first_row; s < end_row; ++s) {
+        const int own = own_pieces(s), all = own + (shared_of(s) > 0 ? prefix_pieces(groups[s]) : 0);
+        slots += all > 1 ? all : 0;
+        if (own > 1) atomicAdd(&classes[0], own - 1);
+        atomicAdd(&classes[last_class(s, own)], 1);
+    }
+    int group_item = scan(group_items, num_shared), slot = scan(slots, unused);
+    if (threadIdx.x == 0) {
+        int before = num_shared;
+        for (int k = 0; k < CLASSES; ++k) {
+            const int count = classes[k];
+            classes[k] = before, before += count;
+        }
+        *header = {before, 0, 0, 0};
+    }
+    for (int g = first_row; g < end_row; ++g) {
+        first_item[g] = group_item;
+        if (shared_by(g) > 0) group_item += prefix_pieces(g) * parties_of(g);
+    }
+    __syncthreads();
+    for (int s = first_row; s < end_row; ++s) {
+        const int ahead = shared_of(s) > 0 ? prefix_pieces(groups[s]) : 0, own = own_pieces(s);
+        pieces[s] = {slot, own + ahead};
+        slot += own + ahead > 1 ? own + ahead : 0;
+        const int begin = begin_of(s), base = begin / UNIT * UNIT, end = context_lens[s];
+        for (int k = 0; k < own; ++k) {
+            Item& item = items[atomicAdd(&classes[k < own - 1 ? 0 : last_class(s, own)], 1)];
+            item.rows[0] = s, item.rows[1] = pieces[s].first, item.rows[2] = pieces[s].count;
+            item.begin = max(begin, base + k * split), item.end = min(end, base + (k + 1) * split);
+            item.piece = ahead + k, item.is_shared = 0;
+        }
+        for (int k = 0; k < ahead; ++k) {
+            Item& item = items[first_item[groups[s]] + rank[s] / PARTY * ahead + k];
+            item.rows[rank[s] % PARTY] = s;
+            if (rank[s] == members[groups[s]] - 1)
+                for (int none = rank[s] % PARTY + 1; none < PARTY; ++none) item.rows[none] = -1;
+            if (rank[s] % PARTY > 0) continue;
+            item.begin = k * shared_split, item.end = min(shared_of(s), (k + 1) * shared_split);
+            item.piece = k, item.is_shared = 1;
+        }
+    }
+}
