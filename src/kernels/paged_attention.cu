@@ -532,12 +532,8 @@ __device__ __forceinline__ void paged_attention(
     }
 }
 
-#ifndef BLOCKS_PER_SM
-#define BLOCKS_PER_SM 2
-#endif
-
 #define PAGED_ATTENTION(NAME, HD)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) NAME(                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) NAME(                                                  \
         const bf16* q, const bf16* k_cache, const bf16* v_cache, const int* block_tables, bf16* o, Header* header,  \
         const Item* items, const Pieces* pieces, int* arrived, float* partials, long long kv_heads, long long group, \
         long long block_shift, long long max_blocks, float scale) {                                                 \

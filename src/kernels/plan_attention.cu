@@ -27,18 +27,10 @@ __device__ __forceinline__ int scan(int value, int& total) {
     return before + sum - value;
 }
 
-#ifndef MOST_STEPS
-#define MOST_STEPS 8
-#endif
-#ifndef ROUNDS
-#define ROUNDS 2
-#endif
-#ifndef MOST_PIECES
-#define MOST_PIECES 32
-#endif
-#ifndef SHARED_STEPS
-#define SHARED_STEPS 4
-#endif
+constexpr int MOST_STEPS = 8;          // of an item's own part, unless contexts are long
+constexpr int MOST_PIECES = 32;        // of a row, which one block merges, unless the split is fixed
+constexpr int LEAST_SHARED_UNITS = 4;  // of an item's shared part, and the most:
+constexpr int MOST_SHARED_UNITS = 32;
 
 __device__ __forceinline__ int pieces_of(int tokens, int split) { return (tokens + split - 1) / split; }
 
@@ -77,21 +69,25 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
     };
     const auto parties_of = [&](int group) { return (members[group] + PARTY - 1) / PARTY; };
 
-    int steps = 0, own_units = 0, shared_units = 0, total_steps, total_own, total_shared, unused;
+    // Steps of all own parts, units of the shared parts as often as they are read, and as often as rows see them.
+    int own_steps = 0, read_units = 0, seen_units = 0, total_steps, total_read, total_seen;
     for (int s = first_row; s < end_row; ++s) {
         const int own = pieces_of(context_lens[s] - begin_of(s), STEP);
         atomicMax(&longest, own);
-        own_units += own, steps += own, shared_units += shared_of(s) / UNIT;
+        own_steps += own, seen_units += shared_of(s) / UNIT;
     }
     for (int g = first_row; g < end_row; ++g)
-        if (shared_by(g) > 0) steps += shared_by(g) / (UNITS * UNIT) * parties_of(g);
-    scan(steps, total_steps), scan(own_units, total_own), scan(shared_units, total_shared);
-    // Steps of an item: few rounds of the blocks, and not too many pieces of a row for one block to merge.
-    long long per_item = min(static_cast<long long>(MOST_STEPS), (total_steps * columns + num_blocks * ROUNDS - 1) / (num_blocks * ROUNDS));
-    per_item = max(per_item, static_cast<long long>(pieces_of(longest, MOST_PIECES)));
-    while (2 * num_rows + total_own / per_item + total_shared / (per_item * SHARED_STEPS) > capacity) per_item *= 2;
-    const int split = fixed_split > 0 ? static_cast<int>(fixed_split) : static_cast<int>(per_item) * STEP;
-    const int shared_split = fixed_split > 0 ? split : static_cast<int>(per_item) * UNIT * SHARED_STEPS;
+        if (shared_by(g) > 0) read_units += shared_by(g) / UNIT * parties_of(g);
+    scan(own_steps, total_steps), scan(read_units, total_read), scan(seen_units, total_seen);
+    // One item a block where that keeps them short; shared parts, which go first, for about half of the blocks.
+    const int blocks = static_cast<int>(num_blocks), per_block = pieces_of(total_steps * static_cast<int>(columns), blocks);
+    int per_item = max(max(1, min(MOST_STEPS, per_block)), pieces_of(longest, MOST_PIECES));
+    const int wanted = pieces_of(2 * total_read * static_cast<int>(columns), blocks);
+    int shared_units = LEAST_SHARED_UNITS;
+    while (shared_units < min(wanted, MOST_SHARED_UNITS)) shared_units *= 2;
+    while (2 * rows + total_steps / per_item + total_seen / shared_units > capacity) per_item *= 2, shared_units *= 2;
+    const int split = fixed_split > 0 ? static_cast<int>(fixed_split) : per_item * STEP;
+    const int shared_split = fixed_split > 0 ? split : shared_units * UNIT;
 
     const auto prefix_pieces = [&](int group) { return pieces_of(shared_by(group), shared_split); };
     const auto own_pieces = [&](int s) { return max(1, pieces_of(context_lens[s] - begin_of(s) / UNIT * UNIT, split)); };
@@ -112,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
         if (own > 1) atomicAdd(&classes[0], own - 1);
         atomicAdd(&classes[last_class(s, own)], 1);
     }
-    int group_item = scan(group_items, num_shared), slot = scan(slots, unused);
+    int unused, group_item = scan(group_items, num_shared), slot = scan(slots, unused);
     if (threadIdx.x == 0) {
         int before = num_shared;
         for (int k = 0; k < CLASSES; ++k) {

@@ -260,6 +260,7 @@ impl<'a> GpuRunner<'a> {
             positions: &inputs.lens,
             temperatures: &inputs.temperatures,
             penalties: None,
+            cuts: None,
         };
         network.sample(&hidden.index_select(0, &inputs.last_rows), &draws)
     }
@@ -325,6 +326,7 @@ fn decode_step(network: &Network, inputs: &DecodeInputs, plan: &mut AttentionPla
         positions: &inputs.context_lens,
         temperatures: &inputs.temperatures,
         penalties: None,
+        cuts: None,
     };
     network.sample(&hidden, &draws)
 }
