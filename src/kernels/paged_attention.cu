@@ -1,7 +1,8 @@
 // Attention of one new token per sequence over its context in the paged cache, o = softmax(scale q k^T) v, in bf16 on tensor
-// cores. Query heads of one key/value head share what is read: up to 8 of them are the columns of m16n8k16 products whose
-// rows are tokens (scores) or head columns (output). Keys and values go from memory straight to registers in the products'
-// own layout: the order of head columns within a product and of outputs within a tile is free, so 16-byte loads fit.
+// cores. Query heads of one key/value head share what is read: up to 8 of them are half the rows of the m16n8k16 products
+// that give scores and the columns of those that give outputs, so that weights pass from one to the other in place. Keys and
+// values of a row's own go from memory straight to registers in the products' layout: the order of head columns within a
+// product and of outputs within a tile is free, so 16-byte loads fit.
 //
 // `plan_attention` cuts all contexts of a step into items, once for all layers; blocks of four warps take items as they
 // become free. The warps of an item either have every fourth 16 tokens of one row (its own part), or two rows each of a group
@@ -12,7 +13,7 @@
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int COLUMNS = 8;  // query heads of a product
-constexpr int STAGES = 4;  // units of a shared part in shared memory, all but one under way
+constexpr int STAGES = 4;   // units of a shared part in shared memory, all but one under way
 constexpr float LOG2E = 1.4426950408889634f;
 
 struct Geometry {
