@@ -8,14 +8,14 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use super::{SEED, median, token};
-use crate::config::GradientCheckpointing;
+use crate::config::{GradientCheckpointing, Quantization, TargetModule};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
-use crate::model::{ModelSpec, ParamTable, init_unit_on};
+use crate::model::{LoraSpec, ModelSpec, ParamTable, UnitLayout, init_unit_on};
 use crate::torch;
 use crate::train::{
-    ActivationBytes, AdamOptions, GradientOptions, MicroBatch, NetworkOptions, PackOptions, Policy, PolicyOptions,
-    Sequence, TokenGradients, TrainBytes, WORKSPACE_BYTES, pack,
+    ActivationBytes, AdamOptions, GradientOptions, MicroBatch, NetworkOptions, OptimizerHome, PackOptions, Policy,
+    PolicyOptions, PolicyStart, Sequence, TokenGradients, TrainBytes, WORKSPACE_BYTES, pack,
 };
 
 /// Untimed: the first compiles and allocates, the second plans attention for shapes that come again.
@@ -46,12 +46,23 @@ pub struct TrainBench {
     pub zero_stage: u8,
     /// How gradients are added up.
     pub gradients: GradientOptions,
+    /// Rank of adapters on every linear projection; `None` trains all weights.
+    pub lora_r: Option<usize>,
+    /// How the adapters' base is stored.
+    pub quantization: Quantization,
     /// Recomputation.
     pub gradient_checkpointing: GradientCheckpointing,
     /// Scores alone: no backward, no step.
     pub score: bool,
     /// Timed steps.
     pub steps: usize,
+}
+
+impl TrainBench {
+    fn lora(&self) -> Option<LoraSpec> {
+        let targets = TargetModule::ALL.to_vec();
+        self.lora_r.map(|r| LoraSpec { r, alpha: 32.0, dropout: 0.0, targets })
+    }
 }
 
 /// Runs it; collective over the world.
@@ -69,7 +80,9 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
         adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 },
         gradients: bench.gradients,
     };
-    let mut policy = Policy::new(table.clone(), &mesh, options, &|layout| init_unit_on(layout, SEED, kind, device))?;
+    let start = PolicyStart { lora: bench.lora(), quantization: bench.quantization, seed: SEED, adapters: None };
+    let source = |layout: &UnitLayout| init_unit_on(layout, SEED, kind, device);
+    let mut policy = Policy::start(table.clone(), &mesh, options, OptimizerHome::Resident, &source, start)?;
     let sequences: Vec<Sequence> = (0..bench.sequences).map(|index| sequence(bench, index)).collect();
     let (max_tokens, share_prompts) = (bench.max_tokens_per_micro_batch, bench.share_prompts);
     let micro_batches = pack(&sequences, &PackOptions { max_tokens, share_prompts, device })?;
@@ -119,6 +132,9 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
         "world_size": world.size(),
         "threads_per_rank": tch::get_num_threads(),
         "zero_stage": bench.zero_stage,
+        "lora_r": bench.lora_r,
+        "quantization": bench.quantization.name(),
+        "num_trained_params": policy.trained_table().num_params(),
         "gradient_checkpointing": bench.gradient_checkpointing.name(),
         "sequences": bench.sequences,
         "sequence_len": sequence_len,
@@ -137,7 +153,9 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
 
 /// What libtorch will hold at most: everything but the optimizer's state, which lies in an arena of its own.
 fn predicted_bytes(bench: &TrainBench, table: &ParamTable, micro_batches: &[MicroBatch]) -> usize {
-    let train = TrainBytes::new(table, bench.zero_stage, bench.kind, bench.gradients);
+    let lora = bench.lora();
+    let trained = (lora.as_ref(), bench.quantization);
+    let train = TrainBytes::of(table, trained, bench.zero_stage, bench.kind, bench.gradients);
     let activations = micro_batches.iter().map(|micro_batch| {
         let (keep, shape) = (bench.gradient_checkpointing, micro_batch.shape());
         ActivationBytes::new(&bench.spec, bench.kind, keep, shape).peak()

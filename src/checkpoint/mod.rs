@@ -2,7 +2,7 @@
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `config.json`, `*.safetensors`, `tokenizer*` | the policy as a Hugging Face model |
+//! | `config.json`, `*.safetensors`, `tokenizer*` | the policy as a Hugging Face model; of a LoRA run, adapters as PEFT's |
 //! | `optimizer/rank_00000_of_00004.safetensors` | one rank's master weights and Adam moments, by parameter and range |
 //! | `trainer_state.json` | step, data position, history, configuration |
 //! | `manifest.json` | sizes and SHA-256 of all of them; written last |
@@ -44,8 +44,8 @@ use shards::ShardFiles;
 pub struct CheckpointOptions {
     /// The run's output folder.
     pub output_dir: PathBuf,
-    /// Model folder whose tokenizer files are copied.
-    pub tokenizer_dir: PathBuf,
+    /// Model folder whose tokenizer files are copied, and the base that adapters name.
+    pub base_dir: PathBuf,
     /// Newest checkpoints kept; `None` keeps all.
     pub save_total_limit: Option<usize>,
     /// Write beside training, from copies in host memory.
@@ -62,12 +62,12 @@ pub fn save(options: &CheckpointOptions, world: &World, policy: &Policy, state: 
     saver.finish(world).map(|()| complete)
 }
 
-/// Writes the policy as a Hugging Face model folder; collective over the world.
+/// Writes the policy as a Hugging Face model folder, or its adapters as PEFT does; collective over the world.
 ///
 /// # Errors
 /// The first failure of any rank, on every rank.
-pub fn export(folder: &Path, tokenizer_dir: &Path, world: &World, policy: &Policy) -> Result<()> {
-    world.agree(phase::scope(Phase::Checkpoint, || write::model(folder, tokenizer_dir, world, policy)))
+pub fn export(folder: &Path, base_dir: &Path, world: &World, policy: &Policy) -> Result<()> {
+    world.agree(phase::scope(Phase::Checkpoint, || write::model(folder, base_dir, world, policy)))
 }
 
 /// The newest checkpoint of a run that is complete; damaged ones are named loudly and passed over.
@@ -122,7 +122,7 @@ impl Checkpoint {
     /// [`Error::Checkpoint`] if the state is not that of this model, naming the file; what
     /// [`Policy::import_state`] returns. The policy is undefined then.
     pub fn restore(&self, policy: &mut Policy) -> Result<()> {
-        let files = ShardFiles::open(&self.folder, policy.table())?;
+        let files = ShardFiles::open(&self.folder, policy.trained_table())?;
         policy.import_state(self.state.num_updates, &mut |unit, name, elements| files.read(unit, name, elements))
     }
 }

@@ -137,9 +137,9 @@ impl Snapshot {
             shard = states(policy).collect::<Result<_>>()?;
         }
         let mut weights = Vec::new();
-        for layout in &policy.table().units {
+        for layout in &policy.trained_table().units {
             phase::beat();
-            let flat = policy.unit_weights(layout.unit)?;
+            let flat = policy.trained_weights(layout.unit)?;
             if is_first {
                 weights.push(flat.f_to_device_(Device::Cpu, flat.kind(), false, true)?); // a copy on a CPU too
             }
@@ -153,10 +153,10 @@ impl Snapshot {
 }
 
 fn write_now(part: Part, policy: &Policy) -> Result<()> {
-    let units = policy.table().units.iter();
+    let units = policy.trained_table().units.iter();
     let mut weights = units.map(|layout| {
         phase::beat();
-        policy.unit_weights(layout.unit)
+        policy.trained_weights(layout.unit)
     });
     part.write(&mut states(policy), &mut weights, &AtomicBool::new(false)).inspect_err(|_| part.give_up())
 }

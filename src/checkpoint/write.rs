@@ -21,7 +21,7 @@ use super::shards::{FOLDER, PARTS, tensor_name};
 use super::{CheckpointOptions, TrainerState};
 use crate::dist::World;
 use crate::error::{Error, ExitCode, Result};
-use crate::model::{ModelSpec, ParamTable, WeightWriter, copy_tokenizer, encode_header};
+use crate::model::{LoraSpec, ModelSpec, ParamTable, WeightWriter, copy_tokenizer, encode_header, write_adapters};
 use crate::phase::{self, Phase};
 use crate::torch::{self, accumulation_kind};
 use crate::train::{ParamState, Policy};
@@ -37,7 +37,7 @@ const LOOK: Duration = Duration::from_millis(5);
 pub fn num_bytes(policy: &Policy, state: &TrainerState) -> u64 {
     let element_bytes = policy.kind().elt_size_in_bytes() + PARTS.len() * wide(policy).elt_size_in_bytes();
     let history = state.log_history.iter().map(|line| line.to_string().len() as u64 * 2).sum::<u64>();
-    (policy.table().spec.num_params() * element_bytes) as u64 + history + SMALL_FILES_BYTES
+    (policy.trained_table().num_params() * element_bytes) as u64 + history + SMALL_FILES_BYTES
 }
 
 /// Says that all ranks are about to write: a rank that fails takes its mark away, which needs no room on a full disk.
@@ -61,6 +61,7 @@ pub struct Part {
     step: u64,
     /// Name and header of this rank's optimizer state, if it saves any.
     shard: Option<(String, Vec<u8>)>,
+    lora: Option<LoraSpec>,
     table: Arc<ParamTable>,
     kind: Kind,
     state: TrainerState,
@@ -85,7 +86,8 @@ impl Part {
             num_ranks,
             step: phase::step(),
             shard: policy.saves_state().then(|| (name, shard_header(policy))),
-            table: policy.table().clone(),
+            lora: policy.lora().cloned(),
+            table: policy.trained_table().clone(),
             kind: policy.kind(),
             state,
         }
@@ -110,7 +112,8 @@ impl Part {
             }
             return self.leave_record(&own);
         }
-        write_model(&self.temporary, &self.options.tokenizer_dir, &self.table, self.kind, weights)?;
+        let (folder, lora) = (&self.temporary, self.lora.as_ref());
+        write_model(folder, &self.options.base_dir, lora, &self.table, self.kind, weights)?;
         self.state.write(&self.temporary)?;
         let mut records = own;
         for rank in 1..self.num_ranks {
@@ -171,28 +174,32 @@ fn pending(temporary: &Path, rank: usize) -> PathBuf {
     record(temporary, rank, "pending")
 }
 
-/// Writes the policy as a Hugging Face model folder, in the kind it is computed in; units of sharded weights are gathered
-/// by all ranks, the first one writes.
-pub fn model(folder: &Path, tokenizer_dir: &Path, world: &World, policy: &Policy) -> Result<()> {
-    let mut weights = policy.table().units.iter().map(|layout| {
+/// Writes the policy as a Hugging Face model folder, or its adapters as PEFT does, in the kind it is computed in; units of
+/// sharded weights are gathered by all ranks, the first one writes.
+pub fn model(folder: &Path, base_dir: &Path, world: &World, policy: &Policy) -> Result<()> {
+    let mut weights = policy.trained_table().units.iter().map(|layout| {
         phase::beat();
-        policy.unit_weights(layout.unit)
+        policy.trained_weights(layout.unit)
     });
     match world.rank() {
-        0 => write_model(folder, tokenizer_dir, policy.table(), policy.kind(), &mut weights),
+        0 => write_model(folder, base_dir, policy.lora(), policy.trained_table(), policy.kind(), &mut weights),
         _ => weights.try_for_each(|flat| flat.map(drop)),
     }
 }
 
 fn write_model(
     folder: &Path,
-    tokenizer_dir: &Path,
+    base_dir: &Path,
+    lora: Option<&LoraSpec>,
     table: &ParamTable,
     kind: Kind,
     weights: &mut dyn Iterator<Item = Result<Tensor>>,
 ) -> Result<()> {
     std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
-    copy_tokenizer(tokenizer_dir, folder)?;
+    copy_tokenizer(base_dir, folder)?;
+    if let Some(lora) = lora {
+        return write_adapters(folder, table, lora, base_dir, kind, weights);
+    }
     ModelSpec { dtype: kind, ..ModelSpec::clone(&table.spec) }.write_config(folder)?;
     let mut writer = WeightWriter::create(folder, table.spec.clone(), kind)?;
     for (layout, flat) in table.units.iter().zip(weights) {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::config::{Config, Device, Dtype, GradientCheckpointing, RewardConfig, SftConfig};
+use crate::config::{Config, Device, Dtype, GradientCheckpointing, Quantization, RewardConfig, SftConfig};
 use crate::launch;
 
 /// Trains language models with GRPO on one node: every GPU generates, then every GPU trains.
@@ -29,6 +29,8 @@ pub enum Command {
     Eval(EvalArgs),
     /// Make a model folder with random weights, from a preset or a config.json
     Init(InitArgs),
+    /// Copy what a run trained out of a checkpoint, or merge LoRA adapters into a model
+    Export(ExportArgs),
     /// Bytes of every class in every phase of a run, before it starts
     Plan(RunArgs),
     /// Write report.html of a run's output folder again
@@ -77,6 +79,18 @@ pub struct RunArgs {
     pub overrides: Vec<String>,
 }
 
+/// What is sampled from.
+#[derive(Debug, Clone, Args)]
+#[command(rename_all = "snake_case")]
+pub struct SourceArgs {
+    /// Model folder, or a folder of LoRA adapters
+    #[arg(long)]
+    pub model: PathBuf,
+    /// The adapters' model folder, where they do not name it
+    #[arg(long)]
+    pub base_model: Option<PathBuf>,
+}
+
 /// How tokens are drawn.
 #[derive(Debug, Clone, Args)]
 #[command(rename_all = "snake_case")]
@@ -110,9 +124,8 @@ pub struct GenerateArgs {
     pub launch: LaunchArgs,
     #[command(flatten)]
     pub place: PlaceArgs,
-    /// Model folder
-    #[arg(long)]
-    pub model: PathBuf,
+    #[command(flatten)]
+    pub source: SourceArgs,
     /// The prompt; may be repeated
     #[arg(long, required = true)]
     pub prompt: Vec<String>,
@@ -134,9 +147,8 @@ pub struct EvalArgs {
     pub launch: LaunchArgs,
     #[command(flatten)]
     pub place: PlaceArgs,
-    /// Model folder
-    #[arg(long)]
-    pub model: PathBuf,
+    #[command(flatten)]
+    pub source: SourceArgs,
     /// Problems, JSONL
     #[arg(long)]
     pub data: PathBuf,
@@ -205,6 +217,20 @@ pub struct InitArgs {
     pub seed: u64,
 }
 
+/// `export`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct ExportArgs {
+    #[command(flatten)]
+    pub source: SourceArgs,
+    /// Where the folder goes
+    #[arg(long)]
+    pub output: PathBuf,
+    /// Write a whole model, the adapters added to their base's weights
+    #[arg(long)]
+    pub merge: bool,
+}
+
 /// `report`.
 #[derive(Debug, Args)]
 pub struct ReportArgs {
@@ -270,6 +296,12 @@ pub struct BenchTrainArgs {
     /// Type that gradients are added up in over micro-batches
     #[arg(long, default_value = "auto", value_parser = word::<Dtype>)]
     pub grad_accum_dtype: Dtype,
+    /// Train adapters of this rank on every linear projection instead of all weights
+    #[arg(long, value_parser = count)]
+    pub lora_r: Option<usize>,
+    /// How the adapters' base is stored: none or nf4
+    #[arg(long, default_value = "none", value_parser = word::<Quantization>)]
+    pub quantization: Quantization,
     /// What backward computes again
     #[arg(long, default_value = "none", value_parser = word::<GradientCheckpointing>)]
     pub gradient_checkpointing: GradientCheckpointing,
@@ -430,7 +462,7 @@ fn number<T: std::str::FromStr>(
     move |text| text.parse().ok().filter(holds).ok_or_else(|| format!("expected {expected}"))
 }
 
-const SUBCOMMANDS: &[&str] = &["train", "sft", "generate", "eval", "init", "plan", "report", "bench", "help"];
+const SUBCOMMANDS: &[&str] = &["train", "sft", "generate", "eval", "init", "export", "plan", "report", "bench", "help"];
 /// The options of commands that take overrides; every other `--name` is a configuration key.
 const RUN_OPTIONS: &[&str] =
     &["config", "nproc", "nproc_per_node", "num_processes", "master_addr", "master_port", "help", "version"];

@@ -1,6 +1,6 @@
 //! What each subcommand does, on top of the rooms below.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,15 +8,15 @@ use serde_json::json;
 use tch::Kind;
 
 use super::args::{
-    BenchCommand, BenchGenerateArgs, BenchKernelsArgs, BenchStepArgs, BenchTrainArgs, Command, EvalArgs, GenerateArgs,
-    InitArgs, LaunchArgs, ModelArgs, PlaceArgs, RunArgs, SamplingArgs,
+    BenchCommand, BenchGenerateArgs, BenchKernelsArgs, BenchStepArgs, BenchTrainArgs, Command, EvalArgs, ExportArgs,
+    GenerateArgs, InitArgs, LaunchArgs, ModelArgs, PlaceArgs, RunArgs, SamplingArgs, SourceArgs,
 };
 use crate::bench::{
     CollectivesBench, GenerateBench, KernelsBench, SleepWakeBench, StepBench, TrainBench, bench_collectives,
     bench_generate, bench_kernels, bench_sleep_wake, bench_step, bench_train,
 };
 use crate::colocate::Served;
-use crate::config::{Config, HeartbeatConfig, SftConfig};
+use crate::config::{Config, HeartbeatConfig, Quantization, SftConfig};
 use crate::cuda::{self, Placement};
 use crate::data::{Dataset, DatasetOptions, Message, Tokenizer};
 use crate::dist::{Backend, WorkerEnv, World, WorldOptions, all_gather_bytes};
@@ -25,7 +25,9 @@ use crate::eval::{self, Estimate};
 use crate::launch::{self, LaunchOptions};
 use crate::memory;
 use crate::metrics;
-use crate::model::{ModelSpec, PRESETS, ParamTable, WeightFiles, init_folder};
+use crate::model::{
+    AdapterFiles, ModelSource, ModelSpec, PRESETS, ParamTable, WeightFiles, export_folder, init_folder,
+};
 use crate::phase::{self, Limits};
 use crate::reward::RewardPool;
 use crate::rollout::{Engine, EngineOptions, kv_block_bytes};
@@ -48,6 +50,7 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Generate(args) => placed(&args.launch, args.place, |world, kind| generate(&args, world, kind)),
         Command::Eval(args) => placed(&args.launch, args.place, |world, kind| evaluate(&args, world, kind)),
         Command::Init(args) => init(&args),
+        Command::Export(args) => export(&args),
         Command::Report(args) => {
             println!("{}", metrics::write_report(&args.output_dir)?.display());
             Ok(ExitCode::Done)
@@ -133,8 +136,19 @@ fn init(args: &InitArgs) -> Result<ExitCode> {
     Ok(ExitCode::Done)
 }
 
+fn export(args: &ExportArgs) -> Result<ExitCode> {
+    if args.output.join("config.json").exists() || args.output.join("adapter_config.json").exists() {
+        let expected = "a folder without a model or adapters";
+        return Err(Error::invalid_value("--output", args.output.display(), expected));
+    }
+    let source = ModelSource::new(&args.source.model, args.source.base_model.as_deref())?;
+    export_folder(&source, &args.output, args.merge)?;
+    println!("{}", args.output.display());
+    Ok(ExitCode::Done)
+}
+
 fn generate(args: &GenerateArgs, world: Arc<World>, kind: Kind) -> Result<()> {
-    let Service { mut served, tokenizer, max_model_length } = serve(&args.model, &args.sampling, &world, kind)?;
+    let Service { mut served, tokenizer, max_model_length } = serve(&args.source, &args.sampling, &world, kind)?;
     let prompts: Vec<Prompt> = (args.prompt.iter().enumerate().skip(world.rank()).step_by(world.size()))
         .map(|(index, text)| prompt(args, &tokenizer, max_model_length, index, text))
         .collect::<Result<_>>()?;
@@ -189,7 +203,7 @@ fn lines(group: &RolloutGroup) -> String {
 }
 
 fn evaluate(args: &EvalArgs, world: Arc<World>, kind: Kind) -> Result<()> {
-    let Service { mut served, tokenizer, max_model_length } = serve(&args.model, &args.sampling, &world, kind)?;
+    let Service { mut served, tokenizer, max_model_length } = serve(&args.source, &args.sampling, &world, kind)?;
     let mut rewards = RewardPool::single(&args.reward, &args.reward_config())?;
     let options = DatasetOptions {
         required_columns: rewards.required_columns(),
@@ -210,7 +224,7 @@ fn evaluate(args: &EvalArgs, world: Arc<World>, kind: Kind) -> Result<()> {
     let pass: serde_json::Map<_, _> =
         outcome.pass.iter().map(|(k, stats)| (format!("pass@{k}"), json!(Estimate::of(stats)))).collect();
     let mut line = json!({
-        "model": args.model.display().to_string(),
+        "model": args.source.model.display().to_string(),
         "problems": outcome.problems.count as u64,
         "prompts_over_context": dataset.counts().over_context,
         "n": args.n,
@@ -227,8 +241,10 @@ struct Service {
     max_model_length: usize,
 }
 
-/// An engine with the weights of a model folder.
-fn serve(folder: &Path, sampling: &SamplingArgs, world: &Arc<World>, kind: Kind) -> Result<Service> {
+/// An engine with the weights of a model folder, or of adapters and their base.
+fn serve(args: &SourceArgs, sampling: &SamplingArgs, world: &Arc<World>, kind: Kind) -> Result<Service> {
+    let source = ModelSource::new(&args.model, args.base_model.as_deref())?;
+    let folder = &source.base;
     let spec = Arc::new(ModelSpec::from_folder(folder)?);
     let tp_size = sampling.tensor_parallel_size;
     spec.validate_tp(tp_size)?;
@@ -255,8 +271,11 @@ fn serve(folder: &Path, sampling: &SamplingArgs, world: &Arc<World>, kind: Kind)
     };
     let engine = Engine::new(spec.clone(), tokenizer.clone(), options, mesh.tp.clone())?;
     let files = WeightFiles::open(folder, spec.clone())?;
-    let table = Arc::new(ParamTable::new(spec, 1));
-    let served = Served::new(world.clone(), &mesh, table, engine, &|layout| files.read_unit(layout, kind))?;
+    let table = Arc::new(ParamTable::new(spec.clone(), 1));
+    let mut served = Served::new(world.clone(), &mesh, table, engine, &|layout| files.read_unit(layout, kind))?;
+    if let Some(folder) = &source.adapters {
+        served = served.with_adapters(&AdapterFiles::open(folder, spec)?)?;
+    }
     Ok(Service { served, tokenizer, max_model_length })
 }
 
@@ -274,6 +293,10 @@ fn sampling(args: &SamplingArgs, n: usize) -> SamplingParams {
 }
 
 fn train_bench(args: &BenchTrainArgs, world: &World, kind: Kind) -> Result<serde_json::Value> {
+    if args.quantization != Quantization::None && args.lora_r.is_none() {
+        let expected = "none, or --lora_r: a quantised base is frozen";
+        return Err(Error::invalid_value("--quantization", args.quantization.name(), expected));
+    }
     let mut spec = spec_of(&args.model)?;
     spec.num_layers = args.layers.unwrap_or(spec.num_layers);
     let bench = TrainBench {
@@ -288,6 +311,8 @@ fn train_bench(args: &BenchTrainArgs, world: &World, kind: Kind) -> Result<serde
         max_tokens_per_micro_batch: args.max_tokens_per_micro_batch,
         zero_stage: args.zero_stage,
         gradients: GradientOptions::new(args.grad_accum_dtype, args.reduce_dtype),
+        lora_r: args.lora_r,
+        quantization: args.quantization,
         gradient_checkpointing: args.gradient_checkpointing,
         score: args.score,
         steps: args.steps,

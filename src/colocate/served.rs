@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
-use super::weights::EngineSlices;
+use super::weights::{EngineSlices, no_adapters};
 use crate::dist::{Mesh, World};
 use crate::error::Result;
-use crate::model::{ParamTable, Unit, UnitLayout};
+use crate::model::{AdapterFiles, BlockLora, LoraSpec, ParamTable, Unit, UnitLayout};
 use crate::rollout::{Engine, RolloutEngine};
 
 /// Whole weights and an engine that reads them in place.
@@ -17,7 +17,16 @@ pub struct Served {
     slices: EngineSlices,
     table: Arc<ParamTable>,
     units: Vec<Tensor>, // [len] each
+    adapters: Option<Adapters>,
     engine: Engine,
+}
+
+/// Adapters of a served model.
+#[derive(Debug)]
+struct Adapters {
+    lora: LoraSpec,
+    table: ParamTable,
+    units: Vec<Tensor>, // [len] each
 }
 
 impl Served {
@@ -33,7 +42,18 @@ impl Served {
         let load = |layout: &UnitLayout| Ok(source(layout)?.f_to_device(device)?);
         let units = table.units.iter().map(load).collect::<Result<_>>()?;
         let slices = EngineSlices::in_place(mesh.tp.rank(), mesh.tp.size());
-        Ok(Self { world, slices, table, units, engine })
+        Ok(Self { world, slices, table, units, adapters: None, engine })
+    }
+
+    /// The same with adapters, in the kind of the units.
+    pub fn with_adapters(mut self, files: &AdapterFiles) -> Result<Self> {
+        let (lora, device) = (files.lora().clone(), self.world.device());
+        let kind = self.units[0].f_kind()?;
+        let table = ParamTable::adapters(self.table.spec.clone(), &lora, 1);
+        let units = table.units.iter().map(|layout| Ok(files.read_unit(layout, kind)?.f_to_device(device)?));
+        let units = units.collect::<Result<_>>()?;
+        self.adapters = Some(Adapters { lora, table, units });
+        Ok(self)
     }
 
     /// Runs `work` with the engine awake on every rank; collective over the world.
@@ -43,7 +63,9 @@ impl Served {
     pub fn with_engine<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
         let (table, units) = (&self.table, &self.units);
         let unit = |unit: Unit| Ok(units[table.index(unit)].shallow_clone());
-        let weights = self.slices.of_units(table, 0, &mut { unit });
+        let adapters = self.adapters.as_ref();
+        let adapters = |layer| adapters.map_or_else(|| no_adapters(layer), |adapters| Ok(adapters.block(layer)));
+        let weights = self.slices.of_units(table, 0, &mut { unit }, &adapters, &[]);
         let outcome = weights.and_then(|weights| work(&mut self.engine.wake(weights, 0)?));
         if let Err(error) = &outcome {
             self.world.post_failure(error);
@@ -54,5 +76,12 @@ impl Served {
     /// The sleeping engine, for its sizes.
     pub fn engine(&self) -> &Engine {
         &self.engine
+    }
+}
+
+impl Adapters {
+    fn block(&self, layer: usize) -> BlockLora {
+        let layout = self.table.unit(Unit::Block(layer));
+        BlockLora::expand(&self.table.spec, &self.lora, layout, &self.units[layer], None)
     }
 }

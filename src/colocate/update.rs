@@ -145,14 +145,18 @@ impl Colocated {
         Ok(outcome)
     }
 
-    /// Fills in old log-probabilities, if several updates will need them, and the reference model's.
+    /// Fills in old log-probabilities, if several updates will need them or dropout spoils the training forward's own, and
+    /// the reference model's: of a run that trains adapters, the base without them.
     fn score(
         &mut self,
         sequences: &mut [Sequence],
         options: &UpdateOptions,
         progress: &dyn UpdateProgress,
     ) -> Result<()> {
-        let (needs_old, needs_ref) = (options.needs_old_logprobs(), self.reference.is_some());
+        let dropout = self.policy.lora().is_some_and(|lora| lora.dropout > 0.0);
+        let needs_old = dropout || options.needs_old_logprobs();
+        let base_serves = self.policy.lora().is_some() && options.loss.beta > 0.0;
+        let needs_ref = self.reference.is_some() || base_serves;
         if !needs_old && !needs_ref {
             return Ok(());
         }
@@ -164,8 +168,11 @@ impl Colocated {
                     let scores = self.policy.forward_logprobs(&micro_batch, options.temperature)?;
                     hand_out(&micro_batch, &scores, sequences, |sequence| &mut sequence.old_logprobs)?;
                 }
-                if let Some(reference) = &mut self.reference {
-                    let scores = reference.forward_logprobs(&micro_batch, options.temperature)?;
+                if needs_ref {
+                    let scores = match &mut self.reference {
+                        Some(reference) => reference.forward_logprobs(&micro_batch, options.temperature)?,
+                        None => self.policy.base_logprobs(&micro_batch, options.temperature)?,
+                    };
                     hand_out(&micro_batch, &scores, sequences, |sequence| &mut sequence.ref_logprobs)?;
                 }
                 progress.advance();

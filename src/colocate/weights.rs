@@ -1,5 +1,5 @@
-//! How the policy's weights reach the engine: read in place where every rank keeps them whole (ZeRO 0 to 2), or gathered
-//! unit by unit, of which only this rank's tensor-parallel slices stay (ZeRO 3).
+//! How the policy's weights reach the engine: read in place where every rank keeps them whole (ZeRO 0 to 2), gathered
+//! unit by unit, of which only this rank's tensor-parallel slices stay (ZeRO 3), or dequantised block by block.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
@@ -8,31 +8,59 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
 use crate::memory::Arena;
-use crate::model::{BlockParams, EmbeddingParams, HeadParams, ParamTable, Unit};
-use crate::rollout::EngineWeights;
+use crate::model::{BlockLora, BlockParams, EmbeddingParams, HeadParams, ParamTable, QuantizedBlock, Unit};
+use crate::rollout::{EngineWeights, QuantizedBlocks};
 use crate::train::Policy;
 
 /// Elements that a slice's start is aligned to.
 const ALIGNMENT: usize = 64;
+
+/// Blocks that are dequantised at once: the one in use and the one after it.
+const NUM_DEQUANTIZED: usize = 2;
 
 /// This rank's part of the weights while the engine is awake.
 #[derive(Debug)]
 pub struct EngineSlices {
     tp_rank: usize,
     tp_size: usize,
-    storage: Option<(Arena, Kind)>, // None reads in place
+    storage: Storage,
+    /// B of every block's adapters, expanded, between wakes too.
+    adapters: Vec<BlockLora>,
+}
+
+/// Where the engine finds blocks.
+#[derive(Debug)]
+enum Storage {
+    /// In the policy's own memory.
+    InPlace,
+    /// Slices of all of them, gathered at every wake.
+    Gathered(Arena, Kind),
+    /// Quantised by the policy: two whole blocks, written in turn as they come into use.
+    Dequantized(Arena, Kind),
 }
 
 impl EngineSlices {
     /// The engine reads the policy's own weights: no copy, no synchronisation.
     pub fn in_place(tp_rank: usize, tp_size: usize) -> Self {
-        Self { tp_rank, tp_size, storage: None }
+        Self { tp_rank, tp_size, storage: Storage::InPlace, adapters: Vec::new() }
     }
 
     /// Slices are gathered at every wake; addresses for them are reserved now.
     pub fn gathered(table: &ParamTable, tp_rank: usize, tp_size: usize, kind: Kind, device: Device) -> Result<Self> {
         let bytes = Self::gathered_bytes(table, tp_rank, tp_size, kind)?;
-        Ok(Self { tp_rank, tp_size, storage: Some((Arena::reserve("engine_weights", bytes, device)?, kind)) })
+        let storage = Storage::Gathered(Arena::reserve("engine_weights", bytes, device)?, kind);
+        Ok(Self { tp_rank, tp_size, storage, adapters: Vec::new() })
+    }
+
+    /// Blocks are quantised: room for two of them is reserved.
+    pub fn dequantized(table: &ParamTable, tp_rank: usize, tp_size: usize, kind: Kind, device: Device) -> Result<Self> {
+        let arena = Arena::reserve("engine_weights", Self::dequantized_bytes(table, kind), device)?;
+        Ok(Self { tp_rank, tp_size, storage: Storage::Dequantized(arena, kind), adapters: Vec::new() })
+    }
+
+    /// Bytes of the two blocks.
+    pub fn dequantized_bytes(table: &ParamTable, kind: Kind) -> usize {
+        NUM_DEQUANTIZED * table.unit(Unit::Block(0)).len * kind.elt_size_in_bytes()
     }
 
     /// Bytes of the gathered slices of one rank.
@@ -44,33 +72,56 @@ impl EngineSlices {
             elements += tensor.numel().next_multiple_of(ALIGNMENT);
             Ok(tensor.shallow_clone())
         };
-        slices(table, (tp_rank, tp_size), true, 0, &mut { unit }, &mut count)?;
+        slices(table, (tp_rank, tp_size), true, 0, &mut { unit }, &mut no_adapters, &mut count)?;
         Ok(elements * kind.elt_size_in_bytes())
     }
 
     /// This rank's weights of the policy's current version (collective at stage 3).
     pub(super) fn gather<'a>(&'a mut self, policy: &'a Policy) -> Result<EngineWeights<'a>> {
         let table = policy.table().clone();
-        self.of_units(&table, policy.version(), &mut |unit| policy.unit_weights(unit))
+        let adapters = |layer| policy.block_adapters(layer);
+        let blocks = policy.quantized_blocks();
+        self.of_units(&table, policy.version(), &mut |unit| policy.unit_weights(unit), &adapters, blocks)
     }
 
-    /// This rank's weights from whole units.
+    /// This rank's weights from whole units and what blocks' adapters compute with.
     pub(super) fn of_units<'a>(
         &'a mut self,
         table: &ParamTable,
         version: u64,
         unit: &mut dyn FnMut(Unit) -> Result<Tensor>,
+        adapters: &dyn Fn(usize) -> Result<BlockLora>,
+        quantized: &'a [QuantizedBlock],
     ) -> Result<EngineWeights<'a>> {
         let tp = (self.tp_rank, self.tp_size);
-        let Some((arena, kind)) = &mut self.storage else {
-            return slices(table, tp, false, version, unit, &mut |tensor| Ok(tensor.shallow_clone()));
+        let kept = &mut self.adapters;
+        kept.resize_with(table.spec.num_layers, BlockLora::default);
+        let adapters = &mut |layer: usize| -> Result<BlockLora> {
+            Ok(adapters(layer)?.tp_slice(&table.spec, tp.0, tp.1).kept_in(&mut kept[layer]))
+        };
+        let (arena, kind) = match &mut self.storage {
+            Storage::Gathered(arena, kind) => (arena, kind),
+            Storage::Dequantized(arena, kind) => {
+                let buffers = block_buffers(arena, table.unit(Unit::Block(0)).len, *kind)?;
+                let mut in_turn = |of: Unit| match of {
+                    Unit::Block(layer) => Ok(buffers[layer % NUM_DEQUANTIZED].shallow_clone()),
+                    Unit::Embedding | Unit::Head => unit(of),
+                };
+                let keep = &mut |tensor: &Tensor| Ok(tensor.shallow_clone());
+                let weights = slices(table, tp, false, version, &mut in_turn, adapters, keep)?;
+                let quantized = Some(QuantizedBlocks { table: table.clone(), blocks: quantized, buffers });
+                return Ok(EngineWeights { quantized, ..weights });
+            }
+            Storage::InPlace => {
+                return slices(table, tp, false, version, unit, adapters, &mut |tensor| Ok(tensor.shallow_clone()));
+            }
         };
         arena.map(arena.reserved_bytes())?;
         let len = (arena.reserved_bytes() / kind.elt_size_in_bytes()) as i64;
         // SAFETY: views of it live in the returned weights, which borrow `self`: `release`, which unmaps, needs `&mut self`.
         let flat = unsafe { arena.tensor(0, &[len], *kind) }?;
         let mut at = 0;
-        slices(table, tp, true, version, unit, &mut |slice| {
+        slices(table, tp, true, version, unit, adapters, &mut |slice| {
             let mut kept = flat.narrow(0, at, slice.numel() as i64).view(slice.size().as_slice());
             kept.f_copy_(slice)?;
             at += slice.numel().next_multiple_of(ALIGNMENT) as i64;
@@ -80,10 +131,18 @@ impl EngineSlices {
 
     /// Gives gathered slices' memory back.
     pub(super) fn release(&mut self) {
-        if let Some((arena, _)) = &mut self.storage {
+        if let Storage::Gathered(arena, _) | Storage::Dequantized(arena, _) = &mut self.storage {
             arena.unmap();
         }
     }
+}
+
+/// The blocks' buffers in the arena, mapped.
+fn block_buffers(arena: &mut Arena, len: usize, kind: Kind) -> Result<[Tensor; NUM_DEQUANTIZED]> {
+    arena.map(arena.reserved_bytes())?;
+    // SAFETY: views of it live in the engine's weights, which borrow the slices: `release`, which unmaps, needs `&mut self`.
+    let both = unsafe { arena.tensor(0, &[NUM_DEQUANTIZED as i64, len as i64], kind) }?;
+    Ok([both.get(0), both.get(1)])
 }
 
 /// The engine's weights from whole units. `keep` says what stays of each slice once its unit is gone; with
@@ -94,6 +153,7 @@ fn slices<'a>(
     split_embedding: bool,
     version: u64,
     unit: &mut dyn FnMut(Unit) -> Result<Tensor>,
+    adapters: &mut dyn FnMut(usize) -> Result<BlockLora>,
     keep: &mut dyn FnMut(&Tensor) -> Result<Tensor>,
 ) -> Result<EngineWeights<'a>> {
     let spec = &table.spec;
@@ -103,8 +163,9 @@ fn slices<'a>(
     let embedding = if split_embedding { keep(&own_rows(&whole))? } else { whole };
     let mut blocks = Vec::with_capacity(spec.num_layers);
     for layer in 0..spec.num_layers {
-        let block = BlockParams::view(table.unit(Unit::Block(layer)), &unit(Unit::Block(layer))?);
-        blocks.push(block.tp_slice(spec, tp_rank, tp_size).try_map(keep)?);
+        let whole = BlockParams::view(table.unit(Unit::Block(layer)), &unit(Unit::Block(layer))?);
+        let block = whole.tp_slice(spec, tp_rank, tp_size).try_map(keep)?;
+        blocks.push(BlockParams { lora: adapters(layer)?, ..block });
     }
     let head = HeadParams::view(table.unit(Unit::Head), &unit(Unit::Head)?);
     let lm_head = match &head.lm_head {
@@ -112,7 +173,13 @@ fn slices<'a>(
         None if split_embedding => embedding.shallow_clone(),
         None => own_rows(&embedding),
     };
-    Ok(EngineWeights { embedding, blocks, final_norm: keep(&head.final_norm)?, lm_head, version, policy: PhantomData })
+    let final_norm = keep(&head.final_norm)?;
+    Ok(EngineWeights { embedding, blocks, final_norm, lm_head, quantized: None, version, policy: PhantomData })
+}
+
+/// The adapters of a model without any.
+pub(super) fn no_adapters(_layer: usize) -> Result<BlockLora> {
+    Ok(BlockLora::default())
 }
 
 #[cfg(test)]

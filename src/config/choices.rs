@@ -10,6 +10,9 @@ macro_rules! choices {
             /// Every accepted spelling.
             pub const NAMES: &[&str] = &[$($text),+];
 
+            /// Every choice, in the order of [`Self::NAMES`].
+            pub const ALL: &[Self] = &[$($name::$variant),+];
+
             /// The spelling used in configuration files.
             pub fn name(self) -> &'static str {
                 match self { $($name::$variant => $text),+ }

@@ -5,6 +5,7 @@ mod changes;
 mod choices;
 mod field;
 mod heartbeat;
+mod lora;
 mod raw;
 mod sft;
 mod validate;
@@ -18,6 +19,7 @@ pub use changes::KeyChange;
 pub use choices::*;
 use field::{Field, keys};
 pub use heartbeat::HeartbeatConfig;
+pub use lora::{LoraConfig, TargetModules};
 use raw::RawConfig;
 pub use sft::SftConfig;
 
@@ -30,16 +32,8 @@ const DEFAULT_ANSWER_PATTERN: &str =
     r"(?s)<answer>\s*(.*?)\s*</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}|####\s*(\S+)";
 
 /// Keys that have a meaning in TRL or in later versions and would change the result if they were ignored.
-const UNSERVED_KEYS: &[&str] = &[
-    "lora.*",
-    "quantization",
-    "mode",
-    "split.*",
-    "top_entropy_quantile",
-    "entropy_coef",
-    "sync_ref_model",
-    "ref_model_*",
-];
+const UNSERVED_KEYS: &[&str] =
+    &["mode", "split.*", "top_entropy_quantile", "entropy_coef", "sync_ref_model", "ref_model_*"];
 
 impl Config {
     /// Reads a TOML or YAML file and lays `key=value` (or `table.key=value`) overrides over it; an override's value is
@@ -211,6 +205,10 @@ keys! {
         pub zero: ZeroConfig,
         /// Where state lives while it is not used.
         pub residency: ResidencyConfig,
+        /// Low-rank adapters in place of the weights.
+        pub lora: LoraConfig,
+        /// How the frozen base of a LoRA run is stored.
+        pub quantization: Quantization = Quantization::None,
 
         // ---- output ----
         /// Steps between metric lines.

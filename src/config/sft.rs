@@ -4,7 +4,9 @@ use std::path::{Path, PathBuf};
 
 use super::field::{Field, keys};
 use super::raw::RawConfig;
-use super::{Device, Dtype, GradientCheckpointing, HeartbeatConfig, LrSchedulerType, ZeroConfig};
+use super::{
+    Device, Dtype, GradientCheckpointing, HeartbeatConfig, LoraConfig, LrSchedulerType, Quantization, ZeroConfig,
+};
 use crate::error::Result;
 
 keys! {
@@ -58,6 +60,10 @@ keys! {
         pub gradient_checkpointing: GradientCheckpointing = GradientCheckpointing::Full,
         /// Sharding.
         pub zero: ZeroConfig,
+        /// Low-rank adapters in place of the weights.
+        pub lora: LoraConfig,
+        /// How the frozen base of a LoRA run is stored.
+        pub quantization: Quantization = Quantization::None,
         /// Steps between metric lines.
         pub logging_steps: usize = 1,
         /// First word of every random key.

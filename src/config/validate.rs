@@ -6,7 +6,7 @@ use super::batch::MAX_COUNT;
 use super::field::Field;
 use super::heartbeat;
 use super::raw::RawConfig;
-use super::{Config, LossType, RewardConfig, SftConfig, UNSERVED_KEYS, ZeroConfig};
+use super::{Config, LossType, ReferenceResidency, RewardConfig, SftConfig, UNSERVED_KEYS, ZeroConfig};
 use crate::error::{Error, Result};
 use crate::phase::Fault;
 
@@ -51,6 +51,10 @@ impl Config {
         self.check_rewards()?;
         check_optimizer!(self);
         check_zero(&self.zero)?;
+        self.lora.check(self.quantization)?;
+        let on_host = self.lora.r.is_some() && self.residency.reference == ReferenceResidency::Host;
+        let no_reference = "auto or resident: the frozen base of lora.r is its own reference";
+        check("residency.reference", self.residency.reference.name(), !on_host, no_reference)?;
         count("logging_steps", self.logging_steps)?;
         count("eval_num_generations", self.eval_num_generations)?;
         let optional = [
@@ -165,7 +169,7 @@ impl RewardConfig {
 
 impl SftConfig {
     pub(super) fn validate(raw: &RawConfig) -> Result<Self> {
-        raw.check_keys(&Self::keys(), &["lora.*", "quantization"])?;
+        raw.check_keys(&Self::keys(), &[])?;
         let config = Self::read(raw, "", None)?;
         config.check().map_err(|error| raw.locate(error))?;
         Ok(config)
@@ -182,7 +186,8 @@ impl SftConfig {
             count(key, value)?;
         }
         check_optimizer!(self);
-        check_zero(&self.zero)
+        check_zero(&self.zero)?;
+        self.lora.check(self.quantization)
     }
 }
 

@@ -37,6 +37,7 @@ sources! {
     HEADS = "heads.cu",
     MERGE_ATTENTION = "merge_attention.cu",
     NEXT_TOKENS = "next_tokens.cu",
+    NF4 = "nf4.cu",
     NORM = "norm.cu",
     NORMAL = "normal.cu",
     PAGED_ATTENTION = "paged_attention.cu",

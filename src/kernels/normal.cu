@@ -1,4 +1,5 @@
-// Counter-based standard normal numbers, as `RandomKey::fill_normal` draws them on the host: Philox4x32-10, Box-Muller in f64.
+// Counter-based numbers, as `RandomKey` draws them on the host by Philox4x32-10: standard normal ones (Box-Muller in f64), and
+// the masks of dropout.
 #include "scalar.cuh"
 
 __device__ __forceinline__ uint4 philox(uint2 key, uint4 counter) {
@@ -41,4 +42,31 @@ extern "C" __global__ void normal_f32(float* out, long long n, unsigned long lon
 }
 extern "C" __global__ void normal_bf16(bf16* out, long long n, unsigned long long key, float scale) {
     fill(out, n, key, scale);
+}
+
+// y = x * scale, or 0 where the word of (row, column) is below the threshold; 4 columns a thread.
+template <typename T>
+__device__ __forceinline__ void drop(const T* x, T* y, long long rows, long long columns, unsigned long long key,
+                                     long long threshold, float scale) {
+    const uint2 words = make_uint2(static_cast<unsigned>(key), static_cast<unsigned>(key >> 32));
+    const long long blocks = (columns + 3) / 4, stride = static_cast<long long>(gridDim.x) * blockDim.x;
+    for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < rows * blocks; i += stride) {
+        const unsigned long long row = i / blocks, block = i % blocks;
+        const uint4 drawn = philox(words, make_uint4(static_cast<unsigned>(block), static_cast<unsigned>(block >> 32),
+                                                     static_cast<unsigned>(row), static_cast<unsigned>(row >> 32)));
+        const unsigned lanes[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+        for (int k = 0; k < 4 && 4 * block + k < columns; ++k) {
+            const long long at = row * columns + 4 * block + k;
+            narrow(lanes[k] < threshold ? 0.0f : widen(x[at]) * scale, y[at]);
+        }
+    }
+}
+
+extern "C" __global__ void dropout_f32(const float* x, float* y, long long rows, long long columns, unsigned long long key,
+                                       long long threshold, float scale) {
+    drop(x, y, rows, columns, key, threshold, scale);
+}
+extern "C" __global__ void dropout_bf16(const bf16* x, bf16* y, long long rows, long long columns, unsigned long long key,
+                                        long long threshold, float scale) {
+    drop(x, y, rows, columns, key, threshold, scale);
 }

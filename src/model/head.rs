@@ -5,6 +5,7 @@ use tch::Tensor;
 use super::views::HeadParams;
 use crate::ops::head::{self, HeadSaved};
 use crate::ops::{embedding, rms_norm};
+use crate::torch::accumulation_kind;
 
 /// Rows that are scored at once: on a GPU half a gigabyte of float32 logits in whole tiles of its products, on a CPU what
 /// stays near the processor.
@@ -63,8 +64,8 @@ pub fn head_forward(
     Scored { logprobs: out.logprobs, entropy: out.entropy, saved }
 }
 
-/// dx [num_tokens, D], from the gradients of log-probabilities and, where given, entropies. The gradients of the norm and
-/// of the table are added in place.
+/// dx [num_tokens, D], from the gradients of log-probabilities and, where given, entropies. The gradients of the norm [D] and
+/// of the table [V, D] are added in place, unless both are frozen.
 #[allow(clippy::too_many_arguments)]
 pub fn head_backward(
     w: &HeadParams,
@@ -74,11 +75,15 @@ pub fn head_backward(
     saved: SavedHead,
     dlogprobs: &Tensor,        // [C]
     dentropy: Option<&Tensor>, // [C]
-    d_final_norm: &mut Tensor, // [D]
-    d_table: &mut Tensor,      // [V, D]
+    gradients: Option<(&mut Tensor, &mut Tensor)>,
 ) -> Tensor {
     let SavedHead { hidden, normed, rstd, head } = saved;
     let (targets, temperature) = (scoring.targets, scoring.temperature);
+    let mut unread = Tensor::zeros(w.final_norm.size(), (accumulation_kind(hidden.kind()), hidden.device()));
+    let (d_final_norm, d_table) = match gradients {
+        Some((d_final_norm, d_table)) => (d_final_norm, Some(d_table)),
+        None => (&mut unread, None),
+    };
     let d_normed = head::backward(&normed, table, targets, temperature, head, dlogprobs, dentropy, d_table);
     let d_hidden = rms_norm::backward(&d_normed, &hidden, &w.final_norm, &rstd, None, d_final_norm);
     let mut dx = Tensor::zeros([num_tokens, hidden.size()[1]], (hidden.kind(), hidden.device()));

@@ -83,7 +83,7 @@ impl BlockParams {
             post_norm: self.post_norm.shallow_clone(),
             gate_up: part(&self.gate_up, 0, tp_rank, tp_size),
             down: part(&self.down, 1, tp_rank, tp_size),
-            lora: self.lora.map(|matrix, lora| lora.tp_slice(matrix, spec, tp_rank, tp_size)),
+            lora: self.lora.tp_slice(spec, tp_rank, tp_size),
         }
     }
 
@@ -135,6 +135,13 @@ impl Qkv {
             q: rows(group_start + member * query_heads, query_heads),
             kv: rows(group_start + spec.heads_per_group(), 2),
         }
+    }
+}
+
+impl BlockLora {
+    /// What rank `tp_rank` of `tp_size` computes with beside its slice of the block.
+    pub fn tp_slice(&self, spec: &ModelSpec, tp_rank: usize, tp_size: usize) -> Self {
+        self.map(|matrix, lora| lora.tp_slice(matrix, spec, tp_rank, tp_size))
     }
 }
 

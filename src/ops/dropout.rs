@@ -3,7 +3,8 @@
 
 use tch::Tensor;
 
-use super::random::RandomKey;
+use super::random::{RandomKey, dropout_scalars};
+use crate::cuda::kernels;
 
 /// One mask.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -21,7 +22,15 @@ impl Dropout {
     }
 
     /// x / (1 - rate), or 0 with probability `rate`.
+    ///
+    /// # Panics
+    /// If the kernel cannot be queued.
     pub fn apply(&self, x: &Tensor /* [T, K] */) -> Tensor {
+        if x.device().is_cuda() {
+            let (threshold, kept) = dropout_scalars(self.rate);
+            return kernels::dropout(&x.contiguous(), self.key.words(), threshold, kept)
+                .expect("dropout of activations");
+        }
         let (rows, columns) = (x.size()[0] as usize, x.size()[1] as usize);
         let mut mask = vec![0f32; rows * columns];
         for (row, mask) in mask.chunks_exact_mut(columns.max(1)).enumerate() {

@@ -58,7 +58,7 @@ pub fn forward(
     HeadOutput { logprobs, entropy, saved }
 }
 
-/// d_hidden, and d_weight added in place, from the gradients of the log-probabilities and, where given, the entropies:
+/// d_hidden, and d_weight added in place unless the weight is frozen, from the gradients of the log-probabilities and, where given, the entropies:
 /// d_logits = (dlogprobs * (onehot - p) - dentropy * p * (log p + entropy)) / temperature.
 #[allow(clippy::too_many_arguments)]
 pub fn backward(
@@ -67,9 +67,9 @@ pub fn backward(
     targets: &Tensor, // [C] i64
     temperature: f64,
     saved: HeadSaved,
-    dlogprobs: &Tensor,        // [C]
-    dentropy: Option<&Tensor>, // [C]
-    dweight: &mut Tensor,      // [V, D]
+    dlogprobs: &Tensor,               // [C]
+    dentropy: Option<&Tensor>,        // [C]
+    mut dweight: Option<&mut Tensor>, // [V, D]
 ) -> Tensor {
     let (count, kind) = (hidden.size()[0], saved.entropy.kind());
     let d_hidden = hidden.empty_like();
@@ -95,7 +95,9 @@ pub fn backward(
             d_logits(chunk, temperature, &of).to_kind(weight.kind())
         };
         let _ = d_logits.mm_out(&rows(&d_hidden), weight);
-        linear::accumulate_weight(&d_logits, &rows(hidden), dweight);
+        if let Some(dweight) = &mut dweight {
+            linear::accumulate_weight(&d_logits, &rows(hidden), dweight);
+        }
     }
     d_hidden
 }
@@ -158,8 +160,16 @@ mod tests {
                 assert_close(&out.entropy, &entropy);
                 let mut dweight = rand(&[9, 4]);
                 let before = dweight.copy();
-                let d =
-                    backward(&hidden, &weight, &targets, TEMPERATURE, out.saved, &d_logprobs, dentropy, &mut dweight);
+                let d = backward(
+                    &hidden,
+                    &weight,
+                    &targets,
+                    TEMPERATURE,
+                    out.saved,
+                    &d_logprobs,
+                    dentropy,
+                    Some(&mut dweight),
+                );
                 assert_close(&d, &grads[0]);
                 assert_close(&dweight, &(before + &grads[1]));
             }
@@ -173,7 +183,7 @@ mod tests {
         let out = forward(&hidden, &weight, &targets, 1.0, 8, true);
         let mut dweight = rand(&[9, 4]);
         let before = dweight.copy();
-        let d = backward(&hidden, &weight, &targets, 1.0, out.saved, &out.logprobs, None, &mut dweight);
+        let d = backward(&hidden, &weight, &targets, 1.0, out.saved, &out.logprobs, None, Some(&mut dweight));
         assert_eq!(d.size(), [0, 4]);
         assert!(dweight.equal(&before));
     }
@@ -192,7 +202,7 @@ mod tests {
             out.saved,
             &out.logprobs,
             None,
-            &mut dweight,
+            Some(&mut dweight),
         );
         assert_eq!(d.kind(), Kind::BFloat16);
     }

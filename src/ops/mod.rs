@@ -15,6 +15,7 @@ pub mod embedding;
 pub mod head;
 pub mod heads;
 pub mod linear;
+pub mod nf4;
 pub mod norm;
 pub mod random;
 pub mod rms_norm;

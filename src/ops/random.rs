@@ -65,7 +65,7 @@ impl RandomKey {
 
     /// Fills `out` with entries `start ..` of `row`: 0 with probability `rate`, else 1 / (1 - rate).
     pub fn fill_dropout(self, row: u64, start: u64, rate: f64, out: &mut [f32]) {
-        let (kept, threshold) = ((1.0 / (1.0 - rate)) as f32, (rate * 4_294_967_296.0) as u32);
+        let (threshold, kept) = dropout_scalars(rate);
         self.fill(row, start, out, |words| words.map(|word| if word < threshold { 0.0 } else { kept }));
     }
 
@@ -90,6 +90,11 @@ impl RandomKey {
             out.copy_from_slice(&draw(self.block(row, first + block as u64))[..out.len()]);
         }
     }
+}
+
+/// The words below the first number drop an element; the others are multiplied by the second, 1 / (1 - rate).
+pub(super) fn dropout_scalars(rate: f64) -> (u32, f32) {
+    ((rate * 4_294_967_296.0) as u32, (1.0 / (1.0 - rate)) as f32)
 }
 
 /// (word + 1/2) / 2^32, rounded to f32 and kept away from 1: between 2^-33 and 1 - 2^-24.

@@ -11,7 +11,7 @@ use residency::Residencies;
 
 use crate::config::{Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
 use crate::error::{Error, Result};
-use crate::model::{ModelSpec, ParamTable};
+use crate::model::{LoraSpec, ModelSpec, ParamTable};
 use crate::rollout::{EngineOptions, engine_buffer_bytes, kv_block_bytes};
 use crate::train::{ActivationBytes, GradientOptions, MicroBatchShape, ReferenceBytes, TrainBytes};
 
@@ -92,7 +92,8 @@ impl MemoryPlan {
         let PlanInput { config, table, kind, .. } = *input;
         let spec = &table.spec;
         let gradients = GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype);
-        let train = TrainBytes::new(table, config.zero.stage, kind, gradients);
+        let lora = LoraSpec::new(&config.lora);
+        let train = TrainBytes::of(table, (lora.as_ref(), config.quantization), config.zero.stage, kind, gradients);
         let (state, buckets) = (train.optimizer, train.optimizer_buckets);
         let (state_train, state_rollout, state_host) = match optimizer {
             OptimizerResidency::Auto | OptimizerResidency::Resident => (state, state, 0),
@@ -111,7 +112,8 @@ impl MemoryPlan {
             class("gradients", train.gradients + train.gradient_scratch, 0, 0),
             class("activations", activation_bytes(input).peak(), 0, 0),
         ];
-        if config.beta > 0.0 {
+        // A frozen base is its own reference.
+        if config.beta > 0.0 && lora.is_none() {
             let on_host = reference == ReferenceResidency::Host;
             let ReferenceBytes { weights, gathered } = ReferenceBytes::new(table, kind, on_host);
             let [device, host] = if on_host { [0, weights] } else { [weights, 0] };

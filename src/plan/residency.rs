@@ -50,7 +50,9 @@ fn candidates(input: &PlanInput<'_>) -> Vec<Residencies> {
         forced => vec![forced],
     };
     let references = match input.config.residency.reference {
-        Reference::Auto if can_move && input.config.beta > 0.0 => vec![Reference::Resident, Reference::Host],
+        Reference::Auto if can_move && input.config.beta > 0.0 && input.config.lora.r.is_none() => {
+            vec![Reference::Resident, Reference::Host]
+        }
         Reference::Auto => vec![Reference::Resident],
         forced => vec![forced],
     };

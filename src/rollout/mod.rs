@@ -33,4 +33,4 @@ pub use engine::{Engine, EngineOptions, RolloutEngine};
 pub use gpu::{OpTime, StepProfile, engine_buffer_bytes};
 pub use kv_cache::kv_block_bytes;
 pub use stats::EngineStats;
-pub use weights::EngineWeights;
+pub use weights::{EngineWeights, QuantizedBlocks};

@@ -88,6 +88,7 @@ impl<'a> HostRunner<'a> {
             let rope = self.rope.rows(&batch.positions, x.kind());
             let context = BlockContext { spec: self.spec, rope: &rope, tp: Some(self.tp) };
             for (layer, block) in self.weights.blocks.iter().enumerate() {
+                self.weights.prepare(layer)?;
                 x = block_forward(&context, layer, block, &x, &mut attention, None)?.0;
             }
             let rows = x.index_select(0, &batch.last_rows); // [L, D]

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use tch::Tensor;
 
 use crate::error::{Error, Result};
-use crate::model::{BlockParams, ModelSpec};
+use crate::model::{BlockParams, ModelSpec, ParamTable, QuantizedBlock, Unit};
 
 /// One tensor-parallel rank's weights, borrowed from the policy for as long as the engine is awake.
 #[derive(Debug)]
@@ -18,13 +18,34 @@ pub struct EngineWeights<'a> {
     pub final_norm: Tensor, // [D]
     /// This rank's vocabulary rows of the head, as [`ModelSpec::vocab_range`] splits them.
     pub lm_head: Tensor, // [V of this rank, D]
+    /// Where blocks are quantised, they hold nothing before [`EngineWeights::prepare`].
+    pub quantized: Option<QuantizedBlocks<'a>>,
     /// The policy's version when these weights were taken.
     pub version: u64,
     /// Keeps the policy borrowed.
     pub policy: PhantomData<&'a ()>,
 }
 
+/// Blocks that are dequantised in turn into the same few buffers, of which a rank's [`EngineWeights::blocks`] are views.
+#[derive(Debug)]
+pub struct QuantizedBlocks<'a> {
+    /// The layout of whole blocks.
+    pub table: ParamTable,
+    /// As they are stored.
+    pub blocks: &'a [QuantizedBlock],
+    /// Where block `layer` goes: buffer `layer % 2`.
+    pub buffers: [Tensor; 2], // [len of a block]
+}
+
 impl EngineWeights<'_> {
+    /// Makes a block ready to be read, until the second after it is made so. Queued on libtorch's current stream like the
+    /// products that read it; on a GPU nothing is allocated, so that it can be recorded in a graph.
+    pub(super) fn prepare(&self, layer: usize) -> Result<()> {
+        let Some(QuantizedBlocks { table, blocks, buffers }) = &self.quantized else { return Ok(()) };
+        let layout = table.unit(Unit::Block(layer));
+        blocks[layer].dequantize(&table.spec, layout, &buffers[layer % buffers.len()])
+    }
+
     /// Refuses weights of another model, rank or version.
     pub(super) fn check(
         &self,

@@ -13,11 +13,11 @@ use crate::data::{PromptSampler, SftDataset, SftExample, Tokenizer};
 use crate::dist::{Mesh, ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::metrics::{MetricValues, MetricsWriter, Progress, write_report, write_run_config};
-use crate::model::{ModelSpec, ParamTable, WeightFiles};
+use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, WeightFiles};
 use crate::phase::{self, Phase};
 use crate::train::{
-    AdamOptions, GradientOptions, MicroBatch, NetworkOptions, PackOptions, Policy, PolicyOptions, Schedule, Sequence,
-    TokenGradients, learning_rate, pack, pad_to_agreed_count,
+    AdamOptions, GradientOptions, MicroBatch, NetworkOptions, OptimizerHome, PackOptions, Policy, PolicyOptions,
+    PolicyStart, Schedule, Sequence, TokenGradients, learning_rate, pack, pad_to_agreed_count,
 };
 
 /// A supervised run on this rank.
@@ -26,6 +26,7 @@ pub struct Sft {
     config: SftConfig,
     world: Arc<World>,
     mesh: Mesh,
+    base_dir: PathBuf,
     policy: Policy,
     examples: Vec<SftExample>,
     too_long: usize,
@@ -56,9 +57,9 @@ impl Sft {
     fn load(config: SftConfig, world: Arc<World>) -> Result<Self> {
         let device = world.device();
         let kind = Placement::in_world(config.device, config.dtype, device)?.kind;
-        let folder = &config.model_name_or_path;
-        let spec = Arc::new(ModelSpec::from_folder(folder)?);
-        let tokenizer = Tokenizer::from_folder(folder)?;
+        let source = ModelSource::new(&config.model_name_or_path, None)?;
+        let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
+        let tokenizer = Tokenizer::from_folder(&source.base)?;
         tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
         let max_length = config.max_length.min(spec.max_position_embeddings);
         let read = |path: &PathBuf| SftDataset::from_jsonl(path, &tokenizer, max_length);
@@ -66,8 +67,7 @@ impl Sft {
         let eval_examples =
             config.eval_file.as_ref().map(read).transpose()?.map_or_else(Vec::new, |rows| rows.examples);
         let mesh = world.mesh(1, config.zero.shard_group_size.unwrap_or(world.size()))?;
-        let table = Arc::new(ParamTable::new(spec.clone(), mesh.shard.size()));
-        let files = WeightFiles::open(folder, spec)?;
+        let table = Arc::new(ParamTable::new(spec, mesh.shard.size()));
         let options = PolicyOptions {
             stage: config.zero.stage,
             network: NetworkOptions { kind, device },
@@ -80,7 +80,21 @@ impl Sft {
             },
             gradients: GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype),
         };
-        let policy = Policy::new(table, &mesh, options, &|layout| files.read_unit(layout, Kind::Float))?;
+        let files = WeightFiles::open(&source.base, table.spec.clone())?;
+        let start = PolicyStart {
+            lora: LoraSpec::new(&config.lora),
+            quantization: config.quantization,
+            seed: config.seed,
+            adapters: source.adapters.as_deref(),
+        };
+        let policy = Policy::start(
+            table,
+            &mesh,
+            options,
+            OptimizerHome::Resident,
+            &|layout| files.read_unit(layout, Kind::Float),
+            start,
+        )?;
         let sampler = PromptSampler::new(examples.len(), config.seed, config.shuffle_dataset);
         let rows_per_update = config.per_device_train_batch_size * config.gradient_accumulation_steps * world.size();
         if rows_per_update > examples.len() {
@@ -98,7 +112,8 @@ impl Sft {
             warmup_steps: config.warmup_steps,
             total_steps: config.max_steps.unwrap_or(epochs.ceil() as usize),
         };
-        Ok(Self { config, world, mesh, policy, examples, too_long, eval_examples, sampler, schedule, device })
+        let base_dir = source.base;
+        Ok(Self { config, world, mesh, base_dir, policy, examples, too_long, eval_examples, sampler, schedule, device })
     }
 
     /// Trains to the end, writes metrics and the final model; collective over the world.
@@ -129,7 +144,7 @@ impl Sft {
             }
         }
         let eval_loss = if self.eval_examples.is_empty() { None } else { Some(self.evaluate()?) };
-        checkpoint::export(&model_dir, &self.config.model_name_or_path, &self.world, &self.policy)?;
+        checkpoint::export(&model_dir, &self.base_dir, &self.world, &self.policy)?;
         log.finish(total, eval_loss)?;
         preempted.map_or(Ok(SftSummary { loss, eval_loss, model_dir }), Err)
     }

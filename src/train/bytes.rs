@@ -5,7 +5,8 @@ use tch::Kind;
 
 use super::flow::bucket_bytes;
 use super::policy::GradientOptions;
-use crate::model::{ParamTable, Unit};
+use crate::config::Quantization;
+use crate::model::{LoraSpec, ParamTable, QuantizedBlock, Unit};
 use crate::torch::accumulation_kind;
 
 /// Bytes per rank of a [`super::Policy`].
@@ -43,6 +44,44 @@ impl TrainBytes {
             optimizer: 3 * wide_bytes * share(stage > 0),
             optimizer_buckets: bucket_bytes(largest(table) / if stage > 0 { table.shards } else { 1 }, wide),
         }
+    }
+
+    /// For what a configuration trains: all weights, or adapters of a base that is stored so.
+    pub fn of(
+        table: &ParamTable,
+        (lora, quantization): (Option<&LoraSpec>, Quantization),
+        stage: u8,
+        kind: Kind,
+        gradients: GradientOptions,
+    ) -> Self {
+        match lora {
+            Some(lora) => Self::with_adapters(table, lora, stage, kind, quantization, gradients),
+            None => Self::new(table, stage, kind, gradients),
+        }
+    }
+
+    /// For a frozen model whose adapters train: theirs are all gradients and optimizer state, and their weights are whole.
+    /// So are quantised blocks, one of which is dequantised at a time and the next beside it. The engine's copies of B,
+    /// expanded, count as weights.
+    fn with_adapters(
+        table: &ParamTable,
+        lora: &LoraSpec,
+        stage: u8,
+        kind: Kind,
+        quantization: Quantization,
+        gradients: GradientOptions,
+    ) -> Self {
+        let mut base = Self::new(table, stage, kind, gradients);
+        if quantization == Quantization::Nf4 {
+            let (spec, block) = (&table.spec, table.unit(Unit::Block(0)).len);
+            let others = (table.total - spec.num_layers * block) * kind.elt_size_in_bytes();
+            base.weights = others + spec.num_layers * QuantizedBlock::bytes(spec, kind);
+            base.gathered = 2 * block * kind.elt_size_in_bytes();
+        }
+        let trained =
+            Self::new(&ParamTable::adapters(table.spec.clone(), lora, table.shards), stage.min(2), kind, gradients);
+        let expanded = lora.num_expanded(&table.spec) * kind.elt_size_in_bytes();
+        Self { weights: base.weights + trained.weights + expanded, gathered: base.gathered, ..trained }
     }
 }
 
@@ -87,7 +126,9 @@ fn gathered(table: &ParamTable) -> usize {
 
 /// Elements of gradients of whole units at once: neighbours, and with a tied head the embedding's through the whole backward.
 fn gradient_scratch(table: &ParamTable) -> usize {
-    let embedding = table.unit(Unit::Embedding).len;
+    if !table.spec.tie_word_embeddings || table.units[0].unit != Unit::Embedding {
+        return neighbours(table);
+    }
     let others = table.units[1..].windows(2).map(|pair| pair[0].len + pair[1].len).max().unwrap_or(0);
-    if table.spec.tie_word_embeddings { embedding + others } else { neighbours(table) }
+    table.units[0].len + others
 }

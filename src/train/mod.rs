@@ -5,8 +5,10 @@
 //! | `balance` | sequences to ranks by cost |
 //! | `pack`, `micro_batch` | sequences into micro-batches, prompts shared |
 //! | `policy` | the trained model: scores, gradients, the step |
+//! | `load` | a policy as a configuration asks for it |
 //! | `reference` | a frozen model that only scores |
 //! | `network` | the loops over blocks, forward and backward |
+//! | `adapters` | the trained weights of a frozen network |
 //! | `sharding` | which part of every unit a rank keeps, owns and steps |
 //! | `weights`, `gradients`, `optimizer` | the three classes of bytes |
 //! | `residence`, `flow` | where optimizer state lives; how it flows through the device where that is the host |
@@ -25,10 +27,12 @@
 //! collective is called by all ranks in the same order.
 
 mod activations;
+mod adapters;
 mod balance;
 mod bytes;
 mod flow;
 mod gradients;
+mod load;
 mod micro_batch;
 mod network;
 mod optimizer;
@@ -44,11 +48,12 @@ mod weights;
 pub use activations::{ActivationBytes, MicroBatchShape, WORKSPACE_BYTES};
 pub use balance::{balanced_share, gather_sequences};
 pub use bytes::{ReferenceBytes, TrainBytes};
+pub use load::PolicyStart;
 pub use micro_batch::MicroBatch;
 pub use network::{NetworkOptions, Scores, TokenGradients};
 pub use optimizer::AdamOptions;
 pub use pack::{PackOptions, Sequence, pack, pad_to_agreed_count};
-pub use policy::{GradientOptions, Policy, PolicyOptions, StepOutcome};
+pub use policy::{AdapterOptions, GradientOptions, Policy, PolicyOptions, StepOutcome};
 pub use reference::Reference;
 pub use residence::{OptimizerHome, Transitions};
 pub use schedule::{Schedule, learning_rate};

@@ -5,6 +5,7 @@
 
 use tch::{Device, Kind, Tensor};
 
+use super::adapters::{AdapterUse, Adapters};
 use super::gradients::Gradients;
 use super::micro_batch::MicroBatch;
 use super::weights::Weights;
@@ -48,24 +49,41 @@ pub struct TokenGradients {
 #[derive(Debug)]
 pub(crate) struct Network {
     pub weights: Weights,
+    /// Trained in place of the weights.
+    pub adapters: Option<Adapters>,
     rope: Rope,
     options: NetworkOptions,
 }
 
 impl Network {
-    pub(crate) fn new(weights: Weights, options: NetworkOptions) -> Self {
+    pub(crate) fn new(weights: Weights, adapters: Option<Adapters>, options: NetworkOptions) -> Self {
         let spec = &weights.table().spec;
         let rope = Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref());
-        Self { weights, rope, options }
+        Self { weights, adapters, rope, options }
     }
 
     pub(crate) fn kind(&self) -> Kind {
         self.options.kind
     }
 
+    /// What is stepped: the adapters, or all weights.
+    pub(crate) fn trained(&self) -> &Weights {
+        self.adapters.as_ref().map_or(&self.weights, |adapters| &adapters.weights)
+    }
+
+    /// [`Network::trained`], to be changed.
+    pub(crate) fn trained_mut(&mut self) -> &mut Weights {
+        self.adapters.as_mut().map_or(&mut self.weights, |adapters| &mut adapters.weights)
+    }
+
     /// Scores without gradients (collective where weights are sharded).
-    pub(crate) fn score(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
-        let mut pass = Pass::new(self, micro_batch, temperature);
+    pub(crate) fn score(
+        &mut self,
+        micro_batch: &MicroBatch,
+        temperature: f64,
+        adapter_use: AdapterUse,
+    ) -> Result<Scores> {
+        let mut pass = Pass::new(self, micro_batch, temperature, adapter_use);
         let (hidden, _) = self.blocks_forward(&mut pass, None)?;
         let head = self.head(&[])?;
         let scored = head_forward(&head.params, &head.table, &hidden, &pass.scoring, false);
@@ -77,13 +95,17 @@ impl Network {
     pub(crate) fn forward_backward(
         &mut self,
         micro_batch: &MicroBatch,
-        temperature: f64,
+        (temperature, adapter_use): (f64, AdapterUse),
         recompute: GradientCheckpointing,
         gradients: &mut Gradients,
         loss: &mut dyn FnMut(&Scores) -> Result<TokenGradients>,
     ) -> Result<()> {
-        let mut pass = Pass::new(self, micro_batch, temperature);
+        let mut pass = Pass::new(self, micro_batch, temperature, adapter_use);
         let (hidden, saved) = self.blocks_forward(&mut pass, Some(recompute))?;
+        if self.adapters.is_some() {
+            let dhidden = self.frozen_head_backward(&pass, &hidden, loss)?;
+            return self.blocks_backward(&pass, dhidden, saved, gradients).map(drop);
+        }
         // A tied table also collects the head's gradient, so it is opened before the head and closed last.
         let tied = self.spec().tie_word_embeddings;
         let open = if tied { Some(gradients.begin(Unit::Embedding)?) } else { None };
@@ -111,7 +133,7 @@ impl Network {
                 true => vec![Unit::Block(layer + 1)],
                 false => self.head_units(),
             };
-            let block = self.block(layer, &upcoming)?;
+            let block = self.block(layer, &upcoming, pass.adapter_use)?;
             let context = BlockContext { spec: self.spec(), rope: &pass.rope, tp: None };
             let (y, kept) = block_forward(&context, layer, &block, &x, &mut pass.attention, recompute)?;
             saved.extend(kept);
@@ -130,12 +152,14 @@ impl Network {
     ) -> Result<Tensor> {
         for (layer, saved) in saved.into_iter().enumerate().rev() {
             let upcoming = layer.checked_sub(1).map(Unit::Block);
-            let block = self.block(layer, upcoming.as_slice())?;
+            let block = self.block(layer, upcoming.as_slice(), pass.adapter_use)?;
             let flat = gradients.begin(Unit::Block(layer))?;
-            let block_gradients = BlockParams::view(self.layout(Unit::Block(layer)), &flat);
-            let mut block_gradients = BlockGradients::Weights(block_gradients);
+            let mut block_gradients = self.block_gradients(layer, &flat);
             let context = BlockContext { spec: self.spec(), rope: &pass.rope, tp: None };
             dx = block_backward(&context, &block, &dx, saved, &pass.attention, &mut block_gradients)?;
+            if let Some(adapters) = &self.adapters {
+                adapters.end_gradients(layer, &block_gradients, &flat);
+            }
             gradients.end(Unit::Block(layer), flat)?;
         }
         Ok(dx)
@@ -167,12 +191,39 @@ impl Network {
                 scored.saved,
                 &token_gradients.dlogprobs,
                 token_gradients.dentropy.as_ref(),
-                &mut d_head.params.final_norm,
-                &mut d_head.table,
+                Some((&mut d_head.params.final_norm, &mut d_head.table)),
             )
         };
         gradients.end(Unit::Head, flat)?;
         Ok(dhidden)
+    }
+
+    /// The same where neither the head nor its table trains.
+    fn frozen_head_backward(
+        &mut self,
+        pass: &Pass<'_>,
+        hidden: &Tensor,
+        loss: &mut dyn FnMut(&Scores) -> Result<TokenGradients>,
+    ) -> Result<Tensor> {
+        let last = self.spec().num_layers.checked_sub(1).map(Unit::Block);
+        let head = self.head(last.as_slice())?;
+        if pass.micro_batch.is_empty() {
+            return Ok(hidden.zeros_like());
+        }
+        let scored = head_forward(&head.params, &head.table, hidden, &pass.scoring, true);
+        let token_gradients = loss(&Scores { logprobs: scored.logprobs, entropy: scored.entropy })?;
+        let TokenGradients { dlogprobs, dentropy } = &token_gradients;
+        let (num_tokens, saved) = (hidden.size()[0], scored.saved);
+        Ok(head_backward(
+            &head.params,
+            &head.table,
+            &pass.scoring,
+            num_tokens,
+            saved,
+            dlogprobs,
+            dentropy.as_ref(),
+            None,
+        ))
     }
 
     /// The head's weights, with the embedding's where they are tied.
@@ -189,9 +240,20 @@ impl Network {
         if self.spec().tie_word_embeddings { vec![Unit::Embedding, Unit::Head] } else { vec![Unit::Head] }
     }
 
-    fn block(&mut self, layer: usize, upcoming: &[Unit]) -> Result<BlockParams> {
+    fn block(&mut self, layer: usize, upcoming: &[Unit], adapter_use: AdapterUse) -> Result<BlockParams> {
         let flat = self.weights.unit(Unit::Block(layer), upcoming)?;
-        Ok(BlockParams::view(self.layout(Unit::Block(layer)), &flat))
+        let mut block = BlockParams::view(self.layout(Unit::Block(layer)), &flat);
+        if let Some(adapters) = &mut self.adapters {
+            block.lora = adapters.block(layer, adapter_use)?;
+        }
+        Ok(block)
+    }
+
+    fn block_gradients(&self, layer: usize, flat: &Tensor) -> BlockGradients {
+        match &self.adapters {
+            Some(adapters) => adapters.gradients(layer, flat),
+            None => BlockGradients::Weights(BlockParams::view(self.layout(Unit::Block(layer)), flat)),
+        }
     }
 
     /// Rows of the embedding [T, D].
@@ -216,10 +278,11 @@ struct Pass<'a> {
     rope: RopeRows,
     attention: PackedAttention,
     scoring: Scoring<'a>,
+    adapter_use: AdapterUse,
 }
 
 impl<'a> Pass<'a> {
-    fn new(network: &Network, micro_batch: &'a MicroBatch, temperature: f64) -> Self {
+    fn new(network: &Network, micro_batch: &'a MicroBatch, temperature: f64, adapter_use: AdapterUse) -> Self {
         let (spec, NetworkOptions { kind, device }) = (network.spec(), network.options);
         let MicroBatch { positions, bounds, scored_rows, targets, .. } = micro_batch;
         Self {
@@ -227,6 +290,7 @@ impl<'a> Pass<'a> {
             rope: network.rope.rows(positions, kind),
             attention: PackedAttention::of(spec, bounds, device),
             scoring: Scoring { rows: scored_rows, targets, temperature, eps: spec.rms_norm_eps },
+            adapter_use,
         }
     }
 }

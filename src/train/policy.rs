@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tch::{Kind, Tensor};
 
+use super::adapters::{AdapterUse, Adapters};
 use super::gradients::{GradientKinds, Gradients};
 use super::micro_batch::MicroBatch;
 use super::network::{Network, NetworkOptions, Scores, TokenGradients};
@@ -12,10 +13,10 @@ use super::optimizer::{AdamOptions, Optimizer};
 use super::residence::{OptimizerHome, Transitions};
 use super::sharding::Sharding;
 use super::weights::Weights;
-use crate::config::{Dtype, GradientCheckpointing};
+use crate::config::{Dtype, GradientCheckpointing, Quantization};
 use crate::dist::Mesh;
 use crate::error::Result;
-use crate::model::{ParamTable, Unit, UnitLayout};
+use crate::model::{BlockLora, LoraSpec, ParamTable, QuantizedBlock, Unit, UnitLayout};
 use crate::torch::accumulation_kind;
 
 /// How a policy is sharded, computed and stepped.
@@ -58,6 +59,24 @@ impl GradientOptions {
     }
 }
 
+/// The adapters of a frozen policy.
+pub struct AdapterOptions<'a> {
+    /// What is adapted.
+    pub lora: LoraSpec,
+    /// How the blocks of the base are stored; quantised ones are whole on every rank.
+    pub quantization: Quantization,
+    /// Key of dropout.
+    pub seed: u64,
+    /// A layout's whole flat tensor [len] of the adapters' weights, of any floating kind.
+    pub source: &'a dyn Fn(&UnitLayout) -> Result<Tensor>,
+}
+
+impl std::fmt::Debug for AdapterOptions<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AdapterOptions").field("lora", &self.lora).field("seed", &self.seed).finish_non_exhaustive()
+    }
+}
+
 /// What a step did.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[must_use = "a skipped step must be counted"]
@@ -78,6 +97,7 @@ pub struct Policy {
     gradients: Gradients,
     gradient_checkpointing: GradientCheckpointing,
     num_skipped: u64,
+    num_micro_batches: u64, // since the last step
 }
 
 impl Policy {
@@ -107,22 +127,73 @@ impl Policy {
         home: OptimizerHome,
         source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
     ) -> Result<Self> {
-        let NetworkOptions { kind, device, .. } = options.network;
-        let wide = accumulation_kind(kind);
         let sharding = Sharding::new(&table, mesh, options.stage)?;
-        let mut optimizer = Optimizer::new(&table, &sharding, options.adam, (wide, device), home)?;
+        let (optimizer, weights) = Self::load_trained("policy_weights", table, &sharding, options, home, source)?;
+        Ok(Self::assemble(Network::new(weights, None, options.network), optimizer, sharding, options))
+    }
+
+    /// A frozen model with adapters that train: they alone have master weights, moments and gradients. `source` gives the
+    /// model's units, `adapters.source` those of [`ParamTable::adapters`].
+    ///
+    /// # Errors
+    /// As [`Policy::with_home`].
+    pub fn with_adapters(
+        table: Arc<ParamTable>,
+        mesh: &Mesh,
+        options: PolicyOptions,
+        home: OptimizerHome,
+        source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
+        adapters: AdapterOptions<'_>,
+    ) -> Result<Self> {
+        let AdapterOptions { lora, quantization, seed, source: adapter_source } = adapters;
+        let NetworkOptions { kind, device, .. } = options.network;
+        let adapter_table = Arc::new(ParamTable::adapters(table.spec.clone(), &lora, table.shards));
+        let (owner, place) = ("policy_weights", (kind, device));
+        let base = match quantization {
+            Quantization::None => {
+                let sharding = Sharding::new(&table, mesh, options.stage)?;
+                Weights::load(owner, table, sharding, place, source, |_, _| Ok(()))?
+            }
+            Quantization::Nf4 => {
+                let sharding = Sharding::new(&table, mesh, options.stage.min(2))?;
+                Weights::load_quantized(owner, table, sharding, place, source)?
+            }
+        };
+        let sharding = Sharding::new(&adapter_table, mesh, options.stage.min(2))?;
+        let (optimizer, weights) =
+            Self::load_trained("adapter_weights", adapter_table, &sharding, options, home, adapter_source)?;
+        let adapters = Adapters::new(weights, lora, seed, mesh.world.rank());
+        Ok(Self::assemble(Network::new(base, Some(adapters), options.network), optimizer, sharding, options))
+    }
+
+    fn load_trained(
+        owner: &'static str,
+        table: Arc<ParamTable>,
+        sharding: &Sharding,
+        options: PolicyOptions,
+        home: OptimizerHome,
+        source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
+    ) -> Result<(Optimizer, Weights)> {
+        let NetworkOptions { kind, device, .. } = options.network;
+        let mut optimizer = Optimizer::new(&table, sharding, options.adam, (accumulation_kind(kind), device), home)?;
         let load_master = |index, whole: &Tensor| optimizer.load_master(index, whole);
-        let weights =
-            Weights::load("policy_weights", table.clone(), sharding.clone(), (kind, device), source, load_master)?;
-        Ok(Self {
-            network: Network::new(weights, options.network),
-            gradients: Gradients::new(table, sharding.clone(), options.gradients.kinds(wide), device),
+        let weights = Weights::load(owner, table, sharding.clone(), (kind, device), source, load_master)?;
+        Ok((optimizer, weights))
+    }
+
+    fn assemble(network: Network, optimizer: Optimizer, sharding: Sharding, options: PolicyOptions) -> Self {
+        let NetworkOptions { kind, device, .. } = options.network;
+        let (table, kinds) = (network.trained().table().clone(), options.gradients.kinds(accumulation_kind(kind)));
+        Self {
+            gradients: Gradients::new(table, sharding.clone(), kinds, device),
+            network,
             optimizer,
             sharding,
             version: 0,
             gradient_checkpointing: options.gradient_checkpointing,
             num_skipped: 0,
-        })
+            num_micro_batches: 0,
+        }
     }
 
     /// Changes whenever the weights do.
@@ -150,9 +221,35 @@ impl Policy {
         self.network.weights.table()
     }
 
+    /// The layout of what trains: the adapters', if there are any.
+    pub fn trained_table(&self) -> &Arc<ParamTable> {
+        self.network.trained().table()
+    }
+
+    /// What the adapters are, if only they train.
+    pub fn lora(&self) -> Option<&LoraSpec> {
+        self.network.adapters.as_ref().map(|adapters| &adapters.lora)
+    }
+
+    /// What a block's adapters compute with; nothing where all weights train.
+    pub fn block_adapters(&self, layer: usize) -> Result<BlockLora> {
+        let adapters = self.network.adapters.as_ref();
+        adapters.map_or_else(|| Ok(BlockLora::default()), |adapters| adapters.engine_block(layer))
+    }
+
+    /// The base's blocks as they are stored, if they are quantised.
+    pub fn quantized_blocks(&self) -> &[QuantizedBlock] {
+        self.network.weights.quantized()
+    }
+
     /// Scores a micro-batch without gradients (collective at stage 3).
     pub fn forward_logprobs(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
-        self.network.score(micro_batch, temperature)
+        self.network.score(micro_batch, temperature, AdapterUse::On)
+    }
+
+    /// The same of the frozen base without its adapters: the reference model of a run that trains adapters.
+    pub fn base_logprobs(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
+        self.network.score(micro_batch, temperature, AdapterUse::Off)
     }
 
     /// Scores a micro-batch and adds the gradient of a loss that `loss` differentiates by token (collective at stages 2 and
@@ -164,8 +261,11 @@ impl Policy {
         temperature: f64,
         loss: &mut dyn FnMut(&Scores) -> Result<TokenGradients>,
     ) -> Result<()> {
-        let recompute = self.gradient_checkpointing;
-        self.network.forward_backward(micro_batch, temperature, recompute, &mut self.gradients, loss)
+        let (update, recompute) = (self.optimizer.num_updates(), self.gradient_checkpointing);
+        let adapters = self.network.adapters.as_ref();
+        let adapter_use = adapters.map_or(AdapterUse::Off, |own| own.training_use(update, self.num_micro_batches));
+        self.num_micro_batches += 1;
+        self.network.forward_backward(micro_batch, (temperature, adapter_use), recompute, &mut self.gradients, loss)
     }
 
     /// Says that the next [`Policy::forward_backward`] is the last before the step: gradients that are not reduced yet are, as
@@ -197,15 +297,16 @@ impl Policy {
             self.step_owned(&reduced, lr, clip)?;
         }
         self.gradients.zero();
+        self.num_micro_batches = 0;
         Ok(StepOutcome { grad_norm, skipped })
     }
 
     fn step_owned(&mut self, gradients: &[Tensor], lr: f64, gradient_scale: f64) -> Result<()> {
         self.optimizer.begin_update()?;
         for (index, gradient) in gradients.iter().enumerate() {
-            let mut weight = self.network.weights.owned(index)?;
+            let mut weight = self.network.trained_mut().owned(index)?;
             self.optimizer.step(index, gradient, &mut weight, lr, gradient_scale)?;
-            self.network.weights.spread(index)?; // beside the next unit's step
+            self.network.trained_mut().spread(index)?; // beside the next unit's step
         }
         self.optimizer.end_update()?;
         self.version += 1;
@@ -215,12 +316,18 @@ impl Policy {
     /// Forgets the gradients and frees them and all gathered weights.
     pub fn drop_gradients(&mut self) {
         self.gradients.free();
+        self.num_micro_batches = 0;
         self.network.weights.free_gathered();
     }
 
     /// A whole unit's weights [len]: the kept ones themselves at stages 0 to 2, else a new tensor (collective).
     pub fn unit_weights(&self, unit: Unit) -> Result<Tensor> {
         self.network.weights.gather(unit)
+    }
+
+    /// The same of what trains: a unit of [`Policy::trained_table`].
+    pub fn trained_weights(&self, unit: Unit) -> Result<Tensor> {
+        self.network.trained().gather(unit)
     }
 
     /// Size of the optimizer state in bytes.

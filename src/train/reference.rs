@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
+use super::adapters::AdapterUse;
 use super::micro_batch::MicroBatch;
 use super::network::{Network, NetworkOptions, Scores};
 use super::sharding::Sharding;
@@ -30,7 +31,7 @@ impl Reference {
         let sharding = Sharding::new(&table, mesh, 3)?;
         let weights =
             Weights::load("reference_weights", table, sharding, (options.kind, options.device), source, |_, _| Ok(()))?;
-        Ok(Self { network: Network::new(weights, options) })
+        Ok(Self { network: Network::new(weights, None, options) })
     }
 
     /// The same with this rank's slices in `pool`, of [`super::ReferenceBytes`]' size: each unit is brought to the device and
@@ -45,12 +46,12 @@ impl Reference {
         let sharding = Sharding::new(&table, mesh, 3)?;
         let place = (options.kind, options.device);
         let weights = Weights::load_to_host("reference_weights", table, sharding, place, pool, source)?;
-        Ok(Self { network: Network::new(weights, options) })
+        Ok(Self { network: Network::new(weights, None, options) })
     }
 
     /// Scores a micro-batch (collective over the shard group).
     pub fn forward_logprobs(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
-        self.network.score(micro_batch, temperature)
+        self.network.score(micro_batch, temperature, AdapterUse::Off)
     }
 
     /// Frees gathered weights.

@@ -43,7 +43,7 @@ impl Policy {
 
     /// What [`Policy::export_state`] will return, in its order, without a copy: unit, parameter and elements.
     pub fn state_ranges(&self) -> impl Iterator<Item = (Unit, ParamName, Range<usize>)> + '_ {
-        self.shares().map(|(index, param, elements)| (self.table().units[index].unit, param.name, elements))
+        self.shares().map(|(index, param, elements)| (self.trained_table().units[index].unit, param.name, elements))
     }
 
     /// Copies this rank's slice on the host, one parameter at a time. Over a shard group the slices make up the whole state
@@ -54,14 +54,14 @@ impl Policy {
     pub fn export_state(&self) -> impl Iterator<Item = Result<ParamShard>> + '_ {
         self.shares().map(|(index, param, elements)| {
             let [master, m, v] = self.optimizer.read(index, &self.part(index, param, &elements), Device::Cpu)?;
-            let unit = self.table().units[index].unit;
+            let unit = self.trained_table().units[index].unit;
             Ok(ParamShard { unit, name: param.name, elements, state: ParamState { master, m, v } })
         })
     }
 
     /// This rank's slice: index of the unit, parameter and elements.
     fn shares(&self) -> impl Iterator<Item = (usize, &Param, Range<usize>)> {
-        self.table().units.iter().enumerate().flat_map(|(index, layout)| {
+        self.trained_table().units.iter().enumerate().flat_map(|(index, layout)| {
             let slice = self.sharding.slice(layout.len);
             let shares = layout.params.iter().map(move |param| (index, param, share(param, &slice)));
             shares.filter(|(_, _, elements)| !elements.is_empty())
@@ -78,7 +78,7 @@ impl Policy {
         num_updates: u64,
         read: &mut dyn FnMut(Unit, ParamName, Range<usize>) -> Result<ParamState>,
     ) -> Result<()> {
-        let table = self.table().clone();
+        let table = self.trained_table().clone();
         for (index, layout) in table.units.iter().enumerate() {
             for param in &layout.params {
                 let elements = share(param, self.optimizer.owned(index));
@@ -91,10 +91,10 @@ impl Policy {
                 }
                 let part = self.part(index, param, &elements);
                 self.optimizer.write(index, &part, [&master, &m, &v])?;
-                let mut weight = narrow(&self.network.weights.owned(index)?, &part);
+                let mut weight = narrow(&self.network.trained_mut().owned(index)?, &part);
                 weight.f_copy_(&master)?;
             }
-            self.network.weights.spread(index)?;
+            self.network.trained_mut().spread(index)?;
         }
         self.optimizer.set_num_updates(num_updates);
         self.version += 1;

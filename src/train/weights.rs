@@ -10,7 +10,8 @@ use super::sharding::{Sharding, narrow};
 use crate::dist::Work;
 use crate::error::{Error, Result};
 use crate::memory::{HostPool, Ledger, Place};
-use crate::model::{ParamTable, Unit, UnitLayout};
+use crate::model::{ParamTable, QuantizedBlock, Unit, UnitLayout};
+use crate::ops::nf4::Levels;
 
 /// Weights in the kind the network computes in.
 #[derive(Debug)]
@@ -20,13 +21,14 @@ pub(crate) struct Weights {
     sharding: Sharding,
     kind: Kind,
     device: Device,
-    pool: Option<HostPool>,       // in place of `units`, where weights live on the host
-    units: Vec<Tensor>,           // [len], or [len / S] where weights are sharded
-    spreading: Vec<Option<Work>>, // new weights on their way to ranks that keep them whole
-    gathered: Vec<Gathered>,      // in use or upcoming
+    pool: Option<HostPool>,         // in place of `units`, where weights live on the host
+    units: Vec<Tensor>,             // [len], or [len / S] where weights are sharded, or [0] where they are quantised
+    quantized: Vec<QuantizedBlock>, // by layer; empty where blocks are kept as they are computed with
+    spreading: Vec<Option<Work>>,   // new weights on their way to ranks that keep them whole
+    gathered: Vec<Gathered>,        // in use or upcoming
 }
 
-/// A whole unit where weights are sharded.
+/// A whole unit where weights are sharded or quantised.
 #[derive(Debug)]
 struct Gathered {
     index: usize,
@@ -58,6 +60,32 @@ impl Weights {
         Ok(weights)
     }
 
+    /// The same for weights that never change, with blocks stored as NF4 (not for sharded ones).
+    pub(crate) fn load_quantized(
+        owner: &'static str,
+        table: Arc<ParamTable>,
+        sharding: Sharding,
+        (kind, device): (Kind, Device),
+        source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
+    ) -> Result<Self> {
+        let (mut weights, levels) = (Self::empty(owner, table, sharding, (kind, device)), Levels::new(device));
+        let (table, mut plain) = (weights.table.clone(), 0);
+        for layout in &table.units {
+            let flat = whole(layout, source)?.f_to_device(device)?.f_to_kind(kind)?;
+            let kept = match layout.unit {
+                Unit::Embedding | Unit::Head => flat,
+                Unit::Block(_) => {
+                    weights.quantized.push(QuantizedBlock::quantize(&table.spec, layout, &flat, &levels)?);
+                    Tensor::f_empty([0], (kind, device))?
+                }
+            };
+            plain += kept.numel() * kind.elt_size_in_bytes();
+            weights.units.push(kept);
+        }
+        Ledger::set(owner, Place::Device, plain + weights.quantized.len() * QuantizedBlock::bytes(&table.spec, kind));
+        Ok(weights)
+    }
+
     /// The same into host memory, this rank's slices one after another: units are brought to the device as they are gathered.
     pub(crate) fn load_to_host(
         owner: &'static str,
@@ -79,7 +107,8 @@ impl Weights {
 
     fn empty(owner: &'static str, table: Arc<ParamTable>, sharding: Sharding, (kind, device): (Kind, Device)) -> Self {
         let spreading = table.units.iter().map(|_| None).collect();
-        Self { owner, table, sharding, kind, device, pool: None, units: Vec::new(), spreading, gathered: Vec::new() }
+        let (units, quantized, gathered) = (Vec::new(), Vec::new(), Vec::new());
+        Self { owner, table, sharding, kind, device, pool: None, units, quantized, spreading, gathered }
     }
 
     /// What this rank keeps of a unit.
@@ -93,6 +122,26 @@ impl Weights {
         before * self.kind.elt_size_in_bytes()
     }
 
+    /// The stored blocks, if they are quantised.
+    pub(crate) fn quantized(&self) -> &[QuantizedBlock] {
+        &self.quantized
+    }
+
+    /// A block as it is stored, if it is quantised.
+    fn quantized_block(&self, unit: Unit) -> Option<&QuantizedBlock> {
+        match unit {
+            Unit::Block(layer) => self.quantized.get(layer),
+            Unit::Embedding | Unit::Head => None,
+        }
+    }
+
+    fn dequantize(&self, index: usize, block: &QuantizedBlock) -> Result<Tensor> {
+        let layout = &self.table.units[index];
+        let whole = Tensor::f_empty([layout.len as i64], (self.kind, self.device))?;
+        block.dequantize(&self.table.spec, layout, &whole)?;
+        Ok(whole)
+    }
+
     /// The layout that all units follow.
     pub(crate) fn table(&self) -> &Arc<ParamTable> {
         &self.table
@@ -102,6 +151,15 @@ impl Weights {
     /// what is computed with it, and all others are let go.
     pub(crate) fn unit(&mut self, unit: Unit, upcoming: &[Unit]) -> Result<Tensor> {
         let index = self.table.index(unit);
+        if let Some(block) = self.quantized_block(unit) {
+            if let Some(kept) = self.gathered.iter().find(|kept| kept.index == index) {
+                return Ok(kept.whole.shallow_clone());
+            }
+            let whole = self.dequantize(index, block)?;
+            self.gathered.clear(); // the one before may still be read by what is queued: libtorch frees in stream order
+            self.gathered.push(Gathered { index, whole: whole.shallow_clone(), work: None });
+            return Ok(whole);
+        }
         if self.sharding.keeps_weights {
             self.settle(index)?;
             return Ok(self.units[index].shallow_clone());
@@ -137,6 +195,9 @@ impl Weights {
     /// A whole unit: itself where weights are kept whole, else a new tensor gathered from the shard group (collective).
     pub(crate) fn gather(&self, unit: Unit) -> Result<Tensor> {
         let index = self.table.index(unit);
+        if let Some(block) = self.quantized_block(unit) {
+            return self.dequantize(index, block);
+        }
         if self.sharding.keeps_weights {
             self.sharding.lane.join()?;
             return Ok(self.units[index].shallow_clone());

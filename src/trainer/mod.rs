@@ -36,6 +36,7 @@ pub use setup::Preflight;
 pub struct Trainer {
     config: Config,
     world: Arc<World>,
+    base_dir: PathBuf,
     batch: BatchPlan,
     plan: MemoryPlan,
     colocated: Colocated,
@@ -165,7 +166,7 @@ impl Trainer {
         self.saver.finish(&self.world)?;
         let model_dir = self.config.output_dir.join("final");
         let policy = self.colocated.policy();
-        checkpoint::export(&model_dir, &self.config.model_name_or_path, &self.world, policy)?;
+        checkpoint::export(&model_dir, &self.base_dir, &self.world, policy)?;
         let report = self.output.finish()?;
         Ok(RunSummary { eval_reward_before, eval_reward_after, model_dir, report })
     }

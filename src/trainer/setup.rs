@@ -9,7 +9,7 @@ use super::output::Output;
 use super::{Progress, Trainer};
 use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Saver, TrainerState};
 use crate::colocate::{Colocated, EngineSlices};
-use crate::config::{BatchPlan, Config, OptimizerResidency, ReferenceResidency};
+use crate::config::{BatchPlan, Config, OptimizerResidency, Quantization, ReferenceResidency};
 use crate::cuda::{self, Placement};
 use crate::data::{Dataset, DatasetOptions, PromptSampler, Tokenizer};
 use crate::dist::{World, all_gather_bytes};
@@ -17,15 +17,15 @@ use crate::error::{Error, Result};
 use crate::memory::{self, HostPool};
 use crate::metrics::pinning_progress;
 use crate::metrics::redact;
-use crate::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
+use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use crate::phase;
 use crate::plan::{MemoryPlan, PlanInput};
 use crate::reward::{RewardFunction, RewardPool};
 use crate::rollout::{Engine, EngineOptions};
 use crate::torch;
 use crate::train::{
-    AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, Policy, PolicyOptions, Reference, ReferenceBytes,
-    Schedule, TrainBytes,
+    AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, Policy, PolicyOptions, PolicyStart, Reference,
+    ReferenceBytes, Schedule, TrainBytes,
 };
 
 /// Everything about a run that is known without touching its data: checked by the launcher before any process starts.
@@ -51,8 +51,9 @@ impl Preflight {
     /// # Errors
     /// What is wrong with the configuration, the model's folder or the machine.
     pub fn new(config: &Config, placement: Placement, world_size: usize, local_world_size: usize) -> Result<Self> {
-        let spec = Arc::new(ModelSpec::from_folder(&config.model_name_or_path)?);
-        let tokenizer = Arc::new(Tokenizer::from_folder(&config.model_name_or_path)?);
+        let source = ModelSource::new(&config.model_name_or_path, None)?;
+        let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
+        let tokenizer = Arc::new(Tokenizer::from_folder(&source.base)?);
         tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
         Self::of_model(config, (spec, tokenizer), placement, world_size, local_world_size)
     }
@@ -69,9 +70,10 @@ impl Preflight {
         let batch = config.validate_world(world_size)?;
         spec.validate_tp(config.tensor_parallel_size)?;
         let table = Arc::new(ParamTable::new(spec.clone(), config.zero.shard_group_size.unwrap_or(world_size)));
-        let engine_weight_bytes = match gathers(config, &table) {
-            true => EngineSlices::gathered_bytes(&table, 0, config.tensor_parallel_size, kind)?,
-            false => 0,
+        let engine_weight_bytes = match (gathers(config, &table), config.quantization) {
+            (true, _) => EngineSlices::gathered_bytes(&table, 0, config.tensor_parallel_size, kind)?,
+            (false, Quantization::Nf4) => EngineSlices::dequantized_bytes(&table, kind),
+            (false, Quantization::None) => 0,
         };
         let host_bytes = memory::available_host_bytes()? / local_world_size;
         let available_bytes = if on_cuda { cuda::available_bytes()? } else { host_bytes };
@@ -90,9 +92,9 @@ impl Preflight {
     }
 }
 
-/// Whether the engine needs gathered slices: weights are sharded.
+/// Whether the engine needs gathered slices: weights are sharded, which quantised ones never are.
 fn gathers(config: &Config, table: &ParamTable) -> bool {
-    config.zero.stage == 3 && table.shards > 1
+    config.zero.stage == 3 && table.shards > 1 && config.quantization == Quantization::None
 }
 
 /// What a trainer is made of beside its configuration.
@@ -146,7 +148,8 @@ pub(super) fn load(
         return Err(Error::invalid_value("generation_batch_size", generation_batch_size, expected));
     }
     let eval_set = config.eval_file.as_ref().map(read).transpose()?;
-    let files = WeightFiles::open(&config.model_name_or_path, preflight.spec.clone())?;
+    let source = ModelSource::new(&config.model_name_or_path, None)?;
+    let files = WeightFiles::open(&source.base, preflight.spec.clone())?;
     let weights = |layout: &UnitLayout| {
         phase::beat();
         files.read_unit(layout, Kind::Float)
@@ -159,7 +162,8 @@ pub(super) fn load(
 pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> Result<Trainer> {
     let Parts { preflight, weights, rewards, dataset, eval_set, checkpoint, writes_files } = parts;
     let batch = preflight.batch;
-    let mut colocated = colocated(&config, &world, &preflight, weights)?;
+    let source = ModelSource::new(&config.model_name_or_path, None)?;
+    let mut colocated = colocated(&config, &world, &preflight, weights, source.adapters.as_deref())?;
     let mut sampler = PromptSampler::new(dataset.len(), config.seed, config.shuffle_dataset);
     let updates = batch.updates_per_generation * config.num_iterations;
     let epochs = config.num_train_epochs * dataset.len() as f64 / batch.num_prompts as f64;
@@ -188,16 +192,17 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
     let output = Output::new(&config, world.group(), total_steps as u64, checkpoint, writes_files)?;
     output.say(&format!("plan\n{}", preflight.plan));
     output.say(&format!("{}: {}", config.train_file.display(), dataset.counts()));
-    let plan = preflight.plan;
+    let (plan, base_dir) = (preflight.plan, source.base);
     let saver = Saver::new(CheckpointOptions {
         output_dir: config.output_dir.clone(),
-        tokenizer_dir: config.model_name_or_path.clone(),
+        base_dir: base_dir.clone(),
         save_total_limit: config.save_total_limit,
         save_async: config.save_async,
     });
     Ok(Trainer {
         config,
         world,
+        base_dir,
         batch,
         plan,
         colocated,
@@ -217,6 +222,7 @@ fn colocated(
     world: &Arc<World>,
     preflight: &Preflight,
     weights: &dyn Fn(&UnitLayout) -> Result<Tensor>,
+    adapters: Option<&Path>,
 ) -> Result<Colocated> {
     let Preflight { spec, tokenizer, table, plan, .. } = preflight;
     let (kind, device) = (preflight.kind, world.device());
@@ -235,15 +241,20 @@ fn colocated(
         gradients: GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype),
     };
     let pool = |name, bytes| HostPool::new(name, bytes, device, &mut pinning_progress(world.rank() == 0));
-    let optimizer_bytes = TrainBytes::new(table, options.stage, kind, options.gradients).optimizer;
+    let lora = LoraSpec::new(&config.lora);
+    let trained = (lora.as_ref(), config.quantization);
+    let optimizer_bytes = TrainBytes::of(table, trained, options.stage, kind, options.gradients).optimizer;
     let home = match plan.optimizer {
         OptimizerResidency::Swap => OptimizerHome::Swap(pool("optimizer_host", optimizer_bytes)?),
         OptimizerResidency::Stream => OptimizerHome::Stream(pool("optimizer_host", optimizer_bytes)?),
         OptimizerResidency::Auto | OptimizerResidency::Resident => OptimizerHome::Resident,
     };
-    let policy = Policy::with_home(table.clone(), &mesh, options, home, weights)?;
+    // A frozen base is its own reference.
+    let has_reference = config.beta > 0.0 && lora.is_none();
+    let start = PolicyStart { lora, quantization: config.quantization, seed: config.seed, adapters };
+    let policy = Policy::start(table.clone(), &mesh, options, home, weights, start)?;
     let on_host = plan.reference == ReferenceResidency::Host;
-    let reference = match (config.beta > 0.0, on_host) {
+    let reference = match (has_reference, on_host) {
         (false, _) => None,
         (true, false) => Some(Reference::new(table.clone(), &mesh, network, weights)?),
         (true, true) => {
@@ -263,9 +274,10 @@ fn colocated(
     };
     let engine = Engine::new(spec.clone(), tokenizer.clone(), engine, mesh.tp.clone())?;
     let (tp_rank, tp_size) = (mesh.tp.rank(), mesh.tp.size());
-    let slices = match gathers(config, table) {
-        true => EngineSlices::gathered(table, tp_rank, tp_size, kind, device)?,
-        false => EngineSlices::in_place(tp_rank, tp_size),
+    let slices = match (gathers(config, table), config.quantization) {
+        (true, _) => EngineSlices::gathered(table, tp_rank, tp_size, kind, device)?,
+        (false, Quantization::Nf4) => EngineSlices::dequantized(table, tp_rank, tp_size, kind, device)?,
+        (false, Quantization::None) => EngineSlices::in_place(tp_rank, tp_size),
     };
     Ok(Colocated::new(world.clone(), mesh, policy, reference, engine, slices))
 }

@@ -83,7 +83,9 @@ impl Runs {
     }
 
     fn final_weights(&self, run: &str) -> Vec<u8> {
-        std::fs::read(self.path(run).join("final/model.safetensors")).unwrap()
+        let weights =
+            ["model.safetensors", "adapter_model.safetensors"].map(|name| self.path(run).join("final").join(name));
+        std::fs::read(weights.iter().find(|path| path.exists()).unwrap()).unwrap()
     }
 
     /// Both runs did the same from `steps` on, to the last bit.
@@ -229,6 +231,18 @@ fn a_sharded_run_of_several_updates_ends_like_a_straight_one() {
     let rewards =
         |ended: &Ended| ended.output.lines().find(|line| line.contains("held-out mean reward: ")).map(str::to_owned);
     assert!(rewards(&resumed).is_some() && rewards(&resumed) == rewards(&straight), "{}", resumed.output);
+}
+
+/// Adapters under dropout: only theirs is saved, and the masks go on where they were.
+#[test]
+fn a_lora_run_ends_like_a_straight_one() {
+    let runs = Runs::new();
+    let common = ["zero.stage=3", "lora.r=4", "lora.dropout=0.1", "beta=0.01", "learning_rate=1e-3"];
+    runs.train_to_the_end("straight", 2, &common);
+    let resume = runs.resume("straight", 4);
+    runs.train_to_the_end("resumed", 2, &[&common[..], &[&resume]].concat());
+    runs.assert_same("resumed", "straight", &[5, 6]);
+    assert!(!runs.path("straight/checkpoint-4/model.safetensors").exists());
 }
 
 #[test]

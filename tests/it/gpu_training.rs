@@ -94,7 +94,7 @@ fn gpu_head_equals_the_cpus() {
                         out.saved,
                         &on(&dlogprobs),
                         dentropy.as_ref(),
-                        &mut dweight,
+                        Some(&mut dweight),
                     );
                     [out.logprobs, out.entropy, d, dweight]
                 };

@@ -74,6 +74,7 @@ impl Model {
             blocks: self.blocks.iter().map(|block| block.tp_slice(&self.spec, tp.rank(), tp.size())).collect(),
             final_norm: self.head.final_norm.shallow_clone(),
             lm_head: self.head.output_table(&self.embedding).narrow(0, rows.start as i64, rows.len() as i64),
+            quantized: None,
             version: 1,
             policy: PhantomData,
         }

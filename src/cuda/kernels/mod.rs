@@ -10,6 +10,7 @@ mod head;
 mod heads;
 mod merge_attention;
 mod next_tokens;
+mod nf4;
 mod norm;
 mod normal;
 mod paged_attention;
@@ -27,8 +28,9 @@ pub use head::{HeadRows, head_backward, head_forward};
 pub use heads::{HeadNormWeights, HeadsGradient, heads_backward, heads_forward};
 pub use merge_attention::merge_attention;
 pub use next_tokens::next_tokens;
+pub use nf4::{Nf4Codes, nf4_dequantize};
 pub use norm::sums_of_squares;
-pub use normal::fill_normal;
+pub use normal::{dropout, fill_normal};
 pub use paged_attention::{AttentionPlan, AttentionShape, SharedPrefixes, paged_attention};
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub use rope_write_kv::{HeadTransform, QkvViews, rope_write_kv};
@@ -56,6 +58,7 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (head::SOURCE, head::NAMES),
         (heads::SOURCE, heads::NAMES),
         (merge_attention::SOURCE, merge_attention::NAMES),
+        (nf4::SOURCE, nf4::NAMES),
         (norm::SOURCE, norm::NAMES),
         (normal::SOURCE, normal::NAMES),
         (next_tokens::SOURCE, next_tokens::NAMES),

@@ -1,14 +1,14 @@
-//! Counter-based normal numbers, the host's to the last bit but for the rounding of its logarithm, sine and cosine.
+//! Counter-based normal numbers and masks, the host's to the last bit but for the rounding of its logarithm, sine and cosine.
 #![allow(unsafe_code)]
 
 use tch::Tensor;
 
-use super::{Argument, address, blocks, kind_name, launch, ordinal};
+use super::{Argument, address, blocks, invalid, kind_name, launch, ordinal};
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
 pub(super) const SOURCE: &Source = &nvrtc::NORMAL;
-pub(super) const NAMES: &[&str] = &["normal_f32", "normal_bf16"];
+pub(super) const NAMES: &[&str] = &["normal_f32", "normal_bf16", "dropout_f32", "dropout_bf16"];
 
 const THREADS: usize = 256;
 const MOST_BLOCKS: usize = 1 << 14;
@@ -36,4 +36,34 @@ pub fn fill_normal(
     let grid = blocks(n.div_ceil(4), THREADS, MOST_BLOCKS);
     // SAFETY: the kernel's parameters in order; it writes the n elements of the target.
     unsafe { launch(SOURCE, &name, gpu, (grid, THREADS as u32, 0), &arguments) }
+}
+
+/// x * scale, or 0 where the word that `RandomKey::fill_dropout` draws for the element's row and column is below `threshold`.
+///
+/// # Errors
+/// As [`fill_normal`].
+pub fn dropout(
+    x: &Tensor, // [T, K] f32 or bf16, contiguous
+    key: [u32; 2],
+    threshold: u32,
+    scale: f32,
+) -> Result<Tensor> {
+    const OP: &str = "dropout";
+    let (gpu, n, y) = (ordinal(OP, x)?, x.numel(), x.f_empty_like()?);
+    let &[rows, columns] = &x.size()[..] else { return Err(invalid(OP, "a matrix", x.size())) };
+    let key = u64::from(key[0]) | u64::from(key[1]) << 32;
+    let arguments = [
+        address(OP, x, x.kind(), n, gpu)?,
+        address(OP, &y, x.kind(), n, gpu)?,
+        Argument::Count(rows),
+        Argument::Count(columns),
+        Argument::Count(key as i64), // the same bits
+        Argument::Count(i64::from(threshold)),
+        Argument::Float(scale),
+    ];
+    let name = format!("{OP}_{}", kind_name(OP, x)?);
+    let grid = blocks(n.div_ceil(4), THREADS, MOST_BLOCKS);
+    // SAFETY: the kernel's parameters in order; it reads and writes rows * columns = n elements of x and y.
+    unsafe { launch(SOURCE, &name, gpu, (grid, THREADS as u32, 0), &arguments) }?;
+    Ok(y) // [T, K]
 }

@@ -87,14 +87,14 @@ impl MappedFile {
 
     /// A tensor of `kind` [shape], copied out of the map (whose data may be misaligned). The caller has compared shape and
     /// type with the header's.
-    pub(super) fn read(&self, name: &str, shape: &[i64], kind: Kind) -> Result<Tensor> {
+    pub(in crate::model) fn read(&self, name: &str, shape: &[i64], kind: Kind) -> Result<Tensor> {
         let bytes = self.bytes(name).ok_or_else(|| Error::bad_file(&self.path, format!("no tensor {name}")))?;
         Ok(Tensor::f_from_data_size(bytes, shape, kind)?)
     }
 }
 
 /// The kind of a weight's type; `None` where we do not read it.
-pub(super) fn kind_of(dtype: Dtype) -> Option<Kind> {
+pub(in crate::model) fn kind_of(dtype: Dtype) -> Option<Kind> {
     match dtype {
         Dtype::F32 => Some(Kind::Float),
         Dtype::BF16 => Some(Kind::BFloat16),

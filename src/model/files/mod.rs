@@ -4,7 +4,7 @@
 //! `write` move one unit at a time.
 
 mod header;
-mod names;
+pub(super) mod names;
 mod read;
 mod write;
 
@@ -12,8 +12,10 @@ mod write;
 mod tests;
 
 pub(crate) use header::MappedFile;
+pub(super) use header::kind_of;
 pub use read::WeightFiles;
 pub use write::WeightWriter;
+pub(super) use write::dtype_of;
 pub(crate) use write::{encode_header, sync};
 
 /// Weights in one file.

@@ -9,7 +9,7 @@ const NO_ADAPTERS: &str = "adapters are no parameters of the model";
 
 /// One tensor of a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct HfTensor {
+pub(in crate::model) struct HfTensor {
     /// `model.layers.0.self_attn.q_proj.weight`
     pub name: String,
     /// Its shape on disk.
@@ -49,7 +49,7 @@ impl HfTensor {
 }
 
 /// The tensors that a checkpoint has for one unit, in Hugging Face's order.
-pub(super) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
+pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
     let head_rows = |heads: usize| (heads * spec.head_dim) as i64;
     let mut tensors = Vec::new();
     for (param, shape) in shapes(spec, unit) {

@@ -183,7 +183,8 @@ pub(crate) fn encode_header(infos: Vec<(String, TensorInfo)>) -> Vec<u8> {
     [&(json.len() as u64).to_le_bytes()[..], &json].concat()
 }
 
-fn dtype_of(kind: Kind) -> Result<Dtype> {
+/// The type on disk of a kind.
+pub(in crate::model) fn dtype_of(kind: Kind) -> Result<Dtype> {
     match kind {
         Kind::Float => Ok(Dtype::F32),
         Kind::BFloat16 => Ok(Dtype::BF16),

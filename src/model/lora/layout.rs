@@ -42,6 +42,15 @@ impl LoraSpec {
     }
 }
 
+impl LoraSpec {
+    /// Elements of the expanded B of all blocks.
+    pub fn num_expanded(&self, spec: &ModelSpec) -> usize {
+        let fused = Matrix::ALL.into_iter().filter_map(|matrix| Fused::new(spec, self, matrix));
+        let columns = |fused: &Fused| fused.pieces.len() * self.r;
+        spec.num_layers * fused.map(|fused| fused.num_rows() as usize * columns(&fused)).sum::<usize>()
+    }
+}
+
 impl BlockLora {
     /// What a block computes with, from its adapters' flat tensor [layout.len]: A as views, B expanded and scaled.
     pub fn expand(
@@ -75,6 +84,18 @@ impl BlockLora {
                 fused.fold(&own.b, &fused.views(layout, flat).1);
             }
         }
+    }
+
+    /// The same adapters with B in `kept`'s memory, which is made where it is empty: recorded GPU work holds its address.
+    pub fn kept_in(&self, kept: &mut BlockLora) -> Self {
+        if Matrix::ALL.iter().all(|&matrix| kept.get(matrix).is_none()) {
+            *kept = self.map(|_, lora| lora.with(lora.a.shallow_clone(), lora.b.copy()));
+        }
+        self.map(|matrix, lora| {
+            let b = &kept.get(matrix).expect("adapters beside the same matrices").b;
+            b.shallow_clone().copy_(&lora.b);
+            lora.with(lora.a.shallow_clone(), b.shallow_clone())
+        })
     }
 
     /// The adapter beside a matrix.
@@ -136,6 +157,8 @@ pub(in crate::model) struct Fused {
 /// An adapted projection.
 #[derive(Debug)]
 pub(in crate::model) struct Piece {
+    /// Which.
+    pub module: TargetModule,
     /// Its place among the adapted ones.
     index: i64,
     /// Its first head in a group of the matrix, and in a group of the adapted projections alone.
@@ -165,7 +188,7 @@ impl Fused {
         let (mut pieces, mut first, mut adapted_first) = (Vec::new(), 0, 0);
         for (module, heads) in projections {
             if lora.targets.contains(&module) {
-                pieces.push(Piece { index: pieces.len() as i64, first, adapted_first, heads });
+                pieces.push(Piece { module, index: pieces.len() as i64, first, adapted_first, heads });
                 adapted_first += heads;
             }
             first += heads;
@@ -191,6 +214,16 @@ impl Fused {
     pub fn views(&self, layout: &UnitLayout, flat: &Tensor) -> (Tensor, Tensor) {
         let view = |name| layout.view(name, flat).expect("the layout is that of these adapters");
         (view(self.a), view(self.b))
+    }
+
+    /// A projection's A [r, K].
+    pub fn a_of(&self, piece: &Piece, a: &Tensor) -> Tensor {
+        a.narrow(0, piece.index * self.r, self.r)
+    }
+
+    /// Shapes of a projection's own A and B, as on disk.
+    pub fn shapes_of(&self, piece: &Piece) -> [Vec<i64>; 2] {
+        [vec![self.r, self.columns], vec![self.groups * piece.heads * self.inner, self.r]]
     }
 
     /// A projection's B [groups, heads, inner, r].

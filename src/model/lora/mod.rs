@@ -11,15 +11,18 @@
 //! |---|---|
 //! | `layout` | the parameters of a block's adapters, and their expansion |
 //! | `product` | forward and backward beside a frozen matrix |
+//! | `peft` | adapter folders |
 
 mod layout;
+mod peft;
 mod product;
 #[cfg(test)]
 mod tests;
 
-use crate::config::TargetModule;
+use crate::config::{LoraConfig, TargetModule};
 
 pub use layout::{BlockLora, Lora};
+pub use peft::{AdapterFiles, ModelSource, write_adapters};
 pub(super) use product::{Gradient, add, backward, gate_up, gate_up_backward};
 
 /// What is adapted, and how.
@@ -37,6 +40,12 @@ pub struct LoraSpec {
 }
 
 impl LoraSpec {
+    /// What a configuration asks for; `None` trains all weights.
+    pub fn new(config: &LoraConfig) -> Option<Self> {
+        let LoraConfig { r, alpha, dropout, target_modules } = config;
+        Some(Self { r: (*r)?, alpha: *alpha, dropout: *dropout, targets: target_modules.modules() })
+    }
+
     /// alpha / r.
     pub fn scale(&self) -> f64 {
         self.alpha / self.r as f64

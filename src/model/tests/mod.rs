@@ -109,7 +109,7 @@ fn run(
     let d_table = d_head.lm_head.as_mut().unwrap_or(&mut d_embed.table);
     let (tokens, d_norm) = (x.size()[0], &mut d_head.final_norm);
     let output = head.output_table(&embed);
-    let mut dx = head_backward(&head, output, &scoring, tokens, scored.saved, a, Some(b), d_norm, d_table);
+    let mut dx = head_backward(&head, output, &scoring, tokens, scored.saved, a, Some(b), Some((d_norm, d_table)));
     for ((w, kept), d_w) in blocks.iter().zip(saved).zip(d_blocks).rev() {
         dx = block_backward(&ctx, w, &dx, kept, &packed, &mut BlockGradients::Weights(d_w)).unwrap();
     }

@@ -77,6 +77,7 @@ impl Network<'_> {
             self.op(Op::Norm, || kernels::add_rms_norm(x, delta, weight, y, eps))
         };
         for (layer, w) in self.weights.blocks.iter().enumerate() {
+            self.weights.prepare(layer)?;
             norm(&mut x, (layer > 0).then_some(&delta), &w.input_norm, &mut normed)?;
             let attended = self.attention(layer, w, &normed, tokens, attend)?;
             self.op(Op::O, || self.product(&attended, &w.o, None, w.lora.o.as_ref(), &delta))?;

@@ -66,8 +66,8 @@ fn state(global_step: u64) -> TrainerState {
 }
 
 fn options(folder: &Path) -> CheckpointOptions {
-    let tokenizer_dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/arithmetic/tokenizer");
-    CheckpointOptions { output_dir: folder.to_owned(), tokenizer_dir, save_total_limit: None, save_async: true }
+    let base_dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/arithmetic/tokenizer");
+    CheckpointOptions { output_dir: folder.to_owned(), base_dir, save_total_limit: None, save_async: true }
 }
 
 fn save_step(options: &CheckpointOptions, policy: &Policy, step: u64) -> PathBuf {
@@ -152,7 +152,7 @@ fn a_failed_save_leaves_nothing_and_keeps_the_old() {
     let folder = tempfile::tempdir().unwrap();
     let (good, policy) = (options(folder.path()), policy(Kind::Float));
     let old = save_step(&good, &policy, 1);
-    let no_tokenizer = CheckpointOptions { tokenizer_dir: folder.path().to_owned(), ..good.clone() };
+    let no_tokenizer = CheckpointOptions { base_dir: folder.path().to_owned(), ..good.clone() };
     assert!(save(&no_tokenizer, &World::single(), &policy, &state(2)).is_err());
     assert_eq!(names(folder.path()), ["checkpoint-1"]);
     assert!(save(&no_tokenizer, &World::single(), &policy, &state(1)).is_err());

@@ -1,0 +1,133 @@
+//! The keys of low-rank adapters (`lora.*`), named as PEFT's `LoraConfig`.
+
+use serde_json::Value;
+
+use super::field::{FromValue, keys};
+use super::{Quantization, TargetModule};
+use crate::error::{Error, Result};
+
+/// Every linear projection of a block.
+const ALL_LINEAR: &str = "all-linear";
+
+keys! {
+    /// Low-rank adapters (`lora.*`): the base is frozen, adapters train.
+    #[derive(Debug, Clone, PartialEq, serde::Serialize)]
+    pub struct LoraConfig {
+        /// Rank; `None` trains all weights.
+        pub r: Option<usize> = None,
+        /// The adapters' sum is scaled by `alpha / r`.
+        pub alpha: f64 = 32.0,
+        /// Chance that an element of an adapter's input is dropped in training.
+        pub dropout: f64 = 0.0,
+        /// Adapted projections: names, or `all-linear`.
+        pub target_modules: TargetModules = TargetModules::AllLinear,
+    }
+}
+
+impl LoraConfig {
+    pub(super) fn check(&self, quantization: Quantization) -> Result<()> {
+        let check = |key: &str, got: String, holds: bool, expected: &str| match holds {
+            true => Ok(()),
+            false => Err(Error::invalid_value(key, got, expected)),
+        };
+        let r = self.r.unwrap_or(1);
+        check("lora.r", r.to_string(), r >= 1, "at least 1, or \"none\" to train all weights")?;
+        check("lora.alpha", self.alpha.to_string(), self.alpha > 0.0, "above 0")?;
+        check("lora.dropout", self.dropout.to_string(), (0.0..1.0).contains(&self.dropout), "in [0, 1)")?;
+        let targets = format!("{:?}", self.target_modules.to_value());
+        let repeated = self.target_modules.modules().len() != self.target_modules.len();
+        check("lora.target_modules", targets.clone(), !repeated, "every projection only once")?;
+        check("lora.target_modules", targets, self.target_modules.len() > 0, "at least one projection")?;
+        if self.r.is_some() {
+            return Ok(());
+        }
+        let default = Self { r: None, alpha: 32.0, dropout: 0.0, target_modules: TargetModules::AllLinear };
+        check("lora.r", "none".into(), *self == default, "a rank, as other keys of lora are set")?;
+        let trained = quantization == Quantization::None;
+        check("quantization", quantization.name().into(), trained, "none, or lora.r set: a quantised base is frozen")
+    }
+}
+
+/// What is adapted.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub enum TargetModules {
+    /// Every linear projection of a block.
+    AllLinear,
+    /// Some of them.
+    Some(Vec<TargetModule>),
+}
+
+impl TargetModules {
+    /// The projections, each once, in order.
+    pub fn modules(&self) -> Vec<TargetModule> {
+        let mut modules = match self {
+            Self::AllLinear => TargetModule::ALL.to_vec(),
+            Self::Some(modules) => modules.clone(),
+        };
+        modules.sort();
+        modules.dedup();
+        modules
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Self::AllLinear => TargetModule::NAMES.len(),
+            Self::Some(modules) => modules.len(),
+        }
+    }
+}
+
+impl FromValue for TargetModules {
+    fn expected() -> String {
+        format!("\"{ALL_LINEAR}\" or a list of {}", TargetModule::NAMES.join(", "))
+    }
+
+    fn from_value(value: &Value) -> Option<Self> {
+        match value {
+            Value::String(text) if text == ALL_LINEAR => Some(Self::AllLinear),
+            Value::String(_) => TargetModule::from_value(value).map(|module| Self::Some(vec![module])),
+            _ => Vec::from_value(value).map(Self::Some),
+        }
+    }
+
+    fn to_value(&self) -> Value {
+        match self {
+            Self::AllLinear => ALL_LINEAR.into(),
+            Self::Some(modules) => modules.to_value(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{config, message};
+    use super::*;
+
+    #[test]
+    fn targets_are_a_word_or_a_list() {
+        assert_eq!(config(&["lora.r=8"]).lora.target_modules.modules().len(), 7);
+        let some = config(&["lora.r=8", "lora.target_modules=[\"v_proj\", \"q_proj\"]"]);
+        assert_eq!(some.lora.target_modules.modules(), [TargetModule::QProj, TargetModule::VProj]);
+        let one = config(&["lora.r=8", "lora.target_modules=o_proj", "quantization=nf4"]);
+        assert_eq!(one.quantization, Quantization::Nf4);
+        assert_eq!(one.lora.target_modules.modules(), [TargetModule::OProj]);
+    }
+
+    #[test]
+    fn what_cannot_be_meant_is_refused() {
+        for (overrides, expected) in [
+            (&["lora.r=0"][..], "lora.r = 0: expected at least 1"),
+            (&["lora.r=8", "lora.alpha=0"], "lora.alpha = 0: expected above 0"),
+            (&["lora.r=8", "lora.dropout=1"], "lora.dropout = 1: expected in [0, 1)"),
+            (&["lora.r=8", "lora.target_modules=[\"qkv_proj\"]"], "or a list of q_proj, k_proj"),
+            (&["lora.r=8", "lora.target_modules=[]"], "at least one projection"),
+            (&["lora.r=8", "lora.target_modules=[\"q_proj\", \"q_proj\"]"], "only once"),
+            (&["quantization=nf4"], "quantization = nf4: expected none, or lora.r set"),
+            (&["quantization=int8", "lora.r=8"], "one of none, nf4"),
+            (&["lora.alpha=16"], "lora.r = none: expected a rank"),
+        ] {
+            let error = message(overrides);
+            assert!(error.contains(expected), "{overrides:?}: {error}");
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! A folder that stands on its own: a model, adapters, or both merged.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use tch::{Kind, Tensor};
+
+use super::files::{WeightFiles, WeightWriter};
+use super::init::copy_tokenizer;
+use super::lora::{AdapterFiles, BlockLora, Matrix, ModelSource, write_adapters};
+use super::params::{ParamTable, Unit, UnitLayout};
+use super::spec::ModelSpec;
+use super::views::{BlockParams, Qkv};
+use crate::error::{Error, Result};
+
+/// Writes the adapters of `source` as PEFT does; or, with `merge` or where there are none, a model folder of the base's type
+/// whose weights are W + (alpha / r) B A, added in float32.
+///
+/// # Errors
+/// What is wrong with the folders; [`Error::Io`].
+pub fn export_folder(source: &ModelSource, output: &Path, merge: bool) -> Result<()> {
+    let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
+    let adapters = source.adapters.as_ref().map(|folder| AdapterFiles::open(folder, spec.clone())).transpose()?;
+    std::fs::create_dir_all(output).map_err(Error::io(output))?;
+    copy_tokenizer(&source.base, output)?;
+    match &adapters {
+        Some(files) if !merge => {
+            let table = ParamTable::adapters(spec.clone(), files.lora(), 1);
+            let units = &mut table.units.iter().map(|layout| files.read_unit(layout, Kind::Float));
+            write_adapters(output, &table, files.lora(), &source.base, Kind::Float, units)
+        }
+        _ => write_model(&spec, &source.base, adapters.as_ref(), output),
+    }
+}
+
+fn write_model(spec: &Arc<ModelSpec>, base: &Path, adapters: Option<&AdapterFiles>, output: &Path) -> Result<()> {
+    let (files, table) = (WeightFiles::open(base, spec.clone())?, ParamTable::new(spec.clone(), 1));
+    spec.write_config(output)?;
+    let mut writer = WeightWriter::create(output, spec.clone(), spec.dtype)?;
+    let adapter_table = adapters.map(|files| ParamTable::adapters(spec.clone(), files.lora(), 1));
+    for layout in &table.units {
+        let flat = files.read_unit(layout, Kind::Float)?;
+        if let (Some(files), Some(table), Unit::Block(_)) = (adapters, &adapter_table, layout.unit) {
+            let own = table.unit(layout.unit);
+            let lora = BlockLora::expand(spec, files.lora(), own, &files.read_unit(own, Kind::Float)?, None);
+            add(layout, &flat, &lora);
+        }
+        writer.write_unit(layout, &flat)?;
+    }
+    writer.finish()
+}
+
+/// Adds adapters to a block's weights, in place.
+fn add(layout: &UnitLayout, flat: &Tensor, lora: &BlockLora) {
+    let block = BlockParams::view(layout, flat);
+    let Qkv::Grouped { weight: qkv, .. } = &block.qkv else { unreachable!("a view is whole") };
+    let matrices =
+        [(Matrix::Qkv, qkv), (Matrix::O, &block.o), (Matrix::GateUp, &block.gate_up), (Matrix::Down, &block.down)];
+    for (matrix, weight) in matrices {
+        if let Some(lora) = lora.get(matrix) {
+            let _ = weight.shallow_clone().addmm_(&lora.b, &lora.a);
+        }
+    }
+}

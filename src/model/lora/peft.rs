@@ -1,0 +1,274 @@
+//! Adapter folders as PEFT writes and reads them: `adapter_config.json` and `adapter_model.safetensors`, one A [r, in] and
+//! one B [out, r] a projection.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use safetensors::tensor::TensorInfo;
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+
+use super::layout::{Fused, Piece};
+use super::{LoraSpec, Matrix};
+use crate::config::TargetModule;
+use crate::error::{Error, Result};
+use crate::model::config_json::read_json;
+use crate::model::files::{MappedFile, dtype_of, encode_header, kind_of, sync};
+use crate::model::params::{ParamTable, Unit, UnitLayout};
+use crate::model::spec::{ModelSpec, product};
+use crate::torch;
+
+/// What makes a folder one of adapters.
+const CONFIG: &str = "adapter_config.json";
+const WEIGHTS: &str = "adapter_model.safetensors";
+
+/// One tensor of `adapter_model.safetensors`.
+struct PeftTensor<'a> {
+    /// `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`
+    name: String,
+    shape: Vec<i64>,
+    fused: &'a Fused,
+    piece: &'a Piece,
+    is_a: bool,
+}
+
+impl PeftTensor<'_> {
+    /// The tensor as a view of its unit's flat tensor; its elements are in the order of `shape`.
+    fn view(&self, layout: &UnitLayout, flat: &Tensor) -> Tensor {
+        let (a, b) = self.fused.views(layout, flat);
+        if self.is_a { self.fused.a_of(self.piece, &a) } else { self.fused.b_of(self.piece, &b) }
+    }
+}
+
+/// Calls `f` with every tensor of a block, in PEFT's order of names.
+fn tensors(
+    spec: &ModelSpec,
+    lora: &LoraSpec,
+    unit: Unit,
+    f: &mut dyn FnMut(&PeftTensor<'_>) -> Result<()>,
+) -> Result<()> {
+    let Unit::Block(layer) = unit else { panic!("the {unit} has no adapters") };
+    for fused in Matrix::ALL.into_iter().filter_map(|matrix| Fused::new(spec, lora, matrix)) {
+        for piece in &fused.pieces {
+            let [a_shape, b_shape] = fused.shapes_of(piece);
+            for (is_a, part, shape) in [(true, "lora_A", a_shape), (false, "lora_B", b_shape)] {
+                let module = piece.module;
+                let room = if module <= TargetModule::OProj { "self_attn" } else { "mlp" };
+                let name = format!("base_model.model.model.layers.{layer}.{room}.{}.{part}.weight", module.name());
+                f(&PeftTensor { name, shape, fused: &fused, piece, is_a })?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What a model is started or served from: a model folder, or an adapter folder and its base.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelSource {
+    /// The model folder: configuration, weights, tokenizer.
+    pub base: PathBuf,
+    /// The adapters beside it.
+    pub adapters: Option<PathBuf>,
+}
+
+impl ModelSource {
+    /// A folder of either kind; `base` overrides the one that adapters name.
+    ///
+    /// # Errors
+    /// [`Error::BadFile`] for adapters whose base is not found.
+    pub fn new(folder: &Path, base: Option<&Path>) -> Result<Self> {
+        if !folder.join(CONFIG).exists() {
+            return Ok(Self { base: folder.to_owned(), adapters: None });
+        }
+        let base = base.map_or_else(|| base_of(folder), |base| Ok(base.to_owned()))?;
+        Ok(Self { base, adapters: Some(folder.to_owned()) })
+    }
+}
+
+/// The folder of the model that adapters were trained on, as their configuration names it: relative to the current folder,
+/// or else to the adapters' own.
+fn base_of(folder: &Path) -> Result<PathBuf> {
+    let path = folder.join(CONFIG);
+    let config = read_json(&path)?;
+    let named = config.get("base_model_name_or_path").and_then(Value::as_str).unwrap_or_default();
+    let candidates = [PathBuf::from(named), folder.join(named)];
+    candidates.into_iter().find(|base| !named.is_empty() && base.join("config.json").exists()).ok_or_else(|| {
+        let message =
+            format!("base_model_name_or_path is '{named}': expected a model folder; name it with --base_model");
+        Error::bad_file(&path, message)
+    })
+}
+
+/// An adapter folder, checked against the model it is for.
+#[derive(Debug)]
+pub struct AdapterFiles {
+    spec: Arc<ModelSpec>,
+    lora: LoraSpec,
+    file: MappedFile,
+}
+
+impl AdapterFiles {
+    /// Reads the configuration and maps the weights.
+    ///
+    /// # Errors
+    /// [`Error::BadFile`] for adapters of another kind than LoRA's, or that are not of this model.
+    pub fn open(folder: &Path, spec: std::sync::Arc<ModelSpec>) -> Result<Self> {
+        let file = MappedFile::open(&folder.join(WEIGHTS))?;
+        let lora = read_config(&folder.join(CONFIG), targets(&file))?;
+        let files = Self { spec, lora, file };
+        files.check()?;
+        Ok(files)
+    }
+
+    /// What is adapted.
+    pub fn lora(&self) -> &LoraSpec {
+        &self.lora
+    }
+
+    /// One unit [layout.len] of `kind` on the CPU, in the layout of [`ParamTable::adapters`], padding zero.
+    pub fn read_unit(&self, layout: &UnitLayout, kind: Kind) -> Result<Tensor> {
+        let flat = Tensor::f_zeros([layout.len as i64], (kind, Device::Cpu))?;
+        tensors(&self.spec, &self.lora, layout.unit, &mut |tensor| {
+            let stored = self.file.info(&tensor.name).and_then(|info| kind_of(info.dtype)).expect("checked at open");
+            let source = self.file.read(&tensor.name, &tensor.shape, stored)?;
+            let mut target = tensor.view(layout, &flat);
+            target.f_copy_(&source.view_as(&target))?;
+            Ok(())
+        })?;
+        Ok(flat)
+    }
+
+    fn check(&self) -> Result<()> {
+        let bad = |message| Error::bad_file(&self.file.path, message);
+        let mut expected = 0;
+        for layer in 0..self.spec.num_layers {
+            tensors(&self.spec, &self.lora, Unit::Block(layer), &mut |tensor| {
+                expected += 1;
+                let Some(info) = self.file.info(&tensor.name) else {
+                    return Err(bad(format!("missing {} {:?}", tensor.name, tensor.shape)));
+                };
+                if !info.shape.iter().map(|&size| size as i64).eq(tensor.shape.iter().copied()) {
+                    let (name, shape) = (&tensor.name, &tensor.shape);
+                    return Err(bad(format!("{name} has shape {:?}, expected {shape:?}", info.shape)));
+                }
+                match kind_of(info.dtype) {
+                    Some(_) => Ok(()),
+                    None => Err(bad(format!("{} has type {:?}, expected F32, BF16 or F16", tensor.name, info.dtype))),
+                }
+            })?;
+        }
+        let found = self.file.names().len();
+        if found != expected {
+            let message =
+                format!("{found} tensors, expected {expected}: other projections or layers than {CONFIG} says");
+            return Err(bad(message));
+        }
+        Ok(())
+    }
+}
+
+/// Writes an adapter folder's two files; `units` gives those of `table` in turn.
+///
+/// # Errors
+/// [`Error::Io`], what `units` returns.
+pub fn write_adapters(
+    folder: &Path,
+    table: &ParamTable,
+    lora: &LoraSpec,
+    base: &Path,
+    kind: Kind,
+    units: &mut dyn Iterator<Item = Result<Tensor>>,
+) -> Result<()> {
+    let dtype = dtype_of(kind)?;
+    let (mut infos, mut end) = (Vec::new(), 0);
+    for layout in &table.units {
+        tensors(&table.spec, lora, layout.unit, &mut |tensor| {
+            let start = end;
+            end += product(&tensor.shape) * kind.elt_size_in_bytes();
+            let shape = tensor.shape.iter().map(|&size| size as usize).collect();
+            infos.push((tensor.name.clone(), TensorInfo { dtype, shape, data_offsets: (start, end) }));
+            Ok(())
+        })?;
+    }
+    let path = folder.join(WEIGHTS);
+    let mut file = File::create(&path).map_err(Error::io(&path))?;
+    file.write_all(&encode_header(infos)).map_err(Error::io(&path))?;
+    for (layout, flat) in table.units.iter().zip(units) {
+        let flat = flat?;
+        tensors(&table.spec, lora, layout.unit, &mut |tensor| {
+            let values = tensor.view(layout, &flat).f_to_kind(kind)?.f_to_device(Device::Cpu)?.f_contiguous()?;
+            file.write_all(torch::bytes(&values)?).map_err(Error::io(&path))
+        })?;
+    }
+    sync(&path)?;
+    write_config(&folder.join(CONFIG), lora, base)
+}
+
+fn write_config(path: &Path, lora: &LoraSpec, base: &Path) -> Result<()> {
+    let names: Vec<&str> = lora.targets.iter().map(|module| module.name()).collect();
+    let config = json!({
+        "base_model_name_or_path": base.to_string_lossy(),
+        "bias": "none",
+        "fan_in_fan_out": false,
+        "inference_mode": true,
+        "init_lora_weights": true,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "modules_to_save": null,
+        "peft_type": "LORA",
+        "r": lora.r,
+        "target_modules": names,
+        "task_type": "CAUSAL_LM",
+        "use_dora": false,
+        "use_rslora": false,
+    });
+    std::fs::write(path, format!("{config:#}\n")).map_err(Error::io(path))?;
+    sync(path)
+}
+
+/// The projections that a file has adapters of: the tensors are the truth, a configuration may name them in several ways.
+fn targets(file: &MappedFile) -> Vec<TargetModule> {
+    let names = file.names();
+    let mut targets = TargetModule::ALL.to_vec();
+    targets.retain(|module| names.iter().any(|name| name.contains(&format!(".{}.lora_A.", module.name()))));
+    targets
+}
+
+fn read_config(path: &Path, targets: Vec<TargetModule>) -> Result<LoraSpec> {
+    let config = read_json(path)?;
+    let bad = |key: &str, expected: &str| {
+        let got = config.get(key).unwrap_or(&Value::Null);
+        Error::bad_file(path, format!("{key} is {got}: expected {expected}"))
+    };
+    let is_off = |value: &Value| match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Object(map) => map.is_empty(),
+        Value::Array(items) => items.is_empty(),
+        other => other == "none",
+    };
+    let unserved = [
+        "alpha_pattern",
+        "bias",
+        "fan_in_fan_out",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_bias",
+        "modules_to_save",
+        "rank_pattern",
+        "target_parameters",
+        "use_dora",
+        "use_rslora",
+    ];
+    if let Some(key) = unserved.into_iter().find(|key| config.get(*key).is_some_and(|value| !is_off(value))) {
+        return Err(bad(key, "it to be off: only plain LoRA is served"));
+    }
+    if config.get("peft_type").and_then(Value::as_str) != Some("LORA") {
+        return Err(bad("peft_type", "\"LORA\""));
+    }
+    let r = config.get("r").and_then(Value::as_u64).filter(|&r| r > 0).ok_or_else(|| bad("r", "at least 1"))?;
+    let alpha = config.get("lora_alpha").and_then(Value::as_f64).ok_or_else(|| bad("lora_alpha", "a number"))?;
+    let dropout = config.get("lora_dropout").and_then(Value::as_f64).unwrap_or(0.0);
+    Ok(LoraSpec { r: r as usize, alpha, dropout, targets })
+}

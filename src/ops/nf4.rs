@@ -1,0 +1,212 @@
+//! 4-bit NormalFloat with double quantization (QLoRA, arXiv 2305.14314), as bitsandbytes computes and lays it out.
+//!
+//! 64 weights of a row share a scale, their largest absolute value. Each weight divided by it is rounded to the nearest of
+//! 16 levels, the quantiles of a normal distribution. The scales less their mean are quantised in turn: 256 of them share a
+//! maximum, and each is rounded to the nearest of 256 levels of a dynamic 8-bit float.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::cuda::kernels::{self, Nf4Codes};
+use crate::error::{Error, Result};
+
+/// Weights that share a scale.
+pub const BLOCK: usize = 64;
+/// Scales that share a maximum.
+pub const GROUP: usize = 256;
+
+/// The levels of QLoRA's appendix E, as bitsandbytes prints them.
+const LEVELS: [f32; 16] = [
+    -1.0,
+    -0.696_192_8,
+    -0.525_073_05,
+    -0.394_917_5,
+    -0.284_441_38,
+    -0.184_773_43,
+    -0.091_050_036,
+    0.0,
+    0.079_580_3,
+    0.160_930_2,
+    0.246_112_3,
+    0.337_915_24,
+    0.440_709_83,
+    0.562_617,
+    0.722_956_84,
+    1.0,
+];
+
+/// A quantised matrix [N, K].
+#[derive(Debug)]
+pub struct Nf4 {
+    codes: Tensor,  // [N K / 2] u8, two a byte, the first in the high half
+    scales: Tensor, // [N K / 64] u8
+    maxima: Tensor, // [ceil(N K / 64 / 256)] f32
+    offset: Tensor, // [] f32
+    levels: Levels,
+}
+
+/// What codes stand for, on one device.
+#[derive(Debug)]
+pub struct Levels {
+    weights: Tensor, // [16] f32
+    scales: Tensor,  // [256] f32
+}
+
+impl Levels {
+    /// Both code books.
+    pub fn new(device: Device) -> Self {
+        let on = |levels: &[f32]| Tensor::from_slice(levels).to_device(device);
+        Self { weights: on(&LEVELS), scales: on(&scale_levels()) }
+    }
+
+    fn shallow_clone(&self) -> Self {
+        Self { weights: self.weights.shallow_clone(), scales: self.scales.shallow_clone() }
+    }
+}
+
+impl Nf4 {
+    /// Quantises a matrix in row-major order, on its device.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for rows that are no multiple of 64 weights.
+    pub fn quantize(matrix: &Tensor /* [N, K] */, levels: &Levels) -> Result<Self> {
+        if matrix.size()[1] % BLOCK as i64 != 0 {
+            let got = format!("{:?}", matrix.size());
+            let expected = format!("rows of a multiple of {BLOCK} weights");
+            return Err(Error::InvalidArgument { op: "Nf4::quantize", expected, got });
+        }
+        let blocks = matrix.f_to_kind(Kind::Float)?.f_reshape([-1, BLOCK as i64])?;
+        let scales = blocks.abs().amax([1i64], false);
+        let codes = nearest(&normalised(&blocks, &scales), &levels.weights).view([-1, 2]);
+        let codes = (codes.select(1, 0) * 16 + codes.select(1, 1)).to_kind(Kind::Uint8);
+        let offset = scales.mean(Kind::Float);
+        let centred = scales - &offset;
+        let count = centred.size()[0];
+        let padded = centred.constant_pad_nd([0, -count & (GROUP as i64 - 1)]).view([-1, GROUP as i64]);
+        let maxima = padded.abs().amax([1i64], false);
+        let scales = nearest(&normalised(&padded, &maxima), &levels.scales).view(-1).narrow(0, 0, count);
+        let scales = scales.to_kind(Kind::Uint8).contiguous();
+        Ok(Self { codes, scales, maxima, offset, levels: levels.shallow_clone() })
+    }
+
+    /// Writes the matrix that the codes stand for to `y`, rounded once to its kind.
+    ///
+    /// # Errors
+    /// Those of the kernel.
+    pub fn dequantize(&self, y: &mut Tensor /* [groups, rows of a group, K], strided by rows */) -> Result<()> {
+        if y.device().is_cuda() {
+            let Self { codes, scales, maxima, offset, levels } = self;
+            let codes =
+                Nf4Codes { codes, scales, maxima, offset, levels: &levels.weights, scale_levels: &levels.scales };
+            return kernels::nf4_dequantize(&codes, y);
+        }
+        let levels = &self.levels;
+        let scales = levels.scales.index_select(0, &self.scales.to_kind(Kind::Int64));
+        let maxima = self.maxima.repeat_interleave_self_int(GROUP as i64, 0, None).narrow(0, 0, scales.size()[0]);
+        let scales = scales * maxima + &self.offset;
+        let codes = self.codes.to_kind(Kind::Int64);
+        let codes = Tensor::stack(&[codes.bitwise_right_shift_tensor_scalar(4), codes.bitwise_and(15)], 1);
+        let blocks = levels.weights.index_select(0, &codes.view(-1)).view([-1, BLOCK as i64]) * scales.unsqueeze(1);
+        y.f_copy_(&blocks.view_as(y))?;
+        Ok(())
+    }
+}
+
+/// Bytes of a quantised matrix of `numel` weights: 0.516 a weight.
+pub fn bytes(numel: usize) -> usize {
+    let scales = numel / BLOCK;
+    numel / 2 + scales + 4 * scales.div_ceil(GROUP) + 4
+}
+
+/// x / scale, by rows; 0 where a row is all zero.
+fn normalised(x: &Tensor /* [R, B] */, scale: &Tensor /* [R] */) -> Tensor {
+    x / scale.where_scalarother(&scale.gt(0.0), 1.0).unsqueeze(1)
+}
+
+/// The index of the nearest of ascending levels; the lower one of two at the same distance.
+fn nearest(x: &Tensor, levels: &Tensor /* [L] */) -> Tensor {
+    let count = levels.size()[0] - 1;
+    let midpoints = (levels.narrow(0, 0, count) + levels.narrow(0, 1, count)) / 2.0;
+    x.contiguous().bucketize(&midpoints, true, false) // i32
+}
+
+/// The signed dynamic map of 8 bits (arXiv 1511.04561): for each of 7 powers of ten from 10^-6, the middles of 2^i equal
+/// parts of [0.1, 1], of both signs; 0 and 1.
+fn scale_levels() -> Vec<f32> {
+    let mut levels = vec![0.0, 1.0];
+    for i in 0..7 {
+        let (parts, power) = (1i64 << i, 10f64.powi(i - 6) as f32);
+        let bounds = Tensor::linspace(0.1, 1.0, parts + 1, (Kind::Float, Device::Cpu));
+        let middles = (bounds.narrow(0, 0, parts) + bounds.narrow(0, 1, parts)) / 2.0;
+        let middles = Vec::<f32>::try_from(middles).expect("a vector of f32");
+        levels.extend(middles.iter().flat_map(|middle| [power * middle, -power * middle]));
+    }
+    levels.sort_by(f32::total_cmp);
+    levels
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A matrix with blocks of zeros, of one value and of wide range, by the formula that scripts/golden_peft.py has.
+    fn matrix(rows: i64, columns: i64) -> Tensor {
+        let at = Tensor::arange(rows * columns, (Kind::Double, Device::Cpu));
+        let block = (&at / 64.0).floor();
+        let values = (&at * 12.9898).sin() * (block * 0.37).sin() * 0.05;
+        values.where_scalarother(&at.ge(64.0), 0.0).to_kind(Kind::Float).view([rows, columns])
+    }
+
+    fn golden() -> serde_json::Value {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/nf4.json");
+        serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+    }
+
+    fn numbers(value: &serde_json::Value) -> Vec<f64> {
+        serde_json::from_value(value.clone()).unwrap()
+    }
+
+    #[test]
+    fn code_books_are_those_of_bitsandbytes() {
+        let golden = golden();
+        let close = |own: &[f32], expected: &serde_json::Value| {
+            let expected: Vec<f32> = numbers(expected).into_iter().map(|level| level as f32).collect();
+            assert_eq!(own, expected);
+        };
+        close(&LEVELS, &golden["levels"]);
+        close(&scale_levels(), &golden["scale_levels"]);
+    }
+
+    #[test]
+    fn codes_and_values_are_those_of_bitsandbytes() {
+        let golden = golden();
+        let shape: Vec<i64> = serde_json::from_value(golden["shape"].clone()).unwrap();
+        let matrix = matrix(shape[0], shape[1]);
+        let nf4 = Nf4::quantize(&matrix, &Levels::new(Device::Cpu)).unwrap();
+        let list = |t: &Tensor| Vec::<f64>::try_from(t.to_kind(Kind::Double).view(-1)).unwrap();
+        let codes = crate::torch::bytes(&nf4.codes).unwrap();
+        let codes: String = codes.iter().map(|code| format!("{code:02x}")).collect();
+        assert_eq!(golden["codes"], codes);
+        assert_eq!(list(&nf4.scales), numbers(&golden["scales"]));
+        let mut values = Tensor::zeros(&shape, (Kind::Float, Device::Cpu));
+        nf4.dequantize(&mut values).unwrap();
+        for (own, expected) in list(&values).iter().step_by(17).zip(numbers(&golden["every_17th_value"])) {
+            assert!((own - expected).abs() <= 1e-7 * expected.abs(), "{own}, {expected}");
+        }
+        let stored = nf4.codes.numel() + nf4.scales.numel() + 4 * nf4.maxima.numel() + 4;
+        assert_eq!(stored, bytes(matrix.numel()));
+    }
+
+    #[test]
+    fn rows_go_where_the_view_says() {
+        let matrix = matrix(6, 128);
+        let nf4 = Nf4::quantize(&matrix, &Levels::new(Device::Cpu)).unwrap();
+        let mut plain = Tensor::zeros([1, 6, 128], (Kind::Float, Device::Cpu));
+        nf4.dequantize(&mut plain).unwrap();
+        let wide = Tensor::zeros([3, 5, 128], (Kind::BFloat16, Device::Cpu));
+        nf4.dequantize(&mut wide.narrow(1, 1, 2)).unwrap();
+        assert!(wide.narrow(1, 1, 2).reshape([1, 6, 128]).equal(&plain.to_kind(Kind::BFloat16)));
+        assert_eq!(wide.narrow(1, 3, 2).abs().max().double_value(&[]), 0.0);
+        let narrow = Tensor::zeros([2, 32], (Kind::Float, Device::Cpu));
+        assert!(Nf4::quantize(&narrow, &Levels::new(Device::Cpu)).unwrap_err().to_string().contains("multiple of 64"));
+    }
+}

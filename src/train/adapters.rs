@@ -1,0 +1,88 @@
+//! Low-rank adapters of a frozen network: the only weights that train.
+
+use tch::Tensor;
+
+use super::weights::Weights;
+use crate::error::Result;
+use crate::model::{BlockGradients, BlockLora, LoraSpec, ModelSpec, Unit, UnitLayout};
+use crate::ops::dropout::Dropout;
+use crate::ops::random::RandomKey;
+
+/// Keeps dropout's random numbers apart from other uses of the same seed.
+const STREAM: u64 = 0x6472_6f70; // "drop"
+
+/// The adapters of all blocks. Their weights are whole on every rank at every ZeRO stage: they are small, and the engine
+/// reads them too.
+#[derive(Debug)]
+pub(crate) struct Adapters {
+    pub weights: Weights,
+    pub lora: LoraSpec,
+    key: RandomKey,
+}
+
+/// Whether a pass takes part of the adapters.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum AdapterUse {
+    /// The frozen base alone.
+    Off,
+    /// As they are.
+    On,
+    /// As they are trained: the masks of one pass.
+    Dropped(Dropout),
+}
+
+impl Adapters {
+    /// `rank` is part of the key of dropout: ranks train on different tokens.
+    pub(crate) fn new(weights: Weights, lora: LoraSpec, seed: u64, rank: usize) -> Self {
+        Self { weights, lora, key: RandomKey::new(seed, STREAM).fold(rank as u64) }
+    }
+
+    /// For training on a micro-batch of an update.
+    pub(crate) fn training_use(&self, update: u64, micro_batch: u64) -> AdapterUse {
+        let rate = self.lora.dropout;
+        if rate == 0.0 {
+            return AdapterUse::On;
+        }
+        AdapterUse::Dropped(Dropout { rate, key: self.key.fold(update).fold(micro_batch) })
+    }
+
+    /// What a block computes with.
+    pub(crate) fn block(&mut self, layer: usize, adapter_use: AdapterUse) -> Result<BlockLora> {
+        let dropout = match adapter_use {
+            AdapterUse::Off => return Ok(BlockLora::default()),
+            AdapterUse::On => None,
+            AdapterUse::Dropped(dropout) => Some(dropout.fold(layer as u64)),
+        };
+        let flat = self.weights.unit(Unit::Block(layer), &[])?;
+        Ok(self.expand(layer, &flat, dropout))
+    }
+
+    /// What a block of the engine computes with.
+    pub(crate) fn engine_block(&self, layer: usize) -> Result<BlockLora> {
+        Ok(self.expand(layer, &self.weights.gather(Unit::Block(layer))?, None))
+    }
+
+    fn expand(&self, layer: usize, flat: &Tensor, dropout: Option<Dropout>) -> BlockLora {
+        BlockLora::expand(self.spec(), &self.lora, self.layout(layer), flat, dropout)
+    }
+
+    /// What a block's backward adds to, before [`Adapters::end_gradients`].
+    pub(crate) fn gradients(&self, layer: usize, flat: &Tensor) -> BlockGradients {
+        BlockGradients::Adapters(BlockLora::gradients(self.spec(), &self.lora, self.layout(layer), flat))
+    }
+
+    /// Completes the flat gradients of a block.
+    pub(crate) fn end_gradients(&self, layer: usize, gradients: &BlockGradients, flat: &Tensor) {
+        if let BlockGradients::Adapters(gradients) = gradients {
+            gradients.add_to(self.spec(), &self.lora, self.layout(layer), flat);
+        }
+    }
+
+    fn spec(&self) -> &ModelSpec {
+        &self.weights.table().spec
+    }
+
+    fn layout(&self, layer: usize) -> &UnitLayout {
+        self.weights.table().unit(Unit::Block(layer))
+    }
+}

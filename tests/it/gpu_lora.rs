@@ -1,0 +1,150 @@
+//! Adapters and 4-bit weights on a GPU against the CPU. Ignored where there is no GPU; times are printed as one JSON line each.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use colo_grpo::config::{GradientCheckpointing, Quantization, TargetModule};
+use colo_grpo::cuda::kernels;
+use colo_grpo::dist::{Backend, World};
+use colo_grpo::model::{LoraSpec, ModelSpec, ParamTable, QuantizedBlock, Unit, UnitLayout, init_unit, init_unit_on};
+use colo_grpo::ops::dropout::Dropout;
+use colo_grpo::ops::nf4::{Levels, Nf4};
+use colo_grpo::ops::random::RandomKey;
+use colo_grpo::train::{
+    AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, PackOptions, Policy, PolicyOptions, PolicyStart,
+    Sequence, TokenGradients, pack,
+};
+use serde_json::json;
+use tch::{Device, Kind, Tensor};
+
+const GPU: Device = Device::Cuda(0);
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_dropout_is_the_cpus() {
+    kernels::prepare(0).unwrap();
+    let dropout = Dropout { rate: 0.3, key: RandomKey::new(5, 6) };
+    for (rows, columns) in [(1, 1), (7, 30), (513, 1024)] {
+        for kind in [Kind::Float, Kind::BFloat16] {
+            let x = Tensor::randn([rows, columns], (Kind::Float, Device::Cpu)).to_kind(kind);
+            let (got, host) = (dropout.apply(&x.to_device(GPU)), dropout.apply(&x.to_kind(Kind::Float)));
+            assert!(got.to_device(Device::Cpu).equal(&host.to_kind(kind)), "{rows} x {columns}, {kind:?}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_nf4_is_the_cpus() {
+    kernels::prepare(0).unwrap();
+    let (host_levels, levels) = (Levels::new(Device::Cpu), Levels::new(GPU));
+    for (groups, rows, columns) in [(1, 3, 64), (5, 2, 192), (40, 1, 4096), (1, 1000, 3584)] {
+        let matrix = Tensor::randn([groups * rows, columns], (Kind::Float, Device::Cpu)) * 0.02;
+        let host = Nf4::quantize(&matrix, &host_levels).unwrap();
+        let device = Nf4::quantize(&matrix.to_device(GPU), &levels).unwrap();
+        for kind in [Kind::Float, Kind::BFloat16] {
+            // Rows go between others, as those of fused matrices do.
+            let mut expected = Tensor::full([groups, rows, columns], f64::NAN, (kind, Device::Cpu));
+            host.dequantize(&mut expected).unwrap();
+            let wide = Tensor::full([groups, rows + 3, columns], f64::NAN, (kind, GPU));
+            device.dequantize(&mut wide.narrow(1, 1, rows)).unwrap();
+            let wide = wide.to_device(Device::Cpu);
+            let got = wide.narrow(1, 1, rows).contiguous();
+            // The mean and the largest of the scales may differ in the last bit.
+            let error = (&got - &expected).abs().max().double_value(&[]);
+            assert!(error <= 2e-3 * expected.abs().max().double_value(&[]), "{groups} x {rows} x {columns}: {error}");
+            let near =
+                (&got - &expected).abs().to_kind(Kind::Float).le_tensor(&(expected.abs().to_kind(Kind::Float) * 1e-5));
+            let share = near.to_kind(Kind::Double).mean(Kind::Double).double_value(&[]);
+            assert!(share > 0.97, "{groups} x {rows} x {columns}, {kind:?}: {share} near");
+            let untouched = wide.isnan().sum(Kind::Int64).int64_value(&[]);
+            assert_eq!(untouched, groups * 3 * columns);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_nf4_runs_near_the_memory_s_speed() {
+    kernels::prepare(0).unwrap();
+    for preset in ["qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b"] {
+        let spec = ModelSpec { num_layers: 1, ..ModelSpec::preset(preset).unwrap() };
+        let table = ParamTable::new(Arc::new(spec.clone()), 1);
+        let layout = table.unit(Unit::Block(0));
+        let flat = init_unit_on(layout, 1, Kind::BFloat16, GPU).unwrap();
+        let block = QuantizedBlock::quantize(&spec, layout, &flat, &Levels::new(GPU)).unwrap();
+        let mut seconds: Vec<f64> = (0..12)
+            .map(|_| {
+                tch::Cuda::synchronize(0);
+                let start = Instant::now();
+                block.dequantize(&spec, layout, &flat).unwrap();
+                tch::Cuda::synchronize(0);
+                start.elapsed().as_secs_f64()
+            })
+            .skip(2)
+            .collect();
+        seconds.sort_by(f64::total_cmp);
+        let bytes = QuantizedBlock::bytes(&spec, Kind::BFloat16) + 2 * layout.len;
+        let gb_s = bytes as f64 / seconds[5] / 1e9;
+        println!("{}", json!({"test": "nf4", "block": preset, "ms": seconds[5] * 1e3, "gb_s": gb_s}));
+        assert!(gb_s > 1000.0, "{preset}: {gb_s} GB/s");
+    }
+}
+
+/// Negative log-likelihoods of the first steps: later ones take roundings apart.
+fn losses(device: Device, kind: Kind, quantization: Quantization, dropout: f64) -> Vec<f64> {
+    let world = if device == GPU { World::single_on(Backend::Nccl).unwrap() } else { World::single() };
+    let mesh = world.mesh(1, 1).unwrap();
+    let table = Arc::new(ParamTable::new(Arc::new(ModelSpec::preset("tiny").unwrap()), 1));
+    let options = PolicyOptions {
+        stage: 0,
+        network: NetworkOptions { kind, device },
+        gradient_checkpointing: GradientCheckpointing::Selective,
+        adam: AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-5, weight_decay: 0.0 },
+        gradients: GradientOptions::default(),
+    };
+    let lora = Some(LoraSpec { r: 8, alpha: 16.0, dropout, targets: TargetModule::ALL.to_vec() });
+    let start = PolicyStart { lora, quantization, seed: 3, adapters: None };
+    let source = |layout: &UnitLayout| Ok(init_unit(layout, 1, Kind::Float)?.f_mul_scalar(5.0)?);
+    let mut policy = Policy::start(table, &mesh, options, OptimizerHome::Resident, &source, start).unwrap();
+    let sequence = |n: usize| Sequence {
+        token_ids: (0..20 + 7 * n).map(|at| ((at * 37 + n * 11) % 64) as u32).collect(),
+        prompt_len: 1,
+        advantage: 0.0,
+        masked: false,
+        rollout_logprobs: None,
+        old_logprobs: None,
+        ref_logprobs: None,
+    };
+    let sequences: Vec<Sequence> = (0..4).map(sequence).collect();
+    let micro_batches = pack(&sequences, &PackOptions { max_tokens: 1000, share_prompts: false, device }).unwrap();
+    let step = |_| {
+        let mut nll = 0.0;
+        for micro_batch in &micro_batches {
+            let loss = &mut |scores: &colo_grpo::train::Scores| {
+                nll -= scores.logprobs.mean(Kind::Double).double_value(&[]);
+                let count = scores.logprobs.numel() as f64;
+                Ok(TokenGradients { dlogprobs: Tensor::full_like(&scores.logprobs, -1.0 / count), dentropy: None })
+            };
+            policy.forward_backward(micro_batch, 1.0, loss).unwrap();
+        }
+        assert!(!policy.optimizer_step(3e-3, 1.0).unwrap().skipped);
+        nll
+    };
+    (0..3).map(step).collect()
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_adapters_train_as_on_the_cpu() {
+    kernels::prepare(0).unwrap();
+    for (quantization, dropout) in [(Quantization::None, 0.0), (Quantization::None, 0.2), (Quantization::Nf4, 0.0)] {
+        let host = losses(Device::Cpu, Kind::Float, quantization, dropout);
+        assert!(host[2] < host[0], "{host:?}");
+        for (kind, bound) in [(Kind::Float, 2e-3), (Kind::BFloat16, 5e-2)] {
+            let got = losses(GPU, kind, quantization, dropout);
+            let worst = host.iter().zip(&got).map(|(host, got)| (host - got).abs() / host).fold(0.0, f64::max);
+            assert!(worst < bound, "{quantization:?}, dropout {dropout}, {kind:?}: {got:?}, on the CPU {host:?}");
+        }
+    }
+}

@@ -1,0 +1,310 @@
+//! Low-rank adapters: PEFT's numbers and files, every ZeRO stage, the whole program.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use colo_grpo::config::{GradientCheckpointing, Quantization, TargetModule};
+use colo_grpo::dist::{Mesh, World};
+use colo_grpo::model::{
+    LoraSpec, ModelSource, ModelSpec, ParamTable, Unit, UnitLayout, WeightFiles, init_unit, write_adapters,
+};
+use colo_grpo::train::{
+    AdamOptions, AdapterOptions, GradientOptions, MicroBatch, NetworkOptions, OptimizerHome, PackOptions, Policy,
+    PolicyOptions, PolicyStart, Sequence, TokenGradients, pack,
+};
+use safetensors::SafeTensors;
+use serde_json::Value;
+use tch::{Device, Kind, Tensor};
+
+use crate::program::{MODEL, SMALL_RUN, command, end, json_lines, metrics, run, stdout_of};
+use crate::ranks;
+
+const ADAM: AdamOptions = AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-6, weight_decay: 0.1 };
+
+fn options(stage: u8, kind: Kind) -> PolicyOptions {
+    PolicyOptions {
+        stage,
+        network: NetworkOptions { kind, device: Device::Cpu },
+        gradient_checkpointing: GradientCheckpointing::Selective,
+        adam: ADAM,
+        gradients: GradientOptions::default(),
+    }
+}
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+fn sequence(token_ids: Vec<u32>) -> Sequence {
+    Sequence {
+        token_ids,
+        prompt_len: 1,
+        advantage: 0.0,
+        masked: false,
+        rollout_logprobs: None,
+        old_logprobs: None,
+        ref_logprobs: None,
+    }
+}
+
+fn packed(sequences: &[Sequence], max_tokens: usize) -> Vec<MicroBatch> {
+    let options = PackOptions { max_tokens, share_prompts: false, device: Device::Cpu };
+    pack(sequences, &options).unwrap()
+}
+
+/// Gradient of the sum of negative log-likelihoods; returns that sum.
+fn backward(policy: &mut Policy, micro_batches: &[MicroBatch]) -> f64 {
+    let mut nll = 0.0;
+    for micro_batch in micro_batches {
+        let loss = &mut |scores: &colo_grpo::train::Scores| {
+            nll -= scores.logprobs.sum(Kind::Double).double_value(&[]);
+            Ok(TokenGradients { dlogprobs: scores.logprobs.ones_like().neg(), dentropy: None })
+        };
+        policy.forward_backward(micro_batch, 1.0, loss).unwrap();
+    }
+    nll
+}
+
+/// Units of the trained table, put together from what one rank owns of the state.
+fn units(policy: &Policy, part: fn(colo_grpo::train::ParamState) -> Tensor) -> BTreeMap<Unit, Tensor> {
+    let mut units = BTreeMap::new();
+    for shard in policy.export_state() {
+        let shard = shard.unwrap();
+        let layout = policy.trained_table().unit(shard.unit);
+        let zeros = || Tensor::zeros([layout.len as i64], (Kind::Double, Device::Cpu));
+        let flat = units.entry(shard.unit).or_insert_with(zeros);
+        let start = layout.param(shard.name).unwrap().offset + shard.elements.start;
+        flat.narrow(0, start as i64, shard.elements.len() as i64).copy_(&part(shard.state));
+    }
+    units
+}
+
+/// Tensors of `adapter_model.safetensors`, float32.
+fn tensors(folder: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
+    let bytes = std::fs::read(folder.join("adapter_model.safetensors")).unwrap();
+    let floats = |data: &[u8]| data.chunks_exact(4).map(|word| f32::from_le_bytes(word.try_into().unwrap())).collect();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let tensors = file.tensors().into_iter();
+    tensors.map(|(name, tensor)| (name, (tensor.shape().to_vec(), floats(tensor.data())))).collect()
+}
+
+/// scripts/golden_peft.py: log-likelihood, every gradient and the files themselves.
+#[test]
+fn peft_adapters_load_score_differentiate_and_save_as_in_peft() {
+    for (name, targets) in [("lora_all", TargetModule::ALL), ("lora_some", &[])] {
+        let folder = golden(name);
+        let numbers: Value = serde_json::from_slice(&std::fs::read(folder.join("golden.json")).unwrap()).unwrap();
+        let source = ModelSource::new(&folder, None).unwrap();
+        let spec = Arc::new(ModelSpec::from_folder(&source.base).unwrap());
+        let lora = match targets {
+            [] => {
+                let targets = vec![TargetModule::QProj, TargetModule::VProj, TargetModule::UpProj];
+                LoraSpec { r: 2, alpha: 3.0, dropout: 0.0, targets }
+            }
+            all => LoraSpec { r: 4, alpha: 12.0, dropout: 0.0, targets: all.to_vec() },
+        };
+        let mesh = World::single().mesh(1, 1).unwrap();
+        let table = Arc::new(ParamTable::new(spec, 1));
+        let files = WeightFiles::open(&source.base, table.spec.clone()).unwrap();
+        let weights = |layout: &UnitLayout| files.read_unit(layout, Kind::Float);
+        let load = |lora| {
+            let adapters = source.adapters.as_deref();
+            let start = PolicyStart { lora, quantization: Quantization::None, seed: 1, adapters };
+            let home = OptimizerHome::Resident;
+            Policy::start(table.clone(), &mesh, options(0, Kind::Float), home, &weights, start)
+        };
+        let mut policy = load(Some(lora.clone())).unwrap();
+
+        let ids: Vec<Vec<u32>> = serde_json::from_value(numbers["input_ids"].clone()).unwrap();
+        let sequences: Vec<Sequence> = ids.into_iter().map(sequence).collect();
+        let nll = backward(&mut policy, &packed(&sequences, 30));
+        let expected = numbers["nll"].as_f64().unwrap();
+        assert!((nll - expected).abs() < 1e-5 * expected, "{name}: {nll}, expected {expected}");
+
+        let saved = tempfile::tempdir().unwrap();
+        let write = |folder: &Path, units: &BTreeMap<Unit, Tensor>| {
+            let units = &mut units.values().map(|flat| Ok(flat.shallow_clone()));
+            write_adapters(folder, policy.trained_table(), &lora, &source.base, Kind::Float, units).unwrap();
+            tensors(folder)
+        };
+        assert_eq!(write(saved.path(), &units(&policy, |state| state.master)), tensors(&folder), "{name}");
+
+        let gradients = {
+            let mut policy = load(Some(lora.clone())).unwrap();
+            let _ = backward(&mut policy, &packed(&sequences, 30));
+            let _ = policy.optimizer_step(0.0, 0.0).unwrap();
+            write(saved.path(), &units(&policy, |state| state.m / (1.0 - ADAM.beta1)))
+        };
+        let expected: BTreeMap<String, f64> = serde_json::from_value(numbers["gradients"].clone()).unwrap();
+        assert!(gradients.keys().eq(expected.keys()), "{name}");
+        for (tensor, (_, gradient)) in gradients {
+            let weighed: f64 = gradient.iter().enumerate().map(|(i, g)| f64::from(*g) * (i as f64).cos()).sum();
+            let (expected, scale) = (expected[&tensor], gradient.iter().fold(1e-3f32, |max, g| max.max(g.abs())));
+            let error = (weighed - expected).abs();
+            assert!(
+                error < 1e-4 * f64::from(scale) * (gradient.len() as f64).sqrt(),
+                "{tensor}: {weighed}, {expected}"
+            );
+        }
+        let refused = load(None).unwrap_err().to_string();
+        assert!(refused.contains("expected a model folder, or lora.r"), "{refused}");
+        let refused = load(Some(LoraSpec { r: 8, ..lora.clone() })).unwrap_err().to_string();
+        assert!(refused.contains("the adapters' own lora.r = "), "{refused}");
+    }
+}
+
+fn random_adapters(layout: &UnitLayout) -> colo_grpo::Result<Tensor> {
+    let flat = init_unit(layout, 3, Kind::Double)?;
+    for param in &layout.params {
+        let mut view = layout.view(param.name, &flat).unwrap();
+        let noise = Tensor::arange(view.numel() as i64, (Kind::Double, Device::Cpu)).sin() * 0.05;
+        view += noise.view_as(&view);
+    }
+    Ok(flat)
+}
+
+fn adapted(mesh: &Mesh, stage: u8, kind: Kind, dropout: f64, quantization: Quantization) -> Policy {
+    let spec = Arc::new(ModelSpec {
+        hidden_size: 64,
+        intermediate_size: 128,
+        head_dim: 16,
+        ..ModelSpec::preset("micro").unwrap()
+    });
+    let table = Arc::new(ParamTable::new(spec, mesh.shard.size()));
+    let lora = LoraSpec { r: 3, alpha: 6.0, dropout, targets: TargetModule::ALL.to_vec() };
+    let adapters = AdapterOptions { lora, quantization, seed: 5, source: &random_adapters };
+    let base = |layout: &UnitLayout| init_unit(layout, 1, kind);
+    Policy::with_adapters(table, mesh, options(stage, kind), OptimizerHome::Resident, &base, adapters).unwrap()
+}
+
+fn own_sequences(rank: usize) -> Vec<Sequence> {
+    let ids = |n: usize| (0..7 + 3 * n).map(|at| ((at * 37 + n * 11 + rank * 5) % 96) as u32).collect();
+    (0..3).map(|n| sequence(ids(n))).collect()
+}
+
+fn bits(tensor: &Tensor) -> Vec<u8> {
+    colo_grpo::torch::bytes(&tensor.to_device(Device::Cpu).contiguous()).unwrap().to_vec()
+}
+
+#[test]
+fn stages_are_bitwise_equal_and_leave_the_base_alone() {
+    ranks::run(2, "lora::stages_are_bitwise_equal_and_leave_the_base_alone", |world: World| {
+        let mesh = world.mesh(1, 2).unwrap();
+        let runs = [
+            (Kind::Float, 0.0, Quantization::None),
+            (Kind::BFloat16, 0.2, Quantization::None),
+            (Kind::Float, 0.0, Quantization::Nf4),
+        ];
+        for (kind, dropout, quantization) in runs {
+            let after = |stage| {
+                let mut policy = adapted(&mesh, stage, kind, dropout, quantization);
+                let micro_batches = packed(&own_sequences(world.rank()), 1000);
+                let base = |policy: &Policy| -> Vec<Vec<u8>> {
+                    let units = policy.table().units.iter();
+                    units.map(|layout| bits(&policy.unit_weights(layout.unit).unwrap())).collect()
+                };
+                let (before, frozen) = (base(&policy), policy.base_logprobs(&micro_batches[0], 1.0).unwrap().logprobs);
+                let adapted = policy.forward_logprobs(&micro_batches[0], 1.0).unwrap().logprobs;
+                assert!(!adapted.equal(&frozen));
+                let nlls: Vec<f64> = (0..4)
+                    .map(|_| {
+                        let nll = backward(&mut policy, &micro_batches);
+                        assert!(!policy.optimizer_step(1e-2, 1.0).unwrap().skipped);
+                        nll
+                    })
+                    .collect();
+                assert!(dropout > 0.0 || nlls[3] < nlls[0], "{nlls:?}");
+                assert!(base(&policy) == before, "the base changed");
+                assert!(policy.base_logprobs(&micro_batches[0], 1.0).unwrap().logprobs.equal(&frozen));
+                let units = policy.trained_table().units.iter();
+                units.map(|layout| bits(&policy.trained_weights(layout.unit).unwrap())).collect::<Vec<_>>()
+            };
+            let expected = after(0);
+            for stage in 1..=3 {
+                assert!(after(stage) == expected, "stage {stage}, {kind:?}");
+            }
+        }
+    });
+}
+
+const LORA: &str = "lora.r=8 lora.alpha=16 learning_rate=2e-3";
+
+/// Greedy completions of a folder, with their log-probabilities.
+fn generate(model: &Path, more: &str) -> Vec<Value> {
+    let words =
+        format!("generate --model {} --chat --temperature 0 --max_completion_length 12 {more}", model.display());
+    let mut command = command(&words);
+    for prompt in ["what is two plus three ?", "what is forty plus two ?", "what is nine plus nine ?"] {
+        command.args(["--prompt", prompt]);
+    }
+    let ended = end(command.spawn().unwrap());
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    json_lines(&ended.stdout)
+}
+
+/// The engine samples with the adapters that train, in place at ZeRO-2 and beside gathered slices at ZeRO-3; what a run
+/// leaves is served as it is and merged.
+#[test]
+fn a_run_samples_trains_saves_and_serves_its_adapters() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, more) in [
+        ("in_place", "zero.stage=2 tensor_parallel_size=2 beta=0.05"),
+        ("gathered", "zero.stage=3 tensor_parallel_size=2 lora.target_modules=[\"q_proj\",\"o_proj\",\"up_proj\"]"),
+    ] {
+        let output = folder.path().join(name);
+        let run = format!("--nproc 2 {SMALL_RUN} {LORA} {more} max_steps=3 output_dir={}", output.display());
+        stdout_of(&run);
+        let lines = metrics(&output);
+        assert_eq!(lines.len(), 3, "{name}");
+        for line in &lines {
+            let difference = line["sampling/sampling_logp_difference/max"].as_f64().unwrap();
+            assert!(difference < 1e-4, "{name}: {line}");
+        }
+        if name == "in_place" {
+            assert!(lines[0]["kl"].as_f64().unwrap().abs() < 1e-5, "B is zero at the start: {}", lines[0]);
+            assert!(lines[2]["kl"].as_f64().unwrap() > 1e-5, "{}", lines[2]);
+        }
+        let adapters = output.join("final");
+        assert!(adapters.join("adapter_model.safetensors").exists() && !adapters.join("config.json").exists());
+        let merged = folder.path().join(format!("{name}-merged"));
+        stdout_of(&format!("export --model {} --output {} --merge", adapters.display(), merged.display()));
+        let (own, whole) = (generate(&adapters, "--nproc 2 --tp 2"), generate(&merged, ""));
+        let base = generate(Path::new(MODEL), "");
+        assert!(own.iter().zip(&base).any(|(own, base)| own["logprob"] != base["logprob"]));
+        for (own, whole) in own.iter().zip(&whole) {
+            assert_eq!(own["completion"], whole["completion"], "{name}");
+            let logprob = |line: &Value| line["logprob"].as_f64().unwrap();
+            assert!((logprob(own) - logprob(whole)).abs() < 1e-3, "{name}: {own} {whole}");
+        }
+        let copied = folder.path().join(format!("{name}-copied"));
+        stdout_of(&format!("export --model {} --output {}", adapters.display(), copied.display()));
+        assert_eq!(tensors(&copied), tensors(&adapters), "{name}");
+    }
+}
+
+#[test]
+fn a_supervised_run_trains_adapters_that_another_run_goes_on_with() {
+    let folder = tempfile::tempdir().unwrap();
+    let row = r#"{"prompt": "what is one plus one ?", "completion": "the answer is 2"}"#;
+    std::fs::write(folder.path().join("rows.jsonl"), format!("{row}\n").repeat(4)).unwrap();
+    let words = |model: &Path, name: &str| {
+        format!(
+            "sft --config configs/arithmetic/warmup.toml device=cpu model_name_or_path={} train_file={place}/rows.jsonl \
+             eval_file=none output_dir={place}/{name} per_device_train_batch_size=2 max_steps=4 warmup_steps=0 \
+             logging_steps=1",
+            model.display(),
+            place = folder.path().display()
+        )
+    };
+    let losses = |model: &Path, name: &str| -> Vec<f64> {
+        stdout_of(&format!("{} {LORA}", words(model, name)));
+        metrics(&folder.path().join(name)).iter().map(|line| line["loss"].as_f64().unwrap()).collect()
+    };
+    let first = losses(Path::new(MODEL), "first");
+    assert!(first[3] < first[0], "{first:?}");
+    let adapters = folder.path().join("first/final");
+    let second = losses(&adapters, "second");
+    assert!(second[0] < first[3], "{second:?} after {first:?}");
+    run(&words(&adapters, "third")).assert_error("adapters without lora.r", 2, &["model_name_or_path", "or lora.r"]);
+}
