@@ -2,6 +2,8 @@
 //! anything is allocated.
 
 mod residency;
+#[cfg(test)]
+mod tests;
 
 use std::fmt;
 
@@ -13,10 +15,13 @@ use crate::config::{Config, GradientCheckpointing, OptimizerResidency, Reference
 use crate::error::{Error, Result};
 use crate::model::{LoraSpec, ModelSpec, ParamTable};
 use crate::rollout::{EngineOptions, engine_buffer_bytes, kv_block_bytes};
-use crate::train::{ActivationBytes, GradientOptions, MicroBatchShape, ReferenceBytes, TrainBytes};
+use crate::train::{ActivationBytes, GradientOptions, MicroBatchShape, ReferenceBytes, TrainBytes, WORKSPACE_BYTES};
 
 /// Share of a CPU's free memory that the KV cache takes at most where its size is left to the plan.
 const MAX_KV_SHARE: f64 = 0.5;
+
+/// The class that micro-batches and recomputation change.
+const ACTIVATIONS: &str = "activations";
 
 /// Bytes of one class on one rank.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
@@ -42,6 +47,10 @@ pub struct MemoryPlan {
     pub reference: ReferenceResidency,
     /// Why both were chosen.
     pub reason: String,
+    /// Bytes a parameter and a token, as they are counted by hand.
+    pub formula: String,
+    /// Most tokens of a micro-batch that this memory has room for, all of them scored.
+    pub largest_micro_batch: usize,
     /// Size of the KV cache on each rank.
     pub kv_cache_bytes: usize,
     /// KV blocks on each rank.
@@ -106,11 +115,12 @@ impl MemoryPlan {
             rollout_bytes,
             host_bytes,
         };
+        let activations = activation_bytes(input, config.gradient_checkpointing);
         let mut classes = vec![
             class("policy weights", train.weights + train.gathered, train.weights, 0),
             class("master weights, Adam m and v", state_train, state_rollout, state_host),
             class("gradients", train.gradients + train.gradient_scratch, 0, 0),
-            class("activations", activation_bytes(input).peak(), 0, 0),
+            class(ACTIVATIONS, activations.peak(), 0, 0),
         ];
         // A frozen base is its own reference.
         if config.beta > 0.0 && lora.is_none() {
@@ -136,12 +146,15 @@ impl MemoryPlan {
             };
             let bytes = engine_buffer_bytes(spec, &options, config.tensor_parallel_size);
             classes.push(class("engine buffers", 0, bytes, 0));
+            classes.push(class("workspace of products", WORKSPACE_BYTES, WORKSPACE_BYTES, 0));
         }
         let mut plan = Self {
             classes,
             optimizer,
             reference,
             reason: String::new(),
+            formula: formula(input, &train, &activations),
+            largest_micro_batch: 0,
             kv_cache_bytes: 0,
             num_kv_blocks: 0,
             kv_block_size: config.kv_block_size,
@@ -150,7 +163,8 @@ impl MemoryPlan {
             swap_bytes: input.swap_bytes,
         };
         plan.size_kv_cache(config, spec, kind)?;
-        plan.check(config, table.shards)?;
+        plan.largest_micro_batch = plan.largest_micro_batch(input, config.gradient_checkpointing);
+        plan.check(input)?;
         Ok(plan)
     }
 
@@ -197,7 +211,18 @@ impl MemoryPlan {
         Ok(())
     }
 
-    fn check(&self, config: &Config, num_shards: usize) -> Result<()> {
+    /// Most tokens whose activations fit beside what else training holds.
+    fn largest_micro_batch(&self, input: &PlanInput<'_>, keep: GradientCheckpointing) -> usize {
+        let room = self.available_bytes.saturating_sub(self.train_bytes_without_activations());
+        ActivationBytes::largest_micro_batch(&input.table.spec, input.kind, keep, input.config.share_prompts, room)
+    }
+
+    fn train_bytes_without_activations(&self) -> usize {
+        let host = if self.swap_bytes.is_none() { self.sum(|class| class.host_bytes) } else { 0 };
+        host + self.sum(|class| if class.class == ACTIVATIONS { 0 } else { class.train_bytes })
+    }
+
+    fn check(&self, input: &PlanInput<'_>) -> Result<()> {
         let swapped = self.sum(|class| class.host_bytes);
         if let Some(host) = self.swap_bytes.filter(|host| *host < swapped) {
             let message = format!(
@@ -212,23 +237,44 @@ impl MemoryPlan {
         if peak <= self.available_bytes {
             return Ok(());
         }
-        let change = match (config.zero.stage, config.gradient_checkpointing) {
-            (_, GradientCheckpointing::None | GradientCheckpointing::Selective) => {
-                "set gradient_checkpointing = full".to_owned()
-            }
-            (stage @ 0..=2, _) if num_shards > 1 => format!("raise zero.stage from {stage} to {}", stage + 1),
-            _ => format!(
-                "lower max_tokens_per_micro_batch (is {}), max_model_length ({}) or kv_cache_bytes ({})",
-                config.max_tokens_per_micro_batch, self.max_model_length, self.kv_cache_bytes
-            ),
-        };
         Err(Error::Environment {
             message: format!(
-                "this run needs {} per rank and {} are available; {change}, or use a smaller model\n{self}",
+                "this run needs {} per rank and {} are available; {}, or use a smaller model\n{self}",
                 human(peak),
-                human(self.available_bytes)
+                human(self.available_bytes),
+                self.smallest_change(input)
             ),
         })
+    }
+
+    /// The first change with which this run fits, from the one that costs least time; tried, where activations alone change.
+    fn smallest_change(&self, input: &PlanInput<'_>) -> String {
+        use GradientCheckpointing::{Full, None, Selective};
+        let (config, others) = (input.config, self.train_bytes_without_activations());
+        if self.sum(|class| class.rollout_bytes) > self.available_bytes {
+            let (length, cache) = (self.max_model_length, self.kv_cache_bytes);
+            return format!("lower max_model_length (is {length}) or kv_cache_bytes ({cache})");
+        }
+        let more: &[GradientCheckpointing] = match config.gradient_checkpointing {
+            None => &[Selective, Full],
+            Selective => &[Full],
+            Full => &[],
+        };
+        let fits =
+            |keep: &&GradientCheckpointing| others + activation_bytes(input, **keep).peak() <= self.available_bytes;
+        if let Some(keep) = more.iter().find(fits) {
+            return format!("set gradient_checkpointing = {}", keep.name());
+        }
+        let (tokens, stage) = (self.largest_micro_batch(input, Full), config.zero.stage);
+        if tokens > config.max_completion_length {
+            let is_full = config.gradient_checkpointing == Full;
+            let recompute = if is_full { "" } else { "gradient_checkpointing = full and " };
+            return format!("set {recompute}max_tokens_per_micro_batch = {tokens}");
+        }
+        if input.table.shards > 1 && stage < 3 {
+            return format!("raise zero.stage from {stage} to {}", stage + 1);
+        }
+        "use more GPUs or ones with more memory".to_owned()
     }
 }
 
@@ -244,19 +290,40 @@ impl fmt::Display for MemoryPlan {
         writeln!(f, "{:<34} {train:>11} {rollout:>11} {:>11}", "sum", sum(|class| class.host_bytes))?;
         writeln!(f, "peak {} of {} available", human(self.peak_bytes()), human(self.available_bytes))?;
         let (blocks, size) = (self.num_kv_blocks, self.kv_block_size);
-        writeln!(f, "KV cache: {blocks} blocks of {size} tokens")?;
+        writeln!(
+            f,
+            "KV cache: {blocks} blocks of {size} tokens; largest micro-batch: {} tokens",
+            self.largest_micro_batch
+        )?;
+        writeln!(f, "{}", self.formula)?;
         let (optimizer, reference) = (self.optimizer.name(), self.reference.name());
         write!(f, "residency: optimizer state {optimizer}, reference weights {reference}: {}", self.reason)
     }
 }
 
 /// Of the largest micro-batch, with every token scored: none holds more than this rank's share of an update at its longest.
-fn activation_bytes(input: &PlanInput<'_>) -> ActivationBytes {
+fn activation_bytes(input: &PlanInput<'_>, keep: GradientCheckpointing) -> ActivationBytes {
     let PlanInput { config, table, kind, .. } = *input;
     let longest = config.max_model_length.unwrap_or(table.spec.max_position_embeddings);
     let tokens = config.max_tokens_per_micro_batch.min(input.completions_per_update * longest);
     let shape = MicroBatchShape { tokens, scored_tokens: tokens, shares_prompts: config.share_prompts };
-    ActivationBytes::new(&table.spec, kind, config.gradient_checkpointing, shape)
+    ActivationBytes::new(&table.spec, kind, keep, shape)
+}
+
+/// What each parameter and each token costs this rank between uses.
+fn formula(input: &PlanInput<'_>, train: &TrainBytes, activations: &ActivationBytes) -> String {
+    let (parameters, tokens) = (input.table.total as f64, activations.tokens.max(1) as f64);
+    let each = |bytes: usize| bytes as f64 / parameters;
+    format!(
+        "bytes a parameter: {:.2} weights + {:.2} gradients + {:.2} optimizer, x {:.1} M parameters; bytes a token: {:.0} kept \
+         + {:.0} at once, x {tokens} tokens",
+        each(train.weights),
+        each(train.gradients),
+        each(train.optimizer),
+        parameters / 1e6,
+        activations.saved as f64 / tokens,
+        activations.transient as f64 / tokens,
+    )
 }
 
 /// Bytes in the largest unit that leaves a number of at least 1.

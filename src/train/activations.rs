@@ -24,6 +24,8 @@ pub struct MicroBatchShape {
 /// Bytes of activations on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ActivationBytes {
+    /// Tokens of the micro-batch.
+    pub tokens: usize,
     /// What all blocks keep for their backward.
     pub saved: usize,
     /// Beside it at the fullest moment: in the last block's backward or in the head.
@@ -37,6 +39,7 @@ impl ActivationBytes {
         let per_token = row.block_backward();
         let head = row.head(spec, shape);
         Self {
+            tokens: shape.tokens,
             saved: spec.num_layers * row.saved * shape.tokens,
             transient: (per_token * shape.tokens).max(head) + row.pass * shape.tokens,
         }

@@ -1,0 +1,53 @@
+use std::sync::Arc;
+
+use super::*;
+
+fn config(overrides: &[&str]) -> Config {
+    let required =
+        ["model_name_or_path=model", "train_file=rows.jsonl", "reward_funcs=[\"format\"]", "max_model_length=4096"];
+    let keys: Vec<String> = required.iter().chain(overrides).map(|text| (*text).to_owned()).collect();
+    Config::load(None, &keys).unwrap()
+}
+
+fn plan(overrides: &[&str], available_bytes: usize) -> Result<MemoryPlan> {
+    let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-1.5b").unwrap()), 1);
+    let input = PlanInput {
+        config: &config(overrides),
+        table: &table,
+        kind: Kind::BFloat16,
+        completions_per_update: 64,
+        engine_weight_bytes: 0,
+        available_bytes,
+        swap_bytes: Some(1 << 40),
+    };
+    MemoryPlan::new(&input)
+}
+
+/// What is advised, taken, makes the run fit.
+#[test]
+fn the_smallest_change_is_enough() {
+    let fixed = "residency.optimizer=resident";
+    let none = "gradient_checkpointing=none";
+    let full = "gradient_checkpointing=full";
+    for (available, advised) in
+        [(45 << 30, "gradient_checkpointing = selective"), (31 << 30, "gradient_checkpointing = full")]
+    {
+        let refused = plan(&[fixed, none], available).unwrap_err().to_string();
+        assert!(refused.contains(advised), "{refused}");
+        plan(&[fixed, &advised.replace(' ', "")], available).unwrap();
+    }
+    let refused = plan(&[fixed, none], 27 << 30).unwrap_err().to_string();
+    let (_, tokens) =
+        refused.split_once("set gradient_checkpointing = full and max_tokens_per_micro_batch = ").unwrap();
+    let tokens: usize = tokens.split(',').next().unwrap().parse().unwrap();
+    let budget = |tokens: usize| plan(&[fixed, full, &format!("max_tokens_per_micro_batch={tokens}")], 27 << 30);
+    assert_eq!(budget(tokens).unwrap().largest_micro_batch, tokens);
+    assert!(budget(tokens + 1).is_err());
+}
+
+#[test]
+fn parameters_cost_what_is_counted_by_hand() {
+    let plan = plan(&["gradient_checkpointing=full"], 130 << 30).unwrap();
+    assert!(plan.formula.contains("2.00 weights + 4.00 gradients + 12.00 optimizer"), "{}", plan.formula);
+    assert!(plan.peak_bytes() <= 130 << 30 && plan.largest_micro_batch > 16_384);
+}
