@@ -170,7 +170,8 @@ impl Report<'_> {
         let tokens = completions * (bench.prompt_len + bench.completion_len);
         let train_s = self.sum(&[Phase::Pack, Phase::ForwardBackward, Phase::Optimizer]);
         let num_params = bench.spec.num_params();
-        let train_tflops = 6.0 * num_params as f64 * tokens as f64 / train_s / world.size() as f64 / 1e12;
+        let computed = medians["tokens/trained"]; // fewer where completions share their prompt
+        let train_tflops = 6.0 * num_params as f64 * computed / train_s / world.size() as f64 / 1e12;
         let phases: BTreeMap<&str, f64> =
             Phase::ALL.iter().filter_map(|phase| Some((phase.name(), self.seconds(*phase)?))).collect();
         let other: BTreeMap<&String, f64> = (medians.iter())
@@ -201,6 +202,7 @@ impl Report<'_> {
             "tokens_per_second": tokens as f64 / step_s,
             "generation_tokens_per_second": (completions * bench.completion_len) as f64 / self.sum(&[Phase::Generate]),
             "train_tokens_per_second": tokens as f64 / train_s,
+            "tokens_computed_in_training": computed,
             "train_tflops_per_gpu": train_tflops,
             "train_mfu_percent": world.device().is_cuda().then_some(100.0 * train_tflops / PEAK_TFLOPS),
             "metrics": other,

@@ -14,6 +14,7 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
+use crate::cuda;
 use crate::dist::{Mesh, World};
 use crate::error::{Error, Result, panic_message};
 use crate::phase::{self, Phase};
@@ -24,6 +25,9 @@ use crate::train::{Policy, Reference};
 pub use served::Served;
 pub use update::{UpdateOptions, UpdateOutcome, UpdateProgress};
 pub use weights::EngineSlices;
+
+/// Free memory of a GPU beside an engine that is awake: for its activations, graphs and libraries.
+const SPARE_BYTES: usize = 8 << 30;
 
 /// The policy, the reference model and one rank of a generation engine on one device.
 ///
@@ -125,7 +129,8 @@ impl Colocated {
         if let Some(reference) = &mut self.reference {
             reference.free_gathered();
         }
-        torch::release_memory(self.world.device())?; // what gradients and activations leave behind
+        let needed_bytes = self.engine.reserved_bytes() + self.slices.reserved_bytes();
+        phase::scope(Phase::Offload, || self.make_room(needed_bytes))?;
         phase::scope(Phase::Offload, || self.policy.offload_optimizer())?;
         let version = self.policy.version();
         let weights = phase::scope(Phase::Gather, || self.slices.gather(&self.policy))?;
@@ -143,8 +148,18 @@ impl Colocated {
     /// for lack of memory say, it is worth another try once all ranks have given theirs back.
     fn restore(&mut self) -> Result<()> {
         self.slices.release();
-        torch::release_memory(self.world.device())?;
+        self.make_room(self.policy.optimizer_bytes())?;
         self.policy.reload_optimizer()
+    }
+
+    /// Gives back what libtorch keeps of freed tensors, unless `needed_bytes` fit beside it. A GPU's driver clears memory
+    /// before anybody gets it again, which takes 2 ms a GiB, and the next tensors would have to take it anew.
+    fn make_room(&self, needed_bytes: usize) -> Result<()> {
+        let device = self.world.device();
+        if device.is_cuda() && cuda::available_bytes()? >= needed_bytes + SPARE_BYTES {
+            return Ok(());
+        }
+        torch::release_memory(device)
     }
 
     /// The policy, between scopes.

@@ -76,6 +76,11 @@ impl EngineSlices {
         Ok(elements * kind.elt_size_in_bytes())
     }
 
+    /// Memory that gathered slices take; none if the policy's own are read.
+    pub(super) fn reserved_bytes(&self) -> usize {
+        self.storage.as_ref().map_or(0, |(arena, _)| arena.reserved_bytes())
+    }
+
     /// This rank's weights of the policy's current version (collective at stage 3).
     pub(super) fn gather<'a>(&'a mut self, policy: &'a Policy) -> Result<EngineWeights<'a>> {
         let table = policy.table().clone();

@@ -106,6 +106,11 @@ impl Engine {
         Ok(rollout)
     }
 
+    /// Memory that the KV cache takes while the engine is awake.
+    pub fn reserved_bytes(&self) -> usize {
+        self.kv_cache.reserved_bytes()
+    }
+
     /// Physical memory that the engine holds now; next to nothing while it sleeps.
     pub fn resident_bytes(&self) -> Result<usize> {
         self.kv_cache.resident_bytes()

@@ -105,6 +105,11 @@ impl KvCache {
         self.shape[1] as usize
     }
 
+    /// Most memory behind the cache.
+    pub(super) fn reserved_bytes(&self) -> usize {
+        self.arena.reserved_bytes()
+    }
+
     /// Physical memory behind the cache.
     pub(super) fn resident_bytes(&self) -> Result<usize> {
         self.arena.resident_bytes()

@@ -65,7 +65,7 @@ impl Setup {
         let (tp_rank, tp_size) = (tp.rank(), tp.size());
         let options = EngineOptions {
             kv_cache_bytes: kv_cache_bytes(tp_size),
-            block_size: BLOCK_SIZE,
+            block_size: if device.is_cuda() { 2 * BLOCK_SIZE } else { BLOCK_SIZE }, // kernels take 16 tokens' multiples
             max_num_seqs: 64,
             max_num_batched_tokens: 512,
             max_model_length: 128,
