@@ -10,7 +10,7 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tch::Kind;
 
-use super::{SEED, median, token};
+use super::{MEMORY_BYTES_PER_S, PRODUCT_FLOP_PER_S, SEED, median, token};
 use crate::colocate::Served;
 use crate::data::Tokenizer;
 use crate::dist::{ReduceOp, World, all_reduce_f64};
@@ -21,10 +21,6 @@ use crate::types::{Prompt, SamplingParams};
 
 /// Tokens per KV block.
 const BLOCK_SIZE: usize = 16;
-/// What an H200 copies, reading and writing, in bytes a second (docs/benchmarks.md).
-const MEMORY_BYTES_PER_S: f64 = 4.25e12;
-/// What its bf16 products reach, in floating-point operations a second (docs/benchmarks.md).
-const PRODUCT_FLOP_PER_S: f64 = 798e12;
 
 /// What is run.
 #[derive(Debug, Clone)]

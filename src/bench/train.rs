@@ -7,8 +7,9 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use super::{SEED, median, token};
+use super::{MEMORY_BYTES_PER_S, PRODUCT_FLOP_PER_S, SEED, median, token};
 use crate::config::{GradientCheckpointing, Quantization, TargetModule};
+use crate::cuda::{Family, Work, profile};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
 use crate::model::{LoraSpec, ModelSpec, ParamTable, UnitLayout, init_unit_on};
@@ -20,6 +21,9 @@ use crate::train::{
 
 /// Untimed: the first compiles and allocates, the second plans attention for shapes that come again.
 const WARM_UP_STEPS: usize = 2;
+
+/// What a H200 multiplies in bfloat16 by its data sheet.
+const PEAK_FLOP_PER_S: f64 = 989e12;
 
 /// What is run.
 #[derive(Debug, Clone)]
@@ -54,6 +58,8 @@ pub struct TrainBench {
     pub gradient_checkpointing: GradientCheckpointing,
     /// Scores alone: no backward, no step.
     pub score: bool,
+    /// Times of one step's operations by family.
+    pub profile: bool,
     /// Timed steps.
     pub steps: usize,
 }
@@ -90,22 +96,7 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
     let (mut times, mut exposed) = (Vec::with_capacity(bench.steps), Vec::with_capacity(bench.steps));
     for step in 0..WARM_UP_STEPS + bench.steps {
         let start = Instant::now();
-        for (index, micro_batch) in micro_batches.iter().enumerate() {
-            if bench.score {
-                let _scores = policy.forward_logprobs(micro_batch, 1.0)?;
-                continue;
-            }
-            if index + 1 == micro_batches.len() {
-                policy.finish_gradients_with_next_backward();
-            }
-            policy.forward_backward(micro_batch, 1.0, &mut |scores| {
-                let dlogprobs = Tensor::full_like(&scores.logprobs, -1.0 / scores.logprobs.numel() as f64);
-                Ok(TokenGradients { dlogprobs, dentropy: None })
-            })?;
-        }
-        if !bench.score {
-            let _timed = policy.optimizer_step(1e-4, 1.0)?; // whether it was skipped or not
-        }
+        run_step(&mut policy, &micro_batches, bench.score)?;
         let exposed_s = policy.take_exposed_communication()?.as_secs_f64();
         if let Device::Cuda(ordinal) = device {
             tch::Cuda::synchronize(ordinal as i64);
@@ -120,9 +111,16 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
         }
     }
     let memory = torch::device_memory(device)?;
+    let families = match device {
+        Device::Cuda(ordinal) if bench.profile => {
+            profile(ordinal, || run_step(&mut policy, &micro_batches, bench.score))?
+        }
+        _ => Vec::new(),
+    };
     let step_s = median(times);
     let sequence_len = bench.prompt_len + bench.completion_len;
     let tokens = bench.sequences * sequence_len * world.size();
+    let flop_per_s = bench.sequences as f64 * model_flop(bench, sequence_len as f64) / step_s;
     Ok(json!({
         "benchmark": if bench.score { "score" } else { "train" },
         "model": bench.model,
@@ -146,6 +144,9 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
         "exposed_communication_s": median(exposed),
         "tokens_per_second": tokens as f64 / step_s,
         "predicted_peak_bytes": memory.map(|_| predicted),
+        "tflop_per_second_per_rank": flop_per_s / 1e12,
+        "mfu": device.is_cuda().then_some(flop_per_s / PEAK_FLOP_PER_S),
+        "profile_ms_and_floor": bench.profile.then(|| by_family(&families)),
         "peak_allocated_bytes": memory.map(|memory| memory.peak_allocated),
         "fragmentation_bytes": memory.map(|memory| memory.peak_reserved - memory.peak_allocated),
     }))
@@ -162,6 +163,48 @@ fn predicted_bytes(bench: &TrainBench, table: &ParamTable, micro_batches: &[Micr
     });
     let held = train.weights + train.gathered + train.gradients + train.gradient_scratch;
     held + activations.max().unwrap_or(0) + WORKSPACE_BYTES
+}
+
+/// Forward and backward of all micro-batches and the optimizer's step; or their scores alone.
+fn run_step(policy: &mut Policy, micro_batches: &[MicroBatch], score: bool) -> Result<()> {
+    for (index, micro_batch) in micro_batches.iter().enumerate() {
+        if score {
+            let _scores = policy.forward_logprobs(micro_batch, 1.0)?;
+            continue;
+        }
+        if index + 1 == micro_batches.len() {
+            policy.finish_gradients_with_next_backward();
+        }
+        policy.forward_backward(micro_batch, 1.0, &mut |scores| {
+            let dlogprobs = Tensor::full_like(&scores.logprobs, -1.0 / scores.logprobs.numel() as f64);
+            Ok(TokenGradients { dlogprobs, dentropy: None })
+        })?;
+    }
+    if !score {
+        let _timed = policy.optimizer_step(1e-4, 1.0)?; // whether it was skipped or not
+    }
+    Ok(())
+}
+
+/// Operations of one sequence, as model FLOP utilisation counts them: 6 a parameter and token, and 12 for every pair of tokens,
+/// layer and element of the queries' width that causal attention needs; a third of both without a backward. Recomputation
+/// is not counted.
+fn model_flop(bench: &TrainBench, len: f64) -> f64 {
+    let spec = &bench.spec;
+    let pairs = len * len / 2.0 * (spec.num_layers * spec.num_heads * spec.head_dim) as f64;
+    let whole = 6.0 * spec.num_params() as f64 * len + 12.0 * pairs;
+    if bench.score { whole / 3.0 } else { whole }
+}
+
+/// [calls, milliseconds, the same at the speed of memory and products] by family, the longest first.
+fn by_family(families: &[Family]) -> Value {
+    let rounded = |ms: f64| (ms * 100.0).round() / 100.0;
+    let floor_ms = |work: &Work| 1e3 * (work.bytes / MEMORY_BYTES_PER_S).max(work.flop / PRODUCT_FLOP_PER_S);
+    let rows = families.iter().map(|family| {
+        let floor_ms: f64 = family.work.iter().map(floor_ms).sum();
+        (family.name.to_owned(), json!([family.calls, rounded(family.ms), rounded(floor_ms)]))
+    });
+    Value::Object(rows.collect())
 }
 
 fn sequence(bench: &TrainBench, index: usize) -> Sequence {

@@ -311,6 +311,9 @@ pub struct BenchTrainArgs {
     /// Log-probabilities alone: no backward, no step
     #[arg(long)]
     pub score: bool,
+    /// Times of one step's operations on a GPU by family, beside their floors
+    #[arg(long)]
+    pub profile: bool,
     /// Timed steps; the median is printed
     #[arg(long, default_value_t = 10, value_parser = count)]
     pub steps: usize,

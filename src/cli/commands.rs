@@ -315,6 +315,7 @@ fn train_bench(args: &BenchTrainArgs, world: &World, kind: Kind) -> Result<serde
         quantization: args.quantization,
         gradient_checkpointing: args.gradient_checkpointing,
         score: args.score,
+        profile: args.profile,
         steps: args.steps,
     };
     bench_train(&bench, world)

@@ -11,6 +11,7 @@
 //! | `nvrtc`, `kernel` | `src/kernels/*.cu` compiled once into a cache of cubins; loaded and launched |
 //! | `pinned` | host memory that is copied from and to while the host goes on |
 //! | `products` | matrix products through cuBLASLt |
+//! | `profile` | the time of operations by family |
 //! | `kernels` | one safe function per kernel, over tensors |
 
 mod context;
@@ -24,6 +25,7 @@ mod nvrtc;
 mod pinned;
 mod placement;
 mod products;
+mod profile;
 mod stream;
 mod torch_stream;
 
@@ -36,6 +38,8 @@ pub use nvml::require_free;
 pub use pinned::PinnedWords;
 pub use placement::Placement;
 pub use products::{Products, Tuning};
+pub(crate) use profile::timed;
+pub use profile::{Family, Work, profile};
 pub(crate) use stream::TimedEvent;
 pub use stream::{Event, Stream};
 pub use torch_stream::{CurrentStream, TorchStream};

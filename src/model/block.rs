@@ -11,6 +11,7 @@ use super::lora::{self, Gradient, Lora, Matrix};
 use super::spec::ModelSpec;
 use super::views::{BlockParams, Qkv};
 use crate::config::GradientCheckpointing;
+use crate::cuda::{Work, timed};
 use crate::dist::{Collective, ReduceOp};
 use crate::error::{Error, Result};
 use crate::ops::attention::{Bounds, PackedLayout, packed_backward, packed_forward};
@@ -66,7 +67,8 @@ impl PackedAttention {
     }
 
     fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Attended {
-        let (o, lse) = packed_forward(q, k, v, &self.layout, self.scale);
+        let run = || packed_forward(q, k, v, &self.layout, self.scale);
+        let (o, lse) = timed("attention", Work::default, run);
         Attended { o, lse }
     }
 }
@@ -189,7 +191,8 @@ impl AttentionHalf {
         let Qkv::Grouped { weight, .. } = &w.qkv else { return Err(invalid("grouped qkv weights", "split ones")) };
         let Self { heads, o, lse, .. } = self;
         let d_o = lora::backward(dh, &o.flatten(1, 2), &w.o, grads.of(w, Matrix::O)).view_as(&o);
-        let (dq, dk, dv) = packed_backward(&d_o, &heads.q, &heads.k, &heads.v, &o, &lse, &packed.layout, packed.scale);
+        let attention = || packed_backward(&d_o, &heads.q, &heads.k, &heads.v, &o, &lse, &packed.layout, packed.scale);
+        let (dq, dk, dv) = timed("attention, backward", Work::default, attention);
         let norms = head_norms(ctx, w);
         let mut d_norms = norms.map(|norms| {
             [grads.norm(norms.q, |grads| grads.q_norm.as_ref()), grads.norm(norms.k, |grads| grads.k_norm.as_ref())]

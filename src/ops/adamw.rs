@@ -4,6 +4,7 @@ use std::ops::Range;
 use tch::{Kind, Tensor};
 
 use crate::cuda::kernels::{self, AdamWScalars};
+use crate::cuda::{Work, timed};
 use crate::error::Result;
 
 /// Elements updated at once: the temporaries of one piece stay in the processor's cache.
@@ -46,7 +47,9 @@ pub fn step(
     decayed: &[Range<i64>],
 ) -> Result<()> {
     if master.device().is_cuda() && master.kind() == Kind::Float {
-        return kernels::adamw(master, m, v, grad, Some(weight), &scalars(hyper, step, grad_scale), decayed);
+        let passes = Work::pass(&[master, master, m, m, v, v, grad, weight]);
+        let run = || kernels::adamw(master, m, v, grad, Some(weight), &scalars(hyper, step, grad_scale), decayed);
+        return timed("optimizer", || passes, run);
     }
     let keep = 1.0 - hyper.lr * hyper.weight_decay;
     if keep != 1.0 {

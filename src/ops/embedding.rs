@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use crate::cuda::kernels;
+use crate::cuda::{Work, kernels, timed};
 
 /// The table's row of each id.
 pub fn forward(
@@ -31,7 +31,8 @@ pub fn accumulate(
     dtable: &mut Tensor, // [V, D]
 ) {
     if kernels::serve(dy) {
-        return kernels::add_rows(dy, ids, dtable).expect("contiguous rows for a table of their width");
+        let work = || Work::pass(&[dy, dy, dy, dy, dy]);
+        return timed("rows added", work, || kernels::add_rows(dy, ids, dtable)).expect("contiguous rows of one width");
     }
     let index = ids.unsqueeze(1).expand_as(dy);
     let _ = dtable.scatter_add_(0, &index, &dy.to_kind(dtable.kind()));

@@ -2,6 +2,7 @@
 //! exists beyond one chunk. Logits are kept in the accumulation kind: a bfloat16 one near 20 is off by up to 0.06.
 
 use crate::cuda::kernels::{self, HeadRows};
+use crate::cuda::{Work, timed};
 use crate::ops::linear;
 use crate::torch::accumulation_kind;
 use tch::{Kind, Tensor};
@@ -45,7 +46,8 @@ pub fn forward(
         let mut chunk = linear::forward_wide(&rows(hidden), weight); // [c, V]
         if kernels::serve(hidden) {
             let outputs = [&rows(&logprobs), &rows(&entropy), &rows(&lse)];
-            kernels::head_forward(&chunk, &rows(targets), temperature, outputs).expect("logits and their targets");
+            let run = || kernels::head_forward(&chunk, &rows(targets), temperature, outputs);
+            timed("head", || Work::pass(&[&chunk]), run).expect("logits and their targets");
         } else {
             chunk = log_softmax(chunk, temperature);
             rows(&logprobs).copy_(&chunk.gather(1, &rows(targets).unsqueeze(1), false).squeeze_dim(1));
@@ -89,12 +91,14 @@ pub fn backward(
         let logits = || linear::forward_wide(&rows(hidden), weight);
         let d_logits = if kernels::serve(hidden) {
             let chunk = kept.take().unwrap_or_else(logits);
-            kernels::head_backward(chunk, temperature, &of, weight.kind()).expect("what the forward took and gave")
+            let bytes = 1.5 * Work::pass(&[&chunk]).bytes;
+            let run = || kernels::head_backward(chunk, temperature, &of, weight.kind());
+            timed("head, backward", || Work { bytes, flop: 0.0 }, run).expect("what the forward took and gave")
         } else {
             let chunk = kept.take().unwrap_or_else(|| log_softmax(logits(), temperature));
             d_logits(chunk, temperature, &of).to_kind(weight.kind())
         };
-        let _ = d_logits.mm_out(&rows(&d_hidden), weight);
+        linear::backward_input_into(&d_logits, weight, &rows(&d_hidden));
         if let Some(dweight) = &mut dweight {
             linear::accumulate_weight(&d_logits, &rows(hidden), dweight);
         }

@@ -5,8 +5,8 @@ use tch::{Kind, Tensor};
 
 use super::rope::{self, RopeRows};
 use super::{linear, rms_norm};
-use crate::cuda::kernels;
 pub use crate::cuda::kernels::HeadNormWeights;
+use crate::cuda::{Work, kernels, timed};
 
 /// Queries, keys and values.
 #[derive(Debug)]
@@ -41,7 +41,8 @@ pub fn forward(
 ) -> Heads {
     let (q, k, v) = if kernels::serve(&qkv) {
         let (cos, sin) = rows.tables();
-        kernels::heads_forward(&qkv, norms, cos, sin).expect("a contiguous projection")
+        let run = || kernels::heads_forward(&qkv, norms, cos, sin);
+        timed("rotation", || Work::pass(&[&qkv, &qkv]), run).expect("a contiguous projection")
     } else {
         let [q, k, v] = parts(&qkv);
         let rotate = |x: &Tensor| rope::forward(x, rows).view([x.size()[0], -1, x.size()[x.dim() - 1]]);
@@ -69,7 +70,9 @@ pub fn backward(
     grads: HeadGradients<'_>,
 ) -> Tensor {
     if kernels::serve(dq) {
-        return gpu_backward([dq, dk, dv], heads, norms, rows, grads).flatten(1, 3);
+        let work = || Work::pass(&[dq, dk, dv, dq, dk, dv]);
+        let run = || gpu_backward([dq, dk, dv], heads, norms, rows, grads).flatten(1, 3);
+        return timed("rotation, backward", work, run);
     }
     let [tokens, num_heads, head_dim] = dq.size()[..] else { panic!("queries [T, H, hd], not {:?}", dq.size()) };
     let kv_heads = dk.size()[1];

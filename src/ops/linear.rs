@@ -5,6 +5,7 @@
 
 use tch::{Kind, Tensor};
 
+use crate::cuda::{Work, timed};
 use crate::torch::accumulation_kind;
 
 /// y = x w^T + bias.
@@ -13,10 +14,14 @@ pub fn forward(
     w: &Tensor,            // [N, K]
     bias: Option<&Tensor>, // [N]
 ) -> Tensor {
-    match bias {
-        Some(bias) => bias.addmm(x, &w.tr()),
-        None => x.mm(&w.tr()),
-    } // [T, N]
+    timed(
+        "product",
+        || work(x, w),
+        || match bias {
+            Some(bias) => bias.addmm(x, &w.tr()),
+            None => x.mm(&w.tr()),
+        },
+    ) // [T, N]
 }
 
 /// x w^T in the accumulation kind: on a GPU what a bfloat16 product sums in float32 is not rounded.
@@ -25,7 +30,8 @@ pub fn forward_wide(
     w: &Tensor, // [N, K]
 ) -> Tensor {
     let kind = accumulation_kind(x.kind());
-    if sums_wide(x, kind) { x.mm_dtype(&w.tr(), kind) } else { x.mm(&w.tr()).to_kind(kind) } // [T, N]
+    let run = || if sums_wide(x, kind) { x.mm_dtype(&w.tr(), kind) } else { x.mm(&w.tr()).to_kind(kind) };
+    timed("product", || work(x, w), run) // [T, N]
 }
 
 /// dx = dy w.
@@ -33,7 +39,16 @@ pub fn backward_input(
     dy: &Tensor, // [T, N]
     w: &Tensor,  // [N, K]
 ) -> Tensor {
-    dy.mm(w) // [T, K]
+    timed("product, gradient of its input", || work(dy, &w.tr()), || dy.mm(w)) // [T, K]
+}
+
+/// dx = dy w, into memory that is there.
+pub fn backward_input_into(
+    dy: &Tensor, // [T, N]
+    w: &Tensor,  // [N, K]
+    dx: &Tensor, // [T, K]
+) {
+    let _ = timed("product, gradient of its input", || work(dy, &w.tr()), || dy.mm_out(dx, w));
 }
 
 /// dx += dy w, into an existing gradient.
@@ -52,13 +67,16 @@ pub fn accumulate_weight(
     x: &Tensor,      // [T, K]
     dw: &mut Tensor, // [N, K]
 ) {
-    let _ = if dw.kind() == dy.kind() {
-        dw.addmm_(&dy.tr(), x)
-    } else if sums_wide(dy, dw.kind()) {
-        dw.addmm_dtype_out(dw, &dy.tr(), x, dw.kind())
-    } else {
-        dw.g_add_(&dy.tr().mm(x))
+    let mut sum = || {
+        if dw.kind() == dy.kind() {
+            dw.addmm_(&dy.tr(), x)
+        } else if sums_wide(dy, dw.kind()) {
+            dw.addmm_dtype_out(dw, &dy.tr(), x, dw.kind())
+        } else {
+            dw.g_add_(&dy.tr().mm(x))
+        }
     };
+    let _ = timed("product, gradient of its weight", || work(&dy.tr(), &x.tr()), || sum());
 }
 
 /// db += sum over tokens of dy.
@@ -67,6 +85,11 @@ pub fn accumulate_bias(
     db: &mut Tensor, // [N]
 ) {
     let _ = db.g_add_(&dy.sum_dim_intlist(0, false, db.kind()));
+}
+
+/// Of a b^T.
+fn work(a: &Tensor /* [M, K] */, b: &Tensor /* [N, K] */) -> Work {
+    Work::product(a.size()[0], b.size()[0], a.size()[1])
 }
 
 /// Whether libtorch multiplies such operands into `kind` directly.

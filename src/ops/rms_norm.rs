@@ -1,6 +1,6 @@
 //! y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), over the last dimension (arXiv 1910.07467).
 
-use crate::cuda::kernels;
+use crate::cuda::{Work, kernels, timed};
 use crate::torch::accumulation_kind;
 use tch::Tensor;
 
@@ -14,7 +14,8 @@ pub fn forward(
     eps: f64,
 ) -> (Tensor, Tensor) {
     if kernels::serve(x) {
-        return kernels::rms_norm_forward(x, weight, eps).expect("contiguous rows and their weight");
+        let run = || kernels::rms_norm_forward(x, weight, eps).expect("contiguous rows and their weight");
+        return timed("norm", || Work::pass(&[x, x]), run);
     }
     let kind = accumulation_kind(x.kind());
     let dim = *x.size().last().unwrap_or(&1);
@@ -40,8 +41,9 @@ pub fn backward(
     dweight: &mut Tensor,      // [D]
 ) -> Tensor {
     if kernels::serve(x) {
-        let dx = kernels::rms_norm_backward(dy, x, weight, rstd, residual, dweight);
-        return dx.expect("what the forward took and gave");
+        let run = || kernels::rms_norm_backward(dy, x, weight, rstd, residual, dweight);
+        let work = || Work::pass(&[dy, x, residual.unwrap_or(dy), x]);
+        return timed("norm, backward", work, run).expect("what the forward took and gave");
     }
     let kind = rstd.kind();
     let dim = *x.size().last().unwrap_or(&1);

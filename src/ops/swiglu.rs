@@ -6,7 +6,7 @@
 use tch::Tensor;
 
 use super::linear;
-use crate::cuda::kernels;
+use crate::cuda::{Work, kernels, timed};
 
 /// Gate and up, or the gradients of both.
 #[derive(Debug)]
@@ -41,7 +41,10 @@ impl GateUp {
     /// Not for what [`GateUp::project`] gave.
     pub fn activate(&self) -> Tensor {
         match self {
-            GateUp::Interleaved(pairs) => kernels::swiglu_forward(pairs).expect("pairs on a GPU"),
+            GateUp::Interleaved(pairs) => {
+                let work = || Work { bytes: 1.5 * Work::pass(&[pairs]).bytes, flop: 0.0 };
+                timed("activation", work, || kernels::swiglu_forward(pairs)).expect("pairs on a GPU")
+            }
             GateUp::Split { gate, up } => gate.silu().g_mul_(up),
         }
     }
@@ -53,7 +56,9 @@ impl GateUp {
     pub fn backward(self, d_act: &Tensor /* [T, F] */) -> (GateUp, Tensor) {
         match self {
             GateUp::Interleaved(pairs) => {
-                let (d_pairs, act) = kernels::swiglu_backward(d_act, pairs).expect("the activation's gradient");
+                let work = || Work { bytes: 6.0 * Work::pass(&[d_act]).bytes, flop: 0.0 };
+                let run = || kernels::swiglu_backward(d_act, pairs).expect("the activation's gradient");
+                let (d_pairs, act) = timed("activation, backward", work, run);
                 (GateUp::Interleaved(d_pairs), act)
             }
             GateUp::Split { gate, mut up } => {

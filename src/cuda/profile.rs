@@ -1,0 +1,137 @@
+//! Where a GPU's time goes: two events around every operation of this thread while [`profile`] runs, summed by family.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use tch::Tensor;
+
+use super::context::Context;
+use super::stream::TimedEvent;
+use crate::error::Result;
+use crate::torch;
+
+/// What an operation cannot do without.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Work {
+    /// Multiplications and additions of matrix products.
+    pub flop: f64,
+    /// Bytes of memory read and written.
+    pub bytes: f64,
+}
+
+/// All operations of a family in one [`profile`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct Family {
+    /// What they do.
+    pub name: &'static str,
+    /// How many there were.
+    pub calls: usize,
+    /// Their time on the GPU.
+    pub ms: f64,
+    /// Their work, one after the other.
+    pub work: Vec<Work>,
+}
+
+struct Span {
+    name: &'static str,
+    work: Work,
+    start: TimedEvent,
+    end: TimedEvent,
+}
+
+struct Recording {
+    context: Arc<Context>,
+    spans: Vec<Span>,
+    is_inside: bool,
+}
+
+thread_local! {
+    static RECORDING: RefCell<Option<Recording>> = const { RefCell::new(None) };
+}
+
+impl Work {
+    /// Of a product [m, k] x [k, n].
+    pub fn product(m: i64, n: i64, k: i64) -> Self {
+        Self { flop: 2.0 * m as f64 * n as f64 * k as f64, bytes: 0.0 }
+    }
+
+    /// Of one pass over each of the tensors.
+    pub fn pass(tensors: &[&Tensor]) -> Self {
+        let bytes: usize = tensors.iter().map(|tensor| tensor.numel() * tensor.kind().elt_size_in_bytes()).sum();
+        Self { flop: 0.0, bytes: bytes as f64 }
+    }
+}
+
+/// The families of what `run` queues on libtorch's current stream of GPU `ordinal`, in order of their time; the longest first.
+///
+/// # Errors
+/// Those of `run`; [`crate::Error::Cuda`].
+pub fn profile(ordinal: usize, run: impl FnOnce() -> Result<()>) -> Result<Vec<Family>> {
+    let recording = Recording { context: Context::retain(ordinal)?, spans: Vec::new(), is_inside: false };
+    RECORDING.set(Some(recording));
+    let outcome = run();
+    let spans = RECORDING.take().map_or_else(Vec::new, |recording| recording.spans);
+    outcome?;
+    let mut families: Vec<Family> = Vec::new();
+    for Span { name, work, start, end } in spans {
+        let ms = f64::from(end.ms_since(&start)?);
+        match families.iter_mut().find(|family| family.name == name) {
+            Some(family) => {
+                family.calls += 1;
+                family.ms += ms;
+                family.work.push(work);
+            }
+            None => families.push(Family { name, calls: 1, ms, work: vec![work] }),
+        }
+    }
+    families.sort_by(|a, b| b.ms.total_cmp(&a.ms));
+    Ok(families)
+}
+
+/// `run`, with its time booked to a family while a [`profile`] of this thread is taken. Operations inside of others are
+/// theirs.
+///
+/// # Panics
+/// If an event cannot be recorded: the GPU has failed.
+pub(crate) fn timed<R>(name: &'static str, work: impl FnOnce() -> Work, run: impl FnOnce() -> R) -> R {
+    let Some((context, start)) = begin() else { return run() };
+    let result = run();
+    let end = mark(&context);
+    RECORDING.with_borrow_mut(|recording| {
+        if let Some(recording) = recording {
+            recording.is_inside = false;
+            recording.spans.push(Span { name, work: work(), start, end });
+        }
+    });
+    result
+}
+
+fn begin() -> Option<(Arc<Context>, TimedEvent)> {
+    RECORDING.with_borrow_mut(|recording| {
+        let recording = recording.as_mut().filter(|recording| !recording.is_inside)?;
+        recording.is_inside = true;
+        Some((recording.context.clone(), mark(&recording.context)))
+    })
+}
+
+fn mark(context: &Arc<Context>) -> TimedEvent {
+    let stream = torch::current_cuda_stream(context.ordinal()).expect("libtorch's stream of a GPU in use");
+    TimedEvent::record(context, stream).expect("an event on a GPU in use")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_a_profile_work_is_not_even_asked_for() {
+        assert_eq!(timed("nothing", || unreachable!(), || 7), 7);
+    }
+
+    #[test]
+    fn work_counts_what_must_move() {
+        let x = Tensor::zeros([3, 5], (tch::Kind::BFloat16, tch::Device::Cpu));
+        assert_eq!(Work::pass(&[&x, &x]).bytes, 60.0);
+        assert_eq!(Work::product(2, 3, 4).flop, 48.0);
+    }
+}
