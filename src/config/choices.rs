@@ -119,9 +119,9 @@ choices! {
 choices! {
     /// What is recomputed in backward.
     GradientCheckpointing {
-        /// Nothing: all activations are kept.
+        /// Norms and the activation alone, which cost a reading of memory.
         None = "none",
-        /// All but attention output and log-sum-exp.
+        /// The MLP's first product too, the largest of a block by memory.
         Selective = "selective",
         /// The whole block from its input.
         Full = "full",
