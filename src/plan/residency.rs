@@ -18,25 +18,25 @@ pub(super) struct Residencies {
 pub(super) fn choose(input: &PlanInput<'_>) -> Result<MemoryPlan> {
     let candidates = candidates(input);
     let is_forced = candidates.len() == 1;
-    let mut plans = Vec::new();
+    let mut plans = Vec::new(); // with their places among the candidates
     let mut refusal = None;
-    for residencies in candidates {
+    for (place, residencies) in candidates.into_iter().enumerate() {
         match MemoryPlan::with_residencies(residencies, input) {
-            Ok(plan) => plans.push(plan),
+            Ok(plan) => plans.push((place, plan)),
             Err(error) => refusal = Some(error),
         }
     }
-    let most_blocks = plans.iter().map(|plan| plan.num_kv_blocks).max();
-    let Some(at) = plans.iter().position(|plan| Some(plan.num_kv_blocks) == most_blocks) else {
+    let most_blocks = plans.iter().map(|(_, plan)| plan.num_kv_blocks).max();
+    let Some(at) = plans.iter().position(|(_, plan)| Some(plan.num_kv_blocks) == most_blocks) else {
         return Err(refusal.expect("there is a candidate, and it was refused"));
     };
-    let reason = match (is_forced, at, refusal) {
+    let reason = match (is_forced, at, plans[at].0) {
         (true, ..) => "as configured, or all that there is".to_owned(),
-        (false, 0, None) => "all fits on the device".to_owned(),
-        (false, 0, Some(_)) => format!("what moves less needs more than {}", human(input.available_bytes)),
-        (false, ..) => format!("what moves less leaves {} KV blocks", plans[0].num_kv_blocks),
+        (false, 0, 0) => "all fits on the device".to_owned(),
+        (false, 0, _) => format!("what moves less needs more than {}", human(input.available_bytes)),
+        (false, ..) => format!("what moves less leaves {} KV blocks", plans[0].1.num_kv_blocks),
     };
-    Ok(MemoryPlan { reason, ..plans.swap_remove(at) })
+    Ok(MemoryPlan { reason, ..plans.swap_remove(at).1 })
 }
 
 /// From the one that moves least. On a CPU, where all memory is one, moving frees nothing.
@@ -59,4 +59,57 @@ fn candidates(input: &PlanInput<'_>) -> Vec<Residencies> {
     let pairs =
         optimizers.iter().flat_map(|&optimizer| references.iter().map(move |&reference| (optimizer, reference)));
     pairs.map(|(optimizer, reference)| Residencies { optimizer, reference }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use tch::Kind;
+
+    use super::*;
+    use crate::config::Config;
+    use crate::model::{ModelSpec, ParamTable};
+
+    fn plan(available_bytes: usize, on_gpu: bool, keys: &[&str]) -> Result<MemoryPlan> {
+        let common = ["model_name_or_path=m", "train_file=t", "reward_funcs=[\"format\"]", "beta=0.04"];
+        let sizes = [
+            "max_model_length=64",
+            "max_completion_length=32",
+            "kv_cache_bytes=65536",
+            "max_tokens_per_micro_batch=64",
+        ];
+        let overrides: Vec<String> = common.iter().chain(&sizes).chain(keys).map(|&key| key.to_owned()).collect();
+        let config = Config::load(None, &overrides)?;
+        let table = ParamTable::new(Arc::new(ModelSpec::preset("micro").unwrap()), 2);
+        MemoryPlan::new(&PlanInput {
+            config: &config,
+            table: &table,
+            kind: Kind::BFloat16,
+            completions_per_update: 1,
+            engine_weight_bytes: 0,
+            available_bytes,
+            swap_bytes: on_gpu.then_some(1 << 40),
+        })
+    }
+
+    #[test]
+    fn what_moves_least_is_taken_among_what_fits() {
+        use OptimizerResidency as Optimizer;
+        use ReferenceResidency as Reference;
+        let roomy = plan(1 << 40, true, &[]).unwrap();
+        assert_eq!((roomy.optimizer, roomy.reference), (Optimizer::Resident, Reference::Resident), "{roomy}");
+        assert_eq!(roomy.reason, "all fits on the device");
+        let tight = plan(roomy.peak_bytes() - 1, true, &[]).unwrap();
+        assert_ne!((tight.optimizer, tight.reference), (roomy.optimizer, roomy.reference));
+        assert!(tight.reason.starts_with("what moves less needs more"), "{}", tight.reason);
+        let forced = plan(1 << 40, true, &["residency.optimizer=stream", "residency.reference=host"]).unwrap();
+        assert_eq!((forced.optimizer, forced.reference), (Optimizer::Stream, Reference::Host));
+        assert!(forced.peak_bytes() < roomy.peak_bytes());
+        let host = |plan: &MemoryPlan| plan.classes.iter().map(|class| class.host_bytes).sum::<usize>();
+        assert!(host(&forced) > 0 && host(&roomy) == 0);
+        let on_cpu = plan(1 << 40, false, &[]).unwrap();
+        assert_eq!((on_cpu.optimizer, on_cpu.reference), (Optimizer::Resident, Reference::Resident));
+        assert!(plan(1 << 10, true, &[]).is_err());
+    }
 }

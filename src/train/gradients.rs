@@ -130,7 +130,8 @@ impl Gradients {
         }
         self.finished[index] = true;
         let (sharding, kind) = (&self.sharding, self.kinds.reduced);
-        if sharding.replicate.size() == 1 && !sharding.keeps_gradients {
+        let is_summed = !sharding.keeps_gradients || sharding.shard.size() == 1;
+        if is_summed && sharding.replicate.size() == 1 {
             return Ok(());
         }
         let sum = self.units[index].as_ref().expect("made above");

@@ -289,6 +289,9 @@ impl Policy {
         self.optimizer.check_here()?;
         let reduced = self.gradients.reduce()?;
         let grad_norm = self.gradients.norm(&reduced)?;
+        // No rank changes its weights before all have come this far.
+        self.sharding.shard.barrier()?;
+        self.sharding.replicate.barrier()?;
         let skipped = !grad_norm.is_finite();
         if skipped {
             self.num_skipped += 1;
