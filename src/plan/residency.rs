@@ -105,7 +105,6 @@ mod tests {
         assert!(tight.reason.starts_with("what moves less needs more"), "{}", tight.reason);
         let forced = plan(1 << 40, true, &["residency.optimizer=stream", "residency.reference=host"]).unwrap();
         assert_eq!((forced.optimizer, forced.reference), (Optimizer::Stream, Reference::Host));
-        assert!(forced.peak_bytes() < roomy.peak_bytes());
         let host = |plan: &MemoryPlan| plan.classes.iter().map(|class| class.host_bytes).sum::<usize>();
         assert!(host(&forced) > 0 && host(&roomy) == 0);
         let on_cpu = plan(1 << 40, false, &[]).unwrap();
