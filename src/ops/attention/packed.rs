@@ -17,7 +17,7 @@ pub struct PackedLayout {
 
 #[derive(Debug)]
 enum Parts {
-    Separate(Runs),
+    Separate(Box<Runs>),
     Shared(Box<Shared>),
 }
 
@@ -38,7 +38,8 @@ impl PackedLayout {
     /// A token sees itself and the `sliding_window - 1` before it, or all before it.
     pub fn new(cu_seqlens: &[i64], num_kv_heads: usize, sliding_window: Option<usize>, device: Device) -> Self {
         let sees = Sees::Before { window: sliding_window.map(|window| window as i64) };
-        Self { parts: Parts::Separate(Runs::new(cu_seqlens, cu_seqlens, sees, num_kv_heads as i64, device)) }
+        let runs = Runs::new(cu_seqlens, cu_seqlens, sees, num_kv_heads as i64, device);
+        Self { parts: Parts::Separate(Box::new(runs)) }
     }
 
     /// For the sequences of a micro-batch. Shared prompts take no window: it must be wider than every sequence.
