@@ -76,9 +76,12 @@ impl EngineSlices {
         Ok(elements * kind.elt_size_in_bytes())
     }
 
-    /// Memory that gathered slices take; none if the policy's own are read.
+    /// Memory that the engine's own copies take; none if the policy's weights are read.
     pub(super) fn reserved_bytes(&self) -> usize {
-        self.storage.as_ref().map_or(0, |(arena, _)| arena.reserved_bytes())
+        match &self.storage {
+            Storage::InPlace => 0,
+            Storage::Gathered(arena, _) | Storage::Dequantized(arena, _) => arena.reserved_bytes(),
+        }
     }
 
     /// This rank's weights of the policy's current version (collective at stage 3).
