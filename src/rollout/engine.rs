@@ -234,8 +234,11 @@ impl<'a> RolloutEngine<'a> {
         let on_host = HostRunner::new(spec, rope, weights, kv_cache, tp, params);
         let mut runner: Box<dyn Runner + '_> = match &mut engine.gpu {
             None => Box::new(on_host),
-            Some(_) if !GpuState::serves(params) => {
-                tracing::warn!("top_p, top_k, min_p and repetition_penalty sample on the host: many times slower");
+            Some(_) if !GpuState::serves(params, tp.size()) => {
+                tracing::warn!(
+                    "repetition_penalty, and at a tensor_parallel_size above 1 min_p, top_k and top_p, sample on the host: \
+                     many times slower"
+                );
                 Box::new(on_host)
             }
             Some(state) => {

@@ -55,7 +55,8 @@ fn gpu_a_fixed_algorithm_gives_a_row_the_same_bits_in_any_batch() {
         let [x, w] = [[1500, k], [n, k]].map(|shape| Tensor::randn(shape, (Kind::BFloat16, GPU)));
         let run = |rows: i64| {
             let out = Tensor::empty([rows, n], (Kind::BFloat16, GPU));
-            products.run(&x.narrow(0, 0, rows), &w.tr(), None, &out, 0.0, Tuning::Fixed).unwrap();
+            let outcome = products.run(&x.narrow(0, 0, rows), &w.tr(), None, &out, 0.0, Tuning::Fixed);
+            outcome.unwrap_or_else(|error| panic!("{rows} rows of [{n}, {k}]: {error}"));
             out
         };
         let whole = run(1500);

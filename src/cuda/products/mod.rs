@@ -135,7 +135,9 @@ impl Products {
         if let Some(algorithm) = lock(&self.chosen).get(&(*problem, tuning)) {
             return Ok(*algorithm);
         }
-        let candidates = descriptors.candidates(self.handle, problem, WORKSPACE_BYTES, CANDIDATES)?;
+        // Partial sums of a split K take room with the rows: what fits for some would not for more.
+        let splits_sums = tuning != Tuning::Fixed;
+        let candidates = descriptors.candidates(self.handle, problem, (WORKSPACE_BYTES, splits_sums), CANDIDATES)?;
         let [first, ..] = candidates.as_slice() else {
             return Err(problem::failed(
                 "cublasLtMatmulAlgoGetHeuristic",
@@ -154,10 +156,15 @@ impl Products {
             // Into an output of its own: with beta the real one would be changed.
             Tuning::Timed => {
                 let shape = [out.size()[0], problem.row_len()];
-                let scratch = Tensor::f_empty(shape, (out.kind(), out.device()))?;
-                let flushed = Tensor::f_empty([FLUSH_BYTES], (Kind::Uint8, out.device()))?;
-                let pointers = [b.data_ptr(), a.data_ptr(), scratch.data_ptr()];
-                self.fastest(descriptors, &candidates, pointers, &flushed, stream)?
+                let scratch = Tensor::f_empty(shape, (out.kind(), out.device()));
+                let flushed = Tensor::f_empty([FLUSH_BYTES], (Kind::Uint8, out.device()));
+                match (scratch, flushed) {
+                    (Ok(scratch), Ok(flushed)) => {
+                        let pointers = [b.data_ptr(), a.data_ptr(), scratch.data_ptr()];
+                        self.fastest(descriptors, &candidates, pointers, &flushed, stream)?
+                    }
+                    _ => *first, // no memory to time in
+                }
             }
         };
         lock(&self.chosen).insert((*problem, tuning), algorithm);

@@ -184,15 +184,16 @@ impl Descriptors {
         self.layouts
     }
 
-    /// At most `most` algorithms, the most promising first; sums split over K are added in a fixed order, in float32.
+    /// At most `most` algorithms, the most promising first. Sums split over K, if they may be, are added in a fixed order, in
+    /// float32.
     pub(super) fn candidates(
         &self,
         handle: sys::cublasLtHandle_t,
         problem: &Problem,
-        workspace_bytes: usize,
+        (workspace_bytes, splits_sums): (usize, bool),
         most: usize,
     ) -> Result<Vec<sys::cublasLtMatmulAlgo_t>> {
-        let preference = Preference::new(problem.alignment, workspace_bytes)?;
+        let preference = Preference::new(problem.alignment, workspace_bytes, splits_sums)?;
         // SAFETY: plain numbers, for which zeros are valid.
         let mut found = vec![unsafe { std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>() }; most];
         let mut count = 0;
@@ -235,14 +236,17 @@ impl Drop for Descriptors {
 struct Preference(sys::cublasLtMatmulPreference_t);
 
 impl Preference {
-    fn new(alignment: u32, workspace_bytes: usize) -> Result<Self> {
+    fn new(alignment: u32, workspace_bytes: usize, splits_sums: bool) -> Result<Self> {
         use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
         let mut made = Self(std::ptr::null_mut());
         // SAFETY: the handle is written on success and destroyed with `made`.
         let code = unsafe { sys::cublasLtMatmulPreferenceCreate(&raw mut made.0) };
         status("cublasLtMatmulPreferenceCreate", code)?;
         made.set(Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &(workspace_bytes as u64))?;
-        let reduction = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+        use sys::cublasLtReductionScheme_t::{
+            CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as IN_FLOAT, CUBLASLT_REDUCTION_SCHEME_NONE as NONE,
+        };
+        let reduction = if splits_sums { IN_FLOAT } else { NONE } as u32;
         made.set(Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction)?;
         for attribute in [
             Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,

@@ -54,6 +54,7 @@ pub(super) struct Buffers {
     pub(super) gathered: Tensor,   // the same of all ranks
     pub(super) inputs: Tensor,     // i32
     pub(super) token_ids: Tensor,  // [S] i32
+    pub(super) cuts: Tensor,       // [2 S] i32, what filters leave of each draw
     /// Sampled ids [S], then the bits of their log-probabilities [S].
     pub(super) sampled: Tensor, // [2 S] i32
 }
@@ -77,7 +78,7 @@ impl Shape {
 
     /// Words that describe the largest step, whether it prefills or decodes: a few a row, and block tables.
     pub(super) fn input_words(&self) -> usize {
-        8 * self.rows + self.seqs * (16 + self.blocks) + 256
+        8 * self.rows + self.seqs * (24 + self.blocks) + 256
     }
 
     /// Bytes of all buffers.
@@ -85,7 +86,7 @@ impl Shape {
         self.sections().iter().map(|(shape, kind)| section_bytes(shape, *kind)).sum()
     }
 
-    fn sections(&self) -> [(Vec<i64>, Kind); 14] {
+    fn sections(&self) -> [(Vec<i64>, Kind); 15] {
         let matrix = |rows: usize, columns: usize| (vec![rows as i64, columns as i64], self.kind);
         let candidates = |ranks: usize| {
             let parts = MOST_PARTS.max(self.seqs) * ranks;
@@ -107,6 +108,7 @@ impl Shape {
             words(self.input_words()),
             words(self.seqs),
             words(2 * self.seqs),
+            words(2 * self.seqs),
         ]
     }
 
@@ -126,8 +128,23 @@ impl Shape {
             view
         };
         let sections = self.sections();
-        let [x, normed, delta, qkv, q, attended, gate_up, act, logits, candidates, gathered, inputs, ids, sampled] =
-            &sections;
+        let [
+            x,
+            normed,
+            delta,
+            qkv,
+            q,
+            attended,
+            gate_up,
+            act,
+            logits,
+            candidates,
+            gathered,
+            inputs,
+            ids,
+            cuts,
+            sampled,
+        ] = &sections;
         Ok(Buffers {
             x: next(x)?,
             normed: next(normed)?,
@@ -142,6 +159,7 @@ impl Shape {
             gathered: next(gathered)?,
             inputs: next(inputs)?,
             token_ids: next(ids)?,
+            cuts: next(cuts)?,
             sampled: next(sampled)?,
         })
     }

@@ -9,7 +9,7 @@ use crate::error::Result;
 /// The recorded steps, and what they were recorded over.
 #[derive(Debug, Default)]
 pub(super) struct Graphs {
-    of_bucket: HashMap<usize, Graph>,
+    of_batch: HashMap<(usize, bool), Graph>,
     recorded_over: Vec<usize>,
 }
 
@@ -17,27 +17,27 @@ impl Graphs {
     /// Forgets all graphs unless they were recorded over the same addresses and communicators, which `seen` lists.
     pub(super) fn keep_if(&mut self, seen: Vec<usize>) {
         if self.recorded_over != seen {
-            self.of_bucket.clear();
+            self.of_batch.clear();
             self.recorded_over = seen;
         }
     }
 
-    /// Runs `step`: the first time as it is, which lets libraries choose their algorithms and communicators warm up, and then
+    /// Runs `step` of a bucket, with or without filters: the first time as it is, which lets libraries choose their algorithms and communicators warm up, and then
     /// from its recording.
     pub(super) fn run(
         &mut self,
-        bucket: usize,
+        key: (usize, bool),
         stream: &TorchStream,
         step: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
-        if let Some(graph) = self.of_bucket.get_mut(&bucket) {
+        if let Some(graph) = self.of_batch.get_mut(&key) {
             // SAFETY: the engine is awake, and `keep_if` has compared the addresses since.
             return unsafe { graph.replay(stream) };
         }
         step()?;
         let graph = Graph::capture(stream, || step())?;
-        tracing::debug!("recorded the decode step of batches up to {bucket}");
-        self.of_bucket.insert(bucket, graph);
+        tracing::debug!("recorded the decode step of batches up to {}", key.0);
+        self.of_batch.insert(key, graph);
         Ok(())
     }
 }

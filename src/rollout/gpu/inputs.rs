@@ -61,13 +61,34 @@ impl Packing<'_> {
             .map(|at| table[at / self.block_size] as i32 * self.block_size as i32 + (at % self.block_size) as i32)
     }
 
-    /// Random keys and temperatures of the draws, with room for `len`.
-    fn sampling(&self, words: &mut Words, len: usize) -> Result<[Range<usize>; 2]> {
+    /// How the draws are made, with room for `len`.
+    fn sampling(&self, words: &mut Words, len: usize, inputs: &Tensor) -> Result<Sampling> {
         let key = |draw: &Draw| sampling_key(self.params, draw.prompt_id, draw.sample).words().map(|word| word as i32);
         let keys = words.put(2 * len, self.draws.iter().flat_map(key), 0)?;
-        let temperature = self.params.temperature.to_bits() as i32;
-        Ok([keys, words.put(len, std::iter::repeat_n(temperature, len), 0)?])
+        let SamplingParams { temperature, min_p, top_k, top_p, .. } = *self.params;
+        let mut same = |word: i32| {
+            let range = words.put(len, [], word)?;
+            Ok::<_, Error>(inputs.narrow(0, range.start as i64, len as i64))
+        };
+        let mut float = |number: f32| Ok::<_, Error>(same(number.to_bits() as i32)?.view_dtype(Kind::Float));
+        Ok(Sampling {
+            keys: inputs.narrow(0, keys.start as i64, keys.len() as i64).view([len as i64, 2]),
+            temperatures: float(temperature)?,
+            min_p: float(min_p.unwrap_or(0.0))?,
+            top_p: float(top_p)?,
+            top_k: same(i32::try_from(top_k).unwrap_or(i32::MAX))?,
+        })
     }
+}
+
+/// How S tokens are drawn.
+#[derive(Debug)]
+pub(super) struct Sampling {
+    pub(super) keys: Tensor,         // [S, 2]
+    pub(super) temperatures: Tensor, // [S] f32
+    pub(super) min_p: Tensor,        // [S] f32
+    pub(super) top_k: Tensor,        // [S]
+    pub(super) top_p: Tensor,        // [S] f32
 }
 
 /// Inputs of a decode step, padded to its bucket of S rows. Where they lie is a function of the bucket.
@@ -77,8 +98,7 @@ pub(super) struct DecodeInputs {
     pub(super) positions: Tensor,    // [S]
     pub(super) context_lens: Tensor, // [S], 0: padding
     pub(super) slots: Tensor,        // [S]
-    pub(super) keys: Tensor,         // [S, 2]
-    pub(super) temperatures: Tensor, // [S] f32
+    pub(super) sampling: Sampling,
     pub(super) groups: Tensor,       // [S], as `kernels::SharedPrefixes` has them
     pub(super) num_shared: Tensor,   // [S]
     pub(super) block_tables: Tensor, // [S, blocks]
@@ -104,7 +124,7 @@ impl DecodeInputs {
         let positions = words.put(bucket, runs.iter().map(|run| run.tokens.start as i32), 0)?;
         let context_lens = words.put(bucket, runs.iter().map(|run| run.tokens.end as i32), 0)?;
         let slots = words.put(bucket, runs.iter().flat_map(|run| packing.slots(run)), -1)?;
-        let [keys, temperatures] = packing.sampling(words, bucket)?;
+        let sampling = packing.sampling(words, bucket, inputs)?;
         let prefixes = shared_prefixes(packing);
         let groups = words.put(bucket, prefixes.iter().map(|prefix| prefix.0), -1)?;
         let num_shared = words.put(bucket, prefixes.iter().map(|prefix| prefix.1), 0)?;
@@ -119,8 +139,7 @@ impl DecodeInputs {
             positions: view(positions),
             context_lens: view(context_lens),
             slots: view(slots),
-            keys: view(keys).view([bucket as i64, 2]),
-            temperatures: view(temperatures).view_dtype(Kind::Float),
+            sampling,
             groups: view(groups),
             num_shared: view(num_shared),
             block_tables: view(block_tables).view([bucket as i64, blocks as i64]),
@@ -147,15 +166,14 @@ fn shared_prefixes(packing: &Packing) -> Vec<(i32, i32)> {
 /// Inputs of a prefill step: T tokens of B runs, of which L rows are drawn from.
 #[derive(Debug)]
 pub(super) struct PrefillInputs {
-    pub(super) token_ids: Tensor,    // [T]
-    pub(super) positions: Tensor,    // [T]
-    pub(super) slots: Tensor,        // [T]
-    pub(super) bounds: Tensor,       // [B + 1], of the runs' tokens
-    pub(super) last_rows: Tensor,    // [L]
-    pub(super) lens: Tensor,         // [L], tokens so far
-    pub(super) keys: Tensor,         // [L, 2]
-    pub(super) temperatures: Tensor, // [L] f32
-    pub(super) copies: [Tensor; 2],  // blocks to copy from, and to
+    pub(super) token_ids: Tensor,   // [T]
+    pub(super) positions: Tensor,   // [T]
+    pub(super) slots: Tensor,       // [T]
+    pub(super) bounds: Tensor,      // [B + 1], of the runs' tokens
+    pub(super) last_rows: Tensor,   // [L]
+    pub(super) lens: Tensor,        // [L], tokens so far
+    pub(super) sampling: Sampling,  // of L
+    pub(super) copies: [Tensor; 2], // blocks to copy from, and to
 }
 
 impl PrefillInputs {
@@ -180,7 +198,7 @@ impl PrefillInputs {
         let last_rows = words.put(draws, last_rows, 0)?;
         let lens = last.flat_map(|(run, _)| std::iter::repeat_n(run.tokens.end as i32, run.samples.len()));
         let lens = words.put(draws, lens, 0)?;
-        let [keys, temperatures] = packing.sampling(words, draws)?;
+        let sampling = packing.sampling(words, draws, inputs)?;
         let bounds = words.put(bounds.len(), bounds, 0)?;
         let from = words.put(step.copies.len(), step.copies.iter().map(|copy| copy.0 as i32), 0)?;
         let to = words.put(step.copies.len(), step.copies.iter().map(|copy| copy.1 as i32), 0)?;
@@ -192,8 +210,7 @@ impl PrefillInputs {
             bounds: view(bounds),
             last_rows: view(last_rows),
             lens: view(lens),
-            keys: view(keys).view([draws as i64, 2]),
-            temperatures: view(temperatures).view_dtype(Kind::Float),
+            sampling,
             copies: [view(from), view(to)],
         })
     }

@@ -39,7 +39,7 @@ use super::sampler::{Draw, Sampled, non_finite};
 use super::scheduler::Step;
 use super::sequence::Sequence;
 use super::weights::EngineWeights;
-use crate::cuda::kernels::{self, AttentionPlan, AttentionShape, Draws, SharedPrefixes};
+use crate::cuda::kernels::{self, AttentionPlan, AttentionShape, SharedPrefixes};
 use crate::cuda::{Context, CurrentStream, PinnedWords, Products, TorchStream, Tuning};
 use crate::dist::Collective;
 use crate::error::{Error, Result};
@@ -133,10 +133,10 @@ impl GpuState {
         self.arena.unmap();
     }
 
-    /// Whether its sampler serves these parameters; otherwise the host's has to.
-    pub(super) fn serves(params: &SamplingParams) -> bool {
-        params.temperature == 0.0 && params.repetition_penalty == 1.0
-            || !filters::is_active(params) && params.repetition_penalty == 1.0
+    /// Whether its sampler serves these parameters; otherwise the host's has to. Filters need whole rows of logits, of which
+    /// a rank of several has a part.
+    pub(super) fn serves(params: &SamplingParams, tp_size: usize) -> bool {
+        params.repetition_penalty == 1.0 && (tp_size == 1 || !filters::is_active(params))
     }
 }
 
@@ -183,7 +183,8 @@ impl<'a> GpuRunner<'a> {
     fn decode(&mut self, packing: &Packing) -> Result<()> {
         let bucket = self.bucket(packing);
         let mut graphs = std::mem::take(&mut self.state.graphs);
-        let outcome = self.prepare_decode(packing, None, |stream, _, step| graphs.run(bucket, stream, step));
+        let key = (bucket, filters::is_active(self.params));
+        let outcome = self.prepare_decode(packing, None, |stream, _, step| graphs.run(key, stream, step));
         self.state.graphs = graphs;
         outcome
     }
@@ -203,7 +204,7 @@ impl<'a> GpuRunner<'a> {
         let state = &mut *self.state;
         let buffers = state.buffers.as_ref().expect("the engine is awake");
         let upload = &mut state.uploads[self.num_launched % 2];
-        let mut words = Words::new(upload.words(&mut wait)?);
+        let mut words = Words::new(upload.words(&mut || wait(self.tp))?);
         let widths = (bucket, state.shape.blocks);
         let inputs = DecodeInputs::pack(packing, &mut words, widths, &self.pending, &buffers.inputs)?;
         let len = words.len();
@@ -218,6 +219,7 @@ impl<'a> GpuRunner<'a> {
             rope: &state.rope,
             low: state.low.as_ref(),
             tuning: if state.strict { Tuning::Fixed } else { Tuning::Timed },
+            filters: filters::is_active(self.params),
             only,
         };
         let (plan, strict) = (&mut state.plan, state.strict);
@@ -228,7 +230,7 @@ impl<'a> GpuRunner<'a> {
         let state = &mut *self.state;
         let buffers = state.buffers.as_ref().expect("the engine is awake");
         let upload = &mut state.uploads[self.num_launched % 2];
-        let mut words = Words::new(upload.words(&mut wait)?);
+        let mut words = Words::new(upload.words(&mut || wait(self.tp))?);
         let inputs = PrefillInputs::pack(packing, &mut words, &buffers.inputs)?;
         let len = words.len();
         upload.upload(&buffers.inputs.narrow(0, 0, len as i64))?;
@@ -242,6 +244,7 @@ impl<'a> GpuRunner<'a> {
             rope: &state.rope,
             low: state.low.as_ref(),
             tuning: if state.strict { Tuning::Fixed } else { Tuning::First },
+            filters: filters::is_active(self.params),
             only: None,
         };
         let attention = PrefillAttention::new(packing.step, packing.sequences, &inputs, self.kv_cache, self.spec);
@@ -254,15 +257,7 @@ impl<'a> GpuRunner<'a> {
         if packing.draws.is_empty() {
             return Ok(());
         }
-        let draws = Draws {
-            rows: None,
-            keys: &inputs.keys,
-            positions: &inputs.lens,
-            temperatures: &inputs.temperatures,
-            penalties: None,
-            cuts: None,
-        };
-        network.sample(&hidden.index_select(0, &inputs.last_rows), &draws)
+        network.sample(&hidden.index_select(0, &inputs.last_rows), &inputs.lens, &inputs.sampling)
     }
 }
 
@@ -274,6 +269,7 @@ impl Runner for GpuRunner<'_> {
     fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[Sequence]) -> Result<()> {
         let block_size = self.kv_cache.block_size();
         let packing = Packing { step, draws, sequences, params: self.params, block_size };
+        self.tp.epoch()?; // a graph knows nothing of a communicator's end
         no_grad(|| if step.is_decode { self.decode(&packing) } else { self.prefill(&packing) })?;
         let buffers = self.state.buffers.as_ref().expect("the engine is awake");
         self.state.downloads[self.num_launched % 2].download(&buffers.sampled)?;
@@ -291,7 +287,8 @@ impl Runner for GpuRunner<'_> {
     fn collect(&mut self) -> Result<Vec<Sampled>> {
         let drawn = self.under_way.pop_front().expect("a step was launched");
         let parity = (self.num_launched - self.under_way.len() - 1) % 2;
-        let words = self.state.downloads[parity].words(&mut wait)?;
+        let tp = self.tp;
+        let words = self.state.downloads[parity].words(&mut || wait(tp))?;
         let (ids, logprobs) = words.split_at(words.len() / 2);
         let results = drawn.iter().zip(ids.iter().zip(logprobs));
         let sampled = results.map(|(&(prompt_id, position), (&id, &bits))| match u32::try_from(id) {
@@ -320,19 +317,11 @@ fn decode_step(network: &Network, inputs: &DecodeInputs, plan: &mut AttentionPla
         })?;
         Ok(attended.shallow_clone())
     })?;
-    let draws = Draws {
-        rows: None,
-        keys: &inputs.keys,
-        positions: &inputs.context_lens,
-        temperatures: &inputs.temperatures,
-        penalties: None,
-        cuts: None,
-    };
-    network.sample(&hidden, &draws)
+    network.sample(&hidden, &inputs.context_lens, &inputs.sampling)
 }
 
-/// Between two looks at whether a copy is done.
-fn wait() -> Result<()> {
+/// Between two looks at whether a copy is done. Gives up when a peer has failed: what is recorded would wait for it.
+fn wait(tp: &dyn Collective) -> Result<()> {
     std::thread::yield_now();
-    Ok(())
+    tp.epoch().map(|_| ())
 }

@@ -4,7 +4,8 @@
 use tch::Tensor;
 
 use super::buffers::Buffers;
-use crate::cuda::kernels::{self, Draws, HeadTransform, QkvViews};
+use super::inputs::Sampling;
+use crate::cuda::kernels::{self, Draws, Filters, HeadTransform, QkvViews};
 use crate::cuda::{Products, Tuning};
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
@@ -24,6 +25,8 @@ pub(super) struct Network<'a> {
     pub(super) rope: &'a Tensor,        // [positions, hd] f32, cosines, then sines
     pub(super) low: Option<&'a Tensor>, // where adapters' inner products go, flat
     pub(super) tuning: Tuning,
+    /// Whether min-p, top-k or top-p are on.
+    pub(super) filters: bool,
     /// Leaves all other operations out, for their times.
     pub(super) only: Option<Op>,
 }
@@ -92,22 +95,33 @@ impl Network<'_> {
         Ok(normed)
     }
 
-    /// Draws one token from each of the first L hidden states [L, D], into the buffers' `sampled`. Collective.
-    pub(super) fn sample(&self, hidden: &Tensor, draws: &Draws) -> Result<()> {
+    /// Draws one token from each of the hidden states [L, D], into the buffers' `sampled`. `lens` [L] are the tokens so far, 0
+    /// where there is nothing to draw. Filters need the whole vocabulary's logits. Collective.
+    pub(super) fn sample(&self, hidden: &Tensor, lens: &Tensor, sampling: &Sampling) -> Result<()> {
         let logits = self.buffers.logits.narrow(0, 0, hidden.size()[0]);
         self.op(Op::Head, || self.product(hidden, &self.weights.lm_head, None, None, &logits))?;
-        self.op(Op::Sample, || self.draw(&logits, draws))
+        self.op(Op::Sample, || self.draw(&logits, lens, sampling))
     }
 
-    fn draw(&self, logits: &Tensor /* [L, V] */, draws: &Draws) -> Result<()> {
+    fn draw(&self, logits: &Tensor /* [L, V] */, lens: &Tensor, sampling: &Sampling) -> Result<()> {
         let (rows, tp_size) = (logits.size()[0], self.tp.size());
-        // Of the mean shard, so that all ranks have the same number.
-        let parts = kernels::sample_parts(rows as usize, self.spec.vocab_size / tp_size) as i64;
+        let Sampling { keys, temperatures, min_p, top_k, top_p } = sampling;
+        let mut draws = Draws { rows: None, keys, positions: lens, temperatures, penalties: None, cuts: None };
+        let mut cuts = self.buffers.cuts.narrow(0, 0, 2 * rows).view([rows, 2]);
+        if self.filters {
+            kernels::filter(logits, &draws, &Filters { min_p, top_k, top_p }, &mut cuts)?;
+            draws.cuts = Some(&cuts);
+        }
+        // Of the mean shard, so that all ranks have the same number. The sums of strict steps are split alike in all batches.
+        let parts = match self.tuning {
+            Tuning::Fixed => 1,
+            _ => kernels::sample_parts(rows as usize, self.spec.vocab_size / tp_size) as i64,
+        };
         let shape = [parts, rows, kernels::CANDIDATE_WORDS];
         let len = shape.iter().product();
         let mut candidates = self.buffers.candidates.narrow(0, 0, len).view(shape);
         let vocab = self.spec.vocab_range(self.tp.rank(), tp_size);
-        kernels::sample(logits, vocab.start, draws, &mut candidates)?;
+        kernels::sample(logits, vocab.start, &draws, &mut candidates)?;
         if tp_size > 1 {
             let mut gathered = self.buffers.gathered.narrow(0, 0, len * tp_size as i64);
             self.tp.all_gather(&candidates.view(-1), &mut gathered)?;
