@@ -22,6 +22,9 @@ pub(super) struct Piece {
     start: usize,            // in the state's columns
 }
 
+/// What steps a part of what this rank owns of a unit, given its master weights, m and v.
+pub(super) type StepPiece<'a> = dyn FnMut(&Range<usize>, [Tensor; 3]) -> Result<()> + 'a;
+
 /// An update's way through the buckets. Until it is finished, its pieces are stepped in order.
 #[derive(Debug)]
 pub(super) struct Flow {
@@ -64,7 +67,7 @@ impl Flow {
         pool: &mut HostPool,
         columns: Columns,
         index: usize,
-        step: &mut dyn FnMut(&Range<usize>, [Tensor; 3]) -> Result<()>,
+        step: &mut StepPiece<'_>,
     ) -> Result<()> {
         while self.pieces.get(self.next).is_some_and(|piece| piece.index == index) {
             let piece = self.pieces[self.next].clone();
