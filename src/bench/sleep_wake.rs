@@ -89,7 +89,10 @@ impl EngineMemory {
         self.use_it(cycle)?;
         synchronize(device)?;
         world.group().barrier()?;
-        let sleep = seconds(|| Ok(self.arena.unmap()))?;
+        let sleep = seconds(|| {
+            self.arena.unmap();
+            Ok(())
+        })?;
         let free = seconds(|| memory::settle(device))?;
         self.let_others_have_it()?;
         Ok(Cycle([wake, wake + zeroed, sleep, sleep + free]))
@@ -142,7 +145,10 @@ fn work(x: &Tensor, y: &mut Tensor) -> Result<()> {
 fn copies(bytes: usize, world: &World) -> Result<Value> {
     let device = world.device();
     let mut pool = None;
-    let pin_s = seconds(|| Ok(pool = Some(HostPool::new("optimizer_host", bytes, device, &mut |_, _| ())?)))?;
+    let pin_s = seconds(|| {
+        pool = Some(HostPool::new("optimizer_host", bytes, device, &mut |_, _| ())?);
+        Ok(())
+    })?;
     let mut pool = pool.expect("made above");
     let numel = (bytes / 8) as i64;
     let state = Tensor::f_randint_low(i64::MIN, i64::MAX, [numel], (Kind::Int64, device))?;

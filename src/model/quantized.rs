@@ -48,7 +48,7 @@ impl QuantizedBlock {
             let mut view = tensor.view(spec, layout, flat);
             match stored {
                 Stored::Matrix(matrix) => matrix.dequantize(&mut groups_of_rows(&view))?,
-                Stored::Plain(values) => _ = view.f_copy_(&values.view_as(&view))?,
+                Stored::Plain(values) => view.f_copy_(&values.view_as(&view))?,
             }
         }
         Ok(())

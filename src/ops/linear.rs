@@ -67,7 +67,7 @@ pub fn accumulate_weight(
     x: &Tensor,      // [T, K]
     dw: &mut Tensor, // [N, K]
 ) {
-    let mut sum = || {
+    let sum = || {
         if dw.kind() == dy.kind() {
             dw.addmm_(&dy.tr(), x)
         } else if sums_wide(dy, dw.kind()) {
@@ -76,7 +76,7 @@ pub fn accumulate_weight(
             dw.g_add_(&dy.tr().mm(x))
         }
     };
-    let _ = timed("product, gradient of its weight", || work(&dy.tr(), &x.tr()), || sum());
+    let _ = timed("product, gradient of its weight", || work(&dy.tr(), &x.tr()), sum);
 }
 
 /// db += sum over tokens of dy.

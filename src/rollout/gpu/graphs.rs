@@ -35,7 +35,7 @@ impl Graphs {
             return unsafe { graph.replay(stream) };
         }
         step()?;
-        let graph = Graph::capture(stream, || step())?;
+        let graph = Graph::capture(stream, step)?;
         tracing::debug!("recorded the decode step of batches up to {}", key.0);
         self.of_batch.insert(key, graph);
         Ok(())

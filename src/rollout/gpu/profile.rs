@@ -124,7 +124,7 @@ impl GpuRunner<'_> {
     fn time(&mut self, packing: &Packing, only: Option<Op>) -> Result<f64> {
         self.prepare_decode(packing, only, |stream, context, step| {
             step()?;
-            let mut graph = Graph::capture(stream, || step())?;
+            let mut graph = Graph::capture(stream, step)?;
             let replays = if only.is_none() { STEP_REPLAYS } else { REPLAYS };
             let mut times = Vec::with_capacity(replays);
             for _ in 0..replays {
