@@ -113,19 +113,19 @@ fn watch(groups: &Mutex<Vec<Arc<NcclGroup>>>, end: &Receiver<()>) {
     }
 }
 
-/// Aborts communicators all at once: each waits for the GPU, which a kernel of another may keep busy until that one is aborted
-/// too. Asked under all locks, because `rebuild` comes in the next epoch.
+/// Takes communicators away, under all locks because `rebuild` comes in the next epoch, and aborts each on a thread that nobody
+/// waits for. Abort ends the kernels at once, but returns late: it waits for the GPU, which a kernel of another communicator
+/// may keep busy until that one is aborted too, and for the end of every CUDA graph that holds the communicator, which the
+/// engine drops when it wakes next.
 fn abort_where(groups: &[Arc<NcclGroup>], is_due: impl Fn(&NcclGroup) -> bool) {
     if !groups.iter().any(|group| is_due(group)) {
         return;
     }
     let mut held: Vec<_> = groups.iter().map(|group| (lock(&group.communicator), is_due(group))).collect();
-    std::thread::scope(|scope| {
-        for communicator in held.iter_mut().filter(|(_, due)| *due).filter_map(|(communicator, _)| communicator.take())
-        {
-            scope.spawn(move || drop(communicator));
-        }
-    });
+    for communicator in held.iter_mut().filter(|(_, due)| *due).filter_map(|(communicator, _)| communicator.take()) {
+        // Without a thread it is aborted here: a closure that cannot be run is dropped.
+        let _ = std::thread::Builder::new().name("nccl-abort".to_owned()).spawn(move || drop(communicator));
+    }
 }
 
 /// One group of ranks, one GPU each.
