@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::median;
 use crate::cuda::kernels::{
-    self, AttentionPlan, AttentionShape, CANDIDATE_WORDS, DecodeRows, Draws, HeadTransform, QkvViews, SharedPrefixes,
+    self, AttentionPlan, AttentionShape, CANDIDATE_WORDS, Draws, HeadTransform, QkvViews, SharedPrefixes,
 };
 use crate::cuda::{Context, Graph, TorchStream};
 use crate::error::{Error, Result};
@@ -219,20 +219,6 @@ impl Step<'_> {
         self.time("sample", rows * vocab * 4, |_| kernels::sample(&logits, 0, &draws, &mut candidates))?;
 
         let (mut token_ids, mut logprobs) = (self.ints(vec![0; rows]), Tensor::f_zeros([rows as i64], options)?);
-        self.time("combine", 0, |_| kernels::combine(&candidates, &mut token_ids, &mut logprobs))?;
-        let [inputs, places, lens, slots] = [(); 4].map(|()| self.ints(vec![1; rows]));
-        let state = DecodeRows {
-            token_ids: &inputs,
-            positions: &places,
-            context_lens: &lens,
-            slot_mapping: &slots,
-            block_tables: &self.ints(vec![0; rows * 8]),
-            limits: &self.ints(vec![1 << 20; rows]),
-            eos_token_ids: &self.ints([vocab]),
-            seen: None,
-        };
-        let mut output = self.ints(vec![0; 2 * rows * 4]);
-        let mut step = Tensor::f_zeros([1], (Kind::Int64, self.device))?;
-        self.time("advance", 0, |_| kernels::advance(&token_ids, &logprobs, &state, BLOCK_SIZE, &mut output, &mut step))
+        self.time("combine", 0, |_| kernels::combine(&candidates, &mut token_ids, &mut logprobs))
     }
 }

@@ -40,6 +40,5 @@ pub use placement::Placement;
 pub use products::{Products, Tuning};
 pub(crate) use profile::timed;
 pub use profile::{Family, Work, profile};
-pub(crate) use stream::TimedEvent;
 pub use stream::{Event, Stream};
 pub use torch_stream::{CurrentStream, TorchStream};

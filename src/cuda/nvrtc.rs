@@ -31,7 +31,6 @@ macro_rules! sources {
 sources! {
     ADAMW = "adamw.cu",
     ADD_RMS_NORM = "add_rms_norm.cu",
-    ADVANCE = "advance.cu",
     EMBED = "embed.cu",
     HEAD = "head.cu",
     HEADS = "heads.cu",

@@ -6,9 +6,8 @@ use std::sync::Arc;
 use tch::Tensor;
 
 use super::context::Context;
-use super::stream::TimedEvent;
+use super::stream::Event;
 use crate::error::Result;
-use crate::torch;
 
 /// What an operation cannot do without.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -35,8 +34,8 @@ pub struct Family {
 struct Span {
     name: &'static str,
     work: Work,
-    start: TimedEvent,
-    end: TimedEvent,
+    start: Event,
+    end: Event,
 }
 
 struct Recording {
@@ -74,7 +73,7 @@ pub fn profile(ordinal: usize, run: impl FnOnce() -> Result<()>) -> Result<Vec<F
     outcome?;
     let mut families: Vec<Family> = Vec::new();
     for Span { name, work, start, end } in spans {
-        let ms = f64::from(end.ms_since(&start)?);
+        let ms = start.time_until(&end)?.as_secs_f64() * 1e3;
         match families.iter_mut().find(|family| family.name == name) {
             Some(family) => {
                 family.calls += 1;
@@ -106,7 +105,7 @@ pub(crate) fn timed<R>(name: &'static str, work: impl FnOnce() -> Work, run: imp
     result
 }
 
-fn begin() -> Option<(Arc<Context>, TimedEvent)> {
+fn begin() -> Option<(Arc<Context>, Event)> {
     RECORDING.with_borrow_mut(|recording| {
         let recording = recording.as_mut().filter(|recording| !recording.is_inside)?;
         recording.is_inside = true;
@@ -114,9 +113,8 @@ fn begin() -> Option<(Arc<Context>, TimedEvent)> {
     })
 }
 
-fn mark(context: &Arc<Context>) -> TimedEvent {
-    let stream = torch::current_cuda_stream(context.ordinal()).expect("libtorch's stream of a GPU in use");
-    TimedEvent::record(context, stream).expect("an event on a GPU in use")
+fn mark(context: &Arc<Context>) -> Event {
+    Event::record_libtorch(context).expect("an event on a GPU in use")
 }
 
 #[cfg(test)]

@@ -153,11 +153,13 @@ impl Event {
         Self::record_timed(context, torch::current_cuda_stream(context.ordinal())?.cast())
     }
 
-    /// Time from this event to a later one, zero if that came first; both timed and done.
+    /// Time from this event to a later one, zero if that came first; both timed. Waits for both.
     ///
     /// # Errors
-    /// [`crate::Error::Cuda`].
+    /// [`crate::Error::Cuda`], also for work that failed before.
     pub fn time_until(&self, later: &Self) -> Result<Duration> {
+        self.synchronize()?;
+        later.synchronize()?;
         // SAFETY: both events are alive.
         let elapsed_ms = check("cuEventElapsedTime", unsafe { result::event::elapsed(self.raw, later.raw) })?;
         Ok(Duration::from_secs_f32(elapsed_ms.max(0.0) / 1e3))
@@ -185,27 +187,5 @@ impl Drop for Event {
     fn drop(&mut self) {
         // SAFETY: created by `record` and not used after this; the driver keeps it until the stream has passed it.
         let _ = unsafe { result::event::destroy(self.raw) };
-    }
-}
-
-/// A point in a stream with its time.
-#[derive(Debug)]
-pub(crate) struct TimedEvent(Event);
-
-impl TimedEvent {
-    /// # Errors
-    /// [`crate::Error::Cuda`].
-    pub(crate) fn record(context: &Arc<Context>, stream: *mut c_void) -> Result<Self> {
-        Event::with_flags(context, stream.cast(), sys::CUevent_flags::CU_EVENT_DEFAULT).map(Self)
-    }
-
-    /// Waits for this point and says how long after `start` the stream passed it.
-    ///
-    /// # Errors
-    /// [`crate::Error::Cuda`], also for work that failed before.
-    pub(crate) fn ms_since(&self, start: &Self) -> Result<f32> {
-        self.0.synchronize()?;
-        // SAFETY: both events are alive and were recorded with their time.
-        check("cuEventElapsedTime", unsafe { result::event::elapsed(start.0.raw, self.0.raw) })
     }
 }

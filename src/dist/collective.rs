@@ -54,8 +54,8 @@ pub trait Collective: Send + Sync + Debug {
     fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()>;
     /// `output` (size x numel) becomes every rank's `input` (numel) in rank order. `input` may be output's own slice.
     fn all_gather(&self, input: &Tensor, output: &mut Tensor) -> Result<()>;
-    /// `output` (numel) becomes this rank's slice of the sum of `input` (size x numel), in shared memory in the bits that all_reduce gives.
-    /// `output` may be input's own slice; the rest of `input` is kept.
+    /// `output` (numel) becomes this rank's slice of the sum of `input` (size x numel), in shared memory in the bits that
+    /// all_reduce gives. `output` may be input's own slice; the rest of `input` is kept.
     fn reduce_scatter(&self, input: &Tensor, output: &mut Tensor) -> Result<()>;
     /// `tensor` becomes that of group rank `root`.
     fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<()>;

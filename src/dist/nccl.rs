@@ -1,9 +1,9 @@
 //! Collectives between GPUs, through NCCL.
 //!
 //! Communicators are non-blocking: a call that is not done yet is polled, so that a peer's failure or the time limit ends the
-//! wait. Everything is queued on libtorch's current stream, or on that of the lane. Each group has a twin in shared memory with the same ranks,
-//! through which the host sides meet; its failure flag is watched by a thread that aborts all communicators, which releases
-//! a host that waits for a stuck stream. `World::agree` builds them anew.
+//! wait. Everything is queued on libtorch's current stream, or on that of the lane. Each group has a twin in shared memory
+//! with the same ranks, through which the host sides meet; its failure flag is watched by a thread that aborts all
+//! communicators, which releases a host that waits for a stuck stream. `World::agree` builds them anew.
 #![allow(unsafe_code)]
 
 use std::ffi::CStr;

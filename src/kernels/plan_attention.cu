@@ -85,7 +85,8 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
     const int wanted = pieces_of(2 * total_read * static_cast<int>(columns), blocks);
     int shared_units = LEAST_SHARED_UNITS;
     while (shared_units < min(wanted, MOST_SHARED_UNITS)) shared_units *= 2;
-    while (2 * rows + total_steps / per_item + total_seen / shared_units > capacity) per_item *= 2, shared_units *= 2;
+    if (fixed_split == 0)  // the capacity for a fixed one may be below 2 a row, which no split here would meet
+        while (2 * rows + total_steps / per_item + total_seen / shared_units > capacity) per_item *= 2, shared_units *= 2;
     const int split = fixed_split > 0 ? static_cast<int>(fixed_split) : per_item * STEP;
     const int shared_split = fixed_split > 0 ? split : shared_units * UNIT;
 

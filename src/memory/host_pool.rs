@@ -47,8 +47,6 @@ impl Mark {
         let (Some(start), Some(end)) = (&self.event, &later.event) else {
             return Ok(later.at.saturating_duration_since(self.at));
         };
-        start.synchronize()?;
-        end.synchronize()?;
         start.time_until(end)
     }
 }

@@ -1,8 +1,7 @@
 //! The decode step's kernels against the CPU's operations in float64. Ignored where there is no GPU.
 
 use colo_grpo::cuda::kernels::{
-    self, AttentionPlan, AttentionShape, CANDIDATE_WORDS, DecodeRows, Draws, HeadTransform, QkvViews, RowStatus,
-    SharedPrefixes,
+    self, AttentionPlan, AttentionShape, CANDIDATE_WORDS, Draws, HeadTransform, QkvViews, SharedPrefixes,
 };
 use colo_grpo::ops::attention::{PagedLayout, kv_rows, paged_decode, write_kv};
 use colo_grpo::ops::random::RandomKey;
@@ -492,46 +491,4 @@ fn compare_filter(logits: &Tensor, min_p: f32, top_k: i64, top_p: f32) {
     let (mut token_ids, mut logprobs) = (ints(&[-7; DRAWS as usize]), poison(&[DRAWS], Kind::Float));
     kernels::combine(&candidates, &mut token_ids, &mut logprobs).unwrap();
     assert!(torch::i64_vec(&token_ids).unwrap().into_iter().all(|id| id >= 0 && is_kept(id as usize)));
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn gpu_rows_advance_and_end() {
-    kernels::prepare(0).unwrap();
-    // A row that goes on, one at its limit, an end of sequence, an empty one, logits that failed, one without a next block.
-    let (sampled, lens) = ([5, 6, 2, 8, -1, 9], [16, 31, 20, 0, 7, 32]);
-    let logprobs = gpu(&Tensor::from_slice(&[-1.5f32, -0.5, -0.25, 0.0, f32::NAN, -2.0]));
-    let [token_ids, positions, context_lens, slot_mapping] =
-        [ints(&[1; 6]), ints(&lens.map(|len| (len - 1).max(0))), ints(&lens), ints(&[3; 6])];
-    let tables: Vec<i64> = (0..6).flat_map(|row| [10 * row + 1, 10 * row + 2, -1]).collect();
-    let seen = ints(&[0; 6]);
-    let rows = DecodeRows {
-        token_ids: &token_ids,
-        positions: &positions,
-        context_lens: &context_lens,
-        slot_mapping: &slot_mapping,
-        block_tables: &ints(&tables),
-        limits: &ints(&[100, 32, 100, 100, 100, 100]),
-        eos_token_ids: &ints(&[2, 3]),
-        seen: Some(&seen),
-    };
-    let mut output = ints(&[-7; 2 * 6 * 4]);
-    let mut step = gpu(&Tensor::from_slice(&[3i64]));
-    kernels::advance(&ints(&sampled), &logprobs, &rows, 16, &mut output, &mut step).unwrap();
-    let host = |tensor: &Tensor| torch::i64_vec(tensor).unwrap();
-    assert_eq!(host(&step), [4]);
-    assert_eq!(host(&token_ids), [5, 0, 0, 1, 0, 0]);
-    assert_eq!(host(&positions), [16, 0, 0, 0, 0, 0]);
-    assert_eq!(host(&context_lens), [17, 0, 0, 0, 0, 0]);
-    assert_eq!(host(&slot_mapping), [2 * 16, -1, -1, 3, -1, -1]);
-    assert_eq!(host(&seen), [1 << 5, 1 << 6, 1 << 2, 0, 0, 1 << 9]);
-    let output = host(&output);
-    assert!(output[..24].iter().all(|&word| word == -7), "row 3 % 2 of the ring is written, the other kept");
-    let words: Vec<&[i64]> = output[24..].chunks(4).collect();
-    let status: Vec<_> = words.iter().map(|row| RowStatus::from_word(row[2] as i32).unwrap()).collect();
-    use RowStatus::{Eos, Length, NoBlock, NonFinite, Running};
-    assert_eq!(status, [Running, Length, Eos, Running, NonFinite, NoBlock]);
-    assert_eq!(words.iter().map(|row| row[0]).collect::<Vec<_>>(), [5, 6, 2, -1, -1, 9]);
-    assert_eq!(words.iter().map(|row| row[3]).collect::<Vec<_>>(), [17, 32, 21, 0, 8, 33]);
-    assert_eq!(f32::from_bits(words[0][1] as u32), -1.5);
 }

@@ -4,7 +4,6 @@
 
 mod adamw;
 mod add_rms_norm;
-mod advance;
 mod embed;
 mod head;
 mod heads;
@@ -22,7 +21,6 @@ mod swiglu;
 
 pub use adamw::{AdamWScalars, adamw};
 pub use add_rms_norm::add_rms_norm;
-pub use advance::{DecodeRows, RowStatus, advance};
 pub use embed::embed;
 pub use head::{HeadRows, head_backward, head_forward};
 pub use heads::{HeadNormWeights, HeadsGradient, heads_backward, heads_forward};
@@ -53,7 +51,6 @@ pub fn prepare(ordinal: usize) -> Result<()> {
     for (source, names) in [
         (adamw::SOURCE, adamw::NAMES),
         (add_rms_norm::SOURCE, add_rms_norm::NAMES),
-        (advance::SOURCE, advance::NAMES),
         (embed::SOURCE, embed::NAMES),
         (head::SOURCE, head::NAMES),
         (heads::SOURCE, heads::NAMES),

@@ -18,7 +18,7 @@ use tch::{Kind, Tensor};
 
 use self::problem::{Descriptors, Problem};
 use super::context::{Context, check};
-use super::stream::TimedEvent;
+use super::stream::Event;
 use crate::error::{Error, Result};
 use crate::torch;
 
@@ -29,7 +29,7 @@ const CANDIDATES: usize = 16;
 /// Runs of each; the median counts.
 const RUNS: usize = 5;
 /// A later algorithm of the list must be faster than an earlier one by this factor.
-const GAIN: f32 = 0.98;
+const GAIN: f64 = 0.98;
 /// Rows for which the algorithm of all numbers of rows is chosen.
 const FIXED_ROWS: i64 = 256;
 /// Larger products take the first: alone in a measurement the chip clocks higher than in a run of them.
@@ -42,7 +42,8 @@ const FLUSH_BYTES: i64 = 128 << 20;
 pub enum Tuning {
     /// The heuristics' first: at once, and the same in every process.
     First,
-    /// The fastest of the heuristics' list, timed once; of large products the first. It may differ from process to process, and results in their last bits.
+    /// The fastest of the heuristics' list, timed once; of large products the first. It may differ from process to process,
+    /// and results in their last bits.
     Timed,
     /// The same for every number of rows M, so that a row's bits do not depend on the rows beside it.
     Fixed,
@@ -141,7 +142,7 @@ impl Products {
         let [first, ..] = candidates.as_slice() else {
             return Err(problem::failed(
                 "cublasLtMatmulAlgoGetHeuristic",
-                15,
+                sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED as u32,
                 &format!("no algorithm for {problem:?}"),
             ));
         };
@@ -179,17 +180,17 @@ impl Products {
         flushed: &Tensor,
         stream: *mut c_void,
     ) -> Result<sys::cublasLtMatmulAlgo_t> {
-        let mut best = (candidates[0], f32::INFINITY);
+        let mut best = (candidates[0], f64::INFINITY);
         for algorithm in candidates {
             let mut times = [0.0; RUNS];
             for time in &mut times {
                 let _ = flushed.shallow_clone().f_zero_()?;
-                let start = TimedEvent::record(&self.context, stream)?;
+                let start = Event::record_libtorch(&self.context)?;
                 // SAFETY: as in `run`; the output is a scratch of the same shape.
                 unsafe { self.queue(descriptors, algorithm, pointers, 0.0, stream)? };
-                *time = TimedEvent::record(&self.context, stream)?.ms_since(&start)?;
+                *time = start.time_until(&Event::record_libtorch(&self.context)?)?.as_secs_f64();
             }
-            times.sort_by(f32::total_cmp);
+            times.sort_by(f64::total_cmp);
             if times[RUNS / 2] < best.1 * GAIN {
                 best = (*algorithm, times[RUNS / 2]);
             }

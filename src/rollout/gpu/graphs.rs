@@ -22,8 +22,8 @@ impl Graphs {
         }
     }
 
-    /// Runs `step` of a bucket, with or without filters: the first time as it is, which lets libraries choose their algorithms and communicators warm up, and then
-    /// from its recording.
+    /// Runs the `step` of (bucket, whether filters are on): the first time as it is, which lets libraries choose their
+    /// algorithms and communicators warm up, and then from its recording.
     pub(super) fn run(
         &mut self,
         key: (usize, bool),

@@ -127,6 +127,22 @@ impl GpuState {
         Ok(())
     }
 
+    /// Packs what step number `step` is told, once an earlier step's words have left the host, and queues their copy.
+    fn upload<T>(
+        &mut self,
+        step: usize,
+        tp: &dyn Collective,
+        pack: impl FnOnce(&mut Words, &Tensor) -> Result<T>,
+    ) -> Result<T> {
+        let inputs = &self.buffers.as_ref().expect("the engine is awake").inputs;
+        let upload = &mut self.uploads[step % 2];
+        let mut words = Words::new(upload.words(&mut || wait(tp))?);
+        let packed = pack(&mut words, inputs)?;
+        let len = words.len();
+        upload.upload(&inputs.narrow(0, 0, len as i64))?;
+        Ok(packed)
+    }
+
     /// Gives the buffers' memory back. Never fails: the arena keeps an error for the next wake.
     pub(super) fn sleep(&mut self) {
         self.buffers = None;
@@ -184,7 +200,7 @@ impl<'a> GpuRunner<'a> {
         let bucket = self.bucket(packing);
         let mut graphs = std::mem::take(&mut self.state.graphs);
         let key = (bucket, filters::is_active(self.params));
-        let outcome = self.prepare_decode(packing, None, |stream, _, step| graphs.run(key, stream, step));
+        let outcome = self.prepare_decode(packing, None, |stream, step| graphs.run(key, stream, step));
         self.state.graphs = graphs;
         outcome
     }
@@ -198,17 +214,15 @@ impl<'a> GpuRunner<'a> {
         &mut self,
         packing: &Packing,
         only: Option<Op>,
-        run: impl FnOnce(&TorchStream, &Arc<Context>, &mut dyn FnMut() -> Result<()>) -> Result<T>,
+        run: impl FnOnce(&TorchStream, &mut dyn FnMut() -> Result<()>) -> Result<T>,
     ) -> Result<T> {
-        let bucket = self.bucket(packing);
+        let widths = (self.bucket(packing), self.state.shape.blocks);
+        let pending = &self.pending;
+        let inputs = self.state.upload(self.num_launched, self.tp, |words, inputs| {
+            DecodeInputs::pack(packing, words, widths, pending, inputs)
+        })?;
         let state = &mut *self.state;
         let buffers = state.buffers.as_ref().expect("the engine is awake");
-        let upload = &mut state.uploads[self.num_launched % 2];
-        let mut words = Words::new(upload.words(&mut || wait(self.tp))?);
-        let widths = (bucket, state.shape.blocks);
-        let inputs = DecodeInputs::pack(packing, &mut words, widths, &self.pending, &buffers.inputs)?;
-        let len = words.len();
-        upload.upload(&buffers.inputs.narrow(0, 0, len as i64))?;
         let network = Network {
             spec: self.spec,
             weights: self.weights,
@@ -223,17 +237,14 @@ impl<'a> GpuRunner<'a> {
             only,
         };
         let (plan, strict) = (&mut state.plan, state.strict);
-        run(&state.stream, state.stream.context(), &mut || decode_step(&network, &inputs, plan, strict))
+        run(&state.stream, &mut || decode_step(&network, &inputs, plan, strict))
     }
 
     fn prefill(&mut self, packing: &Packing) -> Result<()> {
-        let state = &mut *self.state;
+        let pack = |words: &mut Words, inputs: &Tensor| PrefillInputs::pack(packing, words, inputs);
+        let inputs = self.state.upload(self.num_launched, self.tp, pack)?;
+        let state = &*self.state;
         let buffers = state.buffers.as_ref().expect("the engine is awake");
-        let upload = &mut state.uploads[self.num_launched % 2];
-        let mut words = Words::new(upload.words(&mut || wait(self.tp))?);
-        let inputs = PrefillInputs::pack(packing, &mut words, &buffers.inputs)?;
-        let len = words.len();
-        upload.upload(&buffers.inputs.narrow(0, 0, len as i64))?;
         let network = Network {
             spec: self.spec,
             weights: self.weights,

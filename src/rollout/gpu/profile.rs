@@ -3,7 +3,7 @@
 
 use super::network::Op;
 use super::{GpuRunner, Packing};
-use crate::cuda::{Graph, TimedEvent};
+use crate::cuda::Graph;
 use crate::error::{Error, Result};
 use crate::rollout::sampler::Draw;
 use crate::rollout::scheduler::{Run, Step};
@@ -122,19 +122,19 @@ impl GpuRunner<'_> {
 
     /// Microseconds of a step, or of one of its operations.
     fn time(&mut self, packing: &Packing, only: Option<Op>) -> Result<f64> {
-        self.prepare_decode(packing, only, |stream, context, step| {
+        self.prepare_decode(packing, only, |stream, step| {
             step()?;
             let mut graph = Graph::capture(stream, step)?;
             let replays = if only.is_none() { STEP_REPLAYS } else { REPLAYS };
             let mut times = Vec::with_capacity(replays);
             for _ in 0..replays {
-                let start = TimedEvent::record(context, stream.raw())?;
+                let start = stream.record_timed()?;
                 // SAFETY: recorded just now, over memory that stays as long as the engine is awake.
                 unsafe { graph.replay(stream)? };
-                times.push(TimedEvent::record(context, stream.raw())?.ms_since(&start)?);
+                times.push(start.time_until(&stream.record_timed()?)?);
             }
-            times.sort_by(f32::total_cmp);
-            Ok(f64::from(times[replays / 2]) * 1e3)
+            times.sort_unstable();
+            Ok(times[replays / 2].as_secs_f64() * 1e6)
         })
     }
 
