@@ -30,8 +30,6 @@ pub enum ExitCode {
     Storage = 12,
     /// Too many non-finite losses or gradients.
     Numerics = 13,
-    /// The reward service is down.
-    RewardService = 14,
     /// Nothing moved for the configured time.
     Hang = 15,
     /// Preempted; the state was saved.
@@ -40,7 +38,7 @@ pub enum ExitCode {
 
 impl ExitCode {
     /// Every code, for parsing what a worker left behind.
-    pub const ALL: [ExitCode; 12] = [
+    pub const ALL: [ExitCode; 11] = [
         ExitCode::Done,
         ExitCode::Configuration,
         ExitCode::Files,
@@ -50,7 +48,6 @@ impl ExitCode {
         ExitCode::OutOfMemory,
         ExitCode::Storage,
         ExitCode::Numerics,
-        ExitCode::RewardService,
         ExitCode::Hang,
         ExitCode::Preempted,
     ];

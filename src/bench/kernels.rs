@@ -8,7 +8,7 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use super::median;
+use super::{MEMORY_BYTES_PER_S, median};
 use crate::cuda::kernels::{
     self, AttentionPlan, AttentionShape, CANDIDATE_WORDS, Draws, HeadTransform, QkvViews, SharedPrefixes,
 };
@@ -17,8 +17,6 @@ use crate::error::{Error, Result};
 use crate::model::{ModelSpec, attention_scale};
 use crate::ops::rope::Rope;
 
-/// What a device-to-device copy reaches on an H200, read and written.
-const BYTES_PER_SECOND: f64 = 4.25e12;
 /// Launches of a graph.
 const LAYERS: usize = 8;
 const REPLAYS: usize = 7;
@@ -47,11 +45,10 @@ pub struct KernelsBench {
 /// Runs all kernels and gives one JSON object for each.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] without a GPU; out of memory.
+/// [`Error::Environment`] without a GPU; out of memory.
 pub fn bench_kernels(bench: &KernelsBench, device: Device) -> Result<Vec<Value>> {
     let Device::Cuda(ordinal) = device else {
-        let got = format!("{device:?}");
-        return Err(Error::InvalidArgument { op: "bench_kernels", expected: "a GPU".into(), got });
+        return Err(Error::Environment { message: "bench kernels needs a GPU, and none is used".into() });
     };
     kernels::prepare(ordinal)?;
     let stream = TorchStream::new(&Context::retain(ordinal)?)?;
@@ -88,7 +85,7 @@ impl Step<'_> {
                 times.push(start.elapsed().as_secs_f64() / LAYERS as f64);
             }
         }
-        let (seconds, floor) = (median(times), bytes as f64 / BYTES_PER_SECOND);
+        let (seconds, floor) = (median(times), bytes as f64 / MEMORY_BYTES_PER_S);
         self.results.push(json!({
             "benchmark": "kernel",
             "kernel": kernel,

@@ -8,7 +8,7 @@ use std::time::Instant;
 use serde_json::{Value, json};
 
 use super::memory::MemoryWatch;
-use super::{SEED, STREAM, median, synchronize, token};
+use super::{PEAK_FLOP_PER_S, SEED, STREAM, median, synchronize, token};
 use crate::config::Config;
 use crate::dist::World;
 use crate::error::Result;
@@ -23,8 +23,6 @@ use crate::types::Prompt;
 /// What enters and leaves the rollout: the time that the host spends there. Copies that go on beside other work are told by
 /// `transition/hidden_share`.
 const TRANSITIONS: [Phase; 5] = [Phase::Offload, Phase::Gather, Phase::Wake, Phase::Sleep, Phase::Reload];
-/// Dense bfloat16 products of one H200 in TFLOP/s, by its data sheet.
-const PEAK_TFLOPS: f64 = 989.0;
 
 /// What is run.
 #[derive(Debug, Clone)]
@@ -204,7 +202,7 @@ impl Report<'_> {
             "train_tokens_per_second": tokens as f64 / train_s,
             "tokens_computed_in_training": computed,
             "train_tflops_per_gpu": train_tflops,
-            "train_mfu_percent": world.device().is_cuda().then_some(100.0 * train_tflops / PEAK_TFLOPS),
+            "train_mfu_percent": world.device().is_cuda().then_some(100.0 * train_tflops * 1e12 / PEAK_FLOP_PER_S),
             "metrics": other,
         })
     }

@@ -7,7 +7,7 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use super::{MEMORY_BYTES_PER_S, PRODUCT_FLOP_PER_S, SEED, median, token};
+use super::{MEMORY_BYTES_PER_S, PEAK_FLOP_PER_S, PRODUCT_FLOP_PER_S, SEED, median, synchronize, token};
 use crate::config::{GradientCheckpointing, Quantization, TargetModule};
 use crate::cuda::{Family, Work, profile};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
@@ -21,9 +21,6 @@ use crate::train::{
 
 /// Untimed: the first compiles and allocates, the second plans attention for shapes that come again.
 const WARM_UP_STEPS: usize = 2;
-
-/// What a H200 multiplies in bfloat16 by its data sheet.
-const PEAK_FLOP_PER_S: f64 = 989e12;
 
 /// What is run.
 #[derive(Debug, Clone)]
@@ -98,9 +95,7 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
         let start = Instant::now();
         run_step(&mut policy, &micro_batches, bench.score)?;
         let exposed_s = policy.take_exposed_communication()?.as_secs_f64();
-        if let Device::Cuda(ordinal) = device {
-            tch::Cuda::synchronize(ordinal as i64);
-        }
+        synchronize(device)?;
         let mut seconds = [start.elapsed().as_secs_f64(), exposed_s];
         all_reduce_f64(&*world.group(), &mut seconds, ReduceOp::Max)?;
         if step < WARM_UP_STEPS {

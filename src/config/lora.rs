@@ -3,8 +3,9 @@
 use serde_json::Value;
 
 use super::field::{FromValue, keys};
+use super::validate::{check, count};
 use super::{Quantization, TargetModule};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Every linear projection of a block.
 const ALL_LINEAR: &str = "all-linear";
@@ -26,25 +27,20 @@ keys! {
 
 impl LoraConfig {
     pub(super) fn check(&self, quantization: Quantization) -> Result<()> {
-        let check = |key: &str, got: String, holds: bool, expected: &str| match holds {
-            true => Ok(()),
-            false => Err(Error::invalid_value(key, got, expected)),
-        };
-        let r = self.r.unwrap_or(1);
-        check("lora.r", r.to_string(), r >= 1, "at least 1, or \"none\" to train all weights")?;
-        check("lora.alpha", self.alpha.to_string(), self.alpha > 0.0, "above 0")?;
-        check("lora.dropout", self.dropout.to_string(), (0.0..1.0).contains(&self.dropout), "in [0, 1)")?;
+        count("lora.r", self.r.unwrap_or(1))?;
+        check("lora.alpha", self.alpha, self.alpha > 0.0, "above 0")?;
+        check("lora.dropout", self.dropout, (0.0..1.0).contains(&self.dropout), "in [0, 1)")?;
         let targets = format!("{:?}", self.target_modules.to_value());
         let repeated = self.target_modules.modules().len() != self.target_modules.len();
-        check("lora.target_modules", targets.clone(), !repeated, "every projection only once")?;
+        check("lora.target_modules", &targets, !repeated, "every projection only once")?;
         check("lora.target_modules", targets, self.target_modules.len() > 0, "at least one projection")?;
         if self.r.is_some() {
             return Ok(());
         }
         let default = Self { r: None, alpha: 32.0, dropout: 0.0, target_modules: TargetModules::AllLinear };
-        check("lora.r", "none".into(), *self == default, "a rank, as other keys of lora are set")?;
+        check("lora.r", "none", *self == default, "a rank, as other keys of lora are set")?;
         let trained = quantization == Quantization::None;
-        check("quantization", quantization.name().into(), trained, "none, or lora.r set: a quantised base is frozen")
+        check("quantization", quantization.name(), trained, "none, or lora.r set: a quantised base is frozen")
     }
 }
 
@@ -116,7 +112,7 @@ mod tests {
     #[test]
     fn what_cannot_be_meant_is_refused() {
         for (overrides, expected) in [
-            (&["lora.r=0"][..], "lora.r = 0: expected at least 1"),
+            (&["lora.r=0"][..], "lora.r = 0: expected 1 to"),
             (&["lora.r=8", "lora.alpha=0"], "lora.alpha = 0: expected above 0"),
             (&["lora.r=8", "lora.dropout=1"], "lora.dropout = 1: expected in [0, 1)"),
             (&["lora.r=8", "lora.target_modules=[\"qkv_proj\"]"], "or a list of q_proj, k_proj"),

@@ -209,10 +209,10 @@ fn is_timeout(seconds: f64) -> bool {
 }
 
 /// A number of things of which there must be one. The upper bound keeps products of two counts within 64 bits.
-fn count(key: &str, value: usize) -> Result<()> {
+pub(super) fn count(key: &str, value: usize) -> Result<()> {
     check(key, value, (1..=MAX_COUNT).contains(&value), format!("1 to {MAX_COUNT}"))
 }
 
-fn check(key: &str, got: impl ToString, holds: bool, expected: impl Into<String>) -> Result<()> {
+pub(super) fn check(key: &str, got: impl ToString, holds: bool, expected: impl Into<String>) -> Result<()> {
     if holds { Ok(()) } else { Err(Error::invalid_value(key, got, expected)) }
 }

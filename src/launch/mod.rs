@@ -12,6 +12,7 @@
 //! | `signals` | signals and ends of processes |
 //! | `report`, `output` | what a worker leaves and says |
 //! | `watchdog` | a worker without a launcher of ours watches itself |
+//! | `exit` | the end of a process with a GPU's libraries |
 
 mod exit;
 mod group;

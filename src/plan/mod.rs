@@ -226,8 +226,10 @@ impl MemoryPlan {
         let swapped = self.sum(|class| class.host_bytes);
         if let Some(host) = self.swap_bytes.filter(|host| *host < swapped) {
             let message = format!(
-                "residency.optimizer = {} needs {} of host memory per rank and {} are available; set resident",
+                "residency.optimizer = {} and residency.reference = {} need {} of host memory per rank and {} are \
+                 available; set resident",
                 self.optimizer.name(),
+                self.reference.name(),
                 human(swapped),
                 human(host)
             );

@@ -1,5 +1,5 @@
 //! Bytes per rank of what training holds, as functions of the layout: the plan adds them up before anything is allocated.
-//! Activations are the network's and not counted here.
+//! Activations have a file of their own.
 
 use tch::Kind;
 
@@ -31,8 +31,8 @@ impl TrainBytes {
     pub fn new(table: &ParamTable, stage: u8, kind: Kind, gradients: GradientOptions) -> Self {
         let stage = if table.shards == 1 { 0 } else { stage };
         let share = |sharded: bool| if sharded { table.total / table.shards } else { table.total };
-        let (bytes, wide_bytes) = (kind.elt_size_in_bytes(), accumulation_kind(kind).elt_size_in_bytes());
         let wide = accumulation_kind(kind);
+        let (bytes, wide_bytes) = (kind.elt_size_in_bytes(), wide.elt_size_in_bytes());
         let kinds = gradients.kinds(wide);
         let [gradient_bytes, sent_bytes] = [kinds.accumulated, kinds.reduced].map(|kind| kind.elt_size_in_bytes());
         let cast_bytes = if kinds.accumulated == kinds.reduced { 0 } else { sent_bytes * largest(table) };

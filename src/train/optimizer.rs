@@ -87,9 +87,6 @@ impl Optimizer {
 
     /// Counts an update: the exponent of the bias corrections of the [`Optimizer::step`]s that follow, one for each unit in
     /// order.
-    ///
-    /// # Errors
-    /// `InvalidArgument` while offloaded.
     pub(crate) fn begin_update(&mut self) -> Result<()> {
         let residence = self.residence.get_mut().unwrap_or_else(PoisonError::into_inner);
         let columns = residence.columns();
@@ -102,6 +99,9 @@ impl Optimizer {
     }
 
     /// Steps a unit's owned part on `gradient * gradient_scale`; `weight` takes its new master weights in its own kind.
+    ///
+    /// # Errors
+    /// `InvalidArgument` while offloaded.
     pub(crate) fn step(
         &mut self,
         index: usize,
