@@ -131,7 +131,7 @@ impl Sft {
         ));
         let mut loss = f64::NAN;
         let model_dir = self.config.output_dir.join("final");
-        let mut preempted = None;
+        let (mut reached, mut preempted) = (total, None);
         for step in 0..total {
             phase::set_step(step);
             let lr = learning_rate(&self.schedule, step);
@@ -139,13 +139,14 @@ impl Sft {
             loss = step_loss;
             log.step(step + 1, &[("loss", loss), ("grad_norm", grad_norm), ("learning_rate", lr)]);
             if self.stop_asked()? {
-                preempted = Some(Error::Preempted { step: step + 1, saved: model_dir.clone() });
+                reached = step + 1;
+                preempted = Some(Error::Preempted { step: reached, saved: model_dir.clone() });
                 break;
             }
         }
         let eval_loss = if self.eval_examples.is_empty() { None } else { Some(self.evaluate()?) };
         checkpoint::export(&model_dir, &self.base_dir, &self.world, &self.policy)?;
-        log.finish(total, eval_loss)?;
+        log.finish(reached, eval_loss)?;
         preempted.map_or(Ok(SftSummary { loss, eval_loss, model_dir }), Err)
     }
 

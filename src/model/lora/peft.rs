@@ -114,7 +114,7 @@ impl AdapterFiles {
     ///
     /// # Errors
     /// [`Error::BadFile`] for adapters of another kind than LoRA's, or that are not of this model.
-    pub fn open(folder: &Path, spec: std::sync::Arc<ModelSpec>) -> Result<Self> {
+    pub fn open(folder: &Path, spec: Arc<ModelSpec>) -> Result<Self> {
         let file = MappedFile::open(&folder.join(WEIGHTS))?;
         let lora = read_config(&folder.join(CONFIG), targets(&file))?;
         let files = Self { spec, lora, file };
