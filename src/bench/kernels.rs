@@ -171,7 +171,7 @@ impl Step<'_> {
             sliding_window: spec.sliding_window,
             scale: attention_scale(spec),
         };
-        let mut plan = AttentionPlan::new(shape, (*kind, self.device), rows, max_blocks, None)?;
+        let plan = AttentionPlan::new(shape, (*kind, self.device), rows, max_blocks, None)?;
         let mut o = self.tensor(&[rows, heads, head_dim])?;
         let token_bytes = 2 * kv_heads * head_dim * unit;
         self.time("plan_attention", 0, |_| plan.update(&lens, None))?;

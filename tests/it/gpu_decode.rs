@@ -265,7 +265,7 @@ fn compare_attention(shape: AttentionShape, kind: Kind, bound: f64, sharing: i64
     let (groups, shared) = (ints(&contexts.groups), ints(&contexts.shared));
     let prefixes = (sharing > 0).then_some(SharedPrefixes { groups: &groups, num_shared_blocks: &shared });
     let plan = |rows: usize| AttentionPlan::new(shape, (kind, GPU), rows, contexts.max_blocks as usize, split).unwrap();
-    let mut whole = plan(ROWS as usize);
+    let whole = plan(ROWS as usize);
     let what = format!("{shape:?} {kind:?}, groups of {sharing}, split {split:?}");
     let mut o = poison(&[ROWS, heads, dim], kind);
     for _ in 0..2 {
@@ -278,7 +278,7 @@ fn compare_attention(shape: AttentionShape, kind: Kind, bound: f64, sharing: i64
     }
     if split.is_some() {
         // With a fixed split a row alone has the same bits.
-        let mut alone = plan(1);
+        let alone = plan(1);
         for row in 0..6 {
             let of_row = |tensor: &Tensor| tensor.narrow(0, row, 1).contiguous();
             let (mut own, len) = (poison(&[1, heads, dim], kind), of_row(&lens));

@@ -124,7 +124,7 @@ impl AttentionPlan {
     /// # Errors
     /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
     pub fn update(
-        &mut self,
+        &self,
         context_lens: &Tensor, // [S] i32, the new token included; 0: no sequence
         prefixes: Option<SharedPrefixes>,
     ) -> Result<()> {

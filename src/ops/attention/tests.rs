@@ -56,19 +56,23 @@ fn packed_matches_autograd() {
         });
         let (o, lse): (Vec<_>, Vec<_>) = parts.unzip();
         let (expected, expected_lse) = (Tensor::cat(&o, 0), Tensor::cat(&lse, 0));
-        let d_o = rand(&expected.size());
-        let grads = Tensor::run_backward(&[(&expected * &d_o).sum(None)], &[&q, &k, &v], false, false);
-
         let layout = PackedLayout::new(&cu, heads as usize, window, Device::Cpu);
-        let [q, k, v] = [q, k, v].map(|t| t.detach());
-        let (o, lse) = packed_forward(&q, &k, &v, &layout, SCALE);
-        assert_close(&o, &expected);
-        assert_close(&lse, &expected_lse);
-        let (dq, dk, dv) = packed_backward(&d_o, &q, &k, &v, &o, &lse, &layout, SCALE);
-        assert_close(&dq, &grads[0]);
-        assert_close(&dk, &grads[1]);
-        assert_close(&dv, &grads[2]);
+        assert_equals_autograd([q, k, v], &expected, &expected_lse, &layout);
     }
+}
+
+/// Forward and backward over `layout` against what `reference` made of the leaves `q`, `k`, `v`, and its gradients.
+fn assert_equals_autograd([q, k, v]: [Tensor; 3], expected: &Tensor, expected_lse: &Tensor, layout: &PackedLayout) {
+    let d_o = rand(&expected.size());
+    let grads = Tensor::run_backward(&[(expected * &d_o).sum(None)], &[&q, &k, &v], false, false);
+    let [q, k, v] = [q, k, v].map(|t| t.detach());
+    let (o, lse) = packed_forward(&q, &k, &v, layout, SCALE);
+    assert_close(&o, expected);
+    assert_close(&lse, expected_lse);
+    let (dq, dk, dv) = packed_backward(&d_o, &q, &k, &v, &o, &lse, layout, SCALE);
+    assert_close(&dq, &grads[0]);
+    assert_close(&dk, &grads[1]);
+    assert_close(&dv, &grads[2]);
 }
 
 /// Gradients of shared prompts against those of whole sequences in which every completion has a copy of its prompt.
@@ -101,18 +105,8 @@ fn shared_prompts_equal_separate_sequences() {
         o.extend(own);
         lse.extend(own_lse);
         let (expected, expected_lse) = (Tensor::cat(&o, 0), Tensor::cat(&lse, 0));
-        let d_o = rand(&expected.size());
-        let grads = Tensor::run_backward(&[(&expected * &d_o).sum(None)], &[&q, &k, &v], false, false);
-
         let layout = PackedLayout::of(&Bounds::Shared(shared), heads as usize, None, Device::Cpu);
-        let [q, k, v] = [q, k, v].map(|t| t.detach());
-        let (o, lse) = packed_forward(&q, &k, &v, &layout, SCALE);
-        assert_close(&o, &expected);
-        assert_close(&lse, &expected_lse);
-        let (dq, dk, dv) = packed_backward(&d_o, &q, &k, &v, &o, &lse, &layout, SCALE);
-        assert_close(&dq, &grads[0]);
-        assert_close(&dk, &grads[1]);
-        assert_close(&dv, &grads[2]);
+        assert_equals_autograd([q, k, v], &expected, &expected_lse, &layout);
     }
 }
 

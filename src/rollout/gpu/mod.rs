@@ -205,6 +205,24 @@ impl<'a> GpuRunner<'a> {
         outcome
     }
 
+    /// The network over this engine's memory. A strict engine has one product algorithm, others choose by `tuning`.
+    fn network(&self, tuning: Tuning, only: Option<Op>) -> Network<'_> {
+        let state = &*self.state;
+        Network {
+            spec: self.spec,
+            weights: self.weights,
+            kv_cache: self.kv_cache,
+            tp: self.tp,
+            products: &state.products,
+            buffers: state.buffers.as_ref().expect("the engine is awake"),
+            rope: &state.rope,
+            low: state.low.as_ref(),
+            tuning: if state.strict { Tuning::Fixed } else { tuning },
+            filters: filters::is_active(self.params),
+            only,
+        }
+    }
+
     fn bucket(&self, packing: &Packing) -> usize {
         graphs::bucket(packing.step.runs.len(), self.state.shape.seqs)
     }
@@ -221,43 +239,14 @@ impl<'a> GpuRunner<'a> {
         let inputs = self.state.upload(self.num_launched, self.tp, |words, inputs| {
             DecodeInputs::pack(packing, words, widths, pending, inputs)
         })?;
-        let state = &mut *self.state;
-        let buffers = state.buffers.as_ref().expect("the engine is awake");
-        let network = Network {
-            spec: self.spec,
-            weights: self.weights,
-            kv_cache: self.kv_cache,
-            tp: self.tp,
-            products: &state.products,
-            buffers,
-            rope: &state.rope,
-            low: state.low.as_ref(),
-            tuning: if state.strict { Tuning::Fixed } else { Tuning::Timed },
-            filters: filters::is_active(self.params),
-            only,
-        };
-        let (plan, strict) = (&mut state.plan, state.strict);
-        run(&state.stream, &mut || decode_step(&network, &inputs, plan, strict))
+        let (state, network) = (&*self.state, self.network(Tuning::Timed, only));
+        run(&state.stream, &mut || decode_step(&network, &inputs, &state.plan, state.strict))
     }
 
     fn prefill(&mut self, packing: &Packing) -> Result<()> {
         let pack = |words: &mut Words, inputs: &Tensor| PrefillInputs::pack(packing, words, inputs);
         let inputs = self.state.upload(self.num_launched, self.tp, pack)?;
-        let state = &*self.state;
-        let buffers = state.buffers.as_ref().expect("the engine is awake");
-        let network = Network {
-            spec: self.spec,
-            weights: self.weights,
-            kv_cache: self.kv_cache,
-            tp: self.tp,
-            products: &state.products,
-            buffers,
-            rope: &state.rope,
-            low: state.low.as_ref(),
-            tuning: if state.strict { Tuning::Fixed } else { Tuning::First },
-            filters: filters::is_active(self.params),
-            only: None,
-        };
+        let network = self.network(Tuning::First, None);
         let attention = PrefillAttention::new(packing.step, packing.sequences, &inputs, self.kv_cache, self.spec);
         let tokens = Tokens { ids: &inputs.token_ids, positions: &inputs.positions, slots: &inputs.slots };
         let hidden = network.hidden(&tokens, &mut |layer, q, qkv| attention.attend(layer, q, qkv))?;
@@ -311,7 +300,7 @@ impl Runner for GpuRunner<'_> {
 }
 
 /// One token for each row of a bucket.
-fn decode_step(network: &Network, inputs: &DecodeInputs, plan: &mut AttentionPlan, strict: bool) -> Result<()> {
+fn decode_step(network: &Network, inputs: &DecodeInputs, plan: &AttentionPlan, strict: bool) -> Result<()> {
     let buffers = network.buffers;
     let rows = inputs.from.size()[0];
     let mut ids = buffers.token_ids.narrow(0, 0, rows);
