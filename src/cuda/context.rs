@@ -83,6 +83,14 @@ impl Context {
         Ok(text.to_string_lossy().to_lowercase())
     }
 
+    /// What its maker calls the GPU.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn name(&self) -> Result<String> {
+        check("cuDeviceGetName", result::device::get_name(self.device))
+    }
+
     /// Compute capability, such as (9, 0) for Hopper.
     ///
     /// # Errors

@@ -8,12 +8,13 @@
 //! | `placement` | where a run computes, and in what kind |
 //! | `context`, `stream` | the context shared with libtorch; streams and events beside libtorch's |
 //! | `torch_stream`, `graph` | streams that libtorch's operations are sent to; what is queued there, recorded and replayed |
-//! | `nvrtc`, `kernel` | `src/kernels/*.cu` compiled once into a cache of cubins; loaded and launched |
+//! | `nvrtc`, `kernel`, `cache` | `src/kernels/*.cu` compiled once into a cache of cubins; loaded and launched |
 //! | `pinned` | host memory that is copied from and to while the host goes on |
 //! | `products` | matrix products through cuBLASLt |
 //! | `profile` | the time of operations by family |
 //! | `kernels` | one safe function per kernel, over tensors |
 
+mod cache;
 mod context;
 mod devices;
 mod graph;

@@ -3,13 +3,12 @@
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString, c_char, c_int};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Once, OnceLock};
 
 use cudarc::nvrtc::{result, sys};
-use sha2::{Digest, Sha256};
 
+use super::cache;
 use super::library::{self, FOLDER_VARIABLE, environment, mapped_files};
 use crate::error::{Error, Result};
 
@@ -63,41 +62,18 @@ pub(super) fn cubin(source: &Source, capability: (i32, i32)) -> Result<Vec<u8>> 
     let version = version()?;
     let headers = HEADERS.map(|header| header.1).concat();
     let key = format!("{capability:?} {version:?}\n{headers}\n{}", source.text);
-    let hash: String = Sha256::digest(key).iter().map(|byte| format!("{byte:02x}")).collect();
-    let path = cache_folder()?.join(format!("{}-{}.cubin", source.file.trim_end_matches(".cu"), &hash[..32]));
-    match std::fs::read(&path) {
-        Ok(image) => Ok(image),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            static SAID: Once = Once::new();
-            SAID.call_once(|| tracing::info!("compiling CUDA kernels, once for this GPU and compiler"));
-            let image = compile(source, capability)?;
-            // A cache that cannot be written only costs time.
-            if let Err(error) = keep(&path, &image) {
-                tracing::warn!("{} is compiled again at every start: {error}", source.file);
-            }
-            Ok(image)
-        }
-        Err(error) => Err(Error::io(path)(error)),
+    let path = cache::path("cubin", source.file.trim_end_matches(".cu"), &key)?;
+    if let Some(image) = cache::read(&path)? {
+        return Ok(image);
     }
-}
-
-/// Whole or not at all: several ranks may write the same file at once.
-fn keep(path: &Path, image: &[u8]) -> Result<()> {
-    let folder = path.parent().unwrap_or(Path::new("."));
-    std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
-    let mut draft = tempfile::NamedTempFile::new_in(folder).map_err(Error::io(folder))?;
-    draft.write_all(image).map_err(Error::io(path))?;
-    draft.persist(path).map_err(|error| Error::io(path)(error.error))?;
-    Ok(())
-}
-
-/// `$COLO_GRPO_CACHE`, `$XDG_CACHE_HOME/colo-grpo` or `~/.cache/colo-grpo`, as scripts/setup.sh has it.
-fn cache_folder() -> Result<PathBuf> {
-    let folder = |variable: &str| std::env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let own = folder("COLO_GRPO_CACHE")
-        .or_else(|| Some(folder("XDG_CACHE_HOME")?.join("colo-grpo")))
-        .or_else(|| Some(folder("HOME")?.join(".cache/colo-grpo")));
-    own.map(|own| own.join("cubin")).ok_or_else(|| environment("set COLO_GRPO_CACHE or HOME: kernels are kept there"))
+    static SAID: Once = Once::new();
+    SAID.call_once(|| tracing::info!("compiling CUDA kernels, once for this GPU and compiler"));
+    let image = compile(source, capability)?;
+    // A cache that cannot be written only costs time.
+    if let Err(error) = cache::keep(&path, &image) {
+        tracing::warn!("{} is compiled again at every start: {error}", source.file);
+    }
+    Ok(image)
 }
 
 fn compile(source: &Source, (major, minor): (i32, i32)) -> Result<Vec<u8>> {
@@ -228,15 +204,5 @@ mod tests {
         let broken = Source { file: "broken.cu", text: "extern \"C\" __global__ void f() {\n  nonsense;\n}" };
         let message = compile(&broken, (9, 0)).unwrap_err().to_string();
         assert!(message.contains("broken.cu(2)") && message.contains("nonsense"), "{message}");
-    }
-
-    #[test]
-    fn a_cubin_is_kept_whole_and_read_back() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("deep/kernel.cubin");
-        keep(&path, b"image").unwrap();
-        keep(&path, b"another").unwrap();
-        assert_eq!(std::fs::read(&path).unwrap(), b"another");
-        assert_eq!(files(path.parent().unwrap(), "").len(), 1, "no drafts left");
     }
 }

@@ -54,6 +54,14 @@ impl QuantizedBlock {
         Ok(())
     }
 
+    /// What is read of it.
+    pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.parts.iter().flat_map(|(_, stored)| match stored {
+            Stored::Matrix(matrix) => matrix.tensors().to_vec(),
+            Stored::Plain(values) => vec![values],
+        })
+    }
+
     /// Bytes of a block whose other weights are of `kind`.
     pub fn bytes(spec: &ModelSpec, kind: Kind) -> usize {
         let bytes = |tensor: HfTensor| match tensor.shape.len() {

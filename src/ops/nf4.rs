@@ -88,6 +88,12 @@ impl Nf4 {
         Ok(Self { codes, scales, maxima, offset, levels: levels.shallow_clone() })
     }
 
+    /// What [`Nf4::dequantize`] reads.
+    pub fn tensors(&self) -> [&Tensor; 6] {
+        let Self { codes, scales, maxima, offset, levels } = self;
+        [codes, scales, maxima, offset, &levels.weights, &levels.scales]
+    }
+
     /// Writes the matrix that the codes stand for to `y`, rounded once to its kind.
     ///
     /// # Errors

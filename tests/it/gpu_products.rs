@@ -1,16 +1,21 @@
 //! cuBLASLt's products against float64 on the CPU, and their times on the shapes of decode steps.
 
-use colo_grpo::cuda::{Products, Tuning, require};
+use colo_grpo::cuda::{Context, CurrentStream, Products, TorchStream, Tuning};
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
 const GPU: Device = Device::Cuda(0);
 
+/// Products, and their stream as long as it is libtorch's.
+pub fn products() -> (Products, CurrentStream) {
+    let stream = TorchStream::new(&Context::retain(0).unwrap()).unwrap();
+    (Products::new(&stream).unwrap(), stream.make_current().unwrap())
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_products_equal_the_cpus_in_any_layout() {
-    require().unwrap();
-    let products = Products::of(0).unwrap();
+    let (products, _current) = products();
     let rand = |shape: [i64; 2], kind| Tensor::randn(shape, (Kind::Float, Device::Cpu)).to_kind(kind).to_device(GPU);
     for (m, n, k) in [(1, 64, 128), (7, 512, 3584), (256, 1000, 96), (33, 8, 72), (300, 4608, 512)] {
         for (kind, out_kind) in
@@ -49,8 +54,7 @@ fn gpu_products_equal_the_cpus_in_any_layout() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_a_fixed_algorithm_gives_a_row_the_same_bits_in_any_batch() {
-    require().unwrap();
-    let products = Products::of(0).unwrap();
+    let (products, _current) = products();
     for (n, k) in [(1152, 896), (896, 4864), (9728, 896), (4608, 3584), (3584, 18_944)] {
         let [x, w] = [[1500, k], [n, k]].map(|shape| Tensor::randn(shape, (Kind::BFloat16, GPU)));
         let run = |rows: i64| {
@@ -70,8 +74,7 @@ fn gpu_a_fixed_algorithm_gives_a_row_the_same_bits_in_any_batch() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_decode_products_run_near_the_floor() {
-    require().unwrap();
-    let products = Products::of(0).unwrap();
+    let (products, _current) = products();
     for (name, n, k, out_kind) in [
         ("qkv", 4608, 3584, Kind::BFloat16),
         ("o", 3584, 3584, Kind::BFloat16),

@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use colo_grpo::cuda::{Products, Tuning, kernels};
+use colo_grpo::cuda::{Tuning, kernels};
 use colo_grpo::ops::heads::{self, HeadGradients, HeadNormWeights};
 use colo_grpo::ops::rope::Rope;
 use colo_grpo::ops::{embedding, head, linear};
@@ -11,6 +11,7 @@ use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
 use crate::gpu_kernels::relative_error;
+use crate::gpu_products::products;
 
 const GPU: Device = Device::Cuda(0);
 const KINDS: [(Kind, f64); 2] = [(Kind::Float, 1e-5), (Kind::BFloat16, 5e-3)];
@@ -220,7 +221,7 @@ fn gpu_training_kernels_run_near_the_memory_s_speed() {
 fn gpu_training_products() {
     kernels::prepare(0).unwrap();
     const TOKENS: i64 = 16_384;
-    let products = Products::of(0).unwrap();
+    let (products, _current) = products();
     let rand = |shape: &[i64], kind| Tensor::randn(shape, (kind, GPU));
     for (model, dim, mlp, qkv) in [("1.5b", 1536, 8960, 2048), ("7b", 3584, 18_944, 4608)] {
         let shapes = [

@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use cudarc::cublaslt::sys;
 use tch::{Device, Kind, Tensor};
 
-use super::status;
+use super::{WORKSPACE_BYTES, status};
 use crate::error::{Error, Result};
 
 /// A factor as it lies: row-major with a leading dimension, or the transpose of that.
@@ -78,6 +78,11 @@ impl Problem {
 
     pub(super) fn flop(&self) -> f64 {
         2.0 * self.a.rows as f64 * self.a.columns as f64 * self.b.columns as f64
+    }
+
+    /// M, N and K, for people.
+    pub(super) fn name(&self) -> String {
+        format!("{}x{}x{}", self.a.rows, self.b.columns, self.a.columns)
     }
 
     /// M
@@ -217,6 +222,17 @@ impl Descriptors {
         let usable = found.iter().take(count as usize);
         let usable = usable.filter(|result| result.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS);
         Ok(usable.map(|result| result.algo).collect())
+    }
+
+    /// Whether the library serves the problem by an algorithm that it gave another process.
+    pub(super) fn accept(&self, handle: sys::cublasLtHandle_t, algorithm: &sys::cublasLtMatmulAlgo_t) -> bool {
+        // SAFETY: plain numbers, for which zeros are valid.
+        let mut result = unsafe { std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>() };
+        let [b, a, out] = self.layouts;
+        // SAFETY: all descriptors are alive; the result is written.
+        let code =
+            unsafe { sys::cublasLtMatmulAlgoCheck(handle, self.operation, b, a, out, out, algorithm, &raw mut result) };
+        code == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS && result.workspaceSize <= WORKSPACE_BYTES
     }
 }
 

@@ -2,15 +2,22 @@
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
+use std::time::{Duration, Instant};
 
 use crate::cuda::{Graph, TorchStream};
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::memory::{Ledger, Place};
+
+/// Preparing a batch size is mentioned if it takes longer.
+const MENTIONED: Duration = Duration::from_millis(100);
 
 /// The recorded steps, and what they were recorded over.
 #[derive(Debug, Default)]
 pub(super) struct Graphs {
     of_batch: HashMap<(usize, bool), Graph>,
     recorded_over: Vec<usize>,
+    /// Of the device, as its driver counts them.
+    bytes: usize,
 }
 
 impl Graphs {
@@ -19,6 +26,7 @@ impl Graphs {
         if self.recorded_over != seen {
             self.of_batch.clear();
             self.recorded_over = seen;
+            self.account(0);
         }
     }
 
@@ -34,11 +42,23 @@ impl Graphs {
             // SAFETY: the engine is awake, and `keep_if` has compared the addresses since.
             return unsafe { graph.replay(stream) };
         }
+        let start = Instant::now();
         step()?;
+        let free_bytes = || Ok::<_, Error>(stream.context().memory_bytes()?.0);
+        let free = free_bytes()?;
         let graph = Graph::capture(stream, step)?;
-        tracing::debug!("recorded the decode step of batches up to {}", key.0);
+        self.account(self.bytes + free.saturating_sub(free_bytes()?));
         self.of_batch.insert(key, graph);
+        if start.elapsed() > MENTIONED {
+            let (batch, seconds) = (key.0, start.elapsed().as_secs_f64());
+            tracing::info!("prepared decode steps of up to {batch} sequences in {seconds:.1} s");
+        }
         Ok(())
+    }
+
+    fn account(&mut self, bytes: usize) {
+        self.bytes = bytes;
+        Ledger::set("engine_graphs", Place::Device, bytes);
     }
 }
 

@@ -22,7 +22,6 @@ pub use self::buffers::engine_buffer_bytes;
 pub use self::profile::{OpTime, StepProfile};
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 
 use tch::{Device, Tensor, no_grad};
 
@@ -43,7 +42,7 @@ use crate::cuda::kernels::{self, AttentionPlan, AttentionShape, SharedPrefixes};
 use crate::cuda::{Context, CurrentStream, PinnedWords, Products, TorchStream, Tuning};
 use crate::dist::Collective;
 use crate::error::{Error, Result};
-use crate::memory::Arena;
+use crate::memory::{Arena, Ledger, Place};
 use crate::model::{ModelSpec, attention_scale};
 use crate::ops::rope::Rope;
 use crate::types::SamplingParams;
@@ -62,7 +61,7 @@ pub(super) struct GpuState {
     plan: AttentionPlan,
     rope: Tensor,        // [max_model_length, hd] f32
     low: Option<Tensor>, // for adapters, made at the first wake that has some
-    products: Arc<Products>,
+    products: Products,
     stream: TorchStream,
     uploads: [PinnedWords; 2],
     downloads: [PinnedWords; 2],
@@ -98,6 +97,7 @@ impl GpuState {
         let split_tokens = options.strict.then_some(STRICT_SPLIT_TOKENS);
         let pinned =
             |words| -> Result<_> { Ok([PinnedWords::new(&context, words)?, PinnedWords::new(&context, words)?]) };
+        let stream = TorchStream::new(&context)?;
         Ok(Self {
             graphs: Graphs::default(),
             buffers: None,
@@ -105,8 +105,8 @@ impl GpuState {
             plan: AttentionPlan::new(attention, (options.kind, device), shape.seqs, shape.blocks, split_tokens)?,
             rope: rope.table(options.max_model_length, device),
             low: None,
-            products: Products::of(ordinal)?,
-            stream: TorchStream::new(&context)?,
+            products: Products::new(&stream)?,
+            stream,
             uploads: pinned(shape.input_words())?,
             downloads: pinned(2 * shape.seqs)?,
             shape,
@@ -121,6 +121,9 @@ impl GpuState {
             self.low = network::low_rank_buffer(weights, buffers.x.size()[0])?;
         }
         self.buffers = Some(buffers);
+        let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
+        let tables = bytes(&self.rope) + self.low.as_ref().map_or(0, bytes);
+        Ledger::set("engine_tables", Place::Device, tables + self.plan.bytes() + self.products.bytes());
         let mut seen = network::fingerprint(weights, kv_cache, self.low.as_ref());
         seen.push(tp.epoch()? as usize);
         self.graphs.keep_if(seen);
@@ -153,6 +156,14 @@ impl GpuState {
     /// a rank of several has a part.
     pub(super) fn serves(params: &SamplingParams, tp_size: usize) -> bool {
         params.repetition_penalty == 1.0 && (tp_size == 1 || !filters::is_active(params))
+    }
+}
+
+impl Drop for GpuState {
+    fn drop(&mut self) {
+        for owner in ["engine_tables", "engine_graphs"] {
+            Ledger::set(owner, Place::Device, 0);
+        }
     }
 }
 

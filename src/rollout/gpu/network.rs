@@ -9,7 +9,7 @@ use crate::cuda::kernels::{self, Draws, Filters, HeadTransform, QkvViews};
 use crate::cuda::{Products, Tuning};
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
-use crate::model::{BlockParams, Lora, ModelSpec, Qkv};
+use crate::model::{BlockParams, Lora, ModelSpec, Qkv, QuantizedBlock};
 use crate::rollout::kv_cache::KvCache;
 use crate::rollout::weights::EngineWeights;
 
@@ -232,6 +232,8 @@ pub(super) fn fingerprint(weights: &EngineWeights, kv_cache: &KvCache, low: Opti
         addresses.extend(tensor.stride().iter().map(|&stride| stride as usize));
     };
     [&weights.embedding, &weights.final_norm, &weights.lm_head].into_iter().chain(low).for_each(&mut note);
+    let quantized = weights.quantized.iter().flat_map(|quantized| quantized.blocks);
+    quantized.flat_map(QuantizedBlock::tensors).for_each(&mut note);
     for (layer, w) in weights.blocks.iter().enumerate() {
         let (k_cache, v_cache) = kv_cache.layer(layer);
         [&k_cache, &v_cache, &w.input_norm, &w.o, &w.post_norm, &w.gate_up, &w.down].into_iter().for_each(&mut note);

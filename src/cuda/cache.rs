@@ -1,0 +1,62 @@
+//! Files that spare later starts some work on the same GPU: compiled kernels, the algorithms of products.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use sha2::{Digest, Sha256};
+
+use super::library::environment;
+use crate::error::{Error, Result};
+
+/// Where what `key` decides is kept, by its kind and a name for people.
+///
+/// # Errors
+/// [`Error::Environment`] where the user has no cache folder.
+pub(super) fn path(kind: &str, name: &str, key: &str) -> Result<PathBuf> {
+    let hash: String = Sha256::digest(key).iter().map(|byte| format!("{byte:02x}")).collect();
+    Ok(folder()?.join(kind).join(format!("{name}-{}.{kind}", &hash[..32])))
+}
+
+/// The file's bytes, if it is there.
+pub(super) fn read(path: &Path) -> Result<Option<Vec<u8>>> {
+    match std::fs::read(path) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(Error::io(path)(error)),
+    }
+}
+
+/// Whole or not at all: several ranks may write the same file at once.
+pub(super) fn keep(path: &Path, bytes: &[u8]) -> Result<()> {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
+    let mut draft = tempfile::NamedTempFile::new_in(folder).map_err(Error::io(folder))?;
+    draft.write_all(bytes).map_err(Error::io(path))?;
+    draft.persist(path).map_err(|error| Error::io(path)(error.error))?;
+    Ok(())
+}
+
+/// `$COLO_GRPO_CACHE`, `$XDG_CACHE_HOME/colo-grpo` or `~/.cache/colo-grpo`, as scripts/setup.sh has it.
+fn folder() -> Result<PathBuf> {
+    let folder = |variable: &str| std::env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let own = folder("COLO_GRPO_CACHE")
+        .or_else(|| Some(folder("XDG_CACHE_HOME")?.join("colo-grpo")))
+        .or_else(|| Some(folder("HOME")?.join(".cache/colo-grpo")));
+    own.ok_or_else(|| environment("set COLO_GRPO_CACHE or HOME: kernels are kept there"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_kept_whole_and_read_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("deep/kernel.cubin");
+        assert_eq!(read(&path).unwrap(), None);
+        keep(&path, b"image").unwrap();
+        keep(&path, b"another").unwrap();
+        assert_eq!(read(&path).unwrap().unwrap(), b"another");
+        assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "no drafts left");
+    }
+}

@@ -1,0 +1,164 @@
+//! Which of cuBLASLt's algorithms a product takes: chosen once a shape and kept, those that are timed in the user's cache folder,
+//! too.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
+
+use cudarc::cublaslt::sys;
+use cudarc::driver::{result, sys as driver};
+use tch::{Kind, Tensor};
+
+use super::problem::{self, Descriptors, Problem};
+use super::{Products, Tuning, WORKSPACE_BYTES};
+use crate::cuda::cache;
+use crate::cuda::context::check;
+use crate::cuda::stream::Event;
+use crate::error::Result;
+
+/// Algorithms of the heuristics' list that are timed.
+const CANDIDATES: usize = 16;
+/// Runs of each; the median counts.
+const RUNS: usize = 5;
+/// A later algorithm of the list must be faster than an earlier one by this factor.
+const GAIN: f64 = 0.98;
+/// Rows for which the algorithm of all numbers of rows is chosen.
+const FIXED_ROWS: i64 = 256;
+/// Larger products take the first: alone in a measurement the chip clocks higher than in a run of them.
+const MOST_TIMED_FLOP: f64 = 1e11;
+/// Written between timed runs, more than the L2 cache holds: weights come from memory in a decode step.
+const FLUSH_BYTES: i64 = 128 << 20;
+
+impl Products {
+    pub(super) fn algorithm(
+        &self,
+        problem: &Problem,
+        descriptors: &Descriptors,
+        tuning: Tuning,
+        tensors: (&Tensor, &Tensor, &Tensor), // a, b, out
+    ) -> Result<sys::cublasLtMatmulAlgo_t> {
+        if tuning == Tuning::Fixed && problem.rows() != FIXED_ROWS {
+            let fixed = problem.with_rows(FIXED_ROWS);
+            return self.algorithm(&fixed, &Descriptors::new(&fixed, None)?, tuning, tensors);
+        }
+        if let Some(algorithm) = lock(&self.chosen).get(&(*problem, tuning)) {
+            return Ok(*algorithm);
+        }
+        let algorithm = match tuning {
+            Tuning::Timed if problem.flop() <= MOST_TIMED_FLOP => {
+                self.kept_or_fastest(problem, descriptors, tensors)?
+            }
+            _ => self.candidates(problem, descriptors, tuning)?[0],
+        };
+        lock(&self.chosen).insert((*problem, tuning), algorithm);
+        Ok(algorithm)
+    }
+
+    /// At least one.
+    fn candidates(
+        &self,
+        problem: &Problem,
+        descriptors: &Descriptors,
+        tuning: Tuning,
+    ) -> Result<Vec<sys::cublasLtMatmulAlgo_t>> {
+        // Partial sums of a split K take room with the rows: what fits for some would not for more.
+        let splits_sums = tuning != Tuning::Fixed;
+        let candidates = descriptors.candidates(self.handle, problem, (WORKSPACE_BYTES, splits_sums), CANDIDATES)?;
+        if candidates.is_empty() {
+            let code = sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED as u32;
+            let message = format!("no algorithm for {problem:?}");
+            return Err(problem::failed("cublasLtMatmulAlgoGetHeuristic", code, &message));
+        }
+        Ok(candidates)
+    }
+
+    /// The fastest of the candidates, as an earlier start has found it or as it is timed now.
+    fn kept_or_fastest(
+        &self,
+        problem: &Problem,
+        descriptors: &Descriptors,
+        (a, b, out): (&Tensor, &Tensor, &Tensor),
+    ) -> Result<sys::cublasLtMatmulAlgo_t> {
+        // SAFETY: asks for a number.
+        let version = unsafe { sys::cublasLtGetVersion() };
+        let key = format!("{} {version} {WORKSPACE_BYTES} {CANDIDATES} {problem:?}", self.context.name()?);
+        let path = cache::path("algorithm", &problem.name(), &key)?;
+        if let Some(algorithm) = kept(&path)?.filter(|algorithm| descriptors.accept(self.handle, algorithm)) {
+            return Ok(algorithm);
+        }
+        // SAFETY: the stream is that of the engine.
+        let capturing = check("cuStreamIsCapturing", unsafe { result::stream::is_capturing(self.stream.cast()) })?;
+        if capturing != driver::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+            return Err(problem::invalid("a shape that has run before it is captured", format!("{problem:?}")));
+        }
+        static SAID: Once = Once::new();
+        SAID.call_once(|| tracing::info!("timing matrix products, once for this GPU, cuBLASLt and model"));
+        let candidates = self.candidates(problem, descriptors, Tuning::Timed)?;
+        // Into an output of its own: with beta the real one would be changed.
+        let scratch = Tensor::f_empty([out.size()[0], problem.row_len()], (out.kind(), out.device()));
+        let flushed = Tensor::f_empty([FLUSH_BYTES], (Kind::Uint8, out.device()));
+        let (Ok(scratch), Ok(flushed)) = (scratch, flushed) else { return Ok(candidates[0]) }; // no memory to time in
+        let pointers = [b.data_ptr(), a.data_ptr(), scratch.data_ptr()];
+        let algorithm = self.fastest(descriptors, &candidates, pointers, &flushed)?;
+        let bytes: Vec<u8> = algorithm.data.iter().flat_map(|word| word.to_le_bytes()).collect();
+        // A cache that cannot be written only costs time.
+        if let Err(error) = cache::keep(&path, &bytes) {
+            tracing::warn!("the product {} is timed again at every start: {error}", problem.name());
+        }
+        Ok(algorithm)
+    }
+
+    fn fastest(
+        &self,
+        descriptors: &Descriptors,
+        candidates: &[sys::cublasLtMatmulAlgo_t],
+        pointers: [*mut c_void; 3], // b, a, out
+        flushed: &Tensor,
+    ) -> Result<sys::cublasLtMatmulAlgo_t> {
+        let mut best = (candidates[0], f64::INFINITY);
+        for algorithm in candidates {
+            let mut times = [0.0; RUNS];
+            for time in &mut times {
+                let _ = flushed.shallow_clone().f_zero_()?;
+                let start = Event::record_libtorch(&self.context)?;
+                // SAFETY: as in `run`; the output is a scratch of the same shape.
+                unsafe { self.queue(descriptors, algorithm, pointers, 0.0)? };
+                *time = start.time_until(&Event::record_libtorch(&self.context)?)?.as_secs_f64();
+            }
+            times.sort_by(f64::total_cmp);
+            if times[RUNS / 2] < best.1 * GAIN {
+                best = (*algorithm, times[RUNS / 2]);
+            }
+        }
+        Ok(best.0)
+    }
+}
+
+/// The algorithm that a file holds, if it is one: cuBLASLt's structure may be stored and used again with the same version.
+fn kept(path: &Path) -> Result<Option<sys::cublasLtMatmulAlgo_t>> {
+    let Some(bytes) = cache::read(path)? else { return Ok(None) };
+    let words: Vec<u64> =
+        bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().expect("8 bytes"))).collect();
+    Ok(words.try_into().ok().map(|data| sys::cublasLtMatmulAlgo_t { data }))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_whole_algorithms_are_taken_from_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("product");
+        assert!(kept(&path).unwrap().is_none());
+        std::fs::write(&path, [1; 40]).unwrap();
+        assert!(kept(&path).unwrap().is_none());
+        std::fs::write(&path, (0..64).collect::<Vec<u8>>()).unwrap();
+        assert_eq!(kept(&path).unwrap().unwrap().data[1], 0x0f0e_0d0c_0b0a_0908);
+    }
+}
