@@ -17,7 +17,7 @@ use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
 use crate::model::{ModelSpec, ParamTable, init_unit_on};
 use crate::rollout::{Engine, EngineOptions, StepProfile, kv_block_bytes};
-use crate::types::{Prompt, SamplingParams};
+use crate::types::{LengthSpread, Prompt, SamplingParams};
 
 /// Tokens per KV block.
 const BLOCK_SIZE: usize = 16;
@@ -39,8 +39,8 @@ pub struct GenerateBench {
     pub prompt_len: usize,
     /// Tokens per completion.
     pub completion_len: usize,
-    /// Shortest and longest completion, drawn one by one, instead.
-    pub completion_spread: Option<(usize, usize)>,
+    /// Tokens of each completion, drawn one by one, instead.
+    pub completion_spread: Option<LengthSpread>,
     /// Most sequences decoded at once; all of them where it is 0.
     pub max_num_seqs: usize,
     /// Ranks that share one engine.
@@ -110,7 +110,7 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
 
 impl GenerateBench {
     fn longest(&self) -> usize {
-        self.completion_spread.map_or(self.completion_len, |(_, longest)| longest)
+        self.completion_spread.map_or(self.completion_len, |spread| spread.longest)
     }
 
     fn num_sequences(&self) -> usize {

@@ -18,7 +18,7 @@ use crate::ops::random::RandomKey;
 use crate::phase::Phase;
 use crate::reward::RewardInput;
 use crate::trainer::Trainer;
-use crate::types::Prompt;
+use crate::types::{LengthSpread, Prompt};
 
 /// What enters and leaves the rollout: the time that the host spends there. Copies that go on beside other work are told by
 /// `transition/hidden_share`.
@@ -39,6 +39,8 @@ pub struct StepBench {
     pub prompt_len: usize,
     /// Tokens per completion, exactly.
     pub completion_len: usize,
+    /// Tokens of each completion, drawn one by one by prompt and sample, instead.
+    pub completion_spread: Option<LengthSpread>,
     /// Timed steps.
     pub steps: usize,
     /// Configuration keys over those that follow from the above, `key=value`.
@@ -51,7 +53,8 @@ impl StepBench {
     /// # Errors
     /// Those of an override.
     pub fn config(&self, world_size: usize) -> Result<Config> {
-        let Self { prompts, group, prompt_len, completion_len, .. } = self;
+        let Self { prompts, group, prompt_len, .. } = self;
+        let longest = self.completion_spread.map_or(self.completion_len, |spread| spread.longest);
         let keys = [
             ("model_name_or_path", self.model.clone()),
             ("train_file", "random".into()),
@@ -60,8 +63,8 @@ impl StepBench {
             ("num_generations", group.to_string()),
             ("generation_batch_size", (prompts * group).to_string()),
             ("per_device_train_batch_size", (prompts * group / world_size).max(1).to_string()),
-            ("max_completion_length", completion_len.to_string()),
-            ("max_model_length", (prompt_len + completion_len).to_string()),
+            ("max_completion_length", longest.to_string()),
+            ("max_model_length", (prompt_len + longest).to_string()),
             ("max_steps", (self.steps + 1).to_string()),
         ];
         let keys = keys.into_iter().map(|(key, value)| format!("{key}={value}"));
@@ -94,6 +97,7 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<Value> {
         &[("random", Arc::new(random_reward))],
         world.clone(),
     )?;
+    trainer.spread_lengths(bench.completion_spread);
     let load_s = start.elapsed().as_secs_f64();
     let mut steps: Vec<MetricValues> = Vec::with_capacity(bench.steps);
     one_step(&mut trainer, &world)?; // warms up
@@ -165,7 +169,8 @@ impl Report<'_> {
         let step_s = medians["step_time"];
         let transition_s = self.sum(&TRANSITIONS);
         let completions = bench.prompts * bench.group;
-        let tokens = completions * (bench.prompt_len + bench.completion_len);
+        let generated = medians["tokens/generated"];
+        let tokens = (completions * bench.prompt_len) as f64 + completions as f64 * medians["completions/mean_length"];
         let train_s = self.sum(&[Phase::Pack, Phase::ForwardBackward, Phase::Optimizer]);
         let num_params = bench.spec.num_params();
         let computed = medians["tokens/trained"]; // fewer where completions share their prompt
@@ -191,15 +196,16 @@ impl Report<'_> {
             "group": bench.group,
             "prompt_len": bench.prompt_len,
             "completion_len": bench.completion_len,
+            "completion_spread": bench.completion_spread,
             "overrides": bench.overrides,
             "step_s": step_s,
             "phases_s": phases,
             "unphased_s": step_s - phases.values().sum::<f64>(),
             "transition_s": transition_s,
             "transition_percent": 100.0 * transition_s / step_s,
-            "tokens_per_second": tokens as f64 / step_s,
-            "generation_tokens_per_second": (completions * bench.completion_len) as f64 / self.sum(&[Phase::Generate]),
-            "train_tokens_per_second": tokens as f64 / train_s,
+            "tokens_per_second": tokens / step_s,
+            "generation_tokens_per_second": generated / self.sum(&[Phase::Generate]),
+            "train_tokens_per_second": tokens / train_s,
             "tokens_computed_in_training": computed,
             "train_tflops_per_gpu": train_tflops,
             "train_mfu_percent": world.device().is_cuda().then_some(100.0 * train_tflops * 1e12 / PEAK_FLOP_PER_S),

@@ -6,6 +6,7 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::config::{Config, Device, Dtype, GradientCheckpointing, Quantization, RewardConfig, SftConfig};
 use crate::launch;
+use crate::types::LengthSpread;
 
 /// Trains language models with GRPO on one node: every GPU generates, then every GPU trains.
 #[derive(Debug, Parser)]
@@ -341,9 +342,9 @@ pub struct BenchGenerateArgs {
     /// Tokens per completion, exactly
     #[arg(long, default_value_t = 32, value_parser = count)]
     pub completion_len: usize,
-    /// Tokens per completion drawn from a range instead, such as 512..4096
+    /// Tokens per completion drawn from a range instead: 512..4096, or tail:512..4096 for as many from every doubling
     #[arg(long, value_parser = spread)]
-    pub completion_spread: Option<(usize, usize)>,
+    pub completion_spread: Option<LengthSpread>,
     /// Most sequences decoded at once; 0: all
     #[arg(long, default_value_t = 0)]
     pub max_num_seqs: usize,
@@ -403,6 +404,9 @@ pub struct BenchStepArgs {
     /// Tokens per completion, exactly
     #[arg(long, default_value_t = 32, value_parser = count)]
     pub completion_len: usize,
+    /// Tokens per completion drawn from a range instead: 512..4096, or tail:512..4096 for as many from every doubling
+    #[arg(long, value_parser = spread)]
+    pub completion_spread: Option<LengthSpread>,
     /// Timed steps; medians are printed
     #[arg(long, default_value_t = 5, value_parser = count)]
     pub steps: usize,
@@ -448,9 +452,12 @@ fn word<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, String> {
 }
 
 /// A range of lengths, both ends included.
-fn spread(text: &str) -> Result<(usize, usize), String> {
-    let ends = text.split_once("..").and_then(|(low, high)| Some((low.parse().ok()?, high.parse().ok()?)));
-    ends.filter(|(low, high)| (1..=*high).contains(low)).ok_or_else(|| "expected a range such as 512..4096".to_owned())
+fn spread(text: &str) -> Result<LengthSpread, String> {
+    let (long_tailed, range) = text.strip_prefix("tail:").map_or((false, text), |range| (true, range));
+    let ends = range.split_once("..").and_then(|(low, high)| Some((low.parse().ok()?, high.parse().ok()?)));
+    let ends = ends.filter(|(low, high): &(usize, usize)| (1..=*high).contains(low));
+    let (shortest, longest) = ends.ok_or("expected a range such as 512..4096 or tail:512..4096")?;
+    Ok(LengthSpread { shortest, longest, long_tailed })
 }
 
 /// A number of which there must be one.
@@ -471,8 +478,17 @@ const RUN_OPTIONS: &[&str] =
     &["config", "nproc", "nproc_per_node", "num_processes", "master_addr", "master_port", "help", "version"];
 
 /// The further options of `bench step`, which takes overrides too.
-const STEP_OPTIONS: &[&str] =
-    &["model_preset", "preset", "config_json", "prompts", "group", "prompt_len", "completion_len", "steps"];
+const STEP_OPTIONS: &[&str] = &[
+    "model_preset",
+    "preset",
+    "config_json",
+    "prompts",
+    "group",
+    "prompt_len",
+    "completion_len",
+    "completion_spread",
+    "steps",
+];
 
 /// Makes `train` the default, turns `--a.b c` of a configuration key into the override `a.b=c` (`--key` alone into
 /// `key=true`), and takes hyphens for underscores in names.

@@ -364,6 +364,7 @@ fn step_bench(args: &BenchStepArgs) -> Result<ExitCode> {
         group: args.group,
         prompt_len: args.prompt_len,
         completion_len: args.completion_len,
+        completion_spread: args.completion_spread,
         steps: args.steps,
         overrides: args.overrides.clone(),
     };

@@ -296,13 +296,12 @@ impl Drop for RolloutEngine<'_> {
 
 /// Gives every sequence its own limit, where the parameters ask for it.
 fn spread_lengths(scheduler: &mut Scheduler, requests: &[Request], params: &SamplingParams) {
-    let Some((shortest, longest)) = params.spread_lengths else { return };
+    let Some(spread) = params.spread_lengths else { return };
     for (group, request) in requests.iter().enumerate() {
         for (sample, member) in scheduler.members(group).enumerate() {
             let sequence = &mut scheduler.sequences[member];
             let word = sampling_key(params, request.prompt_id, sample).word(0, u64::MAX);
-            let drawn = shortest + (word % (longest - shortest + 1) as u64) as usize;
-            sequence.max_len = sequence.max_len.min(sequence.prompt_len + drawn);
+            sequence.max_len = sequence.max_len.min(sequence.prompt_len + spread.length(word));
         }
     }
 }

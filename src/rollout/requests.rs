@@ -71,7 +71,7 @@ fn check_params(params: &SamplingParams) -> Result<()> {
             params.repetition_penalty.to_string(),
         ),
         (
-            params.spread_lengths.is_none_or(|(shortest, longest)| (1..=longest).contains(&shortest)),
+            params.spread_lengths.is_none_or(|spread| (1..=spread.longest).contains(&spread.shortest)),
             "spread_lengths of at least 1, the shortest first",
             format!("{:?}", params.spread_lengths),
         ),

@@ -26,7 +26,7 @@ use crate::phase::{self, Phase};
 use crate::plan::MemoryPlan;
 use crate::reward::{RewardFunction, RewardPool};
 use crate::train::{Schedule, Sequence};
-use crate::types::{Prompt, RolloutGroup, SamplingParams};
+use crate::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
 
 use output::Output;
 pub use setup::Preflight;
@@ -48,6 +48,8 @@ pub struct Trainer {
     output: Output,
     saver: Saver,
     progress: Progress,
+    /// Lengths of completions of random weights.
+    spread_lengths: Option<LengthSpread>,
 }
 
 /// How far the run is.
@@ -116,6 +118,11 @@ impl Trainer {
         };
         let assembled = setup::assemble(config, world.clone(), parts);
         world.agree(assembled)
+    }
+
+    /// Ends completions at drawn lengths; for benchmarks.
+    pub(crate) fn spread_lengths(&mut self, spread: Option<LengthSpread>) {
+        self.spread_lengths = spread;
     }
 
     /// What the run holds on each rank.
@@ -225,7 +232,7 @@ impl Trainer {
             min_p: self.config.min_p,
             repetition_penalty: self.config.repetition_penalty,
             max_completion_length: self.config.max_completion_length,
-            spread_lengths: None,
+            spread_lengths: self.spread_lengths,
             stop: self.config.stop.clone(),
             seed: self.config.seed,
             step: self.progress.generation_step,

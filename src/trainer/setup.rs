@@ -213,6 +213,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
         output,
         saver,
         progress,
+        spread_lengths: None,
     })
 }
 

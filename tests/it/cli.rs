@@ -124,7 +124,7 @@ fn each_benchmark_prints_one_json_line() {
         "bench generate --preset micro --repeats 1 --prompts 2 --group 2 --completion_len 4",
         "bench generate --preset micro --repeats 1 --prompts 2 --group 2 --completion_len 4 --nproc 2 --tp 2",
         "bench step --preset micro --steps 2 --prompts 2 --group 2 --beta 0.04 --residency-optimizer swap device=cpu",
-        "bench step --preset micro --steps 1 --prompts 4 --group 2 --nproc 2 --tp 2 --zero-stage 3 --device cpu",
+        "bench step --preset micro --steps 1 --prompts 4 --group 2 --nproc 2 --tp 2 --completion-spread tail:2..9 --zero-stage 3 --device cpu",
     ] {
         let lines = json_lines(&stdout_of(line));
         assert_eq!(lines.len(), 1, "{line}");
