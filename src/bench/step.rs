@@ -16,6 +16,7 @@ use crate::metrics::MetricValues;
 use crate::model::ModelSpec;
 use crate::ops::random::RandomKey;
 use crate::phase::Phase;
+use crate::plan::MemoryPlan;
 use crate::reward::RewardInput;
 use crate::trainer::Trainer;
 use crate::types::{LengthSpread, Prompt};
@@ -107,7 +108,7 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<Value> {
     }
     let peaks = watch.of_all(&*world.group())?;
     let medians = medians(&steps);
-    let report = Report { bench, config: &config, world: &world, medians: &medians };
+    let report = Report { bench, config: &config, plan: trainer.plan(), world: &world, medians: &medians };
     if world.rank() == 0 {
         eprint!("{}", report.table()?);
     }
@@ -151,6 +152,7 @@ fn medians(steps: &[MetricValues]) -> BTreeMap<String, f64> {
 struct Report<'a> {
     bench: &'a StepBench,
     config: &'a Config,
+    plan: &'a MemoryPlan,
     world: &'a World,
     medians: &'a BTreeMap<String, f64>,
 }
@@ -165,7 +167,7 @@ impl Report<'_> {
     }
 
     fn result(&self) -> Value {
-        let Self { bench, config, world, medians } = *self;
+        let Self { bench, config, plan, world, medians } = *self;
         let step_s = medians["step_time"];
         let transition_s = self.sum(&TRANSITIONS);
         let completions = bench.prompts * bench.group;
@@ -189,7 +191,7 @@ impl Report<'_> {
             "world_size": world.size(),
             "tensor_parallel_size": config.tensor_parallel_size,
             "zero_stage": config.zero.stage,
-            "gradient_checkpointing": config.gradient_checkpointing.name(),
+            "gradient_checkpointing": plan.gradient_checkpointing.name(),
             "max_tokens_per_micro_batch": config.max_tokens_per_micro_batch,
             "beta": config.beta,
             "prompts": bench.prompts,

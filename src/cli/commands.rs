@@ -29,6 +29,7 @@ use crate::model::{
     AdapterFiles, ModelSource, ModelSpec, PRESETS, ParamTable, WeightFiles, export_folder, init_folder,
 };
 use crate::phase::{self, Limits};
+use crate::plan::Room;
 use crate::reward::RewardPool;
 use crate::rollout::{Engine, EngineOptions, kv_block_bytes};
 use crate::sft::Sft;
@@ -81,7 +82,7 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
     let config = Config::load(args.config.as_deref(), &args.overrides)?;
     let placement = Placement::new(config.device, config.dtype)?;
     if WorkerEnv::from_env()?.is_none() {
-        Preflight::new(&config, placement, args.launch.nproc, args.launch.nproc)?;
+        preflight(&config, placement, args.launch.nproc)?;
     }
     let watch = Supervision {
         max_restarts: config.max_restarts,
@@ -120,9 +121,13 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
 fn plan(args: &RunArgs) -> Result<ExitCode> {
     let config = Config::load(args.config.as_deref(), &args.overrides)?;
     let placement = Placement::new(config.device, config.dtype)?;
-    let preflight = Preflight::new(&config, placement, args.launch.nproc, args.launch.nproc)?;
-    println!("{}", preflight.plan);
+    println!("{}", preflight(&config, placement, args.launch.nproc)?.plan);
     Ok(ExitCode::Done)
+}
+
+/// What can be checked before any process starts.
+fn preflight(config: &Config, placement: Placement, nproc: usize) -> Result<Preflight> {
+    Preflight::new(config, placement, nproc, Room::available(placement, nproc)?)
 }
 
 fn init(args: &InitArgs) -> Result<ExitCode> {

@@ -1,5 +1,9 @@
 //! Keys that take one of a few words, with the papers behind them.
 
+use serde_json::Value;
+
+use super::field::FromValue;
+
 macro_rules! choices {
     ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
         $(#[$doc])*
@@ -33,6 +37,38 @@ macro_rules! choices {
             }
         }
     };
+}
+
+/// A choice, or the word `auto` for leaving it to the plan.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AutoOr<T> {
+    /// The plan decides.
+    Auto,
+    /// What the configuration says.
+    Given(T),
+}
+
+impl<T: FromValue> FromValue for AutoOr<T> {
+    fn expected() -> String {
+        format!("auto or {}", T::expected())
+    }
+
+    fn from_value(value: &Value) -> Option<Self> {
+        if value == "auto" { Some(Self::Auto) } else { T::from_value(value).map(Self::Given) }
+    }
+
+    fn to_value(&self) -> Value {
+        match self {
+            Self::Auto => "auto".into(),
+            Self::Given(choice) => choice.to_value(),
+        }
+    }
+}
+
+impl<T: FromValue> serde::Serialize for AutoOr<T> {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.to_value().serialize(serializer)
+    }
 }
 
 choices! {
@@ -159,8 +195,6 @@ choices! {
 choices! {
     /// Where optimizer state lives during rollout.
     OptimizerResidency {
-        /// The plan decides.
-        Auto = "auto",
         /// On the device, always.
         Resident = "resident",
         /// In the host pool during rollout.
@@ -172,8 +206,6 @@ choices! {
 choices! {
     /// Where reference weights live.
     ReferenceResidency {
-        /// The plan decides.
-        Auto = "auto",
         /// On the device, sharded over the shard group.
         Resident = "resident",
         /// In pinned host memory, brought to the device a layer ahead.

@@ -199,8 +199,8 @@ keys! {
         pub max_steps: Option<usize> = None,
         /// Passes over the training rows.
         pub num_train_epochs: f64 = 1.0,
-        /// What is recomputed in backward.
-        pub gradient_checkpointing: GradientCheckpointing = GradientCheckpointing::Full,
+        /// What is recomputed in backward; `auto` is the least that fits.
+        pub gradient_checkpointing: AutoOr<GradientCheckpointing> = AutoOr::Auto,
         /// Sharding.
         pub zero: ZeroConfig,
         /// Where state lives while it is not used.
@@ -265,9 +265,9 @@ keys! {
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct ResidencyConfig {
         /// Master weights and Adam moments.
-        pub optimizer: OptimizerResidency = OptimizerResidency::Auto,
+        pub optimizer: AutoOr<OptimizerResidency> = AutoOr::Auto,
         /// Weights of the reference model.
-        pub reference: ReferenceResidency = ReferenceResidency::Auto,
+        pub reference: AutoOr<ReferenceResidency> = AutoOr::Auto,
     }
 }
 

@@ -6,7 +6,7 @@ use super::batch::MAX_COUNT;
 use super::field::Field;
 use super::heartbeat;
 use super::raw::RawConfig;
-use super::{Config, LossType, ReferenceResidency, RewardConfig, SftConfig, UNSERVED_KEYS, ZeroConfig};
+use super::{AutoOr, Config, LossType, ReferenceResidency, RewardConfig, SftConfig, UNSERVED_KEYS, ZeroConfig};
 use crate::error::{Error, Result};
 use crate::phase::Fault;
 
@@ -52,9 +52,10 @@ impl Config {
         check_optimizer!(self);
         check_zero(&self.zero)?;
         self.lora.check(self.quantization)?;
-        let on_host = self.lora.r.is_some() && self.residency.reference == ReferenceResidency::Host;
+        let host = AutoOr::Given(ReferenceResidency::Host);
+        let on_host = self.lora.r.is_some() && self.residency.reference == host;
         let no_reference = "auto or resident: the frozen base of lora.r is its own reference";
-        check("residency.reference", self.residency.reference.name(), !on_host, no_reference)?;
+        check("residency.reference", ReferenceResidency::Host.name(), !on_host, no_reference)?;
         count("logging_steps", self.logging_steps)?;
         count("eval_num_generations", self.eval_num_generations)?;
         let optional = [

@@ -1,7 +1,7 @@
 //! MemoryPlan: bytes of every class in every phase, from the formulas that train, rollout and colocate export, known before
 //! anything is allocated.
 
-mod residency;
+mod choices;
 #[cfg(test)]
 mod tests;
 
@@ -9,10 +9,12 @@ use std::fmt;
 
 use tch::{Device, Kind};
 
-use residency::Residencies;
+use choices::Choices;
 
 use crate::config::{Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
+use crate::cuda::{self, Placement};
 use crate::error::{Error, Result};
+use crate::memory;
 use crate::model::{LoraSpec, ModelSpec, ParamTable};
 use crate::rollout::{EngineOptions, engine_buffer_bytes, kv_block_bytes};
 use crate::train::{ActivationBytes, GradientOptions, MicroBatchShape, ReferenceBytes, TrainBytes, WORKSPACE_BYTES};
@@ -47,6 +49,8 @@ pub struct MemoryPlan {
     pub reference: ReferenceResidency,
     /// Why both were chosen.
     pub reason: String,
+    /// What is recomputed in backward.
+    pub gradient_checkpointing: GradientCheckpointing,
     /// Bytes a parameter and a token, as they are counted by hand.
     pub formula: String,
     /// Most tokens of a micro-batch that this memory has room for, all of them scored.
@@ -59,10 +63,31 @@ pub struct MemoryPlan {
     pub kv_block_size: usize,
     /// Longest prompt and completion together.
     pub max_model_length: usize,
-    /// Memory that this rank may use.
+    /// What the rank has.
+    pub room: Room,
+}
+
+/// Memory of one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+pub struct Room {
+    /// Of the device, for this rank.
     pub available_bytes: usize,
-    /// Host memory beside that, for what is swapped; `None` on a CPU, where it is one memory.
+    /// Of the host beside that, for what is swapped; `None` on a CPU, where it is one memory.
     pub swap_bytes: Option<usize>,
+}
+
+impl Room {
+    /// What a process has that shares this machine with others, `local_world_size` in all.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] where it cannot be told; [`Error::Cuda`].
+    pub fn available(placement: Placement, local_world_size: usize) -> Result<Self> {
+        let host_bytes = memory::available_host_bytes()? / local_world_size;
+        Ok(match placement.on_cuda {
+            true => Self { available_bytes: cuda::available_bytes()?, swap_bytes: Some(host_bytes) },
+            false => Self { available_bytes: host_bytes, swap_bytes: None },
+        })
+    }
 }
 
 /// What the plan needs to know of a run beside its configuration.
@@ -78,26 +103,25 @@ pub struct PlanInput<'a> {
     pub completions_per_update: usize,
     /// Bytes of the engine's gathered weight slices; 0 where it reads in place.
     pub engine_weight_bytes: usize,
-    /// Memory that this rank may use.
-    pub available_bytes: usize,
-    /// Host memory beside that, for what is swapped; `None` on a CPU, where it is one memory.
-    pub swap_bytes: Option<usize>,
+    /// What this rank has.
+    pub room: Room,
 }
 
 impl MemoryPlan {
     /// Adds up the classes, picks the residencies and sizes the KV cache.
     ///
     /// `auto` keeps optimizer and reference on the device unless the run does not fit then, or the KV cache would not have all
-    /// the blocks that it can use; of the others it takes what moves least. On a CPU moving frees nothing.
+    /// the blocks that it can use; of the others it takes what moves least. On a CPU moving frees nothing. Recomputation gives
+    /// way to them: beside what was chosen, the least of it that leaves a tenth of the memory free.
     ///
     /// # Errors
     /// [`Error::Environment`] for a run that cannot fit, with the smallest change that would help.
     pub fn new(input: &PlanInput<'_>) -> Result<Self> {
-        residency::choose(input)
+        choices::choose(input)
     }
 
-    fn with_residencies(residencies: Residencies, input: &PlanInput<'_>) -> Result<Self> {
-        let Residencies { optimizer, reference } = residencies;
+    fn with(choices: Choices, input: &PlanInput<'_>) -> Result<Self> {
+        let Choices { optimizer, reference, gradient_checkpointing } = choices;
         let PlanInput { config, table, kind, .. } = *input;
         let spec = &table.spec;
         let gradients = GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype);
@@ -105,7 +129,7 @@ impl MemoryPlan {
         let train = TrainBytes::of(table, (lora.as_ref(), config.quantization), config.zero.stage, kind, gradients);
         let (state, buckets) = (train.optimizer, train.optimizer_buckets);
         let (state_train, state_rollout, state_host) = match optimizer {
-            OptimizerResidency::Auto | OptimizerResidency::Resident => (state, state, 0),
+            OptimizerResidency::Resident => (state, state, 0),
             OptimizerResidency::Swap => (state, 0, state),
             OptimizerResidency::Stream => (buckets, 0, state),
         };
@@ -115,7 +139,7 @@ impl MemoryPlan {
             rollout_bytes,
             host_bytes,
         };
-        let activations = activation_bytes(input, config.gradient_checkpointing);
+        let activations = activation_bytes(input, gradient_checkpointing);
         let mut classes = vec![
             class("policy weights", train.weights + train.gathered, train.weights, 0),
             class("master weights, Adam m and v", state_train, state_rollout, state_host),
@@ -133,7 +157,7 @@ impl MemoryPlan {
             classes.push(class("engine weights (gathered slices)", 0, input.engine_weight_bytes, 0));
         }
         let max_model_length = config.max_model_length.unwrap_or(spec.max_position_embeddings);
-        if input.swap_bytes.is_some() {
+        if input.room.swap_bytes.is_some() {
             let options = EngineOptions {
                 kv_cache_bytes: 0,
                 block_size: config.kv_block_size,
@@ -153,25 +177,35 @@ impl MemoryPlan {
             optimizer,
             reference,
             reason: String::new(),
+            gradient_checkpointing,
             formula: formula(input, &train, &activations),
             largest_micro_batch: 0,
             kv_cache_bytes: 0,
             num_kv_blocks: 0,
             kv_block_size: config.kv_block_size,
             max_model_length,
-            available_bytes: input.available_bytes,
-            swap_bytes: input.swap_bytes,
+            room: input.room,
         };
         plan.size_kv_cache(config, spec, kind)?;
-        plan.largest_micro_batch = plan.largest_micro_batch(input, config.gradient_checkpointing);
+        plan.largest_micro_batch = plan.largest_micro_batch(input, gradient_checkpointing);
         plan.check(input)?;
         Ok(plan)
     }
 
     /// The largest sum over the phases; on a CPU host memory included, as it is one memory.
     pub fn peak_bytes(&self) -> usize {
-        let host = if self.swap_bytes.is_none() { self.sum(|class| class.host_bytes) } else { 0 };
-        host + self.sum(|class| class.train_bytes).max(self.sum(|class| class.rollout_bytes))
+        let rollout = self.host_bytes_of_device() + self.sum(|class| class.rollout_bytes);
+        self.train_bytes().max(rollout)
+    }
+
+    /// While training, as [`Self::peak_bytes`] counts.
+    fn train_bytes(&self) -> usize {
+        self.host_bytes_of_device() + self.sum(|class| class.train_bytes)
+    }
+
+    /// What counts as the device's because the host's memory is the device's.
+    fn host_bytes_of_device(&self) -> usize {
+        if self.room.swap_bytes.is_none() { self.sum(|class| class.host_bytes) } else { 0 }
     }
 
     fn sum(&self, bytes: impl Fn(&ClassBytes) -> usize) -> usize {
@@ -183,11 +217,11 @@ impl MemoryPlan {
     fn size_kv_cache(&mut self, config: &Config, spec: &ModelSpec, kind: Kind) -> Result<()> {
         let block_bytes = kv_block_bytes(spec, config.tensor_parallel_size, config.kv_block_size, kind);
         // A GPU is the run's alone; a CPU's memory is not, and its pages are taken for good.
-        let (taken, share) = match self.swap_bytes {
+        let (taken, share) = match self.room.swap_bytes {
             Some(_) => (self.sum(|class| class.rollout_bytes), 1.0),
             None => (self.peak_bytes(), MAX_KV_SHARE),
         };
-        let free = self.available_bytes.saturating_sub(taken) as f64;
+        let free = self.room.available_bytes.saturating_sub(taken) as f64;
         let longest_blocks = self.max_model_length.div_ceil(config.kv_block_size);
         let useful = config.max_num_seqs.saturating_mul(longest_blocks).saturating_mul(block_bytes);
         let affordable = (free * share * config.gpu_memory_utilization) as usize;
@@ -213,18 +247,18 @@ impl MemoryPlan {
 
     /// Most tokens whose activations fit beside what else training holds.
     fn largest_micro_batch(&self, input: &PlanInput<'_>, keep: GradientCheckpointing) -> usize {
-        let room = self.available_bytes.saturating_sub(self.train_bytes_without_activations());
+        let room = self.room.available_bytes.saturating_sub(self.train_bytes_without_activations());
         ActivationBytes::largest_micro_batch(&input.table.spec, input.kind, keep, input.config.share_prompts, room)
     }
 
     fn train_bytes_without_activations(&self) -> usize {
-        let host = if self.swap_bytes.is_none() { self.sum(|class| class.host_bytes) } else { 0 };
-        host + self.sum(|class| if class.class == ACTIVATIONS { 0 } else { class.train_bytes })
+        let of_activations = |class: &ClassBytes| if class.class == ACTIVATIONS { class.train_bytes } else { 0 };
+        self.train_bytes() - self.sum(of_activations)
     }
 
     fn check(&self, input: &PlanInput<'_>) -> Result<()> {
         let swapped = self.sum(|class| class.host_bytes);
-        if let Some(host) = self.swap_bytes.filter(|host| *host < swapped) {
+        if let Some(host) = self.room.swap_bytes.filter(|host| *host < swapped) {
             let message = format!(
                 "residency.optimizer = {} and residency.reference = {} need {} of host memory per rank and {} are \
                  available; set resident",
@@ -236,14 +270,14 @@ impl MemoryPlan {
             return Err(Error::Environment { message });
         }
         let peak = self.peak_bytes();
-        if peak <= self.available_bytes {
+        if peak <= self.room.available_bytes {
             return Ok(());
         }
         Err(Error::Environment {
             message: format!(
                 "this run needs {} per rank and {} are available; {}, or use a smaller model\n{self}",
                 human(peak),
-                human(self.available_bytes),
+                human(self.room.available_bytes),
                 self.smallest_change(input)
             ),
         })
@@ -252,25 +286,26 @@ impl MemoryPlan {
     /// The first change with which this run fits, from the one that costs least time; tried, where activations alone change.
     fn smallest_change(&self, input: &PlanInput<'_>) -> String {
         use GradientCheckpointing::{Full, None, Selective};
-        let (config, others) = (input.config, self.train_bytes_without_activations());
-        if self.sum(|class| class.rollout_bytes) > self.available_bytes {
+        let (config, keep) = (input.config, self.gradient_checkpointing);
+        let others = self.train_bytes_without_activations();
+        if self.sum(|class| class.rollout_bytes) > self.room.available_bytes {
             let (length, cache) = (self.max_model_length, self.kv_cache_bytes);
             return format!("lower max_model_length (is {length}) or kv_cache_bytes ({cache})");
         }
-        let more: &[GradientCheckpointing] = match config.gradient_checkpointing {
+        let more: &[GradientCheckpointing] = match keep {
             None => &[Selective, Full],
             Selective => &[Full],
             Full => &[],
         };
-        let fits =
-            |keep: &&GradientCheckpointing| others + activation_bytes(input, **keep).peak() <= self.available_bytes;
+        let fits = |keep: &&GradientCheckpointing| {
+            others + activation_bytes(input, **keep).peak() <= self.room.available_bytes
+        };
         if let Some(keep) = more.iter().find(fits) {
             return format!("set gradient_checkpointing = {}", keep.name());
         }
         let (tokens, stage) = (self.largest_micro_batch(input, Full), config.zero.stage);
         if tokens > config.max_completion_length {
-            let is_full = config.gradient_checkpointing == Full;
-            let recompute = if is_full { "" } else { "gradient_checkpointing = full and " };
+            let recompute = if keep == Full { "" } else { "gradient_checkpointing = full and " };
             return format!("set {recompute}max_tokens_per_micro_batch = {tokens}");
         }
         if input.table.shards > 1 && stage < 3 {
@@ -290,7 +325,7 @@ impl fmt::Display for MemoryPlan {
         let sum = |bytes: fn(&ClassBytes) -> usize| human(self.sum(bytes));
         let (train, rollout) = (sum(|class| class.train_bytes), sum(|class| class.rollout_bytes));
         writeln!(f, "{:<34} {train:>11} {rollout:>11} {:>11}", "sum", sum(|class| class.host_bytes))?;
-        writeln!(f, "peak {} of {} available", human(self.peak_bytes()), human(self.available_bytes))?;
+        writeln!(f, "peak {} of {} available", human(self.peak_bytes()), human(self.room.available_bytes))?;
         let (blocks, size) = (self.num_kv_blocks, self.kv_block_size);
         writeln!(
             f,
@@ -299,7 +334,8 @@ impl fmt::Display for MemoryPlan {
         )?;
         writeln!(f, "{}", self.formula)?;
         let (optimizer, reference) = (self.optimizer.name(), self.reference.name());
-        write!(f, "residency: optimizer state {optimizer}, reference weights {reference}: {}", self.reason)
+        writeln!(f, "residency: optimizer state {optimizer}, reference weights {reference}: {}", self.reason)?;
+        write!(f, "gradient_checkpointing: {}", self.gradient_checkpointing.name())
     }
 }
 

@@ -17,8 +17,7 @@ fn plan(overrides: &[&str], available_bytes: usize) -> Result<MemoryPlan> {
         kind: Kind::BFloat16,
         completions_per_update: 64,
         engine_weight_bytes: 0,
-        available_bytes,
-        swap_bytes: Some(1 << 40),
+        room: Room { available_bytes, swap_bytes: Some(1 << 40) },
     };
     MemoryPlan::new(&input)
 }
@@ -43,6 +42,24 @@ fn the_smallest_change_is_enough() {
     let budget = |tokens: usize| plan(&[fixed, full, &format!("max_tokens_per_micro_batch={tokens}")], 27 << 30);
     assert_eq!(budget(tokens).unwrap().largest_micro_batch, tokens);
     assert!(budget(tokens + 1).is_err());
+}
+
+/// `auto` recomputes the least that leaves a tenth of the memory free.
+#[test]
+fn what_fits_is_kept_rather_than_computed_again() {
+    use GradientCheckpointing::{Full, None, Selective};
+    let of = |keep: &str, room| {
+        let recompute = format!("gradient_checkpointing={keep}");
+        plan(&["residency.optimizer=resident", "max_num_seqs=4", &recompute], room).unwrap()
+    };
+    let room_for = |keep| (of(keep, 1 << 40).train_bytes() as f64 / choices::MAX_KEPT_SHARE) as usize + 1;
+    let [none, selective] = ["none", "selective"].map(room_for);
+    for (room, expected) in
+        [(1 << 40, None), (none, None), (none - 8, Selective), (selective, Selective), (selective - 8, Full)]
+    {
+        assert_eq!(of("auto", room).gradient_checkpointing, expected, "{room}");
+    }
+    assert_eq!(of("full", 1 << 40).gradient_checkpointing, Full);
 }
 
 #[test]

@@ -104,8 +104,8 @@ impl Trainer {
     ) -> Result<Self> {
         let placement = Placement::in_world(config.device, config.dtype, world.device())?;
         let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
-        let sizes = (world.size(), world.local_size());
-        let preflight = Preflight::of_model(&config, (spec, tokenizer), placement, sizes.0, sizes.1)?;
+        let room = setup::common_room(placement, &world)?;
+        let preflight = Preflight::of_model(&config, (spec, tokenizer), placement, world.size(), room)?;
         let (seed, kind, device) = (config.seed, preflight.kind, world.device());
         let parts = setup::Parts {
             preflight,

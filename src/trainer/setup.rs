@@ -10,15 +10,15 @@ use super::{Progress, Trainer};
 use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Saver, TrainerState};
 use crate::colocate::{Colocated, EngineSlices};
 use crate::config::{BatchPlan, Config, OptimizerResidency, Quantization, ReferenceResidency};
-use crate::cuda::{self, Placement};
+use crate::cuda::Placement;
 use crate::data::{Dataset, DatasetOptions, PromptSampler, Tokenizer};
-use crate::dist::{World, all_gather_bytes};
+use crate::dist::{ReduceOp, World, all_gather_bytes, all_reduce_f64};
 use crate::error::{Error, Result};
-use crate::memory::{self, HostPool};
+use crate::memory::HostPool;
 use crate::metrics::{pinning_progress, redact};
 use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use crate::phase;
-use crate::plan::{MemoryPlan, PlanInput};
+use crate::plan::{MemoryPlan, PlanInput, Room};
 use crate::reward::{RewardFunction, RewardPool};
 use crate::rollout::{Engine, EngineOptions};
 use crate::torch;
@@ -45,16 +45,16 @@ pub struct Preflight {
 }
 
 impl Preflight {
-    /// Checks a run of `world_size` ranks, `local_world_size` of them on this machine, that computes at `placement`.
+    /// Checks a run of `world_size` ranks that computes at `placement` in the memory of `room`.
     ///
     /// # Errors
     /// What is wrong with the configuration, the model's folder or the machine.
-    pub fn new(config: &Config, placement: Placement, world_size: usize, local_world_size: usize) -> Result<Self> {
+    pub fn new(config: &Config, placement: Placement, world_size: usize, room: Room) -> Result<Self> {
         let source = ModelSource::new(&config.model_name_or_path, None)?;
         let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
         let tokenizer = Arc::new(Tokenizer::from_folder(&source.base)?);
         tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
-        Self::of_model(config, (spec, tokenizer), placement, world_size, local_world_size)
+        Self::of_model(config, (spec, tokenizer), placement, world_size, room)
     }
 
     /// The same for a model that is in no folder.
@@ -63,9 +63,9 @@ impl Preflight {
         (spec, tokenizer): (Arc<ModelSpec>, Arc<Tokenizer>),
         placement: Placement,
         world_size: usize,
-        local_world_size: usize,
+        room: Room,
     ) -> Result<Self> {
-        let Placement { on_cuda, kind } = placement;
+        let kind = placement.kind;
         let batch = config.validate_world(world_size)?;
         spec.validate_tp(config.tensor_parallel_size)?;
         let table = Arc::new(ParamTable::new(spec.clone(), config.zero.shard_group_size.unwrap_or(world_size)));
@@ -74,9 +74,6 @@ impl Preflight {
             (false, Quantization::Nf4) => EngineSlices::dequantized_bytes(&table, kind),
             (false, Quantization::None) => 0,
         };
-        let host_bytes = memory::available_host_bytes()? / local_world_size;
-        let available_bytes = if on_cuda { cuda::available_bytes()? } else { host_bytes };
-        let swap_bytes = on_cuda.then_some(host_bytes);
         let completions_per_update = batch.generation_batch_size / world_size / batch.updates_per_generation;
         let plan = MemoryPlan::new(&PlanInput {
             config,
@@ -84,11 +81,19 @@ impl Preflight {
             kind,
             completions_per_update,
             engine_weight_bytes,
-            available_bytes,
-            swap_bytes,
+            room,
         })?;
         Ok(Self { batch, spec, tokenizer, table, kind, plan })
     }
+}
+
+/// What every rank has, so that all come to the same plan; collective over the world.
+pub(super) fn common_room(placement: Placement, world: &World) -> Result<Room> {
+    let Room { available_bytes, swap_bytes } = Room::available(placement, world.local_size())?;
+    let mut least = [available_bytes as f64, swap_bytes.unwrap_or(0) as f64]; // exact below 2^53 bytes
+    all_reduce_f64(&*world.group(), &mut least, ReduceOp::Min)?;
+    let [available_bytes, common_swap_bytes] = least.map(|bytes| bytes as usize);
+    Ok(Room { available_bytes, swap_bytes: swap_bytes.map(|_| common_swap_bytes) })
 }
 
 /// Whether the engine needs gathered slices: weights are sharded, which quantised ones never are.
@@ -125,7 +130,8 @@ pub(super) fn load(
 ) -> Result<Trainer> {
     torch::set_deterministic(config.full_determinism)?;
     let placement = Placement::in_world(config.device, config.dtype, world.device())?;
-    let preflight = Preflight::new(&config, placement, world.size(), world.local_size())?;
+    let room = common_room(placement, &world)?;
+    let preflight = Preflight::new(&config, placement, world.size(), room)?;
     let rewards = RewardPool::with_functions(&config, functions)?;
     let limits = DatasetOptions {
         max_prompt_length: config.max_prompt_length,
@@ -231,7 +237,7 @@ fn colocated(
     let options = PolicyOptions {
         stage: config.zero.stage,
         network,
-        gradient_checkpointing: config.gradient_checkpointing,
+        gradient_checkpointing: plan.gradient_checkpointing,
         adam: AdamOptions {
             beta1: config.adam_beta1,
             beta2: config.adam_beta2,
@@ -247,7 +253,7 @@ fn colocated(
     let home = match plan.optimizer {
         OptimizerResidency::Swap => OptimizerHome::Swap(pool("optimizer_host", optimizer_bytes)?),
         OptimizerResidency::Stream => OptimizerHome::Stream(pool("optimizer_host", optimizer_bytes)?),
-        OptimizerResidency::Auto | OptimizerResidency::Resident => OptimizerHome::Resident,
+        OptimizerResidency::Resident => OptimizerHome::Resident,
     };
     // A frozen base is its own reference.
     let has_reference = config.beta > 0.0 && lora.is_none();

@@ -1,17 +1,23 @@
-//! Which of the residencies a run takes: the one that moves least among those that serve it best.
+//! What `auto` becomes: the residency that moves least among those that serve a run best, then the least recomputation.
 
 use super::{MemoryPlan, PlanInput, human};
-use crate::config::{OptimizerResidency, ReferenceResidency};
+use crate::config::{AutoOr, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
 use crate::error::Result;
 
-/// Where optimizer state and reference weights live.
+/// Share of the memory that activations may fill where it is the plan that keeps them: freed blocks of libtorch's cache that no
+/// later tensor fits take up to 9 % on top (docs/benchmarks.md).
+pub(super) const MAX_KEPT_SHARE: f64 = 0.9;
+
+/// What the configuration may leave to the plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Residencies {
+pub(super) struct Choices {
     pub optimizer: OptimizerResidency,
     pub reference: ReferenceResidency,
+    pub gradient_checkpointing: GradientCheckpointing,
 }
 
-/// The first of the residencies that are left open, from the one that moves least, whose KV cache has the most blocks.
+/// The first of the residencies that are left open, from the one that moves least, whose KV cache has the most blocks; and beside
+/// it the least recomputation.
 ///
 /// # Errors
 /// Why the one that takes least of the device cannot be, if none can.
@@ -20,8 +26,8 @@ pub(super) fn choose(input: &PlanInput<'_>) -> Result<MemoryPlan> {
     let is_forced = candidates.len() == 1;
     let mut plans = Vec::new(); // with their places among the candidates
     let mut refusal = None;
-    for (place, residencies) in candidates.into_iter().enumerate() {
-        match MemoryPlan::with_residencies(residencies, input) {
+    for (place, &choices) in candidates.iter().enumerate() {
+        match MemoryPlan::with(choices, input) {
             Ok(plan) => plans.push((place, plan)),
             Err(error) => refusal = Some(error),
         }
@@ -33,32 +39,50 @@ pub(super) fn choose(input: &PlanInput<'_>) -> Result<MemoryPlan> {
     let reason = match (is_forced, at, plans[at].0) {
         (true, ..) => "as configured, or all that there is".to_owned(),
         (false, 0, 0) => "all fits on the device".to_owned(),
-        (false, 0, _) => format!("what moves less needs more than {}", human(input.available_bytes)),
+        (false, 0, _) => format!("what moves less needs more than {}", human(input.room.available_bytes)),
         (false, ..) => format!("what moves less leaves {} KV blocks", plans[0].1.num_kv_blocks),
     };
-    Ok(MemoryPlan { reason, ..plans.swap_remove(at).1 })
+    let (place, plan) = plans.swap_remove(at);
+    let plan = least_recomputation(candidates[place], input, plan);
+    Ok(MemoryPlan { reason, ..plan })
+}
+
+/// `full`, or with less recomputation where that is left open and there is room for what it keeps.
+fn least_recomputation(choices: Choices, input: &PlanInput<'_>, full: MemoryPlan) -> MemoryPlan {
+    if input.config.gradient_checkpointing != AutoOr::Auto {
+        return full;
+    }
+    let most = (input.room.available_bytes as f64 * MAX_KEPT_SHARE) as usize;
+    let less = [GradientCheckpointing::None, GradientCheckpointing::Selective].into_iter();
+    let plans =
+        less.map(|gradient_checkpointing| MemoryPlan::with(Choices { gradient_checkpointing, ..choices }, input));
+    let mut fitting =
+        plans.flatten().filter(|plan| plan.num_kv_blocks == full.num_kv_blocks && plan.train_bytes() <= most);
+    fitting.next().unwrap_or(full)
 }
 
 /// From the one that moves least. On a CPU, where all memory is one, moving frees nothing.
-fn candidates(input: &PlanInput<'_>) -> Vec<Residencies> {
-    use OptimizerResidency as Optimizer;
-    use ReferenceResidency as Reference;
-    let can_move = input.swap_bytes.is_some();
-    let optimizers = match input.config.residency.optimizer {
-        Optimizer::Auto if can_move => vec![Optimizer::Resident, Optimizer::Swap, Optimizer::Stream],
-        Optimizer::Auto => vec![Optimizer::Resident],
-        forced => vec![forced],
+fn candidates(input: &PlanInput<'_>) -> Vec<Choices> {
+    let (config, can_move) = (input.config, input.room.swap_bytes.is_some());
+    let optimizers = match config.residency.optimizer {
+        AutoOr::Auto if can_move => OptimizerResidency::ALL.to_vec(),
+        AutoOr::Auto => vec![OptimizerResidency::Resident],
+        AutoOr::Given(forced) => vec![forced],
     };
-    let references = match input.config.residency.reference {
-        Reference::Auto if can_move && input.config.beta > 0.0 && input.config.lora.r.is_none() => {
-            vec![Reference::Resident, Reference::Host]
-        }
-        Reference::Auto => vec![Reference::Resident],
-        forced => vec![forced],
+    let references = match config.residency.reference {
+        AutoOr::Auto if can_move && config.beta > 0.0 && config.lora.r.is_none() => ReferenceResidency::ALL.to_vec(),
+        AutoOr::Auto => vec![ReferenceResidency::Resident],
+        AutoOr::Given(forced) => vec![forced],
     };
-    let pairs =
-        optimizers.iter().flat_map(|&optimizer| references.iter().map(move |&reference| (optimizer, reference)));
-    pairs.map(|(optimizer, reference)| Residencies { optimizer, reference }).collect()
+    let gradient_checkpointing = match config.gradient_checkpointing {
+        AutoOr::Auto => GradientCheckpointing::Full,
+        AutoOr::Given(forced) => forced,
+    };
+    let with_optimizer = |&optimizer: &OptimizerResidency| {
+        let choices = move |reference| Choices { optimizer, reference, gradient_checkpointing };
+        references.iter().copied().map(choices)
+    };
+    optimizers.iter().flat_map(with_optimizer).collect()
 }
 
 #[cfg(test)]
@@ -67,6 +91,7 @@ mod tests {
 
     use tch::Kind;
 
+    use super::super::Room;
     use super::*;
     use crate::config::Config;
     use crate::model::{ModelSpec, ParamTable};
@@ -88,8 +113,7 @@ mod tests {
             kind: Kind::BFloat16,
             completions_per_update: 1,
             engine_weight_bytes: 0,
-            available_bytes,
-            swap_bytes: on_gpu.then_some(1 << 40),
+            room: Room { available_bytes, swap_bytes: on_gpu.then_some(1 << 40) },
         })
     }
 
