@@ -10,6 +10,8 @@ use super::manifest::sync_tree;
 use crate::error::{Error, Result};
 use crate::model::sync;
 
+/// The trained model's folder.
+pub const FINAL: &str = "final";
 const PREFIX: &str = "checkpoint-";
 const TEMPORARY_SUFFIX: &str = ".tmp";
 
@@ -37,12 +39,20 @@ pub fn prepare(temporary: &Path, needed_bytes: u64) -> Result<()> {
     let output_dir = parent(temporary);
     std::fs::create_dir_all(output_dir).map_err(Error::io(output_dir))?;
     for (name, path) in entries(output_dir)? {
-        if name.strip_prefix('.').is_some_and(|name| name.starts_with(PREFIX)) && name.ends_with(TEMPORARY_SUFFIX) {
+        let is_ours = |name: &str| name.starts_with(PREFIX) || name.starts_with(FINAL);
+        if name.strip_prefix('.').is_some_and(is_ours) && name.ends_with(TEMPORARY_SUFFIX) {
             std::fs::remove_dir_all(&path).map_err(Error::io(path))?;
         }
     }
     check_space(output_dir, needed_bytes)?;
     std::fs::create_dir(temporary).map_err(Error::io(temporary))
+}
+
+/// Removes a temporary folder after an error.
+pub fn remove(temporary: &Path) {
+    if let Err(error) = std::fs::remove_dir_all(temporary) {
+        tracing::warn!("{}: {error}: the next save removes it", temporary.display());
+    }
 }
 
 /// Makes the temporary folder durable and gives it its name, in place of what has it.
@@ -101,7 +111,7 @@ fn check_space(folder: &Path, needed_bytes: u64) -> Result<()> {
         return Ok(());
     }
     let message = format!(
-        "a checkpoint needs {needed_bytes} bytes, {free_bytes} are free; make room, lower save_total_limit or choose \
+        "writing here needs {needed_bytes} bytes, {free_bytes} are free; make room, lower save_total_limit or choose \
          another output_dir"
     );
     Err(Error::Io { path: folder.to_owned(), source: io::Error::new(ErrorKind::StorageFull, message) })
@@ -150,7 +160,14 @@ mod tests {
     #[test]
     fn leftovers_are_not_listed_and_removed_by_the_next_save() {
         let folder = tempfile::tempdir().unwrap();
-        for name in [".checkpoint-3.tmp", ".checkpoint-2.old.tmp", "checkpoint-10", "checkpoint-9", "checkpoint-x"] {
+        for name in [
+            ".checkpoint-3.tmp",
+            ".checkpoint-2.old.tmp",
+            ".final.tmp",
+            "checkpoint-10",
+            "checkpoint-9",
+            "checkpoint-x",
+        ] {
             std::fs::create_dir(folder.path().join(name)).unwrap();
         }
         assert_eq!(list(folder.path()).unwrap(), [9, 10].map(|step| path(folder.path(), step)));

@@ -28,7 +28,7 @@ mod write;
 
 use std::path::{Path, PathBuf};
 
-pub use folder::list;
+pub use folder::{FINAL, list};
 pub use saver::Saver;
 pub use state::{SavedConfig, TrainerState};
 
@@ -62,12 +62,26 @@ pub fn save(options: &CheckpointOptions, world: &World, policy: &Policy, state: 
     saver.finish(world).map(|()| complete)
 }
 
-/// Writes the policy as a Hugging Face model folder, or its adapters as PEFT does; collective over the world.
+/// Writes the policy as a Hugging Face model folder, or its adapters as PEFT does: whole and durable, or not at all; collective
+/// over the world. Returns the folder, [`FINAL`] of the output folder; one of that name makes room for it.
 ///
 /// # Errors
 /// The first failure of any rank, on every rank.
-pub fn export(folder: &Path, base_dir: &Path, world: &World, policy: &Policy) -> Result<()> {
-    world.agree(phase::scope(Phase::Checkpoint, || write::model(folder, base_dir, world, policy)))
+pub fn export(output_dir: &Path, base_dir: &Path, world: &World, policy: &Policy) -> Result<PathBuf> {
+    let complete = output_dir.join(FINAL);
+    let temporary = folder::temporary(&complete);
+    let is_first = world.rank() == 0;
+    let prepared = if is_first { folder::prepare(&temporary, write::model_bytes(policy)) } else { Ok(()) };
+    world.agree(prepared)?;
+    let written = phase::scope(Phase::Checkpoint, || {
+        write::model(&temporary, base_dir, world, policy)?;
+        if is_first { folder::publish(&temporary, &complete) } else { Ok(()) }
+    });
+    let agreed = world.agree(written);
+    if agreed.is_err() && is_first {
+        folder::remove(&temporary);
+    }
+    agreed.map(|()| complete)
 }
 
 /// The newest checkpoint of a run that is complete; damaged ones are named loudly and passed over.

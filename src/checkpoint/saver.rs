@@ -1,6 +1,6 @@
 //! Saving beside training: tensors are copied to the host, a thread writes them while training goes on.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -62,7 +62,7 @@ impl Saver {
             Ok(None) => {}
             Err(error) => {
                 if world.rank() == 0 {
-                    remove(&temporary);
+                    folder::remove(&temporary);
                 }
                 return Err(error);
             }
@@ -167,10 +167,4 @@ fn states(policy: &Policy) -> impl Iterator<Item = Result<ParamState>> + '_ {
         phase::beat();
         Ok(shard?.state)
     })
-}
-
-fn remove(temporary: &Path) {
-    if let Err(error) = std::fs::remove_dir_all(temporary) {
-        tracing::warn!("{}: {error}: the next save removes it", temporary.display());
-    }
 }

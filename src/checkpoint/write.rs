@@ -35,9 +35,14 @@ const LOOK: Duration = Duration::from_millis(5);
 
 /// Bytes that a checkpoint takes, over all ranks.
 pub fn num_bytes(policy: &Policy, state: &TrainerState) -> u64 {
-    let element_bytes = policy.kind().elt_size_in_bytes() + PARTS.len() * wide(policy).elt_size_in_bytes();
+    let element_bytes = PARTS.len() * wide(policy).elt_size_in_bytes();
     let history = state.log_history.iter().map(|line| line.to_string().len() as u64 * 2).sum::<u64>();
-    (policy.trained_table().num_params() * element_bytes) as u64 + history + SMALL_FILES_BYTES
+    (policy.trained_table().num_params() * element_bytes) as u64 + history + model_bytes(policy)
+}
+
+/// Bytes that the model folder takes.
+pub fn model_bytes(policy: &Policy) -> u64 {
+    (policy.trained_table().num_params() * policy.kind().elt_size_in_bytes()) as u64 + SMALL_FILES_BYTES
 }
 
 /// Says that all ranks are about to write: a rank that fails takes its mark away, which needs no room on a full disk.

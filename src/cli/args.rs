@@ -4,8 +4,11 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::config::{Config, Device, Dtype, GradientCheckpointing, Quantization, RewardConfig, SftConfig};
+use crate::config::{
+    Config, Device, Dtype, GradientCheckpointing, HeartbeatConfig, Quantization, RewardConfig, SftConfig,
+};
 use crate::launch;
+use crate::phase::Fault;
 use crate::types::LengthSpread;
 
 /// Trains language models with GRPO on one node: every GPU generates, then every GPU trains.
@@ -26,7 +29,7 @@ pub enum Command {
     Sft(RunArgs),
     /// Sample from a model folder
     Generate(GenerateArgs),
-    /// avg@n and pass@k of a model folder on a file of problems
+    /// avg@n, pass@k and maj@n of a model folder on a file of problems
     Eval(EvalArgs),
     /// Make a model folder with random weights, from a preset or a config.json
     Init(InitArgs),
@@ -115,6 +118,16 @@ pub struct SamplingArgs {
     /// Ranks that share one engine
     #[arg(long, visible_alias = "tp", default_value_t = 1, value_parser = count)]
     pub tensor_parallel_size: usize,
+    /// Longest sequence in tokens, prompt and completion, that memory is kept for; the model's context if none is given
+    #[arg(long, value_parser = number(|length: &usize| *length >= 2, "at least 2"))]
+    pub max_model_length: Option<usize>,
+    /// Longest time that a rank may show no sign of life, in seconds
+    #[arg(long, default_value_t = HeartbeatConfig::default().timeout_s)]
+    #[arg(value_parser = number(|seconds: &f64| *seconds > 0.0 && *seconds < 1e7, "above 0 and below 10000000"))]
+    pub heartbeat_timeout_s: f64,
+    /// Injected fault, as the configuration key of that name; for tests
+    #[arg(long, hide = true)]
+    pub fault: Option<Fault>,
 }
 
 /// `generate`.
@@ -442,7 +455,8 @@ pub struct BenchCollectivesArgs {
     #[command(flatten)]
     pub place: PlaceArgs,
     /// Largest tensor, in MiB
-    #[arg(long, default_value_t = 1024, value_parser = count)]
+    #[arg(long, default_value_t = 1024)]
+    #[arg(value_parser = number(|mib: &usize| (1..=1 << 20).contains(mib), "1 to 1048576"))]
     pub max_mib: usize,
 }
 

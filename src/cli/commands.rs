@@ -1,5 +1,6 @@
 //! What each subcommand does, on top of the rooms below.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,17 +21,17 @@ use crate::config::{Config, HeartbeatConfig, Quantization, SftConfig};
 use crate::cuda::{self, Placement};
 use crate::data::{Dataset, DatasetOptions, Message, Tokenizer};
 use crate::dist::{Backend, WorkerEnv, World, WorldOptions, all_gather_bytes};
-use crate::error::{Error, ExitCode, Result};
+use crate::error::{Error, ExitCode, Result, panic_message};
 use crate::eval::{self, Estimate};
 use crate::launch::{self, LaunchOptions};
 use crate::memory;
 use crate::metrics;
 use crate::model::{
-    AdapterFiles, ModelSource, ModelSpec, PRESETS, ParamTable, WeightFiles, export_folder, init_folder,
+    AdapterFiles, ModelSource, ModelSpec, PRESETS, ParamTable, UnitLayout, WeightFiles, export_folder, init_folder,
 };
-use crate::phase::{self, Limits};
+use crate::phase::{self, Limits, Phase};
 use crate::plan::Room;
-use crate::reward::RewardPool;
+use crate::reward::{self, RewardPool};
 use crate::rollout::{Engine, EngineOptions, kv_block_bytes};
 use crate::sft::Sft;
 use crate::train::GradientOptions;
@@ -48,8 +49,12 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Train(args) => train(&args),
         Command::Sft(args) => sft(&args),
         Command::Plan(args) => plan(&args),
-        Command::Generate(args) => placed(&args.launch, args.place, |world, kind| generate(&args, world, kind)),
-        Command::Eval(args) => placed(&args.launch, args.place, |world, kind| evaluate(&args, world, kind)),
+        Command::Generate(args) => {
+            placed(&args.launch, args.place, (&args.sampling).into(), |world, kind| generate(&args, world, kind))
+        }
+        Command::Eval(args) => {
+            placed(&args.launch, args.place, (&args.sampling).into(), |world, kind| evaluate(&args, world, kind))
+        }
         Command::Init(args) => init(&args),
         Command::Export(args) => export(&args),
         Command::Report(args) => {
@@ -57,21 +62,21 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
             Ok(ExitCode::Done)
         }
         Command::Bench(BenchCommand::Train(args)) => {
-            placed(&args.launch, args.place, |world, kind| print_first(&world, train_bench(&args, &world, kind)?))
+            bench(&args.launch, args.place, |world, kind| print_first(&world, train_bench(&args, &world, kind)?))
         }
-        Command::Bench(BenchCommand::Generate(args)) => placed(&args.launch, args.place, |world, kind| {
+        Command::Bench(BenchCommand::Generate(args)) => bench(&args.launch, args.place, |world, kind| {
             let result = generate_bench(&args, world.clone(), kind)?;
             print_first(&world, result)
         }),
         Command::Bench(BenchCommand::Kernels(args)) => kernels_bench(&args),
         Command::Bench(BenchCommand::Step(args)) => step_bench(&args),
-        Command::Bench(BenchCommand::SleepWake(args)) => placed(&args.launch, args.place, |world, _| {
+        Command::Bench(BenchCommand::SleepWake(args)) => bench(&args.launch, args.place, |world, _| {
             let bytes = |gib: f64| (gib * f64::from(1 << 30)) as usize;
             let (bytes, offload_bytes) = (bytes(args.gib), bytes(args.offload_gib));
             let result = bench_sleep_wake(&SleepWakeBench { bytes, offload_bytes, cycles: args.cycles }, &world)?;
             print_first(&world, result)
         }),
-        Command::Bench(BenchCommand::Collectives(args)) => placed(&args.launch, args.place, |world, _| {
+        Command::Bench(BenchCommand::Collectives(args)) => bench(&args.launch, args.place, |world, _| {
             let result = bench_collectives(&CollectivesBench { max_bytes: args.max_mib << 20 }, &world)?;
             print_first(&world, result)
         }),
@@ -158,7 +163,8 @@ fn generate(args: &GenerateArgs, world: Arc<World>, kind: Kind) -> Result<()> {
         .map(|(index, text)| prompt(args, &tokenizer, max_model_length, index, text))
         .collect::<Result<_>>()?;
     let params = sampling(&args.sampling, args.n);
-    let groups = served.with_engine(|rollout| rollout.generate(&prompts, &params, |_| ()))?;
+    let groups =
+        served.with_engine(|rollout| phase::scope(Phase::Generate, || rollout.generate(&prompts, &params, |_| ())))?;
     let own: Vec<(u64, String)> = groups.iter().map(|group| (group.prompt.id, lines(group))).collect();
     let own = serde_json::to_vec(&own).expect("numbers and text");
     let mut all: Vec<(u64, String)> = all_gather_bytes(&*world.group(), &own)?
@@ -185,8 +191,7 @@ fn prompt(
     };
     let token_ids = tokenizer.encode(&text, !args.chat)?;
     if token_ids.is_empty() || token_ids.len() >= max_model_length {
-        let expected =
-            format!("1 to {} tokens (the model's context less one), not {}", max_model_length - 1, token_ids.len());
+        let expected = format!("1 to {} tokens (the context less one), not {}", max_model_length - 1, token_ids.len());
         return Err(Error::invalid_value("--prompt", format!("'{text}'"), expected));
     }
     Ok(Prompt { id: index as u64, text, token_ids, columns: Arc::default() })
@@ -216,11 +221,13 @@ fn evaluate(args: &EvalArgs, world: Arc<World>, kind: Kind) -> Result<()> {
         max_completion_length: 1, // shorter ones are cut by the context and count as they are
         ..DatasetOptions::default()
     };
-    let dataset = Dataset::from_jsonl(&args.data, &tokenizer, &options)?;
+    let dataset = phase::scope(Phase::Load, || Dataset::from_jsonl(&args.data, &tokenizer, &options))?;
     let prompts = eval::share_of(&dataset, &world);
     let params = SamplingParams { step: eval::SAMPLING_STEP, ..sampling(&args.sampling, args.n) };
-    let mut groups = served.with_engine(|rollout| rollout.generate(&prompts, &params, |done| rewards.submit(done)))?;
-    rewards.wait(&mut groups)?;
+    let mut groups = served.with_engine(|rollout| {
+        phase::scope(Phase::Generate, || rollout.generate(&prompts, &params, |done| rewards.submit(done)))
+    })?;
+    phase::scope(Phase::Reward, || rewards.wait(&mut groups))?;
     let outcome = eval::Outcome::of(&groups, &*world.group())?;
     let average = Estimate::of(&outcome.problems);
     if average.mean == 0.0 && world.rank() == 0 {
@@ -236,6 +243,10 @@ fn evaluate(args: &EvalArgs, world: Arc<World>, kind: Kind) -> Result<()> {
     });
     line[format!("avg@{}", args.n)] = json!(average);
     line.as_object_mut().expect("made as an object").extend(pass);
+    if let Some(answer_of) = reward::answer_reader(&args.reward, &args.reward_config())? {
+        let majority = eval::majority(&groups, &answer_of, &*world.group())?;
+        line[format!("maj@{}", args.n)] = json!(Estimate::of(&majority));
+    }
     print_first(&world, line)
 }
 
@@ -248,6 +259,11 @@ struct Service {
 
 /// An engine with the weights of a model folder, or of adapters and their base.
 fn serve(args: &SourceArgs, sampling: &SamplingArgs, world: &Arc<World>, kind: Kind) -> Result<Service> {
+    phase::arm_fault(sampling.fault.clone(), world.rank());
+    phase::scope(Phase::Load, || load(args, sampling, world, kind))
+}
+
+fn load(args: &SourceArgs, sampling: &SamplingArgs, world: &Arc<World>, kind: Kind) -> Result<Service> {
     let source = ModelSource::new(&args.model, args.base_model.as_deref())?;
     let folder = &source.base;
     let spec = Arc::new(ModelSpec::from_folder(folder)?);
@@ -257,7 +273,7 @@ fn serve(args: &SourceArgs, sampling: &SamplingArgs, world: &Arc<World>, kind: K
     tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
     let mesh = world.mesh(tp_size, world.size())?;
     let device = world.device();
-    let max_model_length = spec.max_position_embeddings;
+    let max_model_length = sampling.max_model_length.unwrap_or(usize::MAX).min(spec.max_position_embeddings);
     let longest_blocks = max_model_length.div_ceil(KV_BLOCK_SIZE);
     let available = match device.is_cuda() {
         true => cuda::available_bytes()?.saturating_sub(spec.num_params() * kind.elt_size_in_bytes()),
@@ -277,7 +293,11 @@ fn serve(args: &SourceArgs, sampling: &SamplingArgs, world: &Arc<World>, kind: K
     let engine = Engine::new(spec.clone(), tokenizer.clone(), options, mesh.tp.clone())?;
     let files = WeightFiles::open(folder, spec.clone())?;
     let table = Arc::new(ParamTable::new(spec.clone(), 1));
-    let mut served = Served::new(world.clone(), &mesh, table, engine, &|layout| files.read_unit(layout, kind))?;
+    let read = |layout: &UnitLayout| {
+        phase::beat();
+        files.read_unit(layout, kind)
+    };
+    let mut served = Served::new(world.clone(), &mesh, table, engine, &read)?;
     if let Some(folder) = &source.adapters {
         served = served.with_adapters(&AdapterFiles::open(folder, spec)?)?;
     }
@@ -393,14 +413,21 @@ fn spec_of(args: &ModelArgs) -> Result<ModelSpec> {
     }
 }
 
+/// [`placed`] for a benchmark: only its collectives have a time limit.
+fn bench(launch: &LaunchArgs, place: PlaceArgs, work: impl FnOnce(Arc<World>, Kind) -> Result<()>) -> Result<ExitCode> {
+    let (timeout, limits) = (WorldOptions::default().timeout, Limits::none());
+    placed(launch, place, Supervision { timeout, limits, max_restarts: 0, output_dir: None }, work)
+}
+
 /// [`distributed`] for a command whose arguments say where to compute; `work` also gets the kind.
 fn placed(
     launch: &LaunchArgs,
     place: PlaceArgs,
+    watch: Supervision,
     work: impl FnOnce(Arc<World>, Kind) -> Result<()>,
 ) -> Result<ExitCode> {
     let Placement { on_cuda, kind } = Placement::new(place.device, place.dtype)?;
-    distributed(launch, Supervision::unwatched(), on_cuda, |world| work(world, kind))
+    distributed(launch, watch, on_cuda, |world| work(world, kind))
 }
 
 /// How the ranks of a command are watched, and what becomes of them when one dies.
@@ -419,11 +446,14 @@ impl Supervision {
         let timeout = Duration::from_secs_f64(collective_timeout_s);
         Self { timeout, limits: heartbeat.limits(), max_restarts: 0, output_dir: None }
     }
+}
 
-    /// Of a command that gives no heartbeats outside its collectives, which have a time limit of their own.
-    fn unwatched() -> Self {
-        let (timeout, limits) = (WorldOptions::default().timeout, Limits::none());
-        Self { timeout, limits, max_restarts: 0, output_dir: None }
+/// Of a command that samples.
+impl From<&SamplingArgs> for Supervision {
+    fn from(args: &SamplingArgs) -> Self {
+        let mut heartbeat = HeartbeatConfig::default();
+        heartbeat.timeout_s = args.heartbeat_timeout_s;
+        Self::new(WorldOptions::default().timeout.as_secs_f64(), &heartbeat)
     }
 }
 
@@ -461,7 +491,8 @@ fn distributed(
         None => World::single_on(backend)?,
     };
     let world = Arc::new(world);
-    let outcome = work(world.clone());
+    let outcome = catch_unwind(AssertUnwindSafe(|| work(world.clone())));
+    let outcome = outcome.unwrap_or_else(|panic| Err(Error::of_panic("the program", panic_message(&*panic))));
     if let Err(error) = &outcome {
         world.post_failure(error);
     }

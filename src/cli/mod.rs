@@ -11,6 +11,7 @@ use clap::Parser;
 
 use crate::error::{Error, ExitCode, panic_message};
 use crate::launch;
+use crate::metrics::redact;
 use crate::phase;
 use crate::torch;
 
@@ -24,8 +25,12 @@ pub fn run(argv: Vec<String>) -> ExitCode {
     let parsed = match args::Cli::try_parse_from(args::normalise(argv)) {
         Ok(parsed) => parsed,
         Err(usage) => {
-            let _ = usage.print();
-            return if usage.use_stderr() { ExitCode::Configuration } else { ExitCode::Done };
+            if !usage.use_stderr() {
+                let _ = usage.print();
+                return ExitCode::Done;
+            }
+            eprint!("{}", redact(&usage.render().to_string())); // it repeats what was typed
+            return ExitCode::Configuration;
         }
     };
     let command = parsed.command;

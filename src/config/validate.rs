@@ -27,6 +27,8 @@ macro_rules! check_optimizer {
             check(key, value, (0.0..1.0).contains(&value), "in [0, 1)")?;
         }
         count("max_steps", $config.max_steps.unwrap_or(1))?;
+        let warmup = $config.warmup_steps;
+        check("warmup_steps", warmup, warmup <= MAX_COUNT, format!("at most {MAX_COUNT}"))?;
         let timeout_s = $config.collective_timeout_s;
         check("collective_timeout_s", timeout_s, is_timeout(timeout_s), TIMEOUT)?;
         heartbeat::check(&$config.heartbeat, is_timeout, TIMEOUT)?;

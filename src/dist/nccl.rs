@@ -95,8 +95,9 @@ impl NcclGroups {
     }
 }
 
-/// The watcher may hold the last communicators: it ends before this does, so that none is aborted while the process's own
-/// exit takes the libraries away.
+/// The watcher may hold the last communicators: it ends before this does. Threads that still abort are not waited for, as the
+/// graphs that they wait for may outlive this: a process that has met a failure ends without taking its libraries apart
+/// (`launch::exit_now`).
 impl Drop for NcclGroups {
     fn drop(&mut self) {
         if let Some((stay, watcher)) = self.watcher.take() {

@@ -1,5 +1,6 @@
-//! Evaluation on held-out problems: avg@n, pass@k and the mean reward, with standard errors.
+//! Evaluation on held-out problems: avg@n, pass@k, maj@n and the mean reward, with standard errors.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::Serialize;
@@ -130,6 +131,35 @@ pub fn pass_at_k(group: &RolloutGroup, k: usize) -> Option<f32> {
     Some((1.0 - all_fail) as f32)
 }
 
+/// maj@n over the problems of all ranks; collective over `group`.
+pub fn majority(
+    groups: &[RolloutGroup],
+    answer_of: &impl Fn(&str) -> Option<String>,
+    group: &dyn Collective,
+) -> Result<BatchStats> {
+    let mut sums = BatchStats::of(groups.iter().map(|group| maj_at_n(group, answer_of))).to_array();
+    all_reduce_f64(group, &mut sums, ReduceOp::Sum)?;
+    Ok(BatchStats::from_array(sums))
+}
+
+/// Whether the answer that most samples give solves the problem; of equally frequent ones the share that do. A sample
+/// without an answer has no vote. `None` without a scored sample.
+fn maj_at_n(group: &RolloutGroup, answer_of: &impl Fn(&str) -> Option<String>) -> Option<f32> {
+    let mut votes: BTreeMap<String, (usize, bool)> = BTreeMap::new();
+    let mut scored =
+        group.completions.iter().filter_map(|completion| Some((completion, completion.reward?))).peekable();
+    scored.peek()?;
+    for (completion, reward) in scored {
+        let Some(answer) = answer_of(&completion.text) else { continue };
+        let (count, is_solved) = votes.entry(answer).or_default();
+        (*count, *is_solved) = (*count + 1, reward >= SOLVED);
+    }
+    let most = votes.values().map(|(count, _)| *count).max();
+    let winners = || votes.values().filter(|(count, _)| Some(*count) == most);
+    let num_solved = winners().filter(|(_, is_solved)| *is_solved).count();
+    Some(num_solved as f32 / winners().count().max(1) as f32)
+}
+
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Estimate { mean, standard_error } = Estimate::of(&self.problems);
@@ -172,6 +202,25 @@ mod tests {
         near(4, 1.0 - 5.0 / 70.0); // 1 - C(5, 4) / C(8, 4)
         near(8, 1.0);
         assert_eq!(pass_at_k(&group(&[Some(1.0), None]), 2), None);
+    }
+
+    #[test]
+    fn the_most_frequent_answer_is_the_majority_s() {
+        let votes = |answers: &[(&str, Option<f32>)]| {
+            let mut group = group(&answers.iter().map(|(_, reward)| *reward).collect::<Vec<_>>());
+            for (completion, (answer, _)) in group.completions.iter_mut().zip(answers) {
+                completion.text = (*answer).to_owned();
+            }
+            maj_at_n(&group, &|text: &str| (!text.is_empty()).then(|| text.to_owned()))
+        };
+        let (right, wrong) = (Some(1.0), Some(0.0));
+        assert_eq!(votes(&[("7", right), ("8", wrong), ("7", right), ("9", wrong)]), Some(1.0));
+        assert_eq!(votes(&[("8", wrong), ("7", right), ("8", wrong)]), Some(0.0));
+        assert_eq!(votes(&[("8", wrong), ("7", right)]), Some(0.5));
+        assert_eq!(votes(&[("", wrong), ("", wrong), ("7", right)]), Some(1.0), "no answer is no vote");
+        assert_eq!(votes(&[("", wrong)]), Some(0.0));
+        assert_eq!(votes(&[("7", None), ("8", wrong)]), Some(0.0), "what was not scored has no vote");
+        assert_eq!(votes(&[("7", None)]), None);
     }
 
     #[test]

@@ -1,6 +1,5 @@
 //! A run: its workers from start to end, and again where restarts are left.
 
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::group::{Outcome, Workers};
@@ -10,6 +9,7 @@ use super::worker::LaunchOptions;
 use crate::checkpoint;
 use crate::cuda;
 use crate::error::{Error, ExitCode, Result};
+use crate::metrics::redact;
 
 /// How long a dead group's GPU memory may take to be free again.
 const GPU_PATIENCE: Duration = Duration::from_secs(15);
@@ -21,7 +21,7 @@ const GPU_PATIENCE: Duration = Duration::from_secs(15);
 /// TERM, INT and USR1 are passed on; a second one kills.
 pub fn run(options: &LaunchOptions) -> ExitCode {
     launch(options).unwrap_or_else(|error| {
-        eprintln!("error: {error}");
+        eprintln!("error: {}", redact(&error.to_string()));
         error.exit_code()
     })
 }
@@ -39,7 +39,7 @@ fn launch(options: &LaunchOptions) -> Result<ExitCode> {
         if options.needs_cuda {
             wait_for_gpus()?;
         }
-        let from = match resume(&mut options) {
+        let from = match resume(&mut options)? {
             true => "from the newest checkpoint",
             false => "from the beginning: there is no checkpoint",
         };
@@ -60,14 +60,17 @@ fn attempt(options: &LaunchOptions, num_restarts: usize, inbox: &mut Inbox) -> R
 }
 
 /// Makes the workers resume, if the run has saved anything. Returns whether it has.
-fn resume(options: &mut LaunchOptions) -> bool {
-    let has_checkpoint = |folder: &Path| checkpoint::list(folder).is_ok_and(|all| !all.is_empty());
-    let found = options.output_dir.as_deref().is_some_and(has_checkpoint);
+///
+/// # Errors
+/// [`Error::Io`] where that cannot be read: a start from the beginning would not be what was asked for.
+fn resume(options: &mut LaunchOptions) -> Result<bool> {
+    let saved = options.output_dir.as_deref().map_or(Ok(Vec::new()), checkpoint::list)?;
+    let found = !saved.is_empty();
     let flag = "resume_from_checkpoint=latest".into();
     if found && !options.args.contains(&flag) {
         options.args.push(flag);
     }
-    found
+    Ok(found)
 }
 
 /// Waits until nobody holds memory of the GPUs that the workers will take.
@@ -78,5 +81,25 @@ fn wait_for_gpus() -> Result<()> {
             Err(_) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(100)),
             free => return free,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_restart_resumes_what_is_there_and_refuses_what_it_cannot_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut options = LaunchOptions::new(1, Vec::new()).unwrap();
+        assert!(!resume(&mut options).unwrap(), "nothing is saved without an output folder");
+        options.output_dir = Some(folder.path().join("run"));
+        assert!(!resume(&mut options).unwrap());
+        std::fs::create_dir_all(folder.path().join("run/checkpoint-3")).unwrap();
+        assert!(resume(&mut options).unwrap() && resume(&mut options).unwrap());
+        assert_eq!(options.args, ["resume_from_checkpoint=latest"]);
+        std::fs::write(folder.path().join("file"), "").unwrap();
+        options.output_dir = Some(folder.path().join("file"));
+        assert_eq!(resume(&mut options).unwrap_err().exit_code(), ExitCode::Storage);
     }
 }

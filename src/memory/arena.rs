@@ -30,8 +30,9 @@ pub(super) trait AddressRange: std::fmt::Debug + Send {
     fn map(&mut self, from: usize, to: usize) -> Result<()>;
     /// Gives the memory behind `[0, to)` back; a later access faults.
     fn unmap(&mut self, to: usize) -> Result<()>;
-    /// Gives back what it can of the memory behind `[from, to)`, of which no work is under way; returns where the rest ends.
-    fn shrink(&mut self, from: usize, to: usize) -> Result<usize>;
+    /// Gives back what it can of the memory behind `[from, to)`, of which no work is under way; returns where the rest ends,
+    /// also where giving back failed.
+    fn shrink(&mut self, from: usize, to: usize) -> (usize, Result<()>);
     /// Bytes of physical memory behind the range now.
     fn resident_bytes(&self) -> Result<usize>;
 }
@@ -91,18 +92,12 @@ impl Arena {
         if from >= self.mapped_bytes {
             return;
         }
-        match self.range.shrink(from, self.mapped_bytes) {
-            Ok(end) => {
-                Ledger::resize(self.name, Place::Device, self.mapped_bytes, end);
-                self.mapped_bytes = end;
-            }
-            Err(error) => self.kept_error = Some(error),
+        let (end, outcome) = self.range.shrink(from, self.mapped_bytes);
+        if let Err(error) = outcome {
+            self.kept_error = Some(error);
         }
-    }
-
-    /// Whether memory is behind any part of the range.
-    pub fn is_mapped(&self) -> bool {
-        self.mapped_bytes > 0
+        Ledger::resize(self.name, Place::Device, self.mapped_bytes, end);
+        self.mapped_bytes = end;
     }
 
     /// Bytes that may be used now, from the start of the range.
@@ -203,7 +198,7 @@ mod tests {
             drop(view);
             arena.unmap();
             assert!(arena.resident_bytes().unwrap() < resident / 20);
-            assert_eq!((arena.as_ptr(), arena.is_mapped()), (address, false));
+            assert_eq!((arena.as_ptr(), arena.mapped_bytes()), (address, 0));
         }
     }
 
@@ -237,7 +232,7 @@ mod tests {
         assert_eq!(first.mean(Kind::Double).double_value(&[]), 3.0);
         drop(first);
         arena.shrink(0);
-        assert_eq!((arena.is_mapped(), arena.resident_bytes().unwrap()), (false, 0));
+        assert_eq!((arena.mapped_bytes(), arena.resident_bytes().unwrap()), (0, 0));
     }
 
     #[test]
@@ -281,7 +276,7 @@ mod tests {
         let mut arena = Arena::reserve("arena_huge_test", 1 << 44, Device::Cpu).unwrap();
         let Err(Error::OutOfMemory { owner, requested_bytes }) = arena.map(1 << 44) else { panic!("mapped 16 TiB") };
         assert!(owner.contains("arena_huge_test") && requested_bytes == 1 << 44, "{owner}");
-        assert!(!arena.is_mapped());
+        assert_eq!(arena.mapped_bytes(), 0);
         assert!(matches!(arena.map((1 << 44) + 1), Err(Error::InvalidArgument { .. })));
         arena.map(4096).unwrap();
         // SAFETY: refused, so no view comes to be.
@@ -291,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_of_unmap_is_returned_by_the_next_map() {
+    fn an_error_of_unmap_or_shrink_is_returned_by_the_next_map_and_the_book_stays_right() {
         #[derive(Debug)]
         struct Broken;
         impl AddressRange for Broken {
@@ -299,7 +294,7 @@ mod tests {
                 std::ptr::null_mut()
             }
             fn reserved_bytes(&self) -> usize {
-                4096
+                8 * 4096
             }
             fn page_bytes(&self) -> usize {
                 4096
@@ -310,8 +305,8 @@ mod tests {
             fn unmap(&mut self, _: usize) -> Result<()> {
                 Err(Error::Environment { message: "unmap failed".into() })
             }
-            fn shrink(&mut self, from: usize, _: usize) -> Result<usize> {
-                Ok(from)
+            fn shrink(&mut self, _: usize, to: usize) -> (usize, Result<()>) {
+                (to - 4096, self.unmap(to)) // one page went before it failed
             }
             fn resident_bytes(&self) -> Result<usize> {
                 Ok(0)
@@ -321,8 +316,12 @@ mod tests {
         let mut arena = Arena { name: "broken", device: Device::Cpu, range, mapped_bytes: 0, kept_error: None };
         arena.map(10).unwrap();
         arena.unmap();
-        assert!(!arena.is_mapped());
+        assert_eq!(arena.mapped_bytes(), 0);
         assert!(matches!(arena.map(10), Err(Error::Environment { .. })));
-        arena.map(10).unwrap();
+        arena.map(4 * 4096).unwrap();
+        arena.shrink(4096);
+        assert_eq!(arena.mapped_bytes(), 3 * 4096);
+        assert!(Ledger::report().contains(&(Place::Device, "broken", 3 * 4096)));
+        assert!(matches!(arena.map(10), Err(Error::Environment { .. })));
     }
 }

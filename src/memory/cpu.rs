@@ -75,15 +75,15 @@ impl AddressRange for CpuRange {
     }
 
     fn unmap(&mut self, to: usize) -> Result<()> {
-        self.shrink(0, to).map(drop)
+        self.shrink(0, to).1
     }
 
-    fn shrink(&mut self, from: usize, to: usize) -> Result<usize> {
+    fn shrink(&mut self, from: usize, to: usize) -> (usize, Result<()>) {
         // SAFETY: [from, to) lies inside the own mapping; by the arena's contract no view of it is used any more.
-        check(unsafe { libc::madvise(self.start.add(from).cast(), to - from, libc::MADV_DONTNEED) })
+        let gone = check(unsafe { libc::madvise(self.start.add(from).cast(), to - from, libc::MADV_DONTNEED) })
             .and_then(|()| self.protect(from, to, libc::PROT_NONE))
-            .map_err(|source| Error::Environment { message: format!("unmap of arena '{}': {source}", self.name) })?;
-        Ok(from)
+            .map_err(|source| Error::Environment { message: format!("unmap of arena '{}': {source}", self.name) });
+        (if gone.is_ok() { from } else { to }, gone)
     }
 
     fn resident_bytes(&self) -> Result<usize> {

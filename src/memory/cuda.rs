@@ -140,16 +140,15 @@ impl AddressRange for CudaRange {
         self.cut(0)
     }
 
-    fn shrink(&mut self, from: usize, _to: usize) -> Result<usize> {
-        self.context.make_current()?;
+    fn shrink(&mut self, from: usize, _to: usize) -> (usize, Result<()>) {
         // A chunk's part cannot go.
         let ends = self.chunks.iter().scan(0, |end, chunk| {
             *end += chunk.bytes;
             Some(*end)
         });
         let kept = if from == 0 { 0 } else { ends.into_iter().find(|&end| end >= from).unwrap_or(self.mapped_bytes) };
-        self.cut(kept)?;
-        Ok(self.mapped_bytes)
+        let outcome = self.context.make_current().and_then(|()| self.cut(kept));
+        (self.mapped_bytes, outcome)
     }
 
     fn resident_bytes(&self) -> Result<usize> {

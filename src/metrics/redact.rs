@@ -19,16 +19,16 @@ pub fn redact(text: &str) -> String {
     HUB_TOKEN.replace_all(&text, REDACTED).into_owned()
 }
 
-/// The same for every string of a JSON value, in place; strings under a secret's name go whole.
+/// The same for every string of a JSON value, in place; what stands under a secret's name goes whole.
 pub fn redact_json(value: &mut Value) {
     match value {
         Value::String(text) => *text = redact(text),
         Value::Array(values) => values.iter_mut().for_each(redact_json),
         Value::Object(members) => {
             for (name, value) in members {
-                match value {
-                    Value::String(text) if SECRET_NAME.is_match(name) => *text = REDACTED.to_owned(),
-                    _ => redact_json(value),
+                match SECRET_NAME.is_match(name) && !value.is_null() {
+                    true => *value = REDACTED.into(),
+                    false => redact_json(value),
                 }
             }
         }
@@ -70,10 +70,14 @@ mod tests {
 
     #[test]
     fn json_keeps_its_shape() {
-        let mut value = serde_json::json!({"hub_token": "abc", "no_token": null, "list": ["ftp://u:p@h"], "n": 1});
+        let mut value = serde_json::json!({
+            "hub_token": "abc", "no_token": null, "list": ["ftp://u:p@h"], "n": 1, "db_password": 123, "api_key": ["a", {"b": "c"}],
+        });
         redact_json(&mut value);
-        let expected =
-            serde_json::json!({"hub_token": "[redacted]", "no_token": null, "list": ["ftp://[redacted]@h"], "n": 1});
+        let expected = serde_json::json!({
+            "hub_token": "[redacted]", "no_token": null, "list": ["ftp://[redacted]@h"], "n": 1, "db_password": "[redacted]",
+            "api_key": "[redacted]",
+        });
         assert_eq!(value, expected);
     }
 }

@@ -202,12 +202,6 @@ impl HeadParams {
     pub fn view(layout: &UnitLayout, flat: &Tensor) -> Self {
         Self { final_norm: required(layout, ParamName::FinalNorm, flat), lm_head: layout.view(ParamName::LmHead, flat) }
     }
-
-    /// The table that makes logits [V, D]: its own, or the embedding's when tied. A rank's share is
-    /// `narrow(0, ..)` of it by [`ModelSpec::vocab_range`].
-    pub fn output_table<'a>(&'a self, embedding: &'a EmbeddingParams) -> &'a Tensor {
-        self.lm_head.as_ref().unwrap_or(&embedding.table)
-    }
 }
 
 fn required(layout: &UnitLayout, name: ParamName, flat: &Tensor) -> Tensor {

@@ -66,12 +66,13 @@ impl std::str::FromStr for Fault {
         let shape = || format!("'{text}' is not rank:step:phase:kind");
         let parts: Vec<&str> = text.split(':').collect();
         let [rank, step, phase, kind] = parts[..] else { return Err(shape()) };
+        let (step, repeats) = step.strip_suffix('+').map_or((step, false), |step| (step, true));
         let named = Phase::ALL.iter().find(|known| known.name() == phase);
         let kind = KINDS.iter().find(|(name, _)| *name == kind);
         Ok(Self {
             rank: rank.parse().map_err(|_| shape())?,
-            step: step.trim_end_matches('+').parse().map_err(|_| shape())?,
-            repeats: step.ends_with('+'),
+            step: step.parse().map_err(|_| shape())?,
+            repeats,
             phase: *named.ok_or_else(|| {
                 let names: Vec<_> = Phase::ALL.iter().map(|known| known.name()).collect();
                 format!("'{text}': the phase is one of {}", names.join(", "))
@@ -157,6 +158,9 @@ mod tests {
         assert!("1:3+:wake:nan".parse::<Fault>().unwrap().repeats);
         assert!("1:3:nap:kill".parse::<Fault>().unwrap_err().contains("one of startup, load"));
         assert!("1:3:wake:sigh".parse::<Fault>().unwrap_err().contains("one of kill, stop"));
+        for wrong in ["1:3++:wake:kill", "1:+:wake:kill", "1:-3:wake:kill"] {
+            assert!(wrong.parse::<Fault>().is_err(), "{wrong}");
+        }
         assert!("1:3:wake".parse::<Fault>().unwrap_err().contains("rank:step:phase:kind"));
     }
 }

@@ -39,6 +39,13 @@ pub fn exact_answer(completion: &str, pattern: &Regex, columns: &Map<String, Val
     Ok(f32::from(u8::from(answer == Some(expected))))
 }
 
+/// What a vote over completions counts: the number in lowest terms, or the text as [`exact_answer`] compares it; `None` where no
+/// answer is marked.
+pub(super) fn vote(completion: &str, pattern: &Regex, is_number: bool) -> Option<String> {
+    let answer = last_answer(completion, pattern)?;
+    if is_number { Rational::parse(answer).map(|number| number.to_string()) } else { Some(normalized(answer)) }
+}
+
 /// The first group that took part in the last match.
 fn last_answer<'a>(text: &'a str, pattern: &Regex) -> Option<&'a str> {
     let last = pattern.captures_iter(text).last()?;

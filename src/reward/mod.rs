@@ -66,6 +66,17 @@ pub fn builtin(name: &str, config: &RewardConfig) -> Result<RewardFunction> {
     })
 }
 
+/// What a built-in reward takes for a completion's answer, such that equal answers are equal texts; none for one that
+/// compares no answers.
+///
+/// # Errors
+/// As [`builtin`].
+pub fn answer_reader(name: &str, config: &RewardConfig) -> Result<Option<impl Fn(&str) -> Option<String> + use<>>> {
+    let pattern = compiled("reward.answer_pattern", &config.answer_pattern)?;
+    let is_number = name == "numeric_answer";
+    Ok(reads_answer(name).then_some(move |completion: &str| answer::vote(completion, &pattern, is_number)))
+}
+
 /// Whether a built-in reward compares with a column of the row.
 fn reads_answer(name: &str) -> bool {
     matches!(name, "numeric_answer" | "exact_answer")

@@ -39,6 +39,12 @@ impl Rational {
     }
 }
 
+impl std::fmt::Display for Rational {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}/{}", self.numerator, self.denominator)
+    }
+}
+
 /// The sign, and what is left inside of wrappings, currency signs and closing punctuation.
 fn unwrapped(text: &str) -> (bool, &str) {
     let (mut text, mut negative) = (text, false);

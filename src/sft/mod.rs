@@ -130,24 +130,25 @@ impl Sft {
             self.too_long
         ));
         let mut loss = f64::NAN;
-        let model_dir = self.config.output_dir.join("final");
-        let (mut reached, mut preempted) = (total, None);
+        let mut reached = total;
         for step in 0..total {
             phase::set_step(step);
             let lr = learning_rate(&self.schedule, step);
             let (step_loss, grad_norm) = self.step(lr)?;
             loss = step_loss;
             log.step(step + 1, &[("loss", loss), ("grad_norm", grad_norm), ("learning_rate", lr)]);
-            if self.stop_asked()? {
+            if self.stop_asked()? && step + 1 < total {
                 reached = step + 1;
-                preempted = Some(Error::Preempted { step: reached, saved: model_dir.clone() });
                 break;
             }
         }
         let eval_loss = if self.eval_examples.is_empty() { None } else { Some(self.evaluate()?) };
-        checkpoint::export(&model_dir, &self.base_dir, &self.world, &self.policy)?;
+        let model_dir = checkpoint::export(&self.config.output_dir, &self.base_dir, &self.world, &self.policy)?;
         log.finish(reached, eval_loss)?;
-        preempted.map_or(Ok(SftSummary { loss, eval_loss, model_dir }), Err)
+        match reached < total {
+            true => Err(Error::Preempted { step: reached, saved: model_dir }),
+            false => Ok(SftSummary { loss, eval_loss, model_dir }),
+        }
     }
 
     /// Whether any rank was asked to stop.

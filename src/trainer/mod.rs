@@ -133,7 +133,8 @@ impl Trainer {
     /// Trains to the end: evaluates, saves and reports as configured; collective over the world.
     ///
     /// # Errors
-    /// [`Error::Preempted`] after a save if a stop was asked for; else the first failure of any rank, panics included.
+    /// [`Error::Preempted`] after a save if a stop was asked for before the last step; else the first failure of any rank,
+    /// panics included.
     pub fn run(&mut self) -> Result<RunSummary> {
         let outcome = catch_unwind(AssertUnwindSafe(|| self.run_to_the_end()));
         let outcome = outcome.unwrap_or_else(|panic| Err(Error::of_panic("training", panic_message(&*panic))));
@@ -160,7 +161,7 @@ impl Trainer {
             if finished || self.passed(self.config.eval_steps, before) {
                 eval_reward_after = self.evaluate()?;
             }
-            let stop = self.stop_asked()?;
+            let stop = self.stop_asked()? && !finished; // what is left is no more than a save
             let is_due = self.passed(self.config.save_steps, before) || (finished && self.config.save_steps.is_some());
             if stop || is_due {
                 let saved = self.save()?;
@@ -171,9 +172,8 @@ impl Trainer {
             }
         }
         self.saver.finish(&self.world)?;
-        let model_dir = self.config.output_dir.join("final");
         let policy = self.colocated.policy();
-        checkpoint::export(&model_dir, &self.base_dir, &self.world, policy)?;
+        let model_dir = checkpoint::export(&self.config.output_dir, &self.base_dir, &self.world, policy)?;
         let report = self.output.finish()?;
         Ok(RunSummary { eval_reward_before, eval_reward_after, model_dir, report })
     }

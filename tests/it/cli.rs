@@ -51,6 +51,8 @@ fn an_evaluation_is_the_same_on_any_number_of_ranks() {
     assert_eq!((&alone["problems"], &alone["n"]), (&Value::from(200), &Value::from(2)));
     let (average, pass) = (alone["avg@2"]["mean"].as_f64().unwrap(), alone["pass@2"]["mean"].as_f64().unwrap());
     assert!(0.1 < average && average < pass && pass < 0.9, "{alone}");
+    // Of two samples a majority is one answer twice, or half of either.
+    assert!((alone["maj@2"]["mean"].as_f64().unwrap() - average).abs() < 0.1, "{alone}");
     assert!(alone["avg@2"]["standard_error"].as_f64().is_some_and(|error| 0.0 < error && error < 0.1), "{alone}");
     assert_eq!(eval("--nproc 2"), alone);
 }

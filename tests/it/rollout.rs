@@ -67,13 +67,17 @@ impl Model {
         }
     }
 
+    fn output_table(&self) -> &Tensor {
+        self.head.lm_head.as_ref().unwrap_or(&self.embedding.table)
+    }
+
     fn weights(&self, tp: &dyn Collective) -> EngineWeights<'_> {
         let rows = self.spec.vocab_range(tp.rank(), tp.size());
         EngineWeights {
             embedding: self.embedding.table.shallow_clone(),
             blocks: self.blocks.iter().map(|block| block.tp_slice(&self.spec, tp.rank(), tp.size())).collect(),
             final_norm: self.head.final_norm.shallow_clone(),
-            lm_head: self.head.output_table(&self.embedding).narrow(0, rows.start as i64, rows.len() as i64),
+            lm_head: self.output_table().narrow(0, rows.start as i64, rows.len() as i64),
             quantized: None,
             version: 1,
             policy: PhantomData,
@@ -123,7 +127,7 @@ impl Model {
         let rows = Tensor::arange_start(prompt_len as i64 - 1, num_tokens - 1, (Kind::Int64, Device::Cpu));
         let targets = ids.narrow(0, prompt_len as i64, num_tokens - prompt_len as i64);
         let scoring = Scoring { rows: &rows, targets: &targets, temperature, eps: spec.rms_norm_eps };
-        let scored = head_forward(&self.head, self.head.output_table(&self.embedding), &x, &scoring, false);
+        let scored = head_forward(&self.head, self.output_table(), &x, &scoring, false);
         Vec::<f32>::try_from(scored.logprobs).unwrap()
     }
 }

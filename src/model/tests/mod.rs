@@ -104,11 +104,11 @@ fn run(
     }
     let scoring =
         Scoring { rows: &batch.rows, targets: &batch.targets, temperature: TEMPERATURE, eps: spec.rms_norm_eps };
-    let scored = head_forward(&head, head.output_table(&embed), &x, &scoring, true);
+    let scored = head_forward(&head, head.lm_head.as_ref().unwrap_or(&embed.table), &x, &scoring, true);
 
     let d_table = d_head.lm_head.as_mut().unwrap_or(&mut d_embed.table);
     let (tokens, d_norm) = (x.size()[0], &mut d_head.final_norm);
-    let output = head.output_table(&embed);
+    let output = head.lm_head.as_ref().unwrap_or(&embed.table);
     let mut dx = head_backward(&head, output, &scoring, tokens, scored.saved, a, Some(b), Some((d_norm, d_table)));
     for ((w, kept), d_w) in blocks.iter().zip(saved).zip(d_blocks).rev() {
         dx = block_backward(&ctx, w, &dx, kept, &packed, &mut BlockGradients::Weights(d_w)).unwrap();
@@ -162,7 +162,7 @@ fn logits(folder: &Path, prompts: &[Vec<i64>]) -> Vec<Tensor> {
     let (layout, flat) = unit(Unit::Head);
     let head = HeadParams::view(layout, &flat);
     let (normed, _) = rms_norm::forward(&x, &head.final_norm, spec.rms_norm_eps);
-    let all = linear::forward(&normed, head.output_table(&embed), None);
+    let all = linear::forward(&normed, head.lm_head.as_ref().unwrap_or(&embed.table), None);
     batch.cu_seqlens.windows(2).map(|bounds| all.narrow(0, bounds[0], bounds[1] - bounds[0])).collect()
 }
 

@@ -45,6 +45,7 @@ use crate::error::{Error, Result};
 use crate::memory::{Arena, Ledger, Place};
 use crate::model::{ModelSpec, attention_scale};
 use crate::ops::rope::Rope;
+use crate::torch;
 use crate::types::SamplingParams;
 
 /// Tokens of a context that are summed at once in strict mode.
@@ -216,7 +217,8 @@ impl<'a> GpuRunner<'a> {
         outcome
     }
 
-    /// The network over this engine's memory. A strict engine has one product algorithm, others choose by `tuning`.
+    /// The network over this engine's memory. A strict engine has one product algorithm, others choose by `tuning`; but what
+    /// is timed may come out otherwise in the next run.
     fn network(&self, tuning: Tuning, only: Option<Op>) -> Network<'_> {
         let state = &*self.state;
         Network {
@@ -228,7 +230,11 @@ impl<'a> GpuRunner<'a> {
             buffers: state.buffers.as_ref().expect("the engine is awake"),
             rope: &state.rope,
             low: state.low.as_ref(),
-            tuning: if state.strict { Tuning::Fixed } else { tuning },
+            tuning: match tuning {
+                _ if state.strict => Tuning::Fixed,
+                Tuning::Timed if torch::is_deterministic() => Tuning::First,
+                tuning => tuning,
+            },
             filters: filters::is_active(self.params),
             only,
         }

@@ -177,6 +177,7 @@ fn configurations() {
             &["run.toml:5", "'zero.stagee'", "did you mean 'zero.stage'?"],
         ),
         ("16 mistyped option", small("--learnign_rate 1e-4"), 2, &["'learnign_rate'", "did you mean 'learning_rate'?"]),
+        ("34 a secret in a word", "eval --model m my_token=topsecret".into(), 2, &["my_token=[redacted]"]),
         ("16 mistyped override", small("zreo.stage=1"), 2, &["command line", "did you mean 'zero.stage'?"]),
         ("4 bits to train", small("quantization=nf4"), 2, &["quantization", "lora.r"]),
         ("a rank of nothing", small("lora.r=0"), 2, &["lora.r = 0", "expected 1 to"]),
@@ -204,6 +205,7 @@ fn configurations() {
         ("19 address", small("--nproc 2 --master_addr 192.0.2.1"), 4, &["--master_addr 192.0.2.1", "of this machine"]),
         ("no ranks", small("--nproc 0"), 2, &["--nproc", "at least 1"]),
         ("reward", small("reward_weights=[] reward_funcs=[\"nosuch\"]"), 2, &["nosuch", "numeric_answer"]),
+        ("too large", format!("bench collectives --max_mib {}", 1u64 << 44), 2, &["--max_mib", "1 to 1048576"]),
         ("no repetition", "bench train --steps 0".into(), 2, &["--steps", "at least 1"]),
         ("greedy below zero", format!("generate --model {MODEL} --prompt what --temperature -1"), 2, &["at least 0"]),
         ("heads of an engine", format!("generate --model {MODEL} --prompt what --tp 3 --nproc 3"), 2, &["1, 2, 4"]),
@@ -212,6 +214,12 @@ fn configurations() {
             format!("generate --model {MODEL} --prompt {}", "7".repeat(80)),
             2,
             &["1 to 63 tokens"],
+        ),
+        (
+            "23 prompt over a shorter context",
+            format!("generate --model {MODEL} --prompt 7777777777 --max-model-length 8"),
+            2,
+            &["1 to 7 tokens"],
         ),
     ];
     for (what, line, code, fragments) in cases {

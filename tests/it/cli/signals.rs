@@ -66,6 +66,19 @@ fn a_stopped_run_saves_says_so_and_is_resumed() {
     assert!(folder.path().join("final").join("model.safetensors").exists());
 }
 
+/// 4: nothing but the model is left to write after the last step, so a request to stop changes nothing.
+#[test]
+fn a_run_that_is_stopped_in_its_last_step_ends_as_usual() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = format!("{SMALL_RUN} save_steps=none output_dir={}", folder.path().display());
+    let run = command(&line).spawn().unwrap();
+    assert!(eventually(Duration::from_secs(30), || folder.path().join("run_config.json").exists()), "it did not start");
+    signal(&run.id().to_string(), "-TERM");
+    let ended = end(run);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(folder.path().join("final/model.safetensors").exists());
+}
+
 /// 4: once trained on, one signal saves; a second one does not wait for that. 3: nothing outlives the launcher.
 #[test]
 fn a_second_signal_and_a_dead_launcher_end_everything_at_once() {

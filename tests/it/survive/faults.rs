@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
-use crate::program::{Ended, SMALL_RUN, command, end, metrics, run};
+use crate::program::{Ended, MODEL, SMALL_RUN, command, end, metrics, run};
 
 fn out(folder: &Path) -> String {
     format!("output_dir={}", folder.join("run").display())
@@ -112,6 +112,42 @@ fn a_save_that_cannot_be_written_leaves_the_old_ones() {
     assert_eq!(goes_on.code, Some(0), "{}", goes_on.stderr);
 }
 
+/// 8, 9: the trained model's folder is whole or the one before it.
+#[test]
+fn a_model_that_cannot_be_written_leaves_the_one_before() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = format!("{SMALL_RUN} save_steps=none {}", out(folder.path()));
+    assert_eq!(run(&line).code, Some(0));
+    let model = folder.path().join("run/final");
+    let weights = || fs::read(model.join("model.safetensors")).unwrap();
+    let before = weights();
+    let full = run_after("trap '' XFSZ; ulimit -f 4096", &format!("{line} seed=7"));
+    full.assert_error("a full disk", 12, &["final.tmp", "File too large"]);
+    let killed = run(&format!("--nproc 2 {line} seed=7 fault=0:0:checkpoint:kill"));
+    killed.assert_error("killed", 10, &["checkpoint: rank 0 died"]);
+    assert!(weights() == before && model.join("tokenizer.json").exists());
+    assert_eq!(run(&format!("{line} seed=7")).code, Some(0));
+    assert!(weights() != before);
+    let names = fs::read_dir(folder.path().join("run")).unwrap().map(|entry| entry.unwrap().file_name());
+    let left: Vec<_> = names.filter(|name| name.to_string_lossy().starts_with('.')).collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+/// 1, 2: commands that only sample are watched as training is.
+#[test]
+fn sampling_that_hangs_panics_or_dies_ends_on_all_ranks() {
+    for (fault, code, told) in [
+        ("1:0:decode:hang", 15, "error: rank 1, step 0, decode: no heartbeat for 3."),
+        ("1:0:decode:panic", 10, "rank 1, step 0, decode: panic in the program: injected panic in decode"),
+        ("0:0:load:kill", 10, "rank 0, step 0, load: rank 0 died: signal 9 (SIGKILL)"),
+    ] {
+        let ended = run(&format!(
+            "generate --nproc 2 --model {MODEL} --prompt what --prompt what --heartbeat-timeout-s 3 --fault {fault}"
+        ));
+        ended.assert_error(fault, code, &[told]);
+    }
+}
+
 /// 27: one rank's gradient that is not a number skips the update on all; too many in a row end the run.
 #[test]
 fn updates_that_are_not_finite_are_skipped_together_and_end_the_run_at_last() {
@@ -195,6 +231,7 @@ fn absurd_numbers_are_refused() {
         "kv_block_size",
         "max_num_seqs",
         "max_num_batched_tokens",
+        "warmup_steps",
     ];
     for key in keys {
         for value in ["9223372036854775807", "2147483648"] {
