@@ -106,6 +106,7 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<Value> {
     for _ in 0..bench.steps {
         steps.push(one_step(&mut trainer, &world)?);
     }
+    trainer.finish_trace()?;
     let peaks = watch.of_all(&*world.group())?;
     let medians = medians(&steps);
     let report = Report { bench, config: &config, plan: trainer.plan(), world: &world, medians: &medians };

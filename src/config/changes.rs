@@ -42,6 +42,7 @@ const SAFE_KEYS: &[&str] = &[
     "eval_steps",
     "eval_num_generations",
     "log_completions",
+    "trace",
     "full_determinism",
     "collective_timeout_s",
     "max_restarts",

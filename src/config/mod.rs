@@ -225,6 +225,8 @@ keys! {
         pub eval_num_generations: usize = 1,
         /// Write every step's completions.
         pub log_completions: bool = false,
+        /// Write a time-line of every rank's phases to `trace/` of the output folder, in Chrome's trace format.
+        pub trace: bool = false,
 
         // ---- process ----
         /// First word of every random key.

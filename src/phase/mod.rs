@@ -6,10 +6,12 @@
 //! |---|---|
 //! | `pulse` | phases, step, heartbeats and last collective, on a page that the launcher reads too |
 //! | `watch` | who stands still for longer than its phase allows |
+//! | `trace` | a time-line of phases, on request |
 //! | `fault` | faults to inject |
 
 mod fault;
 mod pulse;
+mod trace;
 mod watch;
 
 use std::collections::BTreeMap;
@@ -21,6 +23,7 @@ use fault::inject;
 pub use fault::{Fault, FaultKind, arm_fault, fires_nan, inject_at};
 use pulse::page;
 pub use pulse::{CollectiveScope, LastCollective, PULSE_FD_VARIABLE, Pulse, SharedPage, is_watched, publish};
+pub use trace::{flush_trace, merge_traces, trace_to};
 pub use watch::{Limits, Stall, Watch};
 
 use crate::error::Result;
@@ -93,8 +96,10 @@ pub fn scope<T>(phase: Phase, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let _span = tracing::debug_span!("phase", name = phase.name(), step = step()).entered();
     let start = Instant::now();
     let outcome = part(phase, work);
+    let duration = start.elapsed();
+    trace::span(phase, duration);
     if let Ok(mut timings) = TIMINGS.lock() {
-        *timings.entry(phase).or_default() += start.elapsed();
+        *timings.entry(phase).or_default() += duration;
     }
     outcome
 }

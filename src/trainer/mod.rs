@@ -125,6 +125,11 @@ impl Trainer {
         self.spread_lengths = spread;
     }
 
+    /// Puts the ranks' time-lines of phases together, where `trace` is on; collective over the world.
+    pub(crate) fn finish_trace(&self) -> Result<()> {
+        self.output.finish_trace()
+    }
+
     /// What the run holds on each rank.
     pub fn plan(&self) -> &MemoryPlan {
         &self.plan

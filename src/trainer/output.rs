@@ -22,11 +22,15 @@ use crate::types::RolloutGroup;
 /// Values that are the newest of a logging interval; all others are its mean.
 const NEWEST: [&str; 4] = ["learning_rate", "num_tokens", "epoch", "num_skipped_updates"];
 
+/// Where the time-line of phases goes.
+const TRACE_FOLDER: &str = "trace";
+
 /// The run's outputs on this rank.
 #[derive(Debug)]
 pub(super) struct Output {
     group: Arc<dyn Collective>,
     output_dir: PathBuf,
+    traces: bool,
     logging_steps: u64,
     max_steps: u64,
     writer: Option<MetricsWriter>,
@@ -54,6 +58,9 @@ impl Output {
         if is_first {
             write_run_config(&output_dir, config)?;
         }
+        if config.trace {
+            phase::trace_to(&output_dir.join(TRACE_FOLDER), group.rank())?;
+        }
         let completions = config.log_completions.then(|| CompletionsWriter::new(&output_dir, &config.reward_funcs));
         let display = Progress::new(max_steps, first_step, is_first);
         if let Some(checkpoint) = &checkpoint {
@@ -65,6 +72,7 @@ impl Output {
             display,
             group,
             output_dir,
+            traces: config.trace,
             logging_steps: config.logging_steps as u64,
             max_steps,
             history: checkpoint.map(|checkpoint| checkpoint.state.log_history).unwrap_or_default(),
@@ -102,6 +110,7 @@ impl Output {
             let seconds = values.get(timed).copied().unwrap_or(f64::NAN);
             values.insert(name.to_owned(), count / (seconds * num_ranks as f64));
         }
+        phase::flush_trace();
         values.insert("num_tokens".to_owned(), num_tokens as f64);
         values.insert("epoch".to_owned(), epoch);
         self.display.finish_step(step, &values);
@@ -143,9 +152,21 @@ impl Output {
         self.history.clone()
     }
 
+    /// Puts the ranks' time-lines together, if there are any; collective over the world.
+    pub(super) fn finish_trace(&self) -> Result<()> {
+        if !self.traces {
+            return Ok(());
+        }
+        phase::flush_trace();
+        self.group.barrier()?;
+        let is_first = self.group.rank() == 0;
+        if is_first { phase::merge_traces(&self.output_dir.join(TRACE_FOLDER), self.group.size()) } else { Ok(()) }
+    }
+
     /// Takes the bars away and writes the report on the first rank.
     pub(super) fn finish(&self) -> Result<Option<PathBuf>> {
         self.display.finish();
+        self.finish_trace()?;
         // A run that was resumed after its last step, in another folder, has nothing to report.
         let has_lines = std::fs::metadata(self.output_dir.join("metrics.jsonl")).is_ok_and(|file| file.len() > 0);
         if self.writer.is_some() && has_lines { write_report(&self.output_dir).map(Some) } else { Ok(None) }

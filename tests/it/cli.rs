@@ -132,6 +132,17 @@ fn each_benchmark_prints_one_json_line() {
         assert_eq!(lines.len(), 1, "{line}");
         assert!(lines[0]["tokens_per_second"].as_f64().is_some_and(|rate| rate > 0.0), "{line}");
     }
+    let folder = tempfile::tempdir().unwrap();
+    let traced = "bench step --preset micro --steps 1 --prompts 2 --group 2 --nproc 2 device=cpu trace=true";
+    stdout_of(&format!("{traced} output_dir={}", folder.path().display()));
+    let trace = std::fs::read_to_string(folder.path().join("trace/trace.json")).unwrap();
+    let events: Vec<serde_json::Value> = serde_json::from_str(&trace).unwrap();
+    for (rank, phase) in [(0, "generate"), (1, "generate"), (0, "optimizer"), (1, "optimizer")] {
+        let of_phase =
+            events.iter().filter(|event| event["name"] == phase && event["pid"] == rank && event["ph"] == "X");
+        let steps: Vec<_> = of_phase.map(|event| event["args"]["step"].as_u64()).collect();
+        assert_eq!(steps, [Some(0), Some(1)], "{phase} on rank {rank}");
+    }
     let slept = &json_lines(&stdout_of("bench sleep_wake --gib 0.01 --offload-gib 0.01 --cycles 3 --nproc 2"))[0];
     assert!(slept["wake_ms"]["worst"].as_f64() > Some(0.0) && slept["copies"]["out_gb_s"].as_f64() > Some(0.0));
     let collectives = &json_lines(&stdout_of("bench collectives --max-mib 1 --nproc 2"))[0];

@@ -1,0 +1,86 @@
+//! A time-line of phases in Chrome's trace format, for ui.perfetto.dev or chrome://tracing: one file a rank while it runs, so
+//! that a run that is killed leaves its own, and one of all ranks at the end.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use serde_json::json;
+
+use super::Phase;
+use crate::error::{Error, Result};
+
+/// Begins the array of events, whose end the format allows to be missing.
+const BEGIN: &str = "[\n";
+
+static TRACE: Mutex<Option<Trace>> = Mutex::new(None);
+
+struct Trace {
+    rank: usize,
+    file: BufWriter<File>,
+}
+
+/// From now on every phase of this process is written to `folder/rank_00000.json`.
+///
+/// # Errors
+/// [`Error::Io`] if the file cannot be made.
+pub fn trace_to(folder: &Path, rank: usize) -> Result<()> {
+    std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
+    let path = of_rank(folder, rank);
+    let file = File::create(&path).map_err(Error::io(&path))?;
+    let mut trace = Trace { rank, file: BufWriter::new(file) };
+    let name = json!({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": format!("rank {rank}")}});
+    write!(trace.file, "{BEGIN}{name},\n").map_err(Error::io(path))?;
+    *TRACE.lock().unwrap_or_else(PoisonError::into_inner) = Some(trace);
+    Ok(())
+}
+
+/// Writes what is still held; ranks that share a disk call it before [`merge_traces`].
+pub fn flush_trace() {
+    record(|trace| trace.file.flush());
+}
+
+/// The events of all ranks whose files are in `folder`, as `trace.json` beside them.
+///
+/// # Errors
+/// [`Error::Io`] for a file that cannot be read or written.
+pub fn merge_traces(folder: &Path, num_ranks: usize) -> Result<()> {
+    let mut events = String::new();
+    for rank in 0..num_ranks {
+        let path = of_rank(folder, rank);
+        if !path.exists() {
+            continue; // another node's disk
+        }
+        let text = std::fs::read_to_string(&path).map_err(Error::io(path))?;
+        events.push_str(text.strip_prefix(BEGIN).unwrap_or(&text));
+    }
+    let path = folder.join("trace.json");
+    let events = events.trim_end().trim_end_matches(',');
+    std::fs::write(&path, format!("{BEGIN}{events}\n]\n")).map_err(Error::io(path))
+}
+
+/// A phase that ends now.
+pub(super) fn span(phase: Phase, duration: Duration) {
+    record(|trace| {
+        let end = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let (start_us, duration_us) = (end.saturating_sub(duration).as_micros() as u64, duration.as_micros() as u64);
+        let event = json!({"name": phase.name(), "ph": "X", "ts": start_us, "dur": duration_us, "pid": trace.rank, "tid": 0,
+            "args": {"step": super::step()}});
+        writeln!(trace.file, "{event},")
+    });
+}
+
+/// Does nothing without a trace; one that cannot be written is given up, and that is said.
+fn record(write: impl FnOnce(&mut Trace) -> std::io::Result<()>) {
+    let Ok(mut trace) = TRACE.lock() else { return };
+    if let Some(Err(error)) = trace.as_mut().map(write) {
+        tracing::warn!("the phases' trace cannot be written: {error}; training goes on without it");
+        *trace = None;
+    }
+}
+
+fn of_rank(folder: &Path, rank: usize) -> PathBuf {
+    folder.join(format!("rank_{rank:05}.json"))
+}
