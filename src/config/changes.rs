@@ -104,7 +104,8 @@ impl Config {
 
     /// What changed from `old` to `self`, in declaration order.
     pub fn diff(&self, old: &Config) -> Vec<KeyChange> {
-        let length_is_safe = [self, old].iter().all(|config| config.lr_scheduler_type == LrSchedulerType::Constant);
+        let length_is_safe =
+            [self, old].iter().all(|config| config.optimizer.lr_scheduler_type == LrSchedulerType::Constant);
         let is_safe = |key: &str| {
             SAFE_KEYS.contains(&key)
                 || SAFE_TABLES.iter().any(|table| key.starts_with(table))

@@ -25,6 +25,11 @@ pub(crate) trait Field: Sized {
     fn read(raw: &RawConfig, key: &str, default: Option<Self>) -> Result<Self>;
     /// Appends every key at and under `key` with its value.
     fn write(&self, key: &str, out: &mut Vec<(String, Value)>);
+
+    /// The key of the field `name` in `table`.
+    fn key(table: &str, name: &str) -> String {
+        join(table, name)
+    }
 }
 
 impl<T: FromValue> Field for T {
@@ -50,9 +55,9 @@ impl<T: FromValue> Field for T {
 }
 
 /// Declares a struct whose fields are configuration keys. `= default` follows the type; a leaf without one is required,
-/// and a table takes its fields' own defaults.
+/// and a table takes its fields' own defaults. The keys of a struct marked `flat` are those of the table that it is in.
 macro_rules! keys {
-    ($(#[$meta:meta])* pub struct $name:ident {
+    ($(#[$meta:meta])* pub struct $name:ident $(: $flat:ident)? {
         $($(#[$field_meta:meta])* pub $field:ident: $type:ty $(= $default:expr)?,)+
     }) => {
         $(#[$meta])*
@@ -60,7 +65,10 @@ macro_rules! keys {
 
         impl $crate::config::field::Field for $name {
             fn keys(key: &str, out: &mut Vec<String>) {
-                $(<$type as $crate::config::field::Field>::keys(&$crate::config::field::join(key, stringify!($field)), out);)+
+                $(<$type as $crate::config::field::Field>::keys(
+                    &<$type as $crate::config::field::Field>::key(key, stringify!($field)),
+                    out,
+                );)+
             }
 
             fn read(
@@ -71,15 +79,26 @@ macro_rules! keys {
                 Ok(Self { $(
                     $field: <$type as $crate::config::field::Field>::read(
                         raw,
-                        &$crate::config::field::join(key, stringify!($field)),
+                        &<$type as $crate::config::field::Field>::key(key, stringify!($field)),
                         keys!(@default $($default)?),
                     )?,
                 )+ })
             }
 
             fn write(&self, key: &str, out: &mut Vec<(String, serde_json::Value)>) {
-                $($crate::config::field::Field::write(&self.$field, &$crate::config::field::join(key, stringify!($field)), out);)+
+                $($crate::config::field::Field::write(
+                    &self.$field,
+                    &<$type as $crate::config::field::Field>::key(key, stringify!($field)),
+                    out,
+                );)+
             }
+
+            $(keys!(@$flat);)?
+        }
+    };
+    (@flat) => {
+        fn key(table: &str, _: &str) -> String {
+            table.to_owned()
         }
     };
     (@default) => { None };

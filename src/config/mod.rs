@@ -181,24 +181,9 @@ keys! {
         // ---- optimizer ----
         /// Peak learning rate.
         pub learning_rate: f64 = 1e-6,
-        /// Adam's first moment decay.
-        pub adam_beta1: f64 = 0.9,
-        /// Adam's second moment decay.
-        pub adam_beta2: f64 = 0.999,
-        /// Adam's denominator term.
-        pub adam_epsilon: f64 = 1e-8,
-        /// Decoupled weight decay on matrices (not on norms and biases).
-        pub weight_decay: f64 = 0.0,
-        /// Global gradient norm is clipped to this; 0 is off.
-        pub max_grad_norm: f64 = 1.0,
-        /// Shape of the learning rate after warm-up.
-        pub lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,
-        /// Updates of linear warm-up.
-        pub warmup_steps: usize = 0,
-        /// Optimizer updates in all; `None` follows `num_train_epochs`.
-        pub max_steps: Option<usize> = None,
-        /// Passes over the training rows.
-        pub num_train_epochs: f64 = 1.0,
+        /// AdamW and its schedule.
+        #[serde(flatten)]
+        pub optimizer: OptimizerConfig,
         /// What is recomputed in backward; `auto` is the least that fits.
         pub gradient_checkpointing: AutoOr<GradientCheckpointing> = AutoOr::Auto,
         /// Sharding.
@@ -243,6 +228,31 @@ keys! {
         /// Injected fault, `rank:step:phase:kind` (`step+`: in later steps too); for tests.
         #[serde(skip_serializing_if = "Option::is_none")]
         pub fault: Option<String> = None,
+    }
+}
+
+keys! {
+    /// AdamW and its schedule; keys of the top.
+    #[derive(Debug, Clone, PartialEq, serde::Serialize)]
+    pub struct OptimizerConfig: flat {
+        /// Adam's first moment decay.
+        pub adam_beta1: f64 = 0.9,
+        /// Adam's second moment decay.
+        pub adam_beta2: f64 = 0.999,
+        /// Adam's denominator term.
+        pub adam_epsilon: f64 = 1e-8,
+        /// Decoupled weight decay on matrices (not on norms and biases).
+        pub weight_decay: f64 = 0.0,
+        /// Global gradient norm is clipped to this; 0 is off.
+        pub max_grad_norm: f64 = 1.0,
+        /// Shape of the learning rate after warm-up.
+        pub lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,
+        /// Updates of linear warm-up.
+        pub warmup_steps: usize = 0,
+        /// Optimizer updates in all; `None` follows `num_train_epochs`.
+        pub max_steps: Option<usize> = None,
+        /// Passes over the training rows.
+        pub num_train_epochs: f64 = 1.0,
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use super::field::{Field, keys};
 use super::raw::RawConfig;
 use super::{
-    Device, Dtype, GradientCheckpointing, HeartbeatConfig, LoraConfig, LrSchedulerType, Quantization, ZeroConfig,
+    Device, Dtype, GradientCheckpointing, HeartbeatConfig, LoraConfig, OptimizerConfig, Quantization, ZeroConfig,
 };
 use crate::error::Result;
 
@@ -38,24 +38,9 @@ keys! {
         pub max_tokens_per_micro_batch: usize = 16384,
         /// Peak learning rate.
         pub learning_rate: f64 = 2e-5,
-        /// Adam's first moment decay.
-        pub adam_beta1: f64 = 0.9,
-        /// Adam's second moment decay.
-        pub adam_beta2: f64 = 0.999,
-        /// Adam's denominator term.
-        pub adam_epsilon: f64 = 1e-8,
-        /// Decoupled weight decay on matrices (not on norms and biases).
-        pub weight_decay: f64 = 0.0,
-        /// Global gradient norm is clipped to this; 0 is off.
-        pub max_grad_norm: f64 = 1.0,
-        /// Shape of the learning rate after warm-up.
-        pub lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,
-        /// Updates of linear warm-up.
-        pub warmup_steps: usize = 0,
-        /// Optimizer updates in all; `None` follows `num_train_epochs`.
-        pub max_steps: Option<usize> = None,
-        /// Passes over the training rows.
-        pub num_train_epochs: f64 = 1.0,
+        /// AdamW and its schedule.
+        #[serde(flatten)]
+        pub optimizer: OptimizerConfig,
         /// What is recomputed in backward.
         pub gradient_checkpointing: GradientCheckpointing = GradientCheckpointing::Full,
         /// Sharding.

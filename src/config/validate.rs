@@ -6,34 +6,12 @@ use super::batch::MAX_COUNT;
 use super::field::Field;
 use super::heartbeat;
 use super::raw::RawConfig;
-use super::{AutoOr, Config, LossType, ReferenceResidency, RewardConfig, SftConfig, UNSERVED_KEYS, ZeroConfig};
+use super::{
+    AutoOr, Config, HeartbeatConfig, LossType, OptimizerConfig, ReferenceResidency, RewardConfig, SftConfig,
+    UNSERVED_KEYS, ZeroConfig,
+};
 use crate::error::{Error, Result};
 use crate::phase::Fault;
-
-/// The keys that every kind of training shares.
-macro_rules! check_optimizer {
-    ($config:ident) => {
-        for (key, value) in [
-            ("learning_rate", $config.learning_rate),
-            ("adam_epsilon", $config.adam_epsilon),
-            ("num_train_epochs", $config.num_train_epochs),
-        ] {
-            check(key, value, value > 0.0, "above 0")?;
-        }
-        for (key, value) in [("weight_decay", $config.weight_decay), ("max_grad_norm", $config.max_grad_norm)] {
-            check(key, value, value >= 0.0, "at least 0")?;
-        }
-        for (key, value) in [("adam_beta1", $config.adam_beta1), ("adam_beta2", $config.adam_beta2)] {
-            check(key, value, (0.0..1.0).contains(&value), "in [0, 1)")?;
-        }
-        count("max_steps", $config.max_steps.unwrap_or(1))?;
-        let warmup = $config.warmup_steps;
-        check("warmup_steps", warmup, warmup <= MAX_COUNT, format!("at most {MAX_COUNT}"))?;
-        let timeout_s = $config.collective_timeout_s;
-        check("collective_timeout_s", timeout_s, is_timeout(timeout_s), TIMEOUT)?;
-        heartbeat::check(&$config.heartbeat, is_timeout, TIMEOUT)?;
-    };
-}
 
 const TIMEOUT: &str = "seconds, above 0 and below a year";
 
@@ -51,7 +29,8 @@ impl Config {
         self.check_sampling()?;
         self.check_objective()?;
         self.check_rewards()?;
-        check_optimizer!(self);
+        self.optimizer.check(self.learning_rate)?;
+        check_process(self.collective_timeout_s, &self.heartbeat)?;
         check_zero(&self.zero)?;
         self.lora.check(self.quantization)?;
         let host = AutoOr::Given(ReferenceResidency::Host);
@@ -188,10 +167,37 @@ impl SftConfig {
         ] {
             count(key, value)?;
         }
-        check_optimizer!(self);
+        self.optimizer.check(self.learning_rate)?;
+        check_process(self.collective_timeout_s, &self.heartbeat)?;
         check_zero(&self.zero)?;
         self.lora.check(self.quantization)
     }
+}
+
+impl OptimizerConfig {
+    fn check(&self, learning_rate: f64) -> Result<()> {
+        for (key, value) in [
+            ("learning_rate", learning_rate),
+            ("adam_epsilon", self.adam_epsilon),
+            ("num_train_epochs", self.num_train_epochs),
+        ] {
+            check(key, value, value > 0.0, "above 0")?;
+        }
+        for (key, value) in [("weight_decay", self.weight_decay), ("max_grad_norm", self.max_grad_norm)] {
+            check(key, value, value >= 0.0, "at least 0")?;
+        }
+        for (key, value) in [("adam_beta1", self.adam_beta1), ("adam_beta2", self.adam_beta2)] {
+            check(key, value, (0.0..1.0).contains(&value), "in [0, 1)")?;
+        }
+        let warmup = self.warmup_steps;
+        check("warmup_steps", warmup, warmup <= MAX_COUNT, format!("at most {MAX_COUNT}"))?;
+        count("max_steps", self.max_steps.unwrap_or(1))
+    }
+}
+
+fn check_process(collective_timeout_s: f64, heartbeat: &HeartbeatConfig) -> Result<()> {
+    check("collective_timeout_s", collective_timeout_s, is_timeout(collective_timeout_s), TIMEOUT)?;
+    heartbeat::check(heartbeat, is_timeout, TIMEOUT)
 }
 
 fn check_zero(zero: &ZeroConfig) -> Result<()> {

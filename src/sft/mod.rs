@@ -72,12 +72,7 @@ impl Sft {
             stage: config.zero.stage,
             network: NetworkOptions { kind, device },
             gradient_checkpointing: config.gradient_checkpointing,
-            adam: AdamOptions {
-                beta1: config.adam_beta1,
-                beta2: config.adam_beta2,
-                eps: config.adam_epsilon,
-                weight_decay: config.weight_decay,
-            },
+            adam: AdamOptions::new(&config.optimizer),
             gradients: GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype),
         };
         let files = WeightFiles::open(&source.base, table.spec.clone())?;
@@ -105,13 +100,8 @@ impl Sft {
             let (key, got) = ("per_device_train_batch_size", config.per_device_train_batch_size);
             return Err(Error::invalid_value(key, got, expected));
         }
-        let epochs = config.num_train_epochs * examples.len() as f64 / rows_per_update as f64;
-        let schedule = Schedule {
-            kind: config.lr_scheduler_type,
-            peak: config.learning_rate,
-            warmup_steps: config.warmup_steps,
-            total_steps: config.max_steps.unwrap_or(epochs.ceil() as usize),
-        };
+        let rows = (examples.len(), rows_per_update);
+        let schedule = Schedule::new(config.learning_rate, &config.optimizer, rows, 1);
         let base_dir = source.base;
         Ok(Self { config, world, mesh, base_dir, policy, examples, too_long, eval_examples, sampler, schedule, device })
     }
@@ -183,7 +173,8 @@ impl Sft {
             }
             Ok(())
         })?;
-        let outcome = phase::scope(Phase::Optimizer, || self.policy.optimizer_step(lr, self.config.max_grad_norm))?;
+        let outcome =
+            phase::scope(Phase::Optimizer, || self.policy.optimizer_step(lr, self.config.optimizer.max_grad_norm))?;
         if outcome.skipped {
             let message = "the gradient is not finite; lower learning_rate, or look for damaged weights".to_owned();
             return Err(Error::NonFinite { message });

@@ -8,6 +8,7 @@ use tch::{Device, Kind, Tensor};
 use super::flow::{BUCKET_LEN, Flow};
 use super::residence::{Columns, OptimizerHome, Residence, cells};
 use super::sharding::{Sharding, intersection, narrow};
+use crate::config::OptimizerConfig;
 use crate::error::Result;
 use crate::model::{ParamTable, UnitLayout};
 use crate::ops::adamw;
@@ -23,6 +24,14 @@ pub struct AdamOptions {
     pub eps: f64,
     /// Decoupled weight decay of matrices.
     pub weight_decay: f64,
+}
+
+impl AdamOptions {
+    /// What a run says.
+    pub fn new(config: &OptimizerConfig) -> Self {
+        let &OptimizerConfig { adam_beta1, adam_beta2, adam_epsilon, weight_decay, .. } = config;
+        Self { beta1: adam_beta1, beta2: adam_beta2, eps: adam_epsilon, weight_decay }
+    }
 }
 
 /// Master weights, first and second moments of the owned part of every unit.

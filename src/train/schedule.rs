@@ -1,6 +1,6 @@
 //! Learning-rate schedules with linear warm-up, as `transformers.get_scheduler` defines them.
 
-use crate::config::LrSchedulerType;
+use crate::config::{LrSchedulerType, OptimizerConfig};
 
 /// A learning rate as a function of the update's index.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -13,6 +13,20 @@ pub struct Schedule {
     pub warmup_steps: usize,
     /// Updates in all.
     pub total_steps: usize,
+}
+
+impl Schedule {
+    /// Of a run over `num_rows` rows that takes `rows_per_batch` of them at a time for `updates_per_batch` updates.
+    pub fn new(
+        peak: f64,
+        config: &OptimizerConfig,
+        (num_rows, rows_per_batch): (usize, usize),
+        updates_per_batch: usize,
+    ) -> Self {
+        let batches = config.num_train_epochs * num_rows as f64 / rows_per_batch as f64;
+        let total_steps = config.max_steps.unwrap_or((batches.ceil() as usize).saturating_mul(updates_per_batch));
+        Self { kind: config.lr_scheduler_type, peak, warmup_steps: config.warmup_steps, total_steps }
+    }
 }
 
 /// The rate of update `step`, counted from 0.

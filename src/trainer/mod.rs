@@ -265,7 +265,7 @@ impl Trainer {
             share_prompts: self.config.share_prompts,
             schedule: self.schedule,
             global_step: self.progress.global_step,
-            max_grad_norm: self.config.max_grad_norm,
+            max_grad_norm: self.config.optimizer.max_grad_norm,
             device: self.world.device(),
         }
     }

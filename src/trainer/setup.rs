@@ -171,14 +171,8 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
     let mut colocated = colocated(&config, &world, &preflight, weights, source.adapters.as_deref())?;
     let mut sampler = PromptSampler::new(dataset.len(), config.seed, config.shuffle_dataset);
     let updates = batch.updates_per_generation * config.num_iterations;
-    let epochs = config.num_train_epochs * dataset.len() as f64 / batch.num_prompts as f64;
-    let total_steps = config.max_steps.unwrap_or((epochs.ceil() as usize).saturating_mul(updates));
-    let schedule = Schedule {
-        kind: config.lr_scheduler_type,
-        peak: config.learning_rate,
-        warmup_steps: config.warmup_steps,
-        total_steps,
-    };
+    let rows = (dataset.len(), batch.num_prompts);
+    let schedule = Schedule::new(config.learning_rate, &config.optimizer, rows, updates);
     let mut progress = Progress::default();
     if let Some(checkpoint) = &checkpoint {
         let TrainerState { num_rows, global_step, generation_step, num_input_tokens_seen, .. } = checkpoint.state;
@@ -194,7 +188,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
         sampler.restore(checkpoint.state.sampler.clone())?;
         progress = Progress { global_step, generation_step, num_tokens: num_input_tokens_seen };
     }
-    let output = Output::new(&config, world.group(), total_steps as u64, checkpoint, writes_files)?;
+    let output = Output::new(&config, world.group(), schedule.total_steps as u64, checkpoint, writes_files)?;
     output.say(&format!("plan\n{}", preflight.plan));
     output.say(&format!("{}: {}", config.train_file.display(), dataset.counts()));
     let (plan, base_dir) = (preflight.plan, source.base);
@@ -238,12 +232,7 @@ fn colocated(
         stage: config.zero.stage,
         network,
         gradient_checkpointing: plan.gradient_checkpointing,
-        adam: AdamOptions {
-            beta1: config.adam_beta1,
-            beta2: config.adam_beta2,
-            eps: config.adam_epsilon,
-            weight_decay: config.weight_decay,
-        },
+        adam: AdamOptions::new(&config.optimizer),
         gradients: GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype),
     };
     let pool = |name, bytes| HostPool::new(name, bytes, device, &mut pinning_progress(world.rank() == 0));
