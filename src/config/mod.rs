@@ -216,8 +216,8 @@ keys! {
         // ---- process ----
         /// First word of every random key.
         pub seed: u64 = 42,
-        /// Sums of libtorch's operations and of attention in one order in every run; on a GPU attention's backward then takes
-        /// twice as long.
+        /// Sums of libtorch's operations and of attention in one order in every run, and products by algorithms that no clock
+        /// chose; on a GPU attention's backward then takes twice as long.
         pub full_determinism: bool = false,
         /// Longest wait for peers in a collective, in seconds.
         pub collective_timeout_s: f64 = 600.0,

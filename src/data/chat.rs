@@ -14,6 +14,8 @@ use crate::error::{Error, Result};
 
 /// Jinja instructions that one conversation may take.
 const FUEL: u64 = 1_000_000;
+/// Widest indentation of `tojson`.
+const MAX_INDENT: usize = 64;
 /// Longest rendered conversation.
 const MAX_OUTPUT_BYTES: usize = 4 << 20;
 
@@ -90,6 +92,10 @@ fn tojson(value: &Value, options: Kwargs) -> Result<String, JinjaError> {
     let indent: Option<usize> = options.get("indent")?;
     let ensure_ascii: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
+    if indent.is_some_and(|width| width > MAX_INDENT) {
+        let message = format!("tojson: indent of more than {MAX_INDENT} is too large");
+        return Err(JinjaError::new(ErrorKind::InvalidOperation, message));
+    }
     if ensure_ascii == Some(true) {
         return Err(JinjaError::new(ErrorKind::InvalidOperation, "tojson: ensure_ascii=true is not supported"));
     }

@@ -1,7 +1,7 @@
 //! JSONL rows: what a line must be, and under which names its prompt and answer may stand.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
@@ -9,6 +9,8 @@ use serde_json::{Map, Value};
 use super::{Message, Tokenizer};
 use crate::error::{Error, Result};
 
+/// Longest line that is read: what has no end is no row.
+const MAX_LINE_BYTES: u64 = 64 << 20;
 const PROMPT_COLUMNS: [&str; 3] = ["prompt", "problem", "question"];
 const ANSWER_COLUMNS: [&str; 3] = ["answer", "solution", "ground_truth"];
 
@@ -30,7 +32,8 @@ pub(super) enum RawPrompt {
 pub(super) fn read_jsonl(path: &Path) -> Result<impl Iterator<Item = Result<Row>>> {
     let file = File::open(path).map_err(|error| Error::bad_file(path, error.to_string()))?;
     let path = path.to_owned();
-    let lines = BufReader::new(file).lines().enumerate();
+    let mut reader = BufReader::new(file);
+    let lines = std::iter::from_fn(move || read_line(&mut reader).transpose()).enumerate();
     Ok(lines.filter_map(move |(index, line)| {
         let bad = |message| Error::BadLine { path: path.clone(), line: index + 1, message };
         match line {
@@ -43,6 +46,16 @@ pub(super) fn read_jsonl(path: &Path) -> Result<impl Iterator<Item = Result<Row>
             Err(error) => Some(Err(bad(error.to_string()))),
         }
     }))
+}
+
+/// The next line, if there is one.
+fn read_line(reader: &mut impl BufRead) -> io::Result<Option<String>> {
+    let mut line = String::new();
+    match reader.take(MAX_LINE_BYTES).read_line(&mut line)? as u64 {
+        0 => Ok(None),
+        MAX_LINE_BYTES => Err(io::Error::other(format!("a line of {MAX_LINE_BYTES} bytes or more"))),
+        _ => Ok(Some(line)),
+    }
 }
 
 impl Row {

@@ -14,6 +14,7 @@ mod gpu_memory;
 mod gpu_products;
 mod gpu_survival;
 mod gpu_training;
+mod hostile;
 mod launch;
 mod lora;
 mod model;

@@ -146,6 +146,27 @@ fn files_stay_readable_and_finished() {
     assert!(lengths[lengths.len() / 2].0 <= 260, "the median file has {} lines", lengths[lengths.len() / 2].0);
 }
 
+/// What docs/reliability.md says is tested is.
+#[test]
+fn every_fault_has_the_tests_that_are_named() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let read = |path: &Path| std::fs::read_to_string(root.join(path)).unwrap();
+    let table = read(Path::new("docs/reliability.md"));
+    let named = regex::Regex::new(r"`([a-z_]+(?:::[a-z_]+)+)`").unwrap();
+    let mut missing = Vec::new();
+    for name in named.captures_iter(&table).map(|found| found[1].to_owned()) {
+        let path = name.replace("::", "/");
+        let (module, test) = path.rsplit_once('/').unwrap();
+        let is_in = |file: &str| root.join(file).exists() && read(Path::new(file)).contains(&format!("fn {test}("));
+        let is_test = is_in(&format!("tests/it/{module}.rs"));
+        let is_room = ["src", "tests/it"].iter().any(|folder| root.join(folder).join(format!("{path}.rs")).exists());
+        if !is_test && !is_room {
+            missing.push(name);
+        }
+    }
+    assert!(missing.is_empty(), "docs/reliability.md names {missing:?}");
+}
+
 #[test]
 fn the_import_reader_reads_groups() {
     let text =

@@ -131,6 +131,7 @@ fn hostile_templates_end_with_an_error() {
         ("{% for a in range(9999) %}{% for b in range(9999) %}{% set c = a %}{% endfor %}{% endfor %}", "fuel"),
         ("{% for a in range(9999) %}{{ 'aaaaaaaaaaaaaaaa' * 100 }}{% endfor %}", "renders to more than"),
         ("{{ 'a' * 9999999999 }}", "too large"),
+        ("{{ [1] | tojson(indent=999999999999) }}", "too large"),
         ("{% include 'etc/passwd' %}", "chat template:"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{% if %}", "chat template:"),

@@ -34,15 +34,16 @@ impl MappedFile {
     /// [`Error::BadFile`] with expected and actual sizes.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let bad = |message: String| Error::bad_file(path, message);
-        let file = File::open(path).map_err(|error| match error.kind() {
+        // Before it is opened: to open a pipe would wait for a writer.
+        let metadata = std::fs::metadata(path).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => bad("missing".to_owned()),
             _ => Error::Io { path: path.to_owned(), source: error },
         })?;
-        let metadata = file.metadata().map_err(Error::io(path))?;
         if !metadata.is_file() {
             return Err(bad("expected a file".to_owned()));
         }
-        let actual = metadata.len();
+        let file = File::open(path).map_err(Error::io(path))?;
+        let actual = file.metadata().map_err(Error::io(path))?.len();
         if actual < LENGTH_BYTES as u64 {
             return Err(bad(format!("truncated: {actual} bytes, expected at least {LENGTH_BYTES}")));
         }

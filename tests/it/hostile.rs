@@ -1,0 +1,143 @@
+//! Files that strangers wrote: every reader is fed what a few honest files become when they are damaged, thousands of times
+//! from a fixed seed; COLO_GRPO_HOSTILE is a factor for more. The functions are those of the fuzz targets (fuzz/), which go on
+//! from there.
+
+#[path = "../../fuzz/targets.rs"]
+mod targets;
+
+/// What damage puts in: numbers at the ends of their types, openings without ends, what is no text.
+const WORDS: [&[u8]; 24] = [
+    b"18446744073709551615",
+    b"9223372036854775808",
+    b"-9223372036854775809",
+    b"-1",
+    b"0",
+    b"1e400",
+    b"NaN",
+    b"null",
+    b"true",
+    b"[",
+    b"{",
+    b"\"",
+    b"[[[[[[[[[[[[[[[[",
+    b"{\"a\":{\"a\":{\"a\":",
+    b"}",
+    b"]",
+    b"\\",
+    b"\n",
+    b"\0",
+    b"\xff\xfe",
+    b"\xed\xa0\x80",
+    b"&a [*a,*a]",
+    b"\\frac{",
+    b"../",
+];
+
+/// Counter-based numbers (SplitMix64).
+struct Numbers(u64);
+
+impl Numbers {
+    /// Below `end`, which is not 0.
+    fn below(&mut self, end: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut word = self.0;
+        word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((word ^ (word >> 31)) % end as u64) as usize
+    }
+}
+
+/// One to four kinds of damage at places of no choosing.
+fn damaged(honest: &[u8], numbers: &mut Numbers) -> Vec<u8> {
+    let mut bytes = honest.to_vec();
+    for _ in 0..=numbers.below(4) {
+        let at = numbers.below(bytes.len() + 1);
+        let end = (at + numbers.below(12)).min(bytes.len());
+        let word = WORDS[numbers.below(WORDS.len())];
+        match numbers.below(7) {
+            0 if at < bytes.len() => bytes[at] ^= 1 << numbers.below(8),
+            1 => drop(bytes.splice(at..end, word.iter().copied())),
+            2 => drop(bytes.splice(at..at, word.iter().copied())),
+            3 => drop(bytes.drain(at..end)),
+            4 => drop(bytes.splice(at..at, bytes[at..end].to_vec())),
+            5 => bytes.truncate(at),
+            // A number where a number stood.
+            _ => {
+                let digits = |byte: &u8| byte.is_ascii_digit();
+                let Some(first) = bytes[at..].iter().position(digits).map(|offset| at + offset) else { continue };
+                let len = bytes[first..].iter().take_while(|byte| digits(byte)).count();
+                drop(bytes.splice(first..first + len, WORDS[numbers.below(8)].iter().copied()));
+            }
+        }
+    }
+    bytes
+}
+
+fn feed(target: fn(&[u8]) -> bool, honest: &[&[u8]], times: usize) {
+    assert!(honest.iter().all(|bytes| target(bytes)), "an honest file is refused");
+    let factor: usize = std::env::var("COLO_GRPO_HOSTILE").ok().and_then(|factor| factor.parse().ok()).unwrap_or(1);
+    let (mut numbers, mut num_read) = (Numbers(42), 0);
+    for round in 0..times * factor {
+        let bytes = damaged(honest[round % honest.len()], &mut numbers);
+        let outcome = std::panic::catch_unwind(|| target(&bytes));
+        num_read += usize::from(outcome.unwrap_or_else(|_| panic!("round {round}: {}", bytes.escape_ascii())));
+    }
+    println!("{num_read} of {} damaged files were read", times * factor);
+    assert!((times / 100..times * factor * 99 / 100).contains(&num_read), "{num_read}: too little or too much damage");
+}
+
+#[test]
+fn damaged_weights_and_indexes_are_read_or_refused() {
+    let header = targets::honest_header();
+    let index =
+        br#"{"metadata": {"total_size": 1}, "weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}"#;
+    feed(targets::weights, &[&header, index], 1500);
+}
+
+#[test]
+fn damaged_configurations_are_read_or_refused() {
+    let toml = b"seed = 3\nlearning_rate = 1e-6\nstop = [\"a\", \"b\"]\nreward.answer_pattern = \"([0-9]+)\"\n[zero]\nstage = 2\n";
+    let yaml = b"---\nseed: 3\nstop: [a, b]\nzero:\n  stage: 2\nlora: {r: 8, alpha: 16.0}\nlearning_rate: 1e-6\n";
+    let word = b"max_steps=100";
+    let model = include_bytes!("../golden/llama3/config.json");
+    feed(targets::config, &[toml, yaml, word, model], 4000);
+}
+
+#[test]
+fn damaged_rows_are_read_or_refused() {
+    let text = br#"{"prompt": "what is one plus two ?", "answer": "3"}"#;
+    let chat =
+        br#"{"prompt": [{"role": "user", "content": "what is one"}], "answer": 7, "extra": {"a": [1, 2.5, null]}}"#;
+    let verl = b"{\"question\": \"one\", \"reward_model\": {\"ground_truth\": \"4\"}}\n\n{\"problem\": \"two\", \"solution\": 4}\n";
+    feed(targets::rows, &[text, chat, verl], 3000);
+}
+
+#[test]
+fn damaged_answers_are_scored_or_refused() {
+    let honest: [&[u8]; 4] = [
+        b"so <answer> 1,234.50 </answer>\n\\frac{2469}{2}",
+        b"\\boxed{\\frac{6}{8}} or \\boxed{-1.5e3}\n3/4",
+        b"#### $1{,}000.\n#### 1000%",
+        b"<answer>forty two</answer> \\boxed{{a}}\n42",
+    ];
+    feed(targets::answer, &honest, 6000);
+}
+
+/// Depth and length beyond what damage finds.
+#[test]
+fn endless_files_are_refused() {
+    let deep = |open: &str| open.repeat(200_000).into_bytes();
+    for open in ["[", "{\"a\":", "a = [", "---\n[", "a.", "- "] {
+        targets::config(&deep(open));
+        targets::rows(&deep(open));
+    }
+    let (bomb, mut last) = (String::from("---\na0: &a0 [x,x,x,x,x,x,x,x,x,x]\n"), 0);
+    let bomb = (1..12).fold(bomb, |text, level| {
+        let before = std::mem::replace(&mut last, level);
+        format!("{text}a{level}: &a{level} [{}]\n", vec![format!("*a{before}"); 10].join(","))
+    });
+    targets::config(bomb.as_bytes());
+    targets::answer(&deep("\\boxed{"));
+    targets::answer(&deep("<answer>"));
+    targets::answer(format!("#### {}\n1", "9".repeat(1 << 20)).as_bytes());
+}
