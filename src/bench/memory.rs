@@ -14,6 +14,7 @@ use crate::dist::{Collective, all_gather_bytes};
 use crate::error::{Error, Result};
 use crate::memory::{self, Ledger, Place};
 use crate::torch;
+use crate::train::{TrainedModel, WORKSPACE_BYTES};
 
 /// How often the driver is asked.
 const LOOK: Duration = Duration::from_millis(20);
@@ -33,6 +34,11 @@ pub(super) struct Peak {
     pub used_bytes: usize,
     /// Physical memory of the process.
     pub resident_bytes: usize,
+}
+
+/// What libtorch holds of a model in training at most, `at_once` of it at its fullest moment; optimizer state lies in an arena.
+pub(super) fn predicted_tensor_bytes(model: &TrainedModel<'_>, at_once: usize) -> usize {
+    model.bytes().weights + at_once + WORKSPACE_BYTES
 }
 
 /// Watches this rank's memory from its start on.

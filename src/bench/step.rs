@@ -6,10 +6,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use serde_json::{Value, json};
+use tch::Device;
 
-use super::memory::MemoryWatch;
+use super::memory::{MemoryWatch, predicted_tensor_bytes};
 use super::{PEAK_FLOP_PER_S, SEED, STREAM, median, synchronize, token};
-use crate::config::Config;
+use crate::config::{Config, OptimizerResidency, ReferenceResidency};
 use crate::dist::World;
 use crate::error::Result;
 use crate::metrics::MetricValues;
@@ -18,6 +19,7 @@ use crate::ops::random::RandomKey;
 use crate::phase::Phase;
 use crate::plan::MemoryPlan;
 use crate::reward::RewardInput;
+use crate::train::{MicroBatch, PackOptions, Sequence, TrainedModel, UpdateCourse, pack, reference_bytes};
 use crate::trainer::Trainer;
 use crate::types::{LengthSpread, Prompt};
 
@@ -72,6 +74,33 @@ impl StepBench {
         Config::load(None, &keys.chain(self.overrides.iter().cloned()).collect::<Vec<_>>())
     }
 
+    /// What libtorch will hold at most: in the micro-batches of the rank with most prompts, where all completions have one
+    /// length and make one update.
+    fn predicted_bytes(&self, config: &Config, trainer: &Trainer, world_size: usize) -> Result<Option<usize>> {
+        let updates = config.validate_world(world_size)?.updates_per_generation * config.num_iterations;
+        if self.completion_spread.is_some() || updates > 1 {
+            return Ok(None);
+        }
+        let own_prompts = self.prompts.div_ceil(world_size);
+        let sequence = |index: usize| {
+            let token_ids = vec![(index / self.group) as u32; self.prompt_len + self.completion_len];
+            Sequence::of_tokens(token_ids, self.prompt_len)
+        };
+        let sequences: Vec<Sequence> = (0..own_prompts * self.group).map(sequence).collect();
+        let (max_tokens, share_prompts) = (config.max_tokens_per_micro_batch, config.share_prompts);
+        let micro_batches = pack(&sequences, &PackOptions { max_tokens, share_prompts, device: Device::Cpu })?;
+        let shapes: Vec<_> = micro_batches.iter().map(MicroBatch::shape).collect();
+        let (table, kind) = (trainer.policy().table(), trainer.policy().kind());
+        let model = TrainedModel::of(config, table, kind);
+        let MemoryPlan { gradient_checkpointing, optimizer, reference, .. } = *trainer.plan();
+        let streams = optimizer == OptimizerResidency::Stream;
+        let course = UpdateCourse { keep: gradient_checkpointing, micro_batches: &shapes, is_warm: false, streams };
+        let has_reference = config.beta > 0.0 && model.lora.is_none() && reference == ReferenceResidency::Resident;
+        let reference = if has_reference { reference_bytes(table, kind) } else { 0 };
+        let at_once = model.fullest(&course).total();
+        Ok(Some(predicted_tensor_bytes(&model, at_once) + model.bytes().engine_adapters + reference))
+    }
+
     /// Prompts of all steps, no two alike.
     fn prompts(&self) -> Vec<Prompt> {
         let prompt = |id: usize| {
@@ -117,14 +146,19 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<Value> {
     result["load_s"] = json!(load_s);
     result["step_times"] = json!(steps.iter().map(|values| values["step_time"]).collect::<Vec<_>>());
     result["peak_by_rank"] = json!(peaks);
-    result["plan"] = json!({
-        "peak_gb": trainer.plan().peak_bytes() as f64 / 1e9,
-        "num_kv_blocks": trainer.plan().num_kv_blocks,
-        "kv_block_size": trainer.plan().kv_block_size,
-        "kv_cache_gb": trainer.plan().kv_cache_bytes as f64 / 1e9,
-        "optimizer": trainer.plan().optimizer,
-    });
+    result["plan"] = plan_of(trainer.plan());
+    result["predicted_tensor_bytes"] = json!(bench.predicted_bytes(&config, &trainer, world.size())?);
     Ok(result)
+}
+
+fn plan_of(plan: &MemoryPlan) -> Value {
+    json!({
+        "peak_gb": plan.peak_bytes() as f64 / 1e9,
+        "num_kv_blocks": plan.num_kv_blocks,
+        "kv_block_size": plan.kv_block_size,
+        "kv_cache_gb": plan.kv_cache_bytes as f64 / 1e9,
+        "optimizer": plan.optimizer,
+    })
 }
 
 /// The step's metrics, its time until the GPU is done among them.

@@ -7,17 +7,20 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use super::{MEMORY_BYTES_PER_S, PEAK_FLOP_PER_S, PRODUCT_FLOP_PER_S, SEED, median, synchronize, token};
+use super::memory::predicted_tensor_bytes;
+use super::{MEMORY_BYTES_PER_S, PEAK_FLOP_PER_S, PRODUCT_FLOP_PER_S, SEED, STREAM, median, synchronize, token};
 use crate::config::{GradientCheckpointing, Quantization, TargetModule};
 use crate::cuda::{Family, Work, profile};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
 use crate::model::{LoraSpec, ModelSpec, ParamTable, UnitLayout, init_unit_on};
+use crate::ops::random::RandomKey;
 use crate::torch;
 use crate::train::{
-    ActivationBytes, AdamOptions, GradientOptions, MicroBatch, NetworkOptions, OptimizerHome, PackOptions, Policy,
-    PolicyOptions, PolicyStart, Sequence, TokenGradients, TrainBytes, WORKSPACE_BYTES, pack,
+    AdamOptions, GradientOptions, MicroBatch, NetworkOptions, OptimizerHome, PackOptions, Policy, PolicyOptions,
+    PolicyStart, Sequence, TokenGradients, TrainedModel, UpdateCourse, pack,
 };
+use crate::types::LengthSpread;
 
 /// Untimed: the first compiles and allocates, the second plans attention for shapes that come again.
 const WARM_UP_STEPS: usize = 2;
@@ -37,6 +40,8 @@ pub struct TrainBench {
     pub prompt_len: usize,
     /// Tokens per completion, all of them scored.
     pub completion_len: usize,
+    /// Tokens of each completion, drawn one by one, instead.
+    pub completion_spread: Option<LengthSpread>,
     /// Neighbouring sequences that have one prompt.
     pub group: usize,
     /// Run the prompt of a group once.
@@ -45,6 +50,8 @@ pub struct TrainBench {
     pub max_tokens_per_micro_batch: usize,
     /// ZeRO stage.
     pub zero_stage: u8,
+    /// Ranks that share one copy of what the stage shards; all where it is `None`.
+    pub shard_group_size: Option<usize>,
     /// How gradients are added up.
     pub gradients: GradientOptions,
     /// Rank of adapters on every linear projection; `None` trains all weights.
@@ -62,6 +69,24 @@ pub struct TrainBench {
 }
 
 impl TrainBench {
+    /// Neighbours of a group have one prompt; all other tokens are their own.
+    fn all_sequences(&self) -> Vec<Sequence> {
+        let longest = self.completion_spread.map_or(self.completion_len, |spread| spread.longest);
+        let (prompt_len, stride) = (self.prompt_len, self.prompt_len + longest);
+        let sequence = |index: usize| {
+            let (first, first_of_group) = (index * stride, index / self.group * self.group * stride);
+            let completion_len = match self.completion_spread {
+                Some(spread) => spread.length(RandomKey::new(SEED, STREAM).word(1, index as u64)),
+                None => self.completion_len,
+            };
+            let prompt = first_of_group..first_of_group + prompt_len;
+            let completion = first + prompt_len..first + prompt_len + completion_len;
+            let token_ids = prompt.chain(completion).map(|at| token(at, self.spec.vocab_size)).collect();
+            Sequence::of_tokens(token_ids, prompt_len)
+        };
+        (0..self.sequences).map(sequence).collect()
+    }
+
     fn lora(&self) -> Option<LoraSpec> {
         let targets = TargetModule::ALL.to_vec();
         self.lora_r.map(|r| LoraSpec { r, alpha: 32.0, dropout: 0.0, targets })
@@ -73,112 +98,141 @@ impl TrainBench {
 /// # Errors
 /// Out of memory, or a sharding that does not fit.
 pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
-    let mesh = world.mesh(1, world.size())?;
-    let table = Arc::new(ParamTable::new(bench.spec.clone(), mesh.shard.size()));
-    let (kind, device) = (bench.kind, world.device());
-    let options = PolicyOptions {
-        stage: bench.zero_stage,
-        network: NetworkOptions { kind, device },
-        gradient_checkpointing: bench.gradient_checkpointing,
-        adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 },
-        gradients: bench.gradients,
-    };
-    let start = PolicyStart { lora: bench.lora(), quantization: bench.quantization, seed: SEED, adapters: None };
-    let source = |layout: &UnitLayout| init_unit_on(layout, SEED, kind, device);
-    let mut policy = Policy::start(table.clone(), &mesh, options, OptimizerHome::Resident, &source, start)?;
-    let sequences: Vec<Sequence> = (0..bench.sequences).map(|index| sequence(bench, index)).collect();
-    let (max_tokens, share_prompts) = (bench.max_tokens_per_micro_batch, bench.share_prompts);
-    let micro_batches = pack(&sequences, &PackOptions { max_tokens, share_prompts, device })?;
-    let predicted = predicted_bytes(bench, &table, &micro_batches);
-    let (mut times, mut exposed) = (Vec::with_capacity(bench.steps), Vec::with_capacity(bench.steps));
-    for step in 0..WARM_UP_STEPS + bench.steps {
+    let device = world.device();
+    let mut run = Run::new(bench, world)?;
+    for _ in 0..WARM_UP_STEPS {
+        run.timed_step(world)?;
+    }
+    torch::reset_peak_memory(device)?;
+    let steps: Vec<[f64; 2]> = (0..bench.steps).map(|_| run.timed_step(world)).collect::<Result<_>>()?;
+    let memory = torch::device_memory(device)?;
+    let mut result = run.report(world, &steps);
+    result["predicted_peak_bytes"] = json!(memory.map(|_| run.predicted_bytes()));
+    result["peak_allocated_bytes"] = json!(memory.map(|memory| memory.peak_allocated));
+    result["fragmentation_bytes"] = json!(memory.map(|memory| memory.peak_reserved - memory.peak_allocated));
+    if let (Device::Cuda(ordinal), true) = (device, bench.profile) {
+        result["profile_ms_and_floor"] = by_family(&profile(ordinal, || run.step())?);
+    }
+    Ok(result)
+}
+
+/// What is timed.
+struct Run<'a> {
+    bench: &'a TrainBench,
+    table: Arc<ParamTable>,
+    policy: Policy,
+    sequence_lens: Vec<usize>,
+    micro_batches: Vec<MicroBatch>,
+}
+
+impl<'a> Run<'a> {
+    fn new(bench: &'a TrainBench, world: &World) -> Result<Self> {
+        let mesh = world.mesh(1, bench.shard_group_size.unwrap_or(world.size()))?;
+        let table = Arc::new(ParamTable::new(bench.spec.clone(), mesh.shard.size()));
+        let (kind, device) = (bench.kind, world.device());
+        let options = PolicyOptions {
+            stage: bench.zero_stage,
+            network: NetworkOptions { kind, device },
+            gradient_checkpointing: bench.gradient_checkpointing,
+            adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 },
+            gradients: bench.gradients,
+        };
+        let start = PolicyStart { lora: bench.lora(), quantization: bench.quantization, seed: SEED, adapters: None };
+        let source = |layout: &UnitLayout| init_unit_on(layout, SEED, kind, device);
+        let policy = Policy::start(table.clone(), &mesh, options, OptimizerHome::Resident, &source, start)?;
+        let sequences = bench.all_sequences();
+        let (max_tokens, share_prompts) = (bench.max_tokens_per_micro_batch, bench.share_prompts);
+        let micro_batches = pack(&sequences, &PackOptions { max_tokens, share_prompts, device })?;
+        let sequence_lens = sequences.iter().map(|sequence| sequence.token_ids.len()).collect();
+        Ok(Self { bench, table, policy, sequence_lens, micro_batches })
+    }
+
+    /// Forward and backward of all micro-batches and the optimizer's step; or their scores alone.
+    fn step(&mut self) -> Result<()> {
+        for (index, micro_batch) in self.micro_batches.iter().enumerate() {
+            if self.bench.score {
+                let _scores = self.policy.forward_logprobs(micro_batch, 1.0)?;
+                continue;
+            }
+            if index + 1 == self.micro_batches.len() {
+                self.policy.finish_gradients_with_next_backward();
+            }
+            self.policy.forward_backward(micro_batch, 1.0, &mut |scores| {
+                let dlogprobs = Tensor::full_like(&scores.logprobs, -1.0 / scores.logprobs.numel() as f64);
+                Ok(TokenGradients { dlogprobs, dentropy: None })
+            })?;
+        }
+        if !self.bench.score {
+            let _timed = self.policy.optimizer_step(1e-4, 1.0)?; // whether it was skipped or not
+        }
+        Ok(())
+    }
+
+    /// Seconds of a step, and of them those that computation stood waiting for collectives; of the slowest rank.
+    fn timed_step(&mut self, world: &World) -> Result<[f64; 2]> {
         let start = Instant::now();
-        run_step(&mut policy, &micro_batches, bench.score)?;
-        let exposed_s = policy.take_exposed_communication()?.as_secs_f64();
-        synchronize(device)?;
+        self.step()?;
+        let exposed_s = self.policy.take_exposed_communication()?.as_secs_f64();
+        synchronize(world.device())?;
         let mut seconds = [start.elapsed().as_secs_f64(), exposed_s];
         all_reduce_f64(&*world.group(), &mut seconds, ReduceOp::Max)?;
-        if step < WARM_UP_STEPS {
-            torch::reset_peak_memory(device)?;
-        } else {
-            times.push(seconds[0]);
-            exposed.push(seconds[1]);
-        }
+        Ok(seconds)
     }
-    let memory = torch::device_memory(device)?;
-    let families = match device {
-        Device::Cuda(ordinal) if bench.profile => {
-            profile(ordinal, || run_step(&mut policy, &micro_batches, bench.score))?
-        }
-        _ => Vec::new(),
-    };
-    let step_s = median(times);
-    let sequence_len = bench.prompt_len + bench.completion_len;
-    let tokens = bench.sequences * sequence_len * world.size();
-    let flop_per_s = bench.sequences as f64 * model_flop(bench, sequence_len as f64) / step_s;
-    Ok(json!({
-        "benchmark": if bench.score { "score" } else { "train" },
-        "model": bench.model,
-        "num_params": bench.spec.num_params(),
-        "device": if device.is_cuda() { "cuda" } else { "cpu" },
-        "dtype": if kind == Kind::BFloat16 { "bfloat16" } else { "float32" },
-        "world_size": world.size(),
-        "threads_per_rank": tch::get_num_threads(),
-        "zero_stage": bench.zero_stage,
-        "lora_r": bench.lora_r,
-        "quantization": bench.quantization.name(),
-        "num_trained_params": policy.trained_table().num_params(),
-        "gradient_checkpointing": bench.gradient_checkpointing.name(),
-        "sequences": bench.sequences,
-        "sequence_len": sequence_len,
-        "prompt_len": bench.prompt_len,
-        "group": bench.group,
-        "share_prompts": bench.share_prompts,
-        "tokens_run": micro_batches.iter().map(MicroBatch::num_tokens).sum::<usize>() * world.size(),
-        "step_s": step_s,
-        "exposed_communication_s": median(exposed),
-        "tokens_per_second": tokens as f64 / step_s,
-        "predicted_peak_bytes": memory.map(|_| predicted),
-        "tflop_per_second_per_rank": flop_per_s / 1e12,
-        "mfu": device.is_cuda().then_some(flop_per_s / PEAK_FLOP_PER_S),
-        "profile_ms_and_floor": bench.profile.then(|| by_family(&families)),
-        "peak_allocated_bytes": memory.map(|memory| memory.peak_allocated),
-        "fragmentation_bytes": memory.map(|memory| memory.peak_reserved - memory.peak_allocated),
-    }))
-}
 
-/// What libtorch will hold at most: everything but the optimizer's state, which lies in an arena of its own.
-fn predicted_bytes(bench: &TrainBench, table: &ParamTable, micro_batches: &[MicroBatch]) -> usize {
-    let lora = bench.lora();
-    let trained = (lora.as_ref(), bench.quantization);
-    let train = TrainBytes::of(table, trained, bench.zero_stage, bench.kind, bench.gradients);
-    let activations = micro_batches.iter().map(|micro_batch| {
-        let (keep, shape) = (bench.gradient_checkpointing, micro_batch.shape());
-        ActivationBytes::new(&bench.spec, bench.kind, keep, shape).peak()
-    });
-    let held = train.weights + train.gathered + train.gradients + train.gradient_scratch;
-    held + activations.max().unwrap_or(0) + WORKSPACE_BYTES
-}
+    /// What libtorch will hold at most. Whole gradients keep their memory from step to step.
+    fn predicted_bytes(&self) -> usize {
+        let Self { bench, table, .. } = self;
+        let model = TrainedModel {
+            lora: bench.lora(),
+            quantization: bench.quantization,
+            ..TrainedModel::whole(table, bench.zero_stage, bench.kind, bench.gradients)
+        };
+        let shapes: Vec<_> = self.micro_batches.iter().map(MicroBatch::shape).collect();
+        if bench.score {
+            let scores = shapes.iter().map(|shape| model.fullest_of_scores(*shape).total());
+            return predicted_tensor_bytes(&model, scores.max().unwrap_or(0));
+        }
+        let keep = bench.gradient_checkpointing;
+        let course = UpdateCourse { keep, micro_batches: &shapes, is_warm: true, streams: false };
+        predicted_tensor_bytes(&model, model.fullest(&course).total())
+    }
 
-/// Forward and backward of all micro-batches and the optimizer's step; or their scores alone.
-fn run_step(policy: &mut Policy, micro_batches: &[MicroBatch], score: bool) -> Result<()> {
-    for (index, micro_batch) in micro_batches.iter().enumerate() {
-        if score {
-            let _scores = policy.forward_logprobs(micro_batch, 1.0)?;
-            continue;
-        }
-        if index + 1 == micro_batches.len() {
-            policy.finish_gradients_with_next_backward();
-        }
-        policy.forward_backward(micro_batch, 1.0, &mut |scores| {
-            let dlogprobs = Tensor::full_like(&scores.logprobs, -1.0 / scores.logprobs.numel() as f64);
-            Ok(TokenGradients { dlogprobs, dentropy: None })
-        })?;
+    fn report(&self, world: &World, steps: &[[f64; 2]]) -> Value {
+        let Self { bench, sequence_lens, .. } = self;
+        let [step_s, exposed_s] = [0, 1].map(|index| median(steps.iter().map(|step| step[index]).collect()));
+        let tokens = sequence_lens.iter().sum::<usize>() * world.size();
+        let flop_per_s = sequence_lens.iter().map(|&len| model_flop(bench, len as f64)).sum::<f64>() / step_s;
+        let on_cuda = world.device().is_cuda();
+        json!({
+            "benchmark": if bench.score { "score" } else { "train" },
+            "model": bench.model,
+            "num_params": bench.spec.num_params(),
+            "num_layers": bench.spec.num_layers,
+            "device": if on_cuda { "cuda" } else { "cpu" },
+            "dtype": if bench.kind == Kind::BFloat16 { "bfloat16" } else { "float32" },
+            "world_size": world.size(),
+            "threads_per_rank": tch::get_num_threads(),
+            "zero_stage": bench.zero_stage,
+            "shard_group_size": self.table.shards,
+            "lora_r": bench.lora_r,
+            "quantization": bench.quantization.name(),
+            "num_trained_params": self.policy.trained_table().num_params(),
+            "gradient_checkpointing": bench.gradient_checkpointing.name(),
+            "sequences": bench.sequences,
+            "longest_sequence": sequence_lens.iter().max(),
+            "prompt_len": bench.prompt_len,
+            "group": bench.group,
+            "share_prompts": bench.share_prompts,
+            "micro_batches": self.micro_batches.len(),
+            "tokens_run": self.micro_batches.iter().map(MicroBatch::num_tokens).sum::<usize>() * world.size(),
+            "step_s": step_s,
+            "exposed_communication_s": exposed_s,
+            "tokens_per_second": tokens as f64 / step_s,
+            "tokens_per_second_per_rank": tokens as f64 / step_s / world.size() as f64,
+            "tflop_per_second_per_rank": flop_per_s / 1e12,
+            "mfu": on_cuda.then_some(flop_per_s / PEAK_FLOP_PER_S),
+        })
     }
-    if !score {
-        let _timed = policy.optimizer_step(1e-4, 1.0)?; // whether it was skipped or not
-    }
-    Ok(())
 }
 
 /// Operations of one sequence, as model FLOP utilisation counts them: 6 a parameter and token, and 12 for every pair of tokens,
@@ -200,19 +254,4 @@ fn by_family(families: &[Family]) -> Value {
         (family.name.to_owned(), json!([family.calls, rounded(family.ms), rounded(floor_ms)]))
     });
     Value::Object(rows.collect())
-}
-
-fn sequence(bench: &TrainBench, index: usize) -> Sequence {
-    let (prompt_len, len) = (bench.prompt_len, bench.prompt_len + bench.completion_len);
-    let first_of_group = index / bench.group * bench.group * len;
-    let places = (first_of_group..first_of_group + prompt_len).chain(index * len + prompt_len..(index + 1) * len);
-    Sequence {
-        token_ids: places.map(|at| token(at, bench.spec.vocab_size)).collect(),
-        prompt_len,
-        advantage: 0.0,
-        masked: false,
-        rollout_logprobs: None,
-        old_logprobs: None,
-        ref_logprobs: None,
-    }
 }

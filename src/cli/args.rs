@@ -292,6 +292,9 @@ pub struct BenchTrainArgs {
     /// Tokens per completion, all of them scored, instead of half of the sequence
     #[arg(long, value_parser = count)]
     pub completion_len: Option<usize>,
+    /// Tokens per completion drawn from a range instead, such as 512..4096, or tail:512..4096 for few long ones
+    #[arg(long, value_parser = spread)]
+    pub completion_spread: Option<LengthSpread>,
     /// Neighbouring sequences that have one prompt
     #[arg(long, default_value_t = 1, value_parser = count)]
     pub group: usize,
@@ -304,6 +307,9 @@ pub struct BenchTrainArgs {
     /// ZeRO stage
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(0..=3))]
     pub zero_stage: u8,
+    /// Ranks that share one copy of what the stage shards, instead of all: hybrid sharding
+    #[arg(long, value_parser = count)]
+    pub shard_group_size: Option<usize>,
     /// Type that ranks send gradients in
     #[arg(long, default_value = "auto", value_parser = word::<Dtype>)]
     pub reduce_dtype: Dtype,

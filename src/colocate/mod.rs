@@ -126,9 +126,6 @@ impl Colocated {
 
     fn rollout_scope<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
         self.policy.drop_gradients();
-        if let Some(reference) = &mut self.reference {
-            reference.free_gathered();
-        }
         let needed_bytes = self.engine.reserved_bytes() + self.slices.reserved_bytes();
         phase::scope(Phase::Offload, || self.make_room(needed_bytes))?;
         phase::scope(Phase::Offload, || self.policy.offload_optimizer())?;

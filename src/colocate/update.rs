@@ -3,12 +3,12 @@
 use std::panic::resume_unwind;
 use std::time::Duration;
 
-use tch::Device;
+use tch::{Device, Tensor};
 
 use super::{Colocated, caught};
 use crate::config::LossType;
 use crate::error::{Error, Result};
-use crate::grpo::{Denominators, LossConfig, LossInput, LossStats, policy_loss};
+use crate::grpo::{Denominators, DeviceStats, LossConfig, LossInput, LossOutput, LossStats, policy_loss};
 use crate::memory;
 use crate::phase::{self, Phase};
 use crate::torch;
@@ -177,6 +177,9 @@ impl Colocated {
                 }
                 progress.advance();
             }
+            if let Some(reference) = &mut self.reference {
+                reference.free_gathered();
+            }
             Ok(())
         })
     }
@@ -207,6 +210,7 @@ impl Colocated {
     ) -> Result<()> {
         let micro_batches = phase::scope(Phase::Pack, || self.micro_batches(share, options))?;
         progress.begin(Phase::ForwardBackward, micro_batches.len());
+        let mut sums = UpdateSums::default();
         phase::scope(Phase::ForwardBackward, || {
             for (index, micro_batch) in micro_batches.iter().enumerate() {
                 if index + 1 == micro_batches.len() {
@@ -214,7 +218,7 @@ impl Colocated {
                 }
                 outcome.num_trained_tokens += if micro_batch.is_empty() { 0 } else { micro_batch.num_tokens() };
                 self.policy.forward_backward(micro_batch, options.temperature, &mut |scores| {
-                    micro_batch_loss(micro_batch, scores, denominators, options, outcome)
+                    micro_batch_loss(micro_batch, scores, denominators, options, &mut sums)
                 })?;
                 progress.advance();
             }
@@ -224,6 +228,7 @@ impl Colocated {
         let step = phase::scope(Phase::Optimizer, || {
             self.policy.optimizer_step(outcome.learning_rate, options.max_grad_norm)
         })?;
+        sums.read_into(outcome)?; // the device is waited for by now: the step needed the gradient's norm
         outcome.num_updates += 1;
         if step.skipped {
             outcome.num_skipped += 1;
@@ -281,12 +286,36 @@ fn denominators(slices: &[Vec<Sequence>], loss_type: LossType) -> Vec<Denominato
     slices.iter().map(of_slice).collect()
 }
 
+/// Loss and metrics of an update's micro-batches, on the device.
+#[derive(Debug, Default)]
+struct UpdateSums(Option<(Tensor, DeviceStats)>);
+
+impl UpdateSums {
+    fn add(&mut self, loss: &Tensor, more: DeviceStats) -> Result<()> {
+        match &mut self.0 {
+            None => self.0 = Some((loss.shallow_clone(), more)),
+            Some((sum, stats)) => {
+                *sum = &*sum + loss;
+                stats.merge(&more)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Nothing where all micro-batches were empty.
+    fn read_into(self, outcome: &mut UpdateOutcome) -> Result<()> {
+        let Some((loss, stats)) = self.0 else { return Ok(()) };
+        outcome.loss += loss.double_value(&[]);
+        outcome.stats.merge(&stats.read()?)
+    }
+}
+
 fn micro_batch_loss(
     micro_batch: &MicroBatch,
     scores: &Scores,
     denominators: &Denominators,
     options: &UpdateOptions,
-    outcome: &mut UpdateOutcome,
+    sums: &mut UpdateSums,
 ) -> Result<TokenGradients> {
     let input = LossInput {
         logprobs: &scores.logprobs,
@@ -298,14 +327,11 @@ fn micro_batch_loss(
         token_mask: &scores.logprobs.ones_like(), // masked sequences are not packed
         entropy: Some(&scores.entropy),
     };
-    let loss = policy_loss(&input, &options.loss, denominators)?;
-    let value = loss.loss.double_value(&[]);
-    outcome.loss += value;
-    outcome.stats.merge(&loss.stats)?;
-    let mut dlogprobs = loss.dlogprobs;
-    if !value.is_finite() || phase::fires_nan(Phase::ForwardBackward) {
-        let _ = dlogprobs.f_fill_(f64::NAN)?; // the gradient's norm tells all ranks to skip
-    }
+    let LossOutput { loss, dlogprobs, stats } = policy_loss(&input, &options.loss, denominators)?;
+    // A loss that is not finite makes the gradient so: its norm tells all ranks to skip.
+    let spoilt = if phase::fires_nan(Phase::ForwardBackward) { f64::NAN } else { 0.0 };
+    let dlogprobs = dlogprobs + &loss * spoilt;
+    sums.add(&loss, stats)?;
     Ok(TokenGradients { dlogprobs, dentropy: None })
 }
 

@@ -85,10 +85,10 @@ impl<'a> PolicyRatio<'a> {
 pub(crate) struct SamplerCorrection {
     /// The weight that acts on each token.
     pub per_token: Tensor, // [C]
-    /// The weights as they are reported: of counted tokens, or of every sequence.
-    pub reported: Tensor, // [n]
-    /// |old - rollout| of counted tokens that the sampler scored.
-    pub differences: Tensor, // [n]
+    /// The weights as they are reported: of tokens, NaN where they do not count, or of every sequence.
+    pub reported: Tensor, // [C] or [N]
+    /// |old - rollout|, NaN where a token does not count or the sampler did not score it.
+    pub differences: Tensor, // [C]
 }
 
 impl SamplerCorrection {
@@ -102,8 +102,7 @@ impl SamplerCorrection {
     ) -> Self {
         let raw = segments.masked(&(old_logprobs - rollout_logprobs));
         let difference = raw.nan_to_num(0.0, f64::INFINITY, f64::NEG_INFINITY);
-        let counted = segments.mask.gt(0.0);
-        let differences = raw.abs().masked_select(&counted.logical_and(&raw.isnan().logical_not()));
+        let differences = segments.counted(&raw.abs());
         let (weights, sequence_level) = match mode {
             ImportanceSamplingMode::TokenTruncate | ImportanceSamplingMode::TokenMask => (difference.exp(), false),
             ImportanceSamplingMode::SequenceTruncate | ImportanceSamplingMode::SequenceMask => {
@@ -121,7 +120,7 @@ impl SamplerCorrection {
         if sequence_level {
             Self { per_token: segments.expand(&weights), reported: weights, differences }
         } else {
-            Self { reported: weights.masked_select(&counted), per_token: weights, differences }
+            Self { reported: segments.counted(&weights), per_token: weights, differences }
         }
     }
 }

@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use super::importance::{PolicyRatio, SamplerCorrection};
 use super::kl::k3;
 use super::segments::Segments;
-use super::stats::{LossStats, Recorder};
+use super::stats::{DeviceStats, Recorder};
 use crate::config::{Config, ImportanceSamplingLevel, ImportanceSamplingMode, LossType};
 use crate::error::{Error, Result};
 
@@ -33,7 +33,7 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
     let old_logprobs = segments.masked(&input.old_logprobs.unwrap_or(input.logprobs).to_kind(kind));
     let ratio = PolicyRatio::new(&(&logprobs - &old_logprobs), config.importance_sampling_level, &segments);
 
-    let mut recorder = Recorder::default();
+    let mut recorder = Recorder::new(input.logprobs.device());
     let mut terms = match config.loss_type {
         LossType::Cispo => capped_reinforce(&ratio, &segments.expand(&advantages), &logprobs, config),
         _ => clipped_surrogate(&ratio, &segments.expand(&advantages), config),
@@ -59,7 +59,7 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
     Ok(LossOutput {
         loss: (&weights * terms.value).sum(kind),
         dlogprobs: direct + ratio.backward(&(&weights * terms.d_log_ratio)),
-        stats: recorder.read()?,
+        stats: recorder.finish()?,
     })
 }
 
@@ -202,8 +202,8 @@ pub struct LossOutput {
     pub loss: Tensor,
     /// dloss / dlogprobs.
     pub dlogprobs: Tensor, // [C]
-    /// What TRL logs, ready to be added to.
-    pub stats: LossStats,
+    /// What TRL logs, ready to be added to, still on the device.
+    pub stats: DeviceStats,
 }
 
 /// A token's loss and its derivatives by its log-probability (directly) and by the log of its ratio.

@@ -18,4 +18,4 @@ mod golden;
 
 pub use advantages::{AdvantageStats, BatchStats, assign_advantages};
 pub use loss::{Denominators, LossConfig, LossInput, LossOutput, policy_loss};
-pub use stats::{Aggregate, LossStats};
+pub use stats::{Aggregate, DeviceStats, LossStats};

@@ -35,6 +35,11 @@ impl Segments {
         x.masked_fill(&self.not_counted, 0.0)
     }
 
+    /// `x` with NaN on tokens that do not count. `[C] -> [C]`
+    pub fn counted(&self, x: &Tensor) -> Tensor {
+        x.masked_fill(&self.not_counted, f64::NAN)
+    }
+
     /// Sum of `x` over the tokens of each sequence. `[C] -> [N]`
     pub fn sum(&self, x: &Tensor) -> Tensor {
         Tensor::zeros([self.num_sequences], (x.kind(), x.device())).index_add(0, &self.sequence_of_token, x)

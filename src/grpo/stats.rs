@@ -1,8 +1,9 @@
 //! What a loss reports, as sums, counts and extremes that add up over micro-batches and ranks.
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
+use crate::torch;
 
 /// A metric that can still be added to.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -73,56 +74,109 @@ impl LossStats {
     }
 }
 
-/// Collects scalar tensors and reads them in one host copy: on a GPU each read would wait for the device.
-#[derive(Debug, Default)]
-pub(crate) struct Recorder {
-    names: Vec<(&'static str, Aggregate)>,
-    scalars: Vec<Tensor>,
+/// [`LossStats`] where they were computed, float64: on a GPU each read of a number would wait for the device.
+#[derive(Debug)]
+pub struct DeviceStats {
+    entries: Vec<(&'static str, Role)>,
+    sums: Tensor,  // [S]: sum and count of each mean
+    least: Tensor, // [E]: minima, and maxima with their signs turned
 }
 
-impl Recorder {
-    /// `sum / count`, both scalars.
-    pub fn mean(&mut self, name: &'static str, sum: &Tensor, count: &Tensor) {
-        self.names.push((name, Aggregate::Mean { sum: 0.0, count: 0.0 }));
-        self.scalars.extend([sum.to_kind(Kind::Double), count.to_kind(Kind::Double)]);
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Role {
+    Mean,
+    Min,
+    Max,
+}
+
+impl DeviceStats {
+    /// Adds another micro-batch's statistics, without waiting for the device.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the two report different metrics.
+    pub fn merge(&mut self, other: &DeviceStats) -> Result<()> {
+        if self.entries != other.entries {
+            let (expected, got) = (format!("{:?}", self.entries), format!("{:?}", other.entries));
+            return Err(Error::InvalidArgument { op: "DeviceStats::merge", expected, got });
+        }
+        self.sums = &self.sums + &other.sums;
+        self.least = self.least.minimum(&other.least);
+        Ok(())
     }
 
-    /// Mean over all elements.
-    pub fn mean_of(&mut self, name: &'static str, values: &Tensor) {
-        self.mean(name, &values.sum(Kind::Double), &values.ones_like().sum(Kind::Double));
-    }
-
-    /// The least element that is not NaN.
-    pub fn min(&mut self, name: &'static str, values: &Tensor) {
-        self.names.push((name, Aggregate::Min(0.0)));
-        self.scalars.push(-(-with_bound(values)).amax([0], false));
-    }
-
-    /// The greatest element that is not NaN.
-    pub fn max(&mut self, name: &'static str, values: &Tensor) {
-        self.names.push((name, Aggregate::Max(0.0)));
-        self.scalars.push((-with_bound(&-values)).amax([0], false));
-    }
-
-    /// Reads what was recorded.
-    pub fn read(self) -> Result<LossStats> {
-        let mut values = Vec::<f64>::try_from(&Tensor::f_stack(&self.scalars, 0)?)?.into_iter();
-        let mut next = || values.next().unwrap_or(f64::NAN);
-        let entries = self.names.into_iter().map(|(name, kind)| {
-            let filled = match kind {
-                Aggregate::Mean { .. } => Aggregate::Mean { sum: next(), count: next() },
-                Aggregate::Min(_) => Aggregate::Min(next()),
-                Aggregate::Max(_) => Aggregate::Max(next()),
+    /// The numbers, in one copy.
+    ///
+    /// # Errors
+    /// What the device failed at until here.
+    pub fn read(&self) -> Result<LossStats> {
+        let values = torch::f64_vec(&Tensor::f_cat(&[&self.sums, &self.least], 0)?)?;
+        let (sums, least) = values.split_at(self.sums.numel());
+        let (mut sums, mut least) = (sums.iter().copied(), least.iter().copied());
+        let mut sum = || sums.next().expect("two for every mean");
+        let mut least = || least.next().expect("one for every extreme");
+        let entries = self.entries.iter().map(|(name, role)| {
+            let aggregate = match role {
+                Role::Mean => Aggregate::Mean { sum: sum(), count: sum() },
+                Role::Min => Aggregate::Min(least()),
+                Role::Max => Aggregate::Max(-least()),
             };
-            (name, filled)
+            (*name, aggregate)
         });
         Ok(LossStats { entries: entries.collect() })
     }
 }
 
-/// Values as float64 without NaN, and an infinity behind them, so that there is always a least one.
-fn with_bound(values: &Tensor) -> Tensor {
+/// Collects scalar tensors.
+#[derive(Debug)]
+pub(crate) struct Recorder {
+    entries: Vec<(&'static str, Role)>,
+    sums: Vec<Tensor>,
+    least: Vec<Tensor>,
+    device: Device,
+}
+
+impl Recorder {
+    pub fn new(device: Device) -> Self {
+        Self { entries: Vec::new(), sums: Vec::new(), least: Vec::new(), device }
+    }
+
+    /// `sum / count`, both scalars.
+    pub fn mean(&mut self, name: &'static str, sum: &Tensor, count: &Tensor) {
+        self.entries.push((name, Role::Mean));
+        self.sums.extend([sum.to_kind(Kind::Double), count.to_kind(Kind::Double)]);
+    }
+
+    /// Mean over the elements that are not NaN.
+    pub fn mean_of(&mut self, name: &'static str, values: &Tensor) {
+        let count = values.isnan().logical_not().sum(Kind::Double);
+        self.mean(name, &values.to_kind(Kind::Double).nansum(None::<i64>, false, Kind::Double), &count);
+    }
+
+    /// The least element that is not NaN.
+    pub fn min(&mut self, name: &'static str, values: &Tensor) {
+        self.entries.push((name, Role::Min));
+        self.least.push(least(values));
+    }
+
+    /// The greatest element that is not NaN.
+    pub fn max(&mut self, name: &'static str, values: &Tensor) {
+        self.entries.push((name, Role::Max));
+        self.least.push(least(&-values));
+    }
+
+    /// What was recorded.
+    pub fn finish(self) -> Result<DeviceStats> {
+        let joined = |scalars: &[Tensor]| match scalars {
+            [] => Tensor::f_empty([0], (Kind::Double, self.device)),
+            scalars => Tensor::f_stack(scalars, 0),
+        };
+        Ok(DeviceStats { sums: joined(&self.sums)?, least: joined(&self.least)?, entries: self.entries })
+    }
+}
+
+/// The least value that is not NaN, in float64; infinity where there is none.
+fn least(values: &Tensor) -> Tensor {
     let values = values.to_kind(Kind::Double);
     let bound = Tensor::full([1], f64::INFINITY, (Kind::Double, values.device()));
-    Tensor::cat(&[values.masked_fill(&values.isnan(), f64::INFINITY), bound], 0)
+    Tensor::cat(&[values.masked_fill(&values.isnan(), f64::INFINITY), bound], 0).amin([0i64], false)
 }

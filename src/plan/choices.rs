@@ -112,6 +112,7 @@ mod tests {
             table: &table,
             kind: Kind::BFloat16,
             completions_per_update: 1,
+            updates_per_rollout: 1,
             engine_weight_bytes: 0,
             room: Room { available_bytes, swap_bytes: on_gpu.then_some(1 << 40) },
         })

@@ -2,6 +2,8 @@
 //! anything is allocated.
 
 mod choices;
+mod classes;
+mod fit;
 #[cfg(test)]
 mod tests;
 
@@ -13,17 +15,11 @@ use choices::Choices;
 
 use crate::config::{Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
 use crate::cuda::{self, Placement};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::memory;
-use crate::model::{LoraSpec, ModelSpec, ParamTable};
-use crate::rollout::{EngineOptions, engine_buffer_bytes, kv_block_bytes};
-use crate::train::{ActivationBytes, GradientOptions, MicroBatchShape, ReferenceBytes, TrainBytes, WORKSPACE_BYTES};
-
-/// Share of a CPU's free memory that the KV cache takes at most where its size is left to the plan.
-const MAX_KV_SHARE: f64 = 0.5;
-
-/// The class that micro-batches and recomputation change.
-const ACTIVATIONS: &str = "activations";
+use crate::model::ParamTable;
+use crate::rollout::EngineOptions;
+use crate::train::{MicroBatchShape, Moment, TrainedModel, UpdateCourse, fullest_of_reference};
 
 /// Bytes of one class on one rank.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
@@ -63,6 +59,8 @@ pub struct MemoryPlan {
     pub kv_block_size: usize,
     /// Longest prompt and completion together.
     pub max_model_length: usize,
+    /// Training's fullest moment, among the classes.
+    pub fullest: Moment,
     /// What the rank has.
     pub room: Room,
 }
@@ -101,6 +99,8 @@ pub struct PlanInput<'a> {
     pub kind: Kind,
     /// Completions that this rank trains on in one update.
     pub completions_per_update: usize,
+    /// Updates between two rollouts.
+    pub updates_per_rollout: usize,
     /// Bytes of the engine's gathered weight slices; 0 where it reads in place.
     pub engine_weight_bytes: usize,
     /// What this rank has.
@@ -121,74 +121,25 @@ impl MemoryPlan {
     }
 
     fn with(choices: Choices, input: &PlanInput<'_>) -> Result<Self> {
-        let Choices { optimizer, reference, gradient_checkpointing } = choices;
-        let PlanInput { config, table, kind, .. } = *input;
-        let spec = &table.spec;
-        let gradients = GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype);
-        let lora = LoraSpec::new(&config.lora);
-        let train = TrainBytes::of(table, (lora.as_ref(), config.quantization), config.zero.stage, kind, gradients);
-        let (state, buckets) = (train.optimizer, train.optimizer_buckets);
-        let (state_train, state_rollout, state_host) = match optimizer {
-            OptimizerResidency::Resident => (state, state, 0),
-            OptimizerResidency::Swap => (state, 0, state),
-            OptimizerResidency::Stream => (buckets, 0, state),
-        };
-        let class = |class, train_bytes, rollout_bytes, host_bytes| ClassBytes {
-            class,
-            train_bytes,
-            rollout_bytes,
-            host_bytes,
-        };
-        let activations = activation_bytes(input, gradient_checkpointing);
-        let mut classes = vec![
-            class("policy weights", train.weights + train.gathered, train.weights, 0),
-            class("master weights, Adam m and v", state_train, state_rollout, state_host),
-            class("gradients", train.gradients + train.gradient_scratch, 0, 0),
-            class(ACTIVATIONS, activations.peak(), 0, 0),
-        ];
-        // A frozen base is its own reference.
-        if config.beta > 0.0 && lora.is_none() {
-            let on_host = reference == ReferenceResidency::Host;
-            let ReferenceBytes { weights, gathered } = ReferenceBytes::new(table, kind, on_host);
-            let [device, host] = if on_host { [0, weights] } else { [weights, 0] };
-            classes.push(class("reference weights", device + gathered, device, host));
-        }
-        if input.engine_weight_bytes > 0 {
-            classes.push(class("engine weights (gathered slices)", 0, input.engine_weight_bytes, 0));
-        }
-        let max_model_length = config.max_model_length.unwrap_or(spec.max_position_embeddings);
-        if input.room.swap_bytes.is_some() {
-            let options = EngineOptions {
-                kv_cache_bytes: 0,
-                block_size: config.kv_block_size,
-                max_num_seqs: config.max_num_seqs,
-                max_num_batched_tokens: config.max_num_batched_tokens,
-                max_model_length,
-                kind,
-                device: Device::Cpu,
-                strict: false,
-            };
-            let bytes = engine_buffer_bytes(spec, &options, config.tensor_parallel_size);
-            classes.push(class("engine buffers", 0, bytes, 0));
-            classes.push(class("workspace of products", WORKSPACE_BYTES, WORKSPACE_BYTES, 0));
-        }
+        let fullest = input.fullest(choices, input.micro_batch_tokens());
         let mut plan = Self {
-            classes,
-            optimizer,
-            reference,
+            classes: classes::classes(choices, fullest, input),
+            optimizer: choices.optimizer,
+            reference: choices.reference,
             reason: String::new(),
-            gradient_checkpointing,
-            formula: formula(input, &train, &activations),
+            gradient_checkpointing: choices.gradient_checkpointing,
+            formula: classes::formula(choices.gradient_checkpointing, input),
             largest_micro_batch: 0,
             kv_cache_bytes: 0,
             num_kv_blocks: 0,
-            kv_block_size: config.kv_block_size,
-            max_model_length,
+            kv_block_size: input.config.kv_block_size,
+            max_model_length: input.max_model_length(),
+            fullest,
             room: input.room,
         };
-        plan.size_kv_cache(config, spec, kind)?;
-        plan.largest_micro_batch = plan.largest_micro_batch(input, gradient_checkpointing);
-        plan.check(input)?;
+        plan.size_kv_cache(input)?;
+        plan.largest_micro_batch = plan.largest_micro_batch(choices, input);
+        plan.check(choices, input)?;
         Ok(plan)
     }
 
@@ -211,107 +162,62 @@ impl MemoryPlan {
     fn sum(&self, bytes: impl Fn(&ClassBytes) -> usize) -> usize {
         self.classes.iter().map(bytes).sum()
     }
+}
 
-    /// As many blocks as all sequences at their longest can use, within the share of what the rest leaves; or what the
-    /// configuration says.
-    fn size_kv_cache(&mut self, config: &Config, spec: &ModelSpec, kind: Kind) -> Result<()> {
-        let block_bytes = kv_block_bytes(spec, config.tensor_parallel_size, config.kv_block_size, kind);
-        // A GPU is the run's alone; a CPU's memory is not, and its pages are taken for good.
-        let (taken, share) = match self.room.swap_bytes {
-            Some(_) => (self.sum(|class| class.rollout_bytes), 1.0),
-            None => (self.peak_bytes(), MAX_KV_SHARE),
-        };
-        let free = self.room.available_bytes.saturating_sub(taken) as f64;
-        let longest_blocks = self.max_model_length.div_ceil(config.kv_block_size);
-        let useful = config.max_num_seqs.saturating_mul(longest_blocks).saturating_mul(block_bytes);
-        let affordable = (free * share * config.gpu_memory_utilization) as usize;
-        // The least is asked for in any case: `check` says what it lacks.
-        let least = longest_blocks * block_bytes;
-        let bytes = config.kv_cache_bytes.unwrap_or(useful.min(affordable).max(least));
-        self.num_kv_blocks = bytes / block_bytes;
-        self.kv_cache_bytes = self.num_kv_blocks * block_bytes;
-        if self.num_kv_blocks < longest_blocks {
-            return Err(Error::invalid_value(
-                "kv_cache_bytes",
-                bytes,
-                format!(
-                    "at least {least} bytes: {longest_blocks} blocks of {} tokens for one sequence of max_model_length {}",
-                    config.kv_block_size, self.max_model_length
-                ),
-            ));
-        }
-        let class = "KV cache";
-        self.classes.push(ClassBytes { class, train_bytes: 0, rollout_bytes: self.kv_cache_bytes, host_bytes: 0 });
-        Ok(())
+impl PlanInput<'_> {
+    fn model(&self) -> TrainedModel<'_> {
+        TrainedModel::of(self.config, self.table, self.kind)
     }
 
-    /// Most tokens whose activations fit beside what else training holds.
-    fn largest_micro_batch(&self, input: &PlanInput<'_>, keep: GradientCheckpointing) -> usize {
-        let room = self.room.available_bytes.saturating_sub(self.train_bytes_without_activations());
-        ActivationBytes::largest_micro_batch(&input.table.spec, input.kind, keep, input.config.share_prompts, room)
+    /// Whether the KL term has weights of its own: a frozen base is its own reference.
+    fn has_reference(&self) -> bool {
+        self.config.beta > 0.0 && self.config.lora.r.is_none()
     }
 
-    fn train_bytes_without_activations(&self) -> usize {
-        let of_activations = |class: &ClassBytes| if class.class == ACTIVATIONS { class.train_bytes } else { 0 };
-        self.train_bytes() - self.sum(of_activations)
+    fn max_model_length(&self) -> usize {
+        self.config.max_model_length.unwrap_or(self.table.spec.max_position_embeddings)
     }
 
-    fn check(&self, input: &PlanInput<'_>) -> Result<()> {
-        let swapped = self.sum(|class| class.host_bytes);
-        if let Some(host) = self.room.swap_bytes.filter(|host| *host < swapped) {
-            let message = format!(
-                "residency.optimizer = {} and residency.reference = {} need {} of host memory per rank and {} are \
-                 available; set resident",
-                self.optimizer.name(),
-                self.reference.name(),
-                human(swapped),
-                human(host)
-            );
-            return Err(Error::Environment { message });
-        }
-        let peak = self.peak_bytes();
-        if peak <= self.room.available_bytes {
-            return Ok(());
-        }
-        Err(Error::Environment {
-            message: format!(
-                "this run needs {} per rank and {} are available; {}, or use a smaller model\n{self}",
-                human(peak),
-                human(self.room.available_bytes),
-                self.smallest_change(input)
-            ),
-        })
+    /// This rank's share of an update at its longest.
+    fn update_tokens(&self) -> usize {
+        self.completions_per_update * self.max_model_length()
     }
 
-    /// The first change with which this run fits, from the one that costs least time; tried, where activations alone change.
-    fn smallest_change(&self, input: &PlanInput<'_>) -> String {
-        use GradientCheckpointing::{Full, None, Selective};
-        let (config, keep) = (input.config, self.gradient_checkpointing);
-        let others = self.train_bytes_without_activations();
-        if self.sum(|class| class.rollout_bytes) > self.room.available_bytes {
-            let (length, cache) = (self.max_model_length, self.kv_cache_bytes);
-            return format!("lower max_model_length (is {length}) or kv_cache_bytes ({cache})");
+    fn micro_batch_tokens(&self) -> usize {
+        self.config.max_tokens_per_micro_batch.min(self.update_tokens())
+    }
+
+    fn micro_batch(&self, tokens: usize) -> MicroBatchShape {
+        MicroBatchShape { tokens, scored_tokens: tokens, shares_prompts: self.config.share_prompts }
+    }
+
+    /// The fullest moment of scoring and training in micro-batches of so many tokens, all of them scored.
+    fn fullest(&self, choices: Choices, tokens: usize) -> Moment {
+        let (model, several) = (self.model(), [self.micro_batch(tokens); 2]);
+        let update = model.fullest(&UpdateCourse {
+            keep: choices.gradient_checkpointing,
+            micro_batches: if tokens < self.update_tokens() { &several } else { &several[..1] },
+            is_warm: self.updates_per_rollout > 1,
+            streams: choices.optimizer == OptimizerResidency::Stream,
+        });
+        let on_host = choices.reference == ReferenceResidency::Host;
+        let reference = || fullest_of_reference(self.table, self.kind, on_host, several[0]);
+        let scores = [model.fullest_of_scores(several[0]), self.has_reference().then(reference).unwrap_or_default()];
+        scores.into_iter().fold(update, |a, b| if b.total() > a.total() { b } else { a })
+    }
+
+    fn engine_options(&self) -> EngineOptions {
+        let config = self.config;
+        EngineOptions {
+            kv_cache_bytes: 0,
+            block_size: config.kv_block_size,
+            max_num_seqs: config.max_num_seqs,
+            max_num_batched_tokens: config.max_num_batched_tokens,
+            max_model_length: self.max_model_length(),
+            kind: self.kind,
+            device: Device::Cpu,
+            strict: false,
         }
-        let more: &[GradientCheckpointing] = match keep {
-            None => &[Selective, Full],
-            Selective => &[Full],
-            Full => &[],
-        };
-        let fits = |keep: &&GradientCheckpointing| {
-            others + activation_bytes(input, **keep).peak() <= self.room.available_bytes
-        };
-        if let Some(keep) = more.iter().find(fits) {
-            return format!("set gradient_checkpointing = {}", keep.name());
-        }
-        let (tokens, stage) = (self.largest_micro_batch(input, Full), config.zero.stage);
-        if tokens > config.max_completion_length {
-            let recompute = if keep == Full { "" } else { "gradient_checkpointing = full and " };
-            return format!("set {recompute}max_tokens_per_micro_batch = {tokens}");
-        }
-        if input.table.shards > 1 && stage < 3 {
-            return format!("raise zero.stage from {stage} to {}", stage + 1);
-        }
-        "use more GPUs or ones with more memory".to_owned()
     }
 }
 
@@ -337,31 +243,6 @@ impl fmt::Display for MemoryPlan {
         writeln!(f, "residency: optimizer state {optimizer}, reference weights {reference}: {}", self.reason)?;
         write!(f, "gradient_checkpointing: {}", self.gradient_checkpointing.name())
     }
-}
-
-/// Of the largest micro-batch, with every token scored: none holds more than this rank's share of an update at its longest.
-fn activation_bytes(input: &PlanInput<'_>, keep: GradientCheckpointing) -> ActivationBytes {
-    let PlanInput { config, table, kind, .. } = *input;
-    let longest = config.max_model_length.unwrap_or(table.spec.max_position_embeddings);
-    let tokens = config.max_tokens_per_micro_batch.min(input.completions_per_update * longest);
-    let shape = MicroBatchShape { tokens, scored_tokens: tokens, shares_prompts: config.share_prompts };
-    ActivationBytes::new(&table.spec, kind, keep, shape)
-}
-
-/// What each parameter and each token costs this rank between uses.
-fn formula(input: &PlanInput<'_>, train: &TrainBytes, activations: &ActivationBytes) -> String {
-    let (parameters, tokens) = (input.table.total as f64, activations.tokens.max(1) as f64);
-    let each = |bytes: usize| bytes as f64 / parameters;
-    format!(
-        "bytes a parameter: {:.2} weights + {:.2} gradients + {:.2} optimizer, x {:.1} M parameters; bytes a token: {:.0} kept \
-         + {:.0} at once, x {tokens} tokens",
-        each(train.weights),
-        each(train.gradients),
-        each(train.optimizer),
-        parameters / 1e6,
-        activations.saved as f64 / tokens,
-        activations.transient as f64 / tokens,
-    )
 }
 
 /// Bytes in the largest unit that leaves a number of at least 1.

@@ -1,6 +1,7 @@
 use std::sync::Arc;
 
 use super::*;
+use crate::model::ModelSpec;
 
 fn config(overrides: &[&str]) -> Config {
     let required =
@@ -16,6 +17,7 @@ fn plan(overrides: &[&str], available_bytes: usize) -> Result<MemoryPlan> {
         table: &table,
         kind: Kind::BFloat16,
         completions_per_update: 64,
+        updates_per_rollout: 1,
         engine_weight_bytes: 0,
         room: Room { available_bytes, swap_bytes: Some(1 << 40) },
     };

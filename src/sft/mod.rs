@@ -158,7 +158,7 @@ impl Sft {
         let own = &rows[self.world.rank() * per_rank..][..per_rank];
         let sequences: Vec<Sequence> = own.iter().map(|&row| sequence(&self.examples[row])).collect();
         let (micro_batches, num_tokens) = self.micro_batches(&sequences)?;
-        let mut nll = 0.0;
+        let mut nll = Tensor::zeros([], (Kind::Double, self.device));
         phase::scope(Phase::ForwardBackward, || {
             for (index, micro_batch) in micro_batches.iter().enumerate() {
                 phase::beat();
@@ -166,7 +166,7 @@ impl Sft {
                     self.policy.finish_gradients_with_next_backward();
                 }
                 self.policy.forward_backward(micro_batch, 1.0, &mut |scores| {
-                    nll -= scores.logprobs.sum(Kind::Double).double_value(&[]);
+                    nll -= scores.logprobs.sum(Kind::Double); // read after the step: the host goes on meanwhile
                     let dlogprobs = Tensor::full_like(&scores.logprobs, -1.0 / num_tokens);
                     Ok(TokenGradients { dlogprobs, dentropy: None })
                 })?;
@@ -179,7 +179,7 @@ impl Sft {
             let message = "the gradient is not finite; lower learning_rate, or look for damaged weights".to_owned();
             return Err(Error::NonFinite { message });
         }
-        Ok((self.mean(nll, num_tokens)?, outcome.grad_norm))
+        Ok((self.mean(nll.double_value(&[]), num_tokens)?, outcome.grad_norm))
     }
 
     /// Mean negative log-likelihood of a held-out completion token, in nats.
@@ -215,15 +215,7 @@ impl Sft {
 }
 
 fn sequence(example: &SftExample) -> Sequence {
-    Sequence {
-        token_ids: example.token_ids.clone(),
-        prompt_len: example.prompt_len,
-        advantage: 0.0,
-        masked: false,
-        rollout_logprobs: None,
-        old_logprobs: None,
-        ref_logprobs: None,
-    }
+    Sequence::of_tokens(example.token_ids.clone(), example.prompt_len)
 }
 
 /// What the first rank writes and shows.

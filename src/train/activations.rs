@@ -1,8 +1,7 @@
 //! Bytes of activations of one micro-batch, from what the explicit forward and backward hold at their fullest moment. Exact for
 //! bfloat16 on a GPU, whose kernels work in place where this says so; a CPU's operations hold a little more.
 
-use tch::Kind;
-
+use super::bytes::TrainedModel;
 use crate::config::GradientCheckpointing;
 use crate::model::{ModelSpec, SavedBlock, head_chunk_tokens};
 use crate::torch::accumulation_kind;
@@ -21,56 +20,41 @@ pub struct MicroBatchShape {
     pub shares_prompts: bool,
 }
 
-/// Bytes of activations on one rank.
+/// Bytes of activations on one rank, by what holds them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ActivationBytes {
-    /// Tokens of the micro-batch.
-    pub tokens: usize,
-    /// What all blocks keep for their backward.
+    /// What each block keeps for its backward.
     pub saved: usize,
-    /// Beside it at the fullest moment: in the last block's backward or in the head.
-    pub transient: usize,
+    /// Held through the whole pass: the last block's output, the rotations.
+    pub pass: usize,
+    /// The residual stream, or its gradient, between two units.
+    pub stream: usize,
+    /// The fullest moment of a block's forward that no backward follows.
+    pub block_forward: usize,
+    /// The fullest moment of a block's backward.
+    pub block_backward: usize,
+    /// The fullest moment of the head.
+    pub head: usize,
+    /// The same where no backward follows.
+    pub head_forward: usize,
 }
 
 impl ActivationBytes {
-    /// For a forward and backward of `kind`.
-    pub fn new(spec: &ModelSpec, kind: Kind, keep: GradientCheckpointing, shape: MicroBatchShape) -> Self {
-        let row = Row::new(spec, kind, keep, shape.shares_prompts);
-        let per_token = row.block_backward();
-        let head = row.head(spec, shape);
+    /// For a micro-batch.
+    pub fn new(model: &TrainedModel<'_>, keep: GradientCheckpointing, shape: MicroBatchShape) -> Self {
+        let spec = &model.table.spec;
+        let row = Row::new(model, keep, shape.shares_prompts);
+        let expanded = model.lora.as_ref().map_or(0, |lora| lora.num_expanded(spec) / spec.num_layers);
+        let (narrow, wide) = (model.kind.elt_size_in_bytes(), accumulation_kind(model.kind).elt_size_in_bytes());
         Self {
-            tokens: shape.tokens,
-            saved: spec.num_layers * row.saved * shape.tokens,
-            transient: (per_token * shape.tokens).max(head) + row.pass * shape.tokens,
+            saved: row.saved * shape.tokens,
+            pass: row.pass * shape.tokens,
+            stream: row.hidden * shape.tokens,
+            block_forward: row.block_forward() * shape.tokens + narrow * expanded,
+            block_backward: row.block_backward() * shape.tokens + (narrow + wide) * expanded,
+            head: row.head(spec, shape),
+            head_forward: row.head_forward(spec, shape),
         }
-    }
-
-    /// The most at once.
-    pub fn peak(&self) -> usize {
-        self.saved + self.transient
-    }
-
-    /// The most tokens, all of them scored, whose activations fit into `bytes`.
-    pub fn largest_micro_batch(
-        spec: &ModelSpec,
-        kind: Kind,
-        keep: GradientCheckpointing,
-        shares_prompts: bool,
-        bytes: usize,
-    ) -> usize {
-        let fits = |tokens: usize| {
-            let shape = MicroBatchShape { tokens, scored_tokens: tokens, shares_prompts };
-            Self::new(spec, kind, keep, shape).peak() <= bytes
-        };
-        let (mut least, mut most) = (0, 1);
-        while fits(most) {
-            (least, most) = (most, 2 * most);
-        }
-        while most - least > 1 {
-            let middle = least.midpoint(most);
-            *(if fits(middle) { &mut least } else { &mut most }) = middle;
-        }
-        least
     }
 }
 
@@ -81,6 +65,8 @@ struct Row {
     wide_queries: usize,
     keys: usize, // K
     mlp: usize,  // F
+    /// A block's results up to the residual stream after attention.
+    attention_half: usize,
     /// Kept by one block.
     saved: usize,
     /// Up to the residual stream after attention, where backward computes it again.
@@ -92,14 +78,18 @@ struct Row {
     lse: usize,
     groups_queries: bool,
     shares_prompts: bool,
+    /// Adapters' inputs are dropped from.
+    drops: bool,
     wide: usize,
 }
 
 impl Row {
-    fn new(spec: &ModelSpec, kind: Kind, keep: GradientCheckpointing, shares_prompts: bool) -> Self {
+    fn new(model: &TrainedModel<'_>, keep: GradientCheckpointing, shares_prompts: bool) -> Self {
+        let (spec, kind) = (&model.table.spec, model.kind);
         let (narrow, wide) = (kind.elt_size_in_bytes(), accumulation_kind(kind).elt_size_in_bytes());
         let (hidden, lse) = (narrow * spec.hidden_size, wide * spec.num_heads);
         let elements = |keep| narrow * SavedBlock::elements_per_token(spec, keep);
+        let attention_half = elements(GradientCheckpointing::Selective) - hidden + lse;
         let is_full = keep == GradientCheckpointing::Full;
         Self {
             hidden,
@@ -107,15 +97,22 @@ impl Row {
             wide_queries: wide * spec.num_heads * spec.head_dim,
             keys: narrow * spec.num_kv_heads * spec.head_dim,
             mlp: narrow * spec.intermediate_size,
+            attention_half,
             saved: elements(keep) + if is_full { 0 } else { lse },
-            recomputed: if is_full { elements(GradientCheckpointing::Selective) - hidden + lse } else { 0 },
+            recomputed: if is_full { attention_half } else { 0 },
             gate_up_is_saved: keep == GradientCheckpointing::None,
             pass: hidden + 2 * wide * spec.head_dim,
             lse,
             groups_queries: spec.num_heads > spec.num_kv_heads,
             shares_prompts,
+            drops: model.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0),
             wide,
         }
+    }
+
+    /// Its input, the block up to the residual stream after attention, gate and up, the activation.
+    fn block_forward(&self) -> usize {
+        self.hidden + self.attention_half + 3 * self.mlp
     }
 
     /// The fullest moment of a block's backward, beside what all blocks saved.
@@ -124,10 +121,12 @@ impl Row {
     }
 
     /// The gradient that comes in and the normalised rows; gate and up, which become their gradients in place, unless they
-    /// were saved; the activation and its gradient.
+    /// were saved; the activation and its gradient. An adapter with dropout drops a copy of the activation, and its own part of
+    /// the gradient comes in two tensors more.
     fn mlp_backward(&self) -> usize {
         let gate_up = if self.gate_up_is_saved { 0 } else { 2 * self.mlp };
-        2 * self.hidden + gate_up + 2 * self.mlp
+        let dropped = if self.drops { 3 * self.mlp } else { 0 };
+        2 * self.hidden + gate_up + 2 * self.mlp + dropped
     }
 
     /// The gradients of the block's output, of the residual stream after attention and of attention's output; dq, dk and dv;
@@ -144,51 +143,61 @@ impl Row {
     /// Chosen and normalised rows and their gradients, a few numbers a row, and first one chunk of logits, which become their
     /// gradient in place, then the gradient of all rows.
     fn head(&self, spec: &ModelSpec, shape: MicroBatchShape) -> usize {
-        let chunk = head_chunk_tokens(spec.vocab_size, true).min(shape.scored_tokens);
-        let logits = self.wide * chunk * spec.vocab_size;
         let all_rows = self.hidden * (shape.scored_tokens + shape.tokens);
-        (3 * self.hidden + 8 * self.wide) * shape.scored_tokens + logits.max(all_rows)
+        (3 * self.hidden + 8 * self.wide) * shape.scored_tokens + self.logits(spec, shape).max(all_rows)
+    }
+
+    /// Chosen and normalised rows, a few numbers a row, one chunk of logits.
+    fn head_forward(&self, spec: &ModelSpec, shape: MicroBatchShape) -> usize {
+        (2 * self.hidden + 4 * self.wide) * shape.scored_tokens + self.logits(spec, shape)
+    }
+
+    fn logits(&self, spec: &ModelSpec, shape: MicroBatchShape) -> usize {
+        let chunk = head_chunk_tokens(spec.vocab_size, true).min(shape.scored_tokens);
+        self.wide * chunk * spec.vocab_size
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use tch::Kind;
+
     use super::*;
+    use crate::model::{ModelSpec, ParamTable};
+    use crate::train::GradientOptions;
 
     const SHAPE: MicroBatchShape = MicroBatchShape { tokens: 1000, scored_tokens: 10, shares_prompts: false };
 
-    /// Qwen2.5-7B by hand: D = W = 3584, K = 512, F = 18944, 28 blocks, 28 heads.
+    /// Qwen2.5-7B by hand: D = W = 3584, K = 512, F = 18944, 28 heads.
     #[test]
     fn a_block_keeps_what_its_backward_reads() {
-        let spec = ModelSpec::preset("qwen2.5-7b").unwrap();
-        let bytes = |keep| ActivationBytes::new(&spec, Kind::BFloat16, keep, SHAPE);
+        let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 1);
+        let model = TrainedModel::whole(&table, 0, Kind::BFloat16, GradientOptions::default());
+        let bytes = |keep| ActivationBytes::new(&model, keep, SHAPE);
         let (full, selective, none) = (
             bytes(GradientCheckpointing::Full),
             bytes(GradientCheckpointing::Selective),
             bytes(GradientCheckpointing::None),
         );
-        assert_eq!(full.saved, 28 * 1000 * 2 * 3584);
-        assert_eq!(selective.saved, 28 * 1000 * (2 * (3584 + 4608 + 3584 + 3584) + 4 * 28));
-        assert_eq!(none.saved - selective.saved, 28 * 1000 * 2 * 2 * 18944);
-        // Its MLP's backward: two rows of D, four of F; beside the last block's output and the rotations.
-        assert_eq!(selective.transient, 1000 * (2 * (2 * 3584 + 4 * 18944) + 2 * 3584 + 8 * 128));
-        assert_eq!(full.transient - selective.transient, 1000 * (2 * (4608 + 3584 + 3584) + 4 * 28));
-        assert!(
-            none.transient < selective.transient && full.peak() < selective.peak() && selective.peak() < none.peak()
-        );
+        assert_eq!(full.saved, 1000 * 2 * 3584);
+        assert_eq!(selective.saved, 1000 * (2 * (3584 + 4608 + 3584 + 3584) + 4 * 28));
+        assert_eq!(none.saved - selective.saved, 1000 * 2 * 2 * 18944);
+        assert_eq!(selective.pass, 1000 * (2 * 3584 + 8 * 128));
+        // Its MLP's backward: two rows of D, four of F.
+        assert_eq!(selective.block_backward, 1000 * 2 * (2 * 3584 + 4 * 18944));
+        assert_eq!(full.block_backward - selective.block_backward, 1000 * (2 * (4608 + 3584 + 3584) + 4 * 28));
+        assert!(none.block_backward < selective.block_backward && none.block_forward == full.block_forward);
     }
 
+    /// Head memory of 16,384 scored tokens and 152,064 logits each: under 1 GB.
     #[test]
-    fn the_largest_micro_batch_fits_and_one_token_more_does_not() {
-        let spec = ModelSpec::preset("qwen2.5-0.5b").unwrap();
-        for keep in [GradientCheckpointing::None, GradientCheckpointing::Full] {
-            let peak = |tokens| {
-                let shape = MicroBatchShape { tokens, scored_tokens: tokens, shares_prompts: true };
-                ActivationBytes::new(&spec, Kind::BFloat16, keep, shape).peak()
-            };
-            let largest = ActivationBytes::largest_micro_batch(&spec, Kind::BFloat16, keep, true, 10 << 30);
-            assert!(peak(largest) <= 10 << 30 && peak(largest + 1) > 10 << 30);
-        }
-        assert_eq!(ActivationBytes::largest_micro_batch(&spec, Kind::Float, GradientCheckpointing::None, false, 0), 0);
+    fn a_head_never_holds_all_logits() {
+        let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 1);
+        let model = TrainedModel::whole(&table, 0, Kind::BFloat16, GradientOptions::default());
+        let shape = MicroBatchShape { tokens: 16_384, scored_tokens: 16_384, shares_prompts: false };
+        let bytes = ActivationBytes::new(&model, GradientCheckpointing::None, shape);
+        assert!(bytes.head_forward < bytes.head && bytes.head < 1_000_000_000, "{bytes:?}");
     }
 }

@@ -1,134 +1,124 @@
-//! Bytes per rank of what training holds, as functions of the layout: the plan adds them up before anything is allocated.
-//! Activations have a file of their own.
+//! Bytes per rank of what training holds between uses, as functions of the layout: the plan adds them up before anything is
+//! allocated. Activations and the fullest moment have files of their own.
+
+use std::borrow::Cow;
 
 use tch::Kind;
 
 use super::flow::bucket_bytes;
+use super::gradients::GradientKinds;
 use super::policy::GradientOptions;
-use crate::config::Quantization;
+use crate::config::{Config, Quantization};
 use crate::model::{LoraSpec, ParamTable, QuantizedBlock, Unit};
 use crate::torch::accumulation_kind;
 
-/// Bytes per rank of a [`super::Policy`].
+/// What bytes depend on beside the shape of micro-batches.
+#[derive(Debug, Clone)]
+pub struct TrainedModel<'a> {
+    /// The layout of its weights; `table.shards` is the shard group's size.
+    pub table: &'a ParamTable,
+    /// Adapters that train in place of the weights.
+    pub lora: Option<LoraSpec>,
+    /// How the adapters' base is stored.
+    pub quantization: Quantization,
+    /// ZeRO stage.
+    pub stage: u8,
+    /// Type of weights and activations.
+    pub kind: Kind,
+    /// How gradients are added up.
+    pub gradients: GradientOptions,
+}
+
+/// Bytes per rank of a [`super::Policy`] between uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrainBytes {
-    /// Weights between uses.
+    /// Weights.
     pub weights: usize,
-    /// Gathered units, at most, while the network runs.
-    pub gathered: usize,
     /// Gradients between backward and step.
     pub gradients: usize,
-    /// Whole units, at most, whose gradients are being made or reduced.
-    pub gradient_scratch: usize,
     /// Master weights and moments.
     pub optimizer: usize,
     /// What they flow through on the device, where they live on the host.
     pub optimizer_buckets: usize,
+    /// Adapters' B as the engine keeps them, expanded.
+    pub engine_adapters: usize,
 }
 
-impl TrainBytes {
-    /// For weights of `kind` at a ZeRO stage; `table.shards` is the shard group's size.
-    pub fn new(table: &ParamTable, stage: u8, kind: Kind, gradients: GradientOptions) -> Self {
-        let stage = if table.shards == 1 { 0 } else { stage };
-        let share = |sharded: bool| if sharded { table.total / table.shards } else { table.total };
-        let wide = accumulation_kind(kind);
-        let (bytes, wide_bytes) = (kind.elt_size_in_bytes(), wide.elt_size_in_bytes());
-        let kinds = gradients.kinds(wide);
-        let [gradient_bytes, sent_bytes] = [kinds.accumulated, kinds.reduced].map(|kind| kind.elt_size_in_bytes());
-        let cast_bytes = if kinds.accumulated == kinds.reduced { 0 } else { sent_bytes * largest(table) };
-        Self {
-            weights: bytes * share(stage > 2),
-            gathered: if stage > 2 { bytes * gathered(table) } else { 0 },
-            gradients: gradient_bytes * share(stage > 1),
-            gradient_scratch: cast_bytes + if stage > 1 { gradient_bytes * gradient_scratch(table) } else { 0 },
-            optimizer: 3 * wide_bytes * share(stage > 0),
-            optimizer_buckets: bucket_bytes(largest(table) / if stage > 0 { table.shards } else { 1 }, wide),
+impl<'a> TrainedModel<'a> {
+    /// All weights of `table` train, at a ZeRO stage.
+    pub fn whole(table: &'a ParamTable, stage: u8, kind: Kind, gradients: GradientOptions) -> Self {
+        Self { table, lora: None, quantization: Quantization::None, stage, kind, gradients }
+    }
+
+    /// What a configuration trains.
+    pub fn of(config: &Config, table: &'a ParamTable, kind: Kind) -> Self {
+        let gradients = GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype);
+        let (lora, quantization) = (LoraSpec::new(&config.lora), config.quantization);
+        Self { lora, quantization, ..Self::whole(table, config.zero.stage, kind, gradients) }
+    }
+
+    /// What it holds between uses.
+    pub fn bytes(&self) -> TrainBytes {
+        let element = self.kind.elt_size_in_bytes();
+        let (stage, trained, spec) = (self.trained_stage(), self.trained(), &self.table.spec);
+        let share = |sharded: bool| if sharded { trained.total / trained.shards } else { trained.total };
+        let wide = accumulation_kind(self.kind);
+        TrainBytes {
+            weights: self.base_bytes() + if self.lora.is_some() { element * trained.total } else { 0 },
+            gradients: self.gradient_kinds().accumulated.elt_size_in_bytes() * share(stage > 1),
+            optimizer: 3 * wide.elt_size_in_bytes() * share(stage > 0),
+            optimizer_buckets: bucket_bytes(largest(&trained) / if stage > 0 { trained.shards } else { 1 }, wide),
+            engine_adapters: self.lora.as_ref().map_or(0, |lora| element * lora.num_expanded(spec)),
         }
     }
 
-    /// For what a configuration trains: all weights, or adapters of a base that is stored so.
-    pub fn of(
-        table: &ParamTable,
-        (lora, quantization): (Option<&LoraSpec>, Quantization),
-        stage: u8,
-        kind: Kind,
-        gradients: GradientOptions,
-    ) -> Self {
-        match lora {
-            Some(lora) => Self::with_adapters(table, lora, stage, kind, quantization, gradients),
-            None => Self::new(table, stage, kind, gradients),
+    /// Of the weights, the frozen ones under adapters included. Quantised blocks are whole on every rank.
+    fn base_bytes(&self) -> usize {
+        let (table, element) = (self.table, self.kind.elt_size_in_bytes());
+        match self.quantization {
+            Quantization::None if self.shards_weights() => element * table.total / table.shards,
+            Quantization::None => element * table.total,
+            Quantization::Nf4 => {
+                let (spec, block) = (&table.spec, table.unit(Unit::Block(0)).len);
+                let others = table.total - spec.num_layers * block;
+                element * others + spec.num_layers * QuantizedBlock::bytes(spec, self.kind)
+            }
         }
     }
 
-    /// For a frozen model whose adapters train: theirs are all gradients and optimizer state, and their weights are whole.
-    /// So are quantised blocks, one of which is dequantised at a time and the next beside it. The engine's copies of B,
-    /// expanded, count as weights.
-    fn with_adapters(
-        table: &ParamTable,
-        lora: &LoraSpec,
-        stage: u8,
-        kind: Kind,
-        quantization: Quantization,
-        gradients: GradientOptions,
-    ) -> Self {
-        let mut base = Self::new(table, stage, kind, gradients);
-        if quantization == Quantization::Nf4 {
-            let (spec, block) = (&table.spec, table.unit(Unit::Block(0)).len);
-            let others = (table.total - spec.num_layers * block) * kind.elt_size_in_bytes();
-            base.weights = others + spec.num_layers * QuantizedBlock::bytes(spec, kind);
-            base.gathered = 2 * block * kind.elt_size_in_bytes();
+    /// The layout of what has gradients.
+    pub(super) fn trained(&self) -> Cow<'a, ParamTable> {
+        match &self.lora {
+            None => Cow::Borrowed(self.table),
+            Some(lora) => Cow::Owned(ParamTable::adapters(self.table.spec.clone(), lora, self.table.shards)),
         }
-        let trained =
-            Self::new(&ParamTable::adapters(table.spec.clone(), lora, table.shards), stage.min(2), kind, gradients);
-        let expanded = lora.num_expanded(&table.spec) * kind.elt_size_in_bytes();
-        Self { weights: base.weights + trained.weights + expanded, gathered: base.gathered, ..trained }
+    }
+
+    /// The stage at which that is sharded: adapters' weights stay whole, and a group of one rank has nothing to shard.
+    pub(super) fn trained_stage(&self) -> u8 {
+        match (&self.lora, self.table.shards) {
+            (_, 1) => 0,
+            (None, _) => self.stage,
+            (Some(_), _) => self.stage.min(2),
+        }
+    }
+
+    /// Whether units are gathered for use.
+    pub(super) fn shards_weights(&self) -> bool {
+        self.stage > 2 && self.table.shards > 1 && self.quantization == Quantization::None
+    }
+
+    pub(super) fn gradient_kinds(&self) -> GradientKinds {
+        self.gradients.kinds(accumulation_kind(self.kind))
     }
 }
 
-/// Bytes per rank of a [`super::Reference`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ReferenceBytes {
-    /// Weights between uses.
-    pub weights: usize,
-    /// Gathered units, at most, while the network runs.
-    pub gathered: usize,
-}
-
-impl ReferenceBytes {
-    /// For weights of `kind`; `table.shards` is the shard group's size. On the host they are brought to the device as they
-    /// are gathered, by a rank alone too.
-    pub fn new(table: &ParamTable, kind: Kind, on_host: bool) -> Self {
-        let bytes = kind.elt_size_in_bytes();
-        let gathers = on_host || table.shards > 1;
-        Self {
-            weights: bytes * table.total / table.shards,
-            gathered: if gathers { bytes * gathered(table) } else { 0 },
-        }
-    }
+/// Bytes per rank of a [`super::Reference`] between uses, on the device or the host; `table.shards` is the shard group's size.
+pub fn reference_bytes(table: &ParamTable, kind: Kind) -> usize {
+    kind.elt_size_in_bytes() * table.total / table.shards
 }
 
 /// Elements of the largest unit.
 fn largest(table: &ParamTable) -> usize {
     table.units.iter().map(|layout| layout.len).max().unwrap_or(0)
-}
-
-/// Elements of the largest two neighbours: the unit in use and the one on its way, forward or backward.
-fn neighbours(table: &ParamTable) -> usize {
-    table.units.windows(2).map(|pair| pair[0].len + pair[1].len).max().unwrap_or(0)
-}
-
-/// Elements of whole units at once: neighbours, or a tied head with its table and the last block.
-fn gathered(table: &ParamTable) -> usize {
-    let tied = table.spec.tie_word_embeddings;
-    let last: usize = table.units.iter().rev().take(2).map(|layout| layout.len).sum();
-    neighbours(table).max(if tied { table.unit(Unit::Embedding).len + last } else { 0 })
-}
-
-/// Elements of gradients of whole units at once: neighbours, and with a tied head the embedding's through the whole backward.
-fn gradient_scratch(table: &ParamTable) -> usize {
-    if !table.spec.tie_word_embeddings || table.units[0].unit != Unit::Embedding {
-        return neighbours(table);
-    }
-    let others = table.units[1..].windows(2).map(|pair| pair[0].len + pair[1].len).max().unwrap_or(0);
-    table.units[0].len + others
 }

@@ -13,7 +13,7 @@
 //! | `weights`, `gradients`, `optimizer` | the three classes of bytes |
 //! | `residence`, `flow` | where optimizer state lives; how it flows through the device where that is the host |
 //! | `state` | optimizer state by parameter and element range, for checkpoints |
-//! | `bytes`, `activations` | what each class costs, for the plan |
+//! | `bytes`, `activations`, `moments` | what each class costs, and all at the fullest moment, for the plan |
 //! | `schedule` | learning rates |
 //!
 //! ZeRO is one mechanism with three choices: after use, keep or free the gathered weights; after backward, keep or
@@ -34,6 +34,7 @@ mod flow;
 mod gradients;
 mod load;
 mod micro_batch;
+mod moments;
 mod network;
 mod optimizer;
 mod pack;
@@ -47,9 +48,10 @@ mod weights;
 
 pub use activations::{ActivationBytes, MicroBatchShape, WORKSPACE_BYTES};
 pub use balance::{balanced_share, gather_sequences};
-pub use bytes::{ReferenceBytes, TrainBytes};
+pub use bytes::{TrainBytes, TrainedModel, reference_bytes};
 pub use load::PolicyStart;
 pub use micro_batch::MicroBatch;
+pub use moments::{Moment, UpdateCourse, fullest_of_reference};
 pub use network::{NetworkOptions, Scores, TokenGradients};
 pub use optimizer::AdamOptions;
 pub use pack::{PackOptions, Sequence, pack, pad_to_agreed_count};

@@ -29,6 +29,19 @@ pub struct Sequence {
 }
 
 impl Sequence {
+    /// Nothing but its tokens.
+    pub fn of_tokens(token_ids: Vec<u32>, prompt_len: usize) -> Self {
+        Self {
+            token_ids,
+            prompt_len,
+            advantage: 0.0,
+            masked: false,
+            rollout_logprobs: None,
+            old_logprobs: None,
+            ref_logprobs: None,
+        }
+    }
+
     /// Ids of the prompt.
     pub fn prompt(&self) -> &[u32] {
         &self.token_ids[..self.prompt_len]

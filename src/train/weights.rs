@@ -151,14 +151,13 @@ impl Weights {
     /// what is computed with it, and all others are let go.
     pub(crate) fn unit(&mut self, unit: Unit, upcoming: &[Unit]) -> Result<Tensor> {
         let index = self.table.index(unit);
-        if let Some(block) = self.quantized_block(unit) {
-            if let Some(kept) = self.gathered.iter().find(|kept| kept.index == index) {
-                return Ok(kept.whole.shallow_clone());
+        if self.quantized_block(unit).is_some() {
+            if !self.gathered.iter().any(|kept| kept.index == index) {
+                self.gathered.clear(); // the one before may still be read by what is queued: libtorch frees in stream order
+                let whole = self.gather(unit)?;
+                self.gathered.push(Gathered { index, whole, work: None });
             }
-            let whole = self.dequantize(index, block)?;
-            self.gathered.clear(); // the one before may still be read by what is queued: libtorch frees in stream order
-            self.gathered.push(Gathered { index, whole: whole.shallow_clone(), work: None });
-            return Ok(whole);
+            return Ok(self.gathered[0].whole.shallow_clone());
         }
         if self.sharding.keeps_weights {
             self.settle(index)?;

@@ -25,7 +25,7 @@ use crate::model::{ModelSpec, init_unit_on};
 use crate::phase::{self, Phase};
 use crate::plan::MemoryPlan;
 use crate::reward::{RewardFunction, RewardPool};
-use crate::train::{Schedule, Sequence};
+use crate::train::{Policy, Schedule, Sequence};
 use crate::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
 
 use output::Output;
@@ -118,6 +118,11 @@ impl Trainer {
         };
         let assembled = setup::assemble(config, world.clone(), parts);
         world.agree(assembled)
+    }
+
+    /// The trained model, between steps.
+    pub(crate) fn policy(&self) -> &Policy {
+        self.colocated.policy()
     }
 
     /// Ends completions at drawn lengths; for benchmarks.

@@ -24,7 +24,7 @@ use crate::rollout::{Engine, EngineOptions};
 use crate::torch;
 use crate::train::{
     AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, Policy, PolicyOptions, PolicyStart, Reference,
-    ReferenceBytes, Schedule, TrainBytes,
+    Schedule, TrainedModel, reference_bytes,
 };
 
 /// Everything about a run that is known without touching its data: checked by the launcher before any process starts.
@@ -80,6 +80,7 @@ impl Preflight {
             table: &table,
             kind,
             completions_per_update,
+            updates_per_rollout: batch.updates_per_generation * config.num_iterations,
             engine_weight_bytes,
             room,
         })?;
@@ -237,8 +238,7 @@ fn colocated(
     };
     let pool = |name, bytes| HostPool::new(name, bytes, device, &mut pinning_progress(world.rank() == 0));
     let lora = LoraSpec::new(&config.lora);
-    let trained = (lora.as_ref(), config.quantization);
-    let optimizer_bytes = TrainBytes::of(table, trained, options.stage, kind, options.gradients).optimizer;
+    let optimizer_bytes = TrainedModel::of(config, table, kind).bytes().optimizer;
     let home = match plan.optimizer {
         OptimizerResidency::Swap => OptimizerHome::Swap(pool("optimizer_host", optimizer_bytes)?),
         OptimizerResidency::Stream => OptimizerHome::Stream(pool("optimizer_host", optimizer_bytes)?),
@@ -253,7 +253,7 @@ fn colocated(
         (false, _) => None,
         (true, false) => Some(Reference::new(table.clone(), &mesh, network, weights)?),
         (true, true) => {
-            let pool = pool("reference_host", ReferenceBytes::new(table, kind, on_host).weights)?;
+            let pool = pool("reference_host", reference_bytes(table, kind))?;
             Some(Reference::on_host(table.clone(), &mesh, network, pool, weights)?)
         }
     };

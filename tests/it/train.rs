@@ -13,8 +13,8 @@ use colo_grpo::memory::{HostPool, Ledger, Place};
 use colo_grpo::model::{Family, ModelSpec, ParamName, ParamTable, Unit, UnitLayout};
 use colo_grpo::train::{
     AdamOptions, GradientOptions, MicroBatch, NetworkOptions, OptimizerHome, PackOptions, ParamShard, ParamState,
-    Policy, PolicyOptions, Reference, ReferenceBytes, Scores, Sequence, StepOutcome, TokenGradients, TrainBytes, pack,
-    pad_to_agreed_count,
+    Policy, PolicyOptions, Reference, Scores, Sequence, StepOutcome, TokenGradients, TrainedModel, pack,
+    pad_to_agreed_count, reference_bytes,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -295,13 +295,13 @@ fn the_ledger_holds_what_the_formulas_say() {
             let _reference = Reference::new(table.clone(), &mesh, run.options(&mesh).network, &source).unwrap();
             let _ = run.step(&mut policy, &mesh);
             run.accumulate(&mut policy, &mesh);
-            let bytes = TrainBytes::new(&table, stage, kind, GradientOptions::default());
+            let bytes = TrainedModel::whole(&table, stage, kind, GradientOptions::default()).bytes();
             let page_bytes = 4096;
             let expected = [
                 ("gradients", bytes.gradients),
                 ("optimizer", bytes.optimizer.next_multiple_of(page_bytes)),
                 ("policy_weights", bytes.weights),
-                ("reference_weights", ReferenceBytes::new(&table, kind, false).weights),
+                ("reference_weights", reference_bytes(&table, kind)),
             ];
             assert_eq!(Ledger::report(), expected.map(|(owner, bytes)| (Place::Device, owner, bytes)), "stage {stage}");
             assert_eq!(policy.optimizer_bytes(), bytes.optimizer);
@@ -322,7 +322,7 @@ fn a_reference_scores_like_the_policy_it_was_loaded_as() {
             let source = |layout: &UnitLayout| Ok(initial(layout));
             let network = run.options(&mesh).network;
             let mut reference = Reference::new(table.clone(), &mesh, network, &source).unwrap();
-            let bytes = ReferenceBytes::new(&table, run.kind, true).weights;
+            let bytes = reference_bytes(&table, run.kind);
             let pool = HostPool::new("reference_test", bytes, mesh.world.device(), &mut |_, _| ()).unwrap();
             let mut on_host = Reference::on_host(table, &mesh, network, pool, &source).unwrap();
             let (mut policy, autograd) = (run.policy(&mesh), run.autograd());
@@ -513,7 +513,7 @@ impl Run {
     /// Host memory for the optimizer's state.
     fn pool(&self, mesh: &Mesh) -> HostPool {
         let table = self.table(mesh.shard.size());
-        let bytes = TrainBytes::new(&table, self.stage, self.kind, self.gradients).optimizer;
+        let bytes = TrainedModel::whole(&table, self.stage, self.kind, self.gradients).bytes().optimizer;
         HostPool::new("train_test", bytes, mesh.world.device(), &mut |_, _| ()).unwrap()
     }
 

@@ -13,7 +13,7 @@ use colo_grpo::model::{ModelSpec, ParamTable, UnitLayout, init_unit};
 use colo_grpo::rollout::{Engine, EngineOptions, kv_block_bytes};
 use colo_grpo::train::{
     AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, ParamState, Policy, PolicyOptions, Reference,
-    Schedule, TrainBytes,
+    Schedule, TrainedModel,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -57,7 +57,7 @@ impl Setup {
             adam: AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-5, weight_decay: 0.0 },
             gradients: GradientOptions::default(),
         };
-        let bytes = TrainBytes::new(&table, self.stage, kind, options.gradients).optimizer;
+        let bytes = TrainedModel::whole(&table, self.stage, kind, options.gradients).bytes().optimizer;
         let home = OptimizerHome::Swap(HostPool::new("optimizer_host", bytes, device, &mut |_, _| ()).unwrap());
         let policy = Policy::with_home(table.clone(), mesh, options, home, &weights).unwrap();
         let reference = self.with_reference.then(|| Reference::new(table.clone(), mesh, network, &weights).unwrap());

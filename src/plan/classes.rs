@@ -1,0 +1,86 @@
+//! The classes of a plan, and what they cost by parameter and token.
+
+use super::choices::Choices;
+use super::{ClassBytes, PlanInput};
+use crate::config::{GradientCheckpointing, OptimizerResidency, ReferenceResidency};
+use crate::rollout::engine_buffer_bytes;
+use crate::train::{ActivationBytes, Moment, TrainBytes, WORKSPACE_BYTES, reference_bytes};
+
+/// All but the KV cache, which has what they leave. Training's are those of its fullest moment.
+pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) -> Vec<ClassBytes> {
+    let bytes = input.model().bytes();
+    let weights = bytes.weights + bytes.engine_adapters;
+    let mut classes = vec![
+        ClassBytes {
+            class: "policy weights",
+            train_bytes: weights + fullest.gathered,
+            rollout_bytes: weights,
+            host_bytes: 0,
+        },
+        optimizer(choices.optimizer, fullest, &bytes),
+        in_training("gradients", fullest.gradients),
+        in_training("activations", fullest.activations),
+    ];
+    if input.has_reference() {
+        let weights = reference_bytes(input.table, input.kind);
+        let on_host = choices.reference == ReferenceResidency::Host;
+        let [device, host_bytes] = if on_host { [0, weights] } else { [weights, 0] };
+        classes.push(ClassBytes { class: "reference weights", train_bytes: device, rollout_bytes: device, host_bytes });
+    }
+    classes.extend(engine(input));
+    classes
+}
+
+fn optimizer(residency: OptimizerResidency, fullest: Moment, bytes: &TrainBytes) -> ClassBytes {
+    let state = bytes.optimizer;
+    let (train_bytes, rollout_bytes, host_bytes) = match residency {
+        OptimizerResidency::Resident => (state, state, 0),
+        OptimizerResidency::Swap => (state, 0, state),
+        OptimizerResidency::Stream => (fullest.buckets, 0, state),
+    };
+    ClassBytes { class: "master weights, Adam m and v", train_bytes, rollout_bytes, host_bytes }
+}
+
+/// What the engine takes beside its KV cache, and on a GPU the products of both halves.
+fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
+    let mut classes = Vec::new();
+    if input.engine_weight_bytes > 0 {
+        classes.push(in_rollout("engine weights (gathered slices)", input.engine_weight_bytes));
+    }
+    if input.room.swap_bytes.is_some() {
+        let buffers =
+            engine_buffer_bytes(&input.table.spec, &input.engine_options(), input.config.tensor_parallel_size);
+        classes.push(in_rollout("engine buffers", buffers));
+        let (class, bytes) = ("workspace of products", WORKSPACE_BYTES);
+        classes.push(ClassBytes { class, train_bytes: bytes, rollout_bytes: bytes, host_bytes: 0 });
+    }
+    classes
+}
+
+pub(super) fn in_rollout(class: &'static str, rollout_bytes: usize) -> ClassBytes {
+    ClassBytes { class, train_bytes: 0, rollout_bytes, host_bytes: 0 }
+}
+
+fn in_training(class: &'static str, train_bytes: usize) -> ClassBytes {
+    ClassBytes { class, train_bytes, rollout_bytes: 0, host_bytes: 0 }
+}
+
+/// What each parameter and each token costs this rank.
+pub(super) fn formula(keep: GradientCheckpointing, input: &PlanInput<'_>) -> String {
+    let (model, tokens) = (input.model(), input.micro_batch_tokens().max(1));
+    let (bytes, num_layers) = (model.bytes(), input.table.spec.num_layers);
+    let activations = ActivationBytes::new(&model, keep, input.micro_batch(tokens));
+    let at_once = activations.pass + activations.head.max(activations.block_backward);
+    let parameters = input.table.total as f64;
+    let each = |bytes: usize| bytes as f64 / parameters;
+    format!(
+        "bytes a parameter: {:.2} weights + {:.2} gradients + {:.2} optimizer, x {:.1} M parameters; bytes a token: {:.0} kept \
+         + {:.0} at once, x {tokens} tokens",
+        each(bytes.weights),
+        each(bytes.gradients),
+        each(bytes.optimizer),
+        parameters / 1e6,
+        (num_layers * activations.saved) as f64 / tokens as f64,
+        at_once as f64 / tokens as f64,
+    )
+}
