@@ -27,6 +27,8 @@ unsafe impl Send for Kernel {}
 pub(super) enum Argument {
     /// A device address, or null.
     Address(*mut c_void),
+    /// A structure of addresses.
+    Addresses([*mut c_void; 8]),
     /// `long long`.
     Count(i64),
     /// `float`.
@@ -80,6 +82,7 @@ impl Kernel {
             .iter()
             .map(|argument| match argument {
                 Argument::Address(value) => (&raw const *value).cast_mut().cast(),
+                Argument::Addresses(values) => (&raw const *values).cast_mut().cast(),
                 Argument::Count(value) => (&raw const *value).cast_mut().cast(),
                 Argument::Float(value) => (&raw const *value).cast_mut().cast(),
             })

@@ -9,6 +9,7 @@
 //! | `context`, `stream` | the context shared with libtorch; streams and events beside libtorch's |
 //! | `torch_stream`, `graph` | streams that libtorch's operations are sent to; what is queued there, recorded and replayed |
 //! | `nvrtc`, `kernel`, `cache` | `src/kernels/*.cu` compiled once into a cache of cubins; loaded and launched |
+//! | `peer_memory` | memory of several GPUs that their processes all map |
 //! | `pinned` | host memory that is copied from and to while the host goes on |
 //! | `products` | matrix products through cuBLASLt |
 //! | `profile` | the time of operations by family |
@@ -23,6 +24,7 @@ pub mod kernels;
 mod library;
 mod nvml;
 mod nvrtc;
+mod peer_memory;
 mod pinned;
 mod placement;
 mod products;
@@ -36,6 +38,7 @@ pub use devices::{available_bytes, devices};
 pub use graph::Graph;
 pub use library::{is_available, require};
 pub use nvml::require_free;
+pub use peer_memory::{HANDLE_BYTES, PeerMemory};
 pub use pinned::PinnedWords;
 pub use placement::Placement;
 pub use products::{Products, Tuning};

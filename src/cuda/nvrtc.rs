@@ -30,6 +30,7 @@ macro_rules! sources {
 sources! {
     ADAMW = "adamw.cu",
     ADD_RMS_NORM = "add_rms_norm.cu",
+    ALL_REDUCE = "all_reduce.cu",
     EMBED = "embed.cu",
     HEAD = "head.cu",
     HEADS = "heads.cu",

@@ -1,9 +1,11 @@
 //! What a group of ranks can do together, whichever backend carries it.
 
 use std::fmt::Debug;
+use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
+use crate::cuda::PeerMemory;
 use crate::error::Result;
 use crate::torch;
 
@@ -49,6 +51,12 @@ pub trait Collective: Send + Sync + Debug {
     /// The failure, while it stands.
     fn epoch(&self) -> Result<u64> {
         Ok(0)
+    }
+    /// At least `bytes` of memory of every rank's GPU that all ranks of the group map, zeroed when it is first asked for and
+    /// after a failure; the same one in between, so that one user at a time asks for it. None, on all ranks, where there is
+    /// no such memory; that is said once in the log.
+    fn peer_memory(&self, _bytes: usize) -> Result<Option<Arc<PeerMemory>>> {
+        Ok(None)
     }
     /// Replaces `tensor` by its reduction over the ranks.
     fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()>;

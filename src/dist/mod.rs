@@ -7,6 +7,7 @@ mod env;
 mod lane;
 mod mesh;
 mod nccl;
+mod peers;
 mod rendezvous;
 mod shm;
 mod single;

@@ -20,8 +20,9 @@ use tch::{Device, Kind, Tensor};
 use super::checks;
 use super::collective::{Collective, ReduceOp};
 use super::lane::Lane;
+use super::peers::Peers;
 use super::shm::{Member, ShmGroup};
-use crate::cuda;
+use crate::cuda::{self, PeerMemory};
 use crate::error::{Error, Result};
 use crate::phase;
 use crate::torch;
@@ -81,6 +82,7 @@ impl NcclGroups {
             lane: self.lane.clone(),
             communicator: Mutex::new(None),
             epoch: AtomicU64::new(0),
+            peers: Peers::default(),
         });
         group.connect()?;
         lock(&self.groups).push(group.clone());
@@ -114,7 +116,7 @@ fn watch(groups: &Mutex<Vec<Arc<NcclGroup>>>, end: &Receiver<()>) {
     }
 }
 
-/// Takes communicators away, under all locks because `rebuild` comes in the next epoch, and aborts each on a thread that nobody
+/// Ends waiting in kernels over peers' memory and takes communicators away, under all locks because `rebuild` comes in the next epoch, and aborts each on a thread that nobody
 /// waits for. Abort ends the kernels at once, but returns late: it waits for the GPU, which a kernel of another communicator
 /// may keep busy until that one is aborted too, and for the end of every CUDA graph that holds the communicator, which the
 /// engine drops when it wakes next.
@@ -123,6 +125,7 @@ fn abort_where(groups: &[Arc<NcclGroup>], is_due: impl Fn(&NcclGroup) -> bool) {
         return;
     }
     let mut held: Vec<_> = groups.iter().map(|group| (lock(&group.communicator), is_due(group))).collect();
+    groups.iter().zip(&held).filter(|(_, (_, due))| *due).for_each(|(group, _)| group.peers.abort());
     for communicator in held.iter_mut().filter(|(_, due)| *due).filter_map(|(communicator, _)| communicator.take()) {
         // Without a thread it is aborted here: a closure that cannot be run is dropped.
         let _ = std::thread::Builder::new().name("nccl-abort".to_owned()).spawn(move || drop(communicator));
@@ -141,6 +144,7 @@ struct NcclGroup {
     communicator: Mutex<Option<Communicator>>,
     /// Communicators built so far.
     epoch: AtomicU64,
+    peers: Peers,
 }
 
 /// An `ncclComm_t`, aborted when dropped: that is local and asks nothing of peers.
@@ -268,6 +272,10 @@ impl Collective for NcclGroup {
             (false, Some(failure)) => Err(failure.into()),
             _ => Ok(self.epoch.load(Ordering::Relaxed)),
         }
+    }
+
+    fn peer_memory(&self, bytes: usize) -> Result<Option<Arc<PeerMemory>>> {
+        self.peers.memory(&self.host, self.ordinal, self.epoch()?, bytes)
     }
 
     fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {

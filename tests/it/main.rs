@@ -6,6 +6,7 @@ mod collectives;
 mod colocate;
 mod demo;
 mod gpu;
+mod gpu_all_reduce;
 mod gpu_decode;
 mod gpu_engine;
 mod gpu_kernels;

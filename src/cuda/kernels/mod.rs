@@ -4,6 +4,7 @@
 
 mod adamw;
 mod add_rms_norm;
+mod all_reduce;
 mod embed;
 mod head;
 mod heads;
@@ -21,6 +22,7 @@ mod swiglu;
 
 pub use adamw::{AdamWScalars, adamw};
 pub use add_rms_norm::add_rms_norm;
+pub use all_reduce::{RowSums, Way};
 pub use embed::embed;
 pub use head::{HeadRows, head_backward, head_forward};
 pub use heads::{HeadNormWeights, HeadsGradient, heads_backward, heads_forward};
@@ -51,6 +53,7 @@ pub fn prepare(ordinal: usize) -> Result<()> {
     for (source, names) in [
         (adamw::SOURCE, adamw::NAMES),
         (add_rms_norm::SOURCE, add_rms_norm::NAMES),
+        (all_reduce::SOURCE, all_reduce::NAMES),
         (embed::SOURCE, embed::NAMES),
         (head::SOURCE, head::NAMES),
         (heads::SOURCE, heads::NAMES),

@@ -6,7 +6,8 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::cuda::kernels::CANDIDATE_WORDS;
+use crate::cuda::kernels::{CANDIDATE_WORDS, RowSums};
+use crate::dist::Collective;
 use crate::error::Result;
 use crate::memory::Arena;
 use crate::model::ModelSpec;
@@ -14,6 +15,8 @@ use crate::rollout::EngineOptions;
 
 /// Blocks that sample at once, at most, where they are more than the draws: `kernels::sample_parts` splits rows so.
 const MOST_PARTS: usize = 1024;
+/// Rows that are summed over the group other than by NCCL, at most.
+const MOST_SUMMED_ROWS: usize = 1024;
 /// Sections begin at multiples of this, in bytes.
 const ALIGNMENT: usize = 256;
 
@@ -84,6 +87,16 @@ impl Shape {
     /// Bytes of all buffers.
     pub(super) fn bytes(&self) -> usize {
         self.sections().iter().map(|(shape, kind)| section_bytes(shape, *kind)).sum()
+    }
+
+    /// The decode steps' sums over the group, through memory that its ranks map; none where NCCL has to do it. Collective.
+    pub(super) fn row_sums(&self, tp: &dyn Collective) -> Result<Option<RowSums>> {
+        let rows = self.seqs.min(MOST_SUMMED_ROWS);
+        if !RowSums::serve(self.kind, self.hidden, self.tp_size) {
+            return Ok(None);
+        }
+        let memory = tp.peer_memory(RowSums::bytes(rows, self.hidden, self.tp_size))?;
+        memory.map(|memory| RowSums::new(memory, rows, self.hidden)).transpose()
     }
 
     fn sections(&self) -> [(Vec<i64>, Kind); 15] {

@@ -38,7 +38,7 @@ use super::sampler::{Draw, Sampled, non_finite};
 use super::scheduler::Step;
 use super::sequence::Sequence;
 use super::weights::EngineWeights;
-use crate::cuda::kernels::{self, AttentionPlan, AttentionShape, SharedPrefixes};
+use crate::cuda::kernels::{self, AttentionPlan, AttentionShape, RowSums, SharedPrefixes};
 use crate::cuda::{Context, CurrentStream, PinnedWords, Products, TorchStream, Tuning};
 use crate::dist::Collective;
 use crate::error::{Error, Result};
@@ -62,6 +62,7 @@ pub(super) struct GpuState {
     plan: AttentionPlan,
     rope: Tensor,        // [max_model_length, hd] f32
     low: Option<Tensor>, // for adapters, made at the first wake that has some
+    sums: Option<RowSums>,
     products: Products,
     stream: TorchStream,
     uploads: [PinnedWords; 2],
@@ -106,6 +107,7 @@ impl GpuState {
             plan: AttentionPlan::new(attention, (options.kind, device), shape.seqs, shape.blocks, split_tokens)?,
             rope: rope.table(options.max_model_length, device),
             low: None,
+            sums: None,
             products: Products::new(&stream)?,
             stream,
             uploads: pinned(shape.input_words())?,
@@ -115,7 +117,7 @@ impl GpuState {
         })
     }
 
-    /// Maps the buffers. Graphs stay if weights, cache and communicators are where they were.
+    /// Maps the buffers. Graphs stay if weights, cache and communicators are where they were. Collective.
     pub(super) fn wake(&mut self, weights: &EngineWeights, kv_cache: &KvCache, tp: &dyn Collective) -> Result<()> {
         let buffers = self.shape.map(&mut self.arena)?;
         if self.low.is_none() {
@@ -125,8 +127,10 @@ impl GpuState {
         let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
         let tables = bytes(&self.rope) + self.low.as_ref().map_or(0, bytes);
         Ledger::set("engine_tables", Place::Device, tables + self.plan.bytes() + self.products.bytes());
+        self.sums = self.shape.row_sums(tp)?;
         let mut seen = network::fingerprint(weights, kv_cache, self.low.as_ref());
         seen.push(tp.epoch()? as usize);
+        seen.extend(self.sums.as_ref().map(RowSums::address));
         self.graphs.keep_if(seen);
         Ok(())
     }
@@ -230,6 +234,7 @@ impl<'a> GpuRunner<'a> {
             buffers: state.buffers.as_ref().expect("the engine is awake"),
             rope: &state.rope,
             low: state.low.as_ref(),
+            sums: None,
             tuning: match tuning {
                 _ if state.strict => Tuning::Fixed,
                 Tuning::Timed if torch::is_deterministic() => Tuning::First,
@@ -256,7 +261,9 @@ impl<'a> GpuRunner<'a> {
         let inputs = self.state.upload(self.num_launched, self.tp, |words, inputs| {
             DecodeInputs::pack(packing, words, widths, pending, inputs)
         })?;
-        let (state, network) = (&*self.state, self.network(Tuning::Timed, only));
+        let state = &*self.state;
+        let sums = state.sums.as_ref().filter(|sums| widths.0 <= sums.rows());
+        let network = Network { sums, ..self.network(Tuning::Timed, only) };
         run(&state.stream, &mut || decode_step(&network, &inputs, &state.plan, state.strict))
     }
 

@@ -5,7 +5,7 @@ use tch::Tensor;
 
 use super::buffers::Buffers;
 use super::inputs::Sampling;
-use crate::cuda::kernels::{self, Draws, Filters, HeadTransform, QkvViews};
+use crate::cuda::kernels::{self, Draws, Filters, HeadTransform, QkvViews, RowSums};
 use crate::cuda::{Products, Tuning};
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
@@ -24,6 +24,8 @@ pub(super) struct Network<'a> {
     pub(super) buffers: &'a Buffers,
     pub(super) rope: &'a Tensor,        // [positions, hd] f32, cosines, then sines
     pub(super) low: Option<&'a Tensor>, // where adapters' inner products go, flat
+    /// What sums row-parallel products over the group; NCCL does where it is none.
+    pub(super) sums: Option<&'a RowSums>,
     pub(super) tuning: Tuning,
     /// Whether min-p, top-k or top-p are on.
     pub(super) filters: bool,
@@ -71,27 +73,33 @@ impl Network<'_> {
     pub(super) fn hidden(&self, tokens: &Tokens, attend: &mut Attend) -> Result<Tensor> {
         let rows = tokens.ids.size()[0];
         let first = |buffer: &Tensor| buffer.narrow(0, 0, rows);
-        let (mut x, mut normed, mut delta) =
-            (first(&self.buffers.x), first(&self.buffers.normed), first(&self.buffers.delta));
-        let (gate_up, mut act) = (first(&self.buffers.gate_up), first(&self.buffers.act));
-        let eps = self.spec.rms_norm_eps;
-        self.op(Op::Embed, || self.embed(tokens.ids, &mut x))?;
-        let norm = |x: &mut Tensor, delta: Option<&Tensor>, weight: &Tensor, y: &mut Tensor| {
-            self.op(Op::Norm, || kernels::add_rms_norm(x, delta, weight, y, eps))
+        let (mut x, gate_up, mut act) =
+            (first(&self.buffers.x), first(&self.buffers.gate_up), first(&self.buffers.act));
+        // What products give before it is summed over the group, of attention and of the MLP; one place serves both in NCCL.
+        let (mut normed, mut parts) = match self.sums {
+            Some(sums) => (first(&sums.normed()?), [first(&sums.part(0)?), first(&sums.part(1)?)]),
+            None => (first(&self.buffers.normed), [first(&self.buffers.delta), first(&self.buffers.delta)]),
         };
+        self.op(Op::Embed, || self.embed(tokens.ids, &mut x))?;
+        self.weights.prepare(0)?;
+        let (eps, input_norm) = (self.spec.rms_norm_eps, &self.weights.blocks[0].input_norm);
+        self.op(Op::Norm, || kernels::add_rms_norm(&mut x, None, input_norm, &mut normed, eps))?;
         for (layer, w) in self.weights.blocks.iter().enumerate() {
-            self.weights.prepare(layer)?;
-            norm(&mut x, (layer > 0).then_some(&delta), &w.input_norm, &mut normed)?;
             let attended = self.attention(layer, w, &normed, tokens, attend)?;
-            self.op(Op::O, || self.product(&attended, &w.o, None, w.lora.o.as_ref(), &delta))?;
-            self.all_reduce(&mut delta)?;
-            norm(&mut x, Some(&delta), &w.post_norm, &mut normed)?;
+            self.op(Op::O, || self.product(&attended, &w.o, None, w.lora.o.as_ref(), &parts[0]))?;
+            self.add_rms_norm(0, &mut parts, &mut x, &w.post_norm, &mut normed)?;
             self.op(Op::GateUp, || self.product(&normed, &w.gate_up, None, w.lora.gate_up.as_ref(), &gate_up))?;
             self.op(Op::SiluMul, || kernels::silu_mul(&gate_up, &mut act))?;
-            self.op(Op::Down, || self.product(&act, &w.down, None, w.lora.down.as_ref(), &delta))?;
-            self.all_reduce(&mut delta)?;
+            self.op(Op::Down, || self.product(&act, &w.down, None, w.lora.down.as_ref(), &parts[1]))?;
+            let next_norm = match self.weights.blocks.get(layer + 1) {
+                Some(next) => {
+                    self.weights.prepare(layer + 1)?;
+                    &next.input_norm
+                }
+                None => &self.weights.final_norm,
+            };
+            self.add_rms_norm(1, &mut parts, &mut x, next_norm, &mut normed)?;
         }
-        norm(&mut x, Some(&delta), &self.weights.final_norm, &mut normed)?;
         Ok(normed)
     }
 
@@ -185,12 +193,25 @@ impl Network<'_> {
         }
     }
 
-    /// The sum over the group of what a row-parallel product gave: ranks have column ranges of the weight.
-    fn all_reduce(&self, delta: &mut Tensor /* [T, D] */) -> Result<()> {
-        if self.tp.size() == 1 {
-            return Ok(());
+    /// x += the sum over the group of what a row-parallel product gave, where ranks have column ranges of the weight; normed is
+    /// the norm of x. Calls take turns at `parts`.
+    fn add_rms_norm(
+        &self,
+        turn: usize,
+        parts: &mut [Tensor; 2], // [T, D]
+        x: &mut Tensor,          // [T, D]
+        weight: &Tensor,         // [D]
+        normed: &mut Tensor,     // [T, D]
+    ) -> Result<()> {
+        let (part, eps) = (&mut parts[turn], self.spec.rms_norm_eps);
+        if let Some(sums) = self.sums {
+            let way = sums.way(part.size()[0] as usize);
+            return self.op(Op::AllReduce, || sums.add_rms_norm(way, turn, x, weight, eps));
         }
-        self.op(Op::AllReduce, || self.tp.all_reduce(delta, ReduceOp::Sum))
+        if self.tp.size() > 1 {
+            self.op(Op::AllReduce, || self.tp.all_reduce(part, ReduceOp::Sum))?;
+        }
+        self.op(Op::Norm, || kernels::add_rms_norm(x, Some(part), weight, normed, eps))
     }
 
     /// out = x w^T + bias, and what an adapter adds.

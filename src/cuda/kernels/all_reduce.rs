@@ -1,0 +1,189 @@
+//! The sum over a tensor-parallel group with the residual sum and the RMSNorm behind it, through memory that all ranks map.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use tch::{Kind, Tensor};
+
+use super::{Argument, address, invalid, launch_early};
+use crate::cuda::PeerMemory;
+use crate::cuda::nvrtc::{self, Source};
+use crate::error::Result;
+
+pub(super) const SOURCE: &Source = &nvrtc::ALL_REDUCE;
+pub(super) const NAMES: &[&str] = &[
+    "all_reduce_boxes_2",
+    "all_reduce_boxes_4",
+    "all_reduce_boxes_8",
+    "all_reduce_read_2",
+    "all_reduce_read_4",
+    "all_reduce_read_8",
+    "all_reduce_share_2",
+    "all_reduce_share_4",
+    "all_reduce_share_8",
+];
+
+// As in the source.
+const MOST_RANKS: usize = 8;
+const MOST_BLOCKS: usize = 512;
+const CONTROL_BYTES: usize = 4 * MOST_BLOCKS * (1 + 2 * MOST_RANKS);
+/// Elements that one thread has.
+const PACK: usize = 8;
+/// Rows that boxes are laid out for, at most.
+const MOST_BOX_ROWS: usize = 64;
+/// Bytes of a part that goes into boxes, at most.
+const MOST_BOX_BYTES: usize = 128 << 10;
+/// Parts begin at multiples of this, in bytes.
+const ALIGNMENT: usize = 256;
+
+/// How rows are summed. All give the same bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// Every rank sends its part to all and sums all rows: one trip, twice the bytes.
+    Boxes,
+    /// Ranks meet, and every rank reads all parts and sums all rows.
+    Read,
+    /// Ranks meet, every rank sums and norms every N-th row, whose x it alone keeps, and writes the norms to all.
+    Share,
+}
+
+/// Where the sums over a group of up to T rows [D] stand in the memory that its ranks map: two places for this rank's parts,
+/// which calls use in turn, and one for the norms.
+#[derive(Debug, Clone)]
+pub struct RowSums {
+    memory: Arc<PeerMemory>,
+    rows: usize,
+    dim: usize,
+}
+
+impl RowSums {
+    /// Whether `num_ranks` can sum rows [D = `dim`] of `kind` so.
+    pub fn serve(kind: Kind, dim: usize, num_ranks: usize) -> bool {
+        let is_row = dim.is_multiple_of(PACK) && (1..=1024 * PACK).contains(&dim);
+        kind == Kind::BFloat16 && is_row && [2, 4, 8].contains(&num_ranks)
+    }
+
+    /// Bytes of every rank's memory for `rows` [D = `dim`].
+    pub fn bytes(rows: usize, dim: usize, num_ranks: usize) -> usize {
+        let Places { normed, matrix, .. } = Places::new(rows, dim, num_ranks);
+        normed + matrix
+    }
+
+    /// Over memory of [`RowSums::bytes`] at least, which no other rows use.
+    ///
+    /// # Errors
+    /// [`crate::Error::InvalidArgument`] where the memory is too small, or not served.
+    pub fn new(memory: Arc<PeerMemory>, rows: usize, dim: usize) -> Result<Self> {
+        let needed = Self::bytes(rows, dim, memory.num_ranks());
+        if memory.bytes() < needed || !Self::serve(Kind::BFloat16, dim, memory.num_ranks()) {
+            let got = format!("{} bytes of {} ranks, rows of {dim}", memory.bytes(), memory.num_ranks());
+            return Err(invalid("RowSums::new", format!("{needed} bytes of 2, 4 or 8 ranks"), got));
+        }
+        Ok(Self { memory, rows, dim })
+    }
+
+    /// The fastest way for a step of `rows`, as measured on NVLink.
+    pub fn way(&self, rows: usize) -> Way {
+        let bytes = rows * self.dim * 2;
+        match self.memory.num_ranks() {
+            _ if rows <= self.places().box_rows && bytes <= MOST_BOX_BYTES => Way::Boxes,
+            2 => Way::Read,
+            _ => Way::Share,
+        }
+    }
+
+    /// Most rows of a call.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Where this rank's memory is.
+    pub fn address(&self) -> usize {
+        self.memory.addresses()[self.memory.rank()] as usize
+    }
+
+    /// Where this rank's part of a call is to be, the calls taking `turn` 0 and 1. [T, D] bf16
+    ///
+    /// # Errors
+    /// None that can be mended: libtorch's.
+    pub fn part(&self, turn: usize) -> Result<Tensor> {
+        self.matrix(self.places().parts[turn])
+    }
+
+    /// Where the norms are after a call. [T, D] bf16
+    ///
+    /// # Errors
+    /// As [`RowSums::part`].
+    pub fn normed(&self) -> Result<Tensor> {
+        self.matrix(self.places().normed)
+    }
+
+    /// x += the ranks' parts of `turn`, added in rank order in float32 and rounded once; the norms are x / sqrt(mean(x^2) + eps)
+    /// * weight. `turn` is not that of the call before. After [`Way::Share`] x has only rows i with i % N = rank, and later
+    /// calls on it have to be shared, too. Allocates nothing. Collective: all ranks call it alike.
+    ///
+    /// # Errors
+    /// [`crate::Error::InvalidArgument`] for tensors that do not fit or too many rows for the way; [`crate::Error::Cuda`].
+    pub fn add_rms_norm(&self, way: Way, turn: usize, x: &mut Tensor, weight: &Tensor, eps: f64) -> Result<()> {
+        const OP: &str = "RowSums::add_rms_norm";
+        let (memory, places) = (&*self.memory, self.places());
+        let (gpu, num_ranks, rows) = (memory.ordinal(), memory.num_ranks(), x.numel() / self.dim);
+        let most = if way == Way::Boxes { places.box_rows } else { self.rows };
+        if rows > most {
+            return Err(invalid(OP, format!("at most {most} rows for {way:?}"), rows));
+        }
+        let mut ranks = [std::ptr::null_mut::<c_void>(); MOST_RANKS];
+        ranks.iter_mut().zip(memory.addresses()).for_each(|(rank, &address)| *rank = address as *mut c_void);
+        let packs = self.dim / PACK;
+        let arguments = [
+            Argument::Addresses(ranks),
+            Argument::Count(memory.rank() as i64),
+            Argument::Count(places.parts[turn] as i64),
+            Argument::Count(places.normed as i64),
+            Argument::Address(memory.abort_address()),
+            address(OP, x, Kind::BFloat16, rows * self.dim, gpu)?,
+            address(OP, weight, Kind::BFloat16, self.dim, gpu)?,
+            Argument::Count(rows as i64),
+            Argument::Count(packs as i64),
+            Argument::Float(eps as f32),
+            Argument::Count(places.boxes as i64),
+            Argument::Count(places.box_rows as i64),
+        ];
+        let (name, blocks) = match way {
+            Way::Boxes => ("boxes", rows),
+            Way::Read => ("read", rows),
+            Way::Share => ("share", rows.div_ceil(num_ranks)),
+        };
+        let shape = (blocks.min(MOST_BLOCKS) as u32, packs.next_multiple_of(32) as u32, 0);
+        // SAFETY: the kernel's parameters in order; every rank's memory has the same layout, and is never freed.
+        unsafe { launch_early(SOURCE, &format!("all_reduce_{name}_{num_ranks}"), gpu, shape, &arguments) }
+    }
+
+    fn matrix(&self, place: usize) -> Result<Tensor> {
+        self.memory.matrix(place, (self.rows, self.dim), Kind::BFloat16)
+    }
+
+    fn places(&self) -> Places {
+        Places::new(self.rows, self.dim, self.memory.num_ranks())
+    }
+}
+
+/// Offsets in every rank's memory, and bytes of a matrix [T, D].
+struct Places {
+    boxes: usize, // [2, N, box_rows, D / PACK] packs, each word beside its call
+    parts: [usize; 2],
+    normed: usize,
+    matrix: usize,
+    box_rows: usize,
+}
+
+impl Places {
+    fn new(rows: usize, dim: usize, num_ranks: usize) -> Self {
+        let box_rows = rows.min(MOST_BOX_ROWS);
+        let boxes = CONTROL_BYTES.next_multiple_of(ALIGNMENT);
+        let first = boxes + (2 * num_ranks * box_rows * dim * 4).next_multiple_of(ALIGNMENT);
+        let matrix = (rows * dim * 2).next_multiple_of(ALIGNMENT);
+        Self { boxes, parts: [first, first + matrix], normed: first + 2 * matrix, matrix, box_rows }
+    }
+}

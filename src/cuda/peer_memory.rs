@@ -1,0 +1,129 @@
+//! Memory of several GPUs of a node, one a process, that all of these processes map.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use cudarc::driver::{result, sys};
+use tch::{Device, Kind, Tensor};
+
+use super::context::{Context, check};
+use crate::error::{Error, Result};
+
+/// What another process maps a rank's memory by.
+pub const HANDLE_BYTES: usize = 64;
+
+/// This rank's memory, and its peers' where they are mapped. It stays until the process ends, since peers may have it mapped
+/// and no drop can wait for them.
+#[derive(Debug)]
+pub struct PeerMemory {
+    context: Arc<Context>,
+    rank: usize,
+    addresses: Vec<sys::CUdeviceptr>, // of every rank's memory in this process, 0: not mapped
+    bytes: usize,
+    abort: &'static AtomicU32, // on the host; kernels that wait for peers read it
+}
+
+impl PeerMemory {
+    /// `bytes` of zeros for `rank` of `num_ranks`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]; [`Error::Cuda`].
+    pub fn allocate(context: &Arc<Context>, (rank, num_ranks): (usize, usize), bytes: usize) -> Result<Self> {
+        context.make_current()?;
+        // SAFETY: plain allocations, never freed.
+        let own = unsafe { result::malloc_sync(bytes) };
+        let own = own.map_err(|_| Error::OutOfMemory { owner: "peer memory".to_owned(), requested_bytes: bytes })?;
+        // SAFETY: as above.
+        let abort = check("cuMemHostAlloc", unsafe { result::malloc_host(size_of::<AtomicU32>(), 0) })?;
+        // SAFETY: four bytes of pinned memory that starts a page and is never freed; host and GPU access it as one word.
+        let abort = unsafe { &*abort.cast::<AtomicU32>() };
+        let mut addresses = vec![0; num_ranks];
+        addresses[rank] = own;
+        let memory = Self { context: context.clone(), rank, addresses, bytes, abort };
+        memory.clear()?;
+        Ok(memory)
+    }
+
+    /// What peers map this rank's memory by.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] where the system does not let processes share memory.
+    pub fn handle(&self) -> Result<[u8; HANDLE_BYTES]> {
+        let mut handle = sys::CUipcMemHandle { reserved: [0; HANDLE_BYTES] };
+        // SAFETY: the handle outlives the call; the address is that of an allocation.
+        let asked = unsafe { sys::cuIpcGetMemHandle(&raw mut handle, self.addresses[self.rank]) };
+        check("cuIpcGetMemHandle", asked.result())?;
+        Ok(handle.reserved.map(|byte| byte as u8))
+    }
+
+    /// Maps the memory of another rank, of the same size.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] where this GPU has no access to that rank's.
+    pub fn map(&mut self, rank: usize, handle: &[u8; HANDLE_BYTES]) -> Result<()> {
+        self.context.make_current()?;
+        let handle = sys::CUipcMemHandle { reserved: handle.map(|byte| byte as std::ffi::c_char) };
+        let flags = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+        // SAFETY: the address outlives the call; the mapping stays until the process ends.
+        let asked = unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut self.addresses[rank], handle, flags) };
+        check("cuIpcOpenMemHandle", asked.result())
+    }
+
+    /// Ends all waiting for peers in kernels, now and until [`PeerMemory::clear`]. Any thread may call this.
+    pub fn abort(&self) {
+        self.abort.store(1, Ordering::Release);
+    }
+
+    /// Zeros, and kernels wait for peers again, once the GPU has nothing to do. No rank may touch this rank's memory meanwhile.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`], also for work that failed before.
+    pub fn clear(&self) -> Result<()> {
+        self.context.synchronize()?;
+        // SAFETY: exactly the allocation.
+        check("cuMemsetD8", unsafe { result::memset_d8_sync(self.addresses[self.rank], 0, self.bytes) })?;
+        self.context.synchronize()?;
+        self.abort.store(0, Ordering::Release);
+        Ok(())
+    }
+
+    /// Bytes of every rank's memory.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Ranks whose memory it is.
+    pub fn num_ranks(&self) -> usize {
+        self.addresses.len()
+    }
+
+    /// This rank.
+    pub(super) fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The GPU of this rank.
+    pub(super) fn ordinal(&self) -> usize {
+        self.context.ordinal()
+    }
+
+    /// Where every rank's memory is mapped.
+    pub(super) fn addresses(&self) -> &[sys::CUdeviceptr] {
+        &self.addresses
+    }
+
+    /// The word that tells kernels to wait no more.
+    pub(super) fn abort_address(&self) -> *mut std::ffi::c_void {
+        self.abort.as_ptr().cast()
+    }
+
+    /// A matrix over a part of this rank's memory.
+    pub(super) fn matrix(&self, offset: usize, (rows, dim): (usize, usize), kind: Kind) -> Result<Tensor> {
+        assert!(offset + rows * dim * kind.elt_size_in_bytes() <= self.bytes, "a part of the memory");
+        let address = (self.addresses[self.rank] + offset as u64) as *const u8;
+        let (shape, strides) = ([rows as i64, dim as i64], [dim as i64, 1]);
+        // SAFETY: within the allocation, which is never freed.
+        Ok(unsafe { Tensor::f_from_blob(address, &shape, &strides, kind, Device::Cuda(self.ordinal()))? })
+    }
+}

@@ -1,0 +1,192 @@
+//! Tensor-parallel sums through memory that GPUs map of one another: real processes, one GPU each. Ignored where there are none.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use colo_grpo::Error;
+use colo_grpo::cuda::kernels::{self, RowSums, Way};
+use colo_grpo::cuda::{Context, Event, Graph, TorchStream};
+use colo_grpo::dist::{Collective, World};
+use tch::{Device, Kind, Tensor, no_grad};
+
+use crate::ranks;
+
+const EPS: f64 = 1e-6;
+const WAYS: [Way; 3] = [Way::Boxes, Way::Read, Way::Share];
+
+#[test]
+#[ignore = "needs two GPUs"]
+fn gpu_two_ranks_sum_rows_in_rank_order() {
+    ranks::run_on_gpus(2, "gpu_all_reduce::gpu_two_ranks_sum_rows_in_rank_order", |world| sums_in_rank_order(&world));
+}
+
+#[test]
+#[ignore = "needs four GPUs"]
+fn gpu_four_ranks_sum_rows_in_rank_order() {
+    ranks::run_on_gpus(4, "gpu_all_reduce::gpu_four_ranks_sum_rows_in_rank_order", |world| sums_in_rank_order(&world));
+}
+
+#[test]
+#[ignore = "needs two GPUs"]
+fn gpu_two_ranks_replay_sums_at_any_pace() {
+    ranks::run_on_gpus(2, "gpu_all_reduce::gpu_two_ranks_replay_sums_at_any_pace", |world| replays_at_any_pace(&world));
+}
+
+#[test]
+#[ignore = "needs four GPUs"]
+fn gpu_four_ranks_replay_sums_at_any_pace() {
+    ranks::run_on_gpus(4, "gpu_all_reduce::gpu_four_ranks_replay_sums_at_any_pace", |world| {
+        replays_at_any_pace(&world)
+    });
+}
+
+/// A rank that never comes: the others' kernels end with its failure, and after agreeing all sum again.
+#[test]
+#[ignore = "needs two GPUs"]
+fn gpu_two_ranks_of_which_one_fails_wait_no_longer() {
+    ranks::run_on_gpus(2, "gpu_all_reduce::gpu_two_ranks_of_which_one_fails_wait_no_longer", |world| {
+        for way in WAYS {
+            let group = world.group();
+            let case = Case::new(group.as_ref(), 8, 1536);
+            let result = if world.rank() == 1 {
+                std::thread::sleep(Duration::from_millis(300));
+                Err(Error::Injected { phase: "generate" })
+            } else {
+                let start = Instant::now();
+                case.sum(way, 0, &mut case.x.copy());
+                let end = Event::record_libtorch(&case.context).unwrap();
+                while group.epoch().is_ok() {
+                    assert!(!end.is_done().unwrap(), "{way:?} ended without its peer");
+                }
+                end.synchronize().unwrap();
+                assert!(start.elapsed() < Duration::from_secs(2), "{way:?} ended after {:?}", start.elapsed());
+                group.epoch().map(|_| ())
+            };
+            assert!(world.agree(result).is_err());
+            Case::new(group.as_ref(), 8, 1536).compare(way, 0);
+        }
+    });
+}
+
+fn sums_in_rank_order(world: &World) {
+    let group = world.group();
+    for (rows, dim) in [(1, 1536), (3, 3584), (16, 128), (17, 2048), (64, 8192), (256, 3584), (600, 5120), (1024, 8192)]
+    {
+        for way in WAYS.into_iter().filter(|&way| way != Way::Boxes || rows <= 64) {
+            for turn in [0, 1] {
+                Case::new(group.as_ref(), rows, dim).compare(way, turn);
+            }
+        }
+    }
+}
+
+/// Many replays of one recording over new numbers each time, every rank slow at other times.
+fn replays_at_any_pace(world: &World) {
+    const CALLS: usize = 6;
+    const REPLAYS: usize = 1000;
+    let group = world.group();
+    let case = Case::new(group.as_ref(), 24, 3584);
+    let stream = TorchStream::new(&case.context).unwrap();
+    let _current = stream.make_current().unwrap();
+    let shift = Tensor::zeros([1], (Kind::BFloat16, world.device()));
+    for way in WAYS {
+        let (mut xs, source) = (case.x.repeat([CALLS as i64, 1, 1]), case.parts[case.rank].copy());
+        let mut record = || {
+            for (call, mut x) in (0..CALLS).zip(xs.split(1, 0)) {
+                let mut part = case.sums.part(call % 2).unwrap().narrow(0, 0, case.rows);
+                let _ = part.copy_(&source);
+                case.sums.add_rms_norm(way, call % 2, &mut x, &case.weight, EPS).unwrap();
+            }
+            Ok(())
+        };
+        record().unwrap();
+        let mut graph = Graph::capture(&stream, record).unwrap();
+        let wrong = Tensor::zeros([1], (Kind::Int64, world.device()));
+        let mut pace = 1 + world.rank() as u64;
+        for replay in 0..REPLAYS {
+            // Numbers whose sums are exact: the reference may add in any order.
+            let _ = shift.shallow_clone().fill_((replay % 7) as f64);
+            let whole = |rank: usize| (&case.parts[rank] * 8.0).round() + (rank as f64 + 1.0) * &shift;
+            let _ = source.shallow_clone().copy_(&whole(case.rank));
+            let _ = xs.zero_();
+            pace = pace.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            match pace >> 61 {
+                0 => std::thread::sleep(Duration::from_micros(pace >> 40 & 1023)),
+                1 => drop(case.x.matmul(&case.x.tr())),
+                _ => {}
+            }
+            // SAFETY: recorded just now over tensors that live until the end of this round.
+            unsafe { graph.replay(&stream) }.unwrap();
+            let expected = (0..case.parts.len()).fold(Tensor::zeros_like(&case.x), |sum, rank| sum + whole(rank));
+            let differ = case.own_rows(way, &(&xs - expected)).not_equal(0.0).sum(Kind::Int64);
+            let _ = wrong.shallow_clone().g_add_(&differ);
+        }
+        assert_eq!(wrong.int64_value(&[0]), 0, "{way:?}");
+    }
+}
+
+/// Random parts of all ranks, the same on every rank.
+struct Case {
+    context: Arc<Context>,
+    rank: usize,
+    rows: i64,
+    sums: RowSums,
+    parts: Vec<Tensor>, // of every rank, [T, D]
+    x: Tensor,          // [T, D]
+    weight: Tensor,     // [D]
+}
+
+impl Case {
+    fn new(group: &dyn Collective, rows: usize, dim: usize) -> Self {
+        let most = RowSums::bytes(1024, 8192, group.size());
+        let memory = group.peer_memory(most).unwrap().expect("GPUs that map one another's memory");
+        let Device::Cuda(ordinal) = group.device() else { panic!("a GPU") };
+        // Rows of another shape may have been summed in it.
+        let context = Context::retain(ordinal).unwrap();
+        context.synchronize().unwrap();
+        group.barrier().unwrap();
+        memory.clear().unwrap();
+        group.barrier().unwrap();
+        tch::manual_seed((rows * dim) as i64);
+        let random = |shape: &[i64]| {
+            Tensor::randn(shape, (Kind::Float, Device::Cpu)).to_kind(Kind::BFloat16).to_device(group.device())
+        };
+        let shape = [rows as i64, dim as i64];
+        Self {
+            context,
+            rank: group.rank(),
+            rows: shape[0],
+            sums: RowSums::new(memory, rows, dim).unwrap(),
+            parts: (0..group.size()).map(|_| random(&shape)).collect(),
+            x: random(&shape),
+            weight: random(&shape[1..]),
+        }
+    }
+
+    fn sum(&self, way: Way, turn: usize, x: &mut Tensor) {
+        let _ = self.sums.part(turn).unwrap().copy_(&self.parts[self.rank]);
+        self.sums.add_rms_norm(way, turn, x, &self.weight, EPS).unwrap();
+    }
+
+    /// Rows of `x` [.., T, D] that this rank has after a sum.
+    fn own_rows(&self, way: Way, x: &Tensor) -> Tensor {
+        let step = if way == Way::Share { self.parts.len() as i64 } else { 1 };
+        let first = if way == Way::Share { self.rank as i64 } else { 0 };
+        x.slice(-2, first.min(self.rows), None, step)
+    }
+
+    /// The bits are those of sums one after the other, and of the norm kernel.
+    fn compare(&self, way: Way, turn: usize) {
+        let _ = self.sums.normed().unwrap().fill_(f64::NAN);
+        let mut x = self.x.copy();
+        self.sum(way, turn, &mut x);
+        let wide = |tensor: &Tensor| tensor.to_kind(Kind::Float);
+        let sum = self.parts[1..].iter().fold(wide(&self.parts[0]), |sum, part| sum + wide(part));
+        let mut expected = (wide(&self.x) + sum).to_kind(Kind::BFloat16);
+        let mut normed = Tensor::empty_like(&expected);
+        kernels::add_rms_norm(&mut expected, None, &self.weight, &mut normed, EPS).unwrap();
+        let what = format!("{way:?} {turn} {:?} on rank {}", x.size(), self.rank);
+        assert!(self.own_rows(way, &x).equal(&self.own_rows(way, &expected)), "x of {what}");
+        assert!(self.sums.normed().unwrap().equal(&normed), "norms of {what}");
+    }
+}
