@@ -1,10 +1,12 @@
-//! What the ranks' collectives move, by operation and size; all-reduce also inside a CUDA graph, as decoding uses it.
+//! What the ranks' collectives move, by operation and size; all-reduce also inside a CUDA graph, as decoding uses it, beside the
+//! own one that has the residual sum and the norm in it.
 #![allow(unsafe_code)]
 
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use super::{median, seconds, synchronize};
+use crate::cuda::kernels::RowSums;
 use crate::cuda::{Context, Graph, TorchStream};
 use crate::dist::{Collective, ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
@@ -13,8 +15,10 @@ use crate::error::Result;
 const SIZES: [usize; 8] = [64 << 10, 256 << 10, 1792 << 10, 3584 << 10, 16 << 20, 64 << 20, 256 << 20, 1 << 30];
 /// Largest size that is reduced inside a graph.
 const MAX_GRAPH_BYTES: usize = 3584 << 10;
-/// Calls of one graph.
-const GRAPH_CALLS: usize = 57;
+/// Elements of a row that the own sums are over.
+const HIDDEN: usize = 3584;
+/// Calls of one graph: two for each block of a 7B model.
+const GRAPH_CALLS: usize = 56;
 /// Bytes that calls in a row move together at least: small ones alone are over too soon to be timed.
 const BYTES_IN_A_ROW: usize = 64 << 20;
 /// Timed repetitions.
@@ -41,8 +45,10 @@ pub fn bench_collectives(bench: &CollectivesBench, world: &World) -> Result<Valu
             rows.push(op.row(bytes, world.size(), time / calls as f64, false));
         }
         if let (Device::Cuda(ordinal), true) = (world.device(), bytes <= MAX_GRAPH_BYTES) {
-            let time = in_graph(bytes, world, ordinal)?;
+            let mut buffers = Buffers::new(bytes, world)?;
+            let time = in_graph(world, ordinal, |_| Op::AllReduce.call(&*world.group(), &mut buffers))?;
             rows.push(Op::AllReduce.row(bytes, world.size(), time, true));
+            rows.extend(own_all_reduce(bytes, world, ordinal)?);
         }
     }
     Ok(json!({
@@ -106,19 +112,34 @@ impl Buffers {
     }
 }
 
-/// Seconds of one of many all-reduces that one graph holds.
-fn in_graph(bytes: usize, world: &World, ordinal: usize) -> Result<f64> {
+/// The own sum with residual sum and norm over rows that are `bytes` together; none where GPUs do not map one another's memory.
+fn own_all_reduce(bytes: usize, world: &World, ordinal: usize) -> Result<Option<Value>> {
+    let (rows, most) = (bytes / (2 * HIDDEN), MAX_GRAPH_BYTES / (2 * HIDDEN));
+    if !RowSums::serve(Kind::BFloat16, HIDDEN, world.size()) {
+        return Ok(None);
+    }
+    let Some(memory) = world.group().peer_memory(RowSums::bytes(most, HIDDEN, world.size()))? else { return Ok(None) };
+    let sums = RowSums::new(memory, most, HIDDEN)?;
+    let zeros = |rows: usize| Tensor::f_zeros([rows as i64, HIDDEN as i64], (Kind::BFloat16, world.device()));
+    let (mut x, weight, way) = (zeros(rows)?, zeros(1)?, sums.way(rows));
+    let time = in_graph(world, ordinal, |call| sums.add_rms_norm(way, call % 2, &mut x, &weight, 1e-6))?;
+    let mut row = Op::AllReduce.row(rows * 2 * HIDDEN, world.size(), time, true);
+    row["op"] = json!("all_reduce_add_rms_norm");
+    row["way"] = json!(format!("{way:?}").to_lowercase());
+    Ok(Some(row))
+}
+
+/// Seconds of one of many calls that one graph holds.
+fn in_graph(world: &World, ordinal: usize, mut call: impl FnMut(usize) -> Result<()>) -> Result<f64> {
     let stream = TorchStream::new(&Context::retain(ordinal)?)?;
-    let group = world.group();
-    let mut buffers = Buffers::new(bytes, world)?;
-    let mut calls = |count| (0..count).try_for_each(|_| Op::AllReduce.call(&*group, &mut buffers));
+    let mut calls = || (0..GRAPH_CALLS).try_for_each(&mut call);
     {
         let _current = stream.make_current()?;
-        calls(1)?; // the communicator meets the stream
+        calls()?; // the communicator meets the stream
         synchronize(world.device())?;
     }
-    let mut graph = Graph::capture(&stream, || calls(GRAPH_CALLS))?;
-    // SAFETY: the buffers live until the end of this call, where the GPU is done.
+    let mut graph = Graph::capture(&stream, calls)?;
+    // SAFETY: what the calls use lives until the end of this one, where the GPU is done.
     let time = timed(world, || unsafe { graph.replay(&stream) })?;
     synchronize(world.device())?;
     Ok(time / GRAPH_CALLS as f64)

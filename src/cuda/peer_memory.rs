@@ -93,6 +93,11 @@ impl PeerMemory {
         self.bytes
     }
 
+    /// Where this rank's memory is.
+    pub fn address(&self) -> usize {
+        self.addresses[self.rank] as usize
+    }
+
     /// Ranks whose memory it is.
     pub fn num_ranks(&self) -> usize {
         self.addresses.len()
@@ -121,7 +126,7 @@ impl PeerMemory {
     /// A matrix over a part of this rank's memory.
     pub(super) fn matrix(&self, offset: usize, (rows, dim): (usize, usize), kind: Kind) -> Result<Tensor> {
         assert!(offset + rows * dim * kind.elt_size_in_bytes() <= self.bytes, "a part of the memory");
-        let address = (self.addresses[self.rank] + offset as u64) as *const u8;
+        let address = (self.address() + offset) as *const u8;
         let (shape, strides) = ([rows as i64, dim as i64], [dim as i64, 1]);
         // SAFETY: within the allocation, which is never freed.
         Ok(unsafe { Tensor::f_from_blob(address, &shape, &strides, kind, Device::Cuda(self.ordinal()))? })

@@ -118,20 +118,46 @@ fn samples_what_the_cpu_does(world: World, tp_size: usize) {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_bfloat16_logprobs_are_near_the_cpus() {
-    let (cpu, gpu) = (Arc::new(World::single()), gpu_world());
+    let gpu = gpu_world();
+    let groups = sampled_near_the_cpus(&gpu, 1);
+    near("trainer", &score(&gpu, Kind::BFloat16, &groups), &score(&Arc::new(World::single()), Kind::Float, &groups));
+    assert!(!score(&gpu, Kind::Float, &groups).is_empty());
+}
+
+/// Sums over the ranks' own memory, which bfloat16 takes.
+#[test]
+#[ignore = "needs two GPUs"]
+fn gpu_two_ranks_bfloat16_logprobs_are_near_the_cpus() {
+    ranks::run_on_gpus(2, "gpu::gpu_two_ranks_bfloat16_logprobs_are_near_the_cpus", |world| {
+        sampled_near_the_cpus(&Arc::new(world), 2);
+    });
+}
+
+#[test]
+#[ignore = "needs four GPUs"]
+fn gpu_four_ranks_bfloat16_logprobs_are_near_the_cpus() {
+    ranks::run_on_gpus(4, "gpu::gpu_four_ranks_bfloat16_logprobs_are_near_the_cpus", |world| {
+        sampled_near_the_cpus(&Arc::new(world), 4);
+    });
+}
+
+/// This rank's groups, sampled in bfloat16.
+fn sampled_near_the_cpus(world: &Arc<World>, tp: usize) -> Vec<RolloutGroup> {
     let params = SamplingParams { num_generations: 4, max_completion_length: 24, ..SamplingParams::default() };
-    let groups = generate(&gpu, 1, Kind::BFloat16, &params);
-    let sampled: Vec<f32> =
-        groups.iter().flat_map(|group| &group.completions).flat_map(|c| c.rollout_logprobs.clone()).collect();
-    let exact = score(&cpu, Kind::Float, &groups);
-    let trained = score(&gpu, Kind::BFloat16, &groups);
-    for (what, got) in [("sampler", &sampled), ("trainer", &trained)] {
-        assert_eq!(got.len(), exact.len());
-        let mean = got.iter().zip(&exact).map(|(a, b)| f64::from((a - b).abs())).sum::<f64>() / exact.len() as f64;
-        println!("{what}: {} log-probabilities in bfloat16 on average within {mean:.5} of float32", exact.len());
-        assert!(mean < 0.02, "{what}: {mean}");
+    let groups = generate(world, tp, Kind::BFloat16, &params);
+    if world.rank() == 0 {
+        let sampled: Vec<f32> =
+            groups.iter().flat_map(|group| &group.completions).flat_map(|c| c.rollout_logprobs.clone()).collect();
+        near("sampler", &sampled, &score(&Arc::new(World::single()), Kind::Float, &groups));
     }
-    assert_eq!(score(&gpu, Kind::Float, &groups).len(), exact.len());
+    groups
+}
+
+fn near(what: &str, got: &[f32], exact: &[f32]) {
+    assert_eq!(got.len(), exact.len());
+    let mean = got.iter().zip(exact).map(|(a, b)| f64::from((a - b).abs())).sum::<f64>() / exact.len() as f64;
+    println!("{what}: {} log-probabilities in bfloat16 on average within {mean:.5} of float32", exact.len());
+    assert!(mean < 0.02, "{what}: {mean}");
 }
 
 fn gpu_world() -> Arc<World> {

@@ -1,4 +1,5 @@
 //! Tensor-parallel sums through memory that GPUs map of one another: real processes, one GPU each. Ignored where there are none.
+#![allow(unsafe_code)]
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,7 +8,7 @@ use colo_grpo::Error;
 use colo_grpo::cuda::kernels::{self, RowSums, Way};
 use colo_grpo::cuda::{Context, Event, Graph, TorchStream};
 use colo_grpo::dist::{Collective, World};
-use tch::{Device, Kind, Tensor, no_grad};
+use tch::{Device, Kind, Tensor};
 
 use crate::ranks;
 
@@ -91,7 +92,7 @@ fn replays_at_any_pace(world: &World) {
     let shift = Tensor::zeros([1], (Kind::BFloat16, world.device()));
     for way in WAYS {
         let (mut xs, source) = (case.x.repeat([CALLS as i64, 1, 1]), case.parts[case.rank].copy());
-        let mut record = || {
+        let record = || {
             for (call, mut x) in (0..CALLS).zip(xs.split(1, 0)) {
                 let mut part = case.sums.part(call % 2).unwrap().narrow(0, 0, case.rows);
                 let _ = part.copy_(&source);
@@ -100,7 +101,7 @@ fn replays_at_any_pace(world: &World) {
             Ok(())
         };
         record().unwrap();
-        let mut graph = Graph::capture(&stream, record).unwrap();
+        let mut graph = Graph::capture(&stream, &record).unwrap();
         let wrong = Tensor::zeros([1], (Kind::Int64, world.device()));
         let mut pace = 1 + world.rank() as u64;
         for replay in 0..REPLAYS {

@@ -98,9 +98,9 @@ impl RowSums {
         self.rows
     }
 
-    /// Where this rank's memory is.
-    pub fn address(&self) -> usize {
-        self.memory.addresses()[self.memory.rank()] as usize
+    /// The memory that they stand in.
+    pub fn memory(&self) -> &PeerMemory {
+        &self.memory
     }
 
     /// Where this rank's part of a call is to be, the calls taking `turn` 0 and 1. [T, D] bf16

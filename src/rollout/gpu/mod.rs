@@ -124,13 +124,14 @@ impl GpuState {
             self.low = network::low_rank_buffer(weights, buffers.x.size()[0])?;
         }
         self.buffers = Some(buffers);
-        let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
-        let tables = bytes(&self.rope) + self.low.as_ref().map_or(0, bytes);
-        Ledger::set("engine_tables", Place::Device, tables + self.plan.bytes() + self.products.bytes());
         self.sums = self.shape.row_sums(tp)?;
+        let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
+        let peers = self.sums.as_ref().map_or(0, |sums| sums.memory().bytes());
+        let tables = bytes(&self.rope) + self.low.as_ref().map_or(0, bytes) + peers;
+        Ledger::set("engine_tables", Place::Device, tables + self.plan.bytes() + self.products.bytes());
         let mut seen = network::fingerprint(weights, kv_cache, self.low.as_ref());
         seen.push(tp.epoch()? as usize);
-        seen.extend(self.sums.as_ref().map(RowSums::address));
+        seen.extend(self.sums.as_ref().map(|sums| sums.memory().address()));
         self.graphs.keep_if(seen);
         Ok(())
     }

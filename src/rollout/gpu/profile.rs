@@ -147,9 +147,11 @@ impl GpuRunner<'_> {
         let (layers, vocab) = (spec.num_layers as f64, (spec.vocab_size / self.tp.size()) as f64);
         let size = self.weights.embedding.kind().elt_size_in_bytes() as f64;
         let product = |n: f64, k: f64| (size * (n * k + rows * (n + k)), 2.0 * rows * n * k);
+        let sums = self.state.sums.as_ref().is_some_and(|sums| rows <= sums.rows() as f64);
         let of_layers = |(bytes, flop): (f64, f64)| (layers * bytes, layers * flop);
         match op {
             Op::Embed => (2.0 * size * rows * hidden, 0.0),
+            Op::Norm if sums => (size * rows * hidden * 2.0, 0.0), // the others are in the sums
             Op::Norm => (size * rows * hidden * 4.0 * (2.0 * layers + 1.0), 0.0),
             Op::Qkv => of_layers(product(q + 2.0 * kv, hidden)),
             Op::RopeWriteKv => of_layers((2.0 * size * rows * (q + 2.0 * kv), 0.0)),
