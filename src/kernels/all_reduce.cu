@@ -22,15 +22,10 @@ struct Ranks {
 
 struct Control {
     unsigned calls[MOST_BLOCKS];                  // of each block so far
-    unsigned met[2][MOST_BLOCKS][MOST_RANKS];     // the call in which a rank's block has come here: before and after the sums
+    unsigned met[2][MOST_BLOCKS][MOST_RANKS];     // the call that a rank's block has come to: before and after the sums
 };
 
 using Row = Pack<bf16, 8>;
-
-// A word and the call that it belongs to, moved as one.
-struct alignas(16) Boxes {
-    unsigned long long at[2];
-};
 
 __device__ __forceinline__ bool is_aborted(const unsigned* abort) {
     unsigned word;
@@ -38,14 +33,17 @@ __device__ __forceinline__ bool is_aborted(const unsigned* abort) {
     return word != 0;
 }
 
-// Tells all ranks that this block has come to `call`, and waits until theirs have: what their blocks had written before, and
-// the kernels before them, is seen after this.
-template <int N>
-__device__ __forceinline__ void meet(const Ranks& ranks, int rank, int when, unsigned call, const unsigned* abort) {
+// Tells all ranks that this block has come to `call`, before the sums or `AFTER` them, and waits until theirs have. What the
+// kernels before wrote is seen by all then; after the sums, what the blocks wrote, too.
+template <int N, bool AFTER>
+__device__ __forceinline__ void meet(const Ranks& ranks, int rank, unsigned call, const unsigned* abort) {
     __syncthreads();
     if (threadIdx.x < N) {
-        const auto flags = [&](int of) { return reinterpret_cast<Control*>(ranks.at[of])->met[when][blockIdx.x]; };
-        asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(&flags(threadIdx.x)[rank]), "r"(call) : "memory");
+        const auto flags = [&](int of) { return reinterpret_cast<Control*>(ranks.at[of])->met[AFTER][blockIdx.x]; };
+        unsigned* flag = &flags(threadIdx.x)[rank];
+        // The kernels before have ended: their writes are in memory, and wait for no fence.
+        if (AFTER) asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(call) : "memory");
+        else asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(call) : "memory");
         unsigned come, spins = 0;
         do {
             asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(come) : "l"(&flags(rank)[threadIdx.x]) : "memory");
@@ -99,7 +97,7 @@ __device__ __forceinline__ void sum_rows(
         scale = reinterpret_cast<const Row*>(weight)[threadIdx.x];
         if (first < rows) kept = kept_rows[static_cast<long long>(first) * packs + threadIdx.x];
     }
-    meet<N>(ranks, rank, 0, call, abort);
+    meet<N, false>(ranks, rank, call, abort);
     for (int row = first; row < rows; row += step) {
         const long long at = static_cast<long long>(row) * packs + threadIdx.x;
         float sum[8] = {};
@@ -119,8 +117,28 @@ __device__ __forceinline__ void sum_rows(
             if (SHARE || r == rank) reinterpret_cast<Row*>(ranks.at[r] + normed)[at] = y;
         }
     }
-    if (SHARE) meet<N>(ranks, rank, 1, call, abort);
+    if (SHARE) meet<N, true>(ranks, rank, call, abort);
     if (threadIdx.x == 0) control->calls[blockIdx.x] = call;
+}
+
+// Two words, each with its call, moved as one.
+__device__ __forceinline__ void send(char* to, unsigned first, unsigned second, unsigned call) {
+    asm volatile(
+        "{.reg .b64 a, b;\n"
+        "mov.b64 a, {%1, %3};\n"
+        "mov.b64 b, {%2, %3};\n"
+        "st.relaxed.sys.global.v2.b64 [%0], {a, b};}" ::"l"(to), "r"(first), "r"(second), "r"(call)
+        : "memory");
+}
+__device__ __forceinline__ void receive(const char* from, unsigned (&words)[2], unsigned (&calls)[2]) {
+    asm volatile(
+        "{.reg .b64 a, b;\n"
+        "ld.relaxed.sys.global.v2.b64 {a, b}, [%4];\n"
+        "mov.b64 {%0, %1}, a;\n"
+        "mov.b64 {%2, %3}, b;}"
+        : "=r"(words[0]), "=r"(calls[0]), "=r"(words[1]), "=r"(calls[1])
+        : "l"(from)
+        : "memory");
 }
 
 template <int N>
@@ -129,7 +147,7 @@ __device__ __forceinline__ void sum_boxes(
     int rank,
     long long parts,
     long long normed,
-    long long boxes,  // where they are: [2, N, T, packs, 4] words of 8 bytes, calls of a block taking turns
+    long long boxes,  // where they are: [2, N, T, 2, packs] of 16 bytes, the calls of a block taking turns
     long long box_rows,
     const unsigned* abort,
     bf16* x,             // [T, D]
@@ -138,72 +156,39 @@ __device__ __forceinline__ void sum_boxes(
     float eps
 ) {
     constexpr int TOGETHER = N < 4 ? N : 4;  // ranks whose boxes are looked at at once
+    union Words {
+        Row row;
+        unsigned of_half[2][2];
+    };
     wait_for_inputs();
     auto* control = reinterpret_cast<Control*>(ranks.at[rank]);
     const unsigned call = control->calls[blockIdx.x] + 1;
     const bool is_in = threadIdx.x < packs;
     const long long at = static_cast<long long>(blockIdx.x) * packs + threadIdx.x;
-    const auto box = [&](int of, int from) {
-        const long long pack = ((call % 2) * N + from) * box_rows * packs + at;
-        return ranks.at[of] + boxes + pack * 32;
+    const auto box = [&](int of, int from, int half) {
+        const long long row = ((call % 2) * N + from) * box_rows + blockIdx.x;
+        return ranks.at[of] + boxes + ((2 * row + half) * packs + threadIdx.x) * 16;
     };
     Row kept{}, scale{};
     float sum[8] = {};
     if (is_in) {
-        union {
-            Row row;
-            unsigned words[4];
-        } own = {reinterpret_cast<const Row*>(ranks.at[rank] + parts)[at]};
+        const Words own = {reinterpret_cast<const Row*>(ranks.at[rank] + parts)[at]};
 #pragma unroll
-        for (int r = 0; r < N; ++r) {
-            if (r == rank) continue;
-            const char* to = box(r, rank);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                asm volatile(
-                    "{.reg .b64 a, b;\n"
-                    "mov.b64 a, {%1, %3};\n"
-                    "mov.b64 b, {%2, %3};\n"
-                    "st.relaxed.sys.global.v2.b64 [%0], {a, b};}" ::"l"(to + 16 * half),
-                    "r"(own.words[2 * half]), "r"(own.words[2 * half + 1]), "r"(call)
-                    : "memory");
-            }
-        }
+        for (int r = 0; r < 2 * N; ++r) send(box(r / 2, rank, r % 2), own.of_half[r % 2][0], own.of_half[r % 2][1], call);
         kept = reinterpret_cast<const Row*>(x)[at];
         scale = reinterpret_cast<const Row*>(weight)[threadIdx.x];
 #pragma unroll
         for (int first = 0; first < N; first += TOGETHER) {
-            union {
-                Row row;
-                unsigned words[4];
-            } part[TOGETHER];
-            unsigned spins = 0;
-            bool is_there;
+            Words part[TOGETHER];
+            unsigned calls[TOGETHER][2][2], differ, spins = 0;
             do {
-                is_there = true;
 #pragma unroll
-                for (int k = 0; k < TOGETHER; ++k) {
-                    if (first + k == rank) {
-                        part[k].row = own.row;
-                        continue;
-                    }
-                    const char* from = box(rank, first + k);
+                for (int k = 0; k < 2 * TOGETHER; ++k)
+                    receive(box(rank, first + k / 2, k % 2), part[k / 2].of_half[k % 2], calls[k / 2][k % 2]);
+                differ = 0;
 #pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        unsigned calls[2];
-                        asm volatile(
-                            "{.reg .b64 a, b;\n"
-                            "ld.relaxed.sys.global.v2.b64 {a, b}, [%4];\n"
-                            "mov.b64 {%0, %1}, a;\n"
-                            "mov.b64 {%2, %3}, b;}"
-                            : "=r"(part[k].words[2 * half]), "=r"(calls[0]), "=r"(part[k].words[2 * half + 1]),
-                              "=r"(calls[1])
-                            : "l"(from + 16 * half)
-                            : "memory");
-                        is_there = is_there && calls[0] == call && calls[1] == call;
-                    }
-                }
-            } while (!is_there && !(++spins % SPINS == 0 && is_aborted(abort)));
+                for (int k = 0; k < 4 * TOGETHER; ++k) differ |= calls[k / 4][k / 2 % 2][k % 2] ^ call;
+            } while (differ && !(++spins % SPINS == 0 && is_aborted(abort)));
 #pragma unroll
             for (int k = 0; k < TOGETHER; ++k) add(part[k].row, sum);
         }

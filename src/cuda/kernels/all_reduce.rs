@@ -32,8 +32,8 @@ const CONTROL_BYTES: usize = 4 * MOST_BLOCKS * (1 + 2 * MOST_RANKS);
 const PACK: usize = 8;
 /// Rows that boxes are laid out for, at most.
 const MOST_BOX_ROWS: usize = 64;
-/// Bytes of a part that goes into boxes, at most.
-const MOST_BOX_BYTES: usize = 128 << 10;
+/// Bytes that a rank of several reads of its peers rather than share the rows out.
+const MOST_READ_BYTES: usize = 1 << 20;
 /// Parts begin at multiples of this, in bytes.
 const ALIGNMENT: usize = 256;
 
@@ -83,19 +83,11 @@ impl RowSums {
         Ok(Self { memory, rows, dim })
     }
 
-    /// The fastest way for a step of `rows`, as measured on NVLink.
+    /// The fastest way for a step of `rows`, as measured between H200.
     pub fn way(&self, rows: usize) -> Way {
-        let bytes = rows * self.dim * 2;
-        match self.memory.num_ranks() {
-            _ if rows <= self.places().box_rows && bytes <= MOST_BOX_BYTES => Way::Boxes,
-            2 => Way::Read,
-            _ => Way::Share,
-        }
-    }
-
-    /// Most rows of a call.
-    pub fn rows(&self) -> usize {
-        self.rows
+        let from_peers = (self.memory.num_ranks() - 1) * rows * self.dim * 2; // bytes that each rank reads
+        let is_few = self.memory.num_ranks() == 2 || from_peers <= MOST_READ_BYTES;
+        if is_few { Way::Read } else { Way::Share }
     }
 
     /// The memory that they stand in.

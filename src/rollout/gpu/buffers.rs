@@ -41,6 +41,12 @@ pub fn engine_buffer_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: u
     Shape::new(spec, options, 0, tp_size).bytes()
 }
 
+/// Bytes of a GPU that one rank's sums over its tensor-parallel group take, asleep or awake, where GPUs map one another's memory.
+pub fn engine_sum_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> usize {
+    let (rows, hidden) = (options.max_num_seqs.min(MOST_SUMMED_ROWS), spec.hidden_size);
+    if RowSums::serve(options.kind, hidden, tp_size) { RowSums::bytes(rows, hidden, tp_size) } else { 0 }
+}
+
 /// Tensors over the arena.
 #[derive(Debug)]
 pub(super) struct Buffers {

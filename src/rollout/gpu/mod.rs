@@ -18,7 +18,7 @@ mod network;
 mod prefill;
 mod profile;
 
-pub use self::buffers::engine_buffer_bytes;
+pub use self::buffers::{engine_buffer_bytes, engine_sum_bytes};
 pub use self::profile::{OpTime, StepProfile};
 
 use std::collections::VecDeque;
