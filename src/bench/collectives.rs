@@ -118,7 +118,7 @@ fn own_all_reduce(bytes: usize, world: &World, ordinal: usize) -> Result<Option<
     if !RowSums::serve(Kind::BFloat16, HIDDEN, world.size()) {
         return Ok(None);
     }
-    let Some(memory) = world.group().peer_memory(RowSums::bytes(most, HIDDEN, world.size()))? else { return Ok(None) };
+    let Some(memory) = world.group().peer_memory(RowSums::bytes(most, HIDDEN))? else { return Ok(None) };
     let sums = RowSums::new(memory, most, HIDDEN)?;
     let zeros = |rows: usize| Tensor::f_zeros([rows as i64, HIDDEN as i64], (Kind::BFloat16, world.device()));
     let (mut x, weight, way) = (zeros(rows)?, zeros(1)?, sums.way(rows));

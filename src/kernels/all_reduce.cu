@@ -2,10 +2,12 @@
 // it, in one launch: x += the ranks' parts, added in rank order in float32, rounded once; y = x / sqrt(mean(x^2) + eps) *
 // weight. N ranks, T rows of D = 8 packs-of-bf16 elements; one thread has one pack of a row.
 //
-// Every rank maps every other's memory, which begins with `Control` and is laid out alike on all. Three ways, the same bits:
-//   boxes    Each rank sends its part to all, every word beside the number of the call, and sums all rows: one trip.
+// Every rank maps every other's memory, which begins with `Control` and is laid out alike on all. Two ways, the same bits:
 //   read     Ranks meet, then each reads all parts and sums all rows.
-//   share    Ranks meet, then each sums and norms every N-th row, whose x it alone keeps from then on, and writes y to all.
+//   share    Ranks meet, then each sums and norms every N-th row, whose x it alone keeps from then on, and writes y to all,
+//            which meet again.
+// Sending parts unasked, every word beside the number of its call, saves the meeting and doubles the bytes: no faster on four
+// GPUs for any number of rows.
 //
 // Calls are counted on the device, so that a recorded launch can be replayed. Two calls in a row must have their parts in
 // different places: a rank that has finished the later one knows that all have read the earlier one's, not that all have read
@@ -121,98 +123,16 @@ __device__ __forceinline__ void sum_rows(
     if (threadIdx.x == 0) control->calls[blockIdx.x] = call;
 }
 
-// Two words, each with its call, moved as one.
-__device__ __forceinline__ void send(char* to, unsigned first, unsigned second, unsigned call) {
-    asm volatile(
-        "{.reg .b64 a, b;\n"
-        "mov.b64 a, {%1, %3};\n"
-        "mov.b64 b, {%2, %3};\n"
-        "st.relaxed.sys.global.v2.b64 [%0], {a, b};}" ::"l"(to), "r"(first), "r"(second), "r"(call)
-        : "memory");
-}
-__device__ __forceinline__ void receive(const char* from, unsigned (&words)[2], unsigned (&calls)[2]) {
-    asm volatile(
-        "{.reg .b64 a, b;\n"
-        "ld.relaxed.sys.global.v2.b64 {a, b}, [%4];\n"
-        "mov.b64 {%0, %1}, a;\n"
-        "mov.b64 {%2, %3}, b;}"
-        : "=r"(words[0]), "=r"(calls[0]), "=r"(words[1]), "=r"(calls[1])
-        : "l"(from)
-        : "memory");
-}
-
-template <int N>
-__device__ __forceinline__ void sum_boxes(
-    const Ranks& ranks,
-    int rank,
-    long long parts,
-    long long normed,
-    long long boxes,  // where they are: [2, N, T, 2, packs] of 16 bytes, the calls of a block taking turns
-    long long box_rows,
-    const unsigned* abort,
-    bf16* x,             // [T, D]
-    const bf16* weight,  // [D]
-    int packs,
-    float eps
-) {
-    constexpr int TOGETHER = N < 4 ? N : 4;  // ranks whose boxes are looked at at once
-    union Words {
-        Row row;
-        unsigned of_half[2][2];
-    };
-    wait_for_inputs();
-    auto* control = reinterpret_cast<Control*>(ranks.at[rank]);
-    const unsigned call = control->calls[blockIdx.x] + 1;
-    const bool is_in = threadIdx.x < packs;
-    const long long at = static_cast<long long>(blockIdx.x) * packs + threadIdx.x;
-    const auto box = [&](int of, int from, int half) {
-        const long long row = ((call % 2) * N + from) * box_rows + blockIdx.x;
-        return ranks.at[of] + boxes + ((2 * row + half) * packs + threadIdx.x) * 16;
-    };
-    Row kept{}, scale{};
-    float sum[8] = {};
-    if (is_in) {
-        const Words own = {reinterpret_cast<const Row*>(ranks.at[rank] + parts)[at]};
-#pragma unroll
-        for (int r = 0; r < 2 * N; ++r) send(box(r / 2, rank, r % 2), own.of_half[r % 2][0], own.of_half[r % 2][1], call);
-        kept = reinterpret_cast<const Row*>(x)[at];
-        scale = reinterpret_cast<const Row*>(weight)[threadIdx.x];
-#pragma unroll
-        for (int first = 0; first < N; first += TOGETHER) {
-            Words part[TOGETHER];
-            unsigned calls[TOGETHER][2][2], differ, spins = 0;
-            do {
-#pragma unroll
-                for (int k = 0; k < 2 * TOGETHER; ++k)
-                    receive(box(rank, first + k / 2, k % 2), part[k / 2].of_half[k % 2], calls[k / 2][k % 2]);
-                differ = 0;
-#pragma unroll
-                for (int k = 0; k < 4 * TOGETHER; ++k) differ |= calls[k / 4][k / 2 % 2][k % 2] ^ call;
-            } while (differ && !(++spins % SPINS == 0 && is_aborted(abort)));
-#pragma unroll
-            for (int k = 0; k < TOGETHER; ++k) add(part[k].row, sum);
-        }
-    }
-    const Row y = norm(kept, sum, scale, 8ll * packs, eps);
-    if (is_in) {
-        reinterpret_cast<Row*>(x)[at] = kept;
-        reinterpret_cast<Row*>(ranks.at[rank] + normed)[at] = y;
-    }
-    if (threadIdx.x == 0) control->calls[blockIdx.x] = call;
-}
-
-#define KERNEL(NAME, SUM)                                                                                               \
-    extern "C" __global__ void __launch_bounds__(1024) NAME(                                                            \
-        const __grid_constant__ Ranks ranks, long long rank, long long parts, long long normed, const unsigned* abort,  \
-        bf16* x, const bf16* weight, long long rows, long long packs, float eps, long long boxes, long long box_rows) { \
-        SUM;                                                                                                            \
+#define ALL_REDUCE(NAME, N, SHARE)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(1024) NAME##_##N(                                                  \
+        const __grid_constant__ Ranks ranks, long long rank, long long parts, long long normed, const unsigned* abort, \
+        bf16* x, const bf16* weight, long long rows, long long packs, float eps) {                                  \
+        sum_rows<N, SHARE>(ranks, rank, parts, normed, abort, x, weight, rows, packs, eps);                         \
     }
 
-#define ALL_REDUCE(N)                                                                                                   \
-    KERNEL(all_reduce_boxes_##N, sum_boxes<N>(ranks, rank, parts, normed, boxes, box_rows, abort, x, weight, packs, eps)) \
-    KERNEL(all_reduce_read_##N, (sum_rows<N, false>(ranks, rank, parts, normed, abort, x, weight, rows, packs, eps)))   \
-    KERNEL(all_reduce_share_##N, (sum_rows<N, true>(ranks, rank, parts, normed, abort, x, weight, rows, packs, eps)))
-
-ALL_REDUCE(2)
-ALL_REDUCE(4)
-ALL_REDUCE(8)
+ALL_REDUCE(all_reduce_read, 2, false)
+ALL_REDUCE(all_reduce_read, 4, false)
+ALL_REDUCE(all_reduce_read, 8, false)
+ALL_REDUCE(all_reduce_share, 2, true)
+ALL_REDUCE(all_reduce_share, 4, true)
+ALL_REDUCE(all_reduce_share, 8, true)

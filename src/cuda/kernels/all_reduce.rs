@@ -13,9 +13,6 @@ use crate::error::Result;
 
 pub(super) const SOURCE: &Source = &nvrtc::ALL_REDUCE;
 pub(super) const NAMES: &[&str] = &[
-    "all_reduce_boxes_2",
-    "all_reduce_boxes_4",
-    "all_reduce_boxes_8",
     "all_reduce_read_2",
     "all_reduce_read_4",
     "all_reduce_read_8",
@@ -30,18 +27,14 @@ const MOST_BLOCKS: usize = 512;
 const CONTROL_BYTES: usize = 4 * MOST_BLOCKS * (1 + 2 * MOST_RANKS);
 /// Elements that one thread has.
 const PACK: usize = 8;
-/// Rows that boxes are laid out for, at most.
-const MOST_BOX_ROWS: usize = 64;
 /// Bytes that a rank of several reads of its peers rather than share the rows out.
 const MOST_READ_BYTES: usize = 1 << 20;
 /// Parts begin at multiples of this, in bytes.
 const ALIGNMENT: usize = 256;
 
-/// How rows are summed. All give the same bits.
+/// How rows are summed. Both give the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
-    /// Every rank sends its part to all and sums all rows: one trip, twice the bytes.
-    Boxes,
     /// Ranks meet, and every rank reads all parts and sums all rows.
     Read,
     /// Ranks meet, every rank sums and norms every N-th row, whose x it alone keeps, and writes the norms to all.
@@ -65,8 +58,8 @@ impl RowSums {
     }
 
     /// Bytes of every rank's memory for `rows` [D = `dim`].
-    pub fn bytes(rows: usize, dim: usize, num_ranks: usize) -> usize {
-        let Places { normed, matrix, .. } = Places::new(rows, dim, num_ranks);
+    pub fn bytes(rows: usize, dim: usize) -> usize {
+        let Places { normed, matrix, .. } = Places::new(rows, dim);
         normed + matrix
     }
 
@@ -75,7 +68,7 @@ impl RowSums {
     /// # Errors
     /// [`crate::Error::InvalidArgument`] where the memory is too small, or not served.
     pub fn new(memory: Arc<PeerMemory>, rows: usize, dim: usize) -> Result<Self> {
-        let needed = Self::bytes(rows, dim, memory.num_ranks());
+        let needed = Self::bytes(rows, dim);
         if memory.bytes() < needed || !Self::serve(Kind::BFloat16, dim, memory.num_ranks()) {
             let got = format!("{} bytes of {} ranks, rows of {dim}", memory.bytes(), memory.num_ranks());
             return Err(invalid("RowSums::new", format!("{needed} bytes of 2, 4 or 8 ranks"), got));
@@ -88,6 +81,11 @@ impl RowSums {
         let from_peers = (self.memory.num_ranks() - 1) * rows * self.dim * 2; // bytes that each rank reads
         let is_few = self.memory.num_ranks() == 2 || from_peers <= MOST_READ_BYTES;
         if is_few { Way::Read } else { Way::Share }
+    }
+
+    /// Most rows of a call.
+    pub fn rows(&self) -> usize {
+        self.rows
     }
 
     /// The memory that they stand in.
@@ -116,14 +114,13 @@ impl RowSums {
     /// calls on it have to be shared, too. Allocates nothing. Collective: all ranks call it alike.
     ///
     /// # Errors
-    /// [`crate::Error::InvalidArgument`] for tensors that do not fit or too many rows for the way; [`crate::Error::Cuda`].
+    /// [`crate::Error::InvalidArgument`] for tensors that do not fit or too many rows; [`crate::Error::Cuda`].
     pub fn add_rms_norm(&self, way: Way, turn: usize, x: &mut Tensor, weight: &Tensor, eps: f64) -> Result<()> {
         const OP: &str = "RowSums::add_rms_norm";
         let (memory, places) = (&*self.memory, self.places());
         let (gpu, num_ranks, rows) = (memory.ordinal(), memory.num_ranks(), x.numel() / self.dim);
-        let most = if way == Way::Boxes { places.box_rows } else { self.rows };
-        if rows > most {
-            return Err(invalid(OP, format!("at most {most} rows for {way:?}"), rows));
+        if rows > self.rows {
+            return Err(invalid(OP, format!("at most {} rows", self.rows), rows));
         }
         let mut ranks = [std::ptr::null_mut::<c_void>(); MOST_RANKS];
         ranks.iter_mut().zip(memory.addresses()).for_each(|(rank, &address)| *rank = address as *mut c_void);
@@ -139,11 +136,8 @@ impl RowSums {
             Argument::Count(rows as i64),
             Argument::Count(packs as i64),
             Argument::Float(eps as f32),
-            Argument::Count(places.boxes as i64),
-            Argument::Count(places.box_rows as i64),
         ];
         let (name, blocks) = match way {
-            Way::Boxes => ("boxes", rows),
             Way::Read => ("read", rows),
             Way::Share => ("share", rows.div_ceil(num_ranks)),
         };
@@ -157,25 +151,20 @@ impl RowSums {
     }
 
     fn places(&self) -> Places {
-        Places::new(self.rows, self.dim, self.memory.num_ranks())
+        Places::new(self.rows, self.dim)
     }
 }
 
 /// Offsets in every rank's memory, and bytes of a matrix [T, D].
 struct Places {
-    boxes: usize, // [2, N, box_rows, D / PACK] packs, each word beside its call
     parts: [usize; 2],
     normed: usize,
     matrix: usize,
-    box_rows: usize,
 }
 
 impl Places {
-    fn new(rows: usize, dim: usize, num_ranks: usize) -> Self {
-        let box_rows = rows.min(MOST_BOX_ROWS);
-        let boxes = CONTROL_BYTES.next_multiple_of(ALIGNMENT);
-        let first = boxes + (2 * num_ranks * box_rows * dim * 4).next_multiple_of(ALIGNMENT);
-        let matrix = (rows * dim * 2).next_multiple_of(ALIGNMENT);
-        Self { boxes, parts: [first, first + matrix], normed: first + 2 * matrix, matrix, box_rows }
+    fn new(rows: usize, dim: usize) -> Self {
+        let (first, matrix) = (CONTROL_BYTES.next_multiple_of(ALIGNMENT), (rows * dim * 2).next_multiple_of(ALIGNMENT));
+        Self { parts: [first, first + matrix], normed: first + 2 * matrix, matrix }
     }
 }

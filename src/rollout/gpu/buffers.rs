@@ -44,7 +44,7 @@ pub fn engine_buffer_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: u
 /// Bytes of a GPU that one rank's sums over its tensor-parallel group take, asleep or awake, where GPUs map one another's memory.
 pub fn engine_sum_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> usize {
     let (rows, hidden) = (options.max_num_seqs.min(MOST_SUMMED_ROWS), spec.hidden_size);
-    if RowSums::serve(options.kind, hidden, tp_size) { RowSums::bytes(rows, hidden, tp_size) } else { 0 }
+    if RowSums::serve(options.kind, hidden, tp_size) { RowSums::bytes(rows, hidden) } else { 0 }
 }
 
 /// Tensors over the arena.
@@ -101,7 +101,7 @@ impl Shape {
         if !RowSums::serve(self.kind, self.hidden, self.tp_size) {
             return Ok(None);
         }
-        let memory = tp.peer_memory(RowSums::bytes(rows, self.hidden, self.tp_size))?;
+        let memory = tp.peer_memory(RowSums::bytes(rows, self.hidden))?;
         memory.map(|memory| RowSums::new(memory, rows, self.hidden)).transpose()
     }
 
