@@ -109,9 +109,9 @@ impl RowSums {
         self.matrix(self.places().normed)
     }
 
-    /// x += the ranks' parts of `turn`, added in rank order in float32 and rounded once; the norms are x / sqrt(mean(x^2) + eps)
-    /// * weight. `turn` is not that of the call before. After [`Way::Share`] x has only rows i with i % N = rank, and later
-    /// calls on it have to be shared, too. Allocates nothing. Collective: all ranks call it alike.
+    /// x += the ranks' parts of `turn`, added in rank order in float32 and rounded once; the norms are
+    /// x / sqrt(mean(x^2) + eps) * weight. `turn` is not that of the call before. After [`Way::Share`] x has only rows i with
+    /// i % N = rank, and later calls on it have to be shared, too. Allocates nothing. Collective: all ranks call it alike.
     ///
     /// # Errors
     /// [`crate::Error::InvalidArgument`] for tensors that do not fit or too many rows; [`crate::Error::Cuda`].
