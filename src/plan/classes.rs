@@ -3,7 +3,7 @@
 use super::choices::Choices;
 use super::{ClassBytes, PlanInput};
 use crate::config::{GradientCheckpointing, OptimizerResidency, ReferenceResidency};
-use crate::rollout::engine_buffer_bytes;
+use crate::rollout::{engine_buffer_bytes, engine_sum_bytes};
 use crate::train::{ActivationBytes, Moment, TrainBytes, WORKSPACE_BYTES, reference_bytes};
 
 /// All but the KV cache, which has what they leave. Training's are those of its fullest moment.
@@ -48,11 +48,16 @@ fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
         classes.push(in_rollout("engine weights (gathered slices)", input.engine_weight_bytes));
     }
     if input.room.swap_bytes.is_some() {
-        let buffers =
-            engine_buffer_bytes(&input.table.spec, &input.engine_options(), input.config.tensor_parallel_size);
-        classes.push(in_rollout("engine buffers", buffers));
-        let (class, bytes) = ("workspace of products", WORKSPACE_BYTES);
-        classes.push(ClassBytes { class, train_bytes: bytes, rollout_bytes: bytes, host_bytes: 0 });
+        let (spec, options, tp_size) = (&input.table.spec, input.engine_options(), input.config.tensor_parallel_size);
+        classes.push(in_rollout("engine buffers", engine_buffer_bytes(spec, &options, tp_size)));
+        let sums = engine_sum_bytes(spec, &options, tp_size);
+        let resident = [("sums over the tensor-parallel group", sums), ("workspace of products", WORKSPACE_BYTES)];
+        classes.extend(resident.into_iter().filter(|(_, bytes)| *bytes > 0).map(|(class, bytes)| ClassBytes {
+            class,
+            train_bytes: bytes,
+            rollout_bytes: bytes,
+            host_bytes: 0,
+        }));
     }
     classes
 }
