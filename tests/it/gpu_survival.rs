@@ -7,13 +7,16 @@ use std::time::{Duration, Instant};
 
 use colo_grpo::cuda::Context;
 use colo_grpo::dist::{Backend, World};
+use colo_grpo::memory::{self, Arena};
+use colo_grpo::torch;
 use colo_grpo::types::{Prompt, SamplingParams};
-use colo_grpo::{memory, torch};
 use serde_json::json;
+use tch::Device;
 
 use crate::colocate::setup::Setup;
-use crate::program::{SMALL_RUN, command, end, eventually, processes_of};
+use crate::program::{SMALL_RUN, command, end, eventually, metrics, processes_of, run};
 
+const GPU: Device = Device::Cuda(0);
 const MIB: usize = 1 << 20;
 /// What a driver may keep of a killed rank's GPU for bookkeeping.
 const KEPT_BYTES: usize = 64 * MIB;
@@ -74,6 +77,43 @@ fn gpu_two_ranks_of_which_one_is_killed_leave_both_gpus_free() {
         assert_eq!(ended.code, Some(10), "{phase}\n{}", ended.stderr);
         assert!(free_s < 15.0, "{phase}: {free_s} s");
     }
+}
+
+/// 20: what another process holds is told before anything is started.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_in_use_is_refused_before_the_launch() {
+    let mut held = Arena::reserve("held_test", 2 << 30, GPU).unwrap();
+    held.map(2 << 30).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let line = format!("{SMALL_RUN} device=cuda max_restarts=1 output_dir={}", folder.path().display());
+    run(&line).assert_error("in use", 4, &["GPU 0: ", "MiB are held by", "CUDA_VISIBLE_DEVICES"]);
+}
+
+/// 5, 6: a GPU that another process fills up while the run goes on.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_that_fills_up_ends_the_run_and_the_key_to_lower_is_told() {
+    let context = Context::retain(0).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let line = format!(
+        "{SMALL_RUN} device=cuda residency.optimizer=swap kv_cache_bytes=40000000000 max_steps=100000 save_steps=none \
+         output_dir={}",
+        folder.path().display()
+    );
+    let mut filled = command(&line).spawn().unwrap();
+    assert!(eventually(Duration::from_secs(60), || !metrics(folder.path()).is_empty()), "it did not start");
+    let (_, total) = context.memory_bytes().unwrap();
+    let mut other = Arena::reserve("other_test", total, GPU).unwrap();
+    let start = Instant::now();
+    while filled.try_wait().unwrap().is_none() && start.elapsed() < Duration::from_secs(30) {
+        let more = context.memory_bytes().unwrap().0.saturating_sub(64 * MIB).min(1 << 30);
+        let _ = other.map(other.mapped_bytes() + more); // the run may have been faster
+    }
+    let _ = filled.kill();
+    let ended = end(filled);
+    println!("{}", json!({"test": "fill", "held_bytes": other.mapped_bytes(), "told": ended.stderr.lines().last()}));
+    ended.assert_error("filled", 11, &["out of memory: ", " held", "to mend: "]);
 }
 
 fn resident_bytes() -> usize {

@@ -23,6 +23,8 @@ use crate::torch;
 /// What makes a folder one of adapters.
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
+/// What older versions of PEFT wrote.
+const PICKLED: &str = "adapter_model.bin";
 
 /// One tensor of `adapter_model.safetensors`.
 struct PeftTensor<'a> {
@@ -115,6 +117,10 @@ impl AdapterFiles {
     /// # Errors
     /// [`Error::BadFile`] for adapters of another kind than LoRA's, or that are not of this model.
     pub fn open(folder: &Path, spec: Arc<ModelSpec>) -> Result<Self> {
+        let pickled = folder.join(PICKLED);
+        if pickled.exists() && !folder.join(WEIGHTS).exists() {
+            return Err(Error::bad_file(pickled, convert_hint(folder)));
+        }
         let file = MappedFile::open(&folder.join(WEIGHTS))?;
         let lora = read_config(&folder.join(CONFIG), targets(&file))?;
         let files = Self { spec, lora, file };
@@ -167,6 +173,15 @@ impl AdapterFiles {
         }
         Ok(())
     }
+}
+
+fn convert_hint(folder: &Path) -> String {
+    let folder = folder.display();
+    format!(
+        "pickled adapters can run code when they are opened and are not read; convert them with: python3 -c \"import torch; \
+         from safetensors.torch import save_file; \
+         save_file(torch.load('{folder}/{PICKLED}', weights_only=True), '{folder}/{WEIGHTS}')\""
+    )
 }
 
 /// Writes an adapter folder's two files; `units` gives those of `table` in turn.

@@ -265,3 +265,13 @@ fn equal_rewards_are_a_warning() {
         );
     }
 }
+
+/// 13: adapters as older versions of PEFT wrote them.
+#[test]
+fn pickled_adapters_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), "adapter_config.json", json!({"base_model_name_or_path": MODEL}).to_string().as_bytes());
+    write(folder.path(), "adapter_model.bin", b"pickled");
+    let line = format!("generate --model {} --prompt what", folder.path().display());
+    run(&line).assert_error("13 pickled adapters", 3, &["adapter_model.bin", "convert them with: python3"]);
+}
