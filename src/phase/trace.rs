@@ -32,7 +32,7 @@ pub fn trace_to(folder: &Path, rank: usize) -> Result<()> {
     let file = File::create(&path).map_err(Error::io(&path))?;
     let mut trace = Trace { rank, file: BufWriter::new(file) };
     let name = json!({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": format!("rank {rank}")}});
-    write!(trace.file, "{BEGIN}{name},\n").map_err(Error::io(path))?;
+    writeln!(trace.file, "{BEGIN}{name},").map_err(Error::io(path))?;
     *TRACE.lock().unwrap_or_else(PoisonError::into_inner) = Some(trace);
     Ok(())
 }
