@@ -52,31 +52,44 @@ fn gpu_five_hundred_cycles_leave_memory_flat() {
 #[test]
 #[ignore = "needs two GPUs"]
 fn gpu_two_ranks_of_which_one_is_killed_leave_both_gpus_free() {
+    for phase in ["generate", "forward_backward", "wake", "offload", "gather"] {
+        ends_and_frees(&format!("1:1:{phase}:kill"), "", 10);
+    }
+}
+
+/// The same where the other rank's kernels wait for parts of the one that ends or fails.
+#[test]
+#[ignore = "needs two GPUs"]
+fn gpu_two_ranks_of_one_engine_end_together() {
+    for (kind, code) in [("kill", 10), ("oom", 11)] {
+        ends_and_frees(&format!("1:1:decode:{kind}"), "tensor_parallel_size=2 dtype=bfloat16", code);
+    }
+}
+
+fn ends_and_frees(fault: &str, keys: &str, code: i32) {
     let gpus = [0, 1].map(|ordinal| Context::retain(ordinal).unwrap());
     let free = || gpus.each_ref().map(|gpu| gpu.memory_bytes().unwrap().0);
     let before = free();
-    for phase in ["generate", "forward_backward", "wake", "offload", "gather"] {
-        let folder = tempfile::tempdir().unwrap();
-        let run = command(&format!(
-            "{SMALL_RUN} --nproc 2 device=cuda zero.stage=3 residency.optimizer=swap kv_cache_bytes=8000000000 \
-             max_steps=9 save_steps=none fault=1:1:{phase}:kill output_dir={}",
-            folder.path().display()
-        ));
-        let run = { run }.spawn().unwrap();
-        let alive = || processes_of(folder.path()).len();
-        assert!(eventually(Duration::from_secs(60), || alive() == 3), "{phase}: it did not start");
-        assert!(eventually(Duration::from_secs(60), || alive() < 3), "{phase}: nobody was killed");
-        let killed = Instant::now();
-        assert!(eventually(Duration::from_secs(15), || alive() == 0), "{phase}: {} processes left", alive());
-        let gone_s = killed.elapsed().as_secs_f64();
-        let is_free = || free().iter().zip(&before).all(|(now, before)| now + KEPT_BYTES >= *before);
-        assert!(eventually(Duration::from_secs(15), is_free), "{phase}: {:?} of {before:?} bytes free", free());
-        let free_s = killed.elapsed().as_secs_f64();
-        println!("{}", json!({"test": "kill", "phase": phase, "gone_s": gone_s, "gpus_free_s": free_s}));
-        let ended = end(run);
-        assert_eq!(ended.code, Some(10), "{phase}\n{}", ended.stderr);
-        assert!(free_s < 15.0, "{phase}: {free_s} s");
-    }
+    let folder = tempfile::tempdir().unwrap();
+    let mut run = command(&format!(
+        "{SMALL_RUN} --nproc 2 device=cuda zero.stage=3 residency.optimizer=swap kv_cache_bytes=8000000000 \
+         max_steps=9 save_steps=none fault={fault} output_dir={} {keys}",
+        folder.path().display()
+    ));
+    let run = run.spawn().unwrap();
+    let alive = || processes_of(folder.path()).len();
+    assert!(eventually(Duration::from_secs(60), || alive() == 3), "{fault}: it did not start");
+    assert!(eventually(Duration::from_secs(60), || alive() < 3), "{fault}: nobody ended");
+    let ended = Instant::now();
+    assert!(eventually(Duration::from_secs(15), || alive() == 0), "{fault}: {} processes left", alive());
+    let gone_s = ended.elapsed().as_secs_f64();
+    let is_free = || free().iter().zip(&before).all(|(now, before)| now + KEPT_BYTES >= *before);
+    assert!(eventually(Duration::from_secs(15), is_free), "{fault}: {:?} of {before:?} bytes free", free());
+    let free_s = ended.elapsed().as_secs_f64();
+    println!("{}", json!({"test": "end", "fault": fault, "gone_s": gone_s, "gpus_free_s": free_s}));
+    let left = end(run);
+    assert_eq!(left.code, Some(code), "{fault}\n{}", left.stderr);
+    assert!(free_s < 15.0, "{fault}: {free_s} s");
 }
 
 /// 20: what another process holds is told before anything is started.
