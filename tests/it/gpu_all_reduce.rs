@@ -95,20 +95,20 @@ fn replays_at_any_pace(world: &World) {
         let record = || {
             for (call, mut x) in (0..CALLS).zip(xs.split(1, 0)) {
                 let mut part = case.sums.part(call % 2).unwrap().narrow(0, 0, case.rows);
-                let _ = part.copy_(&source);
+                part.copy_(&source);
                 case.sums.add_rms_norm(way, call % 2, &mut x, &case.weight, EPS).unwrap();
             }
             Ok(())
         };
         record().unwrap();
-        let mut graph = Graph::capture(&stream, &record).unwrap();
+        let mut graph = Graph::capture(&stream, record).unwrap();
         let wrong = Tensor::zeros([1], (Kind::Int64, world.device()));
         let mut pace = 1 + world.rank() as u64;
         for replay in 0..REPLAYS {
             // Numbers whose sums are exact: the reference may add in any order.
             let _ = shift.shallow_clone().fill_((replay % 7) as f64);
             let whole = |rank: usize| (&case.parts[rank] * 8.0).round() + (rank as f64 + 1.0) * &shift;
-            let _ = source.shallow_clone().copy_(&whole(case.rank));
+            source.shallow_clone().copy_(&whole(case.rank));
             let _ = xs.zero_();
             pace = pace.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             match pace >> 61 {
@@ -165,7 +165,7 @@ impl Case {
     }
 
     fn sum(&self, way: Way, turn: usize, x: &mut Tensor) {
-        let _ = self.sums.part(turn).unwrap().copy_(&self.parts[self.rank]);
+        self.sums.part(turn).unwrap().copy_(&self.parts[self.rank]);
         self.sums.add_rms_norm(way, turn, x, &self.weight, EPS).unwrap();
     }
 
