@@ -58,32 +58,14 @@ pub struct GenerateBench {
 /// # Errors
 /// Out of memory, or a model that cannot be split so.
 pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value> {
-    let mesh = world.mesh(bench.tensor_parallel_size, world.size())?;
-    let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..(*bench.spec).clone() });
-    let (kind, device) = (bench.kind, world.device());
-    let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
-    let engine = Engine::new(spec.clone(), tokenizer, bench.options(&world), mesh.tp.clone())?;
-    let table = Arc::new(ParamTable::new(spec.clone(), 1));
-    let source = |layout: &_| init_unit_on(layout, SEED, kind, device);
-    let mut served = Served::new(world.clone(), &mesh, table, engine, &source)?;
-    let (mut seconds, mut prefill_seconds, mut tokens) = (Vec::new(), Vec::new(), 0.0);
-    let mut steps = Steps::default();
-    for repeat in 0..=bench.repeats {
-        let (prefill, _, _) = bench.run(&world, &mut served, repeat, 1)?;
-        let (whole, generated, of_steps) = bench.run(&world, &mut served, repeat, bench.longest())?;
-        tokens = generated;
-        if repeat > 0 {
-            seconds.push(whole); // the first warms up
-            prefill_seconds.push(prefill);
-            steps.add(&of_steps);
-        }
-    }
-    let (seconds, prefill_seconds) = (median(seconds), median(prefill_seconds));
-    let num_prompts = bench.prompts * world.size();
+    // What strict mode costs is told by an engine without it, gone before the other comes.
+    let free = if bench.strict { Some(bench.measure(&world, false)?.0) } else { None };
+    let (run, mut served) = bench.measure(&world, bench.strict)?;
+    let (kind, device, num_prompts) = (bench.kind, world.device(), bench.prompts * world.size());
     let mut result = json!({
         "benchmark": "generate",
         "model": bench.model,
-        "num_params": spec.num_params(),
+        "num_params": bench.spec.num_params(),
         "device": if device.is_cuda() { "cuda" } else { "cpu" },
         "dtype": if kind == Kind::BFloat16 { "bfloat16" } else { "float32" },
         "world_size": world.size(),
@@ -95,20 +77,65 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
         "prompt_len": bench.prompt_len,
         "completion_len": bench.completion_len,
         "completion_spread": bench.completion_spread,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "decode_tokens_per_second": (tokens - (num_prompts * bench.group) as f64) / (seconds - prefill_seconds),
-        "prefill_seconds": prefill_seconds,
-        "prefill_tokens_per_second": (num_prompts * bench.prompt_len) as f64 / prefill_seconds,
-        "step_ms": steps.medians(),
+        "seconds": run.seconds,
+        "tokens_per_second": run.tokens / run.seconds,
+        "decode_tokens_per_second":
+            (run.tokens - (num_prompts * bench.group) as f64) / (run.seconds - run.prefill_seconds),
+        "prefill_seconds": run.prefill_seconds,
+        "prefill_tokens_per_second": (num_prompts * bench.prompt_len) as f64 / run.prefill_seconds,
+        "step_ms": run.steps.medians(),
     });
+    if let Some(free) = free {
+        result["strict_cost"] = json!({
+            "seconds": run.seconds / free.seconds - 1.0,
+            "prefill_seconds": run.prefill_seconds / free.prefill_seconds - 1.0,
+            "tokens_per_second_without": free.tokens / free.seconds,
+        });
+    }
     if device.is_cuda() {
         result["decode"] = bench.decode_steps(&mut served)?;
     }
     Ok(result)
 }
 
+/// One engine's generations.
+struct Measured {
+    /// Of the slowest rank, the median.
+    seconds: f64,
+    /// The same up to the first token of every completion.
+    prefill_seconds: f64,
+    /// Of all ranks.
+    tokens: f64,
+    steps: Steps,
+}
+
 impl GenerateBench {
+    /// A fresh engine's times, and the engine.
+    fn measure(&self, world: &Arc<World>, strict: bool) -> Result<(Measured, Served)> {
+        let mesh = world.mesh(self.tensor_parallel_size, world.size())?;
+        let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..(*self.spec).clone() });
+        let (kind, device) = (self.kind, world.device());
+        let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
+        let options = EngineOptions { strict, ..self.options(world) };
+        let engine = Engine::new(spec.clone(), tokenizer, options, mesh.tp.clone())?;
+        let source = |layout: &_| init_unit_on(layout, SEED, kind, device);
+        let table = Arc::new(ParamTable::new(spec, 1));
+        let mut served = Served::new(world.clone(), &mesh, table, engine, &source)?;
+        let (mut seconds, mut prefill_seconds, mut tokens) = (Vec::new(), Vec::new(), 0.0);
+        let mut steps = Steps::default();
+        for repeat in 0..=self.repeats {
+            let (prefill, _, _) = self.run(world, &mut served, repeat, 1)?;
+            let (whole, generated, of_steps) = self.run(world, &mut served, repeat, self.longest())?;
+            tokens = generated;
+            if repeat > 0 {
+                seconds.push(whole); // the first warms up
+                prefill_seconds.push(prefill);
+                steps.add(&of_steps);
+            }
+        }
+        Ok((Measured { seconds: median(seconds), prefill_seconds: median(prefill_seconds), tokens, steps }, served))
+    }
+
     fn longest(&self) -> usize {
         self.completion_spread.map_or(self.completion_len, |spread| spread.longest)
     }

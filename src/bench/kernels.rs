@@ -203,14 +203,8 @@ impl Step<'_> {
         let logits = Tensor::f_randn([rows as i64, vocab as i64], options)?;
         let (keys, positions) = (self.ints(0..2 * rows), self.ints(vec![*context; rows]));
         let temperatures = Tensor::f_ones([rows as i64], options)?;
-        let draws = Draws {
-            rows: None,
-            keys: &keys,
-            positions: &positions,
-            temperatures: &temperatures,
-            penalties: None,
-            cuts: None,
-        };
+        let draws =
+            Draws { keys: &keys, positions: &positions, temperatures: &temperatures, penalties: None, cuts: None };
         let parts = kernels::sample_parts(rows, vocab) as i64;
         let mut candidates = Tensor::f_empty([parts, rows as i64, CANDIDATE_WORDS], (Kind::Double, self.device))?;
         self.time("sample", rows * vocab * 4, |_| kernels::sample(&logits, 0, &draws, &mut candidates))?;

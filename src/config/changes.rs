@@ -28,6 +28,7 @@ const SAFE_KEYS: &[&str] = &[
     "kv_block_size",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "strict",
     "reward.num_threads",
     "reward.timeout_s",
     "gradient_checkpointing",

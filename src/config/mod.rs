@@ -143,6 +143,9 @@ keys! {
         pub max_num_seqs: usize = 256,
         /// Most prompt tokens prefilled in one engine step.
         pub max_num_batched_tokens: usize = 8192,
+        /// Completions that do not depend, to the last bit, on the order of prompts, on what is decoded beside them or on
+        /// preemption; slower. On a GPU with `tensor_parallel_size` 1.
+        pub strict: bool = false,
 
         // ---- objective ----
         /// Weight of the KL term; 0 loads no reference model.

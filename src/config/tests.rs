@@ -37,7 +37,7 @@ fn the_key_list_is_frozen() {
         gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations \
         max_tokens_per_micro_batch share_prompts max_completion_length max_model_length temperature top_p top_k min_p \
         repetition_penalty stop tensor_parallel_size gpu_memory_utilization kv_cache_bytes kv_block_size max_num_seqs \
-        max_num_batched_tokens beta epsilon epsilon_high delta loss_type importance_sampling_level scale_rewards \
+        max_num_batched_tokens strict beta epsilon epsilon_high delta loss_type importance_sampling_level scale_rewards \
         mask_truncated_completions importance_sampling_correction importance_sampling_mode \
         importance_sampling_clip_max use_bias_correction_kl reward_funcs reward_weights reward.format_pattern \
         reward.answer_pattern reward.answer_column reward.num_threads reward.timeout_s learning_rate adam_beta1 \

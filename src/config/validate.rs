@@ -107,6 +107,8 @@ impl Config {
         check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0.0, "above 0")?;
         let share = self.gpu_memory_utilization;
         check("gpu_memory_utilization", share, share > 0.0 && share <= 1.0, "in (0, 1]")?;
+        let alone = "false: sums over the ranks of an engine change with the batch, or tensor_parallel_size = 1";
+        check("strict", self.strict, !self.strict || self.tensor_parallel_size == 1, alone)?;
         check("stop", "\"\"", !self.stop.iter().any(String::is_empty), "strings that are not empty")
     }
 

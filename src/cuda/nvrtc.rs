@@ -32,6 +32,7 @@ sources! {
     ADD_RMS_NORM = "add_rms_norm.cu",
     ALL_REDUCE = "all_reduce.cu",
     EMBED = "embed.cu",
+    FILTER = "filter.cu",
     HEAD = "head.cu",
     HEADS = "heads.cu",
     MERGE_ATTENTION = "merge_attention.cu",
@@ -45,13 +46,15 @@ sources! {
     RMS_NORM = "rms_norm.cu",
     ROPE_WRITE_KV = "rope_write_kv.cu",
     SAMPLE = "sample.cu",
+    SEEN = "seen.cu",
     SUMS = "sums.cu",
     SWIGLU = "swiglu.cu",
 }
 
 /// What the sources include. CUDA's own headers, as that for bf16, do not come with the compiler's package.
-const HEADERS: [(&CStr, &str); 2] = [
+const HEADERS: [(&CStr, &str); 3] = [
     (c"attention.cuh", include_str!("../kernels/attention.cuh")),
+    (c"sample.cuh", include_str!("../kernels/sample.cuh")),
     (c"scalar.cuh", include_str!("../kernels/scalar.cuh")),
 ];
 

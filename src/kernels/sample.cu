@@ -1,10 +1,9 @@
 // Exact sampling by Gumbel-max from a shard of the vocabulary: argmax over ids of (processed logit + noise), ties to the
 // lowest id, with the log-sum-exp of the raw logits. Noise as in src/ops/random.rs: a function of key, position and
 // vocabulary id. A block has one part of one row; `combine` decides among the parts of all ranks.
-#include "scalar.cuh"
+#include "sample.cuh"
 
 constexpr int THREADS = 512;
-constexpr int FILTER_THREADS = 1024;
 constexpr int RUN = 8;  // ids of one step: two blocks of random words
 constexpr float LEAST = -1e30f;
 
@@ -45,28 +44,6 @@ __device__ __noinline__ float gumbel(unsigned word) {
     const float rate = -static_cast<float>(log1p(-static_cast<double>(unit)));
     return -static_cast<float>(log(static_cast<double>(rate)));
 }
-
-// A float's bits in an order that unsigned integers have.
-__device__ __forceinline__ unsigned ordered(float value) {
-    const unsigned bits = __float_as_uint(value);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-// Penalty and filters. `seen` null: no penalty. `cut` null: no filter.
-struct Process {
-    const unsigned* seen;  // [ceil(V / 32)] bits by id
-    const unsigned* cut;   // [2]: least ordered value that is kept, and of those the highest id
-    float penalty;
-
-    // The value that noise is added to, -inf where a filter forbids the id.
-    __device__ __forceinline__ float operator()(float logit, float scale, int id) const {
-        if (seen && seen[id / 32] >> (id % 32) & 1) logit = logit > 0.0f ? __fdiv_rn(logit, penalty) : logit * penalty;
-        const float value = scale * logit;
-        if (!cut) return value;
-        const unsigned order = ordered(value);
-        return order > cut[0] || (order == cut[0] && id <= static_cast<int>(cut[1])) ? value : -INFINITY;
-    }
-};
 
 // RUN logits of ids first .. first + RUN as float; -inf outside of the shard.
 template <typename T, bool ALIGNED>
@@ -153,8 +130,7 @@ __device__ __forceinline__ void reduce(State& state, double* out) {
 
 template <typename T, bool ALIGNED, bool PROCESSED>
 __device__ __forceinline__ void sample(
-    const T* __restrict__ logits,            // [R, V of this rank]
-    const int* __restrict__ rows,            // [S] row of the logits, or null: the same
+    const T* __restrict__ logits,            // [S, V of this rank], `stride` from row to row
     const unsigned* __restrict__ keys,       // [S, 2]
     const int* __restrict__ positions,       // [S] tokens so far; 0: nothing is drawn
     const float* __restrict__ temperatures,  // [S]
@@ -162,7 +138,7 @@ __device__ __forceinline__ void sample(
     const unsigned* __restrict__ seen,       // [S, words] or null
     const unsigned* __restrict__ cuts,       // [S, 2] or null
     double* __restrict__ candidates,         // [parts, S, 4]: perturbed, raw, log-sum-exp, id
-    long long draws, long long width, long long first_id, long long parts, long long words
+    long long draws, long long width, long long stride, long long first_id, long long parts, long long words
 ) {
     __shared__ unsigned bar;
     wait_for_inputs();
@@ -184,7 +160,7 @@ __device__ __forceinline__ void sample(
         process.seen = process.penalty == 1.0f ? nullptr : seen + s * words;
         process.cut = cuts && !draw.is_greedy ? cuts + 2 * s : nullptr;
     }
-    const T* row = logits + (rows ? rows[s] : s) * width;
+    const T* row = logits + s * stride;
     const long long begin = first_id / RUN, count = (first_id + width + RUN - 1) / RUN - begin;
     const long long from = begin + count * part / parts, to = begin + count * (part + 1) / parts;
     State state;
@@ -202,11 +178,11 @@ __device__ __forceinline__ void sample(
 
 #define SAMPLE(NAME, T, ALIGNED, PROCESSED)                                                                          \
     extern "C" __global__ void __launch_bounds__(THREADS, 2) NAME(                                                     \
-        const T* logits, const int* rows, const unsigned* keys, const int* positions, const float* temperatures,    \
+        const T* logits, const unsigned* keys, const int* positions, const float* temperatures,                     \
         const float* penalties, const unsigned* seen, const unsigned* cuts, double* candidates, long long draws,    \
-        long long width, long long first_id, long long parts, long long words) {                                    \
-        sample<T, ALIGNED, PROCESSED>(logits, rows, keys, positions, temperatures, penalties, seen, cuts,           \
-                                      candidates, draws, width, first_id, parts, words);                            \
+        long long width, long long stride, long long first_id, long long parts, long long words) {                  \
+        sample<T, ALIGNED, PROCESSED>(logits, keys, positions, temperatures, penalties, seen, cuts, candidates,     \
+                                      draws, width, stride, first_id, parts, words);                                \
     }
 
 SAMPLE(sample_f32_x1, float, false, false)
@@ -217,145 +193,6 @@ SAMPLE(sample_processed_f32_x1, float, false, true)
 SAMPLE(sample_processed_f32_x8, float, true, true)
 SAMPLE(sample_processed_bf16_x1, bf16, false, true)
 SAMPLE(sample_processed_bf16_x8, bf16, true, true)
-
-// What a filter keeps: a head of the ids sorted by falling value, ties to the lowest id.
-struct Cut {
-    unsigned key;  // least ordered value
-    int id;        // of that value, the highest id
-
-    __device__ __forceinline__ bool keeps(unsigned other, int other_id) const {
-        return other > key || (other == key && other_id <= id);
-    }
-};
-
-// What `visit(id, value)` adds up over the row, the same in every thread; N sums at once.
-template <int N, typename Value, typename Visit>
-__device__ __forceinline__ void sum_over(int width, float (&sums)[N], const Value& value, const Visit& visit) {
-    __shared__ float warps[FILTER_THREADS / 32][N];
-#pragma unroll
-    for (int k = 0; k < N; ++k) sums[k] = 0.0f;
-    for (int id = threadIdx.x; id < width; id += FILTER_THREADS) visit(id, value(id), sums);
-    __syncthreads();  // readers of earlier sums are done
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-        for (int step = 16; step > 0; step /= 2) sums[k] += __shfl_xor_sync(~0u, sums[k], step);
-        if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32][k] = sums[k];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-        sums[k] = 0.0f;
-        for (int warp = 0; warp < FILTER_THREADS / 32; ++warp) sums[k] += warps[warp][k];
-    }
-}
-
-// The largest key whose ids of that or a higher key weigh at least `target` together: four bits a pass.
-// `weigh(id, value, key)` gives an id's weight and key, weight 0 for ids that do not count.
-template <typename Value, typename Weigh>
-__device__ __forceinline__ unsigned descend(int width, float target, const Value& value, const Weigh& weigh) {
-    unsigned found = 0;
-    for (int shift = 28; shift >= 0; shift -= 4) {
-        float sums[15];  // of keys from found + 1, 2 .. 15 steps on
-        sum_over(width, sums, value, [&](int id, float v, float (&sums)[15]) {
-            unsigned key;
-            const float weight = weigh(id, v, key);
-            if (weight == 0.0f) return;
-#pragma unroll
-            for (unsigned digit = 1; digit < 16; ++digit)
-                if (key >= (found | digit << shift)) sums[digit - 1] += weight;
-        });
-        unsigned digit = 0;
-#pragma unroll
-        for (unsigned next = 1; next < 16; ++next) digit += sums[next - 1] >= target;
-        found |= digit << shift;
-    }
-    return found;
-}
-
-// The smallest head of what `cut` keeps that weighs at least `target`, where ids of one value weigh the same.
-template <typename Value, typename Weight>
-__device__ __forceinline__ Cut smallest_head(int width, float target, const Cut& cut, const Value& value,
-                                             const Weight& weight) {
-    const unsigned key = descend(width, target, value, [&](int id, float v, unsigned& key) {
-        key = ordered(v);
-        return cut.keeps(key, id) ? weight(v) : 0.0f;
-    });
-    float sums[3];  // weight above the key; number and weight of the ids that have it
-    sum_over(width, sums, value, [&](int id, float v, float (&sums)[3]) {
-        if (!cut.keeps(ordered(v), id) || ordered(v) < key) return;
-        if (ordered(v) > key) sums[0] += weight(v);
-        else sums[1] += 1.0f, sums[2] += weight(v);
-    });
-    if (sums[1] == 0.0f) return cut;  // all of it weighs less than the target, by rounding
-    const float needed = ceilf((target - sums[0]) / (sums[2] / sums[1]));
-    if (needed >= sums[1]) return {key, key == cut.key ? cut.id : INT_MAX};
-    const unsigned last = descend(width, fmaxf(needed, 1.0f), value, [&](int id, float v, unsigned& reversed) {
-        reversed = ~static_cast<unsigned>(id);
-        return ordered(v) == key && cut.keeps(key, id) ? 1.0f : 0.0f;
-    });
-    return {key, static_cast<int>(~last)};
-}
-
-// min-p (p >= min_p max p), then top-k, then top-p (the fewest whose mass among what is left reaches it), as one cut a draw.
-template <typename T>
-__device__ __forceinline__ void filter(
-    const T* __restrict__ logits,            // [R, V], the whole vocabulary
-    const int* __restrict__ rows,            // [S] row of the logits, or null: the same
-    const int* __restrict__ positions,       // [S] 0: nothing is drawn
-    const float* __restrict__ temperatures,  // [S]
-    const float* __restrict__ penalties,     // [S] or null
-    const unsigned* __restrict__ seen,       // [S, words] or null
-    const float* __restrict__ min_ps,        // [S] 0: off
-    const int* __restrict__ top_ks,          // [S] 0: off
-    const float* __restrict__ top_ps,        // [S] 1: off
-    Cut* __restrict__ cuts,                  // [S]
-    long long vocab, long long words
-) {
-    wait_for_inputs();
-    const long long s = blockIdx.x;
-    const int width = static_cast<int>(vocab), top_k = top_ks[s];
-    const float temperature = temperatures[s], min_p = min_ps[s], top_p = top_ps[s];
-    Cut cut = {0, INT_MAX};
-    if (positions[s] > 0 && temperature > 0.0f && (min_p > 0.0f || top_k > 0 || top_p < 1.0f)) {
-        const T* row = logits + (rows ? rows[s] : s) * vocab;
-        const float scale = __fdiv_rn(1.0f, temperature);
-        Process process = {nullptr, nullptr, penalties ? penalties[s] : 1.0f};
-        if (process.penalty != 1.0f) process.seen = seen + s * words;
-        const auto value = [&](int id) { return process(widen(row[id]), scale, id); };
-        float top = -INFINITY;
-        for (int id = threadIdx.x; id < width; id += FILTER_THREADS) top = fmaxf(top, value(id));
-        top = block_max(top);
-        if (min_p > 0.0f) cut.key = ordered(top + logf(min_p));
-        if (top_k > 0) {
-            float count[1];
-            sum_over(width, count, value, [&](int id, float v, float (&count)[1]) {
-                count[0] += cut.keeps(ordered(v), id) ? 1.0f : 0.0f;
-            });
-            if (count[0] > top_k) cut = smallest_head(width, top_k, cut, value, [](float) { return 1.0f; });
-        }
-        if (top_p < 1.0f) {
-            const auto mass = [&](float v) { return expf(v - top); };
-            float total[1];
-            sum_over(width, total, value, [&](int id, float v, float (&total)[1]) {
-                total[0] += cut.keeps(ordered(v), id) ? mass(v) : 0.0f;
-            });
-            cut = smallest_head(width, top_p * total[0], cut, value, mass);
-        }
-    }
-    if (threadIdx.x == 0) cuts[s] = cut;
-}
-
-#define FILTER(NAME, T)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(FILTER_THREADS) NAME(                                              \
-        const T* logits, const int* rows, const int* positions, const float* temperatures, const float* penalties,  \
-        const unsigned* seen, const float* min_ps, const int* top_ks, const float* top_ps, Cut* cuts,               \
-        long long vocab, long long words) {                                                                         \
-        filter<T>(logits, rows, positions, temperatures, penalties, seen, min_ps, top_ks, top_ps, cuts, vocab,      \
-                  words);                                                                                           \
-    }
-
-FILTER(filter_f32, float)
-FILTER(filter_bf16, bf16)
 
 // A warp decides one draw: the best of all parts, and ln softmax(logits / temperature) of its id. Where the log-sum-exp is not
 // finite or no id is left, the id is -1 and the log-probability not a number.

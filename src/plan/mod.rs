@@ -216,7 +216,7 @@ impl PlanInput<'_> {
             max_model_length: self.max_model_length(),
             kind: self.kind,
             device: Device::Cpu,
-            strict: false,
+            strict: self.config.strict,
         }
     }
 }

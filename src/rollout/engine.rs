@@ -40,8 +40,8 @@ pub struct EngineOptions {
     pub kind: Kind,
     /// Where weights and cache are.
     pub device: Device,
-    /// On a GPU: a completion's bits do not depend on what is computed beside it, as long as nothing is preempted. One
-    /// algorithm for a product whatever the batch, one split of attention; slower.
+    /// A completion's bits depend on nothing but its prompt and key: not on order, neighbours, chunks or preemption. One
+    /// algorithm for a product whatever the batch, one attention for prompts and decode steps; slower. On one GPU only.
     pub strict: bool,
 }
 
@@ -80,6 +80,10 @@ impl Engine {
         ];
         if let Some((key, got, least)) = least.into_iter().find(|(_, got, least)| got < least) {
             return Err(Error::invalid_value(key, got, format!("at least {least}")));
+        }
+        if options.strict && (tp.size() > 1 || !options.device.is_cuda()) {
+            let expected = "false on a CPU and where tensor_parallel_size is above 1: their sums change with the batch";
+            return Err(Error::invalid_value("strict", true, expected));
         }
         let (bytes, place) = (options.kv_cache_bytes, (options.kind, options.device));
         let kv_cache = KvCache::reserve(&spec, tp.size(), options.block_size, bytes, place)?;
@@ -231,16 +235,8 @@ impl<'a> RolloutEngine<'a> {
         let decode = |ids: &[u32]| engine.tokenizer.decode(ids);
         let rules = StopRules { eos_token_ids: &engine.eos_token_ids, stop: &params.stop, decode: &decode };
         let (spec, rope, kv_cache, tp) = (&*engine.spec, &engine.rope, &engine.kv_cache, engine.tp.as_ref());
-        let on_host = HostRunner::new(spec, rope, weights, kv_cache, tp, params);
         let mut runner: Box<dyn Runner + '_> = match &mut engine.gpu {
-            None => Box::new(on_host),
-            Some(_) if !GpuState::serves(params, tp.size()) => {
-                tracing::warn!(
-                    "repetition_penalty, and at a tensor_parallel_size above 1 min_p, top_k and top_p, sample on the host: \
-                     many times slower"
-                );
-                Box::new(on_host)
-            }
+            None => Box::new(HostRunner::new(spec, rope, weights, kv_cache, tp, params)),
             Some(state) => {
                 let num_sequences = scheduler.sequences.len();
                 Box::new(GpuRunner::new(state, (spec, weights, kv_cache), tp, params, num_sequences)?)

@@ -265,7 +265,7 @@ fn colocated(
         max_model_length: plan.max_model_length,
         kind,
         device,
-        strict: false,
+        strict: config.strict,
     };
     let engine = Engine::new(spec.clone(), tokenizer.clone(), engine, mesh.tp.clone())?;
     let (tp_rank, tp_size) = (mesh.tp.rank(), mesh.tp.size());

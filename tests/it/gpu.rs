@@ -91,9 +91,8 @@ fn gpu_deterministic_attention_repeats_its_bits() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_greedy_tokens_equal_the_cpus() {
-    let expected = greedy(&Arc::new(World::single()), 1);
-    assert_eq!(greedy(&gpu_world(), 1), expected);
+fn gpu_tokens_equal_the_cpus() {
+    assert_eq!(tokens(&gpu_world(), 1), tokens(&Arc::new(World::single()), 1));
 }
 
 #[test]
@@ -109,9 +108,21 @@ fn gpu_four_ranks_sample_what_the_cpu_does() {
 }
 
 fn samples_what_the_cpu_does(world: World, tp_size: usize) {
-    let expected = greedy(&Arc::new(World::single()), 1);
-    let (first, got) = (world.rank() == 0, greedy(&Arc::new(world), tp_size));
-    assert_eq!(got, if first { expected } else { Vec::new() });
+    let expected = tokens(&Arc::new(World::single()), 1);
+    let (first, got) = (world.rank() == 0, tokens(&Arc::new(world), tp_size));
+    assert_eq!(got, if first { expected } else { vec![Vec::new(); sampling().len()] });
+}
+
+/// Greedy, and all that is done to logits before a token is drawn.
+fn sampling() -> [SamplingParams; 5] {
+    let base = SamplingParams { num_generations: 2, max_completion_length: 24, ..SamplingParams::default() };
+    [
+        SamplingParams { temperature: 0.0, num_generations: 1, ..base.clone() },
+        SamplingParams { temperature: 0.0, repetition_penalty: 1.5, ..base.clone() },
+        SamplingParams { temperature: 1.2, repetition_penalty: 1.3, ..base.clone() },
+        SamplingParams { top_k: 5, top_p: 0.9, min_p: Some(0.01), ..base.clone() },
+        SamplingParams { top_k: 9, top_p: 0.8, repetition_penalty: 1.2, ..base },
+    ]
 }
 
 /// The sampler's log-probabilities in bfloat16, and the trainer's of the same tokens, against float32 on the CPU.
@@ -144,7 +155,7 @@ fn gpu_four_ranks_bfloat16_logprobs_are_near_the_cpus() {
 /// This rank's groups, sampled in bfloat16.
 fn sampled_near_the_cpus(world: &Arc<World>, tp: usize) -> Vec<RolloutGroup> {
     let params = SamplingParams { num_generations: 4, max_completion_length: 24, ..SamplingParams::default() };
-    let groups = generate(world, tp, Kind::BFloat16, &params);
+    let groups = generate(world, tp, Kind::BFloat16, &[params]).remove(0);
     if world.rank() == 0 {
         let sampled: Vec<f32> =
             groups.iter().flat_map(|group| &group.completions).flat_map(|c| c.rollout_logprobs.clone()).collect();
@@ -170,10 +181,12 @@ fn cu_seqlens(first: i64, lens: &[i64]) -> Vec<i64> {
     bounds
 }
 
-fn greedy(world: &Arc<World>, tp: usize) -> Vec<Vec<u32>> {
-    let params = SamplingParams { temperature: 0.0, max_completion_length: 24, ..SamplingParams::default() };
-    let groups = generate(world, tp, Kind::Float, &SamplingParams { num_generations: 1, ..params });
-    groups.into_iter().flat_map(|group| group.completions).map(|completion| completion.token_ids).collect()
+/// Completions by each of the parameters.
+fn tokens(world: &Arc<World>, tp: usize) -> Vec<Vec<Vec<u32>>> {
+    let of_groups = |groups: Vec<RolloutGroup>| {
+        groups.into_iter().flat_map(|group| group.completions).map(|completion| completion.token_ids).collect()
+    };
+    generate(world, tp, Kind::Float, &sampling()).into_iter().map(of_groups).collect()
 }
 
 fn spec() -> Arc<ModelSpec> {
@@ -181,8 +194,8 @@ fn spec() -> Arc<ModelSpec> {
     Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..spec })
 }
 
-/// Completions of the first rows of the demo's data, all of them on every rank; twice, asleep in between.
-fn generate(world: &Arc<World>, tp: usize, kind: Kind, params: &SamplingParams) -> Vec<RolloutGroup> {
+/// Completions of the first rows of the demo's data, all of them on every rank, by each of the parameters.
+fn generate(world: &Arc<World>, tp: usize, kind: Kind, params: &[SamplingParams]) -> Vec<Vec<RolloutGroup>> {
     let (spec, device) = (spec(), world.device());
     let tokenizer = Arc::new(Tokenizer::from_folder(Path::new(MODEL)).unwrap());
     let mesh = world.mesh(tp, world.size()).unwrap();
@@ -206,14 +219,13 @@ fn generate(world: &Arc<World>, tp: usize, kind: Kind, params: &SamplingParams) 
     let prompts: Vec<Prompt> = (0..24).map(|row| dataset.prompt(row).clone()).collect();
     // Only the first rank brings prompts; tensor-parallel peers generate from them too.
     let own = if world.rank() == 0 { &prompts[..] } else { &[] };
-    let mut run = || served.with_engine(|rollout| rollout.generate(own, params, |_| ())).unwrap();
-    let first = run();
-    let second = run();
+    let mut run = |params| served.with_engine(|rollout| rollout.generate(own, params, |_| ())).unwrap();
+    let groups: Vec<_> = params.iter().map(&mut run).collect();
     let tokens = |groups: &[RolloutGroup]| -> Vec<Vec<u32>> {
         groups.iter().flat_map(|group| &group.completions).map(|c| c.token_ids.clone()).collect()
     };
-    assert_eq!(tokens(&first), tokens(&second), "the engine slept in between");
-    first
+    assert_eq!(tokens(&groups[0]), tokens(&run(&params[0])), "the engine slept in between");
+    groups
 }
 
 /// The trainer's log-probabilities of all completion tokens.

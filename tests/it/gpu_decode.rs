@@ -1,10 +1,7 @@
 //! The decode step's kernels against the CPU's operations in float64. Ignored where there is no GPU.
 
-use colo_grpo::cuda::kernels::{
-    self, AttentionPlan, AttentionShape, CANDIDATE_WORDS, Draws, HeadTransform, QkvViews, SharedPrefixes,
-};
+use colo_grpo::cuda::kernels::{self, AttentionPlan, AttentionShape, HeadTransform, QkvViews, SharedPrefixes};
 use colo_grpo::ops::attention::{PagedLayout, kv_rows, paged_decode, write_kv};
-use colo_grpo::ops::random::RandomKey;
 use colo_grpo::ops::rms_norm;
 use colo_grpo::ops::rope::{self, Rope};
 use colo_grpo::ops::swiglu::GateUp;
@@ -13,23 +10,23 @@ use tch::{Device, Kind, Tensor};
 
 use crate::gpu_kernels::relative_error;
 
-const GPU: Device = Device::Cuda(0);
+pub const GPU: Device = Device::Cuda(0);
 const KINDS: [(Kind, f64); 2] = [(Kind::Float, 2e-6), (Kind::BFloat16, 5e-3)];
 
 /// Under compute-sanitizer only the small cases.
-fn is_small() -> bool {
+pub fn is_small() -> bool {
     std::env::var_os("COLO_GRPO_TEST_SMALL").is_some()
 }
 
-fn rand(shape: &[i64], kind: Kind) -> Tensor {
+pub fn rand(shape: &[i64], kind: Kind) -> Tensor {
     Tensor::randn(shape, (Kind::Double, Device::Cpu)).to_kind(kind)
 }
 
-fn ints(values: &[i64]) -> Tensor {
+pub fn ints(values: &[i64]) -> Tensor {
     Tensor::from_slice(values).to_kind(Kind::Int).to_device(GPU)
 }
 
-fn gpu(tensor: &Tensor) -> Tensor {
+pub fn gpu(tensor: &Tensor) -> Tensor {
     tensor.to_device(GPU)
 }
 
@@ -38,11 +35,11 @@ fn double(tensor: &Tensor) -> Tensor {
 }
 
 /// Not a number everywhere: what a kernel leaves out shows.
-fn poison(shape: &[i64], kind: Kind) -> Tensor {
+pub fn poison(shape: &[i64], kind: Kind) -> Tensor {
     Tensor::full(shape, f64::NAN, (kind, GPU))
 }
 
-fn random_ints(low: i64, high: i64, count: i64) -> Vec<i64> {
+pub fn random_ints(low: i64, high: i64, count: i64) -> Vec<i64> {
     torch::i64_vec(&Tensor::randint_low(low, high, [count], (Kind::Int64, Device::Cpu))).unwrap()
 }
 
@@ -209,7 +206,7 @@ impl Contexts {
     }
 }
 
-fn random_permutation(count: i64) -> Vec<i64> {
+pub fn random_permutation(count: i64) -> Vec<i64> {
     torch::i64_vec(&Tensor::randperm(count, (Kind::Int64, Device::Cpu))).unwrap()
 }
 
@@ -300,195 +297,4 @@ fn poison_unused(cache: Tensor, contexts: &Contexts, block_size: i64) -> Tensor 
         }
     }
     poisoned
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn gpu_samples_equal_the_cpus() {
-    kernels::prepare(0).unwrap();
-    for kind in [Kind::Float, Kind::BFloat16] {
-        for (rows, vocab, shards) in [(1, 13, 1), (37, 1001, 2), (9, 151_936, 4), (64, 4096, 1), (3, 50_000, 3)] {
-            if is_small() && vocab > 5000 {
-                continue;
-            }
-            for temperature in [0.0, 0.7, 1.0] {
-                for penalty in [None, Some(1.3f32)] {
-                    compare_samples(kind, rows, vocab, shards, temperature, penalty);
-                }
-            }
-        }
-    }
-}
-
-fn compare_samples(kind: Kind, rows: i64, vocab: i64, shards: i64, temperature: f32, penalty: Option<f32>) {
-    let draws = 2 * rows; // two of every row of logits
-    let logits = rand(&[rows, vocab], kind) * 2.0;
-    let row_of: Vec<i64> = (0..draws).map(|draw| draw / 2).collect();
-    let keys: Vec<RandomKey> = (0..draws).map(|draw| RandomKey::new(draw as u64, 5)).collect();
-    let positions = random_ints(1, 5000, draws);
-    let words = (vocab + 31) / 32;
-    let seen = Tensor::randint_low(i64::from(i32::MIN), i64::from(i32::MAX), [draws, words], (Kind::Int, Device::Cpu));
-    let key_words: Vec<i64> = keys.iter().flat_map(|key| key.words()).map(|word| i64::from(word as i32)).collect();
-    let temperatures = Tensor::full([draws], f64::from(temperature), (Kind::Float, GPU));
-    let penalties = Tensor::full([draws], f64::from(penalty.unwrap_or(1.0)), (Kind::Float, GPU));
-    let (on_rows, on_keys, on_positions, on_seen) = (ints(&row_of), ints(&key_words), ints(&positions), gpu(&seen));
-    let arguments = Draws {
-        rows: Some(&on_rows),
-        keys: &on_keys,
-        positions: &on_positions,
-        temperatures: &temperatures,
-        penalties: penalty.map(|_| (&penalties, &on_seen)),
-        cuts: None,
-    };
-    let parts = kernels::sample_parts(draws as usize, (vocab / shards) as usize) as i64;
-    let candidates = poison(&[shards * parts, draws, CANDIDATE_WORDS], Kind::Double);
-    for shard in 0..shards {
-        let (from, to) = (vocab * shard / shards, vocab * (shard + 1) / shards);
-        let own = gpu(&logits.narrow(1, from, to - from).contiguous());
-        let mut part = candidates.narrow(0, shard * parts, parts);
-        kernels::sample(&own, from as usize, &arguments, &mut part).unwrap();
-    }
-    let (mut token_ids, mut logprobs) = (ints(&vec![-7; draws as usize]), poison(&[draws], Kind::Float));
-    kernels::combine(&candidates, &mut token_ids, &mut logprobs).unwrap();
-    let (token_ids, logprobs) = (torch::i64_vec(&token_ids).unwrap(), torch::f32_vec(&logprobs).unwrap());
-    let seen = torch::i64_vec(&seen).unwrap();
-    for draw in 0..draws as usize {
-        let row = torch::f32_vec(&logits.get(row_of[draw])).unwrap();
-        let scale = if temperature == 0.0 { 1.0 } else { 1.0 / temperature };
-        let mut noise = vec![0.0; vocab as usize];
-        if temperature > 0.0 {
-            keys[draw].fill_gumbel(positions[draw] as u64, 0, &mut noise);
-        }
-        let value = |id: usize| {
-            let is_seen = seen[draw * words as usize + id / 32] >> (id % 32) & 1 == 1;
-            let penalised = |factor: f32| if row[id] > 0.0 { row[id] / factor } else { row[id] * factor };
-            scale * if is_seen { penalty.map_or(row[id], penalised) } else { row[id] }
-        };
-        let perturbed = |id: usize| f64::from(value(id)) + f64::from(noise[id]);
-        let best = (0..row.len()).fold(0, |best, id| if perturbed(id) > perturbed(best) { id } else { best });
-        let got = token_ids[draw] as usize;
-        // The noise's last bit may differ: another id then has to be as good.
-        let gap = perturbed(best) - perturbed(got);
-        assert!(got == best || (temperature > 0.0 && gap < 1e-6), "{kind:?} {vocab}: {got}, not {best}, {gap:e}");
-        let total: f64 = row.iter().map(|&logit| f64::from(logit * scale).exp()).sum();
-        let expected = f64::from(row[got] * scale) - total.ln();
-        assert!((f64::from(logprobs[draw]) - expected).abs() < 1e-5, "{kind:?} {vocab}: {} {expected}", logprobs[draw]);
-    }
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn gpu_samples_flag_logits_that_are_not_numbers() {
-    kernels::prepare(0).unwrap();
-    let logits = rand(&[4, 1000], Kind::Float);
-    let _ = logits.get(1).get(700).fill_(f64::NAN);
-    let _ = logits.get(2).get(3).fill_(f64::INFINITY);
-    let (keys, temperatures) = (ints(&[1; 8]), Tensor::ones([4], (Kind::Float, GPU)));
-    let positions = ints(&[5, 5, 5, 0]);
-    let draws = Draws {
-        rows: None,
-        keys: &keys,
-        positions: &positions,
-        temperatures: &temperatures,
-        penalties: None,
-        cuts: None,
-    };
-    let mut candidates = poison(&[1, 4, CANDIDATE_WORDS], Kind::Double);
-    kernels::sample(&gpu(&logits), 0, &draws, &mut candidates).unwrap();
-    let (mut token_ids, mut logprobs) = (ints(&[9; 4]), poison(&[4], Kind::Float));
-    kernels::combine(&candidates, &mut token_ids, &mut logprobs).unwrap();
-    let token_ids = torch::i64_vec(&token_ids).unwrap();
-    assert!(token_ids[0] >= 0 && token_ids[1..] == [-1, -1, -1], "{token_ids:?}");
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn gpu_filters_keep_what_their_definitions_keep() {
-    kernels::prepare(0).unwrap();
-    for (vocab, digits) in [(13, 2.0), (1000, 3.0), (1000, 0.5), (151_936, 3.0)] {
-        if is_small() && vocab > 5000 {
-            continue;
-        }
-        // Coarse logits have many ties.
-        let logits = (rand(&[1, vocab], Kind::Float) * 10f64.powf(digits)).round() / 10f64.powf(digits) * 2.0;
-        let cases = [
-            (0.0, 0, 1.0),
-            (0.0, 1, 1.0),
-            (0.0, 7, 1.0),
-            (0.1, 0, 1.0),
-            (0.0, 0, 0.8),
-            (0.0, 0, 1e-6),
-            (0.02, 300, 0.9),
-            (0.0, 40, 0.5),
-        ];
-        for (min_p, top_k, top_p) in cases {
-            compare_filter(&logits, min_p, top_k, top_p);
-        }
-    }
-}
-
-/// Draws many times from one row: all that is drawn must be kept by the filters, and all that they keep of much mass be drawn.
-fn compare_filter(logits: &Tensor, min_p: f32, top_k: i64, top_p: f32) {
-    const DRAWS: i64 = 256;
-    const TEMPERATURE: f32 = 1.3;
-    let row = torch::f32_vec(&logits.get(0)).unwrap();
-    let value = |id: usize| row[id] * (1.0 / TEMPERATURE);
-    let mut order: Vec<usize> = (0..row.len()).collect();
-    order.sort_by(|&a, &b| value(b).total_cmp(&value(a)).then(a.cmp(&b)));
-    let top = value(order[0]);
-    order.retain(|&id| min_p == 0.0 || value(id) >= top + min_p.ln());
-    order.truncate(if top_k > 0 { top_k as usize } else { usize::MAX });
-    let mass = |id: &usize| f64::from(value(*id) - top).exp();
-    let (total, mut before) = (order.iter().map(mass).sum::<f64>(), 0.0);
-    // Rounding may move the edge of the mass by one id.
-    let mut edge = None;
-    if top_p < 1.0 {
-        let kept = order.iter().take_while(|&id| {
-            let is_needed = before < f64::from(top_p) * total;
-            before += mass(id);
-            is_needed
-        });
-        let kept = kept.count();
-        edge = order.get(kept).copied();
-        order.truncate(kept);
-    }
-    let float = |value: f32| Tensor::full([DRAWS], f64::from(value), (Kind::Float, GPU));
-    let keys: Vec<i64> = (0..2 * DRAWS).map(|word| word * 77).collect();
-    let (rows, keys, positions) = (ints(&[0; DRAWS as usize]), ints(&keys), ints(&[9; DRAWS as usize]));
-    let (temperatures, min_p, top_p) = (float(TEMPERATURE), float(min_p), float(top_p));
-    let top_k = ints(&[top_k; DRAWS as usize]);
-    let draws = Draws {
-        rows: Some(&rows),
-        keys: &keys,
-        positions: &positions,
-        temperatures: &temperatures,
-        penalties: None,
-        cuts: None,
-    };
-    let (logits, mut cuts) = (gpu(logits), ints(&[-7; 2 * DRAWS as usize]));
-    let filters = kernels::Filters { min_p: &min_p, top_k: &top_k, top_p: &top_p };
-    kernels::filter(&logits, &draws, &filters, &mut cuts).unwrap();
-    let cut = torch::i64_vec(&cuts).unwrap();
-    let is_kept = |id: usize| {
-        let bits = value(id).to_bits();
-        let ordered = if bits >> 31 == 1 { !bits } else { bits | 1 << 31 };
-        let key = cut[0] as u32;
-        ordered > key || (ordered == key && id as i64 <= cut[1])
-    };
-    let kept: Vec<usize> = (0..row.len()).filter(|&id| is_kept(id)).collect();
-    let mut expected = order.clone();
-    expected.sort_unstable();
-    let is_near = edge.is_some() && {
-        let mut longer: Vec<usize> = order.iter().copied().chain(edge).collect();
-        longer.sort_unstable();
-        let mut shorter = order[..order.len() - 1].to_vec();
-        shorter.sort_unstable();
-        kept == longer || kept == shorter
-    };
-    assert!(kept == expected || is_near, "{} ids kept, not {}", kept.len(), expected.len());
-    let mut candidates = poison(&[1, DRAWS, CANDIDATE_WORDS], Kind::Double);
-    kernels::sample(&logits, 0, &Draws { cuts: Some(&cuts), ..draws }, &mut candidates).unwrap();
-    let (mut token_ids, mut logprobs) = (ints(&[-7; DRAWS as usize]), poison(&[DRAWS], Kind::Float));
-    kernels::combine(&candidates, &mut token_ids, &mut logprobs).unwrap();
-    assert!(torch::i64_vec(&token_ids).unwrap().into_iter().all(|id| id >= 0 && is_kept(id as usize)));
 }

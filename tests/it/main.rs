@@ -13,6 +13,7 @@ mod gpu_kernels;
 mod gpu_lora;
 mod gpu_memory;
 mod gpu_products;
+mod gpu_sampling;
 mod gpu_survival;
 mod gpu_training;
 mod hostile;

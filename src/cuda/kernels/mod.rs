@@ -6,6 +6,7 @@ mod adamw;
 mod add_rms_norm;
 mod all_reduce;
 mod embed;
+mod filter;
 mod head;
 mod heads;
 mod merge_attention;
@@ -17,6 +18,7 @@ mod paged_attention;
 mod rms_norm;
 mod rope_write_kv;
 mod sample;
+mod seen;
 mod sums;
 mod swiglu;
 
@@ -24,6 +26,7 @@ pub use adamw::{AdamWScalars, adamw};
 pub use add_rms_norm::add_rms_norm;
 pub use all_reduce::{RowSums, Way};
 pub use embed::embed;
+pub use filter::{Filters, filter};
 pub use head::{HeadRows, head_backward, head_forward};
 pub use heads::{HeadNormWeights, HeadsGradient, heads_backward, heads_forward};
 pub use merge_attention::merge_attention;
@@ -34,7 +37,8 @@ pub use normal::{dropout, fill_normal};
 pub use paged_attention::{AttentionPlan, AttentionShape, SharedPrefixes, paged_attention};
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub use rope_write_kv::{HeadTransform, QkvViews, rope_write_kv};
-pub use sample::{CANDIDATE_WORDS, Draws, Filters, combine, filter, sample, sample_parts};
+pub use sample::{CANDIDATE_WORDS, Draws, combine, sample, sample_parts};
+pub use seen::{mark_seen, note_tokens};
 pub use sums::{add_columns, add_rows};
 pub use swiglu::{silu_mul, swiglu_backward, swiglu_forward};
 
@@ -55,6 +59,7 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (add_rms_norm::SOURCE, add_rms_norm::NAMES),
         (all_reduce::SOURCE, all_reduce::NAMES),
         (embed::SOURCE, embed::NAMES),
+        (filter::SOURCE, filter::NAMES),
         (head::SOURCE, head::NAMES),
         (heads::SOURCE, heads::NAMES),
         (merge_attention::SOURCE, merge_attention::NAMES),
@@ -68,6 +73,7 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (rms_norm::SOURCE, rms_norm::NAMES),
         (rope_write_kv::SOURCE, rope_write_kv::NAMES),
         (sample::SOURCE, sample::NAMES),
+        (seen::SOURCE, seen::NAMES),
         (sums::SOURCE, sums::NAMES),
         (swiglu::SOURCE, swiglu::NAMES),
     ] {

@@ -113,6 +113,11 @@ impl AttentionPlan {
         Ok(Self { shape, kind, max_rows, split_tokens: split_tokens.unwrap_or(0), buffers })
     }
 
+    /// Most rows of a step.
+    pub fn max_rows(&self) -> usize {
+        self.max_rows
+    }
+
     /// Bytes on the device.
     pub fn bytes(&self) -> usize {
         let tensors = self.buffers.iter().flat_map(Buffers::tensors);

@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, address_or_null, invalid, kind_name, launch_early, ordinal};
+use super::{Argument, address, address_or_null, invalid, is_aligned, kind_name, launch_early, ordinal, strided};
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
@@ -17,13 +17,10 @@ pub(super) const NAMES: &[&str] = &[
     "sample_processed_f32_x8",
     "sample_processed_bf16_x1",
     "sample_processed_bf16_x8",
-    "filter_f32",
-    "filter_bf16",
     "combine",
 ];
 
 const THREADS: u32 = 512;
-const FILTER_THREADS: u32 = 1024;
 /// Ids that a thread takes at once.
 const RUN: usize = 8;
 /// Blocks that fill the largest GPU served.
@@ -31,32 +28,19 @@ const FILLING_BLOCKS: usize = 264;
 /// Doubles of a candidate: perturbed value, logit / temperature, log-sum-exp of the part, id (-1: none).
 pub const CANDIDATE_WORDS: i64 = 4;
 
-/// Draws of one step. S draws from R rows of logits.
+/// The S draws of one step, each from a row of logits.
 #[derive(Debug, Clone, Copy)]
 pub struct Draws<'a> {
-    /// Row of the logits behind each draw, if they are not one to one. [S] i32
-    pub rows: Option<&'a Tensor>,
     /// [`crate::ops::random::RandomKey::words`] of (seed, stream, step, prompt, sample). [S, 2] i32
     pub keys: &'a Tensor,
     /// Tokens so far, the position drawn for; 0: nothing is drawn. [S] i32
     pub positions: &'a Tensor,
     /// 0 is greedy. [S] f32
     pub temperatures: &'a Tensor,
-    /// Repetition penalties [S] f32 and the ids seen, bit `id` of row s, [S, ceil(V / 32)] i32 over the whole vocabulary.
+    /// Repetition penalties [S] f32 and the ids seen, as [`super::mark_seen`] leaves them.
     pub penalties: Option<(&'a Tensor, &'a Tensor)>,
-    /// What [`filter`] made of the same logits. [S, 2] i32
+    /// What [`super::filter`] made of the same logits. [S, 2] i32
     pub cuts: Option<&'a Tensor>,
-}
-
-/// min-p, top-k and top-p of every draw; each may be off.
-#[derive(Debug, Clone, Copy)]
-pub struct Filters<'a> {
-    /// 0 is off. [S] f32
-    pub min_p: &'a Tensor,
-    /// 0 is off. [S] i32
-    pub top_k: &'a Tensor,
-    /// 1 is off. [S] f32
-    pub top_p: &'a Tensor,
 }
 
 /// Parts that [`sample`] should split a row of logits into, so that few rows fill the GPU, too.
@@ -71,23 +55,23 @@ pub fn sample_parts(draws: usize, vocab_len: usize) -> usize {
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
 pub fn sample(
-    logits: &Tensor,         // [R, V of this rank] f32 or bf16
+    logits: &Tensor,         // [S, V of this rank] f32 or bf16, rows of stride 1
     first_id: usize,         // id of the first column
     draws: &Draws,           // S
     candidates: &mut Tensor, // [parts, S, 4] f64
 ) -> Result<()> {
     const OP: &str = "sample";
     let (gpu, kind, num_draws) = (ordinal(OP, logits)?, logits.kind(), draws.positions.numel());
-    let (&[num_rows, vocab], &[parts, _, CANDIDATE_WORDS]) = (&logits.size()[..], &candidates.size()[..]) else {
-        return Err(invalid(OP, "logits [R, V] and candidates [parts, S, 4]", (logits.size(), candidates.size())));
+    let (&[rows, vocab], &[parts, _, CANDIDATE_WORDS]) = (&logits.size()[..], &candidates.size()[..]) else {
+        return Err(invalid(OP, "logits [S, V] and candidates [parts, S, 4]", (logits.size(), candidates.size())));
     };
-    if vocab == 0 || draws.rows.is_none() && num_rows != num_draws as i64 {
-        return Err(invalid(OP, format!("{num_draws} rows of logits"), logits.size()));
+    let &[row_stride, column_stride] = &logits.stride()[..] else { unreachable!("a matrix has two strides") };
+    if vocab == 0 || rows != num_draws as i64 || column_stride != 1 {
+        return Err(invalid(OP, format!("{num_draws} rows of logits"), (logits.size(), logits.stride())));
     }
     let ([penalties, seen], words) = draws.penalty_arguments(OP, first_id + vocab as usize, gpu)?;
     let arguments = [
-        address(OP, logits, kind, (num_rows * vocab) as usize, gpu)?,
-        address_or_null(OP, draws.rows, Kind::Int, num_draws, gpu)?,
+        strided(OP, logits, kind, &[rows, vocab], gpu)?,
         address(OP, draws.keys, Kind::Int, 2 * num_draws, gpu)?,
         address(OP, draws.positions, Kind::Int, num_draws, gpu)?,
         address(OP, draws.temperatures, Kind::Float, num_draws, gpu)?,
@@ -97,22 +81,27 @@ pub fn sample(
         address(OP, candidates, Kind::Double, parts as usize * num_draws * 4, gpu)?,
         Argument::Count(num_draws as i64),
         Argument::Count(vocab),
+        Argument::Count(row_stride),
         Argument::Count(first_id as i64),
         Argument::Count(parts),
         Argument::Count(words as i64),
     ];
-    let is_aligned = first_id.is_multiple_of(RUN)
-        && (vocab as usize).is_multiple_of(RUN)
-        && (logits.data_ptr() as usize).is_multiple_of(16);
+    let is_aligned =
+        [first_id, vocab as usize, row_stride as usize].iter().all(|len| len.is_multiple_of(RUN)) && is_aligned(logits);
     let processed = if draws.penalties.is_some() || draws.cuts.is_some() { "_processed" } else { "" };
     let name = format!("sample{processed}_{}_x{}", kind_name(OP, logits)?, if is_aligned { RUN } else { 1 });
-    // SAFETY: the kernel's parameters in order; one block a part of a draw, rows of the logits are the caller's.
+    // SAFETY: the kernel's parameters in order; one block a part of a draw.
     unsafe { launch_early(SOURCE, &name, gpu, ((parts as usize * num_draws) as u32, THREADS, 0), &arguments) }
 }
 
 impl Draws<'_> {
     /// Penalties and the ids seen, or nulls; and how many words of 32 ids a draw has, enough for `num_ids`.
-    fn penalty_arguments(&self, op: &'static str, num_ids: usize, gpu: usize) -> Result<([Argument; 2], usize)> {
+    pub(super) fn penalty_arguments(
+        &self,
+        op: &'static str,
+        num_ids: usize,
+        gpu: usize,
+    ) -> Result<([Argument; 2], usize)> {
         let Some((penalties, seen)) = self.penalties else {
             return Ok(([Argument::Address(std::ptr::null_mut()); 2], 0));
         };
@@ -124,43 +113,6 @@ impl Draws<'_> {
         let penalties = address(op, penalties, Kind::Float, num_draws, gpu)?;
         Ok(([penalties, address(op, seen, Kind::Int, num_draws * words, gpu)?], words))
     }
-}
-
-/// What may be drawn of whole rows of the vocabulary, after penalty and temperature: min-p, then top-k, then top-p, as the
-/// host's sampler has them; greedy draws keep all. With tensor parallelism the logits are gathered first. Allocates nothing.
-///
-/// # Errors
-/// As [`sample`].
-pub fn filter(
-    logits: &Tensor, // [R, V] f32 or bf16
-    draws: &Draws,   // S; `cuts` is not read
-    filters: &Filters,
-    cuts: &mut Tensor, // [S, 2] i32
-) -> Result<()> {
-    const OP: &str = "filter";
-    let (gpu, num_draws) = (ordinal(OP, logits)?, draws.positions.numel());
-    let &[num_rows, vocab] = &logits.size()[..] else { return Err(invalid(OP, "logits [R, V]", logits.size())) };
-    if draws.rows.is_none() && num_rows != num_draws as i64 {
-        return Err(invalid(OP, format!("{num_draws} rows of logits"), logits.size()));
-    }
-    let ([penalties, seen], words) = draws.penalty_arguments(OP, vocab as usize, gpu)?;
-    let arguments = [
-        address(OP, logits, logits.kind(), (num_rows * vocab) as usize, gpu)?,
-        address_or_null(OP, draws.rows, Kind::Int, num_draws, gpu)?,
-        address(OP, draws.positions, Kind::Int, num_draws, gpu)?,
-        address(OP, draws.temperatures, Kind::Float, num_draws, gpu)?,
-        penalties,
-        seen,
-        address(OP, filters.min_p, Kind::Float, num_draws, gpu)?,
-        address(OP, filters.top_k, Kind::Int, num_draws, gpu)?,
-        address(OP, filters.top_p, Kind::Float, num_draws, gpu)?,
-        address(OP, cuts, Kind::Int, 2 * num_draws, gpu)?,
-        Argument::Count(vocab),
-        Argument::Count(words as i64),
-    ];
-    let name = format!("filter_{}", kind_name(OP, logits)?);
-    // SAFETY: the kernel's parameters in order; one block a draw, rows of the logits are the caller's.
-    unsafe { launch_early(SOURCE, &name, gpu, (num_draws as u32, FILTER_THREADS, 0), &arguments) }
 }
 
 /// The winner of every draw among the candidates of all parts and ranks, and ln softmax(logits / temperature) of it before

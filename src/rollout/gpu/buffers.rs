@@ -1,7 +1,7 @@
 //! The memory of a rank's steps: one arena, mapped while the engine is awake. Addresses stay, so graphs do.
 //!
 //! R rows of a step, S sequences at most, D hidden, H query and Hkv key/value heads of width hd, F MLP width, V vocabulary, all
-//! of this rank.
+//! of this rank. W is the width of the largest rank's share of V, S' is S rounded up to a multiple of the ranks.
 #![allow(unsafe_code)]
 
 use tch::{Device, Kind, Tensor};
@@ -11,12 +11,14 @@ use crate::dist::Collective;
 use crate::error::Result;
 use crate::memory::Arena;
 use crate::model::ModelSpec;
-use crate::rollout::EngineOptions;
+use crate::rollout::{EngineOptions, kv_block_bytes};
 
 /// Blocks that sample at once, at most, where they are more than the draws: `kernels::sample_parts` splits rows so.
 const MOST_PARTS: usize = 1024;
 /// Rows that are summed over the group other than by NCCL, at most.
 const MOST_SUMMED_ROWS: usize = 1024;
+/// Rows of logits begin at multiples of this, in elements: `kernels::sample` then takes them fastest.
+const ALIGNED_LOGITS: usize = 8;
 /// Sections begin at multiples of this, in bytes.
 const ALIGNMENT: usize = 256;
 
@@ -32,13 +34,14 @@ pub(super) struct Shape {
     heads: usize,
     mlp: usize,
     vocab: usize,
+    kv_slots: [usize; 2], // blocks, tokens of a block
     tp_size: usize,
     kind: Kind,
 }
 
 /// Bytes of a GPU that one rank's steps take while the engine is awake, beside weights and cache.
 pub fn engine_buffer_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> usize {
-    Shape::new(spec, options, 0, tp_size).bytes()
+    Shape::new(spec, options, tp_size).bytes()
 }
 
 /// Bytes of a GPU that one rank's sums over its tensor-parallel group take, asleep or awake, where GPUs map one another's memory.
@@ -58,19 +61,24 @@ pub(super) struct Buffers {
     pub(super) attended: Tensor,   // [R, H hd]
     pub(super) gate_up: Tensor,    // [R, 2 F]
     pub(super) act: Tensor,        // [R, F]
-    pub(super) logits: Tensor,     // [S, V] f32
+    pub(super) logits: Tensor,     // [S', W] f32
+    pub(super) shards: Tensor,     // [S' W] f32, whole rows of this rank's share of the draws; none on a single rank
+    pub(super) own_cuts: Tensor,   // [2 S' / ranks] i32, what filters leave of them
+    pub(super) cuts: Tensor,       // [2 S'] i32, the same of all draws
+    pub(super) history: Tensor,    // [KV blocks, block_size] i32, token ids at the slots of their keys
+    pub(super) seen: Tensor,       // [S, V of all ranks / 32] i32, as `kernels::mark_seen` leaves it
     pub(super) candidates: Tensor, // f64, as `kernels::sample` has them
     pub(super) gathered: Tensor,   // the same of all ranks
     pub(super) inputs: Tensor,     // i32
     pub(super) token_ids: Tensor,  // [S] i32
-    pub(super) cuts: Tensor,       // [2 S] i32, what filters leave of each draw
     /// Sampled ids [S], then the bits of their log-probabilities [S].
     pub(super) sampled: Tensor, // [2 S] i32
 }
 
 impl Shape {
-    pub(super) fn new(spec: &ModelSpec, options: &EngineOptions, tp_rank: usize, tp_size: usize) -> Self {
+    pub(super) fn new(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> Self {
         let (heads, kv_heads) = spec.tp_heads(tp_size);
+        let num_blocks = options.kv_cache_bytes / kv_block_bytes(spec, tp_size, options.block_size, options.kind);
         Self {
             rows: options.max_num_batched_tokens.max(options.max_num_seqs),
             seqs: options.max_num_seqs,
@@ -79,7 +87,8 @@ impl Shape {
             qkv: (heads + 2 * kv_heads) * spec.head_dim,
             heads: heads * spec.head_dim,
             mlp: spec.intermediate_size / tp_size,
-            vocab: spec.vocab_range(tp_rank, tp_size).len(),
+            vocab: spec.vocab_size,
+            kv_slots: [num_blocks, options.block_size],
             tp_size,
             kind: options.kind,
         }
@@ -105,13 +114,17 @@ impl Shape {
         memory.map(|memory| RowSums::new(memory, rows, self.hidden)).transpose()
     }
 
-    fn sections(&self) -> [(Vec<i64>, Kind); 15] {
+    /// In the order of [`Buffers`].
+    fn sections(&self) -> [(Vec<i64>, Kind); 19] {
         let matrix = |rows: usize, columns: usize| (vec![rows as i64, columns as i64], self.kind);
         let candidates = |ranks: usize| {
             let parts = MOST_PARTS.max(self.seqs) * ranks;
             (vec![parts as i64 * CANDIDATE_WORDS], Kind::Double)
         };
-        let words = |words: usize| (vec![words as i64], Kind::Int);
+        let words = |shape: &[usize]| (shape.iter().map(|&size| size as i64).collect(), Kind::Int);
+        let draws = self.seqs.next_multiple_of(self.tp_size);
+        let width = self.vocab.div_ceil(self.tp_size).next_multiple_of(ALIGNED_LOGITS);
+        let whole = if self.tp_size > 1 { draws * width } else { 0 };
         [
             matrix(self.rows, self.hidden),
             matrix(self.rows, self.hidden),
@@ -121,13 +134,17 @@ impl Shape {
             matrix(self.rows, self.heads),
             matrix(self.rows, 2 * self.mlp),
             matrix(self.rows, self.mlp),
-            (vec![self.seqs as i64, self.vocab as i64], Kind::Float),
+            (vec![draws as i64, width as i64], Kind::Float),
+            (vec![whole as i64], Kind::Float),
+            words(&[2 * draws / self.tp_size]),
+            words(&[2 * draws]),
+            words(&self.kv_slots),
+            words(&[self.seqs, self.vocab.div_ceil(32)]),
             candidates(1),
             candidates(self.tp_size),
-            words(self.input_words()),
-            words(self.seqs),
-            words(2 * self.seqs),
-            words(2 * self.seqs),
+            words(&[self.input_words()]),
+            words(&[self.seqs]),
+            words(&[2 * self.seqs]),
         ]
     }
 
@@ -140,46 +157,33 @@ impl Shape {
     pub(super) fn map(&self, arena: &mut Arena) -> Result<Buffers> {
         arena.map(self.bytes())?;
         let mut at = 0;
-        let mut next = |(shape, kind): &(Vec<i64>, Kind)| {
+        let mut sections = self.sections().into_iter().map(|(shape, kind)| {
             // SAFETY: sections do not overlap; the buffers stay in this room and are dropped before the arena is unmapped.
-            let view = unsafe { arena.tensor(at, shape, *kind) };
-            at += section_bytes(shape, *kind);
+            let view = unsafe { arena.tensor(at, &shape, kind) };
+            at += section_bytes(&shape, kind);
             view
-        };
-        let sections = self.sections();
-        let [
-            x,
-            normed,
-            delta,
-            qkv,
-            q,
-            attended,
-            gate_up,
-            act,
-            logits,
-            candidates,
-            gathered,
-            inputs,
-            ids,
-            cuts,
-            sampled,
-        ] = &sections;
+        });
+        let mut next = || sections.next().expect("a section a buffer");
         Ok(Buffers {
-            x: next(x)?,
-            normed: next(normed)?,
-            delta: next(delta)?,
-            qkv: next(qkv)?,
-            q: next(q)?,
-            attended: next(attended)?,
-            gate_up: next(gate_up)?,
-            act: next(act)?,
-            logits: next(logits)?,
-            candidates: next(candidates)?,
-            gathered: next(gathered)?,
-            inputs: next(inputs)?,
-            token_ids: next(ids)?,
-            cuts: next(cuts)?,
-            sampled: next(sampled)?,
+            x: next()?,
+            normed: next()?,
+            delta: next()?,
+            qkv: next()?,
+            q: next()?,
+            attended: next()?,
+            gate_up: next()?,
+            act: next()?,
+            logits: next()?,
+            shards: next()?,
+            own_cuts: next()?,
+            cuts: next()?,
+            history: next()?,
+            seen: next()?,
+            candidates: next()?,
+            gathered: next()?,
+            inputs: next()?,
+            token_ids: next()?,
+            sampled: next()?,
         })
     }
 }

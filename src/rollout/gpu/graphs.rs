@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
+use super::sampling::Processing;
 use crate::cuda::{Graph, TorchStream};
 use crate::error::{Error, Result};
 use crate::memory::{Ledger, Place};
@@ -14,7 +15,7 @@ const MENTIONED: Duration = Duration::from_millis(100);
 /// The recorded steps, and what they were recorded over.
 #[derive(Debug, Default)]
 pub(super) struct Graphs {
-    of_batch: HashMap<(usize, bool), Graph>,
+    of_batch: HashMap<(usize, Processing), Graph>,
     recorded_over: Vec<usize>,
     /// Of the device, as its driver counts them.
     bytes: usize,
@@ -30,11 +31,11 @@ impl Graphs {
         }
     }
 
-    /// Runs the `step` of (bucket, whether filters are on): the first time as it is, which lets libraries choose their
+    /// Runs the `step` of (bucket, what is done to logits): the first time as it is, which lets libraries choose their
     /// algorithms and communicators warm up, and then from its recording.
     pub(super) fn run(
         &mut self,
-        key: (usize, bool),
+        key: (usize, Processing),
         stream: &TorchStream,
         step: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {

@@ -61,11 +61,21 @@ impl Packing<'_> {
             .map(|at| table[at / self.block_size] as i32 * self.block_size as i32 + (at % self.block_size) as i32)
     }
 
+    /// KV blocks of the runs' sequences, [`rows`, `blocks`].
+    fn block_tables(&self, words: &mut Words, (rows, blocks): (usize, usize), inputs: &Tensor) -> Result<Tensor> {
+        let row = |run: &Run| {
+            let table = self.sequences[run.sequence].block_table.iter().map(|&block| block as i32);
+            table.chain(std::iter::repeat(0)).take(blocks).collect::<Vec<_>>()
+        };
+        let range = words.put(rows * blocks, self.step.runs.iter().flat_map(row), 0)?;
+        Ok(inputs.narrow(0, range.start as i64, range.len() as i64).view([rows as i64, blocks as i64]))
+    }
+
     /// How the draws are made, with room for `len`.
     fn sampling(&self, words: &mut Words, len: usize, inputs: &Tensor) -> Result<Sampling> {
         let key = |draw: &Draw| sampling_key(self.params, draw.prompt_id, draw.sample).words().map(|word| word as i32);
         let keys = words.put(2 * len, self.draws.iter().flat_map(key), 0)?;
-        let SamplingParams { temperature, min_p, top_k, top_p, .. } = *self.params;
+        let SamplingParams { temperature, min_p, top_k, top_p, repetition_penalty, .. } = *self.params;
         let mut same = |word: i32| {
             let range = words.put(len, [], word)?;
             Ok::<_, Error>(inputs.narrow(0, range.start as i64, len as i64))
@@ -74,6 +84,7 @@ impl Packing<'_> {
         Ok(Sampling {
             keys: inputs.narrow(0, keys.start as i64, keys.len() as i64).view([len as i64, 2]),
             temperatures: float(temperature)?,
+            penalties: float(repetition_penalty)?,
             min_p: float(min_p.unwrap_or(0.0))?,
             top_p: float(top_p)?,
             top_k: same(i32::try_from(top_k).unwrap_or(i32::MAX))?,
@@ -86,6 +97,7 @@ impl Packing<'_> {
 pub(super) struct Sampling {
     pub(super) keys: Tensor,         // [S, 2]
     pub(super) temperatures: Tensor, // [S] f32
+    pub(super) penalties: Tensor,    // [S] f32
     pub(super) min_p: Tensor,        // [S] f32
     pub(super) top_k: Tensor,        // [S]
     pub(super) top_p: Tensor,        // [S] f32
@@ -128,11 +140,7 @@ impl DecodeInputs {
         let prefixes = shared_prefixes(packing);
         let groups = words.put(bucket, prefixes.iter().map(|prefix| prefix.0), -1)?;
         let num_shared = words.put(bucket, prefixes.iter().map(|prefix| prefix.1), 0)?;
-        let row = |run: &Run| {
-            let table = sequence(run).block_table.iter().map(|&block| block as i32);
-            table.chain(std::iter::repeat(0)).take(blocks).collect::<Vec<_>>()
-        };
-        let block_tables = words.put(bucket * blocks, runs.iter().flat_map(row), 0)?;
+        let block_tables = packing.block_tables(words, (bucket, blocks), inputs)?;
         let view = |range: Range<usize>| inputs.narrow(0, range.start as i64, range.len() as i64);
         Ok(Self {
             from: view(from),
@@ -142,7 +150,7 @@ impl DecodeInputs {
             sampling,
             groups: view(groups),
             num_shared: view(num_shared),
-            block_tables: view(block_tables).view([bucket as i64, blocks as i64]),
+            block_tables,
         })
     }
 }
@@ -166,19 +174,21 @@ fn shared_prefixes(packing: &Packing) -> Vec<(i32, i32)> {
 /// Inputs of a prefill step: T tokens of B runs, of which L rows are drawn from.
 #[derive(Debug)]
 pub(super) struct PrefillInputs {
-    pub(super) token_ids: Tensor,   // [T]
-    pub(super) positions: Tensor,   // [T]
-    pub(super) slots: Tensor,       // [T]
-    pub(super) bounds: Tensor,      // [B + 1], of the runs' tokens
-    pub(super) last_rows: Tensor,   // [L]
-    pub(super) lens: Tensor,        // [L], tokens so far
-    pub(super) sampling: Sampling,  // of L
-    pub(super) copies: [Tensor; 2], // blocks to copy from, and to
+    pub(super) token_ids: Tensor,    // [T]
+    pub(super) positions: Tensor,    // [T]
+    pub(super) slots: Tensor,        // [T]
+    pub(super) bounds: Tensor,       // [B + 1], of the runs' tokens
+    pub(super) block_tables: Tensor, // [B, blocks]
+    pub(super) last_rows: Tensor,    // [L]
+    pub(super) drawn_runs: Tensor,   // [L]
+    pub(super) lens: Tensor,         // [L], tokens so far
+    pub(super) sampling: Sampling,   // of L
+    pub(super) copies: [Tensor; 2],  // blocks to copy from, and to
 }
 
 impl PrefillInputs {
-    /// The views are over `inputs`.
-    pub(super) fn pack(packing: &Packing, words: &mut Words, inputs: &Tensor) -> Result<Self> {
+    /// `blocks` is the width of a block table. The views are over `inputs`.
+    pub(super) fn pack(packing: &Packing, words: &mut Words, blocks: usize, inputs: &Tensor) -> Result<Self> {
         let step = packing.step;
         let tokens: usize = step.runs.iter().map(|run| run.tokens.len()).sum();
         let bounds: Vec<i32> = std::iter::once(0)
@@ -193,11 +203,15 @@ impl PrefillInputs {
         let positions = words.put(tokens, positions, 0)?;
         let slots = words.put(tokens, step.runs.iter().flat_map(|run| packing.slots(run)), -1)?;
         let draws = packing.draws.len();
-        let last = step.runs.iter().zip(&bounds[1..]);
-        let last_rows = last.clone().flat_map(|(run, end)| std::iter::repeat_n(end - 1, run.samples.len()));
-        let last_rows = words.put(draws, last_rows, 0)?;
-        let lens = last.flat_map(|(run, _)| std::iter::repeat_n(run.tokens.end as i32, run.samples.len()));
-        let lens = words.put(draws, lens, 0)?;
+        // A number of a run for each of its draws.
+        let of_draws = |number: &dyn Fn(usize, &Run) -> i32| -> Vec<i32> {
+            let runs = step.runs.iter().enumerate();
+            runs.flat_map(|(index, run)| std::iter::repeat_n(number(index, run), run.samples.len())).collect()
+        };
+        let last_rows = words.put(draws, of_draws(&|index, _| bounds[index + 1] - 1), 0)?;
+        let drawn_runs = words.put(draws, of_draws(&|index, _| index as i32), 0)?;
+        let lens = words.put(draws, of_draws(&|_, run| run.tokens.end as i32), 0)?;
+        let block_tables = packing.block_tables(words, (step.runs.len(), blocks), inputs)?;
         let sampling = packing.sampling(words, draws, inputs)?;
         let bounds = words.put(bounds.len(), bounds, 0)?;
         let from = words.put(step.copies.len(), step.copies.iter().map(|copy| copy.0 as i32), 0)?;
@@ -208,7 +222,9 @@ impl PrefillInputs {
             positions: view(positions),
             slots: view(slots),
             bounds: view(bounds),
+            block_tables,
             last_rows: view(last_rows),
+            drawn_runs: view(drawn_runs),
             lens: view(lens),
             sampling,
             copies: [view(from), view(to)],

@@ -6,7 +6,7 @@
 //! |---|---|
 //! | `buffers` | the memory of a step |
 //! | `inputs` | what a step is told, packed into one upload |
-//! | `network` | kernels and products, from token ids to sampled tokens |
+//! | `network`, `sampling` | kernels and products, from token ids to hidden states and on to sampled tokens |
 //! | `prefill` | attention of prompts |
 //! | `graphs` | decode steps, recorded by batch size |
 //! | `profile` | the time of a decode step and of each of its operations |
@@ -17,21 +17,22 @@ mod inputs;
 mod network;
 mod prefill;
 mod profile;
+mod sampling;
 
 pub use self::buffers::{engine_buffer_bytes, engine_sum_bytes};
 pub use self::profile::{OpTime, StepProfile};
 
 use std::collections::VecDeque;
 
-use tch::{Device, Tensor, no_grad};
+use tch::{Device, Kind, Tensor, no_grad};
 
 use self::buffers::{Buffers, Shape};
 use self::graphs::Graphs;
 use self::inputs::{DecodeInputs, Packing, PrefillInputs, Words};
 use self::network::{Network, Op, Tokens};
 use self::prefill::PrefillAttention;
+use self::sampling::{Drawn, Processing};
 use super::engine::EngineOptions;
-use super::filters;
 use super::kv_cache::KvCache;
 use super::runner::Runner;
 use super::sampler::{Draw, Sampled, non_finite};
@@ -86,7 +87,7 @@ impl GpuState {
             return Err(Error::invalid_value("kv_block_size", options.block_size, "a multiple of 16 on a GPU"));
         }
         let (device, context) = (Device::Cuda(ordinal), Context::retain(ordinal)?);
-        let shape = Shape::new(spec, options, tp.rank(), tp.size());
+        let shape = Shape::new(spec, options, tp.size());
         let (num_heads, num_kv_heads) = spec.tp_heads(tp.size());
         let attention = AttentionShape {
             num_heads,
@@ -157,12 +158,6 @@ impl GpuState {
         self.buffers = None;
         self.arena.unmap();
     }
-
-    /// Whether its sampler serves these parameters; otherwise the host's has to. Filters need whole rows of logits, of which
-    /// a rank of several has a part.
-    pub(super) fn serves(params: &SamplingParams, tp_size: usize) -> bool {
-        params.repetition_penalty == 1.0 && (tp_size == 1 || !filters::is_active(params))
-    }
 }
 
 impl Drop for GpuState {
@@ -216,7 +211,7 @@ impl<'a> GpuRunner<'a> {
     fn decode(&mut self, packing: &Packing) -> Result<()> {
         let bucket = self.bucket(packing);
         let mut graphs = std::mem::take(&mut self.state.graphs);
-        let key = (bucket, filters::is_active(self.params));
+        let key = (bucket, Processing::of(self.params));
         let outcome = self.prepare_decode(packing, None, |stream, step| graphs.run(key, stream, step));
         self.state.graphs = graphs;
         outcome
@@ -241,7 +236,7 @@ impl<'a> GpuRunner<'a> {
                 Tuning::Timed if torch::is_deterministic() => Tuning::First,
                 tuning => tuning,
             },
-            filters: filters::is_active(self.params),
+            processing: Processing::of(self.params),
             only,
         }
     }
@@ -269,20 +264,28 @@ impl<'a> GpuRunner<'a> {
     }
 
     fn prefill(&mut self, packing: &Packing) -> Result<()> {
-        let pack = |words: &mut Words, inputs: &Tensor| PrefillInputs::pack(packing, words, inputs);
+        let blocks = self.state.shape.blocks;
+        let pack = |words: &mut Words, inputs: &Tensor| PrefillInputs::pack(packing, words, blocks, inputs);
         let inputs = self.state.upload(self.num_launched, self.tp, pack)?;
         let network = self.network(Tuning::First, None);
-        let attention = PrefillAttention::new(packing.step, packing.sequences, &inputs, self.kv_cache, self.spec);
+        let strict = self.state.strict.then_some(&self.state.plan);
+        let attention =
+            PrefillAttention::new(packing.step, packing.sequences, &inputs, self.kv_cache, self.spec, strict);
         let tokens = Tokens { ids: &inputs.token_ids, positions: &inputs.positions, slots: &inputs.slots };
         let hidden = network.hidden(&tokens, &mut |layer, q, qkv| attention.attend(layer, q, qkv))?;
         if !packing.step.copies.is_empty() {
             let [from, to] = &inputs.copies;
             self.kv_cache.copy_blocks(from, to);
+            let history = &network.buffers.history;
+            let _ =
+                history.shallow_clone().f_index_copy_(0, &to.to_kind(Kind::Int64), &history.index_select(0, from))?;
         }
         if packing.draws.is_empty() {
             return Ok(());
         }
-        network.sample(&hidden.index_select(0, &inputs.last_rows), &inputs.lens, &inputs.sampling)
+        let block_tables = inputs.block_tables.index_select(0, &inputs.drawn_runs);
+        let drawn = Drawn { lens: &inputs.lens, block_tables: &block_tables, sampling: &inputs.sampling };
+        network.sample(&hidden.index_select(0, &inputs.last_rows), &drawn)
     }
 }
 
@@ -342,7 +345,8 @@ fn decode_step(network: &Network, inputs: &DecodeInputs, plan: &AttentionPlan, s
         })?;
         Ok(attended.shallow_clone())
     })?;
-    network.sample(&hidden, &inputs.context_lens, &inputs.sampling)
+    let drawn = Drawn { lens: &inputs.context_lens, block_tables: &inputs.block_tables, sampling: &inputs.sampling };
+    network.sample(&hidden, &drawn)
 }
 
 /// Between two looks at whether a copy is done. Gives up when a peer has failed: what is recorded would wait for it.

@@ -1,11 +1,11 @@
-//! The network over the engine's buffers: kernels and cuBLASLt's products, from token ids to a sampled token. Allocates nothing
+//! The network over the engine's buffers: kernels and cuBLASLt's products, from token ids to hidden states. Allocates nothing
 //! itself, so that a decode step can be recorded; attention is the caller's.
 
 use tch::Tensor;
 
 use super::buffers::Buffers;
-use super::inputs::Sampling;
-use crate::cuda::kernels::{self, Draws, Filters, HeadTransform, QkvViews, RowSums};
+use super::sampling::Processing;
+use crate::cuda::kernels::{self, HeadTransform, QkvViews, RowSums};
 use crate::cuda::{Products, Tuning};
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
@@ -27,8 +27,7 @@ pub(super) struct Network<'a> {
     /// What sums row-parallel products over the group; NCCL does where it is none.
     pub(super) sums: Option<&'a RowSums>,
     pub(super) tuning: Tuning,
-    /// Whether min-p, top-k or top-p are on.
-    pub(super) filters: bool,
+    pub(super) processing: Processing,
     /// Leaves all other operations out, for their times.
     pub(super) only: Option<Op>,
 }
@@ -81,6 +80,9 @@ impl Network<'_> {
             None => (first(&self.buffers.normed), [first(&self.buffers.delta), first(&self.buffers.delta)]),
         };
         self.op(Op::Embed, || self.embed(tokens.ids, &mut x))?;
+        if self.processing.penalises {
+            self.op(Op::Sample, || kernels::note_tokens(tokens.ids, tokens.slots, &self.buffers.history.view(-1)))?;
+        }
         self.weights.prepare(0)?;
         let (eps, input_norm) = (self.spec.rms_norm_eps, &self.weights.blocks[0].input_norm);
         self.op(Op::Norm, || kernels::add_rms_norm(&mut x, None, input_norm, &mut normed, eps))?;
@@ -101,42 +103,6 @@ impl Network<'_> {
             self.add_rms_norm(1, &mut parts, &mut x, next_norm, &mut normed)?;
         }
         Ok(normed)
-    }
-
-    /// Draws one token from each of the hidden states [L, D], into the buffers' `sampled`. `lens` [L] are the tokens so far, 0
-    /// where there is nothing to draw. Filters need the whole vocabulary's logits. Collective.
-    pub(super) fn sample(&self, hidden: &Tensor, lens: &Tensor, sampling: &Sampling) -> Result<()> {
-        let logits = self.buffers.logits.narrow(0, 0, hidden.size()[0]);
-        self.op(Op::Head, || self.product(hidden, &self.weights.lm_head, None, None, &logits))?;
-        self.op(Op::Sample, || self.draw(&logits, lens, sampling))
-    }
-
-    fn draw(&self, logits: &Tensor /* [L, V] */, lens: &Tensor, sampling: &Sampling) -> Result<()> {
-        let (rows, tp_size) = (logits.size()[0], self.tp.size());
-        let Sampling { keys, temperatures, min_p, top_k, top_p } = sampling;
-        let mut draws = Draws { rows: None, keys, positions: lens, temperatures, penalties: None, cuts: None };
-        let mut cuts = self.buffers.cuts.narrow(0, 0, 2 * rows).view([rows, 2]);
-        if self.filters {
-            kernels::filter(logits, &draws, &Filters { min_p, top_k, top_p }, &mut cuts)?;
-            draws.cuts = Some(&cuts);
-        }
-        // Of the mean shard, so that all ranks have the same number. The sums of strict steps are split alike in all batches.
-        let parts = match self.tuning {
-            Tuning::Fixed => 1,
-            _ => kernels::sample_parts(rows as usize, self.spec.vocab_size / tp_size) as i64,
-        };
-        let shape = [parts, rows, kernels::CANDIDATE_WORDS];
-        let len = shape.iter().product();
-        let mut candidates = self.buffers.candidates.narrow(0, 0, len).view(shape);
-        let vocab = self.spec.vocab_range(self.tp.rank(), tp_size);
-        kernels::sample(logits, vocab.start, &draws, &mut candidates)?;
-        if tp_size > 1 {
-            let mut gathered = self.buffers.gathered.narrow(0, 0, len * tp_size as i64);
-            self.tp.all_gather(&candidates.view(-1), &mut gathered)?;
-            candidates = gathered;
-        }
-        let (ids, logprobs) = self.buffers.sampled();
-        kernels::combine(&candidates, &mut ids.narrow(0, 0, rows), &mut logprobs.narrow(0, 0, rows))
     }
 
     fn embed(&self, ids: &Tensor, x: &mut Tensor) -> Result<()> {
@@ -215,7 +181,7 @@ impl Network<'_> {
     }
 
     /// out = x w^T + bias, and what an adapter adds.
-    fn product(
+    pub(super) fn product(
         &self,
         x: &Tensor,            // [T, K]
         w: &Tensor,            // [N, K]

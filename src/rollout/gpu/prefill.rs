@@ -1,9 +1,10 @@
-//! Attention of prompts on a GPU: over the keys at hand where runs begin their sequences, else over the cache.
+//! Attention of prompts on a GPU: over the keys at hand where runs begin their sequences, else over the cache; in strict mode
+//! row by row as decode steps have it, so that a token's bits do not tell which kind of step computed it.
 
 use tch::{Kind, Tensor};
 
 use super::inputs::PrefillInputs;
-use crate::cuda::kernels::QkvViews;
+use crate::cuda::kernels::{self, AttentionPlan, QkvViews};
 use crate::error::Result;
 use crate::model::{ModelSpec, attention_scale};
 use crate::ops::attention::{kv_rows, paged_prefill};
@@ -18,32 +19,46 @@ use crate::torch::{Varlen, flash_forward};
 pub(super) struct PrefillAttention<'a> {
     kv_cache: &'a KvCache,
     scale: f64,
-    keys: Keys,
+    keys: Keys<'a>,
 }
 
 #[derive(Debug)]
-enum Keys {
+enum Keys<'a> {
     /// Those of this step, as they lie in the product.
     AtHand(Varlen),
     /// Rows of the cache [context tokens of all runs * Hkv].
     Cached(Varlen, Tensor),
     /// For kinds that flash attention does not take: what [`paged_prefill`] needs.
     Explicit { block_tables: Tensor, bounds: Vec<i64>, context_lens: Vec<i64>, window: Option<usize> },
+    /// Slices of as many rows as the plan holds.
+    Rows(&'a AttentionPlan, Vec<Slice>),
+}
+
+/// Neighbouring rows, each with its own context.
+#[derive(Debug)]
+struct Slice {
+    first: i64,
+    block_tables: Tensor, // [n, blocks]
+    context_lens: Tensor, // [n] i32
 }
 
 impl<'a> PrefillAttention<'a> {
+    /// `strict` has the plan of decode steps, with a fixed split, where prompts are to be computed by it.
     pub(super) fn new(
         step: &Step,
         sequences: &[Sequence],
         inputs: &PrefillInputs,
         kv_cache: &'a KvCache,
         spec: &ModelSpec,
+        strict: Option<&'a AttentionPlan>,
     ) -> Self {
         let scale = attention_scale(spec);
         let (kind, kv_heads) = kv_cache.kind_and_heads();
         let context_lens: Vec<i64> = step.runs.iter().map(|run| run.tokens.end as i64).collect();
         let device = inputs.bounds.device();
-        let keys = if kind != Kind::BFloat16 {
+        let keys = if let Some(plan) = strict {
+            Keys::Rows(plan, slices(step, inputs, plan.max_rows() as i64))
+        } else if kind != Kind::BFloat16 {
             let lens = step.runs.iter().map(|run| run.tokens.len() as i64);
             let bounds = std::iter::once(0).chain(lens.scan(0, |end, len| {
                 *end += len;
@@ -85,12 +100,36 @@ impl<'a> PrefillAttention<'a> {
                 };
                 flash_forward(q, &gather(&k_cache), &gather(&v_cache), varlen, self.scale)?.0
             }
+            Keys::Rows(plan, slices) => {
+                let o = q.f_empty_like()?;
+                for Slice { first, block_tables, context_lens: lens } in slices {
+                    let of_slice = |tensor: &Tensor| tensor.narrow(0, *first, lens.size()[0]);
+                    plan.update(lens, None)?;
+                    let (q, mut o) = (of_slice(q), of_slice(&o));
+                    kernels::paged_attention(plan, &q, &k_cache, &v_cache, block_tables, lens, &mut o)?;
+                }
+                o
+            }
             Keys::Explicit { block_tables, bounds, context_lens, window } => {
                 paged_prefill(q, &k_cache, &v_cache, block_tables, bounds, context_lens, self.scale, *window)
             }
         };
         Ok(o.flatten(1, 2))
     }
+}
+
+/// All tokens, in slices of at most `most` rows.
+fn slices(step: &Step, inputs: &PrefillInputs, most: i64) -> Vec<Slice> {
+    let (rows, device) = (inputs.positions.size()[0], inputs.positions.device());
+    let runs = step.runs.iter().enumerate();
+    let runs: Vec<i32> = runs.flat_map(|(index, run)| std::iter::repeat_n(index as i32, run.tokens.len())).collect();
+    let runs = Tensor::from_slice(&runs).to_device(device);
+    let slice = |first: i64| {
+        let len = most.min(rows - first);
+        let block_tables = inputs.block_tables.index_select(0, &runs.narrow(0, first, len));
+        Slice { first, block_tables, context_lens: inputs.positions.narrow(0, first, len) + 1 }
+    };
+    (0..rows).step_by(most as usize).map(slice).collect()
 }
 
 /// [N + 1] i32

@@ -1,0 +1,71 @@
+//! min-p, top-k and top-p on the device.
+#![allow(unsafe_code)]
+
+use tch::{Kind, Tensor};
+
+use super::sample::Draws;
+use super::{Argument, address, invalid, kind_name, launch_early, ordinal};
+use crate::cuda::nvrtc::{self, Source};
+use crate::error::Result;
+
+pub(super) const SOURCE: &Source = &nvrtc::FILTER;
+pub(super) const NAMES: &[&str] = &["filter_f32", "filter_bf16"];
+
+const THREADS: u32 = 1024;
+
+/// min-p, top-k and top-p of every draw; each may be off.
+#[derive(Debug, Clone, Copy)]
+pub struct Filters<'a> {
+    /// 0 is off. [S] f32
+    pub min_p: &'a Tensor,
+    /// 0 is off. [S] i32
+    pub top_k: &'a Tensor,
+    /// 1 is off. [S] f32
+    pub top_p: &'a Tensor,
+}
+
+/// What may be drawn of whole rows of the vocabulary, after penalty and temperature: min-p, then top-k, then top-p, as the
+/// host's sampler has them; greedy draws keep all. With tensor parallelism an all-to-all brings the shards of a row together,
+/// so that each rank cuts rows of its own: draws `first ..`, as far as there are any. Allocates nothing.
+///
+/// # Errors
+/// As [`super::sample`].
+pub fn filter(
+    logits: &Tensor, // [shards, R, at least V / shards] f32 or bf16
+    vocab: usize,    // V; shard k of n has the ids V k / n .. V (k + 1) / n
+    first: usize,    // the draw of row 0
+    draws: &Draws,   // S; `cuts` is not read
+    filters: &Filters,
+    cuts: &mut Tensor, // [R, 2] i32
+) -> Result<()> {
+    const OP: &str = "filter";
+    let (gpu, num_draws) = (ordinal(OP, logits)?, draws.positions.numel());
+    let &[shards, rows, stride] = &logits.size()[..] else {
+        return Err(invalid(OP, "logits [shards, R, V / shards]", logits.size()));
+    };
+    if shards == 0 || stride < (vocab as i64 + shards - 1) / shards {
+        return Err(invalid(OP, format!("shards of {vocab} ids"), logits.size()));
+    }
+    let ([penalties, seen], words) = draws.penalty_arguments(OP, vocab, gpu)?;
+    let arguments = [
+        address(OP, logits, logits.kind(), (shards * rows * stride) as usize, gpu)?,
+        address(OP, draws.positions, Kind::Int, num_draws, gpu)?,
+        address(OP, draws.temperatures, Kind::Float, num_draws, gpu)?,
+        penalties,
+        seen,
+        address(OP, filters.min_p, Kind::Float, num_draws, gpu)?,
+        address(OP, filters.top_k, Kind::Int, num_draws, gpu)?,
+        address(OP, filters.top_p, Kind::Float, num_draws, gpu)?,
+        address(OP, cuts, Kind::Int, 2 * rows as usize, gpu)?,
+        Argument::Count(first as i64),
+        Argument::Count(rows),
+        Argument::Count(stride),
+        Argument::Count(vocab as i64),
+        Argument::Count(shards),
+        Argument::Count(words as i64),
+    ];
+    let name = format!("filter_{}", kind_name(OP, logits)?);
+    let blocks = num_draws.saturating_sub(first).min(rows as usize) as u32;
+    // SAFETY: the kernel's parameters in order; one block a row that has a draw.
+    unsafe { launch_early(SOURCE, &name, gpu, (blocks, THREADS, 0), &arguments) }
+}

@@ -1,0 +1,66 @@
+//! Which ids every draw has before it: what a repetition penalty looks at.
+#![allow(unsafe_code)]
+
+use tch::{Kind, Tensor};
+
+use super::{Argument, address, blocks, invalid, launch_early, ordinal};
+use crate::cuda::nvrtc::{self, Source};
+use crate::error::Result;
+
+pub(super) const SOURCE: &Source = &nvrtc::SEEN;
+pub(super) const NAMES: &[&str] = &["note_tokens", "mark_seen"];
+
+const THREADS: usize = 512;
+
+/// history[slots] = token_ids: a step's tokens go where their keys and values do. Allocates nothing.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
+pub fn note_tokens(
+    token_ids: &Tensor, // [T] i32
+    slots: &Tensor,     // [T] i32, -1: padding
+    history: &Tensor,   // [slots] i32
+) -> Result<()> {
+    const OP: &str = "note_tokens";
+    let (gpu, count) = (ordinal(OP, token_ids)?, token_ids.numel());
+    let arguments = [
+        address(OP, token_ids, Kind::Int, count, gpu)?,
+        address(OP, slots, Kind::Int, count, gpu)?,
+        address(OP, history, Kind::Int, history.numel(), gpu)?,
+        Argument::Count(count as i64),
+    ];
+    let grid = blocks(count, THREADS, usize::MAX);
+    // SAFETY: the kernel's parameters in order; slots are the caller's.
+    unsafe { launch_early(SOURCE, OP, gpu, (grid, THREADS as u32, 0), &arguments) }
+}
+
+/// Bit `id` of row s says whether draw s has `id` among the tokens so far. Allocates nothing.
+///
+/// # Errors
+/// As [`note_tokens`].
+pub fn mark_seen(
+    history: &Tensor,      // [num_blocks, block_size] i32, what `note_tokens` left
+    block_tables: &Tensor, // [S, max_blocks] i32
+    lens: &Tensor,         // [S] i32, tokens so far
+    seen: &mut Tensor,     // [S, at least V / 32] i32
+) -> Result<()> {
+    const OP: &str = "mark_seen";
+    let (gpu, draws) = (ordinal(OP, history)?, lens.numel());
+    let (&[_, block_size], &[_, max_blocks], &[_, words]) =
+        (&history.size()[..], &block_tables.size()[..], &seen.size()[..])
+    else {
+        let got = (history.size(), block_tables.size(), seen.size());
+        return Err(invalid(OP, "history [num_blocks, block_size], block tables and bits of every draw", got));
+    };
+    let arguments = [
+        address(OP, history, Kind::Int, history.numel(), gpu)?,
+        address(OP, block_tables, Kind::Int, draws * max_blocks as usize, gpu)?,
+        address(OP, lens, Kind::Int, draws, gpu)?,
+        address(OP, seen, Kind::Int, draws * words as usize, gpu)?,
+        Argument::Count(max_blocks),
+        Argument::Count(block_size),
+        Argument::Count(words),
+    ];
+    // SAFETY: the kernel's parameters in order; one block a draw. Blocks and ids are the caller's.
+    unsafe { launch_early(SOURCE, OP, gpu, (draws as u32, THREADS as u32, 0), &arguments) }
+}

@@ -1,0 +1,100 @@
+//! From hidden states to sampled tokens, on this rank's share of the vocabulary and with what all ranks found in theirs.
+//! Allocates nothing.
+
+use tch::Tensor;
+
+use super::inputs::Sampling;
+use super::network::{Network, Op};
+use crate::cuda::Tuning;
+use crate::cuda::kernels::{self, Draws, Filters};
+use crate::error::Result;
+use crate::rollout::filters;
+use crate::types::SamplingParams;
+
+/// What is done to logits before a token is drawn, beside the temperature; all draws of a step alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Processing {
+    /// min-p, top-k or top-p are on.
+    pub(super) filters: bool,
+    /// There is a repetition penalty.
+    pub(super) penalises: bool,
+}
+
+impl Processing {
+    pub(super) fn of(params: &SamplingParams) -> Self {
+        let filters = filters::is_active(params) && params.temperature > 0.0;
+        Self { filters, penalises: params.repetition_penalty != 1.0 }
+    }
+}
+
+/// The S draws of a step.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Drawn<'a> {
+    /// Tokens so far, 0 where there is nothing to draw. [S]
+    pub(super) lens: &'a Tensor,
+    /// Where those stand. [S, blocks]
+    pub(super) block_tables: &'a Tensor,
+    pub(super) sampling: &'a Sampling,
+}
+
+impl Network<'_> {
+    /// Draws one token from each of the hidden states, into the buffers' `sampled`. Collective.
+    pub(super) fn sample(&self, hidden: &Tensor /* [S, D] */, drawn: &Drawn) -> Result<()> {
+        let vocab = self.spec.vocab_range(self.tp.rank(), self.tp.size()).len() as i64;
+        let logits = self.buffers.logits.narrow(0, 0, hidden.size()[0]).narrow(1, 0, vocab);
+        self.op(Op::Head, || self.product(hidden, &self.weights.lm_head, None, None, &logits))?;
+        self.op(Op::Sample, || self.draw(&logits, drawn))
+    }
+
+    fn draw(&self, logits: &Tensor /* [S, V of this rank] */, drawn: &Drawn) -> Result<()> {
+        let (rows, tp_size) = (logits.size()[0], self.tp.size());
+        let Sampling { keys, temperatures, penalties, .. } = drawn.sampling;
+        let mut draws = Draws { keys, positions: drawn.lens, temperatures, penalties: None, cuts: None };
+        let mut seen = self.buffers.seen.narrow(0, 0, rows);
+        if self.processing.penalises {
+            kernels::mark_seen(&self.buffers.history, drawn.block_tables, drawn.lens, &mut seen)?;
+            draws.penalties = Some((penalties, &seen));
+        }
+        let cuts = self.buffers.cuts.narrow(0, 0, 2 * rows);
+        if self.processing.filters {
+            self.cut(&draws, drawn.sampling)?;
+            draws.cuts = Some(&cuts);
+        }
+        // Of the mean shard, so that all ranks have the same number. The sums of strict steps are split alike in all batches.
+        let parts = match self.tuning {
+            Tuning::Fixed => 1,
+            _ => kernels::sample_parts(rows as usize, self.spec.vocab_size / tp_size) as i64,
+        };
+        let shape = [parts, rows, kernels::CANDIDATE_WORDS];
+        let len = shape.iter().product();
+        let mut candidates = self.buffers.candidates.narrow(0, 0, len).view(shape);
+        let first_id = self.spec.vocab_range(self.tp.rank(), tp_size).start;
+        kernels::sample(logits, first_id, &draws, &mut candidates)?;
+        if tp_size > 1 {
+            let mut gathered = self.buffers.gathered.narrow(0, 0, len * tp_size as i64);
+            self.tp.all_gather(&candidates.view(-1), &mut gathered)?;
+            candidates = gathered;
+        }
+        let (ids, logprobs) = self.buffers.sampled();
+        kernels::combine(&candidates, &mut ids.narrow(0, 0, rows), &mut logprobs.narrow(0, 0, rows))
+    }
+
+    /// What filters leave of every draw, into the buffers' `cuts`. They need whole rows of the vocabulary: each rank gets those
+    /// of its share of the draws.
+    fn cut(&self, draws: &Draws, sampling: &Sampling) -> Result<()> {
+        let (ranks, rank, width) = (self.tp.size() as i64, self.tp.rank() as i64, self.buffers.logits.size()[1]);
+        let per_rank = (draws.positions.size()[0] + ranks - 1) / ranks;
+        let logits = self.buffers.logits.narrow(0, 0, ranks * per_rank); // rows without a draw go along
+        let Sampling { min_p, top_k, top_p, .. } = sampling;
+        let (filters, vocab) = (Filters { min_p, top_k, top_p }, self.spec.vocab_size);
+        if ranks == 1 {
+            let mut cuts = self.buffers.cuts.narrow(0, 0, 2 * per_rank);
+            return kernels::filter(&logits.unsqueeze(0), vocab, 0, draws, &filters, &mut cuts);
+        }
+        let mut shards = self.buffers.shards.narrow(0, 0, ranks * per_rank * width).view([ranks, per_rank, width]);
+        self.tp.all_to_all(&logits, &mut shards)?;
+        let mut own = self.buffers.own_cuts.narrow(0, 0, 2 * per_rank);
+        kernels::filter(&shards, vocab, (rank * per_rank) as usize, draws, &filters, &mut own)?;
+        self.tp.all_gather(&own, &mut self.buffers.cuts.narrow(0, 0, 2 * ranks * per_rank))
+    }
+}
