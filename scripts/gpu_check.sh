@@ -30,10 +30,21 @@ check() {
   [ $code = 0 ] || { echo "---- $name"; tail -25 "$output/$name.log" | cut -c1-400; }
 }
 
+# names FILTER..: the GPU tests that the filters match. One that matches nothing has run nothing: an error, not a success.
+names() {
+  local filter found
+  for filter; do
+    found=$("$tests" --list --ignored "$filter" | sed -n 's/^\(.*gpu_.*\): test$/\1/p')
+    [ -n "$found" ] || { echo "no GPU test of $tests matches '$filter'" >&2; return 1; }
+    echo "$found"
+  done
+}
+
 for part in $parts; do
   case $part in
     tests)
-      for test in $("$tests" --list --ignored 2>/dev/null | sed -n 's/^\(.*gpu_.*\): test$/\1/p'); do
+      selected=$(names gpu_) || exit 1
+      for test in $selected; do
         case $test in
           *two_ranks*) [ "$gpus" -ge 2 ] || continue ;;
           *four_ranks*) [ "$gpus" -ge 4 ] || continue ;;
@@ -42,10 +53,11 @@ for part in $parts; do
       done
       ;;
     sanitize) # the decode kernels' tests on small shapes
+      selected=$(names gpu_decode:: gpu_sampling::) || exit 1
       for tool in memcheck racecheck; do
         check "sanitize-$tool" 300 env COLO_GRPO_TEST_SMALL=1 compute-sanitizer --tool "$tool" --error-exitcode 9 \
-          --kernel-name regex:'embed|norm|rope|attention|swiglu|sample|filter|combine' \
-          "$tests" --ignored gpu_decode --test-threads=1
+          --kernel-name regex:'embed|norm|rope|attention|swiglu|sample|filter|combine|note_tokens|mark_seen' \
+          "$tests" --ignored --exact $selected --test-threads=1
       done
       ;;
     demo)

@@ -3,7 +3,7 @@
 use super::choices::Choices;
 use super::{ClassBytes, PlanInput};
 use crate::config::{GradientCheckpointing, OptimizerResidency, ReferenceResidency};
-use crate::rollout::{engine_buffer_bytes, engine_sum_bytes};
+use crate::rollout::{engine_buffer_bytes, engine_sum_bytes, engine_table_bytes};
 use crate::train::{ActivationBytes, Moment, TrainBytes, WORKSPACE_BYTES, reference_bytes};
 
 /// All but the KV cache, which has what they leave. Training's are those of its fullest moment.
@@ -51,7 +51,11 @@ fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
         let (spec, options, tp_size) = (&input.table.spec, input.engine_options(), input.config.tensor_parallel_size);
         classes.push(in_rollout("engine buffers", engine_buffer_bytes(spec, &options, tp_size)));
         let sums = engine_sum_bytes(spec, &options, tp_size);
-        let resident = [("sums over the tensor-parallel group", sums), ("workspace of products", WORKSPACE_BYTES)];
+        let resident = [
+            ("engine tables", engine_table_bytes(spec, &options, tp_size)),
+            ("sums over the tensor-parallel group", sums),
+            ("workspace of products", WORKSPACE_BYTES),
+        ];
         classes.extend(resident.into_iter().filter(|(_, bytes)| *bytes > 0).map(|(class, bytes)| ClassBytes {
             class,
             train_bytes: bytes,

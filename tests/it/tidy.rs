@@ -39,6 +39,11 @@ const EDGES: &[&str] = &[
 ];
 
 fn sources() -> Vec<(String, String)> {
+    texts("src")
+}
+
+/// Names and texts of all files below a folder of the repository.
+fn texts(folder: &str) -> Vec<(String, String)> {
     fn walk(folder: &Path, found: &mut Vec<PathBuf>) {
         for entry in std::fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
@@ -49,7 +54,7 @@ fn sources() -> Vec<(String, String)> {
             }
         }
     }
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
     let mut paths = Vec::new();
     walk(&root, &mut paths);
     paths.sort();
@@ -165,6 +170,26 @@ fn every_fault_has_the_tests_that_are_named() {
         }
     }
     assert!(missing.is_empty(), "docs/reliability.md names {missing:?}");
+}
+
+/// A file of tests that nobody declares runs nowhere, and nobody is told.
+#[test]
+fn every_file_is_a_module() {
+    for root in ["src", "tests/it"] {
+        let texts = texts(root);
+        let declares = |parent: &Path, name: &str| {
+            let homes =
+                [parent.join("mod.rs"), parent.join("main.rs"), parent.join("lib.rs"), parent.with_extension("rs")];
+            let mut homes = texts.iter().filter(|(file, _)| homes.contains(&PathBuf::from(file)));
+            homes.any(|(_, text)| text.contains(&format!("mod {name};")))
+        };
+        for (file, _) in &texts {
+            let path = Path::new(file).with_extension("");
+            let module = if path.ends_with("mod") { path.parent().unwrap() } else { &path };
+            let (parent, name) = (module.parent().unwrap(), module.file_name().unwrap().to_str().unwrap());
+            assert!(["main", "lib"].contains(&name) || declares(parent, name), "{root}/{file} is no module");
+        }
+    }
 }
 
 #[test]

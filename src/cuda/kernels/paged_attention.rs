@@ -113,6 +113,17 @@ impl AttentionPlan {
         Ok(Self { shape, kind, max_rows, split_tokens: split_tokens.unwrap_or(0), buffers })
     }
 
+    /// Bytes of a plan's partial results, which are nearly all that it takes.
+    pub fn partial_bytes(
+        shape: &AttentionShape,
+        max_rows: usize,
+        max_blocks: usize,
+        split_tokens: Option<usize>,
+    ) -> usize {
+        let partials = partials(shape, max_rows, split_tokens, max_blocks.saturating_mul(shape.block_size));
+        partials.into_iter().fold(size_of::<f32>(), usize::saturating_mul)
+    }
+
     /// Most rows of a step.
     pub fn max_rows(&self) -> usize {
         self.max_rows
@@ -173,14 +184,12 @@ impl Buffers {
     ) -> Result<Self> {
         let Device::Cuda(gpu) = device else { return Err(invalid("attention_plan", "a GPU", device)) };
         let num_blocks = BLOCKS_PER_PROCESSOR * Context::retain(gpu)?.num_processors()?;
-        let columns = shape.num_kv_heads * (shape.num_heads / shape.num_kv_heads).div_ceil(ITEM_HEADS);
-        // Chosen splits adapt to the capacity: about four pieces a row, more for few rows.
-        let capacity = split_tokens.map_or(4 * max_rows + 1024, |split| max_rows * context.div_ceil(split));
+        let partial = partials(shape, max_rows, split_tokens, context);
+        let [capacity, columns, _] = partial;
         let zeros = |shape: &[usize]| {
             let shape: Vec<i64> = shape.iter().map(|&size| size as i64).collect();
             Tensor::f_zeros(shape, (Kind::Int, device))
         };
-        let partial = [capacity, columns, ITEM_HEADS * (shape.head_dim + 2)].map(|size| size as i64);
         Ok(Self {
             num_blocks,
             columns,
@@ -191,7 +200,7 @@ impl Buffers {
             pieces: zeros(&[max_rows, 2])?,
             scratch: zeros(&[4, max_rows])?,
             arrived: zeros(&[max_rows, columns])?,
-            partials: Tensor::f_empty(partial, (Kind::Float, device))?,
+            partials: Tensor::f_empty(partial.map(|size| size as i64), (Kind::Float, device))?,
         })
     }
 
@@ -206,6 +215,14 @@ impl Buffers {
         }
         Ok(addresses)
     }
+}
+
+/// (capacity, columns, numbers of a piece): chosen splits adapt to the capacity, about four pieces a row and more for few rows;
+/// a fixed one takes what the longest contexts need.
+fn partials(shape: &AttentionShape, max_rows: usize, split_tokens: Option<usize>, context: usize) -> [usize; 3] {
+    let capacity = split_tokens.map_or(4 * max_rows + 1024, |split| max_rows.saturating_mul(context.div_ceil(split)));
+    let columns = shape.num_kv_heads * (shape.num_heads / shape.num_kv_heads).div_ceil(ITEM_HEADS);
+    [capacity, columns, ITEM_HEADS * (shape.head_dim + 2)]
 }
 
 /// o = softmax(scale q k^T) v of one new token per row over its context, whose last entry is the token itself; zeros for rows

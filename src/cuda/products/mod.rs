@@ -53,6 +53,9 @@ unsafe impl Send for Products {}
 unsafe impl Sync for Products {}
 
 impl Products {
+    /// Device memory of the workspace.
+    pub const BYTES: usize = WORKSPACE_BYTES;
+
     /// Those that are queued on `stream`.
     ///
     /// # Errors
@@ -71,11 +74,6 @@ impl Products {
         // SAFETY: the handle is written on success and destroyed with `products`.
         status("cublasLtCreate", unsafe { sys::cublasLtCreate(&raw mut products.handle) })?;
         Ok(products)
-    }
-
-    /// Device memory of the workspace.
-    pub fn bytes(&self) -> usize {
-        WORKSPACE_BYTES
     }
 
     /// out = a b + bias + beta out, sums in float32, rounded once. The factors may be views of row-major matrices or of their

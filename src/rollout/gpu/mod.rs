@@ -52,6 +52,29 @@ use crate::types::SamplingParams;
 /// Tokens of a context that are summed at once in strict mode.
 const STRICT_SPLIT_TOKENS: usize = 256;
 
+/// Bytes of a GPU that one rank's engine holds asleep, too: what its attention needs, rotations and the products' workspace.
+pub fn engine_table_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> usize {
+    let (shape, attention) = (Shape::new(spec, options, tp_size), attention_shape(spec, options, tp_size));
+    let partials = AttentionPlan::partial_bytes(&attention, shape.seqs, shape.blocks, split_tokens(options));
+    partials + options.max_model_length * spec.head_dim * size_of::<f32>() + Products::BYTES
+}
+
+fn attention_shape(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> AttentionShape {
+    let (num_heads, num_kv_heads) = spec.tp_heads(tp_size);
+    AttentionShape {
+        num_heads,
+        num_kv_heads,
+        head_dim: spec.head_dim,
+        block_size: options.block_size,
+        sliding_window: spec.sliding_window,
+        scale: attention_scale(spec),
+    }
+}
+
+fn split_tokens(options: &EngineOptions) -> Option<usize> {
+    options.strict.then_some(STRICT_SPLIT_TOKENS)
+}
+
 /// What lasts from one wake to the next: streams, addresses, graphs. Asleep it holds little memory.
 #[derive(Debug)]
 pub(super) struct GpuState {
@@ -88,16 +111,8 @@ impl GpuState {
         }
         let (device, context) = (Device::Cuda(ordinal), Context::retain(ordinal)?);
         let shape = Shape::new(spec, options, tp.size());
-        let (num_heads, num_kv_heads) = spec.tp_heads(tp.size());
-        let attention = AttentionShape {
-            num_heads,
-            num_kv_heads,
-            head_dim: spec.head_dim,
-            block_size: options.block_size,
-            sliding_window: spec.sliding_window,
-            scale: attention_scale(spec),
-        };
-        let split_tokens = options.strict.then_some(STRICT_SPLIT_TOKENS);
+        let attention = attention_shape(spec, options, tp.size());
+        let (split, place) = (split_tokens(options), (options.kind, device));
         let pinned =
             |words| -> Result<_> { Ok([PinnedWords::new(&context, words)?, PinnedWords::new(&context, words)?]) };
         let stream = TorchStream::new(&context)?;
@@ -105,7 +120,7 @@ impl GpuState {
             graphs: Graphs::default(),
             buffers: None,
             arena: shape.reserve(device)?,
-            plan: AttentionPlan::new(attention, (options.kind, device), shape.seqs, shape.blocks, split_tokens)?,
+            plan: AttentionPlan::new(attention, place, shape.seqs, shape.blocks, split)?,
             rope: rope.table(options.max_model_length, device),
             low: None,
             sums: None,
@@ -129,7 +144,7 @@ impl GpuState {
         let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
         let peers = self.sums.as_ref().map_or(0, |sums| sums.memory().bytes());
         let tables = bytes(&self.rope) + self.low.as_ref().map_or(0, bytes) + peers;
-        Ledger::set("engine_tables", Place::Device, tables + self.plan.bytes() + self.products.bytes());
+        Ledger::set("engine_tables", Place::Device, tables + self.plan.bytes() + Products::BYTES);
         let mut seen = network::fingerprint(weights, kv_cache, self.low.as_ref());
         seen.push(tp.epoch()? as usize);
         seen.extend(self.sums.as_ref().map(|sums| sums.memory().address()));

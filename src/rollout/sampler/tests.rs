@@ -1,0 +1,152 @@
+use super::*;
+use crate::dist::SingleRank;
+
+const VOCAB: usize = 13;
+
+/// Draws from a vocabulary split at `bounds`, as the ranks of a group would.
+fn sample(params: &SamplingParams, bounds: &[usize], logits: &[f32], draws: &[Draw]) -> Result<Vec<Sampled>> {
+    let tp = SingleRank::default();
+    let sampler = |vocab: Range<usize>| Sampler { params, vocab, tp: &tp };
+    let offers = bounds.windows(2).map(|bound| {
+        let columns = |row: &[f32]| row[bound[0]..bound[1]].to_vec();
+        let shard: Vec<f32> = logits.chunks(VOCAB).flat_map(columns).collect();
+        decode(&encode(&sampler(bound[0]..bound[1]).offers(&shard, draws)))
+    });
+    let offers: Vec<_> = offers.collect();
+    let of_draw = |index: usize| offers.iter().map(move |offers| &offers[index]);
+    let whole = sampler(0..VOCAB);
+    draws.iter().enumerate().map(|(index, draw)| whole.decide(draw, of_draw(index))).collect()
+}
+
+fn logits(row: u64) -> Vec<f32> {
+    let mut logits = vec![0.0; VOCAB];
+    RandomKey::new(7, 0).fill_normal(row, 0, &mut logits);
+    logits.iter().map(|logit| logit * 2.0).collect()
+}
+
+fn draws(count: u64) -> Vec<Draw<'static>> {
+    (0..count).map(|prompt_id| Draw { row: 0, prompt_id, sample: 3, token_ids: &[1, 5, 5] }).collect()
+}
+
+/// softmax in f64 of the allowed logits.
+fn softmax(values: &[f64]) -> Vec<f64> {
+    let total: f64 = values.iter().map(|value| value.exp()).sum();
+    values.iter().map(|value| value.exp() / total).collect()
+}
+
+/// Draws follow `expected`: chi-square under its 99.99 % point for at most 12 degrees of freedom, and nothing that has
+/// no mass is ever drawn.
+fn assert_distribution(params: &SamplingParams, expected: &[f64]) {
+    let count = 20_000;
+    let sampled = sample(params, &[0, VOCAB], &logits(0), &draws(count)).unwrap();
+    let mut counts = [0.0; VOCAB];
+    sampled.iter().for_each(|sampled| counts[sampled.token_id as usize] += 1.0);
+    let mut chi_square = 0.0;
+    for (id, (&got, &p)) in counts.iter().zip(expected).enumerate() {
+        let want = p * count as f64;
+        assert!(want > 0.0 || got == 0.0, "id {id} was drawn {got} times");
+        chi_square += if want > 0.0 { (got - want).powi(2) / want } else { 0.0 };
+    }
+    assert!(chi_square < 39.1, "{chi_square}: {counts:?} against {expected:?}");
+}
+
+#[test]
+fn draws_follow_the_softmax_at_the_temperature() {
+    for temperature in [0.7, 1.0, 1.5] {
+        let params = SamplingParams { temperature, ..SamplingParams::default() };
+        let values: Vec<f64> = logits(0).iter().map(|&logit| f64::from(logit) / f64::from(temperature)).collect();
+        assert_distribution(&params, &softmax(&values));
+    }
+}
+
+/// The filters by their definitions, on probabilities: min-p, then top-k, then top-p of what is left.
+fn filtered(values: &[f64], params: &SamplingParams) -> Vec<f64> {
+    let p = softmax(values);
+    let max = p.iter().copied().fold(0.0, f64::max);
+    let mut order: Vec<usize> = (0..p.len()).collect();
+    order.sort_by(|&a, &b| p[b].total_cmp(&p[a]).then(a.cmp(&b)));
+    order.retain(|&id| p[id] >= f64::from(params.min_p.unwrap_or(0.0)) * max);
+    order.truncate(if params.top_k > 0 { params.top_k } else { usize::MAX });
+    let mass: f64 = order.iter().map(|&id| p[id]).sum();
+    let mut before = 0.0;
+    order.retain(|&id| {
+        let keep = before < f64::from(params.top_p) * mass;
+        before += p[id];
+        keep
+    });
+    let kept: f64 = order.iter().map(|&id| p[id]).sum();
+    (0..p.len()).map(|id| if order.contains(&id) { p[id] / kept } else { 0.0 }).collect()
+}
+
+#[test]
+fn filters_keep_what_their_definitions_keep() {
+    let base = SamplingParams { temperature: 1.3, ..SamplingParams::default() };
+    let cases = [
+        SamplingParams { top_k: 4, ..base.clone() },
+        SamplingParams { top_p: 0.8, ..base.clone() },
+        SamplingParams { top_p: 1e-6, ..base.clone() },
+        SamplingParams { min_p: Some(0.1), ..base.clone() },
+        SamplingParams { top_k: 6, top_p: 0.7, min_p: Some(0.05), ..base.clone() },
+    ];
+    for params in cases {
+        let values: Vec<f64> = logits(0).iter().map(|&logit| f64::from(logit) / 1.3).collect();
+        assert_distribution(&params, &filtered(&values, &params));
+    }
+}
+
+#[test]
+fn the_penalty_acts_once_on_seen_ids_and_not_on_the_log_probability() {
+    let params = SamplingParams { repetition_penalty: 2.0, ..SamplingParams::default() };
+    let raw = logits(0);
+    let penalised = |(id, &logit): (usize, &f32)| {
+        let factor = if [1, 5].contains(&id) { if logit > 0.0 { 0.5 } else { 2.0 } } else { 1.0 };
+        f64::from(logit) * factor
+    };
+    assert_distribution(&params, &softmax(&raw.iter().enumerate().map(penalised).collect::<Vec<_>>()));
+    let p = softmax(&raw.iter().map(|&logit| f64::from(logit)).collect::<Vec<_>>());
+    for sampled in sample(&params, &[0, VOCAB], &raw, &draws(50)).unwrap() {
+        assert!((f64::from(sampled.logprob) - p[sampled.token_id as usize].ln()).abs() < 1e-6);
+    }
+}
+
+#[test]
+fn a_split_vocabulary_gives_the_same_tokens() {
+    let base = SamplingParams::default();
+    let cases = [
+        base.clone(),
+        SamplingParams { temperature: 0.0, ..base.clone() },
+        SamplingParams { temperature: 0.6, repetition_penalty: 1.3, ..base.clone() },
+        SamplingParams { top_k: 3, ..base.clone() },
+        SamplingParams { top_p: 0.9, min_p: Some(0.02), ..base.clone() },
+    ];
+    let logits: Vec<f32> = (0..40).flat_map(logits).collect();
+    let rows: Vec<Draw> = (0..40).map(|row| Draw { row, prompt_id: 9, sample: row, token_ids: &[1, 2] }).collect();
+    for params in cases {
+        let whole = sample(&params, &[0, VOCAB], &logits, &rows).unwrap();
+        for bounds in [&[0, 6, VOCAB][..], &[0, 3, 6, 9, VOCAB]] {
+            let split = sample(&params, bounds, &logits, &rows).unwrap();
+            for (whole, split) in whole.iter().zip(&split) {
+                assert_eq!(whole.token_id, split.token_id, "{params:?}");
+                assert!((whole.logprob - split.logprob).abs() < 1e-6);
+            }
+        }
+    }
+}
+
+#[test]
+fn greedy_takes_the_lowest_of_equal_ids() {
+    let params = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
+    let mut logits = vec![0.0; VOCAB];
+    (logits[4], logits[9]) = (2.0, 2.0);
+    for bounds in [&[0, VOCAB][..], &[0, 6, VOCAB]] {
+        assert_eq!(sample(&params, bounds, &logits, &draws(1)).unwrap()[0].token_id, 4);
+    }
+}
+
+#[test]
+fn logits_that_are_not_numbers_are_an_error() {
+    let mut logits = logits(0);
+    logits[3] = f32::NAN;
+    let failed = sample(&SamplingParams::default(), &[0, 6, VOCAB], &logits, &draws(1));
+    assert!(matches!(failed, Err(Error::NonFinite { .. })));
+}

@@ -1,0 +1,141 @@
+use std::collections::HashMap;
+
+use super::*;
+
+const ROOMY: Limits = Limits {
+    num_blocks: 200,
+    block_size: 4,
+    max_num_seqs: 64,
+    max_num_batched_tokens: 1000,
+    max_completion_length: 20,
+    max_model_length: 64,
+};
+const END: u32 = 0;
+
+/// Stands for the whole network: the keys and values of a token are the tokens up to it, and the next token is a
+/// function of them and of the sample.
+struct Model {
+    cache: HashMap<(u32, usize), Vec<u32>>, // (block, offset)
+    tokens: Vec<Vec<u32>>,                  // of each sequence, those included that the scheduler does not know yet
+}
+
+impl Model {
+    fn run(&mut self, step: &Step, scheduler: &Scheduler, num_generations: usize) -> Vec<Sampled> {
+        let block_size = scheduler.limits.block_size;
+        let slot = |sequence: usize, position: usize| {
+            (scheduler.sequences[sequence].block_table[position / block_size], position % block_size)
+        };
+        for run in &step.runs {
+            let tokens = &self.tokens[run.sequence];
+            for position in run.tokens.clone() {
+                self.cache.insert(slot(run.sequence, position), tokens[..=position].to_vec());
+            }
+            for position in 0..run.tokens.end {
+                let held = &self.cache[&slot(run.sequence, position)];
+                assert_eq!(held, &tokens[..=position], "sequence {} reads foreign keys", run.sequence);
+            }
+        }
+        for &(from, to) in &step.copies {
+            for offset in 0..block_size {
+                let held = self.cache.get(&(from, offset)).cloned();
+                held.map(|held| self.cache.insert((to, offset), held));
+            }
+        }
+        let samples = step.runs.iter().flat_map(|run| run.samples.clone());
+        let mut sample = |index: usize| {
+            let sampled = next_token(&self.tokens[index], index % num_generations);
+            self.tokens[index].push(sampled.token_id);
+            sampled
+        };
+        samples.map(&mut sample).collect()
+    }
+}
+
+fn next_token(tokens: &[u32], sample: usize) -> Sampled {
+    let mix = |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
+    let hash = tokens.iter().fold(sample as u64 + 1, |hash, &token| mix(hash, token.into()));
+    Sampled { token_id: (mix(hash, 1) % 12) as u32, logprob: 0.0 }
+}
+
+/// Completions of all sequences, and what it took, with `lag` steps under way when the next one is scheduled.
+fn simulate(limits: Limits, prompts: &[Vec<u32>], num_generations: usize, lag: usize) -> (Vec<Vec<u32>>, EngineStats) {
+    let token_ids = prompts.iter().map(Vec::as_slice);
+    let stats = EngineStats::default();
+    let mut scheduler = Scheduler::new(limits, token_ids, num_generations, stats).unwrap();
+    let rules = StopRules { eos_token_ids: &[END], stop: &[], decode: &|_| Ok(String::new()) };
+    let tokens = scheduler.sequences.iter().map(|sequence| sequence.token_ids.clone()).collect();
+    let mut model = Model { cache: HashMap::new(), tokens };
+    let (mut complete, mut under_way) = (Vec::new(), VecDeque::new());
+    while scheduler.has_work() {
+        let step = scheduler.schedule();
+        let is_idle = step.is_none();
+        if let Some(step) = step {
+            let num_tokens: usize = step.runs.iter().map(|run| run.tokens.len()).sum();
+            let most = if step.is_decode { limits.max_num_seqs } else { limits.max_num_batched_tokens };
+            assert!((1..=most).contains(&num_tokens) && scheduler.running.len() <= limits.max_num_seqs);
+            scheduler.check_integrity().unwrap();
+            let sampled = model.run(&step, &scheduler, num_generations);
+            under_way.push_back((step, sampled));
+        }
+        if is_idle || under_way.len() > lag {
+            let (step, sampled) = under_way.pop_front().expect("idle only while results are awaited");
+            complete.extend(scheduler.postprocess(&step, &sampled, &rules).unwrap());
+            scheduler.check_integrity().unwrap();
+        }
+    }
+    assert_eq!(scheduler.blocks.num_free(), limits.num_blocks);
+    complete.sort_unstable();
+    assert_eq!(complete, (0..prompts.len()).collect::<Vec<_>>());
+    (scheduler.sequences.iter().map(|sequence| sequence.completion().to_vec()).collect(), scheduler.stats)
+}
+
+fn prompts() -> Vec<Vec<u32>> {
+    (1..12).map(|len| (0..len).map(|token| token % 5 + 1).collect()).collect()
+}
+
+#[test]
+fn no_limit_changes_what_is_sampled() {
+    let prompts = prompts();
+    let (expected, stats) = simulate(ROOMY, &prompts, 3, 0);
+    assert_eq!(stats.num_preemptions, 0);
+    let tight = [
+        Limits { max_num_seqs: 1, ..ROOMY },
+        Limits { max_num_seqs: 2, ..ROOMY },
+        Limits { max_num_seqs: 7, ..ROOMY },
+        Limits { max_num_batched_tokens: 3, ..ROOMY },
+        Limits { num_blocks: 8, ..ROOMY },
+        Limits { num_blocks: 8, max_num_seqs: 3, max_num_batched_tokens: 5, ..ROOMY },
+        Limits { block_size: 1, num_blocks: 40, ..ROOMY },
+        Limits { num_blocks: 20, ..ROOMY },
+    ];
+    for lag in 0..3 {
+        for limits in [ROOMY].iter().chain(&tight) {
+            assert_eq!(simulate(*limits, &prompts, 3, lag).0, expected, "{limits:?}, lag {lag}");
+        }
+        assert!(simulate(tight[7], &prompts, 3, lag).1.num_preemptions > 0);
+    }
+}
+
+#[test]
+fn a_group_computes_its_prompt_once() {
+    let prompt: Vec<u32> = (1..11).collect();
+    let (_, stats) = simulate(ROOMY, std::slice::from_ref(&prompt), 8, 1);
+    assert_eq!((stats.num_prefilled_tokens, stats.num_shared_tokens), (10, 70));
+    let generated = simulate(ROOMY, &[prompt], 8, 0).0.iter().map(Vec::len).sum::<usize>();
+    assert_eq!((stats.num_generated_tokens, stats.num_finished), (generated, 8));
+}
+
+#[test]
+fn what_can_never_fit_is_refused_with_the_numbers() {
+    let refusal = |limits, len| {
+        let prompt = vec![1; len];
+        let stats = EngineStats::default();
+        Scheduler::new(limits, [prompt.as_slice()].into_iter(), 1, stats).unwrap_err().to_string()
+    };
+    let message = refusal(Limits { num_blocks: 7, ..ROOMY }, 10);
+    assert!(
+        message.contains("at most 7 KV blocks") && message.contains("prompt of 10") && message.contains("8 blocks")
+    );
+    assert!(refusal(ROOMY, 64).contains("1 to 63 tokens"));
+    assert!(refusal(ROOMY, 0).contains("one of 0"));
+}
