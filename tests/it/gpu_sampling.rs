@@ -210,12 +210,12 @@ fn whole_rows(logits: &Tensor, shards: i64, rows: i64) -> Tensor {
 #[ignore = "needs a GPU"]
 fn gpu_seen_ids_are_those_of_the_history() {
     kernels::prepare(0).unwrap();
-    let (vocab, block_size, max_blocks) = (1000, 16, 5);
+    let (vocab, block_size, max_blocks) = (1000usize, 16, 5);
     let lens = [0, 1, 16, 17, 80];
     let table = random_permutation(lens.len() as i64 * max_blocks);
     let history = gpu(&Tensor::full([lens.len() as i64 * max_blocks, block_size], -1, (Kind::Int, Device::Cpu)));
-    let mut expected = vec![0i64; lens.len() * vocab / 32 + lens.len()];
-    let words = expected.len() / lens.len();
+    let words = vocab.div_ceil(32);
+    let mut expected = vec![0i64; lens.len() * words];
     for (draw, &len) in lens.iter().enumerate() {
         let ids = random_ints(0, vocab as i64, len);
         let block = |at: i64| table[draw * max_blocks as usize + (at / block_size) as usize];
