@@ -278,7 +278,7 @@ impl Model {
             let head = HeadParams::view(table.unit(Unit::Head), &wide(Unit::Head));
             let hidden =
                 rms_norm::forward(&x.index_select(0, &on_device(&rows)), &head.final_norm, spec.rms_norm_eps).0;
-            linear::forward(&hidden, head.output_table(&embedding), None)
+            linear::forward(&hidden, head.lm_head.as_ref().unwrap_or(&embedding.table), None)
         });
         let highest = logits.amax([1], false);
         let gaps = &highest - logits.gather(1, &on_device(&targets).unsqueeze(1), false).squeeze_dim(1);
