@@ -87,6 +87,8 @@ impl Engine {
         }
         let (bytes, place) = (options.kv_cache_bytes, (options.kind, options.device));
         let kv_cache = KvCache::reserve(&spec, tp.size(), options.block_size, bytes, place)?;
+        // Reserved in whole pages, of which every block is used.
+        let options = EngineOptions { kv_cache_bytes: kv_cache.reserved_bytes(), ..options };
         let rope = Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref());
         let eos_token_ids = tokenizer.eos_token_ids(&spec.eos_token_ids);
         let gpu = match options.device {

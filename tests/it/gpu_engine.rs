@@ -21,6 +21,8 @@ const SMALL: &str = "qwen2.5-0.5b";
 const LARGE: &str = "qwen2.5-7b";
 const SEED: u64 = 7;
 
+/// To what bf16 leaves of them: the trainer's own differ from float32 as much, and random weights spread every error over a
+/// distribution that is nearly flat.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_sampled_logprobs_are_the_trainers() {
@@ -33,13 +35,13 @@ fn gpu_sampled_logprobs_are_the_trainers() {
         assert_eq!(a.len(), b.len());
         a.iter().zip(b).map(|(a, b)| f64::from((a - b).abs())).sum::<f64>() / a.len() as f64
     };
-    let mean = apart(&sampled, &trained);
+    let (mean, rounding) = (apart(&sampled, &trained), apart(&trained, &exact));
     println!(
         "{}",
         json!({"test": "logprobs", "model": LARGE, "tokens": sampled.len(), "sampler_trainer": mean,
-            "sampler_float32": apart(&sampled, &exact), "trainer_float32": apart(&trained, &exact)})
+            "sampler_float32": apart(&sampled, &exact), "trainer_float32": rounding})
     );
-    assert!(mean < 0.01, "{mean}");
+    assert!(mean < 1.2 * rounding, "{mean} apart, where bf16 alone makes {rounding}");
 }
 
 /// Each sequence up to its first token that a float32 forward over the same tokens would not have taken. There the logits of
