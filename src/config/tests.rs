@@ -91,6 +91,7 @@ fn keys_of_other_versions_are_refused_not_ignored() {
         assert!(message(&[key]).contains("not served by this version (command line)"), "{key}");
     }
     assert!(message(&["residency.reference=swap"]).contains("auto or one of resident, host"));
+    assert!(message(&["strict=true", "tensor_parallel_size=2"]).contains("or tensor_parallel_size = 1"));
 }
 
 #[test]

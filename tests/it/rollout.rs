@@ -413,6 +413,7 @@ fn what_cannot_be_served_is_refused_with_the_numbers() {
     let small = EngineOptions { kv_cache_bytes: 4 * block_bytes, ..options() };
     assert!(refusal(small, vec![1; 14]).contains("at most 4 KV blocks of 8 tokens"));
     let tiny = EngineOptions { kv_cache_bytes: block_bytes - 1, ..options() };
-    let refused = Engine::new(model.spec.clone(), model.tokenizer.clone(), tiny, alone());
-    assert!(refused.unwrap_err().to_string().contains(&format!("at least {block_bytes}")));
+    let new = |options| Engine::new(model.spec.clone(), model.tokenizer.clone(), options, alone()).unwrap_err();
+    assert!(new(tiny).to_string().contains(&format!("at least {block_bytes}")));
+    assert!(new(EngineOptions { strict: true, ..options() }).to_string().contains("false on a CPU"));
 }
