@@ -118,12 +118,13 @@ pub(super) struct DecodeInputs {
 
 impl DecodeInputs {
     /// `pending` has the row of the last step's output for every sequence that it sampled for; `blocks` is the width of a
-    /// block table. The views are over `inputs`.
+    /// block table; prefixes are told of where rows share `least_shared_tokens`. The views are over `inputs`.
     pub(super) fn pack(
         packing: &Packing,
         words: &mut Words,
         (bucket, blocks): (usize, usize),
         pending: &[u32],
+        least_shared_tokens: usize,
         inputs: &Tensor,
     ) -> Result<Self> {
         let runs = &packing.step.runs;
@@ -137,7 +138,7 @@ impl DecodeInputs {
         let context_lens = words.put(bucket, runs.iter().map(|run| run.tokens.end as i32), 0)?;
         let slots = words.put(bucket, runs.iter().flat_map(|run| packing.slots(run)), -1)?;
         let sampling = packing.sampling(words, bucket, inputs)?;
-        let prefixes = shared_prefixes(packing);
+        let prefixes = shared_prefixes(packing, least_shared_tokens);
         let groups = words.put(bucket, prefixes.iter().map(|prefix| prefix.0), -1)?;
         let num_shared = words.put(bucket, prefixes.iter().map(|prefix| prefix.1), 0)?;
         let block_tables = packing.block_tables(words, (bucket, blocks), inputs)?;
@@ -156,8 +157,8 @@ impl DecodeInputs {
 }
 
 /// For each run the first row of its neighbours of the same group and the full blocks of the prompt that they share; -1 and 0
-/// where there are none.
-fn shared_prefixes(packing: &Packing) -> Vec<(i32, i32)> {
+/// where there are none, and everywhere if all rows' together have fewer than `least_tokens`.
+fn shared_prefixes(packing: &Packing, least_tokens: usize) -> Vec<(i32, i32)> {
     let sequence = |run: &Run| &packing.sequences[run.sequence];
     let mut prefixes = Vec::with_capacity(packing.step.runs.len());
     for members in packing.step.runs.chunk_by(|a, b| sequence(a).group == sequence(b).group) {
@@ -168,7 +169,8 @@ fn shared_prefixes(packing: &Packing) -> Vec<(i32, i32)> {
         let prefix = if members.len() > 1 && shared > 0 { (prefixes.len() as i32, shared as i32) } else { (-1, 0) };
         prefixes.extend(std::iter::repeat_n(prefix, members.len()));
     }
-    prefixes
+    let tokens: usize = prefixes.iter().map(|prefix| prefix.1 as usize * packing.block_size).sum();
+    if tokens < least_tokens { Vec::new() } else { prefixes }
 }
 
 /// Inputs of a prefill step: T tokens of B runs, of which L rows are drawn from.

@@ -268,9 +268,9 @@ impl<'a> GpuRunner<'a> {
         run: impl FnOnce(&TorchStream, &mut dyn FnMut() -> Result<()>) -> Result<T>,
     ) -> Result<T> {
         let widths = (self.bucket(packing), self.state.shape.blocks);
-        let pending = &self.pending;
+        let (pending, least_shared) = (&self.pending, self.state.plan.least_shared_tokens(widths.0));
         let inputs = self.state.upload(self.num_launched, self.tp, |words, inputs| {
-            DecodeInputs::pack(packing, words, widths, pending, inputs)
+            DecodeInputs::pack(packing, words, widths, pending, least_shared, inputs)
         })?;
         let state = &*self.state;
         let sums = state.sums.as_ref().filter(|sums| widths.0 <= sums.rows());
