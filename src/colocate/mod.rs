@@ -6,13 +6,13 @@
 //! memory is given back | optimizer state starts on its way back, for which the next step waits | all ranks agree on the
 //! outcome. At no moment do the whole optimizer state and the KV cache coexist if the plan says `swap`.
 
+mod learner;
 mod served;
 mod update;
 mod weights;
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::Arc;
 
 use crate::cuda;
 use crate::dist::{Mesh, World};
@@ -20,8 +20,9 @@ use crate::error::{Error, Result, panic_message};
 use crate::phase::{self, Phase};
 use crate::rollout::{Engine, RolloutEngine};
 use crate::torch;
-use crate::train::{Policy, Reference};
+use crate::train::{Policy, Sequence};
 
+pub use learner::Learner;
 pub use served::Served;
 pub use update::{UpdateOptions, UpdateOutcome, UpdateProgress};
 pub use weights::EngineSlices;
@@ -75,26 +76,15 @@ const SPARE_BYTES: usize = 8 << 30;
 /// ```
 #[derive(Debug)]
 pub struct Colocated {
-    world: Arc<World>,
-    mesh: Mesh,
-    policy: Policy,
-    reference: Option<Reference>,
+    learner: Learner,
     engine: Engine,
     slices: EngineSlices,
-    num_consecutive_skips: u32,
 }
 
 impl Colocated {
     /// Puts the parts together. Where the optimizer state is during rollout is the policy's to know.
-    pub fn new(
-        world: Arc<World>,
-        mesh: Mesh,
-        policy: Policy,
-        reference: Option<Reference>,
-        engine: Engine,
-        slices: EngineSlices,
-    ) -> Self {
-        Self { world, mesh, policy, reference, engine, slices, num_consecutive_skips: 0 }
+    pub fn new(learner: Learner, engine: Engine, slices: EngineSlices) -> Self {
+        Self { learner, engine, slices }
     }
 
     /// Runs `work` with the engine awake on every rank; collective over the world.
@@ -109,10 +99,11 @@ impl Colocated {
         let mut panic = None;
         let outcome = caught("with_rollout", &mut panic, || self.rollout_scope(work));
         if let Err(error) = &outcome {
-            self.world.post_failure(error);
+            self.learner.world.post_failure(error);
         }
         let restored = caught("with_rollout", &mut panic, || phase::scope(Phase::Reload, || self.restore()));
-        let agreed = self.world.agree(outcome.and_then(|value| restored.map(|()| value)));
+        let outcome = outcome.and_then(|value| restored.map(|()| value));
+        let agreed = phase::scope(Phase::Idle, || self.learner.world.agree(outcome));
         if agreed.is_err()
             && let Err(error) = self.restore()
         {
@@ -125,13 +116,13 @@ impl Colocated {
     }
 
     fn rollout_scope<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
-        self.policy.drop_gradients();
+        self.learner.policy.drop_gradients();
         let needed_bytes = self.engine.reserved_bytes() + self.slices.reserved_bytes();
         phase::scope(Phase::Offload, || self.make_room(needed_bytes))?;
-        phase::scope(Phase::Offload, || self.policy.offload_optimizer())?;
-        let version = self.policy.version();
-        let weights = phase::scope(Phase::Gather, || self.slices.gather(&self.policy))?;
-        phase::scope(Phase::Offload, || self.policy.finish_offload())?;
+        phase::scope(Phase::Offload, || self.learner.policy.offload_optimizer())?;
+        let version = self.learner.policy.version();
+        let weights = phase::scope(Phase::Gather, || self.slices.gather(&self.learner.policy))?;
+        phase::scope(Phase::Offload, || self.learner.policy.finish_offload())?;
         let mut rollout = phase::scope(Phase::Wake, || self.engine.wake(weights, version))?;
         let value = phase::scope(Phase::Generate, || work(&mut rollout))?;
         phase::scope(Phase::Sleep, || {
@@ -145,28 +136,42 @@ impl Colocated {
     /// for lack of memory say, it is worth another try once all ranks have given theirs back.
     fn restore(&mut self) -> Result<()> {
         self.slices.release();
-        self.make_room(self.policy.optimizer_bytes())?;
-        self.policy.reload_optimizer()
+        self.make_room(self.learner.policy.optimizer_bytes())?;
+        self.learner.policy.reload_optimizer()
     }
 
     /// Gives back what libtorch keeps of freed tensors, unless `needed_bytes` fit beside it. A GPU's driver clears memory
     /// before anybody gets it again, which takes 2 ms a GiB, and the next tensors would have to take it anew.
     fn make_room(&self, needed_bytes: usize) -> Result<()> {
-        let device = self.world.device();
+        let device = self.learner.world.device();
         if device.is_cuda() && cuda::available_bytes()? >= needed_bytes + SPARE_BYTES {
             return Ok(());
         }
         torch::release_memory(device)
     }
 
+    /// [`Learner::train`] to an outcome that all ranks agree on; collective over the world.
+    ///
+    /// # Errors
+    /// The first failure of any rank, on every rank, as [`Colocated::with_rollout`] has it: none is left waiting in a
+    /// collective, and gradients added so far are dropped.
+    pub fn update(
+        &mut self,
+        sequences: &[Sequence],
+        options: &UpdateOptions,
+        progress: &dyn UpdateProgress,
+    ) -> Result<UpdateOutcome> {
+        self.learner.together("update", |learner| learner.train(sequences, options, progress))
+    }
+
     /// The policy, between scopes.
     pub fn policy(&self) -> &Policy {
-        &self.policy
+        &self.learner.policy
     }
 
     /// The policy, to load or save; between scopes.
     pub fn policy_mut(&mut self) -> &mut Policy {
-        &mut self.policy
+        &mut self.learner.policy
     }
 
     /// The sleeping engine, for its sizes.
@@ -176,13 +181,28 @@ impl Colocated {
 
     /// The process's place among its peers.
     pub fn mesh(&self) -> &Mesh {
-        &self.mesh
+        &self.learner.mesh
     }
 
     /// All processes.
     pub fn world(&self) -> &World {
-        &self.world
+        &self.learner.world
     }
+}
+
+/// Runs `work` to an outcome that all ranks agree on; collective over the world. A panic becomes an error and its payload is
+/// kept.
+pub(crate) fn agree<T>(
+    world: &World,
+    place: &'static str,
+    panic: &mut Option<Box<dyn Any + Send>>,
+    work: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    let outcome = caught(place, panic, work);
+    if let Err(error) = &outcome {
+        world.post_failure(error); // peers may be waiting in a collective
+    }
+    phase::scope(Phase::Idle, || world.agree(outcome))
 }
 
 /// Runs `work`; a panic becomes an error, and its payload is kept if it is the first.

@@ -1,11 +1,10 @@
 //! One generation batch into optimizer updates: scores where they are needed, loss, backward, step.
 
-use std::panic::resume_unwind;
 use std::time::Duration;
 
 use tch::{Device, Tensor};
 
-use super::{Colocated, caught};
+use super::Learner;
 use crate::config::LossType;
 use crate::error::{Error, Result};
 use crate::grpo::{Denominators, DeviceStats, LossConfig, LossInput, LossOutput, LossStats, policy_loss};
@@ -96,33 +95,17 @@ impl UpdateProgress for () {
     }
 }
 
-impl Colocated {
-    /// Trains on the sequences of one generation batch; collective over the world. Every rank passes those that it
-    /// sampled, in rank order those of the whole batch; which rank trains on which is balanced by cost.
+impl Learner {
+    /// Trains on the sequences of one generation batch; collective over the world, where ranks that do not train call
+    /// [`gather_sequences`] instead. Every rank passes those that it sampled, in rank order those of the whole batch; which
+    /// of those that train takes which is balanced by cost.
     ///
     /// Sequence `i` of the whole batch takes part in update `i % updates_per_generation` of every iteration, so that the
     /// updates do not depend on the world size.
     ///
     /// # Errors
-    /// The first failure of any rank, on every rank, as [`Colocated::with_rollout`] has it: none is left waiting in a
-    /// collective, and gradients added so far are dropped. [`Error::NonFinite`] after [`MAX_CONSECUTIVE_SKIPS`] skipped
-    /// updates in a row.
-    pub fn update(
-        &mut self,
-        sequences: &[Sequence],
-        options: &UpdateOptions,
-        progress: &dyn UpdateProgress,
-    ) -> Result<UpdateOutcome> {
-        let mut panic = None;
-        let outcome = caught("update", &mut panic, || self.update_scope(sequences, options, progress));
-        if let Err(error) = &outcome {
-            self.world.post_failure(error);
-        }
-        let agreed = self.world.agree(outcome).inspect_err(|_| self.policy.drop_gradients());
-        panic.map_or(agreed, |payload| resume_unwind(payload))
-    }
-
-    fn update_scope(
+    /// This rank's; [`Error::NonFinite`] after [`MAX_CONSECUTIVE_SKIPS`] skipped updates in a row.
+    pub fn train(
         &mut self,
         sequences: &[Sequence],
         options: &UpdateOptions,
@@ -190,13 +173,14 @@ impl Colocated {
         sequences: &[Sequence],
         options: &UpdateOptions,
     ) -> Result<(Vec<Vec<Sequence>>, Vec<Denominators>)> {
-        let (group, num_updates) = (&*self.mesh.world, options.updates_per_generation);
+        let (trainers, num_updates) = (&*self.mesh.world, options.updates_per_generation);
         let mut slices = vec![Vec::new(); num_updates];
-        for (index, sequence) in gather_sequences(sequences, group)?.into_iter().enumerate() {
+        for (index, sequence) in gather_sequences(sequences, &*self.world.group())?.into_iter().enumerate() {
             slices[index % num_updates].push(sequence);
         }
         let (spec, share_prompts) = (&self.policy.table().spec, self.shares_prompts(options));
-        let share = |slice: &Vec<Sequence>| balanced_share(slice, spec, share_prompts, group.rank(), group.size());
+        let share =
+            |slice: &Vec<Sequence>| balanced_share(slice, spec, share_prompts, trainers.rank(), trainers.size());
         Ok((slices.iter().map(share).collect(), denominators(&slices, options.loss.loss_type)))
     }
 

@@ -47,7 +47,7 @@ fn the_key_list_is_frozen() {
         logging_steps save_steps save_async save_total_limit eval_steps eval_num_generations log_completions trace seed \
         full_determinism collective_timeout_s max_restarts {heartbeat} fault";
     let heartbeat = "timeout startup load gather offload wake generate prefill decode sleep reload reward pack score \
-        forward_backward optimizer checkpoint write eval";
+        forward_backward optimizer idle checkpoint write eval";
     let heartbeat: Vec<_> = heartbeat.split_whitespace().map(|name| format!("heartbeat.{name}_s")).collect();
     let heartbeat = heartbeat.join(" ");
     assert_eq!(Config::keys().join(" "), expected.replace("{heartbeat}", &heartbeat));

@@ -78,6 +78,8 @@ phases! {
     ForwardBackward = "forward_backward",
     /// Gradient norm, AdamW and the new weights' gather.
     Optimizer = "optimizer",
+    /// This rank is done and waits for the others to come as far.
+    Idle = "idle",
     /// What a checkpoint holds is copied to the host.
     Checkpoint = "checkpoint",
     /// A checkpoint's files are written, beside training; the training thread is in it while it waits for that.

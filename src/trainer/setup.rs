@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 use super::output::Output;
 use super::{Progress, Trainer};
 use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Saver, TrainerState};
-use crate::colocate::{Colocated, EngineSlices};
+use crate::colocate::{Colocated, EngineSlices, Learner};
 use crate::config::{BatchPlan, Config, OptimizerResidency, Quantization, ReferenceResidency};
 use crate::cuda::Placement;
 use crate::data::{Dataset, DatasetOptions, PromptSampler, Tokenizer};
@@ -274,7 +274,7 @@ fn colocated(
         (false, Quantization::Nf4) => EngineSlices::dequantized(table, tp_rank, tp_size, kind, device)?,
         (false, Quantization::None) => EngineSlices::in_place(tp_rank, tp_size),
     };
-    Ok(Colocated::new(world.clone(), mesh, policy, reference, engine, slices))
+    Ok(Colocated::new(Learner::new(world.clone(), mesh, policy, reference), engine, slices))
 }
 
 /// The checkpoint to resume from, decided and verified by the first rank, the same on all; collective over the world.

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use colo_grpo::Result;
-use colo_grpo::colocate::{Colocated, EngineSlices, UpdateOptions};
+use colo_grpo::colocate::{Colocated, EngineSlices, Learner, UpdateOptions};
 use colo_grpo::config::{GradientCheckpointing, LrSchedulerType};
 use colo_grpo::dist::{Mesh, World};
 use colo_grpo::grpo::LossConfig;
@@ -78,7 +78,7 @@ impl Setup {
             true => EngineSlices::gathered(&table, tp_rank, tp_size, kind, device).unwrap(),
             false => EngineSlices::in_place(tp_rank, tp_size),
         };
-        Colocated::new(world.clone(), mesh.clone(), policy, reference, engine, slices)
+        Colocated::new(Learner::new(world.clone(), mesh.clone(), policy, reference), engine, slices)
     }
 }
 
