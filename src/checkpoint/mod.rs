@@ -58,25 +58,27 @@ pub struct CheckpointOptions {
 /// Those of [`Saver::save`].
 pub fn save(options: &CheckpointOptions, world: &World, policy: &Policy, state: &TrainerState) -> Result<PathBuf> {
     let mut saver = Saver::new(options.clone());
-    let complete = saver.save(world, policy, state.clone())?;
+    let complete = saver.save(world, Some(policy), state.clone())?;
     saver.finish(world).map(|()| complete)
 }
 
 /// Writes the policy as a Hugging Face model folder, or its adapters as PEFT does: whole and durable, or not at all; collective
-/// over the world. Returns the folder, [`FINAL`] of the output folder; one of that name makes room for it.
+/// over the world, the first ranks of which have it. Returns the folder, [`FINAL`] of the output folder; one of that name makes
+/// room for it.
 ///
 /// # Errors
 /// The first failure of any rank, on every rank.
-pub fn export(output_dir: &Path, base_dir: &Path, world: &World, policy: &Policy) -> Result<PathBuf> {
+pub fn export(output_dir: &Path, base_dir: &Path, world: &World, policy: Option<&Policy>) -> Result<PathBuf> {
     let complete = output_dir.join(FINAL);
     let temporary = folder::temporary(&complete);
     let is_first = world.rank() == 0;
-    let prepared = if is_first { folder::prepare(&temporary, write::model_bytes(policy)) } else { Ok(()) };
-    world.agree(prepared)?;
-    let written = phase::scope(Phase::Checkpoint, || {
+    let prepare = |policy| if is_first { folder::prepare(&temporary, write::model_bytes(policy)) } else { Ok(()) };
+    world.agree(policy.map_or(Ok(()), prepare))?;
+    let write = |policy| {
         write::model(&temporary, base_dir, world, policy)?;
         if is_first { folder::publish(&temporary, &complete) } else { Ok(()) }
-    });
+    };
+    let written = phase::scope(Phase::Checkpoint, || policy.map_or(Ok(()), write));
     let agreed = world.agree(written);
     if agreed.is_err() && is_first {
         folder::remove(&temporary);

@@ -32,7 +32,8 @@ impl Saver {
         Self { options, in_flight: None }
     }
 
-    /// Saves the policy, its optimizer and the trainer's state as `checkpoint-{global_step}`; collective over the world. The
+    /// Saves the policy, its optimizer and the trainer's state as `checkpoint-{global_step}`; collective over the world, the
+    /// first ranks of which have the policy. The
     /// write of the one before is awaited first. With `save_async`, this returns as soon as everything is copied to host
     /// memory: on each rank its share of the optimizer state, on the first rank the weights too. Otherwise one parameter
     /// is copied at a time, and the checkpoint is complete on return.
@@ -40,16 +41,17 @@ impl Saver {
     /// # Errors
     /// The first failure of any rank, on every rank: [`Error::Io`] where the disk is too small, with the bytes needed and
     /// free; the error of the save before. Nothing partial is left behind and earlier checkpoints stay.
-    pub fn save(&mut self, world: &World, policy: &Policy, state: TrainerState) -> Result<PathBuf> {
+    pub fn save(&mut self, world: &World, policy: Option<&Policy>, state: TrainerState) -> Result<PathBuf> {
         self.finish(world)?;
         let complete = folder::path(&self.options.output_dir, state.global_step);
         let temporary = folder::temporary(&complete);
-        let prepared = match world.rank() {
-            0 => folder::prepare(&temporary, write::num_bytes(policy, &state))
-                .and_then(|()| write::open_records(&temporary, world.size())),
+        let prepared = match policy {
+            Some(policy) if world.rank() == 0 => folder::prepare(&temporary, write::num_bytes(policy, &state))
+                .and_then(|()| write::open_records(&temporary, policy.num_ranks())),
             _ => Ok(()),
         };
         let begun = world.agree(prepared).and_then(|()| {
+            let Some(policy) = policy else { return world.agree(Ok(None)) };
             let part = Part::new(&temporary, &complete, &self.options, world, policy, state);
             let begun = phase::scope(Phase::Checkpoint, || match self.options.save_async {
                 true => Snapshot::take(policy, world.rank() == 0).map(|snapshot| Some((part, snapshot))),

@@ -81,7 +81,7 @@ impl Part {
         policy: &Policy,
         state: TrainerState,
     ) -> Self {
-        let (rank, num_ranks) = (world.rank(), world.size());
+        let (rank, num_ranks) = (world.rank(), policy.num_ranks());
         let name = format!("{FOLDER}/rank_{rank:05}_of_{num_ranks:05}.safetensors");
         Self {
             temporary: temporary.to_owned(),

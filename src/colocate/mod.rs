@@ -161,7 +161,9 @@ impl Colocated {
         options: &UpdateOptions,
         progress: &dyn UpdateProgress,
     ) -> Result<UpdateOutcome> {
-        self.learner.together("update", |learner| learner.train(sequences, options, progress))
+        let (learner, world) = (&mut self.learner, self.learner.world.clone());
+        let train = |learner: &mut Learner| learner.train(sequences, options, progress);
+        together(learner, &world, "update", train, |learner| learner.policy.drop_gradients())
     }
 
     /// The policy, between scopes.
@@ -190,19 +192,22 @@ impl Colocated {
     }
 }
 
-/// Runs `work` to an outcome that all ranks agree on; collective over the world. A panic becomes an error and its payload is
-/// kept.
-pub(crate) fn agree<T>(
+/// Runs `work` on `half` to an outcome that all ranks agree on; collective over the world. After a failure of any rank,
+/// `recover` puts this one's half in order; a panic goes on unwinding after that.
+pub(crate) fn together<S, T>(
+    half: &mut S,
     world: &World,
     place: &'static str,
-    panic: &mut Option<Box<dyn Any + Send>>,
-    work: impl FnOnce() -> Result<T>,
+    work: impl FnOnce(&mut S) -> Result<T>,
+    recover: impl FnOnce(&mut S),
 ) -> Result<T> {
-    let outcome = caught(place, panic, work);
+    let mut panic = None;
+    let outcome = caught(place, &mut panic, || work(half));
     if let Err(error) = &outcome {
         world.post_failure(error); // peers may be waiting in a collective
     }
-    phase::scope(Phase::Idle, || world.agree(outcome))
+    let agreed = phase::scope(Phase::Idle, || world.agree(outcome)).inspect_err(|_| recover(half));
+    panic.map_or(agreed, |payload| resume_unwind(payload))
 }
 
 /// Runs `work`; a panic becomes an error, and its payload is kept if it is the first.

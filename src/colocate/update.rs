@@ -48,7 +48,12 @@ impl UpdateOptions {
     /// Whether the log-probabilities before the first update must be kept: with a single update the training forward's own
     /// serve as old ones.
     fn needs_old_logprobs(&self) -> bool {
-        self.num_iterations * self.updates_per_generation > 1
+        self.num_updates() > 1
+    }
+
+    /// Updates of one generation batch, skipped ones too.
+    pub fn num_updates(&self) -> u64 {
+        (self.num_iterations * self.updates_per_generation) as u64
     }
 }
 

@@ -1,13 +1,13 @@
 //! The arithmetic of batches, once the number of ranks is known.
 
-use super::Config;
+use super::{Config, Roles};
 use crate::error::{Error, Result};
 
 /// Largest number of completions, tokens or steps that a key may ask for.
 pub(super) const MAX_COUNT: usize = 1 << 31;
 
 /// How one generation batch is spread over ranks and updates. All numbers follow from the configuration and the world
-/// size; every rank holds the same number of whole groups.
+/// size; where every rank generates, each has the same number of whole groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchPlan {
     /// Ranks.
@@ -16,8 +16,8 @@ pub struct BatchPlan {
     pub generation_batch_size: usize,
     /// Prompts (groups) per generation over all ranks: `generation_batch_size / num_generations`.
     pub num_prompts: usize,
-    /// Prompts per generation on each rank.
-    pub prompts_per_rank: usize,
+    /// Ranks that train and ranks that generate.
+    pub roles: Roles,
     /// Slices per generation batch, each `per_device_train_batch_size` completions a rank.
     pub steps_per_generation: usize,
     /// Optimizer updates per pass over a generation batch: `steps_per_generation / gradient_accumulation_steps`.
@@ -35,8 +35,9 @@ impl Config {
             Error::invalid_value("generation_batch_size", got, format!("at most {MAX_COUNT} completions"))
         };
         let product = |a: usize, b: usize| a.checked_mul(b).ok_or_else(|| out_of_range(None));
-        check_divides("tensor_parallel_size", self.tensor_parallel_size, world_size)?;
-        check_divides("zero.shard_group_size", self.zero.shard_group_size.unwrap_or(1), world_size)?;
+        let roles @ Roles { num_trainers, num_generators } = self.roles(world_size)?;
+        check_divides("tensor_parallel_size", self.tensor_parallel_size, num_generators, "generate")?;
+        check_divides("zero.shard_group_size", self.zero.shard_group_size.unwrap_or(1), num_trainers, "train")?;
         let slice = product(self.per_device_train_batch_size, world_size)?; // completions per slice over all ranks
         let groups = product(self.num_generations, world_size)?; // completions if each rank had one group
         let steps_per_generation = match self.generation_batch_size {
@@ -67,7 +68,7 @@ impl Config {
             world_size,
             generation_batch_size,
             num_prompts,
-            prompts_per_rank: num_prompts / world_size,
+            roles,
             steps_per_generation,
             updates_per_generation: steps_per_generation / self.gradient_accumulation_steps,
         })
@@ -104,12 +105,12 @@ fn invalid_generation_batch(batch: usize, slice: usize, groups: usize) -> Error 
     Error::invalid_value("generation_batch_size", batch, expected)
 }
 
-fn check_divides(key: &str, size: usize, world_size: usize) -> Result<()> {
-    if world_size.is_multiple_of(size) {
+fn check_divides(key: &str, size: usize, num_ranks: usize, what_they_do: &str) -> Result<()> {
+    if num_ranks.is_multiple_of(size) {
         return Ok(());
     }
-    let valid = listed(&divisors(world_size));
-    Err(Error::invalid_value(key, size, format!("a divisor of the world size {world_size}: {valid}")))
+    let valid = listed(&divisors(num_ranks));
+    Err(Error::invalid_value(key, size, format!("a divisor of the {num_ranks} ranks that {what_they_do}: {valid}")))
 }
 
 /// `8 or 16`: the multiples of `unit` around `number`.
@@ -137,7 +138,7 @@ mod tests {
     #[test]
     fn the_plan_follows_trl() {
         let plan = config(&["gradient_accumulation_steps=2", "steps_per_generation=4"]).validate_world(2).unwrap();
-        assert_eq!((plan.generation_batch_size, plan.num_prompts, plan.prompts_per_rank), (64, 8, 4));
+        assert_eq!((plan.generation_batch_size, plan.num_prompts), (64, 8));
         assert_eq!((plan.steps_per_generation, plan.updates_per_generation), (4, 2));
         let explicit =
             config(&["gradient_accumulation_steps=2", "generation_batch_size=64"]).validate_world(2).unwrap();
@@ -158,8 +159,8 @@ mod tests {
              on each of 2 ranks to be whole groups of num_generations = 8; nearest valid: per_device_train_batch_size 8 \
              or num_generations one of 2, 3, 6"
         );
-        assert!(message(&["tensor_parallel_size=4"], 6).ends_with("a divisor of the world size 6: 1, 2, 3, 6"));
-        assert!(message(&["zero.shard_group_size=3"], 4).ends_with("a divisor of the world size 4: 1, 2, 4"));
+        assert!(message(&["tensor_parallel_size=4"], 6).ends_with("a divisor of the 6 ranks that generate: 1, 2, 3, 6"));
+        assert!(message(&["zero.shard_group_size=3"], 4).ends_with("a divisor of the 4 ranks that train: 1, 2, 4"));
         assert!(message(&["gradient_accumulation_steps=3", "steps_per_generation=4"], 1).ends_with("batch: 1, 2, 4"));
     }
 }

@@ -16,6 +16,8 @@ const SAFE_KEYS: &[&str] = &[
     "output_dir",
     "resume_from_checkpoint",
     "force_resume",
+    "mode",
+    "split.rollout_gpus",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "steps_per_generation",

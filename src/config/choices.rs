@@ -83,6 +83,15 @@ choices! {
     }
 }
 choices! {
+    /// Where the two halves of a step run.
+    Mode {
+        /// On every GPU in turn.
+        Colocated = "colocated",
+        /// On GPUs of their own.
+        Split = "split",
+    }
+}
+choices! {
     /// Type of weights and activations.
     Dtype {
         /// bfloat16 on CUDA, float32 on a CPU.

@@ -8,6 +8,7 @@ mod heartbeat;
 mod lora;
 mod raw;
 mod sft;
+mod split;
 mod validate;
 mod yaml;
 
@@ -22,6 +23,7 @@ pub use heartbeat::HeartbeatConfig;
 pub use lora::{LoraConfig, TargetModules};
 use raw::RawConfig;
 pub use sft::SftConfig;
+pub use split::{Roles, SplitConfig};
 
 use crate::error::Result;
 
@@ -33,7 +35,7 @@ const DEFAULT_ANSWER_PATTERN: &str =
 
 /// Keys that have a meaning in TRL or in later versions and would change the result if they were ignored.
 const UNSERVED_KEYS: &[&str] =
-    &["mode", "split.*", "top_entropy_quantile", "entropy_coef", "sync_ref_model", "ref_model_*"];
+    &["top_entropy_quantile", "entropy_coef", "sync_ref_model", "ref_model_*"];
 
 impl Config {
     /// Reads a TOML or YAML file and lays `key=value` (or `table.key=value`) overrides over it; an override's value is
@@ -95,10 +97,16 @@ keys! {
         /// Shuffle training rows each epoch, by a counter-based key.
         pub shuffle_dataset: bool = true,
 
+        // ---- which ranks do what ----
+        /// Every GPU does both halves of a step in turn, or one of them.
+        pub mode: Mode = Mode::Colocated,
+        /// How the world is divided where `mode` is `split`.
+        pub split: SplitConfig,
+
         // ---- batch ----
         /// Completions per prompt.
         pub num_generations: usize = 8,
-        /// Completions per GPU in one slice of the generation batch.
+        /// Completions per GPU, whatever it does, in one slice of the generation batch.
         pub per_device_train_batch_size: usize = 8,
         /// Slices per optimizer update.
         pub gradient_accumulation_steps: usize = 1,

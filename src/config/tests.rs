@@ -33,8 +33,8 @@ pub(super) fn message(overrides: &[&str]) -> String {
 #[test]
 fn the_key_list_is_frozen() {
     let expected = "model_name_or_path train_file eval_file output_dir resume_from_checkpoint force_resume device dtype \
-        system_prompt max_prompt_length shuffle_dataset num_generations per_device_train_batch_size \
-        gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations \
+        system_prompt max_prompt_length shuffle_dataset mode split.rollout_gpus split.async_steps num_generations \
+        per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations \
         max_tokens_per_micro_batch share_prompts max_completion_length max_model_length temperature top_p top_k min_p \
         repetition_penalty stop tensor_parallel_size gpu_memory_utilization kv_cache_bytes kv_block_size max_num_seqs \
         max_num_batched_tokens strict beta epsilon epsilon_high delta loss_type importance_sampling_level scale_rewards \
@@ -87,7 +87,7 @@ fn an_unknown_key_is_named_with_its_line_and_the_nearest_key() {
 
 #[test]
 fn keys_of_other_versions_are_refused_not_ignored() {
-    for key in ["mode=split", "ref_model_sync_steps=1", "entropy_coef=0.1"] {
+    for key in ["ref_model_sync_steps=1", "entropy_coef=0.1"] {
         assert!(message(&[key]).contains("not served by this version (command line)"), "{key}");
     }
     assert!(message(&["residency.reference=swap"]).contains("auto or one of resident, host"));

@@ -33,6 +33,7 @@ impl Config {
         check_process(self.collective_timeout_s, &self.heartbeat)?;
         check_zero(&self.zero)?;
         self.lora.check(self.quantization)?;
+        self.check_split()?;
         let host = AutoOr::Given(ReferenceResidency::Host);
         let on_host = self.lora.r.is_some() && self.residency.reference == host;
         let no_reference = "auto or resident: the frozen base of lora.r is its own reference";

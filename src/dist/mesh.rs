@@ -1,5 +1,6 @@
 //! How ranks are divided: tensor-parallel, data-parallel and shard groups.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::collective::Collective;
@@ -18,7 +19,7 @@ pub struct Mesh {
     pub shard: Arc<dyn Collective>,
     /// Ranks with this one's place in their shard groups: they hold the same shard.
     pub replicate: Arc<dyn Collective>,
-    /// All ranks.
+    /// All ranks that do what this one does: those of the world, unless it is split.
     pub world: Arc<dyn Collective>,
     /// Where any of them work beside computation.
     pub lane: Arc<Lane>,
@@ -31,35 +32,65 @@ impl World {
     /// # Errors
     /// [`Error::InvalidValue`] if a size does not divide the world's, with those that do.
     pub fn mesh(&self, tensor_parallel_size: usize, shard_group_size: usize) -> Result<Mesh> {
-        let world_size = self.size();
+        self.mesh_of(0..self.size(), self.group(), tensor_parallel_size, shard_group_size)
+    }
+
+    /// The same where the last `num_generators` ranks have the tp groups and the others the shard groups. All ranks of the mesh
+    /// are those that do what this one does.
+    ///
+    /// # Errors
+    /// As [`World::mesh`], for the ranks of one kind.
+    pub fn split_mesh(
+        &self,
+        num_generators: usize,
+        tensor_parallel_size: usize,
+        shard_group_size: usize,
+    ) -> Result<Mesh> {
+        let (rank, num_trainers) = (self.rank(), self.size() - num_generators);
+        let (ranks, tp_size, shard_size) = match rank < num_trainers {
+            true => (0..num_trainers, 1, shard_group_size),
+            false => (num_trainers..self.size(), tensor_parallel_size, 1),
+        };
+        let role = self.subgroup("role", &ranks.clone().collect::<Vec<_>>())?;
+        self.mesh_of(ranks, role, tp_size, shard_size)
+    }
+
+    fn mesh_of(
+        &self,
+        ranks: Range<usize>,
+        all: Arc<dyn Collective>,
+        tensor_parallel_size: usize,
+        shard_group_size: usize,
+    ) -> Result<Mesh> {
+        let num_ranks = ranks.len();
         for (key, size) in [("tensor_parallel_size", tensor_parallel_size), ("zero.shard_group_size", shard_group_size)]
         {
-            if size == 0 || !world_size.is_multiple_of(size) {
-                let valid: Vec<_> = (1..=world_size).filter(|&size| world_size.is_multiple_of(size)).collect();
-                return Err(Error::invalid_value(key, size, format!("a divisor of {world_size} ranks: {valid:?}")));
+            if size == 0 || !num_ranks.is_multiple_of(size) {
+                let valid: Vec<_> = (1..=num_ranks).filter(|&size| num_ranks.is_multiple_of(size)).collect();
+                return Err(Error::invalid_value(key, size, format!("a divisor of {num_ranks} ranks: {valid:?}")));
             }
         }
         let rank = self.rank();
         Ok(Mesh {
-            tp: self.subgroup("tp", &consecutive(rank, tensor_parallel_size))?,
-            dp: self.subgroup("dp", &strided(rank, tensor_parallel_size, world_size))?,
-            shard: self.subgroup("shard", &consecutive(rank, shard_group_size))?,
-            replicate: self.subgroup("replicate", &strided(rank, shard_group_size, world_size))?,
-            world: self.group(),
+            tp: self.subgroup("tp", &consecutive(&ranks, rank, tensor_parallel_size))?,
+            dp: self.subgroup("dp", &strided(&ranks, rank, tensor_parallel_size))?,
+            shard: self.subgroup("shard", &consecutive(&ranks, rank, shard_group_size))?,
+            replicate: self.subgroup("replicate", &strided(&ranks, rank, shard_group_size))?,
+            world: all,
             lane: self.lane(),
         })
     }
 }
 
-/// The block of `size` ranks that `rank` lies in.
-fn consecutive(rank: usize, size: usize) -> Vec<usize> {
-    let start = rank / size * size;
+/// The block of `size` of the `ranks` that `rank` lies in.
+fn consecutive(ranks: &Range<usize>, rank: usize, size: usize) -> Vec<usize> {
+    let start = rank - (rank - ranks.start) % size;
     (start..start + size).collect()
 }
 
-/// Every `stride`-th rank, `rank` among them.
-fn strided(rank: usize, stride: usize, world_size: usize) -> Vec<usize> {
-    (rank % stride..world_size).step_by(stride).collect()
+/// Every `stride`-th of the `ranks`, `rank` among them.
+fn strided(ranks: &Range<usize>, rank: usize, stride: usize) -> Vec<usize> {
+    (ranks.start + (rank - ranks.start) % stride..ranks.end).step_by(stride).collect()
 }
 
 #[cfg(test)]
@@ -75,6 +106,16 @@ mod tests {
         });
         assert_eq!(meshes[2], [vec![2, 3], vec![0, 2], vec![0, 1, 2, 3], vec![2]]);
         assert_eq!(meshes[1], [vec![0, 1], vec![1, 3], vec![0, 1, 2, 3], vec![1]]);
+    }
+
+    #[test]
+    fn ranks_that_train_and_ranks_that_generate_are_divided_apart() {
+        let meshes = testing::worlds(5, |world| {
+            let mesh = world.split_mesh(2, 2, 3).unwrap();
+            [&mesh.world, &mesh.tp, &mesh.dp, &mesh.shard, &mesh.replicate].map(|group| group.ranks().to_vec())
+        });
+        assert_eq!(meshes[1], [vec![0, 1, 2], vec![1], vec![0, 1, 2], vec![0, 1, 2], vec![1]]);
+        assert_eq!(meshes[4], [vec![3, 4], vec![3, 4], vec![4], vec![4], vec![3, 4]]);
     }
 
     #[test]

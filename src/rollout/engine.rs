@@ -98,6 +98,15 @@ impl Engine {
         Ok(Self { spec, tokenizer, options, tp, rope, eos_token_ids, gpu, kv_cache, was_awake: false })
     }
 
+    /// An engine on a device that does nothing else: its memory stays once it is mapped.
+    pub fn keeping_memory(mut self) -> Self {
+        self.kv_cache.keep_memory();
+        if let Some(gpu) = &mut self.gpu {
+            gpu.keep_memory();
+        }
+        self
+    }
+
     /// Maps the KV cache and takes this rank's weights for as long as the result lives; dropping that puts the engine to
     /// sleep. Collective over the tensor-parallel group, which agrees on the smallest number of blocks.
     ///

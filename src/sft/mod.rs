@@ -133,7 +133,7 @@ impl Sft {
             }
         }
         let eval_loss = if self.eval_examples.is_empty() { None } else { Some(self.evaluate()?) };
-        let model_dir = checkpoint::export(&self.config.output_dir, &self.base_dir, &self.world, &self.policy)?;
+        let model_dir = checkpoint::export(&self.config.output_dir, &self.base_dir, &self.world, Some(&self.policy))?;
         log.finish(reached, eval_loss)?;
         match reached < total {
             true => Err(Error::Preempted { step: reached, saved: model_dir }),

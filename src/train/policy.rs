@@ -211,6 +211,11 @@ impl Policy {
         self.num_skipped
     }
 
+    /// Ranks that train it together.
+    pub fn num_ranks(&self) -> usize {
+        self.sharding.shard.size() * self.sharding.replicate.size()
+    }
+
     /// Kind of the weights.
     pub fn kind(&self) -> Kind {
         self.network.kind()

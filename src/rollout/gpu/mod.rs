@@ -92,6 +92,7 @@ pub(super) struct GpuState {
     uploads: [PinnedWords; 2],
     downloads: [PinnedWords; 2],
     strict: bool,
+    keeps_memory: bool, // asleep too
 }
 
 impl GpuState {
@@ -130,6 +131,7 @@ impl GpuState {
             downloads: pinned(2 * shape.seqs)?,
             shape,
             strict: options.strict,
+            keeps_memory: false,
         })
     }
 
@@ -168,10 +170,17 @@ impl GpuState {
         Ok(packed)
     }
 
+    /// From now on sleep gives nothing back.
+    pub(super) fn keep_memory(&mut self) {
+        self.keeps_memory = true;
+    }
+
     /// Gives the buffers' memory back. Never fails: the arena keeps an error for the next wake.
     pub(super) fn sleep(&mut self) {
         self.buffers = None;
-        self.arena.unmap();
+        if !self.keeps_memory {
+            self.arena.unmap();
+        }
     }
 }
 

@@ -1,0 +1,110 @@
+//! Which ranks do what (`mode`, `split.*`).
+
+use super::field::keys;
+use super::validate::{check, count};
+use super::{Config, Mode, OptimizerResidency, Quantization};
+use crate::error::{Error, Result};
+
+keys! {
+    /// Ranks that do one half of a step each (`split.*`, where `mode` is `split`).
+    #[derive(Debug, Clone, PartialEq, serde::Serialize)]
+    pub struct SplitConfig {
+        /// Ranks, the last ones, that only generate; the others only train.
+        pub rollout_gpus: Option<usize> = None,
+        /// 0: a step trains on what the newest weights sampled. 1: while a step trains, the next batch is sampled with the
+        /// weights from before it, for which the importance correction accounts.
+        pub async_steps: usize = 0,
+    }
+}
+
+/// How many ranks train and how many generate; all do both unless the world is split.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Roles {
+    /// Ranks that train: the first ones.
+    pub num_trainers: usize,
+    /// Ranks that generate: the last ones.
+    pub num_generators: usize,
+}
+
+impl Config {
+    pub(super) fn check_split(&self) -> Result<()> {
+        let SplitConfig { rollout_gpus, async_steps } = self.split;
+        if self.mode == Mode::Colocated {
+            let left_out = "to be left out, or mode = split";
+            check("split.rollout_gpus", rollout_gpus.unwrap_or(0), rollout_gpus.is_none(), left_out)?;
+            return check("split.async_steps", async_steps, async_steps == 0, left_out);
+        }
+        let Some(num_generators) = rollout_gpus else {
+            let expected = "the number of GPUs that only generate, as mode = split";
+            return Err(Error::invalid_value("split.rollout_gpus", "none", expected));
+        };
+        count("split.rollout_gpus", num_generators)?;
+        check("split.async_steps", async_steps, async_steps <= 1, "0 or 1")?;
+        let corrected = async_steps == 0 || self.importance_sampling_correction;
+        let older = "true: with split.async_steps = 1 an older policy samples";
+        check("importance_sampling_correction", self.importance_sampling_correction, corrected, older)?;
+        let plain = self.quantization == Quantization::None;
+        check("quantization", self.quantization.name(), plain, "none: mode = split sends weights as they are computed with")?;
+        let (residency, swaps) =
+            (self.residency.optimizer, self.residency.optimizer == OptimizerResidency::Swap);
+        let stays = "auto, resident or stream: no engine needs its memory where mode = split";
+        check("residency.optimizer", residency.name(), !swaps, stays)
+    }
+
+    /// What `world_size` ranks do.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] if none is left to train.
+    pub fn roles(&self, world_size: usize) -> Result<Roles> {
+        let Some(num_generators) = self.split.rollout_gpus else {
+            return Ok(Roles { num_trainers: world_size, num_generators: world_size });
+        };
+        if num_generators < world_size {
+            return Ok(Roles { num_trainers: world_size - num_generators, num_generators });
+        }
+        let expected = match world_size {
+            1 => "a world of 2 ranks or more (--nproc), or mode = colocated".to_owned(),
+            _ => format!("1 to {}: of {world_size} ranks at least one trains", world_size - 1),
+        };
+        Err(Error::invalid_value("split.rollout_gpus", num_generators, expected))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{config, message};
+    use super::*;
+
+    #[test]
+    fn a_world_is_divided_or_refused_with_what_would_do() {
+        let split = config(&["mode=split", "split.rollout_gpus=3"]);
+        assert_eq!(split.roles(4).unwrap(), Roles { num_trainers: 1, num_generators: 3 });
+        assert_eq!(config(&[]).roles(4).unwrap(), Roles { num_trainers: 4, num_generators: 4 });
+        let error = |world_size| split.roles(world_size).unwrap_err().to_string();
+        assert_eq!(error(3), "split.rollout_gpus = 3: expected 1 to 2: of 3 ranks at least one trains");
+        assert!(error(1).contains("2 ranks or more"), "{}", error(1));
+        let refused = |key: &str| {
+            let config = config(&["mode=split", "split.rollout_gpus=3", "num_generations=2", key]);
+            config.validate_world(5).unwrap_err().to_string()
+        };
+        assert!(refused("tensor_parallel_size=2").ends_with("a divisor of the 3 ranks that generate: 1, 3"));
+        assert!(refused("zero.shard_group_size=4").ends_with("a divisor of the 2 ranks that train: 1, 2"));
+    }
+
+    #[test]
+    fn keys_that_do_not_fit_a_split_are_refused() {
+        let split = ["mode=split", "split.rollout_gpus=1"];
+        for (keys, part) in [
+            (&["mode=split"][..], "split.rollout_gpus = none: expected the number of GPUs"),
+            (&["split.rollout_gpus=1"], "to be left out, or mode = split"),
+            (&["split.async_steps=1"], "to be left out, or mode = split"),
+            (&[split[0], split[1], "split.async_steps=2"], "0 or 1"),
+            (&[split[0], split[1], "split.async_steps=1", "importance_sampling_correction=false"], "an older policy"),
+            (&[split[0], split[1], "residency.optimizer=swap"], "no engine needs its memory"),
+            (&[split[0], split[1], "lora.r=4", "quantization=nf4"], "none: mode = split"),
+            (&[split[0], "split.rollout_gpus=0"], "1 to"),
+        ] {
+            assert!(message(keys).contains(part), "{keys:?}: {}", message(keys));
+        }
+    }
+}

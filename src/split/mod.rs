@@ -1,0 +1,170 @@
+//! The two halves of a step on ranks of their own, to be compared with ranks that do both in turn: the first ones train, the
+//! last ones only generate. Policy, engine, update and rewards are those of `colocate`; what differs is the way of the
+//! weights. Before a rollout every unit, one flat bucket, is broadcast from one of the trainers, in turn, into the engines'
+//! own copy, which they read in place at any tensor-parallel degree; of adapters the frozen base goes once.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use tch::Tensor;
+
+use crate::colocate::{Learner, Served, UpdateOptions, UpdateOutcome, UpdateProgress, together};
+use crate::dist::World;
+use crate::error::Result;
+use crate::phase::{self, Phase};
+use crate::rollout::RolloutEngine;
+use crate::train::{Policy, Sequence, gather_sequences};
+
+/// One rank's half.
+#[derive(Debug)]
+pub struct Split {
+    world: Arc<World>,
+    num_trainers: usize,
+    role: Role,
+    base_is_there: bool, // the engines have the frozen base
+}
+
+/// What a rank does.
+#[derive(Debug)]
+pub enum Role {
+    /// One of the first ranks.
+    Trains(Box<Learner>),
+    /// One of the last ranks, its weights still to come.
+    Generates(Box<Served>),
+}
+
+impl Split {
+    /// Puts the parts together: of `world`, the first `num_trainers` ranks train.
+    pub fn new(world: Arc<World>, num_trainers: usize, role: Role) -> Self {
+        Self { world, num_trainers, role, base_is_there: false }
+    }
+
+    /// Brings the weights to the engines and runs `work` on each of them, while the trainers wait with `R`'s default;
+    /// collective over the world.
+    ///
+    /// # Errors
+    /// The first failure of any rank, on every rank; the next scope can be entered.
+    pub fn with_rollout<R: Default>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
+        self.agree("with_rollout", |split| {
+            split.send_weights()?;
+            match &mut split.role {
+                Role::Trains(_) => Ok(R::default()),
+                Role::Generates(served) => served.awake(work),
+            }
+        })
+    }
+
+    /// [`Learner::train`] on the trainers, while the engines wait; collective over the world.
+    ///
+    /// # Errors
+    /// As [`Split::with_rollout`].
+    pub fn update(
+        &mut self,
+        sequences: &[Sequence],
+        options: &UpdateOptions,
+        progress: &dyn UpdateProgress,
+    ) -> Result<UpdateOutcome> {
+        self.agree("update", |split| split.train(sequences, options, progress, |_| Ok(()))).map(|(outcome, ())| outcome)
+    }
+
+    /// The same, while the engines run `work` on the weights from before the update.
+    ///
+    /// # Errors
+    /// As [`Split::with_rollout`].
+    pub fn update_beside<R: Default>(
+        &mut self,
+        sequences: &[Sequence],
+        options: &UpdateOptions,
+        progress: &dyn UpdateProgress,
+        work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>,
+    ) -> Result<(UpdateOutcome, R)> {
+        self.agree("update", |split| {
+            split.send_weights()?;
+            split.train(sequences, options, progress, |served| served.awake(work))
+        })
+    }
+
+    /// This rank's share of `len` rows to sample from: consecutive, as equal in number as can be; none for a trainer.
+    pub fn share(&self, len: usize) -> Range<usize> {
+        let (Some(rank), size) = (self.world.rank().checked_sub(self.num_trainers), self.world.size() - self.num_trainers)
+        else {
+            return 0..0;
+        };
+        len * rank / size..len * (rank + 1) / size
+    }
+
+    /// Whether this rank trains.
+    pub fn trains(&self) -> bool {
+        matches!(self.role, Role::Trains(_))
+    }
+
+    /// The policy, of a trainer.
+    pub fn policy(&self) -> Option<&Policy> {
+        match &self.role {
+            Role::Trains(learner) => Some(learner.policy()),
+            Role::Generates(_) => None,
+        }
+    }
+
+    /// The same, to load it.
+    pub fn policy_mut(&mut self) -> Option<&mut Policy> {
+        match &mut self.role {
+            Role::Trains(learner) => Some(learner.policy_mut()),
+            Role::Generates(_) => None,
+        }
+    }
+
+    fn train<R: Default>(
+        &mut self,
+        sequences: &[Sequence],
+        options: &UpdateOptions,
+        progress: &dyn UpdateProgress,
+        meanwhile: impl FnOnce(&mut Served) -> Result<R>,
+    ) -> Result<(UpdateOutcome, R)> {
+        match &mut self.role {
+            Role::Trains(learner) => Ok((learner.train(sequences, options, progress)?, R::default())),
+            Role::Generates(served) => {
+                gather_sequences(sequences, &*self.world.group())?;
+                let outcome = UpdateOutcome { num_updates: options.num_updates(), ..UpdateOutcome::default() };
+                Ok((outcome, meanwhile(served)?))
+            }
+        }
+    }
+
+    /// Every unit from its trainer to all ranks, those of adapters first. The other trainers receive the bits that they have.
+    fn send_weights(&mut self) -> Result<()> {
+        let (group, num_trainers, base_is_there) = (self.world.group(), self.num_trainers, self.base_is_there);
+        let send = |(index, mut unit): (usize, Tensor)| group.broadcast(&mut unit, index % num_trainers);
+        phase::scope(Phase::Gather, || match &mut self.role {
+            Role::Trains(learner) => {
+                let policy = learner.policy();
+                if policy.lora().is_some() {
+                    for (index, layout) in policy.trained_table().units.iter().enumerate() {
+                        send((index, policy.trained_weights(layout.unit)?))?;
+                    }
+                }
+                let base = policy.table().units.iter().filter(|_| !base_is_there);
+                base.enumerate().try_for_each(|(index, layout)| send((index, policy.unit_weights(layout.unit)?)))
+            }
+            Role::Generates(served) => {
+                served.adapter_units().enumerate().try_for_each(&send)?;
+                served.base_units().filter(|_| !base_is_there).enumerate().try_for_each(&send)
+            }
+        })
+    }
+
+    fn agree<T>(&mut self, place: &'static str, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        let world = self.world.clone();
+        let agreed = together(self, &world, place, work, |split| {
+            split.base_is_there = false;
+            if let Role::Trains(learner) = &mut split.role {
+                learner.policy_mut().drop_gradients();
+            }
+        })?;
+        self.base_is_there = match &self.role {
+            Role::Trains(learner) => learner.policy().lora().is_some(),
+            Role::Generates(served) => served.has_adapters(),
+        };
+        Ok(agreed)
+    }
+}
