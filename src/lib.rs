@@ -10,7 +10,7 @@
 //! | 2 | [`memory`], [`dist`], [`ops`] |
 //! | 3 | [`model`], [`grpo`], [`metrics`] |
 //! | 4 | [`rollout`], [`train`] |
-//! | 5 | [`plan`], [`colocate`], [`checkpoint`] |
+//! | 5 | [`plan`], [`colocate`], [`split`], [`checkpoint`] |
 //! | 6 | [`trainer`], [`sft`], [`eval`], [`bench`] |
 //! | 7 | [`launch`], [`cli`] |
 //!
@@ -38,6 +38,7 @@ pub mod plan;
 pub mod reward;
 pub mod rollout;
 pub mod sft;
+pub mod split;
 pub mod torch;
 pub mod train;
 pub mod trainer;

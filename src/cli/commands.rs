@@ -126,7 +126,7 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
 fn plan(args: &RunArgs) -> Result<ExitCode> {
     let config = Config::load(args.config.as_deref(), &args.overrides)?;
     let placement = Placement::new(config.device, config.dtype)?;
-    println!("{}", preflight(&config, placement, args.launch.nproc)?.plan);
+    println!("{}", preflight(&config, placement, args.launch.nproc)?);
     Ok(ExitCode::Done)
 }
 

@@ -161,7 +161,7 @@ impl Colocated {
         options: &UpdateOptions,
         progress: &dyn UpdateProgress,
     ) -> Result<UpdateOutcome> {
-        let (learner, world) = (&mut self.learner, self.learner.world.clone());
+        let (world, learner) = (self.learner.world.clone(), &mut self.learner);
         let train = |learner: &mut Learner| learner.train(sequences, options, progress);
         together(learner, &world, "update", train, |learner| learner.policy.drop_gradients())
     }

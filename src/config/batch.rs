@@ -159,7 +159,9 @@ mod tests {
              on each of 2 ranks to be whole groups of num_generations = 8; nearest valid: per_device_train_batch_size 8 \
              or num_generations one of 2, 3, 6"
         );
-        assert!(message(&["tensor_parallel_size=4"], 6).ends_with("a divisor of the 6 ranks that generate: 1, 2, 3, 6"));
+        assert!(
+            message(&["tensor_parallel_size=4"], 6).ends_with("a divisor of the 6 ranks that generate: 1, 2, 3, 6")
+        );
         assert!(message(&["zero.shard_group_size=3"], 4).ends_with("a divisor of the 4 ranks that train: 1, 2, 4"));
         assert!(message(&["gradient_accumulation_steps=3", "steps_per_generation=4"], 1).ends_with("batch: 1, 2, 4"));
     }

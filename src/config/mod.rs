@@ -34,8 +34,7 @@ const DEFAULT_ANSWER_PATTERN: &str =
     r"(?s)<answer>\s*(.*?)\s*</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}|####\s*(\S+)";
 
 /// Keys that have a meaning in TRL or in later versions and would change the result if they were ignored.
-const UNSERVED_KEYS: &[&str] =
-    &["top_entropy_quantile", "entropy_coef", "sync_ref_model", "ref_model_*"];
+const UNSERVED_KEYS: &[&str] = &["top_entropy_quantile", "entropy_coef", "sync_ref_model", "ref_model_*"];
 
 impl Config {
     /// Reads a TOML or YAML file and lays `key=value` (or `table.key=value`) overrides over it; an override's value is

@@ -2,7 +2,7 @@
 
 use super::field::keys;
 use super::validate::{check, count};
-use super::{Config, Mode, OptimizerResidency, Quantization};
+use super::{AutoOr, Config, Mode, OptimizerResidency, Quantization};
 use crate::error::{Error, Result};
 
 keys! {
@@ -44,11 +44,15 @@ impl Config {
         let older = "true: with split.async_steps = 1 an older policy samples";
         check("importance_sampling_correction", self.importance_sampling_correction, corrected, older)?;
         let plain = self.quantization == Quantization::None;
-        check("quantization", self.quantization.name(), plain, "none: mode = split sends weights as they are computed with")?;
-        let (residency, swaps) =
-            (self.residency.optimizer, self.residency.optimizer == OptimizerResidency::Swap);
+        check(
+            "quantization",
+            self.quantization.name(),
+            plain,
+            "none: mode = split sends weights as they are computed with",
+        )?;
+        let swaps = self.residency.optimizer == AutoOr::Given(OptimizerResidency::Swap);
         let stays = "auto, resident or stream: no engine needs its memory where mode = split";
-        check("residency.optimizer", residency.name(), !swaps, stays)
+        check("residency.optimizer", OptimizerResidency::Swap.name(), !swaps, stays)
     }
 
     /// What `world_size` ranks do.

@@ -1,6 +1,6 @@
 //! What `auto` becomes: the residency that moves least among those that serve a run best, then the least recomputation.
 
-use super::{MemoryPlan, PlanInput, human};
+use super::{MemoryPlan, PlanInput, Role, human};
 use crate::config::{AutoOr, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
 use crate::error::Result;
 
@@ -64,8 +64,10 @@ fn least_recomputation(choices: Choices, input: &PlanInput<'_>, full: MemoryPlan
 /// From the one that moves least. On a CPU, where all memory is one, moving frees nothing.
 fn candidates(input: &PlanInput<'_>) -> Vec<Choices> {
     let (config, can_move) = (input.config, input.room.swap_bytes.is_some());
+    // Where no engine wants the memory, what is there may stay.
+    let may_swap = |residency: &OptimizerResidency| input.role == Role::Both || *residency != OptimizerResidency::Swap;
     let optimizers = match config.residency.optimizer {
-        AutoOr::Auto if can_move => OptimizerResidency::ALL.to_vec(),
+        AutoOr::Auto if can_move => OptimizerResidency::ALL.iter().copied().filter(may_swap).collect(),
         AutoOr::Auto => vec![OptimizerResidency::Resident],
         AutoOr::Given(forced) => vec![forced],
     };
@@ -111,6 +113,7 @@ mod tests {
             config: &config,
             table: &table,
             kind: Kind::BFloat16,
+            role: Role::Both,
             completions_per_update: 1,
             updates_per_rollout: 1,
             engine_weight_bytes: 0,

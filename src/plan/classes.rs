@@ -27,8 +27,8 @@ pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) 
         let [device, host_bytes] = if on_host { [0, weights] } else { [weights, 0] };
         classes.push(ClassBytes { class: "reference weights", train_bytes: device, rollout_bytes: device, host_bytes });
     }
-    classes.extend(engine(input));
-    classes
+    let whole = input.table.total * input.kind.elt_size_in_bytes();
+    input.role.held(classes, engine(input), whole + bytes.engine_adapters)
 }
 
 fn optimizer(residency: OptimizerResidency, fullest: Moment, bytes: &TrainBytes) -> ClassBytes {

@@ -4,6 +4,7 @@
 mod choices;
 mod classes;
 mod fit;
+mod role;
 #[cfg(test)]
 mod tests;
 
@@ -12,6 +13,7 @@ use std::fmt;
 use tch::{Device, Kind};
 
 use choices::Choices;
+pub use role::Role;
 
 use crate::config::{Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
 use crate::cuda::{self, Placement};
@@ -37,6 +39,8 @@ pub struct ClassBytes {
 /// What a run will hold on each rank.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct MemoryPlan {
+    /// Whose.
+    pub role: Role,
     /// By class.
     pub classes: Vec<ClassBytes>,
     /// Where optimizer state lives.
@@ -97,6 +101,8 @@ pub struct PlanInput<'a> {
     pub table: &'a ParamTable,
     /// Type of weights and activations.
     pub kind: Kind,
+    /// What the rank does.
+    pub role: Role,
     /// Completions that this rank trains on in one update.
     pub completions_per_update: usize,
     /// Updates between two rollouts.
@@ -121,8 +127,12 @@ impl MemoryPlan {
     }
 
     fn with(choices: Choices, input: &PlanInput<'_>) -> Result<Self> {
-        let fullest = input.fullest(choices, input.micro_batch_tokens());
+        let fullest = match input.role {
+            Role::Generates => Moment::default(),
+            Role::Both | Role::Trains => input.fullest(choices, input.micro_batch_tokens()),
+        };
         let mut plan = Self {
+            role: input.role,
             classes: classes::classes(choices, fullest, input),
             optimizer: choices.optimizer,
             reference: choices.reference,
@@ -137,8 +147,12 @@ impl MemoryPlan {
             fullest,
             room: input.room,
         };
-        plan.size_kv_cache(input)?;
-        plan.largest_micro_batch = plan.largest_micro_batch(choices, input);
+        if input.role != Role::Trains {
+            plan.size_kv_cache(input)?;
+        }
+        if input.role != Role::Generates {
+            plan.largest_micro_batch = plan.largest_micro_batch(choices, input);
+        }
         plan.check(choices, input)?;
         Ok(plan)
     }
@@ -223,7 +237,7 @@ impl PlanInput<'_> {
 
 impl fmt::Display for MemoryPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{:<34} {:>11} {:>11} {:>11}", "memory per rank", "train", "rollout", "host")?;
+        writeln!(f, "{:<34} {:>11} {:>11} {:>11}", self.role.of_whom(), "train", "rollout", "host")?;
         for class in &self.classes {
             let [train, rollout, host] = [class.train_bytes, class.rollout_bytes, class.host_bytes].map(human);
             writeln!(f, "{:<34} {train:>11} {rollout:>11} {host:>11}", class.class)?;
@@ -233,11 +247,13 @@ impl fmt::Display for MemoryPlan {
         writeln!(f, "{:<34} {train:>11} {rollout:>11} {:>11}", "sum", sum(|class| class.host_bytes))?;
         writeln!(f, "peak {} of {} available", human(self.peak_bytes()), human(self.room.available_bytes))?;
         let (blocks, size) = (self.num_kv_blocks, self.kv_block_size);
-        writeln!(
-            f,
-            "KV cache: {blocks} blocks of {size} tokens; largest micro-batch: {} tokens",
-            self.largest_micro_batch
-        )?;
+        if self.role == Role::Generates {
+            return write!(f, "KV cache: {blocks} blocks of {size} tokens");
+        }
+        if self.role == Role::Both {
+            write!(f, "KV cache: {blocks} blocks of {size} tokens; ")?;
+        }
+        writeln!(f, "largest micro-batch: {} tokens", self.largest_micro_batch)?;
         writeln!(f, "{}", self.formula)?;
         let (optimizer, reference) = (self.optimizer.name(), self.reference.name());
         writeln!(f, "residency: optimizer state {optimizer}, reference weights {reference}: {}", self.reason)?;

@@ -11,11 +11,16 @@ fn config(overrides: &[&str]) -> Config {
 }
 
 fn plan(overrides: &[&str], available_bytes: usize) -> Result<MemoryPlan> {
+    plan_of(Role::Both, overrides, available_bytes)
+}
+
+fn plan_of(role: Role, overrides: &[&str], available_bytes: usize) -> Result<MemoryPlan> {
     let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-1.5b").unwrap()), 1);
     let input = PlanInput {
         config: &config(overrides),
         table: &table,
         kind: Kind::BFloat16,
+        role,
         completions_per_update: 64,
         updates_per_rollout: 1,
         engine_weight_bytes: 0,
@@ -69,4 +74,20 @@ fn parameters_cost_what_is_counted_by_hand() {
     let plan = plan(&["gradient_checkpointing=full"], 130 << 30).unwrap();
     assert!(plan.formula.contains("2.00 weights + 4.00 gradients + 12.00 optimizer"), "{}", plan.formula);
     assert!(plan.peak_bytes() <= 130 << 30 && plan.largest_micro_batch > 16_384);
+}
+
+#[test]
+fn a_rank_that_does_one_half_holds_what_that_takes() {
+    let available = 130 << 30;
+    let [both, trains, generates] =
+        [Role::Both, Role::Trains, Role::Generates].map(|role| plan_of(role, &[], available).unwrap());
+    let bytes = |plan: &MemoryPlan| (plan.sum(|class| class.train_bytes), plan.sum(|class| class.rollout_bytes));
+    assert_eq!(bytes(&trains), (bytes(&both).0, 0));
+    assert_eq!((trains.kv_cache_bytes, generates.sum(|class| class.train_bytes)), (0, 0));
+    assert!(generates.num_kv_blocks >= both.num_kv_blocks);
+    let weights = 2 * ModelSpec::preset("qwen2.5-1.5b").unwrap().num_params();
+    let held = generates.classes[0].rollout_bytes;
+    assert!((weights..weights + (1 << 20)).contains(&held), "{held} for {weights}");
+    assert!(generates.to_string().starts_with("memory per rank that generates"));
+    assert!(trains.to_string().contains("\nlargest micro-batch"));
 }

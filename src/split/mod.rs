@@ -86,7 +86,8 @@ impl Split {
 
     /// This rank's share of `len` rows to sample from: consecutive, as equal in number as can be; none for a trainer.
     pub fn share(&self, len: usize) -> Range<usize> {
-        let (Some(rank), size) = (self.world.rank().checked_sub(self.num_trainers), self.world.size() - self.num_trainers)
+        let (Some(rank), size) =
+            (self.world.rank().checked_sub(self.num_trainers), self.world.size() - self.num_trainers)
         else {
             return 0..0;
         };

@@ -1,6 +1,8 @@
 //! The GRPO trainer. [`Trainer::train_step`] is one step on one screen; `setup` loads, `output` writes, `records` turns
 //! groups into sequences and metrics.
 
+mod build;
+mod halves;
 mod output;
 mod records;
 mod setup;
@@ -11,10 +13,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::checkpoint::{self, SavedConfig, Saver, TrainerState};
-use crate::colocate::{Colocated, UpdateOptions};
+use crate::colocate::{UpdateOptions, UpdateOutcome};
 use crate::config::{BatchPlan, Config, ScaleRewards};
 use crate::cuda::Placement;
-use crate::data::{Dataset, PromptSampler, Tokenizer};
+use crate::data::{Dataset, PromptSampler, SamplerState, Tokenizer};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result, panic_message};
 use crate::eval;
@@ -25,9 +27,11 @@ use crate::model::{ModelSpec, init_unit_on};
 use crate::phase::{self, Phase};
 use crate::plan::MemoryPlan;
 use crate::reward::{RewardFunction, RewardPool};
+use crate::rollout::RolloutEngine;
 use crate::train::{Policy, Schedule, Sequence};
 use crate::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
 
+use halves::Halves;
 use output::Output;
 pub use setup::Preflight;
 
@@ -39,7 +43,7 @@ pub struct Trainer {
     base_dir: PathBuf,
     batch: BatchPlan,
     plan: MemoryPlan,
-    colocated: Colocated,
+    halves: Halves,
     rewards: RewardPool,
     dataset: Dataset,
     sampler: PromptSampler,
@@ -48,8 +52,18 @@ pub struct Trainer {
     output: Output,
     saver: Saver,
     progress: Progress,
+    ahead: Option<Ahead>,
     /// Lengths of completions of random weights.
     spread_lengths: Option<LengthSpread>,
+}
+
+/// A batch that was sampled while the one before it was trained on, with the weights from before that.
+#[derive(Debug)]
+struct Ahead {
+    /// This rank's groups, their rewards still to be awaited.
+    groups: Vec<RolloutGroup>,
+    /// Where the sampler stood before.
+    sampler: SamplerState,
 }
 
 /// How far the run is.
@@ -120,9 +134,9 @@ impl Trainer {
         world.agree(assembled)
     }
 
-    /// The trained model, between steps.
-    pub(crate) fn policy(&self) -> &Policy {
-        self.colocated.policy()
+    /// The trained model, between steps, on a rank that trains.
+    pub(crate) fn policy(&self) -> Option<&Policy> {
+        self.halves.policy()
     }
 
     /// Ends completions at drawn lengths; for benchmarks.
@@ -182,7 +196,7 @@ impl Trainer {
             }
         }
         self.saver.finish(&self.world)?;
-        let policy = self.colocated.policy();
+        let policy = self.halves.policy();
         let model_dir = checkpoint::export(&self.config.output_dir, &self.base_dir, &self.world, policy)?;
         let report = self.output.finish()?;
         Ok(RunSummary { eval_reward_before, eval_reward_after, model_dir, report })
@@ -193,36 +207,56 @@ impl Trainer {
         phase::set_step(self.progress.generation_step);
         let start = Instant::now();
         let _ = phase::take_timings(); // of loading, evaluation and saving
-        self.colocated.policy().take_transitions()?;
-        let prompts = self.next_prompts()?;
-        let sampling = self.sampling();
-        let (rewards, output) = (&self.rewards, &self.output);
-        output.begin_phase("generate", prompts.len());
-        let mut groups = self.colocated.with_rollout(|rollout| {
-            rollout.generate(&prompts, &sampling, |done| {
-                rewards.submit(done); // scored while others generate
-                output.advance();
-            })
-        })?;
+        self.halves.take_transitions()?;
+        let mut groups = match self.ahead.take() {
+            Some(ahead) => ahead.groups,
+            None => self.sample()?,
+        };
         phase::scope(Phase::Reward, || self.rewards.wait(&mut groups))?;
         let advantages = self.assign_advantages(&mut groups)?;
         let sequences = records::sequences(&groups, self.config.mask_truncated_completions);
-        let outcome = self.colocated.update(&sequences, &self.update_options(), &self.output)?;
+        let outcome = self.update(&sequences)?;
         self.progress.global_step += outcome.num_updates;
         self.progress.generation_step += 1;
         self.progress.num_tokens += self.count_tokens(&sequences)?;
         self.output.completions(&groups, self.progress.global_step)?;
         let mut metrics = records::step_metrics(&self.config, &groups, &advantages, &outcome);
-        records::cost_metrics(&mut metrics, start.elapsed(), self.colocated.policy().take_transitions()?)?;
+        let transitions = self.halves.take_transitions()?;
+        records::cost_metrics(&mut metrics, start.elapsed(), transitions, self.halves.role())?;
         Ok(metrics)
+    }
+
+    /// The next batch's groups of this rank, scored while others are generated.
+    fn sample(&mut self) -> Result<Vec<RolloutGroup>> {
+        let (prompts, params) = (self.next_prompts()?, self.sampling(self.progress.generation_step));
+        let (rewards, output) = (&self.rewards, &self.output);
+        output.begin_phase("generate", prompts.len());
+        self.halves.with_rollout(|rollout| generate(rollout, &prompts, &params, rewards, output))
+    }
+
+    /// Trains on a batch. Engines that have nothing else to do sample the next one meanwhile, unless a checkpoint is due: a
+    /// batch under way is in none.
+    fn update(&mut self, sequences: &[Sequence]) -> Result<UpdateOutcome> {
+        let options = self.update_options();
+        let (before, after) = (self.progress.global_step, self.progress.global_step + options.num_updates());
+        let saves = self.config.save_steps.is_some_and(|every| after / every as u64 > before / every as u64);
+        if self.config.split.async_steps == 0 || saves || after >= self.schedule.total_steps as u64 {
+            return Ok(self.halves.update(sequences, &options, &self.output, None::<Nothing>)?.0);
+        }
+        let sampler = self.sampler.state().clone();
+        let (prompts, params) = (self.next_prompts()?, self.sampling(self.progress.generation_step + 1));
+        let (rewards, output) = (&self.rewards, &self.output);
+        let next = |rollout: &mut RolloutEngine<'_>| generate(rollout, &prompts, &params, rewards, output);
+        let (outcome, groups) = self.halves.update(sequences, &options, output, Some(next))?;
+        self.ahead = Some(Ahead { groups, sampler });
+        Ok(outcome)
     }
 
     /// This rank's share of the next prompts.
     fn next_prompts(&mut self) -> Result<Vec<Prompt>> {
         let all = self.sampler.next_batch(self.batch.num_prompts)?;
-        let first = self.world.rank() * self.batch.prompts_per_rank;
-        let own = &all[first..][..self.batch.prompts_per_rank];
-        Ok(own.iter().map(|&row| self.dataset.prompt(row).clone()).collect())
+        let own = self.halves.share(all.len(), (self.world.rank(), self.world.size()));
+        Ok(all[own].iter().map(|&row| self.dataset.prompt(row).clone()).collect())
     }
 
     /// Tokens of a generation batch over all ranks.
@@ -233,7 +267,8 @@ impl Trainer {
         Ok(total[0] as u64)
     }
 
-    fn sampling(&self) -> SamplingParams {
+    /// How batch number `step` is sampled.
+    fn sampling(&self, step: u64) -> SamplingParams {
         SamplingParams {
             num_generations: self.config.num_generations,
             temperature: self.config.temperature,
@@ -245,7 +280,7 @@ impl Trainer {
             spread_lengths: self.spread_lengths,
             stop: self.config.stop.clone(),
             seed: self.config.seed,
-            step: self.progress.generation_step,
+            step,
         }
     }
 
@@ -256,6 +291,7 @@ impl Trainer {
         }
         let batch = BatchStats::from_array(sums);
         let mut stats = grpo::assign_advantages(groups, self.config.scale_rewards, Some(batch));
+        stats.rewards.resize(self.config.reward_funcs.len(), BatchStats::default()); // of a rank without groups
         records::reduce_advantages(&mut stats, &*self.world.group())?;
         Ok(stats)
     }
@@ -278,21 +314,14 @@ impl Trainer {
     /// Mean reward on the held-out rows, if there are any.
     fn evaluate(&mut self) -> Result<Option<f64>> {
         let Some(eval_set) = &self.eval_set else { return Ok(None) };
-        let params = SamplingParams {
-            num_generations: self.config.eval_num_generations,
-            step: eval::SAMPLING_STEP,
-            ..self.sampling()
-        };
-        let prompts = eval::share_of(eval_set, &self.world);
-        let (colocated, rewards, output) = (&mut self.colocated, &mut self.rewards, &self.output);
+        let params =
+            SamplingParams { num_generations: self.config.eval_num_generations, ..self.sampling(eval::SAMPLING_STEP) };
+        let own = self.halves.share(eval_set.len(), (self.world.rank(), self.world.size()));
+        let prompts: Vec<Prompt> = own.map(|row| eval_set.prompt(row).clone()).collect();
+        let (halves, rewards, output) = (&mut self.halves, &mut self.rewards, &self.output);
         output.begin_phase("evaluate", prompts.len());
         let groups = phase::scope(Phase::Eval, || {
-            let mut groups = colocated.with_rollout(|rollout| {
-                rollout.generate(&prompts, &params, |done| {
-                    rewards.submit(done);
-                    output.advance();
-                })
-            })?;
+            let mut groups = halves.with_rollout(|rollout| generate(rollout, &prompts, &params, rewards, output))?;
             rewards.wait(&mut groups)?;
             Ok(groups)
         })?;
@@ -304,9 +333,12 @@ impl Trainer {
 
     /// Begins a checkpoint; it is complete when the next one begins or the saver has finished.
     fn save(&mut self) -> Result<PathBuf> {
+        if let Some(ahead) = self.ahead.take() {
+            self.sampler.restore(ahead.sampler)?; // a run that was asked to stop: the batch is sampled again
+        }
         let state = TrainerState {
             global_step: self.progress.global_step,
-            num_updates: self.colocated.policy().num_updates(),
+            num_updates: self.halves.policy().map_or(0, Policy::num_updates),
             generation_step: self.progress.generation_step,
             epoch: self.sampler.epochs(),
             max_steps: self.schedule.total_steps as u64,
@@ -317,7 +349,7 @@ impl Trainer {
             config: SavedConfig::of(&self.config),
             log_history: self.output.history(),
         };
-        self.saver.save(&self.world, self.colocated.policy(), state)
+        self.saver.save(&self.world, self.halves.policy(), state)
     }
 
     /// Whether any rank was asked to stop.
@@ -331,6 +363,22 @@ impl Trainer {
     fn passed(&self, every: Option<usize>, before: u64) -> bool {
         every.is_some_and(|every| self.progress.global_step / every as u64 > before / every as u64)
     }
+}
+
+/// The work of engines that do none beside an update.
+type Nothing = fn(&mut RolloutEngine<'_>) -> Result<()>;
+
+fn generate(
+    rollout: &mut RolloutEngine<'_>,
+    prompts: &[Prompt],
+    params: &SamplingParams,
+    rewards: &RewardPool,
+    output: &Output,
+) -> Result<Vec<RolloutGroup>> {
+    rollout.generate(prompts, params, |done| {
+        rewards.submit(done); // scored while others generate
+        output.advance();
+    })
 }
 
 /// Adds who holds the memory, and the key that takes less of it.

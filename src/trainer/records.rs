@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::grpo::{AdvantageStats, Aggregate, BatchStats};
 use crate::memory;
 use crate::metrics::{Reduce, StepMetrics};
-use crate::phase;
+use crate::phase::{self, Phase};
 use crate::train::{Sequence, Transitions};
 use crate::types::{Completion, RolloutGroup};
 
@@ -71,11 +71,16 @@ pub(super) fn step_metrics(
 }
 
 /// What the step took: time by phase; the transitions' bytes (all ranks), rate (GB/s of the slowest) and share of their time
-/// that nothing waited for; memory in GB.
-pub(super) fn cost_metrics(metrics: &mut StepMetrics, step_time: Duration, transitions: Transitions) -> Result<()> {
-    let timings = phase::take_timings();
-    for (phase, duration) in &timings {
-        metrics.set(format!("timing_s/{}", phase.name()), duration.as_secs_f64(), Reduce::Max);
+/// that nothing waited for; memory in GB. Of ranks that have a `role`, idle time is told apart.
+pub(super) fn cost_metrics(
+    metrics: &mut StepMetrics,
+    step_time: Duration,
+    transitions: Transitions,
+    role: Option<&str>,
+) -> Result<()> {
+    for (phase, duration) in phase::take_timings() {
+        let whose = role.filter(|_| phase == Phase::Idle).map(|role| format!("_{role}")).unwrap_or_default();
+        metrics.set(format!("timing_s/{}{whose}", phase.name()), duration.as_secs_f64(), Reduce::Max);
     }
     let Transitions { bytes, copying, exposed } = transitions;
     if bytes > 0 {

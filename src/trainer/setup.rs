@@ -1,31 +1,28 @@
 //! From a configuration to a trainer: everything is read and checked before anything is trained.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
+use super::build;
 use super::output::Output;
 use super::{Progress, Trainer};
 use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Saver, TrainerState};
-use crate::colocate::{Colocated, EngineSlices, Learner};
-use crate::config::{BatchPlan, Config, OptimizerResidency, Quantization, ReferenceResidency};
+use crate::colocate::EngineSlices;
+use crate::config::{BatchPlan, Config, Mode, Quantization};
 use crate::cuda::Placement;
 use crate::data::{Dataset, DatasetOptions, PromptSampler, Tokenizer};
 use crate::dist::{ReduceOp, World, all_gather_bytes, all_reduce_f64};
 use crate::error::{Error, Result};
-use crate::memory::HostPool;
-use crate::metrics::{pinning_progress, redact};
-use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, UnitLayout, WeightFiles};
+use crate::metrics::redact;
+use crate::model::{ModelSource, ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use crate::phase;
-use crate::plan::{MemoryPlan, PlanInput, Room};
+use crate::plan::{MemoryPlan, PlanInput, Role, Room};
 use crate::reward::{RewardFunction, RewardPool};
-use crate::rollout::{Engine, EngineOptions};
 use crate::torch;
-use crate::train::{
-    AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, Policy, PolicyOptions, PolicyStart, Reference,
-    Schedule, TrainedModel, reference_bytes,
-};
+use crate::train::Schedule;
 
 /// Everything about a run that is known without touching its data: checked by the launcher before any process starts.
 #[derive(Debug)]
@@ -40,8 +37,10 @@ pub struct Preflight {
     pub table: Arc<ParamTable>,
     /// Type of weights and activations.
     pub kind: Kind,
-    /// What it will hold.
+    /// What each rank will hold, of a split world each that trains.
     pub plan: MemoryPlan,
+    /// What each that generates will hold.
+    pub engine_plan: Option<MemoryPlan>,
 }
 
 impl Preflight {
@@ -67,24 +66,45 @@ impl Preflight {
     ) -> Result<Self> {
         let kind = placement.kind;
         let batch = config.validate_world(world_size)?;
+        let num_trainers = batch.roles.num_trainers;
         spec.validate_tp(config.tensor_parallel_size)?;
-        let table = Arc::new(ParamTable::new(spec.clone(), config.zero.shard_group_size.unwrap_or(world_size)));
+        let table = Arc::new(ParamTable::new(spec.clone(), config.zero.shard_group_size.unwrap_or(num_trainers)));
         let engine_weight_bytes = match (gathers(config, &table), config.quantization) {
             (true, _) => EngineSlices::gathered_bytes(&table, 0, config.tensor_parallel_size, kind)?,
             (false, Quantization::Nf4) => EngineSlices::dequantized_bytes(&table, kind),
             (false, Quantization::None) => 0,
         };
-        let completions_per_update = batch.generation_batch_size / world_size / batch.updates_per_generation;
-        let plan = MemoryPlan::new(&PlanInput {
-            config,
-            table: &table,
-            kind,
-            completions_per_update,
-            updates_per_rollout: batch.updates_per_generation * config.num_iterations,
-            engine_weight_bytes,
-            room,
-        })?;
-        Ok(Self { batch, spec, tokenizer, table, kind, plan })
+        let completions_per_update = batch.generation_batch_size / num_trainers / batch.updates_per_generation;
+        let plan_of = |role| {
+            MemoryPlan::new(&PlanInput {
+                config,
+                table: &table,
+                kind,
+                role,
+                completions_per_update,
+                updates_per_rollout: batch.updates_per_generation * config.num_iterations,
+                engine_weight_bytes,
+                room,
+            })
+        };
+        let (plan, engine_plan) = match config.mode {
+            Mode::Colocated => (plan_of(Role::Both)?, None),
+            Mode::Split => (plan_of(Role::Trains)?, Some(plan_of(Role::Generates)?)),
+        };
+        Ok(Self { batch, spec, tokenizer, table, kind, plan, engine_plan })
+    }
+
+    /// What a rank will hold.
+    pub fn plan_of(&self, rank: usize) -> &MemoryPlan {
+        let of_engine = self.engine_plan.as_ref().filter(|_| rank >= self.batch.roles.num_trainers);
+        of_engine.unwrap_or(&self.plan)
+    }
+}
+
+impl fmt::Display for Preflight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.plan)?;
+        self.engine_plan.as_ref().map_or(Ok(()), |plan| write!(f, "\n{plan}"))
     }
 }
 
@@ -97,9 +117,10 @@ pub(super) fn common_room(placement: Placement, world: &World) -> Result<Room> {
     Ok(Room { available_bytes, swap_bytes: swap_bytes.map(|_| common_swap_bytes) })
 }
 
-/// Whether the engine needs gathered slices: weights are sharded, which quantised ones never are.
-fn gathers(config: &Config, table: &ParamTable) -> bool {
-    config.zero.stage == 3 && table.shards > 1 && config.quantization == Quantization::None
+/// Whether the engine needs gathered slices: weights are sharded, which quantised ones and those of an engine's own never are.
+pub(super) fn gathers(config: &Config, table: &ParamTable) -> bool {
+    let in_place = config.zero.stage < 3 || table.shards == 1 || config.mode == Mode::Split;
+    !in_place && config.quantization == Quantization::None
 }
 
 /// What a trainer is made of beside its configuration.
@@ -169,7 +190,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
     let Parts { preflight, weights, rewards, dataset, eval_set, checkpoint, writes_files } = parts;
     let batch = preflight.batch;
     let source = ModelSource::new(&config.model_name_or_path, None)?;
-    let mut colocated = colocated(&config, &world, &preflight, weights, source.adapters.as_deref())?;
+    let mut halves = build::halves(&config, &world, &preflight, weights, source.adapters.as_deref())?;
     let mut sampler = PromptSampler::new(dataset.len(), config.seed, config.shuffle_dataset);
     let updates = batch.updates_per_generation * config.num_iterations;
     let rows = (dataset.len(), batch.num_prompts);
@@ -185,14 +206,15 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
             );
             return Err(Error::Checkpoint { path: checkpoint.folder.clone(), message });
         }
-        checkpoint.restore(colocated.policy_mut())?;
+        halves.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy))?;
         sampler.restore(checkpoint.state.sampler.clone())?;
         progress = Progress { global_step, generation_step, num_tokens: num_input_tokens_seen };
     }
     let output = Output::new(&config, world.group(), schedule.total_steps as u64, checkpoint, writes_files)?;
-    output.say(&format!("plan\n{}", preflight.plan));
+    output.say(&format!("plan\n{preflight}"));
     output.say(&format!("{}: {}", config.train_file.display(), dataset.counts()));
-    let (plan, base_dir) = (preflight.plan, source.base);
+    let plan = preflight.plan_of(world.rank()).clone();
+    let base_dir = source.base;
     let saver = Saver::new(CheckpointOptions {
         output_dir: config.output_dir.clone(),
         base_dir: base_dir.clone(),
@@ -205,7 +227,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
         base_dir,
         batch,
         plan,
-        colocated,
+        halves,
         rewards,
         dataset,
         sampler,
@@ -214,67 +236,9 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
         output,
         saver,
         progress,
+        ahead: None,
         spread_lengths: None,
     })
-}
-
-fn colocated(
-    config: &Config,
-    world: &Arc<World>,
-    preflight: &Preflight,
-    weights: &dyn Fn(&UnitLayout) -> Result<Tensor>,
-    adapters: Option<&Path>,
-) -> Result<Colocated> {
-    let Preflight { spec, tokenizer, table, plan, .. } = preflight;
-    let (kind, device) = (preflight.kind, world.device());
-    let mesh = world.mesh(config.tensor_parallel_size, table.shards)?;
-    let network = NetworkOptions { kind, device };
-    let options = PolicyOptions {
-        stage: config.zero.stage,
-        network,
-        gradient_checkpointing: plan.gradient_checkpointing,
-        adam: AdamOptions::new(&config.optimizer),
-        gradients: GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype),
-    };
-    let pool = |name, bytes| HostPool::new(name, bytes, device, &mut pinning_progress(world.rank() == 0));
-    let lora = LoraSpec::new(&config.lora);
-    let optimizer_bytes = TrainedModel::of(config, table, kind).bytes().optimizer;
-    let home = match plan.optimizer {
-        OptimizerResidency::Swap => OptimizerHome::Swap(pool("optimizer_host", optimizer_bytes)?),
-        OptimizerResidency::Stream => OptimizerHome::Stream(pool("optimizer_host", optimizer_bytes)?),
-        OptimizerResidency::Resident => OptimizerHome::Resident,
-    };
-    // A frozen base is its own reference.
-    let has_reference = config.beta > 0.0 && lora.is_none();
-    let start = PolicyStart { lora, quantization: config.quantization, seed: config.seed, adapters };
-    let policy = Policy::start(table.clone(), &mesh, options, home, weights, start)?;
-    let on_host = plan.reference == ReferenceResidency::Host;
-    let reference = match (has_reference, on_host) {
-        (false, _) => None,
-        (true, false) => Some(Reference::new(table.clone(), &mesh, network, weights)?),
-        (true, true) => {
-            let pool = pool("reference_host", reference_bytes(table, kind))?;
-            Some(Reference::on_host(table.clone(), &mesh, network, pool, weights)?)
-        }
-    };
-    let engine = EngineOptions {
-        kv_cache_bytes: plan.kv_cache_bytes,
-        block_size: config.kv_block_size,
-        max_num_seqs: config.max_num_seqs,
-        max_num_batched_tokens: config.max_num_batched_tokens,
-        max_model_length: plan.max_model_length,
-        kind,
-        device,
-        strict: config.strict,
-    };
-    let engine = Engine::new(spec.clone(), tokenizer.clone(), engine, mesh.tp.clone())?;
-    let (tp_rank, tp_size) = (mesh.tp.rank(), mesh.tp.size());
-    let slices = match (gathers(config, table), config.quantization) {
-        (true, _) => EngineSlices::gathered(table, tp_rank, tp_size, kind, device)?,
-        (false, Quantization::Nf4) => EngineSlices::dequantized(table, tp_rank, tp_size, kind, device)?,
-        (false, Quantization::None) => EngineSlices::in_place(tp_rank, tp_size),
-    };
-    Ok(Colocated::new(Learner::new(world.clone(), mesh, policy, reference), engine, slices))
 }
 
 /// The checkpoint to resume from, decided and verified by the first rank, the same on all; collective over the world.

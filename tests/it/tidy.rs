@@ -10,13 +10,14 @@ const FLOORS: &[(u8, &[&str])] = &[
     (2, &["memory", "dist", "ops"]),
     (3, &["model", "grpo", "metrics"]),
     (4, &["rollout", "train"]),
-    (5, &["plan", "colocate", "checkpoint"]),
+    (5, &["plan", "colocate", "split", "checkpoint"]),
     (6, &["trainer", "sft", "eval", "bench"]),
     (7, &["launch", "cli"]),
 ];
 
 /// Siblings on one floor that may see each other.
-const SIBLINGS: &[(&str, &str)] = &[("torch", "cuda"), ("trainer", "eval"), ("bench", "trainer"), ("cli", "launch")];
+const SIBLINGS: &[(&str, &str)] =
+    &[("torch", "cuda"), ("split", "colocate"), ("trainer", "eval"), ("bench", "trainer"), ("cli", "launch")];
 
 /// Rooms and files that touch the outside and may therefore hold `unsafe`.
 const EDGES: &[&str] = &[

@@ -1,0 +1,43 @@
+//! Plans of ranks that do one half of a step.
+
+use super::ClassBytes;
+use super::classes::in_rollout;
+
+/// What a rank does, of generating and training.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    /// Both in turn.
+    Both,
+    /// It trains.
+    Trains,
+    /// It generates, with whole weights of its own.
+    Generates,
+}
+
+impl Role {
+    /// For a table's head.
+    pub(super) fn of_whom(self) -> &'static str {
+        match self {
+            Self::Both => "memory per rank",
+            Self::Trains => "memory per rank that trains",
+            Self::Generates => "memory per rank that generates",
+        }
+    }
+
+    /// What a rank of this role holds of a trainer's classes, an engine's and weights of its own.
+    pub(super) fn held(self, training: Vec<ClassBytes>, engine: Vec<ClassBytes>, weights: usize) -> Vec<ClassBytes> {
+        let both = training.into_iter().chain(engine.clone());
+        match self {
+            Self::Both => both.collect(),
+            Self::Trains => {
+                let held = both.map(|class| ClassBytes { rollout_bytes: 0, ..class });
+                held.filter(|class| class.train_bytes + class.host_bytes > 0).collect()
+            }
+            Self::Generates => {
+                let engine = engine.into_iter().map(|class| ClassBytes { train_bytes: 0, ..class });
+                std::iter::once(in_rollout("weights", weights)).chain(engine).collect()
+            }
+        }
+    }
+}

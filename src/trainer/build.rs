@@ -1,0 +1,118 @@
+//! From a configuration and its plan to the halves of a step on this rank.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use tch::Tensor;
+
+use super::halves::Halves;
+use super::setup::{Preflight, gathers};
+use crate::colocate::{Colocated, EngineSlices, Learner, Served};
+use crate::config::{Config, Mode, OptimizerResidency, Quantization, ReferenceResidency, Roles};
+use crate::dist::{Mesh, World};
+use crate::error::Result;
+use crate::memory::HostPool;
+use crate::metrics::pinning_progress;
+use crate::model::{LoraSpec, UnitLayout};
+use crate::rollout::{Engine, EngineOptions};
+use crate::split::{Role, Split};
+use crate::train::{
+    AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, Policy, PolicyOptions, PolicyStart, Reference,
+    TrainedModel, reference_bytes,
+};
+
+/// Loads what this rank needs of whole units `weights` and of a folder of `adapters`; collective over the world.
+pub(super) fn halves(
+    config: &Config,
+    world: &Arc<World>,
+    preflight: &Preflight,
+    weights: &dyn Fn(&UnitLayout) -> Result<Tensor>,
+    adapters: Option<&Path>,
+) -> Result<Halves> {
+    let (table, kind, tp_size) = (&preflight.table, preflight.kind, config.tensor_parallel_size);
+    if config.mode == Mode::Colocated {
+        let mesh = world.mesh(tp_size, table.shards)?;
+        let learner = learner(config, world, &mesh, preflight, weights, adapters)?;
+        let engine = engine(config, world, &mesh, preflight)?;
+        let slices = slices(config, world, &mesh, preflight)?;
+        return Ok(Halves::Colocated(Box::new(Colocated::new(learner, engine, slices))));
+    }
+    let Roles { num_trainers, num_generators } = preflight.batch.roles;
+    let mesh = world.split_mesh(num_generators, tp_size, table.shards)?;
+    let role = if world.rank() < num_trainers {
+        Role::Trains(Box::new(learner(config, world, &mesh, preflight, weights, adapters)?))
+    } else {
+        let (engine, lora) = (engine(config, world, &mesh, preflight)?, LoraSpec::new(&config.lora));
+        let served = Served::unfilled(world.clone(), &mesh, table.clone(), lora, engine.keeping_memory(), kind)?;
+        Role::Generates(Box::new(served))
+    };
+    Ok(Halves::Split(Split::new(world.clone(), num_trainers, role)))
+}
+
+/// The policy and the reference model.
+fn learner(
+    config: &Config,
+    world: &Arc<World>,
+    mesh: &Mesh,
+    preflight: &Preflight,
+    weights: &dyn Fn(&UnitLayout) -> Result<Tensor>,
+    adapters: Option<&Path>,
+) -> Result<Learner> {
+    let Preflight { table, plan, .. } = preflight;
+    let (kind, device) = (preflight.kind, world.device());
+    let network = NetworkOptions { kind, device };
+    let options = PolicyOptions {
+        stage: config.zero.stage,
+        network,
+        gradient_checkpointing: plan.gradient_checkpointing,
+        adam: AdamOptions::new(&config.optimizer),
+        gradients: GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype),
+    };
+    let pool = |name, bytes| HostPool::new(name, bytes, device, &mut pinning_progress(world.rank() == 0));
+    let lora = LoraSpec::new(&config.lora);
+    let optimizer_bytes = TrainedModel::of(config, table, kind).bytes().optimizer;
+    let home = match plan.optimizer {
+        OptimizerResidency::Swap => OptimizerHome::Swap(pool("optimizer_host", optimizer_bytes)?),
+        OptimizerResidency::Stream => OptimizerHome::Stream(pool("optimizer_host", optimizer_bytes)?),
+        OptimizerResidency::Resident => OptimizerHome::Resident,
+    };
+    // A frozen base is its own reference.
+    let has_reference = config.beta > 0.0 && lora.is_none();
+    let start = PolicyStart { lora, quantization: config.quantization, seed: config.seed, adapters };
+    let policy = Policy::start(table.clone(), mesh, options, home, weights, start)?;
+    let on_host = plan.reference == ReferenceResidency::Host;
+    let reference = match (has_reference, on_host) {
+        (false, _) => None,
+        (true, false) => Some(Reference::new(table.clone(), mesh, network, weights)?),
+        (true, true) => {
+            let pool = pool("reference_host", reference_bytes(table, kind))?;
+            Some(Reference::on_host(table.clone(), mesh, network, pool, weights)?)
+        }
+    };
+    Ok(Learner::new(world.clone(), mesh.clone(), policy, reference))
+}
+
+fn engine(config: &Config, world: &World, mesh: &Mesh, preflight: &Preflight) -> Result<Engine> {
+    let plan = preflight.plan_of(world.rank());
+    let options = EngineOptions {
+        kv_cache_bytes: plan.kv_cache_bytes,
+        block_size: config.kv_block_size,
+        max_num_seqs: config.max_num_seqs,
+        max_num_batched_tokens: config.max_num_batched_tokens,
+        max_model_length: plan.max_model_length,
+        kind: preflight.kind,
+        device: world.device(),
+        strict: config.strict,
+    };
+    Engine::new(preflight.spec.clone(), preflight.tokenizer.clone(), options, mesh.tp.clone())
+}
+
+fn slices(config: &Config, world: &World, mesh: &Mesh, preflight: &Preflight) -> Result<EngineSlices> {
+    let Preflight { table, kind, .. } = preflight;
+    let (tp_rank, tp_size, device) = (mesh.tp.rank(), mesh.tp.size(), world.device());
+    match (gathers(config, table), config.quantization) {
+        (true, _) => EngineSlices::gathered(table, tp_rank, tp_size, *kind, device),
+        (false, Quantization::Nf4) => EngineSlices::dequantized(table, tp_rank, tp_size, *kind, device),
+        (false, Quantization::None) => Ok(EngineSlices::in_place(tp_rank, tp_size)),
+    }
+}

@@ -1,0 +1,85 @@
+//! Where the two halves of a step run, behind one face.
+
+use std::ops::Range;
+
+use crate::colocate::{Colocated, UpdateOptions, UpdateOutcome, UpdateProgress};
+use crate::error::Result;
+use crate::rollout::RolloutEngine;
+use crate::split::Split;
+use crate::train::{Policy, Sequence, Transitions};
+
+/// What generates and what trains.
+#[derive(Debug)]
+pub(super) enum Halves {
+    /// Every rank, in turn.
+    Colocated(Box<Colocated>),
+    /// This rank does one of the two.
+    Split(Split),
+}
+
+impl Halves {
+    /// Runs `work` with the engines awake; where there is none on this rank, `R`'s default is the result. Collective.
+    pub(super) fn with_rollout<R: Default>(
+        &mut self,
+        work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>,
+    ) -> Result<R> {
+        match self {
+            Self::Colocated(colocated) => colocated.with_rollout(work),
+            Self::Split(split) => split.with_rollout(work),
+        }
+    }
+
+    /// Trains on the whole batch, of which `sequences` are this rank's. `beside` is run on engines that have nothing else to
+    /// do, if there are any. Collective.
+    pub(super) fn update<R: Default>(
+        &mut self,
+        sequences: &[Sequence],
+        options: &UpdateOptions,
+        progress: &dyn UpdateProgress,
+        beside: Option<impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>>,
+    ) -> Result<(UpdateOutcome, R)> {
+        let outcome = match (self, beside) {
+            (Self::Split(split), Some(work)) => return split.update_beside(sequences, options, progress, work),
+            (Self::Split(split), None) => split.update(sequences, options, progress),
+            (Self::Colocated(colocated), _) => colocated.update(sequences, options, progress),
+        };
+        outcome.map(|outcome| (outcome, R::default()))
+    }
+
+    /// This rank's share of `len` rows to sample from; `place` is its rank and the number of ranks.
+    pub(super) fn share(&self, len: usize, place: (usize, usize)) -> Range<usize> {
+        match self {
+            Self::Colocated(_) => len * place.0 / place.1..len * (place.0 + 1) / place.1,
+            Self::Split(split) => split.share(len),
+        }
+    }
+
+    /// The policy, on a rank that trains.
+    pub(super) fn policy(&self) -> Option<&Policy> {
+        match self {
+            Self::Colocated(colocated) => Some(colocated.policy()),
+            Self::Split(split) => split.policy(),
+        }
+    }
+
+    /// The same, to load it.
+    pub(super) fn policy_mut(&mut self) -> Option<&mut Policy> {
+        match self {
+            Self::Colocated(colocated) => Some(colocated.policy_mut()),
+            Self::Split(split) => split.policy_mut(),
+        }
+    }
+
+    /// What moving optimizer state took since the last call.
+    pub(super) fn take_transitions(&self) -> Result<Transitions> {
+        self.policy().map_or_else(|| Ok(Transitions::default()), Policy::take_transitions)
+    }
+
+    /// What this rank alone does, if it does not do both.
+    pub(super) fn role(&self) -> Option<&'static str> {
+        match self {
+            Self::Colocated(_) => None,
+            Self::Split(split) => Some(if split.trains() { "trainers" } else { "generators" }),
+        }
+    }
+}
