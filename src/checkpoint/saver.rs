@@ -23,13 +23,14 @@ const LOOK: Duration = Duration::from_millis(2);
 #[derive(Debug)]
 pub struct Saver {
     options: CheckpointOptions,
-    in_flight: Option<InFlight>,
+    is_under_way: bool,
+    in_flight: Option<InFlight>, // this rank's part of what is under way, if it has one
 }
 
 impl Saver {
     /// Nothing is written yet.
     pub fn new(options: CheckpointOptions) -> Self {
-        Self { options, in_flight: None }
+        Self { options, is_under_way: false, in_flight: None }
     }
 
     /// Saves the policy, its optimizer and the trainer's state as `checkpoint-{global_step}`; collective over the world, the
@@ -59,6 +60,7 @@ impl Saver {
             });
             world.agree(begun)
         });
+        self.is_under_way = begun.is_ok() && self.options.save_async;
         match begun {
             Ok(Some((part, snapshot))) => self.in_flight = Some(InFlight::start(part, snapshot)?),
             Ok(None) => {}
@@ -77,8 +79,11 @@ impl Saver {
     /// # Errors
     /// The first failure of any rank, on every rank.
     pub fn finish(&mut self, world: &World) -> Result<()> {
-        let Some(in_flight) = self.in_flight.take() else { return Ok(()) };
-        world.agree(phase::scope(Phase::Write, || in_flight.wait(world)))
+        if !std::mem::take(&mut self.is_under_way) {
+            return Ok(());
+        }
+        let own = self.in_flight.take();
+        world.agree(phase::scope(Phase::Write, || own.map_or(Ok(()), |own| own.wait(world))))
     }
 }
 

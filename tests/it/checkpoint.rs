@@ -22,32 +22,32 @@ const COMMON: [&str; 7] = [
 ];
 
 /// Output folders of several runs.
-struct Runs {
+pub struct Runs {
     root: tempfile::TempDir,
 }
 
 /// How a run ended.
-struct Ended {
-    code: Option<i32>,
-    output: String,
+pub struct Ended {
+    pub code: Option<i32>,
+    pub output: String,
 }
 
 impl Runs {
-    fn new() -> Self {
+    pub fn new() -> Self {
         Self { root: tempfile::tempdir().unwrap() }
     }
 
-    fn path(&self, run: &str) -> PathBuf {
+    pub fn path(&self, run: &str) -> PathBuf {
         self.root.path().join(run)
     }
 
     /// The flag that resumes from another run's checkpoint.
-    fn resume(&self, run: &str, step: u64) -> String {
+    pub fn resume(&self, run: &str, step: u64) -> String {
         format!("resume_from_checkpoint={}", self.path(run).join(format!("checkpoint-{step}")).display())
     }
 
     /// Runs configs/tiny-cpu.toml with [`COMMON`] and `overrides`.
-    fn train(&self, run: &str, num_ranks: usize, overrides: &[&str]) -> Ended {
+    pub fn train(&self, run: &str, num_ranks: usize, overrides: &[&str]) -> Ended {
         let output = Command::new(env!("CARGO_BIN_EXE_colo-grpo"))
             .current_dir(env!("CARGO_MANIFEST_DIR"))
             .args(["--nproc", &num_ranks.to_string(), "--config", "configs/tiny-cpu.toml"])
@@ -62,14 +62,14 @@ impl Runs {
         Ended { code: output.status.code(), output: text }
     }
 
-    fn train_to_the_end(&self, run: &str, num_ranks: usize, overrides: &[&str]) -> Ended {
+    pub fn train_to_the_end(&self, run: &str, num_ranks: usize, overrides: &[&str]) -> Ended {
         let ended = self.train(run, num_ranks, overrides);
         assert_eq!(ended.code, Some(0), "{run}: {}", ended.output);
         ended
     }
 
     /// Lines by step and by whether they are an evaluation's.
-    fn metrics(&self, run: &str) -> BTreeMap<(u64, bool), MetricLine> {
+    pub fn metrics(&self, run: &str) -> BTreeMap<(u64, bool), MetricLine> {
         let lines = read_metrics(&self.path(run).join("metrics.jsonl")).unwrap();
         let num_lines = lines.len();
         let key = |line: &MetricLine| (line.step, line.values.contains_key("eval_reward"));
@@ -89,7 +89,7 @@ impl Runs {
     }
 
     /// Both runs did the same from `steps` on, to the last bit.
-    fn assert_same(&self, run: &str, straight: &str, steps: &[u64]) {
+    pub fn assert_same(&self, run: &str, straight: &str, steps: &[u64]) {
         assert!(self.final_weights(run) == self.final_weights(straight), "{run}: other weights than {straight}");
         let (own, expected) = (self.metrics(run), self.metrics(straight));
         for (key, line) in &own {
@@ -103,7 +103,7 @@ impl Runs {
     }
 
     /// Both runs sampled the same in `step`, and their metrics differ by rounding alone.
-    fn assert_close(&self, run: &str, straight: &str, step: u64) {
+    pub fn assert_close(&self, run: &str, straight: &str, step: u64) {
         let texts = |run| -> Vec<_> {
             let rows = self.completions(run, step).into_iter();
             rows.map(|row| (row.prompt, row.completion, row.rewards)).collect()

@@ -23,6 +23,7 @@ mod model;
 mod program;
 mod ranks;
 mod rollout;
+mod split;
 mod survive;
 mod tidy;
 mod train;

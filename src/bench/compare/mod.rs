@@ -1,0 +1,232 @@
+//! Steps of several placements side by side, from lines that `bench step` printed: a table, a picture, and what the phase times
+//! say of more GPUs than were measured.
+
+mod simulate;
+mod svg;
+
+use std::fmt::Write;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::error::{Error, Result};
+use crate::metrics::read_metrics;
+use crate::phase::Phase;
+pub use svg::Line;
+
+/// Phases by the half they belong to, and what the half's parts are called.
+const GENERATING: [(&str, &[Phase]); 3] = [
+    ("weights, memory", &[Phase::Offload, Phase::Gather, Phase::Wake, Phase::Sleep, Phase::Reload]),
+    ("generate", &[Phase::Generate]),
+    ("rewards", &[Phase::Reward]),
+];
+const TRAINING: [(&str, &[Phase]); 3] = [
+    ("score", &[Phase::Score]),
+    ("forward, backward", &[Phase::Pack, Phase::ForwardBackward]),
+    ("optimizer", &[Phase::Optimizer]),
+];
+
+/// One measured placement.
+#[derive(Debug, Clone, PartialEq)]
+struct Run {
+    name: String,
+    is_split: bool,
+    is_async: bool,
+    num_trainers: usize,
+    num_generators: usize,
+    tensor_parallel_size: usize,
+    num_sequences: usize,
+    weight_bytes: f64,
+    tokens_per_second: f64,
+    step_s: f64,
+    /// Medians, by the phases' names.
+    phases_s: serde_json::Map<String, Value>,
+    idle_trainers_s: f64,
+    idle_generators_s: f64,
+}
+
+/// Compares the runs in `results`, one JSON line each. Writes `compare.json` and `compare.svg` to `output`, and `curves.svg`
+/// of the rewards of `curves`, labels and metrics.jsonl files, if there are any. Returns a table for people.
+///
+/// # Errors
+/// [`Error::BadFile`] for a line that is none of `bench step`'s; [`Error::Io`].
+pub fn compare(results: &Path, output: &Path, curves: &[(String, std::path::PathBuf)]) -> Result<String> {
+    let text = std::fs::read_to_string(results).map_err(Error::io(results))?;
+    let runs = text.lines().filter(|line| !line.trim().is_empty()).map(|line| Run::read(line, results));
+    let runs: Vec<Run> = runs.collect::<Result<_>>()?;
+    if runs.is_empty() {
+        return Err(Error::bad_file(results, "a line of `bench step` is needed".to_owned()));
+    }
+    let simulation = simulate::simulate(&runs);
+    let write = |name: &str, text: &str| {
+        let path = output.join(name);
+        std::fs::write(&path, text).map_err(Error::io(path))
+    };
+    std::fs::create_dir_all(output).map_err(Error::io(output))?;
+    let rows: Vec<Value> = runs.iter().map(Run::to_json).collect();
+    write("compare.json", &format!("{:#}\n", json!({"measured": rows, "simulated": simulation.to_json()})))?;
+    write("compare.svg", &svg::bars(&runs.iter().flat_map(Run::bars).collect::<Vec<_>>()))?;
+    if !curves.is_empty() {
+        let lines: Vec<Line> = curves.iter().map(|(label, path)| reward_line(label, path)).collect::<Result<_>>()?;
+        write("curves.svg", &svg::lines("reward by step", &lines))?;
+    }
+    Ok(table(&runs) + &simulation.table())
+}
+
+fn reward_line(label: &str, path: &Path) -> Result<Line> {
+    let lines = read_metrics(path)?;
+    let points = lines.iter().filter_map(|line| Some((line.step as f64, *line.values.get("reward")?))).collect();
+    Ok(Line { label: label.to_owned(), points })
+}
+
+impl Run {
+    fn read(line: &str, path: &Path) -> Result<Self> {
+        let bad = |what: &str| Error::bad_file(path, format!("a line without {what}: {line:.80}"));
+        let value: Value = serde_json::from_str(line).map_err(|error| bad(&error.to_string()))?;
+        let number = |key: &str| value[key].as_f64().ok_or_else(|| bad(key));
+        let count = |key: &str| Ok(number(key)? as usize);
+        let (is_split, is_async) = (value["mode"] == "split", value["async_steps"] == 1);
+        let (num_generators, tensor_parallel_size) = (count("num_generators")?, count("tensor_parallel_size")?);
+        let (num_trainers, tp) = (count("num_trainers")?, format!("tp {tensor_parallel_size}"));
+        let kind = if is_async { "async split" } else { "split" };
+        Ok(Self {
+            name: match is_split {
+                true => format!("{kind} {num_trainers} + {num_generators}, {tp}"),
+                false => format!("colocated, {tp}"),
+            },
+            is_split,
+            is_async,
+            num_trainers,
+            num_generators,
+            tensor_parallel_size,
+            num_sequences: count("prompts")? * count("group")?,
+            weight_bytes: 2.0 * number("num_params")?,
+            tokens_per_second: number("tokens_per_second")?,
+            step_s: number("step_s")?,
+            phases_s: value["phases_s"].as_object().ok_or_else(|| bad("phases_s"))?.clone(),
+            idle_trainers_s: value["metrics"]["timing_s/idle_trainers"].as_f64().unwrap_or(0.0),
+            idle_generators_s: value["metrics"]["timing_s/idle_generators"].as_f64().unwrap_or(0.0),
+        })
+    }
+
+    fn seconds(&self, phases: &[Phase]) -> f64 {
+        phases.iter().filter_map(|phase| self.phases_s.get(phase.name())?.as_f64()).sum()
+    }
+
+    fn sum(&self, parts: &[(&str, &[Phase])]) -> f64 {
+        parts.iter().map(|(_, phases)| self.seconds(phases)).sum()
+    }
+
+    fn transitions_s(&self) -> f64 {
+        self.seconds(GENERATING[0].1)
+    }
+
+    fn generate_s(&self) -> f64 {
+        self.seconds(GENERATING[1].1)
+    }
+
+    fn train_s(&self) -> f64 {
+        self.sum(&TRAINING)
+    }
+
+    /// One bar of a colocated run, one for each half of a split one.
+    fn bars(&self) -> Vec<svg::Bar> {
+        let parts = |parts: &[(&'static str, &[Phase])]| -> Vec<(&'static str, f64)> {
+            parts.iter().map(|(name, phases)| (*name, self.seconds(phases))).collect()
+        };
+        let bar = |name: String, parts| svg::Bar { name, parts, total: self.step_s };
+        if !self.is_split {
+            return vec![bar(self.name.clone(), [parts(&GENERATING), parts(&TRAINING)].concat())];
+        }
+        let half = |who: &str| format!("{}: {who}", self.name);
+        vec![bar(half("generate"), parts(&GENERATING)), bar(half("train"), parts(&TRAINING))]
+    }
+
+    fn to_json(&self) -> Value {
+        json!({
+            "name": self.name,
+            "step_s": self.step_s,
+            "generate_s": self.generate_s(),
+            "train_s": self.train_s(),
+            "weights_and_memory_s": self.transitions_s(),
+            "idle_trainers_s": self.idle_trainers_s,
+            "idle_generators_s": self.idle_generators_s,
+            "tokens_per_second": self.tokens_per_second,
+        })
+    }
+}
+
+fn table(runs: &[Run]) -> String {
+    let best = |wanted: fn(&&Run) -> bool| {
+        runs.iter().filter(wanted).map(|run| run.step_s).min_by(f64::total_cmp).unwrap_or(f64::NAN)
+    };
+    let colocated = best(|run| !run.is_split);
+    let mut text = format!(
+        "{:<28} {:>8} {:>9} {:>8} {:>8} {:>14} {:>12} {:>9} {:>9}\n",
+        "seconds", "step", "generate", "train", "weights", "idle: trainers", "generators", "tokens/s", "colocated"
+    );
+    for run in runs {
+        let _ = writeln!(
+            text,
+            "{:<28} {:>8.3} {:>9.3} {:>8.3} {:>8.3} {:>14.3} {:>12.3} {:>9.0} {:>8.2}x",
+            run.name,
+            run.step_s,
+            run.generate_s(),
+            run.train_s(),
+            run.transitions_s(),
+            run.idle_trainers_s,
+            run.idle_generators_s,
+            run.tokens_per_second,
+            run.step_s / colocated,
+        );
+    }
+    for (name, step_s) in [
+        ("best synchronous split", best(|run| run.is_split && !run.is_async)),
+        ("best asynchronous split", best(|run| run.is_async)),
+    ] {
+        if step_s.is_finite() && colocated.is_finite() {
+            let _ = writeln!(text, "colocated is {:.2} times as fast as the {name}", step_s / colocated);
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A line as `bench step` prints it, of a machine on which a sequence takes `1 + 0.1 b` to generate and training 12 / n.
+    pub(super) fn line(mode: &str, num_trainers: usize, num_generators: usize, async_steps: usize) -> String {
+        let (generate, train) = (1.0 + 6.4 * 4.0 / num_generators as f64, 12.0 / num_trainers as f64);
+        let step_s = if async_steps == 1 { generate.max(train) } else { generate + train } + 0.1;
+        let idle = |other: f64| if mode == "split" && async_steps == 0 { other } else { 0.0 };
+        let metrics =
+            json!({"timing_s/idle_trainers": idle(generate), "timing_s/idle_generators": idle(train)});
+        json!({
+            "mode": mode, "async_steps": async_steps, "num_trainers": num_trainers, "num_generators": num_generators,
+            "tensor_parallel_size": 1, "prompts": 32, "group": 8, "num_params": 1000, "tokens_per_second": 5.0,
+            "step_s": step_s, "metrics": metrics,
+            "phases_s": {"generate": generate, "forward_backward": train, "gather": 0.1},
+        })
+        .to_string()
+    }
+
+    #[test]
+    fn runs_become_a_table_a_picture_and_numbers() {
+        let folder = tempfile::tempdir().unwrap();
+        let (results, output) = (folder.path().join("results.jsonl"), folder.path().join("out"));
+        let lines = [line("colocated", 4, 4, 0), line("split", 2, 2, 0), line("split", 2, 2, 1)];
+        std::fs::write(&results, lines.join("\n")).unwrap();
+        let table = compare(&results, &output, &[]).unwrap();
+        for part in ["colocated, tp 1 ", "split 2 + 2, tp 1 ", "async split 2 + 2, tp 1 ", "1.89 times as fast as the best synchronous"] {
+            assert!(table.contains(part), "{part}:\n{table}");
+        }
+        let written: Value = serde_json::from_slice(&std::fs::read(output.join("compare.json")).unwrap()).unwrap();
+        assert_eq!(written["measured"][1]["idle_generators_s"], 6.0);
+        let picture = std::fs::read_to_string(output.join("compare.svg")).unwrap();
+        assert!(picture.starts_with("<svg") && picture.contains("async split 2 + 2, tp 1: train"), "{picture}");
+        std::fs::write(&results, "{\"mode\": \"split\"}\n").unwrap();
+        let error = compare(&results, &output, &[]).unwrap_err().to_string();
+        assert!(error.contains("a line without num_generators"), "{error}");
+    }
+}

@@ -1,0 +1,113 @@
+//! Pictures that stand alone: stacked bars and lines.
+
+use std::fmt::Write;
+
+const WIDTH: f64 = 860.0;
+const LABELS: f64 = 240.0;
+const ROW: f64 = 24.0;
+const HEIGHT: f64 = 320.0;
+const EDGE: f64 = 44.0;
+const COLORS: [&str; 8] =
+    ["#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5"];
+
+/// Parts of a time, one after another.
+#[derive(Debug)]
+pub(super) struct Bar {
+    pub name: String,
+    pub parts: Vec<(&'static str, f64)>,
+    /// How long it takes in all: what the parts leave is waiting.
+    pub total: f64,
+}
+
+/// Values by step.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Line {
+    /// In the legend.
+    pub label: String,
+    /// Step and value.
+    pub points: Vec<(f64, f64)>,
+}
+
+/// Bars from the same zero, in seconds.
+pub(super) fn bars(bars: &[Bar]) -> String {
+    let mut names: Vec<&str> = Vec::new();
+    for (name, _) in bars.iter().flat_map(|bar| &bar.parts) {
+        if !names.contains(name) {
+            names.push(name);
+        }
+    }
+    let longest = bars.iter().map(|bar| bar.total).fold(f64::MIN_POSITIVE, f64::max);
+    let scale = (WIDTH - LABELS - 80.0) / longest;
+    let mut body = legend(&names);
+    for (index, bar) in bars.iter().enumerate() {
+        let (y, mut x) = (40.0 + ROW * index as f64, LABELS);
+        let _ = write!(body, "<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{}</text>", LABELS - 8.0, y + 14.0, escaped(&bar.name));
+        for (name, seconds) in &bar.parts {
+            let color = COLORS[names.iter().position(|known| known == name).unwrap_or(0) % COLORS.len()];
+            let width = seconds * scale;
+            let _ = write!(body, "<rect x=\"{x:.1}\" y=\"{y}\" width=\"{width:.1}\" height=\"17\" fill=\"{color}\"/>");
+            x += width;
+        }
+        let idle = (LABELS + bar.total * scale - x).max(0.0);
+        let _ = write!(
+            body,
+            "<rect x=\"{x:.1}\" y=\"{y}\" width=\"{idle:.1}\" height=\"17\" fill=\"none\" stroke=\"#bbb\"/>\
+             <text x=\"{:.1}\" y=\"{}\">{:.2} s</text>",
+            LABELS + bar.total * scale + 6.0,
+            y + 14.0,
+            bar.total
+        );
+    }
+    picture(50.0 + ROW * bars.len() as f64, &body)
+}
+
+/// Lines over the same steps.
+pub(super) fn lines(title: &str, lines: &[Line]) -> String {
+    let points = || lines.iter().flat_map(|line| &line.points);
+    let range = |of: fn(&(f64, f64)) -> f64| {
+        let values = || points().map(of);
+        (values().fold(f64::INFINITY, f64::min), values().fold(f64::NEG_INFINITY, f64::max))
+    };
+    let ((first, last), (low, high)) = (range(|point| point.0), range(|point| point.1));
+    let x = |step: f64| EDGE + (step - first) / (last - first).max(1.0) * (WIDTH - 2.0 * EDGE);
+    let y = |value: f64| HEIGHT - EDGE - (value - low) / (high - low).max(1e-9) * (HEIGHT - 2.0 * EDGE);
+    let names: Vec<&str> = lines.iter().map(|line| line.label.as_str()).collect();
+    let mut body = legend(&names);
+    for (index, line) in lines.iter().enumerate() {
+        let path: Vec<String> = line.points.iter().map(|(step, value)| format!("{:.1},{:.1}", x(*step), y(*value))).collect();
+        let color = COLORS[index % COLORS.len()];
+        let _ = write!(body, "<polyline points=\"{}\" fill=\"none\" stroke=\"{color}\" stroke-width=\"1.5\"/>", path.join(" "));
+    }
+    for (value, at) in [(low, y(low)), (high, y(high))] {
+        let _ = write!(body, "<text x=\"4\" y=\"{:.1}\">{value:.3}</text>", at + 4.0);
+    }
+    let _ = write!(body, "<text x=\"{EDGE}\" y=\"{}\">{} from {first} to {last}</text>", HEIGHT - 12.0, escaped(title));
+    picture(HEIGHT, &body)
+}
+
+fn legend(names: &[&str]) -> String {
+    let mut text = String::new();
+    let mut x = 8.0;
+    for (index, name) in names.iter().enumerate() {
+        let color = COLORS[index % COLORS.len()];
+        let _ = write!(
+            text,
+            "<rect x=\"{x:.1}\" y=\"10\" width=\"11\" height=\"11\" fill=\"{color}\"/><text x=\"{:.1}\" y=\"20\">{}</text>",
+            x + 15.0,
+            escaped(name)
+        );
+        x += 30.0 + 6.6 * name.len() as f64;
+    }
+    text
+}
+
+fn picture(height: f64, body: &str) -> String {
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" font-family=\"sans-serif\" font-size=\"12\">\
+         <rect width=\"100%\" height=\"100%\" fill=\"white\"/>{body}</svg>\n"
+    )
+}
+
+fn escaped(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;")
+}

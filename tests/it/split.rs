@@ -1,0 +1,71 @@
+//! Ranks that do one half of a step each, against ranks that do both.
+
+use crate::checkpoint::Runs;
+
+/// Of 24 completions a step.
+const THREE_RANKS: [&str; 3] = ["per_device_train_batch_size=8", "tensor_parallel_size=1", "residency.optimizer=auto"];
+const ONE_GENERATES: [&str; 2] = ["mode=split", "split.rollout_gpus=1"];
+
+/// ZeRO-3 on two ranks, one tensor-parallel engine on two others; a checkpoint of theirs serves ranks that do both.
+#[test]
+fn ranks_of_their_own_train_like_ranks_that_do_both() {
+    let runs = Runs::new();
+    let evaluated =
+        ["eval_file=configs/arithmetic/eval.jsonl", "eval_num_generations=1", "eval_steps=4", "max_steps=5"];
+    runs.train_to_the_end("both", 2, &evaluated);
+    let split = ["mode=split", "split.rollout_gpus=2", "residency.optimizer=auto", "zero.stage=3"];
+    let split = [&evaluated[..], &split, &["per_device_train_batch_size=8", "save_steps=4"]].concat();
+    runs.train_to_the_end("split", 4, &split);
+    (1..=5).for_each(|step| runs.assert_close("split", "both", step));
+    let evaluation = |run: &str, step| runs.metrics(run)[&(step, true)].values["eval_reward"];
+    [0, 4].into_iter().for_each(|step| assert_eq!(evaluation("split", step), evaluation("both", step), "step {step}"));
+    let line = &runs.metrics("split")[&(5, false)];
+    for name in ["timing_s/idle_trainers", "timing_s/idle_generators"] {
+        assert!(line.values[name] > 0.0, "{name}: {line:?}");
+    }
+    runs.train_to_the_end("back", 2, &[&evaluated[..], &[&runs.resume("split", 4)]].concat());
+    runs.assert_close("back", "both", 5);
+}
+
+#[test]
+fn engines_of_their_own_get_adapters_too() {
+    let runs = Runs::new();
+    let common = [&THREE_RANKS[..], &["max_steps=3", "lora.r=4", "learning_rate=1e-3", "zero.stage=2"]].concat();
+    runs.train_to_the_end("both", 3, &common);
+    runs.train_to_the_end("split", 3, &[&common[..], &ONE_GENERATES].concat());
+    (1..=3).for_each(|step| runs.assert_close("split", "both", step));
+}
+
+/// The batch of a step was sampled with the weights from before the step before it, but for the first ones after the start and
+/// after a checkpoint, which are sampled with the newest.
+#[test]
+fn engines_of_their_own_sample_ahead() {
+    let runs = Runs::new();
+    let ahead =
+        [&THREE_RANKS[..], &ONE_GENERATES, &["split.async_steps=1", "save_steps=3", "learning_rate=1e-3"]].concat();
+    runs.train_to_the_end("ahead", 3, &ahead);
+    let metrics = runs.metrics("ahead");
+    let gap = |step| metrics[&(step, false)].values["sampling/sampling_logp_difference/mean"];
+    for (step, is_newest) in [(1, true), (2, false), (3, false), (4, true), (5, false), (6, false)] {
+        assert_eq!(gap(step) < 1e-5, is_newest, "step {step}: {}", gap(step));
+    }
+    runs.train_to_the_end("resumed", 3, &[&ahead[..], &[&runs.resume("ahead", 3)]].concat());
+    runs.assert_same("resumed", "ahead", &[4, 5, 6]);
+}
+
+#[test]
+fn a_failure_of_one_half_ends_the_other() {
+    let runs = Runs::new();
+    let ahead = [&THREE_RANKS[..], &ONE_GENERATES, &["split.async_steps=1"]].concat();
+    for (fault, message) in [
+        ("fault=2:1:generate:error", "rank 2, step 1, generate: injected fault"),
+        ("fault=1:1:forward_backward:error", "rank 1, step 1, forward_backward: injected fault"),
+    ] {
+        let failed = runs.train("failed", 3, &[&ahead[..], &[fault]].concat());
+        assert_eq!(failed.code, Some(10), "{}", failed.output);
+        assert!(failed.output.contains(message), "{}", failed.output);
+    }
+    let refused = runs.train("refused", 2, &["mode=split", "split.rollout_gpus=2", "residency.optimizer=auto"]);
+    assert_eq!(refused.code, Some(2), "{}", refused.output);
+    assert!(refused.output.contains("1 to 1: of 2 ranks at least one trains"), "{}", refused.output);
+}
