@@ -1,6 +1,7 @@
 //! Benchmarks on random weights and tokens. Each returns one JSON object; medians of several repetitions after a warm-up.
 
 mod collectives;
+mod compare;
 mod generate;
 mod kernels;
 mod memory;
@@ -9,6 +10,7 @@ mod step;
 mod train;
 
 pub use collectives::{CollectivesBench, bench_collectives};
+pub use compare::compare;
 pub use generate::{GenerateBench, bench_generate};
 pub use kernels::{KernelsBench, bench_kernels};
 pub use sleep_wake::{SleepWakeBench, bench_sleep_wake};

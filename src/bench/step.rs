@@ -10,7 +10,7 @@ use tch::Device;
 
 use super::memory::{MemoryWatch, predicted_tensor_bytes};
 use super::{PEAK_FLOP_PER_S, SEED, STREAM, median, synchronize, token};
-use crate::config::{Config, OptimizerResidency, ReferenceResidency};
+use crate::config::{Config, OptimizerResidency, ReferenceResidency, Roles};
 use crate::dist::World;
 use crate::error::Result;
 use crate::metrics::MetricValues;
@@ -26,6 +26,10 @@ use crate::types::{LengthSpread, Prompt};
 /// What enters and leaves the rollout: the time that the host spends there. Copies that go on beside other work are told by
 /// `transition/hidden_share`.
 const TRANSITIONS: [Phase; 5] = [Phase::Offload, Phase::Gather, Phase::Wake, Phase::Sleep, Phase::Reload];
+
+/// Steps beside the timed ones: one that warms up, and one that is not made, whose batch engines of their own sample during the
+/// last step.
+const EXTRA_STEPS: usize = 2;
 
 /// What is run.
 #[derive(Debug, Clone)]
@@ -68,7 +72,7 @@ impl StepBench {
             ("per_device_train_batch_size", (prompts * group / world_size).max(1).to_string()),
             ("max_completion_length", longest.to_string()),
             ("max_model_length", (prompt_len + longest).to_string()),
-            ("max_steps", (self.steps + 1).to_string()),
+            ("max_steps", (self.steps + EXTRA_STEPS).to_string()),
         ];
         let keys = keys.into_iter().map(|(key, value)| format!("{key}={value}"));
         Config::load(None, &keys.chain(self.overrides.iter().cloned()).collect::<Vec<_>>())
@@ -81,7 +85,8 @@ impl StepBench {
         if self.completion_spread.is_some() || updates > 1 {
             return Ok(None);
         }
-        let own_prompts = self.prompts.div_ceil(world_size);
+        let Some(policy) = trainer.policy() else { return Ok(None) };
+        let own_prompts = self.prompts.div_ceil(policy.num_ranks());
         let sequence = |index: usize| {
             let token_ids = vec![(index / self.group) as u32; self.prompt_len + self.completion_len];
             Sequence::of_tokens(token_ids, self.prompt_len)
@@ -90,7 +95,7 @@ impl StepBench {
         let (max_tokens, share_prompts) = (config.max_tokens_per_micro_batch, config.share_prompts);
         let micro_batches = pack(&sequences, &PackOptions { max_tokens, share_prompts, device: Device::Cpu })?;
         let shapes: Vec<_> = micro_batches.iter().map(MicroBatch::shape).collect();
-        let (table, kind) = (trainer.policy().table(), trainer.policy().kind());
+        let (table, kind) = (policy.table(), policy.kind());
         let model = TrainedModel::of(config, table, kind);
         let MemoryPlan { gradient_checkpointing, optimizer, reference, .. } = *trainer.plan();
         let streams = optimizer == OptimizerResidency::Stream;
@@ -108,7 +113,7 @@ impl StepBench {
             let token_ids = (first..first + self.prompt_len).map(|at| token(at, self.spec.vocab_size)).collect();
             Prompt { id: id as u64, text: String::new(), token_ids, columns: Arc::default() }
         };
-        (0..self.prompts * (self.steps + 1)).map(prompt).collect()
+        (0..self.prompts * (self.steps + EXTRA_STEPS)).map(prompt).collect()
     }
 }
 
@@ -142,7 +147,7 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<Value> {
     if world.rank() == 0 {
         eprint!("{}", report.table()?);
     }
-    let mut result = report.result();
+    let mut result = report.result(config.roles(world.size())?);
     result["load_s"] = json!(load_s);
     result["step_times"] = json!(steps.iter().map(|values| values["step_time"]).collect::<Vec<_>>());
     result["peak_by_rank"] = json!(peaks);
@@ -201,7 +206,7 @@ impl Report<'_> {
         phases.iter().filter_map(|phase| self.seconds(*phase)).sum()
     }
 
-    fn result(&self) -> Value {
+    fn result(&self, roles: Roles) -> Value {
         let Self { bench, config, plan, world, medians } = *self;
         let step_s = medians["step_time"];
         let transition_s = self.sum(&TRANSITIONS);
@@ -211,11 +216,13 @@ impl Report<'_> {
         let train_s = self.sum(&[Phase::Pack, Phase::ForwardBackward, Phase::Optimizer]);
         let num_params = bench.spec.num_params();
         let computed = medians["tokens/trained"]; // fewer where completions share their prompt
-        let train_tflops = 6.0 * num_params as f64 * computed / train_s / world.size() as f64 / 1e12;
+        let train_tflops = 6.0 * num_params as f64 * computed / train_s / roles.num_trainers as f64 / 1e12;
         let phases: BTreeMap<&str, f64> =
             Phase::ALL.iter().filter_map(|phase| Some((phase.name(), self.seconds(*phase)?))).collect();
         let other: BTreeMap<&String, f64> = (medians.iter())
-            .filter(|(name, _)| ["transition/", "perf/", "timing_s/exposed"].iter().any(|kind| name.starts_with(kind)))
+            .filter(|(name, _)| {
+                ["transition/", "perf/", "timing_s/exposed", "timing_s/idle_"].iter().any(|kind| name.starts_with(kind))
+            })
             .map(|(name, value)| (name, *value))
             .collect();
         json!({
@@ -224,6 +231,10 @@ impl Report<'_> {
             "num_params": num_params,
             "device": if world.device().is_cuda() { "cuda" } else { "cpu" },
             "world_size": world.size(),
+            "mode": config.mode,
+            "num_trainers": roles.num_trainers,
+            "num_generators": roles.num_generators,
+            "async_steps": config.split.async_steps,
             "tensor_parallel_size": config.tensor_parallel_size,
             "zero_stage": config.zero.stage,
             "gradient_checkpointing": plan.gradient_checkpointing.name(),

@@ -268,6 +268,27 @@ pub enum BenchCommand {
     SleepWake(BenchSleepWakeArgs),
     /// Bandwidth of collectives by operation and size
     Collectives(BenchCollectivesArgs),
+    /// Lines of `bench step` side by side: a table, a picture, and what they say of more GPUs
+    Compare(BenchCompareArgs),
+}
+
+/// `bench compare`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct BenchCompareArgs {
+    /// What `bench step` printed, a line each
+    pub results: PathBuf,
+    /// Folder for compare.json, compare.svg and curves.svg
+    #[arg(long)]
+    pub output: PathBuf,
+    /// A run whose rewards are drawn: label=metrics.jsonl; may be repeated
+    #[arg(long = "curve", value_parser = labelled)]
+    pub curves: Vec<(String, PathBuf)>,
+}
+
+fn labelled(text: &str) -> Result<(String, PathBuf), String> {
+    let (label, path) = text.split_once('=').ok_or("expected label=metrics.jsonl")?;
+    Ok((label.to_owned(), path.into()))
 }
 
 /// `bench train`.

@@ -14,7 +14,7 @@ use super::args::{
 };
 use crate::bench::{
     CollectivesBench, GenerateBench, KernelsBench, SleepWakeBench, StepBench, TrainBench, bench_collectives,
-    bench_generate, bench_kernels, bench_sleep_wake, bench_step, bench_train,
+    bench_generate, bench_kernels, bench_sleep_wake, bench_step, bench_train, compare,
 };
 use crate::colocate::Served;
 use crate::config::{Config, HeartbeatConfig, Quantization, SftConfig};
@@ -76,6 +76,10 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
             let result = bench_sleep_wake(&SleepWakeBench { bytes, offload_bytes, cycles: args.cycles }, &world)?;
             print_first(&world, result)
         }),
+        Command::Bench(BenchCommand::Compare(args)) => {
+            print!("{}", compare(&args.results, &args.output, &args.curves)?);
+            Ok(ExitCode::Done)
+        }
         Command::Bench(BenchCommand::Collectives(args)) => bench(&args.launch, args.place, |world, _| {
             let result = bench_collectives(&CollectivesBench { max_bytes: args.max_mib << 20 }, &world)?;
             print_first(&world, result)

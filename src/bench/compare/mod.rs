@@ -84,7 +84,7 @@ impl Run {
         let bad = |what: &str| Error::bad_file(path, format!("a line without {what}: {line:.80}"));
         let value: Value = serde_json::from_str(line).map_err(|error| bad(&error.to_string()))?;
         let number = |key: &str| value[key].as_f64().ok_or_else(|| bad(key));
-        let count = |key: &str| Ok(number(key)? as usize);
+        let count = |key: &str| number(key).map(|number| number as usize);
         let (is_split, is_async) = (value["mode"] == "split", value["async_steps"] == 1);
         let (num_generators, tensor_parallel_size) = (count("num_generators")?, count("tensor_parallel_size")?);
         let (num_trainers, tp) = (count("num_trainers")?, format!("tp {tensor_parallel_size}"));
@@ -200,8 +200,7 @@ mod tests {
         let (generate, train) = (1.0 + 6.4 * 4.0 / num_generators as f64, 12.0 / num_trainers as f64);
         let step_s = if async_steps == 1 { generate.max(train) } else { generate + train } + 0.1;
         let idle = |other: f64| if mode == "split" && async_steps == 0 { other } else { 0.0 };
-        let metrics =
-            json!({"timing_s/idle_trainers": idle(generate), "timing_s/idle_generators": idle(train)});
+        let metrics = json!({"timing_s/idle_trainers": idle(generate), "timing_s/idle_generators": idle(train)});
         json!({
             "mode": mode, "async_steps": async_steps, "num_trainers": num_trainers, "num_generators": num_generators,
             "tensor_parallel_size": 1, "prompts": 32, "group": 8, "num_params": 1000, "tokens_per_second": 5.0,
@@ -218,7 +217,12 @@ mod tests {
         let lines = [line("colocated", 4, 4, 0), line("split", 2, 2, 0), line("split", 2, 2, 1)];
         std::fs::write(&results, lines.join("\n")).unwrap();
         let table = compare(&results, &output, &[]).unwrap();
-        for part in ["colocated, tp 1 ", "split 2 + 2, tp 1 ", "async split 2 + 2, tp 1 ", "1.89 times as fast as the best synchronous"] {
+        for part in [
+            "colocated, tp 1 ",
+            "split 2 + 2, tp 1 ",
+            "async split 2 + 2, tp 1 ",
+            "1.89 times as fast as the best synchronous",
+        ] {
             assert!(table.contains(part), "{part}:\n{table}");
         }
         let written: Value = serde_json::from_slice(&std::fs::read(output.join("compare.json")).unwrap()).unwrap();

@@ -7,8 +7,7 @@ const LABELS: f64 = 240.0;
 const ROW: f64 = 24.0;
 const HEIGHT: f64 = 320.0;
 const EDGE: f64 = 44.0;
-const COLORS: [&str; 8] =
-    ["#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5"];
+const COLORS: [&str; 8] = ["#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5"];
 
 /// Parts of a time, one after another.
 #[derive(Debug)]
@@ -41,7 +40,13 @@ pub(super) fn bars(bars: &[Bar]) -> String {
     let mut body = legend(&names);
     for (index, bar) in bars.iter().enumerate() {
         let (y, mut x) = (40.0 + ROW * index as f64, LABELS);
-        let _ = write!(body, "<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{}</text>", LABELS - 8.0, y + 14.0, escaped(&bar.name));
+        let _ = write!(
+            body,
+            "<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{}</text>",
+            LABELS - 8.0,
+            y + 14.0,
+            escaped(&bar.name)
+        );
         for (name, seconds) in &bar.parts {
             let color = COLORS[names.iter().position(|known| known == name).unwrap_or(0) % COLORS.len()];
             let width = seconds * scale;
@@ -74,9 +79,14 @@ pub(super) fn lines(title: &str, lines: &[Line]) -> String {
     let names: Vec<&str> = lines.iter().map(|line| line.label.as_str()).collect();
     let mut body = legend(&names);
     for (index, line) in lines.iter().enumerate() {
-        let path: Vec<String> = line.points.iter().map(|(step, value)| format!("{:.1},{:.1}", x(*step), y(*value))).collect();
+        let path: Vec<String> =
+            line.points.iter().map(|(step, value)| format!("{:.1},{:.1}", x(*step), y(*value))).collect();
         let color = COLORS[index % COLORS.len()];
-        let _ = write!(body, "<polyline points=\"{}\" fill=\"none\" stroke=\"{color}\" stroke-width=\"1.5\"/>", path.join(" "));
+        let _ = write!(
+            body,
+            "<polyline points=\"{}\" fill=\"none\" stroke=\"{color}\" stroke-width=\"1.5\"/>",
+            path.join(" ")
+        );
     }
     for (value, at) in [(low, y(low)), (high, y(high))] {
         let _ = write!(body, "<text x=\"4\" y=\"{:.1}\">{value:.3}</text>", at + 4.0);

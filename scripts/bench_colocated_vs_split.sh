@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Steps with every GPU doing both halves against steps with GPUs for each half, equal batches and completion lengths.
+#   scripts/bench_colocated_vs_split.sh PROGRAM PRESET GPUS [OUTPUT] [KEY=VALUE ..]
+# PROGRAM is target/release/colo-grpo. Runs colocated at tp 1, 2 and 4, the split with every number of rollout GPUs, and the
+# same sampling one batch ahead; medians of STEPS (5) steps after a warm-up, of PROMPTS x GROUP (32 x 8) completions of PROMPT_LEN + COMPLETION_LEN
+# (512 + 1024) tokens, or of lengths drawn from SPREAD (tail:512..4096). MODES limits the runs ("colocated split async"), TP and
+# SPLITS their degrees. Further arguments are configuration keys of all runs. OUTPUT (runs/colocated_vs_split) gets results.jsonl,
+# a log and a time-line (Chrome trace) of each run, compare.json and compare.svg; the table is printed, with simulated worlds.
+# CURVES="1 2 3" also trains the demo's model with these seeds in each mode on the CPU and draws the rewards (curves.svg).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+program=$(realpath "$1") preset=$2 gpus=$3
+output=${4:-runs/colocated_vs_split}
+[ $# -ge 4 ] && shift 4 || shift 3
+keys=("$@")
+mkdir -p "$output"
+: >"$output/results.jsonl"
+
+# bench NAME KEY..: one run's line, log and time-line; one that is refused, for lack of memory say, is named and left out.
+bench() {
+  local name=$1
+  shift
+  "$program" bench step --nproc "$gpus" --preset "$preset" --prompts "${PROMPTS:-32}" --group "${GROUP:-8}" \
+    --prompt_len "${PROMPT_LEN:-512}" --completion_len "${COMPLETION_LEN:-1024}" ${SPREAD:+--completion_spread "$SPREAD"} \
+    --steps "${STEPS:-5}" trace=true output_dir="$output/$name" device="${DEVICE:-cuda}" \
+    max_num_seqs=$((${PROMPTS:-32} * ${GROUP:-8})) ${keys[@]+"${keys[@]}"} "$@" >"$output/$name.json" 2>"$output/$name.log" ||
+    { echo "$name: $(tail -1 "$output/$name.log")"; return 0; }
+  cat "$output/$name.json" >>"$output/results.jsonl"
+}
+
+divides() { [ $(($2 % $1)) = 0 ]; }
+
+for mode in ${MODES:-colocated split async}; do
+  if [ "$mode" = colocated ]; then
+    for tp in ${TP:-1 2 4}; do
+      divides "$tp" "$gpus" && bench "colocated_tp$tp" tensor_parallel_size="$tp"
+    done
+    continue
+  fi
+  ahead=0
+  [ "$mode" = async ] && ahead=1
+  for k in ${SPLITS:-$(seq 1 $((gpus - 1)))}; do
+    bench "${mode}_$((gpus - k))_and_$k" mode=split split.rollout_gpus="$k" split.async_steps=$ahead
+  done
+done
+
+curves=()
+for seed in ${CURVES:-}; do
+  for mode in colocated split async; do
+    folder=$output/seed${seed}_$mode
+    rm -rf "$folder"
+    case $mode in
+      colocated) place=(per_device_train_batch_size=64 tensor_parallel_size=2) ;;
+      *) place=(mode=split split.rollout_gpus=2 per_device_train_batch_size=64 tensor_parallel_size=2) ;;
+    esac
+    [ $mode = async ] && place+=(split.async_steps=1)
+    OMP_NUM_THREADS=1 "$program" --nproc 4 --config configs/tiny-cpu.toml residency.optimizer=resident eval_file=none eval_steps=none \
+      save_steps=none output_dir="$folder" seed="$seed" "${place[@]}" >"$folder.log" 2>&1 || { tail -3 "$folder.log"; exit 1; }
+    curves+=(--curve "$mode, seed $seed=$folder/metrics.jsonl")
+  done
+done
+exec "$program" bench compare "$output/results.jsonl" --output "$output" ${curves[@]+"${curves[@]}"}
