@@ -56,7 +56,7 @@ fn engines_of_their_own_sample_ahead() {
 #[test]
 fn a_failure_of_one_half_ends_the_other() {
     let runs = Runs::new();
-    let ahead = [&THREE_RANKS[..], &ONE_GENERATES, &["split.async_steps=1"]].concat();
+    let ahead = [&THREE_RANKS[..], &ONE_GENERATES, &["split.async_steps=1", "save_steps=none"]].concat();
     for (fault, message) in [
         ("fault=2:1:generate:error", "rank 2, step 1, generate: injected fault"),
         ("fault=1:1:forward_backward:error", "rank 1, step 1, forward_backward: injected fault"),
