@@ -13,7 +13,7 @@ const NODE_BYTES_PER_S: f64 = 50e9;
 /// What is simulated.
 const WORLDS: [usize; 4] = [8, 16, 32, 64];
 
-/// A line: `at_zero + slope * x`.
+/// A line of times: `at_zero + slope * x`, nowhere below 0.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Fit {
     at_zero: f64,
@@ -127,7 +127,7 @@ impl Fit {
     }
 
     fn at(self, x: f64) -> f64 {
-        self.at_zero + self.slope * x
+        (self.at_zero + self.slope * x).max(0.0)
     }
 }
 
