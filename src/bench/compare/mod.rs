@@ -221,7 +221,7 @@ mod tests {
             "colocated, tp 1 ",
             "split 2 + 2, tp 1 ",
             "async split 2 + 2, tp 1 ",
-            "1.89 times as fast as the best synchronous",
+            "1.90 times as fast as the best synchronous",
         ] {
             assert!(table.contains(part), "{part}:\n{table}");
         }
