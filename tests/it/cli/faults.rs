@@ -199,7 +199,7 @@ fn configurations() {
             2,
             &["tensor_parallel_size = 3", "1, 2, 4", "4 query heads"],
         ),
-        ("18 ranks", small("--nproc 3 tensor_parallel_size=2"), 2, &["world size 3", "1, 3"]),
+        ("18 ranks", small("--nproc 3 tensor_parallel_size=2"), 2, &["the 3 ranks that generate", "1, 3"]),
         ("18 batch", small("per_device_train_batch_size=6"), 2, &["num_generations = 4", "nearest valid", "4 or 8"]),
         ("19 port", small(&format!("--nproc 2 --master_port {port}")), 4, &["--master_port", "give another"]),
         ("19 address", small("--nproc 2 --master_addr 192.0.2.1"), 4, &["--master_addr 192.0.2.1", "of this machine"]),
