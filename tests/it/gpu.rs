@@ -23,7 +23,8 @@ use crate::ranks;
 /// The demo's model, warmed up: its distributions are neither flat nor certain.
 const MODEL: &str = "configs/arithmetic/model";
 
-/// Separate sequences and shared prompts, of any length (flash) and of one (cuDNN, from the second time on).
+/// Separate sequences and shared prompts, of any length (flash), of one (cuDNN) and of long and short ones (both); cuDNN's kernels
+/// serve from the second time on.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_attention_equals_the_cpus() {
@@ -44,6 +45,8 @@ fn gpu_attention_equals_the_cpus() {
         (separate(&[300, 300, 300]), 7, 2, None, 128),
         (shared(&[40, 200], &[&[5, 300, 1], &[70, 7]]), 7, 2, None, 128),
         (shared(&[200, 200], &[&[150, 150, 150], &[150, 150, 150]]), 6, 2, None, 128),
+        (separate(&[40, 1800, 5, 300, 2000, 1900]), 7, 4, None, 128),
+        (shared(&[40, 200], &[&[1800, 30], &[7, 1900]]), 7, 4, None, 64),
     ];
     for (bounds, group, heads, window, head_dim) in &cases {
         let rand = |heads: i64| Tensor::randn([bounds.num_tokens(), heads, *head_dim], (Kind::BFloat16, Device::Cpu));

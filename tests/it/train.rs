@@ -1,6 +1,7 @@
 //! The trainer over real ranks: every ZeRO stage against the others bit for bit, and against AdamW on autograd's gradients.
 
 mod autograd;
+mod real_shapes;
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -9,12 +9,14 @@
 //! | `merge` | two attentions of the same queries as one |
 //! | `runs`, `varlen` | one attention of packed runs |
 //! | `kernel` | which kernel serves it |
+//! | `mixed` | runs of different lengths: the long ones one by one |
 //! | `padded` | runs side by side for kernels that take rectangles only |
 //! | `paged` | attention over a paged cache |
 
 mod bounds;
 mod kernel;
 mod merge;
+mod mixed;
 mod packed;
 mod padded;
 mod paged;

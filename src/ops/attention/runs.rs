@@ -46,9 +46,14 @@ impl Runs {
         Self { q: from_zero(q), k: from_zero(k), sees, num_kv_heads, device, padded, varlen, kernel }
     }
 
+    /// Neighbours among the runs, by their bounds.
+    pub(super) fn some(&self, bounds: &[i64]) -> Self {
+        Self::new(bounds, bounds, self.sees, self.num_kv_heads, self.device)
+    }
+
     /// The kernel for queries like `q`, the same in all layers, forward and backward.
-    pub(super) fn kernel(&self, q: &Tensor /* [T, H, hd] */) -> Kernel {
-        *self.kernel.get_or_init(|| Kernel::choose(q, self))
+    pub(super) fn kernel(&self, q: &Tensor /* [T, H, hd] */) -> &Kernel {
+        self.kernel.get_or_init(|| Kernel::choose(q, self))
     }
 
     /// Padded to buckets of similar length.
@@ -78,11 +83,17 @@ impl Runs {
     pub(super) fn dense(&self) -> Option<Dense> {
         let (q_len, k_len) = (lens(&self.q).next()?, lens(&self.k).next()?);
         let same = lens(&self.q).all(|len| len == q_len) && lens(&self.k).all(|len| len == k_len);
-        let whole = match self.sees {
-            Sees::Before { window } => window.is_none_or(|window| window >= q_len),
-            Sees::All => true,
-        };
+        let whole = self.sees == Sees::All || self.causal_bounds().is_some();
         (same && whole).then_some(Dense { runs: self.q.len() as i64 - 1, q_len, k_len })
+    }
+
+    /// The bounds of causal runs that no window cuts.
+    pub(super) fn causal_bounds(&self) -> Option<&[i64]> {
+        let is_whole = |window: Option<i64>| window.is_none_or(|window| lens(&self.q).all(|len| window >= len));
+        match self.sees {
+            Sees::Before { window } if is_whole(window) => Some(&self.q),
+            Sees::Before { .. } | Sees::All => None,
+        }
     }
 
     fn device_bounds(&self, bounds: &[i64]) -> Tensor {

@@ -15,7 +15,7 @@ use crate::torch::{accumulation_kind, cudnn_backward, cudnn_forward, flash_backw
 const EXPLICIT_LEN: i64 = 48;
 
 /// Why kernels may be trusted with the shapes of a decoder.
-const FITS: &str = "shapes that the kernel takes";
+pub(super) const FITS: &str = "shapes that the kernel takes";
 
 /// (o, log-sum-exp of the scaled scores in accumulation kind).
 pub(super) fn forward(
@@ -35,6 +35,7 @@ pub(super) fn forward(
             let size = q.size(); // [T, H, hd]
             (o.transpose(1, 2).reshape(&size), lse.transpose(1, 2).reshape(&size[..2]))
         }
+        Kernel::Mixed(mixed) => mixed.forward(q, k, v, scale),
         Kernel::Flash => {
             let (o, lse) = flash_forward(q, k, v, runs.varlen(), scale).expect(FITS);
             (o, lse.tr())
@@ -69,6 +70,7 @@ pub(super) fn backward(
             let rows = |t: Tensor, like: &Tensor| t.transpose(1, 2).reshape(like.size());
             (rows(dq, q), rows(dk, k), rows(dv, v))
         }
+        Kernel::Mixed(mixed) => mixed.backward(d_o, q, k, v, o, lse, scale),
         Kernel::Flash => {
             let lse = lse.tr().contiguous(); // [H, T], as the forward gave it
             flash_backward(&d_o.contiguous(), q, k, v, &o.contiguous(), &lse, runs.varlen(), scale).expect(FITS)
@@ -78,7 +80,7 @@ pub(super) fn backward(
 }
 
 /// [T, heads, hd] as [T / len, heads, len, hd], a view.
-fn as_runs(t: &Tensor, len: i64) -> Tensor {
+pub(super) fn as_runs(t: &Tensor, len: i64) -> Tensor {
     t.unflatten(0, [-1, len]).transpose(1, 2)
 }
 

@@ -8,14 +8,19 @@ use tch::{Device, Kind, Tensor};
 /// One leaf per unit, with its moments.
 pub struct Model {
     pub table: ParamTable,
-    pub units: Vec<Tensor>, // [len] f64, leaves
+    pub units: Vec<Tensor>, // [len], leaves
     moments: Vec<[Tensor; 2]>,
     num_updates: i32,
 }
 
 impl Model {
     pub fn new(table: ParamTable, source: impl Fn(usize) -> Tensor) -> Self {
-        let units: Vec<Tensor> = (0..table.units.len()).map(|index| leaf(&source(index))).collect();
+        Self::of_kind(Kind::Double, table, source)
+    }
+
+    /// In another kind than f64, where `source` has the weights.
+    pub fn of_kind(kind: Kind, table: ParamTable, source: impl Fn(usize) -> Tensor) -> Self {
+        let units: Vec<Tensor> = (0..table.units.len()).map(|index| leaf(&source(index).to_kind(kind))).collect();
         let moments = units.iter().map(|unit| [unit.zeros_like(), unit.zeros_like()].map(|zeros| zeros.detach()));
         let moments = moments.collect();
         Self { table, units, moments, num_updates: 0 }
@@ -25,7 +30,7 @@ impl Model {
     pub fn scores(&self, sequence: &Sequence, temperature: f64) -> (Tensor, Tensor) {
         let spec = &self.table.spec;
         let ids: Vec<i64> = sequence.token_ids.iter().map(|&id| i64::from(id)).collect();
-        let ids = Tensor::from_slice(&ids);
+        let ids = Tensor::from_slice(&ids).to_device(self.units[0].device());
         let flat = |unit| (self.table.unit(unit), &self.units[self.table.index(unit)]);
         let (layout, table) = flat(Unit::Embedding);
         let table = EmbeddingParams::view(layout, table).table;
@@ -39,9 +44,10 @@ impl Model {
         let x = norm(&x, &head.final_norm, spec.rms_norm_eps);
         let logits = x.matmul(&head.lm_head.unwrap_or(table).tr()) / temperature;
         let (first, count) = (sequence.prompt_len as i64, sequence.completion_len() as i64);
-        let log_p = logits.narrow(0, first - 1, count).log_softmax(-1, Kind::Double);
+        let wide = if logits.kind() == Kind::BFloat16 { Kind::Float } else { logits.kind() };
+        let log_p = logits.narrow(0, first - 1, count).log_softmax(-1, wide);
         let logprobs = log_p.gather(1, &ids.narrow(0, first, count).unsqueeze(1), false).squeeze_dim(1);
-        (logprobs, -(log_p.exp() * &log_p).sum_dim_intlist(1, false, Kind::Double))
+        (logprobs, -(log_p.exp() * &log_p).sum_dim_intlist(1, false, None))
     }
 
     /// One step on the gradient of `loss`; returns the gradient's norm.
@@ -92,8 +98,8 @@ fn block_forward(spec: &ModelSpec, w: &BlockParams, x: &Tensor) -> Tensor {
     }
     let (q, k) = (rope(spec, &q), rope(spec, &k));
     let scores = Tensor::einsum("thd,shd->hts", &[&q, &k], None::<i64>) / (spec.head_dim as f64).sqrt();
-    let future = Tensor::ones([len, len], (Kind::Bool, Device::Cpu)).triu(1);
-    let p = scores.masked_fill(&future, f64::NEG_INFINITY).softmax(-1, Kind::Double);
+    let future = Tensor::ones([len, len], (Kind::Bool, x.device())).triu(1);
+    let p = scores.masked_fill(&future, f64::NEG_INFINITY).softmax(-1, None);
     let attended = Tensor::einsum("hts,shd->thd", &[&p, &v], None::<i64>).reshape([len, -1]);
     let h = x + attended.matmul(&w.o.tr());
     let gate_up = norm(&h, &w.post_norm, eps).matmul(&w.gate_up.tr()).view([len, -1, 2]);
@@ -102,19 +108,19 @@ fn block_forward(spec: &ModelSpec, w: &BlockParams, x: &Tensor) -> Tensor {
 }
 
 fn norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
-    x * (x.square().mean_dim(-1, true, Kind::Double) + eps).rsqrt() * weight
+    x * (x.square().mean_dim(-1, true, None) + eps).rsqrt() * weight
 }
 
 fn rope(spec: &ModelSpec, x: &Tensor /* [T, H, hd] */) -> Tensor {
     let half = spec.head_dim as i64 / 2;
     let inv_freq: Vec<f64> = (0..half).map(|i| spec.rope_theta.powf(-(i as f64) / half as f64)).collect();
-    let positions = Tensor::arange(x.size()[0], (Kind::Double, Device::Cpu));
-    let angle = positions.view([-1, 1, 1]) * Tensor::from_slice(&inv_freq); // [T, 1, hd / 2]
-    let (cos, sin) = (angle.cos(), angle.sin());
+    let positions = Tensor::arange(x.size()[0], (Kind::Double, x.device()));
+    let angle = positions.view([-1, 1, 1]) * Tensor::from_slice(&inv_freq).to_device(x.device()); // [T, 1, hd / 2]
+    let (cos, sin) = (angle.cos().to_kind(x.kind()), angle.sin().to_kind(x.kind()));
     let (a, b) = (x.narrow(2, 0, half), x.narrow(2, half, half));
     Tensor::cat(&[&a * &cos - &b * &sin, b * cos + a * sin], 2)
 }
 
 fn leaf(values: &Tensor) -> Tensor {
-    values.to_kind(Kind::Double).detach().copy().set_requires_grad(true)
+    values.detach().copy().set_requires_grad(true)
 }

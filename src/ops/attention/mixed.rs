@@ -1,0 +1,162 @@
+//! Causal runs of different lengths on a GPU: each long one is a rectangle of its own for cuDNN's kernels, those between them take
+//! flash attention.
+//!
+//! A rectangle's length is rounded up, so that cuDNN plans few shapes. What lies behind a run serves as its padding: no query of
+//! the run sees it, and in the backward an infinite log-sum-exp makes every probability of it 0.
+
+use tch::{Kind, Tensor};
+
+use super::runs::{Runs, lens};
+use super::varlen::{FITS, as_runs};
+use crate::torch::{cudnn_backward, cudnn_forward, flash_backward, flash_forward};
+
+/// Rectangles' lengths are multiples of this.
+const LEN_STEP: i64 = 256;
+
+/// Runs in parts of neighbours.
+#[derive(Debug)]
+pub(super) struct Mixed {
+    parts: Vec<Part>,
+}
+
+#[derive(Debug)]
+struct Part {
+    first: i64,
+    len: i64,
+    /// `None` is one long run.
+    short: Option<Runs>,
+}
+
+impl Mixed {
+    /// `None` where no run `is_long`, which is asked for rounded lengths, or a window cuts runs.
+    pub(super) fn new(runs: &Runs, is_long: impl FnMut(i64) -> bool) -> Option<Self> {
+        let bounds = runs.causal_bounds()?;
+        let is_long: Vec<bool> = lens(bounds).map(rounded).map(is_long).collect();
+        if !is_long.contains(&true) {
+            return None;
+        }
+        let (mut parts, mut at) = (Vec::new(), 0);
+        for span in is_long.chunk_by(|a, b| !a && !b) {
+            let bounds = &bounds[at..=at + span.len()];
+            at += span.len();
+            let short = (!span[0]).then(|| runs.some(bounds));
+            parts.push(Part { first: bounds[0], len: bounds[span.len()] - bounds[0], short });
+        }
+        Some(Self { parts })
+    }
+
+    /// (o [T, H, hd], log-sum-exp [T, H]).
+    pub(super) fn forward(
+        &self,
+        q: &Tensor, // [T, H, hd]
+        k: &Tensor, // [T, Hkv, hd]
+        v: &Tensor, // [T, Hkv, hd]
+        scale: f64,
+    ) -> (Tensor, Tensor) {
+        let [tokens, heads, _] = q.size()[..] else { panic!("queries [T, H, hd], not {:?}", q.size()) };
+        let o = Tensor::empty(q.size(), (q.kind(), q.device()));
+        let lse = Tensor::empty([heads, tokens], (Kind::Float, q.device()));
+        for part in &self.parts {
+            let (own_o, own_lse) = match &part.short {
+                Some(runs) => {
+                    let [q, k, v] = [q, k, v].map(|t| t.narrow(0, part.first, part.len));
+                    flash_forward(&q, &k, &v, runs.varlen(), scale).expect(FITS)
+                }
+                None => {
+                    let [q, k, v] = [q, k, v].map(|t| part.rectangle(t));
+                    let (o, lse) = cudnn_forward(&q, &k, &v, true, scale).expect(FITS);
+                    (part.rows(&o), lse.reshape([heads, -1]))
+                }
+            };
+            o.narrow(0, part.first, part.len).copy_(&own_o);
+            lse.narrow(1, part.first, part.len).copy_(&own_lse.narrow(1, 0, part.len));
+        }
+        (o, lse.tr())
+    }
+
+    /// (dq, dk, dv), from what [`Mixed::forward`] took and gave, or of a larger softmax.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn backward(
+        &self,
+        d_o: &Tensor, // [T, H, hd]
+        q: &Tensor,   // [T, H, hd]
+        k: &Tensor,   // [T, Hkv, hd]
+        v: &Tensor,   // [T, Hkv, hd]
+        o: &Tensor,   // [T, H, hd]
+        lse: &Tensor, // [T, H]
+        scale: f64,
+    ) -> (Tensor, Tensor, Tensor) {
+        let gradients = [q, k, v].map(|t| Tensor::empty(t.size(), (t.kind(), t.device())));
+        let lse = lse.tr(); // [H, T]
+        for part in &self.parts {
+            let own_lse = lse.narrow(1, part.first, part.len);
+            let own = match &part.short {
+                Some(runs) => {
+                    let [d_o, q, k, v, o] = [d_o, q, k, v, o].map(|t| t.narrow(0, part.first, part.len).contiguous());
+                    let (dq, dk, dv) =
+                        flash_backward(&d_o, &q, &k, &v, &o, &own_lse.contiguous(), runs.varlen(), scale).expect(FITS);
+                    [dq, dk, dv]
+                }
+                None => {
+                    let [d_o, q, k, v, o] = [d_o, q, k, v, o].map(|t| part.rectangle(t));
+                    let len = rounded(part.len);
+                    let padded = Tensor::full([q.size()[1], len], f64::INFINITY, (lse.kind(), lse.device()));
+                    padded.narrow(1, 0, part.len).copy_(&own_lse);
+                    let padded = padded.view([1, -1, len, 1]);
+                    let (dq, dk, dv) = cudnn_backward(&d_o, &q, &k, &v, &o, &padded, true, scale).expect(FITS);
+                    [dq, dk, dv].map(|t| part.rows(&t))
+                }
+            };
+            for (whole, own) in gradients.iter().zip(&own) {
+                whole.narrow(0, part.first, part.len).copy_(own);
+            }
+        }
+        gradients.into()
+    }
+}
+
+impl Part {
+    /// The run's rows and those behind it [1, heads, rounded length, hd], zeros behind the last; else a view.
+    fn rectangle(&self, t: &Tensor /* [T, heads, hd] */) -> Tensor {
+        let (len, there) = (rounded(self.len), t.size()[0] - self.first);
+        let rows = t.narrow(0, self.first, len.min(there));
+        let rows = if len > there { rows.constant_pad_nd([0, 0, 0, 0, 0, len - there]) } else { rows };
+        as_runs(&rows, len)
+    }
+
+    /// The run's own rows [len, heads, hd] of a rectangle.
+    fn rows(&self, rectangle: &Tensor /* [1, heads, rounded length, hd] */) -> Tensor {
+        rectangle.select(0, 0).transpose(0, 1).narrow(0, 0, self.len)
+    }
+}
+
+fn rounded(len: i64) -> i64 {
+    (len + LEN_STEP - 1) / LEN_STEP * LEN_STEP
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Device;
+
+    use super::super::runs::Sees;
+    use super::*;
+
+    #[test]
+    fn long_runs_stand_alone_and_short_neighbours_together() {
+        let bounds = [0, 5, 9, 700, 1200, 1200, 1207];
+        let runs = |sees| Runs::new(&bounds, &bounds, sees, 2, Device::Cpu);
+        let mixed = Mixed::new(&runs(Sees::Before { window: None }), |len| len > 256).unwrap();
+        let parts: Vec<_> = mixed.parts.iter().map(|part| (part.first, part.len, part.short.is_some())).collect();
+        assert_eq!(parts, [(0, 9, true), (9, 691, false), (700, 500, false), (1200, 7, true)]);
+        assert!(Mixed::new(&runs(Sees::Before { window: Some(600) }), |len| len > 256).is_none());
+        assert!(Mixed::new(&runs(Sees::Before { window: None }), |_| false).is_none());
+        let long = &mixed.parts[1];
+        let t = Tensor::arange(1207 * 3, (Kind::Float, Device::Cpu)).view([1207, 3, 1]);
+        assert_eq!(long.rectangle(&t).size(), [1, 3, 768, 1]);
+        assert!(long.rows(&long.rectangle(&t)).equal(&t.narrow(0, 9, 691)));
+        let last = Part { first: 1190, len: 17, short: None };
+        let rectangle = last.rectangle(&t);
+        assert!(last.rows(&rectangle).equal(&t.narrow(0, 1190, 17)) && rectangle.size()[2] == 256);
+        assert_eq!(rectangle.narrow(2, 17, 239).abs().max().double_value(&[]), 0.0);
+    }
+}

@@ -1,0 +1,133 @@
+//! On a GPU, with the widths of Qwen2.5-1.5B: loss and gradients of the fused network in bfloat16, and the head's memory.
+
+use std::sync::Arc;
+
+use colo_grpo::config::GradientCheckpointing;
+use colo_grpo::dist::{Backend, World};
+use colo_grpo::model::{
+    HeadParams, ModelSpec, ParamTable, Scoring, UnitLayout, head_backward, head_forward, init_unit_on,
+};
+use colo_grpo::ops::random::RandomKey;
+use colo_grpo::torch;
+use colo_grpo::train::{
+    AdamOptions, GradientOptions, NetworkOptions, PackOptions, Policy, PolicyOptions, Sequence, TokenGradients, pack,
+};
+use tch::{Device, Kind, Tensor};
+
+use super::autograd;
+
+const PROMPT_LEN: usize = 200;
+
+/// Both are held to the unfused network in float32: what the fused one is off by is at most what bfloat16 costs the unfused one.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_fused_network_is_as_exact_as_the_unfused_one() {
+    let world = World::single_on(Backend::Nccl).unwrap();
+    let device = world.device();
+    let spec = Arc::new(ModelSpec { num_layers: 2, ..ModelSpec::preset("qwen2.5-1.5b").unwrap() });
+    let weights = |layout: &UnitLayout| init_unit_on(layout, 3, Kind::BFloat16, device);
+    let sequences: Vec<Sequence> = [900, 1400, 777].map(|len| sequence(len, spec.vocab_size)).into();
+    let slopes: Vec<Tensor> = (sequences.iter())
+        .map(|sequence| Tensor::randn([sequence.completion_len() as i64], (Kind::Float, device)))
+        .collect();
+    let unfused = |kind: Kind| {
+        let table = ParamTable::new(spec.clone(), 1);
+        let units: Vec<Tensor> = table.units.iter().map(|layout| weights(layout).unwrap()).collect();
+        let model = autograd::Model::of_kind(kind, table, |index| units[index].shallow_clone());
+        let logprobs: Vec<Tensor> = sequences.iter().map(|sequence| model.scores(sequence, 1.0).0).collect();
+        let loss: Tensor =
+            logprobs.iter().zip(&slopes).map(|(logprobs, slope)| (logprobs * slope).sum(Kind::Float)).sum();
+        let gradients = Tensor::run_backward(&[loss], &model.units, false, false);
+        std::iter::once(Tensor::cat(&logprobs, 0)).chain(gradients).collect::<Vec<_>>()
+    };
+    let (exact, rounded) = (unfused(Kind::Float), unfused(Kind::BFloat16));
+    for keep in [GradientCheckpointing::None, GradientCheckpointing::Full] {
+        let fused = fused(&world, &spec, (&sequences, &slopes), keep, &weights);
+        for (at, ((fused, rounded), exact)) in fused.iter().zip(&rounded).zip(&exact).enumerate() {
+            let (own, bound) = (off(fused, exact), off(rounded, exact));
+            println!("{keep:?}, {at}: fused off by {own:.2e}, unfused in bfloat16 by {bound:.2e}");
+            assert!(own < 1.2 * bound, "{keep:?}, {at}: {own:e}, unfused {bound:e}");
+        }
+    }
+}
+
+/// Log-probabilities, then the flat gradient of every unit: Adam's first moment where it forgets at once.
+fn fused(
+    world: &World,
+    spec: &Arc<ModelSpec>,
+    (sequences, slopes): (&[Sequence], &[Tensor]),
+    gradient_checkpointing: GradientCheckpointing,
+    weights: &dyn Fn(&UnitLayout) -> colo_grpo::Result<Tensor>,
+) -> Vec<Tensor> {
+    let (mesh, device) = (world.mesh(1, 1).unwrap(), world.device());
+    let table = Arc::new(ParamTable::new(spec.clone(), 1));
+    let options = PolicyOptions {
+        stage: 0,
+        network: NetworkOptions { kind: Kind::BFloat16, device },
+        gradient_checkpointing,
+        adam: AdamOptions { beta1: 0.0, beta2: 0.9, eps: 1e-8, weight_decay: 0.0 },
+        gradients: GradientOptions::default(),
+    };
+    let mut policy = Policy::new(table.clone(), &mesh, options, weights).unwrap();
+    let packed = pack(sequences, &PackOptions { max_tokens: 1 << 20, share_prompts: false, device }).unwrap();
+    let [micro_batch] = &packed[..] else { panic!("all in one micro-batch") };
+    let slopes = Tensor::cat(slopes, 0);
+    let mut logprobs = None;
+    let mut loss = |scores: &colo_grpo::train::Scores| {
+        logprobs = Some(scores.logprobs.shallow_clone());
+        Ok(TokenGradients { dlogprobs: slopes.shallow_clone(), dentropy: None })
+    };
+    policy.forward_backward(micro_batch, 1.0, &mut loss).unwrap();
+    let _made = policy.optimizer_step(1e-3, 0.0).unwrap();
+    let gradients: Vec<Tensor> =
+        table.units.iter().map(|layout| Tensor::zeros([layout.len as i64], (Kind::Float, device))).collect();
+    for shard in policy.export_state() {
+        let shard = shard.unwrap();
+        let index = table.index(shard.unit);
+        let param = table.units[index].params.iter().find(|param| param.name == shard.name).unwrap();
+        gradients[index].narrow(0, param.offset as i64, param.numel() as i64).copy_(&shard.state.m);
+    }
+    logprobs.into_iter().chain(gradients).collect()
+}
+
+/// Norm of the difference over the norm of what is expected.
+fn off(got: &Tensor, expected: &Tensor) -> f64 {
+    let [got, expected] = [got, expected].map(|t| t.to_kind(Kind::Float));
+    ((got - &expected).norm() / expected.norm()).double_value(&[])
+}
+
+fn sequence(len: usize, vocab_size: usize) -> Sequence {
+    let key = RandomKey::new(5, len as u64);
+    let token_ids = (0..len as u64).map(|at| (key.word(0, at) % vocab_size as u64) as u32).collect();
+    Sequence::of_tokens(token_ids, PROMPT_LEN)
+}
+
+/// 16,384 scored tokens, a vocabulary of 152,064, rows of 3,584: forward and backward beside weights and their gradients.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_head_takes_less_than_a_gigabyte() {
+    let device = Device::Cuda(0);
+    colo_grpo::cuda::kernels::prepare(0).unwrap();
+    let (tokens, dim, vocabulary) = (16_384, 3584, 152_064);
+    let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::BFloat16, device));
+    let (x, table) = (rand(&[tokens, dim]), rand(&[vocabulary, dim]) * 0.02);
+    let rows = Tensor::arange(tokens, (Kind::Int64, device));
+    let targets = Tensor::randint(vocabulary, [tokens], (Kind::Int64, device));
+    let head = HeadParams { final_norm: rand(&[dim]), lm_head: None };
+    let [mut d_norm, mut d_table] =
+        [vec![dim], vec![vocabulary, dim]].map(|size| Tensor::zeros(size, (Kind::Float, device)));
+    let scoring = Scoring { rows: &rows, targets: &targets, temperature: 1.0, eps: 1e-6 };
+    let dlogprobs = Tensor::ones([tokens], (Kind::Float, device));
+    let mut run = || {
+        let scored = head_forward(&head, &table, &x, &scoring, true);
+        let into = Some((&mut d_norm, &mut d_table));
+        head_backward(&head, &table, &scoring, tokens, scored.saved, &dlogprobs, None, into)
+    };
+    drop(run());
+    torch::reset_peak_memory(device).unwrap();
+    let before = torch::device_memory(device).unwrap().unwrap().allocated;
+    drop(run());
+    let took = torch::device_memory(device).unwrap().unwrap().peak_allocated - before;
+    println!("the head took {:.3} GB", took as f64 / 1e9);
+    assert!(took < 1_000_000_000, "{took}");
+}
