@@ -100,7 +100,7 @@ impl StepBench {
         let MemoryPlan { gradient_checkpointing, optimizer, reference, .. } = *trainer.plan();
         let streams = optimizer == OptimizerResidency::Stream;
         let course = UpdateCourse { keep: gradient_checkpointing, micro_batches: &shapes, is_warm: false, streams };
-        let has_reference = config.beta > 0.0 && model.lora.is_none() && reference == ReferenceResidency::Resident;
+        let has_reference = config.has_reference() && reference == ReferenceResidency::Resident;
         let reference = if has_reference { reference_bytes(table, kind) } else { 0 };
         let at_once = model.fullest(&course).total();
         Ok(Some(predicted_tensor_bytes(&model, at_once) + model.bytes().engine_adapters + reference))

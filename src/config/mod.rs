@@ -48,6 +48,11 @@ impl Config {
         Self::validate(&RawConfig::read(file, overrides)?)
     }
 
+    /// Whether the KL term has a model of its own: a frozen base is the reference of its adapters.
+    pub fn has_reference(&self) -> bool {
+        self.beta > 0.0 && self.lora.r.is_none()
+    }
+
     /// Reads back what [`Config::to_toml`] wrote.
     ///
     /// # Errors

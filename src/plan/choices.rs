@@ -72,7 +72,7 @@ fn candidates(input: &PlanInput<'_>) -> Vec<Choices> {
         AutoOr::Given(forced) => vec![forced],
     };
     let references = match config.residency.reference {
-        AutoOr::Auto if can_move && config.beta > 0.0 && config.lora.r.is_none() => ReferenceResidency::ALL.to_vec(),
+        AutoOr::Auto if can_move && config.has_reference() => ReferenceResidency::ALL.to_vec(),
         AutoOr::Auto => vec![ReferenceResidency::Resident],
         AutoOr::Given(forced) => vec![forced],
     };

@@ -1,7 +1,9 @@
 //! The classes of a plan, and what they cost by parameter and token.
 
+use tch::Device;
+
 use super::choices::Choices;
-use super::{ClassBytes, PlanInput};
+use super::{ClassBytes, PlanInput, engine_options};
 use crate::config::{GradientCheckpointing, OptimizerResidency, ReferenceResidency};
 use crate::rollout::{engine_buffer_bytes, engine_sum_bytes, engine_table_bytes};
 use crate::train::{ActivationBytes, Moment, TrainBytes, WORKSPACE_BYTES, reference_bytes};
@@ -21,7 +23,7 @@ pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) 
         in_training("gradients", fullest.gradients),
         in_training("activations", fullest.activations),
     ];
-    if input.has_reference() {
+    if input.config.has_reference() {
         let weights = reference_bytes(input.table, input.kind);
         let on_host = choices.reference == ReferenceResidency::Host;
         let [device, host_bytes] = if on_host { [0, weights] } else { [weights, 0] };
@@ -48,7 +50,8 @@ fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
         classes.push(in_rollout("engine weights (gathered slices)", input.engine_weight_bytes));
     }
     if input.room.swap_bytes.is_some() {
-        let (spec, options, tp_size) = (&input.table.spec, input.engine_options(), input.config.tensor_parallel_size);
+        let (spec, tp_size) = (&input.table.spec, input.config.tensor_parallel_size);
+        let options = engine_options(input.config, (input.max_model_length(), 0), (input.kind, Device::Cpu));
         classes.push(in_rollout("engine buffers", engine_buffer_bytes(spec, &options, tp_size)));
         let sums = engine_sum_bytes(spec, &options, tp_size);
         let resident = [

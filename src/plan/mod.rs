@@ -183,11 +183,6 @@ impl PlanInput<'_> {
         TrainedModel::of(self.config, self.table, self.kind)
     }
 
-    /// Whether the KL term has weights of its own: a frozen base is its own reference.
-    fn has_reference(&self) -> bool {
-        self.config.beta > 0.0 && self.config.lora.r.is_none()
-    }
-
     fn max_model_length(&self) -> usize {
         self.config.max_model_length.unwrap_or(self.table.spec.max_position_embeddings)
     }
@@ -216,22 +211,27 @@ impl PlanInput<'_> {
         });
         let on_host = choices.reference == ReferenceResidency::Host;
         let reference = || fullest_of_reference(self.table, self.kind, on_host, several[0]);
-        let scores = [model.fullest_of_scores(several[0]), self.has_reference().then(reference).unwrap_or_default()];
+        let scores =
+            [model.fullest_of_scores(several[0]), self.config.has_reference().then(reference).unwrap_or_default()];
         scores.into_iter().fold(update, |a, b| if b.total() > a.total() { b } else { a })
     }
+}
 
-    fn engine_options(&self) -> EngineOptions {
-        let config = self.config;
-        EngineOptions {
-            kv_cache_bytes: 0,
-            block_size: config.kv_block_size,
-            max_num_seqs: config.max_num_seqs,
-            max_num_batched_tokens: config.max_num_batched_tokens,
-            max_model_length: self.max_model_length(),
-            kind: self.kind,
-            device: Device::Cpu,
-            strict: self.config.strict,
-        }
+/// How the engine of a run is set up.
+pub(crate) fn engine_options(
+    config: &Config,
+    (max_model_length, kv_cache_bytes): (usize, usize),
+    (kind, device): (Kind, Device),
+) -> EngineOptions {
+    EngineOptions {
+        kv_cache_bytes,
+        block_size: config.kv_block_size,
+        max_num_seqs: config.max_num_seqs,
+        max_num_batched_tokens: config.max_num_batched_tokens,
+        max_model_length,
+        kind,
+        device,
+        strict: config.strict,
     }
 }
 

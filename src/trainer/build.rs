@@ -14,7 +14,8 @@ use crate::error::Result;
 use crate::memory::HostPool;
 use crate::metrics::pinning_progress;
 use crate::model::{LoraSpec, UnitLayout};
-use crate::rollout::{Engine, EngineOptions};
+use crate::plan::engine_options;
+use crate::rollout::Engine;
 use crate::split::{Role, Split};
 use crate::train::{
     AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, Policy, PolicyOptions, PolicyStart, Reference,
@@ -76,12 +77,10 @@ fn learner(
         OptimizerResidency::Stream => OptimizerHome::Stream(pool("optimizer_host", optimizer_bytes)?),
         OptimizerResidency::Resident => OptimizerHome::Resident,
     };
-    // A frozen base is its own reference.
-    let has_reference = config.beta > 0.0 && lora.is_none();
     let start = PolicyStart { lora, quantization: config.quantization, seed: config.seed, adapters };
     let policy = Policy::start(table.clone(), mesh, options, home, weights, start)?;
     let on_host = plan.reference == ReferenceResidency::Host;
-    let reference = match (has_reference, on_host) {
+    let reference = match (config.has_reference(), on_host) {
         (false, _) => None,
         (true, false) => Some(Reference::new(table.clone(), mesh, network, weights)?),
         (true, true) => {
@@ -94,16 +93,8 @@ fn learner(
 
 fn engine(config: &Config, world: &World, mesh: &Mesh, preflight: &Preflight) -> Result<Engine> {
     let plan = preflight.plan_of(world.rank());
-    let options = EngineOptions {
-        kv_cache_bytes: plan.kv_cache_bytes,
-        block_size: config.kv_block_size,
-        max_num_seqs: config.max_num_seqs,
-        max_num_batched_tokens: config.max_num_batched_tokens,
-        max_model_length: plan.max_model_length,
-        kind: preflight.kind,
-        device: world.device(),
-        strict: config.strict,
-    };
+    let sizes = (plan.max_model_length, plan.kv_cache_bytes);
+    let options = engine_options(config, sizes, (preflight.kind, world.device()));
     Engine::new(preflight.spec.clone(), preflight.tokenizer.clone(), options, mesh.tp.clone())
 }
 

@@ -64,7 +64,8 @@ pub(super) fn backward(
         Kernel::Dense(dense) => {
             let [d_o, q_runs, o] = [d_o, q, o].map(|t| as_runs(t, dense.q_len));
             let [k_runs, v_runs] = [k, v].map(|t| as_runs(t, dense.k_len));
-            let lse = lse.reshape([dense.runs, dense.q_len, -1, 1]).transpose(1, 2).contiguous(); // [B, H, L, 1]
+            // Unsqueezed last: of one run the copy is none, and cuDNN reads the stride of the last place.
+            let lse = lse.reshape([dense.runs, dense.q_len, -1]).transpose(1, 2).contiguous().unsqueeze(-1); // [B, H, L, 1]
             let causal = runs.sees != Sees::All;
             let (dq, dk, dv) = cudnn_backward(&d_o, &q_runs, &k_runs, &v_runs, &o, &lse, causal, scale).expect(FITS);
             let rows = |t: Tensor, like: &Tensor| t.transpose(1, 2).reshape(like.size());
