@@ -7,7 +7,8 @@ const LABELS: f64 = 240.0;
 const ROW: f64 = 24.0;
 const HEIGHT: f64 = 320.0;
 const EDGE: f64 = 44.0;
-const COLORS: [&str; 8] = ["#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5"];
+const COLORS: [&str; 9] =
+    ["#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e"];
 
 /// Parts of a time, one after another.
 #[derive(Debug)]
@@ -95,18 +96,24 @@ pub(super) fn lines(title: &str, lines: &[Line]) -> String {
     picture(HEIGHT, &body)
 }
 
+/// Names with their colours, in as many rows as they take.
 fn legend(names: &[&str]) -> String {
     let mut text = String::new();
-    let mut x = 8.0;
+    let (mut x, mut y) = (8.0, 10.0);
     for (index, name) in names.iter().enumerate() {
+        let width = 30.0 + 6.6 * name.len() as f64;
+        if x + width > WIDTH {
+            (x, y) = (8.0, y + 15.0);
+        }
         let color = COLORS[index % COLORS.len()];
         let _ = write!(
             text,
-            "<rect x=\"{x:.1}\" y=\"10\" width=\"11\" height=\"11\" fill=\"{color}\"/><text x=\"{:.1}\" y=\"20\">{}</text>",
+            "<rect x=\"{x:.1}\" y=\"{y}\" width=\"11\" height=\"11\" fill=\"{color}\"/><text x=\"{:.1}\" y=\"{}\">{}</text>",
             x + 15.0,
+            y + 10.0,
             escaped(name)
         );
-        x += 30.0 + 6.6 * name.len() as f64;
+        x += width;
     }
     text
 }
