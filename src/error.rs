@@ -30,6 +30,8 @@ pub enum ExitCode {
     Storage = 12,
     /// Too many non-finite losses or gradients.
     Numerics = 13,
+    /// A reward's workers fail again and again.
+    RewardService = 14,
     /// Nothing moved for the configured time.
     Hang = 15,
     /// Preempted; the state was saved.
@@ -38,7 +40,7 @@ pub enum ExitCode {
 
 impl ExitCode {
     /// Every code, for parsing what a worker left behind.
-    pub const ALL: [ExitCode; 11] = [
+    pub const ALL: [ExitCode; 12] = [
         ExitCode::Done,
         ExitCode::Configuration,
         ExitCode::Files,
@@ -48,6 +50,7 @@ impl ExitCode {
         ExitCode::OutOfMemory,
         ExitCode::Storage,
         ExitCode::Numerics,
+        ExitCode::RewardService,
         ExitCode::Hang,
         ExitCode::Preempted,
     ];
@@ -251,6 +254,20 @@ pub enum Error {
         message: String,
     },
 
+    // ---- rewards: exit code 14 ----
+    /// A reward whose workers were replaced again and again, with no score in between.
+    #[error(
+        "reward '{name}': {num_failures} workers in a row gave no score (reward.max_worker_failures), the last one: {message}"
+    )]
+    RewardService {
+        /// The reward.
+        name: String,
+        /// Workers that failed since the last score.
+        num_failures: usize,
+        /// What the last one did.
+        message: String,
+    },
+
     // ---- use of the library: exit code 10 ----
     /// The engine's weights are older than the policy's.
     #[error("stale weights: the engine holds version {engine}, the policy is at {policy}; wake it inside with_rollout")]
@@ -317,6 +334,7 @@ impl Error {
             Error::Cuda { code: 3 | 34 | 35 | 100 | 101 | 209 | 222 | 802 | 803, .. } => ExitCode::Environment,
             Error::Io { .. } => ExitCode::Storage,
             Error::NonFinite { .. } => ExitCode::Numerics,
+            Error::RewardService { .. } => ExitCode::RewardService,
             Error::Preempted { .. } => ExitCode::Preempted,
             Error::CollectiveTimeout { .. } | Error::Hang { .. } => ExitCode::Hang,
             Error::Collective { .. }

@@ -9,6 +9,7 @@ use crate::config::{
 };
 use crate::launch;
 use crate::phase::Fault;
+use crate::reward;
 use crate::types::LengthSpread;
 
 /// Trains language models with GRPO on one node: every GPU generates, then every GPU trains.
@@ -42,6 +43,12 @@ pub enum Command {
     /// Benchmarks; each prints one JSON line
     #[command(subcommand)]
     Bench(BenchCommand),
+    /// Serves the reward `code`; started by a run
+    #[command(hide = true, name = reward::code::SANDBOX_COMMAND)]
+    SandboxWorker {
+        /// Its settings as JSON
+        settings: String,
+    },
 }
 
 /// How many processes, and where they meet.
@@ -513,7 +520,19 @@ fn number<T: std::str::FromStr>(
     move |text| text.parse().ok().filter(holds).ok_or_else(|| format!("expected {expected}"))
 }
 
-const SUBCOMMANDS: &[&str] = &["train", "sft", "generate", "eval", "init", "export", "plan", "report", "bench", "help"];
+const SUBCOMMANDS: &[&str] = &[
+    "train",
+    "sft",
+    "generate",
+    "eval",
+    "init",
+    "export",
+    "plan",
+    "report",
+    "bench",
+    reward::code::SANDBOX_COMMAND,
+    "help",
+];
 /// The options of commands that take overrides; every other `--name` is a configuration key.
 const RUN_OPTIONS: &[&str] =
     &["config", "nproc", "nproc_per_node", "num_processes", "master_addr", "master_port", "help", "version"];

@@ -61,6 +61,7 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
             println!("{}", metrics::write_report(&args.output_dir)?.display());
             Ok(ExitCode::Done)
         }
+        Command::SandboxWorker { settings } => reward::code::serve(&settings).map(|()| ExitCode::Done),
         Command::Bench(BenchCommand::Train(args)) => {
             bench(&args.launch, args.place, |world, kind| print_first(&world, train_bench(&args, &world, kind)?))
         }
@@ -92,14 +93,16 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
     let placement = Placement::new(config.device, config.dtype)?;
     if WorkerEnv::from_env()?.is_none() {
         preflight(&config, placement, args.launch.nproc)?;
+        RewardPool::new(&config)?;
     }
     let watch = Supervision {
         max_restarts: config.max_restarts,
         output_dir: Some(config.output_dir.clone()),
         ..Supervision::new(config.collective_timeout_s, &config.heartbeat)
     };
-    distributed(&args.launch, watch, placement.on_cuda, |world| {
-        let summary = Trainer::new(config, world.clone())?.run()?;
+    let start_rewards = || RewardPool::new(&config).and_then(|rewards| rewards.start().map(|()| rewards));
+    prepared(&args.launch, watch, placement.on_cuda, start_rewards, |world, rewards| {
+        let summary = Trainer::with_pool(config.clone(), world.clone(), rewards)?.run()?;
         if world.rank() == 0 {
             if let (Some(before), Some(after)) = (summary.eval_reward_before, summary.eval_reward_after) {
                 println!("held-out mean reward: {before:.3} before, {after:.3} after");
@@ -463,13 +466,24 @@ impl From<&SamplingArgs> for Supervision {
     }
 }
 
-/// Runs `work` on `nproc` ranks: as a worker where the environment says so, in this process where one is enough, else as the
-/// launcher of workers.
+/// [`prepared`] with nothing to prepare.
 fn distributed(
     args: &LaunchArgs,
     watch: Supervision,
     on_cuda: bool,
     work: impl FnOnce(Arc<World>) -> Result<()>,
+) -> Result<ExitCode> {
+    prepared(args, watch, on_cuda, || Ok(()), |world, ()| work(world))
+}
+
+/// Runs `work` on `nproc` ranks: as a worker where the environment says so, in this process where one is enough, else as the
+/// launcher of workers. A process that works prepares itself with `before`, while it has no GPU context yet.
+fn prepared<T>(
+    args: &LaunchArgs,
+    watch: Supervision,
+    on_cuda: bool,
+    before: impl FnOnce() -> Result<T>,
+    work: impl FnOnce(Arc<World>, T) -> Result<()>,
 ) -> Result<ExitCode> {
     let Supervision { timeout, limits, max_restarts, output_dir } = watch;
     let env = WorkerEnv::from_env()?;
@@ -491,13 +505,14 @@ fn distributed(
     if !phase::is_watched() {
         launch::watch_self(env.as_ref().map_or(0, |env| env.rank), &limits, timeout)?;
     }
+    let prepared = before()?;
     let backend = if on_cuda { Backend::Nccl } else { Backend::Shm };
     let world = match env {
         Some(env) => World::join(&env, WorldOptions { timeout, backend, ..WorldOptions::default() })?,
         None => World::single_on(backend)?,
     };
     let world = Arc::new(world);
-    let outcome = catch_unwind(AssertUnwindSafe(|| work(world.clone())));
+    let outcome = catch_unwind(AssertUnwindSafe(|| work(world.clone(), prepared)));
     let outcome = outcome.unwrap_or_else(|panic| Err(Error::of_panic("the program", panic_message(&*panic))));
     if let Err(error) = &outcome {
         world.post_failure(error);

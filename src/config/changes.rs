@@ -5,6 +5,7 @@ use std::fmt::{self, Write};
 use serde_json::Value;
 
 use super::field::Field;
+use super::raw::pattern;
 use super::{Config, LrSchedulerType};
 use crate::error::Result;
 
@@ -33,6 +34,11 @@ const SAFE_KEYS: &[&str] = &[
     "strict",
     "reward.num_threads",
     "reward.timeout_s",
+    "reward.max_worker_failures",
+    "reward.code.workers",
+    "reward.code.may_lack",
+    "rewards.*.timeout_s",
+    "rewards.*.workers",
     "gradient_checkpointing",
     "zero.stage",
     "zero.shard_group_size",
@@ -105,19 +111,25 @@ impl Config {
         Self::from_toml(&text)
     }
 
-    /// What changed from `old` to `self`, in declaration order.
+    /// What changed from `old` to `self`, in declaration order; what only `old` has comes last.
     pub fn diff(&self, old: &Config) -> Vec<KeyChange> {
         let length_is_safe =
             [self, old].iter().all(|config| config.optimizer.lr_scheduler_type == LrSchedulerType::Constant);
         let is_safe = |key: &str| {
-            SAFE_KEYS.contains(&key)
+            SAFE_KEYS.contains(&pattern(key, Self::keys()).as_str())
                 || SAFE_TABLES.iter().any(|table| key.starts_with(table))
                 || (length_is_safe && LENGTH_KEYS.contains(&key))
         };
-        let pairs = old.values().into_iter().zip(self.values());
-        pairs
-            .filter(|((_, old), (_, new))| old != new)
-            .map(|((key, old), (_, new))| KeyChange { changes_result: !is_safe(&key), key, old, new })
+        let (old, new) = (old.values(), self.values());
+        let value = |values: &[(String, String)], key: &String| {
+            let found = values.iter().find(|(known, _)| known == key);
+            found.map_or_else(|| "nothing".to_owned(), |(_, value)| value.clone())
+        };
+        let gone = old.iter().filter(|(key, _)| new.iter().all(|(known, _)| known != key));
+        let keys = new.iter().chain(gone).map(|(key, _)| key);
+        keys.map(|key| (key, value(&old, key), value(&new, key)))
+            .filter(|(_, old, new)| old != new)
+            .map(|(key, old, new)| KeyChange { key: key.clone(), old, new, changes_result: !is_safe(key) })
             .collect()
     }
 

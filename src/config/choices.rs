@@ -221,3 +221,29 @@ choices! {
         Host = "host",
     }
 }
+choices! {
+    /// What one request to a reward's process holds.
+    RewardBatch {
+        /// One completion: a failure masks it alone.
+        Completion = "completion",
+        /// All completions of a prompt, for rewards that compare them: a failure masks them all.
+        Group = "group",
+    }
+}
+choices! {
+    /// A wall around model-written code.
+    SandboxLayer {
+        /// No privileges outside: ids of its own.
+        UserNamespace = "user_namespace",
+        /// A file system of its own: the system's files to read, an empty folder to write.
+        MountNamespace = "mount_namespace",
+        /// No network devices.
+        NetworkNamespace = "network_namespace",
+        /// No other processes to be seen, none left behind.
+        PidNamespace = "pid_namespace",
+        /// File access by path rules of the kernel, no TCP.
+        Landlock = "landlock",
+        /// No system calls for sockets, tracing, mounting or new processes.
+        Seccomp = "seccomp",
+    }
+}

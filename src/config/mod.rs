@@ -7,6 +7,7 @@ mod field;
 mod heartbeat;
 mod lora;
 mod raw;
+mod reward;
 mod sft;
 mod split;
 mod validate;
@@ -22,16 +23,12 @@ use field::{Field, keys};
 pub use heartbeat::HeartbeatConfig;
 pub use lora::{LoraConfig, TargetModules};
 use raw::RawConfig;
+pub use reward::{CodeConfig, ProcessReward, ProcessRewards, RewardConfig};
+pub(crate) use reward::{is_python, reward_name};
 pub use sft::SftConfig;
 pub use split::{Roles, SplitConfig};
 
 use crate::error::Result;
-
-/// Reasoning, then an answer, each in its tags and nothing else.
-const DEFAULT_FORMAT_PATTERN: &str = r"(?s)<think>.*?</think>\s*<answer>.*?</answer>\s*";
-/// `<answer>..</answer>`, `\boxed{..}` (one level of braces inside) or GSM8K's `#### ..`.
-const DEFAULT_ANSWER_PATTERN: &str =
-    r"(?s)<answer>\s*(.*?)\s*</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}|####\s*(\S+)";
 
 /// Keys that have a meaning in TRL or in later versions and would change the result if they were ignored.
 const UNSERVED_KEYS: &[&str] = &["top_entropy_quantile", "entropy_coef", "sync_ref_model", "ref_model_*"];
@@ -186,12 +183,15 @@ keys! {
         pub use_bias_correction_kl: bool = true,
 
         // ---- rewards ----
-        /// Names of the rewards, in order.
+        /// The rewards, in order: built-in ones, names of `rewards.*`, and Python functions as `file.py:function`,
+        /// `module:function` or `module.function`, which go by the function's name.
         pub reward_funcs: Vec<String>,
         /// One weight per reward; empty is 1 each.
         pub reward_weights: Vec<f64> = Vec::new(),
         /// Settings of the built-in rewards.
         pub reward: RewardConfig,
+        /// Rewards in processes of their own, by name.
+        pub rewards: ProcessRewards,
 
         // ---- optimizer ----
         /// Peak learning rate.
@@ -295,30 +295,6 @@ keys! {
         pub optimizer: AutoOr<OptimizerResidency> = AutoOr::Auto,
         /// Weights of the reference model.
         pub reference: AutoOr<ReferenceResidency> = AutoOr::Auto,
-    }
-}
-
-keys! {
-    /// Settings of the built-in rewards (`reward.*`).
-    #[derive(Debug, Clone, PartialEq, serde::Serialize)]
-    pub struct RewardConfig {
-        /// `format`: a regular expression that the whole completion must match.
-        pub format_pattern: String = DEFAULT_FORMAT_PATTERN.into(),
-        /// `numeric_answer`, `exact_answer`: a regular expression; the first group that took part in the last match is the
-        /// answer.
-        pub answer_pattern: String = DEFAULT_ANSWER_PATTERN.into(),
-        /// `numeric_answer`, `exact_answer`: the column with the reference answer.
-        pub answer_column: String = "answer".into(),
-        /// Threads that score completions on each rank.
-        pub num_threads: usize = 2,
-        /// Longest time one completion may take to score, in seconds; past it the sample is masked.
-        pub timeout_s: f64 = 10.0,
-    }
-}
-
-impl Default for RewardConfig {
-    fn default() -> Self {
-        Self::read(&RawConfig::default(), "reward", None).expect("every key of the table has a default")
     }
 }
 

@@ -1,5 +1,6 @@
 //! Keys and values as written, each with its place: TOML or YAML file first, command line over it.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use serde_json::{Map, Number, Value};
@@ -50,6 +51,13 @@ impl RawConfig {
         self.entries.iter().find(|entry| entry.key == key).map(|entry| &entry.value)
     }
 
+    /// Names of the tables in `table`, where those are the user's to choose.
+    pub fn names_in(&self, table: &str) -> BTreeSet<&str> {
+        let start = format!("{table}.");
+        let rest = self.entries.iter().filter_map(|entry| entry.key.strip_prefix(&start));
+        rest.filter_map(|rest| rest.split('.').next()).collect()
+    }
+
     /// Appends the place of its key to an error about a value.
     pub fn locate(&self, error: Error) -> Error {
         match error {
@@ -74,10 +82,11 @@ impl RawConfig {
                 let expected = "to be left out: this key is not served by this version";
                 return Err(self.locate(Error::invalid_value(key, value, expected)));
             }
+            let pattern = pattern(key, known);
             let empty_table = value.as_object().is_some_and(Map::is_empty)
-                && known.iter().any(|name| name.starts_with(&format!("{key}.")));
-            if !known.contains(key) && !empty_table {
-                let nearest = nearest(key, known).map(str::to_owned);
+                && known.iter().any(|name| name.starts_with(&format!("{pattern}.")));
+            if !known.contains(&pattern) && !empty_table {
+                let nearest = nearest(&pattern, known).map(str::to_owned);
                 return Err(Error::UnknownKey { origin: origin.clone(), key: key.clone(), nearest });
             }
         }
@@ -197,6 +206,16 @@ fn to_json(value: &DeValue<'_>) -> std::result::Result<Value, String> {
 
 fn line_of(text: &str, offset: usize) -> usize {
     1 + text.as_bytes()[..offset.min(text.len())].iter().filter(|byte| **byte == b'\n').count()
+}
+
+/// `rewards.brevity.timeout_s` → `rewards.*.timeout_s`, where the tables of a table have names of the user's choice.
+pub(super) fn pattern(key: &str, known: &[String]) -> String {
+    let Some((table, rest)) = key.split_once('.') else { return key.to_owned() };
+    let any = format!("{table}.*");
+    if !known.iter().any(|name| name.starts_with(&any)) {
+        return key.to_owned();
+    }
+    rest.split_once('.').map_or_else(|| any.clone(), |(_, field)| format!("{any}.{field}"))
 }
 
 /// The known key that was probably meant: a few letters away, or one that contains the other.

@@ -6,14 +6,15 @@ use super::batch::MAX_COUNT;
 use super::field::Field;
 use super::heartbeat;
 use super::raw::RawConfig;
+use super::reward;
 use super::{
-    AutoOr, Config, HeartbeatConfig, LossType, OptimizerConfig, ReferenceResidency, RewardConfig, SftConfig,
-    UNSERVED_KEYS, ZeroConfig,
+    AutoOr, Config, HeartbeatConfig, LossType, OptimizerConfig, ReferenceResidency, SftConfig, UNSERVED_KEYS,
+    ZeroConfig,
 };
 use crate::error::{Error, Result};
 use crate::phase::Fault;
 
-const TIMEOUT: &str = "seconds, above 0 and below a year";
+pub(super) const TIMEOUT: &str = "seconds, above 0 and below a year";
 
 impl Config {
     /// The only way from what was written to a run.
@@ -128,27 +129,17 @@ impl Config {
     }
 
     fn check_rewards(&self) -> Result<()> {
-        let names = &self.reward_funcs;
-        check("reward_funcs", "[]", !names.is_empty(), "at least one reward")?;
-        let repeated = names.iter().enumerate().find(|(i, name)| names[..*i].contains(name));
-        if let Some((_, name)) = repeated {
-            return Err(Error::invalid_value("reward_funcs", format!("{names:?}"), format!("{name} only once")));
-        }
+        reward::check_names(self)?;
         let weights = &self.reward_weights;
-        let expected = format!("one weight for each of the {} reward_funcs, or none", names.len());
-        check("reward_weights", format!("{weights:?}"), weights.is_empty() || weights.len() == names.len(), expected)?;
+        let expected = format!("one weight for each of the {} reward_funcs, or none", self.reward_funcs.len());
+        check(
+            "reward_weights",
+            format!("{weights:?}"),
+            weights.is_empty() || weights.len() == self.reward_funcs.len(),
+            expected,
+        )?;
+        self.rewards.check()?;
         self.reward.check()
-    }
-}
-
-impl RewardConfig {
-    fn check(&self) -> Result<()> {
-        compiles("reward.format_pattern", &self.format_pattern)?;
-        let answer = compiles("reward.answer_pattern", &self.answer_pattern)?;
-        let group = "a regular expression with a group (..) around the answer";
-        check("reward.answer_pattern", &self.answer_pattern, answer.captures_len() > 1, group)?;
-        count("reward.num_threads", self.num_threads)?;
-        check("reward.timeout_s", self.timeout_s, is_timeout(self.timeout_s), TIMEOUT)
     }
 }
 
@@ -212,11 +203,11 @@ fn check_zero(zero: &ZeroConfig) -> Result<()> {
     Ok(())
 }
 
-fn compiles(key: &str, pattern: &str) -> Result<Regex> {
+pub(super) fn compiles(key: &str, pattern: &str) -> Result<Regex> {
     Regex::new(pattern).map_err(|error| Error::invalid_value(key, pattern, format!("a regular expression: {error}")))
 }
 
-fn is_timeout(seconds: f64) -> bool {
+pub(super) fn is_timeout(seconds: f64) -> bool {
     seconds > 0.0 && seconds < 365.0 * 86_400.0
 }
 

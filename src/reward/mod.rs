@@ -1,25 +1,43 @@
-//! Verifiers that score completions, and the threads they run on. Know nothing of tensors. What a model wrote is read,
-//! compared and matched against regular expressions of linear time; it is never evaluated.
+//! Verifiers that score completions, and the threads and processes they run in. Know nothing of tensors. What a model wrote
+//! is read, compared and matched against regular expressions of linear time; it is run in the sandbox of `code` alone, and
+//! graded outside of it.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `answer`, `number` | the built-in rewards that are functions |
+//! | `pool`, `state`, `failures` | what is to be scored, by whom, and what went wrong |
+//! | `function` | threads that call functions of this process |
+//! | `service`, `worker`, `worker.py`, `protocol`, `pipes` | rewards in processes of their own |
+//! | `source` | which of these an entry of `reward_funcs` means |
+//! | `code` | model-written programs, run against tests in a sandbox |
 
 mod answer;
+pub mod code;
+mod failures;
+mod function;
 mod number;
+mod pipes;
 mod pool;
+mod protocol;
+mod service;
+mod source;
+mod state;
 mod worker;
 
 use std::sync::Arc;
 
 pub use answer::{exact_answer, format, numeric_answer};
+pub use failures::FailureKind;
 pub use pool::RewardPool;
 use regex::Regex;
 use serde_json::{Map, Value};
-pub use worker::RewardFailures;
 
 use crate::config::RewardConfig;
 use crate::error::{Error, Result};
 use crate::types::FinishReason;
 
 /// Names of the built-in rewards.
-pub const BUILTIN: [&str; 3] = ["format", "numeric_answer", "exact_answer"];
+pub const BUILTIN: [&str; 4] = ["format", "numeric_answer", "exact_answer", code::NAME];
 
 /// What a reward function sees of one completion.
 #[derive(Debug, Clone, Copy)]
@@ -39,7 +57,7 @@ pub struct RewardInput<'a> {
 /// A reward: a finite number, or an error that masks the sample.
 pub type RewardFunction = Arc<dyn Fn(&RewardInput<'_>) -> Result<f32> + Send + Sync>;
 
-/// The built-in reward of this name.
+/// The built-in reward of this name that is a function.
 ///
 /// # Errors
 /// [`Error::InvalidValue`] for an unknown name or a pattern that does not compile.
@@ -61,7 +79,9 @@ pub fn builtin(name: &str, config: &RewardConfig) -> Result<RewardFunction> {
             Arc::new(move |input| exact_answer(input.completion, &pattern, input.columns, &column))
         }
         _ => {
-            return Err(Error::invalid_value("reward_funcs", name, format!("names among {}", BUILTIN.join(", "))));
+            let names = BUILTIN.join(", ");
+            let expected = format!("names among {names}, tables rewards.NAME, or Python functions as file.py:function");
+            return Err(Error::invalid_value("reward_funcs", name, expected));
         }
     })
 }

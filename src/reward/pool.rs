@@ -1,12 +1,15 @@
-//! Rewards on threads of their own, while generation goes on.
+//! Rewards on threads and in processes of their own, while generation goes on.
 
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use super::worker::{RewardFailures, Shared, State};
-use super::{RewardFunction, builtin, reads_answer};
-use crate::config::{Config, RewardConfig};
+use super::failures::{FailureKind, RewardFailures, Score, weighted_sum};
+use super::service::Service;
+use super::source::{Source, Sources};
+use super::state::{Shared, State};
+use super::{RewardFunction, code, reads_answer};
+use crate::config::{Config, ProcessRewards, RewardConfig, reward_name};
 use crate::error::{Error, Result};
 use crate::phase;
 use crate::types::RolloutGroup;
@@ -16,19 +19,21 @@ const FAREWELL: Duration = Duration::from_secs(1);
 /// Longest time between two looks at deadlines and two heartbeats.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Scores completions with every reward function. Results do not depend on the threads' timing, but for functions that
-/// run into their deadline. A completion whose reward fails in any way (error, panic, NaN, deadline) has `None` there,
-/// and is masked if that reward has a weight; it is never scored 0.
+/// Scores completions with every reward: functions of this process on threads, Python functions, commands and model-written
+/// code in processes of their own. Results do not depend on timing, but for rewards that run into their deadline. A
+/// completion whose reward fails in any way (error, panic, NaN, deadline, a worker that dies or writes what is no reply)
+/// has `None` there, and is masked if that reward has a weight; it is never scored 0.
 pub struct RewardPool {
-    names: Vec<String>,
     weights: Vec<f64>,
     required_columns: Vec<String>,
     num_threads: usize,
+    /// Kinds of failure met so far, by reward: they stay among the metrics.
+    seen: Vec<Vec<FailureKind>>,
     shared: Arc<Shared>,
 }
 
 impl RewardPool {
-    /// The rewards that `config` names, all of them built in. Threads start with the first submission.
+    /// The rewards that `config` names. Threads and processes start with [`start`](Self::start) or the first submission.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] for an unknown name or a wrong number of weights.
@@ -36,46 +41,84 @@ impl RewardPool {
         Self::with_functions(config, &[])
     }
 
-    /// The same, where `reward_funcs` may also name `functions`, which win over built-in ones.
+    /// The same, where `reward_funcs` may also name `functions`, which win over all others.
     pub fn with_functions(config: &Config, functions: &[(&str, RewardFunction)]) -> Result<Self> {
-        Self::build(&config.reward, &config.reward_funcs, &config.reward_weights, functions)
+        let sources = Sources { settings: &config.reward, processes: &config.rewards, functions };
+        Self::build(&sources, &config.reward_funcs, &config.reward_weights)
     }
 
-    /// One built-in reward with weight 1, for evaluation.
+    /// One reward with weight 1, for evaluation.
     pub fn single(name: &str, settings: &RewardConfig) -> Result<Self> {
-        Self::build(settings, &[name.to_owned()], &[], &[])
+        let sources = Sources { settings, processes: &ProcessRewards::default(), functions: &[] };
+        Self::build(&sources, &[name.to_owned()], &[])
     }
 
-    fn build(
-        settings: &RewardConfig,
-        names: &[String],
-        weights: &[f64],
-        functions: &[(&str, RewardFunction)],
-    ) -> Result<Self> {
-        let is_custom = |name: &String| functions.iter().find(|(known, _)| known == name);
-        let find = |name: &String| match is_custom(name) {
-            Some((_, function)) => Ok((name.clone(), Arc::clone(function))),
-            None => Ok((name.clone(), builtin(name, settings)?)),
-        };
-        let required_columns = match names.iter().any(|name| is_custom(name).is_none() && reads_answer(name)) {
-            true => vec![settings.answer_column.clone()],
-            false => Vec::new(),
-        };
-        let functions: Vec<_> = names.iter().map(find).collect::<Result<_>>()?;
-        if !weights.is_empty() && weights.len() != names.len() {
-            let expected = format!("one weight for each of the {} reward_funcs, or none", names.len());
+    fn build(sources: &Sources<'_>, entries: &[String], weights: &[f64]) -> Result<Self> {
+        let (mut functions, mut services, mut required_columns) = (Vec::new(), Vec::new(), Vec::new());
+        for (index, entry) in entries.iter().enumerate() {
+            match sources.find(entry, index)? {
+                Source::Function(function) => functions.push((index, function)),
+                Source::Service(service) => services.push(service),
+            }
+            let is_builtin =
+                sources.functions.iter().all(|(name, _)| name != entry) && sources.processes.get(entry).is_none();
+            let settings = sources.settings;
+            required_columns.extend(match entry.as_str() {
+                name if is_builtin && reads_answer(name) => Some(settings.answer_column.clone()),
+                code::NAME if is_builtin => Some(settings.code.tests_column.clone()),
+                _ => None,
+            });
+        }
+        required_columns.dedup();
+        if !weights.is_empty() && weights.len() != entries.len() {
+            let expected = format!("one weight for each of the {} reward_funcs, or none", entries.len());
             return Err(Error::invalid_value("reward_weights", format!("{weights:?}"), expected));
         }
-        let weights = if weights.is_empty() { vec![1.0; names.len()] } else { weights.to_vec() };
-        let timeout = Duration::from_secs_f64(settings.timeout_s);
-        let shared = Shared { functions, timeout, state: Mutex::new(State::default()), changed: Condvar::new() };
-        let (names, num_threads) = (names.to_vec(), settings.num_threads);
-        Ok(Self { names, weights, required_columns, num_threads, shared: Arc::new(shared) })
+        let weights = if weights.is_empty() { vec![1.0; entries.len()] } else { weights.to_vec() };
+        let state = State {
+            service_queues: services.iter().map(|_| Default::default()).collect(),
+            failures: vec![RewardFailures::default(); entries.len()],
+            ..State::default()
+        };
+        let shared = Shared {
+            names: entries.iter().map(|entry| reward_name(entry).to_owned()).collect(),
+            functions,
+            timeout: Duration::from_secs_f64(sources.settings.timeout_s),
+            services,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        };
+        let num_threads = sources.settings.num_threads;
+        Ok(Self {
+            weights,
+            required_columns,
+            num_threads,
+            seen: vec![Vec::new(); entries.len()],
+            shared: Arc::new(shared),
+        })
+    }
+
+    /// Starts the processes of the rewards that have some and returns when all are ready to score. To be called before there
+    /// is a GPU context in this process, so that they hold nothing of it; replacements are started by fork and exec.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for a function that is not there or a command that cannot be run; [`Error::Environment`] where
+    /// a layer of the sandbox is missing.
+    pub fn start(&self) -> Result<()> {
+        let num_workers: usize = self.shared.services.iter().map(|service| service.num_workers).sum();
+        let mut state = self.shared.lock();
+        self.start_services(&mut state)?;
+        while state.num_ready < num_workers {
+            Self::check(&mut state)?;
+            phase::beat();
+            state = self.shared.wait(state, LOOK);
+        }
+        Self::check(&mut state)
     }
 
     /// Names of the rewards, in the order of [`Completion::rewards`](crate::types::Completion::rewards).
     pub fn names(&self) -> &[String] {
-        &self.names
+        &self.shared.names
     }
 
     /// Columns that the built-in ones among them cannot do without.
@@ -85,45 +128,59 @@ impl RewardPool {
 
     /// Starts to score a finished group and returns at once; should no thread start, [`wait`](Self::wait) says so.
     pub fn submit(&self, group: &RolloutGroup) {
-        self.shared.lock().submit(Arc::new(group.clone()), self.names.len());
+        let mut state = self.shared.lock();
+        self.shared.submit(&mut state, Arc::new(group.clone()));
+        let _ = self.start_services(&mut state).and_then(|()| self.keep_threads(&mut state));
         self.shared.changed.notify_all();
-        let _ = self.keep_workers();
     }
 
     /// Waits for the scores of `groups`, in any order of submission, and fills in `rewards` and `reward` of each
     /// completion. Groups that were not submitted are scored now.
     ///
     /// # Errors
-    /// [`Error::Environment`] if no thread can be started.
+    /// [`Error::Environment`] if no thread can be started; [`Error::RewardService`] if the workers of a reward fail again and
+    /// again; those of [`start`](Self::start) if it was not called.
     pub fn wait(&mut self, groups: &mut [RolloutGroup]) -> Result<()> {
-        let tickets = self.claim(groups)?;
+        let tickets = self.claim(groups);
+        let mut state = self.shared.lock();
+        self.start_services(&mut state)?;
         loop {
-            self.keep_workers()?;
+            state.give_up_overdue(&self.shared.functions, &self.shared.names);
+            self.keep_threads(&mut state)?;
             phase::beat();
-            let state = self.shared.lock();
             if tickets.iter().all(|ticket| state.pending[ticket].num_open == 0) {
                 break;
             }
-            drop(self.shared.changed.wait_timeout(state, LOOK));
+            Self::check(&mut state)?;
+            state = self.shared.wait(state, LOOK);
         }
-        let mut state = self.shared.lock();
         for (group, ticket) in groups.iter_mut().zip(&tickets) {
             let scores = state.pending.remove(ticket).map(|pending| pending.scores).unwrap_or_default();
-            for (completion, rewards) in group.completions.iter_mut().zip(scores) {
-                completion.reward = weighted_sum(&rewards, &self.weights);
-                completion.rewards = rewards;
+            for (completion, scores) in group.completions.iter_mut().zip(scores) {
+                completion.reward = weighted_sum(&scores, &self.weights);
+                completion.rewards = scores.iter().map(Score::value).collect();
             }
         }
         Ok(())
     }
 
-    /// Rewards that failed since the last call, by cause.
-    pub fn take_failures(&self) -> RewardFailures {
-        std::mem::take(&mut self.shared.lock().failures)
+    /// Scores that each reward did not give since the last call, by the kinds of failure that it has had so far.
+    pub fn take_failures(&mut self) -> Vec<(String, FailureKind, usize)> {
+        let num_rewards = self.seen.len();
+        let failures =
+            std::mem::replace(&mut self.shared.lock().failures, vec![RewardFailures::default(); num_rewards]);
+        let mut taken = Vec::new();
+        for ((name, failures), seen) in self.shared.names.iter().zip(failures).zip(&mut self.seen) {
+            seen.extend(FailureKind::ALL.into_iter().filter(|kind| failures.of(*kind) > 0));
+            for kind in FailureKind::ALL.into_iter().filter(|kind| seen.contains(kind)) {
+                taken.push((name.clone(), kind, failures.of(kind)));
+            }
+        }
+        taken
     }
 
     /// A ticket for each group: of an equal group that was submitted, or of one submitted here.
-    fn claim(&self, groups: &[RolloutGroup]) -> Result<Vec<u64>> {
+    fn claim(&self, groups: &[RolloutGroup]) -> Vec<u64> {
         let mut state = self.shared.lock();
         let mut tickets = Vec::with_capacity(groups.len());
         for group in groups {
@@ -135,27 +192,43 @@ impl RewardPool {
             let known =
                 state.pending.iter().filter(|(ticket, pending)| !tickets.contains(*ticket) && same(&pending.group));
             let ticket = known.map(|(ticket, _)| *ticket).min();
-            tickets.push(ticket.unwrap_or_else(|| state.submit(Arc::new(group.clone()), self.names.len())));
+            tickets.push(ticket.unwrap_or_else(|| self.shared.submit(&mut state, Arc::new(group.clone()))));
         }
-        drop(state);
         self.shared.changed.notify_all();
-        Ok(tickets)
+        tickets
     }
 
-    /// Gives up overdue jobs and sees to it that `num_threads` threads are at work.
-    fn keep_workers(&self) -> Result<()> {
-        let mut state = self.shared.lock();
-        state.give_up_overdue();
-        while state.num_workers < self.num_threads {
+    /// What keeps the pool from going on; it is closed then.
+    fn check(state: &mut MutexGuard<'_, State>) -> Result<()> {
+        let Some(error) = state.broken.take() else { return Ok(()) };
+        state.closed = true;
+        Err(error)
+    }
+
+    /// Sees to it that `num_threads` threads run the functions of this process, if there are any.
+    fn keep_threads(&self, state: &mut MutexGuard<'_, State>) -> Result<()> {
+        let num_threads = if self.shared.functions.is_empty() { 0 } else { self.num_threads };
+        while state.num_workers < num_threads {
             let shared = Arc::clone(&self.shared);
-            let started = std::thread::Builder::new().name("reward".into()).spawn(move || shared.work());
-            match started {
-                Ok(_) => state.num_workers += 1,
+            match spawn(move || shared.work()) {
+                Ok(()) => state.num_workers += 1,
                 Err(_) if state.num_workers > 0 => break,
-                Err(error) => {
-                    let message = format!("no thread for rewards can be started: {error}");
-                    return Err(Error::Environment { message });
-                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Starts a thread for every worker process, once. It is the worker's parent: the worker dies with it.
+    fn start_services(&self, state: &mut MutexGuard<'_, State>) -> Result<()> {
+        if std::mem::replace(&mut state.has_services, true) {
+            return Ok(());
+        }
+        for (own, service) in self.shared.services.iter().enumerate() {
+            for _ in 0..service.num_workers {
+                let shared = Arc::clone(&self.shared);
+                spawn(move || Service::serve(&shared, own))?;
+                state.num_servants += 1;
             }
         }
         Ok(())
@@ -163,33 +236,32 @@ impl RewardPool {
 }
 
 impl Drop for RewardPool {
-    /// Ends the threads; one that is stuck in a function is left behind.
+    /// Ends threads and processes; a thread that is stuck in a function is left behind, and so is one that waits for a
+    /// worker, until that worker's deadline.
     fn drop(&mut self) {
         let end = Instant::now() + FAREWELL.min(self.shared.timeout);
         let mut state = self.shared.lock();
         state.closed = true;
         self.shared.changed.notify_all();
-        while state.num_workers > 0 {
+        while state.num_workers + state.num_servants > 0 {
             let Some(left) = end.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) else { break };
-            state = match self.shared.changed.wait_timeout(state, left) {
-                Ok((state, _)) => state,
-                Err(poisoned) => PoisonError::into_inner(poisoned).0,
-            };
+            state = self.shared.wait(state, left);
         }
     }
 }
 
-impl fmt::Debug for RewardPool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RewardPool").field("names", &self.names).field("weights", &self.weights).finish_non_exhaustive()
-    }
+fn spawn(work: impl FnOnce() + Send + 'static) -> Result<()> {
+    let failed = |error| Error::Environment { message: format!("no thread for rewards can be started: {error}") };
+    std::thread::Builder::new().name("reward".into()).spawn(work).map(|_| ()).map_err(failed)
 }
 
-/// `None` if a reward with a weight is.
-fn weighted_sum(rewards: &[Option<f32>], weights: &[f64]) -> Option<f32> {
-    let terms = rewards.iter().zip(weights).filter(|(_, weight)| **weight != 0.0);
-    let sum: Option<f64> = terms.map(|(reward, weight)| reward.map(|reward| f64::from(reward) * weight)).sum();
-    sum.map(|sum| sum as f32)
+impl fmt::Debug for RewardPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RewardPool")
+            .field("names", &self.shared.names)
+            .field("weights", &self.weights)
+            .finish_non_exhaustive()
+    }
 }
 
 #[cfg(test)]

@@ -1,189 +1,188 @@
-//! The scoring threads' side of a reward pool: what they share, what they do, and who notices a stuck one.
+//! One worker process of a reward: started, asked, ended with everything that it started.
+#![allow(unsafe_code)]
 
-use std::any::Any;
-use std::collections::{HashMap, VecDeque};
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::{RewardFunction, RewardInput};
-use crate::error::Result;
-use crate::types::RolloutGroup;
+use serde_json::json;
 
-/// What a function gave, or the panic that it ended in.
-type Outcome = Result<Result<f32>, Box<dyn Any + Send>>;
+use super::failures::{Failure, FailureKind};
+use super::pipes::{do_not_block, moved, wait_for};
+use super::protocol::{LENGTH_BYTES, MAX_REPLY_BYTES, Reply, frame, length};
+use crate::error::Error;
 
-/// Completions that were masked because a reward did not give a finite number, by cause.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct RewardFailures {
-    /// The function returned an error.
-    pub errors: usize,
-    /// The function panicked.
-    pub panics: usize,
-    /// The completion was not scored within its time.
-    pub timeouts: usize,
-    /// The function returned NaN or an infinity.
-    pub non_finite: usize,
+/// Longest time until a worker that tells when it is ready has done so: an interpreter may import much.
+const START: Duration = Duration::from_secs(120);
+/// How much of the end of its standard error is kept for messages, in bytes.
+const TAIL_BYTES: usize = 2048;
+/// Variables between this process and its launcher.
+const OWN_VARIABLES: [&str; 3] = ["COLO_GRPO_PULSE_FD", "COLO_GRPO_STORE_FD", "COLO_GRPO_ERROR_FILE"];
+
+/// What is run, and which key it comes from.
+#[derive(Debug, Clone)]
+pub(super) struct Program {
+    pub command: Vec<String>,
+    /// Whether it answers an empty request before it is ready, with what is wrong if it is not.
+    pub is_ours: bool,
+    pub origin: Origin,
 }
 
-/// What the pool and its threads share.
-pub(super) struct Shared {
-    pub functions: Vec<(String, RewardFunction)>,
-    pub timeout: Duration,
-    pub state: Mutex<State>,
-    /// Signalled when work arrives, is done, or the pool closes.
-    pub changed: Condvar,
+/// Where a program comes from, which decides how a failed start is told.
+#[derive(Debug, Clone)]
+pub(super) enum Origin {
+    /// The value of a key.
+    Key(String, String),
+    /// The sandbox.
+    Sandbox,
 }
 
-#[derive(Default)]
-pub(super) struct State {
-    pub queue: VecDeque<Job>,
-    /// Jobs being scored, by their number.
-    pub running: HashMap<u64, Running>,
-    /// Groups not yet claimed, by ticket.
-    pub pending: HashMap<u64, Pending>,
-    /// Threads in [`Shared::work`] that have not been given up.
-    pub num_workers: usize,
-    pub closed: bool,
-    pub failures: RewardFailures,
-    next_number: u64,
-}
-
-/// One completion of a pending group.
-pub(super) struct Job {
-    ticket: u64,
-    completion: usize,
-}
-
-pub(super) struct Running {
-    job: Job,
-    pub deadline: Instant,
-}
-
-/// A submitted group and its scores so far.
-pub(super) struct Pending {
-    pub group: Arc<RolloutGroup>,
-    /// `[completion][function]`
-    pub scores: Vec<Vec<Option<f32>>>,
-    /// Completions neither scored nor given up.
-    pub num_open: usize,
-}
-
-impl State {
-    /// Queues every completion of `group`; the ticket claims its scores.
-    pub fn submit(&mut self, group: Arc<RolloutGroup>, num_functions: usize) -> u64 {
-        let ticket = self.number();
-        let num_completions = group.completions.len();
-        let scores = vec![vec![None; num_functions]; num_completions];
-        self.pending.insert(ticket, Pending { group, scores, num_open: num_completions });
-        self.queue.extend((0..num_completions).map(|completion| Job { ticket, completion }));
-        ticket
-    }
-
-    /// Gives up jobs past their deadline: their threads no longer count.
-    pub fn give_up_overdue(&mut self) {
-        let now = Instant::now();
-        let overdue: Vec<u64> =
-            self.running.iter().filter(|(_, job)| job.deadline <= now).map(|(number, _)| *number).collect();
-        for number in overdue {
-            self.finish(number);
-            self.num_workers -= 1;
-            if self.failures.timeouts == 0 {
-                tracing::warn!("a reward did not answer in time; its completion is masked");
+impl Program {
+    /// The error of a program whose first worker does not start.
+    pub fn refusal(&self, cause: &str) -> Error {
+        match &self.origin {
+            Origin::Key(key, value) => {
+                Error::invalid_value(key, value, format!("a reward that can be started; {cause}"))
             }
-            self.failures.timeouts += 1;
+            Origin::Sandbox => Error::Environment { message: format!("reward 'code': {cause}") },
         }
-    }
-
-    fn number(&mut self) -> u64 {
-        self.next_number += 1;
-        self.next_number
-    }
-
-    /// Files the outcome of one function; false if the job was given up.
-    fn record(&mut self, number: u64, function: usize, name: &str, outcome: Outcome) -> bool {
-        let Some(running) = self.running.get(&number) else { return false };
-        let score = finite(name, outcome, &mut self.failures);
-        if let Some(pending) = self.pending.get_mut(&running.job.ticket) {
-            pending.scores[running.job.completion][function] = score;
-        }
-        true
-    }
-
-    /// Closes a job; false if it was given up before.
-    fn finish(&mut self, number: u64) -> bool {
-        let Some(running) = self.running.remove(&number) else { return false };
-        if let Some(pending) = self.pending.get_mut(&running.job.ticket) {
-            pending.num_open -= 1;
-        }
-        true
     }
 }
 
-impl Shared {
-    /// The state; a thread never panics while it holds the lock.
-    pub fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+/// A worker process with its pipes. Dropping it kills its process group.
+#[derive(Debug)]
+pub(super) struct Worker {
+    child: Child,
+    requests: ChildStdin,
+    replies: ChildStdout,
+    /// Until it closes it.
+    errors: Option<ChildStderr>,
+    /// The end of what it wrote to standard error.
+    tail: Vec<u8>,
+    is_reaped: bool,
+}
+
+impl Worker {
+    /// Starts a worker that dies with the calling thread, and waits until it is ready.
+    pub fn start(program: &Program) -> Result<Self, Failure> {
+        let died = |error: io::Error| Failure::new(FailureKind::Died, format!("{}: {error}", program.command[0]));
+        let mut command = Command::new(&program.command[0]);
+        command.args(&program.command[1..]).process_group(0);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        for name in OWN_VARIABLES {
+            command.env_remove(name);
+        }
+        let parent = std::process::id();
+        // SAFETY: the closure runs between fork and exec and makes async-signal-safe calls alone.
+        unsafe { command.pre_exec(move || die_with_parent(parent)) };
+        let mut child = command.spawn().map_err(died)?;
+        let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+        let (Some(requests), Some(replies), Some(errors)) = pipes else { unreachable!("all three are piped") };
+        let fds = [requests.as_raw_fd(), replies.as_raw_fd(), errors.as_raw_fd()];
+        let mut worker = Self { child, requests, replies, errors: Some(errors), tail: Vec::new(), is_reaped: false };
+        fds.into_iter().try_for_each(do_not_block).map_err(died)?;
+        if program.is_ours {
+            let empty =
+                json!({"prompt": "", "completions": [], "completion_ids": [], "finish_reasons": [], "columns": {}});
+            let reply = worker.exchange(&frame(&empty), Instant::now() + START)?;
+            Reply::read(&reply, 0)?;
+        }
+        Ok(worker)
     }
 
-    /// A thread's life: score jobs until the pool closes or this thread was given up.
-    pub fn work(&self) {
-        let mut state = self.lock();
+    /// Sends a request and returns the reply to it, without its length.
+    pub fn exchange(&mut self, request: &[u8], deadline: Instant) -> Result<Vec<u8>, Failure> {
+        let (mut num_sent, mut received) = (0, Vec::new());
         loop {
-            if state.closed {
-                state.num_workers -= 1;
-                self.changed.notify_all();
-                return;
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(self.failure(FailureKind::Timeout, "no answer in its time"));
             }
-            let Some(job) = state.queue.pop_front() else {
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-                continue;
-            };
-            let Some(group) = state.pending.get(&job.ticket).map(|pending| Arc::clone(&pending.group)) else {
-                continue;
-            };
-            let (number, completion) = (state.number(), job.completion);
-            state.running.insert(number, Running { job, deadline: Instant::now() + self.timeout });
-            drop(state);
-            if !self.score(number, &group, completion) {
-                return;
+            let is_sent = num_sent == request.len();
+            let requests = if is_sent { -1 } else { self.requests.as_raw_fd() };
+            let errors = self.errors.as_ref().map_or(-1, AsRawFd::as_raw_fd);
+            wait_for(&[self.replies.as_raw_fd(), errors], requests, left);
+            self.read_errors();
+            if !is_sent {
+                num_sent += moved(self.requests.write(&request[num_sent..])).map_err(|_| self.death())?.unwrap_or(0);
             }
-            state = self.lock();
-            if !state.finish(number) {
-                return;
+            let mut part = [0; 1 << 16];
+            match moved(self.replies.read(&mut part)).map_err(|_| self.death())? {
+                Some(0) => return Err(self.death()),
+                num_read => received.extend_from_slice(&part[..num_read.unwrap_or(0)]),
             }
-            self.changed.notify_all();
+            let Some(length) = length(&received) else { continue };
+            let end = LENGTH_BYTES + length;
+            if length > MAX_REPLY_BYTES || received.len() > end {
+                let what = format!("a reply of {length} bytes (at most {MAX_REPLY_BYTES}), {} after it", {
+                    received.len().saturating_sub(end)
+                });
+                return Err(self.failure(FailureKind::Output, &what));
+            }
+            if received.len() == end {
+                return Ok(received.split_off(LENGTH_BYTES));
+            }
         }
     }
 
-    /// Runs every function on one completion; false if the job was given up meanwhile.
-    fn score(&self, number: u64, group: &RolloutGroup, completion: usize) -> bool {
-        let completion = &group.completions[completion];
-        let input = RewardInput {
-            prompt: &group.prompt.text,
-            completion: &completion.text,
-            token_ids: &completion.token_ids,
-            finish_reason: completion.finish_reason,
-            columns: &group.prompt.columns,
-        };
-        self.functions.iter().enumerate().all(|(index, (name, function))| {
-            let outcome = catch_unwind(AssertUnwindSafe(|| function(&input)));
-            self.lock().record(number, index, name, outcome)
-        })
+    /// Takes what it wrote to standard error, so that it never waits for us.
+    fn read_errors(&mut self) {
+        let Some(errors) = &mut self.errors else { return };
+        let mut part = [0; 1 << 16];
+        match moved(errors.read(&mut part)) {
+            Ok(Some(0)) | Err(_) => self.errors = None,
+            Ok(None) => {}
+            Ok(Some(num_read)) => {
+                tracing::debug!("{}", String::from_utf8_lossy(&part[..num_read]).trim_end());
+                self.tail.extend_from_slice(&part[..num_read]);
+                let surplus = self.tail.len().saturating_sub(TAIL_BYTES);
+                self.tail.drain(..surplus);
+            }
+        }
+    }
+
+    fn death(&mut self) -> Failure {
+        self.read_errors();
+        kill_group(&self.child);
+        let status = self.child.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
+        self.is_reaped = true;
+        self.failure(FailureKind::Died, &format!("its worker ended, {status}"))
+    }
+
+    fn failure(&self, kind: FailureKind, what: &str) -> Failure {
+        let tail = String::from_utf8_lossy(&self.tail);
+        let said = if tail.trim().is_empty() { String::new() } else { format!("; it said: {}", tail.trim()) };
+        Failure::new(kind, format!("{what}{said}"))
     }
 }
 
-/// The score, or `None` with its cause counted; the first of each cause is told.
-fn finite(name: &str, outcome: Outcome, failures: &mut RewardFailures) -> Option<f32> {
-    let (count, cause) = match outcome {
-        Ok(Ok(score)) if score.is_finite() => return Some(score),
-        Ok(Ok(score)) => (&mut failures.non_finite, score.to_string()),
-        Ok(Err(error)) => (&mut failures.errors, error.to_string()),
-        Err(_) => (&mut failures.panics, "panic".to_owned()),
-    };
-    if *count == 0 {
-        tracing::warn!(reward = name, cause, "a reward failed; its completion is masked");
+impl Drop for Worker {
+    fn drop(&mut self) {
+        if !self.is_reaped {
+            kill_group(&self.child);
+            let _ = self.child.wait();
+        }
     }
-    *count += 1;
-    None
+}
+
+/// In the child, before exec: dies with the thread that started it.
+fn die_with_parent(parent: u32) -> io::Result<()> {
+    // SAFETY: plain system calls without pointers.
+    unsafe {
+        if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        if libc::getppid() as u32 != parent {
+            libc::_exit(libc::SIGKILL);
+        }
+    }
+    Ok(())
+}
+
+/// Kills a process that leads a group, with the group.
+fn kill_group(child: &Child) {
+    // SAFETY: the child leads its group and is not yet reaped, so that the group's id is its own.
+    unsafe { libc::kill(-(child.id() as i32), libc::SIGKILL) };
 }

@@ -18,7 +18,7 @@ use crate::config::{BatchPlan, Config, ScaleRewards};
 use crate::cuda::Placement;
 use crate::data::{Dataset, PromptSampler, SamplerState, Tokenizer};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
-use crate::error::{Error, Result, panic_message};
+use crate::error::{Error, ExitCode, Result, panic_message};
 use crate::eval;
 use crate::grpo::{self, AdvantageStats, BatchStats, LossConfig};
 use crate::memory::{Ledger, Place};
@@ -51,13 +51,15 @@ pub struct Trainer {
     schedule: Schedule,
     output: Output,
     saver: Saver,
+    /// The newest step in a checkpoint.
+    saved_step: u64,
     progress: Progress,
     ahead: Option<Ahead>,
     /// Lengths of completions of random weights.
     spread_lengths: Option<LengthSpread>,
 }
 
-/// A batch that was sampled while the one before it was trained on, with the weights from before that.
+/// A batch that is not trained on yet; it may have been sampled while the one before it was, with the weights from before that.
 #[derive(Debug)]
 struct Ahead {
     /// This rank's groups, their rewards still to be awaited.
@@ -101,9 +103,16 @@ impl Trainer {
 
     /// The same, where `reward_funcs` may also name the caller's own functions.
     pub fn with_rewards(config: Config, world: Arc<World>, functions: &[(&str, RewardFunction)]) -> Result<Self> {
+        let rewards = RewardPool::with_functions(&config, functions);
+        let rewards = world.agree(rewards.and_then(|rewards| rewards.start().map(|()| rewards)))?;
+        Self::with_pool(config, world, rewards)
+    }
+
+    /// The same with a pool of the configuration's rewards, whose processes can so be started before the world is joined.
+    pub fn with_pool(config: Config, world: Arc<World>, rewards: RewardPool) -> Result<Self> {
         setup::arm_fault(&config, world.rank());
         let checkpoint = setup::find_checkpoint(&config, &world)?;
-        let loaded = phase::scope(Phase::Load, || setup::load(config, functions, world.clone(), checkpoint));
+        let loaded = phase::scope(Phase::Load, || setup::load(config, rewards, world.clone(), checkpoint));
         world.agree(loaded)
     }
 
@@ -160,7 +169,8 @@ impl Trainer {
     /// [`Error::Preempted`] after a save if a stop was asked for before the last step; else the first failure of any rank,
     /// panics included.
     pub fn run(&mut self) -> Result<RunSummary> {
-        let outcome = catch_unwind(AssertUnwindSafe(|| self.run_to_the_end()));
+        let outcome =
+            catch_unwind(AssertUnwindSafe(|| self.run_to_the_end().or_else(|error| self.save_without_rewards(error))));
         let outcome = outcome.unwrap_or_else(|panic| Err(Error::of_panic("training", panic_message(&*panic))));
         let outcome = outcome.map_err(explain_memory);
         if let Err(error) = &outcome {
@@ -208,11 +218,15 @@ impl Trainer {
         let start = Instant::now();
         let _ = phase::take_timings(); // of loading, evaluation and saving
         self.halves.take_transitions()?;
-        let mut groups = match self.ahead.take() {
-            Some(ahead) => ahead.groups,
+        let Ahead { mut groups, sampler } = match self.ahead.take() {
+            Some(ahead) => ahead,
             None => self.sample()?,
         };
-        phase::scope(Phase::Reward, || self.rewards.wait(&mut groups))?;
+        let awaited = phase::scope(Phase::Reward, || self.rewards.wait(&mut groups));
+        if let Err(error) = self.world.agree(awaited) {
+            self.sampler.restore(sampler)?; // these rows were not trained on
+            return Err(error);
+        }
         let advantages = self.assign_advantages(&mut groups)?;
         let sequences = records::sequences(&groups, self.config.mask_truncated_completions);
         let outcome = self.update(&sequences)?;
@@ -220,18 +234,21 @@ impl Trainer {
         self.progress.generation_step += 1;
         self.progress.num_tokens += self.count_tokens(&sequences)?;
         self.output.completions(&groups, self.progress.global_step)?;
-        let mut metrics = records::step_metrics(&self.config, &groups, &advantages, &outcome);
+        let mut metrics = records::step_metrics(self.rewards.names(), &groups, &advantages, &outcome);
+        records::failure_metrics(&mut metrics, self.rewards.take_failures());
         let transitions = self.halves.take_transitions()?;
         records::cost_metrics(&mut metrics, start.elapsed(), transitions, self.halves.role())?;
         Ok(metrics)
     }
 
-    /// The next batch's groups of this rank, scored while others are generated.
-    fn sample(&mut self) -> Result<Vec<RolloutGroup>> {
+    /// The next batch, scored while it is generated.
+    fn sample(&mut self) -> Result<Ahead> {
+        let sampler = self.sampler.state().clone();
         let (prompts, params) = (self.next_prompts()?, self.sampling(self.progress.generation_step));
         let (rewards, output) = (&self.rewards, &self.output);
         output.begin_phase("generate", prompts.len());
-        self.halves.with_rollout(|rollout| generate(rollout, &prompts, &params, rewards, output))
+        let groups = self.halves.with_rollout(|rollout| generate(rollout, &prompts, &params, rewards, output))?;
+        Ok(Ahead { groups, sampler })
     }
 
     /// Trains on a batch. Engines that have nothing else to do sample the next one meanwhile, unless a checkpoint is due: a
@@ -257,6 +274,17 @@ impl Trainer {
         let all = self.sampler.next_batch(self.batch.num_prompts)?;
         let own = self.halves.share(all.len(), (self.world.rank(), self.world.size()));
         Ok(all[own].iter().map(|&row| self.dataset.prompt(row).clone()).collect())
+    }
+
+    /// Saves what was reached, if `error` is that rewards failed for good; gives `error` back. Collective over the world.
+    fn save_without_rewards(&mut self, error: Error) -> Result<RunSummary> {
+        if error.exit_code() == ExitCode::RewardService {
+            if self.progress.global_step > self.saved_step {
+                self.save()?;
+            }
+            self.saver.finish(&self.world)?;
+        }
+        Err(error)
     }
 
     /// Tokens of a generation batch over all ranks.
@@ -318,16 +346,19 @@ impl Trainer {
             SamplingParams { num_generations: self.config.eval_num_generations, ..self.sampling(eval::SAMPLING_STEP) };
         let own = self.halves.share(eval_set.len(), (self.world.rank(), self.world.size()));
         let prompts: Vec<Prompt> = own.map(|row| eval_set.prompt(row).clone()).collect();
-        let (halves, rewards, output) = (&mut self.halves, &mut self.rewards, &self.output);
+        let (halves, rewards, output, world) = (&mut self.halves, &mut self.rewards, &self.output, &self.world);
         output.begin_phase("evaluate", prompts.len());
         let groups = phase::scope(Phase::Eval, || {
             let mut groups = halves.with_rollout(|rollout| generate(rollout, &prompts, &params, rewards, output))?;
-            rewards.wait(&mut groups)?;
+            world.agree(rewards.wait(&mut groups))?;
             Ok(groups)
         })?;
         let outcome = eval::Outcome::of(&groups, &*self.world.group())?;
         let (step, epoch) = (self.progress.global_step, self.sampler.epochs());
-        self.output.evaluation(&outcome, &self.config.reward_funcs, step, epoch);
+        let mut failures = StepMetrics::default();
+        records::failure_metrics(&mut failures, self.rewards.take_failures());
+        let failures = failures.reduce(&*self.world.group())?;
+        self.output.evaluation(&outcome, self.rewards.names(), failures, step, epoch);
         Ok(Some(outcome.reward.mean()))
     }
 
@@ -349,6 +380,7 @@ impl Trainer {
             config: SavedConfig::of(&self.config),
             log_history: self.output.history(),
         };
+        self.saved_step = self.progress.global_step;
         self.saver.save(&self.world, self.halves.policy(), state)
     }
 

@@ -61,7 +61,7 @@ impl Output {
         if config.trace {
             phase::trace_to(&output_dir.join(TRACE_FOLDER), group.rank())?;
         }
-        let completions = config.log_completions.then(|| CompletionsWriter::new(&output_dir, &config.reward_funcs));
+        let completions = config.log_completions.then(|| CompletionsWriter::new(&output_dir, &config.reward_names()));
         let display = Progress::new(max_steps, first_step, is_first);
         if let Some(checkpoint) = &checkpoint {
             display.say(&format!("resumed from {}", checkpoint.folder.display()));
@@ -127,9 +127,17 @@ impl Output {
         Ok(())
     }
 
-    /// An evaluation's metrics, already reduced.
-    pub(super) fn evaluation(&mut self, outcome: &Outcome, reward_names: &[String], step: u64, epoch: f64) {
+    /// An evaluation's metrics and its rewards' failures, already reduced.
+    pub(super) fn evaluation(
+        &mut self,
+        outcome: &Outcome,
+        reward_names: &[String],
+        failures: MetricValues,
+        step: u64,
+        epoch: f64,
+    ) {
         let mut values = outcome.metrics(reward_names);
+        values.extend(failures.into_iter().map(|(name, value)| (format!("eval_{name}"), value)));
         values.insert("epoch".to_owned(), epoch);
         self.display.say(&format!("step {step}: {outcome}"));
         self.write(step, values);

@@ -3,13 +3,13 @@
 use std::time::Duration;
 
 use crate::colocate::UpdateOutcome;
-use crate::config::Config;
 use crate::dist::{Collective, ReduceOp, all_reduce_f64};
 use crate::error::Result;
 use crate::grpo::{AdvantageStats, Aggregate, BatchStats};
 use crate::memory;
 use crate::metrics::{Reduce, StepMetrics};
 use crate::phase::{self, Phase};
+use crate::reward::FailureKind;
 use crate::train::{Sequence, Transitions};
 use crate::types::{Completion, RolloutGroup};
 
@@ -46,7 +46,7 @@ pub(super) fn reduce_advantages(stats: &mut AdvantageStats, group: &dyn Collecti
 
 /// TRL's metrics of one step: this rank's part, but for the rewards, which are the batch's.
 pub(super) fn step_metrics(
-    config: &Config,
+    reward_names: &[String],
     groups: &[RolloutGroup],
     advantages: &AdvantageStats,
     outcome: &UpdateOutcome,
@@ -65,7 +65,7 @@ pub(super) fn step_metrics(
             Aggregate::Max(_) => metrics.set(*name, aggregate.value(), Reduce::Max),
         }
     }
-    reward_metrics(&mut metrics, config, advantages);
+    reward_metrics(&mut metrics, reward_names, advantages);
     completion_metrics(&mut metrics, groups);
     metrics
 }
@@ -94,13 +94,20 @@ pub(super) fn cost_metrics(
     Ok(())
 }
 
-fn reward_metrics(metrics: &mut StepMetrics, config: &Config, advantages: &AdvantageStats) {
+/// Scores that rewards did not give, by reward and kind.
+pub(super) fn failure_metrics(metrics: &mut StepMetrics, failures: Vec<(String, FailureKind, usize)>) {
+    for (name, kind, count) in failures {
+        metrics.set(format!("rewards/{name}/failed/{}", kind.name()), count as f64, Reduce::Sum);
+    }
+}
+
+fn reward_metrics(metrics: &mut StepMetrics, names: &[String], advantages: &AdvantageStats) {
     let mut moments = |mean: String, std: String, stats: &BatchStats| {
         metrics.set(mean, stats.mean(), Reduce::Last);
         metrics.set(std, stats.std(), Reduce::Last);
     };
     moments("reward".into(), "reward_std".into(), &advantages.reward);
-    for (name, stats) in config.reward_funcs.iter().zip(&advantages.rewards) {
+    for (name, stats) in names.iter().zip(&advantages.rewards) {
         moments(format!("rewards/{name}/mean"), format!("rewards/{name}/std"), stats);
     }
     metrics.set("frac_reward_zero_std", advantages.num_zero_std_groups / advantages.num_groups, Reduce::Last);

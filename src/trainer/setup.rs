@@ -20,7 +20,7 @@ use crate::metrics::redact;
 use crate::model::{ModelSource, ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use crate::phase;
 use crate::plan::{MemoryPlan, PlanInput, Role, Room};
-use crate::reward::{RewardFunction, RewardPool};
+use crate::reward::RewardPool;
 use crate::torch;
 use crate::train::Schedule;
 
@@ -146,7 +146,7 @@ pub(super) fn arm_fault(config: &Config, rank: usize) {
 /// Loads everything; collective over the world.
 pub(super) fn load(
     config: Config,
-    functions: &[(&str, RewardFunction)],
+    rewards: RewardPool,
     world: Arc<World>,
     checkpoint: Option<Checkpoint>,
 ) -> Result<Trainer> {
@@ -154,7 +154,6 @@ pub(super) fn load(
     let placement = Placement::in_world(config.device, config.dtype, world.device())?;
     let room = common_room(placement, &world)?;
     let preflight = Preflight::new(&config, placement, world.size(), room)?;
-    let rewards = RewardPool::with_functions(&config, functions)?;
     let limits = DatasetOptions {
         max_prompt_length: config.max_prompt_length,
         max_model_length: Some(preflight.plan.max_model_length),
@@ -235,6 +234,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
         schedule,
         output,
         saver,
+        saved_step: progress.global_step,
         progress,
         ahead: None,
         spread_lengths: None,

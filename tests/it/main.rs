@@ -22,6 +22,7 @@ mod lora;
 mod model;
 mod program;
 mod ranks;
+mod rewards;
 mod rollout;
 mod split;
 mod survive;

@@ -28,6 +28,10 @@ const EDGES: &[&str] = &[
     "launch/",
     "model/files",
     "phase/",
+    // Processes: their pipes, their end, their walls.
+    "reward/worker.rs",
+    "reward/pipes.rs",
+    "reward/code/",
     // Holders of views into an arena.
     "train/residence.rs",
     "rollout/kv_cache.rs",

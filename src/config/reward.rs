@@ -1,0 +1,242 @@
+//! Where rewards come from: built-in ones and their settings, Python functions and commands in processes of their own,
+//! model-written code.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde_json::Value;
+
+use super::field::{Field, join, keys};
+use super::raw::RawConfig;
+use super::validate::{TIMEOUT, check, compiles, count, is_timeout};
+use super::{Config, RewardBatch, SandboxLayer};
+use crate::error::{Error, Result};
+
+/// Reasoning, then an answer, each in its tags and nothing else.
+const DEFAULT_FORMAT_PATTERN: &str = r"(?s)<think>.*?</think>\s*<answer>.*?</answer>\s*";
+/// `<answer>..</answer>`, `\boxed{..}` (one level of braces inside) or GSM8K's `#### ..`.
+const DEFAULT_ANSWER_PATTERN: &str =
+    r"(?s)<answer>\s*(.*?)\s*</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}|####\s*(\S+)";
+
+keys! {
+    /// Settings of the rewards (`reward.*`).
+    #[derive(Debug, Clone, PartialEq, serde::Serialize)]
+    pub struct RewardConfig {
+        /// `format`: a regular expression that the whole completion must match.
+        pub format_pattern: String = DEFAULT_FORMAT_PATTERN.into(),
+        /// `numeric_answer`, `exact_answer`: a regular expression; the first group that took part in the last match is the
+        /// answer.
+        pub answer_pattern: String = DEFAULT_ANSWER_PATTERN.into(),
+        /// `numeric_answer`, `exact_answer`: the column with the reference answer.
+        pub answer_column: String = "answer".into(),
+        /// Threads on each rank that score completions with functions of this process.
+        pub num_threads: usize = 2,
+        /// Longest time one completion may take to score, in seconds; past it the sample is masked.
+        pub timeout_s: f64 = 10.0,
+        /// The interpreter of rewards that are Python functions.
+        pub python: String = "python3".into(),
+        /// Workers of one reward that may fail one after the other, with no score in between, before the run ends.
+        pub max_worker_failures: usize = 16,
+        /// `code`: the program in the completion is run against tests.
+        pub code: CodeConfig,
+    }
+}
+
+keys! {
+    /// Settings of the reward `code` (`reward.code.*`).
+    #[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
+    pub struct CodeConfig {
+        /// The column with the tests: a list of `{input, output}`, or `{inputs, outputs}`, or either as JSON text.
+        pub tests_column: String = "tests".into(),
+        /// What runs the program, whose file is the last argument.
+        pub command: Vec<String> = vec!["python3".into(), "-I".into()],
+        /// Longest time that all tests of a program may take, in seconds; those not passed by then are failed.
+        pub timeout_s: f64 = 10.0,
+        /// Memory that the program may address, in bytes.
+        pub memory_bytes: usize = 1 << 30,
+        /// Programs run at once on each rank.
+        pub workers: usize = 1,
+        /// Files and folders of this machine that the program may read, beside the system's and the command's.
+        pub readable: Vec<PathBuf> = Vec::new(),
+        /// Layers of the sandbox that may be missing; without one that is not listed the run is refused.
+        pub may_lack: Vec<SandboxLayer> = Vec::new(),
+    }
+}
+
+keys! {
+    /// A reward in processes of its own (`rewards.NAME.*`): either a function or a command.
+    #[derive(Debug, Clone, PartialEq, serde::Serialize)]
+    pub struct ProcessReward {
+        /// A Python function, `file.py:function`, `module:function` or `module.function`, of TRL's or verl's signature.
+        pub function: Option<String> = None,
+        /// A program and its arguments, which serves requests on its standard input and output (docs/rewards.md).
+        pub command: Vec<String> = Vec::new(),
+        /// Longest time of one request, in seconds; `None` is `reward.timeout_s`.
+        pub timeout_s: Option<f64> = None,
+        /// Processes on each rank.
+        pub workers: usize = 1,
+        /// What one request holds.
+        pub batch: RewardBatch = RewardBatch::Completion,
+    }
+}
+
+/// `rewards.*`: rewards in processes of their own, by name.
+#[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
+pub struct ProcessRewards(BTreeMap<String, ProcessReward>);
+
+impl RewardConfig {
+    pub(super) fn check(&self) -> Result<()> {
+        compiles("reward.format_pattern", &self.format_pattern)?;
+        let answer = compiles("reward.answer_pattern", &self.answer_pattern)?;
+        let group = "a regular expression with a group (..) around the answer";
+        check("reward.answer_pattern", &self.answer_pattern, answer.captures_len() > 1, group)?;
+        for (key, value) in [
+            ("reward.num_threads", self.num_threads),
+            ("reward.max_worker_failures", self.max_worker_failures),
+            ("reward.code.workers", self.code.workers),
+        ] {
+            count(key, value)?;
+        }
+        check("reward.code.command", "[]", !self.code.command.is_empty(), "an interpreter and its arguments")?;
+        let bytes = self.code.memory_bytes;
+        check("reward.code.memory_bytes", bytes, bytes >= 1 << 26, "at least 67108864 (64 MiB)")?;
+        for (key, seconds) in [("reward.timeout_s", self.timeout_s), ("reward.code.timeout_s", self.code.timeout_s)] {
+            check(key, seconds, is_timeout(seconds), TIMEOUT)?;
+        }
+        Ok(())
+    }
+}
+
+impl ProcessReward {
+    /// A Python function with every other setting at its default.
+    pub fn python(function: &str) -> Self {
+        Self { function: Some(function.to_owned()), ..Self::default() }
+    }
+
+    fn check(&self, name: &str) -> Result<()> {
+        let key = |field: &str| format!("rewards.{name}.{field}");
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
+        check("rewards", name, name.chars().all(is_plain), "names of letters, digits, _ and -")?;
+        let is_one = self.function.is_some() != !self.command.is_empty();
+        let got = self.function.as_deref().unwrap_or("none");
+        check(&key("function"), got, is_one, format!("a function, or else a program in {}", key("command")))?;
+        let shape = "file.py:function, module:function or module.function";
+        check(&key("function"), got, self.function.as_deref().is_none_or(is_python), shape)?;
+        count(&key("workers"), self.workers)?;
+        let timeout_s = self.timeout_s.unwrap_or(1.0);
+        check(&key("timeout_s"), timeout_s, is_timeout(timeout_s), TIMEOUT)
+    }
+}
+
+impl ProcessRewards {
+    /// The reward of this name.
+    pub fn get(&self, name: &str) -> Option<&ProcessReward> {
+        self.0.get(name)
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        self.0.iter().try_for_each(|(name, reward)| reward.check(name))
+    }
+}
+
+impl Config {
+    /// What each of `reward_funcs` is called in metrics and files: a Python function by its own name.
+    pub fn reward_names(&self) -> Vec<String> {
+        self.reward_funcs.iter().map(|entry| reward_name(entry).to_owned()).collect()
+    }
+}
+
+/// What an entry of `reward_funcs` is called.
+pub(crate) fn reward_name(entry: &str) -> &str {
+    if is_python(entry) { entry.rsplit([':', '.']).next().unwrap_or(entry) } else { entry }
+}
+
+/// Whether an entry of `reward_funcs` names a Python function by its place.
+pub(crate) fn is_python(entry: &str) -> bool {
+    let separator = if entry.contains(':') { ':' } else { '.' };
+    entry.rsplit_once(separator).is_some_and(|(place, name)| !place.is_empty() && !name.is_empty())
+}
+
+impl Default for RewardConfig {
+    fn default() -> Self {
+        Self::read(&RawConfig::default(), "reward", None).expect("every key of the table has a default")
+    }
+}
+
+impl Default for ProcessReward {
+    fn default() -> Self {
+        Self::read(&RawConfig::default(), "rewards.*", None).expect("every key of the table has a default")
+    }
+}
+
+impl Field for ProcessRewards {
+    fn keys(key: &str, out: &mut Vec<String>) {
+        ProcessReward::keys(&join(key, "*"), out);
+    }
+
+    fn read(raw: &RawConfig, key: &str, _: Option<Self>) -> Result<Self> {
+        let read = |name: &str| Ok((name.to_owned(), ProcessReward::read(raw, &join(key, name), None)?));
+        raw.names_in(key).into_iter().map(read).collect::<Result<_>>().map(Self)
+    }
+
+    fn write(&self, key: &str, out: &mut Vec<(String, Value)>) {
+        self.0.iter().for_each(|(name, reward)| reward.write(&join(key, name), out));
+    }
+}
+
+/// Refuses rewards that go by one name.
+pub(super) fn check_names(config: &Config) -> Result<()> {
+    let names = config.reward_names();
+    check("reward_funcs", "[]", !names.is_empty(), "at least one reward")?;
+    let repeated = names.iter().enumerate().find(|(i, name)| names[..*i].contains(name));
+    match repeated {
+        Some((_, name)) => {
+            Err(Error::invalid_value("reward_funcs", format!("{:?}", config.reward_funcs), format!("{name} only once")))
+        }
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{config, message};
+
+    #[test]
+    fn a_reward_of_its_own_process_is_a_table_by_its_name() {
+        let given =
+            ["reward_funcs=[\"brevity\", \"my.py:tone\", \"pkg.mod.depth\"]", "rewards.brevity.command=[\"b\"]"];
+        let config = config(&[&given[..], &["rewards.brevity.timeout_s=3"]].concat());
+        assert_eq!(config.reward_names(), ["brevity", "tone", "depth"]);
+        let brevity = config.rewards.get("brevity").unwrap();
+        assert_eq!((brevity.command.as_slice(), brevity.timeout_s), (&["b".to_owned()][..], Some(3.0)));
+        assert_eq!(super::Config::from_toml(&config.to_toml()).unwrap(), config);
+    }
+
+    #[test]
+    fn what_a_table_of_a_reward_cannot_be_is_refused() {
+        for (overrides, part) in [
+            (&["rewards.a.timeout=1"][..], "unknown key 'rewards.a.timeout'; did you mean 'rewards.*.timeout_s'?"),
+            (
+                &["rewards.a.workers=1"],
+                "rewards.a.function = none: expected a function, or else a program in rewards.a.command",
+            ),
+            (&["rewards.a.function=f", "rewards.a.command=[]"], "file.py:function"),
+            (&["rewards.a.function=m:f", "rewards.a.command=[\"x\"]"], "or else a program"),
+            (&["reward_funcs=[\"a.py:f\", \"b:f\"]"], "f only once"),
+            (&["reward.code.may_lack=[\"walls\"]"], "user_namespace, mount_namespace"),
+        ] {
+            let text = message(overrides);
+            assert!(text.contains(part), "{overrides:?}: {text}");
+        }
+    }
+
+    #[test]
+    fn a_reward_that_comes_or_goes_is_a_change() {
+        let (old, new) = (config(&[]), config(&["rewards.a.function=m:f", "rewards.a.timeout_s=3"]));
+        let changed = |new: &super::Config, old: &super::Config| -> Vec<_> {
+            new.diff(old).into_iter().filter(|change| change.changes_result).map(|change| change.key).collect()
+        };
+        assert_eq!(changed(&new, &old), ["rewards.a.function", "rewards.a.command", "rewards.a.batch"]);
+        assert_eq!(changed(&old, &new), changed(&new, &old));
+    }
+}

@@ -1,0 +1,312 @@
+//! What a forked process does before it becomes the program: it steps into namespaces of its own, sees nothing but the
+//! system's files and an empty folder, gives up its identity, takes limits and filters upon itself.
+#![allow(unsafe_code)]
+
+use std::ffi::CString;
+use std::fs;
+use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{PermissionsExt, chown, symlink};
+use std::path::{Path, PathBuf};
+
+use super::layers::{self, DEVICES};
+use super::sandbox::{PROGRAM_FILE, Pipes, Sandbox};
+use crate::config::SandboxLayer;
+
+/// The program's user and group: in the user namespace; outside of one, nobody, where this process may choose.
+pub(super) const INNER_ID: u32 = 1000;
+pub(super) const NOBODY: u32 = 65534;
+/// Word to the sandbox that ids are to be mapped.
+pub(super) const ASKS_FOR_IDS: &str = "ids\n";
+
+/// Where the program writes, if it sees a root of its own.
+const WORK: &str = "/work";
+/// Size of everything that the program writes, in bytes.
+const WORK_BYTES: u64 = 64 << 20;
+const MAX_FILE_BYTES: u64 = 16 << 20;
+const MAX_OPEN_FILES: u64 = 64;
+const MAX_THREADS: u64 = 64;
+
+/// Namespaces in the order in which they are entered: the first gives the privilege to enter the others.
+const NAMESPACES: [(SandboxLayer, i32); 4] = [
+    (SandboxLayer::UserNamespace, libc::CLONE_NEWUSER),
+    (SandboxLayer::MountNamespace, libc::CLONE_NEWNS),
+    (SandboxLayer::NetworkNamespace, libc::CLONE_NEWNET),
+    (SandboxLayer::PidNamespace, libc::CLONE_NEWPID),
+];
+
+/// Becomes `program`, or says on the pipe of reports why not.
+pub(super) fn become_program(sandbox: &Sandbox, program: &str, mut pipes: Pipes) -> ! {
+    if let Err(reason) = enter(sandbox, program, &mut pipes) {
+        let _ = pipes.report.write_all(reason.as_bytes());
+    }
+    // SAFETY: ends this copy of the process without running anything of the original's.
+    unsafe { libc::_exit(1) }
+}
+
+/// Returns only if something failed.
+fn enter(sandbox: &Sandbox, program: &str, pipes: &mut Pipes) -> Result<(), String> {
+    // SAFETY: plain system call; the group is the one that the sandbox kills.
+    unsafe { libc::setpgid(0, 0) };
+    die_with_parent();
+    let mut missing = layers::missing();
+    for (layer, flag) in NAMESPACES {
+        // SAFETY: plain system call; this process has one thread.
+        if unsafe { libc::unshare(flag) } != 0 {
+            missing.push((layer, io::Error::last_os_error()));
+        } else if layer == SandboxLayer::UserNamespace {
+            map_ids(pipes).map_err(|error| format!("user_namespace: {error}"))?;
+        }
+    }
+    refuse_missing(&missing, &sandbox.settings.may_lack)?;
+    let has = |layer: SandboxLayer| missing.iter().all(|(missing, _)| *missing != layer);
+    // SAFETY: plain system calls; what the walls need beside those above costs nothing where it is refused.
+    unsafe { libc::unshare(libc::CLONE_NEWIPC) };
+    if has(SandboxLayer::PidNamespace) {
+        become_first_process()?;
+    }
+    let work = match has(SandboxLayer::MountNamespace) {
+        true => change_root(sandbox).map_err(|error| format!("mount_namespace: {error}"))?,
+        false => sandbox.folder.path().to_owned(),
+    };
+    let failed = |what: &'static str| move |error: io::Error| format!("{what}: {error}");
+    fs::write(work.join(PROGRAM_FILE), program).map_err(failed("the program's file"))?;
+    std::env::set_current_dir(&work).map_err(failed("the program's folder"))?;
+    give_up_identity(has(SandboxLayer::UserNamespace)).map_err(failed("identity"))?;
+    limit(sandbox).map_err(failed("limits"))?;
+    // SAFETY: plain system call with whole numbers.
+    unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+    if has(SandboxLayer::Landlock) {
+        layers::restrict_files(&sandbox.readable, &work)?;
+    }
+    connect(pipes).map_err(failed("pipes"))?;
+    if has(SandboxLayer::Seccomp) {
+        layers::restrict_calls()?;
+    }
+    let args: Vec<*const libc::c_char> =
+        sandbox.command.iter().map(|arg| arg.as_ptr()).chain([std::ptr::null()]).collect();
+    // SAFETY: both lists end with a null pointer and outlive the call; the environment is empty.
+    unsafe { libc::execve(args[0], args.as_ptr(), [std::ptr::null()].as_ptr()) };
+    Err(format!("{}: {}", sandbox.command[0].to_string_lossy(), io::Error::last_os_error()))
+}
+
+/// The error that names every layer that is missing and may not be.
+fn refuse_missing(missing: &[(SandboxLayer, io::Error)], may_lack: &[SandboxLayer]) -> Result<(), String> {
+    let unexpected: Vec<String> = missing
+        .iter()
+        .filter(|(layer, _)| !may_lack.contains(layer))
+        .map(|(layer, error)| format!("{} ({error})", layer.name()))
+        .collect();
+    if !unexpected.is_empty() {
+        return Err(format!(
+            "the sandbox lacks {}: allow this to the process, or list in reward.code.may_lack what may be missing",
+            unexpected.join(", ")
+        ));
+    }
+    let lacks = |layer: SandboxLayer| missing.iter().any(|(missing, _)| *missing == layer);
+    if lacks(SandboxLayer::MountNamespace) && lacks(SandboxLayer::Landlock) {
+        return Err(
+            "the sandbox lacks mount_namespace and landlock: nothing would keep a program from files".to_owned()
+        );
+    }
+    if lacks(SandboxLayer::NetworkNamespace) && lacks(SandboxLayer::Seccomp) {
+        return Err(
+            "the sandbox lacks network_namespace and seccomp: nothing would keep a program from the network".to_owned()
+        );
+    }
+    Ok(())
+}
+
+fn die_with_parent() {
+    // SAFETY: plain system call with whole numbers.
+    unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0) };
+}
+
+/// Has the sandbox map the ids of the new user namespace, which takes privileges outside of it.
+fn map_ids(pipes: &mut Pipes) -> io::Result<()> {
+    pipes.report.write_all(ASKS_FOR_IDS.as_bytes())?;
+    pipes.go.read_exact(&mut [0])
+}
+
+/// Goes on as the first process of the new namespace, whose end ends all others; the one before waits for it.
+fn become_first_process() -> Result<(), String> {
+    // SAFETY: this process has one thread; the child goes on with a copy of everything.
+    let pid = unsafe { libc::fork() };
+    match pid {
+        -1 => Err(format!("pid_namespace: {}", io::Error::last_os_error())),
+        0 => {
+            die_with_parent();
+            Ok(())
+        }
+        _ => {
+            let mut status = 0;
+            // SAFETY: closes every descriptor, so that the program alone holds its pipes; waits for the own child; ends.
+            unsafe {
+                libc::close_range(0, u32::MAX, 0);
+                libc::waitpid(pid, &raw mut status, 0);
+                libc::_exit(if libc::WIFEXITED(status) {
+                    libc::WEXITSTATUS(status)
+                } else {
+                    128 + libc::WTERMSIG(status)
+                });
+            }
+        }
+    }
+}
+
+/// A root of its own: a small file system in memory with the readable paths, some devices and an empty folder, which is
+/// returned.
+fn change_root(sandbox: &Sandbox) -> io::Result<PathBuf> {
+    let root = sandbox.folder.path();
+    mount(None, Path::new("/"), None, libc::MS_REC | libc::MS_PRIVATE, None)?;
+    let options = format!("size={WORK_BYTES},mode=755");
+    mount(Some("tmpfs"), root, Some("tmpfs"), libc::MS_NOSUID | libc::MS_NODEV, Some(&options))?;
+    for path in &sandbox.readable {
+        show(path, root)?;
+    }
+    fs::create_dir(root.join("dev"))?;
+    for device in DEVICES.map(Path::new) {
+        let target = inner(root, device);
+        fs::File::create(&target)?;
+        mount(device.to_str(), &target, None, libc::MS_BIND, None)?;
+    }
+    let work = root.join(&WORK[1..]);
+    fs::create_dir(&work)?;
+    chown(&work, Some(INNER_ID), Some(INNER_ID))?;
+    std::env::set_current_dir(root)?;
+    // SAFETY: both paths outlive the calls; the old root comes to lie over the new one and is detached.
+    let outcome = unsafe {
+        match libc::syscall(libc::SYS_pivot_root, c".".as_ptr(), c".".as_ptr()) {
+            0 => libc::umount2(c".".as_ptr(), libc::MNT_DETACH),
+            _ => -1,
+        }
+    };
+    if outcome != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(PathBuf::from(WORK))
+}
+
+/// Makes `path` appear below `root`, not to be written; a link stays a link.
+fn show(path: &Path, root: &Path) -> io::Result<()> {
+    let target = inner(root, path);
+    if target.symlink_metadata().is_ok() {
+        return Ok(()); // below one that is shown already
+    }
+    if let Some(parent) = target.parent() {
+        fs::create_dir_all(parent)?;
+    }
+    if path.is_symlink() {
+        return symlink(fs::read_link(path)?, &target);
+    }
+    if path.is_dir() {
+        fs::create_dir(&target)?;
+    } else {
+        fs::File::create(&target)?;
+    }
+    mount(path.to_str(), &target, None, libc::MS_BIND | libc::MS_REC, None)?;
+    let attributes = libc::mount_attr {
+        attr_set: libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV,
+        attr_clr: 0,
+        propagation: 0,
+        userns_fd: 0,
+    };
+    let target = text(&target)?;
+    // SAFETY: path and attributes outlive the call, which is told the attributes' size.
+    let outcome = unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            libc::AT_FDCWD,
+            target.as_ptr(),
+            libc::AT_RECURSIVE,
+            &raw const attributes,
+            size_of::<libc::mount_attr>(),
+        )
+    };
+    if outcome != 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// An absolute path below another root.
+fn inner(root: &Path, path: &Path) -> PathBuf {
+    root.join(path.strip_prefix("/").unwrap_or(path))
+}
+
+fn mount(
+    from: Option<&str>,
+    to: &Path,
+    kind: Option<&str>,
+    flags: libc::c_ulong,
+    options: Option<&str>,
+) -> io::Result<()> {
+    let owned = |text: Option<&str>| text.map(CString::new).transpose().map_err(io::Error::other);
+    let (from, kind, options, to_text) = (owned(from)?, owned(kind)?, owned(options)?, text(to)?);
+    let pointer = |text: &Option<CString>| text.as_ref().map_or(std::ptr::null(), |text| text.as_ptr());
+    // SAFETY: every text ends with a zero and outlives the call.
+    let outcome =
+        unsafe { libc::mount(pointer(&from), to_text.as_ptr(), pointer(&kind), flags, pointer(&options).cast()) };
+    let at = |error: io::Error| io::Error::other(format!("{}: {error}", to.display()));
+    if outcome != 0 { Err(at(io::Error::last_os_error())) } else { Ok(()) }
+}
+
+fn text(path: &Path) -> io::Result<CString> {
+    CString::new(path.as_os_str().as_bytes()).map_err(io::Error::other)
+}
+
+/// Becomes a user without privileges: exec drops what capabilities are left.
+fn give_up_identity(has_user_namespace: bool) -> io::Result<()> {
+    // SAFETY: plain system calls on this process alone.
+    let is_root = unsafe { libc::geteuid() } == 0;
+    let id = match (has_user_namespace, is_root) {
+        (true, _) => INNER_ID,
+        (false, true) => NOBODY,
+        (false, false) => return Ok(()),
+    };
+    if is_root {
+        fs::set_permissions(".", fs::Permissions::from_mode(0o700))?;
+        chown(".", Some(id), Some(id))?;
+        // SAFETY: plain system call; no groups are set.
+        unsafe { libc::setgroups(0, std::ptr::null()) };
+    }
+    // SAFETY: plain system calls on this process alone.
+    if unsafe { libc::setresgid(id, id, id) != 0 || libc::setresuid(id, id, id) != 0 } {
+        return Err(io::Error::last_os_error());
+    }
+    die_with_parent(); // a change of user undoes it
+    Ok(())
+}
+
+fn limit(sandbox: &Sandbox) -> io::Result<()> {
+    let seconds = sandbox.settings.timeout_s.ceil() as u64 + 1;
+    for (resource, most) in [
+        (libc::RLIMIT_AS, sandbox.settings.memory_bytes as u64),
+        (libc::RLIMIT_CPU, seconds),
+        (libc::RLIMIT_FSIZE, MAX_FILE_BYTES),
+        (libc::RLIMIT_NOFILE, MAX_OPEN_FILES),
+        (libc::RLIMIT_NPROC, MAX_THREADS),
+        (libc::RLIMIT_CORE, 0),
+    ] {
+        let limit = libc::rlimit { rlim_cur: most, rlim_max: most };
+        // SAFETY: the limit outlives the call.
+        if unsafe { libc::setrlimit(resource, &raw const limit) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
+/// The program's input and output are the pipes, its errors go nowhere, and it inherits nothing else.
+fn connect(pipes: &Pipes) -> io::Result<()> {
+    let nothing = fs::OpenOptions::new().write(true).open("/dev/null")?;
+    for (from, to) in [(pipes.input.as_raw_fd(), 0), (pipes.output.as_raw_fd(), 1), (nothing.as_raw_fd(), 2)] {
+        // SAFETY: plain system call on open descriptors; the standard ones of this copy are nobody else's.
+        if unsafe { libc::dup2(from, to) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    // SAFETY: plain system call; descriptors stay open until exec.
+    if unsafe { libc::close_range(3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC as i32) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}

@@ -1,0 +1,178 @@
+//! The walls that the kernel puts up at a process's own request: Landlock's rules and the filter of system calls.
+#![allow(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use landlock::{
+    ABI, Access, AccessFs, AccessNet, RestrictionStatus, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetStatus,
+    Scope, path_beneath_rules,
+};
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+    TargetArch, apply_filter, sock_filter,
+};
+
+use crate::config::SandboxLayer;
+
+/// Devices that a program may write to.
+pub(super) const DEVICES: [&str; 4] = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"];
+
+/// System calls of x86's other calling conventions begin here.
+const FIRST_X32_CALL: u32 = 0x4000_0000;
+
+/// System calls refused with EPERM: network, tracing, mounting, namespaces, kernel keys and programs, other processes, ways
+/// out of the process group that is killed. Pairs of sockets within the process stay allowed.
+const REFUSED: &[i64] = &[
+    libc::SYS_socket,
+    libc::SYS_connect,
+    libc::SYS_bind,
+    libc::SYS_listen,
+    libc::SYS_accept,
+    libc::SYS_accept4,
+    libc::SYS_ptrace,
+    libc::SYS_process_vm_readv,
+    libc::SYS_process_vm_writev,
+    libc::SYS_process_madvise,
+    libc::SYS_kcmp,
+    libc::SYS_pidfd_open,
+    libc::SYS_pidfd_getfd,
+    libc::SYS_mount,
+    libc::SYS_umount2,
+    libc::SYS_pivot_root,
+    libc::SYS_chroot,
+    libc::SYS_move_mount,
+    libc::SYS_open_tree,
+    libc::SYS_fsopen,
+    libc::SYS_fsconfig,
+    libc::SYS_fsmount,
+    libc::SYS_fspick,
+    libc::SYS_mount_setattr,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_name_to_handle_at,
+    libc::SYS_unshare,
+    libc::SYS_setns,
+    libc::SYS_kill,
+    libc::SYS_tkill,
+    libc::SYS_rt_sigqueueinfo,
+    libc::SYS_rt_tgsigqueueinfo,
+    libc::SYS_pidfd_send_signal,
+    libc::SYS_setsid,
+    libc::SYS_setpgid,
+    libc::SYS_add_key,
+    libc::SYS_request_key,
+    libc::SYS_keyctl,
+    libc::SYS_bpf,
+    libc::SYS_perf_event_open,
+    libc::SYS_userfaultfd,
+    libc::SYS_io_uring_setup,
+    libc::SYS_io_uring_enter,
+    libc::SYS_io_uring_register,
+    libc::SYS_init_module,
+    libc::SYS_finit_module,
+    libc::SYS_delete_module,
+    libc::SYS_kexec_load,
+    libc::SYS_reboot,
+    libc::SYS_swapon,
+    libc::SYS_swapoff,
+    libc::SYS_quotactl,
+    libc::SYS_acct,
+    libc::SYS_personality,
+    libc::SYS_settimeofday,
+    libc::SYS_clock_settime,
+    libc::SYS_sethostname,
+    libc::SYS_setdomainname,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_fork,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_vfork,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_iopl,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_ioperm,
+];
+
+/// Whichever of Landlock and seccomp this kernel does not offer, with the reason.
+pub(super) fn missing() -> Vec<(SandboxLayer, io::Error)> {
+    let mut missing = Vec::new();
+    const VERSION: libc::c_ulong = 1; // LANDLOCK_CREATE_RULESET_VERSION
+    // SAFETY: asks for the version; there is no structure to point to.
+    if unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, std::ptr::null::<u8>(), 0usize, VERSION) } < 0 {
+        missing.push((SandboxLayer::Landlock, io::Error::last_os_error()));
+    }
+    let action = libc::SECCOMP_RET_ERRNO;
+    // SAFETY: the action outlives the call.
+    if unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_ACTION_AVAIL, 0, &raw const action) } < 0 {
+        missing.push((SandboxLayer::Seccomp, io::Error::last_os_error()));
+    }
+    missing
+}
+
+/// From here on this process reads and runs what is below `readable`, writes below `work` and to [`DEVICES`], and opens no
+/// TCP connection; as far as this kernel's Landlock goes.
+///
+/// # Errors
+/// What the kernel refused, or that it enforces nothing.
+pub(super) fn restrict_files(readable: &[PathBuf], work: &Path) -> Result<(), String> {
+    let abi = ABI::V6;
+    let rules = || {
+        Ruleset::default()
+            .handle_access(AccessFs::from_all(abi))?
+            .handle_access(AccessNet::from_all(abi))?
+            .scope(Scope::from_all(abi))?
+            .create()?
+            .add_rules(path_beneath_rules(readable, AccessFs::from_read(abi)))?
+            .add_rules(path_beneath_rules(DEVICES, AccessFs::from_file(abi)))?
+            .add_rules(path_beneath_rules([work], AccessFs::from_all(abi)))?
+            .restrict_self()
+    };
+    let RestrictionStatus { ruleset, .. } = rules().map_err(|error| format!("landlock: {error}"))?;
+    if ruleset == RulesetStatus::NotEnforced { Err("landlock enforces nothing".to_owned()) } else { Ok(()) }
+}
+
+/// From here on the system calls of [`REFUSED`] fail in this process, and so do new processes and signals to others.
+///
+/// # Errors
+/// What the kernel refused.
+pub(super) fn restrict_calls() -> Result<(), String> {
+    let every = |calls: &[i64]| calls.iter().map(|call| (*call, Vec::new())).collect::<BTreeMap<_, _>>();
+    let mut refused = every(REFUSED);
+    // New threads carry CLONE_THREAD. Where clone3, whose flags cannot be seen, does not exist, glibc falls back to clone.
+    let threads = libc::CLONE_THREAD as u64;
+    refused.insert(libc::SYS_clone, first_argument(SeccompCmpOp::MaskedEq(threads), 0)?);
+    refused.insert(libc::SYS_tgkill, first_argument(SeccompCmpOp::Ne, u64::from(std::process::id()))?);
+    let mut filters = vec![compiled(refused, libc::EPERM)?, compiled(every(&[libc::SYS_clone3]), libc::ENOSYS)?];
+    if cfg!(target_arch = "x86_64") {
+        filters.push(no_x32());
+    }
+    filters.iter().try_for_each(|filter| apply_filter(filter).map_err(failed))
+}
+
+fn failed(error: impl Display) -> String {
+    format!("seccomp: {error}")
+}
+
+fn first_argument(operator: SeccompCmpOp, value: u64) -> Result<Vec<SeccompRule>, String> {
+    let condition = SeccompCondition::new(0, SeccompCmpArgLen::Qword, operator, value).map_err(failed)?;
+    Ok(vec![SeccompRule::new(vec![condition]).map_err(failed)?])
+}
+
+fn compiled(calls: BTreeMap<i64, Vec<SeccompRule>>, errno: i32) -> Result<BpfProgram, String> {
+    let target = TargetArch::try_from(std::env::consts::ARCH).map_err(failed)?;
+    let refuse = SeccompAction::Errno(errno as u32);
+    let filter = SeccompFilter::new(calls, SeccompAction::Allow, refuse, target).map_err(failed)?;
+    BpfProgram::try_from(filter).map_err(failed)
+}
+
+/// Refuses the numbers under which x86's x32 convention offers the same calls again.
+fn no_x32() -> BpfProgram {
+    let statement = |code: u32, jt, jf, k| sock_filter { code: code as u16, jt, jf, k };
+    vec![
+        statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0), // seccomp_data.nr
+        statement(libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K, 0, 1, FIRST_X32_CALL),
+        statement(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
+        statement(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ]
+}

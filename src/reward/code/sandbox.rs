@@ -1,0 +1,250 @@
+//! Runs one program in the sandbox, to its end or to a limit. The process that serves the reward has one thread, so that
+//! it may fork.
+#![allow(unsafe_code)]
+
+use std::ffi::CString;
+use std::fs::{self, File};
+use std::io::{self, PipeReader, PipeWriter, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use super::super::pipes::{do_not_block, moved, wait_for};
+use super::inside::{ASKS_FOR_IDS, INNER_ID, NOBODY, become_program};
+use crate::config::CodeConfig;
+
+/// The program's file, in the folder that it is started in.
+pub(super) const PROGRAM_FILE: &str = "main.py";
+
+/// Most bytes that a program may write.
+const MAX_OUTPUT_BYTES: usize = 1 << 20;
+/// Longest time until the sandbox stands.
+const SETUP: Duration = Duration::from_secs(10);
+/// Time between two looks whether a program has ended that has closed its output.
+const LOOK: Duration = Duration::from_millis(1);
+
+/// What every program may read, where it exists.
+const SYSTEM: [&str; 8] =
+    ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"];
+
+/// A sandbox that has been tried.
+#[derive(Debug)]
+pub(super) struct Sandbox {
+    pub settings: CodeConfig,
+    /// The interpreter's own path, its arguments and the program's file.
+    pub command: Vec<CString>,
+    /// What the program may read.
+    pub readable: Vec<PathBuf>,
+    /// An empty folder: where a root of its own is mounted, or else where it writes.
+    pub folder: tempfile::TempDir,
+}
+
+/// What a program did.
+#[derive(Debug)]
+pub(super) struct Run {
+    /// It ended by itself, with status 0.
+    pub succeeded: bool,
+    /// What it wrote to standard output.
+    pub output: Vec<u8>,
+}
+
+/// The ends of a run's pipes that belong to its process.
+pub(super) struct Pipes {
+    pub input: PipeReader,
+    pub output: PipeWriter,
+    /// Word that ids are mapped.
+    pub go: PipeReader,
+    /// What keeps it from becoming the program; closed by exec.
+    pub report: PipeWriter,
+}
+
+impl Sandbox {
+    /// Finds the interpreter and runs an empty program.
+    ///
+    /// # Errors
+    /// The layers that are missing, by name; what else keeps a program from being run.
+    pub fn new(settings: &CodeConfig) -> Result<Self, String> {
+        let (interpreter, own_paths) = interpreter(&settings.command[0])?;
+        let interpreter = interpreter.to_string_lossy().into_owned();
+        let args = settings.command[1..].iter().map(String::as_str);
+        let words = [interpreter.as_str()].into_iter().chain(args).chain([PROGRAM_FILE]);
+        let command = words.map(CString::new).collect::<Result<_, _>>().map_err(|error| error.to_string())?;
+        let system = SYSTEM.map(PathBuf::from).into_iter();
+        let readable = system.chain(own_paths).chain(settings.readable.clone()).filter(|path| path.exists()).collect();
+        let folder = tempfile::tempdir().map_err(|error| format!("a temporary folder: {error}"))?;
+        let settings = settings.clone();
+        let sandbox = Self { settings, command, readable, folder };
+        let tried = sandbox.run("", b"", Instant::now() + SETUP)?;
+        if tried.succeeded {
+            Ok(sandbox)
+        } else {
+            Err(format!("{interpreter} fails on an empty program in the sandbox"))
+        }
+    }
+
+    /// Runs `program` with `input` until `deadline` at the latest; what it started is gone afterwards.
+    ///
+    /// # Errors
+    /// What kept the program from being run; never what the program did.
+    pub fn run(&self, program: &str, input: &[u8], deadline: Instant) -> Result<Run, String> {
+        let failed = |error: io::Error| format!("pipes of the sandbox: {error}");
+        let (inner_input, input_end) = io::pipe().map_err(failed)?;
+        let (output_end, inner_output) = io::pipe().map_err(failed)?;
+        let (inner_go, mut go) = io::pipe().map_err(failed)?;
+        let (mut report, inner_report) = io::pipe().map_err(failed)?;
+        let inner = Pipes { input: inner_input, output: inner_output, go: inner_go, report: inner_report };
+        // SAFETY: this process has one thread; the child runs on a copy of it and never returns.
+        let process = match unsafe { libc::fork() } {
+            -1 => return Err(format!("a process for the program: {}", io::Error::last_os_error())),
+            0 => {
+                drop((input_end, output_end, go, report));
+                become_program(self, program, inner)
+            }
+            pid => Process { pid, is_reaped: false },
+        };
+        drop(inner);
+        process.follow_setup(&mut report, &mut go)?;
+        let run = process.follow(input_end, output_end, input, deadline).map_err(failed);
+        self.clear();
+        run
+    }
+
+    /// Empties the folder of a program that had no root of its own.
+    fn clear(&self) {
+        let entries = fs::read_dir(self.folder.path()).into_iter().flatten().flatten();
+        for path in entries.map(|entry| entry.path()) {
+            let _ = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+        }
+    }
+}
+
+/// The process that a run is, and leads the group of.
+struct Process {
+    pid: libc::pid_t,
+    is_reaped: bool,
+}
+
+impl Process {
+    /// Serves the process until it has become the program.
+    fn follow_setup(&self, report: &mut PipeReader, go: &mut PipeWriter) -> Result<(), String> {
+        let mut said = Vec::new();
+        let mut part = [0; 1024];
+        let deadline = Instant::now() + SETUP;
+        loop {
+            wait_for(&[report.as_raw_fd()], -1, deadline.saturating_duration_since(Instant::now()));
+            if Instant::now() >= deadline {
+                return Err("the sandbox does not come to stand".to_owned());
+            }
+            let num_read = report.read(&mut part).map_err(|error| error.to_string())?;
+            said.extend_from_slice(&part[..num_read]);
+            if said == ASKS_FOR_IDS.as_bytes() {
+                said.clear();
+                self.map_ids().map_err(|error| format!("user_namespace: {error}"))?;
+                go.write_all(&[1]).map_err(|error| error.to_string())?;
+            } else if num_read == 0 {
+                let said = String::from_utf8_lossy(&said).into_owned();
+                return if said.is_empty() { Ok(()) } else { Err(said) };
+            }
+        }
+    }
+
+    /// Maps the program's id to nobody's, and root's to itself while the sandbox is built; without privileges, to this
+    /// process's own.
+    fn map_ids(&self) -> io::Result<()> {
+        // SAFETY: plain system calls without arguments.
+        let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
+        let write = |name: &str, text: String| {
+            File::options().write(true).open(format!("/proc/{}/{name}", self.pid))?.write_all(text.as_bytes())
+        };
+        let mapped = |own: u32| {
+            if uid == 0 { format!("0 {own} 1\n{INNER_ID} {NOBODY} 1\n") } else { format!("{INNER_ID} {own} 1\n") }
+        };
+        if uid != 0 {
+            write("setgroups", "deny".to_owned())?;
+        }
+        write("gid_map", mapped(gid))?;
+        write("uid_map", mapped(uid))
+    }
+
+    /// Feeds the program and reads what it writes, until it ends or reaches a limit.
+    fn follow(mut self, input: PipeWriter, mut output: PipeReader, text: &[u8], deadline: Instant) -> io::Result<Run> {
+        do_not_block(input.as_raw_fd())?;
+        do_not_block(output.as_raw_fd())?;
+        let (mut input, mut num_sent, mut written) = (Some(input), 0, Vec::new());
+        let mut part = [0; 1 << 16];
+        loop {
+            if num_sent == text.len() {
+                input = None;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || written.len() > MAX_OUTPUT_BYTES {
+                return Ok(Run { succeeded: false, output: written });
+            }
+            wait_for(&[output.as_raw_fd()], input.as_ref().map_or(-1, AsRawFd::as_raw_fd), left);
+            if let Some(pipe) = &mut input {
+                match moved(pipe.write(&text[num_sent..])) {
+                    Ok(num) => num_sent += num.unwrap_or(0),
+                    Err(_) => input = None, // it reads no further
+                }
+            }
+            match moved(output.read(&mut part))? {
+                Some(0) => break,
+                num_read => written.extend_from_slice(&part[..num_read.unwrap_or(0)]),
+            }
+        }
+        let succeeded = self.succeeds(deadline);
+        Ok(Run { succeeded, output: written })
+    }
+
+    /// Waits for the end of a program that has closed its output.
+    fn succeeds(&mut self, deadline: Instant) -> bool {
+        let mut status = 0;
+        while Instant::now() < deadline {
+            // SAFETY: the own child, not yet reaped; the status outlives the call.
+            if unsafe { libc::waitpid(self.pid, &raw mut status, libc::WNOHANG) } == self.pid {
+                self.is_reaped = true;
+                return libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0;
+            }
+            std::thread::sleep(LOOK);
+        }
+        false
+    }
+}
+
+impl Drop for Process {
+    /// Kills what is left; the first process of a namespace takes all others with it.
+    fn drop(&mut self) {
+        if !self.is_reaped {
+            // SAFETY: the own child, not yet reaped, and the group that it made; waited for, as it cannot refuse.
+            unsafe {
+                libc::kill(-self.pid, libc::SIGKILL);
+                libc::kill(self.pid, libc::SIGKILL);
+                libc::waitpid(self.pid, std::ptr::null_mut(), 0);
+            }
+        }
+    }
+}
+
+/// The interpreter's own path and what it reads beside the system's files. A Python is asked: what is found by its name may be
+/// a link, a script or a virtual environment.
+fn interpreter(name: &str) -> Result<(PathBuf, Vec<PathBuf>), String> {
+    if Path::new(name).file_name().is_some_and(|file| file.to_string_lossy().starts_with("python")) {
+        let question = "import sys; print(sys.executable, sys.prefix, sys.base_prefix, sep='\\n')";
+        let output = Command::new(name).args(["-I", "-c", question]).output();
+        let output = output.map_err(|error| format!("reward.code.command: {name}: {error}"))?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let mut lines = text.lines().map(PathBuf::from);
+        let executable = lines.next().ok_or_else(|| format!("reward.code.command: {name} does not say where it is"))?;
+        return Ok((executable, lines.collect()));
+    }
+    let folders = std::env::var_os("PATH").unwrap_or_default();
+    let candidates = std::env::split_paths(&folders).map(|folder| folder.join(name));
+    let is_program =
+        |path: &PathBuf| path.metadata().is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0);
+    let found = candidates.chain([PathBuf::from(name)]).find(is_program).and_then(|path| path.canonicalize().ok());
+    let found = found.ok_or_else(|| format!("reward.code.command: no program {name}"))?;
+    let own = found.clone();
+    Ok((found, vec![own]))
+}

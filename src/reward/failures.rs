@@ -1,0 +1,131 @@
+//! Why samples got no reward, counted by reward and kind.
+
+use crate::error::Error;
+
+/// Why a reward gave no score.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FailureKind {
+    /// It returned an error.
+    Error,
+    /// It panicked.
+    Panic,
+    /// It did not answer in its time.
+    Timeout,
+    /// It gave NaN or an infinity.
+    NonFinite,
+    /// Its worker ended.
+    Died,
+    /// Its worker wrote what is no reply, or too much.
+    Output,
+}
+
+impl FailureKind {
+    /// Every kind.
+    pub const ALL: [Self; 6] = [Self::Error, Self::Panic, Self::Timeout, Self::NonFinite, Self::Died, Self::Output];
+
+    /// The last part of `rewards/{name}/failed/{kind}` in the metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Error => "error",
+            Self::Panic => "panic",
+            Self::Timeout => "timeout",
+            Self::NonFinite => "non_finite",
+            Self::Died => "died",
+            Self::Output => "output",
+        }
+    }
+}
+
+/// Scores that one reward did not give, by cause.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RewardFailures([usize; FailureKind::ALL.len()]);
+
+impl RewardFailures {
+    /// How many for this reason.
+    pub fn of(&self, kind: FailureKind) -> usize {
+        self.0[kind as usize]
+    }
+
+    /// Counts `scores` more; the first of a kind is told.
+    pub(super) fn add(&mut self, reward: &str, failure: &Failure, scores: usize) {
+        if self.of(failure.kind) == 0 {
+            let (kind, cause) = (failure.kind.name(), &failure.cause);
+            tracing::warn!(reward, kind, "a reward failed, its samples are masked: {cause}");
+        }
+        self.0[failure.kind as usize] += scores;
+    }
+}
+
+/// One failure.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Failure {
+    pub kind: FailureKind,
+    pub cause: String,
+}
+
+impl Failure {
+    pub fn new(kind: FailureKind, cause: impl Into<String>) -> Self {
+        Self { kind, cause: cause.into() }
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::new(FailureKind::Error, error.to_string())
+    }
+}
+
+/// What a reward says of one completion.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Score {
+    /// A finite number.
+    Value(f32),
+    /// It does not apply: the sample is scored by the other rewards.
+    NotApplicable,
+    /// It failed: the sample is masked.
+    Failed,
+}
+
+impl Score {
+    /// A score from a number; NaN and infinities are failures.
+    pub fn finite(value: f32) -> Result<Self, Failure> {
+        let failure = || Failure::new(FailureKind::NonFinite, value.to_string());
+        if value.is_finite() { Ok(Self::Value(value)) } else { Err(failure()) }
+    }
+
+    /// The number, if there is one.
+    pub fn value(&self) -> Option<f32> {
+        if let Self::Value(value) = self { Some(*value) } else { None }
+    }
+}
+
+/// The sum over the rewards that apply and have a weight; `None`, which masks the sample, if one of them failed or none
+/// applies.
+pub(super) fn weighted_sum(scores: &[Score], weights: &[f64]) -> Option<f32> {
+    let counted: Vec<_> = scores.iter().zip(weights).filter(|(_, weight)| **weight != 0.0).collect();
+    let values = counted.iter().filter_map(|(score, weight)| Some(f64::from(score.value()?) * **weight));
+    let is_masked = counted.iter().any(|(score, _)| **score == Score::Failed) || values.clone().next().is_none();
+    (!is_masked).then(|| values.sum::<f64>() as f32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Score::*;
+    use super::*;
+
+    #[test]
+    fn a_reward_without_weight_masks_nothing_and_one_that_does_not_apply_is_left_out() {
+        assert_eq!(weighted_sum(&[Failed, Value(2.0)], &[0.0, 0.5]), Some(1.0));
+        assert_eq!(weighted_sum(&[Failed, Value(2.0)], &[1.0, 0.5]), None);
+        assert_eq!(weighted_sum(&[NotApplicable, Value(2.0)], &[1.0, 0.5]), Some(1.0));
+        assert_eq!(weighted_sum(&[NotApplicable, NotApplicable], &[1.0, 1.0]), None);
+    }
+
+    #[test]
+    fn kinds_are_counted_apart() {
+        let mut failures = RewardFailures::default();
+        failures.add("r", &Failure::new(FailureKind::Died, "signal 9"), 3);
+        failures.add("r", &Score::finite(f32::NAN).unwrap_err(), 1);
+        assert_eq!(FailureKind::ALL.map(|kind| failures.of(kind)), [0, 0, 0, 1, 3, 0]);
+    }
+}

@@ -1,0 +1,50 @@
+//! The threads of rewards that are functions of this process.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Instant;
+
+use super::RewardInput;
+use super::failures::{Failure, FailureKind, Score};
+use super::state::{Job, Shared};
+use crate::error::panic_message;
+use crate::types::RolloutGroup;
+
+impl Shared {
+    /// A thread's life: score completions until the pool closes or this thread was given up.
+    pub fn work(&self) {
+        while let Some((job, group)) = self.next_job(|state| &mut state.queue) {
+            let number = self.lock().begin(job.clone(), Instant::now() + self.timeout);
+            self.call_all(number, &job, &group);
+            if !self.lock().finish(number) {
+                return;
+            }
+            self.changed.notify_all();
+        }
+        self.lock().num_workers -= 1;
+        self.changed.notify_all();
+    }
+
+    /// Runs every function on the job's completion, or until the job was given up.
+    fn call_all(&self, number: u64, job: &Job, group: &RolloutGroup) {
+        let completion = &group.completions[job.completions.start];
+        let input = RewardInput {
+            prompt: &group.prompt.text,
+            completion: &completion.text,
+            token_ids: &completion.token_ids,
+            finish_reason: completion.finish_reason,
+            columns: &group.prompt.columns,
+        };
+        for (index, function) in &self.functions {
+            let outcome = catch_unwind(AssertUnwindSafe(|| function(&input)));
+            let outcome = match outcome {
+                Ok(score) => score.map_err(Failure::from).and_then(Score::finite),
+                Err(panic) => Err(Failure::new(FailureKind::Panic, panic_message(&*panic))),
+            };
+            let mut state = self.lock();
+            if state.running_job(number).is_none() {
+                return;
+            }
+            state.file(job.ticket, job.completions.start, (*index, &self.names[*index]), outcome);
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! What passes between a reward pool and a worker process: frames of JSON behind their length in 4 bytes, big-endian.
+
+use std::io::{self, Read, Write};
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::failures::{Failure, FailureKind, Score};
+use crate::types::{FinishReason, RolloutGroup};
+
+/// Longest reply in bytes.
+pub(super) const MAX_REPLY_BYTES: usize = 1 << 20;
+/// Bytes of a frame's length.
+pub(super) const LENGTH_BYTES: usize = 4;
+
+/// Completions of one prompt.
+#[derive(Debug, Serialize)]
+pub(super) struct Request<'a> {
+    prompt: &'a str,
+    completions: Vec<&'a str>,
+    completion_ids: Vec<&'a [u32]>,
+    finish_reasons: Vec<FinishReason>,
+    columns: &'a Map<String, Value>,
+}
+
+/// A request as the sandbox's worker reads it.
+#[derive(Debug, Deserialize)]
+pub(super) struct CodeRequest {
+    pub completions: Vec<String>,
+    pub columns: Map<String, Value>,
+}
+
+/// Either a reward for each completion or an error.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Reply {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rewards: Option<Vec<Option<Number>>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+}
+
+/// JSON has no word for what is not finite: `"nan"`, `"inf"`.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+enum Number {
+    Finite(f64),
+    Text(String),
+}
+
+impl<'a> Request<'a> {
+    /// Some completions of a group.
+    pub fn new(group: &'a RolloutGroup, completions: Range<usize>) -> Self {
+        let completions = &group.completions[completions];
+        Self {
+            prompt: &group.prompt.text,
+            completions: completions.iter().map(|completion| completion.text.as_str()).collect(),
+            completion_ids: completions.iter().map(|completion| completion.token_ids.as_slice()).collect(),
+            finish_reasons: completions.iter().map(|completion| completion.finish_reason).collect(),
+            columns: &group.prompt.columns,
+        }
+    }
+}
+
+impl Reply {
+    /// What to do with a request that cannot be served.
+    pub fn error(message: String) -> Self {
+        Self { rewards: None, error: Some(message) }
+    }
+
+    /// Scores of a request's completions.
+    pub fn rewards(rewards: Vec<f64>) -> Self {
+        Self { rewards: Some(rewards.into_iter().map(|reward| Some(Number::Finite(reward))).collect()), error: None }
+    }
+
+    /// Scores of `num_completions`, each a number or a failure of its own; or the failure of all.
+    pub fn read(frame: &[u8], num_completions: usize) -> Result<Vec<Result<Score, Failure>>, Failure> {
+        let bad = |what: String| Failure::new(FailureKind::Output, format!("{what} in {}", excerpt(frame)));
+        let reply: Self = serde_json::from_slice(frame).map_err(|error| bad(error.to_string()))?;
+        let rewards = match reply {
+            Self { rewards: None, error: Some(message) } => return Err(Failure::new(FailureKind::Error, message)),
+            Self { rewards: Some(rewards), error: None } => rewards,
+            _ => return Err(bad("expected either \"rewards\" or \"error\"".to_owned())),
+        };
+        if rewards.len() != num_completions {
+            return Err(bad(format!("expected {num_completions} rewards, got {}", rewards.len())));
+        }
+        rewards
+            .into_iter()
+            .map(|reward| reward.map_or(Ok(Ok(Score::NotApplicable)), |number| number.read(bad)))
+            .collect()
+    }
+}
+
+impl Number {
+    fn read(self, bad: impl Fn(String) -> Failure) -> Result<Result<Score, Failure>, Failure> {
+        match self {
+            Self::Finite(value) => Ok(Score::finite(value as f32)),
+            Self::Text(text) => match text.parse::<f32>() {
+                Ok(value) if !value.is_finite() => Ok(Score::finite(value)),
+                _ => Err(bad(format!("expected a number, got {text:?}"))),
+            },
+        }
+    }
+}
+
+/// One value behind its length.
+pub(super) fn frame(value: &impl Serialize) -> Vec<u8> {
+    let mut bytes = vec![0; LENGTH_BYTES];
+    serde_json::to_writer(&mut bytes, value).expect("plain data is JSON");
+    let length = u32::try_from(bytes.len() - LENGTH_BYTES).expect("a group's text is far below 4 GiB");
+    bytes[..LENGTH_BYTES].copy_from_slice(&length.to_be_bytes());
+    bytes
+}
+
+/// The length that a frame's first bytes give.
+pub(super) fn length(bytes: &[u8]) -> Option<usize> {
+    bytes.get(..LENGTH_BYTES).map(|bytes| u32::from_be_bytes(bytes.try_into().expect("4 bytes")) as usize)
+}
+
+/// The next frame of a worker's own input; `None` at its end.
+pub(super) fn read_frame(input: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
+    let mut head = [0; LENGTH_BYTES];
+    match input.read_exact(&mut head) {
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+        other => other?,
+    }
+    let mut bytes = vec![0; u32::from_be_bytes(head) as usize];
+    input.read_exact(&mut bytes)?;
+    Ok(Some(bytes))
+}
+
+/// A worker's own reply.
+pub(super) fn write_frame(output: &mut impl Write, reply: &Reply) -> io::Result<()> {
+    output.write_all(&frame(reply))?;
+    output.flush()
+}
+
+/// The beginning of what somebody wrote, for messages.
+pub(super) fn excerpt(bytes: &[u8]) -> String {
+    let text = String::from_utf8_lossy(&bytes[..bytes.len().min(200)]).into_owned();
+    format!("{text:?}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_the_schema_says_is_a_reply() {
+        let scores = Reply::read(br#"{"rewards": [0.5, null, "nan", 1e300]}"#, 4).unwrap();
+        assert_eq!(scores[..2], [Ok(Score::Value(0.5)), Ok(Score::NotApplicable)]);
+        for score in &scores[2..] {
+            assert_eq!(score.as_ref().unwrap_err().kind, FailureKind::NonFinite);
+        }
+        let failure = |text: &str| Reply::read(text.as_bytes(), 1).unwrap_err();
+        assert_eq!(failure(r#"{"error": "no tests"}"#), Failure::new(FailureKind::Error, "no tests"));
+        for text in [
+            "",
+            "1",
+            "{}",
+            "[1.0]",
+            "{\"rewards\": [1.0, 1.0]}",
+            "{\"rewards\": []}",
+            "{\"rewards\": [\"1.0\"]}",
+            "{\"rewards\": [true]}",
+            "{\"rewards\": [NaN]}",
+            "{\"rewards\": [1.0], \"error\": \"x\"}",
+            "{\"rewards\": [1.0], \"advantage\": 9}",
+            "{\"rewards\": [1.0]} {\"rewards\": [1.0]}",
+        ] {
+            assert_eq!(failure(text).kind, FailureKind::Output, "{text}");
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! Where the reward of each entry of `reward_funcs` is computed.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::time::Duration;
+
+use super::code::{self, SANDBOX_COMMAND};
+use super::service::Service;
+use super::worker::{Origin, Program};
+use super::{RewardFunction, builtin};
+use crate::config::{ProcessReward, ProcessRewards, RewardBatch, RewardConfig, is_python, reward_name};
+use crate::error::{Error, Result};
+
+/// What serves a Python function.
+const PYTHON_WORKER: &str = include_str!("worker.py");
+
+/// Time beyond a program's own that running all its tests may take.
+const SANDBOX_OVERHEAD: Duration = Duration::from_secs(10);
+
+pub(super) enum Source {
+    /// A function of this process.
+    Function(RewardFunction),
+    /// Processes.
+    Service(Service),
+}
+
+/// What the entries of `reward_funcs` may mean.
+pub(super) struct Sources<'a> {
+    pub settings: &'a RewardConfig,
+    pub processes: &'a ProcessRewards,
+    /// The caller's own, which win over all others.
+    pub functions: &'a [(&'a str, RewardFunction)],
+}
+
+impl Sources<'_> {
+    /// That of one entry, the reward with this `index`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for an unknown name.
+    pub fn find(&self, entry: &str, index: usize) -> Result<Source> {
+        if let Some((_, function)) = self.functions.iter().find(|(known, _)| *known == entry) {
+            return Ok(Source::Function(Arc::clone(function)));
+        }
+        if let Some(reward) = self.processes.get(entry) {
+            return Ok(Source::Service(self.process(entry, index, reward, &format!("rewards.{entry}"))));
+        }
+        if entry == code::NAME {
+            return self.sandbox(index).map(Source::Service);
+        }
+        if is_python(entry) {
+            let reward = ProcessReward::python(entry);
+            return Ok(Source::Service(self.process(reward_name(entry), index, &reward, "reward_funcs")));
+        }
+        builtin(entry, self.settings).map(Source::Function)
+    }
+
+    fn process(&self, name: &str, index: usize, reward: &ProcessReward, key: &str) -> Service {
+        let (command, key, value) = match &reward.function {
+            Some(function) => {
+                let python = [&self.settings.python, "-c", PYTHON_WORKER, function];
+                let key = if key == "reward_funcs" { key.to_owned() } else { format!("{key}.function") };
+                (python.map(str::to_owned).to_vec(), key, function.clone())
+            }
+            None => (reward.command.clone(), format!("{key}.command"), format!("{:?}", reward.command)),
+        };
+        let program = Program { command, is_ours: reward.function.is_some(), origin: Origin::Key(key, value) };
+        let timeout_s = reward.timeout_s.unwrap_or(self.settings.timeout_s);
+        let timeout = Duration::from_secs_f64(timeout_s);
+        Service { batch: reward.batch, ..self.service(name, index, program, timeout, reward.workers) }
+    }
+
+    /// Model-written code, run by this program in a process of its own.
+    fn sandbox(&self, index: usize) -> Result<Service> {
+        let failed = |error: std::io::Error| Error::Environment { message: format!("path of this program: {error}") };
+        let settings = &self.settings.code;
+        let own = std::env::current_exe().map_err(failed)?.to_string_lossy().into_owned();
+        let text = serde_json::to_string(settings).expect("settings are plain data");
+        let command = vec![own, SANDBOX_COMMAND.to_owned(), text];
+        let program = Program { command, is_ours: true, origin: Origin::Sandbox };
+        let timeout = Duration::from_secs_f64(settings.timeout_s) + SANDBOX_OVERHEAD;
+        Ok(self.service(code::NAME, index, program, timeout, settings.workers))
+    }
+
+    fn service(&self, name: &str, index: usize, program: Program, timeout: Duration, num_workers: usize) -> Service {
+        Service {
+            index,
+            name: name.to_owned(),
+            program,
+            batch: RewardBatch::Completion,
+            timeout,
+            num_workers,
+            max_failures: self.settings.max_worker_failures,
+            num_failures: AtomicUsize::new(0),
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! What a reward pool and its threads share: jobs that wait, groups that are being scored, failures so far.
+
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::RewardFunction;
+use super::failures::{Failure, FailureKind, RewardFailures, Score};
+use super::service::Service;
+use crate::config::RewardBatch;
+use crate::error::Error;
+use crate::types::RolloutGroup;
+
+/// What the pool and its threads share.
+pub(super) struct Shared {
+    /// Names of the rewards in configured order.
+    pub names: Vec<String>,
+    /// Rewards that are functions of this process, with their place in that order.
+    pub functions: Vec<(usize, RewardFunction)>,
+    /// Longest time that all functions may take for one completion.
+    pub timeout: Duration,
+    /// Rewards in processes of their own.
+    pub services: Vec<Service>,
+    pub state: Mutex<State>,
+    /// Signalled when work arrives, is done, or the pool closes.
+    pub changed: Condvar,
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    /// Jobs for the functions of this process, one a completion.
+    pub queue: VecDeque<Job>,
+    /// Jobs for each service.
+    pub service_queues: Vec<VecDeque<Job>>,
+    /// Jobs that functions of this process are at, by their number.
+    pub running: HashMap<u64, Running>,
+    /// Groups not yet claimed, by ticket.
+    pub pending: HashMap<u64, Pending>,
+    /// Threads of functions that have not been given up.
+    pub num_workers: usize,
+    /// Whether the threads of services were started.
+    pub has_services: bool,
+    /// Threads of services, each with a process.
+    pub num_servants: usize,
+    /// Of those, the ones whose first process is at work.
+    pub num_ready: usize,
+    /// Why a service cannot go on.
+    pub broken: Option<Error>,
+    pub closed: bool,
+    /// By reward.
+    pub failures: Vec<RewardFailures>,
+    /// Of the newest job or ticket.
+    pub num_numbered: u64,
+}
+
+/// Completions of a pending group that are scored together.
+#[derive(Debug, Clone)]
+pub(super) struct Job {
+    pub ticket: u64,
+    pub completions: Range<usize>,
+}
+
+pub(super) struct Running {
+    job: Job,
+    deadline: Instant,
+}
+
+/// A submitted group and its scores so far.
+pub(super) struct Pending {
+    pub group: Arc<RolloutGroup>,
+    /// `[completion][reward]`
+    pub scores: Vec<Vec<Score>>,
+    /// Jobs neither done nor given up.
+    pub num_open: usize,
+}
+
+impl Shared {
+    /// The state; a thread never panics while it holds the lock.
+    pub fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for a change, but no longer than `limit`.
+    pub fn wait<'a>(&self, state: MutexGuard<'a, State>, limit: Duration) -> MutexGuard<'a, State> {
+        self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    /// The next job that `queue` selects, with its group; `None` once the pool closes.
+    pub fn next_job(&self, queue: impl Fn(&mut State) -> &mut VecDeque<Job>) -> Option<(Job, Arc<RolloutGroup>)> {
+        let mut state = self.lock();
+        loop {
+            if state.closed || state.broken.is_some() {
+                return None;
+            }
+            let Some(job) = queue(&mut state).pop_front() else {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            if let Some(group) = state.pending.get(&job.ticket).map(|pending| Arc::clone(&pending.group)) {
+                return Some((job, group));
+            }
+        }
+    }
+
+    /// Queues every completion of `group` with every reward; the ticket claims its scores.
+    pub fn submit(&self, state: &mut State, group: Arc<RolloutGroup>) -> u64 {
+        let ticket = state.number();
+        let num_completions = group.completions.len();
+        let single = |job: usize| Job { ticket, completions: job..job + 1 };
+        let mut num_open = 0;
+        if !self.functions.is_empty() {
+            state.queue.extend((0..num_completions).map(single));
+            num_open += num_completions;
+        }
+        for (service, queue) in self.services.iter().zip(&mut state.service_queues) {
+            let before = queue.len();
+            match service.batch {
+                RewardBatch::Completion => queue.extend((0..num_completions).map(single)),
+                RewardBatch::Group => queue.push_back(Job { ticket, completions: 0..num_completions }),
+            }
+            num_open += queue.len() - before;
+        }
+        let scores = vec![vec![Score::Failed; self.names.len()]; num_completions];
+        state.pending.insert(ticket, Pending { group, scores, num_open });
+        ticket
+    }
+}
+
+impl State {
+    /// Books a job as being run by functions of this process.
+    pub fn begin(&mut self, job: Job, deadline: Instant) -> u64 {
+        let number = self.number();
+        self.running.insert(number, Running { job, deadline });
+        number
+    }
+
+    /// The job, unless it was given up.
+    pub fn running_job(&self, number: u64) -> Option<&Job> {
+        self.running.get(&number).map(|running| &running.job)
+    }
+
+    /// Files what a reward said of one completion of a job; a failure is counted.
+    pub fn file(&mut self, ticket: u64, completion: usize, reward: (usize, &str), outcome: Result<Score, Failure>) {
+        let score = outcome.unwrap_or_else(|failure| {
+            self.failures[reward.0].add(reward.1, &failure, 1);
+            Score::Failed
+        });
+        if let Some(pending) = self.pending.get_mut(&ticket) {
+            pending.scores[completion][reward.0] = score;
+        }
+    }
+
+    /// Closes a job of this process's functions; false if it was given up before.
+    pub fn finish(&mut self, number: u64) -> bool {
+        let Some(running) = self.running.remove(&number) else { return false };
+        self.close(&running.job);
+        true
+    }
+
+    /// One job less to wait for.
+    pub fn close(&mut self, job: &Job) {
+        if let Some(pending) = self.pending.get_mut(&job.ticket) {
+            pending.num_open -= 1;
+        }
+    }
+
+    /// Gives up jobs past their deadline: their threads no longer count. The reward that was being asked is blamed.
+    pub fn give_up_overdue(&mut self, functions: &[(usize, RewardFunction)], names: &[String]) {
+        let now = Instant::now();
+        let overdue: Vec<u64> =
+            self.running.iter().filter(|(_, job)| job.deadline <= now).map(|(number, _)| *number).collect();
+        for number in overdue {
+            let job = self.running[&number].job.clone();
+            let scores = self.pending.get(&job.ticket).map(|pending| &pending.scores[job.completions.start]);
+            let at_work = functions
+                .iter()
+                .map(|(index, _)| *index)
+                .find(|index| scores.is_none_or(|scores| scores[*index] == Score::Failed));
+            if let Some(index) = at_work {
+                let failure = Failure::new(FailureKind::Timeout, "no answer in reward.timeout_s");
+                self.failures[index].add(&names[index], &failure, 1);
+            }
+            self.finish(number);
+            self.num_workers -= 1;
+        }
+    }
+
+    fn number(&mut self) -> u64 {
+        self.num_numbered += 1;
+        self.num_numbered
+    }
+}

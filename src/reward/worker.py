@@ -1,0 +1,108 @@
+"""Serves one Python reward function to colo-grpo: requests and replies are JSON behind their length, 4 bytes, big-endian.
+
+The function is called as TRL does, reward(prompts, completions, **columns) -> [float], or, if it takes a solution_str, as
+verl does: compute_score(data_source, solution_str, ground_truth, extra_info) -> float or {"score": float}. A function
+without ** gets the arguments that it names. What it prints goes to standard error.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import struct
+import sys
+
+
+def load(spec):
+    place, _, name = spec.rpartition(":" if ":" in spec else ".")
+    if place.endswith(".py"):
+        sys.path.insert(0, os.path.dirname(os.path.abspath(place)))
+        source = importlib.util.spec_from_file_location(os.path.basename(place)[:-3], place)
+        module = importlib.util.module_from_spec(source)
+        sys.modules[source.name] = module
+        source.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    return getattr(module, name)
+
+
+def call(function, arguments):
+    parameters = inspect.signature(function).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        arguments = {name: value for name, value in arguments.items() if name in parameters}
+    result = function(**arguments)
+    if inspect.iscoroutine(result):
+        import asyncio
+
+        result = asyncio.run(result)
+    return result
+
+
+def as_trl(function, request):
+    columns, completions = request["columns"], request["completions"]
+    prompt = next((columns[name] for name in ("prompt", "problem", "question") if name in columns), request["prompt"])
+    if isinstance(prompt, list):  # a conversation
+        completions = [[{"role": "assistant", "content": text}] for text in completions]
+    size = len(completions)
+    arguments = {name: [value] * size for name, value in columns.items() if name not in ("prompt", "completion")}
+    arguments.update(prompts=[prompt] * size, completions=completions, completion_ids=request["completion_ids"])
+    return call(function, arguments)
+
+
+def as_verl(function, request):
+    columns = request["columns"]
+    common = {
+        "data_source": columns.get("data_source"),
+        "ground_truth": columns.get("answer"),
+        "extra_info": columns.get("extra_info"),
+    }
+    scores = [call(function, {"solution_str": text, **common}) for text in request["completions"]]
+    return [score["score"] if isinstance(score, dict) else score for score in scores]
+
+
+def entry(score):
+    if score is None:  # the reward does not apply
+        return None
+    score = float(score)
+    return score if math.isfinite(score) else repr(score)
+
+
+def answer(function, request):
+    if not request["completions"]:
+        return {"rewards": []}
+    convention = as_verl if "solution_str" in inspect.signature(function).parameters else as_trl
+    return {"rewards": [entry(score) for score in convention(function, request)]}
+
+
+def describe(error):
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
+    return f"{type(error).__name__}: {error}"[:1000] + place
+
+
+def main(spec):
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    function = wrong = None
+    try:
+        function = load(spec)
+    except BaseException as error:  # a module may call exit
+        wrong = describe(error)
+    while len(head := requests.read(4)) == 4:
+        request = json.loads(requests.read(struct.unpack(">I", head)[0]))
+        try:
+            reply = {"error": wrong} if wrong else answer(function, request)
+        except Exception as error:
+            reply = {"error": describe(error)}
+        text = json.dumps(reply).encode()
+        replies.write(struct.pack(">I", len(text)) + text)
+        replies.flush()
+
+
+main(sys.argv[1])

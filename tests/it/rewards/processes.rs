@@ -1,0 +1,220 @@
+//! Functions and commands through the pool. Numbers are rows of docs/reliability.md.
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use colo_grpo::reward::{FailureKind, RewardPool};
+use colo_grpo::types::{Completion, FinishReason, Prompt, RolloutGroup};
+use colo_grpo::{Config, ExitCode};
+use serde_json::{Value, json};
+
+use crate::program::{eventually, processes_of};
+
+/// Rewards of each completion: the weighted one and all.
+type Scores = Vec<(Option<f32>, Vec<Option<f32>>)>;
+
+fn group(columns: Value, completions: &[&str]) -> RolloutGroup {
+    let columns = columns.as_object().unwrap().clone();
+    let prompt = Prompt { id: 0, text: "rendered".into(), token_ids: vec![1], columns: Arc::new(columns) };
+    let completion = |text: &&str| Completion {
+        token_ids: text.bytes().map(u32::from).collect(),
+        rollout_logprobs: vec![0.0; text.len()],
+        finish_reason: FinishReason::Eos,
+        text: text.to_string(),
+        rewards: Vec::new(),
+        reward: None,
+        advantage: 0.0,
+    };
+    RolloutGroup { prompt, completions: completions.iter().map(completion).collect() }
+}
+
+fn pool(keys: &[String]) -> RewardPool {
+    let required = ["model_name_or_path=m", "train_file=t"].map(str::to_owned);
+    RewardPool::new(&Config::load(None, &[&required, keys].concat()).unwrap()).unwrap()
+}
+
+fn scores(pool: &mut RewardPool, group: RolloutGroup) -> Scores {
+    let mut groups = [group];
+    pool.wait(&mut groups).unwrap();
+    groups[0].completions.iter().map(|completion| (completion.reward, completion.rewards.clone())).collect()
+}
+
+fn write(folder: &Path, name: &str, text: &str) -> String {
+    let path = folder.join(name);
+    fs::write(&path, text).unwrap();
+    path.display().to_string()
+}
+
+const FUNCTIONS: &str = r#"
+import math
+
+def trl(prompts, completions, completion_ids, answer, **columns):
+    print("seen by nobody")
+    assert prompts == ["raw"] * len(completions) and set(columns) == {"level"}
+    return [len(ids) + float(a) for ids, a in zip(completion_ids, answer)]
+
+def chat(prompts, completions):
+    assert prompts[0][0]["content"] == "hello"
+    return [len(completion[0]["content"]) for completion in completions]
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 1.0 if solution_str == ground_truth else 0.0, "pred": solution_str}
+
+async def some(prompts, completions, **columns):
+    return [None if c == "skip" else float(c) for c in completions]
+
+def among(prompts, completions, **columns):
+    return [float(len(completions))] * len(completions)
+"#;
+
+#[test]
+fn functions_of_trl_and_verl_are_called_as_they_stand() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = write(folder.path(), "mine.py", FUNCTIONS);
+    let mut trl = pool(&[format!("reward_funcs=[\"{file}:trl\", \"format\"]"), "reward_weights=[1, 0]".into()]);
+    trl.start().unwrap();
+    assert_eq!(trl.names(), ["trl", "format"]);
+    let of_trl = scores(&mut trl, group(json!({"prompt": "raw", "answer": "2", "level": 3}), &["abc", ""]));
+    assert_eq!(of_trl, [(Some(5.0), vec![Some(5.0), Some(0.0)]), (Some(2.0), vec![Some(2.0), Some(0.0)])]);
+
+    let mut chat = pool(&[format!("reward_funcs=[\"{file}:chat\"]")]);
+    let messages = json!({"prompt": [{"role": "user", "content": "hello"}], "answer": "2"});
+    assert_eq!(scores(&mut chat, group(messages, &["abc"]))[0].0, Some(3.0));
+
+    let mut verl = pool(&[format!("reward_funcs=[\"{file}:compute_score\"]")]);
+    let row = json!({"prompt": "p", "data_source": "x", "answer": "7"});
+    let of_verl: Vec<_> = scores(&mut verl, group(row, &["7", "8"])).into_iter().map(|score| score.0).collect();
+    assert_eq!(of_verl, [Some(1.0), Some(0.0)]);
+
+    let tables = ["reward_funcs=[\"some\", \"among\"]".to_owned(), "rewards.among.batch=group".to_owned()];
+    let functions = ["some", "among"].map(|name| format!("rewards.{name}.function={file}:{name}"));
+    let mut both = pool(&[&tables[..], &functions[..]].concat());
+    let of_both = scores(&mut both, group(json!({"prompt": "p"}), &["1", "skip", "nan"]));
+    assert_eq!(of_both[0], (Some(4.0), vec![Some(1.0), Some(3.0)]));
+    assert_eq!(of_both[1], (Some(3.0), vec![None, Some(3.0)]), "a reward that does not apply masks nothing");
+    assert_eq!(of_both[2], (None, vec![None, Some(3.0)]));
+    assert_eq!(both.take_failures(), [("some".to_owned(), FailureKind::NonFinite, 1)]);
+}
+
+/// Does what the completion says.
+const FAULTY: &str = r#"
+import os, signal, subprocess, time
+
+def faulty(prompts, completions, **columns):
+    what = completions[0]
+    if what == "hang":
+        subprocess.Popen(["sleep", columns["mark"][0]])
+        time.sleep(1000)
+    if what == "exit":
+        os._exit(3)
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "raise":
+        raise ValueError("asked for")
+    if what == "short":
+        return []
+    if what == "long":
+        return [1.0, 1.0]
+    if what == "text":
+        return ["one"]
+    return [{"nan": float("nan"), "inf": float("-inf")}.get(what, 1.0)]
+"#;
+
+/// 29, 30: each failure masks its own sample and is counted by its kind; what a hung reward started is gone.
+#[test]
+fn a_function_that_fails_masks_its_sample_and_is_replaced() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = write(folder.path(), "faulty.py", FAULTY);
+    let mut pool = pool(&[
+        "reward_funcs=[\"faulty\"]".into(),
+        format!("rewards.faulty.function={file}:faulty"),
+        "rewards.faulty.timeout_s=0.5".into(),
+        "rewards.faulty.workers=2".into(),
+    ]);
+    pool.start().unwrap();
+    let mark = format!("1000.{}", std::process::id());
+    let bad = ["hang", "exit", "kill", "raise", "short", "long", "text", "nan", "inf"];
+    let completions: Vec<&str> = bad.iter().flat_map(|bad| [*bad, "good"]).collect();
+    let start = Instant::now();
+    let scores = scores(&mut pool, group(json!({"prompt": "p", "mark": mark}), &completions));
+    assert!(start.elapsed() < Duration::from_secs(30));
+    for (text, (reward, _)) in completions.iter().zip(&scores) {
+        assert_eq!(*reward, (*text == "good").then_some(1.0), "{text}");
+    }
+    let name = || "faulty".to_owned();
+    let expected = [
+        (name(), FailureKind::Error, 2),
+        (name(), FailureKind::Timeout, 1),
+        (name(), FailureKind::NonFinite, 2),
+        (name(), FailureKind::Died, 2),
+        (name(), FailureKind::Output, 2),
+    ];
+    assert_eq!(pool.take_failures(), expected);
+    assert!(
+        eventually(Duration::from_secs(2), || processes_of(Path::new(&mark)).is_empty()),
+        "what hung left a process"
+    );
+    drop(pool);
+    assert!(eventually(Duration::from_secs(2), || processes_of(Path::new(&file)).is_empty()), "a worker is left");
+}
+
+/// Answers by hand, as the completion says.
+const COMMAND: &str = r#"
+import json, struct, sys
+requests, replies = sys.stdin.buffer, sys.stdout.buffer
+while len(head := requests.read(4)) == 4:
+    request = json.loads(requests.read(struct.unpack(">I", head)[0]))
+    what = request["completions"][0]
+    good = b'{"rewards": [1.0]}'
+    replies.write({
+        "garbage": b"Traceback: no frame at all\n",
+        "huge": struct.pack(">I", 1 << 31) + b"x" * (1 << 22),
+        "twice": 2 * (struct.pack(">I", len(good)) + good),
+        "nan": struct.pack(">I", 18) + b'{"rewards": [NaN]}',
+        "more": struct.pack(">I", 31) + b'{"rewards": [1.0], "weight": 9}',
+        "noise": b"",
+    }.get(what, struct.pack(">I", len(good)) + good))
+    replies.flush()
+    if what == "noise":
+        while True:
+            sys.stderr.write("noise" * 1000)
+"#;
+
+/// 30: what is no reply is never taken for one, however much it is.
+#[test]
+fn a_command_that_writes_something_else_is_no_reply() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = write(folder.path(), "command.py", COMMAND);
+    let mut pool = pool(&[
+        "reward_funcs=[\"own\"]".into(),
+        format!("rewards.own.command=[\"python3\", \"{file}\"]"),
+        "rewards.own.timeout_s=2".into(),
+    ]);
+    let completions =
+        ["garbage", "good", "huge", "good", "twice", "good", "nan", "good", "more", "good", "noise", "good"];
+    let scores = scores(&mut pool, group(json!({"prompt": "p"}), &completions));
+    for (text, (reward, _)) in completions.iter().zip(&scores) {
+        assert_eq!(*reward, (*text == "good").then_some(1.0), "{text}");
+    }
+    let own = |kind, count| ("own".to_owned(), kind, count);
+    assert_eq!(pool.take_failures(), [own(FailureKind::Timeout, 1), own(FailureKind::Output, 5)]);
+}
+
+/// 31: a service that never answers ends the wait, after pauses that grow.
+#[test]
+fn a_service_that_is_dead_again_and_again_ends_the_wait() {
+    let keys = ["reward_funcs=[\"own\"]", "rewards.own.command=[\"false\"]", "reward.max_worker_failures=4"];
+    let mut pool = pool(&keys.map(str::to_owned));
+    let mut groups = [group(json!({"prompt": "p"}), &["a"; 8])];
+    let start = Instant::now();
+    let error = pool.wait(&mut groups).unwrap_err();
+    assert!(start.elapsed() >= Duration::from_millis(20 + 40 + 80));
+    assert_eq!(error.exit_code(), ExitCode::RewardService);
+    let text = error.to_string();
+    assert!(
+        text.contains("reward 'own': 4 workers in a row gave no score") && text.contains("exit status: 1"),
+        "{text}"
+    );
+}

@@ -1,0 +1,99 @@
+//! Rewards in runs of the program.
+
+use std::fs;
+use std::path::Path;
+
+use crate::program::{SMALL_RUN, metrics, processes_of, run};
+
+/// Counts its calls, of all ranks, beside itself. While it is marked as broken it dies in the second step, after 16 completions
+/// in the first.
+const COUNTING: &str = r#"
+import os
+
+def counting(prompts, completions, **columns):
+    with open(__file__ + ".calls", "a+") as calls:
+        calls.write("." * len(completions))
+        calls.seek(0)
+        count = len(calls.read())
+    if os.path.exists(__file__ + ".broken") and count > 20:
+        os._exit(3)
+    return [float(len(completion[0]["content"]) % 3) for completion in completions]
+
+def picky(prompts, completions, **columns):
+    if len(completions[0][0]["content"]) % 2:
+        raise ValueError("an odd length")
+    return [1.0]
+"#;
+
+/// 31: what was reached is saved, and the run goes on from there when the service is back, as if nothing had happened.
+#[test]
+fn a_service_that_dies_saves_what_was_reached_and_is_resumed() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("mine.py");
+    fs::write(&file, COUNTING).unwrap();
+    let broken = folder.path().join("mine.py.broken");
+    fs::write(&broken, "").unwrap();
+    let line = |output: &str| {
+        format!(
+            "--nproc 2 {SMALL_RUN} max_steps=3 save_steps=none reward.max_worker_failures=3 reward_weights=[] \
+             reward_funcs=[\"{}:counting\"] output_dir={}/{output}",
+            file.display(),
+            folder.path().display()
+        )
+    };
+    let ended = run(&line("run"));
+    ended.assert_error("dead in the second step", 14, &["error: rank ", "step 1, reward: reward 'counting'"]);
+    assert!(folder.path().join("run/checkpoint-1").exists(), "{}", ended.stderr);
+
+    fs::remove_file(&broken).unwrap();
+    let resumed = run(&format!("{} resume_from_checkpoint=latest", line("run")));
+    assert_eq!(resumed.code, Some(0), "{}", resumed.stderr);
+    let straight = run(&line("straight"));
+    assert_eq!(straight.code, Some(0), "{}", straight.stderr);
+    let left = |run: &str| fs::read(folder.path().join(run).join("final/model.safetensors")).unwrap();
+    assert!(left("run") == left("straight"), "other weights than undisturbed");
+}
+
+/// 30: failures reach the metrics by reward and kind.
+#[test]
+fn failures_reach_the_metrics() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("mine.py");
+    fs::write(&file, COUNTING).unwrap();
+    let ended = run(&format!(
+        "{SMALL_RUN} max_steps=2 save_steps=none log_completions=true reward_funcs=[\"{}:picky\",\"numeric_answer\"] output_dir={}",
+        file.display(),
+        folder.path().join("run").display()
+    ));
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains("a reward failed, its samples are masked: ValueError: an odd length"),
+        "{}",
+        ended.stderr
+    );
+    let lines = metrics(&folder.path().join("run"));
+    for line in &lines {
+        let failed = line["rewards/picky/failed/error"].as_f64().unwrap();
+        assert!(failed > 0.0 && line["rewards/num_failed"].as_f64() == Some(failed), "{line}");
+        assert_eq!(line["rewards/picky/mean"].as_f64(), Some(1.0), "{line}");
+        assert!(line.get("rewards/numeric_answer/failed/error").is_none(), "{line}");
+    }
+}
+
+/// What cannot be started is refused before anything is loaded.
+#[test]
+fn a_reward_that_cannot_be_started_is_refused_with_its_key() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = |name: &str| format!("output_dir={}", folder.path().join(name).display());
+    for (rewards, code, parts) in [
+        ("reward_funcs=[\"nowhere.py:f\"]", 2, ["reward_funcs = nowhere.py:f", "FileNotFoundError"]),
+        ("reward_funcs=[\"json:f\"]", 2, ["reward_funcs = json:f", "has no attribute 'f'"]),
+        ("reward_funcs=[\"a\"] rewards.a.command=[\"./nowhere\"]", 2, ["rewards.a.command", "No such file"]),
+        ("reward_funcs=[\"a\"]", 2, ["reward_funcs = a", "numeric_answer"]),
+        ("reward_funcs=[\"code\"] reward.code.command=[\"nowhere\"]", 4, ["reward 'code'", "no program nowhere"]),
+    ] {
+        let ended = run(&format!("{SMALL_RUN} reward_weights=[] {rewards} {}", out("refused")));
+        ended.assert_error(rewards, code, &parts);
+        assert!(!Path::new(&folder.path().join("refused")).exists(), "{rewards}");
+    }
+}

@@ -1,0 +1,254 @@
+//! Model-written code: the worker of the reward `code`, asked as a pool asks it, and programs that try to get out.
+#![allow(unsafe_code)]
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, UdpSocket};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use colo_grpo::config::{RewardConfig, SandboxLayer};
+use seccompiler::{SeccompAction, SeccompFilter, TargetArch};
+use serde_json::{Value, json};
+
+use crate::program::command;
+
+const NAMESPACES: [SandboxLayer; 4] = [
+    SandboxLayer::UserNamespace,
+    SandboxLayer::MountNamespace,
+    SandboxLayer::NetworkNamespace,
+    SandboxLayer::PidNamespace,
+];
+
+/// A worker with its pipes.
+struct Sandbox(Child);
+
+impl Sandbox {
+    /// With limits small enough for a test.
+    fn new(may_lack: &[SandboxLayer], around: impl FnOnce(&mut Command)) -> Self {
+        let mut settings = RewardConfig::default().code;
+        settings.timeout_s = 1.0;
+        settings.memory_bytes = 256 << 20;
+        settings.may_lack = may_lack.to_vec();
+        let mut worker = command("sandbox-worker");
+        worker.arg(serde_json::to_string(&settings).unwrap()).stdin(Stdio::piped());
+        around(&mut worker);
+        Self(worker.spawn().unwrap())
+    }
+
+    /// Where this machine allows every layer; else its refusal is checked, and said.
+    fn complete() -> Option<Self> {
+        let mut sandbox = Self::new(&[], |_| ());
+        let Err(refusal) = sandbox.ask(&[], json!({})) else { return Some(sandbox) };
+        println!("not every layer is allowed here, so that its refusal is tested alone: {refusal}");
+        assert!(refusal.starts_with("the sandbox lacks ") && refusal.contains("reward.code.may_lack"), "{refusal}");
+        None
+    }
+
+    /// With Landlock and the filter of system calls alone, as in a container that allows no namespaces.
+    fn in_container() -> Option<Self> {
+        let mut sandbox = Self::new(&NAMESPACES, refuse_namespaces);
+        let Err(refusal) = sandbox.ask(&[], json!({})) else { return Some(sandbox) };
+        println!("no Landlock or seccomp here, so that its refusal is tested alone: {refusal}");
+        assert!(refusal.starts_with("the sandbox lacks "), "{refusal}");
+        None
+    }
+
+    fn ask(&mut self, completions: &[String], columns: Value) -> Result<Vec<f64>, String> {
+        let request = json!({"prompt": "", "completions": completions, "completion_ids": [], "finish_reasons": [], "columns": columns});
+        let request = request.to_string();
+        let (input, output) = (self.0.stdin.as_mut().unwrap(), self.0.stdout.as_mut().unwrap());
+        input.write_all(&(request.len() as u32).to_be_bytes()).unwrap();
+        input.write_all(request.as_bytes()).unwrap();
+        let mut head = [0; 4];
+        output.read_exact(&mut head).unwrap();
+        let mut reply = vec![0; u32::from_be_bytes(head) as usize];
+        output.read_exact(&mut reply).unwrap();
+        let reply: Value = serde_json::from_slice(&reply).unwrap();
+        match reply["error"].as_str() {
+            Some(error) => Err(error.to_owned()),
+            None => Ok(reply["rewards"].as_array().unwrap().iter().map(|reward| reward.as_f64().unwrap()).collect()),
+        }
+    }
+
+    /// The share of tests, pairs of input and output, that the program passes.
+    fn score(&mut self, program: &str, tests: &[(&str, &str)]) -> f64 {
+        let tests: Vec<Value> = tests.iter().map(|(input, output)| json!({"input": input, "output": output})).collect();
+        let completion = format!("Here it is:\n```python\n{program}\n```\n");
+        self.ask(&[completion], json!({"tests": tests})).unwrap()[0]
+    }
+}
+
+impl Drop for Sandbox {
+    fn drop(&mut self) {
+        drop(self.0.stdin.take());
+        assert!(self.0.wait().unwrap().success());
+    }
+}
+
+/// What a container's own filter does: no new namespaces.
+fn refuse_namespaces(command: &mut Command) {
+    let calls = [(libc::SYS_unshare, Vec::new())].into();
+    let target = TargetArch::try_from(std::env::consts::ARCH).unwrap();
+    let filter = SeccompFilter::new(calls, SeccompAction::Allow, SeccompAction::Errno(libc::EPERM as u32), target);
+    let filter: seccompiler::BpfProgram = filter.unwrap().try_into().unwrap();
+    let refuse = move || seccompiler::apply_filter(&filter).map_err(std::io::Error::other);
+    // SAFETY: the closure makes two system calls on what was prepared before the fork.
+    unsafe { command.pre_exec(refuse) };
+}
+
+#[test]
+fn programs_are_graded_by_their_output_alone() {
+    let Some(mut sandbox) = Sandbox::complete().or_else(Sandbox::in_container) else { return };
+    let sums = [("1 2\n", "3\n"), ("5 5\n", "10")];
+    assert_eq!(sandbox.score("print(sum(map(int, input().split())))", &sums), 1.0);
+    assert_eq!(sandbox.score("print(3)", &sums), 0.5);
+    assert_eq!(sandbox.score("print(3); raise SystemExit(1)", &sums), 0.0);
+    assert_eq!(sandbox.score("print(3", &sums), 0.0);
+    let large = "7".repeat(1 << 19);
+    assert_eq!(sandbox.score("print(len(input()))", &[(&large, "524288")]), 1.0);
+    assert_eq!(sandbox.ask(&["no program".to_owned()], json!({"tests": [{"input": "", "output": ""}]})), Ok(vec![0.0]));
+    let error = sandbox.ask(&["x".to_owned()], json!({})).unwrap_err();
+    assert_eq!(error, "no column 'tests'");
+}
+
+/// What a program tries; it says `refused` if everything in it failed.
+fn attempts(secret: &str, tcp: u16, udp: u16) -> Vec<(&'static str, String)> {
+    let each = |lines: &[String]| {
+        let tried = lines.iter().map(|line| {
+            format!("try:\n    {line}\n    out = False\nexcept (OSError, MemoryError, RuntimeError): pass\n")
+        });
+        format!(
+            "import ctypes, os, socket, subprocess, threading, time\nout = True\n{}print('refused' if out else 'escaped')",
+            tried.collect::<String>()
+        )
+    };
+    let call = |call: &str| {
+        format!("assert ctypes.CDLL(None).{call} != -1 or int('refused by the kernel' and os.open('/nowhere', 0))")
+    };
+    let text = |line: &str| line.to_owned();
+    vec![
+        (
+            "network",
+            each(&[
+                format!("socket.create_connection(('127.0.0.1', {tcp}), 1)"),
+                format!("socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {udp}))"),
+                text("socket.socket(socket.AF_UNIX)"),
+            ]),
+        ),
+        (
+            "files outside",
+            each(&[
+                format!("open({secret:?}).read()"),
+                text("open('/etc/passwd').read()"),
+                text("open('/proc/1/environ').read()"),
+                text("open('/proc/self/mem', 'r+b')"),
+                text("os.listdir('/root')"),
+                text("os.listdir('/tmp')"),
+                text("open('/tmp/colo-grpo-escape', 'w')"),
+                text("open('/usr/colo-grpo-escape', 'w')"),
+                text("os.chmod('/usr', 0o777)"),
+            ]),
+        ),
+        (
+            "more processes",
+            each(&[
+                text("os.fork()"),
+                text("subprocess.run(['/bin/true'])"),
+                text("os.posix_spawn('/bin/true', ['x'], {})"),
+            ]),
+        ),
+        (
+            "more threads",
+            each(&[text("[threading.Thread(target=time.sleep, args=(9,), daemon=True).start() for _ in range(500)]")]),
+        ),
+        ("memory", each(&[text("bytearray(512 << 20)"), text("[bytearray(1 << 20) for _ in range(512)]")])),
+        ("disk", each(&[text("open('big', 'wb').write(bytes(32 << 20))")])),
+        (
+            "signals",
+            each(&[
+                text("os.kill(os.getppid(), 9)"),
+                text("os.kill(-1, 9)"),
+                text("os.killpg(0, 9)"),
+                text("os.setsid()"),
+            ]),
+        ),
+        (
+            "privileges",
+            each(&[
+                call("ptrace(0, 0, 0, 0)"),
+                call("unshare(0x10000000)"),
+                call("mount(b'none', b'/work', b'tmpfs', 0, None)"),
+                call("chroot(b'/')"),
+                text("os.setuid(0)"),
+            ]),
+        ),
+        (
+            "descriptors and environment",
+            text(
+                "import os\nopen_ = []\nfor fd in range(3, 64):\n    try: open_.append(os.fstat(fd))\n    except OSError: pass\n\
+             print('refused' if not open_ and set(os.environ) <= {'LC_CTYPE'} else 'escaped')",
+            ),
+        ),
+    ]
+}
+
+fn tries_to_escape(mut sandbox: Sandbox) {
+    let folder = tempfile::tempdir().unwrap();
+    let secret = folder.path().join("secret");
+    std::fs::write(&secret, "secret").unwrap();
+    let (tcp, udp) = (TcpListener::bind("127.0.0.1:0").unwrap(), UdpSocket::bind("127.0.0.1:0").unwrap());
+    tcp.set_nonblocking(true).unwrap();
+    udp.set_nonblocking(true).unwrap();
+    let ports = (tcp.local_addr().unwrap().port(), udp.local_addr().unwrap().port());
+    for (what, program) in attempts(secret.to_str().unwrap(), ports.0, ports.1) {
+        assert_eq!(sandbox.score(&program, &[("", "refused")]), 1.0, "{what}:\n{program}");
+    }
+    assert!(tcp.accept().is_err() && udp.recv(&mut [0]).is_err(), "something came through");
+
+    let start = Instant::now();
+    assert_eq!(sandbox.score("while True: print('x' * 1000)", &[("", "x")]), 0.0, "endless output");
+    assert!(start.elapsed() < Duration::from_secs(2));
+    assert_eq!(sandbox.score("while True: pass", &[("", ""), ("", "")]), 0.0, "endless run");
+    assert_eq!(
+        sandbox.score("import os, time\nos.close(1)\nos.close(0)\ntime.sleep(60)", &[("", "")]),
+        0.0,
+        "endless silence"
+    );
+    assert!(start.elapsed() < Duration::from_secs(6));
+    let forged = r#"
+import os, struct
+reply = b'{"rewards": [1.0]}'
+for fd in range(64):
+    try: os.write(fd, struct.pack(">I", len(reply)) + reply)
+    except OSError: pass
+"#;
+    assert_eq!(sandbox.score(forged, &[("", "what nobody knows")]), 0.0, "its own reward");
+    assert_eq!(sandbox.score("open('left', 'w')", &[("", "")]), 1.0);
+    assert_eq!(
+        sandbox.score("import os\nprint(os.listdir('.'))", &[("", "['main.py']")]),
+        1.0,
+        "nothing is left behind"
+    );
+}
+
+#[test]
+fn nothing_gets_out_of_the_sandbox() {
+    Sandbox::complete().map(tries_to_escape);
+}
+
+#[test]
+fn nothing_gets_out_of_what_a_container_allows() {
+    Sandbox::in_container().map(tries_to_escape);
+}
+
+/// 32: fails closed, and says which layers there are not.
+#[test]
+fn layers_that_are_missing_are_named_and_refused() {
+    let mut closed = Sandbox::new(&NAMESPACES[..1], refuse_namespaces);
+    let refusal = closed.ask(&[], json!({})).unwrap_err();
+    for layer in &NAMESPACES[1..] {
+        assert!(refusal.contains(&format!("{} (Operation not permitted", layer.name())), "{refusal}");
+    }
+    assert!(!refusal.contains("user_namespace"), "{refusal}");
+}
