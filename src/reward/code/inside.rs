@@ -88,7 +88,9 @@ fn enter(sandbox: &Sandbox, program: &str, pipes: &mut Pipes) -> Result<(), Stri
         sandbox.command.iter().map(|arg| arg.as_ptr()).chain([std::ptr::null()]).collect();
     // SAFETY: both lists end with a null pointer and outlive the call; the environment is empty.
     unsafe { libc::execve(args[0], args.as_ptr(), [std::ptr::null()].as_ptr()) };
-    Err(format!("{}: {}", sandbox.command[0].to_string_lossy(), io::Error::last_os_error()))
+    let error = io::Error::last_os_error();
+    let interpreter = sandbox.command[0].to_string_lossy();
+    Err(format!("{interpreter}: {error}; reward.code.command names one that any user may run"))
 }
 
 /// The error that names every layer that is missing and may not be.

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::program::{SMALL_RUN, metrics, processes_of, run};
+use crate::program::{SMALL_RUN, metrics, run};
 
 /// Counts its calls, of all ranks, beside itself. While it is marked as broken it dies in the second step, after 16 completions
 /// in the first.
@@ -19,9 +19,9 @@ def counting(prompts, completions, **columns):
         os._exit(3)
     return [float(len(completion[0]["content"]) % 3) for completion in completions]
 
-def picky(prompts, completions, **columns):
-    if len(completions[0][0]["content"]) % 2:
-        raise ValueError("an odd length")
+def picky(prompts, completions, completion_ids, **columns):
+    if sum(completion_ids[0]) % 2:
+        raise ValueError("an odd sum")
     return [1.0]
 "#;
 
@@ -67,7 +67,7 @@ fn failures_reach_the_metrics() {
     ));
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     assert!(
-        ended.stderr.contains("a reward failed, its samples are masked: ValueError: an odd length"),
+        ended.stderr.contains("a reward failed, its samples are masked: ValueError: an odd sum"),
         "{}",
         ended.stderr
     );

@@ -4,6 +4,7 @@
 use std::io::{Read, Write};
 use std::net::{TcpListener, UdpSocket};
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -20,16 +21,23 @@ const NAMESPACES: [SandboxLayer; 4] = [
     SandboxLayer::PidNamespace,
 ];
 
+/// Time limits for programs that end and for those that do not, in seconds.
+const PATIENT_S: f64 = 20.0;
+const HASTY_S: f64 = 0.5;
+
 /// A worker with its pipes.
 struct Sandbox(Child);
 
 impl Sandbox {
-    /// With limits small enough for a test.
-    fn new(may_lack: &[SandboxLayer], around: impl FnOnce(&mut Command)) -> Self {
+    fn new(may_lack: &[SandboxLayer], timeout_s: f64, around: impl FnOnce(&mut Command)) -> Self {
         let mut settings = RewardConfig::default().code;
-        settings.timeout_s = 1.0;
+        settings.timeout_s = timeout_s;
         settings.memory_bytes = 256 << 20;
         settings.may_lack = may_lack.to_vec();
+        // Without a root of its own the program is nobody, who reads no interpreter in a home folder.
+        if !may_lack.is_empty() && Path::new("/usr/bin/python3").exists() {
+            settings.command[0] = "/usr/bin/python3".to_owned();
+        }
         let mut worker = command("sandbox-worker");
         worker.arg(serde_json::to_string(&settings).unwrap()).stdin(Stdio::piped());
         around(&mut worker);
@@ -37,8 +45,8 @@ impl Sandbox {
     }
 
     /// Where this machine allows every layer; else its refusal is checked, and said.
-    fn complete() -> Option<Self> {
-        let mut sandbox = Self::new(&[], |_| ());
+    fn complete(timeout_s: f64) -> Option<Self> {
+        let mut sandbox = Self::new(&[], timeout_s, |_| ());
         let Err(refusal) = sandbox.ask(&[], json!({})) else { return Some(sandbox) };
         println!("not every layer is allowed here, so that its refusal is tested alone: {refusal}");
         assert!(refusal.starts_with("the sandbox lacks ") && refusal.contains("reward.code.may_lack"), "{refusal}");
@@ -46,8 +54,8 @@ impl Sandbox {
     }
 
     /// With Landlock and the filter of system calls alone, as in a container that allows no namespaces.
-    fn in_container() -> Option<Self> {
-        let mut sandbox = Self::new(&NAMESPACES, refuse_namespaces);
+    fn in_container(timeout_s: f64) -> Option<Self> {
+        let mut sandbox = Self::new(&NAMESPACES, timeout_s, refuse_namespaces);
         let Err(refusal) = sandbox.ask(&[], json!({})) else { return Some(sandbox) };
         println!("no Landlock or seccomp here, so that its refusal is tested alone: {refusal}");
         assert!(refusal.starts_with("the sandbox lacks "), "{refusal}");
@@ -99,7 +107,7 @@ fn refuse_namespaces(command: &mut Command) {
 
 #[test]
 fn programs_are_graded_by_their_output_alone() {
-    let Some(mut sandbox) = Sandbox::complete().or_else(Sandbox::in_container) else { return };
+    let Some(mut sandbox) = Sandbox::complete(PATIENT_S).or_else(|| Sandbox::in_container(PATIENT_S)) else { return };
     let sums = [("1 2\n", "3\n"), ("5 5\n", "10")];
     assert_eq!(sandbox.score("print(sum(map(int, input().split())))", &sums), 1.0);
     assert_eq!(sandbox.score("print(3)", &sums), 0.5);
@@ -206,16 +214,6 @@ fn tries_to_escape(mut sandbox: Sandbox) {
     }
     assert!(tcp.accept().is_err() && udp.recv(&mut [0]).is_err(), "something came through");
 
-    let start = Instant::now();
-    assert_eq!(sandbox.score("while True: print('x' * 1000)", &[("", "x")]), 0.0, "endless output");
-    assert!(start.elapsed() < Duration::from_secs(2));
-    assert_eq!(sandbox.score("while True: pass", &[("", ""), ("", "")]), 0.0, "endless run");
-    assert_eq!(
-        sandbox.score("import os, time\nos.close(1)\nos.close(0)\ntime.sleep(60)", &[("", "")]),
-        0.0,
-        "endless silence"
-    );
-    assert!(start.elapsed() < Duration::from_secs(6));
     let forged = r#"
 import os, struct
 reply = b'{"rewards": [1.0]}'
@@ -232,20 +230,35 @@ for fd in range(64):
     );
 }
 
+/// A program's time and output have an end, whatever it does; the worker lives on.
+fn never_ends(mut sandbox: Sandbox) {
+    let start = Instant::now();
+    for (what, program) in [
+        ("output", "while True: print('x' * 1000)"),
+        ("run", "while True: pass"),
+        ("silence", "import os, time\nos.close(1)\nos.close(0)\ntime.sleep(60)"),
+    ] {
+        assert_eq!(sandbox.score(program, &[("", "x"), ("", "x")]), 0.0, "endless {what}");
+    }
+    assert!(start.elapsed() < Duration::from_secs(10));
+}
+
 #[test]
 fn nothing_gets_out_of_the_sandbox() {
-    Sandbox::complete().map(tries_to_escape);
+    Sandbox::complete(PATIENT_S).map(tries_to_escape);
+    Sandbox::complete(HASTY_S).map(never_ends);
 }
 
 #[test]
 fn nothing_gets_out_of_what_a_container_allows() {
-    Sandbox::in_container().map(tries_to_escape);
+    Sandbox::in_container(PATIENT_S).map(tries_to_escape);
+    Sandbox::in_container(HASTY_S).map(never_ends);
 }
 
 /// 32: fails closed, and says which layers there are not.
 #[test]
 fn layers_that_are_missing_are_named_and_refused() {
-    let mut closed = Sandbox::new(&NAMESPACES[..1], refuse_namespaces);
+    let mut closed = Sandbox::new(&NAMESPACES[..1], PATIENT_S, refuse_namespaces);
     let refusal = closed.ask(&[], json!({})).unwrap_err();
     for layer in &NAMESPACES[1..] {
         assert!(refusal.contains(&format!("{} (Operation not permitted", layer.name())), "{refusal}");
