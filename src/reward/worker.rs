@@ -76,7 +76,7 @@ impl Worker {
         }
         let parent = std::process::id();
         // SAFETY: the closure runs between fork and exec and makes async-signal-safe calls alone.
-        unsafe { command.pre_exec(move || die_with_parent(parent)) };
+        unsafe { command.pre_exec(move || stand_alone(parent)) };
         let mut child = command.spawn().map_err(died)?;
         let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let (Some(requests), Some(replies), Some(errors)) = pipes else { unreachable!("all three are piped") };
@@ -167,10 +167,11 @@ impl Drop for Worker {
     }
 }
 
-/// In the child, before exec: dies with the thread that started it.
-fn die_with_parent(parent: u32) -> io::Result<()> {
+/// In the child, before exec: dies with the thread that started it, and keeps none of its files and sockets.
+fn stand_alone(parent: u32) -> io::Result<()> {
     // SAFETY: plain system calls without pointers.
     unsafe {
+        libc::close_range(3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC as i32);
         if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
             return Err(io::Error::last_os_error());
         }

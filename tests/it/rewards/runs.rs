@@ -2,8 +2,9 @@
 
 use std::fs;
 use std::path::Path;
+use std::time::Duration;
 
-use crate::program::{SMALL_RUN, metrics, run};
+use crate::program::{SMALL_RUN, eventually, metrics, processes_of, run};
 
 /// Counts its calls, of all ranks, beside itself. While it is marked as broken it dies in the second step, after 16 completions
 /// in the first.
@@ -77,6 +78,42 @@ fn failures_reach_the_metrics() {
         assert!(failed > 0.0 && line["rewards/num_failed"].as_f64() == Some(failed), "{line}");
         assert_eq!(line["rewards/picky/mean"].as_f64(), Some(1.0), "{line}");
         assert!(line.get("rewards/numeric_answer/failed/error").is_none(), "{line}");
+    }
+}
+
+/// A rank that fails while rewards are awaited takes its workers with it, however it fails.
+#[test]
+fn workers_die_with_their_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("mine.py");
+    fs::write(&file, COUNTING).unwrap();
+    for (kind, code) in [("kill", 10), ("segv", 10), ("exit", 10), ("oom", 11), ("stop", 15)] {
+        let ended = run(&format!(
+            "--nproc 2 {SMALL_RUN} save_steps=none heartbeat.reward_s=2 fault=1:0:reward:{kind} reward_weights=[] \
+             reward_funcs=[\"{}:counting\"] output_dir={}/{kind}",
+            file.display(),
+            folder.path().display()
+        ));
+        assert_eq!(ended.code, Some(code), "{kind}\n{}", ended.stderr);
+        assert!(ended.stderr.contains("error: rank 1, step 0, reward: "), "{kind}\n{}", ended.stderr);
+        let is_alone = || processes_of(&file).is_empty();
+        assert!(eventually(Duration::from_secs(2), is_alone), "{kind}: a worker is left");
+    }
+}
+
+/// The configuration that shows rewards of one's own.
+#[test]
+fn the_example_runs() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("run");
+    let ended = run(&format!(
+        "--config configs/rewards.toml max_steps=1 save_steps=none per_device_train_batch_size=8 output_dir={}",
+        out.display()
+    ));
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let line = &metrics(&out)[0];
+    for name in ["closeness", "variety"] {
+        assert!(line[format!("rewards/{name}/mean")].as_f64().is_some_and(|mean| mean > 0.0), "{line}");
     }
 }
 
