@@ -117,7 +117,7 @@ impl ProcessReward {
         let key = |field: &str| format!("rewards.{name}.{field}");
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
         check("rewards", name, name.chars().all(is_plain), "names of letters, digits, _ and -")?;
-        let is_one = self.function.is_some() != !self.command.is_empty();
+        let is_one = self.function.is_some() == self.command.is_empty();
         let got = self.function.as_deref().unwrap_or("none");
         check(&key("function"), got, is_one, format!("a function, or else a program in {}", key("command")))?;
         let shape = "file.py:function, module:function or module.function";
