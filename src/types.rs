@@ -63,6 +63,73 @@ pub struct RolloutGroup {
     pub completions: Vec<Completion>,
 }
 
+/// A group in the making, which a rollout goes on with.
+#[derive(Debug, Clone, PartialEq)]
+pub struct UnfinishedGroup {
+    /// The prompt that every completion continues.
+    pub prompt: Prompt,
+    /// Step at which it was first scheduled: that of the random keys of all its tokens. Of a group of which nothing is
+    /// sampled yet it does not count.
+    pub first_step: u64,
+    /// In sample order; empty if nothing is sampled yet.
+    pub completions: Vec<UnfinishedCompletion>,
+}
+
+impl UnfinishedGroup {
+    /// A prompt that is still to be begun.
+    pub fn new(prompt: Prompt) -> Self {
+        Self { prompt, first_step: 0, completions: Vec::new() }
+    }
+}
+
+/// What has been sampled of a completion.
+#[derive(Debug, Clone, Default, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(into = "PackedCompletion", try_from = "PackedCompletion")]
+pub struct UnfinishedCompletion {
+    /// Sampled ids.
+    pub token_ids: Vec<u32>,
+    /// One for each id, of the weights that sampled it, as in [`Completion::rollout_logprobs`].
+    pub rollout_logprobs: Vec<f32>,
+    /// Why it ended, if it has.
+    pub finish_reason: Option<FinishReason>,
+}
+
+/// The same with its numbers as eight hexadecimal digits each: short, on one line, and exact.
+#[derive(serde::Serialize, serde::Deserialize)]
+struct PackedCompletion {
+    token_ids: String,
+    rollout_logprobs: String,
+    finish_reason: Option<FinishReason>,
+}
+
+impl From<UnfinishedCompletion> for PackedCompletion {
+    fn from(completion: UnfinishedCompletion) -> Self {
+        let UnfinishedCompletion { token_ids, rollout_logprobs, finish_reason } = completion;
+        let digits = |words: &mut dyn Iterator<Item = u32>| words.map(|word| format!("{word:08x}")).collect();
+        Self {
+            token_ids: digits(&mut token_ids.into_iter()),
+            rollout_logprobs: digits(&mut rollout_logprobs.into_iter().map(f32::to_bits)),
+            finish_reason,
+        }
+    }
+}
+
+impl TryFrom<PackedCompletion> for UnfinishedCompletion {
+    type Error = String;
+
+    fn try_from(packed: PackedCompletion) -> Result<Self, String> {
+        let PackedCompletion { token_ids, rollout_logprobs, finish_reason } = packed;
+        let words = |digits: &str| -> Option<Vec<u32>> {
+            let word = |digits: &[u8]| u32::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok();
+            digits.as_bytes().chunks(8).map(word).collect()
+        };
+        let both =
+            words(&token_ids).zip(words(&rollout_logprobs)).filter(|(ids, logprobs)| ids.len() == logprobs.len());
+        let (token_ids, logprobs) = both.ok_or("a completion's tokens are not one hexadecimal word each")?;
+        Ok(Self { token_ids, rollout_logprobs: logprobs.into_iter().map(f32::from_bits).collect(), finish_reason })
+    }
+}
+
 /// A range of completion lengths, both ends included.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct LengthSpread {
@@ -136,6 +203,21 @@ impl Default for SamplingParams {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_unfinished_completion_comes_back_bit_for_bit() {
+        let completion = UnfinishedCompletion {
+            token_ids: vec![0, 7, u32::MAX],
+            rollout_logprobs: vec![-0.1, f32::MIN_POSITIVE, f32::NEG_INFINITY],
+            finish_reason: Some(FinishReason::Stop),
+        };
+        for completion in [completion, UnfinishedCompletion::default()] {
+            let text = serde_json::to_string(&completion).unwrap();
+            assert_eq!(serde_json::from_str::<UnfinishedCompletion>(&text).unwrap(), completion, "{text}");
+        }
+        let torn = r#"{"token_ids": "00000001", "rollout_logprobs": "", "finish_reason": null}"#;
+        assert!(serde_json::from_str::<UnfinishedCompletion>(torn).is_err());
+    }
 
     #[test]
     fn lengths_stay_in_their_range_and_a_long_tail_is_short_in_the_middle() {

@@ -106,14 +106,14 @@ impl StepBench {
         Ok(Some(predicted_tensor_bytes(&model, at_once) + model.bytes().engine_adapters + reference))
     }
 
-    /// Prompts of all steps, no two alike.
-    fn prompts(&self) -> Vec<Prompt> {
+    /// Prompts of all steps, no two alike; `num_begun` of each.
+    fn prompts(&self, num_begun: usize) -> Vec<Prompt> {
         let prompt = |id: usize| {
             let first = id * self.prompt_len;
             let token_ids = (first..first + self.prompt_len).map(|at| token(at, self.spec.vocab_size)).collect();
             Prompt { id: id as u64, text: String::new(), token_ids, columns: Arc::default() }
         };
-        (0..self.prompts * (self.steps + EXTRA_STEPS)).map(prompt).collect()
+        (0..num_begun * (self.steps + EXTRA_STEPS)).map(prompt).collect()
     }
 }
 
@@ -128,7 +128,7 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<Value> {
     let mut trainer = Trainer::on_random(
         config.clone(),
         spec,
-        bench.prompts(),
+        bench.prompts(config.validate_world(world.size())?.num_begun),
         &[("random", Arc::new(random_reward))],
         world.clone(),
     )?;
@@ -221,7 +221,9 @@ impl Report<'_> {
             Phase::ALL.iter().filter_map(|phase| Some((phase.name(), self.seconds(*phase)?))).collect();
         let other: BTreeMap<&String, f64> = (medians.iter())
             .filter(|(name, _)| {
-                ["transition/", "perf/", "timing_s/exposed", "timing_s/idle_"].iter().any(|kind| name.starts_with(kind))
+                ["transition/", "perf/", "timing_s/exposed", "timing_s/idle_", "partial_rollout/"]
+                    .iter()
+                    .any(|kind| name.starts_with(kind))
             })
             .map(|(name, value)| (name, *value))
             .collect();

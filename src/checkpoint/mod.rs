@@ -30,7 +30,7 @@ use std::path::{Path, PathBuf};
 
 pub use folder::{FINAL, list};
 pub use saver::Saver;
-pub use state::{SavedConfig, TrainerState};
+pub use state::{CarriedGroup, SavedConfig, TrainerState};
 
 use crate::dist::World;
 use crate::error::{Error, Result};

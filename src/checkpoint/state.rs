@@ -13,6 +13,7 @@ use crate::config::Config;
 use crate::data::SamplerState;
 use crate::error::{Error, Result};
 use crate::metrics::redact_json;
+use crate::types::UnfinishedCompletion;
 
 const FILE: &str = "trainer_state.json";
 
@@ -37,10 +38,38 @@ pub struct TrainerState {
     pub num_rows: usize,
     /// Position in the training rows.
     pub sampler: SamplerState,
+    /// Groups that the next step goes on with, those of all ranks.
+    #[serde(default)]
+    pub carried: Vec<CarriedGroup>,
     /// The run's configuration.
     pub config: SavedConfig,
     /// What was written to metrics.jsonl.
     pub log_history: Vec<Value>,
+}
+
+/// A group that was not complete when its step ended.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct CarriedGroup {
+    /// Its training row.
+    pub row: usize,
+    /// Step at which it was first scheduled, in the random keys of all its tokens.
+    pub first_step: u64,
+    /// Steps that have passed since each token was sampled, summed over the tokens.
+    pub token_age: u64,
+    /// In sample order; empty if nothing is sampled yet.
+    pub completions: Vec<UnfinishedCompletion>,
+}
+
+impl CarriedGroup {
+    /// A row that is still to be begun.
+    pub fn new(row: usize) -> Self {
+        Self { row, first_step: 0, token_age: 0, completions: Vec::new() }
+    }
+
+    /// Tokens sampled so far.
+    pub fn num_tokens(&self) -> usize {
+        self.completions.iter().map(|completion| completion.token_ids.len()).sum()
+    }
 }
 
 /// A configuration without its secrets, which can be told apart nevertheless.

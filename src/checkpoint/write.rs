@@ -28,6 +28,8 @@ use crate::train::{ParamState, Policy};
 
 /// Room for what is small: configuration, tokenizer, headers, manifest.
 const SMALL_FILES_BYTES: u64 = 32 << 20;
+/// A token of a carried group in `trainer_state.json`: its id and its log-probability in digits.
+const CARRIED_TOKEN_BYTES: u64 = 16;
 /// Where ranks leave their records while a checkpoint is written.
 const RECORDS: &str = ".records";
 /// How often the first rank looks for records.
@@ -37,7 +39,8 @@ const LOOK: Duration = Duration::from_millis(5);
 pub fn num_bytes(policy: &Policy, state: &TrainerState) -> u64 {
     let element_bytes = PARTS.len() * wide(policy).elt_size_in_bytes();
     let history = state.log_history.iter().map(|line| line.to_string().len() as u64 * 2).sum::<u64>();
-    (policy.trained_table().num_params() * element_bytes) as u64 + history + model_bytes(policy)
+    let carried = state.carried.iter().map(|group| CARRIED_TOKEN_BYTES * group.num_tokens() as u64).sum::<u64>();
+    (policy.trained_table().num_params() * element_bytes) as u64 + history + carried + model_bytes(policy)
 }
 
 /// Bytes that the model folder takes.

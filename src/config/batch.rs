@@ -18,6 +18,9 @@ pub struct BatchPlan {
     pub num_prompts: usize,
     /// Ranks that train and ranks that generate.
     pub roles: Roles,
+    /// Groups under way during a generation over all ranks, equally many on each: those that a step takes and the surplus
+    /// of `oversample`.
+    pub num_begun: usize,
     /// Slices per generation batch, each `per_device_train_batch_size` completions a rank.
     pub steps_per_generation: usize,
     /// Optimizer updates per pass over a generation batch: `steps_per_generation / gradient_accumulation_steps`.
@@ -64,11 +67,16 @@ impl Config {
             ));
         }
         let num_prompts = generation_batch_size / self.num_generations;
+        let num_begun = match self.oversample {
+            0.0 => num_prompts,
+            surplus => world_size * ((num_prompts / world_size) as f64 * (1.0 + surplus)).ceil() as usize,
+        };
         Ok(BatchPlan {
             world_size,
             generation_batch_size,
             num_prompts,
             roles,
+            num_begun,
             steps_per_generation,
             updates_per_generation: steps_per_generation / self.gradient_accumulation_steps,
         })
@@ -143,6 +151,16 @@ mod tests {
         let explicit =
             config(&["gradient_accumulation_steps=2", "generation_batch_size=64"]).validate_world(2).unwrap();
         assert_eq!(explicit, plan);
+    }
+
+    #[test]
+    fn a_surplus_is_equal_on_all_ranks() {
+        let num_begun = |oversample: &str| {
+            let plan = config(&["generation_batch_size=80", oversample]).validate_world(2).unwrap();
+            (plan.num_prompts, plan.num_begun)
+        };
+        assert_eq!(num_begun("oversample=0"), (10, 10));
+        assert_eq!(num_begun("oversample=0.5"), (10, 16));
     }
 
     #[test]

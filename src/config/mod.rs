@@ -155,6 +155,11 @@ keys! {
         /// Completions that do not depend, to the last bit, on the order of prompts, on what is decoded beside them or on
         /// preemption; slower. On a GPU with `tensor_parallel_size` 1.
         pub strict: bool = false,
+        /// Share of groups that a step begins beyond those that it takes, the first complete ones. What is sampled of the
+        /// others is dropped, which favours short completions, unless `partial_rollout` is on.
+        pub oversample: f64 = 0.0,
+        /// Groups that are not complete when a step ends go on in the next one, with its weights.
+        pub partial_rollout: bool = false,
 
         // ---- objective ----
         /// Weight of the KL term; 0 loads no reference model.

@@ -39,6 +39,8 @@ impl Config {
             return Err(Error::invalid_value("split.rollout_gpus", "none", expected));
         };
         count("split.rollout_gpus", num_generators)?;
+        let whole = "0: in mode = split a step takes every group that it begins";
+        check("oversample", self.oversample, self.oversample == 0.0, whole)?;
         check("split.async_steps", async_steps, async_steps <= 1, "0 or 1")?;
         let corrected = async_steps == 0 || self.importance_sampling_correction;
         let older = "true: with split.async_steps = 1 an older policy samples";

@@ -14,6 +14,8 @@ use super::{
 use crate::error::{Error, Result};
 use crate::phase::Fault;
 
+/// Groups begun for each one taken, at most, but that one.
+const MAX_OVERSAMPLE: f64 = 16.0;
 pub(super) const TIMEOUT: &str = "seconds, above 0 and below a year";
 
 impl Config {
@@ -92,6 +94,14 @@ impl Config {
         }
         let kv_cache_bytes = self.kv_cache_bytes.unwrap_or(1);
         check("kv_cache_bytes", kv_cache_bytes, kv_cache_bytes >= 1, "at least 1")?;
+        check("oversample", self.oversample, (0.0..=MAX_OVERSAMPLE).contains(&self.oversample), "0 to 16")?;
+        if self.partial_rollout {
+            let surplus = "to be left out: without oversample above 0 every group is complete when a step ends";
+            check("partial_rollout", true, self.oversample > 0.0, surplus)?;
+            let corrected = "true, as tokens of partial_rollout may come from older weights";
+            let is_corrected = self.importance_sampling_correction;
+            check("importance_sampling_correction", is_corrected, is_corrected, corrected)?;
+        }
         if let Some(context) = self.max_model_length {
             let prompt = self.max_prompt_length.unwrap_or(1);
             let expected = format!(

@@ -41,16 +41,24 @@ impl PromptSampler {
     /// [`Error::InvalidArgument`] if there are fewer than `n` rows: the same prompt twice in a step would get the same
     /// samples.
     pub fn next_batch(&mut self, n: usize) -> Result<Vec<usize>> {
-        if n > self.len {
+        self.next_batch_beside(n, &[])
+    }
+
+    /// The same beside rows that are `under_way` from earlier batches: they come last in a new epoch too.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if there are fewer rows than both together.
+    pub fn next_batch_beside(&mut self, n: usize, under_way: &[usize]) -> Result<Vec<usize>> {
+        if n + under_way.len() > self.len {
             return Err(Error::InvalidArgument {
                 op: "PromptSampler::next_batch",
                 expected: format!("at most {} prompts per batch, the rows of the data set", self.len),
-                got: format!("{n} (lower the generation batch or raise num_generations)"),
+                got: format!("{} (lower the generation batch or raise num_generations)", n + under_way.len()),
             });
         }
         let mut batch = self.take(n);
         if batch.len() < n {
-            let late = batch.clone();
+            let late = [&batch, under_way].concat();
             self.restore(SamplerState { epoch: self.state.epoch + 1, position: 0, late })?;
             batch.extend(self.take(n - batch.len()));
         }
@@ -152,6 +160,15 @@ mod tests {
         assert_ne!(first, epochs(43));
         assert_ne!(first[0], first[1]);
         assert_eq!(draw(&mut PromptSampler::new(5, 1, false), 2, 3), [[0, 1, 2], [3, 4, 0]]);
+    }
+
+    #[test]
+    fn rows_under_way_come_last_in_the_next_epoch() {
+        let mut sampler = PromptSampler::new(6, 1, false);
+        assert_eq!(sampler.next_batch(4).unwrap(), [0, 1, 2, 3]);
+        assert_eq!(sampler.next_batch_beside(4, &[0, 3]).unwrap(), [4, 5, 1, 2]);
+        assert!(sampler.next_batch_beside(5, &[1, 2]).is_err());
+        assert_eq!(sampler.next_batch(4).unwrap(), [0, 3, 4, 5]);
     }
 
     #[test]

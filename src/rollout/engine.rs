@@ -8,6 +8,7 @@ use tch::{Device, Kind};
 
 use super::gpu::{GpuRunner, GpuState, StepProfile};
 use super::kv_cache::KvCache;
+use super::outcome::{Rollout, complete_group};
 use super::requests::{self, Request};
 use super::runner::{HostRunner, Runner};
 use super::sampler::{Draw, sampling_key};
@@ -21,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::model::ModelSpec;
 use crate::ops::rope::Rope;
 use crate::phase::{self, Phase};
-use crate::types::{Completion, Prompt, RolloutGroup, SamplingParams};
+use crate::types::{Prompt, RolloutGroup, SamplingParams, UnfinishedGroup};
 
 /// Size and shape of an engine.
 #[derive(Debug, Clone, PartialEq)]
@@ -165,26 +166,59 @@ impl<'a> RolloutEngine<'a> {
         &mut self,
         prompts: &[Prompt],
         params: &SamplingParams,
-        mut done: impl FnMut(&RolloutGroup),
+        done: impl FnMut(&RolloutGroup),
     ) -> Result<Vec<RolloutGroup>> {
+        let groups = prompts.iter().cloned().map(UnfinishedGroup::new).collect();
+        let rollout = self.generate_first(groups, prompts.len(), params, done)?;
+        Ok(rollout.complete.into_iter().map(|(_, group)| group).collect())
+    }
+
+    /// The same for groups that may be begun already, until the first `num_groups` of them are complete, the ranks'
+    /// numbers added up: which ones they are, and so how many of this rank's, is a matter of lengths. A completion goes
+    /// on as if it had never been interrupted, but for the weights; its tokens keep the log-probabilities that they had.
+    ///
+    /// # Errors
+    /// As [`RolloutEngine::generate`]; [`Error::InvalidArgument`] if there are fewer groups, or if what has been sampled
+    /// of one is not `num_generations` completions.
+    pub fn generate_first(
+        &mut self,
+        groups: Vec<UnfinishedGroup>,
+        num_groups: usize,
+        params: &SamplingParams,
+        mut done: impl FnMut(&RolloutGroup),
+    ) -> Result<Rollout> {
         let tp = Arc::clone(&self.engine.tp);
-        let requests = requests::exchange(prompts, params, self.engine.spec.vocab_size, tp.as_ref())?;
+        let vocab_size = self.engine.spec.vocab_size;
+        let (mut requests, num_groups) = requests::exchange(&groups, num_groups, params, vocab_size, tp.as_ref())?;
         let token_ids = requests.iter().map(|request| request.token_ids.as_slice());
         let mut scheduler = Scheduler::new(self.limits(params), token_ids, params.num_generations, self.stats)?;
         spread_lengths(&mut scheduler, &requests, params);
-        let mut groups: Vec<Option<RolloutGroup>> = prompts.iter().map(|_| None).collect();
+        let resumed = scheduler.resume(requests.iter_mut().map(|request| std::mem::take(&mut request.completions)));
+        let mut complete: Vec<Option<RolloutGroup>> = groups.iter().map(|_| None).collect();
         let tokenizer = Arc::clone(&self.engine.tokenizer);
-        self.run(&mut scheduler, &requests, params, &mut |scheduler, index| {
+        let mut num_left = num_groups;
+        let mut take = |scheduler: &Scheduler, index: usize| {
+            if num_left == 0 {
+                return Ok(false); // complete in the same step as the last one that counts
+            }
+            num_left -= 1;
             let (owner, position) = requests[index].owner;
             if owner == tp.rank() {
-                let group = group(scheduler, index, &prompts[position], &tokenizer)?;
+                let group = complete_group(scheduler, index, &groups[position].prompt, &tokenizer)?;
                 done(&group);
-                groups[position] = Some(group);
+                complete[position] = Some(group);
             }
-            Ok(())
-        })?;
+            Ok(num_left > 0)
+        };
+        let mut goes_on = num_groups > 0;
+        for index in resumed {
+            goes_on = take(&scheduler, index)?;
+        }
+        if goes_on {
+            self.run(&mut scheduler, &requests, params, &mut take)?;
+        }
         scheduler.check_integrity()?;
-        Ok(groups.into_iter().flatten().collect())
+        Ok(Rollout::new(complete, groups, &scheduler, &requests, tp.rank()))
     }
 
     /// Times one decode step of `batch` sequences of `context` tokens, `group` of which share their first `shared` tokens, and
@@ -232,14 +266,14 @@ impl<'a> RolloutEngine<'a> {
         Ok(())
     }
 
-    /// Schedules, computes and samples until nothing is left; `complete` gets every group whose last completion has ended. The
-    /// runner may lag behind: its next step is launched before the results of the last are read.
+    /// Schedules, computes and samples as long as there is work and `complete` wants it: it gets every group whose last
+    /// completion has ended. The runner may lag behind: its next step is launched before the results of the last are read.
     fn run(
         &mut self,
         scheduler: &mut Scheduler,
         requests: &[Request],
         params: &SamplingParams,
-        complete: &mut dyn FnMut(&Scheduler, usize) -> Result<()>,
+        complete: &mut dyn FnMut(&Scheduler, usize) -> Result<bool>,
     ) -> Result<()> {
         let Self { engine, weights, stats, progress } = self;
         let engine = &mut **engine;
@@ -253,10 +287,10 @@ impl<'a> RolloutEngine<'a> {
                 Box::new(GpuRunner::new(state, (spec, weights, kv_cache), tp, params, num_sequences)?)
             }
         };
-        let mut under_way = VecDeque::new();
-        while scheduler.has_work() || !under_way.is_empty() {
+        let (mut under_way, mut goes_on) = (VecDeque::new(), true);
+        while (scheduler.has_work() && goes_on) || !under_way.is_empty() {
             phase::beat();
-            let step = if scheduler.has_work() { scheduler.schedule() } else { None };
+            let step = if scheduler.has_work() && goes_on { scheduler.schedule() } else { None };
             let is_idle = step.is_none();
             if let Some(step) = step {
                 let part = if step.is_decode { Phase::Decode } else { Phase::Prefill };
@@ -269,7 +303,7 @@ impl<'a> RolloutEngine<'a> {
             }
             let step = under_way.pop_front().expect("a scheduler with work waits only for results");
             for index in scheduler.postprocess(&step, &runner.collect()?, &rules)? {
-                complete(scheduler, index)?;
+                goes_on = complete(scheduler, index)?;
             }
             *stats = scheduler.stats;
             if let Some(progress) = progress {
@@ -307,26 +341,10 @@ fn spread_lengths(scheduler: &mut Scheduler, requests: &[Request], params: &Samp
     for (group, request) in requests.iter().enumerate() {
         for (sample, member) in scheduler.members(group).enumerate() {
             let sequence = &mut scheduler.sequences[member];
-            let word = sampling_key(params, request.prompt_id, sample).word(0, u64::MAX);
+            let word = sampling_key(params.seed, request.step, request.prompt_id, sample).word(0, u64::MAX);
             sequence.max_len = sequence.max_len.min(sequence.prompt_len + spread.length(word));
         }
     }
-}
-
-fn group(scheduler: &Scheduler, index: usize, prompt: &Prompt, tokenizer: &Tokenizer) -> Result<RolloutGroup> {
-    let completions = scheduler.members(index).map(|member| {
-        let sequence = &scheduler.sequences[member];
-        Ok(Completion {
-            token_ids: sequence.completion().to_vec(),
-            rollout_logprobs: sequence.rollout_logprobs.clone(),
-            finish_reason: sequence.finish_reason.expect("a complete group has ended"),
-            text: tokenizer.decode(sequence.completion())?,
-            rewards: Vec::new(),
-            reward: None,
-            advantage: 0.0,
-        })
-    });
-    Ok(RolloutGroup { prompt: prompt.clone(), completions: completions.collect::<Result<_>>()? })
 }
 
 /// One draw for each sequence that samples in `step`, in order.
@@ -336,7 +354,8 @@ fn draws<'a>(step: &Step, scheduler: &'a Scheduler, requests: &[Request]) -> Vec
         run.samples.clone().map(move |index| {
             let sequence = &scheduler.sequences[index];
             let sample = index - scheduler.members(sequence.group).start;
-            Draw { row, prompt_id: requests[sequence.group].prompt_id, sample, token_ids: &sequence.token_ids }
+            let Request { step, prompt_id, .. } = requests[sequence.group];
+            Draw { row, step, prompt_id, sample, token_ids: &sequence.token_ids }
         })
     });
     draws.collect()

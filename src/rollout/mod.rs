@@ -5,7 +5,7 @@
 //! |---|---|
 //! | `engine` | [`Engine`], asleep between rollouts; [`RolloutEngine`], awake: `generate`, and the step |
 //! | `weights` | what the engine reads of the policy |
-//! | `requests` | the prompts of all ranks of the group |
+//! | `requests`, `outcome` | what all ranks of the group bring; complete groups and those to go on with |
 //! | `scheduler` | which tokens the next step computes |
 //! | `sequence`, `block_manager` | one completion in the making; which KV blocks are free, shared or used |
 //! | `batch`, `runner`, `attention`, `kv_cache` | a step's tensors; the network over them; its attention; its memory |
@@ -20,6 +20,7 @@ mod engine;
 mod filters;
 mod gpu;
 mod kv_cache;
+mod outcome;
 mod requests;
 mod runner;
 mod sampler;
@@ -32,5 +33,6 @@ mod weights;
 pub use engine::{Engine, EngineOptions, RolloutEngine};
 pub use gpu::{OpTime, StepProfile, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes};
 pub use kv_cache::kv_block_bytes;
+pub use outcome::Rollout;
 pub use stats::EngineStats;
 pub use weights::{EngineWeights, QuantizedBlocks};

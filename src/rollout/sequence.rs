@@ -1,7 +1,7 @@
 //! One completion in the making.
 
 use super::stop::Detokenizer;
-use crate::types::FinishReason;
+use crate::types::{FinishReason, UnfinishedCompletion};
 
 /// A prompt and what has been sampled after it.
 #[derive(Debug)]
@@ -39,6 +39,13 @@ impl Sequence {
             finish_reason: None,
             detokenizer: Detokenizer::default(),
         }
+    }
+
+    /// Takes in what an earlier rollout has sampled of it.
+    pub(super) fn resume(&mut self, completion: UnfinishedCompletion) {
+        self.token_ids.extend(completion.token_ids);
+        self.rollout_logprobs = completion.rollout_logprobs;
+        self.finish_reason = completion.finish_reason.or((self.len() >= self.max_len).then_some(FinishReason::Length));
     }
 
     /// Known tokens.

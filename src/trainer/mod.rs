@@ -2,6 +2,7 @@
 //! groups into sequences and metrics.
 
 mod build;
+mod carry;
 mod halves;
 mod output;
 mod records;
@@ -12,7 +13,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::checkpoint::{self, SavedConfig, Saver, TrainerState};
+use crate::checkpoint::{self, CarriedGroup, SavedConfig, Saver, TrainerState};
 use crate::colocate::{UpdateOptions, UpdateOutcome};
 use crate::config::{BatchPlan, Config, ScaleRewards};
 use crate::cuda::Placement;
@@ -31,6 +32,7 @@ use crate::rollout::RolloutEngine;
 use crate::train::{Policy, Schedule, Sequence};
 use crate::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
 
+use carry::Carry;
 use halves::Halves;
 use output::Output;
 pub use setup::Preflight;
@@ -47,6 +49,7 @@ pub struct Trainer {
     rewards: RewardPool,
     dataset: Dataset,
     sampler: PromptSampler,
+    carried: Vec<CarriedGroup>, // of all ranks, the same on each
     eval_set: Option<Dataset>,
     schedule: Schedule,
     output: Output,
@@ -66,6 +69,16 @@ struct Ahead {
     groups: Vec<RolloutGroup>,
     /// Where the sampler stood before.
     sampler: SamplerState,
+    /// Groups that were carried before.
+    carried: Vec<CarriedGroup>,
+    carry: Carry,
+}
+
+impl Ahead {
+    /// A batch of all groups that were begun.
+    fn new(groups: Vec<RolloutGroup>, sampler: SamplerState) -> Self {
+        Self { groups, sampler, carried: Vec::new(), carry: Carry::default() }
+    }
 }
 
 /// How far the run is.
@@ -218,13 +231,14 @@ impl Trainer {
         let start = Instant::now();
         let _ = phase::take_timings(); // of loading, evaluation and saving
         self.halves.take_transitions()?;
-        let Ahead { mut groups, sampler } = match self.ahead.take() {
+        let Ahead { mut groups, sampler, carried, carry } = match self.ahead.take() {
             Some(ahead) => ahead,
             None => self.sample()?,
         };
         let awaited = phase::scope(Phase::Reward, || self.rewards.wait(&mut groups));
         if let Err(error) = self.world.agree(awaited) {
             self.sampler.restore(sampler)?; // these rows were not trained on
+            self.carried = carried;
             return Err(error);
         }
         let advantages = self.assign_advantages(&mut groups)?;
@@ -236,6 +250,7 @@ impl Trainer {
         self.output.completions(&groups, self.progress.global_step)?;
         let mut metrics = records::step_metrics(self.rewards.names(), &groups, &advantages, &outcome);
         records::failure_metrics(&mut metrics, self.rewards.take_failures());
+        carry.add_metrics(&mut metrics, &self.config);
         let transitions = self.halves.take_transitions()?;
         records::cost_metrics(&mut metrics, start.elapsed(), transitions, self.halves.role())?;
         Ok(metrics)
@@ -243,12 +258,15 @@ impl Trainer {
 
     /// The next batch, scored while it is generated.
     fn sample(&mut self) -> Result<Ahead> {
+        if self.config.oversample > 0.0 {
+            return self.sample_first();
+        }
         let sampler = self.sampler.state().clone();
         let (prompts, params) = (self.next_prompts()?, self.sampling(self.progress.generation_step));
         let (rewards, output) = (&self.rewards, &self.output);
         output.begin_phase("generate", prompts.len());
         let groups = self.halves.with_rollout(|rollout| generate(rollout, &prompts, &params, rewards, output))?;
-        Ok(Ahead { groups, sampler })
+        Ok(Ahead::new(groups, sampler))
     }
 
     /// Trains on a batch. Engines that have nothing else to do sample the next one meanwhile, unless a checkpoint is due: a
@@ -265,7 +283,7 @@ impl Trainer {
         let (rewards, output) = (&self.rewards, &self.output);
         let next = |rollout: &mut RolloutEngine<'_>| generate(rollout, &prompts, &params, rewards, output);
         let (outcome, groups) = self.halves.update(sequences, &options, output, Some(next))?;
-        self.ahead = Some(Ahead { groups, sampler });
+        self.ahead = Some(Ahead::new(groups, sampler));
         Ok(outcome)
     }
 
@@ -377,6 +395,7 @@ impl Trainer {
             world_size: self.world.size(),
             num_rows: self.dataset.len(),
             sampler: self.sampler.state().clone(),
+            carried: self.carried.clone(),
             config: SavedConfig::of(&self.config),
             log_history: self.output.history(),
         };

@@ -163,9 +163,9 @@ pub(super) fn load(
     };
     let read = |path: &PathBuf| Dataset::from_jsonl(path, &preflight.tokenizer, &limits);
     let dataset = read(&config.train_file)?;
-    let BatchPlan { num_prompts, generation_batch_size, .. } = preflight.batch;
-    if num_prompts > dataset.len() {
-        let (needed, file, rows) = (num_prompts, config.train_file.display(), dataset.len());
+    let BatchPlan { num_begun, generation_batch_size, .. } = preflight.batch;
+    if num_begun > dataset.len() {
+        let (needed, file, rows) = (num_begun, config.train_file.display(), dataset.len());
         let expected = format!(
             "at most {} completions: {needed} prompts a generation, and {file} has {rows}; lower \
              per_device_train_batch_size or --nproc, or raise num_generations",
@@ -194,7 +194,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
     let updates = batch.updates_per_generation * config.num_iterations;
     let rows = (dataset.len(), batch.num_prompts);
     let schedule = Schedule::new(config.learning_rate, &config.optimizer, rows, updates);
-    let mut progress = Progress::default();
+    let (mut progress, mut carried) = (Progress::default(), Vec::new());
     if let Some(checkpoint) = &checkpoint {
         let TrainerState { num_rows, global_step, generation_step, num_input_tokens_seen, .. } = checkpoint.state;
         if num_rows != dataset.len() {
@@ -207,6 +207,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
         }
         halves.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy))?;
         sampler.restore(checkpoint.state.sampler.clone())?;
+        carried.clone_from(&checkpoint.state.carried);
         progress = Progress { global_step, generation_step, num_tokens: num_input_tokens_seen };
     }
     let output = Output::new(&config, world.group(), schedule.total_steps as u64, checkpoint, writes_files)?;
@@ -230,6 +231,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
         rewards,
         dataset,
         sampler,
+        carried,
         eval_set,
         schedule,
         output,

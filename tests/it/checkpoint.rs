@@ -1,6 +1,7 @@
 //! Runs of the program that are cut short and go on: bit for bit in the same layout, up to rounding in another.
 
 mod files;
+mod partial;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

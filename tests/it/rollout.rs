@@ -1,5 +1,7 @@
 //! The engine: against transformers, against a plain forward, across batches and tensor-parallel degrees; its memory.
 
+mod partial;
+
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};

@@ -5,7 +5,7 @@ use std::ops::Range;
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::rollout::sampler::{Draw, sampling_key};
+use crate::rollout::sampler::Draw;
 use crate::rollout::scheduler::{Run, Step};
 use crate::rollout::sequence::Sequence;
 use crate::types::SamplingParams;
@@ -73,7 +73,7 @@ impl Packing<'_> {
 
     /// How the draws are made, with room for `len`.
     fn sampling(&self, words: &mut Words, len: usize, inputs: &Tensor) -> Result<Sampling> {
-        let key = |draw: &Draw| sampling_key(self.params, draw.prompt_id, draw.sample).words().map(|word| word as i32);
+        let key = |draw: &Draw| draw.key(self.params.seed).words().map(|word| word as i32);
         let keys = words.put(2 * len, self.draws.iter().flat_map(key), 0)?;
         let SamplingParams { temperature, min_p, top_k, top_p, repetition_penalty, .. } = *self.params;
         let mut same = |word: i32| {

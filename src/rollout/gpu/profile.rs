@@ -70,7 +70,7 @@ impl GpuRunner<'_> {
         let draws: Vec<Draw> = sequences
             .iter()
             .enumerate()
-            .map(|(row, sequence)| Draw { row, prompt_id: 0, sample: row, token_ids: &sequence.token_ids })
+            .map(|(row, sequence)| Draw { row, step: 0, prompt_id: 0, sample: row, token_ids: &sequence.token_ids })
             .collect();
         let block_size = self.kv_cache.block_size();
         let packing = Packing { step: &step, draws: &draws, sequences: &sequences, params: self.params, block_size };

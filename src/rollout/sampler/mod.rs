@@ -24,11 +24,20 @@ const STREAM: u64 = u64::from_be_bytes(*b"sampling");
 pub(super) struct Draw<'a> {
     /// Row of the logits.
     pub(super) row: usize,
+    /// Step at which the completion was begun.
+    pub(super) step: u64,
     pub(super) prompt_id: u64,
     /// Index of the completion within its group.
     pub(super) sample: usize,
     /// Prompt and completion so far: what a repetition penalty looks at. Its length is the position drawn for.
     pub(super) token_ids: &'a [u32],
+}
+
+impl Draw<'_> {
+    /// Key of all draws of the completion.
+    pub(super) fn key(&self, seed: u64) -> RandomKey {
+        sampling_key(seed, self.step, self.prompt_id, self.sample)
+    }
 }
 
 /// What was drawn.
@@ -167,7 +176,7 @@ impl Sampler<'_> {
     }
 
     fn key(&self, draw: &Draw) -> RandomKey {
-        sampling_key(self.params, draw.prompt_id, draw.sample)
+        draw.key(self.params.seed)
     }
 
     /// The winner among all ranks' candidates.
@@ -206,8 +215,8 @@ impl Sampler<'_> {
 }
 
 /// Key of all draws of one completion; rows are positions, entries vocabulary ids.
-pub(super) fn sampling_key(params: &SamplingParams, prompt_id: u64, sample: usize) -> RandomKey {
-    RandomKey::new(params.seed, STREAM).fold(params.step).fold(prompt_id).fold(sample as u64)
+pub(super) fn sampling_key(seed: u64, step: u64, prompt_id: u64, sample: usize) -> RandomKey {
+    RandomKey::new(seed, STREAM).fold(step).fold(prompt_id).fold(sample as u64)
 }
 
 pub(super) fn non_finite(prompt_id: u64, position: usize) -> Error {

@@ -25,7 +25,7 @@ fn logits(row: u64) -> Vec<f32> {
 }
 
 fn draws(count: u64) -> Vec<Draw<'static>> {
-    (0..count).map(|prompt_id| Draw { row: 0, prompt_id, sample: 3, token_ids: &[1, 5, 5] }).collect()
+    (0..count).map(|prompt_id| Draw { row: 0, step: 0, prompt_id, sample: 3, token_ids: &[1, 5, 5] }).collect()
 }
 
 /// softmax in f64 of the allowed logits.
@@ -120,7 +120,8 @@ fn a_split_vocabulary_gives_the_same_tokens() {
         SamplingParams { top_p: 0.9, min_p: Some(0.02), ..base.clone() },
     ];
     let logits: Vec<f32> = (0..40).flat_map(logits).collect();
-    let rows: Vec<Draw> = (0..40).map(|row| Draw { row, prompt_id: 9, sample: row, token_ids: &[1, 2] }).collect();
+    let rows: Vec<Draw> =
+        (0..40).map(|row| Draw { row, step: 0, prompt_id: 9, sample: row, token_ids: &[1, 2] }).collect();
     for params in cases {
         let whole = sample(&params, &[0, VOCAB], &logits, &rows).unwrap();
         for bounds in [&[0, 6, VOCAB][..], &[0, 3, 6, 9, VOCAB]] {

@@ -1,12 +1,39 @@
-//! Which waiting sequences begin: whole groups, with the blocks of their prompt that are computed already.
+//! Which waiting sequences begin, or go on: whole groups, with the blocks of their prompt that are computed already.
 
+use std::collections::HashSet;
 use std::ops::Range;
 
 use super::{Limits, Scheduler};
 use crate::error::{Error, Result};
 use crate::rollout::block_manager::BlockManager;
+use crate::types::UnfinishedCompletion;
 
 impl Scheduler {
+    /// Gives the sequences of every group what an earlier rollout sampled of them; before the first step. Of every group
+    /// that is begun one sequence waits in front, to compute the prompt that the others share; then the others, then what
+    /// is still to be begun. Returns the groups that are complete already.
+    pub(in crate::rollout) fn resume(&mut self, groups: impl Iterator<Item = Vec<UnfinishedCompletion>>) -> Vec<usize> {
+        let (mut complete, mut first, mut others) = (Vec::new(), Vec::new(), Vec::new());
+        for (group, completions) in groups.enumerate() {
+            for (index, completion) in self.members(group).zip(completions) {
+                self.sequences[index].resume(completion);
+            }
+            let is_open = |&index: &usize| self.sequences[index].finish_reason.is_none();
+            let mut open: Vec<usize> = self.members(group).filter(is_open).collect();
+            match open.iter().position(|&index| !self.sequences[index].is_fresh()) {
+                _ if open.is_empty() => complete.push(group),
+                None if open.len() == self.num_generations => continue, // still to be begun
+                begun => first.push(open.remove(begun.unwrap_or(0))),
+            }
+            others.extend(open);
+        }
+        let front: HashSet<usize> = first.iter().chain(&others).copied().collect();
+        let is_new = |index: &usize| self.sequences[*index].finish_reason.is_none() && !front.contains(index);
+        let new = std::mem::take(&mut self.waiting).into_iter().filter(is_new);
+        self.waiting = first.into_iter().chain(others).chain(new).collect();
+        complete
+    }
+
     /// Admits the front of the queue if slots and blocks are there. While others run, a group waits until all of it fits
     /// and every running sequence keeps a block to grow into; alone, it is cut to what fits.
     pub(super) fn admit(&mut self) -> bool {
@@ -27,25 +54,42 @@ impl Scheduler {
     }
 
     /// The sequences at the front of the queue that need the same computation: one group's, if nothing is sampled yet. None
-    /// while a token that it begins with is under way.
+    /// while a token that it begins with is under way, or its prompt is about to be computed by another of its group.
     fn front(&self) -> Option<Range<usize>> {
-        let &first = self.waiting.front().filter(|&&first| self.sequences[first].num_pending == 0)?;
-        let sequence = &self.sequences[first];
-        let same = |&&index: &&usize| self.sequences[index].group == sequence.group && sequence.is_fresh();
-        let count = self.waiting.iter().take_while(same).count().max(1);
+        let is_ready = |&&first: &&usize| self.sequences[first].num_pending == 0 && !self.prompt_is_coming(first);
+        let &first = self.waiting.front().filter(is_ready)?;
+        let group = self.sequences[first].group;
+        let same = |&(offset, &index): &(usize, &usize)| {
+            index == first + offset && self.sequences[index].group == group && self.sequences[index].is_fresh()
+        };
+        let count = self.waiting.iter().enumerate().take_while(same).count().max(1);
         Some(first..first + count)
     }
 
-    /// Full blocks of the prompt that a running completion of the same group has computed. At least one token is left to
-    /// compute, for its logits.
-    fn shared_prefix(&self, index: usize) -> Vec<u32> {
+    /// Whether another sequence of the group is admitted but not yet through the prompt's full blocks.
+    fn prompt_is_coming(&self, index: usize) -> bool {
+        let num_tokens = self.shareable_blocks(index) * self.limits.block_size;
+        let is_coming = |member: usize| {
+            let other = &self.sequences[member];
+            !other.block_table.is_empty() && other.num_computed < num_tokens
+        };
+        self.shared_prefix(index).is_empty() && self.members(self.sequences[index].group).any(is_coming)
+    }
+
+    /// Full blocks of a sequence's prompt, of which at least one token of it is left to compute, for its logits.
+    fn shareable_blocks(&self, index: usize) -> usize {
         let sequence = &self.sequences[index];
-        let num_blocks = sequence.prompt_len.min(sequence.len() - 1) / self.limits.block_size;
+        sequence.prompt_len.min(sequence.len() - 1) / self.limits.block_size
+    }
+
+    /// Full blocks of the prompt that a running completion of the same group has computed.
+    fn shared_prefix(&self, index: usize) -> Vec<u32> {
+        let num_blocks = self.shareable_blocks(index);
         let holds = |&member: &usize| {
             let other = &self.sequences[member];
             !other.block_table.is_empty() && other.num_computed >= num_blocks * self.limits.block_size
         };
-        let holder = self.members(sequence.group).find(holds);
+        let holder = self.members(self.sequences[index].group).find(holds);
         holder.map_or(Vec::new(), |holder| self.sequences[holder].block_table[..num_blocks].to_vec())
     }
 

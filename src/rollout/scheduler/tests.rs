@@ -1,6 +1,7 @@
 use std::collections::HashMap;
 
 use super::*;
+use crate::types::UnfinishedCompletion;
 
 const ROOMY: Limits = Limits {
     num_blocks: 200,
@@ -59,22 +60,35 @@ fn next_token(tokens: &[u32], sample: usize) -> Sampled {
 
 /// Completions of all sequences, and what it took, with `lag` steps under way when the next one is scheduled.
 fn simulate(limits: Limits, prompts: &[Vec<u32>], num_generations: usize, lag: usize) -> (Vec<Vec<u32>>, EngineStats) {
-    let token_ids = prompts.iter().map(Vec::as_slice);
-    let stats = EngineStats::default();
-    let mut scheduler = Scheduler::new(limits, token_ids, num_generations, stats).unwrap();
+    let mut scheduler = scheduler(limits, prompts, num_generations);
+    let mut complete = run(&mut scheduler, lag, usize::MAX);
+    assert_eq!(scheduler.blocks.num_free(), limits.num_blocks);
+    complete.sort_unstable();
+    assert_eq!(complete, (0..prompts.len()).collect::<Vec<_>>());
+    (scheduler.sequences.iter().map(|sequence| sequence.completion().to_vec()).collect(), scheduler.stats)
+}
+
+fn scheduler(limits: Limits, prompts: &[Vec<u32>], num_generations: usize) -> Scheduler {
+    Scheduler::new(limits, prompts.iter().map(Vec::as_slice), num_generations, EngineStats::default()).unwrap()
+}
+
+/// Goes on until `num_groups` are complete or no work is left, and through the steps then under way; the complete groups.
+fn run(scheduler: &mut Scheduler, lag: usize, num_groups: usize) -> Vec<usize> {
+    let (limits, num_generations) = (scheduler.limits, scheduler.num_generations);
     let rules = StopRules { eos_token_ids: &[END], stop: &[], decode: &|_| Ok(String::new()) };
     let tokens = scheduler.sequences.iter().map(|sequence| sequence.token_ids.clone()).collect();
     let mut model = Model { cache: HashMap::new(), tokens };
     let (mut complete, mut under_way) = (Vec::new(), VecDeque::new());
-    while scheduler.has_work() {
-        let step = scheduler.schedule();
+    while (scheduler.has_work() && complete.len() < num_groups) || !under_way.is_empty() {
+        let goes_on = scheduler.has_work() && complete.len() < num_groups;
+        let step = if goes_on { scheduler.schedule() } else { None };
         let is_idle = step.is_none();
         if let Some(step) = step {
             let num_tokens: usize = step.runs.iter().map(|run| run.tokens.len()).sum();
             let most = if step.is_decode { limits.max_num_seqs } else { limits.max_num_batched_tokens };
             assert!((1..=most).contains(&num_tokens) && scheduler.running.len() <= limits.max_num_seqs);
             scheduler.check_integrity().unwrap();
-            let sampled = model.run(&step, &scheduler, num_generations);
+            let sampled = model.run(&step, scheduler, num_generations);
             under_way.push_back((step, sampled));
         }
         if is_idle || under_way.len() > lag {
@@ -83,10 +97,18 @@ fn simulate(limits: Limits, prompts: &[Vec<u32>], num_generations: usize, lag: u
             scheduler.check_integrity().unwrap();
         }
     }
-    assert_eq!(scheduler.blocks.num_free(), limits.num_blocks);
-    complete.sort_unstable();
-    assert_eq!(complete, (0..prompts.len()).collect::<Vec<_>>());
-    (scheduler.sequences.iter().map(|sequence| sequence.completion().to_vec()).collect(), scheduler.stats)
+    complete
+}
+
+/// What is known of every group's completions.
+fn sampled(scheduler: &Scheduler, num_groups: usize) -> Vec<Vec<UnfinishedCompletion>> {
+    let of_sequence = |sequence: &Sequence| UnfinishedCompletion {
+        token_ids: sequence.completion().to_vec(),
+        rollout_logprobs: sequence.rollout_logprobs.clone(),
+        finish_reason: sequence.finish_reason,
+    };
+    let of_group = |group| scheduler.sequences[scheduler.members(group)].iter().map(of_sequence).collect();
+    (0..num_groups).map(of_group).collect()
 }
 
 fn prompts() -> Vec<Vec<u32>> {
@@ -114,6 +136,39 @@ fn no_limit_changes_what_is_sampled() {
         }
         assert!(simulate(tight[7], &prompts, 3, lag).1.num_preemptions > 0);
     }
+}
+
+#[test]
+fn what_is_interrupted_goes_on_as_if_it_had_not_been() {
+    let prompts = prompts();
+    let expected = simulate(ROOMY, &prompts, 3, 0).0;
+    let tight = Limits { num_blocks: 12, max_num_seqs: 5, max_num_batched_tokens: 7, ..ROOMY };
+    for (limits, lag) in [(ROOMY, 0), (ROOMY, 1), (tight, 0), (tight, 2)] {
+        let mut held = vec![Vec::new(); prompts.len()];
+        let mut num_complete = Vec::new();
+        while num_complete.last() != Some(&prompts.len()) {
+            let mut scheduler = scheduler(limits, &prompts, 3);
+            num_complete.push(scheduler.resume(held.iter().cloned()).len());
+            run(&mut scheduler, lag, 2);
+            held = sampled(&scheduler, prompts.len());
+        }
+        assert!(num_complete.len() > 2 && num_complete.is_sorted(), "{num_complete:?}");
+        let completions: Vec<_> = held.into_iter().flatten().map(|completion| completion.token_ids).collect();
+        assert_eq!(completions, expected, "{limits:?}, lag {lag}");
+    }
+}
+
+#[test]
+fn a_begun_group_computes_its_prompt_once_too() {
+    let completion = |token_id| UnfinishedCompletion {
+        token_ids: vec![token_id; 5],
+        rollout_logprobs: vec![0.0; 5],
+        finish_reason: None,
+    };
+    let mut scheduler = scheduler(ROOMY, &[(1..13).collect()], 8);
+    assert!(scheduler.resume([(1..9).map(completion).collect()].into_iter()).is_empty());
+    run(&mut scheduler, 1, 1);
+    assert_eq!((scheduler.stats.num_prefilled_tokens, scheduler.stats.num_shared_tokens), (12 + 8 * 5, 7 * 12));
 }
 
 #[test]

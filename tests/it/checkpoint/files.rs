@@ -60,6 +60,7 @@ fn state(global_step: u64) -> TrainerState {
         world_size: 1,
         num_rows: 10,
         sampler: SamplerState::default(),
+        carried: Vec::new(),
         config: SavedConfig::default(),
         log_history: Vec::new(),
     }

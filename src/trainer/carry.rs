@@ -1,0 +1,170 @@
+//! Groups under way. A step begins `oversample` more of them than it takes; those that are not complete when it ends go on
+//! in the next one (`partial_rollout`). All ranks know all that are carried and deal them out anew, so that what goes on does
+//! not depend on who began it.
+
+use super::{Ahead, Trainer};
+use crate::checkpoint::CarriedGroup;
+use crate::config::Config;
+use crate::data::Dataset;
+use crate::dist::all_gather_bytes;
+use crate::error::{Error, Result};
+use crate::metrics::{Reduce, StepMetrics};
+use crate::rollout::Rollout;
+use crate::types::{RolloutGroup, UnfinishedGroup};
+
+/// What became of this rank's tokens in a step.
+#[derive(Debug, Default)]
+pub(super) struct Carry {
+    /// Of the groups that were taken: tokens, those of earlier steps, and the steps since each was sampled, summed up.
+    num_taken: usize,
+    num_continued: usize,
+    token_age: u64,
+    /// Steps since the first of them was begun.
+    oldest: u64,
+    /// Tokens sampled in this step, and those that nobody will train on.
+    num_sampled: usize,
+    num_discarded: usize,
+    /// Groups that the next step goes on with.
+    num_carried: usize,
+}
+
+impl Trainer {
+    /// The first complete groups of those that this rank and the others of its engine begin or go on with.
+    pub(super) fn sample_first(&mut self) -> Result<Ahead> {
+        let (sampler, carried) = (self.sampler.state().clone(), self.carried.clone());
+        let (begun, params) = (self.next_groups()?, self.sampling(self.progress.generation_step));
+        let (groups, num_groups) = (unfinished(&begun, &self.dataset), self.batch.num_prompts / self.world.size());
+        let (rewards, output) = (&self.rewards, &self.output);
+        output.begin_phase("generate", num_groups);
+        let rollout = self.halves.with_rollout(|rollout| {
+            rollout.generate_first(groups, num_groups, &params, |done| {
+                rewards.submit(done); // scored while others generate
+                output.advance();
+            })
+        })?;
+        let (groups, carry) = self.carry(&begun, rollout)?;
+        Ok(Ahead { groups, sampler, carried, carry })
+    }
+
+    /// This rank's groups of the next step, those carried over first.
+    fn next_groups(&mut self) -> Result<Vec<CarriedGroup>> {
+        let carried = std::mem::take(&mut self.carried);
+        let under_way: Vec<usize> = carried.iter().map(|group| group.row).collect();
+        let num_new = self.batch.num_begun.saturating_sub(carried.len());
+        let new = self.sampler.next_batch_beside(num_new, &under_way)?.into_iter().map(CarriedGroup::new);
+        let num_ranks = self.world.size();
+        let sizes = [self.batch.num_prompts / num_ranks, self.batch.num_begun / num_ranks];
+        Ok(deal(carried, new, num_ranks, sizes).swap_remove(self.world.rank()))
+    }
+
+    /// The groups that the step takes; the others are kept for the next one, or dropped. Collective over the world.
+    fn carry(&mut self, begun: &[CarriedGroup], rollout: Rollout) -> Result<(Vec<RolloutGroup>, Carry)> {
+        let (mut carry, mut kept) = (Carry::default(), Vec::new());
+        for (index, group) in &rollout.complete {
+            carry.take(&begun[*index], group, self.progress.generation_step);
+        }
+        for (index, UnfinishedGroup { first_step, completions, .. }) in rollout.unfinished {
+            let CarriedGroup { row, token_age, .. } = begun[index];
+            let mut group = CarriedGroup { row, first_step, token_age, completions };
+            let num_tokens = group.num_tokens();
+            carry.num_sampled += num_tokens - begun[index].num_tokens();
+            if self.config.partial_rollout || num_tokens == 0 {
+                group.token_age += num_tokens as u64;
+                kept.push(group);
+            } else {
+                carry.num_discarded += num_tokens;
+            }
+        }
+        carry.num_carried = kept.len();
+        self.carried = self.gather(&kept)?;
+        Ok((rollout.complete.into_iter().map(|(_, group)| group).collect(), carry))
+    }
+
+    /// The groups of all ranks, in rank order; collective over the world.
+    fn gather(&self, own: &[CarriedGroup]) -> Result<Vec<CarriedGroup>> {
+        let failed = |error: serde_json::Error| Error::Collective {
+            op: "gather unfinished groups",
+            group: self.world.group().name().to_owned(),
+            rank: self.world.rank(),
+            message: error.to_string(),
+        };
+        let own = serde_json::to_vec(own).map_err(failed)?;
+        let mut all = Vec::new();
+        for bytes in all_gather_bytes(&*self.world.group(), &own)? {
+            all.extend(serde_json::from_slice::<Vec<CarriedGroup>>(&bytes).map_err(failed)?);
+        }
+        Ok(all)
+    }
+}
+
+impl Carry {
+    fn take(&mut self, begun: &CarriedGroup, group: &RolloutGroup, step: u64) {
+        let num_tokens = group.completions.iter().map(|completion| completion.token_ids.len()).sum::<usize>();
+        let num_continued = begun.num_tokens();
+        self.num_taken += num_tokens;
+        self.num_continued += num_continued;
+        self.num_sampled += num_tokens - num_continued;
+        self.token_age += begun.token_age;
+        if num_continued > 0 {
+            self.oldest = self.oldest.max(step - begun.first_step);
+        }
+    }
+
+    /// Staleness is in steps between a token's sampling and the training on it.
+    pub(super) fn add_metrics(&self, metrics: &mut StepMetrics, config: &Config) {
+        if config.oversample == 0.0 {
+            return;
+        }
+        metrics.set("tokens/generated", self.num_sampled as f64, Reduce::Sum);
+        metrics.set("partial_rollout/carried_groups", self.num_carried as f64, Reduce::Sum);
+        metrics.set("partial_rollout/staleness_max", self.oldest as f64, Reduce::Max);
+        let [taken, sampled] = [self.num_taken, self.num_sampled].map(|count| count as f64);
+        metrics.set_mean("partial_rollout/staleness_mean", self.token_age as f64, taken);
+        metrics.set_mean("partial_rollout/continued_token_share", self.num_continued as f64, taken);
+        metrics.set_mean("partial_rollout/discarded_token_share", self.num_discarded as f64, sampled);
+    }
+}
+
+/// What the engine is to go on with.
+fn unfinished(groups: &[CarriedGroup], dataset: &Dataset) -> Vec<UnfinishedGroup> {
+    let of_group = |group: &CarriedGroup| UnfinishedGroup {
+        prompt: dataset.prompt(group.row).clone(),
+        first_step: group.first_step,
+        completions: group.completions.clone(),
+    };
+    groups.iter().map(of_group).collect()
+}
+
+/// Spreads groups over ranks: carried ones, the long ones, one by one; new ones in consecutive shares, first to make up the
+/// smaller and then the larger of `sizes` on every rank.
+fn deal<T: Clone>(
+    carried: Vec<T>,
+    mut new: impl Iterator<Item = T>,
+    num_ranks: usize,
+    sizes: [usize; 2],
+) -> Vec<Vec<T>> {
+    let mut shares = vec![Vec::new(); num_ranks];
+    for (index, group) in carried.into_iter().enumerate() {
+        shares[index % num_ranks].push(group);
+    }
+    for size in sizes {
+        for share in &mut shares {
+            let num_missing = size.saturating_sub(share.len());
+            share.extend(new.by_ref().take(num_missing));
+        }
+    }
+    shares
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn new_groups_lie_as_without_a_surplus_and_carried_ones_are_spread() {
+        let deal = |carried: Vec<usize>, new| deal(carried, new, 2, [2, 3]);
+        assert_eq!(deal(vec![], 0..6), [[0, 1, 4], [2, 3, 5]]);
+        assert_eq!(deal(vec![90, 91, 92], 0..3), [[90, 92, 1], [91, 0, 2]]);
+        assert_eq!(deal((90..97).collect(), 0..0), [vec![90, 92, 94, 96], vec![91, 93, 95]]);
+    }
+}

@@ -1,0 +1,68 @@
+//! Runs that begin more groups than a step takes.
+
+use colo_grpo::metrics::CompletionRow;
+
+use super::Runs;
+
+/// What is under way goes through the checkpoint, to another number of ranks too.
+#[test]
+fn a_run_with_partial_rollouts_ends_like_a_straight_one() {
+    let runs = Runs::new();
+    let common = ["oversample=1.0", "partial_rollout=true", "max_num_seqs=24"];
+    runs.train_to_the_end("straight", 2, &common);
+    let state = std::fs::read_to_string(runs.path("straight/checkpoint-4/trainer_state.json")).unwrap();
+    let state: serde_json::Value = serde_json::from_str(&state).unwrap();
+    let carried = state["carried"].as_array().unwrap();
+    let is_begun = |group: &&serde_json::Value| group["completions"].as_array().is_some_and(|begun| begun.len() == 8);
+    let num_begun = carried.iter().filter(is_begun).count();
+    assert!(num_begun > 0, "{} carried, none of them begun", carried.len());
+
+    let resume = runs.resume("straight", 4);
+    runs.train_to_the_end("resumed", 2, &[&common[..], &[&resume]].concat());
+    runs.assert_same("resumed", "straight", &[5, 6]);
+    let metrics = &runs.metrics("resumed")[&(5, false)].values;
+    let value = |name: &str| metrics[&format!("partial_rollout/{name}")];
+    assert_eq!(value("carried_groups"), 4.0, "4 of 8 groups are taken");
+    assert!(value("continued_token_share") > 0.0 && value("staleness_mean") > 0.0 && value("staleness_max") >= 1.0);
+    assert_eq!(value("discarded_token_share"), 0.0);
+
+    let alone = ["per_device_train_batch_size=32", "tensor_parallel_size=1", &resume];
+    runs.train_to_the_end("alone", 1, &[&common[..], &alone].concat());
+    assert_eq!(runs.completions("alone", 5).len(), 32);
+}
+
+/// Completions of one token, as many at once as a step takes: the surplus is never begun, and its rows come in their turn.
+#[test]
+fn a_surplus_changes_no_data_where_all_lengths_are_equal() {
+    let runs = Runs::new();
+    let common = ["max_completion_length=1", "max_num_seqs=32", "max_steps=3", "save_steps=none"];
+    runs.train_to_the_end("plain", 2, &common);
+    runs.train_to_the_end("surplus", 2, &[&common[..], &["oversample=0.5"]].concat());
+    for step in 1..=3 {
+        let sorted = |run| {
+            let mut rows: Vec<_> = runs.completions(run, step).into_iter().map(text_and_reward).collect();
+            rows.sort_by(|a, b| a.partial_cmp(b).unwrap());
+            rows
+        };
+        assert_eq!(sorted("surplus"), sorted("plain"), "step {step}");
+    }
+    let metrics = &runs.metrics("surplus")[&(3, false)].values;
+    assert_eq!(metrics["partial_rollout/carried_groups"], 2.0);
+    assert_eq!(metrics["partial_rollout/discarded_token_share"], 0.0);
+}
+
+/// Without `partial_rollout` nothing that was sampled earlier is trained on.
+#[test]
+fn a_surplus_that_is_not_carried_is_dropped_and_counted() {
+    let runs = Runs::new();
+    let keys = ["oversample=1.0", "max_steps=2", "save_steps=none", "max_num_seqs=64"];
+    runs.train_to_the_end("dropped", 2, &keys);
+    let metrics = &runs.metrics("dropped")[&(2, false)].values;
+    let value = |name: &str| metrics[&format!("partial_rollout/{name}")];
+    assert!(value("discarded_token_share") > 0.0);
+    assert_eq!((value("continued_token_share"), value("staleness_max")), (0.0, 0.0));
+}
+
+fn text_and_reward(row: CompletionRow) -> (String, String, Option<f32>) {
+    (row.prompt, row.completion, row.reward)
+}

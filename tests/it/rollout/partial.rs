@@ -1,0 +1,69 @@
+//! Rollouts that end before all groups are complete, and go on at a later wake.
+
+use std::sync::Arc;
+
+use colo_grpo::dist::{Collective, World};
+use colo_grpo::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams, UnfinishedGroup};
+
+use super::{Model, alone, options, prompts, sampled, token_ids};
+use crate::ranks;
+
+/// Wakes an engine until all groups are complete, two more of all ranks' each time, each wake at its own step.
+fn generate_in_parts(
+    model: &Model,
+    tp: &Arc<dyn Collective>,
+    prompts: &[Prompt],
+    params: &SamplingParams,
+) -> Vec<RolloutGroup> {
+    let mut engine = model.engine(options(), tp.clone());
+    let mut groups: Vec<_> = prompts.iter().cloned().map(UnfinishedGroup::new).collect();
+    let (mut complete, mut num_carried) = (Vec::new(), 0);
+    for wake in 0..prompts.len() * tp.size() / 2 {
+        let params = SamplingParams { step: params.step + wake as u64, ..params.clone() };
+        let mut rollout = engine.wake(model.weights(tp.as_ref()), 1).unwrap();
+        let mut handed = Vec::new();
+        let done = |group: &RolloutGroup| handed.push(group.clone());
+        let part = rollout.generate_first(groups, 2 / tp.size(), &params, done).unwrap();
+        assert_eq!(handed.len(), part.complete.len());
+        assert!(part.complete.iter().all(|(_, group)| handed.contains(group)));
+        complete.extend(part.complete.into_iter().map(|(_, group)| group));
+        groups = part.unfinished.into_iter().map(|(_, group)| group).collect();
+        num_carried += groups.iter().filter(|group| !group.completions.is_empty()).count();
+    }
+    assert!(groups.is_empty() && num_carried > 2, "{num_carried} times carried");
+    complete.sort_by_key(|group| group.prompt.id);
+    complete
+}
+
+/// The parts of each rank make up what one rank samples at one go.
+fn goes_on_as_if_uninterrupted(tp: &Arc<dyn Collective>) {
+    let (model, prompts) = (Model::micro(), prompts(8));
+    let spread = LengthSpread { shortest: 2, longest: 20, long_tailed: true };
+    let own = prompts.len() * tp.rank() / tp.size()..prompts.len() * (tp.rank() + 1) / tp.size();
+    for params in [
+        SamplingParams { spread_lengths: Some(spread), step: 3, ..sampled() },
+        SamplingParams { spread_lengths: Some(spread), repetition_penalty: 1.3, stop: vec!["w7 ".into()], ..sampled() },
+    ] {
+        let (expected, _) = model.generate(options(), &prompts, &params);
+        let got = generate_in_parts(&model, tp, &prompts[own.clone()], &params);
+        assert_eq!(token_ids(&got), token_ids(&expected[own.clone()]));
+        for (got, expected) in got.iter().zip(&expected[own.clone()]) {
+            for (got, expected) in got.completions.iter().zip(&expected.completions) {
+                assert_eq!((got.finish_reason, &got.text), (expected.finish_reason, &expected.text));
+                let pairs = got.rollout_logprobs.iter().zip(&expected.rollout_logprobs);
+                pairs.for_each(|(got, expected)| assert!((got - expected).abs() < 1e-4, "{got} {expected}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn unfinished_groups_go_on_with_the_tokens_of_an_uninterrupted_rollout() {
+    goes_on_as_if_uninterrupted(&alone());
+}
+
+#[test]
+fn two_ranks_go_on_as_one() {
+    let test = "rollout::partial::two_ranks_go_on_as_one";
+    ranks::run(2, test, |world: World| goes_on_as_if_uninterrupted(&world.group()));
+}
