@@ -50,9 +50,11 @@ fn gpu_nf4_is_the_cpus() {
             device.dequantize(&mut wide.narrow(1, 1, rows)).unwrap();
             let wide = wide.to_device(Device::Cpu);
             let got = wide.narrow(1, 1, rows).contiguous();
-            // The mean and the largest of the scales may differ in the last bit.
-            let error = (&got - &expected).abs().max().double_value(&[]);
-            assert!(error <= 2e-3 * expected.abs().max().double_value(&[]), "{groups} x {rows} x {columns}: {error}");
+            // The mean and the largest of the scales may differ in the last bit, and bfloat16 may then round the other way.
+            let rounding = if kind == Kind::BFloat16 { 2f64.powi(-7) } else { 0.0 };
+            let error = (&got - &expected).abs().to_kind(Kind::Float) - expected.abs().to_kind(Kind::Float) * rounding;
+            let (error, largest) = (error.max().double_value(&[]), expected.abs().max().double_value(&[]));
+            assert!(error <= 2e-3 * largest, "{groups} x {rows} x {columns}, {kind:?}: {error}");
             let near =
                 (&got - &expected).abs().to_kind(Kind::Float).le_tensor(&(expected.abs().to_kind(Kind::Float) * 1e-5));
             let share = near.to_kind(Kind::Double).mean(Kind::Double).double_value(&[]);
@@ -139,9 +141,9 @@ fn losses(device: Device, kind: Kind, quantization: Quantization, dropout: f64) 
 fn gpu_adapters_train_as_on_the_cpu() {
     kernels::prepare(0).unwrap();
     for (quantization, dropout) in [(Quantization::None, 0.0), (Quantization::None, 0.2), (Quantization::Nf4, 0.0)] {
-        let host = losses(Device::Cpu, Kind::Float, quantization, dropout);
-        assert!(host[2] < host[0], "{host:?}");
         for (kind, bound) in [(Kind::Float, 2e-3), (Kind::BFloat16, 5e-2)] {
+            let host = losses(Device::Cpu, kind, quantization, dropout);
+            assert!(host[2] < host[0], "{host:?}");
             let got = losses(GPU, kind, quantization, dropout);
             let worst = host.iter().zip(&got).map(|(host, got)| (host - got).abs() / host).fold(0.0, f64::max);
             assert!(worst < bound, "{quantization:?}, dropout {dropout}, {kind:?}: {got:?}, on the CPU {host:?}");
