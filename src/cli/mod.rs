@@ -2,7 +2,11 @@
 //! stands in its own room.
 
 mod args;
+mod bench;
 mod commands;
+mod normalise;
+mod process;
+mod sample;
 
 use std::io::IsTerminal;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -22,7 +26,7 @@ pub fn run(argv: Vec<String>) -> ExitCode {
     if let Err(error) = phase::publish() {
         return report(&error);
     }
-    let parsed = match args::Cli::try_parse_from(args::normalise(argv)) {
+    let parsed = match args::Cli::try_parse_from(normalise::normalise(argv)) {
         Ok(parsed) => parsed,
         Err(usage) => {
             if !usage.use_stderr() {

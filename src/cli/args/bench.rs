@@ -1,0 +1,254 @@
+//! The arguments of `bench`.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+
+use super::{LaunchArgs, ModelArgs, PlaceArgs, count, number, word};
+use crate::config::{Dtype, GradientCheckpointing, Quantization};
+use crate::types::LengthSpread;
+
+/// `bench`.
+#[derive(Debug, Subcommand)]
+pub enum BenchCommand {
+    /// Tokens per second of forward, backward and AdamW on packed random sequences
+    Train(BenchTrainArgs),
+    /// Tokens per second of the generation engine on random prompts
+    Generate(BenchGenerateArgs),
+    /// The decode step's kernels, each against the bytes that it must move; needs a GPU
+    Kernels(BenchKernelsArgs),
+    /// Whole GRPO steps of the trainer: colo-grpo bench step --preset tiny --prompts 8 zero.stage=3 beta=0.04
+    Step(BenchStepArgs),
+    /// Memory given back and taken again on all ranks at once; copies to the host and back
+    #[command(name = "sleep_wake", alias = "sleep-wake")]
+    SleepWake(BenchSleepWakeArgs),
+    /// Bandwidth of collectives by operation and size
+    Collectives(BenchCollectivesArgs),
+    /// Lines of `bench step` side by side: a table, a picture, and what they say of more GPUs
+    Compare(BenchCompareArgs),
+}
+
+/// `bench compare`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct BenchCompareArgs {
+    /// What `bench step` printed, a line each
+    pub results: PathBuf,
+    /// Folder for compare.json, compare.svg and curves.svg
+    #[arg(long)]
+    pub output: PathBuf,
+    /// A run whose rewards are drawn: label=metrics.jsonl; may be repeated
+    #[arg(long = "curve", value_parser = labelled)]
+    pub curves: Vec<(String, PathBuf)>,
+}
+
+/// `bench train`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct BenchTrainArgs {
+    #[command(flatten)]
+    pub launch: LaunchArgs,
+    #[command(flatten)]
+    pub place: PlaceArgs,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Sequences per rank and step
+    #[arg(long, default_value_t = 64, value_parser = count)]
+    pub sequences: usize,
+    /// Tokens per sequence, half of them scored; at least 2
+    #[arg(long, default_value_t = 64, value_parser = number(|len: &usize| *len >= 2, "at least 2"))]
+    pub sequence_len: usize,
+    /// Tokens per prompt instead of half of the sequence
+    #[arg(long, value_parser = count)]
+    pub prompt_len: Option<usize>,
+    /// Tokens per completion, all of them scored, instead of half of the sequence
+    #[arg(long, value_parser = count)]
+    pub completion_len: Option<usize>,
+    /// Tokens per completion drawn from a range instead, such as 512..4096, or tail:512..4096 for few long ones
+    #[arg(long, value_parser = spread)]
+    pub completion_spread: Option<LengthSpread>,
+    /// Neighbouring sequences that have one prompt
+    #[arg(long, default_value_t = 1, value_parser = count)]
+    pub group: usize,
+    /// Run the prompt of a group once
+    #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
+    pub share_prompts: bool,
+    /// Token budget of a micro-batch
+    #[arg(long, default_value_t = 4096, value_parser = count)]
+    pub max_tokens_per_micro_batch: usize,
+    /// ZeRO stage
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(0..=3))]
+    pub zero_stage: u8,
+    /// Ranks that share one copy of what the stage shards, instead of all: hybrid sharding
+    #[arg(long, value_parser = count)]
+    pub shard_group_size: Option<usize>,
+    /// Type that ranks send gradients in
+    #[arg(long, default_value = "auto", value_parser = word::<Dtype>)]
+    pub reduce_dtype: Dtype,
+    /// Type that gradients are added up in over micro-batches
+    #[arg(long, default_value = "auto", value_parser = word::<Dtype>)]
+    pub grad_accum_dtype: Dtype,
+    /// Train adapters of this rank on every linear projection instead of all weights
+    #[arg(long, value_parser = count)]
+    pub lora_r: Option<usize>,
+    /// How the adapters' base is stored: none or nf4
+    #[arg(long, default_value = "none", value_parser = word::<Quantization>)]
+    pub quantization: Quantization,
+    /// What backward computes again
+    #[arg(long, default_value = "none", value_parser = word::<GradientCheckpointing>)]
+    pub gradient_checkpointing: GradientCheckpointing,
+    /// Blocks, instead of the model's own number: a large model's rate from a few of its blocks
+    #[arg(long, value_parser = count)]
+    pub layers: Option<usize>,
+    /// Log-probabilities alone: no backward, no step
+    #[arg(long)]
+    pub score: bool,
+    /// Times of one step's operations on a GPU by family, beside their floors
+    #[arg(long)]
+    pub profile: bool,
+    /// Timed steps; the median is printed
+    #[arg(long, default_value_t = 10, value_parser = count)]
+    pub steps: usize,
+}
+
+/// `bench generate`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct BenchGenerateArgs {
+    #[command(flatten)]
+    pub launch: LaunchArgs,
+    #[command(flatten)]
+    pub place: PlaceArgs,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Prompts per rank
+    #[arg(long, default_value_t = 16, value_parser = count)]
+    pub prompts: usize,
+    /// Completions per prompt
+    #[arg(long, default_value_t = 8, value_parser = count)]
+    pub group: usize,
+    #[command(flatten)]
+    pub lengths: LengthArgs,
+    /// Most sequences decoded at once; 0: all
+    #[arg(long, default_value_t = 0)]
+    pub max_num_seqs: usize,
+    /// One algorithm of products and one split of attention for every batch size
+    #[arg(long)]
+    pub strict: bool,
+    /// Time of every operation of a decode step at every batch size
+    #[arg(long)]
+    pub profile: bool,
+    /// Ranks that share one engine
+    #[arg(long, visible_alias = "tp", default_value_t = 1, value_parser = count)]
+    pub tensor_parallel_size: usize,
+    /// Timed repetitions; the median is printed
+    #[arg(long, default_value_t = 3, value_parser = count)]
+    pub repeats: usize,
+}
+
+/// Lengths of what is sampled.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct LengthArgs {
+    /// Tokens per prompt
+    #[arg(long, default_value_t = 16, value_parser = count)]
+    pub prompt_len: usize,
+    /// Tokens per completion, exactly
+    #[arg(long, default_value_t = 32, value_parser = count)]
+    pub completion_len: usize,
+    /// Tokens per completion drawn from a range instead: 512..4096, or tail:512..4096 for as many from every doubling
+    #[arg(long, value_parser = spread)]
+    pub completion_spread: Option<LengthSpread>,
+}
+
+/// `bench kernels`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct BenchKernelsArgs {
+    #[command(flatten)]
+    pub place: PlaceArgs,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Sequences of a step
+    #[arg(long, default_value_t = 256, value_parser = count)]
+    pub rows: usize,
+    /// Tokens of every sequence
+    #[arg(long, default_value_t = 1024, value_parser = count)]
+    pub context: usize,
+    /// Sequences that share a prompt
+    #[arg(long, default_value_t = 8, value_parser = count)]
+    pub group: usize,
+    /// Tokens of the prompt that they share
+    #[arg(long, default_value_t = 512)]
+    pub prompt_len: usize,
+}
+
+/// `bench step`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct BenchStepArgs {
+    #[command(flatten)]
+    pub launch: LaunchArgs,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Prompts per step, over all ranks
+    #[arg(long, default_value_t = 16, value_parser = count)]
+    pub prompts: usize,
+    /// Completions per prompt
+    #[arg(long, default_value_t = 8, value_parser = number(|group: &usize| *group >= 2, "at least 2"))]
+    pub group: usize,
+    #[command(flatten)]
+    pub lengths: LengthArgs,
+    /// Timed steps; medians are printed
+    #[arg(long, default_value_t = 5, value_parser = count)]
+    pub steps: usize,
+    /// Any configuration key: key=value, section.key=value (also --section.key value)
+    pub overrides: Vec<String>,
+}
+
+/// `bench sleep_wake`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct BenchSleepWakeArgs {
+    #[command(flatten)]
+    pub launch: LaunchArgs,
+    #[command(flatten)]
+    pub place: PlaceArgs,
+    /// Memory that sleeps and wakes on each rank, in GiB
+    #[arg(long, default_value_t = 1.0, value_parser = number(|gib: &f64| *gib >= 0.001, "at least 0.001"))]
+    pub gib: f64,
+    /// State that is copied to the host and back on each rank, in GiB
+    #[arg(long, default_value_t = 1.0, value_parser = number(|gib: &f64| *gib >= 0.001, "at least 0.001"))]
+    pub offload_gib: f64,
+    /// Times that it sleeps and wakes
+    #[arg(long, default_value_t = 20, value_parser = count)]
+    pub cycles: usize,
+}
+
+/// `bench collectives`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct BenchCollectivesArgs {
+    #[command(flatten)]
+    pub launch: LaunchArgs,
+    #[command(flatten)]
+    pub place: PlaceArgs,
+    /// Largest tensor, in MiB
+    #[arg(long, default_value_t = 1024)]
+    #[arg(value_parser = number(|mib: &usize| (1..=1 << 20).contains(mib), "1 to 1048576"))]
+    pub max_mib: usize,
+}
+
+fn labelled(text: &str) -> Result<(String, PathBuf), String> {
+    let (label, path) = text.split_once('=').ok_or("expected label=metrics.jsonl")?;
+    Ok((label.to_owned(), path.into()))
+}
+
+/// A range of lengths, both ends included.
+fn spread(text: &str) -> Result<LengthSpread, String> {
+    let (long_tailed, range) = text.strip_prefix("tail:").map_or((false, text), |range| (true, range));
+    let ends = range.split_once("..").and_then(|(low, high)| Some((low.parse().ok()?, high.parse().ok()?)));
+    let ends = ends.filter(|(low, high): &(usize, usize)| (1..=*high).contains(low));
+    let (shortest, longest) = ends.ok_or("expected a range such as 512..4096 or tail:512..4096")?;
+    Ok(LengthSpread { shortest, longest, long_tailed })
+}

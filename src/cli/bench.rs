@@ -1,0 +1,142 @@
+//! The benchmarks' subcommands.
+
+use std::sync::Arc;
+
+use tch::Kind;
+
+use super::args::{
+    BenchCommand, BenchGenerateArgs, BenchKernelsArgs, BenchStepArgs, BenchTrainArgs, LaunchArgs, PlaceArgs,
+};
+use super::process::{Supervision, distributed, placed, print_first};
+use crate::bench::{
+    CollectivesBench, GenerateBench, KernelsBench, SleepWakeBench, StepBench, TrainBench, bench_collectives,
+    bench_generate, bench_kernels, bench_sleep_wake, bench_step, bench_train, compare,
+};
+use crate::config::Quantization;
+use crate::cuda::Placement;
+use crate::dist::{World, WorldOptions};
+use crate::error::{Error, ExitCode, Result};
+use crate::phase::Limits;
+use crate::train::GradientOptions;
+
+/// Runs one benchmark to its exit code.
+pub(super) fn dispatch(command: BenchCommand) -> Result<ExitCode> {
+    match command {
+        BenchCommand::Train(args) => {
+            bench(&args.launch, args.place, |world, kind| print_first(&world, train_bench(&args, &world, kind)?))
+        }
+        BenchCommand::Generate(args) => bench(&args.launch, args.place, |world, kind| {
+            let result = generate_bench(&args, world.clone(), kind)?;
+            print_first(&world, result)
+        }),
+        BenchCommand::Kernels(args) => kernels_bench(&args),
+        BenchCommand::Step(args) => step_bench(&args),
+        BenchCommand::SleepWake(args) => bench(&args.launch, args.place, |world, _| {
+            let bytes = |gib: f64| (gib * f64::from(1 << 30)) as usize;
+            let (bytes, offload_bytes) = (bytes(args.gib), bytes(args.offload_gib));
+            let result = bench_sleep_wake(&SleepWakeBench { bytes, offload_bytes, cycles: args.cycles }, &world)?;
+            print_first(&world, result)
+        }),
+        BenchCommand::Compare(args) => {
+            print!("{}", compare(&args.results, &args.output, &args.curves)?);
+            Ok(ExitCode::Done)
+        }
+        BenchCommand::Collectives(args) => bench(&args.launch, args.place, |world, _| {
+            let result = bench_collectives(&CollectivesBench { max_bytes: args.max_mib << 20 }, &world)?;
+            print_first(&world, result)
+        }),
+    }
+}
+
+fn train_bench(args: &BenchTrainArgs, world: &World, kind: Kind) -> Result<serde_json::Value> {
+    if args.quantization != Quantization::None && args.lora_r.is_none() {
+        let expected = "none, or --lora_r: a quantised base is frozen";
+        return Err(Error::invalid_value("--quantization", args.quantization.name(), expected));
+    }
+    let mut spec = args.model.spec()?;
+    spec.num_layers = args.layers.unwrap_or(spec.num_layers);
+    let bench = TrainBench {
+        model: args.model.name(),
+        spec: Arc::new(spec),
+        kind,
+        sequences: args.sequences,
+        prompt_len: args.prompt_len.unwrap_or(args.sequence_len / 2),
+        completion_len: args.completion_len.unwrap_or(args.sequence_len.div_ceil(2)),
+        completion_spread: args.completion_spread,
+        group: args.group,
+        share_prompts: args.share_prompts,
+        max_tokens_per_micro_batch: args.max_tokens_per_micro_batch,
+        zero_stage: args.zero_stage,
+        shard_group_size: args.shard_group_size,
+        gradients: GradientOptions::new(args.grad_accum_dtype, args.reduce_dtype),
+        lora_r: args.lora_r,
+        quantization: args.quantization,
+        gradient_checkpointing: args.gradient_checkpointing,
+        score: args.score,
+        profile: args.profile,
+        steps: args.steps,
+    };
+    bench_train(&bench, world)
+}
+
+fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Result<serde_json::Value> {
+    let bench = GenerateBench {
+        model: args.model.name(),
+        spec: Arc::new(args.model.spec()?),
+        kind,
+        prompts: args.prompts,
+        group: args.group,
+        prompt_len: args.lengths.prompt_len,
+        completion_len: args.lengths.completion_len,
+        completion_spread: args.lengths.completion_spread,
+        max_num_seqs: args.max_num_seqs,
+        strict: args.strict,
+        profile: args.profile,
+        tensor_parallel_size: args.tensor_parallel_size,
+        repeats: args.repeats,
+    };
+    bench_generate(&bench, world)
+}
+
+fn kernels_bench(args: &BenchKernelsArgs) -> Result<ExitCode> {
+    let Placement { on_cuda, kind } = Placement::new(args.place.device, args.place.dtype)?;
+    let bench = KernelsBench {
+        model: args.model.name(),
+        spec: Arc::new(args.model.spec()?),
+        kind,
+        rows: args.rows,
+        context: args.context,
+        group: args.group,
+        prompt_len: args.prompt_len,
+    };
+    let device = if on_cuda { tch::Device::Cuda(0) } else { tch::Device::Cpu };
+    bench_kernels(&bench, device)?.iter().for_each(|result| println!("{result}"));
+    Ok(ExitCode::Done)
+}
+
+fn step_bench(args: &BenchStepArgs) -> Result<ExitCode> {
+    let bench = StepBench {
+        model: args.model.name(),
+        spec: Arc::new(args.model.spec()?),
+        prompts: args.prompts,
+        group: args.group,
+        prompt_len: args.lengths.prompt_len,
+        completion_len: args.lengths.completion_len,
+        completion_spread: args.lengths.completion_spread,
+        steps: args.steps,
+        overrides: args.overrides.clone(),
+    };
+    let config = bench.config(args.launch.nproc)?;
+    let placement = Placement::new(config.device, config.dtype)?;
+    let watch = Supervision::new(config.collective_timeout_s, &config.heartbeat);
+    distributed(&args.launch, watch, placement.on_cuda, |world| {
+        let result = bench_step(&bench, world.clone())?;
+        print_first(&world, result)
+    })
+}
+
+/// [`placed`] for a benchmark: only its collectives have a time limit.
+fn bench(launch: &LaunchArgs, place: PlaceArgs, work: impl FnOnce(Arc<World>, Kind) -> Result<()>) -> Result<ExitCode> {
+    let (timeout, limits) = (WorldOptions::default().timeout, Limits::none());
+    placed(launch, place, Supervision { timeout, limits, max_restarts: 0, output_dir: None }, work)
+}

@@ -1,0 +1,117 @@
+//! The processes of a command: this one, the workers that a launcher starts, or one of those.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tch::Kind;
+
+use super::args::{LaunchArgs, PlaceArgs, SamplingArgs};
+use crate::config::HeartbeatConfig;
+use crate::cuda::Placement;
+use crate::dist::{Backend, WorkerEnv, World, WorldOptions};
+use crate::error::{Error, ExitCode, Result, panic_message};
+use crate::launch::{self, LaunchOptions};
+use crate::phase::{self, Limits};
+
+/// How the ranks of a command are watched, and what becomes of them when one dies.
+pub(super) struct Supervision {
+    /// Longest wait in a collective.
+    pub timeout: Duration,
+    /// Longest silence in a phase.
+    pub limits: Limits,
+    pub max_restarts: usize,
+    /// Where a restarted run finds its checkpoints.
+    pub output_dir: Option<PathBuf>,
+}
+
+impl Supervision {
+    /// Of a command that is not started again.
+    pub fn new(collective_timeout_s: f64, heartbeat: &HeartbeatConfig) -> Self {
+        let timeout = Duration::from_secs_f64(collective_timeout_s);
+        Self { timeout, limits: heartbeat.limits(), max_restarts: 0, output_dir: None }
+    }
+}
+
+/// Of a command that samples.
+impl From<&SamplingArgs> for Supervision {
+    fn from(args: &SamplingArgs) -> Self {
+        let mut heartbeat = HeartbeatConfig::default();
+        heartbeat.timeout_s = args.heartbeat_timeout_s;
+        Self::new(WorldOptions::default().timeout.as_secs_f64(), &heartbeat)
+    }
+}
+
+/// [`distributed`] for a command whose arguments say where to compute; `work` also gets the kind.
+pub(super) fn placed(
+    launch: &LaunchArgs,
+    place: PlaceArgs,
+    watch: Supervision,
+    work: impl FnOnce(Arc<World>, Kind) -> Result<()>,
+) -> Result<ExitCode> {
+    let Placement { on_cuda, kind } = Placement::new(place.device, place.dtype)?;
+    distributed(launch, watch, on_cuda, |world| work(world, kind))
+}
+
+/// [`prepared`] with nothing to prepare.
+pub(super) fn distributed(
+    args: &LaunchArgs,
+    watch: Supervision,
+    on_cuda: bool,
+    work: impl FnOnce(Arc<World>) -> Result<()>,
+) -> Result<ExitCode> {
+    prepared(args, watch, on_cuda, || Ok(()), |world, ()| work(world))
+}
+
+/// Runs `work` on `nproc` ranks: as a worker where the environment says so, in this process where one is enough, else as the
+/// launcher of workers. A process that works prepares itself with `before`, while it has no GPU context yet.
+pub(super) fn prepared<T>(
+    args: &LaunchArgs,
+    watch: Supervision,
+    on_cuda: bool,
+    before: impl FnOnce() -> Result<T>,
+    work: impl FnOnce(Arc<World>, T) -> Result<()>,
+) -> Result<ExitCode> {
+    let Supervision { timeout, limits, max_restarts, output_dir } = watch;
+    let env = WorkerEnv::from_env()?;
+    if env.is_none() && (args.nproc > 1 || max_restarts > 0) {
+        let own_args = std::env::args_os().skip(1).collect();
+        let (master_addr, master_port, needs_cuda) = (args.master_addr.clone(), args.master_port, on_cuda);
+        let options = LaunchOptions::new(args.nproc, own_args)?;
+        return Ok(launch::run(&LaunchOptions {
+            master_addr,
+            master_port,
+            needs_cuda,
+            limits,
+            max_restarts,
+            output_dir,
+            ..options
+        }));
+    }
+    launch::stop_on_signals();
+    if !phase::is_watched() {
+        launch::watch_self(env.as_ref().map_or(0, |env| env.rank), &limits, timeout)?;
+    }
+    let prepared = before()?;
+    let backend = if on_cuda { Backend::Nccl } else { Backend::Shm };
+    let world = match env {
+        Some(env) => World::join(&env, WorldOptions { timeout, backend, ..WorldOptions::default() })?,
+        None => World::single_on(backend)?,
+    };
+    let world = Arc::new(world);
+    let outcome = catch_unwind(AssertUnwindSafe(|| work(world.clone(), prepared)));
+    let outcome = outcome.unwrap_or_else(|panic| Err(Error::of_panic("the program", panic_message(&*panic))));
+    if let Err(error) = &outcome {
+        world.post_failure(error);
+    }
+    outcome.map(|()| ExitCode::Done)
+}
+
+/// One JSON line, of the first rank.
+pub(super) fn print_first(world: &World, value: serde_json::Value) -> Result<()> {
+    if world.rank() == 0 {
+        println!("{value}");
+    }
+    Ok(())
+}
