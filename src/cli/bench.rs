@@ -138,5 +138,10 @@ fn step_bench(args: &BenchStepArgs) -> Result<ExitCode> {
 /// [`placed`] for a benchmark: only its collectives have a time limit.
 fn bench(launch: &LaunchArgs, place: PlaceArgs, work: impl FnOnce(Arc<World>, Kind) -> Result<()>) -> Result<ExitCode> {
     let (timeout, limits) = (WorldOptions::default().timeout, Limits::none());
-    placed(launch, place, Supervision { timeout, limits, max_restarts: 0, output_dir: None }, work)
+    placed(
+        launch,
+        place,
+        Supervision { timeout, limits, max_restarts: 0, output_dir: None, saves_on_stop: false },
+        work,
+    )
 }

@@ -49,6 +49,7 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
     let watch = Supervision {
         max_restarts: config.max_restarts,
         output_dir: Some(config.output_dir.clone()),
+        saves_on_stop: true,
         ..Supervision::new(config.collective_timeout_s, &config.heartbeat)
     };
     let start_rewards = || RewardPool::new(&config).and_then(|rewards| rewards.start().map(|()| rewards));
@@ -69,7 +70,7 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
 
 fn sft(args: &RunArgs) -> Result<ExitCode> {
     let config = SftConfig::load(args.config.as_deref(), &args.overrides)?;
-    let watch = Supervision::new(config.collective_timeout_s, &config.heartbeat);
+    let watch = Supervision { saves_on_stop: true, ..Supervision::new(config.collective_timeout_s, &config.heartbeat) };
     distributed(&args.launch, watch, Placement::new(config.device, config.dtype)?.on_cuda, |world| {
         let summary = Sft::new(config, world.clone())?.run()?;
         if world.rank() == 0 {

@@ -24,13 +24,15 @@ pub(super) struct Supervision {
     pub max_restarts: usize,
     /// Where a restarted run finds its checkpoints.
     pub output_dir: Option<PathBuf>,
+    /// Whether TERM, INT and USR1 ask for a save and an orderly end, which the command then looks out for; else they end it.
+    pub saves_on_stop: bool,
 }
 
 impl Supervision {
     /// Of a command that is not started again.
     pub fn new(collective_timeout_s: f64, heartbeat: &HeartbeatConfig) -> Self {
         let timeout = Duration::from_secs_f64(collective_timeout_s);
-        Self { timeout, limits: heartbeat.limits(), max_restarts: 0, output_dir: None }
+        Self { timeout, limits: heartbeat.limits(), max_restarts: 0, output_dir: None, saves_on_stop: false }
     }
 }
 
@@ -73,7 +75,7 @@ pub(super) fn prepared<T>(
     before: impl FnOnce() -> Result<T>,
     work: impl FnOnce(Arc<World>, T) -> Result<()>,
 ) -> Result<ExitCode> {
-    let Supervision { timeout, limits, max_restarts, output_dir } = watch;
+    let Supervision { timeout, limits, max_restarts, output_dir, saves_on_stop } = watch;
     let env = WorkerEnv::from_env()?;
     if env.is_none() && (args.nproc > 1 || max_restarts > 0) {
         let own_args = std::env::args_os().skip(1).collect();
@@ -89,7 +91,9 @@ pub(super) fn prepared<T>(
             ..options
         }));
     }
-    launch::stop_on_signals();
+    if saves_on_stop {
+        launch::stop_on_signals();
+    }
     if !phase::is_watched() {
         launch::watch_self(env.as_ref().map_or(0, |env| env.rank), &limits, timeout)?;
     }

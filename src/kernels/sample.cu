@@ -89,13 +89,13 @@ __device__ __forceinline__ void take(
         if (k % 4 == 0 && !draw.is_greedy) random_block(draw, (first + k) / 4, words);
         const float raw = logits[k] * draw.scale, mass = __expf(raw - state.peak);
         state.sum += mass;
-        float value = raw, bound = mass;
-        if (PROCESSED) {
+        float value = raw, bound = mass * lift;
+        if (PROCESSED) {  // may lie farther below the raw peak than a float's exponent reaches
             value = process(logits[k], draw.scale, first + k);
-            bound = __expf(value - state.peak);
+            bound = 1.01f * __expf(fminf(value - standing, 80.0f));
         }
         const float unit = __uint_as_float(0x3f800000u | words[k % 4] >> 9) - 1.0f;  // at most u
-        const bool may_win = draw.is_greedy ? value >= standing : unit <= bound * lift;
+        const bool may_win = draw.is_greedy ? value >= standing : unit <= bound;
         if (may_win && value > -INFINITY) {
             const double perturbed = draw.is_greedy ? value : static_cast<double>(value) + gumbel(words[k % 4]);
             if (state.best.yields_to(perturbed, first + k)) {

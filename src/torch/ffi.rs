@@ -72,7 +72,7 @@ unsafe extern "C" {
         output: *mut *mut c_void,
         logsumexp: *mut *mut c_void,
     ) -> c_int;
-    fn colo_set_deterministic(on: c_int) -> c_int;
+    fn colo_set_deterministic(on: c_int, only: c_int) -> c_int;
     fn colo_is_deterministic() -> c_int;
     fn colo_cuda_memory_stats(device: c_int, stats: *mut i64) -> c_int;
     fn colo_cuda_reset_peak_memory(device: c_int) -> c_int;
@@ -144,7 +144,26 @@ pub(super) fn release_cache(device: Device) -> Result<()> {
 /// [`Error::Environment`] with libtorch's message.
 pub fn set_deterministic(on: bool) -> Result<()> {
     // SAFETY: no pointers; a switch of libtorch's global context.
-    check(unsafe { colo_set_deterministic(c_int::from(on)) }, || "deterministic operations".to_owned())
+    // Those that cannot stay allowed: the trainer's own kernels take their place.
+    check(unsafe { colo_set_deterministic(c_int::from(on), 0) }, || "deterministic operations".to_owned())
+}
+
+/// `work`, whose operations heed [`set_deterministic`] only where what cannot sum in a fixed order is refused: libtorch's flash
+/// attention.
+///
+/// # Errors
+/// [`Error::Environment`] with libtorch's message; those of `work`.
+pub(super) fn only_deterministic<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    if !is_deterministic() {
+        return work();
+    }
+    let context = || "deterministic operations".to_owned();
+    // SAFETY: no pointers; a switch of libtorch's global context, as in `set_deterministic`.
+    check(unsafe { colo_set_deterministic(1, 1) }, context)?;
+    let outcome = work();
+    // SAFETY: as above.
+    check(unsafe { colo_set_deterministic(1, 0) }, context)?;
+    outcome
 }
 
 /// What [`set_deterministic`] said last; false before.

@@ -87,23 +87,25 @@ pub fn flash_backward(
     scale: f64,
 ) -> Result<(Tensor, Tensor, Tensor)> {
     let unused = Tensor::f_empty([0], (Kind::Int64, q.device()))?; // the state of a dropout that there is none of
-    Ok(Tensor::f_internal_flash_attention_backward(
-        d_o,
-        q,
-        k,
-        v,
-        o,
-        lse,
-        &varlen.cu_seqlens_q,
-        &varlen.cu_seqlens_k,
-        varlen.max_len_q(),
-        varlen.max_len_k,
-        0.0,
-        varlen.causal,
-        &unused,
-        &unused,
-        scale,
-        varlen.window_left(),
-        None::<i64>,
-    )?)
+    ffi::only_deterministic(|| {
+        Ok(Tensor::f_internal_flash_attention_backward(
+            d_o,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            &varlen.cu_seqlens_q,
+            &varlen.cu_seqlens_k,
+            varlen.max_len_q(),
+            varlen.max_len_k,
+            0.0,
+            varlen.causal,
+            &unused,
+            &unused,
+            scale,
+            varlen.window_left(),
+            None::<i64>,
+        )?)
+    })
 }

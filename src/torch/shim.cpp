@@ -160,10 +160,9 @@ int colo_cuda_reset_peak_memory(int device) {
   });
 }
 
-int colo_set_deterministic(int on) {
+int colo_set_deterministic(int on, int only) {
   return guarded([&] {
-    // Operations without such a variant stay allowed: the trainer's own kernels take their place.
-    at::globalContext().setDeterministicAlgorithms(on != 0, /*warn_only=*/true);
+    at::globalContext().setDeterministicAlgorithms(on != 0, /*warn_only=*/only == 0);
     at::globalContext().setDeterministicFillUninitializedMemory(false);
   });
 }

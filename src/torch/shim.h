@@ -37,7 +37,8 @@ int colo_cuda_memory_stats(int device, int64_t* stats);
 int colo_cuda_reset_peak_memory(int device);
 
 // Whether operations of this process that have a deterministic variant take it.
-int colo_set_deterministic(int on);
+// Those that have none are refused if `only` is not 0.
+int colo_set_deterministic(int on, int only);
 int colo_is_deterministic();
 
 // Attention of packed query runs to packed key runs. Tensors are at::Tensor*; the two results are the caller's. A negative

@@ -131,3 +131,21 @@ fn injected_faults_end_the_run_with_their_code_and_place() {
         run(&line).assert_error(fault, *code, fragments);
     }
 }
+
+/// It saves nothing, so it looks out for no request.
+#[test]
+fn a_stopped_benchmark_ends_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("config.json");
+    fs::copy(Path::new(MODEL).join("config.json"), &config).unwrap();
+    let line = format!("bench train --device cpu --nproc 2 --steps 1000000 --config_json {}", config.display());
+    let mut bench = command(&line).spawn().unwrap();
+    assert!(eventually(Duration::from_secs(30), || processes_of(folder.path()).len() == 3), "it did not start");
+    std::thread::sleep(Duration::from_secs(2)); // and is at work
+    signal(&bench.id().to_string(), "-TERM");
+    let has_ended = eventually(Duration::from_secs(10), || bench.try_wait().unwrap().is_some());
+    bench.kill().unwrap();
+    let ended = end(bench);
+    assert!(has_ended, "{}", ended.stderr);
+    assert_eq!((ended.code, processes_of(folder.path())), (Some(75), Vec::new()), "{}", ended.stderr);
+}
