@@ -8,6 +8,7 @@
 # a log and a time-line (Chrome trace) of each run, compare.json and compare.svg; the table is printed, with simulated worlds.
 # CURVES="1 2 3" also trains the demo's model with these seeds in each mode on the CPU and draws the rewards (curves.svg).
 set -euo pipefail
+[ $# -ge 3 ] || { sed -n "2,12s/^# //p" "$0"; exit 2; }
 cd "$(dirname "$0")/.."
 program=$(realpath "$1") preset=$2 gpus=$3
 output=${4:-runs/colocated_vs_split}

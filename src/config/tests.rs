@@ -155,3 +155,19 @@ fn sft_shares_the_machinery() {
     assert!(load("num_generations=8").unwrap_err().to_string().contains("unknown key"));
     assert!(load("learning_rate=0").unwrap_err().to_string().contains("above 0 (command line)"));
 }
+
+/// docs/config.md has a row for every key.
+#[test]
+fn every_key_is_documented() {
+    let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/config.md")).unwrap();
+    let (grpo, supervised) = page.split_once("## Supervised").unwrap();
+    for (keys, part) in [(Config::keys().to_vec(), grpo), (SftConfig::keys(), supervised)] {
+        for key in keys {
+            let row = match key.strip_prefix("heartbeat.") {
+                Some(own) if own != "timeout_s" => "heartbeat.PHASE_s".to_owned(),
+                _ => key.replace("rewards.*", "rewards.NAME"),
+            };
+            assert!(part.contains(&format!("| `{row}` |")), "{key} is not in docs/config.md");
+        }
+    }
+}

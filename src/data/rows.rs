@@ -33,6 +33,10 @@ pub(super) fn read_jsonl(path: &Path) -> Result<impl Iterator<Item = Result<Row>
     let file = File::open(path).map_err(|error| Error::bad_file(path, error.to_string()))?;
     let path = path.to_owned();
     let mut reader = BufReader::new(file);
+    if reader.fill_buf().is_ok_and(|start| start.starts_with(b"PAR1")) {
+        let convert = "python3 -c 'import sys, pandas; pandas.read_parquet(sys.argv[1]).to_json(sys.argv[2], orient=\"records\", lines=True)'";
+        return Err(Error::bad_file(&path, format!("Parquet, expected JSONL: {convert} FILE.parquet FILE.jsonl")));
+    }
     let lines = std::iter::from_fn(move || read_line(&mut reader).transpose()).enumerate();
     Ok(lines.filter_map(move |(index, line)| {
         let bad = |message| Error::BadLine { path: path.clone(), line: index + 1, message };

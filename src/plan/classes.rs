@@ -8,6 +8,9 @@ use crate::config::{GradientCheckpointing, OptimizerResidency, ReferenceResidenc
 use crate::rollout::{engine_buffer_bytes, engine_sum_bytes, engine_table_bytes};
 use crate::train::{ActivationBytes, Moment, TrainBytes, WORKSPACE_BYTES, reference_bytes};
 
+/// Stands in a plan only where there is a reference model.
+pub(super) const REFERENCE: &str = "reference weights";
+
 /// All but the KV cache, which has what they leave. Training's are those of its fullest moment.
 pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) -> Vec<ClassBytes> {
     let bytes = input.model().bytes();
@@ -27,7 +30,7 @@ pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) 
         let weights = reference_bytes(input.table, input.kind);
         let on_host = choices.reference == ReferenceResidency::Host;
         let [device, host_bytes] = if on_host { [0, weights] } else { [weights, 0] };
-        classes.push(ClassBytes { class: "reference weights", train_bytes: device, rollout_bytes: device, host_bytes });
+        classes.push(ClassBytes { class: REFERENCE, train_bytes: device, rollout_bytes: device, host_bytes });
     }
     let whole = input.table.total * input.kind.elt_size_in_bytes();
     input.role.held(classes, engine(input), whole + bytes.engine_adapters)

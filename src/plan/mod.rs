@@ -255,8 +255,11 @@ impl fmt::Display for MemoryPlan {
         }
         writeln!(f, "largest micro-batch: {} tokens", self.largest_micro_batch)?;
         writeln!(f, "{}", self.formula)?;
-        let (optimizer, reference) = (self.optimizer.name(), self.reference.name());
-        writeln!(f, "residency: optimizer state {optimizer}, reference weights {reference}: {}", self.reason)?;
+        write!(f, "residency: optimizer state {}", self.optimizer.name())?;
+        if self.classes.iter().any(|class| class.class == classes::REFERENCE) {
+            write!(f, ", reference weights {}", self.reference.name())?;
+        }
+        writeln!(f, ": {}", self.reason)?;
         write!(f, "gradient_checkpointing: {}", self.gradient_checkpointing.name())
     }
 }

@@ -70,6 +70,7 @@ fn bad_rows_are_named_with_line_and_columns() {
         "{missing}"
     );
     assert!(message(&[r#"{"prompt": "one""#]).contains(":1: not JSON"));
+    assert!(message(&["PAR1.."]).contains("Parquet, expected JSONL: python3"));
     assert!(message(&[r#"["one"]"#]).contains("expected an object"));
     assert!(message(&[r#"{"prompt": 3}"#]).contains("neither text nor a list"));
     assert!(message(&[r#"{"prompt": [{"role": "user"}]}"#]).contains("\"content\": text"));
