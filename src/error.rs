@@ -67,14 +67,14 @@ impl ExitCode {
 pub enum Error {
     // ---- configuration: exit code 2 ----
     /// A key that no part of the program reads.
-    #[error("{origin}: unknown key '{key}'{}", nearest.as_ref().map(|n| format!("; did you mean '{n}'?")).unwrap_or_default())]
+    #[error("{origin}: unknown key '{key}'{}", advice.as_ref().map(|advice| format!("; {advice}")).unwrap_or_default())]
     UnknownKey {
         /// File and line (`run.toml:12`) or `command line`.
         origin: String,
         /// The key as written.
         key: String,
-        /// The closest known key, if one is close.
-        nearest: Option<String>,
+        /// The known key that is close to it, or what takes the place of another program's key.
+        advice: Option<String>,
     },
     /// A value that a key cannot take.
     #[error("{key} = {got}: expected {expected}")]

@@ -3,6 +3,7 @@
 mod batch;
 mod changes;
 mod choices;
+mod elsewhere;
 mod field;
 mod heartbeat;
 mod lora;

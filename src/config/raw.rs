@@ -6,6 +6,7 @@ use std::path::Path;
 use serde_json::{Map, Number, Value};
 use toml::de::{DeTable, DeValue};
 
+use super::elsewhere;
 use super::yaml;
 use crate::error::{Error, Result};
 
@@ -86,8 +87,9 @@ impl RawConfig {
             let empty_table = value.as_object().is_some_and(Map::is_empty)
                 && known.iter().any(|name| name.starts_with(&format!("{pattern}.")));
             if !known.contains(&pattern) && !empty_table {
-                let nearest = nearest(&pattern, known).map(str::to_owned);
-                return Err(Error::UnknownKey { origin: origin.clone(), key: key.clone(), nearest });
+                let close = || nearest(&pattern, known).map(|name| format!("did you mean '{name}'?"));
+                let advice = elsewhere::advice(key).map(|advice| format!("here: {advice}")).or_else(close);
+                return Err(Error::UnknownKey { origin: origin.clone(), key: key.clone(), advice });
             }
         }
         Ok(())

@@ -77,14 +77,16 @@ fn toml_and_yaml_say_the_same_and_the_command_line_wins() {
 fn an_unknown_key_is_named_with_its_line_and_the_nearest_key() {
     for (extension, text) in [(".toml", "beta = 0\n\nlearnin_rate = 1\n"), (".yml", "beta: 0\n\nlearnin_rate: 1\n")] {
         match load_file(extension, text).unwrap_err() {
-            Error::UnknownKey { origin, key, nearest } => {
+            Error::UnknownKey { origin, key, advice } => {
                 assert!(origin.ends_with(&format!("{extension}:3")), "{origin}");
-                assert_eq!((key.as_str(), nearest.as_deref()), ("learnin_rate", Some("learning_rate")));
+                let expected = ("learnin_rate", Some("did you mean 'learning_rate'?"));
+                assert_eq!((key.as_str(), advice.as_deref()), expected);
             }
             other => panic!("{other}"),
         }
     }
     assert_eq!(message(&["zero.stages=1"]), "command line: unknown key 'zero.stages'; did you mean 'zero.stage'?");
+    assert_eq!(message(&["optim=adamw"]), "command line: unknown key 'optim'; here: the optimizer is AdamW");
     assert!(load_file(".toml", "[zro]\n").unwrap_err().to_string().contains("unknown key 'zro'"));
     assert!(load_file(".toml", "[zero]\n").is_ok());
 }
