@@ -33,7 +33,8 @@ pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) 
         classes.push(ClassBytes { class: REFERENCE, train_bytes: device, rollout_bytes: device, host_bytes });
     }
     let whole = input.table.total * input.kind.elt_size_in_bytes();
-    input.role.held(classes, engine(input), whole + bytes.engine_adapters)
+    let products = input.room.swap_bytes.map(|_| resident("workspace of products", WORKSPACE_BYTES)); // on a GPU
+    input.role.held(classes, engine(input), products, whole + bytes.engine_adapters)
 }
 
 fn optimizer(residency: OptimizerResidency, fullest: Moment, bytes: &TrainBytes) -> ClassBytes {
@@ -46,7 +47,7 @@ fn optimizer(residency: OptimizerResidency, fullest: Moment, bytes: &TrainBytes)
     ClassBytes { class: "master weights, Adam m and v", train_bytes, rollout_bytes, host_bytes }
 }
 
-/// What the engine takes beside its KV cache, and on a GPU the products of both halves.
+/// What the engine takes beside its KV cache and its products.
 fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
     let mut classes = Vec::new();
     if input.engine_weight_bytes > 0 {
@@ -56,20 +57,15 @@ fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
         let (spec, tp_size) = (&input.table.spec, input.config.tensor_parallel_size);
         let options = engine_options(input.config, (input.max_model_length(), 0), (input.kind, Device::Cpu));
         classes.push(in_rollout("engine buffers", engine_buffer_bytes(spec, &options, tp_size)));
-        let sums = engine_sum_bytes(spec, &options, tp_size);
-        let resident = [
-            ("engine tables", engine_table_bytes(spec, &options, tp_size)),
-            ("sums over the tensor-parallel group", sums),
-            ("workspace of products", WORKSPACE_BYTES),
-        ];
-        classes.extend(resident.into_iter().filter(|(_, bytes)| *bytes > 0).map(|(class, bytes)| ClassBytes {
-            class,
-            train_bytes: bytes,
-            rollout_bytes: bytes,
-            host_bytes: 0,
-        }));
+        classes.push(resident("engine tables", engine_table_bytes(spec, &options, tp_size)));
+        classes.push(resident("sums over the tensor-parallel group", engine_sum_bytes(spec, &options, tp_size)));
+        classes.retain(|class| class.rollout_bytes > 0);
     }
     classes
+}
+
+fn resident(class: &'static str, bytes: usize) -> ClassBytes {
+    ClassBytes { class, train_bytes: bytes, rollout_bytes: bytes, host_bytes: 0 }
 }
 
 pub(super) fn in_rollout(class: &'static str, rollout_bytes: usize) -> ClassBytes {

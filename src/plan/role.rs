@@ -25,17 +25,22 @@ impl Role {
         }
     }
 
-    /// What a rank of this role holds of a trainer's classes, an engine's and weights of its own.
-    pub(super) fn held(self, training: Vec<ClassBytes>, engine: Vec<ClassBytes>, weights: usize) -> Vec<ClassBytes> {
-        let both = training.into_iter().chain(engine.clone());
+    /// What a rank of this role holds of a trainer's classes, an engine's, `products` of either and an engine's own weights.
+    pub(super) fn held(
+        self,
+        training: Vec<ClassBytes>,
+        engine: Vec<ClassBytes>,
+        products: Option<ClassBytes>,
+        weights: usize,
+    ) -> Vec<ClassBytes> {
         match self {
-            Self::Both => both.collect(),
+            Self::Both => training.into_iter().chain(engine).chain(products).collect(),
             Self::Trains => {
-                let held = both.map(|class| ClassBytes { rollout_bytes: 0, ..class });
+                let held = training.into_iter().chain(products).map(|class| ClassBytes { rollout_bytes: 0, ..class });
                 held.filter(|class| class.train_bytes + class.host_bytes > 0).collect()
             }
             Self::Generates => {
-                let engine = engine.into_iter().map(|class| ClassBytes { train_bytes: 0, ..class });
+                let engine = engine.into_iter().chain(products).map(|class| ClassBytes { train_bytes: 0, ..class });
                 std::iter::once(in_rollout("weights", weights)).chain(engine).collect()
             }
         }
