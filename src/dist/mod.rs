@@ -22,3 +22,10 @@ pub use mesh::Mesh;
 pub use rendezvous::STORE_FD_VARIABLE;
 pub use single::SingleRank;
 pub use world::{Backend, World, WorldOptions};
+
+use std::ops::Range;
+
+/// The share of `rank` of `size` in `len` rows: consecutive, in rank order, sizes at most one apart.
+pub fn share(len: usize, (rank, size): (usize, usize)) -> Range<usize> {
+    len * rank / size..len * (rank + 1) / size
+}

@@ -6,7 +6,7 @@ use std::fmt;
 use serde::Serialize;
 
 use crate::data::Dataset;
-use crate::dist::{Collective, ReduceOp, World, all_reduce_f64};
+use crate::dist::{Collective, ReduceOp, World, all_reduce_f64, share};
 use crate::error::Result;
 use crate::grpo::BatchStats;
 use crate::metrics::MetricValues;
@@ -19,10 +19,9 @@ pub const SAMPLING_STEP: u64 = u64::MAX;
 /// A reward of at least this counts as solved in pass@k.
 const SOLVED: f32 = 0.999;
 
-/// This rank's rows: consecutive, as equal in number as can be.
+/// This rank's [`share`] of the rows.
 pub fn share_of(dataset: &Dataset, world: &World) -> Vec<Prompt> {
-    let (rank, size, len) = (world.rank(), world.size(), dataset.len());
-    (len * rank / size..len * (rank + 1) / size).map(|row| dataset.prompt(row).clone()).collect()
+    share(dataset.len(), (world.rank(), world.size())).map(|row| dataset.prompt(row).clone()).collect()
 }
 
 /// Sums over all ranks of one evaluation.

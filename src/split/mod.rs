@@ -9,7 +9,7 @@ use std::sync::Arc;
 use tch::Tensor;
 
 use crate::colocate::{Learner, Served, UpdateOptions, UpdateOutcome, UpdateProgress, together};
-use crate::dist::World;
+use crate::dist::{World, share};
 use crate::error::Result;
 use crate::phase::{self, Phase};
 use crate::rollout::RolloutEngine;
@@ -84,14 +84,10 @@ impl Split {
         })
     }
 
-    /// This rank's share of `len` rows to sample from: consecutive, as equal in number as can be; none for a trainer.
+    /// This rank's share of `len` rows to sample from: consecutive, as [`share`] deals them out to engines; none for a trainer.
     pub fn share(&self, len: usize) -> Range<usize> {
-        let (Some(rank), size) =
-            (self.world.rank().checked_sub(self.num_trainers), self.world.size() - self.num_trainers)
-        else {
-            return 0..0;
-        };
-        len * rank / size..len * (rank + 1) / size
+        let size = self.world.size() - self.num_trainers;
+        self.world.rank().checked_sub(self.num_trainers).map_or(0..0, |rank| share(len, (rank, size)))
     }
 
     /// Whether this rank trains.

@@ -2,7 +2,8 @@
 //! in the next one (`partial_rollout`). All ranks know all that are carried and deal them out anew, so that what goes on does
 //! not depend on who began it.
 
-use super::{Ahead, Trainer};
+use super::Trainer;
+use super::sampling::Ahead;
 use crate::checkpoint::CarriedGroup;
 use crate::config::Config;
 use crate::data::Dataset;

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::colocate::{Colocated, UpdateOptions, UpdateOutcome, UpdateProgress};
+use crate::dist::share;
 use crate::error::Result;
 use crate::rollout::RolloutEngine;
 use crate::split::Split;
@@ -49,7 +50,7 @@ impl Halves {
     /// This rank's share of `len` rows to sample from; `place` is its rank and the number of ranks.
     pub(super) fn share(&self, len: usize, place: (usize, usize)) -> Range<usize> {
         match self {
-            Self::Colocated(_) => len * place.0 / place.1..len * (place.0 + 1) / place.1,
+            Self::Colocated(_) => share(len, place),
             Self::Split(split) => split.share(len),
         }
     }

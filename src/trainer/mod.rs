@@ -1,11 +1,12 @@
-//! The GRPO trainer. [`Trainer::train_step`] is one step on one screen; `setup` loads, `output` writes, `records` turns
-//! groups into sequences and metrics.
+//! The GRPO trainer. [`Trainer::train_step`] is one step on one screen; `setup` loads, `sampling` asks the engines,
+//! `records` turns groups into sequences and metrics, `output` writes.
 
 mod build;
 mod carry;
 mod halves;
 mod output;
 mod records;
+mod sampling;
 mod setup;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,10 +18,9 @@ use crate::checkpoint::{self, CarriedGroup, SavedConfig, Saver, TrainerState};
 use crate::colocate::{UpdateOptions, UpdateOutcome};
 use crate::config::{BatchPlan, Config, ScaleRewards};
 use crate::cuda::Placement;
-use crate::data::{Dataset, PromptSampler, SamplerState, Tokenizer};
+use crate::data::{Dataset, PromptSampler, Tokenizer};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, ExitCode, Result, panic_message};
-use crate::eval;
 use crate::grpo::{self, AdvantageStats, BatchStats, LossConfig};
 use crate::memory::{Ledger, Place};
 use crate::metrics::StepMetrics;
@@ -30,11 +30,11 @@ use crate::plan::MemoryPlan;
 use crate::reward::{RewardFunction, RewardPool};
 use crate::rollout::RolloutEngine;
 use crate::train::{Policy, Schedule, Sequence};
-use crate::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
+use crate::types::{LengthSpread, Prompt, RolloutGroup};
 
-use carry::Carry;
 use halves::Halves;
 use output::Output;
+use sampling::{Ahead, generate};
 pub use setup::Preflight;
 
 /// A GRPO run on this rank.
@@ -60,25 +60,6 @@ pub struct Trainer {
     ahead: Option<Ahead>,
     /// Lengths of completions of random weights.
     spread_lengths: Option<LengthSpread>,
-}
-
-/// A batch that is not trained on yet; it may have been sampled while the one before it was, with the weights from before that.
-#[derive(Debug)]
-struct Ahead {
-    /// This rank's groups, their rewards still to be awaited.
-    groups: Vec<RolloutGroup>,
-    /// Where the sampler stood before.
-    sampler: SamplerState,
-    /// Groups that were carried before.
-    carried: Vec<CarriedGroup>,
-    carry: Carry,
-}
-
-impl Ahead {
-    /// A batch of all groups that were begun.
-    fn new(groups: Vec<RolloutGroup>, sampler: SamplerState) -> Self {
-        Self { groups, sampler, carried: Vec::new(), carry: Carry::default() }
-    }
 }
 
 /// How far the run is.
@@ -205,11 +186,12 @@ impl Trainer {
             let metrics = self.train_step()?;
             self.output.step(&metrics, self.progress.global_step, self.sampler.epochs(), self.progress.num_tokens)?;
             let finished = self.progress.global_step >= self.schedule.total_steps as u64;
-            if finished || self.passed(self.config.eval_steps, before) {
+            if finished || passes(self.config.eval_steps, before, self.progress.global_step) {
                 eval_reward_after = self.evaluate()?;
             }
             let stop = self.stop_asked()? && !finished; // what is left is no more than a save
-            let is_due = self.passed(self.config.save_steps, before) || (finished && self.config.save_steps.is_some());
+            let save_steps = self.config.save_steps;
+            let is_due = passes(save_steps, before, self.progress.global_step) || (finished && save_steps.is_some());
             if stop || is_due {
                 let saved = self.save()?;
                 if stop {
@@ -256,26 +238,14 @@ impl Trainer {
         Ok(metrics)
     }
 
-    /// The next batch, scored while it is generated.
-    fn sample(&mut self) -> Result<Ahead> {
-        if self.config.oversample > 0.0 {
-            return self.sample_first();
-        }
-        let sampler = self.sampler.state().clone();
-        let (prompts, params) = (self.next_prompts()?, self.sampling(self.progress.generation_step));
-        let (rewards, output) = (&self.rewards, &self.output);
-        output.begin_phase("generate", prompts.len());
-        let groups = self.halves.with_rollout(|rollout| generate(rollout, &prompts, &params, rewards, output))?;
-        Ok(Ahead::new(groups, sampler))
-    }
-
-    /// Trains on a batch. Engines that have nothing else to do sample the next one meanwhile, unless a checkpoint is due: a
-    /// batch under way is in none.
+    /// Trains on a batch. Engines that have nothing else to do sample the next one meanwhile, unless a checkpoint or an
+    /// evaluation is due: a batch under way is in no checkpoint, and its failed rewards are not the evaluation's.
     fn update(&mut self, sequences: &[Sequence]) -> Result<UpdateOutcome> {
         let options = self.update_options();
         let (before, after) = (self.progress.global_step, self.progress.global_step + options.num_updates());
-        let saves = self.config.save_steps.is_some_and(|every| after / every as u64 > before / every as u64);
-        if self.config.split.async_steps == 0 || saves || after >= self.schedule.total_steps as u64 {
+        let is_due = |every| passes(every, before, after);
+        let interrupted = is_due(self.config.save_steps) || is_due(self.config.eval_steps);
+        if self.config.split.async_steps == 0 || interrupted || after >= self.schedule.total_steps as u64 {
             return Ok(self.halves.update(sequences, &options, &self.output, None::<Nothing>)?.0);
         }
         let sampler = self.sampler.state().clone();
@@ -285,13 +255,6 @@ impl Trainer {
         let (outcome, groups) = self.halves.update(sequences, &options, output, Some(next))?;
         self.ahead = Some(Ahead::new(groups, sampler));
         Ok(outcome)
-    }
-
-    /// This rank's share of the next prompts.
-    fn next_prompts(&mut self) -> Result<Vec<Prompt>> {
-        let all = self.sampler.next_batch(self.batch.num_prompts)?;
-        let own = self.halves.share(all.len(), (self.world.rank(), self.world.size()));
-        Ok(all[own].iter().map(|&row| self.dataset.prompt(row).clone()).collect())
     }
 
     /// Saves what was reached, if `error` is that rewards failed for good; gives `error` back. Collective over the world.
@@ -311,23 +274,6 @@ impl Trainer {
         let mut total = [own as f64];
         all_reduce_f64(&*self.world.group(), &mut total, ReduceOp::Sum)?;
         Ok(total[0] as u64)
-    }
-
-    /// How batch number `step` is sampled.
-    fn sampling(&self, step: u64) -> SamplingParams {
-        SamplingParams {
-            num_generations: self.config.num_generations,
-            temperature: self.config.temperature,
-            top_p: self.config.top_p,
-            top_k: self.config.top_k,
-            min_p: self.config.min_p,
-            repetition_penalty: self.config.repetition_penalty,
-            max_completion_length: self.config.max_completion_length,
-            spread_lengths: self.spread_lengths,
-            stop: self.config.stop.clone(),
-            seed: self.config.seed,
-            step,
-        }
     }
 
     fn assign_advantages(&self, groups: &mut [RolloutGroup]) -> Result<AdvantageStats> {
@@ -355,29 +301,6 @@ impl Trainer {
             max_grad_norm: self.config.optimizer.max_grad_norm,
             device: self.world.device(),
         }
-    }
-
-    /// Mean reward on the held-out rows, if there are any.
-    fn evaluate(&mut self) -> Result<Option<f64>> {
-        let Some(eval_set) = &self.eval_set else { return Ok(None) };
-        let params =
-            SamplingParams { num_generations: self.config.eval_num_generations, ..self.sampling(eval::SAMPLING_STEP) };
-        let own = self.halves.share(eval_set.len(), (self.world.rank(), self.world.size()));
-        let prompts: Vec<Prompt> = own.map(|row| eval_set.prompt(row).clone()).collect();
-        let (halves, rewards, output, world) = (&mut self.halves, &mut self.rewards, &self.output, &self.world);
-        output.begin_phase("evaluate", prompts.len());
-        let groups = phase::scope(Phase::Eval, || {
-            let mut groups = halves.with_rollout(|rollout| generate(rollout, &prompts, &params, rewards, output))?;
-            world.agree(rewards.wait(&mut groups))?;
-            Ok(groups)
-        })?;
-        let outcome = eval::Outcome::of(&groups, &*self.world.group())?;
-        let (step, epoch) = (self.progress.global_step, self.sampler.epochs());
-        let mut failures = StepMetrics::default();
-        records::failure_metrics(&mut failures, self.rewards.take_failures());
-        let failures = failures.reduce(&*self.world.group())?;
-        self.output.evaluation(&outcome, self.rewards.names(), failures, step, epoch);
-        Ok(Some(outcome.reward.mean()))
     }
 
     /// Begins a checkpoint; it is complete when the next one begins or the saver has finished.
@@ -409,28 +332,15 @@ impl Trainer {
         all_reduce_f64(&*self.world.group(), &mut asked, ReduceOp::Max)?;
         Ok(asked[0] != 0.0)
     }
+}
 
-    /// Whether a multiple of `every` lies in (before, now].
-    fn passed(&self, every: Option<usize>, before: u64) -> bool {
-        every.is_some_and(|every| self.progress.global_step / every as u64 > before / every as u64)
-    }
+/// Whether a multiple of `every` lies in (before, after].
+fn passes(every: Option<usize>, before: u64, after: u64) -> bool {
+    every.is_some_and(|every| after / every as u64 > before / every as u64)
 }
 
 /// The work of engines that do none beside an update.
 type Nothing = fn(&mut RolloutEngine<'_>) -> Result<()>;
-
-fn generate(
-    rollout: &mut RolloutEngine<'_>,
-    prompts: &[Prompt],
-    params: &SamplingParams,
-    rewards: &RewardPool,
-    output: &Output,
-) -> Result<Vec<RolloutGroup>> {
-    rollout.generate(prompts, params, |done| {
-        rewards.submit(done); // scored while others generate
-        output.advance();
-    })
-}
 
 /// Adds who holds the memory, and the key that takes less of it.
 fn explain_memory(error: Error) -> Error {

@@ -194,7 +194,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
     let updates = batch.updates_per_generation * config.num_iterations;
     let rows = (dataset.len(), batch.num_prompts);
     let schedule = Schedule::new(config.learning_rate, &config.optimizer, rows, updates);
-    let (mut progress, mut carried) = (Progress::default(), Vec::new());
+    let (mut progress, mut carried, mut num_dropped) = (Progress::default(), Vec::new(), 0);
     if let Some(checkpoint) = &checkpoint {
         let TrainerState { num_rows, global_step, generation_step, num_input_tokens_seen, .. } = checkpoint.state;
         if num_rows != dataset.len() {
@@ -207,11 +207,17 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
         }
         halves.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy))?;
         sampler.restore(checkpoint.state.sampler.clone())?;
-        carried.clone_from(&checkpoint.state.carried);
+        match config.oversample > 0.0 {
+            true => carried.clone_from(&checkpoint.state.carried),
+            false => num_dropped = checkpoint.state.carried.len(), // force_resume: no step goes on with them
+        }
         progress = Progress { global_step, generation_step, num_tokens: num_input_tokens_seen };
     }
     let output = Output::new(&config, world.group(), schedule.total_steps as u64, checkpoint, writes_files)?;
     output.say(&format!("plan\n{preflight}"));
+    if num_dropped > 0 {
+        output.say(&format!("{num_dropped} unfinished groups of the checkpoint are dropped: oversample is 0"));
+    }
     output.say(&format!("{}: {}", config.train_file.display(), dataset.counts()));
     let plan = preflight.plan_of(world.rank()).clone();
     let base_dir = source.base;

@@ -36,17 +36,18 @@ fn engines_of_their_own_get_adapters_too() {
     (1..=3).for_each(|step| runs.assert_close("split", "both", step));
 }
 
-/// The batch of a step was sampled with the weights from before the step before it, but for the first ones after the start and
-/// after a checkpoint, which are sampled with the newest.
+/// The batch of a step was sampled with the weights from before the step before it, but for the first ones after the start, a
+/// checkpoint and an evaluation, which are sampled with the newest.
 #[test]
 fn engines_of_their_own_sample_ahead() {
     let runs = Runs::new();
-    let ahead =
-        [&THREE_RANKS[..], &ONE_GENERATES, &["split.async_steps=1", "save_steps=3", "learning_rate=1e-3"]].concat();
+    let evaluated = ["eval_file=configs/arithmetic/eval.jsonl", "eval_num_generations=1", "eval_steps=4"];
+    let ahead = ["split.async_steps=1", "save_steps=3", "learning_rate=1e-3"];
+    let ahead = [&THREE_RANKS[..], &ONE_GENERATES, &evaluated, &ahead].concat();
     runs.train_to_the_end("ahead", 3, &ahead);
     let metrics = runs.metrics("ahead");
     let gap = |step| metrics[&(step, false)].values["sampling/sampling_logp_difference/mean"];
-    for (step, is_newest) in [(1, true), (2, false), (3, false), (4, true), (5, false), (6, false)] {
+    for (step, is_newest) in [(1, true), (2, false), (3, false), (4, true), (5, true), (6, false)] {
         assert_eq!(gap(step) < 1e-5, is_newest, "step {step}: {}", gap(step));
     }
     runs.train_to_the_end("resumed", 3, &[&ahead[..], &[&runs.resume("ahead", 3)]].concat());

@@ -29,6 +29,13 @@ fn a_run_with_partial_rollouts_ends_like_a_straight_one() {
     let alone = ["per_device_train_batch_size=32", "tensor_parallel_size=1", &resume];
     runs.train_to_the_end("alone", 1, &[&common[..], &alone].concat());
     assert_eq!(runs.completions("alone", 5).len(), 32);
+
+    let forced = runs.train_to_the_end("forced", 2, &[&resume, "force_resume=true", "max_num_seqs=24"]);
+    let dropped = format!("{} unfinished groups of the checkpoint are dropped: oversample is 0", carried.len());
+    assert!(forced.output.contains(&dropped), "{}", forced.output);
+    let state = std::fs::read_to_string(runs.path("forced/checkpoint-6/trainer_state.json")).unwrap();
+    let state: serde_json::Value = serde_json::from_str(&state).unwrap();
+    assert_eq!(state["carried"], serde_json::json!([]));
 }
 
 /// Completions of one token, as many at once as a step takes: the surplus is never begun, and its rows come in their turn.
