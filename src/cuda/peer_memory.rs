@@ -33,7 +33,12 @@ impl PeerMemory {
         context.make_current()?;
         // SAFETY: plain allocations, never freed.
         let own = unsafe { result::malloc_sync(bytes) };
-        let own = own.map_err(|_| Error::OutOfMemory { owner: "peer memory".to_owned(), requested_bytes: bytes })?;
+        let own = check("cuMemAlloc", own).map_err(|error| match error {
+            Error::Cuda { code, .. } if code == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32 => {
+                Error::OutOfMemory { owner: "peer memory".to_owned(), requested_bytes: bytes }
+            }
+            other => other,
+        })?;
         // SAFETY: as above.
         let abort = check("cuMemHostAlloc", unsafe { result::malloc_host(size_of::<AtomicU32>(), 0) })?;
         // SAFETY: four bytes of pinned memory that starts a page and is never freed; host and GPU access it as one word.

@@ -26,6 +26,8 @@ struct Control {
     unsigned calls[MOST_BLOCKS];                  // of each block so far
     unsigned met[2][MOST_BLOCKS][MOST_RANKS];     // the call that a rank's block has come to: before and after the sums
 };
+constexpr int CONTROL_BYTES = 4 * MOST_BLOCKS * (1 + 2 * MOST_RANKS);
+static_assert(sizeof(Control) == CONTROL_BYTES, "the host puts the parts behind it");
 
 using Row = Pack<bf16, 8>;
 

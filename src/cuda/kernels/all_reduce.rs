@@ -21,7 +21,7 @@ pub(super) const NAMES: &[&str] = &[
     "all_reduce_share_8",
 ];
 
-// As in the source.
+// As in the source, to which a test holds them.
 const MOST_RANKS: usize = 8;
 const MOST_BLOCKS: usize = 512;
 const CONTROL_BYTES: usize = 4 * MOST_BLOCKS * (1 + 2 * MOST_RANKS);
@@ -166,5 +166,23 @@ impl Places {
     fn new(rows: usize, dim: usize) -> Self {
         let (first, matrix) = (CONTROL_BYTES.next_multiple_of(ALIGNMENT), (rows * dim * 2).next_multiple_of(ALIGNMENT));
         Self { parts: [first, first + matrix], normed: first + 2 * matrix, matrix }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_source_has_the_same_constants() {
+        let control = "4 * MOST_BLOCKS * (1 + 2 * MOST_RANKS)".to_owned();
+        for (name, value) in [
+            ("MOST_RANKS", MOST_RANKS.to_string()),
+            ("MOST_BLOCKS", MOST_BLOCKS.to_string()),
+            ("CONTROL_BYTES", control),
+        ] {
+            let line = format!("constexpr int {name} = {value};");
+            assert!(SOURCE.text.contains(&line), "{line}");
+        }
     }
 }
