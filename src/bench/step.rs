@@ -10,7 +10,7 @@ use tch::Device;
 
 use super::memory::{MemoryWatch, predicted_tensor_bytes};
 use super::{PEAK_FLOP_PER_S, SEED, STREAM, median, synchronize, token};
-use crate::config::{Config, OptimizerResidency, ReferenceResidency, Roles};
+use crate::config::{Config, Mode, OptimizerResidency, ReferenceResidency, Roles};
 use crate::dist::World;
 use crate::error::Result;
 use crate::metrics::MetricValues;
@@ -26,6 +26,10 @@ use crate::types::{LengthSpread, Prompt};
 /// What enters and leaves the rollout: the time that the host spends there. Copies that go on beside other work are told by
 /// `transition/hidden_share`.
 const TRANSITIONS: [Phase; 5] = [Phase::Offload, Phase::Gather, Phase::Wake, Phase::Sleep, Phase::Reload];
+
+/// Of halves that run apart, the phases of ranks that generate.
+const OF_GENERATORS: [Phase; 6] =
+    [Phase::Wake, Phase::Generate, Phase::Prefill, Phase::Decode, Phase::Sleep, Phase::Reward];
 
 /// Steps beside the timed ones: one that warms up, and one that is not made, whose batch engines of their own sample during the
 /// last step.
@@ -206,6 +210,12 @@ impl Report<'_> {
         phases.iter().filter_map(|phase| self.seconds(*phase)).sum()
     }
 
+    /// What no phase has: waiting for the GPU, counting. Phases of halves that run apart lie beside one another, and their sum
+    /// means nothing.
+    fn unphased(&self) -> Option<f64> {
+        (self.config.mode == Mode::Colocated).then(|| self.medians["step_time"] - self.sum(Phase::ALL))
+    }
+
     fn result(&self, roles: Roles) -> Value {
         let Self { bench, config, plan, world, medians } = *self;
         let step_s = medians["step_time"];
@@ -250,7 +260,7 @@ impl Report<'_> {
             "overrides": bench.overrides,
             "step_s": step_s,
             "phases_s": phases,
-            "unphased_s": step_s - phases.values().sum::<f64>(),
+            "unphased_s": self.unphased(),
             "transition_s": transition_s,
             "transition_percent": 100.0 * transition_s / step_s,
             "tokens_per_second": tokens / step_s,
@@ -269,9 +279,14 @@ impl Report<'_> {
         let mut line = |name: &str, seconds: f64| {
             let _ = writeln!(text, "{name:<34} {seconds:>9.3} s {:>6.1} %", 100.0 * seconds / step_s);
         };
-        let known = Phase::ALL.iter().filter_map(|phase| Some((phase.name(), self.seconds(*phase)?)));
-        known.clone().for_each(|(name, seconds)| line(name, seconds));
-        line("rest: waiting for the GPU, counting", step_s - known.map(|(_, seconds)| seconds).sum::<f64>());
+        for phase in Phase::ALL {
+            let is_apart = self.config.mode == Mode::Split && OF_GENERATORS.contains(phase);
+            let whose = if is_apart { " (generators)" } else { "" };
+            self.seconds(*phase).into_iter().for_each(|seconds| line(&format!("{}{whose}", phase.name()), seconds));
+        }
+        if let Some(seconds) = self.unphased() {
+            line("rest: waiting for the GPU, counting", seconds);
+        }
         line("step", step_s);
         line("of it entering and leaving rollout", self.sum(&TRANSITIONS));
         Ok(text)

@@ -28,7 +28,7 @@ use crate::train::{ParamState, Policy};
 
 /// Room for what is small: configuration, tokenizer, headers, manifest.
 const SMALL_FILES_BYTES: u64 = 32 << 20;
-/// A token of a carried group in `trainer_state.json`: its id and its log-probability in digits.
+/// A token of a carried group in `trainer_state.json`: its id and its log-probability, eight hexadecimal digits each.
 const CARRIED_TOKEN_BYTES: u64 = 16;
 /// Where ranks leave their records while a checkpoint is written.
 const RECORDS: &str = ".records";
@@ -281,5 +281,23 @@ impl HashedFile {
     fn finish(self) -> Result<FileRecord> {
         self.file.sync_all().map_err(Error::io(&self.full))?;
         Ok(FileRecord { path: self.path, bytes: self.bytes, sha256: hexadecimal(&self.hasher.finalize()) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::CarriedGroup;
+    use crate::types::UnfinishedCompletion;
+
+    #[test]
+    fn a_carried_token_takes_what_is_counted() {
+        let written = |len| {
+            let (token_ids, rollout_logprobs) = (vec![u32::MAX; len], vec![-1.234_567_8e-7; len]);
+            let completion = UnfinishedCompletion { token_ids, rollout_logprobs, finish_reason: None };
+            let group = CarriedGroup { completions: vec![completion], ..CarriedGroup::new(0) };
+            serde_json::to_string_pretty(&group).unwrap().len() as u64
+        };
+        assert_eq!(written(1000) - written(0), 1000 * CARRIED_TOKEN_BYTES);
     }
 }

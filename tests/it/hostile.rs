@@ -128,16 +128,17 @@ fn damaged_answers_are_scored_or_refused() {
 fn endless_files_are_refused() {
     let deep = |open: &str| open.repeat(200_000).into_bytes();
     for open in ["[", "{\"a\":", "a = [", "---\n[", "a.", "- "] {
-        targets::config(&deep(open));
-        targets::rows(&deep(open));
+        assert!(!targets::config(&deep(open)), "{open}");
+        assert!(!targets::rows(&deep(open)), "{open}");
     }
     let (bomb, mut last) = (String::from("---\na0: &a0 [x,x,x,x,x,x,x,x,x,x]\n"), 0);
     let bomb = (1..12).fold(bomb, |text, level| {
         let before = std::mem::replace(&mut last, level);
         format!("{text}a{level}: &a{level} [{}]\n", vec![format!("*a{before}"); 10].join(","))
     });
-    targets::config(bomb.as_bytes());
-    targets::answer(&deep("\\boxed{"));
-    targets::answer(&deep("<answer>"));
-    targets::answer(format!("#### {}\n1", "9".repeat(1 << 20)).as_bytes());
+    assert!(!targets::config(bomb.as_bytes()));
+    let long = format!("#### {}", "9".repeat(1 << 20));
+    for completion in [deep("\\boxed{"), deep("<answer>"), long.into_bytes()] {
+        assert!(targets::answer(&completion), "a completion of any length is scored");
+    }
 }
