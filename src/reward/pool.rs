@@ -98,8 +98,9 @@ impl RewardPool {
         })
     }
 
-    /// Starts the processes of the rewards that have some and returns when all are ready to score. To be called before there
-    /// is a GPU context in this process, so that they hold nothing of it; replacements are started by fork and exec.
+    /// Starts the processes of the rewards that have some and returns when all are ready to score. Best called before there is
+    /// a GPU context in this process, whose maps a fork copies; they hold nothing of it in either case, as replacements do
+    /// not: each is started by fork and exec, with no descriptors but its pipes.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] for a function that is not there or a command that cannot be run; [`Error::Environment`] where

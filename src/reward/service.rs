@@ -54,9 +54,12 @@ impl Service {
         while let Some((job, group)) = shared.next_job(|state| &mut state.service_queues[own]) {
             let outcome = self.ask(&mut worker, &group, &job);
             let lost = outcome.as_ref().err().filter(|failure| failure.kind != FailureKind::Error).cloned();
+            if outcome.iter().flatten().any(Result::is_ok) {
+                self.num_failures.store(0, Ordering::Relaxed);
+            }
             self.file(shared, &job, outcome);
             match lost {
-                None => self.num_failures.store(0, Ordering::Relaxed),
+                None => {} // the worker goes on
                 Some(failure) => match self.replace(shared, worker, failure)? {
                     Some(fresh) => worker = fresh,
                     None => return Ok(()),

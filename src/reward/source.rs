@@ -57,7 +57,7 @@ impl Sources<'_> {
     fn process(&self, name: &str, index: usize, reward: &ProcessReward, key: &str) -> Service {
         let (command, key, value) = match &reward.function {
             Some(function) => {
-                let python = [&self.settings.python, "-c", PYTHON_WORKER, function];
+                let python = [&self.settings.python, "-c", PYTHON_WORKER, function, &self.settings.answer_column];
                 let key = if key == "reward_funcs" { key.to_owned() } else { format!("{key}.function") };
                 (python.map(str::to_owned).to_vec(), key, function.clone())
             }

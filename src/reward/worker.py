@@ -51,11 +51,11 @@ def as_trl(function, request):
     return call(function, arguments)
 
 
-def as_verl(function, request):
+def as_verl(function, request, answer_column):
     columns = request["columns"]
     common = {
         "data_source": columns.get("data_source"),
-        "ground_truth": columns.get("answer"),
+        "ground_truth": columns.get(answer_column),
         "extra_info": columns.get("extra_info"),
     }
     scores = [call(function, {"solution_str": text, **common}) for text in request["completions"]]
@@ -69,11 +69,12 @@ def entry(score):
     return score if math.isfinite(score) else repr(score)
 
 
-def answer(function, request):
+def answer(function, request, answer_column):
     if not request["completions"]:
         return {"rewards": []}
-    convention = as_verl if "solution_str" in inspect.signature(function).parameters else as_trl
-    return {"rewards": [entry(score) for score in convention(function, request)]}
+    is_verl = "solution_str" in inspect.signature(function).parameters
+    scores = as_verl(function, request, answer_column) if is_verl else as_trl(function, request)
+    return {"rewards": [entry(score) for score in scores]}
 
 
 def describe(error):
@@ -84,7 +85,7 @@ def describe(error):
     return f"{type(error).__name__}: {error}"[:1000] + place
 
 
-def main(spec):
+def main(spec, answer_column):
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -97,7 +98,7 @@ def main(spec):
     while len(head := requests.read(4)) == 4:
         request = json.loads(requests.read(struct.unpack(">I", head)[0]))
         try:
-            reply = {"error": wrong} if wrong else answer(function, request)
+            reply = {"error": wrong} if wrong else answer(function, request, answer_column)
         except Exception as error:
             reply = {"error": describe(error)}
         text = json.dumps(reply).encode()
@@ -105,4 +106,4 @@ def main(spec):
         replies.flush()
 
 
-main(sys.argv[1])
+main(*sys.argv[1:])

@@ -1,13 +1,16 @@
 //! One worker process of a reward: started, asked, ended with everything that it started.
 #![allow(unsafe_code)]
 
+use std::fs;
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
+use tempfile::TempDir;
 
 use super::failures::{Failure, FailureKind};
 use super::pipes::{do_not_block, moved, wait_for};
@@ -51,7 +54,7 @@ impl Program {
     }
 }
 
-/// A worker process with its pipes. Dropping it kills its process group.
+/// A worker process with its pipes. Dropping it kills its process group and removes its folder.
 #[derive(Debug)]
 pub(super) struct Worker {
     child: Child,
@@ -62,6 +65,8 @@ pub(super) struct Worker {
     /// The end of what it wrote to standard error.
     tail: Vec<u8>,
     is_reaped: bool,
+    /// Where the sandbox's worker makes the folders of programs; killed, it leaves one.
+    _folder: Option<TempDir>,
 }
 
 impl Worker {
@@ -74,6 +79,8 @@ impl Worker {
         for name in OWN_VARIABLES {
             command.env_remove(name);
         }
+        let folder = matches!(program.origin, Origin::Sandbox).then(scratch).transpose().map_err(died)?;
+        command.envs(folder.iter().map(|folder| ("TMPDIR", folder.path())));
         let parent = std::process::id();
         // SAFETY: the closure runs between fork and exec and makes async-signal-safe calls alone.
         unsafe { command.pre_exec(move || stand_alone(parent)) };
@@ -81,7 +88,8 @@ impl Worker {
         let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let (Some(requests), Some(replies), Some(errors)) = pipes else { unreachable!("all three are piped") };
         let fds = [requests.as_raw_fd(), replies.as_raw_fd(), errors.as_raw_fd()];
-        let mut worker = Self { child, requests, replies, errors: Some(errors), tail: Vec::new(), is_reaped: false };
+        let (errors, tail) = (Some(errors), Vec::new());
+        let mut worker = Self { child, requests, replies, errors, tail, is_reaped: false, _folder: folder };
         fds.into_iter().try_for_each(do_not_block).map_err(died)?;
         if program.is_ours {
             let empty =
@@ -92,8 +100,15 @@ impl Worker {
         Ok(worker)
     }
 
-    /// Sends a request and returns the reply to it, without its length.
+    /// Sends a request and returns the reply to it, without its length. What was written before the request is read whole is
+    /// no reply to it.
     pub fn exchange(&mut self, request: &[u8], deadline: Instant) -> Result<Vec<u8>, Failure> {
+        let mut part = [0; 1 << 16];
+        match moved(self.replies.read(&mut part)).map_err(|_| self.death())? {
+            None => {}
+            Some(0) => return Err(self.death()),
+            Some(_) => return Err(self.failure(FailureKind::Output, "more than one reply to the request before")),
+        }
         let (mut num_sent, mut received) = (0, Vec::new());
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -108,7 +123,6 @@ impl Worker {
             if !is_sent {
                 num_sent += moved(self.requests.write(&request[num_sent..])).map_err(|_| self.death())?.unwrap_or(0);
             }
-            let mut part = [0; 1 << 16];
             match moved(self.replies.read(&mut part)).map_err(|_| self.death())? {
                 Some(0) => return Err(self.death()),
                 num_read => received.extend_from_slice(&part[..num_read.unwrap_or(0)]),
@@ -120,6 +134,9 @@ impl Worker {
                     received.len().saturating_sub(end)
                 });
                 return Err(self.failure(FailureKind::Output, &what));
+            }
+            if received.len() == end && num_sent < request.len() {
+                return Err(self.failure(FailureKind::Output, "a reply before the request was read"));
             }
             if received.len() == end {
                 return Ok(received.split_off(LENGTH_BYTES));
@@ -167,6 +184,13 @@ impl Drop for Worker {
     }
 }
 
+/// A folder that a program without privileges may pass through, to its own below it.
+fn scratch() -> io::Result<TempDir> {
+    let folder = tempfile::tempdir()?;
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o711))?;
+    Ok(folder)
+}
+
 /// In the child, before exec: dies with the thread that started it, and keeps none of its files and sockets.
 fn stand_alone(parent: u32) -> io::Result<()> {
     // SAFETY: plain system calls without pointers.
@@ -186,4 +210,22 @@ fn stand_alone(parent: u32) -> io::Result<()> {
 fn kill_group(child: &Child) {
     // SAFETY: the child leads its group and is not yet reaped, so that the group's id is its own.
     unsafe { libc::kill(-(child.id() as i32), libc::SIGKILL) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_killed_sandbox_worker_leaves_no_folder() {
+        let command = ["sh", "-c", "mktemp -d; read never"].map(str::to_owned).to_vec();
+        let mut worker = Worker::start(&Program { command, is_ours: false, origin: Origin::Sandbox }).unwrap();
+        wait_for(&[worker.replies.as_raw_fd()], -1, START);
+        let mut made = [0; 4096];
+        let length = worker.replies.read(&mut made).unwrap();
+        let made = std::path::PathBuf::from(String::from_utf8_lossy(&made[..length]).trim());
+        assert!(made.is_dir());
+        drop(worker);
+        assert!(!made.exists());
+    }
 }

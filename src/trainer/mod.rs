@@ -95,7 +95,8 @@ impl Trainer {
         Self::with_rewards(config, world, &[])
     }
 
-    /// The same, where `reward_funcs` may also name the caller's own functions.
+    /// The same, where `reward_funcs` may also name the caller's own functions. Rewards in processes of their own are started
+    /// now, after the world was joined.
     pub fn with_rewards(config: Config, world: Arc<World>, functions: &[(&str, RewardFunction)]) -> Result<Self> {
         let rewards = RewardPool::with_functions(&config, functions);
         let rewards = world.agree(rewards.and_then(|rewards| rewards.start().map(|()| rewards)))?;

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use std::ffi::CString;
-use std::fs;
+use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
@@ -37,8 +37,10 @@ const NAMESPACES: [(SandboxLayer, i32); 4] = [
 ];
 
 /// Becomes `program`, or says on the pipe of reports why not.
-pub(super) fn become_program(sandbox: &Sandbox, program: &str, mut pipes: Pipes) -> ! {
-    if let Err(reason) = enter(sandbox, program, &mut pipes) {
+///
+/// `folder` is its own and empty: where a root of its own is mounted, or else where it writes.
+pub(super) fn become_program(sandbox: &Sandbox, folder: &Path, program: &str, mut pipes: Pipes) -> ! {
+    if let Err(reason) = enter(sandbox, folder, program, &mut pipes) {
         let _ = pipes.report.write_all(reason.as_bytes());
     }
     // SAFETY: ends this copy of the process without running anything of the original's.
@@ -46,7 +48,7 @@ pub(super) fn become_program(sandbox: &Sandbox, program: &str, mut pipes: Pipes)
 }
 
 /// Returns only if something failed.
-fn enter(sandbox: &Sandbox, program: &str, pipes: &mut Pipes) -> Result<(), String> {
+fn enter(sandbox: &Sandbox, folder: &Path, program: &str, pipes: &mut Pipes) -> Result<(), String> {
     // SAFETY: plain system call; the group is the one that the sandbox kills.
     unsafe { libc::setpgid(0, 0) };
     die_with_parent();
@@ -59,7 +61,8 @@ fn enter(sandbox: &Sandbox, program: &str, pipes: &mut Pipes) -> Result<(), Stri
             map_ids(pipes).map_err(|error| format!("user_namespace: {error}"))?;
         }
     }
-    refuse_missing(&missing, &sandbox.settings.may_lack)?;
+    let landlock = layers::landlock_version().unwrap_or(0);
+    refuse_missing(&missing, &sandbox.settings.may_lack, landlock)?;
     let has = |layer: SandboxLayer| missing.iter().all(|(missing, _)| *missing != layer);
     // SAFETY: plain system calls; what the walls need beside those above costs nothing where it is refused.
     unsafe { libc::unshare(libc::CLONE_NEWIPC) };
@@ -67,11 +70,12 @@ fn enter(sandbox: &Sandbox, program: &str, pipes: &mut Pipes) -> Result<(), Stri
         become_first_process()?;
     }
     let work = match has(SandboxLayer::MountNamespace) {
-        true => change_root(sandbox).map_err(|error| format!("mount_namespace: {error}"))?,
-        false => sandbox.folder.path().to_owned(),
+        true => change_root(sandbox, folder).map_err(|error| format!("mount_namespace: {error}"))?,
+        false => folder.to_owned(),
     };
     let failed = |what: &'static str| move |error: io::Error| format!("{what}: {error}");
-    fs::write(work.join(PROGRAM_FILE), program).map_err(failed("the program's file"))?;
+    let file = File::create_new(work.join(PROGRAM_FILE));
+    file.and_then(|mut file| file.write_all(program.as_bytes())).map_err(failed("the program's file"))?;
     std::env::set_current_dir(&work).map_err(failed("the program's folder"))?;
     give_up_identity(has(SandboxLayer::UserNamespace)).map_err(failed("identity"))?;
     limit(sandbox).map_err(failed("limits"))?;
@@ -93,8 +97,12 @@ fn enter(sandbox: &Sandbox, program: &str, pipes: &mut Pipes) -> Result<(), Stri
     Err(format!("{interpreter}: {error}; reward.code.command names one that any user may run"))
 }
 
-/// The error that names every layer that is missing and may not be.
-fn refuse_missing(missing: &[(SandboxLayer, io::Error)], may_lack: &[SandboxLayer]) -> Result<(), String> {
+/// The error that names every layer that is missing and may not be; of those that may be, some must not be missing together.
+fn refuse_missing(
+    missing: &[(SandboxLayer, io::Error)],
+    may_lack: &[SandboxLayer],
+    landlock: libc::c_long,
+) -> Result<(), String> {
     let unexpected: Vec<String> = missing
         .iter()
         .filter(|(layer, _)| !may_lack.contains(layer))
@@ -107,17 +115,18 @@ fn refuse_missing(missing: &[(SandboxLayer, io::Error)], may_lack: &[SandboxLaye
         ));
     }
     let lacks = |layer: SandboxLayer| missing.iter().any(|(missing, _)| *missing == layer);
-    if lacks(SandboxLayer::MountNamespace) && lacks(SandboxLayer::Landlock) {
-        return Err(
-            "the sandbox lacks mount_namespace and landlock: nothing would keep a program from files".to_owned()
-        );
+    let mut open = Vec::new();
+    // Landlock alone knows no modes, owners, times and attributes, and an old one no truncation.
+    if lacks(SandboxLayer::MountNamespace) && (lacks(SandboxLayer::Seccomp) || landlock < layers::FIRST_WITH_TRUNCATE) {
+        open.push("mount_namespace, and seccomp or a landlock of Linux 6.2: nothing would keep a program from files");
     }
     if lacks(SandboxLayer::NetworkNamespace) && lacks(SandboxLayer::Seccomp) {
-        return Err(
-            "the sandbox lacks network_namespace and seccomp: nothing would keep a program from the network".to_owned()
-        );
+        open.push("network_namespace and seccomp: nothing would keep a program from the network");
     }
-    Ok(())
+    if lacks(SandboxLayer::PidNamespace) && lacks(SandboxLayer::Seccomp) {
+        open.push("pid_namespace and seccomp: nothing would end what a program starts");
+    }
+    if open.is_empty() { Ok(()) } else { Err(format!("the sandbox lacks {}", open.join("; "))) }
 }
 
 fn die_with_parent() {
@@ -157,10 +166,9 @@ fn become_first_process() -> Result<(), String> {
     }
 }
 
-/// A root of its own: a small file system in memory with the readable paths, some devices and an empty folder, which is
+/// Makes `root` its own: a small file system in memory with the readable paths, some devices and an empty folder, which is
 /// returned.
-fn change_root(sandbox: &Sandbox) -> io::Result<PathBuf> {
-    let root = sandbox.folder.path();
+fn change_root(sandbox: &Sandbox, root: &Path) -> io::Result<PathBuf> {
     mount(None, Path::new("/"), None, libc::MS_REC | libc::MS_PRIVATE, None)?;
     let options = format!("size={WORK_BYTES},mode=755");
     mount(Some("tmpfs"), root, Some("tmpfs"), libc::MS_NOSUID | libc::MS_NODEV, Some(&options))?;
@@ -170,7 +178,7 @@ fn change_root(sandbox: &Sandbox) -> io::Result<PathBuf> {
     fs::create_dir(root.join("dev"))?;
     for device in DEVICES.map(Path::new) {
         let target = inner(root, device);
-        fs::File::create(&target)?;
+        File::create(&target)?;
         mount(device.to_str(), &target, None, libc::MS_BIND, None)?;
     }
     let work = root.join(&WORK[1..]);
@@ -205,7 +213,7 @@ fn show(path: &Path, root: &Path) -> io::Result<()> {
     if path.is_dir() {
         fs::create_dir(&target)?;
     } else {
-        fs::File::create(&target)?;
+        File::create(&target)?;
     }
     mount(path.to_str(), &target, None, libc::MS_BIND | libc::MS_REC, None)?;
     let attributes = libc::mount_attr {
@@ -311,4 +319,27 @@ fn connect(pipes: &Pipes) -> io::Result<()> {
         return Err(io::Error::last_os_error());
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod unit_tests {
+    use SandboxLayer::*;
+
+    use super::*;
+
+    #[test]
+    fn what_may_be_missing_may_not_leave_a_way_out() {
+        let every = [UserNamespace, MountNamespace, NetworkNamespace, PidNamespace, Landlock, Seccomp];
+        let refusal = |missing: &[SandboxLayer], landlock| {
+            let missing: Vec<_> =
+                missing.iter().map(|layer| (*layer, io::Error::from_raw_os_error(libc::EPERM))).collect();
+            refuse_missing(&missing, &every, landlock).err().unwrap_or_default()
+        };
+        assert_eq!(refusal(&every[..4], 3), "");
+        assert_eq!(refusal(&[Landlock], 0), "");
+        assert!(refusal(&every[..4], 2).contains("landlock of Linux 6.2"));
+        assert!(refusal(&[MountNamespace, Seccomp], 6).contains("keep a program from files"));
+        assert!(refusal(&[NetworkNamespace, Seccomp], 6).contains("keep a program from the network"));
+        assert!(refusal(&[PidNamespace, Seccomp], 6).contains("end what a program starts"));
+    }
 }

@@ -20,11 +20,27 @@ use crate::config::SandboxLayer;
 /// Devices that a program may write to.
 pub(super) const DEVICES: [&str; 4] = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"];
 
+/// Who gets a descriptor's signals: commands of fcntl and of ioctl.
+const F_SETOWN: u32 = 8;
+const F_SETSIG: u32 = 10;
+const F_SETOWN_EX: u32 = 15;
+const FIOSETOWN: u32 = 0x8901;
+const SIOCSPGRP: u32 = 0x8902;
+
 /// System calls of x86's other calling conventions begin here.
 const FIRST_X32_CALL: u32 = 0x4000_0000;
 
+/// System calls that the C library's headers do not name yet; their numbers are those of every architecture.
+const SYS_SETXATTRAT: i64 = 463;
+const SYS_REMOVEXATTRAT: i64 = 466;
+const SYS_FILE_SETATTR: i64 = 469;
+
+/// Version of Landlock that first governs truncation (Linux 6.2).
+pub(super) const FIRST_WITH_TRUNCATE: libc::c_long = 3;
+
 /// System calls refused with EPERM: network, tracing, mounting, namespaces, kernel keys and programs, other processes, ways
-/// out of the process group that is killed. Pairs of sockets within the process stay allowed.
+/// out of the process group that is killed, what Landlock does not govern of files (modes, owners, times, attributes), memory
+/// that outlives the process or runs as a program. Pairs of sockets within the process stay allowed.
 const REFUSED: &[i64] = &[
     libc::SYS_socket,
     libc::SYS_connect,
@@ -61,6 +77,35 @@ const REFUSED: &[i64] = &[
     libc::SYS_pidfd_send_signal,
     libc::SYS_setsid,
     libc::SYS_setpgid,
+    libc::SYS_setpriority,
+    libc::SYS_ioprio_set,
+    libc::SYS_sched_setaffinity,
+    libc::SYS_sched_setattr,
+    libc::SYS_sched_setparam,
+    libc::SYS_sched_setscheduler,
+    libc::SYS_migrate_pages,
+    libc::SYS_move_pages,
+    libc::SYS_fchmod,
+    libc::SYS_fchmodat,
+    libc::SYS_fchmodat2,
+    libc::SYS_fchown,
+    libc::SYS_fchownat,
+    libc::SYS_utimensat,
+    libc::SYS_setxattr,
+    libc::SYS_lsetxattr,
+    libc::SYS_fsetxattr,
+    SYS_SETXATTRAT,
+    libc::SYS_removexattr,
+    libc::SYS_lremovexattr,
+    libc::SYS_fremovexattr,
+    SYS_REMOVEXATTRAT,
+    SYS_FILE_SETATTR,
+    libc::SYS_shmget,
+    libc::SYS_msgget,
+    libc::SYS_semget,
+    libc::SYS_mq_open,
+    libc::SYS_memfd_create,
+    libc::SYS_memfd_secret,
     libc::SYS_add_key,
     libc::SYS_request_key,
     libc::SYS_keyctl,
@@ -85,6 +130,18 @@ const REFUSED: &[i64] = &[
     libc::SYS_sethostname,
     libc::SYS_setdomainname,
     #[cfg(target_arch = "x86_64")]
+    libc::SYS_chmod,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_chown,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_lchown,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_utime,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_utimes,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_futimesat,
+    #[cfg(target_arch = "x86_64")]
     libc::SYS_fork,
     #[cfg(target_arch = "x86_64")]
     libc::SYS_vfork,
@@ -97,10 +154,8 @@ const REFUSED: &[i64] = &[
 /// Whichever of Landlock and seccomp this kernel does not offer, with the reason.
 pub(super) fn missing() -> Vec<(SandboxLayer, io::Error)> {
     let mut missing = Vec::new();
-    const VERSION: libc::c_ulong = 1; // LANDLOCK_CREATE_RULESET_VERSION
-    // SAFETY: asks for the version; there is no structure to point to.
-    if unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, std::ptr::null::<u8>(), 0usize, VERSION) } < 0 {
-        missing.push((SandboxLayer::Landlock, io::Error::last_os_error()));
+    if let Err(error) = landlock_version() {
+        missing.push((SandboxLayer::Landlock, error));
     }
     let action = libc::SECCOMP_RET_ERRNO;
     // SAFETY: the action outlives the call.
@@ -108,6 +163,16 @@ pub(super) fn missing() -> Vec<(SandboxLayer, io::Error)> {
         missing.push((SandboxLayer::Seccomp, io::Error::last_os_error()));
     }
     missing
+}
+
+/// The version of this kernel's Landlock, or why there is none.
+pub(super) fn landlock_version() -> io::Result<libc::c_long> {
+    const VERSION: libc::c_ulong = 1; // LANDLOCK_CREATE_RULESET_VERSION
+    // SAFETY: asks for the version; there is no structure to point to.
+    match unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, std::ptr::null::<u8>(), 0usize, VERSION) } {
+        version if version < 0 => Err(io::Error::last_os_error()),
+        version => Ok(version),
+    }
 }
 
 /// From here on this process reads and runs what is below `readable`, writes below `work` and to [`DEVICES`], and opens no
@@ -141,8 +206,13 @@ pub(super) fn restrict_calls() -> Result<(), String> {
     let mut refused = every(REFUSED);
     // New threads carry CLONE_THREAD. Where clone3, whose flags cannot be seen, does not exist, glibc falls back to clone.
     let threads = libc::CLONE_THREAD as u64;
-    refused.insert(libc::SYS_clone, first_argument(SeccompCmpOp::MaskedEq(threads), 0)?);
-    refused.insert(libc::SYS_tgkill, first_argument(SeccompCmpOp::Ne, u64::from(std::process::id()))?);
+    refused.insert(libc::SYS_clone, argument(0, SeccompCmpOp::MaskedEq(threads), &[0])?);
+    refused.insert(libc::SYS_tgkill, argument(0, SeccompCmpOp::Ne, &[std::process::id()])?);
+    refused.insert(libc::SYS_prlimit64, argument(0, SeccompCmpOp::Ne, &[0])?);
+    // The program dies with its worker, and has no file's signals sent to others.
+    refused.insert(libc::SYS_prctl, argument(0, SeccompCmpOp::Eq, &[libc::PR_SET_PDEATHSIG as u32])?);
+    refused.insert(libc::SYS_fcntl, argument(1, SeccompCmpOp::Eq, &[F_SETOWN, F_SETSIG, F_SETOWN_EX])?);
+    refused.insert(libc::SYS_ioctl, argument(1, SeccompCmpOp::Eq, &[FIOSETOWN, SIOCSPGRP])?);
     let mut filters = vec![compiled(refused, libc::EPERM)?, compiled(every(&[libc::SYS_clone3]), libc::ENOSYS)?];
     if cfg!(target_arch = "x86_64") {
         filters.push(no_x32());
@@ -154,9 +224,14 @@ fn failed(error: impl Display) -> String {
     format!("seccomp: {error}")
 }
 
-fn first_argument(operator: SeccompCmpOp, value: u64) -> Result<Vec<SeccompRule>, String> {
-    let condition = SeccompCondition::new(0, SeccompCmpArgLen::Qword, operator, value).map_err(failed)?;
-    Ok(vec![SeccompRule::new(vec![condition]).map_err(failed)?])
+/// A call whose argument at `index` compares so with any of `values`; as the kernel, it reads 32 bits of it.
+fn argument(index: u8, operator: SeccompCmpOp, values: &[u32]) -> Result<Vec<SeccompRule>, String> {
+    let rule = |value: &u32| {
+        let operator = operator.clone();
+        let condition = SeccompCondition::new(index, SeccompCmpArgLen::Dword, operator, u64::from(*value))?;
+        SeccompRule::new(vec![condition])
+    };
+    values.iter().map(rule).collect::<Result<_, _>>().map_err(failed)
 }
 
 fn compiled(calls: BTreeMap<i64, Vec<SeccompRule>>, errno: i32) -> Result<BpfProgram, String> {

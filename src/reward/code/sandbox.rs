@@ -37,8 +37,6 @@ pub(super) struct Sandbox {
     pub command: Vec<CString>,
     /// What the program may read.
     pub readable: Vec<PathBuf>,
-    /// An empty folder: where a root of its own is mounted, or else where it writes.
-    pub folder: tempfile::TempDir,
 }
 
 /// What a program did.
@@ -72,10 +70,11 @@ impl Sandbox {
         let words = [interpreter.as_str()].into_iter().chain(args).chain([PROGRAM_FILE]);
         let command = words.map(CString::new).collect::<Result<_, _>>().map_err(|error| error.to_string())?;
         let system = SYSTEM.map(PathBuf::from).into_iter();
-        let readable = system.chain(own_paths).chain(settings.readable.clone()).filter(|path| path.exists()).collect();
-        let folder = tempfile::tempdir().map_err(|error| format!("a temporary folder: {error}"))?;
+        let readable = system.chain(own_paths).chain(settings.readable.clone()).filter(|path| path.exists());
+        let mut readable: Vec<PathBuf> = readable.collect();
+        readable.sort(); // a folder before what is below it
         let settings = settings.clone();
-        let sandbox = Self { settings, command, readable, folder };
+        let sandbox = Self { settings, command, readable };
         let tried = sandbox.run("", b"", Instant::now() + SETUP)?;
         if tried.succeeded {
             Ok(sandbox)
@@ -84,46 +83,51 @@ impl Sandbox {
         }
     }
 
-    /// Runs `program` with `input` until `deadline` at the latest; what it started is gone afterwards.
+    /// Runs `program` with `input` until `deadline` at the latest; what it started and wrote is gone afterwards.
     ///
     /// # Errors
-    /// What kept the program from being run; never what the program did.
+    /// What kept the program from being run, or its folder from being removed; never what the program did.
     pub fn run(&self, program: &str, input: &[u8], deadline: Instant) -> Result<Run, String> {
         let failed = |error: io::Error| format!("pipes of the sandbox: {error}");
         let (inner_input, input_end) = io::pipe().map_err(failed)?;
         let (output_end, inner_output) = io::pipe().map_err(failed)?;
         let (inner_go, mut go) = io::pipe().map_err(failed)?;
         let (mut report, inner_report) = io::pipe().map_err(failed)?;
+        let folder = tempfile::tempdir().map_err(|error| format!("a temporary folder: {error}"))?;
         let inner = Pipes { input: inner_input, output: inner_output, go: inner_go, report: inner_report };
         // SAFETY: this process has one thread; the child runs on a copy of it and never returns.
         let process = match unsafe { libc::fork() } {
             -1 => return Err(format!("a process for the program: {}", io::Error::last_os_error())),
             0 => {
                 drop((input_end, output_end, go, report));
-                become_program(self, program, inner)
+                become_program(self, folder.path(), program, inner)
             }
-            pid => Process { pid, is_reaped: false },
+            pid => Process { pid },
         };
         drop(inner);
         process.follow_setup(&mut report, &mut go)?;
-        let run = process.follow(input_end, output_end, input, deadline).map_err(failed);
-        self.clear();
-        run
-    }
-
-    /// Empties the folder of a program that had no root of its own.
-    fn clear(&self) {
-        let entries = fs::read_dir(self.folder.path()).into_iter().flatten().flatten();
-        for path in entries.map(|entry| entry.path()) {
-            let _ = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
-        }
+        let run = process.follow(input_end, output_end, input, deadline).map_err(failed)?;
+        let removed = unlock(folder.path()).and_then(|()| folder.close());
+        removed.map_err(|error| format!("the program's folder cannot be removed: {error}"))?;
+        Ok(run)
     }
 }
 
-/// The process that a run is, and leads the group of.
+/// Gives back the permission to remove what is in a folder, which a program may have made folders without.
+fn unlock(folder: &Path) -> io::Result<()> {
+    fs::set_permissions(folder, fs::Permissions::from_mode(0o700))?;
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            unlock(&entry.path())?; // no link: those are not followed
+        }
+    }
+    Ok(())
+}
+
+/// The process that a run is, and leads the group of; not reaped before it is dropped, so that the group's id stays its own.
 struct Process {
     pid: libc::pid_t,
-    is_reaped: bool,
 }
 
 impl Process {
@@ -169,7 +173,7 @@ impl Process {
     }
 
     /// Feeds the program and reads what it writes, until it ends or reaches a limit.
-    fn follow(mut self, input: PipeWriter, mut output: PipeReader, text: &[u8], deadline: Instant) -> io::Result<Run> {
+    fn follow(self, input: PipeWriter, mut output: PipeReader, text: &[u8], deadline: Instant) -> io::Result<Run> {
         do_not_block(input.as_raw_fd())?;
         do_not_block(output.as_raw_fd())?;
         let (mut input, mut num_sent, mut written) = (Some(input), 0, Vec::new());
@@ -199,13 +203,17 @@ impl Process {
     }
 
     /// Waits for the end of a program that has closed its output.
-    fn succeeds(&mut self, deadline: Instant) -> bool {
-        let mut status = 0;
+    fn succeeds(&self, deadline: Instant) -> bool {
+        let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
         while Instant::now() < deadline {
-            // SAFETY: the own child, not yet reaped; the status outlives the call.
-            if unsafe { libc::waitpid(self.pid, &raw mut status, libc::WNOHANG) } == self.pid {
-                self.is_reaped = true;
-                return libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0;
+            // SAFETY: zeros are a valid value of this plain structure.
+            let mut end: libc::siginfo_t = unsafe { std::mem::zeroed() };
+            // SAFETY: the own child, not yet reaped; the structure outlives the call.
+            let outcome = unsafe { libc::waitid(libc::P_PID, self.pid as libc::id_t, &raw mut end, flags) };
+            // SAFETY: of the end of a child, or zeros where there is none yet.
+            if outcome == 0 && unsafe { end.si_pid() } == self.pid {
+                // SAFETY: of the end of a child.
+                return end.si_code == libc::CLD_EXITED && unsafe { end.si_status() } == 0;
             }
             std::thread::sleep(LOOK);
         }
@@ -214,15 +222,13 @@ impl Process {
 }
 
 impl Drop for Process {
-    /// Kills what is left; the first process of a namespace takes all others with it.
+    /// Kills what is left, also by a leader that has ended; the first process of a namespace takes all others with it.
     fn drop(&mut self) {
-        if !self.is_reaped {
-            // SAFETY: the own child, not yet reaped, and the group that it made; waited for, as it cannot refuse.
-            unsafe {
-                libc::kill(-self.pid, libc::SIGKILL);
-                libc::kill(self.pid, libc::SIGKILL);
-                libc::waitpid(self.pid, std::ptr::null_mut(), 0);
-            }
+        // SAFETY: the own child, not yet reaped, and the group that it made; waited for, as it cannot refuse.
+        unsafe {
+            libc::kill(-self.pid, libc::SIGKILL);
+            libc::kill(self.pid, libc::SIGKILL);
+            libc::waitpid(self.pid, std::ptr::null_mut(), 0);
         }
     }
 }

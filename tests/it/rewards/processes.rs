@@ -83,8 +83,8 @@ fn functions_of_trl_and_verl_are_called_as_they_stand() {
     let messages = json!({"prompt": [{"role": "user", "content": "hello"}], "answer": "2"});
     assert_eq!(scores(&mut chat, group(messages, &["abc"]))[0].0, Some(3.0));
 
-    let mut verl = pool(&[format!("reward_funcs=[\"{file}:compute_score\"]")]);
-    let row = json!({"prompt": "p", "data_source": "x", "answer": "7"});
+    let mut verl = pool(&[format!("reward_funcs=[\"{file}:compute_score\"]"), "reward.answer_column=solution".into()]);
+    let row = json!({"prompt": "p", "data_source": "x", "answer": "8", "solution": "7"});
     let of_verl: Vec<_> = scores(&mut verl, group(row, &["7", "8"])).into_iter().map(|score| score.0).collect();
     assert_eq!(of_verl, [Some(1.0), Some(0.0)]);
 
@@ -162,8 +162,9 @@ fn a_function_that_fails_masks_its_sample_and_is_replaced() {
 
 /// Answers by hand, as the completion says.
 const COMMAND: &str = r#"
-import json, struct, sys
+import json, os, struct, sys, time
 requests, replies = sys.stdin.buffer, sys.stdout.buffer
+num_errors = 0
 while len(head := requests.read(4)) == 4:
     request = json.loads(requests.read(struct.unpack(">I", head)[0]))
     what = request["completions"][0]
@@ -175,8 +176,17 @@ while len(head := requests.read(4)) == 4:
         "nan": struct.pack(">I", 18) + b'{"rewards": [NaN]}',
         "more": struct.pack(">I", 31) + b'{"rewards": [1.0], "weight": 9}',
         "noise": b"",
+        "error": struct.pack(">I", 15) + b'{"error": "no"}',
     }.get(what, struct.pack(">I", len(good)) + good))
     replies.flush()
+    if what == "late":
+        time.sleep(0.2)
+        replies.write(struct.pack(">I", 18) + b'{"rewards": [9.0]}')
+        replies.flush()
+    if what == "error":
+        num_errors += 1
+        if num_errors == 2:
+            os._exit(3)
     if what == "noise":
         while True:
             sys.stderr.write("noise" * 1000)
@@ -200,6 +210,34 @@ fn a_command_that_writes_something_else_is_no_reply() {
     }
     let own = |kind, count| ("own".to_owned(), kind, count);
     assert_eq!(pool.take_failures(), [own(FailureKind::Timeout, 1), own(FailureKind::Output, 5)]);
+}
+
+/// 30: nor is a reply that was not asked for, however late it comes.
+#[test]
+fn a_reply_too_many_is_not_that_to_the_next_request() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = write(folder.path(), "command.py", COMMAND);
+    let keys = ["reward_funcs=[\"own\"]".to_owned(), format!("rewards.own.command=[\"python3\", \"{file}\"]")];
+    let mut pool = pool(&keys);
+    assert_eq!(scores(&mut pool, group(json!({}), &["late"]))[0].0, Some(1.0));
+    std::thread::sleep(Duration::from_millis(800));
+    let after = scores(&mut pool, group(json!({}), &["first", "second"]));
+    assert_eq!(after.iter().map(|score| score.0).collect::<Vec<_>>(), [None, Some(1.0)]);
+    assert_eq!(pool.take_failures(), [("own".to_owned(), FailureKind::Output, 1)]);
+}
+
+/// 31: an error is no score: workers that die between errors die in a row.
+#[test]
+fn errors_between_deaths_do_not_count_as_scores() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = write(folder.path(), "command.py", COMMAND);
+    let mut pool = pool(&[
+        "reward_funcs=[\"own\"]".into(),
+        format!("rewards.own.command=[\"python3\", \"{file}\"]"),
+        "reward.max_worker_failures=3".into(),
+    ]);
+    let error = pool.wait(&mut [group(json!({}), &["error"; 12])]).unwrap_err();
+    assert_eq!(error.exit_code(), ExitCode::RewardService, "{error}");
 }
 
 /// 31: a service that never answers ends the wait, after pauses that grow.

@@ -4,7 +4,7 @@
 use std::io::{Read, Write};
 use std::net::{TcpListener, UdpSocket};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -30,7 +30,17 @@ struct Sandbox(Child);
 
 impl Sandbox {
     fn new(may_lack: &[SandboxLayer], timeout_s: f64, around: impl FnOnce(&mut Command)) -> Self {
+        Self::reading(&[], may_lack, timeout_s, around)
+    }
+
+    fn reading(
+        readable: &[PathBuf],
+        may_lack: &[SandboxLayer],
+        timeout_s: f64,
+        around: impl FnOnce(&mut Command),
+    ) -> Self {
         let mut settings = RewardConfig::default().code;
+        settings.readable = readable.to_vec();
         settings.timeout_s = timeout_s;
         settings.memory_bytes = 256 << 20;
         settings.may_lack = may_lack.to_vec();
@@ -55,8 +65,24 @@ impl Sandbox {
 
     /// With Landlock and the filter of system calls alone, as in a container that allows no namespaces.
     fn in_container(timeout_s: f64) -> Option<Self> {
-        let mut sandbox = Self::new(&NAMESPACES, timeout_s, refuse_namespaces);
-        let Err(refusal) = sandbox.ask(&[], json!({})) else { return Some(sandbox) };
+        Self::new(&NAMESPACES, timeout_s, refuse_namespaces).without_namespaces()
+    }
+
+    /// The same for a user without privileges, whom the program shares with its worker.
+    fn of_a_user(timeout_s: f64) -> Option<Self> {
+        if !Command::new("unshare").args(["-U", "true"]).status().is_ok_and(|status| status.success()) {
+            println!("no user namespace here to be another user in");
+            return None;
+        }
+        let around = |command: &mut Command| {
+            become_a_user(command);
+            refuse_namespaces(command);
+        };
+        Self::new(&NAMESPACES, timeout_s, around).without_namespaces()
+    }
+
+    fn without_namespaces(mut self) -> Option<Self> {
+        let Err(refusal) = self.ask(&[], json!({})) else { return Some(self) };
         println!("no Landlock or seccomp here, so that its refusal is tested alone: {refusal}");
         assert!(refusal.starts_with("the sandbox lacks "), "{refusal}");
         None
@@ -94,6 +120,24 @@ impl Drop for Sandbox {
     }
 }
 
+/// Maps this process's user to one that is not root, which so loses every privilege with exec but still owns its files.
+fn become_a_user(command: &mut Command) {
+    // SAFETY: plain system calls without arguments.
+    let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
+    let maps =
+        [("setgroups", "deny".into()), ("gid_map", format!("1234 {gid} 1")), ("uid_map", format!("1234 {uid} 1"))];
+    let maps = maps.map(|(name, text)| (format!("/proc/self/{name}"), text));
+    let enter = move || {
+        // SAFETY: plain system call; the forked process has one thread.
+        if unsafe { libc::unshare(libc::CLONE_NEWUSER) } != 0 {
+            return Err(std::io::Error::last_os_error());
+        }
+        maps.iter().try_for_each(|(path, text)| std::fs::write(path, text))
+    };
+    // SAFETY: the closure makes system calls on what was prepared before the fork.
+    unsafe { command.pre_exec(enter) };
+}
+
 /// What a container's own filter does: no new namespaces.
 fn refuse_namespaces(command: &mut Command) {
     let calls = [(libc::SYS_unshare, Vec::new())].into();
@@ -127,7 +171,7 @@ fn attempts(secret: &str, tcp: u16, udp: u16) -> Vec<(&'static str, String)> {
             format!("try:\n    {line}\n    out = False\nexcept (OSError, MemoryError, RuntimeError): pass\n")
         });
         format!(
-            "import ctypes, os, socket, subprocess, threading, time\nout = True\n{}print('refused' if out else 'escaped')",
+            "import ctypes, fcntl, os, resource, socket, subprocess, threading, time\nout = True\n{}print('refused' if out else 'escaped')",
             tried.collect::<String>()
         )
     };
@@ -156,6 +200,11 @@ fn attempts(secret: &str, tcp: u16, udp: u16) -> Vec<(&'static str, String)> {
                 text("open('/tmp/colo-grpo-escape', 'w')"),
                 text("open('/usr/colo-grpo-escape', 'w')"),
                 text("os.chmod('/usr', 0o777)"),
+                format!("os.chmod({secret:?}, 0o777)"),
+                format!("os.chown({secret:?}, -1, -1)"),
+                format!("os.utime({secret:?})"),
+                format!("os.truncate({secret:?}, 0)"),
+                format!("os.setxattr({secret:?}, 'user.x', b'x')"),
             ]),
         ),
         (
@@ -189,6 +238,22 @@ fn attempts(secret: &str, tcp: u16, udp: u16) -> Vec<(&'static str, String)> {
                 call("mount(b'none', b'/work', b'tmpfs', 0, None)"),
                 call("chroot(b'/')"),
                 text("os.setuid(0)"),
+            ]),
+        ),
+        (
+            "other processes and what outlives it",
+            each(&[
+                call("prctl(1, 0, 0, 0, 0)"),
+                text("resource.prlimit(1, resource.RLIMIT_CORE)"),
+                text("fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())"),
+                text("fcntl.fcntl(0, 10, 9)"),
+                text("os.sched_setaffinity(0, os.sched_getaffinity(0))"),
+                text("os.setpriority(os.PRIO_PROCESS, 0, 1)"),
+                call("shmget(0, 4096, 0o1600)"),
+                call("msgget(0, 0o1600)"),
+                call("semget(0, 1, 0o1600)"),
+                call("mq_open(b'/colo-grpo-escape', 0o102, 0o600, None)"),
+                text("os.memfd_create('x')"),
             ]),
         ),
         (
@@ -230,6 +295,22 @@ for fd in range(64):
     );
 }
 
+/// The next program's file is not written through a link that one left, and what it made unreadable is removed.
+fn leaves_things_behind(mut sandbox: Sandbox) {
+    let folder = tempfile::tempdir().unwrap();
+    let outside = folder.path().join("outside");
+    std::fs::write(&outside, "as it was").unwrap();
+    let link = format!(
+        "import os\nos.remove('main.py')\nos.symlink({outside:?}, 'main.py')\ntry: os.chmod('.', 0o500)\nexcept OSError: pass"
+    );
+    let locked = "import os\nos.mkdir('a', 0o700)\nopen('a/b', 'w')\nos.mkdir('c', 0o300)\nopen('c/d', 'w')";
+    for program in [&link, locked] {
+        assert_eq!(sandbox.score(program, &[("", "")]), 1.0, "{program}");
+        assert_eq!(sandbox.score("import os\nprint(os.listdir('.'))", &[("", "['main.py']")]), 1.0, "{program}");
+    }
+    assert_eq!(std::fs::read_to_string(&outside).unwrap(), "as it was");
+}
+
 /// A program's time and output have an end, whatever it does; the worker lives on.
 fn never_ends(mut sandbox: Sandbox) {
     let start = Instant::now();
@@ -253,6 +334,37 @@ fn nothing_gets_out_of_the_sandbox() {
 fn nothing_gets_out_of_what_a_container_allows() {
     Sandbox::in_container(PATIENT_S).into_iter().for_each(tries_to_escape);
     Sandbox::in_container(HASTY_S).into_iter().for_each(never_ends);
+}
+
+#[test]
+fn nothing_gets_out_of_what_is_left_to_a_user() {
+    Sandbox::of_a_user(PATIENT_S).into_iter().for_each(tries_to_escape);
+}
+
+#[test]
+fn nothing_is_left_to_the_next_program() {
+    let sandboxes = [Sandbox::complete, Sandbox::in_container, Sandbox::of_a_user];
+    sandboxes.into_iter().filter_map(|sandbox| sandbox(PATIENT_S)).for_each(leaves_things_behind);
+}
+
+/// A folder is readable that is listed after one below it; between programs there is no temporary folder that a killed worker
+/// would leave.
+#[test]
+fn what_is_readable_is_so_in_any_order() {
+    let (folder, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (outer, inner) = (folder.path().join("a"), folder.path().join("a/b"));
+    std::fs::create_dir_all(&inner).unwrap();
+    std::fs::write(outer.join("file"), "seen").unwrap();
+    if Sandbox::complete(PATIENT_S).is_none() {
+        return;
+    }
+    let around = |command: &mut Command| {
+        command.env("TMPDIR", scratch.path());
+    };
+    let mut sandbox = Sandbox::reading(&[inner, outer.clone()], &[], PATIENT_S, around);
+    let program = format!("print(open({:?}).read())", outer.join("file"));
+    assert_eq!(sandbox.score(&program, &[("", "seen")]), 1.0);
+    assert_eq!(std::fs::read_dir(scratch.path()).unwrap().count(), 0);
 }
 
 /// 32: fails closed, and says which layers there are not.
