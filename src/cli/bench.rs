@@ -14,7 +14,7 @@ use crate::bench::{
 };
 use crate::config::Quantization;
 use crate::cuda::Placement;
-use crate::dist::{World, WorldOptions};
+use crate::dist::World;
 use crate::error::{Error, ExitCode, Result};
 use crate::phase::Limits;
 use crate::train::GradientOptions;
@@ -137,11 +137,5 @@ fn step_bench(args: &BenchStepArgs) -> Result<ExitCode> {
 
 /// [`placed`] for a benchmark: only its collectives have a time limit.
 fn bench(launch: &LaunchArgs, place: PlaceArgs, work: impl FnOnce(Arc<World>, Kind) -> Result<()>) -> Result<ExitCode> {
-    let (timeout, limits) = (WorldOptions::default().timeout, Limits::none());
-    placed(
-        launch,
-        place,
-        Supervision { timeout, limits, max_restarts: 0, output_dir: None, saves_on_stop: false },
-        work,
-    )
+    placed(launch, place, Supervision::within(Limits::none()), work)
 }

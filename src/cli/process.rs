@@ -32,7 +32,13 @@ impl Supervision {
     /// Of a command that is not started again.
     pub fn new(collective_timeout_s: f64, heartbeat: &HeartbeatConfig) -> Self {
         let timeout = Duration::from_secs_f64(collective_timeout_s);
-        Self { timeout, limits: heartbeat.limits(), max_restarts: 0, output_dir: None, saves_on_stop: false }
+        Self { timeout, ..Self::within(heartbeat.limits()) }
+    }
+
+    /// The same, where collectives have the usual time.
+    pub fn within(limits: Limits) -> Self {
+        let timeout = WorldOptions::default().timeout;
+        Self { timeout, limits, max_restarts: 0, output_dir: None, saves_on_stop: false }
     }
 }
 
@@ -41,7 +47,7 @@ impl From<&SamplingArgs> for Supervision {
     fn from(args: &SamplingArgs) -> Self {
         let mut heartbeat = HeartbeatConfig::default();
         heartbeat.timeout_s = args.heartbeat_timeout_s;
-        Self::new(WorldOptions::default().timeout.as_secs_f64(), &heartbeat)
+        Self::within(heartbeat.limits())
     }
 }
 

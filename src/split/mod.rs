@@ -147,21 +147,21 @@ impl Split {
                 served.adapter_units().enumerate().try_for_each(&send)?;
                 served.base_units().filter(|_| !base_is_there).enumerate().try_for_each(&send)
             }
-        })
-    }
-
-    fn agree<T>(&mut self, place: &'static str, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
-        let world = self.world.clone();
-        let agreed = together(self, &world, place, work, |split| {
-            split.base_is_there = false;
-            if let Role::Trains(learner) = &mut split.role {
-                learner.policy_mut().drop_gradients();
-            }
         })?;
         self.base_is_there = match &self.role {
             Role::Trains(learner) => learner.policy().lora().is_some(),
             Role::Generates(served) => served.has_adapters(),
         };
-        Ok(agreed)
+        Ok(())
+    }
+
+    fn agree<T>(&mut self, place: &'static str, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        let world = self.world.clone();
+        together(self, &world, place, work, |split| {
+            split.base_is_there = false;
+            if let Role::Trains(learner) = &mut split.role {
+                learner.policy_mut().drop_gradients();
+            }
+        })
     }
 }
