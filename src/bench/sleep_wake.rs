@@ -2,6 +2,9 @@
 //! an optimizer's way to the host pool and back.
 #![allow(unsafe_code)]
 
+use std::thread;
+use std::time::Duration;
+
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
@@ -26,6 +29,8 @@ pub struct SleepWakeBench {
     pub offload_bytes: usize,
     /// Timed cycles.
     pub cycles: usize,
+    /// How long freed memory lies idle before each wake. A driver clears it in this time, else within the wake.
+    pub rest: Duration,
 }
 
 /// Runs it; collective over the world.
@@ -38,6 +43,7 @@ pub fn bench_sleep_wake(bench: &SleepWakeBench, world: &World) -> Result<Value> 
     engine.cycle(world, 0)?; // captures the graph
     let mut times = Vec::with_capacity(bench.cycles * Cycle::NAMES.len());
     for cycle in 1..=bench.cycles {
+        thread::sleep(bench.rest);
         times.extend(engine.cycle(world, cycle)?.0);
     }
     all_reduce_f64(&*world.group(), &mut times, ReduceOp::Max)?; // the slowest rank of each
@@ -47,6 +53,7 @@ pub fn bench_sleep_wake(bench: &SleepWakeBench, world: &World) -> Result<Value> 
         "world_size": world.size(),
         "gib": bench.bytes as f64 / f64::from(1 << 30),
         "cycles": bench.cycles,
+        "rest_ms": bench.rest.as_millis() as u64,
         "used_asleep_gb": used_bytes(device)? as f64 / 1e9,
         "libtorch_asleep_gb": torch::device_memory(device)?.map_or(0, |memory| memory.reserved) as f64 / 1e9,
         "ledger_asleep": Ledger::report(),

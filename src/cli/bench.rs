@@ -1,6 +1,7 @@
 //! The benchmarks' subcommands.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tch::Kind;
 
@@ -34,7 +35,8 @@ pub(super) fn dispatch(command: BenchCommand) -> Result<ExitCode> {
         BenchCommand::SleepWake(args) => bench(&args.launch, args.place, |world, _| {
             let bytes = |gib: f64| (gib * f64::from(1 << 30)) as usize;
             let (bytes, offload_bytes) = (bytes(args.gib), bytes(args.offload_gib));
-            let result = bench_sleep_wake(&SleepWakeBench { bytes, offload_bytes, cycles: args.cycles }, &world)?;
+            let rest = Duration::from_millis(args.rest_ms);
+            let result = bench_sleep_wake(&SleepWakeBench { bytes, offload_bytes, cycles: args.cycles, rest }, &world)?;
             print_first(&world, result)
         }),
         BenchCommand::Compare(args) => {

@@ -143,7 +143,8 @@ fn each_benchmark_prints_one_json_line() {
         let steps: Vec<_> = of_phase.map(|event| event["args"]["step"].as_u64()).collect();
         assert_eq!(steps, [Some(0), Some(1)], "{phase} on rank {rank}");
     }
-    let slept = &json_lines(&stdout_of("bench sleep_wake --gib 0.01 --offload-gib 0.01 --cycles 3 --nproc 2"))[0];
+    let slept =
+        &json_lines(&stdout_of("bench sleep_wake --gib 0.01 --offload-gib 0.01 --cycles 3 --rest-ms 20 --nproc 2"))[0];
     assert!(slept["wake_ms"]["worst"].as_f64() > Some(0.0) && slept["copies"]["out_gb_s"].as_f64() > Some(0.0));
     let collectives = &json_lines(&stdout_of("bench collectives --max-mib 1 --nproc 2"))[0];
     assert_eq!(collectives["results"].as_array().unwrap().len(), 2 * 5);

@@ -223,6 +223,9 @@ pub struct BenchSleepWakeArgs {
     /// Times that it sleeps and wakes
     #[arg(long, default_value_t = 20, value_parser = count)]
     pub cycles: usize,
+    /// How long the memory lies idle before it wakes, in milliseconds; a driver clears what it got back meanwhile
+    #[arg(long, default_value_t = 0)]
+    pub rest_ms: u64,
 }
 
 /// `bench collectives`.
