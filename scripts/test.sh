@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that is tested: format, lints, unit and integration tests (real processes on the CPU backend), documentation
-# tests (programs that must not compile), the scripts, and the demo's job. Needs no GPU and no Python packages.
+# Everything that is tested: format, lints, the documentation's links, unit and integration tests (real processes on the CPU
+# backend), documentation tests (programs that must not compile), the scripts, and the demo's job. Needs no GPU and no Python
+# packages.
 #   scripts/test.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,6 +19,9 @@ cargo build --release --quiet
 
 step "lints"
 cargo clippy --release --all-targets --quiet -- -D warnings
+
+step "documentation"
+RUSTDOCFLAGS="-D warnings" cargo doc --release --no-deps --lib --quiet
 
 step "tests"
 cargo test --release --quiet --lib --bins

@@ -11,7 +11,7 @@
 //! | 3 | [`model`], [`grpo`], [`metrics`] |
 //! | 4 | [`rollout`], [`train`] |
 //! | 5 | [`plan`], [`colocate`], [`split`], [`checkpoint`] |
-//! | 6 | [`trainer`], [`sft`], [`eval`], [`bench`] |
+//! | 6 | [`trainer`], [`sft`], [`eval`], [`bench`](mod@bench) |
 //! | 7 | [`launch`], [`cli`] |
 //!
 //! One step, from [`trainer::Trainer::train_step`]: the next prompts; `with_rollout` wakes the engine, generates and puts

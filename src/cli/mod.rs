@@ -1,4 +1,4 @@
-//! Argument parsing and dispatch to the subcommands. Arguments become a validated [`Command`] here; what a command does
+//! Argument parsing and dispatch to the subcommands. Arguments become a validated `Command` here; what a command does
 //! stands in its own room.
 
 mod args;

@@ -47,7 +47,7 @@ impl Served {
         Ok(Self { world, slices, table, units, adapters: None, engine })
     }
 
-    /// Zeros, for what [`Served::base_units`] and [`Served::adapter_units`] will be told, in `kind`.
+    /// Zeros, for what `base_units` and `adapter_units` will be told, in `kind`.
     pub fn unfilled(
         world: Arc<World>,
         mesh: &Mesh,

@@ -109,7 +109,7 @@ impl Learner {
     /// updates do not depend on the world size.
     ///
     /// # Errors
-    /// This rank's; [`Error::NonFinite`] after [`MAX_CONSECUTIVE_SKIPS`] skipped updates in a row.
+    /// This rank's; [`Error::NonFinite`] after `MAX_CONSECUTIVE_SKIPS` skipped updates in a row.
     pub fn train(
         &mut self,
         sequences: &[Sequence],

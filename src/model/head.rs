@@ -18,9 +18,9 @@ pub fn head_chunk_tokens(vocab_size: usize, on_cuda: bool) -> usize {
 /// Which rows of the last block's output are scored, against which tokens, at which temperature.
 #[derive(Debug, Clone, Copy)]
 pub struct Scoring<'a> {
-    /// Rows whose next token is scored; a row may appear more than once. [C] i64
+    /// Rows whose next token is scored; a row may appear more than once. `[C]` i64
     pub rows: &'a Tensor,
-    /// The tokens. [C] i64
+    /// The tokens. `[C]` i64
     pub targets: &'a Tensor,
     /// Softmax temperature.
     pub temperature: f64,
@@ -31,9 +31,9 @@ pub struct Scoring<'a> {
 /// Log-probabilities and entropies of scored tokens, in nats at the temperature.
 #[derive(Debug)]
 pub struct Scored {
-    /// [C], accumulation kind
+    /// `[C]`, accumulation kind
     pub logprobs: Tensor,
-    /// [C], accumulation kind
+    /// `[C]`, accumulation kind
     pub entropy: Tensor,
     /// For the backward.
     pub saved: SavedHead,
@@ -48,7 +48,7 @@ pub struct SavedHead {
     head: HeadSaved,
 }
 
-/// log softmax(norm(x[rows]) table^T / temperature) at the targets. `keep` says whether a backward will follow.
+/// `log softmax(norm(x[rows]) table^T / temperature)` at the targets. `keep` says whether a backward will follow.
 pub fn head_forward(
     w: &HeadParams,
     table: &Tensor, // [V, D], the head's own or the embedding's
@@ -64,7 +64,7 @@ pub fn head_forward(
     Scored { logprobs: out.logprobs, entropy: out.entropy, saved }
 }
 
-/// dx [num_tokens, D], from the gradients of log-probabilities and, where given, entropies. The gradients of the norm [D] and
+/// dx `[num_tokens, D]`, from the gradients of log-probabilities and, where given, entropies. The gradients of the norm `[D]` and
 /// of the table [V, D] are added in place, unless both are frozen.
 #[allow(clippy::too_many_arguments)]
 pub fn head_backward(

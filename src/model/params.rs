@@ -135,7 +135,7 @@ impl UnitLayout {
         self.params.iter().find(|param| param.name == name)
     }
 
-    /// The parameter as a view of the unit's flat tensor [len], if the unit has it.
+    /// The parameter as a view of the unit's flat tensor `[len]`, if the unit has it.
     pub fn view(&self, name: ParamName, flat: &Tensor) -> Option<Tensor> {
         assert_eq!(flat.size(), [self.len as i64], "flat tensor of the {}", self.unit);
         let param = self.param(name)?;
@@ -169,25 +169,25 @@ impl Param {
 pub enum ParamName {
     /// [V, D]
     Embedding,
-    /// [D], before attention
+    /// `[D]`, before attention
     InputNorm,
     /// [(H + 2 Hkv) hd, D]
     Qkv,
     /// [(H + 2 Hkv) hd]
     QkvBias,
-    /// [hd]
+    /// `[hd]`
     QNorm,
-    /// [hd]
+    /// `[hd]`
     KNorm,
     /// [D, H hd]
     O,
-    /// [D], before the MLP
+    /// `[D]`, before the MLP
     PostNorm,
     /// [2 F, D]
     GateUp,
     /// [D, F]
     Down,
-    /// [D], before the head
+    /// `[D]`, before the head
     FinalNorm,
     /// [V, D]
     LmHead,

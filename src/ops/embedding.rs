@@ -24,7 +24,7 @@ pub fn forward_shard(
     forward(&local.clamp(0, table.size()[0] - 1), table) * inside // [T, D]
 }
 
-/// dtable[ids[t]] += dy[t], summed in token order.
+/// `dtable[ids[t]] += dy[t]`, summed in token order.
 pub fn accumulate(
     dy: &Tensor,         // [T, D]
     ids: &Tensor,        // [T] i64

@@ -10,9 +10,9 @@ use tch::{Kind, Tensor};
 /// What [`forward`] returns.
 #[derive(Debug)]
 pub struct HeadOutput {
-    /// Log-probability of each target in nats at the temperature. [C], accumulation kind
+    /// Log-probability of each target in nats at the temperature. `[C]`, accumulation kind
     pub logprobs: Tensor,
-    /// Entropy of each distribution in nats at the temperature. [C], accumulation kind
+    /// Entropy of each distribution in nats at the temperature. `[C]`, accumulation kind
     pub entropy: Tensor,
     /// For the backward.
     pub saved: HeadSaved,

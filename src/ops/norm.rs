@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use crate::cuda::{Work, kernels, timed};
 use crate::error::Result;
 
-/// sum_i x_i^2 in float64 for each tensor [n], as one tensor on their device, without waiting for it. On a GPU float32 and
+/// `sum_i x_i^2` in float64 for each tensor `[n]`, as one tensor on their device, without waiting for it. On a GPU float32 and
 /// bfloat16 are read once, by one kernel a tensor, and added in a fixed order.
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! Rotary position embedding (arXiv 2104.09864), in Hugging Face's half-rotation convention: pair i is (x[i], x[i + hd/2]).
+//! Rotary position embedding (arXiv 2104.09864), in Hugging Face's half-rotation convention: pair i is `(x[i], x[i + hd/2])`.
 
 use crate::torch::accumulation_kind;
 use std::f64::consts::PI;

@@ -82,7 +82,7 @@ impl Room {
     /// What a process has that shares this machine with others, `local_world_size` in all.
     ///
     /// # Errors
-    /// [`Error::Environment`] where it cannot be told; [`Error::Cuda`].
+    /// [`Environment`](crate::Error::Environment) where it cannot be told; [`Cuda`](crate::Error::Cuda).
     pub fn available(placement: Placement, local_world_size: usize) -> Result<Self> {
         let host_bytes = memory::available_host_bytes()? / local_world_size;
         Ok(match placement.on_cuda {
@@ -121,7 +121,7 @@ impl MemoryPlan {
     /// way to them: beside what was chosen, the least of it that leaves a tenth of the memory free.
     ///
     /// # Errors
-    /// [`Error::Environment`] for a run that cannot fit, with the smallest change that would help.
+    /// [`Environment`](crate::Error::Environment) for a run that cannot fit, with the smallest change that would help.
     pub fn new(input: &PlanInput<'_>) -> Result<Self> {
         choices::choose(input)
     }

@@ -18,7 +18,7 @@ pub struct EngineWeights<'a> {
     pub final_norm: Tensor, // [D]
     /// This rank's vocabulary rows of the head, as [`ModelSpec::vocab_range`] splits them.
     pub lm_head: Tensor, // [V of this rank, D]
-    /// Where blocks are quantised, they hold nothing before [`EngineWeights::prepare`].
+    /// Where blocks are quantised, they hold nothing before `prepare`.
     pub quantized: Option<QuantizedBlocks<'a>>,
     /// The policy's version when these weights were taken.
     pub version: u64,

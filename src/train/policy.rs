@@ -67,7 +67,7 @@ pub struct AdapterOptions<'a> {
     pub quantization: Quantization,
     /// Key of dropout.
     pub seed: u64,
-    /// A layout's whole flat tensor [len] of the adapters' weights, of any floating kind.
+    /// A layout's whole flat tensor `[len]` of the adapters' weights, of any floating kind.
     pub source: &'a dyn Fn(&UnitLayout) -> Result<Tensor>,
 }
 
@@ -101,7 +101,7 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// Loads the weights unit by unit from `source`, which returns a layout's whole flat tensor [len] of any floating kind.
+    /// Loads the weights unit by unit from `source`, which returns a layout's whole flat tensor `[len]` of any floating kind.
     /// Master weights, moments and gradients are kept in the accumulation kind.
     ///
     /// # Errors
@@ -328,7 +328,7 @@ impl Policy {
         self.network.weights.free_gathered();
     }
 
-    /// A whole unit's weights [len]: the kept ones themselves at stages 0 to 2, else a new tensor (collective).
+    /// A whole unit's weights `[len]`: the kept ones themselves at stages 0 to 2, else a new tensor (collective).
     pub fn unit_weights(&self, unit: Unit) -> Result<Tensor> {
         self.network.weights.gather(unit)
     }

@@ -34,7 +34,7 @@ impl Reference {
         Ok(Self { network: Network::new(weights, None, options) })
     }
 
-    /// The same with this rank's slices in `pool`, of [`super::ReferenceBytes`]' size: each unit is brought to the device and
+    /// The same with this rank's slices in `pool`, of [`super::reference_bytes`]' size: each unit is brought to the device and
     /// gathered while the one before it is used.
     pub fn on_host(
         table: Arc<ParamTable>,

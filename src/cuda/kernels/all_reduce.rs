@@ -41,7 +41,7 @@ pub enum Way {
     Share,
 }
 
-/// Where the sums over a group of up to T rows [D] stand in the memory that its ranks map: two places for this rank's parts,
+/// Where the sums over a group of up to T rows `[D]` stand in the memory that its ranks map: two places for this rank's parts,
 /// which calls use in turn, and one for the norms.
 #[derive(Debug, Clone)]
 pub struct RowSums {

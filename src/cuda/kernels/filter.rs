@@ -16,11 +16,11 @@ const THREADS: u32 = 1024;
 /// min-p, top-k and top-p of every draw; each may be off.
 #[derive(Debug, Clone, Copy)]
 pub struct Filters<'a> {
-    /// 0 is off. [S] f32
+    /// 0 is off. `[S]` f32
     pub min_p: &'a Tensor,
-    /// 0 is off. [S] i32
+    /// 0 is off. `[S]` i32
     pub top_k: &'a Tensor,
-    /// 1 is off. [S] f32
+    /// 1 is off. `[S]` f32
     pub top_p: &'a Tensor,
 }
 

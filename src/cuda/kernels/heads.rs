@@ -24,7 +24,7 @@ const MOST_HEAD_DIM: i64 = 512;
 /// Blocks of the backward, each with partial sums of its own: the same on every GPU, so that the sums have the same bits.
 const BACKWARD_BLOCKS: usize = 132 * 8;
 
-/// Weights of the norms of query and key heads, [hd] each, and their eps.
+/// Weights of the norms of query and key heads, `[hd]` each, and their eps.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadNormWeights<'a> {
     /// Of queries.

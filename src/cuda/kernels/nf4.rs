@@ -27,13 +27,13 @@ pub struct Nf4Codes<'a> {
     pub maxima: &'a Tensor,
     /// Added to every scale. [] f32
     pub offset: &'a Tensor,
-    /// What the codes stand for. [16] f32
+    /// What the codes stand for. `[16]` f32
     pub levels: &'a Tensor,
-    /// What the scales' codes stand for. [256] f32
+    /// What the scales' codes stand for. `[256]` f32
     pub scale_levels: &'a Tensor,
 }
 
-/// y[r] = the matrix's row r, for y of rows in groups that lie `stride` rows apart, each row contiguous.
+/// `y[r]` = the matrix's row r, for y of rows in groups that lie `stride` rows apart, each row contiguous.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].

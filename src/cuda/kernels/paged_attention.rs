@@ -47,9 +47,9 @@ pub struct AttentionShape {
 /// Rows whose contexts begin with the same blocks, which are then read once for all of them.
 #[derive(Debug, Clone, Copy)]
 pub struct SharedPrefixes<'a> {
-    /// Rows with the same number 0 .. S share; -1: with none. [S] i32
+    /// Rows with the same number 0 .. S share; -1: with none. `[S]` i32
     pub groups: &'a Tensor,
-    /// Leading entries of the block table that are the same in all rows of the group, each wholly filled. [S] i32
+    /// Leading entries of the block table that are the same in all rows of the group, each wholly filled. `[S]` i32
     pub num_shared_blocks: &'a Tensor,
 }
 

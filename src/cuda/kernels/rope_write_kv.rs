@@ -47,7 +47,7 @@ impl QkvViews {
 pub struct HeadTransform<'a> {
     /// Views with T = 1 and the strides of the product's; none where the product has its bias already.
     pub bias: Option<&'a QkvViews>,
-    /// Weights of the query and the key norm, [hd] each, and their epsilon.
+    /// Weights of the query and the key norm, `[hd]` each, and their epsilon.
     pub norms: Option<(&'a Tensor, &'a Tensor, f64)>,
     /// Cosines, then sines, of every position: [positions, hd] f32, as [`crate::ops::rope::Rope::table`] makes it.
     pub rope: &'a Tensor,

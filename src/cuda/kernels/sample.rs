@@ -33,11 +33,11 @@ pub const CANDIDATE_WORDS: i64 = 4;
 pub struct Draws<'a> {
     /// [`crate::ops::random::RandomKey::words`] of (seed, stream, step, prompt, sample). [S, 2] i32
     pub keys: &'a Tensor,
-    /// Tokens so far, the position drawn for; 0: nothing is drawn. [S] i32
+    /// Tokens so far, the position drawn for; 0: nothing is drawn. `[S]` i32
     pub positions: &'a Tensor,
-    /// 0 is greedy. [S] f32
+    /// 0 is greedy. `[S]` f32
     pub temperatures: &'a Tensor,
-    /// Repetition penalties [S] f32 and the ids seen, as [`super::mark_seen`] leaves them.
+    /// Repetition penalties `[S]` f32 and the ids seen, as [`super::mark_seen`] leaves them.
     pub penalties: Option<(&'a Tensor, &'a Tensor)>,
     /// What [`super::filter`] made of the same logits. [S, 2] i32
     pub cuts: Option<&'a Tensor>,

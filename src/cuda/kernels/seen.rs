@@ -12,7 +12,7 @@ pub(super) const NAMES: &[&str] = &["note_tokens", "mark_seen"];
 
 const THREADS: usize = 512;
 
-/// history[slots] = token_ids: a step's tokens go where their keys and values do. Allocates nothing.
+/// `history[slots] = token_ids`: a step's tokens go where their keys and values do. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].

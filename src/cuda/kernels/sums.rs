@@ -19,7 +19,7 @@ pub(super) const NAMES: &[&str] = &[
     "add_columns_bf16",
 ];
 
-/// to[index[r]] += from[r], rows of one index in their order, summed in float32.
+/// `to[index[r]] += from[r]`, rows of one index in their order, summed in float32.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`]. Indexes beyond `to` are undefined.
