@@ -74,7 +74,8 @@ impl Row {
 
     /// The prompt, under any of its names.
     pub fn prompt(&self) -> Result<RawPrompt> {
-        let found = PROMPT_COLUMNS.iter().find_map(|name| Some((name, self.columns.get(*name)?)));
+        let given = |name: &str| self.columns.get(name).filter(|value| !value.is_null());
+        let found = PROMPT_COLUMNS.iter().find_map(|name| Some((name, given(name)?)));
         match found {
             Some((_, Value::String(text))) if !text.is_empty() => Ok(RawPrompt::Text(text.clone())),
             Some((name, Value::Array(turns))) if !turns.is_empty() => {

@@ -40,11 +40,9 @@ impl Shared {
                 Ok(score) => score.map_err(Failure::from).and_then(Score::finite),
                 Err(panic) => Err(Failure::new(FailureKind::Panic, panic_message(&*panic))),
             };
-            let mut state = self.lock();
-            if state.running_job(number).is_none() {
+            if !self.lock().answer(number, (*index, &self.names[*index]), outcome) {
                 return;
             }
-            state.file(job.ticket, job.completions.start, (*index, &self.names[*index]), outcome);
         }
     }
 }

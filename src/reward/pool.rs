@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::failures::{FailureKind, RewardFailures, Score, weighted_sum};
 use super::service::Service;
 use super::source::{Source, Sources};
-use super::state::{Shared, State};
+use super::state::{RunProgress, Shared, State};
 use super::{RewardFunction, code, reads_answer};
 use crate::config::{Config, ProcessRewards, RewardConfig, reward_name};
 use crate::error::{Error, Result};
@@ -127,6 +127,11 @@ impl RewardPool {
         self.required_columns.clone()
     }
 
+    /// Says how far the run is with what is submitted from now on: `global_step` of `max_steps` updates.
+    pub(crate) fn set_progress(&self, global_step: u64, max_steps: u64) {
+        self.shared.lock().progress = RunProgress { global_step, max_steps };
+    }
+
     /// Starts to score a finished group and returns at once; should no thread start, [`wait`](Self::wait) says so.
     pub fn submit(&self, group: &RolloutGroup) {
         let mut state = self.shared.lock();
@@ -199,11 +204,20 @@ impl RewardPool {
         tickets
     }
 
-    /// What keeps the pool from going on; it is closed then.
+    /// What keeps the pool from going on; it is closed then, and refuses what is asked of it later.
     fn check(state: &mut MutexGuard<'_, State>) -> Result<()> {
-        let Some(error) = state.broken.take() else { return Ok(()) };
-        state.closed = true;
-        Err(error)
+        match state.broken.take() {
+            Some(error) => {
+                state.closed = true;
+                Err(error)
+            }
+            None if state.closed => Err(Error::InvalidArgument {
+                op: "RewardPool::wait",
+                expected: "a pool whose rewards have not failed for good".to_owned(),
+                got: "one that is closed".to_owned(),
+            }),
+            None => Ok(()),
+        }
     }
 
     /// Sees to it that `num_threads` threads run the functions of this process, if there are any.

@@ -1,12 +1,12 @@
 //! What passes between a reward pool and a worker process: frames of JSON behind their length in 4 bytes, big-endian.
 
 use std::io::{self, Read, Write};
-use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::failures::{Failure, FailureKind, Score};
+use super::state::{Job, RunProgress};
 use crate::types::{FinishReason, RolloutGroup};
 
 /// Longest reply in bytes.
@@ -22,6 +22,7 @@ pub(super) struct Request<'a> {
     completion_ids: Vec<&'a [u32]>,
     finish_reasons: Vec<FinishReason>,
     columns: &'a Map<String, Value>,
+    trainer_state: RunProgress,
 }
 
 /// A request as the sandbox's worker reads it.
@@ -50,15 +51,16 @@ enum Number {
 }
 
 impl<'a> Request<'a> {
-    /// Some completions of a group.
-    pub fn new(group: &'a RolloutGroup, completions: Range<usize>) -> Self {
-        let completions = &group.completions[completions];
+    /// A job's completions of its group.
+    pub fn new(group: &'a RolloutGroup, job: &Job) -> Self {
+        let completions = &group.completions[job.completions.clone()];
         Self {
             prompt: &group.prompt.text,
             completions: completions.iter().map(|completion| completion.text.as_str()).collect(),
             completion_ids: completions.iter().map(|completion| completion.token_ids.as_slice()).collect(),
             finish_reasons: completions.iter().map(|completion| completion.finish_reason).collect(),
             columns: &group.prompt.columns,
+            trainer_state: job.progress,
         }
     }
 }

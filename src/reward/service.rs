@@ -75,7 +75,7 @@ impl Service {
         group: &RolloutGroup,
         job: &Job,
     ) -> Result<Vec<Result<Score, Failure>>, Failure> {
-        let request = frame(&Request::new(group, job.completions.clone()));
+        let request = frame(&Request::new(group, job));
         let reply = worker.exchange(&request, Instant::now() + self.timeout)?;
         Reply::read(&reply, job.completions.len())
     }

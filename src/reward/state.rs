@@ -5,6 +5,8 @@ use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use serde::Serialize;
+
 use super::RewardFunction;
 use super::failures::{Failure, FailureKind, RewardFailures, Score};
 use super::service::Service;
@@ -48,6 +50,7 @@ pub(super) struct State {
     /// Why a service cannot go on.
     pub broken: Option<Error>,
     pub closed: bool,
+    pub progress: RunProgress,
     /// By reward.
     pub failures: Vec<RewardFailures>,
     /// Of the newest job or ticket.
@@ -59,11 +62,24 @@ pub(super) struct State {
 pub(super) struct Job {
     pub ticket: u64,
     pub completions: Range<usize>,
+    /// Where the run was when the group was submitted.
+    pub progress: RunProgress,
+}
+
+/// How far the run is, as Python rewards are told.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub(super) struct RunProgress {
+    /// Optimizer updates before the one that these completions are trained on in.
+    pub global_step: u64,
+    /// Updates in all.
+    pub max_steps: u64,
 }
 
 pub(super) struct Running {
     job: Job,
     deadline: Instant,
+    /// Functions that have answered; the one after them is at work.
+    num_answers: usize,
 }
 
 /// A submitted group and its scores so far.
@@ -105,9 +121,10 @@ impl Shared {
 
     /// Queues every completion of `group` with every reward; the ticket claims its scores.
     pub fn submit(&self, state: &mut State, group: Arc<RolloutGroup>) -> u64 {
-        let ticket = state.number();
+        let (ticket, progress) = (state.number(), state.progress);
         let num_completions = group.completions.len();
-        let single = |job: usize| Job { ticket, completions: job..job + 1 };
+        let job = |completions| Job { ticket, completions, progress };
+        let single = |completion: usize| job(completion..completion + 1);
         let mut num_open = 0;
         if !self.functions.is_empty() {
             state.queue.extend((0..num_completions).map(single));
@@ -117,7 +134,7 @@ impl Shared {
             let before = queue.len();
             match service.batch {
                 RewardBatch::Completion => queue.extend((0..num_completions).map(single)),
-                RewardBatch::Group => queue.push_back(Job { ticket, completions: 0..num_completions }),
+                RewardBatch::Group => queue.push_back(job(0..num_completions)),
             }
             num_open += queue.len() - before;
         }
@@ -131,13 +148,17 @@ impl State {
     /// Books a job as being run by functions of this process.
     pub fn begin(&mut self, job: Job, deadline: Instant) -> u64 {
         let number = self.number();
-        self.running.insert(number, Running { job, deadline });
+        self.running.insert(number, Running { job, deadline, num_answers: 0 });
         number
     }
 
-    /// The job, unless it was given up.
-    pub fn running_job(&self, number: u64) -> Option<&Job> {
-        self.running.get(&number).map(|running| &running.job)
+    /// Files what the function at work said of a job's completion; false if the job was given up before.
+    pub fn answer(&mut self, number: u64, reward: (usize, &str), outcome: Result<Score, Failure>) -> bool {
+        let Some(running) = self.running.get_mut(&number) else { return false };
+        running.num_answers += 1;
+        let Job { ticket, completions, .. } = running.job.clone();
+        self.file(ticket, completions.start, reward, outcome);
+        true
     }
 
     /// Files what a reward said of one completion of a job; a failure is counted.
@@ -165,21 +186,15 @@ impl State {
         }
     }
 
-    /// Gives up jobs past their deadline: their threads no longer count. The reward that was being asked is blamed.
+    /// Gives up jobs past their deadline: their threads no longer count. The function at work is blamed.
     pub fn give_up_overdue(&mut self, functions: &[(usize, RewardFunction)], names: &[String]) {
         let now = Instant::now();
         let overdue: Vec<u64> =
             self.running.iter().filter(|(_, job)| job.deadline <= now).map(|(number, _)| *number).collect();
         for number in overdue {
-            let job = self.running[&number].job.clone();
-            let scores = self.pending.get(&job.ticket).map(|pending| &pending.scores[job.completions.start]);
-            let at_work = functions
-                .iter()
-                .map(|(index, _)| *index)
-                .find(|index| scores.is_none_or(|scores| scores[*index] == Score::Failed));
-            if let Some(index) = at_work {
+            if let Some((index, _)) = functions.get(self.running[&number].num_answers) {
                 let failure = Failure::new(FailureKind::Timeout, "no answer in reward.timeout_s");
-                self.failures[index].add(&names[index], &failure, 1);
+                self.failures[*index].add(&names[*index], &failure, 1);
             }
             self.finish(number);
             self.num_workers -= 1;

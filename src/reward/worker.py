@@ -1,7 +1,7 @@
 """Serves one Python reward function to colo-grpo: requests and replies are JSON behind their length, 4 bytes, big-endian.
 
-The function is called as TRL does, reward(prompts, completions, **columns) -> [float], or, if it takes a solution_str, as
-verl does: compute_score(data_source, solution_str, ground_truth, extra_info) -> float or {"score": float}. A function
+The function is called as TRL does, reward(prompts, completions, trainer_state, **columns) -> [float], or, if it takes a
+solution_str, as verl does: compute_score(data_source, solution_str, ground_truth, extra_info) -> float or {"score": float}. A function
 without ** gets the arguments that it names. What it prints goes to standard error.
 """
 
@@ -13,6 +13,7 @@ import math
 import os
 import struct
 import sys
+import types
 
 
 def load(spec):
@@ -42,12 +43,14 @@ def call(function, arguments):
 
 def as_trl(function, request):
     columns, completions = request["columns"], request["completions"]
-    prompt = next((columns[name] for name in ("prompt", "problem", "question") if name in columns), request["prompt"])
+    prompts = (columns.get(name) for name in ("prompt", "problem", "question"))
+    prompt = next((prompt for prompt in prompts if prompt is not None), request["prompt"])
     if isinstance(prompt, list):  # a conversation
         completions = [[{"role": "assistant", "content": text}] for text in completions]
     size = len(completions)
     arguments = {name: [value] * size for name, value in columns.items() if name not in ("prompt", "completion")}
     arguments.update(prompts=[prompt] * size, completions=completions, completion_ids=request["completion_ids"])
+    arguments["trainer_state"] = types.SimpleNamespace(**request["trainer_state"])
     return call(function, arguments)
 
 

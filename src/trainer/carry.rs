@@ -32,6 +32,7 @@ pub(super) struct Carry {
 impl Trainer {
     /// The first complete groups of those that this rank and the others of its engine begin or go on with.
     pub(super) fn sample_first(&mut self) -> Result<Ahead> {
+        self.tell_rewards(self.progress.global_step);
         let (sampler, carried) = (self.sampler.state().clone(), self.carried.clone());
         let (begun, params) = (self.next_groups()?, self.sampling(self.progress.generation_step));
         let (groups, num_groups) = (unfinished(&begun, &self.dataset), self.batch.num_prompts / self.world.size());

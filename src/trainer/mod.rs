@@ -249,6 +249,7 @@ impl Trainer {
         if self.config.split.async_steps == 0 || interrupted || after >= self.schedule.total_steps as u64 {
             return Ok(self.halves.update(sequences, &options, &self.output, None::<Nothing>)?.0);
         }
+        self.tell_rewards(after);
         let sampler = self.sampler.state().clone();
         let (prompts, params) = (self.next_prompts()?, self.sampling(self.progress.generation_step + 1));
         let (rewards, output) = (&self.rewards, &self.output);

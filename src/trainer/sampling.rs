@@ -38,12 +38,18 @@ impl Trainer {
         if self.config.oversample > 0.0 {
             return self.sample_first();
         }
+        self.tell_rewards(self.progress.global_step);
         let sampler = self.sampler.state().clone();
         let (prompts, params) = (self.next_prompts()?, self.sampling(self.progress.generation_step));
         let (rewards, output) = (&self.rewards, &self.output);
         output.begin_phase("generate", prompts.len());
         let groups = self.halves.with_rollout(|rollout| generate(rollout, &prompts, &params, rewards, output))?;
         Ok(Ahead::new(groups, sampler))
+    }
+
+    /// Says before which update what follows was sampled.
+    pub(super) fn tell_rewards(&self, global_step: u64) {
+        self.rewards.set_progress(global_step, self.schedule.total_steps as u64);
     }
 
     /// This rank's share of the next prompts.
@@ -56,6 +62,7 @@ impl Trainer {
     /// Mean reward on the held-out rows, if there are any.
     pub(super) fn evaluate(&mut self) -> Result<Option<f64>> {
         let Some(eval_set) = &self.eval_set else { return Ok(None) };
+        self.tell_rewards(self.progress.global_step);
         let params =
             SamplingParams { num_generations: self.config.eval_num_generations, ..self.sampling(eval::SAMPLING_STEP) };
         let own = self.halves.share(eval_set.len(), (self.world.rank(), self.world.size()));

@@ -20,7 +20,8 @@ fn text_is_taken_as_it_is_and_conversations_are_rendered() {
     let rows = [
         r#"{"problem": "one plus one", "solution": "two", "level": 3}"#,
         r#"{"prompt": [{"role": "user", "content": "what is one"}], "ground_truth": 1}"#,
-        r#"{"prompt": [{"role": "system", "content": "two"}, {"role": "user", "content": "one"}]}"#,
+        r#"{"prompt": [{"role": "system", "content": "two"}, {"role": "user", "content": "one"}], "answer": null}"#,
+        r#"{"prompt": null, "question": "one", "answer": "two"}"#, // as pandas fills columns of other rows
     ];
     let options = DatasetOptions { system_prompt: Some("three".into()), ..Default::default() };
     let data = read(&rows, &options).unwrap();
@@ -32,7 +33,8 @@ fn text_is_taken_as_it_is_and_conversations_are_rendered() {
     assert_eq!(data.prompt(1).token_ids, [3, 7, 6, 1, 8]);
     assert_eq!(data.prompt(1).columns["answer"], 1);
     assert_eq!(data.prompt(2).text, "two one answer");
-    assert_eq!(data.prompts().iter().map(|prompt| prompt.id).collect::<Vec<_>>(), [0, 1, 2]);
+    assert_eq!(data.prompt(3).text, "one");
+    assert_eq!(data.prompts().iter().map(|prompt| prompt.id).collect::<Vec<_>>(), [0, 1, 2, 3]);
 }
 
 #[test]

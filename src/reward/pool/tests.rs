@@ -123,6 +123,23 @@ fn a_stuck_reward_masks_its_sample_and_hangs_neither_the_others_nor_the_end() {
 }
 
 #[test]
+fn the_function_that_hangs_is_blamed_not_the_one_that_failed_before_it() {
+    let (release, gate) = mpsc::channel::<()>();
+    let gate = Mutex::new(gate);
+    let faulty = function(|_| Err(Error::Environment { message: "asked for".into() }));
+    let stuck = function(move |_| {
+        let _ = gate.lock().unwrap().recv();
+        Ok(1.0)
+    });
+    let functions = [("faulty", faulty), ("stuck", stuck)];
+    let mut pool = RewardPool::with_functions(&config(&["faulty", "stuck"], 1, 0.2), &functions).unwrap();
+    pool.wait(&mut [group(0, &["x"])]).unwrap();
+    let expected = [("faulty", FailureKind::Error), ("stuck", FailureKind::Timeout)];
+    assert_eq!(pool.take_failures(), expected.map(|(name, kind)| (name.to_owned(), kind, 1)));
+    drop(release);
+}
+
+#[test]
 fn names_are_checked_and_own_functions_need_no_column() {
     let error = RewardPool::new(&config(&["formt"], 1, 1.0)).unwrap_err().to_string();
     assert!(

@@ -52,7 +52,8 @@ import math
 
 def trl(prompts, completions, completion_ids, answer, **columns):
     print("seen by nobody")
-    assert prompts == ["raw"] * len(completions) and set(columns) == {"level"}
+    assert prompts == ["raw"] * len(completions) and set(columns) == {"level", "trainer_state"}
+    assert columns["trainer_state"].global_step == 0
     return [len(ids) + float(a) for ids, a in zip(completion_ids, answer)]
 
 def chat(prompts, completions):
@@ -255,4 +256,6 @@ fn a_service_that_is_dead_again_and_again_ends_the_wait() {
         text.contains("reward 'own': 4 workers in a row gave no score") && text.contains("exit status: 1"),
         "{text}"
     );
+    let again = pool.wait(&mut groups).unwrap_err().to_string();
+    assert!(again.contains("expected a pool whose rewards have not failed"), "{again}");
 }

@@ -11,7 +11,8 @@ use crate::program::{SMALL_RUN, eventually, metrics, processes_of, run};
 const COUNTING: &str = r#"
 import os
 
-def counting(prompts, completions, **columns):
+def counting(prompts, completions, trainer_state, **columns):
+    assert trainer_state.global_step < trainer_state.max_steps == 3
     with open(__file__ + ".calls", "a+") as calls:
         calls.write("." * len(completions))
         calls.seek(0)
