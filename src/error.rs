@@ -1,6 +1,7 @@
 //! The one error type of the crate. Variants carry data; messages say what, where, what was expected and how to mend it.
 
 use std::any::Any;
+use std::fmt;
 use std::path::PathBuf;
 
 use crate::phase::{self, Phase};
@@ -66,16 +67,9 @@ impl ExitCode {
 #[non_exhaustive]
 pub enum Error {
     // ---- configuration: exit code 2 ----
-    /// A key that no part of the program reads.
-    #[error("{origin}: unknown key '{key}'{}", advice.as_ref().map(|advice| format!("; {advice}")).unwrap_or_default())]
-    UnknownKey {
-        /// File and line (`run.toml:12`) or `command line`.
-        origin: String,
-        /// The key as written.
-        key: String,
-        /// The known key that is close to it, or what takes the place of another program's key.
-        advice: Option<String>,
-    },
+    /// Keys that no part of the program reads, in the order written.
+    #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))]
+    UnknownKeys(Vec<UnknownKey>),
     /// A value that a key cannot take.
     #[error("{key} = {got}: expected {expected}")]
     InvalidValue {
@@ -314,13 +308,29 @@ pub enum Error {
     },
 }
 
+/// A key that no part of the program reads.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UnknownKey {
+    /// File and line (`run.toml:12`) or `command line`.
+    pub origin: String,
+    /// The key as written.
+    pub key: String,
+    /// The known key that is close to it, or what takes the place of another program's key.
+    pub advice: Option<String>,
+}
+
+impl fmt::Display for UnknownKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: unknown key '{}'", self.origin, self.key)?;
+        self.advice.as_ref().map_or(Ok(()), |advice| write!(f, "; {advice}"))
+    }
+}
+
 impl Error {
     /// The process exit code that stands for this error.
     pub fn exit_code(&self) -> ExitCode {
         match self {
-            Error::UnknownKey { .. } | Error::InvalidValue { .. } | Error::ConfigSyntax { .. } => {
-                ExitCode::Configuration
-            }
+            Error::UnknownKeys(_) | Error::InvalidValue { .. } | Error::ConfigSyntax { .. } => ExitCode::Configuration,
             Error::BadFile { .. }
             | Error::BadLine { .. }
             | Error::EmptyDataset { .. }

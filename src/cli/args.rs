@@ -41,6 +41,8 @@ pub enum Command {
     Export(ExportArgs),
     /// Bytes of every class in every phase of a run, before it starts
     Plan(RunArgs),
+    /// Every configuration key with its default, as a file to start from
+    Config(ConfigArgs),
     /// Write report.html of a run's output folder again
     Report(ReportArgs),
     /// Benchmarks; each prints one JSON line
@@ -266,6 +268,17 @@ pub struct ExportArgs {
     /// Write a whole model, the adapters added to their base's weights
     #[arg(long)]
     pub merge: bool,
+}
+
+/// `config`.
+#[derive(Debug, Args)]
+pub struct ConfigArgs {
+    /// The keys of supervised fine-tuning
+    #[arg(long)]
+    pub sft: bool,
+    /// The page docs/config.md instead
+    #[arg(long, conflicts_with = "sft")]
+    pub markdown: bool,
 }
 
 /// `report`.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::args::{Command, ExportArgs, InitArgs, RunArgs};
 use super::process::{Supervision, distributed, placed, prepared};
 use super::{bench, sample};
-use crate::config::{Config, SftConfig};
+use crate::config::{Config, SftConfig, reference_page, reference_toml};
 use crate::cuda::Placement;
 use crate::dist::WorkerEnv;
 use crate::error::{Error, ExitCode, Result};
@@ -30,6 +30,10 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
         }),
         Command::Init(args) => init(&args),
         Command::Export(args) => export(&args),
+        Command::Config(args) => {
+            print!("{}", if args.markdown { reference_page() } else { reference_toml(args.sft) });
+            Ok(ExitCode::Done)
+        }
         Command::Report(args) => {
             println!("{}", metrics::write_report(&args.output_dir)?.display());
             Ok(ExitCode::Done)

@@ -11,6 +11,7 @@ const SUBCOMMANDS: &[&str] = &[
     "init",
     "export",
     "plan",
+    "config",
     "report",
     "bench",
     reward::code::SANDBOX_COMMAND,

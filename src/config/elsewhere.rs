@@ -1,53 +1,188 @@
-//! Keys that TRL's or transformers' users bring along and that have another name here, or none.
+//! Keys and values that users of TRL, transformers and verl bring along, and what takes their place here.
 
-/// What takes the place of `key` here, if it is one of those.
+use serde_json::Value;
+
+/// What takes the place of `key` here, if it is another program's.
 pub(super) fn advice(key: &str) -> Option<&'static str> {
-    ELSEWHERE.iter().find(|(names, _)| names.contains(&key)).map(|(_, advice)| *advice)
+    let key = key.trim_start_matches('+'); // Hydra's sign for a key that its file lacks
+    let key = key.strip_prefix("actor_rollout_ref.").unwrap_or(key);
+    let is_meant = |name: &&str| match name.strip_suffix('*') {
+        Some(start) => key.starts_with(start),
+        None => key == *name,
+    };
+    KEYS.iter().find(|(names, _)| names.iter().any(|name| is_meant(&name))).map(|(_, advice)| *advice)
 }
 
-const ELSEWHERE: &[(&[&str], &str)] = &[
-    (&["optim"], "the optimizer is AdamW"),
+/// `value`, or what is written for it here where TRL's differs and its meaning is clear.
+pub(super) fn value(key: &str, value: Value) -> Value {
+    let same = VALUES.iter().find(|(known, theirs, _)| *known == key && value.to_string() == *theirs);
+    same.map_or(value, |(.., ours)| serde_json::from_str(ours).expect("the table holds JSON"))
+}
+
+/// Keys, theirs and ours as JSON.
+const VALUES: &[(&str, &str, &str)] = &[
+    ("max_steps", "-1", r#""none""#),
+    ("top_k", "-1", "0"),
+    ("save_steps", "-1", r#""none""#),
+    ("eval_steps", "-1", r#""none""#),
+    ("resume_from_checkpoint", "true", r#""latest""#),
+    ("resume_from_checkpoint", "false", r#""none""#),
+    ("gradient_checkpointing", "true", r#""full""#),
+    ("gradient_checkpointing", "false", r#""none""#),
+    ("scale_rewards", "true", r#""group""#),
+    ("scale_rewards", "false", r#""none""#),
+    ("lr_scheduler_type", r#""constant_with_warmup""#, r#""constant""#),
+];
+
+/// Names (`start*`: all that begin so; verl's without `actor_rollout_ref.`) and what is written here; the first row that fits.
+const KEYS: &[(&[&str], &str)] = &[
+    // ---- what changes the result and has no counterpart ----
     (
-        &["use_vllm", "vllm_mode", "vllm_server_base_url", "vllm_server_host"],
-        "the engine is built in; mode = colocated or split",
+        &["top_entropy_quantile", "entropy_coef", "actor.entropy_coeff"],
+        "every token takes part, without an entropy term",
     ),
+    (&["sync_ref_model", "ref_model_*"], "the reference model is that of the start"),
+    (&["multi_objective_aggregation"], "rewards are summed by reward_weights, then scaled"),
+    (&["off_policy_mask_threshold"], "importance_sampling_mode and importance_sampling_clip_max"),
+    (&["tools", "max_tool_calling_iterations", "rollout.multi_turn.*"], "a rollout is one turn"),
+    // ---- TRL and transformers ----
+    (&["optim", "optim_args"], "the optimizer is AdamW"),
     (&["vllm_tensor_parallel_size"], "tensor_parallel_size"),
     (&["vllm_gpu_memory_utilization"], "gpu_memory_utilization"),
     (&["vllm_max_model_length", "max_seq_length"], "max_model_length"),
     (&["vllm_enable_sleep_mode"], "the engine always sleeps while training"),
-    (&["bf16", "fp16", "torch_dtype"], "dtype = auto, float32 or bfloat16"),
+    (&["vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"], "importance_sampling_clip_max"),
+    (&["vllm_importance_sampling_mode"], "importance_sampling_mode"),
+    (&["vllm_importance_sampling_correction"], "importance_sampling_correction"),
+    (&["use_vllm", "vllm_*"], "the engine is built in; mode = colocated or split"),
+    (&["bf16", "fp16", "tf32", "torch_dtype"], "dtype = auto, float32 or bfloat16"),
     (
-        &["report_to", "logging_strategy", "logging_dir", "run_name"],
+        &["report_to", "logging_strategy", "logging_dir", "logging_first_step", "run_name", "log_level"],
         "metrics go to output_dir as JSONL and TensorBoard events",
     ),
-    (&["save_strategy"], "save_steps, or none"),
+    (&["save_strategy", "save_only_model"], "save_steps, or none"),
     (&["eval_strategy", "evaluation_strategy", "do_eval", "eval_on_start"], "eval_file and eval_steps"),
     (&["num_generations_eval"], "eval_num_generations"),
     (&["warmup_ratio"], "warmup_steps"),
-    (&["deepspeed", "fsdp", "fsdp_config"], "zero.stage, zero.shard_group_size and residency.optimizer"),
+    (&["lr_scheduler_kwargs"], "lr_scheduler_type = constant, linear or cosine, without further settings"),
+    (&["deepspeed", "fsdp", "fsdp_config", "ds3_gather_for_generation"], "zero.stage and residency.optimizer"),
     (
         &["use_peft", "peft_config", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"],
         "lora.r and the other keys of lora",
     ),
     (&["load_in_4bit", "use_bnb_nested_quant", "bnb_4bit_quant_type"], "quantization = nf4, with lora.r"),
-    (&["dataset_name", "dataset_config", "dataset_train_split"], "train_file, rows as JSONL"),
+    (
+        &["dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"],
+        "train_file and eval_file, rows as JSONL or Parquet",
+    ),
     (&["attn_implementation", "use_liger_kernel", "use_liger_loss", "torch_compile"], "the kernels are built in"),
     (&["gradient_checkpointing_kwargs"], "gradient_checkpointing = auto, none, selective or full"),
-    (&["per_device_eval_batch_size", "dataloader_num_workers", "remove_unused_columns"], "there is no such limit"),
+    (
+        &["per_device_eval_batch_size", "dataloader_num_workers", "remove_unused_columns", "disable_dropout"],
+        "there is nothing to set",
+    ),
+    (&["generation_kwargs"], "stop, min_p, top_k and other keys of sampling"),
+    (&["chat_template_kwargs", "chat_template_path"], "the chat template of the model's folder"),
     (&["model_init_kwargs", "trust_remote_code"], "weights are read from a folder; no code of it runs"),
     (&["push_to_hub", "hub_model_id"], "the model is output_dir/final"),
+    // ---- verl ----
+    (&["data.train_files"], "train_file"),
+    (&["data.val_files"], "eval_file"),
+    (&["data.max_prompt_length"], "max_prompt_length"),
+    (&["data.max_response_length"], "max_completion_length"),
+    (
+        &["data.train_batch_size", "data.gen_batch_size"],
+        "generation_batch_size, in completions: prompts x num_generations",
+    ),
+    (&["data.shuffle"], "shuffle_dataset"),
+    (&["data.*"], "train_file, eval_file and max_prompt_length; rows are verl's as they are"),
+    (&["model.path"], "model_name_or_path"),
+    (&["model.enable_gradient_checkpointing"], "gradient_checkpointing"),
+    (&["model.lora_rank", "model.lora_alpha", "model.target_modules"], "lora.r and the other keys of lora"),
+    (&["model.*"], "model_name_or_path; the kernels are built in"),
+    (&["actor.optim.lr"], "learning_rate"),
+    (&["actor.optim.lr_warmup_steps", "actor.optim.lr_warmup_steps_ratio"], "warmup_steps"),
+    (&["actor.optim.weight_decay"], "weight_decay"),
+    (&["actor.optim.*"], "lr_scheduler_type, adam_beta1 and other keys of the optimizer"),
+    (
+        &["actor.ppo_mini_batch_size"],
+        "steps_per_generation and gradient_accumulation_steps, which make updates of a generation batch",
+    ),
+    (&["actor.ppo_epochs"], "num_iterations"),
+    (&["actor.use_kl_loss", "actor.kl_loss_coef", "algorithm.kl_ctrl.*", "algorithm.use_kl_in_reward"], "beta"),
+    (&["actor.clip_ratio", "actor.clip_ratio_low"], "epsilon"),
+    (&["actor.clip_ratio_high"], "epsilon_high"),
+    (&["actor.clip_ratio_c"], "delta"),
+    (&["actor.loss_agg_mode"], "loss_type"),
+    (&["actor.grad_clip"], "max_grad_norm"),
+    (&["actor.fsdp_config.*", "ref.fsdp_config.*"], "zero.stage, residency.optimizer and residency.reference"),
+    (&["actor.*", "ref.*"], "max_tokens_per_micro_batch, beta and other keys of TRL's names"),
+    (&["rollout.n"], "num_generations"),
+    (&["rollout.tensor_model_parallel_size"], "tensor_parallel_size"),
+    (&["rollout.temperature"], "temperature"),
+    (&["rollout.top_p"], "top_p"),
+    (&["rollout.top_k"], "top_k"),
+    (&["rollout.gpu_memory_utilization"], "gpu_memory_utilization"),
+    (&["rollout.max_num_seqs"], "max_num_seqs"),
+    (&["rollout.max_num_batched_tokens"], "max_num_batched_tokens"),
+    (&["rollout.val_kwargs.n"], "eval_num_generations"),
+    (&["rollout.*"], "the engine is built in; it has the keys of sampling"),
+    (&["algorithm.norm_adv_by_std_in_grpo"], "scale_rewards"),
+    (&["algorithm.*"], "advantages are GRPO's; scale_rewards and loss_type vary them"),
+    (&["critic.*", "reward_model.*"], "GRPO has no critic; reward_funcs are functions and commands"),
+    (&["custom_reward_function.*", "reward.custom_reward_function.*"], "reward_funcs = [\"file.py:function\"]"),
+    (&["trainer.n_gpus_per_node", "trainer.nnodes"], "--nproc"),
+    (&["trainer.total_epochs"], "num_train_epochs"),
+    (&["trainer.total_training_steps"], "max_steps"),
+    (&["trainer.save_freq"], "save_steps"),
+    (&["trainer.test_freq"], "eval_steps"),
+    (&["trainer.default_local_dir"], "output_dir"),
+    (&["trainer.resume_mode", "trainer.resume_from_path"], "resume_from_checkpoint"),
+    (
+        &["trainer.logger", "trainer.project_name", "trainer.experiment_name"],
+        "metrics go to output_dir as JSONL and TensorBoard events",
+    ),
+    (&["trainer.*"], "num_train_epochs, save_steps and other keys of TRL's names"),
 ];
 
 #[cfg(test)]
 mod tests {
-    use super::super::Config;
+    use super::super::tests::{config, message};
+    use super::super::{AutoOr, Config, GradientCheckpointing, LrSchedulerType, ScaleRewards, SftConfig};
     use super::*;
 
     #[test]
-    fn no_key_of_ours_is_sent_elsewhere() {
-        for key in Config::keys() {
+    fn no_key_of_ours_is_sent_elsewhere_and_every_row_is_reached() {
+        for key in Config::keys().iter().chain(&SftConfig::keys()) {
             assert_eq!(advice(key), None, "{key}");
         }
-        assert_eq!(advice("optim"), Some("the optimizer is AdamW"));
+        for (names, text) in KEYS {
+            names.iter().for_each(|name| assert_eq!(advice(name), Some(*text), "{name}"));
+        }
+        assert_eq!(advice("+actor_rollout_ref.rollout.n"), Some("num_generations"));
+    }
+
+    #[test]
+    fn all_foreign_keys_are_named_at_once() {
+        let said = message(&["use_vllm=true", "data.train_batch_size=1024", "learnign_rate=1"]);
+        let lines: Vec<&str> = said.lines().collect();
+        assert_eq!(lines.len(), 3, "{said}");
+        assert_eq!(
+            lines[0],
+            "command line: unknown key 'use_vllm'; here: the engine is built in; mode = colocated or split"
+        );
+        assert!(lines[1].contains("generation_batch_size") && lines[2].ends_with("'learning_rate'?"), "{said}");
+    }
+
+    #[test]
+    fn values_of_trl_whose_meaning_is_clear_are_taken() {
+        let given = ["max_steps=-1", "top_k=-1", "resume_from_checkpoint=true", "gradient_checkpointing=true"];
+        let config = config(&[&given[..], &["scale_rewards=false", "lr_scheduler_type=constant_with_warmup"]].concat());
+        assert_eq!((config.optimizer.max_steps, config.top_k), (None, 0));
+        assert_eq!(config.resume_from_checkpoint.as_deref(), Some("latest"));
+        assert_eq!(config.gradient_checkpointing, AutoOr::Given(GradientCheckpointing::Full));
+        assert_eq!(config.scale_rewards, ScaleRewards::None);
+        assert_eq!(config.optimizer.lr_scheduler_type, LrSchedulerType::Constant);
+        assert!(message(&["num_generations=-1"]).contains("a whole number of at least 0"));
     }
 }

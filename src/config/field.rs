@@ -17,10 +17,25 @@ pub(crate) trait FromValue: Sized {
     fn to_value(&self) -> Value;
 }
 
+/// A key as a reader of the reference sees it.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct KeyDoc {
+    /// Heading of the keys that begin with this one.
+    pub section: Option<&'static str>,
+    /// Its full name.
+    pub key: String,
+    /// What may be written.
+    pub expected: String,
+    /// `None` where the key is required.
+    pub default: Option<Value>,
+    /// What it is, as the field's documentation says.
+    pub text: String,
+}
+
 /// A key, or a table of keys.
 pub(crate) trait Field: Sized {
-    /// Appends the full names of the keys at and under `key`.
-    fn keys(key: &str, out: &mut Vec<String>);
+    /// Appends the keys at and under `key`; `text` and `default` are a single key's.
+    fn describe(key: &str, default: Option<Self>, text: &str, out: &mut Vec<KeyDoc>);
     /// Takes the value from `raw`, or the default; without either the key is required.
     fn read(raw: &RawConfig, key: &str, default: Option<Self>) -> Result<Self>;
     /// Appends every key at and under `key` with its value.
@@ -33,8 +48,15 @@ pub(crate) trait Field: Sized {
 }
 
 impl<T: FromValue> Field for T {
-    fn keys(key: &str, out: &mut Vec<String>) {
-        out.push(key.to_owned());
+    fn describe(key: &str, default: Option<Self>, text: &str, out: &mut Vec<KeyDoc>) {
+        let default = default.map(|default| default.to_value());
+        out.push(KeyDoc {
+            section: None,
+            key: key.to_owned(),
+            expected: T::expected(),
+            default,
+            text: text.to_owned(),
+        });
     }
 
     fn read(raw: &RawConfig, key: &str, default: Option<Self>) -> Result<Self> {
@@ -56,19 +78,26 @@ impl<T: FromValue> Field for T {
 
 /// Declares a struct whose fields are configuration keys. `= default` follows the type; a leaf without one is required,
 /// and a table takes its fields' own defaults. The keys of a struct marked `flat` are those of the table that it is in.
+/// `section "..";` begins a part of the reference, whose text are the fields' documentation.
 macro_rules! keys {
     ($(#[$meta:meta])* pub struct $name:ident $(: $flat:ident)? {
-        $($(#[$field_meta:meta])* pub $field:ident: $type:ty $(= $default:expr)?,)+
+        $($(section $section:literal;)? $(#[$($field_meta:tt)+])* pub $field:ident: $type:ty $(= $default:expr)?,)+
     }) => {
         $(#[$meta])*
-        pub struct $name { $($(#[$field_meta])* pub $field: $type,)+ }
+        pub struct $name { $($(#[$($field_meta)+])* pub $field: $type,)+ }
 
         impl $crate::config::field::Field for $name {
-            fn keys(key: &str, out: &mut Vec<String>) {
-                $(<$type as $crate::config::field::Field>::keys(
-                    &<$type as $crate::config::field::Field>::key(key, stringify!($field)),
-                    out,
-                );)+
+            fn describe(key: &str, _: Option<Self>, _: &str, out: &mut Vec<$crate::config::field::KeyDoc>) {
+                $({
+                    let first = out.len();
+                    <$type as $crate::config::field::Field>::describe(
+                        &<$type as $crate::config::field::Field>::key(key, stringify!($field)),
+                        keys!(@option $($default)?),
+                        [$(keys!(@text $($field_meta)+)),*].concat().trim(),
+                        out,
+                    );
+                    out[first].section = keys!(@option $($section)?);
+                })+
             }
 
             fn read(
@@ -80,7 +109,7 @@ macro_rules! keys {
                     $field: <$type as $crate::config::field::Field>::read(
                         raw,
                         &<$type as $crate::config::field::Field>::key(key, stringify!($field)),
-                        keys!(@default $($default)?),
+                        keys!(@option $($default)?),
                     )?,
                 )+ })
             }
@@ -101,8 +130,10 @@ macro_rules! keys {
             table.to_owned()
         }
     };
-    (@default) => { None };
-    (@default $default:expr) => { Some($default) };
+    (@option) => { None };
+    (@option $value:expr) => { Some($value) };
+    (@text doc = $text:literal) => { $text };
+    (@text $($other:tt)+) => { "" };
 }
 pub(crate) use keys;
 

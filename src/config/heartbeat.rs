@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::{Map, Value};
 
-use super::field::{Field, join};
+use super::field::{Field, KeyDoc, join};
 use super::raw::RawConfig;
 use crate::error::{Error, Result};
 use crate::phase::{Limits, Phase};
@@ -43,8 +43,13 @@ impl Default for HeartbeatConfig {
 }
 
 impl Field for HeartbeatConfig {
-    fn keys(key: &str, out: &mut Vec<String>) {
-        out.extend(Self::default().entries().map(|(name, _)| join(key, &name)));
+    fn describe(key: &str, _: Option<Self>, _: &str, out: &mut Vec<KeyDoc>) {
+        let all = "Longest silence of a rank in a phase without a limit of its own, in seconds.";
+        f64::describe(&join(key, "timeout_s"), Some(TIMEOUT_S), all, out);
+        for phase in Phase::ALL {
+            let own = format!("The same in {}; `none` is `{key}.timeout_s`.", phase.name());
+            Option::<f64>::describe(&join(key, &key_of(*phase)), Some(long_by_default(*phase)), &own, out);
+        }
     }
 
     fn read(raw: &RawConfig, key: &str, _: Option<Self>) -> Result<Self> {

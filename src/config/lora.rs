@@ -14,7 +14,7 @@ keys! {
     /// Low-rank adapters (`lora.*`): the base is frozen, adapters train.
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct LoraConfig {
-        /// Rank; `None` trains all weights.
+        /// Rank; `none` trains all weights.
         pub r: Option<usize> = None,
         /// The adapters' sum is scaled by `alpha / r`.
         pub alpha: f64 = 32.0,

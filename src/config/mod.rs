@@ -8,6 +8,7 @@ mod field;
 mod heartbeat;
 mod lora;
 mod raw;
+mod reference;
 mod reward;
 mod sft;
 mod split;
@@ -20,10 +21,11 @@ use std::sync::OnceLock;
 pub use batch::BatchPlan;
 pub use changes::KeyChange;
 pub use choices::*;
-use field::{Field, keys};
+use field::keys;
 pub use heartbeat::HeartbeatConfig;
 pub use lora::{LoraConfig, TargetModules};
 use raw::RawConfig;
+pub use reference::{reference_page, reference_toml};
 pub use reward::{CodeConfig, ProcessReward, ProcessRewards, RewardConfig};
 pub(crate) use reward::{is_python, reward_name};
 pub use sft::SftConfig;
@@ -31,15 +33,12 @@ pub use split::{Roles, SplitConfig};
 
 use crate::error::Result;
 
-/// Keys that have a meaning in TRL or in later versions and would change the result if they were ignored.
-const UNSERVED_KEYS: &[&str] = &["top_entropy_quantile", "entropy_coef", "sync_ref_model", "ref_model_*"];
-
 impl Config {
     /// Reads a TOML or YAML file and lays `key=value` (or `table.key=value`) overrides over it; an override's value is
     /// a TOML value, or text where it is none. What depends on the world is left to [`Config::validate_world`].
     ///
     /// # Errors
-    /// [`Error::UnknownKey`](crate::Error::UnknownKey) with file, line and nearest key;
+    /// [`Error::UnknownKeys`](crate::Error::UnknownKeys) with file, line and nearest key;
     /// [`Error::InvalidValue`](crate::Error::InvalidValue) and [`Error::ConfigSyntax`](crate::Error::ConfigSyntax)
     /// with file and line.
     pub fn load(file: Option<&Path>, overrides: &[String]) -> Result<Self> {
@@ -62,11 +61,7 @@ impl Config {
     /// Every key in declaration order.
     pub fn keys() -> &'static [String] {
         static KEYS: OnceLock<Vec<String>> = OnceLock::new();
-        KEYS.get_or_init(|| {
-            let mut keys = Vec::new();
-            <Self as Field>::keys("", &mut keys);
-            keys
-        })
+        KEYS.get_or_init(|| reference::names::<Self>())
     }
 }
 
@@ -75,12 +70,12 @@ keys! {
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     #[non_exhaustive]
     pub struct Config {
-        // ---- what is trained, on what ----
+        section "What is trained, on what";
         /// Hugging Face model folder of the policy (and of the reference model, if `beta` > 0).
         pub model_name_or_path: PathBuf,
-        /// Training rows, JSONL.
+        /// Training rows, JSONL or Parquet.
         pub train_file: PathBuf,
-        /// Held-out rows, JSONL.
+        /// Held-out rows, JSONL or Parquet.
         pub eval_file: Option<PathBuf> = None,
         /// Where metrics, completions, checkpoints, the report and the final model go.
         pub output_dir: PathBuf = PathBuf::from("output"),
@@ -94,27 +89,27 @@ keys! {
         pub dtype: Dtype = Dtype::Auto,
         /// System message put before every prompt that has none.
         pub system_prompt: Option<String> = None,
-        /// Longest prompt in tokens; longer ones are counted and left out. `None` leaves what the context allows.
+        /// Longest prompt in tokens; longer ones are counted and left out. `none` leaves what the context allows.
         pub max_prompt_length: Option<usize> = None,
         /// Shuffle training rows each epoch, by a counter-based key.
         pub shuffle_dataset: bool = true,
 
-        // ---- which ranks do what ----
+        section "Which ranks do what";
         /// Every GPU does both halves of a step in turn, or one of them.
         pub mode: Mode = Mode::Colocated,
         /// How the world is divided where `mode` is `split`.
         pub split: SplitConfig,
 
-        // ---- batch ----
+        section "Batch";
         /// Completions per prompt.
         pub num_generations: usize = 8,
         /// Completions per GPU, whatever it does, in one slice of the generation batch.
         pub per_device_train_batch_size: usize = 8,
         /// Slices per optimizer update.
         pub gradient_accumulation_steps: usize = 1,
-        /// Slices per generation batch; `None` is `gradient_accumulation_steps`.
+        /// Slices per generation batch; `none` is `gradient_accumulation_steps`.
         pub steps_per_generation: Option<usize> = None,
-        /// Completions per generation over all ranks; `None` is
+        /// Completions per generation over all ranks; `none` is
         /// `per_device_train_batch_size * world_size * steps_per_generation`.
         pub generation_batch_size: Option<usize> = None,
         /// Passes over each generation batch.
@@ -124,10 +119,10 @@ keys! {
         /// Run the prompt of a group once for all its completions in training; off where the model has a sliding window.
         pub share_prompts: bool = true,
 
-        // ---- sampling ----
+        section "Sampling";
         /// Longest completion in tokens.
         pub max_completion_length: usize = 512,
-        /// Longest sequence the engine holds; `None` is the model's context.
+        /// Longest sequence the engine holds; `none` is the model's context.
         pub max_model_length: Option<usize> = None,
         /// Softmax temperature of the sampler and of the trainer's log-probabilities.
         pub temperature: f32 = 1.0,
@@ -143,9 +138,9 @@ keys! {
         pub stop: Vec<String> = Vec::new(),
         /// Ranks that share one engine.
         pub tensor_parallel_size: usize = 1,
-        /// Share that the KV cache may take of half of what the plan leaves, where `kv_cache_bytes` is `None`.
+        /// Share that the KV cache may take of half of what the plan leaves, where `kv_cache_bytes` is `none`.
         pub gpu_memory_utilization: f64 = 0.9,
-        /// Size of the KV cache per rank in bytes; `None` is decided by the plan.
+        /// Size of the KV cache per rank in bytes; `none` is decided by the plan.
         pub kv_cache_bytes: Option<usize> = None,
         /// Tokens per KV block.
         pub kv_block_size: usize = 16,
@@ -162,12 +157,12 @@ keys! {
         /// Groups that are not complete when a step ends go on in the next one, with its weights.
         pub partial_rollout: bool = false,
 
-        // ---- objective ----
+        section "Objective";
         /// Weight of the KL term; 0 loads no reference model.
         pub beta: f64 = 0.0,
         /// Lower clip range.
         pub epsilon: f64 = 0.2,
-        /// Upper clip range; `None` is `epsilon`.
+        /// Upper clip range; `none` is `epsilon`.
         pub epsilon_high: Option<f64> = None,
         /// Upper bound of the ratio for negative advantages (two-sided clipping).
         pub delta: Option<f64> = None,
@@ -188,7 +183,7 @@ keys! {
         /// Multiply the KL term by the differentiable ratio.
         pub use_bias_correction_kl: bool = true,
 
-        // ---- rewards ----
+        section "Rewards";
         /// The rewards, in order: built-in ones, names of `rewards.*`, and Python functions as `file.py:function`,
         /// `module:function` or `module.function`, which go by the function's name.
         pub reward_funcs: Vec<String>,
@@ -199,7 +194,7 @@ keys! {
         /// Rewards in processes of their own, by name.
         pub rewards: ProcessRewards,
 
-        // ---- optimizer ----
+        section "Optimizer";
         /// Peak learning rate.
         pub learning_rate: f64 = 1e-6,
         /// AdamW and its schedule.
@@ -216,16 +211,16 @@ keys! {
         /// How the frozen base of a LoRA run is stored.
         pub quantization: Quantization = Quantization::None,
 
-        // ---- output ----
+        section "Output";
         /// Steps between metric lines.
         pub logging_steps: usize = 1,
-        /// Steps between checkpoints, the last step's among them; `None` saves only the final model.
+        /// Steps between checkpoints, the last step's among them; `none` saves only the final model.
         pub save_steps: Option<usize> = Some(500),
         /// Write checkpoints beside training, from copies in host memory.
         pub save_async: bool = true,
-        /// Newest checkpoints kept; `None` keeps all.
+        /// Newest checkpoints kept; `none` keeps all.
         pub save_total_limit: Option<usize> = None,
-        /// Steps between evaluations; `None` evaluates before and after training only.
+        /// Steps between evaluations; `none` evaluates before and after training only.
         pub eval_steps: Option<usize> = None,
         /// Samples per held-out problem.
         pub eval_num_generations: usize = 1,
@@ -234,7 +229,7 @@ keys! {
         /// Write a time-line of every rank's phases to `trace/` of the output folder, in Chrome's trace format.
         pub trace: bool = false,
 
-        // ---- process ----
+        section "Process";
         /// First word of every random key.
         pub seed: u64 = 42,
         /// Sums of libtorch's operations and of attention in one order in every run, and products by algorithms that no clock
@@ -270,7 +265,7 @@ keys! {
         pub lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,
         /// Updates of linear warm-up.
         pub warmup_steps: usize = 0,
-        /// Optimizer updates in all; `None` follows `num_train_epochs`.
+        /// Optimizer updates in all; `none` follows `num_train_epochs`.
         pub max_steps: Option<usize> = None,
         /// Passes over the training rows.
         pub num_train_epochs: f64 = 1.0,
@@ -283,7 +278,7 @@ keys! {
     pub struct ZeroConfig {
         /// 0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: weights too.
         pub stage: u8 = 2,
-        /// Ranks that share one copy of the state; `None` is the world. Smaller is hybrid sharding.
+        /// Ranks that share one copy of the state; `none` is the world. Smaller is hybrid sharding.
         pub shard_group_size: Option<usize> = None,
         /// Type that ranks send gradients to one another in; `auto` is float32. As FSDP's `reduce_dtype` and DeepSpeed's
         /// `communication_data_type`.

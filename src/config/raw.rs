@@ -8,7 +8,7 @@ use toml::de::{DeTable, DeValue};
 
 use super::elsewhere;
 use super::yaml;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, UnknownKey};
 
 /// What the user wrote, before it means anything.
 #[derive(Debug, Default)]
@@ -22,6 +22,22 @@ struct Entry {
     value: Value,
     /// `run.toml:12` or `command line`.
     origin: String,
+}
+
+impl Entry {
+    /// What to say of a key that is not in `known`.
+    fn unknown(&self, known: &[String]) -> Option<UnknownKey> {
+        let Self { key, value, origin } = self;
+        let pattern = pattern(key, known);
+        let is_empty_table = value.as_object().is_some_and(Map::is_empty)
+            && known.iter().any(|name| name.starts_with(&format!("{pattern}.")));
+        if known.contains(&pattern) || is_empty_table {
+            return None;
+        }
+        let close = || nearest(&pattern, known).map(|name| format!("did you mean '{name}'?"));
+        let advice = elsewhere::advice(key).map(|advice| format!("here: {advice}")).or_else(close);
+        Some(UnknownKey { origin: origin.clone(), key: key.clone(), advice })
+    }
 }
 
 impl RawConfig {
@@ -71,28 +87,10 @@ impl RawConfig {
         }
     }
 
-    /// Refuses the first key, in the order written, that is not in `known`; `unserved` are keys (or `table.*`) that
-    /// have a meaning elsewhere but not in this version.
-    pub fn check_keys(&self, known: &[String], unserved: &[&str]) -> Result<()> {
-        for Entry { key, value, origin } in &self.entries {
-            let is_unserved = |pattern: &&&str| match pattern.strip_suffix('*') {
-                Some(start) => key.starts_with(start) || format!("{key}.") == start,
-                None => key == **pattern,
-            };
-            if unserved.iter().find(is_unserved).is_some() {
-                let expected = "to be left out: this key is not served by this version";
-                return Err(self.locate(Error::invalid_value(key, value, expected)));
-            }
-            let pattern = pattern(key, known);
-            let empty_table = value.as_object().is_some_and(Map::is_empty)
-                && known.iter().any(|name| name.starts_with(&format!("{pattern}.")));
-            if !known.contains(&pattern) && !empty_table {
-                let close = || nearest(&pattern, known).map(|name| format!("did you mean '{name}'?"));
-                let advice = elsewhere::advice(key).map(|advice| format!("here: {advice}")).or_else(close);
-                return Err(Error::UnknownKey { origin: origin.clone(), key: key.clone(), advice });
-            }
-        }
-        Ok(())
+    /// Refuses keys that are not in `known`, all of them at once.
+    pub fn check_keys(&self, known: &[String]) -> Result<()> {
+        let unknown: Vec<UnknownKey> = self.entries.iter().filter_map(|entry| entry.unknown(known)).collect();
+        if unknown.is_empty() { Ok(()) } else { Err(Error::UnknownKeys(unknown)) }
     }
 
     fn read_file(&mut self, file: &Path) -> Result<()> {
@@ -166,6 +164,7 @@ impl RawConfig {
             let message = format!("key '{key}' was already given at {}", first.origin);
             return Err(Error::ConfigSyntax { origin, message });
         }
+        let value = elsewhere::value(&key, value);
         self.entries.push(Entry { key, value, origin });
         Ok(())
     }

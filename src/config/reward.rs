@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-use super::field::{Field, join, keys};
+use super::field::{Field, KeyDoc, join, keys};
 use super::raw::RawConfig;
 use super::validate::{TIMEOUT, check, compiles, count, is_timeout};
 use super::{Config, RewardBatch, SandboxLayer};
@@ -71,7 +71,7 @@ keys! {
         pub function: Option<String> = None,
         /// A program and its arguments, which serves requests on its standard input and output (docs/rewards.md).
         pub command: Vec<String> = Vec::new(),
-        /// Longest time of one request, in seconds; `None` is `reward.timeout_s`.
+        /// Longest time of one request, in seconds; `none` is `reward.timeout_s`.
         pub timeout_s: Option<f64> = None,
         /// Processes on each rank.
         pub workers: usize = 1,
@@ -170,8 +170,8 @@ impl Default for ProcessReward {
 }
 
 impl Field for ProcessRewards {
-    fn keys(key: &str, out: &mut Vec<String>) {
-        ProcessReward::keys(&join(key, "*"), out);
+    fn describe(key: &str, _: Option<Self>, _: &str, out: &mut Vec<KeyDoc>) {
+        ProcessReward::describe(&join(key, "*"), None, "", out);
     }
 
     fn read(raw: &RawConfig, key: &str, _: Option<Self>) -> Result<Self> {

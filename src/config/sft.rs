@@ -2,8 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use super::field::{Field, keys};
+use super::field::keys;
 use super::raw::RawConfig;
+use super::reference;
 use super::{
     Device, Dtype, GradientCheckpointing, HeartbeatConfig, LoraConfig, OptimizerConfig, Quantization, ZeroConfig,
 };
@@ -16,9 +17,9 @@ keys! {
     pub struct SftConfig {
         /// Hugging Face model folder.
         pub model_name_or_path: PathBuf,
-        /// Training rows, JSONL.
+        /// Training rows, JSONL or Parquet.
         pub train_file: PathBuf,
-        /// Held-out rows, JSONL, for a loss after training.
+        /// Held-out rows, JSONL or Parquet, for a loss after training.
         pub eval_file: Option<PathBuf> = None,
         /// Where metrics and the final model go.
         pub output_dir: PathBuf = PathBuf::from("output"),
@@ -68,8 +69,6 @@ impl SftConfig {
 
     /// Every key in declaration order.
     pub fn keys() -> Vec<String> {
-        let mut keys = Vec::new();
-        <Self as Field>::keys("", &mut keys);
-        keys
+        reference::names::<Self>()
     }
 }

@@ -7,10 +7,7 @@ use super::field::Field;
 use super::heartbeat;
 use super::raw::RawConfig;
 use super::reward;
-use super::{
-    AutoOr, Config, HeartbeatConfig, LossType, OptimizerConfig, ReferenceResidency, SftConfig, UNSERVED_KEYS,
-    ZeroConfig,
-};
+use super::{AutoOr, Config, HeartbeatConfig, LossType, OptimizerConfig, ReferenceResidency, SftConfig, ZeroConfig};
 use crate::error::{Error, Result};
 use crate::phase::Fault;
 
@@ -21,7 +18,7 @@ pub(super) const TIMEOUT: &str = "seconds, above 0 and below a year";
 impl Config {
     /// The only way from what was written to a run.
     pub(super) fn validate(raw: &RawConfig) -> Result<Self> {
-        raw.check_keys(Self::keys(), UNSERVED_KEYS)?;
+        raw.check_keys(Self::keys())?;
         let config = Self::read(raw, "", None)?;
         config.check().map_err(|error| raw.locate(error))?;
         Ok(config)
@@ -155,7 +152,7 @@ impl Config {
 
 impl SftConfig {
     pub(super) fn validate(raw: &RawConfig) -> Result<Self> {
-        raw.check_keys(&Self::keys(), &[])?;
+        raw.check_keys(&Self::keys())?;
         let config = Self::read(raw, "", None)?;
         config.check().map_err(|error| raw.locate(error))?;
         Ok(config)

@@ -1,0 +1,128 @@
+//! Every key as its declaration says: a page for docs/config.md, and a file to start from.
+
+use std::fmt::Write;
+
+use super::field::{Field, KeyDoc};
+use super::{Config, SftConfig};
+
+/// Columns of the comments in a configuration file.
+const WIDTH: usize = 78;
+
+/// docs/config.md.
+pub fn reference_page() -> String {
+    let (grpo, supervised) = (described::<Config>(), described::<SftConfig>());
+    let mut same: Vec<String> = supervised.iter().filter(|key| means_the_same(key, &grpo)).map(table_or_key).collect();
+    same.dedup();
+    let own = supervised.iter().filter(|key| !means_the_same(key, &grpo));
+    format!(
+        "# Configuration keys\n\n\
+         Made from the program by `colo-grpo config --markdown`. Keys stand in TOML or YAML files and as `key=value` on the \
+         command line;\nnested keys may stand in tables. The names and defaults are those of TRL's `GRPOConfig` where it has \
+         them; values that only\nTRL has and whose meaning is clear are taken too (`max_steps = -1`, `resume_from_checkpoint \
+         = true`). `colo-grpo config` prints\nall keys with their defaults as a file to start from.\n\n\
+         ## GRPO (`colo-grpo --config FILE key=value ..`)\n{}\n\
+         ## Supervised (`colo-grpo sft --config FILE key=value ..`)\n\n{}{}\n\
+         As above: {}.\n",
+        grpo.iter().map(row).collect::<String>(),
+        HEAD,
+        own.map(row).collect::<String>(),
+        same.join(", "),
+    )
+}
+
+/// Every key with its default as a TOML file; the keys of supervised fine-tuning where `is_sft`.
+pub fn reference_toml(is_sft: bool) -> String {
+    let keys = if is_sft { described::<SftConfig>() } else { described::<Config>() };
+    keys.iter().map(entry).collect()
+}
+
+/// Names of all keys, in declaration order.
+pub(super) fn names<T: Field>() -> Vec<String> {
+    described::<T>().into_iter().map(|key| key.key).collect()
+}
+
+fn described<T: Field>() -> Vec<KeyDoc> {
+    let mut keys = Vec::new();
+    T::describe("", None, "", &mut keys);
+    keys
+}
+
+fn means_the_same(key: &KeyDoc, others: &[KeyDoc]) -> bool {
+    others.iter().any(|other| (&other.key, &other.default, &other.text) == (&key.key, &key.default, &key.text))
+}
+
+/// The tables of supervised runs are those of GRPO runs.
+fn table_or_key(key: &KeyDoc) -> String {
+    key.key.split_once('.').map_or_else(|| format!("`{}`", key.key), |(table, _)| format!("`{table}.*`"))
+}
+
+const HEAD: &str = "| key | default | value | what it is |\n|---|---|---|---|\n";
+
+fn row(key: &KeyDoc) -> String {
+    let mut text = key.section.map(|section| format!("\n### {section}\n\n{HEAD}")).unwrap_or_default();
+    let default = key.default.as_ref().map_or("required".to_owned(), |value| match value.as_str() {
+        Some(word) => format!("`{word}`"),
+        None => format!("`{value}`"),
+    });
+    let cells = [format!("`{}`", shown(key)), default, key.expected.clone(), key.text.clone()];
+    let _ = writeln!(text, "| {} |", cells.map(|cell| cell.replace('|', "\\|")).join(" | "));
+    text
+}
+
+fn shown(key: &KeyDoc) -> String {
+    key.key.replace(".*.", ".NAME.")
+}
+
+fn entry(key: &KeyDoc) -> String {
+    let mut text = key.section.map(|section| format!("# ---- {section} ----\n\n")).unwrap_or_default();
+    let told = format!("{} ({}{})", key.text, if key.default.is_none() { "required: " } else { "" }, key.expected);
+    for line in wrapped(&told) {
+        let _ = writeln!(text, "# {line}");
+    }
+    let name = shown(key);
+    let _ = match &key.default {
+        Some(default) if name == key.key => writeln!(text, "{name} = {default}\n"),
+        Some(default) => writeln!(text, "#{name} = {default}\n"),
+        None => writeln!(text, "#{name} =\n"),
+    };
+    text
+}
+
+fn wrapped(text: &str) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in text.split_whitespace() {
+        let line = lines.last_mut().expect("there is a line from the start");
+        if line.is_empty() {
+            line.push_str(word);
+        } else if line.len() + 1 + word.len() <= WIDTH {
+            *line += " ";
+            *line += word;
+        } else {
+            lines.push(word.to_owned());
+        }
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::config;
+    use super::*;
+
+    #[test]
+    fn the_page_is_up_to_date() {
+        let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/config.md")).unwrap();
+        assert!(page == reference_page(), "write it again: colo-grpo config --markdown > docs/config.md");
+    }
+
+    #[test]
+    fn the_file_to_start_from_holds_the_defaults() {
+        let text = reference_toml(false);
+        let required = "model_name_or_path = 'model'\ntrain_file = 'train.jsonl'\nreward_funcs = ['format']\n";
+        assert_eq!(Config::from_toml(&(required.to_owned() + &text)).unwrap(), config(&[]));
+        assert!(text.contains("#model_name_or_path =\n") && text.contains("#rewards.NAME.workers = 1\n"));
+        let comments = text.lines().filter(|line| line.starts_with('#'));
+        comments.for_each(|line| assert!(line.len() <= WIDTH + 2, "{line}"));
+        assert!(described::<SftConfig>().iter().all(|key| !key.text.is_empty()));
+    }
+}
