@@ -136,7 +136,10 @@ impl Colocated {
     /// for lack of memory say, it is worth another try once all ranks have given theirs back.
     fn restore(&mut self) -> Result<()> {
         self.slices.release();
-        self.make_room(self.learner.policy.optimizer_bytes())?;
+        let needed_bytes = self.learner.policy.absent_optimizer_bytes();
+        if needed_bytes > 0 {
+            self.make_room(needed_bytes)?;
+        }
         self.learner.policy.reload_optimizer()
     }
 

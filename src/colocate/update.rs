@@ -117,7 +117,8 @@ impl Learner {
         progress: &dyn UpdateProgress,
     ) -> Result<UpdateOutcome> {
         let (mut shares, denominators) = phase::scope(Phase::Pack, || self.share_out(sequences, options))?;
-        memory::settle(self.world.device())?; // what the engine gave back, before libtorch needs it
+        // What the engine gave back, before libtorch needs it.
+        phase::scope(Phase::Reload, || memory::settle(self.world.device()))?;
         for share in &mut shares {
             self.score(share, options, progress)?;
         }

@@ -107,6 +107,12 @@ impl Residence {
         self.columns
     }
 
+    /// Memory that [`Residence::come_back`] will take on the device, in bytes.
+    pub(super) fn absent_bytes(&self) -> usize {
+        let comes = !self.streams && matches!(self.place, Place::Leaving(..) | Place::OnHost);
+        if comes { self.columns.bytes() } else { 0 }
+    }
+
     /// The pool that the state flows from and to, where it is streamed.
     pub(super) fn streamed(&mut self) -> Option<&mut HostPool> {
         self.pool.as_mut().filter(|_| self.streams)
