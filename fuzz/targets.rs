@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use colo_grpo::Error;
 use colo_grpo::config::{Config, RewardConfig};
-use colo_grpo::data::{Dataset, DatasetOptions, Tokenizer};
+use colo_grpo::data::{Dataset, DatasetOptions, SftDataset, Tokenizer};
 use colo_grpo::error::ExitCode;
 use colo_grpo::model::{ModelSpec, ParamTable, WeightFiles, init_folder};
 use colo_grpo::reward::{answer_reader, exact_answer, numeric_answer};
@@ -79,16 +79,20 @@ pub fn config(data: &[u8]) -> bool {
     })
 }
 
-/// JSONL rows, for the demo's tokenizer and chat template.
+/// JSONL rows to sample from and to imitate, for the demo's tokenizer and chat template.
 pub fn rows(data: &[u8]) -> bool {
     thread_local!(static TOKENIZER: Tokenizer = demo_tokenizer());
     let options = DatasetOptions { required_columns: vec!["answer".to_owned()], ..DatasetOptions::default() };
     with_file("rows.jsonl", data, |path| {
-        let read = TOKENIZER.with(|tokenizer| Dataset::from_jsonl(path, tokenizer, &options));
-        let read = read_or(ExitCode::Files, read);
-        let rows = read.as_ref().map_or(&[][..], Dataset::prompts);
-        assert!(rows.iter().all(|prompt| prompt.columns.contains_key("answer")));
-        read.is_some()
+        TOKENIZER.with(|tokenizer| {
+            let read = read_or(ExitCode::Files, Dataset::from_jsonl(path, tokenizer, &options));
+            let rows = read.as_ref().map_or(&[][..], Dataset::prompts);
+            assert!(rows.iter().all(|prompt| prompt.columns.contains_key("answer")));
+            let taught = read_or(ExitCode::Files, SftDataset::from_jsonl(path, tokenizer, &[], 64));
+            let mut examples = taught.iter().flat_map(|data| &data.examples);
+            assert!(examples.all(|example| (1..example.token_ids.len()).contains(&example.prompt_len)));
+            read.is_some() || taught.is_some()
+        })
     })
 }
 

@@ -297,7 +297,7 @@ pub enum Error {
     Preempted {
         /// The step saved.
         step: u64,
-        /// The checkpoint's folder, or the model's where a run is not resumed (supervised fine-tuning).
+        /// The checkpoint's folder.
         saved: PathBuf,
     },
     /// A fault injected by the hidden key `fault`.

@@ -12,6 +12,7 @@
 //!
 //! | file | what it does |
 //! |---|---|
+//! | `resume` | which checkpoint a run goes on from, and whether it may |
 //! | `folder` | temporary folders, their names, free space |
 //! | `saver` | one save at a time, beside training |
 //! | `write` | a checkpoint's files |
@@ -21,6 +22,7 @@
 
 mod folder;
 mod manifest;
+mod resume;
 mod saver;
 mod shards;
 mod state;
@@ -29,6 +31,7 @@ mod write;
 use std::path::{Path, PathBuf};
 
 pub use folder::{FINAL, list};
+pub use resume::{ResumeOptions, resume, unsafe_changes};
 pub use saver::Saver;
 pub use state::{CarriedGroup, SavedConfig, TrainerState};
 
@@ -130,6 +133,29 @@ impl Checkpoint {
             Manifest::verify(folder)?;
         }
         Ok(Self { folder: folder.to_owned(), state: TrainerState::read(folder)? })
+    }
+
+    /// Refuses a run over another number of training rows.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] with both numbers.
+    pub fn check_rows(&self, train_file: &Path, num_rows: usize) -> Result<()> {
+        let own = self.state.num_rows;
+        if own == num_rows {
+            return Ok(());
+        }
+        let message = format!(
+            "made with {own} training rows, {} has {num_rows} now: expected the same rows",
+            train_file.display()
+        );
+        Err(Error::Checkpoint { path: self.folder.clone(), message })
+    }
+
+    /// The error of a configuration that cannot be read back.
+    pub fn of_another_program(&self, error: &Error) -> Error {
+        let message =
+            format!("trainer_state.json: this version or command cannot use the run's configuration: {error}");
+        Error::Checkpoint { path: self.folder.clone(), message }
     }
 
     /// Puts weights and optimizer state into a policy of the same model, whatever its sharding; collective over the world.

@@ -9,7 +9,6 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::manifest::hexadecimal;
-use crate::config::Config;
 use crate::data::SamplerState;
 use crate::error::{Error, Result};
 use crate::metrics::redact_json;
@@ -24,7 +23,7 @@ pub struct TrainerState {
     pub global_step: u64,
     /// Updates that changed the weights: the exponent of Adam's bias corrections.
     pub num_updates: u64,
-    /// Generation batches sampled: the step in every random key.
+    /// Batches sampled, the step in every random key; of a supervised run, those drawn.
     pub generation_step: u64,
     /// Passes over the training rows.
     pub epoch: f64,
@@ -83,11 +82,11 @@ pub struct SavedConfig {
 }
 
 impl SavedConfig {
-    /// What may be written of a run's configuration.
-    pub fn of(config: &Config) -> Self {
+    /// What may be written of a configuration's keys and values.
+    pub fn of(entries: impl IntoIterator<Item = (String, Value)>) -> Self {
         let salt = RandomState::new().build_hasher().finish();
         let mut saved = Self { salt, ..Self::default() };
-        for (key, value) in config.entries() {
+        for (key, value) in entries {
             let mut written = value.clone();
             redact_json(&mut written);
             if written != value {
@@ -98,18 +97,15 @@ impl SavedConfig {
         saved
     }
 
-    /// The saved configuration; a redacted value is `current`'s where that is the same.
-    ///
-    /// # Errors
-    /// Those of [`Config::load`], for a configuration that this version does not know.
-    pub fn restore(&self, current: &Config) -> Result<Config> {
+    /// Keys and values again; a redacted one is `current`'s where that is the same.
+    pub fn entries(&self, current: impl IntoIterator<Item = (String, Value)>) -> BTreeMap<String, Value> {
         let mut entries = self.values.clone();
-        for (key, value) in current.entries() {
+        for (key, value) in current {
             if self.digests.get(&key).is_some_and(|saved| *saved == digest(self.salt, &key, &value)) {
                 entries.insert(key, value);
             }
         }
-        Config::from_entries(entries)
+        entries
     }
 }
 
@@ -135,6 +131,7 @@ impl TrainerState {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Config;
 
     #[test]
     fn secrets_are_not_saved_and_a_changed_one_is_seen() {
@@ -143,12 +140,13 @@ mod tests {
             Config::load(None, &[&keys[..], &[format!("system_prompt={prompt}")]].concat()).unwrap()
         };
         let (mine, other) = (config("my_token: \"a b\" and more"), config("my_token: \"c\" and more"));
-        let saved = SavedConfig::of(&mine);
+        let saved = SavedConfig::of(mine.entries());
         let text = serde_json::to_string(&saved).unwrap();
         assert!(text.contains("redacted") && !text.contains("a b"), "{text}");
         let saved: SavedConfig = serde_json::from_str(&text).unwrap();
-        assert_eq!(saved.restore(&mine).unwrap(), mine);
-        let changes = other.diff(&saved.restore(&other).unwrap());
+        let restored = |current: &Config| Config::from_entries(saved.entries(current.entries())).unwrap();
+        assert_eq!(restored(&mine), mine);
+        let changes = other.diff(&restored(&other));
         assert_eq!(changes.iter().map(|change| change.key.as_str()).collect::<Vec<_>>(), ["system_prompt"]);
     }
 }

@@ -1,12 +1,13 @@
 //! The snapshot of a run's configuration, and what differs from one to the next.
 
 use std::fmt::{self, Write};
+use std::path::Path;
 
 use serde_json::Value;
 
 use super::field::Field;
-use super::raw::pattern;
-use super::{Config, LrSchedulerType};
+use super::raw::{RawConfig, pattern};
+use super::{Config, LrSchedulerType, SftConfig};
 use crate::error::Result;
 
 /// Keys that say where, how fast or how often, but not what is computed. Layout keys are among them: sums may be
@@ -86,17 +87,12 @@ impl fmt::Display for KeyChange {
 impl Config {
     /// Every key with its value, one a line; [`Config::load`] reads it back to an equal configuration.
     pub fn to_toml(&self) -> String {
-        self.values().into_iter().fold(String::new(), |mut text, (key, value)| {
-            let _ = writeln!(text, "{key} = {value}");
-            text
-        })
+        text(self.entries())
     }
 
     /// Every key with its value, in declaration order.
     pub(crate) fn entries(&self) -> Vec<(String, Value)> {
-        let mut entries = Vec::new();
-        self.write("", &mut entries);
-        entries
+        entries(self)
     }
 
     /// The inverse of [`Config::entries`].
@@ -104,39 +100,64 @@ impl Config {
     /// # Errors
     /// As [`Config::load`].
     pub(crate) fn from_entries(entries: impl IntoIterator<Item = (String, Value)>) -> Result<Self> {
-        let text = entries.into_iter().fold(String::new(), |mut text, (key, value)| {
-            let _ = writeln!(text, "{key} = {}", toml(&value));
-            text
-        });
-        Self::from_toml(&text)
+        Self::from_toml(&text(entries))
     }
 
     /// What changed from `old` to `self`, in declaration order; what only `old` has comes last.
     pub fn diff(&self, old: &Config) -> Vec<KeyChange> {
-        let length_is_safe =
-            [self, old].iter().all(|config| config.optimizer.lr_scheduler_type == LrSchedulerType::Constant);
-        let is_safe = |key: &str| {
-            SAFE_KEYS.contains(&pattern(key, Self::keys()).as_str())
-                || SAFE_TABLES.iter().any(|table| key.starts_with(table))
-                || (length_is_safe && LENGTH_KEYS.contains(&key))
-        };
-        let (old, new) = (old.values(), self.values());
-        let value = |values: &[(String, String)], key: &String| {
-            let found = values.iter().find(|(known, _)| known == key);
-            found.map_or_else(|| "nothing".to_owned(), |(_, value)| value.clone())
-        };
-        let gone = old.iter().filter(|(key, _)| new.iter().all(|(known, _)| known != key));
-        let keys = new.iter().chain(gone).map(|(key, _)| key);
-        keys.map(|key| (key, value(&old, key), value(&new, key)))
-            .filter(|(_, old, new)| old != new)
-            .map(|(key, old, new)| KeyChange { key: key.clone(), old, new, changes_result: !is_safe(key) })
-            .collect()
+        let schedules = [self, old].map(|config| config.optimizer.lr_scheduler_type);
+        differences(entries(self), entries(old), Self::keys(), schedules)
+    }
+}
+
+/// The same of a supervised run.
+impl SftConfig {
+    pub(crate) fn entries(&self) -> Vec<(String, Value)> {
+        entries(self)
     }
 
-    /// Keys and values as TOML.
-    fn values(&self) -> Vec<(String, String)> {
-        self.entries().into_iter().map(|(key, value)| (key, toml(&value))).collect()
+    pub(crate) fn from_entries(entries: impl IntoIterator<Item = (String, Value)>) -> Result<Self> {
+        Self::validate(&RawConfig::read_text(&text(entries), Path::new("saved configuration"))?)
     }
+
+    pub(crate) fn diff(&self, old: &Self) -> Vec<KeyChange> {
+        let schedules = [self, old].map(|config| config.optimizer.lr_scheduler_type);
+        differences(entries(self), entries(old), &Self::keys(), schedules)
+    }
+}
+
+type Entries = Vec<(String, Value)>;
+
+fn entries(config: &impl Field) -> Entries {
+    let mut entries = Vec::new();
+    config.write("", &mut entries);
+    entries
+}
+
+fn text(entries: impl IntoIterator<Item = (String, Value)>) -> String {
+    entries.into_iter().fold(String::new(), |mut text, (key, value)| {
+        let _ = writeln!(text, "{key} = {}", toml(&value));
+        text
+    })
+}
+
+fn differences(new: Entries, old: Entries, known: &[String], schedules: [LrSchedulerType; 2]) -> Vec<KeyChange> {
+    let length_is_safe = schedules == [LrSchedulerType::Constant; 2];
+    let is_safe = |key: &str| {
+        SAFE_KEYS.contains(&pattern(key, known).as_str())
+            || SAFE_TABLES.iter().any(|table| key.starts_with(table))
+            || (length_is_safe && LENGTH_KEYS.contains(&key))
+    };
+    let value = |entries: &Entries, key: &str| {
+        let found = entries.iter().find(|(known, _)| known == key);
+        found.map_or_else(|| "nothing".to_owned(), |(_, value)| toml(value))
+    };
+    let gone = old.iter().filter(|(key, _)| new.iter().all(|(known, _)| known != key));
+    let keys = new.iter().chain(gone).map(|(key, _)| key);
+    keys.map(|key| (key, value(&old, key), value(&new, key)))
+        .filter(|(_, old, new)| old != new)
+        .map(|(key, old, new)| KeyChange { key: key.clone(), old, new, changes_result: !is_safe(key) })
+        .collect()
 }
 
 /// JSON's numbers, strings and lists are TOML's, but for DEL, which TOML wants escaped.

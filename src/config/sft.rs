@@ -11,18 +11,23 @@ use super::{
 use crate::error::Result;
 
 keys! {
-    /// A validated supervised run on rows of `prompt` and `completion`.
+    /// A validated supervised run on rows of `prompt` and `completion`, or of `messages`.
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     #[non_exhaustive]
     pub struct SftConfig {
         /// Hugging Face model folder.
         pub model_name_or_path: PathBuf,
-        /// Training rows, JSONL or Parquet.
+        /// Training rows, JSONL or Parquet: `prompt` and `completion`, both as text or as messages, or a conversation in
+        /// `messages`. Every answer of the assistant's, from a `completion` on, is learned behind all that precedes it.
         pub train_file: PathBuf,
         /// Held-out rows, JSONL or Parquet, for a loss after training.
         pub eval_file: Option<PathBuf> = None,
-        /// Where metrics and the final model go.
+        /// Where metrics, checkpoints and the final model go.
         pub output_dir: PathBuf = PathBuf::from("output"),
+        /// A checkpoint folder, or `latest` of `output_dir`.
+        pub resume_from_checkpoint: Option<String> = None,
+        /// Resume although keys that change the result differ from the checkpoint's.
+        pub force_resume: bool = false,
         /// `auto` is CUDA where a GPU is visible.
         pub device: Device = Device::Auto,
         /// `auto` is bfloat16 on CUDA and float32 on a CPU.
@@ -52,6 +57,12 @@ keys! {
         pub quantization: Quantization = Quantization::None,
         /// Steps between metric lines.
         pub logging_steps: usize = 1,
+        /// Steps between checkpoints, the last step's among them; `none` saves only the final model.
+        pub save_steps: Option<usize> = Some(500),
+        /// Write checkpoints beside training, from copies in host memory.
+        pub save_async: bool = true,
+        /// Newest checkpoints kept; `none` keeps all.
+        pub save_total_limit: Option<usize> = None,
         /// First word of every random key.
         pub seed: u64 = 42,
         /// Longest wait for peers in a collective, in seconds.

@@ -55,11 +55,13 @@ fn the_key_list_is_frozen() {
     let heartbeat: Vec<_> = heartbeat.split_whitespace().map(|name| format!("heartbeat.{name}_s")).collect();
     let heartbeat = heartbeat.join(" ");
     assert_eq!(Config::keys().join(" "), expected.replace("{heartbeat}", &heartbeat));
-    let expected = "model_name_or_path train_file eval_file output_dir device dtype max_length shuffle_dataset \
+    let expected = "model_name_or_path train_file eval_file output_dir resume_from_checkpoint force_resume device dtype \
+        max_length shuffle_dataset \
         per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch learning_rate adam_beta1 \
         adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype lora.r lora.alpha \
-        lora.dropout lora.target_modules quantization logging_steps seed collective_timeout_s {heartbeat}";
+        lora.dropout lora.target_modules quantization logging_steps save_steps save_async save_total_limit seed \
+        collective_timeout_s {heartbeat}";
     assert_eq!(SftConfig::keys().join(" "), expected.replace("{heartbeat}", &heartbeat));
 }
 

@@ -40,14 +40,8 @@ impl Config {
         check("residency.reference", ReferenceResidency::Host.name(), !on_host, no_reference)?;
         count("logging_steps", self.logging_steps)?;
         count("eval_num_generations", self.eval_num_generations)?;
-        let optional = [
-            ("save_steps", self.save_steps),
-            ("save_total_limit", self.save_total_limit),
-            ("eval_steps", self.eval_steps),
-        ];
-        for (key, value) in optional {
-            value.map_or(Ok(()), |value| count(key, value))?;
-        }
+        check_saves(self.save_steps, self.save_total_limit)?;
+        self.eval_steps.map_or(Ok(()), |steps| count("eval_steps", steps))?;
         if self.eval_steps.is_some() && self.eval_file.is_none() {
             return Err(Error::invalid_value("eval_file", "none", "the held-out rows, as eval_steps is set"));
         }
@@ -168,6 +162,7 @@ impl SftConfig {
         ] {
             count(key, value)?;
         }
+        check_saves(self.save_steps, self.save_total_limit)?;
         self.optimizer.check(self.learning_rate)?;
         check_process(self.collective_timeout_s, &self.heartbeat)?;
         check_zero(&self.zero)?;
@@ -194,6 +189,11 @@ impl OptimizerConfig {
         check("warmup_steps", warmup, warmup <= MAX_COUNT, format!("at most {MAX_COUNT}"))?;
         count("max_steps", self.max_steps.unwrap_or(1))
     }
+}
+
+fn check_saves(save_steps: Option<usize>, save_total_limit: Option<usize>) -> Result<()> {
+    save_steps.map_or(Ok(()), |steps| count("save_steps", steps))?;
+    save_total_limit.map_or(Ok(()), |limit| count("save_total_limit", limit))
 }
 
 fn check_process(collective_timeout_s: f64, heartbeat: &HeartbeatConfig) -> Result<()> {

@@ -28,6 +28,14 @@ pub(super) enum RawPrompt {
     Conversation(Vec<Message>),
 }
 
+/// What a row gives to learn.
+pub(super) enum RawExample {
+    /// A prompt and the text that follows it.
+    Completion(RawPrompt, String),
+    /// A conversation, of which the assistant's messages are learned from this one on.
+    Conversation(Vec<Message>, usize),
+}
+
 /// The rows of a JSONL file in order; blank lines are skipped.
 pub(super) fn read_jsonl(path: &Path) -> Result<impl Iterator<Item = Result<Row>>> {
     let file = File::open(path).map_err(|error| Error::bad_file(path, error.to_string()))?;
@@ -74,32 +82,34 @@ impl Row {
 
     /// The prompt, under any of its names.
     pub fn prompt(&self) -> Result<RawPrompt> {
-        let given = |name: &str| self.columns.get(name).filter(|value| !value.is_null());
-        let found = PROMPT_COLUMNS.iter().find_map(|name| Some((name, given(name)?)));
+        let found = PROMPT_COLUMNS.iter().find_map(|name| Some((name, self.given(name)?)));
         match found {
             Some((_, Value::String(text))) if !text.is_empty() => Ok(RawPrompt::Text(text.clone())),
-            Some((name, Value::Array(turns))) if !turns.is_empty() => {
-                turns.iter().map(|turn| self.message(name, turn)).collect::<Result<_>>().map(RawPrompt::Conversation)
-            }
-            Some((name, _)) => {
-                Err(self.bad(format!("column '{name}' is neither text nor a list of {{role, content}}, or is empty")))
-            }
-            None => Err(self.missing(&PROMPT_COLUMNS.join("', '"))),
+            Some((name, turns)) => self.conversation(name, turns, "neither text nor").map(RawPrompt::Conversation),
+            None => Err(self.missing(&PROMPT_COLUMNS)),
         }
     }
 
-    /// A column that must hold text.
-    pub fn text(&self, name: &str) -> Result<&str> {
-        match self.columns.get(name) {
-            Some(Value::String(text)) => Ok(text),
-            Some(_) => Err(self.bad(format!("column '{name}' is not text"))),
-            None => Err(self.missing(name)),
+    /// What is to be learned: a prompt and its `completion`, both as text or as messages, or else a conversation in `messages`.
+    pub fn example(&self) -> Result<RawExample> {
+        match (self.given("completion"), self.given("messages")) {
+            (Some(Value::String(text)), _) => Ok(RawExample::Completion(self.prompt()?, text.clone())),
+            (Some(turns), _) => {
+                let RawPrompt::Conversation(mut messages) = self.prompt()? else {
+                    return Err(self.bad("column 'completion' is not text, as the prompt is".into()));
+                };
+                let first = messages.len();
+                messages.extend(self.conversation("completion", turns, "neither text nor")?);
+                Ok(RawExample::Conversation(messages, first))
+            }
+            (None, Some(turns)) => Ok(RawExample::Conversation(self.conversation("messages", turns, "not")?, 0)),
+            (None, None) => Err(self.missing(&["completion", "messages"])),
         }
     }
 
     /// Refuses the row unless it has `name`, and not as null.
     pub fn require(&self, name: &str) -> Result<()> {
-        self.columns.get(name).filter(|value| !value.is_null()).map(|_| ()).ok_or_else(|| self.missing(name))
+        self.given(name).map(|_| ()).ok_or_else(|| self.missing(&[name]))
     }
 
     /// An error at this line.
@@ -107,9 +117,21 @@ impl Row {
         Error::BadLine { path: self.path.clone(), line: self.line, message }
     }
 
-    fn missing(&self, name: &str) -> Error {
+    /// A column that is there and not null.
+    fn given(&self, name: &str) -> Option<&Value> {
+        self.columns.get(name).filter(|value| !value.is_null())
+    }
+
+    fn missing(&self, names: &[&str]) -> Error {
         let seen: Vec<_> = self.columns.keys().map(String::as_str).collect();
-        self.bad(format!("no column '{name}'; columns seen: {}", seen.join(", ")))
+        self.bad(format!("no column '{}'; columns seen: {}", names.join("', '"), seen.join(", ")))
+    }
+
+    fn conversation(&self, column: &str, turns: &Value, it_is: &str) -> Result<Vec<Message>> {
+        let turns = turns.as_array().filter(|turns| !turns.is_empty()).ok_or_else(|| {
+            self.bad(format!("column '{column}' is {it_is} a list of {{role, content}}, or is empty"))
+        })?;
+        turns.iter().map(|turn| self.message(column, turn)).collect()
     }
 
     fn message(&self, column: &str, turn: &Value) -> Result<Message> {

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::Tokenizer;
-use super::rows::read_jsonl;
+use super::rows::{RawExample, RawPrompt, Row, read_jsonl};
 use crate::error::{Error, Result};
 
 /// A prompt with the completion to imitate; the loss covers `token_ids[prompt_len..]`.
@@ -20,41 +20,112 @@ pub struct SftExample {
 pub struct SftDataset {
     /// The examples; never empty.
     pub examples: Vec<SftExample>,
-    /// Rows left out because they are longer than the limit.
-    pub too_long: usize,
+    num_rows: usize,
+    too_long: usize,
+    max_length: usize,
 }
 
 impl SftDataset {
-    /// Reads JSONL rows of a prompt (as [`Dataset`](super::Dataset) takes it) and a `completion` as text. Both are
-    /// tokenized on their own, so that the prompt's ids are those that a rollout would start from.
+    /// Reads JSONL rows: a prompt (as [`Dataset`](super::Dataset) takes it) and a `completion`, both as text or as messages, or
+    /// a conversation in `messages`. Prompt and completion are tokenized on their own, so that the prompt's ids are those that a
+    /// rollout would start from.
+    ///
+    /// Every message of the assistant's, from a `completion` on, is an example of its own, with all messages before it as its
+    /// prompt: what a rollout at that place would see, whatever the chat template leaves out of earlier answers. It ends where
+    /// a rollout would, with the first of the tokenizer's or the `model_eos_token_ids` that the template puts. A completion that
+    /// does not end with one gets the tokenizer's.
     ///
     /// # Errors
-    /// As [`Dataset::from_jsonl`](super::Dataset::from_jsonl); [`Error::TokenizerMismatch`] without an EOS token.
-    pub fn from_jsonl(path: impl AsRef<Path>, tokenizer: &Tokenizer, max_length: usize) -> Result<Self> {
+    /// As [`Dataset::from_jsonl`](super::Dataset::from_jsonl); [`Error::TokenizerMismatch`] where there is no EOS token to append.
+    pub fn from_jsonl(
+        path: impl AsRef<Path>,
+        tokenizer: &Tokenizer,
+        model_eos_token_ids: &[u32],
+        max_length: usize,
+    ) -> Result<Self> {
         let path = path.as_ref();
-        let eos_token_id = tokenizer.eos_token_id().ok_or_else(|| Error::TokenizerMismatch {
-            message: "no eos_token in tokenizer_config.json: a completion could not be ended".into(),
-        })?;
-        let mut examples = Vec::new();
-        let mut read = 0;
+        let ends = Ends { own: tokenizer.eos_token_id(), all: tokenizer.eos_token_ids(model_eos_token_ids) };
+        let mut data = Self { examples: Vec::new(), num_rows: 0, too_long: 0, max_length };
         for row in read_jsonl(path)? {
             let row = row?;
-            read += 1;
-            let (_, mut token_ids) = row.prompt()?.render(&row, tokenizer, None)?;
-            let prompt_len = token_ids.len();
-            let completion = tokenizer.encode(row.text("completion")?, false);
-            token_ids.extend(completion.map_err(|error| row.bad(error.to_string()))?);
-            token_ids.push(eos_token_id);
-            if token_ids.len() <= max_length {
-                examples.push(SftExample { token_ids, prompt_len });
+            data.num_rows += 1;
+            for example in examples(&row, tokenizer, &ends)? {
+                match example.token_ids.len() <= max_length {
+                    true => data.examples.push(example),
+                    false => data.too_long += 1,
+                }
             }
         }
-        let too_long = read - examples.len();
-        if examples.is_empty() {
-            let stages = format!("{read} read, {too_long} longer than max_length {max_length}, 0 kept");
-            return Err(Error::EmptyDataset { path: path.to_owned(), stages });
+        if data.examples.is_empty() {
+            return Err(Error::EmptyDataset { path: path.to_owned(), stages: data.counts() });
         }
-        Ok(Self { examples, too_long })
+        Ok(data)
+    }
+
+    /// Rows and completions at each stage.
+    pub fn counts(&self) -> String {
+        let Self { examples, num_rows, too_long, max_length } = self;
+        let (all, kept) = (examples.len() + too_long, examples.len());
+        format!("{num_rows} rows read, {all} completions, {too_long} longer than {max_length} tokens, {kept} kept")
+    }
+}
+
+/// Tokens that end a completion.
+struct Ends {
+    own: Option<u32>,
+    all: Vec<u32>,
+}
+
+impl Ends {
+    /// Completes ids that are not ended.
+    fn close(&self, mut ids: Vec<u32>) -> Result<Vec<u32>> {
+        if !ids.last().is_some_and(|last| self.all.contains(last)) {
+            ids.push(self.own.ok_or_else(|| Error::TokenizerMismatch {
+                message: "no eos_token in tokenizer_config.json: a completion could not be ended".into(),
+            })?);
+        }
+        Ok(ids)
+    }
+
+    /// The same of what a chat template wrote: behind the end of an answer stands what leads to the next message.
+    fn close_turn(&self, mut ids: Vec<u32>) -> Result<Vec<u32>> {
+        let end = ids.iter().position(|id| self.all.contains(id));
+        ids.truncate(end.map_or(ids.len(), |end| end + 1));
+        self.close(ids)
+    }
+}
+
+/// What a row teaches, of any length.
+fn examples(row: &Row, tokenizer: &Tokenizer, ends: &Ends) -> Result<Vec<SftExample>> {
+    let encode = |text: &str| tokenizer.encode(text, false).map_err(|error| row.bad(error.to_string()));
+    let example = |prompt: Vec<u32>, completion: Vec<u32>| {
+        let prompt_len = prompt.len();
+        SftExample { token_ids: [prompt, completion].concat(), prompt_len }
+    };
+    let (messages, first) = match row.example()? {
+        RawExample::Conversation(messages, first) => (messages, first),
+        RawExample::Completion(prompt, text) => {
+            let (_, prompt) = prompt.render(row, tokenizer, None)?;
+            return Ok(vec![example(prompt, ends.close(encode(&text)?)?)]);
+        }
+    };
+    let answers = (first..messages.len()).filter(|&index| messages[index].role == "assistant");
+    let examples = answers.map(|index| {
+        if index == 0 {
+            return Err(row.bad("the first message is the assistant's: there is nothing to answer".into()));
+        }
+        let (text, prompt) = RawPrompt::Conversation(messages[..index].to_vec()).render(row, tokenizer, None)?;
+        let whole = tokenizer.apply_chat_template(&messages[..=index], false)?;
+        let answer = whole.strip_prefix(&text).ok_or_else(|| {
+            row.bad(format!("the chat template does not put the answer in message {index} behind the prompt for it"))
+        })?;
+        Ok(example(prompt, ends.close_turn(encode(answer)?)?))
+    });
+    let examples: Vec<_> = examples.collect::<Result<_>>()?;
+    if examples.is_empty() {
+        Err(row.bad("no message is the assistant's: nothing is to learn".into()))
+    } else {
+        Ok(examples)
     }
 }
 
@@ -63,33 +134,70 @@ mod tests {
     use super::super::fixtures::Folder;
     use super::*;
 
+    const TURNS: &str = "{% for m in messages %}{% if m.role == 'user' %}what {{ m.content }} {% else %}answer {{ m.content }} \
+                         </s> is {% endif %}{% endfor %}{% if add_generation_prompt %}answer {% endif %}";
+
+    fn read(folder: &Folder, rows: &[&str], max_length: usize) -> Result<SftDataset> {
+        folder.write("sft.jsonl", &rows.join("\n"));
+        SftDataset::from_jsonl(folder.path().join("sft.jsonl"), &folder.tokenizer(), &[], max_length)
+    }
+
+    fn example(prompt: &[u32], completion: &[u32]) -> SftExample {
+        SftExample { token_ids: [prompt, completion].concat(), prompt_len: prompt.len() }
+    }
+
     #[test]
     fn the_completion_is_followed_by_eos_and_long_rows_are_counted() {
-        let folder = Folder::new();
         let rows = [
             r#"{"prompt": "what is one plus one", "completion": "two"}"#,
             r#"{"question": "one", "completion": "one two three"}"#,
             r#"{"prompt": "what", "completion": ""}"#,
+            r#"{"prompt": "what", "completion": "one </s>", "messages": null}"#,
         ];
-        folder.write("sft.jsonl", &rows.join("\n"));
-        let path = folder.path().join("sft.jsonl");
-        let tokenizer = folder.tokenizer();
-        let data = SftDataset::from_jsonl(&path, &tokenizer, 6).unwrap();
-        assert_eq!(data.too_long, 1);
-        assert_eq!(data.examples[0], SftExample { token_ids: vec![0, 1, 1, 2, 3, 9], prompt_len: 2 });
-        assert_eq!(data.examples[1], SftExample { token_ids: vec![0, 7, 9], prompt_len: 2 });
-        let error = SftDataset::from_jsonl(&path, &tokenizer, 2).unwrap_err().to_string();
-        assert!(error.contains("3 read, 3 longer than max_length 2, 0 kept"), "{error}");
+        let data = read(&Folder::new(), &rows, 6).unwrap();
+        assert_eq!(data.counts(), "4 rows read, 4 completions, 1 longer than 6 tokens, 3 kept");
+        assert_eq!(data.examples, [example(&[0, 1], &[1, 2, 3, 9]), example(&[0, 7], &[9]), example(&[0, 7], &[1, 9])]);
+        let error = read(&Folder::new(), &rows, 2).unwrap_err().to_string();
+        assert!(error.contains("(4 rows read, 4 completions, 4 longer than 2 tokens, 0 kept)"), "{error}");
+    }
+
+    #[test]
+    fn every_answer_of_a_conversation_is_learned_up_to_its_end() {
+        let folder = Folder::new();
+        folder.write("chat_template.jinja", TURNS);
+        let turns = r#"{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}"#;
+        let more = r#"{"role": "user", "content": "three"}, {"role": "assistant", "content": "one plus"}"#;
+        let whole = format!("{{\"messages\": [{turns}, {more}]}}");
+        let last = format!("{{\"prompt\": [{turns}, {}], \"completion\": [{}]}}", &more[..34], &more[36..]);
+        let (first, second) = (example(&[7, 1, 8], &[2, 9]), example(&[7, 1, 8, 2, 9, 6, 7, 3, 8], &[1, 4, 9]));
+        assert_eq!(read(&folder, &[&whole], 99).unwrap().examples, [first, second.clone()]);
+        assert_eq!(read(&folder, &[&last], 99).unwrap().examples, [second]);
+        let text = r#"{"prompt": [{"role": "user", "content": "one"}], "completion": "two"}"#;
+        assert_eq!(read(&folder, &[text], 99).unwrap().examples, [example(&[7, 1, 8], &[2, 9])]);
+
+        let refused = |row: &str| read(&folder, &[row], 99).unwrap_err().to_string();
+        for (row, why) in [
+            (r#"{"messages": [{"role": "user", "content": "one"}]}"#, ":1: no message is the assistant's"),
+            (r#"{"messages": [{"role": "assistant", "content": "one"}]}"#, "there is nothing to answer"),
+            (r#"{"messages": "one"}"#, "column 'messages' is not a list of {role, content}"),
+            (r#"{"prompt": "one", "completion": [{"role": "assistant", "content": "one"}]}"#, "as the prompt is"),
+        ] {
+            assert!(refused(row).contains(why), "{}", refused(row));
+        }
+        folder.write(
+            "chat_template.jinja",
+            "{{ messages | length }} {% for m in messages %}{{ m.content }} {% endfor %}",
+        );
+        assert!(refused(&whole).contains("does not put the answer in message 1 behind"), "{}", refused(&whole));
     }
 
     #[test]
     fn a_row_without_completion_is_named_and_a_missing_eos_told() {
         let folder = Folder::new();
-        folder.write("sft.jsonl", "\n{\"prompt\": \"one\", \"answer\": 1}\n");
-        let error = SftDataset::from_jsonl(folder.path().join("sft.jsonl"), &folder.tokenizer(), 6).unwrap_err();
-        assert!(error.to_string().ends_with("sft.jsonl:2: no column 'completion'; columns seen: prompt, answer"));
+        let error = read(&folder, &["", r#"{"prompt": "one", "answer": 1}"#], 6).unwrap_err().to_string();
+        assert!(error.ends_with("sft.jsonl:2: no column 'completion', 'messages'; columns seen: prompt, answer"));
         folder.write("tokenizer_config.json", "{}");
-        let error = SftDataset::from_jsonl(folder.path().join("sft.jsonl"), &folder.tokenizer(), 6).unwrap_err();
-        assert!(error.to_string().contains("no eos_token"), "{error}");
+        let error = read(&folder, &[r#"{"prompt": "one", "completion": "two"}"#], 6).unwrap_err().to_string();
+        assert!(error.contains("no eos_token"), "{error}");
     }
 }

@@ -91,6 +91,13 @@ pub fn all_gather_bytes(group: &dyn Collective, bytes: &[u8]) -> Result<Vec<Vec<
     Ok((0..group.size()).map(|rank| row(rank).to_vec()).collect())
 }
 
+/// Whether `flag` is set on any rank; collective over `group`.
+pub fn any_rank(group: &dyn Collective, flag: bool) -> Result<bool> {
+    let mut flags = [f64::from(u8::from(flag))];
+    all_reduce_f64(group, &mut flags, ReduceOp::Max)?;
+    Ok(flags[0] != 0.0)
+}
+
 /// Reduces host numbers over the ranks, in place.
 pub fn all_reduce_f64(group: &dyn Collective, values: &mut [f64], op: ReduceOp) -> Result<()> {
     let mut tensor = Tensor::from_slice(values).f_to_device(group.device())?;

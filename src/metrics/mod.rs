@@ -3,6 +3,7 @@
 
 mod completions;
 mod jsonl;
+mod log;
 mod progress;
 mod redact;
 mod report;
@@ -12,6 +13,7 @@ mod writer;
 
 pub use completions::{CompletionRow, CompletionsWriter, read_completions};
 pub use jsonl::{MetricLine, read_metrics};
+pub use log::RunLog;
 pub use progress::{Progress, pinning_progress};
 pub use redact::{redact, redact_json};
 pub use report::write_report;

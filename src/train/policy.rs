@@ -338,6 +338,11 @@ impl Policy {
         self.network.trained().gather(unit)
     }
 
+    /// Size of the optimizer state in bytes.
+    pub fn optimizer_bytes(&self) -> usize {
+        self.optimizer.bytes()
+    }
+
     /// What [`Policy::reload_optimizer`] will take on the device, in bytes; 0 where the state is there or stays away.
     pub fn absent_optimizer_bytes(&self) -> usize {
         self.optimizer.residence().absent_bytes()

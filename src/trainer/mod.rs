@@ -19,7 +19,7 @@ use crate::colocate::{UpdateOptions, UpdateOutcome};
 use crate::config::{BatchPlan, Config, ScaleRewards};
 use crate::cuda::Placement;
 use crate::data::{Dataset, PromptSampler, Tokenizer};
-use crate::dist::{ReduceOp, World, all_reduce_f64};
+use crate::dist::{ReduceOp, World, all_reduce_f64, any_rank};
 use crate::error::{Error, ExitCode, Result, panic_message};
 use crate::grpo::{self, AdvantageStats, BatchStats, LossConfig};
 use crate::memory::{Ledger, Place};
@@ -190,7 +190,7 @@ impl Trainer {
             if finished || passes(self.config.eval_steps, before, self.progress.global_step) {
                 eval_reward_after = self.evaluate()?;
             }
-            let stop = self.stop_asked()? && !finished; // what is left is no more than a save
+            let stop = any_rank(&*self.world.group(), phase::stop_requested())? && !finished; // what is left is no more than a save
             let save_steps = self.config.save_steps;
             let is_due = passes(save_steps, before, self.progress.global_step) || (finished && save_steps.is_some());
             if stop || is_due {
@@ -321,18 +321,11 @@ impl Trainer {
             num_rows: self.dataset.len(),
             sampler: self.sampler.state().clone(),
             carried: self.carried.clone(),
-            config: SavedConfig::of(&self.config),
+            config: SavedConfig::of(self.config.entries()),
             log_history: self.output.history(),
         };
         self.saved_step = self.progress.global_step;
         self.saver.save(&self.world, self.halves.policy(), state)
-    }
-
-    /// Whether any rank was asked to stop.
-    fn stop_asked(&self) -> Result<bool> {
-        let mut asked = [f64::from(u8::from(phase::stop_requested()))];
-        all_reduce_f64(&*self.world.group(), &mut asked, ReduceOp::Max)?;
-        Ok(asked[0] != 0.0)
     }
 }
 

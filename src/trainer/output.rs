@@ -12,15 +12,15 @@ use crate::config::Config;
 use crate::dist::Collective;
 use crate::error::{Error, Result};
 use crate::eval::Outcome;
-use crate::metrics::{
-    CompletionsWriter, MetricValues, MetricsWriter, Progress, StepMetrics, write_report, write_run_config,
-};
+use crate::metrics::{CompletionsWriter, MetricValues, Progress, RunLog, StepMetrics, write_run_config};
 use crate::phase::{self, Phase};
 use crate::train::Sequence;
 use crate::types::RolloutGroup;
 
-/// Values that are the newest of a logging interval; all others are its mean.
-const NEWEST: [&str; 4] = ["learning_rate", "num_tokens", "epoch", "num_skipped_updates"];
+/// Values that are the newest of a logging interval.
+const NEWEST: [&str; 3] = ["learning_rate", "num_tokens", "epoch"];
+/// Values that add up over a logging interval; all others are means.
+const COUNTED: [&str; 1] = ["num_skipped_updates"];
 
 /// Where the time-line of phases goes.
 const TRACE_FOLDER: &str = "trace";
@@ -33,10 +33,9 @@ pub(super) struct Output {
     traces: bool,
     logging_steps: u64,
     max_steps: u64,
-    writer: Option<MetricsWriter>,
+    log: RunLog,
     completions: Option<CompletionsWriter>,
     display: Progress,
-    history: Vec<serde_json::Value>,
     interval: Vec<MetricValues>,
     last_logged_step: u64,
     said_no_signal: bool,
@@ -52,8 +51,7 @@ impl Output {
         writes_files: bool,
     ) -> Result<Self> {
         let is_first = writes_files && group.rank() == 0;
-        let resume_step = checkpoint.as_ref().map(|checkpoint| checkpoint.state.global_step);
-        let first_step = resume_step.unwrap_or(0);
+        let first_step = checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.state.global_step);
         let output_dir = config.output_dir.clone();
         if is_first {
             write_run_config(&output_dir, config)?;
@@ -67,7 +65,7 @@ impl Output {
             display.say(&format!("resumed from {}", checkpoint.folder.display()));
         }
         Ok(Self {
-            writer: if is_first { Some(MetricsWriter::new(&output_dir, resume_step)?) } else { None },
+            log: RunLog::open(&output_dir, is_first, checkpoint.map(|it| (first_step, it.state.log_history)))?,
             completions: completions.transpose()?,
             display,
             group,
@@ -75,7 +73,6 @@ impl Output {
             traces: config.trace,
             logging_steps: config.logging_steps as u64,
             max_steps,
-            history: checkpoint.map(|checkpoint| checkpoint.state.log_history).unwrap_or_default(),
             interval: Vec::new(),
             last_logged_step: first_step,
             said_no_signal: false,
@@ -121,7 +118,7 @@ impl Output {
         let is_due = step / self.logging_steps > self.last_logged_step / self.logging_steps;
         if is_due || step >= self.max_steps {
             let means = interval_means(&std::mem::take(&mut self.interval));
-            self.write(step, means);
+            self.log.write(step, means);
             self.last_logged_step = step;
         }
         Ok(())
@@ -140,12 +137,12 @@ impl Output {
         values.extend(failures.into_iter().map(|(name, value)| (format!("eval_{name}"), value)));
         values.insert("epoch".to_owned(), epoch);
         self.display.say(&format!("step {step}: {outcome}"));
-        self.write(step, values);
+        self.log.write(step, values);
     }
 
     /// Mean rewards of the first and the newest evaluation so far, those before a resume included.
     pub(super) fn evaluations(&self) -> Option<(f64, f64)> {
-        let mut rewards = self.history.iter().filter_map(|line| line.get("eval_reward")?.as_f64());
+        let mut rewards = self.log.values("eval_reward");
         let first = rewards.next()?;
         Some((first, rewards.next_back().unwrap_or(first)))
     }
@@ -157,7 +154,7 @@ impl Output {
 
     /// Every line written so far, for the trainer's state.
     pub(super) fn history(&self) -> Vec<serde_json::Value> {
-        self.history.clone()
+        self.log.history().to_vec()
     }
 
     /// Puts the ranks' time-lines together, if there are any; collective over the world.
@@ -175,18 +172,7 @@ impl Output {
     pub(super) fn finish(&self) -> Result<Option<PathBuf>> {
         self.display.finish();
         self.finish_trace()?;
-        // A run that was resumed after its last step, in another folder, has nothing to report.
-        let has_lines = std::fs::metadata(self.output_dir.join("metrics.jsonl")).is_ok_and(|file| file.len() > 0);
-        if self.writer.is_some() && has_lines { write_report(&self.output_dir).map(Some) } else { Ok(None) }
-    }
-
-    fn write(&mut self, step: u64, values: MetricValues) {
-        if let Some(writer) = &mut self.writer {
-            writer.write(step, &values);
-        }
-        let numbers = values.into_iter().map(|(name, value)| (name, serde_json::Value::from(value)));
-        let line = [("step".to_owned(), serde_json::Value::from(step))].into_iter().chain(numbers);
-        self.history.push(serde_json::Value::Object(line.collect()));
+        self.log.report()
     }
 }
 
@@ -222,16 +208,33 @@ fn describe(sequence: &Sequence) -> serde_json::Value {
     })
 }
 
-/// Means over an interval, of the steps that have the value; the newest where a mean says nothing.
+/// Means over an interval, of the steps that have the value; the newest or the sum where a mean says nothing.
 fn interval_means(interval: &[MetricValues]) -> MetricValues {
     let Some(newest) = interval.last() else { return MetricValues::new() };
-    let mean = |name: &String| {
-        let values: Vec<f64> =
-            interval.iter().filter_map(|values| values.get(name).copied()).filter(|v| !v.is_nan()).collect();
-        values.iter().sum::<f64>() / values.len() as f64
+    let over_interval = |name: &str, newest: f64| {
+        let values = || interval.iter().filter_map(|values| values.get(name).copied()).filter(|value| !value.is_nan());
+        match name {
+            _ if NEWEST.contains(&name) => newest,
+            _ if COUNTED.contains(&name) => values().sum(),
+            _ => values().sum::<f64>() / values().count() as f64,
+        }
     };
-    newest
-        .iter()
-        .map(|(name, value)| (name.clone(), if NEWEST.contains(&name.as_str()) { *value } else { mean(name) }))
-        .collect()
+    newest.iter().map(|(name, value)| (name.clone(), over_interval(name, *value))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_interval_s_line_is_its_mean_but_for_counts_and_places() {
+        let step = |loss, num_tokens, skipped| {
+            [("loss", loss), ("num_tokens", num_tokens), ("num_skipped_updates", skipped)]
+                .map(|(name, value)| (name.to_owned(), value))
+                .into()
+        };
+        let line = interval_means(&[step(1.0, 10.0, 2.0), step(f64::NAN, 20.0, 1.0), step(2.0, 30.0, 0.0)]);
+        assert_eq!(line, step(1.5, 30.0, 3.0));
+        assert!(interval_means(&[step(f64::NAN, 1.0, 0.0)])["loss"].is_nan());
+    }
 }

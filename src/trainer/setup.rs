@@ -1,7 +1,7 @@
 //! From a configuration to a trainer: everything is read and checked before anything is trained.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use tch::{Kind, Tensor};
@@ -9,14 +9,13 @@ use tch::{Kind, Tensor};
 use super::build;
 use super::output::Output;
 use super::{Progress, Trainer};
-use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Saver, TrainerState};
+use crate::checkpoint::{self, Checkpoint, CheckpointOptions, ResumeOptions, Saver, TrainerState};
 use crate::colocate::EngineSlices;
 use crate::config::{BatchPlan, Config, Mode, Quantization};
 use crate::cuda::Placement;
 use crate::data::{Dataset, DatasetOptions, PromptSampler, Tokenizer};
-use crate::dist::{ReduceOp, World, all_gather_bytes, all_reduce_f64};
+use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result};
-use crate::metrics::redact;
 use crate::model::{ModelSource, ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use crate::phase;
 use crate::plan::{MemoryPlan, PlanInput, Role, Room};
@@ -196,15 +195,8 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
     let schedule = Schedule::new(config.learning_rate, &config.optimizer, rows, updates);
     let (mut progress, mut carried, mut num_dropped) = (Progress::default(), Vec::new(), 0);
     if let Some(checkpoint) = &checkpoint {
-        let TrainerState { num_rows, global_step, generation_step, num_input_tokens_seen, .. } = checkpoint.state;
-        if num_rows != dataset.len() {
-            let message = format!(
-                "made with {num_rows} training rows, {} has {} now: expected the same rows",
-                config.train_file.display(),
-                dataset.len()
-            );
-            return Err(Error::Checkpoint { path: checkpoint.folder.clone(), message });
-        }
+        let TrainerState { global_step, generation_step, num_input_tokens_seen, .. } = checkpoint.state;
+        checkpoint.check_rows(&config.train_file, dataset.len())?;
         halves.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy))?;
         sampler.restore(checkpoint.state.sampler.clone())?;
         match config.oversample > 0.0 {
@@ -249,78 +241,26 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
     })
 }
 
-/// The checkpoint to resume from, decided and verified by the first rank, the same on all; collective over the world.
+/// The checkpoint to resume from; collective over the world.
 pub(super) fn find_checkpoint(config: &Config, world: &World) -> Result<Option<Checkpoint>> {
-    let decide = || match config.resume_from_checkpoint.as_deref() {
-        None => refuse_earlier_run(config).map(|()| None),
-        Some("latest") => checkpoint::find_latest(&config.output_dir),
-        Some(folder) => Checkpoint::open(Path::new(folder), true).map(|checkpoint| Some(checkpoint.folder)),
+    let options = ResumeOptions {
+        output_dir: &config.output_dir,
+        from: config.resume_from_checkpoint.as_deref(),
+        is_forced: config.force_resume,
     };
-    let folder = world.agree(if world.rank() == 0 { decide() } else { Ok(None) })?;
-    let text = folder.map(|folder| folder.to_string_lossy().into_owned()).unwrap_or_default();
-    let gathered = all_gather_bytes(&*world.group(), text.as_bytes())?;
-    let folder = String::from_utf8_lossy(&gathered[0]).into_owned();
-    if folder.is_empty() {
-        if config.resume_from_checkpoint.is_some() && world.rank() == 0 {
-            eprintln!("no checkpoint in {}: training starts from the beginning", config.output_dir.display());
-        }
-        return Ok(None);
-    }
-    let opened = Checkpoint::open(Path::new(&folder), false);
-    world.agree(opened.and_then(|checkpoint| check_same_run(config, world, &checkpoint).map(|()| Some(checkpoint))))
-}
-
-/// Refuses a fresh run beside another run's checkpoints: a later `latest` could not tell the two apart.
-fn refuse_earlier_run(config: &Config) -> Result<()> {
-    let Some(newest) = checkpoint::list(&config.output_dir)?.pop() else { return Ok(()) };
-    let expected = format!(
-        "a folder without an earlier run's checkpoints, such as {}; resume it with resume_from_checkpoint=latest, remove \
-         them, or name another folder",
-        newest.display()
-    );
-    Err(Error::invalid_value("output_dir", config.output_dir.display(), expected))
-}
-
-/// Refuses to resume with keys that would change the result; where that is asked for, names them.
-fn check_same_run(config: &Config, world: &World, checkpoint: &Checkpoint) -> Result<()> {
-    let changes = unsafe_changes(config, world.size(), checkpoint)?;
-    if changes.is_empty() {
-        return Ok(());
-    }
-    if config.force_resume {
-        if world.rank() == 0 {
-            eprintln!("warning: force_resume from {}: {}", checkpoint.folder.display(), changes.join("; "));
-        }
-        return Ok(());
-    }
-    Err(Error::invalid_value(
-        "resume_from_checkpoint",
-        checkpoint.folder.display(),
-        format!(
-            "the configuration that the checkpoint was made with, or force_resume = true; changed: {}",
-            changes.join("; ")
-        ),
-    ))
+    checkpoint::resume(&options, world, &|checkpoint| unsafe_changes(config, world.size(), checkpoint))
 }
 
 /// What differs and would change the result: single keys, and what the keys of the batch and the world come to.
 fn unsafe_changes(config: &Config, world_size: usize, checkpoint: &Checkpoint) -> Result<Vec<String>> {
-    let TrainerState { config: saved, world_size: saved_world_size, .. } = &checkpoint.state;
-    let unreadable = |error: Error| Error::Checkpoint {
-        path: checkpoint.folder.clone(),
-        message: format!("trainer_state.json: this version cannot use the run's configuration: {error}"),
-    };
-    let saved = saved.restore(config).map_err(unreadable)?;
-    let saved_batch = saved.validate_world((*saved_world_size).max(1)).map_err(unreadable)?;
+    let TrainerState { config: saved, world_size: saved_size, .. } = &checkpoint.state;
+    let foreign = |error: Error| checkpoint.of_another_program(&error);
+    let saved = Config::from_entries(saved.entries(config.entries())).map_err(foreign)?;
+    let saved_batch = saved.validate_world((*saved_size).max(1)).map_err(foreign)?;
     let batch = config.validate_world(world_size)?;
-    let changes = config.diff(&saved);
-    let keys = changes.iter().filter(|change| change.changes_result).map(|change| redact(&change.to_string()));
-    let of_batch = [
+    let numbers = [
         ("generation_batch_size (completions)", saved_batch.generation_batch_size, batch.generation_batch_size),
         ("updates per generation batch", saved_batch.updates_per_generation, batch.updates_per_generation),
     ];
-    let of_batch = of_batch.into_iter().filter(|(_, old, new)| old != new);
-    let of_batch = of_batch
-        .map(|(name, old, new)| format!("{name}: was {old} on {saved_world_size} ranks, is {new} on {world_size}"));
-    Ok(keys.chain(of_batch).collect())
+    Ok(checkpoint::unsafe_changes(&config.diff(&saved), &numbers, [*saved_size, world_size]))
 }

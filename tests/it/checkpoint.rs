@@ -2,6 +2,7 @@
 
 mod files;
 mod partial;
+mod supervised;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

@@ -109,7 +109,10 @@ fn damaged_rows_are_read_or_refused() {
     let chat =
         br#"{"prompt": [{"role": "user", "content": "what is one"}], "answer": 7, "extra": {"a": [1, 2.5, null]}}"#;
     let verl = b"{\"question\": \"one\", \"reward_model\": {\"ground_truth\": \"4\"}}\n\n{\"problem\": \"two\", \"solution\": 4}\n";
-    feed(targets::rows, &[text, chat, verl], 3000);
+    let taught =
+        br#"{"messages": [{"role": "user", "content": "what is one"}, {"role": "assistant", "content": "one"}]}"#;
+    let both = br#"{"prompt": "what is one", "completion": "the answer is 1"}"#;
+    feed(targets::rows, &[text, chat, verl, taught, both], 5000);
 }
 
 #[test]

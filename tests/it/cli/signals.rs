@@ -100,20 +100,27 @@ fn a_second_signal_and_a_dead_launcher_end_everything_at_once() {
 }
 
 #[test]
-fn a_stopped_supervised_run_leaves_the_model_as_it_is() {
+fn a_stopped_supervised_run_saves_and_is_resumed() {
     let folder = tempfile::tempdir().unwrap();
     let rows = folder.path().join("rows.jsonl");
     fs::write(&rows, "{\"prompt\": \"what is one plus one ?\", \"completion\": \"the answer is 2\"}\n".repeat(4))
         .unwrap();
     let line = format!(
         "sft --config configs/arithmetic/warmup.toml model_name_or_path={MODEL} train_file={} \
-         per_device_train_batch_size=2 logging_steps=1",
+         per_device_train_batch_size=2 logging_steps=1 lr_scheduler_type=constant",
         rows.display()
     );
     let stopped = start_with(&line, folder.path());
     signal(&stopped.id().to_string(), "-TERM");
     let ended = end(stopped);
     assert_eq!(ended.code, Some(75), "{}", ended.stderr);
+    let step = metrics(folder.path()).last().unwrap()["step"].as_u64().unwrap();
+    assert!(ended.stderr.contains(&format!("preempted at step {step}; saved ")), "{}", ended.stderr);
+    let resume = format!("--nproc 2 max_steps={} resume_from_checkpoint=latest", step + 1);
+    let resumed = run(&format!("{line} {resume} output_dir={}", folder.path().display()));
+    assert_eq!(resumed.code, Some(0), "{}", resumed.stderr);
+    assert!(resumed.stderr.contains(&format!("checkpoint-{step}\n")), "{}", resumed.stderr);
+    assert_eq!(metrics(folder.path()).last().unwrap()["step"], step + 1);
     assert!(folder.path().join("final").join("model.safetensors").exists());
 }
 

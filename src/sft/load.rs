@@ -1,0 +1,136 @@
+//! From a configuration to a supervised run: everything is read and checked before anything is trained.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use tch::Kind;
+
+use super::Sft;
+use super::log::Log;
+use crate::checkpoint::{self, Checkpoint, CheckpointOptions, ResumeOptions, Saver, TrainerState};
+use crate::config::SftConfig;
+use crate::cuda::Placement;
+use crate::data::{PromptSampler, SftDataset, Tokenizer};
+use crate::dist::{Mesh, World};
+use crate::error::{Error, Result};
+use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, WeightFiles};
+use crate::phase;
+use crate::train::{AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, Policy};
+use crate::train::{PolicyOptions, PolicyStart, Schedule};
+
+/// Collective over the world.
+pub(super) fn load(config: SftConfig, world: Arc<World>, checkpoint: Option<Checkpoint>) -> Result<Sft> {
+    let source = ModelSource::new(&config.model_name_or_path, None)?;
+    let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
+    let (rows, eval_rows) = read_rows(&config, &source, &spec)?;
+    let rows_per_update = rows_per_update(&config, world.size());
+    if rows_per_update > rows.examples.len() {
+        return Err(too_few_rows(&config, rows.examples.len(), rows_per_update));
+    }
+    let schedule = Schedule::new(config.learning_rate, &config.optimizer, (rows.examples.len(), rows_per_update), 1);
+    let mesh = world.mesh(1, config.zero.shard_group_size.unwrap_or(world.size()))?;
+    let mut policy = policy(&config, &world, &mesh, &source, spec)?;
+    let mut sampler = PromptSampler::new(rows.examples.len(), config.seed, config.shuffle_dataset);
+    let (mut global_step, mut num_tokens) = (0, 0);
+    if let Some(checkpoint) = &checkpoint {
+        checkpoint.check_rows(&config.train_file, rows.examples.len())?;
+        checkpoint.restore(&mut policy)?;
+        sampler.restore(checkpoint.state.sampler.clone())?;
+        TrainerState { global_step, num_input_tokens_seen: num_tokens, .. } = checkpoint.state;
+    }
+    let log = Log::new(&config, world.rank() == 0, schedule.total_steps as u64, checkpoint.as_ref())?;
+    log.say(&format!("{}: {}", config.train_file.display(), rows.counts()));
+    let saver = Saver::new(CheckpointOptions {
+        output_dir: config.output_dir.clone(),
+        base_dir: source.base.clone(),
+        save_total_limit: config.save_total_limit,
+        save_async: config.save_async,
+    });
+    Ok(Sft {
+        device: world.device(),
+        config,
+        world,
+        mesh,
+        base_dir: source.base,
+        policy,
+        examples: rows.examples,
+        eval_examples: eval_rows.map_or_else(Vec::new, |rows| rows.examples),
+        sampler,
+        schedule,
+        log,
+        saver,
+        global_step,
+        num_tokens,
+    })
+}
+
+/// The checkpoint to go on from; collective over the world.
+pub(super) fn find_checkpoint(config: &SftConfig, world: &World) -> Result<Option<Checkpoint>> {
+    let options = ResumeOptions {
+        output_dir: &config.output_dir,
+        from: config.resume_from_checkpoint.as_deref(),
+        is_forced: config.force_resume,
+    };
+    checkpoint::resume(&options, world, &|checkpoint| unsafe_changes(config, world.size(), checkpoint))
+}
+
+/// What differs from the run that made a checkpoint and would change the result.
+fn unsafe_changes(config: &SftConfig, world_size: usize, checkpoint: &Checkpoint) -> Result<Vec<String>> {
+    let TrainerState { config: saved, world_size: saved_size, .. } = &checkpoint.state;
+    let saved = SftConfig::from_entries(saved.entries(config.entries()));
+    let saved = saved.map_err(|error| checkpoint.of_another_program(&error))?;
+    let rows = ("rows per update", rows_per_update(&saved, *saved_size), rows_per_update(config, world_size));
+    Ok(checkpoint::unsafe_changes(&config.diff(&saved), &[rows], [*saved_size, world_size]))
+}
+
+fn read_rows(config: &SftConfig, source: &ModelSource, spec: &ModelSpec) -> Result<(SftDataset, Option<SftDataset>)> {
+    let tokenizer = Tokenizer::from_folder(&source.base)?;
+    tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
+    let max_length = config.max_length.min(spec.max_position_embeddings);
+    let read = |path: &PathBuf| SftDataset::from_jsonl(path, &tokenizer, &spec.eos_token_ids, max_length);
+    Ok((read(&config.train_file)?, config.eval_file.as_ref().map(read).transpose()?))
+}
+
+/// Rows of one update over all ranks.
+fn rows_per_update(config: &SftConfig, world_size: usize) -> usize {
+    config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size
+}
+
+fn too_few_rows(config: &SftConfig, num_rows: usize, rows_per_update: usize) -> Error {
+    let (file, got) = (config.train_file.display(), config.per_device_train_batch_size);
+    let expected = format!(
+        "at most {num_rows} rows an update over all ranks and slices, not {rows_per_update}: {file} has no more"
+    );
+    Error::invalid_value("per_device_train_batch_size", got, expected)
+}
+
+fn policy(
+    config: &SftConfig,
+    world: &World,
+    mesh: &Mesh,
+    source: &ModelSource,
+    spec: Arc<ModelSpec>,
+) -> Result<Policy> {
+    let device = world.device();
+    let kind = Placement::in_world(config.device, config.dtype, device)?.kind;
+    let options = PolicyOptions {
+        stage: config.zero.stage,
+        network: NetworkOptions { kind, device },
+        gradient_checkpointing: config.gradient_checkpointing,
+        adam: AdamOptions::new(&config.optimizer),
+        gradients: GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype),
+    };
+    let table = Arc::new(ParamTable::new(spec.clone(), mesh.shard.size()));
+    let files = WeightFiles::open(&source.base, spec)?;
+    let start = PolicyStart {
+        lora: LoraSpec::new(&config.lora),
+        quantization: config.quantization,
+        seed: config.seed,
+        adapters: source.adapters.as_deref(),
+    };
+    let weights = |layout: &_| {
+        phase::beat();
+        files.read_unit(layout, Kind::Float)
+    };
+    Policy::start(table, mesh, options, OptimizerHome::Resident, &weights, start)
+}

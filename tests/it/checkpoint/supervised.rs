@@ -1,0 +1,55 @@
+//! Supervised runs that are cut short and go on.
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use crate::program::{MODEL, metrics, run, stdout_of};
+
+/// Lines of metrics.jsonl without what a clock says.
+fn lines(output_dir: &Path) -> Vec<Map<String, Value>> {
+    let line = |line: Value| {
+        let numbers = line.as_object().unwrap().clone().into_iter();
+        numbers.filter(|(name, _)| name != "time" && name != "step_time").collect()
+    };
+    metrics(output_dir).into_iter().map(line).collect()
+}
+
+/// Adapters under dropout at ZeRO-2, shuffled conversations, a rate that falls: nothing but a full resume ends the same.
+#[test]
+fn a_supervised_run_ends_like_a_straight_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let row = |answer: usize| {
+        format!(
+            r#"{{"messages": [{{"role": "user", "content": "what is one plus {} ?"}}, {{"role": "assistant", "content": "the answer is {answer}"}}]}}"#,
+            ["one", "two", "three", "four", "five"][answer - 2]
+        )
+    };
+    std::fs::write(folder.path().join("rows.jsonl"), (2..7).map(|answer| row(answer) + "\n").collect::<String>())
+        .unwrap();
+    let line = |name: &str, more: &str| {
+        format!(
+            "sft --nproc 2 --config configs/arithmetic/warmup.toml model_name_or_path={MODEL} lora.r=4 lora.dropout=0.1 \
+             train_file={place}/rows.jsonl eval_file={place}/rows.jsonl output_dir={place}/{name} max_steps=6 warmup_steps=2 \
+             per_device_train_batch_size=2 logging_steps=1 save_steps=4 {more}",
+            place = folder.path().display()
+        )
+    };
+    let (straight, resumed) = (folder.path().join("straight"), folder.path().join("resumed"));
+    let told = stdout_of(&line("straight", ""));
+    let resume = format!("resume_from_checkpoint={}", straight.join("checkpoint-4").display());
+    let weights = |run: &Path| std::fs::read(run.join("final/adapter_model.safetensors")).unwrap();
+    assert_eq!(stdout_of(&line("resumed", &resume)).lines().next(), told.lines().next(), "the same losses");
+    assert!(weights(&resumed) == weights(&straight), "other weights than undisturbed");
+    assert_eq!(lines(&resumed), lines(&straight)[4..]);
+
+    let more = format!("{resume} learning_rate=1e-4 per_device_train_batch_size=1");
+    let changed = ["learning_rate was 0.001, is 0.0001", "rows per update: was 4 on 2 ranks, is 2 on 2"];
+    run(&line("changed", &more)).assert_error("changed", 2, &changed);
+    run(&line("straight", "")).assert_error("beside another run's checkpoints", 2, &["output_dir", "checkpoint-6"]);
+    let other = format!(
+        "--config configs/tiny-cpu.toml tensor_parallel_size=1 {resume} output_dir={}",
+        folder.path().join("other").display()
+    );
+    run(&other).assert_error("a supervised run's checkpoint", 5, &["this version or command", "max_length"]);
+}
