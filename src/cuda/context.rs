@@ -125,6 +125,9 @@ impl Drop for Context {
     }
 }
 
+/// The code of an [`Error::Cuda`] for memory that a GPU, or pinned memory that its host, does not have.
+pub(crate) const OUT_OF_MEMORY: u32 = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32;
+
 /// The driver's answer to `op` as the crate's result.
 pub(crate) fn check<T>(op: &'static str, answer: std::result::Result<T, result::DriverError>) -> Result<T> {
     answer.map_err(|error| {

@@ -33,7 +33,7 @@ mod stream;
 mod torch_stream;
 
 pub use context::Context;
-pub(crate) use context::check;
+pub(crate) use context::{OUT_OF_MEMORY, check};
 pub use devices::{available_bytes, devices};
 pub use graph::Graph;
 pub use library::{is_available, require};

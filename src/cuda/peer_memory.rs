@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use cudarc::driver::{result, sys};
 use tch::{Device, Kind, Tensor};
 
-use super::context::{Context, check};
+use super::context::{Context, OUT_OF_MEMORY, check};
 use crate::error::{Error, Result};
 
 /// What another process maps a rank's memory by.
@@ -34,7 +34,7 @@ impl PeerMemory {
         // SAFETY: plain allocations, never freed.
         let own = unsafe { result::malloc_sync(bytes) };
         let own = check("cuMemAlloc", own).map_err(|error| match error {
-            Error::Cuda { code, .. } if code == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32 => {
+            Error::Cuda { code: OUT_OF_MEMORY, .. } => {
                 Error::OutOfMemory { owner: "peer memory".to_owned(), requested_bytes: bytes }
             }
             other => other,

@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use cudarc::driver::sys;
 use tch::Device;
 
-use crate::cuda::{Context, check};
+use crate::cuda::{Context, OUT_OF_MEMORY, check};
 use crate::error::{Error, Result};
 
 /// Size of a whole chunk: smaller ones take longer to map, up to 64 GiB larger ones bring nothing.
@@ -64,7 +64,7 @@ impl ChunkPool {
     /// A chunk with whatever content: one of this size that is on its way back, else a new one.
     ///
     /// # Errors
-    /// [`Error::Cuda`] with code 2 when the GPU does not have it, even after all that was let go is back.
+    /// [`Error::Cuda`] with the code [`OUT_OF_MEMORY`] when the GPU does not have it, even after all that was let go is back.
     pub(super) fn take(&self, bytes: usize) -> Result<Chunk> {
         {
             let mut state = self.lock();
@@ -73,7 +73,7 @@ impl ChunkPool {
             }
         }
         match self.create(bytes) {
-            Err(Error::Cuda { code: 2, .. }) => {
+            Err(Error::Cuda { code: OUT_OF_MEMORY, .. }) => {
                 self.settle()?;
                 self.create(bytes)
             }

@@ -6,6 +6,7 @@ use std::io;
 use std::path::Path;
 
 use super::arena::AddressRange;
+use super::host::available_host_bytes;
 use super::ledger::{Ledger, Place};
 use crate::error::{Error, Result};
 
@@ -68,7 +69,7 @@ impl AddressRange for CpuRange {
     /// Pages are filled on first touch; what the machine cannot hold is refused here, where it can still be named,
     /// and not by the kernel's out-of-memory killer later.
     fn map(&mut self, from: usize, to: usize) -> Result<()> {
-        if to - from > available_bytes()? {
+        if to - from > available_host_bytes()? {
             return Err(self.out_of_memory(to - from));
         }
         self.protect(from, to, libc::PROT_READ | libc::PROT_WRITE).map_err(|_| self.out_of_memory(to - from))
@@ -114,15 +115,6 @@ impl Drop for CpuRange {
 fn address_range(line: &str) -> Option<(usize, usize)> {
     let (from, to) = line.split_whitespace().next()?.split_once('-')?;
     Some((usize::from_str_radix(from, 16).ok()?, usize::from_str_radix(to, 16).ok()?))
-}
-
-/// What the kernel could still hand out without swapping.
-fn available_bytes() -> Result<usize> {
-    let path = Path::new("/proc/meminfo");
-    let meminfo = std::fs::read_to_string(path).map_err(Error::io(path))?;
-    let kib =
-        meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:")).map_or(usize::MAX >> 10, leading_number);
-    Ok(kib << 10)
 }
 
 /// `   123 kB` -> 123.

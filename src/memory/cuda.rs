@@ -9,7 +9,7 @@ use cudarc::driver::sys;
 use super::arena::AddressRange;
 use super::chunks::{CHUNK_BYTES, Chunk, ChunkPool, device_memory};
 use super::ledger::{Ledger, Place};
-use crate::cuda::{Context, check};
+use crate::cuda::{Context, OUT_OF_MEMORY, check};
 use crate::error::{Error, Result};
 use crate::torch;
 
@@ -128,7 +128,7 @@ impl AddressRange for CudaRange {
         self.extend(to).map_err(|error| {
             let undone = self.cut(from).and_then(|()| self.pool.settle());
             match (error, undone) {
-                (Error::Cuda { code: 2, .. }, Ok(())) => self.out_of_memory(to - from),
+                (Error::Cuda { code: OUT_OF_MEMORY, .. }, Ok(())) => self.out_of_memory(to - from),
                 (_, Err(error)) | (error, Ok(())) => error,
             }
         })

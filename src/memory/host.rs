@@ -1,7 +1,7 @@
 //! How much host memory this process may still use, and how much it has used.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 
@@ -38,13 +38,20 @@ fn cgroup_bytes() -> Option<usize> {
     let membership = fs::read_to_string("/proc/self/cgroup").ok()?;
     let own = membership.lines().find_map(|line| line.strip_prefix("0::/"))?;
     let root = PathBuf::from("/sys/fs/cgroup");
-    let number = |path: PathBuf| fs::read_to_string(path).ok()?.trim().parse::<usize>().ok();
-    let left = |folder: &std::path::Path| {
-        let limit = number(folder.join("memory.max"))?;
-        Some(limit.saturating_sub(number(folder.join("memory.current"))?))
-    };
     let folder = root.join(own);
-    folder.ancestors().take_while(|folder| folder.starts_with(&root)).filter_map(left).min()
+    folder.ancestors().take_while(|folder| folder.starts_with(&root)).filter_map(limit_leaves).min()
+}
+
+/// What one control group's limit leaves. Cached pages of files, such as weights that were read, count as used there, but give
+/// way.
+fn limit_leaves(folder: &Path) -> Option<usize> {
+    let text = |name| fs::read_to_string(folder.join(name)).ok();
+    let number = |name| text(name)?.trim().parse::<usize>().ok();
+    let limit = number("memory.max")?;
+    let stat = text("memory.stat").unwrap_or_default();
+    let bytes = |line: &str| line.split_once("active_file ")?.1.parse::<usize>().ok(); // active and inactive ones
+    let cached: usize = stat.lines().filter_map(bytes).sum();
+    Some(limit.saturating_sub(number("memory.current")?.saturating_sub(cached)))
 }
 
 #[cfg(test)]
@@ -60,5 +67,19 @@ mod tests {
         assert!(available > 1 << 20, "{available}");
         let held = vec![1u8; 32 << 20];
         assert!(peak_resident_bytes().unwrap() > held.iter().map(|&byte| usize::from(byte)).sum());
+    }
+
+    #[test]
+    fn cached_files_do_not_count_against_a_limit() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
+        assert_eq!(limit_leaves(folder.path()), None);
+        write("memory.max", "1000\n");
+        write("memory.current", "900\n");
+        assert_eq!(limit_leaves(folder.path()), Some(100));
+        write("memory.stat", "anon 200\nfile 700\ninactive_anon 9\nactive_file 50\ninactive_file 600\n");
+        assert_eq!(limit_leaves(folder.path()), Some(750));
+        write("memory.max", "max\n");
+        assert_eq!(limit_leaves(folder.path()), None);
     }
 }

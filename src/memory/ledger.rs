@@ -19,7 +19,10 @@ pub struct Ledger;
 
 /// Most bytes held at once since [`Ledger::take_peak`], by place.
 static PEAKS: [AtomicUsize; 2] = [AtomicUsize::new(0), AtomicUsize::new(0)];
-static ACCOUNTS: Mutex<BTreeMap<(Place, &'static str), usize>> = Mutex::new(BTreeMap::new());
+static ACCOUNTS: Mutex<Accounts> = Mutex::new(BTreeMap::new());
+
+/// Bytes by place and owner.
+type Accounts = BTreeMap<(Place, &'static str), usize>;
 
 impl Ledger {
     /// Says that `owner` now holds `bytes` in `place`; 0 closes the account.
@@ -34,12 +37,13 @@ impl Ledger {
 
     /// Bytes held in `place` by all owners together.
     pub fn total(place: Place) -> usize {
-        accounts().iter().filter(|((at, _), _)| *at == place).map(|(_, bytes)| bytes).sum()
+        total_of(&accounts(), place)
     }
 
     /// The most bytes that were held in `place` at once since the last call.
     pub fn take_peak(place: Place) -> usize {
-        PEAKS[place as usize].swap(Self::total(place), Ordering::Relaxed)
+        let accounts = accounts();
+        PEAKS[place as usize].swap(total_of(&accounts, place), Ordering::Relaxed)
     }
 
     /// Moves `owner`'s account from `old_bytes` to `new_bytes`, for owners of several allocations of one name.
@@ -64,13 +68,16 @@ impl Ledger {
         if *bytes == 0 {
             accounts.remove(&(place, owner));
         }
-        drop(accounts);
-        PEAKS[place as usize].fetch_max(Self::total(place), Ordering::Relaxed);
+        PEAKS[place as usize].fetch_max(total_of(&accounts, place), Ordering::Relaxed);
     }
 }
 
+fn total_of(accounts: &Accounts, place: Place) -> usize {
+    accounts.iter().filter(|((at, _), _)| *at == place).map(|(_, bytes)| bytes).sum()
+}
+
 /// A panic elsewhere cannot leave the map half changed, so a poisoned lock is taken as it is.
-fn accounts() -> MutexGuard<'static, BTreeMap<(Place, &'static str), usize>> {
+fn accounts() -> MutexGuard<'static, Accounts> {
     ACCOUNTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

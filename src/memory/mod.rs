@@ -1,8 +1,8 @@
 //! Memory that comes and goes: the [`Arena`] (an address range whose physical memory is mapped and unmapped), the
 //! [`HostPool`] (host memory allocated once and kept) and the [`Ledger`] of who holds what.
 //!
-//! `cpu.rs` and `cuda.rs` (on the memory of `chunks.rs`) are the arena's backends, `pages.rs` the pool's: on a machine with a GPU its memory is pinned and
-//! copies run on streams of their own. Knows nothing of models or ranks.
+//! `cpu.rs` and `cuda.rs` (on the memory of `chunks.rs`) are the arena's backends, `pages.rs` the pool's: on a machine with a
+//! GPU its memory is pinned and copies run on streams of their own. Knows nothing of models or ranks.
 
 mod arena;
 mod chunks;

@@ -10,7 +10,7 @@ use super::cpu::CpuRange;
 use super::host::available_host_bytes;
 use super::ledger::{Ledger, Place};
 use super::numa;
-use crate::cuda::{Context, Stream, check};
+use crate::cuda::{Context, OUT_OF_MEMORY, Stream, check};
 use crate::error::{Error, Result};
 
 /// Pinned memory comes in pieces of this size: each takes about a second, so that a bar can show them.
@@ -101,7 +101,7 @@ impl PinnedPages {
             let allocate = || unsafe { result::malloc_host(piece.len(), sys::CU_MEMHOSTALLOC_PORTABLE) };
             let address = numa::on_node(node, allocate);
             let address = check("cuMemHostAlloc", address).map_err(|error| match error {
-                Error::Cuda { code: 2, .. } => out_of_memory("the driver has no more"),
+                Error::Cuda { code: OUT_OF_MEMORY, .. } => out_of_memory("the driver has no more"),
                 other => other,
             })?;
             pages.chunks.push(Chunk(address.cast()));
