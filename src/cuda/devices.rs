@@ -18,21 +18,17 @@ pub fn devices() -> Result<Vec<String>> {
     if !unsafe { sys::is_culib_present() } {
         return Ok(Vec::new());
     }
-    let failed = |error: result::DriverError| match error.0 {
-        sys::CUresult::CUDA_ERROR_NO_DEVICE => None,
-        code => Some(Error::Environment { message: format!("CUDA driver: {code:?}") }),
-    };
-    if let Err(error) = result::init() {
-        return failed(error).map_or(Ok(Vec::new()), Err);
+    match result::init() {
+        Err(result::DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => return Ok(Vec::new()),
+        outcome => outcome.map_err(failed)?,
     }
-    let environment = |error| failed(error).unwrap_or(Error::Environment { message: "CUDA driver".to_owned() });
-    let count = result::device::get_count().map_err(environment)?;
+    let count = result::device::get_count().map_err(failed)?;
     (0..count)
         .map(|ordinal| {
-            let device = result::device::get(ordinal).map_err(environment)?;
-            let name = result::device::get_name(device).map_err(environment)?;
+            let device = result::device::get(ordinal).map_err(failed)?;
+            let name = result::device::get_name(device).map_err(failed)?;
             // SAFETY: the device came from the driver just now.
-            let bytes = unsafe { result::device::total_mem(device) }.map_err(environment)?;
+            let bytes = unsafe { result::device::total_mem(device) }.map_err(failed)?;
             Ok(format!("{ordinal}: {name}, {} MiB", bytes >> 20))
         })
         .collect()
@@ -44,7 +40,6 @@ pub fn devices() -> Result<Vec<String>> {
 /// # Errors
 /// [`Error::Environment`] if there is no driver, or it does not answer.
 pub fn available_bytes() -> Result<usize> {
-    let failed = |error: result::DriverError| Error::Environment { message: format!("CUDA driver: {:?}", error.0) };
     if devices()?.is_empty() {
         return Err(Error::Environment { message: "no GPU is visible".to_owned() });
     }
@@ -58,4 +53,9 @@ pub fn available_bytes() -> Result<usize> {
         smallest = smallest.min(unsafe { result::device::total_mem(device) }.map_err(failed)?);
     }
     Ok(smallest.saturating_sub(LIBRARY_BYTES))
+}
+
+/// What the driver answers before there is a context to use.
+pub(super) fn failed(error: result::DriverError) -> Error {
+    Error::Environment { message: format!("CUDA driver: {:?}", error.0) }
 }

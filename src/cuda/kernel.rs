@@ -35,6 +35,11 @@ pub(super) enum Argument {
     Float(f32),
 }
 
+impl Argument {
+    /// The address of nothing.
+    pub(super) const NULL: Self = Self::Address(std::ptr::null_mut());
+}
+
 impl Kernel {
     /// The function `name` (`extern "C"`) of `source` on GPU `ordinal`, compiled and loaded on first use.
     ///

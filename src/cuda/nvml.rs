@@ -5,7 +5,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void};
 
 use cudarc::driver::result;
 
-use super::devices;
+use super::devices::{devices, failed};
 use crate::error::{Error, Result};
 
 /// What a GPU may hold for others: displays, monitors, the driver itself.
@@ -93,7 +93,6 @@ impl Nvml {
 
     /// What is held of one GPU, by whom, if it is more than is tolerated.
     fn held(&self, ordinal: i32) -> Result<Option<String>> {
-        let failed = |error: result::DriverError| Error::Environment { message: format!("CUDA driver: {:?}", error.0) };
         let device = result::device::get(ordinal).map_err(failed)?;
         let uuid = result::device::get_uuid(device).map_err(failed)?;
         let name = uuid_text(&uuid.bytes.map(|byte| byte as u8));

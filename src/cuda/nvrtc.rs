@@ -58,6 +58,9 @@ const HEADERS: [(&CStr, &str); 3] = [
     (c"scalar.cuh", include_str!("../kernels/scalar.cuh")),
 ];
 
+/// Beside the architecture.
+const OPTIONS: [&str; 2] = ["--std=c++17", "--extra-device-vectorization"];
+
 /// Machine code of `source` for compute capability (major, minor), from the cache if it is there.
 ///
 /// # Errors
@@ -65,7 +68,7 @@ const HEADERS: [(&CStr, &str); 3] = [
 pub(super) fn cubin(source: &Source, capability: (i32, i32)) -> Result<Vec<u8>> {
     let version = version()?;
     let headers = HEADERS.map(|header| header.1).concat();
-    let key = format!("{capability:?} {version:?}\n{headers}\n{}", source.text);
+    let key = format!("{capability:?} {version:?} {OPTIONS:?}\n{headers}\n{}", source.text);
     let path = cache::path("cubin", source.file.trim_end_matches(".cu"), &key)?;
     if let Some(image) = cache::read(&path)? {
         return Ok(image);
@@ -100,8 +103,8 @@ fn compile(source: &Source, (major, minor): (i32, i32)) -> Result<Vec<u8>> {
         )
     };
     created.result().map_err(|error| environment(&format!("nvrtcCreateProgram: {error}")))?;
-    let options =
-        [format!("--gpu-architecture=sm_{major}{minor}"), "--std=c++17".into(), "--extra-device-vectorization".into()];
+    let options: Vec<String> =
+        std::iter::once(format!("--gpu-architecture=sm_{major}{minor}")).chain(OPTIONS.map(str::to_owned)).collect();
     // SAFETY: the program was created above.
     let outcome = unsafe { result::compile_program(program, &options) }.map_err(|error| {
         // SAFETY: as above.

@@ -3,6 +3,7 @@
 use tch::{Device, Kind};
 
 use super::devices;
+use super::library::environment;
 use crate::config::{self, Dtype};
 use crate::error::{Error, Result};
 
@@ -23,8 +24,9 @@ impl Placement {
     pub fn new(device: config::Device, dtype: Dtype) -> Result<Self> {
         let on_cuda = device != config::Device::Cpu && !devices()?.is_empty();
         if device == config::Device::Cuda && !on_cuda {
-            let message = "device = cuda, but no GPU is visible: look at the NVIDIA driver and CUDA_VISIBLE_DEVICES, or set device = cpu";
-            return Err(Error::Environment { message: message.to_owned() });
+            return Err(environment(
+                "device = cuda, but no GPU is visible: look at the NVIDIA driver and CUDA_VISIBLE_DEVICES, or set device = cpu",
+            ));
         }
         Ok(Self::of(on_cuda, dtype))
     }

@@ -60,10 +60,7 @@ pub fn adamw(
     let grad_bytes = grad.kind().elt_size_in_bytes();
     let grad = address(OP, grad, grad.kind(), n, gpu)?;
     let weight_bytes = weight.as_ref().map_or(0, |weight| weight.kind().elt_size_in_bytes());
-    let weight = match weight {
-        Some(weight) => address(OP, weight, weight.kind(), n, gpu)?,
-        None => Argument::Address(std::ptr::null_mut()),
-    };
+    let weight = weight.map_or(Ok(Argument::NULL), |weight| address(OP, weight, weight.kind(), n, gpu))?;
     let AdamWScalars { keep, beta1, gain1, beta2, gain2, root_scale, eps, rate } = *scalars;
     let decayed = if keep == 1.0 { &[] } else { decayed }; // one run
     for (range, is_decayed) in segments(decayed, n)? {

@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, invalid, is_aligned, launch, ordinal};
+use super::{Argument, address, address_or_null, invalid, is_aligned, launch, ordinal};
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
@@ -81,7 +81,7 @@ pub fn head_backward(
         number(of.lse)?,
         number(of.entropy)?,
         number(of.dlogprobs)?,
-        of.dentropy.map_or(Ok(Argument::Address(std::ptr::null_mut())), number)?,
+        address_or_null(OP, of.dentropy, Kind::Float, rows, gpu)?,
         Argument::Count(vocabulary as i64),
         Argument::Float((1.0 / temperature) as f32),
     ];

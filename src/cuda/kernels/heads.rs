@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, blocks, invalid, is_aligned, kind_name, launch, ordinal};
+use super::{Argument, address, address_or_null, blocks, invalid, is_aligned, kind_name, launch, ordinal};
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
@@ -99,16 +99,13 @@ pub fn heads_backward(
     let (teams, slots) = (256 / lanes as usize, shape.slots() as usize);
     let slot_blocks = slots.div_ceil(teams);
     let threads = (slots.div_ceil(slot_blocks) * lanes as usize).next_multiple_of(32) as u32;
-    let stripes = (BACKWARD_BLOCKS / slot_blocks).clamp(1, tokens.max(1) as usize);
+    let stripes = (BACKWARD_BLOCKS / slot_blocks).max(1).min(tokens as usize); // none leave no sums
     let partial = |wanted: bool| {
         let room = || Tensor::f_empty([&[stripes as i64], &like[1..]].concat(), (Kind::Float, dq.device()));
         wanted.then(room).transpose()
     };
     let (d_bias, d_norm) = (partial(wants_bias)?, partial(norms.is_some())?);
-    let optional = |tensor: Option<&Tensor>, kind, count| match tensor {
-        Some(tensor) => address(OP, tensor, kind, count, shape.gpu),
-        None => Ok(Argument::Address(std::ptr::null_mut())),
-    };
+    let optional = |tensor, kind, count| address_or_null(OP, tensor, kind, count, shape.gpu);
     if norms.is_some() && qkv.is_none() {
         return Err(invalid(OP, "the projection, as there are norms", "none"));
     }
@@ -123,7 +120,7 @@ pub fn heads_backward(
     arguments.push(optional(d_norm.as_ref(), Kind::Float, stripes * columns)?);
     arguments.extend([tokens, groups, shape.queries, shape.half, lanes, stripes as i64].map(Argument::Count));
     arguments.push(Argument::Float(norms.map_or(0.0, |norms| norms.eps as f32)));
-    let grid = if tokens == 0 { 0 } else { (stripes * slot_blocks) as u32 };
+    let grid = (stripes * slot_blocks) as u32;
     // SAFETY: the kernel's parameters in order; a team of lanes for every slot of every stripe of tokens.
     unsafe { launch(SOURCE, &format!("{OP}_{suffix}"), shape.gpu, (grid, threads, 0), &arguments)? };
     let d_bias = d_bias.map(|sums| sums.f_view([stripes as i64, columns as i64])).transpose()?;
@@ -173,7 +170,7 @@ impl Shape {
         let weight = |weight: &Tensor| address(op, weight, kind, 2 * self.half as usize, self.gpu);
         match norms {
             Some(norms) => Ok([weight(norms.q)?, weight(norms.k)?]),
-            None => Ok([Argument::Address(std::ptr::null_mut()); 2]),
+            None => Ok([Argument::NULL; 2]),
         }
     }
 

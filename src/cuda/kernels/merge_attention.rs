@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, blocks, invalid, launch, ordinal};
+use super::{Argument, address, blocks, invalid, is_aligned, launch, ordinal};
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
@@ -33,7 +33,7 @@ pub fn merge_attention(a: Attended<'_>, b: Attended<'_>, to: Attended<'_>) -> Re
     let mut arguments = Vec::new();
     for (o, lse) in [a, b, to] {
         let fits = lse.size() == [tokens, heads] && lse.kind() == Kind::Float && lse.device() == o.device();
-        if !fits || !(o.data_ptr() as usize).is_multiple_of(16) {
+        if !fits || !is_aligned(o) {
             return Err(invalid(OP, format!("log-sum-exp [{tokens}, {heads}] f32 beside aligned outputs"), lse.size()));
         }
         let strides = lse.stride();

@@ -127,7 +127,7 @@ fn address_or_null(
     numel: usize,
     ordinal: usize,
 ) -> Result<Argument> {
-    tensor.map_or(Ok(Argument::Address(std::ptr::null_mut())), |tensor| address(op, tensor, kind, numel, ordinal))
+    tensor.map_or(Ok(Argument::NULL), |tensor| address(op, tensor, kind, numel, ordinal))
 }
 
 /// The address of a tensor of `kind` and `shape` on GPU `ordinal`, whatever its strides.
@@ -150,8 +150,7 @@ fn row_len(op: &'static str, tensor: &Tensor) -> Result<usize> {
 /// Elements that a thread can move at once: 16 bytes where rows of `len` and all addresses allow it, else one.
 fn width(len: usize, tensors: &[&Tensor]) -> usize {
     let widest = tensors.iter().map(|tensor| 16 / tensor.kind().elt_size_in_bytes()).max().unwrap_or(1);
-    let is_wide =
-        len.is_multiple_of(widest) && tensors.iter().all(|tensor| (tensor.data_ptr() as usize).is_multiple_of(16));
+    let is_wide = len.is_multiple_of(widest) && tensors.iter().all(|tensor| is_aligned(tensor));
     if is_wide { widest } else { 1 }
 }
 

@@ -3,7 +3,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::{Argument, address, address_or_null, invalid, kind_name, launch_early, ordinal};
+use super::{Argument, address, address_or_null, invalid, is_aligned, kind_name, launch_early, ordinal};
 use crate::cuda::Context;
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
@@ -223,7 +223,7 @@ impl Buffers {
     }
 
     fn addresses(&self, gpu: usize) -> Result<[Argument; 6]> {
-        let mut addresses = [Argument::Address(std::ptr::null_mut()); 6];
+        let mut addresses = [Argument::NULL; 6];
         for (at, tensor) in addresses.iter_mut().zip(self.tensors()) {
             *at = address("attention_plan", tensor, tensor.kind(), tensor.numel(), gpu)?;
         }
@@ -279,7 +279,7 @@ pub fn paged_attention(
         // SAFETY: the kernel's parameters in order; one block a query head of a row; blocks of contexts are the caller's.
         return unsafe { launch_early(ANY, &name, gpu, grid, &arguments) };
     };
-    if [q, k_cache, v_cache, o].iter().any(|tensor| !(tensor.data_ptr() as usize).is_multiple_of(16)) {
+    if ![q, k_cache, v_cache, o].iter().all(|tensor| is_aligned(tensor)) {
         return Err(invalid(OP, "tensors on multiples of 16 bytes", "others"));
     }
     let [header, items, pieces, _, arrived, partials] = buffers.addresses(gpu)?;

@@ -4,7 +4,7 @@
 use tch::{Kind, Tensor};
 
 use super::sums::add_columns;
-use super::{Argument, address, blocks, invalid, is_aligned, kind_name, launch, ordinal};
+use super::{Argument, address, address_or_null, blocks, invalid, is_aligned, kind_name, launch, ordinal};
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
@@ -70,16 +70,12 @@ pub fn rms_norm_backward(
     let Rows { gpu, rows, dim, suffix, threads } = Rows::of(OP, x, &[dy, weight, &dx, residual.unwrap_or(x)])?;
     let grid = blocks(rows, 1, (BACKWARD_THREADS / threads.next_power_of_two() as usize).max(132));
     let partial = Tensor::f_empty([i64::from(grid), dim as i64], (Kind::Float, x.device()))?; // [blocks, D]
-    let residual = match residual {
-        Some(residual) => address(OP, residual, x.kind(), rows * dim, gpu)?,
-        None => Argument::Address(std::ptr::null_mut()),
-    };
     let arguments = [
         address(OP, dy, x.kind(), rows * dim, gpu)?,
         address(OP, x, x.kind(), rows * dim, gpu)?,
         address(OP, weight, x.kind(), dim, gpu)?,
         address(OP, rstd, Kind::Float, rows, gpu)?,
-        residual,
+        address_or_null(OP, residual, x.kind(), rows * dim, gpu)?,
         address(OP, &dx, x.kind(), rows * dim, gpu)?,
         address(OP, &partial, Kind::Float, grid as usize * dim, gpu)?,
         Argument::Count(rows as i64),

@@ -75,9 +75,8 @@ pub fn rope_write_kv(
     if (kv_row, kv_group) != (v_row, v_group) {
         return Err(invalid(OP, "keys and values of the same strides", (qkv.k.stride(), qkv.v.stride())));
     }
-    let null = Argument::Address(std::ptr::null_mut());
     let bias = match transform.bias {
-        None => [null; 3],
+        None => [Argument::NULL; 3],
         Some(bias) => {
             let [q, k, v] = shape.addresses(bias, 1, kind, gpu)?;
             if [(q.2, k.2, v.2)] != [(q_group, kv_group, kv_group)] {

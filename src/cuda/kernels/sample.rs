@@ -103,7 +103,7 @@ impl Draws<'_> {
         gpu: usize,
     ) -> Result<([Argument; 2], usize)> {
         let Some((penalties, seen)) = self.penalties else {
-            return Ok(([Argument::Address(std::ptr::null_mut()); 2], 0));
+            return Ok(([Argument::NULL; 2], 0));
         };
         let num_draws = self.positions.numel();
         let words = seen.numel() / num_draws.max(1);
