@@ -1,0 +1,106 @@
+//! NCCL's own object for a group of ranks, and what it answers.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, c_char};
+use std::mem::offset_of;
+
+use cudarc::nccl::sys;
+
+/// Bytes of what the ranks of a communicator find one another by.
+pub(super) const ID_BYTES: usize = 128;
+
+/// An `ncclComm_t`, aborted when dropped: that is local and asks nothing of peers.
+#[derive(Debug)]
+pub(super) struct Communicator(sys::ncclComm_t);
+
+// SAFETY: NCCL lets any one thread at a time use a communicator; the mutex sees to that.
+unsafe impl Send for Communicator {}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        // SAFETY: the communicator is ours and not used after this. What abort returns cannot be mended here.
+        unsafe { sys::ncclCommAbort(self.0) };
+    }
+}
+
+impl Communicator {
+    /// What the ranks of a new communicator find one another by; the first rank's reaches the others.
+    pub(super) fn new_id() -> ([u8; ID_BYTES], sys::ncclResult_t) {
+        let mut id = sys::ncclUniqueId { internal: [0; ID_BYTES] };
+        // SAFETY: the id outlives the call, which fills it.
+        let code = unsafe { sys::ncclGetUniqueId(&raw mut id) };
+        (id.internal.map(|byte| byte as u8), code)
+    }
+
+    /// Begins a communicator of `size` ranks on this thread's GPU; none where that was refused at once.
+    pub(super) fn start(id: [u8; ID_BYTES], rank: usize, size: usize) -> (Option<Self>, sys::ncclResult_t) {
+        let id = sys::ncclUniqueId { internal: id.map(|byte| byte as c_char) };
+        let (mut raw, mut config) = (std::ptr::null_mut(), non_blocking());
+        // SAFETY: id and config outlive the call; the handle is written at once and kept until it is aborted.
+        let code = unsafe { sys::ncclCommInitRankConfig(&raw mut raw, size as i32, id, rank as i32, &raw mut config) };
+        ((!raw.is_null()).then(|| Self(raw)), code)
+    }
+
+    /// For calls of NCCL.
+    pub(super) fn raw(&self) -> sys::ncclComm_t {
+        self.0
+    }
+
+    /// How far the last call has come, and the code of that question.
+    pub(super) fn progress(&self) -> (sys::ncclResult_t, sys::ncclResult_t) {
+        let mut progress = sys::ncclResult_t::ncclSuccess;
+        // SAFETY: the communicator is alive.
+        let asked = unsafe { sys::ncclCommGetAsyncError(self.0, &raw mut progress) };
+        (progress, asked)
+    }
+}
+
+/// What NCCL says of a code, and of what failed last.
+pub(super) fn describe(code: sys::ncclResult_t) -> String {
+    // SAFETY: both give NUL-terminated strings of the library; the last error asks for no communicator.
+    let texts = unsafe { [sys::ncclGetErrorString(code), sys::ncclGetLastError(std::ptr::null_mut())] };
+    let [kind, detail] = texts.map(|text| {
+        // SAFETY: as above; a null is left out.
+        if text.is_null() { "".into() } else { unsafe { CStr::from_ptr(text) }.to_string_lossy() }
+    });
+    format!("NCCL code {}: {kind}. {detail}", code as u32)
+}
+
+/// `NCCL_CONFIG_INITIALIZER` of NCCL 2.28 with `blocking = 0`. cudarc's struct is that of 2.30: the size given ends where
+/// 2.28's does.
+fn non_blocking() -> sys::ncclConfig_t {
+    const UNDEFINED: i32 = i32::MIN;
+    sys::ncclConfig_t {
+        size: offset_of!(sys::ncclConfig_t, graphUsageMode),
+        magic: 0xcafe_beef,
+        version: 22_800,
+        blocking: 0,
+        cgaClusterSize: UNDEFINED,
+        minCTAs: UNDEFINED,
+        maxCTAs: UNDEFINED,
+        netName: std::ptr::null(),
+        splitShare: UNDEFINED,
+        trafficClass: UNDEFINED,
+        commName: std::ptr::null(),
+        collnetEnable: UNDEFINED,
+        CTAPolicy: UNDEFINED,
+        shrinkShare: UNDEFINED,
+        nvlsCTAs: UNDEFINED,
+        nChannelsPerNetPeer: UNDEFINED,
+        nvlinkCentricSched: UNDEFINED,
+        graphUsageMode: UNDEFINED,
+        numRmaCtx: UNDEFINED,
+        maxP2pPeers: UNDEFINED,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_configuration_ends_where_that_of_2_28_does() {
+        // size_t, 3 words to `blocking`, 3 CTA words, a pointer, 2 words, a pointer, 6 words.
+        assert_eq!(non_blocking().size, 8 + 6 * 4 + 8 + 2 * 4 + 8 + 6 * 4);
+    }
+}

@@ -1,0 +1,126 @@
+//! Collectives between GPUs, through NCCL.
+//!
+//! Communicators are non-blocking: a call that is not done yet is polled, so that a peer's failure or the time limit ends the
+//! wait. Everything is queued on libtorch's current stream, or on that of the lane. Each group has a twin in shared memory
+//! with the same ranks, through which the host sides meet; its failure flag is watched by a thread that aborts all
+//! communicators, which releases a host that waits for a stuck stream. `World::agree` builds them anew.
+#![allow(unsafe_code)]
+
+mod communicator;
+mod group;
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use tch::Device;
+
+use self::group::NcclGroup;
+use super::collective::Collective;
+use super::lane::Lane;
+use super::shm::{Member, ShmGroup};
+use crate::cuda;
+use crate::error::{Error, Result};
+use crate::torch;
+
+/// How often the failure flag is looked at.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// What NCCL must know before it is opened, unless the user says otherwise: captured collectives would pin buffers that are
+/// remapped later, and NVLink multicast costs memory for nothing here.
+const SETTINGS: [(&str, &str); 2] = [("NCCL_GRAPH_REGISTER", "0"), ("NCCL_NVLS_ENABLE", "0")];
+
+/// The GPU of local rank `local_rank`, made current, its kernels compiled and loaded.
+///
+/// # Errors
+/// [`Error::Environment`] if there is no such GPU, or libtorch's CUDA half or NCCL is not to be had.
+pub(super) fn device(local_rank: usize) -> Result<Device> {
+    for (name, value) in SETTINGS.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()) {
+        // SAFETY: at the start of a worker, before the libraries that read it are opened and start threads.
+        unsafe { std::env::set_var(name, value) };
+    }
+    cuda::require()?;
+    torch::set_cuda_device(local_rank)?;
+    cuda::kernels::prepare(local_rank)?;
+    Ok(Device::Cuda(local_rank))
+}
+
+/// This rank's NCCL groups.
+#[derive(Debug)]
+pub(super) struct NcclGroups {
+    member: Arc<Member>,
+    ordinal: usize,
+    timeout: Duration,
+    lane: Arc<Lane>,
+    groups: Arc<Mutex<Vec<Arc<NcclGroup>>>>,
+    watcher: Option<(Sender<()>, JoinHandle<()>)>,
+}
+
+impl NcclGroups {
+    /// No groups yet, and the thread that will abort them when the world fails. It ends with this.
+    pub(super) fn new(member: Arc<Member>, ordinal: usize, timeout: Duration, lane: Arc<Lane>) -> Result<Self> {
+        let groups = Arc::new(Mutex::new(Vec::new()));
+        let (watched, (stay, end)) = (Arc::clone(&groups), channel());
+        let watcher = std::thread::Builder::new().name("nccl-watch".to_owned());
+        let watcher = watcher
+            .spawn(move || watch(&watched, &end))
+            .map_err(|error| Error::Environment { message: format!("a thread to watch NCCL: {error}") })?;
+        Ok(Self { member, ordinal, timeout, lane, groups, watcher: Some((stay, watcher)) })
+    }
+
+    /// The GPU twin of a group in shared memory. Collective over the group.
+    pub(super) fn add(&self, host: ShmGroup) -> Result<Arc<dyn Collective>> {
+        let (member, lane) = (self.member.clone(), self.lane.clone());
+        let group = Arc::new(NcclGroup::new(host, member, self.ordinal, self.timeout, lane));
+        group.connect()?;
+        lock(&self.groups).push(group.clone());
+        Ok(group)
+    }
+
+    /// New communicators for all groups, after a failure. Collective over the world.
+    pub(super) fn rebuild(&self) -> Result<()> {
+        let groups = lock(&self.groups).clone();
+        abort_where(&groups, |_| true);
+        groups.iter().try_for_each(|group| group.connect())
+    }
+}
+
+/// The watcher may hold the last communicators: it ends before this does. Threads that still abort are not waited for, as the
+/// graphs that they wait for may outlive this: a process that has met a failure ends without taking its libraries apart
+/// (`launch::exit_now`).
+impl Drop for NcclGroups {
+    fn drop(&mut self) {
+        if let Some((stay, watcher)) = self.watcher.take() {
+            drop(stay);
+            let _ = watcher.join();
+        }
+    }
+}
+
+fn watch(groups: &Mutex<Vec<Arc<NcclGroup>>>, end: &Receiver<()>) {
+    while end.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+        let groups = lock(groups).clone();
+        abort_where(&groups, NcclGroup::has_failed);
+    }
+}
+
+/// Ends waiting in kernels over peers' memory, takes communicators away, under all locks because `rebuild` comes in the next
+/// epoch, and aborts each on a thread that nobody waits for. Abort ends the kernels at once, but returns late: it waits for the
+/// GPU, which a kernel of another communicator may keep busy until that one is aborted too, and for the end of every CUDA graph
+/// that holds the communicator, which the engine drops when it wakes next.
+fn abort_where(groups: &[Arc<NcclGroup>], is_due: impl Fn(&NcclGroup) -> bool) {
+    if !groups.iter().any(|group| is_due(group)) {
+        return;
+    }
+    let mut held: Vec<_> = groups.iter().map(|group| (group.communicator(), is_due(group))).collect();
+    groups.iter().zip(&held).filter(|(_, (_, due))| *due).for_each(|(group, _)| group.abort_peers());
+    for communicator in held.iter_mut().filter(|(_, due)| *due).filter_map(|(communicator, _)| communicator.take()) {
+        // Without a thread it is aborted here: a closure that cannot be run is dropped.
+        let _ = std::thread::Builder::new().name("nccl-abort".to_owned()).spawn(move || drop(communicator));
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
