@@ -3,16 +3,18 @@
 //! transformers 5 writes `dtype` and `rope_parameters` where 4 wrote `torch_dtype`, `rope_theta` and `rope_scaling`.
 //! Both are read, and both are written. What the decoder cannot compute is refused, never ignored.
 
-use std::path::{Path, PathBuf};
+#[cfg(test)]
+mod tests;
 
-use serde_json::{Map, Value, json};
+use std::path::Path;
+
+use serde_json::{Value, json};
 use tch::Kind;
 
+use super::json::JsonObject;
 use super::spec::{Family, Llama3Scaling, ModelSpec};
 use crate::error::{Error, Result};
 
-/// Longest JSON file that is read, in bytes.
-const MAX_JSON_BYTES: u64 = 100_000_000;
 /// Standard deviation of fresh weights, as every family's configuration has it.
 pub(super) const INITIALIZER_RANGE: f64 = 0.02;
 /// transformers' default where a file names no base.
@@ -25,13 +27,13 @@ impl ModelSpec {
     /// [`Error::BadFile`] with the key, what was found and what is expected: architectures, activations, rope types,
     /// biases and mixtures of windows that the decoder does not compute, and sizes that do not fit one another.
     pub fn from_folder(folder: impl AsRef<Path>) -> Result<Self> {
-        let config = Config::read(folder.as_ref().join("config.json"))?;
+        let config = JsonObject::read(&folder.as_ref().join("config.json"))?;
         let mut spec = parse(&config)?;
         let generation = folder.as_ref().join("generation_config.json");
         if generation.exists() {
-            let generation = Config::read(generation)?;
+            let generation = JsonObject::read(&generation)?;
             if generation.get("eos_token_id").is_some() {
-                spec.eos_token_ids = generation.token_ids("eos_token_id", spec.vocab_size)?;
+                spec.eos_token_ids = token_ids(&generation, "eos_token_id", spec.vocab_size)?;
             }
         }
         Ok(spec)
@@ -42,7 +44,7 @@ impl ModelSpec {
     /// # Errors
     /// The same.
     pub fn from_config_json(path: impl AsRef<Path>) -> Result<Self> {
-        parse(&Config::read(path.as_ref().to_owned())?)
+        parse(&JsonObject::read(path.as_ref())?)
     }
 
     /// `config.json`, readable by transformers 4 and 5.
@@ -133,7 +135,7 @@ fn dtype_name(kind: Kind) -> &'static str {
     }
 }
 
-fn parse(config: &Config) -> Result<ModelSpec> {
+fn parse(config: &JsonObject) -> Result<ModelSpec> {
     let family = family(config)?;
     refuse_unsupported(config)?;
     let hidden_size = config.size("hidden_size", 1 << 20)?;
@@ -159,8 +161,8 @@ fn parse(config: &Config) -> Result<ModelSpec> {
         qk_norm: family == Family::Qwen3,
         sliding_window: sliding_window(config, family, num_layers)?,
         max_position_embeddings,
-        bos_token_id: config.token_ids("bos_token_id", vocab_size)?.first().copied(),
-        eos_token_ids: config.token_ids("eos_token_id", vocab_size)?,
+        bos_token_id: token_ids(config, "bos_token_id", vocab_size)?.first().copied(),
+        eos_token_ids: token_ids(config, "eos_token_id", vocab_size)?,
         dtype: dtype(config)?,
     };
     if !spec.num_heads.is_multiple_of(spec.num_kv_heads) {
@@ -169,7 +171,7 @@ fn parse(config: &Config) -> Result<ModelSpec> {
     Ok(spec)
 }
 
-fn family(config: &Config) -> Result<Family> {
+fn family(config: &JsonObject) -> Result<Family> {
     let all = [Family::Qwen2, Family::Qwen3, Family::Llama, Family::Mistral];
     let architecture = config.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str);
     let model_type = config.get("model_type").and_then(Value::as_str);
@@ -183,7 +185,7 @@ fn family(config: &Config) -> Result<Family> {
     })
 }
 
-fn refuse_unsupported(config: &Config) -> Result<()> {
+fn refuse_unsupported(config: &JsonObject) -> Result<()> {
     if config.get("hidden_act").is_some_and(|act| act != "silu") {
         return Err(config.wrong("hidden_act", "\"silu\""));
     }
@@ -202,7 +204,7 @@ fn refuse_unsupported(config: &Config) -> Result<()> {
 }
 
 /// Absent, it is `hidden_size / num_attention_heads`, but 128 in Qwen3, as in transformers.
-fn head_dim(config: &Config, family: Family, hidden_size: usize, num_heads: usize) -> Result<usize> {
+fn head_dim(config: &JsonObject, family: Family, hidden_size: usize, num_heads: usize) -> Result<usize> {
     let head_dim = match config.get("head_dim") {
         Some(_) => config.size("head_dim", 1 << 12)?,
         None if family == Family::Qwen3 => 128,
@@ -218,14 +220,12 @@ fn head_dim(config: &Config, family: Family, hidden_size: usize, num_heads: usiz
 }
 
 /// Where both spellings are present, `rope_scaling` counts, as in transformers 5.
-fn rope(config: &Config) -> Result<(f64, Option<Llama3Scaling>)> {
+fn rope(config: &JsonObject) -> Result<(f64, Option<Llama3Scaling>)> {
     let key = if config.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" };
-    let Some(value) = config.get(key) else {
+    let Some(rope) = config.object(key)? else {
         let theta = config.get("rope_theta").map(|_| config.positive("rope_theta")).transpose()?;
         return Ok((theta.unwrap_or(DEFAULT_ROPE_THETA), None));
     };
-    let map = value.as_object().ok_or_else(|| config.wrong(key, "an object"))?.clone();
-    let rope = Config { path: config.path.clone(), within: format!("{key}."), map };
     let theta = match [&rope, config].into_iter().find(|place| place.get("rope_theta").is_some()) {
         Some(place) => place.positive("rope_theta")?,
         None => DEFAULT_ROPE_THETA,
@@ -251,11 +251,11 @@ fn rope(config: &Config) -> Result<(f64, Option<Llama3Scaling>)> {
 
 /// Qwen's window counts only with `use_sliding_window`, and from layer `max_window_layers` on; Mistral's counts in every
 /// layer and is 4096 where the key is missing.
-fn sliding_window(config: &Config, family: Family, num_layers: usize) -> Result<Option<usize>> {
+fn sliding_window(config: &JsonObject, family: Family, num_layers: usize) -> Result<Option<usize>> {
     let key = "sliding_window";
     let window = match family {
         Family::Llama => return Ok(None),
-        Family::Mistral if !config.map.contains_key(key) => return Ok(Some(4096)),
+        Family::Mistral if !config.has(key) => return Ok(Some(4096)),
         Family::Qwen2 | Family::Qwen3 if !config.flag("use_sliding_window")? => return Ok(None),
         _ if config.get(key).is_none() => return Ok(None),
         _ => config.size(key, 1 << 31)?,
@@ -277,7 +277,7 @@ fn sliding_window(config: &Config, family: Family, num_layers: usize) -> Result<
     }
 }
 
-fn dtype(config: &Config) -> Result<Kind> {
+fn dtype(config: &JsonObject) -> Result<Kind> {
     let key = if config.get("dtype").is_some() { "dtype" } else { "torch_dtype" };
     match config.get(key).map(|name| name.as_str().unwrap_or_default().trim_start_matches("torch.")) {
         None | Some("float32") => Ok(Kind::Float),
@@ -287,203 +287,14 @@ fn dtype(config: &Config) -> Result<Kind> {
     }
 }
 
-/// A JSON object with the file it came from, for errors that name both.
-struct Config {
-    path: PathBuf,
-    within: String,
-    map: Map<String, Value>,
-}
-
-impl Config {
-    fn read(path: PathBuf) -> Result<Self> {
-        let map = read_json(&path)?;
-        Ok(Self { path, within: String::new(), map })
-    }
-
-    /// The value; `null` counts as absent.
-    fn get(&self, key: &str) -> Option<&Value> {
-        self.map.get(key).filter(|value| !value.is_null())
-    }
-
-    /// A count from 1 to `max`.
-    fn size(&self, key: &str, max: usize) -> Result<usize> {
-        let value = self.get(key).and_then(Value::as_u64).and_then(|size| usize::try_from(size).ok());
-        value
-            .filter(|&size| (1..=max).contains(&size))
-            .ok_or_else(|| self.wrong(key, format!("a whole number from 1 to {max}")))
-    }
-
-    /// A count that may be 0.
-    fn count(&self, key: &str) -> Result<usize> {
-        let value = self.get(key).and_then(Value::as_u64).and_then(|count| usize::try_from(count).ok());
-        value.ok_or_else(|| self.wrong(key, "a whole number"))
-    }
-
-    fn positive(&self, key: &str) -> Result<f64> {
-        let value = self.get(key).and_then(Value::as_f64).filter(|&value| value > 0.0 && value.is_finite());
-        value.ok_or_else(|| self.wrong(key, "a number above 0"))
-    }
-
-    /// True or false; absent is false.
-    fn flag(&self, key: &str) -> Result<bool> {
-        match self.get(key) {
-            None => Ok(false),
-            Some(value) => value.as_bool().ok_or_else(|| self.wrong(key, "true or false")),
-        }
-    }
-
-    /// One id, several, or none.
-    fn token_ids(&self, key: &str, vocab_size: usize) -> Result<Vec<u32>> {
-        let values: &[Value] = match self.get(key) {
-            None => &[],
-            Some(Value::Array(values)) => values,
-            Some(value) => std::slice::from_ref(value),
-        };
-        let id = |value: &Value| value.as_u64().filter(|&id| id < vocab_size as u64).map(|id| id as u32);
-        let ids: Option<Vec<u32>> = values.iter().map(id).collect();
-        ids.ok_or_else(|| self.wrong(key, format!("token ids below vocab_size = {vocab_size}")))
-    }
-
-    fn wrong(&self, key: &str, expected: impl AsRef<str>) -> Error {
-        let found = self.get(key).map_or("absent".to_owned(), Value::to_string);
-        Error::bad_file(&self.path, format!("{}{key} is {found}: expected {}", self.within, expected.as_ref()))
-    }
-}
-
-/// A JSON file's object.
-pub(super) fn read_json(path: &Path) -> Result<Map<String, Value>> {
-    let missing = |error: std::io::Error| match error.kind() {
-        std::io::ErrorKind::NotFound => Error::bad_file(path, "missing; a Hugging Face model folder has it"),
-        _ => Error::Io { path: path.to_owned(), source: error },
+/// One id, several, or none.
+fn token_ids(config: &JsonObject, key: &str, vocab_size: usize) -> Result<Vec<u32>> {
+    let values: &[Value] = match config.get(key) {
+        None => &[],
+        Some(Value::Array(values)) => values,
+        Some(value) => std::slice::from_ref(value),
     };
-    let bytes = std::fs::metadata(path).map_err(missing)?.len();
-    if bytes > MAX_JSON_BYTES {
-        return Err(Error::bad_file(path, format!("{bytes} bytes: expected at most {MAX_JSON_BYTES}")));
-    }
-    let text = std::fs::read(path).map_err(Error::io(path))?;
-    match serde_json::from_slice(&text) {
-        Ok(Value::Object(map)) => Ok(map),
-        Ok(_) => Err(Error::bad_file(path, "expected a JSON object")),
-        Err(error) => Err(Error::bad_file(path, format!("not JSON: {error}"))),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn load(config: &Value) -> Result<ModelSpec> {
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
-        ModelSpec::from_folder(folder.path())
-    }
-
-    /// `config` with `key` set, or removed where `value` is the text "remove".
-    fn with(config: &Value, key: &str, value: Value) -> Value {
-        let mut config = config.clone();
-        match value {
-            Value::String(text) if text == "remove" => _ = config.as_object_mut().unwrap().shift_remove(key),
-            value => config[key] = value,
-        }
-        config
-    }
-
-    #[test]
-    fn every_preset_is_read_back_from_what_it_writes() {
-        for name in super::super::PRESETS {
-            let spec = ModelSpec::preset(name).unwrap();
-            let folder = tempfile::tempdir().unwrap();
-            spec.write_config(folder.path()).unwrap();
-            assert_eq!(ModelSpec::from_folder(folder.path()).unwrap(), spec, "{name}");
-        }
-        let window = ModelSpec { sliding_window: Some(64), ..ModelSpec::preset("tiny").unwrap() };
-        for family in [Family::Qwen2, Family::Mistral] {
-            let spec = ModelSpec { family, qkv_bias: family == Family::Qwen2, ..window.clone() };
-            assert_eq!(load(&spec.to_config_json()).unwrap(), spec);
-        }
-    }
-
-    #[test]
-    fn both_spellings_of_rope_and_type_are_read() {
-        let spec = ModelSpec::preset("llama3.1-8b").unwrap();
-        let both = spec.to_config_json();
-        let mut old = both.clone();
-        let mut new = both;
-        for key in ["rope_parameters", "dtype"] {
-            old = with(&old, key, json!("remove"));
-        }
-        old["rope_scaling"].as_object_mut().unwrap().shift_remove("rope_theta");
-        for key in ["rope_theta", "rope_scaling", "torch_dtype"] {
-            new = with(&new, key, json!("remove"));
-        }
-        assert_eq!(load(&old).unwrap(), spec);
-        assert_eq!(load(&new).unwrap(), spec);
-    }
-
-    #[test]
-    fn absent_keys_mean_what_they_mean_to_transformers() {
-        let qwen2 = ModelSpec::preset("micro").unwrap().to_config_json();
-        assert_eq!(load(&with(&qwen2, "head_dim", Value::Null)).unwrap().head_dim, 8);
-        assert_eq!(load(&with(&qwen2, "architectures", json!("remove"))).unwrap().family, Family::Qwen2);
-        let windowed = with(&qwen2, "sliding_window", json!(16));
-        assert_eq!(load(&windowed).unwrap().sliding_window, None);
-        let used = with(&windowed, "use_sliding_window", json!(true));
-        assert_eq!(load(&used).unwrap().sliding_window, None);
-        let all = with(&used, "max_window_layers", json!(0));
-        assert_eq!(load(&all).unwrap().sliding_window, Some(16));
-        let mistral =
-            with(&with(&qwen2, "architectures", json!(["MistralForCausalLM"])), "model_type", json!("mistral"));
-        assert_eq!(load(&mistral).unwrap().sliding_window, None);
-        assert_eq!(load(&with(&mistral, "sliding_window", json!("remove"))).unwrap().sliding_window, Some(4096));
-    }
-
-    #[test]
-    fn what_cannot_be_computed_is_refused_by_name() {
-        let good = ModelSpec::preset("micro").unwrap().to_config_json();
-        load(&good).unwrap();
-        let cases = [
-            (
-                "architectures",
-                json!(["GPT2LMHeadModel"]),
-                "architectures is [\"GPT2LMHeadModel\"]: expected one of Qwen2",
-            ),
-            ("hidden_act", json!("gelu"), "hidden_act is \"gelu\": expected \"silu\""),
-            ("attention_bias", json!(true), "attention_bias is true"),
-            ("mlp_bias", json!(true), "mlp_bias is true"),
-            ("quantization_config", json!({"bits": 4}), "quantization_config"),
-            ("partial_rotary_factor", json!(0.5), "partial_rotary_factor is 0.5"),
-            ("rope_scaling", json!({"rope_type": "yarn", "factor": 4.0}), "rope_scaling.rope_type is \"yarn\""),
-            ("rope_scaling", json!({"type": "dynamic"}), "rope_scaling.type is \"dynamic\""),
-            ("rope_scaling", json!({"rope_type": "llama3"}), "rope_scaling.factor is absent"),
-            ("rope_parameters", json!({"rope_theta": 0}), "rope_parameters.rope_theta is 0"),
-            (
-                "num_key_value_heads",
-                json!(3),
-                "num_key_value_heads is 3: expected a divisor of num_attention_heads = 4",
-            ),
-            ("num_attention_heads", json!(0), "num_attention_heads is 0"),
-            ("head_dim", json!(7), "head_dim is 7: expected an even number"),
-            ("head_dim", json!(1u64 << 40), "head_dim is 1099511627776: expected a whole number"),
-            ("hidden_size", json!(-1), "hidden_size is -1"),
-            ("vocab_size", json!("remove"), "vocab_size is absent"),
-            ("rms_norm_eps", json!("remove"), "rms_norm_eps is absent"),
-            ("torch_dtype", json!("int8"), "torch_dtype is \"int8\""),
-            ("eos_token_id", json!([1, 96]), "eos_token_id is [1,96]: expected token ids below vocab_size = 96"),
-            ("tie_word_embeddings", json!("yes"), "tie_word_embeddings is \"yes\": expected true or false"),
-            ("layer_types", json!(["sliding_attention", "full_attention"]), "1 of 2 layers have one"),
-        ];
-        for (key, value, message) in cases {
-            let mut config = with(&good, key, value);
-            if key == "torch_dtype" {
-                config = with(&config, "dtype", json!("remove"));
-            }
-            if key == "layer_types" {
-                config = with(&with(&config, "sliding_window", json!(8)), "use_sliding_window", json!(true));
-            }
-            let error = load(&config).expect_err(message);
-            assert!(matches!(error, Error::BadFile { .. }) && error.to_string().contains(message), "{error}");
-        }
-        let error = ModelSpec::from_folder("/nonexistent").unwrap_err();
-        assert!(matches!(error, Error::BadFile { .. }), "{error}");
-    }
+    let id = |value: &Value| value.as_u64().filter(|&id| id < vocab_size as u64).map(|id| id as u32);
+    let ids: Option<Vec<u32>> = values.iter().map(id).collect();
+    ids.ok_or_else(|| config.wrong(key, format!("token ids below vocab_size = {vocab_size}")))
 }

@@ -4,7 +4,7 @@
 //! | file | what it is |
 //! |---|---|
 //! | `spec` | the shape of a network |
-//! | `config_json` | that shape from and to a model folder |
+//! | `config_json`, `json` | that shape from and to a model folder; its JSON files |
 //! | `preset` | published shapes |
 //! | `params` | the flat layout of its weights |
 //! | `views` | tensors over that layout, and their tensor-parallel slices |
@@ -24,6 +24,7 @@ mod export;
 mod files;
 mod head;
 mod init;
+mod json;
 mod lora;
 mod params;
 mod preset;

@@ -37,9 +37,7 @@ pub struct ParamTable {
 impl ParamTable {
     /// Lays the model out so that every unit's length is a multiple of `shards * ALIGNMENT`.
     pub fn new(spec: Arc<ModelSpec>, shards: usize) -> Self {
-        let blocks = (0..spec.num_layers).map(Unit::Block);
-        let units = std::iter::once(Unit::Embedding).chain(blocks).chain([Unit::Head]);
-        let units = units.map(|unit| (unit, shapes(&spec, unit))).collect();
+        let units = units(&spec).map(|unit| (unit, shapes(&spec, unit))).collect();
         Self::of_units(spec, units, shards)
     }
 
@@ -211,6 +209,12 @@ pub enum ParamName {
 
 /// Parameters of a unit with their shapes, in layout order.
 pub(super) type Shapes = Vec<(ParamName, Vec<i64>)>;
+
+/// Every unit of a model, in order.
+pub(super) fn units(spec: &ModelSpec) -> impl Iterator<Item = Unit> + use<> {
+    let blocks = (0..spec.num_layers).map(Unit::Block);
+    std::iter::once(Unit::Embedding).chain(blocks).chain([Unit::Head])
+}
 
 /// What a unit of the model holds.
 pub(super) fn shapes(spec: &ModelSpec, unit: Unit) -> Shapes {

@@ -81,6 +81,13 @@ impl RopeRows {
     pub(super) fn tables(&self) -> (&Tensor, &Tensor) {
         (&self.cos, &self.sin)
     }
+
+    /// (cos, sin) with as many dimensions as `x`: [T, 1 .., hd].
+    fn like(&self, x: &Tensor) -> (Tensor, Tensor) {
+        let mut shape = vec![1; x.dim()];
+        (shape[0], shape[x.dim() - 1]) = (self.cos.size()[0], self.cos.size()[2]);
+        (self.cos.view(shape.as_slice()), self.sin.view(shape.as_slice()))
+    }
 }
 
 /// y = x * cos + rotate_half(x) * sin, contiguous.
@@ -119,15 +126,6 @@ fn rotate(y: &Tensor, x: &Tensor, first: &Tensor, second: &Tensor) {
     let half = *first.size().last().unwrap_or(&0);
     let _ = y.narrow(-1, 0, half).addcmul_(&x.narrow(-1, half, half), first);
     let _ = y.narrow(-1, half, half).addcmul_(&x.narrow(-1, 0, half), second);
-}
-
-impl RopeRows {
-    /// (cos, sin) with as many dimensions as `x`: [T, 1 .., hd].
-    fn like(&self, x: &Tensor) -> (Tensor, Tensor) {
-        let mut shape = vec![1; x.dim()];
-        (shape[0], shape[x.dim() - 1]) = (self.cos.size()[0], self.cos.size()[2]);
-        (self.cos.view(shape.as_slice()), self.sin.view(shape.as_slice()))
-    }
 }
 
 #[cfg(test)]

@@ -86,16 +86,37 @@ impl MappedFile {
         Some(&self.map[self.data_start + start..self.data_start + end])
     }
 
-    /// A tensor of `kind` [shape], copied out of the map (whose data may be misaligned). The caller has compared shape and
-    /// type with the header's.
-    pub(in crate::model) fn read(&self, name: &str, shape: &[i64], kind: Kind) -> Result<Tensor> {
-        let bytes = self.bytes(name).ok_or_else(|| Error::bad_file(&self.path, format!("no tensor {name}")))?;
-        Ok(Tensor::f_from_data_size(bytes, shape, kind)?)
+    /// Refuses a tensor that is missing, of another shape or of a type that we do not read.
+    ///
+    /// # Errors
+    /// [`Error::BadFile`] with its name, what was found and what is expected.
+    pub(in crate::model) fn check(&self, name: &str, shape: &[i64]) -> Result<()> {
+        let bad = |message| Err(Error::bad_file(&self.path, message));
+        let Some(info) = self.info(name) else { return bad(format!("missing {name} {shape:?}")) };
+        if !info.shape.iter().map(|&size| size as i64).eq(shape.iter().copied()) {
+            return bad(format!("{name} has shape {:?}, expected {shape:?}", info.shape));
+        }
+        match kind_of(info.dtype) {
+            Some(_) => Ok(()),
+            None => bad(format!("{name} has type {:?}, expected F32, BF16 or F16", info.dtype)),
+        }
+    }
+
+    /// Copies a tensor that passed [`MappedFile::check`] out of the map, whose data may be misaligned, to as many elements in the
+    /// same order.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] where memory does not suffice.
+    pub(in crate::model) fn copy_to(&self, name: &str, target: &mut Tensor) -> Result<()> {
+        let kind = self.info(name).and_then(|info| kind_of(info.dtype));
+        let (bytes, kind) = self.bytes(name).zip(kind).expect("checked before");
+        target.f_copy_(&Tensor::f_from_data_size(bytes, &target.size(), kind)?)?;
+        Ok(())
     }
 }
 
 /// The kind of a weight's type; `None` where we do not read it.
-pub(in crate::model) fn kind_of(dtype: Dtype) -> Option<Kind> {
+fn kind_of(dtype: Dtype) -> Option<Kind> {
     match dtype {
         Dtype::F32 => Some(Kind::Float),
         Dtype::BF16 => Some(Kind::BFloat16),

@@ -12,7 +12,6 @@ mod write;
 mod tests;
 
 pub(crate) use header::MappedFile;
-pub(super) use header::kind_of;
 pub use read::WeightFiles;
 pub use write::WeightWriter;
 pub(super) use write::dtype_of;

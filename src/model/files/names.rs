@@ -90,12 +90,6 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
     tensors
 }
 
-/// Every unit of a model, in order.
-pub(super) fn units(spec: &ModelSpec) -> impl Iterator<Item = Unit> + use<> {
-    let blocks = (0..spec.num_layers).map(Unit::Block);
-    std::iter::once(Unit::Embedding).chain(blocks).chain([Unit::Head])
-}
-
 /// Whether a tensor that we do not read may stand in a checkpoint, as in transformers: the head of a tied model, and the
 /// rotary frequencies that old checkpoints carry.
 pub(super) fn is_ignored(spec: &ModelSpec, name: &str) -> bool {

@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
-use super::header::{MappedFile, kind_of};
-use super::names::{HfTensor, is_ignored, tensors, units};
+use super::header::MappedFile;
+use super::names::{HfTensor, is_ignored, tensors};
 use super::{INDEX, SINGLE};
 use crate::error::{Error, Result};
-use crate::model::config_json::read_json;
-use crate::model::params::UnitLayout;
+use crate::model::json::JsonObject;
+use crate::model::params::{UnitLayout, units};
 use crate::model::spec::ModelSpec;
 
 /// Most names listed in one message.
@@ -54,11 +54,7 @@ impl WeightFiles {
     pub fn read_unit(&self, layout: &UnitLayout, kind: Kind) -> Result<Tensor> {
         let flat = Tensor::f_zeros([layout.len as i64], (kind, Device::Cpu))?;
         for tensor in tensors(&self.spec, layout.unit) {
-            let shard = &self.shards[self.places[&tensor.name]];
-            let stored = shard.info(&tensor.name).and_then(|info| kind_of(info.dtype)).expect("checked at open");
-            let source = shard.read(&tensor.name, &tensor.shape, stored)?;
-            let mut target = tensor.view(&self.spec, layout, &flat);
-            target.f_copy_(&source.view_as(&target))?;
+            self.shard_of(&tensor.name).copy_to(&tensor.name, &mut tensor.view(&self.spec, layout, &flat))?;
         }
         Ok(flat)
     }
@@ -108,20 +104,12 @@ impl WeightFiles {
             let message = format!("not the weights of this config.json: {}", faults.join("; "));
             return Err(Error::bad_file(origin, message));
         }
-        expected.iter().try_for_each(|tensor| self.check_tensor(tensor))
+        expected.iter().try_for_each(|tensor| self.shard_of(&tensor.name).check(&tensor.name, &tensor.shape))
     }
 
-    fn check_tensor(&self, tensor: &HfTensor) -> Result<()> {
-        let shard = &self.shards[self.places[&tensor.name]];
-        let info = shard.info(&tensor.name).expect("places come from the shard's own names");
-        let bad = |message| Err(Error::bad_file(&shard.path, message));
-        if !info.shape.iter().map(|&size| size as i64).eq(tensor.shape.iter().copied()) {
-            return bad(format!("{} has shape {:?}, expected {:?}", tensor.name, info.shape, tensor.shape));
-        }
-        if kind_of(info.dtype).is_none() {
-            return bad(format!("{} has type {:?}, expected F32, BF16 or F16", tensor.name, info.dtype));
-        }
-        Ok(())
+    /// The shard that has a tensor of the model.
+    fn shard_of(&self, name: &str) -> &MappedFile {
+        &self.shards[self.places[name]]
     }
 }
 
@@ -157,7 +145,7 @@ fn convert_hint(folder: &Path) -> String {
 fn weight_map(folder: &Path) -> Result<BTreeMap<String, String>> {
     let path = folder.join(INDEX);
     let bad = |message: String| Error::bad_file(&path, message);
-    let index = read_json(&path)?;
+    let index = JsonObject::read(&path)?;
     let map = index.get("weight_map").and_then(|map| map.as_object());
     let map = map.ok_or_else(|| bad("expected an object under weight_map".to_owned()))?;
     let file = |(name, file): (&String, &serde_json::Value)| match file.as_str() {

@@ -11,10 +11,10 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
-use super::names::{HfTensor, tensors, units};
+use super::names::{HfTensor, tensors};
 use super::{INDEX, SINGLE};
 use crate::error::{Error, Result};
-use crate::model::params::{Unit, UnitLayout};
+use crate::model::params::{Unit, UnitLayout, units};
 use crate::model::spec::{ModelSpec, product};
 use crate::torch;
 
@@ -174,7 +174,8 @@ fn split(spec: &ModelSpec, element_bytes: usize, max_bytes: usize) -> Vec<Vec<Hf
     plan
 }
 
-/// Length and JSON header of tensors that follow one another, padded with spaces to a multiple of 8 bytes, so that the data starts aligned.
+/// Length and JSON header of tensors that follow one another, padded with spaces to a multiple of 8 bytes, so that the data
+/// starts aligned.
 pub(crate) fn encode_header(infos: Vec<(String, TensorInfo)>) -> Vec<u8> {
     let format = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     let metadata = Metadata::new(Some(format), infos).expect("offsets are consecutive");

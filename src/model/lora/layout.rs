@@ -40,9 +40,7 @@ impl LoraSpec {
         let fused = Matrix::ALL.into_iter().filter_map(|matrix| Fused::new(spec, self, matrix));
         fused.flat_map(|fused| [(fused.a, fused.a_shape()), (fused.b, fused.b_shape())]).collect()
     }
-}
 
-impl LoraSpec {
     /// Elements of the expanded B of all blocks.
     pub fn num_expanded(&self, spec: &ModelSpec) -> usize {
         let fused = Matrix::ALL.into_iter().filter_map(|matrix| Fused::new(spec, self, matrix));

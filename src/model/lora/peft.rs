@@ -14,8 +14,8 @@ use super::layout::{Fused, Piece};
 use super::{LoraSpec, Matrix};
 use crate::config::TargetModule;
 use crate::error::{Error, Result};
-use crate::model::config_json::read_json;
-use crate::model::files::{MappedFile, dtype_of, encode_header, kind_of, sync};
+use crate::model::files::{MappedFile, dtype_of, encode_header, sync};
+use crate::model::json::JsonObject;
 use crate::model::params::{ParamTable, Unit, UnitLayout};
 use crate::model::spec::{ModelSpec, product};
 use crate::torch;
@@ -23,6 +23,8 @@ use crate::torch;
 /// What makes a folder one of adapters.
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
+/// Highest rank that is read: above any matrix's.
+const MAX_RANK: usize = 1 << 16;
 /// What older versions of PEFT wrote.
 const PICKLED: &str = "adapter_model.bin";
 
@@ -92,15 +94,11 @@ impl ModelSource {
 /// The folder of the model that adapters were trained on, as their configuration names it: relative to the current folder,
 /// or else to the adapters' own.
 fn base_of(folder: &Path) -> Result<PathBuf> {
-    let path = folder.join(CONFIG);
-    let config = read_json(&path)?;
+    let config = JsonObject::read(&folder.join(CONFIG))?;
     let named = config.get("base_model_name_or_path").and_then(Value::as_str).unwrap_or_default();
     let candidates = [PathBuf::from(named), folder.join(named)];
-    candidates.into_iter().find(|base| !named.is_empty() && base.join("config.json").exists()).ok_or_else(|| {
-        let message =
-            format!("base_model_name_or_path is '{named}': expected a model folder; name it with --base_model");
-        Error::bad_file(&path, message)
-    })
+    let found = candidates.into_iter().find(|base| !named.is_empty() && base.join("config.json").exists());
+    found.ok_or_else(|| config.wrong("base_model_name_or_path", "a model folder; name it with --base_model"))
 }
 
 /// An adapter folder, checked against the model it is for.
@@ -137,39 +135,24 @@ impl AdapterFiles {
     pub fn read_unit(&self, layout: &UnitLayout, kind: Kind) -> Result<Tensor> {
         let flat = Tensor::f_zeros([layout.len as i64], (kind, Device::Cpu))?;
         tensors(&self.spec, &self.lora, layout.unit, &mut |tensor| {
-            let stored = self.file.info(&tensor.name).and_then(|info| kind_of(info.dtype)).expect("checked at open");
-            let source = self.file.read(&tensor.name, &tensor.shape, stored)?;
-            let mut target = tensor.view(layout, &flat);
-            target.f_copy_(&source.view_as(&target))?;
-            Ok(())
+            self.file.copy_to(&tensor.name, &mut tensor.view(layout, &flat))
         })?;
         Ok(flat)
     }
 
     fn check(&self) -> Result<()> {
-        let bad = |message| Error::bad_file(&self.file.path, message);
         let mut expected = 0;
         for layer in 0..self.spec.num_layers {
             tensors(&self.spec, &self.lora, Unit::Block(layer), &mut |tensor| {
                 expected += 1;
-                let Some(info) = self.file.info(&tensor.name) else {
-                    return Err(bad(format!("missing {} {:?}", tensor.name, tensor.shape)));
-                };
-                if !info.shape.iter().map(|&size| size as i64).eq(tensor.shape.iter().copied()) {
-                    let (name, shape) = (&tensor.name, &tensor.shape);
-                    return Err(bad(format!("{name} has shape {:?}, expected {shape:?}", info.shape)));
-                }
-                match kind_of(info.dtype) {
-                    Some(_) => Ok(()),
-                    None => Err(bad(format!("{} has type {:?}, expected F32, BF16 or F16", tensor.name, info.dtype))),
-                }
+                self.file.check(&tensor.name, &tensor.shape)
             })?;
         }
         let found = self.file.names().len();
         if found != expected {
             let message =
                 format!("{found} tensors, expected {expected}: other projections or layers than {CONFIG} says");
-            return Err(bad(message));
+            return Err(Error::bad_file(&self.file.path, message));
         }
         Ok(())
     }
@@ -252,11 +235,7 @@ fn targets(file: &MappedFile) -> Vec<TargetModule> {
 }
 
 fn read_config(path: &Path, targets: Vec<TargetModule>) -> Result<LoraSpec> {
-    let config = read_json(path)?;
-    let bad = |key: &str, expected: &str| {
-        let got = config.get(key).unwrap_or(&Value::Null);
-        Error::bad_file(path, format!("{key} is {got}: expected {expected}"))
-    };
+    let config = JsonObject::read(path)?;
     let is_off = |value: &Value| match value {
         Value::Null | Value::Bool(false) => true,
         Value::Object(map) => map.is_empty(),
@@ -277,13 +256,14 @@ fn read_config(path: &Path, targets: Vec<TargetModule>) -> Result<LoraSpec> {
         "use_rslora",
     ];
     if let Some(key) = unserved.into_iter().find(|key| config.get(*key).is_some_and(|value| !is_off(value))) {
-        return Err(bad(key, "it to be off: only plain LoRA is served"));
+        return Err(config.wrong(key, "it to be off: only plain LoRA is served"));
     }
     if config.get("peft_type").and_then(Value::as_str) != Some("LORA") {
-        return Err(bad("peft_type", "\"LORA\""));
+        return Err(config.wrong("peft_type", "\"LORA\""));
     }
-    let r = config.get("r").and_then(Value::as_u64).filter(|&r| r > 0).ok_or_else(|| bad("r", "at least 1"))?;
-    let alpha = config.get("lora_alpha").and_then(Value::as_f64).ok_or_else(|| bad("lora_alpha", "a number"))?;
+    let r = config.size("r", MAX_RANK)?;
+    let alpha = config.get("lora_alpha").and_then(Value::as_f64);
+    let alpha = alpha.ok_or_else(|| config.wrong("lora_alpha", "a number"))?;
     let dropout = config.get("lora_dropout").and_then(Value::as_f64).unwrap_or(0.0);
-    Ok(LoraSpec { r: r as usize, alpha, dropout, targets })
+    Ok(LoraSpec { r, alpha, dropout, targets })
 }

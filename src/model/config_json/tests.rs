@@ -1,0 +1,107 @@
+use super::*;
+
+fn load(config: &Value) -> Result<ModelSpec> {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    ModelSpec::from_folder(folder.path())
+}
+
+/// `config` with `key` set, or removed where `value` is the text "remove".
+fn with(config: &Value, key: &str, value: Value) -> Value {
+    let mut config = config.clone();
+    match value {
+        Value::String(text) if text == "remove" => _ = config.as_object_mut().unwrap().shift_remove(key),
+        value => config[key] = value,
+    }
+    config
+}
+
+#[test]
+fn every_preset_is_read_back_from_what_it_writes() {
+    for name in crate::model::PRESETS {
+        let spec = ModelSpec::preset(name).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        spec.write_config(folder.path()).unwrap();
+        assert_eq!(ModelSpec::from_folder(folder.path()).unwrap(), spec, "{name}");
+    }
+    let window = ModelSpec { sliding_window: Some(64), ..ModelSpec::preset("tiny").unwrap() };
+    for family in [Family::Qwen2, Family::Mistral] {
+        let spec = ModelSpec { family, qkv_bias: family == Family::Qwen2, ..window.clone() };
+        assert_eq!(load(&spec.to_config_json()).unwrap(), spec);
+    }
+}
+
+#[test]
+fn both_spellings_of_rope_and_type_are_read() {
+    let spec = ModelSpec::preset("llama3.1-8b").unwrap();
+    let both = spec.to_config_json();
+    let mut old = both.clone();
+    let mut new = both;
+    for key in ["rope_parameters", "dtype"] {
+        old = with(&old, key, json!("remove"));
+    }
+    old["rope_scaling"].as_object_mut().unwrap().shift_remove("rope_theta");
+    for key in ["rope_theta", "rope_scaling", "torch_dtype"] {
+        new = with(&new, key, json!("remove"));
+    }
+    assert_eq!(load(&old).unwrap(), spec);
+    assert_eq!(load(&new).unwrap(), spec);
+}
+
+#[test]
+fn absent_keys_mean_what_they_mean_to_transformers() {
+    let qwen2 = ModelSpec::preset("micro").unwrap().to_config_json();
+    assert_eq!(load(&with(&qwen2, "head_dim", Value::Null)).unwrap().head_dim, 8);
+    assert_eq!(load(&with(&qwen2, "architectures", json!("remove"))).unwrap().family, Family::Qwen2);
+    let windowed = with(&qwen2, "sliding_window", json!(16));
+    assert_eq!(load(&windowed).unwrap().sliding_window, None);
+    let used = with(&windowed, "use_sliding_window", json!(true));
+    assert_eq!(load(&used).unwrap().sliding_window, None);
+    let all = with(&used, "max_window_layers", json!(0));
+    assert_eq!(load(&all).unwrap().sliding_window, Some(16));
+    let mistral = with(&with(&qwen2, "architectures", json!(["MistralForCausalLM"])), "model_type", json!("mistral"));
+    assert_eq!(load(&mistral).unwrap().sliding_window, None);
+    assert_eq!(load(&with(&mistral, "sliding_window", json!("remove"))).unwrap().sliding_window, Some(4096));
+}
+
+#[test]
+fn what_cannot_be_computed_is_refused_by_name() {
+    let good = ModelSpec::preset("micro").unwrap().to_config_json();
+    load(&good).unwrap();
+    let cases = [
+        ("architectures", json!(["GPT2LMHeadModel"]), "architectures is [\"GPT2LMHeadModel\"]: expected one of Qwen2"),
+        ("hidden_act", json!("gelu"), "hidden_act is \"gelu\": expected \"silu\""),
+        ("attention_bias", json!(true), "attention_bias is true"),
+        ("mlp_bias", json!(true), "mlp_bias is true"),
+        ("quantization_config", json!({"bits": 4}), "quantization_config"),
+        ("partial_rotary_factor", json!(0.5), "partial_rotary_factor is 0.5"),
+        ("rope_scaling", json!({"rope_type": "yarn", "factor": 4.0}), "rope_scaling.rope_type is \"yarn\""),
+        ("rope_scaling", json!({"type": "dynamic"}), "rope_scaling.type is \"dynamic\""),
+        ("rope_scaling", json!({"rope_type": "llama3"}), "rope_scaling.factor is absent"),
+        ("rope_parameters", json!({"rope_theta": 0}), "rope_parameters.rope_theta is 0"),
+        ("num_key_value_heads", json!(3), "num_key_value_heads is 3: expected a divisor of num_attention_heads = 4"),
+        ("num_attention_heads", json!(0), "num_attention_heads is 0"),
+        ("head_dim", json!(7), "head_dim is 7: expected an even number"),
+        ("head_dim", json!(1u64 << 40), "head_dim is 1099511627776: expected a whole number"),
+        ("hidden_size", json!(-1), "hidden_size is -1"),
+        ("vocab_size", json!("remove"), "vocab_size is absent"),
+        ("rms_norm_eps", json!("remove"), "rms_norm_eps is absent"),
+        ("torch_dtype", json!("int8"), "torch_dtype is \"int8\""),
+        ("eos_token_id", json!([1, 96]), "eos_token_id is [1,96]: expected token ids below vocab_size = 96"),
+        ("tie_word_embeddings", json!("yes"), "tie_word_embeddings is \"yes\": expected true or false"),
+        ("layer_types", json!(["sliding_attention", "full_attention"]), "1 of 2 layers have one"),
+    ];
+    for (key, value, message) in cases {
+        let mut config = with(&good, key, value);
+        if key == "torch_dtype" {
+            config = with(&config, "dtype", json!("remove"));
+        }
+        if key == "layer_types" {
+            config = with(&with(&config, "sliding_window", json!(8)), "use_sliding_window", json!(true));
+        }
+        let error = load(&config).expect_err(message);
+        assert!(matches!(error, Error::BadFile { .. }) && error.to_string().contains(message), "{error}");
+    }
+    let error = ModelSpec::from_folder("/nonexistent").unwrap_err();
+    assert!(matches!(error, Error::BadFile { .. }), "{error}");
+}

@@ -1,0 +1,91 @@
+//! JSON files of a model folder, read key by key; an error names the file, the key and what was found.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use crate::error::{Error, Result};
+
+/// Longest file that is read, in bytes.
+const MAX_BYTES: u64 = 100_000_000;
+
+/// A file's object, or one within it.
+pub(super) struct JsonObject {
+    path: PathBuf,
+    within: String,
+    map: Map<String, Value>,
+}
+
+impl JsonObject {
+    /// Reads a file whose value is an object.
+    ///
+    /// # Errors
+    /// [`Error::BadFile`] where it is missing, too long, or something else; [`Error::Io`].
+    pub(super) fn read(path: &Path) -> Result<Self> {
+        let missing = |error: std::io::Error| match error.kind() {
+            std::io::ErrorKind::NotFound => Error::bad_file(path, "missing; a Hugging Face model folder has it"),
+            _ => Error::Io { path: path.to_owned(), source: error },
+        };
+        let bytes = std::fs::metadata(path).map_err(missing)?.len();
+        if bytes > MAX_BYTES {
+            return Err(Error::bad_file(path, format!("{bytes} bytes: expected at most {MAX_BYTES}")));
+        }
+        let text = std::fs::read(path).map_err(Error::io(path))?;
+        match serde_json::from_slice(&text) {
+            Ok(Value::Object(map)) => Ok(Self { path: path.to_owned(), within: String::new(), map }),
+            Ok(_) => Err(Error::bad_file(path, "expected a JSON object")),
+            Err(error) => Err(Error::bad_file(path, format!("not JSON: {error}"))),
+        }
+    }
+
+    /// The value; `null` counts as absent.
+    pub(super) fn get(&self, key: &str) -> Option<&Value> {
+        self.map.get(key).filter(|value| !value.is_null())
+    }
+
+    /// Whether the key is there, if only with `null`.
+    pub(super) fn has(&self, key: &str) -> bool {
+        self.map.contains_key(key)
+    }
+
+    /// An object within this one.
+    pub(super) fn object(&self, key: &str) -> Result<Option<Self>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let map = value.as_object().ok_or_else(|| self.wrong(key, "an object"))?.clone();
+        Ok(Some(Self { path: self.path.clone(), within: format!("{}{key}.", self.within), map }))
+    }
+
+    /// A count from 1 to `max`.
+    pub(super) fn size(&self, key: &str, max: usize) -> Result<usize> {
+        let value = self.get(key).and_then(Value::as_u64).and_then(|size| usize::try_from(size).ok());
+        value
+            .filter(|&size| (1..=max).contains(&size))
+            .ok_or_else(|| self.wrong(key, format!("a whole number from 1 to {max}")))
+    }
+
+    /// A count that may be 0.
+    pub(super) fn count(&self, key: &str) -> Result<usize> {
+        let value = self.get(key).and_then(Value::as_u64).and_then(|count| usize::try_from(count).ok());
+        value.ok_or_else(|| self.wrong(key, "a whole number"))
+    }
+
+    /// A finite number above 0.
+    pub(super) fn positive(&self, key: &str) -> Result<f64> {
+        let value = self.get(key).and_then(Value::as_f64).filter(|&value| value > 0.0 && value.is_finite());
+        value.ok_or_else(|| self.wrong(key, "a number above 0"))
+    }
+
+    /// True or false; absent is false.
+    pub(super) fn flag(&self, key: &str) -> Result<bool> {
+        match self.get(key) {
+            None => Ok(false),
+            Some(value) => value.as_bool().ok_or_else(|| self.wrong(key, "true or false")),
+        }
+    }
+
+    /// What is wrong with a key.
+    pub(super) fn wrong(&self, key: &str, expected: impl AsRef<str>) -> Error {
+        let found = self.get(key).map_or("absent".to_owned(), Value::to_string);
+        Error::bad_file(&self.path, format!("{}{key} is {found}: expected {}", self.within, expected.as_ref()))
+    }
+}
