@@ -18,7 +18,7 @@ use crate::cuda;
 use crate::dist::{Mesh, World};
 use crate::error::{Error, Result, panic_message};
 use crate::phase::{self, Phase};
-use crate::rollout::{Engine, RolloutEngine};
+use crate::rollout::{Engine, EngineWeights, RolloutEngine};
 use crate::torch;
 use crate::train::{Policy, Sequence};
 
@@ -123,13 +123,7 @@ impl Colocated {
         let version = self.learner.policy.version();
         let weights = phase::scope(Phase::Gather, || self.slices.gather(&self.learner.policy))?;
         phase::scope(Phase::Offload, || self.learner.policy.finish_offload())?;
-        let mut rollout = phase::scope(Phase::Wake, || self.engine.wake(weights, version))?;
-        let value = phase::scope(Phase::Generate, || work(&mut rollout))?;
-        phase::scope(Phase::Sleep, || {
-            drop(rollout);
-            Ok(())
-        })?;
-        Ok(value)
+        generate(&mut self.engine, weights, version, work)
     }
 
     /// Frees the engine's weights and starts the optimizer state's way back; nothing to do if that is done. Where it failed,
@@ -193,6 +187,22 @@ impl Colocated {
     pub fn world(&self) -> &World {
         &self.learner.world
     }
+}
+
+/// Wakes the engine with weights of `version`, runs `work` and lets it sleep again, each booked to its phase. Collective over the
+/// tensor-parallel group.
+fn generate<'a, R>(
+    engine: &'a mut Engine,
+    weights: EngineWeights<'a>,
+    version: u64,
+    work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>,
+) -> Result<R> {
+    let mut rollout = phase::scope(Phase::Wake, || engine.wake(weights, version))?;
+    let value = phase::scope(Phase::Generate, || work(&mut rollout))?;
+    phase::scope(Phase::Sleep, || {
+        drop(rollout);
+        Ok(value)
+    })
 }
 
 /// Runs `work` on `half` to an outcome that all ranks agree on; collective over the world. After a failure of any rank,

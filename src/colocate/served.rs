@@ -6,10 +6,10 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use super::weights::{EngineSlices, no_adapters};
+use super::{generate, together};
 use crate::dist::{Mesh, World};
 use crate::error::Result;
 use crate::model::{AdapterFiles, BlockLora, LoraSpec, ParamTable, Unit, UnitLayout};
-use crate::phase::{self, Phase};
 use crate::rollout::{Engine, RolloutEngine};
 
 /// Whole weights and an engine that reads them in place.
@@ -58,37 +58,25 @@ impl Served {
     ) -> Result<Self> {
         let device = world.device();
         let zeros = |layout: &UnitLayout| Ok(Tensor::f_zeros([layout.len as i64], (kind, device))?);
-        let shards = table.shards;
-        let mut served = Self::new(world, mesh, table, engine, &zeros)?;
-        if let Some(lora) = lora {
-            let table = ParamTable::adapters(served.table.spec.clone(), &lora, shards);
-            let units = table.units.iter().map(zeros).collect::<Result<_>>()?;
-            served.adapters = Some(Adapters { lora, table, units });
-        }
-        Ok(served)
+        let adapters = lora.map(|lora| Adapters::new(&table, lora, &zeros)).transpose()?;
+        Ok(Self { adapters, ..Self::new(world, mesh, table, engine, &zeros)? })
     }
 
     /// The same with adapters, in the kind of the units.
     pub fn with_adapters(mut self, files: &AdapterFiles) -> Result<Self> {
-        let (lora, device) = (files.lora().clone(), self.world.device());
-        let kind = self.units[0].f_kind()?;
-        let table = ParamTable::adapters(self.table.spec.clone(), &lora, 1);
-        let units = table.units.iter().map(|layout| Ok(files.read_unit(layout, kind)?.f_to_device(device)?));
-        let units = units.collect::<Result<_>>()?;
-        self.adapters = Some(Adapters { lora, table, units });
+        let (kind, device) = (self.units[0].f_kind()?, self.world.device());
+        let read = |layout: &UnitLayout| Ok(files.read_unit(layout, kind)?.f_to_device(device)?);
+        self.adapters = Some(Adapters::new(&self.table, files.lora().clone(), &read)?);
         Ok(self)
     }
 
-    /// Runs `work` with the engine awake on every rank; collective over the world.
+    /// Runs `work` with the engine awake on every rank; collective over the world. A panic goes on unwinding after that.
     ///
     /// # Errors
     /// The first failure of any rank, on every rank.
     pub fn with_engine<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
-        let outcome = self.awake(work);
-        if let Err(error) = &outcome {
-            self.world.post_failure(error);
-        }
-        self.world.agree(outcome)
+        let world = self.world.clone();
+        together(self, &world, "with_engine", |served| served.awake(work), |_| ())
     }
 
     /// The same, collective over the tensor-parallel group alone: an error is this rank's.
@@ -98,12 +86,7 @@ impl Served {
         let adapters = self.adapters.as_ref();
         let adapters = |layer| adapters.map_or_else(|| no_adapters(layer), |adapters| Ok(adapters.block(layer)));
         let weights = self.slices.of_units(table, 0, &mut { unit }, &adapters, &[])?;
-        let mut rollout = phase::scope(Phase::Wake, || self.engine.wake(weights, 0))?;
-        let value = phase::scope(Phase::Generate, || work(&mut rollout))?;
-        phase::scope(Phase::Sleep, || {
-            drop(rollout);
-            Ok(value)
-        })
+        generate(&mut self.engine, weights, 0, work)
     }
 
     /// The model's own units, to be written between uses.
@@ -128,6 +111,13 @@ impl Served {
 }
 
 impl Adapters {
+    /// Beside a model of `table`, with units from `source`.
+    fn new(table: &ParamTable, lora: LoraSpec, source: &dyn Fn(&UnitLayout) -> Result<Tensor>) -> Result<Self> {
+        let table = ParamTable::adapters(table.spec.clone(), &lora, table.shards);
+        let units = table.units.iter().map(source).collect::<Result<_>>()?;
+        Ok(Self { lora, table, units })
+    }
+
     fn block(&self, layer: usize) -> BlockLora {
         let layout = self.table.unit(Unit::Block(layer));
         BlockLora::expand(&self.table.spec, &self.lora, layout, &self.units[layer], None)
