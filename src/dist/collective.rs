@@ -73,7 +73,10 @@ pub trait Collective: Send + Sync + Debug {
     fn barrier(&self) -> Result<()>;
 }
 
-/// Every rank's bytes, in rank order; lengths may differ.
+/// Every rank's bytes, in rank order; lengths may differ. Collective.
+///
+/// # Errors
+/// Those of [`Collective`].
 pub fn all_gather_bytes(group: &dyn Collective, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
     let device = group.device();
     let own_len = Tensor::from_slice(&[bytes.len() as i64]).f_to_device(device)?;
@@ -91,14 +94,20 @@ pub fn all_gather_bytes(group: &dyn Collective, bytes: &[u8]) -> Result<Vec<Vec<
     Ok((0..group.size()).map(|rank| row(rank).to_vec()).collect())
 }
 
-/// Whether `flag` is set on any rank; collective over `group`.
+/// Whether `flag` is set on any rank. Collective.
+///
+/// # Errors
+/// Those of [`Collective`].
 pub fn any_rank(group: &dyn Collective, flag: bool) -> Result<bool> {
     let mut flags = [f64::from(u8::from(flag))];
     all_reduce_f64(group, &mut flags, ReduceOp::Max)?;
     Ok(flags[0] != 0.0)
 }
 
-/// Reduces host numbers over the ranks, in place.
+/// Reduces host numbers over the ranks, in place. Collective.
+///
+/// # Errors
+/// Those of [`Collective`].
 pub fn all_reduce_f64(group: &dyn Collective, values: &mut [f64], op: ReduceOp) -> Result<()> {
     let mut tensor = Tensor::from_slice(values).f_to_device(group.device())?;
     group.all_reduce(&mut tensor, op)?;

@@ -1,8 +1,10 @@
 //! One transformer block: h = x + O(attention(rope(Q(norm(x))), rope(K(..)), V(..))), y = h + D(silu(G(norm(h))) * U(norm(h))).
 //!
 //! Forward and explicit backward. What the backward needs is kept or computed again by choice ([`SavedBlock`]); either way
-//! it computes with the same bits. Norms and the activation cost a reading of memory and are always computed again. T tokens, D hidden, H query heads, Hkv key/value heads, G = H / Hkv, hd head width, F MLP width. In a
-//! tensor-parallel slice H, Hkv and F are this rank's share.
+//! it computes with the same bits. Norms and the activation cost a reading of memory and are always computed again.
+//!
+//! T tokens, D hidden, H query heads, Hkv key/value heads, G = H / Hkv, hd head width, F MLP width. In a tensor-parallel slice
+//! H, Hkv and F are this rank's share.
 
 use tch::{Device, Tensor};
 

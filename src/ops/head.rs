@@ -60,8 +60,8 @@ pub fn forward(
     HeadOutput { logprobs, entropy, saved }
 }
 
-/// d_hidden, and d_weight added in place unless the weight is frozen, from the gradients of the log-probabilities and, where given, the entropies:
-/// d_logits = (dlogprobs * (onehot - p) - dentropy * p * (log p + entropy)) / temperature.
+/// d_hidden, and d_weight added in place unless the weight is frozen, from the gradients of the log-probabilities and, where
+/// given, the entropies: d_logits = (dlogprobs * (onehot - p) - dentropy * p * (log p + entropy)) / temperature.
 #[allow(clippy::too_many_arguments)]
 pub fn backward(
     hidden: &Tensor,  // [C, D]

@@ -48,7 +48,7 @@ impl MemoryPlan {
     pub(super) fn largest_micro_batch(&self, choices: Choices, input: &PlanInput<'_>) -> usize {
         let fits = |tokens: usize| self.fits(choices, tokens, input);
         // A whole update in one micro-batch finds no gradients of an earlier one.
-        let whole = input.update_tokens();
+        let whole = input.update_tokens().max(1);
         let (mut least, mut most) = if fits(whole) { (whole, 2 * whole) } else { (0, whole) };
         while fits(most) {
             (least, most) = (most, 2 * most);

@@ -7,7 +7,8 @@ use crate::data::Tokenizer;
 use crate::error::Result;
 use crate::types::{Completion, Prompt, RolloutGroup, UnfinishedCompletion, UnfinishedGroup};
 
-/// What [`RolloutEngine::generate_first`](super::RolloutEngine::generate_first) leaves of this rank's groups, each with its index among them.
+/// What [`RolloutEngine::generate_first`](super::RolloutEngine::generate_first) leaves of this rank's groups, each with its index
+/// among them.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Rollout {
     /// Those that count.

@@ -35,16 +35,25 @@ fn contiguous(op: &'static str, tensor: &Tensor) -> Result<(*mut u8, usize)> {
 }
 
 /// The elements as host f32, from any device and kind, in row-major order.
+///
+/// # Errors
+/// [`Error::Torch`], also for work on the tensor's device that failed before.
 pub fn f32_vec(tensor: &Tensor) -> Result<Vec<f32>> {
     host_vec(tensor, 0.0)
 }
 
 /// The elements as host f64, from any device and kind, in row-major order.
+///
+/// # Errors
+/// As [`f32_vec`].
 pub fn f64_vec(tensor: &Tensor) -> Result<Vec<f64>> {
     host_vec(tensor, 0.0)
 }
 
 /// The elements as host i64, from any device and kind, in row-major order.
+///
+/// # Errors
+/// As [`f32_vec`].
 pub fn i64_vec(tensor: &Tensor) -> Result<Vec<i64>> {
     host_vec(tensor, 0)
 }

@@ -75,6 +75,9 @@ pub fn flash_forward(
 
 /// (dq, dk, dv), from what [`flash_forward`] took and gave. Sums into dq come in no fixed order, but where
 /// [`super::set_deterministic`] asks for one.
+///
+/// # Errors
+/// [`crate::Error::Torch`] for tensors that the kernels cannot take.
 #[allow(clippy::too_many_arguments)]
 pub fn flash_backward(
     d_o: &Tensor, // [T, H, hd]

@@ -1,5 +1,5 @@
-//! libtorch beyond what `tch` binds: the C++ shim with TCPStore, CUDA streams and varlen flash attention, tensor bytes, threads. Knows nothing of
-//! models.
+//! libtorch beyond what `tch` binds: the C++ shim with TCPStore, CUDA streams, flash and cuDNN attention; tensors' bytes, kept
+//! memory, threads. Knows nothing of models.
 
 mod allocator;
 mod bytes;

@@ -67,6 +67,9 @@ impl Store {
     }
 
     /// Stores `value` under `key`, replacing what was there.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if the server is gone; [`Error::InvalidArgument`] for a key with a NUL byte.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         let name = ffi::c_string("Store::set", key)?;
         // SAFETY: all pointers outlive the call, which copies the value.
@@ -75,6 +78,9 @@ impl Store {
     }
 
     /// The value of `key`, waited for up to the store's timeout.
+    ///
+    /// # Errors
+    /// As [`Store::set`], and if it does not come in time.
     pub fn get(&self, key: &str) -> Result<Vec<u8>> {
         let name = ffi::c_string("Store::get", key)?;
         let (mut value, mut bytes) = (std::ptr::null_mut(), 0);
@@ -89,6 +95,9 @@ impl Store {
     }
 
     /// Adds `delta` to the number under `key` (0 if absent) and returns the sum.
+    ///
+    /// # Errors
+    /// As [`Store::set`].
     pub fn add(&self, key: &str, delta: i64) -> Result<i64> {
         let name = ffi::c_string("Store::add", key)?;
         let mut sum = 0;
@@ -99,6 +108,9 @@ impl Store {
     }
 
     /// Waits until every key exists.
+    ///
+    /// # Errors
+    /// As [`Store::get`].
     pub fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
         let names = keys.iter().map(|key| ffi::c_string("Store::wait", key)).collect::<Result<Vec<_>>>()?;
         let pointers: Vec<_> = names.iter().map(|name| name.as_ptr()).collect();

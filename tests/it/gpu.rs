@@ -249,14 +249,9 @@ fn score(world: &World, kind: Kind, groups: &[RolloutGroup]) -> Vec<f32> {
     let sequences: Vec<Sequence> = groups
         .iter()
         .flat_map(|group| group.completions.iter().map(move |completion| (group, completion)))
-        .map(|(group, completion)| Sequence {
-            token_ids: [group.prompt.token_ids.as_slice(), &completion.token_ids].concat(),
-            prompt_len: group.prompt.token_ids.len(),
-            advantage: 0.0,
-            masked: false,
-            rollout_logprobs: None,
-            old_logprobs: None,
-            ref_logprobs: None,
+        .map(|(group, completion)| {
+            let prompt = group.prompt.token_ids.as_slice();
+            Sequence::of_tokens([prompt, &completion.token_ids].concat(), prompt.len())
         })
         .collect();
     let micro_batches =

@@ -230,16 +230,8 @@ impl Model {
         let unit = |layout: &UnitLayout| Ok(self.unit(layout)?.to_kind(kind));
         let mut reference = Reference::new(self.table(), &mesh, NetworkOptions { kind, device }, &unit).unwrap();
         let of_group = |group: &RolloutGroup| {
-            let prompt = group.prompt.token_ids.clone();
-            let sequence = move |ids: &[u32]| Sequence {
-                token_ids: [prompt.as_slice(), ids].concat(),
-                prompt_len: prompt.len(),
-                advantage: 0.0,
-                masked: false,
-                rollout_logprobs: None,
-                old_logprobs: None,
-                ref_logprobs: None,
-            };
+            let prompt = group.prompt.token_ids.as_slice();
+            let sequence = |ids: &[u32]| Sequence::of_tokens([prompt, ids].concat(), prompt.len());
             group.completions.iter().map(|completion| sequence(&completion.token_ids)).collect::<Vec<_>>()
         };
         let sequences: Vec<Sequence> = groups.iter().flat_map(of_group).collect();

@@ -109,15 +109,8 @@ fn losses(device: Device, kind: Kind, quantization: Quantization, dropout: f64) 
     let start = PolicyStart { lora, quantization, seed: 3, adapters: None };
     let source = |layout: &UnitLayout| Ok(init_unit(layout, 1, Kind::Float)?.f_mul_scalar(5.0)?);
     let mut policy = Policy::start(table, &mesh, options, OptimizerHome::Resident, &source, start).unwrap();
-    let sequence = |n: usize| Sequence {
-        token_ids: (0..20 + 7 * n).map(|at| ((at * 37 + n * 11) % 64) as u32).collect(),
-        prompt_len: 1,
-        advantage: 0.0,
-        masked: false,
-        rollout_logprobs: None,
-        old_logprobs: None,
-        ref_logprobs: None,
-    };
+    let ids = |n: usize| (0..20 + 7 * n).map(|at| ((at * 37 + n * 11) % 64) as u32).collect();
+    let sequence = |n: usize| Sequence::of_tokens(ids(n), 1);
     let sequences: Vec<Sequence> = (0..4).map(sequence).collect();
     let micro_batches = pack(&sequences, &PackOptions { max_tokens: 1000, share_prompts: false, device }).unwrap();
     let step = |_| {

@@ -37,15 +37,7 @@ fn golden(name: &str) -> PathBuf {
 }
 
 fn sequence(token_ids: Vec<u32>) -> Sequence {
-    Sequence {
-        token_ids,
-        prompt_len: 1,
-        advantage: 0.0,
-        masked: false,
-        rollout_logprobs: None,
-        old_logprobs: None,
-        ref_logprobs: None,
-    }
+    Sequence::of_tokens(token_ids, 1)
 }
 
 fn packed(sequences: &[Sequence], max_tokens: usize) -> Vec<MicroBatch> {

@@ -37,7 +37,8 @@ const SETTINGS: [(&str, &str); 2] = [("NCCL_GRAPH_REGISTER", "0"), ("NCCL_NVLS_E
 /// [`Error::Environment`] if there is no such GPU, or libtorch's CUDA half or NCCL is not to be had.
 pub(super) fn device(local_rank: usize) -> Result<Device> {
     for (name, value) in SETTINGS.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()) {
-        // SAFETY: at the start of a worker, before the libraries that read it are opened and start threads.
+        // SAFETY: the libraries that read it are opened after this. Threads that stand by now, to watch and for rewards, are this
+        // program's own, and read the environment under the lock that this takes.
         unsafe { std::env::set_var(name, value) };
     }
     cuda::require()?;

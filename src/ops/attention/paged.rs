@@ -1,7 +1,7 @@
 //! Attention over keys and values in blocks of a cache, as the engine keeps them.
 //!
-//! Caches are [num_blocks, Hkv, block_size, hd] (a block of one head is contiguous) and hold finite numbers everywhere (fresh ones are zero): entries beyond a
-//! context are read and masked.
+//! Caches are [num_blocks, Hkv, block_size, hd] (a block of one head is contiguous) and hold finite numbers everywhere (fresh ones
+//! are zero): entries beyond a context are read and masked.
 
 use crate::torch::accumulation_kind;
 use tch::{Kind, Tensor};

@@ -1,8 +1,8 @@
 //! One attention of packed runs, o = softmax(scale * q k^T) v, through the kernel that serves it best.
 //!
-//! On a GPU, bfloat16 takes cuDNN's kernels or flash attention ([`Kernel`] has the rule). On a CPU, runs are padded to buckets and take libtorch's flash attention, which never
-//! holds [len, len]; the shortest take batched products with an explicit softmax, which are faster there. So do kinds other
-//! than bfloat16 on a GPU, at any length.
+//! On a GPU, bfloat16 takes cuDNN's kernels or flash attention ([`Kernel`] has the rule). On a CPU, runs are padded to buckets and
+//! take libtorch's flash attention, which never holds [len, len]; the shortest take batched products with an explicit softmax,
+//! which are faster there. So do kinds other than bfloat16 on a GPU, at any length.
 
 use tch::{Kind, Tensor};
 
