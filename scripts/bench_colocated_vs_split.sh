@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Steps with every GPU doing both halves against steps with GPUs for each half, equal batches and completion lengths.
 #   scripts/bench_colocated_vs_split.sh PROGRAM PRESET GPUS [OUTPUT] [KEY=VALUE ..]
-# PROGRAM is target/release/colo-grpo. Runs colocated at tp 1, 2 and 4, the split with every number of rollout GPUs, and the
-# same sampling one batch ahead; medians of STEPS (5) steps after a warm-up, of PROMPTS x GROUP (32 x 8) completions of PROMPT_LEN + COMPLETION_LEN
-# (512 + 1024) tokens, or of lengths drawn from SPREAD (tail:512..4096). MODES limits the runs ("colocated split async"), TP and
-# SPLITS their degrees. Further arguments are configuration keys of all runs. OUTPUT (runs/colocated_vs_split) gets results.jsonl,
-# a log and a time-line (Chrome trace) of each run, compare.json and compare.svg; the table is printed, with simulated worlds.
+# PROGRAM is target/release/colo-grpo. Runs colocated at tp 1, 2 and 4, the split with every number of rollout GPUs at each tp that
+# divides it, and the same sampling one batch ahead; medians of STEPS (5) steps after a warm-up, of PROMPTS x GROUP (32 x 8)
+# completions of PROMPT_LEN + COMPLETION_LEN (512 + 1024) tokens, or of lengths drawn from SPREAD (tail:512..4096); for these also
+# colocated with OVERSAMPLE (1) times as many groups more under way, carried from step to step. MODES limits the runs ("colocated
+# partial split async"), TP and SPLITS their degrees. Further arguments are configuration keys of all runs. OUTPUT
+# (runs/colocated_vs_split) gets results.jsonl, a log and a time-line (Chrome trace) of each run, compare.json and compare.svg; the
+# table is printed, with simulated worlds.
 # CURVES="1 2 3" also trains the demo's model with these seeds in each mode on the CPU and draws the rewards (curves.svg).
 set -euo pipefail
 [ $# -ge 3 ] || { sed -n "2,12s/^# //p" "$0"; exit 2; }
@@ -29,19 +31,21 @@ bench() {
   cat "$output/$name.json" >>"$output/results.jsonl"
 }
 
-divides() { [ $(($2 % $1)) = 0 ]; }
-
-for mode in ${MODES:-colocated split async}; do
-  if [ "$mode" = colocated ]; then
+for mode in ${MODES:-colocated ${SPREAD:+partial} split async}; do
+  case $mode in
+    colocated) shares=$gpus keys_of_mode=() ;;
+    partial) shares=$gpus keys_of_mode=(partial_rollout=true oversample="${OVERSAMPLE:-1}") ;;
+    split) shares=${SPLITS:-$(seq 1 $((gpus - 1)))} keys_of_mode=(mode=split) ;;
+    async) shares=${SPLITS:-$(seq 1 $((gpus - 1)))} keys_of_mode=(mode=split split.async_steps=1) ;;
+    *) echo "MODES: $mode is none of colocated, partial, split, async" && exit 2 ;;
+  esac
+  for k in $shares; do
+    name=$mode place=()
+    [[ $mode = split || $mode = async ]] && name=${mode}_$((gpus - k))_and_$k place=(split.rollout_gpus="$k")
     for tp in ${TP:-1 2 4}; do
-      divides "$tp" "$gpus" && bench "colocated_tp$tp" tensor_parallel_size="$tp"
+      [ $((k % tp)) = 0 ] || continue
+      bench "${name}_tp$tp" tensor_parallel_size="$tp" ${keys_of_mode[@]+"${keys_of_mode[@]}"} ${place[@]+"${place[@]}"}
     done
-    continue
-  fi
-  ahead=0
-  [ "$mode" = async ] && ahead=1
-  for k in ${SPLITS:-$(seq 1 $((gpus - 1)))}; do
-    bench "${mode}_$((gpus - k))_and_$k" mode=split split.rollout_gpus="$k" split.async_steps=$ahead
   done
 done
 

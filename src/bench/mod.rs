@@ -2,6 +2,7 @@
 
 mod collectives;
 mod compare;
+mod floor;
 mod generate;
 mod kernels;
 mod memory;

@@ -8,6 +8,7 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tch::Device;
 
+use super::floor::StepWork;
 use super::memory::{MemoryWatch, predicted_tensor_bytes};
 use super::{PEAK_FLOP_PER_S, SEED, STREAM, median, synchronize, token};
 use crate::config::{Config, Mode, OptimizerResidency, ReferenceResidency, Roles};
@@ -110,6 +111,33 @@ impl StepBench {
         Ok(Some(predicted_tensor_bytes(&model, at_once) + model.bytes().engine_adapters + reference))
     }
 
+    /// What phases on GPUs take at least; of optimizer state that lives on the host its way there is left out, with its floor.
+    fn floors(
+        &self,
+        config: &Config,
+        trainer: &Trainer,
+        medians: &BTreeMap<String, f64>,
+        world: &World,
+    ) -> Result<BTreeMap<Phase, f64>> {
+        let Some(policy) = trainer.policy().filter(|_| world.device().is_cuda()) else { return Ok(BTreeMap::new()) };
+        let model = TrainedModel::of(config, policy.table(), policy.kind());
+        let streams = trainer.plan().optimizer == OptimizerResidency::Stream;
+        let work = StepWork {
+            spec: &self.spec,
+            prompts: self.prompts,
+            group: self.group,
+            prompt_len: self.prompt_len,
+            completion_len: medians["completions/mean_length"],
+            roles: config.roles(world.size())?,
+            tensor_parallel_size: config.tensor_parallel_size,
+            num_iterations: config.num_iterations,
+            trained_tokens: medians["tokens/trained"],
+            adapter_params: policy.lora().map(|_| policy.trained_table().num_params()),
+            optimizer_bytes: (!streams).then(|| model.optimizer_step_bytes()),
+        };
+        Ok(work.floors(self.completion_spread.is_some()))
+    }
+
     /// Prompts of all steps, no two alike; `num_begun` of each.
     fn prompts(&self, num_begun: usize) -> Vec<Prompt> {
         let prompt = |id: usize| {
@@ -147,9 +175,10 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<Value> {
     trainer.finish_trace()?;
     let peaks = watch.of_all(&*world.group())?;
     let medians = medians(&steps);
-    let report = Report { bench, config: &config, plan: trainer.plan(), world: &world, medians: &medians };
+    let floors = bench.floors(&config, &trainer, &medians, &world)?;
+    let report = Report { bench, config: &config, plan: trainer.plan(), world: &world, medians: &medians, floors };
     if world.rank() == 0 {
-        eprint!("{}", report.table()?);
+        eprint!("{}", report.table());
     }
     let mut result = report.result(config.roles(world.size())?);
     result["load_s"] = json!(load_s);
@@ -199,6 +228,7 @@ struct Report<'a> {
     plan: &'a MemoryPlan,
     world: &'a World,
     medians: &'a BTreeMap<String, f64>,
+    floors: BTreeMap<Phase, f64>,
 }
 
 impl Report<'_> {
@@ -217,7 +247,7 @@ impl Report<'_> {
     }
 
     fn result(&self, roles: Roles) -> Value {
-        let Self { bench, config, plan, world, medians } = *self;
+        let Self { bench, config, plan, world, medians, ref floors } = *self;
         let step_s = medians["step_time"];
         let transition_s = self.sum(&TRANSITIONS);
         let completions = bench.prompts * bench.group;
@@ -248,6 +278,7 @@ impl Report<'_> {
             "num_generators": roles.num_generators,
             "async_steps": config.split.async_steps,
             "tensor_parallel_size": config.tensor_parallel_size,
+            "oversample": config.oversample,
             "zero_stage": config.zero.stage,
             "gradient_checkpointing": plan.gradient_checkpointing.name(),
             "max_tokens_per_micro_batch": config.max_tokens_per_micro_batch,
@@ -260,6 +291,7 @@ impl Report<'_> {
             "overrides": bench.overrides,
             "step_s": step_s,
             "phases_s": phases,
+            "floors_s": floors.iter().map(|(phase, seconds)| (phase.name(), *seconds)).collect::<BTreeMap<_, _>>(),
             "unphased_s": self.unphased(),
             "transition_s": transition_s,
             "transition_percent": 100.0 * transition_s / step_s,
@@ -273,22 +305,25 @@ impl Report<'_> {
         })
     }
 
-    fn table(&self) -> Result<String> {
+    fn table(&self) -> String {
         let step_s = self.medians["step_time"];
-        let mut text = String::new();
-        let mut line = |name: &str, seconds: f64| {
-            let _ = writeln!(text, "{name:<34} {seconds:>9.3} s {:>6.1} %", 100.0 * seconds / step_s);
+        let mut text = format!("{:<34} {:>11} {:>8} {:>11}\n", "phase", "took", "of step", "floor");
+        let mut line = |name: &str, seconds: f64, floor_s: Option<f64>| {
+            let floor = floor_s.map_or_else(|| "-".to_owned(), |floor_s| format!("{floor_s:.3} s"));
+            let _ = writeln!(text, "{name:<34} {seconds:>9.3} s {:>6.1} % {floor:>11}", 100.0 * seconds / step_s);
         };
         for phase in Phase::ALL {
             let is_apart = self.config.mode == Mode::Split && OF_GENERATORS.contains(phase);
             let whose = if is_apart { " (generators)" } else { "" };
-            self.seconds(*phase).into_iter().for_each(|seconds| line(&format!("{}{whose}", phase.name()), seconds));
+            if let Some(seconds) = self.seconds(*phase) {
+                line(&format!("{}{whose}", phase.name()), seconds, self.floors.get(phase).copied());
+            }
         }
         if let Some(seconds) = self.unphased() {
-            line("rest: waiting for the GPU, counting", seconds);
+            line("rest: waiting for the GPU, counting", seconds, None);
         }
-        line("step", step_s);
-        line("of it entering and leaving rollout", self.sum(&TRANSITIONS));
-        Ok(text)
+        line("step", step_s, None);
+        line("of it entering and leaving rollout", self.sum(&TRANSITIONS), None);
+        text
     }
 }

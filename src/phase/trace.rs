@@ -22,16 +22,16 @@ struct Trace {
     file: BufWriter<File>,
 }
 
-/// From now on every phase of this process is written to `folder/rank_00000.json`.
+/// From now on every phase of this process is written to `folder/rank_00000.json`; `label` names it in the picture.
 ///
 /// # Errors
 /// [`Error::Io`] if the file cannot be made.
-pub fn trace_to(folder: &Path, rank: usize) -> Result<()> {
+pub fn trace_to(folder: &Path, rank: usize, label: &str) -> Result<()> {
     std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
     let path = of_rank(folder, rank);
     let file = File::create(&path).map_err(Error::io(&path))?;
     let mut trace = Trace { rank, file: BufWriter::new(file) };
-    let name = json!({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": format!("rank {rank}")}});
+    let name = json!({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": label}});
     writeln!(trace.file, "{BEGIN}{name},").map_err(Error::io(path))?;
     *TRACE.lock().unwrap_or_else(PoisonError::into_inner) = Some(trace);
     Ok(())

@@ -72,6 +72,15 @@ impl<'a> TrainedModel<'a> {
         }
     }
 
+    /// What an optimizer step reads and writes in device memory: the state both ways, gradients for their norm and again, and
+    /// the new weights; without the way of either over ranks.
+    pub fn optimizer_step_bytes(&self) -> usize {
+        let wide = accumulation_kind(self.kind).elt_size_in_bytes();
+        let owned = self.bytes().optimizer / (3 * wide);
+        let gradient = self.gradient_kinds().accumulated.elt_size_in_bytes();
+        owned * (6 * wide + 2 * gradient + self.kind.elt_size_in_bytes())
+    }
+
     /// Of the weights, the frozen ones under adapters included. Quantised blocks are whole on every rank.
     fn base_bytes(&self) -> usize {
         let (table, element) = (self.table, self.kind.elt_size_in_bytes());

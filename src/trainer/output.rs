@@ -8,7 +8,7 @@ use serde_json::json;
 
 use crate::checkpoint::Checkpoint;
 use crate::colocate::UpdateProgress;
-use crate::config::Config;
+use crate::config::{Config, Mode};
 use crate::dist::Collective;
 use crate::error::{Error, Result};
 use crate::eval::Outcome;
@@ -57,7 +57,7 @@ impl Output {
             write_run_config(&output_dir, config)?;
         }
         if config.trace {
-            phase::trace_to(&output_dir.join(TRACE_FOLDER), group.rank())?;
+            phase::trace_to(&output_dir.join(TRACE_FOLDER), group.rank(), &label(config, &*group)?)?;
         }
         let completions = config.log_completions.then(|| CompletionsWriter::new(&output_dir, &config.reward_names()));
         let display = Progress::new(max_steps, first_step, is_first);
@@ -194,6 +194,17 @@ impl UpdateProgress for Output {
         std::fs::write(&path, format!("{:#}\n", json!({"update": update, "sequences": sequences})))
             .map_err(Error::io(path))
     }
+}
+
+/// A rank's name in the time-line.
+fn label(config: &Config, group: &dyn Collective) -> Result<String> {
+    let num_trainers = config.roles(group.size())?.num_trainers;
+    let role = match config.mode {
+        Mode::Colocated => "",
+        Mode::Split if group.rank() < num_trainers => ", trains",
+        Mode::Split => ", generates",
+    };
+    Ok(format!("rank {}{role}", group.rank()))
 }
 
 fn describe(sequence: &Sequence) -> serde_json::Value {

@@ -32,6 +32,8 @@ struct Run {
     name: String,
     is_split: bool,
     is_async: bool,
+    /// Share of groups begun beyond those taken.
+    oversample: f64,
     num_trainers: usize,
     num_generators: usize,
     tensor_parallel_size: usize,
@@ -43,6 +45,8 @@ struct Run {
     phases_s: serde_json::Map<String, Value>,
     idle_trainers_s: f64,
     idle_generators_s: f64,
+    /// Of the fullest GPU.
+    used_gb: Option<f64>,
 }
 
 /// Compares the runs in `results`, one JSON line each. Writes `compare.json` and `compare.svg` to `output`, and `curves.svg`
@@ -88,14 +92,19 @@ impl Run {
         let (is_split, is_async) = (value["mode"] == "split", value["async_steps"] == 1);
         let (num_generators, tensor_parallel_size) = (count("num_generators")?, count("tensor_parallel_size")?);
         let (num_trainers, tp) = (count("num_trainers")?, format!("tp {tensor_parallel_size}"));
+        let oversample = value["oversample"].as_f64().unwrap_or(0.0);
         let kind = if is_async { "async split" } else { "split" };
+        let used = |rank: &Value| rank["used_bytes"].as_f64().filter(|bytes| *bytes > 0.0);
+        let peaks = value["peak_by_rank"].as_array().into_iter().flatten();
         Ok(Self {
             name: match is_split {
                 true => format!("{kind} {num_trainers} + {num_generators}, {tp}"),
+                false if oversample > 0.0 => format!("colocated, {tp}, oversample {oversample}"),
                 false => format!("colocated, {tp}"),
             },
             is_split,
             is_async,
+            oversample,
             num_trainers,
             num_generators,
             tensor_parallel_size,
@@ -106,6 +115,7 @@ impl Run {
             phases_s: value["phases_s"].as_object().ok_or_else(|| bad("phases_s"))?.clone(),
             idle_trainers_s: value["metrics"]["timing_s/idle_trainers"].as_f64().unwrap_or(0.0),
             idle_generators_s: value["metrics"]["timing_s/idle_generators"].as_f64().unwrap_or(0.0),
+            used_gb: peaks.filter_map(used).max_by(f64::total_cmp).map(|bytes| bytes / 1e9),
         })
     }
 
@@ -129,17 +139,18 @@ impl Run {
         self.sum(&TRAINING)
     }
 
-    /// One bar of a colocated run, one for each half of a split one.
+    /// One bar of a colocated run, one for each half of a split one; trainers begin where they need not wait for a batch.
     fn bars(&self) -> Vec<svg::Bar> {
         let parts = |parts: &[(&'static str, &[Phase])]| -> Vec<(&'static str, f64)> {
             parts.iter().map(|(name, phases)| (*name, self.seconds(phases))).collect()
         };
-        let bar = |name: String, parts| svg::Bar { name, parts, total: self.step_s };
+        let bar = |name: String, start, parts| svg::Bar { name, start, parts, total: self.step_s };
         if !self.is_split {
-            return vec![bar(self.name.clone(), [parts(&GENERATING), parts(&TRAINING)].concat())];
+            return vec![bar(self.name.clone(), 0.0, [parts(&GENERATING), parts(&TRAINING)].concat())];
         }
         let half = |who: &str| format!("{}: {who}", self.name);
-        vec![bar(half("generate"), parts(&GENERATING)), bar(half("train"), parts(&TRAINING))]
+        let trainers = bar(half("train"), self.idle_trainers_s, parts(&TRAINING));
+        vec![bar(half("generate"), 0.0, parts(&GENERATING)), trainers]
     }
 
     fn to_json(&self) -> Value {
@@ -152,23 +163,32 @@ impl Run {
             "idle_trainers_s": self.idle_trainers_s,
             "idle_generators_s": self.idle_generators_s,
             "tokens_per_second": self.tokens_per_second,
+            "used_gb": self.used_gb,
         })
     }
 }
 
 fn table(runs: &[Run]) -> String {
-    let best = |wanted: fn(&&Run) -> bool| {
-        runs.iter().filter(wanted).map(|run| run.step_s).min_by(f64::total_cmp).unwrap_or(f64::NAN)
-    };
+    let best = |wanted: fn(&&Run) -> bool| runs.iter().filter(wanted).map(|run| run.step_s).min_by(f64::total_cmp);
     let colocated = best(|run| !run.is_split);
     let mut text = format!(
-        "{:<28} {:>8} {:>9} {:>8} {:>8} {:>14} {:>12} {:>9} {:>9}\n",
-        "seconds", "step", "generate", "train", "weights", "idle: trainers", "generators", "tokens/s", "colocated"
+        "{:<31} {:>8} {:>9} {:>8} {:>8} {:>14} {:>12} {:>9} {:>8} {:>9}\n",
+        "seconds",
+        "step",
+        "generate",
+        "train",
+        "weights",
+        "idle: trainers",
+        "generators",
+        "tokens/s",
+        "used, GB",
+        "colocated"
     );
+    let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
     for run in runs {
         let _ = writeln!(
             text,
-            "{:<28} {:>8.3} {:>9.3} {:>8.3} {:>8.3} {:>14.3} {:>12.3} {:>9.0} {:>8.2}x",
+            "{:<31} {:>8.3} {:>9.3} {:>8.3} {:>8.3} {:>14.3} {:>12.3} {:>9.0} {:>8} {:>9}",
             run.name,
             run.step_s,
             run.generate_s(),
@@ -177,14 +197,15 @@ fn table(runs: &[Run]) -> String {
             run.idle_trainers_s,
             run.idle_generators_s,
             run.tokens_per_second,
-            run.step_s / colocated,
+            or_dash(run.used_gb.map(|gb| format!("{gb:.1}"))),
+            or_dash(colocated.map(|colocated| format!("{:.2}x", run.step_s / colocated))),
         );
     }
     for (name, step_s) in [
         ("best synchronous split", best(|run| run.is_split && !run.is_async)),
         ("best asynchronous split", best(|run| run.is_async)),
     ] {
-        if step_s.is_finite() && colocated.is_finite() {
+        if let (Some(step_s), Some(colocated)) = (step_s, colocated) {
             let _ = writeln!(text, "colocated is {:.2} times as fast as the {name}", step_s / colocated);
         }
     }
@@ -229,6 +250,8 @@ mod tests {
         assert_eq!(written["measured"][1]["idle_generators_s"], 6.0);
         let picture = std::fs::read_to_string(output.join("compare.svg")).unwrap();
         assert!(picture.starts_with("<svg") && picture.contains("async split 2 + 2, tp 1: train"), "{picture}");
+        let alone = super::table(&[Run::read(&lines[1], &results).unwrap()]);
+        assert!(alone.trim_end().ends_with(" -"), "nothing to compare with:\n{alone}");
         std::fs::write(&results, "{\"mode\": \"split\"}\n").unwrap();
         let error = compare(&results, &output, &[]).unwrap_err().to_string();
         assert!(error.contains("a line without num_generators"), "{error}");

@@ -1,5 +1,6 @@
 //! Step times of other numbers of GPUs, from lines through the measured phase times. What is simulated is marked so.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use serde_json::{Value, json};
@@ -13,11 +14,12 @@ const NODE_BYTES_PER_S: f64 = 50e9;
 /// What is simulated.
 const WORLDS: [usize; 4] = [8, 16, 32, 64];
 
-/// A line of times: `at_zero + slope * x`, nowhere below 0.
+/// A line of times: `at_zero + slope * x`. Through one place it says nothing of others.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Fit {
     at_zero: f64,
     slope: f64,
+    only_at: Option<f64>,
 }
 
 /// What one machine takes, by numbers of ranks.
@@ -38,20 +40,23 @@ struct Row {
     async_split: (f64, usize),
 }
 
-/// Generation by sequences an engine has, training by the share of the batch a trainer has; both as fast on every node, with
-/// gradients' way between nodes hidden behind backward. Weights cross nodes once a step where halves are apart.
+/// Generation by sequences an engine has, at every measured tensor-parallel degree, of which the fastest is taken; training by
+/// the share of the batch a trainer has; both as fast on every node, with gradients' way between nodes hidden behind backward.
+/// Weights cross nodes once a step where halves are apart.
 struct Model {
-    generate: Fit,
+    generate: BTreeMap<usize, Fit>,
     train: Fit,
     transitions_s: f64,
     push_s: f64,
     weight_bytes: f64,
 }
 
-/// Of runs at a tensor-parallel degree of 1; nothing where they do not tell the lines.
+/// Of runs that take every group they begin; nothing where they do not tell the lines.
 pub(super) fn simulate(runs: &[Run]) -> Simulation {
-    let runs: Vec<&Run> = runs.iter().filter(|run| run.tensor_parallel_size == 1).collect();
-    let Some(model) = Model::of(&runs) else { return Simulation { rows: Vec::new(), worst_error: f64::NAN } };
+    let runs: Vec<&Run> = runs.iter().filter(|run| run.oversample == 0.0).collect();
+    let Some(model) = (!runs.is_empty()).then(|| Model::of(&runs)).flatten() else {
+        return Simulation { rows: Vec::new(), worst_error: f64::NAN };
+    };
     let error = |run: &&Run| (model.step_s(run) / run.step_s - 1.0).abs();
     let worst_error = runs.iter().map(error).fold(0.0, f64::max);
     let (num_measured, num_sequences) = (runs[0].num_gpus(), runs[0].num_sequences);
@@ -69,14 +74,21 @@ impl Run {
 
 impl Model {
     fn of(runs: &[&Run]) -> Option<Self> {
-        let each = |num_ranks: usize, run: &Run| run.num_sequences as f64 / num_ranks as f64;
         let mean = |wanted: &dyn Fn(&&&Run) -> bool| {
             let chosen: Vec<f64> = runs.iter().filter(wanted).map(|run| run.transitions_s()).collect();
             chosen.iter().sum::<f64>() / chosen.len() as f64
         };
-        Some(Self {
-            generate: Fit::through(runs.iter().map(|run| (each(run.num_generators, run), run.generate_s())))?,
-            train: Fit::through(runs.iter().map(|run| (each(run.num_trainers, run), run.train_s())))?,
+        let mut places: BTreeMap<usize, Vec<(f64, f64)>> = BTreeMap::new();
+        for run in runs {
+            let of_engine = (run.num_sequences * run.tensor_parallel_size) as f64 / run.num_generators as f64;
+            places.entry(run.tensor_parallel_size).or_default().push((of_engine, run.generate_s()));
+        }
+        let train: Vec<_> =
+            runs.iter().map(|run| (run.num_sequences as f64 / run.num_trainers as f64, run.train_s())).collect();
+        let train = Fit::through(&train);
+        train.only_at.is_none().then(|| Self {
+            generate: places.into_iter().map(|(tp, places)| (tp, Fit::through(&places))).collect(),
+            train,
             transitions_s: mean(&|run| !run.is_split),
             push_s: mean(&|run| run.is_split),
             weight_bytes: runs[0].weight_bytes,
@@ -85,49 +97,68 @@ impl Model {
 
     /// What the model says of a run that was measured.
     fn step_s(&self, run: &Run) -> f64 {
+        let of_engine = (run.num_sequences * run.tensor_parallel_size) as f64 / run.num_generators as f64;
+        let generate = self.generate[&run.tensor_parallel_size].at(of_engine);
         match run.is_split {
-            true => self.split_s(run.num_gpus(), run.num_generators, run.num_sequences, run.is_async),
-            false => self.colocated_s(run.num_gpus(), run.num_sequences),
+            true => self.split_s(generate, (run.num_trainers, run.num_gpus()), run.num_sequences, run.is_async),
+            false => self.colocated_s(generate, run.num_trainers, run.num_sequences),
         }
     }
 
-    fn colocated_s(&self, num_gpus: usize, num_sequences: usize) -> f64 {
-        let each = num_sequences as f64 / num_gpus as f64;
-        self.generate.at(each) + self.train.at(each) + self.transitions_s
+    /// At the best degree.
+    fn generate_s(&self, num_generators: usize, num_sequences: usize) -> f64 {
+        let at_degree = self.generate.iter().filter(|(tp, _)| num_generators.is_multiple_of(**tp));
+        let times = at_degree.map(|(&tp, fit)| fit.at((num_sequences * tp) as f64 / num_generators as f64));
+        times.fold(f64::INFINITY, f64::min)
     }
 
-    fn split_s(&self, num_gpus: usize, num_generators: usize, num_sequences: usize, is_async: bool) -> f64 {
-        let each = |num_ranks: usize| num_sequences as f64 / num_ranks as f64;
-        let (generate, train) =
-            (self.generate.at(each(num_generators)), self.train.at(each(num_gpus - num_generators)));
+    fn colocated_s(&self, generate: f64, num_gpus: usize, num_sequences: usize) -> f64 {
+        generate + self.train.at(num_sequences as f64 / num_gpus as f64) + self.transitions_s
+    }
+
+    fn split_s(
+        &self,
+        generate: f64,
+        (num_trainers, num_gpus): (usize, usize),
+        num_sequences: usize,
+        is_async: bool,
+    ) -> f64 {
+        let train = self.train.at(num_sequences as f64 / num_trainers as f64);
         let push_s = if num_gpus > NODE_GPUS { self.weight_bytes / NODE_BYTES_PER_S } else { self.push_s };
         push_s + if is_async { generate.max(train) } else { generate + train }
     }
 
     fn row(&self, num_gpus: usize, num_sequences: usize) -> Row {
         let best = |is_async| {
-            let divisions = (1..num_gpus).map(|k| (self.split_s(num_gpus, k, num_sequences, is_async), k));
+            let divisions = (1..num_gpus).map(|k| {
+                let generate = self.generate_s(k, num_sequences);
+                (self.split_s(generate, (num_gpus - k, num_gpus), num_sequences, is_async), k)
+            });
             divisions.min_by(|a, b| a.0.total_cmp(&b.0)).expect("a world of several GPUs")
         };
-        let colocated_s = self.colocated_s(num_gpus, num_sequences);
+        let colocated_s = self.colocated_s(self.generate_s(num_gpus, num_sequences), num_gpus, num_sequences);
         Row { num_gpus, num_sequences, colocated_s, split: best(false), async_split: best(true) }
     }
 }
 
 impl Fit {
-    /// Least squares; `None` unless there are two places.
-    fn through(points: impl Iterator<Item = (f64, f64)>) -> Option<Self> {
-        let points: Vec<(f64, f64)> = points.collect();
+    /// Least squares, among lines that neither fall nor begin below 0.
+    fn through(points: &[(f64, f64)]) -> Self {
         let count = points.len() as f64;
         let mean = |of: fn(&(f64, f64)) -> f64| points.iter().map(of).sum::<f64>() / count;
         let (x, y) = (mean(|point| point.0), mean(|point| point.1));
         let spread: f64 = points.iter().map(|point| (point.0 - x).powi(2)).sum();
         let together: f64 = points.iter().map(|point| (point.0 - x) * (point.1 - y)).sum();
-        (spread > 0.0).then(|| Self { at_zero: y - together / spread * x, slope: together / spread })
+        let slope = if spread > 0.0 { (together / spread).clamp(0.0, y / x) } else { 0.0 };
+        Self { at_zero: y - slope * x, slope, only_at: (spread == 0.0).then_some(x) }
     }
 
+    /// Endless where it says nothing.
     fn at(self, x: f64) -> f64 {
-        (self.at_zero + self.slope * x).max(0.0)
+        match self.only_at {
+            Some(place) if place != x => f64::INFINITY,
+            _ => self.at_zero + self.slope * x,
+        }
     }
 }
 
@@ -148,7 +179,7 @@ impl Simulation {
             return String::new();
         }
         let mut text = format!(
-            "SIMULATED from lines through these phase times, tp 1 (measured steps are met within {:.0} %), {NODE_GPUS} GPUs a node, \
+            "SIMULATED from lines through these phase times (measured steps are met within {:.0} %), {NODE_GPUS} GPUs a node, \
              {:.0} GB/s between nodes; seconds (ranks that generate)\n{:>6} {:>10} {:>10} {:>14} {:>14}\n",
             100.0 * self.worst_error,
             NODE_BYTES_PER_S / 1e9,
@@ -192,6 +223,8 @@ mod tests {
         assert!((row.colocated_s - runs[0].step_s).abs() < 1e-9, "{row:?}");
         assert!(row.split.0 > row.colocated_s && row.async_split.0 < row.split.0, "{row:?}");
         assert!(simulation.table().starts_with("SIMULATED"));
+        let other = Run { tensor_parallel_size: 4, ..runs[0].clone() };
+        assert_eq!(simulate(&[&runs[..], &[other]].concat()).rows[1], *row, "a degree seen once tells its own place");
         assert!(simulate(&runs[..1]).rows.is_empty(), "one place is no line");
     }
 }

@@ -14,8 +14,10 @@ const COLORS: [&str; 9] =
 #[derive(Debug)]
 pub(super) struct Bar {
     pub name: String,
+    /// When the first of them begins.
+    pub start: f64,
     pub parts: Vec<(&'static str, f64)>,
-    /// How long it takes in all: what the parts leave is waiting.
+    /// How long it takes in all: what the parts leave, before and after them, is waiting.
     pub total: f64,
 }
 
@@ -40,13 +42,20 @@ pub(super) fn bars(bars: &[Bar]) -> String {
     let scale = (WIDTH - LABELS - 80.0) / longest;
     let mut body = legend(&names);
     for (index, bar) in bars.iter().enumerate() {
-        let (y, mut x) = (40.0 + ROW * index as f64, LABELS);
+        let y = 40.0 + ROW * index as f64;
+        let (mut x, end) = (LABELS + bar.start * scale, LABELS + bar.total * scale);
         let _ = write!(
             body,
-            "<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{}</text>",
+            "<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{}</text>\
+             <rect x=\"{LABELS}\" y=\"{y}\" width=\"{:.1}\" height=\"17\" fill=\"none\" stroke=\"#bbb\"/>\
+             <text x=\"{:.1}\" y=\"{}\">{:.2} s</text>",
             LABELS - 8.0,
             y + 14.0,
-            escaped(&bar.name)
+            escaped(&bar.name),
+            end - LABELS,
+            end + 6.0,
+            y + 14.0,
+            bar.total
         );
         for (name, seconds) in &bar.parts {
             let color = COLORS[names.iter().position(|known| known == name).unwrap_or(0) % COLORS.len()];
@@ -54,15 +63,6 @@ pub(super) fn bars(bars: &[Bar]) -> String {
             let _ = write!(body, "<rect x=\"{x:.1}\" y=\"{y}\" width=\"{width:.1}\" height=\"17\" fill=\"{color}\"/>");
             x += width;
         }
-        let idle = (LABELS + bar.total * scale - x).max(0.0);
-        let _ = write!(
-            body,
-            "<rect x=\"{x:.1}\" y=\"{y}\" width=\"{idle:.1}\" height=\"17\" fill=\"none\" stroke=\"#bbb\"/>\
-             <text x=\"{:.1}\" y=\"{}\">{:.2} s</text>",
-            LABELS + bar.total * scale + 6.0,
-            y + 14.0,
-            bar.total
-        );
     }
     picture(50.0 + ROW * bars.len() as f64, &body)
 }

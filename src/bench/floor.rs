@@ -1,0 +1,123 @@
+//! The least that a step's phases can take on H200s: what they must compute at the rate of large products, what they must read
+//! and write at the memory's. Sums over ranks, and whatever stands between operations, are not in it.
+
+use std::collections::BTreeMap;
+
+use super::{MEMORY_BYTES_PER_S, PRODUCT_FLOP_PER_S};
+use crate::config::Roles;
+use crate::model::ModelSpec;
+use crate::phase::Phase;
+
+/// Of weights and cache.
+const ELEMENT_BYTES: f64 = 2.0;
+
+/// What one step works on.
+#[derive(Debug)]
+pub(super) struct StepWork<'a> {
+    pub spec: &'a ModelSpec,
+    pub prompts: usize,
+    pub group: usize,
+    pub prompt_len: usize,
+    /// The mean where they differ.
+    pub completion_len: f64,
+    pub roles: Roles,
+    pub tensor_parallel_size: usize,
+    /// Passes over the batch.
+    pub num_iterations: usize,
+    /// Tokens run forward and backward on all ranks, in all passes.
+    pub trained_tokens: f64,
+    /// Trained in place of the weights, if it is they that are frozen.
+    pub adapter_params: Option<usize>,
+    /// What the optimizer's step moves on a rank, in device memory.
+    pub optimizer_bytes: Option<usize>,
+}
+
+impl StepWork<'_> {
+    /// Seconds by phase. Recomputation is not counted, nor a generation whose completions differ in length.
+    pub fn floors(&self, lengths_differ: bool) -> BTreeMap<Phase, f64> {
+        let generate = (!lengths_differ).then(|| self.generate_s());
+        let optimizer = self.optimizer_bytes.map(|bytes| bytes as f64 / MEMORY_BYTES_PER_S);
+        let floors = [
+            (Phase::Generate, generate),
+            (Phase::ForwardBackward, Some(self.forward_backward_s())),
+            (Phase::Optimizer, optimizer),
+        ];
+        floors.into_iter().filter_map(|(phase, seconds)| Some((phase, seconds?))).collect()
+    }
+
+    /// Prompts through the products once for their group, then steps that read all weights, or compute with them where that
+    /// takes longer, and the cache, a prompt's once for its group.
+    fn generate_s(&self) -> f64 {
+        let Self { spec, tensor_parallel_size: tp, .. } = *self;
+        let num_engines = self.roles.num_generators / tp;
+        let groups = (self.prompts as f64 / num_engines as f64).ceil();
+        let (rows, prompt_tokens) = (groups * self.group as f64, groups * self.prompt_len as f64);
+        let product_s = |params: f64, rows: f64| 2.0 * params * rows / PRODUCT_FLOP_PER_S / tp as f64;
+        let (blocks, head) = products(spec);
+        let weights_s = ELEMENT_BYTES * (blocks + head) / tp as f64 / MEMORY_BYTES_PER_S;
+        let steps = self.completion_len - 1.0; // the prompt gives the first token
+        let cached_tokens = prompt_tokens + rows * self.completion_len / 2.0; // mean of the steps
+        let token_bytes = 2.0 * ELEMENT_BYTES * (spec.num_layers * spec.tp_heads(tp).1 * spec.head_dim) as f64;
+        let step_s = weights_s.max(product_s(blocks + head, rows)) + token_bytes * cached_tokens / MEMORY_BYTES_PER_S;
+        product_s(blocks, prompt_tokens) + steps * step_s
+    }
+
+    /// Products, the head's of scored tokens alone, and causal attention: twice for the gradients of inputs and weights what it
+    /// is forward; of frozen weights only once.
+    fn forward_backward_s(&self) -> f64 {
+        let Self { spec, trained_tokens, .. } = *self;
+        let (prompt_len, passes) = (self.prompt_len as f64, self.num_iterations as f64);
+        let completions = passes * (self.prompts * self.group) as f64;
+        let (blocks, head) = products(spec);
+        let in_base = blocks * trained_tokens + head * completions * self.completion_len;
+        let of_prompts = passes * self.prompts as f64 * prompt_len * prompt_len / 2.0;
+        let of_completions = completions * self.completion_len * (prompt_len + self.completion_len / 2.0);
+        let attention = (12 * spec.num_layers * spec.num_heads * spec.head_dim) as f64 * (of_prompts + of_completions);
+        let flop = match self.adapter_params {
+            None => 6.0 * in_base,
+            Some(params) => 4.0 * in_base + 6.0 * params as f64 * trained_tokens,
+        };
+        (flop + attention) / PRODUCT_FLOP_PER_S / self.roles.num_trainers as f64
+    }
+}
+
+/// Weights that a token meets in the blocks, and in the head.
+fn products(spec: &ModelSpec) -> (f64, f64) {
+    let head = spec.vocab_size * spec.hidden_size;
+    let embedded = if spec.tie_word_embeddings { head } else { 2 * head };
+    ((spec.num_params() - embedded) as f64, head as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// 32 prompts x 8 of 512 + 1,024 tokens on four GPUs, by hand: 6.53e9 weights in the blocks, 0.545e9 in the head.
+    #[test]
+    fn floors_of_seven_billion_weights() {
+        let spec = ModelSpec::preset("qwen2.5-7b").unwrap();
+        let work = StepWork {
+            spec: &spec,
+            prompts: 32,
+            group: 8,
+            prompt_len: 512,
+            completion_len: 1024.0,
+            roles: Roles { num_trainers: 4, num_generators: 4 },
+            tensor_parallel_size: 4,
+            num_iterations: 1,
+            trained_tokens: 32.0 * (512.0 + 8.0 * 1024.0),
+            adapter_params: None,
+            optimizer_bytes: Some(42_500_000_000),
+        };
+        let floors = work.floors(false);
+        let is_about = |phase, seconds: f64| (floors[&phase] / seconds - 1.0_f64).abs() < 0.02;
+        // Prompts 0.067 s; 1,023 steps of 1.135 ms for products and 0.497 ms for 147,456 tokens of 14,336 bytes in the cache.
+        assert!(is_about(Phase::Generate, 1.737), "{floors:?}");
+        // Blocks 1.0906e16, head 0.0858e16 and attention 0.0328e16 operations.
+        assert!(is_about(Phase::ForwardBackward, 3.786), "{floors:?}");
+        assert!(is_about(Phase::Optimizer, 0.010), "{floors:?}");
+        assert!(!work.floors(true).contains_key(&Phase::Generate));
+        let adapters = StepWork { adapter_params: Some(0), ..work };
+        assert!(adapters.floors(false)[&Phase::ForwardBackward] < floors[&Phase::ForwardBackward] * 0.7);
+    }
+}
