@@ -223,8 +223,11 @@ mod tests {
         assert!((row.colocated_s - runs[0].step_s).abs() < 1e-9, "{row:?}");
         assert!(row.split.0 > row.colocated_s && row.async_split.0 < row.split.0, "{row:?}");
         assert!(simulation.table().starts_with("SIMULATED"));
-        let other = Run { tensor_parallel_size: 4, ..runs[0].clone() };
-        assert_eq!(simulate(&[&runs[..], &[other]].concat()).rows[1], *row, "a degree seen once tells its own place");
+        let mut seen_once = Run { tensor_parallel_size: 4, ..runs[0].clone() };
+        seen_once.phases_s["generate"] = 2.0.into();
+        let rows = simulate(&[&runs[..], &[seen_once]].concat()).rows;
+        assert!((rows[1].colocated_s - 5.1).abs() < 1e-9, "{rows:?}"); // 2 + 3 + 0.1: engines of four, as measured
+        assert!(rows[0].colocated_s > 5.1, "half of it for each is not what was measured: {rows:?}");
         assert!(simulate(&runs[..1]).rows.is_empty(), "one place is no line");
     }
 }
