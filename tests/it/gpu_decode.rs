@@ -5,43 +5,11 @@ use colo_grpo::ops::attention::{PagedLayout, kv_rows, paged_decode, write_kv};
 use colo_grpo::ops::rms_norm;
 use colo_grpo::ops::rope::{self, Rope};
 use colo_grpo::ops::swiglu::GateUp;
-use colo_grpo::torch;
 use tch::{Device, Kind, Tensor};
 
-use crate::gpu_kernels::relative_error;
+use crate::on_gpu::{GPU, double, gpu, ints, is_small, poison, rand, random_ints, random_permutation, relative_error};
 
-pub const GPU: Device = Device::Cuda(0);
 const KINDS: [(Kind, f64); 2] = [(Kind::Float, 2e-6), (Kind::BFloat16, 5e-3)];
-
-/// Under compute-sanitizer only the small cases.
-pub fn is_small() -> bool {
-    std::env::var_os("COLO_GRPO_TEST_SMALL").is_some()
-}
-
-pub fn rand(shape: &[i64], kind: Kind) -> Tensor {
-    Tensor::randn(shape, (Kind::Double, Device::Cpu)).to_kind(kind)
-}
-
-pub fn ints(values: &[i64]) -> Tensor {
-    Tensor::from_slice(values).to_kind(Kind::Int).to_device(GPU)
-}
-
-pub fn gpu(tensor: &Tensor) -> Tensor {
-    tensor.to_device(GPU)
-}
-
-fn double(tensor: &Tensor) -> Tensor {
-    tensor.to_device(Device::Cpu).to_kind(Kind::Double)
-}
-
-/// Not a number everywhere: what a kernel leaves out shows.
-pub fn poison(shape: &[i64], kind: Kind) -> Tensor {
-    Tensor::full(shape, f64::NAN, (kind, GPU))
-}
-
-pub fn random_ints(low: i64, high: i64, count: i64) -> Vec<i64> {
-    torch::i64_vec(&Tensor::randint_low(low, high, [count], (Kind::Int64, Device::Cpu))).unwrap()
-}
 
 #[test]
 #[ignore = "needs a GPU"]
@@ -204,10 +172,6 @@ impl Contexts {
         }
         Self { lens, groups, shared, tables, max_blocks, num_blocks: rows * max_blocks }
     }
-}
-
-pub fn random_permutation(count: i64) -> Vec<i64> {
-    torch::i64_vec(&Tensor::randperm(count, (Kind::Int64, Device::Cpu))).unwrap()
 }
 
 #[test]

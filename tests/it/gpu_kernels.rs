@@ -2,7 +2,6 @@
 //! one JSON line each.
 
 use std::ops::Range;
-use std::time::Instant;
 
 use colo_grpo::cuda::kernels;
 use colo_grpo::ops::random::RandomKey;
@@ -11,7 +10,7 @@ use colo_grpo::ops::{adamw, norm, rms_norm};
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
-const GPU: Device = Device::Cuda(0);
+use crate::on_gpu::{GPU, double, gpu, rand, relative_error, seconds};
 
 #[test]
 #[ignore = "needs a GPU"]
@@ -111,10 +110,8 @@ fn gpu_rms_norm_equals_the_cpus() {
     kernels::prepare(0).unwrap();
     for (kind, bound) in [(Kind::Float, 2e-6), (Kind::BFloat16, 5e-3)] {
         for (rows, dim) in [(1, 1), (7, 33), (1000, 128), (3001, 3584), (5, 12_000)] {
-            let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Double, Device::Cpu)).to_kind(kind);
+            let rand = |shape: &[i64]| rand(shape, kind);
             let (x, weight, dy) = (rand(&[rows, dim]), rand(&[dim]), rand(&[rows, dim]));
-            let double = |tensor: &Tensor| tensor.to_kind(Kind::Double);
-            let gpu = |tensor: &Tensor| tensor.to_device(GPU);
             let (y, rstd) = rms_norm::forward(&double(&x), &double(&weight), 1e-6);
             let mut dweight = Tensor::zeros([dim], (Kind::Double, Device::Cpu));
             let residual = rand(&[rows, dim]);
@@ -193,28 +190,10 @@ fn gpu_kernels_run_near_the_memory_s_speed() {
     });
 }
 
-/// The median of ten runs after a warm-up; fails under a quarter of what a copy reaches.
+/// Prints the time and the bytes a second; fails under a quarter of what a copy reaches.
 fn report(kernel: &str, bytes: i64, mut run: impl FnMut()) {
-    run();
-    let mut seconds: Vec<f64> = (0..10)
-        .map(|_| {
-            tch::Cuda::synchronize(0);
-            let start = Instant::now();
-            run();
-            tch::Cuda::synchronize(0);
-            start.elapsed().as_secs_f64()
-        })
-        .collect();
-    seconds.sort_by(f64::total_cmp);
-    let (ms, gb_s) = (seconds[5] * 1e3, bytes as f64 / seconds[5] / 1e9);
+    let seconds = seconds(&mut run);
+    let (ms, gb_s) = (seconds * 1e3, bytes as f64 / seconds / 1e9);
     println!("{}", json!({"test": "kernel", "kernel": kernel, "ms": ms, "gb_s": gb_s}));
     assert!(gb_s > 1000.0, "{kernel}: {gb_s} GB/s");
-}
-
-/// Norm of the difference over the norm of what is expected, in float64 on the CPU. Not a number where either is.
-pub(crate) fn relative_error(got: &Tensor, expected: &Tensor) -> f64 {
-    let double = |tensor: &Tensor| tensor.to_device(Device::Cpu).to_kind(Kind::Double);
-    let (got, expected) = (double(got), double(expected));
-    assert_eq!(got.size(), expected.size());
-    (got - &expected).norm().double_value(&[]) / expected.norm().double_value(&[]).max(1e-30)
 }

@@ -1,7 +1,6 @@
 //! Adapters and 4-bit weights on a GPU against the CPU. Ignored where there is no GPU; times are printed as one JSON line each.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use colo_grpo::config::{GradientCheckpointing, Quantization, TargetModule};
 use colo_grpo::cuda::kernels;
@@ -17,7 +16,7 @@ use colo_grpo::train::{
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
-const GPU: Device = Device::Cuda(0);
+use crate::on_gpu::{GPU, seconds};
 
 #[test]
 #[ignore = "needs a GPU"]
@@ -75,20 +74,10 @@ fn gpu_nf4_runs_near_the_memory_s_speed() {
         let layout = table.unit(Unit::Block(0));
         let flat = init_unit_on(layout, 1, Kind::BFloat16, GPU).unwrap();
         let block = QuantizedBlock::quantize(&spec, layout, &flat, &Levels::new(GPU)).unwrap();
-        let mut seconds: Vec<f64> = (0..12)
-            .map(|_| {
-                tch::Cuda::synchronize(0);
-                let start = Instant::now();
-                block.dequantize(&spec, layout, &flat).unwrap();
-                tch::Cuda::synchronize(0);
-                start.elapsed().as_secs_f64()
-            })
-            .skip(2)
-            .collect();
-        seconds.sort_by(f64::total_cmp);
+        let seconds = seconds(&mut || block.dequantize(&spec, layout, &flat).unwrap());
         let bytes = QuantizedBlock::bytes(&spec, Kind::BFloat16) + 2 * layout.len;
-        let gb_s = bytes as f64 / seconds[5] / 1e9;
-        println!("{}", json!({"test": "nf4", "block": preset, "ms": seconds[5] * 1e3, "gb_s": gb_s}));
+        let gb_s = bytes as f64 / seconds / 1e9;
+        println!("{}", json!({"test": "nf4", "block": preset, "ms": seconds * 1e3, "gb_s": gb_s}));
         assert!(gb_s > 1000.0, "{preset}: {gb_s} GB/s");
     }
 }

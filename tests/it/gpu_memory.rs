@@ -53,7 +53,8 @@ fn gpu_arena_comes_and_goes_in_a_tenth_of_a_second() {
         slowest.1 = slowest.1.max(free_ms);
         println!(
             "{}",
-            json!({"test": "arena", "gib": 64, "cycle": cycle, "is_rested": is_rested, "map_ms": map_ms, "unmap_ms": unmap_ms, "free_ms": free_ms})
+            json!({"test": "arena", "gib": 64, "cycle": cycle, "is_rested": is_rested, "map_ms": map_ms,
+                "unmap_ms": unmap_ms, "free_ms": free_ms})
         );
     }
     assert!(slowest.0 < 100.0 && slowest.1 < 100.0, "{slowest:?} ms");
@@ -129,7 +130,8 @@ fn gpu_pool_copies_at_the_bus_speed_and_bit_identical() {
         let back = timed(|| pool.copy_to(0, &mut target).unwrap());
         println!(
             "{}",
-            json!({"test": "pool", "run": run, "gib": 4, "out_gb_s": 4.0 * 1.073_741_824 / out, "in_gb_s": 4.0 * 1.073_741_824 / back})
+            json!({"test": "pool", "run": run, "gib": 4, "out_gb_s": 4.0 * 1.073_741_824 / out,
+                "in_gb_s": 4.0 * 1.073_741_824 / back})
         );
     }
     assert!(target.equal(&source));

@@ -1,8 +1,6 @@
 //! The trainer's fused kernels against the operations they replace, in float64 on the CPU; and times on the shapes of a
 //! training step, one JSON line each. Ignored where there is no GPU.
 
-use std::time::Instant;
-
 use colo_grpo::cuda::{Tuning, kernels};
 use colo_grpo::ops::heads::{self, HeadGradients, HeadNormWeights};
 use colo_grpo::ops::rope::Rope;
@@ -10,10 +8,9 @@ use colo_grpo::ops::{embedding, head, linear};
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
-use crate::gpu_kernels::relative_error;
 use crate::gpu_products::products;
+use crate::on_gpu::{GPU, relative_error, seconds};
 
-const GPU: Device = Device::Cuda(0);
 const KINDS: [(Kind, f64); 2] = [(Kind::Float, 1e-5), (Kind::BFloat16, 5e-3)];
 
 #[test]
@@ -271,21 +268,4 @@ fn report(model: &str, kernel: &str, bytes: i64, mut run: impl FnMut()) {
         json!({"test": "kernel", "model": model, "kernel": kernel, "us": (seconds * 1e7).round() / 10.0, "gb_s": gb_s.round()})
     );
     assert!(gb_s > 1000.0, "{kernel}: {gb_s} GB/s");
-}
-
-/// Of one run, from the median of five batches of eight after a warm-up.
-fn seconds(run: &mut dyn FnMut()) -> f64 {
-    const BATCH: u32 = 8;
-    run();
-    let mut seconds: Vec<f64> = (0..5)
-        .map(|_| {
-            tch::Cuda::synchronize(0);
-            let start = Instant::now();
-            (0..BATCH).for_each(|_| run());
-            tch::Cuda::synchronize(0);
-            start.elapsed().as_secs_f64() / f64::from(BATCH)
-        })
-        .collect();
-    seconds.sort_by(f64::total_cmp);
-    seconds[2]
 }

@@ -20,6 +20,7 @@ mod hostile;
 mod launch;
 mod lora;
 mod model;
+mod on_gpu;
 mod program;
 mod ranks;
 mod rewards;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use colo_grpo::dist::{Collective, World};
 use colo_grpo::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams, UnfinishedGroup};
 
-use super::{Model, alone, options, prompts, sampled, token_ids};
+use super::setup::{Model, alone, options, prompts, sampled, token_ids};
 use crate::ranks;
 
 /// Wakes an engine until all groups are complete, two more of all ranks' each time, each wake at its own step.

@@ -1,0 +1,184 @@
+//! A model in memory, what is asked of its engine, and the training forward over the same weights.
+
+use std::marker::PhantomData;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use colo_grpo::data::Tokenizer;
+use colo_grpo::dist::{Collective, SingleRank};
+use colo_grpo::model::{
+    BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, ParamTable, Scoring, Unit,
+    WeightFiles, block_forward, head_forward, init_unit,
+};
+use colo_grpo::ops::{embedding, rope::Rope};
+use colo_grpo::rollout::{Engine, EngineOptions, EngineStats, EngineWeights};
+use colo_grpo::types::{Prompt, RolloutGroup, SamplingParams};
+use tch::{Device, Kind, Tensor};
+
+const VOCAB: usize = 96;
+
+/// A model in memory with a tokenizer of the words w0, w1, ..
+pub struct Model {
+    pub spec: Arc<ModelSpec>,
+    pub tokenizer: Arc<Tokenizer>,
+    pub embedding: EmbeddingParams,
+    pub blocks: Vec<BlockParams>,
+    pub head: HeadParams,
+}
+
+impl Model {
+    /// Random weights of a shape, large enough that contexts matter.
+    pub fn random(spec: ModelSpec) -> Self {
+        Self::new(spec, |table, unit| {
+            let layout = table.unit(unit);
+            let flat = init_unit(layout, 1, Kind::Float).unwrap();
+            for param in layout.params.iter().filter(|param| param.decay) {
+                let _ = layout.view(param.name, &flat).unwrap().g_mul_scalar_(12.0);
+            }
+            flat
+        })
+    }
+
+    pub fn micro() -> Self {
+        Self::random(ModelSpec::preset("micro").unwrap())
+    }
+
+    pub fn golden(name: &str) -> Self {
+        let spec = ModelSpec::from_folder(golden(name)).unwrap();
+        let files = WeightFiles::open(golden(name), Arc::new(spec.clone())).unwrap();
+        Self::new(spec, |table, unit| files.read_unit(table.unit(unit), Kind::Float).unwrap())
+    }
+
+    fn new(spec: ModelSpec, unit: impl Fn(&ParamTable, Unit) -> Tensor) -> Self {
+        tch::set_num_threads(1);
+        let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..spec });
+        let table = ParamTable::new(spec.clone(), 1);
+        let block = |layer| BlockParams::view(table.unit(Unit::Block(layer)), &unit(&table, Unit::Block(layer)));
+        Self {
+            tokenizer: Arc::new(words(spec.vocab_size)),
+            embedding: EmbeddingParams::view(table.unit(Unit::Embedding), &unit(&table, Unit::Embedding)),
+            blocks: (0..spec.num_layers).map(block).collect(),
+            head: HeadParams::view(table.unit(Unit::Head), &unit(&table, Unit::Head)),
+            spec,
+        }
+    }
+
+    fn output_table(&self) -> &Tensor {
+        self.head.lm_head.as_ref().unwrap_or(&self.embedding.table)
+    }
+
+    pub fn weights(&self, tp: &dyn Collective) -> EngineWeights<'_> {
+        let rows = self.spec.vocab_range(tp.rank(), tp.size());
+        EngineWeights {
+            embedding: self.embedding.table.shallow_clone(),
+            blocks: self.blocks.iter().map(|block| block.tp_slice(&self.spec, tp.rank(), tp.size())).collect(),
+            final_norm: self.head.final_norm.shallow_clone(),
+            lm_head: self.output_table().narrow(0, rows.start as i64, rows.len() as i64),
+            quantized: None,
+            version: 1,
+            policy: PhantomData,
+        }
+    }
+
+    pub fn engine(&self, options: EngineOptions, tp: Arc<dyn Collective>) -> Engine {
+        Engine::new(self.spec.clone(), self.tokenizer.clone(), options, tp).unwrap()
+    }
+
+    /// One rollout of a fresh engine.
+    pub fn generate_on(
+        &self,
+        tp: Arc<dyn Collective>,
+        options: EngineOptions,
+        prompts: &[Prompt],
+        params: &SamplingParams,
+    ) -> (Vec<RolloutGroup>, EngineStats) {
+        let mut engine = self.engine(options, tp.clone());
+        let mut rollout = engine.wake(self.weights(tp.as_ref()), 1).unwrap();
+        let groups = rollout.generate(prompts, params, |_| ()).unwrap();
+        (groups, *rollout.stats())
+    }
+
+    pub fn generate(
+        &self,
+        options: EngineOptions,
+        prompts: &[Prompt],
+        params: &SamplingParams,
+    ) -> (Vec<RolloutGroup>, EngineStats) {
+        self.generate_on(alone(), options, prompts, params)
+    }
+
+    /// Log-probabilities of the tokens behind `prompt_len`, by the training forward.
+    pub fn logprobs(&self, token_ids: &[u32], prompt_len: usize, temperature: f64) -> Vec<f32> {
+        let num_tokens = token_ids.len() as i64;
+        let ids = Tensor::from_slice(&token_ids.iter().map(|&id| i64::from(id)).collect::<Vec<_>>());
+        let spec = &*self.spec;
+        let rope = Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref());
+        let rope = rope.rows(&Tensor::arange(num_tokens, (Kind::Int64, Device::Cpu)), Kind::Float);
+        let context = BlockContext { spec, rope: &rope, tp: None };
+        let mut attention = PackedAttention::new(spec, &[0, num_tokens], Device::Cpu);
+        let mut x = embedding::forward(&ids, &self.embedding.table);
+        for (layer, block) in self.blocks.iter().enumerate() {
+            x = block_forward(&context, layer, block, &x, &mut attention, None).unwrap().0;
+        }
+        let rows = Tensor::arange_start(prompt_len as i64 - 1, num_tokens - 1, (Kind::Int64, Device::Cpu));
+        let targets = ids.narrow(0, prompt_len as i64, num_tokens - prompt_len as i64);
+        let scoring = Scoring { rows: &rows, targets: &targets, temperature, eps: spec.rms_norm_eps };
+        let scored = head_forward(&self.head, self.output_table(), &x, &scoring, false);
+        Vec::<f32>::try_from(scored.logprobs).unwrap()
+    }
+}
+
+pub fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+pub fn words(count: usize) -> Tokenizer {
+    let vocab: serde_json::Map<_, _> = (0..count).map(|id| (format!("w{id}"), id.into())).collect();
+    let tokenizer = serde_json::json!({
+        "version": "1.0",
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"},
+    });
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    Tokenizer::from_folder(folder.path()).unwrap()
+}
+
+pub fn alone() -> Arc<dyn Collective> {
+    Arc::new(SingleRank::default())
+}
+
+pub fn options() -> EngineOptions {
+    EngineOptions {
+        kv_cache_bytes: 4 << 20,
+        block_size: 8,
+        max_num_seqs: 64,
+        max_num_batched_tokens: 512,
+        max_model_length: 128,
+        kind: Kind::Float,
+        device: Device::Cpu,
+        strict: false,
+    }
+}
+
+pub fn prompt(id: u64, token_ids: Vec<u32>) -> Prompt {
+    Prompt { id, text: String::new(), token_ids, columns: Arc::default() }
+}
+
+/// Prompts of 3 to 20 tokens.
+pub fn prompts(count: u64) -> Vec<Prompt> {
+    let tokens = |id: u64| (0..3 + id * 5 % 18).map(|n| ((id * 31 + n * n * 7 + 5) % VOCAB as u64) as u32).collect();
+    (0..count).map(|id| prompt(id, tokens(id))).collect()
+}
+
+pub fn greedy() -> SamplingParams {
+    SamplingParams { num_generations: 1, temperature: 0.0, max_completion_length: 24, ..SamplingParams::default() }
+}
+
+pub fn sampled() -> SamplingParams {
+    SamplingParams { num_generations: 4, max_completion_length: 20, ..SamplingParams::default() }
+}
+
+pub fn token_ids(groups: &[RolloutGroup]) -> Vec<Vec<&[u32]>> {
+    groups.iter().map(|group| group.completions.iter().map(|completion| &completion.token_ids[..]).collect()).collect()
+}
