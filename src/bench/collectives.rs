@@ -5,7 +5,7 @@
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use super::{median, seconds, synchronize};
+use super::{device_name, median, seconds, synchronize};
 use crate::cuda::kernels::RowSums;
 use crate::cuda::{Context, Graph, TorchStream};
 use crate::dist::{Collective, ReduceOp, World, all_reduce_f64};
@@ -53,7 +53,7 @@ pub fn bench_collectives(bench: &CollectivesBench, world: &World) -> Result<Valu
     }
     Ok(json!({
         "benchmark": "collectives",
-        "device": if world.device().is_cuda() { "cuda" } else { "cpu" },
+        "device": device_name(world.device()),
         "dtype": "bfloat16",
         "world_size": world.size(),
         "results": rows,

@@ -10,7 +10,7 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tch::Kind;
 
-use super::{MEMORY_BYTES_PER_S, PRODUCT_FLOP_PER_S, SEED, median, token};
+use super::{MEMORY_BYTES_PER_S, PRODUCT_FLOP_PER_S, SEED, device_name, dtype_name, median, token};
 use crate::colocate::Served;
 use crate::data::Tokenizer;
 use crate::dist::{ReduceOp, World, all_reduce_f64};
@@ -63,13 +63,13 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
     // What strict mode costs is told by an engine without it, gone before the other comes.
     let free = if bench.strict { Some(bench.measure(&world, false)?.0) } else { None };
     let (run, mut served) = bench.measure(&world, bench.strict)?;
-    let (kind, device, num_prompts) = (bench.kind, world.device(), bench.prompts * world.size());
+    let (device, num_prompts) = (world.device(), bench.prompts * world.size());
     let mut result = json!({
         "benchmark": "generate",
         "model": bench.model,
         "num_params": bench.spec.num_params(),
-        "device": if device.is_cuda() { "cuda" } else { "cpu" },
-        "dtype": if kind == Kind::BFloat16 { "bfloat16" } else { "float32" },
+        "device": device_name(device),
+        "dtype": dtype_name(bench.kind),
         "world_size": world.size(),
         "tensor_parallel_size": bench.tensor_parallel_size,
         "threads_per_rank": tch::get_num_threads(),

@@ -20,7 +20,7 @@ pub use train::{TrainBench, bench_train};
 
 use std::time::Instant;
 
-use tch::Device;
+use tch::{Device, Kind};
 
 use crate::cuda::Context;
 use crate::error::Result;
@@ -58,6 +58,16 @@ fn synchronize(device: Device) -> Result<()> {
         Device::Cuda(ordinal) => Context::retain(ordinal)?.synchronize(),
         _ => Ok(()),
     }
+}
+
+/// A device as results name it.
+fn device_name(device: Device) -> &'static str {
+    if device.is_cuda() { "cuda" } else { "cpu" }
+}
+
+/// A type of weights as results name it.
+fn dtype_name(kind: Kind) -> &'static str {
+    if kind == Kind::BFloat16 { "bfloat16" } else { "float32" }
 }
 
 /// Token `index` of a random text, the same every time.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use super::{median, seconds, synchronize};
+use super::{device_name, median, seconds, synchronize};
 use crate::cuda::{Context, Graph, TorchStream};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result};
@@ -49,7 +49,7 @@ pub fn bench_sleep_wake(bench: &SleepWakeBench, world: &World) -> Result<Value> 
     all_reduce_f64(&*world.group(), &mut times, ReduceOp::Max)?; // the slowest rank of each
     let mut result = json!({
         "benchmark": "sleep_wake",
-        "device": if device.is_cuda() { "cuda" } else { "cpu" },
+        "device": device_name(device),
         "world_size": world.size(),
         "gib": bench.bytes as f64 / f64::from(1 << 30),
         "cycles": bench.cycles,

@@ -8,7 +8,10 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use super::memory::predicted_tensor_bytes;
-use super::{MEMORY_BYTES_PER_S, PEAK_FLOP_PER_S, PRODUCT_FLOP_PER_S, SEED, STREAM, median, synchronize, token};
+use super::{
+    MEMORY_BYTES_PER_S, PEAK_FLOP_PER_S, PRODUCT_FLOP_PER_S, SEED, STREAM, device_name, dtype_name, median,
+    synchronize, token,
+};
 use crate::config::{GradientCheckpointing, Quantization, TargetModule};
 use crate::cuda::{Family, Work, profile};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
@@ -202,14 +205,13 @@ impl<'a> Run<'a> {
         let [step_s, exposed_s] = [0, 1].map(|index| median(steps.iter().map(|step| step[index]).collect()));
         let tokens = sequence_lens.iter().sum::<usize>() * world.size();
         let flop_per_s = sequence_lens.iter().map(|&len| model_flop(bench, len as f64)).sum::<f64>() / step_s;
-        let on_cuda = world.device().is_cuda();
         json!({
             "benchmark": if bench.score { "score" } else { "train" },
             "model": bench.model,
             "num_params": bench.spec.num_params(),
             "num_layers": bench.spec.num_layers,
-            "device": if on_cuda { "cuda" } else { "cpu" },
-            "dtype": if bench.kind == Kind::BFloat16 { "bfloat16" } else { "float32" },
+            "device": device_name(world.device()),
+            "dtype": dtype_name(bench.kind),
             "world_size": world.size(),
             "threads_per_rank": tch::get_num_threads(),
             "zero_stage": bench.zero_stage,
@@ -230,7 +232,7 @@ impl<'a> Run<'a> {
             "tokens_per_second": tokens as f64 / step_s,
             "tokens_per_second_per_rank": tokens as f64 / step_s / world.size() as f64,
             "tflop_per_second_per_rank": flop_per_s / 1e12,
-            "mfu": on_cuda.then_some(flop_per_s / PEAK_FLOP_PER_S),
+            "mfu": world.device().is_cuda().then_some(flop_per_s / PEAK_FLOP_PER_S),
         })
     }
 }
