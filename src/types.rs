@@ -200,6 +200,36 @@ impl Default for SamplingParams {
     }
 }
 
+/// What the tests of several rooms are made of.
+#[cfg(test)]
+pub(crate) mod fixtures {
+    use super::*;
+
+    /// A prompt of two tokens without columns.
+    pub(crate) fn prompt(id: u64) -> Prompt {
+        Prompt { id, text: "what".into(), token_ids: vec![1, 2], columns: Arc::default() }
+    }
+
+    /// Ended, a token a byte, not scored.
+    pub(crate) fn completion(text: &str) -> Completion {
+        Completion {
+            token_ids: text.bytes().map(u32::from).collect(),
+            rollout_logprobs: vec![0.0; text.len()],
+            finish_reason: FinishReason::Eos,
+            text: text.to_owned(),
+            rewards: Vec::new(),
+            reward: None,
+            advantage: 0.0,
+        }
+    }
+
+    /// Completions of which nothing but the reward is of interest.
+    pub(crate) fn scored(rewards: &[Option<f32>]) -> RolloutGroup {
+        let scored = |reward: &Option<f32>| Completion { rewards: vec![*reward], reward: *reward, ..completion("x") };
+        RolloutGroup { prompt: prompt(0), completions: rewards.iter().map(scored).collect() }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

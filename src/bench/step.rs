@@ -77,7 +77,6 @@ impl StepBench {
             ("per_device_train_batch_size", (prompts * group / world_size).max(1).to_string()),
             ("max_completion_length", longest.to_string()),
             ("max_model_length", (prompt_len + longest).to_string()),
-            ("max_steps", (self.steps + EXTRA_STEPS).to_string()),
         ];
         let keys = keys.into_iter().map(|(key, value)| format!("{key}={value}"));
         Config::load(None, &keys.chain(self.overrides.iter().cloned()).collect::<Vec<_>>())

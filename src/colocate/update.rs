@@ -51,9 +51,10 @@ impl UpdateOptions {
         self.num_updates() > 1
     }
 
-    /// Updates of one generation batch, skipped ones too.
+    /// Updates of one generation batch, skipped ones too; no more than the schedule has left.
     pub fn num_updates(&self) -> u64 {
-        (self.num_iterations * self.updates_per_generation) as u64
+        let left = (self.schedule.total_steps as u64).saturating_sub(self.global_step);
+        left.min((self.num_iterations * self.updates_per_generation) as u64)
     }
 }
 
@@ -123,10 +124,9 @@ impl Learner {
             self.score(share, options, progress)?;
         }
         let mut outcome = UpdateOutcome::default();
-        for _ in 0..options.num_iterations {
-            for (share, denominators) in shares.iter().zip(&denominators) {
-                self.update_once(share, denominators, options, progress, &mut outcome)?;
-            }
+        let passes = (0..options.num_iterations).flat_map(|_| shares.iter().zip(&denominators));
+        for (share, denominators) in passes.take(options.num_updates() as usize) {
+            self.update_once(share, denominators, options, progress, &mut outcome)?;
         }
         outcome.exposed_communication = self.policy.take_exposed_communication()?;
         outcome.loss /= outcome.num_updates as f64;

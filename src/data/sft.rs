@@ -166,9 +166,10 @@ mod tests {
         let folder = Folder::new();
         folder.write("chat_template.jinja", TURNS);
         let turns = r#"{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}"#;
-        let more = r#"{"role": "user", "content": "three"}, {"role": "assistant", "content": "one plus"}"#;
-        let whole = format!("{{\"messages\": [{turns}, {more}]}}");
-        let last = format!("{{\"prompt\": [{turns}, {}], \"completion\": [{}]}}", &more[..34], &more[36..]);
+        let (question, answer) =
+            (r#"{"role": "user", "content": "three"}"#, r#"{"role": "assistant", "content": "one plus"}"#);
+        let whole = format!("{{\"messages\": [{turns}, {question}, {answer}]}}");
+        let last = format!("{{\"prompt\": [{turns}, {question}], \"completion\": [{answer}]}}");
         let (first, second) = (example(&[7, 1, 8], &[2, 9]), example(&[7, 1, 8, 2, 9, 6, 7, 3, 8], &[1, 4, 9]));
         assert_eq!(read(&folder, &[&whole], 99).unwrap().examples, [first, second.clone()]);
         assert_eq!(read(&folder, &[&last], 99).unwrap().examples, [second]);

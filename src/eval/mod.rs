@@ -169,29 +169,13 @@ impl fmt::Display for Outcome {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use super::*;
     use crate::dist::SingleRank;
-    use crate::types::{Completion, FinishReason};
-
-    fn group(rewards: &[Option<f32>]) -> RolloutGroup {
-        let completion = |reward: &Option<f32>| Completion {
-            token_ids: vec![1, 2],
-            rollout_logprobs: vec![0.0; 2],
-            finish_reason: FinishReason::Eos,
-            text: String::new(),
-            rewards: vec![*reward],
-            reward: *reward,
-            advantage: 0.0,
-        };
-        let prompt = Prompt { id: 0, text: String::new(), token_ids: vec![1], columns: Arc::default() };
-        RolloutGroup { prompt, completions: rewards.iter().map(completion).collect() }
-    }
+    use crate::types::fixtures::scored;
 
     #[test]
     fn pass_at_k_is_the_unbiased_estimate() {
-        let three_of_eight = group(&[1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0].map(Some));
+        let three_of_eight = scored(&[1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0].map(Some));
         let near = |k, expected: f64| {
             let got = f64::from(pass_at_k(&three_of_eight, k).unwrap());
             assert!((got - expected).abs() < 1e-6, "pass@{k} = {got}, expected {expected}");
@@ -200,13 +184,13 @@ mod tests {
         near(2, 1.0 - (5.0 * 4.0) / (8.0 * 7.0)); // 1 - C(5, 2) / C(8, 2)
         near(4, 1.0 - 5.0 / 70.0); // 1 - C(5, 4) / C(8, 4)
         near(8, 1.0);
-        assert_eq!(pass_at_k(&group(&[Some(1.0), None]), 2), None);
+        assert_eq!(pass_at_k(&scored(&[Some(1.0), None]), 2), None);
     }
 
     #[test]
     fn the_most_frequent_answer_is_the_majority_s() {
         let votes = |answers: &[(&str, Option<f32>)]| {
-            let mut group = group(&answers.iter().map(|(_, reward)| *reward).collect::<Vec<_>>());
+            let mut group = scored(&answers.iter().map(|(_, reward)| *reward).collect::<Vec<_>>());
             for (completion, (answer, _)) in group.completions.iter_mut().zip(answers) {
                 completion.text = (*answer).to_owned();
             }
@@ -224,7 +208,7 @@ mod tests {
 
     #[test]
     fn an_outcome_counts_samples_problems_and_standard_errors() {
-        let groups = [group(&[Some(1.0), Some(0.0)]), group(&[Some(1.0), Some(1.0)]), group(&[None, Some(0.0)])];
+        let groups = [scored(&[Some(1.0), Some(0.0)]), scored(&[Some(1.0), Some(1.0)]), scored(&[None, Some(0.0)])];
         let outcome = Outcome::of(&groups, &SingleRank::default()).unwrap();
         assert_eq!((outcome.reward.count, outcome.reward.sum), (5.0, 3.0));
         assert_eq!(outcome.problems.count, 3.0);

@@ -130,7 +130,7 @@ impl AdvantageStats {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::grpo::golden::group;
+    use crate::types::fixtures::scored;
 
     fn advantages(groups: &[RolloutGroup]) -> Vec<f32> {
         groups.iter().flat_map(|group| &group.completions).map(|completion| completion.advantage).collect()
@@ -138,7 +138,7 @@ mod tests {
 
     #[test]
     fn equal_rewards_teach_nothing_and_are_counted() {
-        let mut groups = [group(&[Some(0.1); 7]), group(&[Some(0.0), Some(1.0)])];
+        let mut groups = [scored(&[Some(0.1); 7]), scored(&[Some(0.0), Some(1.0)])];
         let stats = assign_advantages(&mut groups, ScaleRewards::Group, None);
         assert!(groups[0].completions.iter().all(|completion| completion.advantage == 0.0));
         assert_eq!((stats.num_groups, stats.num_zero_std_groups), (2.0, 1.0));
@@ -146,7 +146,7 @@ mod tests {
 
     #[test]
     fn batch_statistics_span_the_ranks() {
-        let halves = [vec![group(&[Some(0.0), Some(4.0)])], vec![group(&[Some(1.0), Some(2.0)])]];
+        let halves = [vec![scored(&[Some(0.0), Some(4.0)])], vec![scored(&[Some(1.0), Some(2.0)])]];
         let mut whole = halves.concat();
         assign_advantages(&mut whole, ScaleRewards::Batch, None);
         let mut sums = BatchStats::of_groups(&halves[0]).to_array();
@@ -163,8 +163,8 @@ mod tests {
 
     #[test]
     fn failed_rewards_are_left_out_of_the_statistics() {
-        let mut with = [group(&[Some(1.0), None, Some(3.0)])];
-        let mut without = [group(&[Some(1.0), Some(3.0)])];
+        let mut with = [scored(&[Some(1.0), None, Some(3.0)])];
+        let mut without = [scored(&[Some(1.0), Some(3.0)])];
         let stats = assign_advantages(&mut with, ScaleRewards::Group, None);
         assign_advantages(&mut without, ScaleRewards::Group, None);
         let (with, without) = (advantages(&with), advantages(&without));

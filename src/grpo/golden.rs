@@ -6,22 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::{Denominators, LossConfig, LossInput, LossOutput, LossStats, assign_advantages, policy_loss};
 use crate::config::{ImportanceSamplingLevel, ImportanceSamplingMode, LossType, ScaleRewards};
-use crate::types::{Completion, FinishReason, Prompt, RolloutGroup};
-
-/// A group with these rewards and nothing else of interest.
-pub(super) fn group(rewards: &[Option<f32>]) -> RolloutGroup {
-    let completion = |reward: &Option<f32>| Completion {
-        token_ids: vec![1],
-        rollout_logprobs: vec![0.0],
-        finish_reason: FinishReason::Eos,
-        text: String::new(),
-        rewards: vec![*reward],
-        reward: *reward,
-        advantage: 0.0,
-    };
-    let prompt = Prompt { id: 0, text: String::new(), token_ids: vec![1], columns: Default::default() };
-    RolloutGroup { prompt, completions: rewards.iter().map(completion).collect() }
-}
+use crate::types::fixtures::scored;
 
 fn golden() -> Value {
     serde_json::from_str(include_str!("../../tests/golden/grpo.json")).unwrap()
@@ -204,7 +189,7 @@ fn advantages_and_reward_metrics_are_those_of_trl() {
             rewards.push(row.iter().map(|reward| (!reward.is_nan()).then_some(*reward as f32)).collect::<Vec<_>>());
         }
         let size = case["num_generations"].as_u64().unwrap() as usize;
-        let mut groups: Vec<_> = weighted.chunks(size).map(group).collect();
+        let mut groups: Vec<_> = weighted.chunks(size).map(scored).collect();
         for (completion, rewards) in groups.iter_mut().flat_map(|group| &mut group.completions).zip(rewards) {
             completion.rewards = rewards;
         }

@@ -193,7 +193,7 @@ fn write_column<T: DataType>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::types::{Completion, FinishReason, Prompt};
+    use crate::types::{Completion, fixtures};
 
     fn row(completion: &str, rewards: [Option<f32>; 2], reward: Option<f32>) -> CompletionRow {
         let rewards = [("format", rewards[0]), ("answer", rewards[1])].map(|(name, value)| (name.to_owned(), value));
@@ -226,15 +226,11 @@ mod tests {
         crate::dist::testing::threads(2, |group| {
             let mut writer = CompletionsWriter::new(folder.path(), &["format".to_owned()]).unwrap();
             let completion = Completion {
-                token_ids: vec![1],
-                rollout_logprobs: vec![0.0],
-                finish_reason: FinishReason::Eos,
-                text: format!("from rank {}", group.rank()),
                 rewards: vec![Some(0.1)],
                 reward: Some(0.1),
-                advantage: 0.0,
+                ..fixtures::completion(&format!("from rank {}", group.rank()))
             };
-            let prompt = Prompt { id: 0, text: "p".into(), token_ids: vec![1], columns: Default::default() };
+            let prompt = fixtures::prompt(0);
             writer.write(7, &[RolloutGroup { prompt, completions: vec![completion] }], &*group).unwrap();
         });
         let rows = read_completions(&folder.path().join("completions/completions_00007.parquet")).unwrap();

@@ -136,24 +136,19 @@ fn completion_metrics(metrics: &mut StepMetrics, groups: &[RolloutGroup]) {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use super::*;
-    use crate::types::{FinishReason, Prompt};
+    use crate::types::{FinishReason, fixtures};
 
     fn group(finish_reasons: &[FinishReason]) -> RolloutGroup {
         let completion = |(index, finish_reason): (usize, &FinishReason)| Completion {
-            token_ids: vec![7; index + 1],
-            rollout_logprobs: vec![-0.5; index + 1],
             finish_reason: *finish_reason,
-            text: String::new(),
-            rewards: vec![Some(1.0)],
             reward: (index != 1).then_some(1.0),
-            advantage: index as f32,
+            ..fixtures::completion(&"abc"[..=index])
         };
-        let columns = Arc::default();
-        let prompt = Prompt { id: 0, text: "p".into(), token_ids: vec![1, 2], columns };
-        RolloutGroup { prompt, completions: finish_reasons.iter().enumerate().map(completion).collect() }
+        RolloutGroup {
+            prompt: fixtures::prompt(0),
+            completions: finish_reasons.iter().enumerate().map(completion).collect(),
+        }
     }
 
     #[test]
@@ -163,7 +158,7 @@ mod tests {
         assert_eq!(masked(false), [false, true, false]);
         assert_eq!(masked(true), [false, true, true]);
         let all = sequences(&groups, false);
-        assert_eq!((all[2].token_ids.as_slice(), all[2].prompt_len), (&[1, 2, 7, 7, 7][..], 2));
+        assert_eq!((all[2].token_ids.as_slice(), all[2].prompt_len), (&[1, 2, 97, 98, 99][..], 2));
         assert_eq!(all[2].completion_len(), 3);
     }
 }

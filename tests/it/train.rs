@@ -2,32 +2,20 @@
 
 mod autograd;
 mod real_shapes;
+mod run;
+mod state;
 
-use std::collections::BTreeMap;
-use std::ops::Range;
-use std::sync::Arc;
-
-use colo_grpo::Result;
 use colo_grpo::config::GradientCheckpointing;
-use colo_grpo::dist::{Backend, Mesh, ReduceOp, World, all_gather_bytes, all_reduce_f64};
-use colo_grpo::memory::{HostPool, Ledger, Place};
-use colo_grpo::model::{Family, ModelSpec, ParamName, ParamTable, Unit, UnitLayout};
-use colo_grpo::train::{
-    AdamOptions, GradientOptions, MicroBatch, NetworkOptions, OptimizerHome, PackOptions, ParamShard, ParamState,
-    Policy, PolicyOptions, Reference, Scores, Sequence, StepOutcome, TokenGradients, TrainedModel, pack,
-    pad_to_agreed_count, reference_bytes,
-};
-use tch::{Device, Kind, Tensor};
+use colo_grpo::dist::{Backend, Mesh, ReduceOp, World, all_reduce_f64};
+use colo_grpo::memory::HostPool;
+use colo_grpo::model::UnitLayout;
+use colo_grpo::train::{GradientOptions, MicroBatch, Reference, Scores, reference_bytes};
+use tch::{Kind, Tensor};
+
+use run::{ADAM, ENTROPY_COEF, LR, MAX_GRAD_NORM, Run, TEMPERATURE, initial, max_difference, unpadded, weights};
+use state::state;
 
 use crate::ranks;
-
-const LR: f64 = 1e-3;
-const MAX_GRAD_NORM: f64 = 0.5;
-const TEMPERATURE: f64 = 0.8;
-const ENTROPY_COEF: f64 = 0.05;
-/// `eps` is above f32's rounding of the gradients: below it Adam steps by the sign of noise.
-const ADAM: AdamOptions = AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-6, weight_decay: 0.1 };
-const BUDGET: usize = 40;
 
 #[test]
 fn one_rank_follows_plain_adamw() {
@@ -191,129 +179,6 @@ fn a_gradient_that_is_not_finite_is_skipped_by_all_ranks() {
 }
 
 #[test]
-fn offloaded_state_returns_bit_identical() {
-    ranks::run(2, "train::offloaded_state_returns_bit_identical", |world: World| offloads(&world.mesh(1, 2).unwrap()));
-}
-
-fn offloads(mesh: &Mesh) {
-    for stage in [0, 3] {
-        let run = Run::new(stage, Kind::Float);
-        let (mut policy, mut resident) = (run.policy_in(mesh, OptimizerHome::Swap(run.pool(mesh))), run.policy(mesh));
-        for _ in 0..2 {
-            let _ = run.step(&mut policy, mesh);
-            let _ = run.step(&mut resident, mesh);
-            let before = state(&policy);
-            for _ in 0..2 {
-                policy.drop_gradients();
-                policy.offload_optimizer().unwrap();
-                policy.offload_optimizer().unwrap();
-                policy.finish_offload().unwrap();
-                let refused = policy.optimizer_step(LR, MAX_GRAD_NORM).unwrap_err();
-                assert!(refused.to_string().contains("offloaded"), "{refused}");
-                assert!(state(&policy) == before, "stage {stage}: in the pool");
-                policy.reload_optimizer().unwrap();
-                policy.reload_optimizer().unwrap();
-                assert!(state(&policy) == before, "stage {stage}: on its way back");
-            }
-            let _ = (run.step(&mut policy, mesh), run.step(&mut resident, mesh));
-            let moved = policy.take_transitions().unwrap();
-            assert_eq!(moved.bytes, 3 * policy.optimizer_bytes(), "what has not changed does not leave again");
-        }
-        assert!(weights(&policy) == weights(&resident) && state(&policy) == state(&resident), "stage {stage}");
-        // Turned back half way.
-        policy.drop_gradients();
-        policy.offload_optimizer().unwrap();
-        policy.reload_optimizer().unwrap();
-        assert!(state(&policy) == state(&resident), "stage {stage}");
-    }
-}
-
-#[test]
-fn streamed_state_steps_like_resident() {
-    ranks::run(2, "train::streamed_state_steps_like_resident", |world: World| streams(&world.mesh(1, 2).unwrap()));
-}
-
-fn streams(mesh: &Mesh) {
-    for (stage, kind) in [(0, Kind::Float), (1, Kind::BFloat16), (2, Kind::Float), (3, Kind::BFloat16)] {
-        let run = Run { tied: stage == 1, ..Run::new(stage, kind) };
-        let mut policy = run.policy_in(mesh, OptimizerHome::Stream(run.pool(mesh)));
-        let on_device = |&(place, owner, _): &(Place, &str, usize)| (place, owner) == (Place::Device, "optimizer");
-        assert!(!Ledger::report().iter().any(on_device), "{:?}", Ledger::report());
-        let mut resident = run.policy(mesh);
-        for _ in 0..3 {
-            assert_eq!(run.step(&mut policy, mesh), run.step(&mut resident, mesh), "stage {stage}");
-            assert!(weights(&policy) == weights(&resident) && state(&policy) == state(&resident), "stage {stage}");
-            policy.offload_optimizer().unwrap(); // it is away already
-            policy.finish_offload().unwrap();
-            policy.reload_optimizer().unwrap();
-        }
-        assert_eq!(policy.take_transitions().unwrap().bytes, 0);
-        let saved = saved_state(&policy, mesh);
-        resident.import_state(7, &mut |unit, name, range| read(&saved, unit, name, range)).unwrap();
-        policy.import_state(7, &mut |unit, name, range| read(&saved, unit, name, range)).unwrap();
-        let _ = (run.step(&mut policy, mesh), run.step(&mut resident, mesh));
-        assert!(weights(&policy) == weights(&resident), "stage {stage}: after a checkpoint");
-    }
-}
-
-#[test]
-fn state_moves_to_another_world_size_and_stage() {
-    ranks::run(2, "train::state_moves_to_another_world_size_and_stage", |world: World| {
-        let mesh = world.mesh(1, 2).unwrap();
-        let alone = World::single().mesh(1, 1).unwrap();
-        let (from, to) = (Run::new(3, Kind::Double), Run { num_sharers: 1, ..Run::new(0, Kind::Double) });
-        let (mut policy, mut moved) = (from.policy(&mesh), to.policy(&alone));
-        for _ in 0..2 {
-            let _ = from.step(&mut policy, &mesh);
-        }
-        let saved = saved_state(&policy, &mesh);
-        moved.import_state(policy.num_updates(), &mut |unit, name, range| read(&saved, unit, name, range)).unwrap();
-        assert!(weights(&moved) == weights(&policy));
-        assert!(saved_state(&moved, &alone) == saved, "state changed on its way");
-        // And back: each rank asks for what it owns.
-        let mut back = from.policy(&mesh);
-        back.import_state(policy.num_updates(), &mut |unit, name, range| read(&saved, unit, name, range)).unwrap();
-        assert!(state(&back) == state(&policy));
-
-        let _ = (from.step(&mut policy, &mesh), to.step(&mut moved, &alone), from.step(&mut back, &mesh));
-        assert!(weights(&back) == weights(&policy));
-        let difference = max_difference(&weights(&moved), &weights(&policy));
-        assert!(difference < 1e-10, "{difference}");
-    });
-}
-
-#[test]
-fn the_ledger_holds_what_the_formulas_say() {
-    ranks::run(2, "train::the_ledger_holds_what_the_formulas_say", |world: World| {
-        let mesh = world.mesh(1, 2).unwrap();
-        for (stage, tied, kind) in
-            [(0, true, Kind::Float), (1, false, Kind::BFloat16), (2, true, Kind::BFloat16), (3, false, Kind::Float)]
-        {
-            let run = Run { tied, ..Run::new(stage, kind) };
-            let mut policy = run.policy(&mesh);
-            let source = |layout: &UnitLayout| Ok(initial(layout));
-            let table = run.table(mesh.shard.size());
-            let _reference = Reference::new(table.clone(), &mesh, run.options(&mesh).network, &source).unwrap();
-            let _ = run.step(&mut policy, &mesh);
-            run.accumulate(&mut policy, &mesh);
-            let bytes = TrainedModel::whole(&table, stage, kind, GradientOptions::default()).bytes();
-            let page_bytes = 4096;
-            let expected = [
-                ("gradients", bytes.gradients),
-                ("optimizer", bytes.optimizer.next_multiple_of(page_bytes)),
-                ("policy_weights", bytes.weights),
-                ("reference_weights", reference_bytes(&table, kind)),
-            ];
-            assert_eq!(Ledger::report(), expected.map(|(owner, bytes)| (Place::Device, owner, bytes)), "stage {stage}");
-            assert_eq!(policy.optimizer_bytes(), bytes.optimizer);
-            policy.drop_gradients();
-            assert!(Ledger::report().iter().all(|(_, owner, _)| *owner != "gradients"));
-        }
-        assert!(Ledger::report().is_empty(), "{:?}", Ledger::report());
-    });
-}
-
-#[test]
 fn a_reference_scores_like_the_policy_it_was_loaded_as() {
     ranks::run(2, "train::a_reference_scores_like_the_policy_it_was_loaded_as", |world: World| {
         let mesh = world.mesh(1, 2).unwrap();
@@ -353,8 +218,8 @@ fn gpu_one_rank_follows_plain_adamw() {
         follows_plain_adamw(&mesh, Run { recompute, ..Run::new(0, Kind::Double) }, 1e-10);
         follows_plain_adamw(&mesh, Run { recompute, tied: true, ..Run::new(0, Kind::Float) }, 0.1 * LR);
     }
-    offloads(&mesh);
-    streams(&mesh);
+    state::offloads(&mesh);
+    state::streams(&mesh);
 }
 
 #[test]
@@ -371,8 +236,8 @@ fn gpu_two_ranks_follow_plain_adamw() {
                 follows_plain_adamw(&mesh, Run { gradients, ..run(Kind::Float) }, 4.0 * LR);
             }
         }
-        offloads(&mesh);
-        streams(&mesh);
+        state::offloads(&mesh);
+        state::streams(&mesh);
     });
 }
 
@@ -453,253 +318,4 @@ fn follows_plain_adamw(mesh: &Mesh, run: Run, tolerance: f64) {
     }
     assert_eq!((policy.version(), policy.num_updates()), (3, 3));
     assert_eq!(policy.saves_state(), mesh.world.rank() < mesh.shard.size(), "only the first replica saves");
-}
-
-/// What a test trains, and how.
-#[derive(Debug, Clone, Copy)]
-struct Run {
-    stage: u8,
-    kind: Kind,
-    tied: bool,
-    recompute: GradientCheckpointing,
-    budget: usize,
-    gradients: GradientOptions,
-    /// Whether the last backward before a step is said to be.
-    announced: bool,
-    share_prompts: bool,
-    /// Ranks that share the sequences; the others have none.
-    num_sharers: usize,
-}
-
-impl Run {
-    fn new(stage: u8, kind: Kind) -> Self {
-        let recompute = GradientCheckpointing::None;
-        let gradients = GradientOptions::default();
-        Self {
-            stage,
-            kind,
-            tied: false,
-            recompute,
-            budget: BUDGET,
-            gradients,
-            share_prompts: false,
-            announced: false,
-            num_sharers: usize::MAX,
-        }
-    }
-
-    fn options(&self, mesh: &Mesh) -> PolicyOptions {
-        PolicyOptions {
-            stage: self.stage,
-            network: NetworkOptions { kind: self.kind, device: mesh.world.device() },
-            gradient_checkpointing: self.recompute,
-            adam: ADAM,
-            gradients: self.gradients,
-        }
-    }
-
-    fn table(&self, shards: usize) -> Arc<ParamTable> {
-        Arc::new(ParamTable::new(Arc::new(spec(self.tied)), shards))
-    }
-
-    fn policy(&self, mesh: &Mesh) -> Policy {
-        self.policy_in(mesh, OptimizerHome::Resident)
-    }
-
-    fn policy_in(&self, mesh: &Mesh, home: OptimizerHome) -> Policy {
-        let source = |layout: &UnitLayout| Ok(initial(layout));
-        Policy::with_home(self.table(mesh.shard.size()), mesh, self.options(mesh), home, &source).unwrap()
-    }
-
-    /// Host memory for the optimizer's state.
-    fn pool(&self, mesh: &Mesh) -> HostPool {
-        let table = self.table(mesh.shard.size());
-        let bytes = TrainedModel::whole(&table, self.stage, self.kind, self.gradients).bytes().optimizer;
-        HostPool::new("train_test", bytes, mesh.world.device(), &mut |_, _| ()).unwrap()
-    }
-
-    fn autograd(&self) -> autograd::Model {
-        let table = ParamTable::new(Arc::new(spec(self.tied)), 1);
-        // Starts from the weights as the policy's kind rounds them.
-        let sources: Vec<Tensor> = table.units.iter().map(|layout| initial(layout).to_kind(self.kind)).collect();
-        autograd::Model::new(table, |index| sources[index].shallow_clone())
-    }
-
-    /// Eight sequences of different lengths, neighbours with the same prompt among them.
-    fn sequences(&self) -> Vec<Sequence> {
-        let lengths = [(3, 4), (3, 9), (3, 2), (7, 12), (7, 1), (5, 6), (5, 10), (1, 8)];
-        let id = |i: usize, salt: usize| ((i * i + 5 * salt + 3 * i) % 47) as u32;
-        let sequence = |(n, (prompt_len, completion_len)): (usize, (usize, usize))| Sequence {
-            token_ids: (0..prompt_len)
-                .map(|i| id(i, prompt_len))
-                .chain((prompt_len..prompt_len + completion_len).map(|i| id(i, n)))
-                .collect(),
-            prompt_len,
-            advantage: 1.5 - 0.6 * n as f32,
-            masked: false,
-            rollout_logprobs: None,
-            old_logprobs: None,
-            ref_logprobs: None,
-        };
-        lengths.into_iter().enumerate().map(sequence).collect()
-    }
-
-    fn own_sequences(&self, mesh: &Mesh) -> Vec<Sequence> {
-        let (rank, sharers) = (mesh.world.rank(), self.num_sharers.min(mesh.world.size()));
-        let all = self.sequences().into_iter().enumerate();
-        let mut own: Vec<Sequence> =
-            all.filter(|(n, _)| rank < sharers && n % sharers == rank).map(|(_, sequence)| sequence).collect();
-        own.push(Sequence { masked: true, advantage: 100.0, ..self.sequences()[0].clone() });
-        own
-    }
-
-    fn micro_batches(&self, mesh: &Mesh) -> Vec<MicroBatch> {
-        let options =
-            PackOptions { max_tokens: self.budget, share_prompts: self.share_prompts, device: mesh.world.device() };
-        let mut micro_batches = pack(&self.own_sequences(mesh), &options).unwrap();
-        pad_to_agreed_count(&mut micro_batches, &*mesh.world).unwrap();
-        micro_batches
-    }
-
-    /// Makes gradients large enough to be clipped.
-    fn denominator(&self) -> f64 {
-        10.0
-    }
-
-    /// Gradients of the sum over tokens of (-advantage * logprob + coefficient * entropy) / denominator.
-    fn loss(&self, micro_batch: &MicroBatch, scores: &Scores) -> TokenGradients {
-        let advantages = micro_batch.advantages.index_select(0, &micro_batch.sequence_of_token);
-        let dentropy = scores.entropy.ones_like() * (ENTROPY_COEF / self.denominator());
-        let dlogprobs = (advantages.to_kind(Kind::Double) / -self.denominator()).to_kind(scores.logprobs.kind());
-        TokenGradients { dlogprobs, dentropy: Some(dentropy) }
-    }
-
-    fn step(&self, policy: &mut Policy, mesh: &Mesh) -> StepOutcome {
-        self.accumulate(policy, mesh);
-        policy.optimizer_step(LR, MAX_GRAD_NORM).unwrap()
-    }
-
-    fn accumulate(&self, policy: &mut Policy, mesh: &Mesh) {
-        let micro_batches = self.micro_batches(mesh);
-        for (index, micro_batch) in micro_batches.iter().enumerate() {
-            if self.announced && index + 1 == micro_batches.len() {
-                policy.finish_gradients_with_next_backward();
-            }
-            let mut loss = |scores: &Scores| Ok(self.loss(micro_batch, scores));
-            policy.forward_backward(micro_batch, TEMPERATURE, &mut loss).unwrap();
-        }
-    }
-}
-
-/// Qwen2-like when tied, Qwen3-like when not.
-fn spec(tied: bool) -> ModelSpec {
-    ModelSpec {
-        family: if tied { Family::Qwen2 } else { Family::Qwen3 },
-        vocab_size: 47,
-        hidden_size: 24,
-        intermediate_size: 40,
-        num_layers: 3,
-        num_heads: 4,
-        num_kv_heads: 2,
-        head_dim: 6,
-        rms_norm_eps: 1e-6,
-        rope_theta: 1e4,
-        rope_scaling: None,
-        tie_word_embeddings: tied,
-        qkv_bias: tied,
-        qk_norm: !tied,
-        sliding_window: None,
-        max_position_embeddings: 64,
-        bos_token_id: None,
-        eos_token_ids: vec![0],
-        dtype: Kind::Float,
-    }
-}
-
-/// Weights that depend on the parameter alone, not on its place: matrices about 0, norms about 1.
-fn initial(layout: &UnitLayout) -> Tensor {
-    let flat = Tensor::zeros([layout.len as i64], (Kind::Double, Device::Cpu));
-    for (n, param) in layout.params.iter().enumerate() {
-        let phase = match layout.unit {
-            Unit::Embedding => 0.0,
-            Unit::Block(layer) => 1.0 + layer as f64,
-            Unit::Head => 9.0,
-        };
-        let wave =
-            (Tensor::arange(param.numel() as i64, (Kind::Double, Device::Cpu)) * 1.7 + 10.0 * phase + n as f64).sin();
-        let values = if param.decay { wave * 0.3 } else { wave * 0.1 + 1.0 };
-        flat.narrow(0, param.offset as i64, param.numel() as i64).copy_(&values);
-    }
-    flat
-}
-
-/// Every parameter's elements without padding, in table order; collective at stage 3.
-fn weights(policy: &Policy) -> Vec<Vec<f64>> {
-    unpadded(policy.table(), |unit| policy.unit_weights(unit).unwrap())
-}
-
-fn unpadded(table: &ParamTable, flat: impl Fn(Unit) -> Tensor) -> Vec<Vec<f64>> {
-    let unit_params = |layout: &UnitLayout| {
-        let flat = flat(layout.unit).to_device(Device::Cpu).to_kind(Kind::Double);
-        let params = layout.params.iter();
-        params.map(|param| Vec::try_from(layout.view(param.name, &flat).unwrap().reshape([-1])).unwrap()).collect()
-    };
-    table.units.iter().flat_map(|layout| -> Vec<Vec<f64>> { unit_params(layout) }).collect()
-}
-
-fn max_difference(a: &[Vec<f64>], b: &[Vec<f64>]) -> f64 {
-    assert_eq!(a.len(), b.len());
-    let pairs = a.iter().zip(b).flat_map(|(a, b)| a.iter().zip(b));
-    pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
-}
-
-/// A range of a parameter with its master weights and moments, as bits.
-type Piece = (Unit, ParamName, Range<usize>, [Vec<u64>; 3]);
-
-/// This rank's slice of the optimizer state.
-fn state(policy: &Policy) -> Vec<Piece> {
-    let bits = |tensor: Tensor| {
-        let values: Vec<f64> = Vec::try_from(tensor.to_kind(Kind::Double)).unwrap();
-        values.into_iter().map(f64::to_bits).collect()
-    };
-    let piece = |shard: Result<ParamShard>| {
-        let ParamShard { unit, name, elements, state: ParamState { master, m, v } } = shard.unwrap();
-        (unit, name, elements, [master, m, v].map(bits))
-    };
-    policy.export_state().map(piece).collect()
-}
-
-/// What all ranks of a shard group save, put together: it must cover every parameter exactly once.
-fn saved_state(policy: &Policy, mesh: &Mesh) -> BTreeMap<(Unit, ParamName), [Vec<u64>; 3]> {
-    let own = serde_json::to_vec(&state(policy)).unwrap();
-    let mut saved = BTreeMap::new();
-    for pieces in all_gather_bytes(&*mesh.shard, &own).unwrap() {
-        let pieces: Vec<Piece> = serde_json::from_slice(&pieces).unwrap();
-        for (unit, name, elements, bits) in pieces {
-            let [master, m, v]: &mut [Vec<u64>; 3] = saved.entry((unit, name)).or_default();
-            assert_eq!(elements.start, master.len(), "{unit} {name:?}: ranks' slices come in order");
-            for (whole, part) in [master, m, v].into_iter().zip(bits) {
-                assert_eq!(part.len(), elements.len());
-                whole.extend(part);
-            }
-        }
-    }
-    let params = policy.table().units.iter().flat_map(|layout| layout.params.iter().map(move |param| (layout, param)));
-    for (layout, param) in params {
-        assert_eq!(saved[&(layout.unit, param.name)][0].len(), param.numel(), "{} {:?}", layout.unit, param.name);
-    }
-    saved
-}
-
-fn read(
-    saved: &BTreeMap<(Unit, ParamName), [Vec<u64>; 3]>,
-    unit: Unit,
-    name: ParamName,
-    elements: Range<usize>,
-) -> Result<ParamState> {
-    let values = |bits: &Vec<u64>| {
-        Tensor::from_slice(&bits[elements.clone()].iter().map(|&bits| f64::from_bits(bits)).collect::<Vec<f64>>())
-    };
-    let [master, m, v] = &saved[&(unit, name)];
-    Ok(ParamState { master: values(master), m: values(m), v: values(v) })
 }

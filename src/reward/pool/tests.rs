@@ -2,21 +2,12 @@ use std::sync::mpsc;
 
 use super::super::RewardInput;
 use super::*;
-use crate::types::{Completion, FinishReason, Prompt};
+use crate::types::{Prompt, fixtures};
 
 fn group(id: u64, texts: &[&str]) -> RolloutGroup {
     let columns = serde_json::Map::from_iter([("answer".to_owned(), id.into())]);
-    let prompt = Prompt { id, text: "what".into(), token_ids: vec![1], columns: Arc::new(columns) };
-    let completion = |text: &&str| Completion {
-        token_ids: text.bytes().map(u32::from).collect(),
-        rollout_logprobs: vec![0.0; text.len()],
-        finish_reason: FinishReason::Eos,
-        text: text.to_string(),
-        rewards: Vec::new(),
-        reward: None,
-        advantage: 0.0,
-    };
-    RolloutGroup { prompt, completions: texts.iter().map(completion).collect() }
+    let prompt = Prompt { columns: Arc::new(columns), ..fixtures::prompt(id) };
+    RolloutGroup { prompt, completions: texts.iter().map(|text| fixtures::completion(text)).collect() }
 }
 
 fn config(names: &[&str], num_threads: usize, timeout_s: f64) -> Config {

@@ -1,0 +1,89 @@
+//! What a process ends with, and which error ends it with what.
+
+use super::Error;
+
+/// Process exit codes, as the launcher and the worker return them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[repr(u8)]
+pub enum ExitCode {
+    /// All done.
+    Done = 0,
+    /// The configuration is wrong.
+    Configuration = 2,
+    /// Data or model files are wrong.
+    Files = 3,
+    /// The machine lacks something.
+    Environment = 4,
+    /// No usable checkpoint.
+    Checkpoint = 5,
+    /// A rank died, or could not be reached.
+    RankDied = 10,
+    /// Out of memory, on the device or the host.
+    OutOfMemory = 11,
+    /// Storage failed or is full.
+    Storage = 12,
+    /// Too many non-finite losses or gradients.
+    Numerics = 13,
+    /// A reward's workers fail again and again.
+    RewardService = 14,
+    /// Nothing moved for the configured time.
+    Hang = 15,
+    /// Preempted; the state was saved.
+    Preempted = 75,
+}
+
+impl ExitCode {
+    /// Every code, for parsing what a worker left behind.
+    pub const ALL: [ExitCode; 12] = [
+        ExitCode::Done,
+        ExitCode::Configuration,
+        ExitCode::Files,
+        ExitCode::Environment,
+        ExitCode::Checkpoint,
+        ExitCode::RankDied,
+        ExitCode::OutOfMemory,
+        ExitCode::Storage,
+        ExitCode::Numerics,
+        ExitCode::RewardService,
+        ExitCode::Hang,
+        ExitCode::Preempted,
+    ];
+
+    /// The code with this number, if it is one of ours.
+    pub fn from_number(number: i32) -> Option<Self> {
+        Self::ALL.into_iter().find(|code| *code as i32 == number)
+    }
+}
+
+impl Error {
+    /// The process exit code that stands for this error.
+    pub fn exit_code(&self) -> ExitCode {
+        match self {
+            Error::UnknownKeys(_) | Error::InvalidValue { .. } | Error::ConfigSyntax { .. } => ExitCode::Configuration,
+            Error::BadFile { .. }
+            | Error::BadLine { .. }
+            | Error::EmptyDataset { .. }
+            | Error::TokenizerMismatch { .. }
+            | Error::ChatTemplate { .. } => ExitCode::Files,
+            Error::Environment { .. } => ExitCode::Environment,
+            Error::Checkpoint { .. } => ExitCode::Checkpoint,
+            Error::PeerFailed { code, .. } => *code,
+            Error::OutOfMemory { .. } | Error::Cuda { code: 2, .. } => ExitCode::OutOfMemory,
+            // Not initialised, stub library, driver too old, no or no such device, no image for it, system not ready.
+            Error::Cuda { code: 3 | 34 | 35 | 100 | 101 | 209 | 222 | 802 | 803, .. } => ExitCode::Environment,
+            Error::Io { .. } => ExitCode::Storage,
+            Error::NonFinite { .. } => ExitCode::Numerics,
+            Error::RewardService { .. } => ExitCode::RewardService,
+            Error::Preempted { .. } => ExitCode::Preempted,
+            Error::CollectiveTimeout { .. } | Error::Hang { .. } => ExitCode::Hang,
+            Error::Collective { .. }
+            | Error::RankDied { .. }
+            | Error::StaleWeights { .. }
+            | Error::InvalidArgument { .. }
+            | Error::Cuda { .. }
+            | Error::Torch(_)
+            | Error::Panic { .. }
+            | Error::Injected { .. } => ExitCode::RankDied,
+        }
+    }
+}

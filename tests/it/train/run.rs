@@ -1,0 +1,221 @@
+//! What the trainer's tests train: a small model whose weights depend on their place alone, on eight sequences.
+
+use std::sync::Arc;
+
+use colo_grpo::config::GradientCheckpointing;
+use colo_grpo::dist::Mesh;
+use colo_grpo::memory::HostPool;
+use colo_grpo::model::{Family, ModelSpec, ParamTable, Unit, UnitLayout};
+use colo_grpo::train::{
+    AdamOptions, GradientOptions, MicroBatch, NetworkOptions, OptimizerHome, PackOptions, Policy, PolicyOptions,
+    Scores, Sequence, StepOutcome, TokenGradients, TrainedModel, pack, pad_to_agreed_count,
+};
+use tch::{Device, Kind, Tensor};
+
+use super::autograd;
+
+pub const LR: f64 = 1e-3;
+pub const MAX_GRAD_NORM: f64 = 0.5;
+pub const TEMPERATURE: f64 = 0.8;
+pub const ENTROPY_COEF: f64 = 0.05;
+/// `eps` is above f32's rounding of the gradients: below it Adam steps by the sign of noise.
+pub const ADAM: AdamOptions = AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-6, weight_decay: 0.1 };
+pub const BUDGET: usize = 40;
+
+/// What a test trains, and how.
+#[derive(Debug, Clone, Copy)]
+pub struct Run {
+    pub stage: u8,
+    pub kind: Kind,
+    pub tied: bool,
+    pub recompute: GradientCheckpointing,
+    pub budget: usize,
+    pub gradients: GradientOptions,
+    /// Whether the last backward before a step is said to be.
+    pub announced: bool,
+    pub share_prompts: bool,
+    /// Ranks that share the sequences; the others have none.
+    pub num_sharers: usize,
+}
+
+impl Run {
+    pub fn new(stage: u8, kind: Kind) -> Self {
+        let recompute = GradientCheckpointing::None;
+        let gradients = GradientOptions::default();
+        Self {
+            stage,
+            kind,
+            tied: false,
+            recompute,
+            budget: BUDGET,
+            gradients,
+            share_prompts: false,
+            announced: false,
+            num_sharers: usize::MAX,
+        }
+    }
+
+    pub fn options(&self, mesh: &Mesh) -> PolicyOptions {
+        PolicyOptions {
+            stage: self.stage,
+            network: NetworkOptions { kind: self.kind, device: mesh.world.device() },
+            gradient_checkpointing: self.recompute,
+            adam: ADAM,
+            gradients: self.gradients,
+        }
+    }
+
+    pub fn table(&self, shards: usize) -> Arc<ParamTable> {
+        Arc::new(ParamTable::new(Arc::new(spec(self.tied)), shards))
+    }
+
+    pub fn policy(&self, mesh: &Mesh) -> Policy {
+        self.policy_in(mesh, OptimizerHome::Resident)
+    }
+
+    pub fn policy_in(&self, mesh: &Mesh, home: OptimizerHome) -> Policy {
+        let source = |layout: &UnitLayout| Ok(initial(layout));
+        Policy::with_home(self.table(mesh.shard.size()), mesh, self.options(mesh), home, &source).unwrap()
+    }
+
+    /// Host memory for the optimizer's state.
+    pub fn pool(&self, mesh: &Mesh) -> HostPool {
+        let table = self.table(mesh.shard.size());
+        let bytes = TrainedModel::whole(&table, self.stage, self.kind, self.gradients).bytes().optimizer;
+        HostPool::new("train_test", bytes, mesh.world.device(), &mut |_, _| ()).unwrap()
+    }
+
+    pub fn autograd(&self) -> autograd::Model {
+        let table = ParamTable::new(Arc::new(spec(self.tied)), 1);
+        // Starts from the weights as the policy's kind rounds them.
+        let sources: Vec<Tensor> = table.units.iter().map(|layout| initial(layout).to_kind(self.kind)).collect();
+        autograd::Model::new(table, |index| sources[index].shallow_clone())
+    }
+
+    /// Eight sequences of different lengths, neighbours with the same prompt among them.
+    pub fn sequences(&self) -> Vec<Sequence> {
+        let lengths = [(3, 4), (3, 9), (3, 2), (7, 12), (7, 1), (5, 6), (5, 10), (1, 8)];
+        let id = |i: usize, salt: usize| ((i * i + 5 * salt + 3 * i) % 47) as u32;
+        let sequence = |(n, (prompt_len, completion_len)): (usize, (usize, usize))| Sequence {
+            token_ids: (0..prompt_len)
+                .map(|i| id(i, prompt_len))
+                .chain((prompt_len..prompt_len + completion_len).map(|i| id(i, n)))
+                .collect(),
+            prompt_len,
+            advantage: 1.5 - 0.6 * n as f32,
+            masked: false,
+            rollout_logprobs: None,
+            old_logprobs: None,
+            ref_logprobs: None,
+        };
+        lengths.into_iter().enumerate().map(sequence).collect()
+    }
+
+    pub fn own_sequences(&self, mesh: &Mesh) -> Vec<Sequence> {
+        let (rank, sharers) = (mesh.world.rank(), self.num_sharers.min(mesh.world.size()));
+        let all = self.sequences().into_iter().enumerate();
+        let mut own: Vec<Sequence> =
+            all.filter(|(n, _)| rank < sharers && n % sharers == rank).map(|(_, sequence)| sequence).collect();
+        own.push(Sequence { masked: true, advantage: 100.0, ..self.sequences()[0].clone() });
+        own
+    }
+
+    pub fn micro_batches(&self, mesh: &Mesh) -> Vec<MicroBatch> {
+        let options =
+            PackOptions { max_tokens: self.budget, share_prompts: self.share_prompts, device: mesh.world.device() };
+        let mut micro_batches = pack(&self.own_sequences(mesh), &options).unwrap();
+        pad_to_agreed_count(&mut micro_batches, &*mesh.world).unwrap();
+        micro_batches
+    }
+
+    /// Makes gradients large enough to be clipped.
+    pub fn denominator(&self) -> f64 {
+        10.0
+    }
+
+    /// Gradients of the sum over tokens of (-advantage * logprob + coefficient * entropy) / denominator.
+    pub fn loss(&self, micro_batch: &MicroBatch, scores: &Scores) -> TokenGradients {
+        let advantages = micro_batch.advantages.index_select(0, &micro_batch.sequence_of_token);
+        let dentropy = scores.entropy.ones_like() * (ENTROPY_COEF / self.denominator());
+        let dlogprobs = (advantages.to_kind(Kind::Double) / -self.denominator()).to_kind(scores.logprobs.kind());
+        TokenGradients { dlogprobs, dentropy: Some(dentropy) }
+    }
+
+    pub fn step(&self, policy: &mut Policy, mesh: &Mesh) -> StepOutcome {
+        self.accumulate(policy, mesh);
+        policy.optimizer_step(LR, MAX_GRAD_NORM).unwrap()
+    }
+
+    pub fn accumulate(&self, policy: &mut Policy, mesh: &Mesh) {
+        let micro_batches = self.micro_batches(mesh);
+        for (index, micro_batch) in micro_batches.iter().enumerate() {
+            if self.announced && index + 1 == micro_batches.len() {
+                policy.finish_gradients_with_next_backward();
+            }
+            let mut loss = |scores: &Scores| Ok(self.loss(micro_batch, scores));
+            policy.forward_backward(micro_batch, TEMPERATURE, &mut loss).unwrap();
+        }
+    }
+}
+
+/// Qwen2-like when tied, Qwen3-like when not.
+pub fn spec(tied: bool) -> ModelSpec {
+    ModelSpec {
+        family: if tied { Family::Qwen2 } else { Family::Qwen3 },
+        vocab_size: 47,
+        hidden_size: 24,
+        intermediate_size: 40,
+        num_layers: 3,
+        num_heads: 4,
+        num_kv_heads: 2,
+        head_dim: 6,
+        rms_norm_eps: 1e-6,
+        rope_theta: 1e4,
+        rope_scaling: None,
+        tie_word_embeddings: tied,
+        qkv_bias: tied,
+        qk_norm: !tied,
+        sliding_window: None,
+        max_position_embeddings: 64,
+        bos_token_id: None,
+        eos_token_ids: vec![0],
+        dtype: Kind::Float,
+    }
+}
+
+/// Weights that depend on the parameter alone, not on its place: matrices about 0, norms about 1.
+pub fn initial(layout: &UnitLayout) -> Tensor {
+    let flat = Tensor::zeros([layout.len as i64], (Kind::Double, Device::Cpu));
+    for (n, param) in layout.params.iter().enumerate() {
+        let phase = match layout.unit {
+            Unit::Embedding => 0.0,
+            Unit::Block(layer) => 1.0 + layer as f64,
+            Unit::Head => 9.0,
+        };
+        let wave =
+            (Tensor::arange(param.numel() as i64, (Kind::Double, Device::Cpu)) * 1.7 + 10.0 * phase + n as f64).sin();
+        let values = if param.decay { wave * 0.3 } else { wave * 0.1 + 1.0 };
+        flat.narrow(0, param.offset as i64, param.numel() as i64).copy_(&values);
+    }
+    flat
+}
+
+/// Every parameter's elements without padding, in table order; collective at stage 3.
+pub fn weights(policy: &Policy) -> Vec<Vec<f64>> {
+    unpadded(policy.table(), |unit| policy.unit_weights(unit).unwrap())
+}
+
+pub fn unpadded(table: &ParamTable, flat: impl Fn(Unit) -> Tensor) -> Vec<Vec<f64>> {
+    let unit_params = |layout: &UnitLayout| {
+        let flat = flat(layout.unit).to_device(Device::Cpu).to_kind(Kind::Double);
+        let params = layout.params.iter();
+        params.map(|param| Vec::try_from(layout.view(param.name, &flat).unwrap().reshape([-1])).unwrap()).collect()
+    };
+    table.units.iter().flat_map(|layout| -> Vec<Vec<f64>> { unit_params(layout) }).collect()
+}
+
+pub fn max_difference(a: &[Vec<f64>], b: &[Vec<f64>]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let pairs = a.iter().zip(b).flat_map(|(a, b)| a.iter().zip(b));
+    pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+}

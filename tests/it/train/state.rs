@@ -1,0 +1,194 @@
+//! Optimizer state: where it lives, how it travels, what it takes.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use colo_grpo::Result;
+use colo_grpo::dist::{Mesh, World, all_gather_bytes};
+use colo_grpo::memory::{Ledger, Place};
+use colo_grpo::model::{ParamName, Unit, UnitLayout};
+use colo_grpo::train::{
+    GradientOptions, OptimizerHome, ParamShard, ParamState, Policy, Reference, TrainedModel, reference_bytes,
+};
+use tch::{Kind, Tensor};
+
+use super::run::{LR, MAX_GRAD_NORM, Run, initial, max_difference, weights};
+use crate::ranks;
+
+#[test]
+fn offloaded_state_returns_bit_identical() {
+    ranks::run(2, "train::state::offloaded_state_returns_bit_identical", |world: World| {
+        offloads(&world.mesh(1, 2).unwrap())
+    });
+}
+
+pub fn offloads(mesh: &Mesh) {
+    for stage in [0, 3] {
+        let run = Run::new(stage, Kind::Float);
+        let (mut policy, mut resident) = (run.policy_in(mesh, OptimizerHome::Swap(run.pool(mesh))), run.policy(mesh));
+        for _ in 0..2 {
+            let _ = run.step(&mut policy, mesh);
+            let _ = run.step(&mut resident, mesh);
+            let before = state(&policy);
+            for _ in 0..2 {
+                policy.drop_gradients();
+                policy.offload_optimizer().unwrap();
+                policy.offload_optimizer().unwrap();
+                policy.finish_offload().unwrap();
+                let refused = policy.optimizer_step(LR, MAX_GRAD_NORM).unwrap_err();
+                assert!(refused.to_string().contains("offloaded"), "{refused}");
+                assert!(state(&policy) == before, "stage {stage}: in the pool");
+                policy.reload_optimizer().unwrap();
+                policy.reload_optimizer().unwrap();
+                assert!(state(&policy) == before, "stage {stage}: on its way back");
+            }
+            let _ = (run.step(&mut policy, mesh), run.step(&mut resident, mesh));
+            let moved = policy.take_transitions().unwrap();
+            assert_eq!(moved.bytes, 3 * policy.optimizer_bytes(), "what has not changed does not leave again");
+        }
+        assert!(weights(&policy) == weights(&resident) && state(&policy) == state(&resident), "stage {stage}");
+        // Turned back half way.
+        policy.drop_gradients();
+        policy.offload_optimizer().unwrap();
+        policy.reload_optimizer().unwrap();
+        assert!(state(&policy) == state(&resident), "stage {stage}");
+    }
+}
+
+#[test]
+fn streamed_state_steps_like_resident() {
+    ranks::run(2, "train::state::streamed_state_steps_like_resident", |world: World| {
+        streams(&world.mesh(1, 2).unwrap())
+    });
+}
+
+pub fn streams(mesh: &Mesh) {
+    for (stage, kind) in [(0, Kind::Float), (1, Kind::BFloat16), (2, Kind::Float), (3, Kind::BFloat16)] {
+        let run = Run { tied: stage == 1, ..Run::new(stage, kind) };
+        let mut policy = run.policy_in(mesh, OptimizerHome::Stream(run.pool(mesh)));
+        let on_device = |&(place, owner, _): &(Place, &str, usize)| (place, owner) == (Place::Device, "optimizer");
+        assert!(!Ledger::report().iter().any(on_device), "{:?}", Ledger::report());
+        let mut resident = run.policy(mesh);
+        for _ in 0..3 {
+            assert_eq!(run.step(&mut policy, mesh), run.step(&mut resident, mesh), "stage {stage}");
+            assert!(weights(&policy) == weights(&resident) && state(&policy) == state(&resident), "stage {stage}");
+            policy.offload_optimizer().unwrap(); // it is away already
+            policy.finish_offload().unwrap();
+            policy.reload_optimizer().unwrap();
+        }
+        assert_eq!(policy.take_transitions().unwrap().bytes, 0);
+        let saved = saved_state(&policy, mesh);
+        resident.import_state(7, &mut |unit, name, range| read(&saved, unit, name, range)).unwrap();
+        policy.import_state(7, &mut |unit, name, range| read(&saved, unit, name, range)).unwrap();
+        let _ = (run.step(&mut policy, mesh), run.step(&mut resident, mesh));
+        assert!(weights(&policy) == weights(&resident), "stage {stage}: after a checkpoint");
+    }
+}
+
+#[test]
+fn state_moves_to_another_world_size_and_stage() {
+    ranks::run(2, "train::state::state_moves_to_another_world_size_and_stage", |world: World| {
+        let mesh = world.mesh(1, 2).unwrap();
+        let alone = World::single().mesh(1, 1).unwrap();
+        let (from, to) = (Run::new(3, Kind::Double), Run { num_sharers: 1, ..Run::new(0, Kind::Double) });
+        let (mut policy, mut moved) = (from.policy(&mesh), to.policy(&alone));
+        for _ in 0..2 {
+            let _ = from.step(&mut policy, &mesh);
+        }
+        let saved = saved_state(&policy, &mesh);
+        moved.import_state(policy.num_updates(), &mut |unit, name, range| read(&saved, unit, name, range)).unwrap();
+        assert!(weights(&moved) == weights(&policy));
+        assert!(saved_state(&moved, &alone) == saved, "state changed on its way");
+        // And back: each rank asks for what it owns.
+        let mut back = from.policy(&mesh);
+        back.import_state(policy.num_updates(), &mut |unit, name, range| read(&saved, unit, name, range)).unwrap();
+        assert!(state(&back) == state(&policy));
+
+        let _ = (from.step(&mut policy, &mesh), to.step(&mut moved, &alone), from.step(&mut back, &mesh));
+        assert!(weights(&back) == weights(&policy));
+        let difference = max_difference(&weights(&moved), &weights(&policy));
+        assert!(difference < 1e-10, "{difference}");
+    });
+}
+
+#[test]
+fn the_ledger_holds_what_the_formulas_say() {
+    ranks::run(2, "train::state::the_ledger_holds_what_the_formulas_say", |world: World| {
+        let mesh = world.mesh(1, 2).unwrap();
+        for (stage, tied, kind) in
+            [(0, true, Kind::Float), (1, false, Kind::BFloat16), (2, true, Kind::BFloat16), (3, false, Kind::Float)]
+        {
+            let run = Run { tied, ..Run::new(stage, kind) };
+            let mut policy = run.policy(&mesh);
+            let source = |layout: &UnitLayout| Ok(initial(layout));
+            let table = run.table(mesh.shard.size());
+            let _reference = Reference::new(table.clone(), &mesh, run.options(&mesh).network, &source).unwrap();
+            let _ = run.step(&mut policy, &mesh);
+            run.accumulate(&mut policy, &mesh);
+            let bytes = TrainedModel::whole(&table, stage, kind, GradientOptions::default()).bytes();
+            let page_bytes = 4096;
+            let expected = [
+                ("gradients", bytes.gradients),
+                ("optimizer", bytes.optimizer.next_multiple_of(page_bytes)),
+                ("policy_weights", bytes.weights),
+                ("reference_weights", reference_bytes(&table, kind)),
+            ];
+            assert_eq!(Ledger::report(), expected.map(|(owner, bytes)| (Place::Device, owner, bytes)), "stage {stage}");
+            assert_eq!(policy.optimizer_bytes(), bytes.optimizer);
+            policy.drop_gradients();
+            assert!(Ledger::report().iter().all(|(_, owner, _)| *owner != "gradients"));
+        }
+        assert!(Ledger::report().is_empty(), "{:?}", Ledger::report());
+    });
+}
+
+/// A range of a parameter with its master weights and moments, as bits.
+type Piece = (Unit, ParamName, Range<usize>, [Vec<u64>; 3]);
+
+/// This rank's slice of the optimizer state.
+pub fn state(policy: &Policy) -> Vec<Piece> {
+    let bits = |tensor: Tensor| {
+        let values: Vec<f64> = Vec::try_from(tensor.to_kind(Kind::Double)).unwrap();
+        values.into_iter().map(f64::to_bits).collect()
+    };
+    let piece = |shard: Result<ParamShard>| {
+        let ParamShard { unit, name, elements, state: ParamState { master, m, v } } = shard.unwrap();
+        (unit, name, elements, [master, m, v].map(bits))
+    };
+    policy.export_state().map(piece).collect()
+}
+
+/// What all ranks of a shard group save, put together: it must cover every parameter exactly once.
+fn saved_state(policy: &Policy, mesh: &Mesh) -> BTreeMap<(Unit, ParamName), [Vec<u64>; 3]> {
+    let own = serde_json::to_vec(&state(policy)).unwrap();
+    let mut saved = BTreeMap::new();
+    for pieces in all_gather_bytes(&*mesh.shard, &own).unwrap() {
+        let pieces: Vec<Piece> = serde_json::from_slice(&pieces).unwrap();
+        for (unit, name, elements, bits) in pieces {
+            let [master, m, v]: &mut [Vec<u64>; 3] = saved.entry((unit, name)).or_default();
+            assert_eq!(elements.start, master.len(), "{unit} {name:?}: ranks' slices come in order");
+            for (whole, part) in [master, m, v].into_iter().zip(bits) {
+                assert_eq!(part.len(), elements.len());
+                whole.extend(part);
+            }
+        }
+    }
+    let params = policy.table().units.iter().flat_map(|layout| layout.params.iter().map(move |param| (layout, param)));
+    for (layout, param) in params {
+        assert_eq!(saved[&(layout.unit, param.name)][0].len(), param.numel(), "{} {:?}", layout.unit, param.name);
+    }
+    saved
+}
+
+fn read(
+    saved: &BTreeMap<(Unit, ParamName), [Vec<u64>; 3]>,
+    unit: Unit,
+    name: ParamName,
+    elements: Range<usize>,
+) -> Result<ParamState> {
+    let values = |bits: &Vec<u64>| {
+        Tensor::from_slice(&bits[elements.clone()].iter().map(|&bits| f64::from_bits(bits)).collect::<Vec<f64>>())
+    };
+    let [master, m, v] = &saved[&(unit, name)];
+    Ok(ParamState { master: values(master), m: values(m), v: values(v) })
+}
