@@ -187,7 +187,7 @@ mod tests {
         }
         folder.write(
             "chat_template.jinja",
-            "{{ messages | length }} {% for m in messages %}{{ m.content }} {% endfor %}",
+            "{% if messages[1] %}is {% endif %}{% for m in messages %}{{ m.content }} {% endfor %}",
         );
         assert!(refused(&whole).contains("does not put the answer in message 1 behind"), "{}", refused(&whole));
     }

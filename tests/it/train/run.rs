@@ -96,17 +96,11 @@ impl Run {
     pub fn sequences(&self) -> Vec<Sequence> {
         let lengths = [(3, 4), (3, 9), (3, 2), (7, 12), (7, 1), (5, 6), (5, 10), (1, 8)];
         let id = |i: usize, salt: usize| ((i * i + 5 * salt + 3 * i) % 47) as u32;
-        let sequence = |(n, (prompt_len, completion_len)): (usize, (usize, usize))| Sequence {
-            token_ids: (0..prompt_len)
-                .map(|i| id(i, prompt_len))
-                .chain((prompt_len..prompt_len + completion_len).map(|i| id(i, n)))
-                .collect(),
-            prompt_len,
-            advantage: 1.5 - 0.6 * n as f32,
-            masked: false,
-            rollout_logprobs: None,
-            old_logprobs: None,
-            ref_logprobs: None,
+        let sequence = |(n, (prompt_len, completion_len)): (usize, (usize, usize))| {
+            let prompt = (0..prompt_len).map(|i| id(i, prompt_len));
+            let completion = (prompt_len..prompt_len + completion_len).map(|i| id(i, n));
+            let advantage = 1.5 - 0.6 * n as f32;
+            Sequence { advantage, ..Sequence::of_tokens(prompt.chain(completion).collect(), prompt_len) }
         };
         lengths.into_iter().enumerate().map(sequence).collect()
     }
