@@ -64,7 +64,7 @@ fn gpu_a_fixed_algorithm_gives_a_row_the_same_bits_in_any_batch() {
             out
         };
         let whole = run(1500);
-        for rows in [1, 2, 7, 16, 64, 100, 256, 1000] {
+        for rows in [1, 2, 7, 16, 33, 64, 100, 200, 256, 300, 1000, 1100] {
             assert!(run(rows).equal(&whole.narrow(0, 0, rows)), "{rows} rows of [{n}, {k}]");
         }
     }

@@ -11,7 +11,7 @@ use cudarc::driver::{result, sys as driver};
 use tch::{Kind, Tensor};
 
 use super::problem::{self, Descriptors, Problem};
-use super::{Products, Tuning, WORKSPACE_BYTES};
+use super::{Products, Tuning, WORKSPACE_BYTES, fixed};
 use crate::cuda::cache;
 use crate::cuda::context::check;
 use crate::cuda::stream::Event;
@@ -23,8 +23,6 @@ const CANDIDATES: usize = 16;
 const RUNS: usize = 5;
 /// A later algorithm of the list must be faster than an earlier one by this factor.
 const GAIN: f64 = 0.98;
-/// Rows for which the algorithm of all numbers of rows is chosen.
-const FIXED_ROWS: i64 = 256;
 /// Larger products take the first: alone in a measurement the chip clocks higher than in a run of them.
 const MOST_TIMED_FLOP: f64 = 1e11;
 /// Written between timed runs, more than the L2 cache holds: weights come from memory in a decode step.
@@ -36,41 +34,41 @@ impl Products {
         problem: &Problem,
         descriptors: &Descriptors,
         tuning: Tuning,
-        tensors: (&Tensor, &Tensor, &Tensor), // a, b, out
+        (a, b, bias, out): (&Tensor, &Tensor, Option<&Tensor>, &Tensor),
     ) -> Result<sys::cublasLtMatmulAlgo_t> {
-        if tuning == Tuning::Fixed && problem.rows() != FIXED_ROWS {
-            let fixed = problem.with_rows(FIXED_ROWS);
-            return self.algorithm(&fixed, &Descriptors::new(&fixed, None)?, tuning, tensors);
-        }
+        let problem = &if tuning == Tuning::Fixed { fixed::bucket(problem) } else { *problem };
         if let Some(algorithm) = lock(&self.chosen).get(&(*problem, tuning)) {
             return Ok(*algorithm);
         }
         let algorithm = match tuning {
             Tuning::Timed if problem.flop() <= MOST_TIMED_FLOP => {
-                self.kept_or_fastest(problem, descriptors, tensors)?
+                self.kept_or_fastest(problem, descriptors, (a, b, out))?
             }
-            _ => self.candidates(problem, descriptors, tuning)?[0],
+            Tuning::Fixed => self.fixed(problem, b, bias)?,
+            _ => self.candidates(problem, descriptors)?[0],
         };
         lock(&self.chosen).insert((*problem, tuning), algorithm);
         Ok(algorithm)
     }
 
     /// At least one.
-    fn candidates(
+    pub(super) fn candidates(
         &self,
         problem: &Problem,
         descriptors: &Descriptors,
-        tuning: Tuning,
     ) -> Result<Vec<sys::cublasLtMatmulAlgo_t>> {
-        // Partial sums of a split K take room with the rows: what fits for some would not for more.
-        let splits_sums = tuning != Tuning::Fixed;
-        let candidates = descriptors.candidates(self.handle, problem, (WORKSPACE_BYTES, splits_sums), CANDIDATES)?;
-        if candidates.is_empty() {
-            let code = sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED as u32;
-            let message = format!("no algorithm for {problem:?}");
-            return Err(problem::failed("cublasLtMatmulAlgoGetHeuristic", code, &message));
+        let candidates = descriptors.candidates(self.handle, problem, CANDIDATES)?;
+        if candidates.is_empty() { Err(super::no_algorithm(problem)) } else { Ok(candidates) }
+    }
+
+    /// Choosing takes products beside those that are asked for.
+    pub(super) fn refuse_capture(&self, problem: &Problem) -> Result<()> {
+        // SAFETY: the stream is that of the engine.
+        let capturing = check("cuStreamIsCapturing", unsafe { result::stream::is_capturing(self.stream.cast()) })?;
+        if capturing == driver::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+            return Ok(());
         }
-        Ok(candidates)
+        Err(problem::invalid("a shape that has run before it is captured", format!("{problem:?}")))
     }
 
     /// The fastest of the candidates, as an earlier start has found it or as it is timed now.
@@ -87,14 +85,10 @@ impl Products {
         if let Some(algorithm) = kept(&path)?.filter(|algorithm| descriptors.accept(self.handle, algorithm)) {
             return Ok(algorithm);
         }
-        // SAFETY: the stream is that of the engine.
-        let capturing = check("cuStreamIsCapturing", unsafe { result::stream::is_capturing(self.stream.cast()) })?;
-        if capturing != driver::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
-            return Err(problem::invalid("a shape that has run before it is captured", format!("{problem:?}")));
-        }
+        self.refuse_capture(problem)?;
         static SAID: Once = Once::new();
         SAID.call_once(|| tracing::info!("timing matrix products, once for this GPU, cuBLASLt and model"));
-        let candidates = self.candidates(problem, descriptors, Tuning::Timed)?;
+        let candidates = self.candidates(problem, descriptors)?;
         // Into an output of its own: with beta the real one would be changed.
         let scratch = Tensor::f_empty([out.size()[0], problem.row_len()], (out.kind(), out.device()));
         let flushed = Tensor::f_empty([FLUSH_BYTES], (Kind::Uint8, out.device()));

@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 mod algorithms;
+mod fixed;
 mod problem;
 
 use std::collections::HashMap;
@@ -32,7 +33,8 @@ pub enum Tuning {
     /// The fastest of the heuristics' list, timed once and kept in the user's cache folder; of large products the first. It may
     /// differ from machine to machine, and results in their last bits.
     Timed,
-    /// The same for every number of rows M, so that a row's bits do not depend on the rows beside it.
+    /// As the first, but of those that sum in one order for every number of rows M: a row's bits do not depend on the rows
+    /// beside it.
     Fixed,
 }
 
@@ -101,8 +103,14 @@ impl Products {
                 "another".to_owned(),
             ));
         }
+        if tuning == Tuning::Fixed && problem.rows() > fixed::MOST_ROWS {
+            return (0..problem.rows()).step_by(fixed::MOST_ROWS as usize).try_for_each(|row| {
+                let part = |of: &Tensor| of.narrow(0, row, fixed::MOST_ROWS.min(problem.rows() - row));
+                self.run(&part(a), b, bias, &part(out), beta, tuning)
+            });
+        }
         let descriptors = Descriptors::new(&problem, bias)?;
-        let algorithm = self.algorithm(&problem, &descriptors, tuning, (a, b, out))?;
+        let algorithm = self.algorithm(&problem, &descriptors, tuning, (a, b, bias, out))?;
         // SAFETY: `problem` holds the tensors to the sizes that the descriptors state; they live in stream order.
         unsafe { self.queue(&descriptors, &algorithm, [b.data_ptr(), a.data_ptr(), out.data_ptr()], beta) }
     }
@@ -155,6 +163,11 @@ impl Drop for Products {
             let _ = self.context.make_current().map(|()| result::free_sync(self.workspace));
         }
     }
+}
+
+fn no_algorithm(problem: &Problem) -> Error {
+    let code = sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED as u32;
+    problem::failed("cublasLtMatmulAlgoGetHeuristic", code, &format!("no algorithm for {problem:?}"))
 }
 
 fn status(op: &'static str, code: sys::cublasStatus_t) -> Result<()> {

@@ -104,6 +104,20 @@ impl Problem {
     pub(super) fn row_len(&self) -> i64 {
         self.out.leading
     }
+
+    /// Elements that a spans.
+    pub(super) fn a_len(&self) -> i64 {
+        self.a.leading * if self.a.is_transposed { self.a.columns } else { self.a.rows }
+    }
+
+    pub(super) fn out_kind(&self) -> Kind {
+        self.out_kind
+    }
+
+    /// 1 where the output is added to, else 0.
+    pub(super) fn beta(&self) -> f32 {
+        f32::from(u8::from(self.accumulates))
+    }
 }
 
 impl Factor {
@@ -189,16 +203,14 @@ impl Descriptors {
         self.layouts
     }
 
-    /// At most `most` algorithms, the most promising first. Sums split over K, if they may be, are added in a fixed order, in
-    /// float32.
+    /// At most `most` algorithms, the most promising first. Sums split over K are added in a fixed order, in float32.
     pub(super) fn candidates(
         &self,
         handle: sys::cublasLtHandle_t,
         problem: &Problem,
-        (workspace_bytes, splits_sums): (usize, bool),
         most: usize,
     ) -> Result<Vec<sys::cublasLtMatmulAlgo_t>> {
-        let preference = Preference::new(problem.alignment, workspace_bytes, splits_sums)?;
+        let preference = Preference::new(problem.alignment)?;
         // SAFETY: plain numbers, for which zeros are valid.
         let mut found = vec![unsafe { std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>() }; most];
         let mut count = 0;
@@ -248,21 +260,75 @@ impl Drop for Descriptors {
     }
 }
 
+/// What decides how an algorithm adds up K.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Order {
+    family: u32,
+    parts: u32,
+    scheme: u32, // by which the parts are added
+}
+
+impl Order {
+    pub(super) fn of(algorithm: &sys::cublasLtMatmulAlgo_t) -> Result<Self> {
+        use sys::cublasLtMatmulAlgoConfigAttributes_t as Attribute;
+        let get = |attribute| {
+            let (mut value, mut written) = (0u32, 0);
+            // SAFETY: these attributes are of 4 bytes; both numbers outlive the call.
+            let code = unsafe {
+                sys::cublasLtMatmulAlgoConfigGetAttribute(
+                    algorithm,
+                    attribute,
+                    (&raw mut value).cast(),
+                    size_of::<u32>(),
+                    &raw mut written,
+                )
+            };
+            status("cublasLtMatmulAlgoConfigGetAttribute", code).map(|()| value)
+        };
+        Ok(Self {
+            family: get(Attribute::CUBLASLT_ALGO_CONFIG_ID)?,
+            parts: get(Attribute::CUBLASLT_ALGO_CONFIG_SPLITK_NUM)?,
+            scheme: get(Attribute::CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME)?,
+        })
+    }
+
+    /// The same kernel made to add up in this order, if it is of the family; whether it can is for [`Descriptors::accept`].
+    pub(super) fn impose(self, mut algorithm: sys::cublasLtMatmulAlgo_t) -> Result<Option<sys::cublasLtMatmulAlgo_t>> {
+        if Self::of(&algorithm)?.family != self.family {
+            return Ok(None);
+        }
+        use sys::cublasLtMatmulAlgoConfigAttributes_t as Attribute;
+        for (attribute, value) in [
+            (Attribute::CUBLASLT_ALGO_CONFIG_SPLITK_NUM, self.parts),
+            (Attribute::CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, self.scheme),
+        ] {
+            // SAFETY: these attributes are of 4 bytes; the value is copied by the call.
+            let code = unsafe {
+                sys::cublasLtMatmulAlgoConfigSetAttribute(
+                    &raw mut algorithm,
+                    attribute,
+                    (&raw const value).cast(),
+                    size_of::<u32>(),
+                )
+            };
+            status("cublasLtMatmulAlgoConfigSetAttribute", code)?;
+        }
+        Ok(Some(algorithm))
+    }
+}
+
 /// What an algorithm may use.
 struct Preference(sys::cublasLtMatmulPreference_t);
 
 impl Preference {
-    fn new(alignment: u32, workspace_bytes: usize, splits_sums: bool) -> Result<Self> {
+    fn new(alignment: u32) -> Result<Self> {
         use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
         let mut made = Self(std::ptr::null_mut());
         // SAFETY: the handle is written on success and destroyed with `made`.
         let code = unsafe { sys::cublasLtMatmulPreferenceCreate(&raw mut made.0) };
         status("cublasLtMatmulPreferenceCreate", code)?;
-        made.set(Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &(workspace_bytes as u64))?;
-        use sys::cublasLtReductionScheme_t::{
-            CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as IN_FLOAT, CUBLASLT_REDUCTION_SCHEME_NONE as NONE,
-        };
-        let reduction = if splits_sums { IN_FLOAT } else { NONE } as u32;
+        made.set(Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &(WORKSPACE_BYTES as u64))?;
+        let reduction = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
         made.set(Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction)?;
         for attribute in [
             Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,

@@ -1,0 +1,83 @@
+//! Products of which a row has the same bits in any batch.
+//!
+//! An element's bits follow from the order of its sum. cuBLASLt's kernels of one family add K up in the same order, whatever their
+//! tiles, if they split it into as many parts. So a number of rows has the kernel that suits it, made to split K as for any other
+//! number, if it then gives the same bits as theirs in a trial.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+
+use cudarc::cublaslt::sys;
+use tch::Tensor;
+
+use super::Products;
+use super::problem::{Descriptors, Order, Problem};
+use crate::cuda::kernels;
+use crate::error::Result;
+
+/// Rows for which the order of a shape's sums is chosen: that of the heuristics' first.
+const TYPICAL_ROWS: i64 = 256;
+/// Products of more rows are run in parts of so many: the sums of a split K take room with the rows.
+pub(super) const MOST_ROWS: i64 = 1024;
+
+/// Numbers of rows up to a power of two share an algorithm.
+pub(super) fn bucket(problem: &Problem) -> Problem {
+    problem.with_rows((problem.rows() as u64).next_power_of_two() as i64)
+}
+
+impl Products {
+    /// The most promising algorithm for a bucket of rows, of those that sum as all others of the shape.
+    pub(super) fn fixed(
+        &self,
+        problem: &Problem,
+        b: &Tensor,
+        bias: Option<&Tensor>,
+    ) -> Result<sys::cublasLtMatmulAlgo_t> {
+        self.refuse_capture(problem)?;
+        let typical = problem.with_rows(TYPICAL_ROWS);
+        let most = Descriptors::new(&problem.with_rows(MOST_ROWS), None)?;
+        let candidates = self.candidates(&typical, &Descriptors::new(&typical, None)?)?;
+        let serves_all = candidates.iter().find(|algorithm| most.accept(self.handle, algorithm));
+        let reference = *serves_all.ok_or_else(|| super::no_algorithm(&problem.with_rows(MOST_ROWS)))?;
+        let order = Order::of(&reference)?;
+        if problem.rows() == TYPICAL_ROWS {
+            return Ok(reference);
+        }
+        let descriptors = Descriptors::new(problem, bias)?;
+        for candidate in self.candidates(problem, &descriptors)? {
+            let algorithm = order.impose(candidate)?.filter(|algorithm| descriptors.accept(self.handle, algorithm));
+            if let Some(algorithm) = algorithm
+                && self.agree(problem, &descriptors, [&algorithm, &reference], b)?
+            {
+                return Ok(algorithm);
+            }
+        }
+        Ok(reference)
+    }
+
+    /// Whether two algorithms give the same bits for random rows. Without memory for them, no.
+    fn agree(
+        &self,
+        problem: &Problem,
+        descriptors: &Descriptors,
+        algorithms: [&sys::cublasLtMatmulAlgo_t; 2],
+        b: &Tensor,
+    ) -> Result<bool> {
+        let (a_len, out_len) = (problem.a_len(), problem.rows() * problem.row_len());
+        let options = (problem.out_kind(), b.device());
+        let (Ok(mut a), Ok(first), Ok(second)) = (
+            Tensor::f_empty([a_len], (b.kind(), b.device())),
+            Tensor::f_zeros([out_len], options),
+            Tensor::f_zeros([out_len], options),
+        ) else {
+            return Ok(false);
+        };
+        kernels::fill_normal(&mut a, [0, 0], 1.0)?;
+        for (algorithm, out) in algorithms.into_iter().zip([&first, &second]) {
+            let pointers: [*mut c_void; 3] = [b.data_ptr(), a.data_ptr(), out.data_ptr()];
+            // SAFETY: the factors and the output span what the descriptors state, and live in stream order.
+            unsafe { self.queue(descriptors, algorithm, pointers, problem.beta())? };
+        }
+        Ok(first.f_equal(&second)?)
+    }
+}
