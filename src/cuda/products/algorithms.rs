@@ -10,6 +10,7 @@ use cudarc::cublaslt::sys;
 use cudarc::driver::{result, sys as driver};
 use tch::{Kind, Tensor};
 
+use super::order::Order;
 use super::problem::{self, Descriptors, Problem};
 use super::{Products, Tuning, WORKSPACE_BYTES, fixed};
 use crate::cuda::cache;
@@ -17,8 +18,10 @@ use crate::cuda::context::check;
 use crate::cuda::stream::Event;
 use crate::error::Result;
 
-/// Algorithms of the heuristics' list that are timed.
+/// Algorithms of the heuristics' list.
 const CANDIDATES: usize = 16;
+/// Parts of K that each of them is timed with beside its own: with few rows, fewer are faster than the heuristics believe.
+const PARTS: [u32; 4] = [1, 2, 4, 8];
 /// Runs of each; the median counts.
 const RUNS: usize = 5;
 /// A later algorithm of the list must be faster than an earlier one by this factor.
@@ -80,7 +83,7 @@ impl Products {
     ) -> Result<sys::cublasLtMatmulAlgo_t> {
         // SAFETY: asks for a number.
         let version = unsafe { sys::cublasLtGetVersion() };
-        let key = format!("{} {version} {WORKSPACE_BYTES} {CANDIDATES} {problem:?}", self.context.name()?);
+        let key = format!("{} {version} {WORKSPACE_BYTES} {CANDIDATES} {PARTS:?} {problem:?}", self.context.name()?);
         let path = cache::path("algorithm", &problem.name(), &key)?;
         if let Some(algorithm) = kept(&path)?.filter(|algorithm| descriptors.accept(self.handle, algorithm)) {
             return Ok(algorithm);
@@ -94,13 +97,31 @@ impl Products {
         let flushed = Tensor::f_empty([FLUSH_BYTES], (Kind::Uint8, out.device()));
         let (Ok(scratch), Ok(flushed)) = (scratch, flushed) else { return Ok(candidates[0]) }; // no memory to time in
         let pointers = [b.data_ptr(), a.data_ptr(), scratch.data_ptr()];
-        let algorithm = self.fastest(descriptors, &candidates, pointers, &flushed)?;
+        let variants = self.variants(descriptors, &candidates)?;
+        let algorithm = self.fastest(descriptors, &[candidates, variants].concat(), pointers, &flushed)?;
         let bytes: Vec<u8> = algorithm.data.iter().flat_map(|word| word.to_le_bytes()).collect();
         // A cache that cannot be written only costs time.
         if let Err(error) = cache::keep(&path, &bytes) {
             tracing::warn!("the product {} is timed again at every start: {error}", problem.name());
         }
         Ok(algorithm)
+    }
+
+    /// The candidates with K in other numbers of parts.
+    fn variants(
+        &self,
+        descriptors: &Descriptors,
+        candidates: &[sys::cublasLtMatmulAlgo_t],
+    ) -> Result<Vec<sys::cublasLtMatmulAlgo_t>> {
+        let mut variants = Vec::with_capacity(candidates.len() * PARTS.len());
+        for candidate in candidates {
+            let own = Order::of(candidate)?;
+            for order in PARTS.map(|parts| own.in_parts(parts)).into_iter().filter(|&order| order != own) {
+                variants.extend(order.impose(*candidate)?);
+            }
+        }
+        variants.retain(|algorithm| descriptors.accept(self.handle, algorithm));
+        Ok(variants)
     }
 
     fn fastest(

@@ -11,7 +11,8 @@ use cudarc::cublaslt::sys;
 use tch::Tensor;
 
 use super::Products;
-use super::problem::{Descriptors, Order, Problem};
+use super::order::Order;
+use super::problem::{Descriptors, Problem};
 use crate::cuda::kernels;
 use crate::error::Result;
 

@@ -7,6 +7,7 @@
 
 mod algorithms;
 mod fixed;
+mod order;
 mod problem;
 
 use std::collections::HashMap;
@@ -30,7 +31,7 @@ const WORKSPACE_BYTES: usize = 32 << 20;
 pub enum Tuning {
     /// The heuristics' first: at once, and the same in every process.
     First,
-    /// The fastest of the heuristics' list, timed once and kept in the user's cache folder; of large products the first. It may
+    /// The fastest of the heuristics' list and its variants, timed once and kept in the user's cache folder; of large products the first. It may
     /// differ from machine to machine, and results in their last bits.
     Timed,
     /// As the first, but of those that sum in one order for every number of rows M: a row's bits do not depend on the rows

@@ -260,63 +260,6 @@ impl Drop for Descriptors {
     }
 }
 
-/// What decides how an algorithm adds up K.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Order {
-    family: u32,
-    parts: u32,
-    scheme: u32, // by which the parts are added
-}
-
-impl Order {
-    pub(super) fn of(algorithm: &sys::cublasLtMatmulAlgo_t) -> Result<Self> {
-        use sys::cublasLtMatmulAlgoConfigAttributes_t as Attribute;
-        let get = |attribute| {
-            let (mut value, mut written) = (0u32, 0);
-            // SAFETY: these attributes are of 4 bytes; both numbers outlive the call.
-            let code = unsafe {
-                sys::cublasLtMatmulAlgoConfigGetAttribute(
-                    algorithm,
-                    attribute,
-                    (&raw mut value).cast(),
-                    size_of::<u32>(),
-                    &raw mut written,
-                )
-            };
-            status("cublasLtMatmulAlgoConfigGetAttribute", code).map(|()| value)
-        };
-        Ok(Self {
-            family: get(Attribute::CUBLASLT_ALGO_CONFIG_ID)?,
-            parts: get(Attribute::CUBLASLT_ALGO_CONFIG_SPLITK_NUM)?,
-            scheme: get(Attribute::CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME)?,
-        })
-    }
-
-    /// The same kernel made to add up in this order, if it is of the family; whether it can is for [`Descriptors::accept`].
-    pub(super) fn impose(self, mut algorithm: sys::cublasLtMatmulAlgo_t) -> Result<Option<sys::cublasLtMatmulAlgo_t>> {
-        if Self::of(&algorithm)?.family != self.family {
-            return Ok(None);
-        }
-        use sys::cublasLtMatmulAlgoConfigAttributes_t as Attribute;
-        for (attribute, value) in [
-            (Attribute::CUBLASLT_ALGO_CONFIG_SPLITK_NUM, self.parts),
-            (Attribute::CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, self.scheme),
-        ] {
-            // SAFETY: these attributes are of 4 bytes; the value is copied by the call.
-            let code = unsafe {
-                sys::cublasLtMatmulAlgoConfigSetAttribute(
-                    &raw mut algorithm,
-                    attribute,
-                    (&raw const value).cast(),
-                    size_of::<u32>(),
-                )
-            };
-            status("cublasLtMatmulAlgoConfigSetAttribute", code)?;
-        }
-        Ok(Some(algorithm))
-    }
-}
-
 /// What an algorithm may use.
 struct Preference(sys::cublasLtMatmulPreference_t);
 
