@@ -12,6 +12,10 @@ use super::pages::{Pages, PinnedPages};
 use crate::cuda::{Event, Stream, check};
 use crate::error::{Error, Result};
 
+/// Most bytes that a GPU's copy engine is given at once: copies of other streams, of a batch that is packed say, take turns with
+/// such pieces.
+const PIECE_BYTES: usize = 32 << 20;
+
 /// A fixed range of host memory that tensors are copied to and from, by byte offset.
 ///
 /// For a GPU the memory is pinned and copies run on two streams of the pool, one for each direction: a copy starts when what
@@ -132,10 +136,13 @@ impl HostPool {
             None => self.synchronize()?, // the host reads and writes the pool itself
         }
         for (host, len) in self.pages.pieces(byte_offset..byte_offset + bytes) {
-            // SAFETY: the piece lies in the pool and the tensor spans `bytes` from its address (checked above); `Pending`
-            // keeps the tensor until the copy is done, and the pool waits for its streams before its memory goes.
-            unsafe { copy(host, address, len, direction, stream)? };
-            address = address.wrapping_add(len);
+            for start in (0..len).step_by(PIECE_BYTES) {
+                let len = PIECE_BYTES.min(len - start);
+                // SAFETY: the piece lies in the pool and the tensor spans `bytes` from its address (checked above); `Pending`
+                // keeps the tensor until the copy is done, and the pool waits for its streams before its memory goes.
+                unsafe { copy(host.wrapping_add(start), address, len, direction, stream)? };
+                address = address.wrapping_add(len);
+            }
         }
         let event = stream.map(Stream::record).transpose()?;
         Ok(Pending { event, tensor: tensor.shallow_clone() })

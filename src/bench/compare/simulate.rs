@@ -190,13 +190,14 @@ impl Simulation {
             "async split"
         );
         for row in &self.rows {
-            let divided = |(seconds, num_generators): (f64, usize)| format!("{seconds:.2} ({num_generators})");
+            let known = |seconds: f64, text: String| if seconds.is_finite() { text } else { "-".to_owned() };
+            let divided = |(seconds, ranks): (f64, usize)| known(seconds, format!("{seconds:.2} ({ranks})"));
             let _ = writeln!(
                 text,
-                "{:>6} {:>10} {:>10.2} {:>14} {:>14}",
+                "{:>6} {:>10} {:>10} {:>14} {:>14}",
                 row.num_gpus,
                 row.num_sequences,
-                row.colocated_s,
+                known(row.colocated_s, format!("{:.2}", row.colocated_s)),
                 divided(row.split),
                 divided(row.async_split)
             );

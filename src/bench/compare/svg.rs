@@ -6,6 +6,8 @@ const WIDTH: f64 = 860.0;
 const LABELS: f64 = 240.0;
 const ROW: f64 = 24.0;
 const HEIGHT: f64 = 320.0;
+/// What is narrower is not drawn.
+const LEAST_WIDTH: f64 = 0.3;
 const EDGE: f64 = 44.0;
 const COLORS: [&str; 9] =
     ["#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e"];
@@ -32,14 +34,14 @@ pub struct Line {
 
 /// Bars from the same zero, in seconds.
 pub(super) fn bars(bars: &[Bar]) -> String {
+    let longest = bars.iter().map(|bar| bar.total).fold(f64::MIN_POSITIVE, f64::max);
+    let scale = (WIDTH - LABELS - 80.0) / longest;
     let mut names: Vec<&str> = Vec::new();
-    for (name, _) in bars.iter().flat_map(|bar| &bar.parts) {
-        if !names.contains(name) {
+    for (name, seconds) in bars.iter().flat_map(|bar| &bar.parts) {
+        if seconds * scale >= LEAST_WIDTH && !names.contains(name) {
             names.push(name);
         }
     }
-    let longest = bars.iter().map(|bar| bar.total).fold(f64::MIN_POSITIVE, f64::max);
-    let scale = (WIDTH - LABELS - 80.0) / longest;
     let mut body = legend(&names);
     for (index, bar) in bars.iter().enumerate() {
         let y = 40.0 + ROW * index as f64;
@@ -47,22 +49,20 @@ pub(super) fn bars(bars: &[Bar]) -> String {
         let _ = write!(
             body,
             "<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{}</text>\
-             <rect x=\"{LABELS}\" y=\"{y}\" width=\"{:.1}\" height=\"17\" fill=\"none\" stroke=\"#bbb\"/>\
-             <text x=\"{:.1}\" y=\"{}\">{:.2} s</text>",
+             <rect x=\"{LABELS}\" y=\"{y}\" width=\"{:.1}\" height=\"17\" fill=\"none\" stroke=\"#bbb\"/>",
             LABELS - 8.0,
             y + 14.0,
             escaped(&bar.name),
-            end - LABELS,
-            end + 6.0,
-            y + 14.0,
-            bar.total
+            end - LABELS
         );
         for (name, seconds) in &bar.parts {
-            let color = COLORS[names.iter().position(|known| known == name).unwrap_or(0) % COLORS.len()];
-            let width = seconds * scale;
+            let Some(index) = names.iter().position(|known| known == name) else { continue };
+            let (color, width) = (COLORS[index % COLORS.len()], seconds * scale);
             let _ = write!(body, "<rect x=\"{x:.1}\" y=\"{y}\" width=\"{width:.1}\" height=\"17\" fill=\"{color}\"/>");
             x += width;
         }
+        // Parts are the slowest ranks', which may be more than the step in all.
+        let _ = write!(body, "<text x=\"{:.1}\" y=\"{}\">{:.2} s</text>", end.max(x) + 6.0, y + 14.0, bar.total);
     }
     picture(50.0 + ROW * bars.len() as f64, &body)
 }
