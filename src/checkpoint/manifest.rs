@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Component, Path};
+use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -108,6 +109,11 @@ impl Manifest {
         }
         Ok(())
     }
+}
+
+/// When a checkpoint was written; `None` of a folder that is none.
+pub fn written(folder: &Path) -> Option<SystemTime> {
+    std::fs::metadata(folder.join(FILE)).and_then(|manifest| manifest.modified()).ok()
 }
 
 /// Relative paths of all files, in order.

@@ -31,6 +31,7 @@ mod write;
 use std::path::{Path, PathBuf};
 
 pub use folder::{FINAL, list};
+pub use manifest::written;
 pub use resume::{ResumeOptions, resume, unsafe_changes};
 pub use saver::Saver;
 pub use state::{CarriedGroup, SavedConfig, TrainerState};
@@ -53,16 +54,6 @@ pub struct CheckpointOptions {
     pub save_total_limit: Option<usize>,
     /// Write beside training, from copies in host memory.
     pub save_async: bool,
-}
-
-/// [`Saver::save`] of one checkpoint, complete on return.
-///
-/// # Errors
-/// Those of [`Saver::save`].
-pub fn save(options: &CheckpointOptions, world: &World, policy: &Policy, state: &TrainerState) -> Result<PathBuf> {
-    let mut saver = Saver::new(options.clone());
-    let complete = saver.save(world, Some(policy), state.clone())?;
-    saver.finish(world).map(|()| complete)
 }
 
 /// Writes the policy as a Hugging Face model folder, or its adapters as PEFT does: whole and durable, or not at all; collective

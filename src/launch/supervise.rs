@@ -1,6 +1,8 @@
 //! A run: its workers from start to end, and again where restarts are left.
 
-use std::time::{Duration, Instant};
+use std::ffi::{OsStr, OsString};
+use std::path::PathBuf;
+use std::time::{Duration, Instant, SystemTime};
 
 use super::group::{Outcome, Workers};
 use super::output::Output;
@@ -16,7 +18,7 @@ const GPU_PATIENCE: Duration = Duration::from_secs(15);
 
 /// Starts the workers, waits for all of them, and returns the exit code of the run: done; preempted, if a worker left so; or
 /// that of the failure that came first, which is printed. When a worker dies or stands still, the rest is killed within a
-/// second, and all are started again from the newest checkpoint while restarts are left.
+/// second, and all are started again from the checkpoint written last while restarts are left.
 ///
 /// TERM, INT and USR1 are passed on; a second one kills.
 pub fn run(options: &LaunchOptions) -> ExitCode {
@@ -30,6 +32,7 @@ fn launch(options: &LaunchOptions) -> Result<ExitCode> {
     options.check()?;
     let mut inbox = Inbox::open()?;
     let mut options = options.clone();
+    let before = saved(&options)?;
     for num_restarts in 0.. {
         let outcome = attempt(&options, num_restarts, &mut inbox)?;
         outcome.print();
@@ -39,9 +42,9 @@ fn launch(options: &LaunchOptions) -> Result<ExitCode> {
         if options.needs_cuda {
             wait_for_gpus()?;
         }
-        let from = match resume(&mut options)? {
+        let from = match resume(&mut options, &before)? {
             true => "from the newest checkpoint",
-            false => "from the beginning: there is no checkpoint",
+            false => "as it began: it has saved no checkpoint",
         };
         eprintln!("restart {} of {} {from}", num_restarts + 1, options.max_restarts);
     }
@@ -59,18 +62,30 @@ fn attempt(options: &LaunchOptions, num_restarts: usize, inbox: &mut Inbox) -> R
     Ok(workers.outcome(interrupted))
 }
 
-/// Makes the workers resume, if the run has saved anything. Returns whether it has.
+/// Makes the workers resume from what was written last, if anything was since `before`. Returns whether it was. Checkpoints of
+/// later steps may lie beside it, of a run that this one was taken back from.
 ///
 /// # Errors
 /// [`Error::Io`] where that cannot be read: a start from the beginning would not be what was asked for.
-fn resume(options: &mut LaunchOptions) -> Result<bool> {
-    let saved = options.output_dir.as_deref().map_or(Ok(Vec::new()), checkpoint::list)?;
-    let found = !saved.is_empty();
-    let flag = "resume_from_checkpoint=latest".into();
-    if found && !options.args.contains(&flag) {
-        options.args.push(flag);
+fn resume(options: &mut LaunchOptions, before: &[(PathBuf, SystemTime)]) -> Result<bool> {
+    let saved = saved(options)?;
+    let fresh = saved.iter().filter(|checkpoint| !before.contains(checkpoint));
+    let Some((newest, _)) = fresh.max_by_key(|(_, written)| *written) else { return Ok(false) };
+    let is_latest = saved.last().is_some_and(|(folder, _)| folder == newest);
+    let from = if is_latest { OsStr::new("latest") } else { newest.as_os_str() };
+    let mut key = OsString::from("resume_from_checkpoint=");
+    key.push(from);
+    if options.args.last() != Some(&key) {
+        options.args.push(key);
     }
-    Ok(found)
+    Ok(true)
+}
+
+/// Complete checkpoints by step, with the time at which each was written.
+fn saved(options: &LaunchOptions) -> Result<Vec<(PathBuf, SystemTime)>> {
+    let folders = options.output_dir.as_deref().map_or(Ok(Vec::new()), checkpoint::list)?;
+    let written = |folder: PathBuf| Some((folder.clone(), checkpoint::written(&folder)?));
+    Ok(folders.into_iter().filter_map(written).collect())
 }
 
 /// Waits until nobody holds memory of the GPUs that the workers will take.
@@ -89,17 +104,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_restart_resumes_what_is_there_and_refuses_what_it_cannot_read() {
+    fn a_restart_resumes_what_the_run_has_saved_and_refuses_what_it_cannot_read() {
         let folder = tempfile::tempdir().unwrap();
         let mut options = LaunchOptions::new(1, Vec::new()).unwrap();
-        assert!(!resume(&mut options).unwrap(), "nothing is saved without an output folder");
+        assert!(!resume(&mut options, &[]).unwrap(), "nothing is saved without an output folder");
         options.output_dir = Some(folder.path().join("run"));
-        assert!(!resume(&mut options).unwrap());
-        std::fs::create_dir_all(folder.path().join("run/checkpoint-3")).unwrap();
-        assert!(resume(&mut options).unwrap() && resume(&mut options).unwrap());
-        assert_eq!(options.args, ["resume_from_checkpoint=latest"]);
+        assert!(!resume(&mut options, &[]).unwrap());
+        let save = |step: u64, seconds: u64| {
+            let checkpoint = folder.path().join(format!("run/checkpoint-{step}"));
+            std::fs::create_dir_all(&checkpoint).unwrap();
+            let manifest = std::fs::File::create(checkpoint.join("manifest.json")).unwrap();
+            manifest.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds)).unwrap();
+        };
+        save(5, 1);
+        save(3, 2);
+        let before = saved(&options).unwrap();
+        assert!(!resume(&mut options, &before).unwrap() && options.args.is_empty(), "they are an earlier run's");
+        save(4, 3); // of a run that was taken back to step 3
+        assert!(resume(&mut options, &before).unwrap() && resume(&mut options, &before).unwrap());
+        let own = format!("resume_from_checkpoint={}", folder.path().join("run/checkpoint-4").display());
+        assert_eq!(options.args, [own.as_str()]);
+        save(5, 4);
+        assert!(resume(&mut options, &before).unwrap());
+        assert_eq!(options.args, [own.as_str(), "resume_from_checkpoint=latest"]);
         std::fs::write(folder.path().join("file"), "").unwrap();
         options.output_dir = Some(folder.path().join("file"));
-        assert_eq!(resume(&mut options).unwrap_err().exit_code(), ExitCode::Storage);
+        assert_eq!(resume(&mut options, &[]).unwrap_err().exit_code(), ExitCode::Storage);
     }
 }

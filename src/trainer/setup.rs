@@ -7,9 +7,10 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use super::build;
+use super::halves::Halves;
 use super::output::Output;
 use super::{Progress, Trainer};
-use crate::checkpoint::{self, Checkpoint, CheckpointOptions, ResumeOptions, Saver, TrainerState};
+use crate::checkpoint::{self, CarriedGroup, Checkpoint, CheckpointOptions, ResumeOptions, Saver, TrainerState};
 use crate::colocate::EngineSlices;
 use crate::config::{BatchPlan, Config, Mode, Quantization};
 use crate::cuda::Placement;
@@ -193,18 +194,9 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
     let updates = batch.updates_per_generation * config.num_iterations;
     let rows = (dataset.len(), batch.num_prompts);
     let schedule = Schedule::new(config.learning_rate, &config.optimizer, rows, updates);
-    let (mut progress, mut carried, mut num_dropped) = (Progress::default(), Vec::new(), 0);
-    if let Some(checkpoint) = &checkpoint {
-        let TrainerState { global_step, generation_step, num_input_tokens_seen, .. } = checkpoint.state;
-        checkpoint.check_rows(&config.train_file, dataset.len())?;
-        halves.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy))?;
-        sampler.restore(checkpoint.state.sampler.clone())?;
-        match config.oversample > 0.0 {
-            true => carried.clone_from(&checkpoint.state.carried),
-            false => num_dropped = checkpoint.state.carried.len(), // force_resume: no step goes on with them
-        }
-        progress = Progress { global_step, generation_step, num_tokens: num_input_tokens_seen };
-    }
+    let restored = |checkpoint: &Checkpoint| restore(checkpoint, &config, &dataset, &mut halves, &mut sampler);
+    let (progress, carried) = checkpoint.as_ref().map_or(Ok(Default::default()), restored)?;
+    let num_dropped = checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.state.carried.len()) - carried.len();
     let output = Output::new(&config, world.group(), schedule.total_steps as u64, checkpoint, writes_files)?;
     output.say(&format!("plan\n{preflight}"));
     if num_dropped > 0 {
@@ -239,6 +231,22 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
         ahead: None,
         spread_lengths: None,
     })
+}
+
+/// Goes on from a checkpoint: with its progress, and with the groups that it carries if any step goes on with them.
+fn restore(
+    checkpoint: &Checkpoint,
+    config: &Config,
+    dataset: &Dataset,
+    halves: &mut Halves,
+    sampler: &mut PromptSampler,
+) -> Result<(Progress, Vec<CarriedGroup>)> {
+    let TrainerState { global_step, generation_step, num_input_tokens_seen: num_tokens, .. } = checkpoint.state;
+    checkpoint.check_rows(&config.train_file, dataset.len())?;
+    halves.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy))?;
+    sampler.restore(checkpoint.state.sampler.clone())?;
+    let carried = if config.oversample > 0.0 { checkpoint.state.carried.clone() } else { Vec::new() }; // force_resume
+    Ok((Progress { global_step, generation_step, num_tokens }, carried))
 }
 
 /// The checkpoint to resume from; collective over the world.

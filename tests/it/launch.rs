@@ -210,7 +210,7 @@ fn a_run_is_started_again_as_often_as_asked_for() {
     let ended = launcher.end();
     assert_eq!(ended.code, Some(10));
     assert_eq!(ended.stderr.matches("error: rank 1 died: signal 9").count(), 3, "{}", ended.stderr);
-    let from = "from the beginning: there is no checkpoint";
+    let from = "as it began: it has saved no checkpoint";
     for text in [format!("restart 1 of 2 {from}"), format!("restart 2 of 2 {from}")] {
         assert!(ended.stderr.contains(&text), "{}", ended.stderr);
     }

@@ -7,7 +7,8 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use colo_grpo::checkpoint::{Checkpoint, CheckpointOptions, SavedConfig, TrainerState, find_latest, save};
+use colo_grpo::Result;
+use colo_grpo::checkpoint::{Checkpoint, CheckpointOptions, SavedConfig, Saver, TrainerState, find_latest};
 use colo_grpo::config::GradientCheckpointing;
 use colo_grpo::data::SamplerState;
 use colo_grpo::dist::World;
@@ -72,7 +73,14 @@ fn options(folder: &Path) -> CheckpointOptions {
 }
 
 fn save_step(options: &CheckpointOptions, policy: &Policy, step: u64) -> PathBuf {
-    save(options, &World::single(), policy, &state(step)).unwrap()
+    save(options, policy, step).unwrap()
+}
+
+/// A checkpoint that is complete on return.
+fn save(options: &CheckpointOptions, policy: &Policy, step: u64) -> Result<PathBuf> {
+    let (world, mut saver) = (World::single(), Saver::new(options.clone()));
+    let folder = saver.save(&world, Some(policy), state(step))?;
+    saver.finish(&world).map(|()| folder)
 }
 
 /// Everything in a folder, hidden or not.
@@ -154,9 +162,9 @@ fn a_failed_save_leaves_nothing_and_keeps_the_old() {
     let (good, policy) = (options(folder.path()), policy(Kind::Float));
     let old = save_step(&good, &policy, 1);
     let no_tokenizer = CheckpointOptions { base_dir: folder.path().to_owned(), ..good.clone() };
-    assert!(save(&no_tokenizer, &World::single(), &policy, &state(2)).is_err());
+    assert!(save(&no_tokenizer, &policy, 2).is_err());
     assert_eq!(names(folder.path()), ["checkpoint-1"]);
-    assert!(save(&no_tokenizer, &World::single(), &policy, &state(1)).is_err());
+    assert!(save(&no_tokenizer, &policy, 1).is_err());
     assert_eq!(find_latest(folder.path()).unwrap(), Some(old.clone()));
 }
 
