@@ -117,7 +117,10 @@ fn examples(row: &Row, tokenizer: &Tokenizer, ends: &Ends) -> Result<Vec<SftExam
         let (text, prompt) = RawPrompt::Conversation(messages[..index].to_vec()).render(row, tokenizer, None)?;
         let whole = tokenizer.apply_chat_template(&messages[..=index], false)?;
         let answer = whole.strip_prefix(&text).ok_or_else(|| {
-            row.bad(format!("the chat template does not put the answer in message {index} behind the prompt for it"))
+            row.bad(format!(
+                "the chat template does not put the answer in message {index} behind the prompt for it; give prompt and \
+                 completion as text"
+            ))
         })?;
         Ok(example(prompt, ends.close_turn(encode(answer)?)?))
     });

@@ -152,8 +152,8 @@ fn files_stay_readable_and_finished() {
     }
     lengths.sort();
     let (longest, file) = lengths.last().unwrap();
-    assert!(*longest <= 700, "{file} has {longest} lines");
-    assert!(lengths[lengths.len() / 2].0 <= 260, "the median file has {} lines", lengths[lengths.len() / 2].0);
+    assert!(*longest <= 500, "{file} has {longest} lines");
+    assert!(lengths[lengths.len() / 2].0 <= 200, "the median file has {} lines", lengths[lengths.len() / 2].0);
 }
 
 /// What docs/reliability.md says is tested is.
