@@ -85,10 +85,10 @@ pub fn rows(data: &[u8]) -> bool {
     let options = DatasetOptions { required_columns: vec!["answer".to_owned()], ..DatasetOptions::default() };
     with_file("rows.jsonl", data, |path| {
         TOKENIZER.with(|tokenizer| {
-            let read = read_or(ExitCode::Files, Dataset::from_jsonl(path, tokenizer, &options));
+            let read = read_or(ExitCode::Files, Dataset::from_file(path, tokenizer, &options));
             let rows = read.as_ref().map_or(&[][..], Dataset::prompts);
             assert!(rows.iter().all(|prompt| prompt.columns.contains_key("answer")));
-            let taught = read_or(ExitCode::Files, SftDataset::from_jsonl(path, tokenizer, &[], 64));
+            let taught = read_or(ExitCode::Files, SftDataset::from_file(path, tokenizer, &[], 64));
             let mut examples = taught.iter().flat_map(|data| &data.examples);
             assert!(examples.all(|example| (1..example.token_ids.len()).contains(&example.prompt_len)));
             read.is_some() || taught.is_some()

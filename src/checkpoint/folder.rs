@@ -67,6 +67,27 @@ pub fn publish(temporary: &Path, complete: &Path) -> Result<()> {
     std::fs::remove_dir_all(temporary).map_err(Error::io(temporary))
 }
 
+/// Makes a folder that appears as a whole, by the name of `complete`: new, or in place of an empty one.
+///
+/// # Errors
+/// [`Error::InvalidValue`] if something is there; those of `write`; [`Error::Io`].
+pub fn write_new(complete: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    if complete.file_name().is_none() || complete.is_file() || !entries(complete)?.is_empty() {
+        let expected = "the name of a folder that is not there yet, or is empty";
+        return Err(Error::invalid_value("--output", complete.display(), expected));
+    }
+    let temporary = temporary(complete);
+    if temporary.exists() {
+        std::fs::remove_dir_all(&temporary).map_err(Error::io(&temporary))?; // of a process that was killed
+    }
+    std::fs::create_dir_all(&temporary).map_err(Error::io(&temporary))?;
+    let written = write(&temporary).and_then(|()| publish(&temporary, complete));
+    if written.is_err() {
+        remove(&temporary);
+    }
+    written
+}
+
 /// Removes all but the newest `limit` checkpoints; `newest`, just written, stays whatever its step. An old checkpoint that
 /// cannot be removed is no reason to end a run.
 pub fn keep_newest(output_dir: &Path, newest: &Path, limit: Option<usize>) {
@@ -175,6 +196,27 @@ mod tests {
         let mut names: Vec<_> = entries(folder.path()).unwrap().into_iter().map(|(name, _)| name).collect();
         names.sort();
         assert_eq!(names, [".checkpoint-11.tmp", "checkpoint-10", "checkpoint-9", "checkpoint-x"]);
+    }
+
+    #[test]
+    fn a_new_folder_is_there_as_a_whole_or_not_at_all() {
+        let folder = tempfile::tempdir().unwrap();
+        let target = folder.path().join("deep/model");
+        let write = |fails: bool| {
+            write_new(&target, |at| {
+                std::fs::write(at.join("config.json"), "{}").unwrap();
+                if fails { Err(Error::bad_file(at, "no")) } else { Ok(()) }
+            })
+        };
+        assert!(write(true).is_err());
+        assert_eq!(std::fs::read_dir(target.parent().unwrap()).unwrap().count(), 0);
+        std::fs::create_dir(&target).unwrap();
+        std::fs::create_dir(temporary(&target)).unwrap(); // left by a kill
+        write(false).unwrap();
+        let refused = write(false).unwrap_err().to_string();
+        assert!(target.join("config.json").exists() && refused.contains("not there yet, or is empty"), "{refused}");
+        assert_eq!(std::fs::read_dir(target.parent().unwrap()).unwrap().count(), 1);
+        assert!(write_new(Path::new("."), |_| Ok(())).is_err());
     }
 
     #[test]

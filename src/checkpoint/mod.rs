@@ -30,7 +30,7 @@ mod write;
 
 use std::path::{Path, PathBuf};
 
-pub use folder::{FINAL, list};
+pub use folder::{FINAL, list, write_new};
 pub use manifest::written;
 pub use resume::{ResumeOptions, resume, unsafe_changes};
 pub use saver::Saver;

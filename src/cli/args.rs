@@ -9,7 +9,6 @@ use clap::{Args, Parser, Subcommand};
 pub use bench::*;
 
 use crate::config::{Device, Dtype, HeartbeatConfig, RewardConfig};
-use crate::error::Error;
 use crate::launch;
 use crate::model::{ModelSpec, PRESETS};
 use crate::phase::Fault;
@@ -40,7 +39,7 @@ pub enum Command {
     /// Copy what a run trained out of a checkpoint, or merge LoRA adapters into a model
     Export(ExportArgs),
     /// Bytes of every class in every phase of a run, before it starts
-    Plan(RunArgs),
+    Plan(PlanArgs),
     /// Every configuration key with its default, as a file to start from
     Config(ConfigArgs),
     /// Write report.html of a run's output folder again
@@ -95,6 +94,23 @@ pub struct RunArgs {
     pub overrides: Vec<String>,
 }
 
+/// `plan`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct PlanArgs {
+    #[command(flatten)]
+    pub run: RunArgs,
+    /// Plan for GPUs with so much free memory each, in GiB, instead of this machine (80 GB: 79, H200: 139)
+    #[arg(long, value_parser = number(|gib: &f64| *gib > 0.0 && *gib < 1e6, "above 0 and below 1000000"))]
+    pub gpu_memory_gib: Option<f64>,
+    /// Host memory of that machine in GiB; as much as is wanted if none is given
+    #[arg(long, requires = "gpu_memory_gib")]
+    #[arg(value_parser = number(|gib: &f64| *gib > 0.0 && *gib < 1e6, "above 0 and below 1000000"))]
+    pub host_memory_gib: Option<f64>,
+    #[command(flatten)]
+    pub model: ModelArgs,
+}
+
 /// What is sampled from.
 #[derive(Debug, Clone, Args)]
 #[command(rename_all = "snake_case")]
@@ -121,6 +137,12 @@ pub struct SamplingArgs {
     /// Highest logits kept; 0 is off
     #[arg(long, default_value_t = 0)]
     pub top_k: usize,
+    /// Least probability relative to the most probable token; 0 is off
+    #[arg(long, default_value_t = 0.0, value_parser = number(|p: &f32| (0.0..=1.0).contains(p), "in [0, 1]"))]
+    pub min_p: f32,
+    /// String that ends a completion; may be repeated
+    #[arg(long, value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    pub stop: Vec<String>,
     /// Longest completion in tokens
     #[arg(long, default_value_t = 512, value_parser = count)]
     pub max_completion_length: usize,
@@ -158,6 +180,9 @@ pub struct GenerateArgs {
     /// Put each prompt through the chat template as a user's message
     #[arg(long)]
     pub chat: bool,
+    /// System message before it
+    #[arg(long, requires = "chat")]
+    pub system_prompt: Option<String>,
     /// Completions per prompt
     #[arg(short, long, default_value_t = 1, value_parser = count)]
     pub n: usize,
@@ -175,12 +200,15 @@ pub struct EvalArgs {
     pub place: PlaceArgs,
     #[command(flatten)]
     pub source: SourceArgs,
-    /// Problems, JSONL
+    /// Problems, JSONL or Parquet
     #[arg(long)]
     pub data: PathBuf,
     /// Samples per problem
     #[arg(short, long, default_value_t = 1, value_parser = count)]
     pub n: usize,
+    /// System message put before every prompt that has none, as the key of that name
+    #[arg(long)]
+    pub system_prompt: Option<String>,
     /// Reward that decides whether a sample is right (1) or not
     #[arg(long, default_value = "numeric_answer")]
     pub reward: String,
@@ -203,12 +231,12 @@ impl EvalArgs {
     }
 }
 
-/// Which shape a model with random weights has; `tiny` if nothing is named.
+/// Which shape a model has that is in no folder; `tiny` if nothing is named.
 #[derive(Debug, Clone, Args)]
 #[command(rename_all = "snake_case")]
 pub struct ModelArgs {
-    /// A named shape, such as qwen2.5-1.5b
-    #[arg(long = "model_preset", alias = "preset", conflicts_with = "config_json")]
+    /// A named shape
+    #[arg(long = "model_preset", alias = "preset", conflicts_with = "config_json", value_parser = PRESETS)]
     pub preset: Option<String>,
     /// A Hugging Face config.json
     #[arg(long)]
@@ -222,17 +250,20 @@ impl ModelArgs {
         file.or_else(|| self.preset.clone()).unwrap_or_else(|| "tiny".to_owned())
     }
 
+    /// Whether one was named.
+    pub fn is_given(&self) -> bool {
+        self.preset.is_some() || self.config_json.is_some()
+    }
+
     /// Its description.
     ///
     /// # Errors
-    /// An unknown preset, with the known ones; what is wrong with the file.
+    /// What is wrong with the file.
     pub fn spec(&self) -> crate::error::Result<ModelSpec> {
-        if let Some(path) = &self.config_json {
-            return ModelSpec::from_config_json(path);
+        match &self.config_json {
+            Some(path) => ModelSpec::from_config_json(path),
+            None => Ok(ModelSpec::preset(&self.name()).expect("the parser takes known names only")),
         }
-        let name = self.preset.as_deref().unwrap_or("tiny");
-        let known = || format!("one of {}", PRESETS.join(", "));
-        ModelSpec::preset(name).ok_or_else(|| Error::invalid_value("--model_preset", name, known()))
     }
 }
 
@@ -245,12 +276,9 @@ pub struct InitArgs {
     /// Folder whose tokenizer files are copied
     #[arg(long)]
     pub tokenizer: Option<PathBuf>,
-    /// Where the model folder goes
+    /// The model folder, which must be new or empty
     #[arg(long)]
     pub output: PathBuf,
-    /// Write over a model that is there
-    #[arg(long)]
-    pub overwrite: bool,
     /// Key of the random weights
     #[arg(long, default_value_t = 42)]
     pub seed: u64,
@@ -262,7 +290,7 @@ pub struct InitArgs {
 pub struct ExportArgs {
     #[command(flatten)]
     pub source: SourceArgs,
-    /// Where the folder goes
+    /// The folder to make, which must be new or empty
     #[arg(long)]
     pub output: PathBuf,
     /// Write a whole model, the adapters added to their base's weights

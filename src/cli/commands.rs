@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
-use super::args::{Command, ExportArgs, InitArgs, RunArgs};
+use super::args::{Command, ExportArgs, InitArgs, PlanArgs, RunArgs};
 use super::process::{Supervision, distributed, placed, prepared};
 use super::{bench, sample};
+use crate::checkpoint::write_new;
 use crate::config::{Config, SftConfig, reference_page, reference_toml};
 use crate::cuda::Placement;
 use crate::dist::WorkerEnv;
-use crate::error::{Error, ExitCode, Result};
+use crate::error::{ExitCode, Result};
 use crate::metrics;
 use crate::model::{ModelSource, export_folder, init_folder};
 use crate::plan::Room;
@@ -86,10 +87,36 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
     })
 }
 
-fn plan(args: &RunArgs) -> Result<ExitCode> {
-    let config = Config::load(args.config.as_deref(), &args.overrides)?;
-    let placement = Placement::new(config.device, config.dtype)?;
-    println!("{}", preflight(&config, placement, args.launch.nproc)?);
+fn plan(args: &PlanArgs) -> Result<ExitCode> {
+    let PlanArgs { run, gpu_memory_gib, host_memory_gib, model } = args;
+    let mut overrides = run.overrides.clone();
+    if model.is_given() {
+        // A shape alone is enough: what a run needs beside it takes no memory.
+        let unread = ["model_name_or_path=none", "train_file=none", "reward_funcs=[\"format\"]"];
+        overrides.splice(..0, unread.map(str::to_owned));
+    }
+    let config = Config::load(run.config.as_deref(), &overrides)?;
+    let nproc = run.launch.nproc;
+    let bytes = |gib: f64| (gib * f64::from(1 << 30)) as usize;
+    let (placement, room) = match gpu_memory_gib {
+        Some(gib) => {
+            let host_bytes = host_memory_gib.map_or(usize::MAX, bytes);
+            let room = Room { available_bytes: bytes(*gib), swap_bytes: Some(host_bytes / nproc) };
+            (Placement::on_other_gpus(config.dtype), room)
+        }
+        None => {
+            let placement = Placement::new(config.device, config.dtype)?;
+            (placement, Room::available(placement, nproc)?)
+        }
+    };
+    if !placement.on_cuda {
+        eprintln!("planned for the memory of this machine's CPU; --gpu_memory_gib plans for GPUs, these or others");
+    }
+    let preflight = match model.is_given() {
+        true => Preflight::of_shape(&config, Arc::new(model.spec()?), placement, nproc, room)?,
+        false => Preflight::new(&config, placement, nproc, room)?,
+    };
+    println!("{preflight}");
     Ok(ExitCode::Done)
 }
 
@@ -99,23 +126,15 @@ fn preflight(config: &Config, placement: Placement, nproc: usize) -> Result<Pref
 }
 
 fn init(args: &InitArgs) -> Result<ExitCode> {
-    if args.output.join("config.json").exists() && !args.overwrite {
-        let expected = "a folder without a model, or --overwrite";
-        return Err(Error::invalid_value("--output", args.output.display(), expected));
-    }
     let spec = Arc::new(args.model.spec()?);
-    init_folder(&spec, &args.output, args.seed, args.tokenizer.as_deref())?;
+    write_new(&args.output, |folder| init_folder(&spec, folder, args.seed, args.tokenizer.as_deref()))?;
     println!("{}: {} parameters", args.output.display(), spec.num_params());
     Ok(ExitCode::Done)
 }
 
 fn export(args: &ExportArgs) -> Result<ExitCode> {
-    if args.output.join("config.json").exists() || args.output.join("adapter_config.json").exists() {
-        let expected = "a folder without a model or adapters";
-        return Err(Error::invalid_value("--output", args.output.display(), expected));
-    }
     let source = ModelSource::new(&args.source.model, args.source.base_model.as_deref())?;
-    export_folder(&source, &args.output, args.merge)?;
+    write_new(&args.output, |folder| export_folder(&source, folder, args.merge))?;
     println!("{}", args.output.display());
     Ok(ExitCode::Done)
 }

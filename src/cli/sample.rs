@@ -55,7 +55,10 @@ fn prompt(
     text: &str,
 ) -> Result<Prompt> {
     let text = match args.chat {
-        true => tokenizer.apply_chat_template(&[Message::user(text)], true)?,
+        true => {
+            let system = args.system_prompt.iter().map(|text| Message { role: "system".into(), content: text.clone() });
+            tokenizer.apply_chat_template(&system.chain([Message::user(text)]).collect::<Vec<_>>(), true)?
+        }
         false => text.to_owned(),
     };
     let token_ids = tokenizer.encode(&text, !args.chat)?;
@@ -89,9 +92,10 @@ pub(super) fn evaluate(args: &EvalArgs, world: Arc<World>, kind: Kind) -> Result
         required_columns: rewards.required_columns(),
         max_model_length: Some(max_model_length),
         max_completion_length: 1, // shorter ones are cut by the context and count as they are
+        system_prompt: args.system_prompt.clone(),
         ..DatasetOptions::default()
     };
-    let dataset = phase::scope(Phase::Load, || Dataset::from_jsonl(&args.data, &tokenizer, &options))?;
+    let dataset = phase::scope(Phase::Load, || Dataset::from_file(&args.data, &tokenizer, &options))?;
     let prompts = eval::share_of(&dataset, &world);
     let params = SamplingParams { step: eval::SAMPLING_STEP, ..sampling(&args.sampling, args.n) };
     let mut groups = served.with_engine(|rollout| {
@@ -180,6 +184,8 @@ fn sampling(args: &SamplingArgs, n: usize) -> SamplingParams {
         temperature: args.temperature,
         top_p: args.top_p,
         top_k: args.top_k,
+        min_p: Some(args.min_p).filter(|least| *least > 0.0),
+        stop: args.stop.clone(),
         max_completion_length: args.max_completion_length,
         spread_lengths: None,
         seed: args.seed,

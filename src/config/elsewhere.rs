@@ -8,7 +8,7 @@ pub(super) fn advice(key: &str) -> Option<&'static str> {
     let key = key.strip_prefix("actor_rollout_ref.").unwrap_or(key);
     let is_meant = |name: &&str| match name.strip_suffix('*') {
         Some(start) => key.starts_with(start),
-        None => key == *name,
+        None => key.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')),
     };
     KEYS.iter().find(|(names, _)| names.iter().any(|name| is_meant(&name))).map(|(_, advice)| *advice)
 }
@@ -34,7 +34,7 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("lr_scheduler_type", r#""constant_with_warmup""#, r#""constant""#),
 ];
 
-/// Names (`start*`: all that begin so; verl's without `actor_rollout_ref.`) and what is written here; the first row that fits.
+/// Names, of tables too (`start*`: all that begin so; verl's without `actor_rollout_ref.`) and what is written here; the first row that fits.
 const KEYS: &[(&[&str], &str)] = &[
     // ---- what changes the result and has no counterpart ----
     (
@@ -83,7 +83,14 @@ const KEYS: &[(&[&str], &str)] = &[
     ),
     (&["generation_kwargs"], "stop, min_p, top_k and other keys of sampling"),
     (&["chat_template_kwargs", "chat_template_path"], "the chat template of the model's folder"),
-    (&["model_init_kwargs", "trust_remote_code"], "weights are read from a folder; no code of it runs"),
+    (
+        &["overwrite_output_dir"],
+        "a run beside an earlier one's checkpoints is refused; resume_from_checkpoint or another output_dir",
+    ),
+    (
+        &["model_init_kwargs", "model_revision", "trust_remote_code"],
+        "weights are read from a folder; no code of it runs",
+    ),
     (&["push_to_hub", "hub_model_id"], "the model is output_dir/final"),
     // ---- verl ----
     (&["data.train_files"], "train_file"),

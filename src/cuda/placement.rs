@@ -47,6 +47,11 @@ impl Placement {
         Ok(Self::of(on_cuda, dtype))
     }
 
+    /// What the keys mean on GPUs of another machine.
+    pub fn on_other_gpus(dtype: Dtype) -> Self {
+        Self::of(true, dtype)
+    }
+
     fn of(on_cuda: bool, dtype: Dtype) -> Self {
         let kind = match dtype {
             Dtype::Float32 => Kind::Float,

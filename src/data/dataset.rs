@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::Tokenizer;
-use super::rows::{RawPrompt, read_jsonl};
+use super::rows::{RawPrompt, read_rows};
 use crate::error::{Error, Result};
 use crate::types::Prompt;
 
@@ -39,11 +39,16 @@ pub struct DatasetCounts {
 
 impl fmt::Display for DatasetCounts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{} read, {} longer than max_prompt_length, {} without room for a completion in the context, {} kept",
-            self.read, self.over_max_prompt_length, self.over_context, self.kept
-        )
+        write!(f, "{} read", self.read)?;
+        for (count, why) in [
+            (self.over_max_prompt_length, "longer than max_prompt_length"),
+            (self.over_context, "without room for a completion in the context"),
+        ] {
+            if count > 0 {
+                write!(f, ", {count} {why}")?;
+            }
+        }
+        write!(f, ", {} kept", self.kept)
     }
 }
 
@@ -62,19 +67,19 @@ impl Dataset {
         Self { prompts, counts }
     }
 
-    /// Reads JSONL rows. A prompt stands in `prompt`, `problem` or `question`, as text or as `[{role, content}]`; an
+    /// Reads rows, JSONL or Parquet. A prompt stands in `prompt`, `problem` or `question`, as text or as `[{role, content}]`; an
     /// answer in `answer`, `solution`, `ground_truth` or verl's `reward_model.ground_truth` is also given to the
     /// rewards as `answer`. [`Prompt::id`] is the row's index in the file, whatever is left out.
     ///
     /// # Errors
     /// [`Error::BadLine`] with file, line and columns, [`Error::EmptyDataset`] with the counts, [`Error::BadFile`],
     /// [`Error::ChatTemplate`].
-    pub fn from_jsonl(path: impl AsRef<Path>, tokenizer: &Tokenizer, options: &DatasetOptions) -> Result<Self> {
+    pub fn from_file(path: impl AsRef<Path>, tokenizer: &Tokenizer, options: &DatasetOptions) -> Result<Self> {
         let path = path.as_ref();
         let mut counts = DatasetCounts::default();
         let mut prompts = Vec::new();
         let mut texts_without_system_prompt = 0;
-        for row in read_jsonl(path)? {
+        for row in read_rows(path)? {
             let row = row?;
             let id = counts.read as u64;
             counts.read += 1;

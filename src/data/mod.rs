@@ -3,6 +3,7 @@
 mod chat;
 mod dataset;
 mod date;
+mod parquet;
 mod rows;
 mod sampler;
 mod sft;

@@ -1,12 +1,12 @@
-//! JSONL rows: what a line must be, and under which names its prompt and answer may stand.
+//! Rows of a file: what one must be, and under which names its prompt and answer may stand.
 
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read, Seek};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use super::{Message, Tokenizer};
+use super::{Message, Tokenizer, parquet};
 use crate::error::{Error, Result};
 
 /// Longest line that is read: what has no end is no row.
@@ -14,9 +14,10 @@ const MAX_LINE_BYTES: u64 = 64 << 20;
 const PROMPT_COLUMNS: [&str; 3] = ["prompt", "problem", "question"];
 const ANSWER_COLUMNS: [&str; 3] = ["answer", "solution", "ground_truth"];
 
-/// One line of a file.
+/// One row of a file.
 pub(super) struct Row {
     path: PathBuf,
+    /// Its line, or its number in a Parquet file; from 1.
     line: usize,
     /// Every column, and `answer` under that name whatever the file calls it.
     pub columns: Map<String, Value>,
@@ -36,17 +37,23 @@ pub(super) enum RawExample {
     Conversation(Vec<Message>, usize),
 }
 
-/// The rows of a JSONL file in order; blank lines are skipped.
-pub(super) fn read_jsonl(path: &Path) -> Result<impl Iterator<Item = Result<Row>>> {
-    let file = File::open(path).map_err(|error| Error::bad_file(path, error.to_string()))?;
+/// The rows of a file in order: JSONL, whose blank lines are skipped, or Parquet.
+pub(super) fn read_rows(path: &Path) -> Result<Box<dyn Iterator<Item = Result<Row>>>> {
+    let mut file = File::open(path).map_err(|error| Error::bad_file(path, error.to_string()))?;
+    let mut start = Vec::new();
+    let looked_at = (&mut file).take(parquet::MAGIC.len() as u64).read_to_end(&mut start).and_then(|_| file.rewind());
+    looked_at.map_err(|error| Error::bad_file(path, error.to_string()))?;
     let path = path.to_owned();
-    let mut reader = BufReader::new(file);
-    if reader.fill_buf().is_ok_and(|start| start.starts_with(b"PAR1")) {
-        let convert = "python3 -c 'import sys, pandas; pandas.read_parquet(sys.argv[1]).to_json(sys.argv[2], orient=\"records\", lines=True)'";
-        return Err(Error::bad_file(&path, format!("Parquet, expected JSONL: {convert} FILE.parquet FILE.jsonl")));
+    if start == parquet::MAGIC {
+        let rows = parquet::read(file).map_err(|message| Error::bad_file(&path, message))?.enumerate();
+        return Ok(Box::new(rows.map(move |(index, row)| match row {
+            Ok(columns) => Ok(Row::new(path.clone(), index + 1, columns)),
+            Err(message) => Err(Error::BadLine { path: path.clone(), line: index + 1, message }),
+        })));
     }
+    let mut reader = BufReader::new(file);
     let lines = std::iter::from_fn(move || read_line(&mut reader).transpose()).enumerate();
-    Ok(lines.filter_map(move |(index, line)| {
+    Ok(Box::new(lines.filter_map(move |(index, line)| {
         let bad = |message| Error::BadLine { path: path.clone(), line: index + 1, message };
         match line {
             Ok(line) if line.trim().is_empty() => None,
@@ -57,7 +64,7 @@ pub(super) fn read_jsonl(path: &Path) -> Result<impl Iterator<Item = Result<Row>
             }),
             Err(error) => Some(Err(bad(error.to_string()))),
         }
-    }))
+    })))
 }
 
 /// The next line, if there is one.

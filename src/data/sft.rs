@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::Tokenizer;
-use super::rows::{RawExample, RawPrompt, Row, read_jsonl};
+use super::rows::{RawExample, RawPrompt, Row, read_rows};
 use crate::error::{Error, Result};
 
 /// A prompt with the completion to imitate; the loss covers `token_ids[prompt_len..]`.
@@ -26,7 +26,7 @@ pub struct SftDataset {
 }
 
 impl SftDataset {
-    /// Reads JSONL rows: a prompt (as [`Dataset`](super::Dataset) takes it) and a `completion`, both as text or as messages, or
+    /// Reads rows, JSONL or Parquet: a prompt (as [`Dataset`](super::Dataset) takes it) and a `completion`, both as text or as messages, or
     /// a conversation in `messages`. Prompt and completion are tokenized on their own, so that the prompt's ids are those that a
     /// rollout would start from.
     ///
@@ -36,8 +36,8 @@ impl SftDataset {
     /// does not end with one gets the tokenizer's.
     ///
     /// # Errors
-    /// As [`Dataset::from_jsonl`](super::Dataset::from_jsonl); [`Error::TokenizerMismatch`] where there is no EOS token to append.
-    pub fn from_jsonl(
+    /// As [`Dataset::from_file`](super::Dataset::from_file); [`Error::TokenizerMismatch`] where there is no EOS token to append.
+    pub fn from_file(
         path: impl AsRef<Path>,
         tokenizer: &Tokenizer,
         model_eos_token_ids: &[u32],
@@ -46,7 +46,7 @@ impl SftDataset {
         let path = path.as_ref();
         let ends = Ends { own: tokenizer.eos_token_id(), all: tokenizer.eos_token_ids(model_eos_token_ids) };
         let mut data = Self { examples: Vec::new(), num_rows: 0, too_long: 0, max_length };
-        for row in read_jsonl(path)? {
+        for row in read_rows(path)? {
             let row = row?;
             data.num_rows += 1;
             for example in examples(&row, tokenizer, &ends)? {
@@ -142,7 +142,7 @@ mod tests {
 
     fn read(folder: &Folder, rows: &[&str], max_length: usize) -> Result<SftDataset> {
         folder.write("sft.jsonl", &rows.join("\n"));
-        SftDataset::from_jsonl(folder.path().join("sft.jsonl"), &folder.tokenizer(), &[], max_length)
+        SftDataset::from_file(folder.path().join("sft.jsonl"), &folder.tokenizer(), &[], max_length)
     }
 
     fn example(prompt: &[u32], completion: &[u32]) -> SftExample {

@@ -162,7 +162,7 @@ fn maj_at_n(group: &RolloutGroup, answer_of: &impl Fn(&str) -> Option<String>) -
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Estimate { mean, standard_error } = Estimate::of(&self.problems);
-        write!(f, "held-out mean reward {mean:.3} +- {standard_error:.3} over {} problems", self.problems.count)?;
+        write!(f, "held-out reward {mean:.3} +- {standard_error:.3}")?;
         self.pass.iter().try_for_each(|(k, stats)| write!(f, ", pass@{k} {:.3}", stats.mean()))
     }
 }

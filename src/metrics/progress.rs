@@ -16,15 +16,15 @@ const LINE_INTERVAL: Duration = Duration::from_secs(1);
 /// The same for lines on pinned memory, at about a second a GiB.
 const PINNING_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Metrics worth a glance, with the names used for them.
+/// Metrics worth a glance, with the names used for them; a narrow terminal cuts the last ones.
 const SHOWN: [(&str, &str); 7] = [
     ("reward", "reward"),
-    ("eval_reward", "eval reward"),
     ("loss", "loss"),
-    ("kl", "kl"),
-    ("entropy", "entropy"),
     ("completions/mean_length", "length"),
     ("step_time", "s/step"),
+    ("entropy", "entropy"),
+    ("kl", "kl"),
+    ("eval_reward", "eval reward"),
 ];
 
 /// The display of one run. Ranks other than the first hold a hidden one, so that no caller asks.
@@ -71,12 +71,12 @@ impl Progress {
         let all = MultiProgress::with_draw_target(target);
         let steps = all.add(
             ProgressBar::new(max_steps)
-                .with_style(style("{prefix:>16} {bar:16.cyan/dim} {pos}/{len} {elapsed} < {eta}  {wide_msg}")),
+                .with_style(style("{prefix} {bar:10.cyan/dim} {pos}/{len} {elapsed} < {eta}  {wide_msg}")),
         );
         steps.set_prefix("step");
         steps.set_position(done);
         steps.reset_eta();
-        let phase = all.add(ProgressBar::no_length().with_style(style("{prefix:>16} {bar:16.green/dim} {pos}/{len}")));
+        let phase = all.add(ProgressBar::no_length().with_style(style("{prefix} {bar:10.green/dim} {pos}/{len}")));
         let lines = (is_first_rank && !on_terminal).then(|| Lines { start: Instant::now(), last: Cell::new(None) });
         Self { all, steps, phase, lines }
     }

@@ -85,8 +85,8 @@ pub(super) fn formula(keep: GradientCheckpointing, input: &PlanInput<'_>) -> Str
     let parameters = input.table.total as f64;
     let each = |bytes: usize| bytes as f64 / parameters;
     format!(
-        "bytes a parameter: {:.2} weights + {:.2} gradients + {:.2} optimizer, x {:.1} M parameters; bytes a token: {:.0} kept \
-         + {:.0} at once, x {tokens} tokens",
+        "bytes a parameter: {:.2} weights + {:.2} gradients + {:.2} optimizer, x {:.1} M\n\
+         bytes a token: {:.0} kept + {:.0} at once, x {tokens}",
         each(bytes.weights),
         each(bytes.gradients),
         each(bytes.optimizer),

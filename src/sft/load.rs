@@ -87,7 +87,7 @@ fn read_rows(config: &SftConfig, source: &ModelSource, spec: &ModelSpec) -> Resu
     let tokenizer = Tokenizer::from_folder(&source.base)?;
     tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
     let max_length = config.max_length.min(spec.max_position_embeddings);
-    let read = |path: &PathBuf| SftDataset::from_jsonl(path, &tokenizer, &spec.eos_token_ids, max_length);
+    let read = |path: &PathBuf| SftDataset::from_file(path, &tokenizer, &spec.eos_token_ids, max_length);
     Ok((read(&config.train_file)?, config.eval_file.as_ref().map(read).transpose()?))
 }
 

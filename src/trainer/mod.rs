@@ -18,7 +18,7 @@ use crate::checkpoint::{self, CarriedGroup, SavedConfig, Saver, TrainerState};
 use crate::colocate::{UpdateOptions, UpdateOutcome};
 use crate::config::{BatchPlan, Config, ScaleRewards};
 use crate::cuda::Placement;
-use crate::data::{Dataset, PromptSampler, Tokenizer};
+use crate::data::{Dataset, PromptSampler};
 use crate::dist::{ReduceOp, World, all_reduce_f64, any_rank};
 use crate::error::{Error, ExitCode, Result, panic_message};
 use crate::grpo::{self, AdvantageStats, BatchStats, LossConfig};
@@ -121,9 +121,8 @@ impl Trainer {
         world: Arc<World>,
     ) -> Result<Self> {
         let placement = Placement::in_world(config.device, config.dtype, world.device())?;
-        let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
         let room = setup::common_room(placement, &world)?;
-        let preflight = Preflight::of_model(&config, (spec, tokenizer), placement, world.size(), room)?;
+        let preflight = Preflight::of_shape(&config, spec, placement, world.size(), room)?;
         let (seed, kind, device) = (config.seed, preflight.kind, world.device());
         let parts = setup::Parts {
             preflight,

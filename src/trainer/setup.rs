@@ -56,8 +56,20 @@ impl Preflight {
         Self::of_model(config, (spec, tokenizer), placement, world_size, room)
     }
 
+    /// The same for a shape alone, whose tokens are numbers.
+    pub fn of_shape(
+        config: &Config,
+        spec: Arc<ModelSpec>,
+        placement: Placement,
+        world_size: usize,
+        room: Room,
+    ) -> Result<Self> {
+        let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
+        Self::of_model(config, (spec, tokenizer), placement, world_size, room)
+    }
+
     /// The same for a model that is in no folder.
-    pub(super) fn of_model(
+    fn of_model(
         config: &Config,
         (spec, tokenizer): (Arc<ModelSpec>, Arc<Tokenizer>),
         placement: Placement,
@@ -161,7 +173,7 @@ pub(super) fn load(
         system_prompt: config.system_prompt.clone(),
         required_columns: rewards.required_columns(),
     };
-    let read = |path: &PathBuf| Dataset::from_jsonl(path, &preflight.tokenizer, &limits);
+    let read = |path: &PathBuf| Dataset::from_file(path, &preflight.tokenizer, &limits);
     let dataset = read(&config.train_file)?;
     let BatchPlan { num_begun, generation_batch_size, .. } = preflight.batch;
     if num_begun > dataset.len() {

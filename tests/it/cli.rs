@@ -89,10 +89,12 @@ fn a_preset_has_no_tokenizer_and_says_how_to_get_one() {
     let generate = format!("generate --model {} --prompt what", model.display());
     run(&generate).assert_error("no tokenizer", 3, &["tokenizer.json", "init", "--tokenizer"]);
     let with_tokenizer = format!("init --preset micro --tokenizer {MODEL} --output {}", model.display());
-    run(&with_tokenizer).assert_error("a model is there", 2, &["--output", "--overwrite"]);
-    stdout_of(&format!("{with_tokenizer} --overwrite"));
-    stdout_of(&format!("{generate} --max_completion_length 2"));
-    run("init --preset nosuch --output x").assert_error("preset", 2, &["nosuch", "one of micro, tiny"]);
+    run(&with_tokenizer).assert_error("a model is there", 2, &["--output", "not there yet, or is empty"]);
+    fs::remove_dir_all(&model).unwrap();
+    stdout_of(&with_tokenizer);
+    stdout_of(&format!("{generate} --max_completion_length 2 --stop the --min_p 0.1"));
+    let near = run("init --preset qwen2.5-8b --output x");
+    near.assert_error("preset", 2, &["possible values: micro, tiny", "similar", "'qwen2.5-7b'"]);
 }
 
 #[test]
@@ -106,6 +108,16 @@ fn the_plan_is_a_table_and_refuses_what_cannot_fit() {
     assert!(columns.iter().all(|width| *width == columns[0]), "{plan}");
     let huge = run("plan --nproc 2 --config configs/tiny-cpu.toml kv_cache_bytes=1000000000000000");
     huge.assert_error("too large", 4, &["per rank and", "available", "KV cache"]);
+}
+
+#[test]
+fn a_plan_needs_neither_the_gpus_nor_the_weights() {
+    let plan = |more: &str| stdout_of(&format!("plan --nproc 8 --model_preset qwen2.5-7b --gpu_memory_gib {more}"));
+    let (roomy, tight) = (plan("139"), plan("79 max_model_length=16384 --host_memory_gib 2000"));
+    assert!(roomy.contains("of 139.0 GiB available") && roomy.contains("all fits on the device"), "{roomy}");
+    assert!(tight.contains("of 79.0 GiB available"), "{tight}");
+    let refused = run("plan --nproc 1 --preset qwen2.5-7b --gpu_memory_gib 24 residency.optimizer=resident");
+    refused.assert_error("one small GPU", 4, &["per rank and 24.0 GiB are available"]);
 }
 
 #[test]

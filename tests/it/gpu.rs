@@ -219,7 +219,7 @@ fn generate(world: &Arc<World>, tp: usize, kind: Kind, params: &[SamplingParams]
     let source = |layout: &UnitLayout| files.read_unit(layout, kind);
     let mut served = Served::new(world.clone(), &mesh, table, engine, &source).unwrap();
     let rows = Path::new("configs/arithmetic/train.jsonl");
-    let dataset = Dataset::from_jsonl(rows, &tokenizer, &DatasetOptions::default()).unwrap();
+    let dataset = Dataset::from_file(rows, &tokenizer, &DatasetOptions::default()).unwrap();
     let prompts: Vec<Prompt> = (0..24).map(|row| dataset.prompt(row).clone()).collect();
     // Only the first rank brings prompts; tensor-parallel peers generate from them too.
     let own = if world.rank() == 0 { &prompts[..] } else { &[] };

@@ -8,7 +8,7 @@ fn read(rows: &[&str], options: &DatasetOptions) -> Result<Dataset> {
         "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}answer{% endif %}",
     );
     folder.write("rows.jsonl", &rows.join("\n"));
-    Dataset::from_jsonl(folder.path().join("rows.jsonl"), &folder.tokenizer(), options)
+    Dataset::from_file(folder.path().join("rows.jsonl"), &folder.tokenizer(), options)
 }
 
 fn message(rows: &[&str]) -> String {
@@ -72,7 +72,6 @@ fn bad_rows_are_named_with_line_and_columns() {
         "{missing}"
     );
     assert!(message(&[r#"{"prompt": "one""#]).contains(":1: not JSON"));
-    assert!(message(&["PAR1.."]).contains("Parquet, expected JSONL: python3"));
     assert!(message(&[r#"["one"]"#]).contains("expected an object"));
     assert!(message(&[r#"{"prompt": 3}"#]).contains("neither text nor a list"));
     assert!(message(&[r#"{"prompt": [{"role": "user"}]}"#]).contains("\"content\": text"));
@@ -97,6 +96,6 @@ fn conversations_need_a_template() {
     let folder = Folder::new();
     folder.write("rows.jsonl", r#"{"prompt": [{"role": "user", "content": "one"}]}"#);
     let path = folder.path().join("rows.jsonl");
-    let error = Dataset::from_jsonl(path, &folder.tokenizer(), &DatasetOptions::default()).unwrap_err();
+    let error = Dataset::from_file(path, &folder.tokenizer(), &DatasetOptions::default()).unwrap_err();
     assert!(matches!(error, Error::ChatTemplate { .. }), "{error}");
 }

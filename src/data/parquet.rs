@@ -1,0 +1,135 @@
+//! Rows of a Parquet file, as Hugging Face's datasets and verl ship them.
+
+use std::fs::File;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use parquet::errors::ParquetError;
+use parquet::file::reader::SerializedFileReader;
+use parquet::record::{Field, Row};
+use serde_json::{Map, Value};
+
+use crate::error::panic_message;
+
+/// What a file starts with.
+pub(super) const MAGIC: &[u8] = b"PAR1";
+
+/// The rows in order; what is wrong with the file, or with the next row.
+pub(super) fn read(file: File) -> Result<impl Iterator<Item = Result<Map<String, Value>, String>>, String> {
+    let mut rows = guarded(|| SerializedFileReader::new(file).map(IntoIterator::into_iter))?;
+    let columns = |row: Row| row.get_column_iter().map(entry).collect();
+    let mut next = move || guarded(|| rows.next().transpose().map(|row| row.map(columns))).transpose();
+    let mut is_over = false;
+    Ok(std::iter::from_fn(move || {
+        let row = if is_over { None } else { next() };
+        is_over = row.as_ref().is_none_or(Result::is_err);
+        row
+    }))
+}
+
+/// The parser panics on some damaged files.
+fn guarded<T>(read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
+    match catch_unwind(AssertUnwindSafe(read)) {
+        Ok(read) => read.map_err(|error| format!("Parquet: {error}; Snappy and no compression are read")),
+        Err(panic) => Err(format!("Parquet: damaged: {}", panic_message(&*panic))),
+    }
+}
+
+fn entry((name, field): (&String, &Field)) -> (String, Value) {
+    (name.clone(), json(field))
+}
+
+/// Dates, times, decimals and bytes as text.
+fn json(field: &Field) -> Value {
+    match field {
+        Field::Null => Value::Null,
+        Field::Bool(flag) => (*flag).into(),
+        Field::Byte(number) => (*number).into(),
+        Field::Short(number) => (*number).into(),
+        Field::Int(number) => (*number).into(),
+        Field::Long(number) => (*number).into(),
+        Field::UByte(number) => (*number).into(),
+        Field::UShort(number) => (*number).into(),
+        Field::UInt(number) => (*number).into(),
+        Field::ULong(number) => (*number).into(),
+        Field::Float16(number) => number.to_f32().into(),
+        Field::Float(number) => (*number).into(),
+        Field::Double(number) => (*number).into(),
+        Field::Str(text) => text.as_str().into(),
+        Field::Group(row) => row.get_column_iter().map(entry).collect::<Map<_, _>>().into(),
+        Field::ListInternal(list) => list.elements().iter().map(json).collect(),
+        Field::MapInternal(map) => {
+            let named = |(key, value): &(Field, Field)| match key {
+                Field::Str(text) => (text.clone(), json(value)),
+                other => (other.to_string(), json(value)),
+            };
+            map.entries().iter().map(named).collect::<Map<_, _>>().into()
+        }
+        Field::Decimal(_)
+        | Field::Bytes(_)
+        | Field::Date(_)
+        | Field::TimeMillis(_)
+        | Field::TimeMicros(_)
+        | Field::TimestampMillis(_)
+        | Field::TimestampMicros(_) => field.to_string().into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixtures::Folder;
+    use super::super::{Dataset, DatasetOptions};
+    use super::*;
+
+    /// Two rows as verl's preprocessing writes them, and a column of each other kind; made with pyarrow 26 by
+    /// `pq.write_table(pa.Table.from_pylist([{"prompt": [{"content": "one", "role": "user"}], "reward_model": {"ground_truth":
+    /// "1", "style": "rule"}, "level": 3, "score": 0.5, "hard": True, "tags": ["a", "b"], "at": datetime.date(2026, 1, 1)},
+    /// {"prompt": [{"content": "two three", "role": "user"}], "reward_model": {"ground_truth": "5", "style": "rule"}}]), path)`.
+    const ROWS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/rows.parquet");
+
+    fn rows(path: &str) -> Result<Vec<Result<Map<String, Value>, String>>, String> {
+        read(File::open(path).unwrap()).map(Iterator::collect)
+    }
+
+    #[test]
+    fn nested_rows_are_what_json_would_say() {
+        let found: Vec<Value> = rows(ROWS).unwrap().into_iter().map(|row| row.unwrap().into()).collect();
+        let expected = serde_json::json!([
+            {"prompt": [{"content": "one", "role": "user"}], "reward_model": {"ground_truth": "1", "style": "rule"},
+             "level": 3, "score": 0.5, "hard": true, "tags": ["a", "b"], "at": "2026-01-01"},
+            {"prompt": [{"content": "two three", "role": "user"}], "reward_model": {"ground_truth": "5", "style": "rule"},
+             "level": null, "score": null, "hard": null, "tags": null, "at": null},
+        ]);
+        assert_eq!(Value::from(found), expected);
+    }
+
+    #[test]
+    fn a_data_set_is_read_whatever_its_file_is_called() {
+        let folder = Folder::new();
+        folder.write("chat_template.jinja", "{% for m in messages %}{{ m.content }} {% endfor %}answer");
+        let path = folder.path().join("rows.jsonl");
+        std::fs::copy(ROWS, &path).unwrap();
+        let data = Dataset::from_file(&path, &folder.tokenizer(), &DatasetOptions::default()).unwrap();
+        assert_eq!((data.len(), data.prompt(1).text.as_str()), (2, "two three answer"));
+        assert_eq!(data.prompt(1).columns["answer"], "5");
+        let options = DatasetOptions { required_columns: vec!["level".into()], ..Default::default() };
+        let error = Dataset::from_file(&path, &folder.tokenizer(), &options).unwrap_err().to_string();
+        assert!(error.contains("rows.jsonl:2: no column 'level'"), "{error}");
+    }
+
+    #[test]
+    fn damaged_files_are_read_or_refused() {
+        let (whole, folder) = (std::fs::read(ROWS).unwrap(), tempfile::tempdir().unwrap());
+        let path = folder.path().join("damaged.parquet");
+        for index in (0..2 * whole.len()).step_by(5) {
+            let mut bytes = whole.clone();
+            match index.checked_sub(whole.len()) {
+                Some(end) => bytes.truncate(end),
+                None => bytes[index] ^= 0x55,
+            }
+            std::fs::write(&path, bytes).unwrap();
+            let _ = rows(path.to_str().unwrap());
+        }
+        std::fs::write(&path, b"PAR1 and nothing more").unwrap();
+        assert!(rows(path.to_str().unwrap()).unwrap_err().starts_with("Parquet: "));
+    }
+}
