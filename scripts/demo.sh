@@ -5,4 +5,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
 cargo build --release
+case " $*" in *output_dir*|*resume*) ;; *) rm -rf runs/tiny-cpu ;; esac # an earlier demo's
 exec "${CARGO_TARGET_DIR:-target}/release/colo-grpo" --nproc 2 --config configs/tiny-cpu.toml "$@"

@@ -50,7 +50,9 @@ pub fn prepare(temporary: &Path, needed_bytes: u64) -> Result<()> {
 
 /// Removes a temporary folder after an error.
 pub fn remove(temporary: &Path) {
-    if let Err(error) = std::fs::remove_dir_all(temporary) {
+    if let Err(error) = std::fs::remove_dir_all(temporary)
+        && error.kind() != ErrorKind::NotFound
+    {
         tracing::warn!("{}: {error}: the next save removes it", temporary.display());
     }
 }

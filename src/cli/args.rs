@@ -323,7 +323,7 @@ fn word<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, String> {
 
 /// A number of which there must be one.
 fn count(text: &str) -> Result<usize, String> {
-    number(|count: &usize| *count >= 1, "at least 1")(text)
+    number(|count: &usize| *count >= 1, "a whole number of at least 1")(text)
 }
 
 fn number<T: std::str::FromStr>(

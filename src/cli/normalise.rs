@@ -17,7 +17,8 @@ pub fn normalise(argv: Vec<String>) -> Vec<String> {
     let mut program = Cli::command();
     program.build();
     let mut command = &program;
-    if !["-h", "--help", "-V", "--version"].contains(&first.as_str()) && program.find_subcommand(first).is_none() {
+    let is_meta = ["-h", "--help", "-V", "--version"].contains(&first.as_str());
+    if !is_meta && (first.starts_with('-') || first.contains('=')) {
         out.push("train".into());
         command = program.find_subcommand("train").unwrap_or(command);
     }
@@ -100,7 +101,7 @@ mod tests {
             normalised("colo-grpo plan --gpu-memory-gib 79 --preset tiny --nproc 8 --beta 1"),
             "colo-grpo plan --gpu_memory_gib 79 --preset tiny --nproc 8 beta=1"
         );
-        for line in ["colo-grpo --help", "colo-grpo help bench step", "colo-grpo -V"] {
+        for line in ["colo-grpo --help", "colo-grpo help bench step", "colo-grpo -V", "colo-grpo trian --nproc 2"] {
             assert_eq!(normalised(line), line);
         }
     }

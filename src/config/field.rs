@@ -251,8 +251,12 @@ impl<T: FromValue> FromValue for Vec<T> {
         format!("a list [..], each entry {}", T::expected())
     }
 
+    /// One entry may stand without brackets.
     fn from_value(value: &Value) -> Option<Self> {
-        value.as_array()?.iter().map(T::from_value).collect()
+        match value {
+            Value::Array(entries) => entries.iter().map(T::from_value).collect(),
+            one => T::from_value(one).map(|one| vec![one]),
+        }
     }
 
     fn to_value(&self) -> Value {

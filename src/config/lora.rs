@@ -81,7 +81,6 @@ impl FromValue for TargetModules {
     fn from_value(value: &Value) -> Option<Self> {
         match value {
             Value::String(text) if text == ALL_LINEAR => Some(Self::AllLinear),
-            Value::String(_) => TargetModule::from_value(value).map(|module| Self::Some(vec![module])),
             _ => Vec::from_value(value).map(Self::Some),
         }
     }

@@ -29,13 +29,16 @@ impl Entry {
     fn unknown(&self, known: &[String]) -> Option<UnknownKey> {
         let Self { key, value, origin } = self;
         let pattern = pattern(key, known);
-        let is_empty_table = value.as_object().is_some_and(Map::is_empty)
-            && known.iter().any(|name| name.starts_with(&format!("{pattern}.")));
+        let start = format!("{pattern}.");
+        let inner: Vec<&str> = known.iter().filter_map(|name| name.strip_prefix(&start)).collect();
+        let is_empty_table = !inner.is_empty() && value.as_object().is_some_and(Map::is_empty);
         if known.contains(&pattern) || is_empty_table {
             return None;
         }
+        let table = (!inner.is_empty()).then(|| format!("it is a table of {}", inner.join(", ")));
+        let other = || elsewhere::advice(key).map(|advice| format!("here: {advice}"));
         let close = || nearest(&pattern, known).map(|name| format!("did you mean '{name}'?"));
-        let advice = elsewhere::advice(key).map(|advice| format!("here: {advice}")).or_else(close);
+        let advice = table.or_else(other).or_else(close);
         Some(UnknownKey { origin: origin.clone(), key: key.clone(), advice })
     }
 }

@@ -66,6 +66,12 @@ fn the_key_list_is_frozen() {
 }
 
 #[test]
+fn one_entry_of_a_list_may_stand_alone() {
+    assert_eq!(config(&["reward_funcs=numeric_answer", "stop=END"]).reward_funcs, ["numeric_answer"]);
+    assert_eq!(config(&["stop=[]"]).stop, [""; 0]);
+}
+
+#[test]
 fn toml_and_yaml_say_the_same_and_the_command_line_wins() {
     let toml = "beta = 0.1\nseed = 7\n[zero]\nstage = 3\n[reward]\nnum_threads = 4\n";
     let yaml = "beta: 0.1\nseed: 7\nzero:\n  stage: 3\nreward: {num_threads: 4}\n";
@@ -90,6 +96,10 @@ fn an_unknown_key_is_named_with_its_line_and_the_nearest_key() {
     }
     assert_eq!(message(&["zero.stages=1"]), "command line: unknown key 'zero.stages'; did you mean 'zero.stage'?");
     assert_eq!(message(&["optim=adamw"]), "command line: unknown key 'optim'; here: the optimizer is AdamW");
+    assert_eq!(
+        message(&["residency=swap"]),
+        "command line: unknown key 'residency'; it is a table of optimizer, reference"
+    );
     assert!(load_file(".toml", "[zro]\n").unwrap_err().to_string().contains("unknown key 'zro'"));
     assert!(load_file(".toml", "[zero]\n").is_ok());
 }

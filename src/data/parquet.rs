@@ -29,8 +29,10 @@ pub(super) fn read(file: File) -> Result<impl Iterator<Item = Result<Map<String,
 /// The parser panics on some damaged files.
 fn guarded<T>(read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(read)) {
-        Ok(read) => read.map_err(|error| format!("Parquet: {error}; Snappy and no compression are read")),
-        Err(panic) => Err(format!("Parquet: damaged: {}", panic_message(&*panic))),
+        Ok(read) => read.map_err(|error| {
+            format!("{error}; compressed with Snappy or not at all it is read, as pandas' to_parquet writes it")
+        }),
+        Err(panic) => Err(format!("Parquet error: damaged: {}", panic_message(&*panic))),
     }
 }
 
@@ -130,6 +132,6 @@ mod tests {
             let _ = rows(path.to_str().unwrap());
         }
         std::fs::write(&path, b"PAR1 and nothing more").unwrap();
-        assert!(rows(path.to_str().unwrap()).unwrap_err().starts_with("Parquet: "));
+        assert!(rows(path.to_str().unwrap()).unwrap_err().starts_with("Parquet error: "));
     }
 }

@@ -59,8 +59,11 @@ pub(super) fn read_rows(path: &Path) -> Result<Box<dyn Iterator<Item = Result<Ro
             Ok(line) if line.trim().is_empty() => None,
             Ok(line) => Some(match serde_json::from_str(&line) {
                 Ok(Value::Object(columns)) => Ok(Row::new(path.clone(), index + 1, columns)),
-                Ok(_) => Err(bad("expected an object {\"prompt\": ..}".into())),
-                Err(error) => Err(bad(format!("not JSON: {error}"))),
+                Ok(_) => Err(bad("expected an object {\"prompt\": ..} on each line".into())),
+                Err(error) => {
+                    let problem = error.to_string().replace(" at line 1 column", " at column");
+                    Err(bad(format!("not JSON: {problem}; expected an object on each line, or a Parquet file")))
+                }
             }),
             Err(error) => Some(Err(bad(error.to_string()))),
         }
