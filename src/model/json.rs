@@ -23,7 +23,7 @@ impl JsonObject {
     /// [`Error::BadFile`] where it is missing, too long, or something else; [`Error::Io`].
     pub(super) fn read(path: &Path) -> Result<Self> {
         let missing = |error: std::io::Error| match error.kind() {
-            std::io::ErrorKind::NotFound => Error::bad_file(path, "missing; a Hugging Face model folder has it"),
+            std::io::ErrorKind::NotFound => Error::bad_file(path, absent(path)),
             _ => Error::Io { path: path.to_owned(), source: error },
         };
         let bytes = std::fs::metadata(path).map_err(missing)?.len();
@@ -87,5 +87,18 @@ impl JsonObject {
     pub(super) fn wrong(&self, key: &str, expected: impl AsRef<str>) -> Error {
         let found = self.get(key).map_or("absent".to_owned(), Value::to_string);
         Error::bad_file(&self.path, format!("{}{key} is {found}: expected {}", self.within, expected.as_ref()))
+    }
+}
+
+/// What to say of a file that is not there.
+fn absent(path: &Path) -> String {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.exists());
+    match folder.map(Path::display) {
+        Some(name) => {
+            format!(
+                "no such folder; one of the Hugging Face Hub is fetched with: hf download {name} --local-dir {name}"
+            )
+        }
+        None => "missing; a Hugging Face model folder has it".to_owned(),
     }
 }

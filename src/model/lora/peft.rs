@@ -81,15 +81,8 @@ impl ModelSource {
     /// A folder of either kind; `base` overrides the one that adapters name.
     ///
     /// # Errors
-    /// [`Error::BadFile`] without the folder, or for adapters whose base is not found.
+    /// [`Error::BadFile`] for adapters whose base is not found.
     pub fn new(folder: &Path, base: Option<&Path>) -> Result<Self> {
-        if !folder.is_dir() {
-            let name = folder.display();
-            let fetch = format!(
-                "no such folder; one of the Hugging Face Hub is fetched with: hf download {name} --local-dir {name}"
-            );
-            return Err(Error::bad_file(folder, fetch));
-        }
         if !folder.join(CONFIG).exists() {
             return Ok(Self { base: folder.to_owned(), adapters: None });
         }
