@@ -1,16 +1,14 @@
-// Counter-based numbers, as `RandomKey` draws them on the host by Philox4x32-10: standard normal ones (Box-Muller in f64), and
-// the masks of dropout.
+// Counter-based numbers, as `RandomKey` draws them on the host: standard normal ones (Box-Muller in f64), and the masks of
+// dropout.
+#include "philox.cuh"
 #include "scalar.cuh"
 
-__device__ __forceinline__ uint4 philox(uint2 key, uint4 counter) {
-#pragma unroll
-    for (int round = 0; round < 10; ++round) {
-        const unsigned low0 = 0xD2511F53u * counter.x, high0 = __umulhi(0xD2511F53u, counter.x);
-        const unsigned low1 = 0xCD9E8D57u * counter.z, high1 = __umulhi(0xCD9E8D57u, counter.z);
-        counter = make_uint4(high1 ^ counter.y ^ key.x, low1, high0 ^ counter.w ^ key.y, low0);
-        key = make_uint2(key.x + 0x9E3779B9u, key.y + 0xBB67AE85u);
-    }
-    return counter;
+// The words of a block of a row.
+__device__ __forceinline__ void draw(unsigned long long key, unsigned long long block, unsigned long long row,
+                                     unsigned words[4]) {
+    const unsigned halves[2] = {static_cast<unsigned>(key), static_cast<unsigned>(key >> 32)};
+    philox(halves, static_cast<unsigned>(block), static_cast<unsigned>(block >> 32), static_cast<unsigned>(row),
+           static_cast<unsigned>(row >> 32), words);
 }
 
 __device__ __forceinline__ void box_muller(unsigned a, unsigned b, float* out) {
@@ -27,12 +25,11 @@ template <typename T>
 __device__ __forceinline__ void fill(T* out, long long n, unsigned long long key, float scale) {
     const long long stride = static_cast<long long>(gridDim.x) * blockDim.x;
     for (long long block = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; 4 * block < n; block += stride) {
-        const uint2 words = make_uint2(static_cast<unsigned>(key), static_cast<unsigned>(key >> 32));
-        const uint4 drawn =
-            philox(words, make_uint4(static_cast<unsigned>(block), static_cast<unsigned>(block >> 32), 0u, 0u));
+        unsigned words[4];
         float normal[4];
-        box_muller(drawn.x, drawn.y, normal);
-        box_muller(drawn.z, drawn.w, normal + 2);
+        draw(key, block, 0, words);
+        box_muller(words[0], words[1], normal);
+        box_muller(words[2], words[3], normal + 2);
         for (int k = 0; k < 4 && 4 * block + k < n; ++k) narrow(normal[k] * scale, out[4 * block + k]);
     }
 }
@@ -48,16 +45,14 @@ extern "C" __global__ void normal_bf16(bf16* out, long long n, unsigned long lon
 template <typename T>
 __device__ __forceinline__ void drop(const T* x, T* y, long long rows, long long columns, unsigned long long key,
                                      long long threshold, float scale) {
-    const uint2 words = make_uint2(static_cast<unsigned>(key), static_cast<unsigned>(key >> 32));
     const long long blocks = (columns + 3) / 4, stride = static_cast<long long>(gridDim.x) * blockDim.x;
     for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < rows * blocks; i += stride) {
         const unsigned long long row = i / blocks, block = i % blocks;
-        const uint4 drawn = philox(words, make_uint4(static_cast<unsigned>(block), static_cast<unsigned>(block >> 32),
-                                                     static_cast<unsigned>(row), static_cast<unsigned>(row >> 32)));
-        const unsigned lanes[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+        unsigned words[4];
+        draw(key, block, row, words);
         for (int k = 0; k < 4 && 4 * block + k < columns; ++k) {
             const long long at = row * columns + 4 * block + k;
-            narrow(lanes[k] < threshold ? 0.0f : widen(x[at]) * scale, y[at]);
+            narrow(words[k] < threshold ? 0.0f : widen(x[at]) * scale, y[at]);
         }
     }
 }

@@ -1,6 +1,7 @@
 // Exact sampling by Gumbel-max from a shard of the vocabulary: argmax over ids of (processed logit + noise), ties to the
 // lowest id, with the log-sum-exp of the raw logits. Noise as in src/ops/random.rs: a function of key, position and
 // vocabulary id. A block has one part of one row; `combine` decides among the parts of all ranks.
+#include "philox.cuh"
 #include "sample.cuh"
 
 constexpr int THREADS = 512;
@@ -24,19 +25,6 @@ struct Best {
         return value > perturbed || (value == perturbed && other < id);
     }
 };
-
-// Philox4x32-10 of block `index` of the row.
-__device__ __forceinline__ void random_block(const Draw& draw, unsigned index, unsigned out[4]) {
-    unsigned c0 = index, c1 = 0, c2 = draw.position, c3 = 0, k0 = draw.key[0], k1 = draw.key[1];
-#pragma unroll
-    for (int round = 0; round < 10; ++round) {
-        const unsigned long long p0 = 0xD2511F53ull * c0, p1 = 0xCD9E8D57ull * c2;
-        c0 = static_cast<unsigned>(p1 >> 32) ^ c1 ^ k0, c1 = static_cast<unsigned>(p1);
-        c2 = static_cast<unsigned>(p0 >> 32) ^ c3 ^ k1, c3 = static_cast<unsigned>(p0);
-        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
-    }
-    out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
-}
 
 // -ln(-ln(1 - u)), rounded to float as on the CPU; u = (word + 1/2) / 2^32 kept away from 1.
 __device__ __noinline__ float gumbel(unsigned word) {
@@ -86,7 +74,7 @@ __device__ __forceinline__ void take(
     unsigned words[4];
 #pragma unroll
     for (int k = 0; k < RUN; ++k) {
-        if (k % 4 == 0 && !draw.is_greedy) random_block(draw, (first + k) / 4, words);
+        if (k % 4 == 0 && !draw.is_greedy) philox(draw.key, (first + k) / 4, 0, draw.position, 0, words);
         const float raw = logits[k] * draw.scale, mass = __expf(raw - state.peak);
         state.sum += mass;
         float value = raw, bound = mass * lift;

@@ -1,0 +1,326 @@
+// One warp's attention of a few query heads over units of 16 tokens, on tensor cores. Keys and values of a row's own go from memory
+// straight to registers in the products' layout: the order of head columns within a product and of outputs within a tile is
+// free, so 16-byte loads fit.
+#pragma once
+#include "attention.cuh"
+#include "scalar.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int COLUMNS = 8;  // query heads of a product
+constexpr int STAGES = 4;   // units of a shared part in shared memory, all but one under way
+constexpr float LOG2E = 1.4426950408889634f;
+
+struct Geometry {
+    int kv_heads, group, block_shift, max_blocks;  // 2^block_shift tokens a block
+    float scale;
+
+    __device__ __forceinline__ int chunks() const { return (group + COLUMNS - 1) / COLUMNS; }
+};
+
+__device__ __forceinline__ uint4 load_once(const void* from) {
+    uint4 out;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
+                 : "l"(from));
+    return out;
+}
+
+// 16 bytes to shared memory, in the background.
+__device__ __forceinline__ void copy_async(bf16* to, const bf16* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(
+                     static_cast<unsigned>(__cvta_generic_to_shared(to))),
+                 "l"(from));
+}
+
+// What the place of a 16-byte chunk within a row in shared memory is mixed with, so that neither product's loads collide.
+__device__ __forceinline__ int mix(int row) { return (row & 6) ^ (row & 1) << 2; }
+
+// c += a b: a [16, 16] by rows, b [16, 8] by columns.
+__device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                                         unsigned b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ unsigned pack(float low, float high) {
+    unsigned out;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+
+// One warp's attention of up to 8 query heads of M rows, U units at once. With r = lane / 4 and c = lane % 4 a lane has scores
+// of head r and tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9, and outputs of columns 64 h + 8 r .. + 8 for heads 2 c and 2 c + 1.
+template <int HD, int M, int U>
+struct Warp {
+    static constexpr int HALVES = HD / 64;
+    uint4 query[M][HD / 32];     // head r, columns 32 j + 8 c .. + 8
+    uint4 keys[U][HD / 32][2];   // tokens r and r + 8, the same columns
+    uint4 values[U][HALVES][4];  // tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9; columns 64 h + 8 r .. + 8
+    float out[M][HALVES][4][4];  // [half][column pair i]: (8 r + 2 i, head 2 c), (.., 2 c + 1), (8 r + 2 i + 1, 2 c), ..
+    float peak[M], sum[M];       // of head r, base 2; the sum over this lane's tokens only
+    int lane;
+
+    __device__ __forceinline__ Warp() : lane(threadIdx.x % 32) {
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+            peak[m] = -INFINITY, sum[m] = 0.0f;
+#pragma unroll
+            for (int h = 0; h < HALVES; ++h)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) out[m][h][i][k] = 0.0f;
+        }
+    }
+
+    __device__ __forceinline__ void load_query(int m, const bf16* q, int heads) {
+        const int r = lane / 4, c = lane % 4;
+#pragma unroll
+        for (int j = 0; j < HD / 32; ++j)
+            query[m][j] = r < heads ? *reinterpret_cast<const uint4*>(q + r * HD + 32 * j + 8 * c) : uint4{0, 0, 0, 0};
+    }
+
+    __device__ __forceinline__ void load_keys(int u, const bf16* unit) {
+        const bf16* from = unit + lane / 4 * HD + lane % 4 * 8;
+#pragma unroll
+        for (int j = 0; j < HD / 32; ++j)
+#pragma unroll
+            for (int t = 0; t < 2; ++t) {
+                const bf16* at = from + 32 * j + 8 * t * HD;
+                keys[u][j][t] = load_once(at);
+            }
+    }
+
+    // Entries past the end may be anything that another sequence left.
+    __device__ __forceinline__ void load_values(int u, const bf16* unit, int count) {
+        const int first = lane % 4 * 2;
+        const bf16* from = unit + first * HD + lane / 4 * 8;
+        const bool is_whole = count >= UNIT;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const int token = k / 2 * 8 + k % 2;
+#pragma unroll
+            for (int h = 0; h < HALVES; ++h) {
+                const bf16* at = from + token * HD + 64 * h;
+                if (is_whole || first + token < count)
+                    values[u][h][k] = load_once(at);
+                else
+                    values[u][h][k] = uint4{0, 0, 0, 0};
+            }
+        }
+    }
+
+    // Scores of the loaded keys, base 2: of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9 of every unit.
+    __device__ __forceinline__ void score(float (&s)[M][U][4], float scale) const {
+#pragma unroll
+        for (int u = 0; u < U; ++u)
+#pragma unroll
+            for (int t = 0; t < 2; ++t) {
+                float even[4] = {}, odd[4] = {};  // rows of the second member in the upper half
+#pragma unroll
+                for (int j = 0; j < HD / 32; ++j) {
+                    const uint4 a = query[0][j], b = M == 2 ? query[M - 1][j] : uint4{0, 0, 0, 0};
+                    multiply(even, a.x, b.x, a.y, b.y, keys[u][j][t].x, keys[u][j][t].y);
+                    multiply(odd, a.z, b.z, a.w, b.w, keys[u][j][t].z, keys[u][j][t].w);
+                }
+#pragma unroll
+                for (int m = 0; m < M; ++m)
+#pragma unroll
+                    for (int k = 0; k < 2; ++k) s[m][u][2 * t + k] = (even[2 * m + k] + odd[2 * m + k]) * scale;
+            }
+    }
+
+    // Tokens before `from` and after `to` of a unit weigh nothing.
+    __device__ __forceinline__ void mask(float (&s)[M][U][4], int u, int from, int to) const {
+        if (from <= 0 && to >= UNIT) return;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const int token = 2 * (lane % 4) + k / 2 * 8 + k % 2;
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+                if (token < from || token >= to) s[m][u][k] = -INFINITY;
+        }
+    }
+
+    // Scores to weights, in the layout of the second product. At least one token weighs, so that the maximum is finite.
+    __device__ __forceinline__ void weigh(float (&s)[M][U][4], unsigned (&weights)[M][U][2]) {
+        const int c = lane % 4;
+        float top[M];
+        bool is_higher = false;
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+            top[m] = s[m][0][0];
+#pragma unroll
+            for (int k = 1; k < 4 * U; ++k) top[m] = fmaxf(top[m], s[m][k / 4][k % 4]);
+            top[m] = fmaxf(top[m], __shfl_xor_sync(~0u, top[m], 1));
+            top[m] = fmaxf(top[m], __shfl_xor_sync(~0u, top[m], 2));
+            is_higher |= top[m] > peak[m];
+        }
+        if (__any_sync(~0u, is_higher)) {
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+                const float higher = fmaxf(peak[m], top[m]), shrink = exp2_fast(peak[m] - higher);
+                peak[m] = higher, sum[m] *= shrink;
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    const float own = __shfl_sync(~0u, shrink, (2 * c + k) * 4);  // of head 2 c + k
+#pragma unroll
+                    for (int h = 0; h < HALVES; ++h)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) out[m][h][i][k] *= own, out[m][h][i][k + 2] *= own;
+                }
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int u = 0; u < U; ++u) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) s[m][u][k] = exp2_fast(s[m][u][k] - peak[m]);
+                sum[m] += (s[m][u][0] + s[m][u][1]) + (s[m][u][2] + s[m][u][3]);
+                weights[m][u][0] = pack(s[m][u][0], s[m][u][1]), weights[m][u][1] = pack(s[m][u][2], s[m][u][3]);
+            }
+    }
+
+    __device__ __forceinline__ void accumulate(const unsigned (&weights)[M][U][2]) {
+#pragma unroll
+        for (int u = 0; u < U; ++u)
+#pragma unroll
+            for (int h = 0; h < HALVES; ++h) {
+                const unsigned* v[4];
+#pragma unroll
+                for (int k = 0; k < 4; ++k) v[k] = reinterpret_cast<const unsigned*>(&values[u][h][k]);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const unsigned a0 = __byte_perm(v[0][i], v[1][i], 0x5410), a1 = __byte_perm(v[0][i], v[1][i], 0x7632);
+                    const unsigned a2 = __byte_perm(v[2][i], v[3][i], 0x5410), a3 = __byte_perm(v[2][i], v[3][i], 0x7632);
+#pragma unroll
+                    for (int m = 0; m < M; ++m) multiply(out[m][h][i], a0, a1, a2, a3, weights[m][u][0], weights[m][u][1]);
+                }
+            }
+    }
+
+    // Where a unit stands in the caches. A lane keeps the block of one of 32 units; `n` counts the units up from 0.
+    struct Places {
+        const int* table;
+        const Geometry& shape;
+        int kv_head, base, first, stride, end, blocks;
+
+        __device__ __forceinline__ int token(int n) const { return base + (first + n * stride) * UNIT; }
+        __device__ __forceinline__ long long operator()(int n) {
+            if (n % 32 == 0) {
+                const int mine = token(n + threadIdx.x % 32);
+                blocks = mine < end ? table[mine >> shape.block_shift] : 0;
+            }
+            const long long head = __shfl_sync(~0u, blocks, n % 32) * shape.kv_heads + kv_head;
+            return ((head << shape.block_shift) + (token(n) & ((1 << shape.block_shift) - 1))) * HD;
+        }
+    };
+
+    // Units first, first + stride .. of tokens begin .. end.
+    __device__ __forceinline__ void attend(const bf16* k_cache, const bf16* v_cache, const int* table,
+                                           const Geometry& shape, int kv_head, int begin, int end, int first, int stride) {
+        const int base = begin / UNIT * UNIT, units = (end - base + UNIT - 1) / UNIT;
+        const int steps = units > first ? (units - first + U * stride - 1) / (U * stride) : 0;
+        Places place = {table, shape, kv_head, base, first, stride, end, 0};
+        if (steps == 0) return;
+        long long now[U];
+#pragma unroll
+        for (int u = 0; u < U; ++u) now[u] = place(u), load_keys(u, k_cache + now[u]);
+#pragma unroll
+        for (int u = 0; u < U; ++u) load_values(u, v_cache + now[u], end - place.token(u));
+        for (int step = 0; step < steps; ++step) {
+            const bool has_next = step + 1 < steps;
+            float s[M][U][4];
+            unsigned weights[M][U][2];
+            score(s, shape.scale * LOG2E);
+            if (has_next) {
+#pragma unroll
+                for (int u = 0; u < U; ++u) now[u] = place(U * (step + 1) + u), load_keys(u, k_cache + now[u]);
+            }
+#pragma unroll
+            for (int u = 0; u < U; ++u) {
+                const int token = place.token(U * step + u);
+                mask(s, u, begin - token, end - token);
+            }
+            weigh(s, weights);
+            accumulate(weights);
+            if (has_next) {
+#pragma unroll
+                for (int u = 0; u < U; ++u) load_values(u, v_cache + now[u], end - place.token(U * (step + 1) + u));
+            }
+        }
+    }
+
+    // All units of tokens begin .. end, whole ones, through `stages` in shared memory; by all warps of the block together.
+    __device__ __forceinline__ void attend_shared(bf16 (&stages)[STAGES][2][UNIT][HD], const bf16* k_cache,
+                                                  const bf16* v_cache, const int* table, const Geometry& shape,
+                                                  int kv_head, int begin, int end) {
+        constexpr int CHUNKS = HD / 8;
+        const int steps = (end - begin) / UNIT, r = lane / 4, c = lane % 4;
+        Places place = {table, shape, kv_head, begin, 0, 1, end, 0};
+        const auto fetch = [&](int step) {
+            if (step < steps) {
+                const long long unit = place(step);
+#pragma unroll
+                for (int k = 0; k < UNIT * CHUNKS / THREADS; ++k) {
+                    const int at = threadIdx.x + k * THREADS, row = at / CHUNKS, chunk = at % CHUNKS;
+                    const int to = (chunk ^ mix(row)) * 8;
+                    copy_async(&stages[step % STAGES][0][row][to], k_cache + unit + at * 8);
+                    copy_async(&stages[step % STAGES][1][row][to], v_cache + unit + at * 8);
+                }
+            }
+            asm volatile("cp.async.commit_group;");
+        };
+        const auto read = [&](const bf16 (&tile)[UNIT][HD], int row, int chunk) {
+            return *reinterpret_cast<const uint4*>(&tile[row][(chunk ^ mix(row)) * 8]);
+        };
+        for (int step = 0; step < STAGES - 1; ++step) fetch(step);
+        for (int step = 0; step < steps; ++step) {
+            asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
+            __syncthreads();  // the unit is there for all, and the stage before it is free
+            fetch(step + STAGES - 1);
+            const auto& stage = stages[step % STAGES];
+#pragma unroll
+            for (int j = 0; j < HD / 32; ++j)
+#pragma unroll
+                for (int t = 0; t < 2; ++t) keys[0][j][t] = read(stage[0], r + 8 * t, 4 * j + c);
+            float s[M][U][4];
+            unsigned weights[M][U][2];
+            score(s, shape.scale * LOG2E);
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+#pragma unroll
+                for (int h = 0; h < HALVES; ++h)
+                    values[0][h][k] = read(stage[1], 2 * c + k / 2 * 8 + k % 2, 8 * h + r);
+            weigh(s, weights);
+            accumulate(weights);
+        }
+    }
+
+    // out, peak and sum of a member as rows of heads: [8][stride], [8], [8].
+    __device__ __forceinline__ void store(int m, float* to, int stride, float* peaks, float* sums) const {
+        const int r = lane / 4, c = lane % 4;
+        float total = sum[m] + __shfl_xor_sync(~0u, sum[m], 1);
+        total += __shfl_xor_sync(~0u, total, 2);
+        if (c == 0) peaks[r] = peak[m], sums[r] = total;
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            float* row = to + (2 * c + k) * stride;
+#pragma unroll
+            for (int h = 0; h < HALVES; ++h)
+#pragma unroll
+                for (int i = 0; i < 4; i += 2)
+                    *reinterpret_cast<float4*>(row + 64 * h + 8 * r + 2 * i) = make_float4(
+                        out[m][h][i][k], out[m][h][i][k + 2], out[m][h][i + 1][k], out[m][h][i + 1][k + 2]);
+        }
+    }
+};
