@@ -81,8 +81,11 @@ fn share_nccl(torch: &Path) -> Result<()> {
     if std::fs::read_link(&link).ok().as_deref() != Some(nccl.as_path()) {
         // Ranks may race here: the loser finds the winner's link.
         let draft = link.with_extension(std::process::id().to_string());
-        std::os::unix::fs::symlink(&nccl, &draft).map_err(Error::io(&draft))?;
-        std::fs::rename(&draft, &link).map_err(Error::io(&link))?;
+        let made = std::os::unix::fs::symlink(&nccl, &draft).and_then(|()| std::fs::rename(&draft, &link));
+        made.map_err(|error| {
+            let (link, nccl) = (link.display(), nccl.display());
+            environment(&format!("{link}: {error}; make it a link to {nccl}, once, as a user who may write there"))
+        })?;
     }
     // SAFETY: opens what the link above leads to, already loaded.
     unsafe { cudarc::nccl::sys::culib() };

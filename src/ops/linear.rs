@@ -24,6 +24,15 @@ pub fn forward(
     ) // [T, N]
 }
 
+/// y += x w^T.
+pub fn accumulate(
+    x: &Tensor,     // [T, K]
+    w: &Tensor,     // [N, K]
+    y: &mut Tensor, // [T, N]
+) {
+    let _ = timed("product", || work(x, w), || y.addmm_(x, &w.tr()));
+}
+
 /// x w^T in the accumulation kind: on a GPU what a bfloat16 product sums in float32 is not rounded.
 pub fn forward_wide(
     x: &Tensor, // [T, K]
@@ -57,7 +66,7 @@ pub fn accumulate_input(
     w: &Tensor,      // [N, K]
     dx: &mut Tensor, // [T, K]
 ) {
-    let _ = dx.addmm_(dy, w);
+    let _ = timed("product, gradient of its input", || work(dy, &w.tr()), || dx.addmm_(dy, w));
 }
 
 /// dw += dy^T x. A float32 gradient of bfloat16 activations is summed in place on a GPU; on a CPU, where the gradient is of

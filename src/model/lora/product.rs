@@ -84,7 +84,8 @@ pub(in crate::model) fn gate_up_backward(
 impl Lora {
     fn add(&self, x: &Tensor, mut y: Tensor) -> Tensor {
         let low = linear::forward(&self.dropped(x), &self.a, None); // [T, k]
-        y.addmm_(&low, &self.b.tr())
+        linear::accumulate(&low, &self.b, &mut y);
+        y
     }
 
     /// Adds to dx and to the gradients of A and of the expanded B.
