@@ -10,6 +10,7 @@ home=$cache/libtorch-2.11.0
 python=${PYTHON:-python3}
 
 need() { command -v "$1" >/dev/null || { echo "setup: '$1' is missing: $2" >&2; exit 4; }; }
+[ "$(uname -sm)" = "Linux x86_64" ] || { echo "setup: this is $(uname -sm): libtorch is fetched for Linux x86_64" >&2; exit 4; }
 need "$python" "install Python 3.9 or later with pip"
 need cargo "install Rust 1.88 or later"
 need c++ "install a C++17 compiler, such as g++"

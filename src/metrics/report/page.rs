@@ -74,7 +74,7 @@ fn duration(seconds: f64) -> String {
 
 fn completions(samples: &Samples) -> String {
     let groups: String = samples.groups.iter().map(|group| group_html(group)).collect();
-    format!("<section><h2>Completions at step {}</h2>\n{groups}</section>\n", samples.step)
+    format!("<section><h2>Completions at step {}</h2>\n<div class=\"groups\">{groups}</div></section>\n", samples.step)
 }
 
 fn group_html(group: &[CompletionRow]) -> String {

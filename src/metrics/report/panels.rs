@@ -137,7 +137,9 @@ fn reward_functions(history: &History) -> Plot {
 
 fn other_evaluation(history: &History) -> Plot {
     let is_plotted = |name: &str| PANELS.iter().any(|(_, metrics)| metrics.iter().any(|(known, _)| *known == name));
-    let rest = history.all().filter(|(name, _)| name.starts_with("eval_") && !name.contains('/') && !is_plotted(name));
+    // The reward's spread is no score to read beside pass@k.
+    let is_score = |name: &str| name.starts_with("eval_") && !name.starts_with("eval_reward") && !name.contains('/');
+    let rest = history.all().filter(|(name, _)| is_score(name) && !is_plotted(name));
     let series = rest.map(|(name, points)| series(name, &name["eval_".len()..], points)).take(MAX_SERIES);
     Plot { title: "Evaluation".into(), shape: Shape::Lines, series: series.collect() }
 }

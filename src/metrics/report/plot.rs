@@ -81,8 +81,12 @@ impl Plot {
         };
         let lowest = values.iter().copied().fold(f64::INFINITY, f64::min);
         let highest = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        // Zero belongs to the picture unless the values stand far from it.
-        (if lowest >= 0.0 && lowest < 0.5 * highest { 0.0 } else { lowest }, highest)
+        // Zero belongs to the picture unless the values stand far from it; one value alone stands half way up.
+        match (lowest, highest) {
+            (0.0, 0.0) => (0.0, 1.0),
+            _ if lowest == highest => (0.0_f64.min(2.0 * lowest), 0.0_f64.max(2.0 * highest)),
+            _ => (if lowest >= 0.0 && lowest < 0.5 * highest { 0.0 } else { lowest }, highest),
+        }
     }
 
     fn legend(&self) -> String {
