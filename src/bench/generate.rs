@@ -8,14 +8,14 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use serde_json::{Value, json};
-use tch::Kind;
+use tch::{Kind, Tensor};
 
-use super::{MEMORY_BYTES_PER_S, PRODUCT_FLOP_PER_S, SEED, device_name, dtype_name, median, token};
+use super::{MEMORY_BYTES_PER_S, PRODUCT_FLOP_PER_S, SEED, adapters, device_name, dtype_name, median, token};
 use crate::colocate::Served;
 use crate::data::Tokenizer;
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
-use crate::model::{ModelSpec, ParamTable, init_unit_on};
+use crate::model::{ModelSpec, ParamTable, UnitLayout, init_unit_on};
 use crate::rollout::{Engine, EngineOptions, StepProfile, kv_block_bytes};
 use crate::types::{LengthSpread, Prompt, SamplingParams};
 
@@ -47,6 +47,8 @@ pub struct GenerateBench {
     pub max_num_seqs: usize,
     /// Ranks that share one engine.
     pub tensor_parallel_size: usize,
+    /// Rank of adapters on every linear projection, if there are any.
+    pub lora_r: Option<usize>,
     /// One algorithm of products and attention for every batch size.
     pub strict: bool,
     /// Also time each operation of a decode step.
@@ -73,6 +75,7 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
         "world_size": world.size(),
         "tensor_parallel_size": bench.tensor_parallel_size,
         "threads_per_rank": tch::get_num_threads(),
+        "lora_r": bench.lora_r,
         "strict": bench.strict,
         "prompts": num_prompts,
         "group": bench.group,
@@ -123,6 +126,14 @@ impl GenerateBench {
         let source = |layout: &_| init_unit_on(layout, SEED, kind, device);
         let table = Arc::new(ParamTable::new(spec, 1));
         let mut served = Served::new(world.clone(), &mesh, table, engine, &source)?;
+        if let Some(r) = self.lora_r {
+            // Values everywhere, where B of fresh adapters is 0.
+            let source = |layout: &UnitLayout| {
+                tch::manual_seed(SEED as i64);
+                Ok(Tensor::f_randn([layout.len as i64], (kind, device))?.f_mul_scalar(0.02)?)
+            };
+            served = served.with_adapters(adapters(r), &source)?;
+        }
         let (mut seconds, mut prefill_seconds, mut tokens) = (Vec::new(), Vec::new(), 0.0);
         let mut steps = Steps::default();
         for repeat in 0..=self.repeats {

@@ -22,8 +22,10 @@ use std::time::Instant;
 
 use tch::{Device, Kind};
 
+use crate::config::TargetModule;
 use crate::cuda::Context;
 use crate::error::Result;
+use crate::model::LoraSpec;
 use crate::ops::random::RandomKey;
 
 /// Key of weights and tokens.
@@ -43,6 +45,11 @@ fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
     if values.len() % 2 == 1 { values[middle] } else { (values[middle - 1] + values[middle]) / 2.0 }
+}
+
+/// Adapters of rank `r` on every linear projection.
+fn adapters(r: usize) -> LoraSpec {
+    LoraSpec { r, alpha: 32.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() }
 }
 
 /// How long `work` takes.

@@ -9,14 +9,14 @@ use tch::{Device, Kind, Tensor};
 
 use super::memory::predicted_tensor_bytes;
 use super::{
-    MEMORY_BYTES_PER_S, PEAK_FLOP_PER_S, PRODUCT_FLOP_PER_S, SEED, STREAM, device_name, dtype_name, median,
+    MEMORY_BYTES_PER_S, PEAK_FLOP_PER_S, PRODUCT_FLOP_PER_S, SEED, STREAM, adapters, device_name, dtype_name, median,
     synchronize, token,
 };
-use crate::config::{GradientCheckpointing, Quantization, TargetModule};
+use crate::config::{GradientCheckpointing, Quantization};
 use crate::cuda::{Family, Work, profile};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
-use crate::model::{LoraSpec, ModelSpec, ParamTable, UnitLayout, init_unit_on};
+use crate::model::{ModelSpec, ParamTable, UnitLayout, init_unit_on};
 use crate::ops::random::RandomKey;
 use crate::torch;
 use crate::train::{
@@ -89,11 +89,6 @@ impl TrainBench {
         };
         (0..self.sequences).map(sequence).collect()
     }
-
-    fn lora(&self) -> Option<LoraSpec> {
-        let targets = TargetModule::ALL.to_vec();
-        self.lora_r.map(|r| LoraSpec { r, alpha: 32.0, dropout: 0.0, targets })
-    }
 }
 
 /// Runs it; collective over the world.
@@ -140,7 +135,12 @@ impl<'a> Run<'a> {
             adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 },
             gradients: bench.gradients,
         };
-        let start = PolicyStart { lora: bench.lora(), quantization: bench.quantization, seed: SEED, adapters: None };
+        let start = PolicyStart {
+            lora: bench.lora_r.map(adapters),
+            quantization: bench.quantization,
+            seed: SEED,
+            adapters: None,
+        };
         let source = |layout: &UnitLayout| init_unit_on(layout, SEED, kind, device);
         let policy = Policy::start(table.clone(), &mesh, options, OptimizerHome::Resident, &source, start)?;
         let sequences = bench.all_sequences();
@@ -186,7 +186,7 @@ impl<'a> Run<'a> {
     fn predicted_bytes(&self) -> usize {
         let Self { bench, table, .. } = self;
         let model = TrainedModel {
-            lora: bench.lora(),
+            lora: bench.lora_r.map(adapters),
             quantization: bench.quantization,
             ..TrainedModel::whole(table, bench.zero_stage, bench.kind, bench.gradients)
         };

@@ -92,6 +92,7 @@ fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Re
         completion_len: args.lengths.completion_len,
         completion_spread: args.lengths.completion_spread,
         max_num_seqs: args.max_num_seqs,
+        lora_r: args.lora_r,
         strict: args.strict,
         profile: args.profile,
         tensor_parallel_size: args.tensor_parallel_size,

@@ -173,7 +173,8 @@ fn load(args: &SourceArgs, sampling: &SamplingArgs, world: &Arc<World>, kind: Ki
     };
     let mut served = Served::new(world.clone(), &mesh, table, engine, &read)?;
     if let Some(folder) = &source.adapters {
-        served = served.with_adapters(&AdapterFiles::open(folder, spec)?)?;
+        let files = AdapterFiles::open(folder, spec)?;
+        served = served.with_adapters(files.lora().clone(), &|layout| files.read_unit(layout, kind))?;
     }
     Ok(Service { served, tokenizer, max_model_length })
 }

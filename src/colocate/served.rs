@@ -9,7 +9,7 @@ use super::weights::{EngineSlices, no_adapters};
 use super::{generate, together};
 use crate::dist::{Mesh, World};
 use crate::error::Result;
-use crate::model::{AdapterFiles, BlockLora, LoraSpec, ParamTable, Unit, UnitLayout};
+use crate::model::{BlockLora, LoraSpec, ParamTable, Unit, UnitLayout};
 use crate::rollout::{Engine, RolloutEngine};
 
 /// Whole weights and an engine that reads them in place.
@@ -62,11 +62,11 @@ impl Served {
         Ok(Self { adapters, ..Self::new(world, mesh, table, engine, &zeros)? })
     }
 
-    /// The same with adapters, in the kind of the units.
-    pub fn with_adapters(mut self, files: &AdapterFiles) -> Result<Self> {
-        let (kind, device) = (self.units[0].f_kind()?, self.world.device());
-        let read = |layout: &UnitLayout| Ok(files.read_unit(layout, kind)?.f_to_device(device)?);
-        self.adapters = Some(Adapters::new(&self.table, files.lora().clone(), &read)?);
+    /// The same with adapters, whose units come from `source` in the kind of the model's own.
+    pub fn with_adapters(mut self, lora: LoraSpec, source: &dyn Fn(&UnitLayout) -> Result<Tensor>) -> Result<Self> {
+        let device = self.world.device();
+        let load = |layout: &UnitLayout| Ok(source(layout)?.f_to_device(device)?);
+        self.adapters = Some(Adapters::new(&self.table, lora, &load)?);
         Ok(self)
     }
 

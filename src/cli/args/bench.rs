@@ -132,6 +132,9 @@ pub struct BenchGenerateArgs {
     /// Most sequences decoded at once; 0: all
     #[arg(long, default_value_t = 0)]
     pub max_num_seqs: usize,
+    /// Put adapters of this rank, of random values, on every linear projection
+    #[arg(long, value_parser = count)]
+    pub lora_r: Option<usize>,
     /// One algorithm of products and one split of attention for every batch size
     #[arg(long)]
     pub strict: bool,

@@ -106,6 +106,11 @@ impl BlockLora {
         }
     }
 
+    /// All of them.
+    pub fn iter(&self) -> impl Iterator<Item = &Lora> {
+        Matrix::ALL.into_iter().filter_map(|matrix| self.get(matrix))
+    }
+
     pub(in crate::model) fn get_mut(&mut self, matrix: Matrix) -> Option<&mut Lora> {
         match matrix {
             Matrix::Qkv => self.qkv.as_mut(),

@@ -45,6 +45,7 @@ pub(super) enum Op {
     GateUp,
     SiluMul,
     Down,
+    Adapters,
     AllReduce,
     Head,
     Sample,
@@ -88,11 +89,14 @@ impl Network<'_> {
         self.op(Op::Norm, || kernels::add_rms_norm(&mut x, None, input_norm, &mut normed, eps))?;
         for (layer, w) in self.weights.blocks.iter().enumerate() {
             let attended = self.attention(layer, w, &normed, tokens, attend)?;
-            self.op(Op::O, || self.product(&attended, &w.o, None, w.lora.o.as_ref(), &parts[0]))?;
+            self.product(Op::O, &attended, &w.o, None, &parts[0])?;
+            self.adapt(&attended, w.lora.o.as_ref(), &parts[0])?;
             self.add_rms_norm(0, &mut parts, &mut x, &w.post_norm, &mut normed)?;
-            self.op(Op::GateUp, || self.product(&normed, &w.gate_up, None, w.lora.gate_up.as_ref(), &gate_up))?;
+            self.product(Op::GateUp, &normed, &w.gate_up, None, &gate_up)?;
+            self.adapt(&normed, w.lora.gate_up.as_ref(), &gate_up)?;
             self.op(Op::SiluMul, || kernels::silu_mul(&gate_up, &mut act))?;
-            self.op(Op::Down, || self.product(&act, &w.down, None, w.lora.down.as_ref(), &parts[1]))?;
+            self.product(Op::Down, &act, &w.down, None, &parts[1])?;
+            self.adapt(&act, w.lora.down.as_ref(), &parts[1])?;
             let next_norm = match self.weights.blocks.get(layer + 1) {
                 Some(next) => {
                     self.weights.prepare(layer + 1)?;
@@ -139,24 +143,22 @@ impl Network<'_> {
     /// Queries, keys and values with their biases, as views of the buffer that the products fill.
     fn project(&self, w: &BlockParams, normed: &Tensor) -> Result<QkvViews> {
         let out = self.buffers.qkv.narrow(0, 0, normed.size()[0]); // [T, (H + 2 Hkv) hd]
-        let lora = w.lora.qkv.as_ref();
-        match &w.qkv {
+        let views = match &w.qkv {
             Qkv::Grouped { weight, bias } => {
-                self.op(Op::Qkv, || self.product(normed, weight, bias.as_ref(), lora, &out))?;
+                self.product(Op::Qkv, normed, weight, bias.as_ref(), &out)?;
                 let (_, kv_heads) = self.spec.tp_heads(self.tp.size());
-                Ok(QkvViews::grouped(&out, kv_heads, self.spec.heads_per_group()))
+                QkvViews::grouped(&out, kv_heads, self.spec.heads_per_group())
             }
             Qkv::Split { q, kv } => {
                 let (heads, _) = self.spec.tp_heads(self.tp.size());
                 let parts = out.split_with_sizes([q.0.size()[0], kv.0.size()[0]], 1);
-                self.op(Op::Qkv, || {
-                    self.product(normed, &q.0, q.1.as_ref(), None, &parts[0])?;
-                    self.product(normed, &kv.0, kv.1.as_ref(), None, &parts[1])?;
-                    self.adapt(normed, lora, &out)
-                })?;
-                Ok(QkvViews::split(&parts[0], &parts[1], heads))
+                self.product(Op::Qkv, normed, &q.0, q.1.as_ref(), &parts[0])?;
+                self.product(Op::Qkv, normed, &kv.0, kv.1.as_ref(), &parts[1])?;
+                QkvViews::split(&parts[0], &parts[1], heads)
             }
-        }
+        };
+        self.adapt(normed, w.lora.qkv.as_ref(), &out)?;
+        Ok(views)
     }
 
     /// x += the sum over the group of what a row-parallel product gave, where ranks have column ranges of the weight; normed is
@@ -180,17 +182,16 @@ impl Network<'_> {
         self.op(Op::Norm, || kernels::add_rms_norm(x, Some(part), weight, normed, eps))
     }
 
-    /// out = x w^T + bias, and what an adapter adds.
+    /// out = x w^T + bias
     pub(super) fn product(
         &self,
+        op: Op,
         x: &Tensor,            // [T, K]
         w: &Tensor,            // [N, K]
         bias: Option<&Tensor>, // [N]
-        lora: Option<&Lora>,
-        out: &Tensor, // [T, N]
+        out: &Tensor,          // [T, N]
     ) -> Result<()> {
-        self.products.run(x, &w.tr(), bias, out, 0.0, self.tuning)?;
-        self.adapt(x, lora, out)
+        self.op(op, || self.products.run(x, &w.tr(), bias, out, 0.0, self.tuning))
     }
 
     /// out += (x A^T) B^T
@@ -198,15 +199,17 @@ impl Network<'_> {
         let (Some(Lora { a, b, .. }), Some(low)) = (lora, self.low) else { return Ok(()) };
         let shape = [x.size()[0], a.size()[0]];
         let low = low.narrow(0, 0, shape[0] * shape[1]).view(shape); // [T, k]
-        self.products.run(x, &a.tr(), None, &low, 0.0, self.tuning)?;
-        self.products.run(&low, &b.tr(), None, out, 1.0, self.tuning)
+        self.op(Op::Adapters, || {
+            self.products.run(x, &a.tr(), None, &low, 0.0, self.tuning)?;
+            self.products.run(&low, &b.tr(), None, out, 1.0, self.tuning)
+        })
     }
 }
 
 /// Room for the inner products of the largest adapter over `rows`, none where nothing is adapted.
 pub(super) fn low_rank_buffer(weights: &EngineWeights, rows: i64) -> Result<Option<Tensor>> {
-    let adapters = weights.blocks.iter().flat_map(|w| [&w.lora.qkv, &w.lora.o, &w.lora.gate_up, &w.lora.down]);
-    let widest = adapters.flatten().map(|lora| lora.a.size()[0]).max();
+    let adapters = weights.blocks.iter().flat_map(|w| w.lora.iter());
+    let widest = adapters.map(|lora| lora.a.size()[0]).max();
     let options = (weights.embedding.kind(), weights.embedding.device());
     widest.map(|widest| Ok(Tensor::f_empty([rows * widest], options)?)).transpose()
 }
@@ -231,7 +234,7 @@ pub(super) fn fingerprint(weights: &EngineWeights, kv_cache: &KvCache, low: Opti
                 [Some(&q.0), q.1.as_ref(), Some(&kv.0), kv.1.as_ref()].into_iter().flatten().for_each(&mut note);
             }
         }
-        for lora in [&w.lora.qkv, &w.lora.o, &w.lora.gate_up, &w.lora.down].into_iter().flatten() {
+        for lora in w.lora.iter() {
             note(&lora.a);
             note(&lora.b);
         }

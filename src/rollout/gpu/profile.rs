@@ -1,6 +1,8 @@
 //! The time of a decode step and of each of its operations, from graph replays over a made-up batch.
 #![allow(unsafe_code)]
 
+use tch::Tensor;
+
 use super::network::Op;
 use super::{GpuRunner, Packing};
 use crate::cuda::Graph;
@@ -36,7 +38,7 @@ pub struct OpTime {
     pub flop: f64,
 }
 
-const OPS: [Op; 13] = [
+const OPS: [Op; 14] = [
     Op::Embed,
     Op::Norm,
     Op::Qkv,
@@ -47,6 +49,7 @@ const OPS: [Op; 13] = [
     Op::GateUp,
     Op::SiluMul,
     Op::Down,
+    Op::Adapters,
     Op::AllReduce,
     Op::Head,
     Op::Sample,
@@ -77,7 +80,12 @@ impl GpuRunner<'_> {
         let step_us = self.time(&packing, None)?;
         let mut ops = Vec::with_capacity(OPS.len());
         for op in OPS {
-            if op == Op::AllReduce && self.tp.size() == 1 {
+            let is_done = match op {
+                Op::AllReduce => self.tp.size() > 1,
+                Op::Adapters => self.state.low.is_some(),
+                _ => true,
+            };
+            if !is_done {
                 continue;
             }
             let us = self.time(&packing, Some(op))?;
@@ -161,6 +169,14 @@ impl GpuRunner<'_> {
             Op::GateUp => of_layers(product(2.0 * mlp, hidden)),
             Op::SiluMul => of_layers((size * rows * 3.0 * mlp, 0.0)),
             Op::Down => of_layers(product(hidden, mlp)),
+            Op::Adapters => {
+                self.weights.blocks.iter().flat_map(|w| w.lora.iter()).fold((0.0, 0.0), |(bytes, flop), lora| {
+                    let size = |tensor: &Tensor, dim: usize| tensor.size()[dim] as f64;
+                    let (inner, outer) = (size(&lora.a, 0), size(&lora.b, 0));
+                    let (down, up) = (product(inner, size(&lora.a, 1)), product(outer, inner));
+                    (bytes + down.0 + up.0, flop + down.1 + up.1)
+                })
+            }
             Op::AllReduce => of_layers((4.0 * size * rows * hidden, 0.0)),
             Op::Head => (size * (vocab + rows) * hidden + 4.0 * rows * vocab, 2.0 * rows * vocab * hidden),
             Op::Sample => (4.0 * rows * vocab, 0.0),

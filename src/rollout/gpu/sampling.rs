@@ -42,7 +42,7 @@ impl Network<'_> {
     pub(super) fn sample(&self, hidden: &Tensor /* [S, D] */, drawn: &Drawn) -> Result<()> {
         let vocab = self.spec.vocab_range(self.tp.rank(), self.tp.size()).len() as i64;
         let logits = self.buffers.logits.narrow(0, 0, hidden.size()[0]).narrow(1, 0, vocab);
-        self.op(Op::Head, || self.product(hidden, &self.weights.lm_head, None, None, &logits))?;
+        self.product(Op::Head, hidden, &self.weights.lm_head, None, &logits)?;
         self.op(Op::Sample, || self.draw(&logits, drawn))
     }
 
