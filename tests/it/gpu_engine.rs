@@ -4,15 +4,19 @@
 use std::sync::Arc;
 
 use colo_grpo::colocate::Served;
+use colo_grpo::config::{GradientCheckpointing, Quantization, TargetModule};
 use colo_grpo::data::Tokenizer;
 use colo_grpo::dist::{Backend, World};
 use colo_grpo::model::{
-    BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, ParamName, ParamTable, Unit,
-    UnitLayout, block_forward, init_unit_on,
+    BlockContext, BlockParams, EmbeddingParams, HeadParams, LoraSpec, ModelSpec, PackedAttention, ParamName,
+    ParamTable, Unit, UnitLayout, block_forward, init_unit_on,
 };
 use colo_grpo::ops::{embedding, linear, rms_norm, rope::Rope};
 use colo_grpo::rollout::{Engine, EngineOptions, kv_block_bytes};
-use colo_grpo::train::{NetworkOptions, PackOptions, Reference, Sequence, pack};
+use colo_grpo::train::{
+    AdamOptions, AdapterOptions, GradientOptions, NetworkOptions, OptimizerHome, PackOptions, Policy, PolicyOptions,
+    Reference, Sequence, pack,
+};
 use colo_grpo::types::{Prompt, RolloutGroup, SamplingParams};
 use serde_json::json;
 use tch::{Device, Kind, Tensor, no_grad};
@@ -26,7 +30,16 @@ const SEED: u64 = 7;
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_sampled_logprobs_are_the_trainers() {
-    let model = Model::new(LARGE);
+    sampled_as_trained(&Model::new(LARGE), LARGE);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_sampled_logprobs_with_adapters_are_the_trainers() {
+    sampled_as_trained(&Model::adapted(SMALL), SMALL);
+}
+
+fn sampled_as_trained(model: &Model, name: &str) {
     let params = SamplingParams { num_generations: 2, max_completion_length: 300, ..SamplingParams::default() };
     let groups = model.generate(&EngineOptions { max_num_seqs: 12, ..model.options(1024) }, &prompts(6, 720), &params);
     let sampled: Vec<f32> = completions(&groups).flat_map(|(_, logprobs)| logprobs).collect();
@@ -38,7 +51,7 @@ fn gpu_sampled_logprobs_are_the_trainers() {
     let (mean, rounding) = (apart(&sampled, &trained), apart(&trained, &exact));
     println!(
         "{}",
-        json!({"test": "logprobs", "model": LARGE, "tokens": sampled.len(), "sampler_trainer": mean,
+        json!({"test": "logprobs", "model": name, "adapters": model.lora.is_some(), "tokens": sampled.len(), "sampler_trainer": mean,
             "sampler_float32": apart(&sampled, &exact), "trainer_float32": rounding})
     );
     assert!(mean < 1.2 * rounding, "{mean} apart, where bf16 alone makes {rounding}");
@@ -79,8 +92,18 @@ fn gpu_greedy_tokens_equal_a_float32_forwards() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_strict_steps_do_not_see_their_batch() {
-    let model = Model::new(SMALL);
-    for (max_model_length, longest, completion, few_blocks) in [(256, 170, 80, 50), (1024, 600, 200, 120)] {
+    steps_do_not_see_their_batch(&Model::new(SMALL), &[(256, 170, 80, 50), (1024, 600, 200, 120)]);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_strict_steps_with_adapters_do_not_see_their_batch() {
+    steps_do_not_see_their_batch(&Model::adapted(SMALL), &[(256, 170, 80, 50)]);
+}
+
+/// For each (longest sequence, longest prompt, tokens sampled, KV blocks that are too few).
+fn steps_do_not_see_their_batch(model: &Model, cases: &[(usize, usize, usize, usize)]) {
+    for &(max_model_length, longest, completion, few_blocks) in cases {
         let params =
             SamplingParams { num_generations: 3, max_completion_length: completion, ..SamplingParams::default() };
         let strict = EngineOptions { strict: true, ..model.options(max_model_length) };
@@ -159,12 +182,24 @@ fn gpu_recorded_steps_survive_sleep() {
 struct Model {
     world: Arc<World>,
     spec: Arc<ModelSpec>,
+    lora: Option<LoraSpec>,
 }
 
 impl Model {
     fn new(preset: &str) -> Self {
         let spec = ModelSpec { eos_token_ids: Vec::new(), ..ModelSpec::preset(preset).unwrap() };
-        Self { world: Arc::new(World::single_on(Backend::Nccl).unwrap()), spec: Arc::new(spec) }
+        Self { world: Arc::new(World::single_on(Backend::Nccl).unwrap()), spec: Arc::new(spec), lora: None }
+    }
+
+    /// With adapters beside every projection that change what it gives.
+    fn adapted(preset: &str) -> Self {
+        let lora = LoraSpec { r: 16, alpha: 32.0, dropout: 0.0, targets: TargetModule::ALL.to_vec() };
+        Self { lora: Some(lora), ..Self::new(preset) }
+    }
+
+    fn adapter_unit(&self, layout: &UnitLayout) -> colo_grpo::Result<Tensor> {
+        tch::manual_seed(SEED as i64);
+        Ok(Tensor::f_randn([layout.len as i64], (Kind::BFloat16, self.world.device()))?.f_mul_scalar(0.02)?)
     }
 
     fn table(&self) -> Arc<ParamTable> {
@@ -202,7 +237,11 @@ impl Model {
         let mesh = self.world.mesh(1, 1).unwrap();
         let tokenizer = Arc::new(Tokenizer::of_ids(self.spec.vocab_size).unwrap());
         let engine = Engine::new(self.spec.clone(), tokenizer, options.clone(), mesh.tp.clone()).unwrap();
-        Served::new(self.world.clone(), &mesh, self.table(), engine, &|layout| self.unit(layout)).unwrap()
+        let served = Served::new(self.world.clone(), &mesh, self.table(), engine, &|layout| self.unit(layout)).unwrap();
+        match &self.lora {
+            Some(lora) => served.with_adapters(lora.clone(), &|layout| self.adapter_unit(layout)).unwrap(),
+            None => served,
+        }
     }
 
     fn generate(&self, options: &EngineOptions, prompts: &[Prompt], params: &SamplingParams) -> Vec<RolloutGroup> {
@@ -228,7 +267,7 @@ impl Model {
         let device = self.world.device();
         let mesh = self.world.mesh(1, 1).unwrap();
         let unit = |layout: &UnitLayout| Ok(self.unit(layout)?.to_kind(kind));
-        let mut reference = Reference::new(self.table(), &mesh, NetworkOptions { kind, device }, &unit).unwrap();
+        let network = NetworkOptions { kind, device };
         let of_group = |group: &RolloutGroup| {
             let prompt = group.prompt.token_ids.as_slice();
             let sequence = |ids: &[u32]| Sequence::of_tokens([prompt, ids].concat(), prompt.len());
@@ -237,7 +276,31 @@ impl Model {
         let sequences: Vec<Sequence> = groups.iter().flat_map(of_group).collect();
         let micro_batches =
             pack(&sequences, &PackOptions { max_tokens: 1 << 20, share_prompts: false, device }).unwrap();
-        let scores = reference.forward_logprobs(&micro_batches[0], 1.0).unwrap();
+        let scores = match &self.lora {
+            None => {
+                let mut reference = Reference::new(self.table(), &mesh, network, &unit).unwrap();
+                reference.forward_logprobs(&micro_batches[0], 1.0).unwrap()
+            }
+            Some(lora) => {
+                let source = |layout: &UnitLayout| Ok(self.adapter_unit(layout)?.to_kind(kind));
+                let adapters = AdapterOptions {
+                    lora: lora.clone(),
+                    quantization: Quantization::None,
+                    seed: SEED,
+                    source: &source,
+                };
+                let options = PolicyOptions {
+                    stage: 0,
+                    network,
+                    gradient_checkpointing: GradientCheckpointing::Full,
+                    adam: AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-5, weight_decay: 0.0 },
+                    gradients: GradientOptions::default(),
+                };
+                let home = OptimizerHome::Resident;
+                let policy = Policy::with_adapters(self.table(), &mesh, options, home, &unit, adapters);
+                policy.unwrap().forward_logprobs(&micro_batches[0], 1.0).unwrap()
+            }
+        };
         Vec::try_from(scores.logprobs.to_device(Device::Cpu)).unwrap()
     }
 

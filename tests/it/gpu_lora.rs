@@ -32,6 +32,44 @@ fn gpu_dropout_is_the_cpus() {
     }
 }
 
+/// Of every row the same bits whatever the rows beside it; nothing else is written.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_adapters_add_what_the_cpus_do() {
+    kernels::prepare(0).unwrap();
+    let rand = |shape: [i64; 2], scale: f64| Tensor::randn(shape, (Kind::BFloat16, GPU)) * scale;
+    let double = |tensor: &Tensor| tensor.to_device(Device::Cpu).to_kind(Kind::Double);
+    let near = |got: &Tensor, expected: &Tensor| {
+        // bf16 rounds once; float32 sums of some thousand products are this far off.
+        let off = (double(got) - expected).abs() - expected.abs() * 2f64.powi(-8);
+        assert!(off.max().double_value(&[]) < 1e-3, "{off}");
+    };
+    // Blocks without a chunk, chunks that are not full, more of them than stages.
+    for (columns, inner, outer) in [(5120, 192, 1792), (3456, 64, 5120), (72, 24, 200), (64, 8, 8), (520, 776, 72)] {
+        let (all_x, base) = (rand([512, columns], 1.0), rand([512, outer], 1.0));
+        let a = rand([inner, columns + 64], (columns as f64).powf(-0.5)).narrow(1, 64, columns);
+        let b = rand([outer, inner], (inner as f64).powf(-0.5));
+        let mut first: Option<[Tensor; 2]> = None;
+        for rows in [1, 3, 16, 33, 100, 128, 512] {
+            let x = all_x.narrow(0, 0, rows);
+            let [low, out] =
+                [inner, outer].map(|width| Tensor::full([rows + 1, width], f64::NAN, (Kind::BFloat16, GPU)));
+            out.narrow(0, 0, rows).copy_(&base.narrow(0, 0, rows));
+            let [own_low, own_out] = [&low, &out].map(|tensor| tensor.narrow(0, 0, rows));
+            assert!(kernels::adapt_serves(&x, &a, &b, &own_out));
+            kernels::adapt(&x, &a, &b, &own_low, &own_out).unwrap();
+            near(&own_low, &double(&x).matmul(&double(&a).tr()));
+            near(&own_out, &(double(&base.narrow(0, 0, rows)) + double(&own_low).matmul(&double(&b).tr())));
+            for tensor in [&low, &out] {
+                assert_eq!(tensor.isnan().sum(Kind::Int64).int64_value(&[]), tensor.size()[1], "{rows} rows");
+            }
+            let bits = [&low, &out].map(|tensor| tensor.narrow(0, 0, 1).copy());
+            let first = first.get_or_insert_with(|| bits.each_ref().map(Tensor::shallow_clone));
+            assert!(first.iter().zip(&bits).all(|(first, bits)| first.equal(bits)), "{rows} rows");
+        }
+    }
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_nf4_is_the_cpus() {

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 mod adamw;
+mod adapt;
 mod add_rms_norm;
 mod all_reduce;
 mod embed;
@@ -23,6 +24,7 @@ mod sums;
 mod swiglu;
 
 pub use adamw::{AdamWScalars, adamw};
+pub use adapt::{adapt, adapt_serves};
 pub use add_rms_norm::add_rms_norm;
 pub use all_reduce::{RowSums, Way};
 pub use embed::embed;
@@ -56,6 +58,7 @@ use crate::torch;
 pub fn prepare(ordinal: usize) -> Result<()> {
     for (source, names) in [
         (adamw::SOURCE, adamw::NAMES),
+        (adapt::SOURCE, adapt::NAMES),
         (add_rms_norm::SOURCE, add_rms_norm::NAMES),
         (all_reduce::SOURCE, all_reduce::NAMES),
         (embed::SOURCE, embed::NAMES),
