@@ -21,6 +21,16 @@ const PACK: i64 = 8;
 /// Blocks that fill a GPU, roughly: rows are divided further as long as there are fewer.
 const MANY_BLOCKS: usize = 96;
 
+/// What the kernels are fast for: rows, columns of x and elements of out, at most.
+const MOST_ROWS: i64 = 256;
+const MOST_COLUMNS: i64 = 8192;
+const MOST_OUTPUTS: usize = 4 << 20;
+
+/// Whether [`adapt`] is faster than a library's two products, as measured on H200 (docs/benchmarks.md).
+pub fn adapt_pays(x: &Tensor, out: &Tensor) -> bool {
+    x.size()[0] <= MOST_ROWS && x.size()[1] <= MOST_COLUMNS && out.numel() <= MOST_OUTPUTS
+}
+
 /// Whether [`adapt`] takes these tensors.
 pub fn adapt_serves(x: &Tensor, a: &Tensor, b: &Tensor, out: &Tensor) -> bool {
     let sizes = [x.size()[1], a.size()[0], out.size()[1], a.stride()[0]];

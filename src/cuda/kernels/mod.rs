@@ -24,7 +24,7 @@ mod sums;
 mod swiglu;
 
 pub use adamw::{AdamWScalars, adamw};
-pub use adapt::{adapt, adapt_serves};
+pub use adapt::{adapt, adapt_pays, adapt_serves};
 pub use add_rms_norm::add_rms_norm;
 pub use all_reduce::{RowSums, Way};
 pub use embed::embed;

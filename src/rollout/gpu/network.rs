@@ -13,9 +13,6 @@ use crate::model::{BlockParams, Lora, ModelSpec, Qkv, QuantizedBlock};
 use crate::rollout::kv_cache::KvCache;
 use crate::rollout::weights::EngineWeights;
 
-/// Rows up to which an adapter's two products have kernels of their own.
-const MOST_ADAPTED_ROWS: i64 = 512;
-
 /// What all steps share while the engine is awake.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Network<'a> {
@@ -202,8 +199,8 @@ impl Network<'_> {
         let (Some(Lora { a, b, .. }), Some(low)) = (lora, self.low) else { return Ok(()) };
         let shape = [x.size()[0], a.size()[0]];
         let low = low.narrow(0, 0, shape[0] * shape[1]).view(shape); // [T, k]
-        // A row has the same bits in either kind of step where it must.
-        let is_own = shape[0] <= MOST_ADAPTED_ROWS || self.tuning == Tuning::Fixed;
+        // Where a row's bits must not depend on the rows beside it, they come from one kernel for all numbers of rows.
+        let is_own = self.tuning == Tuning::Fixed || kernels::adapt_pays(x, out);
         self.op(Op::Adapters, || {
             if is_own && kernels::adapt_serves(x, a, b, out) {
                 return kernels::adapt(x, a, b, &low, out);
