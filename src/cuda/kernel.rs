@@ -12,6 +12,9 @@ use super::library::environment;
 use super::nvrtc::{Source, cubin};
 use crate::error::Result;
 
+/// Dynamic shared memory that a kernel has without asking for it.
+const SHARED_UNASKED_BYTES: u32 = 48 << 10;
+
 /// A kernel on one GPU. Its module stays loaded until the process ends.
 #[derive(Debug, Clone)]
 pub(super) struct Kernel {
@@ -33,6 +36,8 @@ pub(super) enum Argument {
     Count(i64),
     /// `float`.
     Float(f32),
+    /// What copies of boxes of a matrix go by.
+    TensorMap(sys::CUtensorMap),
 }
 
 impl Argument {
@@ -67,7 +72,7 @@ impl Kernel {
 
     /// Queues the kernel on `stream` with `grid` blocks of `block` threads and `shared_bytes` of dynamic shared memory. An
     /// `early` one is brought to the processors while the work before it ends, which hides its launch (programmatic
-    /// dependent launch); it begins with `wait_for_inputs` of scalar.cuh.
+    /// dependent launch); it begins with `wait_for_inputs` of scalar.cuh. `cluster` neighbours run at the same time.
     ///
     /// # Safety
     /// The arguments are those that the kernel declares, in number and type, and every address is valid on this GPU for
@@ -78,7 +83,7 @@ impl Kernel {
     pub(super) unsafe fn launch(
         &self,
         (grid, block, shared_bytes): (u32, u32, u32),
-        early: bool,
+        (cluster, early): (u32, bool),
         stream: *mut c_void,
         arguments: &[Argument],
     ) -> Result<()> {
@@ -90,13 +95,27 @@ impl Kernel {
                 Argument::Addresses(values) => (&raw const *values).cast_mut().cast(),
                 Argument::Count(value) => (&raw const *value).cast_mut().cast(),
                 Argument::Float(value) => (&raw const *value).cast_mut().cast(),
+                Argument::TensorMap(value) => (&raw const *value).cast_mut().cast(),
             })
             .collect();
-        let mut attribute = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            pad: [0; 4],
-            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-        };
+        if shared_bytes > SHARED_UNASKED_BYTES {
+            let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: sets a number of a function that stays loaded.
+            let code = unsafe { sys::cuFuncSetAttribute(self.function, most, shared_bytes as i32) };
+            check("cuFuncSetAttribute", code.result())?;
+        }
+        use sys::{CUlaunchAttributeID as Id, CUlaunchAttributeValue as Value};
+        let attribute = |id, value| sys::CUlaunchAttribute { id, pad: [0; 4], value };
+        let mut attributes = Vec::with_capacity(2);
+        if early {
+            let value = Value { programmaticStreamSerializationAllowed: 1 };
+            attributes.push(attribute(Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, value));
+        }
+        if cluster > 1 {
+            let value =
+                Value { clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster, y: 1, z: 1 } };
+            attributes.push(attribute(Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value));
+        }
         let config = sys::CUlaunchConfig {
             gridDimX: grid,
             gridDimY: 1,
@@ -106,8 +125,8 @@ impl Kernel {
             blockDimZ: 1,
             sharedMemBytes: shared_bytes,
             hStream: stream.cast(),
-            attrs: &raw mut attribute,
-            numAttrs: early.into(),
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: attributes.len() as u32,
         };
         // SAFETY: the caller's promise; the driver copies configuration and arguments before it returns.
         check("cuLaunchKernelEx", unsafe {

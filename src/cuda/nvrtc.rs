@@ -44,6 +44,7 @@ sources! {
     PAGED_ATTENTION = "paged_attention.cu",
     PAGED_ATTENTION_ANY = "paged_attention_any.cu",
     PLAN_ATTENTION = "plan_attention.cu",
+    PRODUCT = "product.cu",
     RMS_NORM = "rms_norm.cu",
     ROPE_WRITE_KV = "rope_write_kv.cu",
     SAMPLE = "sample.cu",
@@ -87,6 +88,12 @@ pub(super) fn cubin(source: &Source, capability: (i32, i32)) -> Result<Vec<u8>> 
     Ok(image)
 }
 
+/// What the compiler calls it, for Hopper with the instructions that no later chip has.
+fn architecture((major, minor): (i32, i32)) -> String {
+    let own = if (major, minor) == (9, 0) { "a" } else { "" };
+    format!("sm_{major}{minor}{own}")
+}
+
 fn compile(source: &Source, (major, minor): (i32, i32)) -> Result<Vec<u8>> {
     open_library()?;
     let c_text = |text: &str| CString::new(text).map_err(|_| environment("a kernel source with a NUL byte"));
@@ -107,8 +114,9 @@ fn compile(source: &Source, (major, minor): (i32, i32)) -> Result<Vec<u8>> {
         )
     };
     created.result().map_err(|error| environment(&format!("nvrtcCreateProgram: {error}")))?;
-    let options: Vec<String> =
-        std::iter::once(format!("--gpu-architecture=sm_{major}{minor}")).chain(OPTIONS.map(str::to_owned)).collect();
+    let options: Vec<String> = std::iter::once(format!("--gpu-architecture={}", architecture((major, minor))))
+        .chain(OPTIONS.map(str::to_owned))
+        .collect();
     // SAFETY: the program was created above.
     let outcome = unsafe { result::compile_program(program, &options) }.map_err(|error| {
         // SAFETY: as above.
@@ -207,6 +215,13 @@ mod tests {
             let image = compile(source, (9, 0)).unwrap();
             assert_eq!(&image[..4], b"\x7fELF", "{}", source.file);
         }
+    }
+
+    #[test]
+    fn hoppers_own_instructions_are_compiled() {
+        tch::set_num_threads(1);
+        let [hopper, later] = [(9, 0), (10, 0)].map(|capability| compile(&PRODUCT, capability).unwrap().len());
+        assert!(hopper > 2 * later, "{hopper} bytes of kernels, {later} where they are empty");
     }
 
     #[test]

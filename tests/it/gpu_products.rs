@@ -1,5 +1,6 @@
 //! cuBLASLt's products against float64 on the CPU, and their times on the shapes of decode steps.
 
+use colo_grpo::cuda::kernels::{product, product_serves, product_silu_mul, silu_mul};
 use colo_grpo::cuda::{Context, CurrentStream, Products, TorchStream, Tuning};
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
@@ -65,6 +66,54 @@ fn gpu_a_fixed_algorithm_gives_a_row_the_same_bits_in_any_batch() {
         };
         let whole = run(1500);
         for rows in [1, 2, 7, 16, 33, 64, 100, 200, 256, 300, 1000, 1100] {
+            assert!(run(rows).equal(&whole.narrow(0, 0, rows)), "{rows} rows of [{n}, {k}]");
+        }
+    }
+}
+
+/// The kernel for few rows against float32, with and without SwiGLU, from and to slices of wider matrices; a row's bits do not
+/// depend on the rows beside it, and nothing is written beside the output.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_products_of_few_rows_are_the_librarys() {
+    let (_products, _current) = products();
+    for (n, k) in [(4608, 3584), (3584, 3584), (37_888, 3584), (3584, 18_944), (8448, 72), (5200, 1000)] {
+        let rand = |rows: i64, columns: i64| Tensor::randn([rows, columns], (Kind::BFloat16, GPU));
+        let (x, w, bias) = (rand(64, k + 8).narrow(1, 0, k), rand(n, k + 64).narrow(1, 64, k), rand(1, n).view([n]));
+        assert!(product_serves(64, &[&w]).unwrap(), "[{n}, {k}]");
+        let sums = x.to_kind(Kind::Float).matmul(&w.to_kind(Kind::Float).tr()); // [64, N]
+        let pairs = sums.to_kind(Kind::BFloat16);
+        let mut y = Tensor::empty([64, n / 2], (Kind::BFloat16, GPU));
+        silu_mul(&pairs, &mut y).unwrap();
+        let expected = [sums + bias.to_kind(Kind::Float), y.to_kind(Kind::Float)];
+        for rows in [64, 1, 2, 7, 8, 33, 63] {
+            for (expected, columns) in expected.iter().zip([n, n / 2]) {
+                let wide = Tensor::full([rows + 2, columns + 16], 776.0, (Kind::BFloat16, GPU));
+                let out = wide.narrow(0, 0, rows).narrow(1, 8, columns);
+                let x = x.narrow(0, 0, rows);
+                for _ in 0..2 {
+                    match columns == n {
+                        true => product(&x, &w, Some(&bias), &out).unwrap(),
+                        false => product_silu_mul(&x, &w, &out).unwrap(),
+                    }
+                }
+                let expected = expected.narrow(0, 0, rows);
+                let difference = out.to_kind(Kind::Float) - &expected;
+                let error = difference.norm().double_value(&[]) / expected.norm().double_value(&[]);
+                assert!(error < 5e-3, "{rows} rows of [{n}, {k}], {columns} columns: {error:e}");
+                let margins = [wide.narrow(0, rows, 2), wide.narrow(1, 0, 8), wide.narrow(1, columns + 8, 8)];
+                for margin in margins {
+                    assert_eq!(margin.ne(776.0).any().int64_value(&[]), 0, "beside {rows} rows of [{n}, {k}]");
+                }
+            }
+        }
+        let run = |rows: i64| {
+            let out = Tensor::empty([rows, n], (Kind::BFloat16, GPU));
+            product(&x.narrow(0, 0, rows), &w, None, &out).unwrap();
+            out
+        };
+        let whole = run(64);
+        for rows in [1, 8, 33] {
             assert!(run(rows).equal(&whole.narrow(0, 0, rows)), "{rows} rows of [{n}, {k}]");
         }
     }

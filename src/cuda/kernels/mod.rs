@@ -16,6 +16,7 @@ mod nf4;
 mod norm;
 mod normal;
 mod paged_attention;
+mod product;
 mod rms_norm;
 mod rope_write_kv;
 mod sample;
@@ -37,6 +38,7 @@ pub use nf4::{Nf4Codes, nf4_dequantize};
 pub use norm::sums_of_squares;
 pub use normal::{dropout, fill_normal};
 pub use paged_attention::{AttentionPlan, AttentionShape, SharedPrefixes, paged_attention};
+pub use product::{product, product_serves, product_silu_mul};
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub use rope_write_kv::{HeadTransform, QkvViews, rope_write_kv};
 pub use sample::{CANDIDATE_WORDS, Draws, combine, sample, sample_parts};
@@ -73,6 +75,7 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (paged_attention::SOURCE, paged_attention::NAMES),
         (paged_attention::ANY, paged_attention::ANY_NAMES),
         (paged_attention::PLAN, paged_attention::PLAN_NAMES),
+        (product::SOURCE, product::NAMES),
         (rms_norm::SOURCE, rms_norm::NAMES),
         (rope_write_kv::SOURCE, rope_write_kv::NAMES),
         (sample::SOURCE, sample::NAMES),
@@ -169,7 +172,7 @@ unsafe fn launch(
     arguments: &[Argument],
 ) -> Result<()> {
     // SAFETY: the caller's promise.
-    unsafe { queue(source, name, ordinal, shape, false, arguments) }
+    unsafe { queue(source, name, ordinal, shape, (1, false), arguments) }
 }
 
 /// As [`launch`], of a kernel that begins with `wait_for_inputs`: it is launched while the one before still runs.
@@ -184,7 +187,7 @@ unsafe fn launch_early(
     arguments: &[Argument],
 ) -> Result<()> {
     // SAFETY: the caller's promise.
-    unsafe { queue(source, name, ordinal, shape, true, arguments) }
+    unsafe { queue(source, name, ordinal, shape, (1, true), arguments) }
 }
 
 unsafe fn queue(
@@ -192,7 +195,7 @@ unsafe fn queue(
     name: &str,
     ordinal: usize,
     shape: (u32, u32, u32),
-    early: bool,
+    (cluster, early): (u32, bool),
     arguments: &[Argument],
 ) -> Result<()> {
     if shape.0 == 0 {
@@ -201,7 +204,7 @@ unsafe fn queue(
     let kernel = Kernel::get(source, name, ordinal)?;
     let stream = torch::current_cuda_stream(ordinal)?;
     // SAFETY: the caller's promise.
-    unsafe { kernel.launch(shape, early, stream, arguments) }
+    unsafe { kernel.launch(shape, (cluster, early), stream, arguments) }
 }
 
 /// Whether a tensor starts where 16 bytes can be moved at once.

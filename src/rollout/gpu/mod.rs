@@ -22,7 +22,8 @@ mod sampling;
 pub use self::buffers::{engine_buffer_bytes, engine_sum_bytes};
 pub use self::profile::{OpTime, StepProfile};
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
+use std::sync::Mutex;
 
 use tch::{Device, Kind, Tensor, no_grad};
 
@@ -88,6 +89,8 @@ pub(super) struct GpuState {
     low: Option<Tensor>, // for adapters, made at the first wake that has some
     sums: Option<RowSums>,
     products: Products,
+    /// Whether steps of so many rows are faster with `kernels::product`, as far as that was asked.
+    own_products: Mutex<HashMap<usize, bool>>,
     stream: TorchStream,
     uploads: [PinnedWords; 2],
     downloads: [PinnedWords; 2],
@@ -126,6 +129,7 @@ impl GpuState {
             low: None,
             sums: None,
             products: Products::new(&stream)?,
+            own_products: Mutex::default(),
             stream,
             uploads: pinned(shape.input_words())?,
             downloads: pinned(2 * shape.seqs)?,
@@ -260,6 +264,7 @@ impl<'a> GpuRunner<'a> {
                 Tuning::Timed if torch::is_deterministic() => Tuning::First,
                 tuning => tuning,
             },
+            own_products: false,
             processing: Processing::of(self.params),
             only,
         }
@@ -284,7 +289,17 @@ impl<'a> GpuRunner<'a> {
         let state = &*self.state;
         let sums = state.sums.as_ref().filter(|sums| widths.0 <= sums.rows());
         let network = Network { sums, ..self.network(Tuning::Timed, only) };
-        run(&state.stream, &mut || decode_step(&network, &inputs, &state.plan, state.strict))
+        let hidden = |network: &Network| decode_hidden(network, &inputs, &state.plan, state.strict);
+        run(&state.stream, &mut || {
+            let own_products = network.may_own_products(widths.0)?
+                && state.is_faster_with_own_products(widths.0, &|own_products| {
+                    hidden(&Network { own_products, only: None, ..network }).map(drop)
+                })?;
+            let hidden = hidden(&Network { own_products, ..network })?;
+            let drawn =
+                Drawn { lens: &inputs.context_lens, block_tables: &inputs.block_tables, sampling: &inputs.sampling };
+            network.sample(&hidden, &drawn)
+        })
     }
 
     fn prefill(&mut self, packing: &Packing) -> Result<()> {
@@ -351,8 +366,8 @@ impl Runner for GpuRunner<'_> {
     }
 }
 
-/// One token for each row of a bucket.
-fn decode_step(network: &Network, inputs: &DecodeInputs, plan: &AttentionPlan, strict: bool) -> Result<()> {
+/// The last tokens of a bucket's rows, through the network; the same however often it is done before the rows' next tokens are drawn.
+fn decode_hidden(network: &Network, inputs: &DecodeInputs, plan: &AttentionPlan, strict: bool) -> Result<Tensor> {
     let buffers = network.buffers;
     let rows = inputs.from.size()[0];
     let mut ids = buffers.token_ids.narrow(0, 0, rows);
@@ -361,16 +376,14 @@ fn decode_step(network: &Network, inputs: &DecodeInputs, plan: &AttentionPlan, s
     network.op(Op::AttentionPlan, || plan.update(&inputs.context_lens, (!strict).then_some(prefixes)))?;
     let tokens = Tokens { ids: &ids, positions: &inputs.positions, slots: &inputs.slots };
     let attended = buffers.attended.narrow(0, 0, rows); // [S, H hd]
-    let hidden = network.hidden(&tokens, &mut |layer, q, _| {
+    network.hidden(&tokens, &mut |layer, q, _| {
         let (k_cache, v_cache) = network.kv_cache.layer(layer);
         let mut o = attended.view_as(q);
         network.op(Op::Attention, || {
             kernels::paged_attention(plan, q, &k_cache, &v_cache, &inputs.block_tables, &inputs.context_lens, &mut o)
         })?;
         Ok(attended.shallow_clone())
-    })?;
-    let drawn = Drawn { lens: &inputs.context_lens, block_tables: &inputs.block_tables, sampling: &inputs.sampling };
-    network.sample(&hidden, &drawn)
+    })
 }
 
 /// Between two looks at whether a copy is done. Gives up when a peer has failed: what is recorded would wait for it.

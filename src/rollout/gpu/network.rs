@@ -27,6 +27,8 @@ pub(super) struct Network<'a> {
     /// What sums row-parallel products over the group; NCCL does where it is none.
     pub(super) sums: Option<&'a RowSums>,
     pub(super) tuning: Tuning,
+    /// Products of blocks by `kernels::product`, as [`Network::may_own_products`] allows.
+    pub(super) own_products: bool,
     pub(super) processing: Processing,
     /// Leaves all other operations out, for their times.
     pub(super) only: Option<Op>,
@@ -69,6 +71,21 @@ impl Network<'_> {
         if self.only.is_none_or(|only| only == op) { work() } else { Ok(()) }
     }
 
+    /// Whether `kernels::product` has all products of all blocks.
+    pub(super) fn may_own_products(&self, rows: usize) -> Result<bool> {
+        if self.tuning != Tuning::Timed {
+            return Ok(false);
+        }
+        for w in &self.weights.blocks {
+            let Qkv::Grouped { weight, .. } = &w.qkv else { return Ok(false) };
+            let is_adapted = w.lora.iter().next().is_some();
+            if is_adapted || !kernels::product_serves(rows, &[weight, &w.o, &w.gate_up, &w.down])? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// Final hidden states, normed. [T, D]
     pub(super) fn hidden(&self, tokens: &Tokens, attend: &mut Attend) -> Result<Tensor> {
         let rows = tokens.ids.size()[0];
@@ -92,9 +109,13 @@ impl Network<'_> {
             self.product(Op::O, &attended, &w.o, None, &parts[0])?;
             self.adapt(&attended, w.lora.o.as_ref(), &parts[0])?;
             self.add_rms_norm(0, &mut parts, &mut x, &w.post_norm, &mut normed)?;
-            self.product(Op::GateUp, &normed, &w.gate_up, None, &gate_up)?;
-            self.adapt(&normed, w.lora.gate_up.as_ref(), &gate_up)?;
-            self.op(Op::SiluMul, || kernels::silu_mul(&gate_up, &mut act))?;
+            if self.own_products {
+                self.op(Op::GateUp, || kernels::product_silu_mul(&normed, &w.gate_up, &act))?;
+            } else {
+                self.product(Op::GateUp, &normed, &w.gate_up, None, &gate_up)?;
+                self.adapt(&normed, w.lora.gate_up.as_ref(), &gate_up)?;
+                self.op(Op::SiluMul, || kernels::silu_mul(&gate_up, &mut act))?;
+            }
             self.product(Op::Down, &act, &w.down, None, &parts[1])?;
             self.adapt(&act, w.lora.down.as_ref(), &parts[1])?;
             let next_norm = match self.weights.blocks.get(layer + 1) {
@@ -191,7 +212,10 @@ impl Network<'_> {
         bias: Option<&Tensor>, // [N]
         out: &Tensor,          // [T, N]
     ) -> Result<()> {
-        self.op(op, || self.products.run(x, &w.tr(), bias, out, 0.0, self.tuning))
+        self.op(op, || match self.own_products {
+            true => kernels::product(x, w, bias, out),
+            false => self.products.run(x, &w.tr(), bias, out, 0.0, self.tuning),
+        })
     }
 
     /// out += (x A^T) B^T

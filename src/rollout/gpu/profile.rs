@@ -1,10 +1,13 @@
 //! The time of a decode step and of each of its operations, from graph replays over a made-up batch.
 #![allow(unsafe_code)]
 
+use std::sync::PoisonError;
+use std::time::Duration;
+
 use tch::Tensor;
 
 use super::network::Op;
-use super::{GpuRunner, Packing};
+use super::{GpuRunner, GpuState, Packing};
 use crate::cuda::Graph;
 use crate::error::{Error, Result};
 use crate::rollout::sampler::Draw;
@@ -15,6 +18,9 @@ use crate::rollout::sequence::Sequence;
 const REPLAYS: usize = 20;
 /// Replays of a whole step: long enough that the chip clocks as in a long run.
 const STEP_REPLAYS: usize = 150;
+
+/// Replays of a step by which its products are chosen; the fastest counts.
+const TRIALS: usize = 5;
 
 /// One decode step's times.
 #[derive(Debug, Clone)]
@@ -54,6 +60,33 @@ const OPS: [Op; 14] = [
     Op::Head,
     Op::Sample,
 ];
+
+impl GpuState {
+    /// Whether a step of so many rows is faster with `kernels::product`, which `step` is told: timed once. It pays for a step as
+    /// a whole, as it asks for weights while the operation before is at work; one of its products alone is no faster.
+    pub(super) fn is_faster_with_own_products(&self, rows: usize, step: &dyn Fn(bool) -> Result<()>) -> Result<bool> {
+        let mut known = self.own_products.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(&is_faster) = known.get(&rows) {
+            return Ok(is_faster);
+        }
+        let time = |own_products| -> Result<Duration> {
+            step(own_products)?;
+            let mut graph = Graph::capture(&self.stream, || step(own_products))?;
+            let mut fastest = Duration::MAX;
+            for _ in 0..TRIALS {
+                let start = self.stream.record_timed()?;
+                // SAFETY: recorded just now, over memory that stays as long as the engine is awake.
+                unsafe { graph.replay(&self.stream)? };
+                fastest = fastest.min(start.time_until(&self.stream.record_timed()?)?);
+            }
+            Ok(fastest)
+        };
+        let (theirs, own) = (time(false)?, time(true)?);
+        tracing::debug!("{rows} rows: {own:?} with own products, {theirs:?} with cuBLASLt's");
+        known.insert(rows, own < theirs);
+        Ok(own < theirs)
+    }
+}
 
 impl GpuRunner<'_> {
     /// Times a step of `batch` sequences of `context` tokens, `group` of which share all full blocks of their first

@@ -1,0 +1,323 @@
+// out = x w^T + bias, or silu(gate) * up of its columns g0 u0 g1 u1 .., of few rows and a large w, on Hopper's tensor cores: TMA
+// and wgmma, sums in float32.
+//
+// A cluster has a tile of features and all rows. Its blocks have a part of K each and read one another's sums from shared memory,
+// in the order of K. In a block one warp copies and two warpgroups multiply, each half of the features. Weights are on their way
+// before the work before this ends: the kernel before must not write them.
+#include "scalar.cuh"
+
+struct alignas(64) TensorMap {
+    unsigned long long words[16];
+};
+
+constexpr int ROWS = 64;            // of x
+constexpr int STEP = 64;            // elements of K: rows of 128 bytes, as they are swizzled in shared memory
+constexpr int ROW_BYTES = 2 * STEP;
+constexpr int CONSUMERS = 256;      // threads that multiply
+constexpr int GROUP = 128;          // threads of a warpgroup
+constexpr int STAGES_BYTES = 225 * 1024;
+
+struct Output {
+    void* at;
+    const bf16* bias;  // [N] or null
+    long long leading;
+    int rows, features;
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+template <int FEATURES_>
+struct Shape {
+    static constexpr int FEATURES = FEATURES_, N = FEATURES / 2;
+    static constexpr int X_BYTES = ROWS * ROW_BYTES, W_BYTES = FEATURES * ROW_BYTES, STAGE_BYTES = X_BYTES + W_BYTES;
+    static constexpr int STAGES = STAGES_BYTES / STAGE_BYTES;
+    static constexpr int PITCH = FEATURES + 8;  // of sums in shared memory: no two of a warp's writes share a bank
+    static_assert(ROWS * PITCH * 4 <= STAGES * STAGE_BYTES, "sums take the place of the stages");
+};
+
+__device__ __forceinline__ unsigned shared_address(const void* at) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(at));
+}
+
+__device__ __forceinline__ unsigned cluster_rank() {
+    unsigned rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ unsigned cluster_size() {
+    unsigned size;
+    asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
+    return size;
+}
+
+__device__ __forceinline__ void sync_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void init(unsigned barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void expect(unsigned barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait(unsigned barrier, int parity) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+__device__ __forceinline__ void arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// The box at (k, row) to shared memory.
+__device__ __forceinline__ void copy(
+    unsigned to, const TensorMap* map, int k, int row, unsigned barrier, unsigned long long policy
+) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(map), "r"(k), "r"(row), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+// Of rows of 128 swizzled bytes, eight rows 1024 bytes apart.
+__device__ __forceinline__ unsigned long long descriptor(unsigned at) {
+    return (static_cast<unsigned long long>(at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+// The registers of a thread's sums, as text and as operands.
+#define R4(A, B, C, D) "%" #A ", %" #B ", %" #C ", %" #D
+#define D4(I) "+f"(d[I]), "+f"(d[I + 1]), "+f"(d[I + 2]), "+f"(d[I + 3])
+#define R16                                                                          \
+    R4(0, 1, 2, 3) ", " R4(4, 5, 6, 7) ", " R4(8, 9, 10, 11) ", " R4(12, 13, 14, 15)
+#define D16                     \
+    D4(0), D4(4), D4(8), D4(12)
+#define R20                     \
+    R16 ", " R4(16, 17, 18, 19)
+#define D20     \
+    D16, D4(16)
+#define R32                                                                     \
+    R20 ", " R4(20, 21, 22, 23) ", " R4(24, 25, 26, 27) ", " R4(28, 29, 30, 31)
+#define D32                     \
+    D20, D4(20), D4(24), D4(28)
+#define R72                                                                                                  \
+    R32 ", " R4(32, 33, 34, 35) ", " R4(36, 37, 38, 39) ", " R4(40, 41, 42, 43) ", " R4(44, 45, 46, 47) ", " \
+    R4(48, 49, 50, 51) ", " R4(52, 53, 54, 55) ", " R4(56, 57, 58, 59) ", " R4(60, 61, 62, 63) ", "          \
+    R4(64, 65, 66, 67) ", " R4(68, 69, 70, 71)
+#define D72                                                                             \
+    D32, D4(32), D4(36), D4(40), D4(44), D4(48), D4(52), D4(56), D4(60), D4(64), D4(68)
+
+// d += a b^T; 64 rows of a, N of b, 16 of K.
+#define MULTIPLY(N, SUMS, A, B)                                                                                   \
+    __device__ __forceinline__ void multiply(float (&d)[SUMS], unsigned long long a, unsigned long long b) {      \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" R##SUMS "}, %" #A ", %" #B      \
+                     ", 1, 1, 1, 0, 0;"                                                                           \
+                     : D##SUMS                                                                                    \
+                     : "l"(a), "l"(b));                                                                           \
+    }
+MULTIPLY(32, 16, 16, 17)
+MULTIPLY(40, 20, 20, 21)
+MULTIPLY(64, 32, 32, 33)
+MULTIPLY(144, 72, 72, 73)
+
+template <int PENDING>
+__device__ __forceinline__ void wait_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(unsigned at, float low, float high) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(low), "f"(high) : "memory");
+}
+
+// Of the cluster's block `rank`.
+__device__ __forceinline__ float4 load_shared(unsigned at, int rank) {
+    float4 value;
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
+        : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+        : "r"(at), "r"(rank));
+    return value;
+}
+
+__device__ __forceinline__ unsigned pair(float low, float high) {
+    unsigned both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// Eight neighbours of a row.
+struct Plain {  // out [R, N]
+    __device__ __forceinline__ static void emit(const float (&v)[8], const Output& out, int row, int feature) {
+        float bias[8] = {};
+        if (out.bias) {
+            const auto added = load<bf16, 8>(out.bias + feature);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) bias[i] = widen(added.at[i]);
+        }
+        *reinterpret_cast<uint4*>(static_cast<bf16*>(out.at) + row * out.leading + feature) =
+            make_uint4(pair(v[0] + bias[0], v[1] + bias[1]), pair(v[2] + bias[2], v[3] + bias[3]),
+                       pair(v[4] + bias[4], v[5] + bias[5]), pair(v[6] + bias[6], v[7] + bias[7]));
+    }
+};
+
+struct SwiGlu {  // out [R, N / 2]
+    // Gate and up are rounded before, as where they are written.
+    __device__ __forceinline__ static float silu_mul(float gate, float up) {
+        const unsigned both = pair(gate, up);
+        const float rounded = __uint_as_float(both << 16);
+        return __fdividef(rounded, 1.0f + __expf(-rounded)) * __uint_as_float(both & 0xffff0000u);
+    }
+    __device__ __forceinline__ static void emit(const float (&v)[8], const Output& out, int row, int feature) {
+        *reinterpret_cast<uint2*>(static_cast<bf16*>(out.at) + row * out.leading + feature / 2) =
+            make_uint2(pair(silu_mul(v[0], v[1]), silu_mul(v[2], v[3])), pair(silu_mul(v[4], v[5]), silu_mul(v[6], v[7])));
+    }
+};
+
+// Copies a part's steps; one thread.
+template <typename S>
+__device__ __forceinline__ void produce(
+    const TensorMap& x_map, const TensorMap& w_map, unsigned stages, unsigned full, unsigned empty, int tile, int begin, int end
+) {
+    unsigned long long once, often;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
+    const auto copy_w = [&](int step, int stage) {
+        const unsigned to = stages + stage * S::STAGE_BYTES + S::X_BYTES, barrier = full + 8 * stage;
+        expect(barrier, S::STAGE_BYTES);
+        copy(to, &w_map, step * STEP, tile, barrier, once);
+        copy(to + S::W_BYTES / 2, &w_map, step * STEP, tile + S::N, barrier, once);
+    };
+    const auto copy_x = [&](int step, int stage) {
+        copy(stages + stage * S::STAGE_BYTES, &x_map, step * STEP, 0, full + 8 * stage, often);
+    };
+    const int early = min(end - begin, S::STAGES);
+    for (int stage = 0; stage < early; ++stage) copy_w(begin + stage, stage);
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    for (int stage = 0; stage < early; ++stage) copy_x(begin + stage, stage);
+    int stage = 0, parity = 0;
+    for (int step = begin + early; step < end; ++step) {
+        wait(empty + 8 * stage, parity);
+        copy_w(step, stage);
+        copy_x(step, stage);
+        if (++stage == S::STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+}
+
+// A warpgroup's sums over the part's steps.
+template <typename S>
+__device__ __forceinline__ void consume(
+    float (&d)[S::N / 2], unsigned stages, unsigned full, unsigned empty, int group, int steps
+) {
+#pragma unroll
+    for (int i = 0; i < S::N / 2; ++i) d[i] = 0.0f;
+    int stage = 0, parity = 0, before = 0;
+    for (int step = 0; step < steps; ++step) {
+        wait(full + 8 * stage, parity);
+        const unsigned base = stages + stage * S::STAGE_BYTES;
+        const unsigned long long a = descriptor(base), b = descriptor(base + S::X_BYTES + group * S::N * ROW_BYTES);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int k = 0; k < STEP / 16; ++k) multiply(d, a + 2 * k, b + 2 * k);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        wait_products<1>();
+        if (step > 0 && threadIdx.x % GROUP == 0) arrive(empty + 8 * before);
+        before = stage;
+        if (++stage == S::STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+    wait_products<0>();
+}
+
+template <typename Kind, typename S>
+__device__ __forceinline__ void product(const TensorMap& x_map, const TensorMap& w_map, const Output& out, int steps) {
+    extern __shared__ unsigned char memory[];
+    __shared__ alignas(8) unsigned long long barriers[2 * S::STAGES];
+    const unsigned stages = (shared_address(memory) + 1023) / 1024 * 1024;
+    const unsigned full = shared_address(barriers), empty = full + 8 * S::STAGES;
+    const int rank = static_cast<int>(cluster_rank()), parts = static_cast<int>(cluster_size());
+    const int tile = static_cast<int>(blockIdx.x) / parts * S::FEATURES;
+    const int begin = rank * steps / parts, end = (rank + 1) * steps / parts;
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < S::STAGES; ++stage) {
+            init(full + 8 * stage, 1);
+            init(empty + 8 * stage, 2);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    if (threadIdx.x >= CONSUMERS) {
+        if (threadIdx.x == CONSUMERS) produce<S>(x_map, w_map, stages, full, empty, tile, begin, end);
+        __syncwarp();
+        sync_cluster();
+    } else {
+        wait_for_inputs();
+        const int group = static_cast<int>(threadIdx.x) / GROUP, thread = threadIdx.x % GROUP;
+        float d[S::N / 2];
+        consume<S>(d, stages, full, empty, group, end - begin);
+        asm volatile("bar.sync 1, 256;" ::: "memory");  // nobody reads the stages any more: sums take their place
+#pragma unroll
+        for (int i = 0; i < S::N / 2; i += 2) {
+            const int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
+            const int column = group * S::N + thread % 4 * 2 + i / 4 * 8;
+            if (row < out.rows) store_shared(stages + (row * S::PITCH + column) * 4, d[i], d[i + 1]);
+        }
+        sync_cluster();
+        constexpr int UNITS = S::FEATURES / 8;  // of a row
+        const int units = out.rows * UNITS;
+        for (int unit = rank * units / parts + threadIdx.x; unit < (rank + 1) * units / parts; unit += CONSUMERS) {
+            const int row = unit / UNITS, column = unit % UNITS * 8;
+            if (tile + column >= out.features) continue;
+            const unsigned at = stages + (row * S::PITCH + column) * 4;
+            float v[8] = {};
+#pragma unroll 4
+            for (int part = 0; part < parts; ++part) {
+                const float4 low = load_shared(at, part), high = load_shared(at + 16, part);
+                v[0] += low.x, v[1] += low.y, v[2] += low.z, v[3] += low.w;
+                v[4] += high.x, v[5] += high.y, v[6] += high.z, v[7] += high.w;
+            }
+            Kind::emit(v, out, row, tile + column);
+        }
+    }
+    sync_cluster();  // others read the sums here
+}
+
+#else  // another chip: not asked for there
+
+template <int>
+struct Shape {};
+struct Plain {};
+struct SwiGlu {};
+template <typename Kind, typename S>
+__device__ __forceinline__ void product(const TensorMap&, const TensorMap&, const Output&, int) {}
+
+#endif
+
+#define PRODUCT(NAME, KIND, FEATURES)                                                                             \
+    extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) NAME##_##FEATURES(                            \
+        const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, void* out, const bf16* bias,    \
+        long long leading, long long rows, long long features, long long steps                                    \
+    ) {                                                                                                           \
+        const Output output = {out, bias, leading, static_cast<int>(rows), static_cast<int>(features)};           \
+        product<KIND, Shape<FEATURES>>(x, w, output, static_cast<int>(steps));                                    \
+    }
+
+PRODUCT(product, Plain, 64)
+PRODUCT(product_silu_mul, SwiGlu, 64)
+PRODUCT(product, Plain, 80)
+PRODUCT(product_silu_mul, SwiGlu, 80)
+PRODUCT(product, Plain, 128)
+PRODUCT(product_silu_mul, SwiGlu, 128)
+PRODUCT(product, Plain, 288)
+PRODUCT(product_silu_mul, SwiGlu, 288)
