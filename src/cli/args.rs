@@ -59,14 +59,14 @@ pub enum Command {
 #[derive(Debug, Clone, Args)]
 #[command(rename_all = "snake_case")]
 pub struct LaunchArgs {
-    /// Processes to start, one per GPU; ignored where RANK and WORLD_SIZE are set (torchrun, srun, operators)
-    #[arg(long, visible_aliases = ["nproc_per_node", "num_processes"], default_value_t = 1, value_parser = count)]
+    /// Processes, one per GPU; not under torchrun or srun, which start them
+    #[arg(long, aliases = ["nproc_per_node", "num_processes"], default_value_t = 1, value_parser = count)]
     pub nproc: usize,
-    /// Address that the rendezvous store is bound to
-    #[arg(long, default_value = launch::LOOPBACK)]
+    /// Address that the ranks meet at
+    #[arg(long, value_name = "ADDRESS", default_value = launch::LOOPBACK)]
     pub master_addr: String,
-    /// Port of the rendezvous store; a free one is taken if none is given
-    #[arg(long)]
+    /// Port that the ranks meet at [default: a free one]
+    #[arg(long, value_name = "PORT")]
     pub master_port: Option<u16>,
 }
 
@@ -100,7 +100,7 @@ pub struct RunArgs {
 pub struct PlanArgs {
     #[command(flatten)]
     pub run: RunArgs,
-    /// Plan for GPUs with so much free memory each, in GiB, instead of this machine (80 GB: 79, H200: 139)
+    /// Plan for GPUs with so many GiB free each, not for this machine (H100: 79, H200: 139)
     #[arg(long, value_parser = number(|gib: &f64| *gib > 0.0 && *gib < 1e6, "above 0 and below 1000000"))]
     pub gpu_memory_gib: Option<f64>,
     /// Host memory of that machine in GiB; as much as is wanted if none is given
@@ -152,7 +152,7 @@ pub struct SamplingArgs {
     /// Ranks that share one engine
     #[arg(long, visible_alias = "tp", default_value_t = 1, value_parser = count)]
     pub tensor_parallel_size: usize,
-    /// Longest sequence in tokens, prompt and completion, that memory is kept for; the model's context if none is given
+    /// Longest prompt and completion together in tokens [default: the model's context]
     #[arg(long, value_parser = number(|length: &usize| *length >= 2, "at least 2"))]
     pub max_model_length: Option<usize>,
     /// Longest time that a rank may show no sign of life, in seconds
@@ -212,8 +212,7 @@ pub struct EvalArgs {
     /// Reward that decides whether a sample is right (1) or not
     #[arg(long, default_value = "numeric_answer")]
     pub reward: String,
-    /// Regular expression of the answer, as the key reward.answer_pattern; by default what stands in <answer>..</answer>
-    /// or \boxed{..}, or after ####
+    /// Regular expression of the answer [default: <answer>..</answer>, \boxed{..} or after ####]
     #[arg(long)]
     pub answer_pattern: Option<String>,
     #[command(flatten)]
