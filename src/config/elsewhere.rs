@@ -6,17 +6,18 @@ use serde_json::Value;
 pub(super) fn advice(key: &str) -> Option<&'static str> {
     let key = key.trim_start_matches('+'); // Hydra's sign for a key that its file lacks
     let key = key.strip_prefix("actor_rollout_ref.").unwrap_or(key);
-    let is_meant = |name: &&str| match name.strip_suffix('*') {
+    let is_meant = |name: &str| match name.strip_suffix('*') {
         Some(start) => key.starts_with(start),
         None => key.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')),
     };
-    KEYS.iter().find(|(names, _)| names.iter().any(|name| is_meant(&name))).map(|(_, advice)| *advice)
+    KEYS.iter().find(|(names, _)| names.iter().any(|name| is_meant(name))).map(|(_, advice)| *advice)
 }
 
 /// `value`, or what is written for it here where TRL's differs and its meaning is clear.
 pub(super) fn value(key: &str, value: Value) -> Value {
-    let same = VALUES.iter().find(|(known, theirs, _)| *known == key && value.to_string() == *theirs);
-    same.map_or(value, |(.., ours)| serde_json::from_str(ours).expect("the table holds JSON"))
+    let json = |text: &str| serde_json::from_str::<Value>(text).expect("the table holds JSON");
+    let same = VALUES.iter().find(|(known, theirs, _)| *known == key && json(theirs) == value);
+    same.map_or(value, |(.., ours)| json(ours))
 }
 
 /// Keys, theirs and ours as JSON.

@@ -61,7 +61,7 @@ impl Config {
     /// Every key in declaration order.
     pub fn keys() -> &'static [String] {
         static KEYS: OnceLock<Vec<String>> = OnceLock::new();
-        KEYS.get_or_init(|| reference::names::<Self>())
+        KEYS.get_or_init(reference::names::<Self>)
     }
 }
 

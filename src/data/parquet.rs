@@ -88,13 +88,15 @@ mod tests {
     /// {"prompt": [{"content": "two three", "role": "user"}], "reward_model": {"ground_truth": "5", "style": "rule"}}]), path)`.
     const ROWS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/rows.parquet");
 
-    fn rows(path: &str) -> Result<Vec<Result<Map<String, Value>, String>>, String> {
-        read(File::open(path).unwrap()).map(Iterator::collect)
+    /// The rows up to the first that cannot be read; the error is the file's.
+    fn rows(path: &str) -> Result<Vec<Value>, String> {
+        let rows = read(File::open(path).unwrap())?;
+        Ok(rows.map_while(Result::ok).map(Value::from).collect())
     }
 
     #[test]
     fn nested_rows_are_what_json_would_say() {
-        let found: Vec<Value> = rows(ROWS).unwrap().into_iter().map(|row| row.unwrap().into()).collect();
+        let found = rows(ROWS).unwrap();
         let expected = serde_json::json!([
             {"prompt": [{"content": "one", "role": "user"}], "reward_model": {"ground_truth": "1", "style": "rule"},
              "level": 3, "score": 0.5, "hard": true, "tags": ["a", "b"], "at": "2026-01-01"},

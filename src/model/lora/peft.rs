@@ -255,7 +255,7 @@ fn read_config(path: &Path, targets: Vec<TargetModule>) -> Result<LoraSpec> {
         "use_dora",
         "use_rslora",
     ];
-    if let Some(key) = unserved.into_iter().find(|key| config.get(*key).is_some_and(|value| !is_off(value))) {
+    if let Some(key) = unserved.into_iter().find(|key| config.get(key).is_some_and(|value| !is_off(value))) {
         return Err(config.wrong(key, "it to be off: only plain LoRA is served"));
     }
     if config.get("peft_type").and_then(Value::as_str) != Some("LORA") {
