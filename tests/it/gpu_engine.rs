@@ -54,7 +54,8 @@ fn sampled_as_trained(model: &Model, name: &str) {
         json!({"test": "logprobs", "model": name, "adapters": model.lora.is_some(), "tokens": sampled.len(), "sampler_trainer": mean,
             "sampler_float32": apart(&sampled, &exact), "trainer_float32": rounding})
     );
-    assert!(mean < 1.2 * rounding, "{mean} apart, where bf16 alone makes {rounding}");
+    // Two roundings that know nothing of one another are sqrt(2) of one apart.
+    assert!(mean < 1.5 * rounding, "{mean} apart, where bf16 alone makes {rounding}");
 }
 
 /// Each sequence up to its first token that a float32 forward over the same tokens would not have taken. There the logits of

@@ -19,7 +19,7 @@ const UP_COLUMNS: usize = 64;
 /// Elements that are moved at once.
 const PACK: i64 = 8;
 /// Blocks that fill a GPU, roughly: rows are divided further as long as there are fewer.
-const MANY_BLOCKS: usize = 96;
+const MANY_BLOCKS: usize = 192;
 
 /// What the kernels are fast for: rows, columns of x and elements of out, at most.
 const MOST_ROWS: i64 = 256;
@@ -114,7 +114,7 @@ mod tests {
     #[test]
     fn tiles_are_small_until_they_fill_a_gpu() {
         assert_eq!(tiles(1, 6, 8, &[64, 32, 16]), (16, 6));
-        assert_eq!(tiles(128, 6, 8, &[64, 32, 16]), (64, 12));
+        assert_eq!(tiles(128, 6, 8, &[64, 32, 16]), (32, 24));
         assert_eq!(tiles(128, 2, 8, &[64, 32, 16]), (16, 16));
         assert_eq!(tiles(100, 28, 1, &[64, 32]), (32, 112));
     }
