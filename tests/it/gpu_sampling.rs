@@ -110,7 +110,7 @@ fn gpu_samples_flag_logits_that_are_not_numbers() {
 fn gpu_filters_keep_what_their_definitions_keep() {
     kernels::prepare(0).unwrap();
     for (vocab, digits) in [(13, 2.0), (1000, 3.0), (1000, 0.5), (151_936, 3.0)] {
-        if is_small() && vocab > 5000 {
+        if is_small() && (vocab > 5000 || digits < 1.0) {
             continue;
         }
         // Coarse logits have many ties.
@@ -125,7 +125,9 @@ fn gpu_filters_keep_what_their_definitions_keep() {
             (0.02, 300, 0.9),
             (0.0, 40, 0.5),
         ];
-        for (min_p, top_k, top_p) in cases {
+        // A sanitizer takes a minute for four cases: those in which every filter cuts, alone and together.
+        let cases = if is_small() { &cases[6..] } else { &cases[..] };
+        for &(min_p, top_k, top_p) in cases {
             compare_filter(&logits, min_p, top_k, top_p);
         }
     }
