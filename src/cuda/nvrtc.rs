@@ -71,10 +71,7 @@ const OPTIONS: [&str; 2] = ["--std=c++17", "--extra-device-vectorization"];
 /// # Errors
 /// [`Error::Environment`] without NVRTC, or with the compiler's log.
 pub(super) fn cubin(source: &Source, capability: (i32, i32)) -> Result<Vec<u8>> {
-    let version = version()?;
-    let headers = HEADERS.map(|header| header.1).concat();
-    let key = format!("{capability:?} {version:?} {OPTIONS:?}\n{headers}\n{}", source.text);
-    let path = cache::path("cubin", source.file.trim_end_matches(".cu"), &key)?;
+    let path = cache::path("cubin", source.file.trim_end_matches(".cu"), &key(source, capability, version()?))?;
     if let Some(image) = cache::read(&path)? {
         return Ok(image);
     }
@@ -88,13 +85,19 @@ pub(super) fn cubin(source: &Source, capability: (i32, i32)) -> Result<Vec<u8>> 
     Ok(image)
 }
 
+/// Everything that the machine code follows from.
+fn key(source: &Source, capability: (i32, i32), version: (c_int, c_int)) -> String {
+    let headers = HEADERS.map(|header| header.1).concat();
+    format!("{} {version:?} {OPTIONS:?}\n{headers}\n{}", architecture(capability), source.text)
+}
+
 /// What the compiler calls it, for Hopper with the instructions that no later chip has.
 fn architecture((major, minor): (i32, i32)) -> String {
     let own = if (major, minor) == (9, 0) { "a" } else { "" };
     format!("sm_{major}{minor}{own}")
 }
 
-fn compile(source: &Source, (major, minor): (i32, i32)) -> Result<Vec<u8>> {
+fn compile(source: &Source, capability: (i32, i32)) -> Result<Vec<u8>> {
     open_library()?;
     let c_text = |text: &str| CString::new(text).map_err(|_| environment("a kernel source with a NUL byte"));
     let (text, name) = (c_text(source.text)?, c_text(source.file)?);
@@ -114,15 +117,15 @@ fn compile(source: &Source, (major, minor): (i32, i32)) -> Result<Vec<u8>> {
         )
     };
     created.result().map_err(|error| environment(&format!("nvrtcCreateProgram: {error}")))?;
-    let options: Vec<String> = std::iter::once(format!("--gpu-architecture={}", architecture((major, minor))))
-        .chain(OPTIONS.map(str::to_owned))
-        .collect();
+    let architecture = architecture(capability);
+    let options: Vec<String> =
+        std::iter::once(format!("--gpu-architecture={architecture}")).chain(OPTIONS.map(str::to_owned)).collect();
     // SAFETY: the program was created above.
     let outcome = unsafe { result::compile_program(program, &options) }.map_err(|error| {
         // SAFETY: as above.
         let log = unsafe { result::get_program_log(program) }.unwrap_or_default();
         let log: Vec<u8> = log.into_iter().map(|byte| byte as u8).take_while(|&byte| byte != 0).collect();
-        environment(&format!("{} for sm_{major}{minor}: {error}\n{}", source.file, String::from_utf8_lossy(&log)))
+        environment(&format!("{} for {architecture}: {error}\n{}", source.file, String::from_utf8_lossy(&log)))
     });
     // SAFETY: compiled above.
     let image = outcome.and_then(|()| unsafe { machine_code(program) });
@@ -222,6 +225,15 @@ mod tests {
         tch::set_num_threads(1);
         let [hopper, later] = [(9, 0), (10, 0)].map(|capability| compile(&PRODUCT, capability).unwrap().len());
         assert!(hopper > 2 * later, "{hopper} bytes of kernels, {later} where they are empty");
+    }
+
+    #[test]
+    fn the_cache_tells_architectures_compilers_and_sources_apart() {
+        let known = key(&PRODUCT, (9, 0), (13, 0));
+        assert!(known.starts_with("sm_90a ") && known.contains(PRODUCT.text));
+        for other in [key(&PRODUCT, (10, 0), (13, 0)), key(&PRODUCT, (9, 0), (13, 1)), key(&ADAPT, (9, 0), (13, 0))] {
+            assert_ne!(known, other);
+        }
     }
 
     #[test]
