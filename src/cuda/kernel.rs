@@ -72,7 +72,8 @@ impl Kernel {
 
     /// Queues the kernel on `stream` with `grid` blocks of `block` threads and `shared_bytes` of dynamic shared memory. An
     /// `early` one is brought to the processors while the work before it ends, which hides its launch (programmatic
-    /// dependent launch); it begins with `wait_for_inputs` of scalar.cuh. `cluster` neighbours run at the same time.
+    /// dependent launch); before `wait_for_inputs` of scalar.cuh it writes nothing and reads only what the work before it does not
+    /// write. `cluster` neighbours run at the same time.
     ///
     /// # Safety
     /// The arguments are those that the kernel declares, in number and type, and every address is valid on this GPU for

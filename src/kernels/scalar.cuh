@@ -23,8 +23,8 @@ struct alignas(sizeof(T) * N) Pack {
     T at[N];
 };
 
-// Of kernels that are launched while the one before still runs: everything that they touch comes after this. The next one may
-// then be brought to the processors, too. Both do nothing in an ordinary launch.
+// Of kernels that are launched while the one before still runs: what that one writes, and all that they write themselves, comes
+// after this. The next one may then be brought to the processors, too. Both do nothing in an ordinary launch.
 __device__ __forceinline__ void wait_for_inputs() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -80,7 +80,7 @@ fn gpu_products_of_few_rows_are_the_librarys() {
     for (n, k) in [(4608, 3584), (3584, 3584), (37_888, 3584), (3584, 18_944), (8448, 72), (5200, 1000)] {
         let rand = |rows: i64, columns: i64| Tensor::randn([rows, columns], (Kind::BFloat16, GPU));
         let (x, w, bias) = (rand(64, k + 8).narrow(1, 0, k), rand(n, k + 64).narrow(1, 64, k), rand(1, n).view([n]));
-        assert!(product_serves(64, &[&w]).unwrap(), "[{n}, {k}]");
+        assert!(product_serves(64, &[&w], Some(&bias)).unwrap(), "[{n}, {k}]");
         let sums = x.to_kind(Kind::Float).matmul(&w.to_kind(Kind::Float).tr()); // [64, N]
         let pairs = sums.to_kind(Kind::BFloat16);
         let mut y = Tensor::empty([64, n / 2], (Kind::BFloat16, GPU));

@@ -40,8 +40,9 @@ pub fn adapt_serves(x: &Tensor, a: &Tensor, b: &Tensor, out: &Tensor) -> bool {
 }
 
 /// low = x A^T, rounded; out += low B^T, rounded once; sums in float32 in an order that depends on K and k alone, so that a
-/// row's bits do not depend on the number of rows. Few rows are what it is fast for. The second of its two kernels begins
-/// while the first runs: A, B and `out` are of work before both. Allocates nothing.
+/// row's bits do not depend on the number of rows. Few rows are what it is fast for. A is read while the operation before still
+/// runs, B and `out` while the first of the two kernels does: that operation must not write A, and must itself have waited for any
+/// that does. It may write `out`. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -81,10 +82,12 @@ pub fn adapt(
     ];
     let (tile, clusters) =
         tiles(rows as usize, (inner as usize).div_ceil(DOWN_COLUMNS), SPLITS as usize, &[64, 32, 16]);
-    // SAFETY: the kernel's parameters in order; a cluster for every tile of low.
+    // SAFETY: the kernel's parameters in order; a cluster for every tile of low. The work before does not write A, which is read
+    // before that has ended: the caller's promise.
     unsafe { launch_early(SOURCE, &format!("adapt_down_{tile}"), gpu, (clusters * SPLITS, THREADS, 0), &down)? };
     let (tile, blocks) = tiles(rows as usize, (outer as usize).div_ceil(UP_COLUMNS), 1, &[64, 32]);
-    // SAFETY: the kernel's parameters in order; a block for every tile of out.
+    // SAFETY: the kernel's parameters in order; a block for every tile of out. The kernel before writes low alone and begins when
+    // the work before it has ended, so B and out may be read before it has.
     unsafe { launch_early(SOURCE, &format!("adapt_up_{tile}"), gpu, (blocks, THREADS, 0), &up) }
 }
 

@@ -175,7 +175,8 @@ unsafe fn launch(
     unsafe { queue(source, name, ordinal, shape, (1, false), arguments) }
 }
 
-/// As [`launch`], of a kernel that begins with `wait_for_inputs`: it is launched while the one before still runs.
+/// As [`launch`], of a kernel that is launched while the one before still runs: before `wait_for_inputs` it reads at most what is
+/// older than that one, and writes nothing.
 ///
 /// # Safety
 /// As [`launch`].

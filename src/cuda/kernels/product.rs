@@ -59,21 +59,23 @@ impl Cut {
     }
 }
 
-/// Whether [`product`] serves so many rows and all of these weights [N, K], on their GPU. It pays where it serves a layer whole,
-/// as each product's weights are asked for while the one before is at work.
+/// Whether [`product`] serves so many rows and all of these weights [N, K], one of them with this bias, on their GPU. It pays where
+/// it serves a layer whole, as each product's weights are asked for while the one before is at work.
 ///
 /// # Errors
 /// [`crate::Error::Cuda`].
-pub fn product_serves(rows: usize, weights: &[&Tensor]) -> Result<bool> {
+pub fn product_serves(rows: usize, weights: &[&Tensor], bias: Option<&Tensor>) -> Result<bool> {
     let Some(first) = weights.first().filter(|_| (1..=MOST_ROWS).contains(&rows)) else { return Ok(false) };
-    if !first.device().is_cuda() || !weights.iter().all(|w| lies_well(w) && cut_of(w).is_some()) {
+    let fit = weights.iter().all(|w| lies_well(w) && cut_of(w).is_some()) && bias.is_none_or(lies_well);
+    if !first.device().is_cuda() || !fit {
         return Ok(false);
     }
     let context = Context::retain(ordinal("product", first)?)?;
     Ok(context.compute_capability()? == (9, 0) && context.num_processors()? == PROCESSORS)
 }
 
-/// out = x w^T + bias for at most 64 rows, sums in float32, rounded once.
+/// out = x w^T + bias for at most 64 rows, sums in float32, rounded once. The kernel reads w while the operation before it still
+/// runs: that one must not write w, and must itself have waited for any that does.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit or that [`product_serves`] refuses; [`crate::Error::Cuda`].
@@ -87,7 +89,7 @@ pub fn product(
 }
 
 /// y = silu(gate) * up of the product x w^T with columns g0 u0 g1 u1 .., for at most 64 rows. Gate and up are rounded as where
-/// they are written.
+/// they are written. What may write w is as for [`product`].
 ///
 /// # Errors
 /// As [`product`].
@@ -109,7 +111,8 @@ fn run(
     let (&[rows, k], &[features, _]) = (&x.size()[..], &w.size()[..]) else {
         return Err(invalid(op, "matrices", (x.size(), w.size())));
     };
-    let cut = cut_of(w).filter(|_| rows as usize <= MOST_ROWS && [x, w, out].into_iter().all(lies_well));
+    let lie_well = [x, w, out].into_iter().chain(bias).all(lies_well);
+    let cut = cut_of(w).filter(|_| rows as usize <= MOST_ROWS && lie_well);
     let Some(cut) = cut else { return Err(invalid(op, "what product_serves", (x.size(), w.size(), out.size()))) };
     let gpu = ordinal(op, x)?;
     strided(op, x, Kind::BFloat16, &[rows, k], gpu)?;
@@ -127,6 +130,7 @@ fn run(
     let grid = (features as usize).div_ceil(cut.features) * cut.parts;
     let shape = (grid as u32, THREADS, STAGES_BYTES);
     // SAFETY: the kernel's parameters in order; boxes beyond x and w read as zeros, and only rows and features of out are written.
+    // Of what it reads, w alone is read before the work before has ended, which does not write it: the caller's promise.
     unsafe { queue(SOURCE, &format!("{op}_{}", cut.features), gpu, shape, (cut.parts as u32, true), &arguments) }
 }
 
@@ -135,9 +139,10 @@ fn cut_of(w: &Tensor) -> Option<Cut> {
     Cut::of(features as usize, k as usize).filter(|_| features % 8 == 0)
 }
 
-/// Rows of bf16 that begin at multiples of 16 bytes.
+/// A row of bf16, or several, that begin at multiples of 16 bytes.
 fn lies_well(tensor: &Tensor) -> bool {
-    tensor.kind() == Kind::BFloat16 && matches!(tensor.stride()[..], [down, 1] if down % 8 == 0) && is_aligned(tensor)
+    let are_rows = matches!(tensor.stride()[..], [1]) || matches!(tensor.stride()[..], [down, 1] if down % 8 == 0);
+    tensor.kind() == Kind::BFloat16 && are_rows && is_aligned(tensor)
 }
 
 /// How a matrix [rows, columns] bf16 is copied in boxes of `box_rows` and [`STEP`] columns, swizzled as the tensor cores read them.
@@ -167,7 +172,23 @@ fn tensor_map(matrix: &Tensor, box_rows: usize) -> Result<Argument> {
 
 #[cfg(test)]
 mod tests {
+    use tch::Device;
+
     use super::*;
+
+    #[test]
+    fn rows_lie_well_at_multiples_of_16_bytes() {
+        let matrix = Tensor::zeros([4, 24], (Kind::BFloat16, Device::Cpu));
+        let row = matrix.view(-1);
+        for tensor in [&matrix, &matrix.narrow(1, 8, 9), &row, &row.narrow(0, 16, 3)] {
+            assert!(lies_well(tensor), "{:?} at {:?}", tensor.stride(), tensor.data_ptr());
+        }
+        let narrow = Tensor::zeros([4, 20], (Kind::BFloat16, Device::Cpu));
+        for tensor in [&matrix.narrow(1, 4, 8), &matrix.tr(), &narrow, &row.narrow(0, 4, 8), &row.to_kind(Kind::Float)]
+        {
+            assert!(!lies_well(tensor), "{:?} at {:?}", tensor.stride(), tensor.data_ptr());
+        }
+    }
 
     #[test]
     fn cuts_fill_the_chip_or_there_is_none() {

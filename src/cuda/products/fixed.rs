@@ -21,9 +21,14 @@ const TYPICAL_ROWS: i64 = 256;
 /// Products of more rows are run in parts of so many: the sums of a split K take room with the rows.
 pub(super) const MOST_ROWS: i64 = 1024;
 
-/// Numbers of rows up to a power of two share an algorithm.
+/// Bytes that no algorithm moves more than at once: a better alignment allows no others.
+const WIDEST_BYTES: u32 = 16;
+
+/// Numbers of rows up to a power of two share an algorithm, and so do all good alignments: where a tensor lies must not change the
+/// order of its sums. What does is part of the shape: alignments below that, and leading dimensions, for which an algorithm of others may
+/// be invalid. An engine has one of each a weight, as all its rows lie in buffers as wide as they are.
 pub(super) fn bucket(problem: &Problem) -> Problem {
-    problem.with_rows((problem.rows() as u64).next_power_of_two() as i64)
+    problem.with_rows((problem.rows() as u64).next_power_of_two() as i64).aligned_to_at_most(WIDEST_BYTES)
 }
 
 impl Products {
@@ -40,11 +45,15 @@ impl Products {
         let candidates = self.candidates(&typical, &Descriptors::new(&typical, None)?)?;
         let serves_all = candidates.iter().find(|algorithm| most.accept(self.handle, algorithm));
         let reference = *serves_all.ok_or_else(|| super::no_algorithm(&problem.with_rows(MOST_ROWS)))?;
-        let order = Order::of(&reference)?;
+        // What follows falls back on it.
+        let descriptors = Descriptors::new(problem, bias)?;
+        if !descriptors.accept(self.handle, &reference) {
+            return Err(super::no_algorithm(problem));
+        }
         if problem.rows() == TYPICAL_ROWS {
             return Ok(reference);
         }
-        let descriptors = Descriptors::new(problem, bias)?;
+        let order = Order::of(&reference)?;
         for candidate in self.candidates(problem, &descriptors)? {
             let algorithm = order.impose(candidate)?.filter(|algorithm| descriptors.accept(self.handle, algorithm));
             if let Some(algorithm) = algorithm

@@ -100,6 +100,11 @@ impl Problem {
         other
     }
 
+    /// The same product with nothing promised beyond addresses at multiples of `bytes`.
+    pub(super) fn aligned_to_at_most(&self, bytes: u32) -> Self {
+        Self { alignment: self.alignment.min(bytes), ..*self }
+    }
+
     /// Elements from one row of the output to the next.
     pub(super) fn row_len(&self) -> i64 {
         self.out.leading
@@ -315,4 +320,33 @@ pub(super) fn invalid(expected: &str, got: String) -> Error {
 
 pub(super) fn failed(op: &'static str, code: u32, message: &str) -> Error {
     Error::Cuda { op, code, message: message.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::products::fixed::bucket;
+
+    /// [rows, 72] x [72, 40]
+    fn problem(rows: i64, alignment: u32) -> Problem {
+        let factor = |rows, columns, is_transposed| Factor { rows, columns, leading: 72, is_transposed };
+        Problem {
+            a: factor(rows, 72, false),
+            b: factor(72, 40, true),
+            out: factor(rows, 40, false),
+            kind: Kind::BFloat16,
+            out_kind: Kind::Float,
+            has_bias: true,
+            accumulates: false,
+            alignment,
+        }
+    }
+
+    #[test]
+    fn a_bucket_has_powers_of_two_of_rows_and_all_good_alignments() {
+        assert_eq!(bucket(&problem(1, 16)), problem(1, 16));
+        assert_eq!(bucket(&problem(33, 256)), problem(64, 16));
+        assert_eq!(bucket(&problem(64, 32)), problem(64, 16));
+        assert_eq!(bucket(&problem(65, 8)), problem(128, 8), "an algorithm for 16 bytes may not take 8");
+    }
 }

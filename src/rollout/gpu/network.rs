@@ -71,15 +71,16 @@ impl Network<'_> {
         if self.only.is_none_or(|only| only == op) { work() } else { Ok(()) }
     }
 
-    /// Whether `kernels::product` has all products of all blocks.
+    /// Whether `kernels::product` has all products of all blocks. It has been found to pay with one rank an engine only; and ranks
+    /// of one engine could not each decide by their own clock, as what is timed holds their sums.
     pub(super) fn may_own_products(&self, rows: usize) -> Result<bool> {
-        if self.tuning != Tuning::Timed {
+        if self.tuning != Tuning::Timed || self.tp.size() > 1 {
             return Ok(false);
         }
         for w in &self.weights.blocks {
-            let Qkv::Grouped { weight, .. } = &w.qkv else { return Ok(false) };
+            let Qkv::Grouped { weight, bias } = &w.qkv else { return Ok(false) };
             let is_adapted = w.lora.iter().next().is_some();
-            if is_adapted || !kernels::product_serves(rows, &[weight, &w.o, &w.gate_up, &w.down])? {
+            if is_adapted || !kernels::product_serves(rows, &[weight, &w.o, &w.gate_up, &w.down], bias.as_ref())? {
                 return Ok(false);
             }
         }
@@ -87,6 +88,11 @@ impl Network<'_> {
     }
 
     /// Final hidden states, normed. [T, D]
+    ///
+    /// `kernels::product` and `kernels::adapt` read weights while the operation before them runs. None of those writes weights: the
+    /// policy's are complete before the step begins, as the engine's stream waits for its caller's; and between `prepare`, which
+    /// writes a block's, and their first reader stands a norm, which has waited for it. An operation that is timed alone lacks the
+    /// norm, but nobody reads what comes out.
     pub(super) fn hidden(&self, tokens: &Tokens, attend: &mut Attend) -> Result<Tensor> {
         let rows = tokens.ids.size()[0];
         let first = |buffer: &Tensor| buffer.narrow(0, 0, rows);

@@ -63,7 +63,8 @@ const OPS: [Op; 14] = [
 
 impl GpuState {
     /// Whether a step of so many rows is faster with `kernels::product`, which `step` is told: timed once. It pays for a step as
-    /// a whole, as it asks for weights while the operation before is at work; one of its products alone is no faster.
+    /// a whole, as it asks for weights while the operation before is at work; one of its products alone is no faster. Of an engine
+    /// with one rank: others would wait in this step's collectives.
     pub(super) fn is_faster_with_own_products(&self, rows: usize, step: &dyn Fn(bool) -> Result<()>) -> Result<bool> {
         let mut known = self.own_products.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(&is_faster) = known.get(&rows) {
