@@ -54,10 +54,12 @@ sources! {
 }
 
 /// What the sources include. CUDA's own headers, as that for bf16, do not come with the compiler's package.
-const HEADERS: [(&CStr, &str); 6] = [
+const HEADERS: [(&CStr, &str); 8] = [
     (c"attention.cuh", include_str!("../kernels/attention.cuh")),
     (c"attention_merge.cuh", include_str!("../kernels/attention_merge.cuh")),
     (c"attention_warp.cuh", include_str!("../kernels/attention_warp.cuh")),
+    (c"cluster.cuh", include_str!("../kernels/cluster.cuh")),
+    (c"mma.cuh", include_str!("../kernels/mma.cuh")),
     (c"philox.cuh", include_str!("../kernels/philox.cuh")),
     (c"sample.cuh", include_str!("../kernels/sample.cuh")),
     (c"scalar.cuh", include_str!("../kernels/scalar.cuh")),

@@ -5,6 +5,8 @@
 // one another's shared memory in a fixed order; what a kernel reads that is older than the kernel before it (A; B and out) is
 // under way while that one ends. Chunks, splits and the order within them depend on K alone, so a row's bits do not depend on
 // the rows beside it.
+#include "cluster.cuh"
+#include "mma.cuh"
 #include "scalar.cuh"
 
 constexpr int THREADS = 128;
@@ -17,10 +19,6 @@ struct Rows {
     long long stride;
     int first, end;
 };
-
-__device__ __forceinline__ unsigned shared_address(const void* at) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(at));
-}
 
 // Where a piece of a row stands in a stage, so that eight rows' pieces of one column lie in different banks.
 __device__ __forceinline__ bf16* piece_of(bf16* stage, int row, int piece) {
@@ -56,14 +54,6 @@ __device__ __forceinline__ void load_matrices(unsigned (&to)[N], const bf16* row
         asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                      : "=r"(to[0]), "=r"(to[1])
                      : "r"(shared_address(row)));
-}
-
-// sum += a b: a [16, 16] by rows, b [16, 8] by columns.
-__device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // One block's [M, N] of x w^T: a warp has 16 rows, and beside others in its row of warps TILES times 8 columns. A lane's sums
@@ -117,22 +107,20 @@ struct Product {
                 const int row = column() + 8 * t + lane % 8 + (PAIR == 2 ? lane / 16 * 8 : 0);
                 load_matrices(b, piece_of(stage + M * CHUNK, row, 2 * k + lane / 8 % 2));
 #pragma unroll
-                for (int p = 0; p < PAIR; ++p) multiply(sum[t + p], a, b[2 * p], b[2 * p + 1]);
+                for (int p = 0; p < PAIR; ++p)
+                    multiply(sum[t + p], a[0], a[1], a[2], a[3], b[2 * p], b[2 * p + 1]);
             }
         }
     }
 };
 
-__device__ __forceinline__ void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // What stands at `at` in the shared memory of a block of the cluster.
 __device__ __forceinline__ float2 load_peer(const float* at, int rank) {
-    unsigned address;
     float2 out;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(at)), "r"(rank));
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(out.x), "=f"(out.y) : "r"(address) : "memory");
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(out.x), "=f"(out.y)
+                 : "r"(peer_address(shared_address(at), rank))
+                 : "memory");
     return out;
 }
 
@@ -164,7 +152,7 @@ __device__ __forceinline__ void adapt_down(
             const int at = (Sums::row() + 8 * half) * N + Sums::column() + 8 * t + threadIdx.x % 4 * 2;
             *reinterpret_cast<float2*>(sums + at) = {product.sum[t][2 * half], product.sum[t][2 * half + 1]};
         }
-    meet_cluster();
+    sync_cluster();
     const int pair = rank * (M * N / 2 / SPLITS) + threadIdx.x;
     if (threadIdx.x < M * N / 2 / SPLITS) {
         float2 parts[SPLITS], sum{};
@@ -177,7 +165,7 @@ __device__ __forceinline__ void adapt_down(
         narrow(sum.x, out.at[0]), narrow(sum.y, out.at[1]);
         if (row < rows && at < inner) store(low + static_cast<long long>(row) * inner + at, out);
     }
-    meet_cluster();  // nobody's memory goes while another reads it
+    sync_cluster();  // nobody's memory goes while another reads it
 }
 
 // out += low B^T, rounded once. The kernel before is `adapt_down`: out and B are older than it.

@@ -3,6 +3,7 @@
 // free, so 16-byte loads fit.
 #pragma once
 #include "attention.cuh"
+#include "mma.cuh"
 #include "scalar.cuh"
 
 constexpr int THREADS = 32 * WARPS;
@@ -34,21 +35,6 @@ __device__ __forceinline__ void copy_async(bf16* to, const bf16* from) {
 
 // What the place of a 16-byte chunk within a row in shared memory is mixed with, so that neither product's loads collide.
 __device__ __forceinline__ int mix(int row) { return (row & 6) ^ (row & 1) << 2; }
-
-// c += a b: a [16, 16] by rows, b [16, 8] by columns.
-__device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
-                                         unsigned b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ unsigned pack(float low, float high) {
-    unsigned out;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-    return out;
-}
 
 __device__ __forceinline__ float exp2_fast(float x) {
     float out;

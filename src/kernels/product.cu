@@ -4,6 +4,8 @@
 // A cluster has a tile of features and all rows. Its blocks have a part of K each and read one another's sums from shared memory,
 // in the order of K. In a block one warp copies and two warpgroups multiply, each half of the features. Weights are on their way
 // before the work before this ends: the kernel before must not write them.
+#include "cluster.cuh"
+#include "mma.cuh"
 #include "scalar.cuh"
 
 struct alignas(64) TensorMap {
@@ -35,10 +37,6 @@ struct Shape {
     static_assert(ROWS * PITCH * 4 <= STAGES * STAGE_BYTES, "sums take the place of the stages");
 };
 
-__device__ __forceinline__ unsigned shared_address(const void* at) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(at));
-}
-
 __device__ __forceinline__ unsigned cluster_rank() {
     unsigned rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -49,10 +47,6 @@ __device__ __forceinline__ unsigned cluster_size() {
     unsigned size;
     asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
     return size;
-}
-
-__device__ __forceinline__ void sync_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void init(unsigned barrier, int arrivals) {
@@ -138,18 +132,10 @@ __device__ __forceinline__ void store_shared(unsigned at, float low, float high)
 // Of the cluster's block `rank`.
 __device__ __forceinline__ float4 load_shared(unsigned at, int rank) {
     float4 value;
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
-        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
-        : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-        : "r"(at), "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "r"(peer_address(at, rank)));
     return value;
-}
-
-__device__ __forceinline__ unsigned pair(float low, float high) {
-    unsigned both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
 }
 
 // Eight neighbours of a row.
@@ -162,21 +148,21 @@ struct Plain {  // out [R, N]
             for (int i = 0; i < 8; ++i) bias[i] = widen(added.at[i]);
         }
         *reinterpret_cast<uint4*>(static_cast<bf16*>(out.at) + row * out.leading + feature) =
-            make_uint4(pair(v[0] + bias[0], v[1] + bias[1]), pair(v[2] + bias[2], v[3] + bias[3]),
-                       pair(v[4] + bias[4], v[5] + bias[5]), pair(v[6] + bias[6], v[7] + bias[7]));
+            make_uint4(pack(v[0] + bias[0], v[1] + bias[1]), pack(v[2] + bias[2], v[3] + bias[3]),
+                       pack(v[4] + bias[4], v[5] + bias[5]), pack(v[6] + bias[6], v[7] + bias[7]));
     }
 };
 
 struct SwiGlu {  // out [R, N / 2]
     // Gate and up are rounded before, as where they are written.
     __device__ __forceinline__ static float silu_mul(float gate, float up) {
-        const unsigned both = pair(gate, up);
+        const unsigned both = pack(gate, up);
         const float rounded = __uint_as_float(both << 16);
         return __fdividef(rounded, 1.0f + __expf(-rounded)) * __uint_as_float(both & 0xffff0000u);
     }
     __device__ __forceinline__ static void emit(const float (&v)[8], const Output& out, int row, int feature) {
         *reinterpret_cast<uint2*>(static_cast<bf16*>(out.at) + row * out.leading + feature / 2) =
-            make_uint2(pair(silu_mul(v[0], v[1]), silu_mul(v[2], v[3])), pair(silu_mul(v[4], v[5]), silu_mul(v[6], v[7])));
+            make_uint2(pack(silu_mul(v[0], v[1]), silu_mul(v[2], v[3])), pack(silu_mul(v[4], v[5]), silu_mul(v[6], v[7])));
     }
 };
 

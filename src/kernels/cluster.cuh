@@ -1,0 +1,18 @@
+// Blocks of a cluster that read one another's shared memory.
+#pragma once
+
+__device__ __forceinline__ unsigned shared_address(const void* at) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(at));
+}
+
+// What blocks have written by now, all may read after this; all threads of all blocks come here.
+__device__ __forceinline__ void sync_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// What stands at `at` in the shared memory of the cluster's block `rank`.
+__device__ __forceinline__ unsigned peer_address(unsigned at, int rank) {
+    unsigned there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    return there;
+}
