@@ -52,12 +52,13 @@ for part in $parts; do
         check "${test//::/.}" 100 "$tests" --exact "$test" --ignored --nocapture
       done
       ;;
-    sanitize) # the decode kernels' tests on small shapes
-      selected=$(names gpu_decode:: gpu_sampling::) || exit 1
+    sanitize) # the kernels of one GPU on small shapes
+      selected=$(names gpu_decode:: gpu_sampling:: gpu_lora::gpu_dropout gpu_lora::gpu_adapters gpu_lora::gpu_nf4_is \
+        gpu_products::gpu_products_of_few_rows) || exit 1
+      kernels='embed|norm|rope|attention|swiglu|sample|filter|combine|note_tokens|mark_seen|adapt|product|nf4|adamw|head|dropout'
       for tool in memcheck racecheck; do
-        check "sanitize-$tool" 300 env COLO_GRPO_TEST_SMALL=1 compute-sanitizer --tool "$tool" --error-exitcode 9 \
-          --kernel-name regex='embed|norm|rope|attention|swiglu|sample|filter|combine|note_tokens|mark_seen' \
-          "$tests" --ignored --exact $selected --test-threads=1
+        check "sanitize-$tool" 600 env COLO_GRPO_TEST_SMALL=1 compute-sanitizer --tool "$tool" --error-exitcode 9 \
+          --kernel-name "regex=$kernels" "$tests" --ignored --exact $selected --test-threads=1
         # A filter that the tool does not understand ends with 0, too.
         grep -q SUMMARY "$output/sanitize-$tool.log" || { echo "sanitize-$tool checked nothing" >&2; exit 1; }
       done
