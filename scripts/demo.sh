@@ -5,5 +5,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
 cargo build --release
-case " $*" in *output_dir*|*resume*) ;; *) rm -rf runs/tiny-cpu ;; esac # an earlier demo's
-exec "${CARGO_TARGET_DIR:-target}/release/colo-grpo" --nproc 2 --config configs/tiny-cpu.toml "$@"
+program="${CARGO_TARGET_DIR:-target}/release/colo-grpo"
+run=(--nproc 2 --config configs/tiny-cpu.toml "$@")
+case " $* " in
+*output[_-]dir* | *resume* | *" -h "* | *" --help "*) ;;
+*) # an earlier demo's folder goes, if this run is not refused
+    said=$("$program" plan "${run[@]}" 2>&1) || { echo "$said" >&2; exit 2; }
+    rm -rf runs/tiny-cpu ;;
+esac
+exec "$program" "${run[@]}"
