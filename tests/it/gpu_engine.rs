@@ -30,16 +30,18 @@ const SEED: u64 = 7;
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_sampled_logprobs_are_the_trainers() {
-    sampled_as_trained(&Model::new(LARGE), LARGE);
+    sampled_as_trained(&Model::new(LARGE), LARGE, 1.2);
 }
 
+/// Two roundings that know nothing of one another are sqrt(2) of one apart; 1.18 was measured here, 1.01 without adapters.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_sampled_logprobs_with_adapters_are_the_trainers() {
-    sampled_as_trained(&Model::adapted(SMALL), SMALL);
+    sampled_as_trained(&Model::adapted(SMALL), SMALL, 1.5);
 }
 
-fn sampled_as_trained(model: &Model, name: &str) {
+/// At most `bound` times as far apart as bf16 leaves the trainer from float32.
+fn sampled_as_trained(model: &Model, name: &str, bound: f64) {
     let params = SamplingParams { num_generations: 2, max_completion_length: 300, ..SamplingParams::default() };
     let groups = model.generate(&EngineOptions { max_num_seqs: 12, ..model.options(1024) }, &prompts(6, 720), &params);
     let sampled: Vec<f32> = completions(&groups).flat_map(|(_, logprobs)| logprobs).collect();
@@ -54,8 +56,7 @@ fn sampled_as_trained(model: &Model, name: &str) {
         json!({"test": "logprobs", "model": name, "adapters": model.lora.is_some(), "tokens": sampled.len(), "sampler_trainer": mean,
             "sampler_float32": apart(&sampled, &exact), "trainer_float32": rounding})
     );
-    // Two roundings that know nothing of one another are sqrt(2) of one apart.
-    assert!(mean < 1.5 * rounding, "{mean} apart, where bf16 alone makes {rounding}");
+    assert!(mean < bound * rounding, "{mean} apart, where bf16 alone makes {rounding}");
 }
 
 /// Each sequence up to its first token that a float32 forward over the same tokens would not have taken. There the logits of

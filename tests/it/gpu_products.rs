@@ -77,7 +77,7 @@ fn gpu_a_fixed_algorithm_gives_a_row_the_same_bits_in_any_batch() {
 /// depend on the rows beside it, and nothing is written beside the output.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_products_of_few_rows_are_the_librarys() {
+fn gpu_products_of_few_rows_are_those_of_float32() {
     let (_products, _current) = products();
     for (n, k) in [(4608, 3584), (3584, 3584), (37_888, 3584), (3584, 18_944), (8448, 72), (5200, 1000)] {
         if is_small() && k > 1000 {
