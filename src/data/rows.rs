@@ -1,7 +1,7 @@
 //! Rows of a file: what one must be, and under which names its prompt and answer may stand.
 
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read, Seek};
+use std::io::{self, BufRead, BufReader, Cursor, Read, Seek};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
@@ -37,21 +37,23 @@ pub(super) enum RawExample {
     Conversation(Vec<Message>, usize),
 }
 
-/// The rows of a file in order: JSONL, whose blank lines are skipped, or Parquet.
+/// The rows of a file in order: JSONL, whose blank lines are skipped and which may come through a pipe, or Parquet.
 pub(super) fn read_rows(path: &Path) -> Result<Box<dyn Iterator<Item = Result<Row>>>> {
     let mut file = File::open(path).map_err(|error| Error::bad_file(path, error.to_string()))?;
     let mut start = Vec::new();
-    let looked_at = (&mut file).take(parquet::MAGIC.len() as u64).read_to_end(&mut start).and_then(|_| file.rewind());
+    let looked_at = (&mut file).take(parquet::MAGIC.len() as u64).read_to_end(&mut start);
     looked_at.map_err(|error| Error::bad_file(path, error.to_string()))?;
     let path = path.to_owned();
     if start == parquet::MAGIC {
+        let from_its_end = "Parquet is read from its end: expected a file, not a pipe";
+        file.rewind().map_err(|error| Error::bad_file(&path, format!("{from_its_end} ({error})")))?;
         let rows = parquet::read(file).map_err(|message| Error::bad_file(&path, message))?.enumerate();
         return Ok(Box::new(rows.map(move |(index, row)| match row {
             Ok(columns) => Ok(Row::new(path.clone(), index + 1, columns)),
             Err(message) => Err(Error::BadLine { path: path.clone(), line: index + 1, message }),
         })));
     }
-    let mut reader = BufReader::new(file);
+    let mut reader = BufReader::new(Cursor::new(start).chain(file));
     let lines = std::iter::from_fn(move || read_line(&mut reader).transpose()).enumerate();
     Ok(Box::new(lines.filter_map(move |(index, line)| {
         let bad = |message| Error::BadLine { path: path.clone(), line: index + 1, message };

@@ -1,3 +1,5 @@
+use rustix::fs::{CWD, FileType, Mode};
+
 use super::super::fixtures::Folder;
 use super::*;
 
@@ -98,4 +100,23 @@ fn conversations_need_a_template() {
     let path = folder.path().join("rows.jsonl");
     let error = Dataset::from_file(path, &folder.tokenizer(), &DatasetOptions::default()).unwrap_err();
     assert!(matches!(error, Error::ChatTemplate { .. }), "{error}");
+}
+
+#[test]
+fn rows_may_come_through_a_pipe_but_parquets() {
+    let folder = Folder::new();
+    let pipe = folder.path().join("rows");
+    rustix::fs::mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    let read = |bytes: Vec<u8>| {
+        std::thread::scope(|scope| {
+            scope.spawn(|| std::fs::write(&pipe, bytes));
+            Dataset::from_file(&pipe, &folder.tokenizer(), &DatasetOptions::default())
+        })
+    };
+    let rows = "{\"prompt\": \"one\"}\n{\"prompt\": \"two three\"}\n";
+    let data = read(rows.into()).unwrap();
+    assert_eq!((data.len(), data.prompt(1).text.as_str()), (2, "two three"));
+    assert_eq!(read(b"{}".to_vec()).unwrap_err().to_string().matches("rows:1: no column").count(), 1);
+    let error = read([b"PAR1", rows.as_bytes()].concat()).unwrap_err().to_string();
+    assert!(error.contains("expected a file, not a pipe"), "{error}");
 }
