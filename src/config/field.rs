@@ -248,7 +248,7 @@ impl<T: FromValue> FromValue for Option<T> {
 
 impl<T: FromValue> FromValue for Vec<T> {
     fn expected() -> String {
-        format!("a list [..], each entry {}", T::expected())
+        format!("a list [..], or one entry, each {}", T::expected())
     }
 
     /// One entry may stand without brackets.

@@ -26,7 +26,7 @@ pub use heartbeat::HeartbeatConfig;
 pub use lora::{LoraConfig, TargetModules};
 use raw::RawConfig;
 pub use reference::{reference_page, reference_toml};
-pub use reward::{CodeConfig, ProcessReward, ProcessRewards, RewardConfig};
+pub use reward::{CodeConfig, CommandLine, ProcessReward, ProcessRewards, RewardConfig};
 pub(crate) use reward::{is_python, reward_name};
 pub use sft::SftConfig;
 pub use split::{Roles, SplitConfig};

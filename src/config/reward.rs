@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-use super::field::{Field, KeyDoc, join, keys};
+use super::field::{Field, FromValue, KeyDoc, join, keys};
 use super::raw::RawConfig;
 use super::validate::{TIMEOUT, check, compiles, count, is_timeout};
 use super::{Config, RewardBatch, SandboxLayer};
@@ -49,7 +49,7 @@ keys! {
         /// The column with the tests: a list of `{input, output}`, or `{inputs, outputs}`, or either as JSON text.
         pub tests_column: String = "tests".into(),
         /// What runs the program, whose file is the last argument.
-        pub command: Vec<String> = vec!["python3".into(), "-I".into()],
+        pub command: CommandLine = CommandLine(vec!["python3".into(), "-I".into()]),
         /// Longest time that all tests of a program may take, in seconds; those not passed by then are failed.
         pub timeout_s: f64 = 10.0,
         /// Memory that the program may address, in bytes.
@@ -70,7 +70,7 @@ keys! {
         /// A Python function, `file.py:function`, `module:function` or `module.function`, of TRL's or verl's signature.
         pub function: Option<String> = None,
         /// A program and its arguments, which serves requests on its standard input and output (docs/rewards.md).
-        pub command: Vec<String> = Vec::new(),
+        pub command: CommandLine = CommandLine::default(),
         /// Longest time of one request, in seconds; `none` is `reward.timeout_s`.
         pub timeout_s: Option<f64> = None,
         /// Processes on each rank.
@@ -79,6 +79,10 @@ keys! {
         pub batch: RewardBatch = RewardBatch::Completion,
     }
 }
+
+/// A program and its arguments, a word each: always a list, as no text is split at its spaces.
+#[derive(Debug, Clone, Default, PartialEq, serde::Serialize, serde::Deserialize)]
+pub struct CommandLine(pub Vec<String>);
 
 /// `rewards.*`: rewards in processes of their own, by name.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
@@ -97,7 +101,7 @@ impl RewardConfig {
         ] {
             count(key, value)?;
         }
-        check("reward.code.command", "[]", !self.code.command.is_empty(), "an interpreter and its arguments")?;
+        check("reward.code.command", "[]", !self.code.command.0.is_empty(), "an interpreter and its arguments")?;
         let bytes = self.code.memory_bytes;
         check("reward.code.memory_bytes", bytes, bytes >= 1 << 26, "at least 67108864 (64 MiB)")?;
         for (key, seconds) in [("reward.timeout_s", self.timeout_s), ("reward.code.timeout_s", self.code.timeout_s)] {
@@ -117,7 +121,7 @@ impl ProcessReward {
         let key = |field: &str| format!("rewards.{name}.{field}");
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
         check("rewards", name, name.chars().all(is_plain), "names of letters, digits, _ and -")?;
-        let is_one = self.function.is_some() == self.command.is_empty();
+        let is_one = self.function.is_some() == self.command.0.is_empty();
         let got = self.function.as_deref().unwrap_or("none");
         check(&key("function"), got, is_one, format!("a function, or else a program in {}", key("command")))?;
         let shape = "file.py:function, module:function or module.function";
@@ -169,6 +173,20 @@ impl Default for ProcessReward {
     }
 }
 
+impl FromValue for CommandLine {
+    fn expected() -> String {
+        "a list [..] of a program and its arguments".into()
+    }
+
+    fn from_value(value: &Value) -> Option<Self> {
+        value.as_array().and_then(|_| Vec::from_value(value)).map(Self)
+    }
+
+    fn to_value(&self) -> Value {
+        self.0.to_value()
+    }
+}
+
 impl Field for ProcessRewards {
     fn describe(key: &str, _: Option<Self>, _: &str, out: &mut Vec<KeyDoc>) {
         ProcessReward::describe(&join(key, "*"), None, "", out);
@@ -208,7 +226,7 @@ mod tests {
         let config = config(&[&given[..], &["rewards.brevity.timeout_s=3"]].concat());
         assert_eq!(config.reward_names(), ["brevity", "tone", "depth"]);
         let brevity = config.rewards.get("brevity").unwrap();
-        assert_eq!((brevity.command.as_slice(), brevity.timeout_s), (&["b".to_owned()][..], Some(3.0)));
+        assert_eq!((brevity.command.0.as_slice(), brevity.timeout_s), (&["b".to_owned()][..], Some(3.0)));
         assert_eq!(super::Config::from_toml(&config.to_toml()).unwrap(), config);
     }
 
@@ -222,6 +240,8 @@ mod tests {
             ),
             (&["rewards.a.function=f", "rewards.a.command=[]"], "file.py:function"),
             (&["rewards.a.function=m:f", "rewards.a.command=[\"x\"]"], "or else a program"),
+            (&["rewards.a.command=python3 score.py"], "expected a list [..] of a program and its arguments"),
+            (&["reward.code.command=python3"], "expected a list [..] of a program and its arguments"),
             (&["reward_funcs=[\"a.py:f\", \"b:f\"]"], "f only once"),
             (&["reward.code.may_lack=[\"walls\"]"], "user_namespace, mount_namespace"),
         ] {

@@ -61,7 +61,7 @@ impl Sources<'_> {
                 let key = if key == "reward_funcs" { key.to_owned() } else { format!("{key}.function") };
                 (python.map(str::to_owned).to_vec(), key, function.clone())
             }
-            None => (reward.command.clone(), format!("{key}.command"), format!("{:?}", reward.command)),
+            None => (reward.command.0.clone(), format!("{key}.command"), format!("{:?}", reward.command.0)),
         };
         let program = Program { command, is_ours: reward.function.is_some(), origin: Origin::Key(key, value) };
         let timeout_s = reward.timeout_s.unwrap_or(self.settings.timeout_s);

@@ -64,9 +64,9 @@ impl Sandbox {
     /// # Errors
     /// The layers that are missing, by name; what else keeps a program from being run.
     pub fn new(settings: &CodeConfig) -> Result<Self, String> {
-        let (interpreter, own_paths) = interpreter(&settings.command[0])?;
+        let (interpreter, own_paths) = interpreter(&settings.command.0[0])?;
         let interpreter = interpreter.to_string_lossy().into_owned();
-        let args = settings.command[1..].iter().map(String::as_str);
+        let args = settings.command.0[1..].iter().map(String::as_str);
         let words = [interpreter.as_str()].into_iter().chain(args).chain([PROGRAM_FILE]);
         let command = words.map(CString::new).collect::<Result<_, _>>().map_err(|error| error.to_string())?;
         let system = SYSTEM.map(PathBuf::from).into_iter();

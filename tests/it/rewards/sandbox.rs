@@ -46,7 +46,7 @@ impl Sandbox {
         settings.may_lack = may_lack.to_vec();
         // Without a root of its own the program is nobody, who reads no interpreter in a home folder.
         if !may_lack.is_empty() && Path::new("/usr/bin/python3").exists() {
-            settings.command[0] = "/usr/bin/python3".to_owned();
+            settings.command.0[0] = "/usr/bin/python3".to_owned();
         }
         let mut worker = command("sandbox-worker");
         worker.arg(serde_json::to_string(&settings).unwrap()).stdin(Stdio::piped());
