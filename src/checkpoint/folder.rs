@@ -69,14 +69,15 @@ pub fn publish(temporary: &Path, complete: &Path) -> Result<()> {
     std::fs::remove_dir_all(temporary).map_err(Error::io(temporary))
 }
 
-/// Makes a folder that appears as a whole, by the name of `complete`: new, or in place of an empty one.
+/// Makes a folder that appears as a whole, by the name of `complete`, which the user gave as `option`: new, or in place of an
+/// empty one.
 ///
 /// # Errors
 /// [`Error::InvalidValue`] if something is there; those of `write`; [`Error::Io`].
-pub fn write_new(complete: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+pub fn write_new(option: &str, complete: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     if complete.file_name().is_none() || complete.is_file() || !entries(complete)?.is_empty() {
         let expected = "the name of a folder that is not there yet, or is empty";
-        return Err(Error::invalid_value("--output", complete.display(), expected));
+        return Err(Error::invalid_value(option, complete.display(), expected));
     }
     let temporary = temporary(complete);
     if temporary.exists() {
@@ -205,7 +206,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let target = folder.path().join("deep/model");
         let write = |fails: bool| {
-            write_new(&target, |at| {
+            write_new("--to", &target, |at| {
                 std::fs::write(at.join("config.json"), "{}").unwrap();
                 if fails { Err(Error::bad_file(at, "no")) } else { Ok(()) }
             })
@@ -216,9 +217,9 @@ mod tests {
         std::fs::create_dir(temporary(&target)).unwrap(); // left by a kill
         write(false).unwrap();
         let refused = write(false).unwrap_err().to_string();
-        assert!(target.join("config.json").exists() && refused.contains("not there yet, or is empty"), "{refused}");
+        assert!(target.join("config.json").exists() && refused.starts_with("--to = "), "{refused}");
         assert_eq!(std::fs::read_dir(target.parent().unwrap()).unwrap().count(), 1);
-        assert!(write_new(Path::new("."), |_| Ok(())).is_err());
+        assert!(write_new("--to", Path::new("."), |_| Ok(())).is_err());
     }
 
     #[test]

@@ -9,7 +9,7 @@ use crate::checkpoint::write_new;
 use crate::config::{Config, SftConfig, reference_page, reference_toml};
 use crate::cuda::Placement;
 use crate::dist::WorkerEnv;
-use crate::error::{ExitCode, Result};
+use crate::error::{Error, ExitCode, Result};
 use crate::metrics;
 use crate::model::{ModelSource, export_folder, init_folder};
 use crate::plan::Room;
@@ -122,19 +122,22 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
 
 /// What can be checked before any process starts.
 fn preflight(config: &Config, placement: Placement, nproc: usize) -> Result<Preflight> {
+    for file in [Some(&config.train_file), config.eval_file.as_ref()].into_iter().flatten() {
+        std::fs::metadata(file).map_err(|error| Error::bad_file(file, error.to_string()))?;
+    }
     Preflight::new(config, placement, nproc, Room::available(placement, nproc)?)
 }
 
 fn init(args: &InitArgs) -> Result<ExitCode> {
     let spec = Arc::new(args.model.spec()?);
-    write_new(&args.output, |folder| init_folder(&spec, folder, args.seed, args.tokenizer.as_deref()))?;
+    write_new("--output", &args.output, |folder| init_folder(&spec, folder, args.seed, args.tokenizer.as_deref()))?;
     println!("{}: {} parameters", args.output.display(), spec.num_params());
     Ok(ExitCode::Done)
 }
 
 fn export(args: &ExportArgs) -> Result<ExitCode> {
     let source = ModelSource::new(&args.source.model, args.source.base_model.as_deref())?;
-    write_new(&args.output, |folder| export_folder(&source, folder, args.merge))?;
+    write_new("--output", &args.output, |folder| export_folder(&source, folder, args.merge))?;
     println!("{}", args.output.display());
     Ok(ExitCode::Done)
 }

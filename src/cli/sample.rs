@@ -87,7 +87,7 @@ fn lines(group: &RolloutGroup) -> String {
 /// `eval`; collective over the world.
 pub(super) fn evaluate(args: &EvalArgs, world: Arc<World>, kind: Kind) -> Result<()> {
     let Service { mut served, tokenizer, max_model_length } = serve(&args.source, &args.sampling, &world, kind)?;
-    let mut rewards = RewardPool::single(&args.reward, &args.reward_config())?;
+    let mut rewards = RewardPool::single("--reward", &args.reward, &args.reward_config())?;
     let options = DatasetOptions {
         required_columns: rewards.required_columns(),
         max_model_length: Some(max_model_length),

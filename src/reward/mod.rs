@@ -57,11 +57,11 @@ pub struct RewardInput<'a> {
 /// A reward: a finite number, or an error that masks the sample.
 pub type RewardFunction = Arc<dyn Fn(&RewardInput<'_>) -> Result<f32> + Send + Sync>;
 
-/// The built-in reward of this name that is a function.
+/// The built-in reward of this name, which `key` gives, that is a function.
 ///
 /// # Errors
 /// [`Error::InvalidValue`] for an unknown name or a pattern that does not compile.
-pub fn builtin(name: &str, config: &RewardConfig) -> Result<RewardFunction> {
+pub fn builtin(key: &str, name: &str, config: &RewardConfig) -> Result<RewardFunction> {
     let answer = || compiled("reward.answer_pattern", &config.answer_pattern);
     let column = config.answer_column.clone();
     Ok(match name {
@@ -80,8 +80,10 @@ pub fn builtin(name: &str, config: &RewardConfig) -> Result<RewardFunction> {
         }
         _ => {
             let names = BUILTIN.join(", ");
-            let expected = format!("names among {names}, tables rewards.NAME, or Python functions as file.py:function");
-            return Err(Error::invalid_value("reward_funcs", name, expected));
+            let expected = format!(
+                "names among {names}, a configuration's tables rewards.NAME, or Python functions as file.py:function"
+            );
+            return Err(Error::invalid_value(key, name, expected));
         }
     })
 }

@@ -1,4 +1,4 @@
-//! Where the reward of each entry of `reward_funcs` is computed.
+//! Where the reward of each entry of `reward_funcs`, or of an option, is computed.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
@@ -24,8 +24,10 @@ pub(super) enum Source {
     Service(Service),
 }
 
-/// What the entries of `reward_funcs` may mean.
+/// What the entries of `key` may mean.
 pub(super) struct Sources<'a> {
+    /// The key or option that names the rewards.
+    pub key: &'a str,
     pub settings: &'a RewardConfig,
     pub processes: &'a ProcessRewards,
     /// The caller's own, which win over all others.
@@ -49,16 +51,16 @@ impl Sources<'_> {
         }
         if is_python(entry) {
             let reward = ProcessReward::python(entry);
-            return Ok(Source::Service(self.process(reward_name(entry), index, &reward, "reward_funcs")));
+            return Ok(Source::Service(self.process(reward_name(entry), index, &reward, self.key)));
         }
-        builtin(entry, self.settings).map(Source::Function)
+        builtin(self.key, entry, self.settings).map(Source::Function)
     }
 
     fn process(&self, name: &str, index: usize, reward: &ProcessReward, key: &str) -> Service {
         let (command, key, value) = match &reward.function {
             Some(function) => {
                 let python = [&self.settings.python, "-c", PYTHON_WORKER, function, &self.settings.answer_column];
-                let key = if key == "reward_funcs" { key.to_owned() } else { format!("{key}.function") };
+                let key = if key == self.key { key.to_owned() } else { format!("{key}.function") };
                 (python.map(str::to_owned).to_vec(), key, function.clone())
             }
             None => (reward.command.0.clone(), format!("{key}.command"), format!("{:?}", reward.command.0)),

@@ -178,6 +178,12 @@ fn configurations() {
         ),
         ("16 mistyped option", small("--learnign_rate 1e-4"), 2, &["'learnign_rate'", "did you mean 'learning_rate'?"]),
         ("34 a secret in a word", "eval --model m my_token=topsecret".into(), 2, &["my_token=[redacted]"]),
+        (
+            "16 mistyped reward",
+            "eval --model configs/arithmetic/model --data configs/arithmetic/eval.jsonl --reward nosuch".into(),
+            2,
+            &["--reward = nosuch", "numeric_answer"],
+        ),
         ("16 mistyped override", small("zreo.stage=1"), 2, &["command line", "did you mean 'zero.stage'?"]),
         ("4 bits to train", small("quantization=nf4"), 2, &["quantization", "lora.r"]),
         ("a rank of nothing", small("lora.r=0"), 2, &["lora.r = 0", "expected 1 to"]),
