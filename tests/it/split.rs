@@ -6,15 +6,21 @@ use crate::checkpoint::Runs;
 const THREE_RANKS: [&str; 3] = ["per_device_train_batch_size=8", "tensor_parallel_size=1", "residency.optimizer=auto"];
 const ONE_GENERATES: [&str; 2] = ["mode=split", "split.rollout_gpus=1"];
 
-/// ZeRO-3 on two ranks, one tensor-parallel engine on two others; a checkpoint of theirs serves ranks that do both.
+/// Four ranks each way: two tensor-parallel engines and ZeRO-2 over all, against ZeRO-3 on two ranks and one engine on two others;
+/// a checkpoint of theirs serves ranks that do both.
 #[test]
 fn ranks_of_their_own_train_like_ranks_that_do_both() {
     let runs = Runs::new();
-    let evaluated =
-        ["eval_file=configs/arithmetic/eval.jsonl", "eval_num_generations=1", "eval_steps=4", "max_steps=5"];
-    runs.train_to_the_end("both", 2, &evaluated);
+    let evaluated = [
+        "eval_file=configs/arithmetic/eval.jsonl",
+        "eval_num_generations=1",
+        "eval_steps=4",
+        "max_steps=5",
+        "per_device_train_batch_size=8",
+    ];
+    runs.train_to_the_end("both", 4, &evaluated);
     let split = ["mode=split", "split.rollout_gpus=2", "residency.optimizer=auto", "zero.stage=3"];
-    let split = [&evaluated[..], &split, &["per_device_train_batch_size=8", "save_steps=4"]].concat();
+    let split = [&evaluated[..], &split, &["save_steps=4"]].concat();
     runs.train_to_the_end("split", 4, &split);
     (1..=5).for_each(|step| runs.assert_close("split", "both", step));
     let evaluation = |run: &str, step| runs.metrics(run)[&(step, true)].values["eval_reward"];
@@ -23,7 +29,7 @@ fn ranks_of_their_own_train_like_ranks_that_do_both() {
     for name in ["timing_s/idle_trainers", "timing_s/idle_generators"] {
         assert!(line.values[name] > 0.0, "{name}: {line:?}");
     }
-    runs.train_to_the_end("back", 2, &[&evaluated[..], &[&runs.resume("split", 4)]].concat());
+    runs.train_to_the_end("back", 4, &[&evaluated[..], &[&runs.resume("split", 4)]].concat());
     runs.assert_close("back", "both", 5);
 }
 
