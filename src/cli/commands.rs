@@ -1,5 +1,6 @@
 //! What each subcommand does, on top of the rooms below.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use super::args::{Command, ExportArgs, InitArgs, PlanArgs, RunArgs};
@@ -75,8 +76,12 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
 
 fn sft(args: &RunArgs) -> Result<ExitCode> {
     let config = SftConfig::load(args.config.as_deref(), &args.overrides)?;
+    let placement = Placement::new(config.device, config.dtype)?;
+    if WorkerEnv::from_env()?.is_none() {
+        check_files(&config.train_file, config.eval_file.as_deref())?;
+    }
     let watch = Supervision { saves_on_stop: true, ..Supervision::new(config.collective_timeout_s, &config.heartbeat) };
-    distributed(&args.launch, watch, Placement::new(config.device, config.dtype)?.on_cuda, |world| {
+    distributed(&args.launch, watch, placement.on_cuda, |world| {
         let summary = Sft::new(config, world.clone())?.run()?;
         if world.rank() == 0 {
             let held_out = summary.eval_loss.map(|loss| format!(", held-out {loss:.4}")).unwrap_or_default();
@@ -122,10 +127,15 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
 
 /// What can be checked before any process starts.
 fn preflight(config: &Config, placement: Placement, nproc: usize) -> Result<Preflight> {
-    for file in [Some(&config.train_file), config.eval_file.as_ref()].into_iter().flatten() {
-        std::fs::metadata(file).map_err(|error| Error::bad_file(file, error.to_string()))?;
-    }
+    check_files(&config.train_file, config.eval_file.as_deref())?;
     Preflight::new(config, placement, nproc, Room::available(placement, nproc)?)
+}
+
+/// Refuses rows that are not there.
+fn check_files(train_file: &Path, eval_file: Option<&Path>) -> Result<()> {
+    [train_file].into_iter().chain(eval_file).try_for_each(|file| {
+        std::fs::metadata(file).map(|_| ()).map_err(|error| Error::bad_file(file, error.to_string()))
+    })
 }
 
 fn init(args: &InitArgs) -> Result<ExitCode> {
