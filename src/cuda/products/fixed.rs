@@ -26,7 +26,7 @@ const WIDEST_BYTES: u32 = 16;
 
 /// Numbers of rows up to a power of two share an algorithm, and so do all good alignments: where a tensor lies must not change the
 /// order of its sums. What does is part of the shape: alignments below that, and leading dimensions, for which an algorithm of others may
-/// be invalid. An engine has one of each a weight, as all its rows lie in buffers as wide as they are.
+/// be invalid. An engine has one of each a weight, as its rows always lie in buffers of one width.
 pub(super) fn bucket(problem: &Problem) -> Problem {
     problem.with_rows((problem.rows() as u64).next_power_of_two() as i64).aligned_to_at_most(WIDEST_BYTES)
 }
