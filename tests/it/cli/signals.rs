@@ -86,6 +86,7 @@ fn a_second_signal_and_a_dead_launcher_end_everything_at_once() {
     let hung = "fault=0:1:generate:hang";
     let (first, second) = (folder.path().join("first"), folder.path().join("second"));
     let run = start_with(&format!("{SMALL_RUN} {hung}"), &first);
+    std::thread::sleep(Duration::from_millis(500)); // from the line of step 0 to where it hangs: a signal before that is obeyed
     signal(&run.id().to_string(), "-USR1");
     std::thread::sleep(Duration::from_millis(200));
     assert!(!processes_of(&first).is_empty(), "a rank that hangs cannot save");
