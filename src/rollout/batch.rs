@@ -30,8 +30,7 @@ impl Batch {
             for position in run.tokens.clone() {
                 token_ids.push(i64::from(sequence.token_ids[position]));
                 positions.push(position as i64);
-                let block = sequence.block_table[position / block_size] as usize;
-                slot_mapping.push((block * block_size + position % block_size) as i64);
+                slot_mapping.push(sequence.slot(position, block_size) as i64);
             }
             cu_seqlens.push(token_ids.len() as i64);
             last_rows.extend((!run.samples.is_empty()).then_some(token_ids.len() as i64 - 1));

@@ -69,10 +69,5 @@ fn unfinished(scheduler: &Scheduler, index: usize) -> Vec<UnfinishedCompletion> 
     if members.iter().all(|sequence| sequence.completion().is_empty()) {
         return Vec::new();
     }
-    let of_sequence = |sequence: &Sequence| UnfinishedCompletion {
-        token_ids: sequence.completion().to_vec(),
-        rollout_logprobs: sequence.rollout_logprobs.clone(),
-        finish_reason: sequence.finish_reason,
-    };
-    members.iter().map(of_sequence).collect()
+    members.iter().map(Sequence::unfinished).collect()
 }

@@ -33,11 +33,11 @@ pub(super) fn exchange(
     vocab_size: usize,
     tp: &dyn Collective,
 ) -> Result<(Vec<Request>, usize)> {
-    let send = |group: &UnfinishedGroup| {
-        let UnfinishedGroup { prompt, first_step, completions } = group.clone();
-        (prompt.id, prompt.token_ids, if completions.is_empty() { params.step } else { first_step }, completions)
-    };
-    let own: Vec<Sent> = groups.iter().map(send).collect();
+    let sent = groups.iter().map(|UnfinishedGroup { prompt, first_step, completions }| {
+        let step = if completions.is_empty() { &params.step } else { first_step };
+        (prompt.id, &prompt.token_ids, step, completions) // a [`Sent`]
+    });
+    let own: Vec<_> = sent.collect();
     let own = serde_json::to_vec(&(format!("{params:?}"), num_groups, own)).map_err(|error| unreadable(&error))?;
     let (mut requests, mut surplus, mut num_groups) = (Vec::new(), Vec::new(), 0);
     let mut params_of_first = None;

@@ -48,6 +48,20 @@ impl Sequence {
         self.finish_reason = completion.finish_reason.or((self.len() >= self.max_len).then_some(FinishReason::Length));
     }
 
+    /// What has been sampled of it, for a later rollout to take in.
+    pub(super) fn unfinished(&self) -> UnfinishedCompletion {
+        UnfinishedCompletion {
+            token_ids: self.completion().to_vec(),
+            rollout_logprobs: self.rollout_logprobs.clone(),
+            finish_reason: self.finish_reason,
+        }
+    }
+
+    /// The slot in the cache of the token at `position`, in blocks of `block_size`.
+    pub(super) fn slot(&self, position: usize, block_size: usize) -> usize {
+        self.block_table[position / block_size] as usize * block_size + position % block_size
+    }
+
     /// Known tokens.
     pub(super) fn len(&self) -> usize {
         self.token_ids.len()

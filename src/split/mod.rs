@@ -54,33 +54,30 @@ impl Split {
         })
     }
 
-    /// [`Learner::train`] on the trainers, while the engines wait; collective over the world.
+    /// [`Learner::train`] on the trainers, while the engines run `beside`, if there is any, on the weights from before the update;
+    /// collective over the world.
     ///
     /// # Errors
     /// As [`Split::with_rollout`].
-    pub fn update(
+    pub fn update<R: Default>(
         &mut self,
         sequences: &[Sequence],
         options: &UpdateOptions,
         progress: &dyn UpdateProgress,
-    ) -> Result<UpdateOutcome> {
-        self.agree("update", |split| split.train(sequences, options, progress, |_| Ok(()))).map(|(outcome, ())| outcome)
-    }
-
-    /// The same, while the engines run `work` on the weights from before the update.
-    ///
-    /// # Errors
-    /// As [`Split::with_rollout`].
-    pub fn update_beside<R: Default>(
-        &mut self,
-        sequences: &[Sequence],
-        options: &UpdateOptions,
-        progress: &dyn UpdateProgress,
-        work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>,
+        beside: Option<impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>>,
     ) -> Result<(UpdateOutcome, R)> {
         self.agree("update", |split| {
-            split.send_weights()?;
-            split.train(sequences, options, progress, |served| served.awake(work))
+            if beside.is_some() {
+                split.send_weights()?;
+            }
+            match &mut split.role {
+                Role::Trains(learner) => Ok((learner.train(sequences, options, progress)?, R::default())),
+                Role::Generates(served) => {
+                    gather_sequences(sequences, &*split.world.group())?;
+                    let outcome = UpdateOutcome { num_updates: options.num_updates(), ..UpdateOutcome::default() };
+                    Ok((outcome, beside.map_or_else(|| Ok(R::default()), |work| served.awake(work))?))
+                }
+            }
         })
     }
 
@@ -108,23 +105,6 @@ impl Split {
         match &mut self.role {
             Role::Trains(learner) => Some(learner.policy_mut()),
             Role::Generates(_) => None,
-        }
-    }
-
-    fn train<R: Default>(
-        &mut self,
-        sequences: &[Sequence],
-        options: &UpdateOptions,
-        progress: &dyn UpdateProgress,
-        meanwhile: impl FnOnce(&mut Served) -> Result<R>,
-    ) -> Result<(UpdateOutcome, R)> {
-        match &mut self.role {
-            Role::Trains(learner) => Ok((learner.train(sequences, options, progress)?, R::default())),
-            Role::Generates(served) => {
-                gather_sequences(sequences, &*self.world.group())?;
-                let outcome = UpdateOutcome { num_updates: options.num_updates(), ..UpdateOutcome::default() };
-                Ok((outcome, meanwhile(served)?))
-            }
         }
     }
 

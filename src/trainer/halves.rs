@@ -39,18 +39,16 @@ impl Halves {
         progress: &dyn UpdateProgress,
         beside: Option<impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>>,
     ) -> Result<(UpdateOutcome, R)> {
-        let outcome = match (self, beside) {
-            (Self::Split(split), Some(work)) => return split.update_beside(sequences, options, progress, work),
-            (Self::Split(split), None) => split.update(sequences, options, progress),
-            (Self::Colocated(colocated), _) => colocated.update(sequences, options, progress),
-        };
-        outcome.map(|outcome| (outcome, R::default()))
+        match self {
+            Self::Colocated(colocated) => Ok((colocated.update(sequences, options, progress)?, R::default())),
+            Self::Split(split) => split.update(sequences, options, progress, beside),
+        }
     }
 
-    /// This rank's share of `len` rows to sample from; `place` is its rank and the number of ranks.
-    pub(super) fn share(&self, len: usize, place: (usize, usize)) -> Range<usize> {
+    /// This rank's share of `len` rows to sample from.
+    pub(super) fn share(&self, len: usize) -> Range<usize> {
         match self {
-            Self::Colocated(_) => share(len, place),
+            Self::Colocated(colocated) => share(len, (colocated.world().rank(), colocated.world().size())),
             Self::Split(split) => split.share(len),
         }
     }

@@ -55,7 +55,7 @@ impl Trainer {
     /// This rank's share of the next prompts.
     pub(super) fn next_prompts(&mut self) -> Result<Vec<Prompt>> {
         let all = self.sampler.next_batch(self.batch.num_prompts)?;
-        let own = self.halves.share(all.len(), (self.world.rank(), self.world.size()));
+        let own = self.halves.share(all.len());
         Ok(all[own].iter().map(|&row| self.dataset.prompt(row).clone()).collect())
     }
 
@@ -65,7 +65,7 @@ impl Trainer {
         self.tell_rewards(self.progress.global_step);
         let params =
             SamplingParams { num_generations: self.config.eval_num_generations, ..self.sampling(eval::SAMPLING_STEP) };
-        let own = self.halves.share(eval_set.len(), (self.world.rank(), self.world.size()));
+        let own = self.halves.share(eval_set.len());
         let prompts: Vec<Prompt> = own.map(|row| eval_set.prompt(row).clone()).collect();
         let (halves, rewards, output, world) = (&mut self.halves, &mut self.rewards, &self.output, &self.world);
         output.begin_phase("evaluate", prompts.len());

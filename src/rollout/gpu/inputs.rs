@@ -55,10 +55,8 @@ pub(super) struct Packing<'a> {
 
 impl Packing<'_> {
     fn slots(&self, run: &Run) -> impl Iterator<Item = i32> {
-        let table = &self.sequences[run.sequence].block_table;
-        run.tokens
-            .clone()
-            .map(|at| table[at / self.block_size] as i32 * self.block_size as i32 + (at % self.block_size) as i32)
+        let sequence = &self.sequences[run.sequence];
+        run.tokens.clone().map(|at| sequence.slot(at, self.block_size) as i32)
     }
 
     /// KV blocks of the runs' sequences, [`rows`, `blocks`].
@@ -173,6 +171,15 @@ fn shared_prefixes(packing: &Packing, least_tokens: usize) -> Vec<(i32, i32)> {
     if tokens < least_tokens { Vec::new() } else { prefixes }
 }
 
+/// Where runs of such lengths begin when they lie one behind the other, and where the last ends. [B + 1]
+pub(super) fn bounds(lens: impl Iterator<Item = usize>) -> Vec<i32> {
+    let mut bounds = vec![0];
+    for len in lens {
+        bounds.push(bounds[bounds.len() - 1] + len as i32);
+    }
+    bounds
+}
+
 /// Inputs of a prefill step: T tokens of B runs, of which L rows are drawn from.
 #[derive(Debug)]
 pub(super) struct PrefillInputs {
@@ -193,12 +200,7 @@ impl PrefillInputs {
     pub(super) fn pack(packing: &Packing, words: &mut Words, blocks: usize, inputs: &Tensor) -> Result<Self> {
         let step = packing.step;
         let tokens: usize = step.runs.iter().map(|run| run.tokens.len()).sum();
-        let bounds: Vec<i32> = std::iter::once(0)
-            .chain(step.runs.iter().scan(0, |end, run| {
-                *end += run.tokens.len() as i32;
-                Some(*end)
-            }))
-            .collect();
+        let bounds = bounds(step.runs.iter().map(|run| run.tokens.len()));
         let ids = |run: &Run| packing.sequences[run.sequence].token_ids[run.tokens.clone()].iter().map(|&id| id as i32);
         let token_ids = words.put(tokens, step.runs.iter().flat_map(ids), 0)?;
         let positions = step.runs.iter().flat_map(|run| run.tokens.clone().map(|at| at as i32));

@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::inputs::PrefillInputs;
+use super::inputs::{PrefillInputs, bounds};
 use crate::cuda::kernels::{self, AttentionPlan, QkvViews};
 use crate::error::Result;
 use crate::model::{ModelSpec, attention_scale};
@@ -59,17 +59,16 @@ impl<'a> PrefillAttention<'a> {
         let keys = if let Some(plan) = strict {
             Keys::Rows(plan, slices(step, inputs, plan.max_rows() as i64))
         } else if kind != Kind::BFloat16 {
-            let lens = step.runs.iter().map(|run| run.tokens.len() as i64);
-            let bounds = std::iter::once(0).chain(lens.scan(0, |end, len| {
-                *end += len;
-                Some(*end)
-            }));
+            let bounds = bounds(step.runs.iter().map(|run| run.tokens.len())).into_iter().map(i64::from);
             let block_tables = block_tables(&step.runs, sequences, kv_cache.block_size()).to_device(device);
             Keys::Explicit { block_tables, bounds: bounds.collect(), context_lens, window: spec.sliding_window }
         } else {
             let longest = |lens: &mut dyn Iterator<Item = i64>| lens.max().unwrap_or(0);
             let is_at_hand = step.runs.iter().all(|run| run.tokens.start == 0);
-            let cu_seqlens_k = if is_at_hand { inputs.bounds.shallow_clone() } else { bounds(&context_lens, device) };
+            let cu_seqlens_k = match is_at_hand {
+                true => inputs.bounds.shallow_clone(),
+                false => Tensor::from_slice(&bounds(step.runs.iter().map(|run| run.tokens.end))).to_device(device),
+            };
             let varlen = Varlen {
                 cu_seqlens_q: inputs.bounds.shallow_clone(),
                 cu_seqlens_k,
@@ -132,20 +131,11 @@ fn slices(step: &Step, inputs: &PrefillInputs, most: i64) -> Vec<Slice> {
     (0..rows).step_by(most as usize).map(slice).collect()
 }
 
-/// [N + 1] i32
-fn bounds(lens: &[i64], device: tch::Device) -> Tensor {
-    let ends = lens.iter().scan(0, |end, &len| {
-        *end += len as i32;
-        Some(*end)
-    });
-    Tensor::from_slice(&std::iter::once(0).chain(ends).collect::<Vec<i32>>()).to_device(device)
-}
-
 /// Slots of all tokens that the runs see, in order. [context tokens] i64
 fn context_slots(step: &Step, sequences: &[Sequence], block_size: usize) -> Tensor {
     let slots = step.runs.iter().flat_map(|run| {
-        let table = &sequences[run.sequence].block_table;
-        (0..run.tokens.end).map(move |at| (table[at / block_size] as usize * block_size + at % block_size) as i64)
+        let sequence = &sequences[run.sequence];
+        (0..run.tokens.end).map(move |at| sequence.slot(at, block_size) as i64)
     });
     Tensor::from_slice(&slots.collect::<Vec<_>>())
 }

@@ -102,12 +102,7 @@ fn run(scheduler: &mut Scheduler, lag: usize, num_groups: usize) -> Vec<usize> {
 
 /// What is known of every group's completions.
 fn sampled(scheduler: &Scheduler, num_groups: usize) -> Vec<Vec<UnfinishedCompletion>> {
-    let of_sequence = |sequence: &Sequence| UnfinishedCompletion {
-        token_ids: sequence.completion().to_vec(),
-        rollout_logprobs: sequence.rollout_logprobs.clone(),
-        finish_reason: sequence.finish_reason,
-    };
-    let of_group = |group| scheduler.sequences[scheduler.members(group)].iter().map(of_sequence).collect();
+    let of_group = |group| scheduler.sequences[scheduler.members(group)].iter().map(Sequence::unfinished).collect();
     (0..num_groups).map(of_group).collect()
 }
 
