@@ -3,8 +3,10 @@
 use std::fs::File;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use parquet::basic::Compression;
 use parquet::errors::ParquetError;
-use parquet::file::reader::SerializedFileReader;
+use parquet::file::metadata::ParquetMetaData;
+use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::{Field, Row};
 use serde_json::{Map, Value};
 
@@ -15,7 +17,9 @@ pub(super) const MAGIC: &[u8] = b"PAR1";
 
 /// The rows in order; what is wrong with the file, or with the next row.
 pub(super) fn read(file: File) -> Result<impl Iterator<Item = Result<Map<String, Value>, String>>, String> {
-    let mut rows = guarded(|| SerializedFileReader::new(file).map(IntoIterator::into_iter))?;
+    let file = guarded(|| SerializedFileReader::new(file))?;
+    check_codecs(file.metadata())?;
+    let mut rows = guarded(|| Ok(file.into_iter()))?;
     let columns = |row: Row| row.get_column_iter().map(entry).collect();
     let mut next = move || guarded(|| rows.next().transpose().map(|row| row.map(columns))).transpose();
     let mut is_over = false;
@@ -26,12 +30,22 @@ pub(super) fn read(file: File) -> Result<impl Iterator<Item = Result<Map<String,
     }))
 }
 
+/// Refuses what the `parquet` crate is built without.
+fn check_codecs(file: &ParquetMetaData) -> Result<(), String> {
+    let mut columns = file.row_groups().iter().flat_map(|group| group.columns());
+    match columns.find(|column| matches!(column.compression(), Compression::BROTLI(_) | Compression::LZO)) {
+        Some(column) => {
+            let (name, codec) = (column.column_path().string(), column.compression());
+            Err(format!("column '{name}' is compressed with {codec}; expected zstd, snappy, gzip, lz4 or none"))
+        }
+        None => Ok(()),
+    }
+}
+
 /// The parser panics on some damaged files.
 fn guarded<T>(read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(read)) {
-        Ok(read) => read.map_err(|error| {
-            format!("{error}; compressed with Snappy or not at all it is read, as pandas' to_parquet writes it")
-        }),
+        Ok(read) => read.map_err(|error| error.to_string()),
         Err(panic) => Err(format!("Parquet error: damaged: {}", panic_message(&*panic))),
     }
 }
@@ -88,6 +102,12 @@ mod tests {
     /// {"prompt": [{"content": "two three", "role": "user"}], "reward_model": {"ground_truth": "5", "style": "rule"}}]), path)`.
     const ROWS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/rows.parquet");
 
+    /// Two rows of a column for each codec, by its name; made with pyarrow 26 by `pq.write_table(table, path, compression={name:
+    /// name for name in table.column_names}, use_dictionary=False, write_statistics=False, store_schema=False)`.
+    const COMPRESSED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/compressed.parquet");
+    /// One of its columns, compressed with Brotli.
+    const BROTLI: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/brotli.parquet");
+
     /// The rows up to the first that cannot be read; the error is the file's.
     fn rows(path: &str) -> Result<Vec<Value>, String> {
         let rows = read(File::open(path).unwrap())?;
@@ -107,6 +127,17 @@ mod tests {
     }
 
     #[test]
+    fn columns_are_read_however_they_are_compressed() {
+        for (index, row) in rows(COMPRESSED).unwrap().iter().enumerate() {
+            for codec in ["zstd", "gzip", "lz4", "snappy", "none"] {
+                assert_eq!(row[codec], "one and ".repeat(9) + &index.to_string(), "{codec}");
+            }
+        }
+        let error = rows(BROTLI).unwrap_err();
+        assert!(error.starts_with("column 'none' is compressed with BROTLI"), "{error}");
+    }
+
+    #[test]
     fn a_data_set_is_read_whatever_its_file_is_called() {
         let folder = Folder::new();
         folder.write("chat_template.jinja", "{% for m in messages %}{{ m.content }} {% endfor %}answer");
@@ -122,16 +153,18 @@ mod tests {
 
     #[test]
     fn damaged_files_are_read_or_refused() {
-        let (whole, folder) = (std::fs::read(ROWS).unwrap(), tempfile::tempdir().unwrap());
+        let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("damaged.parquet");
-        for index in (0..2 * whole.len()).step_by(5) {
-            let mut bytes = whole.clone();
-            match index.checked_sub(whole.len()) {
-                Some(end) => bytes.truncate(end),
-                None => bytes[index] ^= 0x55,
+        for whole in [ROWS, COMPRESSED].map(|path| std::fs::read(path).unwrap()) {
+            for index in (0..2 * whole.len()).step_by(5) {
+                let mut bytes = whole.clone();
+                match index.checked_sub(whole.len()) {
+                    Some(end) => bytes.truncate(end),
+                    None => bytes[index] ^= 0x55,
+                }
+                std::fs::write(&path, bytes).unwrap();
+                let _ = rows(path.to_str().unwrap());
             }
-            std::fs::write(&path, bytes).unwrap();
-            let _ = rows(path.to_str().unwrap());
         }
         std::fs::write(&path, b"PAR1 and nothing more").unwrap();
         assert!(rows(path.to_str().unwrap()).unwrap_err().starts_with("Parquet error: "));
