@@ -4,19 +4,19 @@
 //! Entering: drop gradients | optimizer state starts for the host pool | beside it, weights reach the engine | the state's
 //! memory goes as its copies are done | the engine's memory is mapped. Leaving, also after an error or a panic: the engine's
 //! memory is given back | optimizer state starts on its way back, for which the next step waits | all ranks agree on the
-//! outcome. At no moment do the whole optimizer state and the KV cache coexist if the plan says `swap`.
+//! outcome (`together` says why in this order). At no moment do the whole optimizer state and the KV cache coexist if the plan says `swap`.
 
 mod learner;
 mod served;
+mod together;
 mod update;
 mod weights;
 
-use std::any::Any;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
 
 use crate::cuda;
 use crate::dist::{Mesh, World};
-use crate::error::{Error, Result, panic_message};
+use crate::error::Result;
 use crate::phase::{self, Phase};
 use crate::rollout::{Engine, EngineWeights, RolloutEngine};
 use crate::torch;
@@ -24,6 +24,7 @@ use crate::train::{Policy, Sequence};
 
 pub use learner::Learner;
 pub use served::Served;
+pub(crate) use together::{Half, together};
 pub use update::{UpdateOptions, UpdateOutcome, UpdateProgress};
 pub use weights::EngineSlices;
 
@@ -96,23 +97,8 @@ impl Colocated {
     /// The first failure of any rank: the failing rank gets its own error, its peers [`Error::PeerFailed`]; none is left
     /// waiting in a collective, and the next scope can be entered.
     pub fn with_rollout<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
-        let mut panic = None;
-        let outcome = caught("with_rollout", &mut panic, || self.rollout_scope(work));
-        if let Err(error) = &outcome {
-            self.learner.world.post_failure(error);
-        }
-        let restored = caught("with_rollout", &mut panic, || phase::scope(Phase::Reload, || self.restore()));
-        let outcome = outcome.and_then(|value| restored.map(|()| value));
-        let agreed = phase::scope(Phase::Idle, || self.learner.world.agree(outcome));
-        if agreed.is_err()
-            && let Err(error) = self.restore()
-        {
-            tracing::error!("{error}: the optimizer state stays in the host pool until the end of the next rollout");
-        }
-        match panic {
-            Some(payload) => resume_unwind(payload),
-            None => agreed,
-        }
+        let leave = |colocated: &mut Self| phase::scope(Phase::Reload, || colocated.restore());
+        together(self, "with_rollout", |colocated| colocated.rollout_scope(work), leave)
     }
 
     fn rollout_scope<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
@@ -126,8 +112,7 @@ impl Colocated {
         generate(&mut self.engine, weights, version, work)
     }
 
-    /// Frees the engine's weights and starts the optimizer state's way back; nothing to do if that is done. Where it failed,
-    /// for lack of memory say, it is worth another try once all ranks have given theirs back.
+    /// Frees the engine's weights and starts the optimizer state's way back; nothing to do if that is done.
     fn restore(&mut self) -> Result<()> {
         self.slices.release();
         let needed_bytes = self.learner.policy.absent_optimizer_bytes();
@@ -158,9 +143,8 @@ impl Colocated {
         options: &UpdateOptions,
         progress: &dyn UpdateProgress,
     ) -> Result<UpdateOutcome> {
-        let (world, learner) = (self.learner.world.clone(), &mut self.learner);
-        let train = |learner: &mut Learner| learner.train(sequences, options, progress);
-        together(learner, &world, "update", train, |learner| learner.policy.drop_gradients())
+        let train = |colocated: &mut Self| colocated.learner.train(sequences, options, progress);
+        together(self, "update", train, |_| Ok(()))
     }
 
     /// The policy, between scopes.
@@ -189,6 +173,19 @@ impl Colocated {
     }
 }
 
+impl Half for Colocated {
+    fn world(&self) -> &Arc<World> {
+        &self.learner.world
+    }
+
+    fn recover(&mut self) {
+        self.learner.policy.drop_gradients();
+        if let Err(error) = self.restore() {
+            tracing::error!("{error}: the optimizer state stays in the host pool until the end of the next rollout");
+        }
+    }
+}
+
 /// Wakes the engine with weights of `version`, runs `work` and lets it sleep again, each booked to its phase. Collective over the
 /// tensor-parallel group.
 fn generate<'a, R>(
@@ -202,36 +199,5 @@ fn generate<'a, R>(
     phase::scope(Phase::Sleep, || {
         drop(rollout);
         Ok(value)
-    })
-}
-
-/// Runs `work` on `half` to an outcome that all ranks agree on; collective over the world. After a failure of any rank,
-/// `recover` puts this one's half in order; a panic goes on unwinding after that.
-pub(crate) fn together<S, T>(
-    half: &mut S,
-    world: &World,
-    place: &'static str,
-    work: impl FnOnce(&mut S) -> Result<T>,
-    recover: impl FnOnce(&mut S),
-) -> Result<T> {
-    let mut panic = None;
-    let outcome = caught(place, &mut panic, || work(half));
-    if let Err(error) = &outcome {
-        world.post_failure(error); // peers may be waiting in a collective
-    }
-    let agreed = phase::scope(Phase::Idle, || world.agree(outcome)).inspect_err(|_| recover(half));
-    panic.map_or(agreed, |payload| resume_unwind(payload))
-}
-
-/// Runs `work`; a panic becomes an error, and its payload is kept if it is the first.
-fn caught<T>(
-    place: &'static str,
-    panic: &mut Option<Box<dyn Any + Send>>,
-    work: impl FnOnce() -> Result<T>,
-) -> Result<T> {
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|payload| {
-        let message = panic_message(&*payload);
-        panic.get_or_insert(payload);
-        Err(Error::of_panic(place, message))
     })
 }

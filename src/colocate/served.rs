@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use super::weights::{EngineSlices, no_adapters};
-use super::{generate, together};
+use super::{Half, generate, together};
 use crate::dist::{Mesh, World};
 use crate::error::Result;
 use crate::model::{BlockLora, LoraSpec, ParamTable, Unit, UnitLayout};
@@ -75,8 +75,7 @@ impl Served {
     /// # Errors
     /// The first failure of any rank, on every rank.
     pub fn with_engine<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
-        let world = self.world.clone();
-        together(self, &world, "with_engine", |served| served.awake(work), |_| ())
+        together(self, "with_engine", |served| served.awake(work), |_| Ok(()))
     }
 
     /// The same, collective over the tensor-parallel group alone: an error is this rank's.
@@ -107,6 +106,12 @@ impl Served {
     /// The sleeping engine, for its sizes.
     pub fn engine(&self) -> &Engine {
         &self.engine
+    }
+}
+
+impl Half for Served {
+    fn world(&self) -> &Arc<World> {
+        &self.world
     }
 }
 

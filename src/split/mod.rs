@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
-use crate::colocate::{Learner, Served, UpdateOptions, UpdateOutcome, UpdateProgress, together};
+use crate::colocate::{Half, Learner, Served, UpdateOptions, UpdateOutcome, UpdateProgress, together};
 use crate::dist::{World, share};
 use crate::error::Result;
 use crate::phase::{self, Phase};
@@ -45,13 +45,14 @@ impl Split {
     /// # Errors
     /// The first failure of any rank, on every rank; the next scope can be entered.
     pub fn with_rollout<R: Default>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
-        self.agree("with_rollout", |split| {
+        let work = |split: &mut Self| {
             split.send_weights()?;
             match &mut split.role {
                 Role::Trains(_) => Ok(R::default()),
                 Role::Generates(served) => served.awake(work),
             }
-        })
+        };
+        together(self, "with_rollout", work, |_| Ok(()))
     }
 
     /// [`Learner::train`] on the trainers, while the engines run `beside`, if there is any, on the weights from before the update;
@@ -66,7 +67,7 @@ impl Split {
         progress: &dyn UpdateProgress,
         beside: Option<impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>>,
     ) -> Result<(UpdateOutcome, R)> {
-        self.agree("update", |split| {
+        let work = |split: &mut Self| {
             if beside.is_some() {
                 split.send_weights()?;
             }
@@ -78,7 +79,8 @@ impl Split {
                     Ok((outcome, beside.map_or_else(|| Ok(R::default()), |work| served.awake(work))?))
                 }
             }
-        })
+        };
+        together(self, "update", work, |_| Ok(()))
     }
 
     /// This rank's share of `len` rows to sample from: consecutive, as [`share`] deals them out to engines; none for a trainer.
@@ -134,14 +136,17 @@ impl Split {
         };
         Ok(())
     }
+}
 
-    fn agree<T>(&mut self, place: &'static str, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
-        let world = self.world.clone();
-        together(self, &world, place, work, |split| {
-            split.base_is_there = false;
-            if let Role::Trains(learner) = &mut split.role {
-                learner.policy_mut().drop_gradients();
-            }
-        })
+impl Half for Split {
+    fn world(&self) -> &Arc<World> {
+        &self.world
+    }
+
+    fn recover(&mut self) {
+        self.base_is_there = false;
+        if let Role::Trains(learner) = &mut self.role {
+            learner.policy_mut().drop_gradients();
+        }
     }
 }

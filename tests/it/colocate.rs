@@ -67,11 +67,7 @@ fn a_failure_ends_the_scope_on_all_ranks_and_the_next_one_works() {
             }
             for phase in [Phase::Offload, Phase::Gather, Phase::Wake, Phase::Generate, Phase::Sleep, Phase::Reload] {
                 for kind in [FaultKind::Error, FaultKind::Panic] {
-                    phase::arm_fault(Some(Fault { rank: 1, step: 0, repeats: false, phase, kind }), world.rank());
-                    let message = match kind {
-                        FaultKind::Panic => format!("panic in with_rollout: injected panic in {}", phase.name()),
-                        _ => format!("injected fault in {}", phase.name()),
-                    };
+                    let message = arm_fault(phase, kind, "with_rollout", &world);
                     fails(&mut colocated, &message, generate);
                 }
             }
@@ -135,25 +131,40 @@ fn fail_inside(colocated: &mut Colocated, world: &World) {
     });
 }
 
+/// Makes rank 1 fail at the start of `phase`; returns what it will say of the scope.
+fn arm_fault(phase: Phase, kind: FaultKind, scope: &str, world: &World) -> String {
+    phase::arm_fault(Some(Fault { rank: 1, step: 0, repeats: false, phase, kind }), world.rank());
+    match kind {
+        FaultKind::Panic => format!("panic in {scope}: injected panic in {}", phase.name()),
+        _ => format!("injected fault in {}", phase.name()),
+    }
+}
+
 /// Runs a scope that fails on rank 1 with `message`, and checks what each rank gets and keeps.
 fn fails(
     colocated: &mut Colocated,
     message: &str,
     work: impl FnOnce(&mut RolloutEngine<'_>, &[Prompt]) -> Result<Vec<RolloutGroup>>,
 ) {
-    let (prompts, before, start) = (own_prompts(colocated), state(colocated.policy()), Instant::now());
-    let scope = catch_unwind(AssertUnwindSafe(|| colocated.with_rollout(|rollout| work(rollout, &prompts))));
-    let is_panic = scope.is_err();
-    if let Ok(outcome) = scope {
+    let (prompts, before) = (own_prompts(colocated), state(colocated.policy()));
+    scope_fails(colocated, message, |colocated| colocated.with_rollout(|rollout| work(rollout, &prompts)).map(drop));
+    assert!(state(colocated.policy()) == before, "{message}: optimizer state changed");
+    assert_eq!(colocated.engine().resident_bytes().unwrap(), 0, "{message}: the engine is awake");
+    assert!(!Ledger::report().iter().any(|(_, owner, _)| ["kv_cache", "engine_weights", "gradients"].contains(owner)));
+}
+
+/// Runs a scope that fails on rank 1 with `message`, and checks what each rank gets and when.
+fn scope_fails(colocated: &mut Colocated, message: &str, scope: impl FnOnce(&mut Colocated) -> Result<()>) {
+    let start = Instant::now();
+    let outcome = catch_unwind(AssertUnwindSafe(|| scope(colocated)));
+    let is_panic = outcome.is_err();
+    if let Ok(outcome) = outcome {
         let error = outcome.unwrap_err().to_string();
         let expected = if colocated.world().rank() == 0 { format!("rank 1 failed: {message}") } else { message.into() };
         assert_eq!(error, expected);
     }
     assert_eq!(is_panic, colocated.world().rank() == 1 && message.starts_with("panic"), "{message}");
     assert!(start.elapsed() < Duration::from_secs(30), "{message}: a rank was left waiting");
-    assert!(state(colocated.policy()) == before, "{message}: optimizer state changed");
-    assert_eq!(colocated.engine().resident_bytes().unwrap(), 0, "{message}: the engine is awake");
-    assert!(!Ledger::report().iter().any(|(_, owner, _)| ["kv_cache", "engine_weights", "gradients"].contains(owner)));
 }
 
 #[test]

@@ -66,6 +66,8 @@ fn a_failure_of_one_half_ends_the_other() {
     let ahead = [&THREE_RANKS[..], &ONE_GENERATES, &["split.async_steps=1", "save_steps=none"]].concat();
     for (fault, message) in [
         ("fault=2:1:generate:error", "rank 2, step 1, generate: injected fault"),
+        ("fault=2:1:sleep:panic", "rank 2, step 1, sleep: panic in training: injected panic in sleep"),
+        ("fault=0:1:gather:error", "rank 0, step 1, gather: injected fault"),
         ("fault=1:1:forward_backward:error", "rank 1, step 1, forward_backward: injected fault"),
     ] {
         let failed = runs.train("failed", 3, &[&ahead[..], &[fault]].concat());
