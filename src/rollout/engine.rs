@@ -57,6 +57,7 @@ pub struct Engine {
     eos_token_ids: Vec<u32>,
     gpu: Option<GpuState>,
     kv_cache: KvCache,
+    keeps_memory: bool, // asleep, too
     was_awake: bool,
 }
 
@@ -96,16 +97,23 @@ impl Engine {
             Device::Cuda(ordinal) => Some(GpuState::new(&spec, &options, &rope, tp.as_ref(), ordinal)?),
             _ => None,
         };
-        Ok(Self { spec, tokenizer, options, tp, rope, eos_token_ids, gpu, kv_cache, was_awake: false })
+        Ok(Self {
+            spec,
+            tokenizer,
+            options,
+            tp,
+            rope,
+            eos_token_ids,
+            gpu,
+            kv_cache,
+            keeps_memory: false,
+            was_awake: false,
+        })
     }
 
     /// An engine on a device that does nothing else: its memory stays once it is mapped.
-    pub fn keeping_memory(mut self) -> Self {
-        self.kv_cache.keep_memory();
-        if let Some(gpu) = &mut self.gpu {
-            gpu.keep_memory();
-        }
-        self
+    pub fn keeping_memory(self) -> Self {
+        Self { keeps_memory: true, ..self }
     }
 
     /// Maps the KV cache and takes this rank's weights for as long as the result lives; dropping that puts the engine to
@@ -328,10 +336,11 @@ impl<'a> RolloutEngine<'a> {
 
 impl Drop for RolloutEngine<'_> {
     fn drop(&mut self) {
-        if let Some(gpu) = &mut self.engine.gpu {
+        let Engine { gpu, kv_cache, keeps_memory: false, .. } = &mut *self.engine else { return };
+        if let Some(gpu) = gpu {
             gpu.sleep();
         }
-        self.engine.kv_cache.sleep();
+        kv_cache.sleep();
     }
 }
 

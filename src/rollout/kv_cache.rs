@@ -20,7 +20,6 @@ pub(super) struct KvCache {
     shape: [i64; 4], // Hkv of this rank, block_size, hd, 2 * layers
     kind: Kind,
     block_bytes: usize,
-    keeps_memory: bool,    // asleep too
     awake: Option<Tensor>, // [2 * layers, num_blocks, Hkv, block_size, hd], keys of layer l at 2 l, values at 2 l + 1
 }
 
@@ -45,7 +44,7 @@ impl KvCache {
         let (_, num_kv_heads) = spec.tp_heads(tp_size);
         let shape = [num_kv_heads, block_size, spec.head_dim, 2 * spec.num_layers].map(|size| size as i64);
         let arena = Arena::reserve("kv_cache", num_blocks * block_bytes, device)?;
-        Ok(Self { arena, shape, kind, block_bytes, keeps_memory: false, awake: None })
+        Ok(Self { arena, shape, kind, block_bytes, awake: None })
     }
 
     /// Maps all reserved blocks, or, when memory is short, half of them, and says so. Returns how many there are.
@@ -71,17 +70,10 @@ impl KvCache {
         Ok(())
     }
 
-    /// From now on sleep gives nothing back.
-    pub(super) fn keep_memory(&mut self) {
-        self.keeps_memory = true;
-    }
-
     /// Gives the memory back. Never fails: the arena keeps an error for the next [`KvCache::map`].
     pub(super) fn sleep(&mut self) {
         self.awake = None;
-        if !self.keeps_memory {
-            self.arena.unmap();
-        }
+        self.arena.unmap();
     }
 
     /// Keys and values of one layer, each [num_blocks, Hkv, block_size, hd].

@@ -95,7 +95,6 @@ pub(super) struct GpuState {
     uploads: [PinnedWords; 2],
     downloads: [PinnedWords; 2],
     strict: bool,
-    keeps_memory: bool, // asleep too
 }
 
 impl GpuState {
@@ -135,7 +134,6 @@ impl GpuState {
             downloads: pinned(2 * shape.seqs)?,
             shape,
             strict: options.strict,
-            keeps_memory: false,
         })
     }
 
@@ -174,17 +172,10 @@ impl GpuState {
         Ok(packed)
     }
 
-    /// From now on sleep gives nothing back.
-    pub(super) fn keep_memory(&mut self) {
-        self.keeps_memory = true;
-    }
-
     /// Gives the buffers' memory back. Never fails: the arena keeps an error for the next wake.
     pub(super) fn sleep(&mut self) {
         self.buffers = None;
-        if !self.keeps_memory {
-            self.arena.unmap();
-        }
+        self.arena.unmap();
     }
 }
 
