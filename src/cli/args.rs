@@ -31,9 +31,9 @@ pub enum Command {
     /// Supervised warm-up on prompt/completion rows, through the same trainer
     Sft(RunArgs),
     /// Sample from a model folder
-    Generate(GenerateArgs),
+    Generate(Placed<GenerateArgs>),
     /// avg@n, pass@k and maj@n of a model folder on a file of problems
-    Eval(EvalArgs),
+    Eval(Placed<EvalArgs>),
     /// Make a model folder with random weights, from a preset or a config.json
     Init(InitArgs),
     /// Copy what a run trained out of a checkpoint, or merge LoRA adapters into a model
@@ -79,6 +79,17 @@ pub struct PlaceArgs {
     /// auto (bfloat16 on CUDA, float32 on a CPU), float32 or bfloat16
     #[arg(long, default_value = "auto", value_parser = word::<Dtype>)]
     pub dtype: Dtype,
+}
+
+/// A command's own arguments, after those of where its ranks run and compute.
+#[derive(Debug, Args)]
+pub struct Placed<T: Args> {
+    #[command(flatten)]
+    pub launch: LaunchArgs,
+    #[command(flatten)]
+    pub place: PlaceArgs,
+    #[command(flatten)]
+    pub own: T,
 }
 
 /// A run described by a configuration file.
@@ -169,10 +180,6 @@ pub struct SamplingArgs {
 #[command(rename_all = "snake_case")]
 pub struct GenerateArgs {
     #[command(flatten)]
-    pub launch: LaunchArgs,
-    #[command(flatten)]
-    pub place: PlaceArgs,
-    #[command(flatten)]
     pub source: SourceArgs,
     /// The prompt; may be repeated
     #[arg(long, required = true)]
@@ -194,10 +201,6 @@ pub struct GenerateArgs {
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct EvalArgs {
-    #[command(flatten)]
-    pub launch: LaunchArgs,
-    #[command(flatten)]
-    pub place: PlaceArgs,
     #[command(flatten)]
     pub source: SourceArgs,
     /// Problems, JSONL or Parquet

@@ -3,10 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use clap::Args;
 use tch::Kind;
 
 use super::args::{
-    BenchCommand, BenchGenerateArgs, BenchKernelsArgs, BenchStepArgs, BenchTrainArgs, LaunchArgs, PlaceArgs,
+    BenchCollectivesArgs, BenchCommand, BenchGenerateArgs, BenchKernelsArgs, BenchSleepWakeArgs, BenchStepArgs,
+    BenchTrainArgs, Placed,
 };
 use super::process::{Supervision, distributed, placed, print_first};
 use crate::bench::{
@@ -23,34 +25,31 @@ use crate::train::GradientOptions;
 /// Runs one benchmark to its exit code.
 pub(super) fn dispatch(command: BenchCommand) -> Result<ExitCode> {
     match command {
-        BenchCommand::Train(args) => {
-            bench(&args.launch, args.place, |world, kind| print_first(&world, train_bench(&args, &world, kind)?))
-        }
-        BenchCommand::Generate(args) => bench(&args.launch, args.place, |world, kind| {
-            let result = generate_bench(&args, world.clone(), kind)?;
-            print_first(&world, result)
-        }),
+        BenchCommand::Train(args) => bench(&args, train_bench),
+        BenchCommand::Generate(args) => bench(&args, generate_bench),
         BenchCommand::Kernels(args) => kernels_bench(&args),
         BenchCommand::Step(args) => step_bench(&args),
-        BenchCommand::SleepWake(args) => bench(&args.launch, args.place, |world, _| {
-            let bytes = |gib: f64| (gib * f64::from(1 << 30)) as usize;
-            let (bytes, offload_bytes) = (bytes(args.gib), bytes(args.offload_gib));
-            let rest = Duration::from_millis(args.rest_ms);
-            let result = bench_sleep_wake(&SleepWakeBench { bytes, offload_bytes, cycles: args.cycles, rest }, &world)?;
-            print_first(&world, result)
-        }),
+        BenchCommand::SleepWake(args) => bench(&args, sleep_wake_bench),
+        BenchCommand::Collectives(args) => bench(&args, collectives_bench),
         BenchCommand::Compare(args) => {
             print!("{}", compare(&args.results, &args.output, &args.curves)?);
             Ok(ExitCode::Done)
         }
-        BenchCommand::Collectives(args) => bench(&args.launch, args.place, |world, _| {
-            let result = bench_collectives(&CollectivesBench { max_bytes: args.max_mib << 20 }, &world)?;
-            print_first(&world, result)
-        }),
     }
 }
 
-fn train_bench(args: &BenchTrainArgs, world: &World, kind: Kind) -> Result<serde_json::Value> {
+/// [`placed`] for a benchmark, whose one line the first rank prints: only its collectives have a time limit.
+fn bench<T: Args>(
+    args: &Placed<T>,
+    work: impl FnOnce(&T, Arc<World>, Kind) -> Result<serde_json::Value>,
+) -> Result<ExitCode> {
+    placed(args, Supervision::within(Limits::none()), |own, world, kind| {
+        let result = work(own, world.clone(), kind)?;
+        print_first(&world, result)
+    })
+}
+
+fn train_bench(args: &BenchTrainArgs, world: Arc<World>, kind: Kind) -> Result<serde_json::Value> {
     if args.quantization != Quantization::None && args.lora_r.is_none() {
         let expected = "none, or --lora_r: a quantised base is frozen";
         return Err(Error::invalid_value("--quantization", args.quantization.name(), expected));
@@ -78,7 +77,7 @@ fn train_bench(args: &BenchTrainArgs, world: &World, kind: Kind) -> Result<serde
         profile: args.profile,
         steps: args.steps,
     };
-    bench_train(&bench, world)
+    bench_train(&bench, &world)
 }
 
 fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Result<serde_json::Value> {
@@ -99,6 +98,17 @@ fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Re
         repeats: args.repeats,
     };
     bench_generate(&bench, world)
+}
+
+fn sleep_wake_bench(args: &BenchSleepWakeArgs, world: Arc<World>, _: Kind) -> Result<serde_json::Value> {
+    let bytes = |gib: f64| (gib * f64::from(1 << 30)) as usize;
+    let (bytes, offload_bytes) = (bytes(args.gib), bytes(args.offload_gib));
+    let rest = Duration::from_millis(args.rest_ms);
+    bench_sleep_wake(&SleepWakeBench { bytes, offload_bytes, cycles: args.cycles, rest }, &world)
+}
+
+fn collectives_bench(args: &BenchCollectivesArgs, world: Arc<World>, _: Kind) -> Result<serde_json::Value> {
+    bench_collectives(&CollectivesBench { max_bytes: args.max_mib << 20 }, &world)
 }
 
 fn kernels_bench(args: &BenchKernelsArgs) -> Result<ExitCode> {
@@ -136,9 +146,4 @@ fn step_bench(args: &BenchStepArgs) -> Result<ExitCode> {
         let result = bench_step(&bench, world.clone())?;
         print_first(&world, result)
     })
-}
-
-/// [`placed`] for a benchmark: only its collectives have a time limit.
-fn bench(launch: &LaunchArgs, place: PlaceArgs, work: impl FnOnce(Arc<World>, Kind) -> Result<()>) -> Result<ExitCode> {
-    placed(launch, place, Supervision::within(Limits::none()), work)
 }

@@ -24,12 +24,8 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Train(args) => train(&args),
         Command::Sft(args) => sft(&args),
         Command::Plan(args) => plan(&args),
-        Command::Generate(args) => placed(&args.launch, args.place, (&args.sampling).into(), |world, kind| {
-            sample::generate(&args, world, kind)
-        }),
-        Command::Eval(args) => placed(&args.launch, args.place, (&args.sampling).into(), |world, kind| {
-            sample::evaluate(&args, world, kind)
-        }),
+        Command::Generate(args) => placed(&args, (&args.own.sampling).into(), sample::generate),
+        Command::Eval(args) => placed(&args, (&args.own.sampling).into(), sample::evaluate),
         Command::Init(args) => init(&args),
         Command::Export(args) => export(&args),
         Command::Config(args) => {

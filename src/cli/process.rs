@@ -5,9 +5,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use clap::Args;
 use tch::Kind;
 
-use super::args::{LaunchArgs, PlaceArgs, SamplingArgs};
+use super::args::{LaunchArgs, Placed, SamplingArgs};
 use crate::config::HeartbeatConfig;
 use crate::cuda::Placement;
 use crate::dist::{Backend, WorkerEnv, World, WorldOptions};
@@ -52,14 +53,13 @@ impl From<&SamplingArgs> for Supervision {
 }
 
 /// [`distributed`] for a command whose arguments say where to compute; `work` also gets the kind.
-pub(super) fn placed(
-    launch: &LaunchArgs,
-    place: PlaceArgs,
+pub(super) fn placed<T: Args>(
+    args: &Placed<T>,
     watch: Supervision,
-    work: impl FnOnce(Arc<World>, Kind) -> Result<()>,
+    work: impl FnOnce(&T, Arc<World>, Kind) -> Result<()>,
 ) -> Result<ExitCode> {
-    let Placement { on_cuda, kind } = Placement::new(place.device, place.dtype)?;
-    distributed(launch, watch, on_cuda, |world| work(world, kind))
+    let Placement { on_cuda, kind } = Placement::new(args.place.device, args.place.dtype)?;
+    distributed(&args.launch, watch, on_cuda, |world| work(&args.own, world, kind))
 }
 
 /// [`prepared`] with nothing to prepare.

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::{LaunchArgs, ModelArgs, PlaceArgs, count, number, word};
+use super::{LaunchArgs, ModelArgs, PlaceArgs, Placed, count, number, word};
 use crate::config::{Dtype, GradientCheckpointing, Quantization};
 use crate::types::LengthSpread;
 
@@ -12,18 +12,18 @@ use crate::types::LengthSpread;
 #[derive(Debug, Subcommand)]
 pub enum BenchCommand {
     /// Tokens per second of forward, backward and AdamW on packed random sequences
-    Train(BenchTrainArgs),
+    Train(Placed<BenchTrainArgs>),
     /// Tokens per second of the generation engine on random prompts
-    Generate(BenchGenerateArgs),
+    Generate(Placed<BenchGenerateArgs>),
     /// The decode step's kernels, each against the bytes that it must move; needs a GPU
     Kernels(BenchKernelsArgs),
     /// Whole GRPO steps of the trainer: colo-grpo bench step --preset tiny --prompts 8 zero.stage=3 beta=0.04
     Step(BenchStepArgs),
     /// Memory given back and taken again on all ranks at once; copies to the host and back
     #[command(name = "sleep_wake", alias = "sleep-wake")]
-    SleepWake(BenchSleepWakeArgs),
+    SleepWake(Placed<BenchSleepWakeArgs>),
     /// Bandwidth of collectives by operation and size
-    Collectives(BenchCollectivesArgs),
+    Collectives(Placed<BenchCollectivesArgs>),
     /// Lines of `bench step` side by side: a table, a picture, and what they say of more GPUs
     Compare(BenchCompareArgs),
 }
@@ -46,10 +46,6 @@ pub struct BenchCompareArgs {
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct BenchTrainArgs {
-    #[command(flatten)]
-    pub launch: LaunchArgs,
-    #[command(flatten)]
-    pub place: PlaceArgs,
     #[command(flatten)]
     pub model: ModelArgs,
     /// Sequences per rank and step
@@ -115,10 +111,6 @@ pub struct BenchTrainArgs {
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct BenchGenerateArgs {
-    #[command(flatten)]
-    pub launch: LaunchArgs,
-    #[command(flatten)]
-    pub place: PlaceArgs,
     #[command(flatten)]
     pub model: ModelArgs,
     /// Prompts per rank
@@ -213,10 +205,6 @@ pub struct BenchStepArgs {
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct BenchSleepWakeArgs {
-    #[command(flatten)]
-    pub launch: LaunchArgs,
-    #[command(flatten)]
-    pub place: PlaceArgs,
     /// Memory that sleeps and wakes on each rank, in GiB
     #[arg(long, default_value_t = 1.0, value_parser = number(|gib: &f64| *gib >= 0.001, "at least 0.001"))]
     pub gib: f64,
@@ -235,10 +223,6 @@ pub struct BenchSleepWakeArgs {
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct BenchCollectivesArgs {
-    #[command(flatten)]
-    pub launch: LaunchArgs,
-    #[command(flatten)]
-    pub place: PlaceArgs,
     /// Largest tensor, in MiB
     #[arg(long, default_value_t = 1024)]
     #[arg(value_parser = number(|mib: &usize| (1..=1 << 20).contains(mib), "1 to 1048576"))]
