@@ -4,8 +4,8 @@
 # PROGRAM is target/release/colo-grpo. Runs colocated at tp 1, 2 and 4, the split with every number of rollout GPUs at each tp that
 # divides it, and the same sampling one batch ahead; medians of STEPS (5) steps after a warm-up, of PROMPTS x GROUP (32 x 8)
 # completions of PROMPT_LEN + COMPLETION_LEN (512 + 1024) tokens, or of lengths drawn from SPREAD (tail:512..4096); for these also
-# colocated with OVERSAMPLE (1) times as many groups more under way, carried from step to step. MODES limits the runs ("colocated
-# partial split async"), TP and SPLITS their degrees. Further arguments are configuration keys of all runs. OUTPUT
+# colocated with OVERSAMPLE (1) times as many groups more under way, carried from step to step, and computed again (partial) or kept
+# in the KV cache (kept). MODES limits the runs ("colocated partial kept split async"), TP and SPLITS their degrees. Further arguments are configuration keys of all runs. OUTPUT
 # (runs/colocated_vs_split) gets results.jsonl, a log and a time-line (Chrome trace) of each run, compare.json and compare.svg; the
 # table is printed, with simulated worlds.
 # CURVES="1 2 3" also trains the demo's model with these seeds in each mode on the CPU and draws the rewards (curves.svg).
@@ -31,13 +31,14 @@ bench() {
   cat "$output/$name.json" >>"$output/results.jsonl"
 }
 
-for mode in ${MODES:-colocated ${SPREAD:+partial} split async}; do
+for mode in ${MODES:-colocated ${SPREAD:+partial kept} split async}; do
   case $mode in
     colocated) shares=$gpus keys_of_mode=() ;;
     partial) shares=$gpus keys_of_mode=(partial_rollout=true oversample="${OVERSAMPLE:-1}") ;;
+    kept) shares=$gpus keys_of_mode=(partial_rollout=true oversample="${OVERSAMPLE:-1}" carried_kv=keep) ;;
     split) shares=${SPLITS:-$(seq 1 $((gpus - 1)))} keys_of_mode=(mode=split) ;;
     async) shares=${SPLITS:-$(seq 1 $((gpus - 1)))} keys_of_mode=(mode=split split.async_steps=1) ;;
-    *) echo "MODES: $mode is none of colocated, partial, split, async" && exit 2 ;;
+    *) echo "MODES: $mode is none of colocated, partial, kept, split, async" && exit 2 ;;
   esac
   for k in $shares; do
     name=$mode place=()

@@ -278,6 +278,7 @@ impl Report<'_> {
             "async_steps": config.split.async_steps,
             "tensor_parallel_size": config.tensor_parallel_size,
             "oversample": config.oversample,
+            "carried_kv": config.carried_kv,
             "zero_stage": config.zero.stage,
             "gradient_checkpointing": plan.gradient_checkpointing.name(),
             "max_tokens_per_micro_batch": config.max_tokens_per_micro_batch,

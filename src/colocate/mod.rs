@@ -103,7 +103,7 @@ impl Colocated {
 
     fn rollout_scope<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
         self.learner.policy.drop_gradients();
-        let needed_bytes = self.engine.reserved_bytes() + self.slices.reserved_bytes();
+        let needed_bytes = self.engine.absent_bytes() + self.slices.reserved_bytes();
         phase::scope(Phase::Offload, || self.make_room(needed_bytes))?;
         phase::scope(Phase::Offload, || self.learner.policy.offload_optimizer())?;
         let version = self.learner.policy.version();
@@ -152,8 +152,9 @@ impl Colocated {
         &self.learner.policy
     }
 
-    /// The policy, to load or save; between scopes.
+    /// The policy, to load; between scopes. Nothing that the engine keeps is gone on with after that.
     pub fn policy_mut(&mut self) -> &mut Policy {
+        self.engine.forget();
         &mut self.learner.policy
     }
 

@@ -92,6 +92,15 @@ choices! {
     }
 }
 choices! {
+    /// What becomes of the keys and values of carried groups.
+    CarriedKv {
+        /// Computed again at the next wake, with the newest weights.
+        Recompute = "recompute",
+        /// Left in the KV cache as older weights computed them.
+        Keep = "keep",
+    }
+}
+choices! {
     /// Type of weights and activations.
     Dtype {
         /// bfloat16 on CUDA, float32 on a CPU.

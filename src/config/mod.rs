@@ -50,6 +50,11 @@ impl Config {
         self.beta > 0.0 && self.lora.r.is_none()
     }
 
+    /// Whether the engine keeps its memory, and keys and values of unfinished groups in it, while a step trains.
+    pub fn keeps_kv_cache(&self) -> bool {
+        self.carried_kv == CarriedKv::Keep
+    }
+
     /// Reads back what [`Config::to_toml`] wrote.
     ///
     /// # Errors
@@ -156,6 +161,10 @@ keys! {
         pub oversample: f64 = 0.0,
         /// Groups that are not complete when a step ends go on in the next one, with its weights.
         pub partial_rollout: bool = false,
+        /// Keys and values of what has been sampled of such groups: computed again with the newest weights, or kept as those
+        /// computed them that sampled it (PipelineRL, arXiv 2509.19128). `keep` takes the KV cache's memory while training, too;
+        /// a resumed run computes them again.
+        pub carried_kv: CarriedKv = CarriedKv::Recompute,
 
         section "Objective";
         /// Weight of the KL term; 0 loads no reference model.

@@ -108,6 +108,7 @@ mod tests {
             (&[split[0], split[1], "split.async_steps=1", "importance_sampling_correction=false"], "an older policy"),
             (&[split[0], split[1], "residency.optimizer=swap"], "no engine needs its memory"),
             (&[split[0], split[1], "lora.r=4", "quantization=nf4"], "none: mode = split"),
+            (&[split[0], split[1], "partial_rollout=true", "oversample=1", "carried_kv=keep"], "takes every group"),
             (&[split[0], "split.rollout_gpus=0"], "1 to"),
         ] {
             assert!(message(keys).contains(part), "{keys:?}: {}", message(keys));

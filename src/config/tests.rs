@@ -37,7 +37,7 @@ fn the_key_list_is_frozen() {
         per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations \
         max_tokens_per_micro_batch share_prompts max_completion_length max_model_length temperature top_p top_k min_p \
         repetition_penalty stop tensor_parallel_size gpu_memory_utilization kv_cache_bytes kv_block_size max_num_seqs \
-        max_num_batched_tokens strict oversample partial_rollout beta epsilon epsilon_high delta loss_type \
+        max_num_batched_tokens strict oversample partial_rollout carried_kv beta epsilon epsilon_high delta loss_type \
         importance_sampling_level scale_rewards \
         mask_truncated_completions importance_sampling_correction importance_sampling_mode \
         importance_sampling_clip_max use_bias_correction_kl reward_funcs reward_weights reward.format_pattern \
@@ -140,6 +140,8 @@ fn values_that_do_not_fit_together_are_refused() {
         (&["oversample=-0.5"], "0 to 16"),
         (&["partial_rollout=true"], "oversample above 0"),
         (&["partial_rollout=true", "oversample=1", "importance_sampling_correction=false"], "older weights"),
+        (&["carried_kv=keep"], "or partial_rollout = true"),
+        (&["carried_kv=keep", "partial_rollout=true", "oversample=1", "strict=true"], "recompute: with strict"),
         (&["reward_weights=[1, 2]"], "one weight for each of the 1 reward_funcs"),
         (&["reward_funcs=[\"a\", \"a\"]"], "a only once"),
         (&["reward.answer_pattern=[0-9]+"], "with a group"),

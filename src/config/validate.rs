@@ -7,7 +7,9 @@ use super::field::Field;
 use super::heartbeat;
 use super::raw::RawConfig;
 use super::reward;
-use super::{AutoOr, Config, HeartbeatConfig, LossType, OptimizerConfig, ReferenceResidency, SftConfig, ZeroConfig};
+use super::{
+    AutoOr, CarriedKv, Config, HeartbeatConfig, LossType, OptimizerConfig, ReferenceResidency, SftConfig, ZeroConfig,
+};
 use crate::error::{Error, Result};
 use crate::phase::Fault;
 
@@ -92,6 +94,13 @@ impl Config {
             let corrected = "true, as tokens of partial_rollout may come from older weights";
             let is_corrected = self.importance_sampling_correction;
             check("importance_sampling_correction", is_corrected, is_corrected, corrected)?;
+        }
+        if self.keeps_kv_cache() {
+            let keep = CarriedKv::Keep.name();
+            let carried = "recompute, or partial_rollout = true: nothing else is carried to the next step";
+            check("carried_kv", keep, self.partial_rollout, carried)?;
+            let strict = "recompute: with strict a completion's bits do not depend on when it is computed";
+            check("carried_kv", keep, !self.strict, strict)?;
         }
         if let Some(context) = self.max_model_length {
             let prompt = self.max_prompt_length.unwrap_or(1);

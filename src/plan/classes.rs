@@ -56,7 +56,8 @@ fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
     if input.room.swap_bytes.is_some() {
         let (spec, tp_size) = (&input.table.spec, input.config.tensor_parallel_size);
         let options = engine_options(input.config, (input.max_model_length(), 0), (input.kind, Device::Cpu));
-        classes.push(in_rollout("engine buffers", engine_buffer_bytes(spec, &options, tp_size)));
+        let buffers = engine_buffer_bytes(spec, &options, tp_size);
+        classes.push(of_engine("engine buffers", buffers, input));
         classes.push(resident("engine tables", engine_table_bytes(spec, &options, tp_size)));
         classes.push(resident("sums over the tensor-parallel group", engine_sum_bytes(spec, &options, tp_size)));
         classes.retain(|class| class.rollout_bytes > 0);
@@ -66,6 +67,11 @@ fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
 
 fn resident(class: &'static str, bytes: usize) -> ClassBytes {
     ClassBytes { class, train_bytes: bytes, rollout_bytes: bytes, host_bytes: 0 }
+}
+
+/// What an engine that keeps its memory holds while training, too.
+pub(super) fn of_engine(class: &'static str, bytes: usize, input: &PlanInput<'_>) -> ClassBytes {
+    if input.config.keeps_kv_cache() { resident(class, bytes) } else { in_rollout(class, bytes) }
 }
 
 pub(super) fn in_rollout(class: &'static str, rollout_bytes: usize) -> ClassBytes {

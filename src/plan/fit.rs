@@ -1,9 +1,9 @@
 //! What fits: blocks of the KV cache, tokens of a micro-batch; and what to change where a run does not.
 
 use super::choices::Choices;
-use super::classes::in_rollout;
+use super::classes::of_engine;
 use super::{MemoryPlan, PlanInput, human};
-use crate::config::GradientCheckpointing;
+use crate::config::{CarriedKv, Config, GradientCheckpointing};
 use crate::error::{Error, Result};
 use crate::rollout::kv_block_bytes;
 
@@ -18,6 +18,7 @@ impl MemoryPlan {
         let block_bytes = kv_block_bytes(&table.spec, config.tensor_parallel_size, config.kv_block_size, kind);
         // A GPU is the run's alone; a CPU's memory is not, and its pages are taken for good.
         let (taken, share) = match self.room.swap_bytes {
+            Some(_) if config.keeps_kv_cache() => (self.peak_bytes(), 1.0),
             Some(_) => (self.sum(|class| class.rollout_bytes), 1.0),
             None => (self.peak_bytes(), MAX_KV_SHARE),
         };
@@ -40,7 +41,7 @@ impl MemoryPlan {
                 ),
             ));
         }
-        self.classes.push(in_rollout("KV cache", self.kv_cache_bytes));
+        self.classes.push(of_engine("KV cache", self.kv_cache_bytes, input));
         Ok(())
     }
 
@@ -99,6 +100,12 @@ impl MemoryPlan {
         if self.sum(|class| class.rollout_bytes) > self.room.available_bytes {
             let (length, cache) = (self.max_model_length, self.kv_cache_bytes);
             return format!("lower max_model_length (is {length}) or kv_cache_bytes ({cache})");
+        }
+        if config.keeps_kv_cache() {
+            let recomputing = Config { carried_kv: CarriedKv::Recompute, ..config.clone() };
+            if Self::with(choices, &PlanInput { config: &recomputing, ..*input }).is_ok() {
+                return "set carried_kv = recompute, with which the KV cache leaves while training".to_owned();
+            }
         }
         let more: &[GradientCheckpointing] = match keep {
             None => &[Selective, Full],

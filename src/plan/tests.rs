@@ -76,6 +76,30 @@ fn parameters_cost_what_is_counted_by_hand() {
     assert!(plan.peak_bytes() <= 130 << 30 && plan.largest_micro_batch > 16_384);
 }
 
+/// A KV cache that is kept is there while training, too, and the run is refused, or the cache smaller, where both do not fit.
+#[test]
+fn a_kept_cache_takes_its_memory_from_training() {
+    let keep = ["oversample=1", "partial_rollout=true", "carried_kv=keep", "gradient_checkpointing=full"];
+    let of = |keys: &[&str], available| plan(&[&keep[..], keys].concat(), available);
+    let kept = of(&[], 130 << 30).unwrap();
+    let leaving = plan(&["gradient_checkpointing=full"], 130 << 30).unwrap();
+    assert_eq!(kept.num_kv_blocks, leaving.num_kv_blocks);
+    let train_bytes = |plan: &MemoryPlan| plan.sum(|class| class.train_bytes);
+    let stays = ["KV cache", "engine buffers"];
+    let held = kept.classes.iter().filter(|class| stays.contains(&class.class));
+    assert!(held.clone().all(|class| class.train_bytes == class.rollout_bytes) && held.clone().count() == 2);
+    assert_eq!(train_bytes(&kept), train_bytes(&leaving) + held.map(|class| class.train_bytes).sum::<usize>(),);
+
+    let resident = "residency.optimizer=resident";
+    let short = train_bytes(&leaving) + (10 << 30);
+    let small = of(&[resident], short).unwrap();
+    assert!((1..kept.num_kv_blocks).contains(&small.num_kv_blocks) && small.peak_bytes() <= short, "{small}");
+    let size = "kv_cache_bytes=12884901888";
+    let refused = of(&[resident, size], short).unwrap_err().to_string();
+    assert!(refused.contains("set carried_kv = recompute"), "{refused}");
+    of(&[resident, size, "carried_kv=recompute"], short).unwrap();
+}
+
 #[test]
 fn a_rank_that_does_one_half_holds_what_that_takes() {
     let available = 130 << 30;

@@ -16,6 +16,12 @@ impl BlockManager {
         Self { block_size, free, ref_counts: vec![0; num_blocks] }
     }
 
+    /// Takes over what an earlier manager of as many blocks has given out; before anything else is.
+    pub(super) fn adopt<'a>(&mut self, tables: impl Iterator<Item = &'a [u32]>) {
+        tables.flatten().for_each(|&block| self.ref_counts[block as usize] += 1);
+        self.free.retain(|&block| self.ref_counts[block as usize] == 0);
+    }
+
     pub(super) fn num_total(&self) -> usize {
         self.ref_counts.len()
     }
@@ -109,6 +115,19 @@ mod tests {
         blocks.release(&mut second);
         assert_eq!((blocks.num_free(), blocks.num_used()), (4, 0));
         blocks.check_integrity(std::iter::empty()).unwrap();
+    }
+
+    #[test]
+    fn adopted_tables_are_used_and_shared_as_they_were() {
+        let mut blocks = BlockManager::new(5, 8);
+        let (mut first, mut second) = (vec![4, 1], vec![4, 2]);
+        blocks.adopt([first.as_slice(), second.as_slice()].into_iter());
+        blocks.check_integrity([first.as_slice(), second.as_slice()].into_iter()).unwrap();
+        blocks.release(&mut first);
+        assert_eq!((blocks.num_free(), blocks.num_used()), (3, 2));
+        assert!(blocks.grow(&mut second, 40) && second[..2] == [4, 2]);
+        blocks.release(&mut second);
+        assert_eq!(blocks.num_free(), 5);
     }
 
     #[test]

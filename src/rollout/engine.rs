@@ -7,12 +7,13 @@ use std::sync::Arc;
 use tch::{Device, Kind};
 
 use super::gpu::{GpuRunner, GpuState, StepProfile};
+use super::kept::KeptSequences;
 use super::kv_cache::KvCache;
 use super::outcome::{Rollout, complete_group};
-use super::requests::{self, Request};
+use super::requests::{self, Request, draws};
 use super::runner::{HostRunner, Runner};
-use super::sampler::{Draw, sampling_key};
-use super::scheduler::{Limits, Scheduler, Step};
+use super::sampler::sampling_key;
+use super::scheduler::{Limits, Scheduler};
 use super::stats::EngineStats;
 use super::stop::StopRules;
 use super::weights::EngineWeights;
@@ -46,7 +47,7 @@ pub struct EngineOptions {
     pub strict: bool,
 }
 
-/// One rank of a tensor-parallel engine. Asleep it holds addresses, no memory.
+/// One rank of a tensor-parallel engine. Asleep it holds addresses, and no memory unless it keeps it.
 #[derive(Debug)]
 pub struct Engine {
     spec: Arc<ModelSpec>,
@@ -58,7 +59,10 @@ pub struct Engine {
     gpu: Option<GpuState>,
     kv_cache: KvCache,
     keeps_memory: bool, // asleep, too
-    was_awake: bool,
+    /// KV blocks since the last wake.
+    num_blocks: Option<usize>,
+    /// In them, sequences to go on with.
+    kept: KeptSequences,
 }
 
 impl Engine {
@@ -107,13 +111,20 @@ impl Engine {
             gpu,
             kv_cache,
             keeps_memory: false,
-            was_awake: false,
+            num_blocks: None,
+            kept: KeptSequences::default(),
         })
     }
 
-    /// An engine on a device that does nothing else: its memory stays once it is mapped.
+    /// The same with memory that stays once it is mapped, and in it keys and values of sequences that a rollout leaves
+    /// unfinished: a later one goes on from them, as the weights computed them that sampled the tokens.
     pub fn keeping_memory(self) -> Self {
         Self { keeps_memory: true, ..self }
+    }
+
+    /// From now on nothing is gone on with that is in the cache: the weights changed by more than training.
+    pub fn forget(&mut self) {
+        self.kept = KeptSequences::default();
     }
 
     /// Maps the KV cache and takes this rank's weights for as long as the result lives; dropping that puts the engine to
@@ -130,12 +141,12 @@ impl Engine {
         Ok(rollout)
     }
 
-    /// Memory that the KV cache takes while the engine is awake.
-    pub fn reserved_bytes(&self) -> usize {
-        self.kv_cache.reserved_bytes()
+    /// Memory that the KV cache takes when the engine wakes.
+    pub fn absent_bytes(&self) -> usize {
+        self.kv_cache.absent_bytes()
     }
 
-    /// Physical memory that the engine holds now; next to nothing while it sleeps.
+    /// Physical memory that the engine holds now; next to nothing while it sleeps, unless it keeps it.
     pub fn resident_bytes(&self) -> Result<usize> {
         self.kv_cache.resident_bytes()
     }
@@ -183,7 +194,8 @@ impl<'a> RolloutEngine<'a> {
 
     /// The same for groups that may be begun already, until the first `num_groups` of them are complete, the ranks'
     /// numbers added up: which ones they are, and so how many of this rank's, is a matter of lengths. A completion goes
-    /// on as if it had never been interrupted, but for the weights; its tokens keep the log-probabilities that they had.
+    /// on as if it had never been interrupted, but for the weights; its tokens keep the log-probabilities that they had. They
+    /// are computed again, unless the engine keeps its memory.
     ///
     /// # Errors
     /// As [`RolloutEngine::generate`]; [`Error::InvalidArgument`] if there are fewer groups, or if what has been sampled
@@ -199,7 +211,8 @@ impl<'a> RolloutEngine<'a> {
         let vocab_size = self.engine.spec.vocab_size;
         let (mut requests, num_groups) = requests::exchange(&groups, num_groups, params, vocab_size, tp.as_ref())?;
         let token_ids = requests.iter().map(|request| request.token_ids.as_slice());
-        let mut scheduler = Scheduler::new(self.limits(params), token_ids, params.num_generations, self.stats)?;
+        let scheduler = Scheduler::new(self.limits(params), token_ids, params.num_generations, self.stats)?;
+        let mut scheduler = scheduler.adopt(std::mem::take(&mut self.engine.kept)); // for good, if this fails
         spread_lengths(&mut scheduler, &requests, params);
         let resumed = scheduler.resume(requests.iter_mut().map(|request| std::mem::take(&mut request.completions)));
         let mut complete: Vec<Option<RolloutGroup>> = groups.iter().map(|_| None).collect();
@@ -226,7 +239,12 @@ impl<'a> RolloutEngine<'a> {
             self.run(&mut scheduler, &requests, params, &mut take)?;
         }
         scheduler.check_integrity()?;
-        Ok(Rollout::new(complete, groups, &scheduler, &requests, tp.rank()))
+        self.stats = scheduler.stats;
+        let rollout = Rollout::new(complete, groups, &scheduler, &requests, tp.rank());
+        if self.engine.keeps_memory {
+            self.engine.kept = scheduler.into_kept();
+        }
+        Ok(rollout)
     }
 
     /// Times one decode step of `batch` sequences of `context` tokens, `group` of which share their first `shared` tokens, and
@@ -235,6 +253,7 @@ impl<'a> RolloutEngine<'a> {
     /// # Errors
     /// [`Error::InvalidArgument`] on a CPU, or if the cache does not hold the batch.
     pub fn profile(&mut self, batch: (usize, usize, usize), context: usize) -> Result<StepProfile> {
+        self.engine.forget(); // blocks are written at random
         let Self { engine, weights, stats, .. } = self;
         let Engine { spec, gpu: Some(gpu), kv_cache, tp, .. } = &mut **engine else {
             return Err(Error::InvalidArgument {
@@ -260,14 +279,25 @@ impl<'a> RolloutEngine<'a> {
 
     fn open_kv_cache(&mut self) -> Result<()> {
         let engine = &mut *self.engine;
-        let mut num_blocks = [engine.kv_cache.map()? as f64];
-        all_reduce_f64(engine.tp.as_ref(), &mut num_blocks, ReduceOp::Min)?;
-        let num_blocks = num_blocks[0] as usize;
+        let digest = engine.kept.digest();
+        let mut least = [engine.kv_cache.map()? as f64, digest, -digest];
+        all_reduce_f64(engine.tp.as_ref(), &mut least, ReduceOp::Min)?;
+        let [num_blocks, digest, other_digest] = least;
+        let num_blocks = num_blocks as usize;
+        let before = engine.num_blocks.replace(num_blocks);
+        // Blocks of another number lie elsewhere; and a rank that failed has kept nothing.
+        let is_lost = before.is_some_and(|before| before != num_blocks) || digest != -other_digest;
+        if is_lost && engine.keeps_memory {
+            tracing::warn!(
+                "unfinished sequences are computed again: a rank failed, or the number of KV blocks changed"
+            );
+            engine.forget();
+        }
         engine.kv_cache.open(num_blocks)?;
         if let Some(gpu) = &mut engine.gpu {
             gpu.wake(&self.weights, &engine.kv_cache, engine.tp.as_ref())?;
         }
-        if !std::mem::replace(&mut engine.was_awake, true) && engine.tp.rank() == 0 {
+        if before.is_none() && engine.tp.rank() == 0 {
             tracing::info!("# KV blocks: {num_blocks} x {} tokens", engine.options.block_size);
         }
         self.stats.num_blocks = num_blocks;
@@ -354,18 +384,4 @@ fn spread_lengths(scheduler: &mut Scheduler, requests: &[Request], params: &Samp
             sequence.max_len = sequence.max_len.min(sequence.prompt_len + spread.length(word));
         }
     }
-}
-
-/// One draw for each sequence that samples in `step`, in order.
-fn draws<'a>(step: &Step, scheduler: &'a Scheduler, requests: &[Request]) -> Vec<Draw<'a>> {
-    let sampling = step.runs.iter().filter(|run| !run.samples.is_empty());
-    let draws = sampling.enumerate().flat_map(|(row, run)| {
-        run.samples.clone().map(move |index| {
-            let sequence = &scheduler.sequences[index];
-            let sample = index - scheduler.members(sequence.group).start;
-            let Request { step, prompt_id, .. } = requests[sequence.group];
-            Draw { row, step, prompt_id, sample, token_ids: &sequence.token_ids }
-        })
-    });
-    draws.collect()
 }

@@ -110,6 +110,11 @@ impl KvCache {
         self.arena.reserved_bytes()
     }
 
+    /// Memory that waking has to map.
+    pub(super) fn absent_bytes(&self) -> usize {
+        self.arena.reserved_bytes() - self.arena.mapped_bytes()
+    }
+
     /// Physical memory behind the cache.
     pub(super) fn resident_bytes(&self) -> Result<usize> {
         self.arena.resident_bytes()

@@ -8,6 +8,7 @@
 //! | `requests`, `outcome` | what all ranks of the group bring; complete groups and those to go on with |
 //! | `scheduler` | which tokens the next step computes |
 //! | `sequence`, `block_manager` | one completion in the making; which KV blocks are free, shared or used |
+//! | `kept` | unfinished sequences whose keys and values stay in the cache |
 //! | `batch`, `runner`, `attention`, `kv_cache` | a step's tensors; the network over them; its attention; its memory |
 //! | `gpu` | the runner of a GPU: recorded decode steps, the sampler on the device |
 //! | `sampler`, `filters` | logits to tokens |
@@ -19,6 +20,7 @@ mod block_manager;
 mod engine;
 mod filters;
 mod gpu;
+mod kept;
 mod kv_cache;
 mod outcome;
 mod requests;

@@ -13,6 +13,10 @@ pub struct EngineStats {
     pub num_generated_tokens: usize,
     /// Tokens computed in prefill steps, those of preempted sequences again.
     pub num_prefilled_tokens: usize,
+    /// Those among them of sequences that had been computed before: carried ones, prompts included, and preempted ones.
+    pub num_recomputed_tokens: usize,
+    /// Tokens of carried sequences, prompts once a group, whose keys and values were still in the cache.
+    pub num_kept_tokens: usize,
     /// Tokens that did not have to be prefilled, because another completion of the group had been through them.
     pub num_shared_tokens: usize,
     /// Sequences that had to give their blocks back.

@@ -44,7 +44,7 @@ pub(super) fn halves(
         Role::Trains(Box::new(learner(config, world, &mesh, preflight, weights, adapters)?))
     } else {
         let (engine, lora) = (engine(config, world, &mesh, preflight)?, LoraSpec::new(&config.lora));
-        let served = Served::unfilled(world.clone(), &mesh, table.clone(), lora, engine.keeping_memory(), kind)?;
+        let served = Served::unfilled(world.clone(), &mesh, table.clone(), lora, engine, kind)?;
         Role::Generates(Box::new(served))
     };
     Ok(Halves::Split(Split::new(world.clone(), num_trainers, role)))
@@ -95,7 +95,9 @@ fn engine(config: &Config, world: &World, mesh: &Mesh, preflight: &Preflight) ->
     let plan = preflight.plan_of(world.rank());
     let sizes = (plan.max_model_length, plan.kv_cache_bytes);
     let options = engine_options(config, sizes, (preflight.kind, world.device()));
-    Engine::new(preflight.spec.clone(), preflight.tokenizer.clone(), options, mesh.tp.clone())
+    let engine = Engine::new(preflight.spec.clone(), preflight.tokenizer.clone(), options, mesh.tp.clone())?;
+    let is_alone = config.mode == Mode::Split;
+    Ok(if is_alone || config.keeps_kv_cache() { engine.keeping_memory() } else { engine })
 }
 
 fn slices(config: &Config, world: &World, mesh: &Mesh, preflight: &Preflight) -> Result<EngineSlices> {

@@ -1,16 +1,16 @@
 //! Groups under way. A step begins `oversample` more of them than it takes; those that are not complete when it ends go on
 //! in the next one (`partial_rollout`). All ranks know all that are carried and deal them out anew, so that what goes on does
-//! not depend on who began it.
+//! not depend on who began it; but where keys and values are kept, to the engine that has them.
 
 use super::Trainer;
 use super::sampling::Ahead;
 use crate::checkpoint::CarriedGroup;
 use crate::config::Config;
 use crate::data::Dataset;
-use crate::dist::all_gather_bytes;
+use crate::dist::{all_gather_bytes, share};
 use crate::error::{Error, Result};
 use crate::metrics::{Reduce, StepMetrics};
-use crate::rollout::Rollout;
+use crate::rollout::{EngineStats, Rollout};
 use crate::types::{RolloutGroup, UnfinishedGroup};
 
 /// What became of this rank's tokens in a step.
@@ -27,6 +27,8 @@ pub(super) struct Carry {
     num_discarded: usize,
     /// Groups that the next step goes on with.
     num_carried: usize,
+    /// What the engine counted, of which this is one rank.
+    engine: EngineStats,
 }
 
 impl Trainer {
@@ -38,13 +40,14 @@ impl Trainer {
         let (groups, num_groups) = (unfinished(&begun, &self.dataset), self.batch.num_prompts / self.world.size());
         let (rewards, output) = (&self.rewards, &self.output);
         output.begin_phase("generate", num_groups);
-        let rollout = self.halves.with_rollout(|rollout| {
-            rollout.generate_first(groups, num_groups, &params, |done| {
+        let (rollout, engine) = self.halves.with_rollout(|rollout| {
+            let first = rollout.generate_first(groups, num_groups, &params, |done| {
                 rewards.submit(done); // scored while others generate
                 output.advance();
-            })
+            })?;
+            Ok((first, *rollout.stats()))
         })?;
-        let (groups, carry) = self.carry(&begun, rollout)?;
+        let (groups, carry) = self.carry(&begun, rollout, engine)?;
         Ok(Ahead { groups, sampler, carried, carry })
     }
 
@@ -55,13 +58,22 @@ impl Trainer {
         let num_new = self.batch.num_begun.saturating_sub(carried.len());
         let new = self.sampler.next_batch_beside(num_new, &under_way)?.into_iter().map(CarriedGroup::new);
         let num_ranks = self.world.size();
-        let sizes = [self.batch.num_prompts / num_ranks, self.batch.num_begun / num_ranks];
-        Ok(deal(carried, new, num_ranks, sizes).swap_remove(self.world.rank()))
+        let mut shares = match self.config.keeps_kv_cache() {
+            true => in_order(&carried, num_ranks),
+            false => one_by_one(carried, num_ranks),
+        };
+        fill(&mut shares, new, [self.batch.num_prompts / num_ranks, self.batch.num_begun / num_ranks]);
+        Ok(shares.swap_remove(self.world.rank()))
     }
 
     /// The groups that the step takes; the others are kept for the next one, or dropped. Collective over the world.
-    fn carry(&mut self, begun: &[CarriedGroup], rollout: Rollout) -> Result<(Vec<RolloutGroup>, Carry)> {
-        let (mut carry, mut kept) = (Carry::default(), Vec::new());
+    fn carry(
+        &mut self,
+        begun: &[CarriedGroup],
+        rollout: Rollout,
+        engine: EngineStats,
+    ) -> Result<(Vec<RolloutGroup>, Carry)> {
+        let (mut carry, mut kept) = (Carry { engine, ..Carry::default() }, Vec::new());
         for (index, group) in &rollout.complete {
             carry.take(&begun[*index], group, self.progress.generation_step);
         }
@@ -120,6 +132,11 @@ impl Carry {
         metrics.set("tokens/generated", self.num_sampled as f64, Reduce::Sum);
         metrics.set("partial_rollout/carried_groups", self.num_carried as f64, Reduce::Sum);
         metrics.set("partial_rollout/staleness_max", self.oldest as f64, Reduce::Max);
+        let EngineStats { num_kept_tokens, num_recomputed_tokens, .. } = self.engine;
+        for (name, count) in [("kept_tokens", num_kept_tokens), ("recomputed_tokens", num_recomputed_tokens)] {
+            let of_rank = count as f64 / config.tensor_parallel_size as f64;
+            metrics.set(format!("partial_rollout/{name}"), of_rank, Reduce::Sum);
+        }
         let [taken, sampled] = [self.num_taken, self.num_sampled].map(|count| count as f64);
         metrics.set_mean("partial_rollout/staleness_mean", self.token_age as f64, taken);
         metrics.set_mean("partial_rollout/continued_token_share", self.num_continued as f64, taken);
@@ -137,25 +154,29 @@ fn unfinished(groups: &[CarriedGroup], dataset: &Dataset) -> Vec<UnfinishedGroup
     groups.iter().map(of_group).collect()
 }
 
-/// Spreads groups over ranks: carried ones, the long ones, one by one; new ones in consecutive shares, first to make up the
-/// smaller and then the larger of `sizes` on every rank.
-fn deal<T: Clone>(
-    carried: Vec<T>,
-    mut new: impl Iterator<Item = T>,
-    num_ranks: usize,
-    sizes: [usize; 2],
-) -> Vec<Vec<T>> {
+/// Spreads carried groups, the long ones, over the ranks.
+fn one_by_one<T: Clone>(carried: Vec<T>, num_ranks: usize) -> Vec<Vec<T>> {
     let mut shares = vec![Vec::new(); num_ranks];
     for (index, group) in carried.into_iter().enumerate() {
         shares[index % num_ranks].push(group);
     }
+    shares
+}
+
+/// Leaves carried groups with their engines: all of them complete, and so carry, as many for each of their ranks, which follow
+/// one another.
+fn in_order<T: Clone>(carried: &[T], num_ranks: usize) -> Vec<Vec<T>> {
+    (0..num_ranks).map(|rank| carried[share(carried.len(), (rank, num_ranks))].to_vec()).collect()
+}
+
+/// Adds new groups in consecutive shares, first to make up the smaller and then the larger of `sizes` on every rank.
+fn fill<T>(shares: &mut [Vec<T>], mut new: impl Iterator<Item = T>, sizes: [usize; 2]) {
     for size in sizes {
-        for share in &mut shares {
+        for share in &mut *shares {
             let num_missing = size.saturating_sub(share.len());
             share.extend(new.by_ref().take(num_missing));
         }
     }
-    shares
 }
 
 #[cfg(test)]
@@ -164,9 +185,34 @@ mod tests {
 
     #[test]
     fn new_groups_lie_as_without_a_surplus_and_carried_ones_are_spread() {
-        let deal = |carried: Vec<usize>, new| deal(carried, new, 2, [2, 3]);
+        let deal = |carried: Vec<usize>, new| {
+            let mut shares = one_by_one(carried, 2);
+            fill(&mut shares, new, [2, 3]);
+            shares
+        };
         assert_eq!(deal(vec![], 0..6), [[0, 1, 4], [2, 3, 5]]);
         assert_eq!(deal(vec![90, 91, 92], 0..3), [[90, 92, 1], [91, 0, 2]]);
         assert_eq!(deal((90..97).collect(), 0..0), [vec![90, 92, 94, 96], vec![91, 93, 95]]);
+    }
+
+    /// Engines of two ranks, which complete three groups of their six each, in whatever order of ranks.
+    #[test]
+    fn groups_that_are_kept_stay_with_their_engine() {
+        let mut shares: Vec<Vec<(usize, usize)>> = vec![Vec::new(); 4]; // (engine, number)
+        fill(&mut shares, (0..12).map(|number| (number / 3 % 2, number)), [3, 3]);
+        for step in 1..5 {
+            let engine_of = |rank: usize| rank / 2;
+            for (rank, share) in shares.iter_mut().enumerate() {
+                share.iter_mut().for_each(|group| group.0 = engine_of(rank));
+                let num_complete = if (rank + step) % 2 == 0 { 1 } else { 2 };
+                share.drain(..num_complete);
+            }
+            shares = in_order(&shares.concat(), 4);
+            for (rank, share) in shares.iter().enumerate() {
+                assert!(share.iter().all(|group| group.0 == engine_of(rank)), "step {step}, rank {rank}: {share:?}");
+            }
+            fill(&mut shares, (100 * step..100 * step + 6).map(|number| (9, number)), [2, 3]);
+            assert!(shares.iter().all(|share| share.len() == 3), "{shares:?}");
+        }
     }
 }

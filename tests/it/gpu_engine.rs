@@ -1,6 +1,8 @@
 //! The engine's recorded steps on shapes of real models, random weights: against the trainer, against a float32 forward, and
 //! against themselves in another batch.
 
+mod kept;
+
 use std::sync::Arc;
 
 use colo_grpo::colocate::Served;
@@ -235,10 +237,18 @@ impl Model {
         }
     }
 
-    fn served(&self, options: &EngineOptions) -> Served {
-        let mesh = self.world.mesh(1, 1).unwrap();
+    fn engine(&self, options: &EngineOptions) -> Engine {
         let tokenizer = Arc::new(Tokenizer::of_ids(self.spec.vocab_size).unwrap());
-        let engine = Engine::new(self.spec.clone(), tokenizer, options.clone(), mesh.tp.clone()).unwrap();
+        let tp = self.world.mesh(1, 1).unwrap().tp;
+        Engine::new(self.spec.clone(), tokenizer, options.clone(), tp).unwrap()
+    }
+
+    fn served(&self, options: &EngineOptions) -> Served {
+        self.served_by(self.engine(options))
+    }
+
+    fn served_by(&self, engine: Engine) -> Served {
+        let mesh = self.world.mesh(1, 1).unwrap();
         let served = Served::new(self.world.clone(), &mesh, self.table(), engine, &|layout| self.unit(layout)).unwrap();
         match &self.lora {
             Some(lora) => served.with_adapters(lora.clone(), &|layout| self.adapter_unit(layout)).unwrap(),

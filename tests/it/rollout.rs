@@ -1,5 +1,6 @@
 //! The engine: against transformers, against a plain forward, across batches and tensor-parallel degrees; its memory.
 
+mod kept;
 mod partial;
 mod setup;
 

@@ -9,6 +9,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
+use crate::config::CarriedKv;
 use crate::error::{Error, Result};
 use crate::metrics::read_metrics;
 use crate::phase::Phase;
@@ -93,13 +94,14 @@ impl Run {
         let (num_generators, tensor_parallel_size) = (count("num_generators")?, count("tensor_parallel_size")?);
         let (num_trainers, tp) = (count("num_trainers")?, format!("tp {tensor_parallel_size}"));
         let oversample = value["oversample"].as_f64().unwrap_or(0.0);
+        let kept = if value["carried_kv"] == CarriedKv::Keep.name() { ", KV cache kept" } else { "" };
         let kind = if is_async { "async split" } else { "split" };
         let used = |rank: &Value| rank["used_bytes"].as_f64().filter(|bytes| *bytes > 0.0);
         let peaks = value["peak_by_rank"].as_array().into_iter().flatten();
         Ok(Self {
             name: match is_split {
                 true => format!("{kind} {num_trainers} + {num_generators}, {tp}"),
-                false if oversample > 0.0 => format!("colocated, {tp}, oversample {oversample}"),
+                false if oversample > 0.0 => format!("colocated, {tp}, oversample {oversample}{kept}"),
                 false => format!("colocated, {tp}"),
             },
             is_split,

@@ -6,21 +6,23 @@ use std::ops::Range;
 use super::{Limits, Scheduler};
 use crate::error::{Error, Result};
 use crate::rollout::block_manager::BlockManager;
+use crate::rollout::sequence::Sequence;
 use crate::types::UnfinishedCompletion;
 
 impl Scheduler {
-    /// Gives the sequences of every group what an earlier rollout sampled of them; before the first step. Of every group
-    /// that is begun one sequence waits in front, to compute the prompt that the others share; then the others, then what
-    /// is still to be begun. Returns the groups that are complete already.
+    /// Gives the sequences of every group what an earlier rollout sampled of them; before the first step. Those that are kept
+    /// run at once. Of every other group that is begun one sequence waits in front, to compute the prompt that the others share;
+    /// then all others, then what is still to be begun. Returns the groups that are complete already.
     pub(in crate::rollout) fn resume(&mut self, groups: impl Iterator<Item = Vec<UnfinishedCompletion>>) -> Vec<usize> {
         let (mut complete, mut first, mut others) = (Vec::new(), Vec::new(), Vec::new());
         for (group, completions) in groups.enumerate() {
             for (index, completion) in self.members(group).zip(completions) {
                 self.sequences[index].resume(completion);
+                self.go_on(index);
             }
-            let is_open = |&index: &usize| self.sequences[index].finish_reason.is_none();
-            let mut open: Vec<usize> = self.members(group).filter(is_open).collect();
+            let mut open: Vec<usize> = self.members(group).filter(|&index| self.is_waiting(index)).collect();
             match open.iter().position(|&index| !self.sequences[index].is_fresh()) {
+                _ if self.holder(group).is_some() => {} // of the prompt
                 _ if open.is_empty() => complete.push(group),
                 None if open.len() == self.num_generations => continue, // still to be begun
                 begun => first.push(open.remove(begun.unwrap_or(0))),
@@ -28,14 +30,41 @@ impl Scheduler {
             others.extend(open);
         }
         let front: HashSet<usize> = first.iter().chain(&others).copied().collect();
-        let is_new = |index: &usize| self.sequences[*index].finish_reason.is_none() && !front.contains(index);
-        let new = std::mem::take(&mut self.waiting).into_iter().filter(is_new);
+        let is_new = |&index: &usize| self.is_waiting(index) && !front.contains(&index);
+        let new = self.waiting.iter().copied().filter(is_new);
         self.waiting = first.into_iter().chain(others).chain(new).collect();
         complete
     }
 
+    /// Unfinished, and without blocks.
+    fn is_waiting(&self, index: usize) -> bool {
+        self.sequences[index].finish_reason.is_none() && self.sequences[index].block_table.is_empty()
+    }
+
+    /// A sequence of the group that has blocks.
+    fn holder(&self, group: usize) -> Option<&Sequence> {
+        self.sequences[self.members(group)].iter().find(|sequence| !sequence.block_table.is_empty())
+    }
+
+    /// Runs a sequence from the blocks that an earlier rollout kept of it, if it did.
+    fn go_on(&mut self, index: usize) {
+        let sequence = &self.sequences[index];
+        if sequence.finish_reason.is_some() || self.running.len() == self.limits.max_num_seqs {
+            return;
+        }
+        let Some(table) = self.kept.take(&sequence.token_ids) else { return };
+        let in_both = |holder: &Sequence| holder.block_table.iter().zip(&table).take_while(|(a, b)| a == b).count();
+        let num_counted = self.holder(sequence.group).map_or(0, in_both) * self.limits.block_size;
+        let sequence = &mut self.sequences[index];
+        sequence.num_computed = sequence.len() - 1;
+        sequence.block_table = table;
+        self.stats.num_kept_tokens += sequence.num_computed - num_counted;
+        self.running.push(index);
+    }
+
     /// Admits the front of the queue if slots and blocks are there. While others run, a group waits until all of it fits
-    /// and every running sequence keeps a block to grow into; alone, it is cut to what fits.
+    /// and every running sequence keeps a block to grow into; alone, it is cut to what fits. Whether that, or blocks that
+    /// were freed for it, make another try worth while.
     pub(super) fn admit(&mut self) -> bool {
         let Some(members) = self.front() else { return false };
         let slots = self.limits.max_num_seqs - self.running.len();
@@ -45,7 +74,11 @@ impl Scheduler {
         let total = self.blocks.blocks_for(self.sequences[members.start].len()) - shared.len();
         let (own, tail) = (total, self.tail_blocks(members.start));
         let fits = if total > headroom { 0 } else { (headroom - own).checked_div(tail).map_or(usize::MAX, |n| n + 1) };
-        let count = members.len().min(slots).min(fits);
+        let wanted = members.len().min(slots);
+        let count = wanted.min(fits);
+        if count < wanted && self.drop_kept() {
+            return true;
+        }
         if count == 0 || (count < members.len() && !alone) {
             return false;
         }

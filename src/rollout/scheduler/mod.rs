@@ -6,6 +6,9 @@
 //! prefill comes first. When blocks run out the sequence admitted last gives its own back, keeps its tokens, waits at
 //! the front and is computed again.
 //!
+//! A rollout may leave sequences unfinished, whose blocks then stay where they are ([`Scheduler::into_kept`]). Those that the next
+//! one goes on with run at once, without being computed again; the others' blocks are the first to go when blocks run out.
+//!
 //! Steps may be scheduled before the results of earlier ones are known. A token that a step under way samples counts as the
 //! sequence's own; what it is, the device knows. A sequence that turns out to have ended has then run for nothing: that
 //! surplus token is dropped.
@@ -18,6 +21,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::block_manager::BlockManager;
+use super::kept::KeptSequences;
 use super::sampler::Sampled;
 use super::sequence::Sequence;
 use super::stats::EngineStats;
@@ -65,6 +69,7 @@ pub(super) struct Scheduler {
     prefilling: VecDeque<Range<usize>>, // sequences that share one computation, done through the first
     running: Vec<usize>,                // in order of admission, those prefilling included
     blocks: BlockManager,
+    kept: KeptSequences, // of an earlier rollout, none of `sequences`
     pub(super) stats: EngineStats,
 }
 
@@ -94,8 +99,28 @@ impl Scheduler {
             prefilling: VecDeque::new(),
             running: Vec::new(),
             blocks,
+            kept: KeptSequences::default(),
             stats,
         })
+    }
+
+    /// Holds what an earlier rollout kept; before the first step.
+    pub(super) fn adopt(mut self, kept: KeptSequences) -> Self {
+        self.blocks.adopt(kept.tables());
+        self.kept = kept;
+        self
+    }
+
+    /// What a later rollout may go on with: unfinished sequences, computed up to their last token, and what was held for others.
+    pub(super) fn into_kept(self) -> KeptSequences {
+        let mut kept = self.kept;
+        for sequence in self.sequences {
+            let is_computed = !sequence.is_fresh() && sequence.num_computed + 1 == sequence.len();
+            if sequence.finish_reason.is_none() && is_computed && !sequence.block_table.is_empty() {
+                kept.insert(sequence.token_ids, sequence.block_table);
+            }
+        }
+        kept
     }
 
     /// Whether any sequence is unfinished.
@@ -150,9 +175,10 @@ impl Scheduler {
         Ok(complete)
     }
 
-    /// free + used == total, at any time; with no work left, all blocks are free.
+    /// free + used == total, at any time; with no work left and nothing kept, all blocks are free.
     pub(super) fn check_integrity(&self) -> Result<()> {
-        self.blocks.check_integrity(self.sequences.iter().map(|sequence| sequence.block_table.as_slice()))
+        let tables = self.sequences.iter().map(|sequence| sequence.block_table.as_slice());
+        self.blocks.check_integrity(tables.chain(self.kept.tables()))
     }
 
     /// The next parts of admitted prompts, up to `max_num_batched_tokens`.
@@ -165,6 +191,7 @@ impl Scheduler {
             let tokens = start..num_tokens.min(start + budget);
             budget -= tokens.len();
             self.stats.num_prefilled_tokens += tokens.len();
+            self.stats.num_recomputed_tokens += if sequence.is_fresh() { 0 } else { tokens.len() };
             sequence.num_computed = tokens.end;
             let is_done = tokens.end == num_tokens;
             let samples = if is_done { members.clone() } else { members.start..members.start };
@@ -200,7 +227,7 @@ impl Scheduler {
             } else if self.blocks.grow(&mut sequence.block_table, num_tokens) {
                 sequence.num_computed = num_tokens;
                 next += 1;
-            } else {
+            } else if !self.drop_kept() {
                 self.preempt_last();
             }
         }
@@ -210,6 +237,12 @@ impl Scheduler {
         };
         let growing = self.running.iter().filter(|&&index| !self.sequences[index].is_full());
         Step { is_decode: true, runs: growing.map(last_token).collect(), copies: Vec::new() }
+    }
+
+    /// Frees the blocks of one sequence that is kept for a later rollout, if there is one.
+    fn drop_kept(&mut self) -> bool {
+        let table = self.kept.take_any();
+        table.map(|mut table| self.blocks.release(&mut table)).is_some()
     }
 
     fn preempt_last(&mut self) {

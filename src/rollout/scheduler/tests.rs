@@ -13,14 +13,17 @@ const ROOMY: Limits = Limits {
 };
 const END: u32 = 0;
 
+/// Keys and values by block and offset.
+type Cache = HashMap<(u32, usize), Vec<u32>>;
+
 /// Stands for the whole network: the keys and values of a token are the tokens up to it, and the next token is a
 /// function of them and of the sample.
-struct Model {
-    cache: HashMap<(u32, usize), Vec<u32>>, // (block, offset)
-    tokens: Vec<Vec<u32>>,                  // of each sequence, those included that the scheduler does not know yet
+struct Model<'a> {
+    cache: &'a mut Cache,
+    tokens: Vec<Vec<u32>>, // of each sequence, those included that the scheduler does not know yet
 }
 
-impl Model {
+impl Model<'_> {
     fn run(&mut self, step: &Step, scheduler: &Scheduler, num_generations: usize) -> Vec<Sampled> {
         let block_size = scheduler.limits.block_size;
         let slot = |sequence: usize, position: usize| {
@@ -61,7 +64,7 @@ fn next_token(tokens: &[u32], sample: usize) -> Sampled {
 /// Completions of all sequences, and what it took, with `lag` steps under way when the next one is scheduled.
 fn simulate(limits: Limits, prompts: &[Vec<u32>], num_generations: usize, lag: usize) -> (Vec<Vec<u32>>, EngineStats) {
     let mut scheduler = scheduler(limits, prompts, num_generations);
-    let mut complete = run(&mut scheduler, lag, usize::MAX);
+    let mut complete = run(&mut scheduler, &mut Cache::new(), lag, usize::MAX);
     assert_eq!(scheduler.blocks.num_free(), limits.num_blocks);
     complete.sort_unstable();
     assert_eq!(complete, (0..prompts.len()).collect::<Vec<_>>());
@@ -73,11 +76,11 @@ fn scheduler(limits: Limits, prompts: &[Vec<u32>], num_generations: usize) -> Sc
 }
 
 /// Goes on until `num_groups` are complete or no work is left, and through the steps then under way; the complete groups.
-fn run(scheduler: &mut Scheduler, lag: usize, num_groups: usize) -> Vec<usize> {
+fn run(scheduler: &mut Scheduler, cache: &mut Cache, lag: usize, num_groups: usize) -> Vec<usize> {
     let (limits, num_generations) = (scheduler.limits, scheduler.num_generations);
     let rules = StopRules { eos_token_ids: &[END], stop: &[], decode: &|_| Ok(String::new()) };
     let tokens = scheduler.sequences.iter().map(|sequence| sequence.token_ids.clone()).collect();
-    let mut model = Model { cache: HashMap::new(), tokens };
+    let mut model = Model { cache, tokens };
     let (mut complete, mut under_way) = (Vec::new(), VecDeque::new());
     while (scheduler.has_work() && complete.len() < num_groups) || !under_way.is_empty() {
         let goes_on = scheduler.has_work() && complete.len() < num_groups;
@@ -144,13 +147,81 @@ fn what_is_interrupted_goes_on_as_if_it_had_not_been() {
         while num_complete.last() != Some(&prompts.len()) {
             let mut scheduler = scheduler(limits, &prompts, 3);
             num_complete.push(scheduler.resume(held.iter().cloned()).len());
-            run(&mut scheduler, lag, 2);
+            run(&mut scheduler, &mut Cache::new(), lag, 2);
             held = sampled(&scheduler, prompts.len());
         }
         assert!(num_complete.len() > 2 && num_complete.is_sorted(), "{num_complete:?}");
         let completions: Vec<_> = held.into_iter().flatten().map(|completion| completion.token_ids).collect();
         assert_eq!(completions, expected, "{limits:?}, lag {lag}");
     }
+}
+
+/// Other prompts are served in between, from what blocks are left.
+#[test]
+fn what_is_kept_goes_on_without_being_computed_again() {
+    let prompts = prompts();
+    let expected = simulate(ROOMY, &prompts, 3, 0).0;
+    let tight = Limits { num_blocks: 12, max_num_seqs: 5, max_num_batched_tokens: 7, ..ROOMY };
+    let few_slots = Limits { max_num_seqs: 7, max_num_batched_tokens: 5, ..ROOMY };
+    for (limits, lag) in [(ROOMY, 0), (ROOMY, 1), (few_slots, 0), (few_slots, 2), (tight, 0), (tight, 2)] {
+        let (mut held, mut kept) = (vec![Vec::new(); prompts.len()], KeptSequences::default());
+        let (mut cache, mut stats, mut num_complete) = (Cache::new(), EngineStats::default(), 0);
+        while num_complete < prompts.len() {
+            let mut scheduler = scheduler(limits, &prompts, 3).adopt(kept);
+            scheduler.stats = stats;
+            num_complete = scheduler.resume(held.iter().cloned()).len();
+            run(&mut scheduler, &mut cache, lag, 2);
+            held = sampled(&scheduler, prompts.len());
+            (stats, kept) = (scheduler.stats, scheduler.into_kept());
+            let mut other = self::scheduler(limits, &[vec![7; 9]], 4).adopt(kept);
+            run(&mut other, &mut cache, lag, usize::MAX);
+            kept = other.into_kept();
+        }
+        assert_eq!(kept.tables().count(), 0);
+        let completions: Vec<_> = held.into_iter().flatten().map(|completion| completion.token_ids).collect();
+        assert_eq!(completions, expected, "{limits:?}, lag {lag}");
+        let num_prompt_tokens: usize = prompts.iter().map(Vec::len).sum();
+        let EngineStats { num_prefilled_tokens, num_recomputed_tokens, num_kept_tokens, .. } = stats;
+        assert!(num_kept_tokens > 0, "{stats:?}");
+        if limits.num_blocks == tight.num_blocks {
+            assert!(num_recomputed_tokens > 0, "{stats:?}");
+        } else {
+            assert_eq!((num_prefilled_tokens, num_recomputed_tokens), (num_prompt_tokens, 0), "{stats:?}");
+        }
+    }
+}
+
+/// What several sequences read is counted once.
+#[test]
+fn a_kept_group_is_counted_as_it_would_be_computed() {
+    let mut scheduler = scheduler(ROOMY, &[(1..13).collect()], 3);
+    let mut cache = Cache::new();
+    assert_eq!(run(&mut scheduler, &mut cache, 0, 1), [0]);
+    let lens: Vec<usize> = scheduler.sequences.iter().map(Sequence::len).collect();
+    let half = |sequence: &Sequence| UnfinishedCompletion {
+        token_ids: sequence.completion()[..sequence.completion().len() / 2].to_vec(),
+        rollout_logprobs: vec![0.0; sequence.completion().len() / 2],
+        finish_reason: None,
+    };
+    let halves: Vec<_> = scheduler.sequences.iter().map(half).collect();
+    assert!(halves.iter().all(|half| !half.token_ids.is_empty()), "{lens:?}");
+    let resumed = |kept: KeptSequences| {
+        let mut scheduler = self::scheduler(ROOMY, &[(1..13).collect()], 3).adopt(kept);
+        assert!(scheduler.resume([halves.clone()].into_iter()).is_empty());
+        scheduler
+    };
+    let mut computed = resumed(KeptSequences::default());
+    computed.schedule();
+    computed.schedule();
+    let num_computed = computed.stats.num_recomputed_tokens;
+    assert_eq!(num_computed, computed.stats.num_prefilled_tokens);
+    computed.sequences.iter_mut().for_each(|sequence| sequence.num_computed = sequence.len() - 1);
+    let kept = resumed(computed.into_kept());
+    assert_eq!(
+        (kept.stats.num_kept_tokens, kept.running.len()),
+        (num_computed - 3, 3),
+        "last tokens are left to compute"
+    );
 }
 
 #[test]
@@ -162,7 +233,7 @@ fn a_begun_group_computes_its_prompt_once_too() {
     };
     let mut scheduler = scheduler(ROOMY, &[(1..13).collect()], 8);
     assert!(scheduler.resume([(1..9).map(completion).collect()].into_iter()).is_empty());
-    run(&mut scheduler, 1, 1);
+    run(&mut scheduler, &mut Cache::new(), 1, 1);
     assert_eq!((scheduler.stats.num_prefilled_tokens, scheduler.stats.num_shared_tokens), (12 + 8 * 5, 7 * 12));
 }
 

@@ -38,6 +38,36 @@ fn a_run_with_partial_rollouts_ends_like_a_straight_one() {
     assert_eq!(state["carried"], serde_json::json!([]));
 }
 
+/// Two engines keep what they carry, learn with it, and compute nothing again, evaluations or not; a resumed run, whose caches
+/// are empty, does so once.
+#[test]
+fn a_run_that_keeps_its_cache_learns_and_computes_again_only_when_it_is_resumed() {
+    let runs = Runs::new();
+    let keep = ["oversample=0.5", "partial_rollout=true", "carried_kv=keep", "tensor_parallel_size=1"];
+    let long = ["per_device_train_batch_size=128", "lr_scheduler_type=constant", "max_steps=24", "save_steps=4"];
+    let evaluated = ["eval_file=configs/arithmetic/eval.jsonl", "eval_steps=10"];
+    runs.train_to_the_end("kept", 2, &[&keep[..], &long, &evaluated].concat());
+    let metrics = runs.metrics("kept");
+    let value = |step, name: &str| metrics[&(step, false)].values[name];
+    let reward = |steps: std::ops::RangeInclusive<u64>| steps.map(|step| value(step, "reward")).sum::<f64>() / 4.0;
+    assert!(reward(21..=24) > reward(1..=4) + 0.2, "{} after {}", reward(21..=24), reward(1..=4));
+    let kept = |step| value(step, "partial_rollout/kept_tokens");
+    assert!((1..=24).all(|step| value(step, "partial_rollout/recomputed_tokens") == 0.0));
+    // In some steps all groups that are carried are complete already.
+    let resumed_after = (1..6).map(|save| 4 * save).rev().find(|&step| kept(step + 1) > 0.0).unwrap();
+
+    runs.train_to_the_end(
+        "resumed",
+        2,
+        &[&keep[..], &long, &evaluated, &[&runs.resume("kept", resumed_after)]].concat(),
+    );
+    let metrics = runs.metrics("resumed");
+    let value = |step, name: &str| metrics[&(step, false)].values[&format!("partial_rollout/{name}_tokens")];
+    let first = resumed_after + 1;
+    assert!(value(first, "kept") == 0.0 && value(first, "recomputed") >= kept(first));
+    assert!((first + 1..=24).all(|step| value(step, "recomputed") == 0.0));
+}
+
 /// Completions of one token, as many at once as a step takes: the surplus is never begun, and its rows come in their turn.
 #[test]
 fn a_surplus_changes_no_data_where_all_lengths_are_equal() {

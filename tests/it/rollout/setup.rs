@@ -1,14 +1,15 @@
 //! A model in memory, what is asked of its engine, and the training forward over the same weights.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use colo_grpo::data::Tokenizer;
 use colo_grpo::dist::{Collective, SingleRank};
 use colo_grpo::model::{
-    BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, ParamTable, Scoring, Unit,
-    WeightFiles, block_forward, head_forward, init_unit,
+    Attention, BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, ParamTable, Scoring,
+    Unit, WeightFiles, block_forward, head_forward, init_unit,
 };
 use colo_grpo::ops::{embedding, rope::Rope};
 use colo_grpo::rollout::{Engine, EngineOptions, EngineStats, EngineWeights};
@@ -28,10 +29,10 @@ pub struct Model {
 
 impl Model {
     /// Random weights of a shape, large enough that contexts matter.
-    pub fn random(spec: ModelSpec) -> Self {
+    pub fn random(spec: ModelSpec, seed: u64) -> Self {
         Self::new(spec, |table, unit| {
             let layout = table.unit(unit);
-            let flat = init_unit(layout, 1, Kind::Float).unwrap();
+            let flat = init_unit(layout, seed, Kind::Float).unwrap();
             for param in layout.params.iter().filter(|param| param.decay) {
                 let _ = layout.view(param.name, &flat).unwrap().g_mul_scalar_(12.0);
             }
@@ -40,7 +41,7 @@ impl Model {
     }
 
     pub fn micro() -> Self {
-        Self::random(ModelSpec::preset("micro").unwrap())
+        Self::random(ModelSpec::preset("micro").unwrap(), 1)
     }
 
     pub fn golden(name: &str) -> Self {
@@ -109,19 +110,30 @@ impl Model {
 
     /// Log-probabilities of the tokens behind `prompt_len`, by the training forward.
     pub fn logprobs(&self, token_ids: &[u32], prompt_len: usize, temperature: f64) -> Vec<f32> {
-        let num_tokens = token_ids.len() as i64;
+        let mut attention = PackedAttention::new(&self.spec, &[0, token_ids.len() as i64 - 1], Device::Cpu);
+        let fed = 0..token_ids.len() - 1;
+        self.next_logprobs(token_ids, fed, temperature, &mut attention).split_off(prompt_len - 1)
+    }
+
+    /// Log-probability of the token behind each of those at `fed`, whose queries see what `attention` lets them see.
+    pub fn next_logprobs(
+        &self,
+        token_ids: &[u32],
+        fed: Range<usize>,
+        temperature: f64,
+        attention: &mut dyn Attention,
+    ) -> Vec<f32> {
+        let (first, num_fed) = (fed.start as i64, fed.len() as i64);
         let ids = Tensor::from_slice(&token_ids.iter().map(|&id| i64::from(id)).collect::<Vec<_>>());
         let spec = &*self.spec;
         let rope = Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref());
-        let rope = rope.rows(&Tensor::arange(num_tokens, (Kind::Int64, Device::Cpu)), Kind::Float);
+        let rope = rope.rows(&Tensor::arange_start(first, first + num_fed, (Kind::Int64, Device::Cpu)), Kind::Float);
         let context = BlockContext { spec, rope: &rope, tp: None };
-        let mut attention = PackedAttention::new(spec, &[0, num_tokens], Device::Cpu);
-        let mut x = embedding::forward(&ids, &self.embedding.table);
+        let mut x = embedding::forward(&ids.narrow(0, first, num_fed), &self.embedding.table);
         for (layer, block) in self.blocks.iter().enumerate() {
-            x = block_forward(&context, layer, block, &x, &mut attention, None).unwrap().0;
+            x = block_forward(&context, layer, block, &x, attention, None).unwrap().0;
         }
-        let rows = Tensor::arange_start(prompt_len as i64 - 1, num_tokens - 1, (Kind::Int64, Device::Cpu));
-        let targets = ids.narrow(0, prompt_len as i64, num_tokens - prompt_len as i64);
+        let (rows, targets) = (Tensor::arange(num_fed, (Kind::Int64, Device::Cpu)), ids.narrow(0, first + 1, num_fed));
         let scoring = Scoring { rows: &rows, targets: &targets, temperature, eps: spec.rms_norm_eps };
         let scored = head_forward(&self.head, self.output_table(), &x, &scoring, false);
         Vec::<f32>::try_from(scored.logprobs).unwrap()

@@ -1,0 +1,59 @@
+//! Unfinished sequences that go on from the cache of an earlier wake.
+
+use colo_grpo::rollout::EngineOptions;
+use colo_grpo::types::{LengthSpread, RolloutGroup, SamplingParams, UnfinishedGroup};
+use serde_json::json;
+
+use super::{Model, SMALL, completions, prompts};
+
+const NUM_WAKES: usize = 3;
+
+/// With the same weights: the bits of a rollout at one go where neighbours do not change them, and nothing computed twice in any
+/// case. The penalty looks at the history of tokens, which stays with the cache.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_kept_sequences_go_on_where_they_were() {
+    let (model, prompts) = (Model::new(SMALL), prompts(9, 170));
+    for (strict, repetition_penalty) in [(true, 1.0), (true, 1.2), (false, 1.2)] {
+        let params = SamplingParams {
+            num_generations: 3,
+            max_completion_length: 80,
+            repetition_penalty,
+            spread_lengths: Some(LengthSpread { shortest: 8, longest: 80, long_tailed: true }),
+            ..SamplingParams::default()
+        };
+        let options = EngineOptions { strict, ..model.options(256) };
+        let expected = model.generate(&options, &prompts, &params);
+        let mut served = model.served_by(model.engine(&options).keeping_memory());
+        let mut groups: Vec<_> = prompts.iter().cloned().map(UnfinishedGroup::new).collect();
+        let (mut complete, mut num_kept, mut num_recomputed) = (Vec::new(), 0, 0);
+        for _ in 0..NUM_WAKES {
+            let part = served.with_engine(|rollout| {
+                let part = rollout.generate_first(groups, prompts.len() / NUM_WAKES, &params, |_| ())?;
+                num_kept += rollout.stats().num_kept_tokens;
+                num_recomputed += rollout.stats().num_recomputed_tokens;
+                Ok(part)
+            });
+            let part = part.unwrap();
+            complete.extend(part.complete.into_iter().map(|(_, group)| group));
+            groups = part.unfinished.into_iter().map(|(_, group)| group).collect();
+        }
+        complete.sort_by_key(|group| group.prompt.id);
+        assert!(num_kept > 0 && num_recomputed == 0, "{num_kept} tokens kept, {num_recomputed} computed again");
+        let equal = num_equal(&complete, &expected);
+        println!("{}", json!({"test": "kept", "strict": strict, "kept": num_kept, "equal_of_all": equal}));
+        assert!(!strict || equal[0] == equal[1], "{equal:?} are equal");
+    }
+}
+
+/// Tokens of equal ids and log-probabilities up to each completion's first other one, and all.
+fn num_equal(groups: &[RolloutGroup], expected: &[RolloutGroup]) -> [usize; 2] {
+    let mut counts = [0; 2];
+    for ((ids, logprobs), (expected_ids, expected_logprobs)) in completions(groups).zip(completions(expected)) {
+        assert_eq!(ids.len(), expected_ids.len());
+        let pairs = ids.iter().zip(logprobs).zip(expected_ids.iter().zip(expected_logprobs));
+        counts[0] += pairs.take_while(|(got, expected)| got == expected).count();
+        counts[1] += ids.len();
+    }
+    counts
+}

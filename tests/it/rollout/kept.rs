@@ -1,0 +1,224 @@
+//! Rollouts that go on from the keys and values of earlier ones.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use colo_grpo::Result;
+use colo_grpo::dist::{Collective, World};
+use colo_grpo::model::{Attention, ModelSpec, attention_scale};
+use colo_grpo::rollout::{Engine, EngineOptions, kv_block_bytes};
+use colo_grpo::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams, UnfinishedGroup};
+use tch::{Kind, Tensor};
+
+use super::setup::{Model, alone, options, prompts, sampled, token_ids};
+use crate::ranks;
+
+/// Tokens that were prefilled, prefilled a second time, and kept.
+#[derive(Debug, Default, PartialEq)]
+struct Counts {
+    prefilled: usize,
+    recomputed: usize,
+    kept: usize,
+}
+
+/// Complete groups in prompt order, each with the tokens that its completions had at the end of every wake before.
+type Parts = Vec<(RolloutGroup, Vec<Vec<usize>>)>;
+
+fn spread(params: SamplingParams) -> SamplingParams {
+    SamplingParams { spread_lengths: Some(LengthSpread { shortest: 2, longest: 20, long_tailed: true }), ..params }
+}
+
+/// Wakes an engine until all groups are complete, two more of all ranks' each time, with the weights of `models` in turn.
+fn generate_in_parts(
+    models: &[&Model],
+    engine: &mut Engine,
+    tp: &Arc<dyn Collective>,
+    prompts: &[Prompt],
+    params: &SamplingParams,
+) -> (Parts, Counts) {
+    let mut groups: Vec<_> = prompts.iter().cloned().map(UnfinishedGroup::new).collect();
+    let (mut complete, mut counts) = (Vec::new(), Counts::default());
+    let mut lens: HashMap<u64, Vec<Vec<usize>>> = HashMap::new();
+    for wake in 0..prompts.len() * tp.size() / 2 {
+        let weights = models[wake % models.len()].weights(tp.as_ref());
+        let mut rollout = engine.wake(weights, 1).unwrap();
+        let part = rollout.generate_first(groups, 2 / tp.size(), params, |_| ()).unwrap();
+        let stats = rollout.stats();
+        counts.prefilled += stats.num_prefilled_tokens;
+        counts.recomputed += stats.num_recomputed_tokens;
+        counts.kept += stats.num_kept_tokens;
+        complete.extend(part.complete.into_iter().map(|(_, group)| group));
+        groups = part.unfinished.into_iter().map(|(_, group)| group).collect();
+        for group in &groups {
+            let of_wake = group.completions.iter().map(|completion| completion.token_ids.len()).collect();
+            lens.entry(group.prompt.id).or_default().push(of_wake);
+        }
+    }
+    assert!(groups.is_empty());
+    complete.sort_by_key(|group| group.prompt.id);
+    let with_lens = |group: RolloutGroup| {
+        let lens = lens.remove(&group.prompt.id).unwrap_or_default();
+        (group, lens)
+    };
+    (complete.into_iter().map(with_lens).collect(), counts)
+}
+
+fn groups(parts: &[(RolloutGroup, Vec<Vec<usize>>)]) -> Vec<RolloutGroup> {
+    parts.iter().map(|(group, _)| group.clone()).collect()
+}
+
+fn num_prompt_tokens(prompts: &[Prompt]) -> usize {
+    prompts.iter().map(|prompt| prompt.token_ids.len()).sum()
+}
+
+#[test]
+fn what_is_kept_goes_on_bit_for_bit_and_nothing_is_computed_again() {
+    let (model, prompts) = (Model::micro(), prompts(8));
+    for params in [spread(sampled()), spread(SamplingParams { repetition_penalty: 1.3, top_k: 9, ..sampled() })] {
+        let (expected, _) = model.generate(options(), &prompts, &params);
+        let mut engine = model.engine(options(), alone()).keeping_memory();
+        let (parts, counts) = generate_in_parts(&[&model], &mut engine, &alone(), &prompts, &params);
+        assert_eq!(groups(&parts), expected);
+        assert_eq!((counts.prefilled, counts.recomputed), (num_prompt_tokens(&prompts), 0));
+        assert!(counts.kept > num_prompt_tokens(&prompts), "{counts:?}");
+        // The other way: all that is kept here is computed again.
+        let mut engine = model.engine(options(), alone());
+        let (_, again) = generate_in_parts(&[&model], &mut engine, &alone(), &prompts, &params);
+        assert!(again.recomputed >= counts.kept && again.kept == 0, "{again:?} for {counts:?}");
+    }
+}
+
+#[test]
+fn two_ranks_keep_as_one() {
+    ranks::run(2, "rollout::kept::two_ranks_keep_as_one", |world: World| {
+        let (model, prompts, tp) = (Model::micro(), prompts(8), world.group());
+        let own = &prompts[4 * tp.rank()..4 * (tp.rank() + 1)];
+        let (expected, _) = model.generate(options(), &prompts, &spread(sampled()));
+        let mut engine = model.engine(options(), tp.clone()).keeping_memory();
+        let (parts, counts) = generate_in_parts(&[&model], &mut engine, &tp, own, &spread(sampled()));
+        assert_eq!(token_ids(&groups(&parts)), token_ids(&expected[4 * tp.rank()..4 * (tp.rank() + 1)]));
+        assert_eq!((counts.prefilled, counts.recomputed), (num_prompt_tokens(&prompts), 0));
+
+        // A rank that lost what it kept is not alone with that.
+        let mut rollout = engine.wake(model.weights(tp.as_ref()), 1).unwrap();
+        let fresh = own.iter().cloned().map(UnfinishedGroup::new).collect();
+        let part = rollout.generate_first(fresh, 1, &spread(sampled()), |_| ()).unwrap();
+        drop(rollout);
+        if tp.rank() == 1 {
+            engine.forget();
+        }
+        let mut rollout = engine.wake(model.weights(tp.as_ref()), 1).unwrap();
+        let unfinished = part.unfinished.into_iter().map(|(_, group)| group).collect();
+        rollout.generate_first(unfinished, 1, &spread(sampled()), |_| ()).unwrap();
+        assert!(rollout.stats().num_kept_tokens == 0 && rollout.stats().num_recomputed_tokens > 0);
+    });
+}
+
+#[test]
+fn too_few_blocks_cost_time_alone() {
+    let (model, prompts, params) = (Model::micro(), prompts(8), spread(sampled()));
+    let (expected, _) = model.generate(options(), &prompts, &params);
+    let few = EngineOptions { kv_cache_bytes: 12 * kv_block_bytes(&model.spec, 1, 8, Kind::Float), ..options() };
+    let mut engine = model.engine(few, alone()).keeping_memory();
+    let (parts, counts) = generate_in_parts(&[&model], &mut engine, &alone(), &prompts, &params);
+    assert_eq!(token_ids(&groups(&parts)), token_ids(&expected));
+    assert!(counts.kept > 0 && counts.recomputed > 0, "{counts:?}");
+}
+
+/// Other prompts have the blocks that they need, from what is kept if there are no others.
+#[test]
+fn an_evaluation_in_between_goes_before_what_is_kept() {
+    let (model, prompts, params) = (Model::micro(), prompts(10), spread(sampled()));
+    let (expected, _) = model.generate(options(), &prompts, &params);
+    for (num_blocks, is_kept) in [(400, true), (40, false)] {
+        let kv_cache_bytes = num_blocks * kv_block_bytes(&model.spec, 1, 8, Kind::Float);
+        let mut engine = model.engine(EngineOptions { kv_cache_bytes, ..options() }, alone()).keeping_memory();
+        let fresh = prompts[..6].iter().cloned().map(UnfinishedGroup::new).collect();
+        let wake = |engine: &mut Engine, groups, count| {
+            let mut rollout = engine.wake(model.weights(alone().as_ref()), 1).unwrap();
+            (rollout.generate_first(groups, count, &params, |_| ()).unwrap(), *rollout.stats())
+        };
+        let (mut part, _) = wake(&mut engine, fresh, 2);
+        let others = prompts[6..].iter().cloned().map(UnfinishedGroup::new).collect();
+        let (evaluated, _) = wake(&mut engine, others, 4);
+        let unfinished: Vec<_> = part.unfinished.into_iter().map(|(_, group)| group).collect();
+        let (rest, stats) = wake(&mut engine, unfinished, 4);
+        assert_eq!(stats.num_recomputed_tokens == 0, is_kept, "{stats:?}");
+        part.complete.extend(rest.complete.into_iter().chain(evaluated.complete));
+        let mut got: Vec<_> = part.complete.into_iter().map(|(_, group)| group).collect();
+        got.sort_by_key(|group| group.prompt.id);
+        assert_eq!(token_ids(&got), token_ids(&expected));
+    }
+}
+
+/// Attention over the keys and values of all tokens so far, whatever weights computed them.
+#[derive(Default)]
+struct Growing {
+    scale: f64,
+    layers: HashMap<usize, (Tensor, Tensor)>, // keys and values, [tokens so far, Hkv, hd] each
+}
+
+impl Attention for Growing {
+    fn forward(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+        let grown = |old: Option<&Tensor>, new: &Tensor| match old {
+            Some(old) => Tensor::cat(&[old, new], 0),
+            None => new.shallow_clone(),
+        };
+        let old = self.layers.get(&layer);
+        let (k, v) = (grown(old.map(|old| &old.0), k), grown(old.map(|old| &old.1), v));
+        let groups = q.size()[1] / k.size()[1];
+        let of_heads = |kv: &Tensor| kv.repeat_interleave_self_int(groups, 1, None).transpose(0, 1); // [H, tokens, hd]
+        let scores = q.transpose(0, 1).matmul(&of_heads(&k).transpose(1, 2)) * self.scale; // [H, T, tokens]
+        let unseen = Tensor::ones_like(&scores).triu(k.size()[0] - q.size()[0] + 1).to_kind(Kind::Bool);
+        let weights = scores.masked_fill(&unseen, f64::NEG_INFINITY).softmax(-1, Kind::Float);
+        let o = weights.matmul(&of_heads(&v)).transpose(0, 1).contiguous();
+        self.layers.insert(layer, (k, v));
+        Ok((o, None))
+    }
+}
+
+/// Weights change from wake to wake; every recorded log-probability is that of the weights at its time over keys and values of
+/// those of before.
+#[test]
+fn logprobs_are_of_the_newest_weights_over_what_older_ones_computed() {
+    let models = [1, 2, 3].map(|seed| Model::random(ModelSpec::preset("micro").unwrap(), seed));
+    let models: Vec<&Model> = models.iter().collect();
+    let (prompts, params) = (prompts(8), spread(SamplingParams { temperature: 0.8, ..sampled() }));
+    let mut engine = models[0].engine(options(), alone()).keeping_memory();
+    let (parts, counts) = generate_in_parts(&models, &mut engine, &alone(), &prompts, &params);
+    assert!(counts.recomputed == 0 && counts.kept > 0, "{counts:?}");
+    let (mut num_mixed, mut apart_from_recomputed) = (0, 0.0_f32);
+    for (group, lens) in &parts {
+        for (sample, completion) in group.completions.iter().enumerate() {
+            let prompt_len = group.prompt.token_ids.len();
+            let all = [group.prompt.token_ids.as_slice(), &completion.token_ids].concat();
+            let mut attention = Growing { scale: attention_scale(&models[0].spec), ..Growing::default() };
+            let (mut expected, mut fed) = (Vec::new(), 0);
+            let ends = lens.iter().map(|of_wake| of_wake[sample]).chain([completion.token_ids.len()]);
+            for (wake, end) in ends.enumerate() {
+                let fed_before_end = fed..prompt_len + end - 1;
+                fed = fed_before_end.end;
+                let model = models[wake % models.len()];
+                expected.extend(match fed_before_end.is_empty() {
+                    true => Vec::new(),
+                    false => model.next_logprobs(&all, fed_before_end, 0.8, &mut attention),
+                });
+            }
+            let expected = &expected[prompt_len - 1..];
+            assert_eq!(expected.len(), completion.rollout_logprobs.len());
+            for (got, expected) in completion.rollout_logprobs.iter().zip(expected) {
+                assert!((got - expected).abs() < 1e-4, "{got} {expected}");
+            }
+            if let [first, .., last] = &lens[..]
+                && first[sample] < last[sample]
+            {
+                num_mixed += 1;
+                let newest = models[lens.len() % models.len()].logprobs(&all, prompt_len, 0.8);
+                let last_token = |logprobs: &[f32]| logprobs[logprobs.len() - 1];
+                apart_from_recomputed =
+                    apart_from_recomputed.max((last_token(&newest) - last_token(&completion.rollout_logprobs)).abs());
+            }
+        }
+    }
+    assert!(num_mixed > 3 && apart_from_recomputed > 0.01, "{num_mixed} mixed, {apart_from_recomputed} apart");
+}
