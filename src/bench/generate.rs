@@ -16,7 +16,7 @@ use crate::data::Tokenizer;
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
 use crate::model::{ModelSpec, ParamTable, UnitLayout, init_unit_on};
-use crate::rollout::{Engine, EngineOptions, StepProfile, kv_block_bytes};
+use crate::rollout::{Engine, EngineOptions, StepProfile, Sustained, kv_block_bytes};
 use crate::types::{LengthSpread, Prompt, SamplingParams};
 
 /// Tokens per KV block.
@@ -51,7 +51,7 @@ pub struct GenerateBench {
     pub lora_r: Option<usize>,
     /// One algorithm of products and attention for every batch size.
     pub strict: bool,
-    /// Also time each operation of a decode step.
+    /// Also time each operation of a decode step, and of the largest one what energy it takes.
     pub profile: bool,
     /// Timed repetitions.
     pub repeats: usize,
@@ -219,7 +219,8 @@ impl GenerateBench {
         for batch in batches.into_iter().chain([most]) {
             let group = if batch.is_multiple_of(self.group) { self.group } else { 1 };
             let shape = (batch, group, self.prompt_len);
-            let profile = served.with_engine(|rollout| rollout.profile(shape, context))?;
+            let sustains = self.profile && batch == most;
+            let profile = served.with_engine(|rollout| rollout.profile(shape, context, sustains))?;
             rows.push(self.report(batch, context, &profile, self.profile || batch == most));
         }
         Ok(Value::Array(rows))
@@ -242,6 +243,11 @@ impl GenerateBench {
         });
         if with_ops {
             row["ops_us_and_floor"] = ops.collect();
+        }
+        if let Some(step) = profile.sustained {
+            let of = |it: Sustained| json!({"us": it.us.round(), "joules": (1e4 * it.joules).round() / 1e4});
+            let ops = profile.ops.iter().filter_map(|op| Some((op.op.clone(), of(op.sustained?))));
+            row["sustained"] = ops.chain([("Step".to_owned(), of(step))]).collect();
         }
         row
     }

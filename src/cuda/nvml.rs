@@ -1,4 +1,5 @@
-//! Who holds memory of the visible GPUs, asked of NVML: it needs no context and sees other processes.
+//! What NVML says of the visible GPUs: who holds their memory (it needs no context and sees other processes), what energy they
+//! have taken.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void};
@@ -55,15 +56,50 @@ pub fn require_free() -> Result<()> {
     Err(Error::Environment { message })
 }
 
+/// The energy that one GPU has taken since its driver was loaded.
+#[derive(Debug)]
+pub struct EnergyMeter {
+    energy: EnergyOf,
+    device: Device,
+}
+
+impl EnergyMeter {
+    /// Of a visible GPU; none where there is no NVML or it does not know the GPU.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] for a GPU that does not exist.
+    pub fn new(ordinal: usize) -> Result<Option<Self>> {
+        let Some(nvml) = Nvml::open() else { return Ok(None) };
+        Ok(nvml.device(ordinal as i32)?.map(|device| Self { energy: nvml.energy, device }))
+    }
+
+    /// Joules. The counter moves every few hundredths of a second.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] for a GPU that does not count.
+    pub fn joules(&self) -> Result<f64> {
+        let mut millijoules = 0;
+        // SAFETY: the device is one of NVML's, and the number outlives the call.
+        match unsafe { (self.energy)(self.device, &raw mut millijoules) } {
+            0 => Ok(millijoules as f64 / 1e3),
+            status => {
+                Err(Error::Environment { message: format!("NVML does not tell the GPU's energy: status {status}") })
+            }
+        }
+    }
+}
+
 /// The functions that are used of the library, which stays open.
 struct Nvml {
     by_uuid: ByUuid,
     memory: MemoryOf,
     processes: ProcessesOf,
+    energy: EnergyOf,
 }
 
 type ByUuid = unsafe extern "C" fn(*const c_char, *mut Device) -> Status;
 type MemoryOf = unsafe extern "C" fn(Device, *mut Memory) -> Status;
+type EnergyOf = unsafe extern "C" fn(Device, *mut c_ulonglong) -> Status;
 type ProcessesOf = unsafe extern "C" fn(Device, *mut c_uint, *mut Process) -> Status;
 
 impl Nvml {
@@ -85,35 +121,41 @@ impl Nvml {
             let memory = std::mem::transmute::<*mut c_void, MemoryOf>(symbol(c"nvmlDeviceGetMemoryInfo_v2")?);
             let processes =
                 std::mem::transmute::<*mut c_void, ProcessesOf>(symbol(c"nvmlDeviceGetComputeRunningProcesses_v3")?);
-            (init, Self { by_uuid, memory, processes })
+            let energy = std::mem::transmute::<*mut c_void, EnergyOf>(symbol(c"nvmlDeviceGetTotalEnergyConsumption")?);
+            (init, Self { by_uuid, memory, processes, energy })
         };
         // SAFETY: takes no arguments.
         (unsafe { init() } == 0).then_some(nvml)
     }
 
-    /// What is held of one GPU, by whom, if it is more than is tolerated.
-    fn held(&self, ordinal: i32) -> Result<Option<String>> {
+    /// NVML's handle of a visible GPU.
+    fn device(&self, ordinal: i32) -> Result<Option<Device>> {
         let device = result::device::get(ordinal).map_err(failed)?;
         let uuid = result::device::get_uuid(device).map_err(failed)?;
         let name = uuid_text(&uuid.bytes.map(|byte| byte as u8));
         let mut handle = std::ptr::null_mut();
+        // SAFETY: name and handle outlive the call.
+        let known = unsafe { (self.by_uuid)(name.as_ptr(), &raw mut handle) } == 0;
+        Ok(known.then_some(handle))
+    }
+
+    /// What is held of one GPU, by whom, if it is more than is tolerated.
+    fn held(&self, ordinal: i32) -> Result<Option<String>> {
         let mut memory =
             Memory { version: (size_of::<Memory>() | 2 << 24) as c_uint, total: 0, reserved: 0, free: 0, used: 0 };
-        // SAFETY: name, handle and memory outlive the calls; the handle is used only if the first call made it.
-        let known = unsafe {
-            (self.by_uuid)(name.as_ptr(), &raw mut handle) == 0 && (self.memory)(handle, &raw mut memory) == 0
-        };
-        if !known {
+        // SAFETY: the device is NVML's own, and memory outlives the call.
+        let of = |&device: &Device| unsafe { (self.memory)(device, &raw mut memory) } == 0;
+        let Some(device) = self.device(ordinal)?.filter(of) else {
             tracing::warn!("NVML does not know GPU {ordinal}: whether others hold its memory is not checked");
             return Ok(None);
-        }
+        };
         if memory.used <= TOLERATED_BYTES {
             return Ok(None);
         }
         let mut processes = [Process { pid: 0, used: 0, gpu_instance: 0, compute_instance: 0 }; MAX_PROCESSES];
         let mut count = MAX_PROCESSES as c_uint;
         // SAFETY: there is room for `count` processes, of which the call writes no more.
-        let listed = unsafe { (self.processes)(handle, &raw mut count, processes.as_mut_ptr()) } == 0;
+        let listed = unsafe { (self.processes)(device, &raw mut count, processes.as_mut_ptr()) } == 0;
         let processes = &processes[..if listed { count as usize } else { 0 }];
         Ok(Some(describe(memory.used, processes)))
     }

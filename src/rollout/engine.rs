@@ -248,11 +248,13 @@ impl<'a> RolloutEngine<'a> {
     }
 
     /// Times one decode step of `batch` sequences of `context` tokens, `group` of which share their first `shared` tokens, and
-    /// each of its operations. On a GPU only; collective over the tensor-parallel group.
+    /// each of its operations; where it `sustains` them for half a second each, with their energy. On a GPU only; collective over
+    /// the tensor-parallel group.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on a CPU, or if the cache does not hold the batch.
-    pub fn profile(&mut self, batch: (usize, usize, usize), context: usize) -> Result<StepProfile> {
+    /// [`Error::InvalidArgument`] on a CPU, or if the cache does not hold the batch; [`Error::Environment`] where the GPU does not
+    /// tell its energy.
+    pub fn profile(&mut self, batch: (usize, usize, usize), context: usize, sustains: bool) -> Result<StepProfile> {
         self.engine.forget(); // blocks are written at random
         let Self { engine, weights, stats, .. } = self;
         let Engine { spec, gpu: Some(gpu), kv_cache, tp, .. } = &mut **engine else {
@@ -264,7 +266,7 @@ impl<'a> RolloutEngine<'a> {
         };
         let params = SamplingParams::default();
         let mut runner = GpuRunner::new(gpu, (spec, weights, kv_cache), tp.as_ref(), &params, batch.0)?;
-        runner.profile(batch, context, stats.num_blocks)
+        runner.profile(batch, context, stats.num_blocks, sustains)
     }
 
     /// What was done since waking.

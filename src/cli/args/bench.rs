@@ -130,7 +130,7 @@ pub struct BenchGenerateArgs {
     /// One algorithm of products and one split of attention for every batch size
     #[arg(long)]
     pub strict: bool,
-    /// Time of every operation of a decode step at every batch size
+    /// Time of every operation of a decode step at every batch size; at the largest also its energy, under lasting load
     #[arg(long)]
     pub profile: bool,
     /// Ranks that share one engine

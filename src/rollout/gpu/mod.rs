@@ -20,7 +20,7 @@ mod profile;
 mod sampling;
 
 pub use self::buffers::{engine_buffer_bytes, engine_sum_bytes};
-pub use self::profile::{OpTime, StepProfile};
+pub use self::profile::{OpTime, StepProfile, Sustained};
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Mutex;

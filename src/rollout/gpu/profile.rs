@@ -2,13 +2,14 @@
 #![allow(unsafe_code)]
 
 use std::sync::PoisonError;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use super::network::Op;
 use super::{GpuRunner, GpuState, Packing};
-use crate::cuda::Graph;
+use crate::cuda::{EnergyMeter, Graph};
+use crate::dist::{ReduceOp, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::rollout::sampler::Draw;
 use crate::rollout::scheduler::{Run, Step};
@@ -22,13 +23,29 @@ const STEP_REPLAYS: usize = 150;
 /// Replays of a step by which its products are chosen; the fastest counts.
 const TRIALS: usize = 5;
 
+/// How long an operation is repeated to see what it takes of a chip that has to keep to its power.
+const SUSTAINED_S: f64 = 0.5;
+/// Of operations that take next to no time.
+const MOST_REPEATS: f64 = 20_000.0;
+
 /// One decode step's times.
 #[derive(Debug, Clone)]
 pub struct StepProfile {
     /// The whole step, in microseconds.
     pub step_us: f64,
+    /// The same, repeated for half a second, where that was asked for.
+    pub sustained: Option<Sustained>,
     /// Its operations.
     pub ops: Vec<OpTime>,
+}
+
+/// What a step or an operation takes when nothing else runs for half a second, as the chip's clock then follows its power.
+#[derive(Debug, Clone, Copy)]
+pub struct Sustained {
+    /// Microseconds.
+    pub us: f64,
+    /// Energy of the GPU, idle parts included.
+    pub joules: f64,
 }
 
 /// One operation's time in all layers together.
@@ -38,6 +55,8 @@ pub struct OpTime {
     pub op: String,
     /// Microseconds.
     pub us: f64,
+    /// Repeated for half a second, where that was asked for.
+    pub sustained: Option<Sustained>,
     /// Bytes that it must read and write, of weights and cache where those are most.
     pub bytes: f64,
     /// Floating-point operations.
@@ -91,15 +110,17 @@ impl GpuState {
 
 impl GpuRunner<'_> {
     /// Times a step of `batch` sequences of `context` tokens, `group` of which share all full blocks of their first
-    /// `shared` tokens. What it writes into the cache is no sequence's. Collective.
+    /// `shared` tokens, and, where it `sustains` them, the energy that each operation takes. What it writes into the cache is no
+    /// sequence's. Collective.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if `num_blocks` do not hold them.
+    /// [`Error::InvalidArgument`] if `num_blocks` do not hold them; [`Error::Environment`] where the GPU does not tell its energy.
     pub(in crate::rollout) fn profile(
         &mut self,
         (batch, group, shared): (usize, usize, usize),
         context: usize,
         num_blocks: usize,
+        sustains: bool,
     ) -> Result<StepProfile> {
         let sequences = self.sequences((batch, group, shared), context, num_blocks)?;
         let run = |index: usize| Run { sequence: index, tokens: context - 1..context, samples: index..index + 1 };
@@ -111,7 +132,8 @@ impl GpuRunner<'_> {
             .collect();
         let block_size = self.kv_cache.block_size();
         let packing = Packing { step: &step, draws: &draws, sequences: &sequences, params: self.params, block_size };
-        let step_us = self.time(&packing, None)?;
+        let meter = if sustains { Some(self.energy_meter()?) } else { None };
+        let (step_us, sustained) = self.time(&packing, None, meter.as_ref())?;
         let mut ops = Vec::with_capacity(OPS.len());
         for op in OPS {
             let is_done = match op {
@@ -122,11 +144,11 @@ impl GpuRunner<'_> {
             if !is_done {
                 continue;
             }
-            let us = self.time(&packing, Some(op))?;
+            let (us, sustained) = self.time(&packing, Some(op), meter.as_ref())?;
             let (bytes, flop) = self.work(op, batch as f64, (batch * context) as f64);
-            ops.push(OpTime { op: format!("{op:?}"), us, bytes, flop });
+            ops.push(OpTime { op: format!("{op:?}"), us, sustained, bytes, flop });
         }
-        Ok(StepProfile { step_us, ops })
+        Ok(StepProfile { step_us, sustained, ops })
     }
 
     fn sequences(
@@ -162,21 +184,53 @@ impl GpuRunner<'_> {
         Ok(sequences)
     }
 
-    /// Microseconds of a step, or of one of its operations.
-    fn time(&mut self, packing: &Packing, only: Option<Op>) -> Result<f64> {
+    fn energy_meter(&self) -> Result<EnergyMeter> {
+        let Device::Cuda(ordinal) = self.tp.device() else { unreachable!("an engine on a GPU") };
+        let untold =
+            || Error::Environment { message: format!("NVML, which tells a GPU's energy, does not know GPU {ordinal}") };
+        EnergyMeter::new(ordinal)?.ok_or_else(untold)
+    }
+
+    /// Microseconds of a step, or of one of its operations; with a meter also what it takes in the long run.
+    fn time(
+        &mut self,
+        packing: &Packing,
+        only: Option<Op>,
+        meter: Option<&EnergyMeter>,
+    ) -> Result<(f64, Option<Sustained>)> {
+        let tp = self.tp;
         self.prepare_decode(packing, only, |stream, step| {
             step()?;
             let mut graph = Graph::capture(stream, step)?;
+            let mut replay = || {
+                // SAFETY: recorded just now, over memory that stays as long as the engine is awake.
+                unsafe { graph.replay(stream) }
+            };
             let replays = if only.is_none() { STEP_REPLAYS } else { REPLAYS };
             let mut times = Vec::with_capacity(replays);
             for _ in 0..replays {
                 let start = stream.record_timed()?;
-                // SAFETY: recorded just now, over memory that stays as long as the engine is awake.
-                unsafe { graph.replay(stream)? };
+                replay()?;
                 times.push(start.time_until(&stream.record_timed()?)?);
             }
             times.sort_unstable();
-            Ok(times[replays / 2].as_secs_f64() * 1e6)
+            let mut us = [times[replays / 2].as_secs_f64() * 1e6];
+            let Some(meter) = meter else { return Ok((us[0], None)) };
+            let own_us = us[0];
+            all_reduce_f64(tp, &mut us, ReduceOp::Max)?; // ranks of one engine make equally many replays
+            let repeats = (1e6 * SUSTAINED_S / us[0]).clamp(1.0, MOST_REPEATS).ceil();
+            let mut run = || -> Result<()> {
+                (0..repeats as usize).try_for_each(|_| replay())?;
+                stream.synchronize()
+            };
+            run()?; // until the clock has come to what the power allows
+            let (joules, start) = (meter.joules()?, Instant::now());
+            run()?;
+            let sustained = Sustained {
+                us: start.elapsed().as_secs_f64() * 1e6 / repeats,
+                joules: (meter.joules()? - joules) / repeats,
+            };
+            Ok((own_us, Some(sustained)))
         })
     }
 
