@@ -3,6 +3,7 @@
 use serde_json::Value;
 
 use super::field::FromValue;
+use super::range::Range;
 
 macro_rules! choices {
     ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
@@ -24,11 +25,11 @@ macro_rules! choices {
         }
 
         impl $crate::config::field::FromValue for $name {
-            fn expected() -> String {
+            fn expected(_: &$crate::config::range::Range) -> String {
                 format!("one of {}", Self::NAMES.join(", "))
             }
 
-            fn from_value(value: &serde_json::Value) -> Option<Self> {
+            fn from_value(value: &serde_json::Value, _: &$crate::config::range::Range) -> Option<Self> {
                 match value.as_str()? { $($text => Some($name::$variant),)+ _ => None }
             }
 
@@ -49,12 +50,12 @@ pub enum AutoOr<T> {
 }
 
 impl<T: FromValue> FromValue for AutoOr<T> {
-    fn expected() -> String {
-        format!("auto or {}", T::expected())
+    fn expected(range: &Range) -> String {
+        format!("auto or {}", T::expected(range))
     }
 
-    fn from_value(value: &Value) -> Option<Self> {
-        if value == "auto" { Some(Self::Auto) } else { T::from_value(value).map(Self::Given) }
+    fn from_value(value: &Value, range: &Range) -> Option<Self> {
+        if value == "auto" { Some(Self::Auto) } else { T::from_value(value, range).map(Self::Given) }
     }
 
     fn to_value(&self) -> Value {

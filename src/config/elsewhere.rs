@@ -191,6 +191,6 @@ mod tests {
         assert_eq!(config.gradient_checkpointing, AutoOr::Given(GradientCheckpointing::Full));
         assert_eq!(config.scale_rewards, ScaleRewards::None);
         assert_eq!(config.optimizer.lr_scheduler_type, LrSchedulerType::Constant);
-        assert!(message(&["num_generations=-1"]).contains("a whole number of at least 0"));
+        assert!(message(&["num_generations=-1"]).contains("a whole number of at least 2"));
     }
 }

@@ -4,15 +4,16 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
+use super::range::{self, Range};
 use super::raw::RawConfig;
 use crate::error::{Error, Result};
 
 /// A value that one key can hold.
 pub(crate) trait FromValue: Sized {
-    /// What a user may write, for messages.
-    fn expected() -> String;
-    /// `None` if the value has the wrong type or range.
-    fn from_value(value: &Value) -> Option<Self>;
+    /// What a user may write, for messages; numbers are those of `range`.
+    fn expected(range: &Range) -> String;
+    /// `None` if the value has the wrong type, or is a number outside of `range`.
+    fn from_value(value: &Value, range: &Range) -> Option<Self>;
     /// The inverse of `from_value`.
     fn to_value(&self) -> Value;
 }
@@ -34,10 +35,10 @@ pub(crate) struct KeyDoc {
 
 /// A key, or a table of keys.
 pub(crate) trait Field: Sized {
-    /// Appends the keys at and under `key`; `text` and `default` are a single key's.
-    fn describe(key: &str, default: Option<Self>, text: &str, out: &mut Vec<KeyDoc>);
+    /// Appends the keys at and under `key`; `default`, `range` and `text` are a single key's.
+    fn describe(key: &str, default: Option<Self>, range: &Range, text: &str, out: &mut Vec<KeyDoc>);
     /// Takes the value from `raw`, or the default; without either the key is required.
-    fn read(raw: &RawConfig, key: &str, default: Option<Self>) -> Result<Self>;
+    fn read(raw: &RawConfig, key: &str, default: Option<Self>, range: &Range) -> Result<Self>;
     /// Appends every key at and under `key` with its value.
     fn write(&self, key: &str, out: &mut Vec<(String, Value)>);
 
@@ -48,26 +49,20 @@ pub(crate) trait Field: Sized {
 }
 
 impl<T: FromValue> Field for T {
-    fn describe(key: &str, default: Option<Self>, text: &str, out: &mut Vec<KeyDoc>) {
+    fn describe(key: &str, default: Option<Self>, range: &Range, text: &str, out: &mut Vec<KeyDoc>) {
         let default = default.map(|default| default.to_value());
-        out.push(KeyDoc {
-            section: None,
-            key: key.to_owned(),
-            expected: T::expected(),
-            default,
-            text: text.to_owned(),
-        });
+        let (key, expected, text) = (key.to_owned(), T::expected(range), text.to_owned());
+        out.push(KeyDoc { section: None, key, expected, default, text });
     }
 
-    fn read(raw: &RawConfig, key: &str, default: Option<Self>) -> Result<Self> {
+    fn read(raw: &RawConfig, key: &str, default: Option<Self>, range: &Range) -> Result<Self> {
+        let expected = || T::expected(range);
         match (raw.get(key), default) {
             (Some(value), _) => {
-                T::from_value(value).ok_or_else(|| raw.locate(Error::invalid_value(key, value, T::expected())))
+                T::from_value(value, range).ok_or_else(|| raw.locate(Error::invalid_value(key, value, expected())))
             }
             (None, Some(default)) => Ok(default),
-            (None, None) => {
-                Err(Error::invalid_value(key, "nothing", format!("{} (this key is required)", T::expected())))
-            }
+            (None, None) => Err(Error::invalid_value(key, "nothing", format!("{} (this key is required)", expected()))),
         }
     }
 
@@ -77,22 +72,29 @@ impl<T: FromValue> Field for T {
 }
 
 /// Declares a struct whose fields are configuration keys. `= default` follows the type; a leaf without one is required,
-/// and a table takes its fields' own defaults. The keys of a struct marked `flat` are those of the table that it is in.
+/// and a table takes its fields' own defaults. `=> range` is last and says which numbers the key takes. The keys of a struct marked `flat` are those of the table that it is in.
 /// `section "..";` begins a part of the reference, whose text are the fields' documentation.
 macro_rules! keys {
     ($(#[$meta:meta])* pub struct $name:ident $(: $flat:ident)? {
-        $($(section $section:literal;)? $(#[$($field_meta:tt)+])* pub $field:ident: $type:ty $(= $default:expr)?,)+
+        $($(section $section:literal;)? $(#[$($field_meta:tt)+])* pub $field:ident: $type:ty $(= $default:expr)? $(=> $range:expr)?,)+
     }) => {
         $(#[$meta])*
         pub struct $name { $($(#[$($field_meta)+])* pub $field: $type,)+ }
 
         impl $crate::config::field::Field for $name {
-            fn describe(key: &str, _: Option<Self>, _: &str, out: &mut Vec<$crate::config::field::KeyDoc>) {
+            fn describe(
+                key: &str,
+                _: Option<Self>,
+                _: &$crate::config::range::Range,
+                _: &str,
+                out: &mut Vec<$crate::config::field::KeyDoc>,
+            ) {
                 $({
                     let first = out.len();
                     <$type as $crate::config::field::Field>::describe(
                         &<$type as $crate::config::field::Field>::key(key, stringify!($field)),
                         keys!(@option $($default)?),
+                        &keys!(@range $($range)?),
                         [$(keys!(@text $($field_meta)+)),*].concat().trim(),
                         out,
                     );
@@ -104,12 +106,14 @@ macro_rules! keys {
                 raw: &$crate::config::raw::RawConfig,
                 key: &str,
                 _: Option<Self>,
+                _: &$crate::config::range::Range,
             ) -> $crate::error::Result<Self> {
                 Ok(Self { $(
                     $field: <$type as $crate::config::field::Field>::read(
                         raw,
                         &<$type as $crate::config::field::Field>::key(key, stringify!($field)),
                         keys!(@option $($default)?),
+                        &keys!(@range $($range)?),
                     )?,
                 )+ })
             }
@@ -132,6 +136,8 @@ macro_rules! keys {
     };
     (@option) => { None };
     (@option $value:expr) => { Some($value) };
+    (@range) => { $crate::config::range::ANY };
+    (@range $range:expr) => { $range };
     (@text doc = $text:literal) => { $text };
     (@text $($other:tt)+) => { "" };
 }
@@ -143,11 +149,11 @@ pub(crate) fn join(table: &str, key: &str) -> String {
 }
 
 impl FromValue for bool {
-    fn expected() -> String {
+    fn expected(_: &Range) -> String {
         "true or false".into()
     }
 
-    fn from_value(value: &Value) -> Option<Self> {
+    fn from_value(value: &Value, _: &Range) -> Option<Self> {
         value.as_bool()
     }
 
@@ -158,13 +164,14 @@ impl FromValue for bool {
 
 macro_rules! whole_numbers {
     ($($type:ty),+) => { $(impl FromValue for $type {
-        fn expected() -> String {
-            "a whole number of at least 0".into()
+        fn expected(range: &Range) -> String {
+            range.from_zero().of("a whole number")
         }
 
         /// TOML's integers end at `i64::MAX`: larger ones would not survive a snapshot.
-        fn from_value(value: &Value) -> Option<Self> {
-            value.as_i64().and_then(|number| number.try_into().ok())
+        fn from_value(value: &Value, range: &Range) -> Option<Self> {
+            let number = value.as_i64().filter(|number| range.contains(*number as f64))?;
+            number.try_into().ok()
         }
 
         fn to_value(&self) -> Value {
@@ -175,12 +182,12 @@ macro_rules! whole_numbers {
 whole_numbers!(u8, u64, usize);
 
 impl FromValue for f64 {
-    fn expected() -> String {
-        "a finite number".into()
+    fn expected(range: &Range) -> String {
+        range.of("a number")
     }
 
-    fn from_value(value: &Value) -> Option<Self> {
-        value.as_f64().filter(|number| number.is_finite())
+    fn from_value(value: &Value, range: &Range) -> Option<Self> {
+        value.as_f64().filter(|number| number.is_finite() && range.contains(*number))
     }
 
     fn to_value(&self) -> Value {
@@ -189,12 +196,13 @@ impl FromValue for f64 {
 }
 
 impl FromValue for f32 {
-    fn expected() -> String {
-        f64::expected()
+    fn expected(range: &Range) -> String {
+        f64::expected(range)
     }
 
-    fn from_value(value: &Value) -> Option<Self> {
-        f64::from_value(value).map(|number| number as f32).filter(|number| number.is_finite())
+    fn from_value(value: &Value, range: &Range) -> Option<Self> {
+        let number = f64::from_value(value, &range::ANY)? as f32;
+        (number.is_finite() && range.contains(f64::from(number))).then_some(number)
     }
 
     /// The shortest decimal that reads back as the same f32 (0.9, not 0.8999999761581421).
@@ -204,11 +212,11 @@ impl FromValue for f32 {
 }
 
 impl FromValue for String {
-    fn expected() -> String {
+    fn expected(_: &Range) -> String {
         "text".into()
     }
 
-    fn from_value(value: &Value) -> Option<Self> {
+    fn from_value(value: &Value, _: &Range) -> Option<Self> {
         value.as_str().map(str::to_owned)
     }
 
@@ -218,11 +226,11 @@ impl FromValue for String {
 }
 
 impl FromValue for PathBuf {
-    fn expected() -> String {
+    fn expected(_: &Range) -> String {
         "a path".into()
     }
 
-    fn from_value(value: &Value) -> Option<Self> {
+    fn from_value(value: &Value, _: &Range) -> Option<Self> {
         value.as_str().filter(|path| !path.is_empty()).map(PathBuf::from)
     }
 
@@ -232,13 +240,13 @@ impl FromValue for PathBuf {
 }
 
 impl<T: FromValue> FromValue for Option<T> {
-    fn expected() -> String {
-        format!("{} or \"none\"", T::expected())
+    fn expected(range: &Range) -> String {
+        format!("\"none\" or {}", T::expected(range))
     }
 
     /// TOML has no null: the word `none` is one.
-    fn from_value(value: &Value) -> Option<Self> {
-        if value.is_null() || value == "none" { Some(None) } else { T::from_value(value).map(Some) }
+    fn from_value(value: &Value, range: &Range) -> Option<Self> {
+        if value.is_null() || value == "none" { Some(None) } else { T::from_value(value, range).map(Some) }
     }
 
     fn to_value(&self) -> Value {
@@ -247,15 +255,15 @@ impl<T: FromValue> FromValue for Option<T> {
 }
 
 impl<T: FromValue> FromValue for Vec<T> {
-    fn expected() -> String {
-        format!("a list [..], or one entry, each {}", T::expected())
+    fn expected(range: &Range) -> String {
+        format!("a list [..], or one entry, each {}", T::expected(range))
     }
 
     /// One entry may stand without brackets.
-    fn from_value(value: &Value) -> Option<Self> {
+    fn from_value(value: &Value, range: &Range) -> Option<Self> {
         match value {
-            Value::Array(entries) => entries.iter().map(T::from_value).collect(),
-            one => T::from_value(one).map(|one| vec![one]),
+            Value::Array(entries) => entries.iter().map(|entry| T::from_value(entry, range)).collect(),
+            one => T::from_value(one, range).map(|one| vec![one]),
         }
     }
 

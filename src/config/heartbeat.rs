@@ -5,8 +5,9 @@ use std::time::Duration;
 use serde_json::{Map, Value};
 
 use super::field::{Field, KeyDoc, join};
+use super::range::{Range, SECONDS};
 use super::raw::RawConfig;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::phase::{Limits, Phase};
 
 const TIMEOUT_S: f64 = 300.0;
@@ -28,8 +29,8 @@ impl HeartbeatConfig {
         Limits::new(|phase| Duration::from_secs_f64(self.by_phase[phase as usize].unwrap_or(self.timeout_s)))
     }
 
-    /// Every key with its value, for checks.
-    pub(super) fn entries(&self) -> impl Iterator<Item = (String, Option<f64>)> + '_ {
+    /// Every key with its value.
+    fn entries(&self) -> impl Iterator<Item = (String, Option<f64>)> + '_ {
         let own = Phase::ALL.iter().map(|&phase| (key_of(phase), self.by_phase[phase as usize]));
         std::iter::once(("timeout_s".to_owned(), Some(self.timeout_s))).chain(own)
     }
@@ -43,19 +44,21 @@ impl Default for HeartbeatConfig {
 }
 
 impl Field for HeartbeatConfig {
-    fn describe(key: &str, _: Option<Self>, _: &str, out: &mut Vec<KeyDoc>) {
+    fn describe(key: &str, _: Option<Self>, _: &Range, _: &str, out: &mut Vec<KeyDoc>) {
         let all = "Longest silence of a rank in a phase without a limit of its own, in seconds.";
-        f64::describe(&join(key, "timeout_s"), Some(TIMEOUT_S), all, out);
+        f64::describe(&join(key, "timeout_s"), Some(TIMEOUT_S), &SECONDS, all, out);
         for phase in Phase::ALL {
             let own = format!("The same in {}; `none` is `{key}.timeout_s`.", phase.name());
-            Option::<f64>::describe(&join(key, &key_of(*phase)), Some(long_by_default(*phase)), &own, out);
+            Option::<f64>::describe(&join(key, &key_of(*phase)), Some(long_by_default(*phase)), &SECONDS, &own, out);
         }
     }
 
-    fn read(raw: &RawConfig, key: &str, _: Option<Self>) -> Result<Self> {
-        let own = |phase: &Phase| Field::read(raw, &join(key, &key_of(*phase)), Some(long_by_default(*phase)));
+    fn read(raw: &RawConfig, key: &str, _: Option<Self>, _: &Range) -> Result<Self> {
+        let own =
+            |phase: &Phase| Field::read(raw, &join(key, &key_of(*phase)), Some(long_by_default(*phase)), &SECONDS);
         let by_phase = Phase::ALL.iter().map(own).collect::<Result<_>>()?;
-        Ok(Self { timeout_s: Field::read(raw, &join(key, "timeout_s"), Some(TIMEOUT_S))?, by_phase })
+        let timeout_s = Field::read(raw, &join(key, "timeout_s"), Some(TIMEOUT_S), &SECONDS)?;
+        Ok(Self { timeout_s, by_phase })
     }
 
     fn write(&self, key: &str, out: &mut Vec<(String, Value)>) {
@@ -78,16 +81,6 @@ fn key_of(phase: Phase) -> String {
 
 fn long_by_default(phase: Phase) -> Option<f64> {
     matches!(phase, Phase::Load | Phase::Checkpoint | Phase::Write).then_some(LONG_S)
-}
-
-/// Refuses limits that are no time to wait.
-pub(super) fn check(heartbeat: &HeartbeatConfig, is_timeout: fn(f64) -> bool, expected: &str) -> Result<()> {
-    for (name, seconds) in heartbeat.entries() {
-        if let Some(seconds) = seconds.filter(|seconds| !is_timeout(*seconds)) {
-            return Err(Error::invalid_value(&join("heartbeat", &name), seconds, expected));
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -3,7 +3,8 @@
 use serde_json::Value;
 
 use super::field::{FromValue, keys};
-use super::validate::{check, count};
+use super::range::{BELOW_ONE, COUNT, Range, above};
+use super::validate::check;
 use super::{Quantization, TargetModule};
 use crate::error::Result;
 
@@ -15,11 +16,11 @@ keys! {
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct LoraConfig {
         /// Rank; `none` trains all weights.
-        pub r: Option<usize> = None,
+        pub r: Option<usize> = None => COUNT,
         /// The adapters' sum is scaled by `alpha / r`.
-        pub alpha: f64 = 32.0,
+        pub alpha: f64 = 32.0 => above(0.0),
         /// Chance that an element of an adapter's input is dropped in training.
-        pub dropout: f64 = 0.0,
+        pub dropout: f64 = 0.0 => BELOW_ONE,
         /// Adapted projections: names, or `all-linear`.
         pub target_modules: TargetModules = TargetModules::AllLinear,
     }
@@ -27,9 +28,6 @@ keys! {
 
 impl LoraConfig {
     pub(super) fn check(&self, quantization: Quantization) -> Result<()> {
-        count("lora.r", self.r.unwrap_or(1))?;
-        check("lora.alpha", self.alpha, self.alpha > 0.0, "above 0")?;
-        check("lora.dropout", self.dropout, (0.0..1.0).contains(&self.dropout), "in [0, 1)")?;
         let targets = format!("{:?}", self.target_modules.to_value());
         let repeated = self.target_modules.modules().len() != self.target_modules.len();
         check("lora.target_modules", &targets, !repeated, "every projection only once")?;
@@ -74,14 +72,14 @@ impl TargetModules {
 }
 
 impl FromValue for TargetModules {
-    fn expected() -> String {
+    fn expected(_: &Range) -> String {
         format!("\"{ALL_LINEAR}\" or a list of {}", TargetModule::NAMES.join(", "))
     }
 
-    fn from_value(value: &Value) -> Option<Self> {
+    fn from_value(value: &Value, range: &Range) -> Option<Self> {
         match value {
             Value::String(text) if text == ALL_LINEAR => Some(Self::AllLinear),
-            _ => Vec::from_value(value).map(Self::Some),
+            _ => Vec::from_value(value, range).map(Self::Some),
         }
     }
 
@@ -111,9 +109,9 @@ mod tests {
     #[test]
     fn what_cannot_be_meant_is_refused() {
         for (overrides, expected) in [
-            (&["lora.r=0"][..], "lora.r = 0: expected 1 to"),
-            (&["lora.r=8", "lora.alpha=0"], "lora.alpha = 0: expected above 0"),
-            (&["lora.r=8", "lora.dropout=1"], "lora.dropout = 1: expected in [0, 1)"),
+            (&["lora.r=0"][..], "lora.r = 0: expected \"none\" or a whole number from 1 to 2147483648 (command line)"),
+            (&["lora.r=8", "lora.alpha=0"], "lora.alpha = 0: expected a number above 0"),
+            (&["lora.r=8", "lora.dropout=1"], "lora.dropout = 1: expected a number in [0, 1)"),
             (&["lora.r=8", "lora.target_modules=[\"qkv_proj\"]"], "or a list of q_proj, k_proj"),
             (&["lora.r=8", "lora.target_modules=[]"], "at least one projection"),
             (&["lora.r=8", "lora.target_modules=[\"q_proj\", \"q_proj\"]"], "only once"),

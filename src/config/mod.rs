@@ -7,6 +7,7 @@ mod elsewhere;
 mod field;
 mod heartbeat;
 mod lora;
+mod range;
 mod raw;
 mod reference;
 mod reward;
@@ -19,11 +20,13 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 pub use batch::BatchPlan;
+use batch::MAX_COUNT;
 pub use changes::KeyChange;
 pub use choices::*;
 use field::keys;
 pub use heartbeat::HeartbeatConfig;
 pub use lora::{LoraConfig, TargetModules};
+use range::{ABOVE_ZERO, BELOW_ONE, COUNT, SECONDS, above, at_least, from_to};
 use raw::RawConfig;
 pub use reference::{reference_page, reference_toml};
 pub use reward::{CodeConfig, CommandLine, ProcessReward, ProcessRewards, RewardConfig};
@@ -95,7 +98,7 @@ keys! {
         /// System message put before every prompt that has none.
         pub system_prompt: Option<String> = None,
         /// Longest prompt in tokens; longer ones are counted and left out. `none` leaves what the context allows.
-        pub max_prompt_length: Option<usize> = None,
+        pub max_prompt_length: Option<usize> = None => COUNT,
         /// Shuffle training rows each epoch, by a counter-based key.
         pub shuffle_dataset: bool = true,
 
@@ -107,58 +110,58 @@ keys! {
 
         section "Batch";
         /// Completions per prompt.
-        pub num_generations: usize = 8,
+        pub num_generations: usize = 8 => at_least(2.0).because("advantages are relative to the group"),
         /// Completions per GPU, whatever it does, in one slice of the generation batch.
-        pub per_device_train_batch_size: usize = 8,
+        pub per_device_train_batch_size: usize = 8 => COUNT,
         /// Slices per optimizer update.
-        pub gradient_accumulation_steps: usize = 1,
+        pub gradient_accumulation_steps: usize = 1 => COUNT,
         /// Slices per generation batch; `none` is `gradient_accumulation_steps`.
-        pub steps_per_generation: Option<usize> = None,
+        pub steps_per_generation: Option<usize> = None => COUNT,
         /// Completions per generation over all ranks; `none` is
         /// `per_device_train_batch_size * world_size * steps_per_generation`.
-        pub generation_batch_size: Option<usize> = None,
+        pub generation_batch_size: Option<usize> = None => COUNT,
         /// Passes over each generation batch.
-        pub num_iterations: usize = 1,
+        pub num_iterations: usize = 1 => COUNT,
         /// Token budget of one forward and backward on one rank (a longer sequence is a micro-batch of its own).
-        pub max_tokens_per_micro_batch: usize = 16384,
+        pub max_tokens_per_micro_batch: usize = 16384 => COUNT,
         /// Run the prompt of a group once for all its completions in training; off where the model has a sliding window.
         pub share_prompts: bool = true,
 
         section "Sampling";
         /// Longest completion in tokens.
-        pub max_completion_length: usize = 512,
+        pub max_completion_length: usize = 512 => COUNT,
         /// Longest sequence the engine holds; `none` is the model's context.
-        pub max_model_length: Option<usize> = None,
+        pub max_model_length: Option<usize> = None => COUNT,
         /// Softmax temperature of the sampler and of the trainer's log-probabilities.
-        pub temperature: f32 = 1.0,
+        pub temperature: f32 = 1.0 => above(0.0).because("greedy samples of a group are all equal"),
         /// Nucleus mass; 1 is off.
-        pub top_p: f32 = 1.0,
+        pub top_p: f32 = 1.0 => ABOVE_ZERO,
         /// Highest logits kept; 0 is off.
         pub top_k: usize = 0,
         /// Least relative probability.
-        pub min_p: Option<f32> = None,
+        pub min_p: Option<f32> = None => from_to(0.0, 1.0),
         /// 1 is off.
-        pub repetition_penalty: f32 = 1.0,
+        pub repetition_penalty: f32 = 1.0 => above(0.0),
         /// Strings that end a completion.
         pub stop: Vec<String> = Vec::new(),
         /// Ranks that share one engine.
-        pub tensor_parallel_size: usize = 1,
+        pub tensor_parallel_size: usize = 1 => COUNT,
         /// Share that the KV cache may take of half of what the plan leaves, where `kv_cache_bytes` is `none`.
-        pub gpu_memory_utilization: f64 = 0.9,
+        pub gpu_memory_utilization: f64 = 0.9 => ABOVE_ZERO,
         /// Size of the KV cache per rank in bytes; `none` is decided by the plan.
-        pub kv_cache_bytes: Option<usize> = None,
+        pub kv_cache_bytes: Option<usize> = None => at_least(1.0),
         /// Tokens per KV block.
-        pub kv_block_size: usize = 16,
+        pub kv_block_size: usize = 16 => COUNT,
         /// Most sequences decoded at once per engine.
-        pub max_num_seqs: usize = 256,
+        pub max_num_seqs: usize = 256 => COUNT,
         /// Most prompt tokens prefilled in one engine step.
-        pub max_num_batched_tokens: usize = 8192,
+        pub max_num_batched_tokens: usize = 8192 => COUNT,
         /// Completions that do not depend, to the last bit, on the order of prompts, on what is decoded beside them or on
         /// preemption; slower. On a GPU with `tensor_parallel_size` 1.
         pub strict: bool = false,
         /// Share of groups that a step begins beyond those that it takes, the first complete ones. What is sampled of the
         /// others is dropped, which favours short completions, unless `partial_rollout` is on.
-        pub oversample: f64 = 0.0,
+        pub oversample: f64 = 0.0 => from_to(0.0, 16.0),
         /// Groups that are not complete when a step ends go on in the next one, with its weights.
         pub partial_rollout: bool = false,
         /// Keys and values of what has been sampled of such groups: computed again with the newest weights, or kept as those
@@ -168,13 +171,13 @@ keys! {
 
         section "Objective";
         /// Weight of the KL term; 0 loads no reference model.
-        pub beta: f64 = 0.0,
+        pub beta: f64 = 0.0 => at_least(0.0),
         /// Lower clip range.
-        pub epsilon: f64 = 0.2,
+        pub epsilon: f64 = 0.2 => BELOW_ONE,
         /// Upper clip range; `none` is `epsilon`.
-        pub epsilon_high: Option<f64> = None,
+        pub epsilon_high: Option<f64> = None => at_least(0.0),
         /// Upper bound of the ratio for negative advantages (two-sided clipping).
-        pub delta: Option<f64> = None,
+        pub delta: Option<f64> = None => above(1.0),
         /// How token losses are summed.
         pub loss_type: LossType = LossType::Dapo,
         /// Level of the policy ratio.
@@ -188,7 +191,7 @@ keys! {
         /// Level and kind of that correction.
         pub importance_sampling_mode: ImportanceSamplingMode = ImportanceSamplingMode::SequenceMask,
         /// Upper bound of the correction.
-        pub importance_sampling_clip_max: f64 = 3.0,
+        pub importance_sampling_clip_max: f64 = 3.0 => above(0.0),
         /// Multiply the KL term by the differentiable ratio.
         pub use_bias_correction_kl: bool = true,
 
@@ -205,7 +208,7 @@ keys! {
 
         section "Optimizer";
         /// Peak learning rate.
-        pub learning_rate: f64 = 1e-6,
+        pub learning_rate: f64 = 1e-6 => above(0.0),
         /// AdamW and its schedule.
         #[serde(flatten)]
         pub optimizer: OptimizerConfig,
@@ -222,17 +225,17 @@ keys! {
 
         section "Output";
         /// Steps between metric lines.
-        pub logging_steps: usize = 1,
+        pub logging_steps: usize = 1 => COUNT,
         /// Steps between checkpoints, the last step's among them; `none` saves only the final model.
-        pub save_steps: Option<usize> = Some(500),
+        pub save_steps: Option<usize> = Some(500) => COUNT,
         /// Write checkpoints beside training, from copies in host memory.
         pub save_async: bool = true,
         /// Newest checkpoints kept; `none` keeps all.
-        pub save_total_limit: Option<usize> = None,
+        pub save_total_limit: Option<usize> = None => COUNT,
         /// Steps between evaluations; `none` evaluates before and after training only.
-        pub eval_steps: Option<usize> = None,
+        pub eval_steps: Option<usize> = None => COUNT,
         /// Samples per held-out problem.
-        pub eval_num_generations: usize = 1,
+        pub eval_num_generations: usize = 1 => COUNT,
         /// Write every step's completions.
         pub log_completions: bool = false,
         /// Write a time-line of every rank's phases to `trace/` of the output folder, in Chrome's trace format.
@@ -245,7 +248,7 @@ keys! {
         /// chose; on a GPU attention's backward then takes twice as long.
         pub full_determinism: bool = false,
         /// Longest wait for peers in a collective, in seconds.
-        pub collective_timeout_s: f64 = 600.0,
+        pub collective_timeout_s: f64 = 600.0 => SECONDS,
         /// Times that the launcher starts the run again from its newest checkpoint when a rank dies or hangs.
         pub max_restarts: usize = 0,
         /// When a rank counts as hung.
@@ -261,23 +264,23 @@ keys! {
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct OptimizerConfig: flat {
         /// Adam's first moment decay.
-        pub adam_beta1: f64 = 0.9,
+        pub adam_beta1: f64 = 0.9 => BELOW_ONE,
         /// Adam's second moment decay.
-        pub adam_beta2: f64 = 0.999,
+        pub adam_beta2: f64 = 0.999 => BELOW_ONE,
         /// Adam's denominator term.
-        pub adam_epsilon: f64 = 1e-8,
+        pub adam_epsilon: f64 = 1e-8 => above(0.0),
         /// Decoupled weight decay on matrices (not on norms and biases).
-        pub weight_decay: f64 = 0.0,
+        pub weight_decay: f64 = 0.0 => at_least(0.0),
         /// Global gradient norm is clipped to this; 0 is off.
-        pub max_grad_norm: f64 = 1.0,
+        pub max_grad_norm: f64 = 1.0 => at_least(0.0),
         /// Shape of the learning rate after warm-up.
         pub lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,
         /// Updates of linear warm-up.
-        pub warmup_steps: usize = 0,
+        pub warmup_steps: usize = 0 => from_to(0.0, MAX_COUNT as f64),
         /// Optimizer updates in all; `none` follows `num_train_epochs`.
-        pub max_steps: Option<usize> = None,
+        pub max_steps: Option<usize> = None => COUNT,
         /// Passes over the training rows.
-        pub num_train_epochs: f64 = 1.0,
+        pub num_train_epochs: f64 = 1.0 => above(0.0),
     }
 }
 
@@ -286,9 +289,9 @@ keys! {
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct ZeroConfig {
         /// 0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: weights too.
-        pub stage: u8 = 2,
+        pub stage: u8 = 2 => from_to(0.0, 3.0),
         /// Ranks that share one copy of the state; `none` is the world. Smaller is hybrid sharding.
-        pub shard_group_size: Option<usize> = None,
+        pub shard_group_size: Option<usize> = None => COUNT,
         /// Type that ranks send gradients to one another in; `auto` is float32. As FSDP's `reduce_dtype` and DeepSpeed's
         /// `communication_data_type`.
         pub reduce_dtype: Dtype = Dtype::Auto,

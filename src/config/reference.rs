@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use super::field::{Field, KeyDoc};
+use super::range;
 use super::{Config, SftConfig};
 
 /// Columns of the comments in a configuration file.
@@ -43,12 +44,13 @@ pub(super) fn names<T: Field>() -> Vec<String> {
 
 fn described<T: Field>() -> Vec<KeyDoc> {
     let mut keys = Vec::new();
-    T::describe("", None, "", &mut keys);
+    T::describe("", None, &range::ANY, "", &mut keys);
     keys
 }
 
 fn means_the_same(key: &KeyDoc, others: &[KeyDoc]) -> bool {
-    others.iter().any(|other| (&other.key, &other.default, &other.text) == (&key.key, &key.default, &key.text))
+    let meaning = |key: &KeyDoc| (key.key.clone(), key.default.clone(), key.expected.clone(), key.text.clone());
+    others.iter().any(|other| meaning(other) == meaning(key))
 }
 
 /// The tables of supervised runs are those of GRPO runs.
@@ -106,7 +108,7 @@ fn wrapped(text: &str) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::config;
+    use super::super::tests::{config, message};
     use super::*;
 
     #[test]
@@ -124,5 +126,19 @@ mod tests {
         let comments = text.lines().filter(|line| line.starts_with('#'));
         comments.for_each(|line| assert!(line.len() <= WIDTH + 2, "{line}"));
         assert!(described::<SftConfig>().iter().all(|key| !key.text.is_empty()));
+    }
+
+    #[test]
+    fn a_number_is_refused_below_what_the_page_says() {
+        let keys = described::<Config>();
+        let numbers: Vec<_> = keys.iter().filter(|key| key.expected.contains("a whole number")).collect();
+        assert!(numbers.len() > 30);
+        for KeyDoc { key, expected, .. } in numbers {
+            let words: Vec<&str> = expected.split([' ', ':']).collect();
+            let least = words.iter().find_map(|word| word.parse::<i64>().ok()).unwrap();
+            let below = if least == 0 { -2 } else { least - 1 }; // -1 of some keys has a meaning in TRL
+            let said = message(&[&format!("{}={below}", key.replace(".*.", ".mine."))]);
+            assert!(said.contains(&format!("expected {expected}")), "{said}");
+        }
     }
 }

@@ -7,8 +7,9 @@ use std::path::PathBuf;
 use serde_json::Value;
 
 use super::field::{Field, FromValue, KeyDoc, join, keys};
+use super::range::{ANY, COUNT, Range, SECONDS, at_least};
 use super::raw::RawConfig;
-use super::validate::{TIMEOUT, check, compiles, count, is_timeout};
+use super::validate::{check, compiles};
 use super::{Config, RewardBatch, SandboxLayer};
 use crate::error::{Error, Result};
 
@@ -17,6 +18,8 @@ const DEFAULT_FORMAT_PATTERN: &str = r"(?s)<think>.*?</think>\s*<answer>.*?</ans
 /// `<answer>..</answer>`, `\boxed{..}` (one level of braces inside) or GSM8K's `#### ..`.
 const DEFAULT_ANSWER_PATTERN: &str =
     r"(?s)<answer>\s*(.*?)\s*</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}|####\s*(\S+)";
+/// An interpreter alone takes some tens of MiB of addresses.
+const MIN_MEMORY_BYTES: f64 = (1 << 26) as f64;
 
 keys! {
     /// Settings of the rewards (`reward.*`).
@@ -30,13 +33,13 @@ keys! {
         /// `numeric_answer`, `exact_answer`: the column with the reference answer.
         pub answer_column: String = "answer".into(),
         /// Threads on each rank that score completions with functions of this process.
-        pub num_threads: usize = 2,
+        pub num_threads: usize = 2 => COUNT,
         /// Longest time one completion may take to score, in seconds; past it the sample is masked.
-        pub timeout_s: f64 = 10.0,
+        pub timeout_s: f64 = 10.0 => SECONDS,
         /// The interpreter of rewards that are Python functions.
         pub python: String = "python3".into(),
         /// Workers of one reward that may fail one after the other, with no score in between, before the run ends.
-        pub max_worker_failures: usize = 16,
+        pub max_worker_failures: usize = 16 => COUNT,
         /// `code`: the program in the completion is run against tests.
         pub code: CodeConfig,
     }
@@ -51,11 +54,11 @@ keys! {
         /// What runs the program, whose file is the last argument.
         pub command: CommandLine = CommandLine(vec!["python3".into(), "-I".into()]),
         /// Longest time that all tests of a program may take, in seconds; those not passed by then are failed.
-        pub timeout_s: f64 = 10.0,
+        pub timeout_s: f64 = 10.0 => SECONDS,
         /// Memory that the program may address, in bytes.
-        pub memory_bytes: usize = 1 << 30,
+        pub memory_bytes: usize = 1 << 30 => at_least(MIN_MEMORY_BYTES),
         /// Programs run at once on each rank.
-        pub workers: usize = 1,
+        pub workers: usize = 1 => COUNT,
         /// Files and folders of this machine that the program may read, beside the system's and the command's.
         pub readable: Vec<PathBuf> = Vec::new(),
         /// Layers of the sandbox that may be missing; without one that is not listed the run is refused.
@@ -72,9 +75,9 @@ keys! {
         /// A program and its arguments, which serves requests on its standard input and output (docs/rewards.md).
         pub command: CommandLine = CommandLine::default(),
         /// Longest time of one request, in seconds; `none` is `reward.timeout_s`.
-        pub timeout_s: Option<f64> = None,
+        pub timeout_s: Option<f64> = None => SECONDS,
         /// Processes on each rank.
-        pub workers: usize = 1,
+        pub workers: usize = 1 => COUNT,
         /// What one request holds.
         pub batch: RewardBatch = RewardBatch::Completion,
     }
@@ -89,25 +92,13 @@ pub struct CommandLine(pub Vec<String>);
 pub struct ProcessRewards(BTreeMap<String, ProcessReward>);
 
 impl RewardConfig {
-    pub(super) fn check(&self) -> Result<()> {
+    /// Refuses patterns that do not compile or mark no answer, and a missing interpreter.
+    pub(crate) fn check(&self) -> Result<()> {
         compiles("reward.format_pattern", &self.format_pattern)?;
         let answer = compiles("reward.answer_pattern", &self.answer_pattern)?;
         let group = "a regular expression with a group (..) around the answer";
         check("reward.answer_pattern", &self.answer_pattern, answer.captures_len() > 1, group)?;
-        for (key, value) in [
-            ("reward.num_threads", self.num_threads),
-            ("reward.max_worker_failures", self.max_worker_failures),
-            ("reward.code.workers", self.code.workers),
-        ] {
-            count(key, value)?;
-        }
-        check("reward.code.command", "[]", !self.code.command.0.is_empty(), "an interpreter and its arguments")?;
-        let bytes = self.code.memory_bytes;
-        check("reward.code.memory_bytes", bytes, bytes >= 1 << 26, "at least 67108864 (64 MiB)")?;
-        for (key, seconds) in [("reward.timeout_s", self.timeout_s), ("reward.code.timeout_s", self.code.timeout_s)] {
-            check(key, seconds, is_timeout(seconds), TIMEOUT)?;
-        }
-        Ok(())
+        check("reward.code.command", "[]", !self.code.command.0.is_empty(), "an interpreter and its arguments")
     }
 }
 
@@ -125,10 +116,7 @@ impl ProcessReward {
         let got = self.function.as_deref().unwrap_or("none");
         check(&key("function"), got, is_one, format!("a function, or else a program in {}", key("command")))?;
         let shape = "file.py:function, module:function or module.function";
-        check(&key("function"), got, self.function.as_deref().is_none_or(is_python), shape)?;
-        count(&key("workers"), self.workers)?;
-        let timeout_s = self.timeout_s.unwrap_or(1.0);
-        check(&key("timeout_s"), timeout_s, is_timeout(timeout_s), TIMEOUT)
+        check(&key("function"), got, self.function.as_deref().is_none_or(is_python), shape)
     }
 }
 
@@ -163,23 +151,23 @@ pub(crate) fn is_python(entry: &str) -> bool {
 
 impl Default for RewardConfig {
     fn default() -> Self {
-        Self::read(&RawConfig::default(), "reward", None).expect("every key of the table has a default")
+        Self::read(&RawConfig::default(), "reward", None, &ANY).expect("every key of the table has a default")
     }
 }
 
 impl Default for ProcessReward {
     fn default() -> Self {
-        Self::read(&RawConfig::default(), "rewards.*", None).expect("every key of the table has a default")
+        Self::read(&RawConfig::default(), "rewards.*", None, &ANY).expect("every key of the table has a default")
     }
 }
 
 impl FromValue for CommandLine {
-    fn expected() -> String {
+    fn expected(_: &Range) -> String {
         "a list [..] of a program and its arguments".into()
     }
 
-    fn from_value(value: &Value) -> Option<Self> {
-        value.as_array().and_then(|_| Vec::from_value(value)).map(Self)
+    fn from_value(value: &Value, range: &Range) -> Option<Self> {
+        value.as_array().and_then(|_| Vec::from_value(value, range)).map(Self)
     }
 
     fn to_value(&self) -> Value {
@@ -188,12 +176,12 @@ impl FromValue for CommandLine {
 }
 
 impl Field for ProcessRewards {
-    fn describe(key: &str, _: Option<Self>, _: &str, out: &mut Vec<KeyDoc>) {
-        ProcessReward::describe(&join(key, "*"), None, "", out);
+    fn describe(key: &str, _: Option<Self>, range: &Range, _: &str, out: &mut Vec<KeyDoc>) {
+        ProcessReward::describe(&join(key, "*"), None, range, "", out);
     }
 
-    fn read(raw: &RawConfig, key: &str, _: Option<Self>) -> Result<Self> {
-        let read = |name: &str| Ok((name.to_owned(), ProcessReward::read(raw, &join(key, name), None)?));
+    fn read(raw: &RawConfig, key: &str, _: Option<Self>, range: &Range) -> Result<Self> {
+        let read = |name: &str| Ok((name.to_owned(), ProcessReward::read(raw, &join(key, name), None, range)?));
         raw.names_in(key).into_iter().map(read).collect::<Result<_>>().map(Self)
     }
 

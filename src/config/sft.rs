@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::field::keys;
+use super::range::{COUNT, SECONDS, above};
 use super::raw::RawConfig;
 use super::reference;
 use super::{
@@ -33,17 +34,17 @@ keys! {
         /// `auto` is bfloat16 on CUDA and float32 on a CPU.
         pub dtype: Dtype = Dtype::Auto,
         /// Longest row in tokens, prompt and completion; longer ones are counted and left out.
-        pub max_length: usize = 1024,
+        pub max_length: usize = 1024 => COUNT,
         /// Shuffle rows each epoch, by a counter-based key.
         pub shuffle_dataset: bool = true,
         /// Rows per rank in one slice of an update.
-        pub per_device_train_batch_size: usize = 8,
+        pub per_device_train_batch_size: usize = 8 => COUNT,
         /// Slices per optimizer update.
-        pub gradient_accumulation_steps: usize = 1,
+        pub gradient_accumulation_steps: usize = 1 => COUNT,
         /// Token budget of one forward and backward on one rank.
-        pub max_tokens_per_micro_batch: usize = 16384,
+        pub max_tokens_per_micro_batch: usize = 16384 => COUNT,
         /// Peak learning rate.
-        pub learning_rate: f64 = 2e-5,
+        pub learning_rate: f64 = 2e-5 => above(0.0),
         /// AdamW and its schedule.
         #[serde(flatten)]
         pub optimizer: OptimizerConfig,
@@ -56,17 +57,17 @@ keys! {
         /// How the frozen base of a LoRA run is stored.
         pub quantization: Quantization = Quantization::None,
         /// Steps between metric lines.
-        pub logging_steps: usize = 1,
+        pub logging_steps: usize = 1 => COUNT,
         /// Steps between checkpoints, the last step's among them; `none` saves only the final model.
-        pub save_steps: Option<usize> = Some(500),
+        pub save_steps: Option<usize> = Some(500) => COUNT,
         /// Write checkpoints beside training, from copies in host memory.
         pub save_async: bool = true,
         /// Newest checkpoints kept; `none` keeps all.
-        pub save_total_limit: Option<usize> = None,
+        pub save_total_limit: Option<usize> = None => COUNT,
         /// First word of every random key.
         pub seed: u64 = 42,
         /// Longest wait for peers in a collective, in seconds.
-        pub collective_timeout_s: f64 = 600.0,
+        pub collective_timeout_s: f64 = 600.0 => SECONDS,
         /// When a rank counts as hung.
         pub heartbeat: HeartbeatConfig,
     }

@@ -1,7 +1,8 @@
 //! Which ranks do what (`mode`, `split.*`).
 
 use super::field::keys;
-use super::validate::{check, count};
+use super::range::{COUNT, from_to};
+use super::validate::check;
 use super::{AutoOr, Config, Mode, OptimizerResidency, Quantization};
 use crate::error::{Error, Result};
 
@@ -10,10 +11,10 @@ keys! {
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct SplitConfig {
         /// Ranks, the last ones, that only generate; the others only train.
-        pub rollout_gpus: Option<usize> = None,
+        pub rollout_gpus: Option<usize> = None => COUNT,
         /// 0: a step trains on what the newest weights sampled. 1: while a step trains, the next batch is sampled with the
         /// weights from before it, for which the importance correction accounts.
-        pub async_steps: usize = 0,
+        pub async_steps: usize = 0 => from_to(0.0, 1.0),
     }
 }
 
@@ -34,14 +35,10 @@ impl Config {
             check("split.rollout_gpus", rollout_gpus.unwrap_or(0), rollout_gpus.is_none(), left_out)?;
             return check("split.async_steps", async_steps, async_steps == 0, left_out);
         }
-        let Some(num_generators) = rollout_gpus else {
-            let expected = "the number of GPUs that only generate, as mode = split";
-            return Err(Error::invalid_value("split.rollout_gpus", "none", expected));
-        };
-        count("split.rollout_gpus", num_generators)?;
+        let number = "the number of GPUs that only generate, as mode = split";
+        check("split.rollout_gpus", "none", rollout_gpus.is_some(), number)?;
         let whole = "0: in mode = split a step takes every group that it begins";
         check("oversample", self.oversample, self.oversample == 0.0, whole)?;
-        check("split.async_steps", async_steps, async_steps <= 1, "0 or 1")?;
         let corrected = async_steps == 0 || self.importance_sampling_correction;
         let older = "true: with split.async_steps = 1 an older policy samples";
         check("importance_sampling_correction", self.importance_sampling_correction, corrected, older)?;
@@ -104,12 +101,12 @@ mod tests {
             (&["mode=split"][..], "split.rollout_gpus = none: expected the number of GPUs"),
             (&["split.rollout_gpus=1"], "to be left out, or mode = split"),
             (&["split.async_steps=1"], "to be left out, or mode = split"),
-            (&[split[0], split[1], "split.async_steps=2"], "0 or 1"),
+            (&[split[0], split[1], "split.async_steps=2"], "a whole number from 0 to 1"),
             (&[split[0], split[1], "split.async_steps=1", "importance_sampling_correction=false"], "an older policy"),
             (&[split[0], split[1], "residency.optimizer=swap"], "no engine needs its memory"),
             (&[split[0], split[1], "lora.r=4", "quantization=nf4"], "none: mode = split"),
             (&[split[0], split[1], "partial_rollout=true", "oversample=1", "carried_kv=keep"], "takes every group"),
-            (&[split[0], "split.rollout_gpus=0"], "1 to"),
+            (&[split[0], "split.rollout_gpus=0"], "from 1 to"),
         ] {
             assert!(message(keys).contains(part), "{keys:?}: {}", message(keys));
         }

@@ -1,0 +1,75 @@
+//! Which numbers a key takes: said once, beside the key, for validation and for the reference.
+
+use super::batch::MAX_COUNT;
+
+/// Numbers between two bounds.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Range {
+    low: f64,
+    high: f64,
+    /// Whether the bounds are among the numbers.
+    low_is_in: bool,
+    high_is_in: bool,
+    why: &'static str,
+}
+
+/// Every number.
+pub(crate) const ANY: Range = above(f64::NEG_INFINITY);
+/// Things of which there must be one. The upper bound keeps products of two counts within 64 bits.
+pub(crate) const COUNT: Range = from_to(1.0, MAX_COUNT as f64);
+/// Shares of which something is left: [0, 1).
+pub(crate) const BELOW_ONE: Range = Range { high_is_in: false, ..from_to(0.0, 1.0) };
+/// Shares of which something is taken: (0, 1].
+pub(crate) const ABOVE_ZERO: Range = Range { low_is_in: false, ..from_to(0.0, 1.0) };
+/// Times to wait in seconds, below a year.
+pub(crate) const SECONDS: Range = Range { low_is_in: false, high_is_in: false, ..from_to(0.0, 365.0 * 86_400.0) };
+
+/// Numbers of at least `low`.
+pub(crate) const fn at_least(low: f64) -> Range {
+    from_to(low, f64::INFINITY)
+}
+
+/// Numbers above `low`.
+pub(crate) const fn above(low: f64) -> Range {
+    Range { low_is_in: false, ..at_least(low) }
+}
+
+/// Numbers from `low` to `high`, both among them.
+pub(crate) const fn from_to(low: f64, high: f64) -> Range {
+    Range { low, high, low_is_in: true, high_is_in: true, why: "" }
+}
+
+impl Range {
+    /// The same with the reason for its bounds.
+    pub const fn because(self, why: &'static str) -> Self {
+        Self { why, ..self }
+    }
+
+    /// The same without negative numbers.
+    pub fn from_zero(self) -> Self {
+        if self.low < 0.0 { Self { low: 0.0, low_is_in: true, ..self } } else { self }
+    }
+
+    /// Whether `number` is one of them.
+    pub fn contains(&self, number: f64) -> bool {
+        let is_in = |bound: f64, is_in: bool| is_in && number == bound;
+        (number > self.low || is_in(self.low, self.low_is_in))
+            && (number < self.high || is_in(self.high, self.high_is_in))
+    }
+
+    /// `kind` ("a number") with the bounds and their reason.
+    pub fn of(&self, kind: &str) -> String {
+        let Self { low, high, low_is_in, high_is_in, why } = *self;
+        let bounds = match (low.is_finite(), high.is_finite()) {
+            (false, false) => String::new(),
+            (_, false) if low_is_in => format!(" of at least {low}"),
+            (_, false) => format!(" above {low}"),
+            _ if low_is_in && high_is_in => format!(" from {low} to {high}"),
+            _ => {
+                format!(" in {}{low}, {high}{}", if low_is_in { '[' } else { '(' }, if high_is_in { ']' } else { ')' })
+            }
+        };
+        let why = if why.is_empty() { String::new() } else { format!(": {why}") };
+        format!("{kind}{bounds}{why}")
+    }
+}
