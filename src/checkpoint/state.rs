@@ -44,6 +44,9 @@ pub struct TrainerState {
     pub config: SavedConfig,
     /// What was written to metrics.jsonl.
     pub log_history: Vec<Value>,
+    /// Metrics of the steps since its newest line, which the next one averages too; bit patterns keep them exact, NaN among them.
+    #[serde(default)]
+    pub unlogged: Vec<BTreeMap<String, u64>>,
 }
 
 /// A group that was not complete when its step ended.

@@ -190,6 +190,7 @@ impl Sft {
             carried: Vec::new(),
             config: SavedConfig::of(self.config.entries()),
             log_history: self.log.history(),
+            unlogged: Vec::new(),
         };
         self.saver.save(&self.world, Some(&self.policy), state)
     }

@@ -322,6 +322,7 @@ impl Trainer {
             carried: self.carried.clone(),
             config: SavedConfig::of(self.config.entries()),
             log_history: self.output.history(),
+            unlogged: self.output.unlogged(),
         };
         self.saved_step = self.progress.global_step;
         self.saver.save(&self.world, self.halves.policy(), state)

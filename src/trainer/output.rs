@@ -1,6 +1,7 @@
 //! What a run leaves behind and shows: metrics, completions, progress, report. Ranks other than the first take part in the
 //! reductions and write nothing.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -64,8 +65,10 @@ impl Output {
         if let Some(checkpoint) = &checkpoint {
             display.say(&format!("resumed from {}", checkpoint.folder.display()));
         }
+        let state = checkpoint.map(|checkpoint| checkpoint.state);
+        let interval = state.iter().flat_map(|state| &state.unlogged).map(from_bits).collect();
         Ok(Self {
-            log: RunLog::open(&output_dir, is_first, checkpoint.map(|it| (first_step, it.state.log_history)))?,
+            log: RunLog::open(&output_dir, is_first, state.map(|state| (first_step, state.log_history)))?,
             completions: completions.transpose()?,
             display,
             group,
@@ -73,7 +76,7 @@ impl Output {
             traces: config.trace,
             logging_steps: config.logging_steps as u64,
             max_steps,
-            interval: Vec::new(),
+            interval,
             last_logged_step: first_step,
             said_no_signal: false,
         })
@@ -157,6 +160,12 @@ impl Output {
         self.log.history().to_vec()
     }
 
+    /// The metrics of steps that no line holds yet, for the trainer's state.
+    pub(super) fn unlogged(&self) -> Vec<BTreeMap<String, u64>> {
+        let bits = |values: &MetricValues| values.iter().map(|(name, value)| (name.clone(), value.to_bits())).collect();
+        self.interval.iter().map(bits).collect()
+    }
+
     /// Puts the ranks' time-lines together, if there are any; collective over the world.
     pub(super) fn finish_trace(&self) -> Result<()> {
         if !self.traces {
@@ -217,6 +226,10 @@ fn describe(sequence: &Sequence) -> serde_json::Value {
         "old_logprobs": sequence.old_logprobs,
         "ref_logprobs": sequence.ref_logprobs,
     })
+}
+
+fn from_bits(values: &BTreeMap<String, u64>) -> MetricValues {
+    values.iter().map(|(name, bits)| (name.clone(), f64::from_bits(*bits))).collect()
 }
 
 /// Means over an interval, of the steps that have the value; the newest or the sum where a mean says nothing.

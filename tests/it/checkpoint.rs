@@ -235,6 +235,16 @@ fn a_sharded_run_of_several_updates_ends_like_a_straight_one() {
     assert!(rewards(&resumed).is_some() && rewards(&resumed) == rewards(&straight), "{}", resumed.output);
 }
 
+/// A line averages the steps since the line before it, those of the run that was cut short too.
+#[test]
+fn a_logging_interval_spans_a_resume() {
+    let runs = Runs::new();
+    let common = ["tensor_parallel_size=1", "logging_steps=4"];
+    runs.train_to_the_end("straight", 1, &common);
+    runs.train_to_the_end("resumed", 1, &[&common[..], &[&runs.resume("straight", 2)]].concat());
+    runs.assert_same("resumed", "straight", &[4, 6]);
+}
+
 /// Adapters under dropout: only theirs is saved, and the masks go on where they were.
 #[test]
 fn a_lora_run_ends_like_a_straight_one() {

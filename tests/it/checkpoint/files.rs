@@ -64,6 +64,7 @@ fn state(global_step: u64) -> TrainerState {
         carried: Vec::new(),
         config: SavedConfig::default(),
         log_history: Vec::new(),
+        unlogged: vec![BTreeMap::from([("loss".to_owned(), f64::NAN.to_bits())])],
     }
 }
 
