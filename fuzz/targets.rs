@@ -45,7 +45,8 @@ pub fn honest_header() -> Vec<u8> {
 
 fn honest_model() -> (tempfile::TempDir, Vec<u8>) {
     let folder = tempfile::tempdir().unwrap();
-    init_folder(&Arc::new(ModelSpec::preset("micro").expect("a preset")), folder.path(), 1, None).unwrap();
+    init_folder(&Arc::new(ModelSpec::preset("micro").expect("a preset")), folder.path(), 1, None, &mut |_, _| ())
+        .unwrap();
     fs::rename(folder.path().join(SINGLE), folder.path().join(SHARD)).unwrap();
     let file = fs::read(folder.path().join(SHARD)).unwrap();
     (folder, file)

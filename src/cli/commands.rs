@@ -11,7 +11,7 @@ use crate::config::{Config, SftConfig, reference_page, reference_toml};
 use crate::cuda::Placement;
 use crate::dist::WorkerEnv;
 use crate::error::{Error, ExitCode, Result};
-use crate::metrics;
+use crate::metrics::{self, parts_progress};
 use crate::model::{ModelSource, export_folder, init_folder};
 use crate::plan::Room;
 use crate::reward::{self, RewardPool};
@@ -136,14 +136,16 @@ fn check_files(train_file: &Path, eval_file: Option<&Path>) -> Result<()> {
 
 fn init(args: &InitArgs) -> Result<ExitCode> {
     let spec = Arc::new(args.model.spec()?);
-    write_new("--output", &args.output, |folder| init_folder(&spec, folder, args.seed, args.tokenizer.as_deref()))?;
+    let (tokenizer, mut progress) = (args.tokenizer.as_deref(), parts_progress("init"));
+    write_new("--output", &args.output, |folder| init_folder(&spec, folder, args.seed, tokenizer, &mut progress))?;
     println!("{}: {} parameters", args.output.display(), spec.num_params());
     Ok(ExitCode::Done)
 }
 
 fn export(args: &ExportArgs) -> Result<ExitCode> {
     let source = ModelSource::new(&args.source.model, args.source.base_model.as_deref())?;
-    write_new("--output", &args.output, |folder| export_folder(&source, folder, args.merge))?;
+    let mut progress = parts_progress("export");
+    write_new("--output", &args.output, |folder| export_folder(&source, folder, args.merge, &mut progress))?;
     println!("{}", args.output.display());
     Ok(ExitCode::Done)
 }

@@ -14,7 +14,7 @@ mod writer;
 pub use completions::{CompletionRow, CompletionsWriter, read_completions};
 pub use jsonl::{MetricLine, read_metrics};
 pub use log::RunLog;
-pub use progress::{Progress, pinning_progress};
+pub use progress::{Progress, parts_progress, pinning_progress};
 pub use redact::{redact, redact_json};
 pub use report::write_report;
 pub use step::{MetricValues, Reduce, StepMetrics};

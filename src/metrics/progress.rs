@@ -62,6 +62,19 @@ pub fn pinning_progress(is_first_rank: bool) -> impl FnMut(usize, usize) {
     }
 }
 
+/// Shows how far work is that is no run, `(done, total)` in parts at a time: a bar on a terminal, nothing elsewhere.
+pub fn parts_progress(name: &'static str) -> impl FnMut(usize, usize) {
+    let style = style("{prefix} {bar:16.green/dim} {pos}/{len} {elapsed} < {eta}");
+    let bar = ProgressBar::no_length().with_style(style).with_prefix(name);
+    move |done, total| {
+        bar.set_length(total as u64);
+        bar.set_position(done as u64);
+        if done == total {
+            bar.finish_and_clear();
+        }
+    }
+}
+
 impl Progress {
     /// For a run that is to end with step `max_steps` and has done `done` of them. Shows itself where `is_first_rank`, on
     /// standard error.

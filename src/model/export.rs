@@ -14,11 +14,16 @@ use super::views::{BlockParams, Qkv};
 use crate::error::{Error, Result};
 
 /// Writes the adapters of `source` as PEFT does; or, with `merge` or where there are none, a model folder of the base's type
-/// whose weights are W + (alpha / r) B A, added in float32.
+/// whose weights are W + (alpha / r) B A, added in float32. `progress` is told `(done, total)` in units.
 ///
 /// # Errors
 /// What is wrong with the folders; [`Error::Io`].
-pub fn export_folder(source: &ModelSource, output: &Path, merge: bool) -> Result<()> {
+pub fn export_folder(
+    source: &ModelSource,
+    output: &Path,
+    merge: bool,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<()> {
     let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
     let adapters = source.adapters.as_ref().map(|folder| AdapterFiles::open(folder, spec.clone())).transpose()?;
     std::fs::create_dir_all(output).map_err(Error::io(output))?;
@@ -26,19 +31,32 @@ pub fn export_folder(source: &ModelSource, output: &Path, merge: bool) -> Result
     match &adapters {
         Some(files) if !merge => {
             let table = ParamTable::adapters(spec.clone(), files.lora(), 1);
-            let units = &mut table.units.iter().map(|layout| files.read_unit(layout, Kind::Float));
-            write_adapters(output, &table, files.lora(), &source.base, Kind::Float, units)
+            let num_units = table.units.len();
+            let units = &mut table.units.iter().enumerate().map(|(index, layout)| {
+                progress(index, num_units);
+                files.read_unit(layout, Kind::Float)
+            });
+            write_adapters(output, &table, files.lora(), &source.base, Kind::Float, units)?;
+            progress(num_units, num_units);
+            Ok(())
         }
-        _ => write_model(&spec, &source.base, adapters.as_ref(), output),
+        _ => write_model(&spec, &source.base, adapters.as_ref(), output, progress),
     }
 }
 
-fn write_model(spec: &Arc<ModelSpec>, base: &Path, adapters: Option<&AdapterFiles>, output: &Path) -> Result<()> {
+fn write_model(
+    spec: &Arc<ModelSpec>,
+    base: &Path,
+    adapters: Option<&AdapterFiles>,
+    output: &Path,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<()> {
     let (files, table) = (WeightFiles::open(base, spec.clone())?, ParamTable::new(spec.clone(), 1));
     spec.write_config(output)?;
     let mut writer = WeightWriter::create(output, spec.clone(), spec.dtype)?;
     let adapter_table = adapters.map(|files| ParamTable::adapters(spec.clone(), files.lora(), 1));
-    for layout in &table.units {
+    for (index, layout) in table.units.iter().enumerate() {
+        progress(index, table.units.len());
         let flat = files.read_unit(layout, Kind::Float)?;
         if let (Some(files), Some(table), Unit::Block(_)) = (adapters, &adapter_table, layout.unit) {
             let own = table.unit(layout.unit);
@@ -47,7 +65,9 @@ fn write_model(spec: &Arc<ModelSpec>, base: &Path, adapters: Option<&AdapterFile
         }
         writer.write_unit(layout, &flat)?;
     }
-    writer.finish()
+    writer.finish()?;
+    progress(table.units.len(), table.units.len());
+    Ok(())
 }
 
 /// Adds adapters to a block's weights, in place.

@@ -73,21 +73,31 @@ pub fn init_unit_on(layout: &UnitLayout, seed: u64, kind: Kind, device: Device) 
 }
 
 /// Writes a Hugging Face folder with fresh weights of the model's own type: configuration, weights, and the tokenizer's
-/// files where a folder that has them is given.
+/// files where a folder that has them is given. `progress` is told `(done, total)` in units.
 ///
 /// # Errors
 /// [`Error::Io`]; [`Error::BadFile`] where `tokenizer` has no tokenizer.json.
-pub fn init_folder(spec: &Arc<ModelSpec>, folder: &Path, seed: u64, tokenizer: Option<&Path>) -> Result<()> {
+pub fn init_folder(
+    spec: &Arc<ModelSpec>,
+    folder: &Path,
+    seed: u64,
+    tokenizer: Option<&Path>,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<()> {
     std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
     if let Some(source) = tokenizer {
         copy_tokenizer(source, folder)?;
     }
     spec.write_config(folder)?;
     let mut writer = WeightWriter::create(folder, spec.clone(), spec.dtype)?;
-    for layout in &ParamTable::new(spec.clone(), 1).units {
+    let units = ParamTable::new(spec.clone(), 1).units;
+    for (index, layout) in units.iter().enumerate() {
+        progress(index, units.len());
         writer.write_unit(layout, &init_unit(layout, seed, Kind::Float)?)?;
     }
-    writer.finish()
+    writer.finish()?;
+    progress(units.len(), units.len());
+    Ok(())
 }
 
 /// Copies the tokenizer's files from one model folder to another.
@@ -203,10 +213,13 @@ mod tests {
         let (source, folder) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let target = folder.path().join("new/model");
         let spec = Arc::new(ModelSpec { dtype: Kind::BFloat16, ..ModelSpec::preset("micro").unwrap() });
-        let missing = init_folder(&spec, &target, 1, Some(source.path())).unwrap_err();
+        let missing = init_folder(&spec, &target, 1, Some(source.path()), &mut |_, _| ()).unwrap_err();
         assert!(matches!(&missing, Error::BadFile { path, .. } if path.ends_with("tokenizer.json")), "{missing}");
         std::fs::write(source.path().join("tokenizer.json"), "{}").unwrap();
-        init_folder(&spec, &target, 1, Some(source.path())).unwrap();
+        let mut told = Vec::new();
+        init_folder(&spec, &target, 1, Some(source.path()), &mut |done, total| told.push((done, total))).unwrap();
+        let num_units = ParamTable::new(spec.clone(), 1).units.len();
+        assert!(told.into_iter().eq((0..=num_units).map(|done| (done, num_units))));
         assert_eq!(std::fs::read_to_string(target.join("tokenizer.json")).unwrap(), "{}");
         assert_eq!(ModelSpec::from_folder(&target).unwrap(), *spec);
         let files = WeightFiles::open(&target, spec.clone()).unwrap();
