@@ -224,12 +224,15 @@ pub struct EvalArgs {
 
 impl EvalArgs {
     /// Settings of the reward.
-    pub fn reward_config(&self) -> RewardConfig {
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a pattern that marks no answer.
+    pub fn reward_config(&self) -> crate::error::Result<RewardConfig> {
         let mut config = RewardConfig::default();
         if let Some(pattern) = &self.answer_pattern {
             config.answer_pattern.clone_from(pattern);
         }
-        config
+        config.check().map(|()| config)
     }
 }
 

@@ -25,7 +25,11 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Sft(args) => sft(&args),
         Command::Plan(args) => plan(&args),
         Command::Generate(args) => placed(&args, (&args.own.sampling).into(), sample::generate),
-        Command::Eval(args) => placed(&args, (&args.own.sampling).into(), sample::evaluate),
+        Command::Eval(args) => {
+            let settings = args.own.reward_config()?;
+            let evaluate = |args: &_, world, kind| sample::evaluate(args, &settings, world, kind);
+            placed(&args, (&args.own.sampling).into(), evaluate)
+        }
         Command::Init(args) => init(&args),
         Command::Export(args) => export(&args),
         Command::Config(args) => {

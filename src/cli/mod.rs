@@ -26,7 +26,8 @@ pub fn run(argv: Vec<String>) -> ExitCode {
     if let Err(error) = phase::publish() {
         return report(&error);
     }
-    let parsed = match args::Cli::try_parse_from(normalise::normalise(argv)) {
+    let argv = normalise::normalise(argv);
+    let parsed = match args::Cli::try_parse_from(&argv) {
         Ok(parsed) => parsed,
         Err(usage) => {
             if !usage.use_stderr() {
@@ -40,7 +41,7 @@ pub fn run(argv: Vec<String>) -> ExitCode {
     let command = parsed.command;
     match catch_unwind(AssertUnwindSafe(|| commands::dispatch(command))) {
         Ok(Ok(code)) => code,
-        Ok(Err(error)) => report(&error),
+        Ok(Err(error)) => report(&normalise::name_options(&argv, error)),
         Err(panic) => report(&Error::of_panic("the program", panic_message(&*panic))),
     }
 }

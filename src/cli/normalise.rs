@@ -4,6 +4,7 @@ use clap::{Command, CommandFactory};
 
 use super::args::Cli;
 use crate::config::{Config, SftConfig};
+use crate::error::Error;
 
 /// Makes `train` the default, turns `--a.b c` of a configuration key into the override `a.b=c` (`--key` alone into
 /// `key=true`), and takes hyphens for underscores in names.
@@ -26,7 +27,7 @@ pub fn normalise(argv: Vec<String>) -> Vec<String> {
         command = inner;
         out.extend(rest.next());
     }
-    let takes_overrides = command.get_arguments().any(|known| known.get_id() == "overrides");
+    let takes_keys = takes_keys(command);
     while let Some(argument) = rest.next() {
         let Some(option) = argument.strip_prefix("--") else {
             out.push(argument);
@@ -35,7 +36,7 @@ pub fn normalise(argv: Vec<String>) -> Vec<String> {
         let (name, value) =
             option.split_once('=').map_or((option, None), |(name, value)| (name, Some(value.to_owned())));
         let name = name.replace('-', "_");
-        if takes_overrides && !has_option(command, &name) {
+        if takes_keys && !has_option(command, &name) {
             let name = key_of(name);
             // An option or an override that follows is not this one's value: `--flag key=value`.
             let is_value = |next: &String| !next.starts_with("--") && !is_override(next);
@@ -46,6 +47,28 @@ pub fn normalise(argv: Vec<String>) -> Vec<String> {
         }
     }
     out
+}
+
+/// An error about a value, by the name of the option that gave it: commands without configuration keys pass some options on as
+/// such. `argv` is normalised.
+pub fn name_options(argv: &[String], error: Error) -> Error {
+    let Error::InvalidValue { key, got, expected } = error else { return error };
+    let mut program = Cli::command();
+    program.build();
+    let mut command = &program;
+    for word in argv.iter().skip(1) {
+        let Some(inner) = command.find_subcommand(word) else { break };
+        command = inner;
+    }
+    let last = key.rsplit('.').next().unwrap_or(&key).to_owned();
+    let mut options = [key.replace('.', "_"), last].into_iter();
+    let option = options.find(|name| !takes_keys(command) && has_option(command, name));
+    Error::InvalidValue { key: option.map_or(key, |name| format!("--{name}")), got, expected }
+}
+
+/// Whether a command has overrides of configuration keys.
+fn takes_keys(command: &Command) -> bool {
+    command.get_arguments().any(|known| known.get_id() == "overrides")
 }
 
 /// Whether an option is the command's own; else it is a configuration key.
@@ -103,6 +126,22 @@ mod tests {
         );
         for line in ["colo-grpo --help", "colo-grpo help bench step", "colo-grpo -V", "colo-grpo trian --nproc 2"] {
             assert_eq!(normalised(line), line);
+        }
+    }
+
+    #[test]
+    fn errors_name_the_option_that_was_typed() {
+        for (line, key, expected) in [
+            ("colo-grpo eval --answer_pattern (", "reward.answer_pattern", "--answer_pattern"),
+            ("colo-grpo generate --tp 3", "tensor_parallel_size", "--tensor_parallel_size"),
+            ("colo-grpo bench train --zero_stage 4", "zero.stage", "--zero_stage"),
+            ("colo-grpo eval --data x", "kv_cache_bytes", "kv_cache_bytes"),
+            ("colo-grpo train zero.stage=4", "zero.stage", "zero.stage"),
+            ("colo-grpo plan tensor_parallel_size=3", "tensor_parallel_size", "tensor_parallel_size"),
+        ] {
+            let argv: Vec<String> = line.split(' ').map(str::to_owned).collect();
+            let named = name_options(&argv, Error::invalid_value(key, 3, "another"));
+            assert_eq!(named.to_string(), format!("{expected} = 3: expected another"), "{line}");
         }
     }
 

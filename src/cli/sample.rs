@@ -8,6 +8,7 @@ use tch::Kind;
 use super::args::{EvalArgs, GenerateArgs, SamplingArgs, SourceArgs};
 use super::process::print_first;
 use crate::colocate::Served;
+use crate::config::RewardConfig;
 use crate::cuda;
 use crate::data::{Dataset, DatasetOptions, Message, Tokenizer};
 use crate::dist::{World, all_gather_bytes};
@@ -85,9 +86,9 @@ fn lines(group: &RolloutGroup) -> String {
 }
 
 /// `eval`; collective over the world.
-pub(super) fn evaluate(args: &EvalArgs, world: Arc<World>, kind: Kind) -> Result<()> {
+pub(super) fn evaluate(args: &EvalArgs, settings: &RewardConfig, world: Arc<World>, kind: Kind) -> Result<()> {
     let Service { mut served, tokenizer, max_model_length } = serve(&args.source, &args.sampling, &world, kind)?;
-    let mut rewards = RewardPool::single("--reward", &args.reward, &args.reward_config())?;
+    let mut rewards = RewardPool::single("--reward", &args.reward, settings)?;
     let options = DatasetOptions {
         required_columns: rewards.required_columns(),
         max_model_length: Some(max_model_length),
@@ -117,7 +118,7 @@ pub(super) fn evaluate(args: &EvalArgs, world: Arc<World>, kind: Kind) -> Result
     });
     line[format!("avg@{}", args.n)] = json!(average);
     line.as_object_mut().expect("made as an object").extend(pass);
-    if let Some(answer_of) = reward::answer_reader(&args.reward, &args.reward_config())? {
+    if let Some(answer_of) = reward::answer_reader(&args.reward, settings)? {
         let majority = eval::majority(&groups, &answer_of, &*world.group())?;
         line[format!("maj@{}", args.n)] = json!(Estimate::of(&majority));
     }

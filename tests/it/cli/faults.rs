@@ -167,6 +167,7 @@ fn configurations() {
     let config = folder.path().join("run.toml");
     fs::write(&config, "seed = 1\n\n[zero]\nstage = 2\nstagee = 3\n").unwrap();
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let eval = format!("eval --model {MODEL} --data configs/arithmetic/eval.jsonl");
     let port = taken.local_addr().unwrap().port();
     let small = |more: &str| format!("{SMALL_RUN} {more}");
     let cases: &[(&str, String, i32, &[&str])] = &[
@@ -186,7 +187,7 @@ fn configurations() {
         ),
         ("16 mistyped override", small("zreo.stage=1"), 2, &["command line", "did you mean 'zero.stage'?"]),
         ("4 bits to train", small("quantization=nf4"), 2, &["quantization", "lora.r"]),
-        ("a rank of nothing", small("lora.r=0"), 2, &["lora.r = 0", "expected 1 to"]),
+        ("a rank of nothing", small("lora.r=0"), 2, &["lora.r = 0", "from 1 to"]),
         ("residency", small("residency.optimizer=disk"), 2, &["auto or one of resident, swap, stream"]),
         ("no such command", "trian --config configs/tiny-cpu.toml".into(), 2, &["'trian'", "'train'"]),
         ("no file", "--config nowhere.toml".into(), 2, &["nowhere.toml"]),
@@ -214,7 +215,13 @@ fn configurations() {
         ("too large", format!("bench collectives --max_mib {}", 1u64 << 44), 2, &["--max_mib", "1 to 1048576"]),
         ("no repetition", "bench train --steps 0".into(), 2, &["--steps", "at least 1"]),
         ("greedy below zero", format!("generate --model {MODEL} --prompt what --temperature -1"), 2, &["at least 0"]),
-        ("heads of an engine", format!("generate --model {MODEL} --prompt what --tp 3 --nproc 3"), 2, &["1, 2, 4"]),
+        (
+            "heads of an engine",
+            format!("generate --model {MODEL} --prompt what --tp 3 --nproc 3"),
+            2,
+            &["--tensor_parallel_size = 3", "1, 2, 4"],
+        ),
+        ("no group", format!("{eval} --answer_pattern [0-9]"), 2, &["--answer_pattern = [0-9]", "with a group"]),
         (
             "23 prompt over the context",
             format!("generate --model {MODEL} --prompt {}", "7".repeat(80)),
