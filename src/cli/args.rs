@@ -212,7 +212,7 @@ pub struct EvalArgs {
     /// System message put before every prompt that has none, as the key of that name
     #[arg(long)]
     pub system_prompt: Option<String>,
-    /// Reward that decides whether a sample is right (1) or not
+    /// Reward of a sample; in pass@k and maj@n a sample is solved where it is 1
     #[arg(long, default_value = "numeric_answer")]
     pub reward: String,
     /// Regular expression of the answer [default: <answer>..</answer>, \boxed{..} or after ####]

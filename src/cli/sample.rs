@@ -23,6 +23,8 @@ use crate::types::{Completion, Prompt, RolloutGroup, SamplingParams};
 
 /// Tokens per KV block of `generate` and `eval`.
 const KV_BLOCK_SIZE: usize = 16;
+/// The only reward of `eval` decides.
+const SOLVED_BY: [usize; 1] = [0];
 /// Most sequences that `generate` and `eval` decode at once.
 const MAX_NUM_SEQS: usize = 256;
 
@@ -103,7 +105,7 @@ pub(super) fn evaluate(args: &EvalArgs, settings: &RewardConfig, world: Arc<Worl
         phase::scope(Phase::Generate, || rollout.generate(&prompts, &params, |done| rewards.submit(done)))
     })?;
     phase::scope(Phase::Reward, || rewards.wait(&mut groups))?;
-    let outcome = eval::Outcome::of(&groups, &*world.group())?;
+    let outcome = eval::Outcome::of(&groups, &SOLVED_BY, &*world.group())?;
     let average = Estimate::of(&outcome.problems);
     if average.mean == 0.0 && world.rank() == 0 {
         eprintln!("warning: no sample was right; does --answer_pattern fit what the model writes?");
@@ -115,11 +117,12 @@ pub(super) fn evaluate(args: &EvalArgs, settings: &RewardConfig, world: Arc<Worl
         "problems": outcome.problems.count as u64,
         "prompts_over_context": dataset.counts().over_context,
         "n": args.n,
+        "solved_by": rewards.names(),
     });
     line[format!("avg@{}", args.n)] = json!(average);
     line.as_object_mut().expect("made as an object").extend(pass);
     if let Some(answer_of) = reward::answer_reader(&args.reward, settings)? {
-        let majority = eval::majority(&groups, &answer_of, &*world.group())?;
+        let majority = eval::majority(&groups, &SOLVED_BY, &answer_of, &*world.group())?;
         line[format!("maj@{}", args.n)] = json!(Estimate::of(&majority));
     }
     print_first(&world, line)

@@ -51,6 +51,7 @@ const SAFE_KEYS: &[&str] = &[
     "save_total_limit",
     "eval_steps",
     "eval_num_generations",
+    "eval_solved_by",
     "log_completions",
     "trace",
     "full_determinism",

@@ -236,6 +236,9 @@ keys! {
         pub eval_steps: Option<usize> = None => COUNT,
         /// Samples per held-out problem.
         pub eval_num_generations: usize = 1 => COUNT,
+        /// Rewards, by name, that all give 1 to a held-out sample that counts as solved in pass@k. Empty: those of the built-in
+        /// `numeric_answer`, `exact_answer` and `code` that are among the rewards, or all rewards where none of them is.
+        pub eval_solved_by: Vec<String> = Vec::new(),
         /// Write every step's completions.
         pub log_completions: bool = false,
         /// Write a time-line of every rank's phases to `trace/` of the output folder, in Chrome's trace format.

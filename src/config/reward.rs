@@ -21,6 +21,9 @@ const DEFAULT_ANSWER_PATTERN: &str =
 /// An interpreter alone takes some tens of MiB of addresses.
 const MIN_MEMORY_BYTES: f64 = (1 << 26) as f64;
 
+/// Built-in rewards that say whether an answer is right, not only how it is given.
+const CORRECTNESS: [&str; 3] = ["numeric_answer", "exact_answer", "code"];
+
 keys! {
     /// Settings of the rewards (`reward.*`).
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
@@ -136,6 +139,17 @@ impl Config {
     pub fn reward_names(&self) -> Vec<String> {
         self.reward_funcs.iter().map(|entry| reward_name(entry).to_owned()).collect()
     }
+
+    /// Which of `reward_funcs`, by their index, decide whether a held-out sample is solved (`eval_solved_by`).
+    pub fn deciding_rewards(&self) -> Vec<usize> {
+        let names = self.reward_names();
+        let among = |some: &[&str]| -> Vec<usize> {
+            (0..names.len()).filter(|&index| some.contains(&names[index].as_str())).collect()
+        };
+        let named: Vec<&str> = self.eval_solved_by.iter().map(String::as_str).collect();
+        let decide = among(if named.is_empty() { &CORRECTNESS } else { &named });
+        if decide.is_empty() { (0..names.len()).collect() } else { decide }
+    }
 }
 
 /// What an entry of `reward_funcs` is called.
@@ -190,10 +204,13 @@ impl Field for ProcessRewards {
     }
 }
 
-/// Refuses rewards that go by one name.
+/// Refuses rewards that go by one name, and names of none.
 pub(super) fn check_names(config: &Config) -> Result<()> {
     let names = config.reward_names();
     check("reward_funcs", "[]", !names.is_empty(), "at least one reward")?;
+    let unknown = config.eval_solved_by.iter().find(|name| !names.contains(name));
+    let one_of = || format!("names of reward_funcs: {}", names.join(", "));
+    check("eval_solved_by", unknown.map_or("", String::as_str), unknown.is_none(), one_of())?;
     let repeated = names.iter().enumerate().find(|(i, name)| names[..*i].contains(name));
     match repeated {
         Some((_, name)) => {
@@ -216,6 +233,20 @@ mod tests {
         let brevity = config.rewards.get("brevity").unwrap();
         assert_eq!((brevity.command.0.as_slice(), brevity.timeout_s), (&["b".to_owned()][..], Some(3.0)));
         assert_eq!(super::Config::from_toml(&config.to_toml()).unwrap(), config);
+    }
+
+    #[test]
+    fn a_sample_is_solved_by_what_compares_answers_or_by_every_reward() {
+        let deciding = |overrides: &[&str]| config(overrides).deciding_rewards();
+        assert_eq!(deciding(&["reward_funcs=[\"format\", \"numeric_answer\"]"]), [1]);
+        assert_eq!(deciding(&["reward_funcs=[\"format\", \"my.py:tone\"]"]), [0, 1]);
+        let funcs = "reward_funcs=[\"my.py:right\", \"code\"]";
+        assert_eq!(deciding(&[funcs, "eval_solved_by=right"]), [0]);
+        let said = message(&[funcs, "eval_solved_by=[\"my.py:right\"]"]);
+        assert!(
+            said.starts_with("eval_solved_by = my.py:right: expected names of reward_funcs: right, code"),
+            "{said}"
+        );
     }
 
     #[test]

@@ -48,7 +48,7 @@ fn the_key_list_is_frozen() {
         adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype \
         residency.optimizer residency.reference lora.r lora.alpha lora.dropout lora.target_modules quantization \
-        logging_steps save_steps save_async save_total_limit eval_steps eval_num_generations log_completions trace seed \
+        logging_steps save_steps save_async save_total_limit eval_steps eval_num_generations eval_solved_by log_completions trace seed \
         full_determinism collective_timeout_s max_restarts {heartbeat} fault";
     let heartbeat = "timeout startup load gather offload wake generate prefill decode sleep reload reward pack score \
         forward_backward optimizer idle checkpoint write eval";

@@ -1,4 +1,5 @@
-//! Evaluation on held-out problems: avg@n, pass@k, maj@n and the mean reward, with standard errors.
+//! Evaluation on held-out problems: avg@n, pass@k, maj@n and the mean reward, with standard errors. Some of the rewards decide
+//! whether a sample is solved; their weights do not.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,13 +11,13 @@ use crate::dist::{Collective, ReduceOp, World, all_reduce_f64, share};
 use crate::error::Result;
 use crate::grpo::BatchStats;
 use crate::metrics::MetricValues;
-use crate::types::{Prompt, RolloutGroup};
+use crate::types::{Completion, Prompt, RolloutGroup};
 
 /// The step in the random keys of evaluations: none that training reaches, the same every time, so that two evaluations
 /// of the same weights sample the same tokens.
 pub const SAMPLING_STEP: u64 = u64::MAX;
 
-/// A reward of at least this counts as solved in pass@k.
+/// A deciding reward of at least this is its full mark.
 const SOLVED: f32 = 0.999;
 
 /// This rank's [`share`] of the rows.
@@ -33,6 +34,8 @@ pub struct Outcome {
     pub rewards: Vec<BatchStats>,
     /// Mean reward of each problem, over problems: its spread gives the standard error.
     pub problems: BatchStats,
+    /// Index of every reward that decides whether a sample is solved.
+    pub solved_by: Vec<usize>,
     /// pass@k over problems for k = 1, 2, 4 .. n.
     pub pass: Vec<(usize, BatchStats)>,
     /// Length in tokens over all samples.
@@ -58,8 +61,10 @@ impl Estimate {
 }
 
 impl Outcome {
-    /// Adds up scored groups of every rank; collective over `group`. Completions whose reward failed are left out.
-    pub fn of(groups: &[RolloutGroup], group: &dyn Collective) -> Result<Self> {
+    /// Adds up scored groups of every rank; collective over `group`. Completions whose reward failed are left out. A sample is
+    /// solved where all rewards of `solved_by` that apply to it are at their full mark of 1.
+    pub fn of(groups: &[RolloutGroup], solved_by: &[usize], group: &dyn Collective) -> Result<Self> {
+        let verdicts: Vec<Vec<bool>> = groups.iter().map(|group| verdicts(group, solved_by)).collect();
         let completions = || groups.iter().flat_map(|group| &group.completions);
         let num = |count: fn(&RolloutGroup) -> usize| groups.iter().map(count).max().unwrap_or(0) as f64;
         let mut sizes = [num(|group| group.completions.len()), num(|group| group.completions[0].rewards.len())];
@@ -75,7 +80,8 @@ impl Outcome {
                 let rewards = BatchStats::of(group.completions.iter().map(|completion| completion.reward));
                 (rewards.count > 0.0).then(|| rewards.mean() as f32)
             })),
-            pass: ks.map(|k| (k, BatchStats::of(groups.iter().map(|group| pass_at_k(group, k))))).collect(),
+            solved_by: solved_by.to_vec(),
+            pass: ks.map(|k| (k, BatchStats::of(verdicts.iter().map(|solved| pass_at_k(solved, k))))).collect(),
             lengths: BatchStats::of(completions().map(|completion| Some(completion.token_ids.len() as f32))),
             num_truncated: completions().filter(|completion| completion.finish_reason.is_truncated()).count() as f64,
         };
@@ -117,11 +123,23 @@ impl Outcome {
     }
 }
 
+/// Whether a sample is solved; `None` where a reward failed, or where none of `solved_by` applies.
+fn is_solved(completion: &Completion, solved_by: &[usize]) -> Option<bool> {
+    completion.reward?;
+    let mut marks = solved_by.iter().filter_map(|&index| completion.rewards[index]).peekable();
+    marks.peek()?;
+    Some(marks.all(|mark| mark >= SOLVED))
+}
+
+/// Of the samples that have a verdict.
+fn verdicts(group: &RolloutGroup, solved_by: &[usize]) -> Vec<bool> {
+    group.completions.iter().filter_map(|completion| is_solved(completion, solved_by)).collect()
+}
+
 /// The unbiased estimate of the chance that one of k samples solves the problem, from n samples of which c do:
-/// `1 - C(n - c, k) / C(n, k)` (arXiv 2107.03374). `None` below k scored samples.
-pub fn pass_at_k(group: &RolloutGroup, k: usize) -> Option<f32> {
-    let rewards: Vec<f32> = group.completions.iter().filter_map(|completion| completion.reward).collect();
-    let (n, solved) = (rewards.len(), rewards.iter().filter(|reward| **reward >= SOLVED).count());
+/// `1 - C(n - c, k) / C(n, k)` (arXiv 2107.03374). `None` below k samples.
+pub fn pass_at_k(is_solved: &[bool], k: usize) -> Option<f32> {
+    let (n, solved) = (is_solved.len(), is_solved.iter().filter(|is_solved| **is_solved).count());
     if n < k {
         return None;
     }
@@ -133,25 +151,26 @@ pub fn pass_at_k(group: &RolloutGroup, k: usize) -> Option<f32> {
 /// maj@n over the problems of all ranks; collective over `group`.
 pub fn majority(
     groups: &[RolloutGroup],
+    solved_by: &[usize],
     answer_of: &impl Fn(&str) -> Option<String>,
     group: &dyn Collective,
 ) -> Result<BatchStats> {
-    let mut sums = BatchStats::of(groups.iter().map(|group| maj_at_n(group, answer_of))).to_array();
+    let mut sums = BatchStats::of(groups.iter().map(|group| maj_at_n(group, solved_by, answer_of))).to_array();
     all_reduce_f64(group, &mut sums, ReduceOp::Sum)?;
     Ok(BatchStats::from_array(sums))
 }
 
 /// Whether the answer that most samples give solves the problem; of equally frequent ones the share that do. A sample
-/// without an answer has no vote. `None` without a scored sample.
-fn maj_at_n(group: &RolloutGroup, answer_of: &impl Fn(&str) -> Option<String>) -> Option<f32> {
+/// without an answer has no vote. `None` without a sample that has a verdict.
+fn maj_at_n(group: &RolloutGroup, solved_by: &[usize], answer_of: &impl Fn(&str) -> Option<String>) -> Option<f32> {
     let mut votes: BTreeMap<String, (usize, bool)> = BTreeMap::new();
-    let mut scored =
-        group.completions.iter().filter_map(|completion| Some((completion, completion.reward?))).peekable();
-    scored.peek()?;
-    for (completion, reward) in scored {
+    let verdict = |completion| Some((completion, is_solved(completion, solved_by)?));
+    let mut judged = group.completions.iter().filter_map(verdict).peekable();
+    judged.peek()?;
+    for (completion, verdict) in judged {
         let Some(answer) = answer_of(&completion.text) else { continue };
         let (count, is_solved) = votes.entry(answer).or_default();
-        (*count, *is_solved) = (*count + 1, reward >= SOLVED);
+        (*count, *is_solved) = (*count + 1, verdict);
     }
     let most = votes.values().map(|(count, _)| *count).max();
     let winners = || votes.values().filter(|(count, _)| Some(*count) == most);
@@ -171,11 +190,11 @@ impl fmt::Display for Outcome {
 mod tests {
     use super::*;
     use crate::dist::SingleRank;
-    use crate::types::fixtures::scored;
+    use crate::types::fixtures::{completion, scored};
 
     #[test]
     fn pass_at_k_is_the_unbiased_estimate() {
-        let three_of_eight = scored(&[1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0].map(Some));
+        let three_of_eight = [true, false, false, true, false, false, true, false];
         let near = |k, expected: f64| {
             let got = f64::from(pass_at_k(&three_of_eight, k).unwrap());
             assert!((got - expected).abs() < 1e-6, "pass@{k} = {got}, expected {expected}");
@@ -184,7 +203,28 @@ mod tests {
         near(2, 1.0 - (5.0 * 4.0) / (8.0 * 7.0)); // 1 - C(5, 2) / C(8, 2)
         near(4, 1.0 - 5.0 / 70.0); // 1 - C(5, 4) / C(8, 4)
         near(8, 1.0);
-        assert_eq!(pass_at_k(&scored(&[Some(1.0), None]), 2), None);
+        assert_eq!(pass_at_k(&[true], 2), None);
+    }
+
+    /// Of rewards [format, answer], the answer decides, whatever the weighted sum is.
+    #[test]
+    fn a_sample_is_solved_by_the_rewards_that_decide() {
+        let sample = |rewards: [Option<f32>; 2]| Completion {
+            rewards: rewards.to_vec(),
+            reward: Some(rewards.iter().flatten().sum()),
+            ..completion("x")
+        };
+        let (full, none) = (Some(1.0), Some(0.0));
+        assert_eq!(is_solved(&sample([full, none]), &[1]), Some(false));
+        assert_eq!(is_solved(&sample([none, full]), &[1]), Some(true));
+        assert_eq!(is_solved(&sample([none, full]), &[0, 1]), Some(false));
+        assert_eq!(is_solved(&sample([full, None]), &[0, 1]), Some(true), "what does not apply decides nothing");
+        assert_eq!(is_solved(&sample([full, None]), &[1]), None);
+        assert_eq!(is_solved(&Completion { reward: None, ..sample([full, full]) }, &[1]), None, "one failed");
+
+        let group = RolloutGroup { completions: vec![sample([full, none]), sample([none, full])], ..scored(&[]) };
+        let outcome = Outcome::of(&[group], &[1], &SingleRank::default()).unwrap();
+        assert_eq!(outcome.metrics(&["format".to_owned(), "answer".to_owned()])["eval_pass@1"], 0.5);
     }
 
     #[test]
@@ -194,7 +234,7 @@ mod tests {
             for (completion, (answer, _)) in group.completions.iter_mut().zip(answers) {
                 completion.text = (*answer).to_owned();
             }
-            maj_at_n(&group, &|text: &str| (!text.is_empty()).then(|| text.to_owned()))
+            maj_at_n(&group, &[0], &|text: &str| (!text.is_empty()).then(|| text.to_owned()))
         };
         let (right, wrong) = (Some(1.0), Some(0.0));
         assert_eq!(votes(&[("7", right), ("8", wrong), ("7", right), ("9", wrong)]), Some(1.0));
@@ -209,7 +249,7 @@ mod tests {
     #[test]
     fn an_outcome_counts_samples_problems_and_standard_errors() {
         let groups = [scored(&[Some(1.0), Some(0.0)]), scored(&[Some(1.0), Some(1.0)]), scored(&[None, Some(0.0)])];
-        let outcome = Outcome::of(&groups, &SingleRank::default()).unwrap();
+        let outcome = Outcome::of(&groups, &[0], &SingleRank::default()).unwrap();
         assert_eq!((outcome.reward.count, outcome.reward.sum), (5.0, 3.0));
         assert_eq!(outcome.problems.count, 3.0);
         let estimate = Estimate::of(&outcome.problems);

@@ -139,7 +139,8 @@ impl Output {
         let mut values = outcome.metrics(reward_names);
         values.extend(failures.into_iter().map(|(name, value)| (format!("eval_{name}"), value)));
         values.insert("epoch".to_owned(), epoch);
-        self.display.say(&format!("step {step}: {outcome}"));
+        let solved_by: Vec<&str> = outcome.solved_by.iter().map(|&index| reward_names[index].as_str()).collect();
+        self.display.say(&format!("step {step}: {outcome} (solved by {})", solved_by.join(" and ")));
         self.log.write(step, values);
     }
 
