@@ -33,6 +33,8 @@ pub struct GenerateBench {
     pub spec: Arc<ModelSpec>,
     /// Type of weights, activations and cache.
     pub kind: Kind,
+    /// Type of the residual stream.
+    pub residual: Kind,
     /// Prompts per rank.
     pub prompts: usize,
     /// Completions per prompt.
@@ -72,6 +74,7 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
         "num_params": bench.spec.num_params(),
         "device": device_name(device),
         "dtype": dtype_name(bench.kind),
+        "residual_dtype": dtype_name(bench.residual),
         "world_size": world.size(),
         "tensor_parallel_size": bench.tensor_parallel_size,
         "threads_per_rank": tch::get_num_threads(),
@@ -174,6 +177,7 @@ impl GenerateBench {
             max_num_batched_tokens: 8192,
             max_model_length,
             kind: self.kind,
+            residual: self.residual,
             device: world.device(),
             strict: self.strict,
         }

@@ -37,6 +37,8 @@ pub struct TrainBench {
     pub spec: Arc<ModelSpec>,
     /// Type of weights and activations.
     pub kind: Kind,
+    /// Type of the residual stream.
+    pub residual: Kind,
     /// Sequences per rank and step.
     pub sequences: usize,
     /// Tokens per prompt.
@@ -130,7 +132,7 @@ impl<'a> Run<'a> {
         let (kind, device) = (bench.kind, world.device());
         let options = PolicyOptions {
             stage: bench.zero_stage,
-            network: NetworkOptions { kind, device },
+            network: NetworkOptions { kind, residual: bench.residual, device },
             gradient_checkpointing: bench.gradient_checkpointing,
             adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 },
             gradients: bench.gradients,
@@ -188,6 +190,7 @@ impl<'a> Run<'a> {
         let model = TrainedModel {
             lora: bench.lora_r.map(adapters),
             quantization: bench.quantization,
+            residual: bench.residual,
             ..TrainedModel::whole(table, bench.zero_stage, bench.kind, bench.gradients)
         };
         let shapes: Vec<_> = self.micro_batches.iter().map(MicroBatch::shape).collect();
@@ -212,6 +215,7 @@ impl<'a> Run<'a> {
             "num_layers": bench.spec.num_layers,
             "device": device_name(world.device()),
             "dtype": dtype_name(bench.kind),
+            "residual_dtype": dtype_name(bench.residual),
             "world_size": world.size(),
             "threads_per_rank": tch::get_num_threads(),
             "zero_stage": bench.zero_stage,

@@ -8,7 +8,7 @@ use clap::{Args, Parser, Subcommand};
 
 pub use bench::*;
 
-use crate::config::{Device, Dtype, HeartbeatConfig, RewardConfig};
+use crate::config::{Device, Dtype, HeartbeatConfig, ResidualDtype, RewardConfig};
 use crate::launch;
 use crate::model::{ModelSpec, PRESETS};
 use crate::phase::Fault;
@@ -90,6 +90,15 @@ pub struct Placed<T: Args> {
     pub place: PlaceArgs,
     #[command(flatten)]
     pub own: T,
+}
+
+/// In what kind a network keeps its residual stream.
+#[derive(Debug, Clone, Copy, Args)]
+#[command(rename_all = "snake_case")]
+pub struct ResidualArgs {
+    /// Type of the residual stream: auto (that of dtype) or float32
+    #[arg(long, default_value = "auto", value_parser = word::<ResidualDtype>)]
+    pub residual_dtype: ResidualDtype,
 }
 
 /// A run described by a configuration file.
@@ -180,6 +189,8 @@ pub struct SamplingArgs {
 #[command(rename_all = "snake_case")]
 pub struct GenerateArgs {
     #[command(flatten)]
+    pub residual: ResidualArgs,
+    #[command(flatten)]
     pub source: SourceArgs,
     /// The prompt; may be repeated
     #[arg(long, required = true)]
@@ -201,6 +212,8 @@ pub struct GenerateArgs {
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct EvalArgs {
+    #[command(flatten)]
+    pub residual: ResidualArgs,
     #[command(flatten)]
     pub source: SourceArgs,
     /// Problems, JSONL or Parquet

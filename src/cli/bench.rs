@@ -16,7 +16,7 @@ use crate::bench::{
     bench_generate, bench_kernels, bench_sleep_wake, bench_step, bench_train, compare,
 };
 use crate::config::Quantization;
-use crate::cuda::Placement;
+use crate::cuda::{Placement, residual_kind};
 use crate::dist::World;
 use crate::error::{Error, ExitCode, Result};
 use crate::phase::Limits;
@@ -60,6 +60,7 @@ fn train_bench(args: &BenchTrainArgs, world: Arc<World>, kind: Kind) -> Result<s
         model: args.model.name(),
         spec: Arc::new(spec),
         kind,
+        residual: residual_kind(args.residual.residual_dtype, kind),
         sequences: args.sequences,
         prompt_len: args.prompt_len.unwrap_or(args.sequence_len / 2),
         completion_len: args.completion_len.unwrap_or(args.sequence_len.div_ceil(2)),
@@ -85,6 +86,7 @@ fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Re
         model: args.model.name(),
         spec: Arc::new(args.model.spec()?),
         kind,
+        residual: residual_kind(args.residual.residual_dtype, kind),
         prompts: args.prompts,
         group: args.group,
         prompt_len: args.lengths.prompt_len,

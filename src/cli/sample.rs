@@ -9,7 +9,7 @@ use super::args::{EvalArgs, GenerateArgs, SamplingArgs, SourceArgs};
 use super::process::print_first;
 use crate::colocate::Served;
 use crate::config::RewardConfig;
-use crate::cuda;
+use crate::cuda::{self, residual_kind};
 use crate::data::{Dataset, DatasetOptions, Message, Tokenizer};
 use crate::dist::{World, all_gather_bytes};
 use crate::error::{Error, Result};
@@ -30,7 +30,8 @@ const MAX_NUM_SEQS: usize = 256;
 
 /// `generate`; collective over the world.
 pub(super) fn generate(args: &GenerateArgs, world: Arc<World>, kind: Kind) -> Result<()> {
-    let Service { mut served, tokenizer, max_model_length } = serve(&args.source, &args.sampling, &world, kind)?;
+    let kinds = (kind, residual_kind(args.residual.residual_dtype, kind));
+    let Service { mut served, tokenizer, max_model_length } = serve(&args.source, &args.sampling, &world, kinds)?;
     let prompts: Vec<Prompt> = (args.prompt.iter().enumerate().skip(world.rank()).step_by(world.size()))
         .map(|(index, text)| prompt(args, &tokenizer, max_model_length, index, text))
         .collect::<Result<_>>()?;
@@ -89,7 +90,8 @@ fn lines(group: &RolloutGroup) -> String {
 
 /// `eval`; collective over the world.
 pub(super) fn evaluate(args: &EvalArgs, settings: &RewardConfig, world: Arc<World>, kind: Kind) -> Result<()> {
-    let Service { mut served, tokenizer, max_model_length } = serve(&args.source, &args.sampling, &world, kind)?;
+    let kinds = (kind, residual_kind(args.residual.residual_dtype, kind));
+    let Service { mut served, tokenizer, max_model_length } = serve(&args.source, &args.sampling, &world, kinds)?;
     let mut rewards = RewardPool::single("--reward", &args.reward, settings)?;
     let options = DatasetOptions {
         required_columns: rewards.required_columns(),
@@ -136,12 +138,17 @@ struct Service {
 }
 
 /// An engine with the weights of a model folder, or of adapters and their base.
-fn serve(args: &SourceArgs, sampling: &SamplingArgs, world: &Arc<World>, kind: Kind) -> Result<Service> {
+fn serve(args: &SourceArgs, sampling: &SamplingArgs, world: &Arc<World>, kinds: (Kind, Kind)) -> Result<Service> {
     phase::arm_fault(sampling.fault.clone(), world.rank());
-    phase::scope(Phase::Load, || load(args, sampling, world, kind))
+    phase::scope(Phase::Load, || load(args, sampling, world, kinds))
 }
 
-fn load(args: &SourceArgs, sampling: &SamplingArgs, world: &Arc<World>, kind: Kind) -> Result<Service> {
+fn load(
+    args: &SourceArgs,
+    sampling: &SamplingArgs,
+    world: &Arc<World>,
+    (kind, residual): (Kind, Kind),
+) -> Result<Service> {
     let source = ModelSource::new(&args.model, args.base_model.as_deref())?;
     let folder = &source.base;
     let spec = Arc::new(ModelSpec::from_folder(folder)?);
@@ -165,6 +172,7 @@ fn load(args: &SourceArgs, sampling: &SamplingArgs, world: &Arc<World>, kind: Ki
         max_num_batched_tokens: 8192,
         max_model_length,
         kind,
+        residual,
         device,
         strict: false,
     };

@@ -113,6 +113,15 @@ choices! {
     }
 }
 choices! {
+    /// Type of the residual stream.
+    ResidualDtype {
+        /// That of weights and activations.
+        Auto = "auto",
+        /// IEEE single.
+        Float32 = "float32",
+    }
+}
+choices! {
     /// How token losses become one number.
     LossType {
         /// Mean per sequence, then mean over sequences (arXiv 2402.03300).

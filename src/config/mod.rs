@@ -95,6 +95,9 @@ keys! {
         pub device: Device = Device::Auto,
         /// Type of weights and activations; `auto` is bfloat16 on CUDA and float32 on a CPU.
         pub dtype: Dtype = Dtype::Auto,
+        /// Type of the residual stream, of policy, reference and engine alike; `auto` is `dtype`. `float32` halves what sampler
+        /// and trainer differ by.
+        pub residual_dtype: ResidualDtype = ResidualDtype::Auto,
         /// System message put before every prompt that has none.
         pub system_prompt: Option<String> = None,
         /// Longest prompt in tokens; longer ones are counted and left out. `none` leaves what the context allows.

@@ -7,7 +7,8 @@ use super::range::{COUNT, SECONDS, above};
 use super::raw::RawConfig;
 use super::reference;
 use super::{
-    Device, Dtype, GradientCheckpointing, HeartbeatConfig, LoraConfig, OptimizerConfig, Quantization, ZeroConfig,
+    Device, Dtype, GradientCheckpointing, HeartbeatConfig, LoraConfig, OptimizerConfig, Quantization, ResidualDtype,
+    ZeroConfig,
 };
 use crate::error::Result;
 
@@ -33,6 +34,8 @@ keys! {
         pub device: Device = Device::Auto,
         /// `auto` is bfloat16 on CUDA and float32 on a CPU.
         pub dtype: Dtype = Dtype::Auto,
+        /// Type of the residual stream; `auto` is `dtype`.
+        pub residual_dtype: ResidualDtype = ResidualDtype::Auto,
         /// Longest row in tokens, prompt and completion; longer ones are counted and left out.
         pub max_length: usize = 1024 => COUNT,
         /// Shuffle rows each epoch, by a counter-based key.

@@ -33,7 +33,7 @@ pub(super) fn message(overrides: &[&str]) -> String {
 #[test]
 fn the_key_list_is_frozen() {
     let expected = "model_name_or_path train_file eval_file output_dir resume_from_checkpoint force_resume device dtype \
-        system_prompt max_prompt_length shuffle_dataset mode split.rollout_gpus split.async_steps num_generations \
+        residual_dtype system_prompt max_prompt_length shuffle_dataset mode split.rollout_gpus split.async_steps num_generations \
         per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations \
         max_tokens_per_micro_batch share_prompts max_completion_length max_model_length temperature top_p top_k min_p \
         repetition_penalty stop tensor_parallel_size gpu_memory_utilization kv_cache_bytes kv_block_size max_num_seqs \
@@ -56,7 +56,7 @@ fn the_key_list_is_frozen() {
     let heartbeat = heartbeat.join(" ");
     assert_eq!(Config::keys().join(" "), expected.replace("{heartbeat}", &heartbeat));
     let expected = "model_name_or_path train_file eval_file output_dir resume_from_checkpoint force_resume device dtype \
-        max_length shuffle_dataset \
+        residual_dtype max_length shuffle_dataset \
         per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch learning_rate adam_beta1 \
         adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype lora.r lora.alpha \

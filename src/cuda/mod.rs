@@ -40,7 +40,7 @@ pub use library::{is_available, require};
 pub use nvml::{EnergyMeter, require_free};
 pub use peer_memory::{HANDLE_BYTES, PeerMemory};
 pub use pinned::PinnedWords;
-pub use placement::Placement;
+pub use placement::{Placement, residual_kind};
 pub use products::{Products, Tuning};
 pub(crate) use profile::timed;
 pub use profile::{Family, Work, profile};

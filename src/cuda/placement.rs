@@ -4,7 +4,7 @@ use tch::{Device, Kind};
 
 use super::devices;
 use super::library::environment;
-use crate::config::{self, Dtype};
+use crate::config::{self, Dtype, ResidualDtype};
 use crate::error::{Error, Result};
 
 /// Where a run's tensors are, and the kind of its weights and activations.
@@ -63,6 +63,14 @@ impl Placement {
     }
 }
 
+/// Kind of the residual stream of a network of `kind`, in training and in generation alike.
+pub fn residual_kind(choice: ResidualDtype, kind: Kind) -> Kind {
+    match choice {
+        ResidualDtype::Auto => kind,
+        ResidualDtype::Float32 => Kind::Float,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -74,6 +82,8 @@ mod tests {
         assert_eq!(place(Dtype::Auto, Device::Cuda(1)), Placement { on_cuda: true, kind: Kind::BFloat16 });
         assert_eq!(place(Dtype::Float32, Device::Cuda(0)).kind, Kind::Float);
         assert_eq!(Placement::new(config::Device::Cpu, Dtype::Bfloat16).unwrap().kind, Kind::BFloat16);
+        assert_eq!(residual_kind(ResidualDtype::Auto, Kind::BFloat16), Kind::BFloat16);
+        assert_eq!(residual_kind(ResidualDtype::Float32, Kind::BFloat16), Kind::Float);
     }
 
     #[test]

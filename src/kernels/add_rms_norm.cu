@@ -1,10 +1,10 @@
 // x += delta, rounded to the type of x, then y = x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467). One block a row,
-// which stays in registers between the two passes.
+// which stays in registers between the two passes. x may be wider (X) than all else (T).
 #include "scalar.cuh"
 
-template <typename T, int N>
+template <typename X, typename T, int N>
 __device__ __forceinline__ void add_rms_norm(
-    T* __restrict__ x,             // [T, D]
+    X* __restrict__ x,             // [T, D]
     const T* __restrict__ delta,   // [T, D] or null
     const T* __restrict__ weight,  // [D]
     T* __restrict__ y,             // [T, D]
@@ -14,9 +14,9 @@ __device__ __forceinline__ void add_rms_norm(
     constexpr int MOST = N == 1 ? 4 : 2;  // packs of a row that one thread has
     wait_for_inputs();
     const int packs = static_cast<int>(dim / N);
-    auto* row = reinterpret_cast<Pack<T, N>*>(x + blockIdx.x * dim);
+    auto* row = reinterpret_cast<Pack<X, N>*>(x + blockIdx.x * dim);
     const auto* added = reinterpret_cast<const Pack<T, N>*>(delta + blockIdx.x * dim);
-    Pack<T, N> kept[MOST];
+    Pack<X, N> kept[MOST];
     float squares = 0.0f;
 #pragma unroll
     for (int k = 0; k < MOST; ++k) {
@@ -45,13 +45,15 @@ __device__ __forceinline__ void add_rms_norm(
     }
 }
 
-#define ADD_RMS_NORM(NAME, T, N)                                                                                     \
+#define ADD_RMS_NORM(NAME, X, T, N)                                                                                  \
     extern "C" __global__ void __launch_bounds__(1024) NAME(                                                        \
-        T* x, const T* delta, const T* weight, T* y, long long dim, float eps) {                                    \
-        add_rms_norm<T, N>(x, delta, weight, y, dim, eps);                                                          \
+        X* x, const T* delta, const T* weight, T* y, long long dim, float eps) {                                    \
+        add_rms_norm<X, T, N>(x, delta, weight, y, dim, eps);                                                       \
     }
 
-ADD_RMS_NORM(add_rms_norm_f32_x1, float, 1)
-ADD_RMS_NORM(add_rms_norm_f32_x4, float, 4)
-ADD_RMS_NORM(add_rms_norm_bf16_x1, bf16, 1)
-ADD_RMS_NORM(add_rms_norm_bf16_x8, bf16, 8)
+ADD_RMS_NORM(add_rms_norm_f32_x1, float, float, 1)
+ADD_RMS_NORM(add_rms_norm_f32_x4, float, float, 4)
+ADD_RMS_NORM(add_rms_norm_bf16_x1, bf16, bf16, 1)
+ADD_RMS_NORM(add_rms_norm_bf16_x8, bf16, bf16, 8)
+ADD_RMS_NORM(add_rms_norm_f32_bf16_x1, float, bf16, 1)
+ADD_RMS_NORM(add_rms_norm_f32_bf16_x8, float, bf16, 8)

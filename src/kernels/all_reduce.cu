@@ -1,6 +1,6 @@
 // The sum over a tensor-parallel group of what its ranks' row-parallel products gave, the residual sum and the RMSNorm behind
-// it, in one launch: x += the ranks' parts, added in rank order in float32, rounded once; y = x / sqrt(mean(x^2) + eps) *
-// weight. N ranks, T rows of D = 8 packs-of-bf16 elements; one thread has one pack of a row.
+// it, in one launch: x += the ranks' parts, added in rank order in float32, rounded once to the type X of x;
+// y = x / sqrt(mean(x^2) + eps) * weight. N ranks, T rows of D = 8 packs-of-bf16 elements; one thread has one pack of a row.
 //
 // Every rank maps every other's memory, which begins with `Control` and is laid out alike on all. Two ways, the same bits:
 //   read     Ranks meet, then each reads all parts and sums all rows.
@@ -62,7 +62,10 @@ __device__ __forceinline__ void add(const Row& part, float (&sum)[8]) {
 }
 
 // x of a row with its sum, and its norm; a thread behind the row's end takes part with zeros.
-__device__ __forceinline__ Row norm(Row& kept, const float (&sum)[8], const Row& weight, long long dim, float eps) {
+template <typename X>
+__device__ __forceinline__ Row norm(
+    Pack<X, 8>& kept, const float (&sum)[8], const Row& weight, long long dim, float eps
+) {
     float squares = 0.0f;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -76,14 +79,14 @@ __device__ __forceinline__ Row norm(Row& kept, const float (&sum)[8], const Row&
     return y;
 }
 
-template <int N, bool SHARE>
+template <typename X, int N, bool SHARE>
 __device__ __forceinline__ void sum_rows(
     const Ranks& ranks,
     int rank,
     long long parts,   // where a rank's part is in its memory, [T, D]
     long long normed,  // where y is, [T, D]
     const unsigned* abort,
-    bf16* x,             // [T, D]; what is not this rank's to keep is neither read nor written
+    X* x,                // [T, D]; what is not this rank's to keep is neither read nor written
     const bf16* weight,  // [D]
     int rows,
     int packs,
@@ -95,8 +98,9 @@ __device__ __forceinline__ void sum_rows(
     const int first = SHARE ? static_cast<int>(blockIdx.x) * N + rank : blockIdx.x;
     const int step = SHARE ? gridDim.x * N : gridDim.x;
     const bool is_in = threadIdx.x < packs;
-    auto* kept_rows = reinterpret_cast<Row*>(x);
-    Row kept{}, scale{};
+    auto* kept_rows = reinterpret_cast<Pack<X, 8>*>(x);
+    Pack<X, 8> kept{};
+    Row scale{};
     if (is_in) {
         scale = reinterpret_cast<const Row*>(weight)[threadIdx.x];
         if (first < rows) kept = kept_rows[static_cast<long long>(first) * packs + threadIdx.x];
@@ -125,16 +129,16 @@ __device__ __forceinline__ void sum_rows(
     if (threadIdx.x == 0) control->calls[blockIdx.x] = call;
 }
 
-#define ALL_REDUCE(NAME, N, SHARE)                                                                                   \
+#define ALL_REDUCE(NAME, X, N, SHARE)                                                                                \
     extern "C" __global__ void __launch_bounds__(1024) NAME##_##N(                                                  \
         const __grid_constant__ Ranks ranks, long long rank, long long parts, long long normed, const unsigned* abort, \
-        bf16* x, const bf16* weight, long long rows, long long packs, float eps) {                                  \
-        sum_rows<N, SHARE>(ranks, rank, parts, normed, abort, x, weight, rows, packs, eps);                         \
+        X* x, const bf16* weight, long long rows, long long packs, float eps) {                                     \
+        sum_rows<X, N, SHARE>(ranks, rank, parts, normed, abort, x, weight, rows, packs, eps);                      \
     }
+#define ALL_REDUCES(NAME, X, SHARE) \
+    ALL_REDUCE(NAME, X, 2, SHARE) ALL_REDUCE(NAME, X, 4, SHARE) ALL_REDUCE(NAME, X, 8, SHARE)
 
-ALL_REDUCE(all_reduce_read, 2, false)
-ALL_REDUCE(all_reduce_read, 4, false)
-ALL_REDUCE(all_reduce_read, 8, false)
-ALL_REDUCE(all_reduce_share, 2, true)
-ALL_REDUCE(all_reduce_share, 4, true)
-ALL_REDUCE(all_reduce_share, 8, true)
+ALL_REDUCES(all_reduce_read_bf16, bf16, false)
+ALL_REDUCES(all_reduce_read_f32, float, false)
+ALL_REDUCES(all_reduce_share_bf16, bf16, true)
+ALL_REDUCES(all_reduce_share_f32, float, true)

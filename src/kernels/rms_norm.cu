@@ -1,11 +1,11 @@
 // y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) over rows of D (arXiv 1910.07467), and its backward.
 // One block a row, or a run of rows in the backward. Wide: N neighbours a thread, kept in registers. Narrow: any D, a row's
-// second reading comes out of the cache.
+// second reading comes out of the cache. x may be wider (X) than all else (T).
 #include "scalar.cuh"
 
-template <typename T, int N>
+template <typename X, typename T, int N>
 __device__ __forceinline__ void forward_wide(
-    const T* __restrict__ x,       // [R, D]
+    const X* __restrict__ x,       // [R, D]
     const T* __restrict__ weight,  // [D]
     T* __restrict__ y,             // [R, D]
     float* __restrict__ rstd,      // [R]
@@ -14,10 +14,10 @@ __device__ __forceinline__ void forward_wide(
 ) {
     const int column = threadIdx.x * N;
     const long long at = blockIdx.x * static_cast<long long>(dim) + column;
-    Pack<T, N> row;
+    Pack<X, N> row;
     float squares = 0.0f;
     if (column < dim) {
-        row = load<T, N>(x + at);
+        row = load<X, N>(x + at);
 #pragma unroll
         for (int k = 0; k < N; ++k) squares += widen(row.at[k]) * widen(row.at[k]);
     }
@@ -25,13 +25,14 @@ __device__ __forceinline__ void forward_wide(
     if (threadIdx.x == 0) rstd[blockIdx.x] = scale;
     if (column >= dim) return;
     const auto weights = load<T, N>(weight + column);
+    Pack<T, N> out;
 #pragma unroll
-    for (int k = 0; k < N; ++k) narrow(widen(row.at[k]) * scale * widen(weights.at[k]), row.at[k]);
-    store(y + at, row);
+    for (int k = 0; k < N; ++k) narrow(widen(row.at[k]) * scale * widen(weights.at[k]), out.at[k]);
+    store(y + at, out);
 }
 
-template <typename T>
-__device__ __forceinline__ void forward_narrow(const T* x, const T* weight, T* y, float* rstd, int dim, float eps) {
+template <typename X, typename T>
+__device__ __forceinline__ void forward_narrow(const X* x, const T* weight, T* y, float* rstd, int dim, float eps) {
     const long long start = blockIdx.x * static_cast<long long>(dim);
     float squares = 0.0f;
     for (int i = threadIdx.x; i < dim; i += blockDim.x) squares += widen(x[start + i]) * widen(x[start + i]);
@@ -43,10 +44,10 @@ __device__ __forceinline__ void forward_narrow(const T* x, const T* weight, T* y
 
 // dx = residual + rstd * (dy * w) - x * rstd^3 * mean(dy * w * x); each block sums dy * x * rstd of its rows into its own
 // partial sum. The next row is on its way while this one's sum is made.
-template <typename T, int N>
+template <typename X, typename T, int N>
 __device__ __forceinline__ void backward_wide(
     const T* __restrict__ dy,        // [R, D]
-    const T* __restrict__ x,         // [R, D]
+    const X* __restrict__ x,         // [R, D]
     const T* __restrict__ weight,    // [D]
     const float* __restrict__ rstd,  // [R]
     const T* __restrict__ residual,  // [R, D] or null
@@ -58,7 +59,8 @@ __device__ __forceinline__ void backward_wide(
     const int column = threadIdx.x * N;
     const bool is_active = column < dim;
     float weights[N] = {}, sums[N] = {};
-    Pack<T, N> dy_row = {}, x_row = {}, residual_row = {}, next_dy = {}, next_x = {}, next_residual = {};
+    Pack<T, N> dy_row = {}, residual_row = {}, next_dy = {}, next_residual = {};
+    Pack<X, N> x_row = {}, next_x = {};
     if (is_active) {
         const auto packed = load<T, N>(weight + column);
 #pragma unroll
@@ -67,7 +69,7 @@ __device__ __forceinline__ void backward_wide(
     const auto fetch = [&](long long r) {
         if (!is_active || r >= rows) return;
         const long long at = r * dim + column;
-        next_dy = load<T, N>(dy + at), next_x = load<T, N>(x + at);
+        next_dy = load<T, N>(dy + at), next_x = load<X, N>(x + at);
         if (residual) next_residual = load<T, N>(residual + at);
     };
     fetch(blockIdx.x);
@@ -95,15 +97,16 @@ __device__ __forceinline__ void backward_wide(
     for (int k = 0; k < N; ++k) partial[blockIdx.x * static_cast<long long>(dim) + column + k] = sums[k];
 }
 
-template <typename T>
+template <typename X, typename T>
 __device__ __forceinline__ void backward_narrow(
-    const T* dy, const T* x, const T* weight, const float* rstd, const T* residual, T* dx, float* partial, long long rows,
+    const T* dy, const X* x, const T* weight, const float* rstd, const T* residual, T* dx, float* partial, long long rows,
     int dim
 ) {
     extern __shared__ float sums[];  // [D]; column i belongs to thread i % blockDim.x
     for (int i = threadIdx.x; i < dim; i += blockDim.x) sums[i] = 0.0f;
     for (long long r = blockIdx.x; r < rows; r += gridDim.x) {
-        const T *dy_row = dy + r * dim, *x_row = x + r * dim;
+        const T* dy_row = dy + r * dim;
+        const X* x_row = x + r * dim;
         const float scale = rstd[r];
         float projection = 0.0f;
         for (int i = threadIdx.x; i < dim; i += blockDim.x) {
@@ -120,18 +123,21 @@ __device__ __forceinline__ void backward_narrow(
     for (int i = threadIdx.x; i < dim; i += blockDim.x) partial[blockIdx.x * static_cast<long long>(dim) + i] = sums[i];
 }
 
-#define RMS_NORM(SUFFIX, T, FORWARD, BACKWARD)                                                                       \
+#define RMS_NORM(SUFFIX, X, T, FORWARD, BACKWARD)                                                                    \
     extern "C" __global__ void __launch_bounds__(1024) rms_norm_forward_##SUFFIX(                                   \
-        const T* x, const T* weight, T* y, float* rstd, long long dim, float eps) {                                 \
+        const X* x, const T* weight, T* y, float* rstd, long long dim, float eps) {                                 \
         FORWARD(x, weight, y, rstd, static_cast<int>(dim), eps);                                                    \
     }                                                                                                               \
     extern "C" __global__ void __launch_bounds__(1024) rms_norm_backward_##SUFFIX(                                  \
-        const T* dy, const T* x, const T* weight, const float* rstd, const T* residual, T* dx, float* partial,      \
+        const T* dy, const X* x, const T* weight, const float* rstd, const T* residual, T* dx, float* partial,      \
         long long rows, long long dim) {                                                                            \
         BACKWARD(dy, x, weight, rstd, residual, dx, partial, rows, static_cast<int>(dim));                          \
     }
 
-RMS_NORM(f32_x1, float, forward_narrow<float>, backward_narrow<float>)
-RMS_NORM(f32_x4, float, (forward_wide<float, 4>), (backward_wide<float, 4>))
-RMS_NORM(bf16_x1, bf16, forward_narrow<bf16>, backward_narrow<bf16>)
-RMS_NORM(bf16_x8, bf16, (forward_wide<bf16, 8>), (backward_wide<bf16, 8>))
+#define RMS_NORMS(SUFFIX, X, T, N)                                                                                   \
+    RMS_NORM(SUFFIX##_x1, X, T, (forward_narrow<X, T>), (backward_narrow<X, T>))                                    \
+    RMS_NORM(SUFFIX##_x##N, X, T, (forward_wide<X, T, N>), (backward_wide<X, T, N>))
+
+RMS_NORMS(f32, float, float, 4)
+RMS_NORMS(bf16, bf16, bf16, 8)
+RMS_NORMS(f32_bf16, float, bf16, 8)

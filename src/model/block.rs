@@ -4,7 +4,7 @@
 //! it computes with the same bits. Norms and the activation cost a reading of memory and are always computed again.
 //!
 //! T tokens, D hidden, H query heads, Hkv key/value heads, G = H / Hkv, hd head width, F MLP width. In a tensor-parallel slice
-//! H, Hkv and F are this rank's share.
+//! H, Hkv and F are this rank's share. The residual stream (x, h and y) has a kind of its own, all else that of the weights.
 
 use tch::{Device, Tensor};
 
@@ -97,16 +97,16 @@ pub struct SavedBlock {
 }
 
 impl SavedBlock {
-    /// Elements a token that are kept, of the kind of the activations; attention's log-sum-exps (H numbers of the
-    /// accumulation kind) come on top except under `full`.
-    pub fn elements_per_token(spec: &ModelSpec, keep: GradientCheckpointing) -> usize {
+    /// Elements a token that are kept, of the residual stream's kind and of the weights'; attention's log-sum-exps (H numbers
+    /// of the accumulation kind) come on top except under `full`.
+    pub fn elements_per_token(spec: &ModelSpec, keep: GradientCheckpointing) -> [usize; 2] {
         let [hidden, width, mlp] = [spec.hidden_size, spec.num_heads * spec.head_dim, spec.intermediate_size];
         let qkv = width + 2 * spec.num_kv_heads * spec.head_dim;
         let raw = if spec.qk_norm { qkv } else { 0 };
         match keep {
-            GradientCheckpointing::Full => hidden,
-            GradientCheckpointing::Selective => hidden + raw + qkv + width + hidden,
-            GradientCheckpointing::None => hidden + raw + qkv + width + hidden + 2 * mlp,
+            GradientCheckpointing::Full => [hidden, 0],
+            GradientCheckpointing::Selective => [2 * hidden, raw + qkv + width],
+            GradientCheckpointing::None => [2 * hidden, raw + qkv + width + 2 * mlp],
         }
     }
 }
@@ -120,7 +120,7 @@ pub fn block_forward(
     ctx: &BlockContext<'_>,
     layer: usize,
     w: &BlockParams,
-    x: &Tensor, // [T, D]
+    x: &Tensor, // [T, D], of the residual stream's kind
     attention: &mut dyn Attention,
     keep: Option<GradientCheckpointing>,
 ) -> Result<(Tensor, Option<SavedBlock>)> {
@@ -285,11 +285,11 @@ fn row_parallel(
     residual: &Tensor,
 ) -> Result<Tensor> {
     match ctx.tp.filter(|tp| tp.size() > 1) {
-        None => Ok(lora::add(lora, x, linear::forward(x, w, Some(residual)))),
+        None => Ok(lora::add(lora, x, linear::forward_onto(residual, x, w))),
         Some(tp) => {
             let mut partial = lora::add(lora, x, linear::forward(x, w, None));
             tp.all_reduce(&mut partial, ReduceOp::Sum)?;
-            Ok(partial.g_add_(residual))
+            Ok(partial + residual)
         }
     }
 }

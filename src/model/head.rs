@@ -64,8 +64,8 @@ pub fn head_forward(
     Scored { logprobs: out.logprobs, entropy: out.entropy, saved }
 }
 
-/// dx `[num_tokens, D]`, from the gradients of log-probabilities and, where given, entropies. The gradients of the norm `[D]` and
-/// of the table [V, D] are added in place, unless both are frozen.
+/// dx `[num_tokens, D]`, of the weights' kind, from the gradients of log-probabilities and, where given, entropies. The gradients
+/// of the norm `[D]` and of the table [V, D] are added in place, unless both are frozen.
 #[allow(clippy::too_many_arguments)]
 pub fn head_backward(
     w: &HeadParams,
@@ -86,7 +86,7 @@ pub fn head_backward(
     };
     let d_normed = head::backward(&normed, table, targets, temperature, head, dlogprobs, dentropy, d_table);
     let d_hidden = rms_norm::backward(&d_normed, &hidden, &w.final_norm, &rstd, None, d_final_norm);
-    let mut dx = Tensor::zeros([num_tokens, hidden.size()[1]], (hidden.kind(), hidden.device()));
+    let mut dx = Tensor::zeros([num_tokens, hidden.size()[1]], (d_hidden.kind(), hidden.device()));
     embedding::accumulate(&d_hidden, scoring.rows, &mut dx);
     dx
 }

@@ -24,13 +24,31 @@ pub fn forward(
     ) // [T, N]
 }
 
+/// y = residual + x w^T, of the residual's kind: a float32 residual of bfloat16 operands is not rounded on a GPU.
+pub fn forward_onto(
+    residual: &Tensor, // [T, N]
+    x: &Tensor,        // [T, K]
+    w: &Tensor,        // [N, K]
+) -> Tensor {
+    let run = || {
+        if residual.kind() == x.kind() {
+            residual.addmm(x, &w.tr())
+        } else if sums_wide(x, residual.kind()) {
+            residual.addmm_dtype(x, &w.tr(), residual.kind())
+        } else {
+            residual + x.mm(&w.tr())
+        }
+    };
+    timed("product", || work(x, w), run) // [T, N]
+}
+
 /// y += x w^T.
 pub fn accumulate(
     x: &Tensor,     // [T, K]
     w: &Tensor,     // [N, K]
     y: &mut Tensor, // [T, N]
 ) {
-    let _ = timed("product", || work(x, w), || y.addmm_(x, &w.tr()));
+    timed("product", || work(x, w), || add_product(y, x, &w.tr()));
 }
 
 /// x w^T in the accumulation kind: on a GPU what a bfloat16 product sums in float32 is not rounded.
@@ -69,23 +87,13 @@ pub fn accumulate_input(
     let _ = timed("product, gradient of its input", || work(dy, &w.tr()), || dx.addmm_(dy, w));
 }
 
-/// dw += dy^T x. A float32 gradient of bfloat16 activations is summed in place on a GPU; on a CPU, where the gradient is of
-/// another type, the product is made first and then added.
+/// dw += dy^T x.
 pub fn accumulate_weight(
     dy: &Tensor,     // [T, N]
     x: &Tensor,      // [T, K]
     dw: &mut Tensor, // [N, K]
 ) {
-    let sum = || {
-        if dw.kind() == dy.kind() {
-            dw.addmm_(&dy.tr(), x)
-        } else if sums_wide(dy, dw.kind()) {
-            dw.addmm_dtype_out(dw, &dy.tr(), x, dw.kind())
-        } else {
-            dw.g_add_(&dy.tr().mm(x))
-        }
-    };
-    let _ = timed("product, gradient of its weight", || work(&dy.tr(), &x.tr()), sum);
+    timed("product, gradient of its weight", || work(&dy.tr(), &x.tr()), || add_product(dw, &dy.tr(), x));
 }
 
 /// db += sum over tokens of dy.
@@ -94,6 +102,22 @@ pub fn accumulate_bias(
     db: &mut Tensor, // [N]
 ) {
     let _ = db.g_add_(&dy.sum_dim_intlist(0, false, db.kind()));
+}
+
+/// sum += a b. A float32 sum of bfloat16 products is made in place on a GPU; on a CPU, where the sum is of another type, the
+/// product is made first and then added.
+fn add_product(
+    sum: &mut Tensor, // [M, N]
+    a: &Tensor,       // [M, K]
+    b: &Tensor,       // [K, N]
+) {
+    let _ = if sum.kind() == a.kind() {
+        sum.addmm_(a, b)
+    } else if sums_wide(a, sum.kind()) {
+        sum.addmm_dtype_out(sum, a, b, sum.kind())
+    } else {
+        sum.g_add_(&a.mm(b))
+    };
 }
 
 /// Of a b^T.
@@ -118,6 +142,7 @@ mod tests {
         let reference = x.linear(&w, Some(&bias));
         assert_close(&forward(&x.detach(), &w.detach(), Some(&bias.detach())), &reference);
         assert_close(&forward(&x.detach(), &w.detach(), None), &(&reference - &bias));
+        assert_close(&forward_onto(&dy, &x.detach(), &w.detach()), &(&reference - &bias + &dy));
         let grads = Tensor::run_backward(&[(&reference * &dy).sum(None)], &[&x, &w, &bias], false, false);
         assert_close(&backward_input(&dy, &w.detach()), &grads[0]);
         let mut dx = rand(&[5, 3]);
@@ -146,5 +171,19 @@ mod tests {
         accumulate_weight(&dy, &x, &mut dw);
         let exact = dy.to_kind(tch::Kind::Float).tr().mm(&x.to_kind(tch::Kind::Float));
         assert!(f64::try_from((&dw - &exact).abs().max() / exact.abs().max()).unwrap() < 0.01);
+    }
+
+    /// Of a residual 1000 times the product, bfloat16 would keep nothing of that.
+    #[test]
+    fn a_residual_may_be_wider_than_what_is_added() {
+        let [x, w] = [rand(&[5, 4]), rand(&[3, 4])].map(|tensor| tensor.to_kind(Kind::BFloat16));
+        let residual = rand(&[5, 3]).to_kind(Kind::Float) + 1000.0;
+        let exact = x.to_kind(Kind::Float).mm(&w.to_kind(Kind::Float).tr());
+        let mut y = forward_onto(&residual, &x, &w);
+        let off = |sum: &Tensor| f64::try_from((sum - &residual - &exact).abs().max()).unwrap();
+        assert!(y.kind() == Kind::Float && off(&y) < 0.05);
+        y.copy_(&residual);
+        accumulate(&x, &w, &mut y);
+        assert!(off(&y) < 0.05);
     }
 }

@@ -4,7 +4,7 @@ use crate::cuda::{Work, kernels, timed};
 use crate::torch::accumulation_kind;
 use tch::Tensor;
 
-/// Normalised `x`, and rstd for the backward.
+/// Normalised `x`, of the weight's kind, and rstd for the backward.
 ///
 /// # Panics
 /// On a GPU if the kernel refuses the rows: longer than 12,000 or not contiguous.
@@ -15,18 +15,18 @@ pub fn forward(
 ) -> (Tensor, Tensor) {
     if kernels::serve(x) {
         let run = || kernels::rms_norm_forward(x, weight, eps).expect("contiguous rows and their weight");
-        return timed("norm", || Work::pass(&[x, x]), run);
+        return timed("norm", || Work::pass(&[x, &weight.expand_as(x)]), run);
     }
     let kind = accumulation_kind(x.kind());
     let dim = *x.size().last().unwrap_or(&1);
     let wide = x.to_kind(kind);
     let mut rstd = wide.norm_scalaropt_dim(2, [-1i64], true).square_();
     let rstd = rstd.g_div_scalar_(dim as f64).g_add_scalar_(eps).rsqrt_(); // [.., 1]
-    let y = (&wide * &rstd).g_mul_(weight).to_kind(x.kind());
+    let y = (&wide * &rstd).g_mul_(weight).to_kind(weight.kind());
     (y, rstd)
 }
 
-/// dx, and dweight added in place:
+/// dx, of dy's kind, and dweight added in place:
 /// dx = residual + rstd * (dy * w) - x * rstd^3 * mean(dy * w * x);  dweight += sum over rows of dy * x * rstd.
 /// `residual` is the gradient that reaches x past the norm.
 ///
@@ -42,10 +42,10 @@ pub fn backward(
 ) -> Tensor {
     if kernels::serve(x) {
         let run = || kernels::rms_norm_backward(dy, x, weight, rstd, residual, dweight);
-        let work = || Work::pass(&[dy, x, residual.unwrap_or(dy), x]);
+        let work = || Work::pass(&[dy, x, residual.unwrap_or(dy), dy]);
         return timed("norm, backward", work, run).expect("what the forward took and gave");
     }
-    let kind = rstd.kind();
+    let (kind, narrow) = (rstd.kind(), dy.kind());
     let dim = *x.size().last().unwrap_or(&1);
     let (dy, wide, weight) = (dy.to_kind(kind), x.to_kind(kind), weight.to_kind(kind));
     let product = (&dy * &wide).reshape([-1, dim]); // [R, D]
@@ -56,7 +56,7 @@ pub fn backward(
     if let Some(residual) = residual {
         dx = dx.g_add_(residual);
     }
-    dx.to_kind(x.kind())
+    dx.to_kind(narrow)
 }
 
 #[cfg(test)]
@@ -93,5 +93,10 @@ mod tests {
         assert_eq!((y.kind(), rstd.kind()), (tch::Kind::BFloat16, tch::Kind::Float));
         let mut dweight = Tensor::zeros([8], (tch::Kind::Float, tch::Device::Cpu));
         assert_eq!(backward(&y, &x, &weight, &rstd, None, &mut dweight).kind(), tch::Kind::BFloat16);
+        // The same where x alone is wider.
+        let wide = x.to_kind(tch::Kind::Float);
+        let (of_wide, rstd) = forward(&wide, &weight, 1e-6);
+        assert!(of_wide.equal(&y));
+        assert_eq!(backward(&y, &wide, &weight, &rstd, Some(&y), &mut dweight).kind(), tch::Kind::BFloat16);
     }
 }

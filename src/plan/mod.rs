@@ -16,7 +16,7 @@ use choices::Choices;
 pub use role::Role;
 
 use crate::config::{Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
-use crate::cuda::{self, Placement};
+use crate::cuda::{self, Placement, residual_kind};
 use crate::error::Result;
 use crate::memory;
 use crate::model::ParamTable;
@@ -210,7 +210,7 @@ impl PlanInput<'_> {
             streams: choices.optimizer == OptimizerResidency::Stream,
         });
         let on_host = choices.reference == ReferenceResidency::Host;
-        let reference = || fullest_of_reference(self.table, self.kind, on_host, several[0]);
+        let reference = || fullest_of_reference(self.table, (self.kind, model.residual), on_host, several[0]);
         let scores =
             [model.fullest_of_scores(several[0]), self.config.has_reference().then(reference).unwrap_or_default()];
         scores.into_iter().fold(update, |a, b| if b.total() > a.total() { b } else { a })
@@ -230,6 +230,7 @@ pub(crate) fn engine_options(
         max_num_batched_tokens: config.max_num_batched_tokens,
         max_model_length,
         kind,
+        residual: residual_kind(config.residual_dtype, kind),
         device,
         strict: config.strict,
     }

@@ -40,6 +40,8 @@ pub struct EngineOptions {
     pub max_model_length: usize,
     /// Type of weights, activations and cache.
     pub kind: Kind,
+    /// Type of the residual stream.
+    pub residual: Kind,
     /// Where weights and cache are.
     pub device: Device,
     /// A completion's bits depend on nothing but its prompt and key: not on order, neighbours, chunks or preemption. One
@@ -321,7 +323,7 @@ impl<'a> RolloutEngine<'a> {
         let rules = StopRules { eos_token_ids: &engine.eos_token_ids, stop: &params.stop, decode: &decode };
         let (spec, rope, kv_cache, tp) = (&*engine.spec, &engine.rope, &engine.kv_cache, engine.tp.as_ref());
         let mut runner: Box<dyn Runner + '_> = match &mut engine.gpu {
-            None => Box::new(HostRunner::new(spec, rope, weights, kv_cache, tp, params)),
+            None => Box::new(HostRunner::new(spec, rope, weights, kv_cache, tp, params, engine.options.residual)),
             Some(state) => {
                 let num_sequences = scheduler.sequences.len();
                 Box::new(GpuRunner::new(state, (spec, weights, kv_cache), tp, params, num_sequences)?)

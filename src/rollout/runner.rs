@@ -40,6 +40,7 @@ pub(super) struct HostRunner<'a> {
     kv_cache: &'a KvCache,
     tp: &'a dyn Collective,
     params: &'a SamplingParams,
+    residual: Kind,
     sampled: VecDeque<Vec<Sampled>>,
 }
 
@@ -75,8 +76,9 @@ impl<'a> HostRunner<'a> {
         kv_cache: &'a KvCache,
         tp: &'a dyn Collective,
         params: &'a SamplingParams,
+        residual: Kind,
     ) -> Self {
-        Self { spec, rope, weights, kv_cache, tp, params, sampled: VecDeque::new() }
+        Self { spec, rope, weights, kv_cache, tp, params, residual, sampled: VecDeque::new() }
     }
 
     /// Logits of the batch's `last_rows` over this rank's vocabulary [L, V of this rank], on the host.
@@ -84,8 +86,8 @@ impl<'a> HostRunner<'a> {
         no_grad(|| {
             let (_, num_kv_heads) = self.spec.tp_heads(self.tp.size());
             let mut attention = PagedAttention::new(self.kv_cache, batch, self.spec, num_kv_heads);
-            let mut x = self.embed(&batch.token_ids)?; // [T, D]
-            let rope = self.rope.rows(&batch.positions, x.kind());
+            let mut x = self.embed(&batch.token_ids)?.to_kind(self.residual); // [T, D]
+            let rope = self.rope.rows(&batch.positions, self.weights.embedding.kind());
             let context = BlockContext { spec: self.spec, rope: &rope, tp: Some(self.tp) };
             for (layer, block) in self.weights.blocks.iter().enumerate() {
                 self.weights.prepare(layer)?;

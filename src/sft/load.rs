@@ -9,7 +9,7 @@ use super::Sft;
 use super::log::Log;
 use crate::checkpoint::{self, Checkpoint, CheckpointOptions, ResumeOptions, Saver, TrainerState};
 use crate::config::SftConfig;
-use crate::cuda::Placement;
+use crate::cuda::{Placement, residual_kind};
 use crate::data::{PromptSampler, SftDataset, Tokenizer};
 use crate::dist::{Mesh, World};
 use crate::error::{Error, Result};
@@ -115,7 +115,7 @@ fn policy(
     let kind = Placement::in_world(config.device, config.dtype, device)?.kind;
     let options = PolicyOptions {
         stage: config.zero.stage,
-        network: NetworkOptions { kind, device },
+        network: NetworkOptions { kind, residual: residual_kind(config.residual_dtype, kind), device },
         gradient_checkpointing: config.gradient_checkpointing,
         adam: AdamOptions::new(&config.optimizer),
         gradients: GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype),

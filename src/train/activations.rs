@@ -27,7 +27,7 @@ pub struct ActivationBytes {
     pub saved: usize,
     /// Held through the whole pass: the last block's output, the rotations.
     pub pass: usize,
-    /// The residual stream, or its gradient, between two units.
+    /// The gradient of the residual stream between two units.
     pub stream: usize,
     /// The fullest moment of a block's forward that no backward follows.
     pub block_forward: usize,
@@ -60,8 +60,9 @@ impl ActivationBytes {
 
 /// Bytes of one token's row of everything. D hidden, W = H hd, K = Hkv hd, F MLP width.
 struct Row {
-    hidden: usize,  // D
-    queries: usize, // W
+    residual: usize, // D, of the residual stream
+    hidden: usize,   // D
+    queries: usize,  // W
     wide_queries: usize,
     keys: usize, // K
     mlp: usize,  // F
@@ -87,21 +88,26 @@ impl Row {
     fn new(model: &TrainedModel<'_>, keep: GradientCheckpointing, shares_prompts: bool) -> Self {
         let (spec, kind) = (&model.table.spec, model.kind);
         let (narrow, wide) = (kind.elt_size_in_bytes(), accumulation_kind(kind).elt_size_in_bytes());
+        let residual = model.residual.elt_size_in_bytes() * spec.hidden_size;
         let (hidden, lse) = (narrow * spec.hidden_size, wide * spec.num_heads);
-        let elements = |keep| narrow * SavedBlock::elements_per_token(spec, keep);
-        let attention_half = elements(GradientCheckpointing::Selective) - hidden + lse;
+        let kept = |keep| {
+            let [of_residual, of_others] = SavedBlock::elements_per_token(spec, keep);
+            model.residual.elt_size_in_bytes() * of_residual + narrow * of_others
+        };
+        let attention_half = kept(GradientCheckpointing::Selective) - residual + lse;
         let is_full = keep == GradientCheckpointing::Full;
         Self {
+            residual,
             hidden,
             queries: narrow * spec.num_heads * spec.head_dim,
             wide_queries: wide * spec.num_heads * spec.head_dim,
             keys: narrow * spec.num_kv_heads * spec.head_dim,
             mlp: narrow * spec.intermediate_size,
             attention_half,
-            saved: elements(keep) + if is_full { 0 } else { lse },
+            saved: kept(keep) + if is_full { 0 } else { lse },
             recomputed: if is_full { attention_half } else { 0 },
             gate_up_is_saved: keep == GradientCheckpointing::None,
-            pass: hidden + 2 * wide * spec.head_dim,
+            pass: residual + 2 * wide * spec.head_dim,
             lse,
             groups_queries: spec.num_heads > spec.num_kv_heads,
             shares_prompts,
@@ -112,7 +118,7 @@ impl Row {
 
     /// Its input, the block up to the residual stream after attention, gate and up, the activation.
     fn block_forward(&self) -> usize {
-        self.hidden + self.attention_half + 3 * self.mlp
+        self.residual + self.attention_half + 3 * self.mlp
     }
 
     /// The fullest moment of a block's backward, beside what all blocks saved.
@@ -144,12 +150,12 @@ impl Row {
     /// gradient in place, then the gradient of all rows.
     fn head(&self, spec: &ModelSpec, shape: MicroBatchShape) -> usize {
         let all_rows = self.hidden * (shape.scored_tokens + shape.tokens);
-        (3 * self.hidden + 8 * self.wide) * shape.scored_tokens + self.logits(spec, shape).max(all_rows)
+        (self.residual + 2 * self.hidden + 8 * self.wide) * shape.scored_tokens + self.logits(spec, shape).max(all_rows)
     }
 
     /// Chosen and normalised rows, a few numbers a row, one chunk of logits.
     fn head_forward(&self, spec: &ModelSpec, shape: MicroBatchShape) -> usize {
-        (2 * self.hidden + 4 * self.wide) * shape.scored_tokens + self.logits(spec, shape)
+        (self.residual + self.hidden + 4 * self.wide) * shape.scored_tokens + self.logits(spec, shape)
     }
 
     fn logits(&self, spec: &ModelSpec, shape: MicroBatchShape) -> usize {
@@ -189,6 +195,17 @@ mod tests {
         assert_eq!(selective.block_backward, 1000 * 2 * (2 * 3584 + 4 * 18944));
         assert_eq!(full.block_backward - selective.block_backward, 1000 * (2 * (4608 + 3584 + 3584) + 4 * 28));
         assert!(none.block_backward < selective.block_backward && none.block_forward == full.block_forward);
+        // In float32 the residual stream takes two bytes more an element: x and h of a block, its output; no gradient does.
+        let wide = TrainedModel { residual: Kind::Float, ..model };
+        let bytes = |keep| ActivationBytes::new(&wide, keep, SHAPE);
+        let (wide_full, wide_none) = (bytes(GradientCheckpointing::Full), bytes(GradientCheckpointing::None));
+        assert_eq!(wide_full.saved - full.saved, 1000 * 2 * 3584);
+        assert_eq!(wide_none.saved - none.saved, 1000 * 2 * 2 * 3584);
+        assert_eq!(wide_none.pass - none.pass, 1000 * 2 * 3584);
+        assert_eq!(wide_none.block_forward - none.block_forward, 1000 * 2 * 2 * 3584);
+        assert_eq!(wide_full.block_backward - full.block_backward, 1000 * 2 * 3584);
+        assert_eq!((wide_none.block_backward, wide_none.stream), (none.block_backward, none.stream));
+        assert_eq!(wide_none.head - none.head, 10 * 2 * 3584);
     }
 
     /// Head memory of 16,384 scored tokens and 152,064 logits each: under 1 GB.

@@ -9,6 +9,7 @@ use super::flow::bucket_bytes;
 use super::gradients::GradientKinds;
 use super::policy::GradientOptions;
 use crate::config::{Config, Quantization};
+use crate::cuda::residual_kind;
 use crate::model::{LoraSpec, ParamTable, QuantizedBlock, Unit};
 use crate::torch::accumulation_kind;
 
@@ -25,6 +26,8 @@ pub struct TrainedModel<'a> {
     pub stage: u8,
     /// Type of weights and activations.
     pub kind: Kind,
+    /// Type of the residual stream.
+    pub residual: Kind,
     /// How gradients are added up.
     pub gradients: GradientOptions,
 }
@@ -45,16 +48,17 @@ pub struct TrainBytes {
 }
 
 impl<'a> TrainedModel<'a> {
-    /// All weights of `table` train, at a ZeRO stage.
+    /// All weights of `table` train, at a ZeRO stage; the residual stream is of their kind.
     pub fn whole(table: &'a ParamTable, stage: u8, kind: Kind, gradients: GradientOptions) -> Self {
-        Self { table, lora: None, quantization: Quantization::None, stage, kind, gradients }
+        Self { table, lora: None, quantization: Quantization::None, stage, kind, residual: kind, gradients }
     }
 
     /// What a configuration trains.
     pub fn of(config: &Config, table: &'a ParamTable, kind: Kind) -> Self {
         let gradients = GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype);
         let (lora, quantization) = (LoraSpec::new(&config.lora), config.quantization);
-        Self { lora, quantization, ..Self::whole(table, config.zero.stage, kind, gradients) }
+        let residual = residual_kind(config.residual_dtype, kind);
+        Self { lora, quantization, residual, ..Self::whole(table, config.zero.stage, kind, gradients) }
     }
 
     /// What it holds between uses.

@@ -23,6 +23,8 @@ use crate::ops::rope::{Rope, RopeRows};
 pub struct NetworkOptions {
     /// Kind of weights and activations.
     pub kind: Kind,
+    /// Kind of the residual stream.
+    pub residual: Kind,
     /// Where they live.
     pub device: Device,
 }
@@ -178,7 +180,7 @@ impl Network {
         let head = self.head(last.as_slice())?;
         let flat = gradients.begin(Unit::Head)?;
         let dhidden = if pass.micro_batch.is_empty() {
-            hidden.zeros_like()
+            self.no_gradient(hidden)
         } else {
             let mut d_head = Head::view(self, &flat, embedding_gradient);
             let scored = head_forward(&head.params, &head.table, hidden, &pass.scoring, true);
@@ -208,7 +210,7 @@ impl Network {
         let last = self.spec().num_layers.checked_sub(1).map(Unit::Block);
         let head = self.head(last.as_slice())?;
         if pass.micro_batch.is_empty() {
-            return Ok(hidden.zeros_like());
+            return Ok(self.no_gradient(hidden));
         }
         let scored = head_forward(&head.params, &head.table, hidden, &pass.scoring, true);
         let token_gradients = loss(&Scores { logprobs: scored.logprobs, entropy: scored.entropy })?;
@@ -224,6 +226,10 @@ impl Network {
             dentropy.as_ref(),
             None,
         ))
+    }
+
+    fn no_gradient(&self, hidden: &Tensor /* [T, D] */) -> Tensor {
+        hidden.zeros_like().to_kind(self.options.kind)
     }
 
     /// The head's weights, with the embedding's where they are tied.
@@ -256,11 +262,11 @@ impl Network {
         }
     }
 
-    /// Rows of the embedding [T, D].
+    /// Rows of the embedding, where the residual stream begins. [T, D]
     fn embed(&mut self, token_ids: &Tensor) -> Result<Tensor> {
         let flat = self.weights.unit(Unit::Embedding, &[Unit::Block(0)])?;
         let EmbeddingParams { table } = EmbeddingParams::view(self.layout(Unit::Embedding), &flat);
-        Ok(embedding::forward(token_ids, &table))
+        Ok(embedding::forward(token_ids, &table).to_kind(self.options.residual))
     }
 
     fn layout(&self, unit: Unit) -> &UnitLayout {
@@ -283,7 +289,7 @@ struct Pass<'a> {
 
 impl<'a> Pass<'a> {
     fn new(network: &Network, micro_batch: &'a MicroBatch, temperature: f64, adapter_use: AdapterUse) -> Self {
-        let (spec, NetworkOptions { kind, device }) = (network.spec(), network.options);
+        let (spec, NetworkOptions { kind, device, .. }) = (network.spec(), network.options);
         let MicroBatch { positions, bounds, scored_rows, targets, .. } = micro_batch;
         Self {
             micro_batch,

@@ -9,6 +9,7 @@ use super::halves::Halves;
 use super::setup::{Preflight, gathers};
 use crate::colocate::{Colocated, EngineSlices, Learner, Served};
 use crate::config::{Config, Mode, OptimizerResidency, Quantization, ReferenceResidency, Roles};
+use crate::cuda::residual_kind;
 use crate::dist::{Mesh, World};
 use crate::error::Result;
 use crate::memory::HostPool;
@@ -61,7 +62,7 @@ fn learner(
 ) -> Result<Learner> {
     let Preflight { table, plan, .. } = preflight;
     let (kind, device) = (preflight.kind, world.device());
-    let network = NetworkOptions { kind, device };
+    let network = NetworkOptions { kind, residual: residual_kind(config.residual_dtype, kind), device };
     let options = PolicyOptions {
         stage: config.zero.stage,
         network,

@@ -210,6 +210,7 @@ fn generate(world: &Arc<World>, tp: usize, kind: Kind, params: &[SamplingParams]
         max_num_batched_tokens: 100,
         max_model_length: 128,
         kind,
+        residual: kind,
         device,
         strict: false,
     };
@@ -238,7 +239,7 @@ fn score(world: &World, kind: Kind, groups: &[RolloutGroup]) -> Vec<f32> {
     let files = WeightFiles::open(MODEL, spec.clone()).unwrap();
     let options = PolicyOptions {
         stage: 0,
-        network: NetworkOptions { kind, device: world.device() },
+        network: NetworkOptions { kind, residual: kind, device: world.device() },
         gradient_checkpointing: GradientCheckpointing::None,
         adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 },
         gradients: GradientOptions::default(),

@@ -48,7 +48,7 @@ fn gpu_two_ranks_of_which_one_fails_wait_no_longer() {
     ranks::run_on_gpus(2, "gpu_all_reduce::gpu_two_ranks_of_which_one_fails_wait_no_longer", |world| {
         for way in WAYS {
             let group = world.group();
-            let case = Case::new(group.as_ref(), 8, 1536);
+            let case = Case::new(group.as_ref(), (8, 1536), Kind::BFloat16);
             let result = if world.rank() == 1 {
                 std::thread::sleep(Duration::from_millis(300));
                 Err(Error::Injected { phase: "generate" })
@@ -64,7 +64,7 @@ fn gpu_two_ranks_of_which_one_fails_wait_no_longer() {
                 group.epoch().map(|_| ())
             };
             assert!(world.agree(result).is_err());
-            Case::new(group.as_ref(), 8, 1536).compare(way, 0);
+            Case::new(group.as_ref(), (8, 1536), Kind::Float).compare(way, 0);
         }
     });
 }
@@ -74,8 +74,8 @@ fn sums_in_rank_order(world: &World) {
     for (rows, dim) in [(1, 1536), (3, 3584), (16, 128), (17, 2048), (64, 8192), (256, 3584), (600, 5120), (1024, 8192)]
     {
         for way in WAYS {
-            for turn in [0, 1] {
-                Case::new(group.as_ref(), rows, dim).compare(way, turn);
+            for (turn, kind) in [(0, Kind::BFloat16), (1, Kind::BFloat16), (0, Kind::Float), (1, Kind::Float)] {
+                Case::new(group.as_ref(), (rows, dim), kind).compare(way, turn);
             }
         }
     }
@@ -86,7 +86,7 @@ fn replays_at_any_pace(world: &World) {
     const CALLS: usize = 6;
     const REPLAYS: usize = 1000;
     let group = world.group();
-    let case = Case::new(group.as_ref(), 24, 3584);
+    let case = Case::new(group.as_ref(), (24, 3584), Kind::BFloat16);
     let stream = TorchStream::new(&case.context).unwrap();
     let _current = stream.make_current().unwrap();
     let shift = Tensor::zeros([1], (Kind::BFloat16, world.device()));
@@ -138,7 +138,8 @@ struct Case {
 }
 
 impl Case {
-    fn new(group: &dyn Collective, rows: usize, dim: usize) -> Self {
+    /// With x of `kind`.
+    fn new(group: &dyn Collective, (rows, dim): (usize, usize), kind: Kind) -> Self {
         let most = RowSums::bytes(1024, 8192);
         let memory = group.peer_memory(most).unwrap().expect("GPUs that map one another's memory");
         let Device::Cuda(ordinal) = group.device() else { panic!("a GPU") };
@@ -149,8 +150,8 @@ impl Case {
         memory.clear().unwrap();
         group.barrier().unwrap();
         tch::manual_seed((rows * dim) as i64);
-        let random = |shape: &[i64]| {
-            Tensor::randn(shape, (Kind::Float, Device::Cpu)).to_kind(Kind::BFloat16).to_device(group.device())
+        let random = |shape: &[i64], kind| {
+            Tensor::randn(shape, (Kind::Float, Device::Cpu)).to_kind(kind).to_device(group.device())
         };
         let shape = [rows as i64, dim as i64];
         Self {
@@ -158,9 +159,9 @@ impl Case {
             rank: group.rank(),
             rows: shape[0],
             sums: RowSums::new(memory, rows, dim).unwrap(),
-            parts: (0..group.size()).map(|_| random(&shape)).collect(),
-            x: random(&shape),
-            weight: random(&shape[1..]),
+            parts: (0..group.size()).map(|_| random(&shape, Kind::BFloat16)).collect(),
+            x: random(&shape, kind),
+            weight: random(&shape[1..], Kind::BFloat16),
         }
     }
 
@@ -183,10 +184,10 @@ impl Case {
         self.sum(way, turn, &mut x);
         let wide = |tensor: &Tensor| tensor.to_kind(Kind::Float);
         let sum = self.parts[1..].iter().fold(wide(&self.parts[0]), |sum, part| sum + wide(part));
-        let mut expected = (wide(&self.x) + sum).to_kind(Kind::BFloat16);
-        let mut normed = Tensor::empty_like(&expected);
+        let mut expected = (wide(&self.x) + sum).to_kind(x.kind());
+        let mut normed = self.parts[0].empty_like();
         kernels::add_rms_norm(&mut expected, None, &self.weight, &mut normed, EPS).unwrap();
-        let what = format!("{way:?} {turn} {:?} on rank {}", x.size(), self.rank);
+        let what = format!("{way:?} {turn} {:?} of {:?} on rank {}", x.size(), x.kind(), self.rank);
         assert!(self.own_rows(way, &x).equal(&self.own_rows(way, &expected)), "x of {what}");
         assert!(self.sums.normed().unwrap().equal(&normed), "norms of {what}");
     }

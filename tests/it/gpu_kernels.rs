@@ -111,10 +111,12 @@ fn gpu_normal_numbers_are_the_cpus() {
 #[ignore = "needs a GPU"]
 fn gpu_rms_norm_equals_the_cpus() {
     kernels::prepare(0).unwrap();
-    for (kind, bound) in [(Kind::Float, 2e-6), (Kind::BFloat16, 5e-3)] {
-        for (rows, dim) in [(1, 1), (7, 33), (1000, 128), (3001, 3584), (5, 12_000)] {
+    let kinds = [Kind::Float, Kind::BFloat16];
+    for (x_kind, kind, bound) in [(kinds[0], kinds[0], 2e-6), (kinds[1], kinds[1], 5e-3), (kinds[0], kinds[1], 5e-3)] {
+        for (rows, dim) in [(1, 1), (7, 33), (1000, 128), (3001, 3584), (9, 8192), (5, 12_000)] {
+            let x = rand(&[rows, dim], x_kind);
             let rand = |shape: &[i64]| rand(shape, kind);
-            let (x, weight, dy) = (rand(&[rows, dim]), rand(&[dim]), rand(&[rows, dim]));
+            let (weight, dy) = (rand(&[dim]), rand(&[rows, dim]));
             let (y, rstd) = rms_norm::forward(&double(&x), &double(&weight), 1e-6);
             let mut dweight = Tensor::zeros([dim], (Kind::Double, Device::Cpu));
             let residual = rand(&[rows, dim]);
@@ -132,8 +134,9 @@ fn gpu_rms_norm_equals_the_cpus() {
             let pairs = [(&got_y, &y), (&got_rstd, &rstd), (&got_dx, &dx), (&got_dweight, &dweight)];
             for ((got, expected), what) in pairs.into_iter().zip(["y", "rstd", "dx", "dweight"]) {
                 let error = relative_error(got, expected);
-                assert!(error < bound, "{what} of {kind:?} [{rows}, {dim}]: {error:e}");
+                assert!(error < bound, "{what} of {x_kind:?}, {kind:?} [{rows}, {dim}]: {error:e}");
             }
+            assert_eq!((got_y.kind(), got_dx.kind()), (kind, kind));
         }
     }
 }

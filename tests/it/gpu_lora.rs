@@ -133,7 +133,7 @@ fn losses(device: Device, kind: Kind, quantization: Quantization, dropout: f64) 
     let table = Arc::new(ParamTable::new(Arc::new(ModelSpec::preset("tiny").unwrap()), 1));
     let options = PolicyOptions {
         stage: 0,
-        network: NetworkOptions { kind, device },
+        network: NetworkOptions { kind, residual: kind, device },
         gradient_checkpointing: GradientCheckpointing::Selective,
         adam: AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-5, weight_decay: 0.0 },
         gradients: GradientOptions::default(),

@@ -152,6 +152,14 @@ fn gpu_weight_gradients_are_summed_in_float32() {
     let wide = linear::forward_wide(&x.to_device(GPU), &x.to_device(GPU));
     assert!(relative_error(&wide, &x.to_kind(Kind::Double).mm(&x.to_kind(Kind::Double).tr())) < 1e-6);
     let _ = flat.zero_();
+    // Onto a residual stream of float32, which stays as it is.
+    let residual = Tensor::randn([300, 300], (Kind::Float, GPU));
+    let (before, mut y) = (residual.copy(), linear::forward_onto(&residual, &x.to_device(GPU), &x.to_device(GPU)));
+    let product = x.to_kind(Kind::Double).mm(&x.to_kind(Kind::Double).tr());
+    let expected = residual.to_device(Device::Cpu) + &product;
+    assert!(relative_error(&y, &expected) < 1e-6 && residual.equal(&before) && y.kind() == Kind::Float);
+    linear::accumulate(&x.to_device(GPU), &x.to_device(GPU), &mut y);
+    assert!(relative_error(&y, &(expected + product)) < 1e-6);
 }
 
 /// Microseconds of each kernel on 16,384 tokens of Qwen2.5-1.5B and 7B, beside the bytes that must move.
@@ -173,6 +181,13 @@ fn gpu_training_kernels_run_near_the_memory_s_speed() {
         report(model, "rms_norm_forward", 2 * row_bytes, || drop(kernels::rms_norm_forward(&x, &weight, 1e-6)));
         report(model, "rms_norm_backward", 4 * row_bytes, || {
             drop(kernels::rms_norm_backward(&dy, &x, &weight, &rstd, Some(&x), &mut dweight).unwrap());
+        });
+        let stream = rand(&[TOKENS, dim], Kind::Float);
+        report(model, "rms_norm_forward of float32", 3 * row_bytes, || {
+            drop(kernels::rms_norm_forward(&stream, &weight, 1e-6));
+        });
+        report(model, "rms_norm_backward of float32", 5 * row_bytes, || {
+            drop(kernels::rms_norm_backward(&dy, &stream, &weight, &rstd, Some(&x), &mut dweight).unwrap());
         });
         let qkv = bf16(&[TOKENS, groups, group + 2, 128]);
         let qkv_bytes = 2 * qkv.numel() as i64;
@@ -247,13 +262,17 @@ fn gpu_training_products() {
             let dgrad = lt(&dy, &w, &dx, 0.0);
             let torch_wgrad = rate(Box::new(|| linear::accumulate_weight(&dy, &x, &mut dw)));
             let wgrad = lt(&dy.tr(), &x, &dw, 1.0);
-            let residual = rate(Box::new(|| drop(linear::forward(&x, &w, Some(&dy)))));
+            let [residual, residual_float32] = [Kind::BFloat16, Kind::Float].map(|kind| {
+                let residual = dy.to_kind(kind);
+                rate(Box::new(|| drop(linear::forward_onto(&residual, &x, &w)))).round()
+            });
             let three = |torch: f64, lt: [f64; 2]| [torch, lt[0], lt[1]].map(f64::round);
             println!(
                 "{}",
                 json!({"test": "training_product", "model": model, "name": name, "order": "torch, first, timed",
                     "forward": three(torch_forward, forward), "dgrad": three(torch_dgrad, dgrad),
-                    "wgrad": three(torch_wgrad, wgrad), "forward_residual": residual.round()})
+                    "wgrad": three(torch_wgrad, wgrad), "forward_residual": residual,
+                    "forward_residual_float32": residual_float32})
             );
         }
     }

@@ -25,7 +25,7 @@ const ADAM: AdamOptions = AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-6, weig
 fn options(stage: u8, kind: Kind) -> PolicyOptions {
     PolicyOptions {
         stage,
-        network: NetworkOptions { kind, device: Device::Cpu },
+        network: NetworkOptions { kind, residual: kind, device: Device::Cpu },
         gradient_checkpointing: GradientCheckpointing::Selective,
         adam: ADAM,
         gradients: GradientOptions::default(),

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::{LaunchArgs, ModelArgs, PlaceArgs, Placed, count, number, word};
+use super::{LaunchArgs, ModelArgs, PlaceArgs, Placed, ResidualArgs, count, number, word};
 use crate::config::{Dtype, GradientCheckpointing, Quantization};
 use crate::types::LengthSpread;
 
@@ -46,6 +46,8 @@ pub struct BenchCompareArgs {
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct BenchTrainArgs {
+    #[command(flatten)]
+    pub residual: ResidualArgs,
     #[command(flatten)]
     pub model: ModelArgs,
     /// Sequences per rank and step
@@ -111,6 +113,8 @@ pub struct BenchTrainArgs {
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct BenchGenerateArgs {
+    #[command(flatten)]
+    pub residual: ResidualArgs,
     #[command(flatten)]
     pub model: ModelArgs,
     /// Prompts per rank

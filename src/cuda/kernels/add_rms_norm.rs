@@ -3,13 +3,19 @@
 
 use tch::Tensor;
 
-use super::{Argument, address, address_or_null, invalid, kind_name, launch_early, ordinal, row_len, width};
+use super::{Argument, address, address_or_null, invalid, kinds_name, launch_early, ordinal, row_len, width};
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
 pub(super) const SOURCE: &Source = &nvrtc::ADD_RMS_NORM;
-pub(super) const NAMES: &[&str] =
-    &["add_rms_norm_f32_x1", "add_rms_norm_f32_x4", "add_rms_norm_bf16_x1", "add_rms_norm_bf16_x8"];
+pub(super) const NAMES: &[&str] = &[
+    "add_rms_norm_f32_x1",
+    "add_rms_norm_f32_x4",
+    "add_rms_norm_bf16_x1",
+    "add_rms_norm_bf16_x8",
+    "add_rms_norm_f32_bf16_x1",
+    "add_rms_norm_f32_bf16_x8",
+];
 
 /// x += delta, rounded to the kind of x; y = x / sqrt(mean(x^2) + eps) * weight, in float32 inside. Without `delta` x stays.
 /// Allocates nothing.
@@ -18,13 +24,13 @@ pub(super) const NAMES: &[&str] =
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit or rows too long for one block; [`crate::Error::Cuda`].
 pub fn add_rms_norm(
     x: &mut Tensor,         // [T, D] f32 or bf16
-    delta: Option<&Tensor>, // [T, D], like x
-    weight: &Tensor,        // [D], like x
-    y: &mut Tensor,         // [T, D], like x
+    delta: Option<&Tensor>, // [T, D], like weight
+    weight: &Tensor,        // [D], like x; bf16 beside x of f32, too
+    y: &mut Tensor,         // [T, D], like weight
     eps: f64,
 ) -> Result<()> {
     const OP: &str = "add_rms_norm";
-    let (gpu, kind, numel, dim) = (ordinal(OP, x)?, x.kind(), x.numel(), row_len(OP, x)?);
+    let (gpu, kind, numel, dim) = (ordinal(OP, x)?, weight.kind(), x.numel(), row_len(OP, x)?);
     let aligned: Vec<&Tensor> = [&*x, weight, &*y].into_iter().chain(delta).collect();
     let width = width(dim, &aligned);
     let packs_per_thread = if width == 1 { 4 } else { 2 }; // as in the source
@@ -32,7 +38,7 @@ pub fn add_rms_norm(
         return Err(invalid(OP, format!("rows of at most {} elements", 1024 * packs_per_thread * width), dim));
     }
     let arguments = [
-        address(OP, x, kind, numel, gpu)?,
+        address(OP, x, x.kind(), numel, gpu)?,
         address_or_null(OP, delta, kind, numel, gpu)?,
         address(OP, weight, kind, dim, gpu)?,
         address(OP, y, kind, numel, gpu)?,
@@ -40,7 +46,7 @@ pub fn add_rms_norm(
         Argument::Float(eps as f32),
     ];
     let threads = (dim / width).next_multiple_of(32).min(1024) as u32;
-    let name = format!("add_rms_norm_{}_x{width}", kind_name(OP, x)?);
+    let name = format!("add_rms_norm_{}_x{width}", kinds_name(OP, x, weight)?);
     // SAFETY: the kernel's parameters in order; one block a row, all of whose packs have a thread.
     unsafe { launch_early(SOURCE, &name, gpu, ((numel / dim) as u32, threads, 0), &arguments) }
 }

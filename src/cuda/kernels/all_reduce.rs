@@ -6,19 +6,25 @@ use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, invalid, launch_early};
+use super::{Argument, address, invalid, kind_name, launch_early};
 use crate::cuda::PeerMemory;
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
 pub(super) const SOURCE: &Source = &nvrtc::ALL_REDUCE;
 pub(super) const NAMES: &[&str] = &[
-    "all_reduce_read_2",
-    "all_reduce_read_4",
-    "all_reduce_read_8",
-    "all_reduce_share_2",
-    "all_reduce_share_4",
-    "all_reduce_share_8",
+    "all_reduce_read_bf16_2",
+    "all_reduce_read_bf16_4",
+    "all_reduce_read_bf16_8",
+    "all_reduce_read_f32_2",
+    "all_reduce_read_f32_4",
+    "all_reduce_read_f32_8",
+    "all_reduce_share_bf16_2",
+    "all_reduce_share_bf16_4",
+    "all_reduce_share_bf16_8",
+    "all_reduce_share_f32_2",
+    "all_reduce_share_f32_4",
+    "all_reduce_share_f32_8",
 ];
 
 // As in the source, to which a test holds them.
@@ -109,7 +115,7 @@ impl RowSums {
         self.matrix(self.places().normed)
     }
 
-    /// x += the ranks' parts of `turn`, added in rank order in float32 and rounded once; the norms are
+    /// x (f32 or bf16) += the ranks' parts of `turn`, added in rank order in float32 and rounded once; the norms are
     /// x / sqrt(mean(x^2) + eps) * weight. `turn` is not that of the call before. After [`Way::Share`] x has only rows i with
     /// i % N = rank, and later calls on it have to be shared, too. Allocates nothing. Collective: all ranks call it alike.
     ///
@@ -131,19 +137,20 @@ impl RowSums {
             Argument::Count(places.parts[turn] as i64),
             Argument::Count(places.normed as i64),
             Argument::Address(memory.abort_address()),
-            address(OP, x, Kind::BFloat16, rows * self.dim, gpu)?,
+            address(OP, x, x.kind(), rows * self.dim, gpu)?,
             address(OP, weight, Kind::BFloat16, self.dim, gpu)?,
             Argument::Count(rows as i64),
             Argument::Count(packs as i64),
             Argument::Float(eps as f32),
         ];
+        let kind = kind_name(OP, x)?;
         let (name, blocks) = match way {
             Way::Read => ("read", rows),
             Way::Share => ("share", rows.div_ceil(num_ranks)),
         };
         let shape = (blocks.min(MOST_BLOCKS) as u32, packs.next_multiple_of(32) as u32, 0);
         // SAFETY: the kernel's parameters in order; every rank's memory has the same layout, and is never freed.
-        unsafe { launch_early(SOURCE, &format!("all_reduce_{name}_{num_ranks}"), gpu, shape, &arguments) }
+        unsafe { launch_early(SOURCE, &format!("all_reduce_{name}_{kind}_{num_ranks}"), gpu, shape, &arguments) }
     }
 
     fn matrix(&self, place: usize) -> Result<Tensor> {

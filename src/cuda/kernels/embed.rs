@@ -3,12 +3,13 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, kind_name, launch_early, ordinal, row_len, width};
+use super::{Argument, address, kinds_name, launch_early, ordinal, row_len, width};
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
 pub(super) const SOURCE: &Source = &nvrtc::EMBED;
-pub(super) const NAMES: &[&str] = &["embed_f32_x1", "embed_f32_x4", "embed_bf16_x1", "embed_bf16_x8"];
+pub(super) const NAMES: &[&str] =
+    &["embed_f32_x1", "embed_f32_x4", "embed_bf16_x1", "embed_bf16_x8", "embed_f32_bf16_x1", "embed_f32_bf16_x8"];
 
 /// x = the table's rows of `token_ids`; zeros for ids outside of `first_row ..`, so that the sum over the shards of a
 /// vocabulary gives the row. Allocates nothing.
@@ -19,21 +20,21 @@ pub fn embed(
     token_ids: &Tensor, // [T] i32
     table: &Tensor,     // [rows, D] f32 or bf16
     first_row: usize,   // id of the table's first row
-    x: &mut Tensor,     // [T, D], like table
+    x: &mut Tensor,     // [T, D], like table; f32 beside a table of bf16, too
 ) -> Result<()> {
     const OP: &str = "embed";
     let (gpu, kind, tokens, dim) = (ordinal(OP, table)?, table.kind(), token_ids.numel(), row_len(OP, table)?);
     let arguments = [
         address(OP, token_ids, Kind::Int, tokens, gpu)?,
         address(OP, table, kind, table.numel(), gpu)?,
-        address(OP, x, kind, tokens * dim, gpu)?,
+        address(OP, x, x.kind(), tokens * dim, gpu)?,
         Argument::Count((table.numel() / dim) as i64),
         Argument::Count(dim as i64),
         Argument::Count(first_row as i64),
     ];
     let width = width(dim, &[table, x]);
     let threads = (dim / width).next_multiple_of(32).min(512) as u32;
-    let name = format!("embed_{}_x{width}", kind_name(OP, table)?);
+    let name = format!("embed_{}_x{width}", kinds_name(OP, x, table)?);
     // SAFETY: the kernel's parameters in order; one block a row, ids held to the table's rows.
     unsafe { launch_early(SOURCE, &name, gpu, (tokens as u32, threads, 0), &arguments) }
 }

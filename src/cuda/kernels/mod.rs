@@ -112,6 +112,15 @@ fn kind_name(op: &'static str, tensor: &Tensor) -> Result<&'static str> {
     }
 }
 
+/// The same of a kernel whose `x` is like all `others`, or float32 beside others of bfloat16.
+fn kinds_name(op: &'static str, x: &Tensor, others: &Tensor) -> Result<&'static str> {
+    match (x.kind(), others.kind()) {
+        (Kind::Float, Kind::BFloat16) => Ok("f32_bf16"),
+        (x, others) if x != others => Err(invalid(op, "one kind, or float32 beside bfloat16", [x, others])),
+        _ => kind_name(op, x),
+    }
+}
+
 /// The address of a contiguous tensor of `kind` with `numel` elements on GPU `ordinal`.
 fn address(op: &'static str, tensor: &Tensor, kind: Kind, numel: usize, ordinal: usize) -> Result<Argument> {
     let fits = tensor.device() == Device::Cuda(ordinal)

@@ -4,7 +4,7 @@
 use tch::{Kind, Tensor};
 
 use super::sums::add_columns;
-use super::{Argument, address, address_or_null, blocks, invalid, is_aligned, kind_name, launch, ordinal};
+use super::{Argument, address, address_or_null, blocks, invalid, is_aligned, kinds_name, launch, ordinal};
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
@@ -18,6 +18,10 @@ pub(super) const NAMES: &[&str] = &[
     "rms_norm_backward_f32_x4",
     "rms_norm_backward_bf16_x1",
     "rms_norm_backward_bf16_x8",
+    "rms_norm_forward_f32_bf16_x1",
+    "rms_norm_forward_f32_bf16_x8",
+    "rms_norm_backward_f32_bf16_x1",
+    "rms_norm_backward_f32_bf16_x8",
 ];
 
 /// Longest row: the narrow backward keeps a row of sums in a block's 48 KiB of shared memory.
@@ -25,23 +29,23 @@ const MOST_COLUMNS: usize = 12_000;
 /// Threads over which partial sums of dweight are spread. The same on every GPU, so that the sums have the same bits.
 const BACKWARD_THREADS: usize = 132 * 1024;
 
-/// y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), and rstd for the backward.
+/// y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), of the weight's kind, and rstd for the backward.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
 pub fn rms_norm_forward(
     x: &Tensor,      // [.., D] f32 or bf16
-    weight: &Tensor, // [D], like x
+    weight: &Tensor, // [D], like x; bf16 beside x of f32, too
     eps: f64,
 ) -> Result<(Tensor, Tensor)> {
     const OP: &str = "rms_norm_forward";
-    let y = x.f_empty_like()?; // [.., D]
-    let Rows { gpu, rows, dim, suffix, threads } = Rows::of(OP, x, &[&y, weight])?;
+    let (kind, y) = (weight.kind(), Tensor::f_empty(x.size(), (weight.kind(), x.device()))?); // [.., D]
+    let Rows { gpu, rows, dim, suffix, threads } = Rows::of(OP, x, weight, &[&y])?;
     let rstd = statistics(x)?; // [.., 1] f32
     let arguments = [
         address(OP, x, x.kind(), rows * dim, gpu)?,
-        address(OP, weight, x.kind(), dim, gpu)?,
-        address(OP, &y, x.kind(), rows * dim, gpu)?,
+        address(OP, weight, kind, dim, gpu)?,
+        address(OP, &y, kind, rows * dim, gpu)?,
         address(OP, &rstd, Kind::Float, rows, gpu)?,
         Argument::Count(dim as i64),
         Argument::Float(eps as f32),
@@ -58,25 +62,25 @@ pub fn rms_norm_forward(
 /// # Errors
 /// As [`rms_norm_forward`].
 pub fn rms_norm_backward(
-    dy: &Tensor,               // [.., D], like x
+    dy: &Tensor,               // [.., D], like weight
     x: &Tensor,                // [.., D] f32 or bf16
-    weight: &Tensor,           // [D], like x
+    weight: &Tensor,           // [D], like x; bf16 beside x of f32, too
     rstd: &Tensor,             // [.., 1] f32
-    residual: Option<&Tensor>, // [.., D], like x
+    residual: Option<&Tensor>, // [.., D], like weight
     dweight: &mut Tensor,      // [D] f32 or bf16
 ) -> Result<Tensor> {
     const OP: &str = "rms_norm_backward";
-    let dx = x.f_empty_like()?; // [.., D]
-    let Rows { gpu, rows, dim, suffix, threads } = Rows::of(OP, x, &[dy, weight, &dx, residual.unwrap_or(x)])?;
+    let (kind, dx) = (weight.kind(), dy.f_empty_like()?); // [.., D]
+    let Rows { gpu, rows, dim, suffix, threads } = Rows::of(OP, x, weight, &[dy, &dx, residual.unwrap_or(dy)])?;
     let grid = blocks(rows, 1, (BACKWARD_THREADS / threads.next_power_of_two() as usize).max(132));
     let partial = Tensor::f_empty([i64::from(grid), dim as i64], (Kind::Float, x.device()))?; // [blocks, D]
     let arguments = [
-        address(OP, dy, x.kind(), rows * dim, gpu)?,
+        address(OP, dy, kind, rows * dim, gpu)?,
         address(OP, x, x.kind(), rows * dim, gpu)?,
-        address(OP, weight, x.kind(), dim, gpu)?,
+        address(OP, weight, kind, dim, gpu)?,
         address(OP, rstd, Kind::Float, rows, gpu)?,
-        address_or_null(OP, residual, x.kind(), rows * dim, gpu)?,
-        address(OP, &dx, x.kind(), rows * dim, gpu)?,
+        address_or_null(OP, residual, kind, rows * dim, gpu)?,
+        address(OP, &dx, kind, rows * dim, gpu)?,
         address(OP, &partial, Kind::Float, grid as usize * dim, gpu)?,
         Argument::Count(rows as i64),
         Argument::Count(dim as i64),
@@ -98,16 +102,16 @@ struct Rows {
 }
 
 impl Rows {
-    fn of(op: &'static str, x: &Tensor, others: &[&Tensor]) -> Result<Self> {
+    fn of(op: &'static str, x: &Tensor, weight: &Tensor, others: &[&Tensor]) -> Result<Self> {
         let dim = x.size().last().map_or(0, |&dim| dim as usize);
         if dim == 0 || dim > MOST_COLUMNS {
             return Err(invalid(op, format!("rows of 1 to {MOST_COLUMNS} elements"), x.size()));
         }
-        let vector = 16 / x.kind().elt_size_in_bytes();
-        let is_wide =
-            dim.is_multiple_of(vector) && dim <= 1024 * vector && is_aligned(x) && others.iter().all(|t| is_aligned(t));
+        let vector = 16 / weight.kind().elt_size_in_bytes();
+        let are_aligned = [x, weight].iter().chain(others).all(|t| is_aligned(t));
+        let is_wide = dim.is_multiple_of(vector) && dim <= 1024 * vector && are_aligned;
         let (width, threads) = if is_wide { (vector, dim / vector) } else { (1, dim.div_ceil(8).min(512)) };
-        let suffix = format!("{}_x{width}", kind_name(op, x)?);
+        let suffix = format!("{}_x{width}", kinds_name(op, x, weight)?);
         let threads = threads.next_multiple_of(32) as u32;
         Ok(Self { gpu: ordinal(op, x)?, rows: x.numel() / dim, dim, suffix, threads })
     }

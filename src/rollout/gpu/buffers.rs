@@ -37,6 +37,7 @@ pub(super) struct Shape {
     kv_slots: [usize; 2], // blocks, tokens of a block
     tp_size: usize,
     kind: Kind,
+    residual: Kind,
 }
 
 /// Bytes of a GPU that one rank's steps take while the engine is awake, beside weights and cache.
@@ -53,7 +54,7 @@ pub fn engine_sum_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: usiz
 /// Tensors over the arena.
 #[derive(Debug)]
 pub(super) struct Buffers {
-    pub(super) x: Tensor,          // [R, D]
+    pub(super) x: Tensor,          // [R, D], of the residual stream's kind
     pub(super) normed: Tensor,     // [R, D]
     pub(super) delta: Tensor,      // [R, D]
     pub(super) qkv: Tensor,        // [R, (H + 2 Hkv) hd]
@@ -91,6 +92,7 @@ impl Shape {
             kv_slots: [num_blocks, options.block_size],
             tp_size,
             kind: options.kind,
+            residual: options.residual,
         }
     }
 
@@ -126,7 +128,7 @@ impl Shape {
         let width = self.vocab.div_ceil(self.tp_size).next_multiple_of(ALIGNED_LOGITS);
         let whole = if self.tp_size > 1 { draws * width } else { 0 };
         [
-            matrix(self.rows, self.hidden),
+            (vec![self.rows as i64, self.hidden as i64], self.residual),
             matrix(self.rows, self.hidden),
             matrix(self.rows, self.hidden),
             matrix(self.rows, self.qkv),

@@ -242,13 +242,15 @@ impl GpuRunner<'_> {
         let (q, kv) = ((heads * spec.head_dim) as f64, (kv_heads * spec.head_dim) as f64);
         let (layers, vocab) = (spec.num_layers as f64, (spec.vocab_size / self.tp.size()) as f64);
         let size = self.weights.embedding.kind().elt_size_in_bytes() as f64;
+        let buffers = self.state.buffers.as_ref().expect("the engine is awake");
+        let residual = buffers.x.kind().elt_size_in_bytes() as f64;
         let product = |n: f64, k: f64| (size * (n * k + rows * (n + k)), 2.0 * rows * n * k);
         let sums = self.state.sums.as_ref().is_some_and(|sums| rows <= sums.rows() as f64);
         let of_layers = |(bytes, flop): (f64, f64)| (layers * bytes, layers * flop);
         match op {
-            Op::Embed => (2.0 * size * rows * hidden, 0.0),
-            Op::Norm if sums => (size * rows * hidden * 2.0, 0.0), // the others are in the sums
-            Op::Norm => (size * rows * hidden * 4.0 * (2.0 * layers + 1.0), 0.0),
+            Op::Embed => ((size + residual) * rows * hidden, 0.0),
+            Op::Norm if sums => ((size + residual) * rows * hidden, 0.0), // the others are in the sums
+            Op::Norm => ((size + residual) * rows * hidden * 2.0 * (2.0 * layers + 1.0), 0.0),
             Op::Qkv => of_layers(product(q + 2.0 * kv, hidden)),
             Op::RopeWriteKv => of_layers((2.0 * size * rows * (q + 2.0 * kv), 0.0)),
             Op::AttentionPlan => (0.0, 0.0),
@@ -265,7 +267,7 @@ impl GpuRunner<'_> {
                     (bytes + down.0 + up.0, flop + down.1 + up.1)
                 })
             }
-            Op::AllReduce => of_layers((4.0 * size * rows * hidden, 0.0)),
+            Op::AllReduce => of_layers((2.0 * (size + residual) * rows * hidden, 0.0)),
             Op::Head => (size * (vocab + rows) * hidden + 4.0 * rows * vocab, 2.0 * rows * vocab * hidden),
             Op::Sample => (4.0 * rows * vocab, 0.0),
         }

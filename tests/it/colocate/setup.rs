@@ -48,7 +48,7 @@ impl Setup {
         tch::set_num_threads(1);
         let (spec, device, kind) = (Arc::new(ModelSpec::preset("micro").unwrap()), world.device(), self.kind);
         let table = Arc::new(ParamTable::new(spec.clone(), mesh.shard.size()));
-        let network = NetworkOptions { kind, device };
+        let network = NetworkOptions { kind, residual: kind, device };
         let options = PolicyOptions {
             stage: self.stage,
             network,
@@ -70,6 +70,7 @@ impl Setup {
             max_num_batched_tokens: 512,
             max_model_length: 128,
             kind,
+            residual: kind,
             device,
             strict: false,
         };

@@ -23,16 +23,37 @@ fn four_processes_train_like_one() {
     ranks::run(4, "colocate::trainer::four_processes_train_like_one", |world: World| trains_like_one(world, 3, 2));
 }
 
+/// Policy, reference and both ranks of the engine keep the residual stream in what the key says: sampler and trainer are nearer
+/// to one another, and policy and reference stay alike.
+#[test]
+fn two_processes_keep_one_kind_of_residual_stream() {
+    ranks::run(2, "colocate::trainer::two_processes_keep_one_kind_of_residual_stream", |world: World| {
+        tch::set_num_threads(1);
+        let (world, folder) = (Arc::new(world), tempfile::tempdir().unwrap());
+        let apart = ["auto", "float32"].map(|residual| {
+            let keys = ["dtype=bfloat16".to_owned(), format!("residual_dtype={residual}")];
+            let lines = run(world.clone(), &folder.path().join(residual), (2, 2), &keys);
+            let first = lines.iter().find(|line| line.values.contains_key("loss"))?;
+            assert!(first.values["kl"].abs() < 1e-6, "{residual}: {first:?}");
+            Some(first.values["sampling/sampling_logp_difference/mean"])
+        });
+        if let [Some(narrow), Some(wide)] = apart {
+            println!("{wide:.2e} apart with a float32 stream, {narrow:.2e} without");
+            assert!(0.0 < wide && wide < 0.8 * narrow, "{wide}, not below {narrow}");
+        }
+    });
+}
+
 /// Rewards and losses of each step, against those of a run on one process that samples as much.
 fn trains_like_one(world: World, stage: u8, tp_size: usize) {
     tch::set_num_threads(1);
     let (rank, folder) = (world.rank(), tempfile::tempdir().unwrap());
     // Only the first rank writes, so that its folder is the run's.
-    let own = run(world, &folder.path().join("several"), stage, tp_size);
+    let own = run(Arc::new(world), &folder.path().join("several"), (stage, tp_size), &[]);
     if rank > 0 {
         return;
     }
-    let alone = run(World::single(), &folder.path().join("alone"), 0, 1);
+    let alone = run(Arc::new(World::single()), &folder.path().join("alone"), (0, 1), &[]);
     assert_eq!(own.len(), (2 * NUM_STEPS + 1) as usize, "an evaluation before the first step and after each");
     for (got, expected) in own.iter().zip(&alone) {
         let expected = &expected.values;
@@ -127,7 +148,7 @@ const NAMES: &[&str] = &[
 ];
 
 /// Trains the demo's model for a few steps and returns every line of metrics.jsonl, if this is the rank that writes them.
-fn run(world: World, output_dir: &Path, stage: u8, tp_size: usize) -> Vec<MetricLine> {
+fn run(world: Arc<World>, output_dir: &Path, (stage, tp_size): (u8, usize), keys: &[String]) -> Vec<MetricLine> {
     let is_first = world.rank() == 0;
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let rows = std::fs::read_to_string(root.join("configs/arithmetic/eval.jsonl")).unwrap();
@@ -150,8 +171,9 @@ fn run(world: World, output_dir: &Path, stage: u8, tp_size: usize) -> Vec<Metric
         format!("zero.stage={stage}"),
         format!("tensor_parallel_size={tp_size}"),
     ];
+    let overrides = [&overrides[..], keys].concat();
     let config = Config::load(Some(&root.join("configs/tiny-cpu.toml")), &overrides).unwrap();
-    let summary = Trainer::new(config, Arc::new(world)).unwrap().run().unwrap();
+    let summary = Trainer::new(config, world).unwrap().run().unwrap();
     assert_eq!(summary.report.is_some(), is_first);
     if is_first { read_metrics(&output_dir.join("metrics.jsonl")).unwrap() } else { Vec::new() }
 }

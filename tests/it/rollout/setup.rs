@@ -168,6 +168,7 @@ pub fn options() -> EngineOptions {
         max_num_batched_tokens: 512,
         max_model_length: 128,
         kind: Kind::Float,
+        residual: Kind::Float,
         device: Device::Cpu,
         strict: false,
     }

@@ -27,6 +27,7 @@ pub const BUDGET: usize = 40;
 pub struct Run {
     pub stage: u8,
     pub kind: Kind,
+    pub residual: Kind,
     pub tied: bool,
     pub recompute: GradientCheckpointing,
     pub budget: usize,
@@ -45,6 +46,7 @@ impl Run {
         Self {
             stage,
             kind,
+            residual: kind,
             tied: false,
             recompute,
             budget: BUDGET,
@@ -58,7 +60,7 @@ impl Run {
     pub fn options(&self, mesh: &Mesh) -> PolicyOptions {
         PolicyOptions {
             stage: self.stage,
-            network: NetworkOptions { kind: self.kind, device: mesh.world.device() },
+            network: NetworkOptions { kind: self.kind, residual: self.residual, device: mesh.world.device() },
             gradient_checkpointing: self.recompute,
             adam: ADAM,
             gradients: self.gradients,
