@@ -1,4 +1,4 @@
-//! Files that spare later starts some work on the same GPU: compiled kernels, the algorithms of products.
+//! Files that spare later starts some work on the same GPU: compiled kernels, what was timed of products.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -26,8 +26,15 @@ pub(super) fn read(path: &Path) -> Result<Option<Vec<u8>>> {
     }
 }
 
+/// Keeps `bytes` for later starts. Where that fails it only costs time: `done` says what is done again.
+pub(super) fn keep(path: &Path, bytes: &[u8], done: &str) {
+    if let Err(error) = write(path, bytes) {
+        tracing::warn!("{done} again at every start: {error}");
+    }
+}
+
 /// Whole or not at all: several ranks may write the same file at once.
-pub(super) fn keep(path: &Path, bytes: &[u8]) -> Result<()> {
+fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     let folder = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
     let mut draft = tempfile::NamedTempFile::new_in(folder).map_err(Error::io(folder))?;
@@ -54,8 +61,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("deep/kernel.cubin");
         assert_eq!(read(&path).unwrap(), None);
-        keep(&path, b"image").unwrap();
-        keep(&path, b"another").unwrap();
+        write(&path, b"image").unwrap();
+        write(&path, b"another").unwrap();
         assert_eq!(read(&path).unwrap().unwrap(), b"another");
         assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "no drafts left");
     }

@@ -73,22 +73,26 @@ const OPTIONS: [&str; 2] = ["--std=c++17", "--extra-device-vectorization"];
 /// # Errors
 /// [`Error::Environment`] without NVRTC, or with the compiler's log.
 pub(super) fn cubin(source: &Source, capability: (i32, i32)) -> Result<Vec<u8>> {
-    let path = cache::path("cubin", source.file.trim_end_matches(".cu"), &key(source, capability, version()?))?;
+    let path = cache::path("cubin", source.file.trim_end_matches(".cu"), &key(source, capability)?)?;
     if let Some(image) = cache::read(&path)? {
         return Ok(image);
     }
     static SAID: Once = Once::new();
     SAID.call_once(|| tracing::info!("compiling CUDA kernels, once for this GPU and compiler"));
     let image = compile(source, capability)?;
-    // A cache that cannot be written only costs time.
-    if let Err(error) = cache::keep(&path, &image) {
-        tracing::warn!("{} is compiled again at every start: {error}", source.file);
-    }
+    cache::keep(&path, &image, &format!("{} is compiled", source.file));
     Ok(image)
 }
 
-/// Everything that the machine code follows from.
-fn key(source: &Source, capability: (i32, i32), version: (c_int, c_int)) -> String {
+/// Everything that the machine code of `source` follows from.
+///
+/// # Errors
+/// [`Error::Environment`] without NVRTC.
+pub(super) fn key(source: &Source, capability: (i32, i32)) -> Result<String> {
+    Ok(key_of(source, capability, version()?))
+}
+
+fn key_of(source: &Source, capability: (i32, i32), version: (c_int, c_int)) -> String {
     let headers = HEADERS.map(|header| header.1).concat();
     format!("{} {version:?} {OPTIONS:?}\n{headers}\n{}", architecture(capability), source.text)
 }
@@ -231,9 +235,11 @@ mod tests {
 
     #[test]
     fn the_cache_tells_architectures_compilers_and_sources_apart() {
-        let known = key(&PRODUCT, (9, 0), (13, 0));
+        let known = key_of(&PRODUCT, (9, 0), (13, 0));
         assert!(known.starts_with("sm_90a ") && known.contains(PRODUCT.text));
-        for other in [key(&PRODUCT, (10, 0), (13, 0)), key(&PRODUCT, (9, 0), (13, 1)), key(&ADAPT, (9, 0), (13, 0))] {
+        for other in
+            [key_of(&PRODUCT, (10, 0), (13, 0)), key_of(&PRODUCT, (9, 0), (13, 1)), key_of(&ADAPT, (9, 0), (13, 0))]
+        {
             assert_ne!(known, other);
         }
     }

@@ -38,6 +38,7 @@ pub use nf4::{Nf4Codes, nf4_dequantize};
 pub use norm::sums_of_squares;
 pub use normal::{dropout, fill_normal};
 pub use paged_attention::{AttentionPlan, AttentionShape, SharedPrefixes, paged_attention};
+pub(super) use product::product_key;
 pub use product::{product, product_serves, product_silu_mul};
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub use rope_write_kv::{HeadTransform, QkvViews, rope_write_kv};

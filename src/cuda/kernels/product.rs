@@ -74,6 +74,12 @@ pub fn product_serves(rows: usize, weights: &[&Tensor], bias: Option<&Tensor>) -
     Ok(context.compute_capability()? == (9, 0) && context.num_processors()? == PROCESSORS)
 }
 
+/// What the speed of [`product`] follows from on a GPU of compute capability (major, minor): the kernels and how weights are cut.
+pub(in crate::cuda) fn product_key(capability: (i32, i32)) -> Result<String> {
+    let cuts = (FEATURES, CLUSTERS, LEAST_FILL);
+    Ok(format!("{cuts:?} {}", nvrtc::key(SOURCE, capability)?))
+}
+
 /// out = x w^T + bias for at most 64 rows, sums in float32, rounded once. The kernel reads w while the operation before it still
 /// runs: that one must not write w, and must itself have waited for any that does.
 ///

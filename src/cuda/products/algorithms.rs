@@ -81,10 +81,7 @@ impl Products {
         descriptors: &Descriptors,
         (a, b, out): (&Tensor, &Tensor, &Tensor),
     ) -> Result<sys::cublasLtMatmulAlgo_t> {
-        // SAFETY: asks for a number.
-        let version = unsafe { sys::cublasLtGetVersion() };
-        let key = format!("{} {version} {WORKSPACE_BYTES} {CANDIDATES} {PARTS:?} {problem:?}", self.context.name()?);
-        let path = cache::path("algorithm", &problem.name(), &key)?;
+        let path = cache::path("algorithm", &problem.name(), &format!("{} {problem:?}", self.key()?))?;
         if let Some(algorithm) = kept(&path)?.filter(|algorithm| descriptors.accept(self.handle, algorithm)) {
             return Ok(algorithm);
         }
@@ -100,11 +97,15 @@ impl Products {
         let variants = self.variants(descriptors, &candidates)?;
         let algorithm = self.fastest(descriptors, &[candidates, variants].concat(), pointers, &flushed)?;
         let bytes: Vec<u8> = algorithm.data.iter().flat_map(|word| word.to_le_bytes()).collect();
-        // A cache that cannot be written only costs time.
-        if let Err(error) = cache::keep(&path, &bytes) {
-            tracing::warn!("the product {} is timed again at every start: {error}", problem.name());
-        }
+        cache::keep(&path, &bytes, &format!("the product {} is timed", problem.name()));
         Ok(algorithm)
+    }
+
+    /// What the choice of an algorithm follows from beside the product: the GPU, cuBLASLt, and what there is to choose from.
+    pub(super) fn key(&self) -> Result<String> {
+        // SAFETY: asks for a number.
+        let version = unsafe { sys::cublasLtGetVersion() };
+        Ok(format!("{} {version} {WORKSPACE_BYTES} {CANDIDATES} {PARTS:?}", self.context.name()?))
     }
 
     /// The candidates with K in other numbers of parts.
@@ -158,7 +159,7 @@ fn kept(path: &Path) -> Result<Option<sys::cublasLtMatmulAlgo_t>> {
     Ok(words.try_into().ok().map(|data| sys::cublasLtMatmulAlgo_t { data }))
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -1,13 +1,15 @@
 //! Matrix products on a GPU through cuBLASLt: float32 sums of bf16 or f32 factors, read and written through their leading
 //! dimensions, so that a tensor-parallel slice needs no copy.
 //!
-//! The algorithm of a shape is chosen once (`algorithms`). The workspace is fixed and stays, so that products can be captured
+//! The algorithm of a shape is chosen once (`algorithms`), and so is whether a step has the crate's own products instead (`own`). The
+//! workspace is fixed and stays, so that products can be captured
 //! in a graph.
 #![allow(unsafe_code)]
 
 mod algorithms;
 mod fixed;
 mod order;
+mod own;
 mod problem;
 
 use std::collections::HashMap;
@@ -26,6 +28,7 @@ use crate::torch;
 
 /// What cuBLAS advises for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
+
 /// How the algorithm of a shape is found on first use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Tuning {
@@ -48,6 +51,7 @@ pub struct Products {
     handle: sys::cublasLtHandle_t,
     workspace: driver::CUdeviceptr,
     chosen: Mutex<HashMap<(Problem, Tuning), sys::cublasLtMatmulAlgo_t>>,
+    own_are_faster: Mutex<HashMap<String, bool>>, // by step
 }
 
 // SAFETY: a cublasLt handle may be used from any thread, and so may a stream.
@@ -73,7 +77,8 @@ impl Products {
         // SAFETY: freed by drop alone.
         let workspace = check("cuMemAlloc", unsafe { result::malloc_sync(WORKSPACE_BYTES) })?;
         let handle = std::ptr::null_mut();
-        let mut products = Self { context, stream: stream.raw(), handle, workspace, chosen: Mutex::default() };
+        let (stream, chosen, own_are_faster) = (stream.raw(), Mutex::default(), Mutex::default());
+        let mut products = Self { context, stream, handle, workspace, chosen, own_are_faster };
         // SAFETY: the handle is written on success and destroyed with `products`.
         status("cublasLtCreate", unsafe { sys::cublasLtCreate(&raw mut products.handle) })?;
         Ok(products)

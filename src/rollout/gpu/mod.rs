@@ -22,8 +22,7 @@ mod sampling;
 pub use self::buffers::{engine_buffer_bytes, engine_sum_bytes};
 pub use self::profile::{OpTime, StepProfile, Sustained};
 
-use std::collections::{HashMap, VecDeque};
-use std::sync::Mutex;
+use std::collections::VecDeque;
 
 use tch::{Device, Kind, Tensor, no_grad};
 
@@ -89,8 +88,6 @@ pub(super) struct GpuState {
     low: Option<Tensor>, // for adapters, made at the first wake that has some
     sums: Option<RowSums>,
     products: Products,
-    /// Whether steps of so many rows are faster with `kernels::product`, as far as that was asked.
-    own_products: Mutex<HashMap<usize, bool>>,
     stream: TorchStream,
     uploads: [PinnedWords; 2],
     downloads: [PinnedWords; 2],
@@ -128,7 +125,6 @@ impl GpuState {
             low: None,
             sums: None,
             products: Products::new(&stream)?,
-            own_products: Mutex::default(),
             stream,
             uploads: pinned(shape.input_words())?,
             downloads: pinned(2 * shape.seqs)?,
@@ -282,10 +278,7 @@ impl<'a> GpuRunner<'a> {
         let network = Network { sums, ..self.network(Tuning::Timed, only) };
         let hidden = |network: &Network| decode_hidden(network, &inputs, &state.plan, state.strict);
         run(&state.stream, &mut || {
-            let own_products = network.may_own_products(widths.0)?
-                && state.is_faster_with_own_products(widths.0, &|own_products| {
-                    hidden(&Network { own_products, only: None, ..network }).map(drop)
-                })?;
+            let own_products = state.own_products_are_faster(&network, widths.0, &hidden)?;
             let hidden = hidden(&Network { own_products, ..network })?;
             let drawn =
                 Drawn { lens: &inputs.context_lens, block_tables: &inputs.block_tables, sampling: &inputs.sampling };

@@ -1,12 +1,11 @@
 //! The time of a decode step and of each of its operations, from graph replays over a made-up batch.
 #![allow(unsafe_code)]
 
-use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use tch::{Device, Tensor};
 
-use super::network::Op;
+use super::network::{Network, Op};
 use super::{GpuRunner, GpuState, Packing};
 use crate::cuda::{EnergyMeter, Graph};
 use crate::dist::{ReduceOp, all_reduce_f64};
@@ -81,30 +80,40 @@ const OPS: [Op; 14] = [
 ];
 
 impl GpuState {
-    /// Whether a step of so many rows is faster with `kernels::product`, which `step` is told: timed once. It pays for a step as
-    /// a whole, as it asks for weights while the operation before is at work; one of its products alone is no faster. Of an engine
-    /// with one rank: others would wait in this step's collectives.
-    pub(super) fn is_faster_with_own_products(&self, rows: usize, step: &dyn Fn(bool) -> Result<()>) -> Result<bool> {
-        let mut known = self.own_products.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(&is_faster) = known.get(&rows) {
-            return Ok(is_faster);
+    /// Whether `hidden` of so many rows is faster with `kernels::product`, where that may be: timed over the batch at hand, once for a
+    /// model's shapes. It pays for a step as a whole, as it asks for weights while the operation before is at work; one of its products
+    /// alone is no faster.
+    pub(super) fn own_products_are_faster(
+        &self,
+        network: &Network,
+        rows: usize,
+        hidden: &dyn Fn(&Network) -> Result<Tensor>,
+    ) -> Result<bool> {
+        if !network.may_own_products(rows)? {
+            return Ok(false);
         }
-        let time = |own_products| -> Result<Duration> {
-            step(own_products)?;
-            let mut graph = Graph::capture(&self.stream, || step(own_products))?;
-            let mut fastest = Duration::MAX;
-            for _ in 0..TRIALS {
-                let start = self.stream.record_timed()?;
-                // SAFETY: recorded just now, over memory that stays as long as the engine is awake.
-                unsafe { graph.replay(&self.stream)? };
-                fastest = fastest.min(start.time_until(&self.stream.record_timed()?)?);
-            }
-            Ok(fastest)
-        };
-        let (theirs, own) = (time(false)?, time(true)?);
-        tracing::debug!("{rows} rows: {own:?} with own products, {theirs:?} with cuBLASLt's");
-        known.insert(rows, own < theirs);
-        Ok(own < theirs)
+        let (block_size, quantized) = (network.kv_cache.block_size(), network.weights.quantized.is_some());
+        let step = format!("{block_size} {quantized} {:?}", network.spec);
+        self.products.own_are_faster(rows, &step, || {
+            let time = |own_products| self.time(|| hidden(&Network { own_products, only: None, ..*network }).map(drop));
+            let (theirs, own) = (time(false)?, time(true)?);
+            tracing::debug!("{rows} rows: {own:?} with own products, {theirs:?} with cuBLASLt's");
+            Ok(own < theirs)
+        })
+    }
+
+    /// The fastest of some replays of `step`.
+    fn time(&self, step: impl Fn() -> Result<()>) -> Result<Duration> {
+        step()?;
+        let mut graph = Graph::capture(&self.stream, step)?;
+        let mut fastest = Duration::MAX;
+        for _ in 0..TRIALS {
+            let start = self.stream.record_timed()?;
+            // SAFETY: recorded just now, over memory that stays as long as the engine is awake.
+            unsafe { graph.replay(&self.stream)? };
+            fastest = fastest.min(start.time_until(&self.stream.record_timed()?)?);
+        }
+        Ok(fastest)
     }
 }
 
