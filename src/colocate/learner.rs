@@ -1,18 +1,32 @@
-//! The half of a step that trains, wherever the other half is.
+//! The half of a step that trains, wherever the other half is: one generation batch into optimizer updates. Scores where they are
+//! needed, loss, backward, step.
 
 use std::sync::Arc;
 
+use super::update::{UpdateOptions, UpdateOutcome, UpdateProgress, UpdateSums};
+use crate::config::LossType;
 use crate::dist::{Mesh, World};
-use crate::train::{Policy, Reference};
+use crate::error::{Error, Result};
+use crate::grpo::Denominators;
+use crate::memory;
+use crate::phase::{self, Phase};
+use crate::torch;
+use crate::train::{
+    MicroBatch, PackOptions, Policy, Reference, Scores, Sequence, balanced_share, gather_sequences, learning_rate,
+    pack, pad_to_agreed_count,
+};
 
-/// The policy, the reference model and the ranks that train them together. `update` holds what it does.
+/// Updates in a row that may be skipped for a non-finite gradient before the run ends with exit code 13.
+const MAX_CONSECUTIVE_SKIPS: u32 = 5;
+
+/// The policy, the reference model and the ranks that train them together.
 #[derive(Debug)]
 pub struct Learner {
     pub(super) world: Arc<World>,
     pub(super) mesh: Mesh,
     pub(super) policy: Policy,
-    pub(super) reference: Option<Reference>,
-    pub(super) num_consecutive_skips: u32,
+    reference: Option<Reference>,
+    num_consecutive_skips: u32,
 }
 
 impl Learner {
@@ -30,4 +44,207 @@ impl Learner {
     pub fn policy_mut(&mut self) -> &mut Policy {
         &mut self.policy
     }
+
+    /// Trains on the sequences of one generation batch; collective over the world, where ranks that do not train call
+    /// [`gather_sequences`] instead. Every rank passes those that it sampled, in rank order those of the whole batch; which
+    /// of those that train takes which is balanced by cost.
+    ///
+    /// Sequence `i` of the whole batch takes part in update `i % updates_per_generation` of every iteration, so that the
+    /// updates do not depend on the world size.
+    ///
+    /// # Errors
+    /// This rank's; [`Error::NonFinite`] after `MAX_CONSECUTIVE_SKIPS` skipped updates in a row.
+    pub fn train(
+        &mut self,
+        sequences: &[Sequence],
+        options: &UpdateOptions,
+        progress: &dyn UpdateProgress,
+    ) -> Result<UpdateOutcome> {
+        let (mut shares, denominators) = phase::scope(Phase::Pack, || self.share_out(sequences, options))?;
+        // What the engine gave back, before libtorch needs it.
+        phase::scope(Phase::Reload, || memory::settle(self.world.device()))?;
+        for share in &mut shares {
+            self.score(share, options, progress)?;
+        }
+        let mut outcome = UpdateOutcome::default();
+        let passes = (0..options.num_iterations).flat_map(|_| shares.iter().zip(&denominators));
+        for (share, denominators) in passes.take(options.num_updates() as usize) {
+            self.update_once(share, denominators, options, progress, &mut outcome)?;
+        }
+        outcome.exposed_communication = self.policy.take_exposed_communication()?;
+        outcome.loss /= outcome.num_updates as f64;
+        outcome.grad_norm /= (outcome.num_updates - outcome.num_skipped).max(1) as f64;
+        Ok(outcome)
+    }
+
+    /// Forgets what a step that failed has begun: gradients and gathered weights.
+    pub(crate) fn forget(&mut self) {
+        self.policy.drop_gradients();
+        if let Some(reference) = &mut self.reference {
+            reference.free_gathered();
+        }
+    }
+
+    /// Fills in old log-probabilities, if several updates will need them or dropout spoils the training forward's own, and
+    /// the reference model's: of a run that trains adapters, the base without them.
+    fn score(
+        &mut self,
+        sequences: &mut [Sequence],
+        options: &UpdateOptions,
+        progress: &dyn UpdateProgress,
+    ) -> Result<()> {
+        let dropout = self.policy.lora().is_some_and(|lora| lora.dropout > 0.0);
+        let needs_old = dropout || options.needs_old_logprobs();
+        let base_serves = self.policy.lora().is_some() && options.loss.beta > 0.0;
+        let needs_ref = self.reference.is_some() || base_serves;
+        if !needs_old && !needs_ref {
+            return Ok(());
+        }
+        phase::scope(Phase::Score, || {
+            let micro_batches = self.micro_batches(sequences, options)?;
+            progress.begin(Phase::Score, micro_batches.len());
+            for micro_batch in micro_batches {
+                if needs_old {
+                    let scores = self.policy.forward_logprobs(&micro_batch, options.temperature)?;
+                    hand_out(&micro_batch, &scores, sequences, |sequence| &mut sequence.old_logprobs)?;
+                }
+                if needs_ref {
+                    let scores = match &mut self.reference {
+                        Some(reference) => reference.forward_logprobs(&micro_batch, options.temperature)?,
+                        None => self.policy.base_logprobs(&micro_batch, options.temperature)?,
+                    };
+                    hand_out(&micro_batch, &scores, sequences, |sequence| &mut sequence.ref_logprobs)?;
+                }
+                progress.advance();
+            }
+            if let Some(reference) = &mut self.reference {
+                reference.free_gathered();
+            }
+            Ok(())
+        })
+    }
+
+    /// What this rank trains on in each update of a pass, and what its token losses are divided by, over all ranks.
+    fn share_out(
+        &self,
+        sequences: &[Sequence],
+        options: &UpdateOptions,
+    ) -> Result<(Vec<Vec<Sequence>>, Vec<Denominators>)> {
+        let (trainers, num_updates) = (&*self.mesh.world, options.updates_per_generation);
+        let mut slices = vec![Vec::new(); num_updates];
+        for (index, sequence) in gather_sequences(sequences, &*self.world.group())?.into_iter().enumerate() {
+            slices[index % num_updates].push(sequence);
+        }
+        let (spec, share_prompts) = (&self.policy.table().spec, self.shares_prompts(options));
+        let share =
+            |slice: &Vec<Sequence>| balanced_share(slice, spec, share_prompts, trainers.rank(), trainers.size());
+        Ok((slices.iter().map(share).collect(), denominators(&slices, options.loss.loss_type)))
+    }
+
+    /// One update from this rank's `share`, which it adds to `outcome`.
+    fn update_once(
+        &mut self,
+        share: &[Sequence],
+        denominators: &Denominators,
+        options: &UpdateOptions,
+        progress: &dyn UpdateProgress,
+        outcome: &mut UpdateOutcome,
+    ) -> Result<()> {
+        let micro_batches = phase::scope(Phase::Pack, || self.micro_batches(share, options))?;
+        progress.begin(Phase::ForwardBackward, micro_batches.len());
+        let mut sums = UpdateSums::default();
+        phase::scope(Phase::ForwardBackward, || {
+            for (index, micro_batch) in micro_batches.iter().enumerate() {
+                if index + 1 == micro_batches.len() {
+                    self.policy.finish_gradients_with_next_backward();
+                }
+                outcome.num_trained_tokens += if micro_batch.is_empty() { 0 } else { micro_batch.num_tokens() };
+                self.policy.forward_backward(micro_batch, options.temperature, &mut |scores| {
+                    sums.differentiate(micro_batch, scores, denominators, options)
+                })?;
+                progress.advance();
+            }
+            Ok(())
+        })?;
+        outcome.learning_rate = learning_rate(&options.schedule, options.global_step + outcome.num_updates);
+        let step = phase::scope(Phase::Optimizer, || {
+            self.policy.optimizer_step(outcome.learning_rate, options.max_grad_norm)
+        })?;
+        sums.read_into(outcome)?; // the device is waited for by now: the step needed the gradient's norm
+        outcome.num_updates += 1;
+        if !step.skipped {
+            self.num_consecutive_skips = 0;
+            outcome.grad_norm += step.grad_norm;
+            return Ok(());
+        }
+        outcome.num_skipped += 1;
+        self.note_skip(options.global_step + outcome.num_updates, share, progress)
+    }
+
+    /// # Errors
+    /// [`Error::NonFinite`] for one skip too many in a row.
+    fn note_skip(&mut self, update: u64, share: &[Sequence], progress: &dyn UpdateProgress) -> Result<()> {
+        self.num_consecutive_skips += 1;
+        tracing::warn!("update {update}: the loss or the gradient is not finite; skipped on all ranks");
+        progress.skipped(update, share)?;
+        if self.num_consecutive_skips < MAX_CONSECUTIVE_SKIPS {
+            return Ok(());
+        }
+        Err(Error::NonFinite {
+            message: format!(
+                "{MAX_CONSECUTIVE_SKIPS} updates in a row had a loss or gradient that is not finite, the last at step \
+                 {update}; lower learning_rate or resume from an earlier checkpoint; the batches are in non_finite/"
+            ),
+        })
+    }
+
+    /// The same number of micro-batches on every rank, the surplus empty.
+    fn micro_batches(&self, sequences: &[Sequence], options: &UpdateOptions) -> Result<Vec<MicroBatch>> {
+        let pack_options = PackOptions {
+            max_tokens: options.max_tokens_per_micro_batch,
+            share_prompts: self.shares_prompts(options),
+            device: options.device,
+        };
+        let mut micro_batches = pack(sequences, &pack_options)?;
+        pad_to_agreed_count(&mut micro_batches, &*self.mesh.world)?;
+        Ok(micro_batches)
+    }
+
+    /// A sliding window may hide a prompt from its completions' ends: such models run every sequence whole.
+    fn shares_prompts(&self, options: &UpdateOptions) -> bool {
+        options.share_prompts && self.policy.table().spec.sliding_window.is_none()
+    }
+}
+
+/// What each update's token losses are divided by, from the sequences of all ranks.
+fn denominators(slices: &[Vec<Sequence>], loss_type: LossType) -> Vec<Denominators> {
+    let tokens = |slice: &Vec<Sequence>| -> usize {
+        slice.iter().filter(|sequence| !sequence.masked).map(Sequence::completion_len).sum()
+    };
+    let total_tokens: usize = slices.iter().map(tokens).sum();
+    let of_slice = |slice: &Vec<Sequence>| Denominators {
+        num_sequences: slice.len() as f64,
+        num_tokens: match loss_type {
+            LossType::Dapo | LossType::Cispo => total_tokens as f64 / slices.len() as f64,
+            LossType::Grpo | LossType::DrGrpo | LossType::Bnpo => tokens(slice) as f64,
+        },
+    };
+    slices.iter().map(of_slice).collect()
+}
+
+/// Gives each sequence of a micro-batch its own log-probabilities.
+fn hand_out(
+    micro_batch: &MicroBatch,
+    scores: &Scores,
+    sequences: &mut [Sequence],
+    field: impl Fn(&mut Sequence) -> &mut Option<Vec<f32>>,
+) -> Result<()> {
+    let logprobs = torch::f32_vec(&scores.logprobs)?;
+    let mut rest = logprobs.as_slice();
+    for &index in &micro_batch.sequences {
+        let (own, others) = rest.split_at(sequences[index].completion_len());
+        *field(&mut sequences[index]) = Some(own.to_vec());
+        rest = others;
+    }
+    Ok(())
 }

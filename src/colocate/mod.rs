@@ -94,8 +94,8 @@ impl Colocated {
     /// and the optimizer state is on the device again or on its way there, bit for bit. A panic goes on unwinding after that.
     ///
     /// # Errors
-    /// The first failure of any rank: the failing rank gets its own error, its peers [`Error::PeerFailed`]; none is left
-    /// waiting in a collective, and the next scope can be entered.
+    /// The first failure of any rank: the failing rank gets its own error, its peers [`PeerFailed`](crate::Error::PeerFailed); none is
+    /// left waiting in a collective, and the next scope can be entered.
     pub fn with_rollout<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
         let leave = |colocated: &mut Self| phase::scope(Phase::Reload, || colocated.restore());
         together(self, "with_rollout", |colocated| colocated.rollout_scope(work), leave)
@@ -180,7 +180,7 @@ impl Half for Colocated {
     }
 
     fn recover(&mut self) {
-        self.learner.policy.drop_gradients();
+        self.learner.forget();
         if let Err(error) = self.restore() {
             tracing::error!("{error}: the optimizer state stays in the host pool until the end of the next rollout");
         }

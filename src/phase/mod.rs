@@ -4,12 +4,13 @@
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `pulse` | phases, step, heartbeats and last collective, on a page that the launcher reads too |
+//! | `page`, `pulse` | phases, step, heartbeats and last collective, on a page that the launcher reads too; what is read there |
 //! | `watch` | who stands still for longer than its phase allows |
 //! | `trace` | a time-line of phases, on request |
 //! | `fault` | faults to inject |
 
 mod fault;
+mod page;
 mod pulse;
 mod trace;
 mod watch;
@@ -21,8 +22,9 @@ use std::time::{Duration, Instant};
 
 use fault::inject;
 pub use fault::{Fault, FaultKind, arm_fault, fires_nan, inject_at};
-use pulse::page;
-pub use pulse::{CollectiveScope, LastCollective, PULSE_FD_VARIABLE, Pulse, SharedPage, is_watched, publish};
+use page::page;
+pub use page::{CollectiveScope, PULSE_FD_VARIABLE, SharedPage, is_watched, publish};
+pub use pulse::{LastCollective, Pulse};
 pub use trace::{flush_trace, merge_traces, trace_to};
 pub use watch::{Limits, Stall, Watch};
 

@@ -1,16 +1,22 @@
-//! A policy as a configuration asks for it: all weights, or a frozen base with adapters.
+//! How a policy is made: all weights train, or adapters of a frozen base.
 
 use std::path::Path;
 use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
-use super::policy::{AdapterOptions, Policy, PolicyOptions};
+use super::adapters::Adapters;
+use super::network::{Network, NetworkOptions};
+use super::optimizer::Optimizer;
+use super::policy::{Policy, PolicyOptions};
 use super::residence::OptimizerHome;
+use super::sharding::Sharding;
+use super::weights::Weights;
 use crate::config::Quantization;
 use crate::dist::Mesh;
 use crate::error::{Error, Result};
 use crate::model::{AdapterFiles, LoraSpec, ParamTable, UnitLayout, init_unit};
+use crate::torch::accumulation_kind;
 
 /// What of a model trains, and from where.
 #[derive(Debug, Clone)]
@@ -23,6 +29,24 @@ pub struct PolicyStart<'a> {
     pub seed: u64,
     /// A folder of adapters to go on from.
     pub adapters: Option<&'a Path>,
+}
+
+/// The adapters of a frozen policy.
+pub struct AdapterOptions<'a> {
+    /// What is adapted.
+    pub lora: LoraSpec,
+    /// How the blocks of the base are stored; quantised ones are whole on every rank.
+    pub quantization: Quantization,
+    /// Key of dropout.
+    pub seed: u64,
+    /// A layout's whole flat tensor `[len]` of the adapters' weights, of any floating kind.
+    pub source: &'a dyn Fn(&UnitLayout) -> Result<Tensor>,
+}
+
+impl std::fmt::Debug for AdapterOptions<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AdapterOptions").field("lora", &self.lora).field("seed", &self.seed).finish_non_exhaustive()
+    }
 }
 
 impl Policy {
@@ -55,6 +79,71 @@ impl Policy {
         };
         let adapters = AdapterOptions { lora, quantization, seed, source: &adapters };
         Policy::with_adapters(table.clone(), mesh, options, home, source, adapters)
+    }
+
+    /// [`Policy::new`] with optimizer state in `home`, whose pool has [`super::TrainBytes`]' `optimizer` bytes.
+    ///
+    /// # Errors
+    /// As [`Policy::new`], and `InvalidArgument` for a pool that is too small.
+    pub fn with_home(
+        table: Arc<ParamTable>,
+        mesh: &Mesh,
+        options: PolicyOptions,
+        home: OptimizerHome,
+        source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
+    ) -> Result<Self> {
+        let sharding = Sharding::new(&table, mesh, options.stage)?;
+        let (optimizer, weights) = Self::load_trained("policy_weights", table, &sharding, options, home, source)?;
+        Ok(Self::assemble(Network::new(weights, None, options.network), optimizer, sharding, options))
+    }
+
+    /// A frozen model with adapters that train: they alone have master weights, moments and gradients. `source` gives the
+    /// model's units, `adapters.source` those of [`ParamTable::adapters`].
+    ///
+    /// # Errors
+    /// As [`Policy::with_home`].
+    pub fn with_adapters(
+        table: Arc<ParamTable>,
+        mesh: &Mesh,
+        options: PolicyOptions,
+        home: OptimizerHome,
+        source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
+        adapters: AdapterOptions<'_>,
+    ) -> Result<Self> {
+        let AdapterOptions { lora, quantization, seed, source: adapter_source } = adapters;
+        let NetworkOptions { kind, device, .. } = options.network;
+        let adapter_table = Arc::new(ParamTable::adapters(table.spec.clone(), &lora, table.shards));
+        let (owner, place) = ("policy_weights", (kind, device));
+        let base = match quantization {
+            Quantization::None => {
+                let sharding = Sharding::new(&table, mesh, options.stage)?;
+                Weights::load(owner, table, sharding, place, source, |_, _| Ok(()))?
+            }
+            Quantization::Nf4 => {
+                let sharding = Sharding::new(&table, mesh, options.stage.min(2))?;
+                Weights::load_quantized(owner, table, sharding, place, source)?
+            }
+        };
+        let sharding = Sharding::new(&adapter_table, mesh, options.stage.min(2))?;
+        let (optimizer, weights) =
+            Self::load_trained("adapter_weights", adapter_table, &sharding, options, home, adapter_source)?;
+        let adapters = Adapters::new(weights, lora, seed, mesh.world.rank());
+        Ok(Self::assemble(Network::new(base, Some(adapters), options.network), optimizer, sharding, options))
+    }
+
+    fn load_trained(
+        owner: &'static str,
+        table: Arc<ParamTable>,
+        sharding: &Sharding,
+        options: PolicyOptions,
+        home: OptimizerHome,
+        source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
+    ) -> Result<(Optimizer, Weights)> {
+        let NetworkOptions { kind, device, .. } = options.network;
+        let mut optimizer = Optimizer::new(&table, sharding, options.adam, (accumulation_kind(kind), device), home)?;
+        let load_master = |index, whole: &Tensor| optimizer.load_master(index, whole);
+        let weights = Weights::load(owner, table, sharding.clone(), (kind, device), source, load_master)?;
+        Ok((optimizer, weights))
     }
 }
 

@@ -5,7 +5,7 @@
 //! | `balance` | sequences to ranks by cost |
 //! | `pack`, `micro_batch` | sequences into micro-batches, prompts shared |
 //! | `policy` | the trained model: scores, gradients, the step |
-//! | `load` | a policy as a configuration asks for it |
+//! | `load` | how one is made: of all weights, or of adapters and a frozen base |
 //! | `reference` | a frozen model that only scores |
 //! | `network` | the loops over blocks, forward and backward |
 //! | `adapters` | the trained weights of a frozen network |
@@ -49,13 +49,13 @@ mod weights;
 pub use activations::{ActivationBytes, MicroBatchShape, WORKSPACE_BYTES};
 pub use balance::{balanced_share, gather_sequences};
 pub use bytes::{TrainBytes, TrainedModel, reference_bytes};
-pub use load::PolicyStart;
+pub use load::{AdapterOptions, PolicyStart};
 pub use micro_batch::MicroBatch;
 pub use moments::{Moment, UpdateCourse, fullest_of_reference};
 pub use network::{NetworkOptions, Scores, TokenGradients};
 pub use optimizer::AdamOptions;
 pub use pack::{PackOptions, Sequence, pack, pad_to_agreed_count};
-pub use policy::{AdapterOptions, GradientOptions, Policy, PolicyOptions, StepOutcome};
+pub use policy::{GradientOptions, Policy, PolicyOptions, StepOutcome};
 pub use reference::Reference;
 pub use residence::{OptimizerHome, Transitions};
 pub use schedule::{Schedule, learning_rate};

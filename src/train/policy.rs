@@ -5,15 +5,14 @@ use std::time::Duration;
 
 use tch::{Kind, Tensor};
 
-use super::adapters::{AdapterUse, Adapters};
+use super::adapters::AdapterUse;
 use super::gradients::{GradientKinds, Gradients};
 use super::micro_batch::MicroBatch;
 use super::network::{Network, NetworkOptions, Scores, TokenGradients};
 use super::optimizer::{AdamOptions, Optimizer};
 use super::residence::{OptimizerHome, Transitions};
 use super::sharding::Sharding;
-use super::weights::Weights;
-use crate::config::{Dtype, GradientCheckpointing, Quantization};
+use crate::config::{Dtype, GradientCheckpointing};
 use crate::dist::Mesh;
 use crate::error::Result;
 use crate::model::{BlockLora, LoraSpec, ParamTable, QuantizedBlock, Unit, UnitLayout};
@@ -59,24 +58,6 @@ impl GradientOptions {
     }
 }
 
-/// The adapters of a frozen policy.
-pub struct AdapterOptions<'a> {
-    /// What is adapted.
-    pub lora: LoraSpec,
-    /// How the blocks of the base are stored; quantised ones are whole on every rank.
-    pub quantization: Quantization,
-    /// Key of dropout.
-    pub seed: u64,
-    /// A layout's whole flat tensor `[len]` of the adapters' weights, of any floating kind.
-    pub source: &'a dyn Fn(&UnitLayout) -> Result<Tensor>,
-}
-
-impl std::fmt::Debug for AdapterOptions<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("AdapterOptions").field("lora", &self.lora).field("seed", &self.seed).finish_non_exhaustive()
-    }
-}
-
 /// What a step did.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[must_use = "a skipped step must be counted"]
@@ -116,72 +97,7 @@ impl Policy {
         Self::with_home(table, mesh, options, OptimizerHome::Resident, source)
     }
 
-    /// The same with optimizer state in `home`, whose pool has [`super::TrainBytes`]' `optimizer` bytes.
-    ///
-    /// # Errors
-    /// As [`Policy::new`], and `InvalidArgument` for a pool that is too small.
-    pub fn with_home(
-        table: Arc<ParamTable>,
-        mesh: &Mesh,
-        options: PolicyOptions,
-        home: OptimizerHome,
-        source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
-    ) -> Result<Self> {
-        let sharding = Sharding::new(&table, mesh, options.stage)?;
-        let (optimizer, weights) = Self::load_trained("policy_weights", table, &sharding, options, home, source)?;
-        Ok(Self::assemble(Network::new(weights, None, options.network), optimizer, sharding, options))
-    }
-
-    /// A frozen model with adapters that train: they alone have master weights, moments and gradients. `source` gives the
-    /// model's units, `adapters.source` those of [`ParamTable::adapters`].
-    ///
-    /// # Errors
-    /// As [`Policy::with_home`].
-    pub fn with_adapters(
-        table: Arc<ParamTable>,
-        mesh: &Mesh,
-        options: PolicyOptions,
-        home: OptimizerHome,
-        source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
-        adapters: AdapterOptions<'_>,
-    ) -> Result<Self> {
-        let AdapterOptions { lora, quantization, seed, source: adapter_source } = adapters;
-        let NetworkOptions { kind, device, .. } = options.network;
-        let adapter_table = Arc::new(ParamTable::adapters(table.spec.clone(), &lora, table.shards));
-        let (owner, place) = ("policy_weights", (kind, device));
-        let base = match quantization {
-            Quantization::None => {
-                let sharding = Sharding::new(&table, mesh, options.stage)?;
-                Weights::load(owner, table, sharding, place, source, |_, _| Ok(()))?
-            }
-            Quantization::Nf4 => {
-                let sharding = Sharding::new(&table, mesh, options.stage.min(2))?;
-                Weights::load_quantized(owner, table, sharding, place, source)?
-            }
-        };
-        let sharding = Sharding::new(&adapter_table, mesh, options.stage.min(2))?;
-        let (optimizer, weights) =
-            Self::load_trained("adapter_weights", adapter_table, &sharding, options, home, adapter_source)?;
-        let adapters = Adapters::new(weights, lora, seed, mesh.world.rank());
-        Ok(Self::assemble(Network::new(base, Some(adapters), options.network), optimizer, sharding, options))
-    }
-
-    fn load_trained(
-        owner: &'static str,
-        table: Arc<ParamTable>,
-        sharding: &Sharding,
-        options: PolicyOptions,
-        home: OptimizerHome,
-        source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
-    ) -> Result<(Optimizer, Weights)> {
-        let NetworkOptions { kind, device, .. } = options.network;
-        let mut optimizer = Optimizer::new(&table, sharding, options.adam, (accumulation_kind(kind), device), home)?;
-        let load_master = |index, whole: &Tensor| optimizer.load_master(index, whole);
-        let weights = Weights::load(owner, table, sharding.clone(), (kind, device), source, load_master)?;
-        Ok((optimizer, weights))
-    }
-
-    fn assemble(network: Network, optimizer: Optimizer, sharding: Sharding, options: PolicyOptions) -> Self {
+    pub(super) fn assemble(network: Network, optimizer: Optimizer, sharding: Sharding, options: PolicyOptions) -> Self {
         let NetworkOptions { kind, device, .. } = options.network;
         let (table, kinds) = (network.trained().table().clone(), options.gradients.kinds(accumulation_kind(kind)));
         Self {

@@ -10,8 +10,9 @@ use cudarc::cublaslt::sys;
 use cudarc::driver::{result, sys as driver};
 use tch::{Kind, Tensor};
 
+use super::descriptors::Descriptors;
 use super::order::Order;
-use super::problem::{self, Descriptors, Problem};
+use super::problem::{self, Problem};
 use super::{Products, Tuning, WORKSPACE_BYTES, fixed};
 use crate::cuda::cache;
 use crate::cuda::context::check;

@@ -11,8 +11,9 @@ use cudarc::cublaslt::sys;
 use tch::Tensor;
 
 use super::Products;
+use super::descriptors::Descriptors;
 use super::order::Order;
-use super::problem::{Descriptors, Problem};
+use super::problem::Problem;
 use crate::cuda::kernels;
 use crate::error::Result;
 
@@ -74,7 +75,7 @@ impl Products {
         b: &Tensor,
     ) -> Result<bool> {
         let (a_len, out_len) = (problem.a_len(), problem.rows() * problem.row_len());
-        let options = (problem.out_kind(), b.device());
+        let options = (problem.out_kind, b.device());
         let (Ok(mut a), Ok(first), Ok(second)) = (
             Tensor::f_empty([a_len], (b.kind(), b.device())),
             Tensor::f_zeros([out_len], options),

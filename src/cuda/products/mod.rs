@@ -7,6 +7,7 @@
 #![allow(unsafe_code)]
 
 mod algorithms;
+mod descriptors;
 mod fixed;
 mod order;
 mod own;
@@ -20,7 +21,8 @@ use cudarc::cublaslt::sys;
 use cudarc::driver::{result, sys as driver};
 use tch::Tensor;
 
-use self::problem::{Descriptors, Problem};
+use self::descriptors::Descriptors;
+use self::problem::Problem;
 use super::context::{Context, check};
 use super::torch_stream::TorchStream;
 use crate::error::{Error, Result};
@@ -173,12 +175,16 @@ impl Drop for Products {
 
 fn no_algorithm(problem: &Problem) -> Error {
     let code = sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED as u32;
-    problem::failed("cublasLtMatmulAlgoGetHeuristic", code, &format!("no algorithm for {problem:?}"))
+    failed("cublasLtMatmulAlgoGetHeuristic", code, &format!("no algorithm for {problem:?}"))
 }
 
 fn status(op: &'static str, code: sys::cublasStatus_t) -> Result<()> {
     match code {
         sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS => Ok(()),
-        code => Err(problem::failed(op, code as u32, &format!("{code:?}"))),
+        code => Err(failed(op, code as u32, &format!("{code:?}"))),
     }
+}
+
+fn failed(op: &'static str, code: u32, message: &str) -> Error {
+    Error::Cuda { op, code, message: message.to_owned() }
 }

@@ -1,13 +1,15 @@
 //! The time of a decode step and of each of its operations, from graph replays over a made-up batch.
 #![allow(unsafe_code)]
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use tch::{Device, Tensor};
 
-use super::network::{Network, Op};
-use super::{GpuRunner, GpuState, Packing};
-use crate::cuda::{EnergyMeter, Graph};
+use super::graphs::replay_times;
+use super::inputs::Packing;
+use super::network::Op;
+use super::runner::GpuRunner;
+use crate::cuda::{EnergyMeter, Graph, TorchStream};
 use crate::dist::{ReduceOp, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::rollout::sampler::Draw;
@@ -18,9 +20,6 @@ use crate::rollout::sequence::Sequence;
 const REPLAYS: usize = 20;
 /// Replays of a whole step: long enough that the chip clocks as in a long run.
 const STEP_REPLAYS: usize = 150;
-
-/// Replays of a step by which its products are chosen; the fastest counts.
-const TRIALS: usize = 5;
 
 /// How long an operation is repeated to see what it takes of a chip that has to keep to its power.
 const SUSTAINED_S: f64 = 0.5;
@@ -78,44 +77,6 @@ const OPS: [Op; 14] = [
     Op::Head,
     Op::Sample,
 ];
-
-impl GpuState {
-    /// Whether `hidden` of so many rows is faster with `kernels::product`, where that may be: timed over the batch at hand, once for a
-    /// model's shapes. It pays for a step as a whole, as it asks for weights while the operation before is at work; one of its products
-    /// alone is no faster.
-    pub(super) fn own_products_are_faster(
-        &self,
-        network: &Network,
-        rows: usize,
-        hidden: &dyn Fn(&Network) -> Result<Tensor>,
-    ) -> Result<bool> {
-        if !network.may_own_products(rows)? {
-            return Ok(false);
-        }
-        let (block_size, quantized) = (network.kv_cache.block_size(), network.weights.quantized.is_some());
-        let step = format!("{block_size} {quantized} {:?}", network.spec);
-        self.products.own_are_faster(rows, &step, || {
-            let time = |own_products| self.time(|| hidden(&Network { own_products, only: None, ..*network }).map(drop));
-            let (theirs, own) = (time(false)?, time(true)?);
-            tracing::debug!("{rows} rows: {own:?} with own products, {theirs:?} with cuBLASLt's");
-            Ok(own < theirs)
-        })
-    }
-
-    /// The fastest of some replays of `step`.
-    fn time(&self, step: impl Fn() -> Result<()>) -> Result<Duration> {
-        step()?;
-        let mut graph = Graph::capture(&self.stream, step)?;
-        let mut fastest = Duration::MAX;
-        for _ in 0..TRIALS {
-            let start = self.stream.record_timed()?;
-            // SAFETY: recorded just now, over memory that stays as long as the engine is awake.
-            unsafe { graph.replay(&self.stream)? };
-            fastest = fastest.min(start.time_until(&self.stream.record_timed()?)?);
-        }
-        Ok(fastest)
-    }
-}
 
 impl GpuRunner<'_> {
     /// Times a step of `batch` sequences of `context` tokens, `group` of which share all full blocks of their first
@@ -211,35 +172,16 @@ impl GpuRunner<'_> {
         self.prepare_decode(packing, only, |stream, step| {
             step()?;
             let mut graph = Graph::capture(stream, step)?;
-            let mut replay = || {
-                // SAFETY: recorded just now, over memory that stays as long as the engine is awake.
-                unsafe { graph.replay(stream) }
-            };
             let replays = if only.is_none() { STEP_REPLAYS } else { REPLAYS };
-            let mut times = Vec::with_capacity(replays);
-            for _ in 0..replays {
-                let start = stream.record_timed()?;
-                replay()?;
-                times.push(start.time_until(&stream.record_timed()?)?);
-            }
-            times.sort_unstable();
-            let mut us = [times[replays / 2].as_secs_f64() * 1e6];
-            let Some(meter) = meter else { return Ok((us[0], None)) };
-            let own_us = us[0];
-            all_reduce_f64(tp, &mut us, ReduceOp::Max)?; // ranks of one engine make equally many replays
-            let repeats = (1e6 * SUSTAINED_S / us[0]).clamp(1.0, MOST_REPEATS).ceil();
-            let mut run = || -> Result<()> {
-                (0..repeats as usize).try_for_each(|_| replay())?;
-                stream.synchronize()
-            };
-            run()?; // until the clock has come to what the power allows
-            let (joules, start) = (meter.joules()?, Instant::now());
-            run()?;
-            let sustained = Sustained {
-                us: start.elapsed().as_secs_f64() * 1e6 / repeats,
-                joules: (meter.joules()? - joules) / repeats,
-            };
-            Ok((own_us, Some(sustained)))
+            // SAFETY: recorded just now, over memory that stays as long as the engine is awake.
+            let us = unsafe { replay_times(&mut graph, stream, replays)? }[replays / 2].as_secs_f64() * 1e6;
+            let Some(meter) = meter else { return Ok((us, None)) };
+            let mut longest_us = [us];
+            all_reduce_f64(tp, &mut longest_us, ReduceOp::Max)?; // ranks of one engine make equally many replays
+            let repeats = (1e6 * SUSTAINED_S / longest_us[0]).clamp(1.0, MOST_REPEATS).ceil();
+            // SAFETY: as above.
+            let replay = || unsafe { graph.replay(stream) };
+            Ok((us, Some(sustained(replay, stream, repeats, meter)?)))
         })
     }
 
@@ -281,4 +223,21 @@ impl GpuRunner<'_> {
             Op::Sample => (4.0 * rows * vocab, 0.0),
         }
     }
+}
+
+fn sustained(
+    mut replay: impl FnMut() -> Result<()>,
+    stream: &TorchStream,
+    repeats: f64,
+    meter: &EnergyMeter,
+) -> Result<Sustained> {
+    let mut run = || -> Result<()> {
+        (0..repeats as usize).try_for_each(|_| replay())?;
+        stream.synchronize()
+    };
+    run()?; // until the clock has come to what the power allows
+    let (joules, start) = (meter.joules()?, Instant::now());
+    run()?;
+    let us = start.elapsed().as_secs_f64() * 1e6 / repeats;
+    Ok(Sustained { us, joules: (meter.joules()? - joules) / repeats })
 }

@@ -1,0 +1,130 @@
+//! What is said of timed steps: a JSON object and a table.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use serde_json::{Value, json};
+
+use super::StepBench;
+use crate::bench::PEAK_FLOP_PER_S;
+use crate::config::{Config, Mode, Roles};
+use crate::dist::World;
+use crate::phase::Phase;
+use crate::plan::MemoryPlan;
+
+/// What enters and leaves the rollout: the time that the host spends there. Copies that go on beside other work are told by
+/// `transition/hidden_share`.
+const TRANSITIONS: [Phase; 5] = [Phase::Offload, Phase::Gather, Phase::Wake, Phase::Sleep, Phase::Reload];
+
+/// Of halves that run apart, the phases of ranks that generate.
+const OF_GENERATORS: [Phase; 6] =
+    [Phase::Wake, Phase::Generate, Phase::Prefill, Phase::Decode, Phase::Sleep, Phase::Reward];
+
+/// The medians of the timed steps.
+pub(super) struct Report<'a> {
+    pub(super) bench: &'a StepBench,
+    pub(super) config: &'a Config,
+    pub(super) plan: &'a MemoryPlan,
+    pub(super) world: &'a World,
+    pub(super) medians: &'a BTreeMap<String, f64>,
+    pub(super) floors: BTreeMap<Phase, f64>,
+}
+
+impl Report<'_> {
+    /// What is printed as JSON.
+    pub(super) fn result(&self, roles: Roles) -> Value {
+        let Self { bench, config, plan, world, medians, ref floors } = *self;
+        let step_s = medians["step_time"];
+        let transition_s = self.sum(&TRANSITIONS);
+        let completions = bench.prompts * bench.group;
+        let generated = medians["tokens/generated"];
+        let tokens = (completions * bench.prompt_len) as f64 + completions as f64 * medians["completions/mean_length"];
+        let train_s = self.sum(&[Phase::Pack, Phase::ForwardBackward, Phase::Optimizer]);
+        let num_params = bench.spec.num_params();
+        let computed = medians["tokens/trained"]; // fewer where completions share their prompt
+        let train_tflops = 6.0 * num_params as f64 * computed / train_s / roles.num_trainers as f64 / 1e12;
+        let phases: BTreeMap<&str, f64> =
+            Phase::ALL.iter().filter_map(|phase| Some((phase.name(), self.seconds(*phase)?))).collect();
+        let other: BTreeMap<&String, f64> = (medians.iter())
+            .filter(|(name, _)| {
+                ["transition/", "perf/", "timing_s/exposed", "timing_s/idle_", "partial_rollout/"]
+                    .iter()
+                    .any(|kind| name.starts_with(kind))
+            })
+            .map(|(name, value)| (name, *value))
+            .collect();
+        json!({
+            "benchmark": "step",
+            "model": bench.model,
+            "num_params": num_params,
+            "device": if world.device().is_cuda() { "cuda" } else { "cpu" },
+            "world_size": world.size(),
+            "mode": config.mode,
+            "num_trainers": roles.num_trainers,
+            "num_generators": roles.num_generators,
+            "async_steps": config.split.async_steps,
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "oversample": config.oversample,
+            "carried_kv": config.carried_kv,
+            "zero_stage": config.zero.stage,
+            "gradient_checkpointing": plan.gradient_checkpointing.name(),
+            "max_tokens_per_micro_batch": config.max_tokens_per_micro_batch,
+            "beta": config.beta,
+            "prompts": bench.prompts,
+            "group": bench.group,
+            "prompt_len": bench.prompt_len,
+            "completion_len": bench.completion_len,
+            "completion_spread": bench.completion_spread,
+            "overrides": bench.overrides,
+            "step_s": step_s,
+            "phases_s": phases,
+            "floors_s": floors.iter().map(|(phase, seconds)| (phase.name(), *seconds)).collect::<BTreeMap<_, _>>(),
+            "unphased_s": self.unphased(),
+            "transition_s": transition_s,
+            "transition_percent": 100.0 * transition_s / step_s,
+            "tokens_per_second": tokens / step_s,
+            "generation_tokens_per_second": generated / self.sum(&[Phase::Generate]),
+            "train_tokens_per_second": tokens / train_s,
+            "tokens_computed_in_training": computed,
+            "train_tflops_per_gpu": train_tflops,
+            "train_mfu_percent": world.device().is_cuda().then_some(100.0 * train_tflops * 1e12 / PEAK_FLOP_PER_S),
+            "metrics": other,
+        })
+    }
+
+    /// What people read.
+    pub(super) fn table(&self) -> String {
+        let step_s = self.medians["step_time"];
+        let mut text = format!("{:<34} {:>11} {:>8} {:>11}\n", "phase", "took", "of step", "floor");
+        let mut line = |name: &str, seconds: f64, floor_s: Option<f64>| {
+            let floor = floor_s.map_or_else(|| "-".to_owned(), |floor_s| format!("{floor_s:.3} s"));
+            let _ = writeln!(text, "{name:<34} {seconds:>9.3} s {:>6.1} % {floor:>11}", 100.0 * seconds / step_s);
+        };
+        for phase in Phase::ALL {
+            let is_apart = self.config.mode == Mode::Split && OF_GENERATORS.contains(phase);
+            let whose = if is_apart { " (generators)" } else { "" };
+            if let Some(seconds) = self.seconds(*phase) {
+                line(&format!("{}{whose}", phase.name()), seconds, self.floors.get(phase).copied());
+            }
+        }
+        if let Some(seconds) = self.unphased() {
+            line("rest: waiting for the GPU, counting", seconds, None);
+        }
+        line("step", step_s, None);
+        line("of it entering and leaving rollout", self.sum(&TRANSITIONS), None);
+        text
+    }
+    fn seconds(&self, phase: Phase) -> Option<f64> {
+        self.medians.get(&format!("timing_s/{}", phase.name())).copied()
+    }
+
+    fn sum(&self, phases: &[Phase]) -> f64 {
+        phases.iter().filter_map(|phase| self.seconds(*phase)).sum()
+    }
+
+    /// What no phase has: waiting for the GPU, counting. Phases of halves that run apart lie beside one another, and their sum
+    /// means nothing.
+    fn unphased(&self) -> Option<f64> {
+        (self.config.mode == Mode::Colocated).then(|| self.medians["step_time"] - self.sum(Phase::ALL))
+    }
+}

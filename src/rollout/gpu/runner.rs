@@ -1,0 +1,218 @@
+//! Steps of a running `generate` on a GPU: uploaded, launched, and read one step behind.
+
+use std::collections::VecDeque;
+
+use tch::{Kind, Tensor, no_grad};
+
+use super::graphs;
+use super::inputs::{DecodeInputs, Packing, PrefillInputs, Words};
+use super::network::{Network, Op, Tokens};
+use super::prefill::PrefillAttention;
+use super::sampling::{Drawn, Processing};
+use super::state::GpuState;
+use crate::cuda::kernels::{self, AttentionPlan, SharedPrefixes};
+use crate::cuda::{CurrentStream, TorchStream, Tuning};
+use crate::dist::Collective;
+use crate::error::Result;
+use crate::model::ModelSpec;
+use crate::rollout::kv_cache::KvCache;
+use crate::rollout::runner::Runner;
+use crate::rollout::sampler::{Draw, Sampled, non_finite};
+use crate::rollout::scheduler::Step;
+use crate::rollout::sequence::Sequence;
+use crate::rollout::weights::EngineWeights;
+use crate::torch;
+use crate::types::SamplingParams;
+
+/// The steps of one call of `generate`.
+pub(in crate::rollout) struct GpuRunner<'a> {
+    pub(super) state: &'a mut GpuState,
+    pub(super) spec: &'a ModelSpec,
+    pub(super) weights: &'a EngineWeights<'a>,
+    pub(super) kv_cache: &'a KvCache,
+    pub(super) tp: &'a dyn Collective,
+    pub(super) params: &'a SamplingParams,
+    /// Row of the last launched step that samples for each sequence.
+    pending: Vec<u32>,
+    /// (prompt id, tokens so far) of each draw of the steps under way.
+    under_way: VecDeque<Vec<(u64, usize)>>,
+    num_launched: usize,
+    _current: CurrentStream,
+}
+
+impl<'a> GpuRunner<'a> {
+    /// libtorch's operations of this thread go to the engine's stream as long as this lives.
+    pub(in crate::rollout) fn new(
+        state: &'a mut GpuState,
+        (spec, weights, kv_cache): (&'a ModelSpec, &'a EngineWeights<'a>, &'a KvCache),
+        tp: &'a dyn Collective,
+        params: &'a SamplingParams,
+        num_sequences: usize,
+    ) -> Result<Self> {
+        let current = state.stream.make_current()?;
+        Ok(Self {
+            state,
+            spec,
+            weights,
+            kv_cache,
+            tp,
+            params,
+            pending: vec![0; num_sequences],
+            under_way: VecDeque::new(),
+            num_launched: 0,
+            _current: current,
+        })
+    }
+
+    fn decode(&mut self, packing: &Packing) -> Result<()> {
+        let bucket = self.bucket(packing);
+        let mut graphs = std::mem::take(&mut self.state.graphs);
+        let key = (bucket, Processing::of(self.params));
+        let outcome = self.prepare_decode(packing, None, |stream, step| graphs.run(key, stream, step));
+        self.state.graphs = graphs;
+        outcome
+    }
+
+    /// The network over this engine's memory. A strict engine has one product algorithm, others choose by `tuning`; but what
+    /// is timed may come out otherwise in the next run.
+    fn network(&self, tuning: Tuning, only: Option<Op>) -> Network<'_> {
+        let state = &*self.state;
+        Network {
+            spec: self.spec,
+            weights: self.weights,
+            kv_cache: self.kv_cache,
+            tp: self.tp,
+            products: &state.products,
+            buffers: state.buffers.as_ref().expect("the engine is awake"),
+            rope: &state.rope,
+            low: state.low.as_ref(),
+            sums: None,
+            tuning: match tuning {
+                _ if state.strict => Tuning::Fixed,
+                Tuning::Timed if torch::is_deterministic() => Tuning::First,
+                tuning => tuning,
+            },
+            own_products: false,
+            processing: Processing::of(self.params),
+            only,
+        }
+    }
+
+    fn bucket(&self, packing: &Packing) -> usize {
+        graphs::bucket(packing.step.runs.len(), self.state.shape.seqs)
+    }
+
+    /// Uploads a decode step's inputs and hands the step itself to `run`.
+    pub(super) fn prepare_decode<T>(
+        &mut self,
+        packing: &Packing,
+        only: Option<Op>,
+        run: impl FnOnce(&TorchStream, &mut dyn FnMut() -> Result<()>) -> Result<T>,
+    ) -> Result<T> {
+        let widths = (self.bucket(packing), self.state.shape.blocks);
+        let (pending, least_shared) = (&self.pending, self.state.plan.least_shared_tokens(widths.0));
+        let inputs = self.state.upload(self.num_launched, self.tp, |words, inputs| {
+            DecodeInputs::pack(packing, words, widths, pending, least_shared, inputs)
+        })?;
+        let state = &*self.state;
+        let sums = state.sums.as_ref().filter(|sums| widths.0 <= sums.rows());
+        let network = Network { sums, ..self.network(Tuning::Timed, only) };
+        let hidden = |network: &Network| decode_hidden(network, &inputs, &state.plan, state.strict);
+        run(&state.stream, &mut || {
+            let own_products = state.own_products_are_faster(&network, widths.0, &hidden)?;
+            let hidden = hidden(&Network { own_products, ..network })?;
+            let drawn =
+                Drawn { lens: &inputs.context_lens, block_tables: &inputs.block_tables, sampling: &inputs.sampling };
+            network.sample(&hidden, &drawn)
+        })
+    }
+
+    fn prefill(&mut self, packing: &Packing) -> Result<()> {
+        let blocks = self.state.shape.blocks;
+        let pack = |words: &mut Words, inputs: &Tensor| PrefillInputs::pack(packing, words, blocks, inputs);
+        let inputs = self.state.upload(self.num_launched, self.tp, pack)?;
+        let network = self.network(Tuning::First, None);
+        let strict = self.state.strict.then_some(&self.state.plan);
+        let attention =
+            PrefillAttention::new(packing.step, packing.sequences, &inputs, self.kv_cache, self.spec, strict);
+        let tokens = Tokens { ids: &inputs.token_ids, positions: &inputs.positions, slots: &inputs.slots };
+        let hidden = network.hidden(&tokens, &mut |layer, q, qkv| attention.attend(layer, q, qkv))?;
+        if !packing.step.copies.is_empty() {
+            let [from, to] = &inputs.copies;
+            self.kv_cache.copy_blocks(from, to);
+            let history = &network.buffers.history;
+            let _ =
+                history.shallow_clone().f_index_copy_(0, &to.to_kind(Kind::Int64), &history.index_select(0, from))?;
+        }
+        if packing.draws.is_empty() {
+            return Ok(());
+        }
+        let block_tables = inputs.block_tables.index_select(0, &inputs.drawn_runs);
+        let drawn = Drawn { lens: &inputs.lens, block_tables: &block_tables, sampling: &inputs.sampling };
+        network.sample(&hidden.index_select(0, &inputs.last_rows), &drawn)
+    }
+}
+
+impl Runner for GpuRunner<'_> {
+    fn lag(&self) -> usize {
+        1
+    }
+
+    fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[Sequence]) -> Result<()> {
+        let block_size = self.kv_cache.block_size();
+        let packing = Packing { step, draws, sequences, params: self.params, block_size };
+        self.tp.epoch()?; // a graph knows nothing of a communicator's end
+        no_grad(|| if step.is_decode { self.decode(&packing) } else { self.prefill(&packing) })?;
+        let buffers = self.state.buffers.as_ref().expect("the engine is awake");
+        self.state.downloads[self.num_launched % 2].download(&buffers.sampled)?;
+        let samples = step.runs.iter().flat_map(|run| run.samples.clone().map(|index| (index, run.tokens.end)));
+        let mut drawn = Vec::with_capacity(draws.len());
+        for (row, ((index, len), draw)) in samples.zip(draws).enumerate() {
+            self.pending[index] = row as u32;
+            drawn.push((draw.prompt_id, len));
+        }
+        self.under_way.push_back(drawn);
+        self.num_launched += 1;
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Result<Vec<Sampled>> {
+        let drawn = self.under_way.pop_front().expect("a step was launched");
+        let parity = (self.num_launched - self.under_way.len() - 1) % 2;
+        let tp = self.tp;
+        let words = self.state.downloads[parity].words(&mut || wait(tp))?;
+        let (ids, logprobs) = words.split_at(words.len() / 2);
+        let results = drawn.iter().zip(ids.iter().zip(logprobs));
+        let sampled = results.map(|(&(prompt_id, position), (&id, &bits))| match u32::try_from(id) {
+            Ok(token_id) => Ok(Sampled { token_id, logprob: f32::from_bits(bits as u32) }),
+            Err(_) => Err(non_finite(prompt_id, position)),
+        });
+        sampled.collect()
+    }
+}
+
+/// The last tokens of a bucket's rows, through the network; the same however often it is done before the rows' next tokens are drawn.
+fn decode_hidden(network: &Network, inputs: &DecodeInputs, plan: &AttentionPlan, strict: bool) -> Result<Tensor> {
+    let buffers = network.buffers;
+    let rows = inputs.from.size()[0];
+    let mut ids = buffers.token_ids.narrow(0, 0, rows);
+    kernels::next_tokens(&inputs.from, &buffers.sampled().0, &mut ids)?;
+    let prefixes = SharedPrefixes { groups: &inputs.groups, num_shared_blocks: &inputs.num_shared };
+    network.op(Op::AttentionPlan, || plan.update(&inputs.context_lens, (!strict).then_some(prefixes)))?;
+    let tokens = Tokens { ids: &ids, positions: &inputs.positions, slots: &inputs.slots };
+    let attended = buffers.attended.narrow(0, 0, rows); // [S, H hd]
+    network.hidden(&tokens, &mut |layer, q, _| {
+        let (k_cache, v_cache) = network.kv_cache.layer(layer);
+        let mut o = attended.view_as(q);
+        network.op(Op::Attention, || {
+            kernels::paged_attention(plan, q, &k_cache, &v_cache, &inputs.block_tables, &inputs.context_lens, &mut o)
+        })?;
+        Ok(attended.shallow_clone())
+    })
+}
+
+/// Between two looks at whether a copy is done. Gives up when a peer has failed: what is recorded would wait for it.
+pub(super) fn wait(tp: &dyn Collective) -> Result<()> {
+    std::thread::yield_now();
+    tp.epoch().map(|_| ())
+}

@@ -1,0 +1,192 @@
+//! What an engine on a GPU has from one wake to the next.
+#![allow(unsafe_code)]
+
+use std::time::Duration;
+
+use tch::{Device, Tensor};
+
+use super::buffers::{Buffers, Shape};
+use super::graphs::{Graphs, replay_times};
+use super::inputs::Words;
+use super::network::{self, Network};
+use super::runner::wait;
+use crate::cuda::kernels::{AttentionPlan, AttentionShape, RowSums};
+use crate::cuda::{Context, Graph, PinnedWords, Products, TorchStream};
+use crate::dist::Collective;
+use crate::error::{Error, Result};
+use crate::memory::{Arena, Ledger, Place};
+use crate::model::{ModelSpec, attention_scale};
+use crate::ops::rope::Rope;
+use crate::rollout::engine::EngineOptions;
+use crate::rollout::kv_cache::KvCache;
+use crate::rollout::weights::EngineWeights;
+
+/// Tokens of a context that are summed at once in strict mode.
+const STRICT_SPLIT_TOKENS: usize = 256;
+
+/// Replays of a step by which its products are chosen; the fastest counts.
+const TRIALS: usize = 5;
+
+/// What lasts from one wake to the next: streams, addresses, graphs. Asleep it holds little memory.
+#[derive(Debug)]
+pub(in crate::rollout) struct GpuState {
+    // Before the arena, whose addresses they have.
+    pub(super) graphs: Graphs,
+    pub(super) buffers: Option<Buffers>,
+    pub(super) shape: Shape,
+    arena: Arena,
+    pub(super) plan: AttentionPlan,
+    pub(super) rope: Tensor,        // [max_model_length, hd] f32
+    pub(super) low: Option<Tensor>, // for adapters, made at the first wake that has some
+    pub(super) sums: Option<RowSums>,
+    pub(super) products: Products,
+    pub(super) stream: TorchStream,
+    uploads: [PinnedWords; 2],
+    pub(super) downloads: [PinnedWords; 2],
+    pub(super) strict: bool,
+}
+
+impl GpuState {
+    /// Reserves addresses and allocates what stays.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for a block size that the kernels do not take; [`Error::Cuda`].
+    pub(in crate::rollout) fn new(
+        spec: &ModelSpec,
+        options: &EngineOptions,
+        rope: &Rope,
+        tp: &dyn Collective,
+        ordinal: usize,
+    ) -> Result<Self> {
+        if !options.block_size.is_multiple_of(16) {
+            return Err(Error::invalid_value("kv_block_size", options.block_size, "a multiple of 16 on a GPU"));
+        }
+        let (device, context) = (Device::Cuda(ordinal), Context::retain(ordinal)?);
+        let shape = Shape::new(spec, options, tp.size());
+        let attention = attention_shape(spec, options, tp.size());
+        let (split, place) = (split_tokens(options), (options.kind, device));
+        let pinned =
+            |words| -> Result<_> { Ok([PinnedWords::new(&context, words)?, PinnedWords::new(&context, words)?]) };
+        let stream = TorchStream::new(&context)?;
+        Ok(Self {
+            graphs: Graphs::default(),
+            buffers: None,
+            arena: shape.reserve(device)?,
+            plan: AttentionPlan::new(attention, place, shape.seqs, shape.blocks, split)?,
+            rope: rope.table(options.max_model_length, device),
+            low: None,
+            sums: None,
+            products: Products::new(&stream)?,
+            stream,
+            uploads: pinned(shape.input_words())?,
+            downloads: pinned(2 * shape.seqs)?,
+            shape,
+            strict: options.strict,
+        })
+    }
+
+    /// Maps the buffers. Graphs stay if weights, cache and communicators are where they were. Collective.
+    pub(in crate::rollout) fn wake(
+        &mut self,
+        weights: &EngineWeights,
+        kv_cache: &KvCache,
+        tp: &dyn Collective,
+    ) -> Result<()> {
+        let buffers = self.shape.map(&mut self.arena)?;
+        if self.low.is_none() {
+            self.low = network::low_rank_buffer(weights, buffers.x.size()[0])?;
+        }
+        self.buffers = Some(buffers);
+        self.sums = self.shape.row_sums(tp)?;
+        let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
+        let peers = self.sums.as_ref().map_or(0, |sums| sums.memory().bytes());
+        let tables = bytes(&self.rope) + self.low.as_ref().map_or(0, bytes) + peers;
+        Ledger::set("engine_tables", Place::Device, tables + self.plan.bytes() + Products::BYTES);
+        let mut seen = network::fingerprint(weights, kv_cache, self.low.as_ref());
+        seen.push(tp.epoch()? as usize);
+        seen.extend(self.sums.as_ref().map(|sums| sums.memory().address()));
+        self.graphs.keep_if(seen);
+        Ok(())
+    }
+
+    /// Packs what step number `step` is told, once an earlier step's words have left the host, and queues their copy.
+    pub(super) fn upload<T>(
+        &mut self,
+        step: usize,
+        tp: &dyn Collective,
+        pack: impl FnOnce(&mut Words, &Tensor) -> Result<T>,
+    ) -> Result<T> {
+        let inputs = &self.buffers.as_ref().expect("the engine is awake").inputs;
+        let upload = &mut self.uploads[step % 2];
+        let mut words = Words::new(upload.words(&mut || wait(tp))?);
+        let packed = pack(&mut words, inputs)?;
+        let len = words.len();
+        upload.upload(&inputs.narrow(0, 0, len as i64))?;
+        Ok(packed)
+    }
+
+    /// Whether `hidden` of so many rows is faster with `kernels::product`, where that may be: timed over the batch at hand, once for a
+    /// model's shapes. It pays for a step as a whole, as it asks for weights while the operation before is at work; one of its products
+    /// alone is no faster.
+    pub(super) fn own_products_are_faster(
+        &self,
+        network: &Network,
+        rows: usize,
+        hidden: &dyn Fn(&Network) -> Result<Tensor>,
+    ) -> Result<bool> {
+        if !network.may_own_products(rows)? {
+            return Ok(false);
+        }
+        let (residual, quantized) = (network.buffers.x.kind(), network.weights.quantized.is_some());
+        let step = format!("{residual:?} {quantized} {} {:?}", network.kv_cache.block_size(), network.spec);
+        self.products.own_are_faster(rows, &step, || {
+            let fastest = |own_products| -> Result<Duration> {
+                let step = || hidden(&Network { own_products, only: None, ..*network }).map(drop);
+                step()?;
+                let mut graph = Graph::capture(&self.stream, step)?;
+                // SAFETY: recorded just now, over memory that stays as long as the engine is awake.
+                Ok(unsafe { replay_times(&mut graph, &self.stream, TRIALS)? }[0])
+            };
+            let (theirs, own) = (fastest(false)?, fastest(true)?);
+            tracing::debug!("{rows} rows: {own:?} with own products, {theirs:?} with cuBLASLt's");
+            Ok(own < theirs)
+        })
+    }
+
+    /// Gives the buffers' memory back. Never fails: the arena keeps an error for the next wake.
+    pub(in crate::rollout) fn sleep(&mut self) {
+        self.buffers = None;
+        self.arena.unmap();
+    }
+}
+
+impl Drop for GpuState {
+    fn drop(&mut self) {
+        for owner in ["engine_tables", "engine_graphs"] {
+            Ledger::set(owner, Place::Device, 0);
+        }
+    }
+}
+
+/// Bytes of a GPU that one rank's engine holds asleep, too: what its attention needs, rotations and the products' workspace.
+pub fn engine_table_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> usize {
+    let (shape, attention) = (Shape::new(spec, options, tp_size), attention_shape(spec, options, tp_size));
+    let partials = AttentionPlan::partial_bytes(&attention, shape.seqs, shape.blocks, split_tokens(options));
+    partials + options.max_model_length * spec.head_dim * size_of::<f32>() + Products::BYTES
+}
+
+fn attention_shape(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> AttentionShape {
+    let (num_heads, num_kv_heads) = spec.tp_heads(tp_size);
+    AttentionShape {
+        num_heads,
+        num_kv_heads,
+        head_dim: spec.head_dim,
+        block_size: options.block_size,
+        sliding_window: spec.sliding_window,
+        scale: attention_scale(spec),
+    }
+}
+
+fn split_tokens(options: &EngineOptions) -> Option<usize> {
+    options.strict.then_some(STRICT_SPLIT_TOKENS)
+}
