@@ -26,6 +26,9 @@ pub fn temporary(complete: &Path) -> PathBuf {
 }
 
 /// Checkpoints by step, ascending.
+///
+/// # Errors
+/// [`Error::Io`].
 pub fn list(output_dir: &Path) -> Result<Vec<PathBuf>> {
     let step = |name: &str| name.strip_prefix(PREFIX)?.parse::<u64>().ok();
     let mut found: Vec<_> =

@@ -33,6 +33,9 @@ struct Adapters {
 
 impl Served {
     /// Loads every unit from `source` to the world's device.
+    ///
+    /// # Errors
+    /// Those of `source`; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
     pub fn new(
         world: Arc<World>,
         mesh: &Mesh,
@@ -48,6 +51,9 @@ impl Served {
     }
 
     /// Zeros, for what `base_units` and `adapter_units` will be told, in `kind`.
+    ///
+    /// # Errors
+    /// As [`Served::new`].
     pub fn unfilled(
         world: Arc<World>,
         mesh: &Mesh,
@@ -63,6 +69,9 @@ impl Served {
     }
 
     /// The same with adapters, whose units come from `source` in the kind of the model's own.
+    ///
+    /// # Errors
+    /// As [`Served::new`].
     pub fn with_adapters(mut self, lora: LoraSpec, source: &dyn Fn(&UnitLayout) -> Result<Tensor>) -> Result<Self> {
         let device = self.world.device();
         let load = |layout: &UnitLayout| Ok(source(layout)?.f_to_device(device)?);

@@ -46,6 +46,9 @@ impl EngineSlices {
     }
 
     /// Slices are gathered at every wake; addresses for them are reserved now.
+    ///
+    /// # Errors
+    /// Those of [`Arena::reserve`].
     pub fn gathered(table: &ParamTable, tp_rank: usize, tp_size: usize, kind: Kind, device: Device) -> Result<Self> {
         let bytes = Self::gathered_bytes(table, tp_rank, tp_size, kind)?;
         let storage = Storage::Gathered(Arena::reserve("engine_weights", bytes, device)?, kind);
@@ -53,6 +56,9 @@ impl EngineSlices {
     }
 
     /// Blocks are quantised: room for two of them is reserved.
+    ///
+    /// # Errors
+    /// Those of [`Arena::reserve`].
     pub fn dequantized(table: &ParamTable, tp_rank: usize, tp_size: usize, kind: Kind, device: Device) -> Result<Self> {
         let arena = Arena::reserve("engine_weights", Self::dequantized_bytes(table, kind), device)?;
         Ok(Self { tp_rank, tp_size, storage: Storage::Dequantized(arena, kind), adapters: Vec::new() })

@@ -78,6 +78,9 @@ impl Tokenizer {
 
     /// Ids of `text`; with `add_special_tokens` also those that the tokenizer puts around a text by itself (BOS).
     /// Rendered conversations already carry theirs.
+    ///
+    /// # Errors
+    /// [`Error::TokenizerMismatch`].
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
         match self.inner.encode_fast(text, add_special_tokens) {
             Ok(encoding) => Ok(encoding.get_ids().to_vec()),
@@ -89,6 +92,9 @@ impl Tokenizer {
     }
 
     /// Text of `ids`, special tokens and ids that are no token left out.
+    ///
+    /// # Errors
+    /// [`Error::TokenizerMismatch`].
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         let failed = |error: tokenizers::Error| Error::TokenizerMismatch { message: error.to_string() };
         self.inner.decode(ids, true).map_err(failed)

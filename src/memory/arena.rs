@@ -116,6 +116,9 @@ impl Arena {
     }
 
     /// Physical memory behind the range, as the system counts it.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the system does not tell.
     pub fn resident_bytes(&self) -> Result<usize> {
         self.range.resident_bytes()
     }

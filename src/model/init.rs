@@ -31,11 +31,17 @@ const TOKENIZER_FILES: [&str; 7] = [
 /// One unit [layout.len] of `kind` on the CPU: matrices normal with standard deviation 0.02, norms 1, biases and padding
 /// 0. Of adapters, A is uniform in +-1 / sqrt(in), which PEFT's kaiming_uniform(a = sqrt(5)) comes to, and B is 0. The
 /// numbers are drawn in float32, then rounded to `kind`.
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
 pub fn init_unit(layout: &UnitLayout, seed: u64, kind: Kind) -> Result<Tensor> {
     init_unit_on(layout, seed, kind, Device::Cpu)
 }
 
 /// The same on `device`. A GPU draws the same numbers itself, up to the last bit of some.
+///
+/// # Errors
+/// As [`init_unit`]; [`Error::Cuda`].
 pub fn init_unit_on(layout: &UnitLayout, seed: u64, kind: Kind, device: Device) -> Result<Tensor> {
     let flat = Tensor::f_zeros([layout.len as i64], (kind, device))?;
     for param in &layout.params {

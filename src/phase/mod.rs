@@ -96,6 +96,9 @@ static FAILED_IN: AtomicU8 = AtomicU8::new(u8::MAX);
 
 /// Runs `work` as `phase`: a tracing span, a timing and an injection point. Phases nest; the outer one's time includes
 /// the inner one's.
+///
+/// # Errors
+/// Those of `work`; [`Error::Injected`](crate::Error::Injected) and what else a fault is.
 pub fn scope<T>(phase: Phase, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let _span = tracing::debug_span!("phase", name = phase.name(), step = step()).entered();
     let start = Instant::now();
@@ -109,6 +112,9 @@ pub fn scope<T>(phase: Phase, work: impl FnOnce() -> Result<T>) -> Result<T> {
 }
 
 /// Runs `work` as a part of the running phase: seen by watchers and an injection point, without a span and a timing.
+///
+/// # Errors
+/// As [`scope`].
 pub fn part<T>(phase: Phase, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let _left = page().enter(phase);
     let outcome = inject(phase).and_then(|()| work());

@@ -42,12 +42,18 @@ impl RewardPool {
     }
 
     /// The same, where `reward_funcs` may also name `functions`, which win over all others.
+    ///
+    /// # Errors
+    /// As [`RewardPool::new`].
     pub fn with_functions(config: &Config, functions: &[(&str, RewardFunction)]) -> Result<Self> {
         let sources = Sources { key: "reward_funcs", settings: &config.reward, processes: &config.rewards, functions };
         Self::build(&sources, &config.reward_funcs, &config.reward_weights)
     }
 
     /// One reward with weight 1, for evaluation, which the user gave as `option`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] of `option` for an unknown name.
     pub fn single(option: &str, name: &str, settings: &RewardConfig) -> Result<Self> {
         let sources = Sources { key: option, settings, processes: &ProcessRewards::default(), functions: &[] };
         Self::build(&sources, &[name.to_owned()], &[])

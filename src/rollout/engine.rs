@@ -149,6 +149,9 @@ impl Engine {
     }
 
     /// Physical memory that the engine holds now; next to nothing while it sleeps, unless it keeps it.
+    ///
+    /// # Errors
+    /// As [`Arena::resident_bytes`](crate::memory::Arena::resident_bytes).
     pub fn resident_bytes(&self) -> Result<usize> {
         self.kv_cache.resident_bytes()
     }

@@ -12,6 +12,9 @@ use crate::model::ModelSpec;
 const ATTENTION_WEIGHT: f64 = 2.0;
 
 /// The sequences of all ranks in rank order; collective over `group`.
+///
+/// # Errors
+/// Those of [`Collective`].
 pub fn gather_sequences(own: &[Sequence], group: &dyn Collective) -> Result<Vec<Sequence>> {
     if group.size() == 1 {
         return Ok(own.to_vec());

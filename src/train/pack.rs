@@ -93,6 +93,9 @@ pub fn pack(sequences: &[Sequence], options: &PackOptions) -> Result<Vec<MicroBa
 
 /// Appends empty micro-batches until every rank of `group` has as many as the one with most: sharded weights and
 /// gradients make each micro-batch collective.
+///
+/// # Errors
+/// Those of [`Collective`].
 pub fn pad_to_agreed_count(micro_batches: &mut Vec<MicroBatch>, group: &dyn Collective) -> Result<()> {
     let device = group.device();
     let mut count = Tensor::from_slice(&[micro_batches.len() as i64]).to_device(device);

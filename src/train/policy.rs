@@ -153,6 +153,9 @@ impl Policy {
     }
 
     /// What a block's adapters compute with; nothing where all weights train.
+    ///
+    /// # Errors
+    /// [`Error::Torch`](crate::Error::Torch).
     pub fn block_adapters(&self, layer: usize) -> Result<BlockLora> {
         let adapters = self.network.adapters.as_ref();
         adapters.map_or_else(|| Ok(BlockLora::default()), |adapters| adapters.engine_block(layer))
@@ -164,11 +167,17 @@ impl Policy {
     }
 
     /// Scores a micro-batch without gradients (collective at stage 3).
+    ///
+    /// # Errors
+    /// Those of [`Collective`](crate::dist::Collective); what the device failed at until here.
     pub fn forward_logprobs(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
         self.network.score(micro_batch, temperature, AdapterUse::On)
     }
 
     /// The same of the frozen base without its adapters: the reference model of a run that trains adapters.
+    ///
+    /// # Errors
+    /// As [`Policy::forward_logprobs`].
     pub fn base_logprobs(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
         self.network.score(micro_batch, temperature, AdapterUse::Off)
     }
@@ -176,6 +185,9 @@ impl Policy {
     /// Scores a micro-batch and adds the gradient of a loss that `loss` differentiates by token (collective at stages 2 and
     /// 3: every rank has the same number of micro-batches, see [`super::pad_to_agreed_count`]). `loss` is not called for an
     /// empty micro-batch, so it must not be collective. After an error the sums are partial: drop them.
+    ///
+    /// # Errors
+    /// As [`Policy::forward_logprobs`], and those of `loss`.
     pub fn forward_backward(
         &mut self,
         micro_batch: &MicroBatch,
@@ -196,6 +208,9 @@ impl Policy {
     }
 
     /// How long computation has waited for collectives beside it since the last call. Waits for the device.
+    ///
+    /// # Errors
+    /// What the device failed at until here.
     pub fn take_exposed_communication(&self) -> Result<Duration> {
         self.sharding.lane.take_exposed()
     }
@@ -245,11 +260,17 @@ impl Policy {
     }
 
     /// A whole unit's weights `[len]`: the kept ones themselves at stages 0 to 2, else a new tensor (collective).
+    ///
+    /// # Errors
+    /// As [`Policy::forward_logprobs`].
     pub fn unit_weights(&self, unit: Unit) -> Result<Tensor> {
         self.network.weights.gather(unit)
     }
 
     /// The same of what trains: a unit of [`Policy::trained_table`].
+    ///
+    /// # Errors
+    /// As [`Policy::forward_logprobs`].
     pub fn trained_weights(&self, unit: Unit) -> Result<Tensor> {
         self.network.trained().gather(unit)
     }
@@ -266,23 +287,36 @@ impl Policy {
 
     /// Starts copies of master weights and moments to the host, if that is their home during rollout; nothing to do if they
     /// are there.
+    ///
+    /// # Errors
+    /// What the device failed at until here.
     pub fn offload_optimizer(&mut self) -> Result<()> {
         self.optimizer.residence().leave()
     }
 
     /// Waits for the copies that [`Policy::offload_optimizer`] started and gives the memory back, piece by piece; the weights
     /// may be read meanwhile.
+    ///
+    /// # Errors
+    /// A copy that failed.
     pub fn finish_offload(&self) -> Result<()> {
         self.optimizer.residence().left()
     }
 
     /// Starts the way back of master weights and moments, bit for bit; the next step waits for it. Nothing to do if they are
     /// here or live on the host.
+    ///
+    /// # Errors
+    /// `OutOfMemory` where the state does not fit on the device: it stays on the host, and a later call tries again; as
+    /// [`Policy::finish_offload`].
     pub fn reload_optimizer(&mut self) -> Result<()> {
         self.optimizer.residence().come_back()
     }
 
     /// What moving optimizer state took since the last call. Waits for the device.
+    ///
+    /// # Errors
+    /// What the device failed at until here.
     pub fn take_transitions(&self) -> Result<Transitions> {
         self.optimizer.residence().take_transitions()
     }

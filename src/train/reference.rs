@@ -36,6 +36,9 @@ impl Reference {
 
     /// The same with this rank's slices in `pool`, of [`super::reference_bytes`]' size: each unit is brought to the device and
     /// gathered while the one before it is used.
+    ///
+    /// # Errors
+    /// As [`Reference::new`].
     pub fn on_host(
         table: Arc<ParamTable>,
         mesh: &Mesh,
@@ -50,6 +53,9 @@ impl Reference {
     }
 
     /// Scores a micro-batch (collective over the shard group).
+    ///
+    /// # Errors
+    /// Those of [`Collective`](crate::dist::Collective); what the device failed at until here.
     pub fn forward_logprobs(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
         self.network.score(micro_batch, temperature, AdapterUse::Off)
     }

@@ -97,6 +97,9 @@ impl Trainer {
 
     /// The same, where `reward_funcs` may also name the caller's own functions. Rewards in processes of their own are started
     /// now, after the world was joined.
+    ///
+    /// # Errors
+    /// As [`Trainer::new`].
     pub fn with_rewards(config: Config, world: Arc<World>, functions: &[(&str, RewardFunction)]) -> Result<Self> {
         let rewards = RewardPool::with_functions(&config, functions);
         let rewards = world.agree(rewards.and_then(|rewards| rewards.start().map(|()| rewards)))?;
@@ -104,6 +107,9 @@ impl Trainer {
     }
 
     /// The same with a pool of the configuration's rewards, whose processes can so be started before the world is joined.
+    ///
+    /// # Errors
+    /// As [`Trainer::new`].
     pub fn with_pool(config: Config, world: Arc<World>, rewards: RewardPool) -> Result<Self> {
         setup::arm_fault(&config, world.rank());
         let checkpoint = setup::find_checkpoint(&config, &world)?;
@@ -208,6 +214,9 @@ impl Trainer {
     }
 
     /// One generation batch and its updates; collective over the world.
+    ///
+    /// # Errors
+    /// The first failure of any rank. Where rewards failed, the batch is the next one again.
     pub fn train_step(&mut self) -> Result<StepMetrics> {
         phase::set_step(self.progress.generation_step);
         let start = Instant::now();

@@ -57,6 +57,9 @@ impl Preflight {
     }
 
     /// The same for a shape alone, whose tokens are numbers.
+    ///
+    /// # Errors
+    /// As [`Preflight::new`].
     pub fn of_shape(
         config: &Config,
         spec: Arc<ModelSpec>,

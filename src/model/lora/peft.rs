@@ -132,6 +132,9 @@ impl AdapterFiles {
     }
 
     /// One unit [layout.len] of `kind` on the CPU, in the layout of [`ParamTable::adapters`], padding zero.
+    ///
+    /// # Errors
+    /// [`Error::BadFile`]; [`Error::Io`].
     pub fn read_unit(&self, layout: &UnitLayout, kind: Kind) -> Result<Tensor> {
         let flat = Tensor::f_zeros([layout.len as i64], (kind, Device::Cpu))?;
         tensors(&self.spec, &self.lora, layout.unit, &mut |tensor| {
