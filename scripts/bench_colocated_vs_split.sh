@@ -5,9 +5,9 @@
 # divides it, and the same sampling one batch ahead; medians of STEPS (5) steps after a warm-up, of PROMPTS x GROUP (32 x 8)
 # completions of PROMPT_LEN + COMPLETION_LEN (512 + 1024) tokens, or of lengths drawn from SPREAD (tail:512..4096); for these also
 # colocated with OVERSAMPLE (1) times as many groups more under way, carried from step to step, and computed again (partial) or kept
-# in the KV cache (kept). MODES limits the runs ("colocated partial kept split async"), TP and SPLITS their degrees. Further arguments are configuration keys of all runs. OUTPUT
-# (runs/colocated_vs_split) gets results.jsonl, a log and a time-line (Chrome trace) of each run, compare.json and compare.svg; the
-# table is printed, with simulated worlds.
+# in the KV cache (kept). MODES limits the runs ("colocated partial kept split async"), TP and SPLITS their degrees. Further
+# arguments are configuration keys of all runs. OUTPUT (runs/colocated_vs_split) gets results.jsonl, a log and a time-line (Chrome
+# trace) of each run, compare.json and compare.svg; the table is printed, with simulated worlds.
 # CURVES="1 2 3" also trains the demo's model with these seeds in each mode on the CPU and draws the rewards (curves.svg).
 set -euo pipefail
 [ $# -ge 3 ] || { sed -n "2,12s/^# //p" "$0"; exit 2; }
