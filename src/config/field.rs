@@ -165,7 +165,7 @@ impl FromValue for bool {
 macro_rules! whole_numbers {
     ($($type:ty),+) => { $(impl FromValue for $type {
         fn expected(range: &Range) -> String {
-            range.from_zero().of("a whole number")
+            range.not_negative().of("a whole number")
         }
 
         /// TOML's integers end at `i64::MAX`: larger ones would not survive a snapshot.

@@ -46,7 +46,7 @@ impl Range {
     }
 
     /// The same without negative numbers.
-    pub fn from_zero(self) -> Self {
+    pub fn not_negative(self) -> Self {
         if self.low < 0.0 { Self { low: 0.0, low_is_in: true, ..self } } else { self }
     }
 
