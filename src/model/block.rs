@@ -16,7 +16,7 @@ use crate::config::GradientCheckpointing;
 use crate::cuda::{Work, timed};
 use crate::dist::{Collective, ReduceOp};
 use crate::error::{Error, Result};
-use crate::ops::attention::{Bounds, PackedLayout, packed_backward, packed_forward};
+use crate::ops::attention::{Bounds, PackedLayout, SavedAttention, packed_backward, packed_forward};
 use crate::ops::heads::{self, HeadGradients, HeadNormWeights, Heads};
 use crate::ops::rope::RopeRows;
 use crate::ops::swiglu::GateUp;
@@ -193,7 +193,8 @@ impl AttentionHalf {
         let Qkv::Grouped { weight, .. } = &w.qkv else { return Err(invalid("grouped qkv weights", "split ones")) };
         let Self { heads, o, lse, .. } = self;
         let d_o = lora::backward(dh, &o.flatten(1, 2), &w.o, grads.of(w, Matrix::O)).view_as(&o);
-        let attention = || packed_backward(&d_o, &heads.q, &heads.k, &heads.v, &o, &lse, &packed.layout, packed.scale);
+        let saved = SavedAttention { q: &heads.q, k: &heads.k, v: &heads.v, o: &o, lse: &lse };
+        let attention = || packed_backward(&d_o, saved, &packed.layout, packed.scale);
         let (dq, dk, dv) = timed("attention, backward", Work::default, attention);
         let norms = head_norms(ctx, w);
         let mut d_norms = norms.map(|norms| {

@@ -6,7 +6,7 @@ use std::ffi::{c_int, c_void};
 
 use tch::{Kind, Tensor};
 
-use super::ffi;
+use super::{SavedAttention, ffi};
 use crate::error::Result;
 
 /// (o [B, H, L, hd] with the strides of `q`, log-sum-exp of the scaled scores [B, H, L, 1] f32).
@@ -36,17 +36,13 @@ pub fn cudnn_forward(
 ///
 /// # Errors
 /// As [`cudnn_forward`].
-#[allow(clippy::too_many_arguments)]
 pub fn cudnn_backward(
-    d_o: &Tensor, // [B, H, L, hd]
-    q: &Tensor,   // [B, H, L, hd]
-    k: &Tensor,   // [B, Hkv, Lk, hd]
-    v: &Tensor,   // [B, Hkv, Lk, hd]
-    o: &Tensor,   // [B, H, L, hd]
-    lse: &Tensor, // [B, H, L, 1] f32
+    d_o: &Tensor,          // [B, H, L, hd]
+    saved: SavedAttention, // q, o [B, H, L, hd], k, v [B, Hkv, Lk, hd], lse [B, H, L, 1] f32
     causal: bool,
     scale: f64,
 ) -> Result<(Tensor, Tensor, Tensor)> {
+    let SavedAttention { q, k, v, o, lse } = saved;
     let unused = Tensor::f_empty([0], (Kind::Int64, q.device()))?; // the state of a dropout that there is none of
     let absent = Tensor::new(); // neither bias nor bounds
     let (len, k_len) = (q.size()[2], k.size()[2]);

@@ -6,7 +6,7 @@ use std::ffi::{c_int, c_void};
 
 use tch::{Kind, Tensor};
 
-use super::ffi;
+use super::{SavedAttention, ffi};
 use crate::error::Result;
 
 /// Query runs and the key runs that they attend to, for [`flash_forward`] and [`flash_backward`].
@@ -78,17 +78,13 @@ pub fn flash_forward(
 ///
 /// # Errors
 /// [`crate::Error::Torch`] for tensors that the kernels cannot take.
-#[allow(clippy::too_many_arguments)]
 pub fn flash_backward(
-    d_o: &Tensor, // [T, H, hd]
-    q: &Tensor,   // [T, H, hd]
-    k: &Tensor,   // [Tk, Hkv, hd]
-    v: &Tensor,   // [Tk, Hkv, hd]
-    o: &Tensor,   // [T, H, hd]
-    lse: &Tensor, // [H, T] f32
+    d_o: &Tensor,          // [T, H, hd]
+    saved: SavedAttention, // q, o [T, H, hd], k, v [Tk, Hkv, hd], lse [H, T] f32
     varlen: &Varlen,
     scale: f64,
 ) -> Result<(Tensor, Tensor, Tensor)> {
+    let SavedAttention { q, k, v, o, lse } = saved;
     let unused = Tensor::f_empty([0], (Kind::Int64, q.device()))?; // the state of a dropout that there is none of
     ffi::only_deterministic(|| {
         Ok(Tensor::f_internal_flash_attention_backward(

@@ -6,6 +6,7 @@ mod bytes;
 mod cudnn;
 mod ffi;
 mod flash;
+mod saved_attention;
 mod store;
 
 pub use allocator::{DeviceMemory, device_memory, keep_memory, release_memory, reset_peak_memory};
@@ -14,6 +15,7 @@ pub use cudnn::{cudnn_backward, cudnn_forward};
 pub use ffi::{current_cuda_stream, is_deterministic, set_cuda_device, set_deterministic};
 pub(crate) use ffi::{exchange_cuda_stream, pool_cuda_stream};
 pub use flash::{Varlen, flash_backward, flash_forward};
+pub use saved_attention::SavedAttention;
 pub use store::Store;
 
 /// Sets how many threads one libtorch operation on the CPU may use, in this process.

@@ -9,7 +9,7 @@ use colo_grpo::config::GradientCheckpointing;
 use colo_grpo::data::{Dataset, DatasetOptions, Tokenizer};
 use colo_grpo::dist::{Backend, World};
 use colo_grpo::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
-use colo_grpo::ops::attention::{Bounds, PackedLayout, SharedBounds, packed_backward, packed_forward};
+use colo_grpo::ops::attention::{Bounds, PackedLayout, SavedAttention, SharedBounds, packed_backward, packed_forward};
 use colo_grpo::rollout::{Engine, EngineOptions};
 use colo_grpo::torch;
 use colo_grpo::train::{
@@ -56,7 +56,8 @@ fn gpu_attention_equals_the_cpus() {
             let [q, k, v, d_o] = inputs.each_ref().map(|tensor| tensor.to_kind(kind).to_device(device));
             let layout = PackedLayout::of(bounds, *heads as usize, *window, device);
             let (o, lse) = packed_forward(&q, &k, &v, &layout, 0.2);
-            let (dq, dk, dv) = packed_backward(&d_o, &q, &k, &v, &o, &lse, &layout, 0.2);
+            let (dq, dk, dv) =
+                packed_backward(&d_o, SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &lse }, &layout, 0.2);
             [o, lse, dq, dk, dv].map(|tensor| tensor.to_device(Device::Cpu).to_kind(Kind::Double))
         };
         let expected = run(Device::Cpu, Kind::Float);
@@ -83,7 +84,8 @@ fn gpu_deterministic_attention_repeats_its_bits() {
     let run = || {
         let layout = PackedLayout::new(&[0, 4096, 8192], 2, None, gpu);
         let (o, lse) = packed_forward(&q, &k, &v, &layout, 0.1);
-        let (dq, dk, dv) = packed_backward(&d_o, &q, &k, &v, &o, &lse, &layout, 0.1);
+        let (dq, dk, dv) =
+            packed_backward(&d_o, SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &lse }, &layout, 0.1);
         [o, lse, dq, dk, dv]
     };
     let first = run();

@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 
 use super::runs::{Runs, lens};
 use super::varlen::{FITS, as_runs};
-use crate::torch::{cudnn_backward, cudnn_forward, flash_backward, flash_forward};
+use crate::torch::{SavedAttention, cudnn_backward, cudnn_forward, flash_backward, flash_forward};
 
 /// Rectangles' lengths are multiples of this.
 const LEN_STEP: i64 = 256;
@@ -75,27 +75,22 @@ impl Mixed {
     }
 
     /// (dq, dk, dv), from what [`Mixed::forward`] took and gave, or of a larger softmax.
-    #[allow(clippy::too_many_arguments)]
     pub(super) fn backward(
         &self,
-        d_o: &Tensor, // [T, H, hd]
-        q: &Tensor,   // [T, H, hd]
-        k: &Tensor,   // [T, Hkv, hd]
-        v: &Tensor,   // [T, Hkv, hd]
-        o: &Tensor,   // [T, H, hd]
-        lse: &Tensor, // [T, H]
+        d_o: &Tensor,          // [T, H, hd]
+        saved: SavedAttention, // q, o [T, H, hd], k, v [T, Hkv, hd], lse [T, H]
         scale: f64,
     ) -> (Tensor, Tensor, Tensor) {
+        let SavedAttention { q, k, v, o, lse } = saved;
         let gradients = [q, k, v].map(|t| Tensor::empty(t.size(), (t.kind(), t.device())));
         let lse = lse.tr(); // [H, T]
         for part in &self.parts {
             let own_lse = lse.narrow(1, part.first, part.len);
-            let own = match &part.short {
+            let own: [Tensor; 3] = match &part.short {
                 Some(runs) => {
                     let [d_o, q, k, v, o] = [d_o, q, k, v, o].map(|t| t.narrow(0, part.first, part.len).contiguous());
-                    let (dq, dk, dv) =
-                        flash_backward(&d_o, &q, &k, &v, &o, &own_lse.contiguous(), runs.varlen(), scale).expect(FITS);
-                    [dq, dk, dv]
+                    let saved = SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &own_lse.contiguous() };
+                    flash_backward(&d_o, saved, runs.varlen(), scale).expect(FITS).into()
                 }
                 None => {
                     let [d_o, q, k, v, o] = [d_o, q, k, v, o].map(|t| part.rectangle(t));
@@ -103,8 +98,9 @@ impl Mixed {
                     let padded = Tensor::full([q.size()[1], len], f64::INFINITY, (lse.kind(), lse.device()));
                     padded.narrow(1, 0, part.len).copy_(&own_lse);
                     let padded = padded.view([1, -1, len, 1]);
-                    let (dq, dk, dv) = cudnn_backward(&d_o, &q, &k, &v, &o, &padded, true, scale).expect(FITS);
-                    [dq, dk, dv].map(|t| part.rows(&t))
+                    let saved = SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &padded };
+                    let gradients: [Tensor; 3] = cudnn_backward(&d_o, saved, true, scale).expect(FITS).into();
+                    gradients.map(|t| part.rows(&t))
                 }
             };
             for (whole, own) in gradients.iter().zip(&own) {

@@ -28,3 +28,5 @@ mod varlen;
 pub use bounds::{Bounds, SharedBounds};
 pub use packed::{PackedLayout, packed_backward, packed_forward};
 pub use paged::{PagedLayout, kv_rows, paged_decode, paged_prefill, write_kv};
+
+pub use crate::torch::SavedAttention;

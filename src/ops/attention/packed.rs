@@ -8,6 +8,7 @@ use super::bounds::{Bounds, SharedBounds};
 use super::merge::merge_into;
 use super::runs::{Runs, Sees};
 use super::varlen;
+use crate::torch::SavedAttention;
 
 /// The layout of a packed micro-batch for attention; made once, shared by all layers, forward and backward.
 #[derive(Debug)]
@@ -88,27 +89,25 @@ pub fn packed_forward(
 }
 
 /// (dq, dk, dv), from what [`packed_forward`] took and gave. A shared prompt's dk and dv are the sums over all that see it.
-#[allow(clippy::too_many_arguments)]
 pub fn packed_backward(
-    d_o: &Tensor, // [T, H, hd]
-    q: &Tensor,   // [T, H, hd]
-    k: &Tensor,   // [T, Hkv, hd]
-    v: &Tensor,   // [T, Hkv, hd]
-    o: &Tensor,   // [T, H, hd]
-    lse: &Tensor, // [T, H]
+    d_o: &Tensor,          // [T, H, hd]
+    saved: SavedAttention, // q, o [T, H, hd], k, v [T, Hkv, hd], lse [T, H]
     layout: &PackedLayout,
     scale: f64,
 ) -> (Tensor, Tensor, Tensor) {
     let shared = match &layout.parts {
-        Parts::Separate(runs) => return varlen::backward(d_o, q, k, v, o, lse, runs, scale),
+        Parts::Separate(runs) => return varlen::backward(d_o, saved, runs, scale),
         Parts::Shared(shared) => shared,
     };
+    let SavedAttention { q, k, v, o, lse } = saved;
     let [(d_o_prompt, d_o), (q_prompt, q), (k_prompt, k), (v_prompt, v), (o_prompt, o), (lse_prompt, lse)] =
         [d_o, q, k, v, o, lse].map(|t| shared.split(t));
-    let (dq_prompt, dk_prompt, dv_prompt) =
-        varlen::backward(&d_o_prompt, &q_prompt, &k_prompt, &v_prompt, &o_prompt, &lse_prompt, &shared.prompts, scale);
-    let (dq_on, dk_on, dv_on) = varlen::backward(&d_o, &q, &k_prompt, &v_prompt, &o, &lse, &shared.on_prompt, scale);
-    let (dq_own, dk, dv) = varlen::backward(&d_o, &q, &k, &v, &o, &lse, &shared.completions, scale);
+    let prompts = SavedAttention { q: &q_prompt, k: &k_prompt, v: &v_prompt, o: &o_prompt, lse: &lse_prompt };
+    let on_itself = SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &lse };
+    let on_prompt = SavedAttention { k: &k_prompt, v: &v_prompt, ..on_itself };
+    let (dq_prompt, dk_prompt, dv_prompt) = varlen::backward(&d_o_prompt, prompts, &shared.prompts, scale);
+    let (dq_on, dk_on, dv_on) = varlen::backward(&d_o, on_prompt, &shared.on_prompt, scale);
+    let (dq_own, dk, dv) = varlen::backward(&d_o, on_itself, &shared.completions, scale);
     (
         shared.join(&[&dq_prompt], &[&dq_on, &dq_own]),
         shared.join(&[&dk_prompt, &dk_on], &[&dk]),

@@ -69,7 +69,7 @@ fn assert_equals_autograd([q, k, v]: [Tensor; 3], expected: &Tensor, expected_ls
     let (o, lse) = packed_forward(&q, &k, &v, layout, SCALE);
     assert_close(&o, expected);
     assert_close(&lse, expected_lse);
-    let (dq, dk, dv) = packed_backward(&d_o, &q, &k, &v, &o, &lse, layout, SCALE);
+    let (dq, dk, dv) = packed_backward(&d_o, SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &lse }, layout, SCALE);
     assert_close(&dq, &grads[0]);
     assert_close(&dk, &grads[1]);
     assert_close(&dv, &grads[2]);
@@ -134,7 +134,7 @@ fn no_tokens_at_all() {
     let layout = PackedLayout::new(&[0], 2, None, Device::Cpu);
     let (q, k) = (rand(&[0, 4, HD]), rand(&[0, 2, HD]));
     let (o, lse) = packed_forward(&q, &k, &k, &layout, SCALE);
-    let (dq, dk, _) = packed_backward(&o, &q, &k, &k, &o, &lse, &layout, SCALE);
+    let (dq, dk, _) = packed_backward(&o, SavedAttention { q: &q, k: &k, v: &k, o: &o, lse: &lse }, &layout, SCALE);
     assert_eq!((dq.size(), dk.size()), (vec![0, 4, HD], vec![0, 2, HD]));
 }
 
@@ -147,7 +147,8 @@ fn bfloat16_stays_near_float() {
         let [narrow_q, narrow_kv] = [&q, &kv].map(|t| t.to_kind(Kind::BFloat16));
         let (o, lse) = packed_forward(&narrow_q, &narrow_kv, &narrow_kv, &layout, SCALE);
         assert_eq!((o.kind(), lse.kind()), (Kind::BFloat16, Kind::Float));
-        let (dq, _, _) = packed_backward(&o, &narrow_q, &narrow_kv, &narrow_kv, &o, &lse, &layout, SCALE);
+        let saved = SavedAttention { q: &narrow_q, k: &narrow_kv, v: &narrow_kv, o: &o, lse: &lse };
+        let (dq, _, _) = packed_backward(&o, saved, &layout, SCALE);
         assert_eq!(dq.kind(), Kind::BFloat16);
         assert!(f64::try_from((o.to_kind(Kind::Double) - exact).abs().max()).unwrap() < 0.05);
         assert!(f64::try_from((lse.to_kind(Kind::Double) - exact_lse).abs().max()).unwrap() < 0.05);

@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 use super::kernel::Kernel;
 use super::padded::Bucket;
 use super::runs::{Runs, Sees};
-use crate::torch::{accumulation_kind, cudnn_backward, cudnn_forward, flash_backward, flash_forward};
+use crate::torch::{SavedAttention, accumulation_kind, cudnn_backward, cudnn_forward, flash_backward, flash_forward};
 
 /// Longest padded keys of the explicit path on a CPU.
 const EXPLICIT_LEN: i64 = 48;
@@ -46,17 +46,13 @@ pub(super) fn forward(
 
 /// (dq, dk, dv), from what [`forward`] took and gave. `o` and `lse` may be those of a larger softmax, of which the keys here are
 /// a part: with p = exp(scale * q k^T - lse) and delta = rowsum(d_o * o) the gradients are exact for this part.
-#[allow(clippy::too_many_arguments)]
 pub(super) fn backward(
-    d_o: &Tensor, // [T, H, hd]
-    q: &Tensor,   // [T, H, hd]
-    k: &Tensor,   // [Tk, Hkv, hd]
-    v: &Tensor,   // [Tk, Hkv, hd]
-    o: &Tensor,   // [T, H, hd]
-    lse: &Tensor, // [T, H]
+    d_o: &Tensor,          // [T, H, hd]
+    saved: SavedAttention, // q, o [T, H, hd], k, v [Tk, Hkv, hd], lse [T, H]
     runs: &Runs,
     scale: f64,
 ) -> (Tensor, Tensor, Tensor) {
+    let SavedAttention { q, k, v, o, lse } = saved;
     if q.numel() == 0 {
         return (q.zeros_like(), k.zeros_like(), v.zeros_like());
     }
@@ -67,16 +63,18 @@ pub(super) fn backward(
             // Unsqueezed last: of one run the copy is none, and cuDNN reads the stride of the last place.
             let lse = lse.reshape([dense.runs, dense.q_len, -1]).transpose(1, 2).contiguous().unsqueeze(-1); // [B, H, L, 1]
             let causal = runs.sees != Sees::All;
-            let (dq, dk, dv) = cudnn_backward(&d_o, &q_runs, &k_runs, &v_runs, &o, &lse, causal, scale).expect(FITS);
+            let of_runs = SavedAttention { q: &q_runs, k: &k_runs, v: &v_runs, o: &o, lse: &lse };
+            let (dq, dk, dv) = cudnn_backward(&d_o, of_runs, causal, scale).expect(FITS);
             let rows = |t: Tensor, like: &Tensor| t.transpose(1, 2).reshape(like.size());
             (rows(dq, q), rows(dk, k), rows(dv, v))
         }
-        Kernel::Mixed(mixed) => mixed.backward(d_o, q, k, v, o, lse, scale),
+        Kernel::Mixed(mixed) => mixed.backward(d_o, saved, scale),
         Kernel::Flash => {
             let lse = lse.tr().contiguous(); // [H, T], as the forward gave it
-            flash_backward(&d_o.contiguous(), q, k, v, &o.contiguous(), &lse, runs.varlen(), scale).expect(FITS)
+            let saved = SavedAttention { q, k, v, o: &o.contiguous(), lse: &lse };
+            flash_backward(&d_o.contiguous(), saved, runs.varlen(), scale).expect(FITS)
         }
-        Kernel::Padded => padded_backward(d_o, q, k, v, o, lse, runs, scale),
+        Kernel::Padded => padded_backward(d_o, saved, runs, scale),
     }
 }
 
@@ -100,25 +98,16 @@ fn padded_forward(q: &Tensor, k: &Tensor, v: &Tensor, runs: &Runs, scale: f64) -
     (scatter(o, &padded.unpad_q).view(size.as_slice()), scatter(lse, &padded.unpad_q).view(&size[..2]))
 }
 
-#[allow(clippy::too_many_arguments)]
-fn padded_backward(
-    d_o: &Tensor,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    o: &Tensor,
-    lse: &Tensor,
-    runs: &Runs,
-    scale: f64,
-) -> (Tensor, Tensor, Tensor) {
+fn padded_backward(d_o: &Tensor, saved: SavedAttention, runs: &Runs, scale: f64) -> (Tensor, Tensor, Tensor) {
+    let SavedAttention { q, k, v, o, lse } = saved;
     let (mut dq, mut dk, mut dv) = (Vec::new(), Vec::new(), Vec::new());
     let padded = runs.padded();
     for bucket in &padded.buckets {
-        let [q, o, d_o] = [q, o, d_o].map(|t| gather_q(t, bucket, runs));
-        let [k, v] = [k, v].map(|t| gather_k(t, bucket, runs));
+        let [q, o, d_o] = [q, o, d_o].map(|t| gather_q(t, bucket, runs)); // [B, L, G, hd]
+        let [k, v] = [k, v].map(|t| gather_k(t, bucket, runs)); // [B, Lk, 1, hd]
         let lse = gather_q(&lse.unsqueeze(-1), bucket, runs).squeeze_dim(-1); // [B, L, G]
         let _ = d_o.view([-1, d_o.size()[2] * d_o.size()[3]]).index_fill_(0, &bucket.q.padding, 0.0);
-        let saved = Saved { q, k, v, o, lse };
+        let saved = SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &lse };
         let grads = if is_explicit(bucket, &d_o) {
             explicit_backward(&d_o, saved, bucket, scale)
         } else {
@@ -150,15 +139,6 @@ fn is_explicit(bucket: &Bucket, q: &Tensor) -> bool {
     bucket.k.len <= EXPLICIT_LEN || q.device().is_cuda()
 }
 
-/// One bucket's share of what the forward took and gave. B = runs * Hkv, L padded length of the queries, Lk of the keys.
-struct Saved {
-    q: Tensor,   // [B, L, G, hd]
-    k: Tensor,   // [B, Lk, 1, hd]
-    v: Tensor,   // [B, Lk, 1, hd]
-    o: Tensor,   // [B, L, G, hd]
-    lse: Tensor, // [B, L, G]
-}
-
 fn explicit_forward(q: &Tensor, k: &Tensor, v: &Tensor, bucket: &Bucket, scale: f64) -> (Tensor, Tensor) {
     let (given, kind, size) = (q.kind(), accumulation_kind(q.kind()), q.size());
     let [q, k, v] = [q, k, v].map(|t| merge_heads(&t.to_kind(kind)));
@@ -170,11 +150,12 @@ fn explicit_forward(q: &Tensor, k: &Tensor, v: &Tensor, bucket: &Bucket, scale: 
     (p.bmm(&v).view(size.as_slice()).to_kind(given), lse.view(&size[..3]))
 }
 
-fn explicit_backward(d_o: &Tensor, saved: Saved, bucket: &Bucket, scale: f64) -> (Tensor, Tensor, Tensor) {
-    let (kind, size, given) = (saved.lse.kind(), saved.q.size(), d_o.kind());
-    let [q, k, v, o, d_o] = [&saved.q, &saved.k, &saved.v, &saved.o, d_o].map(|t| merge_heads(&t.to_kind(kind)));
+fn explicit_backward(d_o: &Tensor, saved: SavedAttention, bucket: &Bucket, scale: f64) -> (Tensor, Tensor, Tensor) {
+    let SavedAttention { q, k, v, o, lse } = saved;
+    let (kind, size, given) = (lse.kind(), q.size(), d_o.kind());
+    let [q, k, v, o, d_o] = [q, k, v, o, d_o].map(|t| merge_heads(&t.to_kind(kind)));
     let q = q * scale;
-    let shifted = bucket.mask((kind, q.device())) - saved.lse.unsqueeze(-1); // [B, L, G, Lk]
+    let shifted = bucket.mask((kind, q.device())) - lse.unsqueeze(-1); // [B, L, G, Lk]
     let p = shifted.expand([-1, -1, -1, bucket.k.len], false).reshape([-1, size[1] * size[2], bucket.k.len]);
     let p = p.baddbmm(&q, &k.transpose(1, 2), 1.0, 1.0).exp_();
     let delta = (&d_o * o).sum_dim_intlist(-1, true, None::<Kind>); // [B, L G, 1]
@@ -194,10 +175,11 @@ fn cpu_flash_forward(q: &Tensor, k: &Tensor, v: &Tensor, bucket: &Bucket, scale:
     (o.transpose(1, 2), lse.transpose(1, 2)) // [B, L, G, hd], [B, L, G]
 }
 
-fn cpu_flash_backward(d_o: &Tensor, saved: Saved, bucket: &Bucket, scale: f64) -> (Tensor, Tensor, Tensor) {
-    let group = saved.q.size()[2];
-    let [q, k, v, o, d_o] = [&saved.q, &saved.k, &saved.v, &saved.o, d_o].map(|t| as_heads(t, group));
-    let lse = saved.lse.transpose(1, 2);
+fn cpu_flash_backward(d_o: &Tensor, saved: SavedAttention, bucket: &Bucket, scale: f64) -> (Tensor, Tensor, Tensor) {
+    let SavedAttention { q, k, v, o, lse } = saved;
+    let group = q.size()[2];
+    let [q, k, v, o, d_o] = [q, k, v, o, d_o].map(|t| as_heads(t, group));
+    let lse = lse.transpose(1, 2);
     let mask = cpu_flash_mask(&q, bucket);
     let flash = Tensor::internal_scaled_dot_product_flash_attention_for_cpu_backward;
     let (dq, dk, dv) = flash(&d_o, &q, &k, &v, &o, &lse, 0.0, mask.is_none() && bucket.is_causal(), mask, scale);
