@@ -53,8 +53,11 @@ pub fn bench_kernels(bench: &KernelsBench, device: Device) -> Result<Vec<Value>>
     kernels::prepare(ordinal)?;
     let stream = TorchStream::new(&Context::retain(ordinal)?)?;
     let mut step = Step { bench, device, stream, results: Vec::new() };
-    step.rows_and_products()?;
-    step.attention()?;
+    step.rows_alone()?;
+    let cache = [step.cache()?, step.cache()?];
+    step.rope_write_kv(&cache)?;
+    step.paged_attention(&cache)?;
+    drop(cache);
     step.sampling()?;
     Ok(step.results)
 }
@@ -109,7 +112,8 @@ impl Step<'_> {
         Tensor::from_slice(&values).to_device(self.device)
     }
 
-    fn rows_and_products(&mut self) -> Result<()> {
+    /// What treats every row by itself.
+    fn rows_alone(&mut self) -> Result<()> {
         let KernelsBench { spec, rows, .. } = self.bench;
         let (rows, hidden, mlp) = (*rows, spec.hidden_size, spec.intermediate_size);
         let unit = self.bench.kind.elt_size_in_bytes();
@@ -126,58 +130,46 @@ impl Step<'_> {
         self.time("silu_mul", 3 * rows * mlp * unit, |_| kernels::silu_mul(&gate_up, &mut act))
     }
 
-    fn attention(&mut self) -> Result<()> {
-        let KernelsBench { spec, kind, rows, context, group, prompt_len, .. } = self.bench;
-        let (rows, context, group, unit) = (*rows, *context, (*group).max(1), kind.elt_size_in_bytes());
+    fn rope_write_kv(&mut self, [k_cache, v_cache]: &[Tensor; 2]) -> Result<()> {
+        let KernelsBench { spec, kind, rows, context, .. } = self.bench;
+        let (rows, context, unit) = (*rows, *context, kind.elt_size_in_bytes());
         let (heads, kv_heads, head_dim) = (spec.num_heads, spec.num_kv_heads, spec.head_dim);
-        let max_blocks = context.div_ceil(BLOCK_SIZE);
-        let shared_blocks = (prompt_len / BLOCK_SIZE).min((context - 1) / BLOCK_SIZE);
-        let cache = || self.tensor(&[LAYERS, rows * max_blocks, kv_heads, BLOCK_SIZE, head_dim]);
-        let (k_cache, v_cache) = (cache()?, cache()?);
-        let layer = |cache: &Tensor, layer: usize| cache.get(layer as i64);
-        // Rows of a group name their leader's blocks for the prompt; blocks lie scattered, as in a long run.
-        let scatter = |block: usize| block * 7919 % (rows * max_blocks);
-        let tables = |is_shared: bool| {
-            let block = move |row: usize, at: usize| {
-                let owner = if is_shared && at < shared_blocks { row / group * group } else { row };
-                scatter(owner * max_blocks + at)
-            };
-            let blocks = (0..rows).flat_map(|row| (0..max_blocks).map(move |at| block(row, at)));
-            self.ints(blocks.collect::<Vec<_>>()).view([rows as i64, max_blocks as i64])
-        };
-        let (own, shared) = (tables(false), tables(true));
-        let lens = self.ints(vec![context; rows]);
         let (positions, slots) = (self.ints(vec![context - 1; rows]), self.ints((0..rows).map(|row| row * BLOCK_SIZE)));
-
         let product = self.tensor(&[rows, (heads + 2 * kv_heads) * head_dim])?;
         let bias = self.tensor(&[(heads + 2 * kv_heads) * head_dim])?;
-        let (views, bias) = (
-            QkvViews::grouped(&product, kv_heads, heads / kv_heads),
-            QkvViews::grouped(&bias, kv_heads, heads / kv_heads),
-        );
+        let [views, bias] = [&product, &bias].map(|t| QkvViews::grouped(t, kv_heads, heads / kv_heads));
         let rope = Rope::new(head_dim, spec.rope_theta, spec.rope_scaling.as_ref()).table(context, self.device);
         let transform = HeadTransform { bias: Some(&bias), norms: None, rope: &rope };
         let mut q = self.tensor(&[rows, heads, head_dim])?;
-        self.time("rope_write_kv", rows * (2 * heads + 6 * kv_heads) * head_dim * unit, |at| {
-            let (k, v) = (layer(&k_cache, at), layer(&v_cache, at));
+        self.time("rope_write_kv", rows * (2 * heads + 6 * kv_heads) * head_dim * unit, |layer| {
+            let (k, v) = (k_cache.get(layer as i64), v_cache.get(layer as i64));
             kernels::rope_write_kv(&views, &transform, &positions, &slots, &mut q, &k, &v)
-        })?;
+        })
+    }
 
+    fn paged_attention(&mut self, [k_cache, v_cache]: &[Tensor; 2]) -> Result<()> {
+        let KernelsBench { spec, kind, rows, context, .. } = self.bench;
+        let (rows, context, group, shared_blocks) = (*rows, *context, self.bench.group.max(1), self.shared_blocks());
         let shape = AttentionShape {
-            num_heads: heads,
-            num_kv_heads: kv_heads,
-            head_dim,
+            num_heads: spec.num_heads,
+            num_kv_heads: spec.num_kv_heads,
+            head_dim: spec.head_dim,
             block_size: BLOCK_SIZE,
             sliding_window: spec.sliding_window,
             scale: attention_scale(spec),
         };
-        let plan = AttentionPlan::new(shape, (*kind, self.device), rows, max_blocks, None)?;
-        let mut o = self.tensor(&[rows, heads, head_dim])?;
-        let token_bytes = 2 * kv_heads * head_dim * unit;
+        let plan = AttentionPlan::new(shape, (*kind, self.device), rows, self.max_blocks(), None)?;
+        let lens = self.ints(vec![context; rows]);
+        let [own, shared] = [0, shared_blocks].map(|shared_blocks| self.block_tables(shared_blocks));
+        let q = self.tensor(&[rows, spec.num_heads, spec.head_dim])?;
+        let mut o = q.empty_like();
+        let mut attend = |tables: &Tensor, layer: usize| {
+            let (k, v) = (k_cache.get(layer as i64), v_cache.get(layer as i64));
+            kernels::paged_attention(&plan, &q, &k, &v, tables, &lens, &mut o)
+        };
+        let token_bytes = 2 * spec.num_kv_heads * spec.head_dim * kind.elt_size_in_bytes();
         self.time("plan_attention", 0, |_| plan.update(&lens, None))?;
-        self.time("paged_attention", rows * context * token_bytes, |at| {
-            kernels::paged_attention(&plan, &q, &layer(&k_cache, at), &layer(&v_cache, at), &own, &lens, &mut o)
-        })?;
+        self.time("paged_attention", rows * context * token_bytes, |layer| attend(&own, layer))?;
         if group == 1 || shared_blocks == 0 || spec.sliding_window.is_some() {
             return Ok(());
         }
@@ -189,11 +181,36 @@ impl Step<'_> {
                 let _current = self.stream.make_current()?;
                 plan.update(&lens, is_told.then_some(prefixes))?;
             }
-            self.time(name, read_once * token_bytes, |at| {
-                kernels::paged_attention(&plan, &q, &layer(&k_cache, at), &layer(&v_cache, at), &shared, &lens, &mut o)
-            })?;
+            self.time(name, read_once * token_bytes, |layer| attend(&shared, layer))?;
         }
         Ok(())
+    }
+
+    /// Keys or values of every layer. [LAYERS, blocks, Hkv, BLOCK_SIZE, hd]
+    fn cache(&self) -> Result<Tensor> {
+        let KernelsBench { spec, rows, .. } = self.bench;
+        self.tensor(&[LAYERS, rows * self.max_blocks(), spec.num_kv_heads, BLOCK_SIZE, spec.head_dim])
+    }
+
+    /// Blocks of a sequence.
+    fn max_blocks(&self) -> usize {
+        self.bench.context.div_ceil(BLOCK_SIZE)
+    }
+
+    /// Blocks of the prompt that a group shares.
+    fn shared_blocks(&self) -> usize {
+        (self.bench.prompt_len / BLOCK_SIZE).min((self.bench.context - 1) / BLOCK_SIZE)
+    }
+
+    /// Rows of a group name their leader's blocks for their first `shared_blocks`; all lie scattered. [rows, blocks] i32
+    fn block_tables(&self, shared_blocks: usize) -> Tensor {
+        let (rows, group, max_blocks) = (self.bench.rows, self.bench.group.max(1), self.max_blocks());
+        let block = |place: usize| {
+            let (row, at) = (place / max_blocks, place % max_blocks);
+            let owner = if at < shared_blocks { row / group * group } else { row };
+            (owner * max_blocks + at) * 7919 % (rows * max_blocks)
+        };
+        self.ints((0..rows * max_blocks).map(block)).view([rows as i64, max_blocks as i64])
     }
 
     fn sampling(&mut self) -> Result<()> {
