@@ -1,7 +1,5 @@
 //! Chat templates: Jinja from the model's folder, rendered as transformers renders it but without files, without
-//! loops that do not end and without unbounded memory or output.
-
-mod meter;
+//! loops that do not end and without unbounded output.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,8 +12,8 @@ use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 use super::date;
 use crate::error::{Error, Result};
 
-/// Jinja instructions that one conversation may take, measurements among them.
-const FUEL: u64 = 2_000_000;
+/// Jinja instructions that one conversation may take.
+const FUEL: u64 = 1_000_000;
 /// Widest indentation of `tojson`.
 const MAX_INDENT: usize = 64;
 /// Longest rendered conversation.
@@ -54,8 +52,10 @@ impl ChatTemplate {
     pub fn new(source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self> {
         let now = date::now_s()?;
         let mut environment = Environment::new();
+        environment.set_trim_blocks(true);
+        environment.set_lstrip_blocks(true);
         environment.set_fuel(Some(FUEL));
-        meter::prepare(&mut environment);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_filter("tojson", tojson);
         environment.add_function("raise_exception", |message: String| -> Result<Value, JinjaError> {
             Err(JinjaError::new(ErrorKind::InvalidOperation, message))
@@ -63,18 +63,17 @@ impl ChatTemplate {
         environment.add_function("strftime_now", move |format: String| {
             date::strftime(&format, now).map_err(|message| JinjaError::new(ErrorKind::InvalidOperation, message))
         });
-        let source = meter::unfolded(&without_generation_tags(source)).map_err(failed)?;
-        let template = Self { environment, source, special_tokens };
-        meter::compile(&template.source).map_err(failed)?;
+        let template = Self { environment, source: without_generation_tags(source), special_tokens };
+        template.environment.template_from_named_str("chat_template", &template.source).map_err(failed)?;
         Ok(template)
     }
 
     /// The conversation as text; with `add_generation_prompt` it ends where the assistant's answer begins.
     ///
     /// # Errors
-    /// [`Error::ChatTemplate`] if the template refuses the conversation, runs out of fuel, or makes or writes too much.
+    /// [`Error::ChatTemplate`] if the template refuses the conversation, runs out of fuel or writes too much.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
-        let template = meter::compile(&self.source).map_err(failed)?;
+        let template = self.environment.template_from_named_str("chat_template", &self.source).map_err(failed)?;
         let variables = context! {
             messages,
             add_generation_prompt,
@@ -82,12 +81,9 @@ impl ChatTemplate {
             documents => (),
             ..Value::from_serialize(&self.special_tokens)
         };
-        let text = meter::render(&self.environment, &template, variables).map_err(failed)?;
-        if text.len() > MAX_OUTPUT_BYTES {
-            let message = format!("the conversation renders to more than {MAX_OUTPUT_BYTES} bytes");
-            return Err(Error::ChatTemplate { message });
-        }
-        Ok(text)
+        let mut output = Capped(Vec::new());
+        template.render_captured_to(variables, &mut output).map_err(failed)?;
+        String::from_utf8(output.0).map_err(|error| Error::ChatTemplate { message: error.to_string() })
     }
 }
 
@@ -103,7 +99,7 @@ fn tojson(value: &Value, options: Kwargs) -> Result<String, JinjaError> {
     if ensure_ascii == Some(true) {
         return Err(JinjaError::new(ErrorKind::InvalidOperation, "tojson: ensure_ascii=true is not supported"));
     }
-    let mut output = Capped(Vec::new());
+    let mut output = Vec::new();
     let spaces = " ".repeat(indent.unwrap_or(0));
     let written = match indent {
         Some(_) => value
@@ -111,7 +107,7 @@ fn tojson(value: &Value, options: Kwargs) -> Result<String, JinjaError> {
         None => value.serialize(&mut Serializer::with_formatter(&mut output, PythonFormatter)),
     };
     written.map_err(|error| JinjaError::new(ErrorKind::InvalidOperation, error.to_string()))?;
-    String::from_utf8(output.0).map_err(|error| JinjaError::new(ErrorKind::InvalidOperation, error.to_string()))
+    String::from_utf8(output).map_err(|error| JinjaError::new(ErrorKind::InvalidOperation, error.to_string()))
 }
 
 /// `json.dumps`' separators: a blank after commas and colons.
@@ -150,13 +146,12 @@ fn without_generation_tags(source: &str) -> String {
     text + rest
 }
 
-/// What `tojson` writes.
 struct Capped(Vec<u8>);
 
 impl io::Write for Capped {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if self.0.len() + bytes.len() > MAX_OUTPUT_BYTES {
-            return Err(io::Error::other(format!("tojson: more than {MAX_OUTPUT_BYTES} bytes")));
+            return Err(io::Error::other(format!("the conversation renders to more than {MAX_OUTPUT_BYTES} bytes")));
         }
         self.0.extend_from_slice(bytes);
         Ok(bytes.len())

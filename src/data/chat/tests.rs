@@ -1,6 +1,3 @@
-use std::process::Command;
-use std::time::{Duration, Instant};
-
 use super::*;
 
 fn messages(turns: &[(&str, &str)]) -> Vec<Message> {
@@ -138,80 +135,8 @@ fn hostile_templates_end_with_an_error() {
         ("{% include 'etc/passwd' %}", "chat template:"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{% if %}", "chat template:"),
-        ("{% set a = namespace() %}{% set a.a = a %}{{ a }}", "within one another"),
-        ("{% set a = namespace() %}{% set a.a = a %}{{ a ~ a }}", "within one another"),
-        ("{{ 'x'|format }}", "unknown filter"),
     ] {
         let error = render(template, &turns).unwrap_err().to_string();
         assert!(error.contains(part), "{template}: {error}");
     }
-}
-
-/// In a process of its own, which may have a GiB and not more.
-#[test]
-fn what_a_template_holds_is_bounded() {
-    const CHILD: &str = "COLO_GRPO_TEST_CHILD";
-    if std::env::var_os(CHILD).is_some() {
-        return hostile_templates_stay_small();
-    }
-    let line = "ulimit -d 1048576 && exec \"$0\" --exact data::chat::tests::what_a_template_holds_is_bounded";
-    let mut child = Command::new("sh");
-    let ended = child.args(["-c", line]).arg(std::env::current_exe().unwrap()).env(CHILD, "1").output().unwrap();
-    let said = String::from_utf8_lossy(&[ended.stdout, ended.stderr].concat()).into_owned();
-    assert!(ended.status.success() && said.contains("1 passed"), "{said}");
-}
-
-/// Each doubles what it has at every turn, or makes it at one stroke.
-fn hostile_templates_stay_small() {
-    let doubling = |body: &str| {
-        format!(
-            "{{% set n = namespace(a='aaaaaaaa', l=[1]) %}}{{% for i in range(64) %}}{body}{{% endfor %}}{{{{ n.a|length }}}}"
-        )
-    };
-    let capture = "{% set b %}{{ n.a }}{{ n.a }}{% endset %}{% set n.a = b %}";
-    let raw = format!("{{% set b %}}{{% for i in range(50000) %}}{}{{% endfor %}}{{% endset %}}", "a".repeat(4096));
-    let kept = "{% set n.l = n.l + ['a' * 9000000] %}";
-    let templates = [
-        doubling("{% set n.a = n.a + n.a %}"),
-        doubling("{% set n.a = n.a ~ n.a %}"),
-        doubling("{% set n.a = [n.a, n.a]|join %}"),
-        doubling("{% set n.a = n.a.replace('a', 'aa') %}"),
-        doubling("{% set n.a = n.a|replace('a', n.a) %}"),
-        doubling("{% set n.a = n.a.join([1, 1, 1]) %}"),
-        doubling("{% set n.a = n.a * 2 %}"),
-        doubling("{% set n.l = [n.l, n.l] %}"),
-        doubling("{% set n.l = (n.l + n.l)|list %}"),
-        doubling("{% set n.l = n.l * 9 %}{% set b = n.l|list %}"),
-        doubling(capture),
-        doubling(kept),
-        "{% macro f(a) %}{{ f(a + a) }}{% endmacro %}{{ f('aaaaaaaaaaaaaaaa') }}".to_owned(),
-        "{{ 'a'|indent(999999999999, true) }}".to_owned(),
-        "{{ 'a'|indent(width=999999999999, first=true) }}".to_owned(),
-        "{{ ([1] * 999999999999) ~ 'a' }}".to_owned(),
-        "{% if 1 in [0] * 999999999999 * 999 %}{% endif %}".to_owned(),
-        format!("{{{{ {} }}}}", vec!["'a' * 90000000"; 99].join(" ~ ")),
-        raw,
-    ];
-    for template in &templates {
-        let start = Instant::now();
-        let error = render(template, &[("user", "x")]).unwrap_err().to_string();
-        let shown = &template[..template.len().min(150)];
-        assert!(error.contains("to render") || error.contains("within one another"), "{shown}: {error}");
-        assert!(start.elapsed() < Duration::from_secs(5), "{shown}: {:?}", start.elapsed());
-    }
-}
-
-/// Measuring leaves loops, conditions and macros as they were.
-#[test]
-fn measured_templates_go_on_where_they_did() {
-    let template = "{% macro say(m, end='.') -%}{{ m.role|upper ~ ': ' ~ m.content + end }}{%- endmacro -%}
-{%- for m in messages if m.content or false -%}
-{%- if loop.first %}<{% elif not loop.last %}|{% else %}>{% endif -%}
-{{ say(m, end='!' if m.role == 'user' else '.') }}{% if m.content == 'stop' %}{% break %}{% endif %}
-{%- else %}nothing{% endfor -%}
-{%- for row in [[1, [2]], [3]] recursive %}{{ row if row is number else '(' ~ loop(row) ~ ')' }}{% endfor -%}
-{%- block end %}{% set text %}{{ 1 + 2 * 3 }}{% endset %} {{ text * 2 }}{% endblock %}";
-    let turns = [("user", "a"), ("assistant", ""), ("user", "b"), ("user", "stop"), ("user", "c")];
-    assert_eq!(render(template, &turns).unwrap(), "<USER: a!|USER: b!|USER: stop!(1(2))(3) 77");
-    assert_eq!(render("{% for m in [] %}{{ m }}{% else %}nothing{% endfor %}", &turns).unwrap(), "nothing");
 }
