@@ -252,6 +252,7 @@ mod tests {
         keep: Option<GradientCheckpointing>, // None: scores alone
         tokens: &'static [(usize, usize)],   // of each micro-batch: all, and the scored ones
         shares_prompts: bool,
+        residual: Kind,
         gb: f64,
     }
 
@@ -263,6 +264,7 @@ mod tests {
             let model = TrainedModel {
                 lora: self.adapters.map(|_| LoraSpec { r: 64, alpha: 32.0, dropout: 0.0, targets }),
                 quantization: self.adapters.unwrap_or(Quantization::None),
+                residual: self.residual,
                 ..TrainedModel::whole(&table, self.stage, KIND, GradientOptions::default())
             };
             let shape = |&(tokens, scored_tokens): &(usize, usize)| MicroBatchShape {
@@ -294,6 +296,7 @@ mod tests {
             keep,
             tokens,
             shares_prompts: false,
+            residual: KIND,
             gb,
         };
         let adapted = |model, quantization, keep, gb| Measured {
@@ -301,6 +304,7 @@ mod tests {
             ..row(model, 1, 2, Some(keep), ONE, gb)
         };
         let shared = |row| Measured { shares_prompts: true, ..row };
+        let of_float32 = |row| Measured { residual: Kind::Float, ..row };
         let rows = [
             row("qwen2.5-1.5b", 1, 2, Some(Nothing), ONE, 32.65),
             row("qwen2.5-1.5b", 1, 2, Some(Selective), ONE, 16.79),
@@ -318,6 +322,9 @@ mod tests {
             adapted("qwen2.5-7b", Quantization::None, Nothing, 66.80),
             adapted("qwen2.5-7b", Quantization::Nf4, Full, 13.62),
             adapted("qwen2.5-14b", Quantization::None, Full, 42.27),
+            of_float32(row("qwen2.5-1.5b", 1, 2, Some(Nothing), ONE, 35.51)),
+            of_float32(row("qwen2.5-1.5b", 1, 2, Some(Full), ONE, 13.75)),
+            of_float32(adapted("qwen2.5-1.5b", Quantization::None, Selective, 13.95)),
         ];
         for row in rows {
             let (predicted, Measured { model, ranks, stage, adapters, keep, gb, .. }) = (row.predicted_gb(), &row);

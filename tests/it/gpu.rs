@@ -131,14 +131,20 @@ fn sampling() -> [SamplingParams; 5] {
     ]
 }
 
+/// Kinds of the residual stream beside bfloat16.
+const STREAMS: [Kind; 2] = [Kind::BFloat16, Kind::Float];
+
 /// The sampler's log-probabilities in bfloat16, and the trainer's of the same tokens, against float32 on the CPU.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_bfloat16_logprobs_are_near_the_cpus() {
     let gpu = gpu_world();
-    let groups = sampled_near_the_cpus(&gpu, 1);
-    near("trainer", &score(&gpu, Kind::BFloat16, &groups), &score(&Arc::new(World::single()), Kind::Float, &groups));
-    assert!(!score(&gpu, Kind::Float, &groups).is_empty());
+    for residual in STREAMS {
+        let groups = sampled_near_the_cpus(&gpu, 1, residual);
+        let exact = score(&Arc::new(World::single()), (Kind::Float, Kind::Float), &groups);
+        near("trainer", &score(&gpu, (Kind::BFloat16, residual), &groups), &exact);
+        assert!(!score(&gpu, (Kind::Float, Kind::Float), &groups).is_empty());
+    }
 }
 
 /// Sums over the ranks' own memory, which bfloat16 takes.
@@ -146,7 +152,8 @@ fn gpu_bfloat16_logprobs_are_near_the_cpus() {
 #[ignore = "needs two GPUs"]
 fn gpu_two_ranks_bfloat16_logprobs_are_near_the_cpus() {
     ranks::run_on_gpus(2, "gpu::gpu_two_ranks_bfloat16_logprobs_are_near_the_cpus", |world| {
-        sampled_near_the_cpus(&Arc::new(world), 2);
+        let world = Arc::new(world);
+        STREAMS.iter().for_each(|&residual| drop(sampled_near_the_cpus(&world, 2, residual)));
     });
 }
 
@@ -154,18 +161,19 @@ fn gpu_two_ranks_bfloat16_logprobs_are_near_the_cpus() {
 #[ignore = "needs four GPUs"]
 fn gpu_four_ranks_bfloat16_logprobs_are_near_the_cpus() {
     ranks::run_on_gpus(4, "gpu::gpu_four_ranks_bfloat16_logprobs_are_near_the_cpus", |world| {
-        sampled_near_the_cpus(&Arc::new(world), 4);
+        let world = Arc::new(world);
+        STREAMS.iter().for_each(|&residual| drop(sampled_near_the_cpus(&world, 4, residual)));
     });
 }
 
-/// This rank's groups, sampled in bfloat16.
-fn sampled_near_the_cpus(world: &Arc<World>, tp: usize) -> Vec<RolloutGroup> {
+/// This rank's groups, sampled in bfloat16 with such a residual stream.
+fn sampled_near_the_cpus(world: &Arc<World>, tp: usize, residual: Kind) -> Vec<RolloutGroup> {
     let params = SamplingParams { num_generations: 4, max_completion_length: 24, ..SamplingParams::default() };
-    let groups = generate(world, tp, Kind::BFloat16, &[params]).remove(0);
+    let groups = generate(world, tp, (Kind::BFloat16, residual), &[params]).remove(0);
     if world.rank() == 0 {
         let sampled: Vec<f32> =
             groups.iter().flat_map(|group| &group.completions).flat_map(|c| c.rollout_logprobs.clone()).collect();
-        near("sampler", &sampled, &score(&Arc::new(World::single()), Kind::Float, &groups));
+        near("sampler", &sampled, &score(&Arc::new(World::single()), (Kind::Float, Kind::Float), &groups));
     }
     groups
 }
@@ -192,7 +200,7 @@ fn tokens(world: &Arc<World>, tp: usize) -> Vec<Vec<Vec<u32>>> {
     let of_groups = |groups: Vec<RolloutGroup>| {
         groups.into_iter().flat_map(|group| group.completions).map(|completion| completion.token_ids).collect()
     };
-    generate(world, tp, Kind::Float, &sampling()).into_iter().map(of_groups).collect()
+    generate(world, tp, (Kind::Float, Kind::Float), &sampling()).into_iter().map(of_groups).collect()
 }
 
 fn spec() -> Arc<ModelSpec> {
@@ -201,7 +209,12 @@ fn spec() -> Arc<ModelSpec> {
 }
 
 /// Completions of the first rows of the demo's data, all of them on every rank, by each of the parameters.
-fn generate(world: &Arc<World>, tp: usize, kind: Kind, params: &[SamplingParams]) -> Vec<Vec<RolloutGroup>> {
+fn generate(
+    world: &Arc<World>,
+    tp: usize,
+    (kind, residual): (Kind, Kind),
+    params: &[SamplingParams],
+) -> Vec<Vec<RolloutGroup>> {
     let (spec, device) = (spec(), world.device());
     let tokenizer = Arc::new(Tokenizer::from_folder(Path::new(MODEL)).unwrap());
     let mesh = world.mesh(tp, world.size()).unwrap();
@@ -212,7 +225,7 @@ fn generate(world: &Arc<World>, tp: usize, kind: Kind, params: &[SamplingParams]
         max_num_batched_tokens: 100,
         max_model_length: 128,
         kind,
-        residual: kind,
+        residual,
         device,
         strict: false,
     };
@@ -236,12 +249,12 @@ fn generate(world: &Arc<World>, tp: usize, kind: Kind, params: &[SamplingParams]
 }
 
 /// The trainer's log-probabilities of all completion tokens.
-fn score(world: &World, kind: Kind, groups: &[RolloutGroup]) -> Vec<f32> {
+fn score(world: &World, (kind, residual): (Kind, Kind), groups: &[RolloutGroup]) -> Vec<f32> {
     let spec = spec();
     let files = WeightFiles::open(MODEL, spec.clone()).unwrap();
     let options = PolicyOptions {
         stage: 0,
-        network: NetworkOptions { kind, residual: kind, device: world.device() },
+        network: NetworkOptions { kind, residual, device: world.device() },
         gradient_checkpointing: GradientCheckpointing::None,
         adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 },
         gradients: GradientOptions::default(),
