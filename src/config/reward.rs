@@ -21,9 +21,6 @@ const DEFAULT_ANSWER_PATTERN: &str =
 /// An interpreter alone takes some tens of MiB of addresses.
 const MIN_MEMORY_BYTES: f64 = (1 << 26) as f64;
 
-/// Built-in rewards that say whether an answer is right, not only how it is given.
-const CORRECTNESS: [&str; 3] = ["numeric_answer", "exact_answer", "code"];
-
 keys! {
     /// Settings of the rewards (`reward.*`).
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
@@ -140,15 +137,16 @@ impl Config {
         self.reward_funcs.iter().map(|entry| reward_name(entry).to_owned()).collect()
     }
 
-    /// Which of `reward_funcs`, by their index, decide whether a held-out sample is solved (`eval_solved_by`).
-    pub fn deciding_rewards(&self) -> Vec<usize> {
+    /// Which of `reward_funcs`, by their index, decide whether a held-out sample is solved: those that `eval_solved_by` names,
+    /// else the `judges`, which are built in and say whether an answer is right, else all.
+    pub(crate) fn deciding_rewards(&self, judges: &[usize]) -> Vec<usize> {
         let names = self.reward_names();
-        let among = |some: &[&str]| -> Vec<usize> {
-            (0..names.len()).filter(|&index| some.contains(&names[index].as_str())).collect()
-        };
-        let named: Vec<&str> = self.eval_solved_by.iter().map(String::as_str).collect();
-        let decide = among(if named.is_empty() { &CORRECTNESS } else { &named });
-        if decide.is_empty() { (0..names.len()).collect() } else { decide }
+        let all = 0..names.len();
+        match (self.eval_solved_by.is_empty(), judges) {
+            (false, _) => all.filter(|&index| self.eval_solved_by.contains(&names[index])).collect(),
+            (true, []) => all.collect(),
+            (true, _) => judges.to_vec(),
+        }
     }
 }
 
@@ -237,11 +235,11 @@ mod tests {
 
     #[test]
     fn a_sample_is_solved_by_what_compares_answers_or_by_every_reward() {
-        let deciding = |overrides: &[&str]| config(overrides).deciding_rewards();
-        assert_eq!(deciding(&["reward_funcs=[\"format\", \"numeric_answer\"]"]), [1]);
-        assert_eq!(deciding(&["reward_funcs=[\"format\", \"my.py:tone\"]"]), [0, 1]);
+        let deciding = |overrides: &[&str], judges: &[usize]| config(overrides).deciding_rewards(judges);
+        assert_eq!(deciding(&["reward_funcs=[\"format\", \"numeric_answer\"]"], &[1]), [1]);
+        assert_eq!(deciding(&["reward_funcs=[\"format\", \"my.py:tone\"]"], &[]), [0, 1]);
         let funcs = "reward_funcs=[\"my.py:right\", \"code\"]";
-        assert_eq!(deciding(&[funcs, "eval_solved_by=right"]), [0]);
+        assert_eq!(deciding(&[funcs, "eval_solved_by=right"], &[1]), [0]);
         let said = message(&[funcs, "eval_solved_by=[\"my.py:right\"]"]);
         assert!(
             said.starts_with("eval_solved_by = my.py:right: expected names of reward_funcs: right, code"),

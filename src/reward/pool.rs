@@ -25,6 +25,7 @@ const LOOK: Duration = Duration::from_millis(200);
 /// has `None` there, and is masked if that reward has a weight; it is never scored 0.
 pub struct RewardPool {
     weights: Vec<f64>,
+    judges: Vec<usize>,
     required_columns: Vec<String>,
     num_threads: usize,
     /// Kinds of failure met so far, by reward: they stay among the metrics.
@@ -60,7 +61,8 @@ impl RewardPool {
     }
 
     fn build(sources: &Sources<'_>, entries: &[String], weights: &[f64]) -> Result<Self> {
-        let (mut functions, mut services, mut required_columns) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut functions, mut services) = (Vec::new(), Vec::new());
+        let (mut judges, mut required_columns) = (Vec::new(), Vec::new());
         for (index, entry) in entries.iter().enumerate() {
             match sources.find(entry, index)? {
                 Source::Function(function) => functions.push((index, function)),
@@ -69,11 +71,13 @@ impl RewardPool {
             let is_builtin =
                 sources.functions.iter().all(|(name, _)| name != entry) && sources.processes.get(entry).is_none();
             let settings = sources.settings;
-            required_columns.extend(match entry.as_str() {
-                name if is_builtin && reads_answer(name) => Some(settings.answer_column.clone()),
-                code::NAME if is_builtin => Some(settings.code.tests_column.clone()),
-                _ => None,
-            });
+            let column = match entry.as_str() {
+                name if is_builtin && reads_answer(name) => &settings.answer_column,
+                code::NAME if is_builtin => &settings.code.tests_column,
+                _ => continue,
+            };
+            judges.push(index);
+            required_columns.push(column.clone());
         }
         required_columns.dedup();
         if !weights.is_empty() && weights.len() != entries.len() {
@@ -97,6 +101,7 @@ impl RewardPool {
         let num_threads = sources.settings.num_threads;
         Ok(Self {
             weights,
+            judges,
             required_columns,
             num_threads,
             seen: vec![Vec::new(); entries.len()],
@@ -126,6 +131,11 @@ impl RewardPool {
     /// Names of the rewards, in the order of [`Completion::rewards`](crate::types::Completion::rewards).
     pub fn names(&self) -> &[String] {
         &self.shared.names
+    }
+
+    /// Which of the rewards are built in and say whether an answer is right, not only how it is given.
+    pub(crate) fn judges(&self) -> &[usize] {
+        &self.judges
     }
 
     /// Columns that the built-in ones among them cannot do without.

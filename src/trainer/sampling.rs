@@ -74,7 +74,8 @@ impl Trainer {
             world.agree(rewards.wait(&mut groups))?;
             Ok(groups)
         })?;
-        let outcome = eval::Outcome::of(&groups, &self.config.deciding_rewards(), &*self.world.group())?;
+        let deciding = self.config.deciding_rewards(self.rewards.judges());
+        let outcome = eval::Outcome::of(&groups, &deciding, &*self.world.group())?;
         let (step, epoch) = (self.progress.global_step, self.sampler.epochs());
         let mut failures = StepMetrics::default();
         records::failure_metrics(&mut failures, self.rewards.take_failures());

@@ -142,3 +142,17 @@ fn names_are_checked_and_own_functions_need_no_column() {
     let pool = RewardPool::with_functions(&named_as_builtin, &[("numeric_answer", own)]).unwrap();
     assert!(pool.required_columns().is_empty());
 }
+
+#[test]
+fn what_goes_by_a_built_in_name_is_no_judge() {
+    let entries = ["format", "my.py:code", "exact_answer", "numeric_answer"];
+    let mut config = config(&entries, 1, 1.0);
+    let judges =
+        |config: &Config, functions: &[_]| RewardPool::with_functions(config, functions).unwrap().judges.clone();
+    assert_eq!(judges(&config, &[]), [2, 3]);
+    assert_eq!(judges(&config, &[("numeric_answer", function(|_| Ok(0.0)))]), [2]);
+    let table =
+        ["model_name_or_path=m", "train_file=t", "reward_funcs=format", "rewards.exact_answer.command=[\"cat\"]"];
+    config.rewards = Config::load(None, &table.map(str::to_owned)).unwrap().rewards;
+    assert_eq!(judges(&config, &[]), [3]);
+}
