@@ -17,10 +17,10 @@ __device__ __forceinline__ void embed(
     const auto* from = reinterpret_cast<const Pack<T, N>*>(table + (is_own ? row * dim : 0));
     auto* to = reinterpret_cast<Pack<X, N>*>(x + blockIdx.x * dim);
     for (long long i = threadIdx.x; i < dim / N; i += blockDim.x) {
-        const auto row = is_own ? from[i] : Pack<T, N>{};
+        const auto values = is_own ? from[i] : Pack<T, N>{};
         Pack<X, N> out;
 #pragma unroll
-        for (int j = 0; j < N; ++j) narrow(widen(row.at[j]), out.at[j]);
+        for (int j = 0; j < N; ++j) narrow(widen(values.at[j]), out.at[j]);
         to[i] = out;
     }
 }

@@ -17,11 +17,12 @@ __device__ __forceinline__ void narrow(float value, bf16& to) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(value));  // to nearest, ties to even
 }
 
-// N neighbours, moved as one access.
+// N neighbours, moved as one access, or 16 bytes at a time: the host looks for addresses that are multiples of 16, not of more.
 template <typename T, int N>
-struct alignas(sizeof(T) * N) Pack {
+struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
     T at[N];
 };
+static_assert(alignof(Pack<bf16, 2>) == 4 && alignof(Pack<bf16, 8>) == 16 && alignof(Pack<float, 8>) == 16, "");
 
 // Of kernels that are launched while the one before still runs: what that one writes, and all that they write themselves, comes
 // after this. The next one may then be brought to the processors, too. Both do nothing in an ordinary launch.

@@ -88,7 +88,7 @@ fn a_kept_cache_takes_its_memory_from_training() {
     let stays = ["KV cache", "engine buffers"];
     let held = kept.classes.iter().filter(|class| stays.contains(&class.class));
     assert!(held.clone().all(|class| class.train_bytes == class.rollout_bytes) && held.clone().count() == 2);
-    assert_eq!(train_bytes(&kept), train_bytes(&leaving) + held.map(|class| class.train_bytes).sum::<usize>(),);
+    assert_eq!(train_bytes(&kept), train_bytes(&leaving) + held.map(|class| class.train_bytes).sum::<usize>());
 
     let resident = "residency.optimizer=resident";
     let short = train_bytes(&leaving) + (10 << 30);

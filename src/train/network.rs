@@ -228,8 +228,9 @@ impl Network {
         ))
     }
 
+    /// Of an empty micro-batch: zeros where the head's gradient of its input would be.
     fn no_gradient(&self, hidden: &Tensor /* [T, D] */) -> Tensor {
-        hidden.zeros_like().to_kind(self.options.kind)
+        Tensor::zeros(hidden.size(), (self.options.kind, hidden.device())) // [T, D]
     }
 
     /// The head's weights, with the embedding's where they are tied.

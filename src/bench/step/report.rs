@@ -114,6 +114,7 @@ impl Report<'_> {
         line("of it entering and leaving rollout", self.sum(&TRANSITIONS), None);
         text
     }
+
     fn seconds(&self, phase: Phase) -> Option<f64> {
         self.medians.get(&format!("timing_s/{}", phase.name())).copied()
     }
