@@ -80,6 +80,35 @@ fn a_supervised_run_lowers_the_loss_and_leaves_a_model_that_generates() {
     assert_eq!(json_lines(&line).len(), 1);
 }
 
+/// Near the numbers of float32 throughout, and not those of a stream in bfloat16.
+#[test]
+fn supervised_runs_and_samplers_keep_the_residual_stream_as_they_are_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = folder.path().display();
+    let row = r#"{"prompt": "what is one plus one ?", "completion": "the answer is 2"}"#;
+    fs::write(folder.path().join("rows.jsonl"), format!("{row}\n").repeat(4)).unwrap();
+    let numbers = |dtype: &str, residual: &str| -> [f64; 2] {
+        let output = folder.path().join(format!("{dtype}-{residual}"));
+        stdout_of(&format!(
+            "sft --config configs/arithmetic/warmup.toml model_name_or_path={MODEL} train_file={place}/rows.jsonl \
+             output_dir={} per_device_train_batch_size=2 max_steps=1 logging_steps=1 dtype={dtype} \
+             residual_dtype={residual}",
+            output.display()
+        ));
+        let sampled = stdout_of(&format!(
+            "generate --model {MODEL} --prompt what --temperature 0 --max_completion_length 12 --dtype {dtype} \
+             --residual_dtype {residual}"
+        ));
+        [metrics(&output)[0]["loss"].as_f64().unwrap(), json_lines(&sampled)[0]["logprob"].as_f64().unwrap()]
+    };
+    let exact = numbers("float32", "auto");
+    let [narrow, wide] = ["auto", "float32"].map(|residual| numbers("bfloat16", residual));
+    for ((exact, narrow), wide) in exact.into_iter().zip(narrow).zip(wide) {
+        assert!((wide - exact).abs() < 0.02 * exact.abs(), "{wide}, in float32 {exact}");
+        assert!(wide != narrow, "{wide} with either stream");
+    }
+}
+
 #[test]
 fn a_preset_has_no_tokenizer_and_says_how_to_get_one() {
     let folder = tempfile::tempdir().unwrap();

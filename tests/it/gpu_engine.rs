@@ -108,21 +108,23 @@ fn gpu_greedy_tokens_equal_a_float32_forwards() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_strict_steps_do_not_see_their_batch() {
-    steps_do_not_see_their_batch(&Model::new(SMALL), &[(256, 170, 80, 50), (1024, 600, 200, 120)]);
+    let short = (256, 170, 80, 50);
+    steps_do_not_see_their_batch(&Model::new(SMALL), Kind::BFloat16, &[short, (1024, 600, 200, 120)]);
+    steps_do_not_see_their_batch(&Model::new(SMALL), Kind::Float, &[short]);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_strict_steps_with_adapters_do_not_see_their_batch() {
-    steps_do_not_see_their_batch(&Model::adapted(SMALL), &[(256, 170, 80, 50)]);
+    steps_do_not_see_their_batch(&Model::adapted(SMALL), Kind::BFloat16, &[(256, 170, 80, 50)]);
 }
 
 /// For each (longest sequence, longest prompt, tokens sampled, KV blocks that are too few).
-fn steps_do_not_see_their_batch(model: &Model, cases: &[(usize, usize, usize, usize)]) {
+fn steps_do_not_see_their_batch(model: &Model, residual: Kind, cases: &[(usize, usize, usize, usize)]) {
     for &(max_model_length, longest, completion, few_blocks) in cases {
         let params =
             SamplingParams { num_generations: 3, max_completion_length: completion, ..SamplingParams::default() };
-        let strict = EngineOptions { strict: true, ..model.options(max_model_length) };
+        let strict = EngineOptions { strict: true, residual, ..model.options(max_model_length) };
         let few = EngineOptions { max_num_seqs: 7, max_num_batched_tokens: 400, ..strict.clone() };
         let block_bytes = kv_block_bytes(&model.spec, 1, strict.block_size, strict.kind);
         let tight = EngineOptions { kv_cache_bytes: few_blocks * block_bytes, ..strict.clone() };

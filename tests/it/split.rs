@@ -42,6 +42,22 @@ fn engines_of_their_own_get_adapters_too() {
     (1..=3).for_each(|step| runs.assert_close("split", "both", step));
 }
 
+/// Policy, reference and an engine of its own keep the residual stream in what the key says.
+#[test]
+fn engines_of_their_own_have_the_trainers_residual_stream() {
+    let runs = Runs::new();
+    let keys = ["dtype=bfloat16", "max_steps=1", "save_steps=none", "beta=0.05", "residency.reference=host"];
+    let [narrow, wide] = ["auto", "float32"].map(|residual| {
+        let key = format!("residual_dtype={residual}");
+        runs.train_to_the_end(residual, 3, &[&THREE_RANKS[..], &ONE_GENERATES, &keys, &[&key]].concat());
+        let first = runs.metrics(residual).remove(&(1, false)).unwrap();
+        assert!(first.values["kl"].abs() < 1e-6, "{first:?}");
+        first.values["sampling/sampling_logp_difference/mean"]
+    });
+    println!("{wide:.2e} apart with a float32 stream, {narrow:.2e} without");
+    assert!(0.0 < wide && wide < 0.8 * narrow, "{wide}, not below {narrow}");
+}
+
 /// The batch of a step was sampled with the weights from before the step before it, but for the first ones after the start, a
 /// checkpoint and an evaluation, which are sampled with the newest.
 #[test]
