@@ -96,7 +96,7 @@ pub struct Placed<T: Args> {
 #[derive(Debug, Clone, Copy, Args)]
 #[command(rename_all = "snake_case")]
 pub struct ResidualArgs {
-    /// Type of the residual stream: auto (that of dtype) or float32
+    /// Type of the residual stream: auto (that of dtype) or float32; the files of a model do not say which it was trained with
     #[arg(long, default_value = "auto", value_parser = word::<ResidualDtype>)]
     pub residual_dtype: ResidualDtype,
 }

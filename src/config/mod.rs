@@ -95,8 +95,9 @@ keys! {
         pub device: Device = Device::Auto,
         /// Type of weights and activations; `auto` is bfloat16 on CUDA and float32 on a CPU.
         pub dtype: Dtype = Dtype::Auto,
-        /// Type of the residual stream, of policy, reference and engine alike; `auto` is `dtype`. `float32` halves what sampler
-        /// and trainer differ by.
+        /// Type of the residual stream, of policy, reference and engine alike; `auto` is `dtype`, in which its gradient stays.
+        /// `float32` halves what sampler and trainer differ by on a GPU, though the engine, and a CPU, still rounds to `dtype`
+        /// what it adds to the stream. No file of a model has it: `generate` and `eval` are to be given it again.
         pub residual_dtype: ResidualDtype = ResidualDtype::Auto,
         /// System message put before every prompt that has none.
         pub system_prompt: Option<String> = None,

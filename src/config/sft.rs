@@ -34,7 +34,7 @@ keys! {
         pub device: Device = Device::Auto,
         /// `auto` is bfloat16 on CUDA and float32 on a CPU.
         pub dtype: Dtype = Dtype::Auto,
-        /// Type of the residual stream; `auto` is `dtype`.
+        /// Type of the residual stream; `auto` is `dtype`, in which its gradient stays. `generate` and `eval` are to be given it again.
         pub residual_dtype: ResidualDtype = ResidualDtype::Auto,
         /// Longest row in tokens, prompt and completion; longer ones are counted and left out.
         pub max_length: usize = 1024 => COUNT,

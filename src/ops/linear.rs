@@ -24,7 +24,8 @@ pub fn forward(
     ) // [T, N]
 }
 
-/// y = residual + x w^T, of the residual's kind: a float32 residual of bfloat16 operands is not rounded on a GPU.
+/// y = residual + x w^T, of the residual's kind. A bfloat16 product is added to a float32 residual as it was summed on a GPU,
+/// rounded to bfloat16 first on a CPU.
 pub fn forward_onto(
     residual: &Tensor, // [T, N]
     x: &Tensor,        // [T, K]
