@@ -34,6 +34,7 @@ sources! {
     ALL_REDUCE = "all_reduce.cu",
     EMBED = "embed.cu",
     FILTER = "filter.cu",
+    GATE_UP = "gate_up.cu",
     HEAD = "head.cu",
     HEADS = "heads.cu",
     MERGE_ATTENTION = "merge_attention.cu",
@@ -54,11 +55,12 @@ sources! {
 }
 
 /// What the sources include. CUDA's own headers, as that for bf16, do not come with the compiler's package.
-const HEADERS: [(&CStr, &str); 8] = [
+const HEADERS: [(&CStr, &str); 9] = [
     (c"attention.cuh", include_str!("../kernels/attention.cuh")),
     (c"attention_merge.cuh", include_str!("../kernels/attention_merge.cuh")),
     (c"attention_warp.cuh", include_str!("../kernels/attention_warp.cuh")),
     (c"cluster.cuh", include_str!("../kernels/cluster.cuh")),
+    (c"hopper.cuh", include_str!("../kernels/hopper.cuh")),
     (c"mma.cuh", include_str!("../kernels/mma.cuh")),
     (c"philox.cuh", include_str!("../kernels/philox.cuh")),
     (c"sample.cuh", include_str!("../kernels/sample.cuh")),

@@ -5,6 +5,18 @@ __device__ __forceinline__ unsigned shared_address(const void* at) {
     return static_cast<unsigned>(__cvta_generic_to_shared(at));
 }
 
+__device__ __forceinline__ unsigned cluster_rank() {
+    unsigned rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ unsigned cluster_size() {
+    unsigned size;
+    asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
+    return size;
+}
+
 // What blocks have written by now, all may read after this; all threads of all blocks come here.
 __device__ __forceinline__ void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

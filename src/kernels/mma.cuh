@@ -16,3 +16,10 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
+
+// silu(gate) up; both are rounded before, as where they are written.
+__device__ __forceinline__ float silu_mul(float gate, float up) {
+    const unsigned both = pack(gate, up);
+    const float rounded = __uint_as_float(both << 16);
+    return __fdividef(rounded, 1.0f + __expf(-rounded)) * __uint_as_float(both & 0xffff0000u);
+}

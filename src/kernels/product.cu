@@ -5,18 +5,12 @@
 // in the order of K. In a block one warp copies and two warpgroups multiply, each half of the features. Weights are on their way
 // before the work before this ends: the kernel before must not write them.
 #include "cluster.cuh"
+#include "hopper.cuh"
 #include "mma.cuh"
 #include "scalar.cuh"
 
-struct alignas(64) TensorMap {
-    unsigned long long words[16];
-};
-
 constexpr int ROWS = 64;            // of x
-constexpr int STEP = 64;            // elements of K: rows of 128 bytes, as they are swizzled in shared memory
-constexpr int ROW_BYTES = 2 * STEP;
 constexpr int CONSUMERS = 256;      // threads that multiply
-constexpr int GROUP = 128;          // threads of a warpgroup
 constexpr int STAGES_BYTES = 225 * 1024;
 
 struct Output {
@@ -37,93 +31,10 @@ struct Shape {
     static_assert(ROWS * PITCH * 4 <= STAGES * STAGE_BYTES, "sums take the place of the stages");
 };
 
-__device__ __forceinline__ unsigned cluster_rank() {
-    unsigned rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ __forceinline__ unsigned cluster_size() {
-    unsigned size;
-    asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
-    return size;
-}
-
-__device__ __forceinline__ void init(unsigned barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void expect(unsigned barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void wait(unsigned barrier, int parity) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-
-__device__ __forceinline__ void arrive(unsigned barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// The box at (k, row) to shared memory.
-__device__ __forceinline__ void copy(
-    unsigned to, const TensorMap* map, int k, int row, unsigned barrier, unsigned long long policy
-) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-        "l"(map), "r"(k), "r"(row), "r"(barrier), "l"(policy)
-        : "memory");
-}
-
-// Of rows of 128 swizzled bytes, eight rows 1024 bytes apart.
-__device__ __forceinline__ unsigned long long descriptor(unsigned at) {
-    return (static_cast<unsigned long long>(at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
-
-// The registers of a thread's sums, as text and as operands.
-#define R4(A, B, C, D) "%" #A ", %" #B ", %" #C ", %" #D
-#define D4(I) "+f"(d[I]), "+f"(d[I + 1]), "+f"(d[I + 2]), "+f"(d[I + 3])
-#define R16                                                                          \
-    R4(0, 1, 2, 3) ", " R4(4, 5, 6, 7) ", " R4(8, 9, 10, 11) ", " R4(12, 13, 14, 15)
-#define D16                     \
-    D4(0), D4(4), D4(8), D4(12)
-#define R20                     \
-    R16 ", " R4(16, 17, 18, 19)
-#define D20     \
-    D16, D4(16)
-#define R32                                                                     \
-    R20 ", " R4(20, 21, 22, 23) ", " R4(24, 25, 26, 27) ", " R4(28, 29, 30, 31)
-#define D32                     \
-    D20, D4(20), D4(24), D4(28)
-#define R72                                                                                                  \
-    R32 ", " R4(32, 33, 34, 35) ", " R4(36, 37, 38, 39) ", " R4(40, 41, 42, 43) ", " R4(44, 45, 46, 47) ", " \
-    R4(48, 49, 50, 51) ", " R4(52, 53, 54, 55) ", " R4(56, 57, 58, 59) ", " R4(60, 61, 62, 63) ", "          \
-    R4(64, 65, 66, 67) ", " R4(68, 69, 70, 71)
-#define D72                                                                             \
-    D32, D4(32), D4(36), D4(40), D4(44), D4(48), D4(52), D4(56), D4(60), D4(64), D4(68)
-
-// d += a b^T; 64 rows of a, N of b, 16 of K.
-#define MULTIPLY(N, SUMS, A, B)                                                                                   \
-    __device__ __forceinline__ void multiply(float (&d)[SUMS], unsigned long long a, unsigned long long b) {      \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" R##SUMS "}, %" #A ", %" #B      \
-                     ", 1, 1, 1, 0, 0;"                                                                           \
-                     : D##SUMS                                                                                    \
-                     : "l"(a), "l"(b));                                                                           \
-    }
-MULTIPLY(32, 16, 16, 17)
-MULTIPLY(40, 20, 20, 21)
-MULTIPLY(64, 32, 32, 33)
-MULTIPLY(144, 72, 72, 73)
-
-template <int PENDING>
-__device__ __forceinline__ void wait_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
+MULTIPLY(32, 16, 16, 17, 18)
+MULTIPLY(40, 20, 20, 21, 22)
+MULTIPLY(64, 32, 32, 33, 34)
+MULTIPLY(144, 72, 72, 73, 74)
 
 __device__ __forceinline__ void store_shared(unsigned at, float low, float high) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(low), "f"(high) : "memory");
@@ -154,12 +65,6 @@ struct Plain {  // out [R, N]
 };
 
 struct SwiGlu {  // out [R, N / 2]
-    // Gate and up are rounded before, as where they are written.
-    __device__ __forceinline__ static float silu_mul(float gate, float up) {
-        const unsigned both = pack(gate, up);
-        const float rounded = __uint_as_float(both << 16);
-        return __fdividef(rounded, 1.0f + __expf(-rounded)) * __uint_as_float(both & 0xffff0000u);
-    }
     __device__ __forceinline__ static void emit(const float (&v)[8], const Output& out, int row, int feature) {
         *reinterpret_cast<uint2*>(static_cast<bf16*>(out.at) + row * out.leading + feature / 2) =
             make_uint2(pack(silu_mul(v[0], v[1]), silu_mul(v[2], v[3])), pack(silu_mul(v[4], v[5]), silu_mul(v[6], v[7])));
@@ -213,7 +118,7 @@ __device__ __forceinline__ void consume(
         const unsigned long long a = descriptor(base), b = descriptor(base + S::X_BYTES + group * S::N * ROW_BYTES);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-        for (int k = 0; k < STEP / 16; ++k) multiply(d, a + 2 * k, b + 2 * k);
+        for (int k = 0; k < STEP / 16; ++k) multiply(d, a + 2 * k, b + 2 * k, 1);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         wait_products<1>();
         if (step > 0 && threadIdx.x % GROUP == 0) arrive(empty + 8 * before);

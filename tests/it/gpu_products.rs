@@ -1,6 +1,6 @@
 //! cuBLASLt's products against float64 on the CPU, and their times on the shapes of decode steps.
 
-use colo_grpo::cuda::kernels::{product, product_serves, product_silu_mul, silu_mul};
+use colo_grpo::cuda::kernels::{gate_up, gate_up_serves, product, product_serves, product_silu_mul, silu_mul};
 use colo_grpo::cuda::{Context, CurrentStream, Products, TorchStream, Tuning};
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
@@ -73,6 +73,20 @@ fn gpu_a_fixed_algorithm_gives_a_row_the_same_bits_in_any_batch() {
     }
 }
 
+/// That `write`, done twice, gives what is `expected`, into a slice of a wider matrix, and nothing beside it.
+fn assert_written(expected: &Tensor, what: &str, write: impl Fn(&Tensor)) {
+    let (rows, columns) = expected.size2().unwrap();
+    let wide = Tensor::full([rows + 2, columns + 16], 776.0, (Kind::BFloat16, GPU));
+    let out = wide.narrow(0, 0, rows).narrow(1, 8, columns);
+    (0..2).for_each(|_| write(&out));
+    let difference = out.to_kind(Kind::Float) - expected;
+    let error = difference.norm().double_value(&[]) / expected.norm().double_value(&[]);
+    assert!(error < 5e-3, "{what}, {columns} columns: {error:e}");
+    for margin in [wide.narrow(0, rows, 2), wide.narrow(1, 0, 8), wide.narrow(1, columns + 8, 8)] {
+        assert_eq!(margin.ne(776.0).any().int64_value(&[]), 0, "beside {what}");
+    }
+}
+
 /// The kernel for few rows against float32, with and without SwiGLU, from and to slices of wider matrices; a row's bits do not
 /// depend on the rows beside it, and nothing is written beside the output.
 #[test]
@@ -93,23 +107,15 @@ fn gpu_products_of_few_rows_are_those_of_float32() {
         let expected = [sums + bias.to_kind(Kind::Float), y.to_kind(Kind::Float)];
         for rows in [64, 1, 2, 7, 8, 33, 63] {
             for (expected, columns) in expected.iter().zip([n, n / 2]) {
-                let wide = Tensor::full([rows + 2, columns + 16], 776.0, (Kind::BFloat16, GPU));
-                let out = wide.narrow(0, 0, rows).narrow(1, 8, columns);
                 let x = x.narrow(0, 0, rows);
-                for _ in 0..2 {
-                    match columns == n {
-                        true => product(&x, &w, Some(&bias), &out).unwrap(),
-                        false => product_silu_mul(&x, &w, &out).unwrap(),
-                    }
-                }
-                let expected = expected.narrow(0, 0, rows);
-                let difference = out.to_kind(Kind::Float) - &expected;
-                let error = difference.norm().double_value(&[]) / expected.norm().double_value(&[]);
-                assert!(error < 5e-3, "{rows} rows of [{n}, {k}], {columns} columns: {error:e}");
-                let margins = [wide.narrow(0, rows, 2), wide.narrow(1, 0, 8), wide.narrow(1, columns + 8, 8)];
-                for margin in margins {
-                    assert_eq!(margin.ne(776.0).any().int64_value(&[]), 0, "beside {rows} rows of [{n}, {k}]");
-                }
+                assert_written(
+                    &expected.narrow(0, 0, rows),
+                    &format!("{rows} rows of [{n}, {k}]"),
+                    |out| match columns == n {
+                        true => product(&x, &w, Some(&bias), out).unwrap(),
+                        false => product_silu_mul(&x, &w, out).unwrap(),
+                    },
+                );
             }
         }
         let run = |rows: i64| {
@@ -120,6 +126,41 @@ fn gpu_products_of_few_rows_are_those_of_float32() {
         let whole = run(64);
         for rows in [1, 8, 33] {
             assert!(run(rows).equal(&whole.narrow(0, 0, rows)), "{rows} rows of [{n}, {k}]");
+        }
+    }
+}
+
+/// The kernel for many rows against float32, as above.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_gate_up_is_that_of_float32() {
+    let (_products, _current) = products();
+    for (n, k) in [(37_888, 3584), (35_008, 1000), (37_888, 72)] {
+        if is_small() && k > 72 {
+            continue;
+        }
+        let rand = |rows: i64, columns: i64| Tensor::randn([rows, columns], (Kind::BFloat16, GPU));
+        let (x, w) = (rand(512, k + 8).narrow(1, 0, k), rand(n, k + 64).narrow(1, 64, k));
+        let sums = x.to_kind(Kind::Float).matmul(&w.to_kind(Kind::Float).tr()); // [512, N]
+        let mut expected = Tensor::empty([512, n / 2], (Kind::BFloat16, GPU));
+        silu_mul(&sums.to_kind(Kind::BFloat16), &mut expected).unwrap();
+        let expected = expected.to_kind(Kind::Float);
+        let run = |rows: i64| {
+            let y = Tensor::empty([rows, n / 2], (Kind::BFloat16, GPU));
+            gate_up(&x.narrow(0, 0, rows), &w, &y).unwrap();
+            y
+        };
+        for (most, numbers) in [(256, [241, 250, 256]), (512, [497, 505, 512])] {
+            let whole = run(most);
+            for rows in numbers {
+                let what = format!("{rows} rows of [{n}, {k}]");
+                let x = x.narrow(0, 0, rows);
+                assert_written(&expected.narrow(0, 0, rows), &what, |y| gate_up(&x, &w, y).unwrap());
+                assert!(run(rows).equal(&whole.narrow(0, 0, rows)), "{what}");
+            }
+        }
+        for rows in [0, 240, 513] {
+            assert!(!gate_up_serves(rows, &w).unwrap(), "{rows} rows");
         }
     }
 }

@@ -6,8 +6,10 @@ mod adamw;
 mod adapt;
 mod add_rms_norm;
 mod all_reduce;
+mod boxes;
 mod embed;
 mod filter;
+mod gate_up;
 mod head;
 mod heads;
 mod merge_attention;
@@ -30,6 +32,8 @@ pub use add_rms_norm::add_rms_norm;
 pub use all_reduce::{RowSums, Way};
 pub use embed::embed;
 pub use filter::{Filters, filter};
+pub(super) use gate_up::gate_up_key;
+pub use gate_up::{gate_up, gate_up_serves};
 pub use head::{HeadRows, head_backward, head_forward};
 pub use heads::{HeadNormWeights, HeadsGradient, heads_backward, heads_forward};
 pub use merge_attention::merge_attention;
@@ -66,6 +70,7 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (all_reduce::SOURCE, all_reduce::NAMES),
         (embed::SOURCE, embed::NAMES),
         (filter::SOURCE, filter::NAMES),
+        (gate_up::SOURCE, gate_up::NAMES),
         (head::SOURCE, head::NAMES),
         (heads::SOURCE, heads::NAMES),
         (merge_attention::SOURCE, merge_attention::NAMES),

@@ -1,11 +1,11 @@
 //! Products of few rows with large weights, by a kernel for Hopper whose weights are on their way while the work before ends.
 #![allow(unsafe_code)]
 
-use cudarc::driver::sys;
 use tch::{Kind, Tensor};
 
-use super::{Argument, address_or_null, invalid, is_aligned, ordinal, queue, strided};
-use crate::cuda::context::{Context, check};
+use super::boxes::{STEP, lies_well, rows_boxes};
+use super::{Argument, address_or_null, invalid, ordinal, queue, strided};
+use crate::cuda::context::Context;
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
@@ -25,8 +25,6 @@ const THREADS: u32 = 288;
 /// As the kernel has them, and what it takes to begin them at a multiple of 1024.
 const STAGES_BYTES: u32 = 226 << 10;
 const MOST_ROWS: usize = 64;
-/// Elements of K that are copied at once.
-const STEP: usize = 64;
 /// Features of a block that kernels are made for.
 const FEATURES: [usize; 4] = [64, 80, 128, 288];
 /// The chip that the cuts are for: its multiprocessors, and how many clusters of 1, 2 .. of them run at once.
@@ -124,8 +122,8 @@ fn run(
     strided(op, x, Kind::BFloat16, &[rows, k], gpu)?;
     strided(op, w, Kind::BFloat16, &[features, k], gpu)?;
     let arguments = [
-        tensor_map(x, MOST_ROWS)?,
-        tensor_map(w, cut.features / 2)?,
+        rows_boxes(x, MOST_ROWS)?,
+        rows_boxes(w, cut.features / 2)?,
         strided(op, out, Kind::BFloat16, &[rows, features / columns_of_one], gpu)?,
         address_or_null(op, bias, Kind::BFloat16, features as usize, gpu)?,
         Argument::Count(out.stride()[0]),
@@ -145,56 +143,9 @@ fn cut_of(w: &Tensor) -> Option<Cut> {
     Cut::of(features as usize, k as usize).filter(|_| features % 8 == 0)
 }
 
-/// A row of bf16, or several, that begin at multiples of 16 bytes.
-fn lies_well(tensor: &Tensor) -> bool {
-    let are_rows = matches!(tensor.stride()[..], [1]) || matches!(tensor.stride()[..], [down, 1] if down % 8 == 0);
-    tensor.kind() == Kind::BFloat16 && are_rows && is_aligned(tensor)
-}
-
-/// How a matrix [rows, columns] bf16 is copied in boxes of `box_rows` and [`STEP`] columns, swizzled as the tensor cores read them.
-fn tensor_map(matrix: &Tensor, box_rows: usize) -> Result<Argument> {
-    let (size, stride) = (matrix.size(), matrix.stride());
-    let mut map = sys::CUtensorMap { opaque: [0; 16] };
-    // SAFETY: the map is written; sizes and strides are read before the call returns.
-    let code = unsafe {
-        sys::cuTensorMapEncodeTiled(
-            &raw mut map,
-            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            2,
-            matrix.data_ptr(),
-            [size[1] as u64, size[0] as u64].as_ptr(),
-            [2 * stride[0] as u64].as_ptr(),
-            [STEP as u32, box_rows as u32].as_ptr(),
-            [1, 1].as_ptr(),
-            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    };
-    check("cuTensorMapEncodeTiled", code.result())?;
-    Ok(Argument::TensorMap(map))
-}
-
 #[cfg(test)]
 mod tests {
-    use tch::Device;
-
     use super::*;
-
-    #[test]
-    fn rows_lie_well_at_multiples_of_16_bytes() {
-        let matrix = Tensor::zeros([4, 24], (Kind::BFloat16, Device::Cpu));
-        let row = matrix.view(-1);
-        for tensor in [&matrix, &matrix.narrow(1, 8, 9), &row, &row.narrow(0, 16, 3)] {
-            assert!(lies_well(tensor), "{:?} at {:?}", tensor.stride(), tensor.data_ptr());
-        }
-        let narrow = Tensor::zeros([4, 20], (Kind::BFloat16, Device::Cpu));
-        for tensor in [&matrix.narrow(1, 4, 8), &matrix.tr(), &narrow, &row.narrow(0, 4, 8), &row.to_kind(Kind::Float)]
-        {
-            assert!(!lies_well(tensor), "{:?} at {:?}", tensor.stride(), tensor.data_ptr());
-        }
-    }
 
     #[test]
     fn cuts_fill_the_chip_or_there_is_none() {

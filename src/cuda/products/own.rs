@@ -11,13 +11,14 @@ use crate::error::Result;
 const WORDS: [(bool, &str); 2] = [(true, "own\n"), (false, "cuBLASLt\n")];
 
 impl Products {
-    /// Whether a step of `rows` is faster with [`kernels::product`], as an earlier start has found it or as `compare` finds it now,
+    /// Whether a step of `rows` is faster with the products of [`kernels`], as an earlier start has found it or as `compare` finds it now,
     /// against algorithms that are [`Tuning::Timed`](super::Tuning::Timed). `step` names all shapes of the step.
     ///
     /// # Errors
     /// Those of `compare`; [`Error::Environment`](crate::Error::Environment) where the user has no cache folder.
     pub fn own_are_faster(&self, rows: usize, step: &str, compare: impl FnOnce() -> Result<bool>) -> Result<bool> {
-        let own = kernels::product_key(self.context.compute_capability()?)?;
+        let capability = self.context.compute_capability()?;
+        let own = format!("{} {}", kernels::product_key(capability)?, kernels::gate_up_key(capability)?);
         let key = format!("{} {rows} {step} {own}", self.key()?);
         if let Some(&known) = lock(&self.own_are_faster).get(&key) {
             return Ok(known);

@@ -27,11 +27,21 @@ pub(super) struct Network<'a> {
     /// What sums row-parallel products over the group; NCCL does where it is none.
     pub(super) sums: Option<&'a RowSums>,
     pub(super) tuning: Tuning,
-    /// Products of blocks by `kernels::product`, as [`Network::may_own_products`] allows.
-    pub(super) own_products: bool,
+    /// At most what [`Network::may_own_products`] allows.
+    pub(super) own_products: OwnProducts,
     pub(super) processing: Processing,
     /// Leaves all other operations out, for their times.
     pub(super) only: Option<Op>,
+}
+
+/// Products of blocks by the crate's own kernels, where cuBLASLt's are slower.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum OwnProducts {
+    None,
+    /// Gate and up with SwiGLU, by `kernels::gate_up`.
+    GateUp,
+    /// All, by `kernels::product`.
+    All,
 }
 
 /// The operations of a step.
@@ -71,25 +81,34 @@ impl Network<'_> {
         if self.only.is_none_or(|only| only == op) { work() } else { Ok(()) }
     }
 
-    /// Whether `kernels::product` has all products of all blocks. It has been found to pay with one rank an engine only; and ranks
+    /// The products for which there are own kernels in all blocks. They have been found to pay with one rank an engine only; and ranks
     /// of one engine could not each decide by their own clock, as what is timed holds their sums.
-    pub(super) fn may_own_products(&self, rows: usize) -> Result<bool> {
+    pub(super) fn may_own_products(&self, rows: usize) -> Result<OwnProducts> {
         if self.tuning != Tuning::Timed || self.tp.size() > 1 {
-            return Ok(false);
+            return Ok(OwnProducts::None);
         }
+        let (mut all, mut gate_up) = (true, true);
         for w in &self.weights.blocks {
-            let Qkv::Grouped { weight, bias } = &w.qkv else { return Ok(false) };
             let is_adapted = w.lora.iter().next().is_some();
-            if is_adapted || !kernels::product_serves(rows, &[weight, &w.o, &w.gate_up, &w.down], bias.as_ref())? {
-                return Ok(false);
-            }
+            all &= !is_adapted
+                && match &w.qkv {
+                    Qkv::Grouped { weight, bias } => {
+                        kernels::product_serves(rows, &[weight, &w.o, &w.gate_up, &w.down], bias.as_ref())?
+                    }
+                    Qkv::Split { .. } => false,
+                };
+            gate_up &= w.lora.gate_up.is_none() && kernels::gate_up_serves(rows, &w.gate_up)?;
         }
-        Ok(true)
+        Ok(match (all, gate_up) {
+            (true, _) => OwnProducts::All,
+            (_, true) => OwnProducts::GateUp,
+            _ => OwnProducts::None,
+        })
     }
 
     /// Final hidden states, normed. [T, D]
     ///
-    /// `kernels::product` and `kernels::adapt` read weights while the operation before them runs. None of those writes weights: the
+    /// `kernels::product`, `gate_up` and `adapt` read weights while the operation before them runs. None of those writes weights: the
     /// policy's are complete before the step begins, as the engine's stream waits for its caller's; and between `prepare`, which
     /// writes a block's, and their first reader stands a norm, which has waited for it. An operation that is timed alone lacks the
     /// norm, but nobody reads what comes out.
@@ -115,12 +134,14 @@ impl Network<'_> {
             self.product(Op::O, &attended, &w.o, None, &parts[0])?;
             self.adapt(&attended, w.lora.o.as_ref(), &parts[0])?;
             self.add_rms_norm(0, &mut parts, &mut x, &w.post_norm, &mut normed)?;
-            if self.own_products {
-                self.op(Op::GateUp, || kernels::product_silu_mul(&normed, &w.gate_up, &act))?;
-            } else {
-                self.product(Op::GateUp, &normed, &w.gate_up, None, &gate_up)?;
-                self.adapt(&normed, w.lora.gate_up.as_ref(), &gate_up)?;
-                self.op(Op::SiluMul, || kernels::silu_mul(&gate_up, &mut act))?;
+            match self.own_products {
+                OwnProducts::All => self.op(Op::GateUp, || kernels::product_silu_mul(&normed, &w.gate_up, &act))?,
+                OwnProducts::GateUp => self.op(Op::GateUp, || kernels::gate_up(&normed, &w.gate_up, &act))?,
+                OwnProducts::None => {
+                    self.product(Op::GateUp, &normed, &w.gate_up, None, &gate_up)?;
+                    self.adapt(&normed, w.lora.gate_up.as_ref(), &gate_up)?;
+                    self.op(Op::SiluMul, || kernels::silu_mul(&gate_up, &mut act))?;
+                }
             }
             self.product(Op::Down, &act, &w.down, None, &parts[1])?;
             self.adapt(&act, w.lora.down.as_ref(), &parts[1])?;
@@ -219,8 +240,8 @@ impl Network<'_> {
         out: &Tensor,          // [T, N]
     ) -> Result<()> {
         self.op(op, || match self.own_products {
-            true => kernels::product(x, w, bias, out),
-            false => self.products.run(x, &w.tr(), bias, out, 0.0, self.tuning),
+            OwnProducts::All => kernels::product(x, w, bias, out),
+            _ => self.products.run(x, &w.tr(), bias, out, 0.0, self.tuning),
         })
     }
 

@@ -6,7 +6,7 @@ use tch::{Kind, Tensor, no_grad};
 
 use super::graphs;
 use super::inputs::{DecodeInputs, Packing, PrefillInputs, Words};
-use super::network::{Network, Op, Tokens};
+use super::network::{Network, Op, OwnProducts, Tokens};
 use super::prefill::PrefillAttention;
 use super::sampling::{Drawn, Processing};
 use super::state::GpuState;
@@ -92,7 +92,7 @@ impl<'a> GpuRunner<'a> {
                 Tuning::Timed if torch::is_deterministic() => Tuning::First,
                 tuning => tuning,
             },
-            own_products: false,
+            own_products: OwnProducts::None,
             processing: Processing::of(self.params),
             only,
         }
@@ -119,7 +119,7 @@ impl<'a> GpuRunner<'a> {
         let network = Network { sums, ..self.network(Tuning::Timed, only) };
         let hidden = |network: &Network| decode_hidden(network, &inputs, &state.plan, state.strict);
         run(&state.stream, &mut || {
-            let own_products = state.own_products_are_faster(&network, widths.0, &hidden)?;
+            let own_products = state.own_products(&network, widths.0, &hidden)?;
             let hidden = hidden(&Network { own_products, ..network })?;
             let drawn =
                 Drawn { lens: &inputs.context_lens, block_tables: &inputs.block_tables, sampling: &inputs.sampling };

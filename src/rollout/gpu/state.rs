@@ -8,7 +8,7 @@ use tch::{Device, Tensor};
 use super::buffers::{Buffers, Shape};
 use super::graphs::{Graphs, replay_times};
 use super::inputs::Words;
-use super::network::{self, Network};
+use super::network::{self, Network, OwnProducts};
 use super::runner::wait;
 use crate::cuda::kernels::{AttentionPlan, AttentionShape, RowSums};
 use crate::cuda::{Context, Graph, PinnedWords, Products, TorchStream};
@@ -24,8 +24,10 @@ use crate::rollout::weights::EngineWeights;
 /// Tokens of a context that are summed at once in strict mode.
 const STRICT_SPLIT_TOKENS: usize = 256;
 
-/// Replays of a step by which its products are chosen; the fastest counts.
+/// Replays of a step by which its products are chosen; the median counts.
 const TRIALS: usize = 5;
+/// The same of many rows, which take all of the chip's power: long enough that it clocks as in a long run.
+const LASTING_TRIALS: usize = 200;
 
 /// What lasts from one wake to the next: streams, addresses, graphs. Asleep it holds little memory.
 #[derive(Debug)]
@@ -125,32 +127,34 @@ impl GpuState {
         Ok(packed)
     }
 
-    /// Whether `hidden` of so many rows is faster with `kernels::product`, where that may be: timed over the batch at hand, once for a
-    /// model's shapes. It pays for a step as a whole, as it asks for weights while the operation before is at work; one of its products
-    /// alone is no faster.
-    pub(super) fn own_products_are_faster(
+    /// The own products with which `hidden` of so many rows is faster, where there may be any: timed over the batch at hand, once for
+    /// a model's shapes. They pay for a step as a whole: weights are asked for while the operation before is at work.
+    pub(super) fn own_products(
         &self,
         network: &Network,
         rows: usize,
         hidden: &dyn Fn(&Network) -> Result<Tensor>,
-    ) -> Result<bool> {
-        if !network.may_own_products(rows)? {
-            return Ok(false);
+    ) -> Result<OwnProducts> {
+        let most = network.may_own_products(rows)?;
+        if most == OwnProducts::None {
+            return Ok(most);
         }
+        let trials = if most == OwnProducts::GateUp { LASTING_TRIALS } else { TRIALS };
         let (residual, quantized) = (network.buffers.x.kind(), network.weights.quantized.is_some());
-        let step = format!("{residual:?} {quantized} {} {:?}", network.kv_cache.block_size(), network.spec);
-        self.products.own_are_faster(rows, &step, || {
-            let fastest = |own_products| -> Result<Duration> {
+        let step = format!("{most:?} {residual:?} {quantized} {} {:?}", network.kv_cache.block_size(), network.spec);
+        let are_faster = self.products.own_are_faster(rows, &step, || {
+            let median = |own_products| -> Result<Duration> {
                 let step = || hidden(&Network { own_products, only: None, ..*network }).map(drop);
                 step()?;
                 let mut graph = Graph::capture(&self.stream, step)?;
                 // SAFETY: recorded just now, over memory that stays as long as the engine is awake.
-                Ok(unsafe { replay_times(&mut graph, &self.stream, TRIALS)? }[0])
+                Ok(unsafe { replay_times(&mut graph, &self.stream, trials)? }[trials / 2])
             };
-            let (theirs, own) = (fastest(false)?, fastest(true)?);
+            let (theirs, own) = (median(OwnProducts::None)?, median(most)?);
             tracing::debug!("{rows} rows: {own:?} with own products, {theirs:?} with cuBLASLt's");
             Ok(own < theirs)
-        })
+        })?;
+        Ok(if are_faster { most } else { OwnProducts::None })
     }
 
     /// Gives the buffers' memory back. Never fails: the arena keeps an error for the next wake.

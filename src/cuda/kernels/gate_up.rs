@@ -1,0 +1,112 @@
+//! SwiGLU's product of many rows with a large weight, by a kernel for Hopper that writes gate and up nowhere.
+#![allow(unsafe_code)]
+
+use tch::{Kind, Tensor};
+
+use super::boxes::{STEP, lies_well, pairs_boxes, rows_boxes};
+use super::{Argument, invalid, ordinal, queue, strided};
+use crate::cuda::context::Context;
+use crate::cuda::nvrtc::{self, Source};
+use crate::error::Result;
+
+pub(super) const SOURCE: &Source = &nvrtc::GATE_UP;
+pub(super) const NAMES: &[&str] = &["gate_up_256", "gate_up_512"];
+
+const OP: &str = "gate_up";
+/// As the kernel has them: rows of a block, features of a tile, threads, stages and what it takes to begin them at a multiple of 1024.
+const ROWS: usize = 256;
+const FEATURES: usize = 192;
+const THREADS: u32 = 384;
+const SHARED_BYTES: u32 = 225 << 10;
+/// Tiles of a pair of blocks, and pairs that run at once on the chip that the kernel is for.
+const TILES: usize = 3;
+const PAIRS: usize = 66;
+/// Blocks take as long for few rows as for all: rows that they may lack.
+const MOST_MISSING: usize = 15;
+/// Of the chip's time that the pairs must use, at least.
+const LEAST_FILL: f64 = 0.9;
+
+/// Whether [`gate_up`] serves so many rows and this weight on its GPU.
+///
+/// # Errors
+/// [`crate::Error::Cuda`].
+pub fn gate_up_serves(rows: usize, w: &Tensor) -> Result<bool> {
+    if !fills_blocks(rows) || !w.device().is_cuda() || !lies_well(w) || !fills_the_chip(&w.size()) {
+        return Ok(false);
+    }
+    let context = Context::retain(ordinal(OP, w)?)?;
+    Ok(context.compute_capability()? == (9, 0) && context.num_processors()? == 2 * PAIRS)
+}
+
+/// What the speed of [`gate_up`] follows from on a GPU of compute capability (major, minor).
+pub(in crate::cuda) fn gate_up_key(capability: (i32, i32)) -> Result<String> {
+    nvrtc::key(SOURCE, capability)
+}
+
+/// y = silu(gate) * up of the product x w^T with columns g0 u0 g1 u1 .., sums in float32. Gate and up are rounded as where they
+/// are written. The kernel reads w while the operation before it still runs: that one must not write w, and must itself have
+/// waited for any that does.
+///
+/// # Errors
+/// [`crate::Error::InvalidArgument`] for tensors that do not fit or that [`gate_up_serves`] refuses; [`crate::Error::Cuda`].
+pub fn gate_up(
+    x: &Tensor, // [R, K] bf16
+    w: &Tensor, // [2 F, K] bf16
+    y: &Tensor, // [R, F] bf16
+) -> Result<()> {
+    let (&[rows, k], &[features, _]) = (&x.size()[..], &w.size()[..]) else {
+        return Err(invalid(OP, "matrices", (x.size(), w.size())));
+    };
+    let gpu = ordinal(OP, x)?;
+    if !gate_up_serves(rows as usize, w)? || ![x, y].into_iter().all(lies_well) {
+        return Err(invalid(OP, "what gate_up_serves", (x.size(), w.size(), y.size())));
+    }
+    strided(OP, x, Kind::BFloat16, &[rows, k], gpu)?;
+    strided(OP, w, Kind::BFloat16, &[features, k], gpu)?;
+    let is_tall = rows as usize > ROWS;
+    let arguments = [
+        rows_boxes(x, ROWS / 2)?,
+        pairs_boxes(w, if is_tall { FEATURES / 2 } else { FEATURES })?,
+        strided(OP, y, Kind::BFloat16, &[rows, features / 2], gpu)?,
+        Argument::Count(y.stride()[0]),
+        Argument::Count(rows),
+        Argument::Count(features),
+        Argument::Count((k as usize).div_ceil(STEP) as i64),
+    ];
+    let blocks = 2 * (features as usize).div_ceil(TILES * FEATURES) as u32;
+    // SAFETY: the kernel's parameters in order; boxes beyond x and w read as zeros, and only rows and features of y are written.
+    // Of what it reads, w alone is read before the work before has ended, which does not write it: the caller's promise.
+    unsafe { queue(SOURCE, NAMES[usize::from(is_tall)], gpu, (blocks, THREADS, SHARED_BYTES), (2, true), &arguments) }
+}
+
+fn fills_blocks(rows: usize) -> bool {
+    (1..=2 * ROWS).contains(&rows) && rows.next_multiple_of(ROWS) - rows <= MOST_MISSING
+}
+
+/// Whether the pairs that a weight [2 F, K] is dealt to keep the chip busy.
+fn fills_the_chip(size: &[i64]) -> bool {
+    let &[features, k] = size else { return false };
+    let tiles = features as f64 / (TILES * FEATURES) as f64;
+    let rounds = (tiles / PAIRS as f64).ceil();
+    features % 16 == 0 && k as usize > STEP && tiles / (rounds * PAIRS as f64) >= LEAST_FILL
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_fill_blocks_or_are_left_to_others() {
+        assert!([241, 256, 497, 512].into_iter().all(fills_blocks));
+        assert!(![0, 1, 64, 240, 257, 496, 513, 1024].into_iter().any(fills_blocks));
+    }
+
+    #[test]
+    fn weights_fill_the_chip_or_are_left_to_others() {
+        assert!(fills_the_chip(&[37_888, 3584])); // Qwen2.5-7B's: 66 pairs
+        assert!(fills_the_chip(&[75_776, 128]));
+        for size in [[17_920, 1536], [27_648, 5120], [38_400, 3584], [37_880, 3584], [37_888, 64]] {
+            assert!(!fills_the_chip(&size), "{size:?}");
+        }
+    }
+}

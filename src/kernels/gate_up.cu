@@ -1,0 +1,265 @@
+// y = silu(gate) * up of the product x w^T, whose columns are g0 u0 g1 u1 .., of up to 512 rows, on Hopper's tensor cores: TMA and
+// wgmma, sums in float32.
+//
+// Weights are the left factor, so that one instruction multiplies 64 features and 256 rows, and three warpgroups have a tile of 192
+// features. Blocks work in pairs. Of up to 256 rows a pair has three tiles: one for each block, with rows that both copy half of for
+// both; and half of K each of the third, whose sums they exchange. Of more rows each block has 256 and all of the pair's tiles, with
+// weights that both copy half of. No warp is left for copies, as registers would not do: the first thread sees to them between
+// products. Weights are on their way before the work before this ends: the kernel before must not write them.
+#include "cluster.cuh"
+#include "hopper.cuh"
+#include "mma.cuh"
+#include "scalar.cuh"
+
+constexpr int ROWS = 256;      // of a block
+constexpr int FEATURES = 192;  // of a tile
+constexpr int THREADS = 384;
+constexpr int STAGES = 4;
+constexpr int X_BYTES = ROWS * ROW_BYTES, W_BYTES = FEATURES * ROW_BYTES, STAGE_BYTES = X_BYTES + W_BYTES;
+
+struct Output {
+    bf16* at;
+    long long leading;
+    int rows, features;  // of x and of w
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+MULTIPLY(256, 128, 128, 129, 130)
+
+// Arrives at the barrier of the pair's block `rank`.
+__device__ __forceinline__ void arrive_at(unsigned barrier, int rank) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(peer_address(barrier, rank)) : "memory");
+}
+
+// The box at (k, row) to the same place in both blocks, whose barriers count it.
+__device__ __forceinline__ void copy_to_both(
+    unsigned to, const TensorMap* map, int k, int row, unsigned barrier, unsigned long long policy
+) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+        " [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
+        "l"(map), "r"(k), "r"(row), "r"(barrier), "h"(static_cast<short>(3)), "l"(policy)
+        : "memory");
+}
+
+// Of a matrix by sixteens of rows, their eight gates before their eight ups.
+__device__ __forceinline__ void copy_pairs(
+    unsigned to, const TensorMap* map, int k, int sixteen, unsigned barrier, unsigned long long policy
+) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(to),
+        "l"(map), "r"(k), "r"(0), "r"(sixteen), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_pairs_to_both(
+    unsigned to, const TensorMap* map, int k, int sixteen, unsigned barrier, unsigned long long policy
+) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+        " [%0], [%1, {%2, %3, %3, %4}], [%5], %6, %7;" ::"r"(to),
+        "l"(map), "r"(k), "r"(0), "r"(sixteen), "r"(barrier), "h"(static_cast<short>(3)), "l"(policy)
+        : "memory");
+}
+
+__device__ __forceinline__ void store_shared(unsigned at, float4 v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
+// Of the pair's block `rank`.
+__device__ __forceinline__ float4 load_shared(unsigned at, int rank) {
+    float4 value;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "r"(peer_address(at, rank)));
+    return value;
+}
+
+// Of 8 x 8 in a warp's registers, two neighbours of a row each.
+__device__ __forceinline__ unsigned transpose(unsigned values) {
+    unsigned transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(values));
+    return transposed;
+}
+
+// A block's steps over K: of each of its whole tiles, then of its half of the one that the pair shares.
+template <bool TALL>
+struct Steps {
+    int all, rank, begin, end;  // of a whole tile; of the shared one
+    __device__ __forceinline__ explicit Steps(int all)
+        : all(all), rank(static_cast<int>(cluster_rank())), begin(rank * all / 2), end((rank + 1) * all / 2) {}
+    static constexpr int WHOLE = TALL ? 3 : 1;
+    __device__ __forceinline__ int count() const { return TALL ? 3 * all : all + end - begin; }
+    __device__ __forceinline__ int tile(int round) const {
+        return static_cast<int>(blockIdx.x) / 2 * 3 + (TALL ? round : round < WHOLE ? rank : 2);
+    }
+    __device__ __forceinline__ int row() const { return TALL ? rank * ROWS : 0; }
+};
+
+// The first thread's: fills stages, in order.
+template <bool TALL>
+struct Copier {
+    const TensorMap &x_map, &w_map;
+    const Steps<TALL>& steps;
+    unsigned stages, full, empty;
+    int filled = 0, round = 0, step = 0;
+
+    __device__ __forceinline__ void copy_w(int stage) const {
+        unsigned long long once;
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+        const unsigned to = stages + stage * STAGE_BYTES + X_BYTES, barrier = full + 8 * stage;
+        const int sixteen = steps.tile(round) * (FEATURES / 16);
+        expect(barrier, STAGE_BYTES);
+        if (TALL)
+            copy_pairs_to_both(
+                to + steps.rank * (W_BYTES / 2), &w_map, step * STEP, sixteen + steps.rank * (FEATURES / 32), barrier, once
+            );
+        else
+            copy_pairs(to, &w_map, step * STEP, sixteen, barrier, once);
+    }
+
+    __device__ __forceinline__ void copy_x(int stage) const {
+        unsigned long long often;
+        asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
+        const unsigned to = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
+        if (!TALL && round < Steps<TALL>::WHOLE) {
+            const int half = steps.rank;
+            copy_to_both(to + half * (X_BYTES / 2), &x_map, step * STEP, half * (ROWS / 2), barrier, often);
+        } else {
+            for (int half = 0; half < 2; ++half)
+                copy(to + half * (X_BYTES / 2), &x_map, step * STEP, steps.row() + half * (ROWS / 2), barrier, often);
+        }
+    }
+
+    __device__ __forceinline__ void advance() {
+        ++filled;
+        if (++step == steps.all) ++round, step = round < Steps<TALL>::WHOLE ? 0 : steps.begin;
+    }
+
+    // After the pair's warpgroups have said that they are through with the stage.
+    __device__ __forceinline__ void refill(int stage) {
+        if (filled == steps.count()) return;
+        wait(empty + 8 * stage, filled / STAGES - 1 & 1);
+        copy_w(stage);
+        copy_x(stage);
+        advance();
+    }
+};
+
+// A warpgroup's sums over `count` steps, of 64 features and all rows.
+template <bool TALL>
+__device__ __forceinline__ void multiply_steps(float (&d)[128], Copier<TALL>& copier, int count, int& taken) {
+    const auto release = [&](int stage) {
+        const int thread = threadIdx.x % GROUP;
+        if (thread < 2) arrive_at(copier.empty + 8 * stage, thread);
+        __syncwarp();
+        if (threadIdx.x == 0) copier.refill(stage);
+        __syncwarp();
+    };
+    for (int step = 0; step < count; ++step, ++taken) {
+        const int stage = taken % STAGES;
+        wait(copier.full + 8 * stage, taken / STAGES & 1);
+        const unsigned x = copier.stages + stage * STAGE_BYTES, w = x + X_BYTES + threadIdx.x / GROUP * 64 * ROW_BYTES;
+        const unsigned long long a = descriptor(w), b = descriptor(x);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int k = 0; k < STEP / 16; ++k) multiply(d, a + 2 * k, b + 2 * k, step > 0 || k > 0);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        wait_products<1>();
+        if (step > 0) release((taken - 1) % STAGES);
+    }
+    wait_products<0>();
+    release((taken - 1) % STAGES);
+}
+
+// A thread's sums of eight rows.
+__device__ __forceinline__ float4 sums_of(const float (&d)[128], int eight) {
+    return make_float4(d[4 * eight], d[4 * eight + 1], d[4 * eight + 2], d[4 * eight + 3]);
+}
+
+// Sums of a gate (x and y) and its up (z and w), of two neighbours of eight rows; a warp has eight gates.
+__device__ __forceinline__ void emit(float4 v, const Output& out, int row, int feature) {
+    const int lane = threadIdx.x % 32;
+    const unsigned y = transpose(pack(silu_mul(v.x, v.z), silu_mul(v.y, v.w)));
+    row += lane / 4;
+    if (row < out.rows && feature < out.features)
+        *reinterpret_cast<unsigned*>(out.at + row * out.leading + feature / 2 + lane % 4 * 2) = y;
+}
+
+template <bool TALL>
+__device__ __forceinline__ void gate_up(const TensorMap& x_map, const TensorMap& w_map, const Output& out, int all) {
+    extern __shared__ unsigned char memory[];
+    __shared__ alignas(8) unsigned long long barriers[2 * STAGES];
+    const unsigned stages = (shared_address(memory) + 1023) / 1024 * 1024;
+    const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
+    const Steps<TALL> steps(all);
+    Copier<TALL> copier = {x_map, w_map, steps, stages, full, empty};
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < STAGES; ++stage) {
+            init(full + 8 * stage, 1);
+            init(empty + 8 * stage, 2 * THREADS / GROUP);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    sync_cluster();
+    const int early = min(steps.count(), STAGES);
+    if (threadIdx.x == 0)
+        for (auto first = copier; first.filled < early; first.advance()) first.copy_w(first.filled);
+    __syncwarp();
+    wait_for_inputs();
+    if (threadIdx.x == 0)
+        for (; copier.filled < early; copier.advance()) copier.copy_x(copier.filled);
+    __syncwarp();
+
+    float d[128];
+    int taken = 0;
+    const int own = static_cast<int>(threadIdx.x) / 32 * 16;  // the warp's first feature of a tile
+    for (int round = 0; round < Steps<TALL>::WHOLE; ++round) {
+        multiply_steps(d, copier, steps.all, taken);
+#pragma unroll
+        for (int eight = 0; eight < 32; ++eight)
+            emit(sums_of(d, eight), out, steps.row() + 8 * eight, steps.tile(round) * FEATURES + own);
+    }
+    if (!TALL) {  // each block ends with half of the rows: it gives its sums of the others, in place of the stages
+        multiply_steps(d, copier, steps.end - steps.begin, taken);
+        const bool first = steps.rank == 0;
+        const auto place = [&](int eight) { return stages + (eight * THREADS + threadIdx.x) * 16; };
+        __syncthreads();
+#pragma unroll
+        for (int eight = 0; eight < 16; ++eight) {
+            const float4 low = sums_of(d, eight), high = sums_of(d, 16 + eight);
+            store_shared(place(eight), first ? high : low);
+        }
+        sync_cluster();
+#pragma unroll
+        for (int eight = 0; eight < 16; ++eight) {
+            const float4 low = sums_of(d, eight), high = sums_of(d, 16 + eight), kept = first ? low : high;
+            const float4 given = load_shared(place(eight), steps.rank ^ 1);
+            const float4 v = make_float4(kept.x + given.x, kept.y + given.y, kept.z + given.z, kept.w + given.w);
+            emit(v, out, (first ? 0 : ROWS / 2) + 8 * eight, steps.tile(1) * FEATURES + own);
+        }
+    }
+    sync_cluster();  // the other reads sums here, and arrives at barriers
+}
+
+#else  // another chip: not asked for there
+
+template <bool>
+__device__ __forceinline__ void gate_up(const TensorMap&, const TensorMap&, const Output&, int) {}
+
+#endif
+
+#define GATE_UP(ROWS, TALL)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_up_##ROWS(                                      \
+        const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, bf16* y, long long leading,     \
+        long long rows, long long features, long long steps                                                       \
+    ) {                                                                                                           \
+        const Output output = {y, leading, static_cast<int>(rows), static_cast<int>(features)};                   \
+        gate_up<TALL>(x, w, output, static_cast<int>(steps));                                                     \
+    }
+
+GATE_UP(256, false)
+GATE_UP(512, true)

@@ -1,0 +1,98 @@
+// Hopper's ways to copy and to multiply: TMA into shared memory, barriers that count its bytes, wgmma.
+#pragma once
+#include "cluster.cuh"
+
+struct alignas(64) TensorMap {
+    unsigned long long words[16];
+};
+
+constexpr int STEP = 64;  // elements of K: rows of 128 bytes, as they are swizzled in shared memory
+constexpr int ROW_BYTES = 2 * STEP;
+constexpr int GROUP = 128;  // threads of a warpgroup
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+__device__ __forceinline__ void init(unsigned barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void expect(unsigned barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait(unsigned barrier, int parity) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+__device__ __forceinline__ void arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// The box at (k, row) to shared memory.
+__device__ __forceinline__ void copy(
+    unsigned to, const TensorMap* map, int k, int row, unsigned barrier, unsigned long long policy
+) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(map), "r"(k), "r"(row), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+// Of rows of 128 swizzled bytes, eight rows 1024 bytes apart.
+__device__ __forceinline__ unsigned long long descriptor(unsigned at) {
+    return (static_cast<unsigned long long>(at & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+// The registers of a thread's sums, as text and as operands.
+#define R4(A, B, C, D) "%" #A ", %" #B ", %" #C ", %" #D
+#define D4(I) "+f"(d[I]), "+f"(d[I + 1]), "+f"(d[I + 2]), "+f"(d[I + 3])
+#define R16 \
+    R4(0, 1, 2, 3) ", " R4(4, 5, 6, 7) ", " R4(8, 9, 10, 11) ", " R4(12, 13, 14, 15)
+#define D16 \
+    D4(0), D4(4), D4(8), D4(12)
+#define R20 \
+    R16 ", " R4(16, 17, 18, 19)
+#define D20 \
+    D16, D4(16)
+#define R32 \
+    R20 ", " R4(20, 21, 22, 23) ", " R4(24, 25, 26, 27) ", " R4(28, 29, 30, 31)
+#define D32 \
+    D20, D4(20), D4(24), D4(28)
+#define R72                                                                                                  \
+    R32 ", " R4(32, 33, 34, 35) ", " R4(36, 37, 38, 39) ", " R4(40, 41, 42, 43) ", " R4(44, 45, 46, 47) ", " \
+    R4(48, 49, 50, 51) ", " R4(52, 53, 54, 55) ", " R4(56, 57, 58, 59) ", " R4(60, 61, 62, 63) ", "          \
+    R4(64, 65, 66, 67) ", " R4(68, 69, 70, 71)
+#define D72 \
+    D32, D4(32), D4(36), D4(40), D4(44), D4(48), D4(52), D4(56), D4(60), D4(64), D4(68)
+#define R128                                                                                                 \
+    R72 ", " R4(72, 73, 74, 75) ", " R4(76, 77, 78, 79) ", " R4(80, 81, 82, 83) ", " R4(84, 85, 86, 87) ", " \
+    R4(88, 89, 90, 91) ", " R4(92, 93, 94, 95) ", " R4(96, 97, 98, 99) ", " R4(100, 101, 102, 103) ", "      \
+    R4(104, 105, 106, 107) ", " R4(108, 109, 110, 111) ", " R4(112, 113, 114, 115) ", "                      \
+    R4(116, 117, 118, 119) ", " R4(120, 121, 122, 123) ", " R4(124, 125, 126, 127)
+#define D128                                                                                                  \
+    D72, D4(72), D4(76), D4(80), D4(84), D4(88), D4(92), D4(96), D4(100), D4(104), D4(108), D4(112), D4(116), \
+    D4(120), D4(124)
+
+// d = a b^T, or d += a b^T to `add`; 64 rows of a, N of b, 16 of K.
+#define MULTIPLY(N, SUMS, A, B, ADD)                                                                              \
+    __device__ __forceinline__ void multiply(                                                                     \
+        float (&d)[SUMS], unsigned long long a, unsigned long long b, int add                                     \
+    ) {                                                                                                           \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                       \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" R##SUMS "}, %" #A ", %" #B      \
+                     ", add, 1, 1, 0, 0;\n}"                                                                      \
+                     : D##SUMS                                                                                    \
+                     : "l"(a), "l"(b), "r"(add));                                                                 \
+    }
+
+template <int PENDING>
+__device__ __forceinline__ void wait_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+#endif
