@@ -7,7 +7,7 @@ use std::sync::Arc;
 use colo_grpo::colocate::Served;
 use colo_grpo::config::GradientCheckpointing;
 use colo_grpo::data::{Dataset, DatasetOptions, Tokenizer};
-use colo_grpo::dist::{Backend, World};
+use colo_grpo::dist::{Backend, Mesh, World};
 use colo_grpo::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use colo_grpo::ops::attention::{Bounds, PackedLayout, SavedAttention, SharedBounds, packed_backward, packed_forward};
 use colo_grpo::rollout::{Engine, EngineOptions};
@@ -139,8 +139,9 @@ const STREAMS: [Kind; 2] = [Kind::BFloat16, Kind::Float];
 #[ignore = "needs a GPU"]
 fn gpu_bfloat16_logprobs_are_near_the_cpus() {
     let gpu = gpu_world();
+    let mesh = gpu.mesh(1, 1).unwrap();
     for residual in STREAMS {
-        let groups = sampled_near_the_cpus(&gpu, 1, residual);
+        let groups = sampled_near_the_cpus(&gpu, &mesh, residual);
         let exact = score(&Arc::new(World::single()), (Kind::Float, Kind::Float), &groups);
         near("trainer", &score(&gpu, (Kind::BFloat16, residual), &groups), &exact);
         assert!(!score(&gpu, (Kind::Float, Kind::Float), &groups).is_empty());
@@ -152,8 +153,7 @@ fn gpu_bfloat16_logprobs_are_near_the_cpus() {
 #[ignore = "needs two GPUs"]
 fn gpu_two_ranks_bfloat16_logprobs_are_near_the_cpus() {
     ranks::run_on_gpus(2, "gpu::gpu_two_ranks_bfloat16_logprobs_are_near_the_cpus", |world| {
-        let world = Arc::new(world);
-        STREAMS.iter().for_each(|&residual| drop(sampled_near_the_cpus(&world, 2, residual)));
+        ranks_sample_near_the_cpus(world, 2);
     });
 }
 
@@ -161,15 +161,20 @@ fn gpu_two_ranks_bfloat16_logprobs_are_near_the_cpus() {
 #[ignore = "needs four GPUs"]
 fn gpu_four_ranks_bfloat16_logprobs_are_near_the_cpus() {
     ranks::run_on_gpus(4, "gpu::gpu_four_ranks_bfloat16_logprobs_are_near_the_cpus", |world| {
-        let world = Arc::new(world);
-        STREAMS.iter().for_each(|&residual| drop(sampled_near_the_cpus(&world, 4, residual)));
+        ranks_sample_near_the_cpus(world, 4);
     });
 }
 
+fn ranks_sample_near_the_cpus(world: World, tp_size: usize) {
+    let mesh = world.mesh(tp_size, world.size()).unwrap();
+    let world = Arc::new(world);
+    STREAMS.iter().for_each(|&residual| drop(sampled_near_the_cpus(&world, &mesh, residual)));
+}
+
 /// This rank's groups, sampled in bfloat16 with such a residual stream.
-fn sampled_near_the_cpus(world: &Arc<World>, tp: usize, residual: Kind) -> Vec<RolloutGroup> {
+fn sampled_near_the_cpus(world: &Arc<World>, mesh: &Mesh, residual: Kind) -> Vec<RolloutGroup> {
     let params = SamplingParams { num_generations: 4, max_completion_length: 24, ..SamplingParams::default() };
-    let groups = generate(world, tp, (Kind::BFloat16, residual), &[params]).remove(0);
+    let groups = generate(world, mesh, (Kind::BFloat16, residual), &[params]).remove(0);
     if world.rank() == 0 {
         let sampled: Vec<f32> =
             groups.iter().flat_map(|group| &group.completions).flat_map(|c| c.rollout_logprobs.clone()).collect();
@@ -200,7 +205,8 @@ fn tokens(world: &Arc<World>, tp: usize) -> Vec<Vec<Vec<u32>>> {
     let of_groups = |groups: Vec<RolloutGroup>| {
         groups.into_iter().flat_map(|group| group.completions).map(|completion| completion.token_ids).collect()
     };
-    generate(world, tp, (Kind::Float, Kind::Float), &sampling()).into_iter().map(of_groups).collect()
+    let mesh = world.mesh(tp, world.size()).unwrap();
+    generate(world, &mesh, (Kind::Float, Kind::Float), &sampling()).into_iter().map(of_groups).collect()
 }
 
 fn spec() -> Arc<ModelSpec> {
@@ -211,13 +217,12 @@ fn spec() -> Arc<ModelSpec> {
 /// Completions of the first rows of the demo's data, all of them on every rank, by each of the parameters.
 fn generate(
     world: &Arc<World>,
-    tp: usize,
+    mesh: &Mesh,
     (kind, residual): (Kind, Kind),
     params: &[SamplingParams],
 ) -> Vec<Vec<RolloutGroup>> {
     let (spec, device) = (spec(), world.device());
     let tokenizer = Arc::new(Tokenizer::from_folder(Path::new(MODEL)).unwrap());
-    let mesh = world.mesh(tp, world.size()).unwrap();
     let options = EngineOptions {
         kv_cache_bytes: 64 << 20,
         block_size: 16,
@@ -233,7 +238,7 @@ fn generate(
     let files = WeightFiles::open(MODEL, spec.clone()).unwrap();
     let table = Arc::new(ParamTable::new(spec, 1));
     let source = |layout: &UnitLayout| files.read_unit(layout, kind);
-    let mut served = Served::new(world.clone(), &mesh, table, engine, &source).unwrap();
+    let mut served = Served::new(world.clone(), mesh, table, engine, &source).unwrap();
     let rows = Path::new("configs/arithmetic/train.jsonl");
     let dataset = Dataset::from_file(rows, &tokenizer, &DatasetOptions::default()).unwrap();
     let prompts: Vec<Prompt> = (0..24).map(|row| dataset.prompt(row).clone()).collect();
