@@ -89,7 +89,9 @@ fn check_changes(checkpoint: &Checkpoint, changes: Vec<String>, is_forced: bool,
         }
         return Ok(());
     }
-    let expected =
-        format!("the configuration that the checkpoint was made with, or force_resume = true; changed: {changes}");
+    let expected = format!(
+        "the configuration that the checkpoint was made with (on other numbers of ranks: per_device_train_batch_size that makes the \
+         same generation_batch_size), or force_resume = true; changed: {changes}"
+    );
     Err(Error::invalid_value("resume_from_checkpoint", folder, expected))
 }

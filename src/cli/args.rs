@@ -254,7 +254,7 @@ impl EvalArgs {
 #[command(rename_all = "snake_case")]
 pub struct ModelArgs {
     /// A named shape
-    #[arg(long = "model_preset", alias = "preset", conflicts_with = "config_json", value_parser = PRESETS)]
+    #[arg(long = "model_preset", visible_alias = "preset", conflicts_with = "config_json", value_parser = PRESETS)]
     pub preset: Option<String>,
     /// A Hugging Face config.json
     #[arg(long)]

@@ -97,7 +97,13 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
     let mut overrides = run.overrides.clone();
     if model.is_given() {
         // A shape alone is enough: what a run needs beside it takes no memory.
-        let unread = ["model_name_or_path=none", "train_file=none", "reward_funcs=[\"format\"]"];
+        let unread = [
+            "model_name_or_path=none",
+            "train_file=none",
+            "reward_funcs=[\"format\"]",
+            "reward_weights=[]",
+            "eval_solved_by=[]",
+        ];
         overrides.splice(..0, unread.map(str::to_owned));
     }
     let config = Config::load(run.config.as_deref(), &overrides)?;

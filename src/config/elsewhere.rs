@@ -49,7 +49,10 @@ const KEYS: &[(&[&str], &str)] = &[
     // ---- TRL and transformers ----
     (&["optim", "optim_args"], "the optimizer is AdamW"),
     (&["vllm_tensor_parallel_size"], "tensor_parallel_size"),
-    (&["vllm_gpu_memory_utilization"], "gpu_memory_utilization"),
+    (
+        &["vllm_gpu_memory_utilization"],
+        "gpu_memory_utilization, best left at 0.9: the KV cache's memory is free while training",
+    ),
     (&["vllm_max_model_length", "max_seq_length"], "max_model_length"),
     (&["vllm_enable_sleep_mode"], "the engine always sleeps while training"),
     (&["vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"], "importance_sampling_clip_max"),

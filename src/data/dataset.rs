@@ -83,8 +83,8 @@ impl Dataset {
             let row = row?;
             let id = counts.read as u64;
             counts.read += 1;
-            options.required_columns.iter().try_for_each(|name| row.require(name))?;
             let prompt = row.prompt()?;
+            options.required_columns.iter().try_for_each(|name| row.require(name))?;
             texts_without_system_prompt += usize::from(matches!(prompt, RawPrompt::Text(_)));
             let (text, token_ids) = prompt.render(&row, tokenizer, options.system_prompt.as_deref())?;
             if options.max_prompt_length.is_some_and(|limit| token_ids.len() > limit) {

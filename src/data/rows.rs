@@ -119,9 +119,10 @@ impl Row {
         }
     }
 
-    /// Refuses the row unless it has `name`, and not as null.
+    /// Refuses the row unless it has `name`, and not as null. An answer has been found under its other names already.
     pub fn require(&self, name: &str) -> Result<()> {
-        self.given(name).map(|_| ()).ok_or_else(|| self.missing(&[name]))
+        let names = if name == ANSWER_COLUMNS[0] { &ANSWER_COLUMNS[..] } else { &[name] };
+        self.given(name).map(|_| ()).ok_or_else(|| self.missing(names))
     }
 
     /// An error at this line.
@@ -136,7 +137,7 @@ impl Row {
 
     fn missing(&self, names: &[&str]) -> Error {
         let seen: Vec<_> = self.columns.keys().map(String::as_str).collect();
-        self.bad(format!("no column '{}'; columns seen: {}", names.join("', '"), seen.join(", ")))
+        self.bad(format!("no column '{}'; columns seen: {}", names.join("' or '"), seen.join(", ")))
     }
 
     fn conversation(&self, column: &str, turns: &Value, it_is: &str) -> Result<Vec<Message>> {

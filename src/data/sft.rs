@@ -199,7 +199,7 @@ mod tests {
     fn a_row_without_completion_is_named_and_a_missing_eos_told() {
         let folder = Folder::new();
         let error = read(&folder, &["", r#"{"prompt": "one", "answer": 1}"#], 6).unwrap_err().to_string();
-        assert!(error.ends_with("sft.jsonl:2: no column 'completion', 'messages'; columns seen: prompt, answer"));
+        assert!(error.ends_with("sft.jsonl:2: no column 'completion' or 'messages'; columns seen: prompt, answer"));
         folder.write("tokenizer_config.json", "{}");
         let error = read(&folder, &[r#"{"prompt": "one", "completion": "two"}"#], 6).unwrap_err().to_string();
         assert!(error.contains("no eos_token"), "{error}");

@@ -37,10 +37,10 @@ pub(super) fn choose(input: &PlanInput<'_>) -> Result<MemoryPlan> {
         return Err(refusal.expect("there is a candidate, and it was refused"));
     };
     let reason = match (is_forced, at, plans[at].0) {
-        (true, ..) => "as configured, or all that there is".to_owned(),
+        (true, ..) => "as configured, or the only choice".to_owned(),
         (false, 0, 0) => "all fits on the device".to_owned(),
-        (false, 0, _) => format!("what moves less needs more than {}", human(input.room.available_bytes)),
-        (false, ..) => format!("what moves less leaves {} KV blocks", plans[0].1.num_kv_blocks),
+        (false, 0, _) => format!("moving less needs more than {}", human(input.room.available_bytes)),
+        (false, ..) => format!("moving less would leave room for {} KV blocks only", plans[0].1.num_kv_blocks),
     };
     let (place, plan) = plans.swap_remove(at);
     let plan = least_recomputation(candidates[place], input, plan);
@@ -130,7 +130,7 @@ mod tests {
         assert_eq!(roomy.reason, "all fits on the device");
         let tight = plan(roomy.peak_bytes() - 1, true, &[]).unwrap();
         assert_ne!((tight.optimizer, tight.reference), (roomy.optimizer, roomy.reference));
-        assert!(tight.reason.starts_with("what moves less needs more"), "{}", tight.reason);
+        assert!(tight.reason.starts_with("moving less needs more"), "{}", tight.reason);
         let forced = plan(1 << 40, true, &["residency.optimizer=stream", "residency.reference=host"]).unwrap();
         assert_eq!((forced.optimizer, forced.reference), (Optimizer::Stream, Reference::Host));
         let host = |plan: &MemoryPlan| plan.classes.iter().map(|class| class.host_bytes).sum::<usize>();

@@ -97,9 +97,15 @@ impl MemoryPlan {
     fn smallest_change(&self, choices: Choices, input: &PlanInput<'_>) -> String {
         use GradientCheckpointing::{Full, None, Selective};
         let (config, keep) = (input.config, self.gradient_checkpointing);
-        if self.sum(|class| class.rollout_bytes) > self.room.available_bytes {
+        let rollout = self.sum(|class| class.rollout_bytes);
+        if rollout > self.room.available_bytes {
             let (length, cache) = (self.max_model_length, self.kv_cache_bytes);
-            return format!("lower max_model_length (is {length}) or kv_cache_bytes ({cache})");
+            if rollout - cache < self.room.available_bytes {
+                return format!("lower max_model_length (is {length}) or kv_cache_bytes ({cache})");
+            }
+            if let Some(tp) = self.larger_engine(choices, input) {
+                return format!("set tensor_parallel_size = {tp}, which divides the engine's weights");
+            }
         }
         if config.keeps_kv_cache() {
             let recomputing = Config { carried_kv: CarriedKv::Recompute, ..config.clone() };
@@ -125,6 +131,22 @@ impl MemoryPlan {
         if input.table.shards > 1 && stage < 3 {
             return format!("raise zero.stage from {stage} to {}", stage + 1);
         }
-        "use more GPUs or ones with more memory".to_owned()
+        let lora = if config.lora.r.is_none() { "train adapters alone (lora.r = 16), " } else { "" };
+        format!("{lora}use more GPUs or ones with more memory")
+    }
+
+    /// The least number of ranks of one engine with which rollout fits, where it does not: they divide its weights and its cache.
+    fn larger_engine(&self, choices: Choices, input: &PlanInput<'_>) -> Option<usize> {
+        let PlanInput { config, table, engine_weight_bytes, room, .. } = *input;
+        let own = config.tensor_parallel_size;
+        let sizes = (2..=table.shards).filter(|tp| {
+            tp % own == 0 && table.shards.is_multiple_of(*tp) && table.spec.num_kv_heads.is_multiple_of(*tp)
+        });
+        sizes.filter(|&tp| tp > own).find(|&tp| {
+            let config = Config { tensor_parallel_size: tp, ..config.clone() };
+            let engine_weight_bytes = engine_weight_bytes * own / tp;
+            let plan = Self::with(choices, &PlanInput { config: &config, engine_weight_bytes, ..*input });
+            plan.is_ok_and(|plan| plan.sum(|class| class.rollout_bytes) <= room.available_bytes)
+        })
     }
 }

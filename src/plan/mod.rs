@@ -247,20 +247,29 @@ impl fmt::Display for MemoryPlan {
         let (train, rollout) = (sum(|class| class.train_bytes), sum(|class| class.rollout_bytes));
         writeln!(f, "{:<34} {train:>11} {rollout:>11} {:>11}", "sum", sum(|class| class.host_bytes))?;
         writeln!(f, "peak {} of {} available", human(self.peak_bytes()), human(self.room.available_bytes))?;
-        let (blocks, size) = (self.num_kv_blocks, self.kv_block_size);
+        let (blocks, size, longest) = (self.num_kv_blocks, self.kv_block_size, self.max_model_length);
+        let at_once = blocks / longest.div_ceil(size).max(1);
+        let cache =
+            format!("KV cache: {blocks} blocks of {size} tokens, {at_once} sequences of {longest} tokens at once");
         if self.role == Role::Generates {
-            return write!(f, "KV cache: {blocks} blocks of {size} tokens");
+            return write!(f, "{cache}");
         }
         if self.role == Role::Both {
-            write!(f, "KV cache: {blocks} blocks of {size} tokens; ")?;
+            writeln!(f, "{cache}")?;
         }
-        writeln!(f, "largest micro-batch: {} tokens", self.largest_micro_batch)?;
+        match self.largest_micro_batch {
+            0 => writeln!(f, "largest micro-batch: none fits")?,
+            tokens => writeln!(f, "largest micro-batch: {tokens} tokens")?,
+        }
         writeln!(f, "{}", self.formula)?;
         write!(f, "residency: optimizer state {}", self.optimizer.name())?;
         if self.classes.iter().any(|class| class.class == classes::REFERENCE) {
             write!(f, ", reference weights {}", self.reference.name())?;
         }
-        writeln!(f, ": {}", self.reason)?;
+        if !self.reason.is_empty() {
+            write!(f, ": {}", self.reason)?;
+        }
+        writeln!(f)?;
         write!(f, "gradient_checkpointing: {}", self.gradient_checkpointing.name())
     }
 }

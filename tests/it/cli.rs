@@ -146,7 +146,24 @@ fn a_plan_needs_neither_the_gpus_nor_the_weights() {
     assert!(roomy.contains("of 139.0 GiB available") && roomy.contains("gradient_checkpointing: none"), "{roomy}");
     assert!(tight.contains("of 79.0 GiB available") && tight.contains("gradient_checkpointing: "), "{tight}");
     let refused = run("plan --nproc 1 --preset qwen2.5-7b --gpu_memory_gib 24 residency.optimizer=resident");
-    refused.assert_error("one small GPU", 4, &["per rank and 24.0 GiB are available"]);
+    refused.assert_error("one small GPU", 4, &["per rank and 24.0 GiB are available", "lora.r = 16"]);
+}
+
+/// What is planned for another model is a file's run, its rewards apart.
+#[test]
+fn a_run_is_planned_for_another_model() {
+    let said = stdout_of(
+        "plan --nproc 8 --gpu_memory_gib 79 --model_preset qwen2.5-7b --config configs/tiny-cpu.toml dtype=bfloat16",
+    );
+    assert!(said.contains("of 79.0 GiB available"), "{said}");
+}
+
+/// What is advised where the engine's weights are too large, taken, makes the run fit.
+#[test]
+fn engines_of_more_ranks_are_advised_where_one_cannot_hold_the_weights() {
+    let command = "plan --nproc 8 --gpu_memory_gib 60 --model_preset qwen2.5-32b zero.stage=3 lora.r=16";
+    run(command).assert_error("32B, tp 1", 4, &["set tensor_parallel_size = 2, which divides the engine's weights"]);
+    assert!(stdout_of(&format!("{command} tensor_parallel_size=2")).contains("of 60.0 GiB available"));
 }
 
 #[test]

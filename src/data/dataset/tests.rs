@@ -70,7 +70,7 @@ fn bad_rows_are_named_with_line_and_columns() {
     assert!(message(&[]).contains("no usable prompts (0 read,"));
     let missing = message(&["", r#"{"text": "one", "answer": 1}"#]);
     assert!(
-        missing.ends_with(":2: no column 'prompt', 'problem', 'question'; columns seen: text, answer"),
+        missing.ends_with(":2: no column 'prompt' or 'problem' or 'question'; columns seen: text, answer"),
         "{missing}"
     );
     assert!(message(&[r#"{"prompt": "one""#]).contains(":1: not JSON"));

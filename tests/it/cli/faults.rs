@@ -138,7 +138,7 @@ fn data_files() {
             "22 no prompt",
             format!("{good}\n\n{{\"text\": \"what\", \"answer\": 2}}\n"),
             "--nproc 2",
-            &["rows.jsonl:3", "'prompt', 'problem', 'question'", "columns seen: text, answer"],
+            &["rows.jsonl:3", "'prompt' or 'problem' or 'question'", "columns seen: text, answer"],
         ),
         ("22 bad line", format!("{good}\n{{\"prompt\": \n"), "--nproc 2", &["rows.jsonl:2", "not JSON"]),
         (
