@@ -12,7 +12,8 @@ use crate::types::UnfinishedCompletion;
 impl Scheduler {
     /// Gives the sequences of every group what an earlier rollout sampled of them; before the first step. Those that are kept
     /// run at once. Of every other group that is begun one sequence waits in front, to compute the prompt that the others share;
-    /// then all others, then what is still to be begun. Returns the groups that are complete already.
+    /// then all others, then what is still to be begun. Where any is begun, nobody will ask for what else is kept: a step that was
+    /// taken back has left it, or more than runs at once. Returns the groups that are complete already.
     pub(in crate::rollout) fn resume(&mut self, groups: impl Iterator<Item = Vec<UnfinishedCompletion>>) -> Vec<usize> {
         let (mut complete, mut first, mut others) = (Vec::new(), Vec::new(), Vec::new());
         for (group, completions) in groups.enumerate() {
@@ -33,6 +34,9 @@ impl Scheduler {
         let is_new = |&index: &usize| self.is_waiting(index) && !front.contains(&index);
         let new = self.waiting.iter().copied().filter(is_new);
         self.waiting = first.into_iter().chain(others).chain(new).collect();
+        if self.sequences.iter().any(|sequence| !sequence.is_fresh()) {
+            while self.drop_kept() {}
+        }
         complete
     }
 
@@ -46,7 +50,7 @@ impl Scheduler {
         self.sequences[self.members(group)].iter().find(|sequence| !sequence.block_table.is_empty())
     }
 
-    /// Runs a sequence from the blocks that an earlier rollout kept of it, if it did.
+    /// Runs a sequence from the blocks that an earlier rollout kept of it, if it did and a slot is left.
     fn go_on(&mut self, index: usize) {
         let sequence = &self.sequences[index];
         if sequence.finish_reason.is_some() || self.running.len() == self.limits.max_num_seqs {

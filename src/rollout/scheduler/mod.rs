@@ -7,7 +7,8 @@
 //! the front and is computed again.
 //!
 //! A rollout may leave sequences unfinished, whose blocks then stay where they are ([`Scheduler::into_kept`]). Those that the next
-//! one goes on with run at once, without being computed again; the others' blocks are the first to go when blocks run out.
+//! one goes on with run at once, without being computed again, and the others' blocks are free; one that goes on with none holds
+//! them all, and takes them before any of its own when blocks run out.
 //!
 //! Steps may be scheduled before the results of earlier ones are known. A token that a step under way samples counts as the
 //! sequence's own; what it is, the device knows. A sequence that turns out to have ended has then run for nothing: that

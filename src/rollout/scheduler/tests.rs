@@ -191,6 +191,32 @@ fn what_is_kept_goes_on_without_being_computed_again() {
     }
 }
 
+/// A step that is taken back samples the same tokens again; of every sequence two tables are then kept.
+#[test]
+fn what_nobody_goes_on_with_is_given_up() {
+    let prompts = prompts();
+    let (mut kept, mut cache, mut held) = (KeptSequences::default(), Cache::new(), Vec::new());
+    for num_tries in 1..3 {
+        let mut scheduler = scheduler(ROOMY, &prompts, 3).adopt(kept);
+        assert!(scheduler.resume(prompts.iter().map(|_| Vec::new())).is_empty());
+        run(&mut scheduler, &mut cache, 0, 2);
+        held = sampled(&scheduler, prompts.len());
+        let num_running = scheduler.running.len();
+        kept = scheduler.into_kept();
+        assert_eq!(kept.tables().count(), num_tries * num_running);
+    }
+    let few_slots = Limits { max_num_seqs: 2, ..ROOMY };
+    assert!(kept.tables().count() > 2 * few_slots.max_num_seqs);
+    let mut scheduler = scheduler(few_slots, &prompts, 3).adopt(kept);
+    scheduler.resume(held.into_iter());
+    assert_eq!((scheduler.running.len(), scheduler.kept.tables().count()), (2, 0));
+    scheduler.check_integrity().unwrap();
+    run(&mut scheduler, &mut cache, 0, usize::MAX);
+    assert_eq!(scheduler.blocks.num_free(), few_slots.num_blocks);
+    let completions: Vec<_> = scheduler.sequences.iter().map(|sequence| sequence.completion().to_vec()).collect();
+    assert_eq!(completions, simulate(ROOMY, &prompts, 3, 0).0);
+}
+
 /// What several sequences read is counted once.
 #[test]
 fn a_kept_group_is_counted_as_it_would_be_computed() {
