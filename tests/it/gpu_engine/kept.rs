@@ -24,7 +24,7 @@ fn gpu_kept_sequences_go_on_where_they_were() {
         };
         let options = EngineOptions { strict, ..model.options(256) };
         let expected = model.generate(&options, &prompts, &params);
-        let mut served = model.served_by(model.engine(&options).keeping_memory());
+        let mut served = model.served_by(model.engine(&options).keeping_sequences());
         let mut groups: Vec<_> = prompts.iter().cloned().map(UnfinishedGroup::new).collect();
         let (mut complete, mut num_kept, mut num_recomputed) = (Vec::new(), 0, 0);
         for _ in 0..NUM_WAKES {
@@ -40,19 +40,24 @@ fn gpu_kept_sequences_go_on_where_they_were() {
         }
         complete.sort_by_key(|group| group.prompt.id);
         assert!(num_kept > 0 && num_recomputed == 0, "{num_kept} tokens kept, {num_recomputed} computed again");
-        let equal = num_equal(&complete, &expected);
+        let equal = num_equal(&complete, &expected, strict);
         println!("{}", json!({"test": "kept", "strict": strict, "kept": num_kept, "equal_of_all": equal}));
-        assert!(!strict || equal[0] == equal[1], "{equal:?} are equal");
+        let least = if strict { equal[1] } else { equal[1] * 9 / 10 }; // of nearly flat distributions, wrong keys part all
+        assert!(equal[0] >= least, "{equal:?} are equal");
     }
 }
 
-/// Tokens of equal ids and log-probabilities up to each completion's first other one, and all.
-fn num_equal(groups: &[RolloutGroup], expected: &[RolloutGroup]) -> [usize; 2] {
+/// Tokens of equal ids, and where `strict` log-probabilities, up to each completion's first other one; and all.
+fn num_equal(groups: &[RolloutGroup], expected: &[RolloutGroup], strict: bool) -> [usize; 2] {
     let mut counts = [0; 2];
     for ((ids, logprobs), (expected_ids, expected_logprobs)) in completions(groups).zip(completions(expected)) {
         assert_eq!(ids.len(), expected_ids.len());
         let pairs = ids.iter().zip(logprobs).zip(expected_ids.iter().zip(expected_logprobs));
-        counts[0] += pairs.take_while(|(got, expected)| got == expected).count();
+        let is_equal = |(got, expected): &((&u32, f32), (&u32, f32))| match strict {
+            true => got == expected,
+            false => got.0 == expected.0,
+        };
+        counts[0] += pairs.take_while(is_equal).count();
         counts[1] += ids.len();
     }
     counts
