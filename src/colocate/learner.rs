@@ -77,8 +77,8 @@ impl Learner {
         Ok(outcome)
     }
 
-    /// Forgets what a step that failed has begun: gradients and gathered weights.
-    pub(crate) fn forget(&mut self) {
+    /// Drops what a step that failed has begun: gradients and gathered weights.
+    pub(crate) fn drop_unfinished(&mut self) {
         self.policy.drop_gradients();
         if let Some(reference) = &mut self.reference {
             reference.free_gathered();

@@ -3,8 +3,9 @@
 //!
 //! Entering: drop gradients | optimizer state starts for the host pool | beside it, weights reach the engine | the state's
 //! memory goes as its copies are done | the engine's memory is mapped. Leaving, also after an error or a panic: the engine's
-//! memory is given back | optimizer state starts on its way back, for which the next step waits | all ranks agree on the
-//! outcome (`together` says why in this order). At no moment do the whole optimizer state and the KV cache coexist if the plan says `swap`.
+//! memory is given back, unless it keeps it | optimizer state starts on its way back, for which the next step waits | all ranks
+//! agree on the outcome (`together` says why in this order). At no moment do the whole optimizer state and the KV cache coexist if
+//! the plan says `swap`, unless the engine keeps what is in its cache (`carried_kv = keep`).
 
 mod learner;
 mod served;
@@ -91,7 +92,8 @@ impl Colocated {
     /// Runs `work` with the engine awake on every rank; collective over the world.
     ///
     /// Whatever `work` does and wherever entering or leaving fails, afterwards the engine sleeps, its memory is given back
-    /// and the optimizer state is on the device again or on its way there, bit for bit. A panic goes on unwinding after that.
+    /// unless it keeps it, and the optimizer state is on the device again or on its way there, bit for bit. A panic goes on
+    /// unwinding after that.
     ///
     /// # Errors
     /// The first failure of any rank: the failing rank gets its own error, its peers [`PeerFailed`](crate::Error::PeerFailed); none is
@@ -154,7 +156,7 @@ impl Colocated {
 
     /// The policy, to load; between scopes. Nothing that the engine keeps is gone on with after that.
     pub fn policy_mut(&mut self) -> &mut Policy {
-        self.engine.forget();
+        self.engine.drop_kept();
         &mut self.learner.policy
     }
 
@@ -180,7 +182,7 @@ impl Half for Colocated {
     }
 
     fn recover(&mut self) {
-        self.learner.forget();
+        self.learner.drop_unfinished();
         if let Err(error) = self.restore() {
             tracing::error!("{error}: the optimizer state stays in the host pool until the end of the next rollout");
         }

@@ -18,7 +18,7 @@ use super::stats::EngineStats;
 use super::stop::StopRules;
 use super::weights::EngineWeights;
 use crate::data::Tokenizer;
-use crate::dist::{Collective, ReduceOp, all_reduce_f64};
+use crate::dist::Collective;
 use crate::error::{Error, Result};
 use crate::model::ModelSpec;
 use crate::ops::rope::Rope;
@@ -61,6 +61,7 @@ pub struct Engine {
     gpu: Option<GpuState>,
     kv_cache: KvCache,
     keeps_memory: bool, // asleep, too
+    keeps_sequences: bool,
     /// KV blocks since the last wake.
     num_blocks: Option<usize>,
     /// In them, sequences to go on with.
@@ -113,19 +114,25 @@ impl Engine {
             gpu,
             kv_cache,
             keeps_memory: false,
+            keeps_sequences: false,
             num_blocks: None,
             kept: KeptSequences::default(),
         })
     }
 
-    /// The same with memory that stays once it is mapped, and in it keys and values of sequences that a rollout leaves
-    /// unfinished: a later one goes on from them, as the weights computed them that sampled the tokens.
+    /// The same with memory that stays once it is mapped.
     pub fn keeping_memory(self) -> Self {
         Self { keeps_memory: true, ..self }
     }
 
+    /// The same with memory that stays, and in it keys and values of sequences that a rollout leaves unfinished: a later one
+    /// goes on from them, as the weights computed them that sampled the tokens.
+    pub fn keeping_sequences(self) -> Self {
+        Self { keeps_sequences: true, ..self.keeping_memory() }
+    }
+
     /// From now on nothing is gone on with that is in the cache: the weights changed by more than training.
-    pub fn forget(&mut self) {
+    pub fn drop_kept(&mut self) {
         self.kept = KeptSequences::default();
     }
 
@@ -143,9 +150,10 @@ impl Engine {
         Ok(rollout)
     }
 
-    /// Memory that the KV cache takes when the engine wakes.
+    /// Memory that the KV cache takes when the engine wakes; none while it holds sequences, whose blocks would lie elsewhere in
+    /// a larger one.
     pub fn absent_bytes(&self) -> usize {
-        self.kv_cache.absent_bytes()
+        if self.kept.is_empty() { self.kv_cache.absent_bytes() } else { 0 }
     }
 
     /// Physical memory that the engine holds now; next to nothing while it sleeps, unless it keeps it.
@@ -200,7 +208,7 @@ impl<'a> RolloutEngine<'a> {
     /// The same for groups that may be begun already, until the first `num_groups` of them are complete, the ranks'
     /// numbers added up: which ones they are, and so how many of this rank's, is a matter of lengths. A completion goes
     /// on as if it had never been interrupted, but for the weights; its tokens keep the log-probabilities that they had. They
-    /// are computed again, unless the engine keeps its memory.
+    /// are computed again, unless the engine keeps them.
     ///
     /// # Errors
     /// As [`RolloutEngine::generate`]; [`Error::InvalidArgument`] if there are fewer groups, or if what has been sampled
@@ -246,7 +254,7 @@ impl<'a> RolloutEngine<'a> {
         scheduler.check_integrity()?;
         self.stats = scheduler.stats;
         let rollout = Rollout::new(complete, groups, &scheduler, &requests, tp.rank());
-        if self.engine.keeps_memory {
+        if self.engine.keeps_sequences {
             self.engine.kept = scheduler.into_kept();
         }
         Ok(rollout)
@@ -260,7 +268,7 @@ impl<'a> RolloutEngine<'a> {
     /// [`Error::InvalidArgument`] on a CPU, or if the cache does not hold the batch; [`Error::Environment`] where the GPU does not
     /// tell its energy.
     pub fn profile(&mut self, batch: (usize, usize, usize), context: usize, sustains: bool) -> Result<StepProfile> {
-        self.engine.forget(); // blocks are written at random
+        self.engine.drop_kept(); // blocks are written at random
         let Self { engine, weights, stats, .. } = self;
         let Engine { spec, gpu: Some(gpu), kv_cache, tp, .. } = &mut **engine else {
             return Err(Error::InvalidArgument {
@@ -285,27 +293,19 @@ impl<'a> RolloutEngine<'a> {
     }
 
     fn open_kv_cache(&mut self) -> Result<()> {
-        let engine = &mut *self.engine;
-        let digest = engine.kept.digest();
-        let mut least = [engine.kv_cache.map()? as f64, digest, -digest];
-        all_reduce_f64(engine.tp.as_ref(), &mut least, ReduceOp::Min)?;
-        let [num_blocks, digest, other_digest] = least;
-        let num_blocks = num_blocks as usize;
-        let before = engine.num_blocks.replace(num_blocks);
-        // Blocks of another number lie elsewhere; and a rank that failed has kept nothing.
-        let is_lost = before.is_some_and(|before| before != num_blocks) || digest != -other_digest;
-        if is_lost && engine.keeps_memory {
-            tracing::warn!(
-                "unfinished sequences are computed again: a rank failed, or the number of KV blocks changed"
-            );
-            engine.forget();
+        let Engine { gpu, kv_cache, kept, tp, options, num_blocks: held, .. } = &mut *self.engine;
+        let num_own = match *held {
+            Some(num_blocks) if !kept.is_empty() => num_blocks, // blocks of another number lie elsewhere
+            _ => kv_cache.map()?,
+        };
+        let num_blocks = kept.agree(num_own, tp.as_ref())?;
+        let before = held.replace(num_blocks);
+        kv_cache.open(num_blocks)?;
+        if let Some(gpu) = gpu {
+            gpu.wake(&self.weights, kv_cache, tp.as_ref())?;
         }
-        engine.kv_cache.open(num_blocks)?;
-        if let Some(gpu) = &mut engine.gpu {
-            gpu.wake(&self.weights, &engine.kv_cache, engine.tp.as_ref())?;
-        }
-        if before.is_none() && engine.tp.rank() == 0 {
-            tracing::info!("# KV blocks: {num_blocks} x {} tokens", engine.options.block_size);
+        if before.is_none() && tp.rank() == 0 {
+            tracing::info!("# KV blocks: {num_blocks} x {} tokens", options.block_size);
         }
         self.stats.num_blocks = num_blocks;
         Ok(())

@@ -3,6 +3,9 @@
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
+use crate::dist::{Collective, ReduceOp, all_reduce_f64};
+use crate::error::Result;
+
 /// Sequences, each with the blocks that hold keys and values of all its tokens but the last. They are known by their tokens: of
 /// those alone, and of the weights that computed them, are keys and values a function. In an order that all ranks of a
 /// tensor-parallel group have.
@@ -36,12 +39,31 @@ impl KeptSequences {
         table
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.block_tables.is_empty()
+    }
+
     pub(super) fn tables(&self) -> impl Iterator<Item = &[u32]> {
         self.block_tables.values().flatten().map(Vec::as_slice)
     }
 
+    /// The poorest rank's number of blocks, of `num_blocks`; and all is given up unless every rank has kept the same. Collective
+    /// over the tensor-parallel group.
+    pub(super) fn agree(&mut self, num_blocks: usize, tp: &dyn Collective) -> Result<usize> {
+        let digest = self.digest();
+        let mut least = [num_blocks as f64, digest, -digest];
+        all_reduce_f64(tp, &mut least, ReduceOp::Min)?;
+        if least[1] != -least[2] {
+            if tp.rank() == 0 {
+                tracing::warn!("unfinished sequences are computed again: not all ranks of the engine still have them");
+            }
+            *self = Self::default();
+        }
+        Ok(least[0] as usize)
+    }
+
     /// A number that tells contents apart, exact as a float.
-    pub(super) fn digest(&self) -> f64 {
+    fn digest(&self) -> f64 {
         let mut hasher = DefaultHasher::new(); // without random keys: equal on all ranks
         self.hash(&mut hasher);
         (hasher.finish() >> 11) as f64

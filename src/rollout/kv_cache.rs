@@ -13,7 +13,7 @@ pub fn kv_block_bytes(spec: &ModelSpec, tp_size: usize, block_size: usize, kind:
     2 * spec.num_layers * block_size * num_kv_heads * spec.head_dim * kind.elt_size_in_bytes()
 }
 
-/// The paged cache. Asleep it holds addresses only.
+/// The paged cache. Once put to sleep it holds addresses only.
 #[derive(Debug)]
 pub(super) struct KvCache {
     arena: Arena,

@@ -146,7 +146,7 @@ impl Half for Split {
     fn recover(&mut self) {
         self.base_is_there = false;
         if let Role::Trains(learner) = &mut self.role {
-            learner.forget();
+            learner.drop_unfinished();
         }
     }
 }

@@ -97,8 +97,11 @@ fn engine(config: &Config, world: &World, mesh: &Mesh, preflight: &Preflight) ->
     let sizes = (plan.max_model_length, plan.kv_cache_bytes);
     let options = engine_options(config, sizes, (preflight.kind, world.device()));
     let engine = Engine::new(preflight.spec.clone(), preflight.tokenizer.clone(), options, mesh.tp.clone())?;
-    let is_alone = config.mode == Mode::Split;
-    Ok(if is_alone || config.keeps_kv_cache() { engine.keeping_memory() } else { engine })
+    Ok(match config.mode {
+        Mode::Split => engine.keeping_memory(),
+        Mode::Colocated if config.keeps_kv_cache() => engine.keeping_sequences(),
+        Mode::Colocated => engine,
+    })
 }
 
 fn slices(config: &Config, world: &World, mesh: &Mesh, preflight: &Preflight) -> Result<EngineSlices> {

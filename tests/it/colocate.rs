@@ -1,6 +1,7 @@
 //! The rollout scope over real ranks: what it gives back, how it ends when a rank fails, and that what it generates does
 //! not depend on ZeRO stage, tensor-parallel degree or world size.
 
+mod kept;
 mod pages;
 pub mod setup;
 mod trainer;
@@ -59,10 +60,10 @@ fn a_failure_ends_the_scope_on_all_ranks_and_the_next_one_works() {
     ranks::run(2, "colocate::a_failure_ends_the_scope_on_all_ranks_and_the_next_one_works", |world: World| {
         let (world, mesh) = with_mesh(world, 2);
         let mut undisturbed = Setup::new(0).alone();
-        for stage in [0, 3] {
-            let mut colocated = Setup::new(stage).build(&world, &mesh);
+        for (stage, keeps) in [(0, false), (3, false), (3, true)] {
+            let mut colocated = Setup { keeps, ..Setup::new(stage) }.build(&world, &mesh);
             Cycle::run(&mut colocated).check(&Cycle::run(&mut undisturbed), &world);
-            if stage == 0 {
+            if stage == 0 || keeps {
                 fail_inside(&mut colocated, &world);
             }
             for phase in [Phase::Offload, Phase::Gather, Phase::Wake, Phase::Generate, Phase::Sleep, Phase::Reload] {
@@ -147,10 +148,14 @@ fn fails(
     work: impl FnOnce(&mut RolloutEngine<'_>, &[Prompt]) -> Result<Vec<RolloutGroup>>,
 ) {
     let (prompts, before) = (own_prompts(colocated), state(colocated.policy()));
+    let keeps = colocated.engine().absent_bytes() == 0;
     scope_fails(colocated, message, |colocated| colocated.with_rollout(|rollout| work(rollout, &prompts)).map(drop));
     assert!(state(colocated.policy()) == before, "{message}: optimizer state changed");
-    assert_eq!(colocated.engine().resident_bytes().unwrap(), 0, "{message}: the engine is awake");
-    assert!(!Ledger::report().iter().any(|(_, owner, _)| ["kv_cache", "engine_weights", "gradients"].contains(owner)));
+    let engine = colocated.engine();
+    let is_right = if keeps { engine.absent_bytes() == 0 } else { engine.resident_bytes().unwrap() == 0 };
+    assert!(is_right, "{message}: the engine is awake, or has lost its memory");
+    let gone = if keeps { &["engine_weights", "gradients"][..] } else { &["engine_weights", "gradients", "kv_cache"] };
+    assert!(!Ledger::report().iter().any(|(_, owner, _)| gone.contains(owner)));
 }
 
 /// Runs a scope that fails on rank 1 with `message`, and checks what each rank gets and when.

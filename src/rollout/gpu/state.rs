@@ -29,7 +29,7 @@ const TRIALS: usize = 5;
 /// The same of many rows, which take all of the chip's power: long enough that it clocks as in a long run.
 const LASTING_TRIALS: usize = 200;
 
-/// What lasts from one wake to the next: streams, addresses, graphs. Asleep it holds little memory.
+/// What lasts from one wake to the next: streams, addresses, graphs. Asleep it holds little memory, unless the engine keeps its own.
 #[derive(Debug)]
 pub(in crate::rollout) struct GpuState {
     // Before the arena, whose addresses they have.

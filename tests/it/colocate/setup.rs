@@ -29,11 +29,13 @@ pub struct Setup {
     pub stage: u8,
     pub kind: Kind,
     pub with_reference: bool,
+    /// Whether the engine keeps its memory, and unfinished sequences in it.
+    pub keeps: bool,
 }
 
 impl Setup {
     pub fn new(stage: u8) -> Self {
-        Self { stage, kind: Kind::Float, with_reference: false }
+        Self { stage, kind: Kind::Float, with_reference: false, keeps: false }
     }
 
     /// The same on this process alone.
@@ -75,6 +77,7 @@ impl Setup {
             strict: false,
         };
         let engine = Engine::new(spec.clone(), Arc::new(words(spec.vocab_size)), options, tp).unwrap();
+        let engine = if self.keeps { engine.keeping_sequences() } else { engine };
         let slices = match self.stage == 3 && mesh.shard.size() > 1 {
             true => EngineSlices::gathered(&table, tp_rank, tp_size, kind, device).unwrap(),
             false => EngineSlices::in_place(tp_rank, tp_size),

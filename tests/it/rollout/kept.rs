@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use colo_grpo::Result;
 use colo_grpo::dist::{Collective, World};
+use colo_grpo::memory::available_host_bytes;
 use colo_grpo::model::{Attention, ModelSpec, attention_scale};
 use colo_grpo::rollout::{Engine, EngineOptions, kv_block_bytes};
 use colo_grpo::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams, UnfinishedGroup};
@@ -76,7 +77,7 @@ fn what_is_kept_goes_on_bit_for_bit_and_nothing_is_computed_again() {
     let (model, prompts) = (Model::micro(), prompts(8));
     for params in [spread(sampled()), spread(SamplingParams { repetition_penalty: 1.3, top_k: 9, ..sampled() })] {
         let (expected, _) = model.generate(options(), &prompts, &params);
-        let mut engine = model.engine(options(), alone()).keeping_memory();
+        let mut engine = model.engine(options(), alone()).keeping_sequences();
         let (parts, counts) = generate_in_parts(&[&model], &mut engine, &alone(), &prompts, &params);
         assert_eq!(groups(&parts), expected);
         assert_eq!((counts.prefilled, counts.recomputed), (num_prompt_tokens(&prompts), 0));
@@ -94,7 +95,7 @@ fn two_ranks_keep_as_one() {
         let (model, prompts, tp) = (Model::micro(), prompts(8), world.group());
         let own = &prompts[4 * tp.rank()..4 * (tp.rank() + 1)];
         let (expected, _) = model.generate(options(), &prompts, &spread(sampled()));
-        let mut engine = model.engine(options(), tp.clone()).keeping_memory();
+        let mut engine = model.engine(options(), tp.clone()).keeping_sequences();
         let (parts, counts) = generate_in_parts(&[&model], &mut engine, &tp, own, &spread(sampled()));
         assert_eq!(token_ids(&groups(&parts)), token_ids(&expected[4 * tp.rank()..4 * (tp.rank() + 1)]));
         assert_eq!((counts.prefilled, counts.recomputed), (num_prompt_tokens(&prompts), 0));
@@ -105,7 +106,7 @@ fn two_ranks_keep_as_one() {
         let part = rollout.generate_first(fresh, 1, &spread(sampled()), |_| ()).unwrap();
         drop(rollout);
         if tp.rank() == 1 {
-            engine.forget();
+            engine.drop_kept();
         }
         let mut rollout = engine.wake(model.weights(tp.as_ref()), 1).unwrap();
         let unfinished = part.unfinished.into_iter().map(|(_, group)| group).collect();
@@ -119,10 +120,37 @@ fn too_few_blocks_cost_time_alone() {
     let (model, prompts, params) = (Model::micro(), prompts(8), spread(sampled()));
     let (expected, _) = model.generate(options(), &prompts, &params);
     let few = EngineOptions { kv_cache_bytes: 12 * kv_block_bytes(&model.spec, 1, 8, Kind::Float), ..options() };
-    let mut engine = model.engine(few, alone()).keeping_memory();
+    let mut engine = model.engine(few, alone()).keeping_sequences();
     let (parts, counts) = generate_in_parts(&[&model], &mut engine, &alone(), &prompts, &params);
     assert_eq!(token_ids(&groups(&parts)), token_ids(&expected));
     assert!(counts.kept > 0 && counts.recomputed > 0, "{counts:?}");
+}
+
+/// There is memory for more by the second wake, where blocks would lie elsewhere.
+#[test]
+fn a_cache_that_had_to_shrink_stays_as_it_is_while_it_keeps_sequences() {
+    let (model, prompts, params) = (Model::micro(), prompts(8), spread(sampled()));
+    let (expected, _) = model.generate(options(), &prompts, &params);
+    let kv_cache_bytes = available_host_bytes().unwrap() / 2 * 3;
+    let mut engine = model.engine(EngineOptions { kv_cache_bytes, ..options() }, alone()).keeping_sequences();
+    let mut wake = |groups, count| {
+        let mut rollout = engine.wake(model.weights(alone().as_ref()), 1).unwrap();
+        let part = rollout.generate_first(groups, count, &params, |_| ()).unwrap();
+        let stats = *rollout.stats();
+        drop(rollout);
+        (part, stats, engine.absent_bytes())
+    };
+    let (mut part, first, absent_bytes) = wake(prompts.into_iter().map(UnfinishedGroup::new).collect(), 2);
+    assert!(first.num_blocks < kv_cache_bytes / kv_block_bytes(&model.spec, 1, 8, Kind::Float), "{first:?}");
+    assert_eq!(absent_bytes, 0);
+    let (rest, second, absent_bytes) = wake(part.unfinished.into_iter().map(|(_, group)| group).collect(), 6);
+    assert!(second.num_kept_tokens > 0 && second.num_recomputed_tokens == 0, "{second:?}");
+    assert_eq!(second.num_blocks, first.num_blocks);
+    assert!(absent_bytes > 0, "nothing is kept any more, and more may be mapped");
+    part.complete.extend(rest.complete);
+    let mut got: Vec<_> = part.complete.into_iter().map(|(_, group)| group).collect();
+    got.sort_by_key(|group| group.prompt.id);
+    assert_eq!(token_ids(&got), token_ids(&expected));
 }
 
 /// Other prompts have the blocks that they need, from what is kept if there are no others.
@@ -132,7 +160,7 @@ fn an_evaluation_in_between_goes_before_what_is_kept() {
     let (expected, _) = model.generate(options(), &prompts, &params);
     for (num_blocks, is_kept) in [(400, true), (40, false)] {
         let kv_cache_bytes = num_blocks * kv_block_bytes(&model.spec, 1, 8, Kind::Float);
-        let mut engine = model.engine(EngineOptions { kv_cache_bytes, ..options() }, alone()).keeping_memory();
+        let mut engine = model.engine(EngineOptions { kv_cache_bytes, ..options() }, alone()).keeping_sequences();
         let fresh = prompts[..6].iter().cloned().map(UnfinishedGroup::new).collect();
         let wake = |engine: &mut Engine, groups, count| {
             let mut rollout = engine.wake(model.weights(alone().as_ref()), 1).unwrap();
@@ -184,7 +212,7 @@ fn logprobs_are_of_the_newest_weights_over_what_older_ones_computed() {
     let models = [1, 2, 3].map(|seed| Model::random(ModelSpec::preset("micro").unwrap(), seed));
     let models: Vec<&Model> = models.iter().collect();
     let (prompts, params) = (prompts(8), spread(SamplingParams { temperature: 0.8, ..sampled() }));
-    let mut engine = models[0].engine(options(), alone()).keeping_memory();
+    let mut engine = models[0].engine(options(), alone()).keeping_sequences();
     let (parts, counts) = generate_in_parts(&models, &mut engine, &alone(), &prompts, &params);
     assert!(counts.recomputed == 0 && counts.kept > 0, "{counts:?}");
     let (mut num_mixed, mut apart_from_recomputed) = (0, 0.0_f32);
