@@ -12,7 +12,9 @@ use crate::error::Result;
 
 /// Keys that say where, how fast or how often, but not what is computed. Layout keys are among them: sums may be
 /// rounded differently, the samples and the algorithm are the same. So are the keys that spread a batch over ranks:
-/// what they come to together is in [`super::BatchPlan`].
+/// what they come to together is in [`super::BatchPlan`]. Where groups are carried, keys of the engine's size and of evaluations
+/// also decide which are complete first and, with `carried_kv = keep`, which lose their keys and values and have them of newer
+/// weights; so does every resume, which begins with an empty cache.
 const SAFE_KEYS: &[&str] = &[
     "eval_file",
     "output_dir",

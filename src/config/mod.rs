@@ -150,7 +150,8 @@ keys! {
         pub stop: Vec<String> = Vec::new(),
         /// Ranks that share one engine.
         pub tensor_parallel_size: usize = 1 => COUNT,
-        /// Share that the KV cache may take of half of what the plan leaves, where `kv_cache_bytes` is `none`.
+        /// Share that the KV cache may take of the memory that is left during rollout, with `carried_kv = keep` of what is left
+        /// beside training, too, and on a CPU of half of that; where `kv_cache_bytes` is `none`.
         pub gpu_memory_utilization: f64 = 0.9 => ABOVE_ZERO,
         /// Size of the KV cache per rank in bytes; `none` is decided by the plan.
         pub kv_cache_bytes: Option<usize> = None => at_least(1.0),

@@ -124,7 +124,8 @@ impl Carry {
         }
     }
 
-    /// Staleness is in steps between a token's sampling and the training on it.
+    /// Staleness is in steps between a token's sampling and the training on it. Tokens computed again are those of preempted
+    /// sequences, too.
     pub(super) fn add_metrics(&self, metrics: &mut StepMetrics, config: &Config) {
         if config.oversample == 0.0 {
             return;
