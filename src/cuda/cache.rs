@@ -1,6 +1,6 @@
 //! Files that spare later starts some work on the same GPU: compiled kernels, what was timed of products.
 
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
@@ -17,30 +17,42 @@ pub(super) fn path(kind: &str, name: &str, key: &str) -> Result<PathBuf> {
     Ok(folder()?.join(kind).join(format!("{name}-{}.{kind}", &hash[..32])))
 }
 
-/// The file's bytes, if it is there.
-pub(super) fn read(path: &Path) -> Result<Option<Vec<u8>>> {
-    match std::fs::read(path) {
-        Ok(bytes) => Ok(Some(bytes)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(Error::io(path)(error)),
+/// What `parse` makes of the file's bytes, if it is there. A file that it can't read makes way for another.
+pub(super) fn read<T>(path: &Path, parse: impl FnOnce(Vec<u8>) -> Option<T>) -> Result<Option<T>> {
+    let parsed = match std::fs::read(path) {
+        Ok(bytes) => parse(bytes),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(Error::io(path)(error)),
+    };
+    if parsed.is_none() {
+        match std::fs::remove_file(path) {
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                tracing::warn!("{} is of no use and stays: {error}", path.display());
+            }
+            _ => (),
+        }
     }
+    Ok(parsed)
 }
 
-/// Keeps `bytes` for later starts. Where that fails it only costs time: `done` says what is done again.
+/// Keeps `bytes` for later starts, unless another process was faster: what that one has found stays, and who goes by it reads it
+/// back. Where keeping fails it only costs time: `done` says what is done again.
 pub(super) fn keep(path: &Path, bytes: &[u8], done: &str) {
     if let Err(error) = write(path, bytes) {
         tracing::warn!("{done} again at every start: {error}");
     }
 }
 
-/// Whole or not at all: several ranks may write the same file at once.
+/// Whole or not at all, and the first of several ranks alone.
 fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     let folder = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
     let mut draft = tempfile::NamedTempFile::new_in(folder).map_err(Error::io(folder))?;
     draft.write_all(bytes).map_err(Error::io(path))?;
-    draft.persist(path).map_err(|error| Error::io(path)(error.error))?;
-    Ok(())
+    match draft.persist_noclobber(path) {
+        Err(error) if error.error.kind() != ErrorKind::AlreadyExists => Err(Error::io(path)(error.error)),
+        _ => Ok(()),
+    }
 }
 
 /// `$COLO_GRPO_CACHE`, `$XDG_CACHE_HOME/colo-grpo` or `~/.cache/colo-grpo`, as scripts/setup.sh has it.
@@ -57,13 +69,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_kept_whole_and_read_back() {
+    fn the_first_file_is_kept_whole_until_it_is_of_no_use() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("deep/kernel.cubin");
-        assert_eq!(read(&path).unwrap(), None);
+        assert_eq!(read(&path, Some).unwrap(), None);
         write(&path, b"image").unwrap();
         write(&path, b"another").unwrap();
-        assert_eq!(read(&path).unwrap().unwrap(), b"another");
+        assert_eq!(read(&path, Some).unwrap().unwrap(), b"image");
+        assert_eq!(read(&path, |_| None::<()>).unwrap(), None);
+        write(&path, b"another").unwrap();
+        assert_eq!(read(&path, Some).unwrap().unwrap(), b"another");
         assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "no drafts left");
     }
 }

@@ -76,7 +76,7 @@ const OPTIONS: [&str; 2] = ["--std=c++17", "--extra-device-vectorization"];
 /// [`Error::Environment`] without NVRTC, or with the compiler's log.
 pub(super) fn cubin(source: &Source, capability: (i32, i32)) -> Result<Vec<u8>> {
     let path = cache::path("cubin", source.file.trim_end_matches(".cu"), &key(source, capability)?)?;
-    if let Some(image) = cache::read(&path)? {
+    if let Some(image) = cache::read(&path, Some)? {
         return Ok(image);
     }
     static SAID: Once = Once::new();

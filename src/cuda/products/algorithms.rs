@@ -83,7 +83,8 @@ impl Products {
         (a, b, out): (&Tensor, &Tensor, &Tensor),
     ) -> Result<sys::cublasLtMatmulAlgo_t> {
         let path = cache::path("algorithm", &problem.name(), &format!("{} {problem:?}", self.key()?))?;
-        if let Some(algorithm) = kept(&path)?.filter(|algorithm| descriptors.accept(self.handle, algorithm)) {
+        let accepted = |algorithm: &_| descriptors.accept(self.handle, algorithm);
+        if let Some(algorithm) = kept(&path, accepted)? {
             return Ok(algorithm);
         }
         self.refuse_capture(problem)?;
@@ -99,7 +100,7 @@ impl Products {
         let algorithm = self.fastest(descriptors, &[candidates, variants].concat(), pointers, &flushed)?;
         let bytes: Vec<u8> = algorithm.data.iter().flat_map(|word| word.to_le_bytes()).collect();
         cache::keep(&path, &bytes, &format!("the product {} is timed", problem.name()));
-        Ok(algorithm)
+        Ok(kept(&path, accepted)?.unwrap_or(algorithm)) // the first of several engines' that time at once
     }
 
     /// What the choice of an algorithm follows from beside the product: the GPU, cuBLASLt, and what there is to choose from.
@@ -152,12 +153,17 @@ impl Products {
     }
 }
 
-/// The algorithm that a file holds, if it is one: cuBLASLt's structure may be stored and used again with the same version.
-fn kept(path: &Path) -> Result<Option<sys::cublasLtMatmulAlgo_t>> {
-    let Some(bytes) = cache::read(path)? else { return Ok(None) };
-    let words: Vec<u64> =
-        bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().expect("8 bytes"))).collect();
-    Ok(words.try_into().ok().map(|data| sys::cublasLtMatmulAlgo_t { data }))
+/// The algorithm that a file holds, if it is one and is accepted: cuBLASLt's structure may be stored and used again with the same
+/// version.
+fn kept(
+    path: &Path,
+    accepted: impl Fn(&sys::cublasLtMatmulAlgo_t) -> bool,
+) -> Result<Option<sys::cublasLtMatmulAlgo_t>> {
+    cache::read(path, |bytes| {
+        let words: Vec<u64> =
+            bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().expect("8 bytes"))).collect();
+        words.try_into().ok().map(|data| sys::cublasLtMatmulAlgo_t { data }).filter(accepted)
+    })
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -172,10 +178,12 @@ mod tests {
     fn only_whole_algorithms_are_taken_from_files() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("product");
-        assert!(kept(&path).unwrap().is_none());
+        assert!(kept(&path, |_| true).unwrap().is_none());
         std::fs::write(&path, [1; 40]).unwrap();
-        assert!(kept(&path).unwrap().is_none());
+        assert!(kept(&path, |_| true).unwrap().is_none());
         std::fs::write(&path, (0..64).collect::<Vec<u8>>()).unwrap();
-        assert_eq!(kept(&path).unwrap().unwrap().data[1], 0x0f0e_0d0c_0b0a_0908);
+        assert_eq!(kept(&path, |_| true).unwrap().unwrap().data[1], 0x0f0e_0d0c_0b0a_0908);
+        assert!(kept(&path, |_| false).unwrap().is_none());
+        assert!(!path.exists(), "one that does not run makes way for another");
     }
 }
