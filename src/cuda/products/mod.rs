@@ -53,7 +53,7 @@ pub struct Products {
     handle: sys::cublasLtHandle_t,
     workspace: driver::CUdeviceptr,
     chosen: Mutex<HashMap<(Problem, Tuning), sys::cublasLtMatmulAlgo_t>>,
-    own_are_faster: Mutex<HashMap<String, bool>>, // by step
+    own_are_faster: Mutex<HashMap<(usize, String), bool>>, // by rows and step
 }
 
 // SAFETY: a cublasLt handle may be used from any thread, and so may a stream.

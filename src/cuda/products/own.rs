@@ -17,14 +17,15 @@ impl Products {
     /// # Errors
     /// Those of `compare`; [`Error::Environment`](crate::Error::Environment) where the user has no cache folder.
     pub fn own_are_faster(&self, rows: usize, step: &str, compare: impl FnOnce() -> Result<bool>) -> Result<bool> {
+        let of_step = (rows, step.to_owned());
+        if let Some(&known) = lock(&self.own_are_faster).get(&of_step) {
+            return Ok(known);
+        }
         let capability = self.context.compute_capability()?;
         let own = format!("{} {}", kernels::product_key(capability)?, kernels::gate_up_key(capability)?);
         let key = format!("{} {rows} {step} {own}", self.key()?);
-        if let Some(&known) = lock(&self.own_are_faster).get(&key) {
-            return Ok(known);
-        }
         let found = kept_or(&cache::path("products", &format!("{rows}-rows"), &key)?, compare)?;
-        lock(&self.own_are_faster).insert(key, found);
+        lock(&self.own_are_faster).insert(of_step, found);
         Ok(found)
     }
 }
