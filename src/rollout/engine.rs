@@ -10,7 +10,7 @@ use super::gpu::{GpuRunner, GpuState, StepProfile};
 use super::kept::KeptSequences;
 use super::kv_cache::KvCache;
 use super::outcome::{Rollout, complete_group};
-use super::requests::{self, Request, draws};
+use super::requests::{self, Request};
 use super::runner::{HostRunner, Runner};
 use super::sampler::sampling_key;
 use super::scheduler::{Limits, Scheduler};
@@ -339,7 +339,7 @@ impl<'a> RolloutEngine<'a> {
             let is_idle = step.is_none();
             if let Some(step) = step {
                 let part = if step.is_decode { Phase::Decode } else { Phase::Prefill };
-                let draws = draws(&step, scheduler, requests);
+                let draws = scheduler.draws(&step, requests);
                 phase::part(part, || runner.launch(&step, &draws, &scheduler.sequences))?;
                 under_way.push_back(step);
             }

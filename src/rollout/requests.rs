@@ -1,7 +1,5 @@
 //! What all ranks of a tensor-parallel group bring to generate together.
 
-use super::sampler::Draw;
-use super::scheduler::{Scheduler, Step};
 use crate::dist::{Collective, all_gather_bytes};
 use crate::error::{Error, Result};
 use crate::types::{SamplingParams, UnfinishedCompletion, UnfinishedGroup};
@@ -78,20 +76,6 @@ pub(super) fn exchange(
         );
     }
     Ok((requests, num_groups))
-}
-
-/// One draw for each sequence that samples in `step`, in order.
-pub(super) fn draws<'a>(step: &Step, scheduler: &'a Scheduler, requests: &[Request]) -> Vec<Draw<'a>> {
-    let sampling = step.runs.iter().filter(|run| !run.samples.is_empty());
-    let draws = sampling.enumerate().flat_map(|(row, run)| {
-        run.samples.clone().map(move |index| {
-            let sequence = &scheduler.sequences[index];
-            let sample = index - scheduler.members(sequence.group).start;
-            let Request { step, prompt_id, .. } = requests[sequence.group];
-            Draw { row, step, prompt_id, sample, token_ids: &sequence.token_ids }
-        })
-    });
-    draws.collect()
 }
 
 fn check_params(params: &SamplingParams) -> Result<()> {

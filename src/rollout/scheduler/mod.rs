@@ -23,7 +23,8 @@ use std::ops::Range;
 
 use super::block_manager::BlockManager;
 use super::kept::KeptSequences;
-use super::sampler::Sampled;
+use super::requests::Request;
+use super::sampler::{Draw, Sampled};
 use super::sequence::Sequence;
 use super::stats::EngineStats;
 use super::stop::StopRules;
@@ -145,6 +146,20 @@ impl Scheduler {
         self.stats.peak_blocks = self.stats.peak_blocks.max(self.blocks.num_used());
         self.stats.num_steps += usize::from(!step.runs.is_empty());
         (!step.runs.is_empty()).then_some(step)
+    }
+
+    /// One draw for each sequence that samples in `step`, in order.
+    pub(super) fn draws<'a>(&'a self, step: &Step, requests: &[Request]) -> Vec<Draw<'a>> {
+        let sampling = step.runs.iter().filter(|run| !run.samples.is_empty());
+        let draws = sampling.enumerate().flat_map(|(row, run)| {
+            run.samples.clone().map(move |index| {
+                let sequence = &self.sequences[index];
+                let sample = index - self.members(sequence.group).start;
+                let Request { step, prompt_id, .. } = requests[sequence.group];
+                Draw { row, step, prompt_id, sample, token_ids: &sequence.token_ids }
+            })
+        });
+        draws.collect()
     }
 
     /// Appends what the oldest step under way sampled, in the order of its `samples`; returns the groups that are now
