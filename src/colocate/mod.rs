@@ -154,10 +154,14 @@ impl Colocated {
         &self.learner.policy
     }
 
-    /// The policy, to load; between scopes. Nothing that the engine keeps is gone on with after that.
-    pub fn policy_mut(&mut self) -> &mut Policy {
+    /// Gives the policy to `load`, between scopes. The engine gives up what it keeps of sequences: their keys and values are those of
+    /// other weights.
+    ///
+    /// # Errors
+    /// Those of `load`.
+    pub fn load<R>(&mut self, load: impl FnOnce(&mut Policy) -> Result<R>) -> Result<R> {
         self.engine.drop_kept();
-        &mut self.learner.policy
+        load(&mut self.learner.policy)
     }
 
     /// The sleeping engine, for its sizes.

@@ -61,11 +61,11 @@ impl Halves {
         }
     }
 
-    /// The same, to load it.
-    pub(super) fn policy_mut(&mut self) -> Option<&mut Policy> {
+    /// Gives the policy to `load`, on a rank that trains.
+    pub(super) fn load(&mut self, load: impl FnOnce(&mut Policy) -> Result<()>) -> Result<()> {
         match self {
-            Self::Colocated(colocated) => Some(colocated.policy_mut()),
-            Self::Split(split) => split.policy_mut(),
+            Self::Colocated(colocated) => colocated.load(load),
+            Self::Split(split) => split.policy_mut().map_or(Ok(()), load),
         }
     }
 

@@ -258,7 +258,7 @@ fn restore(
 ) -> Result<(Progress, Vec<CarriedGroup>)> {
     let TrainerState { global_step, generation_step, num_input_tokens_seen: num_tokens, .. } = checkpoint.state;
     checkpoint.check_rows(&config.train_file, dataset.len())?;
-    halves.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy))?;
+    halves.load(|policy| checkpoint.restore(policy))?;
     sampler.restore(checkpoint.state.sampler.clone())?;
     let carried = if config.oversample > 0.0 { checkpoint.state.carried.clone() } else { Vec::new() }; // force_resume
     Ok((Progress { global_step, generation_step, num_tokens }, carried))

@@ -24,11 +24,11 @@ fn kept_sequences_outlive_training_and_are_given_up_where_a_rank_lost_them() {
         ("one rank fails among the kept", false, fail_while_generating),
         ("one rank loads", false, |colocated, world, _| {
             if world.rank() == 1 {
-                let _ = colocated.policy_mut();
+                colocated.load(|_| Ok(())).unwrap();
             }
         }),
         ("all load", false, |colocated, _, _| {
-            let _ = colocated.policy_mut();
+            colocated.load(|_| Ok(())).unwrap();
         }),
     ];
     let test = "colocate::kept::kept_sequences_outlive_training_and_are_given_up_where_a_rank_lost_them";
