@@ -23,8 +23,8 @@ const STEP_REPLAYS: usize = 150;
 
 /// How long an operation is repeated to see what it takes of a chip that has to keep to its power.
 const SUSTAINED_S: f64 = 0.5;
-/// Of operations that take next to no time.
-const MOST_REPEATS: f64 = 20_000.0;
+/// Most replays of one operation for that: some take next to no time.
+const MOST_REPLAYS: f64 = 20_000.0;
 
 /// One decode step's times.
 #[derive(Debug, Clone)]
@@ -180,10 +180,10 @@ impl GpuRunner<'_> {
             let Some(meter) = meter else { return Ok((us, None)) };
             let mut longest_us = [us];
             all_reduce_f64(tp, &mut longest_us, ReduceOp::Max)?; // ranks of one engine make equally many replays
-            let repeats = (1e6 * SUSTAINED_S / longest_us[0]).clamp(1.0, MOST_REPEATS).ceil();
+            let num_replays = (1e6 * SUSTAINED_S / longest_us[0]).clamp(1.0, MOST_REPLAYS).ceil() as usize;
             // SAFETY: as above.
             let replay = || unsafe { graph.replay(stream) };
-            Ok((us, Some(sustained(replay, stream, repeats, meter)?)))
+            Ok((us, Some(sustained(replay, stream, num_replays, meter)?)))
         })
     }
 
@@ -227,19 +227,20 @@ impl GpuRunner<'_> {
     }
 }
 
+/// Time and energy of one of `num_replays` in a row, after as many that bring the chip's clock to what its power allows.
 fn sustained(
     mut replay: impl FnMut() -> Result<()>,
     stream: &TorchStream,
-    repeats: f64,
+    num_replays: usize,
     meter: &EnergyMeter,
 ) -> Result<Sustained> {
     let mut run = || -> Result<()> {
-        (0..repeats as usize).try_for_each(|_| replay())?;
+        (0..num_replays).try_for_each(|_| replay())?;
         stream.synchronize()
     };
-    run()?; // until the clock has come to what the power allows
+    run()?;
     let (joules, start) = (meter.joules()?, Instant::now());
     run()?;
-    let us = start.elapsed().as_secs_f64() * 1e6 / repeats;
-    Ok(Sustained { us, joules: (meter.joules()? - joules) / repeats })
+    let us = start.elapsed().as_secs_f64() * 1e6 / num_replays as f64;
+    Ok(Sustained { us, joules: (meter.joules()? - joules) / num_replays as f64 })
 }
