@@ -54,11 +54,13 @@ for part in $parts; do
       ;;
     sanitize) # every kernel on small shapes, a test at a time; a race ends with 9, too
       selected=$(names gpu_decode:: gpu_sampling:: gpu_lora::gpu_dropout gpu_lora::gpu_adapters_add gpu_lora::gpu_nf4_is \
-        gpu_products::gpu_products_of_few_rows gpu_products::gpu_gate_up gpu_kernels::gpu_rms_norm gpu_kernels::gpu_adamw gpu_kernels::gpu_swiglu \
-        gpu_kernels::gpu_sums gpu_kernels::gpu_normal gpu_training::gpu_head gpu_training::gpu_rows gpu_all_reduce::gpu_two_ranks_sum_rows) || exit 1
+        gpu_products::gpu_products_of_few_rows gpu_products::gpu_gate_up gpu_kernels::gpu_rms_norm gpu_kernels::gpu_adamw \
+        gpu_kernels::gpu_swiglu gpu_kernels::gpu_sums gpu_kernels::gpu_normal gpu_training::gpu_head gpu_training::gpu_rows \
+        gpu_all_reduce::gpu_two_ranks_sum_rows) || exit 1
       # Those of src/kernels by the beginnings of their names, not the libraries'.
-      kernels='adamw_|adapt_|add_|all_reduce_|combine|dropout_|embed_|filter_|gate_up_|head_|heads_|mark_seen|merge_attention|next_tokens|nf4_'
-      kernels+='|normal_|note_tokens|paged_attention_|plan_attention|product|rms_norm_|rope_write_kv_|sample_|sum_of_squares_|swiglu_'
+      kernels='adamw_|adapt_|add_|all_reduce_|combine|dropout_|embed_|filter_|gate_up_|head_|heads_|mark_seen|merge_attention'
+      kernels+='|next_tokens|nf4_|normal_|note_tokens|paged_attention_|plan_attention|product|rms_norm_|rope_write_kv_|sample_'
+      kernels+='|sum_of_squares_|swiglu_'
       for test in $selected; do
         case $test in *two_ranks*) [ "$gpus" -ge 2 ] || continue ;; esac
         for tool in memcheck racecheck; do

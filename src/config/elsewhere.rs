@@ -35,7 +35,8 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("lr_scheduler_type", r#""constant_with_warmup""#, r#""constant""#),
 ];
 
-/// Names, of tables too (`start*`: all that begin so; verl's without `actor_rollout_ref.`) and what is written here; the first row that fits.
+/// Names, of tables too (`start*`: all that begin so; verl's without `actor_rollout_ref.`) and what is written here; the first
+/// row that fits.
 const KEYS: &[(&[&str], &str)] = &[
     // ---- what changes the result and has no counterpart ----
     (

@@ -72,7 +72,8 @@ impl<T: FromValue> Field for T {
 }
 
 /// Declares a struct whose fields are configuration keys. `= default` follows the type; a leaf without one is required,
-/// and a table takes its fields' own defaults. `=> range` is last and says which numbers the key takes. The keys of a struct marked `flat` are those of the table that it is in.
+/// and a table takes its fields' own defaults. `=> range` is last and says which numbers the key takes. The keys of a struct
+/// marked `flat` are those of the table that it is in.
 /// `section "..";` begins a part of the reference, whose text are the fields' documentation.
 macro_rules! keys {
     ($(#[$meta:meta])* pub struct $name:ident $(: $flat:ident)? {

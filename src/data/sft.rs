@@ -26,9 +26,9 @@ pub struct SftDataset {
 }
 
 impl SftDataset {
-    /// Reads rows, JSONL or Parquet: a prompt (as [`Dataset`](super::Dataset) takes it) and a `completion`, both as text or as messages, or
-    /// a conversation in `messages`. Prompt and completion are tokenized on their own, so that the prompt's ids are those that a
-    /// rollout would start from.
+    /// Reads rows, JSONL or Parquet: a prompt (as [`Dataset`](super::Dataset) takes it) and a `completion`, both as text or as
+    /// messages, or a conversation in `messages`. Prompt and completion are tokenized on their own, so that the prompt's ids are
+    /// those that a rollout would start from.
     ///
     /// Every message of the assistant's, from a `completion` on, is an example of its own, with all messages before it as its
     /// prompt: what a rollout at that place would see, whatever the chat template leaves out of earlier answers. It ends where

@@ -209,8 +209,8 @@ fn twenty_steps_are_ten_and_ten() {
     (11..=13).for_each(|step| runs.assert_close("alone", "straight", step));
 }
 
-/// ZeRO-3 with a reference model and four updates a generation batch, of which the last has two. What was evaluated before the checkpoint is not
-/// evaluated again.
+/// ZeRO-3 with a reference model and four updates a generation batch, of which the last has two. What was evaluated before the
+/// checkpoint is not evaluated again.
 #[test]
 fn a_sharded_run_of_several_updates_ends_like_a_straight_one() {
     let runs = Runs::new();

@@ -27,8 +27,8 @@ const SMALL: &str = "qwen2.5-0.5b";
 const LARGE: &str = "qwen2.5-7b";
 const SEED: u64 = 7;
 
-/// To what bf16 leaves of them: with a residual stream of it the trainer's own differ from float32 as much, and random weights spread every error over a
-/// distribution that is nearly flat.
+/// To what bf16 leaves of them: with a residual stream of it the trainer's own differ from float32 as much, and random weights
+/// spread every error over a distribution that is nearly flat.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_sampled_logprobs_are_the_trainers() {

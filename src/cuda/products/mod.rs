@@ -1,9 +1,8 @@
 //! Matrix products on a GPU through cuBLASLt: float32 sums of bf16 or f32 factors, read and written through their leading
 //! dimensions, so that a tensor-parallel slice needs no copy.
 //!
-//! The algorithm of a shape is chosen once (`algorithms`), and so is whether a step has the crate's own products instead (`own`). The
-//! workspace is fixed and stays, so that products can be captured
-//! in a graph.
+//! The algorithm of a shape is chosen once (`algorithms`), and so is whether a step has the crate's own products instead (`own`).
+//! The workspace is fixed and stays, so that products can be captured in a graph.
 #![allow(unsafe_code)]
 
 mod algorithms;
@@ -36,8 +35,8 @@ const WORKSPACE_BYTES: usize = 32 << 20;
 pub enum Tuning {
     /// The heuristics' first: at once, and the same in every process.
     First,
-    /// The fastest of the heuristics' list and its variants, timed once and kept in the user's cache folder; of large products the first. It may
-    /// differ from machine to machine, and results in their last bits.
+    /// The fastest of the heuristics' list and its variants, timed once and kept in the user's cache folder; of large products the
+    /// first. It may differ from machine to machine, and results in their last bits.
     Timed,
     /// As the first, but of those that sum in one order for every number of rows M: a row's bits do not depend on the rows
     /// beside it.

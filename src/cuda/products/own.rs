@@ -11,8 +11,8 @@ use crate::error::Result;
 const WORDS: [(bool, &str); 2] = [(true, "own\n"), (false, "cuBLASLt\n")];
 
 impl Products {
-    /// Whether a step of `rows` is faster with the products of [`kernels`], as an earlier start has found it or as `compare` finds it now,
-    /// against algorithms that are [`Tuning::Timed`](super::Tuning::Timed). `step` names all shapes of the step.
+    /// Whether a step of `rows` is faster with the products of [`kernels`], as an earlier start has found it or as `compare` finds it
+    /// now, against algorithms that are [`Tuning::Timed`](super::Tuning::Timed). `step` names all shapes of the step.
     ///
     /// # Errors
     /// Those of `compare`; [`Error::Environment`](crate::Error::Environment) where the user has no cache folder.
@@ -30,8 +30,8 @@ impl Products {
     }
 }
 
-/// What the file says, or else what `compare` finds, which it then says. Where several engines compare at once, the first one's finding
-/// is every one's: they are to decode alike, now and when they are resumed.
+/// What the file says, or else what `compare` finds, which it then says. Where several engines compare at once, the first one's
+/// finding is every one's: they are to decode alike, now and when they are resumed.
 fn kept_or(path: &Path, compare: impl FnOnce() -> Result<bool>) -> Result<bool> {
     if let Some(kept) = kept(path)? {
         return Ok(kept);

@@ -191,7 +191,8 @@ impl Runner for GpuRunner<'_> {
     }
 }
 
-/// The last tokens of a bucket's rows, through the network; the same however often it is done before the rows' next tokens are drawn.
+/// The last tokens of a bucket's rows, through the network; the same however often it is done before the rows' next tokens are
+/// drawn.
 fn decode_hidden(network: &Network, inputs: &DecodeInputs, plan: &AttentionPlan, strict: bool) -> Result<Tensor> {
     let buffers = network.buffers;
     let rows = inputs.from.size()[0];
