@@ -213,6 +213,15 @@ pub enum Error {
         message: String,
     },
 
+    /// Rewards that gave no score at all, so that nothing is learned or measured.
+    #[error("no sample {place} could be scored: {message}")]
+    NoScore {
+        /// Which samples.
+        place: String,
+        /// The first failure of a reward among them.
+        message: String,
+    },
+
     // ---- use of the library: exit code 10 ----
     /// The engine's weights are older than the policy's.
     #[error("stale weights: the engine holds version {engine}, the policy is at {policy}; wake it inside with_rollout")]

@@ -11,7 +11,7 @@ use crate::colocate::Served;
 use crate::config::RewardConfig;
 use crate::cuda::{self, residual_kind};
 use crate::data::{Dataset, DatasetOptions, Message, Tokenizer};
-use crate::dist::{World, all_gather_bytes};
+use crate::dist::{World, all_gather_bytes, first_text};
 use crate::error::{Error, Result};
 use crate::eval::{self, Estimate};
 use crate::memory;
@@ -101,6 +101,7 @@ pub(super) fn evaluate(args: &EvalArgs, settings: &RewardConfig, world: Arc<Worl
         ..DatasetOptions::default()
     };
     let dataset = phase::scope(Phase::Load, || Dataset::from_file(&args.data, &tokenizer, &options))?;
+    dataset.counts().notice().filter(|_| world.rank() == 0).iter().for_each(|notice| eprintln!("notice: {notice}"));
     let prompts = eval::share_of(&dataset, &world);
     let params = SamplingParams { step: eval::SAMPLING_STEP, ..sampling(&args.sampling, args.n) };
     let mut groups = served.with_engine(|rollout| {
@@ -108,6 +109,11 @@ pub(super) fn evaluate(args: &EvalArgs, settings: &RewardConfig, world: Arc<Worl
     })?;
     phase::scope(Phase::Reward, || rewards.wait(&mut groups))?;
     let outcome = eval::Outcome::of(&groups, &SOLVED_BY, &*world.group())?;
+    let cause = first_text(&*world.group(), rewards.take_cause())?;
+    if outcome.reward.count == 0.0 {
+        let message = cause.unwrap_or_else(|| format!("{} applies to none", args.reward));
+        return Err(Error::NoScore { place: format!("of {}", args.data.display()), message });
+    }
     let average = Estimate::of(&outcome.problems);
     if average.mean == 0.0 && world.rank() == 0 {
         eprintln!("warning: no sample was right; does --answer_pattern fit what the model writes?");

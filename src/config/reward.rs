@@ -158,7 +158,8 @@ pub(crate) fn reward_name(entry: &str) -> &str {
 /// Whether an entry of `reward_funcs` names a Python function by its place.
 pub(crate) fn is_python(entry: &str) -> bool {
     let separator = if entry.contains(':') { ':' } else { '.' };
-    entry.rsplit_once(separator).is_some_and(|(place, name)| !place.is_empty() && !name.is_empty())
+    let is_file = entry.ends_with(".py"); // which names none of its functions
+    !is_file && entry.rsplit_once(separator).is_some_and(|(place, name)| !place.is_empty() && !name.is_empty())
 }
 
 impl Default for RewardConfig {

@@ -35,6 +35,22 @@ pub struct DatasetCounts {
     pub over_context: usize,
     /// Rows that remain.
     pub kept: usize,
+    /// Rows whose prompt is text, which goes to the model as it is, where conversations go through a chat template or get a
+    /// system message.
+    pub bare: usize,
+}
+
+impl DatasetCounts {
+    /// What the user may not have meant, and how to mend it.
+    pub fn notice(&self) -> Option<String> {
+        let Self { bare, read, .. } = self;
+        (*bare > 0).then(|| {
+            format!(
+                "{bare} of {read} prompts are text: they reach the model as they are, without its chat template or \
+                 system_prompt; for these, give prompt as [{{\"role\": \"user\", \"content\": ..}}]"
+            )
+        })
+    }
 }
 
 impl fmt::Display for DatasetCounts {
@@ -78,14 +94,14 @@ impl Dataset {
         let path = path.as_ref();
         let mut counts = DatasetCounts::default();
         let mut prompts = Vec::new();
-        let mut texts_without_system_prompt = 0;
+        let has_chat = tokenizer.has_chat_template() || options.system_prompt.is_some();
         for row in read_rows(path)? {
             let row = row?;
             let id = counts.read as u64;
             counts.read += 1;
             let prompt = row.prompt()?;
             options.required_columns.iter().try_for_each(|name| row.require(name))?;
-            texts_without_system_prompt += usize::from(matches!(prompt, RawPrompt::Text(_)));
+            counts.bare += usize::from(matches!(prompt, RawPrompt::Text(_)) && has_chat);
             let (text, token_ids) = prompt.render(&row, tokenizer, options.system_prompt.as_deref())?;
             if options.max_prompt_length.is_some_and(|limit| token_ids.len() > limit) {
                 counts.over_max_prompt_length += 1;
@@ -99,9 +115,6 @@ impl Dataset {
             }
         }
         counts.kept = prompts.len();
-        if options.system_prompt.is_some() && texts_without_system_prompt > 0 {
-            tracing::warn!(rows = texts_without_system_prompt, "system_prompt is not put before prompts given as text");
-        }
         if prompts.is_empty() {
             return Err(Error::EmptyDataset { path: path.to_owned(), stages: counts.to_string() });
         }

@@ -162,6 +162,11 @@ impl Tokenizer {
         Ok(())
     }
 
+    /// Whether the model's folder has a chat template.
+    pub fn has_chat_template(&self) -> bool {
+        self.chat_template.is_some()
+    }
+
     /// The conversation as text; encode it without special tokens.
     ///
     /// # Errors

@@ -94,6 +94,17 @@ pub fn all_gather_bytes(group: &dyn Collective, bytes: &[u8]) -> Result<Vec<Vec<
     Ok((0..group.size()).map(|rank| row(rank).to_vec()).collect())
 }
 
+/// The lowest rank's text, of those that have one. Collective.
+///
+/// # Errors
+/// Those of [`Collective`].
+pub fn first_text(group: &dyn Collective, own: Option<String>) -> Result<Option<String>> {
+    let marked = own.map_or_else(|| vec![0], |text| [&[1], text.as_bytes()].concat());
+    let all = all_gather_bytes(group, &marked)?;
+    let first = all.iter().find_map(|bytes| bytes.strip_prefix(&[1]));
+    Ok(first.map(|bytes| String::from_utf8_lossy(bytes).into_owned()))
+}
+
 /// Whether `flag` is set on any rank. Collective.
 ///
 /// # Errors

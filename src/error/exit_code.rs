@@ -24,7 +24,7 @@ pub enum ExitCode {
     Storage = 12,
     /// Too many non-finite losses or gradients.
     Numerics = 13,
-    /// A reward's workers fail again and again.
+    /// A reward's workers fail again and again, or rewards score nothing.
     RewardService = 14,
     /// Nothing moved for the configured time.
     Hang = 15,
@@ -73,7 +73,7 @@ impl Error {
             Error::Cuda { code: 3 | 34 | 35 | 100 | 101 | 209 | 222 | 802 | 803, .. } => ExitCode::Environment,
             Error::Io { .. } => ExitCode::Storage,
             Error::NonFinite { .. } => ExitCode::Numerics,
-            Error::RewardService { .. } => ExitCode::RewardService,
+            Error::RewardService { .. } | Error::NoScore { .. } => ExitCode::RewardService,
             Error::Preempted { .. } => ExitCode::Preempted,
             Error::CollectiveTimeout { .. } | Error::Hang { .. } => ExitCode::Hang,
             Error::Collective { .. }

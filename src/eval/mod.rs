@@ -180,6 +180,9 @@ fn maj_at_n(group: &RolloutGroup, solved_by: &[usize], answer_of: &impl Fn(&str)
 
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.reward.count == 0.0 {
+            return write!(f, "no held-out sample could be scored");
+        }
         let Estimate { mean, standard_error } = Estimate::of(&self.problems);
         write!(f, "held-out reward {mean:.3} +- {standard_error:.3}")?;
         self.pass.iter().try_for_each(|(k, stats)| write!(f, ", pass@{k} {:.3}", stats.mean()))

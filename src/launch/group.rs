@@ -116,6 +116,9 @@ impl Workers {
             }
             self.reap(false);
             let failed = self.workers.iter().any(|worker| worker.end.as_ref().is_some_and(End::is_failure));
+            if failed && deadline.is_none() {
+                self.tell_deaths();
+            }
             let is_over = match failed {
                 true => Instant::now() >= *deadline.get_or_insert_with(|| Instant::now() + GRACE),
                 false => self.hangs(),
@@ -136,13 +139,7 @@ impl Workers {
         let is_stopped = |stall: &&Stall| process_state(&self.workers[stall.rank].child).starts_with(['T', 't']);
         let Some(cause) = stalls.iter().find(is_stopped).or(stalls.first()) else { return false };
         tracing::debug!("rank {} hangs", cause.rank);
-        eprintln!("nothing moves; every rank, before all are killed:");
-        for (worker, pulse) in self.workers.iter().zip(&pulses) {
-            match pulse {
-                Some(pulse) => eprintln!("  rank {}: {pulse}; process {}", worker.rank, process_state(&worker.child)),
-                None => eprintln!("  rank {}: ended", worker.rank),
-            }
-        }
+        self.tell_every_rank("nothing moves");
         let pulse = pulses[cause.rank].clone().expect("a rank that stalls is running");
         let error = Error::Hang {
             phase: pulse.phase(),
@@ -152,6 +149,28 @@ impl Workers {
         };
         self.hang = Some(Report::of_hang(&error, cause.rank, &pulse));
         true
+    }
+
+    /// Tells what every rank is doing when one of them has died without a word.
+    fn tell_deaths(&self) {
+        let is_silent = |worker: &&Worker| {
+            let is_failure = worker.end.as_ref().is_some_and(End::is_failure);
+            is_failure && !self.died_of_our_signal(worker) && !self.report_file(worker.rank).exists()
+        };
+        if let Some(dead) = self.workers.iter().find(is_silent) {
+            self.tell_every_rank(&format!("rank {} died", dead.rank));
+        }
+    }
+
+    fn tell_every_rank(&self, why: &str) {
+        eprintln!("{why}; every rank, before all are killed:");
+        for worker in &self.workers {
+            let state = match &worker.end {
+                None => format!("process {}", process_state(&worker.child)),
+                Some(end) => format!("ended, {}", end.status),
+            };
+            eprintln!("  rank {}: {}; {state}", worker.rank, worker.pulse.read());
+        }
     }
 
     fn forward(&self, signal: i32) {
@@ -215,6 +234,11 @@ impl Workers {
         let (how, code) = match (end.status.code(), end.status.signal()) {
             (Some(status), _) => {
                 (format!("exit status {status}"), ExitCode::from_number(status).unwrap_or(ExitCode::RankDied))
+            }
+            (None, Some(libc::SIGKILL)) => {
+                let hint =
+                    "where nobody sent it, the host ran out of memory: see dmesg, or memory.events of the cgroup";
+                (format!("{}; {hint}", signal_name(libc::SIGKILL)), ExitCode::RankDied)
             }
             (None, signal) => (signal_name(signal.unwrap_or(0)), ExitCode::RankDied),
         };

@@ -1,7 +1,7 @@
 //! A run: its workers from start to end, and again where restarts are left.
 
 use std::ffi::{OsStr, OsString};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use super::group::{Outcome, Workers};
@@ -37,6 +37,9 @@ fn launch(options: &LaunchOptions) -> Result<ExitCode> {
         let outcome = attempt(&options, num_restarts, &mut inbox)?;
         outcome.print();
         if num_restarts == options.max_restarts || !outcome.is_worth_a_restart() {
+            if outcome.is_worth_a_restart() {
+                saved(&options)?.last().into_iter().for_each(|(newest, _)| tell_way_on(newest, options.max_restarts));
+            }
             return Ok(outcome.code);
         }
         if options.needs_cuda {
@@ -49,6 +52,12 @@ fn launch(options: &LaunchOptions) -> Result<ExitCode> {
         eprintln!("restart {} of {} {from}", num_restarts + 1, options.max_restarts);
     }
     unreachable!("the count has no end")
+}
+
+/// How to go on where no restart is left.
+fn tell_way_on(newest: &Path, max_restarts: usize) {
+    let by_itself = if max_restarts == 0 { "; max_restarts=N goes on by itself" } else { "" };
+    eprintln!("saved: {}; to go on from it: resume_from_checkpoint=latest{by_itself}", newest.display());
 }
 
 /// All workers, once.

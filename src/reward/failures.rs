@@ -46,13 +46,9 @@ impl RewardFailures {
         self.0[kind as usize]
     }
 
-    /// Counts `scores` more; the first of a kind is told.
-    pub(super) fn add(&mut self, reward: &str, failure: &Failure, scores: usize) {
-        if self.of(failure.kind) == 0 {
-            let (kind, cause) = (failure.kind.name(), &failure.cause);
-            tracing::warn!(reward, kind, "a reward failed, its samples are masked: {cause}");
-        }
-        self.0[failure.kind as usize] += scores;
+    /// Counts one more.
+    pub(super) fn add(&mut self, kind: FailureKind) {
+        self.0[kind as usize] += 1;
     }
 }
 
@@ -124,8 +120,8 @@ mod tests {
     #[test]
     fn kinds_are_counted_apart() {
         let mut failures = RewardFailures::default();
-        failures.add("r", &Failure::new(FailureKind::Died, "signal 9"), 3);
-        failures.add("r", &Score::finite(f32::NAN).unwrap_err(), 1);
-        assert_eq!(FailureKind::ALL.map(|kind| failures.of(kind)), [0, 0, 0, 1, 3, 0]);
+        let kinds = [FailureKind::Died, FailureKind::Died, Score::finite(f32::NAN).unwrap_err().kind];
+        kinds.into_iter().for_each(|kind| failures.add(kind));
+        assert_eq!(FailureKind::ALL.map(|kind| failures.of(kind)), [0, 0, 0, 1, 2, 0]);
     }
 }

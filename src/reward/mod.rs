@@ -81,11 +81,28 @@ pub fn builtin(key: &str, name: &str, config: &RewardConfig) -> Result<RewardFun
         _ => {
             let names = BUILTIN.join(", ");
             let expected = format!(
-                "names among {names}, a configuration's tables rewards.NAME, or Python functions as file.py:function"
+                "names among {names}, a configuration's tables rewards.NAME, or Python functions as file.py:function{}",
+                advice(name)
             );
             return Err(Error::invalid_value(key, name, expected));
         }
     })
+}
+
+/// What is written here for a reward that users of TRL, open-r1 and verl bring along, or that lacks its function.
+fn advice(name: &str) -> String {
+    if name.ends_with(".py") {
+        return format!("; which function of the file, as {name}:FUNCTION?");
+    }
+    let ours = match name {
+        "accuracy" | "accuracy_reward" | "reasoning_accuracy_reward" | "gsm8k" | "math" => {
+            "numeric_answer, exact_answer"
+        }
+        "format_reward" | "think_format_reward" => "format (reward.format_pattern)",
+        "code_reward" | "binary_code_reward" => "code",
+        _ => return String::new(),
+    };
+    format!("; here: {ours}")
 }
 
 /// What a built-in reward takes for a completion's answer, such that equal answers are equal texts; none for one that

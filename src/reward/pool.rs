@@ -201,6 +201,11 @@ impl RewardPool {
         taken
     }
 
+    /// The first failure since the last call, in words.
+    pub fn take_cause(&mut self) -> Option<String> {
+        self.shared.lock().first_cause.take()
+    }
+
     /// A ticket for each group: of an equal group that was submitted, or of one submitted here.
     fn claim(&self, groups: &[RolloutGroup]) -> Vec<u64> {
         let mut state = self.shared.lock();

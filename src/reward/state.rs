@@ -53,6 +53,10 @@ pub(super) struct State {
     pub progress: RunProgress,
     /// By reward.
     pub failures: Vec<RewardFailures>,
+    /// The first failure that nobody has asked for yet.
+    pub first_cause: Option<String>,
+    /// Kinds of failure by reward that the log has had: it takes each once in a run.
+    pub told: Vec<(usize, FailureKind)>,
     /// Of the newest job or ticket.
     pub num_numbered: u64,
 }
@@ -164,7 +168,7 @@ impl State {
     /// Files what a reward said of one completion of a job; a failure is counted.
     pub fn file(&mut self, ticket: u64, completion: usize, reward: (usize, &str), outcome: Result<Score, Failure>) {
         let score = outcome.unwrap_or_else(|failure| {
-            self.failures[reward.0].add(reward.1, &failure, 1);
+            self.fail(reward, failure);
             Score::Failed
         });
         if let Some(pending) = self.pending.get_mut(&ticket) {
@@ -194,11 +198,22 @@ impl State {
         for number in overdue {
             if let Some((index, _)) = functions.get(self.running[&number].num_answers) {
                 let failure = Failure::new(FailureKind::Timeout, "no answer in reward.timeout_s");
-                self.failures[*index].add(&names[*index], &failure, 1);
+                self.fail((*index, &names[*index]), failure);
             }
             self.finish(number);
             self.num_workers -= 1;
         }
+    }
+
+    /// Counts a failure of a reward.
+    fn fail(&mut self, (index, reward): (usize, &str), failure: Failure) {
+        let Failure { kind, cause } = failure;
+        self.failures[index].add(kind);
+        if !self.told.contains(&(index, kind)) {
+            self.told.push((index, kind));
+            tracing::warn!(reward, kind = kind.name(), "a reward failed, its samples are masked: {cause}");
+        }
+        self.first_cause.get_or_insert_with(|| format!("reward '{reward}' ({}): {cause}", kind.name()));
     }
 
     fn number(&mut self) -> u64 {

@@ -13,6 +13,7 @@ import math
 import os
 import struct
 import sys
+import traceback
 import types
 
 
@@ -68,7 +69,10 @@ def as_verl(function, request, answer_column):
 def entry(score):
     if score is None:  # the reward does not apply
         return None
-    score = float(score)
+    try:
+        score = float(score)
+    except (TypeError, ValueError):
+        raise TypeError(f"the function gave {score!r:.200} for a completion: expected a number or None") from None
     return score if math.isfinite(score) else repr(score)
 
 
@@ -77,14 +81,17 @@ def answer(function, request, answer_column):
         return {"rewards": []}
     is_verl = "solution_str" in inspect.signature(function).parameters
     scores = as_verl(function, request, answer_column) if is_verl else as_trl(function, request)
+    if not hasattr(scores, "__iter__"):
+        raise TypeError(f"the function gave {scores!r:.200}: expected a list with a number or None for each completion")
     return {"rewards": [entry(score) for score in scores]}
 
 
 def describe(error):
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    place = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
+    """The error with the innermost line of a file: neither this program's nor the importer's."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    place = next((f" ({frame.filename}:{frame.lineno})" for frame in reversed(frames) if frame.filename[0] != "<"), "")
     return f"{type(error).__name__}: {error}"[:1000] + place
 
 

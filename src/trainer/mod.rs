@@ -7,6 +7,7 @@ mod halves;
 mod output;
 mod records;
 mod sampling;
+mod scores;
 mod setup;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -35,6 +36,7 @@ use crate::types::{LengthSpread, Prompt, RolloutGroup};
 use halves::Halves;
 use output::Output;
 use sampling::{Ahead, generate};
+use scores::Unscored;
 pub use setup::Preflight;
 
 /// A GRPO run on this rank.
@@ -58,6 +60,7 @@ pub struct Trainer {
     saved_step: u64,
     progress: Progress,
     ahead: Option<Ahead>,
+    unscored: Unscored,
     /// Lengths of completions of random weights.
     spread_lengths: Option<LengthSpread>,
 }
@@ -76,7 +79,7 @@ struct Progress {
 /// What a finished run reached.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RunSummary {
-    /// Mean reward on the held-out rows before training.
+    /// Mean reward on the held-out rows before training; none without rows, or where none could be scored.
     pub eval_reward_before: Option<f64>,
     /// The same after training.
     pub eval_reward_after: Option<f64>,
@@ -191,6 +194,7 @@ impl Trainer {
             let before = self.progress.global_step;
             let metrics = self.train_step()?;
             self.output.step(&metrics, self.progress.global_step, self.sampler.epochs(), self.progress.num_tokens)?;
+            self.unscored.check()?;
             let finished = self.progress.global_step >= self.schedule.total_steps as u64;
             if finished || passes(self.config.eval_steps, before, self.progress.global_step) {
                 eval_reward_after = self.evaluate()?;
@@ -241,6 +245,7 @@ impl Trainer {
         self.output.completions(&groups, self.progress.global_step)?;
         let mut metrics = records::step_metrics(self.rewards.names(), &groups, &advantages, &outcome);
         records::failure_metrics(&mut metrics, self.rewards.take_failures());
+        self.tell_failures(&advantages)?;
         carry.add_metrics(&mut metrics, &self.config);
         let transitions = self.halves.take_transitions()?;
         records::cost_metrics(&mut metrics, start.elapsed(), transitions, self.halves.role())?;

@@ -81,7 +81,8 @@ impl Trainer {
         records::failure_metrics(&mut failures, self.rewards.take_failures());
         let failures = failures.reduce(&*self.world.group())?;
         self.output.evaluation(&outcome, self.rewards.names(), failures, step, epoch);
-        Ok(Some(outcome.reward.mean()))
+        self.tell_unscored(&outcome)?;
+        Ok((outcome.reward.count > 0.0).then(|| outcome.reward.mean()))
     }
 
     /// How batch number `step` is sampled.

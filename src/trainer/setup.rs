@@ -9,6 +9,7 @@ use tch::{Kind, Tensor};
 use super::build;
 use super::halves::Halves;
 use super::output::Output;
+use super::scores::Unscored;
 use super::{Progress, Trainer};
 use crate::checkpoint::{self, CarriedGroup, Checkpoint, CheckpointOptions, ResumeOptions, Saver, TrainerState};
 use crate::colocate::EngineSlices;
@@ -218,6 +219,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
         output.say(&format!("{num_dropped} unfinished groups of the checkpoint are dropped: oversample is 0"));
     }
     output.say(&format!("{}: {}", config.train_file.display(), dataset.counts()));
+    dataset.counts().notice().iter().for_each(|notice| output.say(&format!("notice: {notice}")));
     let plan = preflight.plan_of(world.rank()).clone();
     let base_dir = source.base;
     let saver = Saver::new(CheckpointOptions {
@@ -244,6 +246,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
         saved_step: progress.global_step,
         progress,
         ahead: None,
+        unscored: Unscored::default(),
         spread_lengths: None,
     })
 }

@@ -36,6 +36,9 @@ fn text_is_taken_as_it_is_and_conversations_are_rendered() {
     assert_eq!(data.prompt(1).columns["answer"], 1);
     assert_eq!(data.prompt(2).text, "two one answer");
     assert_eq!(data.prompt(3).text, "one");
+    let notice = data.counts().notice().unwrap();
+    assert!(notice.starts_with("2 of 4 prompts are text"), "{notice}");
+    assert_eq!(read(&rows[1..3], &options).unwrap().counts().notice(), None);
     assert_eq!(data.prompts().iter().map(|prompt| prompt.id).collect::<Vec<_>>(), [0, 1, 2, 3]);
 }
 
@@ -58,7 +61,7 @@ fn long_prompts_are_counted_by_reason_and_ids_stay() {
         ..Default::default()
     };
     let data = read(&rows, &options).unwrap();
-    assert_eq!(data.counts(), &DatasetCounts { read: 3, over_max_prompt_length: 1, over_context: 1, kept: 1 });
+    assert_eq!(data.counts(), &DatasetCounts { read: 3, over_max_prompt_length: 1, over_context: 1, kept: 1, bare: 3 });
     assert_eq!(data.prompt(0).id, 2);
     let options = DatasetOptions { max_prompt_length: Some(1), ..Default::default() };
     let error = read(&rows, &options).unwrap_err().to_string();

@@ -38,7 +38,11 @@ fn a_killed_worker_ends_the_run_and_is_named() {
     let killed = Instant::now();
     let ended = end(run);
     assert!(killed.elapsed() < Duration::from_secs(2), "{:?}", killed.elapsed());
-    ended.assert_error("killed", 10, &["rank 1, step ", "rank 1 died: signal 9 (SIGKILL)"]);
+    ended.assert_error(
+        "killed",
+        10,
+        &["rank 1, step ", "rank 1 died: signal 9 (SIGKILL)", "ran out of memory", "  rank 0: step "],
+    );
     assert_eq!(processes_of(folder.path()), Vec::<String>::new());
 }
 

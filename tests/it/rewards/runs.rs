@@ -25,6 +25,9 @@ def picky(prompts, completions, completion_ids, **columns):
     if sum(completion_ids[0]) % 2:
         raise ValueError("an odd sum")
     return [1.0]
+
+def boom(completions, **columns):
+    raise ValueError("never")
 "#;
 
 /// 31: what was reached is saved, and the run goes on from there when the service is back, as if nothing had happened.
@@ -82,6 +85,27 @@ fn failures_reach_the_metrics() {
     }
 }
 
+/// A reward that fails for every sample is told once a step, for all ranks together, and ends the run.
+#[test]
+fn rewards_that_score_nothing_end_the_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("mine.py");
+    fs::write(&file, COUNTING).unwrap();
+    let ended = run(&format!(
+        "--nproc 2 {SMALL_RUN} max_steps=9 save_steps=none eval_file=configs/arithmetic/eval.jsonl reward_weights=[] \
+         reward_funcs=[\"{}:boom\"] output_dir={}",
+        file.display(),
+        folder.path().join("run").display()
+    ));
+    let cause = format!("reward 'boom' (error): ValueError: never ({}:", file.display());
+    let verdict = format!("no sample in 3 steps in a row could be scored: {cause}");
+    ended.assert_error("boom", 14, &[&verdict, "no held-out sample could be scored"]);
+    let told = format!("16 of 16 samples have no reward and are masked; nothing is learned: {cause}");
+    assert_eq!(ended.stderr.matches(&told).count(), 3, "{}", ended.stderr);
+    assert_eq!(ended.stderr.matches("a reward failed").count(), 2, "once a rank\n{}", ended.stderr);
+    assert_eq!(metrics(&folder.path().join("run")).len(), 4, "an evaluation and three steps");
+}
+
 /// A rank that fails while rewards are awaited takes its workers with it, however it fails.
 #[test]
 fn workers_die_with_their_rank() {
@@ -123,7 +147,13 @@ fn the_example_runs() {
 fn a_reward_that_cannot_be_started_is_refused_with_its_key() {
     let folder = tempfile::tempdir().unwrap();
     let out = |name: &str| format!("output_dir={}", folder.path().join(name).display());
+    let broken = folder.path().join("broken.py");
+    fs::write(&broken, "import os\ndef f(:\n").unwrap();
+    let broken = format!("reward_funcs=[\"{}:f\"]", broken.display());
     for (rewards, code, parts) in [
+        (&*broken, 2, ["SyntaxError: invalid syntax (", "broken.py:2)"]),
+        ("reward_funcs=[\"rewards.py\"]", 2, ["reward_funcs = rewards.py", "rewards.py:FUNCTION"]),
+        ("reward_funcs=[\"accuracy_reward\"]", 2, ["accuracy_reward", "here: numeric_answer"]),
         ("reward_funcs=[\"nowhere.py:f\"]", 2, ["reward_funcs = nowhere.py:f", "FileNotFoundError"]),
         ("reward_funcs=[\"json:f\"]", 2, ["reward_funcs = json:f", "has no attribute 'f'"]),
         ("reward_funcs=[\"a\"] rewards.a.command=[\"./nowhere\"]", 2, ["rewards.a.command", "No such file"]),

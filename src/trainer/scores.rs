@@ -1,0 +1,70 @@
+//! What becomes of a run whose rewards give no score.
+
+use super::Trainer;
+use crate::dist::first_text;
+use crate::error::{Error, Result};
+use crate::eval::Outcome;
+use crate::grpo::AdvantageStats;
+
+/// Steps in a row without a single score that end a run: it would go on for nothing.
+const MAX_STEPS: usize = 3;
+
+/// Steps in a row, up to now, in which no sample of any rank got a reward.
+#[derive(Debug, Default)]
+pub(super) struct Unscored {
+    num_steps: usize,
+    /// The first failure of the newest.
+    cause: String,
+}
+
+impl Unscored {
+    /// Ends a run that learns nothing, with the same verdict on every rank.
+    ///
+    /// # Errors
+    /// [`Error::NoScore`] after [`MAX_STEPS`].
+    pub fn check(&self) -> Result<()> {
+        if self.num_steps < MAX_STEPS {
+            return Ok(());
+        }
+        Err(Error::NoScore { place: format!("in {MAX_STEPS} steps in a row"), message: self.cause.clone() })
+    }
+}
+
+impl Trainer {
+    /// Tells once, for all ranks, how many samples of the step behind are masked for want of a score; collective over the
+    /// world. `advantages` are already those of all ranks.
+    pub(super) fn tell_failures(&mut self, advantages: &AdvantageStats) -> Result<()> {
+        let (num_failed, total) = (advantages.num_failed, advantages.num_failed + advantages.reward.count);
+        let is_lost = num_failed == total && total > 0.0;
+        self.unscored.num_steps = if is_lost { self.unscored.num_steps + 1 } else { 0 };
+        let Some(cause) = self.first_cause(num_failed)? else { return Ok(()) };
+        let step = self.progress.global_step;
+        let lost = if is_lost { "; nothing is learned" } else { "" };
+        self.output.say(&format!(
+            "step {step}: warning: {num_failed} of {total} samples have no reward and are masked{lost}: {cause}"
+        ));
+        self.unscored.cause = cause;
+        Ok(())
+    }
+
+    /// The same of an evaluation.
+    pub(super) fn tell_unscored(&mut self, outcome: &Outcome) -> Result<()> {
+        let total = outcome.lengths.count;
+        let num_failed = total - outcome.reward.count;
+        if let Some(cause) = self.first_cause(num_failed)? {
+            self.output.say(&format!("warning: {num_failed} of {total} held-out samples have no reward: {cause}"));
+        }
+        Ok(())
+    }
+
+    /// Why `num_failed` samples of all ranks have no reward, if that many is any: the first failure of the lowest rank that has
+    /// had one since the last call.
+    fn first_cause(&mut self, num_failed: f64) -> Result<Option<String>> {
+        let own = self.rewards.take_cause();
+        if num_failed == 0.0 {
+            return Ok(None);
+        }
+        let cause = first_text(&*self.world.group(), own)?;
+        Ok(cause.or_else(|| Some("no reward applies to them".to_owned())))
+    }
+}
