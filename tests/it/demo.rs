@@ -22,6 +22,15 @@ fn the_held_out_reward_rises() {
         assert!((told - written.unwrap()).abs() < 1e-3, "{said}, {evaluations:?}");
     }
     assert_eq!(lines.iter().filter(|line| line["loss"].is_number()).count(), 60);
+    let explained = include_str!("../../docs/metrics.md");
+    for full in lines.iter().flat_map(|line| line.as_object().unwrap().keys()) {
+        let name =
+            full.strip_prefix("eval_").unwrap_or(full).replace("numeric_answer", "NAME").replace("format", "NAME");
+        // Of names that begin alike a row writes out the first alone.
+        let last = name.rsplit('/').next().unwrap_or_default();
+        let is_told = [full, &name, last].iter().any(|name| explained.contains(&format!("`{name}`")));
+        assert!(is_told || name.starts_with("pass@"), "docs/metrics.md lacks {full}");
+    }
     let named = |name: &str| ended.stdout.lines().find_map(|line| line.strip_prefix(name).map(Path::new)).unwrap();
     assert!(named("report: ").exists());
 
