@@ -67,44 +67,52 @@ fn compare_heads(kind: Kind, bound: f64, [tokens, groups, group, head_dim]: [i64
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_head_equals_the_cpus() {
+    let (kind, bound) = KINDS[0];
+    head_equals_the_cpus(kind, bound);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_bfloat16_head_equals_the_cpus() {
+    let (kind, bound) = KINDS[1];
+    head_equals_the_cpus(kind, bound);
+}
+
+fn head_equals_the_cpus(kind: Kind, bound: f64) {
     kernels::prepare(0).unwrap();
-    for (kind, bound) in KINDS {
-        for (tokens, dim, vocabulary, chunk) in
-            [(1, 8, 5, 9), (70, 64, 1003, 32), (33, 96, 151_936, 16), (5, 8, 4096, 5)]
-        {
-            for with_entropy in [false, true] {
-                let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Double, Device::Cpu)).to_kind(kind);
-                let (hidden, weight) = (rand(&[tokens, dim]), rand(&[vocabulary, dim]));
-                let targets = Tensor::randint(vocabulary, [tokens], (Kind::Int64, Device::Cpu));
-                let [dlogprobs, dentropy] = [(); 2].map(|()| rand(&[tokens]));
-                let run = |kind: Kind, device: Device| {
-                    let on = |t: &Tensor| t.to_device(device).to_kind(kind);
-                    let (hidden, weight, targets) = (on(&hidden), on(&weight), targets.to_device(device));
-                    let out = head::forward(&hidden, &weight, &targets, 0.7, chunk, true);
-                    let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
-                    let mut dweight = Tensor::zeros([vocabulary, dim], (wide, device));
-                    let dentropy = with_entropy.then(|| on(&dentropy));
-                    let d = head::backward(
-                        &hidden,
-                        &weight,
-                        &targets,
-                        0.7,
-                        out.saved,
-                        &on(&dlogprobs),
-                        dentropy.as_ref(),
-                        Some(&mut dweight),
-                    );
-                    [out.logprobs, out.entropy, d, dweight]
-                };
-                let (expected, got) = (run(Kind::Double, Device::Cpu), run(kind, GPU));
-                // Log-probabilities and entropies are float32 whatever the operands are.
-                let bounds = [1e-5, 1e-4, 2.0 * bound, 2.0 * bound];
-                for (((expected, got), bound), name) in
-                    expected.iter().zip(&got).zip(bounds).zip(["logprobs", "entropy", "d_hidden", "dweight"])
-                {
-                    let error = relative_error(got, expected);
-                    assert!(error < bound, "{name} of {kind:?} [{tokens}, {dim}] x {vocabulary}: {error:e}");
-                }
+    for (tokens, dim, vocabulary, chunk) in [(1, 8, 5, 9), (70, 64, 1003, 32), (33, 96, 151_936, 16), (5, 8, 4096, 5)] {
+        for with_entropy in [false, true] {
+            let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Double, Device::Cpu)).to_kind(kind);
+            let (hidden, weight) = (rand(&[tokens, dim]), rand(&[vocabulary, dim]));
+            let targets = Tensor::randint(vocabulary, [tokens], (Kind::Int64, Device::Cpu));
+            let [dlogprobs, dentropy] = [(); 2].map(|()| rand(&[tokens]));
+            let run = |kind: Kind, device: Device| {
+                let on = |t: &Tensor| t.to_device(device).to_kind(kind);
+                let (hidden, weight, targets) = (on(&hidden), on(&weight), targets.to_device(device));
+                let out = head::forward(&hidden, &weight, &targets, 0.7, chunk, true);
+                let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
+                let mut dweight = Tensor::zeros([vocabulary, dim], (wide, device));
+                let dentropy = with_entropy.then(|| on(&dentropy));
+                let d = head::backward(
+                    &hidden,
+                    &weight,
+                    &targets,
+                    0.7,
+                    out.saved,
+                    &on(&dlogprobs),
+                    dentropy.as_ref(),
+                    Some(&mut dweight),
+                );
+                [out.logprobs, out.entropy, d, dweight]
+            };
+            let (expected, got) = (run(Kind::Double, Device::Cpu), run(kind, GPU));
+            // Log-probabilities and entropies are float32 whatever the operands are.
+            let bounds = [1e-5, 1e-4, 2.0 * bound, 2.0 * bound];
+            for (((expected, got), bound), name) in
+                expected.iter().zip(&got).zip(bounds).zip(["logprobs", "entropy", "d_hidden", "dweight"])
+            {
+                let error = relative_error(got, expected);
+                assert!(error < bound, "{name} of {kind:?} [{tokens}, {dim}] x {vocabulary}: {error:e}");
             }
         }
     }
