@@ -28,3 +28,12 @@ __device__ __forceinline__ unsigned peer_address(unsigned at, int rank) {
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
     return there;
 }
+
+// Four numbers of the cluster's block `rank`.
+__device__ __forceinline__ float4 load_shared(unsigned at, int rank) {
+    float4 value;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "r"(peer_address(at, rank)));
+    return value;
+}

@@ -68,15 +68,6 @@ __device__ __forceinline__ void store_shared(unsigned at, float4 v) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
-// Of the pair's block `rank`.
-__device__ __forceinline__ float4 load_shared(unsigned at, int rank) {
-    float4 value;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "r"(peer_address(at, rank)));
-    return value;
-}
-
 // Of 8 x 8 in a warp's registers, two neighbours of a row each.
 __device__ __forceinline__ unsigned transpose(unsigned values) {
     unsigned transposed;

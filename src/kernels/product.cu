@@ -40,15 +40,6 @@ __device__ __forceinline__ void store_shared(unsigned at, float low, float high)
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(low), "f"(high) : "memory");
 }
 
-// Of the cluster's block `rank`.
-__device__ __forceinline__ float4 load_shared(unsigned at, int rank) {
-    float4 value;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "r"(peer_address(at, rank)));
-    return value;
-}
-
 // Eight neighbours of a row.
 struct Plain {  // out [R, N]
     __device__ __forceinline__ static void emit(const float (&v)[8], const Output& out, int row, int feature) {
