@@ -95,54 +95,63 @@ impl MemoryPlan {
 
     /// The first change with which this run fits, from the one that costs least time; tried, where activations alone change.
     fn smallest_change(&self, choices: Choices, input: &PlanInput<'_>) -> String {
-        use GradientCheckpointing::{Full, None, Selective};
-        let (config, keep) = (input.config, self.gradient_checkpointing);
-        let rollout = self.sum(|class| class.rollout_bytes);
-        if rollout > self.room.available_bytes {
-            let (length, cache) = (self.max_model_length, self.kv_cache_bytes);
-            if rollout - cache < self.room.available_bytes {
-                return format!("lower max_model_length (is {length}) or kv_cache_bytes ({cache})");
+        let config = input.config;
+        let change = match self.sum(|class| class.rollout_bytes) > self.room.available_bytes {
+            true => self.change_of_rollout(choices, input),
+            false => self.change_of_training(choices, input),
+        };
+        change.unwrap_or_else(|| {
+            let stage = config.zero.stage;
+            if input.table.shards > 1 && stage < 3 {
+                return format!("raise zero.stage from {stage} to {}", stage + 1);
             }
-            if let Some(tp) = self.larger_engine(choices, input) {
-                return format!("set tensor_parallel_size = {tp}, which divides the engine's weights");
-            }
+            let lora = if config.lora.r.is_none() { "train adapters alone (lora.r = 16), " } else { "" };
+            format!("{lora}use more GPUs or ones with more memory")
+        })
+    }
+
+    /// The same, where generation does not fit: its cache is too large, or the weights beside it.
+    fn change_of_rollout(&self, choices: Choices, input: &PlanInput<'_>) -> Option<String> {
+        let (length, cache) = (self.max_model_length, self.kv_cache_bytes);
+        if self.sum(|class| class.rollout_bytes) - cache < self.room.available_bytes {
+            return Some(format!("lower max_model_length (is {length}) or kv_cache_bytes ({cache})"));
         }
+        let tp = self.larger_engine(choices, input)?;
+        Some(format!("set tensor_parallel_size = {tp}, which divides the engine's weights"))
+    }
+
+    /// The same, where generation fits.
+    fn change_of_training(&self, choices: Choices, input: &PlanInput<'_>) -> Option<String> {
+        use GradientCheckpointing::{Full, None as Nothing, Selective};
+        let (config, keep) = (input.config, self.gradient_checkpointing);
         if config.keeps_kv_cache() {
             let recomputing = Config { carried_kv: CarriedKv::Recompute, ..config.clone() };
             if Self::with(choices, &PlanInput { config: &recomputing, ..*input }).is_ok() {
-                return "set carried_kv = recompute, with which the KV cache leaves while training".to_owned();
+                return Some("set carried_kv = recompute, with which the KV cache leaves while training".to_owned());
             }
         }
         let more: &[GradientCheckpointing] = match keep {
-            None => &[Selective, Full],
+            Nothing => &[Selective, Full],
             Selective => &[Full],
             Full => &[],
         };
         let kept = |&gradient_checkpointing: &GradientCheckpointing| Choices { gradient_checkpointing, ..choices };
         let tokens = input.micro_batch_tokens();
         if let Some(keep) = more.iter().find(|&keep| self.fits(kept(keep), tokens, input)) {
-            return format!("set gradient_checkpointing = {}", keep.name());
+            return Some(format!("set gradient_checkpointing = {}", keep.name()));
         }
-        let (tokens, stage) = (self.largest_micro_batch(kept(&Full), input), config.zero.stage);
-        if tokens > config.max_completion_length {
-            let recompute = if keep == Full { "" } else { "gradient_checkpointing = full and " };
-            return format!("set {recompute}max_tokens_per_micro_batch = {tokens}");
-        }
-        if input.table.shards > 1 && stage < 3 {
-            return format!("raise zero.stage from {stage} to {}", stage + 1);
-        }
-        let lora = if config.lora.r.is_none() { "train adapters alone (lora.r = 16), " } else { "" };
-        format!("{lora}use more GPUs or ones with more memory")
+        let tokens = self.largest_micro_batch(kept(&Full), input);
+        let recompute = if keep == Full { "" } else { "gradient_checkpointing = full and " };
+        let is_enough = tokens > config.max_completion_length;
+        is_enough.then(|| format!("set {recompute}max_tokens_per_micro_batch = {tokens}"))
     }
 
     /// The least number of ranks of one engine with which rollout fits, where it does not: they divide its weights and its cache.
     fn larger_engine(&self, choices: Choices, input: &PlanInput<'_>) -> Option<usize> {
         let PlanInput { config, table, engine_weight_bytes, room, .. } = *input;
         let own = config.tensor_parallel_size;
-        let sizes = (2..=table.shards).filter(|tp| {
-            tp % own == 0 && table.shards.is_multiple_of(*tp) && table.spec.num_kv_heads.is_multiple_of(*tp)
-        });
-        sizes.filter(|&tp| tp > own).find(|&tp| {
+        let divides = |tp: &usize| table.shards.is_multiple_of(*tp) && table.spec.num_kv_heads.is_multiple_of(*tp);
+        (2 * own..=table.shards).step_by(own).filter(divides).find(|&tp| {
             let config = Config { tensor_parallel_size: tp, ..config.clone() };
             let engine_weight_bytes = engine_weight_bytes * own / tp;
             let plan = Self::with(choices, &PlanInput { config: &config, engine_weight_bytes, ..*input });

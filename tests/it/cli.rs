@@ -147,6 +147,9 @@ fn a_plan_needs_neither_the_gpus_nor_the_weights() {
     assert!(tight.contains("of 79.0 GiB available") && tight.contains("gradient_checkpointing: "), "{tight}");
     let refused = run("plan --nproc 1 --preset qwen2.5-7b --gpu_memory_gib 24 residency.optimizer=resident");
     refused.assert_error("one small GPU", 4, &["per rank and 24.0 GiB are available", "lora.r = 16"]);
+    // Weights that leave generation no room: nothing that training computes again makes any.
+    let refused = run("plan --nproc 1 --preset qwen2.5-7b --gpu_memory_gib 12 gradient_checkpointing=none");
+    refused.assert_error("too small for the weights", 4, &["are available; train adapters alone"]);
 }
 
 /// What is planned for another model is a file's run, its rewards apart.
