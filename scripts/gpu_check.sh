@@ -17,6 +17,7 @@ site=$(dirname "$(dirname "$COLO_GRPO_TORCH_CUDA")")
 folders=$(find "$site/nvidia" -type d -name lib 2>/dev/null | paste -sd:)
 export LD_LIBRARY_PATH="$COLO_GRPO_TORCH_CUDA${folders:+:$folders}${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 gpus=$(nvidia-smi -L | wc -l)
+[ -z "${CUDA_VISIBLE_DEVICES:-}" ] || gpus=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | wc -l)
 table=()
 
 # check NAME SECONDS COMMAND..: runs it, keeps its log, notes the outcome.

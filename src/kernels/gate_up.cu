@@ -1,4 +1,4 @@
-// y = silu(gate) * up of the product x w^T, whose columns are g0 u0 g1 u1 .., of up to 512 rows, on Hopper's tensor cores: TMA and
+// y = silu(gate) * up of the product x w^T, whose columns are g0 u0 g1 u1 .., of up to 512 rows a launch, on Hopper's tensor cores: TMA and
 // wgmma, sums in float32.
 //
 // Weights are the left factor, so that one instruction multiplies 64 features and 256 rows, and three warpgroups have a tile of 192

@@ -140,9 +140,9 @@ fn gpu_gate_up_is_that_of_float32() {
             continue;
         }
         let rand = |rows: i64, columns: i64| Tensor::randn([rows, columns], (Kind::BFloat16, GPU));
-        let (x, w) = (rand(512, k + 8).narrow(1, 0, k), rand(n, k + 64).narrow(1, 64, k));
-        let sums = x.to_kind(Kind::Float).matmul(&w.to_kind(Kind::Float).tr()); // [512, N]
-        let mut expected = Tensor::empty([512, n / 2], (Kind::BFloat16, GPU));
+        let (x, w) = (rand(1024, k + 8).narrow(1, 0, k), rand(n, k + 64).narrow(1, 64, k));
+        let sums = x.to_kind(Kind::Float).matmul(&w.to_kind(Kind::Float).tr()); // [1024, N]
+        let mut expected = Tensor::empty([1024, n / 2], (Kind::BFloat16, GPU));
         silu_mul(&sums.to_kind(Kind::BFloat16), &mut expected).unwrap();
         let expected = expected.to_kind(Kind::Float);
         let run = |rows: i64| {
@@ -150,7 +150,7 @@ fn gpu_gate_up_is_that_of_float32() {
             gate_up(&x.narrow(0, 0, rows), &w, &y).unwrap();
             y
         };
-        for (most, numbers) in [(256, [241, 250, 256]), (512, [497, 505, 512])] {
+        for (most, numbers) in [(256, [241, 250, 256]), (512, [497, 505, 512]), (768, [753, 760, 768]), (1024, [1009, 1020, 1024])] {
             let whole = run(most);
             for rows in numbers {
                 let what = format!("{rows} rows of [{n}, {k}]");

@@ -18,6 +18,8 @@ const ROWS: usize = 256;
 const FEATURES: usize = 192;
 const THREADS: u32 = 384;
 const SHARED_BYTES: u32 = 225 << 10;
+/// Rows of a launch, at most: of more, each launch reads the weights again.
+const MOST_ROWS: usize = 2 * ROWS;
 /// Tiles of a pair of blocks, and pairs that run at once on the chip that the kernel is for.
 const TILES: usize = 3;
 const PAIRS: usize = 66;
@@ -63,24 +65,32 @@ pub fn gate_up(
     }
     strided(OP, x, Kind::BFloat16, &[rows, k], gpu)?;
     strided(OP, w, Kind::BFloat16, &[features, k], gpu)?;
-    let is_tall = rows as usize > ROWS;
-    let arguments = [
-        rows_boxes(x, ROWS / 2)?,
-        pairs_boxes(w, if is_tall { FEATURES / 2 } else { FEATURES })?,
-        strided(OP, y, Kind::BFloat16, &[rows, features / 2], gpu)?,
-        Argument::Count(y.stride()[0]),
-        Argument::Count(rows),
-        Argument::Count(features),
-        Argument::Count((k as usize).div_ceil(STEP) as i64),
-    ];
-    let blocks = 2 * (features as usize).div_ceil(TILES * FEATURES) as u32;
-    // SAFETY: the kernel's parameters in order; boxes beyond x and w read as zeros, and only rows and features of y are written.
-    // Of what it reads, w alone is read before the work before has ended, which does not write it: the caller's promise.
-    unsafe { queue(SOURCE, NAMES[usize::from(is_tall)], gpu, (blocks, THREADS, SHARED_BYTES), (2, true), &arguments) }
+    strided(OP, y, Kind::BFloat16, &[rows, features / 2], gpu)?;
+    for first in (0..rows).step_by(MOST_ROWS) {
+        let count = (rows - first).min(MOST_ROWS as i64);
+        let [x, y] = [x, y].map(|whole| whole.narrow(0, first, count));
+        let is_tall = count as usize > ROWS;
+        let arguments = [
+            rows_boxes(&x, ROWS / 2)?,
+            pairs_boxes(w, if is_tall { FEATURES / 2 } else { FEATURES })?,
+            strided(OP, &y, Kind::BFloat16, &[count, features / 2], gpu)?,
+            Argument::Count(y.stride()[0]),
+            Argument::Count(count),
+            Argument::Count(features),
+            Argument::Count((k as usize).div_ceil(STEP) as i64),
+        ];
+        let blocks = 2 * (features as usize).div_ceil(TILES * FEATURES) as u32;
+        let (name, shape) = (NAMES[usize::from(is_tall)], (blocks, THREADS, SHARED_BYTES));
+        // SAFETY: the kernel's parameters in order; boxes beyond x and w read as zeros, and only rows and features of y are
+        // written. Of what it reads, w alone is read before the work before has ended, which does not write it: the caller's
+        // promise, and rows before these write y alone.
+        unsafe { queue(SOURCE, name, gpu, shape, (2, true), &arguments)? };
+    }
+    Ok(())
 }
 
 fn fills_blocks(rows: usize) -> bool {
-    (1..=2 * ROWS).contains(&rows) && rows.next_multiple_of(ROWS) - rows <= MOST_MISSING
+    rows > 0 && rows.next_multiple_of(ROWS) - rows <= MOST_MISSING
 }
 
 /// Whether the pairs that a weight [2 F, K] is dealt to keep the chip busy.
@@ -97,8 +107,8 @@ mod tests {
 
     #[test]
     fn rows_fill_blocks_or_are_left_to_others() {
-        assert!([241, 256, 497, 512].into_iter().all(fills_blocks));
-        assert!(![0, 1, 64, 240, 257, 496, 513, 1024].into_iter().any(fills_blocks));
+        assert!([241, 256, 497, 512, 753, 1024].into_iter().all(fills_blocks));
+        assert!(![0, 1, 64, 240, 257, 496, 513, 1008, 1025].into_iter().any(fills_blocks));
     }
 
     #[test]
