@@ -12,11 +12,12 @@ use tch::{Kind, Tensor};
 
 use super::{MEMORY_BYTES_PER_S, PRODUCT_FLOP_PER_S, SEED, adapters, device_name, dtype_name, median, token};
 use crate::colocate::Served;
+use crate::cuda::Sustained;
 use crate::data::Tokenizer;
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
 use crate::model::{ModelSpec, ParamTable, UnitLayout, init_unit_on};
-use crate::rollout::{Engine, EngineOptions, StepProfile, Sustained, kv_block_bytes};
+use crate::rollout::{Engine, EngineOptions, StepProfile, kv_block_bytes};
 use crate::types::{LengthSpread, Prompt, SamplingParams};
 
 /// Tokens per KV block.

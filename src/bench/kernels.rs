@@ -1,5 +1,6 @@
 //! The decode step's kernels alone, each against the bytes that it must move: graphs of one launch a layer are replayed, every
-//! layer on a cache of its own, so that nothing is found in the GPU's caches that would not be there in a step.
+//! layer on a cache of its own, so that nothing is found in the GPU's caches that would not be there in a step. And what bounds a
+//! step: the rate and the energy at which the GPU reads weights, and multiplies many rows with them, for as long as one likes.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use super::{MEMORY_BYTES_PER_S, median};
 use crate::cuda::kernels::{
     self, AttentionPlan, AttentionShape, CANDIDATE_WORDS, Draws, HeadTransform, QkvViews, SharedPrefixes,
 };
-use crate::cuda::{Context, Graph, TorchStream};
+use crate::cuda::{Context, EnergyMeter, Graph, Sustained, TorchStream};
 use crate::error::{Error, Result};
 use crate::model::{ModelSpec, attention_scale};
 use crate::ops::rope::Rope;
@@ -22,6 +23,10 @@ const LAYERS: usize = 8;
 const REPLAYS: usize = 7;
 /// Tokens per KV block.
 const BLOCK_SIZE: usize = 16;
+/// Bytes of the weights that bounds are measured with: far more than the GPU's caches hold.
+const LIMIT_BYTES: usize = 2 << 30;
+/// Rows of a product that is as efficient as they come.
+const LIMIT_ROWS: usize = 8192;
 
 /// What is run.
 #[derive(Debug, Clone)]
@@ -42,10 +47,10 @@ pub struct KernelsBench {
     pub prompt_len: usize,
 }
 
-/// Runs all kernels and gives one JSON object for each.
+/// Runs all kernels and gives one JSON object for each, and for each limit.
 ///
 /// # Errors
-/// [`Error::Environment`] without a GPU; out of memory.
+/// [`Error::Environment`] without a GPU, or for one that does not count its energy; out of memory.
 pub fn bench_kernels(bench: &KernelsBench, device: Device) -> Result<Vec<Value>> {
     let Device::Cuda(ordinal) = device else {
         return Err(Error::Environment { message: "bench kernels needs a GPU, and none is used".into() });
@@ -59,6 +64,7 @@ pub fn bench_kernels(bench: &KernelsBench, device: Device) -> Result<Vec<Value>>
     step.paged_attention(&cache)?;
     drop(cache);
     step.sampling()?;
+    step.limits(&EnergyMeter::new(ordinal)?)?;
     Ok(step.results)
 }
 
@@ -72,11 +78,7 @@ struct Step<'a> {
 impl Step<'_> {
     /// Times `work` of every layer and notes it beside the time that its bytes take at the memory's speed.
     fn time(&mut self, kernel: &str, bytes: usize, mut work: impl FnMut(usize) -> Result<()>) -> Result<()> {
-        {
-            let _current = self.stream.make_current()?;
-            work(0)?; // warms up
-        }
-        let mut graph = Graph::capture(&self.stream, || (0..LAYERS).try_for_each(&mut work))?;
+        let mut graph = self.record(LAYERS, &mut work)?;
         let mut times = Vec::with_capacity(REPLAYS);
         for replay in 0..=REPLAYS {
             self.stream.context().synchronize()?;
@@ -98,6 +100,61 @@ impl Step<'_> {
             "us": seconds * 1e6,
             "bytes": bytes,
             "share_of_floor": floor / seconds,
+        }));
+        Ok(())
+    }
+
+    /// A graph of `work` with every number below `count`, after the first that warms up.
+    fn record(&self, count: usize, mut work: impl FnMut(usize) -> Result<()>) -> Result<Graph> {
+        {
+            let _current = self.stream.make_current()?;
+            work(0)?;
+        }
+        Graph::capture(&self.stream, || (0..count).try_for_each(&mut work))
+    }
+
+    /// What the GPU does at most in the long run, with weights as large as gate's and up's: read them, and multiply many rows with
+    /// them; by libtorch.
+    fn limits(&mut self, meter: &EnergyMeter) -> Result<()> {
+        let KernelsBench { spec, kind, .. } = self.bench;
+        let (features, hidden) = (2 * spec.intermediate_size, spec.hidden_size);
+        let bytes = features * hidden * kind.elt_size_in_bytes();
+        let weights: Vec<Tensor> =
+            (0..LIMIT_BYTES.div_ceil(bytes)).map(|_| self.tensor(&[features, hidden])).collect::<Result<_>>()?;
+        let x = self.tensor(&[LIMIT_ROWS, hidden])?;
+        let (row, of_row, of_all) = (x.get(0), self.tensor(&[features])?, self.tensor(&[LIMIT_ROWS, features])?);
+        let read = |copy: usize| Ok(weights[copy].f_mv_out(&of_row, &row).map(drop)?);
+        let multiply = |copy: usize| Ok(x.f_mm_out(&of_all, &weights[copy].tr()).map(drop)?);
+        let (bytes, flop) = (bytes as f64, 2.0 * (LIMIT_ROWS * features * hidden) as f64);
+        self.limit(meter, ("read", "byte"), bytes, weights.len(), read)?;
+        self.limit(meter, ("product", "flop"), flop, weights.len(), multiply)
+    }
+
+    /// Notes how many of a unit `work` does in a second, and what each takes, where every one of `count` calls does so `many`.
+    fn limit(
+        &mut self,
+        meter: &EnergyMeter,
+        (name, unit): (&str, &str),
+        many: f64,
+        count: usize,
+        work: impl FnMut(usize) -> Result<()>,
+    ) -> Result<()> {
+        let mut graph = self.record(count, work)?;
+        // SAFETY: the caller's tensors, that `work` names, outlive this call, at whose end the stream has passed the graph.
+        let mut replay = || unsafe { graph.replay(&self.stream) };
+        let start = Instant::now();
+        replay()?;
+        self.stream.synchronize()?;
+        let Sustained { us, joules } =
+            Sustained::measure(meter, &self.stream, start.elapsed().as_secs_f64() * 1e6, replay)?;
+        let many = many * count as f64;
+        self.results.push(json!({
+            "benchmark": "limit",
+            "limit": name,
+            "model": self.bench.model,
+            "watts": 1e6 * joules / us,
+            format!("{unit}s_per_second"): 1e6 * many / us,
+            format!("pj_per_{unit}"): 1e12 * joules / many,
         }));
         Ok(())
     }

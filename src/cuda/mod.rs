@@ -30,6 +30,7 @@ mod placement;
 mod products;
 mod profile;
 mod stream;
+mod sustained;
 mod torch_stream;
 
 pub use context::Context;
@@ -45,4 +46,5 @@ pub use products::{Products, Tuning};
 pub(crate) use profile::timed;
 pub use profile::{Family, Work, profile};
 pub use stream::{Event, Stream};
+pub use sustained::Sustained;
 pub use torch_stream::{CurrentStream, TorchStream};

@@ -64,13 +64,18 @@ pub struct EnergyMeter {
 }
 
 impl EnergyMeter {
-    /// Of a visible GPU; none where there is no NVML or it does not know the GPU.
+    /// Of a visible GPU.
     ///
     /// # Errors
-    /// [`Error::Cuda`] for a GPU that does not exist.
-    pub fn new(ordinal: usize) -> Result<Option<Self>> {
-        let Some(nvml) = Nvml::open() else { return Ok(None) };
-        Ok(nvml.device(ordinal as i32)?.map(|device| Self { energy: nvml.energy, device }))
+    /// [`Error::Cuda`] for a GPU that does not exist; [`Error::Environment`] where there is no NVML or it does not know the GPU.
+    pub fn new(ordinal: usize) -> Result<Self> {
+        let meter = match Nvml::open() {
+            Some(nvml) => nvml.device(ordinal as i32)?.map(|device| Self { energy: nvml.energy, device }),
+            None => None,
+        };
+        let untold =
+            || Error::Environment { message: format!("NVML, which tells a GPU's energy, does not know GPU {ordinal}") };
+        meter.ok_or_else(untold)
     }
 
     /// Joules. The counter moves every few hundredths of a second.

@@ -27,7 +27,8 @@ __device__ __forceinline__ int scan(int value, int& total) {
     return before + sum - value;
 }
 
-constexpr int MOST_STEPS = 8;          // of an item's own part, unless contexts are long
+constexpr int MOST_STEPS = 8;          // of an item's own part, unless contexts are very long,
+constexpr int MANY_STEPS = 36;         // or a block has so many: then items of twice as many still end together
 constexpr int MOST_PIECES = 32;        // of a row, which one block merges, unless the split is fixed
 constexpr int LEAST_SHARED_UNITS = 4;  // of an item's shared part, and the most:
 constexpr int MOST_SHARED_UNITS = 32;
@@ -81,7 +82,8 @@ extern "C" __global__ void __launch_bounds__(PLANNERS) plan_attention(
     scan(own_steps, total_steps), scan(read_units, total_read), scan(seen_units, total_seen);
     // One item a block where that keeps them short; shared parts, which go first, for about half of the blocks.
     const int blocks = static_cast<int>(num_blocks), per_block = pieces_of(total_steps * static_cast<int>(columns), blocks);
-    int per_item = max(max(1, min(MOST_STEPS, per_block)), pieces_of(longest, MOST_PIECES));
+    const int most = per_block < MANY_STEPS ? MOST_STEPS : 2 * MOST_STEPS;
+    int per_item = max(max(1, min(most, per_block)), pieces_of(longest, MOST_PIECES));
     const int wanted = pieces_of(2 * total_read * static_cast<int>(columns), blocks);
     int shared_units = LEAST_SHARED_UNITS;
     while (shared_units < min(wanted, MOST_SHARED_UNITS)) shared_units *= 2;

@@ -33,7 +33,7 @@ mod stop;
 mod weights;
 
 pub use engine::{Engine, EngineOptions, RolloutEngine};
-pub use gpu::{OpTime, StepProfile, Sustained, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes};
+pub use gpu::{OpTime, StepProfile, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes};
 pub use kv_cache::kv_block_bytes;
 pub use outcome::Rollout;
 pub use stats::EngineStats;

@@ -105,13 +105,13 @@ impl Network {
         let mut pass = Pass::new(self, micro_batch, temperature, adapter_use);
         let (hidden, saved) = self.blocks_forward(&mut pass, Some(recompute))?;
         if self.adapters.is_some() {
-            let dhidden = self.frozen_head_backward(&pass, &hidden, loss)?;
+            let dhidden = self.head_backward(&pass, &hidden, None, loss)?;
             return self.blocks_backward(&pass, dhidden, saved, gradients).map(drop);
         }
         // A tied table also collects the head's gradient, so it is opened before the head and closed last.
         let tied = self.spec().tie_word_embeddings;
         let open = if tied { Some(gradients.begin(Unit::Embedding)?) } else { None };
-        let dhidden = self.head_backward(&pass, &hidden, gradients, open.as_ref(), loss)?;
+        let dhidden = self.head_backward(&pass, &hidden, Some((gradients, open.as_ref())), loss)?;
         let dx = self.blocks_backward(&pass, dhidden, saved, gradients)?;
         let flat = match open {
             Some(flat) => flat,
@@ -167,22 +167,25 @@ impl Network {
         Ok(dx)
     }
 
-    /// Forward, loss and backward of the head: the gradient of the last block's output [T, D].
+    /// Forward, loss and backward of the head: the gradient of the last block's output [T, D]. The weights' is added to `gradients`,
+    /// and, where they are tied, to the embedding's; without any, neither the head nor its table trains.
     fn head_backward(
         &mut self,
         pass: &Pass<'_>,
         hidden: &Tensor,
-        gradients: &mut Gradients,
-        embedding_gradient: Option<&Tensor>,
+        gradients: Option<(&mut Gradients, Option<&Tensor>)>,
         loss: &mut dyn FnMut(&Scores) -> Result<TokenGradients>,
     ) -> Result<Tensor> {
         let last = self.spec().num_layers.checked_sub(1).map(Unit::Block);
         let head = self.head(last.as_slice())?;
-        let flat = gradients.begin(Unit::Head)?;
+        let open = match gradients {
+            Some((gradients, embedding)) => Some((gradients.begin(Unit::Head)?, gradients, embedding)),
+            None => None,
+        };
         let dhidden = if pass.micro_batch.is_empty() {
             self.no_gradient(hidden)
         } else {
-            let mut d_head = Head::view(self, &flat, embedding_gradient);
+            let mut d_head = open.as_ref().map(|(flat, _, embedding)| Head::view(self, flat, *embedding));
             let scored = head_forward(&head.params, &head.table, hidden, &pass.scoring, true);
             let token_gradients = loss(&Scores { logprobs: scored.logprobs, entropy: scored.entropy })?;
             head_backward(
@@ -193,39 +196,13 @@ impl Network {
                 scored.saved,
                 &token_gradients.dlogprobs,
                 token_gradients.dentropy.as_ref(),
-                Some((&mut d_head.params.final_norm, &mut d_head.table)),
+                d_head.as_mut().map(|d_head| (&mut d_head.params.final_norm, &mut d_head.table)),
             )
         };
-        gradients.end(Unit::Head, flat)?;
-        Ok(dhidden)
-    }
-
-    /// The same where neither the head nor its table trains.
-    fn frozen_head_backward(
-        &mut self,
-        pass: &Pass<'_>,
-        hidden: &Tensor,
-        loss: &mut dyn FnMut(&Scores) -> Result<TokenGradients>,
-    ) -> Result<Tensor> {
-        let last = self.spec().num_layers.checked_sub(1).map(Unit::Block);
-        let head = self.head(last.as_slice())?;
-        if pass.micro_batch.is_empty() {
-            return Ok(self.no_gradient(hidden));
+        if let Some((flat, gradients, _)) = open {
+            gradients.end(Unit::Head, flat)?;
         }
-        let scored = head_forward(&head.params, &head.table, hidden, &pass.scoring, true);
-        let token_gradients = loss(&Scores { logprobs: scored.logprobs, entropy: scored.entropy })?;
-        let TokenGradients { dlogprobs, dentropy } = &token_gradients;
-        let (num_tokens, saved) = (hidden.size()[0], scored.saved);
-        Ok(head_backward(
-            &head.params,
-            &head.table,
-            &pass.scoring,
-            num_tokens,
-            saved,
-            dlogprobs,
-            dentropy.as_ref(),
-            None,
-        ))
+        Ok(dhidden)
     }
 
     /// Of an empty micro-batch: zeros where the head's gradient of its input would be.

@@ -150,7 +150,9 @@ fn gpu_gate_up_is_that_of_float32() {
             gate_up(&x.narrow(0, 0, rows), &w, &y).unwrap();
             y
         };
-        for (most, numbers) in [(256, [241, 250, 256]), (512, [497, 505, 512]), (768, [753, 760, 768]), (1024, [1009, 1020, 1024])] {
+        for (most, numbers) in
+            [(256, [241, 250, 256]), (512, [497, 505, 512]), (768, [753, 760, 768]), (1024, [1009, 1020, 1024])]
+        {
             let whole = run(most);
             for rows in numbers {
                 let what = format!("{rows} rows of [{n}, {k}]");

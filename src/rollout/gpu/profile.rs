@@ -1,15 +1,13 @@
 //! The time of a decode step and of each of its operations, from graph replays over a made-up batch.
 #![allow(unsafe_code)]
 
-use std::time::Instant;
-
 use tch::{Device, Tensor};
 
 use super::graphs::replay_times;
 use super::inputs::Packing;
 use super::network::Op;
 use super::runner::GpuRunner;
-use crate::cuda::{EnergyMeter, Graph, TorchStream};
+use crate::cuda::{EnergyMeter, Graph, Sustained};
 use crate::dist::{ReduceOp, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::rollout::sampler::Draw;
@@ -21,11 +19,6 @@ const REPLAYS: usize = 20;
 /// Replays of a whole step: long enough that the chip clocks as in a long run.
 const STEP_REPLAYS: usize = 150;
 
-/// How long an operation is repeated to see what it takes of a chip that has to keep to its power.
-const SUSTAINED_S: f64 = 0.5;
-/// Most replays of one operation for that: some take next to no time.
-const MOST_REPLAYS: f64 = 20_000.0;
-
 /// One decode step's times.
 #[derive(Debug, Clone)]
 pub struct StepProfile {
@@ -35,15 +28,6 @@ pub struct StepProfile {
     pub sustained: Option<Sustained>,
     /// Its operations.
     pub ops: Vec<OpTime>,
-}
-
-/// What a step or an operation takes when nothing else runs for half a second, as the chip's clock then follows its power.
-#[derive(Debug, Clone, Copy)]
-pub struct Sustained {
-    /// Microseconds.
-    pub us: f64,
-    /// Energy of the GPU, idle parts included.
-    pub joules: f64,
 }
 
 /// One operation's time in all layers together.
@@ -158,9 +142,7 @@ impl GpuRunner<'_> {
 
     fn energy_meter(&self) -> Result<EnergyMeter> {
         let Device::Cuda(ordinal) = self.tp.device() else { unreachable!("an engine on a GPU") };
-        let untold =
-            || Error::Environment { message: format!("NVML, which tells a GPU's energy, does not know GPU {ordinal}") };
-        EnergyMeter::new(ordinal)?.ok_or_else(untold)
+        EnergyMeter::new(ordinal)
     }
 
     /// Microseconds of a step, or of one of its operations; with a meter also what it takes in the long run.
@@ -180,10 +162,9 @@ impl GpuRunner<'_> {
             let Some(meter) = meter else { return Ok((us, None)) };
             let mut longest_us = [us];
             all_reduce_f64(tp, &mut longest_us, ReduceOp::Max)?; // ranks of one engine make equally many replays
-            let num_replays = (1e6 * SUSTAINED_S / longest_us[0]).clamp(1.0, MOST_REPLAYS).ceil() as usize;
             // SAFETY: as above.
             let replay = || unsafe { graph.replay(stream) };
-            Ok((us, Some(sustained(replay, stream, num_replays, meter)?)))
+            Ok((us, Some(Sustained::measure(meter, stream, longest_us[0], replay)?)))
         })
     }
 
@@ -225,22 +206,4 @@ impl GpuRunner<'_> {
             Op::Sample => (4.0 * rows * vocab, 0.0),
         }
     }
-}
-
-/// Time and energy of one of `num_replays` in a row, after as many that bring the chip's clock to what its power allows.
-fn sustained(
-    mut replay: impl FnMut() -> Result<()>,
-    stream: &TorchStream,
-    num_replays: usize,
-    meter: &EnergyMeter,
-) -> Result<Sustained> {
-    let mut run = || -> Result<()> {
-        (0..num_replays).try_for_each(|_| replay())?;
-        stream.synchronize()
-    };
-    run()?;
-    let (joules, start) = (meter.joules()?, Instant::now());
-    run()?;
-    let us = start.elapsed().as_secs_f64() * 1e6 / num_replays as f64;
-    Ok(Sustained { us, joules: (meter.joules()? - joules) / num_replays as f64 })
 }
