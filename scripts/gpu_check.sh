@@ -1,12 +1,19 @@
 #!/usr/bin/env bash
 # Checks on a machine with GPUs, from built binaries alone, without cargo: tests against the CPU backend, the demo, figures.
-#   scripts/gpu_check.sh PROGRAM TESTS [OUTPUT] [PARTS]
-# PROGRAM is target/release/colo-grpo, TESTS the newest target/release/deps/it-*. Logs and JSON lines go to OUTPUT (default
-# runs/gpu). PARTS are some of "tests sanitize demo bench" (default all). Libraries come from the installed PyTorch 2.11.0, unless
-# COLO_GRPO_TORCH_CUDA names its torch/lib folder. Parts that need more GPUs than there are stay out.
+#   scripts/gpu_check.sh [PROGRAM [TESTS [OUTPUT [PARTS]]]]
+# PROGRAM is target/release/colo-grpo, TESTS the newest target/release/deps/it-*, unless others are named. Logs and JSON lines go
+# to OUTPUT (default runs/gpu). PARTS are some of "tests sanitize demo bench" (default all). Ends with 1 if any of them failed.
+# Libraries come from the installed PyTorch 2.11.0, unless COLO_GRPO_TORCH_CUDA names its torch/lib folder. Parts that need more
+# GPUs than there are stay out.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-program=$(realpath "$1") tests=$(realpath "$2") output=${3:-runs/gpu} parts=${4:-tests sanitize demo bench}
+release=${CARGO_TARGET_DIR:-target}/release
+newest() { find "$release/deps" -maxdepth 1 -name 'it-*' -executable -type f -printf '%T@ %p\n' | sort -n | tail -1 | cut -d' ' -f2-; }
+program=$(realpath -e "${1:-$release/colo-grpo}") && tests=$(realpath -e "${2:-$(newest)}") || {
+  echo "no program or tests: build them with cargo build --release and cargo test --release --no-run, or name them" >&2
+  exit 1
+}
+output=${3:-runs/gpu} parts=${4:-tests sanitize demo bench} failed=0
 mkdir -p "$output"
 
 if [ -z "${COLO_GRPO_TORCH_CUDA:-}" ]; then
@@ -28,7 +35,7 @@ check() {
   local code=$?
   table+=("$(printf '%-34s %-10s %4d s  %s' "$name" "$([ $code = 0 ] && echo ok || echo "exit $code")" $((SECONDS - start)) \
     "$(grep -v '^$' "$output/$name.log" | tail -1 | cut -c1-200)")")
-  [ $code = 0 ] || { echo "---- $name"; tail -25 "$output/$name.log" | cut -c1-400; }
+  [ $code = 0 ] || { failed=1; echo "---- $name"; tail -25 "$output/$name.log" | cut -c1-400; }
 }
 
 # names FILTER..: the GPU tests that the filters match. One that matches nothing has run nothing: an error, not a success.
@@ -60,7 +67,7 @@ for part in $parts; do
         gpu_training::gpu_bfloat16_head gpu_training::gpu_rows \
         gpu_all_reduce::gpu_two_ranks_sum_rows) || exit 1
       # Those of src/kernels by the beginnings of their names, not the libraries'.
-      kernels='adamw_|adapt_|add_|all_reduce_|combine|dropout_|embed_|filter_|gate_up_|head_|heads_|mark_seen|merge_attention'
+      kernels='adamw_|adapt_|add_|all_reduce_|combine|dropout_|embed_|filter|gate_up_|head_|heads_|mark_seen|merge_attention'
       kernels+='|next_tokens|nf4_|normal_|note_tokens|paged_attention_|plan_attention|product|rms_norm_|rope_write_kv_|sample_'
       kernels+='|sum_of_squares_|swiglu_'
       for test in $selected; do
@@ -122,3 +129,4 @@ for part in $parts; do
 done
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 printf '%s\n' "${table[@]}"
+exit $failed

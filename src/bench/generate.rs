@@ -14,7 +14,7 @@ use super::{MEMORY_BYTES_PER_S, PRODUCT_FLOP_PER_S, SEED, adapters, device_name,
 use crate::colocate::Served;
 use crate::cuda::Sustained;
 use crate::data::Tokenizer;
-use crate::dist::{ReduceOp, World, all_reduce_f64};
+use crate::dist::{Mesh, ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
 use crate::model::{ModelSpec, ParamTable, UnitLayout, init_unit_on};
 use crate::rollout::{Engine, EngineOptions, StepProfile, kv_block_bytes};
@@ -66,8 +66,9 @@ pub struct GenerateBench {
 /// Out of memory, or a model that cannot be split so.
 pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value> {
     // What strict mode costs is told by an engine without it, gone before the other comes.
-    let free = if bench.strict { Some(bench.measure(&world, false)?.0) } else { None };
-    let (run, mut served) = bench.measure(&world, bench.strict)?;
+    let mesh = world.mesh(bench.tensor_parallel_size, world.size())?;
+    let free = if bench.strict { Some(bench.measure(&world, &mesh, false)?.0) } else { None };
+    let (run, mut served) = bench.measure(&world, &mesh, bench.strict)?;
     let (device, num_prompts) = (world.device(), bench.prompts * world.size());
     let mut result = json!({
         "benchmark": "generate",
@@ -120,8 +121,7 @@ struct Measured {
 
 impl GenerateBench {
     /// A fresh engine's times, and the engine.
-    fn measure(&self, world: &Arc<World>, strict: bool) -> Result<(Measured, Served)> {
-        let mesh = world.mesh(self.tensor_parallel_size, world.size())?;
+    fn measure(&self, world: &Arc<World>, mesh: &Mesh, strict: bool) -> Result<(Measured, Served)> {
         let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..(*self.spec).clone() });
         let (kind, device) = (self.kind, world.device());
         let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
@@ -129,7 +129,7 @@ impl GenerateBench {
         let engine = Engine::new(spec.clone(), tokenizer, options, mesh.tp.clone())?;
         let source = |layout: &_| init_unit_on(layout, SEED, kind, device);
         let table = Arc::new(ParamTable::new(spec, 1));
-        let mut served = Served::new(world.clone(), &mesh, table, engine, &source)?;
+        let mut served = Served::new(world.clone(), mesh, table, engine, &source)?;
         if let Some(r) = self.lora_r {
             // Values everywhere, where B of fresh adapters is 0.
             let source = |layout: &UnitLayout| {

@@ -193,10 +193,9 @@ impl Step<'_> {
         let (heads, kv_heads, head_dim) = (spec.num_heads, spec.num_kv_heads, spec.head_dim);
         let (positions, slots) = (self.ints(vec![context - 1; rows]), self.ints((0..rows).map(|row| row * BLOCK_SIZE)));
         let product = self.tensor(&[rows, (heads + 2 * kv_heads) * head_dim])?;
-        let bias = self.tensor(&[(heads + 2 * kv_heads) * head_dim])?;
-        let [views, bias] = [&product, &bias].map(|t| QkvViews::grouped(t, kv_heads, heads / kv_heads));
+        let views = QkvViews::grouped(&product, kv_heads, heads / kv_heads);
         let rope = Rope::new(head_dim, spec.rope_theta, spec.rope_scaling.as_ref()).table(context, self.device);
-        let transform = HeadTransform { bias: Some(&bias), norms: None, rope: &rope };
+        let transform = HeadTransform { norms: None, rope: &rope };
         let mut q = self.tensor(&[rows, heads, head_dim])?;
         self.time("rope_write_kv", rows * (2 * heads + 6 * kv_heads) * head_dim * unit, |layer| {
             let (k, v) = (k_cache.get(layer as i64), v_cache.get(layer as i64));

@@ -72,7 +72,7 @@ impl Learner {
             self.update_once(share, denominators, options, progress, &mut outcome)?;
         }
         outcome.exposed_communication = self.policy.take_exposed_communication()?;
-        outcome.loss /= outcome.num_updates as f64;
+        outcome.loss /= outcome.num_updates.max(1) as f64;
         outcome.grad_norm /= (outcome.num_updates - outcome.num_skipped).max(1) as f64;
         Ok(outcome)
     }

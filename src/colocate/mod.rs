@@ -111,7 +111,8 @@ impl Colocated {
         let version = self.learner.policy.version();
         let weights = phase::scope(Phase::Gather, || self.slices.gather(&self.learner.policy))?;
         phase::scope(Phase::Offload, || self.learner.policy.finish_offload())?;
-        generate(&mut self.engine, weights, version, work)
+        let world = &self.learner.world;
+        generate(&mut self.engine, weights, version, |rollout| told(world, work(rollout)))
     }
 
     /// Frees the engine's weights and starts the optimizer state's way back; nothing to do if that is done.
@@ -202,9 +203,15 @@ fn generate<'a, R>(
     work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>,
 ) -> Result<R> {
     let mut rollout = phase::scope(Phase::Wake, || engine.wake(weights, version))?;
-    let value = phase::scope(Phase::Generate, || work(&mut rollout))?;
+    let outcome = phase::scope(Phase::Generate, || work(&mut rollout));
     phase::scope(Phase::Sleep, || {
         drop(rollout);
-        Ok(value)
+        outcome
     })
+}
+
+/// An outcome whose failure all ranks have been told of, before the engine sleeps: that waits for the device, which a collective may
+/// hold that peers have not come to.
+fn told<R>(world: &World, outcome: Result<R>) -> Result<R> {
+    outcome.inspect_err(|error| world.post_failure(error))
 }

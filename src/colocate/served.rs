@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use super::weights::{EngineSlices, no_adapters};
-use super::{Half, generate, together};
+use super::{Half, generate, together, told};
 use crate::dist::{Mesh, World};
 use crate::error::Result;
 use crate::model::{BlockLora, LoraSpec, ParamTable, Unit, UnitLayout};
@@ -84,6 +84,8 @@ impl Served {
     /// # Errors
     /// The first failure of any rank, on every rank.
     pub fn with_engine<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
+        let world = self.world.clone();
+        let work = |rollout: &mut RolloutEngine<'_>| told(&world, work(rollout));
         together(self, "with_engine", |served| served.awake(work), |_| Ok(()))
     }
 

@@ -67,6 +67,12 @@ const HEADERS: [(&CStr, &str); 9] = [
     (c"scalar.cuh", include_str!("../kernels/scalar.cuh")),
 ];
 
+/// The source, and all that it might include.
+#[cfg(test)]
+pub(super) fn texts(source: &Source) -> impl Iterator<Item = &'static str> {
+    HEADERS.into_iter().map(|(_, text)| text).chain([source.text])
+}
+
 /// Beside the architecture.
 const OPTIONS: [&str; 2] = ["--std=c++17", "--extra-device-vectorization"];
 

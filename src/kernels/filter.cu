@@ -16,10 +16,9 @@ struct Cut {
 
 // One row of the vocabulary as values that noise is added to. It lies in the shards of all ranks, shard k of n with the ids
 // V k / n .. V (k + 1) / n.
-template <typename T>
 struct Row {
-    const T* logits;    // of the first shard
-    long long to_next;  // elements to the next
+    const float* logits;  // of the first shard
+    long long to_next;    // elements to the next
     long long vocab, shards;
     float scale;
     Process process;
@@ -29,15 +28,15 @@ struct Row {
     __device__ __forceinline__ void each(const Visit& visit) const {
         for (long long shard = 0; shard < shards; ++shard) {
             const int first = vocab * shard / shards, end = vocab * (shard + 1) / shards;
-            const T* part = logits + shard * to_next - first;
-            for (int id = first + threadIdx.x; id < end; id += THREADS) visit(id, process(widen(part[id]), scale, id));
+            const float* part = logits + shard * to_next - first;
+            for (int id = first + threadIdx.x; id < end; id += THREADS) visit(id, process(part[id], scale, id));
         }
     }
 };
 
 // What `visit(id, value, sums)` adds up over the row, the same in every thread; N sums at once.
-template <int N, typename T, typename Visit>
-__device__ __forceinline__ void sum_over(const Row<T>& row, float (&sums)[N], const Visit& visit) {
+template <int N, typename Visit>
+__device__ __forceinline__ void sum_over(const Row& row, float (&sums)[N], const Visit& visit) {
     __shared__ float warps[THREADS / 32][N];
 #pragma unroll
     for (int k = 0; k < N; ++k) sums[k] = 0.0f;
@@ -58,8 +57,8 @@ __device__ __forceinline__ void sum_over(const Row<T>& row, float (&sums)[N], co
 
 // The largest key whose ids of that or a higher key weigh at least `target` together: four bits a pass.
 // `weigh(id, value, key)` gives an id's weight and key, weight 0 for ids that do not count.
-template <typename T, typename Weigh>
-__device__ __forceinline__ unsigned descend(const Row<T>& row, float target, const Weigh& weigh) {
+template <typename Weigh>
+__device__ __forceinline__ unsigned descend(const Row& row, float target, const Weigh& weigh) {
     unsigned found = 0;
     for (int shift = 28; shift >= 0; shift -= 4) {
         float sums[15];  // of keys from found + 1, 2 .. 15 steps on
@@ -80,8 +79,8 @@ __device__ __forceinline__ unsigned descend(const Row<T>& row, float target, con
 }
 
 // The smallest head of what `cut` keeps that weighs at least `target`, where ids of one value weigh the same.
-template <typename T, typename Weight>
-__device__ __forceinline__ Cut smallest_head(const Row<T>& row, float target, const Cut& cut, const Weight& weight) {
+template <typename Weight>
+__device__ __forceinline__ Cut smallest_head(const Row& row, float target, const Cut& cut, const Weight& weight) {
     const unsigned key = descend(row, target, [&](int id, float v, unsigned& key) {
         key = ordered(v);
         return cut.keeps(key, id) ? weight(v) : 0.0f;
@@ -103,9 +102,8 @@ __device__ __forceinline__ Cut smallest_head(const Row<T>& row, float target, co
 }
 
 // min-p (p >= min_p max p), then top-k, then top-p (the fewest whose mass among what is left reaches it), as one cut a draw.
-template <typename T>
-__device__ __forceinline__ void filter(
-    const T* __restrict__ logits,            // [shards, rows, stride]: draws first .. first + rows
+extern "C" __global__ void __launch_bounds__(THREADS) filter(
+    const float* __restrict__ logits,        // [shards, rows, stride]: draws first .. first + rows
     const int* __restrict__ positions,       // [S] 0: nothing is drawn
     const float* __restrict__ temperatures,  // [S]
     const float* __restrict__ penalties,     // [S] or null
@@ -122,7 +120,7 @@ __device__ __forceinline__ void filter(
     const float temperature = temperatures[s], min_p = min_ps[s], top_p = top_ps[s];
     Cut cut = {0, INT_MAX};
     if (positions[s] > 0 && temperature > 0.0f && (min_p > 0.0f || top_k > 0 || top_p < 1.0f)) {
-        Row<T> row = {logits + blockIdx.x * stride, rows * stride, vocab, shards, __fdiv_rn(1.0f, temperature), {}};
+        Row row = {logits + blockIdx.x * stride, rows * stride, vocab, shards, __fdiv_rn(1.0f, temperature), {}};
         row.process.penalty = penalties ? penalties[s] : 1.0f;
         if (row.process.penalty != 1.0f) row.process.seen = seen + s * words;
         float top = -INFINITY;
@@ -147,15 +145,3 @@ __device__ __forceinline__ void filter(
     }
     if (threadIdx.x == 0) cuts[blockIdx.x] = cut;
 }
-
-#define FILTER(NAME, T)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS) NAME(                                                     \
-        const T* logits, const int* positions, const float* temperatures, const float* penalties,                   \
-        const unsigned* seen, const float* min_ps, const int* top_ks, const float* top_ps, Cut* cuts,               \
-        long long first, long long rows, long long stride, long long vocab, long long shards, long long words) {    \
-        filter<T>(logits, positions, temperatures, penalties, seen, min_ps, top_ks, top_ps, cuts, first, rows,      \
-                  stride, vocab, shards, words);                                                                    \
-    }
-
-FILTER(filter_f32, float)
-FILTER(filter_bf16, bf16)

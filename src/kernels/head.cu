@@ -1,6 +1,8 @@
 // From a chunk of logits to log-probabilities and entropies, and back to the gradient of the logits, one block a row.
 #include "scalar.cuh"
 
+constexpr int THREADS = 512;
+
 // Softmax statistics of a part of a row, kept relative to its largest element so that nothing overflows.
 struct Statistics {
     float max;      // m
@@ -129,17 +131,17 @@ __device__ __forceinline__ void backward(
 }
 
 #define HEAD(SUFFIX, N)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(512) head_forward_##SUFFIX(                                        \
+    extern "C" __global__ void __launch_bounds__(THREADS) head_forward_##SUFFIX(                                        \
         const float* logits, const long long* targets, float* logprobs, float* entropy, float* lse,                 \
         long long vocabulary, float inverse_temperature) {                                                          \
         forward<N, 16 / N>(logits, targets, logprobs, entropy, lse, vocabulary, inverse_temperature);               \
     }                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(512) head_backward_f32_##SUFFIX(                                   \
+    extern "C" __global__ void __launch_bounds__(THREADS) head_backward_f32_##SUFFIX(                                   \
         float* logits, const long long* targets, const float* lse, const float* entropy, const float* dlogprobs,    \
         const float* dentropy, long long vocabulary, float inverse_temperature) {                                   \
         backward<float, N, 16 / N>(logits, targets, lse, entropy, dlogprobs, dentropy, vocabulary, inverse_temperature); \
     }                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(512) head_backward_bf16_##SUFFIX(                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS) head_backward_bf16_##SUFFIX(                                  \
         float* logits, const long long* targets, const float* lse, const float* entropy, const float* dlogprobs,    \
         const float* dentropy, long long vocabulary, float inverse_temperature) {                                   \
         backward<bf16, N, 16 / N>(logits, targets, lse, entropy, dlogprobs, dentropy, vocabulary, inverse_temperature); \

@@ -2,6 +2,8 @@
 // depend on the GPU, so that the sums have the same bits everywhere.
 #include "scalar.cuh"
 
+constexpr int THREADS = 512;
+
 template <typename T>
 __device__ __forceinline__ void sum_of_squares(
     const T* __restrict__ x,       // [n]
@@ -31,9 +33,9 @@ __device__ __forceinline__ void sum_of_squares(
     partial[blockIdx.x] = sum;
 }
 
-extern "C" __global__ void __launch_bounds__(512) sum_of_squares_f32(const float* x, double* partial, long long n) {
+extern "C" __global__ void __launch_bounds__(THREADS) sum_of_squares_f32(const float* x, double* partial, long long n) {
     sum_of_squares(x, partial, n);
 }
-extern "C" __global__ void __launch_bounds__(512) sum_of_squares_bf16(const bf16* x, double* partial, long long n) {
+extern "C" __global__ void __launch_bounds__(THREADS) sum_of_squares_bf16(const bf16* x, double* partial, long long n) {
     sum_of_squares(x, partial, n);
 }

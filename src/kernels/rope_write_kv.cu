@@ -1,4 +1,4 @@
-// What stands between the query-key-value product and attention: bias, norm of every query and key head (optional both),
+// What stands between the query-key-value product and attention: norm of every query and key head (optional),
 // rotary embedding in the half-rotation convention (arXiv 2104.09864), and the write into the paged cache. Every step
 // rounds to T, as the trainer's does. A team of lanes has one head of one token; it moves N neighbours at once.
 #include "scalar.cuh"
@@ -13,11 +13,8 @@ template <typename T, int N>
 __device__ __forceinline__ void rope_write_kv(
     const T* __restrict__ q,            // [T, Hkv, G, hd]
     T* k,                               // [T, Hkv, hd], rotated in place
-    T* v,                               // [T, Hkv, hd], biased in place
+    const T* __restrict__ v,            // [T, Hkv, hd]
     Layout stride,
-    const T* __restrict__ q_bias,       // [Hkv, G, hd], rows of q_group, or null
-    const T* __restrict__ k_bias,       // [Hkv, hd], rows of kv_group, or null
-    const T* __restrict__ v_bias,       // [Hkv, hd], rows of kv_group, or null
     const T* __restrict__ q_norm,       // [hd] or null
     const T* __restrict__ k_norm,       // [hd] or null
     const float* __restrict__ table,    // [positions, hd]: cosines, then sines
@@ -38,9 +35,7 @@ __device__ __forceinline__ void rope_write_kv(
 
     const long long row = is_query ? token * stride.q_row + kv_head * stride.q_group + place * dim
                                    : token * stride.kv_row + kv_head * stride.kv_group;
-    const long long bias_row = is_query ? kv_head * stride.q_group + place * dim : kv_head * stride.kv_group;
     const T* from = (is_query ? q : is_value ? v : k) + row;
-    const T* bias = is_query ? q_bias : is_value ? v_bias : k_bias;
     const T* norm = is_query ? q_norm : is_value ? nullptr : k_norm;
 
     Pack<T, N> head[MOST][2];
@@ -53,11 +48,6 @@ __device__ __forceinline__ void rope_write_kv(
         for (int side = 0; side < 2; ++side) {
             auto& pack = head[m][side];
             pack = *reinterpret_cast<const Pack<T, N>*>(from + at + side * half);
-            if (bias) {
-                const auto more = *reinterpret_cast<const Pack<T, N>*>(bias + bias_row + at + side * half);
-#pragma unroll
-                for (int j = 0; j < N; ++j) narrow(widen(pack.at[j]) + widen(more.at[j]), pack.at[j]);
-            }
 #pragma unroll
             for (int j = 0; j < N; ++j) squares += widen(pack.at[j]) * widen(pack.at[j]);
         }
@@ -104,7 +94,7 @@ __device__ __forceinline__ void rope_write_kv(
         if (is_query) {
             store(q_out + ((static_cast<long long>(token) * kv_heads + kv_head) * group + place) * dim);
         } else {
-            store((is_value ? v : k) + row);
+            if (!is_value) store(k + row);
             if (slot >= 0) store((is_value ? v_cache : k_cache) + entry * dim);
         }
     }
@@ -112,13 +102,12 @@ __device__ __forceinline__ void rope_write_kv(
 
 #define ROPE_WRITE_KV(NAME, T, N)                                                                                    \
     extern "C" __global__ void __launch_bounds__(256) NAME(                                                         \
-        const T* q, T* k, T* v, long long q_row, long long q_group, long long kv_row, long long kv_group,           \
-        const T* q_bias, const T* k_bias, const T* v_bias, const T* q_norm, const T* k_norm, const float* table,    \
+        const T* q, T* k, const T* v, long long q_row, long long q_group, long long kv_row, long long kv_group,     \
+        const T* q_norm, const T* k_norm, const float* table,                                                       \
         const int* positions, const int* slots, T* q_out, T* k_cache, T* v_cache, long long tokens,                 \
         long long kv_heads, long long group, long long half, long long block_size, long long lanes, float eps) {    \
-        rope_write_kv<T, N>(q, k, v, {q_row, q_group, kv_row, kv_group}, q_bias, k_bias, v_bias, q_norm, k_norm,    \
-                            table, positions, slots, q_out, k_cache, v_cache, tokens, kv_heads, group, half,        \
-                            block_size, lanes, eps);                                                                \
+        rope_write_kv<T, N>(q, k, v, {q_row, q_group, kv_row, kv_group}, q_norm, k_norm, table, positions,          \
+                            slots, q_out, k_cache, v_cache, tokens, kv_heads, group, half, block_size, lanes, eps); \
     }
 
 ROPE_WRITE_KV(rope_write_kv_f32_x1, float, 1)

@@ -33,22 +33,21 @@ __device__ __noinline__ float gumbel(unsigned word) {
     return -static_cast<float>(log(static_cast<double>(rate)));
 }
 
-// RUN logits of ids first .. first + RUN as float; -inf outside of the shard.
-template <typename T, bool ALIGNED>
-__device__ __forceinline__ void load(const T* __restrict__ logits, long long column, long long width, float out[RUN]) {
+// RUN logits of ids first .. first + RUN; -inf outside of the shard.
+template <bool ALIGNED>
+__device__ __forceinline__ void load(const float* __restrict__ logits, long long column, long long width, float out[RUN]) {
     if (ALIGNED) {
-        constexpr int N = 16 / sizeof(T);
 #pragma unroll
-        for (int k = 0; k < RUN; k += N) {
-            const auto pack = *reinterpret_cast<const Pack<T, N>*>(logits + column + k);
+        for (int k = 0; k < RUN; k += 4) {
+            const auto four = *reinterpret_cast<const Pack<float, 4>*>(logits + column + k);
 #pragma unroll
-            for (int j = 0; j < N; ++j) out[k + j] = widen(pack.at[j]);
+            for (int j = 0; j < 4; ++j) out[k + j] = four.at[j];
         }
     } else {
 #pragma unroll
         for (int k = 0; k < RUN; ++k) {
             const long long at = column + k;
-            out[k] = at >= 0 && at < width ? widen(logits[at]) : -INFINITY;
+            out[k] = at >= 0 && at < width ? logits[at] : -INFINITY;
         }
     }
 }
@@ -116,9 +115,9 @@ __device__ __forceinline__ void reduce(State& state, double* out) {
     out[2] = static_cast<double>(peak) + log(static_cast<double>(sum)), out[3] = is_found ? state.best.id : -1;
 }
 
-template <typename T, bool ALIGNED, bool PROCESSED>
+template <bool ALIGNED, bool PROCESSED>
 __device__ __forceinline__ void sample(
-    const T* __restrict__ logits,            // [S, V of this rank], `stride` from row to row
+    const float* __restrict__ logits,        // [S, V of this rank], `stride` from row to row
     const unsigned* __restrict__ keys,       // [S, 2]
     const int* __restrict__ positions,       // [S] tokens so far; 0: nothing is drawn
     const float* __restrict__ temperatures,  // [S]
@@ -148,39 +147,35 @@ __device__ __forceinline__ void sample(
         process.seen = process.penalty == 1.0f ? nullptr : seen + s * words;
         process.cut = cuts && !draw.is_greedy ? cuts + 2 * s : nullptr;
     }
-    const T* row = logits + s * stride;
+    const float* row = logits + s * stride;
     const long long begin = first_id / RUN, count = (first_id + width + RUN - 1) / RUN - begin;
     const long long from = begin + count * part / parts, to = begin + count * (part + 1) / parts;
     State state;
     float upcoming[RUN];
-    if (from + threadIdx.x < to) load<T, ALIGNED>(row, (from + threadIdx.x) * RUN - first_id, width, upcoming);
+    if (from + threadIdx.x < to) load<ALIGNED>(row, (from + threadIdx.x) * RUN - first_id, width, upcoming);
     for (long long run = from + threadIdx.x; run < to; run += THREADS) {
         float values[RUN];
 #pragma unroll
         for (int k = 0; k < RUN; ++k) values[k] = upcoming[k];
-        if (run + THREADS < to) load<T, ALIGNED>(row, (run + THREADS) * RUN - first_id, width, upcoming);
+        if (run + THREADS < to) load<ALIGNED>(row, (run + THREADS) * RUN - first_id, width, upcoming);
         take<PROCESSED>(state, values, static_cast<int>(run * RUN), draw, process, bar);
     }
     reduce(state, out);
 }
 
-#define SAMPLE(NAME, T, ALIGNED, PROCESSED)                                                                          \
+#define SAMPLE(NAME, ALIGNED, PROCESSED)                                                                             \
     extern "C" __global__ void __launch_bounds__(THREADS, 2) NAME(                                                     \
-        const T* logits, const unsigned* keys, const int* positions, const float* temperatures,                     \
+        const float* logits, const unsigned* keys, const int* positions, const float* temperatures,                 \
         const float* penalties, const unsigned* seen, const unsigned* cuts, double* candidates, long long draws,    \
         long long width, long long stride, long long first_id, long long parts, long long words) {                  \
-        sample<T, ALIGNED, PROCESSED>(logits, keys, positions, temperatures, penalties, seen, cuts, candidates,     \
-                                      draws, width, stride, first_id, parts, words);                                \
+        sample<ALIGNED, PROCESSED>(logits, keys, positions, temperatures, penalties, seen, cuts, candidates, draws,  \
+                                   width, stride, first_id, parts, words);                                          \
     }
 
-SAMPLE(sample_f32_x1, float, false, false)
-SAMPLE(sample_f32_x8, float, true, false)
-SAMPLE(sample_bf16_x1, bf16, false, false)
-SAMPLE(sample_bf16_x8, bf16, true, false)
-SAMPLE(sample_processed_f32_x1, float, false, true)
-SAMPLE(sample_processed_f32_x8, float, true, true)
-SAMPLE(sample_processed_bf16_x1, bf16, false, true)
-SAMPLE(sample_processed_bf16_x8, bf16, true, true)
+SAMPLE(sample_x1, false, false)
+SAMPLE(sample_x8, true, false)
+SAMPLE(sample_processed_x1, false, true)
+SAMPLE(sample_processed_x8, true, true)
 
 // A warp decides one draw: the best of all parts, and ln softmax(logits / temperature) of its id. Where the log-sum-exp is not
 // finite or no id is left, the id is -1 and the log-probability not a number.

@@ -193,9 +193,13 @@ impl Pending {
     /// Waits on the host until the copy is done.
     ///
     /// # Errors
-    /// [`Error::Cuda`] when the copy failed.
-    pub fn wait(mut self) -> Result<()> {
-        self.event.take().map_or(Ok(()), |event| event.synchronize())
+    /// [`Error::Cuda`] when the copy failed, at every call.
+    pub fn wait(&mut self) -> Result<()> {
+        if let Some(event) = &self.event {
+            event.synchronize()?;
+        }
+        self.event = None;
+        Ok(())
     }
 
     /// Lets what libtorch queues from now on wait for the copy, and the host go on.
@@ -312,7 +316,7 @@ mod tests {
     fn a_copy_on_the_cpu_is_done_when_it_returns() {
         let mut pool = HostPool::new("pool_async_test", 4096, Device::Cpu, &mut |_, _| ()).unwrap();
         let tensor = Tensor::from_slice(&[1i64, 2, 3]);
-        let pending = pool.copy_from_async(8, &tensor).unwrap();
+        let mut pending = pool.copy_from_async(8, &tensor).unwrap();
         assert!(pending.is_done().unwrap());
         pending.wait().unwrap();
         let mut back = tensor.zeros_like();

@@ -150,10 +150,11 @@ impl Engine {
         Ok(rollout)
     }
 
-    /// Memory that the KV cache takes when the engine wakes; none while it holds sequences, whose blocks would lie elsewhere in
-    /// a larger one.
+    /// Memory that the KV cache and the buffers take when the engine wakes; none for the cache while it holds sequences, whose
+    /// blocks would lie elsewhere in a larger one.
     pub fn absent_bytes(&self) -> usize {
-        if self.kept.is_empty() { self.kv_cache.absent_bytes() } else { 0 }
+        let kv_cache = if self.kept.is_empty() { self.kv_cache.absent_bytes() } else { 0 };
+        kv_cache + self.gpu.as_ref().map_or(0, GpuState::absent_bytes)
     }
 
     /// Physical memory that the engine holds now; next to nothing while it sleeps, unless it keeps it.

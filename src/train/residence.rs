@@ -150,20 +150,18 @@ impl Residence {
     /// Waits until a state that leaves is in the pool; the memory of each piece goes as its copy is done.
     pub(super) fn left(&mut self) -> Result<()> {
         let start = Instant::now();
-        let (mut pieces, mut passage) = match std::mem::replace(&mut self.place, Place::OnHost) {
-            Place::Leaving(pieces, passage) => (pieces, passage),
-            other => {
-                self.place = other;
-                return Ok(());
-            }
-        };
-        while let Some((before, copy)) = pieces.pop_front() {
+        let Place::Leaving(pieces, _) = &mut self.place else { return Ok(()) };
+        // A state of which a piece failed to leave stays one that leaves: what is in the pool is not all of it.
+        while let Some((before, copy)) = pieces.front_mut() {
             copy.wait()?;
-            self.arena.shrink(before);
+            self.arena.shrink(*before);
+            pieces.pop_front();
         }
         self.host_is_current = true;
-        passage.waited += start.elapsed();
-        self.passages.push(passage);
+        if let Place::Leaving(_, mut passage) = std::mem::replace(&mut self.place, Place::OnHost) {
+            passage.waited += start.elapsed();
+            self.passages.push(passage);
+        }
         Ok(())
     }
 
@@ -211,17 +209,14 @@ impl Residence {
         match &self.place {
             Place::Here(state) => Ok(state.shallow_clone()),
             Place::Returning(state, copy, _) => copy.order_libtorch().map(|()| state.shallow_clone()),
-            Place::Leaving(..) | Place::OnHost => Err(Error::InvalidArgument {
-                op: "optimizer state",
-                expected: "it on the device (reload it first)".into(),
-                got: "offloaded".into(),
-            }),
+            Place::Leaving(..) | Place::OnHost => Err(offloaded()),
         }
     }
 
-    /// Whether the state can be stepped.
+    /// Whether the state can be stepped. Nothing waits for one that is on its way back.
     pub(super) fn check_here(&self) -> Result<()> {
-        if self.streams { Ok(()) } else { self.state().map(drop) }
+        let is_away = !self.streams && matches!(self.place, Place::Leaving(..) | Place::OnHost);
+        if is_away { Err(offloaded()) } else { Ok(()) }
     }
 
     /// Copies of master weights, m and v of some columns on `device`, wherever the state is.
@@ -273,6 +268,14 @@ impl Residence {
         // SAFETY: the view and all views of it stay in this room or in one call on it; `place` drops it before the range
         // behind it is given back, which waits for work queued on it: copies by their events, the rest by `unmap`.
         unsafe { self.arena.tensor(0, &[3, self.columns.count as i64], self.columns.kind) }
+    }
+}
+
+fn offloaded() -> Error {
+    Error::InvalidArgument {
+        op: "optimizer state",
+        expected: "it on the device (reload it first)".into(),
+        got: "offloaded".into(),
     }
 }
 

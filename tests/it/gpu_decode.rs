@@ -56,23 +56,14 @@ fn gpu_rope_and_cache_write_equal_the_cpus() {
     // Rounding after every step, as the trainer's: looser than one rounding.
     for (kind, bound) in [(Kind::Float, 1e-5), (Kind::BFloat16, 1e-2)] {
         for (kv_heads, group, dim) in [(2, 7, 128), (4, 1, 64), (1, 3, 96), (2, 2, 6), (1, 2, 256)] {
-            for (is_split, has_bias, has_norm) in
-                [(false, true, false), (false, false, true), (kv_heads == 1, true, true), (false, false, false)]
-            {
-                compare_rope(kind, bound, (kv_heads, group, dim), is_split, has_bias, has_norm);
+            for (is_split, has_norm) in [(false, false), (false, true), (kv_heads == 1, true)] {
+                compare_rope(kind, bound, (kv_heads, group, dim), is_split, has_norm);
             }
         }
     }
 }
 
-fn compare_rope(
-    kind: Kind,
-    bound: f64,
-    (kv_heads, group, dim): (i64, i64, i64),
-    is_split: bool,
-    has_bias: bool,
-    has_norm: bool,
-) {
+fn compare_rope(kind: Kind, bound: f64, (kv_heads, group, dim): (i64, i64, i64), is_split: bool, has_norm: bool) {
     const TOKENS: i64 = 9;
     let (block_size, blocks, eps) = (16, 5, 1e-6);
     let product = |rows: &[i64]| -> Vec<Tensor> {
@@ -86,26 +77,22 @@ fn compare_rope(
         [q, kv] => QkvViews::split(q, kv, group as usize),
         products => QkvViews::grouped(&products[0], kv_heads as usize, group as usize),
     };
-    let (products, biases, norms) = (product(&[TOKENS]), product(&[]), [rand(&[dim], kind), rand(&[dim], kind)]);
+    let (products, norms) = (product(&[TOKENS]), [rand(&[dim], kind), rand(&[dim], kind)]);
     let positions = random_ints(0, 1000, TOKENS);
     let slots = [3, 16, 17, -1, 79, 40, 41, 0, 64];
     let rope = Rope::new(dim as usize, 10_000.0, None);
 
     // On the CPU in float64.
-    let (wide, bias) = (views(&products), views(&biases));
-    let turned = |x: &Tensor, bias: &Tensor, norm: &Tensor| {
+    let wide = views(&products);
+    let turned = |x: &Tensor, norm: &Tensor| {
         let mut x = double(x);
-        if has_bias {
-            x += double(bias);
-        }
         if has_norm {
             x = rms_norm::forward(&x, &double(norm), eps).0;
         }
         rope::forward(&x, &rope.rows(&Tensor::from_slice(&positions), Kind::Double))
     };
-    let q = turned(&wide.q, &bias.q, &norms[0]).view([TOKENS, -1, dim]);
-    let k = turned(&wide.k, &bias.k, &norms[1]);
-    let v = if has_bias { double(&wide.v) + double(&bias.v) } else { double(&wide.v) };
+    let q = turned(&wide.q, &norms[0]).view([TOKENS, -1, dim]);
+    let (k, v) = (turned(&wide.k, &norms[1]), double(&wide.v));
     let cache = || Tensor::zeros([blocks, kv_heads, block_size, dim], (Kind::Double, Device::Cpu));
     let (k_cache, v_cache) = (cache(), cache());
     let kept = Tensor::from_slice(&[0i64, 1, 2, 4, 5, 6, 7, 8]);
@@ -113,20 +100,17 @@ fn compare_rope(
     let rows = kv_rows(&kept_slots, block_size as usize, kv_heads as usize);
     write_kv(&k_cache, &v_cache, &k.index_select(0, &kept), &v.index_select(0, &kept), &rows);
 
-    let (products, biases) = (products.iter().map(gpu).collect::<Vec<_>>(), biases.iter().map(gpu).collect::<Vec<_>>());
-    let (got, bias, norms) = (views(&products), views(&biases), norms.each_ref().map(gpu));
+    let products: Vec<_> = products.iter().map(gpu).collect();
+    let (got, norms) = (views(&products), norms.each_ref().map(gpu));
     let mut q_out = poison(&[TOKENS, kv_heads * group, dim], kind);
     let [got_k, got_v] = [&k_cache, &v_cache].map(|cache| cache.zeros_like().to_kind(kind).to_device(GPU));
-    let transform = HeadTransform {
-        bias: has_bias.then_some(&bias),
-        norms: has_norm.then_some((&norms[0], &norms[1], eps)),
-        rope: &rope.table(1000, GPU),
-    };
+    let transform =
+        HeadTransform { norms: has_norm.then_some((&norms[0], &norms[1], eps)), rope: &rope.table(1000, GPU) };
     kernels::rope_write_kv(&got, &transform, &ints(&positions), &ints(&slots), &mut q_out, &got_k, &got_v).unwrap();
     let pairs = [(&q_out, &q), (&got.k, &k), (&got.v, &v), (&got_k, &k_cache), (&got_v, &v_cache)];
     for ((got, expected), what) in pairs.into_iter().zip(["q", "k", "v", "k_cache", "v_cache"]) {
         let error = relative_error(got, expected);
-        assert!(error < bound, "{what} of {kind:?} {kv_heads} x {group} x {dim}, {is_split} {has_bias}: {error:e}");
+        assert!(error < bound, "{what} of {kind:?} {kv_heads} x {group} x {dim}, {is_split}: {error:e}");
     }
 }
 

@@ -221,7 +221,7 @@ fn gpu_copies_beside_other_work_arrive_before_what_needs_them() {
             let _ = busy.mm(&busy);
         }
         state.copy_(&values); // queued behind the products
-        let out = pool.copy_from_async(0, &state).unwrap();
+        let mut out = pool.copy_from_async(0, &state).unwrap();
         assert!(!out.is_done().unwrap(), "the copy waits for what writes its tensor");
         out.wait().unwrap();
         drop(state);

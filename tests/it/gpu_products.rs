@@ -167,10 +167,11 @@ fn gpu_gate_up_is_that_of_float32() {
     }
 }
 
-/// Microseconds of each product of a decode step of Qwen2.5-7B on one GPU, weights from memory, by how its algorithm is chosen.
+/// Microseconds of each product of a decode step of Qwen2.5-7B on one GPU, weights from memory, by how its algorithm is chosen: one
+/// that was timed is not slower than the first that the library names.
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_decode_products_run_near_the_floor() {
+fn gpu_timed_products_are_not_slower() {
     let (products, _current) = products();
     for (name, n, k, out_kind) in [
         ("qkv", 4608, 3584, Kind::BFloat16),
@@ -199,6 +200,7 @@ fn gpu_decode_products_run_near_the_floor() {
                 "{}",
                 json!({"test": "product", "name": name, "m": m, "first_us": times[0], "timed_us": times[1]})
             );
+            assert!(times[1] < 1.1 * times[0] + 1.5, "{m} rows of {name}: {times:?} us");
         }
     }
 }

@@ -223,6 +223,13 @@ fn gpu_one_rank_follows_plain_adamw() {
 }
 
 #[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_copy_back_that_a_step_waits_for_is_counted() {
+    let mesh = World::single_on(Backend::Nccl).unwrap().mesh(1, 1).unwrap();
+    state::counts_waiting(&mesh);
+}
+
+#[test]
 #[ignore = "needs two GPUs"]
 fn gpu_two_ranks_follow_plain_adamw() {
     ranks::run_on_gpus(2, "train::gpu_two_ranks_follow_plain_adamw", |world: World| {

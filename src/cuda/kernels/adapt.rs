@@ -102,14 +102,12 @@ fn tiles(rows: usize, across: usize, blocks: usize, sizes: &[usize]) -> (usize, 
 
 #[cfg(test)]
 mod tests {
+    use super::super::assert_declared;
     use super::*;
 
     #[test]
     fn the_source_has_the_same_constants() {
-        for (name, value) in [("THREADS", THREADS), ("SPLITS", SPLITS)] {
-            let line = format!("constexpr int {name} = {value};");
-            assert!(SOURCE.text.contains(&line), "{line}");
-        }
+        assert_declared(SOURCE, &[("THREADS", THREADS as usize), ("SPLITS", SPLITS as usize)]);
         assert!(SOURCE.text.contains(&format!("adapt_down<M, {DOWN_COLUMNS}>")));
         assert!(SOURCE.text.contains(&format!("adapt_up<M, {UP_COLUMNS}>")));
     }

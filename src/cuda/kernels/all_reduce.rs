@@ -178,18 +178,12 @@ impl Places {
 
 #[cfg(test)]
 mod tests {
+    use super::super::assert_declared;
     use super::*;
 
     #[test]
     fn the_source_has_the_same_constants() {
-        let control = "4 * MOST_BLOCKS * (1 + 2 * MOST_RANKS)".to_owned();
-        for (name, value) in [
-            ("MOST_RANKS", MOST_RANKS.to_string()),
-            ("MOST_BLOCKS", MOST_BLOCKS.to_string()),
-            ("CONTROL_BYTES", control),
-        ] {
-            let line = format!("constexpr int {name} = {value};");
-            assert!(SOURCE.text.contains(&line), "{line}");
-        }
+        assert_declared(SOURCE, &[("MOST_RANKS", MOST_RANKS), ("MOST_BLOCKS", MOST_BLOCKS)]);
+        assert!(SOURCE.text.contains("constexpr int CONTROL_BYTES = 4 * MOST_BLOCKS * (1 + 2 * MOST_RANKS);"));
     }
 }

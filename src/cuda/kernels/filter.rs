@@ -4,12 +4,12 @@
 use tch::{Kind, Tensor};
 
 use super::sample::Draws;
-use super::{Argument, address, invalid, kind_name, launch_early, ordinal};
+use super::{Argument, address, invalid, launch_early, ordinal};
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
 pub(super) const SOURCE: &Source = &nvrtc::FILTER;
-pub(super) const NAMES: &[&str] = &["filter_f32", "filter_bf16"];
+pub(super) const NAMES: &[&str] = &["filter"];
 
 const THREADS: u32 = 1024;
 
@@ -31,7 +31,7 @@ pub struct Filters<'a> {
 /// # Errors
 /// As [`super::sample`].
 pub fn filter(
-    logits: &Tensor, // [shards, R, at least V / shards] f32 or bf16
+    logits: &Tensor, // [shards, R, at least V / shards] f32
     vocab: usize,    // V; shard k of n has the ids V k / n .. V (k + 1) / n
     first: usize,    // the draw of row 0
     draws: &Draws,   // S; `cuts` is not read
@@ -48,7 +48,7 @@ pub fn filter(
     }
     let ([penalties, seen], words) = draws.penalty_arguments(OP, vocab, gpu)?;
     let arguments = [
-        address(OP, logits, logits.kind(), (shards * rows * stride) as usize, gpu)?,
+        address(OP, logits, Kind::Float, (shards * rows * stride) as usize, gpu)?,
         address(OP, draws.positions, Kind::Int, num_draws, gpu)?,
         address(OP, draws.temperatures, Kind::Float, num_draws, gpu)?,
         penalties,
@@ -64,8 +64,18 @@ pub fn filter(
         Argument::Count(shards),
         Argument::Count(words as i64),
     ];
-    let name = format!("filter_{}", kind_name(OP, logits)?);
     let blocks = num_draws.saturating_sub(first).min(rows as usize) as u32;
     // SAFETY: the kernel's parameters in order; one block a row that has a draw.
-    unsafe { launch_early(SOURCE, &name, gpu, (blocks, THREADS, 0), &arguments) }
+    unsafe { launch_early(SOURCE, OP, gpu, (blocks, THREADS, 0), &arguments) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::assert_declared;
+    use super::*;
+
+    #[test]
+    fn the_source_has_the_same_constants() {
+        assert_declared(SOURCE, &[("THREADS", THREADS as usize)]);
+    }
 }

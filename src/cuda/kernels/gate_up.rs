@@ -103,7 +103,13 @@ fn fills_the_chip(size: &[i64]) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::assert_declared;
     use super::*;
+
+    #[test]
+    fn the_source_has_the_same_constants() {
+        assert_declared(SOURCE, &[("ROWS", ROWS), ("FEATURES", FEATURES), ("THREADS", THREADS as usize)]);
+    }
 
     #[test]
     fn rows_fill_blocks_or_are_left_to_others() {

@@ -110,3 +110,14 @@ impl Rows {
         Ok(Self { gpu: ordinal(op, logits)?, rows: rows as usize, vocabulary: vocabulary as usize, width })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::assert_declared;
+    use super::*;
+
+    #[test]
+    fn the_source_has_the_same_constants() {
+        assert_declared(SOURCE, &[("THREADS", THREADS as usize)]);
+    }
+}

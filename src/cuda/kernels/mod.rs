@@ -233,6 +233,15 @@ fn blocks(items: usize, per_block: usize, most: usize) -> u32 {
     items.div_ceil(per_block).min(most) as u32
 }
 
+/// A grid for other constants than the source's would give wrong results, and no error.
+#[cfg(test)]
+fn assert_declared(source: &Source, constants: &[(&str, usize)]) {
+    for (name, value) in constants {
+        let line = format!("constexpr int {name} = {value};");
+        assert!(super::nvrtc::texts(source).any(|text| text.contains(&line)), "{line}");
+    }
+}
+
 fn invalid(op: &'static str, expected: impl Into<String>, got: impl std::fmt::Debug) -> Error {
     Error::InvalidArgument { op, expected: expected.into(), got: format!("{got:?}") }
 }

@@ -38,3 +38,14 @@ pub fn sums_of_squares(tensors: &[Tensor], // each [n] f32 or bf16
     }
     Ok(partials.f_sum_dim_intlist(1, false, Kind::Double)?)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::assert_declared;
+    use super::*;
+
+    #[test]
+    fn the_source_has_the_same_constants() {
+        assert_declared(SOURCE, &[("THREADS", THREADS as usize)]);
+    }
+}

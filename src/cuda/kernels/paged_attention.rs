@@ -294,7 +294,15 @@ pub fn paged_attention(
 
 #[cfg(test)]
 mod tests {
+    use super::super::assert_declared;
     use super::*;
+
+    #[test]
+    fn the_source_has_the_same_constants() {
+        assert_declared(PLAN, &[("PLANNERS", PLANNERS as usize)]);
+        assert_declared(ANY, &[("THREADS", THREADS), ("MOST", MOST_COLUMNS / THREADS)]);
+        assert_declared(SOURCE, &[("COLUMNS", ITEM_HEADS), ("WARPS", THREADS / 32)]);
+    }
 
     #[test]
     fn prefixes_are_told_of_where_that_was_measured_to_be_faster() {

@@ -145,7 +145,17 @@ fn cut_of(w: &Tensor) -> Option<Cut> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::assert_declared;
     use super::*;
+
+    #[test]
+    fn the_source_has_the_same_constants() {
+        assert_declared(SOURCE, &[("ROWS", MOST_ROWS), ("CONSUMERS", THREADS as usize - 32)]);
+        for features in FEATURES {
+            assert!(SOURCE.text.contains(&format!("PRODUCT(product, Plain, {features})")));
+            assert!(SOURCE.text.contains(&format!("PRODUCT(product_silu_mul, SwiGlu, {features})")));
+        }
+    }
 
     #[test]
     fn cuts_fill_the_chip_or_there_is_none() {

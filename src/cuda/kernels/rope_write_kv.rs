@@ -26,17 +26,16 @@ pub struct QkvViews {
 }
 
 impl QkvViews {
-    /// Views of a product [T, (H + 2 Hkv) hd] whose columns are grouped by key/value head; of its bias with T = 1.
+    /// Views of a product [T, (H + 2 Hkv) hd] whose columns are grouped by key/value head.
     pub fn grouped(product: &Tensor, num_kv_heads: usize, heads_per_group: usize) -> Self {
         let group = heads_per_group as i64;
-        let tokens = if product.dim() == 1 { 1 } else { product.size()[0] };
-        let heads = product.view([tokens, num_kv_heads as i64, group + 2, -1]);
+        let heads = product.view([product.size()[0], num_kv_heads as i64, group + 2, -1]);
         Self { q: heads.narrow(2, 0, group), k: heads.select(2, group), v: heads.select(2, group + 1) }
     }
 
-    /// Views of a query product [T, H hd] and of the product of one key/value head [T, 2 hd]; of their biases with T = 1.
+    /// Views of a query product [T, H hd] and of the product of one key/value head [T, 2 hd].
     pub fn split(q: &Tensor, kv: &Tensor, num_heads: usize) -> Self {
-        let tokens = if q.dim() == 1 { 1 } else { q.size()[0] };
+        let tokens = q.size()[0];
         let kv = kv.view([tokens, 1, 2, -1]);
         Self { q: q.view([tokens, 1, num_heads as i64, -1]), k: kv.select(2, 0), v: kv.select(2, 1) }
     }
@@ -45,16 +44,13 @@ impl QkvViews {
 /// What [`rope_write_kv`] applies to every head.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadTransform<'a> {
-    /// Views with T = 1 and the strides of the product's; none where the product has its bias already.
-    pub bias: Option<&'a QkvViews>,
     /// Weights of the query and the key norm, `[hd]` each, and their epsilon.
     pub norms: Option<(&'a Tensor, &'a Tensor, f64)>,
     /// Cosines, then sines, of every position: [positions, hd] f32, as [`crate::ops::rope::Rope::table`] makes it.
     pub rope: &'a Tensor,
 }
 
-/// q_out = rope(norm(q + bias)); k and v are transformed in place (v: bias alone) and written into the cache at
-/// `slot_mapping`. Every step rounds to the tensors' kind. Allocates nothing.
+/// q_out = rope(norm(q)); k is transformed in place, and written with v into the cache at `slot_mapping`. Every step rounds to the tensors' kind. Allocates nothing.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
@@ -71,20 +67,10 @@ pub fn rope_write_kv(
     let (gpu, kind) = (ordinal(OP, &qkv.q)?, qkv.q.kind());
     let shape = Shape::of(&qkv.q, k_cache)?;
     let Shape { tokens, kv_heads, group, dim, block_size } = shape;
-    let [(q, q_row, q_group), (k, kv_row, kv_group), (v, v_row, v_group)] = shape.addresses(qkv, tokens, kind, gpu)?;
+    let [(q, q_row, q_group), (k, kv_row, kv_group), (v, v_row, v_group)] = shape.addresses(qkv, kind, gpu)?;
     if (kv_row, kv_group) != (v_row, v_group) {
         return Err(invalid(OP, "keys and values of the same strides", (qkv.k.stride(), qkv.v.stride())));
     }
-    let bias = match transform.bias {
-        None => [Argument::NULL; 3],
-        Some(bias) => {
-            let [q, k, v] = shape.addresses(bias, 1, kind, gpu)?;
-            if [(q.2, k.2, v.2)] != [(q_group, kv_group, kv_group)] {
-                return Err(invalid(OP, "a bias with the head strides of the product", bias.q.stride()));
-            }
-            [q.0, k.0, v.0]
-        }
-    };
     let norms = transform.norms.map(|(q, k, _)| [q, k]);
     let [q_norm, k_norm] = [0, 1].map(|at| address_or_null(OP, norms.map(|norms| norms[at]), kind, dim, gpu));
     let cache_len = k_cache.numel();
@@ -102,9 +88,6 @@ pub fn rope_write_kv(
         Argument::Count(q_group),
         Argument::Count(kv_row),
         Argument::Count(kv_group),
-        bias[0],
-        bias[1],
-        bias[2],
         q_norm?,
         k_norm?,
         address(OP, transform.rope, Kind::Float, transform.rope.numel() / dim * dim, gpu)?,
@@ -155,9 +138,9 @@ impl Shape {
         }
     }
 
-    /// (address, row stride, head stride) of q, k and v with `rows` rows.
-    fn addresses(&self, views: &QkvViews, rows: usize, kind: Kind, gpu: usize) -> Result<[(Argument, i64, i64); 3]> {
-        let [rows, kv_heads, group, dim] = [rows, self.kv_heads, self.group, self.dim].map(|size| size as i64);
+    /// (address, row stride, head stride) of q, k and v.
+    fn addresses(&self, views: &QkvViews, kind: Kind, gpu: usize) -> Result<[(Argument, i64, i64); 3]> {
+        let [rows, kv_heads, group, dim] = [self.tokens, self.kv_heads, self.group, self.dim].map(|size| size as i64);
         let one = |tensor: &Tensor, shape: &[i64]| {
             let at = strided("rope_write_kv", tensor, kind, shape, gpu)?;
             let stride = tensor.stride();
@@ -174,9 +157,8 @@ impl Shape {
     /// The widest pack that half a head, all strides and all addresses allow.
     fn width(&self, qkv: &QkvViews, transform: &HeadTransform, others: &[&Tensor], kind: Kind) -> usize {
         let widest = 16 / kind.elt_size_in_bytes();
-        let bias = transform.bias.iter().flat_map(|bias| [&bias.q, &bias.k, &bias.v]);
         let norms = transform.norms.iter().flat_map(|norms| [norms.0, norms.1]);
-        let all = [&qkv.q, &qkv.k, &qkv.v].into_iter().chain(bias).chain(norms).chain(others.iter().copied());
+        let all = [&qkv.q, &qkv.k, &qkv.v].into_iter().chain(norms).chain(others.iter().copied());
         let fits = |tensor: &Tensor| {
             let strides = tensor.stride();
             let outer = &strides[..strides.len() - 1];

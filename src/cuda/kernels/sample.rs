@@ -3,22 +3,12 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, address, address_or_null, invalid, is_aligned, kind_name, launch_early, ordinal, strided};
+use super::{Argument, address, address_or_null, invalid, is_aligned, launch_early, ordinal, strided};
 use crate::cuda::nvrtc::{self, Source};
 use crate::error::Result;
 
 pub(super) const SOURCE: &Source = &nvrtc::SAMPLE;
-pub(super) const NAMES: &[&str] = &[
-    "sample_f32_x1",
-    "sample_f32_x8",
-    "sample_bf16_x1",
-    "sample_bf16_x8",
-    "sample_processed_f32_x1",
-    "sample_processed_f32_x8",
-    "sample_processed_bf16_x1",
-    "sample_processed_bf16_x8",
-    "combine",
-];
+pub(super) const NAMES: &[&str] = &["sample_x1", "sample_x8", "sample_processed_x1", "sample_processed_x8", "combine"];
 
 const THREADS: u32 = 512;
 /// Ids that a thread takes at once.
@@ -55,13 +45,13 @@ pub fn sample_parts(draws: usize, vocab_len: usize) -> usize {
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
 pub fn sample(
-    logits: &Tensor,         // [S, V of this rank] f32 or bf16, rows of stride 1
+    logits: &Tensor,         // [S, V of this rank] f32, rows of stride 1
     first_id: usize,         // id of the first column
     draws: &Draws,           // S
     candidates: &mut Tensor, // [parts, S, 4] f64
 ) -> Result<()> {
     const OP: &str = "sample";
-    let (gpu, kind, num_draws) = (ordinal(OP, logits)?, logits.kind(), draws.positions.numel());
+    let (gpu, num_draws) = (ordinal(OP, logits)?, draws.positions.numel());
     let (&[rows, vocab], &[parts, _, CANDIDATE_WORDS]) = (&logits.size()[..], &candidates.size()[..]) else {
         return Err(invalid(OP, "logits [S, V] and candidates [parts, S, 4]", (logits.size(), candidates.size())));
     };
@@ -71,7 +61,7 @@ pub fn sample(
     }
     let ([penalties, seen], words) = draws.penalty_arguments(OP, first_id + vocab as usize, gpu)?;
     let arguments = [
-        strided(OP, logits, kind, &[rows, vocab], gpu)?,
+        strided(OP, logits, Kind::Float, &[rows, vocab], gpu)?,
         address(OP, draws.keys, Kind::Int, 2 * num_draws, gpu)?,
         address(OP, draws.positions, Kind::Int, num_draws, gpu)?,
         address(OP, draws.temperatures, Kind::Float, num_draws, gpu)?,
@@ -89,7 +79,7 @@ pub fn sample(
     let is_aligned =
         [first_id, vocab as usize, row_stride as usize].iter().all(|len| len.is_multiple_of(RUN)) && is_aligned(logits);
     let processed = if draws.penalties.is_some() || draws.cuts.is_some() { "_processed" } else { "" };
-    let name = format!("sample{processed}_{}_x{}", kind_name(OP, logits)?, if is_aligned { RUN } else { 1 });
+    let name = format!("sample{processed}_x{}", if is_aligned { RUN } else { 1 });
     // SAFETY: the kernel's parameters in order; one block a part of a draw.
     unsafe { launch_early(SOURCE, &name, gpu, ((parts as usize * num_draws) as u32, THREADS, 0), &arguments) }
 }
@@ -138,4 +128,15 @@ pub fn combine(
     ];
     // SAFETY: the kernel's parameters in order; a warp a draw.
     unsafe { launch_early(SOURCE, OP, gpu, (draws as u32, 32, 0), &arguments) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::assert_declared;
+    use super::*;
+
+    #[test]
+    fn the_source_has_the_same_constants() {
+        assert_declared(SOURCE, &[("THREADS", THREADS as usize), ("RUN", RUN)]);
+    }
 }

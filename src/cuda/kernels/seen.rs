@@ -64,3 +64,14 @@ pub fn mark_seen(
     // SAFETY: the kernel's parameters in order; one block a draw. Blocks and ids are the caller's.
     unsafe { launch_early(SOURCE, OP, gpu, (draws as u32, THREADS as u32, 0), &arguments) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::assert_declared;
+    use super::*;
+
+    #[test]
+    fn the_source_has_the_same_constants() {
+        assert_declared(SOURCE, &[("THREADS", THREADS)]);
+    }
+}

@@ -180,7 +180,7 @@ impl Network<'_> {
         let mut q = self.buffers.q.narrow(0, 0, rows).view([rows, -1, self.spec.head_dim as i64]);
         let (k_cache, v_cache) = self.kv_cache.layer(layer);
         let norms = w.q_norm.as_ref().zip(w.k_norm.as_ref()).map(|(q, k)| (q, k, self.spec.rms_norm_eps));
-        let transform = HeadTransform { bias: None, norms, rope: self.rope };
+        let transform = HeadTransform { norms, rope: self.rope };
         let Tokens { positions, slots, .. } = *tokens;
         self.op(Op::RopeWriteKv, || {
             kernels::rope_write_kv(&qkv, &transform, positions, slots, &mut q, &k_cache, &v_cache)

@@ -157,6 +157,11 @@ impl GpuState {
         Ok(if are_faster { most } else { OwnProducts::None })
     }
 
+    /// Memory that waking has to map.
+    pub(in crate::rollout) fn absent_bytes(&self) -> usize {
+        self.arena.reserved_bytes() - self.arena.mapped_bytes()
+    }
+
     /// Gives the buffers' memory back. Never fails: the arena keeps an error for the next wake.
     pub(in crate::rollout) fn sleep(&mut self) {
         self.buffers = None;

@@ -2,17 +2,18 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 use colo_grpo::Result;
 use colo_grpo::dist::{Mesh, World, all_gather_bytes};
-use colo_grpo::memory::{Ledger, Place};
-use colo_grpo::model::{ParamName, Unit, UnitLayout};
+use colo_grpo::memory::{HostPool, Ledger, Place};
+use colo_grpo::model::{ModelSpec, ParamName, ParamTable, Unit, UnitLayout};
 use colo_grpo::train::{
     GradientOptions, OptimizerHome, ParamShard, ParamState, Policy, Reference, TrainedModel, reference_bytes,
 };
 use tch::{Kind, Tensor};
 
-use super::run::{LR, MAX_GRAD_NORM, Run, initial, max_difference, weights};
+use super::run::{LR, MAX_GRAD_NORM, Run, initial, max_difference, spec, weights};
 use crate::ranks;
 
 #[test]
@@ -52,6 +53,30 @@ pub fn offloads(mesh: &Mesh) {
         policy.offload_optimizer().unwrap();
         policy.reload_optimizer().unwrap();
         assert!(state(&policy) == state(&resident), "stage {stage}");
+    }
+}
+
+/// A step waits for a state that is still on its way back, and the transition says so; one that came in time was not waited for.
+pub fn counts_waiting(mesh: &Mesh) {
+    let run = Run::new(0, Kind::Float);
+    let table = Arc::new(ParamTable::new(Arc::new(ModelSpec { vocab_size: 1 << 21, ..spec(false) }), 1));
+    let bytes = TrainedModel::whole(&table, run.stage, run.kind, run.gradients).bytes().optimizer;
+    let pool = HostPool::new("train_test", bytes, mesh.world.device(), &mut |_, _| ()).unwrap();
+    let zeros = |layout: &UnitLayout| Ok(Tensor::zeros([layout.len as i64], (Kind::Float, mesh.world.device())));
+    let mut policy = Policy::with_home(table, mesh, run.options(mesh), OptimizerHome::Swap(pool), &zeros).unwrap();
+    for comes_in_time in [false, true, false] {
+        policy.offload_optimizer().unwrap();
+        policy.finish_offload().unwrap();
+        let out = policy.take_transitions().unwrap();
+        policy.reload_optimizer().unwrap();
+        if comes_in_time {
+            tch::Cuda::synchronize(0);
+        }
+        let _ = policy.optimizer_step(LR, MAX_GRAD_NORM).unwrap();
+        let back = policy.take_transitions().unwrap();
+        assert_eq!((out.bytes, back.bytes), (policy.optimizer_bytes(), policy.optimizer_bytes()));
+        let is_exposed = back.exposed > back.copying / 2;
+        assert_eq!(is_exposed, !comes_in_time, "{back:?}");
     }
 }
 
