@@ -34,8 +34,8 @@ pub struct FileRecord {
 }
 
 impl FileRecord {
-    /// Reads and hashes a file.
-    fn of(folder: &Path, path: &str) -> Result<Self> {
+    /// Reads and hashes a file; `moved` is called for every MiB.
+    fn of(folder: &Path, path: &str, moved: &mut dyn FnMut()) -> Result<Self> {
         let full = folder.join(path);
         let mut file = File::open(&full).map_err(Error::io(&full))?;
         let (mut hasher, mut bytes, mut buffer) = (Sha256::new(), 0, vec![0; 1 << 20]);
@@ -45,6 +45,7 @@ impl FileRecord {
                 count => {
                     hasher.update(&buffer[..count]);
                     bytes += count as u64;
+                    moved();
                 }
             }
         }
@@ -75,7 +76,7 @@ impl Manifest {
         let mut files = known;
         for path in files_below(folder)? {
             if !files.iter().any(|record| record.path == path) {
-                files.push(FileRecord::of(folder, &path)?);
+                files.push(FileRecord::of(folder, &path, &mut || ())?); // on a helper's thread
             }
         }
         files.sort_by(|a, b| a.path.cmp(&b.path));
@@ -85,11 +86,11 @@ impl Manifest {
         std::fs::write(&path, text + "\n").map_err(Error::io(path))
     }
 
-    /// Checks every file's size, then every hash.
+    /// Checks every file's size, then every hash; `moved` is called for every MiB that is read.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] naming the first file that is missing or differs.
-    pub fn verify(folder: &Path) -> Result<()> {
+    pub fn verify(folder: &Path, moved: &mut dyn FnMut()) -> Result<()> {
         let bad = |file: &str, message: String| Error::Checkpoint {
             path: folder.to_owned(),
             message: format!("{file}: {message}"),
@@ -103,7 +104,7 @@ impl Manifest {
             record.check_size(folder).map_err(|message| bad(&record.path, message))?;
         }
         for record in &manifest.files {
-            if FileRecord::of(folder, &record.path)? != *record {
+            if FileRecord::of(folder, &record.path, moved)? != *record {
                 return Err(bad(&record.path, "the contents changed since it was written (SHA-256)".to_owned()));
             }
         }
@@ -155,8 +156,9 @@ mod tests {
             std::fs::write(folder.path().join(name), text).unwrap();
         }
         Manifest::write(folder.path(), Vec::new()).unwrap();
-        Manifest::verify(folder.path()).unwrap();
-        let message = || Manifest::verify(folder.path()).unwrap_err().to_string();
+        let verify = || Manifest::verify(folder.path(), &mut || ());
+        verify().unwrap();
+        let message = || verify().unwrap_err().to_string();
         std::fs::write(folder.path().join("a"), "oxe").unwrap();
         assert!(message().contains("a: the contents changed"), "{}", message());
         std::fs::write(folder.path().join("a"), "on").unwrap();
@@ -164,5 +166,15 @@ mod tests {
         std::fs::remove_file(folder.path().join("optimizer/b")).unwrap();
         std::fs::write(folder.path().join("a"), "one").unwrap();
         assert!(message().contains("optimizer/b"), "{}", message());
+    }
+
+    #[test]
+    fn every_mebibyte_is_told() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("large"), vec![7; 5 << 19]).unwrap();
+        Manifest::write(folder.path(), Vec::new()).unwrap();
+        let mut num_told = 0;
+        Manifest::verify(folder.path(), &mut || num_told += 1).unwrap();
+        assert_eq!(num_told, 3);
     }
 }

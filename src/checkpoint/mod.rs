@@ -80,15 +80,16 @@ pub fn export(output_dir: &Path, base_dir: &Path, world: &World, policy: Option<
     agreed.map(|()| complete)
 }
 
-/// The newest checkpoint of a run that is complete; damaged ones are named loudly and passed over.
+/// The newest checkpoint of a run that is complete; damaged ones are named loudly and passed over. `moved` is called for every
+/// MiB that is read.
 ///
 /// # Errors
 /// [`Error::Checkpoint`] if there are checkpoints and none is valid.
-pub fn find_latest(output_dir: &Path) -> Result<Option<PathBuf>> {
+pub fn find_latest(output_dir: &Path, moved: &mut dyn FnMut()) -> Result<Option<PathBuf>> {
     let all = folder::list(output_dir)?;
     let mut faults = Vec::new();
     for folder in all.iter().rev() {
-        match Manifest::verify(folder) {
+        match Manifest::verify(folder, moved) {
             Ok(()) => return Ok(Some(folder.clone())),
             Err(error) => {
                 eprintln!("warning: {error}; trying the checkpoint before it");
@@ -121,7 +122,7 @@ impl Checkpoint {
     /// [`Error::Checkpoint`] naming the damaged file.
     pub fn open(folder: &Path, verify: bool) -> Result<Self> {
         if verify {
-            Manifest::verify(folder)?;
+            Manifest::verify(folder, &mut phase::beat)?;
         }
         Ok(Self { folder: folder.to_owned(), state: TrainerState::read(folder)? })
     }

@@ -1,12 +1,18 @@
 //! Which checkpoint a run goes on from, and whether it may.
 
 use std::path::Path;
+use std::time::{Duration, Instant};
 
+use super::manifest::Manifest;
 use super::{Checkpoint, find_latest, list};
 use crate::config::KeyChange;
-use crate::dist::{World, all_gather_bytes};
+use crate::dist::{World, all_gather_bytes, any_rank};
 use crate::error::{Error, Result};
 use crate::metrics::redact;
+use crate::phase;
+
+/// How often the first rank meets those that wait for it.
+const MEET: Duration = Duration::from_millis(100);
 
 /// What a run's configuration says of resuming.
 #[derive(Debug, Clone, Copy)]
@@ -20,7 +26,7 @@ pub struct ResumeOptions<'a> {
 }
 
 /// The checkpoint to resume from, chosen and verified by the first rank, the same on all; `changes` names what differs from the
-/// run that made it and would change the result. Collective over the world.
+/// run that made it and would change the result. Collective over the world; the ranks are to agree on what it returns.
 ///
 /// # Errors
 /// [`Error::Checkpoint`] for one that is damaged; [`Error::InvalidValue`] for changes, unless the resume is forced, and for a
@@ -30,12 +36,11 @@ pub fn resume(
     world: &World,
     changes: &dyn Fn(&Checkpoint) -> Result<Vec<String>>,
 ) -> Result<Option<Checkpoint>> {
-    let choose = || match options.from {
+    let folder = on_first_rank(world, |moved| match options.from {
         None => refuse_earlier_run(options.output_dir).map(|()| None),
-        Some("latest") => find_latest(options.output_dir),
-        Some(folder) => Checkpoint::open(Path::new(folder), true).map(|checkpoint| Some(checkpoint.folder)),
-    };
-    let folder = world.agree(if world.rank() == 0 { choose() } else { Ok(None) })?;
+        Some("latest") => find_latest(options.output_dir, moved),
+        Some(folder) => Manifest::verify(Path::new(folder), moved).map(|()| Some(folder.into())),
+    })?;
     let text = folder.map(|folder| folder.to_string_lossy().into_owned()).unwrap_or_default();
     let gathered = all_gather_bytes(&*world.group(), text.as_bytes())?;
     let folder = String::from_utf8_lossy(&gathered[0]).into_owned();
@@ -45,12 +50,31 @@ pub fn resume(
         }
         return Ok(None);
     }
-    let opened = Checkpoint::open(Path::new(&folder), false);
-    let checked = opened.and_then(|checkpoint| {
-        check_changes(&checkpoint, changes(&checkpoint)?, options.is_forced, world.rank() == 0)?;
-        Ok(Some(checkpoint))
+    let checkpoint = Checkpoint::open(Path::new(&folder), false)?;
+    check_changes(&checkpoint, changes(&checkpoint)?, options.is_forced, world.rank() == 0)?;
+    Ok(Some(checkpoint))
+}
+
+/// What `work` makes on the first rank and nothing on the others, which wait for as long as it tells that it moves: reading all
+/// of a checkpoint may take longer than a collective's time limit. Collective over the world.
+fn on_first_rank<T: Default>(world: &World, work: impl FnOnce(&mut dyn FnMut()) -> Result<T>) -> Result<T> {
+    let group = world.group();
+    if world.rank() > 0 {
+        while !any_rank(&*group, false)? {}
+        return Ok(T::default());
+    }
+    let (mut met, mut last) = (Ok(false), Instant::now());
+    let made = work(&mut || {
+        phase::beat();
+        if met.is_ok() && last.elapsed() >= MEET {
+            met = any_rank(&*group, false);
+            last = Instant::now();
+        }
     });
-    world.agree(checked)
+    met?;
+    let made = made?; // of a failure the others hear where all agree
+    any_rank(&*group, true)?;
+    Ok(made)
 }
 
 /// Changes as they are told: keys that change the result, and `(name, old, new)` that several keys come to on the old and the
@@ -94,4 +118,37 @@ fn check_changes(checkpoint: &Checkpoint, changes: Vec<String>, is_forced: bool,
          same generation_batch_size), or force_resume = true; changed: {changes}"
     );
     Err(Error::invalid_value("resume_from_checkpoint", folder, expected))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dist::testing;
+
+    #[test]
+    fn a_first_rank_that_moves_is_waited_for_beyond_a_collective_s_limit() {
+        let timeout = Duration::from_secs(1);
+        let made = testing::worlds_with(3, 4096, timeout, |world| {
+            on_first_rank(&world, |moved| {
+                let start = Instant::now();
+                while start.elapsed() < 2 * timeout {
+                    std::thread::sleep(Duration::from_millis(10));
+                    moved();
+                }
+                Ok(Some(world.rank()))
+            })
+            .unwrap()
+        });
+        assert_eq!(made, [Some(0), None, None]);
+    }
+
+    #[test]
+    fn what_the_first_rank_fails_with_reaches_those_that_wait() {
+        let errors = testing::worlds(2, |world| {
+            let made = on_first_rank::<()>(&world, |_| Err(Error::NonFinite { message: "a test".to_owned() }));
+            world.agree(made).unwrap_err()
+        });
+        assert!(matches!(errors[0], Error::NonFinite { .. }), "{}", errors[0]);
+        assert!(matches!(errors[1], Error::PeerFailed { rank: 0, .. }), "{}", errors[1]);
+    }
 }

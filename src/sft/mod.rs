@@ -63,8 +63,10 @@ impl Sft {
     /// # Errors
     /// Whatever is wrong with configuration, files or memory, before anything is trained.
     pub fn new(config: SftConfig, world: Arc<World>) -> Result<Self> {
-        let checkpoint = load::find_checkpoint(&config, &world)?;
-        let loaded = phase::scope(Phase::Load, || load::load(config, world.clone(), checkpoint));
+        let loaded = phase::scope(Phase::Load, || {
+            let checkpoint = load::find_checkpoint(&config, &world)?;
+            load::load(config, world.clone(), checkpoint)
+        });
         world.agree(loaded)
     }
 

@@ -115,8 +115,10 @@ impl Trainer {
     /// As [`Trainer::new`].
     pub fn with_pool(config: Config, world: Arc<World>, rewards: RewardPool) -> Result<Self> {
         setup::arm_fault(&config, world.rank());
-        let checkpoint = setup::find_checkpoint(&config, &world)?;
-        let loaded = phase::scope(Phase::Load, || setup::load(config, rewards, world.clone(), checkpoint));
+        let loaded = phase::scope(Phase::Load, || {
+            let checkpoint = setup::find_checkpoint(&config, &world)?;
+            setup::load(config, rewards, world.clone(), checkpoint)
+        });
         world.agree(loaded)
     }
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use colo_grpo::Result;
-use colo_grpo::checkpoint::{Checkpoint, CheckpointOptions, SavedConfig, Saver, TrainerState, find_latest};
+use colo_grpo::checkpoint::{self, Checkpoint, CheckpointOptions, SavedConfig, Saver, TrainerState};
 use colo_grpo::config::GradientCheckpointing;
 use colo_grpo::data::SamplerState;
 use colo_grpo::dist::World;
@@ -25,6 +25,10 @@ const KILLED_VARIABLE: &str = "COLO_GRPO_TEST_SAVES";
 const SHARD: &str = "optimizer/rank_00000_of_00001.safetensors";
 const PARTS: [&str; 3] = ["master", "m", "v"];
 const NUM_UPDATES: u64 = 5;
+
+fn find_latest(output_dir: &Path) -> Result<Option<PathBuf>> {
+    checkpoint::find_latest(output_dir, &mut || ())
+}
 
 /// A policy of one rank whose moments are not zero.
 fn policy(kind: Kind) -> Policy {
