@@ -277,10 +277,10 @@ impl Trainer {
     /// Saves what was reached, if `error` is that rewards failed for good; gives `error` back. Collective over the world.
     fn save_without_rewards(&mut self, error: Error) -> Result<RunSummary> {
         if error.exit_code() == ExitCode::RewardService {
-            if self.progress.global_step > self.saved_step {
-                self.save()?;
+            let begun = if self.progress.global_step > self.saved_step { self.save().map(drop) } else { Ok(()) };
+            if let Err(failure) = begun.and_then(|()| self.saver.finish(&self.world)) {
+                tracing::warn!("what was reached is not saved: {failure}");
             }
-            self.saver.finish(&self.world)?;
         }
         Err(error)
     }

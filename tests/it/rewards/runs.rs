@@ -57,6 +57,12 @@ fn a_service_that_dies_saves_what_was_reached_and_is_resumed() {
     assert_eq!(straight.code, Some(0), "{}", straight.stderr);
     let left = |run: &str| fs::read(folder.path().join(run).join("final/model.safetensors")).unwrap();
     assert!(left("run") == left("straight"), "other weights than undisturbed");
+
+    // A save that fails, too, is told and hides nothing.
+    fs::write(&broken, "").unwrap();
+    fs::remove_file(folder.path().join("mine.py.calls")).unwrap();
+    let ended = run(&format!("{} fault=0:1:checkpoint:error", line("unsaved")));
+    ended.assert_error("unsaved", 14, &["step 1, reward: reward 'counting'", "what was reached is not saved: "]);
 }
 
 /// 30: failures reach the metrics by reward and kind.
