@@ -236,7 +236,10 @@ impl World {
             Err(unreached) => return Err(result.err().unwrap_or(unreached)),
         };
         if let (Some(_), Some(nccl)) = (&verdict, &self.nccl) {
-            nccl.rebuild()?;
+            // The verdict is the cause: what cannot be rebuilt fails in the next collective.
+            if let Err(error) = nccl.rebuild() {
+                tracing::error!("after a failure the GPUs' groups cannot be made anew: {error}");
+            }
         }
         match (verdict, result) {
             (None, result) => result,
