@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -55,14 +56,17 @@ impl Saver {
             let Some(policy) = policy else { return world.agree(Ok(None)) };
             let part = Part::new(&temporary, &complete, &self.options, world, policy, state);
             let begun = phase::scope(Phase::Checkpoint, || match self.options.save_async {
-                true => Snapshot::take(policy, world.rank() == 0).map(|snapshot| Some((part, snapshot))),
+                true => {
+                    let snapshot = Snapshot::take(policy, world.rank() == 0)?;
+                    Ok(Some((InFlight::ready()?, (part, snapshot))))
+                }
                 false => write_now(part, policy).map(|()| None),
             });
             world.agree(begun)
         });
         self.is_under_way = begun.is_ok() && self.options.save_async;
         match begun {
-            Ok(Some((part, snapshot))) => self.in_flight = Some(InFlight::start(part, snapshot)?),
+            Ok(Some((writer, work))) => self.in_flight = Some(writer.start(work)),
             Ok(None) => {}
             Err(error) => {
                 if world.rank() == 0 {
@@ -91,30 +95,42 @@ impl Saver {
 #[derive(Debug)]
 struct InFlight {
     thread: Option<JoinHandle<Result<()>>>,
+    work: Option<Sender<(Part, Snapshot)>>, // until it starts
     abandoned: Arc<AtomicBool>,
 }
 
 impl Drop for InFlight {
     fn drop(&mut self) {
+        self.work = None;
         self.abandoned.store(true, Ordering::Relaxed);
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
 
 impl InFlight {
-    fn start(part: Part, snapshot: Snapshot) -> Result<Self> {
+    /// A thread that writes nothing yet: ranks begin once each has one.
+    fn ready() -> Result<Self> {
         let abandoned = Arc::new(AtomicBool::new(false));
         let seen = abandoned.clone();
-        let work = move || {
+        let (work, given) = channel::<(Part, Snapshot)>();
+        let write = move || {
+            let Ok((part, snapshot)) = given.recv() else { return Ok(()) };
             let written = snapshot.write(&part, &seen);
             if written.is_err() {
                 part.give_up();
             }
             written
         };
-        let thread = std::thread::Builder::new().name("checkpoint".to_owned()).spawn(work);
+        let thread = std::thread::Builder::new().name("checkpoint".to_owned()).spawn(write);
         let failed = |error| Error::Environment { message: format!("a thread to write checkpoints: {error}") };
-        Ok(Self { thread: Some(thread.map_err(failed)?), abandoned })
+        Ok(Self { thread: Some(thread.map_err(failed)?), work: Some(work), abandoned })
+    }
+
+    fn start(mut self, work: (Part, Snapshot)) -> Self {
+        if let Some(thread) = self.work.take() {
+            let _ = thread.send(work); // it waits for this alone
+        }
+        self
     }
 
     fn wait(mut self, world: &World) -> Result<()> {
