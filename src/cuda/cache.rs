@@ -43,12 +43,12 @@ pub(super) fn keep(path: &Path, bytes: &[u8], done: &str) {
     }
 }
 
-/// Whole or not at all, and the first of several ranks alone.
+/// Whole or not at all, after a power cut too, and the first of several ranks alone.
 fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     let folder = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
     let mut draft = tempfile::NamedTempFile::new_in(folder).map_err(Error::io(folder))?;
-    draft.write_all(bytes).map_err(Error::io(path))?;
+    draft.write_all(bytes).and_then(|()| draft.as_file().sync_all()).map_err(Error::io(path))?;
     match draft.persist_noclobber(path) {
         Err(error) if error.error.kind() != ErrorKind::AlreadyExists => Err(Error::io(path)(error.error)),
         _ => Ok(()),
