@@ -100,3 +100,25 @@ fn a_new_model_hides_the_one_before_it() {
         assert!(read.unwrap().equal(&(&random_units(&table, Kind::Float)[0] * sign)));
     }
 }
+
+#[test]
+fn a_model_that_cannot_have_its_names_leaves_the_one_before_it() {
+    let (spec, folder) = (micro(false), tempfile::tempdir().unwrap());
+    let table = ParamTable::new(spec.clone(), 1);
+    let write = |shard_bytes| {
+        let mut writer = WeightWriter::with_shard_bytes(folder.path(), spec.clone(), Kind::Float, shard_bytes).unwrap();
+        for (layout, flat) in table.units.iter().zip(random_units(&table, Kind::Float)) {
+            writer.write_unit(layout, &flat).unwrap();
+        }
+        writer
+    };
+    write(usize::MAX).finish().unwrap();
+    let writer = write(30_000);
+    let shards = names(folder.path())
+        .into_iter()
+        .filter_map(|name| Some(name.strip_prefix('.')?.strip_suffix(".tmp")?.to_owned()));
+    let last = shards.max().unwrap();
+    std::fs::create_dir(folder.path().join(&last)).unwrap();
+    assert!(matches!(writer.finish().unwrap_err(), Error::Io { .. }));
+    assert_eq!(names(folder.path()), [last, SINGLE.to_owned()]);
+}

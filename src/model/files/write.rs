@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
-use serde_json::json;
+use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use super::names::{HfTensor, tensors};
@@ -98,17 +98,18 @@ impl WeightWriter {
         for shard in &self.shards {
             shard.file.sync_all().map_err(Error::io(&shard.temporary))?;
         }
-        let single = self.shards.len() == 1;
-        if !single {
-            self.write_index()?;
+        let index = (self.shards.len() > 1).then(|| self.index());
+        while let Some(shard) = self.shards.last() {
+            rename(&shard.temporary, &self.folder.join(&shard.name))?;
+            self.shards.pop();
+        }
+        if let Some(index) = &index {
+            write_index(&self.folder, index)?;
         }
         // A reader takes the single file before an index: what an earlier model left must not win.
-        let stale = self.folder.join(if single { INDEX } else { SINGLE });
+        let stale = self.folder.join(if index.is_some() { SINGLE } else { INDEX });
         if stale.exists() {
             std::fs::remove_file(&stale).map_err(Error::io(stale))?;
-        }
-        for shard in std::mem::take(&mut self.shards) {
-            rename(&shard.temporary, &self.folder.join(&shard.name))?;
         }
         sync(&self.folder)
     }
@@ -136,15 +137,12 @@ impl WeightWriter {
         shard.file.write_all_at(&header, 0).map_err(Error::io(&shard.temporary))
     }
 
-    fn write_index(&self) -> Result<()> {
+    /// Which tensor is in which file.
+    fn index(&self) -> Value {
         let total_size: usize = self.shards.iter().map(|shard| shard.data_bytes).sum();
         let files = self.places.iter().map(|(name, &(shard, _))| (name, &self.shards[shard].name));
         let weight_map: BTreeMap<_, _> = files.collect();
-        let index = json!({"metadata": {"total_size": total_size}, "weight_map": weight_map});
-        let temporary = self.folder.join(format!(".{INDEX}.tmp"));
-        std::fs::write(&temporary, format!("{index:#}\n")).map_err(Error::io(&temporary))?;
-        sync(&temporary)?;
-        rename(&temporary, &self.folder.join(INDEX))
+        json!({"metadata": {"total_size": total_size}, "weight_map": weight_map})
     }
 }
 
@@ -195,6 +193,13 @@ pub(in crate::model) fn dtype_of(kind: Kind) -> Result<Dtype> {
             Err(Error::InvalidArgument { op: "WeightWriter::create", expected, got: format!("{other:?}") })
         }
     }
+}
+
+fn write_index(folder: &Path, index: &Value) -> Result<()> {
+    let temporary = folder.join(format!(".{INDEX}.tmp"));
+    std::fs::write(&temporary, format!("{index:#}\n")).map_err(Error::io(&temporary))?;
+    sync(&temporary)?;
+    rename(&temporary, &folder.join(INDEX))
 }
 
 fn rename(from: &Path, to: &Path) -> Result<()> {
