@@ -19,7 +19,7 @@ keys=("$@")
 mkdir -p "$output"
 : >"$output/results.jsonl"
 
-# bench NAME KEY..: one run's line, log and time-line; one that is refused, for lack of memory say, is named and left out.
+# bench NAME KEY..: one run's line, log and time-line; one that the model or its memory refuses is named and left out.
 bench() {
   local name=$1
   shift
@@ -27,7 +27,11 @@ bench() {
     --prompt_len "${PROMPT_LEN:-512}" --completion_len "${COMPLETION_LEN:-1024}" ${SPREAD:+--completion_spread "$SPREAD"} \
     --steps "${STEPS:-5}" trace=true output_dir="$output/$name" device="${DEVICE:-cuda}" \
     max_num_seqs=$((${PROMPTS:-32} * ${GROUP:-8})) ${keys[@]+"${keys[@]}"} "$@" >"$output/$name.json" 2>"$output/$name.log" ||
-    { echo "$name: $(tail -1 "$output/$name.log")"; return 0; }
+    {
+      local code=$?
+      echo "$name: $(tail -1 "$output/$name.log")"
+      case $code in 2 | 4 | 11) return 0 ;; *) exit $code ;; esac
+    }
   cat "$output/$name.json" >>"$output/results.jsonl"
 }
 

@@ -12,7 +12,7 @@ import argparse, json, os, pathlib, platform, statistics, subprocess, time
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--binary", default="target/release/colo-grpo")
+    parser.add_argument("--binary", default=os.environ.get("CARGO_TARGET_DIR", "target") + "/release/colo-grpo")
     parser.add_argument("--config", type=pathlib.Path, default="configs/arithmetic/config.json")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--sequences", type=int, default=64)

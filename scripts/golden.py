@@ -11,6 +11,7 @@ highest logits on the way. Numbers are float32, computed in float32.
 """
 import argparse
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -54,7 +55,8 @@ def main():
     make.add_argument("folder", type=pathlib.Path)
     check = commands.add_parser("check-export")
     check.add_argument("folder", type=pathlib.Path)
-    check.add_argument("--program", type=pathlib.Path, default="target/release/colo-grpo")
+    target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", "target"))
+    check.add_argument("--program", type=pathlib.Path, default=target / "release/colo-grpo")
     check.add_argument("--prompt", action="append", help="a user's message; may be repeated")
     check.add_argument("--max-completion-length", type=int, default=24)
     check.add_argument("--tolerance", type=float, default=1e-4, help="of a completion's summed log-probability")

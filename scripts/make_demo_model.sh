@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 output=${1:-configs/arithmetic/model}
 steps_right=${2:-1000}
 steps_mixed=${3:-100}
-program=target/release/colo-grpo
+program="${CARGO_TARGET_DIR:-target}/release/colo-grpo"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -18,6 +18,9 @@ ${PYTHON:-python3} scripts/make_arithmetic.py "$work" --warmup
 "$program" sft --nproc 2 --config configs/arithmetic/warmup.toml model_name_or_path="$work/right/final" \
     train_file="$work/warmup_mixed.jsonl" output_dir="$work/mixed" max_steps="$steps_mixed" \
     learning_rate=3e-4 lr_scheduler_type=constant
-rm -rf "$output"
-cp -r "$work/mixed/final" "$output"
+output=${output%/}
+rm -rf "$output.new"
+cp -r "$work/mixed/final" "$output.new"
+rm -rf "$output" # whole beside it by now
+mv "$output.new" "$output"
 echo "made $output"

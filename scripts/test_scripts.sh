@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Tests of the scripts, without PyTorch: they parse and say how they are used, setup.sh does its work once, and the demo's
-# task and model come out of the scripts that are said to make them. Needs target/release/colo-grpo.
+# task and model come out of the scripts that are said to make them. Needs the program built.
 #   scripts/test_scripts.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-program=target/release/colo-grpo
+program="${CARGO_TARGET_DIR:-target}/release/colo-grpo"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 fail() { echo "test_scripts: $*" >&2; exit 1; }
@@ -34,6 +34,12 @@ done
 for file in tokenizer.json tokenizer_config.json; do
     cmp "configs/arithmetic/tokenizer/$file" "configs/arithmetic/model/$file" || fail "the model has another $file"
 done
+
+printf '#!/bin/sh\n[ "$2" = compare ] || exit "$CODE"\n' >"$work/program"
+chmod +x "$work/program"
+compare() { CODE=$1 MODES=colocated TP=1 scripts/bench_colocated_vs_split.sh "$work/program" micro 1 "$work/bench" >/dev/null; }
+{ compare 4 && compare 11; } || fail "bench_colocated_vs_split.sh does not leave out what has no room"
+! compare 10 || fail "bench_colocated_vs_split.sh goes on after a crash"
 
 scripts/make_demo_model.sh "$work/model" 3 2 >/dev/null 2>"$work/log" || { cat "$work/log" >&2; fail "make_demo_model.sh"; }
 "$program" eval --model "$work/model" --data configs/arithmetic/eval.jsonl --max_completion_length 2 |
