@@ -157,7 +157,7 @@ impl Engine {
         kv_cache + self.gpu.as_ref().map_or(0, GpuState::absent_bytes)
     }
 
-    /// Physical memory that the engine holds now; next to nothing while it sleeps, unless it keeps it.
+    /// Physical memory behind the KV cache now; next to nothing while the engine sleeps, unless it keeps sequences.
     ///
     /// # Errors
     /// As [`Arena::resident_bytes`](crate::memory::Arena::resident_bytes).

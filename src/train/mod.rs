@@ -18,7 +18,8 @@
 //!
 //! ZeRO is one mechanism with three choices: after use, keep or free the gathered weights; after backward, keep or
 //! reduce-scatter the gradients; always step the part that this rank owns. At one world size and without accumulation the
-//! stages are bitwise equal: sums run in rank order and the gradient norm is combined from the same partial sums.
+//! stages are bitwise equal where sums run in rank order, as they do in shared memory; between GPUs up to the order in which
+//! NCCL adds. The gradient norm is combined from the same partial sums.
 //!
 //! Collectives run beside computation where they can: a unit's gradients are reduced during the next unit's backward, its
 //! weights are gathered during that of the unit before, and new weights travel during the next unit's step.

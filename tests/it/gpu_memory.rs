@@ -205,7 +205,7 @@ fn gpu_graph_that_cannot_be_recorded_says_so_and_leaves_the_stream_usable() {
     assert_eq!((&tensor + 1.0).sum(Kind::Float).double_value(&[]), 16.0);
 }
 
-/// The overlapped transition as `colocate` will make it: the host goes on, and libtorch's stream waits for the copy.
+/// The overlapped transition as `train::residence` makes it: the host goes on, and libtorch's stream waits for the copy.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_copies_beside_other_work_arrive_before_what_needs_them() {
