@@ -50,14 +50,7 @@ impl KvCache {
     /// Maps all reserved blocks, or, when memory is short, half of them, and says so. Returns how many there are.
     pub(super) fn map(&mut self) -> Result<usize> {
         let num_blocks = self.arena.reserved_bytes() / self.block_bytes;
-        match self.arena.map(num_blocks * self.block_bytes) {
-            Err(error @ Error::OutOfMemory { .. }) if num_blocks > 1 => {
-                tracing::warn!("{error}; the KV cache shrinks from {num_blocks} to {} blocks", num_blocks / 2);
-                self.arena.map(num_blocks / 2 * self.block_bytes)?;
-                Ok(num_blocks / 2)
-            }
-            mapped => mapped.map(|()| num_blocks),
-        }
+        all_or_half(num_blocks, |num_blocks| self.arena.map(num_blocks * self.block_bytes))
     }
 
     /// Lays `num_blocks` mapped blocks out.
@@ -125,6 +118,17 @@ impl KvCache {
     }
 }
 
+/// Maps `num_blocks`, or, when memory is short, half of them, and says so. Returns how many there are.
+fn all_or_half(num_blocks: usize, mut map: impl FnMut(usize) -> Result<()>) -> Result<usize> {
+    match map(num_blocks) {
+        Err(error @ Error::OutOfMemory { .. }) if num_blocks > 1 => {
+            tracing::warn!("{error}; the KV cache shrinks from {num_blocks} to {} blocks", num_blocks / 2);
+            map(num_blocks / 2).map(|()| num_blocks / 2)
+        }
+        mapped => mapped.map(|()| num_blocks),
+    }
+}
+
 impl Drop for KvCache {
     fn drop(&mut self) {
         self.sleep();
@@ -138,13 +142,24 @@ mod tests {
 
     #[test]
     fn a_cache_that_does_not_fit_is_halved_once() {
+        let map = |num_reserved, room| {
+            let mut tried = Vec::new();
+            let mapped = all_or_half(num_reserved, |num_blocks| {
+                tried.push(num_blocks);
+                let no_room = || Error::OutOfMemory { owner: "a test".to_owned(), requested_bytes: num_blocks };
+                (num_blocks <= room).then_some(()).ok_or_else(no_room)
+            });
+            (mapped.ok(), tried)
+        };
+        assert_eq!(map(9, 9), (Some(9), vec![9]));
+        assert_eq!(map(9, 8), (Some(4), vec![9, 4]));
+        assert_eq!(map(9, 3), (None, vec![9, 4]));
+        assert_eq!(map(1, 0), (None, vec![1]));
+
         let spec = ModelSpec::preset("micro").unwrap();
-        let reserve = |bytes| KvCache::reserve(&spec, 1, 16, bytes, (Kind::Float, Device::Cpu)).unwrap();
-        let free = available_host_bytes().unwrap();
-        let mut cache = reserve(free / 2 * 3);
-        let num_reserved = cache.arena.reserved_bytes() / cache.block_bytes;
-        assert_eq!(cache.map().unwrap(), num_reserved / 2);
-        let error = reserve(free * 8).map().unwrap_err();
-        assert!(error.to_string().contains("kv_cache (held: "), "{error}");
+        let too_many = available_host_bytes().unwrap() * 8;
+        let mut cache = KvCache::reserve(&spec, 1, 16, too_many, (Kind::Float, Device::Cpu)).unwrap();
+        let error = cache.map().unwrap_err();
+        assert!(error.to_string().contains("out of memory: kv_cache ("), "{error}");
     }
 }

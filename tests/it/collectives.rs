@@ -1,5 +1,6 @@
 //! Collectives between real processes.
 
+use std::net::UdpSocket;
 use std::time::{Duration, Instant};
 
 use colo_grpo::Error;
@@ -139,17 +140,18 @@ fn a_timeout_names_the_missing_ranks() {
 fn a_posted_failure_wakes_blocked_peers_and_agreeing_mends_the_groups() {
     ranks::run(4, "collectives::a_posted_failure_wakes_blocked_peers_and_agreeing_mends_the_groups", |world| {
         let group = world.group();
-        group.barrier().unwrap();
-        let start = Instant::now();
+        let ear = UdpSocket::bind("127.0.0.1:0").unwrap();
+        ear.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let ears = all_gather_bytes(&*group, ear.local_addr().unwrap().to_string().as_bytes()).unwrap();
         let result = if world.rank() == 3 {
-            std::thread::sleep(Duration::from_millis(300));
+            std::thread::sleep(Duration::from_millis(300)); // the peers are blocked by then
             let error = Error::OutOfMemory { owner: "kv cache".into(), requested_bytes: 7 };
             world.post_failure(&error);
-            std::thread::sleep(Duration::from_millis(300)); // the peers hear of it before this rank comes to agree
+            (0..3).for_each(|_| assert_eq!(ear.recv(&mut [0]).expect("they hear of it before this rank agrees"), 1));
             Err(error)
         } else {
             let result = group.barrier();
-            assert!(start.elapsed() < Duration::from_millis(550), "woken after {:?}", start.elapsed());
+            ear.send_to(b"!", std::str::from_utf8(&ears[3]).unwrap()).unwrap();
             result
         };
         match world.agree(result).unwrap_err() {

@@ -1,5 +1,6 @@
 //! The program itself, as a user starts it.
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -47,6 +48,18 @@ pub fn stdout_of(line: &str) -> String {
     let ended = run(line);
     assert_eq!(ended.code, Some(0), "{line}\n{}", ended.stderr);
     ended.stdout
+}
+
+/// Reads a started program's standard error up to the line with `fragment`; the rest is left to [`end`].
+pub fn await_line(child: &mut Child, fragment: &str) {
+    let (mut read, mut byte) = (Vec::new(), [0]);
+    while child.stderr.as_mut().unwrap().read(&mut byte).unwrap() == 1 {
+        read.extend(byte);
+        if read.ends_with(b"\n") && String::from_utf8_lossy(&read).contains(fragment) {
+            return;
+        }
+    }
+    panic!("it ended without '{fragment}'\n{}", String::from_utf8_lossy(&read));
 }
 
 /// Waits for a started program.

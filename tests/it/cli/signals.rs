@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-use crate::program::{MODEL, SMALL_RUN, command, end, eventually, metrics, processes_of, run};
+use crate::program::{MODEL, SMALL_RUN, await_line, command, end, eventually, metrics, processes_of, run};
 
 /// A run of two ranks that would go on for long, once it has done a step.
 fn start(output_dir: &Path) -> Child {
@@ -89,8 +89,8 @@ fn a_second_signal_and_a_dead_launcher_end_everything_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let hung = "fault=0:1:generate:hang";
     let (first, second) = (folder.path().join("first"), folder.path().join("second"));
-    let run = start_with(&format!("{SMALL_RUN} {hung}"), &first);
-    std::thread::sleep(Duration::from_millis(500)); // from the line of step 0 to where it hangs: a signal before that is obeyed
+    let mut run = start_with(&format!("{SMALL_RUN} {hung}"), &first);
+    await_line(&mut run, "injected fault"); // a signal before that is obeyed
     signal(&run.id().to_string(), "-USR1");
     std::thread::sleep(Duration::from_millis(200));
     assert!(!processes_of(&first).is_empty(), "a rank that hangs cannot save");

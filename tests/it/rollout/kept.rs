@@ -1,11 +1,11 @@
 //! Rollouts that go on from the keys and values of earlier ones.
+#![allow(unsafe_code)]
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use colo_grpo::Result;
 use colo_grpo::dist::{Collective, World};
-use colo_grpo::memory::available_host_bytes;
 use colo_grpo::model::{Attention, ModelSpec, attention_scale};
 use colo_grpo::rollout::{Engine, EngineOptions, kv_block_bytes};
 use colo_grpo::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams, UnfinishedGroup};
@@ -129,9 +129,27 @@ fn too_few_blocks_cost_time_alone() {
 /// There is memory for more by the second wake, where blocks would lie elsewhere.
 #[test]
 fn a_cache_that_had_to_shrink_stays_as_it_is_while_it_keeps_sequences() {
+    ranks::run(1, "rollout::kept::a_cache_that_had_to_shrink_stays_as_it_is_while_it_keeps_sequences", |_| {
+        shrinks_once()
+    });
+}
+
+/// Limits this process to `bytes` beyond the writable memory that it has; to nothing without.
+fn limit_memory(bytes: Option<usize>) {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmData:")).unwrap();
+    let held: usize = line.trim().strip_suffix(" kB").unwrap().parse().unwrap();
+    let rlim_cur = bytes.map_or(libc::RLIM_INFINITY, |bytes| (held * 1024 + bytes) as libc::rlim_t);
+    let limit = libc::rlimit { rlim_cur, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: plain system call on a value that outlives it.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_DATA, &limit) }, 0);
+}
+
+fn shrinks_once() {
     let (model, prompts, params) = (Model::micro(), prompts(8), spread(sampled()));
     let (expected, _) = model.generate(options(), &prompts, &params);
-    let kv_cache_bytes = available_host_bytes().unwrap() / 2 * 3;
+    let kv_cache_bytes = 1 << 30; // never touched but for some blocks
+    limit_memory(Some(kv_cache_bytes / 4 * 3));
     let mut engine = model.engine(EngineOptions { kv_cache_bytes, ..options() }, alone()).keeping_sequences();
     let mut wake = |groups, count| {
         let mut rollout = engine.wake(model.weights(alone().as_ref()), 1).unwrap();
@@ -143,6 +161,7 @@ fn a_cache_that_had_to_shrink_stays_as_it_is_while_it_keeps_sequences() {
     let (mut part, first, absent_bytes) = wake(prompts.into_iter().map(UnfinishedGroup::new).collect(), 2);
     assert!(first.num_blocks < kv_cache_bytes / kv_block_bytes(&model.spec, 1, 8, Kind::Float), "{first:?}");
     assert_eq!(absent_bytes, 0);
+    limit_memory(None);
     let (rest, second, absent_bytes) = wake(part.unfinished.into_iter().map(|(_, group)| group).collect(), 6);
     assert!(second.num_kept_tokens > 0 && second.num_recomputed_tokens == 0, "{second:?}");
     assert_eq!(second.num_blocks, first.num_blocks);
