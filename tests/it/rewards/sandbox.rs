@@ -164,106 +164,92 @@ fn programs_are_graded_by_their_output_alone() {
     assert_eq!(error, "no column 'tests'");
 }
 
-/// What a program tries; it says `refused` if everything in it failed.
-fn attempts(secret: &str, tcp: u16, udp: u16) -> Vec<(&'static str, String)> {
-    let each = |lines: &[String]| {
-        let tried = lines.iter().map(|line| {
-            format!("try:\n    {line}\n    out = False\nexcept (OSError, MemoryError, RuntimeError): pass\n")
-        });
-        format!(
-            "import ctypes, fcntl, os, resource, socket, subprocess, threading, time\nout = True\n{}print('refused' if out else 'escaped')",
-            tried.collect::<String>()
-        )
-    };
-    let call = |call: &str| {
-        format!("assert ctypes.CDLL(None).{call} != -1 or int('refused by the kernel' and os.open('/nowhere', 0))")
-    };
-    let text = |line: &str| line.to_owned();
-    vec![
-        (
-            "network",
-            each(&[
-                format!("socket.create_connection(('127.0.0.1', {tcp}), 1)"),
-                format!("socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {udp}))"),
-                text("socket.socket(socket.AF_UNIX)"),
-            ]),
-        ),
-        (
-            "files outside",
-            each(&[
-                format!("open({secret:?}).read()"),
-                text("open('/etc/passwd').read()"),
-                text("open('/proc/1/environ').read()"),
-                text("open('/proc/self/mem', 'r+b')"),
-                text("os.listdir('/root')"),
-                text("os.listdir('/tmp')"),
-                text("open('/tmp/colo-grpo-escape', 'w')"),
-                text("open('/usr/colo-grpo-escape', 'w')"),
-                text("os.chmod('/usr', 0o777)"),
-                format!("os.chmod({secret:?}, 0o777)"),
-                format!("os.chown({secret:?}, -1, -1)"),
-                format!("os.utime({secret:?})"),
-                format!("os.truncate({secret:?}, 0)"),
-                format!("os.setxattr({secret:?}, 'user.x', b'x')"),
-            ]),
-        ),
-        (
-            "more processes",
-            each(&[
-                text("os.fork()"),
-                text("subprocess.run(['/bin/true'])"),
-                text("os.posix_spawn('/bin/true', ['x'], {})"),
-            ]),
-        ),
-        (
-            "more threads",
-            each(&[text("[threading.Thread(target=time.sleep, args=(9,), daemon=True).start() for _ in range(500)]")]),
-        ),
-        ("memory", each(&[text("bytearray(512 << 20)"), text("[bytearray(1 << 20) for _ in range(512)]")])),
-        ("disk", each(&[text("open('big', 'wb').write(bytes(32 << 20))")])),
-        (
-            "signals",
-            each(&[
-                text("os.kill(os.getppid(), 9)"),
-                text("os.kill(-1, 9)"),
-                text("os.killpg(0, 9)"),
-                text("os.setsid()"),
-            ]),
-        ),
-        (
-            "privileges",
-            each(&[
-                call("ptrace(0, 0, 0, 0)"),
-                call("unshare(0x10000000)"),
-                call("mount(b'none', b'/work', b'tmpfs', 0, None)"),
-                call("chroot(b'/')"),
-                text("os.setuid(0)"),
-            ]),
-        ),
-        (
-            "other processes and what outlives it",
-            each(&[
-                call("prctl(1, 0, 0, 0, 0)"),
-                text("resource.prlimit(1, resource.RLIMIT_CORE)"),
-                text("fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())"),
-                text("fcntl.fcntl(0, 10, 9)"),
-                text("os.sched_setaffinity(0, os.sched_getaffinity(0))"),
-                text("os.setpriority(os.PRIO_PROCESS, 0, 1)"),
-                call("shmget(0, 4096, 0o1600)"),
-                call("msgget(0, 0o1600)"),
-                call("semget(0, 1, 0o1600)"),
-                call("mq_open(b'/colo-grpo-escape', 0o102, 0o600, None)"),
-                text("os.memfd_create('x')"),
-            ]),
-        ),
-        (
-            "descriptors and environment",
-            text(
-                "import os\nopen_ = []\nfor fd in range(3, 64):\n    try: open_.append(os.fstat(fd))\n    except OSError: pass\n\
-             print('refused' if not open_ and set(os.environ) <= {'LC_CTYPE'} else 'escaped')",
-            ),
-        ),
-    ]
+/// What programs try, in Python: with the file `SECRET` and the ports `TCP` and `UDP` of this machine.
+const ATTEMPTS: &[(&str, &[&str])] = &[
+    (
+        "network",
+        &[
+            "socket.create_connection(('127.0.0.1', TCP), 1)",
+            "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', UDP))",
+            "socket.socket(socket.AF_UNIX)",
+        ],
+    ),
+    (
+        "files outside",
+        &[
+            "open(SECRET).read()",
+            "open('/etc/passwd').read()",
+            "open('/proc/1/environ').read()",
+            "open('/proc/self/mem', 'r+b')",
+            "os.listdir('/root')",
+            "os.listdir('/tmp')",
+            "open('/tmp/colo-grpo-escape', 'w')",
+            "open('/usr/colo-grpo-escape', 'w')",
+            "os.chmod('/usr', 0o777)",
+            "os.chmod(SECRET, 0o777)",
+            "os.chown(SECRET, -1, -1)",
+            "os.utime(SECRET)",
+            "os.truncate(SECRET, 0)",
+            "os.setxattr(SECRET, 'user.x', b'x')",
+        ],
+    ),
+    ("more processes", &["os.fork()", "subprocess.run(['/bin/true'])", "os.posix_spawn('/bin/true', ['x'], {})"]),
+    ("more threads", &["[threading.Thread(target=time.sleep, args=(9,), daemon=True).start() for _ in range(500)]"]),
+    ("memory", &["bytearray(512 << 20)", "[bytearray(1 << 20) for _ in range(512)]"]),
+    ("disk", &["open('big', 'wb').write(bytes(32 << 20))"]),
+    ("signals", &["os.kill(os.getppid(), 9)", "os.kill(-1, 9)", "os.killpg(0, 9)", "os.setsid()"]),
+    (
+        "privileges",
+        &[
+            "call('ptrace', 0, 0, 0, 0)",
+            "call('unshare', 0x10000000)",
+            "call('mount', b'none', b'/work', b'tmpfs', 0, None)",
+            "call('chroot', b'/')",
+            "os.setuid(0)",
+        ],
+    ),
+    (
+        "other processes and what outlives it",
+        &[
+            "call('prctl', 1, 0, 0, 0, 0)",
+            "resource.prlimit(1, resource.RLIMIT_CORE)",
+            "fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())",
+            "fcntl.fcntl(0, 10, 9)",
+            "os.sched_setaffinity(0, os.sched_getaffinity(0))",
+            "os.setpriority(os.PRIO_PROCESS, 0, 1)",
+            "call('shmget', 0, 4096, 0o1600)",
+            "call('msgget', 0, 0o1600)",
+            "call('semget', 0, 1, 0o1600)",
+            "call('mq_open', b'/colo-grpo-escape', 0o102, 0o600, None)",
+            "os.memfd_create('x')",
+        ],
+    ),
+    ("descriptors", &["assert not any(map(is_open, range(3, 64))); raise OSError"]),
+    ("environment", &["assert set(os.environ) <= {'LC_CTYPE'}; raise OSError"]),
+];
+
+/// What attempts are made with.
+const BEFORE: &str = r#"
+import ctypes, fcntl, os, resource, socket, subprocess, threading, time
+
+def call(name, *given):
+    if getattr(ctypes.CDLL(None), name)(*given) == -1: raise OSError
+
+def is_open(fd):
+    try: os.fstat(fd)
+    except OSError: return False
+    return True
+
+out = True
+"#;
+
+/// A program that says `refused` if every one of `lines` failed.
+fn attempt(lines: &[&str], secret: &Path, tcp: u16, udp: u16) -> String {
+    let tried = lines
+        .iter()
+        .map(|line| format!("try:\n    {line}\n    out = False\nexcept (OSError, MemoryError, RuntimeError): pass\n"));
+    let tried: String = tried.collect();
+    format!("SECRET, TCP, UDP = {secret:?}, {tcp}, {udp}{BEFORE}{tried}print('refused' if out else 'escaped')")
 }
 
 fn tries_to_escape(mut sandbox: Sandbox) {
@@ -274,7 +260,8 @@ fn tries_to_escape(mut sandbox: Sandbox) {
     tcp.set_nonblocking(true).unwrap();
     udp.set_nonblocking(true).unwrap();
     let ports = (tcp.local_addr().unwrap().port(), udp.local_addr().unwrap().port());
-    for (what, program) in attempts(secret.to_str().unwrap(), ports.0, ports.1) {
+    for (what, lines) in ATTEMPTS {
+        let program = attempt(lines, &secret, ports.0, ports.1);
         assert_eq!(sandbox.score(&program, &[("", "refused")]), 1.0, "{what}:\n{program}");
     }
     assert!(tcp.accept().is_err() && udp.recv(&mut [0]).is_err(), "something came through");
