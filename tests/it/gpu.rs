@@ -143,8 +143,8 @@ fn gpu_bfloat16_logprobs_are_near_the_cpus() {
     for residual in STREAMS {
         let groups = sampled_near_the_cpus(&gpu, &mesh, residual);
         let exact = score(&Arc::new(World::single()), (Kind::Float, Kind::Float), &groups);
-        near("trainer", &score(&gpu, (Kind::BFloat16, residual), &groups), &exact);
-        assert!(!score(&gpu, (Kind::Float, Kind::Float), &groups).is_empty());
+        near("trainer", &score(&gpu, (Kind::BFloat16, residual), &groups), &exact, 0.02);
+        near("trainer in float32", &score(&gpu, (Kind::Float, Kind::Float), &groups), &exact, 1e-4);
     }
 }
 
@@ -178,16 +178,17 @@ fn sampled_near_the_cpus(world: &Arc<World>, mesh: &Mesh, residual: Kind) -> Vec
     if world.rank() == 0 {
         let sampled: Vec<f32> =
             groups.iter().flat_map(|group| &group.completions).flat_map(|c| c.rollout_logprobs.clone()).collect();
-        near("sampler", &sampled, &score(&Arc::new(World::single()), (Kind::Float, Kind::Float), &groups));
+        near("sampler", &sampled, &score(&Arc::new(World::single()), (Kind::Float, Kind::Float), &groups), 0.02);
     }
     groups
 }
 
-fn near(what: &str, got: &[f32], exact: &[f32]) {
+/// Log-probabilities on average within `most` of float32 on the CPU.
+fn near(what: &str, got: &[f32], exact: &[f32], most: f64) {
     assert_eq!(got.len(), exact.len());
     let mean = got.iter().zip(exact).map(|(a, b)| f64::from((a - b).abs())).sum::<f64>() / exact.len() as f64;
-    println!("{what}: {} log-probabilities in bfloat16 on average within {mean:.5} of float32", exact.len());
-    assert!(mean < 0.02, "{what}: {mean}");
+    println!("{what}: {} log-probabilities on average within {mean:.1e} of float32 on the CPU", exact.len());
+    assert!(mean < most, "{what}: {mean}");
 }
 
 fn gpu_world() -> Arc<World> {

@@ -167,10 +167,10 @@ fn every_fault_has_the_tests_that_are_named() {
     for name in named.captures_iter(&table).map(|found| found[1].to_owned()) {
         let path = name.replace("::", "/");
         let (module, test) = path.rsplit_once('/').unwrap();
-        let is_in = |file: &str| root.join(file).exists() && read(Path::new(file)).contains(&format!("fn {test}("));
-        let is_test = is_in(&format!("tests/it/{module}.rs"));
-        let is_room = ["src", "tests/it"].iter().any(|folder| root.join(folder).join(format!("{path}.rs")).exists());
-        if !is_test && !is_room {
+        let is_in = |text: &str, file: String| root.join(&file).exists() && read(Path::new(&file)).contains(text);
+        let is_test = is_in(&format!("fn {test}("), format!("tests/it/{module}.rs"));
+        let rooms = [format!("src/{path}.rs"), format!("src/{path}/tests.rs"), format!("tests/it/{path}.rs")];
+        if !is_test && !rooms.into_iter().any(|file| is_in("#[test]", file)) {
             missing.push(name);
         }
     }

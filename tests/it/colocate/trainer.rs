@@ -58,14 +58,20 @@ fn trains_like_one(world: World, stage: u8, tp_size: usize) {
     }
     let alone = run(Arc::new(World::single()), &folder.path().join("alone"), (0, 1), &[]);
     assert_eq!(own.len(), (2 * NUM_STEPS + 1) as usize, "an evaluation before the first step and after each");
+    assert_eq!(alone.len(), own.len());
+    let evaluations = own.iter().filter(|line| line.values.contains_key("eval_reward"));
+    assert_eq!(evaluations.count() as u64, NUM_STEPS + 1);
     for (got, expected) in own.iter().zip(&alone) {
         let expected = &expected.values;
-        assert_eq!(got.values.contains_key("loss"), expected.contains_key("loss"));
         for (name, tolerance) in
             [("eval_reward", 1e-6), ("reward", 1e-6), ("num_tokens", 0.0), ("loss", 1e-4), ("kl", 1e-4)]
         {
-            let (Some(got), Some(expected)) = (got.values.get(name), expected.get(name)) else { continue };
-            assert!((got - expected).abs() <= tolerance, "{name}: {got} for {expected}");
+            match (got.values.get(name), expected.get(name)) {
+                (Some(got), Some(expected)) => {
+                    assert!((got - expected).abs() <= tolerance, "{name}: {got} for {expected}");
+                }
+                (got, expected) => assert_eq!(got, expected, "{name}"),
+            }
         }
     }
     let trained: Vec<&MetricLine> = own.iter().filter(|line| line.values.contains_key("loss")).collect();
