@@ -130,7 +130,7 @@ fn discard(complete: &Path) -> Result<()> {
 
 /// # Errors
 /// [`Error::Io`] with both numbers if less than `needed_bytes` are free for us.
-fn check_space(folder: &Path, needed_bytes: u64) -> Result<()> {
+pub fn check_space(folder: &Path, needed_bytes: u64) -> Result<()> {
     let disk =
         rustix::fs::statvfs(folder).map_err(|error| Error::Io { path: folder.to_owned(), source: error.into() })?;
     let free_bytes = disk.f_bavail.saturating_mul(disk.f_frsize);

@@ -13,6 +13,7 @@
 //! | file | what it does |
 //! |---|---|
 //! | `resume` | which checkpoint a run goes on from, and whether it may |
+//! | `claim` | one run a folder |
 //! | `folder` | temporary folders, their names, free space |
 //! | `saver` | one save at a time, beside training |
 //! | `write` | a checkpoint's files |
@@ -20,6 +21,7 @@
 //! | `shards` | optimizer state, read by range |
 //! | `state` | `trainer_state.json` |
 
+mod claim;
 mod folder;
 mod manifest;
 mod resume;
@@ -30,6 +32,7 @@ mod write;
 
 use std::path::{Path, PathBuf};
 
+pub use claim::{Claim, claim};
 pub use folder::{FINAL, list, write_new};
 pub use manifest::written;
 pub use resume::{ResumeOptions, resume, unsafe_changes};
@@ -54,6 +57,17 @@ pub struct CheckpointOptions {
     pub save_total_limit: Option<usize>,
     /// Write beside training, from copies in host memory.
     pub save_async: bool,
+}
+
+/// Whether the disk has room for the trained model, and for a checkpoint beside it if the run `saves` any; asked before training, by
+/// the first rank, on which the model is.
+///
+/// # Errors
+/// [`Error::Io`] with what is needed and what is free.
+pub fn check_room(output_dir: &Path, world: &World, policy: Option<&Policy>, saves: bool) -> Result<()> {
+    let Some(policy) = policy.filter(|_| world.rank() == 0) else { return Ok(()) };
+    let checkpoint = if saves { write::state_bytes(policy) + write::model_bytes(policy) } else { 0 };
+    folder::check_space(output_dir, write::model_bytes(policy) + checkpoint)
 }
 
 /// Writes the policy as a Hugging Face model folder, or its adapters as PEFT does: whole and durable, or not at all; collective

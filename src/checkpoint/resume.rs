@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::manifest::Manifest;
-use super::{Checkpoint, find_latest, list};
+use super::{Checkpoint, FINAL, find_latest, list};
 use crate::config::KeyChange;
 use crate::dist::{World, all_gather_bytes, any_rank};
 use crate::error::{Error, Result};
@@ -92,7 +92,16 @@ pub fn unsafe_changes(
 
 /// Refuses a fresh run beside another run's checkpoints: a later `latest` could not tell the two apart.
 fn refuse_earlier_run(output_dir: &Path) -> Result<()> {
-    let Some(newest) = list(output_dir)?.pop() else { return Ok(()) };
+    let Some(newest) = list(output_dir)?.pop() else {
+        let model = output_dir.join(FINAL);
+        if model.exists() {
+            eprintln!(
+                "warning: {}, an earlier run's model, is replaced at the end, and its metrics are now",
+                model.display()
+            );
+        }
+        return Ok(());
+    };
     let expected = format!(
         "a folder without an earlier run's checkpoints, such as {}; resume it with resume_from_checkpoint=latest, remove \
          them, or name another folder",
@@ -114,8 +123,8 @@ fn check_changes(checkpoint: &Checkpoint, changes: Vec<String>, is_forced: bool,
         return Ok(());
     }
     let expected = format!(
-        "the configuration that the checkpoint was made with (on other numbers of ranks: per_device_train_batch_size that makes the \
-         same generation_batch_size), or force_resume = true; changed: {changes}"
+        "no change of what makes the result ({changes}), or force_resume = true; on another number of ranks, \
+         per_device_train_batch_size that makes the same generation_batch_size"
     );
     Err(Error::invalid_value("resume_from_checkpoint", folder, expected))
 }

@@ -37,10 +37,15 @@ const LOOK: Duration = Duration::from_millis(5);
 
 /// Bytes that a checkpoint takes, over all ranks.
 pub fn num_bytes(policy: &Policy, state: &TrainerState) -> u64 {
-    let element_bytes = PARTS.len() * wide(policy).elt_size_in_bytes();
     let history = state.log_history.iter().map(|line| line.to_string().len() as u64 * 2).sum::<u64>();
     let carried = state.carried.iter().map(|group| CARRIED_TOKEN_BYTES * group.num_tokens() as u64).sum::<u64>();
-    (policy.trained_table().num_params() * element_bytes) as u64 + history + carried + model_bytes(policy)
+    state_bytes(policy) + history + carried + model_bytes(policy)
+}
+
+/// Bytes that master weights and moments take.
+pub fn state_bytes(policy: &Policy) -> u64 {
+    let element_bytes = PARTS.len() * wide(policy).elt_size_in_bytes();
+    (policy.trained_table().num_params() * element_bytes) as u64
 }
 
 /// Bytes that the model folder takes.

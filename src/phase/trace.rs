@@ -22,19 +22,28 @@ struct Trace {
     file: BufWriter<File>,
 }
 
-/// From now on every phase of this process is written to `folder/rank_00000.json`; `label` names it in the picture.
+/// From now on every phase of this process is written to `folder/rank_00000.json`, behind those that are there if the run `goes_on`;
+/// `label` names it in the picture.
 ///
 /// # Errors
 /// [`Error::Io`] if the file cannot be made.
-pub fn trace_to(folder: &Path, rank: usize, label: &str) -> Result<()> {
+pub fn trace_to(folder: &Path, rank: usize, label: &str, goes_on: bool) -> Result<()> {
     std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
     let path = of_rank(folder, rank);
+    let earlier = if goes_on && path.exists() { whole_lines(&path)? } else { BEGIN.to_owned() };
     let file = File::create(&path).map_err(Error::io(&path))?;
     let mut trace = Trace { rank, file: BufWriter::new(file) };
     let name = json!({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": label}});
-    writeln!(trace.file, "{BEGIN}{name},").map_err(Error::io(path))?;
+    writeln!(trace.file, "{earlier}{name},").map_err(Error::io(path))?;
     *TRACE.lock().unwrap_or_else(PoisonError::into_inner) = Some(trace);
     Ok(())
+}
+
+/// What a run left that was perhaps killed within a line.
+fn whole_lines(path: &Path) -> Result<String> {
+    let mut text = std::fs::read_to_string(path).map_err(Error::io(path))?;
+    text.truncate(text.rfind('\n').map_or(0, |end| end + 1));
+    Ok(if text.starts_with(BEGIN) { text } else { BEGIN.to_owned() })
 }
 
 /// Writes what is still held; ranks that share a disk call it before [`merge_traces`].
@@ -83,4 +92,20 @@ fn record(write: impl FnOnce(&mut Trace) -> std::io::Result<()>) {
 
 fn of_rank(folder: &Path, rank: usize) -> PathBuf {
     folder.join(format!("rank_{rank:05}.json"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_that_goes_on_keeps_what_was_written_up_to_its_last_whole_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = of_rank(folder.path(), 0);
+        let earlier = format!("{BEGIN}{{\"ts\":1}},\n");
+        std::fs::write(&path, format!("{earlier}{{\"ts\":2")).unwrap();
+        assert_eq!(whole_lines(&path).unwrap(), earlier);
+        std::fs::write(&path, "").unwrap();
+        assert_eq!(whole_lines(&path).unwrap(), BEGIN);
+    }
 }

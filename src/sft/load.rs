@@ -7,7 +7,7 @@ use tch::Kind;
 
 use super::Sft;
 use super::log::Log;
-use crate::checkpoint::{self, Checkpoint, CheckpointOptions, ResumeOptions, Saver, TrainerState};
+use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Claim, ResumeOptions, Saver, TrainerState};
 use crate::config::SftConfig;
 use crate::cuda::{Placement, residual_kind};
 use crate::data::{PromptSampler, SftDataset, Tokenizer};
@@ -19,7 +19,12 @@ use crate::train::{AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, 
 use crate::train::{PolicyOptions, PolicyStart, Schedule};
 
 /// Collective over the world.
-pub(super) fn load(config: SftConfig, world: Arc<World>, checkpoint: Option<Checkpoint>) -> Result<Sft> {
+pub(super) fn load(
+    config: SftConfig,
+    world: Arc<World>,
+    checkpoint: Option<Checkpoint>,
+    claim: Option<Claim>,
+) -> Result<Sft> {
     let source = ModelSource::new(&config.model_name_or_path, None)?;
     let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
     let (rows, eval_rows) = read_rows(&config, &source, &spec)?;
@@ -38,6 +43,7 @@ pub(super) fn load(config: SftConfig, world: Arc<World>, checkpoint: Option<Chec
         sampler.restore(checkpoint.state.sampler.clone())?;
         TrainerState { global_step, num_input_tokens_seen: num_tokens, .. } = checkpoint.state;
     }
+    checkpoint::check_room(&config.output_dir, &world, Some(&policy), config.save_steps.is_some())?;
     let log = Log::new(&config, world.rank() == 0, schedule.total_steps as u64, checkpoint.as_ref())?;
     log.say(&format!("{}: {}", config.train_file.display(), rows.counts()));
     let saver = Saver::new(CheckpointOptions {
@@ -59,6 +65,7 @@ pub(super) fn load(config: SftConfig, world: Arc<World>, checkpoint: Option<Chec
         schedule,
         log,
         saver,
+        _claim: claim,
         global_step,
         num_tokens,
     })

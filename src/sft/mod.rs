@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
-use crate::checkpoint::{self, SavedConfig, Saver, TrainerState};
+use crate::checkpoint::{self, Claim, SavedConfig, Saver, TrainerState};
 use crate::config::SftConfig;
 use crate::data::{PromptSampler, SftExample};
 use crate::dist::{Mesh, ReduceOp, World, all_reduce_f64, any_rank};
@@ -35,8 +35,9 @@ pub struct Sft {
     device: Device,
     log: Log,
     saver: Saver,
-    global_step: u64, // updates made
-    num_tokens: u64,  // trained on, over all ranks
+    _claim: Option<Claim>, // of the output folder
+    global_step: u64,      // updates made
+    num_tokens: u64,       // trained on, over all ranks
 }
 
 /// What a supervised run reached.
@@ -64,8 +65,9 @@ impl Sft {
     /// Whatever is wrong with configuration, files or memory, before anything is trained.
     pub fn new(config: SftConfig, world: Arc<World>) -> Result<Self> {
         let loaded = phase::scope(Phase::Load, || {
+            let claim = checkpoint::claim(&config.output_dir, &world)?;
             let checkpoint = load::find_checkpoint(&config, &world)?;
-            load::load(config, world.clone(), checkpoint)
+            load::load(config, world.clone(), checkpoint, claim)
         });
         world.agree(loaded)
     }

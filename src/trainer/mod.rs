@@ -15,7 +15,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::checkpoint::{self, CarriedGroup, SavedConfig, Saver, TrainerState};
+use crate::checkpoint::{self, CarriedGroup, Claim, SavedConfig, Saver, TrainerState};
 use crate::colocate::{UpdateOptions, UpdateOutcome};
 use crate::config::{BatchPlan, Config, ScaleRewards};
 use crate::cuda::Placement;
@@ -56,6 +56,7 @@ pub struct Trainer {
     schedule: Schedule,
     output: Output,
     saver: Saver,
+    _claim: Option<Claim>, // of the output folder
     /// The newest step in a checkpoint.
     saved_step: u64,
     progress: Progress,
@@ -116,8 +117,11 @@ impl Trainer {
     pub fn with_pool(config: Config, world: Arc<World>, rewards: RewardPool) -> Result<Self> {
         setup::arm_fault(&config, world.rank());
         let loaded = phase::scope(Phase::Load, || {
+            let claim = checkpoint::claim(&config.output_dir, &world)?;
             let checkpoint = setup::find_checkpoint(&config, &world)?;
-            setup::load(config, rewards, world.clone(), checkpoint)
+            let mut trainer = setup::load(config, rewards, world.clone(), checkpoint)?;
+            trainer._claim = claim;
+            Ok(trainer)
         });
         world.agree(loaded)
     }
@@ -192,6 +196,12 @@ impl Trainer {
                 (reward, reward)
             }
         };
+        if self.progress.global_step >= self.schedule.total_steps as u64 {
+            self.output.say(&format!(
+                "nothing is left to train: step {} of {}",
+                self.progress.global_step, self.schedule.total_steps
+            ));
+        }
         while self.progress.global_step < self.schedule.total_steps as u64 {
             let before = self.progress.global_step;
             let metrics = self.train_step()?;
@@ -208,6 +218,7 @@ impl Trainer {
                 let saved = self.save()?;
                 if stop {
                     self.saver.finish(&self.world)?;
+                    self.output.finish()?;
                     return Err(Error::Preempted { step: self.progress.global_step, saved });
                 }
             }

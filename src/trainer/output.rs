@@ -58,7 +58,8 @@ impl Output {
             write_run_config(&output_dir, config)?;
         }
         if config.trace {
-            phase::trace_to(&output_dir.join(TRACE_FOLDER), group.rank(), &label(config, &*group)?)?;
+            let folder = output_dir.join(TRACE_FOLDER);
+            phase::trace_to(&folder, group.rank(), &label(config, &*group)?, checkpoint.is_some())?;
         }
         let completions = config.log_completions.then(|| CompletionsWriter::new(&output_dir, &config.reward_names()));
         let display = Progress::new(max_steps, first_step, is_first);
@@ -114,8 +115,9 @@ impl Output {
         values.insert("num_tokens".to_owned(), num_tokens as f64);
         values.insert("epoch".to_owned(), epoch);
         self.display.finish_step(step, &values);
-        if values.get("frac_reward_zero_std") == Some(&1.0) && !std::mem::replace(&mut self.said_no_signal, true) {
-            self.say(&format!("step {step}: warning: the rewards of every group are equal: no advantage, no gradient"));
+        let has_no_signal = values.get("frac_reward_zero_std") == Some(&1.0) || values.get("grad_norm") == Some(&0.0);
+        if has_no_signal && !std::mem::replace(&mut self.said_no_signal, true) {
+            self.say(&format!("step {step}: warning: in no group do rewards differ: no advantage, no gradient"));
         }
         self.interval.push(values);
         let is_due = step / self.logging_steps > self.last_logged_step / self.logging_steps;

@@ -212,6 +212,9 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
     let schedule = Schedule::new(config.learning_rate, &config.optimizer, rows, updates);
     let restored = |checkpoint: &Checkpoint| restore(checkpoint, &config, &dataset, &mut halves, &mut sampler);
     let (progress, carried) = checkpoint.as_ref().map_or(Ok(Default::default()), restored)?;
+    if writes_files {
+        checkpoint::check_room(&config.output_dir, &world, halves.policy(), config.save_steps.is_some())?;
+    }
     let num_dropped = checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.state.carried.len()) - carried.len();
     let output = Output::new(&config, world.group(), schedule.total_steps as u64, checkpoint, writes_files)?;
     output.say(&format!("plan\n{preflight}"));
@@ -243,6 +246,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
         schedule,
         output,
         saver,
+        _claim: None,
         saved_step: progress.global_step,
         progress,
         ahead: None,

@@ -8,6 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use colo_grpo::checkpoint::claim;
+use colo_grpo::dist::World;
 use colo_grpo::metrics::{CompletionRow, MetricLine, read_completions, read_metrics};
 
 /// Metrics of the clock, and of how much a layout moves.
@@ -280,6 +282,20 @@ fn a_run_goes_on_in_another_layout() {
 }
 
 #[test]
+fn a_folder_is_one_runs_at_a_time() {
+    let runs = Runs::new();
+    let folder = runs.path("shared");
+    let held = claim(&folder, &World::single()).unwrap();
+    let refused = runs.train("shared", 2, &["max_steps=1"]);
+    assert_eq!(refused.code, Some(2), "{}", refused.output);
+    let told = format!("process {} does; wait for its end, end it, or name another folder", std::process::id());
+    assert!(refused.output.contains(&told), "{}", refused.output);
+    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 1, "something was written");
+    drop(held);
+    runs.train_to_the_end("shared", 2, &["max_steps=1"]);
+}
+
+#[test]
 fn a_changed_configuration_is_shown_and_refused_unless_forced() {
     let runs = Runs::new();
     runs.train_to_the_end("straight", 1, &["tensor_parallel_size=1", "max_steps=3"]);
@@ -288,7 +304,7 @@ fn a_changed_configuration_is_shown_and_refused_unless_forced() {
     let refused = runs.train("changed", 1, &changed);
     assert_eq!(refused.code, Some(2), "{}", refused.output);
     assert!(
-        refused.output.contains("force_resume = true; changed: learning_rate was 0.0001, is 0.0005\n"),
+        refused.output.contains("the result (learning_rate was 0.0001, is 0.0005), or force_resume = true; "),
         "{}",
         refused.output
     );

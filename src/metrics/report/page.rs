@@ -47,8 +47,8 @@ fn tiles(history: &History) -> String {
     if let Some(tokens) = last("num_tokens") {
         tile("Tokens", number(tokens));
     }
-    tile("Run time", duration(history.times.1 - history.times.0));
     if let Some(points) = history.get("step_time") {
+        tile("Time in steps", duration(total(points)));
         tile("Seconds per step", number(median(points)));
     }
     if let Some(points) = history.get("perf/tokens_per_second_per_gpu") {
@@ -61,6 +61,12 @@ fn median(points: &[(f64, f64)]) -> f64 {
     let mut values: Vec<f64> = points.iter().map(|point| point.1).collect();
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
+}
+
+/// Seconds of all steps, from means over the steps since the line before.
+fn total(points: &[(f64, f64)]) -> f64 {
+    let before = [0.0].into_iter().chain(points.iter().map(|point| point.0));
+    points.iter().zip(before).map(|(point, before)| (point.0 - before) * point.1).sum()
 }
 
 fn duration(seconds: f64) -> String {

@@ -11,8 +11,6 @@ pub(super) struct History {
     series: BTreeMap<String, Vec<(f64, f64)>>,
     /// Steps of the first and the last line.
     pub steps: (f64, f64),
-    /// Unix seconds of the first and the last line.
-    pub times: (f64, f64),
 }
 
 impl History {
@@ -23,11 +21,8 @@ impl History {
                 series.entry(name.clone()).or_default().push((line.step as f64, *value));
             }
         }
-        let ends = |get: fn(&MetricLine) -> f64| {
-            let all = || lines.iter().map(get);
-            (all().fold(f64::INFINITY, f64::min), all().fold(f64::NEG_INFINITY, f64::max))
-        };
-        Self { series, steps: ends(|line| line.step as f64), times: ends(|line| line.time) }
+        let all = || lines.iter().map(|line| line.step as f64);
+        Self { series, steps: (all().fold(f64::INFINITY, f64::min), all().fold(f64::NEG_INFINITY, f64::max)) }
     }
 
     pub fn is_empty(&self) -> bool {

@@ -31,8 +31,11 @@ pub(super) fn first_and_last(folder: &Path) -> Result<Vec<Samples>> {
     paths.sort();
     let (Some(first), Some(last)) = (paths.first(), paths.last()) else { return Ok(Vec::new()) };
     let chosen = if first == last { vec![last] } else { vec![first, last] };
-    let read = chosen.into_iter().map(|path| read_completions(path).map(choose));
-    Ok(read.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
+    let read = |path: &Path| {
+        let rows = read_completions(path);
+        rows.inspect_err(|error| tracing::warn!("the report shows no completions of {}: {error}", path.display())).ok()
+    };
+    Ok(chosen.into_iter().filter_map(|path| read(path)).filter_map(choose).collect())
 }
 
 /// Groups whose completions differ in reward say most; the others only if there is none.

@@ -210,7 +210,7 @@ pub fn write_adapters(
 fn write_config(path: &Path, lora: &LoraSpec, base: &Path) -> Result<()> {
     let names: Vec<&str> = lora.targets.iter().map(|module| module.name()).collect();
     let config = json!({
-        "base_model_name_or_path": base.to_string_lossy(),
+        "base_model_name_or_path": std::fs::canonicalize(base).unwrap_or_else(|_| base.to_owned()).to_string_lossy(),
         "bias": "none",
         "fan_in_fan_out": false,
         "inference_mode": true,

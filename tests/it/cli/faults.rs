@@ -270,7 +270,7 @@ fn equal_rewards_are_a_warning() {
     );
     let ended = run(&line);
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
-    assert_eq!(ended.stderr.matches("warning: the rewards of every group are equal").count(), 1, "{}", ended.stderr);
+    assert_eq!(ended.stderr.matches("warning: in no group do rewards differ").count(), 1, "{}", ended.stderr);
     for line in metrics(&folder.path().join("out")) {
         assert_eq!(
             (&line["frac_reward_zero_std"], &line["loss"], &line["grad_norm"]),

@@ -64,6 +64,8 @@ pub fn counts_waiting(mesh: &Mesh) {
     let pool = HostPool::new("train_test", bytes, mesh.world.device(), &mut |_, _| ()).unwrap();
     let zeros = |layout: &UnitLayout| Ok(Tensor::zeros([layout.len as i64], (Kind::Float, mesh.world.device())));
     let mut policy = Policy::with_home(table, mesh, run.options(mesh), OptimizerHome::Swap(pool), &zeros).unwrap();
+    let _ = policy.optimizer_step(LR, MAX_GRAD_NORM).unwrap(); // compiles and loads what a step needs
+    let _ = policy.take_transitions().unwrap();
     for comes_in_time in [false, true, false] {
         policy.offload_optimizer().unwrap();
         policy.finish_offload().unwrap();

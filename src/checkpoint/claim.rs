@@ -1,0 +1,74 @@
+//! One run a folder: two that write into the same one would take each other's files.
+
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Seek, Write};
+use std::path::Path;
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+
+use crate::dist::World;
+use crate::error::{Error, Result};
+
+/// The file that is locked, with the number of the process that did.
+const LOCK: &str = ".lock";
+
+/// The right to write into an output folder, until it is dropped or its process ends, however that happens.
+#[derive(Debug)]
+pub struct Claim {
+    _lock: File,
+}
+
+/// Claims `output_dir` for this run, on its first rank. Where the disk knows no locks, that is said and nothing is claimed.
+///
+/// # Errors
+/// [`Error::InvalidValue`] with the number of the process that writes there already; [`Error::Io`].
+pub fn claim(output_dir: &Path, world: &World) -> Result<Option<Claim>> {
+    if world.rank() > 0 {
+        return Ok(None);
+    }
+    std::fs::create_dir_all(output_dir).map_err(Error::io(output_dir))?;
+    let path = output_dir.join(LOCK);
+    let options = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
+    let mut lock = options.map_err(Error::io(&path))?;
+    match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => {
+            let id = std::process::id().to_string();
+            lock.set_len(0)
+                .and_then(|()| lock.rewind())
+                .and_then(|()| lock.write_all(id.as_bytes()))
+                .map_err(Error::io(&path))?;
+            Ok(Some(Claim { _lock: lock }))
+        }
+        Err(Errno::WOULDBLOCK) => {
+            let mut id = String::new();
+            lock.read_to_string(&mut id).map_err(Error::io(&path))?;
+            let expected = format!(
+                "a folder that no other run writes to: process {id} does; wait for its end, end it, or name another folder"
+            );
+            Err(Error::invalid_value("output_dir", output_dir.display(), expected))
+        }
+        Err(error) => {
+            tracing::warn!("{}: {error}: whether another run writes here is not known", path.display());
+            Ok(None)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_belongs_to_one_run_until_that_ends() {
+        let folder = tempfile::tempdir().unwrap();
+        let (output_dir, world) = (folder.path().join("run"), World::single());
+        for _ in 0..2 {
+            let first = claim(&output_dir, &world).unwrap();
+            let refused = claim(&output_dir, &world).unwrap_err().to_string();
+            assert!(refused.contains(&format!("process {} does", std::process::id())), "{refused}");
+            drop(first);
+        }
+        assert!(claim(&output_dir, &world).unwrap().is_some());
+    }
+}
