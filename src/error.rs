@@ -31,6 +31,9 @@ pub enum Error {
         /// What would be accepted, with the nearest valid values where numbers are concerned.
         expected: String,
     },
+    /// All that is wrong with a configuration, where that is more than one of the above.
+    #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))]
+    InvalidConfig(Vec<Error>),
     /// A configuration file that does not parse.
     #[error("{origin}: {message}")]
     ConfigSyntax {

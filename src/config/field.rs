@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::range::{self, Range};
 use super::raw::RawConfig;
-use crate::error::{Error, Result};
+use crate::error::Error;
 
 /// A value that one key can hold.
 pub(crate) trait FromValue: Sized {
@@ -37,8 +37,9 @@ pub(crate) struct KeyDoc {
 pub(crate) trait Field: Sized {
     /// Appends the keys at and under `key`; `default`, `range` and `text` are a single key's.
     fn describe(key: &str, default: Option<Self>, range: &Range, text: &str, out: &mut Vec<KeyDoc>);
-    /// Takes the value from `raw`, or the default; without either the key is required.
-    fn read(raw: &RawConfig, key: &str, default: Option<Self>, range: &Range) -> Result<Self>;
+    /// Takes the value from `raw`, or the default; without either the key is required. What is refused goes to `wrong`, and
+    /// the other keys of a table are read all the same, so that a user sees every fault at once.
+    fn read(raw: &RawConfig, key: &str, default: Option<Self>, range: &Range, wrong: &mut Vec<Error>) -> Option<Self>;
     /// Appends every key at and under `key` with its value.
     fn write(&self, key: &str, out: &mut Vec<(String, Value)>);
 
@@ -55,15 +56,15 @@ impl<T: FromValue> Field for T {
         out.push(KeyDoc { section: None, key, expected, default, text });
     }
 
-    fn read(raw: &RawConfig, key: &str, default: Option<Self>, range: &Range) -> Result<Self> {
-        let expected = || T::expected(range);
-        match (raw.get(key), default) {
-            (Some(value), _) => {
-                T::from_value(value, range).ok_or_else(|| raw.locate(Error::invalid_value(key, value, expected())))
-            }
-            (None, Some(default)) => Ok(default),
-            (None, None) => Err(Error::invalid_value(key, "nothing", format!("{} (this key is required)", expected()))),
+    fn read(raw: &RawConfig, key: &str, default: Option<Self>, range: &Range, wrong: &mut Vec<Error>) -> Option<Self> {
+        let value = raw.get(key);
+        let read = value.map_or(default, |value| T::from_value(value, range));
+        if read.is_none() {
+            let got = value.map_or_else(|| "nothing".to_owned(), Value::to_string);
+            let why = if value.is_none() { " (this key is required)" } else { "" };
+            wrong.push(raw.locate(Error::invalid_value(key, got, T::expected(range) + why)));
         }
+        read
     }
 
     fn write(&self, key: &str, out: &mut Vec<(String, Value)>) {
@@ -108,15 +109,16 @@ macro_rules! keys {
                 key: &str,
                 _: Option<Self>,
                 _: &$crate::config::range::Range,
-            ) -> $crate::error::Result<Self> {
-                Ok(Self { $(
-                    $field: <$type as $crate::config::field::Field>::read(
-                        raw,
-                        &<$type as $crate::config::field::Field>::key(key, stringify!($field)),
-                        keys!(@option $($default)?),
-                        &keys!(@range $($range)?),
-                    )?,
-                )+ })
+                wrong: &mut Vec<$crate::error::Error>,
+            ) -> Option<Self> {
+                $(let $field = <$type as $crate::config::field::Field>::read(
+                    raw,
+                    &<$type as $crate::config::field::Field>::key(key, stringify!($field)),
+                    keys!(@option $($default)?),
+                    &keys!(@range $($range)?),
+                    wrong,
+                );)+
+                Some(Self { $($field: $field?,)+ })
             }
 
             fn write(&self, key: &str, out: &mut Vec<(String, serde_json::Value)>) {

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use super::field::{Field, KeyDoc, join};
 use super::range::{Range, SECONDS};
 use super::raw::RawConfig;
-use crate::error::Result;
+use crate::error::Error;
 use crate::phase::{Limits, Phase};
 
 const TIMEOUT_S: f64 = 300.0;
@@ -53,12 +53,13 @@ impl Field for HeartbeatConfig {
         }
     }
 
-    fn read(raw: &RawConfig, key: &str, _: Option<Self>, _: &Range) -> Result<Self> {
-        let own =
-            |phase: &Phase| Field::read(raw, &join(key, &key_of(*phase)), Some(long_by_default(*phase)), &SECONDS);
-        let by_phase = Phase::ALL.iter().map(own).collect::<Result<_>>()?;
-        let timeout_s = Field::read(raw, &join(key, "timeout_s"), Some(TIMEOUT_S), &SECONDS)?;
-        Ok(Self { timeout_s, by_phase })
+    fn read(raw: &RawConfig, key: &str, _: Option<Self>, _: &Range, wrong: &mut Vec<Error>) -> Option<Self> {
+        let timeout_s = Field::read(raw, &join(key, "timeout_s"), Some(TIMEOUT_S), &SECONDS, wrong);
+        let own = |&phase: &Phase| {
+            Field::read(raw, &join(key, &key_of(phase)), Some(long_by_default(phase)), &SECONDS, wrong)
+        };
+        let by_phase: Vec<Option<Option<f64>>> = Phase::ALL.iter().map(own).collect();
+        Some(Self { timeout_s: timeout_s?, by_phase: by_phase.into_iter().collect::<Option<_>>()? })
     }
 
     fn write(&self, key: &str, out: &mut Vec<(String, Value)>) {

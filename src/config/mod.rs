@@ -43,7 +43,7 @@ impl Config {
     /// # Errors
     /// [`Error::UnknownKeys`](crate::Error::UnknownKeys) with file, line and nearest key;
     /// [`Error::InvalidValue`](crate::Error::InvalidValue) and [`Error::ConfigSyntax`](crate::Error::ConfigSyntax)
-    /// with file and line.
+    /// with file and line; [`Error::InvalidConfig`](crate::Error::InvalidConfig) where several keys or values are wrong.
     pub fn load(file: Option<&Path>, overrides: &[String]) -> Result<Self> {
         Self::validate(&RawConfig::read(file, overrides)?)
     }

@@ -90,10 +90,9 @@ impl RawConfig {
         }
     }
 
-    /// Refuses keys that are not in `known`, all of them at once.
-    pub fn check_keys(&self, known: &[String]) -> Result<()> {
-        let unknown: Vec<UnknownKey> = self.entries.iter().filter_map(|entry| entry.unknown(known)).collect();
-        if unknown.is_empty() { Ok(()) } else { Err(Error::UnknownKeys(unknown)) }
+    /// The keys that are not in `known`.
+    pub fn unknown_keys(&self, known: &[String]) -> Vec<UnknownKey> {
+        self.entries.iter().filter_map(|entry| entry.unknown(known)).collect()
     }
 
     fn read_file(&mut self, file: &Path) -> Result<()> {

@@ -164,13 +164,13 @@ pub(crate) fn is_python(entry: &str) -> bool {
 
 impl Default for RewardConfig {
     fn default() -> Self {
-        Self::read(&RawConfig::default(), "reward", None, &ANY).expect("every key of the table has a default")
+        Self::read(&RawConfig::default(), "reward", None, &ANY, &mut Vec::new()).expect("every key has a default")
     }
 }
 
 impl Default for ProcessReward {
     fn default() -> Self {
-        Self::read(&RawConfig::default(), "rewards.*", None, &ANY).expect("every key of the table has a default")
+        Self::read(&RawConfig::default(), "rewards.*", None, &ANY, &mut Vec::new()).expect("every key has a default")
     }
 }
 
@@ -193,9 +193,10 @@ impl Field for ProcessRewards {
         ProcessReward::describe(&join(key, "*"), None, range, "", out);
     }
 
-    fn read(raw: &RawConfig, key: &str, _: Option<Self>, range: &Range) -> Result<Self> {
-        let read = |name: &str| Ok((name.to_owned(), ProcessReward::read(raw, &join(key, name), None, range)?));
-        raw.names_in(key).into_iter().map(read).collect::<Result<_>>().map(Self)
+    fn read(raw: &RawConfig, key: &str, _: Option<Self>, range: &Range, wrong: &mut Vec<Error>) -> Option<Self> {
+        let read = |name| (String::from(name), ProcessReward::read(raw, &join(key, name), None, range, wrong));
+        let tables: Vec<_> = raw.names_in(key).into_iter().map(read).collect();
+        tables.into_iter().map(|(name, reward)| Some((name, reward?))).collect::<Option<_>>().map(Self)
     }
 
     fn write(&self, key: &str, out: &mut Vec<(String, Value)>) {

@@ -125,7 +125,36 @@ fn wrong_types_and_syntax_carry_the_line() {
         "loss_type = \"ppo\": expected one of grpo, dr_grpo, bnpo, dapo, cispo (command line)"
     );
     let error = Config::load(None, &[]).unwrap_err().to_string();
-    assert_eq!(error, "model_name_or_path = nothing: expected a path (this key is required)");
+    let required: Vec<&str> = error.lines().map(|line| line.split(' ').next().unwrap()).collect();
+    assert_eq!(required, ["model_name_or_path", "train_file", "reward_funcs"], "{error}");
+    assert!(error.starts_with("model_name_or_path = nothing: expected a path (this key is required)\n"), "{error}");
+}
+
+#[test]
+fn all_that_is_wrong_is_told_at_once() {
+    let text = "lr_scheduler_type = 'lin'\nlog_completions = 'yes'\nmax_step = 3\nnum_generations = 3.0\n\
+                heartbeat.wake_s = 0\nheartbeat.timeout_s = -1\n[rewards]\na.workers = 0\nb.timeout_s = 'x'\n";
+    let error = load_file(".toml", text).unwrap_err();
+    assert_eq!(error.exit_code(), ExitCode::Configuration);
+    let error = error.to_string();
+    let lines: Vec<&str> = error.lines().collect();
+    let expected = [
+        (".toml:3: unknown key 'max_step'; did you mean 'max_steps'?", ""),
+        ("num_generations = 3.0: expected a whole number of at least 2", ".toml:4)"),
+        ("rewards.a.workers = 0: expected a whole number from 1", ".toml:8)"),
+        ("rewards.b.timeout_s = \"x\": expected \"none\" or a number", ".toml:9)"),
+        ("lr_scheduler_type = \"lin\": expected one of ", ".toml:1)"),
+        ("log_completions = \"yes\": expected true or false", ".toml:2)"),
+        ("heartbeat.timeout_s = -1: expected a number in ", ".toml:6)"),
+        ("heartbeat.wake_s = 0: expected ", ".toml:5)"),
+    ];
+    assert_eq!(lines.len(), expected.len(), "{error}");
+    for (line, (part, place)) in lines.iter().zip(expected) {
+        assert!(line.contains(part) && line.ends_with(place), "{line}: {part}");
+    }
+    let together = message(&["stop=[\"\"]", "delta=1.1", "eval_steps=5", "zero.stage=0", "zero.shard_group_size=2"]);
+    let keys: Vec<&str> = together.lines().map(|line| line.split(' ').next().unwrap()).collect();
+    assert_eq!(keys, ["stop", "delta", "zero.shard_group_size", "eval_file"], "{together}");
 }
 
 #[test]

@@ -13,20 +13,26 @@ use crate::phase::Fault;
 impl Config {
     /// The only way from what was written to a run.
     pub(super) fn validate(raw: &RawConfig) -> Result<Self> {
-        raw.check_keys(Self::keys())?;
-        let config = Self::read(raw, "", None, &ANY)?;
-        config.check().map_err(|error| raw.locate(error))?;
-        Ok(config)
+        validated(raw, Self::keys(), Self::checks)
     }
 
-    fn check(&self) -> Result<()> {
-        self.check_batch()?;
-        self.check_sampling()?;
-        self.check_objective()?;
-        self.check_rewards()?;
-        self.zero.check()?;
-        self.lora.check(self.quantization)?;
-        self.check_split()?;
+    fn checks(&self) -> Vec<Result<()>> {
+        vec![
+            self.check_batch(),
+            self.check_sampling(),
+            self.check_objective(),
+            reward::check_names(self),
+            self.check_weights(),
+            self.rewards.check(),
+            self.reward.check(),
+            self.zero.check(),
+            self.lora.check(self.quantization),
+            self.check_split(),
+            self.check_rest(),
+        ]
+    }
+
+    fn check_rest(&self) -> Result<()> {
         let host = AutoOr::Given(ReferenceResidency::Host);
         let on_host = self.lora.r.is_some() && self.residency.reference == host;
         let no_reference = "auto or resident: the frozen base of lora.r is its own reference";
@@ -83,28 +89,35 @@ impl Config {
         check("delta", delta, self.loss_type != LossType::Cispo, "to be left out: loss_type cispo does not read it")
     }
 
-    fn check_rewards(&self) -> Result<()> {
-        reward::check_names(self)?;
-        let weights = &self.reward_weights;
-        let expected = format!("one weight for each of the {} reward_funcs, or none", self.reward_funcs.len());
-        check(
-            "reward_weights",
-            format!("{weights:?}"),
-            weights.is_empty() || weights.len() == self.reward_funcs.len(),
-            expected,
-        )?;
-        self.rewards.check()?;
-        self.reward.check()
+    fn check_weights(&self) -> Result<()> {
+        let (weights, num_rewards) = (&self.reward_weights, self.reward_funcs.len());
+        let expected = format!("one weight for each of the {num_rewards} reward_funcs, or none");
+        let fits = weights.is_empty() || weights.len() == num_rewards;
+        check("reward_weights", format!("{weights:?}"), fits, expected)
     }
 }
 
 impl SftConfig {
     pub(super) fn validate(raw: &RawConfig) -> Result<Self> {
-        raw.check_keys(&Self::keys())?;
-        let config = Self::read(raw, "", None, &ANY)?;
-        let checked = config.zero.check().and_then(|()| config.lora.check(config.quantization));
-        checked.map_err(|error| raw.locate(error))?;
-        Ok(config)
+        validated(raw, &Self::keys(), |config: &Self| vec![config.zero.check(), config.lora.check(config.quantization)])
+    }
+}
+
+/// What was written, or all that is wrong with it: keys and values each by itself, and where none is, what they are together.
+fn validated<T: Field>(raw: &RawConfig, known: &[String], checks: impl Fn(&T) -> Vec<Result<()>>) -> Result<T> {
+    let mut wrong = Vec::new();
+    let config = T::read(raw, "", None, &ANY, &mut wrong);
+    let unknown = raw.unknown_keys(known);
+    if !unknown.is_empty() {
+        wrong.insert(0, Error::UnknownKeys(unknown));
+    }
+    if let Some(config) = config.as_ref().filter(|_| wrong.is_empty()) {
+        wrong = checks(config).into_iter().filter_map(Result::err).map(|error| raw.locate(error)).collect();
+    }
+    match (wrong.len(), config) {
+        (0, Some(config)) => Ok(config),
+        (1, _) => Err(wrong.remove(0)),
+        _ => Err(Error::InvalidConfig(wrong)),
     }
 }
 

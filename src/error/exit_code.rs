@@ -59,7 +59,10 @@ impl Error {
     /// The process exit code that stands for this error.
     pub fn exit_code(&self) -> ExitCode {
         match self {
-            Error::UnknownKeys(_) | Error::InvalidValue { .. } | Error::ConfigSyntax { .. } => ExitCode::Configuration,
+            Error::UnknownKeys(_)
+            | Error::InvalidValue { .. }
+            | Error::InvalidConfig(_)
+            | Error::ConfigSyntax { .. } => ExitCode::Configuration,
             Error::BadFile { .. }
             | Error::BadLine { .. }
             | Error::EmptyDataset { .. }
