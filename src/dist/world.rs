@@ -78,6 +78,16 @@ impl World {
         Self::join(&Self::single().env, WorldOptions { backend, ..WorldOptions::default() })
     }
 
+    /// The world that this process was started into, by this crate's launcher, torchrun or srun (as [`WorkerEnv::from_env`] reads it);
+    /// one of this process alone where nobody says so.
+    ///
+    /// # Errors
+    /// Those of [`WorkerEnv::from_env`] and [`World::join`].
+    pub fn from_env(options: WorldOptions) -> Result<Self> {
+        let env = WorkerEnv::from_env()?.unwrap_or_else(|| Self::single().env);
+        Self::join(&env, options)
+    }
+
     fn alone(env: WorkerEnv, device: Device, lane: Arc<Lane>) -> Self {
         let group = Arc::new(SingleRank::new("world", 0, device));
         let next_partition = AtomicUsize::new(1);

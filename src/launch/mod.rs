@@ -11,6 +11,7 @@
 //! | `worker` | how one worker is started |
 //! | `signals` | signals and ends of processes |
 //! | `report`, `output` | what a worker leaves and says |
+//! | `threads` | how workers' threads share the processors |
 //! | `watchdog` | a worker without a launcher of ours watches itself |
 //! | `exit` | the end of a process with a GPU's libraries |
 
@@ -20,6 +21,7 @@ mod output;
 mod report;
 mod signals;
 mod supervise;
+mod threads;
 mod watchdog;
 mod worker;
 
@@ -27,5 +29,6 @@ pub use exit::exit_now;
 pub use report::{ERROR_FILE_VARIABLE, report_error};
 pub use signals::stop_on_signals;
 pub use supervise::run;
+pub use threads::wait_passively;
 pub use watchdog::watch_self;
 pub use worker::{LOOPBACK, LaunchOptions, RESTART_COUNT_VARIABLE, Rendezvous, worker_command};

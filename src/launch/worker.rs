@@ -8,6 +8,7 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
+use super::threads;
 use crate::config::HeartbeatConfig;
 use crate::cuda;
 use crate::dist::{STORE_FD_VARIABLE, World};
@@ -139,14 +140,7 @@ pub fn worker_command(options: &LaunchOptions, rendezvous: &Rendezvous, rank: us
         .env("MASTER_ADDR", &rendezvous.address)
         .env("MASTER_PORT", rendezvous.port.to_string())
         .process_group(0);
-    if std::env::var_os("OMP_NUM_THREADS").is_none() {
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        command.env("OMP_NUM_THREADS", (processors / options.num_workers).max(1).to_string());
-    }
-    if std::env::var_os("OMP_WAIT_POLICY").is_none() {
-        // Threads that spin while they wait take processors from whatever else runs: two runs at once were ten times slower.
-        command.env("OMP_WAIT_POLICY", "passive");
-    }
+    threads::share_processors(&mut command, options.num_workers);
     let store = (rank == 0).then(|| rendezvous.listener.as_raw_fd());
     let inherited = [(STORE_FD_VARIABLE, store), (PULSE_FD_VARIABLE, pulse)];
     for (name, fd) in inherited {

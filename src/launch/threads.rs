@@ -1,0 +1,51 @@
+//! How the threads of workers share the processors.
+
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+/// OpenMP's threads spin while they wait unless this says otherwise, and take processors from whatever else runs: two runs at once
+/// were ten times slower.
+const WAIT_POLICY: &str = "OMP_WAIT_POLICY";
+const PASSIVE: &str = "passive";
+const NUM_THREADS: &str = "OMP_NUM_THREADS";
+
+/// Gives each of `num_workers` an equal share of the processors, and lets its threads sleep while they wait; what the user says of
+/// either stands.
+pub(super) fn share_processors(command: &mut Command, num_workers: usize) {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let num_threads = (processors / num_workers).max(1).to_string();
+    for (name, value) in [(NUM_THREADS, num_threads.as_str()), (WAIT_POLICY, PASSIVE)] {
+        if std::env::var_os(name).is_none() {
+            command.env(name, value);
+        }
+    }
+}
+
+/// Lets this process's threads sleep while they wait, if the user says nothing else: the program is loaded again, by the same process
+/// number, as OpenMP reads how to wait at that moment alone.
+pub fn wait_passively() {
+    if std::env::var_os(WAIT_POLICY).is_some() {
+        return;
+    }
+    let mut args = std::env::args_os();
+    let name = args.next().unwrap_or_default();
+    let program = std::env::current_exe();
+    let error = program.map(|program| Command::new(program).arg0(name).args(args).env(WAIT_POLICY, PASSIVE).exec());
+    tracing::debug!("threads spin while they wait: {error:?}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn workers_share_the_processors_and_do_not_spin() {
+        let mut command = Command::new("true");
+        share_processors(&mut command, usize::MAX);
+        let told =
+            |name: &str| command.get_envs().find(|(key, _)| *key == name).map(|(_, value)| value.unwrap().to_owned());
+        for (name, value) in [(NUM_THREADS, "1"), (WAIT_POLICY, PASSIVE)] {
+            assert_eq!(told(name), std::env::var_os(name).is_none().then(|| value.into()), "{name}");
+        }
+    }
+}
