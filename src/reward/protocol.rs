@@ -86,7 +86,8 @@ impl Reply {
             _ => return Err(bad("expected either \"rewards\" or \"error\"".to_owned())),
         };
         if rewards.len() != num_completions {
-            return Err(bad(format!("expected {num_completions} rewards, got {}", rewards.len())));
+            let what = format!("expected {num_completions} rewards, one for each completion, got {}", rewards.len());
+            return Err(Failure::new(FailureKind::Error, what));
         }
         rewards
             .into_iter()
@@ -158,13 +159,15 @@ mod tests {
         }
         let failure = |text: &str| Reply::read(text.as_bytes(), 1).unwrap_err();
         assert_eq!(failure(r#"{"error": "no tests"}"#), Failure::new(FailureKind::Error, "no tests"));
+        for (text, count) in [(r#"{"rewards": [1.0, 1.0]}"#, 2), (r#"{"rewards": []}"#, 0)] {
+            let cause = format!("expected 1 rewards, one for each completion, got {count}");
+            assert_eq!(failure(text), Failure::new(FailureKind::Error, cause));
+        }
         for text in [
             "",
             "1",
             "{}",
             "[1.0]",
-            "{\"rewards\": [1.0, 1.0]}",
-            "{\"rewards\": []}",
             "{\"rewards\": [\"1.0\"]}",
             "{\"rewards\": [true]}",
             "{\"rewards\": [NaN]}",

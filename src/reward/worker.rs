@@ -19,6 +19,9 @@ use crate::error::Error;
 
 /// Longest time until a worker that tells when it is ready has done so: an interpreter may import much.
 const START: Duration = Duration::from_secs(120);
+/// Longest time that a worker has to end by itself after it closed its pipes, and the time between two looks.
+const EXIT: Duration = Duration::from_millis(200);
+const LOOK: Duration = Duration::from_millis(2);
 /// How much of the end of its standard error is kept for messages, in bytes.
 const TAIL_BYTES: usize = 2048;
 /// Variables between this process and its launcher.
@@ -160,7 +163,13 @@ impl Worker {
         }
     }
 
+    /// What has become of a worker that closed its pipes: it may take a moment to end by itself, whose status tells more than
+    /// that of a kill.
     fn death(&mut self) -> Failure {
+        let end = Instant::now() + EXIT;
+        while ended(self.child.id()).is_none() && Instant::now() < end {
+            std::thread::sleep(LOOK);
+        }
         self.read_errors();
         kill_group(&self.child);
         let status = self.child.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
@@ -206,6 +215,17 @@ fn stand_alone(parent: u32) -> io::Result<()> {
     Ok(())
 }
 
+/// How a child has ended, `si_code` and `si_status`; it is not reaped. `None` while it lives.
+pub(super) fn ended(pid: u32) -> Option<(i32, i32)> {
+    // SAFETY: a zeroed siginfo is valid, outlives the call and is filled by it; its pid stays 0 if the child lives.
+    unsafe {
+        let mut info: libc::siginfo_t = std::mem::zeroed();
+        let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+        let found = libc::waitid(libc::P_PID, pid, &raw mut info, options) == 0 && info.si_pid() != 0;
+        found.then(|| (info.si_code, info.si_status()))
+    }
+}
+
 /// Kills a process that leads a group, with the group.
 fn kill_group(child: &Child) {
     // SAFETY: the child leads its group and is not yet reaped, so that the group's id is its own.
@@ -216,10 +236,26 @@ fn kill_group(child: &Child) {
 mod tests {
     use super::*;
 
+    fn shell(script: &str) -> Worker {
+        let command = ["sh", "-c", script].map(str::to_owned).to_vec();
+        Worker::start(&Program { command, is_ours: false, origin: Origin::Sandbox }).unwrap()
+    }
+
+    /// It closes its pipes before it ends, as an interpreter does that shuts down, or does not end at all.
+    #[test]
+    fn a_worker_that_ends_by_itself_is_told_with_its_own_status() {
+        for (script, status) in [
+            ("echo no more >&2; exec >&-; sleep 0.05; exit 3", "exit status: 3; it said: no more"),
+            ("exec >&-; sleep 60", "signal: 9 (SIGKILL)"),
+        ] {
+            let failure = shell(script).exchange(&[], Instant::now() + START).unwrap_err();
+            assert_eq!(failure, Failure::new(FailureKind::Died, format!("its worker ended, {status}")));
+        }
+    }
+
     #[test]
     fn a_killed_sandbox_worker_leaves_no_folder() {
-        let command = ["sh", "-c", "mktemp -d; read never"].map(str::to_owned).to_vec();
-        let mut worker = Worker::start(&Program { command, is_ours: false, origin: Origin::Sandbox }).unwrap();
+        let mut worker = shell("mktemp -d; read never");
         wait_for(&[worker.replies.as_raw_fd()], -1, START);
         let mut made = [0; 4096];
         let length = worker.replies.read(&mut made).unwrap();

@@ -12,6 +12,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use super::super::pipes::{do_not_block, moved, wait_for};
+use super::super::worker::ended;
 use super::inside::{ASKS_FOR_IDS, INNER_ID, NOBODY, become_program};
 use crate::config::CodeConfig;
 
@@ -204,16 +205,9 @@ impl Process {
 
     /// Waits for the end of a program that has closed its output.
     fn succeeds(&self, deadline: Instant) -> bool {
-        let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
         while Instant::now() < deadline {
-            // SAFETY: zeros are a valid value of this plain structure.
-            let mut end: libc::siginfo_t = unsafe { std::mem::zeroed() };
-            // SAFETY: the own child, not yet reaped; the structure outlives the call.
-            let outcome = unsafe { libc::waitid(libc::P_PID, self.pid as libc::id_t, &raw mut end, flags) };
-            // SAFETY: of the end of a child, or zeros where there is none yet.
-            if outcome == 0 && unsafe { end.si_pid() } == self.pid {
-                // SAFETY: of the end of a child.
-                return end.si_code == libc::CLD_EXITED && unsafe { end.si_status() } == 0;
+            if let Some(end) = ended(self.pid as u32) {
+                return end == (libc::CLD_EXITED, 0);
             }
             std::thread::sleep(LOOK);
         }

@@ -146,11 +146,10 @@ fn a_function_that_fails_masks_its_sample_and_is_replaced() {
     }
     let name = || "faulty".to_owned();
     let expected = [
-        (name(), FailureKind::Error, 2),
+        (name(), FailureKind::Error, 4),
         (name(), FailureKind::Timeout, 1),
         (name(), FailureKind::NonFinite, 2),
         (name(), FailureKind::Died, 2),
-        (name(), FailureKind::Output, 2),
     ];
     assert_eq!(pool.take_failures(), expected);
     assert!(
