@@ -101,7 +101,9 @@ pub(super) fn evaluate(args: &EvalArgs, settings: &RewardConfig, world: Arc<Worl
         ..DatasetOptions::default()
     };
     let dataset = phase::scope(Phase::Load, || Dataset::from_file(&args.data, &tokenizer, &options))?;
-    dataset.counts().notice().filter(|_| world.rank() == 0).iter().for_each(|notice| eprintln!("notice: {notice}"));
+    if world.rank() == 0 {
+        dataset.counts().notices().iter().for_each(|notice| eprintln!("{notice}"));
+    }
     let prompts = eval::share_of(&dataset, &world);
     let params = SamplingParams { step: eval::SAMPLING_STEP, ..sampling(&args.sampling, args.n) };
     let mut groups = served.with_engine(|rollout| {

@@ -101,7 +101,8 @@ keys! {
         pub residual_dtype: ResidualDtype = ResidualDtype::Auto,
         /// System message put before every prompt that has none.
         pub system_prompt: Option<String> = None,
-        /// Longest prompt in tokens; longer ones are counted and left out. `none` leaves what the context allows.
+        /// Longest prompt in tokens; longer ones are counted and left out. `none` leaves what the context allows. In either
+        /// case a prompt is left out that with `max_completion_length` tokens more is longer than the context.
         pub max_prompt_length: Option<usize> = None => COUNT,
         /// Shuffle training rows each epoch, by a counter-based key.
         pub shuffle_dataset: bool = true,
@@ -132,7 +133,7 @@ keys! {
         pub share_prompts: bool = true,
 
         section "Sampling";
-        /// Longest completion in tokens.
+        /// Longest completion in tokens; the context, or `max_model_length`, must hold the prompt beside it.
         pub max_completion_length: usize = 512 => COUNT,
         /// Longest sequence the engine holds; `none` is the model's context.
         pub max_model_length: Option<usize> = None => COUNT,

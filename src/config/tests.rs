@@ -193,6 +193,15 @@ fn values_that_do_not_fit_together_are_refused() {
 }
 
 #[test]
+fn a_completion_leaves_room_for_a_prompt() {
+    let said = |keys: &[&str], context| config(keys).validate_context(context).map_err(|error| error.to_string());
+    assert_eq!(said(&["max_completion_length=63"], 64), Ok(()));
+    let error = said(&["max_completion_length=64"], 64).unwrap_err();
+    assert!(error.starts_with("max_completion_length = 64: expected at most 63: the model's context of 64"), "{error}");
+    assert_eq!(said(&["max_completion_length=64", "max_model_length=65"], 64), Ok(()));
+}
+
+#[test]
 fn sft_shares_the_machinery() {
     let load = |more: &str| SftConfig::load(None, &["model_name_or_path=m", "train_file=t", more].map(String::from));
     assert_eq!(load("zero.stage=1").unwrap().zero.stage, 1);

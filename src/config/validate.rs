@@ -16,6 +16,21 @@ impl Config {
         validated(raw, Self::keys(), Self::checks)
     }
 
+    /// Checks the configuration against the longest sequence that its model was made for.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] where the completion leaves no room for a prompt.
+    pub fn validate_context(&self, max_position_embeddings: usize) -> Result<()> {
+        let context = self.max_model_length.unwrap_or(max_position_embeddings);
+        let expected = format!(
+            "at most {}: the model's context of {context} tokens holds the prompt too, and rows with a longer one than \
+             is left are dropped",
+            context.saturating_sub(1)
+        );
+        let completion = self.max_completion_length;
+        check("max_completion_length", completion, completion < context, expected)
+    }
+
     fn checks(&self) -> Vec<Result<()>> {
         vec![
             self.check_batch(),

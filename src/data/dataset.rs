@@ -35,37 +35,55 @@ pub struct DatasetCounts {
     pub over_context: usize,
     /// Rows that remain.
     pub kept: usize,
+    /// The limit of the first of these.
+    pub max_prompt_length: Option<usize>,
+    /// Those of the second: `max_model_length`, and what of it is the completion's.
+    pub context: Option<(usize, usize)>,
     /// Rows whose prompt is text, which goes to the model as it is, where conversations go through a chat template or get a
     /// system message.
     pub bare: usize,
 }
 
 impl DatasetCounts {
-    /// What the user may not have meant, and how to mend it.
-    pub fn notice(&self) -> Option<String> {
-        let Self { bare, read, .. } = self;
-        (*bare > 0).then(|| {
+    /// What the user may not have meant, and how to mend it, each behind `warning:` or `notice:`.
+    pub fn notices(&self) -> Vec<String> {
+        let Self { bare, read, kept, .. } = self;
+        let lost = read - kept;
+        let warning = is_much(lost, *read)
+            .then(|| format!("warning: {lost} of {read} rows are left out: {}", self.left_out().join(", ")));
+        let notice = (*bare > 0).then(|| {
             format!(
-                "{bare} of {read} prompts are text: they reach the model as they are, without its chat template or \
+                "notice: {bare} of {read} prompts are text: they reach the model as they are, without its chat template or \
                  system_prompt; for these, give prompt as [{{\"role\": \"user\", \"content\": ..}}]"
             )
-        })
+        });
+        warning.into_iter().chain(notice).collect()
+    }
+
+    /// How many rows are left out by each limit.
+    fn left_out(&self) -> Vec<String> {
+        let too_long = (self.max_prompt_length.filter(|_| self.over_max_prompt_length > 0))
+            .map(|limit| format!("{} longer than max_prompt_length {limit}", self.over_max_prompt_length));
+        let without_room = self.context.filter(|_| self.over_context > 0).map(|(context, completion)| {
+            let room = context.saturating_sub(completion);
+            let count = self.over_context;
+            format!("{count} longer than {room} tokens, context {context} less max_completion_length {completion}")
+        });
+        too_long.into_iter().chain(without_room).collect()
     }
 }
 
 impl fmt::Display for DatasetCounts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} read", self.read)?;
-        for (count, why) in [
-            (self.over_max_prompt_length, "longer than max_prompt_length"),
-            (self.over_context, "without room for a completion in the context"),
-        ] {
-            if count > 0 {
-                write!(f, ", {count} {why}")?;
-            }
-        }
+        self.left_out().iter().try_for_each(|stage| write!(f, ", {stage}"))?;
         write!(f, ", {} kept", self.kept)
     }
+}
+
+/// Whether so many of all rows were hardly meant to be left out: more than a tenth.
+pub(super) fn is_much(lost: usize, all: usize) -> bool {
+    10 * lost > all
 }
 
 /// Prompts in file order, tokenized.
@@ -92,7 +110,11 @@ impl Dataset {
     /// [`Error::ChatTemplate`].
     pub fn from_file(path: impl AsRef<Path>, tokenizer: &Tokenizer, options: &DatasetOptions) -> Result<Self> {
         let path = path.as_ref();
-        let mut counts = DatasetCounts::default();
+        let mut counts = DatasetCounts {
+            max_prompt_length: options.max_prompt_length,
+            context: options.max_model_length.map(|context| (context, options.max_completion_length)),
+            ..DatasetCounts::default()
+        };
         let mut prompts = Vec::new();
         let has_chat = tokenizer.has_chat_template() || options.system_prompt.is_some();
         for row in read_rows(path)? {

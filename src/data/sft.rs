@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::Tokenizer;
+use super::dataset::is_much;
 use super::rows::{RawExample, RawPrompt, Row, read_rows};
 use crate::error::{Error, Result};
 
@@ -60,6 +61,14 @@ impl SftDataset {
             return Err(Error::EmptyDataset { path: path.to_owned(), stages: data.counts() });
         }
         Ok(data)
+    }
+
+    /// What is said where more than a tenth of the completions is left out.
+    pub fn warning(&self) -> Option<String> {
+        let (lost, all) = (self.too_long, self.examples.len() + self.too_long);
+        let told =
+            || format!("warning: {lost} of {all} completions are left out: longer than {} tokens", self.max_length);
+        is_much(lost, all).then(told)
     }
 
     /// Rows and completions at each stage.
@@ -159,6 +168,8 @@ mod tests {
         ];
         let data = read(&Folder::new(), &rows, 6).unwrap();
         assert_eq!(data.counts(), "4 rows read, 4 completions, 1 longer than 6 tokens, 3 kept");
+        let warning = data.warning().unwrap();
+        assert_eq!(warning, "warning: 1 of 4 completions are left out: longer than 6 tokens");
         assert_eq!(data.examples, [example(&[0, 1], &[1, 2, 3, 9]), example(&[0, 7], &[9]), example(&[0, 7], &[1, 9])]);
         let error = read(&Folder::new(), &rows, 2).unwrap_err().to_string();
         assert!(error.contains("(4 rows read, 4 completions, 4 longer than 2 tokens, 0 kept)"), "{error}");

@@ -46,6 +46,7 @@ pub(super) fn load(
     checkpoint::check_room(&config.output_dir, &world, Some(&policy), config.save_steps.is_some())?;
     let log = Log::new(&config, world.rank() == 0, schedule.total_steps as u64, checkpoint.as_ref())?;
     log.say(&format!("{}: {}", config.train_file.display(), rows.counts()));
+    rows.warning().iter().for_each(|warning| log.say(warning));
     let saver = Saver::new(CheckpointOptions {
         output_dir: config.output_dir.clone(),
         base_dir: source.base.clone(),

@@ -83,6 +83,7 @@ impl Preflight {
         let kind = placement.kind;
         let batch = config.validate_world(world_size)?;
         let num_trainers = batch.roles.num_trainers;
+        config.validate_context(spec.max_position_embeddings)?;
         spec.validate_tp(config.tensor_parallel_size)?;
         let table = Arc::new(ParamTable::new(spec.clone(), config.zero.shard_group_size.unwrap_or(num_trainers)));
         let engine_weight_bytes = match (gathers(config, &table), config.quantization) {
@@ -221,8 +222,11 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
     if num_dropped > 0 {
         output.say(&format!("{num_dropped} unfinished groups of the checkpoint are dropped: oversample is 0"));
     }
-    output.say(&format!("{}: {}", config.train_file.display(), dataset.counts()));
-    dataset.counts().notice().iter().for_each(|notice| output.say(&format!("notice: {notice}")));
+    let held_out = config.eval_file.as_ref().zip(eval_set.as_ref());
+    for (file, rows) in std::iter::once((&config.train_file, &dataset)).chain(held_out) {
+        output.say(&format!("{}: {}", file.display(), rows.counts()));
+        rows.counts().notices().iter().for_each(|notice| output.say(notice));
+    }
     let plan = preflight.plan_of(world.rank()).clone();
     let base_dir = source.base;
     let saver = Saver::new(CheckpointOptions {

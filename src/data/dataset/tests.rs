@@ -36,9 +36,9 @@ fn text_is_taken_as_it_is_and_conversations_are_rendered() {
     assert_eq!(data.prompt(1).columns["answer"], 1);
     assert_eq!(data.prompt(2).text, "two one answer");
     assert_eq!(data.prompt(3).text, "one");
-    let notice = data.counts().notice().unwrap();
-    assert!(notice.starts_with("2 of 4 prompts are text"), "{notice}");
-    assert_eq!(read(&rows[1..3], &options).unwrap().counts().notice(), None);
+    let notices = data.counts().notices();
+    assert!(notices.len() == 1 && notices[0].starts_with("notice: 2 of 4 prompts are text"), "{notices:?}");
+    assert!(read(&rows[1..3], &options).unwrap().counts().notices().is_empty());
     assert_eq!(data.prompts().iter().map(|prompt| prompt.id).collect::<Vec<_>>(), [0, 1, 2, 3]);
 }
 
@@ -61,11 +61,29 @@ fn long_prompts_are_counted_by_reason_and_ids_stay() {
         ..Default::default()
     };
     let data = read(&rows, &options).unwrap();
-    assert_eq!(data.counts(), &DatasetCounts { read: 3, over_max_prompt_length: 1, over_context: 1, kept: 1, bare: 3 });
+    let counts = data.counts();
+    assert_eq!((counts.read, counts.over_max_prompt_length, counts.over_context, counts.kept), (3, 1, 1, 1));
+    let why = "1 longer than max_prompt_length 4, 1 longer than 2 tokens, context 5 less max_completion_length 3";
+    assert_eq!(counts.to_string(), format!("3 read, {why}, 1 kept"));
+    assert_eq!(counts.notices()[0], format!("warning: 2 of 3 rows are left out: {why}"));
     assert_eq!(data.prompt(0).id, 2);
     let options = DatasetOptions { max_prompt_length: Some(1), ..Default::default() };
     let error = read(&rows, &options).unwrap_err().to_string();
-    assert!(error.contains("no usable prompts (3 read, 3 longer than max_prompt_length,"), "{error}");
+    assert!(error.contains("no usable prompts (3 read, 3 longer than max_prompt_length 1,"), "{error}");
+}
+
+#[test]
+fn a_tenth_of_the_rows_may_be_lost_in_silence() {
+    let counts = |over_context| DatasetCounts {
+        read: 20,
+        over_context,
+        kept: 20 - over_context,
+        context: Some((64, 56)),
+        ..Default::default()
+    };
+    assert!(counts(2).notices().is_empty());
+    let warnings = counts(3).notices();
+    assert!(warnings[0].ends_with("3 longer than 8 tokens, context 64 less max_completion_length 56"), "{warnings:?}");
 }
 
 #[test]

@@ -145,7 +145,7 @@ fn data_files() {
             "23 no room for a completion",
             format!("{good}\n"),
             "max_completion_length=60",
-            &["1 read", "1 without room for a completion in the context"],
+            &["1 read", "1 longer than 4 tokens, context 64 less max_completion_length 60"],
         ),
     ];
     let rows = folder.path().join("rows.jsonl");
@@ -157,6 +157,13 @@ fn data_files() {
     fs::write(&rows, format!("{good}\n")).unwrap();
     let few = format!("--nproc 2 {SMALL_RUN} train_file={} output_dir={}", rows.display(), out(folder.path()));
     run(&few).assert_error("fewer rows than a batch", 2, &["4 prompts", "rows.jsonl has 1"]);
+    for command in ["", "plan"] {
+        let line =
+            format!("{command} --nproc 2 {SMALL_RUN} max_completion_length=64 output_dir={}", out(folder.path()));
+        let ended = run(line.trim_start());
+        ended.assert_error("no room at all", 2, &["max_completion_length = 64: expected at most 63", "context of 64"]);
+        assert!(!ended.stderr.contains("rank"), "{}", ended.stderr);
+    }
     let missing = format!("{SMALL_RUN} --nproc 2 train_file=nowhere.jsonl output_dir={}", out(folder.path()));
     run(&missing).assert_error("missing file", 3, &["nowhere.jsonl", "No such file"]);
 }
