@@ -39,6 +39,7 @@ pub use resume::{ResumeOptions, resume, unsafe_changes};
 pub use saver::Saver;
 pub use state::{CarriedGroup, SavedConfig, TrainerState};
 
+use crate::config::{Config, SftConfig};
 use crate::dist::World;
 use crate::error::{Error, Result};
 use crate::phase::{self, Phase};
@@ -157,10 +158,21 @@ impl Checkpoint {
         Err(Error::Checkpoint { path: self.folder.clone(), message })
     }
 
-    /// The error of a configuration that cannot be read back.
+    /// The error of a configuration that cannot be read back: another command's, or another version's.
     pub fn of_another_program(&self, error: &Error) -> Error {
-        let message =
-            format!("trainer_state.json: this version or command cannot use the run's configuration: {error}");
+        let entries = || self.state.config.entries([]);
+        let folder = self.folder.display();
+        let message = if SftConfig::from_entries(entries()).is_ok() {
+            format!(
+                "of a supervised run: colo-grpo sft goes on with it; to train from it set model_name_or_path = {folder}"
+            )
+        } else if Config::from_entries(entries()).is_ok() {
+            format!(
+                "of a GRPO run: colo-grpo train goes on with it; to train from it set model_name_or_path = {folder}"
+            )
+        } else {
+            format!("trainer_state.json: this version cannot use the run's configuration: {error}")
+        };
         Error::Checkpoint { path: self.folder.clone(), message }
     }
 

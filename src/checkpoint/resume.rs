@@ -3,12 +3,13 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::manifest::Manifest;
-use super::{Checkpoint, FINAL, find_latest, list};
+use super::manifest::{Manifest, written};
+use super::{Checkpoint, FINAL, TrainerState, find_latest, list};
 use crate::config::KeyChange;
 use crate::dist::{World, all_gather_bytes, any_rank};
 use crate::error::{Error, Result};
 use crate::metrics::redact;
+use crate::model::is_model_folder;
 use crate::phase;
 
 /// How often the first rank meets those that wait for it.
@@ -39,7 +40,11 @@ pub fn resume(
     let folder = on_first_rank(world, |moved| match options.from {
         None => refuse_earlier_run(options.output_dir).map(|()| None),
         Some("latest") => find_latest(options.output_dir, moved),
-        Some(folder) => Manifest::verify(Path::new(folder), moved).map(|()| Some(folder.into())),
+        Some(folder) => {
+            let folder = Path::new(folder);
+            refuse_what_is_no_checkpoint(folder)?;
+            Manifest::verify(folder, moved).map(|()| Some(folder.into()))
+        }
     })?;
     let text = folder.map(|folder| folder.to_string_lossy().into_owned()).unwrap_or_default();
     let gathered = all_gather_bytes(&*world.group(), text.as_bytes())?;
@@ -108,6 +113,21 @@ fn refuse_earlier_run(output_dir: &Path) -> Result<()> {
         newest.display()
     );
     Err(Error::invalid_value("output_dir", output_dir.display(), expected))
+}
+
+/// Refuses a run's folder and a model's, with what to name.
+fn refuse_what_is_no_checkpoint(folder: &Path) -> Result<()> {
+    if written(folder).is_some() || TrainerState::file(folder).exists() {
+        return Ok(()); // damaged it may be
+    }
+    let expected = match list(folder).ok().and_then(|mut checkpoints| checkpoints.pop()) {
+        Some(newest) => format!("a checkpoint's folder, not the run's: {}", newest.display()),
+        None if is_model_folder(folder) => {
+            "a checkpoint's folder: a model has no state of an optimizer; name it as model_name_or_path".to_owned()
+        }
+        None => return Ok(()),
+    };
+    Err(Error::invalid_value("resume_from_checkpoint", folder.display(), expected))
 }
 
 /// Refuses changes, or names them where a resume is forced.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -117,15 +117,20 @@ fn digest(salt: u64, key: &str, value: &Value) -> String {
 }
 
 impl TrainerState {
+    /// Where a checkpoint has it.
+    pub(super) fn file(folder: &Path) -> PathBuf {
+        folder.join(FILE)
+    }
+
     pub(super) fn read(folder: &Path) -> Result<Self> {
         let bad =
             |message: String| Error::Checkpoint { path: folder.to_owned(), message: format!("{FILE}: {message}") };
-        let text = std::fs::read_to_string(folder.join(FILE)).map_err(|error| bad(error.to_string()))?;
+        let text = std::fs::read_to_string(Self::file(folder)).map_err(|error| bad(error.to_string()))?;
         serde_json::from_str(&text).map_err(|error| bad(error.to_string()))
     }
 
     pub(super) fn write(&self, folder: &Path) -> Result<()> {
-        let path = folder.join(FILE);
+        let path = Self::file(folder);
         let text = serde_json::to_string_pretty(self).expect("the state is plain data");
         std::fs::write(&path, text + "\n").map_err(Error::io(path))
     }

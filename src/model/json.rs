@@ -6,6 +6,10 @@ use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
 
+/// The shape of a model, in its folder.
+pub(super) const CONFIG: &str = "config.json";
+/// What adapters are, in theirs.
+pub(super) const ADAPTER_CONFIG: &str = "adapter_config.json";
 /// Longest file that is read, in bytes.
 const MAX_BYTES: u64 = 100_000_000;
 
@@ -99,6 +103,43 @@ fn absent(path: &Path) -> String {
                 "no such folder; one of the Hugging Face Hub is fetched with: hf download {name} --local-dir {name}"
             )
         }
-        None => "missing; a Hugging Face model folder has it".to_owned(),
+        None => match path.parent().and_then(model_within) {
+            Some(model) => format!("missing; the folder holds a model, name that: {}", model.display()),
+            None => "missing; a Hugging Face model folder has it".to_owned(),
+        },
+    }
+}
+
+/// Whether a folder has a model, or adapters.
+pub(crate) fn is_model_folder(folder: &Path) -> bool {
+    [CONFIG, ADAPTER_CONFIG].iter().any(|name| folder.join(name).is_file())
+}
+
+/// The model in a run's output folder: its final one, else its newest checkpoint.
+fn model_within(folder: &Path) -> Option<PathBuf> {
+    let folders = std::fs::read_dir(folder).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
+    let is_model = |path: &PathBuf| {
+        let is_whole = path.file_name().is_some_and(|name| !name.to_string_lossy().starts_with('.'));
+        is_whole && is_model_folder(path)
+    };
+    folders.filter(is_model).max_by_key(|path| (path.ends_with("final"), path.as_os_str().len(), path.clone()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_s_folder_is_told_from_its_model_s() {
+        let run = tempfile::tempdir().unwrap();
+        let said = || JsonObject::read(&run.path().join(CONFIG)).map(|_| ()).unwrap_err().to_string();
+        assert!(said().ends_with("missing; a Hugging Face model folder has it"), "{}", said());
+        for (name, file) in [("checkpoint-2", CONFIG), ("final", ADAPTER_CONFIG), ("checkpoint-10", CONFIG)] {
+            std::fs::create_dir(run.path().join(name)).unwrap();
+            std::fs::write(run.path().join(name).join(file), "{}").unwrap();
+        }
+        assert!(said().ends_with(&format!("name that: {}", run.path().join("final").display())), "{}", said());
+        std::fs::rename(run.path().join("final"), run.path().join(".final.tmp")).unwrap();
+        assert!(said().ends_with("checkpoint-10"), "{}", said());
     }
 }

@@ -41,6 +41,7 @@ pub(crate) use files::{MappedFile, encode_header, sync};
 pub use files::{WeightFiles, WeightWriter};
 pub use head::{SavedHead, Scored, Scoring, head_backward, head_chunk_tokens, head_forward};
 pub use init::{copy_tokenizer, init_folder, init_unit, init_unit_on};
+pub(crate) use json::is_model_folder;
 pub use lora::{AdapterFiles, BlockLora, Lora, LoraSpec, Matrix, ModelSource, write_adapters};
 pub use params::{ALIGNMENT, Param, ParamName, ParamTable, Unit, UnitLayout};
 pub use preset::PRESETS;

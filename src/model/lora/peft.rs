@@ -15,13 +15,11 @@ use super::{LoraSpec, Matrix};
 use crate::config::TargetModule;
 use crate::error::{Error, Result};
 use crate::model::files::{MappedFile, dtype_of, encode_header, sync};
-use crate::model::json::JsonObject;
+use crate::model::json::{ADAPTER_CONFIG as CONFIG, JsonObject};
 use crate::model::params::{ParamTable, Unit, UnitLayout};
 use crate::model::spec::{ModelSpec, product};
 use crate::torch;
 
-/// What makes a folder one of adapters.
-const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
 /// Highest rank that is read: above any matrix's.
 const MAX_RANK: usize = 1 << 16;

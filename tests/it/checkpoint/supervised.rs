@@ -51,5 +51,20 @@ fn a_supervised_run_ends_like_a_straight_one() {
         "--config configs/tiny-cpu.toml tensor_parallel_size=1 {resume} output_dir={}",
         folder.path().join("other").display()
     );
-    run(&other).assert_error("a supervised run's checkpoint", 5, &["this version or command", "max_length"]);
+    let named = format!("model_name_or_path = {}", straight.join("checkpoint-4").display());
+    run(&other).assert_error("a supervised run's checkpoint", 5, &["of a supervised run", &named]);
+    for (given, said) in [("straight", "straight/checkpoint-6"), ("straight/final", "model_name_or_path")] {
+        let more = format!("resume_from_checkpoint={}", folder.path().join(given).display());
+        run(&line("other", &more)).assert_error(
+            given,
+            2,
+            &["resume_from_checkpoint = ", "a checkpoint's folder", said],
+        );
+    }
+    let whole = format!("model_name_or_path={}", straight.display());
+    run(&line("other", &whole)).assert_error(
+        "a run's folder as a model",
+        3,
+        &["config.json: missing", "straight/final"],
+    );
 }
