@@ -51,6 +51,7 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
     if WorkerEnv::from_env()?.is_none() {
         preflight(&config, placement, args.launch.nproc)?;
         RewardPool::new(&config)?;
+        check_output_dir(&config.output_dir)?;
     }
     let watch = Supervision {
         max_restarts: config.max_restarts,
@@ -79,6 +80,7 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
     let placement = Placement::new(config.device, config.dtype)?;
     if WorkerEnv::from_env()?.is_none() {
         check_files(&config.train_file, config.eval_file.as_deref())?;
+        check_output_dir(&config.output_dir)?;
     }
     let watch = Supervision { saves_on_stop: true, ..Supervision::new(config.collective_timeout_s, &config.heartbeat) };
     distributed(&args.launch, watch, placement.on_cuda, |world| {
@@ -139,9 +141,22 @@ fn preflight(config: &Config, placement: Placement, nproc: usize) -> Result<Pref
 
 /// Refuses rows that are not there.
 fn check_files(train_file: &Path, eval_file: Option<&Path>) -> Result<()> {
-    [train_file].into_iter().chain(eval_file).try_for_each(|file| {
-        std::fs::metadata(file).map(|_| ()).map_err(|error| Error::bad_file(file, error.to_string()))
+    let files = [("train_file", Some(train_file)), ("eval_file", eval_file)];
+    files.into_iter().filter_map(|(key, file)| Some((key, file?))).try_for_each(|(key, file)| {
+        std::fs::metadata(file).map(|_| ()).map_err(|error| Error::bad_file(file, format!("{key}: {error}")))
     })
+}
+
+/// Refuses an output folder that cannot be made or written to; one that was not there is gone again, as a run that is still
+/// refused leaves none.
+fn check_output_dir(folder: &Path) -> Result<()> {
+    let missing: Vec<&Path> = folder.ancestors().take_while(|folder| !folder.exists()).collect();
+    let tried = std::fs::create_dir_all(folder).and_then(|()| tempfile::tempfile_in(folder));
+    for made in missing {
+        let _ = std::fs::remove_dir(made); // what another process has filled meanwhile stays
+    }
+    let expected = |error| format!("a folder that can be made and written to: {error}");
+    tried.map(|_| ()).map_err(|error| Error::invalid_value("output_dir", folder.display(), expected(error)))
 }
 
 fn init(args: &InitArgs) -> Result<ExitCode> {

@@ -165,7 +165,15 @@ fn data_files() {
         assert!(!ended.stderr.contains("rank"), "{}", ended.stderr);
     }
     let missing = format!("{SMALL_RUN} --nproc 2 train_file=nowhere.jsonl output_dir={}", out(folder.path()));
-    run(&missing).assert_error("missing file", 3, &["nowhere.jsonl", "No such file"]);
+    run(&missing).assert_error("missing file", 3, &["nowhere.jsonl: train_file: No such file"]);
+    let missing = format!("{SMALL_RUN} --nproc 2 eval_file=nowhere.jsonl output_dir={}", out(folder.path()));
+    run(&missing).assert_error("missing held-out file", 3, &["nowhere.jsonl: eval_file: No such file"]);
+    let sft = format!("sft --config configs/arithmetic/warmup.toml train_file={}", rows.display());
+    for line in [SMALL_RUN, &sft] {
+        let ended = run(&format!("{line} --nproc 2 output_dir={}/below", rows.display()));
+        ended.assert_error("output_dir below a file", 2, &["output_dir = ", "rows.jsonl/below: expected a folder"]);
+        assert!(!ended.stderr.contains("rank"), "{}", ended.stderr);
+    }
 }
 
 #[test]
