@@ -35,6 +35,12 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("lr_scheduler_type", r#""constant_with_warmup""#, r#""constant""#),
 ];
 
+/// What is said of keys that nothing here answers to.
+const NONE: &str = "nothing takes its place; colo-grpo config prints every key there is";
+const WARMUP: &str = "warmup_steps, which is the ratio x updates in all: max_steps or, without it, num_train_epochs x rows x \
+                      num_generations / generation_batch_size x updates of each batch (steps_per_generation / \
+                      gradient_accumulation_steps x num_iterations)";
+
 /// Names, of tables too (`start*`: all that begin so; verl's without `actor_rollout_ref.`) and what is written here; the first
 /// row that fits.
 const KEYS: &[(&[&str], &str)] = &[
@@ -68,7 +74,11 @@ const KEYS: &[(&[&str], &str)] = &[
     (&["save_strategy", "save_only_model"], "save_steps, or none"),
     (&["eval_strategy", "evaluation_strategy", "do_eval", "eval_on_start"], "eval_file and eval_steps"),
     (&["num_generations_eval"], "eval_num_generations"),
-    (&["warmup_ratio"], "warmup_steps"),
+    (
+        &["num_completions_to_print", "log_unique_prompts"],
+        "log_completions, which writes all of them to output_dir; the report shows the first and the last",
+    ),
+    (&["warmup_ratio", "actor.optim.lr_warmup_steps_ratio"], WARMUP),
     (&["lr_scheduler_kwargs"], "lr_scheduler_type = constant, linear or cosine, without further settings"),
     (&["deepspeed", "fsdp", "fsdp_config", "ds3_gather_for_generation"], "zero.stage and residency.optimizer"),
     (
@@ -107,15 +117,24 @@ const KEYS: &[(&[&str], &str)] = &[
         "generation_batch_size, in completions: prompts x num_generations",
     ),
     (&["data.shuffle"], "shuffle_dataset"),
-    (&["data.*"], "train_file, eval_file and max_prompt_length; rows are verl's as they are"),
+    (
+        &["data.filter_overlong_prompts", "data.truncation"],
+        "prompts longer than max_prompt_length are left out, never cut",
+    ),
+    (&["data.prompt_key", "data.reward_fn_key", "data.return_raw_chat"], "rows are verl's as they are"),
+    (&["data.*"], NONE),
     (&["model.path"], "model_name_or_path"),
     (&["model.enable_gradient_checkpointing"], "gradient_checkpointing"),
     (&["model.lora_rank", "model.lora_alpha", "model.target_modules"], "lora.r and the other keys of lora"),
-    (&["model.*"], "model_name_or_path; the kernels are built in"),
+    (&["model.use_remove_padding"], "nothing is padded"),
+    (&["model.*"], NONE),
     (&["actor.optim.lr"], "learning_rate"),
-    (&["actor.optim.lr_warmup_steps", "actor.optim.lr_warmup_steps_ratio"], "warmup_steps"),
+    (&["actor.optim.lr_warmup_steps"], "warmup_steps"),
     (&["actor.optim.weight_decay"], "weight_decay"),
-    (&["actor.optim.*"], "lr_scheduler_type, adam_beta1 and other keys of the optimizer"),
+    (&["actor.optim.warmup_style", "actor.optim.lr_scheduler_type"], "lr_scheduler_type"),
+    (&["actor.optim.betas"], "adam_beta1 and adam_beta2"),
+    (&["actor.optim.total_training_steps"], "max_steps"),
+    (&["actor.optim.*"], NONE),
     (
         &["actor.ppo_mini_batch_size"],
         "steps_per_generation and gradient_accumulation_steps, which make updates of a generation batch",
@@ -125,10 +144,27 @@ const KEYS: &[(&[&str], &str)] = &[
     (&["actor.clip_ratio", "actor.clip_ratio_low"], "epsilon"),
     (&["actor.clip_ratio_high"], "epsilon_high"),
     (&["actor.clip_ratio_c"], "delta"),
+    (&["actor.kl_loss_type", "algorithm.kl_penalty"], "the KL term is k3, verl's low_var_kl"),
     (&["actor.loss_agg_mode"], "loss_type"),
     (&["actor.grad_clip"], "max_grad_norm"),
     (&["actor.fsdp_config.*", "ref.fsdp_config.*"], "zero.stage, residency.optimizer and residency.reference"),
-    (&["actor.*", "ref.*"], "max_tokens_per_micro_batch, beta and other keys of TRL's names"),
+    (
+        &[
+            "actor.ppo_micro_batch_size*",
+            "actor.ppo_max_token_len_per_gpu",
+            "actor.use_dynamic_bsz",
+            "ref.log_prob_*",
+            "rollout.log_prob_*",
+        ],
+        "max_tokens_per_micro_batch, in tokens of a rank",
+    ),
+    (
+        &["actor.ulysses_sequence_parallel_size", "ref.ulysses_sequence_parallel_size"],
+        "no sequence is split over ranks",
+    ),
+    (&["actor.strategy", "ref.strategy", "critic.strategy"], "the trainer is built in; zero.stage is how it shards"),
+    (&["actor.use_torch_compile", "ref.use_torch_compile"], "the kernels are built in"),
+    (&["actor.*", "ref.*"], NONE),
     (&["rollout.n"], "num_generations"),
     (&["rollout.tensor_model_parallel_size"], "tensor_parallel_size"),
     (&["rollout.temperature"], "temperature"),
@@ -138,9 +174,24 @@ const KEYS: &[(&[&str], &str)] = &[
     (&["rollout.max_num_seqs"], "max_num_seqs"),
     (&["rollout.max_num_batched_tokens"], "max_num_batched_tokens"),
     (&["rollout.val_kwargs.n"], "eval_num_generations"),
-    (&["rollout.*"], "the engine is built in; it has the keys of sampling"),
+    (
+        &["rollout.val_kwargs.*"],
+        "evaluations sample as training does (temperature, top_p, top_k), eval_num_generations completions a prompt",
+    ),
+    (&["rollout.do_sample"], "completions are always sampled, at a temperature above 0"),
+    (&["rollout.max_model_len"], "max_model_length"),
+    (&["rollout.prompt_length"], "max_prompt_length"),
+    (&["rollout.response_length"], "max_completion_length"),
+    (&["rollout.dtype"], "dtype = auto, float32 or bfloat16"),
+    (
+        &["rollout.name", "rollout.mode", "rollout.engine_kwargs.*", "rollout.load_format", "rollout.enforce_eager"],
+        "the engine is built in",
+    ),
+    (&["rollout.free_cache_engine"], "the engine always sleeps while training"),
+    (&["rollout.*"], NONE),
     (&["algorithm.norm_adv_by_std_in_grpo"], "scale_rewards"),
-    (&["algorithm.*"], "advantages are GRPO's; scale_rewards and loss_type vary them"),
+    (&["algorithm.adv_estimator"], "advantages are GRPO's; scale_rewards and loss_type vary them"),
+    (&["algorithm.*"], NONE),
     (&["critic.*", "reward_model.*"], "GRPO has no critic; reward_funcs are functions and commands"),
     (&["custom_reward_function.*", "reward.custom_reward_function.*"], "reward_funcs = [\"file.py:function\"]"),
     (&["trainer.n_gpus_per_node", "trainer.nnodes"], "--nproc"),
@@ -154,7 +205,10 @@ const KEYS: &[(&[&str], &str)] = &[
         &["trainer.logger", "trainer.project_name", "trainer.experiment_name"],
         "metrics go to output_dir as JSONL and TensorBoard events",
     ),
-    (&["trainer.*"], "num_train_epochs, save_steps and other keys of TRL's names"),
+    (&["trainer.val_before_train"], "eval_file, on which a run is evaluated before and after training in any case"),
+    (&["trainer.critic_warmup"], "GRPO has no critic"),
+    (&["trainer.max_actor_ckpt_to_keep"], "save_total_limit"),
+    (&["trainer.*"], NONE),
 ];
 
 #[cfg(test)]
@@ -172,6 +226,24 @@ mod tests {
             names.iter().for_each(|name| assert_eq!(advice(name), Some(*text), "{name}"));
         }
         assert_eq!(advice("+actor_rollout_ref.rollout.n"), Some("num_generations"));
+    }
+
+    /// A name of a key is an answer: what has none is told so.
+    #[test]
+    fn hints_answer_or_say_that_nothing_does() {
+        for (key, part) in [
+            ("warmup_ratio", "the ratio x updates in all: max_steps or"),
+            ("num_completions_to_print", "log_completions"),
+            ("actor_rollout_ref.rollout.val_kwargs.temperature", "as training does"),
+            ("actor_rollout_ref.actor.kl_loss_type", "k3"),
+            ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "max_tokens_per_micro_batch"),
+            ("trainer.critic_warmup", "no critic"),
+            ("trainer.val_before_train", "eval_file"),
+            ("trainer.balance_batch", NONE),
+            ("actor_rollout_ref.actor.checkpoint.contents", NONE),
+        ] {
+            assert!(advice(key).is_some_and(|said| said.contains(part)), "{key}: {:?}", advice(key));
+        }
     }
 
     #[test]
