@@ -1,11 +1,11 @@
 //! What `auto` becomes: the residency that moves least among those that serve a run best, then the least recomputation.
 
+use super::advice::Refusal;
 use super::{MemoryPlan, PlanInput, Role, human};
 use crate::config::{AutoOr, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
-use crate::error::Result;
 
-/// Share of the memory that activations may fill where it is the plan that keeps them: freed blocks of libtorch's cache that no
-/// later tensor fits take up to 9 % on top (docs/benchmarks.md).
+/// Share of the memory that training may fill where the plan chooses: freed blocks of libtorch's cache that no later tensor
+/// fits take up to 9 % on top (docs/benchmarks.md).
 pub(super) const MAX_KEPT_SHARE: f64 = 0.9;
 
 /// What the configuration may leave to the plan.
@@ -16,12 +16,12 @@ pub(super) struct Choices {
     pub gradient_checkpointing: GradientCheckpointing,
 }
 
-/// The first of the residencies that are left open, from the one that moves least, whose KV cache has the most blocks; and beside
-/// it the least recomputation.
+/// The first of the residencies that are left open, from the one that moves least, with which training leaves a tenth of the
+/// memory free, if any does, and whose KV cache has the most blocks of use; and beside it the least recomputation.
 ///
 /// # Errors
-/// Why the one that takes least of the device cannot be, if none can.
-pub(super) fn choose(input: &PlanInput<'_>) -> Result<MemoryPlan> {
+/// What lacks with the one that comes closest, if none can be.
+pub(super) fn choose(input: &PlanInput<'_>) -> Result<MemoryPlan, Refusal> {
     let candidates = candidates(input);
     let is_forced = candidates.len() == 1;
     let mut plans = Vec::new(); // with their places among the candidates
@@ -29,22 +29,35 @@ pub(super) fn choose(input: &PlanInput<'_>) -> Result<MemoryPlan> {
     for (place, &choices) in candidates.iter().enumerate() {
         match MemoryPlan::with(choices, input) {
             Ok(plan) => plans.push((place, plan)),
-            Err(error) => refusal = Some(error),
+            Err(other) => refusal = Some(other.closer(refusal)),
         }
     }
-    let most_blocks = plans.iter().map(|(_, plan)| plan.num_kv_blocks).max();
-    let Some(at) = plans.iter().position(|(_, plan)| Some(plan.num_kv_blocks) == most_blocks) else {
+    let all_fit = plans.len() == candidates.len();
+    if plans.iter().any(|(_, plan)| plan.leaves_share()) {
+        plans.retain(|(_, plan)| plan.leaves_share());
+    }
+    let most_blocks = plans.iter().map(|(_, plan)| plan.num_useful_blocks()).max();
+    let Some(at) = plans.iter().position(|(_, plan)| Some(plan.num_useful_blocks()) == most_blocks) else {
         return Err(refusal.expect("there is a candidate, and it was refused"));
     };
+    let available = human(input.room.available_bytes);
     let reason = match (is_forced, at, plans[at].0) {
         (true, ..) => "as configured, or the only choice".to_owned(),
         (false, 0, 0) => "all fits on the device".to_owned(),
-        (false, 0, _) => format!("moving less needs more than {}", human(input.room.available_bytes)),
-        (false, ..) => format!("moving less would leave room for {} KV blocks only", plans[0].1.num_kv_blocks),
+        (false, 0, _) if all_fit => format!("moving less needs more than nine tenths of {available}"),
+        (false, 0, _) => format!("moving less needs more than {available}"),
+        (false, ..) => {
+            let (less, seqs) = (&plans[0].1, input.num_seqs());
+            let (blocks, length) = (less.num_kv_blocks, less.max_model_length);
+            format!(
+                "moving less would leave room for {blocks} KV blocks only, with {seqs} sequences of {length} tokens"
+            )
+        }
     };
     let (place, plan) = plans.swap_remove(at);
     let plan = least_recomputation(candidates[place], input, plan);
-    Ok(MemoryPlan { reason, ..plan })
+    let largest_micro_batch = if input.role == Role::Generates { 0 } else { plan.largest_micro_batch(input) };
+    Ok(MemoryPlan { reason, largest_micro_batch, ..plan })
 }
 
 /// `full`, or with less recomputation where that is left open and there is room for what it keeps.
@@ -52,12 +65,11 @@ fn least_recomputation(choices: Choices, input: &PlanInput<'_>, full: MemoryPlan
     if input.config.gradient_checkpointing != AutoOr::Auto {
         return full;
     }
-    let most = (input.room.available_bytes as f64 * MAX_KEPT_SHARE) as usize;
     let less = [GradientCheckpointing::None, GradientCheckpointing::Selective].into_iter();
     let plans =
         less.map(|gradient_checkpointing| MemoryPlan::with(Choices { gradient_checkpointing, ..choices }, input));
-    let mut fitting =
-        plans.flatten().filter(|plan| plan.num_kv_blocks == full.num_kv_blocks && plan.train_bytes() <= most);
+    let has_blocks = |plan: &MemoryPlan| plan.num_useful_blocks() == full.num_useful_blocks();
+    let mut fitting = plans.flatten().filter(|plan| has_blocks(plan) && plan.leaves_share());
     fitting.next().unwrap_or(full)
 }
 
@@ -96,6 +108,7 @@ mod tests {
     use super::super::Room;
     use super::*;
     use crate::config::Config;
+    use crate::error::Result;
     use crate::model::{ModelSpec, ParamTable};
 
     fn plan(available_bytes: usize, on_gpu: bool, keys: &[&str]) -> Result<MemoryPlan> {
@@ -109,16 +122,16 @@ mod tests {
         let overrides: Vec<String> = common.iter().chain(&sizes).chain(keys).map(|&key| key.to_owned()).collect();
         let config = Config::load(None, &overrides)?;
         let table = ParamTable::new(Arc::new(ModelSpec::preset("micro").unwrap()), 2);
-        MemoryPlan::new(&PlanInput {
+        let input = PlanInput {
             config: &config,
             table: &table,
             kind: Kind::BFloat16,
             role: Role::Both,
-            completions_per_update: 1,
-            updates_per_rollout: 1,
+            batch: config.validate_world(2)?,
             engine_weight_bytes: 0,
             room: Room { available_bytes, swap_bytes: on_gpu.then_some(1 << 40) },
-        })
+        };
+        MemoryPlan::new(&input, &|_| Ok(0))
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use tch::Device;
 
 use super::choices::Choices;
-use super::{ClassBytes, PlanInput, engine_options};
+use super::{ClassBytes, PlanInput, engine_options, human};
 use crate::config::{GradientCheckpointing, OptimizerResidency, ReferenceResidency};
 use crate::rollout::{engine_buffer_bytes, engine_sum_bytes, engine_table_bytes};
 use crate::train::{ActivationBytes, Moment, TrainBytes, WORKSPACE_BYTES, reference_bytes};
@@ -83,7 +83,7 @@ fn in_training(class: &'static str, train_bytes: usize) -> ClassBytes {
 }
 
 /// What each parameter and each token costs this rank.
-pub(super) fn formula(keep: GradientCheckpointing, input: &PlanInput<'_>) -> String {
+pub(super) fn formula(keep: GradientCheckpointing, fullest: Moment, input: &PlanInput<'_>) -> String {
     let (model, tokens) = (input.model(), input.micro_batch_tokens().max(1));
     let (bytes, num_layers) = (model.bytes(), input.table.spec.num_layers);
     let activations = ActivationBytes::new(&model, keep, input.micro_batch(tokens));
@@ -91,12 +91,15 @@ pub(super) fn formula(keep: GradientCheckpointing, input: &PlanInput<'_>) -> Str
     let parameters = input.table.total as f64;
     let each = |bytes: usize| bytes as f64 / parameters;
     format!(
-        "bytes a parameter: {:.2} weights + {:.2} gradients + {:.2} optimizer, x {:.1} M\n\
+        "bytes a parameter between uses: {:.2} weights + {:.2} gradients + {:.2} optimizer, x {:.1} M\n\
+         training's fullest moment: {} of gradients, {} of weights beside those, whole units under way among both\n\
          bytes a token: {:.0} kept + {:.0} at once, x {tokens}",
         each(bytes.weights),
         each(bytes.gradients),
         each(bytes.optimizer),
         parameters / 1e6,
+        human(fullest.gradients),
+        human(fullest.gathered),
         (num_layers * activations.saved) as f64 / tokens as f64,
         at_once as f64 / tokens as f64,
     )

@@ -1,6 +1,7 @@
 //! MemoryPlan: bytes of every class in every phase, from the formulas that train, rollout and colocate export, known before
 //! anything is allocated.
 
+mod advice;
 mod choices;
 mod classes;
 mod fit;
@@ -12,10 +13,11 @@ use std::fmt;
 
 use tch::{Device, Kind};
 
+use advice::Refusal;
 use choices::Choices;
 pub use role::Role;
 
-use crate::config::{Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
+use crate::config::{BatchPlan, Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
 use crate::cuda::{self, Placement, residual_kind};
 use crate::error::Result;
 use crate::memory;
@@ -53,7 +55,7 @@ pub struct MemoryPlan {
     pub gradient_checkpointing: GradientCheckpointing,
     /// Bytes a parameter and a token, as they are counted by hand.
     pub formula: String,
-    /// Most tokens of a micro-batch that this memory has room for, all of them scored.
+    /// Most tokens of a micro-batch, all of them scored, beside which a tenth of the memory stays free.
     pub largest_micro_batch: usize,
     /// Size of the KV cache on each rank.
     pub kv_cache_bytes: usize,
@@ -63,6 +65,8 @@ pub struct MemoryPlan {
     pub kv_block_size: usize,
     /// Longest prompt and completion together.
     pub max_model_length: usize,
+    /// Sequences of a generation batch that one engine decodes at once.
+    pub num_seqs: usize,
     /// Training's fullest moment, among the classes.
     pub fullest: Moment,
     /// What the rank has.
@@ -103,10 +107,8 @@ pub struct PlanInput<'a> {
     pub kind: Kind,
     /// What the rank does.
     pub role: Role,
-    /// Completions that this rank trains on in one update.
-    pub completions_per_update: usize,
-    /// Updates between two rollouts.
-    pub updates_per_rollout: usize,
+    /// How a generation batch is spread.
+    pub batch: BatchPlan,
     /// Bytes of the engine's gathered weight slices; 0 where it reads in place.
     pub engine_weight_bytes: usize,
     /// What this rank has.
@@ -116,17 +118,20 @@ pub struct PlanInput<'a> {
 impl MemoryPlan {
     /// Adds up the classes, picks the residencies and sizes the KV cache.
     ///
-    /// `auto` keeps optimizer and reference on the device unless the run does not fit then, or the KV cache would not have all
-    /// the blocks that it can use; of the others it takes what moves least. On a CPU moving frees nothing. Recomputation gives
-    /// way to them: beside what was chosen, the least of it that leaves a tenth of the memory free.
+    /// `auto` keeps optimizer and reference on the device unless training does not leave a tenth of the memory free then, or the
+    /// KV cache would not have all the blocks that a generation batch can fill; of the others it takes what moves least. On a CPU
+    /// moving frees nothing. Recomputation gives way to them: beside what was chosen, the least of it that leaves a tenth free.
+    ///
+    /// `engine_weights` gives `engine_weight_bytes` of other configurations, which are tried where this one does not fit.
     ///
     /// # Errors
     /// [`Environment`](crate::Error::Environment) for a run that cannot fit, with the smallest change that would help.
-    pub fn new(input: &PlanInput<'_>) -> Result<Self> {
-        choices::choose(input)
+    pub fn new(input: &PlanInput<'_>, engine_weights: &dyn Fn(&Config) -> Result<usize>) -> Result<Self> {
+        choices::choose(input).map_err(|refusal| refusal.explain(input, engine_weights))
     }
 
-    fn with(choices: Choices, input: &PlanInput<'_>) -> Result<Self> {
+    /// With nothing left open; the largest micro-batch is not looked for.
+    fn with(choices: Choices, input: &PlanInput<'_>) -> Result<Self, Refusal> {
         let fullest = match input.role {
             Role::Generates => Moment::default(),
             Role::Both | Role::Trains => input.fullest(choices, input.micro_batch_tokens()),
@@ -138,29 +143,30 @@ impl MemoryPlan {
             reference: choices.reference,
             reason: String::new(),
             gradient_checkpointing: choices.gradient_checkpointing,
-            formula: classes::formula(choices.gradient_checkpointing, input),
+            formula: classes::formula(choices.gradient_checkpointing, fullest, input),
             largest_micro_batch: 0,
             kv_cache_bytes: 0,
             num_kv_blocks: 0,
             kv_block_size: input.config.kv_block_size,
             max_model_length: input.max_model_length(),
+            num_seqs: input.num_seqs(),
             fullest,
             room: input.room,
         };
         if input.role != Role::Trains {
             plan.size_kv_cache(input)?;
         }
-        if input.role != Role::Generates {
-            plan.largest_micro_batch = plan.largest_micro_batch(choices, input);
-        }
-        plan.check(choices, input)?;
-        Ok(plan)
+        if plan.is_enough() { Ok(plan) } else { Err(Refusal::Memory(Box::new(plan))) }
     }
 
     /// The largest sum over the phases; on a CPU host memory included, as it is one memory.
     pub fn peak_bytes(&self) -> usize {
-        let rollout = self.host_bytes_of_device() + self.sum(|class| class.rollout_bytes);
-        self.train_bytes().max(rollout)
+        self.train_bytes().max(self.rollout_bytes())
+    }
+
+    /// While generating, as [`Self::peak_bytes`] counts.
+    fn rollout_bytes(&self) -> usize {
+        self.host_bytes_of_device() + self.sum(|class| class.rollout_bytes)
     }
 
     /// While training, as [`Self::peak_bytes`] counts.
@@ -183,13 +189,25 @@ impl PlanInput<'_> {
         TrainedModel::of(self.config, self.table, self.kind)
     }
 
+    /// As configured or the model's, and no longer than the longest prompt and completion.
     fn max_model_length(&self) -> usize {
-        self.config.max_model_length.unwrap_or(self.table.spec.max_position_embeddings)
+        let Config { max_model_length, max_prompt_length, max_completion_length, .. } = *self.config;
+        let context = max_model_length.unwrap_or(self.table.spec.max_position_embeddings);
+        max_prompt_length.map_or(context, |prompt| context.min(prompt + max_completion_length))
+    }
+
+    /// Sequences of a generation batch that one engine decodes at once.
+    fn num_seqs(&self) -> usize {
+        let config = self.config;
+        let groups = self.batch.num_begun.div_ceil(self.batch.roles.num_generators);
+        let of_engine = groups.saturating_mul(config.num_generations).saturating_mul(config.tensor_parallel_size);
+        of_engine.min(config.max_num_seqs)
     }
 
     /// This rank's share of an update at its longest.
     fn update_tokens(&self) -> usize {
-        self.completions_per_update * self.max_model_length()
+        let BatchPlan { generation_batch_size, roles, updates_per_generation, .. } = self.batch;
+        generation_batch_size / roles.num_trainers / updates_per_generation * self.max_model_length()
     }
 
     fn micro_batch_tokens(&self) -> usize {
@@ -206,7 +224,7 @@ impl PlanInput<'_> {
         let update = model.fullest(&UpdateCourse {
             keep: choices.gradient_checkpointing,
             micro_batches: if tokens < self.update_tokens() { &several } else { &several[..1] },
-            is_warm: self.updates_per_rollout > 1,
+            is_warm: self.batch.updates_per_generation * self.config.num_iterations > 1,
             streams: choices.optimizer == OptimizerResidency::Stream,
         });
         let on_host = choices.reference == ReferenceResidency::Host;
@@ -248,9 +266,11 @@ impl fmt::Display for MemoryPlan {
         writeln!(f, "{:<34} {train:>11} {rollout:>11} {:>11}", "sum", sum(|class| class.host_bytes))?;
         writeln!(f, "peak {} of {} available", human(self.peak_bytes()), human(self.room.available_bytes))?;
         let (blocks, size, longest) = (self.num_kv_blocks, self.kv_block_size, self.max_model_length);
-        let at_once = blocks / longest.div_ceil(size).max(1);
-        let cache =
-            format!("KV cache: {blocks} blocks of {size} tokens, {at_once} sequences of {longest} tokens at once");
+        let cache = format!(
+            "KV cache: {blocks} blocks of {size} tokens, {} sequences of {longest} tokens at once; a batch has {} an engine",
+            blocks / longest.div_ceil(size).max(1),
+            self.num_seqs
+        );
         if self.role == Role::Generates {
             return write!(f, "{cache}");
         }
@@ -258,8 +278,10 @@ impl fmt::Display for MemoryPlan {
             writeln!(f, "{cache}")?;
         }
         match self.largest_micro_batch {
-            0 => writeln!(f, "largest micro-batch: none fits")?,
-            tokens => writeln!(f, "largest micro-batch: {tokens} tokens")?,
+            0 => writeln!(f, "largest micro-batch: none leaves a tenth of the memory free")?,
+            tokens => {
+                writeln!(f, "largest micro-batch: {tokens} tokens, beside which a tenth of the memory stays free")?
+            }
         }
         writeln!(f, "{}", self.formula)?;
         write!(f, "residency: optimizer state {}", self.optimizer.name())?;

@@ -82,27 +82,15 @@ impl Preflight {
     ) -> Result<Self> {
         let kind = placement.kind;
         let batch = config.validate_world(world_size)?;
-        let num_trainers = batch.roles.num_trainers;
         config.validate_context(spec.max_position_embeddings)?;
         spec.validate_tp(config.tensor_parallel_size)?;
-        let table = Arc::new(ParamTable::new(spec.clone(), config.zero.shard_group_size.unwrap_or(num_trainers)));
-        let engine_weight_bytes = match (gathers(config, &table), config.quantization) {
-            (true, _) => EngineSlices::gathered_bytes(&table, 0, config.tensor_parallel_size, kind)?,
-            (false, Quantization::Nf4) => EngineSlices::dequantized_bytes(&table, kind),
-            (false, Quantization::None) => 0,
-        };
-        let completions_per_update = batch.generation_batch_size / num_trainers / batch.updates_per_generation;
+        let table =
+            Arc::new(ParamTable::new(spec.clone(), config.zero.shard_group_size.unwrap_or(batch.roles.num_trainers)));
+        let engine_weights = |config: &Config| engine_weight_bytes(config, &table, kind);
+        let engine_weight_bytes = engine_weights(config)?;
         let plan_of = |role| {
-            MemoryPlan::new(&PlanInput {
-                config,
-                table: &table,
-                kind,
-                role,
-                completions_per_update,
-                updates_per_rollout: batch.updates_per_generation * config.num_iterations,
-                engine_weight_bytes,
-                room,
-            })
+            let input = PlanInput { config, table: &table, kind, role, batch, engine_weight_bytes, room };
+            MemoryPlan::new(&input, &engine_weights)
         };
         let (plan, engine_plan) = match config.mode {
             Mode::Colocated => (plan_of(Role::Both)?, None),
@@ -138,6 +126,15 @@ pub(super) fn common_room(placement: Placement, world: &World) -> Result<Room> {
 pub(super) fn gathers(config: &Config, table: &ParamTable) -> bool {
     let in_place = config.zero.stage < 3 || table.shards == 1 || config.mode == Mode::Split;
     !in_place && config.quantization == Quantization::None
+}
+
+/// What the engine's own weights take of each rank.
+fn engine_weight_bytes(config: &Config, table: &ParamTable, kind: Kind) -> Result<usize> {
+    match (gathers(config, table), config.quantization) {
+        (true, _) => EngineSlices::gathered_bytes(table, 0, config.tensor_parallel_size, kind),
+        (false, Quantization::Nf4) => Ok(EngineSlices::dequantized_bytes(table, kind)),
+        (false, Quantization::None) => Ok(0),
+    }
 }
 
 /// What a trainer is made of beside its configuration.

@@ -149,7 +149,7 @@ fn a_plan_needs_neither_the_gpus_nor_the_weights() {
     refused.assert_error("one small GPU", 4, &["per rank and 24.0 GiB are available", "lora.r = 16"]);
     // Weights that leave generation no room: nothing that training computes again makes any.
     let refused = run("plan --nproc 1 --preset qwen2.5-7b --gpu_memory_gib 12 gradient_checkpointing=none");
-    refused.assert_error("too small for the weights", 4, &["are available; train adapters alone"]);
+    refused.assert_error("too small for the weights", 4, &["are available; set lora.r = 16 and quantization = nf4"]);
 }
 
 /// What is planned for another model is a file's run, its rewards apart.
@@ -165,7 +165,7 @@ fn a_run_is_planned_for_another_model() {
 #[test]
 fn engines_of_more_ranks_are_advised_where_one_cannot_hold_the_weights() {
     let command = "plan --nproc 8 --gpu_memory_gib 60 --model_preset qwen2.5-32b zero.stage=3 lora.r=16";
-    run(command).assert_error("32B, tp 1", 4, &["set tensor_parallel_size = 2, which divides the engine's weights"]);
+    run(command).assert_error("32B, tp 1", 4, &["set tensor_parallel_size = 2 (ranks of an engine share its weights"]);
     assert!(stdout_of(&format!("{command} tensor_parallel_size=2")).contains("of 60.0 GiB available"));
 }
 

@@ -1,0 +1,286 @@
+//! What to change where a run does not fit: every change is tried before it is advised.
+
+use serde_json::{Value, json};
+
+use super::choices::choose;
+use super::{MemoryPlan, PlanInput, Role, human};
+use crate::config::{AutoOr, Config, GradientCheckpointing, Quantization};
+use crate::error::{Error, Result};
+use crate::rollout::kv_block_bytes;
+
+#[cfg(test)]
+mod tests;
+
+/// Tokens of a prompt for which a context that is advised leaves room.
+pub(super) const LEAST_PROMPT_LENGTH: usize = 512;
+/// Rank of adapters that are advised.
+const LORA_R: usize = 16;
+
+/// Why a rank cannot hold a run.
+#[derive(Debug)]
+pub(super) enum Refusal {
+    /// A value that no memory would mend.
+    Value(Error),
+    /// Memory, which this plan lacks.
+    Memory(Box<MemoryPlan>),
+}
+
+/// A key with the value that it is to have.
+type Change = (&'static str, Value);
+
+impl Refusal {
+    /// Of this one and an earlier one what comes closest: on the device, then on the host, then in what the device holds.
+    pub(super) fn closer(self, earlier: Option<Self>) -> Self {
+        match (self, earlier) {
+            (Self::Memory(own), Some(Self::Memory(other))) if other.shortage() < own.shortage() => Self::Memory(other),
+            (own, _) => own,
+        }
+    }
+
+    /// For the user, with the smallest change that makes the run fit.
+    pub(super) fn explain(self, input: &PlanInput<'_>, engine_weights: &dyn Fn(&Config) -> Result<usize>) -> Error {
+        let plan = match self {
+            Self::Value(error) => return error,
+            Self::Memory(plan) => plan,
+        };
+        let (per_rank, available) = (human(plan.peak_bytes()), human(plan.room.available_bytes));
+        let advice = Advice { input, engine_weights }.find();
+        let advice = advice.map(|changes| told(&changes, input));
+        let message = if plan.fits_device() {
+            let (swapped, ranks) = (plan.swapped_bytes(), input.batch.world_size);
+            let change = advice.map_or_else(String::new, |advice| format!("; {advice}"));
+            format!(
+                "residency.optimizer = {} and residency.reference = {} need {} of host memory per rank and {} are available; \
+                 {ranks} ranks need a machine with {} free{change}, or use a smaller model\n{plan}",
+                plan.optimizer.name(),
+                plan.reference.name(),
+                human(swapped),
+                human(plan.room.swap_bytes.unwrap_or(0)),
+                human(swapped * ranks),
+            )
+        } else {
+            let nothing = "no key makes room enough: use more GPUs or ones with more memory";
+            let change = advice.as_deref().unwrap_or(nothing);
+            format!(
+                "this run needs {per_rank} per rank and {available} are available; {change}, or use a smaller model\n{plan}"
+            )
+        };
+        Error::Environment { message }
+    }
+}
+
+impl MemoryPlan {
+    /// Bytes that lack on the device, else on the host.
+    fn shortage(&self) -> (usize, usize) {
+        let device = self.peak_bytes().saturating_sub(self.room.available_bytes);
+        (device, self.swapped_bytes().saturating_sub(self.room.swap_bytes.unwrap_or(usize::MAX)))
+    }
+
+    fn generation_fits(&self) -> bool {
+        self.rollout_bytes() <= self.room.available_bytes
+    }
+
+    /// The longest context of which one sequence fits beside what else generation holds, if prompts have room in it.
+    fn longest_that_fits(&self, config: &Config, block_bytes: usize) -> Option<usize> {
+        let others = self.rollout_bytes() - self.kv_cache_bytes;
+        let free = self.room.available_bytes.checked_sub(others)?;
+        let length = free / block_bytes * self.kv_block_size;
+        let least = config.max_completion_length + LEAST_PROMPT_LENGTH;
+        (least..self.max_model_length).contains(&length).then_some(length)
+    }
+}
+
+/// The search for changes, from those that cost least.
+struct Advice<'a> {
+    input: &'a PlanInput<'a>,
+    engine_weights: &'a dyn Fn(&Config) -> Result<usize>,
+}
+
+impl Advice<'_> {
+    /// The first changes with which the run fits: adapters and quantisation are the last resort, before them come a shorter
+    /// context, residencies other than those configured, sharding, larger engines, and what training computes again or at once.
+    fn find(&self) -> Option<Vec<Change>> {
+        let residencies = self.residencies();
+        self.trained().iter().find_map(|trained| {
+            residencies.iter().find_map(|residency| {
+                let kept = [&trained[..], residency].concat();
+                [false, true].iter().find_map(|&is_shorter| self.sharded(&kept, is_shorter))
+            })
+        })
+    }
+
+    /// What trains.
+    fn trained(&self) -> Vec<Vec<Change>> {
+        let config = self.input.config;
+        let adapters: Vec<Change> = config.lora.r.is_none().then(|| ("lora.r", json!(LORA_R))).into_iter().collect();
+        let mut trained = vec![vec![]];
+        if !adapters.is_empty() {
+            trained.push(adapters.clone());
+        }
+        if config.quantization == Quantization::None {
+            trained.push([adapters, vec![("quantization", json!(Quantization::Nf4.name()))]].concat());
+        }
+        trained
+    }
+
+    /// Those of the configuration, and what the plan would choose.
+    fn residencies(&self) -> Vec<Vec<Change>> {
+        let configured = &self.input.config.residency;
+        let optimizer = (configured.optimizer != AutoOr::Auto).then(|| ("residency.optimizer", json!("auto")));
+        let reference = (configured.reference != AutoOr::Auto).then(|| ("residency.reference", json!("auto")));
+        let both: Vec<Change> = optimizer.iter().chain(&reference).cloned().collect();
+        let mut all = vec![vec![]];
+        all.extend(optimizer.into_iter().chain(reference).map(|one| vec![one]));
+        if both.len() > 1 {
+            all.push(both);
+        }
+        all
+    }
+
+    /// Beside `kept`: sharding from the configured stage up, at each engines from the configured size up while generation lacks
+    /// memory, and at each what training can do.
+    fn sharded(&self, kept: &[Change], is_shorter: bool) -> Option<Vec<Change>> {
+        let PlanInput { config, table, batch, role, .. } = *self.input;
+        let (stage, own) = (config.zero.stage, config.tensor_parallel_size);
+        let last = if table.shards > 1 && role != Role::Generates { 3 } else { stage };
+        for stage in stage..=last {
+            for tp in (own..=batch.roles.num_generators).step_by(own) {
+                let mut changes = kept.to_vec();
+                changes.extend((stage > config.zero.stage).then(|| ("zero.stage", json!(stage))));
+                changes.extend((tp > own).then(|| ("tensor_parallel_size", json!(tp))));
+                match self.cached(changes, is_shorter) {
+                    Found::Fits(changes) => return Some(changes),
+                    Found::TrainingLacks => break,
+                    Found::Lacks => {}
+                }
+            }
+        }
+        None
+    }
+
+    /// Beside `changes`: the configured cache or one that the plan sizes, for the whole context or a shorter one.
+    fn cached(&self, changes: Vec<Change>, is_shorter: bool) -> Found {
+        let config = self.input.config;
+        let sized = config.kv_cache_bytes.map(|_| [&changes[..], &[("kv_cache_bytes", json!("none"))]].concat());
+        let mut found = Found::Lacks;
+        for mut changes in [changes].into_iter().chain(sized) {
+            let mut tried = self.tried(&changes);
+            if is_shorter
+                && let Tried::Lacks(plan) = &tried
+                && let Some(length) = self.shorter(plan, &changes)
+            {
+                changes.push(("max_model_length", json!(length)));
+                tried = self.tried(&changes);
+            }
+            match tried {
+                Tried::Fits => return Found::Fits(changes),
+                Tried::Lacks(plan) if plan.generation_fits() => match self.trainable(&changes) {
+                    Some(changes) => return Found::Fits(changes),
+                    None => found = Found::TrainingLacks,
+                },
+                Tried::Lacks(_) | Tried::Refused => {}
+            }
+        }
+        found
+    }
+
+    fn shorter(&self, plan: &MemoryPlan, changes: &[Change]) -> Option<usize> {
+        let config = self.changed(changes)?;
+        let (spec, tp) = (&self.input.table.spec, config.tensor_parallel_size);
+        plan.longest_that_fits(&config, kv_block_bytes(spec, tp, config.kv_block_size, self.input.kind))
+    }
+
+    /// Beside `changes`, with which generation fits: caches that leave while training, more recomputation, then smaller
+    /// micro-batches.
+    fn trainable(&self, changes: &[Change]) -> Option<Vec<Change>> {
+        use GradientCheckpointing::{Full, None as Nothing, Selective};
+        let config = self.input.config;
+        let more: &[GradientCheckpointing] = match config.gradient_checkpointing {
+            AutoOr::Given(Nothing) => &[Selective, Full],
+            AutoOr::Given(Selective) => &[Full],
+            AutoOr::Given(Full) | AutoOr::Auto => &[],
+        };
+        let recomputed = |keep: &GradientCheckpointing| ("gradient_checkpointing", json!(keep.name()));
+        let leaving = config.keeps_kv_cache().then(|| [changes, &[("carried_kv", json!("recompute"))]].concat());
+        if leaving.as_ref().is_some_and(|changes| matches!(self.tried(changes), Tried::Fits)) {
+            return leaving;
+        }
+        [changes.to_vec()].into_iter().chain(leaving).find_map(|kept| {
+            let mut last = kept.clone();
+            for recomputed in more.iter().map(recomputed) {
+                last = [&kept[..], &[recomputed]].concat();
+                if matches!(self.tried(&last), Tried::Fits) {
+                    return Some(last);
+                }
+            }
+            self.smaller_micro_batch(last)
+        })
+    }
+
+    /// Beside `changes`, the largest micro-batch that leaves the share of libtorch's cache, if a sequence fits in it.
+    fn smaller_micro_batch(&self, mut changes: Vec<Change>) -> Option<Vec<Change>> {
+        let (config, Tried::Lacks(plan)) = (self.changed(&changes)?, self.tried(&changes)) else { return None };
+        let tokens = plan.largest_micro_batch(&PlanInput { config: &config, ..*self.input });
+        let longest = config.max_completion_length + config.max_prompt_length.unwrap_or(1);
+        changes.push(("max_tokens_per_micro_batch", json!(tokens)));
+        let is_enough = (longest..config.max_tokens_per_micro_batch).contains(&tokens);
+        (is_enough && matches!(self.tried(&changes), Tried::Fits)).then_some(changes)
+    }
+
+    /// Plans the run with `changes`.
+    fn tried(&self, changes: &[Change]) -> Tried {
+        let Some(config) = self.changed(changes) else { return Tried::Refused };
+        let Ok(engine_weight_bytes) = (self.engine_weights)(&config) else { return Tried::Refused };
+        let Ok(batch) = config.validate_world(self.input.batch.world_size) else { return Tried::Refused };
+        match choose(&PlanInput { config: &config, batch, engine_weight_bytes, ..*self.input }) {
+            Ok(_) => Tried::Fits,
+            Err(Refusal::Memory(plan)) => Tried::Lacks(plan),
+            Err(Refusal::Value(_)) => Tried::Refused,
+        }
+    }
+
+    /// The run with `changes`, if its keys agree and the model can be cut so.
+    fn changed(&self, changes: &[Change]) -> Option<Config> {
+        let changed = |(key, value): (String, Value)| {
+            let change = changes.iter().find(|(changed, _)| *changed == key);
+            (key, change.map_or(value, |(_, value)| value.clone()))
+        };
+        let config = Config::from_entries(self.input.config.entries().into_iter().map(changed)).ok()?;
+        self.input.table.spec.validate_tp(config.tensor_parallel_size).is_ok().then_some(config)
+    }
+}
+
+/// What became of changes.
+enum Tried {
+    Fits,
+    Lacks(Box<MemoryPlan>),
+    /// The configuration does not allow them.
+    Refused,
+}
+
+/// What became of all that goes with some changes.
+enum Found {
+    Fits(Vec<Change>),
+    /// Generation has the memory it needs.
+    TrainingLacks,
+    Lacks,
+}
+
+/// `set a = 1 and b = 2 (what that means)`.
+fn told(changes: &[Change], input: &PlanInput<'_>) -> String {
+    let word = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    let each: Vec<String> = changes.iter().map(|(key, to)| format!("{key} = {}", word(to))).collect();
+    let meanings = changes.iter().filter_map(|(key, to)| match *key {
+        "lora.r" => Some("adapters alone train".to_owned()),
+        "tensor_parallel_size" => Some("ranks of an engine share its weights and its cache".to_owned()),
+        "carried_kv" => Some("the KV cache leaves while training".to_owned()),
+        "max_model_length" => {
+            let prompt = to.as_u64()? as usize - input.config.max_completion_length;
+            Some(format!("it is {}; prompts then have at most {prompt} tokens", input.max_model_length()))
+        }
+        _ => None,
+    });
+    let meanings: Vec<String> = meanings.collect();
+    let meant = if meanings.is_empty() { String::new() } else { format!(" ({})", meanings.join("; ")) };
+    format!("set {}{meant}", each.join(" and "))
+}

@@ -1,0 +1,198 @@
+use std::sync::Arc;
+
+use tch::Kind;
+
+use super::super::Room;
+use super::super::choices::MAX_KEPT_SHARE;
+use super::*;
+use crate::model::{ModelSpec, ParamTable, Unit};
+
+/// A run of `nproc` ranks on GPUs of so many GiB, on a machine with so many GiB a rank.
+#[derive(Debug, Clone, Copy)]
+struct Machine {
+    nproc: usize,
+    gpu_gib: usize,
+    host_gib: usize,
+}
+
+fn spec(name: &str) -> Arc<ModelSpec> {
+    let of_32b = ModelSpec::preset("qwen2.5-32b").unwrap();
+    let sizes = ModelSpec { hidden_size: 8_192, intermediate_size: 29_568, num_layers: 80, num_heads: 64, ..of_32b };
+    Arc::new(if name == "72b" { sizes } else { ModelSpec::preset(name).unwrap() })
+}
+
+/// As the trainer counts, less the alignment of slices.
+fn engine_weights(config: &Config, table: &ParamTable) -> usize {
+    match (config.quantization, config.zero.stage) {
+        (Quantization::Nf4, _) => 4 * table.unit(Unit::Block(0)).len,
+        (Quantization::None, 3) if table.shards > 1 => 2 * table.total / config.tensor_parallel_size,
+        (Quantization::None, _) => 0,
+    }
+}
+
+fn plan(model: &str, machine: Machine, keys: &[String]) -> Result<MemoryPlan> {
+    let required = ["model_name_or_path=m", "train_file=t", "reward_funcs=[\"format\"]"].map(str::to_owned);
+    let config = Config::load(None, &required.iter().chain(keys).cloned().collect::<Vec<_>>())?;
+    let table = ParamTable::new(spec(model), machine.nproc);
+    table.spec.validate_tp(config.tensor_parallel_size)?;
+    let input = PlanInput {
+        config: &config,
+        table: &table,
+        kind: Kind::BFloat16,
+        role: Role::Both,
+        batch: config.validate_world(machine.nproc)?,
+        engine_weight_bytes: engine_weights(&config, &table),
+        room: Room { available_bytes: machine.gpu_gib << 30, swap_bytes: Some(machine.host_gib << 30) },
+    };
+    MemoryPlan::new(&input, &|config| Ok(engine_weights(config, &table)))
+}
+
+/// What a refusal says to set, as it would be typed.
+fn advised(message: &str) -> Option<Vec<String>> {
+    let first = message.lines().next().unwrap();
+    let (_, set) = first.split_once("; set ")?;
+    let end = set.find(" (").unwrap_or(set.len()).min(set.find(", or").unwrap_or(set.len()));
+    Some(set[..end].split(" and ").map(|change| change.replace(" = ", "=")).collect())
+}
+
+fn keys(words: &str) -> Vec<String> {
+    words.split_whitespace().map(str::to_owned).collect()
+}
+
+fn refused(model: &str, machine: Machine, keys: &[String]) -> String {
+    plan(model, machine, keys).unwrap_err().to_string()
+}
+
+/// Whatever is advised, taken, gives a plan that fits, names no key in vain and leaves libtorch's cache its share where it says
+/// how large micro-batches may be; where nothing is advised, nothing known helps.
+#[test]
+fn what_is_advised_helps() {
+    let runs = [
+        "",
+        "beta=0.04 max_prompt_length=512 max_completion_length=2048",
+        "zero.stage=3 residency.optimizer=resident residency.reference=resident beta=0.04",
+        "gradient_checkpointing=none zero.stage=1 kv_cache_bytes=100000000000",
+        "lora.r=16 max_completion_length=4096",
+        "partial_rollout=true oversample=1 carried_kv=keep zero.stage=3",
+    ];
+    let (mut num_advised, mut num_hopeless) = (0, 0);
+    for model in ["qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-32b", "72b"] {
+        for (nproc, gpu_gib, host_gib) in
+            [(1, 12, 512), (1, 24, 512), (1, 80, 512), (2, 40, 16), (4, 80, 64), (8, 80, 512), (8, 139, 512)]
+        {
+            for run in runs {
+                let (machine, given) = (Machine { nproc, gpu_gib, host_gib }, keys(run));
+                let case = format!("{model} {machine:?} {run}");
+                let Err(error) = plan(model, machine, &given) else { continue };
+                let message = error.to_string();
+                let Some(changes) = advised(&message) else {
+                    assert!(!last_resort(model, machine, run), "{case}\n{message}");
+                    num_hopeless += 1;
+                    continue;
+                };
+                num_advised += 1;
+                let followed = plan(model, machine, &[&given[..], &changes].concat());
+                let followed = followed.unwrap_or_else(|error| panic!("{case}: {changes:?} gives\n{error}"));
+                let says_tokens = changes.iter().any(|change| change.starts_with("max_tokens_per_micro_batch"));
+                let share = (followed.room.available_bytes as f64 * MAX_KEPT_SHARE) as usize;
+                assert!(!says_tokens || followed.train_bytes() <= share, "{case}: {changes:?}\n{followed}");
+                for left_out in (0..changes.len()).filter(|_| !message.contains("gradient_checkpointing = full and")) {
+                    let mut fewer = changes.clone();
+                    fewer.remove(left_out);
+                    let fits = plan(model, machine, &[&given[..], &fewer].concat()).is_ok();
+                    assert!(!fits, "{case}: {changes:?}, of which {} does nothing", changes[left_out]);
+                }
+            }
+        }
+    }
+    assert!(num_advised > 40 && num_hopeless > 0, "{num_advised} and {num_hopeless}");
+}
+
+/// Whether all that can be changed together makes a run fit that leaves libtorch's cache its share.
+fn last_resort(model: &str, machine: Machine, run: &str) -> bool {
+    let (longest, context) = match run {
+        run if run.contains("max_prompt_length=512") => (2560, 2560),
+        run if run.contains("max_completion_length=4096") => (4097, 4608),
+        _ => (513, 1024),
+    };
+    let adapters = if run.contains("lora.r") { "" } else { "lora.r=16" };
+    let sizes =
+        format!("max_tokens_per_micro_batch={longest} max_model_length={context} kv_cache_bytes=none {adapters}");
+    let places = "residency.optimizer=auto residency.reference=auto carried_kv=recompute zero.stage=3";
+    let fits = |quantization: &str, tp: usize| {
+        let last = format!("{run} {sizes} {places} gradient_checkpointing=auto");
+        let last = format!("{last} quantization={quantization} tensor_parallel_size={tp}");
+        plan(model, machine, &keys(&last)).is_ok_and(|plan| plan.leaves_share())
+    };
+    [1, 2, 4, 8].iter().any(|&tp| fits("nf4", tp) || fits("none", tp))
+}
+
+#[test]
+fn two_keys_do_where_both_halves_lack_memory() {
+    let machine = Machine { nproc: 8, gpu_gib: 80, host_gib: 512 };
+    let run = "zero.stage=3 beta=0.04 max_prompt_length=512 max_completion_length=2048 per_device_train_batch_size=16 \
+               gradient_accumulation_steps=4";
+    let message = refused("72b", machine, &keys(run));
+    let changes = advised(&message).unwrap();
+    assert!(changes[0].starts_with("tensor_parallel_size="), "{message}");
+    assert!(!message.contains("lora.r"), "{message}");
+}
+
+#[test]
+fn quantised_adapters_are_advised_where_adapters_alone_do_not_fit() {
+    let machine = |gpu_gib| Machine { nproc: 1, gpu_gib, host_gib: 512 };
+    let advised = |model, gpu_gib| advised(&refused(model, machine(gpu_gib), &[])).unwrap();
+    assert_eq!(advised("72b", 80)[..2], ["lora.r=16", "quantization=nf4"]);
+    assert_eq!(advised("qwen2.5-7b", 24)[0], "lora.r=16");
+    assert_ne!(advised("qwen2.5-7b", 24).get(1).map(String::as_str), Some("quantization=nf4"));
+}
+
+/// A cache of one sequence cannot be smaller: engines of more ranks are named, not the cache.
+#[test]
+fn a_cache_that_is_the_least_is_not_to_be_lowered() {
+    let machine = Machine { nproc: 4, gpu_gib: 80, host_gib: 512 };
+    let message = refused("qwen2.5-32b", machine, &keys("zero.stage=3 beta=0.04"));
+    assert!(!message.contains("kv_cache_bytes = ") && message.contains("set tensor_parallel_size = "), "{message}");
+    let message =
+        refused("qwen2.5-32b", machine, &keys("zero.stage=3 tensor_parallel_size=4 kv_cache_bytes=1000000000"));
+    let (_, length) = message.split_once(", or a context of ").unwrap();
+    let shorter = format!("zero.stage=3 tensor_parallel_size=4 kv_cache_bytes=1000000000 max_model_length={length}");
+    plan("qwen2.5-32b", machine, &keys(&shorter)).unwrap();
+    let message = refused("qwen2.5-1.5b", machine, &keys("kv_cache_bytes=100000000000"));
+    assert_eq!(advised(&message).unwrap(), ["kv_cache_bytes=none"]);
+}
+
+/// Where the device would do, the machine's memory is what lacks.
+#[test]
+fn memory_of_the_host_is_asked_for_all_ranks() {
+    let small = Machine { nproc: 4, gpu_gib: 80, host_gib: 64 };
+    let run = keys("zero.stage=3 tensor_parallel_size=4 beta=0.04 max_prompt_length=512 max_completion_length=2048");
+    let message = refused("qwen2.5-32b", small, &run);
+    assert!(message.contains("4 ranks need a machine with"), "{message}");
+    assert!(!message.contains("set resident"), "{message}");
+    plan("qwen2.5-32b", Machine { host_gib: 512, ..small }, &run).unwrap();
+}
+
+/// docs/benchmarks.md: the rows of whole steps were measured with the optimizer's state resident by the plan's choice, and a run
+/// of 64 sequences a rank moves nothing for a cache of 256 at the model's whole context.
+#[test]
+fn nothing_moves_for_a_cache_that_no_run_fills() {
+    let of = |gpu_gib, run: &str| plan("qwen2.5-7b", Machine { nproc: 4, gpu_gib, host_gib: 512 }, &keys(run)).unwrap();
+    let measured = "per_device_train_batch_size=32 max_completion_length=512 max_model_length=1024 beta=0.04";
+    let trl = "per_device_train_batch_size=64 max_completion_length=1024 max_model_length=1536 zero.stage=2";
+    let mut rows = vec![format!("{trl} tensor_parallel_size=4")];
+    for stage in [2, 3] {
+        for tp in [1, 2, 4] {
+            let stage = format!("zero.stage={stage} tensor_parallel_size={tp}");
+            rows.push(format!("{measured} gradient_checkpointing=full {stage}"));
+        }
+    }
+    for row in rows {
+        assert_eq!(of(139, &row).reason, "all fits on the device", "{row}");
+    }
+    let asked = "per_device_train_batch_size=16 gradient_accumulation_steps=4 beta=0.04 max_prompt_length=512 \
+                 max_completion_length=2048";
+    let plan = of(80, asked);
+    assert_eq!(plan.reason, "all fits on the device", "{plan}");
+    assert_eq!((plan.num_kv_blocks, plan.num_seqs, plan.max_model_length), (64 * 160, 64, 2560));
+}
