@@ -285,6 +285,17 @@ impl ModelArgs {
     }
 }
 
+/// Says how a shape is given that has no name.
+pub fn with_other_shapes(mut usage: clap::Error) -> clap::Error {
+    use clap::error::{ContextKind, ContextValue};
+    let of_preset = |value: &ContextValue| value.to_string().starts_with("--model_preset");
+    if usage.get(ContextKind::InvalidArg).is_some_and(of_preset) {
+        let tip = "a model of any other shape: --config_json FILE, its config.json of Hugging Face";
+        usage.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
+    }
+    usage
+}
+
 /// `init`.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]

@@ -34,6 +34,7 @@ pub fn run(argv: Vec<String>) -> ExitCode {
                 let _ = usage.print();
                 return ExitCode::Done;
             }
+            let usage = args::with_other_shapes(usage);
             eprint!("{}", redact(&usage.render().to_string())); // it repeats what was typed
             return ExitCode::Configuration;
         }

@@ -123,7 +123,7 @@ fn a_preset_has_no_tokenizer_and_says_how_to_get_one() {
     stdout_of(&with_tokenizer);
     stdout_of(&format!("{generate} --max_completion_length 2 --stop the --min_p 0.1"));
     let near = run("init --preset qwen2.5-8b --output x");
-    near.assert_error("preset", 2, &["possible values: micro, tiny", "similar", "'qwen2.5-7b'"]);
+    near.assert_error("preset", 2, &["possible values: micro, tiny", "similar", "'qwen2.5-7b'", "--config_json FILE"]);
 }
 
 #[test]
