@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the arithmetic task of the demo: JSONL rows and the tokenizer of a tiny model. Python's standard library only.
 
-    scripts/make_arithmetic.py configs/arithmetic            # train.jsonl, eval.jsonl, tokenizer/
+    scripts/make_arithmetic.py configs/arithmetic            # train, eval and demonstrations.jsonl, tokenizer/
     scripts/make_arithmetic.py out --warmup                  # also warmup_right.jsonl and warmup_mixed.jsonl
 
 Questions are in words ("what is twenty three plus forty one ?"), answers in digits ("the answer is 64"). Operand pairs
@@ -18,7 +18,7 @@ SPECIAL = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>"]
 TEMPLATE = ("{% for message in messages %}{{ '<' + message.role + '>' + message.content }}"
             "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}")
-NUM_EVAL, NUM_TRAIN = 200, 4096
+NUM_EVAL, NUM_TRAIN, NUM_DEMONSTRATIONS = 200, 4096, 512
 WRONG_SHARE, OFFSETS = 0.6, [-20, -10, -3, -2, -1, 1, 2, 3, 10, 20]
 
 
@@ -41,6 +41,11 @@ def write_jsonl(path, rows):
 
 def problem(a, b):
     return {"prompt": [{"role": "user", "content": question(a, b)}], "answer": str(a + b)}
+
+
+def conversation(a, b):
+    return {"messages": [{"role": "user", "content": question(a, b)},
+                         {"role": "assistant", "content": f"the answer is {a + b}"}]}
 
 
 def demonstration(a, b, shown):
@@ -91,6 +96,8 @@ def main():
     held_out, seen = pairs[:NUM_EVAL], pairs[NUM_EVAL:]
     write_jsonl(arguments.folder / "eval.jsonl", [problem(a, b) for a, b in held_out])
     write_jsonl(arguments.folder / "train.jsonl", [problem(a, b) for a, b in seen[:NUM_TRAIN]])
+    rows = [conversation(a, b) for a, b in seen[:NUM_DEMONSTRATIONS]]
+    write_jsonl(arguments.folder / "demonstrations.jsonl", rows)
     write_tokenizer(arguments.folder / "tokenizer")
     if arguments.warmup:
         write_jsonl(arguments.folder / "warmup_right.jsonl", [demonstration(a, b, a + b) for a, b in seen])

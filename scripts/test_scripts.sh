@@ -28,7 +28,7 @@ said=$(scripts/setup.sh)
 [ -z "$said" ] && [ "$(readlink .libtorch)" = "$linked" ] || fail "setup.sh did its work again: $said"
 
 "$python" scripts/make_arithmetic.py "$work/task" >/dev/null
-for file in train.jsonl eval.jsonl tokenizer/tokenizer.json tokenizer/tokenizer_config.json; do
+for file in train.jsonl eval.jsonl demonstrations.jsonl tokenizer/tokenizer.json tokenizer/tokenizer_config.json; do
     cmp "$work/task/$file" "configs/arithmetic/$file" || fail "make_arithmetic.py makes another $file"
 done
 for file in tokenizer.json tokenizer_config.json; do

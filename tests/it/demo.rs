@@ -57,3 +57,16 @@ fn the_held_out_reward_rises() {
     let again = json_lines(&eval)[0]["avg@4"]["mean"].as_f64().unwrap();
     assert!((again - answers).abs() < 0.02, "{again} after loading, {answers} in the run");
 }
+
+#[test]
+fn the_supervised_example_teaches_the_task() {
+    let folder = tempfile::tempdir().unwrap();
+    let ended = run(&format!("sft --nproc 2 --config configs/sft.toml output_dir={}", folder.path().display()));
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let eval = stdout_of(&format!(
+        "eval --model {}/final --data configs/arithmetic/eval.jsonl -n 4 --answer_pattern ([0-9]+) --max_completion_length 12",
+        folder.path().display()
+    ));
+    let right = json_lines(&eval)[0]["avg@4"]["mean"].as_f64().unwrap();
+    assert!(right > 0.85, "{right}");
+}
