@@ -67,7 +67,7 @@ pub struct CheckpointOptions {
 /// [`Error::Io`] with what is needed and what is free.
 pub fn check_room(output_dir: &Path, world: &World, policy: Option<&Policy>, saves: bool) -> Result<()> {
     let Some(policy) = policy.filter(|_| world.rank() == 0) else { return Ok(()) };
-    let checkpoint = if saves { write::state_bytes(policy) + write::model_bytes(policy) } else { 0 };
+    let checkpoint = if saves { write::first_bytes(policy) } else { 0 };
     folder::check_space(output_dir, write::model_bytes(policy) + checkpoint)
 }
 

@@ -39,13 +39,13 @@ const LOOK: Duration = Duration::from_millis(5);
 pub fn num_bytes(policy: &Policy, state: &TrainerState) -> u64 {
     let history = state.log_history.iter().map(|line| line.to_string().len() as u64 * 2).sum::<u64>();
     let carried = state.carried.iter().map(|group| CARRIED_TOKEN_BYTES * group.num_tokens() as u64).sum::<u64>();
-    state_bytes(policy) + history + carried + model_bytes(policy)
+    first_bytes(policy) + history + carried
 }
 
-/// Bytes that master weights and moments take.
-pub fn state_bytes(policy: &Policy) -> u64 {
+/// The same before there is any history.
+pub fn first_bytes(policy: &Policy) -> u64 {
     let element_bytes = PARTS.len() * wide(policy).elt_size_in_bytes();
-    (policy.trained_table().num_params() * element_bytes) as u64
+    (policy.trained_table().num_params() * element_bytes) as u64 + model_bytes(policy)
 }
 
 /// Bytes that the model folder takes.

@@ -55,6 +55,19 @@ pub enum Command {
     },
 }
 
+impl Command {
+    /// Whether this process computes itself, and does not only start those that do.
+    pub fn computes(&self) -> bool {
+        match self {
+            Self::Train(args) | Self::Sft(args) => args.launch.nproc == 1,
+            Self::Generate(args) => args.launch.nproc == 1,
+            Self::Eval(args) => args.launch.nproc == 1,
+            Self::Bench(_) => true,
+            _ => false,
+        }
+    }
+}
+
 /// How many processes, and where they meet.
 #[derive(Debug, Clone, Args)]
 #[command(rename_all = "snake_case")]

@@ -40,6 +40,9 @@ pub fn run(argv: Vec<String>) -> ExitCode {
         }
     };
     let command = parsed.command;
+    if command.computes() {
+        launch::wait_passively(); // before anything is done that would be done again
+    }
     match catch_unwind(AssertUnwindSafe(|| commands::dispatch(command))) {
         Ok(Ok(code)) => code,
         Ok(Err(error)) => report(&normalise::name_options(&argv, error)),

@@ -97,7 +97,6 @@ pub(super) fn prepared<T>(
             ..options
         }));
     }
-    launch::wait_passively();
     if saves_on_stop {
         launch::stop_on_signals();
     }

@@ -115,6 +115,11 @@ impl Arena {
         self.range.as_ptr()
     }
 
+    /// Memory of the range that is not mapped.
+    pub fn absent_bytes(&self) -> usize {
+        self.reserved_bytes() - self.mapped_bytes
+    }
+
     /// Physical memory behind the range, as the system counts it.
     ///
     /// # Errors

@@ -105,7 +105,7 @@ impl KvCache {
 
     /// Memory that waking has to map.
     pub(super) fn absent_bytes(&self) -> usize {
-        self.arena.reserved_bytes() - self.arena.mapped_bytes()
+        self.arena.absent_bytes()
     }
 
     /// Physical memory behind the cache.

@@ -119,9 +119,7 @@ impl Trainer {
         let loaded = phase::scope(Phase::Load, || {
             let claim = checkpoint::claim(&config.output_dir, &world)?;
             let checkpoint = setup::find_checkpoint(&config, &world)?;
-            let mut trainer = setup::load(config, rewards, world.clone(), checkpoint)?;
-            trainer._claim = claim;
-            Ok(trainer)
+            setup::load(config, rewards, world.clone(), checkpoint, claim)
         });
         world.agree(loaded)
     }
@@ -146,6 +144,7 @@ impl Trainer {
             dataset: Dataset::new(prompts),
             eval_set: None,
             checkpoint: None,
+            claim: None,
             writes_files: false,
         };
         let assembled = setup::assemble(config, world.clone(), parts);

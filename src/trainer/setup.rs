@@ -11,7 +11,7 @@ use super::halves::Halves;
 use super::output::Output;
 use super::scores::Unscored;
 use super::{Progress, Trainer};
-use crate::checkpoint::{self, CarriedGroup, Checkpoint, CheckpointOptions, ResumeOptions, Saver, TrainerState};
+use crate::checkpoint::{self, CarriedGroup, Checkpoint, CheckpointOptions, Claim, ResumeOptions, Saver, TrainerState};
 use crate::colocate::EngineSlices;
 use crate::config::{BatchPlan, Config, Mode, Quantization};
 use crate::cuda::Placement;
@@ -146,6 +146,7 @@ pub(super) struct Parts<'a> {
     pub dataset: Dataset,
     pub eval_set: Option<Dataset>,
     pub checkpoint: Option<Checkpoint>,
+    pub claim: Option<Claim>,
     /// Whether metrics, checkpoints and the report are kept.
     pub writes_files: bool,
 }
@@ -163,6 +164,7 @@ pub(super) fn load(
     rewards: RewardPool,
     world: Arc<World>,
     checkpoint: Option<Checkpoint>,
+    claim: Option<Claim>,
 ) -> Result<Trainer> {
     torch::set_deterministic(config.full_determinism)?;
     let placement = Placement::in_world(config.device, config.dtype, world.device())?;
@@ -194,13 +196,14 @@ pub(super) fn load(
         phase::beat();
         files.read_unit(layout, Kind::Float)
     };
-    let parts = Parts { preflight, weights: &weights, rewards, dataset, eval_set, checkpoint, writes_files: true };
+    let parts =
+        Parts { preflight, weights: &weights, rewards, dataset, eval_set, checkpoint, claim, writes_files: true };
     assemble(config, world, parts)
 }
 
 /// Collective over the world.
 pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> Result<Trainer> {
-    let Parts { preflight, weights, rewards, dataset, eval_set, checkpoint, writes_files } = parts;
+    let Parts { preflight, weights, rewards, dataset, eval_set, checkpoint, claim, writes_files } = parts;
     let batch = preflight.batch;
     let source = ModelSource::new(&config.model_name_or_path, None)?;
     let mut halves = build::halves(&config, &world, &preflight, weights, source.adapters.as_deref())?;
@@ -247,7 +250,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
         schedule,
         output,
         saver,
-        _claim: None,
+        _claim: claim,
         saved_step: progress.global_step,
         progress,
         ahead: None,

@@ -159,7 +159,7 @@ impl GpuState {
 
     /// Memory that waking has to map.
     pub(in crate::rollout) fn absent_bytes(&self) -> usize {
-        self.arena.reserved_bytes() - self.arena.mapped_bytes()
+        self.arena.absent_bytes()
     }
 
     /// Gives the buffers' memory back. Never fails: the arena keeps an error for the next wake.
