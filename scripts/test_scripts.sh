@@ -35,6 +35,15 @@ for file in tokenizer.json tokenizer_config.json; do
     cmp "configs/arithmetic/tokenizer/$file" "configs/arithmetic/model/$file" || fail "the model has another $file"
 done
 
+# A program equals itself; one that trains a little faster differs, and only where it trains.
+printf '#!/bin/sh\n[ "$1" = generate ] || set -- "$@" learning_rate=2.001e-4\nexec "%s" "$@"\n' "$(realpath "$program")" >"$work/faster"
+chmod +x "$work/faster"
+runs=(--only one-rank,generate-greedy)
+said=$("$python" scripts/hashes.py "$program" "$program" "${runs[@]}" 2>"$work/log") || { cat "$work/log" >&2; fail "hashes.py: $said"; }
+[ -z "$said" ] || fail "hashes.py says that a program differs from itself: $said"
+! said=$("$python" scripts/hashes.py "$program" "$work/faster" "${runs[@]}" 2>"$work/log") || fail "hashes.py sees no difference"
+[[ $said =~ ^one-rank\ .*weights.*learning_rate && $said != *generate* ]] || fail "hashes.py: $said"
+
 printf '#!/bin/sh\n[ "$2" = compare ] || exit "$CODE"\n' >"$work/program"
 chmod +x "$work/program"
 compare() { CODE=$1 MODES=colocated TP=1 scripts/bench_colocated_vs_split.sh "$work/program" micro 1 "$work/bench" >/dev/null; }
