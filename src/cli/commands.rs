@@ -13,6 +13,7 @@ use crate::dist::WorkerEnv;
 use crate::error::{Error, ExitCode, Result};
 use crate::metrics::{self, parts_progress};
 use crate::model::{ModelSource, export_folder, init_folder};
+use crate::phase;
 use crate::plan::Room;
 use crate::reward::{self, RewardPool};
 use crate::sft::Sft;
@@ -46,7 +47,7 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
 }
 
 fn train(args: &RunArgs) -> Result<ExitCode> {
-    let config = Config::load(args.config.as_deref(), &args.overrides)?;
+    let config = read_config(args.config.as_deref(), &args.overrides)?;
     let placement = Placement::new(config.device, config.dtype)?;
     if WorkerEnv::from_env()?.is_none() {
         preflight(&config, placement, args.launch.nproc)?;
@@ -75,8 +76,24 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
     })
 }
 
+fn read_config(file: Option<&Path>, overrides: &[String]) -> Result<Config> {
+    let mut notices = Vec::new();
+    let config = Config::load_noting(file, overrides, &mut notices)?;
+    say_once(&notices)?;
+    Ok(config)
+}
+
+/// Warns in the one process of a run that speaks for all: the launcher, or rank 0 where another program launched the ranks.
+fn say_once(notices: &[String]) -> Result<()> {
+    let speaks = WorkerEnv::from_env()?.is_none_or(|env| env.rank == 0 && !phase::is_watched());
+    notices.iter().filter(|_| speaks).for_each(|notice| tracing::warn!("{notice}"));
+    Ok(())
+}
+
 fn sft(args: &RunArgs) -> Result<ExitCode> {
-    let config = SftConfig::load(args.config.as_deref(), &args.overrides)?;
+    let mut notices = Vec::new();
+    let config = SftConfig::load_noting(args.config.as_deref(), &args.overrides, &mut notices)?;
+    say_once(&notices)?;
     let placement = Placement::new(config.device, config.dtype)?;
     if WorkerEnv::from_env()?.is_none() {
         check_files(&config.train_file, config.eval_file.as_deref())?;
@@ -108,7 +125,7 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
         ];
         overrides.splice(..0, unread.map(str::to_owned));
     }
-    let config = Config::load(run.config.as_deref(), &overrides)?;
+    let config = read_config(run.config.as_deref(), &overrides)?;
     let nproc = run.launch.nproc;
     let bytes = |gib: f64| (gib * f64::from(1 << 30)) as usize;
     let (placement, room) = match gpu_memory_gib {

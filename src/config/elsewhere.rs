@@ -13,11 +13,10 @@ pub(super) fn advice(key: &str) -> Option<&'static str> {
     KEYS.iter().find(|(names, _)| names.iter().any(|name| is_meant(name))).map(|(_, advice)| *advice)
 }
 
-/// `value`, or what is written for it here where TRL's differs and its meaning is clear.
-pub(super) fn value(key: &str, value: Value) -> Value {
+/// What is written here for `value`, where TRL's differs and its meaning is clear.
+pub(super) fn value(key: &str, value: &Value) -> Option<Value> {
     let json = |text: &str| serde_json::from_str::<Value>(text).expect("the table holds JSON");
-    let same = VALUES.iter().find(|(known, theirs, _)| *known == key && json(theirs) == value);
-    same.map_or(value, |(.., ours)| json(ours))
+    VALUES.iter().find(|(known, theirs, _)| *known == key && json(theirs) == *value).map(|(.., ours)| json(ours))
 }
 
 /// Keys, theirs and ours as JSON.
@@ -268,5 +267,24 @@ mod tests {
         assert_eq!(config.scale_rewards, ScaleRewards::None);
         assert_eq!(config.optimizer.lr_scheduler_type, LrSchedulerType::Constant);
         assert!(message(&["num_generations=-1"]).contains("a whole number of at least 2"));
+    }
+
+    #[test]
+    fn a_value_that_is_read_as_another_is_said_once_and_saved_as_it_was_read() {
+        let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
+        let required = "model_name_or_path = 'm'\ntrain_file = 't'\nreward_funcs = ['format']\n";
+        std::fs::write(file.path(), format!("{required}top_k = -1\nmax_steps = -1\n")).unwrap();
+        let load = |overrides: &[&str]| {
+            let (mut notices, overrides) =
+                (Vec::new(), overrides.iter().map(|&text| text.to_owned()).collect::<Vec<_>>());
+            let config = Config::load_noting(Some(file.path()), &overrides, &mut notices).unwrap();
+            (config, notices)
+        };
+        let (read, notices) = load(&["max_steps=7"]);
+        assert_eq!(notices, [format!("{}:4: top_k = -1 is read as top_k = 0", file.path().display())]);
+        let (ours, notices) = load(&["max_steps=7", "top_k=0"]);
+        assert_eq!(notices, [""; 0], "what the command line overrides is not read at all");
+        assert_eq!(read.diff(&ours), []);
+        assert!(read.to_toml().contains("\ntop_k = 0\n"));
     }
 }

@@ -45,7 +45,18 @@ impl Config {
     /// [`Error::InvalidValue`](crate::Error::InvalidValue) and [`Error::ConfigSyntax`](crate::Error::ConfigSyntax)
     /// with file and line; [`Error::InvalidConfig`](crate::Error::InvalidConfig) where several keys or values are wrong.
     pub fn load(file: Option<&Path>, overrides: &[String]) -> Result<Self> {
-        Self::validate(&RawConfig::read(file, overrides)?)
+        Self::load_noting(file, overrides, &mut Vec::new())
+    }
+
+    /// [`Config::load`], which adds a sentence to `notices` for every value that is read as another, such as TRL's
+    /// `top_k = -1`.
+    ///
+    /// # Errors
+    /// As [`Config::load`].
+    pub fn load_noting(file: Option<&Path>, overrides: &[String], notices: &mut Vec<String>) -> Result<Self> {
+        let raw = RawConfig::read(file, overrides)?;
+        notices.extend(raw.notices());
+        Self::validate(&raw)
     }
 
     /// Whether the KL term has a model of its own: a frozen base is the reference of its adapters.

@@ -20,6 +20,8 @@ pub(crate) struct RawConfig {
 struct Entry {
     key: String,
     value: Value,
+    /// What was written, where `value` stands for it.
+    written: Option<Value>,
     /// `run.toml:12` or `command line`.
     origin: String,
 }
@@ -27,7 +29,7 @@ struct Entry {
 impl Entry {
     /// What to say of a key that is not in `known`.
     fn unknown(&self, known: &[String]) -> Option<UnknownKey> {
-        let Self { key, value, origin } = self;
+        let Self { key, value, origin, .. } = self;
         let pattern = pattern(key, known);
         let start = format!("{pattern}.");
         let inner: Vec<&str> = known.iter().filter_map(|name| name.strip_prefix(&start)).collect();
@@ -69,6 +71,14 @@ impl RawConfig {
     /// The value written for `key`.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.entries.iter().find(|entry| entry.key == key).map(|entry| &entry.value)
+    }
+
+    /// What was read as something else than was written, one sentence each.
+    pub fn notices(&self) -> impl Iterator<Item = String> + '_ {
+        self.entries.iter().filter_map(|Entry { key, value, written, origin }| {
+            let written = written.as_ref()?;
+            Some(format!("{origin}: {key} = {written} is read as {key} = {value}"))
+        })
     }
 
     /// Names of the tables in `table`, where those are the user's to choose.
@@ -166,8 +176,9 @@ impl RawConfig {
             let message = format!("key '{key}' was already given at {}", first.origin);
             return Err(Error::ConfigSyntax { origin, message });
         }
-        let value = elsewhere::value(&key, value);
-        self.entries.push(Entry { key, value, origin });
+        let ours = elsewhere::value(&key, &value);
+        let (value, written) = ours.map_or((value.clone(), None), |ours| (ours, Some(value)));
+        self.entries.push(Entry { key, value, written, origin });
         Ok(())
     }
 }

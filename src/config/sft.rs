@@ -79,7 +79,14 @@ keys! {
 impl SftConfig {
     /// Reads a file and overrides as [`Config::load`](super::Config::load) does, with the same errors.
     pub fn load(file: Option<&Path>, overrides: &[String]) -> Result<Self> {
-        Self::validate(&RawConfig::read(file, overrides)?)
+        Self::load_noting(file, overrides, &mut Vec::new())
+    }
+
+    /// [`SftConfig::load`], which adds a sentence to `notices` for every value that is read as another.
+    pub fn load_noting(file: Option<&Path>, overrides: &[String], notices: &mut Vec<String>) -> Result<Self> {
+        let raw = RawConfig::read(file, overrides)?;
+        notices.extend(raw.notices());
+        Self::validate(&raw)
     }
 
     /// Every key in declaration order.

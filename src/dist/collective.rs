@@ -94,6 +94,17 @@ pub fn all_gather_bytes(group: &dyn Collective, bytes: &[u8]) -> Result<Vec<Vec<
     Ok((0..group.size()).map(|rank| row(rank).to_vec()).collect())
 }
 
+/// Every rank's host numbers, in rank order; all ranks pass equally many, at least one. Collective.
+///
+/// # Errors
+/// Those of [`Collective`].
+pub fn all_gather_f64(group: &dyn Collective, values: &[f64]) -> Result<Vec<Vec<f64>>> {
+    let own = Tensor::from_slice(values).f_to_device(group.device())?;
+    let mut all = Tensor::f_zeros([(group.size() * values.len()) as i64], (Kind::Double, group.device()))?;
+    group.all_gather(&own, &mut all)?;
+    Ok(torch::f64_vec(&all)?.chunks_exact(values.len()).map(<[f64]>::to_vec).collect())
+}
+
 /// The lowest rank's text, of those that have one. Collective.
 ///
 /// # Errors

@@ -15,7 +15,7 @@ mod single;
 pub(crate) mod testing;
 mod world;
 
-pub use collective::{Collective, ReduceOp, all_gather_bytes, all_reduce_f64, any_rank, first_text};
+pub use collective::{Collective, ReduceOp, all_gather_bytes, all_gather_f64, all_reduce_f64, any_rank, first_text};
 pub use env::WorkerEnv;
 pub use lane::{Lane, Work};
 pub use mesh::Mesh;

@@ -77,7 +77,7 @@ impl Outcome {
                 .map(|index| BatchStats::of(completions().map(|completion| completion.rewards[index])))
                 .collect(),
             problems: BatchStats::of(groups.iter().map(|group| {
-                let rewards = BatchStats::of(group.completions.iter().map(|completion| completion.reward));
+                let rewards = BatchStats::of_group(group);
                 (rewards.count > 0.0).then(|| rewards.mean() as f32)
             })),
             solved_by: solved_by.to_vec(),
@@ -112,14 +112,8 @@ impl Outcome {
         let stats = [&mut self.reward, &mut self.problems, &mut self.lengths].into_iter();
         let mut stats: Vec<&mut BatchStats> =
             stats.chain(&mut self.rewards).chain(self.pass.iter_mut().map(|(_, stats)| stats)).collect();
-        let mut sums: Vec<f64> = stats.iter().flat_map(|stats| stats.to_array()).collect();
-        sums.push(self.num_truncated);
-        all_reduce_f64(group, &mut sums, ReduceOp::Sum)?;
-        for (stats, sums) in stats.iter_mut().zip(sums.chunks_exact(3)) {
-            **stats = BatchStats::from_array([sums[0], sums[1], sums[2]]);
-        }
-        self.num_truncated = sums[sums.len() - 1];
-        Ok(())
+        BatchStats::merge_ranks(&mut stats, group)?;
+        all_reduce_f64(group, std::slice::from_mut(&mut self.num_truncated), ReduceOp::Sum)
     }
 }
 
@@ -155,9 +149,9 @@ pub fn majority(
     answer_of: &impl Fn(&str) -> Option<String>,
     group: &dyn Collective,
 ) -> Result<BatchStats> {
-    let mut sums = BatchStats::of(groups.iter().map(|group| maj_at_n(group, solved_by, answer_of))).to_array();
-    all_reduce_f64(group, &mut sums, ReduceOp::Sum)?;
-    Ok(BatchStats::from_array(sums))
+    let mut stats = BatchStats::of(groups.iter().map(|group| maj_at_n(group, solved_by, answer_of)));
+    BatchStats::merge_ranks(&mut [&mut stats], group)?;
+    Ok(stats)
 }
 
 /// Whether the answer that most samples give solves the problem; of equally frequent ones the share that do. A sample

@@ -1,5 +1,6 @@
 //! Group-relative advantages.
 
+use super::moments::BatchStats;
 use crate::config::ScaleRewards;
 use crate::types::RolloutGroup;
 
@@ -13,9 +14,10 @@ const ZERO_STD: f64 = 1e-8;
 ///
 /// `std` is the group's (`Group`), the whole generation batch's (`Batch`, arXiv 2508.08221) or absent (`None`,
 /// arXiv 2503.20783), always with Bessel's correction. Completions without a reward are left out of mean and std and get
-/// advantage 0; the caller leaves their tokens out of the loss too. Where fewer than two rewards are left, the advantage is 0.
+/// advantage 0; the caller leaves their tokens out of the loss too. Where fewer than two rewards are left, or where
+/// [`rewards_are_equal`], the advantage is exactly 0.
 ///
-/// `batch` holds the sums over all ranks and is read only by `Batch`; `None` says that `groups` are the whole batch.
+/// `batch` holds the statistics of all ranks and is read only by `Batch`; `None` says that `groups` are the whole batch.
 pub fn assign_advantages(
     groups: &mut [RolloutGroup],
     scale: ScaleRewards,
@@ -24,77 +26,36 @@ pub fn assign_advantages(
     let batch_std = batch.unwrap_or_else(|| BatchStats::of_groups(groups)).std();
     let mut stats = AdvantageStats::default();
     for group in groups {
-        let rewards = BatchStats::of(group.completions.iter().map(|completion| completion.reward));
-        let group_std = if group.completions.len() == 1 { 0.0 } else { rewards.std() };
-        let std = if scale == ScaleRewards::Batch { batch_std } else { group_std };
+        let (rewards, are_equal) = (BatchStats::of_group(group), rewards_are_equal(group));
+        let std = if scale == ScaleRewards::Batch { batch_std } else { rewards.std() };
         let divisor = if scale == ScaleRewards::None { 1.0 } else { std + EPSILON };
         for completion in &mut group.completions {
             let advantage = completion.reward.map_or(0.0, |reward| (f64::from(reward) - rewards.mean()) / divisor);
-            completion.advantage = if advantage.is_nan() { 0.0 } else { advantage as f32 };
+            completion.advantage = if are_equal || advantage.is_nan() { 0.0 } else { advantage as f32 };
         }
-        stats.book(group, std <= ZERO_STD);
+        let has_zero_std = if scale == ScaleRewards::Batch { is_zero(batch_std) } else { are_equal };
+        stats.book(group, has_zero_std);
     }
     stats
 }
 
-/// Count, sum and sum of squares of rewards: adds up over groups and ranks. In float64.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct BatchStats {
-    /// Rewards that exist.
-    pub count: f64,
-    /// Their sum.
-    pub sum: f64,
-    /// The sum of their squares.
-    pub sum_of_squares: f64,
+/// Whether the rewards of a group are all equal, so that its completions teach nothing. Everything that asks this asks here: the
+/// advantage, the metric `frac_reward_zero_std`, and whatever leaves groups out of a batch.
+///
+/// Equal means that their standard deviation is at most 1e-8, which is TRL's `torch.isclose(std, 0)`. Rewards are compared as
+/// the float32 numbers that they are stored as. Noise of float64 arithmetic (0.1 + 0.2 against 0.3) is gone by then, since
+/// weighted sums are rounded to float32 last. Float32 numbers of 1 and above that differ at all differ by 1.2e-7, which is above
+/// the bound in groups of up to 140: the last digit of a reward of 1e5 counts as a difference, where a bound relative to the
+/// rewards would take it for noise. Differences of small rewards below the bound vanish beside the 1e-4 that divides them.
+///
+/// Of a group with one completion this is true, and of a group in which failures left fewer than two rewards it is false, both
+/// as TRL counts them.
+pub fn rewards_are_equal(group: &RolloutGroup) -> bool {
+    group.completions.len() == 1 || is_zero(BatchStats::of_group(group).std())
 }
 
-impl BatchStats {
-    /// Sums of the rewards that exist.
-    pub fn of(rewards: impl IntoIterator<Item = Option<f32>>) -> Self {
-        let mut stats = Self::default();
-        for reward in rewards.into_iter().flatten() {
-            let reward = f64::from(reward);
-            stats.add(&Self { count: 1.0, sum: reward, sum_of_squares: reward * reward });
-        }
-        stats
-    }
-
-    /// Sums over the weighted rewards of all completions.
-    pub fn of_groups(groups: &[RolloutGroup]) -> Self {
-        Self::of(groups.iter().flat_map(|group| &group.completions).map(|completion| completion.reward))
-    }
-
-    /// Adds another rank's or group's sums.
-    pub fn add(&mut self, other: &Self) {
-        self.count += other.count;
-        self.sum += other.sum;
-        self.sum_of_squares += other.sum_of_squares;
-    }
-
-    /// The three sums, for an all-reduce over ranks.
-    pub fn to_array(self) -> [f64; 3] {
-        [self.count, self.sum, self.sum_of_squares]
-    }
-
-    /// Back from [`BatchStats::to_array`].
-    pub fn from_array([count, sum, sum_of_squares]: [f64; 3]) -> Self {
-        Self { count, sum, sum_of_squares }
-    }
-
-    /// Mean; NaN without rewards.
-    pub fn mean(&self) -> f64 {
-        self.sum / self.count
-    }
-
-    /// Standard deviation with Bessel's correction; NaN below two rewards.
-    pub fn std(&self) -> f64 {
-        if self.count < 2.0 {
-            return f64::NAN;
-        }
-        let squares = self.sum_of_squares - self.sum * self.sum / self.count;
-        // Below the rounding error of the subtraction all rewards are equal.
-        if squares <= 1e-14 * self.sum_of_squares { 0.0 } else { (squares / (self.count - 1.0)).sqrt() }
-    }
+fn is_zero(std: f64) -> bool {
+    std <= ZERO_STD
 }
 
 /// What `reward`, `reward_std`, `rewards/{name}/{mean,std}` and `frac_reward_zero_std` are made of: sums over groups.
@@ -113,16 +74,16 @@ pub struct AdvantageStats {
 }
 
 impl AdvantageStats {
-    fn book(&mut self, group: &RolloutGroup, zero_std: bool) {
+    fn book(&mut self, group: &RolloutGroup, has_zero_std: bool) {
         self.num_groups += 1.0;
-        self.num_zero_std_groups += f64::from(u8::from(zero_std));
-        for completion in &group.completions {
-            self.reward.add(&BatchStats::of([completion.reward]));
-            self.num_failed += f64::from(u8::from(completion.reward.is_none()));
-            self.rewards.resize(self.rewards.len().max(completion.rewards.len()), BatchStats::default());
-            for (sums, reward) in self.rewards.iter_mut().zip(&completion.rewards) {
-                sums.add(&BatchStats::of([*reward]));
-            }
+        self.num_zero_std_groups += f64::from(u8::from(has_zero_std));
+        self.reward.merge(&BatchStats::of_group(group));
+        self.num_failed += group.completions.iter().filter(|completion| completion.reward.is_none()).count() as f64;
+        let num_rewards = group.completions.iter().map(|completion| completion.rewards.len()).max().unwrap_or(0);
+        self.rewards.resize(self.rewards.len().max(num_rewards), BatchStats::default());
+        for (index, stats) in self.rewards.iter_mut().enumerate() {
+            let scores = group.completions.iter().map(|completion| completion.rewards.get(index).copied().flatten());
+            stats.merge(&BatchStats::of(scores));
         }
     }
 }
@@ -130,10 +91,86 @@ impl AdvantageStats {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dist::testing;
     use crate::types::fixtures::scored;
 
     fn advantages(groups: &[RolloutGroup]) -> Vec<f32> {
         groups.iter().flat_map(|group| &group.completions).map(|completion| completion.advantage).collect()
+    }
+
+    /// The formulas in float64, from the definition.
+    fn mean_and_std(rewards: &[f32]) -> (f64, f64) {
+        let count = rewards.len() as f64;
+        let mean = rewards.iter().map(|reward| f64::from(*reward)).sum::<f64>() / count;
+        let squares: f64 = rewards.iter().map(|reward| (f64::from(*reward) - mean).powi(2)).sum();
+        (mean, (squares / (count - 1.0)).sqrt())
+    }
+
+    fn assert_near(got: f32, expected: f64, what: &str) {
+        let error = (f64::from(got) - expected).abs();
+        assert!(error <= 1e-6 * expected.abs(), "{what}: got {got}, expected {expected}");
+    }
+
+    /// Groups of one size whose rewards are an offset up to 1e6 and a few steps, some of the steps a last digit.
+    fn random_batch(mut word: u64) -> Vec<Vec<f32>> {
+        let mut draw = |below: u64| {
+            word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (word >> 33) % below
+        };
+        let offset = [0.0, 1.0, -30.0, 1e3, -2e4, 1e5, 1e6][draw(7) as usize];
+        let last_digit = f64::from((offset as f32).abs().max(4.0)) * f64::from(f32::EPSILON);
+        let step = last_digit * [1.0, 3.0, 64.0, 1e4][draw(4) as usize];
+        let (num_groups, size, num_steps) = (1 + draw(6), 2 + draw(63), 1 + draw(8));
+        let mut reward = || (offset + step * draw(num_steps + 1) as f64) as f32;
+        (0..num_groups).map(|_| (0..size).map(|_| reward()).collect()).collect()
+    }
+
+    fn groups_of(batch: &[Vec<f32>]) -> Vec<RolloutGroup> {
+        batch.iter().map(|rewards| scored(&rewards.iter().copied().map(Some).collect::<Vec<_>>())).collect()
+    }
+
+    #[test]
+    fn advantages_are_those_of_float64_at_any_offset() {
+        for case in 0..2000 {
+            let batch = random_batch(case);
+            let (_, batch_std) = mean_and_std(&batch.concat());
+            for scale in [ScaleRewards::Group, ScaleRewards::Batch, ScaleRewards::None] {
+                let mut groups = groups_of(&batch);
+                let stats = assign_advantages(&mut groups, scale, None);
+                let mut num_zero = 0.0;
+                for (rewards, group) in batch.iter().zip(&groups) {
+                    let (mean, std) = mean_and_std(rewards);
+                    let are_equal = rewards.iter().all(|reward| *reward == rewards[0]);
+                    assert_eq!(rewards_are_equal(group), are_equal, "case {case}: {rewards:?}");
+                    let divisor = match scale {
+                        ScaleRewards::Group => std + EPSILON,
+                        ScaleRewards::Batch => batch_std + EPSILON,
+                        ScaleRewards::None => 1.0,
+                    };
+                    for (reward, completion) in rewards.iter().zip(&group.completions) {
+                        let expected = if are_equal { 0.0 } else { (f64::from(*reward) - mean) / divisor };
+                        assert_near(completion.advantage, expected, &format!("case {case}, {scale:?}: {rewards:?}"));
+                    }
+                    let is_counted = if scale == ScaleRewards::Batch { batch_std == 0.0 } else { are_equal };
+                    num_zero += f64::from(u8::from(is_counted));
+                }
+                assert_eq!(stats.num_zero_std_groups, num_zero, "case {case}, {scale:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_last_digit_of_a_large_reward_counts() {
+        for (offset, step, expected) in [(1e5, 1.0 / 128.0, 2.39), (2e4, 1.0 / 512.0, 2.16), (1e3, 1.0 / 8192.0, 0.75)]
+        {
+            let mut rewards = [Some(offset); 8];
+            rewards[7] = Some(offset + step);
+            let mut groups = [scored(&rewards)];
+            let stats = assign_advantages(&mut groups, ScaleRewards::Group, None);
+            let got = groups[0].completions[7].advantage;
+            assert!((got - expected).abs() < 0.01, "{offset} + {step}: {got}");
+            assert_eq!(stats.num_zero_std_groups, 0.0);
+        }
     }
 
     #[test]
@@ -142,23 +179,33 @@ mod tests {
         let stats = assign_advantages(&mut groups, ScaleRewards::Group, None);
         assert!(groups[0].completions.iter().all(|completion| completion.advantage == 0.0));
         assert_eq!((stats.num_groups, stats.num_zero_std_groups), (2.0, 1.0));
+        for scale in [ScaleRewards::Group, ScaleRewards::Batch, ScaleRewards::None] {
+            let mut noise = [scored(&[Some(1e-9), Some(2e-9)]), scored(&[Some(0.0), Some(1.0)])];
+            assign_advantages(&mut noise, scale, None);
+            assert_eq!(advantages(&noise)[..2], [0.0, 0.0], "{scale:?}");
+        }
     }
 
     #[test]
     fn batch_statistics_span_the_ranks() {
-        let halves = [vec![scored(&[Some(0.0), Some(4.0)])], vec![scored(&[Some(1.0), Some(2.0)])]];
-        let mut whole = halves.concat();
-        assign_advantages(&mut whole, ScaleRewards::Batch, None);
-        let mut sums = BatchStats::of_groups(&halves[0]).to_array();
-        for (sum, other) in sums.iter_mut().zip(BatchStats::of_groups(&halves[1]).to_array()) {
-            *sum += other;
-        }
-        let mut split = Vec::new();
-        for mut half in halves {
-            assign_advantages(&mut half, ScaleRewards::Batch, Some(BatchStats::from_array(sums)));
-            split.extend(advantages(&half));
-        }
-        assert_eq!(split, advantages(&whole));
+        testing::threads(3, |group| {
+            for case in 0..200 {
+                let batch = random_batch(case);
+                let (_, std) = mean_and_std(&batch.concat());
+                let of_rank = batch.chunks(batch.len().div_ceil(3)).nth(group.rank()).unwrap_or(&[]);
+                let mut groups = groups_of(of_rank);
+                let mut stats = BatchStats::of_groups(&groups);
+                BatchStats::merge_ranks(&mut [&mut stats], &*group).unwrap();
+                assign_advantages(&mut groups, ScaleRewards::Batch, Some(stats));
+                for (rewards, group) in of_rank.iter().zip(&groups) {
+                    let (mean, _) = mean_and_std(rewards);
+                    for (reward, completion) in rewards.iter().zip(&group.completions) {
+                        let expected = (f64::from(*reward) - mean) / (std + EPSILON);
+                        assert_near(completion.advantage, expected, &format!("case {case}: {rewards:?}"));
+                    }
+                }
+            }
+        });
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! Advantages, losses, KL estimator, importance correction: pure functions of rewards and log-probabilities, with their
-//! papers. Knows nothing of models, ranks or optimizers: statistics that span ranks come in as sums and leave as sums.
+//! papers. Knows nothing of models or optimizers, and of ranks only how the statistics of rewards merge over them.
 //!
 //! Legend: C scored (completion) tokens of a micro-batch, packed without padding; N its sequences.
 //!
@@ -10,12 +10,14 @@ mod advantages;
 mod importance;
 mod kl;
 mod loss;
+mod moments;
 mod segments;
 mod stats;
 
 #[cfg(test)]
 mod golden;
 
-pub use advantages::{AdvantageStats, BatchStats, assign_advantages};
+pub use advantages::{AdvantageStats, assign_advantages, rewards_are_equal};
 pub use loss::{Denominators, LossConfig, LossInput, LossOutput, policy_loss};
+pub use moments::BatchStats;
 pub use stats::{Aggregate, DeviceStats, LossStats};

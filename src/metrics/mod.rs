@@ -4,6 +4,7 @@
 mod completions;
 mod jsonl;
 mod log;
+mod over_steps;
 mod progress;
 mod redact;
 mod report;
@@ -14,6 +15,7 @@ mod writer;
 pub use completions::{CompletionRow, CompletionsWriter, read_completions};
 pub use jsonl::{MetricLine, read_metrics};
 pub use log::RunLog;
+pub use over_steps::over_steps;
 pub use progress::{Progress, parts_progress, pinning_progress};
 pub use redact::{redact, redact_json};
 pub use report::write_report;

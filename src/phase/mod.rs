@@ -8,7 +8,9 @@
 //! | `watch` | who stands still for longer than its phase allows |
 //! | `trace` | a time-line of phases, on request |
 //! | `fault` | faults to inject |
+//! | `failure` | the phase in which an error arose |
 
+mod failure;
 mod fault;
 mod page;
 mod pulse;
@@ -17,9 +19,10 @@ mod watch;
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use failure::FirstFailure;
 use fault::inject;
 pub use fault::{Fault, FaultKind, arm_fault, fires_nan, inject_at};
 use page::page;
@@ -92,7 +95,7 @@ phases! {
 
 static STOP: AtomicBool = AtomicBool::new(false);
 static TIMINGS: Mutex<BTreeMap<Phase, Duration>> = Mutex::new(BTreeMap::new());
-static FAILED_IN: AtomicU8 = AtomicU8::new(u8::MAX);
+static FAILURE: FirstFailure = FirstFailure::new();
 
 /// Runs `work` as `phase`: a tracing span, a timing and an injection point. Phases nest; the outer one's time includes
 /// the inner one's.
@@ -117,21 +120,13 @@ pub fn scope<T>(phase: Phase, work: impl FnOnce() -> Result<T>) -> Result<T> {
 /// As [`scope`].
 pub fn part<T>(phase: Phase, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let _left = page().enter(phase);
-    let outcome = inject(phase).and_then(|()| work());
-    if outcome.is_err() {
-        failed_in(phase);
-    }
-    outcome
+    FAILURE.watch(phase, || inject(phase).and_then(|()| work()))
 }
 
-/// The innermost phase reports first; the outer ones that an error or a panic passes through leave it.
-fn failed_in(phase: Phase) {
-    let _ = FAILED_IN.compare_exchange(u8::MAX, phase as u8, Ordering::Relaxed, Ordering::Relaxed);
-}
-
-/// The innermost phase in which the process's first error arose; the current one if there was none.
+/// The innermost phase in which the error now under way arose; the current phase if there is none. An error is over when a
+/// phase succeeds in which it arose, or when the next training step begins.
 pub fn at_failure() -> Phase {
-    Phase::ALL.get(usize::from(FAILED_IN.load(Ordering::Relaxed))).copied().unwrap_or_else(current)
+    FAILURE.phase().unwrap_or_else(current)
 }
 
 /// The innermost phase now running.
@@ -160,8 +155,9 @@ pub fn collective(op: &str, group: &str, bytes: usize) -> CollectiveScope {
     page().begin_collective(op, group, bytes)
 }
 
-/// Sets the training step that spans, faults and reports name.
+/// Begins a training step, which spans, faults and reports name. The caller has dealt with every error before it.
 pub fn set_step(step: u64) {
+    FAILURE.forget();
     page().set_step(step);
 }
 

@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use super::pulse::{LastCollective, Pulse};
-use super::{Phase, failed_in};
+use super::{FAILURE, Phase};
 use crate::error::{Error, Result};
 
 /// Variable with the descriptor of the page that a launcher made for this process.
@@ -124,7 +124,7 @@ pub(super) struct Entered<'a> {
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            failed_in(self.phase);
+            FAILURE.record(self.phase);
         }
         self.page.depth.store(self.depth, Relaxed);
         self.page.left.store(self.phase as u8, Relaxed);

@@ -304,11 +304,10 @@ impl Trainer {
     }
 
     fn assign_advantages(&self, groups: &mut [RolloutGroup]) -> Result<AdvantageStats> {
-        let mut sums = BatchStats::of_groups(groups).to_array();
+        let mut batch = BatchStats::of_groups(groups);
         if self.config.scale_rewards == ScaleRewards::Batch {
-            all_reduce_f64(&*self.world.group(), &mut sums, ReduceOp::Sum)?;
+            BatchStats::merge_ranks(&mut [&mut batch], &*self.world.group())?;
         }
-        let batch = BatchStats::from_array(sums);
         let mut stats = grpo::assign_advantages(groups, self.config.scale_rewards, Some(batch));
         stats.rewards.resize(self.config.reward_funcs.len(), BatchStats::default()); // of a rank without groups
         records::reduce_advantages(&mut stats, &*self.world.group())?;

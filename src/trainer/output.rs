@@ -13,15 +13,10 @@ use crate::config::{Config, Mode};
 use crate::dist::Collective;
 use crate::error::{Error, Result};
 use crate::eval::Outcome;
-use crate::metrics::{CompletionsWriter, MetricValues, Progress, RunLog, StepMetrics, write_run_config};
+use crate::metrics::{CompletionsWriter, MetricValues, Progress, RunLog, StepMetrics, over_steps, write_run_config};
 use crate::phase::{self, Phase};
 use crate::train::Sequence;
 use crate::types::RolloutGroup;
-
-/// Values that are the newest of a logging interval.
-const NEWEST: [&str; 3] = ["learning_rate", "num_tokens", "epoch"];
-/// Values that add up over a logging interval; all others are means.
-const COUNTED: [&str; 1] = ["num_skipped_updates"];
 
 /// Where the time-line of phases goes.
 const TRACE_FOLDER: &str = "trace";
@@ -122,8 +117,8 @@ impl Output {
         self.interval.push(values);
         let is_due = step / self.logging_steps > self.last_logged_step / self.logging_steps;
         if is_due || step >= self.max_steps {
-            let means = interval_means(&std::mem::take(&mut self.interval));
-            self.log.write(step, means);
+            let line = over_steps(&std::mem::take(&mut self.interval));
+            self.log.write(step, line);
             self.last_logged_step = step;
         }
         Ok(())
@@ -233,35 +228,4 @@ fn describe(sequence: &Sequence) -> serde_json::Value {
 
 fn from_bits(values: &BTreeMap<String, u64>) -> MetricValues {
     values.iter().map(|(name, bits)| (name.clone(), f64::from_bits(*bits))).collect()
-}
-
-/// Means over an interval, of the steps that have the value; the newest or the sum where a mean says nothing.
-fn interval_means(interval: &[MetricValues]) -> MetricValues {
-    let Some(newest) = interval.last() else { return MetricValues::new() };
-    let over_interval = |name: &str, newest: f64| {
-        let values = || interval.iter().filter_map(|values| values.get(name).copied()).filter(|value| !value.is_nan());
-        match name {
-            _ if NEWEST.contains(&name) => newest,
-            _ if COUNTED.contains(&name) => values().sum(),
-            _ => values().sum::<f64>() / values().count() as f64,
-        }
-    };
-    newest.iter().map(|(name, value)| (name.clone(), over_interval(name, *value))).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_interval_s_line_is_its_mean_but_for_counts_and_places() {
-        let step = |loss, num_tokens, skipped| {
-            [("loss", loss), ("num_tokens", num_tokens), ("num_skipped_updates", skipped)]
-                .map(|(name, value)| (name.to_owned(), value))
-                .into()
-        };
-        let line = interval_means(&[step(1.0, 10.0, 2.0), step(f64::NAN, 20.0, 1.0), step(2.0, 30.0, 0.0)]);
-        assert_eq!(line, step(1.5, 30.0, 3.0));
-        assert!(interval_means(&[step(f64::NAN, 1.0, 0.0)])["loss"].is_nan());
-    }
 }

@@ -32,16 +32,11 @@ pub(super) fn sequences(groups: &[RolloutGroup], mask_truncated: bool) -> Vec<Se
 
 /// Adds the statistics of all ranks up; collective over `group`.
 pub(super) fn reduce_advantages(stats: &mut AdvantageStats, group: &dyn Collective) -> Result<()> {
-    let mut sums = vec![stats.num_groups, stats.num_zero_std_groups, stats.num_failed];
-    sums.extend(stats.reward.to_array());
-    sums.extend(stats.rewards.iter().flat_map(|stats| stats.to_array()));
-    all_reduce_f64(group, &mut sums, ReduceOp::Sum)?;
-    [stats.num_groups, stats.num_zero_std_groups, stats.num_failed] = [sums[0], sums[1], sums[2]];
-    let of_rewards = std::iter::once(&mut stats.reward).chain(&mut stats.rewards);
-    for (stats, sums) in of_rewards.zip(sums[3..].chunks_exact(3)) {
-        *stats = BatchStats::from_array([sums[0], sums[1], sums[2]]);
-    }
-    Ok(())
+    let mut counts = [stats.num_groups, stats.num_zero_std_groups, stats.num_failed];
+    all_reduce_f64(group, &mut counts, ReduceOp::Sum)?;
+    [stats.num_groups, stats.num_zero_std_groups, stats.num_failed] = counts;
+    let mut of_rewards: Vec<_> = std::iter::once(&mut stats.reward).chain(&mut stats.rewards).collect();
+    BatchStats::merge_ranks(&mut of_rewards, group)
 }
 
 /// TRL's metrics of one step: this rank's part, but for the rewards, which are the batch's.

@@ -1,0 +1,82 @@
+//! Count, mean and standard deviation of rewards, kept so that they merge over groups and ranks without losing digits.
+
+use crate::dist::{Collective, all_gather_f64};
+use crate::error::Result;
+use crate::types::RolloutGroup;
+
+/// Count, sum and sum of squared deviations from the mean of some rewards, in float64.
+///
+/// Two of them merge by Chan, Golub and LeVeque's formula ("Updating Formulae and a Pairwise Algorithm for Computing Sample
+/// Variances", 1979). No large squares are subtracted from one another, so a large offset common to all rewards costs no digits.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct BatchStats {
+    /// Rewards that exist.
+    pub count: f64,
+    /// Their sum.
+    pub sum: f64,
+    /// The sum of their squared deviations from their mean.
+    pub squared_deviations: f64,
+}
+
+impl BatchStats {
+    /// Statistics of the rewards that exist, in two passes: the mean, then the deviations from it.
+    pub fn of(rewards: impl IntoIterator<Item = Option<f32>>) -> Self {
+        let rewards: Vec<f64> = rewards.into_iter().flatten().map(f64::from).collect();
+        let (count, sum) = (rewards.len() as f64, rewards.iter().sum::<f64>());
+        let mean = sum / count;
+        let squared_deviations = rewards.iter().map(|reward| (reward - mean).powi(2)).sum();
+        Self { count, sum, squared_deviations }
+    }
+
+    /// Statistics of one group's weighted rewards.
+    pub fn of_group(group: &RolloutGroup) -> Self {
+        Self::of(group.completions.iter().map(|completion| completion.reward))
+    }
+
+    /// Statistics of the weighted rewards of all completions.
+    pub fn of_groups(groups: &[RolloutGroup]) -> Self {
+        Self::of(groups.iter().flat_map(|group| &group.completions).map(|completion| completion.reward))
+    }
+
+    /// Takes in the rewards that `other` describes.
+    pub fn merge(&mut self, other: &Self) {
+        if self.count == 0.0 || other.count == 0.0 {
+            *self = if self.count == 0.0 { *other } else { *self };
+            return;
+        }
+        let (count, between) = (self.count + other.count, other.mean() - self.mean());
+        self.squared_deviations += other.squared_deviations + between * between * (self.count * other.count / count);
+        self.count = count;
+        self.sum += other.sum;
+    }
+
+    /// Merges each of `stats` with the statistics that other ranks hold in its place, in rank order; collective over `group`,
+    /// where every rank passes equally many.
+    ///
+    /// # Errors
+    /// Those of [`Collective`].
+    pub fn merge_ranks(stats: &mut [&mut Self], group: &dyn Collective) -> Result<()> {
+        let own: Vec<f64> = stats.iter().flat_map(|stats| stats.to_array()).collect();
+        stats.iter_mut().for_each(|stats| **stats = Self::default());
+        for of_rank in all_gather_f64(group, &own)? {
+            for (stats, of_rank) in stats.iter_mut().zip(of_rank.chunks_exact(3)) {
+                stats.merge(&Self { count: of_rank[0], sum: of_rank[1], squared_deviations: of_rank[2] });
+            }
+        }
+        Ok(())
+    }
+
+    /// Mean; NaN without rewards.
+    pub fn mean(&self) -> f64 {
+        self.sum / self.count
+    }
+
+    /// Standard deviation with Bessel's correction; NaN below two rewards.
+    pub fn std(&self) -> f64 {
+        if self.count < 2.0 { f64::NAN } else { (self.squared_deviations / (self.count - 1.0)).sqrt() }
+    }
+
+    fn to_array(self) -> [f64; 3] {
+        [self.count, self.sum, self.squared_deviations]
+    }
+}

@@ -1,0 +1,112 @@
+//! How the metrics of several steps become one line.
+
+use super::step::MetricValues;
+
+/// How a metric reduces over the steps of a logging interval, of those that have it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum OverSteps {
+    /// The mean of the steps' values, TRL's rule; also of least and greatest values, which TRL averages too.
+    Mean,
+    /// Their sum: something is counted.
+    Sum,
+    /// The greatest.
+    Max,
+    /// The newest: the value says how far the run is.
+    Newest,
+}
+
+/// Metrics that do not reduce to a mean; `*` is any one part of a name. docs/metrics.md has every metric with its rule.
+const RULES: &[(&str, OverSteps)] = &[
+    ("epoch", OverSteps::Newest),
+    ("learning_rate", OverSteps::Newest),
+    ("num_tokens", OverSteps::Newest),
+    ("partial_rollout/carried_groups", OverSteps::Newest),
+    ("num_skipped_updates", OverSteps::Sum),
+    ("rewards/num_failed", OverSteps::Sum),
+    ("rewards/*/failed/*", OverSteps::Sum),
+    ("partial_rollout/kept_tokens", OverSteps::Sum),
+    ("partial_rollout/recomputed_tokens", OverSteps::Sum),
+    ("partial_rollout/staleness_max", OverSteps::Max),
+    ("perf/max_resident_gb", OverSteps::Max),
+];
+
+fn rule(name: &str) -> OverSteps {
+    let fits = |pattern: &str| {
+        let (wanted, parts) = (pattern.split('/'), name.split('/'));
+        wanted.clone().count() == parts.clone().count() && wanted.zip(parts).all(|(a, b)| a == "*" || a == b)
+    };
+    RULES.iter().find(|(pattern, _)| fits(pattern)).map_or(OverSteps::Mean, |(_, rule)| *rule)
+}
+
+/// One line from the reduced metrics of `steps`, oldest first: every name that any of them has, reduced over those that have
+/// it. NaN, which stands for nothing, is left out; of nothing but NaN the value is NaN.
+pub fn over_steps(steps: &[MetricValues]) -> MetricValues {
+    let mut line = MetricValues::new();
+    for name in steps.iter().flat_map(MetricValues::keys) {
+        line.entry(name.clone()).or_insert_with(|| reduced(name, steps));
+    }
+    line
+}
+
+fn reduced(name: &str, steps: &[MetricValues]) -> f64 {
+    let values = || steps.iter().filter_map(|values| values.get(name).copied()).filter(|value| !value.is_nan());
+    let Some(newest) = values().next_back() else { return f64::NAN };
+    match rule(name) {
+        OverSteps::Mean => values().sum::<f64>() / values().count() as f64,
+        OverSteps::Sum => values().sum(),
+        OverSteps::Max => values().fold(newest, f64::max),
+        OverSteps::Newest => newest,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(values: &[(&str, f64)]) -> MetricValues {
+        values.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect()
+    }
+
+    #[test]
+    fn a_line_has_the_names_of_all_its_steps_each_reduced_by_its_rule() {
+        let steps = [
+            step(&[("loss", 1.0), ("num_tokens", 10.0), ("rewards/num_failed", 2.0), ("rewards/a/failed/output", 2.0)]),
+            step(&[("loss", f64::NAN), ("num_tokens", 20.0), ("timing_s/eval", 4.0), ("perf/max_resident_gb", 3.0)]),
+            step(&[("loss", 2.0), ("num_tokens", 30.0), ("rewards/num_failed", 1.0), ("perf/max_resident_gb", 2.0)]),
+        ];
+        let expected = step(&[
+            ("loss", 1.5),
+            ("num_tokens", 30.0),
+            ("perf/max_resident_gb", 3.0),
+            ("rewards/a/failed/output", 2.0),
+            ("rewards/num_failed", 3.0),
+            ("timing_s/eval", 4.0),
+        ]);
+        assert_eq!(over_steps(&steps), expected);
+        assert!(over_steps(&[step(&[("loss", f64::NAN)])])["loss"].is_nan());
+        assert!(over_steps(&[]).is_empty());
+    }
+
+    /// The table's first cell has names, the later ones of a cell without what they share with the first.
+    #[test]
+    fn the_page_gives_every_metric_the_rule_that_it_has() {
+        let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/metrics.md")).unwrap();
+        let rows: Vec<Vec<&str>> = page.lines().map(|line| line.split('|').map(str::trim).collect()).collect();
+        let (mut seen, mut num_seen) = (vec![false; RULES.len()], 0);
+        for row in rows.iter().filter(|row| row.len() == 5 && row[1].starts_with('`') && row[3] != "of the line") {
+            let names: Vec<&str> = row[1].split('`').skip(1).step_by(2).collect();
+            let folder = names[0].rsplit_once('/').map_or(String::new(), |(folder, _)| format!("{folder}/"));
+            for name in names {
+                let name =
+                    if name.contains('/') || folder.is_empty() { name.to_owned() } else { folder.clone() + name };
+                assert_eq!(format!("{:?}", rule(&name)).to_lowercase(), row[3], "{name}");
+                RULES.iter().zip(&mut seen).for_each(|((pattern, _), seen)| {
+                    *seen |= pattern.replacen('*', "NAME", 1).replacen('*', "KIND", 1) == name;
+                });
+                num_seen += 1;
+            }
+        }
+        assert!(num_seen > 40, "{num_seen}");
+        assert_eq!(seen, vec![true; RULES.len()], "every rule is on the page");
+    }
+}
