@@ -1,10 +1,10 @@
-//! The least that a step's phases can take on H200s: what they must compute at the rate of large products, what they must read
+//! The least that a step's phases can take: what they must compute at the rate of large products, what they must read
 //! and write at the memory's. Sums over ranks, and whatever stands between operations, are not in it.
 
 use std::collections::BTreeMap;
 
-use super::{MEMORY_BYTES_PER_S, PRODUCT_FLOP_PER_S};
 use crate::config::Roles;
+use crate::cuda::Rates;
 use crate::model::ModelSpec;
 use crate::phase::Phase;
 
@@ -12,7 +12,7 @@ use crate::phase::Phase;
 const ELEMENT_BYTES: f64 = 2.0;
 
 /// What one step works on.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub(super) struct StepWork<'a> {
     pub spec: &'a ModelSpec,
     pub prompts: usize,
@@ -30,13 +30,15 @@ pub(super) struct StepWork<'a> {
     pub adapter_params: Option<usize>,
     /// What the optimizer's step moves on a rank, in device memory.
     pub optimizer_bytes: Option<usize>,
+    /// What the GPUs reach.
+    pub rates: Rates,
 }
 
 impl StepWork<'_> {
     /// Seconds by phase. Recomputation is not counted, nor a generation whose completions differ in length.
     pub fn floors(&self, lengths_differ: bool) -> BTreeMap<Phase, f64> {
         let generate = (!lengths_differ).then(|| self.generate_s());
-        let optimizer = self.optimizer_bytes.map(|bytes| bytes as f64 / MEMORY_BYTES_PER_S);
+        let optimizer = self.optimizer_bytes.map(|bytes| bytes as f64 / self.rates.memory_bytes_per_s);
         let floors = [
             (Phase::Generate, generate),
             (Phase::ForwardBackward, Some(self.forward_backward_s())),
@@ -48,17 +50,18 @@ impl StepWork<'_> {
     /// Prompts through the products once for their group, then steps that read all weights, or compute with them where that
     /// takes longer, and the cache, a prompt's once for its group.
     fn generate_s(&self) -> f64 {
-        let Self { spec, tensor_parallel_size: tp, .. } = *self;
+        let Self { spec, tensor_parallel_size: tp, rates, .. } = *self;
         let num_engines = self.roles.num_generators / tp;
         let groups = (self.prompts as f64 / num_engines as f64).ceil();
         let (rows, prompt_tokens) = (groups * self.group as f64, groups * self.prompt_len as f64);
-        let product_s = |params: f64, rows: f64| 2.0 * params * rows / PRODUCT_FLOP_PER_S / tp as f64;
+        let product_s = |params: f64, rows: f64| 2.0 * params * rows / rates.product_flop_per_s / tp as f64;
         let (blocks, head) = products(spec);
-        let weights_s = ELEMENT_BYTES * (blocks + head) / tp as f64 / MEMORY_BYTES_PER_S;
+        let weights_s = ELEMENT_BYTES * (blocks + head) / tp as f64 / rates.memory_bytes_per_s;
         let steps = self.completion_len - 1.0; // the prompt gives the first token
         let cached_tokens = prompt_tokens + rows * self.completion_len / 2.0; // mean of the steps
         let token_bytes = 2.0 * ELEMENT_BYTES * (spec.num_layers * spec.tp_heads(tp).1 * spec.head_dim) as f64;
-        let step_s = weights_s.max(product_s(blocks + head, rows)) + token_bytes * cached_tokens / MEMORY_BYTES_PER_S;
+        let cache_s = token_bytes * cached_tokens / rates.memory_bytes_per_s;
+        let step_s = weights_s.max(product_s(blocks + head, rows)) + cache_s;
         product_s(blocks, prompt_tokens) + steps * step_s
     }
 
@@ -77,7 +80,7 @@ impl StepWork<'_> {
             None => 6.0 * in_base,
             Some(params) => 4.0 * in_base + 6.0 * params as f64 * trained_tokens,
         };
-        (flop + attention) / PRODUCT_FLOP_PER_S / self.roles.num_trainers as f64
+        (flop + attention) / self.rates.product_flop_per_s / self.roles.num_trainers as f64
     }
 }
 
@@ -91,6 +94,7 @@ fn products(spec: &ModelSpec) -> (f64, f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::limits::of_h200;
 
     /// 32 prompts x 8 of 512 + 1,024 tokens on four GPUs, by hand: 6.53e9 weights in the blocks, 0.545e9 in the head.
     #[test]
@@ -108,6 +112,7 @@ mod tests {
             trained_tokens: 32.0 * (512.0 + 8.0 * 1024.0),
             adapter_params: None,
             optimizer_bytes: Some(42_500_000_000),
+            rates: of_h200().rates,
         };
         let floors = work.floors(false);
         let is_about = |phase, seconds: f64| (floors[&phase] / seconds - 1.0_f64).abs() < 0.02;
@@ -117,6 +122,10 @@ mod tests {
         assert!(is_about(Phase::ForwardBackward, 3.786), "{floors:?}");
         assert!(is_about(Phase::Optimizer, 0.010), "{floors:?}");
         assert!(!work.floors(true).contains_key(&Phase::Generate));
+        let slower = Rates { product_flop_per_s: 399e12, ..work.rates };
+        let on_slower = StepWork { rates: slower, ..work }.floors(false);
+        assert!((on_slower[&Phase::ForwardBackward] / floors[&Phase::ForwardBackward] - 2.0).abs() < 1e-9);
+        assert_eq!(on_slower[&Phase::Optimizer], floors[&Phase::Optimizer]);
         let adapters = StepWork { adapter_params: Some(0), ..work };
         assert!(adapters.floors(false)[&Phase::ForwardBackward] < floors[&Phase::ForwardBackward] * 0.7);
     }

@@ -10,7 +10,8 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tch::{Kind, Tensor};
 
-use super::{MEMORY_BYTES_PER_S, PRODUCT_FLOP_PER_S, SEED, adapters, device_name, dtype_name, median, token};
+use super::limits::Limits;
+use super::{SEED, adapters, device_name, dtype_name, median, token};
 use crate::colocate::Served;
 use crate::cuda::Sustained;
 use crate::data::Tokenizer;
@@ -67,6 +68,7 @@ pub struct GenerateBench {
 pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value> {
     // What strict mode costs is told by an engine without it, gone before the other comes.
     let mesh = world.mesh(bench.tensor_parallel_size, world.size())?;
+    let limits = Limits::of(world.device())?;
     let free = if bench.strict { Some(bench.measure(&world, &mesh, false)?.0) } else { None };
     let (run, mut served) = bench.measure(&world, &mesh, bench.strict)?;
     let (device, num_prompts) = (world.device(), bench.prompts * world.size());
@@ -102,8 +104,9 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
             "tokens_per_second_without": free.tokens / free.seconds,
         });
     }
-    if device.is_cuda() {
-        result["decode"] = bench.decode_steps(&mut served)?;
+    if let Some(limits) = limits {
+        result["gpu"] = limits.told();
+        result["decode"] = bench.decode_steps(&mut served, &limits)?;
     }
     Ok(result)
 }
@@ -216,7 +219,7 @@ impl GenerateBench {
     }
 
     /// Decode steps by batch size, at the mean context: microseconds, and what share of that the floor is.
-    fn decode_steps(&self, served: &mut Served) -> Result<Value> {
+    fn decode_steps(&self, served: &mut Served, limits: &Limits) -> Result<Value> {
         let most = self.max_num_seqs().min(self.num_sequences());
         let context = self.prompt_len + self.longest() / 2;
         let batches: Vec<usize> = (0..).map(|power| 1 << power).take_while(|&batch| batch < most).collect();
@@ -226,16 +229,21 @@ impl GenerateBench {
             let shape = (batch, group, self.prompt_len);
             let sustains = self.profile && batch == most;
             let profile = served.with_engine(|rollout| rollout.profile(shape, context, sustains))?;
-            rows.push(self.report(batch, context, &profile, self.profile || batch == most));
+            rows.push(self.report((batch, context), &profile, self.profile || batch == most, limits));
         }
         Ok(Value::Array(rows))
     }
 
-    fn report(&self, batch: usize, context: usize, profile: &StepProfile, with_ops: bool) -> Value {
-        let seconds = |bytes: f64, flop: f64| (bytes / MEMORY_BYTES_PER_S).max(flop / PRODUCT_FLOP_PER_S);
-        let floor_us: f64 = 1e6 * profile.ops.iter().map(|op| seconds(op.bytes, op.flop)).sum::<f64>();
+    fn report(
+        &self,
+        (batch, context): (usize, usize),
+        profile: &StepProfile,
+        with_ops: bool,
+        limits: &Limits,
+    ) -> Value {
+        let floor_us: f64 = 1e6 * profile.ops.iter().map(|op| limits.floor_s(op.bytes, op.flop)).sum::<f64>();
         let ops = profile.ops.iter().map(|op| {
-            let floor_us = 1e6 * seconds(op.bytes, op.flop);
+            let floor_us = 1e6 * limits.floor_s(op.bytes, op.flop);
             (op.op.clone(), json!([op.us.round(), floor_us.round()]))
         });
         let mut row = json!({

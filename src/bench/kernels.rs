@@ -9,7 +9,8 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use super::{MEMORY_BYTES_PER_S, median};
+use super::limits::Limits;
+use super::median;
 use crate::cuda::kernels::{
     self, AttentionPlan, AttentionShape, CANDIDATE_WORDS, Draws, HeadTransform, QkvViews, SharedPrefixes,
 };
@@ -52,12 +53,12 @@ pub struct KernelsBench {
 /// # Errors
 /// [`Error::Environment`] without a GPU, or for one that does not count its energy; out of memory.
 pub fn bench_kernels(bench: &KernelsBench, device: Device) -> Result<Vec<Value>> {
-    let Device::Cuda(ordinal) = device else {
+    let (Device::Cuda(ordinal), Some(limits)) = (device, Limits::of(device)?) else {
         return Err(Error::Environment { message: "bench kernels needs a GPU, and none is used".into() });
     };
     kernels::prepare(ordinal)?;
     let stream = TorchStream::new(&Context::retain(ordinal)?)?;
-    let mut step = Step { bench, device, stream, results: Vec::new() };
+    let mut step = Step { bench, device, stream, limits, results: Vec::new() };
     step.rows_alone()?;
     let cache = [step.cache()?, step.cache()?];
     step.rope_write_kv(&cache)?;
@@ -72,6 +73,7 @@ struct Step<'a> {
     bench: &'a KernelsBench,
     device: Device,
     stream: TorchStream,
+    limits: Limits,
     results: Vec<Value>,
 }
 
@@ -90,7 +92,7 @@ impl Step<'_> {
                 times.push(start.elapsed().as_secs_f64() / LAYERS as f64);
             }
         }
-        let (seconds, floor) = (median(times), bytes as f64 / MEMORY_BYTES_PER_S);
+        let (seconds, floor) = (median(times), self.limits.floor_s(bytes as f64, 0.0));
         self.results.push(json!({
             "benchmark": "kernel",
             "kernel": kernel,

@@ -5,6 +5,7 @@ mod compare;
 mod floor;
 mod generate;
 mod kernels;
+mod limits;
 mod memory;
 mod sleep_wake;
 mod step;
@@ -32,13 +33,6 @@ use crate::ops::random::RandomKey;
 const SEED: u64 = 42;
 /// Keeps the tokens' random numbers apart from those of the weights.
 const STREAM: u64 = u64::from_be_bytes(*b"\0\0\0bench");
-
-/// What an H200 copies, reading and writing, in bytes a second (docs/benchmarks.md).
-const MEMORY_BYTES_PER_S: f64 = 4.25e12;
-/// What its bf16 products reach, in floating-point operations a second (docs/benchmarks.md).
-const PRODUCT_FLOP_PER_S: f64 = 798e12;
-/// What its dense bf16 products could reach by the data sheet.
-const PEAK_FLOP_PER_S: f64 = 989e12;
 
 /// The middle value; of an even number the mean of the two.
 fn median(mut values: Vec<f64>) -> f64 {

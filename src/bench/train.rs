@@ -7,11 +7,9 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
+use super::limits::Limits;
 use super::memory::predicted_tensor_bytes;
-use super::{
-    MEMORY_BYTES_PER_S, PEAK_FLOP_PER_S, PRODUCT_FLOP_PER_S, SEED, STREAM, adapters, device_name, dtype_name, median,
-    synchronize, token,
-};
+use super::{SEED, STREAM, adapters, device_name, dtype_name, median, synchronize, token};
 use crate::config::{GradientCheckpointing, Quantization};
 use crate::cuda::{Family, Work, profile};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
@@ -20,8 +18,8 @@ use crate::model::{ModelSpec, ParamTable, UnitLayout, init_unit_on};
 use crate::ops::random::RandomKey;
 use crate::torch;
 use crate::train::{
-    AdamOptions, GradientOptions, MicroBatch, NetworkOptions, OptimizerHome, PackOptions, Policy, PolicyOptions,
-    PolicyStart, Sequence, TokenGradients, TrainedModel, UpdateCourse, pack,
+    AdamOptions, GradientOptions, MicroBatch, MicroBatchShape, NetworkOptions, OptimizerHome, PackOptions, Policy,
+    PolicyOptions, PolicyStart, Sequence, TokenGradients, TrainedModel, UpdateCourse, pack,
 };
 use crate::types::LengthSpread;
 
@@ -47,6 +45,8 @@ pub struct TrainBench {
     pub completion_len: usize,
     /// Tokens of each completion, drawn one by one, instead.
     pub completion_spread: Option<LengthSpread>,
+    /// Draw lengths anew for every step, and drop gradients before it, as a GRPO step does.
+    pub redraw: bool,
     /// Neighbouring sequences that have one prompt.
     pub group: usize,
     /// Run the prompt of a group once.
@@ -74,14 +74,14 @@ pub struct TrainBench {
 }
 
 impl TrainBench {
-    /// Neighbours of a group have one prompt; all other tokens are their own.
-    fn all_sequences(&self) -> Vec<Sequence> {
+    /// Sequences of a step. Neighbours of a group have one prompt; all other tokens are their own.
+    fn all_sequences(&self, step: u64) -> Vec<Sequence> {
         let longest = self.completion_spread.map_or(self.completion_len, |spread| spread.longest);
         let (prompt_len, stride) = (self.prompt_len, self.prompt_len + longest);
         let sequence = |index: usize| {
             let (first, first_of_group) = (index * stride, index / self.group * self.group * stride);
             let completion_len = match self.completion_spread {
-                Some(spread) => spread.length(RandomKey::new(SEED, STREAM).word(1, index as u64)),
+                Some(spread) => spread.length(RandomKey::new(SEED, STREAM).word(1 + step, index as u64)),
                 None => self.completion_len,
             };
             let prompt = first_of_group..first_of_group + prompt_len;
@@ -99,19 +99,23 @@ impl TrainBench {
 /// Out of memory, or a sharding that does not fit.
 pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
     let device = world.device();
+    let limits = Limits::of(device)?;
     let mut run = Run::new(bench, world)?;
     for _ in 0..WARM_UP_STEPS {
         run.timed_step(world)?;
     }
     torch::reset_peak_memory(device)?;
-    let steps: Vec<[f64; 2]> = (0..bench.steps).map(|_| run.timed_step(world)).collect::<Result<_>>()?;
+    let steps: Vec<Timed> = (0..bench.steps).map(|_| run.timed_step(world)).collect::<Result<_>>()?;
     let memory = torch::device_memory(device)?;
-    let mut result = run.report(world, &steps);
-    result["predicted_peak_bytes"] = json!(memory.map(|_| run.predicted_bytes()));
+    let mut result = run.report(world, &steps, limits.as_ref());
+    let predicted = steps.iter().map(|step| step.predicted_bytes).max();
+    result["predicted_peak_bytes"] = json!(memory.and(predicted));
+    result["planned_peak_bytes"] = json!(memory.map(|_| run.planned_bytes()));
     result["peak_allocated_bytes"] = json!(memory.map(|memory| memory.peak_allocated));
+    result["peak_reserved_bytes"] = json!(memory.map(|memory| memory.peak_reserved));
     result["fragmentation_bytes"] = json!(memory.map(|memory| memory.peak_reserved - memory.peak_allocated));
-    if let (Device::Cuda(ordinal), true) = (device, bench.profile) {
-        result["profile_ms_and_floor"] = by_family(&profile(ordinal, || run.step())?);
+    if let (Device::Cuda(ordinal), Some(limits), true) = (device, limits, bench.profile) {
+        result["profile_ms_and_floor"] = by_family(&profile(ordinal, || run.step())?, &limits);
     }
     Ok(result)
 }
@@ -123,6 +127,21 @@ struct Run<'a> {
     policy: Policy,
     sequence_lens: Vec<usize>,
     micro_batches: Vec<MicroBatch>,
+    num_steps: u64,
+}
+
+/// One step.
+struct Timed {
+    /// Seconds, of the slowest rank.
+    seconds: f64,
+    /// Of them those that computation stood waiting for collectives.
+    exposed_s: f64,
+    /// Tokens of this rank's sequences.
+    tokens: usize,
+    /// What they take as model FLOP utilisation counts it.
+    flop: f64,
+    /// What libtorch will hold at most.
+    predicted_bytes: usize,
 }
 
 impl<'a> Run<'a> {
@@ -145,15 +164,26 @@ impl<'a> Run<'a> {
         };
         let source = |layout: &UnitLayout| init_unit_on(layout, SEED, kind, device);
         let policy = Policy::start(table.clone(), &mesh, options, OptimizerHome::Resident, &source, start)?;
-        let sequences = bench.all_sequences();
-        let (max_tokens, share_prompts) = (bench.max_tokens_per_micro_batch, bench.share_prompts);
-        let micro_batches = pack(&sequences, &PackOptions { max_tokens, share_prompts, device })?;
-        let sequence_lens = sequences.iter().map(|sequence| sequence.token_ids.len()).collect();
-        Ok(Self { bench, table, policy, sequence_lens, micro_batches })
+        let mut run = Self { bench, table, policy, sequence_lens: Vec::new(), micro_batches: Vec::new(), num_steps: 0 };
+        run.draw(device)?;
+        Ok(run)
+    }
+
+    /// The next step's sequences, equal on all ranks.
+    fn draw(&mut self, device: Device) -> Result<()> {
+        let sequences = self.bench.all_sequences(self.num_steps);
+        let (max_tokens, share_prompts) = (self.bench.max_tokens_per_micro_batch, self.bench.share_prompts);
+        self.micro_batches = pack(&sequences, &PackOptions { max_tokens, share_prompts, device })?;
+        self.sequence_lens = sequences.iter().map(|sequence| sequence.token_ids.len()).collect();
+        Ok(())
     }
 
     /// Forward and backward of all micro-batches and the optimizer's step; or their scores alone.
     fn step(&mut self) -> Result<()> {
+        if self.bench.redraw {
+            self.policy.drop_gradients();
+            self.policy.keep_block_for(&self.micro_batches, self.bench.max_tokens_per_micro_batch)?;
+        }
         for (index, micro_batch) in self.micro_batches.iter().enumerate() {
             if self.bench.score {
                 let _scores = self.policy.forward_logprobs(micro_batch, 1.0)?;
@@ -173,19 +203,38 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Seconds of a step, and of them those that computation stood waiting for collectives; of the slowest rank.
-    fn timed_step(&mut self, world: &World) -> Result<[f64; 2]> {
+    fn timed_step(&mut self, world: &World) -> Result<Timed> {
+        if self.bench.redraw {
+            self.draw(world.device())?;
+        }
         let start = Instant::now();
         self.step()?;
         let exposed_s = self.policy.take_exposed_communication()?.as_secs_f64();
         synchronize(world.device())?;
         let mut seconds = [start.elapsed().as_secs_f64(), exposed_s];
         all_reduce_f64(&*world.group(), &mut seconds, ReduceOp::Max)?;
-        Ok(seconds)
+        self.num_steps += 1;
+        let [seconds, exposed_s] = seconds;
+        let tokens = self.sequence_lens.iter().sum();
+        let flop = self.sequence_lens.iter().map(|&len| model_flop(self.bench, len as f64)).sum();
+        Ok(Timed { seconds, exposed_s, tokens, flop, predicted_bytes: self.predicted_bytes() })
     }
 
-    /// What libtorch will hold at most. Whole gradients keep their memory from step to step.
+    /// What libtorch will hold at most. Whole gradients keep their memory from step to step, unless they are dropped.
     fn predicted_bytes(&self) -> usize {
+        let shapes: Vec<_> = self.micro_batches.iter().map(MicroBatch::shape).collect();
+        self.bytes_at_most(&shapes)
+    }
+
+    /// The same for micro-batches that all fill their budget and whose tokens are all scored, as a run's plan takes them.
+    fn planned_bytes(&self) -> usize {
+        let tokens = self.bench.max_tokens_per_micro_batch;
+        let shares_prompts = self.bench.share_prompts && self.bench.group > 1;
+        let full = MicroBatchShape { tokens, scored_tokens: tokens, shares_prompts };
+        self.bytes_at_most(&vec![full; self.micro_batches.len().min(2)])
+    }
+
+    fn bytes_at_most(&self, shapes: &[MicroBatchShape]) -> usize {
         let Self { bench, table, .. } = self;
         let model = TrainedModel {
             lora: bench.lora_r.map(adapters),
@@ -193,21 +242,21 @@ impl<'a> Run<'a> {
             residual: bench.residual,
             ..TrainedModel::whole(table, bench.zero_stage, bench.kind, bench.gradients)
         };
-        let shapes: Vec<_> = self.micro_batches.iter().map(MicroBatch::shape).collect();
         if bench.score {
             let scores = shapes.iter().map(|shape| model.fullest_of_scores(*shape).total());
             return predicted_tensor_bytes(&model, scores.max().unwrap_or(0));
         }
         let keep = bench.gradient_checkpointing;
-        let course = UpdateCourse { keep, micro_batches: &shapes, is_warm: true, streams: false };
+        let course = UpdateCourse { keep, micro_batches: shapes, is_warm: !bench.redraw, streams: false };
         predicted_tensor_bytes(&model, model.fullest(&course).total())
     }
 
-    fn report(&self, world: &World, steps: &[[f64; 2]]) -> Value {
+    fn report(&self, world: &World, steps: &[Timed], limits: Option<&Limits>) -> Value {
         let Self { bench, sequence_lens, .. } = self;
-        let [step_s, exposed_s] = [0, 1].map(|index| median(steps.iter().map(|step| step[index]).collect()));
-        let tokens = sequence_lens.iter().sum::<usize>() * world.size();
-        let flop_per_s = sequence_lens.iter().map(|&len| model_flop(bench, len as f64)).sum::<f64>() / step_s;
+        let of = |number: fn(&Timed) -> f64| median(steps.iter().map(number).collect());
+        let (step_s, exposed_s) = (of(|step| step.seconds), of(|step| step.exposed_s));
+        let tokens_per_s = of(|step| step.tokens as f64 / step.seconds) * world.size() as f64;
+        let flop_per_s = of(|step| step.flop / step.seconds);
         json!({
             "benchmark": if bench.score { "score" } else { "train" },
             "model": bench.model,
@@ -225,6 +274,8 @@ impl<'a> Run<'a> {
             "num_trained_params": self.policy.trained_table().num_params(),
             "gradient_checkpointing": bench.gradient_checkpointing.name(),
             "sequences": bench.sequences,
+            "completion_spread": bench.completion_spread,
+            "redraw": bench.redraw,
             "longest_sequence": sequence_lens.iter().max(),
             "prompt_len": bench.prompt_len,
             "group": bench.group,
@@ -233,10 +284,12 @@ impl<'a> Run<'a> {
             "tokens_run": self.micro_batches.iter().map(MicroBatch::num_tokens).sum::<usize>() * world.size(),
             "step_s": step_s,
             "exposed_communication_s": exposed_s,
-            "tokens_per_second": tokens as f64 / step_s,
-            "tokens_per_second_per_rank": tokens as f64 / step_s / world.size() as f64,
+            "step_times": steps.iter().map(|step| step.seconds).collect::<Vec<_>>(),
+            "tokens_per_second": tokens_per_s,
+            "tokens_per_second_per_rank": tokens_per_s / world.size() as f64,
             "tflop_per_second_per_rank": flop_per_s / 1e12,
-            "mfu": world.device().is_cuda().then_some(flop_per_s / PEAK_FLOP_PER_S),
+            "mfu": limits.map(|limits| limits.utilisation(flop_per_s)),
+            "gpu": limits.map(Limits::told),
         })
     }
 }
@@ -252,9 +305,9 @@ fn model_flop(bench: &TrainBench, len: f64) -> f64 {
 }
 
 /// [calls, milliseconds, the same at the speed of memory and products] by family, the longest first.
-fn by_family(families: &[Family]) -> Value {
+fn by_family(families: &[Family], limits: &Limits) -> Value {
     let rounded = |ms: f64| (ms * 100.0).round() / 100.0;
-    let floor_ms = |work: &Work| 1e3 * (work.bytes / MEMORY_BYTES_PER_S).max(work.flop / PRODUCT_FLOP_PER_S);
+    let floor_ms = |work: &Work| 1e3 * limits.floor_s(work.bytes, work.flop);
     let rows = families.iter().map(|family| {
         let floor_ms: f64 = family.work.iter().map(floor_ms).sum();
         (family.name.to_owned(), json!([family.calls, rounded(family.ms), rounded(floor_ms)]))

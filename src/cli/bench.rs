@@ -65,6 +65,7 @@ fn train_bench(args: &BenchTrainArgs, world: Arc<World>, kind: Kind) -> Result<s
         prompt_len: args.prompt_len.unwrap_or(args.sequence_len / 2),
         completion_len: args.completion_len.unwrap_or(args.sequence_len.div_ceil(2)),
         completion_spread: args.completion_spread,
+        redraw: args.redraw,
         group: args.group,
         share_prompts: args.share_prompts,
         max_tokens_per_micro_batch: args.max_tokens_per_micro_batch,

@@ -198,8 +198,8 @@ impl Learner {
         })
     }
 
-    /// The same number of micro-batches on every rank, the surplus empty.
-    fn micro_batches(&self, sequences: &[Sequence], options: &UpdateOptions) -> Result<Vec<MicroBatch>> {
+    /// The same number of micro-batches on every rank, the surplus empty, and memory for them. No gradients may have been added.
+    fn micro_batches(&mut self, sequences: &[Sequence], options: &UpdateOptions) -> Result<Vec<MicroBatch>> {
         let pack_options = PackOptions {
             max_tokens: options.max_tokens_per_micro_batch,
             share_prompts: self.shares_prompts(options),
@@ -207,6 +207,7 @@ impl Learner {
         };
         let mut micro_batches = pack(sequences, &pack_options)?;
         pad_to_agreed_count(&mut micro_batches, &*self.mesh.world)?;
+        self.policy.keep_block_for(&micro_batches, options.max_tokens_per_micro_batch)?;
         Ok(micro_batches)
     }
 

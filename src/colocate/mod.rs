@@ -19,7 +19,7 @@ use crate::cuda;
 use crate::dist::{Mesh, World};
 use crate::error::Result;
 use crate::phase::{self, Phase};
-use crate::rollout::{Engine, EngineWeights, RolloutEngine};
+use crate::rollout::{Engine, EngineWeights, RolloutEngine, SPARE_BYTES};
 use crate::torch;
 use crate::train::{Policy, Sequence};
 
@@ -28,9 +28,6 @@ pub use served::Served;
 pub(crate) use together::{Half, together};
 pub use update::{UpdateOptions, UpdateOutcome, UpdateProgress};
 pub use weights::EngineSlices;
-
-/// Free memory of a GPU beside an engine that is awake: for its activations, graphs and libraries.
-const SPARE_BYTES: usize = 8 << 30;
 
 /// The policy, the reference model and one rank of a generation engine on one device.
 ///

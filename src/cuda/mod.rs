@@ -5,6 +5,7 @@
 //! |---|---|
 //! | `library`, `devices` | libtorch's CUDA half and the one NCCL; which GPUs are visible |
 //! | `nvml` | who holds memory of the visible GPUs |
+//! | `chips` | what GPUs can do by their data sheets |
 //! | `placement` | where a run computes, and in what kind |
 //! | `context`, `stream` | the context shared with libtorch; streams and events beside libtorch's |
 //! | `torch_stream`, `graph` | streams that libtorch's operations are sent to; what is queued there, recorded and replayed |
@@ -16,6 +17,7 @@
 //! | `kernels` | one safe function per kernel, over tensors |
 
 mod cache;
+mod chips;
 mod context;
 mod devices;
 mod graph;
@@ -33,6 +35,7 @@ mod stream;
 mod sustained;
 mod torch_stream;
 
+pub use chips::{Chip, Rates, chip};
 pub use context::Context;
 pub(crate) use context::{OUT_OF_MEMORY, check};
 pub use devices::{available_bytes, devices};

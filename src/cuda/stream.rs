@@ -73,6 +73,14 @@ impl Stream {
         Event::record_timed(&self.context, self.raw)
     }
 
+    /// An event as of [`Stream::record`], for which a thread waits asleep, not turning in a loop.
+    ///
+    /// # Errors
+    /// [`crate::Error::Cuda`].
+    pub fn record_sleeping(&self) -> Result<Event> {
+        Event::record_sleeping(&self.context, self.raw)
+    }
+
     /// The GPU's context.
     pub fn context(&self) -> &Arc<Context> {
         &self.context
@@ -171,6 +179,10 @@ impl Event {
 
     pub(super) fn record_timed(context: &Arc<Context>, stream: sys::CUstream) -> Result<Self> {
         Self::with_flags(context, stream, sys::CUevent_flags::CU_EVENT_DEFAULT)
+    }
+
+    fn record_sleeping(context: &Arc<Context>, stream: sys::CUstream) -> Result<Self> {
+        Self::with_flags(context, stream, sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC)
     }
 
     fn with_flags(context: &Arc<Context>, stream: sys::CUstream, flags: sys::CUevent_flags) -> Result<Self> {

@@ -86,7 +86,8 @@ impl Arena {
     }
 
     /// Gives back memory behind `bytes` in whole chunks, without waiting for work on the device: none may use what lies
-    /// behind. Never fails: an error is returned by the next [`Arena::map`].
+    /// behind. On a GPU it is kept for the arena that maps next, until [`release_idle`](super::release_idle) or
+    /// [`settle`](super::settle). Never fails: an error is returned by the next [`Arena::map`].
     pub fn shrink(&mut self, bytes: usize) {
         let from = bytes.next_multiple_of(self.range.page_bytes());
         if from >= self.mapped_bytes {
@@ -113,6 +114,11 @@ impl Arena {
     /// First address; the same for the arena's whole life.
     pub fn as_ptr(&self) -> *mut u8 {
         self.range.as_ptr()
+    }
+
+    /// Where its memory is.
+    pub fn device(&self) -> Device {
+        self.device
     }
 
     /// Memory of the range that is not mapped.

@@ -2,7 +2,8 @@
 //!
 //! To give memory back to the driver takes about 0.4 ms a GiB, one GPU of the host after the other, and it is worse to take it
 //! again soon: the driver clears it first. So what an arena lets go is released by a thread of its own, and an arena that
-//! maps meanwhile takes from what is left: the KV cache gets the optimizer's chunks and the other way round.
+//! maps meanwhile takes from what is left: the KV cache gets the optimizer's chunks and the other way round. What goes piece by
+//! piece while the rest is still copied is not released before the next arena has mapped ([`release_idle`]).
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
@@ -11,6 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use cudarc::driver::sys;
 use tch::Device;
 
+use super::host::available_host_bytes;
 use crate::cuda::{Context, OUT_OF_MEMORY, check};
 use crate::error::{Error, Result};
 
@@ -25,6 +27,33 @@ pub fn settle(device: Device) -> Result<()> {
     match device {
         Device::Cuda(ordinal) => ChunkPool::of(&Context::retain(ordinal)?).settle(),
         _ => Ok(()),
+    }
+}
+
+/// Starts to give back what arenas on `device` have let go and no other has taken, without waiting. Nothing to do on a CPU.
+///
+/// # Errors
+/// [`Error::Cuda`].
+pub fn release_idle(device: Device) -> Result<()> {
+    if let Device::Cuda(ordinal) = device {
+        ChunkPool::of(&Context::retain(ordinal)?).give(Vec::new());
+    }
+    Ok(())
+}
+
+/// Memory that arenas on `device` may still map, in bytes: on a GPU what is free once all that arenas have let go is back, on a CPU
+/// what this process may still use.
+///
+/// # Errors
+/// [`Error::Cuda`]; [`Error::Environment`] where the system does not tell.
+pub fn free_bytes(device: Device) -> Result<usize> {
+    match device {
+        Device::Cuda(ordinal) => {
+            let context = Context::retain(ordinal)?;
+            ChunkPool::of(&context).settle()?;
+            Ok(context.memory_bytes()?.0)
+        }
+        _ => available_host_bytes(),
     }
 }
 
@@ -65,7 +94,7 @@ impl ChunkPool {
     ///
     /// # Errors
     /// [`Error::Cuda`] with the code [`OUT_OF_MEMORY`] when the GPU does not have it, even after all that was let go is back.
-    pub(super) fn take(&self, bytes: usize) -> Result<Chunk> {
+    pub(super) fn take(self: &Arc<Self>, bytes: usize) -> Result<Chunk> {
         {
             let mut state = self.lock();
             if let Some(at) = state.idle.iter().position(|chunk| chunk.bytes == bytes) {
@@ -81,7 +110,12 @@ impl ChunkPool {
         }
     }
 
-    /// Lets unmapped chunks go, without waiting.
+    /// Keeps unmapped chunks for the arena that maps next. They are released when others are, or are waited for.
+    pub(super) fn keep(&self, chunks: Vec<Chunk>) {
+        self.lock().idle.extend(chunks);
+    }
+
+    /// Lets unmapped chunks go, and those that were kept, without waiting.
     pub(super) fn give(self: &Arc<Self>, chunks: Vec<Chunk>) {
         let mut state = self.lock();
         state.idle.extend(chunks);
@@ -98,7 +132,8 @@ impl ChunkPool {
     }
 
     /// Waits until every chunk that was let go is the driver's again.
-    pub(super) fn settle(&self) -> Result<()> {
+    pub(super) fn settle(self: &Arc<Self>) -> Result<()> {
+        self.give(Vec::new());
         let mut state = self.lock();
         while state.is_releasing {
             state = self.settled.wait(state).unwrap_or_else(PoisonError::into_inner);

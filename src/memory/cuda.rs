@@ -75,6 +75,13 @@ impl CudaRange {
 
     /// Unmaps every chunk that ends behind `to`, the last first, and lets them go.
     fn cut(&mut self, to: usize) -> Result<()> {
+        let (loose, outcome) = self.unmap_behind(to);
+        self.pool.give(loose);
+        outcome
+    }
+
+    /// Unmaps every chunk that ends behind `to`, the last first.
+    fn unmap_behind(&mut self, to: usize) -> (Vec<Chunk>, Result<()>) {
         let mut loose = Vec::new();
         let mut outcome = Ok(());
         while let Some(chunk) = self.chunks.pop_if(|_| self.mapped_bytes > to) {
@@ -89,8 +96,7 @@ impl CudaRange {
             self.mapped_bytes = at;
             loose.push(chunk);
         }
-        self.pool.give(loose);
-        outcome
+        (loose, outcome)
     }
 
     fn at(&self, offset: usize) -> sys::CUdeviceptr {
@@ -147,7 +153,11 @@ impl AddressRange for CudaRange {
             Some(*end)
         });
         let kept = if from == 0 { 0 } else { ends.into_iter().find(|&end| end >= from).unwrap_or(self.mapped_bytes) };
-        let outcome = self.context.make_current().and_then(|()| self.cut(kept));
+        if let Err(error) = self.context.make_current() {
+            return (self.mapped_bytes, Err(error));
+        }
+        let (loose, outcome) = self.unmap_behind(kept);
+        self.pool.keep(loose);
         (self.mapped_bytes, outcome)
     }
 

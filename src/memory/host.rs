@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 
-/// Free host memory in bytes: what the kernel says can be had without swapping, and no more than the control group leaves.
+/// Free host memory in bytes: what the kernel says can be had without swapping, and no more than the control group and the limit of
+/// this process's data (`ulimit -d`) leave.
 ///
 /// # Errors
 /// [`Error::Environment`] where /proc/meminfo cannot be read.
@@ -14,7 +15,7 @@ pub fn available_host_bytes() -> Result<usize> {
         .map_err(|error| Error::Environment { message: format!("/proc/meminfo: {error}") })?;
     let available = parse_kib(&text, "MemAvailable:")
         .ok_or_else(|| Error::Environment { message: "/proc/meminfo has no MemAvailable".to_owned() })?;
-    Ok(cgroup_bytes().map_or(available, |limit| limit.min(available)))
+    Ok([cgroup_bytes(), data_bytes()].into_iter().flatten().fold(available, usize::min))
 }
 
 /// The most bytes of physical memory that this process has held at once, shared ones included.
@@ -40,6 +41,14 @@ fn cgroup_bytes() -> Option<usize> {
     let root = PathBuf::from("/sys/fs/cgroup");
     let folder = root.join(own);
     folder.ancestors().take_while(|folder| folder.starts_with(&root)).filter_map(limit_leaves).min()
+}
+
+/// What the limit of this process's writable memory leaves; `None` without one.
+fn data_bytes() -> Option<usize> {
+    let limits = fs::read_to_string("/proc/self/limits").ok()?;
+    let soft = limits.lines().find_map(|line| line.strip_prefix("Max data size"))?.split_whitespace().next()?;
+    let held = parse_kib(&fs::read_to_string("/proc/self/status").ok()?, "VmData:")?;
+    Some(soft.parse::<usize>().ok()?.saturating_sub(held))
 }
 
 /// What one control group's limit leaves. Cached pages of files, such as weights that were read, count as used there, but give

@@ -1,6 +1,7 @@
 //! Host memory for what is off the device: allocated once, kept, so that no step pays for pinning or page faults.
 #![allow(unsafe_code)]
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
@@ -12,8 +13,7 @@ use super::pages::{Pages, PinnedPages};
 use crate::cuda::{Event, Stream, check};
 use crate::error::{Error, Result};
 
-/// Most bytes that a GPU's copy engine is given at once: copies of other streams, of a batch that is packed say, take turns with
-/// such pieces.
+/// Most bytes that a GPU's copy engine is given in one call.
 const PIECE_BYTES: usize = 32 << 20;
 
 /// A fixed range of host memory that tensors are copied to and from, by byte offset.
@@ -24,22 +24,22 @@ const PIECE_BYTES: usize = 32 << 20;
 pub struct HostPool {
     name: &'static str,
     device: Device,
-    pages: Pages,
+    pub(super) pages: Pages,
 }
 
 /// A copy under way, which holds its tensor. Dropped without more, it is waited for.
 #[derive(Debug)]
 #[must_use = "a copy is waited for when this is dropped: keep it while other work goes on"]
 pub struct Pending {
-    event: Option<Event>, // None for a copy that is done
-    tensor: Tensor,
+    pub(super) event: Option<Event>, // None for a copy that is done
+    pub(super) tensor: Tensor,
 }
 
 /// A point in time on a device, or on the host where copies are done at once.
 #[derive(Debug)]
 pub struct Mark {
-    event: Option<Event>,
-    at: Instant,
+    pub(super) event: Option<Event>,
+    pub(super) at: Instant,
 }
 
 impl Mark {
@@ -68,7 +68,7 @@ impl HostPool {
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Self> {
         let pages = match device {
-            Device::Cuda(ordinal) => Pages::Pinned(PinnedPages::new(name, bytes, ordinal, progress)?),
+            Device::Cuda(ordinal) => Pages::Pinned(Arc::new(PinnedPages::new(name, bytes, ordinal, progress)?)),
             _ => Pages::ordinary(name, bytes)?,
         };
         Ledger::resize(name, Place::Host, 0, pages.len_bytes());
@@ -119,7 +119,8 @@ impl HostPool {
         self.start("HostPool::copy_to", byte_offset, tensor, Direction::In)
     }
 
-    fn start(&self, op: &'static str, byte_offset: usize, tensor: &Tensor, direction: Direction) -> Result<Pending> {
+    /// Refuses a tensor that cannot be copied from or to `byte_offset` as it lies; else its size in bytes.
+    pub(super) fn check(&self, op: &'static str, byte_offset: usize, tensor: &Tensor) -> Result<usize> {
         let kind = tensor.kind();
         check_view(op, self.name, byte_offset, &tensor.size(), kind, self.len_bytes())?;
         let on_host = tensor.device() == Device::Cpu;
@@ -128,9 +129,13 @@ impl HostPool {
             let got = format!("strides {:?} on {:?}", tensor.stride(), tensor.device());
             return Err(Error::InvalidArgument { op, expected, got });
         }
-        let bytes = tensor.numel() * kind.elt_size_in_bytes();
+        Ok(tensor.numel() * kind.elt_size_in_bytes())
+    }
+
+    fn start(&self, op: &'static str, byte_offset: usize, tensor: &Tensor, direction: Direction) -> Result<Pending> {
+        let bytes = self.check(op, byte_offset, tensor)?;
         let mut address = tensor.data_ptr().cast::<u8>();
-        let stream = self.stream(direction).filter(|_| !on_host);
+        let stream = self.stream(direction).filter(|_| tensor.device() != Device::Cpu);
         match stream {
             Some(stream) => stream.wait_for_libtorch()?,
             None => self.synchronize()?, // the host reads and writes the pool itself
@@ -215,14 +220,6 @@ impl Pending {
         held
     }
 
-    /// The same, and the copy stays under way for others to wait for.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`].
-    pub fn order_libtorch(&self) -> Result<()> {
-        self.event.as_ref().map_or(Ok(()), Event::hold_libtorch)
-    }
-
     /// Whether the copy is done.
     ///
     /// # Errors
@@ -254,7 +251,7 @@ pub enum Direction {
 }
 
 impl PinnedPages {
-    fn stream(&self, direction: Direction) -> &Stream {
+    pub(super) fn stream(&self, direction: Direction) -> &Stream {
         match direction {
             Direction::Out => &self.copy_out,
             Direction::In => &self.copy_in,
@@ -264,7 +261,7 @@ impl PinnedPages {
 
 /// # Safety
 /// Both addresses are valid for `len` bytes until the copy is done: now without a stream, else when the stream has passed it.
-unsafe fn copy(
+pub(super) unsafe fn copy(
     host: *mut u8,
     tensor: *mut u8,
     len: usize,

@@ -12,10 +12,12 @@ mod host;
 mod host_pool;
 mod ledger;
 mod numa;
+mod paced;
 mod pages;
 
 pub use arena::Arena;
-pub use chunks::settle;
+pub use chunks::{free_bytes, release_idle, settle};
 pub use host::{available_host_bytes, peak_resident_bytes};
 pub use host_pool::{Direction, HostPool, Mark, Pending};
 pub use ledger::{Ledger, Place};
+pub use paced::Paced;

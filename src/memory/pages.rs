@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
 
@@ -20,7 +21,7 @@ const CHUNK_BYTES: usize = 1 << 30;
 #[derive(Debug)]
 pub(super) enum Pages {
     Ordinary(CpuRange),
-    Pinned(PinnedPages),
+    Pinned(Arc<PinnedPages>), // a copy that is fed by a thread holds them, too
 }
 
 impl Pages {

@@ -20,6 +20,7 @@ use super::weights::EngineWeights;
 use crate::data::Tokenizer;
 use crate::dist::Collective;
 use crate::error::{Error, Result};
+use crate::memory;
 use crate::model::ModelSpec;
 use crate::ops::rope::Rope;
 use crate::phase::{self, Phase};
@@ -140,8 +141,8 @@ impl Engine {
     /// sleep. Collective over the tensor-parallel group, which agrees on the smallest number of blocks.
     ///
     /// # Errors
-    /// [`Error::StaleWeights`] unless the weights have `policy_version`; [`Error::OutOfMemory`] if not even half of the
-    /// cache can be mapped; an error that the last sleep kept.
+    /// [`Error::StaleWeights`] unless the weights have `policy_version`; [`Error::OutOfMemory`] if not even a
+    /// cache for the longest sequence can be mapped; an error that the last sleep kept.
     pub fn wake<'a>(&'a mut self, weights: EngineWeights<'a>, policy_version: u64) -> Result<RolloutEngine<'a>> {
         weights.check(&self.spec, (self.tp.rank(), self.tp.size()), policy_version)?;
         // From here on an error drops `rollout`, which sleeps.
@@ -297,7 +298,7 @@ impl<'a> RolloutEngine<'a> {
         let Engine { gpu, kv_cache, kept, tp, options, num_blocks: held, .. } = &mut *self.engine;
         let num_own = match *held {
             Some(num_blocks) if !kept.is_empty() => num_blocks, // blocks of another number lie elsewhere
-            _ => kv_cache.map()?,
+            _ => kv_cache.map(options.max_model_length, gpu.as_ref().map_or(0, GpuState::absent_bytes))?,
         };
         let num_blocks = kept.agree(num_own, tp.as_ref())?;
         let before = held.replace(num_blocks);
@@ -305,6 +306,7 @@ impl<'a> RolloutEngine<'a> {
         if let Some(gpu) = gpu {
             gpu.wake(&self.weights, kv_cache, tp.as_ref())?;
         }
+        memory::release_idle(options.device)?; // what the trainer gave up and the engine does not need
         if before.is_none() && tp.rank() == 0 {
             tracing::info!("# KV blocks: {num_blocks} x {} tokens", options.block_size);
         }

@@ -4,8 +4,15 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::memory::Arena;
+use crate::memory::{self, Arena};
 use crate::model::ModelSpec;
+use crate::torch;
+
+/// Free memory of a GPU beside an engine that is awake, for activations, graphs and libraries.
+pub const SPARE_BYTES: usize = 8 << 30;
+/// Least share of the memory that a cache leaves free where it does not fit as a whole: smaller devices have less to spare.
+const SPARE_SHARE: usize = 8;
+const GIB: usize = 1 << 30;
 
 /// Bytes of one KV block on one rank: keys and values of `block_size` tokens in every layer.
 pub fn kv_block_bytes(spec: &ModelSpec, tp_size: usize, block_size: usize, kind: Kind) -> usize {
@@ -47,10 +54,18 @@ impl KvCache {
         Ok(Self { arena, shape, kind, block_bytes, awake: None })
     }
 
-    /// Maps all reserved blocks, or, when memory is short, half of them, and says so. Returns how many there are.
-    pub(super) fn map(&mut self) -> Result<usize> {
+    /// Maps all reserved blocks or, when memory is short, as many as leave `beside_bytes` and some spare memory, and says so.
+    /// Returns how many there are: enough for one sequence of `max_model_length` tokens.
+    pub(super) fn map(&mut self, max_model_length: usize, beside_bytes: usize) -> Result<usize> {
         let num_blocks = self.arena.reserved_bytes() / self.block_bytes;
-        all_or_half(num_blocks, |num_blocks| self.arena.map(num_blocks * self.block_bytes))
+        let device = self.arena.device();
+        let room = || {
+            torch::release_memory(device)?;
+            let free = memory::free_bytes(device)?;
+            Ok(free.saturating_sub(beside_bytes + SPARE_BYTES.min(free / SPARE_SHARE)))
+        };
+        let counts = (num_blocks, max_model_length.div_ceil(self.block_size()));
+        all_or_what_fits(counts, self.block_bytes, room, |count| self.arena.map(count * self.block_bytes))
     }
 
     /// Lays `num_blocks` mapped blocks out.
@@ -118,15 +133,26 @@ impl KvCache {
     }
 }
 
-/// Maps `num_blocks`, or, when memory is short, half of them, and says so. Returns how many there are.
-fn all_or_half(num_blocks: usize, mut map: impl FnMut(usize) -> Result<()>) -> Result<usize> {
-    match map(num_blocks) {
-        Err(error @ Error::OutOfMemory { .. }) if num_blocks > 1 => {
-            tracing::warn!("{error}; the KV cache shrinks from {num_blocks} to {} blocks", num_blocks / 2);
-            map(num_blocks / 2).map(|()| num_blocks / 2)
-        }
-        mapped => mapped.map(|()| num_blocks),
+/// Maps `num_blocks` or, when memory is short, once more as many as `room` holds, if they are at least `least`, and says so. Returns
+/// how many there are. `room` gives the bytes that are left to the cache; of them it takes whole GiB, so that other wakes find as many.
+fn all_or_what_fits(
+    (num_blocks, least): (usize, usize),
+    block_bytes: usize,
+    room: impl FnOnce() -> Result<usize>,
+    mut map: impl FnMut(usize) -> Result<()>,
+) -> Result<usize> {
+    let error = match map(num_blocks) {
+        Err(error @ Error::OutOfMemory { .. }) => error,
+        mapped => return mapped.map(|()| num_blocks),
+    };
+    let room = room()?;
+    let room = if room > GIB { room / GIB * GIB } else { room };
+    let fitting = num_blocks.min(room / block_bytes);
+    if fitting < least.max(1) {
+        return Err(error);
     }
+    tracing::warn!("{error}; the KV cache shrinks from {num_blocks} to {fitting} blocks");
+    map(fitting).map(|()| fitting)
 }
 
 impl Drop for KvCache {
@@ -141,25 +167,43 @@ mod tests {
     use crate::memory::available_host_bytes;
 
     #[test]
-    fn a_cache_that_does_not_fit_is_halved_once() {
-        let map = |num_reserved, room| {
+    fn a_cache_that_does_not_fit_takes_what_there_is_once() {
+        let map = |num_reserved, free, block_bytes: usize| {
             let mut tried = Vec::new();
-            let mapped = all_or_half(num_reserved, |num_blocks| {
-                tried.push(num_blocks);
-                let no_room = || Error::OutOfMemory { owner: "a test".to_owned(), requested_bytes: num_blocks };
-                (num_blocks <= room).then_some(()).ok_or_else(no_room)
-            });
+            let mapped = all_or_what_fits(
+                (num_reserved, 1),
+                block_bytes,
+                || Ok(free),
+                |num_blocks| {
+                    tried.push(num_blocks);
+                    let no_room = || Error::OutOfMemory { owner: "a test".to_owned(), requested_bytes: num_blocks };
+                    (num_blocks * block_bytes <= free).then_some(()).ok_or_else(no_room)
+                },
+            );
             (mapped.ok(), tried)
         };
-        assert_eq!(map(9, 9), (Some(9), vec![9]));
-        assert_eq!(map(9, 8), (Some(4), vec![9, 4]));
-        assert_eq!(map(9, 3), (None, vec![9, 4]));
-        assert_eq!(map(1, 0), (None, vec![1]));
+        assert_eq!(map(9, 900, 100), (Some(9), vec![9]));
+        assert_eq!(map(9, 899, 100), (Some(8), vec![9, 8]));
+        assert_eq!(map(9, 100, 100), (Some(1), vec![9, 1]));
+        assert_eq!(map(9, 99, 100), (None, vec![9]));
+        assert_eq!(map(159, 126 * GIB + 5, GIB), (Some(126), vec![159, 126]));
+        assert_eq!(map(159, 7 * GIB / 2, GIB / 2), (Some(6), vec![159, 6]), "whole GiB");
+        let short = |_| Err(Error::OutOfMemory { owner: "a test".to_owned(), requested_bytes: 9 });
+        let too_few = all_or_what_fits((9, 5), 1, || Ok(4), short);
+        assert!(too_few.is_err(), "four blocks do not hold the longest sequence");
+    }
 
+    #[test]
+    fn a_cache_larger_than_the_machine_is_mapped_as_far_as_it_fits() {
         let spec = ModelSpec::preset("micro").unwrap();
-        let too_many = available_host_bytes().unwrap() * 8;
-        let mut cache = KvCache::reserve(&spec, 1, 16, too_many, (Kind::Float, Device::Cpu)).unwrap();
-        let error = cache.map().unwrap_err();
+        let available = available_host_bytes().unwrap();
+        let mut cache = KvCache::reserve(&spec, 1, 16, available * 8, (Kind::Float, Device::Cpu)).unwrap();
+        let num_blocks = cache.map(16, 0).unwrap();
+        let bytes = num_blocks * cache.block_bytes;
+        assert!(bytes > available / 2 && bytes < available, "{bytes} of {available}"); // never touched
+        cache.sleep();
+        // Beside buffers that need all there is, none fits.
+        let error = cache.map(16, usize::MAX / 2).unwrap_err();
         assert!(error.to_string().contains("out of memory: kv_cache ("), "{error}");
     }
 }

@@ -34,7 +34,7 @@ mod weights;
 
 pub use engine::{Engine, EngineOptions, RolloutEngine};
 pub use gpu::{OpTime, StepProfile, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes};
-pub use kv_cache::kv_block_bytes;
+pub use kv_cache::{SPARE_BYTES, kv_block_bytes};
 pub use outcome::Rollout;
 pub use stats::EngineStats;
 pub use weights::{EngineWeights, QuantizedBlocks};

@@ -131,6 +131,7 @@ impl Sft {
     /// Adds the gradients of the mean over all ranks' completion tokens; returns this rank's sum of their negative
     /// log-likelihoods, a float64 scalar that is still being computed.
     fn forward_backward(&mut self, batch: &Batch) -> Result<Tensor> {
+        self.policy.keep_block_for(&batch.micro_batches, self.config.max_tokens_per_micro_batch)?;
         let mut nll = Tensor::zeros([], (Kind::Double, self.device));
         for (index, micro_batch) in batch.micro_batches.iter().enumerate() {
             phase::beat();

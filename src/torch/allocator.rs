@@ -2,7 +2,9 @@
 //! allocator on a GPU.
 #![allow(unsafe_code)]
 
-use tch::Device;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tch::{Device, Kind, Tensor};
 
 use super::ffi;
 use crate::error::Result;
@@ -34,7 +36,44 @@ pub fn keep_memory() {
 /// [`crate::Error::Environment`] if libtorch's CUDA half is not loaded.
 pub fn release_memory(device: Device) -> Result<()> {
     release_heap();
+    BLOCK_BYTES.store(0, Ordering::Relaxed);
     ffi::release_cache(device)
+}
+
+/// Variables that configure libtorch's GPU allocator.
+const ALLOCATOR_VARIABLES: [&str; 2] = ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"];
+/// Size of the block that [`keep_block`] took last, unless it was released. A process uses one GPU.
+static BLOCK_BYTES: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether [`keep_block`] would take a new block: the one it took last is smaller than `bytes`, or was released. Always false on a
+/// CPU, and where the user configured libtorch's allocator.
+pub fn lacks_block(device: Device, bytes: usize) -> bool {
+    let is_configured = || ALLOCATOR_VARIABLES.iter().any(|name| std::env::var_os(name).is_some());
+    device.is_cuda() && BLOCK_BYTES.load(Ordering::Relaxed) < bytes && !is_configured()
+}
+
+/// Makes libtorch's cache on a GPU hold one free block of at least `bytes`, from which later tensors are cut, unless it does
+/// already ([`lacks_block`]). Other cached memory is released before.
+///
+/// Without such a block the cache asks the driver for every tensor that no free block is large enough for, and keeps each of these
+/// allocations: micro-batches of ever new sizes then hold up to twice the memory of their tensors. Neighbours within one
+/// allocation merge when they are freed, so a block that all tensors come from serves every size again.
+///
+/// Where the GPU does not have that much, the cache stays empty and asks the driver as before.
+///
+/// # Errors
+/// [`crate::Error::Environment`] if libtorch's CUDA half is not loaded.
+pub fn keep_block(device: Device, bytes: usize) -> Result<()> {
+    if !lacks_block(device, bytes) {
+        return Ok(());
+    }
+    release_memory(device)?;
+    // The tensor dies at once; its memory stays in the cache.
+    if let Err(error) = Tensor::f_empty([bytes as i64], (Kind::Uint8, device)) {
+        tracing::debug!("no block of {bytes} bytes for training's tensors: {error}");
+    }
+    BLOCK_BYTES.store(bytes, Ordering::Relaxed);
+    Ok(())
 }
 
 /// Bytes that libtorch's allocator holds of a GPU.
@@ -84,6 +123,13 @@ fn release_heap() {
 #[cfg(all(test, target_env = "gnu"))]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_cpu_keeps_no_block() {
+        assert!(!lacks_block(Device::Cpu, usize::MAX));
+        keep_block(Device::Cpu, usize::MAX).unwrap();
+        assert_eq!(BLOCK_BYTES.load(Ordering::Relaxed), 0);
+    }
 
     #[test]
     fn large_blocks_come_from_the_heap() {

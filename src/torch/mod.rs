@@ -9,7 +9,9 @@ mod flash;
 mod saved_attention;
 mod store;
 
-pub use allocator::{DeviceMemory, device_memory, keep_memory, release_memory, reset_peak_memory};
+pub use allocator::{
+    DeviceMemory, device_memory, keep_block, keep_memory, lacks_block, release_memory, reset_peak_memory,
+};
 pub use bytes::{accumulation_kind, bytes, bytes_mut, f32_vec, f64_vec, i64_vec};
 pub use cudnn::{cudnn_backward, cudnn_forward};
 pub use ffi::{current_cuda_stream, is_deterministic, set_cuda_device, set_deterministic};

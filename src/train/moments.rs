@@ -22,12 +22,20 @@ pub struct Moment {
     pub activations: usize,
     /// Optimizer state that flows through the device.
     pub buckets: usize,
+    /// Of the gradients, those that are made on the stream of collectives, whose memory libtorch caches apart.
+    #[serde(skip)]
+    pub reduced_apart: usize,
 }
 
 impl Moment {
     /// All of them.
     pub fn total(&self) -> usize {
         self.gathered + self.gradients + self.activations + self.buckets
+    }
+
+    /// Of libtorch's own stream.
+    fn on_own_stream(&self) -> usize {
+        self.total() - self.reduced_apart
     }
 }
 
@@ -44,16 +52,40 @@ pub struct UpdateCourse<'a> {
     pub streams: bool,
 }
 
+/// Most that tensors of many sizes, cut from one block in turn, leave unused between them. A simulation of libtorch's allocator over
+/// long-tailed updates of 7B and 1.5B had 0.1 to 1.8 %.
+const BLOCK_MARGIN: f64 = 0.03;
+/// Tokens that the micro-batches of a block are rounded up to, so that it need not grow at every step.
+const BLOCK_TOKENS: usize = 1024;
+
 impl TrainedModel<'_> {
     /// The fullest moment of an update.
     pub fn fullest(&self, course: &UpdateCourse<'_>) -> Moment {
+        fullest(self.moments(course))
+    }
+
+    /// Every moment of an update at which something comes or goes.
+    fn moments(&self, course: &UpdateCourse<'_>) -> Vec<Moment> {
         let walk = Walk::new(self, self.shards_weights());
         let is_warm = course.is_warm && !walk.scatters;
-        let passes = course.micro_batches.iter().enumerate().map(|(index, shape)| {
+        let passes = course.micro_batches.iter().enumerate().flat_map(|(index, shape)| {
             let activations = ActivationBytes::new(self, course.keep, *shape);
-            fullest(walk.forward_backward(&activations, is_warm || index > 0))
+            walk.forward_backward(&activations, is_warm || index > 0)
         });
-        fullest(passes.chain([walk.step(course.streams)]))
+        passes.chain([walk.step(course.streams)]).collect()
+    }
+
+    /// Size of one block that holds everything an update makes beside what there is between updates: that of its largest
+    /// micro-batch, rounded up towards the budget of `max_tokens` and with all tokens scored.
+    pub fn block_bytes(&self, course: &UpdateCourse<'_>, max_tokens: usize) -> usize {
+        let most = course.micro_batches.iter().map(|shape| shape.tokens).max().unwrap_or(0);
+        let tokens = most.next_multiple_of(BLOCK_TOKENS).min(max_tokens.max(most));
+        let shares_prompts = course.micro_batches.iter().any(|shape| shape.shares_prompts);
+        let full = [MicroBatchShape { tokens, scored_tokens: tokens, shares_prompts }; 2];
+        let micro_batches = &full[..course.micro_batches.len().min(2)];
+        let moments = self.moments(&UpdateCourse { micro_batches, is_warm: false, ..*course });
+        let most = moments.iter().map(Moment::on_own_stream).max().unwrap_or(0);
+        (most as f64 * (1.0 + BLOCK_MARGIN)) as usize
     }
 
     /// The fullest moment of scoring a micro-batch.
@@ -132,20 +164,22 @@ impl<'a> Walk<'a> {
         let mut moments = Vec::new();
         for visit in self.visits(activations) {
             let open = if tied && visit.unit == Unit::Embedding { 0 } else { self.gradient(visit.unit) };
-            let mut moment = |gradients, activations| {
-                moments.push(Moment { gathered: visit.gathered, gradients, activations, buckets: 0 });
+            let mut moment = |[gradients, reduced_apart]: [usize; 2], activations| {
+                moments.push(Moment { gathered: visit.gathered, gradients, activations, buckets: 0, reduced_apart });
             };
             let fresh = if held { 0 } else { self.kept_gradient(visit.unit) };
             if self.scatters {
                 let whole = table + open + reduced;
-                moment(kept + whole, visit.activations);
+                moment([kept + whole, kept], visit.activations);
                 kept += fresh;
-                moment(kept + whole + self.sent(visit.unit), visit.activations_at_end);
+                let apart = kept + self.sent(visit.unit);
+                moment([whole + apart, apart], visit.activations_at_end);
                 reduced = open;
             } else {
                 kept += fresh;
-                moment(kept, visit.activations);
-                moment(kept + self.sent(visit.unit), visit.activations_at_end);
+                moment([kept, 0], visit.activations);
+                let apart = self.sent(visit.unit);
+                moment([kept + apart, apart], visit.activations_at_end);
             }
         }
         moments
@@ -180,7 +214,9 @@ impl<'a> Walk<'a> {
     /// The optimizer's step.
     fn step(&self, streams: bool) -> Moment {
         let buckets = if streams { self.model.bytes().optimizer_buckets } else { 0 };
-        Moment { gradients: self.kept_gradients(), buckets, ..Moment::default() }
+        let gradients = self.kept_gradients();
+        let reduced_apart = if self.scatters { gradients } else { 0 };
+        Moment { gradients, buckets, reduced_apart, ..Moment::default() }
     }
 
     /// A gathered unit.
@@ -332,6 +368,31 @@ mod tests {
             println!("{model}, {ranks} ranks, stage {stage}, {adapters:?}, {keep:?}: {predicted:.2}, measured {gb:.2}");
             assert!(off.abs() < 0.01, "{model}, {ranks} ranks, {stage}, {adapters:?}, {keep:?}: {predicted}, not {gb}");
         }
+    }
+
+    /// The block of an update is the fullest moment of its largest micro-batch less what collectives hold, and of one size for
+    /// all micro-batches that round up alike.
+    #[test]
+    fn a_block_holds_the_largest_micro_batch_and_seldom_grows() {
+        let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 4);
+        let of_stage = |stage| TrainedModel::whole(&table, stage, KIND, GradientOptions::default());
+        let shape = |tokens| MicroBatchShape { tokens, scored_tokens: tokens / 2, shares_prompts: false };
+        let block = |stage, tokens: &[usize]| {
+            let micro_batches: Vec<_> = tokens.iter().map(|&tokens| shape(tokens)).collect();
+            let course = UpdateCourse { keep: Nothing, micro_batches: &micro_batches, is_warm: true, streams: false };
+            of_stage(stage).block_bytes(&course, 16_384)
+        };
+        let sizes = [[16_384, 16_384], [15_500, 700], [3_000, 16_000]].map(|tokens| block(2, &tokens));
+        assert!(sizes.iter().all(|&size| size == sizes[0]), "{sizes:?}");
+        assert!(block(2, &[15_000, 700]) < sizes[0] && block(2, &[20_000]) > sizes[0]);
+
+        let full = [MicroBatchShape { scored_tokens: 16_384, ..shape(16_384) }; 2];
+        let course = UpdateCourse { keep: Nothing, micro_batches: &full, is_warm: false, streams: false };
+        let model = of_stage(2);
+        let (fullest, slices) = (model.fullest(&course).total(), model.bytes().gradients);
+        let ratio = sizes[0] as f64 / (fullest - slices) as f64;
+        assert!((ratio - 1.0 - BLOCK_MARGIN).abs() < 1e-6, "{ratio}: slices lie in memory of the collectives' stream");
+        assert!(block(1, &[16_384, 16_384]) > sizes[0] + slices, "kept whole, gradients lie in the block");
     }
 
     /// Gradients grow while activations go: with one micro-batch the sum is below both maxima together, with two it is not.

@@ -6,17 +6,19 @@ use std::time::Duration;
 use tch::{Kind, Tensor};
 
 use super::adapters::AdapterUse;
+use super::bytes::TrainedModel;
 use super::gradients::{GradientKinds, Gradients};
 use super::micro_batch::MicroBatch;
+use super::moments::UpdateCourse;
 use super::network::{Network, NetworkOptions, Scores, TokenGradients};
 use super::optimizer::{AdamOptions, Optimizer};
 use super::residence::{OptimizerHome, Transitions};
 use super::sharding::Sharding;
-use crate::config::{Dtype, GradientCheckpointing};
+use crate::config::{Dtype, GradientCheckpointing, Quantization};
 use crate::dist::Mesh;
 use crate::error::Result;
 use crate::model::{BlockLora, LoraSpec, ParamTable, QuantizedBlock, Unit, UnitLayout};
-use crate::torch::accumulation_kind;
+use crate::torch::{self, accumulation_kind};
 
 /// How a policy is sharded, computed and stepped.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -76,7 +78,8 @@ pub struct Policy {
     pub(super) sharding: Sharding,
     pub(super) version: u64,
     gradients: Gradients,
-    gradient_checkpointing: GradientCheckpointing,
+    options: PolicyOptions,
+    has_stepped: bool,
     num_skipped: u64,
     num_micro_batches: u64, // since the last step
 }
@@ -106,7 +109,8 @@ impl Policy {
             optimizer,
             sharding,
             version: 0,
-            gradient_checkpointing: options.gradient_checkpointing,
+            options,
+            has_stepped: false,
             num_skipped: 0,
             num_micro_batches: 0,
         }
@@ -182,6 +186,40 @@ impl Policy {
         self.network.score(micro_batch, temperature, AdapterUse::Off)
     }
 
+    /// Makes libtorch's cache on a GPU hold one block for all that an update of these micro-batches makes, under a budget of
+    /// `max_tokens` ([`torch::keep_block`]). Call before an update's first micro-batch, while no gradients are added: they may be
+    /// freed. Nothing to do in the first update: what libraries allocate then for good must not lie within the block.
+    ///
+    /// # Errors
+    /// [`Error::Environment`](crate::Error::Environment) if libtorch's CUDA half is not loaded.
+    pub fn keep_block_for(&mut self, micro_batches: &[MicroBatch], max_tokens: usize) -> Result<()> {
+        let device = self.options.network.device;
+        if !device.is_cuda() || !self.has_stepped {
+            return Ok(());
+        }
+        let shapes: Vec<_> = micro_batches.iter().map(MicroBatch::shape).collect();
+        let (keep, streams) = (self.options.gradient_checkpointing, self.optimizer.residence().streamed().is_some());
+        let course = UpdateCourse { keep, micro_batches: &shapes, is_warm: false, streams };
+        let bytes = self.trained_model().block_bytes(&course, max_tokens);
+        if torch::lacks_block(device, bytes) {
+            self.drop_gradients(); // a tensor within the last block would keep it from being released
+            torch::keep_block(device, bytes)?;
+        }
+        Ok(())
+    }
+
+    /// What its bytes depend on.
+    fn trained_model(&self) -> TrainedModel<'_> {
+        let PolicyOptions { stage, network, gradients, .. } = self.options;
+        let is_quantized = !self.quantized_blocks().is_empty();
+        TrainedModel {
+            lora: self.lora().cloned(),
+            quantization: if is_quantized { Quantization::Nf4 } else { Quantization::None },
+            residual: network.residual,
+            ..TrainedModel::whole(self.table(), stage, network.kind, gradients)
+        }
+    }
+
     /// Scores a micro-batch and adds the gradient of a loss that `loss` differentiates by token (collective at stages 2 and
     /// 3: every rank has the same number of micro-batches, see [`super::pad_to_agreed_count`]). `loss` is not called for an
     /// empty micro-batch, so it must not be collective. After an error the sums are partial: drop them.
@@ -194,7 +232,7 @@ impl Policy {
         temperature: f64,
         loss: &mut dyn FnMut(&Scores) -> Result<TokenGradients>,
     ) -> Result<()> {
-        let (update, recompute) = (self.optimizer.num_updates(), self.gradient_checkpointing);
+        let (update, recompute) = (self.optimizer.num_updates(), self.options.gradient_checkpointing);
         let adapters = self.network.adapters.as_ref();
         let adapter_use = adapters.map_or(AdapterUse::Off, |own| own.training_use(update, self.num_micro_batches));
         self.num_micro_batches += 1;
@@ -237,6 +275,7 @@ impl Policy {
         }
         self.gradients.zero();
         self.num_micro_batches = 0;
+        self.has_stepped = true;
         Ok(StepOutcome { grad_norm, skipped })
     }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::memory::{Arena, Direction, HostPool, Mark, Pending};
+use crate::memory::{Arena, Direction, HostPool, Mark, Paced, Pending};
 
 /// Bytes that leave at once: their memory goes when their copy is done, in whole chunks of an arena.
 const PIECE_BYTES: usize = 1 << 30;
@@ -69,7 +69,14 @@ enum Place {
     Here(Tensor),                                 // [3, columns], a view of the arena
     Leaving(VecDeque<(usize, Pending)>, Passage), // bytes of the arena before a piece, the piece's copy
     OnHost,
-    Returning(Tensor, Pending, Passage),
+    Returning(Tensor, Paced, Returning),
+}
+
+/// A way back whose end is not known yet.
+#[derive(Debug)]
+struct Returning {
+    began: Mark,
+    waited: Duration, // by the host
 }
 
 /// One way between device and host.
@@ -134,20 +141,18 @@ impl Residence {
         let pool = self.pool.as_mut().expect("asked for above");
         let began = pool.mark(Direction::Out)?;
         let element_bytes = self.columns.kind.elt_size_in_bytes();
-        let piece_len = (PIECE_BYTES / element_bytes) as i64;
-        let mut pieces = VecDeque::new();
-        for start in (0..state.size()[0]).step_by(piece_len as usize) {
-            let piece = state.narrow(0, start, piece_len.min(state.size()[0] - start));
-            let at = start as usize * element_bytes;
-            pieces.push_front((at, pool.copy_from_async(at, &piece)?));
-        }
+        let pieces = queue_from_the_end(self.columns.bytes(), PIECE_BYTES, &mut |piece| {
+            let [start, len] = [piece.start, piece.len()].map(|bytes| (bytes / element_bytes) as i64);
+            pool.copy_from_async(piece.start, &state.narrow(0, start, len))
+        })?;
         let ended = pool.mark(Direction::Out)?;
         let passage = Passage { bytes: self.columns.bytes(), began, ended, waited: start.elapsed(), came: None };
         self.place = Place::Leaving(pieces, passage);
         Ok(())
     }
 
-    /// Waits until a state that leaves is in the pool; the memory of each piece goes as its copy is done.
+    /// Waits until a state that leaves is in the pool. The memory of each piece goes as its copy is done, while those before it are
+    /// still copied.
     pub(super) fn left(&mut self) -> Result<()> {
         let start = Instant::now();
         let Place::Leaving(pieces, _) = &mut self.place else { return Ok(()) };
@@ -175,10 +180,9 @@ impl Residence {
         let mut state = self.map()?;
         let Some(pool) = &self.pool else { return Ok(()) };
         let began = pool.mark(Direction::In)?;
-        let copy = pool.copy_to_async(0, &mut state)?;
-        let ended = pool.mark(Direction::In)?;
-        let passage = Passage { bytes: self.columns.bytes(), began, ended, waited: start.elapsed(), came: None };
-        self.place = Place::Returning(state, copy, passage);
+        // The batch that is packed meanwhile has copies of its own.
+        let copy = pool.copy_to_paced(0, &mut state)?;
+        self.place = Place::Returning(state, copy, Returning { began, waited: start.elapsed() });
         Ok(())
     }
 
@@ -194,22 +198,18 @@ impl Residence {
 
     fn arrived(&mut self) -> Result<Tensor> {
         match std::mem::replace(&mut self.place, Place::OnHost) {
-            Place::Returning(state, copy, mut passage) => {
-                passage.came = self.pool.as_ref().map(HostPool::mark_libtorch).transpose()?;
+            Place::Returning(state, copy, Returning { began, waited }) => {
+                let came = self.pool.as_ref().map(HostPool::mark_libtorch).transpose()?;
+                let (copy, ended) = copy.queued()?;
                 copy.hold_libtorch()?;
-                self.passages.push(passage);
+                self.passages.push(Passage { bytes: self.columns.bytes(), began, ended, waited, came });
                 self.place = Place::Here(state);
             }
             other => self.place = other,
         }
-        self.state()
-    }
-
-    fn state(&self) -> Result<Tensor> {
         match &self.place {
             Place::Here(state) => Ok(state.shallow_clone()),
-            Place::Returning(state, copy, _) => copy.order_libtorch().map(|()| state.shallow_clone()),
-            Place::Leaving(..) | Place::OnHost => Err(offloaded()),
+            Place::Returning(..) | Place::Leaving(..) | Place::OnHost => Err(offloaded()),
         }
     }
 
@@ -220,14 +220,15 @@ impl Residence {
     }
 
     /// Copies of master weights, m and v of some columns on `device`, wherever the state is.
-    pub(super) fn read(&self, columns: &Range<usize>, device: Device) -> Result<[Tensor; 3]> {
+    pub(super) fn read(&mut self, columns: &Range<usize>, device: Device) -> Result<[Tensor; 3]> {
+        let on_host = matches!(self.place, Place::Leaving(..) | Place::OnHost);
+        let state = if on_host && self.pool.is_some() { None } else { Some(self.arrived()?) };
         let read = |row: usize| {
             let mut copy = Tensor::f_empty([columns.len() as i64], (self.columns.kind, device))?;
-            match (&self.place, &self.pool) {
-                (Place::Leaving(..) | Place::OnHost, Some(pool)) => {
-                    pool.copy_to(self.columns.byte_offset(row, columns.start), &mut copy)?;
-                }
-                _ => copy.f_copy_(&cells(&self.state()?, row, columns))?,
+            match (&state, &self.pool) {
+                (Some(state), _) => copy.f_copy_(&cells(state, row, columns))?,
+                (None, Some(pool)) => pool.copy_to(self.columns.byte_offset(row, columns.start), &mut copy)?,
+                (None, None) => return Err(offloaded()),
             }
             Ok::<_, Error>(copy)
         };
@@ -271,6 +272,17 @@ impl Residence {
     }
 }
 
+/// Queues a copy of every piece, the last one first: memory is given back from its end. Copies are returned in the order in which
+/// they were queued and will be done, each with the bytes before its piece.
+fn queue_from_the_end<C>(
+    bytes: usize,
+    piece_bytes: usize,
+    copy: &mut dyn FnMut(Range<usize>) -> Result<C>,
+) -> Result<VecDeque<(usize, C)>> {
+    let starts = (0..bytes).step_by(piece_bytes).rev();
+    starts.map(|start| Ok((start, copy(start..bytes.min(start + piece_bytes))?))).collect()
+}
+
 fn offloaded() -> Error {
     Error::InvalidArgument {
         op: "optimizer state",
@@ -282,4 +294,62 @@ fn offloaded() -> Error {
 /// A view of some columns of a row.
 pub(super) fn cells(state: &Tensor, row: usize, columns: &Range<usize>) -> Tensor {
     state.get(row as i64).narrow(0, columns.start as i64, columns.len() as i64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const COLUMNS: Columns = Columns { count: 1 << 10, kind: Kind::Float };
+
+    #[test]
+    fn what_is_waited_for_first_is_copied_first() {
+        let mut queued = Vec::new();
+        let mut waited = queue_from_the_end(10, 4, &mut |piece| {
+            queued.push(piece.clone());
+            Ok(piece)
+        })
+        .unwrap();
+        assert_eq!(queued, [8..10, 4..8, 0..4]);
+        for piece in queued {
+            assert_eq!(waited.pop_front(), Some((piece.start, piece)), "in the order of the copies, from the end");
+        }
+    }
+
+    #[test]
+    fn memory_goes_piece_by_piece() {
+        const PAGE: usize = 4096;
+        let mut pool = HostPool::new("residence_piece_test", 3 * PAGE, Device::Cpu, &mut |_, _| ()).unwrap();
+        let mut arena = Arena::reserve("residence_piece_test", 3 * PAGE, Device::Cpu).unwrap();
+        arena.map(3 * PAGE).unwrap();
+        // SAFETY: each part of it is read before its memory goes.
+        let state = unsafe { arena.tensor(0, &[3 * PAGE as i64], Kind::Uint8) }.unwrap();
+        let copies = queue_from_the_end(3 * PAGE, PAGE, &mut |piece| {
+            pool.copy_from_async(piece.start, &state.narrow(0, piece.start as i64, piece.len() as i64))
+        });
+        let mut copies = copies.unwrap();
+        drop(state);
+        while let Some((before, mut copy)) = copies.pop_front() {
+            copy.wait().unwrap();
+            drop(copy);
+            arena.shrink(before);
+            assert_eq!(arena.mapped_bytes(), copies.len() * PAGE);
+        }
+    }
+
+    #[test]
+    fn a_state_returns_bit_for_bit() {
+        let pool = HostPool::new("residence_test", COLUMNS.bytes(), Device::Cpu, &mut |_, _| ()).unwrap();
+        let mut residence = Residence::new(COLUMNS, Device::Cpu, OptimizerHome::Swap(pool)).unwrap();
+        let values = Tensor::randn([3, 1 << 10], (Kind::Float, Device::Cpu));
+        residence.stepped().unwrap().copy_(&values);
+        for _ in 0..2 {
+            residence.leave().unwrap();
+            residence.left().unwrap();
+            assert_eq!((residence.arena.mapped_bytes(), residence.absent_bytes()), (0, COLUMNS.bytes()));
+            residence.come_back().unwrap();
+            assert_eq!(residence.stepped().unwrap(), values);
+        }
+        assert_eq!(residence.take_transitions().unwrap().bytes, 4 * COLUMNS.bytes());
+    }
 }

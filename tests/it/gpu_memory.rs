@@ -137,6 +137,85 @@ fn gpu_pool_copies_at_the_bus_speed_and_bit_identical() {
     assert!(target.equal(&source));
 }
 
+/// Ids and positions of a batch reach the GPU while an optimizer state is on its way back.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_short_copies_do_not_wait_for_a_long_one() {
+    let mut pool = HostPool::new("gpu_paced_test", 8 * GIB, GPU, &mut |_, _| ()).unwrap();
+    let source = Tensor::randn([(8 * GIB / 4) as i64], (Kind::Float, GPU));
+    pool.copy_from(0, &source).unwrap();
+    let mut target = source.zeros_like();
+    let ids = Tensor::arange(16_384, (Kind::Int64, Device::Cpu));
+    let long = pool.copy_to_paced(0, &mut target).unwrap();
+    let mut num_passed = 0;
+    for _ in 0..32 {
+        assert!(ids.to_device(GPU).to_device(Device::Cpu).equal(&ids));
+        num_passed += usize::from(!long.is_queued());
+    }
+    println!("{}", json!({"test": "paced", "gib": 8, "short_copies_before_its_end": num_passed}));
+    assert_eq!(num_passed, 32, "a short copy waited for the long one");
+    long.queued().unwrap().0.hold_libtorch().unwrap();
+    assert!(target.equal(&source));
+}
+
+/// Pieces that leave one by one are the next arena's; the driver gets what that does not take, and not before.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_pieces_that_leave_wait_for_the_next_arena() {
+    let context = Context::retain(0).unwrap();
+    let [mut leaving, mut next] =
+        ["gpu_leaving_test", "gpu_next_test"].map(|name| Arena::reserve(name, 8 * GIB, GPU).unwrap());
+    leaving.map(8 * GIB).unwrap();
+    memory::settle(GPU).unwrap();
+    let free = || context.memory_bytes().unwrap().0;
+    let before = free();
+    for piece in (0..8).rev() {
+        leaving.shrink(piece * GIB);
+        assert_eq!(leaving.mapped_bytes(), piece * GIB);
+    }
+    assert_eq!(free(), before, "nothing is the driver's yet");
+    next.map(3 * GIB).unwrap();
+    assert_eq!(free(), before, "and nothing new was taken");
+    memory::release_idle(GPU).unwrap();
+    memory::settle(GPU).unwrap();
+    assert_eq!(free(), before + 5 * GIB);
+}
+
+/// As micro-batches of ever other sizes do: tensors pile up, others come and go between them, and all die.
+fn pile_up(rows: i64) {
+    let piled: Vec<Tensor> = (0..28)
+        .map(|_| {
+            let kept = Tensor::empty([rows, 4096], (Kind::BFloat16, GPU));
+            drop(Tensor::empty([rows, 16_384], (Kind::BFloat16, GPU)));
+            kept
+        })
+        .collect();
+    assert_eq!(piled.len(), 28);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_tensors_of_all_sizes_are_cut_from_one_block() {
+    const LARGEST: i64 = 16_000;
+    let _context = Context::retain(0).unwrap();
+    let reserved = || torch::device_memory(GPU).unwrap().unwrap().reserved;
+    drop(Tensor::zeros([1], (Kind::Float, GPU)));
+    torch::release_memory(GPU).unwrap();
+    let before = reserved();
+    let sizes = [9_000, 15_500, 11_111, 16_000, 3_000, 15_999, 12_345, 14_000, LARGEST];
+    sizes.into_iter().for_each(pile_up);
+    let without = reserved() - before;
+    let block = (LARGEST as usize) * 2 * (28 * 4096 + 16_384) / 100 * 103;
+    assert!(torch::lacks_block(GPU, block));
+    torch::keep_block(GPU, block).unwrap();
+    sizes.into_iter().for_each(pile_up);
+    let with = reserved() - before;
+    println!("{}", json!({"test": "block", "bytes": block, "reserved_without": without, "reserved_with": with}));
+    assert!(with < block + (4 << 20) && !torch::lacks_block(GPU, block));
+    torch::release_memory(GPU).unwrap();
+    assert!(reserved() - before < 4 << 20 && torch::lacks_block(GPU, block));
+}
+
 /// What one arena lets go is another's at once, and reads as zero there.
 #[test]
 #[ignore = "needs a GPU"]

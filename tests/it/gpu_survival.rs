@@ -120,7 +120,7 @@ fn gpu_that_fills_up_ends_the_run_and_the_key_to_lower_is_told() {
     let mut other = Arena::reserve("other_test", total, GPU).unwrap();
     let start = Instant::now();
     while filled.try_wait().unwrap().is_none() && start.elapsed() < Duration::from_secs(30) {
-        let more = context.memory_bytes().unwrap().0.saturating_sub(64 * MIB).min(1 << 30);
+        let more = context.memory_bytes().unwrap().0.saturating_sub(2 * MIB).min(1 << 30);
         let _ = other.map(other.mapped_bytes() + more); // the run may have been faster
     }
     let _ = filled.kill();

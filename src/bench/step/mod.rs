@@ -11,6 +11,7 @@ use tch::Device;
 
 use self::report::Report;
 use super::floor::StepWork;
+use super::limits::Limits;
 use super::memory::{MemoryWatch, predicted_tensor_bytes};
 use super::{SEED, STREAM, median, synchronize, token};
 use crate::config::{Config, OptimizerResidency, ReferenceResidency};
@@ -110,9 +111,9 @@ impl StepBench {
         config: &Config,
         trainer: &Trainer,
         medians: &BTreeMap<String, f64>,
-        world: &World,
+        (world, limits): (&World, Option<&Limits>),
     ) -> Result<BTreeMap<Phase, f64>> {
-        let Some(policy) = trainer.policy().filter(|_| world.device().is_cuda()) else { return Ok(BTreeMap::new()) };
+        let (Some(policy), Some(limits)) = (trainer.policy(), limits) else { return Ok(BTreeMap::new()) };
         let model = TrainedModel::of(config, policy.table(), policy.kind());
         let streams = trainer.plan().optimizer == OptimizerResidency::Stream;
         let work = StepWork {
@@ -127,6 +128,7 @@ impl StepBench {
             trained_tokens: medians["tokens/trained"],
             adapter_params: policy.lora().map(|_| policy.trained_table().num_params()),
             optimizer_bytes: (!streams).then(|| model.optimizer_step_bytes()),
+            rates: limits.rates,
         };
         Ok(work.floors(self.completion_spread.is_some()))
     }
@@ -149,6 +151,7 @@ impl StepBench {
 pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<Value> {
     let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..(*bench.spec).clone() });
     let config = bench.config(world.size())?;
+    let limits = Limits::of(world.device())?;
     let start = Instant::now();
     let mut trainer = Trainer::on_random(
         config.clone(),
@@ -168,8 +171,10 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<Value> {
     trainer.finish_trace()?;
     let peaks = watch.of_all(&*world.group())?;
     let medians = medians(&steps);
-    let floors = bench.floors(&config, &trainer, &medians, &world)?;
-    let report = Report { bench, config: &config, plan: trainer.plan(), world: &world, medians: &medians, floors };
+    let limits = limits.as_ref();
+    let floors = bench.floors(&config, &trainer, &medians, (&world, limits))?;
+    let plan = trainer.plan();
+    let report = Report { bench, config: &config, plan, world: &world, medians: &medians, floors, limits };
     if world.rank() == 0 {
         eprint!("{}", report.table());
     }

@@ -6,7 +6,7 @@ use std::fmt::Write;
 use serde_json::{Value, json};
 
 use super::StepBench;
-use crate::bench::PEAK_FLOP_PER_S;
+use crate::bench::limits::Limits;
 use crate::config::{Config, Mode, Roles};
 use crate::dist::World;
 use crate::phase::Phase;
@@ -28,12 +28,13 @@ pub(super) struct Report<'a> {
     pub(super) world: &'a World,
     pub(super) medians: &'a BTreeMap<String, f64>,
     pub(super) floors: BTreeMap<Phase, f64>,
+    pub(super) limits: Option<&'a Limits>,
 }
 
 impl Report<'_> {
     /// What is printed as JSON.
     pub(super) fn result(&self, roles: Roles) -> Value {
-        let Self { bench, config, plan, world, medians, ref floors } = *self;
+        let Self { bench, config, plan, world, medians, ref floors, limits } = *self;
         let step_s = medians["step_time"];
         let transition_s = self.sum(&TRANSITIONS);
         let completions = bench.prompts * bench.group;
@@ -87,7 +88,8 @@ impl Report<'_> {
             "train_tokens_per_second": tokens / train_s,
             "tokens_computed_in_training": computed,
             "train_tflops_per_gpu": train_tflops,
-            "train_mfu_percent": world.device().is_cuda().then_some(100.0 * train_tflops * 1e12 / PEAK_FLOP_PER_S),
+            "train_mfu_percent": limits.map(|limits| 100.0 * limits.utilisation(train_tflops * 1e12)),
+            "gpu": limits.map(Limits::told),
             "metrics": other,
         })
     }

@@ -65,6 +65,9 @@ pub struct BenchTrainArgs {
     /// Tokens per completion drawn from a range instead, such as 512..4096, or tail:512..4096 for few long ones
     #[arg(long, value_parser = spread)]
     pub completion_spread: Option<LengthSpread>,
+    /// Draw lengths anew for every step, as in training: what libtorch keeps for ever other sizes shows in peak_reserved_bytes
+    #[arg(long, requires = "completion_spread")]
+    pub redraw: bool,
     /// Neighbouring sequences that have one prompt
     #[arg(long, default_value_t = 1, value_parser = count)]
     pub group: usize,

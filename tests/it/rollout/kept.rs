@@ -159,7 +159,9 @@ fn shrinks_once() {
         (part, stats, engine.absent_bytes())
     };
     let (mut part, first, absent_bytes) = wake(prompts.into_iter().map(UnfinishedGroup::new).collect(), 2);
-    assert!(first.num_blocks < kv_cache_bytes / kv_block_bytes(&model.spec, 1, 8, Kind::Float), "{first:?}");
+    let num_asked = kv_cache_bytes / kv_block_bytes(&model.spec, 1, 8, Kind::Float);
+    let is_what_there_is = first.num_blocks < num_asked / 4 * 3 && first.num_blocks > num_asked / 8 * 5;
+    assert!(is_what_there_is, "of three quarters most: {} of {num_asked}", first.num_blocks);
     assert_eq!(absent_bytes, 0);
     limit_memory(None);
     let (rest, second, absent_bytes) = wake(part.unfinished.into_iter().map(|(_, group)| group).collect(), 6);

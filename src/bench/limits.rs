@@ -1,0 +1,143 @@
+//! What the GPU at hand can do at most: utilisation and floors are told against it.
+
+use std::time::Instant;
+
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+
+use super::{median, synchronize};
+use crate::cuda::{Chip, Context, Rates, chip};
+use crate::error::Result;
+use crate::torch;
+
+/// Side of the square product that is measured.
+const PRODUCT_SIDE: i64 = 8192;
+/// Bytes that are copied for a measurement.
+const COPY_BYTES: i64 = 1 << 30;
+/// Measurements of each; the median counts.
+const REPEATS: usize = 9;
+
+/// Limits of a GPU.
+#[derive(Debug, Clone)]
+pub(super) struct Limits {
+    /// The driver's name of it.
+    name: String,
+    /// Its data sheet, if it is known.
+    chip: Option<&'static Chip>,
+    /// What products and copies reach.
+    pub rates: Rates,
+    /// Where `rates` were measured.
+    source: &'static str,
+}
+
+impl Limits {
+    /// Of a GPU that was measured for docs/benchmarks.md, else by short measurements, after which libtorch's cache is released; none
+    /// of a CPU.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`](crate::Error::Cuda); out of memory.
+    pub(super) fn of(device: Device) -> Result<Option<Self>> {
+        let Device::Cuda(ordinal) = device else { return Ok(None) };
+        let name = Context::retain(ordinal)?.name()?;
+        let chip = chip(&name);
+        let limits = match chip.and_then(|chip| chip.measured) {
+            Some(rates) => Self { name, chip, rates, source: "docs/benchmarks.md" },
+            None => Self { name, chip, rates: measure(device)?, source: "measured at the start of this benchmark" },
+        };
+        Ok(Some(limits))
+    }
+
+    /// The share of the data sheet's dense bfloat16 rate that this is; of a GPU without one, of what its products reach.
+    pub(super) fn utilisation(&self, flop_per_s: f64) -> f64 {
+        flop_per_s / self.chip.map_or(self.rates.product_flop_per_s, |chip| chip.bf16_flop_per_s)
+    }
+
+    /// The least time for both, in seconds.
+    pub(super) fn floor_s(&self, bytes: f64, flop: f64) -> f64 {
+        (bytes / self.rates.memory_bytes_per_s).max(flop / self.rates.product_flop_per_s)
+    }
+
+    /// What results say of the GPU, and which rate utilisation is a share of.
+    pub(super) fn told(&self) -> Value {
+        json!({
+            "name": self.name,
+            "data_sheet_bf16_tflops": self.chip.map(|chip| chip.bf16_flop_per_s / 1e12),
+            "data_sheet_memory_tb_per_s": self.chip.map(|chip| chip.memory_bytes_per_s / 1e12),
+            "product_tflops": self.rates.product_flop_per_s / 1e12,
+            "memory_tb_per_s": self.rates.memory_bytes_per_s / 1e12,
+            "rates_from": self.source,
+            "mfu_of": if self.chip.is_some() { "data sheet" } else { "measured products" },
+        })
+    }
+}
+
+/// Rates of a large product and a large copy.
+fn measure(device: Device) -> Result<Rates> {
+    let [a, b, out] = {
+        let square = || Tensor::f_randn([PRODUCT_SIDE; 2], (Kind::BFloat16, device));
+        [square()?, square()?, square()?]
+    };
+    let product_s = seconds(device, || Ok(a.f_mm_out(&out, &b).map(drop)?))?;
+    drop([a, b, out]);
+    let from = Tensor::f_zeros([COPY_BYTES], (Kind::Uint8, device))?;
+    let mut to = from.f_empty_like()?;
+    let copy_s = seconds(device, || Ok(to.f_copy_(&from)?))?;
+    drop([from, to]);
+    torch::release_memory(device)?;
+    Ok(Rates {
+        product_flop_per_s: 2.0 * (PRODUCT_SIDE as f64).powi(3) / product_s,
+        memory_bytes_per_s: 2.0 * COPY_BYTES as f64 / copy_s,
+    })
+}
+
+/// The median time of `work` on a device, after a first run.
+fn seconds(device: Device, mut work: impl FnMut() -> Result<()>) -> Result<f64> {
+    let mut times = Vec::with_capacity(REPEATS + 1);
+    for _ in 0..=REPEATS {
+        synchronize(device)?;
+        let start = Instant::now();
+        work()?;
+        synchronize(device)?;
+        times.push(start.elapsed().as_secs_f64());
+    }
+    Ok(median(times.split_off(1)))
+}
+
+/// An H200's.
+#[cfg(test)]
+pub(super) fn of_h200() -> Limits {
+    let chip = chip("NVIDIA H200");
+    let rates = chip.and_then(|chip| chip.measured).unwrap();
+    Limits { name: "NVIDIA H200".to_owned(), chip, rates, source: "docs/benchmarks.md" }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn utilisation_is_of_the_gpu_at_hand() {
+        let rates = Rates { product_flop_per_s: 250e12, memory_bytes_per_s: 1.8e12 };
+        let of = |name: &str| Limits { name: name.to_owned(), chip: chip(name), rates, source: "a test" };
+        let (a100, unknown) = (of("NVIDIA A100-SXM4-80GB"), of("NVIDIA X1"));
+        assert_eq!((a100.utilisation(156e12), unknown.utilisation(125e12)), (0.5, 0.5));
+        assert_eq!(
+            (a100.told()["mfu_of"].clone(), unknown.told()["mfu_of"].clone()),
+            ("data sheet".into(), "measured products".into())
+        );
+        assert_eq!(unknown.told()["data_sheet_bf16_tflops"], Value::Null);
+        assert_eq!((a100.floor_s(3.6e12, 250e12), a100.floor_s(1.8e12, 500e12)), (2.0, 2.0));
+        assert_eq!(of_h200().utilisation(989e12), 1.0);
+        assert!(Limits::of(Device::Cpu).unwrap().is_none());
+    }
+
+    #[test]
+    fn measuring_takes_the_median_of_what_comes_after_the_first() {
+        let mut runs = 0;
+        let seconds = seconds(Device::Cpu, || {
+            runs += 1;
+            Ok(())
+        });
+        assert!(seconds.unwrap() >= 0.0 && runs == REPEATS + 1);
+    }
+}
