@@ -161,6 +161,7 @@ impl<'a> Run<'a> {
             quantization: bench.quantization,
             seed: SEED,
             adapters: None,
+            keeps_initial: false,
         };
         let source = |layout: &UnitLayout| init_unit_on(layout, SEED, kind, device);
         let policy = Policy::start(table.clone(), &mesh, options, OptimizerHome::Resident, &source, start)?;

@@ -86,7 +86,7 @@ impl Learner {
     }
 
     /// Fills in old log-probabilities, if several updates will need them or dropout spoils the training forward's own, and
-    /// the reference model's: of a run that trains adapters, the base without them.
+    /// the reference model's: of a run that trains adapters, the policy's own base.
     fn score(
         &mut self,
         sequences: &mut [Sequence],
@@ -111,7 +111,7 @@ impl Learner {
                 if needs_ref {
                     let scores = match &mut self.reference {
                         Some(reference) => reference.forward_logprobs(&micro_batch, options.temperature)?,
-                        None => self.policy.base_logprobs(&micro_batch, options.temperature)?,
+                        None => self.policy.reference_logprobs(&micro_batch, options.temperature)?,
                     };
                     hand_out(&micro_batch, &scores, sequences, |sequence| &mut sequence.ref_logprobs)?;
                 }
@@ -154,6 +154,7 @@ impl Learner {
         progress.begin(Phase::ForwardBackward, micro_batches.len());
         let mut sums = UpdateSums::default();
         phase::scope(Phase::ForwardBackward, || {
+            sums.count_masked(share, options)?;
             for (index, micro_batch) in micro_batches.iter().enumerate() {
                 if index + 1 == micro_batches.len() {
                     self.policy.finish_gradients_with_next_backward();
@@ -218,7 +219,7 @@ impl Learner {
 }
 
 /// What each update's token losses are divided by, from the sequences of all ranks.
-fn denominators(slices: &[Vec<Sequence>], loss_type: LossType) -> Vec<Denominators> {
+pub(super) fn denominators(slices: &[Vec<Sequence>], loss_type: LossType) -> Vec<Denominators> {
     let tokens = |slice: &Vec<Sequence>| -> usize {
         slice.iter().filter(|sequence| !sequence.masked).map(Sequence::completion_len).sum()
     };

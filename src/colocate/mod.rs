@@ -7,6 +7,8 @@
 //! agree on the outcome (`together` says why in this order). At no moment do the whole optimizer state and the KV cache coexist if
 //! the plan says `swap`, unless the engine keeps what is in its cache (`carried_kv = keep`).
 
+#[cfg(test)]
+mod golden;
 mod learner;
 mod served;
 mod together;

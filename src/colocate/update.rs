@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
 use crate::grpo::{Denominators, DeviceStats, LossConfig, LossInput, LossOutput, LossStats, policy_loss};
@@ -111,7 +111,6 @@ impl UpdateSums {
             rollout_logprobs: micro_batch.rollout_logprobs.as_ref(),
             advantages: &micro_batch.advantages,
             sequence_of_token: &micro_batch.sequence_of_token,
-            token_mask: &scores.logprobs.ones_like(), // masked sequences are not packed
             entropy: Some(&scores.entropy),
         };
         let LossOutput { loss, dlogprobs, stats } = policy_loss(&input, &options.loss, denominators)?;
@@ -120,6 +119,30 @@ impl UpdateSums {
         let dlogprobs = dlogprobs + &loss * spoilt;
         self.add(&loss, stats)?;
         Ok(TokenGradients { dlogprobs, dentropy: None })
+    }
+
+    /// Adds the masked sequences of a rank's share, which are never packed: a micro-batch without tokens.
+    pub(super) fn count_masked(&mut self, share: &[Sequence], options: &UpdateOptions) -> Result<()> {
+        let masked: Vec<&Sequence> = share.iter().filter(|sequence| sequence.masked).collect();
+        if masked.is_empty() {
+            return Ok(());
+        }
+        let advantages: Vec<f32> = masked.iter().map(|sequence| sequence.advantage).collect();
+        let no_tokens = |kind| Tensor::f_zeros([0], (kind, options.device));
+        let (no_logprobs, no_indexes) = (no_tokens(Kind::Float)?, no_tokens(Kind::Int64)?);
+        let have_logprobs = masked.iter().all(|sequence| sequence.rollout_logprobs.is_some());
+        let input = LossInput {
+            logprobs: &no_logprobs,
+            old_logprobs: None,
+            ref_logprobs: Some(&no_logprobs),
+            rollout_logprobs: have_logprobs.then_some(&no_logprobs),
+            advantages: &Tensor::from_slice(&advantages).f_to_device(options.device)?,
+            sequence_of_token: &no_indexes,
+            entropy: Some(&no_logprobs),
+        };
+        let nothing_to_divide = Denominators { num_sequences: 1.0, num_tokens: 1.0 };
+        let LossOutput { loss, stats, .. } = policy_loss(&input, &options.loss, &nothing_to_divide)?;
+        self.add(&loss, stats)
     }
 
     /// Into the outcome of all updates; nothing where all micro-batches were empty. Waits for the device.

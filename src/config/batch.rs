@@ -82,6 +82,17 @@ impl Config {
         })
     }
 
+    /// Optimizer updates in `num_train_epochs` passes over `num_rows` rows. Without an epoch's ragged last batch they are
+    /// transformers' `ceil(num_train_epochs * updates of an epoch)`.
+    pub fn updates_in_epochs(&self, batch: &BatchPlan, num_rows: usize) -> usize {
+        let (epochs, updates) = (self.optimizer.num_train_epochs, batch.updates_per_generation * self.num_iterations);
+        if self.dataloader_drop_last {
+            return (epochs * (num_rows / batch.num_prompts * updates) as f64).ceil() as usize;
+        }
+        let batches = (epochs * num_rows as f64 / batch.num_prompts as f64).ceil() as usize;
+        batches.saturating_mul(updates)
+    }
+
     /// Each rank's share of the generation batch is not a whole number of groups.
     fn invalid_derived_batch(&self, world_size: usize, steps: usize) -> Error {
         let per_device = self.per_device_train_batch_size;
@@ -151,6 +162,20 @@ mod tests {
         let explicit =
             config(&["gradient_accumulation_steps=2", "generation_batch_size=64"]).validate_world(2).unwrap();
         assert_eq!(explicit, plan);
+    }
+
+    /// TRL 1.16: 10 rows in batches of 4 prompts are 2 batches an epoch.
+    #[test]
+    fn a_run_has_the_updates_of_its_whole_batches() {
+        let updates = |more: &[&str]| {
+            let config = config(&[&["generation_batch_size=32", "num_iterations=2"], more].concat());
+            config.updates_in_epochs(&config.validate_world(1).unwrap(), 10)
+        };
+        assert_eq!(updates(&["gradient_accumulation_steps=4"]), 3 * 2 * 2, "three epochs by default");
+        assert_eq!(updates(&["gradient_accumulation_steps=4", "num_train_epochs=1"]), 2 * 2);
+        assert_eq!(updates(&["num_train_epochs=0.3"]), 5, "of 0.3 x 2 batches x 8 updates");
+        let ragged = ["num_train_epochs=1", "gradient_accumulation_steps=4", "dataloader_drop_last=false"];
+        assert_eq!(updates(&ragged), 3 * 2);
     }
 
     #[test]

@@ -102,6 +102,15 @@ choices! {
     }
 }
 choices! {
+    /// What the KL term compares with where adapters train.
+    ReferenceModel {
+        /// A frozen copy of the adapters that training starts from; the base where they are new.
+        Initial = "initial",
+        /// The model without adapters.
+        Base = "base",
+    }
+}
+choices! {
     /// Type of weights and activations.
     Dtype {
         /// bfloat16 on CUDA, float32 on a CPU.

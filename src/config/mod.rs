@@ -1,8 +1,10 @@
-//! Configuration: parsed, validated, read-only after. Keys and defaults are TRL's `GRPOConfig`'s where one exists.
+//! Configuration: parsed, validated, read-only after. Keys are TRL's `GRPOConfig`'s where one exists, and so are defaults but
+//! for those in `differences`.
 
 mod batch;
 mod changes;
 mod choices;
+mod differences;
 mod elsewhere;
 mod field;
 mod heartbeat;
@@ -59,9 +61,14 @@ impl Config {
         Self::validate(&raw)
     }
 
-    /// Whether the KL term has a model of its own: a frozen base is the reference of its adapters.
+    /// Whether the KL term has a model of its own: adapters have their frozen base, alone or beneath the initial adapters.
     pub fn has_reference(&self) -> bool {
         self.beta > 0.0 && self.lora.r.is_none()
+    }
+
+    /// Whether the KL term has a frozen copy of the adapters that a run starts from, if it starts from any.
+    pub fn keeps_initial_adapters(&self) -> bool {
+        self.beta > 0.0 && self.lora.r.is_some() && self.reference == ReferenceModel::Initial
     }
 
     /// Whether the engine keeps its memory, and keys and values of unfinished groups in it, while a step trains.
@@ -117,6 +124,9 @@ keys! {
         pub max_prompt_length: Option<usize> = None => COUNT,
         /// Shuffle training rows each epoch, by a counter-based key.
         pub shuffle_dataset: bool = true,
+        /// Leave out the rows at the end of an epoch that make no whole generation batch; `false` begins a batch with them that
+        /// the next epoch fills.
+        pub dataloader_drop_last: bool = true,
 
         section "Which ranks do what";
         /// Every GPU does both halves of a step in turn, or one of them.
@@ -189,6 +199,9 @@ keys! {
         section "Objective";
         /// Weight of the KL term; 0 loads no reference model.
         pub beta: f64 = 0.0 => at_least(0.0),
+        /// What the KL term compares adapters with: `initial` is a frozen copy of those that `model_name_or_path` names (the base,
+        /// where they are new), `base` is the model without them. Where all weights train it is the initial model.
+        pub reference: ReferenceModel = ReferenceModel::Initial,
         /// Lower clip range.
         pub epsilon: f64 = 0.2 => BELOW_ONE,
         /// Upper clip range; `none` is `epsilon`.
@@ -300,7 +313,7 @@ keys! {
         /// Optimizer updates in all; `none` follows `num_train_epochs`.
         pub max_steps: Option<usize> = None => COUNT,
         /// Passes over the training rows.
-        pub num_train_epochs: f64 = 1.0 => above(0.0),
+        pub num_train_epochs: f64 = 3.0 => above(0.0),
     }
 }
 

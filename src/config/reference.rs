@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use super::differences;
 use super::field::{Field, KeyDoc};
 use super::range;
 use super::{Config, SftConfig};
@@ -18,12 +19,16 @@ pub fn reference_page() -> String {
     format!(
         "# Configuration keys\n\n\
          Made from the program by `colo-grpo config --markdown`. Keys stand in TOML or YAML files and as `key=value` on the \
-         command line;\nnested keys may stand in tables. The names and defaults are those of TRL's `GRPOConfig` where it has \
-         them; values that only\nTRL has and whose meaning is clear are taken too (`max_steps = -1`, `resume_from_checkpoint \
-         = true`). `colo-grpo config` prints\nall keys with their defaults as a file to start from.\n\n\
+         command line;\nnested keys may stand in tables. The names are those of TRL's `GRPOConfig` where it has them; values \
+         that only TRL has and\nwhose meaning is clear are taken too (`max_steps = -1`, `resume_from_checkpoint = true`), with \
+         a warning that says what they are\nread as. `colo-grpo config` prints all keys with their defaults as a file to \
+         start from.\n\n\
+         ## Defaults that are not TRL's\n\nEvery default of a key that TRL 1.16 has under this or another name is TRL's, but \
+         for these:\n\n{}\n\
          ## GRPO (`colo-grpo --config FILE key=value ..`)\n{}\n\
          ## Supervised (`colo-grpo sft --config FILE key=value ..`)\n\n{}{}\n\
          As above: {}.\n",
+        differences::table(&grpo),
         grpo.iter().map(row).collect::<String>(),
         HEAD,
         own.map(row).collect::<String>(),
@@ -42,7 +47,7 @@ pub(super) fn names<T: Field>() -> Vec<String> {
     described::<T>().into_iter().map(|key| key.key).collect()
 }
 
-fn described<T: Field>() -> Vec<KeyDoc> {
+pub(super) fn described<T: Field>() -> Vec<KeyDoc> {
     let mut keys = Vec::new();
     T::describe("", None, &range::ANY, "", &mut keys);
     keys

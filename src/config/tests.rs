@@ -33,11 +33,11 @@ pub(super) fn message(overrides: &[&str]) -> String {
 #[test]
 fn the_key_list_is_frozen() {
     let expected = "model_name_or_path train_file eval_file output_dir resume_from_checkpoint force_resume device dtype \
-        residual_dtype system_prompt max_prompt_length shuffle_dataset mode split.rollout_gpus split.async_steps num_generations \
+        residual_dtype system_prompt max_prompt_length shuffle_dataset dataloader_drop_last mode split.rollout_gpus split.async_steps num_generations \
         per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations \
         max_tokens_per_micro_batch share_prompts max_completion_length max_model_length temperature top_p top_k min_p \
         repetition_penalty stop tensor_parallel_size gpu_memory_utilization kv_cache_bytes kv_block_size max_num_seqs \
-        max_num_batched_tokens strict oversample partial_rollout carried_kv beta epsilon epsilon_high delta loss_type \
+        max_num_batched_tokens strict oversample partial_rollout carried_kv beta reference epsilon epsilon_high delta loss_type \
         importance_sampling_level scale_rewards \
         mask_truncated_completions importance_sampling_correction importance_sampling_mode \
         importance_sampling_clip_max use_bias_correction_kl reward_funcs reward_weights reward.format_pattern \

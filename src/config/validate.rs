@@ -6,7 +6,7 @@ use super::field::Field;
 use super::range::ANY;
 use super::raw::RawConfig;
 use super::reward;
-use super::{AutoOr, CarriedKv, Config, LossType, ReferenceResidency, SftConfig, ZeroConfig};
+use super::{AutoOr, CarriedKv, Config, LossType, ReferenceModel, ReferenceResidency, SftConfig, ZeroConfig};
 use crate::error::{Error, Result};
 use crate::phase::Fault;
 
@@ -52,6 +52,13 @@ impl Config {
         let on_host = self.lora.r.is_some() && self.residency.reference == host;
         let no_reference = "auto or resident: the frozen base of lora.r is its own reference";
         check("residency.reference", ReferenceResidency::Host.name(), !on_host, no_reference)?;
+        let base_of_adapters = self.lora.r.is_some() || self.reference == ReferenceModel::Initial;
+        check(
+            "reference",
+            "base",
+            base_of_adapters,
+            "initial, or lora.r set: without adapters it is the initial model",
+        )?;
         let has_rows = self.eval_steps.is_none() || self.eval_file.is_some();
         check("eval_file", "none", has_rows, "the held-out rows, as eval_steps is set")?;
         if let Some(fault) = &self.fault {

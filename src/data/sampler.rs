@@ -5,13 +5,16 @@ use std::collections::HashSet;
 use crate::error::{Error, Result};
 
 /// Draws batches of row indexes, each epoch in its own order. The order is a function of (seed, epoch), the same at any
-/// world size. A ragged last batch is filled from the next epoch; rows that are already in that batch come last in
-/// that epoch, so that no batch holds a row twice and every epoch holds every row once.
+/// world size. Rows of an epoch that make no whole batch are left out of it, as TRL's `RepeatSampler` does, or begin a batch that
+/// is filled from the next epoch; rows that are already in that batch come last in that epoch, so that no batch holds a
+/// row twice and every epoch holds every row once.
 #[derive(Debug, Clone)]
 pub struct PromptSampler {
     len: usize,
     seed: u64,
     shuffle: bool,
+    /// Rows that an epoch has: all, or those that make whole batches.
+    epoch_len: usize,
     state: SamplerState,
     order: Vec<usize>,
 }
@@ -32,7 +35,12 @@ impl PromptSampler {
     pub fn new(len: usize, seed: u64, shuffle: bool) -> Self {
         let state = SamplerState::default();
         let order = epoch_order(len, seed, shuffle, &state);
-        Self { len, seed, shuffle, state, order }
+        Self { len, seed, shuffle, epoch_len: len, state, order }
+    }
+
+    /// Ends every epoch with its last whole batch of `n` rows.
+    pub fn dropping_last(self, n: usize) -> Self {
+        Self { epoch_len: self.len / n * n, ..self }
     }
 
     /// The next `n` distinct rows.
@@ -57,7 +65,7 @@ impl PromptSampler {
             });
         }
         let mut batch = self.take(n);
-        if batch.len() < n {
+        while batch.len() < n {
             let late = [&batch, under_way].concat();
             self.restore(SamplerState { epoch: self.state.epoch + 1, position: 0, late })?;
             batch.extend(self.take(n - batch.len()));
@@ -67,7 +75,7 @@ impl PromptSampler {
 
     /// Epochs done, the part of the current one included.
     pub fn epochs(&self) -> f64 {
-        self.state.epoch as f64 + self.state.position as f64 / self.len.max(1) as f64
+        self.state.epoch as f64 + self.state.position as f64 / self.epoch_len.max(1) as f64
     }
 
     /// Where it stands.
@@ -93,7 +101,7 @@ impl PromptSampler {
     }
 
     fn take(&mut self, n: usize) -> Vec<usize> {
-        let end = self.len.min(self.state.position + n);
+        let end = self.epoch_len.min(self.state.position + n).max(self.state.position);
         let rows = self.order[self.state.position..end].to_vec();
         self.state.position = end;
         rows
@@ -169,6 +177,28 @@ mod tests {
         assert_eq!(sampler.next_batch_beside(4, &[0, 3]).unwrap(), [4, 5, 1, 2]);
         assert!(sampler.next_batch_beside(5, &[1, 2]).is_err());
         assert_eq!(sampler.next_batch(4).unwrap(), [0, 3, 4, 5]);
+    }
+
+    #[test]
+    fn rows_that_make_no_whole_batch_are_left_out_of_the_epoch() {
+        let mut sampler = PromptSampler::new(10, 42, true).dropping_last(4);
+        let (first, epochs) = (draw(&mut sampler, 2, 4).concat(), sampler.epochs());
+        assert_eq!((first.iter().collect::<HashSet<_>>().len(), epochs), (8, 1.0));
+        let whole: Vec<usize> = draw(&mut PromptSampler::new(10, 42, true), 1, 10).concat();
+        assert_eq!(first, whole[..8]);
+        assert_eq!((sampler.next_batch(4).unwrap().len(), sampler.epochs()), (4, 1.5));
+        let mut restored = PromptSampler::new(10, 42, true).dropping_last(4);
+        restored.restore(sampler.state().clone()).unwrap();
+        assert_eq!(draw(&mut restored, 5, 4), draw(&mut sampler, 5, 4));
+    }
+
+    /// A surplus may begin more rows than an epoch has.
+    #[test]
+    fn a_batch_larger_than_an_epoch_holds_no_row_twice() {
+        let mut sampler = PromptSampler::new(10, 42, true).dropping_last(6);
+        for batch in [draw(&mut sampler, 1, 9), draw(&mut sampler, 3, 10)].concat() {
+            assert_eq!(batch.iter().collect::<HashSet<_>>().len(), batch.len(), "{batch:?}");
+        }
     }
 
     #[test]

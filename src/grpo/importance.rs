@@ -8,7 +8,7 @@ use crate::config::{ImportanceSamplingLevel, ImportanceSamplingMode};
 /// The ratio between the policy and the policy that the samples are taken to come from.
 ///
 /// Token level: `r_t = exp(logprob_t - old_t)`. Sequence level (GSPO, arXiv 2507.18071, equation 6):
-/// `r_s = exp(mean over counted tokens of (logprob_t - old_t))`, the same for every token of s.
+/// `r_s = exp(mean over tokens of (logprob_t - old_t))`, the same for every token of s, and 1 without any.
 #[derive(Debug)]
 pub(crate) struct PolicyRatio<'a> {
     level: ImportanceSamplingLevel,
@@ -18,7 +18,7 @@ pub(crate) struct PolicyRatio<'a> {
 }
 
 impl<'a> PolicyRatio<'a> {
-    /// From `logprob - old` `[C]`, zero where tokens do not count.
+    /// From `logprob - old` `[C]`.
     pub fn new(log_ratio: &Tensor, level: ImportanceSamplingLevel, segments: &'a Segments) -> Self {
         let values = match level {
             ImportanceSamplingLevel::Token => log_ratio.exp(),
@@ -47,31 +47,22 @@ impl<'a> PolicyRatio<'a> {
         }
     }
 
-    /// What each ratio weighs in a mean: counted tokens, or every sequence. `[C] or [N]`
-    pub fn weights(&self) -> Tensor {
-        match self.level {
-            ImportanceSamplingLevel::Token => self.segments.mask.shallow_clone(),
-            ImportanceSamplingLevel::Sequence => self.values.ones_like(),
-        }
-    }
-
-    /// Mean of a quantity at the ratio's level in each sequence; NaN where no token counts. `[C] or [N] -> [N]`
+    /// Mean of a quantity at the ratio's level in each sequence; of tokens NaN where there are none. `[C] or [N] -> [N]`
     pub fn sequence_means(&self, x: &Tensor) -> Tensor {
         match self.level {
-            ImportanceSamplingLevel::Token => self.segments.sum(&(x * &self.segments.mask)) / &self.segments.lengths,
+            ImportanceSamplingLevel::Token => self.segments.sum(x) / &self.segments.lengths,
             ImportanceSamplingLevel::Sequence => x.shallow_clone(),
         }
     }
 
-    /// Gradient by the log-probabilities from the gradient by the log of the ratio that acts on each token; both `[C]`,
-    /// the latter zero where tokens do not count. A sequence's ratio depends on all its tokens alike:
-    /// `dlog r_s / dlogprob_t = 1 / length_s`.
+    /// Gradient by the log-probabilities from the gradient by the log of the ratio that acts on each token; both `[C]`.
+    /// A sequence's ratio depends on all its tokens alike: `dlog r_s / dlogprob_t = 1 / length_s`.
     pub fn backward(&self, d_log_ratio: &Tensor) -> Tensor {
         match self.level {
             ImportanceSamplingLevel::Token => d_log_ratio.shallow_clone(),
             ImportanceSamplingLevel::Sequence => {
                 let per_sequence = self.segments.sum(d_log_ratio) / self.segments.divisors();
-                self.segments.expand(&per_sequence) * &self.segments.mask
+                self.segments.expand(&per_sequence)
             }
         }
     }
@@ -85,9 +76,9 @@ impl<'a> PolicyRatio<'a> {
 pub(crate) struct SamplerCorrection {
     /// The weight that acts on each token.
     pub per_token: Tensor, // [C]
-    /// The weights as they are reported: of tokens, NaN where they do not count, or of every sequence.
+    /// The weights as they are reported: of every token, or of every sequence, 1 where it has no tokens.
     pub reported: Tensor, // [C] or [N]
-    /// |old - rollout|, NaN where a token does not count or the sampler did not score it.
+    /// |old - rollout|, NaN where the sampler did not score a token.
     pub differences: Tensor, // [C]
 }
 
@@ -100,9 +91,9 @@ impl SamplerCorrection {
         clip_max: f64,
         segments: &Segments,
     ) -> Self {
-        let raw = segments.masked(&(old_logprobs - rollout_logprobs));
+        let raw = old_logprobs - rollout_logprobs;
         let difference = raw.nan_to_num(0.0, f64::INFINITY, f64::NEG_INFINITY);
-        let differences = segments.counted(&raw.abs());
+        let differences = raw.abs();
         let (weights, sequence_level) = match mode {
             ImportanceSamplingMode::TokenTruncate | ImportanceSamplingMode::TokenMask => (difference.exp(), false),
             ImportanceSamplingMode::SequenceTruncate | ImportanceSamplingMode::SequenceMask => {
@@ -120,7 +111,7 @@ impl SamplerCorrection {
         if sequence_level {
             Self { per_token: segments.expand(&weights), reported: weights, differences }
         } else {
-            Self { reported: segments.counted(&weights), per_token: weights, differences }
+            Self { reported: weights.shallow_clone(), per_token: weights, differences }
         }
     }
 }

@@ -28,14 +28,14 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
     input.validate(config)?;
     let kind = input.logprobs.kind();
     let advantages = input.advantages.to_kind(kind); // [N]
-    let segments = Segments::new(input.sequence_of_token, input.token_mask, advantages.size()[0], kind);
-    let logprobs = segments.masked(input.logprobs);
-    let old_logprobs = segments.masked(&input.old_logprobs.unwrap_or(input.logprobs).to_kind(kind));
-    let ratio = PolicyRatio::new(&(&logprobs - &old_logprobs), config.importance_sampling_level, &segments);
+    let segments = Segments::new(input.sequence_of_token, advantages.size()[0], kind);
+    let logprobs = input.logprobs;
+    let old_logprobs = input.old_logprobs.unwrap_or(logprobs).to_kind(kind);
+    let ratio = PolicyRatio::new(&(logprobs - &old_logprobs), config.importance_sampling_level, &segments);
 
     let mut recorder = Recorder::new(input.logprobs.device());
     let mut terms = match config.loss_type {
-        LossType::Cispo => capped_reinforce(&ratio, &segments.expand(&advantages), &logprobs, config),
+        LossType::Cispo => capped_reinforce(&ratio, &segments.expand(&advantages), logprobs, config),
         _ => clipped_surrogate(&ratio, &segments.expand(&advantages), config),
     };
     record_clipping(&mut recorder, &ratio, &advantages, config);
@@ -46,12 +46,12 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
         record_sampling(&mut recorder, &correction);
     }
     if let Some(reference) = input.ref_logprobs.filter(|_| config.beta != 0.0) {
-        let kl = kl_term(&(segments.masked(&reference.to_kind(kind)) - &logprobs), &ratio, config);
-        recorder.mean("kl", &(&kl.value * &segments.mask).sum(kind), &segments.mask.sum(kind));
+        let kl = kl_term(&(reference.to_kind(kind) - logprobs), &ratio, config);
+        recorder.mean("kl", &kl.value.sum(kind), &segments.ones.sum(kind));
         terms = terms.plus(&kl.map(|term| term * config.beta));
     }
     if let Some(entropy) = input.entropy {
-        recorder.mean("entropy", &segments.masked(entropy).sum(Kind::Double), &segments.mask.sum(kind));
+        recorder.mean("entropy", &entropy.sum(Kind::Double), &segments.ones.sum(kind));
     }
 
     let weights = token_weights(&segments, config, denominators);
@@ -129,21 +129,24 @@ impl From<&Config> for LossConfig {
 /// What token losses are divided by, over all ranks and all micro-batches of one optimizer update: with it a micro-batch's
 /// contributions simply add up, and no loss depends on how tokens were packed.
 ///
-/// | loss | weight of a counted token of sequence s |
+/// | loss | weight of a token of sequence s |
 /// |---|---|
 /// | grpo (arXiv 2402.03300) | `1 / (length_s * num_sequences)` |
 /// | dr_grpo (arXiv 2503.20783) | `1 / (num_sequences * max_completion_length)` |
 /// | bnpo, dapo (arXiv 2503.14476), cispo (arXiv 2506.13585) | `1 / num_tokens` |
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Denominators {
-    /// Sequences of the update, those included of which no token counts.
+    /// Sequences of the update, masked ones included.
     pub num_sequences: f64,
-    /// bnpo: counted tokens of the update. dapo and cispo: counted tokens of the generation batch over the number of
+    /// bnpo: packed tokens of the update. dapo and cispo: packed tokens of the generation batch over the number of
     /// updates made from one pass over it. The two are the same where a generation batch makes one update.
     pub num_tokens: f64,
 }
 
-/// A micro-batch. Log-probabilities are float32 or float64; everything else is brought to their kind.
+/// A micro-batch: every one of its tokens counts. Sequences without tokens are those of which no token counts, such as truncated
+/// ones that are masked: they add to the statistics that are over sequences, with a ratio of 1, as in TRL.
+///
+/// Log-probabilities are float32 or float64; everything else is brought to their kind.
 #[derive(Debug, Clone, Copy)]
 pub struct LossInput<'a> {
     /// The policy's, of the forward that the gradient goes through.
@@ -158,8 +161,6 @@ pub struct LossInput<'a> {
     pub advantages: &'a Tensor, // [N]
     /// Each token's sequence, 0 to N.
     pub sequence_of_token: &'a Tensor, // [C] i64
-    /// 1 where the token counts; 0 in truncated or unscored completions that are left out.
-    pub token_mask: &'a Tensor, // [C]
     /// Entropy of each token's distribution in nats, to be reported.
     pub entropy: Option<&'a Tensor>, // [C]
 }
@@ -171,16 +172,15 @@ impl LossInput<'_> {
             return invalid("logprobs of kind Float or Double".into(), format!("{:?}", self.logprobs.kind()));
         }
         let shape = self.logprobs.size();
-        if shape.len() != 1 || shape[0] == 0 || self.advantages.dim() != 1 {
+        if shape.len() != 1 || self.advantages.dim() != 1 || self.advantages.numel() == 0 {
             let got = format!("logprobs {shape:?}, advantages {:?}", self.advantages.size());
-            return invalid("logprobs [C] with C > 0, advantages [N]".into(), got);
+            return invalid("logprobs [C], advantages [N] with N > 0".into(), got);
         }
         let tokens = [
             ("old_logprobs", self.old_logprobs),
             ("ref_logprobs", self.ref_logprobs),
             ("rollout_logprobs", self.rollout_logprobs),
             ("sequence_of_token", Some(self.sequence_of_token)),
-            ("token_mask", Some(self.token_mask)),
             ("entropy", self.entropy),
         ];
         for (name, tensor) in tokens {
@@ -255,23 +255,21 @@ fn kl_term(reference_difference: &Tensor, ratio: &PolicyRatio, config: &LossConf
     Terms { d_log_ratio: value.shallow_clone(), value, d_logprob: d_kl * ratio }
 }
 
-/// Weight of each token in the loss, 0 where it does not count. `[C]`
+/// Weight of each token in the loss. `[C]`
 fn token_weights(segments: &Segments, config: &LossConfig, denominators: &Denominators) -> Tensor {
     let Denominators { num_sequences, num_tokens } = *denominators;
     match config.loss_type {
-        LossType::Grpo => &segments.mask / (segments.expand(&segments.divisors()) * num_sequences),
-        LossType::DrGrpo => &segments.mask / (num_sequences * config.max_completion_length as f64),
-        LossType::Bnpo | LossType::Dapo | LossType::Cispo => &segments.mask / num_tokens.max(1.0),
+        LossType::Grpo => &segments.ones / (segments.expand(&segments.divisors()) * num_sequences),
+        LossType::DrGrpo => &segments.ones / (num_sequences * config.max_completion_length as f64),
+        LossType::Bnpo | LossType::Dapo | LossType::Cispo => &segments.ones / num_tokens.max(1.0),
     }
 }
 
 fn record_clipping(recorder: &mut Recorder, ratio: &PolicyRatio, advantages: &Tensor, config: &LossConfig) {
     let kind = ratio.values.kind();
-    let (weights, advantages) = (ratio.weights(), ratio.of_sequences(advantages));
-    let count = weights.sum(kind);
-    let mean = |recorder: &mut Recorder, name, clipped: &Tensor| {
-        recorder.mean(name, &(clipped.to_kind(kind) * &weights).sum(kind), &count);
-    };
+    let advantages = ratio.of_sequences(advantages);
+    let count = ratio.values.ones_like().sum(kind);
+    let mean = |recorder: &mut Recorder, name, clipped: &Tensor| recorder.mean(name, &clipped.sum(kind), &count);
     if config.loss_type == LossType::Cispo {
         let capped = ratio.values.gt(config.epsilon_high).logical_and(&advantages.gt(0.0));
         return mean(recorder, "cispo_clip_ratio", &capped);

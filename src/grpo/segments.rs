@@ -1,43 +1,27 @@
-//! Which sequence each packed token belongs to, and which tokens count.
+//! Which sequence each packed token belongs to.
 
 use tch::{Kind, Tensor};
 
-/// The packing of a micro-batch, for reductions per sequence.
+/// The packing of a micro-batch, for reductions per sequence. Every token that is packed counts; a sequence may have none.
 #[derive(Debug)]
 pub(crate) struct Segments {
     sequence_of_token: Tensor, // [C] i64
-    /// 1 where the token counts, else 0.
-    pub mask: Tensor, // [C]
-    not_counted: Tensor,       // [C] bool
-    /// Tokens that count in each sequence.
+    /// 1 for every token.
+    pub ones: Tensor, // [C]
+    /// Tokens of each sequence.
     pub lengths: Tensor, // [N]
     /// N.
     pub num_sequences: i64,
 }
 
 impl Segments {
-    /// `kind` is that of the log-probabilities: every mask and sum has it.
-    pub fn new(sequence_of_token: &Tensor, token_mask: &Tensor, num_sequences: i64, kind: Kind) -> Self {
-        let mask = token_mask.to_kind(kind);
-        let mut segments = Self {
-            sequence_of_token: sequence_of_token.shallow_clone(),
-            not_counted: mask.eq(0.0),
-            lengths: Tensor::new(),
-            mask,
-            num_sequences,
-        };
-        segments.lengths = segments.sum(&segments.mask);
+    /// `kind` is that of the log-probabilities: every sum has it.
+    pub fn new(sequence_of_token: &Tensor, num_sequences: i64, kind: Kind) -> Self {
+        let ones = Tensor::ones(sequence_of_token.size(), (kind, sequence_of_token.device()));
+        let mut segments =
+            Self { sequence_of_token: sequence_of_token.shallow_clone(), lengths: Tensor::new(), ones, num_sequences };
+        segments.lengths = segments.sum(&segments.ones);
         segments
-    }
-
-    /// `x` with exact zeros on tokens that do not count, whatever stands there. `[C] -> [C]`
-    pub fn masked(&self, x: &Tensor) -> Tensor {
-        x.masked_fill(&self.not_counted, 0.0)
-    }
-
-    /// `x` with NaN on tokens that do not count. `[C] -> [C]`
-    pub fn counted(&self, x: &Tensor) -> Tensor {
-        x.masked_fill(&self.not_counted, f64::NAN)
     }
 
     /// Sum of `x` over the tokens of each sequence. `[C] -> [N]`

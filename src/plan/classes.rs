@@ -32,6 +32,9 @@ pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) 
         let [device, host_bytes] = if on_host { [0, weights] } else { [weights, 0] };
         classes.push(ClassBytes { class: REFERENCE, train_bytes: device, rollout_bytes: device, host_bytes });
     }
+    if input.starts_from_adapters && input.config.keeps_initial_adapters() {
+        classes.push(resident("reference adapters", input.model().adapter_bytes()));
+    }
     let whole = input.table.total * input.kind.elt_size_in_bytes();
     let products = input.room.swap_bytes.map(|_| resident("workspace of products", WORKSPACE_BYTES)); // on a GPU
     input.role.held(classes, engine(input), products, whole + bytes.engine_adapters)

@@ -111,6 +111,8 @@ pub struct PlanInput<'a> {
     pub batch: BatchPlan,
     /// Bytes of the engine's gathered weight slices; 0 where it reads in place.
     pub engine_weight_bytes: usize,
+    /// Whether it starts from adapters rather than from a model alone.
+    pub starts_from_adapters: bool,
     /// What this rank has.
     pub room: Room,
 }

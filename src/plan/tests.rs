@@ -15,6 +15,10 @@ fn plan(overrides: &[&str], available_bytes: usize) -> Result<MemoryPlan> {
 }
 
 fn plan_of(role: Role, overrides: &[&str], available_bytes: usize) -> Result<MemoryPlan> {
+    plan_from(role, overrides, available_bytes, false)
+}
+
+fn plan_from(role: Role, overrides: &[&str], available_bytes: usize, starts_from_adapters: bool) -> Result<MemoryPlan> {
     let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-1.5b").unwrap()), 1);
     let config = config(overrides);
     let input = PlanInput {
@@ -24,9 +28,32 @@ fn plan_of(role: Role, overrides: &[&str], available_bytes: usize) -> Result<Mem
         role,
         batch: config.validate_world(1).unwrap(),
         engine_weight_bytes: 0,
+        starts_from_adapters,
         room: Room { available_bytes, swap_bytes: Some(1 << 40) },
     };
     MemoryPlan::new(&input, &|_| Ok(0))
+}
+
+/// The copy that the KL term compares with is there as long as the run.
+#[test]
+fn initial_adapters_are_counted_where_they_are_the_reference() {
+    let of = |more: &[&str], role, from_adapters| -> Option<usize> {
+        let keys = [&["lora.r=64"][..], more].concat();
+        let plan = plan_from(role, &keys, 80 << 30, from_adapters).unwrap();
+        let class = plan.classes.into_iter().find(|class| class.class == "reference adapters")?;
+        assert_eq!(class.rollout_bytes, if role == Role::Both { class.train_bytes } else { 0 });
+        Some(class.train_bytes)
+    };
+    // 2 bytes each of r x (in + out) of seven projections in 28 layers, padded
+    let matrices = [(1536, 1536), (1536, 256), (1536, 256), (1536, 1536), (1536, 8960), (1536, 8960), (8960, 1536)];
+    let elements: usize = matrices.iter().map(|(rows, columns)| 64 * (rows + columns)).sum();
+    for role in [Role::Both, Role::Trains] {
+        let bytes = of(&["beta=0.1"], role, true).unwrap();
+        assert!((28 * 2 * elements..29 * 2 * elements).contains(&bytes), "{bytes}");
+    }
+    assert_eq!(of(&["beta=0.1"], Role::Both, false), None);
+    assert_eq!(of(&["beta=0.1", "reference=base"], Role::Both, true), None);
+    assert_eq!(of(&[], Role::Both, true), None);
 }
 
 /// What is advised, taken, makes the run fit.

@@ -32,7 +32,8 @@ pub(super) fn load(
     if rows_per_update > rows.examples.len() {
         return Err(too_few_rows(&config, rows.examples.len(), rows_per_update));
     }
-    let schedule = Schedule::new(config.learning_rate, &config.optimizer, (rows.examples.len(), rows_per_update), 1);
+    let updates = config.optimizer.num_train_epochs * rows.examples.len() as f64 / rows_per_update as f64;
+    let schedule = Schedule::new(config.learning_rate, &config.optimizer, updates.ceil() as usize);
     let mesh = world.mesh(1, config.zero.shard_group_size.unwrap_or(world.size()))?;
     let mut policy = policy(&config, &world, &mesh, &source, spec)?;
     let mut sampler = PromptSampler::new(rows.examples.len(), config.seed, config.shuffle_dataset);
@@ -135,6 +136,7 @@ fn policy(
         quantization: config.quantization,
         seed: config.seed,
         adapters: source.adapters.as_deref(),
+        keeps_initial: false,
     };
     let weights = |layout: &_| {
         phase::beat();

@@ -16,6 +16,8 @@ const STREAM: u64 = 0x6472_6f70; // "drop"
 #[derive(Debug)]
 pub(crate) struct Adapters {
     pub weights: Weights,
+    /// Frozen ones that the reference model has; without them it is the base.
+    initial: Option<Weights>,
     pub lora: LoraSpec,
     key: RandomKey,
 }
@@ -25,6 +27,8 @@ pub(crate) struct Adapters {
 pub(crate) enum AdapterUse {
     /// The frozen base alone.
     Off,
+    /// The frozen ones that training started from, or the base alone where none are kept.
+    Initial,
     /// As they are.
     On,
     /// As they are trained: the masks of one pass.
@@ -33,8 +37,8 @@ pub(crate) enum AdapterUse {
 
 impl Adapters {
     /// `rank` is part of the key of dropout: ranks train on different tokens.
-    pub(crate) fn new(weights: Weights, lora: LoraSpec, seed: u64, rank: usize) -> Self {
-        Self { weights, lora, key: RandomKey::new(seed, STREAM).fold(rank as u64) }
+    pub(crate) fn new(weights: Weights, initial: Option<Weights>, lora: LoraSpec, seed: u64, rank: usize) -> Self {
+        Self { weights, initial, lora, key: RandomKey::new(seed, STREAM).fold(rank as u64) }
     }
 
     /// For training on a micro-batch of an update.
@@ -48,12 +52,14 @@ impl Adapters {
 
     /// What a block computes with.
     pub(crate) fn block(&mut self, layer: usize, adapter_use: AdapterUse) -> Result<BlockLora> {
-        let dropout = match adapter_use {
-            AdapterUse::Off => return Ok(BlockLora::default()),
-            AdapterUse::On => None,
-            AdapterUse::Dropped(dropout) => Some(dropout.fold(layer as u64)),
+        let (weights, dropout) = match adapter_use {
+            AdapterUse::Off => (None, None),
+            AdapterUse::Initial => (self.initial.as_mut(), None),
+            AdapterUse::On => (Some(&mut self.weights), None),
+            AdapterUse::Dropped(dropout) => (Some(&mut self.weights), Some(dropout.fold(layer as u64))),
         };
-        let flat = self.weights.unit(Unit::Block(layer), &[])?;
+        let Some(weights) = weights else { return Ok(BlockLora::default()) };
+        let flat = weights.unit(Unit::Block(layer), &[])?;
         Ok(self.expand(layer, &flat, dropout))
     }
 

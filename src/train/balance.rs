@@ -32,7 +32,8 @@ pub fn gather_sequences(own: &[Sequence], group: &dyn Collective) -> Result<Vec<
 }
 
 /// The part of `all` that this rank trains on: the largest differencing method (Karmarkar and Karp, 1982) on the costs of
-/// groups with one prompt, which stay together, or of single sequences. Masked ones have no cost and go nowhere. All ranks
+/// groups with one prompt, which stay together, or of single sequences. Masked ones have no cost; the first rank has them, last,
+/// to count them. All ranks
 /// find the same parts; no part is more than the costliest group dearer than another.
 pub fn balanced_share(
     all: &[Sequence],
@@ -41,11 +42,12 @@ pub fn balanced_share(
     rank: usize,
     num_ranks: usize,
 ) -> Vec<Sequence> {
-    let unmasked = (0..all.len()).filter(|&index| !all[index].masked).collect();
+    let (masked, unmasked): (Vec<usize>, Vec<usize>) = (0..all.len()).partition(|&index| all[index].masked);
     let groups = prompt_groups(all, unmasked, share_prompts);
     let costs: Vec<f64> = groups.iter().map(|group| cost(all, group, spec)).collect();
     let own = partition(&costs, num_ranks).swap_remove(rank);
-    own.into_iter().flat_map(|group| &groups[group]).map(|&index| all[index].clone()).collect()
+    let own = own.into_iter().flat_map(|group| &groups[group]);
+    own.chain(masked.iter().filter(|_| rank == 0)).map(|&index| all[index].clone()).collect()
 }
 
 /// Forward and backward of a group in tokens without attention: products take 6 operations a token and weight, attention

@@ -68,12 +68,17 @@ impl<'a> TrainedModel<'a> {
         let share = |sharded: bool| if sharded { trained.total / trained.shards } else { trained.total };
         let wide = accumulation_kind(self.kind);
         TrainBytes {
-            weights: self.base_bytes() + if self.lora.is_some() { element * trained.total } else { 0 },
+            weights: self.base_bytes() + self.adapter_bytes(),
             gradients: self.gradient_kinds().accumulated.elt_size_in_bytes() * share(stage > 1),
             optimizer: 3 * wide.elt_size_in_bytes() * share(stage > 0),
             optimizer_buckets: bucket_bytes(largest(&trained) / if stage > 0 { trained.shards } else { 1 }, wide),
             engine_adapters: self.lora.as_ref().map_or(0, |lora| element * lora.num_expanded(spec)),
         }
+    }
+
+    /// One copy of the adapters' weights, which are whole on every rank.
+    pub fn adapter_bytes(&self) -> usize {
+        if self.lora.is_some() { self.kind.elt_size_in_bytes() * self.trained().total } else { 0 }
     }
 
     /// What an optimizer step reads and writes in device memory: the state both ways, gradients for their norm and again, and

@@ -29,6 +29,8 @@ pub struct PolicyStart<'a> {
     pub seed: u64,
     /// A folder of adapters to go on from.
     pub adapters: Option<&'a Path>,
+    /// Keep a frozen copy of these for [`Policy::reference_logprobs`].
+    pub keeps_initial: bool,
 }
 
 /// The adapters of a frozen policy.
@@ -39,6 +41,8 @@ pub struct AdapterOptions<'a> {
     pub quantization: Quantization,
     /// Key of dropout.
     pub seed: u64,
+    /// Keep a frozen copy of them for [`Policy::reference_logprobs`].
+    pub keeps_initial: bool,
     /// A layout's whole flat tensor `[len]` of the adapters' weights, of any floating kind.
     pub source: &'a dyn Fn(&UnitLayout) -> Result<Tensor>,
 }
@@ -63,7 +67,7 @@ impl Policy {
         source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
         start: PolicyStart<'_>,
     ) -> Result<Self> {
-        let PolicyStart { lora, quantization, seed, adapters: folder } = start;
+        let PolicyStart { lora, quantization, seed, adapters: folder, keeps_initial } = start;
         let Some(lora) = lora else {
             return match folder {
                 Some(folder) => {
@@ -77,7 +81,8 @@ impl Policy {
             Some(files) => files.read_unit(layout, Kind::Float),
             None => init_unit(layout, seed, Kind::Float),
         };
-        let adapters = AdapterOptions { lora, quantization, seed, source: &adapters };
+        let keeps_initial = keeps_initial && earlier.is_some(); // of new ones B is zero: the base is the same
+        let adapters = AdapterOptions { lora, quantization, seed, keeps_initial, source: &adapters };
         Policy::with_adapters(table.clone(), mesh, options, home, source, adapters)
     }
 
@@ -110,7 +115,7 @@ impl Policy {
         source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
         adapters: AdapterOptions<'_>,
     ) -> Result<Self> {
-        let AdapterOptions { lora, quantization, seed, source: adapter_source } = adapters;
+        let AdapterOptions { lora, quantization, seed, keeps_initial, source: adapter_source } = adapters;
         let NetworkOptions { kind, device, .. } = options.network;
         let adapter_table = Arc::new(ParamTable::adapters(table.spec.clone(), &lora, table.shards));
         let (owner, place) = ("policy_weights", (kind, device));
@@ -125,9 +130,12 @@ impl Policy {
             }
         };
         let sharding = Sharding::new(&adapter_table, mesh, options.stage.min(2))?;
+        let copy =
+            |table| Weights::load("reference_adapters", table, sharding.clone(), place, adapter_source, |_, _| Ok(()));
+        let initial = keeps_initial.then(|| copy(adapter_table.clone())).transpose()?;
         let (optimizer, weights) =
             Self::load_trained("adapter_weights", adapter_table, &sharding, options, home, adapter_source)?;
-        let adapters = Adapters::new(weights, lora, seed, mesh.world.rank());
+        let adapters = Adapters::new(weights, initial, lora, seed, mesh.world.rank());
         Ok(Self::assemble(Network::new(base, Some(adapters), options.network), optimizer, sharding, options))
     }
 

@@ -18,7 +18,7 @@ pub struct Sequence {
     pub prompt_len: usize,
     /// Advantage of every completion token.
     pub advantage: f32,
-    /// Takes part in nothing: not packed at all.
+    /// None of its tokens count: it is not packed. As in TRL it is still one of the sequences that means are over.
     pub masked: bool,
     /// The sampler's log-probabilities, one per completion token.
     pub rollout_logprobs: Option<Vec<f32>>,

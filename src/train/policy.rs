@@ -178,12 +178,13 @@ impl Policy {
         self.network.score(micro_batch, temperature, AdapterUse::On)
     }
 
-    /// The same of the frozen base without its adapters: the reference model of a run that trains adapters.
+    /// Scores a micro-batch with the reference model of a run that trains adapters: the frozen base with the adapters that
+    /// training started from where a copy of them is kept, else without any.
     ///
     /// # Errors
     /// As [`Policy::forward_logprobs`].
-    pub fn base_logprobs(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
-        self.network.score(micro_batch, temperature, AdapterUse::Off)
+    pub fn reference_logprobs(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
+        self.network.score(micro_batch, temperature, AdapterUse::Initial)
     }
 
     /// Makes libtorch's cache on a GPU hold one block for all that an update of these micro-batches makes, under a budget of

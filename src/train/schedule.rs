@@ -16,15 +16,9 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// Of a run over `num_rows` rows that takes `rows_per_batch` of them at a time for `updates_per_batch` updates.
-    pub fn new(
-        peak: f64,
-        config: &OptimizerConfig,
-        (num_rows, rows_per_batch): (usize, usize),
-        updates_per_batch: usize,
-    ) -> Self {
-        let batches = config.num_train_epochs * num_rows as f64 / rows_per_batch as f64;
-        let total_steps = config.max_steps.unwrap_or((batches.ceil() as usize).saturating_mul(updates_per_batch));
+    /// Of a run of `max_steps` updates, or without them of `epochs_updates`, those of its epochs.
+    pub fn new(peak: f64, config: &OptimizerConfig, epochs_updates: usize) -> Self {
+        let total_steps = config.max_steps.unwrap_or(epochs_updates);
         Self { kind: config.lr_scheduler_type, peak, warmup_steps: config.warmup_steps, total_steps }
     }
 }

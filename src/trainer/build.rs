@@ -78,7 +78,8 @@ fn learner(
         OptimizerResidency::Stream => OptimizerHome::Stream(pool("optimizer_host", optimizer_bytes)?),
         OptimizerResidency::Resident => OptimizerHome::Resident,
     };
-    let start = PolicyStart { lora, quantization: config.quantization, seed: config.seed, adapters };
+    let keeps_initial = config.keeps_initial_adapters();
+    let start = PolicyStart { lora, quantization: config.quantization, seed: config.seed, adapters, keeps_initial };
     let policy = Policy::start(table.clone(), mesh, options, home, weights, start)?;
     let on_host = plan.reference == ReferenceResidency::Host;
     let reference = match (config.has_reference(), on_host) {

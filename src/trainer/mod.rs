@@ -253,7 +253,7 @@ impl Trainer {
         let outcome = self.update(&sequences)?;
         self.progress.global_step += outcome.num_updates;
         self.progress.generation_step += 1;
-        self.progress.num_tokens += self.count_tokens(&sequences)?;
+        self.progress.num_tokens += self.count_tokens(&groups)?;
         self.output.completions(&groups, self.progress.global_step)?;
         let mut metrics = records::step_metrics(self.rewards.names(), &groups, &advantages, &outcome);
         records::failure_metrics(&mut metrics, self.rewards.take_failures());
@@ -296,8 +296,12 @@ impl Trainer {
     }
 
     /// Tokens of a generation batch over all ranks.
-    fn count_tokens(&self, sequences: &[Sequence]) -> Result<u64> {
-        let own: usize = sequences.iter().map(|sequence| sequence.token_ids.len()).sum();
+    fn count_tokens(&self, groups: &[RolloutGroup]) -> Result<u64> {
+        let of_group = |group: &RolloutGroup| -> usize {
+            let prompt_len = group.prompt.token_ids.len();
+            group.completions.iter().map(|completion| prompt_len + completion.token_ids.len()).sum()
+        };
+        let own: usize = groups.iter().map(of_group).sum();
         let mut total = [own as f64];
         all_reduce_f64(&*self.world.group(), &mut total, ReduceOp::Sum)?;
         Ok(total[0] as u64)

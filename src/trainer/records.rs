@@ -13,20 +13,23 @@ use crate::reward::FailureKind;
 use crate::train::{Sequence, Transitions};
 use crate::types::{Completion, RolloutGroup};
 
-/// One sequence per completion, in order. Completions without a reward, and truncated ones if asked for, are masked.
+/// One sequence per completion that has a reward, in order; truncated ones are masked if asked for. A completion whose rewards
+/// failed is in no update, no denominator and no mean: the others train as if it had not been sampled.
 pub(super) fn sequences(groups: &[RolloutGroup], mask_truncated: bool) -> Vec<Sequence> {
     let of_completion = |group: &RolloutGroup, completion: &Completion| Sequence {
         token_ids: [&group.prompt.token_ids[..], &completion.token_ids[..]].concat(),
         prompt_len: group.prompt.token_ids.len(),
         advantage: completion.advantage,
-        masked: completion.reward.is_none() || (mask_truncated && completion.finish_reason.is_truncated()),
+        masked: mask_truncated && completion.finish_reason.is_truncated(),
         rollout_logprobs: Some(completion.rollout_logprobs.clone()),
         old_logprobs: None,
         ref_logprobs: None,
     };
     groups
         .iter()
-        .flat_map(|group| group.completions.iter().map(|completion| of_completion(group, completion)))
+        .flat_map(|group| group.completions.iter().map(move |completion| (group, completion)))
+        .filter(|(_, completion)| completion.reward.is_some())
+        .map(|(group, completion)| of_completion(group, completion))
         .collect()
 }
 
@@ -147,13 +150,19 @@ mod tests {
     }
 
     #[test]
-    fn failed_and_truncated_completions_are_masked() {
+    fn failed_completions_are_left_out_and_truncated_ones_masked() {
         let groups = [group(&[FinishReason::Eos, FinishReason::Eos, FinishReason::Length])];
         let masked = |mask| sequences(&groups, mask).iter().map(|sequence| sequence.masked).collect::<Vec<_>>();
-        assert_eq!(masked(false), [false, true, false]);
-        assert_eq!(masked(true), [false, true, true]);
+        assert_eq!(masked(false), [false, false]);
+        assert_eq!(masked(true), [false, true]);
         let all = sequences(&groups, false);
-        assert_eq!((all[2].token_ids.as_slice(), all[2].prompt_len), (&[1, 2, 97, 98, 99][..], 2));
-        assert_eq!(all[2].completion_len(), 3);
+        assert_eq!((all[1].token_ids.as_slice(), all[1].prompt_len), (&[1, 2, 97, 98, 99][..], 2));
+        assert_eq!(all[1].completion_len(), 3);
+        let mut without = groups;
+        without[0].completions.remove(1); // the one that failed
+        assert_eq!(
+            sequences(&without, true),
+            sequences(&[group(&[FinishReason::Eos, FinishReason::Eos, FinishReason::Length])], true)
+        );
     }
 }

@@ -54,7 +54,7 @@ impl Preflight {
         let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
         let tokenizer = Arc::new(Tokenizer::from_folder(&source.base)?);
         tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
-        Self::of_model(config, (spec, tokenizer), placement, world_size, room)
+        Self::of_model(config, (spec, tokenizer, source.adapters.is_some()), placement, world_size, room)
     }
 
     /// The same for a shape alone, whose tokens are numbers.
@@ -69,13 +69,13 @@ impl Preflight {
         room: Room,
     ) -> Result<Self> {
         let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
-        Self::of_model(config, (spec, tokenizer), placement, world_size, room)
+        Self::of_model(config, (spec, tokenizer, false), placement, world_size, room)
     }
 
     /// The same for a model that is in no folder.
     fn of_model(
         config: &Config,
-        (spec, tokenizer): (Arc<ModelSpec>, Arc<Tokenizer>),
+        (spec, tokenizer, starts_from_adapters): (Arc<ModelSpec>, Arc<Tokenizer>, bool),
         placement: Placement,
         world_size: usize,
         room: Room,
@@ -89,7 +89,8 @@ impl Preflight {
         let engine_weights = |config: &Config| engine_weight_bytes(config, &table, kind);
         let engine_weight_bytes = engine_weights(config)?;
         let plan_of = |role| {
-            let input = PlanInput { config, table: &table, kind, role, batch, engine_weight_bytes, room };
+            let input =
+                PlanInput { config, table: &table, kind, role, batch, engine_weight_bytes, starts_from_adapters, room };
             MemoryPlan::new(&input, &engine_weights)
         };
         let (plan, engine_plan) = match config.mode {
@@ -208,9 +209,11 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
     let source = ModelSource::new(&config.model_name_or_path, None)?;
     let mut halves = build::halves(&config, &world, &preflight, weights, source.adapters.as_deref())?;
     let mut sampler = PromptSampler::new(dataset.len(), config.seed, config.shuffle_dataset);
-    let updates = batch.updates_per_generation * config.num_iterations;
-    let rows = (dataset.len(), batch.num_prompts);
-    let schedule = Schedule::new(config.learning_rate, &config.optimizer, rows, updates);
+    if config.dataloader_drop_last {
+        sampler = sampler.dropping_last(batch.num_prompts);
+    }
+    let updates = config.updates_in_epochs(&batch, dataset.len());
+    let schedule = Schedule::new(config.learning_rate, &config.optimizer, updates);
     let restored = |checkpoint: &Checkpoint| restore(checkpoint, &config, &dataset, &mut halves, &mut sampler);
     let (progress, carried) = checkpoint.as_ref().map_or(Ok(Default::default()), restored)?;
     if writes_files {

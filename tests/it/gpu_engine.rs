@@ -314,6 +314,7 @@ impl Model {
                     lora: lora.clone(),
                     quantization: Quantization::None,
                     seed: SEED,
+                    keeps_initial: false,
                     source: &source,
                 };
                 let options = PolicyOptions {

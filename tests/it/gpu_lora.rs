@@ -139,7 +139,7 @@ fn losses(device: Device, (kind, residual): (Kind, Kind), quantization: Quantiza
         gradients: GradientOptions::default(),
     };
     let lora = Some(LoraSpec { r: 8, alpha: 16.0, dropout, targets: TargetModule::ALL.to_vec() });
-    let start = PolicyStart { lora, quantization, seed: 3, adapters: None };
+    let start = PolicyStart { lora, quantization, seed: 3, adapters: None, keeps_initial: false };
     let source = |layout: &UnitLayout| Ok(init_unit(layout, 1, Kind::Float)?.f_mul_scalar(5.0)?);
     let mut policy = Policy::start(table, &mesh, options, OptimizerHome::Resident, &source, start).unwrap();
     let ids = |n: usize| (0..20 + 7 * n).map(|at| ((at * 37 + n * 11) % 64) as u32).collect();

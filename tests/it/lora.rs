@@ -102,7 +102,7 @@ fn peft_adapters_load_score_differentiate_and_save_as_in_peft() {
         let weights = |layout: &UnitLayout| files.read_unit(layout, Kind::Float);
         let load = |lora| {
             let adapters = source.adapters.as_deref();
-            let start = PolicyStart { lora, quantization: Quantization::None, seed: 1, adapters };
+            let start = PolicyStart { lora, quantization: Quantization::None, seed: 1, adapters, keeps_initial: false };
             let home = OptimizerHome::Resident;
             Policy::start(table.clone(), &mesh, options(0, (Kind::Float, Kind::Float)), home, &weights, start)
         };
@@ -158,6 +158,16 @@ fn random_adapters(layout: &UnitLayout) -> colo_grpo::Result<Tensor> {
 
 /// Of weights that bfloat16 has.
 fn adapted(mesh: &Mesh, stage: u8, kinds: (Kind, Kind), dropout: f64, quantization: Quantization) -> Policy {
+    adapted_from(mesh, stage, kinds, dropout, (quantization, false))
+}
+
+fn adapted_from(
+    mesh: &Mesh,
+    stage: u8,
+    kinds: (Kind, Kind),
+    dropout: f64,
+    (quantization, keeps_initial): (Quantization, bool),
+) -> Policy {
     let spec = Arc::new(ModelSpec {
         hidden_size: 64,
         intermediate_size: 128,
@@ -166,7 +176,7 @@ fn adapted(mesh: &Mesh, stage: u8, kinds: (Kind, Kind), dropout: f64, quantizati
     });
     let table = Arc::new(ParamTable::new(spec, mesh.shard.size()));
     let lora = LoraSpec { r: 3, alpha: 6.0, dropout, targets: TargetModule::ALL.to_vec() };
-    let adapters = AdapterOptions { lora, quantization, seed: 5, source: &random_adapters };
+    let adapters = AdapterOptions { lora, quantization, seed: 5, keeps_initial, source: &random_adapters };
     let base = |layout: &UnitLayout| Ok(init_unit(layout, 1, Kind::BFloat16)?.to_kind(kinds.0));
     Policy::with_adapters(table, mesh, options(stage, kinds), OptimizerHome::Resident, &base, adapters).unwrap()
 }
@@ -199,7 +209,8 @@ fn stages_are_bitwise_equal_and_leave_the_base_alone() {
                     let units = policy.table().units.iter();
                     units.map(|layout| bits(&policy.unit_weights(layout.unit).unwrap())).collect()
                 };
-                let (before, frozen) = (base(&policy), policy.base_logprobs(&micro_batches[0], 1.0).unwrap().logprobs);
+                let (before, frozen) =
+                    (base(&policy), policy.reference_logprobs(&micro_batches[0], 1.0).unwrap().logprobs);
                 let adapted = policy.forward_logprobs(&micro_batches[0], 1.0).unwrap().logprobs;
                 assert!(!adapted.equal(&frozen));
                 let nlls: Vec<f64> = (0..4)
@@ -211,7 +222,7 @@ fn stages_are_bitwise_equal_and_leave_the_base_alone() {
                     .collect();
                 assert!(dropout > 0.0 || nlls[3] < nlls[0], "{nlls:?}");
                 assert!(base(&policy) == before, "the base changed");
-                assert!(policy.base_logprobs(&micro_batches[0], 1.0).unwrap().logprobs.equal(&frozen));
+                assert!(policy.reference_logprobs(&micro_batches[0], 1.0).unwrap().logprobs.equal(&frozen));
                 let units = policy.trained_table().units.iter();
                 units.map(|layout| bits(&policy.trained_weights(layout.unit).unwrap())).collect::<Vec<_>>()
             };
@@ -219,6 +230,30 @@ fn stages_are_bitwise_equal_and_leave_the_base_alone() {
             for stage in 1..=3 {
                 assert!(after(stage) == expected, "stage {stage}, {kinds:?}");
             }
+        }
+    });
+}
+
+/// Adapters that another run trained are the reference of this one, whatever it does with them.
+#[test]
+fn a_copy_of_the_initial_adapters_stays_the_reference_at_every_stage() {
+    ranks::run(2, "lora::a_copy_of_the_initial_adapters_stays_the_reference_at_every_stage", |world: World| {
+        let mesh = world.mesh(1, 2).unwrap();
+        let micro_batches = packed(&own_sequences(world.rank()), 1000);
+        let kinds = (Kind::Float, Kind::Float);
+        for (stage, quantization) in [(0, Quantization::None), (2, Quantization::Nf4), (3, Quantization::None)] {
+            let reference = |policy: &mut Policy| policy.reference_logprobs(&micro_batches[0], 1.0).unwrap().logprobs;
+            let current = |policy: &mut Policy| policy.forward_logprobs(&micro_batches[0], 1.0).unwrap().logprobs;
+            let mut policy = adapted_from(&mesh, stage, kinds, 0.3, (quantization, true));
+            let initial = current(&mut policy);
+            assert!(reference(&mut policy).equal(&initial), "stage {stage}");
+            for _ in 0..3 {
+                let _ = backward(&mut policy, &micro_batches);
+                assert!(!policy.optimizer_step(1e-2, 1.0).unwrap().skipped);
+            }
+            assert!(reference(&mut policy).equal(&initial) && !current(&mut policy).equal(&initial), "stage {stage}");
+            let base = reference(&mut adapted(&mesh, stage, kinds, 0.3, quantization));
+            assert!(!base.equal(&initial), "stage {stage}");
         }
     });
 }
@@ -323,4 +358,39 @@ fn a_supervised_run_trains_adapters_that_another_run_goes_on_with() {
     let second = losses(&adapters, "second");
     assert!(second[0] < first[3], "{second:?} after {first:?}");
     run(&words(&adapters, "third")).assert_error("adapters without lora.r", 2, &["model_name_or_path", "or lora.r"]);
+}
+
+/// TRL's default: the KL term of a run that goes on with adapters compares with these, before and after a resume.
+#[test]
+fn a_run_that_goes_on_with_adapters_has_them_as_its_reference() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = folder.path().display();
+    let row = r#"{"prompt": "what is one plus one ?", "completion": "the answer is 2"}"#;
+    std::fs::write(folder.path().join("rows.jsonl"), format!("{row}\n").repeat(4)).unwrap();
+    stdout_of(&format!(
+        "sft --config configs/arithmetic/warmup.toml device=cpu model_name_or_path={MODEL} train_file={place}/rows.jsonl \
+         eval_file=none output_dir={place}/sft per_device_train_batch_size=2 max_steps=4 warmup_steps=0 {LORA}"
+    ));
+    let run = |name: &str, more: &str| -> Vec<Vec<u64>> {
+        let line =
+            format!("--nproc 2 {SMALL_RUN} {LORA} model_name_or_path={place}/sft/final beta=0.1 save_steps=2 {more}");
+        stdout_of(&format!("{line} output_dir={place}/{name}"));
+        let numbers =
+            |line: &Value| ["kl", "loss", "grad_norm"].map(|key| line[key].as_f64().unwrap().to_bits()).to_vec();
+        metrics(&folder.path().join(name)).iter().map(numbers).collect()
+    };
+    let kl = |lines: &[Vec<u64>], step: usize| f64::from_bits(lines[step][0]);
+    for (name, more) in [
+        ("whole", "max_steps=4"),
+        ("sharded", "max_steps=2 zero.stage=3"),
+        ("split", "max_steps=2 mode=split split.rollout_gpus=1 residency.optimizer=auto"),
+    ] {
+        let lines = run(name, more);
+        assert!(kl(&lines, 0).abs() < 1e-6 && kl(&lines, 1) > 1e-6, "{name}: {} {}", kl(&lines, 0), kl(&lines, 1));
+        if name == "whole" {
+            let resumed = run("resumed", &format!("{more} resume_from_checkpoint={place}/whole/checkpoint-2"));
+            assert_eq!(resumed, lines[2..], "the copy is that of the first start");
+        }
+    }
+    assert!(kl(&run("base", "max_steps=1 reference=base"), 0) > 1e-4, "the base is another model");
 }

@@ -265,14 +265,24 @@ fn long_prompts_are_counted_and_ragged_batches_train() {
     fs::write(&rows, text.concat()).unwrap();
     let line = format!(
         "--nproc 2 {SMALL_RUN} train_file={} output_dir={} max_prompt_length=8 max_steps=none num_train_epochs=2 \
-         max_tokens_per_micro_batch=20",
+         max_tokens_per_micro_batch=20 lr_scheduler_type=linear learning_rate=1e-4 top_k=-1",
         rows.display(),
         out(folder.path())
     );
-    let ended = run(&line);
+    let ended = run(&format!("{line} dataloader_drop_last=false"));
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     assert!(ended.stderr.contains("6 read, 1 longer than max_prompt_length"), "{}", ended.stderr);
     assert_eq!(metrics(&folder.path().join("out")).len(), 3); // 5 rows twice, 4 prompts a step
+
+    let notice = "command line: top_k = -1 is read as top_k = 0";
+    assert_eq!(ended.stderr.matches(notice).count(), 1, "once for all ranks\n{}", ended.stderr);
+
+    fs::remove_dir_all(folder.path().join("out")).unwrap();
+    let ended = run(&line);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let steps = metrics(&folder.path().join("out"));
+    let column = |name: &str| steps.iter().map(|step| step[name].as_f64().unwrap()).collect::<Vec<_>>();
+    assert_eq!((column("epoch"), column("learning_rate")), (vec![1.0, 2.0], vec![1e-4, 5e-5])); // as TRL 1.16
 }
 
 /// 28: nothing to learn is no failure.

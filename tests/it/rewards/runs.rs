@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::program::{SMALL_RUN, eventually, metrics, processes_of, run};
+use crate::program::{SMALL_RUN, eventually, metrics, processes_of, run, stdout_of};
 
 /// Counts its calls, of all ranks, beside itself. While it is marked as broken it dies in the second step, after 16 completions
 /// in the first.
@@ -71,11 +71,15 @@ fn failures_reach_the_metrics() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("mine.py");
     fs::write(&file, COUNTING).unwrap();
-    let ended = run(&format!(
-        "{SMALL_RUN} max_steps=2 save_steps=none log_completions=true reward_funcs=[\"{}:picky\",\"numeric_answer\"] output_dir={}",
-        file.display(),
-        folder.path().join("run").display()
-    ));
+    let line = |name: &str| {
+        format!(
+            "{SMALL_RUN} max_steps=2 save_steps=none log_completions=true reward_funcs=[\"{}:picky\",\"numeric_answer\"] \
+             output_dir={}",
+            file.display(),
+            folder.path().join(name).display()
+        )
+    };
+    let ended = run(&line("run"));
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     assert!(
         ended.stderr.contains("a reward failed, its samples are masked: ValueError: an odd sum"),
@@ -88,6 +92,12 @@ fn failures_reach_the_metrics() {
         assert!(failed > 0.0 && line["rewards/num_failed"].as_f64() == Some(failed), "{line}");
         assert_eq!(line["rewards/picky/mean"].as_f64(), Some(1.0), "{line}");
         assert!(line.get("rewards/numeric_answer/failed/error").is_none(), "{line}");
+    }
+    let _ = stdout_of(&format!("{} logging_steps=2", line("interval")));
+    let interval = metrics(&folder.path().join("interval"));
+    for name in ["rewards/num_failed", "rewards/picky/failed/error"] {
+        let count = |line: &serde_json::Value| line[name].as_f64().unwrap();
+        assert_eq!(interval.iter().map(count).collect::<Vec<_>>(), [lines.iter().map(count).sum::<f64>()], "{name}");
     }
 }
 

@@ -1,0 +1,205 @@
+//! The way of a run from sequences to metrics held to TRL's own numbers: shares of ranks, packing, loss, masked sequences.
+
+use serde_json::Value;
+use tch::{Device, Tensor};
+
+use super::learner::denominators;
+use super::update::{UpdateOptions, UpdateOutcome, UpdateSums};
+use crate::config::LrSchedulerType;
+use crate::grpo::{LossConfig, LossStats};
+use crate::model::ModelSpec;
+use crate::train::{MicroBatch, PackOptions, Schedule, Scores, Sequence, balanced_share, pack};
+
+const NUM_RANKS: [usize; 3] = [1, 2, 9]; // of nine ranks some have nothing
+
+/// A generation batch and what a network would say of it.
+struct Table {
+    sequences: Vec<Sequence>,
+    logprobs: Vec<Vec<f64>>,
+    entropy: Vec<Vec<f64>>,
+}
+
+impl Table {
+    /// What the ranks report together after one update, and their losses' sum.
+    fn update(&self, config: &LossConfig, num_ranks: usize) -> (f64, LossStats) {
+        let options = options(config);
+        let divisors = denominators(std::slice::from_ref(&self.sequences), config.loss_type)[0];
+        let (spec, mut loss, mut stats) = (ModelSpec::preset("qwen2.5-0.5b").unwrap(), 0.0, LossStats::default());
+        for rank in 0..num_ranks {
+            let share = balanced_share(&self.sequences, &spec, false, rank, num_ranks);
+            let (mut sums, mut outcome) = (UpdateSums::default(), UpdateOutcome::default());
+            sums.count_masked(&share, &options).unwrap();
+            let packing = PackOptions { max_tokens: 12, share_prompts: false, device: Device::Cpu };
+            for micro_batch in pack(&share, &packing).unwrap() {
+                let scores = self.scores(&micro_batch, &share);
+                let _ = sums.differentiate(&micro_batch, &scores, &divisors, &options).unwrap();
+            }
+            sums.read_into(&mut outcome).unwrap();
+            loss += outcome.loss;
+            if !outcome.stats.entries().is_empty() {
+                stats.merge(&outcome.stats).unwrap();
+            }
+        }
+        (loss, stats)
+    }
+
+    /// The first prompt token of a sequence is its row.
+    fn scores(&self, micro_batch: &MicroBatch, share: &[Sequence]) -> Scores {
+        let rows = || micro_batch.sequences.iter().map(|&index| share[index].token_ids[0] as usize);
+        let of_rows =
+            |values: &[Vec<f64>]| Tensor::from_slice(&rows().flat_map(|row| values[row].clone()).collect::<Vec<_>>());
+        Scores { logprobs: of_rows(&self.logprobs), entropy: of_rows(&self.entropy) }
+    }
+}
+
+fn options(config: &LossConfig) -> UpdateOptions {
+    UpdateOptions {
+        loss: config.clone(),
+        temperature: 1.0,
+        num_iterations: 1,
+        updates_per_generation: 1,
+        max_tokens_per_micro_batch: 12,
+        share_prompts: false,
+        schedule: Schedule { kind: LrSchedulerType::Constant, peak: 0.0, warmup_steps: 0, total_steps: 1 },
+        global_step: 0,
+        max_grad_norm: 1.0,
+        device: Device::Cpu,
+    }
+}
+
+fn numbers(value: &Value) -> Vec<f64> {
+    value.as_array().unwrap().iter().map(|value| value.as_f64().unwrap_or(f64::NAN)).collect()
+}
+
+fn golden_table(golden: &Value, case: &Value) -> Table {
+    let lengths: Vec<usize> = numbers(&golden["batch"]["lengths"]).iter().map(|length| *length as usize).collect();
+    let rows = |key: &str| -> Vec<Vec<f64>> {
+        let values = numbers(&golden["batch"][key]);
+        let mut rest = values.as_slice();
+        let row = |length: &usize| rest.split_off(..*length).unwrap().to_vec();
+        lengths.iter().map(row).collect()
+    };
+    let floats = |row: &Vec<f64>| row.iter().map(|value| *value as f32).collect::<Vec<_>>();
+    let masked = case["mask_truncated"].as_bool().unwrap().then(|| golden["truncated"].as_u64().unwrap() as usize);
+    let (rollout, old, reference) = (rows("rollout_logprobs"), rows("old_logprobs"), rows("ref_logprobs"));
+    let (uses_old, advantages) = (case["use_old"].as_bool().unwrap(), numbers(&case["advantages"]));
+    let sequence = |index: usize| Sequence {
+        advantage: advantages[index] as f32,
+        masked: masked == Some(index),
+        rollout_logprobs: Some(floats(&rollout[index])),
+        old_logprobs: uses_old.then(|| floats(&old[index])),
+        ref_logprobs: Some(floats(&reference[index])),
+        ..Sequence::of_tokens(vec![index as u32; 1 + lengths[index]], 1)
+    };
+    Table {
+        sequences: (0..lengths.len()).map(sequence).collect(),
+        logprobs: rows("logprobs"),
+        entropy: rows("entropy"),
+    }
+}
+
+fn value(stats: &LossStats, name: &str) -> f64 {
+    stats.entries().iter().find(|(known, _)| *known == name).unwrap_or_else(|| panic!("no {name}")).1.value()
+}
+
+#[test]
+fn a_run_reports_what_trl_reports_on_the_same_sequences() {
+    let golden: Value = serde_json::from_str(include_str!("../../tests/golden/grpo.json")).unwrap();
+    let cases = golden["losses"].as_array().unwrap();
+    assert!(cases.iter().filter(|case| case["mask_truncated"] == true).count() >= 20);
+    for (case, num_ranks) in cases.iter().flat_map(|case| NUM_RANKS.map(|num_ranks| (case, num_ranks))) {
+        let what = format!("{}, {num_ranks} ranks", case["name"]);
+        let config = &case["config"];
+        let config = LossConfig {
+            loss_type: serde_json::from_value(config["loss_type"].clone()).unwrap(),
+            importance_sampling_level: serde_json::from_value(config["importance_sampling_level"].clone()).unwrap(),
+            epsilon: config["epsilon"].as_f64().unwrap(),
+            epsilon_high: config["epsilon_high"].as_f64().unwrap(),
+            delta: config["delta"].as_f64(),
+            beta: config["beta"].as_f64().unwrap(),
+            use_bias_correction_kl: config["use_bias_correction_kl"].as_bool().unwrap(),
+            importance_sampling_correction: config["importance_sampling_correction"].as_bool().unwrap(),
+            importance_sampling_mode: serde_json::from_value(config["importance_sampling_mode"].clone()).unwrap(),
+            importance_sampling_clip_max: config["importance_sampling_clip_max"].as_f64().unwrap(),
+            max_completion_length: config["max_completion_length"].as_u64().unwrap() as usize,
+        };
+        let (loss, stats) = golden_table(&golden, case).update(&config, num_ranks);
+        let near = |got: f64, expected: f64, what: &str| {
+            let close = (got - expected).abs() <= 1e-5 * expected.abs().max(1e-2); // old log-probabilities are float32 here
+            assert!(close || (got.is_nan() && expected.is_nan()), "{what}: got {got}, expected {expected}");
+        };
+        near(loss, case["loss"].as_f64().unwrap(), &what);
+        for (metric, expected) in case["metrics"].as_object().unwrap() {
+            near(value(&stats, metric), expected.as_f64().unwrap_or(f64::NAN), &format!("{what}: {metric}"));
+        }
+    }
+}
+
+/// New tables: TRL's `global_masked_mean`, `masked_seq_mean` and sampler ratios on padded rows, written out as its code has them.
+#[test]
+fn means_over_sequences_count_masked_ones() {
+    for (num_masked, seed) in (0..=6).flat_map(|num_masked| (0..8).map(move |seed| (num_masked, seed))) {
+        let mut word: u64 = seed;
+        let mut draw = |scale: f64| {
+            word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            scale * ((word >> 11) as f64 / (1u64 << 52) as f64 - 1.0)
+        };
+        let sequence = |index: usize, draw: &mut dyn FnMut(f64) -> f64| {
+            let length = 1 + (draw(4.0).abs() as usize);
+            let old: Vec<f32> = (0..length).map(|_| draw(1.0) as f32 - 2.0).collect();
+            let rollout = old.iter().map(|old| old + draw(0.3) as f32).collect();
+            let logprobs: Vec<f64> = old.iter().map(|old| f64::from(*old) + draw(0.8)).collect();
+            let sequence = Sequence {
+                advantage: draw(1.0) as f32,
+                masked: index < num_masked,
+                rollout_logprobs: Some(rollout),
+                old_logprobs: Some(old),
+                ..Sequence::of_tokens(vec![index as u32; 1 + length], 1)
+            };
+            (sequence, logprobs)
+        };
+        let (sequences, logprobs): (Vec<_>, Vec<_>) = (0..6).map(|index| sequence(index, &mut draw)).unzip();
+        let config = LossConfig {
+            importance_sampling_level: crate::config::ImportanceSamplingLevel::Sequence,
+            importance_sampling_clip_max: 1.2,
+            ..LossConfig::default()
+        };
+        let table = Table { entropy: logprobs.clone(), sequences, logprobs };
+        let counts = |index: usize| if table.sequences[index].masked { 0.0 } else { 1.0 };
+        let sum = |index: usize, difference: &dyn Fn(usize) -> f64| -> f64 {
+            (0..table.logprobs[index].len()).map(|at| counts(index) * difference(at)).sum()
+        };
+        let old = |index: usize, at: usize| f64::from(table.sequences[index].old_logprobs.as_ref().unwrap()[at]);
+        let sampled =
+            |index: usize, at: usize| f64::from(table.sequences[index].rollout_logprobs.as_ref().unwrap()[at]);
+        let length = |index: usize| (counts(index) * table.logprobs[index].len() as f64).max(1.0);
+        let ratio = |index: usize| (sum(index, &|at| table.logprobs[index][at] - old(index, at)) / length(index)).exp();
+        let advantage = |index: usize| table.sequences[index].advantage;
+        let flag = |is: bool| f64::from(u8::from(is));
+        let low: Vec<f64> = (0..6).map(|index| flag(ratio(index) < 0.8 && advantage(index) < 0.0)).collect();
+        let high: Vec<f64> = (0..6).map(|index| flag(ratio(index) > 1.2 && advantage(index) > 0.0)).collect();
+        let weight = |index: usize| sum(index, &|at| old(index, at) - sampled(index, at)).exp();
+        let weights: Vec<f64> = (0..6).map(weight).map(|weight| if weight > 1.2 { 0.0 } else { weight }).collect();
+        let least = |values: &[f64]| values.iter().copied().fold(f64::INFINITY, f64::min);
+        let most = |values: &[f64]| values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let mean = |values: &[f64]| values.iter().sum::<f64>() / 6.0;
+        for num_ranks in NUM_RANKS {
+            let (_, stats) = table.update(&config, num_ranks);
+            for (name, expected) in [
+                ("clip_ratio/low_mean", mean(&low)),
+                ("clip_ratio/high_mean", mean(&high)),
+                ("clip_ratio/low_min", least(&low)),
+                ("clip_ratio/high_max", most(&high)),
+                ("sampling/importance_sampling_ratio/min", least(&weights)),
+                ("sampling/importance_sampling_ratio/mean", mean(&weights)),
+                ("sampling/importance_sampling_ratio/max", most(&weights)),
+            ] {
+                let got = value(&stats, name);
+                assert!(
+                    (got - expected).abs() < 1e-6,
+                    "{num_masked} masked, {num_ranks} ranks, {name}: {got}, {expected}"
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! TRL 1.16's defaults, and why some are others here.
+
+use std::fmt::Write;
+
+use serde_json::Value;
+
+use super::field::KeyDoc;
+
+/// A key of ours that TRL's `GRPOConfig`, transformers' `TrainingArguments` below it or TRL's `ModelConfig` has.
+struct Foreign {
+    key: &'static str,
+    /// TRL's name, where it is another.
+    name: Option<&'static str>,
+    /// TRL's default as JSON, `"none"` for None and for -1 where that means none.
+    default: &'static str,
+    /// Why ours is another, where it is.
+    reason: &'static str,
+}
+
+const fn same(key: &'static str, default: &'static str) -> Foreign {
+    Foreign { key, name: None, default, reason: "" }
+}
+
+const fn renamed(key: &'static str, name: &'static str, default: &'static str) -> Foreign {
+    Foreign { key, name: Some(name), default, reason: "" }
+}
+
+impl Foreign {
+    const fn but(self, reason: &'static str) -> Self {
+        Self { reason, ..self }
+    }
+}
+
+const FOREIGN: &[Foreign] = &[
+    same("dtype", r#""float32""#).but("bfloat16 on CUDA: TRL loads float32 and trains in bfloat16 by autocast"),
+    same("output_dir", r#""trainer_output""#).but("a shorter name"),
+    same("shuffle_dataset", "true"),
+    same("dataloader_drop_last", "false").but("TRL's sampler leaves out the ragged batch whatever this says"),
+    same("num_generations", "8"),
+    same("per_device_train_batch_size", "8"),
+    same("gradient_accumulation_steps", "1"),
+    same("steps_per_generation", r#""none""#),
+    same("generation_batch_size", r#""none""#),
+    same("num_iterations", "1"),
+    same("max_completion_length", "512"),
+    renamed("max_model_length", "vllm_max_model_length", r#""none""#),
+    same("temperature", "1.0"),
+    same("top_p", "1.0"),
+    same("top_k", "0"),
+    same("min_p", r#""none""#),
+    same("repetition_penalty", "1.0"),
+    renamed("tensor_parallel_size", "vllm_tensor_parallel_size", "1"),
+    renamed("gpu_memory_utilization", "vllm_gpu_memory_utilization", "0.3")
+        .but("a share of what training leaves, which the engine frees before training"),
+    same("beta", "0.0"),
+    same("epsilon", "0.2"),
+    same("epsilon_high", r#""none""#),
+    same("delta", r#""none""#),
+    same("loss_type", r#""dapo""#),
+    same("importance_sampling_level", r#""token""#),
+    same("scale_rewards", r#""group""#),
+    same("mask_truncated_completions", "false"),
+    renamed("importance_sampling_correction", "vllm_importance_sampling_correction", "true"),
+    renamed("importance_sampling_mode", "vllm_importance_sampling_mode", r#""sequence_mask""#),
+    renamed("importance_sampling_clip_max", "vllm_importance_sampling_clip_max", "3.0"),
+    same("use_bias_correction_kl", "true"),
+    same("learning_rate", "1e-6"),
+    same("adam_beta1", "0.9"),
+    same("adam_beta2", "0.999"),
+    same("adam_epsilon", "1e-8"),
+    same("weight_decay", "0.0"),
+    same("max_grad_norm", "1.0"),
+    same("lr_scheduler_type", r#""linear""#),
+    same("warmup_steps", "0"),
+    same("max_steps", r#""none""#),
+    same("num_train_epochs", "3.0"),
+    same("gradient_checkpointing", "true").but("the least recomputation that fits the memory"),
+    renamed("lora.r", "lora_r", "16").but("there is no `use_peft`: a rank turns adapters on"),
+    renamed("lora.alpha", "lora_alpha", "32.0"),
+    renamed("lora.dropout", "lora_dropout", "0.05").but("with dropout, old log-probabilities need a pass of their own"),
+    renamed("lora.target_modules", "lora_target_modules", r#""none""#)
+        .but("PEFT's choice depends on the model: here all projections, as PEFT's \"all-linear\""),
+    same("logging_steps", "10").but("a step takes seconds to minutes, a line nothing"),
+    same("save_steps", "500"),
+    same("save_total_limit", r#""none""#),
+    same("eval_steps", r#""none""#),
+    renamed("eval_num_generations", "num_generations_eval", r#""none""#)
+        .but("TRL takes `num_generations`; one sample a problem is the usual accuracy"),
+    same("log_completions", "false"),
+    same("seed", "42"),
+    same("full_determinism", "false"),
+    same("resume_from_checkpoint", r#""none""#),
+];
+
+/// The defaults of `keys` that are not TRL's, as a table.
+pub(super) fn table(keys: &[KeyDoc]) -> String {
+    let mut text = "| key | default here | TRL 1.16 | why |\n|---|---|---|---|\n".to_owned();
+    for foreign in FOREIGN.iter().filter(|foreign| !foreign.reason.is_empty()) {
+        let ours = keys.iter().find(|key| key.key == foreign.key).and_then(|key| key.default.as_ref());
+        let name = foreign.name.map(|name| format!(" (`{name}`)")).unwrap_or_default();
+        let cells = [shown(ours), shown(Some(&foreign.value())) + &name];
+        let _ = writeln!(text, "| `{}` | {} | {} | {} |", foreign.key, cells[0], cells[1], foreign.reason);
+    }
+    text
+}
+
+impl Foreign {
+    fn value(&self) -> Value {
+        serde_json::from_str(self.default).expect("the table holds JSON")
+    }
+}
+
+fn shown(value: Option<&Value>) -> String {
+    match value {
+        None => "required".to_owned(),
+        Some(Value::String(word)) => format!("`{word}`"),
+        Some(value) => format!("`{value}`"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Config;
+    use super::super::reference::described;
+    use super::*;
+
+    /// Defaults change with a reason, or not at all.
+    #[test]
+    fn a_default_is_trl_s_or_has_a_reason() {
+        let keys = described::<Config>();
+        for foreign in FOREIGN {
+            let ours = keys.iter().find(|key| key.key == foreign.key).unwrap_or_else(|| panic!("{}", foreign.key));
+            let (ours, theirs) = (ours.default.as_ref().unwrap(), foreign.value());
+            let is_same = match (ours.as_f64(), theirs.as_f64()) {
+                (Some(ours), Some(theirs)) => ours == theirs,
+                _ => *ours == theirs,
+            };
+            assert_eq!(is_same, foreign.reason.is_empty(), "{}: {ours} here, {theirs} in TRL", foreign.key);
+        }
+        assert_eq!(table(&keys).lines().count(), 2 + FOREIGN.iter().filter(|it| !it.reason.is_empty()).count());
+    }
+}
