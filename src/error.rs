@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use crate::phase::{self, Phase};
 
 mod exit_code;
+mod refusal;
 
 pub use exit_code::ExitCode;
 
@@ -164,11 +165,11 @@ pub enum Error {
 
     // ---- memory: exit code 11 ----
     /// An allocation that did not succeed.
-    #[error("out of memory: {owner} asked for {requested_bytes} bytes")]
+    #[error("out of memory: {owner} asked for {}", amount(*requested_bytes))]
     OutOfMemory {
         /// Owner of the allocation and, where known, who holds the rest and which key to lower.
         owner: String,
-        /// Size of the allocation.
+        /// Size of the allocation; 0 where a library does not say.
         requested_bytes: usize,
     },
 
@@ -301,15 +302,26 @@ impl Error {
         Error::BadFile { path: path.into(), message: message.into() }
     }
 
-    /// The error of a panic with `message`: tensor operations panic where libtorch finds no memory.
+    /// The error of a panic with `message`. Operations return their failures; this is the net below those that do not.
     pub fn of_panic(place: &'static str, message: String) -> Error {
-        out_of_memory(&message).unwrap_or(Error::Panic { place, message })
+        Error::out_of_memory(&message).unwrap_or(Error::Panic { place, message })
+    }
+
+    /// [`Error::OutOfMemory`] if that is what the `message` of a library or a driver says; `None` if it is about something else.
+    pub(crate) fn out_of_memory(message: &str) -> Option<Error> {
+        let requested_bytes = refusal::requested_bytes(message)?;
+        let what = if requested_bytes > 0 { "a tensor" } else { "a library" };
+        Some(Error::OutOfMemory { owner: format!("{what} in {}", phase::at_failure().name()), requested_bytes })
     }
 
     /// A configuration value error.
     pub fn invalid_value(key: &str, got: impl ToString, expected: impl Into<String>) -> Error {
         Error::InvalidValue { key: key.to_owned(), got: got.to_string(), expected: expected.into() }
     }
+}
+
+fn amount(bytes: usize) -> String {
+    if bytes == 0 { "more".to_owned() } else { format!("{bytes} bytes") }
 }
 
 /// What a panic said.
@@ -320,35 +332,6 @@ pub fn panic_message(panic: &(dyn Any + Send)) -> String {
 
 impl From<tch::TchError> for Error {
     fn from(error: tch::TchError) -> Self {
-        out_of_memory(&error.to_string()).unwrap_or(Error::Torch(error))
-    }
-}
-
-/// What libtorch's message says of an allocation that did not succeed; `None` if it is about something else.
-fn out_of_memory(message: &str) -> Option<Error> {
-    let on_host = message.split_once("can't allocate memory: you tried to allocate ");
-    let on_device = message.split_once("CUDA out of memory. Tried to allocate ");
-    let (_, size) = on_host.or(on_device)?;
-    let (number, unit) = size.split_once(' ')?;
-    let scale = ["bytes", "KiB", "MiB", "GiB"].iter().position(|name| unit.starts_with(name))? as i32;
-    let requested_bytes = (number.parse::<f64>().ok()? * 1024f64.powi(scale)) as usize;
-    Some(Error::OutOfMemory { owner: format!("a tensor in {}", phase::at_failure().name()), requested_bytes })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn libtorch_s_lack_of_memory_is_told_from_other_errors() {
-        let host = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to \
-                    allocate 4096 bytes. Error code 12 (Cannot allocate memory)";
-        let device = "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 139.81 GiB";
-        for (message, bytes) in [(host, 4096), (device, 3 << 29)] {
-            let error = Error::of_panic("a test", message.to_owned());
-            let Error::OutOfMemory { requested_bytes, .. } = &error else { panic!("{error}") };
-            assert_eq!((*requested_bytes, error.exit_code()), (bytes, ExitCode::OutOfMemory));
-        }
-        assert_eq!(Error::of_panic("a test", "shapes differ".to_owned()).exit_code(), ExitCode::RankDied);
+        Error::out_of_memory(&error.to_string()).unwrap_or(Error::Torch(error))
     }
 }

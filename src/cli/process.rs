@@ -14,6 +14,7 @@ use crate::cuda::Placement;
 use crate::dist::{Backend, WorkerEnv, World, WorldOptions};
 use crate::error::{Error, ExitCode, Result, panic_message};
 use crate::launch::{self, LaunchOptions};
+use crate::memory::explain_out_of_memory;
 use crate::phase::{self, Limits};
 
 /// How the ranks of a command are watched, and what becomes of them when one dies.
@@ -112,6 +113,7 @@ pub(super) fn prepared<T>(
     let world = Arc::new(world);
     let outcome = catch_unwind(AssertUnwindSafe(|| work(world.clone(), prepared)));
     let outcome = outcome.unwrap_or_else(|panic| Err(Error::of_panic("the program", panic_message(&*panic))));
+    let outcome = outcome.map_err(explain_out_of_memory);
     if let Err(error) = &outcome {
         world.post_failure(error);
     }

@@ -147,6 +147,8 @@ struct Service {
 
 /// An engine with the weights of a model folder, or of adapters and their base.
 fn serve(args: &SourceArgs, sampling: &SamplingArgs, world: &Arc<World>, kinds: (Kind, Kind)) -> Result<Service> {
+    let device = world.device();
+    phase::on_fill(move |left_bytes| memory::fill(device, left_bytes));
     phase::arm_fault(sampling.fault.clone(), world.rank());
     phase::scope(Phase::Load, || load(args, sampling, world, kinds))
 }

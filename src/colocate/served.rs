@@ -94,7 +94,7 @@ impl Served {
         let (table, units) = (&self.table, &self.units);
         let unit = |unit: Unit| Ok(units[table.index(unit)].shallow_clone());
         let adapters = self.adapters.as_ref();
-        let adapters = |layer| adapters.map_or_else(|| no_adapters(layer), |adapters| Ok(adapters.block(layer)));
+        let adapters = |layer| adapters.map_or_else(|| no_adapters(layer), |adapters| adapters.block(layer));
         let weights = self.slices.of_units(table, 0, &mut { unit }, &adapters, &[])?;
         generate(&mut self.engine, weights, 0, work)
     }
@@ -134,7 +134,7 @@ impl Adapters {
         Ok(Self { lora, table, units })
     }
 
-    fn block(&self, layer: usize) -> BlockLora {
+    fn block(&self, layer: usize) -> Result<BlockLora> {
         let layout = self.table.unit(Unit::Block(layer));
         BlockLora::expand(&self.table.spec, &self.lora, layout, &self.units[layer], None)
     }

@@ -7,6 +7,7 @@ use tch::{Device, Kind, Tensor};
 use crate::error::Result;
 use crate::grpo::{Denominators, DeviceStats, LossConfig, LossInput, LossOutput, LossStats, policy_loss};
 use crate::phase::{self, Phase};
+use crate::torch::scalar;
 use crate::train::{MicroBatch, Schedule, Scores, Sequence, TokenGradients};
 
 /// How a generation batch becomes updates.
@@ -116,7 +117,7 @@ impl UpdateSums {
         let LossOutput { loss, dlogprobs, stats } = policy_loss(&input, &options.loss, denominators)?;
         // A loss that is not finite makes the gradient so: its norm tells all ranks to skip.
         let spoilt = if phase::fires_nan(Phase::ForwardBackward) { f64::NAN } else { 0.0 };
-        let dlogprobs = dlogprobs + &loss * spoilt;
+        let dlogprobs = dlogprobs.f_add(&loss.f_mul(&scalar(spoilt))?)?;
         self.add(&loss, stats)?;
         Ok(TokenGradients { dlogprobs, dentropy: None })
     }
@@ -156,7 +157,7 @@ impl UpdateSums {
         match &mut self.0 {
             None => self.0 = Some((loss.shallow_clone(), more)),
             Some((sum, stats)) => {
-                *sum = &*sum + loss;
+                *sum = sum.f_add(loss)?;
                 stats.merge(&more)?;
             }
         }

@@ -111,7 +111,7 @@ impl EngineSlices {
         let kept = &mut self.adapters;
         kept.resize_with(table.spec.num_layers, BlockLora::default);
         let adapters = &mut |layer: usize| -> Result<BlockLora> {
-            Ok(adapters(layer)?.tp_slice(&table.spec, tp.0, tp.1).kept_in(&mut kept[layer]))
+            adapters(layer)?.tp_slice(&table.spec, tp.0, tp.1)?.kept_in(&mut kept[layer])
         };
         let (arena, kind) = match &mut self.storage {
             Storage::Gathered(arena, kind) => (arena, kind),
@@ -178,7 +178,7 @@ fn slices<'a>(
     let mut blocks = Vec::with_capacity(spec.num_layers);
     for layer in 0..spec.num_layers {
         let whole = BlockParams::view(table.unit(Unit::Block(layer)), &unit(Unit::Block(layer))?);
-        let block = whole.tp_slice(spec, tp_rank, tp_size).try_map(keep)?;
+        let block = whole.tp_slice(spec, tp_rank, tp_size)?.try_map(keep)?;
         blocks.push(BlockParams { lora: adapters(layer)?, ..block });
     }
     let head = HeadParams::view(table.unit(Unit::Head), &unit(Unit::Head)?);

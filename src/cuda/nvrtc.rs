@@ -144,7 +144,8 @@ fn compile(source: &Source, capability: (i32, i32)) -> Result<Vec<u8>> {
         // SAFETY: as above.
         let log = unsafe { result::get_program_log(program) }.unwrap_or_default();
         let log: Vec<u8> = log.into_iter().map(|byte| byte as u8).take_while(|&byte| byte != 0).collect();
-        environment(&format!("{} for {architecture}: {error}\n{}", source.file, String::from_utf8_lossy(&log)))
+        let message = format!("{} for {architecture}: {error}\n{}", source.file, String::from_utf8_lossy(&log));
+        Error::out_of_memory(&message).unwrap_or_else(|| environment(&message))
     });
     // SAFETY: compiled above.
     let image = outcome.and_then(|()| unsafe { machine_code(program) });

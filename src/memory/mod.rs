@@ -8,6 +8,8 @@ mod arena;
 mod chunks;
 mod cpu;
 mod cuda;
+mod explain;
+mod fill;
 mod host;
 mod host_pool;
 mod ledger;
@@ -17,6 +19,8 @@ mod pages;
 
 pub use arena::Arena;
 pub use chunks::{free_bytes, release_idle, settle};
+pub use explain::explain_out_of_memory;
+pub use fill::fill;
 pub use host::{available_host_bytes, peak_resident_bytes};
 pub use host_pool::{Direction, HostPool, Mark, Pending};
 pub use ledger::{Ledger, Place};

@@ -20,7 +20,7 @@ use crate::ops::attention::{Bounds, PackedLayout, SavedAttention, packed_backwar
 use crate::ops::heads::{self, HeadGradients, HeadNormWeights, Heads};
 use crate::ops::rope::RopeRows;
 use crate::ops::swiglu::GateUp;
-use crate::ops::{linear, rms_norm};
+use crate::ops::{linear, rms_norm, try_map};
 
 /// What all blocks share in one pass over a batch of tokens.
 #[derive(Debug, Clone, Copy)]
@@ -38,7 +38,7 @@ pub trait Attention {
     /// Attention output [T, H, hd] and, where a backward may follow, the log-sum-exp of the scores [T, H].
     ///
     /// # Errors
-    /// What the implementation meets; libtorch's own failures on these shapes are bugs and panic.
+    /// What the implementation meets, [`Error::OutOfMemory`] among it.
     fn forward(
         &mut self,
         layer: usize,
@@ -68,10 +68,10 @@ impl PackedAttention {
         Self { layout, scale: attention_scale(spec) }
     }
 
-    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Attended {
+    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Attended> {
         let run = || packed_forward(q, k, v, &self.layout, self.scale);
-        let (o, lse) = timed("attention", Work::default, run);
-        Attended { o, lse }
+        let (o, lse) = timed("attention", Work::default, run)?;
+        Ok(Attended { o, lse })
     }
 }
 
@@ -82,7 +82,7 @@ pub fn attention_scale(spec: &ModelSpec) -> f64 {
 
 impl Attention for PackedAttention {
     fn forward(&mut self, _layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
-        let Attended { o, lse } = self.attend(q, k, v);
+        let Attended { o, lse } = self.attend(q, k, v)?;
         Ok((o, Some(lse)))
     }
 }
@@ -114,7 +114,7 @@ impl SavedBlock {
 /// y [T, D]; and what `keep` asks for, if a backward will follow.
 ///
 /// # Errors
-/// Those of `attention` and of the tensor-parallel group; [`Error::InvalidArgument`] if a backward is to follow an
+/// Those of `attention` and of the tensor-parallel group; [`Error::OutOfMemory`]; [`Error::InvalidArgument`] if a backward is to follow an
 /// attention that gives no log-sum-exp.
 pub fn block_forward(
     ctx: &BlockContext<'_>,
@@ -124,11 +124,11 @@ pub fn block_forward(
     attention: &mut dyn Attention,
     keep: Option<GradientCheckpointing>,
 ) -> Result<(Tensor, Option<SavedBlock>)> {
-    let heads = project(ctx, w, &input_norm(ctx, w, x).0);
+    let heads = project(ctx, w, &input_norm(ctx, w, x)?.0)?;
     let (o, lse) = attention.forward(layer, &heads.q, &heads.k, &heads.v)?;
-    let h = row_parallel(ctx, &o.flatten(1, 2), &w.o, w.lora.o.as_ref(), x)?;
-    let gate_up = lora::gate_up(w.lora.gate_up.as_ref(), &post_norm(ctx, w, &h).0, &w.gate_up);
-    let y = row_parallel(ctx, &gate_up.activate(), &w.down, w.lora.down.as_ref(), &h)?;
+    let h = row_parallel(ctx, &o.f_flatten(1, 2)?, &w.o, w.lora.o.as_ref(), x)?;
+    let gate_up = lora::gate_up(w.lora.gate_up.as_ref(), &post_norm(ctx, w, &h)?.0, &w.gate_up)?;
+    let y = row_parallel(ctx, &gate_up.activate()?, &w.down, w.lora.down.as_ref(), &h)?;
     let Some(keep) = keep else { return Ok((y, None)) };
     let attention = match (keep, lse) {
         (GradientCheckpointing::Full, _) => None,
@@ -142,7 +142,7 @@ pub fn block_forward(
 /// dx [T, D]; the gradients of the weights, or of the adapters alone, are added to `grads`, in place.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] on a tensor-parallel slice: only whole blocks train.
+/// [`Error::OutOfMemory`]; [`Error::InvalidArgument`] on a tensor-parallel slice: only whole blocks train.
 pub fn block_backward(
     ctx: &BlockContext<'_>,
     w: &BlockParams,
@@ -159,7 +159,7 @@ pub fn block_backward(
         Some(half) => half,
         None => AttentionHalf::forward(ctx, w, &x, packed)?,
     };
-    let dh = mlp_backward(ctx, w, dy, &half.h, saved.gate_up, grads);
+    let dh = mlp_backward(ctx, w, dy, &half.h, saved.gate_up, grads)?;
     half.backward(ctx, w, &x, &dh, packed, grads)
 }
 
@@ -174,9 +174,9 @@ struct AttentionHalf {
 
 impl AttentionHalf {
     fn forward(ctx: &BlockContext<'_>, w: &BlockParams, x: &Tensor, packed: &PackedAttention) -> Result<Self> {
-        let heads = project(ctx, w, &input_norm(ctx, w, x).0);
-        let Attended { o, lse } = packed.attend(&heads.q, &heads.k, &heads.v);
-        let h = row_parallel(ctx, &o.flatten(1, 2), &w.o, w.lora.o.as_ref(), x)?;
+        let heads = project(ctx, w, &input_norm(ctx, w, x)?.0)?;
+        let Attended { o, lse } = packed.attend(&heads.q, &heads.k, &heads.v)?;
+        let h = row_parallel(ctx, &o.f_flatten(1, 2)?, &w.o, w.lora.o.as_ref(), x)?;
         Ok(Self { heads, o, lse, h })
     }
 
@@ -192,21 +192,25 @@ impl AttentionHalf {
     ) -> Result<Tensor> {
         let Qkv::Grouped { weight, .. } = &w.qkv else { return Err(invalid("grouped qkv weights", "split ones")) };
         let Self { heads, o, lse, .. } = self;
-        let d_o = lora::backward(dh, &o.flatten(1, 2), &w.o, grads.of(w, Matrix::O)).view_as(&o);
+        let d_o = lora::backward(dh, &o.f_flatten(1, 2)?, &w.o, grads.of(w, Matrix::O))?.view_as(&o);
         let saved = SavedAttention { q: &heads.q, k: &heads.k, v: &heads.v, o: &o, lse: &lse };
         let attention = || packed_backward(&d_o, saved, &packed.layout, packed.scale);
-        let (dq, dk, dv) = timed("attention, backward", Work::default, attention);
+        let (dq, dk, dv) = timed("attention, backward", Work::default, attention)?;
         let norms = head_norms(ctx, w);
-        let mut d_norms = norms.map(|norms| {
-            [grads.norm(norms.q, |grads| grads.q_norm.as_ref()), grads.norm(norms.k, |grads| grads.k_norm.as_ref())]
-        });
+        let mut d_norms = match norms {
+            Some(norms) => Some([
+                grads.norm(norms.q, |grads| grads.q_norm.as_ref())?,
+                grads.norm(norms.k, |grads| grads.k_norm.as_ref())?,
+            ]),
+            None => None,
+        };
         let mut d_bias = grads.qkv_bias();
         let into = HeadGradients { bias: d_bias.as_mut(), norms: d_norms.as_mut().map(|[q, k]| [q, k]) };
-        let d_qkv = heads::backward([&dq, &dk, &dv], &heads, norms, ctx.rope, into);
-        let (normed, rstd) = input_norm(ctx, w, x);
-        let d_normed = lora::backward(&d_qkv, &normed, weight, grads.of(w, Matrix::Qkv));
-        let mut d_norm = grads.norm(&w.input_norm, |grads| Some(&grads.input_norm));
-        Ok(rms_norm::backward(&d_normed, x, &w.input_norm, &rstd, Some(dh), &mut d_norm))
+        let d_qkv = heads::backward([&dq, &dk, &dv], &heads, norms, ctx.rope, into)?;
+        let (normed, rstd) = input_norm(ctx, w, x)?;
+        let d_normed = lora::backward(&d_qkv, &normed, weight, grads.of(w, Matrix::Qkv))?;
+        let mut d_norm = grads.norm(&w.input_norm, |grads| Some(&grads.input_norm))?;
+        rms_norm::backward(&d_normed, x, &w.input_norm, &rstd, Some(dh), &mut d_norm)
     }
 }
 
@@ -218,33 +222,33 @@ fn mlp_backward(
     h: &Tensor,  // [T, D]
     gate_up: Option<GateUp>,
     grads: &mut BlockGradients,
-) -> Tensor {
-    let (normed, rstd) = post_norm(ctx, w, h);
-    let gate_up = gate_up.unwrap_or_else(|| lora::gate_up(w.lora.gate_up.as_ref(), &normed, &w.gate_up));
+) -> Result<Tensor> {
+    let (normed, rstd) = post_norm(ctx, w, h)?;
+    let gate_up = gate_up.map_or_else(|| lora::gate_up(w.lora.gate_up.as_ref(), &normed, &w.gate_up), Ok)?;
     let d_gate_up = match grads.of(w, Matrix::Down) {
         Gradient::Weight(dw) => {
-            let (d_gate_up, act) = gate_up.backward(&linear::backward_input(dy, &w.down));
-            linear::accumulate_weight(dy, &act, dw);
+            let (d_gate_up, act) = gate_up.backward(&linear::backward_input(dy, &w.down)?)?;
+            linear::accumulate_weight(dy, &act, dw)?;
             d_gate_up
         }
         // An adapter adds to the activation's gradient, and needs the activation for that.
         adapter => {
-            let d_act = lora::backward(dy, &gate_up.activate(), &w.down, adapter);
-            gate_up.backward(&d_act).0
+            let d_act = lora::backward(dy, &gate_up.activate()?, &w.down, adapter)?;
+            gate_up.backward(&d_act)?.0
         }
     };
-    let d_normed = lora::gate_up_backward(&d_gate_up, &normed, &w.gate_up, grads.of(w, Matrix::GateUp));
-    let mut d_norm = grads.norm(&w.post_norm, |grads| Some(&grads.post_norm));
+    let d_normed = lora::gate_up_backward(&d_gate_up, &normed, &w.gate_up, grads.of(w, Matrix::GateUp))?;
+    let mut d_norm = grads.norm(&w.post_norm, |grads| Some(&grads.post_norm))?;
     rms_norm::backward(&d_normed, h, &w.post_norm, &rstd, Some(dy), &mut d_norm)
 }
 
 /// (normalised rows [T, D], rstd).
-fn input_norm(ctx: &BlockContext<'_>, w: &BlockParams, x: &Tensor) -> (Tensor, Tensor) {
+fn input_norm(ctx: &BlockContext<'_>, w: &BlockParams, x: &Tensor) -> Result<(Tensor, Tensor)> {
     rms_norm::forward(x, &w.input_norm, ctx.spec.rms_norm_eps)
 }
 
 /// (normalised rows [T, D], rstd).
-fn post_norm(ctx: &BlockContext<'_>, w: &BlockParams, h: &Tensor) -> (Tensor, Tensor) {
+fn post_norm(ctx: &BlockContext<'_>, w: &BlockParams, h: &Tensor) -> Result<(Tensor, Tensor)> {
     rms_norm::forward(h, &w.post_norm, ctx.spec.rms_norm_eps)
 }
 
@@ -254,17 +258,17 @@ fn head_norms<'a>(ctx: &BlockContext<'_>, w: &'a BlockParams) -> Option<HeadNorm
 }
 
 /// Rotated queries, keys and values.
-fn project(ctx: &BlockContext<'_>, w: &BlockParams, normed: &Tensor /* [T, D] */) -> Heads {
+fn project(ctx: &BlockContext<'_>, w: &BlockParams, normed: &Tensor /* [T, D] */) -> Result<Heads> {
     let (tokens, head_dim) = (normed.size()[0], ctx.spec.head_dim as i64);
     let (slots, lora) = (ctx.spec.heads_per_group() as i64 + 2, w.lora.qkv.as_ref());
     let qkv = match &w.qkv {
         Qkv::Grouped { weight, bias } => {
-            let qkv = lora::add(lora, normed, linear::forward(normed, weight, bias.as_ref()));
+            let qkv = lora::add(lora, normed, linear::forward(normed, weight, bias.as_ref())?)?;
             qkv.view([tokens, -1, slots, head_dim])
         }
         Qkv::Split { q, kv } => {
-            let [q, kv] = [q, kv].map(|(weight, bias)| linear::forward(normed, weight, bias.as_ref()));
-            lora::add(lora, normed, Tensor::cat(&[q, kv], 1)).view([tokens, 1, -1, head_dim])
+            let [q, kv] = try_map([q, kv], |(weight, bias)| linear::forward(normed, weight, bias.as_ref()))?;
+            lora::add(lora, normed, Tensor::f_cat(&[q, kv], 1)?)?.view([tokens, 1, -1, head_dim])
         }
     };
     heads::forward(qkv, head_norms(ctx, w), ctx.rope)
@@ -286,11 +290,11 @@ fn row_parallel(
     residual: &Tensor,
 ) -> Result<Tensor> {
     match ctx.tp.filter(|tp| tp.size() > 1) {
-        None => Ok(lora::add(lora, x, linear::forward_onto(residual, x, w))),
+        None => lora::add(lora, x, linear::forward_onto(residual, x, w)?),
         Some(tp) => {
-            let mut partial = lora::add(lora, x, linear::forward(x, w, None));
+            let mut partial = lora::add(lora, x, linear::forward(x, w, None)?)?;
             tp.all_reduce(&mut partial, ReduceOp::Sum)?;
-            Ok(partial + residual)
+            Ok(partial.f_add(residual)?)
         }
     }
 }

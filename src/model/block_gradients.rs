@@ -4,6 +4,7 @@ use tch::Tensor;
 
 use super::lora::{BlockLora, Gradient, Matrix};
 use super::views::{BlockParams, Qkv};
+use crate::error::Result;
 use crate::torch::accumulation_kind;
 
 /// Gradients of all of a block's weights, or of its adapters while the weights are frozen.
@@ -36,13 +37,13 @@ impl BlockGradients {
     }
 
     /// The gradient of a norm's weight; of a frozen one, a tensor that nobody reads.
-    pub(super) fn norm(&self, weight: &Tensor, of: impl Fn(&BlockParams) -> Option<&Tensor>) -> Tensor {
+    pub(super) fn norm(&self, weight: &Tensor, of: impl Fn(&BlockParams) -> Option<&Tensor>) -> Result<Tensor> {
         match self {
             BlockGradients::Weights(grads) => {
-                of(grads).map(Tensor::shallow_clone).expect("the gradients of this block")
+                Ok(of(grads).map(Tensor::shallow_clone).expect("the gradients of this block"))
             }
             BlockGradients::Adapters(_) => {
-                Tensor::zeros(weight.size(), (accumulation_kind(weight.kind()), weight.device()))
+                Ok(Tensor::f_zeros(weight.size(), (accumulation_kind(weight.kind()), weight.device()))?)
             }
         }
     }

@@ -60,7 +60,7 @@ fn write_model(
         let flat = files.read_unit(layout, Kind::Float)?;
         if let (Some(files), Some(table), Unit::Block(_)) = (adapters, &adapter_table, layout.unit) {
             let own = table.unit(layout.unit);
-            let lora = BlockLora::expand(spec, files.lora(), own, &files.read_unit(own, Kind::Float)?, None);
+            let lora = BlockLora::expand(spec, files.lora(), own, &files.read_unit(own, Kind::Float)?, None)?;
             add(layout, &flat, &lora);
         }
         writer.write_unit(layout, &flat)?;

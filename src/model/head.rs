@@ -3,6 +3,7 @@
 use tch::Tensor;
 
 use super::views::HeadParams;
+use crate::error::Result;
 use crate::ops::head::{self, HeadSaved};
 use crate::ops::{embedding, rms_norm};
 use crate::torch::accumulation_kind;
@@ -49,23 +50,29 @@ pub struct SavedHead {
 }
 
 /// `log softmax(norm(x[rows]) table^T / temperature)` at the targets. `keep` says whether a backward will follow.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
 pub fn head_forward(
     w: &HeadParams,
     table: &Tensor, // [V, D], the head's own or the embedding's
     x: &Tensor,     // [T, D]
     scoring: &Scoring<'_>,
     keep: bool,
-) -> Scored {
-    let hidden = x.index_select(0, scoring.rows);
-    let (normed, rstd) = rms_norm::forward(&hidden, &w.final_norm, scoring.eps);
+) -> Result<Scored> {
+    let hidden = x.f_index_select(0, scoring.rows)?;
+    let (normed, rstd) = rms_norm::forward(&hidden, &w.final_norm, scoring.eps)?;
     let chunk_tokens = head_chunk_tokens(table.size()[0] as usize, table.device().is_cuda());
-    let out = head::forward(&normed, table, scoring.targets, scoring.temperature, chunk_tokens, keep);
+    let out = head::forward(&normed, table, scoring.targets, scoring.temperature, chunk_tokens, keep)?;
     let saved = SavedHead { hidden, normed, rstd, head: out.saved };
-    Scored { logprobs: out.logprobs, entropy: out.entropy, saved }
+    Ok(Scored { logprobs: out.logprobs, entropy: out.entropy, saved })
 }
 
 /// dx `[num_tokens, D]`, of the weights' kind, from the gradients of log-probabilities and, where given, entropies. The gradients
 /// of the norm `[D]` and of the table [V, D] are added in place, unless both are frozen.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
 #[allow(clippy::too_many_arguments)]
 pub fn head_backward(
     w: &HeadParams,
@@ -76,17 +83,17 @@ pub fn head_backward(
     dlogprobs: &Tensor,        // [C]
     dentropy: Option<&Tensor>, // [C]
     gradients: Option<(&mut Tensor, &mut Tensor)>,
-) -> Tensor {
+) -> Result<Tensor> {
     let SavedHead { hidden, normed, rstd, head } = saved;
     let (targets, temperature) = (scoring.targets, scoring.temperature);
-    let mut unread = Tensor::zeros(w.final_norm.size(), (accumulation_kind(hidden.kind()), hidden.device()));
+    let mut unread = Tensor::f_zeros(w.final_norm.size(), (accumulation_kind(hidden.kind()), hidden.device()))?;
     let (d_final_norm, d_table) = match gradients {
         Some((d_final_norm, d_table)) => (d_final_norm, Some(d_table)),
         None => (&mut unread, None),
     };
-    let d_normed = head::backward(&normed, table, targets, temperature, head, dlogprobs, dentropy, d_table);
-    let d_hidden = rms_norm::backward(&d_normed, &hidden, &w.final_norm, &rstd, None, d_final_norm);
-    let mut dx = Tensor::zeros([num_tokens, hidden.size()[1]], (d_hidden.kind(), hidden.device()));
-    embedding::accumulate(&d_hidden, scoring.rows, &mut dx);
-    dx
+    let d_normed = head::backward(&normed, table, targets, temperature, head, dlogprobs, dentropy, d_table)?;
+    let d_hidden = rms_norm::backward(&d_normed, &hidden, &w.final_norm, &rstd, None, d_final_norm)?;
+    let mut dx = Tensor::f_zeros([num_tokens, hidden.size()[1]], (d_hidden.kind(), hidden.device()))?;
+    embedding::accumulate(&d_hidden, scoring.rows, &mut dx)?;
+    Ok(dx)
 }

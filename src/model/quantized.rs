@@ -32,7 +32,12 @@ impl QuantizedBlock {
             let view = tensor.view(spec, layout, flat);
             let stored = match tensor.shape[..] {
                 [_, columns] => Stored::Matrix(Nf4::quantize(&view.f_reshape([-1, columns])?, levels)?),
-                _ => Stored::Plain(view.f_contiguous()?.copy()),
+                _ => {
+                    let values = view.f_contiguous()?;
+                    let mut kept = values.f_empty_like()?;
+                    kept.f_copy_(&values)?;
+                    Stored::Plain(kept)
+                }
             };
             Ok((tensor, stored))
         };
@@ -96,7 +101,7 @@ mod tests {
         let spec = Arc::new(ModelSpec { qk_norm: true, ..ModelSpec::preset("tiny").unwrap() });
         let layout = ParamTable::new(spec.clone(), 1).unit(Unit::Block(1)).clone();
         let flat = init_unit(&layout, 3, Kind::BFloat16).unwrap();
-        let levels = Levels::new(Device::Cpu);
+        let levels = Levels::new(Device::Cpu).unwrap();
         let quantized = QuantizedBlock::quantize(&spec, &layout, &flat, &levels).unwrap();
         let back = Tensor::zeros([layout.len as i64], (Kind::BFloat16, Device::Cpu));
         quantized.dequantize(&spec, &layout, &back).unwrap();

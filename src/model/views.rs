@@ -73,8 +73,11 @@ impl BlockParams {
 
     /// What rank `tp_rank` of `tp_size` computes with, as views of `self` (a whole block). `tp_size` must have passed
     /// [`ModelSpec::validate_tp`].
-    pub fn tp_slice(&self, spec: &ModelSpec, tp_rank: usize, tp_size: usize) -> Self {
-        Self {
+    ///
+    /// # Errors
+    /// As [`BlockLora::tp_slice`].
+    pub fn tp_slice(&self, spec: &ModelSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
+        Ok(Self {
             input_norm: self.input_norm.shallow_clone(),
             qkv: self.qkv.tp_slice(spec, tp_rank, tp_size),
             q_norm: self.q_norm.as_ref().map(Tensor::shallow_clone),
@@ -83,8 +86,8 @@ impl BlockParams {
             post_norm: self.post_norm.shallow_clone(),
             gate_up: part(&self.gate_up, 0, tp_rank, tp_size),
             down: part(&self.down, 1, tp_rank, tp_size),
-            lora: self.lora.tp_slice(spec, tp_rank, tp_size),
-        }
+            lora: self.lora.tp_slice(spec, tp_rank, tp_size)?,
+        })
     }
 
     /// The same parameters with every tensor but the adapters' replaced by `f` of it, in a fixed order.
@@ -111,7 +114,7 @@ impl BlockParams {
             post_norm: f(&self.post_norm)?,
             gate_up: f(&self.gate_up)?,
             down: f(&self.down)?,
-            lora: self.lora.map(|_, lora| lora.shallow_clone()),
+            lora: self.lora.map(|_, lora| Ok(lora.shallow_clone()))?,
         })
     }
 }
@@ -140,27 +143,30 @@ impl Qkv {
 
 impl BlockLora {
     /// What rank `tp_rank` of `tp_size` computes with beside its slice of the block.
-    pub fn tp_slice(&self, spec: &ModelSpec, tp_rank: usize, tp_size: usize) -> Self {
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], where ranks share a key/value head: rows of B are then copied.
+    pub fn tp_slice(&self, spec: &ModelSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
         self.map(|matrix, lora| lora.tp_slice(matrix, spec, tp_rank, tp_size))
     }
 }
 
 impl Lora {
     /// What a rank has of an adapter: B's rows as the matrix's, or A's columns.
-    fn tp_slice(&self, matrix: Matrix, spec: &ModelSpec, tp_rank: usize, tp_size: usize) -> Self {
+    fn tp_slice(&self, matrix: Matrix, spec: &ModelSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
         let (a, b) = (&self.a, &self.b);
-        match matrix {
+        Ok(match matrix {
             Matrix::Qkv => {
                 let rows = Qkv::Grouped { weight: b.shallow_clone(), bias: None }.tp_slice(spec, tp_rank, tp_size);
                 let b = match rows {
                     Qkv::Grouped { weight, .. } => weight,
-                    Qkv::Split { q, kv } => Tensor::cat(&[q.0, kv.0], 0),
+                    Qkv::Split { q, kv } => Tensor::f_cat(&[q.0, kv.0], 0)?,
                 };
                 self.with(a.shallow_clone(), b)
             }
             Matrix::GateUp => self.with(a.shallow_clone(), part(b, 0, tp_rank, tp_size)),
             Matrix::O | Matrix::Down => self.with(part(a, 1, tp_rank, tp_size), b.shallow_clone()),
-        }
+        })
     }
 
     fn shallow_clone(&self) -> Self {
@@ -260,7 +266,7 @@ mod tests {
             for tp_size in sizes {
                 spec.validate_tp(tp_size).unwrap();
                 let (_, local) = spec.tp_heads(tp_size);
-                let slices: Vec<_> = (0..tp_size).map(|rank| whole.tp_slice(&spec, rank, tp_size)).collect();
+                let slices: Vec<_> = (0..tp_size).map(|rank| whole.tp_slice(&spec, rank, tp_size).unwrap()).collect();
                 let parts: Vec<_> = slices.iter().map(|slice| rows(&slice.qkv, &spec, local as i64)).collect();
                 let gather = |i: usize| Tensor::cat(&parts.iter().map(|part| &part[i]).collect::<Vec<_>>(), 0);
                 let repeat = (tp_size / kv_heads).max(1) as i64;

@@ -6,6 +6,7 @@ use tch::{Kind, Tensor};
 use crate::cuda::kernels::{self, AdamWScalars};
 use crate::cuda::{Work, timed};
 use crate::error::Result;
+use crate::torch::scalar;
 
 /// Elements updated at once: the temporaries of one piece stay in the processor's cache.
 const PIECE: i64 = 1 << 16;
@@ -33,7 +34,7 @@ pub struct AdamW {
 /// depend on how a model is cut into shards. On a GPU float32 shards take one pass of one kernel.
 ///
 /// # Errors
-/// Those of the kernel.
+/// [`crate::Error::OutOfMemory`]; those of the kernel.
 #[allow(clippy::too_many_arguments)]
 pub fn step(
     master: &mut Tensor, // [n] f32 (f64 in tests)
@@ -54,13 +55,13 @@ pub fn step(
     let keep = 1.0 - hyper.lr * hyper.weight_decay;
     if keep != 1.0 {
         for range in decayed {
-            let _ = master.narrow(0, range.start, range.end - range.start).g_mul_scalar_(keep);
+            let _ = master.narrow(0, range.start, range.end - range.start).f_mul_scalar_(keep)?;
         }
     }
     let total = master.size()[0];
     for start in (0..total).step_by(PIECE as usize) {
         let cut = |t: &Tensor| t.narrow(0, start, PIECE.min(total - start));
-        update(&mut cut(master), &mut cut(m), &mut cut(v), &cut(grad), hyper, step, grad_scale);
+        update(&mut cut(master), &mut cut(m), &mut cut(v), &cut(grad), hyper, step, grad_scale)?;
         cut(weight).f_copy_(&cut(master))?;
     }
     Ok(())
@@ -82,16 +83,26 @@ fn scalars(hyper: &AdamW, step: u64, grad_scale: f64) -> AdamWScalars {
     }
 }
 
-fn update(p: &mut Tensor, m: &mut Tensor, v: &mut Tensor, grad: &Tensor, hyper: &AdamW, step: u64, grad_scale: f64) {
+fn update(
+    p: &mut Tensor,
+    m: &mut Tensor,
+    v: &mut Tensor,
+    grad: &Tensor,
+    hyper: &AdamW,
+    step: u64,
+    grad_scale: f64,
+) -> Result<()> {
     let &AdamW { lr, beta1, beta2, eps, .. } = hyper;
     let correction1 = 1.0 - beta1.powf(step as f64);
     let correction2 = 1.0 - beta2.powf(step as f64);
-    let g = grad.to_kind(p.kind());
-    let _ = m.g_mul_scalar_(beta1).g_add_(&(&g * (grad_scale * (1.0 - beta1))));
-    let root = g * (grad_scale * (1.0 - beta2).sqrt());
-    let _ = v.g_mul_scalar_(beta2).addcmul_(&root, &root);
-    let denominator = v.sqrt().g_mul_scalar_(1.0 / correction2.sqrt()).g_add_scalar_(eps);
-    let _ = p.addcdiv_(&(&*m * (-lr / correction1)), &denominator);
+    let g = grad.f_to_kind(p.kind())?;
+    let _ = m.f_mul_scalar_(beta1)?.f_add_(&g.f_mul(&scalar(grad_scale * (1.0 - beta1)))?)?;
+    let root = g.f_mul(&scalar(grad_scale * (1.0 - beta2).sqrt()))?;
+    drop(g);
+    let _ = v.f_mul_scalar_(beta2)?.f_addcmul_(&root, &root)?;
+    let denominator = v.f_sqrt()?.f_mul_scalar_(1.0 / correction2.sqrt())?.f_add_scalar_(eps)?;
+    let _ = p.f_addcdiv_(&m.f_mul(&scalar(-lr / correction1))?, &denominator)?;
+    Ok(())
 }
 
 #[cfg(test)]

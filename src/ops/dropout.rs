@@ -5,6 +5,8 @@ use tch::Tensor;
 
 use super::random::{RandomKey, dropout_scalars};
 use crate::cuda::kernels;
+use crate::error::Result;
+use crate::torch;
 
 /// One mask.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -23,21 +25,20 @@ impl Dropout {
 
     /// x / (1 - rate), or 0 with probability `rate`.
     ///
-    /// # Panics
-    /// If the kernel cannot be queued.
-    pub fn apply(&self, x: &Tensor /* [T, K] */) -> Tensor {
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`]; those of the kernel.
+    pub fn apply(&self, x: &Tensor /* [T, K] */) -> Result<Tensor> {
         if x.device().is_cuda() {
             let (threshold, kept) = dropout_scalars(self.rate);
-            return kernels::dropout(&x.contiguous(), self.key.words(), threshold, kept)
-                .expect("dropout of activations");
+            return kernels::dropout(&x.f_contiguous()?, self.key.words(), threshold, kept);
         }
         let (rows, columns) = (x.size()[0] as usize, x.size()[1] as usize);
         let mut mask = vec![0f32; rows * columns];
         for (row, mask) in mask.chunks_exact_mut(columns.max(1)).enumerate() {
             self.key.fill_dropout(row as u64, 0, self.rate, mask);
         }
-        let mask = Tensor::from_slice(&mask).view_as(x).to_device(x.device()).to_kind(x.kind());
-        x * mask // [T, K]
+        let mask = torch::tensor_on(&mask, x.device())?.view_as(x).f_to_kind(x.kind())?;
+        Ok(x.f_mul(&mask)?) // [T, K]
     }
 }
 
@@ -52,11 +53,11 @@ mod tests {
     fn drops_the_rate_and_keeps_the_mean() {
         let dropout = Dropout { rate: 0.3, key: RandomKey::new(1, 2) };
         let ones = Tensor::ones([100, 1000], (Kind::Double, Device::Cpu));
-        let y = dropout.apply(&ones);
+        let y = dropout.apply(&ones).unwrap();
         let dropped = y.eq(0.0).to_kind(Kind::Double).mean(Kind::Double).double_value(&[]);
         assert!((dropped - 0.3).abs() < 0.0073, "{dropped}");
         assert!((y.max().double_value(&[]) - 1.0 / 0.7).abs() < 1e-6);
-        assert!(dropout.apply(&ones).equal(&y) && !dropout.fold(1).apply(&ones).equal(&y));
-        assert!(dropout.apply(&ones.narrow(0, 0, 7)).equal(&y.narrow(0, 0, 7)), "a row's mask is its own");
+        assert!(dropout.apply(&ones).unwrap().equal(&y) && !dropout.fold(1).apply(&ones).unwrap().equal(&y));
+        assert!(dropout.apply(&ones.narrow(0, 0, 7)).unwrap().equal(&y.narrow(0, 0, 7)), "a row's mask is its own");
     }
 }

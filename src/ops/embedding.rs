@@ -3,39 +3,52 @@
 use tch::Tensor;
 
 use crate::cuda::{Work, kernels, timed};
+use crate::error::Result;
+use crate::torch::scalar;
 
 /// The table's row of each id.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
 pub fn forward(
     ids: &Tensor,   // [T] i64
     table: &Tensor, // [V, D]
-) -> Tensor {
-    table.index_select(0, ids) // [T, D]
+) -> Result<Tensor> {
+    Ok(table.f_index_select(0, ids)?) // [T, D]
 }
 
-/// The same where `table` holds the rows from `first_row` on alone: zeros for ids outside of it, so that the sum over the
+/// Rows of a table of which `table` holds those from `first_row` on alone: zeros for ids outside of it, so that the sum over the
 /// ranks that share a table is the whole table's row.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
 pub fn forward_shard(
     ids: &Tensor,   // [T] i64
     table: &Tensor, // [rows, D]
     first_row: i64,
-) -> Tensor {
-    let local = ids - first_row;
-    let inside = local.ge(0).logical_and(&local.lt(table.size()[0])).unsqueeze(1); // [T, 1]
-    forward(&local.clamp(0, table.size()[0] - 1), table) * inside // [T, D]
+) -> Result<Tensor> {
+    let (first, last) = (scalar(0i64), scalar(table.size()[0] - 1));
+    let local = ids.f_sub(&scalar(first_row))?;
+    let inside = local.f_ge_tensor(&first)?.f_logical_and(&local.f_le_tensor(&last)?)?.unsqueeze(1); // [T, 1]
+    Ok(forward(&local.f_clamp_tensor(Some(&first), Some(&last))?, table)?.f_mul(&inside)?) // [T, D]
 }
 
 /// `dtable[ids[t]] += dy[t]`, summed in token order.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`]; those of the kernel.
 pub fn accumulate(
     dy: &Tensor,         // [T, D]
     ids: &Tensor,        // [T] i64
     dtable: &mut Tensor, // [V, D]
-) {
+) -> Result<()> {
     if kernels::serve(dy) {
         let work = || Work::pass(&[dy, dy, dy, dy, dy]);
-        return timed("rows added", work, || kernels::add_rows(dy, ids, dtable)).expect("contiguous rows of one width");
+        return timed("rows added", work, || kernels::add_rows(dy, ids, dtable));
     }
     let index = ids.unsqueeze(1).expand_as(dy);
-    let _ = dtable.scatter_add_(0, &index, &dy.to_kind(dtable.kind()));
+    let _ = dtable.f_scatter_add_(0, &index, &dy.f_to_kind(dtable.kind())?)?;
+    Ok(())
 }
 
 #[cfg(test)]
@@ -46,8 +59,9 @@ mod tests {
     #[test]
     fn shards_sum_to_the_whole_table() {
         let (table, ids) = (rand(&[7, 4]), Tensor::from_slice(&[0i64, 6, 3, 4, 2]));
-        let shards = [(0, 3), (3, 4)].map(|(first, rows)| forward_shard(&ids, &table.narrow(0, first, rows), first));
-        assert_eq!(&shards[0] + &shards[1], forward(&ids, &table));
+        let shards =
+            [(0, 3), (3, 4)].map(|(first, rows)| forward_shard(&ids, &table.narrow(0, first, rows), first).unwrap());
+        assert_eq!(&shards[0] + &shards[1], forward(&ids, &table).unwrap());
     }
 
     #[test]
@@ -55,10 +69,10 @@ mod tests {
         let (table, ids, dy) = (leaf(&rand(&[6, 4])), Tensor::from_slice(&[3i64, 0, 3, 5, 3]), rand(&[5, 4]));
         let reference = Tensor::embedding(&table, &ids, -1, false, false);
         let grads = Tensor::run_backward(&[(&reference * &dy).sum(None)], &[&table], false, false);
-        assert_close(&forward(&ids, &table.detach()), &reference);
+        assert_close(&forward(&ids, &table.detach()).unwrap(), &reference);
         let mut dtable = rand(&[6, 4]);
         let before = dtable.copy();
-        accumulate(&dy, &ids, &mut dtable);
+        accumulate(&dy, &ids, &mut dtable).unwrap();
         assert_close(&dtable, &(before + &grads[0]));
     }
 }

@@ -3,8 +3,9 @@
 
 use crate::cuda::kernels::{self, HeadRows};
 use crate::cuda::{Work, timed};
-use crate::ops::linear;
-use crate::torch::accumulation_kind;
+use crate::error::Result;
+use crate::ops::{linear, try_map};
+use crate::torch::{accumulation_kind, scalar};
 use tch::{Kind, Tensor};
 
 /// What [`forward`] returns.
@@ -28,6 +29,9 @@ pub struct HeadSaved {
 }
 
 /// log softmax(hidden weight^T / temperature) at the targets, and its entropy. `keep` says whether a backward will follow.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`]; those of the kernel.
 pub fn forward(
     hidden: &Tensor,  // [C, D]
     weight: &Tensor,  // [V, D]
@@ -35,33 +39,36 @@ pub fn forward(
     temperature: f64,
     chunk_tokens: usize,
     keep: bool,
-) -> HeadOutput {
+) -> Result<HeadOutput> {
     let count = hidden.size()[0];
     let chunk_tokens = (chunk_tokens as i64).max(1);
     let options = (accumulation_kind(hidden.kind()), hidden.device());
-    let [logprobs, entropy, lse] = [(); 3].map(|()| Tensor::empty([count], options));
+    let [logprobs, entropy, lse] = try_map([(); 3], |()| Ok(Tensor::f_empty([count], options)?))?;
     let mut kept = None;
     for (start, len) in chunks(count, chunk_tokens) {
         let rows = |t: &Tensor| t.narrow(0, start, len);
-        let mut chunk = linear::forward_wide(&rows(hidden), weight); // [c, V]
+        let mut chunk = linear::forward_wide(&rows(hidden), weight)?; // [c, V]
         if kernels::serve(hidden) {
             let outputs = [&rows(&logprobs), &rows(&entropy), &rows(&lse)];
             let run = || kernels::head_forward(&chunk, &rows(targets), temperature, outputs);
-            timed("head", || Work::pass(&[&chunk]), run).expect("logits and their targets");
+            timed("head", || Work::pass(&[&chunk]), run)?;
         } else {
-            chunk = log_softmax(chunk, temperature);
-            rows(&logprobs).copy_(&chunk.gather(1, &rows(targets).unsqueeze(1), false).squeeze_dim(1));
-            let terms = chunk.exp().g_mul_(&chunk);
-            rows(&entropy).copy_(&-terms.sum_dim_intlist(1, false, None));
+            chunk = log_softmax(chunk, temperature)?;
+            rows(&logprobs).f_copy_(&chunk.f_gather(1, &rows(targets).unsqueeze(1), false)?.squeeze_dim(1))?;
+            let terms = chunk.f_exp()?.f_mul_(&chunk)?;
+            rows(&entropy).f_copy_(&terms.f_sum_dim_intlist(1, false, None)?.f_neg()?)?;
         }
         kept = (keep && len == count).then_some(chunk);
     }
     let saved = HeadSaved { logits: kept, lse, entropy: entropy.shallow_clone(), chunk_tokens };
-    HeadOutput { logprobs, entropy, saved }
+    Ok(HeadOutput { logprobs, entropy, saved })
 }
 
 /// d_hidden, and d_weight added in place unless the weight is frozen, from the gradients of the log-probabilities and, where
 /// given, the entropies: d_logits = (dlogprobs * (onehot - p) - dentropy * p * (log p + entropy)) / temperature.
+///
+/// # Errors
+/// As [`forward`].
 #[allow(clippy::too_many_arguments)]
 pub fn backward(
     hidden: &Tensor,  // [C, D]
@@ -72,10 +79,10 @@ pub fn backward(
     dlogprobs: &Tensor,               // [C]
     dentropy: Option<&Tensor>,        // [C]
     mut dweight: Option<&mut Tensor>, // [V, D]
-) -> Tensor {
+) -> Result<Tensor> {
     let (count, kind) = (hidden.size()[0], saved.entropy.kind());
-    let d_hidden = hidden.empty_like();
-    let (dlogprobs, dentropy) = (dlogprobs.to_kind(kind), dentropy.map(|d| d.to_kind(kind)));
+    let d_hidden = hidden.f_empty_like()?;
+    let (dlogprobs, dentropy) = (dlogprobs.f_to_kind(kind)?, dentropy.map(|d| d.f_to_kind(kind)).transpose()?);
     let mut kept = saved.logits;
     for (start, len) in chunks(count, saved.chunk_tokens) {
         let rows = |t: &Tensor| t.narrow(0, start, len);
@@ -90,42 +97,42 @@ pub fn backward(
         };
         let logits = || linear::forward_wide(&rows(hidden), weight);
         let d_logits = if kernels::serve(hidden) {
-            let chunk = kept.take().unwrap_or_else(logits);
+            let chunk = kept.take().map_or_else(logits, Ok)?;
             let bytes = 1.5 * Work::pass(&[&chunk]).bytes;
             let run = || kernels::head_backward(chunk, temperature, &of, weight.kind());
-            timed("head, backward", || Work { bytes, flop: 0.0 }, run).expect("what the forward took and gave")
+            timed("head, backward", || Work { bytes, flop: 0.0 }, run)?
         } else {
-            let chunk = kept.take().unwrap_or_else(|| log_softmax(logits(), temperature));
-            d_logits(chunk, temperature, &of).to_kind(weight.kind())
+            let chunk = kept.take().map_or_else(|| log_softmax(logits()?, temperature), Ok)?;
+            d_logits(chunk, temperature, &of)?.f_to_kind(weight.kind())?
         };
-        linear::backward_input_into(&d_logits, weight, &rows(&d_hidden));
+        linear::backward_input_into(&d_logits, weight, &rows(&d_hidden))?;
         if let Some(dweight) = &mut dweight {
-            linear::accumulate_weight(&d_logits, &rows(hidden), dweight);
+            linear::accumulate_weight(&d_logits, &rows(hidden), dweight)?;
         }
     }
-    d_hidden
+    Ok(d_hidden)
 }
 
 /// log softmax(logits / temperature), from logits that are not needed any more.
-fn log_softmax(mut logits: Tensor /* [c, V] */, temperature: f64) -> Tensor {
+fn log_softmax(mut logits: Tensor /* [c, V] */, temperature: f64) -> Result<Tensor> {
     if temperature != 1.0 {
-        let _ = logits.g_mul_scalar_(1.0 / temperature);
+        let _ = logits.f_mul_scalar_(1.0 / temperature)?;
     }
-    logits.log_softmax(-1, None::<Kind>) // [c, V]
+    Ok(logits.f_log_softmax(-1, None::<Kind>)?) // [c, V]
 }
 
 /// The gradient of the logits, in the memory of their log-softmax.
-fn d_logits(mut log_p: Tensor /* [c, V] */, temperature: f64, of: &HeadRows<'_>) -> Tensor {
-    let scale = of.dlogprobs.unsqueeze(1) / temperature; // [c, 1]
+fn d_logits(mut log_p: Tensor /* [c, V] */, temperature: f64, of: &HeadRows<'_>) -> Result<Tensor> {
+    let scale = of.dlogprobs.unsqueeze(1).f_div(&scalar(temperature))?; // [c, 1]
     let mut d_logits = match of.dentropy {
-        None => log_p.exp_().g_mul_(&-&scale),
+        None => log_p.f_exp_()?.f_mul_(&scale.f_neg()?)?,
         Some(dentropy) => {
-            let slope = dentropy.unsqueeze(1) / -temperature; // [c, 1]
-            let shift = of.entropy.unsqueeze(1) * &slope - &scale;
-            (&log_p * slope).g_add_(&shift).g_mul_(&log_p.exp())
+            let slope = dentropy.unsqueeze(1).f_div(&scalar(-temperature))?; // [c, 1]
+            let shift = of.entropy.unsqueeze(1).f_mul(&slope)?.f_sub(&scale)?;
+            log_p.f_mul(&slope)?.f_add_(&shift)?.f_mul_(&log_p.f_exp()?)?
         }
     };
-    d_logits.scatter_add_(1, &of.targets.unsqueeze(1), &scale)
+    Ok(d_logits.f_scatter_add_(1, &of.targets.unsqueeze(1), &scale)?)
 }
 
 /// (start, length) of each chunk; one empty chunk never.
@@ -159,7 +166,7 @@ mod tests {
             let grads = Tensor::run_backward(&[scalar], &[&hidden, &weight], true, false);
             for (chunk, keep) in [(100, true), (7, false), (3, true), (1, false)] {
                 let (hidden, weight) = (hidden.detach(), weight.detach());
-                let out = forward(&hidden, &weight, &targets, TEMPERATURE, chunk, keep);
+                let out = forward(&hidden, &weight, &targets, TEMPERATURE, chunk, keep).unwrap();
                 assert_close(&out.logprobs, &logprobs);
                 assert_close(&out.entropy, &entropy);
                 let mut dweight = rand(&[9, 4]);
@@ -173,7 +180,8 @@ mod tests {
                     &d_logprobs,
                     dentropy,
                     Some(&mut dweight),
-                );
+                )
+                .unwrap();
                 assert_close(&d, &grads[0]);
                 assert_close(&dweight, &(before + &grads[1]));
             }
@@ -184,10 +192,10 @@ mod tests {
     fn no_scored_tokens() {
         let (hidden, weight, targets) =
             (rand(&[0, 4]), rand(&[9, 4]), Tensor::zeros([0], (Kind::Int64, tch::Device::Cpu)));
-        let out = forward(&hidden, &weight, &targets, 1.0, 8, true);
+        let out = forward(&hidden, &weight, &targets, 1.0, 8, true).unwrap();
         let mut dweight = rand(&[9, 4]);
         let before = dweight.copy();
-        let d = backward(&hidden, &weight, &targets, 1.0, out.saved, &out.logprobs, None, Some(&mut dweight));
+        let d = backward(&hidden, &weight, &targets, 1.0, out.saved, &out.logprobs, None, Some(&mut dweight)).unwrap();
         assert_eq!(d.size(), [0, 4]);
         assert!(dweight.equal(&before));
     }
@@ -195,7 +203,7 @@ mod tests {
     #[test]
     fn statistics_of_bfloat16_are_float() {
         let hidden = rand(&[2, 4]).to_kind(Kind::BFloat16);
-        let out = forward(&hidden, &hidden, &Tensor::from_slice(&[0i64, 1]), 1.0, 8, true);
+        let out = forward(&hidden, &hidden, &Tensor::from_slice(&[0i64, 1]), 1.0, 8, true).unwrap();
         assert_eq!(out.logprobs.kind(), Kind::Float);
         let mut dweight = Tensor::zeros([2, 4], (Kind::Float, tch::Device::Cpu));
         let d = backward(
@@ -207,7 +215,8 @@ mod tests {
             &out.logprobs,
             None,
             Some(&mut dweight),
-        );
+        )
+        .unwrap();
         assert_eq!(d.kind(), Kind::BFloat16);
     }
 }

@@ -4,9 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::rope::{self, RopeRows};
-use super::{linear, rms_norm};
+use super::{linear, rms_norm, try_map};
 pub use crate::cuda::kernels::HeadNormWeights;
 use crate::cuda::{Work, kernels, timed};
+use crate::error::{Error, Result};
 
 /// Queries, keys and values.
 #[derive(Debug)]
@@ -32,35 +33,38 @@ pub struct HeadGradients<'a> {
 
 /// Normalised, where `norms` are given, and rotated.
 ///
-/// # Panics
-/// On a GPU if the kernel refuses the shape: heads wider than 512.
+/// # Errors
+/// [`Error::OutOfMemory`]; on a GPU [`Error::InvalidArgument`] for heads wider than 512.
 pub fn forward(
     qkv: Tensor, // [T, Hkv, G + 2, hd]
     norms: Option<HeadNormWeights<'_>>,
     rows: &RopeRows,
-) -> Heads {
+) -> Result<Heads> {
     let (q, k, v) = if kernels::serve(&qkv) {
         let (cos, sin) = rows.tables();
         let run = || kernels::heads_forward(&qkv, norms, cos, sin);
-        timed("rotation", || Work::pass(&[&qkv, &qkv]), run).expect("a contiguous projection")
+        timed("rotation", || Work::pass(&[&qkv, &qkv]), run)?
     } else {
         let [q, k, v] = parts(&qkv);
-        let rotate = |x: &Tensor| rope::forward(x, rows).view([x.size()[0], -1, x.size()[x.dim() - 1]]);
+        let rotate = |x: &Tensor| {
+            let rotated = rope::forward(x, rows)?;
+            Ok::<_, Error>(rotated.view([x.size()[0], -1, x.size()[x.dim() - 1]]))
+        };
         let (q, k) = match norms {
             Some(HeadNormWeights { q: q_weight, k: k_weight, eps }) => {
-                (rms_norm::forward(&q, q_weight, eps).0, rms_norm::forward(&k, k_weight, eps).0)
+                (rms_norm::forward(&q, q_weight, eps)?.0, rms_norm::forward(&k, k_weight, eps)?.0)
             }
             None => (q, k),
         };
         // A copy lets go of the projection where nothing else holds it.
-        (rotate(&q), rotate(&k), v.contiguous())
+        (rotate(&q)?, rotate(&k)?, v.f_contiguous()?)
     };
-    Heads { q, k, v, qkv: norms.map(|_| qkv) }
+    Ok(Heads { q, k, v, qkv: norms.map(|_| qkv) })
 }
 
 /// The gradient of the projection [T, (H + 2 Hkv) hd]; those of its bias and of the norms' weights are added in place.
 ///
-/// # Panics
+/// # Errors
 /// As [`forward`], and for gradients that do not fit.
 pub fn backward(
     [dq, dk, dv]: [&Tensor; 3], // [T, H, hd], [T, Hkv, hd] twice
@@ -68,32 +72,32 @@ pub fn backward(
     norms: Option<HeadNormWeights<'_>>,
     rows: &RopeRows,
     grads: HeadGradients<'_>,
-) -> Tensor {
+) -> Result<Tensor> {
     if kernels::serve(dq) {
         let work = || Work::pass(&[dq, dk, dv, dq, dk, dv]);
-        let run = || gpu_backward([dq, dk, dv], heads, norms, rows, grads).flatten(1, 3);
+        let run = || Ok(gpu_backward([dq, dk, dv], heads, norms, rows, grads)?.flatten(1, 3));
         return timed("rotation, backward", work, run);
     }
     let [tokens, num_heads, head_dim] = dq.size()[..] else { panic!("queries [T, H, hd], not {:?}", dq.size()) };
     let kv_heads = dk.size()[1];
     let group = num_heads / kv_heads;
-    let d_qkv = Tensor::empty([tokens, kv_heads, group + 2, head_dim], (dq.kind(), dq.device()));
+    let d_qkv = Tensor::f_empty([tokens, kv_heads, group + 2, head_dim], (dq.kind(), dq.device()))?;
     let [mut d_q, mut d_k, mut d_v] = parts(&d_qkv);
-    rope::backward_into(&dq.view([tokens, kv_heads, group, head_dim]), rows, &mut d_q);
-    rope::backward_into(dk, rows, &mut d_k);
-    d_v.copy_(dv);
+    rope::backward_into(&dq.view([tokens, kv_heads, group, head_dim]), rows, &mut d_q)?;
+    rope::backward_into(dk, rows, &mut d_k)?;
+    d_v.f_copy_(dv)?;
     if let (Some(qkv), Some(norms), Some([d_q_weight, d_k_weight])) = (&heads.qkv, norms, grads.norms) {
         let [q, k, _] = parts(qkv);
         for (mut d, x, weight, d_weight) in [(d_q, q, norms.q, d_q_weight), (d_k, k, norms.k, d_k_weight)] {
-            let (_, rstd) = rms_norm::forward(&x, weight, norms.eps);
-            d.copy_(&rms_norm::backward(&d, &x, weight, &rstd, None, d_weight));
+            let (_, rstd) = rms_norm::forward(&x, weight, norms.eps)?;
+            d.f_copy_(&rms_norm::backward(&d, &x, weight, &rstd, None, d_weight)?)?;
         }
     }
     let d_qkv = d_qkv.flatten(1, 3);
     if let Some(d_bias) = grads.bias {
-        linear::accumulate_bias(&d_qkv, d_bias);
+        linear::accumulate_bias(&d_qkv, d_bias)?;
     }
-    d_qkv
+    Ok(d_qkv)
 }
 
 fn gpu_backward(
@@ -102,22 +106,21 @@ fn gpu_backward(
     norms: Option<HeadNormWeights<'_>>,
     rows: &RopeRows,
     grads: HeadGradients<'_>,
-) -> Tensor {
+) -> Result<Tensor> {
     let (cos, sin) = rows.tables();
-    let [dq, dk, dv] = [dq, dk, dv].map(Tensor::contiguous);
-    let gradient = kernels::heads_backward(&dq, &dk, &dv, heads.qkv.as_ref(), norms, cos, sin, grads.bias.is_some())
-        .expect("gradients of what the forward gave");
+    let [dq, dk, dv] = try_map([dq, dk, dv], |d| Ok(d.f_contiguous()?))?;
+    let gradient = kernels::heads_backward(&dq, &dk, &dv, heads.qkv.as_ref(), norms, cos, sin, grads.bias.is_some())?;
     if let (Some(partial), Some(d_bias)) = (&gradient.d_bias, grads.bias) {
-        kernels::add_columns(partial, d_bias).expect("a bias for every column");
+        kernels::add_columns(partial, d_bias)?;
     }
     if let (Some(partial), Some([d_q_weight, d_k_weight])) = (gradient.d_norm, grads.norms) {
-        let by_head = partial.sum_dim_intlist(0, false, Kind::Float); // [Hkv, G + 2, hd]
+        let by_head = partial.f_sum_dim_intlist(0, false, Kind::Float)?; // [Hkv, G + 2, hd]
         let group = by_head.size()[1] - 2;
-        let _ =
-            d_q_weight.g_add_(&by_head.narrow(1, 0, group).sum_dim_intlist([0i64, 1].as_slice(), false, Kind::Float));
-        let _ = d_k_weight.g_add_(&by_head.select(1, group).sum_dim_intlist(0, false, Kind::Float));
+        let of_queries = by_head.narrow(1, 0, group).f_sum_dim_intlist([0i64, 1].as_slice(), false, Kind::Float)?;
+        let _ = d_q_weight.f_add_(&of_queries)?;
+        let _ = d_k_weight.f_add_(&by_head.select(1, group).f_sum_dim_intlist(0, false, Kind::Float)?)?;
     }
-    gradient.d_qkv
+    Ok(gradient.d_qkv)
 }
 
 /// Queries [T, Hkv, G, hd], keys and values [T, Hkv, hd]: views.
@@ -145,7 +148,8 @@ mod tests {
     fn matches_autograd_with_and_without_norms() {
         let (tokens, groups, group, hd) = (5, 2, 3, 8);
         let rows = Rope::new(hd as usize, 1e4, None)
-            .rows(&Tensor::arange(tokens, (Kind::Int64, tch::Device::Cpu)), Kind::Double);
+            .rows(&Tensor::arange(tokens, (Kind::Int64, tch::Device::Cpu)), Kind::Double)
+            .unwrap();
         for with_norms in [false, true] {
             let (qkv, bias) = (leaf(&rand(&[tokens, groups, group + 2, hd])), leaf(&rand(&[groups, group + 2, hd])));
             let [q_weight, k_weight] = [(); 2].map(|()| leaf(&rand(&[hd])));
@@ -163,7 +167,7 @@ mod tests {
 
             let weights = [&q_weight, &k_weight].map(Tensor::detach);
             let norms = with_norms.then_some(HeadNormWeights { q: &weights[0], k: &weights[1], eps: 1e-6 });
-            let heads = forward(biased.detach(), norms, &rows);
+            let heads = forward(biased.detach(), norms, &rows).unwrap();
             for (got, expected) in [(&heads.q, &q), (&heads.k, &k), (&heads.v, &v)] {
                 assert_close(got, expected);
             }
@@ -171,7 +175,7 @@ mod tests {
             let before = sums.each_ref().map(Tensor::copy);
             let [d_bias, d_q_weight, d_k_weight] = &mut sums;
             let into = HeadGradients { bias: Some(d_bias), norms: norms.map(|_| [d_q_weight, d_k_weight]) };
-            let d_qkv = backward([&d[0], &d[1], &d[2]], &heads, norms, &rows, into);
+            let d_qkv = backward([&d[0], &d[1], &d[2]], &heads, norms, &rows, into).unwrap();
             assert_close(&d_qkv.view_as(&qkv), &grads[0]);
             for ((after, before), expected) in sums.iter().zip(&before).zip(&grads[1..]) {
                 assert_close(after, &(before + expected.flatten(0, -1)));

@@ -1,108 +1,140 @@
 //! y = x w^T + bias: the one place where activations meet weight matrices.
 //!
 //! Weights may be strided views (a column range of a row-parallel matrix, every second row of an interleaved one): the
-//! product reads and the gradient writes them through their leading dimension, without a copy.
+//! product reads and the gradient writes them through their leading dimension, without a copy. All fail with
+//! [`crate::Error::OutOfMemory`] where there is no room for a result.
 
-use tch::{Kind, Tensor};
+use tch::{Kind, TchError, Tensor};
 
 use crate::cuda::{Work, timed};
+use crate::error::Result;
 use crate::torch::accumulation_kind;
 
 /// y = x w^T + bias.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
 pub fn forward(
     x: &Tensor,            // [T, K]
     w: &Tensor,            // [N, K]
     bias: Option<&Tensor>, // [N]
-) -> Tensor {
-    timed(
-        "product",
+) -> Result<Tensor> {
+    product(
         || work(x, w),
         || match bias {
-            Some(bias) => bias.addmm(x, &w.tr()),
-            None => x.mm(&w.tr()),
+            Some(bias) => bias.f_addmm(x, &w.tr()),
+            None => x.f_mm(&w.tr()),
         },
     ) // [T, N]
 }
 
 /// y = residual + x w^T, of the residual's kind. A bfloat16 product is added to a float32 residual as it was summed on a GPU,
 /// rounded to bfloat16 first on a CPU.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
 pub fn forward_onto(
     residual: &Tensor, // [T, N]
     x: &Tensor,        // [T, K]
     w: &Tensor,        // [N, K]
-) -> Tensor {
+) -> Result<Tensor> {
     let run = || {
         if residual.kind() == x.kind() {
-            residual.addmm(x, &w.tr())
+            residual.f_addmm(x, &w.tr())
         } else if sums_wide(x, residual.kind()) {
-            residual.addmm_dtype(x, &w.tr(), residual.kind())
+            residual.f_addmm_dtype(x, &w.tr(), residual.kind())
         } else {
-            residual + x.mm(&w.tr())
+            residual.f_add(&x.f_mm(&w.tr())?)
         }
     };
-    timed("product", || work(x, w), run) // [T, N]
+    product(|| work(x, w), run) // [T, N]
 }
 
 /// y += x w^T.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
 pub fn accumulate(
     x: &Tensor,     // [T, K]
     w: &Tensor,     // [N, K]
     y: &mut Tensor, // [T, N]
-) {
-    timed("product", || work(x, w), || add_product(y, x, &w.tr()));
+) -> Result<()> {
+    product(|| work(x, w), || add_product(y, x, &w.tr()))
 }
 
 /// x w^T in the accumulation kind: on a GPU what a bfloat16 product sums in float32 is not rounded.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
 pub fn forward_wide(
     x: &Tensor, // [T, K]
     w: &Tensor, // [N, K]
-) -> Tensor {
+) -> Result<Tensor> {
     let kind = accumulation_kind(x.kind());
-    let run = || if sums_wide(x, kind) { x.mm_dtype(&w.tr(), kind) } else { x.mm(&w.tr()).to_kind(kind) };
-    timed("product", || work(x, w), run) // [T, N]
+    let run = || {
+        if sums_wide(x, kind) { x.f_mm_dtype(&w.tr(), kind) } else { x.f_mm(&w.tr())?.f_to_kind(kind) }
+    };
+    product(|| work(x, w), run) // [T, N]
 }
 
 /// dx = dy w.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
 pub fn backward_input(
     dy: &Tensor, // [T, N]
     w: &Tensor,  // [N, K]
-) -> Tensor {
-    timed("product, gradient of its input", || work(dy, &w.tr()), || dy.mm(w)) // [T, K]
+) -> Result<Tensor> {
+    input_gradient(dy, w, || dy.f_mm(w)) // [T, K]
 }
 
 /// dx = dy w, into memory that is there.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`], of a library's workspace.
 pub fn backward_input_into(
     dy: &Tensor, // [T, N]
     w: &Tensor,  // [N, K]
     dx: &Tensor, // [T, K]
-) {
-    let _ = timed("product, gradient of its input", || work(dy, &w.tr()), || dy.mm_out(dx, w));
+) -> Result<()> {
+    input_gradient(dy, w, || dy.f_mm_out(dx, w).map(drop))
 }
 
 /// dx += dy w, into an existing gradient.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`], of a library's workspace.
 pub fn accumulate_input(
     dy: &Tensor,     // [T, N]
     w: &Tensor,      // [N, K]
     dx: &mut Tensor, // [T, K]
-) {
-    let _ = timed("product, gradient of its input", || work(dy, &w.tr()), || dx.addmm_(dy, w));
+) -> Result<()> {
+    input_gradient(dy, w, || dx.f_addmm_(dy, w).map(drop))
 }
 
 /// dw += dy^T x.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
 pub fn accumulate_weight(
     dy: &Tensor,     // [T, N]
     x: &Tensor,      // [T, K]
     dw: &mut Tensor, // [N, K]
-) {
-    timed("product, gradient of its weight", || work(&dy.tr(), &x.tr()), || add_product(dw, &dy.tr(), x));
+) -> Result<()> {
+    let run = || add_product(dw, &dy.tr(), x);
+    Ok(timed("product, gradient of its weight", || work(&dy.tr(), &x.tr()), run)?)
 }
 
 /// db += sum over tokens of dy.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
 pub fn accumulate_bias(
     dy: &Tensor,     // [T, N]
     db: &mut Tensor, // [N]
-) {
-    let _ = db.g_add_(&dy.sum_dim_intlist(0, false, db.kind()));
+) -> Result<()> {
+    let _ = db.f_add_(&dy.f_sum_dim_intlist(0, false, db.kind())?)?;
+    Ok(())
 }
 
 /// sum += a b. A float32 sum of bfloat16 products is made in place on a GPU; on a CPU, where the sum is of another type, the
@@ -111,14 +143,23 @@ fn add_product(
     sum: &mut Tensor, // [M, N]
     a: &Tensor,       // [M, K]
     b: &Tensor,       // [K, N]
-) {
+) -> Result<(), TchError> {
     let _ = if sum.kind() == a.kind() {
-        sum.addmm_(a, b)
+        sum.f_addmm_(a, b)?
     } else if sums_wide(a, sum.kind()) {
-        sum.addmm_dtype_out(sum, a, b, sum.kind())
+        sum.f_addmm_dtype_out(sum, a, b, sum.kind())?
     } else {
-        sum.g_add_(&a.mm(b))
+        sum.f_add_(&a.f_mm(b)?)?
     };
+    Ok(())
+}
+
+fn product<T>(work: impl FnOnce() -> Work, run: impl FnOnce() -> Result<T, TchError>) -> Result<T> {
+    Ok(timed("product", work, run)?)
+}
+
+fn input_gradient<T>(dy: &Tensor, w: &Tensor, run: impl FnOnce() -> Result<T, TchError>) -> Result<T> {
+    Ok(timed("product, gradient of its input", || work(dy, &w.tr()), run)?)
 }
 
 /// Of a b^T.
@@ -141,27 +182,27 @@ mod tests {
         let (x, w, bias) = (leaf(&rand(&[5, 3])), leaf(&rand(&[4, 3])), leaf(&rand(&[4])));
         let dy = rand(&[5, 4]);
         let reference = x.linear(&w, Some(&bias));
-        assert_close(&forward(&x.detach(), &w.detach(), Some(&bias.detach())), &reference);
-        assert_close(&forward(&x.detach(), &w.detach(), None), &(&reference - &bias));
-        assert_close(&forward_onto(&dy, &x.detach(), &w.detach()), &(&reference - &bias + &dy));
+        assert_close(&forward(&x.detach(), &w.detach(), Some(&bias.detach())).unwrap(), &reference);
+        assert_close(&forward(&x.detach(), &w.detach(), None).unwrap(), &(&reference - &bias));
+        assert_close(&forward_onto(&dy, &x.detach(), &w.detach()).unwrap(), &(&reference - &bias + &dy));
         let grads = Tensor::run_backward(&[(&reference * &dy).sum(None)], &[&x, &w, &bias], false, false);
-        assert_close(&backward_input(&dy, &w.detach()), &grads[0]);
+        assert_close(&backward_input(&dy, &w.detach()).unwrap(), &grads[0]);
         let mut dx = rand(&[5, 3]);
         let before = dx.copy();
-        accumulate_input(&dy, &w.detach(), &mut dx);
+        accumulate_input(&dy, &w.detach(), &mut dx).unwrap();
         assert_close(&dx, &(before + &grads[0]));
 
         let flat = rand(&[8, 6]);
         let before = flat.copy();
         let mut every_second_row = flat.view([4, 2, 6]).select(1, 1).narrow(1, 2, 3);
-        accumulate_weight(&dy, &x.detach(), &mut every_second_row);
+        accumulate_weight(&dy, &x.detach(), &mut every_second_row).unwrap();
         let expected = before.view([4, 2, 6]).select(1, 1).narrow(1, 2, 3) + &grads[1];
         assert_close(&every_second_row, &expected);
         assert_close(&flat.view([4, 2, 6]).select(1, 0), &before.view([4, 2, 6]).select(1, 0));
 
         let mut db = rand(&[4]);
         let before = db.copy();
-        accumulate_bias(&dy, &mut db);
+        accumulate_bias(&dy, &mut db).unwrap();
         assert_close(&db, &(before + &grads[2]));
     }
 
@@ -169,7 +210,7 @@ mod tests {
     fn gradient_may_be_wider_than_the_activations() {
         let (dy, x) = (rand(&[5, 4]).to_kind(tch::Kind::BFloat16), rand(&[5, 3]).to_kind(tch::Kind::BFloat16));
         let mut dw = Tensor::zeros([4, 3], (tch::Kind::Float, tch::Device::Cpu));
-        accumulate_weight(&dy, &x, &mut dw);
+        accumulate_weight(&dy, &x, &mut dw).unwrap();
         let exact = dy.to_kind(tch::Kind::Float).tr().mm(&x.to_kind(tch::Kind::Float));
         assert!(f64::try_from((&dw - &exact).abs().max() / exact.abs().max()).unwrap() < 0.01);
     }
@@ -180,11 +221,11 @@ mod tests {
         let [x, w] = [rand(&[5, 4]), rand(&[3, 4])].map(|tensor| tensor.to_kind(Kind::BFloat16));
         let residual = rand(&[5, 3]).to_kind(Kind::Float) + 1000.0;
         let exact = x.to_kind(Kind::Float).mm(&w.to_kind(Kind::Float).tr());
-        let mut y = forward_onto(&residual, &x, &w);
+        let mut y = forward_onto(&residual, &x, &w).unwrap();
         let off = |sum: &Tensor| f64::try_from((sum - &residual - &exact).abs().max()).unwrap();
         assert!(y.kind() == Kind::Float && off(&y) < 0.05);
         y.copy_(&residual);
-        accumulate(&x, &w, &mut y);
+        accumulate(&x, &w, &mut y).unwrap();
         assert!(off(&y) < 0.05);
     }
 }

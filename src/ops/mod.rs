@@ -7,6 +7,9 @@
 //!
 //! On a GPU, float32 and bfloat16 take the fused kernels of [`crate::cuda::kernels`], whose sums come in a fixed order; all
 //! else takes libtorch's operations, which are the kernels' reference.
+//!
+//! Every operation that allocates returns a `Result`: [`crate::Error::OutOfMemory`] where the device has no room, which the
+//! caller explains with the key to lower. Views cannot fail and stay plain calls.
 
 pub mod adamw;
 pub mod attention;
@@ -23,3 +26,14 @@ pub mod rope;
 pub mod swiglu;
 #[cfg(test)]
 pub(crate) mod testing;
+
+use crate::error::Result;
+
+#[cfg(test)]
+mod no_memory;
+
+/// `f` of every item in order, up to the first error.
+pub(crate) fn try_map<T, U, const N: usize>(items: [T; N], f: impl FnMut(T) -> Result<U>) -> Result<[U; N]> {
+    let mapped = items.into_iter().map(f).collect::<Result<Vec<U>>>()?;
+    Ok(mapped.try_into().unwrap_or_else(|_| unreachable!("as many results as items")))
+}

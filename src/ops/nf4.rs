@@ -8,6 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::cuda::kernels::{self, Nf4Codes};
 use crate::error::{Error, Result};
+use crate::torch::{self, scalar};
 
 /// Weights that share a scale.
 pub const BLOCK: usize = 64;
@@ -53,9 +54,12 @@ pub struct Levels {
 
 impl Levels {
     /// Both code books.
-    pub fn new(device: Device) -> Self {
-        let on = |levels: &[f32]| Tensor::from_slice(levels).to_device(device);
-        Self { weights: on(&LEVELS), scales: on(&scale_levels()) }
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn new(device: Device) -> Result<Self> {
+        let on = |levels: &[f32]| torch::tensor_on(levels, device);
+        Ok(Self { weights: on(&LEVELS)?, scales: on(&scale_levels())? })
     }
 
     fn shallow_clone(&self) -> Self {
@@ -67,7 +71,7 @@ impl Nf4 {
     /// Quantises a matrix in row-major order, on its device.
     ///
     /// # Errors
-    /// `InvalidArgument` for rows that are no multiple of 64 weights.
+    /// `InvalidArgument` for rows that are no multiple of 64 weights; `OutOfMemory`.
     pub fn quantize(matrix: &Tensor /* [N, K] */, levels: &Levels) -> Result<Self> {
         if matrix.size()[1] % BLOCK as i64 != 0 {
             let got = format!("{:?}", matrix.size());
@@ -75,16 +79,16 @@ impl Nf4 {
             return Err(Error::InvalidArgument { op: "Nf4::quantize", expected, got });
         }
         let blocks = matrix.f_to_kind(Kind::Float)?.f_reshape([-1, BLOCK as i64])?;
-        let scales = blocks.abs().amax([1i64], false);
-        let codes = nearest(&normalised(&blocks, &scales), &levels.weights).view([-1, 2]);
-        let codes = (codes.select(1, 0) * 16 + codes.select(1, 1)).to_kind(Kind::Uint8);
-        let offset = scales.mean(Kind::Float);
-        let centred = scales - &offset;
+        let scales = blocks.f_abs()?.f_amax([1i64], false)?;
+        let codes = nearest(&normalised(&blocks, &scales)?, &levels.weights)?.view([-1, 2]);
+        let codes = codes.select(1, 0).f_mul(&scalar(16i32))?.f_add(&codes.select(1, 1))?.f_to_kind(Kind::Uint8)?;
+        let offset = scales.f_mean(Kind::Float)?;
+        let centred = scales.f_sub(&offset)?;
         let count = centred.size()[0];
-        let padded = centred.constant_pad_nd([0, -count & (GROUP as i64 - 1)]).view([-1, GROUP as i64]);
-        let maxima = padded.abs().amax([1i64], false);
-        let scales = nearest(&normalised(&padded, &maxima), &levels.scales).view(-1).narrow(0, 0, count);
-        let scales = scales.to_kind(Kind::Uint8).contiguous();
+        let padded = centred.f_constant_pad_nd([0, -count & (GROUP as i64 - 1)])?.view([-1, GROUP as i64]);
+        let maxima = padded.f_abs()?.f_amax([1i64], false)?;
+        let scales = nearest(&normalised(&padded, &maxima)?, &levels.scales)?.view(-1).narrow(0, 0, count);
+        let scales = scales.f_to_kind(Kind::Uint8)?.f_contiguous()?;
         Ok(Self { codes, scales, maxima, offset, levels: levels.shallow_clone() })
     }
 
@@ -97,7 +101,7 @@ impl Nf4 {
     /// Writes the matrix that the codes stand for to `y`, rounded once to its kind.
     ///
     /// # Errors
-    /// Those of the kernel.
+    /// Those of the kernel; [`Error::OutOfMemory`] on a CPU.
     pub fn dequantize(&self, y: &mut Tensor /* [groups, rows of a group, K], strided by rows */) -> Result<()> {
         if y.device().is_cuda() {
             let Self { codes, scales, maxima, offset, levels } = self;
@@ -106,12 +110,16 @@ impl Nf4 {
             return kernels::nf4_dequantize(&codes, y);
         }
         let levels = &self.levels;
-        let scales = levels.scales.index_select(0, &self.scales.to_kind(Kind::Int64));
-        let maxima = self.maxima.repeat_interleave_self_int(GROUP as i64, 0, None).narrow(0, 0, scales.size()[0]);
-        let scales = scales * maxima + &self.offset;
-        let codes = self.codes.to_kind(Kind::Int64);
-        let codes = Tensor::stack(&[codes.bitwise_right_shift_tensor_scalar(4), codes.bitwise_and(15)], 1);
-        let blocks = levels.weights.index_select(0, &codes.view(-1)).view([-1, BLOCK as i64]) * scales.unsqueeze(1);
+        let scales = levels.scales.f_index_select(0, &self.scales.f_to_kind(Kind::Int64)?)?;
+        let maxima = self.maxima.f_repeat_interleave_self_int(GROUP as i64, 0, None)?.narrow(0, 0, scales.size()[0]);
+        let scales = scales.f_mul(&maxima)?.f_add(&self.offset)?;
+        let codes = self.codes.f_to_kind(Kind::Int64)?;
+        let codes = Tensor::f_stack(
+            &[codes.f_bitwise_right_shift(&scalar(4i64))?, codes.f_bitwise_and_tensor(&scalar(15i64))?],
+            1,
+        )?;
+        let weights = levels.weights.f_index_select(0, &codes.view(-1))?;
+        let blocks = weights.view([-1, BLOCK as i64]).f_mul(&scales.unsqueeze(1))?;
         y.f_copy_(&blocks.view_as(y))?;
         Ok(())
     }
@@ -124,15 +132,16 @@ pub fn bytes(numel: usize) -> usize {
 }
 
 /// x / scale, by rows; 0 where a row is all zero.
-fn normalised(x: &Tensor /* [R, B] */, scale: &Tensor /* [R] */) -> Tensor {
-    x / scale.where_scalarother(&scale.gt(0.0), 1.0).unsqueeze(1)
+fn normalised(x: &Tensor /* [R, B] */, scale: &Tensor /* [R] */) -> Result<Tensor> {
+    let divisor = scale.f_where_self(&scale.f_gt_tensor(&scalar(0f32))?, &scalar(1f32))?;
+    Ok(x.f_div(&divisor.unsqueeze(1))?)
 }
 
 /// The index of the nearest of ascending levels; the lower one of two at the same distance.
-fn nearest(x: &Tensor, levels: &Tensor /* [L] */) -> Tensor {
+fn nearest(x: &Tensor, levels: &Tensor /* [L] */) -> Result<Tensor> {
     let count = levels.size()[0] - 1;
-    let midpoints = (levels.narrow(0, 0, count) + levels.narrow(0, 1, count)) / 2.0;
-    x.contiguous().bucketize(&midpoints, true, false) // i32
+    let midpoints = levels.narrow(0, 0, count).f_add(&levels.narrow(0, 1, count))?.f_div(&scalar(2.0))?;
+    Ok(x.f_contiguous()?.f_bucketize(&midpoints, true, false)?) // i32
 }
 
 /// The signed dynamic map of 8 bits (arXiv 1511.04561): for each of 7 powers of ten from 10^-6, the middles of 2^i equal
@@ -187,7 +196,7 @@ mod tests {
         let golden = golden();
         let shape: Vec<i64> = serde_json::from_value(golden["shape"].clone()).unwrap();
         let matrix = matrix(shape[0], shape[1]);
-        let nf4 = Nf4::quantize(&matrix, &Levels::new(Device::Cpu)).unwrap();
+        let nf4 = Nf4::quantize(&matrix, &Levels::new(Device::Cpu).unwrap()).unwrap();
         let list = |t: &Tensor| Vec::<f64>::try_from(t.to_kind(Kind::Double).view(-1)).unwrap();
         let codes = crate::torch::bytes(&nf4.codes).unwrap();
         let codes: String = codes.iter().map(|code| format!("{code:02x}")).collect();
@@ -205,7 +214,7 @@ mod tests {
     #[test]
     fn rows_go_where_the_view_says() {
         let matrix = matrix(6, 128);
-        let nf4 = Nf4::quantize(&matrix, &Levels::new(Device::Cpu)).unwrap();
+        let nf4 = Nf4::quantize(&matrix, &Levels::new(Device::Cpu).unwrap()).unwrap();
         let mut plain = Tensor::zeros([1, 6, 128], (Kind::Float, Device::Cpu));
         nf4.dequantize(&mut plain).unwrap();
         let wide = Tensor::zeros([3, 5, 128], (Kind::BFloat16, Device::Cpu));
@@ -213,6 +222,11 @@ mod tests {
         assert!(wide.narrow(1, 1, 2).reshape([1, 6, 128]).equal(&plain.to_kind(Kind::BFloat16)));
         assert_eq!(wide.narrow(1, 3, 2).abs().max().double_value(&[]), 0.0);
         let narrow = Tensor::zeros([2, 32], (Kind::Float, Device::Cpu));
-        assert!(Nf4::quantize(&narrow, &Levels::new(Device::Cpu)).unwrap_err().to_string().contains("multiple of 64"));
+        assert!(
+            Nf4::quantize(&narrow, &Levels::new(Device::Cpu).unwrap())
+                .unwrap_err()
+                .to_string()
+                .contains("multiple of 64")
+        );
     }
 }

@@ -1,37 +1,38 @@
 //! y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), over the last dimension (arXiv 1910.07467).
 
 use crate::cuda::{Work, kernels, timed};
+use crate::error::Result;
 use crate::torch::accumulation_kind;
 use tch::Tensor;
 
 /// Normalised `x`, of the weight's kind, and rstd for the backward.
 ///
-/// # Panics
-/// On a GPU if the kernel refuses the rows: longer than 12,000 or not contiguous.
+/// # Errors
+/// [`crate::Error::OutOfMemory`]; on a GPU [`crate::Error::InvalidArgument`] for rows that are longer than 12,000 or not contiguous.
 pub fn forward(
     x: &Tensor,      // [.., D]
     weight: &Tensor, // [D]
     eps: f64,
-) -> (Tensor, Tensor) {
+) -> Result<(Tensor, Tensor)> {
     if kernels::serve(x) {
-        let run = || kernels::rms_norm_forward(x, weight, eps).expect("contiguous rows and their weight");
+        let run = || kernels::rms_norm_forward(x, weight, eps);
         let y = || weight.expand_as(x); // as large as the result, which is not there yet
         return timed("norm", || Work::pass(&[x, &y()]), run);
     }
     let kind = accumulation_kind(x.kind());
     let dim = *x.size().last().unwrap_or(&1);
-    let wide = x.to_kind(kind);
-    let mut rstd = wide.norm_scalaropt_dim(2, [-1i64], true).square_();
-    let rstd = rstd.g_div_scalar_(dim as f64).g_add_scalar_(eps).rsqrt_(); // [.., 1]
-    let y = (&wide * &rstd).g_mul_(weight).to_kind(weight.kind());
-    (y, rstd)
+    let wide = x.f_to_kind(kind)?;
+    let mut rstd = wide.f_norm_scalaropt_dim(2, [-1i64], true)?.f_square_()?;
+    let rstd = rstd.f_div_scalar_(dim as f64)?.f_add_scalar_(eps)?.f_rsqrt_()?; // [.., 1]
+    let y = wide.f_mul(&rstd)?.f_mul_(weight)?.f_to_kind(weight.kind())?;
+    Ok((y, rstd))
 }
 
 /// dx, of dy's kind, and dweight added in place:
 /// dx = residual + rstd * (dy * w) - x * rstd^3 * mean(dy * w * x);  dweight += sum over rows of dy * x * rstd.
 /// `residual` is the gradient that reaches x past the norm.
 ///
-/// # Panics
+/// # Errors
 /// As [`forward`].
 pub fn backward(
     dy: &Tensor,               // [.., D]
@@ -40,24 +41,26 @@ pub fn backward(
     rstd: &Tensor,             // [.., 1]
     residual: Option<&Tensor>, // [.., D]
     dweight: &mut Tensor,      // [D]
-) -> Tensor {
+) -> Result<Tensor> {
     if kernels::serve(x) {
         let run = || kernels::rms_norm_backward(dy, x, weight, rstd, residual, dweight);
         let work = || Work::pass(&[dy, x, residual.unwrap_or(dy), dy]);
-        return timed("norm, backward", work, run).expect("what the forward took and gave");
+        return timed("norm, backward", work, run);
     }
     let (kind, narrow) = (rstd.kind(), dy.kind());
     let dim = *x.size().last().unwrap_or(&1);
-    let (dy, wide, weight) = (dy.to_kind(kind), x.to_kind(kind), weight.to_kind(kind));
-    let product = (&dy * &wide).reshape([-1, dim]); // [R, D]
-    let _ = dweight.g_add_(&product.tr().mv(&rstd.reshape([-1])));
-    let projection = product.mv(&weight).view_as(rstd); // [.., 1], sum of dy * w * x
-    let coefficient = (projection * rstd.pow_tensor_scalar(3)).g_mul_scalar_(-1.0 / dim as f64);
-    let mut dx = (dy * weight).g_mul_(rstd).addcmul_(&wide, &coefficient);
+    let (dy, wide, weight) = (dy.f_to_kind(kind)?, x.f_to_kind(kind)?, weight.f_to_kind(kind)?);
+    let product = dy.f_mul(&wide)?.f_reshape([-1, dim])?; // [R, D]
+    let _ = dweight.f_add_(&product.tr().f_mv(&rstd.f_reshape([-1])?)?)?;
+    let projection = product.f_mv(&weight)?.view_as(rstd); // [.., 1], sum of dy * w * x
+    let coefficient = projection.f_mul(&rstd.f_pow_tensor_scalar(3)?)?.f_mul_scalar_(-1.0 / dim as f64)?;
+    let mut dx = dy.f_mul(&weight)?;
+    drop(dy);
+    dx = dx.f_mul_(rstd)?.f_addcmul_(&wide, &coefficient)?;
     if let Some(residual) = residual {
-        dx = dx.g_add_(residual);
+        dx = dx.f_add_(residual)?;
     }
-    dx.to_kind(narrow)
+    Ok(dx.f_to_kind(narrow)?)
 }
 
 #[cfg(test)]
@@ -74,13 +77,14 @@ mod tests {
             let reference = &leaf_x / rms * &weight;
             let dy = rand(&x.size());
             let grads = Tensor::run_backward(&[(&reference * &dy).sum(None)], &[&leaf_x, &weight], false, false);
-            let (y, rstd) = forward(&x, &weight.detach(), 1e-6);
+            let (y, rstd) = forward(&x, &weight.detach(), 1e-6).unwrap();
             assert_close(&y, &reference);
             let residual = rand(&x.size());
             for (residual, expected) in [(None, grads[0].shallow_clone()), (Some(&residual), &grads[0] + &residual)] {
                 let mut dweight = rand(&[8]);
                 let before = dweight.copy();
-                assert_close(&backward(&dy, &x, &weight.detach(), &rstd, residual, &mut dweight), &expected);
+                let dx = backward(&dy, &x, &weight.detach(), &rstd, residual, &mut dweight).unwrap();
+                assert_close(&dx, &expected);
                 assert_close(&dweight, &(before + &grads[1]));
             }
         }
@@ -90,14 +94,15 @@ mod tests {
     fn bfloat16_keeps_its_type_and_statistics_in_float() {
         let x = rand(&[3, 8]).to_kind(tch::Kind::BFloat16);
         let weight = rand(&[8]).to_kind(tch::Kind::BFloat16);
-        let (y, rstd) = forward(&x, &weight, 1e-6);
+        let (y, rstd) = forward(&x, &weight, 1e-6).unwrap();
         assert_eq!((y.kind(), rstd.kind()), (tch::Kind::BFloat16, tch::Kind::Float));
         let mut dweight = Tensor::zeros([8], (tch::Kind::Float, tch::Device::Cpu));
-        assert_eq!(backward(&y, &x, &weight, &rstd, None, &mut dweight).kind(), tch::Kind::BFloat16);
+        assert_eq!(backward(&y, &x, &weight, &rstd, None, &mut dweight).unwrap().kind(), tch::Kind::BFloat16);
         // The same where x alone is wider.
         let wide = x.to_kind(tch::Kind::Float);
-        let (of_wide, rstd) = forward(&wide, &weight, 1e-6);
+        let (of_wide, rstd) = forward(&wide, &weight, 1e-6).unwrap();
         assert!(of_wide.equal(&y));
-        assert_eq!(backward(&y, &wide, &weight, &rstd, Some(&y), &mut dweight).kind(), tch::Kind::BFloat16);
+        let dx = backward(&y, &wide, &weight, &rstd, Some(&y), &mut dweight).unwrap();
+        assert_eq!(dx.kind(), tch::Kind::BFloat16);
     }
 }

@@ -1,5 +1,6 @@
 //! Rotary position embedding (arXiv 2104.09864), in Hugging Face's half-rotation convention: pair i is `(x[i], x[i + hd/2])`.
 
+use crate::error::Result;
 use crate::torch::accumulation_kind;
 use std::f64::consts::PI;
 use tch::{Device, Kind, Tensor};
@@ -49,23 +50,29 @@ impl Rope {
     }
 
     /// Cosines, then sines, of all positions below `len`, computed in f64: [len, hd] f32, what the decode kernels read.
-    pub fn table(&self, len: usize, device: Device) -> Tensor {
-        let positions = Tensor::arange(len as i64, (Kind::Double, Device::Cpu));
-        let angle = positions.unsqueeze(1) * &self.inv_freq; // [len, hd/2]
-        Tensor::cat(&[angle.cos(), angle.sin()], 1).to_kind(Kind::Float).to_device(device)
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn table(&self, len: usize, device: Device) -> Result<Tensor> {
+        let positions = Tensor::f_arange(len as i64, (Kind::Double, Device::Cpu))?;
+        let angle = positions.unsqueeze(1).f_mul(&self.inv_freq)?; // [len, hd/2]
+        Ok(Tensor::f_cat(&[angle.f_cos()?, angle.f_sin()?], 1)?.f_to_kind(Kind::Float)?.f_to_device(device)?)
     }
 
     /// Cosines and sines of each token's position, computed in f64 and kept in `accumulation_kind(kind)`, on the device
     /// of `positions`. Made once for a batch of tokens and shared by all layers.
-    pub fn rows(&self, positions: &Tensor /* [T] i64 */, kind: Kind) -> RopeRows {
-        let inv_freq = self.inv_freq.to_device(positions.device());
-        let angle = positions.to_kind(Kind::Double).unsqueeze(1) * inv_freq; // [T, hd/2]
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn rows(&self, positions: &Tensor /* [T] i64 */, kind: Kind) -> Result<RopeRows> {
+        let inv_freq = self.inv_freq.f_to_device(positions.device())?;
+        let angle = positions.f_to_kind(Kind::Double)?.unsqueeze(1).f_mul(&inv_freq)?; // [T, hd/2]
         let kind = accumulation_kind(kind);
-        let (cos, sin) = (angle.cos(), angle.sin());
-        RopeRows {
-            cos: Tensor::cat(&[&cos, &cos], 1).unsqueeze(1).to_kind(kind),
-            sin: Tensor::cat(&[&-&sin, &sin], 1).unsqueeze(1).to_kind(kind),
-        }
+        let (cos, sin) = (angle.f_cos()?, angle.f_sin()?);
+        Ok(RopeRows {
+            cos: Tensor::f_cat(&[&cos, &cos], 1)?.unsqueeze(1).f_to_kind(kind)?,
+            sin: Tensor::f_cat(&[&sin.f_neg()?, &sin], 1)?.unsqueeze(1).f_to_kind(kind)?,
+        })
     }
 }
 
@@ -91,41 +98,48 @@ impl RopeRows {
 }
 
 /// y = x * cos + rotate_half(x) * sin, contiguous.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
 pub fn forward(
     x: &Tensor, // [T, .., hd]
     rows: &RopeRows,
-) -> Tensor {
+) -> Result<Tensor> {
     let half = rows.cos.size()[2] / 2;
     let (cos, sin) = rows.like(x);
-    let y = x * cos;
-    rotate(&y, x, &sin.narrow(-1, 0, half), &sin.narrow(-1, half, half));
-    y.to_kind(x.kind())
+    let y = x.f_mul(&cos)?;
+    rotate(&y, x, &sin.narrow(-1, 0, half), &sin.narrow(-1, half, half))?;
+    Ok(y.f_to_kind(x.kind())?)
 }
 
 /// The transposed rotation, written into `dx` (which may be a strided view of a larger gradient).
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
 pub fn backward_into(
     dy: &Tensor, // [T, .., hd]
     rows: &RopeRows,
     dx: &mut Tensor, // [T, .., hd]
-) {
+) -> Result<()> {
     let half = rows.cos.size()[2] / 2;
     let (cos, sin) = rows.like(dy);
     let (first, second) = (sin.narrow(-1, 0, half), sin.narrow(-1, half, half));
     if dx.kind() == rows.cos.kind() {
-        let _ = dy.mul_out(dx, &cos);
-        rotate(dx, dy, &second, &first);
+        let _ = dy.f_mul_out(dx, &cos)?;
+        rotate(dx, dy, &second, &first)
     } else {
-        let wide = dy * cos;
-        rotate(&wide, dy, &second, &first);
-        dx.copy_(&wide);
+        let wide = dy.f_mul(&cos)?;
+        rotate(&wide, dy, &second, &first)?;
+        Ok(dx.f_copy_(&wide)?)
     }
 }
 
 /// y[.., :half] += x[.., half:] * first;  y[.., half:] += x[.., :half] * second.
-fn rotate(y: &Tensor, x: &Tensor, first: &Tensor, second: &Tensor) {
+fn rotate(y: &Tensor, x: &Tensor, first: &Tensor, second: &Tensor) -> Result<()> {
     let half = *first.size().last().unwrap_or(&0);
-    let _ = y.narrow(-1, 0, half).addcmul_(&x.narrow(-1, half, half), first);
-    let _ = y.narrow(-1, half, half).addcmul_(&x.narrow(-1, 0, half), second);
+    let _ = y.narrow(-1, 0, half).f_addcmul_(&x.narrow(-1, half, half), first)?;
+    let _ = y.narrow(-1, half, half).f_addcmul_(&x.narrow(-1, 0, half), second)?;
+    Ok(())
 }
 
 #[cfg(test)]
@@ -148,10 +162,10 @@ mod tests {
         let (x, dy) = (leaf(&rand(&[4, 3, 8])), rand(&[4, 3, 8]));
         let reference = &x * angle.cos() + rotate_half(&x) * angle.sin();
         let grads = Tensor::run_backward(&[(&reference * &dy).sum(None)], &[&x], false, false);
-        let rows = rope.rows(&positions, Kind::Double);
-        assert_close(&forward(&x.detach(), &rows), &reference);
+        let rows = rope.rows(&positions, Kind::Double).unwrap();
+        assert_close(&forward(&x.detach(), &rows).unwrap(), &reference);
         let mut dx = rand(&[4, 5, 8]).narrow(1, 1, 3);
-        backward_into(&dy, &rows, &mut dx);
+        backward_into(&dy, &rows, &mut dx).unwrap();
         assert_close(&dx, &grads[0]);
     }
 
@@ -176,12 +190,12 @@ mod tests {
 
     #[test]
     fn bfloat16_rounds_once() {
-        let rows = Rope::new(8, 10_000.0, None).rows(&Tensor::from_slice(&[5i64]), Kind::BFloat16);
+        let rows = Rope::new(8, 10_000.0, None).rows(&Tensor::from_slice(&[5i64]), Kind::BFloat16).unwrap();
         let x = rand(&[1, 2, 8]).to_kind(Kind::BFloat16);
-        let expected = forward(&x.to_kind(Kind::Float), &rows).to_kind(Kind::BFloat16);
-        assert!(forward(&x, &rows).equal(&expected));
+        let expected = forward(&x.to_kind(Kind::Float), &rows).unwrap().to_kind(Kind::BFloat16);
+        assert!(forward(&x, &rows).unwrap().equal(&expected));
         let mut dx = x.zeros_like();
-        backward_into(&expected, &rows, &mut dx);
+        backward_into(&expected, &rows, &mut dx).unwrap();
         assert!(f64::try_from((&dx - &x).abs().max()).unwrap() < 0.05);
     }
 }

@@ -5,8 +5,9 @@
 
 use tch::Tensor;
 
-use super::linear;
+use super::{linear, try_map};
 use crate::cuda::{Work, kernels, timed};
+use crate::error::Result;
 
 /// Gate and up, or the gradients of both.
 #[derive(Debug)]
@@ -24,78 +25,86 @@ pub enum GateUp {
 
 impl GateUp {
     /// x w^T.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
     pub fn project(
         x: &Tensor, // [T, D]
         w: &Tensor, // [2 F, D]
-    ) -> Self {
+    ) -> Result<Self> {
         if kernels::serve(x) {
-            return GateUp::Interleaved(linear::forward(x, w, None));
+            return Ok(GateUp::Interleaved(linear::forward(x, w, None)?));
         }
-        let [gate, up] = halves(w).map(|w| linear::forward(x, &w, None));
-        GateUp::Split { gate, up }
+        let [gate, up] = try_map(halves(w), |w| linear::forward(x, &w, None))?;
+        Ok(GateUp::Split { gate, up })
     }
 
     /// silu(gate) * up. [T, F]
     ///
-    /// # Panics
-    /// Not for what [`GateUp::project`] gave.
-    pub fn activate(&self) -> Tensor {
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn activate(&self) -> Result<Tensor> {
         match self {
             GateUp::Interleaved(pairs) => {
                 let work = || Work { bytes: 1.5 * Work::pass(&[pairs]).bytes, flop: 0.0 };
-                timed("activation", work, || kernels::swiglu_forward(pairs)).expect("pairs on a GPU")
+                timed("activation", work, || kernels::swiglu_forward(pairs))
             }
-            GateUp::Split { gate, up } => gate.silu().g_mul_(up),
+            GateUp::Split { gate, up } => Ok(gate.f_silu()?.f_mul_(up)?),
         }
     }
 
     /// The gradients of gate and up from that of the activation, in their memory; and the activation once more.
     ///
-    /// # Panics
-    /// If `d_act` does not fit.
-    pub fn backward(self, d_act: &Tensor /* [T, F] */) -> (GateUp, Tensor) {
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`]; [`crate::Error::InvalidArgument`] if `d_act` does not fit.
+    pub fn backward(self, d_act: &Tensor /* [T, F] */) -> Result<(GateUp, Tensor)> {
         match self {
             GateUp::Interleaved(pairs) => {
                 let work = || Work { bytes: 6.0 * Work::pass(&[d_act]).bytes, flop: 0.0 };
-                let run = || kernels::swiglu_backward(d_act, pairs).expect("the activation's gradient");
-                let (d_pairs, act) = timed("activation, backward", work, run);
-                (GateUp::Interleaved(d_pairs), act)
+                let (d_pairs, act) = timed("activation, backward", work, || kernels::swiglu_backward(d_act, pairs))?;
+                Ok((GateUp::Interleaved(d_pairs), act))
             }
             GateUp::Split { gate, mut up } => {
-                let mut d_up = gate.silu();
-                let act = &d_up * &up;
-                let d_silu = up.g_mul_(d_act);
-                let d_gate = gate.silu_backward_grad_input(&d_silu, &d_silu);
-                (GateUp::Split { gate: d_gate, up: d_up.g_mul_(d_act) }, act)
+                let mut d_up = gate.f_silu()?;
+                let act = d_up.f_mul(&up)?;
+                let d_silu = up.f_mul_(d_act)?;
+                let d_gate = gate.f_silu_backward_grad_input(&d_silu, &d_silu)?;
+                Ok((GateUp::Split { gate: d_gate, up: d_up.f_mul_(d_act)? }, act))
             }
         }
     }
 
     /// dw += self^T x, of gradients.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
     pub fn accumulate_weight(
         &self,
         x: &Tensor,      // [T, D]
         dw: &mut Tensor, // [2 F, D]
-    ) {
+    ) -> Result<()> {
         match self {
             GateUp::Interleaved(d) => linear::accumulate_weight(d, x, dw),
             GateUp::Split { gate, up } => {
                 let [mut d_gate, mut d_up] = halves(dw);
-                linear::accumulate_weight(gate, x, &mut d_gate);
-                linear::accumulate_weight(up, x, &mut d_up);
+                linear::accumulate_weight(gate, x, &mut d_gate)?;
+                linear::accumulate_weight(up, x, &mut d_up)
             }
         }
     }
 
     /// dx = self w, of gradients. [T, D]
-    pub fn backward_input(&self, w: &Tensor /* [2 F, D] */) -> Tensor {
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn backward_input(&self, w: &Tensor /* [2 F, D] */) -> Result<Tensor> {
         match self {
             GateUp::Interleaved(d) => linear::backward_input(d, w),
             GateUp::Split { gate, up } => {
                 let [w_gate, w_up] = halves(w);
-                let mut dx = linear::backward_input(gate, &w_gate);
-                linear::accumulate_input(up, &w_up, &mut dx);
-                dx
+                let mut dx = linear::backward_input(gate, &w_gate)?;
+                linear::accumulate_input(up, &w_up, &mut dx)?;
+                Ok(dx)
             }
         }
     }
@@ -119,14 +128,14 @@ mod tests {
         let reference = pairs.select(2, 0).sigmoid() * pairs.select(2, 0) * pairs.select(2, 1);
         let grads = Tensor::run_backward(&[(&reference * &dy).sum(None)], &[&x, &w], false, false);
         let (x, w) = (x.detach(), w.detach());
-        let gate_up = GateUp::project(&x, &w);
-        assert_close(&gate_up.activate(), &reference);
-        let (d, act) = gate_up.backward(&dy);
+        let gate_up = GateUp::project(&x, &w).unwrap();
+        assert_close(&gate_up.activate().unwrap(), &reference);
+        let (d, act) = gate_up.backward(&dy).unwrap();
         assert_close(&act, &reference);
-        assert_close(&d.backward_input(&w), &grads[0]);
+        assert_close(&d.backward_input(&w).unwrap(), &grads[0]);
         let mut dw = rand(&[12, 3]);
         let before = dw.copy();
-        d.accumulate_weight(&x, &mut dw);
+        d.accumulate_weight(&x, &mut dw).unwrap();
         assert_close(&dw, &(before + &grads[1]));
     }
 }

@@ -8,6 +8,10 @@ use super::{Phase, step};
 use crate::error::{Error, Result};
 
 static FAULT: Mutex<Option<Fault>> = Mutex::new(None);
+static FILLER: Mutex<Option<Filler>> = Mutex::new(None);
+
+/// Takes all memory of this rank's device but so many bytes.
+type Filler = Box<dyn Fn(usize) -> Result<()> + Send>;
 
 /// What fails, where and when.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,6 +43,12 @@ pub enum FaultKind {
     Hang,
     /// An out-of-memory error.
     OutOfMemory,
+    /// Takes all memory of the rank's device, so that what is allocated next fails by itself (`fill`), or all but so many MiB
+    /// (`fill=64`); see [`on_fill`].
+    Fill {
+        /// What is left to allocate.
+        left_mib: usize,
+    },
     /// An ordinary error.
     Error,
     /// A panic.
@@ -47,7 +57,7 @@ pub enum FaultKind {
     Nan,
 }
 
-const KINDS: [(&str, FaultKind); 9] = [
+const KINDS: [(&str, FaultKind); 10] = [
     ("kill", FaultKind::Kill),
     ("stop", FaultKind::Stop),
     ("segv", FaultKind::Segv),
@@ -57,7 +67,15 @@ const KINDS: [(&str, FaultKind); 9] = [
     ("error", FaultKind::Error),
     ("panic", FaultKind::Panic),
     ("nan", FaultKind::Nan),
+    ("fill", FaultKind::Fill { left_mib: 0 }),
 ];
+
+fn kind_of(text: &str) -> Option<FaultKind> {
+    if let Some(left_mib) = text.strip_prefix("fill=") {
+        return Some(FaultKind::Fill { left_mib: left_mib.parse().ok()? });
+    }
+    KINDS.iter().find(|(name, _)| *name == text).map(|(_, kind)| *kind)
+}
 
 impl std::str::FromStr for Fault {
     type Err = String;
@@ -68,7 +86,7 @@ impl std::str::FromStr for Fault {
         let [rank, step, phase, kind] = parts[..] else { return Err(shape()) };
         let (step, repeats) = step.strip_suffix('+').map_or((step, false), |step| (step, true));
         let named = Phase::ALL.iter().find(|known| known.name() == phase);
-        let kind = KINDS.iter().find(|(name, _)| *name == kind);
+        let kind = kind_of(kind);
         Ok(Self {
             rank: rank.parse().map_err(|_| shape())?,
             step: step.parse().map_err(|_| shape())?,
@@ -78,7 +96,6 @@ impl std::str::FromStr for Fault {
                 format!("'{text}': the phase is one of {}", names.join(", "))
             })?,
             kind: kind
-                .map(|(_, kind)| *kind)
                 .ok_or_else(|| format!("'{text}': the kind is one of {}", KINDS.map(|(name, _)| name).join(", ")))?,
         })
     }
@@ -88,6 +105,13 @@ impl std::str::FromStr for Fault {
 pub fn arm_fault(fault: Option<Fault>, rank: usize) {
     if let Ok(mut armed) = FAULT.lock() {
         *armed = fault.filter(|fault| fault.rank == rank);
+    }
+}
+
+/// Sets what [`FaultKind::Fill`] calls: this room knows no device.
+pub fn on_fill(filler: impl Fn(usize) -> Result<()> + Send + 'static) {
+    if let Ok(mut set) = FILLER.lock() {
+        *set = Some(Box::new(filler));
     }
 }
 
@@ -115,6 +139,10 @@ pub fn inject_at(phase: Phase, step: u64) -> Result<()> {
         FaultKind::Panic => panic!("injected panic in {}", phase.name()),
         FaultKind::OutOfMemory => {
             return Err(Error::OutOfMemory { owner: format!("injected in {}", phase.name()), requested_bytes: 0 });
+        }
+        FaultKind::Fill { left_mib } => {
+            let filler = FILLER.lock().ok();
+            return filler.as_ref().and_then(|filler| filler.as_ref()).map_or(Ok(()), |fill| fill(left_mib << 20));
         }
         FaultKind::Error => return Err(Error::Injected { phase: phase.name() }),
         FaultKind::Nan => unreachable!("taken by fires_nan alone"),
@@ -155,6 +183,10 @@ mod tests {
     fn faults_parse_and_name_what_is_wrong() {
         let fault: Fault = "1:3:wake:kill".parse().unwrap();
         assert_eq!(fault, Fault { rank: 1, step: 3, repeats: false, phase: Phase::Wake, kind: FaultKind::Kill });
+        let fill = |text: &str| text.parse::<Fault>().map(|fault| fault.kind);
+        assert_eq!(fill("0:0:score:fill"), Ok(FaultKind::Fill { left_mib: 0 }));
+        assert_eq!(fill("0:0:score:fill=64"), Ok(FaultKind::Fill { left_mib: 64 }));
+        assert!(fill("0:0:score:fill=some").is_err());
         assert!("1:3+:wake:nan".parse::<Fault>().unwrap().repeats);
         assert!("1:3:nap:kill".parse::<Fault>().unwrap_err().contains("one of startup, load"));
         assert!("1:3:wake:sigh".parse::<Fault>().unwrap_err().contains("one of kill, stop"));

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use failure::FirstFailure;
 use fault::inject;
-pub use fault::{Fault, FaultKind, arm_fault, fires_nan, inject_at};
+pub use fault::{Fault, FaultKind, arm_fault, fires_nan, inject_at, on_fill};
 use page::page;
 pub use page::{CollectiveScope, PULSE_FD_VARIABLE, SharedPage, is_watched, publish};
 pub use pulse::{LastCollective, Pulse};

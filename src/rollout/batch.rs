@@ -4,6 +4,8 @@ use tch::{Device, Tensor};
 
 use super::scheduler::{Run, Step};
 use super::sequence::Sequence;
+use crate::error::Result;
+use crate::torch;
 
 /// T tokens of B runs, of which L sample.
 #[derive(Debug)]
@@ -22,7 +24,7 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    pub(super) fn new(step: &Step, sequences: &[Sequence], block_size: usize, device: Device) -> Self {
+    pub(super) fn new(step: &Step, sequences: &[Sequence], block_size: usize, device: Device) -> Result<Self> {
         let (mut token_ids, mut positions, mut slot_mapping) = (Vec::new(), Vec::new(), Vec::new());
         let (mut cu_seqlens, mut last_rows) = (vec![0], Vec::new());
         for run in &step.runs {
@@ -35,23 +37,23 @@ impl Batch {
             cu_seqlens.push(token_ids.len() as i64);
             last_rows.extend((!run.samples.is_empty()).then_some(token_ids.len() as i64 - 1));
         }
-        let on_device = |values: &[i64]| Tensor::from_slice(values).to_device(device);
-        Self {
+        let on_device = |values: &[i64]| torch::tensor_on(values, device);
+        Ok(Self {
             is_decode: step.is_decode,
             is_uncached: step.runs.iter().all(|run| run.tokens.start == 0),
-            token_ids: on_device(&token_ids),
-            positions: on_device(&positions),
-            slot_mapping: on_device(&slot_mapping),
+            token_ids: on_device(&token_ids)?,
+            positions: on_device(&positions)?,
+            slot_mapping: on_device(&slot_mapping)?,
             cu_seqlens,
             context_lens: step.runs.iter().map(|run| run.tokens.end as i64).collect(),
-            block_tables: block_tables(&step.runs, sequences, block_size).to_device(device),
-            last_rows: on_device(&last_rows),
-        }
+            block_tables: block_tables(&step.runs, sequences, block_size, device)?,
+            last_rows: on_device(&last_rows)?,
+        })
     }
 }
 
 /// Blocks that hold each run's context, [B, longest].
-pub(super) fn block_tables(runs: &[Run], sequences: &[Sequence], block_size: usize) -> Tensor {
+pub(super) fn block_tables(runs: &[Run], sequences: &[Sequence], block_size: usize, device: Device) -> Result<Tensor> {
     let num_blocks = |run: &Run| run.tokens.end.div_ceil(block_size);
     let longest = runs.iter().map(num_blocks).max().unwrap_or(0);
     let mut tables = vec![0; runs.len() * longest];
@@ -59,5 +61,5 @@ pub(super) fn block_tables(runs: &[Run], sequences: &[Sequence], block_size: usi
         let table = &sequences[run.sequence].block_table[..num_blocks(run)];
         row.iter_mut().zip(table).for_each(|(slot, &block)| *slot = i64::from(block));
     }
-    Tensor::from_slice(&tables).view([runs.len() as i64, longest as i64])
+    Ok(torch::tensor_on(&tables, device)?.view([runs.len() as i64, longest as i64]))
 }

@@ -98,9 +98,10 @@ impl KvCache {
         &self,
         from: &Tensor, // [n] i32
         to: &Tensor,   // [n] i32
-    ) {
-        let blocks = self.cache().index_select(1, from);
-        let _ = self.cache().shallow_clone().index_copy_(1, &to.to_kind(Kind::Int64), &blocks);
+    ) -> Result<()> {
+        let blocks = self.cache().f_index_select(1, from)?;
+        let _ = self.cache().shallow_clone().f_index_copy_(1, &to.f_to_kind(Kind::Int64)?, &blocks)?;
+        Ok(())
     }
 
     /// Its kind, and the key/value heads of this rank.

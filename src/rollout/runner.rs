@@ -15,7 +15,7 @@ use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
 use crate::model::{BlockContext, ModelSpec, block_forward};
 use crate::ops::rope::Rope;
-use crate::ops::{embedding, linear, rms_norm};
+use crate::ops::{embedding, linear, rms_norm, try_map};
 use crate::torch;
 use crate::types::SamplingParams;
 
@@ -50,12 +50,12 @@ impl Runner for HostRunner<'_> {
     }
 
     fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[Sequence]) -> Result<()> {
-        let batch = Batch::new(step, sequences, self.kv_cache.block_size(), self.weights.embedding.device());
+        let batch = Batch::new(step, sequences, self.kv_cache.block_size(), self.weights.embedding.device())?;
         let logits = self.logits(&batch)?;
         if !step.copies.is_empty() {
             let (from, to): (Vec<_>, Vec<_>) = step.copies.iter().map(|&(from, to)| (from as i32, to as i32)).unzip();
-            let [from, to] = [from, to].map(|blocks| Tensor::from_slice(&blocks).to_device(batch.token_ids.device()));
-            self.kv_cache.copy_blocks(&from, &to);
+            let [from, to] = try_map([from, to], |blocks| torch::tensor_on(&blocks, batch.token_ids.device()))?;
+            self.kv_cache.copy_blocks(&from, &to)?;
         }
         let vocab = self.spec.vocab_range(self.tp.rank(), self.tp.size());
         let sampler = Sampler { params: self.params, vocab, tp: self.tp };
@@ -85,17 +85,17 @@ impl<'a> HostRunner<'a> {
     fn logits(&self, batch: &Batch) -> Result<Vec<f32>> {
         no_grad(|| {
             let (_, num_kv_heads) = self.spec.tp_heads(self.tp.size());
-            let mut attention = PagedAttention::new(self.kv_cache, batch, self.spec, num_kv_heads);
-            let mut x = self.embed(&batch.token_ids)?.to_kind(self.residual); // [T, D]
-            let rope = self.rope.rows(&batch.positions, self.weights.embedding.kind());
+            let mut attention = PagedAttention::new(self.kv_cache, batch, self.spec, num_kv_heads)?;
+            let mut x = self.embed(&batch.token_ids)?.f_to_kind(self.residual)?; // [T, D]
+            let rope = self.rope.rows(&batch.positions, self.weights.embedding.kind())?;
             let context = BlockContext { spec: self.spec, rope: &rope, tp: Some(self.tp) };
             for (layer, block) in self.weights.blocks.iter().enumerate() {
                 self.weights.prepare(layer)?;
                 x = block_forward(&context, layer, block, &x, &mut attention, None)?.0;
             }
-            let rows = x.index_select(0, &batch.last_rows); // [L, D]
-            let (rows, _) = rms_norm::forward(&rows, &self.weights.final_norm, self.spec.rms_norm_eps);
-            let logits = linear::forward(&rows, &self.weights.lm_head, None).to_kind(Kind::Float);
+            let rows = x.f_index_select(0, &batch.last_rows)?; // [L, D]
+            let (rows, _) = rms_norm::forward(&rows, &self.weights.final_norm, self.spec.rms_norm_eps)?;
+            let logits = linear::forward(&rows, &self.weights.lm_head, None)?.f_to_kind(Kind::Float)?;
             torch::f32_vec(&logits)
         })
     }
@@ -104,10 +104,10 @@ impl<'a> HostRunner<'a> {
     fn embed(&self, token_ids: &Tensor) -> Result<Tensor> {
         let table = &self.weights.embedding;
         if table.size()[0] == self.spec.vocab_size as i64 {
-            return Ok(embedding::forward(token_ids, table));
+            return embedding::forward(token_ids, table);
         }
         let first_row = self.spec.vocab_range(self.tp.rank(), self.tp.size()).start as i64;
-        let mut rows = embedding::forward_shard(token_ids, table, first_row);
+        let mut rows = embedding::forward_shard(token_ids, table, first_row)?;
         self.tp.all_reduce(&mut rows, ReduceOp::Sum)?;
         Ok(rows)
     }

@@ -15,6 +15,7 @@ use crate::data::{PromptSampler, SftExample};
 use crate::dist::{Mesh, ReduceOp, World, all_reduce_f64, any_rank};
 use crate::error::{Error, Result};
 use crate::phase::{self, Phase};
+use crate::torch;
 use crate::train::{
     MicroBatch, PackOptions, Policy, Schedule, Sequence, TokenGradients, learning_rate, pack, pad_to_agreed_count,
 };
@@ -132,15 +133,15 @@ impl Sft {
     /// log-likelihoods, a float64 scalar that is still being computed.
     fn forward_backward(&mut self, batch: &Batch) -> Result<Tensor> {
         self.policy.keep_block_for(&batch.micro_batches, self.config.max_tokens_per_micro_batch)?;
-        let mut nll = Tensor::zeros([], (Kind::Double, self.device));
+        let mut nll = Tensor::f_zeros([], (Kind::Double, self.device))?;
         for (index, micro_batch) in batch.micro_batches.iter().enumerate() {
             phase::beat();
             if index + 1 == batch.micro_batches.len() {
                 self.policy.finish_gradients_with_next_backward();
             }
             self.policy.forward_backward(micro_batch, 1.0, &mut |scores| {
-                nll -= scores.logprobs.sum(Kind::Double);
-                let dlogprobs = Tensor::full_like(&scores.logprobs, -1.0 / batch.num_completion_tokens);
+                let _ = nll.f_sub_(&scores.logprobs.f_sum(Kind::Double)?)?;
+                let dlogprobs = scores.logprobs.f_empty_like()?.f_fill_(-1.0 / batch.num_completion_tokens)?;
                 Ok(TokenGradients { dlogprobs, dentropy: None })
             })?;
         }
@@ -154,7 +155,7 @@ impl Sft {
         let mut nll = 0.0;
         for micro_batch in &batch.micro_batches {
             phase::beat();
-            nll -= self.policy.forward_logprobs(micro_batch, 1.0)?.logprobs.sum(Kind::Double).double_value(&[]);
+            nll -= torch::f64_vec(&self.policy.forward_logprobs(micro_batch, 1.0)?.logprobs.f_sum(Kind::Double)?)?[0];
         }
         self.mean(nll, batch.num_completion_tokens)
     }

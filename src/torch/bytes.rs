@@ -68,6 +68,14 @@ fn host_vec<T: tch::kind::Element + Clone>(tensor: &Tensor, zero: T) -> Result<V
     Ok(values)
 }
 
+/// The values as a tensor `[n]` on `device`.
+///
+/// # Errors
+/// [`Error::OutOfMemory`]; [`Error::Torch`], also for work on the device that failed before.
+pub fn tensor_on<T: tch::kind::Element>(values: &[T], device: Device) -> Result<Tensor> {
+    Ok(Tensor::f_from_slice(values)?.f_to_device(device)?)
+}
+
 /// The kind in which sums over elements of `kind` are accumulated and normalisations computed.
 pub fn accumulation_kind(kind: Kind) -> Kind {
     if kind == Kind::Double { Kind::Double } else { Kind::Float }

@@ -201,7 +201,8 @@ pub(super) fn check(status: c_int, what: impl FnOnce() -> String) -> Result<()> 
     }
     // SAFETY: the shim's last error is a NUL-terminated string of this thread.
     let reason = unsafe { CStr::from_ptr(colo_last_error()) }.to_string_lossy().into_owned();
-    Err(Error::Environment { message: format!("{}: {}", what(), reason.trim_end()) })
+    Err(Error::out_of_memory(&reason)
+        .unwrap_or_else(|| Error::Environment { message: format!("{}: {}", what(), reason.trim_end()) }))
 }
 
 /// A C string; interior NULs are refused.

@@ -60,27 +60,29 @@ impl Adapters {
         };
         let Some(weights) = weights else { return Ok(BlockLora::default()) };
         let flat = weights.unit(Unit::Block(layer), &[])?;
-        Ok(self.expand(layer, &flat, dropout))
+        self.expand(layer, &flat, dropout)
     }
 
     /// What a block of the engine computes with.
     pub(crate) fn engine_block(&self, layer: usize) -> Result<BlockLora> {
-        Ok(self.expand(layer, &self.weights.gather(Unit::Block(layer))?, None))
+        self.expand(layer, &self.weights.gather(Unit::Block(layer))?, None)
     }
 
-    fn expand(&self, layer: usize, flat: &Tensor, dropout: Option<Dropout>) -> BlockLora {
+    fn expand(&self, layer: usize, flat: &Tensor, dropout: Option<Dropout>) -> Result<BlockLora> {
         BlockLora::expand(self.spec(), &self.lora, self.layout(layer), flat, dropout)
     }
 
     /// What a block's backward adds to, before [`Adapters::end_gradients`].
-    pub(crate) fn gradients(&self, layer: usize, flat: &Tensor) -> BlockGradients {
-        BlockGradients::Adapters(BlockLora::gradients(self.spec(), &self.lora, self.layout(layer), flat))
+    pub(crate) fn gradients(&self, layer: usize, flat: &Tensor) -> Result<BlockGradients> {
+        let gradients = BlockLora::gradients(self.spec(), &self.lora, self.layout(layer), flat)?;
+        Ok(BlockGradients::Adapters(gradients))
     }
 
     /// Completes the flat gradients of a block.
-    pub(crate) fn end_gradients(&self, layer: usize, gradients: &BlockGradients, flat: &Tensor) {
-        if let BlockGradients::Adapters(gradients) = gradients {
-            gradients.add_to(self.spec(), &self.lora, self.layout(layer), flat);
+    pub(crate) fn end_gradients(&self, layer: usize, gradients: &BlockGradients, flat: &Tensor) -> Result<()> {
+        match gradients {
+            BlockGradients::Adapters(gradients) => gradients.add_to(self.spec(), &self.lora, self.layout(layer), flat),
+            BlockGradients::Weights(_) => Ok(()),
         }
     }
 

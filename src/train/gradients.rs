@@ -196,14 +196,16 @@ impl Gradients {
     }
 
     /// Forgets all sums and keeps the memory where gradients are whole; slices start anew from the next backward's.
-    pub(crate) fn zero(&mut self) {
+    pub(crate) fn zero(&mut self) -> Result<()> {
         if !self.sharding.keeps_gradients {
-            return self.free();
+            self.free();
+            return Ok(());
         }
         self.restart();
         for unit in self.units.iter_mut().flatten() {
-            let _ = unit.zero_();
+            let _ = unit.f_zero_()?;
         }
+        Ok(())
     }
 
     /// Forgets all sums and frees the memory.

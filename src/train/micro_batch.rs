@@ -6,7 +6,9 @@ use tch::{Device, Kind, Tensor};
 
 use super::activations::MicroBatchShape;
 use super::pack::Sequence;
+use crate::error::Result;
 use crate::ops::attention::{Bounds, SharedBounds};
+use crate::torch;
 
 /// Sequences with what scoring and the loss need of them.
 #[derive(Debug)]
@@ -39,12 +41,15 @@ pub struct MicroBatch {
 impl MicroBatch {
     /// One token that nothing is scored on: it runs through the network so that this rank joins its peers' collectives,
     /// calls no loss and adds nothing to any gradient.
-    pub fn empty(device: Device) -> Self {
-        let mut micro_batch = Self::new(&[], &[], device);
-        micro_batch.token_ids = Tensor::zeros([1], (Kind::Int64, device));
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn empty(device: Device) -> Result<Self> {
+        let mut micro_batch = Self::new(&[], &[], device)?;
+        micro_batch.token_ids = Tensor::f_zeros([1], (Kind::Int64, device))?;
         micro_batch.positions = micro_batch.token_ids.shallow_clone();
         micro_batch.bounds = Bounds::Separate(vec![0, 1]);
-        micro_batch
+        Ok(micro_batch)
     }
 
     /// Whether nothing is scored on it.
@@ -68,7 +73,7 @@ impl MicroBatch {
 
     /// From groups of indexes into `all`; the sequences of one group have one prompt, which is run once. Groups of one
     /// sequence each are laid end to end.
-    pub(super) fn new(all: &[Sequence], groups: &[Vec<usize>], device: Device) -> Self {
+    pub(super) fn new(all: &[Sequence], groups: &[Vec<usize>], device: Device) -> Result<Self> {
         let rows = match groups.iter().any(|group| group.len() > 1) {
             true => Rows::shared(all, groups),
             false => Rows::separate(all, groups),
@@ -84,22 +89,22 @@ impl MicroBatch {
         let logprobs = |field: fn(&Sequence) -> Option<&Vec<f32>>| {
             let values: Option<Vec<&[f32]>> =
                 completions().map(|sequence| field(sequence).map(Vec::as_slice)).collect();
-            values.map(|values| Tensor::from_slice(&values.concat()).to_device(device))
+            values.map(|values| torch::tensor_on(&values.concat(), device)).transpose()
         };
-        let tensor = |values: &[i64]| Tensor::from_slice(values).to_device(device);
-        Self {
-            token_ids: tensor(&rows.token_ids),
-            positions: tensor(&rows.positions),
+        let tensor = |values: &[i64]| torch::tensor_on(values, device);
+        Ok(Self {
+            token_ids: tensor(&rows.token_ids)?,
+            positions: tensor(&rows.positions)?,
             bounds: rows.bounds,
-            scored_rows: tensor(&rows.scored),
-            targets: tensor(&targets),
-            sequence_of_token: tensor(&sequence_of_token),
-            advantages: Tensor::from_slice(&advantages).to_device(device),
-            rollout_logprobs: logprobs(|sequence| sequence.rollout_logprobs.as_ref()),
-            old_logprobs: logprobs(|sequence| sequence.old_logprobs.as_ref()),
-            ref_logprobs: logprobs(|sequence| sequence.ref_logprobs.as_ref()),
+            scored_rows: tensor(&rows.scored)?,
+            targets: tensor(&targets)?,
+            sequence_of_token: tensor(&sequence_of_token)?,
+            advantages: torch::tensor_on(&advantages, device)?,
+            rollout_logprobs: logprobs(|sequence| sequence.rollout_logprobs.as_ref())?,
+            old_logprobs: logprobs(|sequence| sequence.old_logprobs.as_ref())?,
+            ref_logprobs: logprobs(|sequence| sequence.ref_logprobs.as_ref())?,
             sequences,
-        }
+        })
     }
 }
 
@@ -166,7 +171,7 @@ mod tests {
 
     #[test]
     fn a_completion_token_is_scored_from_the_row_before_it() {
-        let micro_batch = MicroBatch::new(&[sequence(3, 1), sequence(4, 2)], &[vec![0], vec![1]], Device::Cpu);
+        let micro_batch = MicroBatch::new(&[sequence(3, 1), sequence(4, 2)], &[vec![0], vec![1]], Device::Cpu).unwrap();
         assert_eq!(ints(&micro_batch.token_ids), [300, 301, 302, 400, 401, 402, 403]);
         assert_eq!(ints(&micro_batch.positions), [0, 1, 2, 0, 1, 2, 3]);
         assert_eq!(micro_batch.bounds, Bounds::Separate(vec![0, 3, 7]));
@@ -182,7 +187,7 @@ mod tests {
     #[test]
     fn a_shared_prompt_stands_first_and_is_scored_for_each_completion() {
         let all = [sequence(4, 2), sequence(5, 2), sequence(3, 1)];
-        let micro_batch = MicroBatch::new(&all, &[vec![0, 1], vec![2]], Device::Cpu);
+        let micro_batch = MicroBatch::new(&all, &[vec![0, 1], vec![2]], Device::Cpu).unwrap();
         assert_eq!(ints(&micro_batch.token_ids), [400, 401, 300, 402, 403, 502, 503, 504, 301, 302]);
         assert_eq!(ints(&micro_batch.positions), [0, 1, 0, 2, 3, 2, 3, 4, 1, 2]);
         let bounds = SharedBounds { prompts: vec![0, 2, 3], groups: vec![3, 8, 10], completions: vec![3, 5, 8, 10] };
@@ -194,7 +199,7 @@ mod tests {
 
     #[test]
     fn an_empty_micro_batch_scores_nothing() {
-        let empty = MicroBatch::empty(Device::Cpu);
+        let empty = MicroBatch::empty(Device::Cpu).unwrap();
         assert!(empty.is_empty());
         assert_eq!((empty.num_tokens(), empty.targets.numel()), (1, 0));
     }

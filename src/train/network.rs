@@ -85,10 +85,10 @@ impl Network {
         temperature: f64,
         adapter_use: AdapterUse,
     ) -> Result<Scores> {
-        let mut pass = Pass::new(self, micro_batch, temperature, adapter_use);
+        let mut pass = Pass::new(self, micro_batch, temperature, adapter_use)?;
         let (hidden, _) = self.blocks_forward(&mut pass, None)?;
         let head = self.head(&[])?;
-        let scored = head_forward(&head.params, &head.table, &hidden, &pass.scoring, false);
+        let scored = head_forward(&head.params, &head.table, &hidden, &pass.scoring, false)?;
         Ok(Scores { logprobs: scored.logprobs, entropy: scored.entropy })
     }
 
@@ -102,7 +102,7 @@ impl Network {
         gradients: &mut Gradients,
         loss: &mut dyn FnMut(&Scores) -> Result<TokenGradients>,
     ) -> Result<()> {
-        let mut pass = Pass::new(self, micro_batch, temperature, adapter_use);
+        let mut pass = Pass::new(self, micro_batch, temperature, adapter_use)?;
         let (hidden, saved) = self.blocks_forward(&mut pass, Some(recompute))?;
         if self.adapters.is_some() {
             let dhidden = self.head_backward(&pass, &hidden, None, loss)?;
@@ -118,7 +118,7 @@ impl Network {
             None => gradients.begin(Unit::Embedding)?,
         };
         let mut table = EmbeddingParams::view(self.layout(Unit::Embedding), &flat).table;
-        embedding::accumulate(&dx, &micro_batch.token_ids, &mut table);
+        embedding::accumulate(&dx, &micro_batch.token_ids, &mut table)?;
         gradients.end(Unit::Embedding, flat)
     }
 
@@ -156,11 +156,11 @@ impl Network {
             let upcoming = layer.checked_sub(1).map(Unit::Block);
             let block = self.block(layer, upcoming.as_slice(), pass.adapter_use)?;
             let flat = gradients.begin(Unit::Block(layer))?;
-            let mut block_gradients = self.block_gradients(layer, &flat);
+            let mut block_gradients = self.block_gradients(layer, &flat)?;
             let context = BlockContext { spec: self.spec(), rope: &pass.rope, tp: None };
             dx = block_backward(&context, &block, &dx, saved, &pass.attention, &mut block_gradients)?;
             if let Some(adapters) = &self.adapters {
-                adapters.end_gradients(layer, &block_gradients, &flat);
+                adapters.end_gradients(layer, &block_gradients, &flat)?;
             }
             gradients.end(Unit::Block(layer), flat)?;
         }
@@ -183,10 +183,10 @@ impl Network {
             None => None,
         };
         let dhidden = if pass.micro_batch.is_empty() {
-            self.no_gradient(hidden)
+            self.no_gradient(hidden)?
         } else {
             let mut d_head = open.as_ref().map(|(flat, _, embedding)| Head::view(self, flat, *embedding));
-            let scored = head_forward(&head.params, &head.table, hidden, &pass.scoring, true);
+            let scored = head_forward(&head.params, &head.table, hidden, &pass.scoring, true)?;
             let token_gradients = loss(&Scores { logprobs: scored.logprobs, entropy: scored.entropy })?;
             head_backward(
                 &head.params,
@@ -197,7 +197,7 @@ impl Network {
                 &token_gradients.dlogprobs,
                 token_gradients.dentropy.as_ref(),
                 d_head.as_mut().map(|d_head| (&mut d_head.params.final_norm, &mut d_head.table)),
-            )
+            )?
         };
         if let Some((flat, gradients, _)) = open {
             gradients.end(Unit::Head, flat)?;
@@ -206,8 +206,8 @@ impl Network {
     }
 
     /// Of an empty micro-batch: zeros where the head's gradient of its input would be.
-    fn no_gradient(&self, hidden: &Tensor /* [T, D] */) -> Tensor {
-        Tensor::zeros(hidden.size(), (self.options.kind, hidden.device())) // [T, D]
+    fn no_gradient(&self, hidden: &Tensor /* [T, D] */) -> Result<Tensor> {
+        Ok(Tensor::f_zeros(hidden.size(), (self.options.kind, hidden.device()))?) // [T, D]
     }
 
     /// The head's weights, with the embedding's where they are tied.
@@ -233,10 +233,10 @@ impl Network {
         Ok(block)
     }
 
-    fn block_gradients(&self, layer: usize, flat: &Tensor) -> BlockGradients {
+    fn block_gradients(&self, layer: usize, flat: &Tensor) -> Result<BlockGradients> {
         match &self.adapters {
             Some(adapters) => adapters.gradients(layer, flat),
-            None => BlockGradients::Weights(BlockParams::view(self.layout(Unit::Block(layer)), flat)),
+            None => Ok(BlockGradients::Weights(BlockParams::view(self.layout(Unit::Block(layer)), flat))),
         }
     }
 
@@ -244,7 +244,7 @@ impl Network {
     fn embed(&mut self, token_ids: &Tensor) -> Result<Tensor> {
         let flat = self.weights.unit(Unit::Embedding, &[Unit::Block(0)])?;
         let EmbeddingParams { table } = EmbeddingParams::view(self.layout(Unit::Embedding), &flat);
-        Ok(embedding::forward(token_ids, &table).to_kind(self.options.residual))
+        Ok(embedding::forward(token_ids, &table)?.f_to_kind(self.options.residual)?)
     }
 
     fn layout(&self, unit: Unit) -> &UnitLayout {
@@ -266,16 +266,16 @@ struct Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    fn new(network: &Network, micro_batch: &'a MicroBatch, temperature: f64, adapter_use: AdapterUse) -> Self {
+    fn new(network: &Network, micro_batch: &'a MicroBatch, temperature: f64, adapter_use: AdapterUse) -> Result<Self> {
         let (spec, NetworkOptions { kind, device, .. }) = (network.spec(), network.options);
         let MicroBatch { positions, bounds, scored_rows, targets, .. } = micro_batch;
-        Self {
+        Ok(Self {
             micro_batch,
-            rope: network.rope.rows(positions, kind),
+            rope: network.rope.rows(positions, kind)?,
             attention: PackedAttention::of(spec, bounds, device),
             scoring: Scoring { rows: scored_rows, targets, temperature, eps: spec.rms_norm_eps },
             adapter_use,
-        }
+        })
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use tch::{Device, Tensor};
+use tch::Device;
 
 use super::micro_batch::MicroBatch;
 use crate::dist::{Collective, ReduceOp};
@@ -88,7 +88,7 @@ pub fn pack(sequences: &[Sequence], options: &PackOptions) -> Result<Vec<MicroBa
         let groups: Vec<Vec<usize>> = bin.into_iter().map(|group| groups[group].clone()).collect();
         MicroBatch::new(sequences, &groups, options.device)
     };
-    Ok(bins.into_iter().map(micro_batch).collect())
+    bins.into_iter().map(micro_batch).collect()
 }
 
 /// Appends empty micro-batches until every rank of `group` has as many as the one with most: sharded weights and
@@ -98,10 +98,12 @@ pub fn pack(sequences: &[Sequence], options: &PackOptions) -> Result<Vec<MicroBa
 /// Those of [`Collective`].
 pub fn pad_to_agreed_count(micro_batches: &mut Vec<MicroBatch>, group: &dyn Collective) -> Result<()> {
     let device = group.device();
-    let mut count = Tensor::from_slice(&[micro_batches.len() as i64]).to_device(device);
+    let mut count = torch::tensor_on(&[micro_batches.len() as i64], device)?;
     group.all_reduce(&mut count, ReduceOp::Max)?;
     let count = torch::i64_vec(&count)?[0] as usize;
-    micro_batches.resize_with(count, || MicroBatch::empty(device));
+    while micro_batches.len() < count {
+        micro_batches.push(MicroBatch::empty(device)?);
+    }
     Ok(())
 }
 

@@ -68,7 +68,7 @@ impl Weights {
         (kind, device): (Kind, Device),
         source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
     ) -> Result<Self> {
-        let (mut weights, levels) = (Self::empty(owner, table, sharding, (kind, device)), Levels::new(device));
+        let (mut weights, levels) = (Self::empty(owner, table, sharding, (kind, device)), Levels::new(device)?);
         let (table, mut plain) = (weights.table.clone(), 0);
         for layout in &table.units {
             let flat = whole(layout, source)?.f_to_device(device)?.f_to_kind(kind)?;

@@ -23,7 +23,7 @@ use crate::data::{Dataset, PromptSampler};
 use crate::dist::{ReduceOp, World, all_reduce_f64, any_rank};
 use crate::error::{Error, ExitCode, Result, panic_message};
 use crate::grpo::{self, AdvantageStats, BatchStats, LossConfig};
-use crate::memory::{Ledger, Place};
+use crate::memory;
 use crate::metrics::StepMetrics;
 use crate::model::{ModelSpec, init_unit_on};
 use crate::phase::{self, Phase};
@@ -115,7 +115,7 @@ impl Trainer {
     /// # Errors
     /// As [`Trainer::new`].
     pub fn with_pool(config: Config, world: Arc<World>, rewards: RewardPool) -> Result<Self> {
-        setup::arm_fault(&config, world.rank());
+        setup::arm_fault(&config, &world);
         let loaded = phase::scope(Phase::Load, || {
             let claim = checkpoint::claim(&config.output_dir, &world)?;
             let checkpoint = setup::find_checkpoint(&config, &world)?;
@@ -180,7 +180,7 @@ impl Trainer {
         let outcome =
             catch_unwind(AssertUnwindSafe(|| self.run_to_the_end().or_else(|error| self.save_without_rewards(error))));
         let outcome = outcome.unwrap_or_else(|panic| Err(Error::of_panic("training", panic_message(&*panic))));
-        let outcome = outcome.map_err(explain_memory);
+        let outcome = outcome.map_err(memory::explain_out_of_memory);
         if let Err(error) = &outcome {
             self.world.post_failure(error); // peers may be waiting in a collective
         }
@@ -365,16 +365,3 @@ fn passes(every: Option<usize>, before: u64, after: u64) -> bool {
 
 /// The work of engines that do none beside an update.
 type Nothing = fn(&mut RolloutEngine<'_>) -> Result<()>;
-
-/// Adds who holds the memory, and the key that takes less of it.
-fn explain_memory(error: Error) -> Error {
-    let Error::OutOfMemory { owner, requested_bytes } = error else { return error };
-    let mend = match phase::at_failure() {
-        Phase::Wake | Phase::Generate | Phase::Prefill | Phase::Decode => "lower kv_cache_bytes or max_num_seqs",
-        Phase::Score | Phase::ForwardBackward => "lower max_tokens_per_micro_batch",
-        Phase::Checkpoint => "set save_async = false",
-        _ => "raise zero.stage or the number of ranks",
-    };
-    let held = if owner.contains("held") { String::new() } else { format!(" ({})", Ledger::summary(Place::Device)) };
-    Error::OutOfMemory { owner: format!("{owner}{held}, to mend: {mend};"), requested_bytes }
-}

@@ -18,6 +18,7 @@ use crate::cuda::Placement;
 use crate::data::{Dataset, DatasetOptions, PromptSampler, Tokenizer};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result};
+use crate::memory;
 use crate::model::{ModelSource, ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use crate::phase;
 use crate::plan::{MemoryPlan, PlanInput, Role, Room};
@@ -153,10 +154,12 @@ pub(super) struct Parts<'a> {
 }
 
 /// Arms the injected fault, if there is one: in the first attempt of a run alone, so that a restart gets past it.
-pub(super) fn arm_fault(config: &Config, rank: usize) {
+pub(super) fn arm_fault(config: &Config, world: &World) {
     let is_restart = std::env::var("TORCHELASTIC_RESTART_COUNT").is_ok_and(|count| count != "0");
     let fault = config.fault.as_ref().filter(|_| !is_restart).and_then(|fault| fault.parse().ok());
-    phase::arm_fault(fault, rank);
+    let device = world.device();
+    phase::on_fill(move |left_bytes| memory::fill(device, left_bytes));
+    phase::arm_fault(fault, world.rank());
 }
 
 /// Loads everything; collective over the world.

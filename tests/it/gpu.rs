@@ -55,9 +55,9 @@ fn gpu_attention_equals_the_cpus() {
         let run = |device, kind| {
             let [q, k, v, d_o] = inputs.each_ref().map(|tensor| tensor.to_kind(kind).to_device(device));
             let layout = PackedLayout::of(bounds, *heads as usize, *window, device);
-            let (o, lse) = packed_forward(&q, &k, &v, &layout, 0.2);
+            let (o, lse) = packed_forward(&q, &k, &v, &layout, 0.2).unwrap();
             let (dq, dk, dv) =
-                packed_backward(&d_o, SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &lse }, &layout, 0.2);
+                packed_backward(&d_o, SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &lse }, &layout, 0.2).unwrap();
             [o, lse, dq, dk, dv].map(|tensor| tensor.to_device(Device::Cpu).to_kind(Kind::Double))
         };
         let expected = run(Device::Cpu, Kind::Float);
@@ -83,9 +83,9 @@ fn gpu_deterministic_attention_repeats_its_bits() {
     let [q, k, v, d_o] = [rand(8), rand(2), rand(2), rand(8)];
     let run = || {
         let layout = PackedLayout::new(&[0, 4096, 8192], 2, None, gpu);
-        let (o, lse) = packed_forward(&q, &k, &v, &layout, 0.1);
+        let (o, lse) = packed_forward(&q, &k, &v, &layout, 0.1).unwrap();
         let (dq, dk, dv) =
-            packed_backward(&d_o, SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &lse }, &layout, 0.1);
+            packed_backward(&d_o, SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &lse }, &layout, 0.1).unwrap();
         [o, lse, dq, dk, dv]
     };
     let first = run();

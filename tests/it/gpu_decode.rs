@@ -35,7 +35,7 @@ fn gpu_rows_norms_and_products_equal_the_cpus() {
                 let sum = delta.map_or_else(|| x.copy(), |delta| &x + gpu(delta));
                 kernels::add_rms_norm(&mut x, delta.map(gpu).as_ref(), &gpu(&weight), &mut y, 1e-6).unwrap();
                 assert!(x.equal(&sum), "the sum rounds once");
-                let (expected, _) = rms_norm::forward(&double(&sum), &double(&weight), 1e-6);
+                let (expected, _) = rms_norm::forward(&double(&sum), &double(&weight), 1e-6).unwrap();
                 let error = relative_error(&y, &expected);
                 assert!(error < bound, "norm of {residual:?}, {kind:?} [{tokens}, {dim}]: {error:e}");
             }
@@ -43,7 +43,7 @@ fn gpu_rows_norms_and_products_equal_the_cpus() {
             let gate_up = rand(&[tokens, 2 * dim], kind) * 3.0;
             let part = |at| double(&gate_up).view([tokens, dim, 2]).select(2, at).contiguous();
             kernels::silu_mul(&gpu(&gate_up), &mut y).unwrap();
-            let error = relative_error(&y, &GateUp::Split { gate: part(0), up: part(1) }.activate());
+            let error = relative_error(&y, &GateUp::Split { gate: part(0), up: part(1) }.activate().unwrap());
             assert!(error < bound, "silu of {kind:?} [{tokens}, {dim}]: {error:e}");
         }
     }
@@ -87,9 +87,9 @@ fn compare_rope(kind: Kind, bound: f64, (kv_heads, group, dim): (i64, i64, i64),
     let turned = |x: &Tensor, norm: &Tensor| {
         let mut x = double(x);
         if has_norm {
-            x = rms_norm::forward(&x, &double(norm), eps).0;
+            x = rms_norm::forward(&x, &double(norm), eps).unwrap().0;
         }
-        rope::forward(&x, &rope.rows(&Tensor::from_slice(&positions), Kind::Double))
+        rope::forward(&x, &rope.rows(&Tensor::from_slice(&positions), Kind::Double).unwrap()).unwrap()
     };
     let q = turned(&wide.q, &norms[0]).view([TOKENS, -1, dim]);
     let (k, v) = (turned(&wide.k, &norms[1]), double(&wide.v));
@@ -97,15 +97,15 @@ fn compare_rope(kind: Kind, bound: f64, (kv_heads, group, dim): (i64, i64, i64),
     let (k_cache, v_cache) = (cache(), cache());
     let kept = Tensor::from_slice(&[0i64, 1, 2, 4, 5, 6, 7, 8]);
     let kept_slots = Tensor::from_slice(&slots).index_select(0, &kept);
-    let rows = kv_rows(&kept_slots, block_size as usize, kv_heads as usize);
-    write_kv(&k_cache, &v_cache, &k.index_select(0, &kept), &v.index_select(0, &kept), &rows);
+    let rows = kv_rows(&kept_slots, block_size as usize, kv_heads as usize).unwrap();
+    write_kv(&k_cache, &v_cache, &k.index_select(0, &kept), &v.index_select(0, &kept), &rows).unwrap();
 
     let products: Vec<_> = products.iter().map(gpu).collect();
     let (got, norms) = (views(&products), norms.each_ref().map(gpu));
     let mut q_out = poison(&[TOKENS, kv_heads * group, dim], kind);
     let [got_k, got_v] = [&k_cache, &v_cache].map(|cache| cache.zeros_like().to_kind(kind).to_device(GPU));
     let transform =
-        HeadTransform { norms: has_norm.then_some((&norms[0], &norms[1], eps)), rope: &rope.table(1000, GPU) };
+        HeadTransform { norms: has_norm.then_some((&norms[0], &norms[1], eps)), rope: &rope.table(1000, GPU).unwrap() };
     kernels::rope_write_kv(&got, &transform, &ints(&positions), &ints(&slots), &mut q_out, &got_k, &got_v).unwrap();
     let pairs = [(&q_out, &q), (&got.k, &k), (&got.v, &v), (&got_k, &k_cache), (&got_v, &v_cache)];
     for ((got, expected), what) in pairs.into_iter().zip(["q", "k", "v", "k_cache", "v_cache"]) {
@@ -203,8 +203,9 @@ fn compare_attention(shape: AttentionShape, kind: Kind, bound: f64, sharing: i64
         shape.block_size,
         shape.num_kv_heads,
         shape.sliding_window,
-    );
-    let expected = paged_decode(&double(&q), &double(&k), &double(&v), &layout, shape.scale);
+    )
+    .unwrap();
+    let expected = paged_decode(&double(&q), &double(&k), &double(&v), &layout, shape.scale).unwrap();
     let _ = expected.get(0).fill_(0.0); // the row without a sequence
 
     let (q, lens, tables) = (gpu(&q), ints(&contexts.lens), gpu(&tables.to_kind(Kind::Int)));

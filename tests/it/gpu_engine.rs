@@ -350,20 +350,20 @@ impl Model {
         let on_device = |values: &[i64]| Tensor::from_slice(values).to_device(device);
         let logits = no_grad(|| {
             let rope = Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref());
-            let rope = rope.rows(&on_device(&positions), Kind::Float);
+            let rope = rope.rows(&on_device(&positions), Kind::Float).unwrap();
             let context = BlockContext { spec, rope: &rope, tp: None };
             let mut attention = PackedAttention::new(spec, &bounds, device);
             let embedding = EmbeddingParams::view(table.unit(Unit::Embedding), &wide(Unit::Embedding));
-            let mut x = embedding::forward(&on_device(&ids), &embedding.table);
+            let mut x = embedding::forward(&on_device(&ids), &embedding.table).unwrap();
             for layer in 0..spec.num_layers {
                 let unit = Unit::Block(layer);
                 let block = BlockParams::view(table.unit(unit), &wide(unit));
                 x = block_forward(&context, layer, &block, &x, &mut attention, None).unwrap().0;
             }
             let head = HeadParams::view(table.unit(Unit::Head), &wide(Unit::Head));
-            let hidden =
-                rms_norm::forward(&x.index_select(0, &on_device(&rows)), &head.final_norm, spec.rms_norm_eps).0;
-            linear::forward(&hidden, head.lm_head.as_ref().unwrap_or(&embedding.table), None)
+            let scored = x.index_select(0, &on_device(&rows));
+            let hidden = rms_norm::forward(&scored, &head.final_norm, spec.rms_norm_eps).unwrap().0;
+            linear::forward(&hidden, head.lm_head.as_ref().unwrap_or(&embedding.table), None).unwrap()
         });
         let highest = logits.amax([1], false);
         let gaps = &highest - logits.gather(1, &on_device(&targets).unsqueeze(1), false).squeeze_dim(1);

@@ -117,11 +117,11 @@ fn gpu_rms_norm_equals_the_cpus() {
             let x = rand(&[rows, dim], x_kind);
             let rand = |shape: &[i64]| rand(shape, kind);
             let (weight, dy) = (rand(&[dim]), rand(&[rows, dim]));
-            let (y, rstd) = rms_norm::forward(&double(&x), &double(&weight), 1e-6);
+            let (y, rstd) = rms_norm::forward(&double(&x), &double(&weight), 1e-6).unwrap();
             let mut dweight = Tensor::zeros([dim], (Kind::Double, Device::Cpu));
             let residual = rand(&[rows, dim]);
             let wide = [&dy, &x, &weight, &residual].map(double);
-            let dx = rms_norm::backward(&wide[0], &wide[1], &wide[2], &rstd, Some(&wide[3]), &mut dweight);
+            let dx = rms_norm::backward(&wide[0], &wide[1], &wide[2], &rstd, Some(&wide[3]), &mut dweight).unwrap();
             let (got_y, got_rstd) = kernels::rms_norm_forward(&gpu(&x), &gpu(&weight), 1e-6).unwrap();
             let run = || {
                 let mut dweight = Tensor::zeros([dim], (Kind::Float, GPU));
@@ -151,8 +151,9 @@ fn gpu_swiglu_equals_the_cpus() {
             let (gate_up, dy) = (rand(&[tokens, 2 * width]), rand(&[tokens, width]));
             let part = |at| gate_up.to_kind(Kind::Double).view([tokens, width, 2]).select(2, at).contiguous();
             let split = GateUp::Split { gate: part(0), up: part(1) };
-            let y = split.activate();
-            let (GateUp::Split { gate, up }, act) = split.backward(&dy.to_kind(Kind::Double)) else { unreachable!() };
+            let y = split.activate().unwrap();
+            let (d, act) = split.backward(&dy.to_kind(Kind::Double)).unwrap();
+            let GateUp::Split { gate, up } = d else { unreachable!() };
             let expected = Tensor::stack(&[gate, up], 2).view([tokens, 2 * width]);
             let got_y = kernels::swiglu_forward(&gate_up.to_device(GPU)).unwrap();
             let (got, got_act) = kernels::swiglu_backward(&dy.to_device(GPU), gate_up.to_device(GPU)).unwrap();

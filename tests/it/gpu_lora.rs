@@ -26,7 +26,8 @@ fn gpu_dropout_is_the_cpus() {
     for (rows, columns) in [(1, 1), (7, 30), (513, 1024)] {
         for kind in [Kind::Float, Kind::BFloat16] {
             let x = Tensor::randn([rows, columns], (Kind::Float, Device::Cpu)).to_kind(kind);
-            let (got, host) = (dropout.apply(&x.to_device(GPU)), dropout.apply(&x.to_kind(Kind::Float)));
+            let (got, host) =
+                (dropout.apply(&x.to_device(GPU)).unwrap(), dropout.apply(&x.to_kind(Kind::Float)).unwrap());
             assert!(got.to_device(Device::Cpu).equal(&host.to_kind(kind)), "{rows} x {columns}, {kind:?}");
         }
     }
@@ -77,7 +78,7 @@ fn gpu_adapters_add_what_the_cpus_do() {
 #[ignore = "needs a GPU"]
 fn gpu_nf4_is_the_cpus() {
     kernels::prepare(0).unwrap();
-    let (host_levels, levels) = (Levels::new(Device::Cpu), Levels::new(GPU));
+    let (host_levels, levels) = (Levels::new(Device::Cpu).unwrap(), Levels::new(GPU).unwrap());
     for (groups, rows, columns) in [(1, 3, 64), (5, 2, 192), (40, 1, 4096), (1, 1000, 3584)] {
         if is_small() && columns > 1000 {
             continue;
@@ -117,7 +118,7 @@ fn gpu_nf4_runs_near_the_memory_s_speed() {
         let table = ParamTable::new(Arc::new(spec.clone()), 1);
         let layout = table.unit(Unit::Block(0));
         let flat = init_unit_on(layout, 1, Kind::BFloat16, GPU).unwrap();
-        let block = QuantizedBlock::quantize(&spec, layout, &flat, &Levels::new(GPU)).unwrap();
+        let block = QuantizedBlock::quantize(&spec, layout, &flat, &Levels::new(GPU).unwrap()).unwrap();
         let seconds = seconds(&mut || block.dequantize(&spec, layout, &flat).unwrap());
         let bytes = QuantizedBlock::bytes(&spec, Kind::BFloat16) + 2 * layout.len;
         let gb_s = bytes as f64 / seconds / 1e9;

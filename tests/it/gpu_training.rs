@@ -41,17 +41,17 @@ fn compare_heads(kind: Kind, bound: f64, [tokens, groups, group, head_dim]: [i64
     // Everything in float64 on the CPU, and in `kind` on the GPU.
     let run = |kind: Kind, device: Device| {
         let on = |t: &Tensor| t.to_device(device).to_kind(kind);
-        let rows = rope.rows(&positions.to_device(device), kind);
+        let rows = rope.rows(&positions.to_device(device), kind).unwrap();
         let weights = weights.each_ref().map(on);
         let norms = with_norms.then_some(HeadNormWeights { q: &weights[0], k: &weights[1], eps: 1e-6 });
-        let heads = heads::forward(on(&qkv), norms, &rows);
+        let heads = heads::forward(on(&qkv), norms, &rows).unwrap();
         let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
         let lens = [groups * (group + 2) * head_dim, head_dim, head_dim];
         let mut sums = lens.map(|len| Tensor::ones([len], (wide, device)));
         let [d_bias, d_q_weight, d_k_weight] = &mut sums;
         let into = HeadGradients { bias: Some(d_bias), norms: norms.map(|_| [d_q_weight, d_k_weight]) };
         let [dq, dk, dv] = d.each_ref().map(on);
-        let d_qkv = heads::backward([&dq, &dk, &dv], &heads, norms, &rows, into);
+        let d_qkv = heads::backward([&dq, &dk, &dv], &heads, norms, &rows, into).unwrap();
         let [d_bias, d_q_weight, d_k_weight] = sums;
         [heads.q, heads.k, heads.v, d_qkv, d_bias, d_q_weight, d_k_weight]
     };
@@ -89,7 +89,7 @@ fn head_equals_the_cpus(kind: Kind, bound: f64) {
             let run = |kind: Kind, device: Device| {
                 let on = |t: &Tensor| t.to_device(device).to_kind(kind);
                 let (hidden, weight, targets) = (on(&hidden), on(&weight), targets.to_device(device));
-                let out = head::forward(&hidden, &weight, &targets, 0.7, chunk, true);
+                let out = head::forward(&hidden, &weight, &targets, 0.7, chunk, true).unwrap();
                 let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
                 let mut dweight = Tensor::zeros([vocabulary, dim], (wide, device));
                 let dentropy = with_entropy.then(|| on(&dentropy));
@@ -102,7 +102,8 @@ fn head_equals_the_cpus(kind: Kind, bound: f64) {
                     &on(&dlogprobs),
                     dentropy.as_ref(),
                     Some(&mut dweight),
-                );
+                )
+                .unwrap();
                 [out.logprobs, out.entropy, d, dweight]
             };
             let (expected, got) = (run(Kind::Double, Device::Cpu), run(kind, GPU));
@@ -128,10 +129,10 @@ fn gpu_rows_are_added_in_order() {
             let (dy, ids) = (rand(&[rows, dim]), Tensor::randint(table_rows, [rows], (Kind::Int64, Device::Cpu)));
             for table_kind in [Kind::Float, kind] {
                 let mut expected = Tensor::ones([table_rows, dim], (Kind::Double, Device::Cpu));
-                embedding::accumulate(&dy.to_kind(Kind::Double), &ids, &mut expected);
+                embedding::accumulate(&dy.to_kind(Kind::Double), &ids, &mut expected).unwrap();
                 let run = || {
                     let mut table = Tensor::ones([table_rows, dim], (table_kind, GPU));
-                    embedding::accumulate(&dy.to_device(GPU), &ids.to_device(GPU), &mut table);
+                    embedding::accumulate(&dy.to_device(GPU), &ids.to_device(GPU), &mut table).unwrap();
                     table
                 };
                 let got = run();
@@ -152,21 +153,22 @@ fn gpu_weight_gradients_are_summed_in_float32() {
     let mut flat = Tensor::ones([64 * 96 + 64], (Kind::Float, GPU));
     let mut dw = flat.narrow(0, 64, 64 * 96).view([64, 96]);
     for _ in 0..2 {
-        linear::accumulate_weight(&dy.to_device(GPU), &x.to_device(GPU), &mut dw);
+        linear::accumulate_weight(&dy.to_device(GPU), &x.to_device(GPU), &mut dw).unwrap();
     }
     let exact = dy.to_kind(Kind::Double).tr().mm(&x.to_kind(Kind::Double)) * 2.0 + 1.0;
     assert!(relative_error(&dw, &exact) < 1e-6);
     assert_eq!(flat.narrow_copy(0, 0, 64).sum(Kind::Float).double_value(&[]), 64.0);
-    let wide = linear::forward_wide(&x.to_device(GPU), &x.to_device(GPU));
+    let wide = linear::forward_wide(&x.to_device(GPU), &x.to_device(GPU)).unwrap();
     assert!(relative_error(&wide, &x.to_kind(Kind::Double).mm(&x.to_kind(Kind::Double).tr())) < 1e-6);
     let _ = flat.zero_();
     // Onto a residual stream of float32, which stays as it is.
     let residual = Tensor::randn([300, 300], (Kind::Float, GPU));
-    let (before, mut y) = (residual.copy(), linear::forward_onto(&residual, &x.to_device(GPU), &x.to_device(GPU)));
+    let before = residual.copy();
+    let mut y = linear::forward_onto(&residual, &x.to_device(GPU), &x.to_device(GPU)).unwrap();
     let product = x.to_kind(Kind::Double).mm(&x.to_kind(Kind::Double).tr());
     let expected = residual.to_device(Device::Cpu) + &product;
     assert!(relative_error(&y, &expected) < 1e-6 && residual.equal(&before) && y.kind() == Kind::Float);
-    linear::accumulate(&x.to_device(GPU), &x.to_device(GPU), &mut y);
+    linear::accumulate(&x.to_device(GPU), &x.to_device(GPU), &mut y).unwrap();
     assert!(relative_error(&y, &(expected + product)) < 1e-6);
 }
 
@@ -179,7 +181,7 @@ fn gpu_training_kernels_run_near_the_memory_s_speed() {
     let rand = |shape: &[i64], kind| Tensor::randn(shape, (kind, GPU));
     let rope = Rope::new(128, 1e6, None);
     let positions = Tensor::arange(TOKENS, (Kind::Int64, GPU)).remainder(4096);
-    let rows = rope.rows(&positions, Kind::BFloat16);
+    let rows = rope.rows(&positions, Kind::BFloat16).unwrap();
     for (model, dim, mlp, groups, group) in [("1.5b", 1536, 8960, 2, 6), ("7b", 3584, 18_944, 4, 7)] {
         let bf16 = |shape: &[i64]| rand(shape, Kind::BFloat16);
         let (x, dy, weight) = (bf16(&[TOKENS, dim]), bf16(&[TOKENS, dim]), bf16(&[dim]));
@@ -199,12 +201,13 @@ fn gpu_training_kernels_run_near_the_memory_s_speed() {
         });
         let qkv = bf16(&[TOKENS, groups, group + 2, 128]);
         let qkv_bytes = 2 * qkv.numel() as i64;
-        let heads = heads::forward(qkv.shallow_clone(), None, &rows);
-        report(model, "heads_forward", 2 * qkv_bytes, || drop(heads::forward(qkv.shallow_clone(), None, &rows)));
+        let forward = || heads::forward(qkv.shallow_clone(), None, &rows).unwrap();
+        let heads = forward();
+        report(model, "heads_forward", 2 * qkv_bytes, || drop(forward()));
         let mut d_bias = Tensor::zeros([groups * (group + 2) * 128], (Kind::Float, GPU));
         report(model, "heads_backward", 2 * qkv_bytes, || {
             let into = HeadGradients { bias: Some(&mut d_bias), norms: None };
-            drop(heads::backward([&heads.q, &heads.k, &heads.v], &heads, None, &rows, into));
+            drop(heads::backward([&heads.q, &heads.k, &heads.v], &heads, None, &rows, into).unwrap());
         });
         let mut gate_up = bf16(&[TOKENS, 2 * mlp]);
         report(model, "swiglu_forward", TOKENS * mlp * 6, || drop(kernels::swiglu_forward(&gate_up).unwrap()));
@@ -214,7 +217,9 @@ fn gpu_training_kernels_run_near_the_memory_s_speed() {
         });
         let ids = Tensor::randint(151_936, [TOKENS], (Kind::Int64, GPU));
         let mut table = Tensor::zeros([151_936, dim], (Kind::Float, GPU));
-        report(model, "add_rows", row_bytes * 5, || embedding::accumulate(&dy, &ids, &mut table));
+        report(model, "add_rows", row_bytes * 5, || {
+            embedding::accumulate(&dy, &ids, &mut table).unwrap();
+        });
     }
     let targets = Tensor::randint(151_936, [768], (Kind::Int64, GPU));
     let numbers = [(); 5].map(|()| rand(&[768], Kind::Float));
@@ -264,16 +269,17 @@ fn gpu_training_products_are_near_the_fastest() {
                     .map(|tuning| rate(Box::new(|| products.run(a, b, None, out, beta, tuning).unwrap())))
             };
             let torch_forward = rate(Box::new(|| {
-                if wide { drop(linear::forward_wide(&x, &w)) } else { drop(linear::forward(&x, &w, None)) }
+                let y = if wide { linear::forward_wide(&x, &w) } else { linear::forward(&x, &w, None) };
+                drop(y.unwrap());
             }));
             let forward = lt(&x, &w.tr(), &y, 0.0);
-            let torch_dgrad = rate(Box::new(|| drop(linear::backward_input(&dy, &w))));
+            let torch_dgrad = rate(Box::new(|| drop(linear::backward_input(&dy, &w).unwrap())));
             let dgrad = lt(&dy, &w, &dx, 0.0);
-            let torch_wgrad = rate(Box::new(|| linear::accumulate_weight(&dy, &x, &mut dw)));
+            let torch_wgrad = rate(Box::new(|| linear::accumulate_weight(&dy, &x, &mut dw).unwrap()));
             let wgrad = lt(&dy.tr(), &x, &dw, 1.0);
             let [residual, residual_float32] = [Kind::BFloat16, Kind::Float].map(|kind| {
                 let residual = dy.to_kind(kind);
-                rate(Box::new(|| drop(linear::forward_onto(&residual, &x, &w)))).round()
+                rate(Box::new(|| drop(linear::forward_onto(&residual, &x, &w).unwrap()))).round()
             });
             for (torch, [_, timed]) in [(torch_forward, forward), (torch_dgrad, dgrad), (torch_wgrad, wgrad)] {
                 assert!(torch > 0.6 * timed, "{model}, {name}: {torch} of {timed} TFLOP/s");

@@ -3,3 +3,4 @@
 mod faults;
 mod kills;
 mod matrix;
+mod memory;

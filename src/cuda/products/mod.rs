@@ -180,6 +180,9 @@ fn no_algorithm(problem: &Problem) -> Error {
 fn status(op: &'static str, code: sys::cublasStatus_t) -> Result<()> {
     match code {
         sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS => Ok(()),
+        sys::cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED => {
+            Err(Error::OutOfMemory { owner: op.to_owned(), requested_bytes: 0 })
+        }
         code => Err(failed(op, code as u32, &format!("{code:?}"))),
     }
 }

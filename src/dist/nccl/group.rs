@@ -118,7 +118,11 @@ impl NcclGroup {
     }
 
     fn check(&self, op: &'static str, code: sys::ncclResult_t) -> Result<()> {
-        if code == sys::ncclResult_t::ncclSuccess { Ok(()) } else { Err(self.error(op, describe(code))) }
+        if code == sys::ncclResult_t::ncclSuccess {
+            return Ok(());
+        }
+        let message = describe(code);
+        Err(Error::out_of_memory(&message).unwrap_or_else(|| self.error(op, message)))
     }
 
     fn error(&self, op: &'static str, message: String) -> Error {

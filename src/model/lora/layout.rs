@@ -4,9 +4,11 @@ use tch::Tensor;
 
 use super::{LoraSpec, Matrix};
 use crate::config::TargetModule;
+use crate::error::Result;
 use crate::model::params::{ParamName, Shapes, UnitLayout};
 use crate::model::spec::ModelSpec;
 use crate::ops::dropout::Dropout;
+use crate::torch::scalar;
 
 /// The adapter of one matrix [N, K] as it is computed with: y += (x A^T) B^T. Of gradients: those of A and of the expanded
 /// B, before [`BlockLora::add_to`].
@@ -51,48 +53,63 @@ impl LoraSpec {
 
 impl BlockLora {
     /// What a block computes with, from its adapters' flat tensor [layout.len]: A as views, B expanded and scaled.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
     pub fn expand(
         spec: &ModelSpec,
         lora: &LoraSpec,
         layout: &UnitLayout,
         flat: &Tensor,
         dropout: Option<Dropout>,
-    ) -> Self {
+    ) -> Result<Self> {
         Self::each(|matrix| {
-            let fused = Fused::new(spec, lora, matrix)?;
+            let Some(fused) = Fused::new(spec, lora, matrix) else { return Ok(None) };
             let (a, b) = fused.views(layout, flat);
-            Some(Lora { a, b: fused.expand(&b), dropout: dropout.map(|dropout| dropout.fold(matrix as u64)) })
+            let dropout = dropout.map(|dropout| dropout.fold(matrix as u64));
+            Ok(Some(Lora { a, b: fused.expand(&b)?, dropout }))
         })
     }
 
     /// For one backward's gradients: A as views of the gradients' flat tensor, zeros for the expanded B.
-    pub fn gradients(spec: &ModelSpec, lora: &LoraSpec, layout: &UnitLayout, flat: &Tensor) -> Self {
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn gradients(spec: &ModelSpec, lora: &LoraSpec, layout: &UnitLayout, flat: &Tensor) -> Result<Self> {
         Self::each(|matrix| {
-            let fused = Fused::new(spec, lora, matrix)?;
+            let Some(fused) = Fused::new(spec, lora, matrix) else { return Ok(None) };
             let (a, b) = fused.views(layout, flat);
             let columns = a.size()[0];
-            Some(Lora { a, b: Tensor::zeros([fused.num_rows(), columns], (b.kind(), b.device())), dropout: None })
+            let b = Tensor::f_zeros([fused.num_rows(), columns], (b.kind(), b.device()))?;
+            Ok(Some(Lora { a, b, dropout: None }))
         })
     }
 
     /// Adds the gradients of the expanded B to those of B in the flat tensor.
-    pub fn add_to(&self, spec: &ModelSpec, lora: &LoraSpec, layout: &UnitLayout, flat: &Tensor) {
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn add_to(&self, spec: &ModelSpec, lora: &LoraSpec, layout: &UnitLayout, flat: &Tensor) -> Result<()> {
         for matrix in Matrix::ALL {
             if let (Some(own), Some(fused)) = (self.get(matrix), Fused::new(spec, lora, matrix)) {
-                fused.fold(&own.b, &fused.views(layout, flat).1);
+                fused.fold(&own.b, &fused.views(layout, flat).1)?;
             }
         }
+        Ok(())
     }
 
     /// The same adapters with B in `kept`'s memory, which is made where it is empty: recorded GPU work holds its address.
-    pub fn kept_in(&self, kept: &mut BlockLora) -> Self {
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn kept_in(&self, kept: &mut BlockLora) -> Result<Self> {
         if Matrix::ALL.iter().all(|&matrix| kept.get(matrix).is_none()) {
-            *kept = self.map(|_, lora| lora.with(lora.a.shallow_clone(), lora.b.copy()));
+            *kept = self.map(|_, lora| Ok(lora.with(lora.a.shallow_clone(), lora.b.f_empty_like()?)))?;
         }
         self.map(|matrix, lora| {
             let b = &kept.get(matrix).expect("adapters beside the same matrices").b;
-            b.shallow_clone().copy_(&lora.b);
-            lora.with(lora.a.shallow_clone(), b.shallow_clone())
+            b.shallow_clone().f_copy_(&lora.b)?;
+            Ok(lora.with(lora.a.shallow_clone(), b.shallow_clone()))
         })
     }
 
@@ -121,12 +138,12 @@ impl BlockLora {
     }
 
     /// The adapters with each replaced by `f` of it.
-    pub(in crate::model) fn map(&self, f: impl Fn(Matrix, &Lora) -> Lora) -> Self {
-        Self::each(|matrix| self.get(matrix).map(|lora| f(matrix, lora)))
+    pub(in crate::model) fn map(&self, f: impl Fn(Matrix, &Lora) -> Result<Lora>) -> Result<Self> {
+        Self::each(|matrix| self.get(matrix).map(|lora| f(matrix, lora)).transpose())
     }
 
-    fn each(mut f: impl FnMut(Matrix) -> Option<Lora>) -> Self {
-        Self { qkv: f(Matrix::Qkv), o: f(Matrix::O), gate_up: f(Matrix::GateUp), down: f(Matrix::Down) }
+    fn each(mut f: impl FnMut(Matrix) -> Result<Option<Lora>>) -> Result<Self> {
+        Ok(Self { qkv: f(Matrix::Qkv)?, o: f(Matrix::O)?, gate_up: f(Matrix::GateUp)?, down: f(Matrix::Down)? })
     }
 }
 
@@ -241,18 +258,20 @@ impl Fused {
     }
 
     /// The B of all adapted projections, scaled, on all rows of the matrix [N, n r].
-    fn expand(&self, b: &Tensor) -> Tensor {
-        let expanded = Tensor::zeros([self.num_rows(), self.pieces.len() as i64 * self.r], (b.kind(), b.device()));
+    fn expand(&self, b: &Tensor) -> Result<Tensor> {
+        let shape = [self.num_rows(), self.pieces.len() as i64 * self.r];
+        let expanded = Tensor::f_zeros(shape, (b.kind(), b.device()))?;
         for piece in &self.pieces {
-            self.expanded_of(piece, &expanded).copy_(&(self.b_of(piece, b) * self.scale));
+            self.expanded_of(piece, &expanded).f_copy_(&self.b_of(piece, b).f_mul(&scalar(self.scale))?)?;
         }
-        expanded
+        Ok(expanded)
     }
 
     /// Adds the gradient of the expanded B to that of B.
-    fn fold(&self, expanded: &Tensor, b: &Tensor) {
+    fn fold(&self, expanded: &Tensor, b: &Tensor) -> Result<()> {
         for piece in &self.pieces {
-            let _ = self.b_of(piece, b).g_add_(&(self.expanded_of(piece, expanded) * self.scale));
+            let _ = self.b_of(piece, b).f_add_(&self.expanded_of(piece, expanded).f_mul(&scalar(self.scale))?)?;
         }
+        Ok(())
     }
 }

@@ -54,7 +54,7 @@ impl Block {
     }
 
     fn params(&self, dropout: Option<Dropout>) -> BlockParams {
-        let lora = BlockLora::expand(&self.spec, &self.lora, &self.adapter_layout, &self.adapters, dropout);
+        let lora = BlockLora::expand(&self.spec, &self.lora, &self.adapter_layout, &self.adapters, dropout).unwrap();
         BlockParams { lora, ..BlockParams::view(&self.layout, &self.flat) }
     }
 
@@ -63,16 +63,17 @@ impl Block {
         let spec = &self.spec;
         let positions = Tensor::arange(LEN, (Kind::Int64, Device::Cpu));
         let rope = Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref()).rows(&positions, Kind::Double);
+        let rope = rope.unwrap();
         let ctx = BlockContext { spec, rope: &rope, tp: None };
         let mut packed = PackedAttention::new(spec, &[0, LEN], Device::Cpu);
         let w = self.params(dropout);
         let (y, saved) = block_forward(&ctx, 1, &w, x, &mut packed, Some(keep)).unwrap();
         let flat = Tensor::zeros_like(&self.adapters);
-        let gradients = || BlockLora::gradients(spec, &self.lora, &self.adapter_layout, &flat);
+        let gradients = || BlockLora::gradients(spec, &self.lora, &self.adapter_layout, &flat).unwrap();
         let mut grads = BlockGradients::Adapters(gradients());
         let dx = block_backward(&ctx, &w, dy, saved.unwrap(), &packed, &mut grads).unwrap();
         let BlockGradients::Adapters(own) = grads else { unreachable!() };
-        own.add_to(spec, &self.lora, &self.adapter_layout, &flat);
+        own.add_to(spec, &self.lora, &self.adapter_layout, &flat).unwrap();
         [y, dx, flat]
     }
 }
@@ -212,12 +213,13 @@ fn sliced(
     tp: &dyn Collective,
 ) -> Vec<f64> {
     let (flat, adapters) = (Tensor::from_slice(flat), Tensor::from_slice(adapters));
-    let lora = BlockLora::expand(spec, lora, adapter_layout, &adapters, None);
+    let lora = BlockLora::expand(spec, lora, adapter_layout, &adapters, None).unwrap();
     let whole = BlockParams { lora, ..BlockParams::view(layout, &flat) };
-    let w = whole.tp_slice(spec, tp.rank(), tp.size());
+    let w = whole.tp_slice(spec, tp.rank(), tp.size()).unwrap();
     let x = Tensor::from_slice(x).view([-1, spec.hidden_size as i64]);
     let rope =
         Rope::new(spec.head_dim, spec.rope_theta, None).rows(&Tensor::from_slice(&[0i64, 1, 2, 0, 1]), Kind::Double);
+    let rope = rope.unwrap();
     let ctx = BlockContext { spec, rope: &rope, tp: Some(tp) };
     let layout = PackedLayout::new(&[0, 3, 5], spec.tp_heads(tp.size()).1, None, Device::Cpu);
     let mut attention = SliceAttention(layout, attention_scale(spec));

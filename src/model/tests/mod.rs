@@ -92,10 +92,11 @@ fn run(
     let ((embed, blocks, head), (mut d_embed, d_blocks, mut d_head)) = (views(flats), views(&grads));
     let rope =
         Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref()).rows(&batch.positions, Kind::Double);
+    let rope = rope.unwrap();
     let ctx = BlockContext { spec, rope: &rope, tp: None };
     let mut packed = PackedAttention::new(spec, &batch.cu_seqlens, Device::Cpu);
 
-    let mut x = embedding::forward(&batch.ids, &embed.table);
+    let mut x = embedding::forward(&batch.ids, &embed.table).unwrap();
     let mut saved = Vec::new();
     for (layer, w) in blocks.iter().enumerate() {
         let (y, kept) = block_forward(&ctx, layer, w, &x, &mut packed, Some(keep)).unwrap();
@@ -104,16 +105,17 @@ fn run(
     }
     let scoring =
         Scoring { rows: &batch.rows, targets: &batch.targets, temperature: TEMPERATURE, eps: spec.rms_norm_eps };
-    let scored = head_forward(&head, head.lm_head.as_ref().unwrap_or(&embed.table), &x, &scoring, true);
+    let scored = head_forward(&head, head.lm_head.as_ref().unwrap_or(&embed.table), &x, &scoring, true).unwrap();
 
     let d_table = d_head.lm_head.as_mut().unwrap_or(&mut d_embed.table);
     let (tokens, d_norm) = (x.size()[0], &mut d_head.final_norm);
     let output = head.lm_head.as_ref().unwrap_or(&embed.table);
-    let mut dx = head_backward(&head, output, &scoring, tokens, scored.saved, a, Some(b), Some((d_norm, d_table)));
+    let into = Some((d_norm, d_table));
+    let mut dx = head_backward(&head, output, &scoring, tokens, scored.saved, a, Some(b), into).unwrap();
     for ((w, kept), d_w) in blocks.iter().zip(saved).zip(d_blocks).rev() {
         dx = block_backward(&ctx, w, &dx, kept, &packed, &mut BlockGradients::Weights(d_w)).unwrap();
     }
-    embedding::accumulate(&dx, &batch.ids, &mut d_embed.table);
+    embedding::accumulate(&dx, &batch.ids, &mut d_embed.table).unwrap();
     (scored.logprobs, scored.entropy, grads)
 }
 
@@ -150,19 +152,20 @@ fn logits(folder: &Path, prompts: &[Vec<i64>]) -> Vec<Tensor> {
     let batch = Batch::new(prompts);
     let rope =
         Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref()).rows(&batch.positions, Kind::Float);
+    let rope = rope.unwrap();
     let ctx = BlockContext { spec: &spec, rope: &rope, tp: None };
     let mut packed = PackedAttention::new(&spec, &batch.cu_seqlens, Device::Cpu);
     let (layout, flat) = unit(Unit::Embedding);
     let embed = EmbeddingParams::view(layout, &flat);
-    let mut x = embedding::forward(&batch.ids, &embed.table);
+    let mut x = embedding::forward(&batch.ids, &embed.table).unwrap();
     for layer in 0..spec.num_layers {
         let (layout, flat) = unit(Unit::Block(layer));
         x = block_forward(&ctx, layer, &BlockParams::view(layout, &flat), &x, &mut packed, None).unwrap().0;
     }
     let (layout, flat) = unit(Unit::Head);
     let head = HeadParams::view(layout, &flat);
-    let (normed, _) = rms_norm::forward(&x, &head.final_norm, spec.rms_norm_eps);
-    let all = linear::forward(&normed, head.lm_head.as_ref().unwrap_or(&embed.table), None);
+    let (normed, _) = rms_norm::forward(&x, &head.final_norm, spec.rms_norm_eps).unwrap();
+    let all = linear::forward(&normed, head.lm_head.as_ref().unwrap_or(&embed.table), None).unwrap();
     batch.cu_seqlens.windows(2).map(|bounds| all.narrow(0, bounds[0], bounds[1] - bounds[0])).collect()
 }
 
@@ -213,7 +216,7 @@ pub(super) struct SliceAttention(pub PackedLayout, pub f64);
 
 impl Attention for SliceAttention {
     fn forward(&mut self, _layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
-        Ok((packed_forward(q, k, v, &self.0, self.1).0, None))
+        Ok((packed_forward(q, k, v, &self.0, self.1)?.0, None))
     }
 }
 
@@ -222,10 +225,10 @@ fn sliced_block(spec: &ModelSpec, tp_size: usize, flat: &[f64], x: &[f64]) -> Ve
     let table = ParamTable::new(Arc::new(spec.clone()), 1);
     threads(tp_size, |tp: Arc<dyn Collective>| {
         let whole = BlockParams::view(&table.units[1], &Tensor::from_slice(flat));
-        let w = whole.tp_slice(spec, tp.rank(), tp_size);
+        let w = whole.tp_slice(spec, tp.rank(), tp_size).unwrap();
         let x = Tensor::from_slice(x).view([-1, spec.hidden_size as i64]);
         let positions = Tensor::from_slice(&[0i64, 1, 2, 0, 1]);
-        let rope = Rope::new(spec.head_dim, spec.rope_theta, None).rows(&positions, Kind::Double);
+        let rope = Rope::new(spec.head_dim, spec.rope_theta, None).rows(&positions, Kind::Double).unwrap();
         let ctx = BlockContext { spec, rope: &rope, tp: Some(&*tp) };
         let layout = PackedLayout::new(&[0, 3, 5], spec.tp_heads(tp_size).1, None, Device::Cpu);
         let mut attention = SliceAttention(layout, attention_scale(spec));

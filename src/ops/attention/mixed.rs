@@ -7,8 +7,10 @@
 use tch::{Kind, Tensor};
 
 use super::runs::{Runs, lens};
-use super::varlen::{FITS, as_runs};
-use crate::torch::{SavedAttention, cudnn_backward, cudnn_forward, flash_backward, flash_forward};
+use super::varlen::as_runs;
+use crate::error::Result;
+use crate::ops::try_map;
+use crate::torch::{SavedAttention, cudnn_backward, cudnn_forward, flash_backward, flash_forward, full};
 
 /// Rectangles' lengths are multiples of this.
 const LEN_STEP: i64 = 256;
@@ -52,26 +54,26 @@ impl Mixed {
         k: &Tensor, // [T, Hkv, hd]
         v: &Tensor, // [T, Hkv, hd]
         scale: f64,
-    ) -> (Tensor, Tensor) {
+    ) -> Result<(Tensor, Tensor)> {
         let [tokens, heads, _] = q.size()[..] else { panic!("queries [T, H, hd], not {:?}", q.size()) };
-        let o = Tensor::empty(q.size(), (q.kind(), q.device()));
-        let lse = Tensor::empty([heads, tokens], (Kind::Float, q.device()));
+        let o = Tensor::f_empty(q.size(), (q.kind(), q.device()))?;
+        let lse = Tensor::f_empty([heads, tokens], (Kind::Float, q.device()))?;
         for part in &self.parts {
             let (own_o, own_lse) = match &part.short {
                 Some(runs) => {
                     let [q, k, v] = [q, k, v].map(|t| t.narrow(0, part.first, part.len));
-                    flash_forward(&q, &k, &v, runs.varlen(), scale).expect(FITS)
+                    flash_forward(&q, &k, &v, runs.varlen()?, scale)?
                 }
                 None => {
-                    let [q, k, v] = [q, k, v].map(|t| part.rectangle(t));
-                    let (o, lse) = cudnn_forward(&q, &k, &v, true, scale).expect(FITS);
-                    (part.rows(&o), lse.reshape([heads, -1]))
+                    let [q, k, v] = try_map([q, k, v], |t| part.rectangle(t))?;
+                    let (o, lse) = cudnn_forward(&q, &k, &v, true, scale)?;
+                    (part.rows(&o), lse.f_reshape([heads, -1])?)
                 }
             };
-            o.narrow(0, part.first, part.len).copy_(&own_o);
-            lse.narrow(1, part.first, part.len).copy_(&own_lse.narrow(1, 0, part.len));
+            o.narrow(0, part.first, part.len).f_copy_(&own_o)?;
+            lse.narrow(1, part.first, part.len).f_copy_(&own_lse.narrow(1, 0, part.len))?;
         }
-        (o, lse.tr())
+        Ok((o, lse.tr()))
     }
 
     /// (dq, dk, dv), from what [`Mixed::forward`] took and gave, or of a larger softmax.
@@ -80,44 +82,45 @@ impl Mixed {
         d_o: &Tensor,          // [T, H, hd]
         saved: SavedAttention, // q, o [T, H, hd], k, v [T, Hkv, hd], lse [T, H]
         scale: f64,
-    ) -> (Tensor, Tensor, Tensor) {
+    ) -> Result<(Tensor, Tensor, Tensor)> {
         let SavedAttention { q, k, v, o, lse } = saved;
-        let gradients = [q, k, v].map(|t| Tensor::empty(t.size(), (t.kind(), t.device())));
+        let gradients = try_map([q, k, v], |t| Ok(Tensor::f_empty(t.size(), (t.kind(), t.device()))?))?;
         let lse = lse.tr(); // [H, T]
         for part in &self.parts {
             let own_lse = lse.narrow(1, part.first, part.len);
             let own: [Tensor; 3] = match &part.short {
                 Some(runs) => {
-                    let [d_o, q, k, v, o] = [d_o, q, k, v, o].map(|t| t.narrow(0, part.first, part.len).contiguous());
-                    let saved = SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &own_lse.contiguous() };
-                    flash_backward(&d_o, saved, runs.varlen(), scale).expect(FITS).into()
+                    let [d_o, q, k, v, o] =
+                        try_map([d_o, q, k, v, o], |t| Ok(t.narrow(0, part.first, part.len).f_contiguous()?))?;
+                    let saved = SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &own_lse.f_contiguous()? };
+                    flash_backward(&d_o, saved, runs.varlen()?, scale)?.into()
                 }
                 None => {
-                    let [d_o, q, k, v, o] = [d_o, q, k, v, o].map(|t| part.rectangle(t));
+                    let [d_o, q, k, v, o] = try_map([d_o, q, k, v, o], |t| part.rectangle(t))?;
                     let len = rounded(part.len);
-                    let padded = Tensor::full([q.size()[1], len], f64::INFINITY, (lse.kind(), lse.device()));
-                    padded.narrow(1, 0, part.len).copy_(&own_lse);
+                    let padded = full(&[q.size()[1], len], f64::INFINITY, (lse.kind(), lse.device()))?;
+                    padded.narrow(1, 0, part.len).f_copy_(&own_lse)?;
                     let padded = padded.view([1, -1, len, 1]);
                     let saved = SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &padded };
-                    let gradients: [Tensor; 3] = cudnn_backward(&d_o, saved, true, scale).expect(FITS).into();
+                    let gradients: [Tensor; 3] = cudnn_backward(&d_o, saved, true, scale)?.into();
                     gradients.map(|t| part.rows(&t))
                 }
             };
             for (whole, own) in gradients.iter().zip(&own) {
-                whole.narrow(0, part.first, part.len).copy_(own);
+                whole.narrow(0, part.first, part.len).f_copy_(own)?;
             }
         }
-        gradients.into()
+        Ok(gradients.into())
     }
 }
 
 impl Part {
     /// The run's rows and those behind it [1, heads, rounded length, hd], zeros behind the last; else a view.
-    fn rectangle(&self, t: &Tensor /* [T, heads, hd] */) -> Tensor {
+    fn rectangle(&self, t: &Tensor /* [T, heads, hd] */) -> Result<Tensor> {
         let (len, there) = (rounded(self.len), t.size()[0] - self.first);
         let rows = t.narrow(0, self.first, len.min(there));
-        let rows = if len > there { rows.constant_pad_nd([0, 0, 0, 0, 0, len - there]) } else { rows };
-        as_runs(&rows, len)
+        let rows = if len > there { rows.f_constant_pad_nd([0, 0, 0, 0, 0, len - there])? } else { rows };
+        Ok(as_runs(&rows, len))
     }
 
     /// The run's own rows [len, heads, hd] of a rectangle.
@@ -148,10 +151,10 @@ mod tests {
         assert!(Mixed::new(&runs(Sees::Before { window: None }), |_| false).is_none());
         let long = &mixed.parts[1];
         let t = Tensor::arange(1207 * 3, (Kind::Float, Device::Cpu)).view([1207, 3, 1]);
-        assert_eq!(long.rectangle(&t).size(), [1, 3, 768, 1]);
-        assert!(long.rows(&long.rectangle(&t)).equal(&t.narrow(0, 9, 691)));
+        assert_eq!(long.rectangle(&t).unwrap().size(), [1, 3, 768, 1]);
+        assert!(long.rows(&long.rectangle(&t).unwrap()).equal(&t.narrow(0, 9, 691)));
         let last = Part { first: 1190, len: 17, short: None };
-        let rectangle = last.rectangle(&t);
+        let rectangle = last.rectangle(&t).unwrap();
         assert!(last.rows(&rectangle).equal(&t.narrow(0, 1190, 17)) && rectangle.size()[2] == 256);
         assert_eq!(rectangle.narrow(2, 17, 239).abs().max().double_value(&[]), 0.0);
     }

@@ -8,6 +8,7 @@ use super::bounds::{Bounds, SharedBounds};
 use super::merge::merge_into;
 use super::runs::{Runs, Sees};
 use super::varlen;
+use crate::error::Result;
 use crate::torch::SavedAttention;
 
 /// The layout of a packed micro-batch for attention; made once, shared by all layers, forward and backward.
@@ -63,38 +64,44 @@ impl PackedLayout {
 }
 
 /// (o, log-sum-exp of the scaled scores in accumulation kind).
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
 pub fn packed_forward(
     q: &Tensor, // [T, H, hd]
     k: &Tensor, // [T, Hkv, hd]
     v: &Tensor, // [T, Hkv, hd]
     layout: &PackedLayout,
     scale: f64,
-) -> (Tensor, Tensor) {
+) -> Result<(Tensor, Tensor)> {
     let shared = match &layout.parts {
         Parts::Separate(runs) => return varlen::forward(q, k, v, runs, scale),
         Parts::Shared(shared) => shared,
     };
     let size = q.size();
     let [(q_prompt, q), (k_prompt, k), (v_prompt, v)] = [q, k, v].map(|t| shared.split(t));
-    let prompt = varlen::forward(&q_prompt, &k_prompt, &v_prompt, &shared.prompts, scale);
-    let on_prompt = varlen::forward(&q, &k_prompt, &v_prompt, &shared.on_prompt, scale);
-    let on_itself = varlen::forward(&q, &k, &v, &shared.completions, scale);
-    let (o, lse) =
-        (Tensor::empty(&size, (q.kind(), q.device())), Tensor::empty(&size[..2], (prompt.1.kind(), q.device())));
+    let prompt = varlen::forward(&q_prompt, &k_prompt, &v_prompt, &shared.prompts, scale)?;
+    let on_prompt = varlen::forward(&q, &k_prompt, &v_prompt, &shared.on_prompt, scale)?;
+    let on_itself = varlen::forward(&q, &k, &v, &shared.completions, scale)?;
+    let o = Tensor::f_empty(&size, (q.kind(), q.device()))?;
+    let lse = Tensor::f_empty(&size[..2], (prompt.1.kind(), q.device()))?;
     let [(mut o_prompt, o_rest), (mut lse_prompt, lse_rest)] = [&o, &lse].map(|t| shared.split(t));
-    o_prompt.copy_(&prompt.0);
-    lse_prompt.copy_(&prompt.1);
-    merge_into(&on_prompt, &on_itself, (o_rest, lse_rest));
-    (o, lse)
+    o_prompt.f_copy_(&prompt.0)?;
+    lse_prompt.f_copy_(&prompt.1)?;
+    merge_into(&on_prompt, &on_itself, (o_rest, lse_rest))?;
+    Ok((o, lse))
 }
 
 /// (dq, dk, dv), from what [`packed_forward`] took and gave. A shared prompt's dk and dv are the sums over all that see it.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
 pub fn packed_backward(
     d_o: &Tensor,          // [T, H, hd]
     saved: SavedAttention, // q, o [T, H, hd], k, v [T, Hkv, hd], lse [T, H]
     layout: &PackedLayout,
     scale: f64,
-) -> (Tensor, Tensor, Tensor) {
+) -> Result<(Tensor, Tensor, Tensor)> {
     let shared = match &layout.parts {
         Parts::Separate(runs) => return varlen::backward(d_o, saved, runs, scale),
         Parts::Shared(shared) => shared,
@@ -105,14 +112,14 @@ pub fn packed_backward(
     let prompts = SavedAttention { q: &q_prompt, k: &k_prompt, v: &v_prompt, o: &o_prompt, lse: &lse_prompt };
     let on_itself = SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &lse };
     let on_prompt = SavedAttention { k: &k_prompt, v: &v_prompt, ..on_itself };
-    let (dq_prompt, dk_prompt, dv_prompt) = varlen::backward(&d_o_prompt, prompts, &shared.prompts, scale);
-    let (dq_on, dk_on, dv_on) = varlen::backward(&d_o, on_prompt, &shared.on_prompt, scale);
-    let (dq_own, dk, dv) = varlen::backward(&d_o, on_itself, &shared.completions, scale);
-    (
-        shared.join(&[&dq_prompt], &[&dq_on, &dq_own]),
-        shared.join(&[&dk_prompt, &dk_on], &[&dk]),
-        shared.join(&[&dv_prompt, &dv_on], &[&dv]),
-    )
+    let (dq_prompt, dk_prompt, dv_prompt) = varlen::backward(&d_o_prompt, prompts, &shared.prompts, scale)?;
+    let (dq_on, dk_on, dv_on) = varlen::backward(&d_o, on_prompt, &shared.on_prompt, scale)?;
+    let (dq_own, dk, dv) = varlen::backward(&d_o, on_itself, &shared.completions, scale)?;
+    Ok((
+        shared.join(&[&dq_prompt], &[&dq_on, &dq_own])?,
+        shared.join(&[&dk_prompt, &dk_on], &[&dk])?,
+        shared.join(&[&dv_prompt, &dv_on], &[&dv])?,
+    ))
 }
 
 impl Shared {
@@ -123,18 +130,18 @@ impl Shared {
     }
 
     /// The sum of what came for the prompts' rows, then that for the completions'.
-    fn join(&self, prompts: &[&Tensor], completions: &[&Tensor]) -> Tensor {
+    fn join(&self, prompts: &[&Tensor], completions: &[&Tensor]) -> Result<Tensor> {
         let like = prompts[0];
         let mut size = like.size();
         size[0] += completions[0].size()[0];
-        let all = Tensor::empty(size, (like.kind(), like.device()));
+        let all = Tensor::f_empty(size, (like.kind(), like.device()))?;
         let (mut of_prompts, mut rest) = self.split(&all);
         for (rows, parts) in [(&mut of_prompts, prompts), (&mut rest, completions)] {
             match parts {
-                [first, second] => drop(first.add_out(rows, second)),
-                parts => parts.iter().for_each(|part| rows.copy_(part)),
+                [first, second] => drop(first.f_add_out(rows, second)?),
+                parts => parts.iter().try_for_each(|part| rows.f_copy_(part))?,
             }
         }
-        all
+        Ok(all)
     }
 }

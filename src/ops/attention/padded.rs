@@ -5,6 +5,8 @@ use std::cmp::Reverse;
 use tch::{Device, Kind, Tensor};
 
 use super::runs::Sees;
+use crate::error::Result;
+use crate::torch;
 
 /// One side (queries or keys) of a bucket.
 #[derive(Debug)]
@@ -42,7 +44,7 @@ struct Run {
 }
 
 impl Padded {
-    pub(super) fn new(q: &[i64], k: &[i64], sees: Sees, heads: i64, device: Device) -> Self {
+    pub(super) fn new(q: &[i64], k: &[i64], sees: Sees, heads: i64, device: Device) -> Result<Self> {
         let spans = |bounds: &[i64]| bounds.windows(2).map(|w| (w[0], w[1] - w[0])).collect::<Vec<_>>();
         let mut runs: Vec<Run> = spans(q).into_iter().zip(spans(k)).map(|(q, k)| Run { q, k }).collect();
         runs.retain(|run| run.q.1 > 0);
@@ -54,10 +56,11 @@ impl Padded {
             let side = |run: fn(&Run) -> (i64, i64), unpad: &mut Unpad| {
                 Side::new(&members.iter().map(run).collect::<Vec<_>>(), heads, device, unpad)
             };
-            let (q, k) = (side(|run| run.q, &mut unpad_q), side(|run| run.k, &mut unpad_k));
+            let (q, k) = (side(|run| run.q, &mut unpad_q)?, side(|run| run.k, &mut unpad_k)?);
             buckets.push(Bucket { q, k, sees });
         }
-        Self { buckets, unpad_q: unpad_q.to_device(device), unpad_k: unpad_k.to_device(device) }
+        let [unpad_q, unpad_k] = [torch::tensor_on(&unpad_q.rows, device)?, torch::tensor_on(&unpad_k.rows, device)?];
+        Ok(Self { buckets, unpad_q, unpad_k })
     }
 }
 
@@ -70,10 +73,6 @@ struct Unpad {
 impl Unpad {
     fn new(num_rows: usize) -> Self {
         Self { rows: vec![0; num_rows], num_padded: 0 }
-    }
-
-    fn to_device(&self, device: Device) -> Tensor {
-        Tensor::from_slice(&self.rows).to_device(device)
     }
 }
 
@@ -96,7 +95,7 @@ fn similar(a: i64, b: i64) -> bool {
 }
 
 impl Side {
-    fn new(spans: &[(i64, i64)], heads: i64, device: Device, unpad: &mut Unpad) -> Self {
+    fn new(spans: &[(i64, i64)], heads: i64, device: Device, unpad: &mut Unpad) -> Result<Self> {
         let len = spans.iter().map(|&(_, len)| len).max().unwrap_or(0);
         let (mut rows, mut padding) = (Vec::new(), Vec::new());
         for &(start, own_len) in spans {
@@ -114,16 +113,15 @@ impl Side {
             }
         }
         unpad.num_padded += rows.len() as i64;
-        let tensor = |indexes: &[i64]| Tensor::from_slice(indexes).to_device(device).to_kind(Kind::Int64);
-        Self { len, rows: tensor(&rows), padding: tensor(&padding) }
+        Ok(Self { len, rows: torch::tensor_on(&rows, device)?, padding: torch::tensor_on(&padding, device)? })
     }
 
     /// [T, heads, hd] as padded [B, len, heads / Hkv, hd].
-    pub(super) fn gather(&self, t: &Tensor, num_kv_heads: i64) -> Tensor {
+    pub(super) fn gather(&self, t: &Tensor, num_kv_heads: i64) -> Result<Tensor> {
         let size = t.size();
         let group = size[1] / num_kv_heads;
-        let rows = t.reshape([size[0] * num_kv_heads, group * size[2]]);
-        rows.index_select(0, &self.rows).view([-1, self.len, group, size[2]])
+        let rows = t.f_reshape([size[0] * num_kv_heads, group * size[2]])?;
+        Ok(rows.f_index_select(0, &self.rows)?.view([-1, self.len, group, size[2]]))
     }
 }
 
@@ -141,20 +139,20 @@ impl Bucket {
     }
 
     /// What to add to the scores, to be broadcast to [B, L, G, Lk]: 0 where a query sees a key, else -inf.
-    pub(super) fn mask(&self, options: (Kind, Device)) -> Tensor {
-        let hidden = |shape: &[i64]| Tensor::full(shape, f64::NEG_INFINITY, options);
+    pub(super) fn mask(&self, options: (Kind, Device)) -> Result<Tensor> {
+        let hidden = |shape: &[i64]| torch::full(shape, f64::NEG_INFINITY, options);
         let len = self.q.len;
-        match self.sees {
+        Ok(match self.sees {
             Sees::Before { window: Some(window) } if window < len => {
-                let future = hidden(&[len, len]).triu(1);
-                (future + hidden(&[len, len]).tril(-window)).view([1, len, 1, len])
+                let future = hidden(&[len, len])?.f_triu(1)?;
+                future.f_add(&hidden(&[len, len])?.f_tril(-window)?)?.view([1, len, 1, len])
             }
-            Sees::Before { .. } => hidden(&[len, len]).triu(1).view([1, len, 1, len]),
+            Sees::Before { .. } => hidden(&[len, len])?.f_triu(1)?.view([1, len, 1, len]),
             Sees::All => {
-                let seen = Tensor::zeros([self.k.rows.numel() as i64], options);
-                seen.index_fill(0, &self.k.padding, f64::NEG_INFINITY).view([-1, 1, 1, self.k.len])
+                let mut seen = Tensor::f_zeros([self.k.rows.numel() as i64], options)?;
+                seen.f_index_fill_(0, &self.k.padding, f64::NEG_INFINITY)?.view([-1, 1, 1, self.k.len])
             }
-        }
+        })
     }
 }
 
@@ -167,7 +165,7 @@ mod tests {
     #[test]
     fn every_row_is_found_again() {
         let bounds = [0, 5, 5, 45, 48, 90];
-        let padded = Padded::new(&bounds, &bounds, BEFORE, 2, Device::Cpu);
+        let padded = Padded::new(&bounds, &bounds, BEFORE, 2, Device::Cpu).unwrap();
         assert_eq!(padded.buckets.iter().map(|b| (b.q.len, b.k.len)).collect::<Vec<_>>(), [(42, 42), (5, 5)]);
         let rows: Vec<_> = padded.buckets.iter().map(|b| &b.q.rows).collect();
         let found = Tensor::cat(&rows, 0).index_select(0, &padded.unpad_q);
@@ -178,14 +176,14 @@ mod tests {
 
     #[test]
     fn runs_are_bucketed_by_both_sides() {
-        let padded = Padded::new(&[0, 60, 120, 180], &[0, 40, 100, 101], Sees::All, 1, Device::Cpu);
+        let padded = Padded::new(&[0, 60, 120, 180], &[0, 40, 100, 101], Sees::All, 1, Device::Cpu).unwrap();
         assert_eq!(
             padded.buckets.iter().map(|b| (b.q.len, b.k.len)).collect::<Vec<_>>(),
             [(60, 40), (60, 60), (60, 1)]
         );
-        let padded = Padded::new(&[0, 60, 120], &[0, 10, 18], Sees::All, 1, Device::Cpu);
+        let padded = Padded::new(&[0, 60, 120], &[0, 10, 18], Sees::All, 1, Device::Cpu).unwrap();
         let [bucket] = &padded.buckets[..] else { panic!("{padded:?}") };
-        let mask = bucket.mask((Kind::Float, Device::Cpu));
+        let mask = bucket.mask((Kind::Float, Device::Cpu)).unwrap();
         assert_eq!((mask.size(), bucket.is_plain()), (vec![2, 1, 1, 10], false));
         assert_eq!(mask.isinf().sum(Kind::Int64).int64_value(&[]), 2);
     }

@@ -6,7 +6,8 @@ use tch::{Device, Tensor};
 
 use super::kernel::Kernel;
 use super::padded::Padded;
-use crate::torch::Varlen;
+use crate::error::Result;
+use crate::torch::{self, Varlen};
 
 /// What a query sees of its key run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,25 +58,25 @@ impl Runs {
     }
 
     /// Padded to buckets of similar length.
-    pub(super) fn padded(&self) -> &Padded {
-        self.padded.get_or_init(|| Padded::new(&self.q, &self.k, self.sees, self.num_kv_heads, self.device))
+    pub(super) fn padded(&self) -> Result<&Padded> {
+        made_once(&self.padded, || Padded::new(&self.q, &self.k, self.sees, self.num_kv_heads, self.device))
     }
 
     /// For kernels that read the runs as they lie.
-    pub(super) fn varlen(&self) -> &Varlen {
-        self.varlen.get_or_init(|| {
+    pub(super) fn varlen(&self) -> Result<&Varlen> {
+        made_once(&self.varlen, || {
             let (causal, window) = match self.sees {
                 Sees::Before { window } => (true, window),
                 Sees::All => (false, None),
             };
-            Varlen {
-                cu_seqlens_q: self.device_bounds(&self.q),
-                cu_seqlens_k: self.device_bounds(&self.k),
+            Ok(Varlen {
+                cu_seqlens_q: self.device_bounds(&self.q)?,
+                cu_seqlens_k: self.device_bounds(&self.k)?,
                 max_len_q: lens(&self.q).max().unwrap_or(0),
                 max_len_k: lens(&self.k).max().unwrap_or(0),
                 causal,
                 window,
-            }
+            })
         })
     }
 
@@ -96,10 +97,19 @@ impl Runs {
         }
     }
 
-    fn device_bounds(&self, bounds: &[i64]) -> Tensor {
+    fn device_bounds(&self, bounds: &[i64]) -> Result<Tensor> {
         let bounds: Vec<i32> = bounds.iter().map(|&bound| bound as i32).collect();
-        Tensor::from_slice(&bounds).to_device(self.device)
+        torch::tensor_on(&bounds, self.device)
     }
+}
+
+/// What the cell holds; `make` fills an empty one.
+fn made_once<T>(cell: &OnceCell<T>, make: impl FnOnce() -> Result<T>) -> Result<&T> {
+    if let Some(made) = cell.get() {
+        return Ok(made);
+    }
+    let made = make()?;
+    Ok(cell.get_or_init(|| made))
 }
 
 /// Length of each run.

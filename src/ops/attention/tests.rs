@@ -66,10 +66,11 @@ fn assert_equals_autograd([q, k, v]: [Tensor; 3], expected: &Tensor, expected_ls
     let d_o = rand(&expected.size());
     let grads = Tensor::run_backward(&[(expected * &d_o).sum(None)], &[&q, &k, &v], false, false);
     let [q, k, v] = [q, k, v].map(|t| t.detach());
-    let (o, lse) = packed_forward(&q, &k, &v, layout, SCALE);
+    let (o, lse) = packed_forward(&q, &k, &v, layout, SCALE).unwrap();
     assert_close(&o, expected);
     assert_close(&lse, expected_lse);
-    let (dq, dk, dv) = packed_backward(&d_o, SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &lse }, layout, SCALE);
+    let (dq, dk, dv) =
+        packed_backward(&d_o, SavedAttention { q: &q, k: &k, v: &v, o: &o, lse: &lse }, layout, SCALE).unwrap();
     assert_close(&dq, &grads[0]);
     assert_close(&dk, &grads[1]);
     assert_close(&dv, &grads[2]);
@@ -133,8 +134,9 @@ fn rows_of_sequences(bounds: &SharedBounds) -> Vec<(Tensor, i64)> {
 fn no_tokens_at_all() {
     let layout = PackedLayout::new(&[0], 2, None, Device::Cpu);
     let (q, k) = (rand(&[0, 4, HD]), rand(&[0, 2, HD]));
-    let (o, lse) = packed_forward(&q, &k, &k, &layout, SCALE);
-    let (dq, dk, _) = packed_backward(&o, SavedAttention { q: &q, k: &k, v: &k, o: &o, lse: &lse }, &layout, SCALE);
+    let (o, lse) = packed_forward(&q, &k, &k, &layout, SCALE).unwrap();
+    let (dq, dk, _) =
+        packed_backward(&o, SavedAttention { q: &q, k: &k, v: &k, o: &o, lse: &lse }, &layout, SCALE).unwrap();
     assert_eq!((dq.size(), dk.size()), (vec![0, 4, HD], vec![0, 2, HD]));
 }
 
@@ -143,12 +145,12 @@ fn bfloat16_stays_near_float() {
     let (q, kv) = (rand(&[150, 4, HD]), rand(&[150, 2, HD]));
     for cu in [[0, 100, 150], [0, 0, 150]] {
         let layout = PackedLayout::new(&cu, 2, None, Device::Cpu);
-        let (exact, exact_lse) = packed_forward(&q, &kv, &kv, &layout, SCALE);
+        let (exact, exact_lse) = packed_forward(&q, &kv, &kv, &layout, SCALE).unwrap();
         let [narrow_q, narrow_kv] = [&q, &kv].map(|t| t.to_kind(Kind::BFloat16));
-        let (o, lse) = packed_forward(&narrow_q, &narrow_kv, &narrow_kv, &layout, SCALE);
+        let (o, lse) = packed_forward(&narrow_q, &narrow_kv, &narrow_kv, &layout, SCALE).unwrap();
         assert_eq!((o.kind(), lse.kind()), (Kind::BFloat16, Kind::Float));
         let saved = SavedAttention { q: &narrow_q, k: &narrow_kv, v: &narrow_kv, o: &o, lse: &lse };
-        let (dq, _, _) = packed_backward(&o, saved, &layout, SCALE);
+        let (dq, _, _) = packed_backward(&o, saved, &layout, SCALE).unwrap();
         assert_eq!(dq.kind(), Kind::BFloat16);
         assert!(f64::try_from((o.to_kind(Kind::Double) - exact).abs().max()).unwrap() < 0.05);
         assert!(f64::try_from((lse.to_kind(Kind::Double) - exact_lse).abs().max()).unwrap() < 0.05);
@@ -170,8 +172,8 @@ fn paged(lens: &[i64], heads: i64, block_size: i64) -> ([Tensor; 2], Tensor, [Te
         .flat_map(|(n, &len)| (0..len).map(move |position| (n, position)))
         .map(|(n, at)| tables.int64_value(&[n as i64, at / block_size]) * block_size + at % block_size)
         .collect();
-    let rows = kv_rows(&Tensor::from_slice(&slots), block_size as usize, heads as usize);
-    write_kv(&caches[0], &caches[1], &k, &v, &rows);
+    let rows = kv_rows(&Tensor::from_slice(&slots), block_size as usize, heads as usize).unwrap();
+    write_kv(&caches[0], &caches[1], &k, &v, &rows).unwrap();
     (caches, tables, [k, v])
 }
 
@@ -184,9 +186,9 @@ fn decode_equals_the_last_row_of_packed() {
         let q = rand(&[*cu.last().unwrap(), heads * group, HD]);
         let layout = PackedLayout::new(&cu, heads as usize, window, Device::Cpu);
         let last = Tensor::from_slice(&cu[1..]) - 1;
-        let expected = packed_forward(&q, &k, &v, &layout, SCALE).0.index_select(0, &last);
-        let layout = PagedLayout::new(&tables, &Tensor::from_slice(&lens), 4, heads as usize, window);
-        let o = paged_decode(&q.index_select(0, &last), &k_cache, &v_cache, &layout, SCALE);
+        let expected = packed_forward(&q, &k, &v, &layout, SCALE).unwrap().0.index_select(0, &last);
+        let layout = PagedLayout::new(&tables, &Tensor::from_slice(&lens), 4, heads as usize, window).unwrap();
+        let o = paged_decode(&q.index_select(0, &last), &k_cache, &v_cache, &layout, SCALE).unwrap();
         assert_close(&o, &expected);
     }
 }
@@ -194,8 +196,8 @@ fn decode_equals_the_last_row_of_packed() {
 #[test]
 fn padding_rows_stay_finite() {
     let ([k_cache, v_cache], tables, _) = paged(&[3, 2], 2, 4);
-    let layout = PagedLayout::new(&tables, &Tensor::from_slice(&[3i64, 0]), 4, 2, None);
-    let o = paged_decode(&rand(&[2, 4, HD]), &k_cache, &v_cache, &layout, SCALE);
+    let layout = PagedLayout::new(&tables, &Tensor::from_slice(&[3i64, 0]), 4, 2, None).unwrap();
+    let o = paged_decode(&rand(&[2, 4, HD]), &k_cache, &v_cache, &layout, SCALE).unwrap();
     assert!(bool::try_from(o.isfinite().all()).unwrap());
 }
 
@@ -206,7 +208,7 @@ fn prefill_behind_a_cached_prefix_equals_the_whole() {
         let ([k_cache, v_cache], tables, [k, v]) = paged(&lens, 2, 4);
         let (cu, cu_new) = (cu_seqlens(&lens), cu_seqlens(&new));
         let q = rand(&[*cu_new.last().unwrap(), 6, HD]);
-        let o = paged_prefill(&q, &k_cache, &v_cache, &tables, &cu_new, &lens, SCALE, window);
+        let o = paged_prefill(&q, &k_cache, &v_cache, &tables, &cu_new, &lens, SCALE, window).unwrap();
         for n in [0, 1, 3] {
             let [k, v] = [&k, &v].map(|t| t.narrow(0, cu[n], lens[n]));
             let rows = |t: &Tensor| t.narrow(0, cu_new[n], new[n]);

@@ -5,14 +5,14 @@ use tch::{Kind, Tensor};
 
 use super::inputs::{PrefillInputs, bounds};
 use crate::cuda::kernels::{self, AttentionPlan, QkvViews};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::{ModelSpec, attention_scale};
 use crate::ops::attention::{kv_rows, paged_prefill};
 use crate::rollout::batch::block_tables;
 use crate::rollout::kv_cache::KvCache;
 use crate::rollout::scheduler::Step;
 use crate::rollout::sequence::Sequence;
-use crate::torch::{Varlen, flash_forward};
+use crate::torch::{self, Varlen, flash_forward};
 
 /// One step's attention, for all layers.
 #[derive(Debug)]
@@ -51,23 +51,23 @@ impl<'a> PrefillAttention<'a> {
         kv_cache: &'a KvCache,
         spec: &ModelSpec,
         strict: Option<&'a AttentionPlan>,
-    ) -> Self {
+    ) -> Result<Self> {
         let scale = attention_scale(spec);
         let (kind, kv_heads) = kv_cache.kind_and_heads();
         let context_lens: Vec<i64> = step.runs.iter().map(|run| run.tokens.end as i64).collect();
         let device = inputs.bounds.device();
         let keys = if let Some(plan) = strict {
-            Keys::Rows(plan, slices(step, inputs, plan.max_rows() as i64))
+            Keys::Rows(plan, slices(step, inputs, plan.max_rows() as i64)?)
         } else if kind != Kind::BFloat16 {
             let bounds = bounds(step.runs.iter().map(|run| run.tokens.len())).into_iter().map(i64::from);
-            let block_tables = block_tables(&step.runs, sequences, kv_cache.block_size()).to_device(device);
+            let block_tables = block_tables(&step.runs, sequences, kv_cache.block_size(), device)?;
             Keys::Explicit { block_tables, bounds: bounds.collect(), context_lens, window: spec.sliding_window }
         } else {
             let longest = |lens: &mut dyn Iterator<Item = i64>| lens.max().unwrap_or(0);
             let is_at_hand = step.runs.iter().all(|run| run.tokens.start == 0);
             let cu_seqlens_k = match is_at_hand {
                 true => inputs.bounds.shallow_clone(),
-                false => Tensor::from_slice(&bounds(step.runs.iter().map(|run| run.tokens.end))).to_device(device),
+                false => torch::tensor_on(&bounds(step.runs.iter().map(|run| run.tokens.end)), device)?,
             };
             let varlen = Varlen {
                 cu_seqlens_q: inputs.bounds.shallow_clone(),
@@ -80,11 +80,11 @@ impl<'a> PrefillAttention<'a> {
             if is_at_hand {
                 Keys::AtHand(varlen)
             } else {
-                let slots = context_slots(step, sequences, kv_cache.block_size()).to_device(device);
-                Keys::Cached(varlen, kv_rows(&slots, kv_cache.block_size(), kv_heads))
+                let slots = torch::tensor_on(&context_slots(step, sequences, kv_cache.block_size()), device)?;
+                Keys::Cached(varlen, kv_rows(&slots, kv_cache.block_size(), kv_heads)?)
             }
         };
-        Self { kv_cache, scale, keys }
+        Ok(Self { kv_cache, scale, keys })
     }
 
     /// [T, H hd]
@@ -95,9 +95,10 @@ impl<'a> PrefillAttention<'a> {
             Keys::Cached(varlen, rows) => {
                 let gather = |cache: &Tensor| {
                     let size = cache.size(); // [blocks, Hkv, block_size, hd]
-                    cache.view([-1, size[3]]).index_select(0, rows).view([-1, size[1], size[3]])
+                    let entries = cache.view([-1, size[3]]).f_index_select(0, rows)?;
+                    Ok::<_, Error>(entries.view([-1, size[1], size[3]]))
                 };
-                flash_forward(q, &gather(&k_cache), &gather(&v_cache), varlen, self.scale)?.0
+                flash_forward(q, &gather(&k_cache)?, &gather(&v_cache)?, varlen, self.scale)?.0
             }
             Keys::Rows(plan, slices) => {
                 let o = q.f_empty_like()?;
@@ -110,32 +111,36 @@ impl<'a> PrefillAttention<'a> {
                 o
             }
             Keys::Explicit { block_tables, bounds, context_lens, window } => {
-                paged_prefill(q, &k_cache, &v_cache, block_tables, bounds, context_lens, self.scale, *window)
+                paged_prefill(q, &k_cache, &v_cache, block_tables, bounds, context_lens, self.scale, *window)?
             }
         };
-        Ok(o.flatten(1, 2))
+        Ok(o.f_flatten(1, 2)?)
     }
 }
 
 /// All tokens, in slices of at most `most` rows.
-fn slices(step: &Step, inputs: &PrefillInputs, most: i64) -> Vec<Slice> {
+fn slices(step: &Step, inputs: &PrefillInputs, most: i64) -> Result<Vec<Slice>> {
     let (rows, device) = (inputs.positions.size()[0], inputs.positions.device());
     let runs = step.runs.iter().enumerate();
     let runs: Vec<i32> = runs.flat_map(|(index, run)| std::iter::repeat_n(index as i32, run.tokens.len())).collect();
-    let runs = Tensor::from_slice(&runs).to_device(device);
+    let runs = torch::tensor_on(&runs, device)?;
     let slice = |first: i64| {
         let len = most.min(rows - first);
-        let block_tables = inputs.block_tables.index_select(0, &runs.narrow(0, first, len));
-        Slice { first, block_tables, context_lens: inputs.positions.narrow(0, first, len) + 1 }
+        let block_tables = inputs.block_tables.f_index_select(0, &runs.narrow(0, first, len))?;
+        Ok(Slice {
+            first,
+            block_tables,
+            context_lens: inputs.positions.narrow(0, first, len).f_add(&torch::scalar(1i32))?,
+        })
     };
     (0..rows).step_by(most as usize).map(slice).collect()
 }
 
 /// Slots of all tokens that the runs see, in order. [context tokens] i64
-fn context_slots(step: &Step, sequences: &[Sequence], block_size: usize) -> Tensor {
+fn context_slots(step: &Step, sequences: &[Sequence], block_size: usize) -> Vec<i64> {
     let slots = step.runs.iter().flat_map(|run| {
         let sequence = &sequences[run.sequence];
         (0..run.tokens.end).map(move |at| sequence.slot(at, block_size) as i64)
     });
-    Tensor::from_slice(&slots.collect::<Vec<_>>())
+    slots.collect()
 }

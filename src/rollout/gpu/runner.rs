@@ -134,22 +134,25 @@ impl<'a> GpuRunner<'a> {
         let network = self.network(Tuning::First, None);
         let strict = self.state.strict.then_some(&self.state.plan);
         let attention =
-            PrefillAttention::new(packing.step, packing.sequences, &inputs, self.kv_cache, self.spec, strict);
+            PrefillAttention::new(packing.step, packing.sequences, &inputs, self.kv_cache, self.spec, strict)?;
         let tokens = Tokens { ids: &inputs.token_ids, positions: &inputs.positions, slots: &inputs.slots };
         let hidden = network.hidden(&tokens, &mut |layer, q, qkv| attention.attend(layer, q, qkv))?;
         if !packing.step.copies.is_empty() {
             let [from, to] = &inputs.copies;
-            self.kv_cache.copy_blocks(from, to);
+            self.kv_cache.copy_blocks(from, to)?;
             let history = &network.buffers.history;
-            let _ =
-                history.shallow_clone().f_index_copy_(0, &to.to_kind(Kind::Int64), &history.index_select(0, from))?;
+            let _ = history.shallow_clone().f_index_copy_(
+                0,
+                &to.f_to_kind(Kind::Int64)?,
+                &history.f_index_select(0, from)?,
+            )?;
         }
         if packing.draws.is_empty() {
             return Ok(());
         }
-        let block_tables = inputs.block_tables.index_select(0, &inputs.drawn_runs);
+        let block_tables = inputs.block_tables.f_index_select(0, &inputs.drawn_runs)?;
         let drawn = Drawn { lens: &inputs.lens, block_tables: &block_tables, sampling: &inputs.sampling };
-        network.sample(&hidden.index_select(0, &inputs.last_rows), &drawn)
+        network.sample(&hidden.f_index_select(0, &inputs.last_rows)?, &drawn)
     }
 }
 

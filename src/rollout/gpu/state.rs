@@ -75,7 +75,7 @@ impl GpuState {
             buffers: None,
             arena: shape.reserve(device)?,
             plan: AttentionPlan::new(attention, place, shape.seqs, shape.blocks, split)?,
-            rope: rope.table(options.max_model_length, device),
+            rope: rope.table(options.max_model_length, device)?,
             low: None,
             sums: None,
             products: Products::new(&stream)?,

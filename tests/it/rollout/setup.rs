@@ -72,7 +72,7 @@ impl Model {
         let rows = self.spec.vocab_range(tp.rank(), tp.size());
         EngineWeights {
             embedding: self.embedding.table.shallow_clone(),
-            blocks: self.blocks.iter().map(|block| block.tp_slice(&self.spec, tp.rank(), tp.size())).collect(),
+            blocks: self.blocks.iter().map(|block| block.tp_slice(&self.spec, tp.rank(), tp.size()).unwrap()).collect(),
             final_norm: self.head.final_norm.shallow_clone(),
             lm_head: self.output_table().narrow(0, rows.start as i64, rows.len() as i64),
             quantized: None,
@@ -128,14 +128,15 @@ impl Model {
         let spec = &*self.spec;
         let rope = Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref());
         let rope = rope.rows(&Tensor::arange_start(first, first + num_fed, (Kind::Int64, Device::Cpu)), Kind::Float);
+        let rope = rope.unwrap();
         let context = BlockContext { spec, rope: &rope, tp: None };
-        let mut x = embedding::forward(&ids.narrow(0, first, num_fed), &self.embedding.table);
+        let mut x = embedding::forward(&ids.narrow(0, first, num_fed), &self.embedding.table).unwrap();
         for (layer, block) in self.blocks.iter().enumerate() {
             x = block_forward(&context, layer, block, &x, attention, None).unwrap().0;
         }
         let (rows, targets) = (Tensor::arange(num_fed, (Kind::Int64, Device::Cpu)), ids.narrow(0, first + 1, num_fed));
         let scoring = Scoring { rows: &rows, targets: &targets, temperature, eps: spec.rms_norm_eps };
-        let scored = head_forward(&self.head, self.output_table(), &x, &scoring, false);
+        let scored = head_forward(&self.head, self.output_table(), &x, &scoring, false).unwrap();
         Vec::<f32>::try_from(scored.logprobs).unwrap()
     }
 }

@@ -168,9 +168,9 @@ fn gpu_a_head_takes_less_than_a_gigabyte() {
     let scoring = Scoring { rows: &rows, targets: &targets, temperature: 1.0, eps: 1e-6 };
     let dlogprobs = Tensor::ones([tokens], (Kind::Float, device));
     let mut run = || {
-        let scored = head_forward(&head, &table, &x, &scoring, true);
+        let scored = head_forward(&head, &table, &x, &scoring, true).unwrap();
         let into = Some((&mut d_norm, &mut d_table));
-        head_backward(&head, &table, &scoring, tokens, scored.saved, &dlogprobs, None, into)
+        head_backward(&head, &table, &scoring, tokens, scored.saved, &dlogprobs, None, into).unwrap()
     };
     drop(run());
     torch::reset_peak_memory(device).unwrap();

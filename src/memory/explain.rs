@@ -1,0 +1,50 @@
+//! What a user is told when memory runs out: who holds it, and the key that takes less of it.
+
+use super::{Ledger, Place};
+use crate::cuda::OUT_OF_MEMORY;
+use crate::error::Error;
+use crate::phase::{self, Phase};
+
+/// Ends an explanation, so that an error is explained once.
+const MEND: &str = ", to mend: ";
+
+/// Adds the owners of the device's memory, and the key to lower in the phase that failed, to an error that reports missing memory;
+/// returns every other error as it is.
+pub fn explain_out_of_memory(error: Error) -> Error {
+    let (owner, requested_bytes) = match error {
+        Error::OutOfMemory { owner, requested_bytes } if !owner.contains(MEND) => (owner, requested_bytes),
+        Error::Cuda { op, code: OUT_OF_MEMORY, .. } => (format!("{op} in {}", phase::at_failure().name()), 0),
+        other => return other,
+    };
+    let key = match phase::at_failure() {
+        Phase::Wake | Phase::Generate | Phase::Prefill | Phase::Decode | Phase::Eval => {
+            "lower kv_cache_bytes, max_num_seqs or max_num_batched_tokens"
+        }
+        Phase::Score | Phase::ForwardBackward => "lower max_tokens_per_micro_batch",
+        Phase::Checkpoint => "set save_async = false",
+        _ => "raise zero.stage or the number of ranks",
+    };
+    let held = if owner.contains("held") { String::new() } else { format!(" ({})", Ledger::summary(Place::Device)) };
+    Error::OutOfMemory { owner: format!("{owner}{held}{MEND}{key};"), requested_bytes }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::ExitCode;
+
+    #[test]
+    fn missing_memory_is_explained_once_and_nothing_else_is_touched() {
+        let cuda =
+            || Error::Cuda { op: "cuGraphInstantiate", code: OUT_OF_MEMORY, message: "out of memory".to_owned() };
+        let tensor = || Error::OutOfMemory { owner: "a tensor".to_owned(), requested_bytes: 7 };
+        for (error, owner) in [(cuda(), "cuGraphInstantiate in "), (tensor(), "a tensor (")] {
+            let explained = explain_out_of_memory(explain_out_of_memory(error));
+            let message = explained.to_string();
+            assert_eq!(explained.exit_code(), ExitCode::OutOfMemory);
+            assert!(message.contains(owner) && message.matches("to mend: ").count() == 1, "{message}");
+        }
+        let other = Error::Cuda { op: "cuLaunchKernel", code: 700, message: "illegal address".to_owned() };
+        assert_eq!(explain_out_of_memory(other).to_string(), "cuLaunchKernel: CUDA code 700, illegal address");
+    }
+}

@@ -1,0 +1,58 @@
+//! Takes all memory that is left, for the injected fault `fill`: what a phase allocates next then fails as it does on a machine
+//! that is full, in whatever library the allocation is made.
+#![allow(unsafe_code)]
+
+use tch::{Device, Kind, Tensor};
+
+use super::chunks::{release_idle, settle};
+use crate::error::{Error, Result};
+use crate::torch;
+
+/// Sizes that are taken, as powers of two, the largest first: libtorch's allocator cuts nothing smaller than 512 bytes.
+const LARGEST: u32 = 34;
+const SMALLEST: u32 = 9;
+
+/// Leaves this process `left_bytes` of memory to allocate: on a GPU all else is taken for good, on a CPU the process's addresses
+/// are limited to what it has.
+///
+/// # Errors
+/// What the device or the operating system refuses.
+pub fn fill(device: Device, left_bytes: usize) -> Result<()> {
+    match device {
+        Device::Cpu => limit_addresses(left_bytes),
+        _ => fill_device(device, left_bytes),
+    }
+}
+
+/// Allocates until nothing more is to be had, of what the driver has and of what libtorch's cache holds.
+fn fill_device(device: Device, left_bytes: usize) -> Result<()> {
+    release_idle(device)?;
+    settle(device)?;
+    torch::release_memory(device)?;
+    let take = |bytes: i64| Tensor::f_empty([bytes], (Kind::Uint8, device));
+    let left = if left_bytes > 0 { Some(take(left_bytes as i64)?) } else { None };
+    let mut taken = Vec::new();
+    for size in (SMALLEST..=LARGEST).rev() {
+        while let Ok(block) = take(1 << size) {
+            taken.push(block);
+        }
+    }
+    std::mem::forget(taken); // held as long as the process
+    drop(left);
+    torch::release_memory(device)
+}
+
+fn limit_addresses(left_bytes: usize) -> Result<()> {
+    let path = "/proc/self/statm";
+    let pages = std::fs::read_to_string(path).map_err(Error::io(path))?;
+    let pages: usize = pages.split(' ').next().and_then(|pages| pages.parse().ok()).unwrap_or(0);
+    // SAFETY: asks for a constant of the system.
+    let page_bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
+    let most = (pages * page_bytes + left_bytes) as libc::rlim_t;
+    let limit = libc::rlimit { rlim_cur: most, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: the limit outlives the call.
+    match unsafe { libc::setrlimit(libc::RLIMIT_AS, &raw const limit) } {
+        0 => Ok(()),
+        _ => Err(Error::io(path)(std::io::Error::last_os_error())),
+    }
+}
