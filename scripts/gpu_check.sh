@@ -2,7 +2,8 @@
 # Checks on a machine with GPUs, from built binaries alone, without cargo: tests against the CPU backend, the demo, figures.
 #   scripts/gpu_check.sh [PROGRAM [TESTS [OUTPUT [PARTS]]]]
 # PROGRAM is target/release/colo-grpo, TESTS the newest target/release/deps/it-*, unless others are named. Logs and JSON lines go
-# to OUTPUT (default runs/gpu). PARTS are some of "tests sanitize demo bench" (default all). Ends with 1 if any of them failed.
+# to OUTPUT (default runs/gpu). PARTS are some of "tests sanitize demo bench" (default all these) and "hashes" (scripts/hashes.py; TESTS
+# may then be any program). Ends with 1 if any of them failed.
 # Libraries come from the installed PyTorch 2.11.0, unless COLO_GRPO_TORCH_CUDA names its torch/lib folder. Parts that need more
 # GPUs than there are stay out.
 set -uo pipefail
@@ -95,6 +96,10 @@ for part in $parts; do
           grep 'held-out' "$output/demo-$nproc-$dtype.log" | sed "s/^/demo, $nproc GPU, $dtype: /"
         done
       done
+      ;;
+    hashes) # to be kept and compared with another program's
+      check hashes 400 python3 scripts/hashes.py "$program" --device cuda
+      grep -v '^#' "$output/hashes.log"
       ;;
     bench)
       train=(bench train --device cuda --sequences 16 --sequence-len 1024 --max-tokens-per-micro-batch 16384

@@ -174,6 +174,18 @@ class Left:
         return ", ".join(kinds) + where
 
 
+def make_shape(call, name, model, seed):
+    """Makes a model of a shape of tests/golden with random weights and the demo's tokenizer. `call` runs the program."""
+    shape = json.loads((ROOT / "tests/golden" / name / "config.json").read_text())
+    shape |= {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    config = model.with_suffix(".json")
+    config.write_text(json.dumps(shape))
+    made = call(["init", "--config_json", str(config), "--tokenizer", "configs/arithmetic/tokenizer", "--output", str(model),
+                 "--seed", str(seed)])
+    if made.returncode != 0:
+        raise SystemExit(f"init of {name}: {made.stderr[-2000:]}")
+
+
 def perform(run, program, work, options, dtype):
     folder = pathlib.Path(tempfile.mkdtemp(prefix="run-", dir=work)) / "out"
     ours = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "COLO_GRPO_LOG"}
@@ -185,13 +197,7 @@ def perform(run, program, work, options, dtype):
 
     if run.name.startswith("shape-"):
         model = folder.parent / run.name
-        shape = json.loads((ROOT / "tests/golden" / run.name[6:] / "config.json").read_text())
-        shape |= {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0} # those of the demo's tokenizer
-        (folder.parent / "config.json").write_text(json.dumps(shape))
-        made = call(["init", "--config_json", str(folder.parent / "config.json"), "--tokenizer", "configs/arithmetic/tokenizer",
-                     "--output", str(model), "--seed", str(options.seed)])
-        if made.returncode != 0:
-            sys.stderr.write(made.stderr[-2000:])
+        make_shape(call, run.name[6:], model, options.seed)
     line = run.line(folder, options, dtype)
     ended = call(line)
     left = Left(folder, ended.returncode, ended.stdout.replace(str(folder.parent), ""))
@@ -231,6 +237,8 @@ def chosen(options):
     if options.device == "cpu":
         return [(run, run.name, None) for run in runs if run.on_cpu]
     gpus = len(subprocess.run(["nvidia-smi", "-L"], check=True, capture_output=True, text=True).stdout.splitlines())
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        gpus = len(visible.split(","))
     runs = [run for run in runs if run.on_gpu]
     for run in runs:
         # Runs that need no second rank take what there is.
