@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 use super::manifest::hexadecimal;
 use crate::data::SamplerState;
 use crate::error::{Error, Result};
-use crate::metrics::redact_json;
+use crate::metrics::{LogHistory, redact_json};
 use crate::types::UnfinishedCompletion;
 
 const FILE: &str = "trainer_state.json";
@@ -43,7 +43,7 @@ pub struct TrainerState {
     /// The run's configuration.
     pub config: SavedConfig,
     /// What was written to metrics.jsonl.
-    pub log_history: Vec<Value>,
+    pub log_history: LogHistory,
     /// Metrics of the steps since its newest line, which the next one averages too; bit patterns keep them exact, NaN among them.
     #[serde(default)]
     pub unlogged: Vec<BTreeMap<String, u64>>,

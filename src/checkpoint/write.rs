@@ -37,7 +37,8 @@ const LOOK: Duration = Duration::from_millis(5);
 
 /// Bytes that a checkpoint takes, over all ranks.
 pub fn num_bytes(policy: &Policy, state: &TrainerState) -> u64 {
-    let history = state.log_history.iter().map(|line| line.to_string().len() as u64 * 2).sum::<u64>();
+    let length = |line| serde_json::to_string(line).map_or(0, |text| text.len() as u64 * 2);
+    let history = state.log_history.lines().map(length).sum::<u64>();
     let carried = state.carried.iter().map(|group| CARRIED_TOKEN_BYTES * group.num_tokens() as u64).sum::<u64>();
     first_bytes(policy) + history + carried
 }

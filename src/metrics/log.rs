@@ -2,8 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
-
+use super::history::LogHistory;
 use super::report::write_report;
 use super::step::MetricValues;
 use super::writer::MetricsWriter;
@@ -14,7 +13,7 @@ use crate::error::Result;
 pub struct RunLog {
     output_dir: PathBuf,
     writer: Option<MetricsWriter>,
-    history: Vec<Value>,
+    history: LogHistory,
 }
 
 impl RunLog {
@@ -23,8 +22,8 @@ impl RunLog {
     ///
     /// # Errors
     /// Those of [`MetricsWriter::new`].
-    pub fn open(output_dir: &Path, writes: bool, earlier: Option<(u64, Vec<Value>)>) -> Result<Self> {
-        let (step, history) = earlier.map_or((None, Vec::new()), |(step, history)| (Some(step), history));
+    pub fn open(output_dir: &Path, writes: bool, earlier: Option<(u64, LogHistory)>) -> Result<Self> {
+        let (step, history) = earlier.map_or((None, LogHistory::default()), |(step, history)| (Some(step), history));
         let writer = if writes { Some(MetricsWriter::new(output_dir, step)?) } else { None };
         Ok(Self { output_dir: output_dir.to_owned(), writer, history })
     }
@@ -34,19 +33,17 @@ impl RunLog {
         if let Some(writer) = &mut self.writer {
             writer.write(step, &values);
         }
-        let numbers = values.into_iter().map(|(name, value)| (name, Value::from(value)));
-        let line = [("step".to_owned(), Value::from(step))].into_iter().chain(numbers);
-        self.history.push(Value::Object(line.collect()));
+        self.history.push(step, &values);
     }
 
     /// Every line, those before a resume included.
-    pub fn history(&self) -> &[Value] {
+    pub fn history(&self) -> &LogHistory {
         &self.history
     }
 
     /// A metric's values in the order of its lines.
     pub fn values(&self, name: &str) -> impl DoubleEndedIterator<Item = f64> {
-        self.history.iter().filter_map(move |line| line.get(name)?.as_f64())
+        self.history.values(name)
     }
 
     /// Writes the report where files are written. A run that was resumed after its last step, in another folder, has nothing to

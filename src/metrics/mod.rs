@@ -2,6 +2,7 @@
 //! files, completions as Parquet, a progress display, an HTML report. Knows nothing of training: names and values come in.
 
 mod completions;
+mod history;
 mod jsonl;
 mod log;
 mod over_steps;
@@ -13,6 +14,7 @@ mod tensorboard;
 mod writer;
 
 pub use completions::{CompletionRow, CompletionsWriter, read_completions};
+pub use history::LogHistory;
 pub use jsonl::{MetricLine, read_metrics};
 pub use log::RunLog;
 pub use over_steps::over_steps;

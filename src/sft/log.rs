@@ -5,7 +5,7 @@ use std::time::Instant;
 use crate::checkpoint::Checkpoint;
 use crate::config::SftConfig;
 use crate::error::Result;
-use crate::metrics::{MetricValues, Progress, RunLog, write_run_config};
+use crate::metrics::{LogHistory, MetricValues, Progress, RunLog, write_run_config};
 
 #[derive(Debug)]
 pub(super) struct Log {
@@ -37,8 +37,8 @@ impl Log {
     }
 
     /// Every line so far.
-    pub fn history(&self) -> Vec<serde_json::Value> {
-        self.lines.history().to_vec()
+    pub fn history(&self) -> LogHistory {
+        self.lines.history().clone()
     }
 
     /// The newest loss that was written, in nats; NaN before any.

@@ -13,7 +13,9 @@ use crate::config::{Config, Mode};
 use crate::dist::Collective;
 use crate::error::{Error, Result};
 use crate::eval::Outcome;
-use crate::metrics::{CompletionsWriter, MetricValues, Progress, RunLog, StepMetrics, over_steps, write_run_config};
+use crate::metrics::{
+    CompletionsWriter, LogHistory, MetricValues, Progress, RunLog, StepMetrics, over_steps, write_run_config,
+};
 use crate::phase::{self, Phase};
 use crate::train::Sequence;
 use crate::types::RolloutGroup;
@@ -154,8 +156,8 @@ impl Output {
     }
 
     /// Every line written so far, for the trainer's state.
-    pub(super) fn history(&self) -> Vec<serde_json::Value> {
-        self.log.history().to_vec()
+    pub(super) fn history(&self) -> LogHistory {
+        self.log.history().clone()
     }
 
     /// The metrics of steps that no line holds yet, for the trainer's state.

@@ -13,6 +13,7 @@ use colo_grpo::config::GradientCheckpointing;
 use colo_grpo::data::SamplerState;
 use colo_grpo::dist::World;
 use colo_grpo::error::ExitCode;
+use colo_grpo::metrics::LogHistory;
 use colo_grpo::model::{ModelSpec, ParamTable, WeightFiles, init_unit};
 use colo_grpo::train::{AdamOptions, GradientOptions, NetworkOptions, ParamState, Policy, PolicyOptions};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
@@ -67,7 +68,7 @@ fn state(global_step: u64) -> TrainerState {
         sampler: SamplerState::default(),
         carried: Vec::new(),
         config: SavedConfig::default(),
-        log_history: Vec::new(),
+        log_history: LogHistory::default(),
         unlogged: vec![BTreeMap::from([("loss".to_owned(), f64::NAN.to_bits())])],
     }
 }

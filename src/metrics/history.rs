@@ -1,0 +1,128 @@
+//! The lines of a run in little memory: eight bytes a value.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use serde::ser::{SerializeMap, SerializeSeq};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::Value;
+
+use super::step::MetricValues;
+
+/// Metric lines in the order in which they were written. Lines with the same names share them. Serialised as a list of objects,
+/// `step` first, as transformers writes `log_history`.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct LogHistory {
+    shapes: Vec<Arc<[String]>>,
+    lines: Vec<Line>,
+}
+
+#[derive(Debug, Clone)]
+struct Line {
+    step: u64,
+    names: Arc<[String]>,
+    values: Box<[f64]>,
+}
+
+impl LogHistory {
+    /// Appends a line.
+    pub fn push(&mut self, step: u64, values: &MetricValues) {
+        let has_names = |shape: &&Arc<[String]>| shape.iter().eq(values.keys());
+        let names = match self.shapes.iter().rev().find(has_names) {
+            Some(shape) => shape.clone(),
+            None => {
+                let shape: Arc<[String]> = values.keys().cloned().collect();
+                self.shapes.push(shape.clone());
+                shape
+            }
+        };
+        self.lines.push(Line { step, names, values: values.values().copied().collect() });
+    }
+
+    /// A metric's numbers, oldest first. Lines without it, and those where it is not a number, are left out.
+    pub fn values(&self, name: &str) -> impl DoubleEndedIterator<Item = f64> {
+        let of = move |line: &Line| {
+            let place = line.names.iter().position(|other| other == name)?;
+            Some(line.values[place]).filter(|value| value.is_finite())
+        };
+        self.lines.iter().filter_map(of)
+    }
+
+    /// The lines, each an object when it is serialised.
+    pub fn lines(&self) -> impl Iterator<Item = &impl Serialize> {
+        self.lines.iter()
+    }
+}
+
+/// Bit for bit, so that NaN equals itself.
+impl PartialEq for Line {
+    fn eq(&self, other: &Self) -> bool {
+        let bits = |line: &Self| line.values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+        (self.step, &self.names, bits(self)) == (other.step, &other.names, bits(other))
+    }
+}
+
+impl Serialize for Line {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(1 + self.values.len()))?;
+        map.serialize_entry("step", &self.step)?;
+        self.names.iter().zip(&self.values).try_for_each(|(name, value)| map.serialize_entry(name, value))?;
+        map.end()
+    }
+}
+
+impl Serialize for LogHistory {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut list = serializer.serialize_seq(Some(self.lines.len()))?;
+        self.lines.iter().try_for_each(|line| list.serialize_element(line))?;
+        list.end()
+    }
+}
+
+impl<'de> Deserialize<'de> for LogHistory {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let mut history = Self::default();
+        for mut line in Vec::<BTreeMap<String, Value>>::deserialize(deserializer)? {
+            let step = line.remove("step").and_then(|step| step.as_u64()).unwrap_or(0);
+            let values = line.into_iter().map(|(name, value)| (name, value.as_f64().unwrap_or(f64::NAN)));
+            history.push(step, &values.collect());
+        }
+        Ok(history)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values(values: &[(&str, f64)]) -> MetricValues {
+        values.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect()
+    }
+
+    #[test]
+    fn lines_come_back_as_they_were_written() {
+        let mut history = LogHistory::default();
+        history.push(1, &values(&[("loss", 0.1 + 0.2), ("kl", f64::NAN)]));
+        history.push(1, &values(&[("eval_reward", 0.5)]));
+        history.push(2, &values(&[("loss", -3.0), ("kl", 1e-300)]));
+        let text = serde_json::to_string(&history).unwrap();
+        let expected = r#"[{"step":1,"kl":null,"loss":0.30000000000000004},{"step":1,"eval_reward":0.5},"#;
+        assert_eq!(text, format!("{expected}{}", r#"{"step":2,"kl":1e-300,"loss":-3.0}]"#));
+        let again: LogHistory = serde_json::from_str(&text).unwrap();
+        assert_eq!(again, history);
+        assert_eq!((again.lines().count(), again.shapes.len()), (3, 2));
+        assert_eq!(again.values("loss").collect::<Vec<_>>(), [0.1 + 0.2, -3.0]);
+        assert_eq!(again.values("kl").next_back(), Some(1e-300));
+    }
+
+    /// A line of forty metrics as JSON objects took eight kilobytes on every rank.
+    #[test]
+    fn a_value_takes_eight_bytes() {
+        let line: MetricValues = (0..40).map(|number| (format!("metric/{number}"), f64::from(number))).collect();
+        let mut history = LogHistory::default();
+        (0..1000).for_each(|step| history.push(step, &line));
+        let names: Vec<_> = history.lines.iter().map(|line| Arc::as_ptr(&line.names)).collect();
+        assert!(names.iter().all(|shape| std::ptr::eq(*shape, names[0])));
+        assert!(history.lines.iter().all(|line| std::mem::size_of_val(&*line.values) == 40 * 8));
+    }
+}
