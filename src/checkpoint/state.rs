@@ -1,7 +1,9 @@
 //! Where training was: everything a resumed run needs beside weights and optimizer state.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -131,8 +133,9 @@ impl TrainerState {
 
     pub(super) fn write(&self, folder: &Path) -> Result<()> {
         let path = Self::file(folder);
-        let text = serde_json::to_string_pretty(self).expect("the state is plain data");
-        std::fs::write(&path, text + "\n").map_err(Error::io(path))
+        let mut file = BufWriter::new(File::create(&path).map_err(Error::io(&path))?);
+        let written = serde_json::to_writer_pretty(&mut file, self).map_err(io::Error::from);
+        written.and_then(|()| file.write_all(b"\n")).and_then(|()| file.flush()).map_err(Error::io(path))
     }
 }
 
