@@ -189,13 +189,14 @@ impl Policy {
 
     /// Makes libtorch's cache on a GPU hold one block for all that an update of these micro-batches makes, under a budget of
     /// `max_tokens` ([`torch::keep_block`]). Call before an update's first micro-batch, while no gradients are added: they may be
-    /// freed. Nothing to do in the first update: what libraries allocate then for good must not lie within the block.
+    /// freed. Nothing to do in the first update: what libraries allocate then for good must not lie within the block. Nothing either
+    /// while optimizer state is on its way back: taking memory from the driver would wait for that.
     ///
     /// # Errors
     /// [`Error::Environment`](crate::Error::Environment) if libtorch's CUDA half is not loaded.
     pub fn keep_block_for(&mut self, micro_batches: &[MicroBatch], max_tokens: usize) -> Result<()> {
         let device = self.options.network.device;
-        if !device.is_cuda() || !self.has_stepped {
+        if !device.is_cuda() || !self.has_stepped || self.optimizer.residence().is_returning() {
             return Ok(());
         }
         let shapes: Vec<_> = micro_batches.iter().map(MicroBatch::shape).collect();

@@ -213,6 +213,11 @@ impl Residence {
         }
     }
 
+    /// Whether the state is on its way back to the device.
+    pub(super) fn is_returning(&self) -> bool {
+        matches!(self.place, Place::Returning(..))
+    }
+
     /// Whether the state can be stepped. Nothing waits for one that is on its way back.
     pub(super) fn check_here(&self) -> Result<()> {
         let is_away = !self.streams && matches!(self.place, Place::Leaving(..) | Place::OnHost);
