@@ -1,5 +1,7 @@
 //! Compiles the C++ shim over libtorch and points the loader at libtorch's own folder.
 
+#![allow(clippy::print_stdout)] // how a build script speaks to cargo
+
 use std::path::{Path, PathBuf};
 
 fn main() {

@@ -256,7 +256,10 @@ pub enum Error {
         /// The panic's message.
         message: String,
     },
-    /// Stopped on request (TERM, USR1) after saving.
+    /// Stopped on request before training began.
+    #[error("preempted before there was anything to save")]
+    StoppedEarly,
+    /// Stopped on request (TERM, INT, USR1, HUP) after saving.
     #[error("preempted at step {step}; saved {}", saved.display())]
     Preempted {
         /// The step saved.

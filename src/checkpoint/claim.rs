@@ -2,7 +2,8 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, Write};
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -16,7 +17,25 @@ const LOCK: &str = ".lock";
 /// The right to write into an output folder, until it is dropped or its process ends, however that happens.
 #[derive(Debug)]
 pub struct Claim {
-    _lock: File,
+    path: PathBuf,
+    lock: File,
+}
+
+impl Claim {
+    /// Claims the folder again if it was deleted or moved since. Returns whether it was.
+    ///
+    /// # Errors
+    /// Those of [`claim`]: another run may have the folder's name by now.
+    pub fn renew(&mut self) -> Result<bool> {
+        let own = self.lock.metadata().map_err(Error::io(&self.path))?;
+        if std::fs::metadata(&self.path).is_ok_and(|named| (named.dev(), named.ino()) == (own.dev(), own.ino())) {
+            return Ok(false);
+        }
+        if let Some(again) = lock(self.path.parent().unwrap_or(Path::new(".")))? {
+            *self = again;
+        }
+        Ok(true)
+    }
 }
 
 /// Claims `output_dir` for this run, on its first rank. Where the disk knows no locks, that is said and nothing is claimed.
@@ -24,9 +43,10 @@ pub struct Claim {
 /// # Errors
 /// [`Error::InvalidValue`] with the number of the process that writes there already; [`Error::Io`].
 pub fn claim(output_dir: &Path, world: &World) -> Result<Option<Claim>> {
-    if world.rank() > 0 {
-        return Ok(None);
-    }
+    if world.rank() > 0 { Ok(None) } else { lock(output_dir) }
+}
+
+fn lock(output_dir: &Path) -> Result<Option<Claim>> {
     std::fs::create_dir_all(output_dir).map_err(Error::io(output_dir))?;
     let path = output_dir.join(LOCK);
     let options = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
@@ -38,7 +58,7 @@ pub fn claim(output_dir: &Path, world: &World) -> Result<Option<Claim>> {
                 .and_then(|()| lock.rewind())
                 .and_then(|()| lock.write_all(id.as_bytes()))
                 .map_err(Error::io(&path))?;
-            Ok(Some(Claim { _lock: lock }))
+            Ok(Some(Claim { path, lock }))
         }
         Err(Errno::WOULDBLOCK) => {
             let mut id = String::new();
@@ -70,5 +90,19 @@ mod tests {
             drop(first);
         }
         assert!(claim(&output_dir, &world).unwrap().is_some());
+    }
+
+    #[test]
+    fn a_folder_that_is_deleted_or_moved_is_claimed_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let (output_dir, world) = (folder.path().join("run"), World::single());
+        let mut own = claim(&output_dir, &world).unwrap().unwrap();
+        assert!(!own.renew().unwrap());
+        std::fs::remove_dir_all(&output_dir).unwrap();
+        assert!(own.renew().unwrap() && !own.renew().unwrap());
+        std::fs::rename(&output_dir, folder.path().join("moved")).unwrap();
+        let other = claim(&output_dir, &world).unwrap();
+        assert!(own.renew().unwrap_err().to_string().contains("does; wait for its end"));
+        drop(other);
     }
 }

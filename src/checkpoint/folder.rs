@@ -9,6 +9,7 @@ use rustix::io::Errno;
 use super::manifest::sync_tree;
 use crate::error::{Error, Result};
 use crate::model::sync;
+use crate::phase::terminal;
 
 /// The trained model's folder.
 pub const FINAL: &str = "final";
@@ -104,7 +105,7 @@ pub fn keep_newest(output_dir: &Path, newest: &Path, limit: Option<usize>) {
         others[..num_over].iter().try_for_each(|old| discard(old))
     });
     if let Err(error) = removed {
-        eprintln!("warning: save_total_limit: {error}");
+        terminal::say(format_args!("warning: save_total_limit: {error}"));
     }
 }
 

@@ -42,7 +42,7 @@ pub use state::{CarriedGroup, SavedConfig, TrainerState};
 use crate::config::{Config, SftConfig};
 use crate::dist::World;
 use crate::error::{Error, Result};
-use crate::phase::{self, Phase};
+use crate::phase::{self, Phase, terminal};
 use crate::train::Policy;
 use manifest::Manifest;
 use shards::ShardFiles;
@@ -107,7 +107,7 @@ pub fn find_latest(output_dir: &Path, moved: &mut dyn FnMut()) -> Result<Option<
         match Manifest::verify(folder, moved) {
             Ok(()) => return Ok(Some(folder.clone())),
             Err(error) => {
-                eprintln!("warning: {error}; trying the checkpoint before it");
+                terminal::say(format_args!("warning: {error}; trying the checkpoint before it"));
                 faults.push(error.to_string());
             }
         }

@@ -10,7 +10,7 @@ use crate::dist::{World, all_gather_bytes, any_rank};
 use crate::error::{Error, Result};
 use crate::metrics::redact;
 use crate::model::is_model_folder;
-use crate::phase;
+use crate::phase::{self, terminal};
 
 /// How often the first rank meets those that wait for it.
 const MEET: Duration = Duration::from_millis(100);
@@ -51,7 +51,10 @@ pub fn resume(
     let folder = String::from_utf8_lossy(&gathered[0]).into_owned();
     if folder.is_empty() {
         if options.from.is_some() && world.rank() == 0 {
-            eprintln!("no checkpoint in {}: training starts from the beginning", options.output_dir.display());
+            terminal::say(format_args!(
+                "no checkpoint in {}: training starts from the beginning",
+                options.output_dir.display()
+            ));
         }
         return Ok(None);
     }
@@ -100,10 +103,10 @@ fn refuse_earlier_run(output_dir: &Path) -> Result<()> {
     let Some(newest) = list(output_dir)?.pop() else {
         let model = output_dir.join(FINAL);
         if model.exists() {
-            eprintln!(
+            terminal::say(format_args!(
                 "warning: {}, an earlier run's model, is replaced at the end, and its metrics are now",
                 model.display()
-            );
+            ));
         }
         return Ok(());
     };
@@ -138,7 +141,7 @@ fn check_changes(checkpoint: &Checkpoint, changes: Vec<String>, is_forced: bool,
     let (folder, changes) = (checkpoint.folder.display(), changes.join("; "));
     if is_forced {
         if is_first {
-            eprintln!("warning: force_resume from {folder}: {changes}");
+            terminal::say(format_args!("warning: force_resume from {folder}: {changes}"));
         }
         return Ok(());
     }

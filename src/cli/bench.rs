@@ -19,7 +19,7 @@ use crate::config::Quantization;
 use crate::cuda::{Placement, residual_kind};
 use crate::dist::World;
 use crate::error::{Error, ExitCode, Result};
-use crate::phase::Limits;
+use crate::phase::{Limits, terminal};
 use crate::train::GradientOptions;
 
 /// Runs one benchmark to its exit code.
@@ -32,7 +32,7 @@ pub(super) fn dispatch(command: BenchCommand) -> Result<ExitCode> {
         BenchCommand::SleepWake(args) => bench(&args, sleep_wake_bench),
         BenchCommand::Collectives(args) => bench(&args, collectives_bench),
         BenchCommand::Compare(args) => {
-            print!("{}", compare(&args.results, &args.output, &args.curves)?);
+            terminal::print(compare(&args.results, &args.output, &args.curves)?)?;
             Ok(ExitCode::Done)
         }
     }
@@ -126,7 +126,7 @@ fn kernels_bench(args: &BenchKernelsArgs) -> Result<ExitCode> {
         prompt_len: args.prompt_len,
     };
     let device = if on_cuda { tch::Device::Cuda(0) } else { tch::Device::Cpu };
-    bench_kernels(&bench, device)?.iter().for_each(|result| println!("{result}"));
+    bench_kernels(&bench, device)?.iter().try_for_each(|result| terminal::print(format_args!("{result}\n")))?;
     Ok(ExitCode::Done)
 }
 

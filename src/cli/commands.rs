@@ -13,7 +13,7 @@ use crate::dist::WorkerEnv;
 use crate::error::{Error, ExitCode, Result};
 use crate::metrics::{self, parts_progress};
 use crate::model::{ModelSource, export_folder, init_folder};
-use crate::phase;
+use crate::phase::{self, terminal};
 use crate::plan::Room;
 use crate::reward::{self, RewardPool};
 use crate::sft::Sft;
@@ -34,11 +34,11 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Init(args) => init(&args),
         Command::Export(args) => export(&args),
         Command::Config(args) => {
-            print!("{}", if args.markdown { reference_page() } else { reference_toml(args.sft) });
+            terminal::print(if args.markdown { reference_page() } else { reference_toml(args.sft) })?;
             Ok(ExitCode::Done)
         }
         Command::Report(args) => {
-            println!("{}", metrics::write_report(&args.output_dir)?.display());
+            terminal::print_saved(metrics::write_report(&args.output_dir)?.display());
             Ok(ExitCode::Done)
         }
         Command::SandboxWorker { settings } => reward::code::serve(&settings).map(|()| ExitCode::Done),
@@ -65,11 +65,11 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
         let summary = Trainer::with_pool(config.clone(), world.clone(), rewards)?.run()?;
         if world.rank() == 0 {
             if let (Some(before), Some(after)) = (summary.eval_reward_before, summary.eval_reward_after) {
-                println!("held-out mean reward: {before:.3} before, {after:.3} after");
+                terminal::print_saved(format_args!("held-out mean reward: {before:.3} before, {after:.3} after"));
             }
-            println!("model: {}", summary.model_dir.display());
+            terminal::print_saved(format_args!("model: {}", summary.model_dir.display()));
             if let Some(report) = summary.report {
-                println!("report: {}", report.display());
+                terminal::print_saved(format_args!("report: {}", report.display()));
             }
         }
         Ok(())
@@ -104,8 +104,8 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
         let summary = Sft::new(config, world.clone())?.run()?;
         if world.rank() == 0 {
             let held_out = summary.eval_loss.map(|loss| format!(", held-out {loss:.4}")).unwrap_or_default();
-            println!("loss: {:.4}{held_out}", summary.loss);
-            println!("model: {}", summary.model_dir.display());
+            terminal::print_saved(format_args!("loss: {:.4}{held_out}", summary.loss));
+            terminal::print_saved(format_args!("model: {}", summary.model_dir.display()));
         }
         Ok(())
     })
@@ -140,13 +140,13 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
         }
     };
     if !placement.on_cuda {
-        eprintln!("planned for the memory of this machine's CPU; --gpu_memory_gib plans for GPUs, these or others");
+        terminal::say("planned for the memory of this machine's CPU; --gpu_memory_gib plans for GPUs, these or others");
     }
     let preflight = match model.is_given() {
         true => Preflight::of_shape(&config, Arc::new(model.spec()?), placement, nproc, room)?,
         false => Preflight::new(&config, placement, nproc, room)?,
     };
-    println!("{preflight}");
+    terminal::print(format_args!("{preflight}\n"))?;
     Ok(ExitCode::Done)
 }
 
@@ -180,7 +180,7 @@ fn init(args: &InitArgs) -> Result<ExitCode> {
     let spec = Arc::new(args.model.spec()?);
     let (tokenizer, mut progress) = (args.tokenizer.as_deref(), parts_progress("init"));
     write_new("--output", &args.output, |folder| init_folder(&spec, folder, args.seed, tokenizer, &mut progress))?;
-    println!("{}: {} parameters", args.output.display(), spec.num_params());
+    terminal::print_saved(format_args!("{}: {} parameters", args.output.display(), spec.num_params()));
     Ok(ExitCode::Done)
 }
 
@@ -188,6 +188,6 @@ fn export(args: &ExportArgs) -> Result<ExitCode> {
     let source = ModelSource::new(&args.source.model, args.source.base_model.as_deref())?;
     let mut progress = parts_progress("export");
     write_new("--output", &args.output, |folder| export_folder(&source, folder, args.merge, &mut progress))?;
-    println!("{}", args.output.display());
+    terminal::print_saved(args.output.display());
     Ok(ExitCode::Done)
 }

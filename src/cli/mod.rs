@@ -8,38 +8,44 @@ mod normalise;
 mod process;
 mod sample;
 
-use std::io::IsTerminal;
+use std::ffi::OsString;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use clap::Parser;
 
-use crate::error::{Error, ExitCode, panic_message};
+use crate::error::{Error, ExitCode, Result, panic_message};
 use crate::launch;
 use crate::metrics::redact;
-use crate::phase;
+use crate::phase::{self, sweep, terminal};
 use crate::torch;
 
-/// Runs the program with `argv` (the program's name first) and returns its exit code.
-pub fn run(argv: Vec<String>) -> ExitCode {
+/// Runs the program with `args` (the program's name first) and returns its exit code.
+pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
     init_tracing();
+    launch::name_process();
+    launch::outlive_file_limits();
     torch::keep_memory();
     if let Err(error) = phase::publish() {
         return report(&error);
     }
-    let argv = normalise::normalise(argv);
+    let argv = match read(args) {
+        Ok(argv) => normalise::normalise(argv),
+        Err(error) => return report(&error),
+    };
     let parsed = match args::Cli::try_parse_from(&argv) {
         Ok(parsed) => parsed,
         Err(usage) => {
             if !usage.use_stderr() {
-                let _ = usage.print();
-                return ExitCode::Done;
+                let printed = terminal::print(usage.render());
+                return printed.map_or_else(|error| report(&error), |()| ExitCode::Done);
             }
             let usage = args::with_other_shapes(usage);
-            eprint!("{}", redact(&usage.render().to_string())); // it repeats what was typed
+            terminal::say(redact(usage.render().to_string().trim_end())); // it repeats what was typed
             return ExitCode::Configuration;
         }
     };
     let command = parsed.command;
+    sweep();
     if command.computes() {
         launch::wait_passively(); // before anything is done that would be done again
     }
@@ -48,6 +54,21 @@ pub fn run(argv: Vec<String>) -> ExitCode {
         Ok(Err(error)) => report(&normalise::name_options(&argv, error)),
         Err(panic) => report(&Error::of_panic("the program", panic_message(&*panic))),
     }
+}
+
+/// The arguments as text.
+///
+/// # Errors
+/// [`Error::InvalidValue`] for one that is not UTF-8.
+fn read(args: impl Iterator<Item = OsString>) -> Result<Vec<String>> {
+    let text = |(index, arg): (usize, OsString)| {
+        let refuse = |arg: OsString| {
+            let expected = "text in UTF-8; give the file or folder another name";
+            Error::invalid_value(&format!("argument {index}"), format!("{arg:?}"), expected)
+        };
+        arg.into_string().map_err(refuse)
+    };
+    args.enumerate().map(text).collect()
 }
 
 /// Tells whoever started this process, once: a worker's launcher through the error file, anyone else on stderr.
@@ -66,8 +87,8 @@ fn init_tracing() {
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(LOG_FILTER));
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(terminal::Log)
+        .with_ansi(false)
         .with_target(false)
         .without_time()
         .try_init();

@@ -15,7 +15,7 @@ use crate::dist::{Backend, WorkerEnv, World, WorldOptions};
 use crate::error::{Error, ExitCode, Result, panic_message};
 use crate::launch::{self, LaunchOptions};
 use crate::memory::explain_out_of_memory;
-use crate::phase::{self, Limits};
+use crate::phase::{self, Limits, terminal};
 
 /// How the ranks of a command are watched, and what becomes of them when one dies.
 pub(super) struct Supervision {
@@ -26,7 +26,7 @@ pub(super) struct Supervision {
     pub max_restarts: usize,
     /// Where a restarted run finds its checkpoints.
     pub output_dir: Option<PathBuf>,
-    /// Whether TERM, INT and USR1 ask for a save and an orderly end, which the command then looks out for; else they end it.
+    /// Whether TERM, INT, USR1 and HUP ask for a save and an orderly end, which the command then looks out for; else they end it.
     pub saves_on_stop: bool,
 }
 
@@ -87,7 +87,7 @@ pub(super) fn prepared<T>(
     if env.is_none() && (args.nproc > 1 || max_restarts > 0) {
         let own_args = std::env::args_os().skip(1).collect();
         let (master_addr, master_port, needs_cuda) = (args.master_addr.clone(), args.master_port, on_cuda);
-        let options = LaunchOptions::new(args.nproc, own_args)?;
+        let options = LaunchOptions::new(args.nproc, own_args);
         return Ok(launch::run(&LaunchOptions {
             master_addr,
             master_port,
@@ -123,7 +123,7 @@ pub(super) fn prepared<T>(
 /// One JSON line, of the first rank.
 pub(super) fn print_first(world: &World, value: serde_json::Value) -> Result<()> {
     if world.rank() == 0 {
-        println!("{value}");
+        terminal::print(format_args!("{value}\n"))?;
     }
     Ok(())
 }

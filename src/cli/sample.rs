@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::eval::{self, Estimate};
 use crate::memory;
 use crate::model::{AdapterFiles, ModelSource, ModelSpec, ParamTable, UnitLayout, WeightFiles};
-use crate::phase::{self, Phase};
+use crate::phase::{self, Phase, terminal};
 use crate::reward::{self, RewardPool};
 use crate::rollout::{Engine, EngineOptions, kv_block_bytes};
 use crate::types::{Completion, Prompt, RolloutGroup, SamplingParams};
@@ -46,7 +46,7 @@ pub(super) fn generate(args: &GenerateArgs, world: Arc<World>, kind: Kind) -> Re
         .collect();
     all.sort(); // as the prompts were given
     if world.rank() == 0 {
-        all.iter().for_each(|(_, lines)| print!("{lines}"));
+        all.iter().try_for_each(|(_, lines)| terminal::print(lines))?;
     }
     Ok(())
 }
@@ -102,7 +102,7 @@ pub(super) fn evaluate(args: &EvalArgs, settings: &RewardConfig, world: Arc<Worl
     };
     let dataset = phase::scope(Phase::Load, || Dataset::from_file(&args.data, &tokenizer, &options))?;
     if world.rank() == 0 {
-        dataset.counts().notices().iter().for_each(|notice| eprintln!("{notice}"));
+        dataset.counts().notices().iter().for_each(terminal::say);
     }
     let prompts = eval::share_of(&dataset, &world);
     let params = SamplingParams { step: eval::SAMPLING_STEP, ..sampling(&args.sampling, args.n) };
@@ -118,7 +118,7 @@ pub(super) fn evaluate(args: &EvalArgs, settings: &RewardConfig, world: Arc<Worl
     }
     let average = Estimate::of(&outcome.problems);
     if average.mean == 0.0 && world.rank() == 0 {
-        eprintln!("warning: no sample was right; does --answer_pattern fit what the model writes?");
+        terminal::say("warning: no sample was right; does --answer_pattern fit what the model writes?");
     }
     let pass: serde_json::Map<_, _> =
         outcome.pass.iter().map(|(k, stats)| (format!("pass@{k}"), json!(Estimate::of(stats)))).collect();

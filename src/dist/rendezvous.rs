@@ -1,18 +1,52 @@
-//! How the ranks of one host come to share a segment: its name passes through the rendezvous store.
+//! How the ranks of one host come to share memory. Under this crate's launcher they inherit its descriptor, and nobody else can
+//! reach it. Elsewhere rank 0 makes it and tells the others, through the rendezvous store, which of its descriptors it is.
+//!
+//! A TCPStore has no passwords: whoever reaches its port can read and write its keys. What a rank reads there is therefore two
+//! numbers only, and the memory that they name must be this user's and of this run. A stranger can keep a run from starting,
+//! but can make no rank read or write other memory.
 
-use std::os::fd::{FromRawFd, OwnedFd, RawFd};
-use std::path::Path;
+use std::fs::{File, OpenOptions};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
 
 use super::env::WorkerEnv;
 use super::shm::{Member, Segment};
 use super::world::WorldOptions;
 use crate::error::{Error, Result};
+use crate::phase;
 use crate::torch::Store;
 
 /// Variable with the descriptor of the store's listening socket, which the launcher binds and rank 0 inherits: no port is
 /// free when the launcher looks and taken when the worker comes.
 pub const STORE_FD_VARIABLE: &str = "COLO_GRPO_STORE_FD";
+/// Variable with the descriptor of the memory that the launcher's workers share.
+pub const SEGMENT_FD_VARIABLE: &str = "COLO_GRPO_SEGMENT_FD";
+
+/// How often a rank that waits for the store looks whether it is asked to stop.
+const LOOK: Duration = Duration::from_millis(50);
+/// The run's number where memory is inherited and cannot be another run's.
+const INHERITED: u64 = 0;
+
+/// The memory that a launcher gives to its workers.
+#[derive(Debug)]
+pub struct SharedSegment(File);
+
+impl SharedSegment {
+    /// For `num_ranks` workers that join with the default [`WorldOptions::slot_bytes`].
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if the machine has too little memory.
+    pub fn new(num_ranks: usize) -> Result<Self> {
+        Segment::create(num_ranks, WorldOptions::default().slot_bytes, INHERITED).map(|(_, file)| Self(file))
+    }
+
+    /// The descriptor that [`SEGMENT_FD_VARIABLE`] is to name.
+    pub fn fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}
 
 /// Meets all ranks of `env`'s world and maps their shared memory.
 pub(super) fn meet(env: &WorkerEnv, options: &WorldOptions) -> Result<Member> {
@@ -27,23 +61,69 @@ pub(super) fn meet(env: &WorkerEnv, options: &WorldOptions) -> Result<Member> {
         let expected = format!("at least {} bytes for {} ranks", env.world_size * 256, env.world_size);
         return Err(Error::InvalidArgument { op: "World::join", expected, got: options.slot_bytes.to_string() });
     }
-    let store = open_store(env, options)?;
-    let (segment, file) = if env.rank == 0 {
-        let made = Segment::create(env.world_size, options.slot_bytes);
-        let told = made.as_ref().map(|(_, file)| file.path().display().to_string()).map_err(|error| error.to_string());
-        store.set(&key(), &serde_json::to_vec(&told).expect("strings serialise"))?;
-        let (segment, file) = made?;
-        (segment, Some(file))
-    } else {
-        let told: Result<String, String> = serde_json::from_slice(&store.get(&key())?)
-            .map_err(|error| Error::Environment { message: format!("rendezvous: {error}") })?;
-        let path = told.map_err(|message| Error::Environment { message })?;
-        (Segment::open(Path::new(&path), env.world_size, options.slot_bytes)?, None)
+    let (segment, _offered) = match inherited(SEGMENT_FD_VARIABLE)? {
+        Some(fd) => {
+            let file = File::from(fd);
+            (Segment::open(&file, env.world_size, options.slot_bytes, INHERITED)?, None)
+        }
+        None => through_store(env, options)?,
     };
     let member = Member::new(Arc::new(segment), env.rank, options.timeout);
-    member.meet_world("join")?;
-    drop(file); // every rank has it mapped: no name is left behind, however the run ends
-    Ok(member)
+    member.join()?;
+    Ok(member) // and what rank 0 offers may go
+}
+
+/// Where rank 0's memory is: its process and a descriptor of that.
+type Place = (u32, RawFd);
+
+/// What rank 0 must keep until every rank has the memory mapped: its file, and the store that it may serve.
+struct Offered {
+    _file: File,
+    _store: Arc<Store>,
+}
+
+/// Rank 0 makes the memory, the others open it.
+fn through_store(env: &WorkerEnv, options: &WorldOptions) -> Result<(Segment, Option<Offered>)> {
+    let (own, opened) = (env.clone(), options.clone());
+    let store = Arc::new(heeding_stop(move || open_store(&own, &opened))?);
+    let (num_ranks, slot_bytes, run) = (env.world_size, options.slot_bytes, u64::from(env.master_port));
+    if env.rank == 0 {
+        let made = Segment::create(num_ranks, slot_bytes, run);
+        let place = made.as_ref().map(|(_, file)| (std::process::id(), file.as_raw_fd()));
+        let told: Result<Place, String> = place.map_err(ToString::to_string);
+        let json = serde_json::to_vec(&told).expect("numbers and text");
+        let told = store.clone();
+        heeding_stop(move || told.set(&key(), &json))?;
+        let (segment, file) = made?;
+        return Ok((segment, Some(Offered { _file: file, _store: store })));
+    }
+    let refuse = |message: String| Error::Environment { message: format!("rendezvous: {message}") };
+    let json = heeding_stop(move || store.get(&key()))?;
+    let told: Result<Place, String> = serde_json::from_slice(&json).map_err(|error| refuse(error.to_string()))?;
+    let (process, fd) = told.map_err(refuse)?;
+    let path = format!("/proc/{process}/fd/{fd}");
+    let opened = OpenOptions::new().read(true).write(true).open(&path);
+    let why = "ranks must be one user's, and see one another's processes";
+    let file = opened.map_err(|error| refuse(format!("memory of rank 0, {path}: {error}; {why}")))?;
+    Ok((Segment::open(&file, num_ranks, slot_bytes, run)?, None))
+}
+
+/// Runs what may block for long in a thread of its own. A request to stop ends the wait for it, not the thread.
+fn heeding_stop<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+    let (sender, receiver) = channel();
+    let thread = std::thread::Builder::new().name("rendezvous".to_owned());
+    let started = thread.spawn(move || drop(sender.send(work())));
+    started.map_err(|error| Error::Environment { message: format!("a thread for the rendezvous: {error}") })?;
+    loop {
+        match receiver.recv_timeout(LOOK) {
+            Ok(outcome) => return outcome,
+            Err(RecvTimeoutError::Timeout) if phase::stop_requested() => return Err(Error::StoppedEarly),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(Error::Panic { place: "the rendezvous", message: "see above".to_owned() });
+            }
+        }
+    }
 }
 
 /// A restart under torchrun meets in the same store, so that keys carry its number.
@@ -56,13 +136,14 @@ fn open_store(env: &WorkerEnv, options: &WorldOptions) -> Result<Store> {
     if env.rank != 0 || agent_serves {
         return Store::connect(&env.master_addr, env.master_port, options.timeout);
     }
-    Store::host(&env.master_addr, env.master_port, inherited_listener()?, options.timeout)
+    Store::host(&env.master_addr, env.master_port, inherited(STORE_FD_VARIABLE)?, options.timeout)
 }
 
+/// The descriptor that a variable names.
 #[allow(unsafe_code)]
-fn inherited_listener() -> Result<Option<OwnedFd>> {
-    let Ok(text) = std::env::var(STORE_FD_VARIABLE) else { return Ok(None) };
-    let refuse = || Error::Environment { message: format!("{STORE_FD_VARIABLE}={text}: not an open descriptor") };
+fn inherited(variable: &str) -> Result<Option<OwnedFd>> {
+    let Ok(text) = std::env::var(variable) else { return Ok(None) };
+    let refuse = || Error::Environment { message: format!("{variable}={text}: not an open descriptor") };
     let fd: RawFd = text.parse().map_err(|_| refuse())?;
     // SAFETY: asking for a descriptor's flags changes nothing.
     if unsafe { libc::fcntl(fd, libc::F_GETFD) } < 0 {

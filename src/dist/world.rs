@@ -11,7 +11,7 @@ use super::env::WorkerEnv;
 use super::lane::Lane;
 use super::nccl::{self, NcclGroups};
 use super::rendezvous;
-use super::shm::{Member, PARTITIONS, Segment, ShmGroup};
+use super::shm::{Member, PARTITIONS, ShmGroup};
 use super::single::SingleRank;
 use crate::error::{Error, Result};
 
@@ -94,20 +94,13 @@ impl World {
         Self { env, member: None, host: group.clone(), group, nccl: None, lane, next_partition }
     }
 
-    /// Whether this machine has the shared memory that `num_ranks` ranks need; for a launcher, before it starts them.
+    /// Joins the other ranks in shared memory: under this crate's launcher, the memory that it gave each of them; else rank
+    /// 0's, which the others find through the rendezvous store at MASTER_ADDR:MASTER_PORT (served by rank 0, unless torchrun's
+    /// agent serves it).
     ///
     /// # Errors
-    /// [`Error::Environment`] with what is free and what is needed.
-    pub fn check_shared_memory(num_ranks: usize) -> Result<()> {
-        if num_ranks == 1 { Ok(()) } else { Segment::check_room(num_ranks, WorldOptions::default().slot_bytes) }
-    }
-
-    /// Joins the other ranks: the rendezvous store at MASTER_ADDR:MASTER_PORT (served by rank 0, unless torchrun's agent
-    /// serves it), then the shared memory of this host.
-    ///
-    /// # Errors
-    /// [`Error::Environment`] if the store, /dev/shm or the backend is not to be had, or the ranks are on several hosts;
-    /// [`Error::CollectiveTimeout`] naming the ranks that did not come.
+    /// [`Error::Environment`] if the store, the memory or the backend is not to be had, or the ranks are on several hosts;
+    /// [`Error::CollectiveTimeout`] naming the ranks that did not come; [`Error::StoppedEarly`] if a stop was asked for.
     pub fn join(env: &WorkerEnv, options: WorldOptions) -> Result<Self> {
         let device = match options.backend {
             Backend::Shm => Device::Cpu,

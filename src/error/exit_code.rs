@@ -77,7 +77,7 @@ impl Error {
             Error::Io { .. } => ExitCode::Storage,
             Error::NonFinite { .. } => ExitCode::Numerics,
             Error::RewardService { .. } | Error::NoScore { .. } => ExitCode::RewardService,
-            Error::Preempted { .. } => ExitCode::Preempted,
+            Error::Preempted { .. } | Error::StoppedEarly => ExitCode::Preempted,
             Error::CollectiveTimeout { .. } | Error::Hang { .. } => ExitCode::Hang,
             Error::Collective { .. }
             | Error::RankDied { .. }

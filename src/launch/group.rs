@@ -3,27 +3,30 @@
 
 use std::os::fd::OwnedFd;
 use std::os::unix::process::ExitStatusExt;
-use std::path::PathBuf;
 use std::process::{Child, ExitStatus};
 use std::time::{Duration, Instant, SystemTime};
 
 use super::output::Output;
-use super::report::{ERROR_FILE_VARIABLE, Report, in_order};
-use super::signals::{Inbox, process_end};
-use super::worker::{LaunchOptions, RESTART_COUNT_VARIABLE, Rendezvous, worker_command};
+use super::report::{ERROR_FILE_VARIABLE, Report, ReportFile, in_order};
+use super::signals::{Inbox, Request, process_end};
+use super::worker::{Inherited, LaunchOptions, RESTART_COUNT_VARIABLE, Rendezvous, worker_command};
+use crate::dist::SharedSegment;
 use crate::error::{Error, ExitCode, Result};
-use crate::phase::{Pulse, SharedPage, Stall, Watch};
+use crate::phase::{Pulse, SharedPage, Stall, Watch, terminal};
 
 /// Longest wait for a signal or the end of a process before heartbeats are looked at.
 const LOOK: Duration = Duration::from_millis(50);
 /// How long the others may go on after one has failed, to say what they know.
 const GRACE: Duration = Duration::from_millis(700);
+/// How long they may while nobody has told the cause: those that ended have only heard of another rank's failure.
+const LONG_GRACE: Duration = Duration::from_secs(5);
 
 struct Worker {
     rank: usize,
     child: Child,
     exit: OwnedFd,
     pulse: SharedPage,
+    report: ReportFile,
     end: Option<End>,
 }
 
@@ -43,7 +46,6 @@ impl End {
 /// All workers. Dropping it kills those that are left.
 pub(super) struct Workers {
     workers: Vec<Worker>,
-    reports: PathBuf,
     watch: Watch,
     hang: Option<Report>,
     /// The signal that was passed on.
@@ -61,7 +63,7 @@ pub(super) struct Outcome {
 impl Outcome {
     /// Tells the failures, the first in time first.
     pub(super) fn print(&self) {
-        self.messages.iter().for_each(|message| eprintln!("{message}"));
+        self.messages.iter().for_each(terminal::say);
     }
 
     /// Whether the same run may succeed when it is started again.
@@ -71,56 +73,55 @@ impl Outcome {
 }
 
 impl Workers {
-    pub(super) fn start(
-        options: &LaunchOptions,
-        num_restarts: usize,
-        reports: PathBuf,
-        output: &mut Output,
-    ) -> Result<Self> {
+    pub(super) fn start(options: &LaunchOptions, num_restarts: usize, output: &mut Output) -> Result<Self> {
         let rendezvous = Rendezvous::bind(&options.master_addr, options.master_port)?;
         let watch = Watch::new(options.num_workers, options.limits.clone(), Instant::now());
-        let mut all = Self { workers: Vec::new(), reports, watch, hang: None, signal: None };
+        let segment = SharedSegment::new(options.num_workers)?;
+        let mut all = Self { workers: Vec::new(), watch, hang: None, signal: None };
         for rank in 0..options.num_workers {
-            let pulse = SharedPage::new()?;
-            let mut command = worker_command(options, &rendezvous, rank, Some(pulse.fd()));
-            command.env(ERROR_FILE_VARIABLE, all.report_file(rank));
+            let (pulse, report) = (SharedPage::new()?, ReportFile::new()?);
+            let inherited =
+                Inherited { pulse: Some(pulse.fd()), report: Some(report.fd()), segment: Some(segment.fd()) };
+            let mut command = worker_command(options, &rendezvous, rank, inherited);
+            command.env(ERROR_FILE_VARIABLE, report.path());
             command.env(RESTART_COUNT_VARIABLE, num_restarts.to_string());
             Output::prepare(&mut command, rank);
             let mut child = command.spawn().map_err(Error::io(&options.program))?;
             let exit = process_end(child.id()).inspect_err(|_| kill_group(&child))?;
             output.follow(&mut child, rank);
-            all.workers.push(Worker { rank, child, exit, pulse, end: None });
+            all.workers.push(Worker { rank, child, exit, pulse, report, end: None });
         }
         Ok(all) // and the store's socket is rank 0's alone
-    }
-
-    fn report_file(&self, rank: usize) -> PathBuf {
-        self.reports.join(format!("rank-{rank}.json"))
     }
 
     fn running(&self) -> impl Iterator<Item = &Worker> {
         self.workers.iter().filter(|worker| worker.end.is_none())
     }
 
-    /// Waits for all workers; true if a second signal ended them.
+    /// Waits for all workers; true if a second request ended them.
     pub(super) fn wait(&mut self, inbox: &mut Inbox) -> bool {
-        let mut deadline: Option<Instant> = None;
+        let mut failed_at: Option<Instant> = None;
         while self.running().next().is_some() {
-            let left = deadline.map_or(LOOK, |deadline| deadline.saturating_duration_since(Instant::now()).min(LOOK));
-            for signal in inbox.wait(self.running().map(|worker| &worker.exit), left) {
-                if self.signal.replace(signal).is_some() {
+            let left = failed_at.map_or(LOOK, |at| self.grace().saturating_sub(at.elapsed()).min(LOOK));
+            for request in inbox.wait(self.running().map(|worker| &worker.exit), left) {
+                let Request::First(signal) = request else {
                     self.kill();
                     return true;
-                }
+                };
+                self.signal = Some(signal);
                 self.forward(signal);
+                let name = signal_name(signal);
+                terminal::say(format_args!(
+                    "{name}: passed on to all ranks; another one after a second ends them at once"
+                ));
             }
             self.reap(false);
             let failed = self.workers.iter().any(|worker| worker.end.as_ref().is_some_and(End::is_failure));
-            if failed && deadline.is_none() {
+            if failed && failed_at.is_none() {
                 self.tell_deaths();
             }
             let is_over = match failed {
-                true => Instant::now() >= *deadline.get_or_insert_with(|| Instant::now() + GRACE),
+                true => failed_at.get_or_insert_with(Instant::now).elapsed() >= self.grace(),
                 false => self.hangs(),
             };
             if is_over {
@@ -128,6 +129,15 @@ impl Workers {
             }
         }
         false
+    }
+
+    /// How long ranks may go on after the first failure.
+    fn grace(&self) -> Duration {
+        let tells_cause = |worker: &Worker| {
+            let is_failure = worker.end.as_ref().is_some_and(End::is_failure);
+            is_failure && worker.report.read().is_none_or(|report| !report.of_peer)
+        };
+        if self.workers.iter().any(tells_cause) { GRACE } else { LONG_GRACE }
     }
 
     /// Whether a rank stands still for too long; what every rank is doing is told at once.
@@ -155,7 +165,7 @@ impl Workers {
     fn tell_deaths(&self) {
         let is_silent = |worker: &&Worker| {
             let is_failure = worker.end.as_ref().is_some_and(End::is_failure);
-            is_failure && !self.died_of_our_signal(worker) && !self.report_file(worker.rank).exists()
+            is_failure && !self.died_of_our_signal(worker) && worker.report.read().is_none()
         };
         if let Some(dead) = self.workers.iter().find(is_silent) {
             self.tell_every_rank(&format!("rank {} died", dead.rank));
@@ -163,13 +173,13 @@ impl Workers {
     }
 
     fn tell_every_rank(&self, why: &str) {
-        eprintln!("{why}; every rank, before all are killed:");
+        terminal::say(format_args!("{why}; every rank, before all are killed:"));
         for worker in &self.workers {
             let state = match &worker.end {
                 None => format!("process {}", process_state(&worker.child)),
                 Some(end) => format!("ended, {}", end.status),
             };
-            eprintln!("  rank {}: {}; {state}", worker.rank, worker.pulse.read());
+            terminal::say(format_args!("  rank {}: {}; {state}", worker.rank, worker.pulse.read()));
         }
     }
 
@@ -217,7 +227,7 @@ impl Workers {
             status.is_some_and(|status| status.code() == Some(ExitCode::Preempted as i32))
         };
         if let Some(preempted) = self.workers.iter().find(has_code) {
-            let report = Report::read(&self.report_file(preempted.rank));
+            let report = preempted.report.read();
             return outcome(ExitCode::Preempted, report.iter().map(Report::to_string).collect());
         }
         match self.workers.iter().any(|worker| self.died_of_our_signal(worker)) {
@@ -228,7 +238,7 @@ impl Workers {
 
     fn failure(&self, worker: &Worker) -> Option<Report> {
         let end = worker.end.as_ref().filter(|end| end.is_failure())?;
-        if let Some(report) = Report::read(&self.report_file(worker.rank)) {
+        if let Some(report) = worker.report.read() {
             return Some(report);
         }
         let (how, code) = match (end.status.code(), end.status.signal()) {
@@ -292,6 +302,8 @@ fn signal_name(signal: i32) -> String {
         libc::SIGTERM => "SIGTERM",
         libc::SIGINT => "SIGINT",
         libc::SIGUSR1 => "SIGUSR1",
+        libc::SIGHUP => "SIGHUP",
+        libc::SIGXFSZ => "SIGXFSZ",
         libc::SIGPIPE => "SIGPIPE",
         _ => return format!("signal {signal}"),
     };

@@ -1,7 +1,7 @@
 //! Processes: the launcher that starts one worker a rank, passes their output and signals on, ends them all when one fails
 //! or stands still, and starts them again; and what a worker tells its launcher.
 //!
-//! A worker that fails leaves its error in a file ([`report_error`]); the launcher prints the one that came first and takes
+//! A worker that fails leaves its error in memory that the launcher gave it ([`report_error`]); the launcher prints the one that came first and takes
 //! its exit code. What a worker is doing it says on a page that the launcher shares ([`crate::phase::SharedPage`]).
 //!
 //! | file | what it does |
@@ -27,8 +27,8 @@ mod worker;
 
 pub use exit::exit_now;
 pub use report::{ERROR_FILE_VARIABLE, report_error};
-pub use signals::stop_on_signals;
+pub use signals::{outlive_file_limits, stop_on_signals};
 pub use supervise::run;
-pub use threads::wait_passively;
+pub use threads::{name_process, wait_passively};
 pub use watchdog::watch_self;
-pub use worker::{LOOPBACK, LaunchOptions, RESTART_COUNT_VARIABLE, Rendezvous, worker_command};
+pub use worker::{Inherited, LOOPBACK, LaunchOptions, RESTART_COUNT_VARIABLE, Rendezvous, worker_command};

@@ -1,9 +1,11 @@
 //! Output of the workers but the first, passed on line by line under their ranks.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, Stdio};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use crate::phase::terminal;
 
 /// Readers of the workers' pipes.
 #[derive(Debug, Default)]
@@ -21,10 +23,12 @@ impl Output {
     /// Passes a started worker's pipes on.
     pub(super) fn follow(&mut self, child: &mut Child, rank: usize) {
         if let Some(pipe) = child.stdout.take() {
-            self.0.push(std::thread::spawn(move || pass_on(pipe, rank, &mut std::io::stdout())));
+            self.0.push(std::thread::spawn(move || {
+                pass_on(pipe, rank, |line| drop(terminal::print(format_args!("{line}\n"))))
+            }));
         }
         if let Some(pipe) = child.stderr.take() {
-            self.0.push(std::thread::spawn(move || pass_on(pipe, rank, &mut std::io::stderr())));
+            self.0.push(std::thread::spawn(move || pass_on(pipe, rank, |line| terminal::say(line))));
         }
     }
 
@@ -37,28 +41,27 @@ impl Output {
     }
 }
 
-fn pass_on(pipe: impl Read, rank: usize, target: &mut impl Write) {
+/// Hands every line to `write`, whose failures must not stop the worker.
+fn pass_on(pipe: impl Read, rank: usize, write: impl Fn(&str)) {
     let mut reader = BufReader::new(pipe);
-    let mut line = format!("[rank {rank}] ").into_bytes();
-    let prefix_len = line.len();
+    let mut line = Vec::new();
     while reader.read_until(b'\n', &mut line).is_ok_and(|len| len > 0) {
-        if !line.ends_with(b"\n") {
-            line.push(b'\n');
-        }
-        // One write a line, so that ranks do not mix within lines. A closed target must not stop the worker.
-        let _ = target.write_all(&line).and_then(|()| target.flush());
-        line.truncate(prefix_len);
+        let text = String::from_utf8_lossy(&line);
+        write(&format!("[rank {rank}] {}", text.strip_suffix('\n').unwrap_or(&text)));
+        line.clear();
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
+
     use super::*;
 
     #[test]
     fn every_line_is_prefixed_and_the_last_one_completed() {
-        let mut target = Vec::new();
-        pass_on(&b"one\n\nthree"[..], 7, &mut target);
-        assert_eq!(target, b"[rank 7] one\n[rank 7] \n[rank 7] three\n");
+        let lines = RefCell::new(Vec::new());
+        pass_on(&b"one\n\nthr\xffee"[..], 7, |line| lines.borrow_mut().push(line.to_owned()));
+        assert_eq!(*lines.borrow(), ["[rank 7] one", "[rank 7] ", "[rank 7] thr\u{fffd}ee"]);
     }
 }

@@ -1,31 +1,32 @@
 //! What a failing worker leaves for its launcher, and which failure came first.
 
 use std::collections::HashSet;
-use std::path::{Path, PathBuf};
+use std::fs::File;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use crate::error::{Error, ExitCode};
-use crate::metrics::redact;
-use crate::phase::{self, Phase, Pulse};
+use rustix::fs::MemfdFlags;
 
-/// Variable with the file that a failing worker writes its error to.
+use crate::error::{Error, ExitCode, Result};
+use crate::metrics::redact;
+use crate::phase::{self, Phase, Pulse, terminal};
+
+/// Variable with the file that a failing worker writes its error to: under a launcher, its [`ReportFile`].
 pub const ERROR_FILE_VARIABLE: &str = "COLO_GRPO_ERROR_FILE";
 
 /// Tells the launcher, if there is one, or else standard error, why this process ends; `rank` is a worker's.
 pub fn report_error(error: &Error, rank: Option<usize>) {
     let report = Report::of(error, rank);
     let Some(path) = std::env::var_os(ERROR_FILE_VARIABLE).map(PathBuf::from) else {
-        eprintln!("{report}");
+        terminal::say(&report);
         return;
     };
-    // Renamed into place: the launcher may look at any time.
-    let draft = path.with_extension("draft");
-    let written = serde_json::to_vec(&report)
-        .map_err(std::io::Error::from)
-        .and_then(|json| std::fs::write(&draft, json))
-        .and_then(|()| std::fs::rename(&draft, &path));
+    let json = serde_json::to_vec(&report).map_err(std::io::Error::from);
+    let written = json.and_then(|json| std::fs::write(&path, json));
     if let Err(problem) = written {
-        eprintln!("{report} (and {}: {problem})", path.display());
+        terminal::say(format_args!("{report} (and {}: {problem})", path.display()));
     }
 }
 
@@ -80,9 +81,38 @@ impl Report {
             of_peer: false,
         }
     }
+}
 
-    pub(super) fn read(path: &Path) -> Option<Self> {
-        serde_json::from_slice(&std::fs::read(path).ok()?).ok()
+/// Memory without a name that a worker leaves its error in, so that no file outlives a launcher that was killed.
+#[derive(Debug)]
+pub(super) struct ReportFile(File);
+
+impl ReportFile {
+    /// An empty one.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if the kernel has no memory for it.
+    pub(super) fn new() -> Result<Self> {
+        let file = rustix::fs::memfd_create(c"colo-grpo-report", MemfdFlags::CLOEXEC);
+        let failed = |error| Error::Environment { message: format!("memory for a worker's error: {error}") };
+        Ok(Self(File::from(file.map_err(failed)?)))
+    }
+
+    /// The descriptor that the worker inherits.
+    pub(super) fn fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+
+    /// The worker's name of it.
+    pub(super) fn path(&self) -> PathBuf {
+        format!("/proc/self/fd/{}", self.fd()).into()
+    }
+
+    /// What the worker has left; `None` before it has written all of it.
+    pub(super) fn read(&self) -> Option<Report> {
+        let mut json = vec![0; self.0.metadata().ok()?.len() as usize];
+        self.0.read_exact_at(&mut json, 0).ok()?;
+        serde_json::from_slice(&json).ok()
     }
 }
 
@@ -134,13 +164,16 @@ mod tests {
 
     #[test]
     fn reports_survive_the_file() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("rank-0.json");
+        let file = ReportFile::new().unwrap();
+        assert_eq!(file.read(), None);
         let error = Error::PeerFailed { rank: 1, code: ExitCode::Hang, message: "slow".into() };
         // JSON does not keep the last bit of every number; of this one it does.
         let report = Report { time_s: 1.5, ..Report::of(&error, Some(0)) };
-        std::fs::write(&path, serde_json::to_vec(&report).unwrap()).unwrap();
-        assert_eq!(Report::read(&path), Some(report.clone()));
+        let json = serde_json::to_vec(&report).unwrap();
+        std::fs::write(file.path(), &json[..9]).unwrap();
+        assert_eq!(file.read(), None, "half a report is none");
+        std::fs::write(file.path(), &json).unwrap();
+        assert_eq!(file.read(), Some(report.clone()));
         assert!(report.of_peer && report.code == ExitCode::Hang);
         assert!(report.to_string().ends_with("rank 1 failed: slow"), "{report}");
     }

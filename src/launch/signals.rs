@@ -1,4 +1,7 @@
 //! Signals, as bytes in a pipe for the launcher and as a stop flag for a worker; ends of processes, as descriptors.
+//!
+//! Launcher and worker count in the same way ([`count`]): signals within a second of the first are one request to save and
+//! end; a later one ends everything at once.
 #![allow(unsafe_code)]
 
 use std::io::Read;
@@ -11,27 +14,44 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::phase;
 
-/// Signals that a launcher passes on.
-pub(super) const FORWARDED: [i32; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGUSR1];
+/// Signals that ask a run to save and end, and that a launcher passes on.
+const REQUESTS: [i32; 4] = [libc::SIGTERM, libc::SIGINT, libc::SIGUSR1, libc::SIGHUP];
 
-/// Signals within this time of the first are the same request, sent to a whole group and passed on by the launcher.
+/// Signals within this time of the first are the same request: `timeout` and terminals send it to a whole group.
 const SAME_REQUEST: Duration = Duration::from_secs(1);
-/// When the first came, in nanoseconds of the monotonic clock.
+/// When the first came, in nanoseconds of the monotonic clock; 0 before any.
 static FIRST: AtomicU64 = AtomicU64::new(0);
+/// The byte in the launcher's pipe for a request that was not the first.
+const AGAIN: u8 = u8::MAX;
 
-/// Makes TERM, INT and USR1 ask this worker for a save and an orderly end ([`phase::request_stop`]); a second request, a
-/// second or more later, ends it at once.
+/// A signal that asks for an end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Request {
+    /// The first one, by its number.
+    First(i32),
+    /// A later one, that is to end everything at once.
+    Again,
+}
+
+/// Counts a signal; `None` if it is part of the first request. Async-signal-safe.
+fn count(signal: i32, first: &AtomicU64, now_ns: u64) -> Option<Request> {
+    match first.compare_exchange(0, now_ns, Ordering::Relaxed, Ordering::Relaxed) {
+        Ok(_) => Some(Request::First(signal)),
+        Err(first_ns) if now_ns.saturating_sub(first_ns) <= SAME_REQUEST.as_nanos() as u64 => None,
+        Err(_) => Some(Request::Again),
+    }
+}
+
+/// Makes TERM, INT, USR1 and HUP ask this worker for a save and an orderly end ([`phase::request_stop`]); one that comes more
+/// than a second after the first ends it at once. A HUP that was ignored from the start (`nohup`) stays so.
 pub fn stop_on_signals() {
-    for signal in FORWARDED {
+    for signal in REQUESTS {
         set_handler(signal, handler_address(request_stop));
     }
 }
 
 extern "C" fn request_stop(signal: i32) {
-    let now = monotonic_ns();
-    if !phase::stop_requested() {
-        FIRST.store(now, Ordering::Relaxed);
-    } else if now.saturating_sub(FIRST.load(Ordering::Relaxed)) > SAME_REQUEST.as_nanos() as u64 {
+    if count(signal, &FIRST, monotonic_ns()) == Some(Request::Again) {
         // SAFETY: both calls are async-signal-safe; the signal arrives again, now with its default action.
         unsafe {
             libc::signal(signal, libc::SIG_DFL);
@@ -39,6 +59,13 @@ extern "C" fn request_stop(signal: i32) {
         }
     }
     phase::request_stop();
+}
+
+/// Makes a file that reaches the limit of `ulimit -f` an error of the write that does, as a full disk is, and not the end of
+/// this process. Programs that it starts are not affected.
+pub fn outlive_file_limits() {
+    extern "C" fn nothing(_: i32) {}
+    set_handler(libc::SIGXFSZ, handler_address(nothing));
 }
 
 fn monotonic_ns() -> u64 {
@@ -76,7 +103,11 @@ static PIPE: AtomicI32 = AtomicI32::new(-1);
 static OPEN: Mutex<()> = Mutex::new(());
 
 extern "C" fn write_to_pipe(signal: i32) {
-    let byte = signal as u8;
+    let byte = match count(signal, &FIRST, monotonic_ns()) {
+        Some(Request::First(signal)) => signal as u8,
+        Some(Request::Again) => AGAIN,
+        None => return,
+    };
     // SAFETY: write is async-signal-safe and the pipe does not block; errno is put back for whoever was interrupted.
     unsafe {
         let errno = libc::__errno_location();
@@ -97,19 +128,20 @@ impl Inbox {
             return Err(Error::Environment { message: "another launch is under way in this process".to_owned() });
         }
         let _ = writer.into_raw_fd(); // the handler's, closed on drop
-        let before = FORWARDED.map(|signal| (signal, set_handler(signal, handler_address(write_to_pipe)))).into();
+        let before = REQUESTS.map(|signal| (signal, set_handler(signal, handler_address(write_to_pipe)))).into();
         Ok(Self { pipe, before })
     }
 
-    /// Waits for signals, at most `timeout`, and returns them; `ends` of processes cut the wait short.
-    pub(super) fn wait<'a>(&mut self, ends: impl Iterator<Item = &'a OwnedFd>, timeout: Duration) -> Vec<i32> {
+    /// Waits for requests, at most `timeout`, and returns them; `ends` of processes cut the wait short.
+    pub(super) fn wait<'a>(&mut self, ends: impl Iterator<Item = &'a OwnedFd>, timeout: Duration) -> Vec<Request> {
         let descriptors = std::iter::once(self.pipe.as_raw_fd()).chain(ends.map(AsRawFd::as_raw_fd));
         let mut polls: Vec<_> = descriptors.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
         // SAFETY: valid entries that outlive the call.
         unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, timeout.as_millis() as i32) };
         let mut bytes = [0u8; 64];
         let len = self.pipe.read(&mut bytes).unwrap_or(0);
-        bytes[..len].iter().map(|&byte| i32::from(byte)).filter(|signal| FORWARDED.contains(signal)).collect()
+        let request = |&byte: &u8| if byte == AGAIN { Request::Again } else { Request::First(i32::from(byte)) };
+        bytes[..len].iter().map(request).collect()
     }
 }
 
@@ -129,7 +161,7 @@ fn handler_address(handler: extern "C" fn(i32)) -> libc::sighandler_t {
     handler as *const () as libc::sighandler_t
 }
 
-/// Installs a handler that restarts interrupted calls, and returns what was there.
+/// Installs a handler that restarts interrupted calls, and returns what was there. A HUP that is ignored stays ignored.
 fn set_handler(signal: i32, handler: libc::sighandler_t) -> libc::sigaction {
     // SAFETY: a zeroed sigaction is valid, the handlers are async-signal-safe, and the signals can be handled.
     unsafe {
@@ -137,7 +169,24 @@ fn set_handler(signal: i32, handler: libc::sighandler_t) -> libc::sigaction {
         action.sa_sigaction = handler;
         action.sa_flags = libc::SA_RESTART;
         let mut before: libc::sigaction = std::mem::zeroed();
-        libc::sigaction(signal, &raw const action, &raw mut before);
+        libc::sigaction(signal, std::ptr::null(), &raw mut before);
+        if signal != libc::SIGHUP || before.sa_sigaction != libc::SIG_IGN {
+            libc::sigaction(signal, &raw const action, std::ptr::null_mut());
+        }
         before
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signals_within_a_second_are_one_request() {
+        let (first, second_ns) = (AtomicU64::new(0), 1_000_000_000);
+        assert_eq!(count(libc::SIGTERM, &first, 5), Some(Request::First(libc::SIGTERM)));
+        assert_eq!(count(libc::SIGTERM, &first, 6), None);
+        assert_eq!(count(libc::SIGHUP, &first, 5 + second_ns), None);
+        assert_eq!(count(libc::SIGUSR1, &first, 6 + second_ns), Some(Request::Again));
     }
 }

@@ -10,8 +10,9 @@ use super::signals::Inbox;
 use super::worker::LaunchOptions;
 use crate::checkpoint;
 use crate::cuda;
-use crate::error::{Error, ExitCode, Result};
+use crate::error::{ExitCode, Result};
 use crate::metrics::redact;
+use crate::phase::terminal;
 
 /// How long a dead group's GPU memory may take to be free again.
 const GPU_PATIENCE: Duration = Duration::from_secs(15);
@@ -20,10 +21,10 @@ const GPU_PATIENCE: Duration = Duration::from_secs(15);
 /// that of the failure that came first, which is printed. When a worker dies or stands still, the rest is killed within a
 /// second, and all are started again from the checkpoint written last while restarts are left.
 ///
-/// TERM, INT and USR1 are passed on; a second one kills.
+/// TERM, INT, USR1 and HUP are passed on; another one, more than a second later, kills.
 pub fn run(options: &LaunchOptions) -> ExitCode {
     launch(options).unwrap_or_else(|error| {
-        eprintln!("error: {}", redact(&error.to_string()));
+        terminal::say(format_args!("error: {}", redact(&error.to_string())));
         error.exit_code()
     })
 }
@@ -42,14 +43,14 @@ fn launch(options: &LaunchOptions) -> Result<ExitCode> {
             }
             return Ok(outcome.code);
         }
-        if options.needs_cuda {
-            wait_for_gpus()?;
+        if options.needs_cuda && wait_for_gpus(&mut inbox)? {
+            return Ok(ExitCode::Preempted);
         }
         let from = match resume(&mut options, &before)? {
             true => "from the newest checkpoint",
             false => "as it began: it has saved no checkpoint",
         };
-        eprintln!("restart {} of {} {from}", num_restarts + 1, options.max_restarts);
+        terminal::say(format_args!("restart {} of {} {from}", num_restarts + 1, options.max_restarts));
     }
     unreachable!("the count has no end")
 }
@@ -57,15 +58,16 @@ fn launch(options: &LaunchOptions) -> Result<ExitCode> {
 /// How to go on where no restart is left.
 fn tell_way_on(newest: &Path, max_restarts: usize) {
     let by_itself = if max_restarts == 0 { "; max_restarts=N goes on by itself" } else { "" };
-    eprintln!("saved: {}; to go on from it: resume_from_checkpoint=latest{by_itself}", newest.display());
+    terminal::say(format_args!(
+        "saved: {}; to go on from it: resume_from_checkpoint=latest{by_itself}",
+        newest.display()
+    ));
 }
 
 /// All workers, once.
 fn attempt(options: &LaunchOptions, num_restarts: usize, inbox: &mut Inbox) -> Result<Outcome> {
-    let folder = tempfile::Builder::new().prefix("colo-grpo-").tempdir();
-    let folder = folder.map_err(Error::io(std::env::temp_dir()))?;
     let mut output = Output::default();
-    let mut workers = Workers::start(options, num_restarts, folder.path().into(), &mut output)?;
+    let mut workers = Workers::start(options, num_restarts, &mut output)?;
     let interrupted = workers.wait(inbox);
     output.finish(Duration::from_secs(1));
     Ok(workers.outcome(interrupted))
@@ -97,13 +99,17 @@ fn saved(options: &LaunchOptions) -> Result<Vec<(PathBuf, SystemTime)>> {
     Ok(folders.into_iter().filter_map(written).collect())
 }
 
-/// Waits until nobody holds memory of the GPUs that the workers will take.
-fn wait_for_gpus() -> Result<()> {
+/// Waits until nobody holds memory of the GPUs that the workers will take. Returns whether a signal ended the wait.
+fn wait_for_gpus(inbox: &mut Inbox) -> Result<bool> {
     let deadline = Instant::now() + GPU_PATIENCE;
     loop {
         match cuda::require_free() {
-            Err(_) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(100)),
-            free => return free,
+            Err(_) if Instant::now() < deadline => {
+                if !inbox.wait(std::iter::empty(), Duration::from_millis(100)).is_empty() {
+                    return Ok(true);
+                }
+            }
+            free => return free.map(|()| false),
         }
     }
 }
@@ -115,7 +121,7 @@ mod tests {
     #[test]
     fn a_restart_resumes_what_the_run_has_saved_and_refuses_what_it_cannot_read() {
         let folder = tempfile::tempdir().unwrap();
-        let mut options = LaunchOptions::new(1, Vec::new()).unwrap();
+        let mut options = LaunchOptions::new(1, Vec::new());
         assert!(!resume(&mut options, &[]).unwrap(), "nothing is saved without an output folder");
         options.output_dir = Some(folder.path().join("run"));
         assert!(!resume(&mut options, &[]).unwrap());

@@ -1,7 +1,10 @@
 //! How the threads of workers share the processors.
+#![allow(unsafe_code)]
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
+
+use crate::phase::PROGRAM;
 
 /// OpenMP's threads spin while they wait unless this says otherwise, and take processors from whatever else runs: two runs at once
 /// were ten times slower.
@@ -29,9 +32,15 @@ pub fn wait_passively() {
     }
     let mut args = std::env::args_os();
     let name = args.next().unwrap_or_default();
-    let program = std::env::current_exe();
-    let error = program.map(|program| Command::new(program).arg0(name).args(args).env(WAIT_POLICY, PASSIVE).exec());
-    tracing::debug!("threads spin while they wait: {error:?}");
+    let error = Command::new(PROGRAM).arg0(name).args(args).env(WAIT_POLICY, PASSIVE).exec();
+    tracing::debug!("threads spin while they wait: {error}");
+}
+
+/// Gives this process the program's name, which a list of processes would else show as `exe`: it may have been started by
+/// [`PROGRAM`].
+pub fn name_process() {
+    // SAFETY: the name ends with NUL and outlives the call.
+    unsafe { libc::prctl(libc::PR_SET_NAME, c"colo-grpo".as_ptr()) };
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::exit::exit_now;
 use super::report::report_error;
 use crate::error::{Error, Result};
-use crate::phase::{self, Limits, Phase, Watch};
+use crate::phase::{self, Limits, Phase, Watch, terminal};
 
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -22,8 +22,14 @@ pub fn watch_self(rank: usize, limits: &Limits, collective_timeout: Duration) ->
     let thread = std::thread::Builder::new().name("watchdog".to_owned());
     let started = thread.spawn(move || {
         let mut watches = limits.map(|limits| Watch::new(1, limits, Instant::now()));
+        let mut has_said_stop = false;
         loop {
             std::thread::sleep(LOOK);
+            if phase::stop_requested() && !std::mem::replace(&mut has_said_stop, true) {
+                terminal::say(
+                    "asked to stop: saving after the running step; another signal after a second ends the run at once",
+                );
+            }
             let pulse = phase::pulse();
             let is_waiting = usize::from(pulse.is_waiting());
             let stalls = watches.each_mut().map(|watch| watch.look(&[Some(pulse.clone())], Instant::now()));

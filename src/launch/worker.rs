@@ -5,15 +5,15 @@ use std::ffi::OsString;
 use std::net::TcpListener;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use super::threads;
 use crate::config::HeartbeatConfig;
 use crate::cuda;
-use crate::dist::{STORE_FD_VARIABLE, World};
+use crate::dist::{SEGMENT_FD_VARIABLE, STORE_FD_VARIABLE};
 use crate::error::{Error, Result};
-use crate::phase::{Limits, PULSE_FD_VARIABLE};
+use crate::phase::{Limits, PROGRAM, PULSE_FD_VARIABLE};
 
 /// Variable with the number of restarts so far; torchrun's.
 pub const RESTART_COUNT_VARIABLE: &str = "TORCHELASTIC_RESTART_COUNT";
@@ -46,24 +46,18 @@ pub struct LaunchOptions {
 
 impl LaunchOptions {
     /// `num_workers` workers that run this program again with `args`, meeting on the loopback interface.
-    ///
-    /// # Errors
-    /// [`Error::Environment`] if this program's own path cannot be found out.
-    pub fn new(num_workers: usize, args: Vec<OsString>) -> Result<Self> {
-        let program = std::env::current_exe()
-            .map_err(|error| Error::Environment { message: format!("path of this program: {error}") })?;
-        let master_addr = LOOPBACK.to_owned();
-        Ok(Self {
+    pub fn new(num_workers: usize, args: Vec<OsString>) -> Self {
+        Self {
             num_workers,
-            program,
+            program: PROGRAM.into(),
             args,
-            master_addr,
+            master_addr: LOOPBACK.to_owned(),
             master_port: None,
             needs_cuda: false,
             limits: HeartbeatConfig::default().limits(),
             max_restarts: 0,
             output_dir: None,
-        })
+        }
     }
 
     /// Refuses what cannot run on this machine.
@@ -74,7 +68,7 @@ impl LaunchOptions {
         if self.needs_cuda {
             self.check_gpus()?;
         }
-        World::check_shared_memory(self.num_workers)
+        Ok(())
     }
 
     fn check_gpus(&self) -> Result<()> {
@@ -125,11 +119,26 @@ impl Rendezvous {
     }
 }
 
+/// Descriptors that a worker inherits from its launcher.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Inherited {
+    /// The page that it reports to ([`crate::phase::SharedPage`]).
+    pub pulse: Option<RawFd>,
+    /// The file that it leaves its error in.
+    pub report: Option<RawFd>,
+    /// The memory that it shares with the other workers ([`crate::dist::SharedSegment`]); without it, workers meet in a store.
+    pub segment: Option<RawFd>,
+}
+
 /// The command that starts the worker of `rank`: in a process group of its own, killed with the thread that spawns it, its
-/// place in the world in its environment. `pulse` is the descriptor of the page that it is to report to.
-pub fn worker_command(options: &LaunchOptions, rendezvous: &Rendezvous, rank: usize, pulse: Option<RawFd>) -> Command {
+/// place in the world in its environment.
+pub fn worker_command(options: &LaunchOptions, rendezvous: &Rendezvous, rank: usize, inherited: Inherited) -> Command {
+    let Inherited { pulse, report, segment } = inherited;
     let size = options.num_workers.to_string();
     let mut command = Command::new(&options.program);
+    if options.program == Path::new(PROGRAM) {
+        command.arg0(std::env::args_os().next().unwrap_or_default()); // by which lists of processes show it
+    }
     command
         .args(&options.args)
         .stdin(Stdio::null())
@@ -142,14 +151,14 @@ pub fn worker_command(options: &LaunchOptions, rendezvous: &Rendezvous, rank: us
         .process_group(0);
     threads::share_processors(&mut command, options.num_workers);
     let store = (rank == 0).then(|| rendezvous.listener.as_raw_fd());
-    let inherited = [(STORE_FD_VARIABLE, store), (PULSE_FD_VARIABLE, pulse)];
-    for (name, fd) in inherited {
+    let named = [(STORE_FD_VARIABLE, store), (PULSE_FD_VARIABLE, pulse), (SEGMENT_FD_VARIABLE, segment)];
+    for (name, fd) in named {
         match fd {
             Some(fd) => command.env(name, fd.to_string()),
             None => command.env_remove(name),
         };
     }
-    let inherited = inherited.map(|(_, fd)| fd);
+    let inherited = [store, pulse, segment, report];
     let launcher = std::process::id();
     // SAFETY: the closure runs between fork and exec and makes async-signal-safe calls alone; whoever spawns holds the
     // listener and the page.
@@ -158,7 +167,7 @@ pub fn worker_command(options: &LaunchOptions, rendezvous: &Rendezvous, rank: us
 }
 
 /// In the child, before exec: dies with its launcher, keeps what it inherits.
-fn prepare(launcher: u32, inherited: [Option<RawFd>; 2]) -> std::io::Result<()> {
+fn prepare(launcher: u32, inherited: [Option<RawFd>; 4]) -> std::io::Result<()> {
     // SAFETY: plain system calls without pointers.
     unsafe {
         if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {

@@ -1,9 +1,9 @@
 //! metrics.jsonl: one JSON object a line, `step` and `time` (Unix seconds) first, then metrics by name.
 
-use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
+use std::io;
 use std::path::Path;
 
+use super::lasting::LastingFile;
 use super::step::MetricValues;
 use crate::error::{Error, Result};
 
@@ -50,7 +50,7 @@ impl MetricLine {
 /// The file open for appending.
 #[derive(Debug)]
 pub(super) struct JsonLines {
-    file: File,
+    file: LastingFile,
     torn: bool,
 }
 
@@ -67,16 +67,20 @@ impl JsonLines {
                 }
             }
         }
-        let file = OpenOptions::new().create(true).append(true).open(path).map_err(Error::io(path))?;
+        let file = LastingFile::open(path).map_err(Error::io(path))?;
         Ok(Self { file, torn: false })
+    }
+
+    /// Makes the file again where it was deleted or moved.
+    pub fn restore(&mut self) -> io::Result<()> {
+        self.file.restore()
     }
 
     /// Appends a line in one write and pushes it out.
     pub fn append(&mut self, line: &MetricLine) -> io::Result<()> {
         // After a failure half a line may stand there: end it, so that it costs no other.
         let separator = if std::mem::replace(&mut self.torn, true) { "\n" } else { "" };
-        self.file.write_all(format!("{separator}{}", line.to_json()).as_bytes())?;
-        self.file.flush()?;
+        self.file.append(format!("{separator}{}", line.to_json()).as_bytes())?;
         self.torn = false;
         Ok(())
     }
@@ -113,7 +117,7 @@ mod tests {
         let path = folder.path().join("metrics.jsonl");
         let mut lines = JsonLines::open(&path, None).unwrap();
         (1..=4).for_each(|step| lines.append(&line(step, &[("loss", 1.0)])).unwrap());
-        lines.file.write_all(b"{\"step\":5,\"ti").unwrap();
+        lines.file.append(b"{\"step\":5,\"ti").unwrap();
         let mut lines = JsonLines::open(&path, Some(2)).unwrap();
         lines.append(&line(3, &[("loss", 2.0)])).unwrap();
         let steps: Vec<_> = read_metrics(&path).unwrap().iter().map(|line| (line.step, line.values["loss"])).collect();

@@ -51,7 +51,10 @@ impl RunLog {
     ///
     /// # Errors
     /// Those of [`write_report`].
-    pub fn report(&self) -> Result<Option<PathBuf>> {
+    pub fn report(&mut self) -> Result<Option<PathBuf>> {
+        if let Some(writer) = &mut self.writer {
+            writer.restore();
+        }
         let has_lines = std::fs::metadata(self.output_dir.join("metrics.jsonl")).is_ok_and(|file| file.len() > 0);
         if self.writer.is_some() && has_lines { write_report(&self.output_dir).map(Some) } else { Ok(None) }
     }

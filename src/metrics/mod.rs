@@ -4,6 +4,7 @@
 mod completions;
 mod history;
 mod jsonl;
+mod lasting;
 mod log;
 mod over_steps;
 mod progress;

@@ -1,14 +1,14 @@
 //! What a person sees while a run goes on: bars on a terminal, timestamped lines elsewhere.
 
 use std::cell::Cell;
-use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
-use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{ProgressBar, ProgressStyle};
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 
 use super::step::MetricValues;
+use crate::phase::terminal;
 
 /// Lines outside a terminal come no closer than this; the last step always gets one.
 const LINE_INTERVAL: Duration = Duration::from_secs(1);
@@ -30,7 +30,7 @@ const SHOWN: [(&str, &str); 7] = [
 /// The display of one run. Ranks other than the first hold a hidden one, so that no caller asks.
 #[derive(Debug)]
 pub struct Progress {
-    all: MultiProgress,
+    is_first_rank: bool,
     steps: ProgressBar,
     phase: ProgressBar,
     lines: Option<Lines>,
@@ -45,10 +45,9 @@ struct Lines {
 /// Tells whoever waits for host memory to be pinned, `(done, total)` in bytes at a time: a bar on a terminal, elsewhere a line
 /// every few seconds; nothing where not `is_first_rank`.
 pub fn pinning_progress(is_first_rank: bool) -> impl FnMut(usize, usize) {
-    let on_terminal = std::io::stderr().is_terminal();
-    let target = if is_first_rank && on_terminal { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-    let bar = ProgressBar::with_draw_target(None, target)
-        .with_style(style("host memory, GiB {bar:16.green/dim} {pos}/{len} {elapsed} < {eta}"));
+    let on_terminal = terminal::is_shown();
+    let style = style("host memory, GiB {bar:16.green/dim} {pos}/{len} {elapsed} < {eta}");
+    let bar = terminal::bars(is_first_rank).add(ProgressBar::no_length().with_style(style));
     let mut last_line = Instant::now();
     move |done, total| {
         bar.set_length((total >> 30) as u64);
@@ -57,7 +56,7 @@ pub fn pinning_progress(is_first_rank: bool) -> impl FnMut(usize, usize) {
             bar.finish_and_clear();
         } else if is_first_rank && !on_terminal && last_line.elapsed() >= PINNING_INTERVAL {
             last_line = Instant::now();
-            eprintln!("host memory: {} of {} GiB pinned", done >> 30, total >> 30);
+            terminal::say(format_args!("host memory: {} of {} GiB pinned", done >> 30, total >> 30));
         }
     }
 }
@@ -65,7 +64,7 @@ pub fn pinning_progress(is_first_rank: bool) -> impl FnMut(usize, usize) {
 /// Shows how far work is that is no run, `(done, total)` in parts at a time: a bar on a terminal, nothing elsewhere.
 pub fn parts_progress(name: &'static str) -> impl FnMut(usize, usize) {
     let style = style("{prefix} {bar:16.green/dim} {pos}/{len} {elapsed} < {eta}");
-    let bar = ProgressBar::no_length().with_style(style).with_prefix(name);
+    let bar = terminal::bars(true).add(ProgressBar::no_length().with_style(style).with_prefix(name));
     move |done, total| {
         bar.set_length(total as u64);
         bar.set_position(done as u64);
@@ -79,9 +78,7 @@ impl Progress {
     /// For a run that is to end with step `max_steps` and has done `done` of them. Shows itself where `is_first_rank`, on
     /// standard error.
     pub fn new(max_steps: u64, done: u64, is_first_rank: bool) -> Self {
-        let on_terminal = is_first_rank && std::io::stderr().is_terminal();
-        let target = if on_terminal { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-        let all = MultiProgress::with_draw_target(target);
+        let all = terminal::bars(is_first_rank);
         let steps = all.add(
             ProgressBar::new(max_steps)
                 .with_style(style("{prefix} {bar:10.cyan/dim} {pos}/{len} {elapsed} < {eta}  {wide_msg}")),
@@ -90,8 +87,9 @@ impl Progress {
         steps.set_position(done);
         steps.reset_eta();
         let phase = all.add(ProgressBar::no_length().with_style(style("{prefix} {bar:10.green/dim} {pos}/{len}")));
-        let lines = (is_first_rank && !on_terminal).then(|| Lines { start: Instant::now(), last: Cell::new(None) });
-        Self { all, steps, phase, lines }
+        let lines = Lines { start: Instant::now(), last: Cell::new(None) };
+        let lines = (is_first_rank && !terminal::is_shown()).then_some(lines);
+        Self { is_first_rank, steps, phase, lines }
     }
 
     /// Starts a phase of `total` parts: completed groups, micro-batches, held-out problems.
@@ -123,10 +121,9 @@ impl Progress {
     /// Prints a line above the bars, or with a timestamp where there are none.
     pub fn say(&self, text: &str) {
         if self.lines.is_some() {
-            eprintln!("{} {text}", timestamp());
-        } else {
-            // A display that cannot be drawn is no reason to stop.
-            let _ = self.all.println(text);
+            terminal::say(format_args!("{} {text}", timestamp()));
+        } else if self.is_first_rank {
+            terminal::say(text);
         }
     }
 

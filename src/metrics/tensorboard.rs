@@ -1,15 +1,15 @@
 //! TensorBoard event files: TFRecords of `tensorflow.Event` messages, of which four fields are needed.
 
-use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::path::Path;
 
+use super::lasting::LastingFile;
 use super::step::MetricValues;
 
 /// An event file open for appending.
 #[derive(Debug)]
 pub(super) struct EventFile {
-    file: File,
+    file: LastingFile,
 }
 
 impl EventFile {
@@ -17,7 +17,7 @@ impl EventFile {
     pub fn create(folder: &Path, time: f64, first_step: u64) -> io::Result<Self> {
         std::fs::create_dir_all(folder)?;
         let name = format!("events.out.tfevents.{:.0}.colo-grpo.{}", time.floor(), std::process::id());
-        let mut events = Self { file: File::create(folder.join(name))? };
+        let mut events = Self { file: LastingFile::open(&folder.join(name))? };
         events.record(&event(time, 0, |message| message.bytes(3, b"brain.Event:2")))?;
         let session_start = Message::default().tap(|message| message.varint(1, 1));
         events.record(&event(time, first_step, |message| message.bytes(7, &session_start)))?;
@@ -46,7 +46,7 @@ impl EventFile {
         record.extend(masked_crc32c(&length).to_le_bytes());
         record.extend(data);
         record.extend(masked_crc32c(data).to_le_bytes());
-        self.file.write_all(&record)
+        self.file.append(&record)
     }
 }
 

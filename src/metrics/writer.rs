@@ -39,6 +39,11 @@ impl MetricsWriter {
         self.lines.attempt(|open| open.as_mut().map_or(Ok(()), |lines| lines.append(&line)));
         self.events.attempt(|open| open.as_mut().map_or(Ok(()), |events| events.scalars(line.time, step, values)));
     }
+
+    /// Makes metrics.jsonl again where it was deleted or moved.
+    pub(super) fn restore(&mut self) {
+        self.lines.attempt(|open| open.as_mut().map_or(Ok(()), JsonLines::restore));
+    }
 }
 
 /// Writes the configuration to `run_config.json` in the output folder, secrets redacted.

@@ -1,4 +1,5 @@
-//! The phase that this process is in: timings, heartbeat, stop flag and fault injection, which every floor reports to.
+//! The phase that this process is in: timings, heartbeat, stop flag and fault injection, which every floor reports to; and what
+//! a process has outside of itself: its terminal, its temporary folders, its own program.
 //!
 //! State is process-wide because signals, watchdogs and error reports are. It holds counters only, never data.
 //!
@@ -8,12 +9,16 @@
 //! | `watch` | who stands still for longer than its phase allows |
 //! | `trace` | a time-line of phases, on request |
 //! | `fault` | faults to inject |
+//! | `terminal` | standard output and standard error: the only code that writes to either |
+//! | `scratch` | temporary folders, which the next start removes if their process was killed |
 //! | `failure` | the phase in which an error arose |
 
 mod failure;
 mod fault;
 mod page;
 mod pulse;
+mod scratch;
+pub mod terminal;
 mod trace;
 mod watch;
 
@@ -28,6 +33,7 @@ pub use fault::{Fault, FaultKind, arm_fault, fires_nan, inject_at, on_fill};
 use page::page;
 pub use page::{CollectiveScope, PULSE_FD_VARIABLE, SharedPage, is_watched, publish};
 pub use pulse::{LastCollective, Pulse};
+pub use scratch::{Scratch, remove_tree, sweep};
 pub use trace::{flush_trace, merge_traces, trace_to};
 pub use watch::{Limits, Stall, Watch};
 
@@ -92,6 +98,9 @@ phases! {
     /// Held-out problems are sampled and scored.
     Eval = "eval",
 }
+
+/// The program that this process runs, to be started again: the file that was loaded, even if another one now has its name.
+pub const PROGRAM: &str = "/proc/self/exe";
 
 static STOP: AtomicBool = AtomicBool::new(false);
 static TIMINGS: Mutex<BTreeMap<Phase, Duration>> = Mutex::new(BTreeMap::new());

@@ -9,7 +9,8 @@ use super::service::Service;
 use super::worker::{Origin, Program};
 use super::{RewardFunction, builtin};
 use crate::config::{ProcessReward, ProcessRewards, RewardBatch, RewardConfig, is_python, reward_name};
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::phase::PROGRAM;
 
 /// What serves a Python function.
 const PYTHON_WORKER: &str = include_str!("worker.py");
@@ -47,7 +48,7 @@ impl Sources<'_> {
             return Ok(Source::Service(self.process(entry, index, reward, &format!("rewards.{entry}"))));
         }
         if entry == code::NAME {
-            return self.sandbox(index).map(Source::Service);
+            return Ok(Source::Service(self.sandbox(index)));
         }
         if is_python(entry) {
             let reward = ProcessReward::python(entry);
@@ -72,15 +73,13 @@ impl Sources<'_> {
     }
 
     /// Model-written code, run by this program in a process of its own.
-    fn sandbox(&self, index: usize) -> Result<Service> {
-        let failed = |error: std::io::Error| Error::Environment { message: format!("path of this program: {error}") };
+    fn sandbox(&self, index: usize) -> Service {
         let settings = &self.settings.code;
-        let own = std::env::current_exe().map_err(failed)?.to_string_lossy().into_owned();
         let text = serde_json::to_string(settings).expect("settings are plain data");
-        let command = vec![own, SANDBOX_COMMAND.to_owned(), text];
+        let command = vec![PROGRAM.to_owned(), SANDBOX_COMMAND.to_owned(), text];
         let program = Program { command, is_ours: true, origin: Origin::Sandbox };
         let timeout = Duration::from_secs_f64(settings.timeout_s) + SANDBOX_OVERHEAD;
-        Ok(self.service(code::NAME, index, program, timeout, settings.workers))
+        self.service(code::NAME, index, program, timeout, settings.workers)
     }
 
     fn service(&self, name: &str, index: usize, program: Program, timeout: Duration, num_workers: usize) -> Service {

@@ -10,12 +10,12 @@ use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use tempfile::TempDir;
 
 use super::failures::{Failure, FailureKind};
 use super::pipes::{do_not_block, moved, wait_for};
 use super::protocol::{LENGTH_BYTES, MAX_REPLY_BYTES, Reply, frame, length};
 use crate::error::Error;
+use crate::phase::Scratch;
 
 /// Longest time until a worker that tells when it is ready has done so: an interpreter may import much.
 const START: Duration = Duration::from_secs(120);
@@ -25,7 +25,8 @@ const LOOK: Duration = Duration::from_millis(2);
 /// How much of the end of its standard error is kept for messages, in bytes.
 const TAIL_BYTES: usize = 2048;
 /// Variables between this process and its launcher.
-const OWN_VARIABLES: [&str; 3] = ["COLO_GRPO_PULSE_FD", "COLO_GRPO_STORE_FD", "COLO_GRPO_ERROR_FILE"];
+const OWN_VARIABLES: [&str; 4] =
+    ["COLO_GRPO_PULSE_FD", "COLO_GRPO_STORE_FD", "COLO_GRPO_SEGMENT_FD", "COLO_GRPO_ERROR_FILE"];
 
 /// What is run, and which key it comes from.
 #[derive(Debug, Clone)]
@@ -69,7 +70,7 @@ pub(super) struct Worker {
     tail: Vec<u8>,
     is_reaped: bool,
     /// Where the sandbox's worker makes the folders of programs; killed, it leaves one.
-    _folder: Option<TempDir>,
+    _folder: Option<Scratch>,
 }
 
 impl Worker {
@@ -194,8 +195,8 @@ impl Drop for Worker {
 }
 
 /// A folder that a program without privileges may pass through, to its own below it.
-fn scratch() -> io::Result<TempDir> {
-    let folder = tempfile::tempdir()?;
+fn scratch() -> io::Result<Scratch> {
+    let folder = Scratch::new()?;
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o711))?;
     Ok(folder)
 }

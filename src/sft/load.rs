@@ -67,7 +67,7 @@ pub(super) fn load(
         schedule,
         log,
         saver,
-        _claim: claim,
+        claim,
         global_step,
         num_tokens,
     })

@@ -31,6 +31,13 @@ impl Log {
         Ok(Self { lines, display, logging_steps: config.logging_steps as u64, max_steps, last: Instant::now() })
     }
 
+    /// Writes the configuration again into an output folder that was deleted while the run was on its way.
+    pub fn begin_again(&self, config: &SftConfig) -> Result<()> {
+        let folder = config.output_dir.display();
+        self.say(&format!("warning: {folder} was deleted or moved: it is made again; what was saved there is gone"));
+        write_run_config(&config.output_dir, config)
+    }
+
     /// A line above the bar.
     pub fn say(&self, text: &str) {
         self.display.say(text);

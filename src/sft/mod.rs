@@ -36,9 +36,9 @@ pub struct Sft {
     device: Device,
     log: Log,
     saver: Saver,
-    _claim: Option<Claim>, // of the output folder
-    global_step: u64,      // updates made
-    num_tokens: u64,       // trained on, over all ranks
+    claim: Option<Claim>, // of the output folder, on the first rank
+    global_step: u64,     // updates made
+    num_tokens: u64,      // trained on, over all ranks
 }
 
 /// What a supervised run reached.
@@ -125,6 +125,10 @@ impl Sft {
             ("num_tokens", self.num_tokens as f64),
             ("epoch", self.sampler.epochs()),
         ];
+        let renewed = self.claim.as_mut().map_or(Ok(false), Claim::renew);
+        if self.world.agree(renewed)? {
+            self.log.begin_again(&self.config)?;
+        }
         self.log.step(self.global_step, &numbers);
         Ok(())
     }

@@ -5,15 +5,49 @@
 #include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Logging.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
+namespace {
+// Keeps libtorch from printing stack traces about sockets while there is a store: what matters is in the exceptions.
+// TORCH_CPP_LOG_LEVEL brings them back.
+class Quiet {
+ public:
+  Quiet() {
+    const std::lock_guard<std::mutex> guard(mutex);
+    if (num_alive++ == 0) {
+      level_before = FLAGS_caffe2_log_level;
+      if (std::getenv("TORCH_CPP_LOG_LEVEL") == nullptr) {
+        FLAGS_caffe2_log_level = static_cast<int>(c10::GLOG_FATAL);
+      }
+    }
+  }
+  ~Quiet() {
+    const std::lock_guard<std::mutex> guard(mutex);
+    if (--num_alive == 0) {
+      FLAGS_caffe2_log_level = level_before;
+    }
+  }
+  Quiet(const Quiet&) = delete;
+  Quiet& operator=(const Quiet&) = delete;
+
+ private:
+  static inline std::mutex mutex;
+  static inline int num_alive = 0;
+  static inline int level_before = 0;
+};
+} // namespace
+
 struct ColoStore {
+  Quiet quiet;
   c10::intrusive_ptr<c10d::TCPStore> inner;
 };
 
@@ -40,7 +74,9 @@ ColoStore* open_store(const char* host, c10d::TCPStoreOptions options, uint16_t 
   options.port = port;
   options.waitWorkers = false;
   options.timeout = std::chrono::milliseconds(timeout_ms);
-  return new ColoStore{c10::make_intrusive<c10d::TCPStore>(std::string(host), options)};
+  auto store = std::make_unique<ColoStore>();
+  store->inner = c10::make_intrusive<c10d::TCPStore>(std::string(host), options);
+  return store.release();
 }
 
 c10::Device cuda_device(int device) {

@@ -56,7 +56,7 @@ pub struct Trainer {
     schedule: Schedule,
     output: Output,
     saver: Saver,
-    _claim: Option<Claim>, // of the output folder
+    claim: Option<Claim>, // of the output folder, on the first rank
     /// The newest step in a checkpoint.
     saved_step: u64,
     progress: Progress,
@@ -204,6 +204,10 @@ impl Trainer {
         while self.progress.global_step < self.schedule.total_steps as u64 {
             let before = self.progress.global_step;
             let metrics = self.train_step()?;
+            let renewed = self.claim.as_mut().map_or(Ok(false), Claim::renew);
+            if self.world.agree(renewed)? {
+                self.output.begin_again(&self.config)?;
+            }
             self.output.step(&metrics, self.progress.global_step, self.sampler.epochs(), self.progress.num_tokens)?;
             self.unscored.check()?;
             let finished = self.progress.global_step >= self.schedule.total_steps as u64;

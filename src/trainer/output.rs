@@ -85,6 +85,15 @@ impl Output {
         self.display.say(text);
     }
 
+    /// Writes the configuration again into an output folder that was deleted while the run was on its way.
+    pub(super) fn begin_again(&self, config: &Config) -> Result<()> {
+        self.say(&format!(
+            "warning: {} was deleted or moved: it is made again; what was saved there is gone",
+            self.output_dir.display()
+        ));
+        write_run_config(&self.output_dir, config)
+    }
+
     /// The bar of a phase with `total` parts.
     pub(super) fn begin_phase(&self, name: &str, total: usize) {
         self.display.begin_phase(name, total);
@@ -178,7 +187,7 @@ impl Output {
     }
 
     /// Takes the bars away and writes the report on the first rank.
-    pub(super) fn finish(&self) -> Result<Option<PathBuf>> {
+    pub(super) fn finish(&mut self) -> Result<Option<PathBuf>> {
         self.display.finish();
         self.finish_trace()?;
         self.log.report()

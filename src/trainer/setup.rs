@@ -256,7 +256,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
         schedule,
         output,
         saver,
-        _claim: claim,
+        claim,
         saved_step: progress.global_step,
         progress,
         ahead: None,

@@ -9,7 +9,6 @@ mod update;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use colo_grpo::colocate::Colocated;
 use colo_grpo::dist::{Mesh, World};
@@ -158,9 +157,9 @@ fn fails(
     assert!(!Ledger::report().iter().any(|(_, owner, _)| gone.contains(owner)));
 }
 
-/// Runs a scope that fails on rank 1 with `message`, and checks what each rank gets and when.
+/// Runs a scope that fails on rank 1 with `message`, and checks what each rank gets: one that is left waiting gets the time limit
+/// of its collective instead.
 fn scope_fails(colocated: &mut Colocated, message: &str, scope: impl FnOnce(&mut Colocated) -> Result<()>) {
-    let start = Instant::now();
     let outcome = catch_unwind(AssertUnwindSafe(|| scope(colocated)));
     let is_panic = outcome.is_err();
     if let Ok(outcome) = outcome {
@@ -169,7 +168,6 @@ fn scope_fails(colocated: &mut Colocated, message: &str, scope: impl FnOnce(&mut
         assert_eq!(error, expected);
     }
     assert_eq!(is_panic, colocated.world().rank() == 1 && message.starts_with("panic"), "{message}");
-    assert!(start.elapsed() < Duration::from_secs(30), "{message}: a rank was left waiting");
 }
 
 #[test]

@@ -111,7 +111,15 @@ pub fn processes_of(text: &Path) -> Vec<String> {
     names.filter(|name| name.parse::<u32>().is_ok()).filter(has).collect()
 }
 
-/// Whether `condition` holds before `limit`.
+/// Waits for an event. A test that waits for one that never comes is ended by whoever runs the tests, and by no clock of its own:
+/// how long anything takes depends on what else the machine does.
+pub fn wait_until(mut condition: impl FnMut() -> bool) {
+    while !condition() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Whether `condition` holds before `limit`; for measurements on a machine that does nothing else.
 pub fn eventually(limit: Duration, mut condition: impl FnMut() -> bool) -> bool {
     let start = Instant::now();
     while !condition() {

@@ -6,9 +6,10 @@ use std::process::Child;
 use std::time::{Duration, Instant};
 
 use colo_grpo::dist::{Backend, WorkerEnv, World, WorldOptions};
-use colo_grpo::launch::{LaunchOptions, Rendezvous, exit_now, worker_command};
+use colo_grpo::launch::{Inherited, LaunchOptions, Rendezvous, exit_now, worker_command};
 
-const TIME_LIMIT: Duration = Duration::from_secs(120);
+/// Longer than any collective waits, so that a rank tells its own error first.
+const TIME_LIMIT: Duration = Duration::from_secs(600);
 /// How long the others may go on when one rank has failed.
 const GRACE: Duration = Duration::from_secs(3);
 /// What a rank ends with when its body returned: a name that matches no test would end with 0 without running anything.
@@ -40,7 +41,7 @@ fn run_in(num_ranks: usize, test: &str, options: WorldOptions, body: impl FnOnce
         exit_now(RAN);
     }
     let args = ["--exact", test, "--nocapture", "--include-ignored"].map(Into::into).to_vec();
-    let options = LaunchOptions::new(num_ranks, args).unwrap();
+    let options = LaunchOptions::new(num_ranks, args);
     let rendezvous = Rendezvous::bind(&options.master_addr, None).unwrap();
     let mut ranks: Vec<Rank> = (0..num_ranks).map(|rank| Rank::start(&options, &rendezvous, rank, test)).collect();
     drop(rendezvous);
@@ -60,7 +61,7 @@ struct Rank {
 impl Rank {
     fn start(options: &LaunchOptions, rendezvous: &Rendezvous, rank: usize, test: &str) -> Self {
         let output = tempfile::tempfile().unwrap();
-        let child = worker_command(options, rendezvous, rank, None)
+        let child = worker_command(options, rendezvous, rank, Inherited::default())
             .env(TEST_VARIABLE, test)
             .env("OMP_NUM_THREADS", "1")
             .stdout(output.try_clone().unwrap())

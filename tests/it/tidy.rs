@@ -177,6 +177,26 @@ fn every_fault_has_the_tests_that_are_named() {
     assert!(missing.is_empty(), "docs/reliability.md names {missing:?}");
 }
 
+/// Everything else comes through `phase::terminal`, which cannot fail and lets no escape code through.
+#[test]
+fn one_file_writes_to_the_terminal() {
+    // The sandbox's worker speaks to its parent on standard output.
+    let writers = ["phase/terminal.rs", "reward/code/mod.rs"];
+    let handle = regex::Regex::new(r"\b(stdout|stderr)\(\)").unwrap();
+    let others =
+        sources().into_iter().filter(|(file, text)| !writers.contains(&file.as_str()) && handle.is_match(text));
+    assert_eq!(others.map(|(file, _)| file).collect::<Vec<_>>(), Vec::<String>::new());
+}
+
+/// How long something takes depends on what else the machine does: benchmarks measure it, on GPUs those that have them alone.
+#[test]
+fn no_test_asks_a_clock() {
+    let clock = regex::Regex::new(r"assert!\([^;]*elapsed\(\) <").unwrap();
+    let tests = texts("tests/it").into_iter().chain(sources());
+    let asks = |(file, text): &(String, String)| !file.starts_with("gpu") && clock.is_match(text);
+    assert_eq!(tests.filter(asks).map(|(file, _)| file).collect::<Vec<_>>(), Vec::<String>::new());
+}
+
 /// A file of tests that nobody declares runs nowhere, and nobody is told.
 #[test]
 fn every_file_is_a_module() {

@@ -20,7 +20,7 @@ use crate::error::Result;
 use crate::metrics::MetricValues;
 use crate::model::ModelSpec;
 use crate::ops::random::RandomKey;
-use crate::phase::Phase;
+use crate::phase::{Phase, terminal};
 use crate::plan::MemoryPlan;
 use crate::reward::RewardInput;
 use crate::train::{MicroBatch, PackOptions, Sequence, TrainedModel, UpdateCourse, pack, reference_bytes};
@@ -176,7 +176,7 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<Value> {
     let plan = trainer.plan();
     let report = Report { bench, config: &config, plan, world: &world, medians: &medians, floors, limits };
     if world.rank() == 0 {
-        eprint!("{}", report.table());
+        terminal::say(report.table().trim_end());
     }
     let mut result = report.result(config.roles(world.size())?);
     result["load_s"] = json!(load_s);

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::{Device, Kind, Tensor};
 
-use super::member::Member;
+use super::member::{Member, Until};
 use super::reduce::reduce;
 use super::signature::{Op, Signature};
 use crate::dist::checks::{self, Memory};
@@ -46,7 +46,9 @@ impl ShmGroup {
         signature(member.rank).store(called.pack(), Ordering::Relaxed);
         let turn = member.arrive(partition);
         let op = called.op.name();
-        member.wait(partition, &self.ranks, turn, true).map_err(|stopped| member.explain(stopped, op, &self.name))?;
+        member
+            .wait(partition, &self.ranks, turn, Until::Failure)
+            .map_err(|stopped| member.explain(stopped, op, &self.name))?;
         for &rank in &self.ranks {
             let theirs = signature(rank).load(Ordering::Relaxed);
             if theirs != called.pack() {

@@ -56,6 +56,18 @@ impl From<Failure> for Error {
 pub(super) enum Stopped {
     Failed(Failure),
     TimedOut { missing: Vec<usize> },
+    OnRequest,
+}
+
+/// What ends a wait before the peers have come, beside the time limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Until {
+    /// The world's first failure.
+    Failure,
+    /// The world's first failure, some time after it.
+    LongAfterFailure,
+    /// That, or a request to stop.
+    StopRequest,
 }
 
 impl Member {
@@ -97,24 +109,29 @@ impl Member {
 
     /// Ends an epoch on all ranks together: the failure that stands, or none. After a failure every partition starts anew.
     pub(in crate::dist) fn agree(&self) -> Result<Option<Failure>> {
-        self.meet_world("agree")?;
+        self.meet_world("agree", Until::LongAfterFailure)?;
         let verdict = self.close_epoch()?;
         if verdict.is_some() {
             for partition in 0..PARTITIONS {
                 self.segment.line(partition, self.rank).arrived.store(0, Ordering::Release);
             }
-            self.meet_world("agree")?;
+            self.meet_world("agree", Until::LongAfterFailure)?;
         }
         self.epoch.fetch_add(1, Ordering::AcqRel);
         Ok(verdict)
     }
 
+    /// Waits until every rank of the world has mapped the segment, or this one is asked to stop.
+    pub(in crate::dist) fn join(&self) -> Result<()> {
+        self.meet_world("join", Until::StopRequest)
+    }
+
     /// Waits for every rank of the world, whatever has failed.
-    pub(in crate::dist) fn meet_world(&self, op: &'static str) -> Result<()> {
+    fn meet_world(&self, op: &'static str, until: Until) -> Result<()> {
         let ranks: Vec<usize> = (0..self.segment.num_ranks()).collect();
         let _seen = phase::collective(op, "world", 0);
         let turn = self.arrive(CONTROL);
-        self.wait(CONTROL, &ranks, turn, false).map_err(|stopped| self.explain(stopped, op, "world"))
+        self.wait(CONTROL, &ranks, turn, until).map_err(|stopped| self.explain(stopped, op, "world"))
     }
 
     /// Publishes this rank's next arrival in a partition and returns its number.
@@ -133,9 +150,8 @@ impl Member {
         self.segment.line(partition, self.rank).arrived.load(Ordering::Relaxed).wrapping_add(1)
     }
 
-    /// Waits until every one of `ranks` has arrived at `turn`; with `watch`, not past the world's first failure, and not long
-    /// past it in any case.
-    pub(super) fn wait(&self, partition: usize, ranks: &[usize], turn: u32, watch: bool) -> Result<(), Stopped> {
+    /// Waits until every one of `ranks` has arrived at `turn`, and at most `until`.
+    pub(super) fn wait(&self, partition: usize, ranks: &[usize], turn: u32, until: Until) -> Result<(), Stopped> {
         let deadline = Instant::now() + self.timeout;
         for &rank in ranks {
             let line = self.segment.line(partition, rank);
@@ -143,7 +159,7 @@ impl Member {
                 std::hint::spin_loop();
                 reached(line, turn)
             });
-            if !spun && !self.wait_slowly(line, turn, deadline, watch)? {
+            if !spun && !self.wait_slowly(line, turn, deadline, until)? {
                 let here = |&&rank: &&usize| !reached(self.segment.line(partition, rank), turn);
                 return Err(Stopped::TimedOut { missing: ranks.iter().filter(here).copied().collect() });
             }
@@ -153,7 +169,7 @@ impl Member {
 
     /// Gives the processor up between looks: first to whoever is ready, then asleep on the peer's counter. False if the
     /// deadline passed.
-    fn wait_slowly(&self, line: &Line, turn: u32, deadline: Instant, watch: bool) -> Result<bool, Stopped> {
+    fn wait_slowly(&self, line: &Line, turn: u32, deadline: Instant, until: Until) -> Result<bool, Stopped> {
         let mut failed_at = None;
         for look in 0.. {
             let arrived = line.arrived.load(Ordering::SeqCst);
@@ -161,10 +177,13 @@ impl Member {
                 return Ok(true);
             }
             if let Some(failure) = self.failure() {
-                let patience = if watch { Duration::ZERO } else { PATIENCE.min(self.timeout) };
+                let patience = if until == Until::Failure { Duration::ZERO } else { PATIENCE.min(self.timeout) };
                 if failed_at.get_or_insert_with(Instant::now).elapsed() >= patience {
                     return Err(Stopped::Failed(failure));
                 }
+            }
+            if until == Until::StopRequest && phase::stop_requested() {
+                return Err(Stopped::OnRequest);
             }
             if look < 20 {
                 std::thread::yield_now();
@@ -183,6 +202,7 @@ impl Member {
     pub(super) fn explain(&self, stopped: Stopped, op: &'static str, group: &str) -> Error {
         match stopped {
             Stopped::Failed(failure) => failure.into(),
+            Stopped::OnRequest => Error::StoppedEarly,
             Stopped::TimedOut { missing } => Error::CollectiveTimeout {
                 op,
                 group: group.to_owned(),

@@ -9,13 +9,13 @@
 //! A *partition* divides the world into groups, each rank in exactly one, so that a rank has one line and one slot there.
 #![allow(unsafe_code)]
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use memmap2::{MmapOptions, MmapRaw};
+use rustix::fs::MemfdFlags;
 
 use crate::error::{Error, Result};
 
@@ -28,12 +28,15 @@ pub(super) const MESSAGE_BYTES: usize = 2048;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"colo-shm");
 const HEADER_BYTES: usize = 4096;
-const FOLDER: &str = "/dev/shm";
+/// The name by which errors call it.
+const NAME: &str = "memory shared by ranks";
 
 /// The first page.
 #[repr(C)]
 pub(super) struct Header {
     magic: AtomicU64,
+    /// Tells runs on one host apart.
+    run: AtomicU64,
     num_ranks: AtomicU64,
     slot_bytes: AtomicU64,
     /// Epoch and state of the failure below; see `member`.
@@ -63,66 +66,49 @@ pub(in crate::dist) struct Segment {
     slot_bytes: usize,
 }
 
-/// A segment's file, removed when this is dropped: as soon as every rank has mapped it.
-#[derive(Debug)]
-pub(in crate::dist) struct SegmentFile(PathBuf);
-
-impl SegmentFile {
-    pub(in crate::dist) fn path(&self) -> &Path {
-        &self.0
-    }
-}
-
-impl Drop for SegmentFile {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
-    }
-}
-
 impl Segment {
-    /// Whether /dev/shm has room for a world.
+    /// Makes a world's memory, all of it reserved so that no later access can fail. It has no name, so that nothing of it is
+    /// left however its processes end. `run` is a number that other runs on this host do not have.
     ///
     /// # Errors
-    /// [`Error::Environment`] with what is free and what is needed.
-    pub(in crate::dist) fn check_room(num_ranks: usize, slot_bytes: usize) -> Result<()> {
-        require_space(total_bytes(num_ranks, slot_bytes), free_bytes()?, num_ranks)
-    }
-
-    /// Makes the world's file in /dev/shm, with all its memory reserved so that no later access can fail.
-    ///
-    /// # Errors
-    /// [`Error::Environment`] if /dev/shm is too small.
-    pub(in crate::dist) fn create(num_ranks: usize, slot_bytes: usize) -> Result<(Self, SegmentFile)> {
-        static COUNTER: AtomicU32 = AtomicU32::new(0);
-        Self::check_room(num_ranks, slot_bytes)?;
+    /// [`Error::Environment`] if the machine has too little memory.
+    pub(in crate::dist) fn create(num_ranks: usize, slot_bytes: usize, run: u64) -> Result<(Self, File)> {
         let bytes = total_bytes(num_ranks, slot_bytes);
-        let number = COUNTER.fetch_add(1, Ordering::Relaxed);
-        let path = Path::new(FOLDER).join(format!("colo-grpo-{}-{number}", std::process::id()));
-        let _ = std::fs::remove_file(&path); // of an earlier process with this id
-        let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
-        let file = file.map_err(Error::io(&path))?;
-        let name = SegmentFile(path);
+        let failed = |error: std::io::Error| Error::Environment {
+            message: format!("shared memory of {bytes} bytes for collectives of {num_ranks} ranks: {error}"),
+        };
+        let file = rustix::fs::memfd_create(c"colo-grpo-world", MemfdFlags::CLOEXEC);
+        let file = File::from(file.map_err(|error| failed(error.into()))?);
         // SAFETY: plain system call on an open file.
-        if unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, bytes as libc::off_t) } != 0 {
-            require_space(bytes, free_bytes()?.min(bytes - 1), num_ranks)?;
+        match unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, bytes as libc::off_t) } {
+            0 => {}
+            code => return Err(failed(std::io::Error::from_raw_os_error(code))),
         }
-        let segment = Self::map(&file, name.path(), num_ranks, slot_bytes)?;
-        segment.initialise();
-        Ok((segment, name))
+        let segment = Self::map(&file, num_ranks, slot_bytes)?;
+        segment.initialise(run);
+        Ok((segment, file))
     }
 
-    /// Maps the file that rank 0 made.
-    pub(in crate::dist) fn open(path: &Path, num_ranks: usize, slot_bytes: usize) -> Result<Self> {
-        let file = OpenOptions::new().read(true).write(true).open(path).map_err(Error::io(path))?;
-        let segment = Self::map(&file, path, num_ranks, slot_bytes)?;
+    /// Maps the memory that another process made for `run`.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if it is another user's, of another run, or made for other sizes.
+    pub(in crate::dist) fn open(file: &File, num_ranks: usize, slot_bytes: usize, run: u64) -> Result<Self> {
+        let owner = file.metadata().map_err(Error::io(NAME))?.uid();
+        if owner != rustix::process::geteuid().as_raw() {
+            return Err(Error::Environment { message: format!("{NAME}: it is user {owner}'s, not this rank's") });
+        }
+        let segment = Self::map(file, num_ranks, slot_bytes)?;
         let header = segment.header();
-        let found = [&header.magic, &header.num_ranks, &header.slot_bytes].map(|word| word.load(Ordering::Acquire));
-        if found != [MAGIC, num_ranks as u64, slot_bytes as u64] {
+        let found = [&header.magic, &header.run, &header.num_ranks, &header.slot_bytes];
+        let found = found.map(|word| word.load(Ordering::Acquire));
+        if found[..2] != [MAGIC, run] {
+            return Err(Error::Environment { message: format!("{NAME}: it is not this run's") });
+        }
+        if found[2..] != [num_ranks as u64, slot_bytes as u64] {
             let message = format!(
-                "{}: made for {} ranks with slots of {} bytes, this rank expects {num_ranks} with {slot_bytes}",
-                path.display(),
-                found[1],
-                found[2]
+                "{NAME}: made for {} ranks with slots of {} bytes, this rank expects {num_ranks} with {slot_bytes}",
+                found[2], found[3]
             );
             return Err(Error::Environment { message });
         }
@@ -136,22 +122,23 @@ impl Segment {
         let map = MmapOptions::new().len(bytes).map_anon();
         let map = map.map_err(|_| Error::OutOfMemory { owner: "collectives".into(), requested_bytes: bytes })?;
         let segment = Self { map: map.into(), num_ranks, slot_bytes };
-        segment.initialise();
+        segment.initialise(0);
         Ok(segment)
     }
 
-    fn map(file: &File, path: &Path, num_ranks: usize, slot_bytes: usize) -> Result<Self> {
+    fn map(file: &File, num_ranks: usize, slot_bytes: usize) -> Result<Self> {
         let bytes = total_bytes(num_ranks, slot_bytes);
-        if file.metadata().map_err(Error::io(path))?.len() < bytes as u64 {
-            let message = format!("{}: shorter than the {bytes} bytes of {num_ranks} ranks", path.display());
+        if file.metadata().map_err(Error::io(NAME))?.len() < bytes as u64 {
+            let message = format!("{NAME}: shorter than the {bytes} bytes of {num_ranks} ranks");
             return Err(Error::Environment { message });
         }
-        let map = MmapOptions::new().len(bytes).map_raw(file).map_err(Error::io(path))?;
+        let map = MmapOptions::new().len(bytes).map_raw(file).map_err(Error::io(NAME))?;
         Ok(Self { map, num_ranks, slot_bytes })
     }
 
-    fn initialise(&self) {
+    fn initialise(&self, run: u64) {
         let header = self.header();
+        header.run.store(run, Ordering::Relaxed);
         header.num_ranks.store(self.num_ranks as u64, Ordering::Relaxed);
         header.slot_bytes.store(self.slot_bytes as u64, Ordering::Relaxed);
         header.magic.store(MAGIC, Ordering::Release);
@@ -196,55 +183,21 @@ fn total_bytes(num_ranks: usize, slot_bytes: usize) -> usize {
     slots_offset(num_ranks) + PARTITIONS * num_ranks * slot_bytes
 }
 
-fn free_bytes() -> Result<usize> {
-    let folder = std::ffi::CString::new(FOLDER).expect("a path without NUL");
-    let mut stat = std::mem::MaybeUninit::<libc::statvfs>::uninit();
-    // SAFETY: both pointers are valid for the call.
-    if unsafe { libc::statvfs(folder.as_ptr(), stat.as_mut_ptr()) } != 0 {
-        return Err(Error::Io { path: FOLDER.into(), source: std::io::Error::last_os_error() });
-    }
-    // SAFETY: the call succeeded and filled it.
-    let stat = unsafe { stat.assume_init() };
-    Ok(stat.f_bavail as usize * stat.f_frsize as usize)
-}
-
-fn require_space(needed: usize, free: usize, num_ranks: usize) -> Result<()> {
-    if needed <= free {
-        return Ok(());
-    }
-    let mib = |bytes: usize| bytes as f64 / (1 << 20) as f64;
-    let message = format!(
-        "{FOLDER} has {:.1} MiB free, but collectives of {num_ranks} ranks need {:.1} MiB; \
-         enlarge it (docker: --shm-size, Kubernetes: an emptyDir with medium Memory) or remove files from it",
-        mib(free),
-        mib(needed)
-    );
-    Err(Error::Environment { message })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn the_file_is_gone_after_mapping_and_sizes_must_agree() {
-        let (first, file) = Segment::create(2, 4096).unwrap();
-        let second = Segment::open(file.path(), 2, 4096).unwrap();
-        assert!(Segment::open(file.path(), 3, 4096).is_err());
-        let mismatch = Segment::open(file.path(), 1, 4096).unwrap_err().to_string();
-        assert!(mismatch.contains("made for 2 ranks"), "{mismatch}");
-        let path = file.path().to_owned();
-        drop(file);
-        assert!(!path.exists());
+    fn memory_has_no_name_and_sizes_and_runs_must_agree() {
+        let (first, file) = Segment::create(2, 4096, 7).unwrap();
+        let link = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap();
+        assert_eq!(link.to_string_lossy(), "/memfd:colo-grpo-world (deleted)");
+        let second = Segment::open(&file, 2, 4096, 7).unwrap();
+        for (num_ranks, run, expected) in [(3, 7, "shorter"), (1, 7, "made for 2 ranks"), (2, 8, "not this run's")] {
+            let refused = Segment::open(&file, num_ranks, 4096, run).unwrap_err().to_string();
+            assert!(refused.contains(expected), "{refused}");
+        }
         first.line(0, 1).arrived.store(7, Ordering::Release);
         assert_eq!(second.line(0, 1).arrived.load(Ordering::Acquire), 7);
-    }
-
-    #[test]
-    fn too_little_shared_memory_is_refused_with_the_numbers() {
-        let error = require_space(64 << 20, 16 << 20, 4).unwrap_err();
-        assert_eq!(error.exit_code(), crate::error::ExitCode::Environment);
-        assert!(error.to_string().contains("16.0 MiB free") && error.to_string().contains("need 64.0 MiB"), "{error}");
-        assert!(Segment::create(2, 1 << 44).is_err());
     }
 }

@@ -103,13 +103,11 @@ fn a_stuck_reward_masks_its_sample_and_hangs_neither_the_others_nor_the_end() {
     });
     let mut pool = pool(1, 0.2, stuck);
     let mut groups = [group(0, &["stuck", "good", "good"])];
-    let start = Instant::now();
     pool.submit(&groups[0]);
     pool.wait(&mut groups).unwrap();
     assert_eq!(rewards(&groups[0]), [None, Some(1.0), Some(1.0)]);
     assert_eq!(pool.take_failures(), [("own".to_owned(), FailureKind::Timeout, 1)]);
     drop(pool);
-    assert!(start.elapsed() < Duration::from_secs(10));
     drop(release);
 }
 

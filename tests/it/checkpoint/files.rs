@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use colo_grpo::Result;
 use colo_grpo::checkpoint::{self, Checkpoint, CheckpointOptions, SavedConfig, Saver, TrainerState};
@@ -21,6 +21,7 @@ use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
 use super::{cut_short, flip_a_byte};
+use crate::program::wait_until;
 
 const KILLED_VARIABLE: &str = "COLO_GRPO_TEST_SAVES";
 const SHARD: &str = "optimizer/rank_00000_of_00001.safetensors";
@@ -327,14 +328,16 @@ fn kill_while_saving(test: &str, num_kills: u64) {
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        let deadline = Instant::now() + Duration::from_secs(30);
-        while !started.exists() {
-            assert!(Instant::now() < deadline, "attempt {attempt}: the saving process did not start");
-            std::thread::sleep(Duration::from_millis(1));
+        wait_until(|| started.exists() || child.try_wait().unwrap().is_some());
+        // Every other kill comes at any moment, the rest as soon as a save is seen to be under way.
+        std::thread::sleep(Duration::from_micros(attempt * 7919 % 40_000));
+        if attempt % 2 == 0 {
+            let is_saving = || names(folder.path()).iter().any(|name| name.ends_with(".tmp"));
+            wait_until(|| is_saving() || child.try_wait().unwrap().is_some());
         }
-        std::thread::sleep(Duration::from_micros(20_000 + attempt * 7919 % 40_000));
         child.kill().unwrap();
-        child.wait().unwrap();
+        let ended = child.wait().unwrap();
+        assert!(ended.code().is_none(), "attempt {attempt}: the saving process ended by itself: {ended}");
         fs::remove_file(&started).unwrap();
         let names = names(folder.path());
         for name in names.iter().filter(|name| name.starts_with("checkpoint-")) {

@@ -2,9 +2,8 @@
 
 use std::fs;
 use std::path::Path;
-use std::time::Duration;
 
-use crate::program::{SMALL_RUN, eventually, metrics, processes_of, run, stdout_of};
+use crate::program::{SMALL_RUN, metrics, processes_of, run, stdout_of, wait_until};
 
 /// Counts its calls, of all ranks, beside itself. While it is marked as broken it dies in the second step, after 16 completions
 /// in the first.
@@ -138,7 +137,7 @@ fn workers_die_with_their_rank() {
         assert_eq!(ended.code, Some(code), "{kind}\n{}", ended.stderr);
         assert!(ended.stderr.contains("error: rank 1, step 0, reward: "), "{kind}\n{}", ended.stderr);
         let is_alone = || processes_of(&file).is_empty();
-        assert!(eventually(Duration::from_secs(2), is_alone), "{kind}: a worker is left");
+        wait_until(is_alone);
     }
 }
 

@@ -26,21 +26,17 @@ fn run_after(before: &str, line: &str) -> Ended {
 #[test]
 fn a_rank_that_hangs_is_found_and_everything_told() {
     let folder = tempfile::tempdir().unwrap();
-    let fault = "max_steps=3 heartbeat.timeout_s=4 heartbeat.startup_s=60 fault=1:1:forward_backward:hang";
+    let fault = "max_steps=3 heartbeat.forward_backward_s=4 fault=1:1:forward_backward:hang";
     let ended = run(&format!("--nproc 2 {SMALL_RUN} {fault} {}", out(folder.path())));
-    ended.assert_error("hang", 15, &["nothing moves", "error: rank 1, step 1, forward_backward: no heartbeat for 4."]);
+    ended.assert_error("hang", 15, &["nothing moves", "error: rank 1, step 1, forward_backward: no heartbeat for "]);
     let line = |rank: usize| ended.stderr.lines().find(|line| line.starts_with(&format!("  rank {rank}: "))).unwrap();
-    assert!(
-        line(0).contains("in group '") && line(0).contains("waiting for peers; process S (sleeping)"),
-        "{}",
-        line(0)
-    );
+    assert!(line(0).contains("in group '") && line(0).contains("waiting for peers; process "), "{}", line(0));
     assert!(line(1).starts_with("  rank 1: step 1, forward_backward; collective "), "{}", line(1));
 
     // Without a launcher the process watches itself.
     let alone =
         run(&format!("{SMALL_RUN} {} output_dir={}/alone", fault.replace("1:1:", "0:1:"), folder.path().display()));
-    alone.assert_error("hang of one", 15, &["error: rank 0, step 1, forward_backward: no heartbeat for 4."]);
+    alone.assert_error("hang of one", 15, &["error: rank 0, step 1, forward_backward: no heartbeat for "]);
 }
 
 /// 1: the run goes on from its newest checkpoint as if nothing had happened.
@@ -98,7 +94,7 @@ fn a_save_that_cannot_be_written_leaves_the_old_ones() {
     // Files end at 2 MiB, as on a disk that is full; the model has 3.
     for how in ["save_async=true", "save_async=false"] {
         let more = format!("{line} max_steps=3 resume_from_checkpoint=latest {how}");
-        let ended = run_after("trap '' XFSZ; ulimit -f 4096", &more);
+        let ended = run_after("ulimit -f 4096", &more);
         ended.assert_error(how, 12, &["checkpoint-2.tmp", "File too large"]);
         let mut names: Vec<String> = fs::read_dir(folder.path().join("run"))
             .unwrap()
@@ -121,7 +117,7 @@ fn a_model_that_cannot_be_written_leaves_the_one_before() {
     let model = folder.path().join("run/final");
     let weights = || fs::read(model.join("model.safetensors")).unwrap();
     let before = weights();
-    let full = run_after("trap '' XFSZ; ulimit -f 4096", &format!("{line} seed=7"));
+    let full = run_after("ulimit -f 4096", &format!("{line} seed=7"));
     full.assert_error("a full disk", 12, &["final.tmp", "File too large"]);
     let killed = run(&format!("--nproc 2 {line} seed=7 fault=0:0:checkpoint:kill"));
     killed.assert_error("killed", 10, &["checkpoint: rank 0 died"]);
@@ -137,12 +133,12 @@ fn a_model_that_cannot_be_written_leaves_the_one_before() {
 #[test]
 fn sampling_that_hangs_panics_or_dies_ends_on_all_ranks() {
     for (fault, code, told) in [
-        ("1:0:decode:hang", 15, "error: rank 1, step 0, decode: no heartbeat for 3."),
+        ("1:0:decode:hang", 15, "error: rank 1, step 0, decode: no heartbeat for "),
         ("1:0:decode:panic", 10, "rank 1, step 0, decode: panic in the program: injected panic in decode"),
         ("0:0:load:kill", 10, "rank 0, step 0, load: rank 0 died: signal 9 (SIGKILL)"),
     ] {
         let ended = run(&format!(
-            "generate --nproc 2 --model {MODEL} --prompt what --prompt what --heartbeat-timeout-s 3 --fault {fault}"
+            "generate --nproc 2 --model {MODEL} --prompt what --prompt what --heartbeat-timeout-s 10 --fault {fault}"
         ));
         ended.assert_error(fault, code, &[told]);
     }
@@ -181,12 +177,12 @@ fn updates_that_are_not_finite_are_skipped_together_and_end_the_run_at_last() {
     );
 }
 
-/// 7: shared memory that is too small is said before anything is started.
+/// 7, 38: ranks share memory that has no name: neither does /dev/shm limit it nor is anything left there.
 #[test]
-fn too_little_shared_memory_is_said_before_the_launch() {
+fn ranks_need_no_room_in_dev_shm() {
     let has_namespaces = Command::new("unshare").args(["-rm", "true"]).status().is_ok_and(|status| status.success());
     if !has_namespaces {
-        eprintln!("skipped: no namespaces to mount a small /dev/shm in");
+        eprintln!("skipped: no namespaces to mount another /dev/shm in");
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -194,10 +190,18 @@ fn too_little_shared_memory_is_said_before_the_launch() {
     let mut shell = command("");
     let program = shell.get_program().to_owned();
     shell = Command::new("unshare");
-    shell.args(["-rm", "sh", "-c", "mount -t tmpfs -o size=8m none /dev/shm && exec \"$0\" \"$@\""]);
+    shell.args(["-rm", "sh", "-c", "mount -t tmpfs -o ro none /dev/shm && exec \"$0\" \"$@\""]);
     shell.arg(program).args(line.split_whitespace()).current_dir(env!("CARGO_MANIFEST_DIR"));
     let ended = end(shell.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap());
-    ended.assert_error("/dev/shm", 4, &["/dev/shm has 8.0 MiB free", "collectives of 4 ranks need", "--shm-size"]);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+}
+
+/// 7: shared memory that cannot be had, here by the limit of `ulimit -f`.
+#[test]
+fn shared_memory_that_cannot_be_had_is_said_before_the_launch() {
+    let folder = tempfile::tempdir().unwrap();
+    let ended = run_after("ulimit -f 1024", &format!("--nproc 2 {SMALL_RUN} {}", out(folder.path())));
+    ended.assert_error("limit", 4, &["shared memory of ", " bytes for collectives of 2 ranks: File too large"]);
 }
 
 /// 33: metrics.jsonl is the truth; a destination beside it may fail.

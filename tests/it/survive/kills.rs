@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use colo_grpo::checkpoint::Checkpoint;
 
-use crate::program::{SMALL_RUN, command, eventually, processes_of, run};
+use crate::program::{SMALL_RUN, command, processes_of, run, wait_until};
 
 const NUM_STEPS: u64 = 40;
 
@@ -24,12 +24,11 @@ fn kill_again_and_again(num_kills: u64) {
         let resume = if newest > 0 { "resume_from_checkpoint=latest" } else { "" };
         let mut started = command(&format!("{} {resume}", line(&output_dir))).spawn().unwrap();
         let begun = output_dir.join(format!("checkpoint-{}", newest + 1));
-        let is_under_way = || begun.exists() || started.try_wait().unwrap().is_some();
-        assert!(eventually(Duration::from_secs(30), is_under_way), "kill {kill}: no step was saved");
+        wait_until(|| begun.exists() || started.try_wait().unwrap().is_some());
         std::thread::sleep(Duration::from_millis(kill * 37 % 150));
         let _ = started.kill();
         started.wait().unwrap();
-        assert!(eventually(Duration::from_secs(2), || processes_of(&output_dir).is_empty()), "kill {kill}: orphans");
+        wait_until(|| processes_of(&output_dir).is_empty());
         let names =
             std::fs::read_dir(&output_dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
         let names: Vec<String> = names.collect();

@@ -1,0 +1,97 @@
+//! Ranks that another launcher started, while they wait for one another, and strangers who come by the same way.
+
+use std::fs::File;
+use std::io::Write;
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::os::fd::AsRawFd;
+use std::process::{Child, Command};
+use std::time::Duration;
+
+use colo_grpo::torch::Store;
+
+use crate::program::{SMALL_RUN, command, end, wait_until};
+
+/// A rank of two, as torchrun starts it.
+fn rank(rank: usize, port: u16, more: &str) -> Command {
+    let folder = std::env::temp_dir().join("colo-grpo-test-that-never-starts");
+    let mut command = command(&format!("{SMALL_RUN} output_dir={} {more}", folder.display()));
+    let (rank, port) = (rank.to_string(), port.to_string());
+    command.envs([("RANK", rank.as_str()), ("LOCAL_RANK", &rank), ("WORLD_SIZE", "2")]);
+    command.envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &port)]);
+    command
+}
+
+fn listen() -> (TcpListener, u16) {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    (listener, port)
+}
+
+fn stop(child: &Child) {
+    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
+}
+
+/// 4: there is nothing to save yet, and nothing to wait for.
+#[test]
+fn a_rank_that_waits_for_others_heeds_a_signal() {
+    let (listener, port) = listen();
+    let waiting = rank(1, port, "").spawn().unwrap();
+    let _unanswered = listener.accept().unwrap();
+    stop(&waiting);
+    let ended = end(waiting);
+    assert_eq!(ended.code, Some(75), "{}", ended.stderr);
+    assert!(ended.stderr.contains("preempted before there was anything to save"), "{}", ended.stderr);
+
+    drop(listener);
+    let mut first = rank(0, port, "").spawn().unwrap();
+    let serves = || TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_ok();
+    wait_until(|| serves() || first.try_wait().unwrap().is_some());
+    stop(&first);
+    let ended = end(first);
+    assert_eq!(ended.code, Some(75), "{}", ended.stderr);
+}
+
+/// A rank 0 that dies before the others have met it is told in a line.
+#[test]
+fn a_dead_rank_0_is_told_in_one_line() {
+    let (listener, port) = listen();
+    std::thread::spawn(move || listener.incoming().for_each(drop)); // it ends as soon as it is met
+    let ended = end(rank(1, port, "collective_timeout_s=3").spawn().unwrap());
+    ended.assert_error("a dead rank 0", 4, &[&format!("rendezvous store at 127.0.0.1:{port}")]);
+    assert_eq!(ended.stderr.trim().lines().count(), 1, "{}", ended.stderr);
+}
+
+/// 41: under this crate's launcher ranks meet in memory that they inherit.
+#[test]
+fn a_stranger_on_the_port_changes_nothing() {
+    let (listener, port) = listen();
+    drop(listener);
+    let folder = tempfile::tempdir().unwrap();
+    let line = format!("--nproc 2 --master_port {port} {SMALL_RUN} output_dir={}", folder.path().join("run").display());
+    let started = command(&line).spawn().unwrap();
+    let stranger = std::thread::spawn(move || {
+        let Ok(store) = Store::connect("127.0.0.1", port, Duration::from_secs(5)) else { return };
+        while store.set("colo-grpo/0/segment", b"{\"Ok\":\"/dev/zero\"}").is_ok() {}
+    });
+    let ended = end(started);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    stranger.join().unwrap();
+}
+
+/// 41: elsewhere the store is open to everyone, and what it says is not believed.
+#[test]
+fn memory_that_a_stranger_names_is_not_taken() {
+    let store = Store::host("127.0.0.1", 0, None, Duration::from_secs(600)).unwrap();
+    let mut file: File = tempfile::tempfile().unwrap();
+    file.write_all(&vec![0; 64 << 20]).unwrap();
+    let (own, fd) = (std::process::id(), file.as_raw_fd());
+    for (place, told) in [
+        (format!("{{\"Ok\":[{own},{fd}]}}"), "not this run's"),
+        (format!("{{\"Ok\":[{own},1000000]}}"), "memory of rank 0"),
+        ("{\"Ok\":\"/dev/zero\"}".to_owned(), "rendezvous: invalid type"),
+    ] {
+        store.set("colo-grpo//segment", place.as_bytes()).unwrap();
+        let ended = end(rank(1, store.port(), "").spawn().unwrap());
+        ended.assert_error(&place, 4, &[told]);
+    }
+}

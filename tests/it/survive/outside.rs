@@ -1,0 +1,198 @@
+//! What happens outside of a run: its terminal goes, its files are deleted, its program is replaced. Numbers are rows of
+//! docs/reliability.md.
+
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use colo_grpo::phase::Scratch;
+
+use crate::program::{MODEL, SMALL_RUN, command, end, metrics, processes_of, wait_until};
+
+const LEFT_VARIABLE: &str = "COLO_GRPO_TEST_LEAVES";
+
+fn full() -> Stdio {
+    File::options().write(true).open("/dev/full").unwrap().into()
+}
+
+/// 36: a message that nobody reads is no reason to end.
+#[test]
+fn a_run_whose_messages_cannot_be_written_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, more) in [("one", ""), ("two", "--nproc 2")] {
+        for is_full in [false, true] {
+            let output_dir = folder.path().join(format!("{name}-{is_full}"));
+            let line = format!("{SMALL_RUN} {more} max_steps=3 save_steps=none output_dir={}", output_dir.display());
+            let mut started = command(&line);
+            if is_full {
+                started.stderr(full()).stdout(full());
+            }
+            let mut started = started.spawn().unwrap();
+            drop((started.stderr.take(), started.stdout.take())); // the readers leave
+            assert_eq!(started.wait().unwrap().code(), Some(0), "{line}, full: {is_full}");
+            assert_eq!(metrics(&output_dir).len(), 3);
+            assert!(output_dir.join("final/model.safetensors").exists());
+        }
+    }
+}
+
+/// 4, 36: `program 2>&1 | tee log`, where a signal ends `tee` first, or a terminal that is closed.
+#[test]
+fn a_run_that_is_stopped_when_its_reader_is_gone_saves() {
+    let folder = tempfile::tempdir().unwrap();
+    for signal in ["-INT", "-HUP"] {
+        let output_dir = folder.path().join(signal);
+        let line = format!("{SMALL_RUN} max_steps=100000 save_steps=none output_dir={}", output_dir.display());
+        let program = command(&line);
+        let mut started = Command::new("env"); // under `nohup` the tests ignore HUP, and so would the run
+        started.arg("--default-signal=HUP").arg(program.get_program()).args(program.get_args());
+        started.env("OMP_NUM_THREADS", "1").current_dir(env!("CARGO_MANIFEST_DIR")).stdin(Stdio::null());
+        let mut started = started.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        drop((started.stderr.take(), started.stdout.take()));
+        wait_until(|| !metrics(&output_dir).is_empty() || started.try_wait().unwrap().is_some());
+        assert!(Command::new("kill").args([signal, &started.id().to_string()]).status().unwrap().success());
+        assert_eq!(started.wait().unwrap().code(), Some(75), "{signal}");
+        let step = &metrics(&output_dir).pop().unwrap()["step"];
+        assert!(output_dir.join(format!("checkpoint-{step}/trainer_state.json")).exists(), "{signal}");
+    }
+}
+
+/// 36: results that are written nowhere else are lost; those that are saved are not.
+#[test]
+fn a_full_standard_output_is_an_error_where_results_are_lost() {
+    let folder = tempfile::tempdir().unwrap();
+    let sampled = format!("generate --model {MODEL} --prompt what --max-completion-length 2");
+    for line in [sampled.as_str(), "config"] {
+        let ended = end(command(line).stdout(full()).spawn().unwrap());
+        ended.assert_error(line, 12, &["standard output: No space left on device"]);
+    }
+    let line = format!("{SMALL_RUN} save_steps=none output_dir={}", folder.path().join("run").display());
+    let trained = end(command(&line).stdout(full()).spawn().unwrap());
+    assert_eq!(trained.code, Some(0), "{}", trained.stderr);
+    assert!(trained.stderr.contains("warning: standard output: No space left"), "{}", trained.stderr);
+}
+
+/// Text that others wrote does not control the terminal.
+#[test]
+fn escape_codes_reach_the_terminal_as_text() {
+    let mut refused = command("plan");
+    refused.arg("x\u{1b}]0;owned\u{7}\u{9b}31m=1");
+    let ended = end(refused.spawn().unwrap());
+    assert_eq!(ended.code, Some(2), "{}", ended.stderr);
+    assert!(!ended.stderr.contains(['\u{1b}', '\u{7}', '\u{9b}']), "{}", ended.stderr.escape_debug());
+    assert!(ended.stderr.contains("x\\u001b]0;owned\\u0007\\u009b31m"), "{}", ended.stderr);
+}
+
+#[test]
+fn arguments_that_are_no_text_are_named() {
+    let mut refused = command("plan");
+    refused.arg(OsStr::from_bytes(b"output_dir=\xff"));
+    let ended = end(refused.spawn().unwrap());
+    ended.assert_error("bytes", 2, &["argument 2 = \"output_dir=\\xFF\"", "UTF-8"]);
+}
+
+/// 1: what is started again is the program that was started, not what has its name by now.
+#[test]
+fn a_run_whose_program_is_replaced_is_started_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let (program, output_dir) = (folder.path().join("colo-grpo"), folder.path().join("run"));
+    fs::copy(command("").get_program(), &program).unwrap();
+    let line = format!(
+        "--nproc 2 {SMALL_RUN} max_steps=3 save_steps=1 save_async=false max_restarts=1 fault=1:1:generate:kill output_dir={}",
+        output_dir.display()
+    );
+    let mut started = Command::new(&program);
+    started.args(line.split_whitespace()).env("OMP_NUM_THREADS", "1").current_dir(env!("CARGO_MANIFEST_DIR"));
+    started.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut started = started.spawn().unwrap();
+    wait_until(|| output_dir.join("run_config.json").exists() || started.try_wait().unwrap().is_some());
+    let other = folder.path().join("other");
+    fs::write(&other, "another program").unwrap();
+    fs::rename(other, &program).unwrap();
+    let ended = end(started);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(ended.stderr.contains("restart 1 of 1"), "{}", ended.stderr);
+    assert_eq!(metrics(&output_dir).len(), 3);
+}
+
+/// 8: an output folder that is deleted or moved while the run writes to it is made again, and said.
+#[test]
+fn an_output_folder_that_is_deleted_is_made_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let (output_dir, moved) = (folder.path().join("run"), folder.path().join("moved"));
+    let steps = "max_steps=60 save_steps=30 logging_steps=1";
+    let line = format!("{SMALL_RUN} {steps} output_dir={}", output_dir.display());
+    let mut started = command(&line).spawn().unwrap();
+    wait_until(|| !metrics(&output_dir).is_empty() || started.try_wait().unwrap().is_some());
+    fs::rename(&output_dir, &moved).unwrap();
+    fs::remove_dir_all(&moved).unwrap();
+    let ended = end(started);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(ended.stderr.contains("was deleted or moved: it is made again"), "{}", ended.stderr);
+    assert_eq!(metrics(&output_dir).len(), 60);
+    for file in ["final/model.safetensors", "report.html", "run_config.json", "checkpoint-60/manifest.json", ".lock"] {
+        assert!(output_dir.join(file).exists(), "{file}");
+    }
+}
+
+/// 38: the next start removes what a killed process has left.
+#[test]
+fn temporary_folders_of_the_dead_are_removed_by_the_next_start() {
+    if let Some(done) = std::env::var_os(LEFT_VARIABLE) {
+        let scratch = Scratch::new().unwrap();
+        fs::write(scratch.path().join("file"), "").unwrap();
+        fs::write(done, "").unwrap();
+        loop {
+            std::thread::park();
+        }
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (temporary, done) = (folder.path().join("temporary"), folder.path().join("done"));
+    fs::create_dir(&temporary).unwrap();
+    let test = "survive::outside::temporary_folders_of_the_dead_are_removed_by_the_next_start";
+    let mut owner = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", test])
+        .envs([(LEFT_VARIABLE, &done), ("TMPDIR", &temporary)])
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    wait_until(|| done.exists() || owner.try_wait().unwrap().is_some());
+    let start = || assert_eq!(end(command("config").env("TMPDIR", &temporary).spawn().unwrap()).code, Some(0));
+    let num_left = || fs::read_dir(&temporary).unwrap().count();
+    start();
+    assert_eq!(num_left(), 1, "its owner lives");
+    owner.kill().unwrap();
+    owner.wait().unwrap();
+    start();
+    assert_eq!(num_left(), 0);
+}
+
+/// A run cut short at any moment of its start leaves nothing outside of its output folder.
+#[test]
+fn a_start_that_is_cut_short_leaves_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let temporary = folder.path().join("temporary");
+    fs::create_dir(&temporary).unwrap();
+    let mut program = command(&format!("--nproc 2 {SMALL_RUN} output_dir={}/run", folder.path().display()));
+    let mut started = program.env("TMPDIR", &temporary).spawn().unwrap();
+    let shared = || shared_memory_of(&processes_of(folder.path()));
+    wait_until(|| shared().len() == 2 || started.try_wait().unwrap().is_some());
+    let names = shared();
+    started.kill().unwrap();
+    started.wait().unwrap();
+    wait_until(|| processes_of(folder.path()).is_empty());
+    assert_eq!(names, ["/memfd:colo-grpo-world", "/memfd:colo-grpo-world"]);
+    assert_eq!(fs::read_dir(temporary).unwrap().count(), 0);
+}
+
+/// The names of the memory that processes share with one another, one a process.
+fn shared_memory_of(pids: &[String]) -> Vec<String> {
+    let maps = |pid: &String| fs::read_to_string(Path::new("/proc").join(pid).join("maps")).unwrap_or_default();
+    let is_shared = |name: &&str| name.starts_with("/dev/shm/") || name.contains("colo-grpo-world");
+    let name = |maps: String| {
+        maps.lines().filter_map(|line| line.split_whitespace().nth(5)).find(is_shared).map(str::to_owned)
+    };
+    pids.iter().map(maps).filter_map(name).collect()
+}
