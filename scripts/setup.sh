@@ -25,7 +25,7 @@ if [ ! -f "$home/.complete" ]; then
     done
     "$python" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
         --python-version 3.12 --implementation cp "${platforms[@]}" --dest "$cache/wheels" \
-        'torch==2.11.0' 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cupti==13.0.*' 'nvidia-cuda-nvrtc==13.0.*'
+        --require-hashes --requirement "$root/scripts/libtorch.txt"
     "$python" - "$cache/wheels" "$home" <<'PY'
 import pathlib, sys, zipfile
 wheels, home = map(pathlib.Path, sys.argv[1:])
@@ -38,9 +38,9 @@ def unpack(pattern, wanted):
 libraries = {"libtorch_cpu.so", "libc10.so", "libtorch.so", "libtorch_global_deps.so", "libshm.so"}
 unpack("torch-2.11.0-*.whl", lambda n: n.startswith("torch/include/")
        or n.startswith("torch/lib/libgomp") or n.rsplit("/", 1)[-1] in libraries)
-unpack("nvidia_cuda_runtime-13*.whl", lambda n: ".so" in n)
-unpack("nvidia_cuda_cupti-13*.whl", lambda n: "libcupti.so" in n)
-unpack("nvidia_cuda_nvrtc-13*.whl", lambda n: ".so" in n)
+unpack("nvidia_cuda_runtime-13.0.96-*.whl", lambda n: ".so" in n)
+unpack("nvidia_cuda_cupti-13.0.85-*.whl", lambda n: "libcupti.so" in n)
+unpack("nvidia_cuda_nvrtc-13.0.88-*.whl", lambda n: ".so" in n)
 PY
     # The folder shown to torch-sys has the CPU half alone, so that the binary starts without CUDA.
     mkdir -p "$home/sdk/lib"

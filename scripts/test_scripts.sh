@@ -27,6 +27,9 @@ linked=$(readlink .libtorch)
 said=$(scripts/setup.sh)
 [ -z "$said" ] && [ "$(readlink .libtorch)" = "$linked" ] || fail "setup.sh did its work again: $said"
 
+grep -q -- '--require-hashes --requirement "$root/scripts/libtorch.txt"' scripts/setup.sh || fail "setup.sh checks no hashes"
+! grep -vE '^#|^[a-z-]+==[0-9.]+ --hash=sha256:[0-9a-f]{64}$' scripts/libtorch.txt || fail "libtorch.txt pins not every wheel"
+
 "$python" scripts/make_arithmetic.py "$work/task" >/dev/null
 for file in train.jsonl eval.jsonl demonstrations.jsonl tokenizer/tokenizer.json tokenizer/tokenizer_config.json; do
     cmp "$work/task/$file" "configs/arithmetic/$file" || fail "make_arithmetic.py makes another $file"

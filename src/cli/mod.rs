@@ -87,7 +87,7 @@ fn init_tracing() {
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(LOG_FILTER));
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(terminal::Log)
+        .with_writer(terminal::Log { redact: |line| redact(line) })
         .with_ansi(false)
         .with_target(false)
         .without_time()

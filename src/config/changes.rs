@@ -42,6 +42,7 @@ const SAFE_KEYS: &[&str] = &[
     "reward.code.may_lack",
     "rewards.*.timeout_s",
     "rewards.*.workers",
+    "rewards.*.concurrency",
     "gradient_checkpointing",
     "zero.stage",
     "zero.shard_group_size",

@@ -80,6 +80,8 @@ keys! {
         pub workers: usize = 1 => COUNT,
         /// What one request holds.
         pub batch: RewardBatch = RewardBatch::Completion,
+        /// Requests that an `async` function serves at once in each process; other rewards serve one after the other.
+        pub concurrency: usize = 32 => COUNT,
     }
 }
 

@@ -44,7 +44,7 @@ fn the_key_list_is_frozen() {
         reward.answer_pattern reward.answer_column reward.num_threads reward.timeout_s reward.python \
         reward.max_worker_failures reward.code.tests_column reward.code.command reward.code.timeout_s \
         reward.code.memory_bytes reward.code.workers reward.code.readable reward.code.may_lack rewards.*.function \
-        rewards.*.command rewards.*.timeout_s rewards.*.workers rewards.*.batch learning_rate adam_beta1 \
+        rewards.*.command rewards.*.timeout_s rewards.*.workers rewards.*.batch rewards.*.concurrency learning_rate adam_beta1 \
         adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype \
         residency.optimizer residency.reference lora.r lora.alpha lora.dropout lora.target_modules quantization \

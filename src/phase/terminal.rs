@@ -145,29 +145,36 @@ impl TermLike for Screen {
 
 /// Standard error as the target of log lines. Colours are given here, since lines come with escape codes removed.
 #[derive(Debug, Clone, Copy)]
-pub struct Log;
+pub struct Log {
+    /// Removes secrets from a line.
+    pub redact: fn(&str) -> String,
+}
 
 /// A log line of a level.
 #[derive(Debug)]
-pub struct LogLine(Option<tracing::Level>);
+pub struct LogLine {
+    level: Option<tracing::Level>,
+    redact: fn(&str) -> String,
+}
 
 impl MakeWriter<'_> for Log {
     type Writer = LogLine;
 
     fn make_writer(&self) -> LogLine {
-        LogLine(None)
+        LogLine { level: None, redact: self.redact }
     }
 
     fn make_writer_for(&self, meta: &tracing::Metadata<'_>) -> LogLine {
-        LogLine(Some(*meta.level()))
+        LogLine { level: Some(*meta.level()), redact: self.redact }
     }
 }
 
 impl Write for LogLine {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let text = String::from_utf8_lossy(line);
+        let text = (self.redact)(&text);
         let text = neutral(&text);
-        match self.0.filter(|_| is_shown()) {
+        match self.level.filter(|_| is_shown()) {
             Some(level) => write_error(&text.replacen(level.as_str(), &coloured(level), 1)),
             None => write_error(&text),
         }

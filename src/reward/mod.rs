@@ -7,18 +7,21 @@
 //! | `answer`, `number` | the built-in rewards that are functions |
 //! | `pool`, `state`, `failures` | what is to be scored, by whom, and what went wrong |
 //! | `function` | threads that call functions of this process |
-//! | `service`, `worker`, `worker.py`, `protocol`, `pipes` | rewards in processes of their own |
+//! | `service`, `conversation`, `worker`, `worker.py`, `protocol`, `pipes` | rewards in processes of their own |
+//! | `reaper`, `reaper.sh` | ends what a worker started, wherever it went |
 //! | `source` | which of these an entry of `reward_funcs` means |
 //! | `code` | model-written programs, run against tests in a sandbox |
 
 mod answer;
 pub mod code;
+mod conversation;
 mod failures;
 mod function;
 mod number;
 mod pipes;
 mod pool;
 mod protocol;
+mod reaper;
 mod service;
 mod source;
 mod state;

@@ -3,20 +3,24 @@
 use std::io::{self, Read, Write};
 
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::failures::{Failure, FailureKind, Score};
 use super::state::{Job, RunProgress};
 use crate::types::{FinishReason, RolloutGroup};
+
+/// What a reward says of each completion of a request.
+pub(super) type Scores = Vec<Result<Score, Failure>>;
 
 /// Longest reply in bytes.
 pub(super) const MAX_REPLY_BYTES: usize = 1 << 20;
 /// Bytes of a frame's length.
 pub(super) const LENGTH_BYTES: usize = 4;
 
-/// Completions of one prompt.
+/// Completions of one prompt. The reply repeats its `id`, which no other request of the worker has.
 #[derive(Debug, Serialize)]
 pub(super) struct Request<'a> {
+    id: u64,
     prompt: &'a str,
     completions: Vec<&'a str>,
     completion_ids: Vec<&'a [u32]>,
@@ -28,6 +32,7 @@ pub(super) struct Request<'a> {
 /// A request as the sandbox's worker reads it.
 #[derive(Debug, Deserialize)]
 pub(super) struct CodeRequest {
+    pub id: u64,
     pub completions: Vec<String>,
     pub columns: Map<String, Value>,
 }
@@ -36,10 +41,40 @@ pub(super) struct CodeRequest {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Reply {
+    /// The request's. A command may leave it out.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub id: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     rewards: Option<Vec<Option<Number>>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
+}
+
+/// The first reply of a worker of ours: how it serves, or why it cannot.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Ready {
+    #[serde(rename = "id")]
+    _id: u64,
+    #[serde(rename = "rewards", default)]
+    _rewards: Vec<f64>,
+    error: Option<String>,
+    #[serde(default)]
+    is_async: bool,
+}
+
+/// The request that asks a worker of ours whether it is ready; those about completions have higher ids.
+pub(super) fn first_request() -> Vec<u8> {
+    frame(&json!({
+        "id": 0, "prompt": "", "completions": [], "completion_ids": [], "finish_reasons": [], "columns": {},
+    }))
+}
+
+/// Whether the worker that gave this first reply serves several requests at once.
+pub(super) fn is_async(frame: &[u8]) -> Result<bool, Failure> {
+    let ready: Ready = serde_json::from_slice(frame)
+        .map_err(|error| Failure::new(FailureKind::Output, format!("{error} in {}", excerpt(frame))))?;
+    ready.error.map_or(Ok(ready.is_async), |message| Err(Failure::new(FailureKind::Error, message)))
 }
 
 /// JSON has no word for what is not finite: `"nan"`, `"inf"`.
@@ -52,9 +87,10 @@ enum Number {
 
 impl<'a> Request<'a> {
     /// A job's completions of its group.
-    pub fn new(group: &'a RolloutGroup, job: &Job) -> Self {
+    pub fn new(id: u64, group: &'a RolloutGroup, job: &Job) -> Self {
         let completions = &group.completions[job.completions.clone()];
         Self {
+            id,
             prompt: &group.prompt.text,
             completions: completions.iter().map(|completion| completion.text.as_str()).collect(),
             completion_ids: completions.iter().map(|completion| completion.token_ids.as_slice()).collect(),
@@ -67,42 +103,47 @@ impl<'a> Request<'a> {
 
 impl Reply {
     /// What to do with a request that cannot be served.
-    pub fn error(message: String) -> Self {
-        Self { rewards: None, error: Some(message) }
+    pub fn error(id: Option<u64>, message: String) -> Self {
+        Self { id, rewards: None, error: Some(message) }
     }
 
     /// Scores of a request's completions.
-    pub fn rewards(rewards: Vec<f64>) -> Self {
-        Self { rewards: Some(rewards.into_iter().map(|reward| Some(Number::Finite(reward))).collect()), error: None }
+    pub fn rewards(id: u64, rewards: Vec<f64>) -> Self {
+        let rewards = rewards.into_iter().map(|reward| Some(Number::Finite(reward))).collect();
+        Self { id: Some(id), rewards: Some(rewards), error: None }
+    }
+
+    /// What a worker wrote, if it is a reply.
+    pub fn parse(frame: &[u8]) -> Result<Self, Failure> {
+        let bad = |what: String| Failure::new(FailureKind::Output, format!("{what} in {}", excerpt(frame)));
+        let reply: Self = serde_json::from_slice(frame).map_err(|error| bad(error.to_string()))?;
+        if reply.rewards.is_some() == reply.error.is_some() {
+            return Err(bad("expected either \"rewards\" or \"error\"".to_owned()));
+        }
+        Ok(reply)
     }
 
     /// Scores of `num_completions`, each a number or a failure of its own; or the failure of all.
-    pub fn read(frame: &[u8], num_completions: usize) -> Result<Vec<Result<Score, Failure>>, Failure> {
-        let bad = |what: String| Failure::new(FailureKind::Output, format!("{what} in {}", excerpt(frame)));
-        let reply: Self = serde_json::from_slice(frame).map_err(|error| bad(error.to_string()))?;
-        let rewards = match reply {
-            Self { rewards: None, error: Some(message) } => return Err(Failure::new(FailureKind::Error, message)),
-            Self { rewards: Some(rewards), error: None } => rewards,
-            _ => return Err(bad("expected either \"rewards\" or \"error\"".to_owned())),
-        };
+    pub fn scores(self, num_completions: usize) -> Result<Scores, Failure> {
+        if let Some(message) = self.error {
+            return Err(Failure::new(FailureKind::Error, message));
+        }
+        let rewards = self.rewards.unwrap_or_default();
         if rewards.len() != num_completions {
             let what = format!("expected {num_completions} rewards, one for each completion, got {}", rewards.len());
             return Err(Failure::new(FailureKind::Error, what));
         }
-        rewards
-            .into_iter()
-            .map(|reward| reward.map_or(Ok(Ok(Score::NotApplicable)), |number| number.read(bad)))
-            .collect()
+        rewards.into_iter().map(|reward| reward.map_or(Ok(Ok(Score::NotApplicable)), Number::read)).collect()
     }
 }
 
 impl Number {
-    fn read(self, bad: impl Fn(String) -> Failure) -> Result<Result<Score, Failure>, Failure> {
+    fn read(self) -> Result<Result<Score, Failure>, Failure> {
         match self {
             Self::Finite(value) => Ok(Score::finite(value as f32)),
             Self::Text(text) => match text.parse::<f32>() {
                 Ok(value) if !value.is_finite() => Ok(Score::finite(value)),
-                _ => Err(bad(format!("expected a number, got {text:?}"))),
+                _ => Err(Failure::new(FailureKind::Output, format!("expected a number, got {text:.200?}"))),
             },
         }
     }
@@ -150,14 +191,19 @@ pub(super) fn excerpt(bytes: &[u8]) -> String {
 mod tests {
     use super::*;
 
+    fn read(frame: &[u8], num_completions: usize) -> Result<Scores, Failure> {
+        Reply::parse(frame)?.scores(num_completions)
+    }
+
     #[test]
     fn only_what_the_schema_says_is_a_reply() {
-        let scores = Reply::read(br#"{"rewards": [0.5, null, "nan", 1e300]}"#, 4).unwrap();
+        assert_eq!(Reply::parse(br#"{"id": 7, "rewards": [1.0]}"#).unwrap().id, Some(7));
+        let scores = read(br#"{"rewards": [0.5, null, "nan", 1e300]}"#, 4).unwrap();
         assert_eq!(scores[..2], [Ok(Score::Value(0.5)), Ok(Score::NotApplicable)]);
         for score in &scores[2..] {
             assert_eq!(score.as_ref().unwrap_err().kind, FailureKind::NonFinite);
         }
-        let failure = |text: &str| Reply::read(text.as_bytes(), 1).unwrap_err();
+        let failure = |text: &str| read(text.as_bytes(), 1).unwrap_err();
         assert_eq!(failure(r#"{"error": "no tests"}"#), Failure::new(FailureKind::Error, "no tests"));
         for (text, count) in [(r#"{"rewards": [1.0, 1.0]}"#, 2), (r#"{"rewards": []}"#, 0)] {
             let cause = format!("expected 1 rewards, one for each completion, got {count}");
@@ -173,6 +219,7 @@ mod tests {
             "{\"rewards\": [NaN]}",
             "{\"rewards\": [1.0], \"error\": \"x\"}",
             "{\"rewards\": [1.0], \"advantage\": 9}",
+            "{\"id\": \"1\", \"rewards\": [1.0]}",
             "{\"rewards\": [1.0]} {\"rewards\": [1.0]}",
         ] {
             assert_eq!(failure(text).kind, FailureKind::Output, "{text}");

@@ -1,17 +1,17 @@
-//! A reward in processes of its own: each thread has one worker, gives it one job at a time and replaces it when it hangs,
-//! dies or writes what is no reply.
+//! A reward in processes of its own: each thread has one worker, and another in its place when it hangs, dies or writes what is
+//! no reply.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use super::failures::{Failure, FailureKind, Score};
-use super::protocol::{Reply, Request, frame};
-use super::state::{Job, Shared};
+use super::conversation::{Conversation, Lost};
+use super::failures::Failure;
+use super::protocol::Scores;
+use super::state::{Job, Shared, State};
 use super::worker::{Program, Worker};
 use crate::config::RewardBatch;
 use crate::error::Error;
-use crate::types::RolloutGroup;
 
 /// Pause before a worker that died is replaced; it doubles with every failure in a row up to the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
@@ -29,10 +29,14 @@ pub(super) struct Service {
     /// Longest time of a request.
     pub timeout: Duration,
     pub num_workers: usize,
+    /// Requests that a worker with an asynchronous function has open at once.
+    pub concurrency: usize,
     /// Workers that may fail in a row.
     pub max_failures: usize,
     /// Workers that failed since the last score.
     pub num_failures: AtomicUsize,
+    /// Whether the log says that replies come without ids.
+    pub has_no_ids: AtomicBool,
 }
 
 impl Service {
@@ -48,55 +52,56 @@ impl Service {
     }
 
     fn serve_until_closed(&self, shared: &Shared, own: usize) -> Result<(), Error> {
-        let mut worker = Worker::start(&self.program).map_err(|failure| self.program.refusal(&failure.cause))?;
+        let worker = Worker::start(&self.program).map_err(|failure| self.program.refusal(&failure.cause))?;
         shared.lock().num_ready += 1;
         shared.changed.notify_all();
-        while let Some((job, group)) = shared.next_job(|state| &mut state.service_queues[own]) {
-            let outcome = self.ask(&mut worker, &group, &job);
-            let lost = outcome.as_ref().err().filter(|failure| failure.kind != FailureKind::Error).cloned();
-            if outcome.iter().flatten().any(Result::is_ok) {
-                self.num_failures.store(0, Ordering::Relaxed);
-            }
-            self.file(shared, &job, outcome);
-            match lost {
-                None => {} // the worker goes on
-                Some(failure) => match self.replace(shared, worker, failure)? {
-                    Some(fresh) => worker = fresh,
-                    None => return Ok(()),
-                },
+        let mut conversation = Conversation::new(self, shared, own, worker);
+        while conversation.take_on() {
+            let Some(lost) = conversation.hear() else { continue };
+            match self.replace(shared, lost)? {
+                Some(worker) => conversation.go_on_with(worker),
+                None => break,
             }
         }
         Ok(())
     }
 
-    fn ask(
-        &self,
-        worker: &mut Worker,
-        group: &RolloutGroup,
-        job: &Job,
-    ) -> Result<Vec<Result<Score, Failure>>, Failure> {
-        let request = frame(&Request::new(group, job));
-        let reply = worker.exchange(&request, Instant::now() + self.timeout)?;
-        Reply::read(&reply, job.completions.len())
-    }
-
-    fn file(&self, shared: &Shared, job: &Job, outcome: Result<Vec<Result<Score, Failure>>, Failure>) {
-        let outcomes = outcome.unwrap_or_else(|failure| vec![Err(failure); job.completions.len()]);
-        let mut state = shared.lock();
-        for (completion, outcome) in job.completions.clone().zip(outcomes) {
-            state.file(job.ticket, completion, (self.index, &self.name), outcome);
+    /// Books what was said of a job's completions, which is then done.
+    pub fn file(&self, shared: &Shared, job: &Job, outcome: Result<Scores, Failure>) {
+        if outcome.iter().flatten().any(Result::is_ok) {
+            self.num_failures.store(0, Ordering::Relaxed);
         }
+        let mut state = shared.lock();
+        self.book(&mut state, job, outcome);
         state.close(job);
         drop(state);
         shared.changed.notify_all();
     }
 
-    /// Another worker in the place of one that failed; `None` if the pool closed meanwhile.
+    /// Masks the completions of a job that was answered before, unless somebody has taken its scores.
+    pub fn take_back(&self, shared: &Shared, job: &Job, failure: Failure) {
+        self.book(&mut shared.lock(), job, Err(failure));
+    }
+
+    fn book(&self, state: &mut State, job: &Job, outcome: Result<Scores, Failure>) {
+        let outcomes = outcome.unwrap_or_else(|failure| vec![Err(failure); job.completions.len()]);
+        for (completion, outcome) in job.completions.clone().zip(outcomes) {
+            state.file(job.ticket, completion, (self.index, &self.name), outcome);
+        }
+    }
+
+    /// Another worker in the place of one that is gone with this failure, or by itself; `None` if the pool closed meanwhile.
     ///
     /// # Errors
     /// [`Error::RewardService`] where too many failed in a row.
-    fn replace(&self, shared: &Shared, old: Worker, mut failure: Failure) -> Result<Option<Worker>, Error> {
-        drop(old); // its process group is gone before another starts
+    fn replace(&self, shared: &Shared, lost: Lost) -> Result<Option<Worker>, Error> {
+        let mut failure = match lost {
+            Lost::Failed(failure) => failure,
+            Lost::Spent => match Worker::start(&self.program) {
+                Ok(worker) => return Ok(Some(worker)),
+                Err(failure) => failure,
+            },
+        };
         loop {
             let num_failures = self.num_failures.fetch_add(1, Ordering::Relaxed) + 1;
             if num_failures >= self.max_failures {

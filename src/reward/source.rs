@@ -1,7 +1,7 @@
 //! Where the reward of each entry of `reward_funcs`, or of an option, is computed.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
 use super::code::{self, SANDBOX_COMMAND};
@@ -58,18 +58,20 @@ impl Sources<'_> {
     }
 
     fn process(&self, name: &str, index: usize, reward: &ProcessReward, key: &str) -> Service {
+        let timeout_s = reward.timeout_s.unwrap_or(self.settings.timeout_s);
         let (command, key, value) = match &reward.function {
             Some(function) => {
-                let python = [&self.settings.python, "-c", PYTHON_WORKER, function, &self.settings.answer_column];
+                let (answer_column, timeout_s) = (&self.settings.answer_column, timeout_s.to_string());
+                let python = [&self.settings.python, "-c", PYTHON_WORKER, function, answer_column, &timeout_s];
                 let key = if key == self.key { key.to_owned() } else { format!("{key}.function") };
                 (python.map(str::to_owned).to_vec(), key, function.clone())
             }
             None => (reward.command.0.clone(), format!("{key}.command"), format!("{:?}", reward.command.0)),
         };
         let program = Program { command, is_ours: reward.function.is_some(), origin: Origin::Key(key, value) };
-        let timeout_s = reward.timeout_s.unwrap_or(self.settings.timeout_s);
         let timeout = Duration::from_secs_f64(timeout_s);
-        Service { batch: reward.batch, ..self.service(name, index, program, timeout, reward.workers) }
+        let service = self.service(name, index, program, timeout, reward.workers);
+        Service { batch: reward.batch, concurrency: reward.concurrency, ..service }
     }
 
     /// Model-written code, run by this program in a process of its own.
@@ -90,8 +92,10 @@ impl Sources<'_> {
             batch: RewardBatch::Completion,
             timeout,
             num_workers,
+            concurrency: 1,
             max_failures: self.settings.max_worker_failures,
             num_failures: AtomicUsize::new(0),
+            has_no_ids: AtomicBool::new(false),
         }
     }
 }

@@ -123,6 +123,23 @@ impl Shared {
         }
     }
 
+    /// A job that `queue` has now, with its group.
+    pub fn job_at_hand(&self, queue: impl Fn(&mut State) -> &mut VecDeque<Job>) -> Option<(Job, Arc<RolloutGroup>)> {
+        let mut state = self.lock();
+        while let Some(job) = queue(&mut state).pop_front() {
+            if let Some(group) = state.pending.get(&job.ticket).map(|pending| Arc::clone(&pending.group)) {
+                return Some((job, group));
+            }
+        }
+        None
+    }
+
+    /// Whether no job is to be begun any more.
+    pub fn is_over(&self) -> bool {
+        let state = self.lock();
+        state.closed || state.broken.is_some()
+    }
+
     /// Queues every completion of `group` with every reward; the ticket claims its scores.
     pub fn submit(&self, state: &mut State, group: Arc<RolloutGroup>) -> u64 {
         let (ticket, progress) = (state.number(), state.progress);

@@ -2,19 +2,42 @@
 
 The function is called as TRL does, reward(prompts, completions, trainer_state, **columns) -> [float], or, if it takes a
 solution_str, as verl does: compute_score(data_source, solution_str, ground_truth, extra_info) -> float or {"score": float}. A function
-without ** gets the arguments that it names. What it prints goes to standard error.
+without ** gets the arguments that it names. What it prints goes to standard error. Requests to an async function run together.
 """
+
+import sys
+
+# The interpreter looks into the current folder first: until the function is loaded, only the standard library is searched.
+PATH = list(sys.path)
+sys.path[:] = [folder for folder in PATH if folder]
+
+import os
+
+LIBRARY = [os.path.dirname(os.__file__)] + [folder for folder in PATH if os.path.basename(folder) == "lib-dynload"]
+sys.path[:] = LIBRARY
 
 import importlib
 import importlib.util
 import inspect
 import json
+import linecache
 import math
-import os
 import struct
-import sys
+import threading
+import tokenize
 import traceback
 import types
+
+sys.path[:] = PATH
+
+
+def from_library(name):
+    """A module of the standard library, whatever the function's folder holds."""
+    path, sys.path[:] = list(sys.path), LIBRARY
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path[:] = path
 
 
 def load(spec):
@@ -27,22 +50,21 @@ def load(spec):
         source.loader.exec_module(module)
     else:
         module = importlib.import_module(place)
-    return getattr(module, name)
+    function = getattr(module, name)
+    if not callable(function):
+        raise TypeError(f"{name} is no function but a value of type {type(function).__name__}")
+    inspect.signature(function)  # which some functions written in C lack
+    return function
 
 
 def call(function, arguments):
     parameters = inspect.signature(function).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         arguments = {name: value for name, value in arguments.items() if name in parameters}
-    result = function(**arguments)
-    if inspect.iscoroutine(result):
-        import asyncio
-
-        result = asyncio.run(result)
-    return result
+    return function(**arguments)
 
 
-def as_trl(function, request):
+def as_trl(request):
     columns, completions = request["columns"], request["completions"]
     prompts = (columns.get(name) for name in ("prompt", "problem", "question"))
     prompt = next((prompt for prompt in prompts if prompt is not None), request["prompt"])
@@ -52,18 +74,17 @@ def as_trl(function, request):
     arguments = {name: [value] * size for name, value in columns.items() if name not in ("prompt", "completion")}
     arguments.update(prompts=[prompt] * size, completions=completions, completion_ids=request["completion_ids"])
     arguments["trainer_state"] = types.SimpleNamespace(**request["trainer_state"])
-    return call(function, arguments)
+    return arguments
 
 
-def as_verl(function, request, answer_column):
+def as_verl(request, answer_column):
     columns = request["columns"]
     common = {
         "data_source": columns.get("data_source"),
         "ground_truth": columns.get(answer_column),
         "extra_info": columns.get("extra_info"),
     }
-    scores = [call(function, {"solution_str": text, **common}) for text in request["completions"]]
-    return [score["score"] if isinstance(score, dict) else score for score in scores]
+    return [{"solution_str": text, **common} for text in request["completions"]]
 
 
 def entry(score):
@@ -76,14 +97,40 @@ def entry(score):
     return score if math.isfinite(score) else repr(score)
 
 
-def answer(function, request, answer_column):
-    if not request["completions"]:
-        return {"rewards": []}
-    is_verl = "solution_str" in inspect.signature(function).parameters
-    scores = as_verl(function, request, answer_column) if is_verl else as_trl(function, request)
-    if not hasattr(scores, "__iter__"):
-        raise TypeError(f"the function gave {scores!r:.200}: expected a list with a number or None for each completion")
-    return {"rewards": [entry(score) for score in scores]}
+class Reward:
+    """The function with its signature: TRL's takes all completions of a request in one call, verl's one in a call."""
+
+    def __init__(self, spec, answer_column):
+        self.function = load(spec)
+        self.answer_column = answer_column
+        self.is_verl = "solution_str" in inspect.signature(self.function).parameters
+        has_coroutines = inspect.iscoroutinefunction
+        self.is_async = has_coroutines(self.function) or has_coroutines(getattr(self.function, "__call__", None))
+
+    def calls(self, request):
+        return as_verl(request, self.answer_column) if self.is_verl else [as_trl(request)]
+
+    def scores(self, results):
+        if self.is_verl:
+            results = [[result["score"] if isinstance(result, dict) else result for result in results]]
+        (scores,) = results
+        if not hasattr(scores, "__iter__"):
+            raise TypeError(f"the function gave {scores!r:.200}: expected a list with a number or None for each completion")
+        return [entry(score) for score in scores]
+
+    def answer(self, request):
+        results = [call(self.function, arguments) for arguments in self.calls(request)]
+        if any(map(inspect.isawaitable, results)):
+
+            async def awaited():
+                return [await result if inspect.isawaitable(result) else result for result in results]
+
+            results = from_library("asyncio").run(awaited())
+        return self.scores(results)
+
+    async def answer_together(self, request):
+        calls = [call(self.function, arguments) for arguments in self.calls(request)]
+        return self.scores(await from_library("asyncio").gather(*calls))
 
 
 def describe(error):
@@ -95,25 +142,80 @@ def describe(error):
     return f"{type(error).__name__}: {error}"[:1000] + place
 
 
-def main(spec, answer_column):
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
-    function = wrong = None
-    try:
-        function = load(spec)
-    except BaseException as error:  # a module may call exit
-        wrong = describe(error)
-    while len(head := requests.read(4)) == 4:
-        request = json.loads(requests.read(struct.unpack(">I", head)[0]))
+class Pipes:
+    """Standard input and output, which the function does not get to see."""
+
+    def __init__(self):
+        self.requests, self.replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+        os.dup2(2, 1)
+
+    def __iter__(self):
+        while len(head := self.requests.read(4)) == 4:
+            yield json.loads(self.requests.read(struct.unpack(">I", head)[0]))
+
+    def reply(self, request, **what):
+        text = json.dumps({"id": request["id"], **what}).encode()
+        self.replies.write(struct.pack(">I", len(text)) + text)
+        self.replies.flush()
+
+
+def serve(reward, pipes, requests):
+    for request in requests:
         try:
-            reply = {"error": wrong} if wrong else answer(function, request, answer_column)
+            scores = reward.answer(request)
         except Exception as error:
-            reply = {"error": describe(error)}
-        text = json.dumps(reply).encode()
-        replies.write(struct.pack(">I", len(text)) + text)
-        replies.flush()
+            pipes.reply(request, error=describe(error))
+        else:
+            pipes.reply(request, rewards=scores)
+
+
+async def serve_together(asyncio, reward, pipes, requests, timeout_s):
+    loop, ended, running = asyncio.get_running_loop(), asyncio.Event(), set()
+
+    async def answer(request):
+        task = asyncio.ensure_future(reward.answer_together(request))
+        await asyncio.wait([task], timeout=timeout_s)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])  # one that does not end is ended with this process
+            pipes.reply(request, error="it was cancelled")
+        elif task.cancelled():
+            pipes.reply(request, error="it cancelled itself")
+        elif task.exception():
+            pipes.reply(request, error=describe(task.exception()))
+        else:
+            pipes.reply(request, rewards=task.result())
+
+    def begin(request):
+        task = loop.create_task(answer(request))
+        running.add(task)  # the loop alone would forget it
+        task.add_done_callback(running.discard)
+
+    def read():
+        for request in requests:
+            loop.call_soon_threadsafe(begin, request)
+        loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=read, daemon=True).start()
+    await ended.wait()
+
+
+def main(spec, answer_column, timeout_s):
+    pipes = Pipes()
+    requests = iter(pipes)
+    first = next(requests)  # which asks whether this worker is ready
+    try:
+        reward = Reward(spec, answer_column)
+    except BaseException as error:  # a module may call exit
+        return pipes.reply(first, error=describe(error))
+    pipes.reply(first, rewards=[], is_async=reward.is_async)
+    if reward.is_async:
+        asyncio = from_library("asyncio")
+        asyncio.run(serve_together(asyncio, reward, pipes, requests, float(timeout_s)))
+    else:
+        serve(reward, pipes, requests)
 
 
 main(*sys.argv[1:])

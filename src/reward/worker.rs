@@ -9,11 +9,11 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use serde_json::json;
 
 use super::failures::{Failure, FailureKind};
 use super::pipes::{do_not_block, moved, wait_for};
-use super::protocol::{LENGTH_BYTES, MAX_REPLY_BYTES, Reply, frame, length};
+use super::protocol::{LENGTH_BYTES, MAX_REPLY_BYTES, first_request, is_async, length};
+use super::reaper::{Reaper, kill_descendants};
 use crate::error::Error;
 use crate::phase::Scratch;
 
@@ -58,17 +58,25 @@ impl Program {
     }
 }
 
-/// A worker process with its pipes. Dropping it kills its process group and removes its folder.
+/// A worker process with its pipes. Dropping it kills it with everything that it started and removes its folder.
 #[derive(Debug)]
 pub(super) struct Worker {
     child: Child,
-    requests: ChildStdin,
+    /// Until no request follows.
+    requests: Option<ChildStdin>,
     replies: ChildStdout,
     /// Until it closes it.
     errors: Option<ChildStderr>,
+    /// Requests that are not written yet.
+    unsent: Vec<u8>,
+    /// Replies that nobody has taken yet.
+    received: Vec<u8>,
     /// The end of what it wrote to standard error.
     tail: Vec<u8>,
+    /// Whether it serves several requests at once.
+    pub is_async: bool,
     is_reaped: bool,
+    reaper: Option<Reaper>,
     /// Where the sandbox's worker makes the folders of programs; killed, it leaves one.
     _folder: Option<Scratch>,
 }
@@ -83,8 +91,10 @@ impl Worker {
         for name in OWN_VARIABLES {
             command.env_remove(name);
         }
+        // The sandbox's worker makes the folders of programs in one of its own.
         let folder = matches!(program.origin, Origin::Sandbox).then(scratch).transpose().map_err(died)?;
         command.envs(folder.iter().map(|folder| ("TMPDIR", folder.path())));
+        let reaper = Reaper::start(&mut command, folder.as_ref().map(Scratch::path)).map_err(died)?;
         let parent = std::process::id();
         // SAFETY: the closure runs between fork and exec and makes async-signal-safe calls alone.
         unsafe { command.pre_exec(move || stand_alone(parent)) };
@@ -92,60 +102,102 @@ impl Worker {
         let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let (Some(requests), Some(replies), Some(errors)) = pipes else { unreachable!("all three are piped") };
         let fds = [requests.as_raw_fd(), replies.as_raw_fd(), errors.as_raw_fd()];
-        let (errors, tail) = (Some(errors), Vec::new());
-        let mut worker = Self { child, requests, replies, errors, tail, is_reaped: false, _folder: folder };
+        let mut worker = Self {
+            child,
+            requests: Some(requests),
+            replies,
+            errors: Some(errors),
+            unsent: Vec::new(),
+            received: Vec::new(),
+            tail: Vec::new(),
+            is_async: false,
+            is_reaped: false,
+            reaper: Some(reaper),
+            _folder: folder,
+        };
         fds.into_iter().try_for_each(do_not_block).map_err(died)?;
         if program.is_ours {
-            let empty =
-                json!({"prompt": "", "completions": [], "completion_ids": [], "finish_reasons": [], "columns": {}});
-            let reply = worker.exchange(&frame(&empty), Instant::now() + START)?;
-            Reply::read(&reply, 0)?;
+            worker.send(&first_request());
+            let ready = worker.receive(Instant::now() + START)?;
+            worker.is_async = is_async(&ready.ok_or_else(|| worker.overdue())?)?;
         }
         Ok(worker)
     }
 
-    /// Sends a request and returns the reply to it, without its length. What was written before the request is read whole is
-    /// no reply to it.
-    pub fn exchange(&mut self, request: &[u8], deadline: Instant) -> Result<Vec<u8>, Failure> {
-        let mut part = [0; 1 << 16];
-        match moved(self.replies.read(&mut part)).map_err(|_| self.death())? {
-            None => {}
-            Some(0) => return Err(self.death()),
-            Some(_) => return Err(self.failure(FailureKind::Output, "more than one reply to the request before")),
-        }
-        let (mut num_sent, mut received) = (0, Vec::new());
+    /// Writes a request as the worker reads it, while replies are waited for.
+    pub fn send(&mut self, request: &[u8]) {
+        self.unsent.extend_from_slice(request);
+    }
+
+    /// The next reply, without its length; `None` if there is none until `limit`.
+    pub fn receive(&mut self, limit: Instant) -> Result<Option<Vec<u8>>, Failure> {
         loop {
+            if let Some(reply) = self.reply_at_hand()? {
+                return Ok(Some(reply));
+            }
+            let left = limit.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            if !self.exchange(left)? {
+                return Err(self.death());
+            }
+        }
+    }
+
+    /// A reply that was received and not taken yet.
+    pub fn reply_at_hand(&mut self) -> Result<Option<Vec<u8>>, Failure> {
+        let Some(length) = length(&self.received) else { return Ok(None) };
+        if length > MAX_REPLY_BYTES {
+            let what = format!("a reply of {length} bytes (at most {MAX_REPLY_BYTES})");
+            return Err(self.failure(FailureKind::Output, &what));
+        }
+        if self.received.len() < LENGTH_BYTES + length {
+            return Ok(None);
+        }
+        let mut reply = self.received.drain(..LENGTH_BYTES + length);
+        Ok(Some(reply.by_ref().skip(LENGTH_BYTES).collect()))
+    }
+
+    /// Sees to it that nothing follows a reply that does not say which request it answers: the worker gets no further request
+    /// and must end its output.
+    pub fn finish(mut self, deadline: Instant) -> Result<(), Failure> {
+        if !self.unsent.is_empty() {
+            return Err(self.failure(FailureKind::Output, "a reply before the request was read"));
+        }
+        self.requests = None;
+        while self.received.is_empty() {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(self.failure(FailureKind::Timeout, "no answer in its time"));
+                let what = "its replies have no \"id\", and it did not end when there were no more requests";
+                return Err(self.failure(FailureKind::Timeout, what));
             }
-            let is_sent = num_sent == request.len();
-            let requests = if is_sent { -1 } else { self.requests.as_raw_fd() };
-            let errors = self.errors.as_ref().map_or(-1, AsRawFd::as_raw_fd);
-            wait_for(&[self.replies.as_raw_fd(), errors], requests, left);
-            self.read_errors();
-            if !is_sent {
-                num_sent += moved(self.requests.write(&request[num_sent..])).map_err(|_| self.death())?.unwrap_or(0);
-            }
-            match moved(self.replies.read(&mut part)).map_err(|_| self.death())? {
-                Some(0) => return Err(self.death()),
-                num_read => received.extend_from_slice(&part[..num_read.unwrap_or(0)]),
-            }
-            let Some(length) = length(&received) else { continue };
-            let end = LENGTH_BYTES + length;
-            if length > MAX_REPLY_BYTES || received.len() > end {
-                let what = format!("a reply of {length} bytes (at most {MAX_REPLY_BYTES}), {} after it", {
-                    received.len().saturating_sub(end)
-                });
-                return Err(self.failure(FailureKind::Output, &what));
-            }
-            if received.len() == end && num_sent < request.len() {
-                return Err(self.failure(FailureKind::Output, "a reply before the request was read"));
-            }
-            if received.len() == end {
-                return Ok(received.split_off(LENGTH_BYTES));
+            if !self.exchange(left)? {
+                return Ok(());
             }
         }
+        Err(self.failure(FailureKind::Output, "more than one reply to a request"))
+    }
+
+    /// The failure of a request whose time is over.
+    pub fn overdue(&self) -> Failure {
+        self.failure(FailureKind::Timeout, "no answer in its time")
+    }
+
+    /// Moves bytes in either direction, as soon as some can be; false once the worker has closed its output.
+    fn exchange(&mut self, limit: Duration) -> Result<bool, Failure> {
+        let requests = self.requests.as_ref().filter(|_| !self.unsent.is_empty()).map_or(-1, AsRawFd::as_raw_fd);
+        let errors = self.errors.as_ref().map_or(-1, AsRawFd::as_raw_fd);
+        wait_for(&[self.replies.as_raw_fd(), errors], requests, limit);
+        self.read_errors();
+        if let Some(pipe) = self.requests.as_mut().filter(|_| !self.unsent.is_empty()) {
+            let num_sent = moved(pipe.write(&self.unsent)).map_err(|_| self.death())?.unwrap_or(0);
+            self.unsent.drain(..num_sent);
+        }
+        let mut part = [0; 1 << 16];
+        let num_read = moved(self.replies.read(&mut part)).map_err(|_| self.death())?;
+        self.received.extend_from_slice(&part[..num_read.unwrap_or(0)]);
+        Ok(num_read != Some(0))
     }
 
     /// Takes what it wrote to standard error, so that it never waits for us.
@@ -172,10 +224,16 @@ impl Worker {
             std::thread::sleep(LOOK);
         }
         self.read_errors();
-        kill_group(&self.child);
+        self.kill();
         let status = self.child.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
         self.is_reaped = true;
         self.failure(FailureKind::Died, &format!("its worker ended, {status}"))
+    }
+
+    /// Kills it with all that it started, as far as that has not left; the reaper finds the rest.
+    fn kill(&self) {
+        kill_descendants(self.child.id());
+        kill_group(&self.child);
     }
 
     fn failure(&self, kind: FailureKind, what: &str) -> Failure {
@@ -188,9 +246,10 @@ impl Worker {
 impl Drop for Worker {
     fn drop(&mut self) {
         if !self.is_reaped {
-            kill_group(&self.child);
+            self.kill();
             let _ = self.child.wait();
         }
+        drop(self.reaper.take()); // waits for what left the group
     }
 }
 
@@ -203,9 +262,9 @@ fn scratch() -> io::Result<Scratch> {
 
 /// In the child, before exec: dies with the thread that started it, and keeps none of its files and sockets.
 fn stand_alone(parent: u32) -> io::Result<()> {
+    close_on_exec()?;
     // SAFETY: plain system calls without pointers.
     unsafe {
-        libc::close_range(3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC as i32);
         if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
             return Err(io::Error::last_os_error());
         }
@@ -213,6 +272,13 @@ fn stand_alone(parent: u32) -> io::Result<()> {
             libc::_exit(libc::SIGKILL);
         }
     }
+    Ok(())
+}
+
+/// In a child, before exec: none of this process's files and sockets but the standard ones stay open in it.
+pub(super) fn close_on_exec() -> io::Result<()> {
+    // SAFETY: plain system call without pointers; a kernel that does not know it leaves what was marked one by one.
+    unsafe { libc::close_range(3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC as i32) };
     Ok(())
 }
 
@@ -249,7 +315,7 @@ mod tests {
             ("echo no more >&2; exec >&-; sleep 0.05; exit 3", "exit status: 3; it said: no more"),
             ("exec >&-; sleep 60", "signal: 9 (SIGKILL)"),
         ] {
-            let failure = shell(script).exchange(&[], Instant::now() + START).unwrap_err();
+            let failure = shell(script).receive(Instant::now() + START).unwrap_err();
             assert_eq!(failure, Failure::new(FailureKind::Died, format!("its worker ended, {status}")));
         }
     }

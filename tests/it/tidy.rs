@@ -30,6 +30,7 @@ const EDGES: &[&str] = &[
     "phase/",
     // Processes: their pipes, their end, their walls.
     "reward/worker.rs",
+    "reward/reaper.rs",
     "reward/pipes.rs",
     "reward/code/",
     // Holders of views into an arena.

@@ -24,6 +24,8 @@ pub(super) const ASKS_FOR_IDS: &str = "ids\n";
 const WORK: &str = "/work";
 /// Size of everything that the program writes, in bytes.
 const WORK_BYTES: u64 = 64 << 20;
+/// Files and folders that it may make, whose places in memory its size does not count.
+const WORK_FILES: u64 = 4096;
 const MAX_FILE_BYTES: u64 = 16 << 20;
 const MAX_OPEN_FILES: u64 = 64;
 const MAX_THREADS: u64 = 64;
@@ -82,7 +84,8 @@ fn enter(sandbox: &Sandbox, folder: &Path, program: &str, pipes: &mut Pipes) -> 
     // SAFETY: plain system call with whole numbers.
     unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
     if has(SandboxLayer::Landlock) {
-        layers::restrict_files(&sandbox.readable, &work)?;
+        // Without a file system of its own nothing would bound what a program writes.
+        layers::restrict_files(&sandbox.readable, &work, has(SandboxLayer::MountNamespace))?;
     }
     connect(pipes).map_err(failed("pipes"))?;
     if has(SandboxLayer::Seccomp) {
@@ -170,7 +173,7 @@ fn become_first_process() -> Result<(), String> {
 /// returned.
 fn change_root(sandbox: &Sandbox, root: &Path) -> io::Result<PathBuf> {
     mount(None, Path::new("/"), None, libc::MS_REC | libc::MS_PRIVATE, None)?;
-    let options = format!("size={WORK_BYTES},mode=755");
+    let options = format!("size={WORK_BYTES},nr_inodes={WORK_FILES},mode=755");
     mount(Some("tmpfs"), root, Some("tmpfs"), libc::MS_NOSUID | libc::MS_NODEV, Some(&options))?;
     for path in &sandbox.readable {
         show(path, root)?;

@@ -24,6 +24,12 @@ pub(super) const DEVICES: [&str; 4] = ["/dev/null", "/dev/zero", "/dev/random", 
 const F_SETOWN: u32 = 8;
 const F_SETSIG: u32 = 10;
 const F_SETOWN_EX: u32 = 15;
+/// Leases and word of changes in a folder.
+const F_SETLEASE: u32 = 1024;
+const F_NOTIFY: u32 = 1026;
+/// The bits of a socket's type that say its kind, and every kind but SOCK_STREAM.
+const SOCKET_KINDS: u32 = 0xf;
+const OTHER_THAN_STREAM: [u32; 15] = [0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
 const FIOSETOWN: u32 = 0x8901;
 const SIOCSPGRP: u32 = 0x8902;
 
@@ -31,7 +37,12 @@ const SIOCSPGRP: u32 = 0x8902;
 const FIRST_X32_CALL: u32 = 0x4000_0000;
 
 /// System calls that the C library's headers do not name yet; their numbers are those of every architecture.
+const SYS_QUOTACTL_FD: i64 = 443;
+const SYS_STATMOUNT: i64 = 457;
+const SYS_LISTMOUNT: i64 = 458;
 const SYS_SETXATTRAT: i64 = 463;
+const SYS_GETXATTRAT: i64 = 464;
+const SYS_LISTXATTRAT: i64 = 465;
 const SYS_REMOVEXATTRAT: i64 = 466;
 const SYS_FILE_SETATTR: i64 = 469;
 
@@ -39,8 +50,9 @@ const SYS_FILE_SETATTR: i64 = 469;
 pub(super) const FIRST_WITH_TRUNCATE: libc::c_long = 3;
 
 /// System calls refused with EPERM: network, tracing, mounting, namespaces, kernel keys and programs, other processes, ways
-/// out of the process group that is killed, what Landlock does not govern of files (modes, owners, times, attributes), memory
-/// that outlives the process or runs as a program. Pairs of sockets within the process stay allowed.
+/// out of the process group that is killed, what Landlock does not govern of files (modes, owners, times, attributes, locks,
+/// word of what happens to them), memory and queues that outlive the process or are others'. Pairs of connected sockets within the
+/// process stay allowed: event loops are woken by them.
 const REFUSED: &[i64] = &[
     libc::SYS_socket,
     libc::SYS_connect,
@@ -48,6 +60,10 @@ const REFUSED: &[i64] = &[
     libc::SYS_listen,
     libc::SYS_accept,
     libc::SYS_accept4,
+    libc::SYS_inotify_init1,
+    libc::SYS_inotify_add_watch,
+    libc::SYS_fanotify_init,
+    libc::SYS_fanotify_mark,
     libc::SYS_ptrace,
     libc::SYS_process_vm_readv,
     libc::SYS_process_vm_writev,
@@ -100,10 +116,28 @@ const REFUSED: &[i64] = &[
     libc::SYS_fremovexattr,
     SYS_REMOVEXATTRAT,
     SYS_FILE_SETATTR,
+    libc::SYS_getxattr,
+    libc::SYS_lgetxattr,
+    libc::SYS_listxattr,
+    libc::SYS_llistxattr,
+    SYS_GETXATTRAT,
+    SYS_LISTXATTRAT,
+    libc::SYS_flock,
+    libc::SYS_sync,
+    libc::SYS_syncfs,
     libc::SYS_shmget,
+    libc::SYS_shmat,
+    libc::SYS_shmctl,
     libc::SYS_msgget,
+    libc::SYS_msgsnd,
+    libc::SYS_msgrcv,
+    libc::SYS_msgctl,
     libc::SYS_semget,
+    libc::SYS_semop,
+    libc::SYS_semtimedop,
+    libc::SYS_semctl,
     libc::SYS_mq_open,
+    libc::SYS_mq_unlink,
     libc::SYS_memfd_create,
     libc::SYS_memfd_secret,
     libc::SYS_add_key,
@@ -123,12 +157,23 @@ const REFUSED: &[i64] = &[
     libc::SYS_swapon,
     libc::SYS_swapoff,
     libc::SYS_quotactl,
+    SYS_QUOTACTL_FD,
+    SYS_STATMOUNT,
+    SYS_LISTMOUNT,
+    libc::SYS_syslog,
+    libc::SYS_lookup_dcookie,
+    libc::SYS_io_setup,
+    libc::SYS_io_submit,
     libc::SYS_acct,
     libc::SYS_personality,
     libc::SYS_settimeofday,
     libc::SYS_clock_settime,
     libc::SYS_sethostname,
     libc::SYS_setdomainname,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_inotify_init,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_modify_ldt,
     #[cfg(target_arch = "x86_64")]
     libc::SYS_chmod,
     #[cfg(target_arch = "x86_64")]
@@ -175,13 +220,14 @@ pub(super) fn landlock_version() -> io::Result<libc::c_long> {
     }
 }
 
-/// From here on this process reads and runs what is below `readable`, writes below `work` and to [`DEVICES`], and opens no
-/// TCP connection; as far as this kernel's Landlock goes.
+/// From here on this process reads and runs what is below `readable` and `work`, writes to [`DEVICES`], and opens no TCP
+/// connection; as far as this kernel's Landlock goes. Where `may_write`, it writes below `work`, too.
 ///
 /// # Errors
 /// What the kernel refused, or that it enforces nothing.
-pub(super) fn restrict_files(readable: &[PathBuf], work: &Path) -> Result<(), String> {
+pub(super) fn restrict_files(readable: &[PathBuf], work: &Path, may_write: bool) -> Result<(), String> {
     let abi = ABI::V6;
+    let in_work = if may_write { AccessFs::from_all(abi) } else { AccessFs::from_read(abi) };
     let rules = || {
         Ruleset::default()
             .handle_access(AccessFs::from_all(abi))?
@@ -190,7 +236,7 @@ pub(super) fn restrict_files(readable: &[PathBuf], work: &Path) -> Result<(), St
             .create()?
             .add_rules(path_beneath_rules(readable, AccessFs::from_read(abi)))?
             .add_rules(path_beneath_rules(DEVICES, AccessFs::from_file(abi)))?
-            .add_rules(path_beneath_rules([work], AccessFs::from_all(abi)))?
+            .add_rules(path_beneath_rules([work], in_work))?
             .restrict_self()
     };
     let RestrictionStatus { ruleset, .. } = rules().map_err(|error| format!("landlock: {error}"))?;
@@ -211,7 +257,12 @@ pub(super) fn restrict_calls() -> Result<(), String> {
     refused.insert(libc::SYS_prlimit64, argument(0, SeccompCmpOp::Ne, &[0])?);
     // The program dies with its worker, and has no file's signals sent to others.
     refused.insert(libc::SYS_prctl, argument(0, SeccompCmpOp::Eq, &[libc::PR_SET_PDEATHSIG as u32])?);
-    refused.insert(libc::SYS_fcntl, argument(1, SeccompCmpOp::Eq, &[F_SETOWN, F_SETSIG, F_SETOWN_EX])?);
+    let commands = [F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY];
+    refused.insert(libc::SYS_fcntl, argument(1, SeccompCmpOp::Eq, &commands)?);
+    // A datagram could be sent from one of a pair to any socket that has a path.
+    let kinds = argument(1, SeccompCmpOp::MaskedEq(u64::from(SOCKET_KINDS)), &OTHER_THAN_STREAM)?;
+    let others = argument(0, SeccompCmpOp::Ne, &[libc::AF_UNIX as u32])?;
+    refused.insert(libc::SYS_socketpair, [kinds, others].concat());
     refused.insert(libc::SYS_ioctl, argument(1, SeccompCmpOp::Eq, &[FIOSETOWN, SIOCSPGRP])?);
     let mut filters = vec![compiled(refused, libc::EPERM)?, compiled(every(&[libc::SYS_clone3]), libc::ENOSYS)?];
     if cfg!(target_arch = "x86_64") {

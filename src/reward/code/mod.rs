@@ -41,8 +41,7 @@ pub fn serve(settings: &str) -> Result<()> {
         got: error.to_string(),
     })?;
     let sandbox = Sandbox::new(&settings);
-    let answer = |request: &[u8]| {
-        let request: CodeRequest = serde_json::from_slice(request).map_err(|error| error.to_string())?;
+    let answer = |request: &CodeRequest| {
         let sandbox = sandbox.as_ref().map_err(String::clone)?;
         if request.completions.is_empty() {
             return Ok(Vec::new()); // asked whether we are ready
@@ -57,10 +56,16 @@ pub fn serve(settings: &str) -> Result<()> {
 fn serve_with(
     input: &mut impl Read,
     output: &mut impl Write,
-    answer: impl Fn(&[u8]) -> Result<Vec<f64>, String>,
+    answer: impl Fn(&CodeRequest) -> Result<Vec<f64>, String>,
 ) -> io::Result<()> {
     while let Some(request) = read_frame(input)? {
-        let reply = answer(&request).map_or_else(Reply::error, Reply::rewards);
+        let reply = match serde_json::from_slice::<CodeRequest>(&request) {
+            Err(error) => Reply::error(None, error.to_string()),
+            Ok(request) => match answer(&request) {
+                Err(message) => Reply::error(Some(request.id), message),
+                Ok(rewards) => Reply::rewards(request.id, rewards),
+            },
+        };
         write_frame(output, &reply)?;
     }
     Ok(())

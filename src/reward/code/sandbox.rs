@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use std::ffi::CString;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::PermissionsExt;
@@ -108,22 +108,9 @@ impl Sandbox {
         drop(inner);
         process.follow_setup(&mut report, &mut go)?;
         let run = process.follow(input_end, output_end, input, deadline).map_err(failed)?;
-        let removed = unlock(folder.path()).and_then(|()| folder.close());
-        removed.map_err(|error| format!("the program's folder cannot be removed: {error}"))?;
+        folder.close().map_err(|error| format!("the program's folder cannot be removed: {error}"))?;
         Ok(run)
     }
-}
-
-/// Gives back the permission to remove what is in a folder, which a program may have made folders without.
-fn unlock(folder: &Path) -> io::Result<()> {
-    fs::set_permissions(folder, fs::Permissions::from_mode(0o700))?;
-    for entry in fs::read_dir(folder)? {
-        let entry = entry?;
-        if entry.file_type()?.is_dir() {
-            unlock(&entry.path())?; // no link: those are not followed
-        }
-    }
-    Ok(())
 }
 
 /// The process that a run is, and leads the group of; not reaped before it is dropped, so that the group's id stays its own.

@@ -1,7 +1,9 @@
 //! Functions and commands through the pool. Numbers are rows of docs/reliability.md.
 
 use std::fs;
+use std::io::{Read, Write};
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -107,6 +109,8 @@ def faulty(prompts, completions, **columns):
     what = completions[0]
     if what == "hang":
         subprocess.Popen(["sleep", columns["mark"][0]])
+        subprocess.Popen(["sleep", columns["mark"][0]], start_new_session=True, env={})
+        subprocess.Popen(["setsid", "--fork", "sleep", columns["mark"][0]]).wait()
         time.sleep(1000)
     if what == "exit":
         os._exit(3)
@@ -155,70 +159,220 @@ fn a_function_that_fails_masks_its_sample_and_is_replaced() {
     wait_until(|| processes_of(Path::new(&file)).is_empty());
 }
 
-/// Answers by hand, as the completion says.
+/// Answers by hand, as the completion says; without ids if it has an argument.
 const COMMAND: &str = r#"
 import json, os, struct, sys, time
 requests, replies = sys.stdin.buffer, sys.stdout.buffer
 num_errors = 0
+
+def write(number, **what):
+    reply = json.dumps({**({} if sys.argv[1:] else {"id": number}), **what}).encode()
+    replies.write(struct.pack(">I", len(reply)) + reply)
+    replies.flush()
+
 while len(head := requests.read(4)) == 4:
     request = json.loads(requests.read(struct.unpack(">I", head)[0]))
-    what = request["completions"][0]
-    good = b'{"rewards": [1.0]}'
-    replies.write({
-        "garbage": b"Traceback: no frame at all\n",
-        "huge": struct.pack(">I", 1 << 31) + b"x" * (1 << 22),
-        "twice": 2 * (struct.pack(">I", len(good)) + good),
-        "nan": struct.pack(">I", 18) + b'{"rewards": [NaN]}',
-        "more": struct.pack(">I", 31) + b'{"rewards": [1.0], "weight": 9}',
-        "noise": b"",
-        "error": struct.pack(">I", 15) + b'{"error": "no"}',
-    }.get(what, struct.pack(">I", len(good)) + good))
-    replies.flush()
-    if what == "late":
-        time.sleep(0.2)
-        replies.write(struct.pack(">I", 18) + b'{"rewards": [9.0]}')
-        replies.flush()
-    if what == "error":
+    what, number = request["completions"][0], request["id"]
+    if what == "garbage":
+        replies.write(b"Traceback: no frame at all\n")
+    elif what == "huge":
+        replies.write(struct.pack(">I", 1 << 31) + b"x" * (1 << 22))
+    elif what == "nan":
+        replies.write(struct.pack(">I", 18) + b'{"rewards": [NaN]}')
+    elif what == "more":
+        write(number, rewards=[1.0], weight=9)
+    elif what == "other":
+        write(number + 1, rewards=[1.0])
+    elif what == "error":
+        write(number, error="no")
         num_errors += 1
         if num_errors == 2:
             os._exit(3)
-    if what == "noise":
+    elif what == "before":
+        write(number - 1, rewards=[9.0])
+    elif what == "hang":
+        time.sleep(1000)
+    elif what == "noise":
         while True:
             sys.stderr.write("noise" * 1000)
+    else:
+        write(number, rewards=[1.0])
+    if what in ("twice", "trailing"):
+        write(number, rewards=[9.0]) if what == "twice" else replies.write(b"and more of it")
+    replies.flush()
 "#;
+
+/// A pool of the reward `own`, served by [`COMMAND`] with these arguments.
+fn command_pool(folder: &Path, arguments: &str) -> RewardPool {
+    let file = write(folder, "command.py", COMMAND);
+    pool(&[
+        "reward_funcs=[\"own\"]".into(),
+        format!("rewards.own.command=[\"python3\", \"{file}\"{arguments}]"),
+        "rewards.own.timeout_s=2".into(),
+    ])
+}
+
+fn rewards(pool: &mut RewardPool, completions: &[&str]) -> Vec<Option<f32>> {
+    scores(pool, group(json!({"prompt": "p"}), completions)).iter().map(|score| score.0).collect()
+}
 
 /// 30: what is no reply is never taken for one, however much it is.
 #[test]
 fn a_command_that_writes_something_else_is_no_reply() {
     let folder = tempfile::tempdir().unwrap();
-    let file = write(folder.path(), "command.py", COMMAND);
-    let mut pool = pool(&[
-        "reward_funcs=[\"own\"]".into(),
-        format!("rewards.own.command=[\"python3\", \"{file}\"]"),
-        "rewards.own.timeout_s=2".into(),
-    ]);
-    let completions =
-        ["garbage", "good", "huge", "good", "twice", "good", "nan", "good", "more", "good", "noise", "good"];
-    let scores = scores(&mut pool, group(json!({"prompt": "p"}), &completions));
-    for (text, (reward, _)) in completions.iter().zip(&scores) {
-        assert_eq!(*reward, (*text == "good").then_some(1.0), "{text}");
+    let mut pool = command_pool(folder.path(), "");
+    let bad = ["garbage", "huge", "nan", "more", "noise", "other"];
+    let completions: Vec<&str> = bad.iter().flat_map(|bad| [*bad, "good"]).collect();
+    for (text, reward) in completions.iter().zip(rewards(&mut pool, &completions)) {
+        assert_eq!(reward, (*text == "good").then_some(1.0), "{text}");
     }
     let own = |kind, count| ("own".to_owned(), kind, count);
     assert_eq!(pool.take_failures(), [own(FailureKind::Timeout, 1), own(FailureKind::Output, 5)]);
 }
 
-/// 30: nor is a reply that was not asked for, however late it comes.
+/// 42: an answer too many costs the sample that it is about, and no other, whenever it comes.
 #[test]
-fn a_reply_too_many_is_not_that_to_the_next_request() {
+fn an_answer_too_many_costs_its_own_sample_alone() {
     let folder = tempfile::tempdir().unwrap();
-    let file = write(folder.path(), "command.py", COMMAND);
-    let keys = ["reward_funcs=[\"own\"]".to_owned(), format!("rewards.own.command=[\"python3\", \"{file}\"]")];
-    let mut pool = pool(&keys);
-    assert_eq!(scores(&mut pool, group(json!({}), &["late"]))[0].0, Some(1.0));
-    std::thread::sleep(Duration::from_millis(800));
-    let after = scores(&mut pool, group(json!({}), &["first", "second"]));
-    assert_eq!(after.iter().map(|score| score.0).collect::<Vec<_>>(), [None, Some(1.0)]);
-    assert_eq!(pool.take_failures(), [("own".to_owned(), FailureKind::Output, 1)]);
+    for arguments in ["", ", \"without ids\""] {
+        let mut pool = command_pool(folder.path(), arguments);
+        assert_eq!(rewards(&mut pool, &["twice", "good"]), [None, Some(1.0)], "{arguments}");
+        assert_eq!(pool.take_failures(), [("own".to_owned(), FailureKind::Output, 1)], "{arguments}");
+        // Whether what follows is noticed with the reply or later: it is not the next request's.
+        assert_eq!(rewards(&mut pool, &["trailing", "good"])[1], Some(1.0), "{arguments}");
+    }
+    // The second answer to the first request is all that the second one gets.
+    let mut pool = command_pool(folder.path(), "");
+    assert_eq!(rewards(&mut pool, &["good", "before", "good"]), [None, None, Some(1.0)]);
+    let kinds: Vec<_> = pool.take_failures().into_iter().map(|(_, kind, _)| kind).collect();
+    assert_eq!(kinds, [FailureKind::Output]);
+    // Its scores are taken: it can cost nobody anything any more, least of all those that were asked later.
+    assert_eq!(rewards(&mut pool, &["good"]), [Some(1.0)]);
+    assert_eq!(rewards(&mut pool, &["before", "good"]), [None, Some(1.0)]);
+}
+
+/// A command that knows nothing of ids is served: one process for each request.
+#[test]
+fn a_command_without_ids_is_started_for_every_request() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut pool = command_pool(folder.path(), ", \"without ids\"");
+    assert_eq!(
+        rewards(&mut pool, &["good", "garbage", "good", "hang", "error", "good"]),
+        [Some(1.0), None, Some(1.0), None, None, Some(1.0)]
+    );
+    let own = |kind| ("own".to_owned(), kind, 1);
+    assert_eq!(pool.take_failures(), [own(FailureKind::Error), own(FailureKind::Timeout), own(FailureKind::Output)]);
+}
+
+/// Each waits for all others, or does what the completion says.
+const TOGETHER: &str = r#"
+import asyncio, os, time
+
+arrived = 0
+everybody = asyncio.Event() if __import__("sys").version_info >= (3, 10) else None
+
+async def together(prompts, completions, **columns):
+    global arrived, everybody
+    everybody = everybody or asyncio.Event()
+    what = completions[0]
+    if what == "hang":
+        await asyncio.sleep(1000)
+    if what == "stubborn":
+        while True:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                pass
+    if what == "block":
+        time.sleep(1000)
+    if what == "exit":
+        os._exit(3)
+    if what == "raise":
+        raise ValueError("asked for")
+    if what == "wait":
+        arrived += 1
+        if arrived == columns["size"][0]:
+            everybody.set()
+        await everybody.wait()
+    return [1.0]
+"#;
+
+fn together(folder: &Path, keys: &[&str]) -> RewardPool {
+    let file = write(folder, "together.py", TOGETHER);
+    let own = ["reward_funcs=[\"own\"]".to_owned(), format!("rewards.own.function={file}:together")];
+    pool(&[&own[..], &keys.iter().map(|key| (*key).to_owned()).collect::<Vec<_>>()].concat())
+}
+
+/// Requests to an asynchronous function run together, as many as `concurrency` says.
+#[test]
+fn asynchronous_rewards_run_together() {
+    let folder = tempfile::tempdir().unwrap();
+    let all = |pool: &mut RewardPool| -> Vec<_> {
+        scores(pool, group(json!({"prompt": "p", "size": 8}), &["wait"; 8])).iter().map(|score| score.0).collect()
+    };
+    assert_eq!(all(&mut together(folder.path(), &["rewards.own.timeout_s=60"])), [Some(1.0); 8]);
+    let mut few = together(folder.path(), &["rewards.own.timeout_s=0.5", "rewards.own.concurrency=7"]);
+    assert_eq!(all(&mut few).iter().filter(|reward| reward.is_none()).count(), 7, "seven wait for the eighth in vain");
+}
+
+/// 29: what hangs, blocks or dies among requests that run together costs its own sample.
+#[test]
+fn one_of_many_asynchronous_rewards_fails_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    for (what, kind) in [
+        ("hang", FailureKind::Timeout),
+        ("raise", FailureKind::Error),
+        ("stubborn", FailureKind::Timeout),
+        ("block", FailureKind::Timeout),
+        ("exit", FailureKind::Died),
+    ] {
+        let mut pool = together(folder.path(), &["rewards.own.timeout_s=1"]);
+        assert_eq!(
+            rewards(&mut pool, &["good", what, "good", "good"]),
+            [Some(1.0), None, Some(1.0), Some(1.0)],
+            "{what}"
+        );
+        assert_eq!(pool.take_failures(), [("own".to_owned(), kind, 1)], "{what}");
+    }
+}
+
+/// What lies in the current folder is not what the worker imports; the function's own folder is still the first that it searches.
+#[test]
+fn a_worker_imports_nothing_from_the_current_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    for module in ["json", "os", "struct", "types", "asyncio", "inspect", "traceback", "selectors", "threading"] {
+        write(folder.path(), &format!("{module}.py"), "raise SystemExit('taken for the library')");
+    }
+    write(folder.path(), "sibling.py", "value = 0.5");
+    let function = "import sibling\n\nasync def own(completions, **columns):\n    return [sibling.value]\n";
+    write(folder.path(), "mine.py", function);
+    for spec in ["mine.py:own", "mine:own"] {
+        let worker = include_str!("../../../src/reward/worker.py");
+        let mut child = Command::new("python3")
+            .args(["-c", worker, spec, "answer", "10"])
+            .current_dir(folder.path())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (mut requests, mut replies) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+        let mut reply = |completions: &[&str]| {
+            let request = json!({"id": 3, "prompt": "p", "completions": completions, "completion_ids": [[]],
+                "finish_reasons": ["eos"], "columns": {}, "trainer_state": {}})
+            .to_string();
+            requests.write_all(&(request.len() as u32).to_be_bytes()).unwrap();
+            requests.write_all(request.as_bytes()).unwrap();
+            let mut head = [0; 4];
+            replies.read_exact(&mut head).unwrap();
+            let mut reply = vec![0; u32::from_be_bytes(head) as usize];
+            replies.read_exact(&mut reply).unwrap();
+            serde_json::from_slice::<Value>(&reply).unwrap()
+        };
+        assert_eq!(reply(&[]), json!({"id": 3, "rewards": [], "is_async": true}), "{spec}");
+        assert_eq!(reply(&["x"]), json!({"id": 3, "rewards": [0.5]}), "{spec}");
+        drop(requests);
+        assert!(child.wait().unwrap().success(), "{spec}");
+    }
 }
 
 /// 31: an error is no score: workers that die between errors die in a row.

@@ -3,12 +3,12 @@
 use std::fs;
 use std::path::Path;
 
-use crate::program::{SMALL_RUN, metrics, processes_of, run, stdout_of, wait_until};
+use crate::program::{SMALL_RUN, await_line, command, end, metrics, processes_of, run, stdout_of, wait_until};
 
 /// Counts its calls, of all ranks, beside itself. While it is marked as broken it dies in the second step, after 16 completions
 /// in the first.
 const COUNTING: &str = r#"
-import os
+import os, subprocess
 
 def counting(prompts, completions, trainer_state, **columns):
     assert trainer_state.global_step < trainer_state.max_steps == 3
@@ -18,6 +18,13 @@ def counting(prompts, completions, trainer_state, **columns):
         count = len(calls.read())
     if os.path.exists(__file__ + ".broken") and count > 20:
         os._exit(3)
+    return [float(len(completion[0]["content"]) % 3) for completion in completions]
+
+def starts_others(prompts, completions, **columns):
+    sleeper = ["sh", "-c", "sleep 1000; :", __file__]
+    for options in ({}, {"start_new_session": True}):
+        subprocess.Popen(sleeper, **options)
+    subprocess.Popen(["setsid", "--fork", *sleeper]).wait()
     return [float(len(completion[0]["content"]) % 3) for completion in completions]
 
 def picky(prompts, completions, completion_ids, **columns):
@@ -141,6 +148,33 @@ fn workers_die_with_their_rank() {
     }
 }
 
+/// What rewards start ends with the run, wherever it went: with one that ends by itself, and when its processes are killed.
+#[test]
+fn what_rewards_start_ends_with_the_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("mine.py");
+    fs::write(&file, COUNTING).unwrap();
+    let line = |output: &str| {
+        format!(
+            "--nproc 2 {SMALL_RUN} save_steps=none reward_weights=[] reward_funcs=[\"{}:starts_others\"] output_dir={}/{output}",
+            file.display(),
+            folder.path().display()
+        )
+    };
+    let is_alone = || processes_of(&file).is_empty();
+    let ended = run(&line("done"));
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    wait_until(is_alone); // it ended
+    let ended = run(&format!("{} fault=1:0:forward_backward:kill", line("rank")));
+    assert_eq!(ended.code, Some(10), "{}", ended.stderr);
+    wait_until(is_alone); // a rank was killed
+    let mut launcher = command(&format!("{} max_steps=1000", line("launcher"))).spawn().unwrap();
+    await_line(&mut launcher, "step 1/1000");
+    launcher.kill().unwrap();
+    end(launcher);
+    wait_until(is_alone); // the launcher was killed
+}
+
 /// The configuration that shows rewards of one's own.
 #[test]
 fn the_example_runs() {
@@ -170,6 +204,7 @@ fn a_reward_that_cannot_be_started_is_refused_with_its_key() {
         ("reward_funcs=[\"rewards.py\"]", 2, ["reward_funcs = rewards.py", "rewards.py:FUNCTION"]),
         ("reward_funcs=[\"accuracy_reward\"]", 2, ["accuracy_reward", "here: numeric_answer"]),
         ("reward_funcs=[\"nowhere.py:f\"]", 2, ["reward_funcs = nowhere.py:f", "FileNotFoundError"]),
+        ("reward_funcs=[\"math:pi\"]", 2, ["reward_funcs = math:pi", "pi is no function but a value of type float"]),
         ("reward_funcs=[\"json:f\"]", 2, ["reward_funcs = json:f", "has no attribute 'f'"]),
         ("reward_funcs=[\"a\"] rewards.a.command=[\"./nowhere\"]", 2, ["rewards.a.command", "No such file"]),
         ("reward_funcs=[\"a\"]", 2, ["reward_funcs = a", "numeric_answer"]),

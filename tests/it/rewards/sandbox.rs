@@ -3,6 +3,8 @@
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, UdpSocket};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -88,7 +90,7 @@ impl Sandbox {
     }
 
     fn ask(&mut self, completions: &[String], columns: Value) -> Result<Vec<f64>, String> {
-        let request = json!({"prompt": "", "completions": completions, "completion_ids": [], "finish_reasons": [], "columns": columns});
+        let request = json!({"id": 1, "prompt": "", "completions": completions, "completion_ids": [], "finish_reasons": [], "columns": columns});
         let request = request.to_string();
         let (input, output) = (self.0.stdin.as_mut().unwrap(), self.0.stdout.as_mut().unwrap());
         input.write_all(&(request.len() as u32).to_be_bytes()).unwrap();
@@ -171,6 +173,9 @@ const ATTEMPTS: &[(&str, &[&str])] = &[
             "socket.create_connection(('127.0.0.1', TCP), 1)",
             "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', UDP))",
             "socket.socket(socket.AF_UNIX)",
+            "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', DATAGRAM)",
+            "socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)",
+            "socket.socketpair()[0].sendto(b'x', DATAGRAM)",
         ],
     ),
     (
@@ -195,7 +200,26 @@ const ATTEMPTS: &[(&str, &[&str])] = &[
     ("more processes", &["os.fork()", "subprocess.run(['/bin/true'])", "os.posix_spawn('/bin/true', ['x'], {})"]),
     ("more threads", &["[threading.Thread(target=time.sleep, args=(9,), daemon=True).start() for _ in range(500)]"]),
     ("memory", &["bytearray(512 << 20)", "[bytearray(1 << 20) for _ in range(512)]"]),
-    ("disk", &["open('big', 'wb').write(bytes(32 << 20))"]),
+    (
+        "disk",
+        &[
+            "open('big', 'wb').write(bytes(32 << 20))",
+            "[open(f'many{i}', 'wb').write(bytes(8 << 20)) for i in range(20)]",
+            "[open(f'empty{i}', 'wb').close() for i in range(9999)]",
+            "nest(5000)",
+        ],
+    ),
+    (
+        "word of files",
+        &[
+            "call('inotify_init')",
+            "call('inotify_init1', 0)",
+            "call('inotify_add_watch', 0, b'/etc', 2)",
+            "call('fanotify_init', 0, 0)",
+            "fcntl.fcntl(os.open('/usr', 0), 1026, 1)",
+            "fcntl.flock(open('/proc/self/stat' if os.path.exists('/proc/self/stat') else '/usr/bin/env'), 2)",
+        ],
+    ),
     ("signals", &["os.kill(os.getppid(), 9)", "os.kill(-1, 9)", "os.killpg(0, 9)", "os.setsid()"]),
     (
         "privileges",
@@ -239,20 +263,32 @@ def is_open(fd):
     except OSError: return False
     return True
 
+def nest(depth):
+    for _ in range(depth):
+        os.mkdir('d')
+        os.chdir('d')
+
 out = True
 "#;
 
 /// A program that says `refused` if every one of `lines` failed.
-fn attempt(lines: &[&str], secret: &Path, tcp: u16, udp: u16) -> String {
+fn attempt(lines: &[&str], secret: &Path, (tcp, udp): (u16, u16), datagram: &Path) -> String {
     let tried = lines
         .iter()
         .map(|line| format!("try:\n    {line}\n    out = False\nexcept (OSError, MemoryError, RuntimeError): pass\n"));
     let tried: String = tried.collect();
-    format!("SECRET, TCP, UDP = {secret:?}, {tcp}, {udp}{BEFORE}{tried}print('refused' if out else 'escaped')")
+    format!(
+        "SECRET, TCP, UDP, DATAGRAM = {secret:?}, {tcp}, {udp}, {datagram:?}{BEFORE}{tried}print('refused' if out else 'escaped')"
+    )
 }
 
-fn tries_to_escape(mut sandbox: Sandbox) {
+fn tries_to_escape(mut sandbox: Sandbox, may_write: bool) {
     let folder = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
+    let path = folder.path().join("socket");
+    let datagram = UnixDatagram::bind(&path).unwrap();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o777)).unwrap();
+    datagram.set_nonblocking(true).unwrap();
     let secret = folder.path().join("secret");
     std::fs::write(&secret, "secret").unwrap();
     let (tcp, udp) = (TcpListener::bind("127.0.0.1:0").unwrap(), UdpSocket::bind("127.0.0.1:0").unwrap());
@@ -260,10 +296,13 @@ fn tries_to_escape(mut sandbox: Sandbox) {
     udp.set_nonblocking(true).unwrap();
     let ports = (tcp.local_addr().unwrap().port(), udp.local_addr().unwrap().port());
     for (what, lines) in ATTEMPTS {
-        let program = attempt(lines, &secret, ports.0, ports.1);
+        let program = attempt(lines, &secret, ports, &path);
         assert_eq!(sandbox.score(&program, &[("", "refused")]), 1.0, "{what}:\n{program}");
     }
     assert!(tcp.accept().is_err() && udp.recv(&mut [0]).is_err(), "something came through");
+    assert!(datagram.recv(&mut [0]).is_err(), "a datagram came through");
+    let event_loop = "import asyncio\nasyncio.run(asyncio.sleep(0))\nprint('woken')";
+    assert_eq!(sandbox.score(event_loop, &[("", "woken")]), 1.0, "an event loop's own pair of sockets");
 
     let forged = r#"
 import os, struct
@@ -273,7 +312,7 @@ for fd in range(64):
     except OSError: pass
 "#;
     assert_eq!(sandbox.score(forged, &[("", "what nobody knows")]), 0.0, "its own reward");
-    assert_eq!(sandbox.score("open('left', 'w')", &[("", "")]), 1.0);
+    assert_eq!(sandbox.score("open('left', 'w')", &[("", "")]), f64::from(may_write));
     assert_eq!(
         sandbox.score("import os\nprint(os.listdir('.'))", &[("", "['main.py']")]),
         1.0,
@@ -282,7 +321,7 @@ for fd in range(64):
 }
 
 /// The next program's file is not written through a link that one left, and what it made unreadable is removed.
-fn leaves_things_behind(mut sandbox: Sandbox) {
+fn leaves_things_behind(mut sandbox: Sandbox, may_write: bool) {
     let folder = tempfile::tempdir().unwrap();
     let outside = folder.path().join("outside");
     std::fs::write(&outside, "as it was").unwrap();
@@ -290,8 +329,9 @@ fn leaves_things_behind(mut sandbox: Sandbox) {
         "import os\nos.remove('main.py')\nos.symlink({outside:?}, 'main.py')\ntry: os.chmod('.', 0o500)\nexcept OSError: pass"
     );
     let locked = "import os\nos.mkdir('a', 0o700)\nopen('a/b', 'w')\nos.mkdir('c', 0o300)\nopen('c/d', 'w')";
-    for program in [&link, locked] {
-        assert_eq!(sandbox.score(program, &[("", "")]), 1.0, "{program}");
+    let nested = "import os\nfor _ in range(5000): os.mkdir('d'); os.chdir('d')";
+    for (program, score) in [(&*link, f64::from(may_write)), (locked, f64::from(may_write)), (nested, 0.0)] {
+        assert_eq!(sandbox.score(program, &[("", "")]), score, "{program}");
         assert_eq!(sandbox.score("import os\nprint(os.listdir('.'))", &[("", "['main.py']")]), 1.0, "{program}");
     }
     assert_eq!(std::fs::read_to_string(&outside).unwrap(), "as it was");
@@ -310,25 +350,27 @@ fn never_ends(mut sandbox: Sandbox) {
 
 #[test]
 fn nothing_gets_out_of_the_sandbox() {
-    Sandbox::complete(PATIENT_S).into_iter().for_each(tries_to_escape);
+    Sandbox::complete(PATIENT_S).into_iter().for_each(|sandbox| tries_to_escape(sandbox, true));
     Sandbox::complete(HASTY_S).into_iter().for_each(never_ends);
 }
 
 #[test]
 fn nothing_gets_out_of_what_a_container_allows() {
-    Sandbox::in_container(PATIENT_S).into_iter().for_each(tries_to_escape);
+    Sandbox::in_container(PATIENT_S).into_iter().for_each(|sandbox| tries_to_escape(sandbox, false));
     Sandbox::in_container(HASTY_S).into_iter().for_each(never_ends);
 }
 
 #[test]
 fn nothing_gets_out_of_what_is_left_to_a_user() {
-    Sandbox::of_a_user(PATIENT_S).into_iter().for_each(tries_to_escape);
+    Sandbox::of_a_user(PATIENT_S).into_iter().for_each(|sandbox| tries_to_escape(sandbox, false));
 }
 
 #[test]
 fn nothing_is_left_to_the_next_program() {
-    let sandboxes = [Sandbox::complete, Sandbox::in_container, Sandbox::of_a_user];
-    sandboxes.into_iter().filter_map(|sandbox| sandbox(PATIENT_S)).for_each(leaves_things_behind);
+    Sandbox::complete(PATIENT_S).into_iter().for_each(|sandbox| leaves_things_behind(sandbox, true));
+    for sandbox in [Sandbox::in_container, Sandbox::of_a_user].into_iter().filter_map(|sandbox| sandbox(PATIENT_S)) {
+        leaves_things_behind(sandbox, false);
+    }
 }
 
 /// A folder is readable that is listed after one below it; between programs there is no temporary folder that a killed worker

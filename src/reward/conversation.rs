@@ -1,0 +1,232 @@
+//! What passes between a thread and its worker: requests with ids, replies in any order, and whose failure it is when the worker
+//! is lost. The worker of an asynchronous function has several requests open, all others one.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::failures::{Failure, FailureKind};
+use super::protocol::{Reply, Request, Scores, excerpt, frame};
+use super::service::Service;
+use super::state::{Job, Shared};
+use super::worker::Worker;
+use crate::types::RolloutGroup;
+
+/// Longest time between two looks for further jobs while some are open, and whether the pool has closed.
+const LOOK: Duration = Duration::from_millis(10);
+/// Time that an asynchronous function has to end after it was cancelled, before its worker is killed.
+const GRACE: Duration = Duration::from_secs(1);
+/// Answered requests that are remembered, so that a second answer takes the score back.
+const NUM_REMEMBERED: usize = 256;
+
+/// Why a conversation needs another worker.
+pub(super) enum Lost {
+    /// The worker failed.
+    Failed(Failure),
+    /// The worker ended by itself, as one that gives no ids does after every request.
+    Spent,
+}
+
+/// One worker and what it was asked.
+pub(super) struct Conversation<'a> {
+    service: &'a Service,
+    shared: &'a Shared,
+    /// The service's place in the pool.
+    own: usize,
+    /// None once it is lost.
+    worker: Option<Worker>,
+    /// Requests without an answer.
+    open: Vec<Open>,
+    /// Requests that this worker has answered, the newest last.
+    answered: VecDeque<(u64, Job)>,
+    /// Work that was open when a worker was lost to something else, or to nobody knows what. It is asked again, one by one.
+    again: VecDeque<Work>,
+    /// Whether the open request is asked again.
+    asks_again: bool,
+    next_id: u64,
+}
+
+type Work = (Job, Arc<RolloutGroup>);
+
+/// A request without an answer.
+struct Open {
+    id: u64,
+    work: Work,
+    deadline: Instant,
+}
+
+/// A request with its answer.
+struct Answered {
+    open: Open,
+    outcome: Result<Scores, Failure>,
+}
+
+impl<'a> Conversation<'a> {
+    /// With a worker that is ready.
+    pub fn new(service: &'a Service, shared: &'a Shared, own: usize, worker: Worker) -> Self {
+        Self {
+            service,
+            shared,
+            own,
+            worker: Some(worker),
+            open: Vec::new(),
+            answered: VecDeque::new(),
+            again: VecDeque::new(),
+            asks_again: false,
+            next_id: 1,
+        }
+    }
+
+    /// Continues with another worker in the place of the one that was lost.
+    pub fn go_on_with(&mut self, worker: Worker) {
+        self.answered.clear();
+        self.worker = Some(worker);
+    }
+
+    /// Asks as much as the worker may have open, and waits for work if there is none; false once the pool closes.
+    pub fn take_on(&mut self) -> bool {
+        while self.open.len() < self.room() {
+            let own = self.own;
+            let work = match self.again.pop_front() {
+                Some(work) => {
+                    self.asks_again = true;
+                    Some(work)
+                }
+                None if self.open.is_empty() => {
+                    self.asks_again = false;
+                    match self.shared.next_job(|state| &mut state.service_queues[own]) {
+                        Some(work) => Some(work),
+                        None => return false,
+                    }
+                }
+                None => self.shared.job_at_hand(|state| &mut state.service_queues[own]),
+            };
+            let Some(work) = work else { break };
+            self.ask(work);
+        }
+        !self.shared.is_over()
+    }
+
+    fn room(&self) -> usize {
+        let is_async = self.worker.as_ref().is_some_and(|worker| worker.is_async);
+        let is_alone = !self.again.is_empty() || (self.asks_again && !self.open.is_empty());
+        if is_async && !is_alone { self.service.concurrency } else { 1 }
+    }
+
+    fn ask(&mut self, work: Work) {
+        let id = self.next_id;
+        self.next_id += 1;
+        if let Some(worker) = &mut self.worker {
+            worker.send(&frame(&Request::new(id, &work.1, &work.0)));
+        }
+        self.open.push(Open { id, work, deadline: Instant::now() + self.service.timeout });
+    }
+
+    /// Waits for answers for a moment and books them; says if the worker is lost.
+    pub fn hear(&mut self) -> Option<Lost> {
+        let mut answers = Vec::new();
+        let outcome = self.listen(&mut answers);
+        for Answered { open, outcome } in answers {
+            self.service.file(self.shared, &open.work.0, outcome);
+            self.answered.push_back((open.id, open.work.0));
+        }
+        let surplus = self.answered.len().saturating_sub(NUM_REMEMBERED);
+        self.answered.drain(..surplus);
+        let (lost, is_blamed) = match outcome {
+            Ok(()) => return None,
+            Err(lost) => lost,
+        };
+        self.worker = None; // it is gone, with all that it started, before another starts
+        let mut open: VecDeque<_> = self.open.drain(..).collect();
+        if let (Lost::Failed(failure), false, 1) = (&lost, is_blamed || self.may_be_of_another(&lost), open.len()) {
+            let alone = open.pop_front().expect("there is one");
+            self.service.file(self.shared, &alone.work.0, Err(failure.clone()));
+        }
+        self.again.extend(open.into_iter().map(|open| open.work));
+        Some(lost)
+    }
+
+    /// Whether what the worker wrote may have been meant for a request before: a worker that has had none tells.
+    fn may_be_of_another(&self, lost: &Lost) -> bool {
+        matches!(lost, Lost::Failed(failure) if failure.kind == FailureKind::Output) && !self.answered.is_empty()
+    }
+
+    /// Reads replies into `answers`. An error says why the worker is lost, and whether some request has been blamed for it; where
+    /// none has, it is that of one of those still open.
+    fn listen(&mut self, answers: &mut Vec<Answered>) -> Result<(), (Lost, bool)> {
+        let Some(mut worker) = self.worker.take() else { return Ok(()) };
+        let failed = |failure| (Lost::Failed(failure), false);
+        let grace = if worker.is_async { GRACE } else { Duration::ZERO };
+        let last = self.open.iter().map(|open| open.deadline + grace).min().unwrap_or_else(Instant::now);
+        let mut reply = worker.receive(last.min(Instant::now() + LOOK)).map_err(failed)?;
+        if reply.is_none() && Instant::now() >= last {
+            return Err(failed(worker.overdue()));
+        }
+        // All that has come is read before anything is booked: a second answer may be among it.
+        while let Some(frame) = reply {
+            let parsed = Reply::parse(&frame).map_err(|failure| blame_last(answers, failure))?;
+            if parsed.id.is_none() && !self.service.program.is_ours && self.open.len() == 1 {
+                return Err((self.hear_last(worker, parsed, answers), true));
+            }
+            self.sort(parsed, &frame, answers)?;
+            reply = worker.reply_at_hand().map_err(|failure| blame_last(answers, failure))?;
+        }
+        self.worker = Some(worker);
+        Ok(())
+    }
+
+    /// Finds the request that a reply answers.
+    fn sort(&mut self, reply: Reply, frame: &[u8], answers: &mut Vec<Answered>) -> Result<(), (Lost, bool)> {
+        let twice = || Failure::new(FailureKind::Output, "more than one reply to a request");
+        if let Some(place) = self.open.iter().position(|open| Some(open.id) == reply.id) {
+            let open = self.open.swap_remove(place);
+            let mut outcome = reply.scores(open.work.0.completions.len());
+            if Instant::now() > open.deadline {
+                outcome = Err(Failure::new(FailureKind::Timeout, "no answer in its time"));
+            }
+            let lost = outcome.as_ref().err().filter(|failure| failure.kind == FailureKind::Output).cloned();
+            answers.push(Answered { open, outcome });
+            return lost.map_or(Ok(()), |failure| Err((Lost::Failed(failure), true)));
+        }
+        if let Some(answer) = answers.iter_mut().find(|answer| Some(answer.open.id) == reply.id) {
+            answer.outcome = Err(twice());
+            return Err((Lost::Failed(twice()), true));
+        }
+        if let Some((_, job)) = self.answered.iter().find(|(id, _)| Some(*id) == reply.id) {
+            self.service.take_back(self.shared, job, twice());
+            return Err((Lost::Failed(twice()), true));
+        }
+        let what = format!("a reply to a request that was not made, in {}", excerpt(frame));
+        Err((Lost::Failed(Failure::new(FailureKind::Output, what)), false))
+    }
+
+    /// Books a reply that does not say which request it answers: it is that to the open one if the worker writes nothing more.
+    fn hear_last(&mut self, worker: Worker, reply: Reply, answers: &mut Vec<Answered>) -> Lost {
+        let open = self.open.remove(0);
+        if !self.service.has_no_ids.swap(true, Ordering::Relaxed) {
+            let reward = &*self.service.name;
+            tracing::warn!(
+                reward,
+                "its replies have no \"id\": it is started anew for every request (docs/rewards.md)"
+            );
+        }
+        let outcome = worker.finish(open.deadline).and_then(|()| reply.scores(open.work.0.completions.len()));
+        let lost = match &outcome {
+            Err(failure) if failure.kind != FailureKind::Error => Lost::Failed(failure.clone()),
+            _ => Lost::Spent,
+        };
+        answers.push(Answered { open, outcome });
+        lost
+    }
+}
+
+/// What follows an answer at once and is no reply costs the request that was answered; with no answer before it, nobody knows
+/// which request it belongs to.
+fn blame_last(answers: &mut [Answered], failure: Failure) -> (Lost, bool) {
+    let is_blamed = !answers.is_empty();
+    if let Some(last) = answers.last_mut() {
+        last.outcome = Err(failure.clone());
+    }
+    (Lost::Failed(failure), is_blamed)
+}
