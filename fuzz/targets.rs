@@ -1,5 +1,5 @@
 //! What is fed with any bytes: every function takes them as a file, or as a text, that a stranger wrote. It returns if they
-//! are read (true) or refused with the exit code of files (3) or of configuration (2), and panics otherwise. Shared by the
+//! are read (true) or refused with the exit code of files (3), of configuration (2) or of checkpoints (5), and panics otherwise. Shared by the
 //! fuzz targets and by the test `hostile`.
 
 use std::fs;
@@ -7,12 +7,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use colo_grpo::Error;
+use colo_grpo::checkpoint::Checkpoint;
 use colo_grpo::config::{Config, RewardConfig};
-use colo_grpo::data::{Dataset, DatasetOptions, SftDataset, Tokenizer};
+use colo_grpo::data::{ChatTemplate, Dataset, DatasetOptions, Message, SftDataset, Tokenizer};
 use colo_grpo::error::ExitCode;
 use colo_grpo::model::{ModelSpec, ParamTable, WeightFiles, init_folder};
-use colo_grpo::reward::{answer_reader, exact_answer, numeric_answer};
+use colo_grpo::reward::{answer_reader, check_reply, exact_answer, numeric_answer};
 use regex::Regex;
+use sha2::{Digest, Sha256};
 use tch::Kind;
 
 const SHARD: &str = "model-00001-of-00001.safetensors";
@@ -117,6 +119,60 @@ pub fn answer(data: &[u8]) -> bool {
     let vote = answer_reader("numeric_answer", &settings).unwrap().expect("it compares answers")(completion);
     assert!(number != Some(1.0) || vote.is_some(), "what is right is an answer");
     number.is_some()
+}
+
+/// A chat template, for a short conversation.
+pub fn template(data: &[u8]) -> bool {
+    let tokens = [("bos_token", "<s>"), ("eos_token", "</s>")].map(|(name, text)| (name.to_owned(), text.to_owned()));
+    let template = ChatTemplate::new(&String::from_utf8_lossy(data), tokens.into());
+    let Some(template) = read_or(ExitCode::Files, template) else { return false };
+    let messages =
+        ["system", "user"].map(|role| Message { role: role.to_owned(), content: "what is 'one' ?".to_owned() });
+    read_or(ExitCode::Files, template.render(&messages, true)).is_some()
+}
+
+/// A Parquet file; what does not begin as one is a footer of a file without rows.
+pub fn parquet(data: &[u8]) -> bool {
+    thread_local!(static TOKENIZER: Tokenizer = demo_tokenizer());
+    let of_footer = || [b"PAR1", data, &(data.len() as u32).to_le_bytes(), b"PAR1"].concat();
+    let file = if data.starts_with(b"PAR1") { data.to_vec() } else { of_footer() };
+    with_file("rows.parquet", &file, |path| {
+        let read = TOKENIZER.with(|tokenizer| Dataset::from_file(path, tokenizer, &DatasetOptions::default()));
+        match read {
+            Err(Error::EmptyDataset { .. }) => true, // a footer may be all there is
+            read => read_or(ExitCode::Files, read).is_some(),
+        }
+    })
+}
+
+/// A checkpoint's manifest where it begins as [`honest_manifest`] does, else the state of its trainer.
+pub fn checkpoint(data: &[u8]) -> bool {
+    thread_local!(static FOLDER: tempfile::TempDir = tempfile::tempdir().unwrap());
+    FOLDER.with(|folder| {
+        let is_manifest = data.starts_with(b"{\"format");
+        let state = if is_manifest { STATE.as_bytes() } else { data };
+        fs::write(folder.path().join("trainer_state.json"), state).unwrap();
+        fs::write(folder.path().join("manifest.json"), data).unwrap();
+        let read = read_or(ExitCode::Checkpoint, Checkpoint::open(folder.path(), is_manifest));
+        read.is_some_and(|checkpoint| checkpoint.folder == folder.path())
+    })
+}
+
+/// The state of a trainer at its beginning.
+pub const STATE: &str = r#"{"global_step": 0, "num_updates": 0, "generation_step": 0, "epoch": 0.0, "max_steps": 1,
+    "num_input_tokens_seen": 0, "world_size": 1, "num_rows": 1, "sampler": {"epoch": 0, "position": 0, "late": []},
+    "config": {"values": {"seed": 1}, "digests": {}, "salt": 0}, "log_history": [{"step": 1}]}"#;
+
+/// The manifest of a checkpoint that has [`STATE`] alone.
+pub fn honest_manifest() -> String {
+    let digits: String = Sha256::digest(STATE).iter().map(|byte| format!("{byte:02x}")).collect();
+    let record = format!(r#"{{"path": "trainer_state.json", "bytes": {}, "sha256": "{digits}"}}"#, STATE.len());
+    format!(r#"{{"format": 1, "files": [{record}]}}"#)
+}
+
+/// What a reward's process answers for three completions.
+pub fn reply(data: &[u8]) -> bool {
+    check_reply(data, 3).is_ok()
 }
 
 fn with_file(name: &str, data: &[u8], read: impl FnOnce(&Path) -> bool) -> bool {

@@ -11,6 +11,9 @@ mod refusal;
 
 pub use exit_code::ExitCode;
 
+/// Most faults of a configuration that one message lists.
+pub(crate) const MAX_LISTED: usize = 20;
+
 /// The crate's result.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -20,7 +23,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub enum Error {
     // ---- configuration: exit code 2 ----
     /// Keys that no part of the program reads, in the order written.
-    #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))]
+    #[error("{}", lines(.0))]
     UnknownKeys(Vec<UnknownKey>),
     /// A value that a key cannot take.
     #[error("{key} = {got}: expected {expected}")]
@@ -33,7 +36,7 @@ pub enum Error {
         expected: String,
     },
     /// All that is wrong with a configuration, where that is more than one of the above.
-    #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))]
+    #[error("{}", lines(.0))]
     InvalidConfig(Vec<Error>),
     /// A configuration file that does not parse.
     #[error("{origin}: {message}")]
@@ -325,6 +328,15 @@ impl Error {
 
 fn amount(bytes: usize) -> String {
     if bytes == 0 { "more".to_owned() } else { format!("{bytes} bytes") }
+}
+
+/// The first [`MAX_LISTED`] of a list, one a line, and how many more there are.
+fn lines(list: &[impl fmt::Display]) -> String {
+    let mut lines: Vec<_> = list.iter().take(MAX_LISTED).map(ToString::to_string).collect();
+    if list.len() > MAX_LISTED {
+        lines.push(format!("and {} more like these", list.len() - MAX_LISTED));
+    }
+    lines.join("\n")
 }
 
 /// What a panic said.

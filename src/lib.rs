@@ -5,7 +5,7 @@
 //!
 //! | floor | room |
 //! |---|---|
-//! | 0 | [`error`], [`config`], [`types`], [`phase`] |
+//! | 0 | [`error`], [`config`], [`types`], [`phase`], [`untrusted`] |
 //! | 1 | [`torch`] and [`cuda`] (may see each other); [`data`], [`reward`] |
 //! | 2 | [`memory`], [`dist`], [`ops`] |
 //! | 3 | [`model`], [`grpo`], [`metrics`] |
@@ -43,6 +43,7 @@ pub mod torch;
 pub mod train;
 pub mod trainer;
 pub mod types;
+pub mod untrusted;
 
 pub use colocate::Colocated;
 pub use config::Config;

@@ -1,16 +1,18 @@
 //! Sizes and hashes of a checkpoint's files, and making them durable.
 
 use std::collections::BTreeSet;
-use std::fs::File;
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::{Component, Path};
 use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use super::shards::FOLDER as SHARDS;
+use super::state::FILE as STATE;
 use crate::error::{Error, Result};
 use crate::model::sync;
+use crate::untrusted::{self, MAX_INDEX_BYTES};
 
 const FILE: &str = "manifest.json";
 const FORMAT: u32 = 1;
@@ -35,12 +37,11 @@ pub struct FileRecord {
 
 impl FileRecord {
     /// Reads and hashes a file; `moved` is called for every MiB.
-    fn of(folder: &Path, path: &str, moved: &mut dyn FnMut()) -> Result<Self> {
-        let full = folder.join(path);
-        let mut file = File::open(&full).map_err(Error::io(&full))?;
+    fn of(folder: &Path, path: &str, moved: &mut dyn FnMut()) -> io::Result<Self> {
+        let mut file = untrusted::open(&folder.join(path))?;
         let (mut hasher, mut bytes, mut buffer) = (Sha256::new(), 0, vec![0; 1 << 20]);
         loop {
-            match file.read(&mut buffer).map_err(Error::io(&full))? {
+            match file.read(&mut buffer)? {
                 0 => break,
                 count => {
                     hasher.update(&buffer[..count]);
@@ -76,7 +77,8 @@ impl Manifest {
         let mut files = known;
         for path in files_below(folder)? {
             if !files.iter().any(|record| record.path == path) {
-                files.push(FileRecord::of(folder, &path, &mut || ())?); // on a helper's thread
+                let record = FileRecord::of(folder, &path, &mut || ()); // on a helper's thread
+                files.push(record.map_err(Error::io(folder.join(&path)))?);
             }
         }
         files.sort_by(|a, b| a.path.cmp(&b.path));
@@ -95,20 +97,37 @@ impl Manifest {
             path: folder.to_owned(),
             message: format!("{file}: {message}"),
         };
-        let text = std::fs::read_to_string(folder.join(FILE)).map_err(|error| bad(FILE, error.to_string()))?;
-        let manifest: Manifest = serde_json::from_str(&text).map_err(|error| bad(FILE, error.to_string()))?;
+        let text =
+            untrusted::read(&folder.join(FILE), MAX_INDEX_BYTES).map_err(|error| bad(FILE, error.to_string()))?;
+        let manifest: Manifest = serde_json::from_slice(&text).map_err(|error| bad(FILE, error.to_string()))?;
         if manifest.format != FORMAT {
             return Err(bad(FILE, format!("format {}, this version reads {FORMAT}", manifest.format)));
+        }
+        if let Some(file) = manifest.unrecorded(folder)? {
+            return Err(bad(&file, format!("{FILE} does not record it: it may be another run's")));
         }
         for record in &manifest.files {
             record.check_size(folder).map_err(|message| bad(&record.path, message))?;
         }
         for record in &manifest.files {
-            if FileRecord::of(folder, &record.path, moved)? != *record {
+            let found = FileRecord::of(folder, &record.path, moved);
+            if found.map_err(|error| bad(&record.path, error.to_string()))? != *record {
                 return Err(bad(&record.path, "the contents changed since it was written (SHA-256)".to_owned()));
             }
         }
         Ok(())
+    }
+
+    /// A file that a resumed run would read but that was not recorded; the trainer's state must be there and recorded.
+    fn unrecorded(&self, folder: &Path) -> Result<Option<String>> {
+        let recorded: BTreeSet<&str> = self.files.iter().map(|record| record.path.as_str()).collect();
+        let is_read =
+            |file: &String| [".json", ".safetensors"].iter().any(|end| file.ends_with(end)) || file.starts_with(SHARDS);
+        let found = files_below(folder)
+            .map_err(|error| Error::Checkpoint { path: folder.to_owned(), message: error.to_string() })?;
+        let read = found.into_iter().filter(|file| is_read(file) && file != FILE);
+        let mut needed = read.chain([STATE.to_owned()]);
+        Ok(needed.find(|file| !recorded.contains(file.as_str())))
     }
 }
 
@@ -152,7 +171,7 @@ mod tests {
     fn damage_is_named() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir(folder.path().join("optimizer")).unwrap();
-        for (name, text) in [("a", "one"), ("optimizer/b", "two")] {
+        for (name, text) in [("a", "one"), ("optimizer/b", "two"), (STATE, "{}")] {
             std::fs::write(folder.path().join(name), text).unwrap();
         }
         Manifest::write(folder.path(), Vec::new()).unwrap();
@@ -172,9 +191,46 @@ mod tests {
     fn every_mebibyte_is_told() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("large"), vec![7; 5 << 19]).unwrap();
+        std::fs::write(folder.path().join(STATE), "{}").unwrap();
         Manifest::write(folder.path(), Vec::new()).unwrap();
         let mut num_told = 0;
         Manifest::verify(folder.path(), &mut || num_told += 1).unwrap();
-        assert_eq!(num_told, 3);
+        assert_eq!(num_told, 4);
+    }
+
+    /// A manifest that records nothing, or not what is read, vouches for nothing.
+    #[test]
+    fn what_is_not_recorded_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let message = || Manifest::verify(folder.path(), &mut || ()).unwrap_err().to_string();
+        std::fs::write(path(FILE), r#"{"format": 1, "files": []}"#).unwrap();
+        assert!(message().contains("trainer_state.json: manifest.json does not record it"), "{}", message());
+        std::fs::write(path(STATE), "{}").unwrap();
+        assert!(message().contains("trainer_state.json: manifest.json does not record it"), "{}", message());
+        std::fs::remove_file(path(FILE)).unwrap();
+        Manifest::write(folder.path(), Vec::new()).unwrap();
+        Manifest::verify(folder.path(), &mut || ()).unwrap();
+        std::fs::write(path("model.safetensors"), "").unwrap();
+        assert!(message().contains("model.safetensors: manifest.json does not record it"), "{}", message());
+    }
+
+    #[test]
+    fn pipes_and_links_to_devices_are_refused_without_being_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let message = || {
+            let error = Manifest::verify(folder.path(), &mut || ()).unwrap_err();
+            assert_eq!(error.exit_code(), crate::error::ExitCode::Checkpoint);
+            error.to_string()
+        };
+        std::os::unix::fs::symlink("/dev/zero", path(FILE)).unwrap();
+        assert!(message().contains("found a device"), "{}", message());
+        std::fs::remove_file(path(FILE)).unwrap();
+        std::fs::write(path(STATE), "{}").unwrap();
+        Manifest::write(folder.path(), Vec::new()).unwrap();
+        std::fs::remove_file(path(STATE)).unwrap();
+        rustix::fs::mknodat(rustix::fs::CWD, path(STATE), rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+        assert!(message().contains("expected a file of 2"), "{}", message());
     }
 }

@@ -15,8 +15,9 @@ use crate::data::SamplerState;
 use crate::error::{Error, Result};
 use crate::metrics::{LogHistory, redact_json};
 use crate::types::UnfinishedCompletion;
+use crate::untrusted::{self, MAX_LOG_BYTES};
 
-const FILE: &str = "trainer_state.json";
+pub(super) const FILE: &str = "trainer_state.json";
 
 /// `trainer_state.json`; names are those of transformers' `TrainerState` where one exists.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -127,8 +128,8 @@ impl TrainerState {
     pub(super) fn read(folder: &Path) -> Result<Self> {
         let bad =
             |message: String| Error::Checkpoint { path: folder.to_owned(), message: format!("{FILE}: {message}") };
-        let text = std::fs::read_to_string(Self::file(folder)).map_err(|error| bad(error.to_string()))?;
-        serde_json::from_str(&text).map_err(|error| bad(error.to_string()))
+        let text = untrusted::read(&Self::file(folder), MAX_LOG_BYTES).map_err(|error| bad(error.to_string()))?;
+        serde_json::from_slice(&text).map_err(|error| bad(error.to_string()))
     }
 
     pub(super) fn write(&self, folder: &Path) -> Result<()> {

@@ -58,6 +58,13 @@ fn prompt(
     index: usize,
     text: &str,
 ) -> Result<Prompt> {
+    let too_long = |length: &str| {
+        let expected = format!("1 to {} tokens (the context less one), not {length}", max_model_length - 1);
+        Error::invalid_value("--prompt", format!("'{}'", text.chars().take(80).collect::<String>()), expected)
+    };
+    if text.len() > tokenizer.max_bytes(max_model_length) {
+        return Err(too_long(&format!("{} bytes", text.len())));
+    }
     let text = match args.chat {
         true => {
             let system = args.system_prompt.iter().map(|text| Message { role: "system".into(), content: text.clone() });
@@ -67,8 +74,7 @@ fn prompt(
     };
     let token_ids = tokenizer.encode(&text, !args.chat)?;
     if token_ids.is_empty() || token_ids.len() >= max_model_length {
-        let expected = format!("1 to {} tokens (the context less one), not {}", max_model_length - 1, token_ids.len());
-        return Err(Error::invalid_value("--prompt", format!("'{text}'"), expected));
+        return Err(too_long(&token_ids.len().to_string()));
     }
     Ok(Prompt { id: index as u64, text, token_ids, columns: Arc::default() })
 }

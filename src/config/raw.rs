@@ -1,4 +1,6 @@
 //! Keys and values as written, each with its place: TOML or YAML file first, command line over it.
+//!
+//! A file may come from anybody, so its size, its nesting and its number of keys are bounded before they cost anything.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -8,7 +10,17 @@ use toml::de::{DeTable, DeValue};
 
 use super::elsewhere;
 use super::yaml;
-use crate::error::{Error, Result, UnknownKey};
+use crate::error::{Error, MAX_LISTED, Result, UnknownKey};
+use crate::untrusted::{self, Limits, MAX_RUN_CONFIG_BYTES};
+
+/// Most keys of one configuration: a multiple of those that there are.
+const MAX_KEYS: usize = 2048;
+/// Most characters of a file that may open a level of nesting: brackets, dots between keys, YAML's dashes.
+const MAX_OPENINGS: usize = 8192;
+/// Longest key for which a similar one is searched, in bytes.
+const MAX_MISTYPED_BYTES: usize = 128;
+/// What reading a file within these bounds may take at most.
+const LIMITS: Limits = Limits { stack_bytes: 64 << 20, memory_bytes: 128 << 20, cpu_s: 10 };
 
 /// What the user wrote, before it means anything.
 #[derive(Debug, Default)]
@@ -27,21 +39,26 @@ struct Entry {
 }
 
 impl Entry {
+    /// Whether no key of `known` is meant.
+    fn is_unknown(&self, known: &[String]) -> bool {
+        let pattern = pattern(&self.key, known);
+        let start = format!("{pattern}.");
+        let is_table = || known.iter().any(|name| name.starts_with(&start));
+        let is_empty_table = self.value.as_object().is_some_and(Map::is_empty) && is_table();
+        !known.contains(&pattern) && !is_empty_table
+    }
+
     /// What to say of a key that is not in `known`.
-    fn unknown(&self, known: &[String]) -> Option<UnknownKey> {
-        let Self { key, value, origin, .. } = self;
+    fn unknown(&self, known: &[String]) -> UnknownKey {
+        let Self { key, origin, .. } = self;
         let pattern = pattern(key, known);
         let start = format!("{pattern}.");
         let inner: Vec<&str> = known.iter().filter_map(|name| name.strip_prefix(&start)).collect();
-        let is_empty_table = !inner.is_empty() && value.as_object().is_some_and(Map::is_empty);
-        if known.contains(&pattern) || is_empty_table {
-            return None;
-        }
         let table = (!inner.is_empty()).then(|| format!("it is a table of {}", inner.join(", ")));
         let other = || elsewhere::advice(key).map(|advice| format!("here: {advice}"));
         let close = || nearest(&pattern, known).map(|name| format!("did you mean '{name}'?"));
         let advice = table.or_else(other).or_else(close);
-        Some(UnknownKey { origin: origin.clone(), key: key.clone(), advice })
+        UnknownKey { origin: origin.clone(), key: key.clone(), advice }
     }
 }
 
@@ -51,6 +68,15 @@ impl RawConfig {
     /// # Errors
     /// [`Error::ConfigSyntax`] with the line for what does not parse.
     pub fn read(file: Option<&Path>, overrides: &[String]) -> Result<Self> {
+        let (owned, texts) = (file.map(Path::to_owned), overrides.to_vec());
+        let read = untrusted::once("configuration", LIMITS, move || Self::read_all(owned.as_deref(), &texts));
+        read.unwrap_or_else(|message| {
+            let origin = file.map_or("command line".to_owned(), |file| file.display().to_string());
+            Err(Error::ConfigSyntax { origin, message })
+        })
+    }
+
+    fn read_all(file: Option<&Path>, overrides: &[String]) -> Result<Self> {
         let mut raw = Self::default();
         if let Some(file) = file {
             raw.read_file(file)?;
@@ -100,15 +126,20 @@ impl RawConfig {
         }
     }
 
-    /// The keys that are not in `known`.
+    /// The keys that are not in `known`; those that a message lists come with advice.
     pub fn unknown_keys(&self, known: &[String]) -> Vec<UnknownKey> {
-        self.entries.iter().filter_map(|entry| entry.unknown(known)).collect()
+        let unknown = self.entries.iter().filter(|entry| entry.is_unknown(known));
+        let bare = |entry: &Entry| UnknownKey { origin: entry.origin.clone(), key: entry.key.clone(), advice: None };
+        let told =
+            |(index, entry): (usize, &Entry)| if index < MAX_LISTED { entry.unknown(known) } else { bare(entry) };
+        unknown.enumerate().map(told).collect()
     }
 
     fn read_file(&mut self, file: &Path) -> Result<()> {
         let at = |line: usize| format!("{}:{line}", file.display());
         let failed = |message: String| Error::ConfigSyntax { origin: file.display().to_string(), message };
-        let text = std::fs::read_to_string(file).map_err(|error| failed(error.to_string()))?;
+        let text = untrusted::read_text(file, MAX_RUN_CONFIG_BYTES).map_err(|error| failed(error.to_string()))?;
+        check_openings(&text).map_err(failed)?;
         match file.extension().and_then(|extension| extension.to_str()) {
             Some("toml") => self.read_toml(&text, file),
             Some("yaml" | "yml") => {
@@ -172,6 +203,9 @@ impl RawConfig {
     }
 
     fn add(&mut self, key: String, value: Value, origin: String) -> Result<()> {
+        if self.entries.len() == MAX_KEYS {
+            return Err(Error::ConfigSyntax { origin, message: format!("more than {MAX_KEYS} keys") });
+        }
         if let Some(first) = self.entries.iter().find(|entry| entry.key == key) {
             let message = format!("key '{key}' was already given at {}", first.origin);
             return Err(Error::ConfigSyntax { origin, message });
@@ -218,6 +252,19 @@ fn to_json(value: &DeValue<'_>) -> std::result::Result<Value, String> {
     })
 }
 
+/// Refuses a text that could nest so deeply that to parse, compare or drop it would take a stack or a time without end. Each
+/// level opens with one of these characters, so their number bounds the depth, whatever quotes and comments hide.
+fn check_openings(text: &str) -> std::result::Result<(), String> {
+    let num_openings = text.bytes().filter(|byte| b"[{.".contains(byte)).count()
+        + ["- ", "-\n", "-\t", "? ", "?\n", "?\t"].iter().map(|dash| text.matches(dash).count()).sum::<usize>();
+    match num_openings {
+        0..=MAX_OPENINGS => Ok(()),
+        _ => {
+            Err(format!("{num_openings} brackets, dots and dashes: expected at most {MAX_OPENINGS} in a configuration"))
+        }
+    }
+}
+
 fn line_of(text: &str, offset: usize) -> usize {
     1 + text.as_bytes()[..offset.min(text.len())].iter().filter(|byte| **byte == b'\n').count()
 }
@@ -234,6 +281,9 @@ pub(super) fn pattern(key: &str, known: &[String]) -> String {
 
 /// The known key that was probably meant: a few letters away, or one that contains the other.
 fn nearest<'a>(key: &str, known: &'a [String]) -> Option<&'a str> {
+    if key.len() > MAX_MISTYPED_BYTES {
+        return None;
+    }
     let closest = known.iter().min_by_key(|name| edit_distance(key, name))?;
     if edit_distance(key, closest) <= (key.len() / 3).max(2) {
         return Some(closest);

@@ -1,5 +1,18 @@
 //! Chat templates: Jinja from the model's folder, rendered as transformers renders it but without files, without
 //! loops that do not end and without unbounded output.
+//!
+//! A template is compiled, rendered and dropped on a thread with limits of its own ([`Confined`]): a small text can nest or
+//! chain thousands of expressions, double a string with every instruction, or search a list without end.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `python` | how Python writes a value, as text and as JSON |
+//! | `methods` | methods of Python's strings |
+//! | `percent` | Python's `'..' % ..` |
+
+mod methods;
+mod percent;
+mod python;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -7,17 +20,21 @@ use std::io;
 use minijinja::value::Kwargs;
 use minijinja::{Environment, Error as JinjaError, ErrorKind, Value, context};
 use serde::Serialize;
-use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 
 use super::date;
 use crate::error::{Error, Result};
+use crate::untrusted::{Confined, Limits, MAX_TEMPLATE_BYTES};
 
-/// Jinja instructions that one conversation may take.
-const FUEL: u64 = 1_000_000;
-/// Widest indentation of `tojson`.
-const MAX_INDENT: usize = 64;
-/// Longest rendered conversation.
+/// Jinja instructions that one conversation may take. Every level of a nested value takes one, so it bounds their depth, too.
+const FUEL: u64 = 200_000;
+/// Characters and words of a template that may add a level to an expression or a block. Compiling takes stack for each.
+const MAX_OPERATORS: usize = 32_768;
+/// Longest rendered conversation, beyond twice its messages' text.
 const MAX_OUTPUT_BYTES: usize = 4 << 20;
+/// The template's own name, in messages.
+const NAME: &str = "chat_template";
+/// What one rendering may take. The stack is enough for `MAX_OPERATORS` levels of syntax and `FUEL` levels of a value.
+const LIMITS: Limits = Limits { stack_bytes: 256 << 20, memory_bytes: 128 << 20, cpu_s: 2 };
 
 /// One turn of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, serde::Deserialize)]
@@ -38,6 +55,19 @@ impl Message {
 /// A compiled chat template with the special tokens it may name.
 #[derive(Debug)]
 pub struct ChatTemplate {
+    thread: Confined<Job, Result<String>>,
+}
+
+/// What the template's thread is asked for.
+#[derive(Debug)]
+enum Job {
+    Compile,
+    Render(Vec<Message>, bool),
+}
+
+/// What the template's thread has.
+#[derive(Debug)]
+struct Renderer {
     environment: Environment<'static>,
     source: String,
     special_tokens: BTreeMap<String, String>,
@@ -50,30 +80,46 @@ impl ChatTemplate {
     /// # Errors
     /// [`Error::ChatTemplate`] with the line that does not compile.
     pub fn new(source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self> {
-        let now = date::now_s()?;
-        let mut environment = Environment::new();
-        environment.set_trim_blocks(true);
-        environment.set_lstrip_blocks(true);
-        environment.set_fuel(Some(FUEL));
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_filter("tojson", tojson);
-        environment.add_function("raise_exception", |message: String| -> Result<Value, JinjaError> {
-            Err(JinjaError::new(ErrorKind::InvalidOperation, message))
-        });
-        environment.add_function("strftime_now", move |format: String| {
-            date::strftime(&format, now).map_err(|message| JinjaError::new(ErrorKind::InvalidOperation, message))
-        });
-        let template = Self { environment, source: without_generation_tags(source), special_tokens };
-        template.environment.template_from_named_str("chat_template", &template.source).map_err(failed)?;
+        Self::at(date::now_s()?, source, special_tokens)
+    }
+
+    fn at(now: u64, source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self> {
+        check_size(source)?;
+        let mut renderer = Renderer { environment: environment(now), source: source.to_owned(), special_tokens };
+        let work = move |job| match job {
+            Job::Compile => renderer.compile().map(|()| String::new()),
+            Job::Render(messages, add_generation_prompt) => renderer.render(&messages, add_generation_prompt),
+        };
+        let thread = Confined::start("chat template", LIMITS, work);
+        let thread = thread.map_err(|error| Error::Environment {
+            message: format!("no thread for the chat template, with a stack of {} bytes: {error}", LIMITS.stack_bytes),
+        })?;
+        let template = Self { thread };
+        template.call(Job::Compile)?;
         Ok(template)
     }
 
     /// The conversation as text; with `add_generation_prompt` it ends where the assistant's answer begins.
     ///
     /// # Errors
-    /// [`Error::ChatTemplate`] if the template refuses the conversation, runs out of fuel or writes too much.
+    /// [`Error::ChatTemplate`] if the template refuses the conversation, runs out of fuel, memory or time, or writes too much.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
-        let template = self.environment.template_from_named_str("chat_template", &self.source).map_err(failed)?;
+        self.call(Job::Render(messages.to_vec(), add_generation_prompt))
+    }
+
+    fn call(&self, job: Job) -> Result<String> {
+        self.thread.call(job).unwrap_or_else(|message| Err(Error::ChatTemplate { message }))
+    }
+}
+
+impl Renderer {
+    fn compile(&mut self) -> Result<()> {
+        let source = percent::with_calls(&without_generation_tags(&self.source));
+        self.environment.add_template_owned(NAME, source).map_err(failed)
+    }
+
+    fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
+        let num_bytes: usize = messages.iter().map(|message| message.content.len()).sum();
         let variables = context! {
             messages,
             add_generation_prompt,
@@ -81,49 +127,67 @@ impl ChatTemplate {
             documents => (),
             ..Value::from_serialize(&self.special_tokens)
         };
-        let mut output = Capped(Vec::new());
+        let mut output = Capped { text: Vec::new(), max_bytes: MAX_OUTPUT_BYTES + 2 * num_bytes };
+        let template = self.environment.get_template(NAME).map_err(failed)?;
         template.render_captured_to(variables, &mut output).map_err(failed)?;
-        String::from_utf8(output.0).map_err(|error| Error::ChatTemplate { message: error.to_string() })
+        String::from_utf8(output.text).map_err(|error| Error::ChatTemplate { message: error.to_string() })
     }
 }
 
-/// transformers' `tojson`: no HTML escapes, Python's spacing.
+/// Jinja as transformers sets it up, at a time in seconds since 1970.
+fn environment(now: u64) -> Environment<'static> {
+    let mut environment = Environment::new();
+    environment.set_trim_blocks(true);
+    environment.set_lstrip_blocks(true);
+    environment.set_fuel(Some(FUEL));
+    environment.set_formatter(|output, _, value| python::write(output, value));
+    environment.set_unknown_method_callback(methods::call);
+    environment.add_filter("tojson", tojson);
+    environment.add_filter("string", |value: &Value| python::text(value));
+    environment.add_filter("join", |value: &Value, separator: Option<&str>| {
+        methods::join(separator.unwrap_or_default(), value)
+    });
+    environment.add_filter(percent::FILTER, percent::format);
+    environment
+        .add_function("raise_exception", |message: String| -> Result<Value, JinjaError> { Err(invalid(message)) });
+    environment.add_function("strftime_now", move |format: String| date::strftime(&format, now).map_err(invalid));
+    environment
+}
+
+/// transformers' `tojson`: `json.dumps` without HTML escapes, and with `ensure_ascii` off.
 fn tojson(value: &Value, options: Kwargs) -> Result<String, JinjaError> {
     let indent: Option<usize> = options.get("indent")?;
-    let ensure_ascii: Option<bool> = options.get("ensure_ascii")?;
-    options.assert_all_used()?;
-    if indent.is_some_and(|width| width > MAX_INDENT) {
-        let message = format!("tojson: indent of more than {MAX_INDENT} is too large");
-        return Err(JinjaError::new(ErrorKind::InvalidOperation, message));
-    }
-    if ensure_ascii == Some(true) {
-        return Err(JinjaError::new(ErrorKind::InvalidOperation, "tojson: ensure_ascii=true is not supported"));
-    }
-    let mut output = Vec::new();
-    let spaces = " ".repeat(indent.unwrap_or(0));
-    let written = match indent {
-        Some(_) => value
-            .serialize(&mut Serializer::with_formatter(&mut output, PrettyFormatter::with_indent(spaces.as_bytes()))),
-        None => value.serialize(&mut Serializer::with_formatter(&mut output, PythonFormatter)),
+    let separators: Option<Vec<String>> = options.get("separators")?;
+    let layout = python::JsonLayout {
+        indent,
+        separators: match separators.as_deref() {
+            None => None,
+            Some([item, key]) => Some((item.clone(), key.clone())),
+            Some(_) => return Err(invalid("tojson: separators are two strings")),
+        },
+        sort_keys: options.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
+        ensure_ascii: options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
     };
-    written.map_err(|error| JinjaError::new(ErrorKind::InvalidOperation, error.to_string()))?;
-    String::from_utf8(output).map_err(|error| JinjaError::new(ErrorKind::InvalidOperation, error.to_string()))
+    options.assert_all_used()?;
+    python::json(value, &layout)
 }
 
-/// `json.dumps`' separators: a blank after commas and colons.
-struct PythonFormatter;
+fn invalid(message: impl Into<std::borrow::Cow<'static, str>>) -> JinjaError {
+    JinjaError::new(ErrorKind::InvalidOperation, message)
+}
 
-impl Formatter for PythonFormatter {
-    fn begin_array_value<W: ?Sized + io::Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
+/// Refuses a template that could nest more deeply than its thread's stack allows. Every level of syntax takes one of these
+/// characters or words, so their number bounds the depth, whatever strings and comments hide.
+fn check_size(source: &str) -> Result<()> {
+    let refuse = |message| Err(Error::ChatTemplate { message });
+    if source.len() as u64 > MAX_TEMPLATE_BYTES {
+        return refuse(format!("{} bytes: expected at most {MAX_TEMPLATE_BYTES}", source.len()));
     }
-
-    fn begin_object_key<W: ?Sized + io::Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
-        self.begin_array_value(writer, first)
-    }
-
-    fn begin_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        writer.write_all(b": ")
+    let signs = source.bytes().filter(|byte| b"-+~|.*/%<>=!([{".contains(byte)).count();
+    let words: usize = ["if", "or", "and", "not", "is", "in"].iter().map(|word| source.matches(word).count()).sum();
+    match signs + words {
+        0..=MAX_OPERATORS => Ok(()),
+        count => refuse(format!("{count} operators: expected at most {MAX_OPERATORS}")),
     }
 }
 
@@ -146,14 +210,17 @@ fn without_generation_tags(source: &str) -> String {
     text + rest
 }
 
-struct Capped(Vec<u8>);
+struct Capped {
+    text: Vec<u8>,
+    max_bytes: usize,
+}
 
 impl io::Write for Capped {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.0.len() + bytes.len() > MAX_OUTPUT_BYTES {
-            return Err(io::Error::other(format!("the conversation renders to more than {MAX_OUTPUT_BYTES} bytes")));
+        if self.text.len() + bytes.len() > self.max_bytes {
+            return Err(io::Error::other(format!("the conversation renders to more than {} bytes", self.max_bytes)));
         }
-        self.0.extend_from_slice(bytes);
+        self.text.extend_from_slice(bytes);
         Ok(bytes.len())
     }
 

@@ -60,6 +60,19 @@ impl DatasetCounts {
         warning.into_iter().chain(notice).collect()
     }
 
+    /// Counts a prompt that is longer than one of the limits in tokens, and whether it is.
+    fn leave_out(&mut self, is_longer_than: impl Fn(usize) -> bool) -> bool {
+        let room = self.context.map(|(context, completion)| context.saturating_sub(completion));
+        if self.max_prompt_length.is_some_and(&is_longer_than) {
+            self.over_max_prompt_length += 1;
+        } else if room.is_some_and(&is_longer_than) {
+            self.over_context += 1;
+        } else {
+            return false;
+        }
+        true
+    }
+
     /// How many rows are left out by each limit.
     fn left_out(&self) -> Vec<String> {
         let too_long = (self.max_prompt_length.filter(|_| self.over_max_prompt_length > 0))
@@ -124,15 +137,12 @@ impl Dataset {
             let prompt = row.prompt()?;
             options.required_columns.iter().try_for_each(|name| row.require(name))?;
             counts.bare += usize::from(matches!(prompt, RawPrompt::Text(_)) && has_chat);
+            let num_bytes = prompt.num_bytes();
+            if counts.leave_out(|limit| num_bytes > tokenizer.max_bytes(limit)) {
+                continue; // to tokenize it would take hundreds of bytes for each of its own
+            }
             let (text, token_ids) = prompt.render(&row, tokenizer, options.system_prompt.as_deref())?;
-            if options.max_prompt_length.is_some_and(|limit| token_ids.len() > limit) {
-                counts.over_max_prompt_length += 1;
-            } else if options
-                .max_model_length
-                .is_some_and(|limit| token_ids.len() + options.max_completion_length > limit)
-            {
-                counts.over_context += 1;
-            } else {
+            if !counts.leave_out(|limit| token_ids.len() > limit) {
                 prompts.push(Prompt { id, text, token_ids, columns: Arc::new(row.columns) });
             }
         }

@@ -11,6 +11,7 @@ mod tokenizer;
 
 pub use chat::{ChatTemplate, Message};
 pub use dataset::{Dataset, DatasetCounts, DatasetOptions};
+pub(crate) use parquet::check_schema;
 pub use sampler::{PromptSampler, SamplerState};
 pub use sft::{SftDataset, SftExample};
 pub use tokenizer::Tokenizer;

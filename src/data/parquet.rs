@@ -1,6 +1,7 @@
 //! Rows of a Parquet file, as Hugging Face's datasets and verl ship them.
 
 use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use parquet::basic::Compression;
@@ -12,11 +13,17 @@ use serde_json::{Map, Value};
 
 use crate::error::panic_message;
 
+/// Most columns and groups of a file.
+const MAX_COLUMNS: u64 = 1000;
+/// Longest footer that is read.
+const MAX_FOOTER_BYTES: u64 = 64 << 20;
+
 /// What a file starts with.
-pub(super) const MAGIC: &[u8] = b"PAR1";
+pub(super) const MAGIC: &[u8; 4] = b"PAR1";
 
 /// The rows in order; what is wrong with the file, or with the next row.
 pub(super) fn read(file: File) -> Result<impl Iterator<Item = Result<Map<String, Value>, String>>, String> {
+    check_schema(&file)?;
     let file = guarded(|| SerializedFileReader::new(file))?;
     check_codecs(file.metadata())?;
     let mut rows = guarded(|| Ok(file.into_iter()))?;
@@ -28,6 +35,45 @@ pub(super) fn read(file: File) -> Result<impl Iterator<Item = Result<Map<String,
         is_over = row.as_ref().is_none_or(Result::is_err);
         row
     }))
+}
+
+/// Refuses a file whose schema has more than [`MAX_COLUMNS`] columns and groups: the `parquet` crate reads, and drops, a group
+/// within a group by recursion. A footer is a Thrift structure, its length and the magic; the schema is its second field, after
+/// the version, and a list begins with its length.
+///
+/// # Errors
+/// What is wrong with the file.
+pub(crate) fn check_schema(file: &File) -> Result<(), String> {
+    let damaged = || "Parquet error: damaged: no footer at its end".to_owned();
+    let read = |at: u64, bytes: &mut [u8]| file.read_exact_at(bytes, at).map_err(|_| damaged());
+    let end = file.metadata().map_err(|error| error.to_string())?.len().checked_sub(8).ok_or_else(damaged)?;
+    let mut tail = [0; 8];
+    read(end, &mut tail)?;
+    let [a, b, c, d, magic @ ..] = tail;
+    let footer_bytes = u64::from(u32::from_le_bytes([a, b, c, d]));
+    if magic != *MAGIC || !(16..=MAX_FOOTER_BYTES).contains(&footer_bytes) || footer_bytes > end {
+        return Err(damaged());
+    }
+    let mut head = [0; 16];
+    read(end - footer_bytes, &mut head)?;
+    let [0x15, head @ ..] = head else { return Err(damaged()) }; // an i32 in field 1
+    let (_, rest) = varint(&head).ok_or_else(damaged)?;
+    let [0x19, head, rest @ ..] = rest else { return Err(damaged()) }; // a list in field 2
+    let num_elements = match head >> 4 {
+        0xf => varint(rest).ok_or_else(damaged)?.0,
+        size => u64::from(size),
+    };
+    match num_elements {
+        0..=MAX_COLUMNS => Ok(()),
+        _ => Err(format!("its schema has {num_elements} columns and groups: expected at most {MAX_COLUMNS}")),
+    }
+}
+
+/// A number in groups of 7 bits, the lowest first, and what follows it.
+fn varint(bytes: &[u8]) -> Option<(u64, &[u8])> {
+    let len = 1 + bytes.iter().take(9).position(|byte| byte & 0x80 == 0)?;
+    let number = bytes[..len].iter().rev().fold(0, |number, byte| number << 7 | u64::from(byte & 0x7f));
+    Some((number, &bytes[len..]))
 }
 
 /// Refuses what the `parquet` crate is built without.

@@ -2,12 +2,14 @@
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Cursor, Read, Seek};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
 use super::{Message, Tokenizer, parquet};
 use crate::error::{Error, Result};
+use crate::untrusted;
 
 /// Longest line that is read: what has no end is no row.
 const MAX_LINE_BYTES: u64 = 64 << 20;
@@ -39,7 +41,7 @@ pub(super) enum RawExample {
 
 /// The rows of a file in order: JSONL, whose blank lines are skipped and which may come through a pipe, or Parquet.
 pub(super) fn read_rows(path: &Path) -> Result<Box<dyn Iterator<Item = Result<Row>>>> {
-    let mut file = File::open(path).map_err(|error| Error::bad_file(path, error.to_string()))?;
+    let mut file = open(path).map_err(|error| Error::bad_file(path, error.to_string()))?;
     let mut start = Vec::new();
     let looked_at = (&mut file).take(parquet::MAGIC.len() as u64).read_to_end(&mut start);
     looked_at.map_err(|error| Error::bad_file(path, error.to_string()))?;
@@ -70,6 +72,11 @@ pub(super) fn read_rows(path: &Path) -> Result<Box<dyn Iterator<Item = Result<Ro
             Err(error) => Some(Err(bad(error.to_string()))),
         }
     })))
+}
+
+/// A file, or a pipe, for which rows are a stream like any other: its reader waits for what comes.
+fn open(path: &Path) -> io::Result<File> {
+    if std::fs::metadata(path)?.file_type().is_fifo() { File::open(path) } else { untrusted::open(path) }
 }
 
 /// The next line, if there is one.
@@ -161,6 +168,14 @@ impl Row {
 }
 
 impl RawPrompt {
+    /// Bytes of its text, before any template.
+    pub fn num_bytes(&self) -> usize {
+        match self {
+            RawPrompt::Text(text) => text.len(),
+            RawPrompt::Conversation(messages) => messages.iter().map(|message| message.content.len()).sum(),
+        }
+    }
+
     /// Text and ids. Text is taken as it is, with the special tokens that the tokenizer adds; a conversation goes
     /// through the chat template up to where the answer begins, as in TRL.
     pub fn render(self, row: &Row, tokenizer: &Tokenizer, system_prompt: Option<&str>) -> Result<(String, Vec<u32>)> {

@@ -50,10 +50,10 @@ impl SftDataset {
         for row in read_rows(path)? {
             let row = row?;
             data.num_rows += 1;
-            for example in examples(&row, tokenizer, &ends)? {
-                match example.token_ids.len() <= max_length {
-                    true => data.examples.push(example),
-                    false => data.too_long += 1,
+            for example in examples(&row, tokenizer, &ends, tokenizer.max_bytes(max_length))? {
+                match example.filter(|example| example.token_ids.len() <= max_length) {
+                    Some(example) => data.examples.push(example),
+                    None => data.too_long += 1,
                 }
             }
         }
@@ -104,8 +104,9 @@ impl Ends {
     }
 }
 
-/// What a row teaches, of any length.
-fn examples(row: &Row, tokenizer: &Tokenizer, ends: &Ends) -> Result<Vec<SftExample>> {
+/// What a row teaches; `None` for an example of more than `max_bytes`, which is not tokenized: that would take hundreds of bytes
+/// for each of its own.
+fn examples(row: &Row, tokenizer: &Tokenizer, ends: &Ends, max_bytes: usize) -> Result<Vec<Option<SftExample>>> {
     let encode = |text: &str| tokenizer.encode(text, false).map_err(|error| row.bad(error.to_string()));
     let example = |prompt: Vec<u32>, completion: Vec<u32>| {
         let prompt_len = prompt.len();
@@ -113,15 +114,19 @@ fn examples(row: &Row, tokenizer: &Tokenizer, ends: &Ends) -> Result<Vec<SftExam
     };
     let (messages, first) = match row.example()? {
         RawExample::Conversation(messages, first) => (messages, first),
+        RawExample::Completion(prompt, text) if prompt.num_bytes() + text.len() > max_bytes => return Ok(vec![None]),
         RawExample::Completion(prompt, text) => {
             let (_, prompt) = prompt.render(row, tokenizer, None)?;
-            return Ok(vec![example(prompt, ends.close(encode(&text)?)?)]);
+            return Ok(vec![Some(example(prompt, ends.close(encode(&text)?)?))]);
         }
     };
     let answers = (first..messages.len()).filter(|&index| messages[index].role == "assistant");
     let examples = answers.map(|index| {
         if index == 0 {
             return Err(row.bad("the first message is the assistant's: there is nothing to answer".into()));
+        }
+        if messages[..=index].iter().map(|message| message.content.len()).sum::<usize>() > max_bytes {
+            return Ok(None);
         }
         let (text, prompt) = RawPrompt::Conversation(messages[..index].to_vec()).render(row, tokenizer, None)?;
         let whole = tokenizer.apply_chat_template(&messages[..=index], false)?;
@@ -131,7 +136,7 @@ fn examples(row: &Row, tokenizer: &Tokenizer, ends: &Ends) -> Result<Vec<SftExam
                  completion as text"
             ))
         })?;
-        Ok(example(prompt, ends.close_turn(encode(answer)?)?))
+        Ok(Some(example(prompt, ends.close_turn(encode(answer)?)?)))
     });
     let examples: Vec<_> = examples.collect::<Result<_>>()?;
     if examples.is_empty() {
@@ -173,6 +178,18 @@ mod tests {
         assert_eq!(data.examples, [example(&[0, 1], &[1, 2, 3, 9]), example(&[0, 7], &[9]), example(&[0, 7], &[1, 9])]);
         let error = read(&Folder::new(), &rows, 2).unwrap_err().to_string();
         assert!(error.contains("(4 rows read, 4 completions, 4 longer than 2 tokens, 0 kept)"), "{error}");
+    }
+
+    #[test]
+    fn megabytes_are_counted_as_other_long_examples() {
+        let folder = Folder::new();
+        folder.write("chat_template.jinja", TURNS);
+        let long = "one ".repeat(1 << 20);
+        let text = format!(r#"{{"prompt": "what", "completion": "{long}"}}"#);
+        let turn = |role: &str, content: &str| format!(r#"{{"role": "{role}", "content": "{content}"}}"#);
+        let turns = [turn("user", "one"), turn("assistant", "two"), turn("user", &long), turn("assistant", "one")];
+        let data = read(&folder, &[&text, &format!(r#"{{"messages": [{}]}}"#, turns.join(", "))], 6).unwrap();
+        assert_eq!(data.counts(), "2 rows read, 3 completions, 2 longer than 6 tokens, 1 kept");
     }
 
     #[test]

@@ -9,9 +9,13 @@ use tokenizers::models::wordlevel::WordLevel;
 
 use super::{ChatTemplate, Message};
 use crate::error::{Error, Result};
+use crate::untrusted::{self, MAX_MODEL_JSON_BYTES, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES};
 
 const SPECIAL_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"];
+
+/// Bytes of text that are tokenized whatever the limit.
+const MIN_LONG_BYTES: usize = 64 << 10;
 
 /// Text to ids and back. Never truncates or pads, whatever `tokenizer.json` asks for.
 #[derive(Debug)]
@@ -19,6 +23,8 @@ pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     eos_token_id: Option<u32>,
     max_id: u32,
+    /// Bytes of the longest token as the vocabulary writes it, which is never shorter than what it stands for.
+    max_token_bytes: usize,
     chat_template: Option<ChatTemplate>,
 }
 
@@ -32,7 +38,7 @@ impl Tokenizer {
     pub fn from_folder(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
         let path = folder.join("tokenizer.json");
-        let bytes = std::fs::read(&path).map_err(|error| match error.kind() {
+        let bytes = untrusted::read(&path, MAX_TOKENIZER_BYTES).map_err(|error| match error.kind() {
             ErrorKind::NotFound => Error::bad_file(
                 &path,
                 "missing; a Hugging Face model folder has it, and colo-grpo init copies one from --tokenizer FOLDER",
@@ -42,9 +48,11 @@ impl Tokenizer {
         let unreadable = |error: tokenizers::Error| Error::bad_file(&path, error.to_string());
         let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(unreadable)?;
         inner.with_truncation(None).map_err(unreadable)?.with_padding(None);
-        let Some(max_id) = inner.get_vocab(true).into_values().max() else {
+        let vocab = inner.get_vocab(true);
+        let Some(&max_id) = vocab.values().max() else {
             return Err(Error::bad_file(&path, "the vocabulary is empty"));
         };
+        let max_token_bytes = vocab.keys().map(String::len).max().unwrap_or_default();
 
         let config = read_json(&folder.join("tokenizer_config.json"))?;
         let map = read_json(&folder.join("special_tokens_map.json"))?;
@@ -59,7 +67,7 @@ impl Tokenizer {
             Some(source) => Some(ChatTemplate::new(&source, special_tokens)?),
             None => None,
         };
-        Ok(Self { inner, eos_token_id, max_id, chat_template })
+        Ok(Self { inner, eos_token_id, max_id, max_token_bytes, chat_template })
     }
 
     /// A tokenizer whose tokens are the decimal numbers below `vocab_size`, for models without one (benchmarks).
@@ -73,7 +81,13 @@ impl Tokenizer {
         let vocab = (0..=max_id).map(|id| (id.to_string(), id)).collect();
         let model = WordLevel::builder().vocab(vocab).unk_token("0".into()).build();
         let inner = tokenizers::Tokenizer::new(model.map_err(|error| invalid(error.to_string()))?);
-        Ok(Self { inner, eos_token_id: None, max_id, chat_template: None })
+        Ok(Self { inner, eos_token_id: None, max_id, max_token_bytes: 10, chat_template: None })
+    }
+
+    /// Bytes of text that `num_tokens` tokens can hold at most. A longer text need not be tokenized to know that it does not
+    /// fit. Tokenizers that drop or merge text (white space, unknown words) are given 64 KiB in any case.
+    pub fn max_bytes(&self, num_tokens: usize) -> usize {
+        num_tokens.saturating_mul(self.max_token_bytes).max(MIN_LONG_BYTES)
     }
 
     /// Ids of `text`; with `add_special_tokens` also those that the tokenizer puts around a text by itself (BOS).
@@ -183,7 +197,7 @@ impl Tokenizer {
 
 /// `null` where the file does not exist.
 fn read_json(path: &Path) -> Result<Value> {
-    match std::fs::read(path) {
+    match untrusted::read(path, MAX_MODEL_JSON_BYTES) {
         Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| Error::bad_file(path, error.to_string())),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(Value::Null),
         Err(error) => Err(Error::bad_file(path, error.to_string())),
@@ -199,7 +213,7 @@ fn special_tokens(config: &Value, map: &Value) -> BTreeMap<String, String> {
 
 fn template_source(folder: &Path, config: &Value) -> Result<Option<String>> {
     let path = folder.join("chat_template.jinja");
-    match std::fs::read_to_string(&path) {
+    match untrusted::read_text(&path, MAX_TEMPLATE_BYTES) {
         Ok(source) => return Ok(Some(source)),
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(error) => return Err(Error::bad_file(path, error.to_string())),

@@ -14,9 +14,11 @@ use parquet::record::Field;
 use parquet::schema::types::Type;
 use serde::{Deserialize, Serialize};
 
+use crate::data::check_schema;
 use crate::dist::{Collective, all_gather_bytes};
 use crate::error::{Error, Result};
 use crate::types::RolloutGroup;
+use crate::untrusted;
 
 /// Columns that are always there; rewards stand between `completion` and `reward` under their own names.
 const COLUMNS: [&str; 5] = ["step", "prompt", "completion", "reward", "advantage"];
@@ -108,8 +110,9 @@ fn gather_failed(group: &dyn Collective, error: &serde_json::Error) -> Error {
 /// # Errors
 /// [`Error::Io`] if it cannot be opened, [`Error::BadFile`] if it is not such a file.
 pub fn read_completions(path: &Path) -> Result<Vec<CompletionRow>> {
-    let file = File::open(path).map_err(Error::io(path))?;
+    let file = untrusted::open(path).map_err(Error::io(path))?;
     let bad = |error: ParquetError| Error::bad_file(path, error.to_string());
+    check_schema(&file).map_err(|message| Error::bad_file(path, message))?;
     let reader = SerializedFileReader::new(file).map_err(bad)?;
     reader.get_row_iter(None).map_err(bad)?.map(|row| Ok(parse_row(row.map_err(bad)?.get_column_iter()))).collect()
 }

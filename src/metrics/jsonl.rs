@@ -6,6 +6,7 @@ use std::path::Path;
 use super::lasting::LastingFile;
 use super::step::MetricValues;
 use crate::error::{Error, Result};
+use crate::untrusted::{self, MAX_LOG_BYTES};
 
 /// One line: metrics of a step, or of an evaluation after it (names with `eval_`).
 #[derive(Debug, Clone, PartialEq)]
@@ -23,7 +24,7 @@ pub struct MetricLine {
 /// # Errors
 /// [`Error::Io`] if the file cannot be read.
 pub fn read_metrics(path: &Path) -> Result<Vec<MetricLine>> {
-    let text = std::fs::read_to_string(path).map_err(Error::io(path))?;
+    let text = untrusted::read_text(path, MAX_LOG_BYTES).map_err(Error::io(path))?;
     Ok(text.lines().filter_map(MetricLine::parse).collect())
 }
 
@@ -87,7 +88,7 @@ impl JsonLines {
 }
 
 fn truncate_after(path: &Path, step: u64) -> Result<()> {
-    let text = std::fs::read_to_string(path).map_err(Error::io(path))?;
+    let text = untrusted::read_text(path, MAX_LOG_BYTES).map_err(Error::io(path))?;
     let kept = text.lines().filter(|line| MetricLine::parse(line).is_some_and(|line| line.step <= step));
     let kept: String = kept.flat_map(|line| [line, "\n"]).collect();
     let temporary = path.with_extension("jsonl.tmp");

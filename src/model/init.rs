@@ -13,6 +13,7 @@ use super::spec::ModelSpec;
 use crate::cuda::kernels;
 use crate::error::{Error, Result};
 use crate::ops::random::RandomKey;
+use crate::untrusted::{self, MAX_TOKENIZER_BYTES};
 
 /// Keeps these random numbers apart from other uses of the same seed.
 const STREAM: u64 = 0x696e_6974; // "init"
@@ -118,7 +119,9 @@ pub fn copy_tokenizer(from: &Path, to: &Path) -> Result<()> {
     for name in TOKENIZER_FILES {
         let source = from.join(name);
         if source.exists() {
-            std::fs::copy(&source, to.join(name)).map_err(Error::io(source))?;
+            let bytes = untrusted::read(&source, MAX_TOKENIZER_BYTES);
+            let bytes = bytes.map_err(|error| Error::bad_file(source, error.to_string()))?;
+            std::fs::write(to.join(name), bytes).map_err(Error::io(to.join(name)))?;
         }
     }
     Ok(())

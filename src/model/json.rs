@@ -5,13 +5,12 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
+use crate::untrusted::{self, MAX_MODEL_JSON_BYTES};
 
 /// The shape of a model, in its folder.
 pub(super) const CONFIG: &str = "config.json";
 /// What adapters are, in theirs.
 pub(super) const ADAPTER_CONFIG: &str = "adapter_config.json";
-/// Longest file that is read, in bytes.
-const MAX_BYTES: u64 = 100_000_000;
 
 /// A file's object, or one within it.
 pub(super) struct JsonObject {
@@ -24,17 +23,20 @@ impl JsonObject {
     /// Reads a file whose value is an object.
     ///
     /// # Errors
-    /// [`Error::BadFile`] where it is missing, too long, or something else; [`Error::Io`].
+    /// [`Error::BadFile`] where it is missing, too long, or something else.
     pub(super) fn read(path: &Path) -> Result<Self> {
-        let missing = |error: std::io::Error| match error.kind() {
+        Self::read_up_to(MAX_MODEL_JSON_BYTES, path)
+    }
+
+    /// Reads a file of at most `max_bytes` whose value is an object.
+    ///
+    /// # Errors
+    /// [`Error::BadFile`] where it is missing, too long, or something else.
+    pub(super) fn read_up_to(max_bytes: u64, path: &Path) -> Result<Self> {
+        let text = untrusted::read(path, max_bytes).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => Error::bad_file(path, absent(path)),
-            _ => Error::Io { path: path.to_owned(), source: error },
-        };
-        let bytes = std::fs::metadata(path).map_err(missing)?.len();
-        if bytes > MAX_BYTES {
-            return Err(Error::bad_file(path, format!("{bytes} bytes: expected at most {MAX_BYTES}")));
-        }
-        let text = std::fs::read(path).map_err(Error::io(path))?;
+            _ => Error::bad_file(path, error.to_string()),
+        })?;
         match serde_json::from_slice(&text) {
             Ok(Value::Object(map)) => Ok(Self { path: path.to_owned(), within: String::new(), map }),
             Ok(_) => Err(Error::bad_file(path, "expected a JSON object")),

@@ -124,6 +124,15 @@ fn reads_answer(name: &str) -> bool {
     matches!(name, "numeric_answer" | "exact_answer")
 }
 
+/// Holds what a reward's process answered, a frame without its length, to the protocol: one score for each completion, or an
+/// error of the reward's own.
+///
+/// # Errors
+/// What is wrong with it, or the reward's error.
+pub fn check_reply(frame: &[u8], num_completions: usize) -> std::result::Result<(), String> {
+    protocol::Reply::read(frame, num_completions).map(drop).map_err(|failure| failure.cause)
+}
+
 fn compiled(key: &str, pattern: &str) -> Result<Regex> {
     Regex::new(pattern).map_err(|error| Error::invalid_value(key, pattern, format!("a regular expression: {error}")))
 }

@@ -2,6 +2,7 @@
 
 mod faults;
 mod signals;
+mod strangers;
 
 use std::fs;
 use std::path::Path;

@@ -126,6 +126,52 @@ fn damaged_answers_are_scored_or_refused() {
     feed(targets::answer, &honest, 6000);
 }
 
+#[test]
+fn damaged_templates_are_rendered_or_refused() {
+    let honest: [&[u8]; 3] = [
+        b"{{ bos_token }}{% for m in messages %}{{ '<' ~ m.role + '>' + m['content'] | trim }}{% endfor %}",
+        b"{%- set ns = namespace(n=0) -%}{% for m in messages[::-1] %}{% if not m.role == 'user' and ns.n < 3 %}\
+          {% set ns.n = ns.n + 1 %}{% continue %}{% endif %}{{ '%s: %5d' % (m.content, ns.n) }}{% endfor %}",
+        b"{% macro f(x, y=[1, {'a': 2.5}]) %}{{ x | tojson(indent=2) }}{{ y[-1].a * 2 }}{% endmacro %}{{ f(messages) }}\
+          {{ strftime_now('%d %b') if false else 'a b'.rsplit(' ', 1) | join('-') }}",
+    ];
+    feed(targets::template, &honest, 2000);
+}
+
+#[test]
+fn damaged_parquet_files_are_read_or_refused() {
+    feed(targets::parquet, &[include_bytes!("../golden/rows.parquet"), &footer(3)], 3000);
+}
+
+#[test]
+fn damaged_checkpoints_are_read_or_refused() {
+    feed(targets::checkpoint, &[targets::honest_manifest().as_bytes(), targets::STATE.as_bytes()], 3000);
+}
+
+#[test]
+fn damaged_replies_are_read_or_refused() {
+    feed(targets::reply, &[br#"{"rewards": [1.0, null, 0.25]}"#, br#"{"rewards": [1e3, -2, 0]}"#], 5000);
+}
+
+/// The footer of a Parquet file without rows whose schema has a group within a group so many times, and a number in the last.
+pub fn footer(num_groups: u32) -> Vec<u8> {
+    let varint = |mut number: u32| {
+        let mut bytes = Vec::new();
+        while number >= 0x80 {
+            bytes.push(number as u8 | 0x80);
+            number >>= 7;
+        }
+        bytes.push(number as u8);
+        bytes
+    };
+    // Thrift's compact protocol: repetition, name, number of children; type, repetition, name.
+    let group: &[u8] = &[0x35, 0, 0x18, 1, b'a', 0x15, 2, 0];
+    let number: &[u8] = &[0x15, 2, 0x25, 0, 0x18, 1, b'b', 0];
+    // Version 1, the schema, no rows, no row groups.
+    let head = [&[0x15, 2, 0x19, 0xfc], &varint(num_groups + 1)[..]].concat();
+    [&head, &group.repeat(num_groups as usize), number, &[0x16, 0, 0x19, 0x0c, 0]].concat()
+}
+
 /// Depth and length beyond what damage finds.
 #[test]
 fn endless_files_are_refused() {
@@ -140,6 +186,26 @@ fn endless_files_are_refused() {
         format!("{text}a{level}: &a{level} [{}]\n", vec![format!("*a{before}"); 10].join(","))
     });
     assert!(!targets::config(bomb.as_bytes()));
+    for (open, close) in [
+        ("a = {\"b\"={b=", "1"),
+        ("[[a.", "b]]"),
+        ("a.", "a = 1"),
+        ("---\n? ", "a"),
+        ("---\n- ", "a"),
+        ("---\na: {", ""),
+    ] {
+        assert!(!targets::config(&[deep(open), close.into()].concat()), "{open}");
+    }
+    let keys = |format: &dyn Fn(u32) -> String| (0..100_000).map(format).collect::<String>().into_bytes();
+    assert!(!targets::config(&keys(&|index| format!("learning_rat_{index} = 1\n"))));
+    assert!(!targets::config(&[b"---\n", &keys(&|index| format!("k{index}: 1\n"))[..]].concat()));
+    for num_groups in [1_001, 20_000, 1_000_000] {
+        assert!(!targets::parquet(&footer(num_groups)), "{num_groups}");
+    }
+    assert!(targets::parquet(&footer(900)), "a schema as wide as any");
+    let manifest = targets::honest_manifest();
+    assert!(!targets::checkpoint(br#"{"format": 1, "files": []}"#), "a manifest of no files vouches for nothing");
+    assert!(!targets::checkpoint(manifest.replace("trainer_state.json", "a\\u0000b").as_bytes()));
     let long = format!("#### {}", "9".repeat(1 << 20));
     for completion in [deep("\\boxed{"), deep("<answer>"), long.into_bytes()] {
         assert!(targets::answer(&completion), "a completion of any length is scored");

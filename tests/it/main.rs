@@ -30,3 +30,7 @@ mod split;
 mod survive;
 mod tidy;
 mod train;
+
+/// As the program does: hostile templates are held to a budget of memory.
+#[global_allocator]
+static ALLOCATOR: colo_grpo::untrusted::MeteredAllocator = colo_grpo::untrusted::MeteredAllocator;

@@ -13,6 +13,7 @@ use crate::config::CarriedKv;
 use crate::error::{Error, Result};
 use crate::metrics::read_metrics;
 use crate::phase::Phase;
+use crate::untrusted::{self, MAX_LOG_BYTES};
 pub use svg::Line;
 
 /// Phases by the half they belong to, and what the half's parts are called.
@@ -56,7 +57,7 @@ struct Run {
 /// # Errors
 /// [`Error::BadFile`] for a line that is none of `bench step`'s; [`Error::Io`].
 pub fn compare(results: &Path, output: &Path, curves: &[(String, std::path::PathBuf)]) -> Result<String> {
-    let text = std::fs::read_to_string(results).map_err(Error::io(results))?;
+    let text = untrusted::read_text(results, MAX_LOG_BYTES).map_err(Error::io(results))?;
     let runs = text.lines().filter(|line| !line.trim().is_empty()).map(|line| Run::read(line, results));
     let runs: Vec<Run> = runs.collect::<Result<_>>()?;
     if runs.is_empty() {

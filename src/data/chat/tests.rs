@@ -140,3 +140,134 @@ fn hostile_templates_end_with_an_error() {
         assert!(error.contains(part), "{template}: {error}");
     }
 }
+
+/// A reason for each probe of the golden file that we render otherwise.
+const DIFFERENT: [(&str, &str); 13] = [
+    ("{{ (1, 2) }}", "a tuple is a list"),
+    ("{{ messages[0].items() | list }}", "a tuple is a list"),
+    ("{{ {'b': 1, 'a': 2} | dictsort }}", "a tuple is a list"),
+    ("{{ {'b': 1, 'a': 2} | items | list }}", "a tuple is a list"),
+    ("{{ 'a.b.c'.partition('.') }}", "a tuple is a list"),
+    ("{{ 'a.b.c'.rpartition('.') }}", "a tuple is a list"),
+    ("{{ 'abc'.partition('.') }}", "a tuple is a list"),
+    ("{{ range(3) }}", "a range is a list"),
+    ("{{ {'a': 1}.items() }}", "a view is a list"),
+    ("{{ 7 % -3 }}", "a remainder is never negative"),
+    ("{{ ['a'] ~ '' }}", "~ writes lists as Rust does"),
+    ("{{ 1e20 ~ '' }}", "~ writes numbers as Rust does"),
+    ("{{ 1 / 0 }}", "division by 0 is infinite"),
+];
+
+/// Python's texts are those of scripts/golden_jinja.py. What differs is listed here and in docs/templates.md, and nothing that
+/// does not differ is.
+#[test]
+fn probes_render_as_python_renders_them() {
+    #[derive(serde::Deserialize)]
+    struct Golden {
+        now: u64,
+        messages: Vec<Message>,
+        tokens: BTreeMap<String, String>,
+        probes: Vec<Probe>,
+    }
+    #[derive(serde::Deserialize)]
+    struct Probe {
+        template: String,
+        output: Option<String>,
+    }
+    let golden: Golden = serde_json::from_str(include_str!("../../../tests/golden/jinja.json")).unwrap();
+    let mut wrong = Vec::new();
+    for Probe { template, output } in &golden.probes {
+        let made = ChatTemplate::at(golden.now, template, golden.tokens.clone());
+        let found = made.and_then(|made| made.render(&golden.messages, true));
+        let is_listed = DIFFERENT.iter().any(|(listed, _)| listed == template);
+        if (found.as_ref().ok() == output.as_ref()) == is_listed {
+            wrong.push(format!("{template}\n  ours:   {found:?}\n  Python: {output:?}"));
+        }
+    }
+    assert!(golden.probes.len() > 100 && wrong.is_empty(), "{} probes:\n{}", wrong.len(), wrong.join("\n"));
+}
+
+/// Every construct that nests or chains, longer than any template: refused or rendered, on a thread that has the stack for it.
+#[test]
+fn deep_syntax_is_rendered_or_refused() {
+    let parts: [(&str, &str, &str, &str); 16] = [
+        ("{{ ", "-", "1", " }}"),
+        ("{{ ", "not ", "1", " }}"),
+        ("{{ 1", "|abs", "", " }}"),
+        ("{{ a", ".b.b", "", " }}"),
+        ("{{ a", "[0]", "", " }}"),
+        ("{{ a", "()", "", " }}"),
+        ("{{ 1", "~1", "", " }}"),
+        ("{{ 1", "+1", "", " }}"),
+        ("{{ 1", "*1", "", " }}"),
+        ("{{ 1", "**1", "", " }}"),
+        ("{{ 1", " and 1", "", " }}"),
+        ("{{ 1", " is defined", "", " }}"),
+        ("{{ 1", " if 1", "", " }}"),
+        ("{{ ", "[", "1", " }}"),
+        ("{{ ", "('%s' % ", "1", " }}"),
+        ("{% if 1 %}", "{% elif 1 %}", "", "{% endif %}"),
+    ];
+    for (open, part, middle, close) in parts {
+        for count in [100, 4_000, 30_000, 400_000] {
+            let template = format!("{open}{}{middle}{close}", part.repeat(count));
+            let _ = render(&template, &[("user", "x")]); // that it returns is the test
+        }
+    }
+}
+
+/// Values that a loop nests as deeply as its fuel allows: dropped, compared, printed and joined.
+#[test]
+fn deep_values_are_rendered_or_refused() {
+    let nest = |times: usize, names: &[&str]| {
+        let sets: String = names.iter().map(|n| format!("{{% set ns.{n} = [[[[[[[[[[ns.{n}]]]]]]]]]] %}}")).collect();
+        format!("{{% set ns = namespace(l=[], m=[]) %}}{{% for i in range({times}) %}}{sets}{{% endfor %}}")
+    };
+    let endless = nest(99_999, &["l"]);
+    assert!(render(&endless, &[("user", "x")]).unwrap_err().to_string().contains("fuel"));
+    let one = ["ns.l", "ns.l ~ ''", "{ns.l: 1}", "ns.l | tojson", "ns.l | string", "[ns.l] | join", "ns.l | pprint"];
+    let two = ["ns.l == ns.m", "ns.l < ns.m", "ns.l in [ns.m]", "[ns.l, ns.m] | sort", "[ns.l, ns.m] | unique | list"];
+    let of_one = one.map(|expression| nest(10_000, &["l"]) + "{{ " + expression + " }}");
+    let of_two = two.map(|expression| nest(5_000, &["l", "m"]) + "{{ " + expression + " }}");
+    for template in of_one.iter().chain(&of_two) {
+        let _ = render(template, &[("user", "x")]); // that it returns is the test
+    }
+}
+
+#[test]
+fn templates_that_grow_or_search_without_end_are_refused() {
+    let grow = |expression: &str| {
+        format!(
+            "{{% set ns = namespace(x='aaaaaaaa') %}}{{% for i in range(99) %}}{{% set ns.x = {expression} %}}{{% endfor %}}"
+        )
+    };
+    let mut templates: Vec<String> = [
+        "ns.x + ns.x",
+        "ns.x ~ ns.x",
+        "ns.x * 99",
+        "ns.x.replace('a', ns.x)",
+        "[ns.x, ns.x] | join",
+        "'%s%s' % (ns.x, ns.x)",
+        "(ns.x | list) * 99 | list",
+    ]
+    .map(grow)
+    .into();
+    templates.extend([
+        "{{ [1] * 1000000000000 | list }}".to_owned(),
+        format!("{{% set x %}}{{% for i in range(99999) %}}{}{{% endfor %}}{{% endset %}}", "a".repeat(100_000)),
+    ]);
+    for template in templates {
+        let error = render(&template, &[("user", "x")]).map(|text| text.len()).unwrap_err();
+        assert_eq!(error.exit_code(), crate::error::ExitCode::Files, "{template}: {error}");
+    }
+}
+
+#[test]
+fn a_template_that_broke_a_limit_stays_refused() {
+    let template =
+        ChatTemplate::new("{% set n = 200000000 %}{{ 5 in [messages | length] * n }}", BTreeMap::new()).unwrap();
+    for _ in 0..2 {
+        let error = template.render(&messages(&[("user", "x")]), true).unwrap_err().to_string();
+        assert_eq!(error, "chat template: it takes more than 2 s of processor time");
+    }
+}

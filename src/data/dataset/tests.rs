@@ -141,3 +141,29 @@ fn rows_may_come_through_a_pipe_but_parquets() {
     let error = read([b"PAR1", rows.as_bytes()].concat()).unwrap_err().to_string();
     assert!(error.contains("expected a file, not a pipe"), "{error}");
 }
+
+#[test]
+fn prompts_of_megabytes_are_counted_as_the_others_that_are_too_long() {
+    let long = "one ".repeat(1 << 20);
+    let rows = [
+        format!(r#"{{"prompt": "{long}"}}"#),
+        format!(r#"{{"prompt": [{{"role": "user", "content": "{long}"}}]}}"#),
+        r#"{"prompt": "one"}"#.to_owned(),
+    ];
+    let rows = rows.each_ref().map(String::as_str);
+    let options = DatasetOptions { max_model_length: Some(5), max_completion_length: 3, ..Default::default() };
+    let counts = read(&rows, &options).unwrap().counts().clone();
+    assert_eq!((counts.read, counts.over_context, counts.kept), (3, 2, 1));
+    let options = DatasetOptions { max_prompt_length: Some(4), ..options };
+    let counts = read(&rows, &options).unwrap().counts().clone();
+    assert_eq!((counts.over_max_prompt_length, counts.over_context, counts.kept), (2, 0, 1));
+}
+
+#[test]
+fn devices_are_no_rows() {
+    let folder = Folder::new();
+    let rows = folder.path().join("rows");
+    std::os::unix::fs::symlink("/dev/zero", &rows).unwrap();
+    let error = Dataset::from_file(&rows, &folder.tokenizer(), &DatasetOptions::default()).unwrap_err();
+    assert!(error.to_string().ends_with("expected a regular file, found a device"), "{error}");
+}

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use self::panels::History;
 use super::jsonl::read_metrics;
 use crate::error::{Error, Result};
+use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES};
 
 /// Writes `report.html` into the output folder of a run, finished or not, and returns its path.
 ///
@@ -36,7 +37,7 @@ fn read_config(path: &Path) -> Result<Vec<(String, String)>> {
     if !path.exists() {
         return Ok(Vec::new());
     }
-    let text = std::fs::read_to_string(path).map_err(Error::io(path))?;
+    let text = untrusted::read_text(path, MAX_RUN_CONFIG_BYTES).map_err(Error::io(path))?;
     let value = serde_json::from_str(&text).map_err(|error| Error::bad_file(path, error.to_string()))?;
     let mut rows = Vec::new();
     flatten("", &value, &mut rows);

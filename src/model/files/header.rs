@@ -3,7 +3,6 @@
 //! A file is 8 bytes of header length (little endian), the header (JSON: name to dtype, shape, data_offsets), the data.
 #![allow(unsafe_code)]
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
@@ -12,6 +11,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
+use crate::untrusted;
 
 /// Longest header that is read, in bytes; the format's own limit.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -34,22 +34,17 @@ impl MappedFile {
     /// [`Error::BadFile`] with expected and actual sizes.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let bad = |message: String| Error::bad_file(path, message);
-        // Before it is opened: to open a pipe would wait for a writer.
-        let metadata = std::fs::metadata(path).map_err(|error| match error.kind() {
+        let file = untrusted::open(path).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => bad("missing".to_owned()),
-            _ => Error::Io { path: path.to_owned(), source: error },
+            _ => bad(error.to_string()),
         })?;
-        if !metadata.is_file() {
-            return Err(bad("expected a file".to_owned()));
-        }
-        let file = File::open(path).map_err(Error::io(path))?;
-        let actual = file.metadata().map_err(Error::io(path))?.len();
+        let actual = file.metadata().map_err(|error| bad(error.to_string()))?.len();
         if actual < LENGTH_BYTES as u64 {
             return Err(bad(format!("truncated: {actual} bytes, expected at least {LENGTH_BYTES}")));
         }
         // SAFETY: the map is read-only and private to this struct. Somebody who shortens the file meanwhile ends the
         // process (SIGBUS), as with every reader that maps weights.
-        let map = unsafe { Mmap::map(&file) }.map_err(Error::io(path))?;
+        let map = unsafe { Mmap::map(&file) }.map_err(|error| bad(error.to_string()))?;
         let (length, rest) = map.split_at(LENGTH_BYTES);
         let header_bytes = u64::from_le_bytes(length.try_into().expect("8 bytes"));
         if header_bytes > MAX_HEADER_BYTES {

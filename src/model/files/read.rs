@@ -13,6 +13,7 @@ use crate::error::{Error, Result};
 use crate::model::json::JsonObject;
 use crate::model::params::{UnitLayout, units};
 use crate::model::spec::ModelSpec;
+use crate::untrusted::MAX_INDEX_BYTES;
 
 /// Most names listed in one message.
 const MAX_LISTED: usize = 8;
@@ -145,7 +146,7 @@ fn convert_hint(folder: &Path) -> String {
 fn weight_map(folder: &Path) -> Result<BTreeMap<String, String>> {
     let path = folder.join(INDEX);
     let bad = |message: String| Error::bad_file(&path, message);
-    let index = JsonObject::read(&path)?;
+    let index = JsonObject::read_up_to(MAX_INDEX_BYTES, &path)?;
     let map = index.get("weight_map").and_then(|map| map.as_object());
     let map = map.ok_or_else(|| bad("expected an object under weight_map".to_owned()))?;
     let file = |(name, file): (&String, &serde_json::Value)| match file.as_str() {
@@ -157,7 +158,9 @@ fn weight_map(folder: &Path) -> Result<BTreeMap<String, String>> {
 
 /// A name that stays in its folder.
 fn is_plain(file: &str) -> bool {
-    Path::new(file).file_name().is_some_and(|name| name == file) && file.ends_with(".safetensors")
+    Path::new(file).file_name().is_some_and(|name| name == file)
+        && !file.contains('\0')
+        && file.ends_with(".safetensors")
 }
 
 fn list(names: &[String]) -> String {

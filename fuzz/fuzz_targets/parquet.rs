@@ -1,0 +1,10 @@
+//! The reader of Parquet rows.
+#![no_main]
+
+#[allow(dead_code)] // the other targets'
+#[path = "../targets.rs"]
+mod targets;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| {
+    targets::parquet(data);
+});

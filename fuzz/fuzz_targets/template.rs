@@ -1,0 +1,10 @@
+//! The chat template.
+#![no_main]
+
+#[allow(dead_code)] // the other targets'
+#[path = "../targets.rs"]
+mod targets;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| {
+    targets::template(data);
+});

@@ -1,0 +1,143 @@
+//! Methods of Python's strings that minijinja's own compatibility layer lacks or has otherwise.
+
+use minijinja::value::from_args;
+use minijinja::{Error, State, Value};
+use minijinja_contrib::pycompat::unknown_method_callback;
+
+use super::{invalid, python};
+
+/// Longest padding, in characters.
+const MAX_WIDTH: usize = 1 << 20;
+
+/// A method that minijinja does not know.
+pub(super) fn call(state: &State<'_, '_>, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
+    let own = value.as_str().map(|text| of_string(text, method, args));
+    own.transpose()?.flatten().map_or_else(|| unknown_method_callback(state, value, method, args), Ok)
+}
+
+/// `separator.join(values)`.
+pub(super) fn join(separator: &str, values: &Value) -> Result<String, Error> {
+    let mut text = String::new();
+    for (index, value) in values.try_iter()?.enumerate() {
+        if index > 0 {
+            text.push_str(separator);
+        }
+        python::write(&mut text, &value)?;
+    }
+    Ok(text)
+}
+
+/// `None`: not among these methods.
+fn of_string(text: &str, method: &str, args: &[Value]) -> Result<Option<Value>, Error> {
+    let value = match method {
+        "partition" | "rpartition" => partition(text, from_args::<(&str,)>(args)?.0, method == "rpartition")?,
+        "rsplit" => {
+            let (separator, limit): (Option<&str>, Option<i64>) = from_args(args)?;
+            Value::from(rsplit(text, separator, limit.and_then(|limit| usize::try_from(limit).ok()))?)
+        }
+        "removeprefix" => without(text, text.strip_prefix(from_args::<(&str,)>(args)?.0)),
+        "removesuffix" => without(text, text.strip_suffix(from_args::<(&str,)>(args)?.0)),
+        "find" | "rfind" | "index" | "rindex" => find(text, method, from_args::<(&str,)>(args)?.0)?,
+        "count" => Value::from(match from_args::<(&str,)>(args)?.0 {
+            "" => text.chars().count() + 1,
+            what => text.matches(what).count(),
+        }),
+        "swapcase" => Value::from(text.chars().flat_map(swapped).collect::<String>()),
+        "casefold" => Value::from(text.to_lowercase()),
+        "zfill" => {
+            let (width,): (usize,) = from_args(args)?;
+            let (sign, digits) = text.split_at(usize::from(text.starts_with(['+', '-'])));
+            Value::from(format!("{sign}{}{digits}", "0".repeat(missing(text, width)?)))
+        }
+        "ljust" | "rjust" | "center" => {
+            let (width, fill): (usize, Option<&str>) = from_args(args)?;
+            let (fill, missing) = (fill.unwrap_or(" "), missing(text, width)?);
+            let left = match method {
+                "ljust" => 0,
+                "rjust" => missing,
+                _ => missing / 2 + (missing & width & 1),
+            };
+            Value::from(format!("{}{text}{}", fill.repeat(left), fill.repeat(missing - left)))
+        }
+        "join" => Value::from(join(text, from_args::<(&Value,)>(args)?.0)?),
+        // All of no characters is false in Python.
+        "isdigit" | "isnumeric" | "isalpha" | "isalnum" | "isspace" if text.is_empty() => Value::from(false),
+        // Only letters that have a case count.
+        "islower" => Value::from(has_case(text) && !text.chars().any(char::is_uppercase)),
+        "isupper" => Value::from(has_case(text) && !text.chars().any(char::is_lowercase)),
+        _ => return Ok(None),
+    };
+    Ok(Some(value))
+}
+
+fn partition(text: &str, separator: &str, from_the_right: bool) -> Result<Value, Error> {
+    refuse_empty(separator)?;
+    let parts = if from_the_right { text.rsplit_once(separator) } else { text.split_once(separator) };
+    let parts = match parts {
+        Some((before, after)) => [before, separator, after],
+        None if from_the_right => ["", "", text],
+        None => [text, "", ""],
+    };
+    Ok(parts.map(Value::from).to_vec().into())
+}
+
+fn rsplit(text: &str, separator: Option<&str>, limit: Option<usize>) -> Result<Vec<String>, Error> {
+    let limit = limit.map_or(usize::MAX, |limit| limit.saturating_add(1));
+    let mut parts: Vec<String> = match separator {
+        Some(separator) => {
+            refuse_empty(separator)?;
+            text.rsplitn(limit, separator).map(str::to_owned).collect()
+        }
+        None => words_from_the_right(text, limit),
+    };
+    parts.reverse();
+    Ok(parts)
+}
+
+/// Words between white space, the last first; the `limit`-th is all that is left.
+fn words_from_the_right(text: &str, limit: usize) -> Vec<String> {
+    let (mut parts, mut rest) = (Vec::new(), text.trim_end());
+    while !rest.is_empty() {
+        let start = rest.rfind(char::is_whitespace).filter(|_| parts.len() + 1 < limit);
+        let cut = start.map_or(0, |start| start + rest[start..].chars().next().map_or(0, char::len_utf8));
+        parts.push(rest[cut..].to_owned());
+        rest = rest[..cut].trim_end();
+    }
+    parts
+}
+
+fn without<'a>(text: &'a str, rest: Option<&'a str>) -> Value {
+    Value::from(rest.unwrap_or(text))
+}
+
+/// The place in characters, not in bytes.
+fn find(text: &str, method: &str, what: &str) -> Result<Value, Error> {
+    let place = if method.starts_with('r') { text.rfind(what) } else { text.find(what) };
+    match place {
+        Some(offset) => Ok(Value::from(text[..offset].chars().count())),
+        None if method.ends_with("find") => Ok(Value::from(-1)),
+        None => Err(invalid("substring not found")),
+    }
+}
+
+fn missing(text: &str, width: usize) -> Result<usize, Error> {
+    match width {
+        0..=MAX_WIDTH => Ok(width.saturating_sub(text.chars().count())),
+        _ => Err(invalid(format!("a width of more than {MAX_WIDTH} characters is too large"))),
+    }
+}
+
+fn refuse_empty(separator: &str) -> Result<(), Error> {
+    if separator.is_empty() { Err(invalid("empty separator")) } else { Ok(()) }
+}
+
+fn swapped(character: char) -> Vec<char> {
+    match character.is_uppercase() {
+        true => character.to_lowercase().collect(),
+        false => character.to_uppercase().collect(),
+    }
+}
+
+fn has_case(text: &str) -> bool {
+    text.chars().any(|character| character.is_uppercase() || character.is_lowercase())
+}

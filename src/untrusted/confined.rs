@@ -1,0 +1,167 @@
+//! Threads with a known stack, a budget of memory and a limit of processor time.
+
+use std::any::Any;
+use std::fmt;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use super::meter::metered;
+use crate::error::panic_message;
+
+/// How often a thread that has not answered yet is looked at.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// What work on a stranger's file may take.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limits {
+    /// The thread's stack. Only what recursion touches becomes memory.
+    pub stack_bytes: usize,
+    /// Heap held at a time, where the program has [`MeteredAllocator`](super::MeteredAllocator).
+    pub memory_bytes: usize,
+    /// Processor time of one call.
+    pub cpu_s: u64,
+}
+
+/// A thread that answers calls one by one within limits. A call that breaks one ends its usefulness: the thread is left where
+/// it is, which costs at most its budget, and later calls report the same breach.
+pub(crate) struct Confined<I, O> {
+    limits: Limits,
+    is_exceeded: &'static AtomicBool,
+    line: Mutex<Line<I, O>>,
+}
+
+struct Line<I, O> {
+    calls: Sender<I>,
+    answers: Receiver<Result<O, Box<dyn Any + Send>>>,
+    task: PathBuf,
+    breach: Option<String>,
+}
+
+impl<I: Send + 'static, O: Send + 'static> Confined<I, O> {
+    /// Starts the thread, which applies `work` to what it is called with.
+    ///
+    /// # Errors
+    /// The system's, where it has no thread or no address space for its stack.
+    pub fn start(name: &str, limits: Limits, mut work: impl FnMut(I) -> O + Send + 'static) -> io::Result<Self> {
+        let is_exceeded: &'static AtomicBool = Box::leak(Box::new(AtomicBool::new(false))); // the thread may outlive all
+        let (calls, received) = channel::<I>();
+        let (answer, answers) = channel();
+        let (named, task) = channel();
+        let serve = move || {
+            let _ = named.send(std::fs::read_link("/proc/thread-self").unwrap_or_default());
+            for call in received {
+                let guarded = || catch_unwind(AssertUnwindSafe(|| work(call)));
+                if answer.send(metered(limits.memory_bytes, is_exceeded, guarded)).is_err() {
+                    return;
+                }
+            }
+        };
+        thread::Builder::new().name(name.to_owned()).stack_size(limits.stack_bytes).spawn(serve)?;
+        let task = Path::new("/proc").join(task.recv().unwrap_or_default()).join("schedstat");
+        Ok(Self { limits, is_exceeded, line: Mutex::new(Line { calls, answers, task, breach: None }) })
+    }
+
+    /// Calls the thread.
+    ///
+    /// # Errors
+    /// Which limit `input` broke, or what the work panicked with.
+    pub fn call(&self, input: I) -> Result<O, String> {
+        let mut line = self.line.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(breach) = &line.breach {
+            return Err(breach.clone());
+        }
+        let outcome = self.answer(&line, input);
+        line.breach = outcome.as_ref().err().cloned();
+        outcome
+    }
+
+    fn answer(&self, line: &Line<I, O>, input: I) -> Result<O, String> {
+        let start_ns = on_cpu_ns(&line.task);
+        let ended = || "its thread has ended".to_owned();
+        line.calls.send(input).map_err(|_| ended())?;
+        let Limits { memory_bytes, cpu_s, .. } = self.limits;
+        loop {
+            match line.answers.recv_timeout(LOOK) {
+                Ok(answer) => return answer.map_err(|panic| format!("panic: {}", panic_message(&*panic))),
+                Err(RecvTimeoutError::Disconnected) => return Err(ended()),
+                Err(RecvTimeoutError::Timeout) if self.is_exceeded.load(Ordering::Acquire) => {
+                    return Err(format!("it needs more than {} MiB of memory", memory_bytes >> 20));
+                }
+                Err(RecvTimeoutError::Timeout) if on_cpu_ns(&line.task) > start_ns + cpu_s * 1_000_000_000 => {
+                    return Err(format!("it takes more than {cpu_s} s of processor time"));
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        }
+    }
+}
+
+impl<I, O> fmt::Debug for Confined<I, O> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Confined").field("limits", &self.limits).finish_non_exhaustive()
+    }
+}
+
+/// Runs `work` once within limits, on a thread of its own.
+///
+/// # Errors
+/// Which limit it broke, or that there is no thread for it.
+pub(crate) fn once<O: Send + 'static>(
+    name: &str,
+    limits: Limits,
+    work: impl FnOnce() -> O + Send + 'static,
+) -> Result<O, String> {
+    let mut work = Some(work);
+    let run = move |()| work.take().expect("called once")();
+    let thread = Confined::start(name, limits, run).map_err(|error| format!("no thread to read it: {error}"))?;
+    thread.call(())
+}
+
+/// Time that a thread was on a processor; 0 where the kernel does not say.
+fn on_cpu_ns(task: &Path) -> u64 {
+    let text = std::fs::read_to_string(task).unwrap_or_default();
+    text.split_whitespace().next().and_then(|number| number.parse().ok()).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: Limits = Limits { stack_bytes: 64 << 20, memory_bytes: 1 << 20, cpu_s: 1 };
+
+    #[test]
+    fn calls_are_answered_in_turn_and_a_panic_is_the_last() {
+        let thread = Confined::start("test", LIMITS, |number: u32| 6 / number).unwrap();
+        assert_eq!([1, 2, 3].map(|number| thread.call(number).unwrap()), [6, 3, 2]);
+        for _ in 0..2 {
+            assert!(thread.call(0).unwrap_err().starts_with("panic: attempt to divide by zero"));
+        }
+    }
+
+    #[test]
+    fn work_without_end_is_given_up() {
+        let outcome = once("test", LIMITS, || {
+            let mut number = 0_u64;
+            loop {
+                number = std::hint::black_box(number + 1);
+            }
+        });
+        let _: &Result<(), _> = &outcome;
+        assert_eq!(outcome.unwrap_err(), "it takes more than 1 s of processor time");
+    }
+
+    #[test]
+    fn recursion_has_the_stack_that_was_asked_for() {
+        fn deep(levels: usize) -> usize {
+            let here = std::hint::black_box([levels; 8]);
+            if levels == 0 { 0 } else { here[0] - levels + 1 + deep(levels - 1) }
+        }
+        assert_eq!(once("test", LIMITS, || deep(200_000)).unwrap(), 200_000);
+    }
+}

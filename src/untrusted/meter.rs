@@ -1,0 +1,102 @@
+//! An allocator that can hold one thread to a budget.
+//!
+//! Rust code cannot recover from an allocation that fails: it aborts. A metered thread that asks for more than its budget is
+//! therefore stopped inside the allocator and never runs again; whoever waits for it sees a flag and reports the breach.
+#![allow(unsafe_code)]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+thread_local! {
+    /// Bytes that this thread may still take; `None`: any number. No destructor, so it can be read at any time.
+    static LEFT: Cell<Option<(isize, &'static AtomicBool)>> = const { Cell::new(None) };
+}
+
+/// The system's allocator, which counts what metered threads take. The program installs it; a program that uses the library
+/// may do so, too. Without it only the memory limit of [`Confined`](super::Confined) work is missing.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct MeteredAllocator;
+
+// SAFETY: every request goes to the system's allocator unchanged; counting neither allocates nor unwinds.
+unsafe impl GlobalAlloc for MeteredAllocator {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        take(layout.size());
+        // SAFETY: the caller's promises are the system allocator's conditions.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        take(layout.size());
+        // SAFETY: as above.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, old: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        take(new_size);
+        give_back(layout.size());
+        // SAFETY: as above.
+        unsafe { System.realloc(old, layout, new_size) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        give_back(layout.size());
+        // SAFETY: as above.
+        unsafe { System.dealloc(memory, layout) }
+    }
+}
+
+/// Runs `work` with a budget of `max_bytes` for what it holds at a time. Beyond it `is_exceeded` is set and this thread stops
+/// for good.
+pub(super) fn metered<T>(max_bytes: usize, is_exceeded: &'static AtomicBool, work: impl FnOnce() -> T) -> T {
+    LEFT.set(Some((max_bytes as isize, is_exceeded)));
+    let outcome = work();
+    LEFT.set(None);
+    outcome
+}
+
+fn take(bytes: usize) {
+    if let Some((left, is_exceeded)) = LEFT.get() {
+        let left = left.saturating_sub_unsigned(bytes);
+        LEFT.set(Some((left, is_exceeded)));
+        if left < 0 {
+            is_exceeded.store(true, Ordering::Release);
+            loop {
+                std::thread::sleep(Duration::from_secs(3600)); // allocates nothing
+            }
+        }
+    }
+}
+
+fn give_back(bytes: usize) {
+    if let Some((left, is_exceeded)) = LEFT.get() {
+        LEFT.set(Some((left.saturating_add_unsigned(bytes), is_exceeded)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Limits, once};
+    use super::*;
+
+    #[global_allocator]
+    static ALLOCATOR: MeteredAllocator = MeteredAllocator;
+
+    const LIMITS: Limits = Limits { stack_bytes: 1 << 20, memory_bytes: 1 << 20, cpu_s: 10 };
+
+    #[test]
+    fn what_is_given_back_may_be_taken_again() {
+        let total = once("test", LIMITS, || (0..100).map(|_| vec![1_u8; 1 << 19].len()).sum::<usize>());
+        assert_eq!(total.unwrap(), 100 << 19);
+    }
+
+    #[test]
+    fn more_than_the_budget_ends_the_work_and_nothing_else() {
+        let grown = || (0..100).fold(String::from("a"), |text, _| format!("{text}{text}")).len();
+        let at_once = || std::hint::black_box(vec![0_u8; 1 << 40]).len();
+        for outcome in [once("test", LIMITS, grown), once("test", LIMITS, at_once)] {
+            assert_eq!(outcome.unwrap_err(), "it needs more than 1 MiB of memory");
+        }
+    }
+}

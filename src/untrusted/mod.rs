@@ -1,0 +1,106 @@
+//! Files that strangers wrote: the one place that opens them, and threads on which they can be worked on safely.
+//!
+//! Only regular files are read, so a pipe cannot hang a run and a device cannot fill its memory. Every kind of file has a
+//! largest size. [`Confined`] runs work whose depth, memory or time the file decides on a thread with limits.
+
+mod confined;
+mod meter;
+
+use std::fs::{File, Metadata, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::Path;
+
+pub(crate) use confined::{Confined, Limits, once};
+pub use meter::MeteredAllocator;
+
+/// Largest TOML or YAML configuration of a run, in bytes.
+pub(crate) const MAX_RUN_CONFIG_BYTES: u64 = 1 << 20;
+/// Largest JSON file that describes a model, adapters or a tokenizer's special tokens, in bytes.
+pub(crate) const MAX_MODEL_JSON_BYTES: u64 = 8 << 20;
+/// Largest `tokenizer.json`, in bytes.
+pub(crate) const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
+/// Largest chat template, in bytes.
+pub(crate) const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
+/// Largest index of weight files, or manifest of a checkpoint, in bytes.
+pub(crate) const MAX_INDEX_BYTES: u64 = 64 << 20;
+/// Largest log of a run, or state of a trainer, which holds one; in bytes.
+pub(crate) const MAX_LOG_BYTES: u64 = 1 << 30;
+
+/// Opens a regular file for reading. Never blocks: a pipe without a writer is refused, not waited for.
+///
+/// # Errors
+/// The system's, and one that names what else than a file is there.
+pub(crate) fn open(path: &Path) -> io::Result<File> {
+    refuse_unless_regular(&std::fs::metadata(path)?)?; // a device is not even opened
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    refuse_unless_regular(&file.metadata()?)?;
+    Ok(file)
+}
+
+/// Reads a regular file of at most `max_bytes`.
+///
+/// # Errors
+/// Those of [`open`], and one with both sizes.
+pub(crate) fn read(path: &Path, max_bytes: u64) -> io::Result<Vec<u8>> {
+    let file = open(path)?;
+    let num_bytes = file.metadata()?.len();
+    let too_large = |bytes: u64| io::Error::other(format!("{bytes} bytes: expected at most {max_bytes}"));
+    if num_bytes > max_bytes {
+        return Err(too_large(num_bytes));
+    }
+    let mut bytes = Vec::with_capacity(num_bytes as usize);
+    file.take(max_bytes + 1).read_to_end(&mut bytes)?; // it may grow meanwhile
+    if bytes.len() as u64 > max_bytes { Err(too_large(bytes.len() as u64)) } else { Ok(bytes) }
+}
+
+/// Reads a regular file of at most `max_bytes` of UTF-8.
+///
+/// # Errors
+/// Those of [`read`], and one with the offset of the first byte that is no text.
+pub(crate) fn read_text(path: &Path, max_bytes: u64) -> io::Result<String> {
+    String::from_utf8(read(path, max_bytes)?).map_err(|error| io::Error::other(format!("not UTF-8: {error}")))
+}
+
+fn refuse_unless_regular(metadata: &Metadata) -> io::Result<()> {
+    let kind = metadata.file_type();
+    let found = match () {
+        () if kind.is_file() => return Ok(()),
+        () if kind.is_dir() => "a folder",
+        () if kind.is_fifo() => "a pipe",
+        () if kind.is_socket() => "a socket",
+        () => "a device",
+    };
+    Err(io::Error::other(format!("expected a regular file, found {found}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{CWD, FileType, Mode};
+
+    use super::*;
+
+    #[test]
+    fn only_regular_files_of_a_known_size_are_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let message = |name: &str| read(&path(name), 4).unwrap_err().to_string();
+        rustix::fs::mknodat(CWD, path("pipe"), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", path("device")).unwrap();
+        std::fs::create_dir(path("folder")).unwrap();
+        std::fs::write(path("long"), "12345").unwrap();
+        std::fs::write(path("text"), "1234").unwrap();
+        std::os::unix::fs::symlink(path("text"), path("link")).unwrap();
+        for (name, expected) in [
+            ("pipe", "expected a regular file, found a pipe"),
+            ("device", "expected a regular file, found a device"),
+            ("folder", "expected a regular file, found a folder"),
+            ("long", "5 bytes: expected at most 4"),
+            ("a\0b", "file name contained an unexpected NUL byte"),
+        ] {
+            assert_eq!(message(name), expected, "{name:?}");
+        }
+        assert_eq!(read_text(&path("link"), 4).unwrap(), "1234");
+        assert_eq!(read(&path("none"), 4).unwrap_err().kind(), io::ErrorKind::NotFound);
+    }
+}
