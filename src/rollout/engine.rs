@@ -1,7 +1,6 @@
 //! The generation engine: persistent, asleep between rollouts. Every rank of a tensor-parallel group runs the same scheduler
 //! on the same requests, so nobody drives.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 use tch::{Device, Kind};
@@ -9,13 +8,7 @@ use tch::{Device, Kind};
 use super::gpu::{GpuRunner, GpuState, StepProfile};
 use super::kept::KeptSequences;
 use super::kv_cache::KvCache;
-use super::outcome::{Rollout, complete_group};
-use super::requests::{self, Request};
-use super::runner::{HostRunner, Runner};
-use super::sampler::sampling_key;
-use super::scheduler::{Limits, Scheduler};
 use super::stats::EngineStats;
-use super::stop::StopRules;
 use super::weights::EngineWeights;
 use crate::data::Tokenizer;
 use crate::dist::Collective;
@@ -23,8 +16,6 @@ use crate::error::{Error, Result};
 use crate::memory;
 use crate::model::ModelSpec;
 use crate::ops::rope::Rope;
-use crate::phase::{self, Phase};
-use crate::types::{Prompt, RolloutGroup, SamplingParams, UnfinishedGroup};
 
 /// Size and shape of an engine.
 #[derive(Debug, Clone, PartialEq)]
@@ -53,20 +44,20 @@ pub struct EngineOptions {
 /// One rank of a tensor-parallel engine. Asleep it holds addresses, and no memory unless it keeps it.
 #[derive(Debug)]
 pub struct Engine {
-    spec: Arc<ModelSpec>,
-    tokenizer: Arc<Tokenizer>,
-    options: EngineOptions,
-    tp: Arc<dyn Collective>,
-    rope: Rope,
-    eos_token_ids: Vec<u32>,
-    gpu: Option<GpuState>,
-    kv_cache: KvCache,
-    keeps_memory: bool, // asleep, too
-    keeps_sequences: bool,
+    pub(super) spec: Arc<ModelSpec>,
+    pub(super) tokenizer: Arc<Tokenizer>,
+    pub(super) options: EngineOptions,
+    pub(super) tp: Arc<dyn Collective>,
+    pub(super) rope: Rope,
+    pub(super) eos_token_ids: Vec<u32>,
+    pub(super) gpu: Option<GpuState>,
+    pub(super) kv_cache: KvCache,
+    pub(super) keeps_memory: bool, // asleep, too
+    pub(super) keeps_sequences: bool,
     /// KV blocks since the last wake.
-    num_blocks: Option<usize>,
+    pub(super) num_blocks: Option<usize>,
     /// In them, sequences to go on with.
-    kept: KeptSequences,
+    pub(super) kept: KeptSequences,
 }
 
 impl Engine {
@@ -167,14 +158,14 @@ impl Engine {
     }
 }
 
-type Progress<'a> = Box<dyn FnMut(&EngineStats) + 'a>;
+pub(super) type Progress<'a> = Box<dyn FnMut(&EngineStats) + 'a>;
 
 /// An engine that is awake. It lives inside `with_rollout` and ends with it.
 pub struct RolloutEngine<'a> {
-    engine: &'a mut Engine,
-    weights: EngineWeights<'a>,
-    stats: EngineStats,
-    progress: Option<Progress<'a>>,
+    pub(super) engine: &'a mut Engine,
+    pub(super) weights: EngineWeights<'a>,
+    pub(super) stats: EngineStats,
+    pub(super) progress: Option<Progress<'a>>,
 }
 
 impl std::fmt::Debug for RolloutEngine<'_> {
@@ -184,84 +175,6 @@ impl std::fmt::Debug for RolloutEngine<'_> {
 }
 
 impl<'a> RolloutEngine<'a> {
-    /// Samples `num_generations` completions for each of this rank's prompts, in its own order. Collective over the
-    /// tensor-parallel group: the ranks' prompts are gathered and generated from together, with equal `params`.
-    /// `done` is called with each own group as soon as its last completion ends.
-    ///
-    /// A completion depends on (seed, step, prompt id, sample index) and the prompt's tokens, not on what else is in the
-    /// batch, on preemption or on the tensor-parallel degree, up to floating-point rounding of the logits. Two prompts
-    /// of equal id and tokens therefore get equal completions.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] for parameters or prompts that cannot be served, before anything is computed;
-    /// [`Error::NonFinite`] for logits that are not numbers. Errors are the same on every rank of the group, except those
-    /// of one rank's device.
-    pub fn generate(
-        &mut self,
-        prompts: &[Prompt],
-        params: &SamplingParams,
-        done: impl FnMut(&RolloutGroup),
-    ) -> Result<Vec<RolloutGroup>> {
-        let groups = prompts.iter().cloned().map(UnfinishedGroup::new).collect();
-        let rollout = self.generate_first(groups, prompts.len(), params, done)?;
-        Ok(rollout.complete.into_iter().map(|(_, group)| group).collect())
-    }
-
-    /// The same for groups that may be begun already, until the first `num_groups` of them are complete, the ranks'
-    /// numbers added up: which ones they are, and so how many of this rank's, is a matter of lengths. A completion goes
-    /// on as if it had never been interrupted, but for the weights; its tokens keep the log-probabilities that they had. They
-    /// are computed again, unless the engine keeps them.
-    ///
-    /// # Errors
-    /// As [`RolloutEngine::generate`]; [`Error::InvalidArgument`] if there are fewer groups, or if what has been sampled
-    /// of one is not `num_generations` completions.
-    pub fn generate_first(
-        &mut self,
-        groups: Vec<UnfinishedGroup>,
-        num_groups: usize,
-        params: &SamplingParams,
-        mut done: impl FnMut(&RolloutGroup),
-    ) -> Result<Rollout> {
-        let tp = Arc::clone(&self.engine.tp);
-        let vocab_size = self.engine.spec.vocab_size;
-        let (mut requests, num_groups) = requests::exchange(&groups, num_groups, params, vocab_size, tp.as_ref())?;
-        let token_ids = requests.iter().map(|request| request.token_ids.as_slice());
-        let scheduler = Scheduler::new(self.limits(params), token_ids, params.num_generations, self.stats)?;
-        let mut scheduler = scheduler.adopt(std::mem::take(&mut self.engine.kept)); // for good, if this fails
-        spread_lengths(&mut scheduler, &requests, params);
-        let resumed = scheduler.resume(requests.iter_mut().map(|request| std::mem::take(&mut request.completions)));
-        let mut complete: Vec<Option<RolloutGroup>> = groups.iter().map(|_| None).collect();
-        let tokenizer = Arc::clone(&self.engine.tokenizer);
-        let mut num_left = num_groups;
-        let mut take = |scheduler: &Scheduler, index: usize| {
-            if num_left == 0 {
-                return Ok(false); // complete in the same step as the last one that counts
-            }
-            num_left -= 1;
-            let (owner, position) = requests[index].owner;
-            if owner == tp.rank() {
-                let group = complete_group(scheduler, index, &groups[position].prompt, &tokenizer)?;
-                done(&group);
-                complete[position] = Some(group);
-            }
-            Ok(num_left > 0)
-        };
-        let mut goes_on = num_groups > 0;
-        for index in resumed {
-            goes_on = take(&scheduler, index)?;
-        }
-        if goes_on {
-            self.run(&mut scheduler, &requests, params, &mut take)?;
-        }
-        scheduler.check_integrity()?;
-        self.stats = scheduler.stats;
-        let rollout = Rollout::new(complete, groups, &scheduler, &requests, tp.rank());
-        if self.engine.keeps_sequences {
-            self.engine.kept = scheduler.into_kept();
-        }
-        Ok(rollout)
-    }
-
     /// Times one decode step of `batch` sequences of `context` tokens, `group` of which share their first `shared` tokens, and
     /// each of its operations; where it `sustains` them for half a second each, with their energy. On a GPU only; collective over
     /// the tensor-parallel group.
@@ -279,8 +192,7 @@ impl<'a> RolloutEngine<'a> {
                 got: "one on a CPU".into(),
             });
         };
-        let params = SamplingParams::default();
-        let mut runner = GpuRunner::new(gpu, (spec, weights, kv_cache), tp.as_ref(), &params, batch.0)?;
+        let mut runner = GpuRunner::new(gpu, (spec, weights, kv_cache), tp.as_ref())?;
         runner.profile(batch, context, stats.num_blocks, sustains)
     }
 
@@ -313,65 +225,6 @@ impl<'a> RolloutEngine<'a> {
         self.stats.num_blocks = num_blocks;
         Ok(())
     }
-
-    /// Schedules, computes and samples as long as there is work and `complete` wants it: it gets every group whose last
-    /// completion has ended. The runner may lag behind: its next step is launched before the results of the last are read.
-    fn run(
-        &mut self,
-        scheduler: &mut Scheduler,
-        requests: &[Request],
-        params: &SamplingParams,
-        complete: &mut dyn FnMut(&Scheduler, usize) -> Result<bool>,
-    ) -> Result<()> {
-        let Self { engine, weights, stats, progress } = self;
-        let engine = &mut **engine;
-        let decode = |ids: &[u32]| engine.tokenizer.decode(ids);
-        let rules = StopRules { eos_token_ids: &engine.eos_token_ids, stop: &params.stop, decode: &decode };
-        let (spec, rope, kv_cache, tp) = (&*engine.spec, &engine.rope, &engine.kv_cache, engine.tp.as_ref());
-        let mut runner: Box<dyn Runner + '_> = match &mut engine.gpu {
-            None => Box::new(HostRunner::new(spec, rope, weights, kv_cache, tp, params, engine.options.residual)),
-            Some(state) => {
-                let num_sequences = scheduler.sequences.len();
-                Box::new(GpuRunner::new(state, (spec, weights, kv_cache), tp, params, num_sequences)?)
-            }
-        };
-        let (mut under_way, mut goes_on) = (VecDeque::new(), true);
-        while (scheduler.has_work() && goes_on) || !under_way.is_empty() {
-            phase::beat();
-            let step = if scheduler.has_work() && goes_on { scheduler.schedule() } else { None };
-            let is_idle = step.is_none();
-            if let Some(step) = step {
-                let part = if step.is_decode { Phase::Decode } else { Phase::Prefill };
-                let draws = scheduler.draws(&step, requests);
-                phase::part(part, || runner.launch(&step, &draws, &scheduler.sequences))?;
-                under_way.push_back(step);
-            }
-            if !is_idle && under_way.len() <= runner.lag() {
-                continue;
-            }
-            let step = under_way.pop_front().expect("a scheduler with work waits only for results");
-            for index in scheduler.postprocess(&step, &runner.collect()?, &rules)? {
-                goes_on = complete(scheduler, index)?;
-            }
-            *stats = scheduler.stats;
-            if let Some(progress) = progress {
-                progress(stats);
-            }
-        }
-        Ok(())
-    }
-
-    fn limits(&self, params: &SamplingParams) -> Limits {
-        let options = &self.engine.options;
-        Limits {
-            num_blocks: self.stats.num_blocks,
-            block_size: options.block_size,
-            max_num_seqs: options.max_num_seqs,
-            max_num_batched_tokens: options.max_num_batched_tokens,
-            max_completion_length: params.max_completion_length,
-            max_model_length: options.max_model_length,
-        }
-    }
 }
 
 impl Drop for RolloutEngine<'_> {
@@ -381,17 +234,5 @@ impl Drop for RolloutEngine<'_> {
             gpu.sleep();
         }
         kv_cache.sleep();
-    }
-}
-
-/// Gives every sequence its own limit, where the parameters ask for it.
-fn spread_lengths(scheduler: &mut Scheduler, requests: &[Request], params: &SamplingParams) {
-    let Some(spread) = params.spread_lengths else { return };
-    for (group, request) in requests.iter().enumerate() {
-        for (sample, member) in scheduler.members(group).enumerate() {
-            let sequence = &mut scheduler.sequences[member];
-            let word = sampling_key(params.seed, request.step, request.prompt_id, sample).word(0, u64::MAX);
-            sequence.max_len = sequence.max_len.min(sequence.prompt_len + spread.length(word));
-        }
     }
 }

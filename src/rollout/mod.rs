@@ -3,9 +3,11 @@
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `engine` | [`Engine`], asleep between rollouts; [`RolloutEngine`], awake: `generate`, and the step |
+//! | `engine` | [`Engine`], asleep between rollouts; [`RolloutEngine`], awake |
+//! | `session` | an engine that is stepped: `submit` and `step` |
+//! | `generate`, `exchange` | closed batches on a session; the requests of all ranks of the group |
+//! | `request` | requests and events |
 //! | `weights` | what the engine reads of the policy |
-//! | `requests`, `outcome` | what all ranks of the group bring; complete groups and those to go on with |
 //! | `scheduler` | which tokens the next step computes |
 //! | `sequence`, `block_manager` | one completion in the making; which KV blocks are free, shared or used |
 //! | `kept` | unfinished sequences whose keys and values stay in the cache |
@@ -18,23 +20,27 @@ mod attention;
 mod batch;
 mod block_manager;
 mod engine;
+mod exchange;
 mod filters;
+mod generate;
 mod gpu;
 mod kept;
 mod kv_cache;
-mod outcome;
-mod requests;
+mod request;
 mod runner;
 mod sampler;
 mod scheduler;
 mod sequence;
+mod session;
 mod stats;
 mod stop;
 mod weights;
 
 pub use engine::{Engine, EngineOptions, RolloutEngine};
+pub use generate::Rollout;
 pub use gpu::{OpTime, StepProfile, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes};
 pub use kv_cache::{SPARE_BYTES, kv_block_bytes};
-pub use outcome::Rollout;
+pub use request::{Event, Request, RequestId};
+pub use session::Session;
 pub use stats::EngineStats;
 pub use weights::{EngineWeights, QuantizedBlocks};

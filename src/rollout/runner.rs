@@ -17,7 +17,6 @@ use crate::model::{BlockContext, ModelSpec, block_forward};
 use crate::ops::rope::Rope;
 use crate::ops::{embedding, linear, rms_norm, try_map};
 use crate::torch;
-use crate::types::SamplingParams;
 
 /// Computes steps in the order of their launch. Collective over the tensor-parallel group.
 pub(super) trait Runner {
@@ -39,7 +38,6 @@ pub(super) struct HostRunner<'a> {
     weights: &'a EngineWeights<'a>,
     kv_cache: &'a KvCache,
     tp: &'a dyn Collective,
-    params: &'a SamplingParams,
     residual: Kind,
     sampled: VecDeque<Vec<Sampled>>,
 }
@@ -58,7 +56,7 @@ impl Runner for HostRunner<'_> {
             self.kv_cache.copy_blocks(&from, &to)?;
         }
         let vocab = self.spec.vocab_range(self.tp.rank(), self.tp.size());
-        let sampler = Sampler { params: self.params, vocab, tp: self.tp };
+        let sampler = Sampler { vocab, tp: self.tp };
         self.sampled.push_back(sampler.sample(&logits, draws)?);
         Ok(())
     }
@@ -75,10 +73,9 @@ impl<'a> HostRunner<'a> {
         weights: &'a EngineWeights<'a>,
         kv_cache: &'a KvCache,
         tp: &'a dyn Collective,
-        params: &'a SamplingParams,
         residual: Kind,
     ) -> Self {
-        Self { spec, rope, weights, kv_cache, tp, params, residual, sampled: VecDeque::new() }
+        Self { spec, rope, weights, kv_cache, tp, residual, sampled: VecDeque::new() }
     }
 
     /// Logits of the batch's `last_rows` over this rank's vocabulary [L, V of this rank], on the host.

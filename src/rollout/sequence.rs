@@ -1,13 +1,31 @@
 //! One completion in the making.
 
+use std::sync::Arc;
+
 use super::stop::Detokenizer;
-use crate::types::{FinishReason, UnfinishedCompletion};
+use crate::data::Tokenizer;
+use crate::error::Result;
+use crate::types::{Completion, FinishReason, SamplingParams, UnfinishedCompletion};
+
+/// Where a sequence waits: in front are those that others wait for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Turn {
+    /// Preempted, or about to compute the prompt for its begun group.
+    First,
+    /// Of a begun group.
+    Begun,
+    /// Of a group of which nothing is sampled yet.
+    New,
+}
 
 /// A prompt and what has been sampled after it.
 #[derive(Debug)]
 pub(super) struct Sequence {
     /// Index of its request; a group's sequences are neighbours in sample order.
     pub(super) group: usize,
+    /// How its tokens are drawn.
+    pub(super) params: Arc<SamplingParams>,
+    pub(super) turn: Turn,
     /// Prompt, then completion.
     pub(super) token_ids: Vec<u32>,
     pub(super) prompt_len: usize,
@@ -26,9 +44,11 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    pub(super) fn new(group: usize, prompt: &[u32], max_len: usize) -> Self {
+    pub(super) fn new(group: usize, params: Arc<SamplingParams>, prompt: &[u32], max_len: usize) -> Self {
         Self {
             group,
+            params,
+            turn: Turn::New,
             token_ids: prompt.to_vec(),
             prompt_len: prompt.len(),
             max_len,
@@ -55,6 +75,19 @@ impl Sequence {
             rollout_logprobs: self.rollout_logprobs.clone(),
             finish_reason: self.finish_reason,
         }
+    }
+
+    /// The completion, which has ended, with its text.
+    pub(super) fn finished(&self, tokenizer: &Tokenizer) -> Result<Completion> {
+        Ok(Completion {
+            token_ids: self.completion().to_vec(),
+            rollout_logprobs: self.rollout_logprobs.clone(),
+            finish_reason: self.finish_reason.expect("a complete request has ended"),
+            text: tokenizer.decode(self.completion())?,
+            rewards: Vec::new(),
+            reward: None,
+            advantage: 0.0,
+        })
     }
 
     /// The slot in the cache of the token at `position`, in blocks of `block_size`.

@@ -4,12 +4,10 @@ use super::sequence::Sequence;
 use crate::error::Result;
 use crate::types::FinishReason;
 
-/// What ends a completion, in this order of precedence.
+/// Ends completions: by an end-of-sequence id, then by a stop string, whose text stays, then by length.
 pub(super) struct StopRules<'a> {
-    /// Ids that end a completion and stay its last token.
+    /// Ids that end a completion. The id stays the completion's last token.
     pub(super) eos_token_ids: &'a [u32],
-    /// Strings that end a completion; the text that matched stays.
-    pub(super) stop: &'a [String],
     /// Token ids to text, special tokens skipped.
     pub(super) decode: &'a dyn Fn(&[u32]) -> Result<String>,
 }
@@ -20,9 +18,9 @@ impl StopRules<'_> {
         if sequence.completion().last().is_some_and(|id| self.eos_token_ids.contains(id)) {
             return Ok(Some(FinishReason::Eos));
         }
-        if !self.stop.is_empty() {
+        if !sequence.params.stop.is_empty() {
             let completion = &sequence.token_ids[sequence.prompt_len..];
-            if sequence.detokenizer.push(completion, self)? {
+            if sequence.detokenizer.push(completion, &sequence.params.stop, self.decode)? {
                 return Ok(Some(FinishReason::Stop));
             }
         }
@@ -43,16 +41,16 @@ pub(super) struct Detokenizer {
 
 impl Detokenizer {
     /// Takes in the tokens that `completion` has gained; whether a stop string has appeared.
-    fn push(&mut self, completion: &[u32], rules: &StopRules) -> Result<bool> {
-        let known = (rules.decode)(&completion[self.prefix..self.read])?;
-        let text = (rules.decode)(&completion[self.prefix..])?;
+    fn push(&mut self, completion: &[u32], stop: &[String], decode: &dyn Fn(&[u32]) -> Result<String>) -> Result<bool> {
+        let known = decode(&completion[self.prefix..self.read])?;
+        let text = decode(&completion[self.prefix..])?;
         let Some(new) = text.get(known.len()..).filter(|new| !new.is_empty() && !new.ends_with('\u{FFFD}')) else {
             return Ok(false);
         };
         self.tail.push_str(new);
         (self.prefix, self.read) = (self.read, completion.len());
-        let found = rules.stop.iter().any(|stop| self.tail.contains(stop.as_str()));
-        let longest = rules.stop.iter().map(String::len).max().unwrap_or(0);
+        let found = stop.iter().any(|stop| self.tail.contains(stop.as_str()));
+        let longest = stop.iter().map(String::len).max().unwrap_or(0);
         let cut = self.tail.len().saturating_sub(longest);
         let cut = (0..=cut).rev().find(|&at| self.tail.is_char_boundary(at)).unwrap_or(0);
         self.tail.drain(..cut);
@@ -62,7 +60,10 @@ impl Detokenizer {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::types::SamplingParams;
 
     /// Bytes as tokens, so that characters span tokens.
     fn decode(ids: &[u32]) -> Result<String> {
@@ -73,8 +74,9 @@ mod tests {
     /// The text at which a completion that goes on for ever is ended, and why.
     fn run(text: &str, stop: &[&str], max_completion_length: usize) -> (String, FinishReason) {
         let stop: Vec<String> = stop.iter().map(|&stop| stop.to_owned()).collect();
-        let rules = StopRules { eos_token_ids: &[0], stop: &stop, decode: &decode };
-        let mut sequence = Sequence::new(0, &[7, 7, 7], 3 + max_completion_length);
+        let rules = StopRules { eos_token_ids: &[0], decode: &decode };
+        let params = Arc::new(SamplingParams { stop, ..SamplingParams::default() });
+        let mut sequence = Sequence::new(0, params, &[7, 7, 7], 3 + max_completion_length);
         for byte in text.bytes() {
             sequence.token_ids.push(byte.into());
             if let Some(reason) = rules.finish_reason(&mut sequence).unwrap() {

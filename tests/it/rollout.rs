@@ -2,6 +2,7 @@
 
 mod kept;
 mod partial;
+mod session;
 mod setup;
 
 use std::cell::{Cell, RefCell};

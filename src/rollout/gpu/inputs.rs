@@ -49,7 +49,6 @@ pub(super) struct Packing<'a> {
     pub(super) step: &'a Step,
     pub(super) draws: &'a [Draw<'a>],
     pub(super) sequences: &'a [Sequence],
-    pub(super) params: &'a SamplingParams,
     pub(super) block_size: usize,
 }
 
@@ -71,21 +70,23 @@ impl Packing<'_> {
 
     /// How the draws are made, with room for `len`.
     fn sampling(&self, words: &mut Words, len: usize, inputs: &Tensor) -> Result<Sampling> {
-        let key = |draw: &Draw| draw.key(self.params.seed).words().map(|word| word as i32);
+        let key = |draw: &Draw| draw.key().words().map(|word| word as i32);
         let keys = words.put(2 * len, self.draws.iter().flat_map(key), 0)?;
-        let SamplingParams { temperature, min_p, top_k, top_p, repetition_penalty, .. } = *self.params;
-        let mut same = |word: i32| {
-            let range = words.put(len, [], word)?;
+        let mut of_draws = |word: &dyn Fn(&SamplingParams) -> i32| {
+            let padding = self.draws.first().map_or(0, |draw| word(draw.params));
+            let range = words.put(len, self.draws.iter().map(|draw| word(draw.params)), padding)?;
             Ok::<_, Error>(inputs.narrow(0, range.start as i64, len as i64))
         };
-        let mut float = |number: f32| Ok::<_, Error>(same(number.to_bits() as i32)?.view_dtype(Kind::Float));
+        let mut floats = |number: &dyn Fn(&SamplingParams) -> f32| {
+            Ok::<_, Error>(of_draws(&|params| number(params).to_bits() as i32)?.view_dtype(Kind::Float))
+        };
         Ok(Sampling {
             keys: inputs.narrow(0, keys.start as i64, keys.len() as i64).view([len as i64, 2]),
-            temperatures: float(temperature)?,
-            penalties: float(repetition_penalty)?,
-            min_p: float(min_p.unwrap_or(0.0))?,
-            top_p: float(top_p)?,
-            top_k: same(i32::try_from(top_k).unwrap_or(i32::MAX))?,
+            temperatures: floats(&|params| params.temperature)?,
+            penalties: floats(&|params| params.repetition_penalty)?,
+            min_p: floats(&|params| params.min_p.unwrap_or(0.0))?,
+            top_p: floats(&|params| params.top_p)?,
+            top_k: of_draws(&|params| i32::try_from(params.top_k).unwrap_or(i32::MAX))?,
         })
     }
 }

@@ -1,6 +1,8 @@
 //! The time of a decode step and of each of its operations, from graph replays over a made-up batch.
 #![allow(unsafe_code)]
 
+use std::sync::Arc;
+
 use tch::{Device, Tensor};
 
 use super::graphs::replay_times;
@@ -13,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::rollout::sampler::Draw;
 use crate::rollout::scheduler::{Run, Step};
 use crate::rollout::sequence::Sequence;
+use crate::types::SamplingParams;
 
 /// Replays of one operation; the median counts.
 const REPLAYS: usize = 20;
@@ -79,13 +82,17 @@ impl GpuRunner<'_> {
         let sequences = self.sequences((batch, group, shared), context, num_blocks)?;
         let run = |index: usize| Run { sequence: index, tokens: context - 1..context, samples: index..index + 1 };
         let step = Step { is_decode: true, runs: (0..batch).map(run).collect(), copies: Vec::new() };
-        let draws: Vec<Draw> = sequences
-            .iter()
-            .enumerate()
-            .map(|(row, sequence)| Draw { row, step: 0, prompt_id: 0, sample: row, token_ids: &sequence.token_ids })
-            .collect();
+        let draws = sequences.iter().enumerate().map(|(row, Sequence { params, token_ids, .. })| Draw {
+            row,
+            params,
+            step: 0,
+            prompt_id: 0,
+            sample: row,
+            token_ids,
+        });
+        let draws: Vec<Draw> = draws.collect();
         let block_size = self.kv_cache.block_size();
-        let packing = Packing { step: &step, draws: &draws, sequences: &sequences, params: self.params, block_size };
+        let packing = Packing { step: &step, draws: &draws, sequences: &sequences, block_size };
         let meter = if sustains { Some(self.energy_meter()?) } else { None };
         let (step_us, sustained) = self.time(&packing, None, meter.as_ref())?;
         let mut ops = Vec::with_capacity(OPS.len());
@@ -114,9 +121,10 @@ impl GpuRunner<'_> {
         let block_size = self.kv_cache.block_size();
         let (num_shared, longest) = (shared / block_size, context.div_ceil(block_size));
         let mut free = 0..num_blocks as u32;
-        let mut sequences: Vec<Sequence> = Vec::with_capacity(batch);
+        let (params, mut sequences) = (Arc::<SamplingParams>::default(), Vec::<Sequence>::with_capacity(batch));
         for index in 0..batch {
-            let mut sequence = Sequence::new(index / group, &vec![1; shared.clamp(1, context)], context);
+            let mut sequence =
+                Sequence::new(index / group, params.clone(), &vec![1; shared.clamp(1, context)], context);
             // Rows that differ: equal ones take less power, and the chip clocks higher.
             let last = 1 + index * (self.spec.vocab_size - 1) / batch;
             sequence.token_ids.resize(context, last as u32);

@@ -1,4 +1,4 @@
-//! Steps of a running `generate` on a GPU: uploaded, launched, and read one step behind.
+//! Steps of a session on a GPU: uploaded, launched, and read one step behind.
 
 use std::collections::VecDeque;
 
@@ -22,16 +22,14 @@ use crate::rollout::scheduler::Step;
 use crate::rollout::sequence::Sequence;
 use crate::rollout::weights::EngineWeights;
 use crate::torch;
-use crate::types::SamplingParams;
 
-/// The steps of one call of `generate`.
+/// Runs the steps of one session.
 pub(in crate::rollout) struct GpuRunner<'a> {
     pub(super) state: &'a mut GpuState,
     pub(super) spec: &'a ModelSpec,
     pub(super) weights: &'a EngineWeights<'a>,
     pub(super) kv_cache: &'a KvCache,
     pub(super) tp: &'a dyn Collective,
-    pub(super) params: &'a SamplingParams,
     /// Row of the last launched step that samples for each sequence.
     pending: Vec<u32>,
     /// (prompt id, tokens so far) of each draw of the steps under way.
@@ -46,8 +44,6 @@ impl<'a> GpuRunner<'a> {
         state: &'a mut GpuState,
         (spec, weights, kv_cache): (&'a ModelSpec, &'a EngineWeights<'a>, &'a KvCache),
         tp: &'a dyn Collective,
-        params: &'a SamplingParams,
-        num_sequences: usize,
     ) -> Result<Self> {
         let current = state.stream.make_current()?;
         Ok(Self {
@@ -56,8 +52,7 @@ impl<'a> GpuRunner<'a> {
             weights,
             kv_cache,
             tp,
-            params,
-            pending: vec![0; num_sequences],
+            pending: Vec::new(),
             under_way: VecDeque::new(),
             num_launched: 0,
             _current: current,
@@ -67,7 +62,7 @@ impl<'a> GpuRunner<'a> {
     fn decode(&mut self, packing: &Packing) -> Result<()> {
         let bucket = self.bucket(packing);
         let mut graphs = std::mem::take(&mut self.state.graphs);
-        let key = (bucket, Processing::of(self.params));
+        let key = (bucket, Processing::of(packing));
         let outcome = self.prepare_decode(packing, None, |stream, step| graphs.run(key, stream, step));
         self.state.graphs = graphs;
         outcome
@@ -75,7 +70,7 @@ impl<'a> GpuRunner<'a> {
 
     /// The network over this engine's memory. A strict engine has one product algorithm, others choose by `tuning`; but what
     /// is timed may come out otherwise in the next run.
-    fn network(&self, tuning: Tuning, only: Option<Op>) -> Network<'_> {
+    fn network(&self, tuning: Tuning, processing: Processing, only: Option<Op>) -> Network<'_> {
         let state = &*self.state;
         Network {
             spec: self.spec,
@@ -93,7 +88,7 @@ impl<'a> GpuRunner<'a> {
                 tuning => tuning,
             },
             own_products: OwnProducts::None,
-            processing: Processing::of(self.params),
+            processing,
             only,
         }
     }
@@ -116,7 +111,7 @@ impl<'a> GpuRunner<'a> {
         })?;
         let state = &*self.state;
         let sums = state.sums.as_ref().filter(|sums| widths.0 <= sums.rows());
-        let network = Network { sums, ..self.network(Tuning::Timed, only) };
+        let network = Network { sums, ..self.network(Tuning::Timed, Processing::of(packing), only) };
         let hidden = |network: &Network| decode_hidden(network, &inputs, &state.plan, state.strict);
         run(&state.stream, &mut || {
             let own_products = state.own_products(&network, widths.0, &hidden)?;
@@ -131,7 +126,7 @@ impl<'a> GpuRunner<'a> {
         let blocks = self.state.shape.blocks;
         let pack = |words: &mut Words, inputs: &Tensor| PrefillInputs::pack(packing, words, blocks, inputs);
         let inputs = self.state.upload(self.num_launched, self.tp, pack)?;
-        let network = self.network(Tuning::First, None);
+        let network = self.network(Tuning::First, Processing::of(packing), None);
         let strict = self.state.strict.then_some(&self.state.plan);
         let attention =
             PrefillAttention::new(packing.step, packing.sequences, &inputs, self.kv_cache, self.spec, strict)?;
@@ -163,7 +158,8 @@ impl Runner for GpuRunner<'_> {
 
     fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[Sequence]) -> Result<()> {
         let block_size = self.kv_cache.block_size();
-        let packing = Packing { step, draws, sequences, params: self.params, block_size };
+        let packing = Packing { step, draws, sequences, block_size };
+        self.pending.resize(sequences.len(), 0);
         self.tp.epoch()?; // a graph knows nothing of a communicator's end
         no_grad(|| if step.is_decode { self.decode(&packing) } else { self.prefill(&packing) })?;
         let buffers = self.state.buffers.as_ref().expect("the engine is awake");

@@ -3,15 +3,14 @@
 
 use tch::Tensor;
 
-use super::inputs::Sampling;
+use super::inputs::{Packing, Sampling};
 use super::network::{Network, Op};
 use crate::cuda::Tuning;
 use crate::cuda::kernels::{self, Draws, Filters};
 use crate::error::Result;
 use crate::rollout::filters;
-use crate::types::SamplingParams;
 
-/// What is done to logits before a token is drawn, beside the temperature; all draws of a step alike.
+/// The processing of logits, beside the temperature, that some draw of a step needs. Other draws pass through it unchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Processing {
     /// min-p, top-k or top-p are on.
@@ -21,9 +20,13 @@ pub(super) struct Processing {
 }
 
 impl Processing {
-    pub(super) fn of(params: &SamplingParams) -> Self {
-        let filters = filters::is_active(params) && params.temperature > 0.0;
-        Self { filters, penalises: params.repetition_penalty != 1.0 }
+    /// For the runs of a step, those included that draw nothing yet: a penalty needs their tokens later.
+    pub(super) fn of(packing: &Packing) -> Self {
+        let params = || packing.step.runs.iter().map(|run| &packing.sequences[run.sequence].params);
+        Self {
+            filters: params().any(|params| filters::is_active(params) && params.temperature > 0.0),
+            penalises: params().any(|params| params.repetition_penalty != 1.0),
+        }
     }
 }
 

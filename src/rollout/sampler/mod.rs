@@ -24,6 +24,8 @@ const STREAM: u64 = u64::from_be_bytes(*b"sampling");
 pub(super) struct Draw<'a> {
     /// Row of the logits.
     pub(super) row: usize,
+    /// How the token is drawn.
+    pub(super) params: &'a SamplingParams,
     /// Step at which the completion was begun.
     pub(super) step: u64,
     pub(super) prompt_id: u64,
@@ -35,8 +37,21 @@ pub(super) struct Draw<'a> {
 
 impl Draw<'_> {
     /// Key of all draws of the completion.
-    pub(super) fn key(&self, seed: u64) -> RandomKey {
-        sampling_key(seed, self.step, self.prompt_id, self.sample)
+    pub(super) fn key(&self) -> RandomKey {
+        sampling_key(self.params.seed, self.step, self.prompt_id, self.sample)
+    }
+
+    fn is_greedy(&self) -> bool {
+        self.params.temperature == 0.0
+    }
+
+    /// The factor that turns a logit into one at the draw's temperature.
+    fn scale(&self) -> f32 {
+        if self.is_greedy() { 1.0 } else { 1.0 / self.params.temperature }
+    }
+
+    fn is_filtered(&self) -> bool {
+        filters::is_active(self.params) && !self.is_greedy()
     }
 }
 
@@ -66,10 +81,9 @@ struct Offer {
     candidates: Vec<Candidate>,
 }
 
-/// How tokens are drawn from this rank's share of the vocabulary.
+/// Draws tokens from this rank's share of the vocabulary.
 #[derive(Debug)]
 pub(super) struct Sampler<'a> {
-    pub(super) params: &'a SamplingParams,
     /// Ids of the logits' columns.
     pub(super) vocab: Range<usize>,
     pub(super) tp: &'a dyn Collective,
@@ -108,11 +122,11 @@ impl Sampler<'_> {
     fn offers_of(&self, logits: &[f32], draws: &[Draw]) -> Vec<Offer> {
         let width = self.vocab.len();
         let (mut values, mut noise) = (vec![0.0; width], vec![0.0; width]);
-        let mut last_row = (usize::MAX, 0.0); // the draws of a group share one row
+        let mut last_row = (usize::MAX, 0.0); // the draws of a group share one row and their parameters
         let offer = |draw: &Draw| {
             let raw = &logits[draw.row * width..][..width];
             if last_row.0 != draw.row {
-                last_row = (draw.row, log_sum_exp(raw.iter().map(|&logit| f64::from(logit * self.scale()))));
+                last_row = (draw.row, log_sum_exp(raw.iter().map(|&logit| f64::from(logit * draw.scale()))));
             }
             self.process(raw, draw, &mut values);
             Offer { log_sum_exp: last_row.1, candidates: self.candidates(raw, &values, draw, &mut noise) }
@@ -120,19 +134,10 @@ impl Sampler<'_> {
         draws.iter().map(offer).collect()
     }
 
-    fn is_greedy(&self) -> bool {
-        self.params.temperature == 0.0
-    }
-
-    /// What logits are multiplied by.
-    fn scale(&self) -> f32 {
-        if self.is_greedy() { 1.0 } else { 1.0 / self.params.temperature }
-    }
-
     /// values = penalised logits / temperature: a seen id's positive logit is divided by the penalty, a negative one
     /// multiplied (arXiv 1909.05858).
     fn process(&self, raw: &[f32], draw: &Draw, values: &mut [f32]) {
-        let (scale, penalty) = (self.scale(), self.params.repetition_penalty);
+        let (scale, penalty) = (draw.scale(), draw.params.repetition_penalty);
         for (value, logit) in values.iter_mut().zip(raw) {
             *value = logit * scale;
         }
@@ -151,19 +156,19 @@ impl Sampler<'_> {
 
     /// With filters, all ids that may survive them; without, the shard's winner.
     fn candidates(&self, raw: &[f32], values: &[f32], draw: &Draw, noise: &mut [f32]) -> Vec<Candidate> {
-        let scale = self.scale();
+        let scale = draw.scale();
         let start = self.vocab.start;
         let candidate =
             |column| Candidate { id: (start + column) as u32, value: values[column], raw: raw[column] * scale };
-        if filters::is_active(self.params) && !self.is_greedy() {
+        if draw.is_filtered() {
             let mut all: Vec<Candidate> = (0..values.len()).map(candidate).collect();
-            filters::cut_shard(&mut all, self.params);
+            filters::cut_shard(&mut all, draw.params);
             return all;
         }
-        if self.is_greedy() {
+        if draw.is_greedy() {
             noise.fill(0.0);
         } else {
-            self.key(draw).fill_gumbel(draw.token_ids.len() as u64, start as u64, noise);
+            draw.key().fill_gumbel(draw.token_ids.len() as u64, start as u64, noise);
         }
         let mut best = (0, f64::NEG_INFINITY);
         for (column, (&value, &noise)) in values.iter().zip(noise.iter()).enumerate() {
@@ -175,10 +180,6 @@ impl Sampler<'_> {
         vec![candidate(best.0)]
     }
 
-    fn key(&self, draw: &Draw) -> RandomKey {
-        draw.key(self.params.seed)
-    }
-
     /// The winner among all ranks' candidates.
     fn decide<'b>(&self, draw: &Draw, offers: impl Iterator<Item = &'b Offer> + Clone) -> Result<Sampled> {
         let log_sum_exp = log_sum_exp(offers.clone().map(|offer| offer.log_sum_exp));
@@ -186,13 +187,13 @@ impl Sampler<'_> {
             return Err(non_finite(draw.prompt_id, draw.token_ids.len()));
         }
         let mut candidates: Vec<Candidate> = offers.flat_map(|offer| offer.candidates.iter().copied()).collect();
-        if filters::is_active(self.params) && !self.is_greedy() {
-            filters::cut(&mut candidates, self.params);
+        if draw.is_filtered() {
+            filters::cut(&mut candidates, draw.params);
         }
-        let key = self.key(draw);
+        let key = draw.key();
         let perturbed = |candidate: &Candidate| {
             let mut noise = [0.0];
-            if !self.is_greedy() {
+            if !draw.is_greedy() {
                 key.fill_gumbel(draw.token_ids.len() as u64, candidate.id.into(), &mut noise);
             }
             f64::from(candidate.value) + f64::from(noise[0])

@@ -4,9 +4,9 @@ use crate::dist::SingleRank;
 const VOCAB: usize = 13;
 
 /// Draws from a vocabulary split at `bounds`, as the ranks of a group would.
-fn sample(params: &SamplingParams, bounds: &[usize], logits: &[f32], draws: &[Draw]) -> Result<Vec<Sampled>> {
+fn sample(bounds: &[usize], logits: &[f32], draws: &[Draw]) -> Result<Vec<Sampled>> {
     let tp = SingleRank::default();
-    let sampler = |vocab: Range<usize>| Sampler { params, vocab, tp: &tp };
+    let sampler = |vocab: Range<usize>| Sampler { vocab, tp: &tp };
     let offers = bounds.windows(2).map(|bound| {
         let columns = |row: &[f32]| row[bound[0]..bound[1]].to_vec();
         let shard: Vec<f32> = logits.chunks(VOCAB).flat_map(columns).collect();
@@ -24,8 +24,8 @@ fn logits(row: u64) -> Vec<f32> {
     logits.iter().map(|logit| logit * 2.0).collect()
 }
 
-fn draws(count: u64) -> Vec<Draw<'static>> {
-    (0..count).map(|prompt_id| Draw { row: 0, step: 0, prompt_id, sample: 3, token_ids: &[1, 5, 5] }).collect()
+fn draws(params: &SamplingParams, count: u64) -> Vec<Draw<'_>> {
+    (0..count).map(|prompt_id| Draw { row: 0, params, step: 0, prompt_id, sample: 3, token_ids: &[1, 5, 5] }).collect()
 }
 
 /// softmax in f64 of the allowed logits.
@@ -38,7 +38,7 @@ fn softmax(values: &[f64]) -> Vec<f64> {
 /// no mass is ever drawn.
 fn assert_distribution(params: &SamplingParams, expected: &[f64]) {
     let count = 20_000;
-    let sampled = sample(params, &[0, VOCAB], &logits(0), &draws(count)).unwrap();
+    let sampled = sample(&[0, VOCAB], &logits(0), &draws(params, count)).unwrap();
     let mut counts = [0.0; VOCAB];
     sampled.iter().for_each(|sampled| counts[sampled.token_id as usize] += 1.0);
     let mut chi_square = 0.0;
@@ -104,7 +104,7 @@ fn the_penalty_acts_once_on_seen_ids_and_not_on_the_log_probability() {
     };
     assert_distribution(&params, &softmax(&raw.iter().enumerate().map(penalised).collect::<Vec<_>>()));
     let p = softmax(&raw.iter().map(|&logit| f64::from(logit)).collect::<Vec<_>>());
-    for sampled in sample(&params, &[0, VOCAB], &raw, &draws(50)).unwrap() {
+    for sampled in sample(&[0, VOCAB], &raw, &draws(&params, 50)).unwrap() {
         assert!((f64::from(sampled.logprob) - p[sampled.token_id as usize].ln()).abs() < 1e-6);
     }
 }
@@ -120,12 +120,12 @@ fn a_split_vocabulary_gives_the_same_tokens() {
         SamplingParams { top_p: 0.9, min_p: Some(0.02), ..base.clone() },
     ];
     let logits: Vec<f32> = (0..40).flat_map(logits).collect();
-    let rows: Vec<Draw> =
-        (0..40).map(|row| Draw { row, step: 0, prompt_id: 9, sample: row, token_ids: &[1, 2] }).collect();
     for params in cases {
-        let whole = sample(&params, &[0, VOCAB], &logits, &rows).unwrap();
+        let draw = |row| Draw { row, params: &params, step: 0, prompt_id: 9, sample: row, token_ids: &[1, 2] };
+        let rows: Vec<Draw> = (0..40).map(draw).collect();
+        let whole = sample(&[0, VOCAB], &logits, &rows).unwrap();
         for bounds in [&[0, 6, VOCAB][..], &[0, 3, 6, 9, VOCAB]] {
-            let split = sample(&params, bounds, &logits, &rows).unwrap();
+            let split = sample(bounds, &logits, &rows).unwrap();
             for (whole, split) in whole.iter().zip(&split) {
                 assert_eq!(whole.token_id, split.token_id, "{params:?}");
                 assert!((whole.logprob - split.logprob).abs() < 1e-6);
@@ -135,12 +135,29 @@ fn a_split_vocabulary_gives_the_same_tokens() {
 }
 
 #[test]
+fn draws_of_one_step_may_differ_in_their_parameters() {
+    let base = SamplingParams::default();
+    let all = [
+        SamplingParams { temperature: 0.0, ..base.clone() },
+        SamplingParams { temperature: 0.6, repetition_penalty: 1.3, ..base.clone() },
+        SamplingParams { top_k: 3, ..base.clone() },
+        SamplingParams { seed: 7, ..base },
+    ];
+    let logits: Vec<f32> = (0..4).flat_map(logits).collect();
+    let draw = |row: usize| Draw { row, params: &all[row], step: 0, prompt_id: 9, sample: 0, token_ids: &[1, 2] };
+    let together = sample(&[0, 6, VOCAB], &logits, &[0, 1, 2, 3].map(draw)).unwrap();
+    for (row, together) in together.iter().enumerate() {
+        assert_eq!(sample(&[0, 6, VOCAB], &logits, &[draw(row)]).unwrap()[0], *together, "row {row}");
+    }
+}
+
+#[test]
 fn greedy_takes_the_lowest_of_equal_ids() {
     let params = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
     let mut logits = vec![0.0; VOCAB];
     (logits[4], logits[9]) = (2.0, 2.0);
     for bounds in [&[0, VOCAB][..], &[0, 6, VOCAB]] {
-        assert_eq!(sample(&params, bounds, &logits, &draws(1)).unwrap()[0].token_id, 4);
+        assert_eq!(sample(bounds, &logits, &draws(&params, 1)).unwrap()[0].token_id, 4);
     }
 }
 
@@ -148,6 +165,7 @@ fn greedy_takes_the_lowest_of_equal_ids() {
 fn logits_that_are_not_numbers_are_an_error() {
     let mut logits = logits(0);
     logits[3] = f32::NAN;
-    let failed = sample(&SamplingParams::default(), &[0, 6, VOCAB], &logits, &draws(1));
+    let params = SamplingParams::default();
+    let failed = sample(&[0, 6, VOCAB], &logits, &draws(&params, 1));
     assert!(matches!(failed, Err(Error::NonFinite { .. })));
 }

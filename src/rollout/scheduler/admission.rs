@@ -1,47 +1,50 @@
 //! Which waiting sequences begin, or go on: whole groups, with the blocks of their prompt that are computed already.
 
-use std::collections::HashSet;
 use std::ops::Range;
 
 use super::{Limits, Scheduler};
 use crate::error::{Error, Result};
-use crate::rollout::block_manager::BlockManager;
-use crate::rollout::sequence::Sequence;
+use crate::rollout::request::{Event, RequestId};
+use crate::rollout::sequence::{Sequence, Turn};
 use crate::types::UnfinishedCompletion;
 
 impl Scheduler {
-    /// Gives the sequences of every group what an earlier rollout sampled of them; before the first step. Those that are kept
-    /// run at once. Of every other group that is begun one sequence waits in front, to compute the prompt that the others share;
-    /// then all others, then what is still to be begun. Where any is begun, nobody will ask for what else is kept: a step that was
-    /// taken back has left it, or more than runs at once. Returns the groups that are complete already.
-    pub(in crate::rollout) fn resume(&mut self, groups: impl Iterator<Item = Vec<UnfinishedCompletion>>) -> Vec<usize> {
-        let (mut complete, mut first, mut others) = (Vec::new(), Vec::new(), Vec::new());
-        for (group, completions) in groups.enumerate() {
-            for (index, completion) in self.members(group).zip(completions) {
-                self.sequences[index].resume(completion);
-                self.go_on(index);
-            }
-            let mut open: Vec<usize> = self.members(group).filter(|&index| self.is_waiting(index)).collect();
-            match open.iter().position(|&index| !self.sequences[index].is_fresh()) {
-                _ if self.holder(group).is_some() => {} // of the prompt
-                _ if open.is_empty() => complete.push(group),
-                None if open.len() == self.num_generations => continue, // still to be begun
-                begun => first.push(open.remove(begun.unwrap_or(0))),
-            }
-            others.extend(open);
+    /// Gives the sequences of a new group what an earlier rollout sampled of them, and queues those that are not finished or running.
+    /// Of a begun group whose prompt no running sequence holds, one goes in front, to compute it for the others.
+    pub(super) fn queue(&mut self, group: usize, begun: Vec<UnfinishedCompletion>) {
+        let members = self.members(group);
+        for (index, completion) in members.clone().zip(begun) {
+            self.sequences[index].resume(completion);
+            self.has_unclaimed |= !self.sequences[index].is_fresh();
+            self.go_on(index);
         }
-        let front: HashSet<usize> = first.iter().chain(&others).copied().collect();
-        let is_new = |&index: &usize| self.is_waiting(index) && !front.contains(&index);
-        let new = self.waiting.iter().copied().filter(is_new);
-        self.waiting = first.into_iter().chain(others).chain(new).collect();
-        if self.sequences.iter().any(|sequence| !sequence.is_fresh()) {
-            while self.drop_kept() {}
+        let open: Vec<usize> = members.clone().filter(|&index| self.is_open(index)).collect();
+        let is_begun = |&index: &usize| !self.sequences[index].is_fresh();
+        if open.is_empty() && self.holder(group).is_none() {
+            self.events.push(Event::Complete { request: RequestId(group) });
+            return;
         }
-        complete
+        let leader = match open.iter().copied().find(is_begun) {
+            _ if self.holder(group).is_some() => None, // of the prompt
+            None if open.len() == members.len() => {
+                return open.into_iter().for_each(|index| self.enqueue(index, Turn::New));
+            }
+            begun => begun.or(open.first().copied()),
+        };
+        for index in open {
+            self.enqueue(index, if Some(index) == leader { Turn::First } else { Turn::Begun });
+        }
+    }
+
+    /// Behind those that wait for the same turn.
+    fn enqueue(&mut self, index: usize, turn: Turn) {
+        self.sequences[index].turn = turn;
+        let at = self.waiting.partition_point(|&waiting| self.sequences[waiting].turn <= turn);
+        self.waiting.insert(at, index);
     }
 
     /// Unfinished, and without blocks.
-    fn is_waiting(&self, index: usize) -> bool {
+    fn is_open(&self, index: usize) -> bool {
         self.sequences[index].finish_reason.is_none() && self.sequences[index].block_table.is_empty()
     }
 
@@ -155,21 +158,26 @@ impl Scheduler {
     }
 }
 
-/// A sequence's last token is sampled, never fed, so its keys and values take no room.
-pub(super) fn check_fits(limits: &Limits, blocks: &BlockManager, prompt_len: usize) -> Result<()> {
-    let refuse = |expected, got| Err(Error::InvalidArgument { op: "RolloutEngine::generate", expected, got });
-    if prompt_len == 0 || prompt_len >= limits.max_model_length {
-        let expected = format!("prompts of 1 to {} tokens (max_model_length - 1)", limits.max_model_length - 1);
-        return refuse(expected, format!("one of {prompt_len}"));
+impl Limits {
+    /// Whether a prompt and its longest completion fit, alone. A sequence's last token is sampled, never fed, so its keys and values
+    /// take no room.
+    pub(in crate::rollout) fn check(&self, prompt_len: usize, max_completion_length: usize) -> Result<()> {
+        let refuse = |expected, got| Err(Error::InvalidArgument { op: "RolloutEngine::generate", expected, got });
+        if prompt_len == 0 || prompt_len >= self.max_model_length {
+            let expected = format!("prompts of 1 to {} tokens (max_model_length - 1)", self.max_model_length - 1);
+            return refuse(expected, format!("one of {prompt_len}"));
+        }
+        let longest = (prompt_len + max_completion_length).min(self.max_model_length) - 1;
+        let (needed, total) = (longest.div_ceil(self.block_size), self.num_blocks);
+        if needed > total {
+            let block_size = self.block_size;
+            let expected =
+                format!("sequences of at most {total} KV blocks of {block_size} tokens; raise kv_cache_bytes");
+            let got = format!(
+                "a prompt of {prompt_len} and a completion of up to {max_completion_length} tokens: {needed} blocks"
+            );
+            return refuse(expected, got);
+        }
+        Ok(())
     }
-    let longest = (prompt_len + limits.max_completion_length).min(limits.max_model_length) - 1;
-    let needed = blocks.blocks_for(longest);
-    if needed > blocks.num_total() {
-        let (total, block_size) = (blocks.num_total(), limits.block_size);
-        let expected = format!("sequences of at most {total} KV blocks of {block_size} tokens; raise kv_cache_bytes");
-        let completion = limits.max_completion_length;
-        let got = format!("a prompt of {prompt_len} and a completion of up to {completion} tokens: {needed} blocks");
-        return refuse(expected, got);
-    }
-    Ok(())
 }

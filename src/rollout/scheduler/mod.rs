@@ -1,7 +1,7 @@
-//! Which tokens the next step computes. A pure function of the requests and of what was sampled, so that every rank of a
-//! tensor-parallel group takes the same decisions without talking.
+//! Which tokens the next step computes. A pure function of the requests, of when they were submitted and of what was sampled, so
+//! that every rank of a tensor-parallel group takes the same decisions without talking.
 //!
-//! Sequences wait in order. A group is admitted whole: its prompt is prefilled once, in chunks if it is long, its full
+//! Requests may be submitted between any two steps. Sequences wait in order. A group is admitted whole: its prompt is prefilled once, in chunks if it is long, its full
 //! blocks are shared by the completions and its last partial block is copied for each. A step either prefills or decodes;
 //! prefill comes first. When blocks run out the sequence admitted last gives its own back, keeps its tokens, waits at
 //! the front and is computed again.
@@ -20,15 +20,18 @@ mod tests;
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::block_manager::BlockManager;
 use super::kept::KeptSequences;
-use super::requests::Request;
-use super::sampler::{Draw, Sampled};
-use super::sequence::Sequence;
+use super::request::{Event, Request, RequestId};
+use super::sampler::{Draw, Sampled, sampling_key};
+use super::sequence::{Sequence, Turn};
 use super::stats::EngineStats;
 use super::stop::StopRules;
 use crate::error::Result;
+use crate::ops::random::RandomKey;
+use crate::types::{FinishReason, SamplingParams};
 
 /// Bounds on one step and on one sequence.
 #[derive(Debug, Clone, Copy)]
@@ -37,8 +40,6 @@ pub(super) struct Limits {
     pub(super) block_size: usize,
     pub(super) max_num_seqs: usize,
     pub(super) max_num_batched_tokens: usize,
-    /// Longest completion that may be asked of a sequence.
-    pub(super) max_completion_length: usize,
     /// Longest prompt and completion together.
     pub(super) max_model_length: usize,
 }
@@ -62,59 +63,70 @@ pub(super) struct Run {
     pub(super) samples: Range<usize>,
 }
 
+/// One request's sequences and the first words of their random keys.
+#[derive(Debug)]
+struct Group {
+    members: Range<usize>,
+    prompt_id: u64,
+    step: u64,
+}
+
 #[derive(Debug)]
 pub(super) struct Scheduler {
     limits: Limits,
-    num_generations: usize,
+    groups: Vec<Group>, // by request
     pub(super) sequences: Vec<Sequence>,
-    waiting: VecDeque<usize>,
+    waiting: VecDeque<usize>,           // by turn
     prefilling: VecDeque<Range<usize>>, // sequences that share one computation, done through the first
     running: Vec<usize>,                // in order of admission, those prefilling included
     blocks: BlockManager,
     kept: KeptSequences, // of an earlier rollout, none of `sequences`
+    has_unclaimed: bool, // of those: the rollout has come that they were kept for
+    events: Vec<Event>,
     pub(super) stats: EngineStats,
 }
 
 impl Scheduler {
-    /// Queues `num_generations` sequences for each prompt; counting goes on from `stats`.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] for a prompt that could not be finished even alone.
-    pub(super) fn new<'a>(
-        limits: Limits,
-        prompts: impl Iterator<Item = &'a [u32]>,
-        num_generations: usize,
-        stats: EngineStats,
-    ) -> Result<Self> {
-        let blocks = BlockManager::new(limits.num_blocks, limits.block_size);
-        let mut sequences = Vec::new();
-        for (group, prompt) in prompts.enumerate() {
-            admission::check_fits(&limits, &blocks, prompt.len())?;
-            let max_len = (prompt.len() + limits.max_completion_length).min(limits.max_model_length);
-            sequences.extend((0..num_generations).map(|_| Sequence::new(group, prompt, max_len)));
-        }
-        Ok(Self {
+    /// Holds what an earlier rollout `kept`; counting goes on from `stats`.
+    pub(super) fn new(limits: Limits, kept: KeptSequences, stats: EngineStats) -> Self {
+        let mut blocks = BlockManager::new(limits.num_blocks, limits.block_size);
+        blocks.adopt(kept.tables());
+        Self {
             limits,
-            num_generations,
-            waiting: (0..sequences.len()).collect(),
-            sequences,
+            groups: Vec::new(),
+            sequences: Vec::new(),
+            waiting: VecDeque::new(),
             prefilling: VecDeque::new(),
             running: Vec::new(),
             blocks,
-            kept: KeptSequences::default(),
+            kept,
+            has_unclaimed: false,
+            events: Vec::new(),
             stats,
-        })
+        }
     }
 
-    /// Holds what an earlier rollout kept; before the first step.
-    pub(super) fn adopt(mut self, kept: KeptSequences) -> Self {
-        self.blocks.adopt(kept.tables());
-        self.kept = kept;
-        self
+    /// Queues a sequence for each completion of `request`, behind those that wait. Sequences that are kept run at once.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a prompt that could not be finished even alone.
+    pub(super) fn submit(&mut self, request: Request) -> Result<RequestId> {
+        let Request { prompt_id, token_ids, first_step, params, begun } = request;
+        self.limits.check(token_ids.len(), params.max_completion_length)?;
+        let (group, first) = (self.groups.len(), self.sequences.len());
+        for sample in 0..params.num_generations {
+            let limit = completion_limit(&params, sampling_key(params.seed, first_step, prompt_id, sample));
+            let max_len = (token_ids.len() + limit).min(self.limits.max_model_length);
+            self.sequences.push(Sequence::new(group, Arc::clone(&params), &token_ids, max_len));
+        }
+        self.groups.push(Group { members: first..self.sequences.len(), prompt_id, step: first_step });
+        self.queue(group, begun);
+        Ok(RequestId(group))
     }
 
     /// What a later rollout may go on with: unfinished sequences, computed up to their last token, and what was held for others.
-    pub(super) fn into_kept(self) -> KeptSequences {
+    pub(super) fn into_kept(mut self) -> KeptSequences {
+        self.drop_unclaimed();
         let mut kept = self.kept;
         for sequence in self.sequences {
             let is_computed = !sequence.is_fresh() && sequence.num_computed + 1 == sequence.len();
@@ -130,14 +142,25 @@ impl Scheduler {
         !self.waiting.is_empty() || !self.running.is_empty()
     }
 
-    /// The sequences of a group.
+    /// The sequences of a request.
     pub(super) fn members(&self, group: usize) -> Range<usize> {
-        group * self.num_generations..(group + 1) * self.num_generations
+        self.groups[group].members.clone()
+    }
+
+    /// Whether anything has happened that was not taken yet.
+    pub(super) fn has_events(&self) -> bool {
+        !self.events.is_empty()
+    }
+
+    /// What has happened since the last call, in order.
+    pub(super) fn take_events(&mut self) -> Vec<Event> {
+        std::mem::take(&mut self.events)
     }
 
     /// Admits what fits, then picks the next step's tokens; `None` if everything left waits for the results of steps under
     /// way. Call only with work left.
     pub(super) fn schedule(&mut self) -> Option<Step> {
+        self.drop_unclaimed();
         while self.admit() {}
         let step = if self.prefilling.is_empty() { self.schedule_decode() } else { self.schedule_prefill() };
         for index in step.runs.iter().flat_map(|run| run.samples.clone()) {
@@ -149,24 +172,22 @@ impl Scheduler {
     }
 
     /// One draw for each sequence that samples in `step`, in order.
-    pub(super) fn draws<'a>(&'a self, step: &Step, requests: &[Request]) -> Vec<Draw<'a>> {
+    pub(super) fn draws<'a>(&'a self, step: &Step) -> Vec<Draw<'a>> {
         let sampling = step.runs.iter().filter(|run| !run.samples.is_empty());
         let draws = sampling.enumerate().flat_map(|(row, run)| {
             run.samples.clone().map(move |index| {
                 let sequence = &self.sequences[index];
-                let sample = index - self.members(sequence.group).start;
-                let Request { step, prompt_id, .. } = requests[sequence.group];
-                Draw { row, step, prompt_id, sample, token_ids: &sequence.token_ids }
+                let Group { members, prompt_id, step } = &self.groups[sequence.group];
+                let (sample, token_ids) = (index - members.start, &sequence.token_ids);
+                Draw { row, params: &sequence.params, step: *step, prompt_id: *prompt_id, sample, token_ids }
             })
         });
         draws.collect()
     }
 
-    /// Appends what the oldest step under way sampled, in the order of its `samples`; returns the groups that are now
-    /// complete.
-    pub(super) fn postprocess(&mut self, step: &Step, sampled: &[Sampled], rules: &StopRules) -> Result<Vec<usize>> {
+    /// Appends what the oldest step under way sampled, in the order of its `samples`.
+    pub(super) fn postprocess(&mut self, step: &Step, sampled: &[Sampled], rules: &StopRules) -> Result<()> {
         let samplers = step.runs.iter().flat_map(|run| run.samples.clone());
-        let mut complete = Vec::new();
         for (index, sampled) in samplers.zip(sampled) {
             let sequence = &mut self.sequences[index];
             sequence.num_pending -= 1;
@@ -177,18 +198,34 @@ impl Scheduler {
             sequence.rollout_logprobs.push(sampled.logprob);
             sequence.finish_reason = rules.finish_reason(sequence)?;
             self.stats.num_generated_tokens += 1;
-            if sequence.finish_reason.is_some() {
-                self.stats.num_finished += 1;
-                self.blocks.release(&mut sequence.block_table);
-                let group = sequence.group;
-                let is_finished = |member: usize| self.sequences[member].finish_reason.is_some();
-                complete.extend(self.members(group).all(is_finished).then_some(group));
+            let reason = sequence.finish_reason;
+            let (request, sample) = self.place(index);
+            self.events.push(Event::Token { request, sample, token_id: sampled.token_id, logprob: sampled.logprob });
+            if let Some(reason) = reason {
+                self.finish(index, reason);
             }
         }
         let is_unfinished = |&index: &usize| self.sequences[index].finish_reason.is_none();
         self.running.retain(is_unfinished);
         self.waiting.retain(is_unfinished); // preempted with its last token under way
-        Ok(complete)
+        Ok(())
+    }
+
+    fn finish(&mut self, index: usize, reason: FinishReason) {
+        let (request, sample) = self.place(index);
+        self.stats.num_finished += 1;
+        self.blocks.release(&mut self.sequences[index].block_table);
+        self.events.push(Event::Finished { request, sample, reason });
+        let is_finished = |member: usize| self.sequences[member].finish_reason.is_some();
+        if self.members(request.0).all(is_finished) {
+            self.events.push(Event::Complete { request });
+        }
+    }
+
+    /// Whose sequence it is: the request, and the completion's index in it.
+    fn place(&self, index: usize) -> (RequestId, usize) {
+        let group = self.sequences[index].group;
+        (RequestId(group), index - self.groups[group].members.start)
     }
 
     /// free + used == total, at any time; with no work left and nothing kept, all blocks are free.
@@ -255,6 +292,14 @@ impl Scheduler {
         Step { is_decode: true, runs: growing.map(last_token).collect(), copies: Vec::new() }
     }
 
+    /// Frees what is kept of an earlier rollout once the one has begun that goes on with it: nobody will ask for what it has not
+    /// claimed. A step that was taken back leaves such sequences, or one with more of them than run at once.
+    pub(super) fn drop_unclaimed(&mut self) {
+        if std::mem::take(&mut self.has_unclaimed) {
+            while self.drop_kept() {}
+        }
+    }
+
     /// Frees the blocks of one sequence that is kept for a later rollout, if there is one.
     fn drop_kept(&mut self) -> bool {
         let table = self.kept.take_any();
@@ -263,10 +308,19 @@ impl Scheduler {
 
     fn preempt_last(&mut self) {
         let Some(index) = self.running.pop() else { return };
+        let (request, sample) = self.place(index);
         let sequence = &mut self.sequences[index];
         self.blocks.release(&mut sequence.block_table);
         sequence.num_computed = 0;
+        sequence.turn = Turn::First;
         self.waiting.push_front(index);
         self.stats.num_preemptions += 1;
+        self.events.push(Event::Preempted { request, sample });
     }
+}
+
+/// Longest completion of the sample with `key`, in tokens.
+fn completion_limit(params: &SamplingParams, key: RandomKey) -> usize {
+    let drawn = params.spread_lengths.map(|spread| spread.length(key.word(0, u64::MAX)));
+    drawn.unwrap_or(usize::MAX).min(params.max_completion_length)
 }

@@ -1,16 +1,10 @@
 use std::collections::HashMap;
 
 use super::*;
-use crate::types::UnfinishedCompletion;
+use crate::types::{SamplingParams, UnfinishedCompletion};
 
-const ROOMY: Limits = Limits {
-    num_blocks: 200,
-    block_size: 4,
-    max_num_seqs: 64,
-    max_num_batched_tokens: 1000,
-    max_completion_length: 20,
-    max_model_length: 64,
-};
+const ROOMY: Limits =
+    Limits { num_blocks: 200, block_size: 4, max_num_seqs: 64, max_num_batched_tokens: 1000, max_model_length: 64 };
 const END: u32 = 0;
 
 /// Keys and values by block and offset.
@@ -64,7 +58,7 @@ fn next_token(tokens: &[u32], sample: usize) -> Sampled {
 /// Completions of all sequences, and what it took, with `lag` steps under way when the next one is scheduled.
 fn simulate(limits: Limits, prompts: &[Vec<u32>], num_generations: usize, lag: usize) -> (Vec<Vec<u32>>, EngineStats) {
     let mut scheduler = scheduler(limits, prompts, num_generations);
-    let mut complete = run(&mut scheduler, &mut Cache::new(), lag, usize::MAX);
+    let mut complete = run(&mut scheduler, num_generations, &mut Cache::new(), lag, usize::MAX);
     assert_eq!(scheduler.blocks.num_free(), limits.num_blocks);
     complete.sort_unstable();
     assert_eq!(complete, (0..prompts.len()).collect::<Vec<_>>());
@@ -72,13 +66,50 @@ fn simulate(limits: Limits, prompts: &[Vec<u32>], num_generations: usize, lag: u
 }
 
 fn scheduler(limits: Limits, prompts: &[Vec<u32>], num_generations: usize) -> Scheduler {
-    Scheduler::new(limits, prompts.iter().map(Vec::as_slice), num_generations, EngineStats::default()).unwrap()
+    let begun = vec![Vec::new(); prompts.len()];
+    resumed(limits, prompts, num_generations, begun, KeptSequences::default(), EngineStats::default()).0
+}
+
+/// A scheduler whose requests are begun, from what an earlier one kept, and how many of them were complete already.
+fn resumed(
+    limits: Limits,
+    prompts: &[Vec<u32>],
+    num_generations: usize,
+    begun: Vec<Vec<UnfinishedCompletion>>,
+    kept: KeptSequences,
+    stats: EngineStats,
+) -> (Scheduler, usize) {
+    let mut scheduler = Scheduler::new(limits, kept, stats);
+    for (prompt, begun) in prompts.iter().zip(begun) {
+        scheduler.submit(request(prompt, num_generations, begun)).unwrap();
+    }
+    let num_complete = complete(scheduler.take_events()).len();
+    (scheduler, num_complete)
+}
+
+fn request(prompt: &[u32], num_generations: usize, begun: Vec<UnfinishedCompletion>) -> Request {
+    let params = SamplingParams { num_generations, max_completion_length: 20, ..SamplingParams::default() };
+    Request { prompt_id: 0, token_ids: prompt.to_vec(), first_step: 0, params: Arc::new(params), begun }
+}
+
+fn complete(events: Vec<Event>) -> Vec<usize> {
+    let of_event = |event| match event {
+        Event::Complete { request } => Some(request.0),
+        _ => None,
+    };
+    events.into_iter().filter_map(of_event).collect()
 }
 
 /// Goes on until `num_groups` are complete or no work is left, and through the steps then under way; the complete groups.
-fn run(scheduler: &mut Scheduler, cache: &mut Cache, lag: usize, num_groups: usize) -> Vec<usize> {
-    let (limits, num_generations) = (scheduler.limits, scheduler.num_generations);
-    let rules = StopRules { eos_token_ids: &[END], stop: &[], decode: &|_| Ok(String::new()) };
+fn run(
+    scheduler: &mut Scheduler,
+    num_generations: usize,
+    cache: &mut Cache,
+    lag: usize,
+    num_groups: usize,
+) -> Vec<usize> {
+    let limits = scheduler.limits;
+    let rules = StopRules { eos_token_ids: &[END], decode: &|_| Ok(String::new()) };
     let tokens = scheduler.sequences.iter().map(|sequence| sequence.token_ids.clone()).collect();
     let mut model = Model { cache, tokens };
     let (mut complete, mut under_way) = (Vec::new(), VecDeque::new());
@@ -96,7 +127,8 @@ fn run(scheduler: &mut Scheduler, cache: &mut Cache, lag: usize, num_groups: usi
         }
         if is_idle || under_way.len() > lag {
             let (step, sampled) = under_way.pop_front().expect("idle only while results are awaited");
-            complete.extend(scheduler.postprocess(&step, &sampled, &rules).unwrap());
+            scheduler.postprocess(&step, &sampled, &rules).unwrap();
+            complete.extend(self::complete(scheduler.take_events()));
             scheduler.check_integrity().unwrap();
         }
     }
@@ -145,9 +177,10 @@ fn what_is_interrupted_goes_on_as_if_it_had_not_been() {
         let mut held = vec![Vec::new(); prompts.len()];
         let mut num_complete = Vec::new();
         while num_complete.last() != Some(&prompts.len()) {
-            let mut scheduler = scheduler(limits, &prompts, 3);
-            num_complete.push(scheduler.resume(held.iter().cloned()).len());
-            run(&mut scheduler, &mut Cache::new(), lag, 2);
+            let (kept, stats) = Default::default();
+            let (mut scheduler, count) = resumed(limits, &prompts, 3, held, kept, stats);
+            num_complete.push(count);
+            run(&mut scheduler, 3, &mut Cache::new(), lag, 2);
             held = sampled(&scheduler, prompts.len());
         }
         assert!(num_complete.len() > 2 && num_complete.is_sorted(), "{num_complete:?}");
@@ -167,14 +200,13 @@ fn what_is_kept_goes_on_without_being_computed_again() {
         let (mut held, mut kept) = (vec![Vec::new(); prompts.len()], KeptSequences::default());
         let (mut cache, mut stats, mut num_complete) = (Cache::new(), EngineStats::default(), 0);
         while num_complete < prompts.len() {
-            let mut scheduler = scheduler(limits, &prompts, 3).adopt(kept);
-            scheduler.stats = stats;
-            num_complete = scheduler.resume(held.iter().cloned()).len();
-            run(&mut scheduler, &mut cache, lag, 2);
+            let mut scheduler;
+            (scheduler, num_complete) = resumed(limits, &prompts, 3, held, kept, stats);
+            run(&mut scheduler, 3, &mut cache, lag, 2);
             held = sampled(&scheduler, prompts.len());
             (stats, kept) = (scheduler.stats, scheduler.into_kept());
-            let mut other = self::scheduler(limits, &[vec![7; 9]], 4).adopt(kept);
-            run(&mut other, &mut cache, lag, usize::MAX);
+            let (mut other, _) = resumed(limits, &[vec![7; 9]], 4, vec![Vec::new()], kept, EngineStats::default());
+            run(&mut other, 4, &mut cache, lag, usize::MAX);
             kept = other.into_kept();
         }
         assert_eq!(kept.tables().count(), 0);
@@ -197,9 +229,9 @@ fn what_nobody_goes_on_with_is_given_up() {
     let prompts = prompts();
     let (mut kept, mut cache, mut held) = (KeptSequences::default(), Cache::new(), Vec::new());
     for num_tries in 1..3 {
-        let mut scheduler = scheduler(ROOMY, &prompts, 3).adopt(kept);
-        assert!(scheduler.resume(prompts.iter().map(|_| Vec::new())).is_empty());
-        run(&mut scheduler, &mut cache, 0, 2);
+        let begun = vec![Vec::new(); prompts.len()];
+        let (mut scheduler, _) = resumed(ROOMY, &prompts, 3, begun, kept, EngineStats::default());
+        run(&mut scheduler, 3, &mut cache, 0, 2);
         held = sampled(&scheduler, prompts.len());
         let num_running = scheduler.running.len();
         kept = scheduler.into_kept();
@@ -207,11 +239,11 @@ fn what_nobody_goes_on_with_is_given_up() {
     }
     let few_slots = Limits { max_num_seqs: 2, ..ROOMY };
     assert!(kept.tables().count() > 2 * few_slots.max_num_seqs);
-    let mut scheduler = scheduler(few_slots, &prompts, 3).adopt(kept);
-    scheduler.resume(held.into_iter());
+    let (mut scheduler, _) = resumed(few_slots, &prompts, 3, held, kept, EngineStats::default());
+    scheduler.drop_unclaimed();
     assert_eq!((scheduler.running.len(), scheduler.kept.tables().count()), (2, 0));
     scheduler.check_integrity().unwrap();
-    run(&mut scheduler, &mut cache, 0, usize::MAX);
+    run(&mut scheduler, 3, &mut cache, 0, usize::MAX);
     assert_eq!(scheduler.blocks.num_free(), few_slots.num_blocks);
     let completions: Vec<_> = scheduler.sequences.iter().map(|sequence| sequence.completion().to_vec()).collect();
     assert_eq!(completions, simulate(ROOMY, &prompts, 3, 0).0);
@@ -222,7 +254,7 @@ fn what_nobody_goes_on_with_is_given_up() {
 fn a_kept_group_is_counted_as_it_would_be_computed() {
     let mut scheduler = scheduler(ROOMY, &[(1..13).collect()], 3);
     let mut cache = Cache::new();
-    assert_eq!(run(&mut scheduler, &mut cache, 0, 1), [0]);
+    assert_eq!(run(&mut scheduler, 3, &mut cache, 0, 1), [0]);
     let lens: Vec<usize> = scheduler.sequences.iter().map(Sequence::len).collect();
     let half = |sequence: &Sequence| UnfinishedCompletion {
         token_ids: sequence.completion()[..sequence.completion().len() / 2].to_vec(),
@@ -232,8 +264,9 @@ fn a_kept_group_is_counted_as_it_would_be_computed() {
     let halves: Vec<_> = scheduler.sequences.iter().map(half).collect();
     assert!(halves.iter().all(|half| !half.token_ids.is_empty()), "{lens:?}");
     let resumed = |kept: KeptSequences| {
-        let mut scheduler = self::scheduler(ROOMY, &[(1..13).collect()], 3).adopt(kept);
-        assert!(scheduler.resume([halves.clone()].into_iter()).is_empty());
+        let (prompt, begun) = ((1..13).collect(), vec![halves.clone()]);
+        let (scheduler, num_complete) = self::resumed(ROOMY, &[prompt], 3, begun, kept, EngineStats::default());
+        assert_eq!(num_complete, 0);
         scheduler
     };
     let mut computed = resumed(KeptSequences::default());
@@ -250,6 +283,36 @@ fn a_kept_group_is_counted_as_it_would_be_computed() {
     );
 }
 
+/// Requests that come while others run change nothing of what these sample, and are served beside them.
+#[test]
+fn requests_may_come_between_any_two_steps() {
+    let prompts = prompts();
+    let expected = simulate(ROOMY, &prompts, 3, 0).0;
+    let tight = Limits { num_blocks: 12, max_num_seqs: 5, max_num_batched_tokens: 7, ..ROOMY };
+    for limits in [ROOMY, tight] {
+        let mut scheduler = Scheduler::new(limits, KeptSequences::default(), EngineStats::default());
+        let rules = StopRules { eos_token_ids: &[END], decode: &|_| Ok(String::new()) };
+        let (mut cache, mut tokens, mut coming, mut num_complete) = (Cache::new(), Vec::new(), prompts.iter(), 0);
+        while num_complete < prompts.len() {
+            if let Some(prompt) = coming.next() {
+                scheduler.submit(request(prompt, 3, Vec::new())).unwrap();
+                tokens.extend(std::iter::repeat_n(prompt.clone(), 3));
+            }
+            if scheduler.has_work() {
+                let step = scheduler.schedule().expect("nothing is under way");
+                let mut model = Model { cache: &mut cache, tokens: std::mem::take(&mut tokens) };
+                let sampled = model.run(&step, &scheduler, 3);
+                tokens = model.tokens;
+                scheduler.postprocess(&step, &sampled, &rules).unwrap();
+                scheduler.check_integrity().unwrap();
+            }
+            num_complete += complete(scheduler.take_events()).len();
+        }
+        let completions: Vec<_> = scheduler.sequences.iter().map(|sequence| sequence.completion().to_vec()).collect();
+        assert_eq!(completions, expected, "{limits:?}");
+    }
+}
+
 #[test]
 fn a_begun_group_computes_its_prompt_once_too() {
     let completion = |token_id| UnfinishedCompletion {
@@ -257,9 +320,10 @@ fn a_begun_group_computes_its_prompt_once_too() {
         rollout_logprobs: vec![0.0; 5],
         finish_reason: None,
     };
-    let mut scheduler = scheduler(ROOMY, &[(1..13).collect()], 8);
-    assert!(scheduler.resume([(1..9).map(completion).collect()].into_iter()).is_empty());
-    run(&mut scheduler, &mut Cache::new(), 1, 1);
+    let (kept, stats) = Default::default();
+    let begun = vec![(1..9).map(completion).collect()];
+    let (mut scheduler, _) = resumed(ROOMY, &[(1..13).collect()], 8, begun, kept, stats);
+    run(&mut scheduler, 8, &mut Cache::new(), 1, 1);
     assert_eq!((scheduler.stats.num_prefilled_tokens, scheduler.stats.num_shared_tokens), (12 + 8 * 5, 7 * 12));
 }
 
@@ -275,9 +339,8 @@ fn a_group_computes_its_prompt_once() {
 #[test]
 fn what_can_never_fit_is_refused_with_the_numbers() {
     let refusal = |limits, len| {
-        let prompt = vec![1; len];
-        let stats = EngineStats::default();
-        Scheduler::new(limits, [prompt.as_slice()].into_iter(), 1, stats).unwrap_err().to_string()
+        let mut scheduler = Scheduler::new(limits, KeptSequences::default(), EngineStats::default());
+        scheduler.submit(request(&vec![1; len], 1, Vec::new())).unwrap_err().to_string()
     };
     let message = refusal(Limits { num_blocks: 7, ..ROOMY }, 10);
     assert!(

@@ -1,0 +1,106 @@
+//! Closed batches on an engine that is awake: all prompts of the tensor-parallel group at once, in groups of completions.
+
+use std::sync::Arc;
+
+use super::engine::RolloutEngine;
+use super::exchange::exchange;
+use super::request::{Event, RequestId};
+use crate::error::Result;
+use crate::types::{Prompt, RolloutGroup, SamplingParams, UnfinishedGroup};
+
+/// This rank's groups after [`RolloutEngine::generate_first`], each with its index among those that were passed.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Rollout {
+    /// Those that count.
+    pub complete: Vec<(usize, RolloutGroup)>,
+    /// The others, for a later rollout to go on with.
+    pub unfinished: Vec<(usize, UnfinishedGroup)>,
+}
+
+impl RolloutEngine<'_> {
+    /// Samples `num_generations` completions for each of this rank's prompts, in its own order. Collective over the
+    /// tensor-parallel group: the ranks' prompts are gathered and generated from together, with equal `params`.
+    /// `done` is called with each own group as soon as its last completion ends.
+    ///
+    /// A completion depends on (seed, step, prompt id, sample index) and the prompt's tokens, not on what else is in the
+    /// batch, on preemption or on the tensor-parallel degree, up to floating-point rounding of the logits. Two prompts
+    /// of equal id and tokens therefore get equal completions.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for parameters or prompts that cannot be served, before anything
+    /// is computed; [`Error::NonFinite`](crate::Error::NonFinite) for logits that are not numbers. Errors are the same on every rank
+    /// of the group, except those of one rank's device.
+    pub fn generate(
+        &mut self,
+        prompts: &[Prompt],
+        params: &SamplingParams,
+        done: impl FnMut(&RolloutGroup),
+    ) -> Result<Vec<RolloutGroup>> {
+        let groups = prompts.iter().cloned().map(UnfinishedGroup::new).collect();
+        let rollout = self.generate_first(groups, prompts.len(), params, done)?;
+        Ok(rollout.complete.into_iter().map(|(_, group)| group).collect())
+    }
+
+    /// Goes on with groups, begun or not, until the first `num_groups` of them are complete, the ranks' numbers added up. Lengths
+    /// alone decide which ones these are, and so how many of this rank's. A completion goes on as if it had never been interrupted,
+    /// but for the weights; its tokens keep the log-probabilities that they had. Its keys and values are computed again, unless the
+    /// engine keeps them.
+    ///
+    /// # Errors
+    /// Those of [`RolloutEngine::generate`]; [`Error::InvalidArgument`](crate::Error::InvalidArgument) if there are fewer groups, or
+    /// if what has been sampled of one is not `num_generations` completions.
+    pub fn generate_first(
+        &mut self,
+        groups: Vec<UnfinishedGroup>,
+        num_groups: usize,
+        params: &SamplingParams,
+        mut done: impl FnMut(&RolloutGroup),
+    ) -> Result<Rollout> {
+        let (limits, tp) = (self.limits(), Arc::clone(&self.engine.tp));
+        let (requests, mut num_left) = exchange(&groups, num_groups, params, self.engine.spec.vocab_size, tp.as_ref())?;
+        for (_, request) in &requests {
+            limits.check(request.token_ids.len(), params.max_completion_length)?; // before kept sequences are taken
+        }
+        let mut session = self.session()?;
+        let mut own: Vec<Option<(RequestId, u64)>> = groups.iter().map(|_| None).collect(); // with its first step
+        for ((rank, position), request) in requests {
+            let first_step = request.first_step;
+            let id = session.submit(request)?;
+            if rank == tp.rank() {
+                own[position] = Some((id, first_step));
+            }
+        }
+        let own: Vec<(RequestId, u64)> = own.into_iter().flatten().collect();
+        let mut complete: Vec<Option<RolloutGroup>> = groups.iter().map(|_| None).collect();
+        while num_left > 0 {
+            for event in session.step()? {
+                let Event::Complete { request } = event else { continue };
+                if num_left == 0 {
+                    break; // complete in the same step as the last one that counts
+                }
+                num_left -= 1;
+                if let Some(position) = own.iter().position(|(id, _)| *id == request) {
+                    let prompt = groups[position].prompt.clone();
+                    let group = RolloutGroup { prompt, completions: session.completions(request)? };
+                    done(&group);
+                    complete[position] = Some(group);
+                }
+            }
+        }
+        session.drain()?;
+        let mut rollout = Rollout::default();
+        for (position, ((complete, group), (request, first_step))) in
+            complete.into_iter().zip(groups).zip(own).enumerate()
+        {
+            match complete {
+                Some(complete) => rollout.complete.push((position, complete)),
+                None => {
+                    let completions = session.unfinished(request);
+                    rollout.unfinished.push((position, UnfinishedGroup { first_step, completions, ..group }));
+                }
+            }
+        }
+        session.close()?;
+        Ok(rollout)
+    }
+}

@@ -1,0 +1,154 @@
+//! What is asked of an engine, and what it reports.
+
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+use crate::types::{FinishReason, SamplingParams, UnfinishedCompletion};
+
+/// A prompt to be continued `params.num_generations` times.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Request {
+    /// Third word of the random keys, after seed and step. Requests with equal keys and tokens get equal completions.
+    pub prompt_id: u64,
+    /// Token ids of the prompt; at least one.
+    pub token_ids: Vec<u32>,
+    /// Step at which the request was first scheduled: second word of the random keys.
+    pub first_step: u64,
+    /// How tokens are drawn and when a completion ends. Requests of one session may differ in theirs.
+    pub params: Arc<SamplingParams>,
+    /// What an earlier session sampled of each completion; empty if nothing.
+    pub begun: Vec<UnfinishedCompletion>,
+}
+
+/// A request's number within its session, from 0 in the order of submission.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RequestId(pub(super) usize);
+
+/// What a step did. Completions are numbered from 0 to `num_generations` within their request.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Event {
+    /// A completion gained a token.
+    Token {
+        /// The request.
+        request: RequestId,
+        /// The completion.
+        sample: usize,
+        /// The sampled id.
+        token_id: u32,
+        /// Its log-probability in nats, as in [`Completion::rollout_logprobs`](crate::types::Completion::rollout_logprobs).
+        logprob: f32,
+    },
+    /// A completion ended.
+    Finished {
+        /// The request.
+        request: RequestId,
+        /// The completion.
+        sample: usize,
+        /// Why it ended.
+        reason: FinishReason,
+    },
+    /// The last completion of a request ended, or all had ended when it was submitted.
+    Complete {
+        /// The request.
+        request: RequestId,
+    },
+    /// A completion gave its KV blocks to others. It keeps its tokens and is computed again.
+    Preempted {
+        /// The request.
+        request: RequestId,
+        /// The completion.
+        sample: usize,
+    },
+}
+
+impl Request {
+    /// Whether an engine with `vocab_size` token ids can serve the request.
+    pub(super) fn check(&self, vocab_size: usize) -> Result<()> {
+        self.params.check()?;
+        self.check_tokens(vocab_size)
+    }
+
+    /// [`Request::check`] of all but the parameters.
+    pub(super) fn check_tokens(&self, vocab_size: usize) -> Result<()> {
+        let sampled = self.begun.iter().flat_map(|completion| &completion.token_ids);
+        if let Some(id) = self.token_ids.iter().chain(sampled).find(|&&id| id as usize >= vocab_size) {
+            return refuse(format!("token ids below {vocab_size}"), format!("{id} in prompt {}", self.prompt_id));
+        }
+        let num_generations = self.params.num_generations;
+        if !self.begun.is_empty() && self.begun.len() != num_generations {
+            let expected = format!("num_generations = {num_generations} completions to go on with");
+            return refuse(expected, format!("{} of prompt {}", self.begun.len(), self.prompt_id));
+        }
+        Ok(())
+    }
+}
+
+impl SamplingParams {
+    /// Whether all values are within their ranges.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] with the value and its range.
+    pub(super) fn check(&self) -> Result<()> {
+        let checks = [
+            (self.num_generations >= 1, "num_generations of at least 1", self.num_generations.to_string()),
+            (
+                self.max_completion_length >= 1,
+                "max_completion_length of at least 1",
+                self.max_completion_length.to_string(),
+            ),
+            (
+                is_within(self.temperature, 0.0..=f32::MAX),
+                "a temperature of 0 (greedy) or more",
+                self.temperature.to_string(),
+            ),
+            (is_within(self.top_p, f32::MIN_POSITIVE..=1.0), "top_p in (0, 1]", self.top_p.to_string()),
+            (self.min_p.is_none_or(|p| is_within(p, 0.0..=1.0)), "min_p in [0, 1]", format!("{:?}", self.min_p)),
+            (
+                is_within(self.repetition_penalty, f32::MIN_POSITIVE..=f32::MAX),
+                "a repetition_penalty above 0",
+                self.repetition_penalty.to_string(),
+            ),
+            (
+                self.spread_lengths.is_none_or(|spread| (1..=spread.longest).contains(&spread.shortest)),
+                "spread_lengths of at least 1, the shortest first",
+                format!("{:?}", self.spread_lengths),
+            ),
+            (self.stop.iter().all(|stop| !stop.is_empty()), "stop strings with text", format!("{:?}", self.stop)),
+        ];
+        match checks.into_iter().find(|(holds, ..)| !holds) {
+            Some((_, expected, got)) => refuse(expected.to_owned(), got),
+            None => Ok(()),
+        }
+    }
+}
+
+fn is_within(value: f32, range: std::ops::RangeInclusive<f32>) -> bool {
+    range.contains(&value)
+}
+
+pub(super) fn refuse<T>(expected: String, got: String) -> Result<T> {
+    Err(Error::InvalidArgument { op: "RolloutEngine::generate", expected, got })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parameters_out_of_range_are_refused() {
+        let base = SamplingParams::default();
+        let wrong = [
+            (SamplingParams { num_generations: 0, ..base.clone() }, "num_generations"),
+            (SamplingParams { temperature: -1.0, ..base.clone() }, "temperature"),
+            (SamplingParams { temperature: f32::NAN, ..base.clone() }, "temperature"),
+            (SamplingParams { top_p: 0.0, ..base.clone() }, "top_p"),
+            (SamplingParams { min_p: Some(1.5), ..base.clone() }, "min_p"),
+            (SamplingParams { repetition_penalty: 0.0, ..base.clone() }, "repetition_penalty"),
+            (SamplingParams { stop: vec![String::new()], ..base.clone() }, "stop"),
+        ];
+        for (params, key) in wrong {
+            assert!(params.check().unwrap_err().to_string().contains(key), "{key}");
+        }
+        SamplingParams { temperature: 0.0, min_p: Some(0.0), ..base }.check().unwrap();
+    }
+}

@@ -1,0 +1,204 @@
+//! An engine that is stepped: requests come at any time, each step computes for all of them.
+
+use std::collections::VecDeque;
+
+use super::engine::{Engine, Progress, RolloutEngine};
+use super::gpu::GpuRunner;
+use super::kept::KeptSequences;
+use super::request::{Event, Request, RequestId};
+use super::runner::{HostRunner, Runner};
+use super::scheduler::{Limits, Scheduler, Step};
+use super::sequence::Sequence;
+use super::stats::EngineStats;
+use super::stop::StopRules;
+use crate::data::Tokenizer;
+use crate::error::Result;
+use crate::phase::{self, Phase};
+use crate::types::{Completion, UnfinishedCompletion};
+
+/// Requests under way on an engine that is awake. Every rank of the tensor-parallel group makes the same calls in the same order.
+///
+/// ```no_run
+/// # use colo_grpo::{rollout::{Event, Request, RolloutEngine}, types::Completion, Result};
+/// fn serve(engine: &mut RolloutEngine<'_>, requests: Vec<Request>) -> Result<Vec<Completion>> {
+///     let mut session = engine.session()?;
+///     for request in requests {
+///         session.submit(request)?;
+///     }
+///     let mut completions = Vec::new();
+///     while session.has_work() {
+///         for event in session.step()? {
+///             if let Event::Complete { request } = event {
+///                 completions.extend(session.completions(request)?);
+///             }
+///         }
+///     }
+///     session.close()?;
+///     Ok(completions)
+/// }
+/// ```
+pub struct Session<'r> {
+    scheduler: Scheduler,
+    runner: Box<dyn Runner + 'r>,
+    under_way: VecDeque<Step>, // launched, the oldest first
+    vocab_size: usize,
+    tokenizer: &'r Tokenizer,
+    eos_token_ids: &'r [u32],
+    stats: &'r mut EngineStats,
+    progress: Option<&'r mut (dyn FnMut(&EngineStats) + 'r)>,
+    kept: Option<&'r mut KeptSequences>,
+}
+
+impl std::fmt::Debug for Session<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Session").field("scheduler", &self.scheduler).finish_non_exhaustive()
+    }
+}
+
+impl<'r> Session<'r> {
+    pub(super) fn open<'a>(rollout: &'r mut RolloutEngine<'a>) -> Result<Self> {
+        let limits = rollout.limits();
+        let RolloutEngine { engine, weights, stats, progress } = rollout;
+        let Engine { spec, tokenizer, options, tp, rope, eos_token_ids, gpu, kv_cache, keeps_sequences, kept, .. } =
+            &mut **engine;
+        let runner: Box<dyn Runner + 'r> = match gpu {
+            None => Box::new(HostRunner::new(spec, rope, weights, kv_cache, &**tp, options.residual)),
+            Some(state) => Box::new(GpuRunner::new(state, (spec, weights, kv_cache), &**tp)?),
+        };
+        Ok(Self {
+            scheduler: Scheduler::new(limits, std::mem::take(kept), *stats), // for good, if the session fails
+            runner,
+            under_way: VecDeque::new(),
+            vocab_size: spec.vocab_size,
+            tokenizer,
+            eos_token_ids,
+            stats,
+            progress: progress
+                .as_mut()
+                .map(|progress: &mut Progress<'a>| &mut **progress as &mut (dyn FnMut(&EngineStats) + 'r)),
+            kept: keeps_sequences.then_some(kept),
+        })
+    }
+
+    /// Queues a request behind those that wait. Its prompt is computed once for all completions.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for parameters or a prompt that cannot be served.
+    pub fn submit(&mut self, request: Request) -> Result<RequestId> {
+        request.check(self.vocab_size)?;
+        self.scheduler.submit(request)
+    }
+
+    /// Whether [`Session::step`] has anything to do or to report.
+    pub fn has_work(&self) -> bool {
+        self.scheduler.has_work() || !self.under_way.is_empty() || self.scheduler.has_events()
+    }
+
+    /// Launches the next step, if there is one, and reads the oldest one under way once more of them are launched than the runner
+    /// needs. Returns the events since the last call; none while a step is only launched.
+    ///
+    /// # Errors
+    /// [`Error::NonFinite`](crate::Error::NonFinite) for logits that are not numbers, and the device's errors. The session cannot go on.
+    pub fn step(&mut self) -> Result<Vec<Event>> {
+        if self.scheduler.has_events() {
+            return Ok(self.scheduler.take_events()); // of requests that were complete when they were submitted
+        }
+        phase::beat();
+        let is_launched = self.scheduler.has_work() && self.launch()?;
+        if !is_launched || self.under_way.len() > self.runner.lag() {
+            self.collect()?;
+        }
+        Ok(self.scheduler.take_events())
+    }
+
+    /// Reads the steps under way and launches no other. Returns their events.
+    ///
+    /// # Errors
+    /// Those of [`Session::step`].
+    pub fn drain(&mut self) -> Result<Vec<Event>> {
+        while !self.under_way.is_empty() {
+            phase::beat();
+            self.collect()?;
+        }
+        Ok(self.scheduler.take_events())
+    }
+
+    /// The completions of a request that is complete, in sample order, without rewards.
+    ///
+    /// # Errors
+    /// Those of the tokenizer.
+    pub fn completions(&self, request: RequestId) -> Result<Vec<Completion>> {
+        self.sequences(request).iter().map(|sequence| sequence.finished(self.tokenizer)).collect()
+    }
+
+    /// The tokens sampled so far of each completion of a request; empty if there are none.
+    pub fn unfinished(&self, request: RequestId) -> Vec<UnfinishedCompletion> {
+        let sequences = self.sequences(request);
+        if sequences.iter().all(|sequence| sequence.completion().is_empty()) {
+            return Vec::new();
+        }
+        sequences.iter().map(Sequence::unfinished).collect()
+    }
+
+    /// Ends the session after the steps under way. An engine that keeps sequences keeps those that are unfinished, for the next
+    /// session to go on with.
+    ///
+    /// # Errors
+    /// Those of [`Session::step`].
+    pub fn close(mut self) -> Result<()> {
+        self.drain()?;
+        self.scheduler.check_integrity()?;
+        *self.stats = self.scheduler.stats;
+        if let Some(kept) = self.kept {
+            *kept = self.scheduler.into_kept();
+        }
+        Ok(())
+    }
+
+    /// Whether there was a step to launch: not while everything left waits for the results of those under way.
+    fn launch(&mut self) -> Result<bool> {
+        let Some(step) = self.scheduler.schedule() else { return Ok(false) };
+        let part = if step.is_decode { Phase::Decode } else { Phase::Prefill };
+        let draws = self.scheduler.draws(&step);
+        phase::part(part, || self.runner.launch(&step, &draws, &self.scheduler.sequences))?;
+        self.under_way.push_back(step);
+        Ok(true)
+    }
+
+    fn collect(&mut self) -> Result<()> {
+        let step = self.under_way.pop_front().expect("a scheduler with work waits only for results");
+        let decode = |ids: &[u32]| self.tokenizer.decode(ids);
+        let rules = StopRules { eos_token_ids: self.eos_token_ids, decode: &decode };
+        self.scheduler.postprocess(&step, &self.runner.collect()?, &rules)?;
+        *self.stats = self.scheduler.stats;
+        if let Some(progress) = &mut self.progress {
+            progress(self.stats);
+        }
+        Ok(())
+    }
+
+    fn sequences(&self, RequestId(request): RequestId) -> &[Sequence] {
+        &self.scheduler.sequences[self.scheduler.members(request)]
+    }
+}
+
+impl RolloutEngine<'_> {
+    /// Opens a session. Sequences that an earlier one left unfinished are at hand, if the engine keeps them.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn session(&mut self) -> Result<Session<'_>> {
+        Session::open(self)
+    }
+
+    pub(super) fn limits(&self) -> Limits {
+        let options = &self.engine.options;
+        Limits {
+            num_blocks: self.stats.num_blocks,
+            block_size: options.block_size,
+            max_num_seqs: options.max_num_seqs,
+            max_num_batched_tokens: options.max_num_batched_tokens,
+            max_model_length: options.max_model_length,
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! An engine that is stepped.
+
+use std::sync::Arc;
+
+use colo_grpo::Error;
+use colo_grpo::rollout::{EngineOptions, Event, Request, RequestId, Session};
+use colo_grpo::types::{Completion, FinishReason, Prompt, SamplingParams};
+
+use super::setup::{Model, alone, options, prompts, sampled};
+
+fn request(prompt: &Prompt, params: &SamplingParams) -> Request {
+    Request {
+        prompt_id: prompt.id,
+        token_ids: prompt.token_ids.clone(),
+        first_step: params.step,
+        params: Arc::new(params.clone()),
+        begun: Vec::new(),
+    }
+}
+
+/// Events of completions, put together as a client would.
+#[derive(Debug, Default, PartialEq)]
+struct Heard {
+    token_ids: Vec<Vec<u32>>,
+    logprobs: Vec<Vec<f32>>,
+    reasons: Vec<Option<FinishReason>>,
+    is_complete: bool,
+}
+
+impl Heard {
+    fn of(completions: &[Completion]) -> Self {
+        Self {
+            token_ids: completions.iter().map(|completion| completion.token_ids.clone()).collect(),
+            logprobs: completions.iter().map(|completion| completion.rollout_logprobs.clone()).collect(),
+            reasons: completions.iter().map(|completion| Some(completion.finish_reason)).collect(),
+            is_complete: true,
+        }
+    }
+
+    fn silent(num_generations: usize) -> Self {
+        Self {
+            token_ids: vec![Vec::new(); num_generations],
+            logprobs: vec![Vec::new(); num_generations],
+            reasons: vec![None; num_generations],
+            is_complete: false,
+        }
+    }
+}
+
+fn hear(heard: &mut [(RequestId, Heard)], event: Event) {
+    let mut of = |id: RequestId| &mut heard.iter_mut().find(|(other, _)| *other == id).unwrap().1;
+    match event {
+        Event::Token { request, sample, token_id, logprob } => {
+            of(request).token_ids[sample].push(token_id);
+            of(request).logprobs[sample].push(logprob);
+        }
+        Event::Finished { request, sample, reason } => of(request).reasons[sample] = Some(reason),
+        Event::Complete { request } => of(request).is_complete = true,
+        Event::Preempted { .. } => {}
+    }
+}
+
+/// One more request at each step, each with parameters of its own: the events say what a batch of that request alone samples.
+#[test]
+fn requests_that_come_while_others_run_get_what_they_would_alone() {
+    let model = Model::micro();
+    let all = [
+        sampled(),
+        SamplingParams { temperature: 0.0, num_generations: 1, ..sampled() },
+        SamplingParams { temperature: 0.6, repetition_penalty: 1.4, ..sampled() },
+        SamplingParams { top_k: 3, max_completion_length: 3, seed: 5, ..sampled() },
+    ];
+    let prompts = prompts(all.len());
+    let few_slots = EngineOptions { max_num_seqs: 3, ..options() };
+    for options in [options(), few_slots] {
+        let mut engine = model.engine(options.clone(), alone());
+        let mut rollout = engine.wake(model.weights(&*alone()), 1).unwrap();
+        let mut session = rollout.session().unwrap();
+        let (mut coming, mut heard) = (prompts.iter().zip(&all), Vec::new());
+        loop {
+            if let Some((prompt, params)) = coming.next() {
+                let id = session.submit(request(prompt, params)).unwrap();
+                heard.push((id, Heard::silent(params.num_generations)));
+            } else if !session.has_work() {
+                break;
+            }
+            session.step().unwrap().into_iter().for_each(|event| hear(&mut heard, event));
+        }
+        for ((id, heard), (prompt, params)) in heard.iter().zip(prompts.iter().zip(&all)) {
+            assert_eq!(*heard, Heard::of(&session.completions(*id).unwrap()));
+            let (alone, _) = model.generate(options.clone(), std::slice::from_ref(prompt), params);
+            assert_eq!(heard.token_ids, Heard::of(&alone[0].completions).token_ids, "{params:?}");
+        }
+        session.close().unwrap();
+        assert!(rollout.stats().num_finished > 0);
+    }
+}
+
+#[test]
+fn what_is_drained_goes_on_in_another_session() {
+    let (model, params) = (Model::micro(), sampled());
+    let prompts = prompts(3);
+    let (expected, _) = model.generate(options(), &prompts, &params);
+    let mut engine = model.engine(options(), alone());
+    let mut rollout = engine.wake(model.weights(&*alone()), 1).unwrap();
+    let submit = |session: &mut Session<'_>, begun: Vec<_>| -> Vec<RequestId> {
+        let requests = prompts.iter().zip(begun).map(|(prompt, begun)| Request { begun, ..request(prompt, &params) });
+        requests.map(|request| session.submit(request).unwrap()).collect()
+    };
+    let mut session = rollout.session().unwrap();
+    let ids = submit(&mut session, vec![Vec::new(); 3]);
+    for _ in 0..4 {
+        session.step().unwrap();
+    }
+    session.drain().unwrap();
+    let begun: Vec<_> = ids.iter().map(|&id| session.unfinished(id)).collect();
+    assert!(begun.iter().flatten().any(|completion| !completion.token_ids.is_empty()));
+    session.close().unwrap();
+    let mut session = rollout.session().unwrap();
+    let ids = submit(&mut session, begun);
+    while session.has_work() {
+        session.step().unwrap();
+    }
+    for (id, expected) in ids.iter().zip(&expected) {
+        let tokens = |completions: &[Completion]| Heard::of(completions).token_ids;
+        assert_eq!(tokens(&session.completions(*id).unwrap()), tokens(&expected.completions));
+    }
+    session.close().unwrap();
+}
+
+#[test]
+fn a_request_that_cannot_be_served_leaves_the_session_as_it_was() {
+    let (model, params) = (Model::micro(), sampled());
+    let mut engine = model.engine(options(), alone());
+    let mut rollout = engine.wake(model.weights(&*alone()), 1).unwrap();
+    let mut session = rollout.session().unwrap();
+    let good = request(&prompts(1)[0], &params);
+    let wrong = [
+        Request { token_ids: Vec::new(), ..good.clone() },
+        Request { token_ids: vec![u32::MAX], ..good.clone() },
+        Request { params: Arc::new(SamplingParams { top_p: 0.0, ..params }), ..good.clone() },
+        Request { begun: vec![Default::default()], ..good.clone() },
+    ];
+    for request in wrong {
+        assert!(matches!(session.submit(request), Err(Error::InvalidArgument { .. })));
+        assert!(!session.has_work());
+    }
+    let id = session.submit(good).unwrap();
+    while session.has_work() {
+        session.step().unwrap();
+    }
+    assert!(!session.completions(id).unwrap().is_empty());
+    session.close().unwrap();
+}
