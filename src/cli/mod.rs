@@ -47,7 +47,7 @@ pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
     let command = parsed.command;
     sweep();
     if command.computes() {
-        launch::wait_passively(); // before anything is done that would be done again
+        launch::load_again_with_settings(); // before anything is done that would be done again
     }
     match catch_unwind(AssertUnwindSafe(|| commands::dispatch(command))) {
         Ok(Ok(code)) => code,

@@ -84,12 +84,12 @@ pub fn all_gather_bytes(group: &dyn Collective, bytes: &[u8]) -> Result<Vec<Vec<
     group.all_gather(&own_len, &mut lens)?;
     let lens = torch::i64_vec(&lens)?;
     let longest = lens.iter().copied().max().unwrap_or(0);
-    let mut own = Tensor::f_zeros([longest], (Kind::Uint8, Device::Cpu))?;
-    torch::bytes_mut(&mut own)?[..bytes.len()].copy_from_slice(bytes);
+    let own = Tensor::f_zeros([longest], (Kind::Uint8, Device::Cpu))?;
+    own.narrow(0, 0, bytes.len() as i64).f_copy_(&Tensor::f_from_slice(bytes)?)?;
     let mut all = Tensor::f_zeros([group.size() as i64, longest], (Kind::Uint8, device))?;
     group.all_gather(&own.f_to_device(device)?, &mut all)?;
     let all = all.f_to_device(Device::Cpu)?;
-    let rows = torch::bytes(&all)?;
+    let rows = torch::byte_vec(&all)?;
     let row = |rank: usize| &rows[rank * longest as usize..][..lens[rank] as usize];
     Ok((0..group.size()).map(|rank| row(rank).to_vec()).collect())
 }

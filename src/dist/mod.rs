@@ -19,6 +19,7 @@ pub use collective::{Collective, ReduceOp, all_gather_bytes, all_gather_f64, all
 pub use env::WorkerEnv;
 pub use lane::{Lane, Work};
 pub use mesh::Mesh;
+pub use nccl::NCCL_SETTINGS;
 pub use rendezvous::{SEGMENT_FD_VARIABLE, STORE_FD_VARIABLE, SharedSegment};
 pub use single::SingleRank;
 pub use world::{Backend, World, WorldOptions};

@@ -29,6 +29,6 @@ pub use exit::exit_now;
 pub use report::{ERROR_FILE_VARIABLE, report_error};
 pub use signals::{outlive_file_limits, stop_on_signals};
 pub use supervise::run;
-pub use threads::{name_process, wait_passively};
+pub use threads::{load_again_with_settings, name_process};
 pub use watchdog::watch_self;
 pub use worker::{Inherited, LOOPBACK, LaunchOptions, RESTART_COUNT_VARIABLE, Rendezvous, worker_command};

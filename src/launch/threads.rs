@@ -4,6 +4,7 @@
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
+use crate::dist::NCCL_SETTINGS;
 use crate::phase::PROGRAM;
 
 /// OpenMP's threads spin while they wait unless this says otherwise, and take processors from whatever else runs: two runs at once
@@ -24,16 +25,18 @@ pub(super) fn share_processors(command: &mut Command, num_workers: usize) {
     }
 }
 
-/// Lets this process's threads sleep while they wait, if the user says nothing else: the program is loaded again, by the same process
-/// number, as OpenMP reads how to wait at that moment alone.
-pub fn wait_passively() {
-    if std::env::var_os(WAIT_POLICY).is_some() {
+/// Gives this process the variables that OpenMP, whose threads then sleep while they wait, and NCCL read when they are loaded, where
+/// the user says nothing else. The program is loaded again for that, by the same process number: no thread may run yet, and what
+/// was done is forgotten. Call it first in `main`.
+pub fn load_again_with_settings() {
+    let missing = missing_settings(|name| std::env::var_os(name).is_some());
+    if missing.is_empty() {
         return;
     }
     let mut args = std::env::args_os();
     let name = args.next().unwrap_or_default();
-    let error = Command::new(PROGRAM).arg0(name).args(args).env(WAIT_POLICY, PASSIVE).exec();
-    tracing::debug!("threads spin while they wait: {error}");
+    let error = Command::new(PROGRAM).arg0(name).args(args).envs(missing).exec();
+    tracing::debug!("the program could not be loaded again: {error}");
 }
 
 /// Gives this process the program's name, which a list of processes would else show as `exe`: it may have been started by
@@ -43,9 +46,22 @@ pub fn name_process() {
     unsafe { libc::prctl(libc::PR_SET_NAME, c"colo-grpo".as_ptr()) };
 }
 
+fn missing_settings(is_set: impl Fn(&str) -> bool) -> Vec<(&'static str, &'static str)> {
+    let all = std::iter::once((WAIT_POLICY, PASSIVE)).chain(NCCL_SETTINGS);
+    all.filter(|(name, _)| !is_set(name)).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_the_user_set_stands() {
+        assert_eq!(missing_settings(|_| true), []);
+        let missing = missing_settings(|name| name == WAIT_POLICY);
+        assert_eq!(missing, NCCL_SETTINGS);
+        assert_eq!(missing_settings(|_| false).len(), 1 + NCCL_SETTINGS.len());
+    }
 
     #[test]
     fn workers_share_the_processors_and_do_not_spin() {

@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 use super::files::names::{HfTensor, tensors};
 use super::params::{Unit, UnitLayout};
 use super::spec::{ModelSpec, product};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ops::nf4::{self, Levels, Nf4};
 
 /// One block.
@@ -23,6 +23,23 @@ enum Stored {
 }
 
 impl QuantizedBlock {
+    /// Whether a model's blocks can be stored so.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] on `quantization` for matrices whose rows are no multiple of 64 weights.
+    pub fn check(spec: &ModelSpec) -> Result<()> {
+        let tensors = tensors(spec, Unit::Block(0));
+        let ragged = |tensor: &&HfTensor| matches!(tensor.shape[..], [_, columns] if columns % nf4::BLOCK as i64 != 0);
+        let Some(tensor) = tensors.iter().find(ragged) else { return Ok(()) };
+        let expected = format!(
+            "none: NF4 needs rows of a multiple of {} weights, and those of {} have {}",
+            nf4::BLOCK,
+            tensor.name,
+            tensor.shape[1]
+        );
+        Err(Error::invalid_value("quantization", "nf4", expected))
+    }
+
     /// Quantises a block's flat tensor [layout.len], on its device; norms and biases are kept in its kind.
     ///
     /// # Errors
@@ -95,6 +112,19 @@ mod tests {
 
     use super::*;
     use crate::model::{ModelSpec, ParamTable, init_unit};
+
+    #[test]
+    fn rows_of_ragged_blocks_are_refused_before_anything_is_loaded() {
+        let spec = ModelSpec::preset("tiny").unwrap();
+        QuantizedBlock::check(&spec).unwrap();
+        let ragged = ModelSpec { hidden_size: 160, ..spec };
+        let error = QuantizedBlock::check(&ragged).unwrap_err();
+        assert_eq!(error.exit_code(), crate::error::ExitCode::Configuration);
+        assert!(
+            error.to_string().starts_with("quantization = nf4: expected none: NF4 needs rows of a multiple of 64"),
+            "{error}"
+        );
+    }
 
     #[test]
     fn a_block_comes_back_matrix_by_matrix() {

@@ -1,10 +1,12 @@
 //! The shape of a network: everything about a model that is not a weight.
 
 use std::ops::Range;
+use std::path::Path;
 
 use tch::Kind;
 
 use super::params::{Unit, shapes};
+use crate::cuda::kernels::{DecoderSizes, Unserved, unserved};
 use crate::error::{Error, Result};
 pub use crate::ops::rope::Llama3Scaling;
 
@@ -103,6 +105,20 @@ impl ModelSpec {
             valid.join(", ")
         );
         Err(Error::invalid_value("tensor_parallel_size", tp_size, expected))
+    }
+
+    /// Whether the kernels of a GPU serve this shape with weights of `kind`.
+    ///
+    /// # Errors
+    /// [`Error::BadFile`] for the model's `config.json`, with the sizes that are served.
+    pub fn validate_gpu(&self, kind: Kind, folder: &Path) -> Result<()> {
+        let sizes = DecoderSizes { head_dim: self.head_dim, hidden_size: self.hidden_size };
+        let Some(Unserved { name, got, served }) = unserved(sizes, kind) else { return Ok(()) };
+        let message = format!(
+            "{name} = {got} is not served on a GPU with weights of {kind:?}, but {served} are; device=cpu computes with any, and \
+             dtype=float32 on a GPU with other ones than dtype=bfloat16"
+        );
+        Err(Error::bad_file(folder.join("config.json"), message))
     }
 
     fn can_slice(&self, tp_size: usize) -> bool {

@@ -198,7 +198,7 @@ mod tests {
         let matrix = matrix(shape[0], shape[1]);
         let nf4 = Nf4::quantize(&matrix, &Levels::new(Device::Cpu).unwrap()).unwrap();
         let list = |t: &Tensor| Vec::<f64>::try_from(t.to_kind(Kind::Double).view(-1)).unwrap();
-        let codes = crate::torch::bytes(&nf4.codes).unwrap();
+        let codes = crate::torch::byte_vec(&nf4.codes).unwrap();
         let codes: String = codes.iter().map(|code| format!("{code:02x}")).collect();
         assert_eq!(golden["codes"], codes);
         assert_eq!(list(&nf4.scales), numbers(&golden["scales"]));

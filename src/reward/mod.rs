@@ -130,7 +130,8 @@ fn reads_answer(name: &str) -> bool {
 /// # Errors
 /// What is wrong with it, or the reward's error.
 pub fn check_reply(frame: &[u8], num_completions: usize) -> std::result::Result<(), String> {
-    protocol::Reply::read(frame, num_completions).map(drop).map_err(|failure| failure.cause)
+    let scores = protocol::Reply::parse(frame).and_then(|reply| reply.scores(num_completions));
+    scores.map(drop).map_err(|failure| failure.cause)
 }
 
 fn compiled(key: &str, pattern: &str) -> Result<Regex> {

@@ -9,7 +9,6 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-
 use super::failures::{Failure, FailureKind};
 use super::pipes::{do_not_block, moved, wait_for};
 use super::protocol::{LENGTH_BYTES, MAX_REPLY_BYTES, first_request, is_async, length};

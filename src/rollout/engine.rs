@@ -1,6 +1,7 @@
 //! The generation engine: persistent, asleep between rollouts. Every rank of a tensor-parallel group runs the same scheduler
 //! on the same requests, so nobody drives.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use tch::{Device, Kind};
@@ -73,6 +74,9 @@ impl Engine {
         tp: Arc<dyn Collective>,
     ) -> Result<Self> {
         spec.validate_tp(tp.size())?;
+        if options.device.is_cuda() {
+            spec.validate_gpu(options.kind, Path::new(""))?;
+        }
         let least = [
             ("kv_block_size", options.block_size, 1),
             ("max_num_seqs", options.max_num_seqs, 1),

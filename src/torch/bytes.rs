@@ -5,24 +5,28 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 
-/// The memory of a contiguous CPU tensor.
+/// The memory of a contiguous CPU tensor, without a copy.
+///
+/// # Safety
+/// Nothing writes this memory while the slice lives, through any tensor: clones and views share it, and the borrow of one says
+/// nothing of the others.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if the tensor is not contiguous or not on the CPU.
-pub fn bytes(tensor: &Tensor) -> Result<&[u8]> {
+pub unsafe fn bytes(tensor: &Tensor) -> Result<&[u8]> {
     let (pointer, len) = contiguous("torch::bytes", tensor)?;
-    // SAFETY: `contiguous` checked that the tensor's elements are `len` bytes from `pointer`; the borrow keeps them alive.
+    // SAFETY: `contiguous` checked that the tensor's elements are `len` bytes from `pointer`; the borrow keeps them alive, and
+    // nobody writes them, as the caller promises.
     Ok(if len == 0 { &[] } else { unsafe { std::slice::from_raw_parts(pointer, len) } })
 }
 
-/// The memory of a contiguous CPU tensor, to be written. Other tensors may be views of the same memory: they change too.
+/// A copy of the memory of a contiguous CPU tensor.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] if the tensor is not contiguous or not on the CPU.
-pub fn bytes_mut(tensor: &mut Tensor) -> Result<&mut [u8]> {
-    let (pointer, len) = contiguous("torch::bytes_mut", tensor)?;
-    // SAFETY: as in `bytes`; that no other reference to the bytes lives meanwhile is the caller's `&mut`.
-    Ok(if len == 0 { &mut [] } else { unsafe { std::slice::from_raw_parts_mut(pointer, len) } })
+/// As [`bytes`].
+pub fn byte_vec(tensor: &Tensor) -> Result<Vec<u8>> {
+    // SAFETY: the slice is copied at once, by this thread, which writes nothing meanwhile.
+    Ok(unsafe { bytes(tensor) }?.to_vec())
 }
 
 /// Address and length in bytes of a contiguous CPU tensor's elements.
@@ -86,18 +90,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_are_the_memory_itself() {
-        let mut tensor = Tensor::from_slice(&[1f32, 2.0]);
-        bytes_mut(&mut tensor).unwrap()[4..].copy_from_slice(&5f32.to_le_bytes());
-        assert_eq!(f32_vec(&tensor).unwrap(), [1.0, 5.0]);
-        assert_eq!(bytes(&tensor).unwrap()[..4], 1f32.to_le_bytes());
-        assert!(bytes(&Tensor::zeros([0], (Kind::BFloat16, Device::Cpu))).unwrap().is_empty());
+    fn bytes_are_the_memory_itself_and_their_copy_is_not() {
+        let tensor = Tensor::from_slice(&[1f32, 2.0]);
+        // SAFETY: nobody else has the tensor.
+        let first = unsafe { bytes(&tensor) }.unwrap();
+        assert_eq!((first.as_ptr(), &first[..4]), (tensor.data_ptr().cast_const().cast(), &1f32.to_le_bytes()[..]));
+        let copy = byte_vec(&tensor).unwrap();
+        let _ = tensor.shallow_clone().fill_(5.0);
+        assert_eq!((&copy[..4], f32_vec(&tensor).unwrap()), (&1f32.to_le_bytes()[..], vec![5.0, 5.0]));
+        assert!(byte_vec(&Tensor::zeros([0], (Kind::BFloat16, Device::Cpu))).unwrap().is_empty());
     }
 
     #[test]
     fn strided_views_are_refused_as_bytes_but_read_as_vectors() {
         let tensor = Tensor::arange(6, (Kind::Int64, Device::Cpu)).view([2, 3]);
-        assert!(bytes(&tensor.tr()).unwrap_err().to_string().contains("contiguous"));
+        assert!(byte_vec(&tensor.tr()).unwrap_err().to_string().contains("contiguous"));
         assert_eq!(i64_vec(&tensor.tr()).unwrap(), [0, 3, 1, 4, 2, 5]);
         assert_eq!(f64_vec(&tensor.narrow(1, 2, 1)).unwrap(), [2.0, 5.0]);
     }

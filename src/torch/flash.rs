@@ -9,6 +9,11 @@ use tch::{Kind, Tensor};
 use super::{SavedAttention, ffi};
 use crate::error::Result;
 
+/// Heads of flash attention are multiples of this.
+pub const FLASH_HEAD_STEP: usize = 8;
+/// Widest head of flash attention.
+pub const FLASH_MOST_HEAD_DIM: usize = 256;
+
 /// Query runs and the key runs that they attend to, for [`flash_forward`] and [`flash_backward`].
 #[derive(Debug)]
 pub struct Varlen {

@@ -13,11 +13,11 @@ mod store;
 pub use allocator::{
     DeviceMemory, device_memory, keep_block, keep_memory, lacks_block, release_memory, reset_peak_memory,
 };
-pub use bytes::{accumulation_kind, bytes, bytes_mut, f32_vec, f64_vec, i64_vec, tensor_on};
+pub use bytes::{accumulation_kind, byte_vec, bytes, f32_vec, f64_vec, i64_vec, tensor_on};
 pub use cudnn::{cudnn_backward, cudnn_forward};
 pub use ffi::{current_cuda_stream, is_deterministic, set_cuda_device, set_deterministic};
 pub(crate) use ffi::{exchange_cuda_stream, pool_cuda_stream};
-pub use flash::{Varlen, flash_backward, flash_forward};
+pub use flash::{FLASH_HEAD_STEP, FLASH_MOST_HEAD_DIM, Varlen, flash_backward, flash_forward};
 pub use number::{arange, check_room, full, scalar};
 pub use saved_attention::SavedAttention;
 pub use store::Store;

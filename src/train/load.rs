@@ -15,7 +15,7 @@ use super::weights::Weights;
 use crate::config::Quantization;
 use crate::dist::Mesh;
 use crate::error::{Error, Result};
-use crate::model::{AdapterFiles, LoraSpec, ParamTable, UnitLayout, init_unit};
+use crate::model::{AdapterFiles, LoraSpec, ParamTable, QuantizedBlock, UnitLayout, init_unit};
 use crate::torch::accumulation_kind;
 
 /// What of a model trains, and from where.
@@ -68,6 +68,12 @@ impl Policy {
         start: PolicyStart<'_>,
     ) -> Result<Self> {
         let PolicyStart { lora, quantization, seed, adapters: folder, keeps_initial } = start;
+        if options.network.device.is_cuda() {
+            table.spec.validate_gpu(options.network.kind, Path::new(""))?;
+        }
+        if quantization == Quantization::Nf4 {
+            QuantizedBlock::check(&table.spec)?;
+        }
         let Some(lora) = lora else {
             return match folder {
                 Some(folder) => {

@@ -1,7 +1,7 @@
 //! From a configuration to a trainer: everything is read and checked before anything is trained.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tch::{Kind, Tensor};
@@ -19,7 +19,7 @@ use crate::data::{Dataset, DatasetOptions, PromptSampler, Tokenizer};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::memory;
-use crate::model::{ModelSource, ModelSpec, ParamTable, UnitLayout, WeightFiles};
+use crate::model::{ModelSource, ModelSpec, ParamTable, QuantizedBlock, UnitLayout, WeightFiles};
 use crate::phase;
 use crate::plan::{MemoryPlan, PlanInput, Role, Room};
 use crate::reward::RewardPool;
@@ -55,6 +55,7 @@ impl Preflight {
         let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
         let tokenizer = Arc::new(Tokenizer::from_folder(&source.base)?);
         tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
+        validate_gpu(&spec, placement, &source.base)?;
         Self::of_model(config, (spec, tokenizer, source.adapters.is_some()), placement, world_size, room)
     }
 
@@ -70,6 +71,7 @@ impl Preflight {
         room: Room,
     ) -> Result<Self> {
         let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
+        validate_gpu(&spec, placement, Path::new(""))?;
         Self::of_model(config, (spec, tokenizer, false), placement, world_size, room)
     }
 
@@ -85,6 +87,9 @@ impl Preflight {
         let batch = config.validate_world(world_size)?;
         config.validate_context(spec.max_position_embeddings)?;
         spec.validate_tp(config.tensor_parallel_size)?;
+        if config.quantization == Quantization::Nf4 {
+            QuantizedBlock::check(&spec)?;
+        }
         let table =
             Arc::new(ParamTable::new(spec.clone(), config.zero.shard_group_size.unwrap_or(batch.roles.num_trainers)));
         let engine_weights = |config: &Config| engine_weight_bytes(config, &table, kind);
@@ -113,6 +118,11 @@ impl fmt::Display for Preflight {
         write!(f, "{}", self.plan)?;
         self.engine_plan.as_ref().map_or(Ok(()), |plan| write!(f, "\n{plan}"))
     }
+}
+
+/// Refuses a shape that no kernel serves where the run computes on GPUs.
+fn validate_gpu(spec: &ModelSpec, placement: Placement, folder: &Path) -> Result<()> {
+    if placement.on_cuda { spec.validate_gpu(placement.kind, folder) } else { Ok(()) }
 }
 
 /// What every rank has, so that all come to the same plan; collective over the world.

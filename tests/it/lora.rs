@@ -187,7 +187,7 @@ fn own_sequences(rank: usize) -> Vec<Sequence> {
 }
 
 fn bits(tensor: &Tensor) -> Vec<u8> {
-    colo_grpo::torch::bytes(&tensor.to_device(Device::Cpu).contiguous()).unwrap().to_vec()
+    colo_grpo::torch::byte_vec(&tensor.to_device(Device::Cpu).contiguous()).unwrap()
 }
 
 #[test]

@@ -108,6 +108,7 @@ fn segments(decayed: &[Range<i64>], n: usize) -> Result<Vec<(Range<usize>, bool)
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Error;
 
     #[test]
     fn runs_cover_everything_once_and_neighbours_are_one() {
@@ -136,6 +137,6 @@ mod tests {
             rate: -0.1,
         };
         let error = adamw(master, m, v, &grad, None, &scalars, &[]).unwrap_err();
-        assert!(matches!(error, crate::Error::InvalidArgument { op: "adamw", .. }), "{error}");
+        assert!(matches!(error, Error::InvalidArgument { op: "adamw", .. }), "{error}");
     }
 }

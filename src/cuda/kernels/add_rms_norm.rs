@@ -33,9 +33,8 @@ pub fn add_rms_norm(
     let (gpu, kind, numel, dim) = (ordinal(OP, x)?, weight.kind(), x.numel(), row_len(OP, x)?);
     let aligned: Vec<&Tensor> = [&*x, weight, &*y].into_iter().chain(delta).collect();
     let width = width(dim, &aligned);
-    let packs_per_thread = if width == 1 { 4 } else { 2 }; // as in the source
-    if dim > 1024 * packs_per_thread * width {
-        return Err(invalid(OP, format!("rows of at most {} elements", 1024 * packs_per_thread * width), dim));
+    if dim > most_columns(width) {
+        return Err(invalid(OP, format!("rows of at most {} elements", most_columns(width)), dim));
     }
     let arguments = [
         address(OP, x, x.kind(), numel, gpu)?,
@@ -49,4 +48,10 @@ pub fn add_rms_norm(
     let name = format!("add_rms_norm_{}_x{width}", kinds_name(OP, x, weight)?);
     // SAFETY: the kernel's parameters in order; one block a row, all of whose packs have a thread.
     unsafe { launch_early(SOURCE, &name, gpu, ((numel / dim) as u32, threads, 0), &arguments) }
+}
+
+/// Longest row where threads take `width` elements at once.
+pub(super) fn most_columns(width: usize) -> usize {
+    let packs_per_thread = if width == 1 { 4 } else { 2 }; // as in the source
+    1024 * packs_per_thread * width
 }

@@ -20,7 +20,7 @@ pub(super) const NAMES: &[&str] = &[
 ];
 
 /// Widest head.
-const MOST_HEAD_DIM: i64 = 512;
+pub(super) const MOST_HEAD_DIM: i64 = 512;
 /// Blocks of the backward, each with partial sums of its own: the same on every GPU, so that the sums have the same bits.
 const BACKWARD_BLOCKS: usize = 132 * 8;
 

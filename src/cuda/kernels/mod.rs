@@ -23,6 +23,7 @@ mod rms_norm;
 mod rope_write_kv;
 mod sample;
 mod seen;
+mod served;
 mod sums;
 mod swiglu;
 
@@ -48,6 +49,7 @@ pub use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub use rope_write_kv::{HeadTransform, QkvViews, rope_write_kv};
 pub use sample::{CANDIDATE_WORDS, Draws, combine, sample, sample_parts};
 pub use seen::{mark_seen, note_tokens};
+pub use served::{DecoderSizes, Unserved, unserved};
 pub use sums::{add_columns, add_rows};
 pub use swiglu::{silu_mul, swiglu_backward, swiglu_forward};
 

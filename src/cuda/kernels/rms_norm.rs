@@ -25,7 +25,7 @@ pub(super) const NAMES: &[&str] = &[
 ];
 
 /// Longest row: the narrow backward keeps a row of sums in a block's 48 KiB of shared memory.
-const MOST_COLUMNS: usize = 12_000;
+pub(super) const MOST_COLUMNS: usize = 12_000;
 /// Threads over which partial sums of dweight are spread. The same on every GPU, so that the sums have the same bits.
 const BACKWARD_THREADS: usize = 132 * 1024;
 

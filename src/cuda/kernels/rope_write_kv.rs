@@ -12,6 +12,8 @@ pub(super) const NAMES: &[&str] =
     &["rope_write_kv_f32_x1", "rope_write_kv_f32_x4", "rope_write_kv_bf16_x1", "rope_write_kv_bf16_x8"];
 
 const THREADS: usize = 256;
+/// Widest head whatever its alignment: of float32, and of halves that no whole packs make up.
+pub(super) const MOST_HEAD_DIM: usize = 256;
 
 /// Queries, keys and values as views of the product (or, where a tensor-parallel group has more ranks than key/value heads, of
 /// the two products): any row and head stride, heads contiguous.
@@ -77,6 +79,7 @@ pub fn rope_write_kv(
     let width = shape.width(qkv, transform, &[&*q_out, k_cache, v_cache], kind);
     let lanes = (dim / 2 / width).next_power_of_two().min(32);
     let packs_per_lane = if width == 1 { 4 } else { 1 }; // as in the source
+    debug_assert!(2 * 32 * packs_per_lane * width >= MOST_HEAD_DIM);
     if dim / 2 > lanes * packs_per_lane * width {
         return Err(invalid(OP, format!("heads of at most {} columns", 2 * 32 * packs_per_lane * width), dim));
     }

@@ -53,7 +53,7 @@ impl NcclGroup {
         }
         let mut bytes = Tensor::from_slice(&id);
         self.host.broadcast(&mut bytes, 0)?;
-        id.copy_from_slice(torch::bytes(&bytes)?);
+        id.copy_from_slice(&torch::byte_vec(&bytes)?);
         torch::set_cuda_device(self.ordinal)?;
         let (communicator, code) = Communicator::start(id, self.rank(), self.size());
         let Some(communicator) = communicator else { return self.check("ncclCommInitRankConfig", code) };

@@ -27,24 +27,34 @@ use crate::torch;
 /// How often the failure flag is looked at.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// What NCCL must know before it is opened, unless the user says otherwise: captured collectives would pin buffers that are
-/// remapped later, and NVLink multicast costs memory for nothing here.
-const SETTINGS: [(&str, &str); 2] = [("NCCL_GRAPH_REGISTER", "0"), ("NCCL_NVLS_ENABLE", "0")];
+/// Variables that NCCL must find, unless the user says otherwise: captured collectives would pin buffers that are remapped later,
+/// and NVLink multicast costs memory for nothing here. A process has them from its start, as other threads read variables.
+pub const NCCL_SETTINGS: [(&str, &str); 2] = [("NCCL_GRAPH_REGISTER", "0"), ("NCCL_NVLS_ENABLE", "0")];
 
 /// The GPU of local rank `local_rank`, made current, its kernels compiled and loaded.
 ///
 /// # Errors
-/// [`Error::Environment`] if there is no such GPU, or libtorch's CUDA half or NCCL is not to be had.
+/// [`Error::Environment`] if there is no such GPU, libtorch's CUDA half or NCCL is not to be had, or one of [`NCCL_SETTINGS`] is
+/// not set.
 pub(super) fn device(local_rank: usize) -> Result<Device> {
-    for (name, value) in SETTINGS.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()) {
-        // SAFETY: the libraries that read it are opened after this. Threads that stand by now, to watch and for rewards, are this
-        // program's own, and read the environment under the lock that this takes.
-        unsafe { std::env::set_var(name, value) };
-    }
+    check_settings(|name| std::env::var_os(name).is_some())?;
     cuda::require()?;
     torch::set_cuda_device(local_rank)?;
     cuda::kernels::prepare(local_rank)?;
     Ok(Device::Cuda(local_rank))
+}
+
+fn check_settings(is_set: impl Fn(&str) -> bool) -> Result<()> {
+    let missing: Vec<_> = NCCL_SETTINGS.iter().filter(|(name, _)| !is_set(name)).collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let missing: Vec<_> = missing.into_iter().map(|(name, value)| format!("{name}={value}")).collect();
+    let message = format!(
+        "NCCL is not set up: start the program with {} (or call launch::load_again_with_settings first in main)",
+        missing.join(" ")
+    );
+    Err(Error::Environment { message })
 }
 
 /// This rank's NCCL groups.
@@ -124,4 +134,16 @@ fn abort_where(groups: &[Arc<NcclGroup>], is_due: impl Fn(&NcclGroup) -> bool) {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_setting_that_is_missing_is_named_with_its_value() {
+        assert!(check_settings(|_| true).is_ok());
+        let message = check_settings(|name| name == "NCCL_NVLS_ENABLE").unwrap_err().to_string();
+        assert!(message.contains("NCCL_GRAPH_REGISTER=0 (or") && !message.contains("NVLS"), "{message}");
+    }
 }

@@ -28,7 +28,7 @@ use tch::{Kind, Tensor};
 
 use super::mixed::Mixed;
 use super::runs::{Dense, Runs};
-use crate::torch;
+use crate::torch::{self, FLASH_HEAD_STEP, FLASH_MOST_HEAD_DIM};
 
 /// Fewest rows of a dense run.
 const LEAST_DENSE_LEN: i64 = 128;
@@ -53,7 +53,8 @@ impl Kernel {
     /// For queries like `q`; asked once for a micro-batch.
     pub(super) fn choose(q: &Tensor /* [T, H, hd] */, runs: &Runs) -> Self {
         let (num_heads, head_dim) = (q.size()[1], q.size()[2]);
-        if !(q.device().is_cuda() && q.kind() == Kind::BFloat16 && head_dim % 8 == 0 && head_dim <= 256) {
+        let has_flash = (head_dim as usize).is_multiple_of(FLASH_HEAD_STEP) && head_dim as usize <= FLASH_MOST_HEAD_DIM;
+        if !(q.device().is_cuda() && q.kind() == Kind::BFloat16 && has_flash) {
             return Self::Padded;
         }
         if head_dim > 128 || torch::is_deterministic() {

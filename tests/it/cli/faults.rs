@@ -313,3 +313,26 @@ fn pickled_adapters_are_refused() {
     let line = format!("generate --model {} --prompt what", folder.path().display());
     run(&line).assert_error("13 pickled adapters", 3, &["adapter_model.bin", "convert them with: python3"]);
 }
+
+/// Sizes that no kernel serves are refused by the plan, not by the first step.
+#[test]
+fn shapes_that_gpus_do_not_serve() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("config.json");
+    let shape = |head_dim: usize, hidden_size: usize| {
+        let mut json: Value = serde_json::from_slice(&fs::read(Path::new(MODEL).join("config.json")).unwrap()).unwrap();
+        (json["head_dim"], json["hidden_size"]) = (head_dim.into(), hidden_size.into());
+        json["max_position_embeddings"] = 4096.into();
+        fs::write(&config, json.to_string()).unwrap();
+    };
+    let plan = |more: &str| run(&format!("plan --config_json {} {more}", config.display()));
+    shape(100, 128);
+    let heads = ["config.json: head_dim = 100 is not served on a GPU", "multiples of 8 up to 256", "dtype=float32"];
+    plan("--gpu_memory_gib 80").assert_error("bfloat16 heads of 100", 3, &heads);
+    for served in ["--gpu_memory_gib 80 dtype=float32", "device=cpu"] {
+        assert_eq!(plan(served).code, Some(0), "{served}");
+    }
+    shape(64, 160);
+    let nf4 = plan("device=cpu quantization=nf4 lora.r=4");
+    nf4.assert_error("NF4 of rows of 160", 2, &["quantization = nf4: expected none", "multiple of 64", "have 160"]);
+}
