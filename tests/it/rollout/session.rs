@@ -1,5 +1,6 @@
 //! An engine that is stepped.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use colo_grpo::Error;
@@ -47,15 +48,15 @@ impl Heard {
     }
 }
 
-fn hear(heard: &mut [(RequestId, Heard)], event: Event) {
-    let mut of = |id: RequestId| &mut heard.iter_mut().find(|(other, _)| *other == id).unwrap().1;
+fn hear(heard: &mut BTreeMap<RequestId, Heard>, event: Event) {
     match event {
         Event::Token { request, sample, token_id, logprob } => {
-            of(request).token_ids[sample].push(token_id);
-            of(request).logprobs[sample].push(logprob);
+            let heard = heard.get_mut(&request).unwrap();
+            heard.token_ids[sample].push(token_id);
+            heard.logprobs[sample].push(logprob);
         }
-        Event::Finished { request, sample, reason } => of(request).reasons[sample] = Some(reason),
-        Event::Complete { request } => of(request).is_complete = true,
+        Event::Finished { request, sample, reason } => heard.get_mut(&request).unwrap().reasons[sample] = Some(reason),
+        Event::Complete { request } => heard.get_mut(&request).unwrap().is_complete = true,
         Event::Preempted { .. } => {}
     }
 }
@@ -70,17 +71,17 @@ fn requests_that_come_while_others_run_get_what_they_would_alone() {
         SamplingParams { temperature: 0.6, repetition_penalty: 1.4, ..sampled() },
         SamplingParams { top_k: 3, max_completion_length: 3, seed: 5, ..sampled() },
     ];
-    let prompts = prompts(all.len());
+    let prompts = prompts(all.len() as u64);
     let few_slots = EngineOptions { max_num_seqs: 3, ..options() };
     for options in [options(), few_slots] {
         let mut engine = model.engine(options.clone(), alone());
         let mut rollout = engine.wake(model.weights(&*alone()), 1).unwrap();
         let mut session = rollout.session().unwrap();
-        let (mut coming, mut heard) = (prompts.iter().zip(&all), Vec::new());
+        let (mut coming, mut heard) = (prompts.iter().zip(&all), BTreeMap::new());
         loop {
             if let Some((prompt, params)) = coming.next() {
                 let id = session.submit(request(prompt, params)).unwrap();
-                heard.push((id, Heard::silent(params.num_generations)));
+                heard.insert(id, Heard::silent(params.num_generations));
             } else if !session.has_work() {
                 break;
             }
