@@ -7,8 +7,8 @@ use std::fmt;
 use serde::Serialize;
 
 use crate::data::Dataset;
-use crate::dist::{Collective, ReduceOp, World, all_reduce_f64, share};
-use crate::error::Result;
+use crate::dist::{Collective, ReduceOp, World, all_gather_bytes, all_reduce_f64, share};
+use crate::error::{Error, Result};
 use crate::grpo::BatchStats;
 use crate::metrics::MetricValues;
 use crate::types::{Completion, Prompt, RolloutGroup};
@@ -71,22 +71,29 @@ impl Outcome {
         all_reduce_f64(group, &mut sizes, ReduceOp::Max)?;
         let [num_generations, num_rewards] = sizes.map(|size| size as usize);
         let ks = std::iter::successors(Some(1), |k| Some(k * 2)).take_while(|k| *k <= num_generations);
-        let mut outcome = Self {
-            reward: BatchStats::of_groups(groups),
-            rewards: (0..num_rewards)
-                .map(|index| BatchStats::of(completions().map(|completion| completion.rewards[index])))
-                .collect(),
-            problems: BatchStats::of(groups.iter().map(|group| {
-                let rewards = BatchStats::of_group(group);
-                (rewards.count > 0.0).then(|| rewards.mean() as f32)
-            })),
+        let ks: Vec<usize> = ks.collect();
+        let mut values: Vec<Values> = vec![
+            completions().map(|completion| completion.reward).collect(),
+            groups.iter().map(mean_reward).collect(),
+            completions().map(|completion| Some(completion.token_ids.len() as f32)).collect(),
+        ];
+        values
+            .extend((0..num_rewards).map(|index| completions().map(|completion| completion.rewards[index]).collect()));
+        values.extend(ks.iter().map(|&k| verdicts.iter().map(|solved| pass_at_k(solved, k)).collect()));
+        let mut stats = stats_of_all_ranks(&values, group)?.into_iter();
+        let mut next = || stats.next().unwrap_or_default();
+        let is_truncated = |completion: &&Completion| completion.finish_reason.is_truncated();
+        let mut num_truncated = [completions().filter(is_truncated).count() as f64];
+        all_reduce_f64(group, &mut num_truncated, ReduceOp::Sum)?;
+        Ok(Self {
+            reward: next(),
+            problems: next(),
+            lengths: next(),
+            rewards: (0..num_rewards).map(|_| next()).collect(),
             solved_by: solved_by.to_vec(),
-            pass: ks.map(|k| (k, BatchStats::of(verdicts.iter().map(|solved| pass_at_k(solved, k))))).collect(),
-            lengths: BatchStats::of(completions().map(|completion| Some(completion.token_ids.len() as f32))),
-            num_truncated: completions().filter(|completion| completion.finish_reason.is_truncated()).count() as f64,
-        };
-        outcome.reduce(group)?;
-        Ok(outcome)
+            pass: ks.into_iter().map(|k| (k, next())).collect(),
+            num_truncated: num_truncated[0],
+        })
     }
 
     /// Metrics by TRL's names with the prefix `eval_`.
@@ -107,14 +114,32 @@ impl Outcome {
         set("completions/clipped_ratio".into(), self.num_truncated / self.lengths.count);
         values
     }
+}
 
-    fn reduce(&mut self, group: &dyn Collective) -> Result<()> {
-        let stats = [&mut self.reward, &mut self.problems, &mut self.lengths].into_iter();
-        let mut stats: Vec<&mut BatchStats> =
-            stats.chain(&mut self.rewards).chain(self.pass.iter_mut().map(|(_, stats)| stats)).collect();
-        BatchStats::merge_ranks(&mut stats, group)?;
-        all_reduce_f64(group, std::slice::from_mut(&mut self.num_truncated), ReduceOp::Sum)
+/// One number of each sample or problem of a rank; `None` where it has none.
+type Values = Vec<Option<f32>>;
+
+/// Statistics of each list over all ranks. Ranks have consecutive problems, so that the values lie in one order, and the bits of a
+/// result do not depend on the number of ranks. Collective over `group`.
+fn stats_of_all_ranks(values: &[Values], group: &dyn Collective) -> Result<Vec<BatchStats>> {
+    let failed = |error: serde_json::Error| Error::Collective {
+        op: "gather an evaluation",
+        group: group.name().to_owned(),
+        rank: group.rank(),
+        message: error.to_string(),
+    };
+    let mut all = vec![Values::new(); values.len()];
+    for bytes in all_gather_bytes(group, &serde_json::to_vec(values).map_err(failed)?)? {
+        let of_rank: Vec<Values> = serde_json::from_slice(&bytes).map_err(failed)?;
+        all.iter_mut().zip(of_rank).for_each(|(all, of_rank)| all.extend(of_rank));
     }
+    Ok(all.into_iter().map(BatchStats::of).collect())
+}
+
+/// Mean reward of a problem's samples; `None` if all failed.
+fn mean_reward(group: &RolloutGroup) -> Option<f32> {
+    let rewards = BatchStats::of_group(group);
+    (rewards.count > 0.0).then(|| rewards.mean() as f32)
 }
 
 /// Whether a sample is solved; `None` where a reward failed, or where none of `solved_by` applies.
@@ -149,9 +174,8 @@ pub fn majority(
     answer_of: &impl Fn(&str) -> Option<String>,
     group: &dyn Collective,
 ) -> Result<BatchStats> {
-    let mut stats = BatchStats::of(groups.iter().map(|group| maj_at_n(group, solved_by, answer_of)));
-    BatchStats::merge_ranks(&mut [&mut stats], group)?;
-    Ok(stats)
+    let values = groups.iter().map(|group| maj_at_n(group, solved_by, answer_of)).collect();
+    Ok(stats_of_all_ranks(&[values], group)?.remove(0))
 }
 
 /// Whether the answer that most samples give solves the problem; of equally frequent ones the share that do. A sample

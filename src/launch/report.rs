@@ -13,7 +13,7 @@ use crate::error::{Error, ExitCode, Result};
 use crate::metrics::redact;
 use crate::phase::{self, Phase, Pulse, terminal};
 
-/// Variable with the file that a failing worker writes its error to: under a launcher, its [`ReportFile`].
+/// Variable with the file that a failing worker writes its error to: under a launcher, its `ReportFile`.
 pub const ERROR_FILE_VARIABLE: &str = "COLO_GRPO_ERROR_FILE";
 
 /// Tells the launcher, if there is one, or else standard error, why this process ends; `rank` is a worker's.

@@ -187,6 +187,11 @@ impl Policy {
         self.network.score(micro_batch, temperature, AdapterUse::Initial)
     }
 
+    /// Whether all copies of [`Policy::reload_optimizer`] are queued, so that waiting for the device waits for the state.
+    pub fn reload_is_queued(&self) -> bool {
+        self.optimizer.residence().is_queued()
+    }
+
     /// Makes libtorch's cache on a GPU hold one block for all that an update of these micro-batches makes, under a budget of
     /// `max_tokens` ([`torch::keep_block`]). Call before an update's first micro-batch, while no gradients are added: they may be
     /// freed. Nothing to do in the first update: what libraries allocate then for good must not lie within the block. Nothing either

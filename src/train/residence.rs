@@ -213,6 +213,11 @@ impl Residence {
         }
     }
 
+    /// Whether no part of a way back to the device is still to be queued.
+    pub(super) fn is_queued(&self) -> bool {
+        if let Place::Returning(_, copy, _) = &self.place { copy.is_queued() } else { true }
+    }
+
     /// Whether the state is on its way back to the device.
     pub(super) fn is_returning(&self) -> bool {
         matches!(self.place, Place::Returning(..))

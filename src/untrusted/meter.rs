@@ -15,7 +15,7 @@ thread_local! {
 }
 
 /// The system's allocator, which counts what metered threads take. The program installs it; a program that uses the library
-/// may do so, too. Without it only the memory limit of [`Confined`](super::Confined) work is missing.
+/// may do so, too. Without it only the memory limit of `Confined` work is missing.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MeteredAllocator;
 

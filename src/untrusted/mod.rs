@@ -1,7 +1,7 @@
 //! Files that strangers wrote: the one place that opens them, and threads on which they can be worked on safely.
 //!
 //! Only regular files are read, so a pipe cannot hang a run and a device cannot fill its memory. Every kind of file has a
-//! largest size. [`Confined`] runs work whose depth, memory or time the file decides on a thread with limits.
+//! largest size. `Confined` runs work whose depth, memory or time the file decides on a thread with limits.
 
 mod confined;
 mod meter;

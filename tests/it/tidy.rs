@@ -22,6 +22,9 @@ const SIBLINGS: &[(&str, &str)] = &[
     ("phase", "error"),
     ("config", "error"),
     ("config", "phase"),
+    // Configuration files come from strangers, too.
+    ("config", "untrusted"),
+    ("untrusted", "error"),
     ("cuda", "torch"),
     ("split", "colocate"),
     ("trainer", "eval"),

@@ -72,6 +72,9 @@ pub fn counts_waiting(mesh: &Mesh) {
         let out = policy.take_transitions().unwrap();
         policy.reload_optimizer().unwrap();
         if comes_in_time {
+            while !policy.reload_is_queued() {
+                std::thread::yield_now();
+            }
             tch::Cuda::synchronize(0);
         }
         let _ = policy.optimizer_step(LR, MAX_GRAD_NORM).unwrap();
