@@ -30,7 +30,7 @@ pub(super) struct StepWork<'a> {
     pub adapter_params: Option<usize>,
     /// What the optimizer's step moves on a rank, in device memory.
     pub optimizer_bytes: Option<usize>,
-    /// What the GPUs reach.
+    /// Rates that the GPUs reach.
     pub rates: Rates,
 }
 

@@ -1,4 +1,4 @@
-//! What the GPU at hand can do at most: utilisation and floors are told against it.
+//! Limits of the GPU at hand: utilisation and floors are told against it.
 
 use std::time::Instant;
 
@@ -22,9 +22,9 @@ const REPEATS: usize = 9;
 pub(super) struct Limits {
     /// The driver's name of it.
     name: String,
-    /// Its data sheet, if it is known.
+    /// Data sheet of the GPU, if it is known.
     chip: Option<&'static Chip>,
-    /// What products and copies reach.
+    /// Rates that products and copies reach.
     pub rates: Rates,
     /// Where `rates` were measured.
     source: &'static str,
@@ -57,7 +57,7 @@ impl Limits {
         (bytes / self.rates.memory_bytes_per_s).max(flop / self.rates.product_flop_per_s)
     }
 
-    /// What results say of the GPU, and which rate utilisation is a share of.
+    /// Describes the GPU in results, and says which rate utilisation is a share of.
     pub(super) fn told(&self) -> Value {
         json!({
             "name": self.name,

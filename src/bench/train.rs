@@ -134,13 +134,13 @@ struct Run<'a> {
 struct Timed {
     /// Seconds, of the slowest rank.
     seconds: f64,
-    /// Of them those that computation stood waiting for collectives.
+    /// Seconds of the step in which computation waited for collectives.
     exposed_s: f64,
     /// Tokens of this rank's sequences.
     tokens: usize,
-    /// What they take as model FLOP utilisation counts it.
+    /// Floating-point operations of those tokens, as model FLOP utilisation counts them.
     flop: f64,
-    /// What libtorch will hold at most.
+    /// Predicted peak of libtorch's tensors, in bytes.
     predicted_bytes: usize,
 }
 
@@ -221,13 +221,13 @@ impl<'a> Run<'a> {
         Ok(Timed { seconds, exposed_s, tokens, flop, predicted_bytes: self.predicted_bytes() })
     }
 
-    /// What libtorch will hold at most. Whole gradients keep their memory from step to step, unless they are dropped.
+    /// Predicted peak of libtorch's tensors, in bytes. Whole gradients keep their memory from step to step, unless they are dropped.
     fn predicted_bytes(&self) -> usize {
         let shapes: Vec<_> = self.micro_batches.iter().map(MicroBatch::shape).collect();
         self.bytes_at_most(&shapes)
     }
 
-    /// The same for micro-batches that all fill their budget and whose tokens are all scored, as a run's plan takes them.
+    /// Predicted peak for micro-batches that all fill their budget and whose tokens are all scored, as a run's plan takes them.
     fn planned_bytes(&self) -> usize {
         let tokens = self.bench.max_tokens_per_micro_batch;
         let shares_prompts = self.bench.share_prompts && self.bench.group > 1;

@@ -25,7 +25,7 @@ impl Claim {
     /// Claims the folder again if it was deleted or moved since. Returns whether it was.
     ///
     /// # Errors
-    /// Those of [`claim`]: another run may have the folder's name by now.
+    /// Returns the errors of [`claim`]: another run may have the folder's name by now.
     pub fn renew(&mut self) -> Result<bool> {
         let own = self.lock.metadata().map_err(Error::io(&self.path))?;
         if std::fs::metadata(&self.path).is_ok_and(|named| (named.dev(), named.ino()) == (own.dev(), own.ino())) {
