@@ -292,6 +292,7 @@ fn save_until_killed(folder: &Path) -> ! {
     fs::write(folder.join("started"), "").unwrap();
     for count in 0.. {
         save_step(&options, &policy, first + count / 2);
+        fs::write(folder.join("saved"), "").unwrap();
     }
     unreachable!("the count has no end")
 }
@@ -313,7 +314,7 @@ fn kill_while_saving(test: &str, num_kills: u64) {
         save_until_killed(Path::new(&folder));
     }
     let folder = tempfile::tempdir().unwrap();
-    let started = folder.path().join("started");
+    let (started, saved) = (folder.path().join("started"), folder.path().join("saved"));
     let mut moments: Vec<Vec<String>> = Vec::new();
     let hit_a_save = |moments: &[Vec<String>]| moments.iter().flatten().any(|name| name.ends_with(".tmp"));
     // How long a save takes depends on the machine: more kills, at more moments, until one fell into a save.
@@ -329,16 +330,21 @@ fn kill_while_saving(test: &str, num_kills: u64) {
             .spawn()
             .unwrap();
         wait_until(|| started.exists() || child.try_wait().unwrap().is_some());
-        // Every other kill comes at any moment, the rest as soon as a save is seen to be under way.
-        std::thread::sleep(Duration::from_micros(attempt * 7919 % 40_000));
+        // Every other kill comes as soon as a save is seen to be under way, the rest at any moment after the first save.
+        let pause = || std::thread::sleep(Duration::from_micros(attempt * 7919 % 40_000));
         if attempt % 2 == 0 {
+            pause();
             let is_saving = || names(folder.path()).iter().any(|name| name.ends_with(".tmp"));
             wait_until(|| is_saving() || child.try_wait().unwrap().is_some());
+        } else {
+            wait_until(|| saved.exists() || child.try_wait().unwrap().is_some());
+            pause();
         }
         child.kill().unwrap();
         let ended = child.wait().unwrap();
         assert!(ended.code().is_none(), "attempt {attempt}: the saving process ended by itself: {ended}");
         fs::remove_file(&started).unwrap();
+        let _ = fs::remove_file(&saved);
         let names = names(folder.path());
         for name in names.iter().filter(|name| name.starts_with("checkpoint-")) {
             Checkpoint::open(&folder.path().join(name), true)
