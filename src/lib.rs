@@ -5,9 +5,9 @@
 //!
 //! | floor | room |
 //! |---|---|
-//! | 0 | [`error`], [`config`], [`types`], [`phase`], [`untrusted`] |
-//! | 1 | [`torch`] and [`cuda`] (may see each other); [`data`], [`reward`] |
-//! | 2 | [`memory`], [`dist`], [`ops`] |
+//! | 0 | [`error`], [`config`], [`types`], [`phase`], [`untrusted`], [`process`] |
+//! | 1 | [`torch`] and [`cuda`] (may see each other); [`data`], [`sandbox`] |
+//! | 2 | [`memory`], [`dist`], [`ops`], [`reward`] |
 //! | 3 | [`model`], [`grpo`], [`metrics`] |
 //! | 4 | [`rollout`], [`train`] |
 //! | 5 | [`plan`], [`colocate`], [`split`], [`checkpoint`] |
@@ -35,8 +35,10 @@ pub mod model;
 pub mod ops;
 pub mod phase;
 pub mod plan;
+pub mod process;
 pub mod reward;
 pub mod rollout;
+pub mod sandbox;
 pub mod sft;
 pub mod split;
 pub mod torch;

@@ -13,6 +13,7 @@ use super::worker::{Inherited, LaunchOptions, RESTART_COUNT_VARIABLE, Rendezvous
 use crate::dist::SharedSegment;
 use crate::error::{Error, ExitCode, Result};
 use crate::phase::{Pulse, SharedPage, Stall, Watch, terminal};
+use crate::process::{ended, kill_group};
 
 /// Longest wait for a signal or the end of a process before heartbeats are looked at.
 const LOOK: Duration = Duration::from_millis(50);
@@ -199,7 +200,7 @@ impl Workers {
     /// Books the workers that have ended; `killed` waits for all.
     fn reap(&mut self, killed: bool) {
         for worker in self.workers.iter_mut().filter(|worker| worker.end.is_none()) {
-            if !killed && !has_ended(&worker.child) {
+            if !killed && ended(worker.child.id()).is_none() {
                 continue;
             }
             kill_group(&worker.child); // descendants that outlived it; its id is still its own
@@ -267,21 +268,6 @@ impl Drop for Workers {
     fn drop(&mut self) {
         self.kill();
     }
-}
-
-/// Whether a child has ended, without reaping it.
-fn has_ended(child: &Child) -> bool {
-    // SAFETY: a zeroed siginfo is valid, outlives the call and is filled by it; its pid stays 0 if the child lives.
-    unsafe {
-        let mut info: libc::siginfo_t = std::mem::zeroed();
-        let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
-        libc::waitid(libc::P_PID, child.id(), &raw mut info, options) == 0 && info.si_pid() != 0
-    }
-}
-
-fn kill_group(child: &Child) {
-    // SAFETY: the child leads its group and is not yet reaped, so that the group's id is its own.
-    unsafe { libc::kill(-(child.id() as i32), libc::SIGKILL) };
 }
 
 /// The kernel's word for what a process is doing: `S (sleeping)`, `T (stopped)`.

@@ -1,5 +1,5 @@
 //! Verifiers that score completions, and the threads and processes they run in. Know nothing of tensors. What a model wrote
-//! is read, compared and matched against regular expressions of linear time; it is run in the sandbox of `code` alone, and
+//! is read, compared and matched against regular expressions of linear time; it is run in the sandbox alone, and
 //! graded outside of it.
 //!
 //! | file | what it is |
@@ -7,10 +7,10 @@
 //! | `answer`, `number` | the built-in rewards that are functions |
 //! | `pool`, `state`, `failures` | what is to be scored, by whom, and what went wrong |
 //! | `function` | threads that call functions of this process |
-//! | `service`, `conversation`, `worker`, `worker.py`, `protocol`, `pipes` | rewards in processes of their own |
+//! | `service`, `conversation`, `worker`, `worker.py`, `protocol` | rewards in processes of their own |
 //! | `reaper`, `reaper.sh` | ends what a worker started, wherever it went |
 //! | `source` | which of these an entry of `reward_funcs` means |
-//! | `code` | model-written programs, run against tests in a sandbox |
+//! | `code` | model-written programs, run against tests in the sandbox |
 
 mod answer;
 pub mod code;
@@ -18,7 +18,6 @@ mod conversation;
 mod failures;
 mod function;
 mod number;
-mod pipes;
 mod pool;
 mod protocol;
 mod reaper;

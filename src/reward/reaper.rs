@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::worker::close_on_exec;
+use crate::process::close_on_exec;
 
 /// The variable that marks a worker and, through their environment, the processes that it starts.
 const MARK: &str = "COLO_GRPO_REWARD_WORKER";

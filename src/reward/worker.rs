@@ -10,11 +10,11 @@ use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use super::failures::{Failure, FailureKind};
-use super::pipes::{do_not_block, moved, wait_for};
 use super::protocol::{LENGTH_BYTES, MAX_REPLY_BYTES, first_request, is_async, length};
 use super::reaper::{Reaper, kill_descendants};
 use crate::error::Error;
 use crate::phase::Scratch;
+use crate::process::{close_on_exec, do_not_block, ended, kill_group, moved, wait_for};
 
 /// Longest time until a worker that tells when it is ready has done so: an interpreter may import much.
 const START: Duration = Duration::from_secs(120);
@@ -272,30 +272,6 @@ fn stand_alone(parent: u32) -> io::Result<()> {
         }
     }
     Ok(())
-}
-
-/// In a child, before exec: none of this process's files and sockets but the standard ones stay open in it.
-pub(super) fn close_on_exec() -> io::Result<()> {
-    // SAFETY: plain system call without pointers; a kernel that does not know it leaves what was marked one by one.
-    unsafe { libc::close_range(3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC as i32) };
-    Ok(())
-}
-
-/// How a child has ended, `si_code` and `si_status`; it is not reaped. `None` while it lives.
-pub(super) fn ended(pid: u32) -> Option<(i32, i32)> {
-    // SAFETY: a zeroed siginfo is valid, outlives the call and is filled by it; its pid stays 0 if the child lives.
-    unsafe {
-        let mut info: libc::siginfo_t = std::mem::zeroed();
-        let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
-        let found = libc::waitid(libc::P_PID, pid, &raw mut info, options) == 0 && info.si_pid() != 0;
-        found.then(|| (info.si_code, info.si_status()))
-    }
-}
-
-/// Kills a process that leads a group, with the group.
-fn kill_group(child: &Child) {
-    // SAFETY: the child leads its group and is not yet reaped, so that the group's id is its own.
-    unsafe { libc::kill(-(child.id() as i32), libc::SIGKILL) };
 }
 
 #[cfg(test)]

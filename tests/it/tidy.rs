@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 
 /// Floor of every room; a file may import rooms of lower floors only.
 const FLOORS: &[(u8, &[&str])] = &[
-    (0, &["error", "config", "types", "phase", "untrusted"]),
-    (1, &["torch", "cuda", "data", "reward"]),
-    (2, &["memory", "dist", "ops"]),
+    (0, &["error", "config", "types", "phase", "untrusted", "process"]),
+    (1, &["torch", "cuda", "data", "sandbox"]),
+    (2, &["memory", "dist", "ops", "reward"]),
     (3, &["model", "grpo", "metrics"]),
     (4, &["rollout", "train"]),
     (5, &["plan", "colocate", "split", "checkpoint"]),
@@ -47,10 +47,10 @@ const EDGES: &[&str] = &[
     // The allocator that counts.
     "untrusted/meter.rs",
     // Processes: their pipes, their end, their walls.
+    "process.rs",
+    "sandbox/",
     "reward/worker.rs",
     "reward/reaper.rs",
-    "reward/pipes.rs",
-    "reward/code/",
     // Holders of views into an arena.
     "train/residence.rs",
     "rollout/kv_cache.rs",

@@ -4,24 +4,18 @@
 //! | file | what it is |
 //! |---|---|
 //! | `tests` | the tests of a row, and what a program's output is compared with |
-//! | `sandbox` | one program, run to its end or to a limit |
-//! | `inside` | what its process does before it becomes the program: namespaces, mounts, limits |
-//! | `layers` | which walls there are: Landlock's rules, the filter of system calls |
 
-mod inside;
-mod layers;
-mod sandbox;
 mod tests;
 
 use std::io::{self, Read, Write};
 use std::time::{Duration, Instant};
 
-use sandbox::Sandbox;
 use tests::Test;
 
 use super::protocol::{CodeRequest, Reply, read_frame, write_frame};
 use crate::config::CodeConfig;
 use crate::error::{Error, Result};
+use crate::sandbox::Sandbox;
 
 /// The reward's name.
 pub const NAME: &str = "code";

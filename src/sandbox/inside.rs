@@ -11,7 +11,7 @@ use std::os::unix::fs::{PermissionsExt, chown, symlink};
 use std::path::{Path, PathBuf};
 
 use super::layers::{self, DEVICES};
-use super::sandbox::{PROGRAM_FILE, Pipes, Sandbox};
+use super::{PROGRAM_FILE, Pipes, Sandbox};
 use crate::config::SandboxLayer;
 
 /// The program's user and group: in the user namespace; outside of one, nobody, where this process may choose.
@@ -325,7 +325,7 @@ fn connect(pipes: &Pipes) -> io::Result<()> {
 }
 
 #[cfg(test)]
-mod unit_tests {
+mod tests {
     use SandboxLayer::*;
 
     use super::*;

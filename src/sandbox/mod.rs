@@ -1,6 +1,14 @@
-//! Runs one program in the sandbox, to its end or to a limit. The process that serves the reward has one thread, so that
-//! it may fork.
+//! The sandbox for programs that a model wrote: each runs in a process of its own, to its end or to a limit, behind every wall
+//! that the kernel offers. Knows nothing of rewards. The process that calls it must have one thread, because it forks.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `inside` | what the forked process does before it becomes the program: namespaces, mounts, limits |
+//! | `layers` | Landlock's rules and the filter of system calls |
 #![allow(unsafe_code)]
+
+mod inside;
+mod layers;
 
 use std::ffi::CString;
 use std::fs::File;
@@ -11,13 +19,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use super::super::pipes::{do_not_block, moved, wait_for};
-use super::super::worker::ended;
-use super::inside::{ASKS_FOR_IDS, INNER_ID, NOBODY, become_program};
+use inside::{ASKS_FOR_IDS, INNER_ID, NOBODY, become_program};
+
 use crate::config::CodeConfig;
+use crate::process::{do_not_block, ended, moved, wait_for};
 
 /// The program's file, in the folder that it is started in.
-pub(super) const PROGRAM_FILE: &str = "main.py";
+const PROGRAM_FILE: &str = "main.py";
 
 /// Most bytes that a program may write.
 const MAX_OUTPUT_BYTES: usize = 1 << 20;
@@ -32,17 +40,17 @@ const SYSTEM: [&str; 8] =
 
 /// A sandbox that has been tried.
 #[derive(Debug)]
-pub(super) struct Sandbox {
-    pub settings: CodeConfig,
+pub struct Sandbox {
+    settings: CodeConfig,
     /// The interpreter's own path, its arguments and the program's file.
-    pub command: Vec<CString>,
+    command: Vec<CString>,
     /// What the program may read.
-    pub readable: Vec<PathBuf>,
+    readable: Vec<PathBuf>,
 }
 
 /// What a program did.
 #[derive(Debug)]
-pub(super) struct Run {
+pub struct Run {
     /// It ended by itself, with status 0.
     pub succeeded: bool,
     /// What it wrote to standard output.
@@ -50,13 +58,13 @@ pub(super) struct Run {
 }
 
 /// The ends of a run's pipes that belong to its process.
-pub(super) struct Pipes {
-    pub input: PipeReader,
-    pub output: PipeWriter,
+struct Pipes {
+    input: PipeReader,
+    output: PipeWriter,
     /// Word that ids are mapped.
-    pub go: PipeReader,
+    go: PipeReader,
     /// What keeps it from becoming the program; closed by exec.
-    pub report: PipeWriter,
+    report: PipeWriter,
 }
 
 impl Sandbox {
