@@ -4,8 +4,6 @@ use std::any::Any;
 use std::fmt;
 use std::path::PathBuf;
 
-use crate::phase::{self, Phase};
-
 mod exit_code;
 mod refusal;
 
@@ -13,6 +11,10 @@ pub use exit_code::ExitCode;
 
 /// Most faults of a configuration that one message lists.
 pub(crate) const MAX_LISTED: usize = 20;
+
+/// Owners of missing memory that say nothing of the place; `memory::explain_out_of_memory` adds the phase.
+pub(crate) const A_TENSOR: &str = "a tensor";
+pub(crate) const A_LIBRARY: &str = "a library";
 
 /// The crate's result.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -134,12 +136,11 @@ pub enum Error {
     },
     /// A rank that showed no sign of life for longer than its phase allows.
     #[error(
-        "no heartbeat for {stood_s:.1} s in {}: heartbeat.{}_s or heartbeat.timeout_s allows {limit_s} s ({state})",
-        phase.name(), phase.name()
+        "no heartbeat for {stood_s:.1} s in {phase}: heartbeat.{phase}_s or heartbeat.timeout_s allows {limit_s} s ({state})"
     )]
     Hang {
-        /// Where it stands.
-        phase: Phase,
+        /// The phase in which it stands still.
+        phase: &'static str,
         /// How long, in seconds.
         stood_s: f64,
         /// What is allowed, in seconds.
@@ -316,8 +317,8 @@ impl Error {
     /// [`Error::OutOfMemory`] if that is what the `message` of a library or a driver says; `None` if it is about something else.
     pub(crate) fn out_of_memory(message: &str) -> Option<Error> {
         let requested_bytes = refusal::requested_bytes(message)?;
-        let what = if requested_bytes > 0 { "a tensor" } else { "a library" };
-        Some(Error::OutOfMemory { owner: format!("{what} in {}", phase::at_failure().name()), requested_bytes })
+        let owner = if requested_bytes > 0 { A_TENSOR } else { A_LIBRARY };
+        Some(Error::OutOfMemory { owner: owner.to_owned(), requested_bytes })
     }
 
     /// A configuration value error.

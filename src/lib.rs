@@ -5,14 +5,19 @@
 //!
 //! | floor | room |
 //! |---|---|
-//! | 0 | [`error`], [`config`], [`types`], [`phase`], [`untrusted`], [`process`] |
-//! | 1 | [`torch`] and [`cuda`] (may see each other); [`data`], [`sandbox`] |
-//! | 2 | [`memory`], [`dist`], [`ops`], [`reward`] |
-//! | 3 | [`model`], [`grpo`], [`metrics`] |
-//! | 4 | [`rollout`], [`train`] |
-//! | 5 | [`plan`], [`colocate`], [`split`], [`checkpoint`] |
-//! | 6 | [`trainer`], [`sft`], [`eval`], [`bench`](mod@bench) |
-//! | 7 | [`launch`], [`cli`] |
+//! | 0 | [`error`] |
+//! | 1 | [`types`], [`phase`], [`untrusted`], [`process`] |
+//! | 2 | [`config`] |
+//! | 3 | [`torch`], [`data`], [`sandbox`] |
+//! | 4 | [`cuda`], [`reward`] |
+//! | 5 | [`memory`], [`dist`], [`ops`] |
+//! | 6 | [`model`], [`grpo`], [`metrics`] |
+//! | 7 | [`rollout`], [`train`], [`eval`] |
+//! | 8 | [`plan`], [`update`], [`serve`], [`checkpoint`] |
+//! | 9 | [`colocate`], [`split`] |
+//! | 10 | [`trainer`], [`sft`], [`launch`] |
+//! | 11 | [`bench`](mod@bench) |
+//! | 12 | [`cli`] |
 //!
 //! One step, from [`trainer::Trainer::train_step`]: the next prompts; `with_rollout` wakes the engine, generates and puts
 //! it to sleep; rewards are awaited; advantages assigned; sequences packed; the policy updated.
@@ -39,6 +44,7 @@ pub mod process;
 pub mod reward;
 pub mod rollout;
 pub mod sandbox;
+pub mod serve;
 pub mod sft;
 pub mod split;
 pub mod torch;
@@ -46,6 +52,7 @@ pub mod train;
 pub mod trainer;
 pub mod types;
 pub mod untrusted;
+pub mod update;
 
 pub use colocate::Colocated;
 pub use config::Config;

@@ -12,13 +12,13 @@ use tch::{Kind, Tensor};
 
 use super::limits::Limits;
 use super::{SEED, adapters, device_name, dtype_name, median, token};
-use crate::colocate::Served;
 use crate::cuda::Sustained;
 use crate::data::Tokenizer;
 use crate::dist::{Mesh, ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
 use crate::model::{ModelSpec, ParamTable, UnitLayout, init_unit_on};
 use crate::rollout::{Engine, EngineOptions, StepProfile, kv_block_bytes};
+use crate::serve::Served;
 use crate::types::{LengthSpread, Prompt, SamplingParams};
 
 /// Tokens per KV block.

@@ -7,7 +7,6 @@ use tch::Kind;
 
 use super::args::{EvalArgs, GenerateArgs, SamplingArgs, SourceArgs};
 use super::process::print_first;
-use crate::colocate::Served;
 use crate::config::RewardConfig;
 use crate::cuda::{self, residual_kind};
 use crate::data::{Dataset, DatasetOptions, Message, Tokenizer};
@@ -19,6 +18,7 @@ use crate::model::{AdapterFiles, ModelSource, ModelSpec, ParamTable, UnitLayout,
 use crate::phase::{self, Phase, terminal};
 use crate::reward::{self, RewardPool};
 use crate::rollout::{Engine, EngineOptions, kv_block_bytes};
+use crate::serve::Served;
 use crate::types::{Completion, Prompt, RolloutGroup, SamplingParams};
 
 /// Tokens per KV block of `generate` and `eval`.

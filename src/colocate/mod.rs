@@ -4,16 +4,8 @@
 //! Entering: drop gradients | optimizer state starts for the host pool | beside it, weights reach the engine | the state's
 //! memory goes as its copies are done | the engine's memory is mapped. Leaving, also after an error or a panic: the engine's
 //! memory is given back, unless it keeps it | optimizer state starts on its way back, for which the next step waits | all ranks
-//! agree on the outcome (`together` says why in this order). At no moment do the whole optimizer state and the KV cache coexist if
+//! agree on the outcome (`World::scope` says why in this order). At no moment do the whole optimizer state and the KV cache coexist if
 //! the plan says `swap`, unless the engine keeps what is in its cache (`carried_kv = keep`).
-
-#[cfg(test)]
-mod golden;
-mod learner;
-mod served;
-mod together;
-mod update;
-mod weights;
 
 use std::sync::Arc;
 
@@ -22,21 +14,17 @@ use crate::dist::{Mesh, World};
 use crate::error::Result;
 use crate::phase::{self, Phase};
 use crate::rollout::{Engine, EngineWeights, RolloutEngine, SPARE_BYTES};
+use crate::serve::EngineSlices;
 use crate::torch;
 use crate::train::{Policy, Sequence};
-
-pub use learner::Learner;
-pub use served::Served;
-pub(crate) use together::{Half, together};
-pub use update::{UpdateOptions, UpdateOutcome, UpdateProgress};
-pub use weights::EngineSlices;
+use crate::update::{Learner, UpdateOptions, UpdateOutcome, UpdateProgress};
 
 /// The policy, the reference model and one rank of a generation engine on one device.
 ///
 /// The phases cannot be mixed up. Training inside the scope does not compile:
 ///
 /// ```compile_fail,E0501
-/// # use colo_grpo::{colocate::{Colocated, UpdateOptions}, train::Sequence, Result};
+/// # use colo_grpo::{colocate::Colocated, train::Sequence, update::UpdateOptions, Result};
 /// fn train_inside(colocated: &mut Colocated, batch: &[Sequence], options: &UpdateOptions) -> Result<()> {
 ///     colocated.with_rollout(|_rollout| {
 ///         colocated.update(batch, options, &())?;
@@ -67,7 +55,7 @@ pub use weights::EngineSlices;
 /// ```
 /// The twins in the right order do:
 /// ```no_run
-/// # use colo_grpo::{colocate::{Colocated, UpdateOptions}, train::Sequence, Result};
+/// # use colo_grpo::{colocate::Colocated, train::Sequence, update::UpdateOptions, Result};
 /// fn in_turn(colocated: &mut Colocated, batch: &[Sequence], options: &UpdateOptions) -> Result<u64> {
 ///     let tokens = colocated.with_rollout(|rollout| Ok(rollout.stats().num_generated_tokens))?;
 ///     colocated.update(batch, options, &())?;
@@ -98,36 +86,40 @@ impl Colocated {
     /// The first failure of any rank: the failing rank gets its own error, its peers [`PeerFailed`](crate::Error::PeerFailed); none is
     /// left waiting in a collective, and the next scope can be entered.
     pub fn with_rollout<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
-        let leave = |colocated: &mut Self| phase::scope(Phase::Reload, || colocated.restore());
-        together(self, "with_rollout", |colocated| colocated.rollout_scope(work), leave)
-    }
-
-    fn rollout_scope<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
-        self.learner.policy.drop_gradients();
-        let needed_bytes = self.engine.absent_bytes() + self.slices.reserved_bytes();
-        phase::scope(Phase::Offload, || self.make_room(needed_bytes))?;
-        phase::scope(Phase::Offload, || self.learner.policy.offload_optimizer())?;
-        let version = self.learner.policy.version();
-        let weights = phase::scope(Phase::Gather, || self.slices.gather(&self.learner.policy))?;
-        phase::scope(Phase::Offload, || self.learner.policy.finish_offload())?;
-        let world = &self.learner.world;
-        generate(&mut self.engine, weights, version, |rollout| told(world, work(rollout)))
+        let world = self.world().clone();
+        world.scope(
+            "with_rollout",
+            self,
+            |colocated| {
+                colocated.learner.policy_mut().drop_gradients();
+                let needed_bytes = colocated.engine.absent_bytes() + colocated.slices.reserved_bytes();
+                phase::scope(Phase::Offload, || colocated.make_room(needed_bytes))?;
+                phase::scope(Phase::Offload, || colocated.learner.policy_mut().offload_optimizer())?;
+                let Self { learner, engine, slices } = colocated;
+                let weights = phase::scope(Phase::Gather, || current_weights(slices, learner.policy()))?;
+                phase::scope(Phase::Offload, || learner.policy().finish_offload())?;
+                let version = learner.policy().version();
+                engine.awake(weights, version, |rollout| work(rollout).inspect_err(|error| world.post_failure(error)))
+            },
+            |colocated| phase::scope(Phase::Reload, || colocated.restore()),
+            Self::recover,
+        )
     }
 
     /// Frees the engine's weights and starts the optimizer state's way back; nothing to do if that is done.
     fn restore(&mut self) -> Result<()> {
         self.slices.release();
-        let needed_bytes = self.learner.policy.absent_optimizer_bytes();
+        let needed_bytes = self.learner.policy().absent_optimizer_bytes();
         if needed_bytes > 0 {
             self.make_room(needed_bytes)?;
         }
-        self.learner.policy.reload_optimizer()
+        self.learner.policy_mut().reload_optimizer()
     }
 
     /// Gives back what libtorch keeps of freed tensors, unless `needed_bytes` fit beside it. A GPU's driver clears memory
     /// before anybody gets it again, which takes 2 ms a GiB, and the next tensors would have to take it anew.
     fn make_room(&self, needed_bytes: usize) -> Result<()> {
-        let device = self.learner.world.device();
+        let device = self.world().device();
         if device.is_cuda() && cuda::available_bytes()? >= needed_bytes + SPARE_BYTES {
             return Ok(());
         }
@@ -145,23 +137,21 @@ impl Colocated {
         options: &UpdateOptions,
         progress: &dyn UpdateProgress,
     ) -> Result<UpdateOutcome> {
+        let world = self.world().clone();
         let train = |colocated: &mut Self| colocated.learner.train(sequences, options, progress);
-        together(self, "update", train, |_| Ok(()))
+        world.scope("update", self, train, |_| Ok(()), Self::recover)
     }
 
     /// The policy, between scopes.
     pub fn policy(&self) -> &Policy {
-        &self.learner.policy
+        self.learner.policy()
     }
 
-    /// Gives the policy to `load`, between scopes. The engine gives up what it keeps of sequences: their keys and values are those of
+    /// The policy, to be loaded between scopes. The engine gives up what it keeps of sequences: their keys and values are those of
     /// other weights.
-    ///
-    /// # Errors
-    /// Those of `load`.
-    pub fn load<R>(&mut self, load: impl FnOnce(&mut Policy) -> Result<R>) -> Result<R> {
+    pub fn policy_mut(&mut self) -> &mut Policy {
         self.engine.drop_kept();
-        load(&mut self.learner.policy)
+        self.learner.policy_mut()
     }
 
     /// The sleeping engine, for its sizes.
@@ -171,20 +161,15 @@ impl Colocated {
 
     /// The process's place among its peers.
     pub fn mesh(&self) -> &Mesh {
-        &self.learner.mesh
+        self.learner.mesh()
     }
 
     /// All processes.
-    pub fn world(&self) -> &World {
-        &self.learner.world
-    }
-}
-
-impl Half for Colocated {
-    fn world(&self) -> &Arc<World> {
-        &self.learner.world
+    pub fn world(&self) -> &Arc<World> {
+        self.learner.world()
     }
 
+    /// Puts this rank in order after a failure of any.
     fn recover(&mut self) {
         self.learner.drop_unfinished();
         if let Err(error) = self.restore() {
@@ -193,24 +178,8 @@ impl Half for Colocated {
     }
 }
 
-/// Wakes the engine with weights of `version`, runs `work` and lets it sleep again, each booked to its phase. Collective over the
-/// tensor-parallel group.
-fn generate<'a, R>(
-    engine: &'a mut Engine,
-    weights: EngineWeights<'a>,
-    version: u64,
-    work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>,
-) -> Result<R> {
-    let mut rollout = phase::scope(Phase::Wake, || engine.wake(weights, version))?;
-    let outcome = phase::scope(Phase::Generate, || work(&mut rollout));
-    phase::scope(Phase::Sleep, || {
-        drop(rollout);
-        outcome
-    })
-}
-
-/// An outcome whose failure all ranks have been told of, before the engine sleeps: that waits for the device, which a collective may
-/// hold that peers have not come to.
-fn told<R>(world: &World, outcome: Result<R>) -> Result<R> {
-    outcome.inspect_err(|error| world.post_failure(error))
+/// This rank's part of the policy's current weights; collective at ZeRO stage 3.
+fn current_weights<'a>(slices: &'a mut EngineSlices, policy: &'a Policy) -> Result<EngineWeights<'a>> {
+    let (unit, adapters) = (&mut |unit| policy.unit_weights(unit), &|layer| policy.block_adapters(layer));
+    slices.of_units(policy.table(), policy.version(), unit, adapters, policy.quantized_blocks())
 }

@@ -9,6 +9,7 @@ mod mesh;
 mod nccl;
 mod peers;
 mod rendezvous;
+mod scope;
 mod shm;
 mod single;
 #[cfg(test)]

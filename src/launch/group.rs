@@ -153,7 +153,7 @@ impl Workers {
         self.tell_every_rank("nothing moves");
         let pulse = pulses[cause.rank].clone().expect("a rank that stalls is running");
         let error = Error::Hang {
-            phase: pulse.phase(),
+            phase: pulse.phase().name(),
             stood_s: cause.stood.as_secs_f64(),
             limit_s: cause.limit.as_secs_f64(),
             state: process_state(&self.workers[cause.rank].child),

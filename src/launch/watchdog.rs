@@ -35,7 +35,7 @@ pub fn watch_self(rank: usize, limits: &Limits, collective_timeout: Duration) ->
             let stalls = watches.each_mut().map(|watch| watch.look(&[Some(pulse.clone())], Instant::now()));
             if let Some(stall) = stalls[is_waiting].first() {
                 let (stood_s, limit_s) = (stall.stood.as_secs_f64(), stall.limit.as_secs_f64());
-                let error = Error::Hang { phase: pulse.phase(), stood_s, limit_s, state: pulse.to_string() };
+                let error = Error::Hang { phase: pulse.phase().name(), stood_s, limit_s, state: pulse.to_string() };
                 report_error(&error, Some(rank));
                 exit_now(error.exit_code() as i32);
             }

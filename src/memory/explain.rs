@@ -2,7 +2,7 @@
 
 use super::{Ledger, Place};
 use crate::cuda::OUT_OF_MEMORY;
-use crate::error::Error;
+use crate::error::{A_LIBRARY, A_TENSOR, Error};
 use crate::phase::{self, Phase};
 
 /// Ends an explanation, so that an error is explained once.
@@ -12,6 +12,9 @@ const MEND: &str = ", to mend: ";
 /// returns every other error as it is.
 pub fn explain_out_of_memory(error: Error) -> Error {
     let (owner, requested_bytes) = match error {
+        Error::OutOfMemory { owner, requested_bytes } if [A_TENSOR, A_LIBRARY].contains(&owner.as_str()) => {
+            (format!("{owner} in {}", phase::at_failure().name()), requested_bytes)
+        }
         Error::OutOfMemory { owner, requested_bytes } if !owner.contains(MEND) => (owner, requested_bytes),
         Error::Cuda { op, code: OUT_OF_MEMORY, .. } => (format!("{op} in {}", phase::at_failure().name()), 0),
         other => return other,
@@ -37,8 +40,8 @@ mod tests {
     fn missing_memory_is_explained_once_and_nothing_else_is_touched() {
         let cuda =
             || Error::Cuda { op: "cuGraphInstantiate", code: OUT_OF_MEMORY, message: "out of memory".to_owned() };
-        let tensor = || Error::OutOfMemory { owner: "a tensor".to_owned(), requested_bytes: 7 };
-        for (error, owner) in [(cuda(), "cuGraphInstantiate in "), (tensor(), "a tensor (")] {
+        let tensor = || Error::OutOfMemory { owner: A_TENSOR.to_owned(), requested_bytes: 7 };
+        for (error, owner) in [(cuda(), "cuGraphInstantiate in "), (tensor(), "a tensor in ")] {
             let explained = explain_out_of_memory(explain_out_of_memory(error));
             let message = explained.to_string();
             assert_eq!(explained.exit_code(), ExitCode::OutOfMemory);

@@ -17,6 +17,7 @@ use crate::error::{Error, Result};
 use crate::memory;
 use crate::model::ModelSpec;
 use crate::ops::rope::Rope;
+use crate::phase::{self, Phase};
 
 /// Size and shape of an engine.
 #[derive(Debug, Clone, PartialEq)]
@@ -144,6 +145,25 @@ impl Engine {
         let mut rollout = RolloutEngine { engine: self, weights, stats: EngineStats::default(), progress: None };
         rollout.open_kv_cache()?;
         Ok(rollout)
+    }
+
+    /// Wakes with weights of `version`, runs `work` and sleeps again, each booked to its phase. Collective over the tensor-parallel
+    /// group. Sleeping waits for the device, which a collective may hold that peers have not come to: `work` posts its failure first.
+    ///
+    /// # Errors
+    /// Those of [`Engine::wake`] and of `work`.
+    pub fn awake<'a, R>(
+        &'a mut self,
+        weights: EngineWeights<'a>,
+        version: u64,
+        work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>,
+    ) -> Result<R> {
+        let mut rollout = phase::scope(Phase::Wake, || self.wake(weights, version))?;
+        let outcome = phase::scope(Phase::Generate, || work(&mut rollout));
+        phase::scope(Phase::Sleep, || {
+            drop(rollout);
+            outcome
+        })
     }
 
     /// Memory that the KV cache and the buffers take when the engine wakes; none for the cache while it holds sequences, whose

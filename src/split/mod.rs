@@ -1,6 +1,5 @@
 //! The two halves of a step on ranks of their own, to be compared with ranks that do both in turn: the first ones train, the
-//! last ones only generate. Policy, engine, update and rewards are those of `colocate`; what differs is the way of the
-//! weights. Before a rollout every unit, one flat bucket, is broadcast from one of the trainers, in turn, into the engines'
+//! last ones only generate. Learner, engine and rewards are those of a colocated run; only the weights travel. Before a rollout every unit, one flat bucket, is broadcast from one of the trainers, in turn, into the engines'
 //! own copy, which they read in place at any tensor-parallel degree; of adapters the frozen base goes once.
 
 use std::ops::Range;
@@ -8,12 +7,13 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
-use crate::colocate::{Half, Learner, Served, UpdateOptions, UpdateOutcome, UpdateProgress, together};
 use crate::dist::{World, share};
 use crate::error::Result;
 use crate::phase::{self, Phase};
 use crate::rollout::RolloutEngine;
+use crate::serve::Served;
 use crate::train::{Policy, Sequence, gather_sequences};
+use crate::update::{Learner, UpdateOptions, UpdateOutcome, UpdateProgress};
 
 /// One rank's half.
 #[derive(Debug)]
@@ -45,6 +45,7 @@ impl Split {
     /// # Errors
     /// The first failure of any rank, on every rank; the next scope can be entered.
     pub fn with_rollout<R: Default>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
+        let world = self.world.clone();
         let work = |split: &mut Self| {
             split.send_weights()?;
             match &mut split.role {
@@ -52,7 +53,7 @@ impl Split {
                 Role::Generates(served) => served.awake(work),
             }
         };
-        together(self, "with_rollout", work, |_| Ok(()))
+        world.scope("with_rollout", self, work, |_| Ok(()), Self::recover)
     }
 
     /// [`Learner::train`] on the trainers, while the engines run `beside`, if there is any, on the weights from before the update;
@@ -67,6 +68,7 @@ impl Split {
         progress: &dyn UpdateProgress,
         beside: Option<impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>>,
     ) -> Result<(UpdateOutcome, R)> {
+        let world = self.world.clone();
         let work = |split: &mut Self| {
             if beside.is_some() {
                 split.send_weights()?;
@@ -80,7 +82,7 @@ impl Split {
                 }
             }
         };
-        together(self, "update", work, |_| Ok(()))
+        world.scope("update", self, work, |_| Ok(()), Self::recover)
     }
 
     /// This rank's share of `len` rows to sample from: consecutive, as [`share`] deals them out to engines; none for a trainer.
@@ -136,13 +138,8 @@ impl Split {
         };
         Ok(())
     }
-}
 
-impl Half for Split {
-    fn world(&self) -> &Arc<World> {
-        &self.world
-    }
-
+    /// Puts this rank in order after a failure of any.
     fn recover(&mut self) {
         self.base_is_there = false;
         if let Role::Trains(learner) = &mut self.role {

@@ -7,7 +7,7 @@ use tch::Tensor;
 
 use super::halves::Halves;
 use super::setup::{Preflight, gathers};
-use crate::colocate::{Colocated, EngineSlices, Learner, Served};
+use crate::colocate::Colocated;
 use crate::config::{Config, Mode, OptimizerResidency, Quantization, ReferenceResidency, Roles};
 use crate::cuda::residual_kind;
 use crate::dist::{Mesh, World};
@@ -17,11 +17,13 @@ use crate::metrics::pinning_progress;
 use crate::model::{LoraSpec, UnitLayout};
 use crate::plan::engine_options;
 use crate::rollout::Engine;
+use crate::serve::{EngineSlices, Served};
 use crate::split::{Role, Split};
 use crate::train::{
     AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, Policy, PolicyOptions, PolicyStart, Reference,
     TrainedModel, reference_bytes,
 };
+use crate::update::Learner;
 
 /// Loads what this rank needs of whole units `weights` and of a folder of `adapters`; collective over the world.
 pub(super) fn halves(

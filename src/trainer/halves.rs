@@ -2,12 +2,13 @@
 
 use std::ops::Range;
 
-use crate::colocate::{Colocated, UpdateOptions, UpdateOutcome, UpdateProgress};
+use crate::colocate::Colocated;
 use crate::dist::share;
 use crate::error::Result;
 use crate::rollout::RolloutEngine;
 use crate::split::Split;
 use crate::train::{Policy, Sequence, Transitions};
+use crate::update::{UpdateOptions, UpdateOutcome, UpdateProgress};
 
 /// What generates and what trains.
 #[derive(Debug)]
@@ -61,11 +62,11 @@ impl Halves {
         }
     }
 
-    /// Gives the policy to `load`, on a rank that trains.
-    pub(super) fn load(&mut self, load: impl FnOnce(&mut Policy) -> Result<()>) -> Result<()> {
+    /// The policy, to be loaded, on a rank that trains.
+    pub(super) fn policy_mut(&mut self) -> Option<&mut Policy> {
         match self {
-            Self::Colocated(colocated) => colocated.load(load),
-            Self::Split(split) => split.policy_mut().map_or(Ok(()), load),
+            Self::Colocated(colocated) => Some(colocated.policy_mut()),
+            Self::Split(split) => split.policy_mut(),
         }
     }
 

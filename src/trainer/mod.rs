@@ -16,7 +16,6 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::checkpoint::{self, CarriedGroup, Claim, SavedConfig, Saver, TrainerState};
-use crate::colocate::{UpdateOptions, UpdateOutcome};
 use crate::config::{BatchPlan, Config, ScaleRewards};
 use crate::cuda::Placement;
 use crate::data::{Dataset, PromptSampler};
@@ -32,6 +31,7 @@ use crate::reward::{RewardFunction, RewardPool};
 use crate::rollout::RolloutEngine;
 use crate::train::{Policy, Schedule, Sequence};
 use crate::types::{LengthSpread, Prompt, RolloutGroup};
+use crate::update::{UpdateOptions, UpdateOutcome};
 
 use halves::Halves;
 use output::Output;

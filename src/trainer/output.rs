@@ -8,7 +8,6 @@ use std::sync::Arc;
 use serde_json::json;
 
 use crate::checkpoint::Checkpoint;
-use crate::colocate::UpdateProgress;
 use crate::config::{Config, Mode};
 use crate::dist::Collective;
 use crate::error::{Error, Result};
@@ -19,6 +18,7 @@ use crate::metrics::{
 use crate::phase::{self, Phase};
 use crate::train::Sequence;
 use crate::types::RolloutGroup;
+use crate::update::UpdateProgress;
 
 /// Where the time-line of phases goes.
 const TRACE_FOLDER: &str = "trace";

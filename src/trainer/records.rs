@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use crate::colocate::UpdateOutcome;
 use crate::dist::{Collective, ReduceOp, all_reduce_f64};
 use crate::error::Result;
 use crate::grpo::{AdvantageStats, Aggregate, BatchStats};
@@ -12,6 +11,7 @@ use crate::phase::{self, Phase};
 use crate::reward::FailureKind;
 use crate::train::{Sequence, Transitions};
 use crate::types::{Completion, RolloutGroup};
+use crate::update::UpdateOutcome;
 
 /// One sequence per completion that has a reward, in order; truncated ones are masked if asked for. A completion whose rewards
 /// failed is in no update, no denominator and no mean: the others train as if it had not been sampled.

@@ -12,7 +12,6 @@ use super::output::Output;
 use super::scores::Unscored;
 use super::{Progress, Trainer};
 use crate::checkpoint::{self, CarriedGroup, Checkpoint, CheckpointOptions, Claim, ResumeOptions, Saver, TrainerState};
-use crate::colocate::EngineSlices;
 use crate::config::{BatchPlan, Config, Mode, Quantization};
 use crate::cuda::Placement;
 use crate::data::{Dataset, DatasetOptions, PromptSampler, Tokenizer};
@@ -23,6 +22,7 @@ use crate::model::{ModelSource, ModelSpec, ParamTable, QuantizedBlock, UnitLayou
 use crate::phase;
 use crate::plan::{MemoryPlan, PlanInput, Role, Room};
 use crate::reward::RewardPool;
+use crate::serve::EngineSlices;
 use crate::torch;
 use crate::train::Schedule;
 
@@ -285,7 +285,7 @@ fn restore(
 ) -> Result<(Progress, Vec<CarriedGroup>)> {
     let TrainerState { global_step, generation_step, num_input_tokens_seen: num_tokens, .. } = checkpoint.state;
     checkpoint.check_rows(&config.train_file, dataset.len())?;
-    halves.load(|policy| checkpoint.restore(policy))?;
+    halves.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy))?;
     sampler.restore(checkpoint.state.sampler.clone())?;
     let carried = if config.oversample > 0.0 { checkpoint.state.carried.clone() } else { Vec::new() }; // force_resume
     Ok((Progress { global_step, generation_step, num_tokens }, carried))

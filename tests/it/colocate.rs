@@ -279,7 +279,7 @@ fn sequences(groups: &[RolloutGroup]) -> Vec<Sequence> {
 fn gap(colocated: &mut Colocated, sequences: &[Sequence]) -> f64 {
     let options = PackOptions { max_tokens: usize::MAX, share_prompts: true, device: Device::Cpu };
     let micro_batch = pack(sequences, &options).unwrap().remove(0);
-    let scores = colocated.load(|policy| policy.forward_logprobs(&micro_batch, f64::from(TEMPERATURE))).unwrap();
+    let scores = colocated.policy_mut().forward_logprobs(&micro_batch, f64::from(TEMPERATURE)).unwrap();
     let difference = scores.logprobs - micro_batch.rollout_logprobs.unwrap();
     difference.abs().mean(Kind::Double).double_value(&[])
 }

@@ -4,13 +4,13 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use colo_grpo::colocate::Served;
 use colo_grpo::config::GradientCheckpointing;
 use colo_grpo::data::{Dataset, DatasetOptions, Tokenizer};
 use colo_grpo::dist::{Backend, Mesh, World};
 use colo_grpo::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use colo_grpo::ops::attention::{Bounds, PackedLayout, SavedAttention, SharedBounds, packed_backward, packed_forward};
 use colo_grpo::rollout::{Engine, EngineOptions};
+use colo_grpo::serve::Served;
 use colo_grpo::torch;
 use colo_grpo::train::{
     AdamOptions, GradientOptions, NetworkOptions, PackOptions, Policy, PolicyOptions, Sequence, pack,

@@ -5,7 +5,6 @@ mod kept;
 
 use std::sync::Arc;
 
-use colo_grpo::colocate::Served;
 use colo_grpo::config::{GradientCheckpointing, Quantization, TargetModule};
 use colo_grpo::data::Tokenizer;
 use colo_grpo::dist::{Backend, World};
@@ -15,6 +14,7 @@ use colo_grpo::model::{
 };
 use colo_grpo::ops::{embedding, linear, rms_norm, rope::Rope};
 use colo_grpo::rollout::{Engine, EngineOptions, kv_block_bytes};
+use colo_grpo::serve::Served;
 use colo_grpo::train::{
     AdamOptions, AdapterOptions, GradientOptions, NetworkOptions, OptimizerHome, PackOptions, Policy, PolicyOptions,
     Reference, Sequence, pack,

@@ -1,10 +1,11 @@
 //! What a colocated engine keeps of unfinished sequences, beside training and after failures.
 
-use colo_grpo::colocate::{Colocated, UpdateOptions};
+use colo_grpo::colocate::Colocated;
 use colo_grpo::dist::World;
 use colo_grpo::phase::{FaultKind, Phase};
 use colo_grpo::train::Schedule;
 use colo_grpo::types::{LengthSpread, RolloutGroup, SamplingParams, UnfinishedGroup};
+use colo_grpo::update::UpdateOptions;
 
 use super::setup::{Setup, update_options};
 use super::{arm_fault, fails, generate, own_prompts, sampled, scope_fails, sequences, with_mesh};
@@ -24,11 +25,11 @@ fn kept_sequences_outlive_training_and_are_given_up_where_a_rank_lost_them() {
         ("one rank fails among the kept", false, fail_while_generating),
         ("one rank loads", false, |colocated, world, _| {
             if world.rank() == 1 {
-                colocated.load(|_| Ok(())).unwrap();
+                colocated.policy_mut();
             }
         }),
         ("all load", false, |colocated, _, _| {
-            colocated.load(|_| Ok(())).unwrap();
+            colocated.policy_mut();
         }),
     ];
     let test = "colocate::kept::kept_sequences_outlive_training_and_are_given_up_where_a_rank_lost_them";

@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
-use colo_grpo::colocate::{Colocated, UpdateOptions};
+use colo_grpo::colocate::Colocated;
 use colo_grpo::config::LossType;
 use colo_grpo::dist::{ReduceOp, World, all_reduce_f64};
 use colo_grpo::grpo::LossConfig;
 use colo_grpo::phase::{FaultKind, Phase};
 use colo_grpo::train::{Schedule, Sequence};
+use colo_grpo::update::UpdateOptions;
 
 use super::setup::{Setup, share, state, update_options};
 use super::{arm_fault, scope_fails};

@@ -4,7 +4,8 @@ use serde_json::Value;
 use tch::{Device, Tensor};
 
 use super::learner::denominators;
-use super::update::{UpdateOptions, UpdateOutcome, UpdateSums};
+use super::loss::UpdateSums;
+use super::options::{UpdateOptions, UpdateOutcome};
 use crate::config::LrSchedulerType;
 use crate::grpo::{LossConfig, LossStats};
 use crate::model::ModelSpec;

@@ -1,9 +1,9 @@
-//! The half of a step that trains, wherever the other half is: one generation batch into optimizer updates. Scores where they are
-//! needed, loss, backward, step.
+//! One generation batch into optimizer updates on the ranks that train.
 
 use std::sync::Arc;
 
-use super::update::{UpdateOptions, UpdateOutcome, UpdateProgress, UpdateSums};
+use super::loss::UpdateSums;
+use super::options::{UpdateOptions, UpdateOutcome, UpdateProgress};
 use crate::config::LossType;
 use crate::dist::{Mesh, World};
 use crate::error::{Error, Result};
@@ -22,9 +22,9 @@ const MAX_CONSECUTIVE_SKIPS: u32 = 5;
 /// The policy, the reference model and the ranks that train them together.
 #[derive(Debug)]
 pub struct Learner {
-    pub(super) world: Arc<World>,
-    pub(super) mesh: Mesh,
-    pub(super) policy: Policy,
+    world: Arc<World>,
+    mesh: Mesh,
+    policy: Policy,
     reference: Option<Reference>,
     num_consecutive_skips: u32,
 }
@@ -35,12 +35,22 @@ impl Learner {
         Self { world, mesh, policy, reference, num_consecutive_skips: 0 }
     }
 
+    /// All processes.
+    pub fn world(&self) -> &Arc<World> {
+        &self.world
+    }
+
+    /// This process among those that train.
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
     /// The policy.
     pub fn policy(&self) -> &Policy {
         &self.policy
     }
 
-    /// The policy, to load it.
+    /// The policy, to load it or to move its state.
     pub fn policy_mut(&mut self) -> &mut Policy {
         &mut self.policy
     }

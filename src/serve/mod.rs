@@ -1,16 +1,19 @@
 //! A model that only generates: the engine with weights of its own, for `generate`, `eval`, benchmarks and ranks that do
-//! nothing else.
+//! nothing else. Knows nothing of training.
+
+mod weights;
 
 use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
-use super::weights::{EngineSlices, no_adapters};
-use super::{Half, generate, together, told};
 use crate::dist::{Mesh, World};
 use crate::error::Result;
 use crate::model::{BlockLora, LoraSpec, ParamTable, Unit, UnitLayout};
 use crate::rollout::{Engine, RolloutEngine};
+
+pub use weights::EngineSlices;
+use weights::no_adapters;
 
 /// Whole weights and an engine that reads them in place.
 #[derive(Debug)]
@@ -50,7 +53,7 @@ impl Served {
         Ok(Self { world, slices, table, units, adapters: None, engine })
     }
 
-    /// Zeros, for what `base_units` and `adapter_units` will be told, in `kind`.
+    /// Allocates zeroed weights in `kind`, to be filled through `base_units` and `adapter_units`.
     ///
     /// # Errors
     /// As [`Served::new`].
@@ -85,18 +88,16 @@ impl Served {
     /// The first failure of any rank, on every rank.
     pub fn with_engine<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
         let world = self.world.clone();
-        let work = |rollout: &mut RolloutEngine<'_>| told(&world, work(rollout));
-        together(self, "with_engine", |served| served.awake(work), |_| Ok(()))
+        world.scope("with_engine", self, |served| served.awake(work), |_| Ok(()), |_| ())
     }
 
-    /// The same, collective over the tensor-parallel group alone: an error is this rank's.
+    /// [`Served::with_engine`], collective over the tensor-parallel group alone: an error is this rank's, and posted to all.
     pub(crate) fn awake<R>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
-        let (table, units) = (&self.table, &self.units);
+        let Self { world, slices, table, units, adapters, engine } = self;
         let unit = |unit: Unit| Ok(units[table.index(unit)].shallow_clone());
-        let adapters = self.adapters.as_ref();
-        let adapters = |layer| adapters.map_or_else(|| no_adapters(layer), |adapters| adapters.block(layer));
-        let weights = self.slices.of_units(table, 0, &mut { unit }, &adapters, &[])?;
-        generate(&mut self.engine, weights, 0, work)
+        let adapters = |layer| adapters.as_ref().map_or_else(|| no_adapters(layer), |adapters| adapters.block(layer));
+        let weights = slices.of_units(table, 0, &mut { unit }, &adapters, &[])?;
+        engine.awake(weights, 0, |rollout| work(rollout).inspect_err(|error| world.post_failure(error)))
     }
 
     /// The model's own units, to be written between uses.
@@ -117,12 +118,6 @@ impl Served {
     /// The sleeping engine, for its sizes.
     pub fn engine(&self) -> &Engine {
         &self.engine
-    }
-}
-
-impl Half for Served {
-    fn world(&self) -> &Arc<World> {
-        &self.world
     }
 }
 

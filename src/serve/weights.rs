@@ -1,4 +1,4 @@
-//! How the policy's weights reach the engine: read in place where every rank keeps them whole (ZeRO 0 to 2), gathered
+//! How whole units become an engine's weights: read in place where every rank keeps them whole (ZeRO 0 to 2), gathered
 //! unit by unit, of which only this rank's tensor-parallel slices stay (ZeRO 3), or dequantised block by block.
 #![allow(unsafe_code)]
 
@@ -10,7 +10,6 @@ use crate::error::Result;
 use crate::memory::Arena;
 use crate::model::{BlockLora, BlockParams, EmbeddingParams, HeadParams, ParamTable, QuantizedBlock, Unit};
 use crate::rollout::{EngineWeights, QuantizedBlocks};
-use crate::train::Policy;
 
 /// Elements that a slice's start is aligned to.
 const ALIGNMENT: usize = 64;
@@ -83,23 +82,18 @@ impl EngineSlices {
     }
 
     /// Memory that the engine's own copies take; none if the policy's weights are read.
-    pub(super) fn reserved_bytes(&self) -> usize {
+    pub fn reserved_bytes(&self) -> usize {
         match &self.storage {
             Storage::InPlace => 0,
             Storage::Gathered(arena, _) | Storage::Dequantized(arena, _) => arena.reserved_bytes(),
         }
     }
 
-    /// This rank's weights of the policy's current version (collective at stage 3).
-    pub(super) fn gather<'a>(&'a mut self, policy: &'a Policy) -> Result<EngineWeights<'a>> {
-        let table = policy.table().clone();
-        let adapters = |layer| policy.block_adapters(layer);
-        let blocks = policy.quantized_blocks();
-        self.of_units(&table, policy.version(), &mut |unit| policy.unit_weights(unit), &adapters, blocks)
-    }
-
-    /// This rank's weights from whole units and what blocks' adapters compute with.
-    pub(super) fn of_units<'a>(
+    /// This rank's weights from whole units and what blocks' adapters compute with; collective if `unit` is.
+    ///
+    /// # Errors
+    /// Those of `unit` and `adapters`; [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    pub fn of_units<'a>(
         &'a mut self,
         table: &ParamTable,
         version: u64,
@@ -144,7 +138,7 @@ impl EngineSlices {
     }
 
     /// Gives gathered slices' memory back.
-    pub(super) fn release(&mut self) {
+    pub fn release(&mut self) {
         if let Storage::Gathered(arena, _) | Storage::Dequantized(arena, _) = &mut self.storage {
             arena.unmap();
         }

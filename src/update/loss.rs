@@ -1,96 +1,13 @@
-//! How a generation batch becomes updates, what comes of them, and the loss in between.
+//! The loss of an update's micro-batches.
 
-use std::time::Duration;
+use tch::{Kind, Tensor};
 
-use tch::{Device, Kind, Tensor};
-
+use super::options::{UpdateOptions, UpdateOutcome};
 use crate::error::Result;
-use crate::grpo::{Denominators, DeviceStats, LossConfig, LossInput, LossOutput, LossStats, policy_loss};
+use crate::grpo::{Denominators, DeviceStats, LossInput, LossOutput, policy_loss};
 use crate::phase::{self, Phase};
 use crate::torch::scalar;
-use crate::train::{MicroBatch, Schedule, Scores, Sequence, TokenGradients};
-
-/// How a generation batch becomes updates.
-#[derive(Debug, Clone)]
-pub struct UpdateOptions {
-    /// The objective.
-    pub loss: LossConfig,
-    /// Temperature of the sampler, applied to the trainer's logits too.
-    pub temperature: f64,
-    /// Passes over the batch.
-    pub num_iterations: usize,
-    /// Updates in one pass.
-    pub updates_per_generation: usize,
-    /// Token budget of a micro-batch.
-    pub max_tokens_per_micro_batch: usize,
-    /// Run the prompt of a group once for all its completions, where no sliding window is shorter than a sequence.
-    pub share_prompts: bool,
-    /// Learning rate by update.
-    pub schedule: Schedule,
-    /// Updates made before this batch.
-    pub global_step: u64,
-    /// Clip the global gradient norm to this; 0 is off.
-    pub max_grad_norm: f64,
-    /// Where micro-batches live.
-    pub device: Device,
-}
-
-impl UpdateOptions {
-    /// Whether the log-probabilities before the first update must be kept: with a single update the training forward's own
-    /// serve as old ones.
-    pub(super) fn needs_old_logprobs(&self) -> bool {
-        self.num_updates() > 1
-    }
-
-    /// Updates of one generation batch, skipped ones too; no more than the schedule has left.
-    pub fn num_updates(&self) -> u64 {
-        let left = (self.schedule.total_steps as u64).saturating_sub(self.global_step);
-        left.min((self.num_iterations * self.updates_per_generation) as u64)
-    }
-}
-
-/// What the updates of one generation batch did; sums are over this rank's part.
-#[derive(Debug, Default)]
-pub struct UpdateOutcome {
-    /// This rank's contribution to the loss, mean over updates; the sum over ranks is the loss.
-    pub loss: f64,
-    /// Mean global gradient norm before clipping, over the updates that were not skipped.
-    pub grad_norm: f64,
-    /// Rate of the last update.
-    pub learning_rate: f64,
-    /// TRL's loss metrics.
-    pub stats: LossStats,
-    /// Updates made or skipped.
-    pub num_updates: u64,
-    /// Updates skipped on all ranks for a non-finite gradient.
-    pub num_skipped: u64,
-    /// Tokens run forward and backward on this rank.
-    pub num_trained_tokens: usize,
-    /// How long computation waited for collectives.
-    pub exposed_communication: Duration,
-}
-
-/// Told how far an update is, micro-batch by micro-batch.
-pub trait UpdateProgress {
-    /// A phase of `total` micro-batches begins.
-    fn begin(&self, phase: Phase, total: usize);
-    /// One of them is done.
-    fn advance(&self);
-    /// An update over `sequences` of this rank was skipped on all ranks, for a loss or gradient that is not finite.
-    ///
-    /// # Errors
-    /// If that cannot be written down.
-    fn skipped(&self, update: u64, sequences: &[Sequence]) -> Result<()>;
-}
-
-/// For callers that show nothing.
-impl UpdateProgress for () {
-    fn begin(&self, _phase: Phase, _total: usize) {}
-    fn advance(&self) {}
-    fn skipped(&self, _update: u64, _sequences: &[Sequence]) -> Result<()> {
-        Ok(())
-    }
-}
+use crate::train::{MicroBatch, Scores, Sequence, TokenGradients};
 
 /// Loss and metrics of an update's micro-batches, on the device.
 #[derive(Debug, Default)]

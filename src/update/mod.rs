@@ -1,0 +1,17 @@
+//! The GRPO update: one generation batch into optimizer steps. Shares sequences out, scores them where that is needed, and runs loss,
+//! backward and step. Knows nothing of engines and of how sequences were sampled.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `learner` | [`Learner`], the policy, its reference model and the ranks that train them |
+//! | `options` | how a batch becomes updates, what came of them, who is shown the progress |
+//! | `loss` | the loss of an update's micro-batches, summed on the device |
+
+#[cfg(test)]
+mod golden;
+mod learner;
+mod loss;
+mod options;
+
+pub use learner::Learner;
+pub use options::{UpdateOptions, UpdateOutcome, UpdateProgress};
