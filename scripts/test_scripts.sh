@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests of the scripts, without PyTorch: they parse and say how they are used, setup.sh does its work once, and the demo's
-# task and model come out of the scripts that are said to make them. Needs the program built.
+# Tests of the scripts, without PyTorch: they parse and say how they are used, setup.sh does its work once, the demo's task and model
+# come out of the scripts that are said to make them, and the Countdown recipe runs to its end. Needs the program built.
 #   scripts/test_scripts.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -67,4 +67,56 @@ compare() { CODE=$1 MODES=colocated TP=1 scripts/bench_colocated_vs_split.sh "$w
 scripts/make_demo_model.sh "$work/model" 3 2 >/dev/null 2>"$work/log" || { cat "$work/log" >&2; fail "make_demo_model.sh"; }
 "$program" eval --model "$work/model" --data configs/arithmetic/eval.jsonl --max_completion_length 2 |
     grep -q '"problems":200' || fail "eval does not take the model of make_demo_model.sh"
+# Countdown: rows do not depend on the number of processes, the reward agrees with how each trace was made, nothing held out is
+# trained on, and all stages run in turn on a model too small to learn.
+for processes in 1 3; do
+    "$python" - "$work/countdown$processes" "$processes" <<'PY' >/dev/null || fail "make_countdown.py"
+import multiprocessing, sys
+sys.path.insert(0, "scripts")
+folder, processes = sys.argv[1:]
+pool = multiprocessing.Pool
+multiprocessing.Pool = lambda: pool(int(processes))
+import make_countdown
+make_countdown.SHARD = 100
+sys.argv = ["make_countdown.py", folder, "--traces", "450", "--train", "150", "--eval", "50"]
+make_countdown.main()
+PY
+done
+diff -r "$work/countdown1" "$work/countdown3" || fail "make_countdown.py makes other rows with other processes"
+"$python" - "$work/countdown1" <<'PY' || fail "configs/countdown/reward.py"
+import json, pathlib, sys
+sys.path.insert(0, "configs/countdown")
+from reward import countdown, solves
+folder = pathlib.Path(sys.argv[1])
+sft, train, held_out = ([json.loads(line) for line in (folder / name).open()] for name in ("sft.jsonl", "train.jsonl", "eval.jsonl"))
+assert [len(rows) for rows in (sft, train, held_out)] == [450, 150, 50]
+for row in sft:
+    assert solves(row["completion"], row["numbers"], row["target"]) == row["correct"], row
+assert 0.15 < sum(row["correct"] for row in sft) / len(sft) < 0.35
+numbers = lambda rows: {tuple(sorted(row["numbers"])) for row in rows}
+assert not numbers(held_out) & numbers(sft + train)
+
+answer = lambda text: f"<think>\nwell\n</think>\n<answer>{text}</answer>"
+right = ["(8-3)*4", "4*(8-3)", " ( 8 - 3 ) * 4 ", "4/(3/(8+7))"]
+wrong = ["8*4-3", "(8-3)*2", "8-3*4", "(8-3)*4+0", "(8-3)*4*1", "(8-3)*4 4", "(8-3", "8-3)*4", "", "20", "(8-3)*4=20", "4**8", "8/(4-4)", "-3+8",
+         "8 3", "٨-3", "__import__('os')", "(" * 99, "9" * 199]
+assert all(solves(answer(text), [3, 4, 8], 20) for text in right[:3]) and solves(answer(right[3]), [4, 3, 8, 7], 20)
+assert not any(solves(answer(text), [3, 4, 8], 20) for text in wrong)
+text = answer(right[0])
+assert not any(solves(other, [3, 4, 8], 20) for other in (right[0], text + text, text[7:], text + "!", text.replace("</think>", "")))
+assert not solves(answer("(1 0-3)*4"), [3, 4, 10], 28) and solves(answer("(10-3)*4"), [3, 4, 10], 28)
+assert countdown([[{"content": text}], [{"content": ""}]], [[3, 4, 8]] * 2, [20] * 2, prompts=[]) == [1.0, 0.0]
+PY
+"$python" - "$work/small.json" <<'PY'
+import json, sys
+small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+json.dump({**json.load(open("configs/countdown/config.json")), **small, "torch_dtype": "float32"}, open(sys.argv[1], "w"))
+PY
+said=$(MODEL="$work/small.json" TASK="--traces 64 --train 32 --eval 32" \
+    SFT="max_steps=2 per_device_train_batch_size=16 logging_steps=1 device=cpu" \
+    GRPO="max_steps=2 per_device_train_batch_size=16 eval_steps=1 max_completion_length=16 device=cpu" \
+    scripts/countdown.sh "$program" "$work/countdown" 2>&1 | tr -d "\000") || fail "countdown.sh: $said"
+[[ $said =~ "held-out by step: 0: 0.000, 1: 0.000, 2: 0.000" ]] || fail "countdown.sh: $said"
+"$python" -c 'import sys, xml.dom.minidom as xml; assert xml.parse(sys.argv[1]).getElementsByTagName("polyline")' \
+    "$work/countdown/curve.svg" || fail "countdown_curve.py draws nothing"
 echo "scripts: ok"
