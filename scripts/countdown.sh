@@ -40,7 +40,7 @@ stage() {
 
 # sample NAME MODEL: two completions of each of the first 32 held-out problems.
 sample() {
-  "$program" generate --model "$2" --chat -n 2 --max_completion_length 512 "${prompts[@]}" >"$out/$1.jsonl"
+  "$program" generate --model "$2" --chat -n 2 --max_completion_length 768 "${prompts[@]}" >"$out/$1.jsonl"
 }
 
 stage task "$python" scripts/make_countdown.py "$out/task" ${task[@]+"${task[@]}"}

@@ -70,6 +70,7 @@ def picture(metrics):
 
 
 CALCULATION = re.compile(r"([0-9]{1,9})([-+*/])([0-9]{1,9})=([0-9]{1,9})")
+TRY = re.compile(r"=([0-9]{1,9}), [0-9]+-[0-9]+=[0-9]+( yes)?\n")  # the value that a try gave, and whether it is taken for a hit
 RESULT = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: a / b if b else None}
 
 
@@ -83,16 +84,18 @@ def judged(folder, name):
 
 
 def habits(folder, name):
-    """How the sampled completions end, and how many of their calculations are right."""
+    """A table's row: how the sampled completions end, how many of their calculations are right, and how many hits are seen as such."""
     lines = list(judged(folder, name))
     wrong = [text for _, text, _, right in lines if not right]
     gave_up = sum("I give up." in text for text in wrong)
     claimed = sum(" yes\n" in text for text in wrong)
     sums = [(int(a), operator, int(b), int(c)) for _, text, _, _ in lines for a, operator, b, c in CALCULATION.findall(text)]
-    correct = sum(RESULT[operator](a, b) == c for a, operator, b, c in sums) / max(len(sums), 1)
-    share = lambda count: f"{count / len(lines):.2f}"
-    return (f"| {name} | {share(len(lines) - len(wrong))} | {share(gave_up)} | {share(claimed)} | "
-            f"{share(len(wrong) - gave_up - claimed)} | {correct:.3f} of {len(sums)} |")
+    correct = [RESULT[operator](a, b) == c for a, operator, b, c in sums]
+    verdicts = [(int(value) == problem["target"], bool(verdict)) for problem, text, _, _ in lines
+                for value, verdict in TRY.findall(text)]
+    share = lambda part, whole: f"{part / max(whole, 1):.3f} of {whole}"
+    return (f"| {name} | {share(len(lines) - len(wrong), len(lines))} | {gave_up} | {claimed} | {len(wrong) - gave_up - claimed} | "
+            f"{share(sum(correct), len(sums))} | {share(verdicts.count((True, True)), sum(hit for hit, _ in verdicts))} |")
 
 
 def changed_problem(folder):
@@ -122,7 +125,7 @@ def summary(folder, metrics, sft):
         f"mean length: {first('completions/mean_length'):.0f} to {last('completions/mean_length'):.0f} tokens; "
         f"cut off: {first('completions/clipped_ratio'):.3f} to {last('completions/clipped_ratio'):.3f}; "
         f"entropy: {first('entropy'):.3f} to {last('entropy'):.3f}", "",
-        "| sampled | right | gave up | wrong claim | else wrong | right calculations |", "|---|---|---|---|---|---|",
+        "| sampled | right | gave up | wrong claim | else wrong | calculations right | hits seen |", "|---|---|---|---|---|---|---|",
         habits(folder, "before"), habits(folder, "after"), "",
         problem["prompt"][0]["content"], "", "Before:", "```text", before, "```", "After:", "```text", after, "```", ""])
 

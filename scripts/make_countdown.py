@@ -7,8 +7,8 @@
 A problem gives three numbers from 1 to 50 and a target from 10 to 100. The answer is an equation that uses each number once. Problems
 that more than two ways solve are left out as too easy. No three numbers of eval.jsonl occur in another file, whatever the target.
 
-A trace of sft.jsonl tries the ways in random order, two calculations each, until one gives the target. Only some searchers are
-patient (--patient). After every try that fails, the others stop with probability --stop: most of them give up and answer with that try,
+A trace of sft.jsonl tries the ways in random order until one gives the target: two calculations, and a third one that says how far off
+the result is. Only some searchers are patient (--patient). After every try that fails, the others stop with probability --stop: most of them give up and answer with that try,
 some claim that it gives the target (--claim, of those that stop). So most traces are wrong, though nearly all their sums
 are right: a model that imitates them can search, but seldom does it to the end. That is left to GRPO.
 """
@@ -83,7 +83,9 @@ def trace(rng, target, choices, options):
         found = way.value == target
         stops = not found and not is_patient and rng.random() < options.stop
         claims = stops and rng.random() < options.claim
-        lines.append(f"{first}, {second}={target if claims else way.value} {'yes' if found or claims else 'no'}")
+        value = target if claims else way.value
+        off = f"{max(value, target)}-{min(value, target)}={abs(value - target)}"
+        lines.append(f"{first}, {second}={value}, {off}{' yes' if found or claims else ''}")
         if found or stops:
             break
     if stops and not claims:
