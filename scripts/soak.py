@@ -141,12 +141,13 @@ def undisturbed(program, line, folder):
 class Campaign:
     """Runs that are disturbed, resumed and compared; events are kept in a file, so that another call goes on."""
 
-    def __init__(self, program, folder, line, size, deadline):
-        self.program, self.folder, self.line, self.size, self.deadline = program, folder, line, size, deadline
+    def __init__(self, options, folder, line, size, deadline):
+        self.program, self.seed = options.program, options.seed
+        self.folder, self.line, self.size, self.deadline = folder, line, size, deadline
         folder.mkdir(parents=True, exist_ok=True)
         self.kept = folder / "events.jsonl"
         self.events = [json.loads(line) for line in self.kept.read_text().splitlines()] if self.kept.exists() else []
-        self.expected, self.seconds = undisturbed(program, line, folder)
+        self.expected, self.seconds = undisturbed(self.program, line, folder)
         self.segments = set()
 
     def of(self, kind):
@@ -176,7 +177,7 @@ class Campaign:
         life = self.folder / "life"
         before = shared_memory()
         started = Started(self.program, self.line, life)
-        event = disturb(started, random.Random(f"soak {len(self.events)}"))
+        event = disturb(started, random.Random(f"soak {self.seed} {len(self.events)}"))
         code, has_left = started.end(max(120, 4 * self.seconds))
         if event:
             at = event.pop("at")
@@ -253,7 +254,7 @@ def signals(choices, seconds):
 
 
 def kills(options, folder, size, deadline):
-    campaign = Campaign(options.program, folder, RUN, size, deadline)
+    campaign = Campaign(options, folder, RUN, size, deadline)
     # Not SIGSEGV: Rust's handler lets one pass that no access to memory raised. The matrix has real ones.
     choices = [("rank", "SIGKILL"), ("rank", "SIGABRT")] * 3
     choices += [("launcher", "SIGKILL")] * 2 + [("launcher", "SIGTERM"), ("launcher", "SIGUSR1")]
@@ -270,7 +271,7 @@ def kills(options, folder, size, deadline):
 
 
 def stops(options, folder, size, deadline):
-    campaign = Campaign(options.program, folder, f"{RUN} {LIMITS} heartbeat.startup_s={2 * STOP_LIMIT_S}", size, deadline)
+    campaign = Campaign(options, folder, f"{RUN} {LIMITS} heartbeat.startup_s={2 * STOP_LIMIT_S}", size, deadline)
     campaign.run(signals([("rank", "SIGSTOP")], campaign.seconds), lambda event: [15, 0])
     # A rank may be stopped while it starts, which has twice the time.
     return campaign.times(2 * STOP_LIMIT_S + NOTICED_LIMIT_S, 2 * STOP_LIMIT_S + GONE_LIMIT_S)
@@ -283,14 +284,14 @@ def disk(options, folder, size, deadline):
         life.mkdir(parents=True, exist_ok=True)
         script = 'mount -t tmpfs -o size=192m none "$0" && exec "$@"'
         words = [sys.executable, __file__, options.program, str(folder.parent), "disk", "--size", str(size),
-                 "--minutes", str(max(1, (deadline - time.monotonic()) / 60)), "--inside"]
+                 "--minutes", str(max(1, (deadline - time.monotonic()) / 60)), "--seed", options.seed, "--inside"]
         inside = ["unshare", "-rm", "sh", "-c", script, str(life), *words]
         if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0:
             return [("not measured", "this machine allows no mount namespace")], False
         subprocess.run(inside, env=os.environ | {"COLO_GRPO_SOAK_DISK": "mounted"})
         found = json.loads((folder / "rows.json").read_text())
         return [tuple(row) for row in found["rows"]], found["good"]
-    campaign = Campaign(options.program, folder, RUN, size, deadline)
+    campaign = Campaign(options, folder, RUN, size, deadline)
     filler = folder / "life/filler"
 
     def fill(started, chance):
@@ -442,6 +443,7 @@ def main():
     parser.add_argument("parts", nargs="*", metavar="part", help=" ".join(SIZES))
     parser.add_argument("--size", type=int, help="kills, stops, times that the disk fills up, or steps; each part's own without")
     parser.add_argument("--minutes", type=float, default=90, help="longest time of a part")
+    parser.add_argument("--seed", default="0", help="other moments; campaigns of several machines add up as one")
     parser.add_argument("--tests", default=newest_tests(), help="the tests' program")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -45,7 +45,7 @@ pub struct TrainerState {
     pub carried: Vec<CarriedGroup>,
     /// The run's configuration.
     pub config: SavedConfig,
-    /// What was written to metrics.jsonl.
+    /// The lines of metrics.jsonl; the first rank's are the ones that are saved.
     pub log_history: LogHistory,
     /// Metrics of the steps since its newest line, which the next one averages too; bit patterns keep them exact, NaN among them.
     #[serde(default)]

@@ -50,7 +50,7 @@ impl Log {
 
     /// The newest loss that was written, in nats; NaN before any.
     pub fn loss(&self) -> f64 {
-        self.lines.values("loss").next_back().unwrap_or(f64::NAN)
+        self.lines.first_and_last("loss").map_or(f64::NAN, |(_, last)| last)
     }
 
     /// A step is done; a line is written at the end of a logging interval and of the run.

@@ -154,9 +154,7 @@ impl Output {
 
     /// Mean rewards of the first and the newest evaluation so far, those before a resume included.
     pub(super) fn evaluations(&self) -> Option<(f64, f64)> {
-        let mut rewards = self.log.values("eval_reward");
-        let first = rewards.next()?;
-        Some((first, rewards.next_back().unwrap_or(first)))
+        self.log.first_and_last("eval_reward")
     }
 
     /// The completions of a step, if they are to be kept (collective then).
