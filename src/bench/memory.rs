@@ -10,7 +10,7 @@ use serde_json::Value;
 use tch::Device;
 
 use crate::cuda::Context;
-use crate::dist::{Collective, all_gather_bytes};
+use crate::dist::{Collective, all_gather_json};
 use crate::error::{Error, Result};
 use crate::memory::{self, Ledger, Place};
 use crate::torch;
@@ -62,9 +62,7 @@ impl MemoryWatch {
 
     /// The peaks so far, of every rank of `group`, by rank; collective over it.
     pub(super) fn of_all(self, group: &dyn Collective) -> Result<Vec<Value>> {
-        let own = serde_json::to_vec(&self.take()?).expect("numbers");
-        let all = all_gather_bytes(group, &own)?;
-        Ok(all.iter().map(|bytes| serde_json::from_slice(bytes).expect("written above")).collect())
+        all_gather_json(group, "gather memory peaks", &self.take()?)
     }
 
     fn take(&self) -> Result<Peak> {

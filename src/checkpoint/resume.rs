@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::manifest::{Manifest, written};
 use super::{Checkpoint, FINAL, TrainerState, find_latest, list};
 use crate::config::KeyChange;
-use crate::dist::{World, all_gather_bytes, any_rank};
+use crate::dist::{World, any_rank, first_text};
 use crate::error::{Error, Result};
 use crate::metrics::redact;
 use crate::model::is_model_folder;
@@ -46,10 +46,8 @@ pub fn resume(
             Manifest::verify(folder, moved).map(|()| Some(folder.into()))
         }
     })?;
-    let text = folder.map(|folder| folder.to_string_lossy().into_owned()).unwrap_or_default();
-    let gathered = all_gather_bytes(&*world.group(), text.as_bytes())?;
-    let folder = String::from_utf8_lossy(&gathered[0]).into_owned();
-    if folder.is_empty() {
+    let text = folder.map(|folder| folder.to_string_lossy().into_owned());
+    let Some(folder) = first_text(&*world.group(), text)? else {
         if options.from.is_some() && world.rank() == 0 {
             terminal::say(format_args!(
                 "no checkpoint in {}: training starts from the beginning",
@@ -57,7 +55,7 @@ pub fn resume(
             ));
         }
         return Ok(None);
-    }
+    };
     let checkpoint = Checkpoint::open(Path::new(&folder), false)?;
     check_changes(&checkpoint, changes(&checkpoint)?, options.is_forced, world.rank() == 0)?;
     Ok(Some(checkpoint))

@@ -10,7 +10,7 @@ use super::process::print_first;
 use crate::config::RewardConfig;
 use crate::cuda::{self, residual_kind};
 use crate::data::{Dataset, DatasetOptions, Message, Tokenizer};
-use crate::dist::{World, all_gather_bytes, first_text};
+use crate::dist::{World, all_gather_json, first_text};
 use crate::error::{Error, Result};
 use crate::eval::{self, Estimate};
 use crate::memory;
@@ -39,11 +39,8 @@ pub(super) fn generate(args: &GenerateArgs, world: Arc<World>, kind: Kind) -> Re
     let groups =
         served.with_engine(|rollout| phase::scope(Phase::Generate, || rollout.generate(&prompts, &params, |_| ())))?;
     let own: Vec<(u64, String)> = groups.iter().map(|group| (group.prompt.id, lines(group))).collect();
-    let own = serde_json::to_vec(&own).expect("numbers and text");
-    let mut all: Vec<(u64, String)> = all_gather_bytes(&*world.group(), &own)?
-        .iter()
-        .flat_map(|bytes| serde_json::from_slice::<Vec<_>>(bytes).expect("written above"))
-        .collect();
+    let of_ranks: Vec<Vec<(u64, String)>> = all_gather_json(&*world.group(), "gather completions", &own)?;
+    let mut all = of_ranks.concat();
     all.sort(); // as the prompts were given
     if world.rank() == 0 {
         all.iter().try_for_each(|(_, lines)| terminal::print(lines))?;

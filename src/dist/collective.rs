@@ -3,10 +3,12 @@
 use std::fmt::Debug;
 use std::sync::Arc;
 
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use tch::{Device, Kind, Tensor};
 
 use crate::cuda::PeerMemory;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::torch;
 
 /// How elements of several ranks become one.
@@ -94,6 +96,25 @@ pub fn all_gather_bytes(group: &dyn Collective, bytes: &[u8]) -> Result<Vec<Vec<
     Ok((0..group.size()).map(|rank| row(rank).to_vec()).collect())
 }
 
+/// Every rank's value, in rank order, on its way as JSON. `op` names the exchange in errors. Collective.
+///
+/// # Errors
+/// Those of [`Collective`]; [`Error::Collective`] for a value that JSON does not hold or that another rank's type does not read.
+pub fn all_gather_json<T: Serialize + ?Sized, U: DeserializeOwned>(
+    group: &dyn Collective,
+    op: &'static str,
+    own: &T,
+) -> Result<Vec<U>> {
+    let failed = |error: serde_json::Error| Error::Collective {
+        op,
+        group: group.name().to_owned(),
+        rank: group.ranks()[group.rank()],
+        message: error.to_string(),
+    };
+    let all = all_gather_bytes(group, &serde_json::to_vec(own).map_err(failed)?)?;
+    all.iter().map(|bytes| serde_json::from_slice(bytes).map_err(failed)).collect()
+}
+
 /// Every rank's host numbers, in rank order; all ranks pass equally many, at least one. Collective.
 ///
 /// # Errors
@@ -110,10 +131,8 @@ pub fn all_gather_f64(group: &dyn Collective, values: &[f64]) -> Result<Vec<Vec<
 /// # Errors
 /// Those of [`Collective`].
 pub fn first_text(group: &dyn Collective, own: Option<String>) -> Result<Option<String>> {
-    let marked = own.map_or_else(|| vec![0], |text| [&[1], text.as_bytes()].concat());
-    let all = all_gather_bytes(group, &marked)?;
-    let first = all.iter().find_map(|bytes| bytes.strip_prefix(&[1]));
-    Ok(first.map(|bytes| String::from_utf8_lossy(bytes).into_owned()))
+    let all: Vec<Option<String>> = all_gather_json(group, "first_text", &own)?;
+    Ok(all.into_iter().flatten().next())
 }
 
 /// Whether `flag` is set on any rank. Collective.

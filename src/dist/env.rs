@@ -17,7 +17,12 @@ pub struct WorkerEnv {
     pub master_addr: String,
     /// Port of the rendezvous store.
     pub master_port: u16,
+    /// How many times the run was started before.
+    pub attempt: u64,
 }
+
+/// Variable with the number of earlier starts of a run: torchrun's, which this crate's launcher sets, too.
+pub const RESTART_COUNT_VARIABLE: &str = "TORCHELASTIC_RESTART_COUNT";
 
 const WORKER_VARIABLES: [&str; 3] = ["RANK", "LOCAL_RANK", "WORLD_SIZE"];
 
@@ -53,6 +58,7 @@ impl WorkerEnv {
             local_world_size: get("LOCAL_WORLD_SIZE").map_or(Ok(world_size), |_| number(get, "LOCAL_WORLD_SIZE"))?,
             master_addr: get("MASTER_ADDR").unwrap_or_default(),
             master_port: number(get, "MASTER_PORT")?,
+            attempt: get(RESTART_COUNT_VARIABLE).map_or(Ok(0), |_| number(get, RESTART_COUNT_VARIABLE))?,
         }
         .checked()
     }
@@ -79,6 +85,7 @@ impl WorkerEnv {
             // The same on every rank, and apart from other jobs' on a shared node.
             master_port: get("MASTER_PORT")
                 .map_or(Ok((20_000 + job % 20_000) as u16), |_| number(get, "MASTER_PORT"))?,
+            attempt: get("SLURM_RESTART_COUNT").map_or(Ok(0), |_| number(get, "SLURM_RESTART_COUNT"))?,
         }
         .checked()
     }
@@ -162,7 +169,9 @@ mod tests {
         let all = "RANK=3 LOCAL_RANK=1 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=29500";
         let env = read(all).unwrap().unwrap();
         assert_eq!((env.rank, env.local_rank, env.world_size, env.local_world_size), (3, 1, 4, 2));
-        assert_eq!((env.master_addr.as_str(), env.master_port), ("a", 29500));
+        assert_eq!((env.master_addr.as_str(), env.master_port, env.attempt), ("a", 29500, 0));
+        let again = read(&format!("{all} TORCHELASTIC_RESTART_COUNT=2")).unwrap().unwrap();
+        assert_eq!(again.attempt, 2);
         let error = read("RANK=3 WORLD_SIZE=4").unwrap_err();
         assert_eq!(error.exit_code(), crate::error::ExitCode::Environment);
         assert!(error.to_string().contains("LOCAL_RANK, MASTER_ADDR, MASTER_PORT missing"), "{error}");
@@ -178,6 +187,7 @@ mod tests {
         let env = read(&format!("{step} {nodes}")).unwrap().unwrap();
         assert_eq!((env.rank, env.local_rank, env.world_size, env.local_world_size), (5, 1, 7, 3));
         assert_eq!((env.master_addr.as_str(), env.master_port), ("gpu03", 21234));
+        assert_eq!(read(&format!("{step} {nodes} SLURM_RESTART_COUNT=1")).unwrap().unwrap().attempt, 1);
         assert!(read(step).unwrap().is_none());
         assert!(read("SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_STEP_NODELIST=a").unwrap().is_none());
         let one = read("SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=1 SLURM_JOB_ID=7 SLURM_STEP_NODELIST=a");

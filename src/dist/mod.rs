@@ -1,8 +1,11 @@
 //! Ranks and what they say to one another: how they meet ([`World`]), how they are grouped ([`Mesh`]) and what a group does
-//! together ([`Collective`]), in shared memory on a CPU and through NCCL on GPUs. Knows nothing of models.
+//! together ([`Collective`]), in shared memory on a CPU and through NCCL on GPUs. What is no tensor goes over the control plane
+//! (`control`). Knows nothing of models.
 
+mod carrier;
 mod checks;
 mod collective;
+mod control;
 mod env;
 mod lane;
 mod mesh;
@@ -16,14 +19,17 @@ mod single;
 pub(crate) mod testing;
 mod world;
 
-pub use collective::{Collective, ReduceOp, all_gather_bytes, all_gather_f64, all_reduce_f64, any_rank, first_text};
-pub use env::WorkerEnv;
+pub use carrier::Backend;
+pub use collective::{
+    Collective, ReduceOp, all_gather_bytes, all_gather_f64, all_gather_json, all_reduce_f64, any_rank, first_text,
+};
+pub use env::{RESTART_COUNT_VARIABLE, WorkerEnv};
 pub use lane::{Lane, Work};
 pub use mesh::Mesh;
 pub use nccl::NCCL_SETTINGS;
 pub use rendezvous::{SEGMENT_FD_VARIABLE, STORE_FD_VARIABLE, SharedSegment};
 pub use single::SingleRank;
-pub use world::{Backend, World, WorldOptions};
+pub use world::{World, WorldOptions};
 
 use std::ops::Range;
 

@@ -2,13 +2,16 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::collective::{Collective, all_gather_bytes};
+use super::control::{ControlPlane, RankGroup};
 use crate::cuda::{Context, HANDLE_BYTES, PeerMemory};
 use crate::error::{Error, Result};
 
 /// A group's memory, from when it is first asked for.
 #[derive(Debug, Default)]
 pub(super) struct Peers(Mutex<Option<Known>>);
+
+/// The host side of a group.
+type Host<'a> = (&'a dyn ControlPlane, &'a Arc<RankGroup>);
 
 #[derive(Debug, Clone)]
 struct Known {
@@ -19,10 +22,10 @@ struct Known {
 }
 
 impl Peers {
-    /// As [`Collective::peer_memory`], of the group whose host side is `host`; zeroed anew in every `epoch`.
+    /// [`Collective::peer_memory`](super::Collective::peer_memory) of the group that `host` has; zeroed anew in every `epoch`.
     pub(super) fn memory(
         &self,
-        host: &dyn Collective,
+        host: Host<'_>,
         ordinal: usize,
         epoch: u64,
         bytes: usize,
@@ -36,9 +39,10 @@ impl Peers {
                 }
                 // A kernel of any rank may still be on its way into any memory, and must be over before that is zeroed.
                 Context::retain(ordinal)?.synchronize()?;
-                host.barrier()?;
+                let (control, group) = host;
+                control.barrier(group)?;
                 memory.clear()?;
-                host.barrier()?;
+                control.barrier(group)?;
                 Some(memory)
             }
             _ => connect(host, ordinal, bytes)?,
@@ -60,28 +64,28 @@ impl Peers {
 }
 
 /// Memory of every rank, mapped by every rank; none, on all of them, if one cannot.
-fn connect(host: &dyn Collective, ordinal: usize, bytes: usize) -> Result<Option<Arc<PeerMemory>>> {
+fn connect((control, group): Host<'_>, ordinal: usize, bytes: usize) -> Result<Option<Arc<PeerMemory>>> {
     let context = Context::retain(ordinal)?;
-    let mut memory = PeerMemory::allocate(&context, (host.rank(), host.size()), bytes)?;
+    let mut memory = PeerMemory::allocate(&context, (group.rank, group.ranks.len()), bytes)?;
     let offer = memory.handle();
-    let handles = all_gather_bytes(host, offer.as_ref().map_or(&[], |handle| &handle[..]))?;
-    let mapped = offer.and_then(|_| map_peers(&mut memory, host, &handles));
+    let handles = control.all_gather_bytes(group, offer.as_ref().map_or(&[], |handle| &handle[..]))?;
+    let mapped = offer.and_then(|_| map_peers(&mut memory, group, &handles));
     let refusal = mapped.err().map(|error| error.to_string()).unwrap_or_default();
-    let refusals = all_gather_bytes(host, refusal.as_bytes())?;
+    let refusals = control.all_gather_bytes(group, refusal.as_bytes())?;
     let Some((rank, refusal)) = refusals.iter().enumerate().find(|(_, refusal)| !refusal.is_empty()) else {
         return Ok(Some(Arc::new(memory)));
     };
-    if host.rank() == 0 {
-        let (name, rank, refusal) = (host.name(), host.ranks()[rank], String::from_utf8_lossy(refusal));
+    if group.rank == 0 {
+        let (name, rank, refusal) = (&group.name, group.ranks[rank], String::from_utf8_lossy(refusal));
         tracing::warn!("group '{name}' sums through NCCL alone: rank {rank} cannot map its peers' memory: {refusal}");
     }
     Ok(None)
 }
 
-fn map_peers(memory: &mut PeerMemory, host: &dyn Collective, handles: &[Vec<u8>]) -> Result<()> {
-    for (rank, handle) in handles.iter().enumerate().filter(|(rank, _)| *rank != host.rank()) {
+fn map_peers(memory: &mut PeerMemory, group: &RankGroup, handles: &[Vec<u8>]) -> Result<()> {
+    for (rank, handle) in handles.iter().enumerate().filter(|(rank, _)| *rank != group.rank) {
         let handle: &[u8; HANDLE_BYTES] = handle.as_slice().try_into().map_err(|_| Error::Environment {
-            message: format!("rank {} cannot share its memory", host.ranks()[rank]),
+            message: format!("rank {} cannot share its memory", group.ranks[rank]),
         })?;
         memory.map(rank, handle)?;
     }

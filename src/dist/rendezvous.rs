@@ -92,13 +92,14 @@ fn through_store(env: &WorkerEnv, options: &WorldOptions) -> Result<(Segment, Op
         let place = made.as_ref().map(|(_, file)| (std::process::id(), file.as_raw_fd()));
         let told: Result<Place, String> = place.map_err(ToString::to_string);
         let json = serde_json::to_vec(&told).expect("numbers and text");
-        let told = store.clone();
-        heeding_stop(move || told.set(&key(), &json))?;
+        let (told, key) = (store.clone(), key(env));
+        heeding_stop(move || told.set(&key, &json))?;
         let (segment, file) = made?;
         return Ok((segment, Some(Offered { _file: file, _store: store })));
     }
     let refuse = |message: String| Error::Environment { message: format!("rendezvous: {message}") };
-    let json = heeding_stop(move || store.get(&key()))?;
+    let key = key(env);
+    let json = heeding_stop(move || store.get(&key))?;
     let told: Result<Place, String> = serde_json::from_slice(&json).map_err(|error| refuse(error.to_string()))?;
     let (process, fd) = told.map_err(refuse)?;
     let path = format!("/proc/{process}/fd/{fd}");
@@ -127,8 +128,8 @@ fn heeding_stop<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'st
 }
 
 /// A restart under torchrun meets in the same store, so that keys carry its number.
-fn key() -> String {
-    format!("colo-grpo/{}/segment", std::env::var("TORCHELASTIC_RESTART_COUNT").unwrap_or_default())
+fn key(env: &WorkerEnv) -> String {
+    format!("colo-grpo/{}/segment", env.attempt)
 }
 
 fn open_store(env: &WorkerEnv, options: &WorldOptions) -> Result<Store> {

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::collective::Collective;
-use super::shm::{Member, Segment};
+use super::control::ControlPlane;
+use super::shm::{Member, Segment, ShmControl};
 use super::world::World;
 use crate::error::Error;
 
@@ -22,11 +23,25 @@ pub(crate) fn worlds_with<T: Send>(
     timeout: Duration,
     body: impl Fn(World) -> T + Sync,
 ) -> Vec<T> {
+    members(num_ranks, slot_bytes, timeout, |member, rank| body(World::in_process(member, rank, num_ranks)))
+}
+
+/// Runs `body` on `num_ranks` threads, each with its end of the control plane and its rank, in this `attempt` of a run.
+pub(super) fn controls(num_ranks: usize, attempt: u64, body: impl Fn(&dyn ControlPlane, usize) + Sync) {
+    let run = |member, rank| body(&ShmControl::new(member, attempt), rank);
+    members(num_ranks, 64 << 10, Duration::from_secs(20), run);
+}
+
+fn members<T: Send>(
+    num_ranks: usize,
+    slot_bytes: usize,
+    timeout: Duration,
+    body: impl Fn(Arc<Member>, usize) -> T + Sync,
+) -> Vec<T> {
     let segment = Arc::new(Segment::in_process(num_ranks, slot_bytes).unwrap());
     let run = |rank: usize| {
         let member = Arc::new(Member::new(segment.clone(), rank, timeout));
-        let world = World::in_process(member.clone(), rank, num_ranks);
-        catch_unwind(AssertUnwindSafe(|| body(world))).inspect_err(|_| {
+        catch_unwind(AssertUnwindSafe(|| body(member.clone(), rank))).inspect_err(|_| {
             member.post(&Error::Panic { place: "a test's rank", message: format!("rank {rank}") });
         })
     };

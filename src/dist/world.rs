@@ -6,23 +6,22 @@ use std::time::Duration;
 
 use tch::Device;
 
-use super::collective::{Collective, all_gather_bytes};
+use super::carrier::{Backend, Carrier};
+use super::collective::Collective;
+use super::control::{Alone, ControlPlane, RankGroup};
 use super::env::WorkerEnv;
 use super::lane::Lane;
 use super::nccl::{self, NcclGroups};
 use super::rendezvous;
-use super::shm::{Member, PARTITIONS, ShmGroup};
+#[cfg(test)]
+use super::shm::Member;
+use super::shm::{PARTITIONS, ShmControl};
 use super::single::SingleRank;
 use crate::error::{Error, Result};
 
-/// What carries tensors between ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Backend {
-    /// Shared memory, for CPU tensors of ranks on one host.
-    Shm,
-    /// NCCL, one GPU a rank.
-    Nccl,
-}
+/// The world's division for tensors of all ranks; that for host data is 0, others follow.
+const TENSORS: usize = 1;
+const FIRST_DIVISION: usize = 2;
 
 /// How to join a world.
 #[derive(Debug, Clone, PartialEq)]
@@ -45,15 +44,13 @@ impl Default for WorldOptions {
 #[derive(Debug)]
 pub struct World {
     env: WorkerEnv,
-    /// Shared memory with the other ranks; none in a world of one.
-    member: Option<Arc<Member>>,
-    /// All ranks, for host data.
-    host: Arc<dyn Collective>,
+    control: Arc<dyn ControlPlane>,
+    everyone: Arc<RankGroup>,
+    tensors: Carrier,
     /// All ranks, for tensors.
     group: Arc<dyn Collective>,
-    nccl: Option<NcclGroups>,
     lane: Arc<Lane>,
-    next_partition: AtomicUsize,
+    next_division: AtomicUsize,
 }
 
 impl World {
@@ -66,6 +63,7 @@ impl World {
             local_world_size: 1,
             master_addr: "127.0.0.1".to_owned(),
             master_port: 0,
+            attempt: 0,
         };
         Self::alone(env, Device::Cpu, Lane::immediate())
     }
@@ -89,9 +87,20 @@ impl World {
     }
 
     fn alone(env: WorkerEnv, device: Device, lane: Arc<Lane>) -> Self {
+        let control = Arc::new(Alone { attempt: env.attempt });
         let group = Arc::new(SingleRank::new("world", 0, device));
-        let next_partition = AtomicUsize::new(1);
-        Self { env, member: None, host: group.clone(), group, nccl: None, lane, next_partition }
+        Self::new(env, control, Carrier::Nobody, group, lane)
+    }
+
+    fn new(
+        env: WorkerEnv,
+        control: Arc<dyn ControlPlane>,
+        tensors: Carrier,
+        group: Arc<dyn Collective>,
+        lane: Arc<Lane>,
+    ) -> Self {
+        let everyone = everyone(&env, 0);
+        Self { env, control, everyone, tensors, group, lane, next_division: AtomicUsize::new(FIRST_DIVISION) }
     }
 
     /// Joins the other ranks in shared memory: under this crate's launcher, the memory that it gave each of them; else rank
@@ -114,32 +123,25 @@ impl World {
             return Ok(Self::alone(env.clone(), device, lane));
         }
         let member = Arc::new(rendezvous::meet(env, &options)?);
-        let mut world = Self::of_member(env.clone(), member.clone());
-        if let Device::Cuda(ordinal) = device {
-            world.lane = lane;
-            let ranks: Vec<usize> = (0..env.world_size).collect();
-            let host =
-                ShmGroup::new(member.clone(), world.next_partition.fetch_add(1, Ordering::Relaxed), "world", &ranks);
-            let nccl = NcclGroups::new(member, ordinal, options.timeout, world.lane.clone())?;
-            world.group = nccl.add(host)?;
-            world.nccl = Some(nccl);
-        }
-        Ok(world)
+        let control: Arc<dyn ControlPlane> = Arc::new(ShmControl::new(member.clone(), env.attempt));
+        let tensors = match device {
+            Device::Cuda(ordinal) => {
+                Carrier::Nccl(NcclGroups::new(control.clone(), ordinal, options.timeout, lane.clone())?)
+            }
+            _ => Carrier::Shm(member),
+        };
+        let group = tensors.group(everyone(env, TENSORS), device)?;
+        Ok(Self::new(env.clone(), control, tensors, group, lane))
     }
 
     #[cfg(test)]
     pub(super) fn in_process(member: Arc<Member>, rank: usize, world_size: usize) -> Self {
         let alone = Self::single().env;
         let env = WorkerEnv { rank, local_rank: rank, world_size, local_world_size: world_size, ..alone };
-        Self::of_member(env, member)
-    }
-
-    fn of_member(env: WorkerEnv, member: Arc<Member>) -> Self {
-        let ranks: Vec<usize> = (0..env.world_size).collect();
-        let group = Arc::new(ShmGroup::new(member.clone(), 0, "world", &ranks));
-        let next_partition = AtomicUsize::new(1);
-        let lane = Lane::immediate();
-        Self { env, member: Some(member), host: group.clone(), group, nccl: None, lane, next_partition }
+        let control = Arc::new(ShmControl::new(member.clone(), env.attempt));
+        let tensors = Carrier::Shm(member);
+        let group = tensors.group(everyone(&env, TENSORS), Device::Cpu).expect("nothing to connect");
+        Self::new(env, control, tensors, group, Lane::immediate())
     }
 
     /// This rank.
@@ -160,6 +162,11 @@ impl World {
     /// Ranks on this host.
     pub fn local_size(&self) -> usize {
         self.env.local_world_size
+    }
+
+    /// How many times the launcher, or torchrun, started the run before.
+    pub fn attempt(&self) -> u64 {
+        self.control.attempt()
     }
 
     /// Where this rank's tensors are.
@@ -183,23 +190,19 @@ impl World {
     /// # Errors
     /// [`Error::Collective`] if the ranks disagree; [`Error::InvalidArgument`] past the number of divisions there is room for.
     pub fn subgroup(&self, name: &str, ranks: &[usize]) -> Result<Arc<dyn Collective>> {
-        let partition = self.next_partition.fetch_add(1, Ordering::Relaxed);
+        let division = self.next_division.fetch_add(1, Ordering::Relaxed);
         self.check_subgroup(name, ranks)?;
-        let Some(member) = self.member.as_ref().filter(|_| ranks.len() > 1) else {
-            return Ok(Arc::new(SingleRank::new(name, self.rank(), self.group.device())));
-        };
-        if partition >= PARTITIONS {
+        if ranks.len() == 1 {
+            return Ok(Arc::new(SingleRank::new(name, self.rank(), self.device())));
+        }
+        if division >= PARTITIONS {
             return Err(Error::InvalidArgument {
                 op: "World::subgroup",
-                expected: format!("at most {} divisions of the world", PARTITIONS - 1),
+                expected: format!("at most {} divisions of the world", PARTITIONS - FIRST_DIVISION),
                 got: format!("another one, '{name}'"),
             });
         }
-        let host = ShmGroup::new(member.clone(), partition, name, ranks);
-        match &self.nccl {
-            Some(nccl) => nccl.add(host),
-            None => Ok(Arc::new(host)),
-        }
+        self.tensors.group(RankGroup::new(division, name, ranks, self.rank()), self.device())
     }
 
     /// Every rank names itself once, and the ranks of a group name the same group.
@@ -210,7 +213,7 @@ impl World {
             return Err(Error::InvalidArgument { op: "World::subgroup", expected, got: format!("{ranks:?}") });
         }
         let own = format!("'{name}' of {ranks:?}");
-        let all = all_gather_bytes(self.host.as_ref(), own.as_bytes())?;
+        let all = self.control.all_gather_bytes(&self.everyone, own.as_bytes())?;
         for (rank, theirs) in all.iter().enumerate() {
             let theirs = String::from_utf8_lossy(theirs);
             let same_name = theirs.starts_with(&format!("'{name}' of "));
@@ -230,15 +233,14 @@ impl World {
     /// # Errors
     /// The first failure; [`Error::CollectiveTimeout`] if ranks do not come to agree.
     pub fn agree<T>(&self, result: Result<T>) -> Result<T> {
-        let Some(member) = &self.member else { return result };
         if let Err(error) = &result {
-            member.post(error);
+            self.control.post_failure(error);
         }
-        let verdict = match member.agree() {
+        let verdict = match self.control.agree() {
             Ok(verdict) => verdict,
             Err(unreached) => return Err(result.err().unwrap_or(unreached)),
         };
-        if let (Some(_), Some(nccl)) = (&verdict, &self.nccl) {
+        if let (Some(_), Carrier::Nccl(nccl)) = (&verdict, &self.tensors) {
             // The verdict is the cause: what cannot be rebuilt fails in the next collective.
             if let Err(error) = nccl.rebuild() {
                 tracing::error!("after a failure the GPUs' groups cannot be made anew: {error}");
@@ -256,15 +258,19 @@ impl World {
     /// Tells all ranks of a failure at once: those in a collective return [`Error::PeerFailed`]. [`World::agree`] does it
     /// too, when this rank comes to it.
     pub fn post_failure(&self, error: &Error) {
-        if let Some(member) = &self.member {
-            member.post(error);
-        }
+        self.control.post_failure(error);
     }
 
     /// Whether a rank has told of a failure that is not agreed upon yet.
     pub fn has_failed(&self) -> bool {
-        self.member.as_ref().is_some_and(|member| member.failure().is_some())
+        self.control.failure().is_some()
     }
+}
+
+/// All ranks, as a group of one of the world's divisions.
+fn everyone(env: &WorkerEnv, division: usize) -> Arc<RankGroup> {
+    let ranks: Vec<usize> = (0..env.world_size).collect();
+    RankGroup::new(division, "world", &ranks, env.rank)
 }
 
 #[cfg(test)]

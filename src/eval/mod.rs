@@ -7,8 +7,8 @@ use std::fmt;
 use serde::Serialize;
 
 use crate::data::Dataset;
-use crate::dist::{Collective, ReduceOp, World, all_gather_bytes, all_reduce_f64, share};
-use crate::error::{Error, Result};
+use crate::dist::{Collective, ReduceOp, World, all_gather_json, all_reduce_f64, share};
+use crate::error::Result;
 use crate::grpo::BatchStats;
 use crate::metrics::MetricValues;
 use crate::types::{Completion, Prompt, RolloutGroup};
@@ -122,15 +122,8 @@ type Values = Vec<Option<f32>>;
 /// Statistics of each list over all ranks. Ranks have consecutive problems, so that the values lie in one order, and the bits of a
 /// result do not depend on the number of ranks. Collective over `group`.
 fn stats_of_all_ranks(values: &[Values], group: &dyn Collective) -> Result<Vec<BatchStats>> {
-    let failed = |error: serde_json::Error| Error::Collective {
-        op: "gather an evaluation",
-        group: group.name().to_owned(),
-        rank: group.rank(),
-        message: error.to_string(),
-    };
     let mut all = vec![Values::new(); values.len()];
-    for bytes in all_gather_bytes(group, &serde_json::to_vec(values).map_err(failed)?)? {
-        let of_rank: Vec<Values> = serde_json::from_slice(&bytes).map_err(failed)?;
+    for of_rank in all_gather_json::<_, Vec<Values>>(group, "gather an evaluation", values)? {
         all.iter_mut().zip(of_rank).for_each(|(all, of_rank)| all.extend(of_rank));
     }
     Ok(all.into_iter().map(BatchStats::of).collect())

@@ -15,9 +15,6 @@ use crate::dist::{SEGMENT_FD_VARIABLE, STORE_FD_VARIABLE};
 use crate::error::{Error, Result};
 use crate::phase::{Limits, PROGRAM, PULSE_FD_VARIABLE};
 
-/// Variable with the number of restarts so far; torchrun's.
-pub const RESTART_COUNT_VARIABLE: &str = "TORCHELASTIC_RESTART_COUNT";
-
 /// Where workers meet unless told otherwise: reached from this machine alone.
 pub const LOOPBACK: &str = "127.0.0.1";
 

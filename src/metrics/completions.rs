@@ -15,7 +15,7 @@ use parquet::schema::types::Type;
 use serde::{Deserialize, Serialize};
 
 use crate::data::check_schema;
-use crate::dist::{Collective, all_gather_bytes};
+use crate::dist::{Collective, all_gather_json};
 use crate::error::{Error, Result};
 use crate::types::RolloutGroup;
 use crate::untrusted;
@@ -66,19 +66,13 @@ impl CompletionsWriter {
     /// # Errors
     /// Those of the collective.
     pub fn write(&mut self, step: u64, groups: &[RolloutGroup], group: &dyn Collective) -> Result<()> {
-        let own = serde_json::to_vec(&self.rows(step, groups)).map_err(|error| gather_failed(group, &error))?;
-        let gathered = all_gather_bytes(group, &own)?;
+        let rows: Vec<Vec<CompletionRow>> = all_gather_json(group, "gather completions", &self.rows(step, groups))?;
         if group.rank() != 0 {
             return Ok(());
         }
-        let mut rows: Vec<CompletionRow> = Vec::new();
-        for bytes in gathered {
-            let more: Vec<_> = serde_json::from_slice(&bytes).map_err(|error| gather_failed(group, &error))?;
-            rows.extend(more);
-        }
         let path = self.folder.join(format!("completions_{step:05}.parquet"));
         let written = std::fs::create_dir_all(&self.folder).map_err(Error::io(&self.folder));
-        if let Err(error) = written.and_then(|()| write_rows(&path, &self.reward_names, &rows))
+        if let Err(error) = written.and_then(|()| write_rows(&path, &self.reward_names, &rows.concat()))
             && !std::mem::replace(&mut self.has_failed, true)
         {
             tracing::warn!("completions cannot be written: {error}; training goes on, this is said once");
@@ -98,11 +92,6 @@ impl CompletionsWriter {
         })
         .collect()
     }
-}
-
-fn gather_failed(group: &dyn Collective, error: &serde_json::Error) -> Error {
-    let rank = group.ranks()[group.rank()];
-    Error::Collective { op: "gather completions", group: group.name().to_owned(), rank, message: error.to_string() }
 }
 
 /// Reads a file that [`CompletionsWriter`] wrote.

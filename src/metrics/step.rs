@@ -4,8 +4,13 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::dist::{Collective, all_gather_bytes};
+use crate::dist::{Collective, all_gather_json};
 use crate::error::{Error, Result};
+
+const OP: &str = "reduce metrics";
+
+/// A metric on its way to other ranks: name, reduction, bits of value and count.
+type Row = (String, Reduce, u64, u64);
 
 /// Reduced metrics by name. NaN stands for a mean, least or greatest of nothing and is written as null.
 pub type MetricValues = BTreeMap<String, f64>;
@@ -55,43 +60,30 @@ impl StepMetrics {
     /// Those of the collective; [`Error::Collective`] if ranks declare one name differently.
     pub fn reduce(&self, group: &dyn Collective) -> Result<MetricValues> {
         let mut total: BTreeMap<String, Entry> = BTreeMap::new();
-        for bytes in all_gather_bytes(group, &self.encode())? {
-            for (name, entry) in decode(&bytes, group)?.entries {
-                let Some(sum) = total.get_mut(&name) else {
-                    total.insert(name, entry);
-                    continue;
-                };
-                if sum.reduce != entry.reduce {
-                    return Err(disagreement(group, format!("'{name}' is {:?} and {:?}", sum.reduce, entry.reduce)));
-                }
-                sum.add(&entry);
+        let all: Vec<Vec<Row>> = all_gather_json(group, OP, &self.rows())?;
+        for (name, reduce, value, count) in all.into_iter().flatten() {
+            let entry = Entry { reduce, value: f64::from_bits(value), count: f64::from_bits(count) };
+            let Some(sum) = total.get_mut(&name) else {
+                total.insert(name, entry);
+                continue;
+            };
+            if sum.reduce != entry.reduce {
+                let message = format!("'{name}' is {:?} and {:?}", sum.reduce, entry.reduce);
+                let rank = group.ranks()[group.rank()];
+                return Err(Error::Collective { op: OP, group: group.name().to_owned(), rank, message });
             }
+            sum.add(&entry);
         }
         Ok(total.into_iter().map(|(name, entry)| (name, entry.result())).collect())
     }
 
     /// Bit patterns keep every value exact, NaN and infinities too.
-    fn encode(&self) -> Vec<u8> {
-        let rows = self
-            .entries
-            .iter()
-            .map(|(name, entry)| serde_json::json!([name, entry.reduce, entry.value.to_bits(), entry.count.to_bits()]));
-        serde_json::Value::from_iter(rows).to_string().into_bytes()
+    fn rows(&self) -> Vec<Row> {
+        let row = |(name, entry): (&String, &Entry)| {
+            (name.clone(), entry.reduce, entry.value.to_bits(), entry.count.to_bits())
+        };
+        self.entries.iter().map(row).collect()
     }
-}
-
-fn decode(bytes: &[u8], group: &dyn Collective) -> Result<StepMetrics> {
-    let rows: Vec<(String, Reduce, u64, u64)> =
-        serde_json::from_slice(bytes).map_err(|error| disagreement(group, error.to_string()))?;
-    let entry = |(name, reduce, value, count)| {
-        (name, Entry { reduce, value: f64::from_bits(value), count: f64::from_bits(count) })
-    };
-    Ok(StepMetrics { entries: rows.into_iter().map(entry).collect() })
-}
-
-fn disagreement(group: &dyn Collective, message: String) -> Error {
-    let rank = group.ranks()[group.rank()];
-    Error::Collective { op: "reduce metrics", group: group.name().to_owned(), rank, message }
 }
 
 impl Entry {

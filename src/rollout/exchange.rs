@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::request::{Request, refuse};
-use crate::dist::{Collective, all_gather_bytes};
-use crate::error::{Error, Result};
+use crate::dist::{Collective, all_gather_json};
+use crate::error::Result;
 use crate::types::{SamplingParams, UnfinishedCompletion, UnfinishedGroup};
 
 /// The rank of the tensor-parallel group that brought a request, and the request's index there.
@@ -32,12 +32,11 @@ pub(super) fn exchange(
         (prompt.id, &prompt.token_ids, step, completions) // a [`Sent`]
     });
     let own: Vec<_> = sent.collect();
-    let own = serde_json::to_vec(&(format!("{params:?}"), num_groups, own)).map_err(|error| unreadable(&error))?;
+    let own = (format!("{params:?}"), num_groups, own);
+    let of_ranks: Vec<(String, usize, Vec<Sent>)> = all_gather_json(tp, "gather prompts", &own)?;
     let (mut requests, mut surplus, mut num_groups) = (Vec::new(), Vec::new(), 0);
     let mut params_of_first = None;
-    for (rank, bytes) in all_gather_bytes(tp, &own)?.iter().enumerate() {
-        let (theirs, to_complete, groups): (String, usize, Vec<Sent>) =
-            serde_json::from_slice(bytes).map_err(|error| unreadable(&error))?;
+    for (rank, (theirs, to_complete, groups)) in of_ranks.into_iter().enumerate() {
         let first = params_of_first.get_or_insert_with(|| theirs.clone());
         if *first != theirs {
             return refuse(format!("the sampling parameters of rank 0 ({first}) on rank {rank}"), theirs);
@@ -61,10 +60,6 @@ pub(super) fn exchange(
         );
     }
     Ok((requests, num_groups))
-}
-
-fn unreadable(error: &serde_json::Error) -> Error {
-    Error::InvalidArgument { op: "RolloutEngine::generate", expected: "prompts as JSON".into(), got: error.to_string() }
 }
 
 #[cfg(test)]

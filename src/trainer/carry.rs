@@ -7,8 +7,8 @@ use super::sampling::Ahead;
 use crate::checkpoint::CarriedGroup;
 use crate::config::Config;
 use crate::data::Dataset;
-use crate::dist::{all_gather_bytes, share};
-use crate::error::{Error, Result};
+use crate::dist::{all_gather_json, share};
+use crate::error::Result;
 use crate::metrics::{Reduce, StepMetrics};
 use crate::rollout::{EngineStats, Rollout};
 use crate::types::{RolloutGroup, UnfinishedGroup};
@@ -90,24 +90,10 @@ impl Trainer {
             }
         }
         carry.num_carried = kept.len();
-        self.carried = self.gather(&kept)?;
+        let of_ranks: Vec<Vec<CarriedGroup>> =
+            all_gather_json(&*self.world.group(), "gather unfinished groups", &kept)?;
+        self.carried = of_ranks.concat();
         Ok((rollout.complete.into_iter().map(|(_, group)| group).collect(), carry))
-    }
-
-    /// The groups of all ranks, in rank order; collective over the world.
-    fn gather(&self, own: &[CarriedGroup]) -> Result<Vec<CarriedGroup>> {
-        let failed = |error: serde_json::Error| Error::Collective {
-            op: "gather unfinished groups",
-            group: self.world.group().name().to_owned(),
-            rank: self.world.rank(),
-            message: error.to_string(),
-        };
-        let own = serde_json::to_vec(own).map_err(failed)?;
-        let mut all = Vec::new();
-        for bytes in all_gather_bytes(&*self.world.group(), &own)? {
-            all.extend(serde_json::from_slice::<Vec<CarriedGroup>>(&bytes).map_err(failed)?);
-        }
-        Ok(all)
     }
 }
 

@@ -165,8 +165,7 @@ pub(super) struct Parts<'a> {
 
 /// Arms the injected fault, if there is one: in the first attempt of a run alone, so that a restart gets past it.
 pub(super) fn arm_fault(config: &Config, world: &World) {
-    let is_restart = std::env::var("TORCHELASTIC_RESTART_COUNT").is_ok_and(|count| count != "0");
-    let fault = config.fault.as_ref().filter(|_| !is_restart).and_then(|fault| fault.parse().ok());
+    let fault = config.fault.as_ref().filter(|_| world.attempt() == 0).and_then(|fault| fault.parse().ok());
     let device = world.device();
     phase::on_fill(move |left_bytes| memory::fill(device, left_bytes));
     phase::arm_fault(fault, world.rank());

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use cudarc::nccl::sys;
 use tch::{Device, Kind, Tensor};
@@ -13,9 +13,9 @@ use super::lock;
 use crate::cuda::PeerMemory;
 use crate::dist::checks;
 use crate::dist::collective::{Collective, ReduceOp};
+use crate::dist::control::{ControlPlane, Deadline, RankGroup};
 use crate::dist::lane::Lane;
 use crate::dist::peers::Peers;
-use crate::dist::shm::{Member, ShmGroup};
 use crate::error::{Error, Result};
 use crate::phase;
 use crate::torch;
@@ -23,9 +23,8 @@ use crate::torch;
 /// One group of ranks, one GPU each.
 #[derive(Debug)]
 pub(super) struct NcclGroup {
-    /// The same ranks in shared memory.
-    host: ShmGroup,
-    member: Arc<Member>,
+    group: Arc<RankGroup>,
+    control: Arc<dyn ControlPlane>,
     ordinal: usize,
     timeout: Duration,
     lane: Arc<Lane>,
@@ -38,22 +37,26 @@ pub(super) struct NcclGroup {
 
 impl NcclGroup {
     /// Not connected yet.
-    pub(super) fn new(host: ShmGroup, member: Arc<Member>, ordinal: usize, timeout: Duration, lane: Arc<Lane>) -> Self {
+    pub(super) fn new(
+        group: Arc<RankGroup>,
+        control: Arc<dyn ControlPlane>,
+        ordinal: usize,
+        timeout: Duration,
+        lane: Arc<Lane>,
+    ) -> Self {
         let (communicator, epoch, peers) = (Mutex::new(None), AtomicU64::new(0), Peers::default());
-        Self { host, member, ordinal, timeout, lane, communicator, epoch, peers }
+        Self { group, control, ordinal, timeout, lane, communicator, epoch, peers }
     }
 
-    /// Builds the communicator; the first rank's id reaches the others through shared memory. Collective over the group.
+    /// Builds the communicator; the first rank's id reaches the others through the control plane. Collective over the group.
     pub(super) fn connect(&self) -> Result<()> {
         let mut id = [0; ID_BYTES];
-        if self.host.rank() == 0 {
+        if self.rank() == 0 {
             let (made, code) = Communicator::new_id();
             self.check("ncclGetUniqueId", code)?;
             id = made;
         }
-        let mut bytes = Tensor::from_slice(&id);
-        self.host.broadcast(&mut bytes, 0)?;
-        id.copy_from_slice(&torch::byte_vec(&bytes)?);
+        self.control.broadcast(&self.group, &mut id, 0)?;
         torch::set_cuda_device(self.ordinal)?;
         let (communicator, code) = Communicator::start(id, self.rank(), self.size());
         let Some(communicator) = communicator else { return self.check("ncclCommInitRankConfig", code) };
@@ -65,7 +68,7 @@ impl NcclGroup {
 
     /// Whether a rank of the world has told of a failure.
     pub(super) fn has_failed(&self) -> bool {
-        self.member.failure().is_some()
+        self.control.failure().is_some()
     }
 
     /// The communicator, to be taken away; held, nothing is queued.
@@ -88,11 +91,11 @@ impl NcclGroup {
         let communicator = lock(&self.communicator);
         let Some(communicator) = communicator.as_ref() else {
             let aborted = || self.error(op, "the communicator was aborted; World::agree builds it anew".to_owned());
-            return Err(self.member.failure().map_or_else(aborted, Error::from));
+            return Err(self.control.failure().map_or_else(aborted, Error::from));
         };
         self.lane.join()?;
         let stream = torch::current_cuda_stream(self.ordinal)?;
-        let seen = phase::collective(op, self.host.name(), bytes);
+        let seen = phase::collective(op, self.name(), bytes);
         let code = call(communicator.raw(), stream.cast());
         self.settle(op, communicator, code)?;
         seen.queued(); // a host that waits for the stream waits for peers
@@ -101,12 +104,12 @@ impl NcclGroup {
 
     /// Polls a call until NCCL has taken it on.
     fn settle(&self, op: &'static str, communicator: &Communicator, mut code: sys::ncclResult_t) -> Result<()> {
-        let deadline = Instant::now() + self.timeout;
+        let deadline = Deadline::after(self.timeout);
         while code == sys::ncclResult_t::ncclInProgress {
-            if let Some(failure) = self.member.failure() {
+            if let Some(failure) = self.control.failure() {
                 return Err(failure.into());
             }
-            if Instant::now() > deadline {
+            if deadline.is_over() {
                 return Err(self.error(op, format!("not under way after {:.1} s", self.timeout.as_secs_f64())));
             }
             std::thread::yield_now();
@@ -126,7 +129,7 @@ impl NcclGroup {
     }
 
     fn error(&self, op: &'static str, message: String) -> Error {
-        let group = self.host.name().to_owned();
+        let group = self.name().to_owned();
         Error::Collective { op, group, rank: self.ranks()[self.rank()], message }
     }
 }
@@ -135,15 +138,15 @@ impl NcclGroup {
 // writes them in stream order, and libtorch frees memory in the same stream's order.
 impl Collective for NcclGroup {
     fn name(&self) -> &str {
-        self.host.name()
+        &self.group.name
     }
 
     fn rank(&self) -> usize {
-        self.host.rank()
+        self.group.rank
     }
 
     fn ranks(&self) -> &[usize] {
-        self.host.ranks()
+        &self.group.ranks
     }
 
     fn device(&self) -> Device {
@@ -151,14 +154,14 @@ impl Collective for NcclGroup {
     }
 
     fn epoch(&self) -> Result<u64> {
-        match (lock(&self.communicator).is_some(), self.member.failure()) {
+        match (lock(&self.communicator).is_some(), self.control.failure()) {
             (false, Some(failure)) => Err(failure.into()),
             _ => Ok(self.epoch.load(Ordering::Relaxed)),
         }
     }
 
     fn peer_memory(&self, bytes: usize) -> Result<Option<Arc<PeerMemory>>> {
-        self.peers.memory(&self.host, self.ordinal, self.epoch()?, bytes)
+        self.peers.memory((&*self.control, &self.group), self.ordinal, self.epoch()?, bytes)
     }
 
     fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
@@ -224,7 +227,7 @@ impl Collective for NcclGroup {
     }
 
     fn barrier(&self) -> Result<()> {
-        self.host.barrier()
+        self.control.barrier(&self.group)
     }
 }
 

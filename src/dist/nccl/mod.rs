@@ -1,8 +1,8 @@
 //! Collectives between GPUs, through NCCL.
 //!
 //! Communicators are non-blocking: a call that is not done yet is polled, so that a peer's failure or the time limit ends the
-//! wait. Everything is queued on libtorch's current stream, or on that of the lane. Each group has a twin in shared memory
-//! with the same ranks, through which the host sides meet; its failure flag is watched by a thread that aborts all
+//! wait. Everything is queued on libtorch's current stream, or on that of the lane. The host sides of a group meet
+//! through the control plane; a thread watches it for a failure and aborts all
 //! communicators, which releases a host that waits for a stuck stream. `World::agree` builds them anew.
 #![allow(unsafe_code)]
 
@@ -18,8 +18,8 @@ use tch::Device;
 
 use self::group::NcclGroup;
 use super::collective::Collective;
+use super::control::{ControlPlane, RankGroup};
 use super::lane::Lane;
-use super::shm::{Member, ShmGroup};
 use crate::cuda;
 use crate::error::{Error, Result};
 use crate::torch;
@@ -60,7 +60,7 @@ fn check_settings(is_set: impl Fn(&str) -> bool) -> Result<()> {
 /// This rank's NCCL groups.
 #[derive(Debug)]
 pub(super) struct NcclGroups {
-    member: Arc<Member>,
+    control: Arc<dyn ControlPlane>,
     ordinal: usize,
     timeout: Duration,
     lane: Arc<Lane>,
@@ -70,20 +70,25 @@ pub(super) struct NcclGroups {
 
 impl NcclGroups {
     /// No groups yet, and the thread that will abort them when the world fails. It ends with this.
-    pub(super) fn new(member: Arc<Member>, ordinal: usize, timeout: Duration, lane: Arc<Lane>) -> Result<Self> {
+    pub(super) fn new(
+        control: Arc<dyn ControlPlane>,
+        ordinal: usize,
+        timeout: Duration,
+        lane: Arc<Lane>,
+    ) -> Result<Self> {
         let groups = Arc::new(Mutex::new(Vec::new()));
         let (watched, (stay, end)) = (Arc::clone(&groups), channel());
         let watcher = std::thread::Builder::new().name("nccl-watch".to_owned());
         let watcher = watcher
             .spawn(move || watch(&watched, &end))
             .map_err(|error| Error::Environment { message: format!("a thread to watch NCCL: {error}") })?;
-        Ok(Self { member, ordinal, timeout, lane, groups, watcher: Some((stay, watcher)) })
+        Ok(Self { control, ordinal, timeout, lane, groups, watcher: Some((stay, watcher)) })
     }
 
-    /// The GPU twin of a group in shared memory. Collective over the group.
-    pub(super) fn add(&self, host: ShmGroup) -> Result<Arc<dyn Collective>> {
-        let (member, lane) = (self.member.clone(), self.lane.clone());
-        let group = Arc::new(NcclGroup::new(host, member, self.ordinal, self.timeout, lane));
+    /// Connects the GPUs of a group. Collective over the group.
+    pub(super) fn add(&self, ranks: Arc<RankGroup>) -> Result<Arc<dyn Collective>> {
+        let (control, lane) = (self.control.clone(), self.lane.clone());
+        let group = Arc::new(NcclGroup::new(ranks, control, self.ordinal, self.timeout, lane));
         group.connect()?;
         lock(&self.groups).push(group.clone());
         Ok(group)

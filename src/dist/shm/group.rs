@@ -5,8 +5,8 @@
 //! again, every peer has arrived at the exchange in between, and so has finished reading.
 #![allow(unsafe_code)]
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::{Device, Kind, Tensor};
 
@@ -14,6 +14,7 @@ use super::member::{Member, Until};
 use super::reduce::reduce;
 use super::signature::{Op, Signature};
 use crate::dist::checks::{self, Memory};
+use crate::dist::control::RankGroup;
 use crate::dist::{Collective, ReduceOp};
 use crate::error::{Error, Result};
 use crate::phase;
@@ -22,34 +23,28 @@ use crate::phase;
 #[derive(Debug)]
 pub(in crate::dist) struct ShmGroup {
     member: Arc<Member>,
-    partition: usize,
-    name: String,
-    ranks: Vec<usize>,
-    rank: usize,
-    /// Operations of several threads on one group take turns.
-    turn: Mutex<()>,
+    group: Arc<RankGroup>,
 }
 
 impl ShmGroup {
-    /// The group of `ranks` (world ranks, this one among them) in a partition of the world.
-    pub(in crate::dist) fn new(member: Arc<Member>, partition: usize, name: &str, ranks: &[usize]) -> Self {
-        let rank = ranks.iter().position(|&rank| rank == member.rank).expect("a member of its own group");
-        Self { member, partition, name: name.to_owned(), ranks: ranks.to_vec(), rank, turn: Mutex::new(()) }
+    /// A group that `member` is in; its division is a partition of the segment.
+    pub(in crate::dist) fn new(member: Arc<Member>, group: Arc<RankGroup>) -> Self {
+        Self { member, group }
     }
 
     /// One chunk: `write` fills this rank's half; `read` is given every rank's half, in group order.
     fn exchange(&self, called: Signature, write: impl FnOnce(*mut u8), read: impl FnOnce(&[*const u8])) -> Result<()> {
-        let (member, partition) = (&self.member, self.partition);
+        let (member, partition, ranks) = (&self.member, self.group.division, &self.group.ranks);
         let half = (member.next_turn(partition) & 1) as usize;
         write(member.segment.half(partition, member.rank, half));
         let signature = |rank| &member.segment.line(partition, rank).signature[half];
         signature(member.rank).store(called.pack(), Ordering::Relaxed);
-        let turn = member.arrive(partition);
+        let (turn, deadline) = (member.arrive(partition), member.deadline());
         let op = called.op.name();
         member
-            .wait(partition, &self.ranks, turn, Until::Failure)
-            .map_err(|stopped| member.explain(stopped, op, &self.name))?;
-        for &rank in &self.ranks {
+            .wait(partition, ranks, turn, deadline, Until::Failure)
+            .map_err(|stopped| stopped.error(op, &self.group.name, member.rank, deadline))?;
+        for &rank in ranks {
             let theirs = signature(rank).load(Ordering::Relaxed);
             if theirs != called.pack() {
                 let theirs = Signature::unpack(theirs);
@@ -57,16 +52,16 @@ impl ShmGroup {
             }
         }
         let halves: Vec<*const u8> =
-            self.ranks.iter().map(|&rank| member.segment.half(partition, rank, half).cast_const()).collect();
+            ranks.iter().map(|&rank| member.segment.half(partition, rank, half).cast_const()).collect();
         read(&halves);
         Ok(())
     }
 
     /// Runs `exchange` for each chunk of what was `called`, at least once. `parts` chunks must fit half a slot together.
     fn chunked(&self, called: Signature, parts: usize, mut exchange: impl FnMut(Chunk) -> Result<()>) -> Result<()> {
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = self.member.turn(self.group.division);
         let bytes = called.bytes;
-        let _seen = phase::collective(called.op.name(), &self.name, bytes);
+        let _seen = phase::collective(called.op.name(), &self.group.name, bytes);
         let room = self.member.segment.half_bytes() / parts / 64 * 64;
         let mut start = 0;
         loop {
@@ -80,7 +75,7 @@ impl ShmGroup {
     }
 
     fn error(&self, op: &'static str, message: String) -> Error {
-        Error::Collective { op, group: self.name.clone(), rank: self.member.rank, message }
+        Error::Collective { op, group: self.group.name.clone(), rank: self.member.rank, message }
     }
 }
 
@@ -106,15 +101,15 @@ unsafe fn copy(source: *const u8, target: *mut u8, len: usize) {
 // another where the trait allows it, so everything goes through raw pointers and overlapping copies.
 impl Collective for ShmGroup {
     fn name(&self) -> &str {
-        &self.name
+        &self.group.name
     }
 
     fn rank(&self) -> usize {
-        self.rank
+        self.group.rank
     }
 
     fn ranks(&self) -> &[usize] {
-        &self.ranks
+        &self.group.ranks
     }
 
     fn device(&self) -> Device {
@@ -137,7 +132,7 @@ impl Collective for ShmGroup {
     }
 
     fn all_gather(&self, input: &Tensor, output: &mut Tensor) -> Result<()> {
-        let (input, output) = checks::pair("all_gather", input, output, self.ranks.len(), Device::Cpu)?;
+        let (input, output) = checks::pair("all_gather", input, output, self.size(), Device::Cpu)?;
         let (input, output, kind, bytes) = (input.address, output.address, input.kind, input.bytes);
         let called = Signature { op: Op::AllGather, kind, detail: 0, bytes };
         self.chunked(called, 1, |Chunk { start, len, .. }| {
@@ -156,15 +151,15 @@ impl Collective for ShmGroup {
     }
 
     fn reduce_scatter(&self, input: &Tensor, output: &mut Tensor) -> Result<()> {
-        let (output, input) = checks::pair("reduce_scatter", output, input, self.ranks.len(), Device::Cpu)?;
+        let (output, input) = checks::pair("reduce_scatter", output, input, self.size(), Device::Cpu)?;
         let (input, output, kind, bytes) = (input.address, output.address, output.kind, output.bytes);
         checks::reducible("reduce_scatter", kind)?;
         let called = Signature { op: Op::ReduceScatter, kind, detail: 0, bytes };
-        self.chunked(called, self.ranks.len(), |Chunk { start, len, room }| {
+        self.chunked(called, self.size(), |Chunk { start, len, room }| {
             self.exchange(
                 called,
                 |own| {
-                    for rank in 0..self.ranks.len() {
+                    for rank in 0..self.size() {
                         // SAFETY: see above the impl.
                         unsafe { copy(input.add(rank * bytes + start), own.add(rank * room), len) };
                     }
@@ -172,7 +167,7 @@ impl Collective for ShmGroup {
                 |halves| {
                     // SAFETY: see above the impl; `room` is a multiple of 64, so blocks are aligned.
                     unsafe {
-                        let blocks: Vec<_> = halves.iter().map(|half| half.add(self.rank * room)).collect();
+                        let blocks: Vec<_> = halves.iter().map(|half| half.add(self.group.rank * room)).collect();
                         reduce(kind, ReduceOp::Sum, &blocks, output.add(start), len / kind.elt_size_in_bytes());
                     }
                 },
@@ -182,19 +177,19 @@ impl Collective for ShmGroup {
 
     fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<()> {
         let Memory { address, kind, bytes } = checks::memory("broadcast", tensor, Device::Cpu)?;
-        checks::root("broadcast", root, self.ranks.len())?;
+        checks::root("broadcast", root, self.size())?;
         let called = Signature { op: Op::Broadcast, kind, detail: root as u8, bytes };
         self.chunked(called, 1, |Chunk { start, len, .. }| {
             self.exchange(
                 called,
                 |own| {
-                    if self.rank == root {
+                    if self.rank() == root {
                         // SAFETY: see above the impl.
                         unsafe { copy(address.add(start), own, len) };
                     }
                 },
                 |halves| {
-                    if self.rank != root {
+                    if self.rank() != root {
                         // SAFETY: see above the impl.
                         unsafe { copy(halves[root], address.add(start), len) };
                     }
@@ -204,7 +199,7 @@ impl Collective for ShmGroup {
     }
 
     fn all_to_all(&self, input: &Tensor, output: &mut Tensor) -> Result<()> {
-        let size = self.ranks.len();
+        let size = self.size();
         let (input, output) = checks::split("all_to_all", input, output, size, Device::Cpu)?;
         let (input, output, kind, bytes) = (input.address, output.address, input.kind, input.bytes / size);
         let called = Signature { op: Op::AllToAll, kind, detail: 0, bytes };
@@ -220,7 +215,7 @@ impl Collective for ShmGroup {
                 |halves| {
                     for (rank, half) in halves.iter().enumerate() {
                         // SAFETY: see above the impl.
-                        unsafe { copy(half.add(self.rank * room), output.add(rank * bytes + start), len) };
+                        unsafe { copy(half.add(self.group.rank * room), output.add(rank * bytes + start), len) };
                     }
                 },
             )

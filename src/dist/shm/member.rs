@@ -5,11 +5,12 @@
 //! comes too late belongs to the next one and every rank reads the same verdict.
 #![allow(unsafe_code)]
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::segment::{CONTROL, Header, Line, MESSAGE_BYTES, PARTITIONS, Segment};
+use crate::dist::control::{Deadline, Failure, Stopped};
 use crate::error::{Error, ExitCode, Result};
 use crate::phase;
 
@@ -33,30 +34,10 @@ pub(in crate::dist) struct Member {
     pub(super) rank: usize,
     timeout: Duration,
     epoch: AtomicU64,
+    /// Operations of several threads in one partition take turns.
+    turns: [Mutex<()>; PARTITIONS],
     /// Looks at a peer's counter before the processor is given up: none if ranks share processors.
     spins: usize,
-}
-
-/// The first failure of an epoch, as every rank sees it.
-#[derive(Debug, Clone)]
-pub(in crate::dist) struct Failure {
-    pub rank: usize,
-    pub code: ExitCode,
-    pub message: String,
-}
-
-impl From<Failure> for Error {
-    fn from(failure: Failure) -> Self {
-        Error::PeerFailed { rank: failure.rank, code: failure.code, message: failure.message }
-    }
-}
-
-/// Why a wait ended without the peers.
-#[derive(Debug)]
-pub(super) enum Stopped {
-    Failed(Failure),
-    TimedOut { missing: Vec<usize> },
-    OnRequest,
 }
 
 /// What ends a wait before the peers have come, beside the time limit.
@@ -74,7 +55,7 @@ impl Member {
     pub(in crate::dist) fn new(segment: Arc<Segment>, rank: usize, timeout: Duration) -> Self {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = if segment.num_ranks() <= processors { 400 } else { 0 };
-        Self { segment, rank, timeout, epoch: AtomicU64::new(1), spins }
+        Self { segment, rank, timeout, epoch: AtomicU64::new(1), turns: Default::default(), spins }
     }
 
     /// Tells the world that this rank failed, unless a failure stands already. A [`Error::PeerFailed`] is no news.
@@ -130,8 +111,19 @@ impl Member {
     fn meet_world(&self, op: &'static str, until: Until) -> Result<()> {
         let ranks: Vec<usize> = (0..self.segment.num_ranks()).collect();
         let _seen = phase::collective(op, "world", 0);
-        let turn = self.arrive(CONTROL);
-        self.wait(CONTROL, &ranks, turn, until).map_err(|stopped| self.explain(stopped, op, "world"))
+        let (turn, deadline) = (self.arrive(CONTROL), self.deadline());
+        let met = self.wait(CONTROL, &ranks, turn, deadline, until);
+        met.map_err(|stopped| stopped.error(op, "world", self.rank, deadline))
+    }
+
+    /// The end of a wait that begins now.
+    pub(super) fn deadline(&self) -> Deadline {
+        Deadline::after(self.timeout)
+    }
+
+    /// Held by the thread whose turn it is to use a partition.
+    pub(super) fn turn(&self, partition: usize) -> MutexGuard<'_, ()> {
+        self.turns[partition].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Publishes this rank's next arrival in a partition and returns its number.
@@ -151,8 +143,14 @@ impl Member {
     }
 
     /// Waits until every one of `ranks` has arrived at `turn`, and at most `until`.
-    pub(super) fn wait(&self, partition: usize, ranks: &[usize], turn: u32, until: Until) -> Result<(), Stopped> {
-        let deadline = Instant::now() + self.timeout;
+    pub(super) fn wait(
+        &self,
+        partition: usize,
+        ranks: &[usize],
+        turn: u32,
+        deadline: Deadline,
+        until: Until,
+    ) -> Result<(), Stopped> {
         for &rank in ranks {
             let line = self.segment.line(partition, rank);
             let spun = (0..self.spins).any(|_| {
@@ -161,7 +159,7 @@ impl Member {
             });
             if !spun && !self.wait_slowly(line, turn, deadline, until)? {
                 let here = |&&rank: &&usize| !reached(self.segment.line(partition, rank), turn);
-                return Err(Stopped::TimedOut { missing: ranks.iter().filter(here).copied().collect() });
+                return Err(Stopped::Late(ranks.iter().filter(here).copied().collect()));
             }
         }
         Ok(())
@@ -169,7 +167,7 @@ impl Member {
 
     /// Gives the processor up between looks: first to whoever is ready, then asleep on the peer's counter. False if the
     /// deadline passed.
-    fn wait_slowly(&self, line: &Line, turn: u32, deadline: Instant, until: Until) -> Result<bool, Stopped> {
+    fn wait_slowly(&self, line: &Line, turn: u32, deadline: Deadline, until: Until) -> Result<bool, Stopped> {
         let mut failed_at = None;
         for look in 0.. {
             let arrived = line.arrived.load(Ordering::SeqCst);
@@ -187,7 +185,7 @@ impl Member {
             }
             if look < 20 {
                 std::thread::yield_now();
-            } else if Instant::now() > deadline {
+            } else if deadline.is_over() {
                 return Ok(false);
             } else {
                 line.sleepers.fetch_add(1, Ordering::SeqCst);
@@ -198,21 +196,6 @@ impl Member {
         unreachable!("the loop has no end")
     }
 
-    /// The error of a wait that ended without the peers.
-    pub(super) fn explain(&self, stopped: Stopped, op: &'static str, group: &str) -> Error {
-        match stopped {
-            Stopped::Failed(failure) => failure.into(),
-            Stopped::OnRequest => Error::StoppedEarly,
-            Stopped::TimedOut { missing } => Error::CollectiveTimeout {
-                op,
-                group: group.to_owned(),
-                rank: self.rank,
-                timeout_s: self.timeout.as_secs_f64(),
-                missing,
-            },
-        }
-    }
-
     /// The verdict of the present epoch, which ends here.
     ///
     /// # Errors
@@ -221,12 +204,12 @@ impl Member {
         let header = self.segment.header();
         let state = &header.failure_state;
         let epoch = self.epoch.load(Ordering::Acquire);
-        let deadline = Instant::now() + self.timeout.min(LONGEST_POST);
+        let deadline = Deadline::after(self.timeout.min(LONGEST_POST));
         loop {
             let now = state.load(Ordering::Acquire);
             match (now >> 2).cmp(&epoch) {
                 std::cmp::Ordering::Greater => return Ok(None),
-                std::cmp::Ordering::Equal if now & 3 == WRITING && Instant::now() > deadline => {
+                std::cmp::Ordering::Equal if now & 3 == WRITING && deadline.is_over() => {
                     let message = "a rank that failed ended before it had told why".to_owned();
                     return Err(Error::Collective { op: "agree", group: "world".to_owned(), rank: self.rank, message });
                 }

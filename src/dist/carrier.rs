@@ -1,0 +1,44 @@
+//! What carries tensors between ranks.
+
+use std::sync::Arc;
+
+use tch::Device;
+
+use super::collective::Collective;
+use super::control::RankGroup;
+use super::nccl::NcclGroups;
+use super::shm::{Member, ShmGroup};
+use super::single::SingleRank;
+use crate::error::Result;
+
+/// What carries tensors between ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Backend {
+    /// Shared memory, for CPU tensors of ranks on one host.
+    Shm,
+    /// NCCL, one GPU a rank.
+    Nccl,
+}
+
+/// What takes tensors to other ranks.
+#[derive(Debug)]
+pub(super) enum Carrier {
+    /// There are none.
+    Nobody,
+    Shm(Arc<Member>),
+    Nccl(NcclGroups),
+}
+
+impl Carrier {
+    /// The group `group` for tensors on `device`. Collective over it.
+    ///
+    /// # Errors
+    /// Those of connecting its GPUs.
+    pub(super) fn group(&self, group: Arc<RankGroup>, device: Device) -> Result<Arc<dyn Collective>> {
+        match self {
+            Carrier::Nobody => Ok(Arc::new(SingleRank::new(&group.name, group.ranks[group.rank], device))),
+            Carrier::Shm(member) => Ok(Arc::new(ShmGroup::new(member.clone(), group))),
+            Carrier::Nccl(nccl) => nccl.add(group),
+        }
+    }
+}
