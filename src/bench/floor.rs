@@ -59,7 +59,7 @@ impl StepWork<'_> {
         let weights_s = ELEMENT_BYTES * (blocks + head) / tp as f64 / rates.memory_bytes_per_s;
         let steps = self.completion_len - 1.0; // the prompt gives the first token
         let cached_tokens = prompt_tokens + rows * self.completion_len / 2.0; // mean of the steps
-        let token_bytes = 2.0 * ELEMENT_BYTES * (spec.num_layers * spec.tp_heads(tp).1 * spec.head_dim) as f64;
+        let token_bytes = ELEMENT_BYTES * spec.cached_elements(tp) as f64;
         let cache_s = token_bytes * cached_tokens / rates.memory_bytes_per_s;
         let step_s = weights_s.max(product_s(blocks + head, rows)) + cache_s;
         product_s(blocks, prompt_tokens) + steps * step_s
@@ -75,7 +75,7 @@ impl StepWork<'_> {
         let in_base = blocks * trained_tokens + head * completions * self.completion_len;
         let of_prompts = passes * self.prompts as f64 * prompt_len * prompt_len / 2.0;
         let of_completions = completions * self.completion_len * (prompt_len + self.completion_len / 2.0);
-        let attention = (12 * spec.num_layers * spec.num_heads * spec.head_dim) as f64 * (of_prompts + of_completions);
+        let attention = spec.training_flop_per_pair() as f64 * (of_prompts + of_completions);
         let flop = match self.adapter_params {
             None => 6.0 * in_base,
             Some(params) => 4.0 * in_base + 6.0 * params as f64 * trained_tokens,

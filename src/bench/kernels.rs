@@ -17,7 +17,6 @@ use crate::cuda::kernels::{
 use crate::cuda::{Context, EnergyMeter, Graph, Sustained, TorchStream};
 use crate::error::{Error, Result};
 use crate::model::{ModelSpec, attention_scale};
-use crate::ops::rope::Rope;
 
 /// Launches of a graph.
 const LAYERS: usize = 8;
@@ -196,7 +195,7 @@ impl Step<'_> {
         let (positions, slots) = (self.ints(vec![context - 1; rows]), self.ints((0..rows).map(|row| row * BLOCK_SIZE)));
         let product = self.tensor(&[rows, (heads + 2 * kv_heads) * head_dim])?;
         let views = QkvViews::grouped(&product, kv_heads, heads / kv_heads);
-        let rope = Rope::new(head_dim, spec.rope_theta, spec.rope_scaling.as_ref()).table(context, self.device)?;
+        let rope = spec.rope().table(context, self.device)?;
         let transform = HeadTransform { norms: None, rope: &rope };
         let mut q = self.tensor(&[rows, heads, head_dim])?;
         self.time("rope_write_kv", rows * (2 * heads + 6 * kv_heads) * head_dim * unit, |layer| {

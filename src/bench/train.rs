@@ -300,8 +300,8 @@ impl<'a> Run<'a> {
 /// is not counted.
 fn model_flop(bench: &TrainBench, len: f64) -> f64 {
     let spec = &bench.spec;
-    let pairs = len * len / 2.0 * (spec.num_layers * spec.num_heads * spec.head_dim) as f64;
-    let whole = 6.0 * spec.num_params() as f64 * len + 12.0 * pairs;
+    let attention = spec.training_flop_per_pair() as f64 * len * len / 2.0;
+    let whole = 6.0 * spec.num_params() as f64 * len + attention;
     if bench.score { whole / 3.0 } else { whole }
 }
 

@@ -11,6 +11,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 use tch::Kind;
 
+use super::block::{NormPlaces, QkNorm};
 use super::json::JsonObject;
 use super::spec::{Family, Llama3Scaling, ModelSpec};
 use crate::error::{Error, Result};
@@ -158,7 +159,8 @@ fn parse(config: &JsonObject) -> Result<ModelSpec> {
         rope_scaling,
         tie_word_embeddings: config.flag("tie_word_embeddings")?,
         qkv_bias: family == Family::Qwen2,
-        qk_norm: family == Family::Qwen3,
+        qk_norm: (family == Family::Qwen3).then_some(QkNorm::Head),
+        norms: NormPlaces::PRE,
         sliding_window: sliding_window(config, family, num_layers)?,
         max_position_embeddings,
         bos_token_id: token_ids(config, "bos_token_id", vocab_size)?.first().copied(),

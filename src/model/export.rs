@@ -3,14 +3,14 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use tch::{Kind, Tensor};
+use tch::Kind;
 
+use super::block::BlockParams;
 use super::files::{WeightFiles, WeightWriter};
 use super::init::copy_tokenizer;
-use super::lora::{AdapterFiles, BlockLora, Matrix, ModelSource, write_adapters};
-use super::params::{ParamTable, Unit, UnitLayout};
+use super::lora::{AdapterFiles, BlockLora, ModelSource, write_adapters};
+use super::params::{ParamTable, Unit};
 use super::spec::ModelSpec;
-use super::views::{BlockParams, Qkv};
 use crate::error::{Error, Result};
 
 /// Writes the adapters of `source` as PEFT does; or, with `merge` or where there are none, a model folder of the base's type
@@ -61,24 +61,15 @@ fn write_model(
         if let (Some(files), Some(table), Unit::Block(_)) = (adapters, &adapter_table, layout.unit) {
             let own = table.unit(layout.unit);
             let lora = BlockLora::expand(spec, files.lora(), own, &files.read_unit(own, Kind::Float)?, None)?;
-            add(layout, &flat, &lora);
+            for (_, linear) in BlockParams::view(spec, layout, &flat).with_adapters(lora).linears() {
+                if let Some(lora) = &linear.lora {
+                    let _ = linear.weight().shallow_clone().addmm_(&lora.b, &lora.a);
+                }
+            }
         }
         writer.write_unit(layout, &flat)?;
     }
     writer.finish()?;
     progress(table.units.len(), table.units.len());
     Ok(())
-}
-
-/// Adds adapters to a block's weights, in place.
-fn add(layout: &UnitLayout, flat: &Tensor, lora: &BlockLora) {
-    let block = BlockParams::view(layout, flat);
-    let Qkv::Grouped { weight: qkv, .. } = &block.qkv else { unreachable!("a view is whole") };
-    let matrices =
-        [(Matrix::Qkv, qkv), (Matrix::O, &block.o), (Matrix::GateUp, &block.gate_up), (Matrix::Down, &block.down)];
-    for (matrix, weight) in matrices {
-        if let Some(lora) = lora.get(matrix) {
-            let _ = weight.shallow_clone().addmm_(&lora.b, &lora.a);
-        }
-    }
 }

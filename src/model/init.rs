@@ -49,9 +49,13 @@ pub fn init_unit_on(layout: &UnitLayout, seed: u64, kind: Kind, device: Device) 
         let mut target = layout.view(param.name, &flat).expect("the layout lists it");
         match param.name {
             ParamName::QkvBias | ParamName::QkvB | ParamName::OB | ParamName::GateUpB | ParamName::DownB => {}
-            ParamName::InputNorm | ParamName::PostNorm | ParamName::QNorm | ParamName::KNorm | ParamName::FinalNorm => {
-                _ = target.f_fill_(1.0)?
-            }
+            ParamName::InputNorm
+            | ParamName::PostNorm
+            | ParamName::MixerPostNorm
+            | ParamName::MlpPostNorm
+            | ParamName::QNorm
+            | ParamName::KNorm
+            | ParamName::FinalNorm => _ = target.f_fill_(1.0)?,
             ParamName::Embedding
             | ParamName::Qkv
             | ParamName::O
@@ -165,7 +169,7 @@ fn key_of(param: &Param, unit: Unit, seed: u64) -> RandomKey {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::WeightFiles;
+    use crate::model::{QkNorm, WeightFiles};
 
     fn params(table: &ParamTable, seed: u64) -> Vec<(Unit, ParamName, Tensor)> {
         let of_unit = |layout: &UnitLayout| {
@@ -181,7 +185,11 @@ mod tests {
 
     #[test]
     fn weights_do_not_depend_on_shards_and_differ_everywhere_else() {
-        let spec = ModelSpec { qk_norm: true, tie_word_embeddings: false, ..ModelSpec::preset("micro").unwrap() };
+        let spec = ModelSpec {
+            qk_norm: Some(QkNorm::Head),
+            tie_word_embeddings: false,
+            ..ModelSpec::preset("micro").unwrap()
+        };
         let spec = Arc::new(spec);
         let (one, many) = (ParamTable::new(spec.clone(), 1), ParamTable::new(spec, 7));
         let (ours, theirs, other) = (params(&one, 5), params(&many, 5), params(&one, 6));

@@ -7,18 +7,16 @@
 //! | `config_json`, `json` | that shape from and to a model folder; its JSON files |
 //! | `preset` | published shapes |
 //! | `params` | the flat layout of its weights |
-//! | `views` | tensors over that layout, and their tensor-parallel slices |
+//! | `views` | tensors over that layout: embedding and head |
 //! | `files` | safetensors, read and written unit by unit |
 //! | `lora` | low-rank adapters beside frozen matrices |
 //! | `quantized` | blocks stored in 4 bits |
-//! | `block` | one block, forward and backward |
-//! | `block_gradients` | where a block's gradients go: to its weights, or to its adapters |
+//! | `block` | one block and its sublayers: parameters and their slices, forward and backward, bytes and operations |
 //! | `head` | scored tokens' log-probabilities, forward and backward |
 //! | `init` | fresh weights |
 //! | `export` | folders of trained adapters, merged or not |
 
 mod block;
-mod block_gradients;
 mod config_json;
 mod export;
 mod files;
@@ -34,17 +32,21 @@ mod spec;
 mod tests;
 mod views;
 
-pub use block::{Attention, BlockContext, PackedAttention, SavedBlock, attention_scale, block_backward, block_forward};
-pub use block_gradients::BlockGradients;
+pub(crate) use block::product_work;
+pub use block::{
+    Attention, AttentionParams, AttentionSpec, BlockContext, BlockParams, BlockSpec, DenseParams, DenseSpec,
+    ElementBytes, Linear, LinearSpec, Matrix, Mixer, Mlp, NormPlaces, Norms, PackedAttention, Piece, QkNorm,
+    SavedBlock, Split, attention_scale, block_backward, block_forward,
+};
 pub use export::export_folder;
 pub(crate) use files::{MappedFile, encode_header, sync};
 pub use files::{WeightFiles, WeightWriter};
 pub use head::{SavedHead, Scored, Scoring, head_backward, head_chunk_tokens, head_forward};
 pub use init::{copy_tokenizer, init_folder, init_unit, init_unit_on};
 pub(crate) use json::is_model_folder;
-pub use lora::{AdapterFiles, BlockLora, Lora, LoraSpec, Matrix, ModelSource, write_adapters};
+pub use lora::{AdapterFiles, BlockLora, Lora, LoraSpec, ModelSource, write_adapters};
 pub use params::{ALIGNMENT, Param, ParamName, ParamTable, Unit, UnitLayout};
 pub use preset::PRESETS;
 pub use quantized::QuantizedBlock;
 pub use spec::{Family, Llama3Scaling, ModelSpec};
-pub use views::{BlockParams, EmbeddingParams, HeadParams, Qkv};
+pub use views::{EmbeddingParams, HeadParams};

@@ -173,9 +173,9 @@ pub enum ParamName {
     Qkv,
     /// [(H + 2 Hkv) hd]
     QkvBias,
-    /// `[hd]`
+    /// `[hd]`, or [H hd] over all heads
     QNorm,
-    /// `[hd]`
+    /// `[hd]`, or [Hkv hd] over all heads
     KNorm,
     /// [D, H hd]
     O,
@@ -205,6 +205,10 @@ pub enum ParamName {
     DownA,
     /// [D, r]
     DownB,
+    /// `[D]`, behind attention
+    MixerPostNorm,
+    /// `[D]`, behind the MLP
+    MlpPostNorm,
 }
 
 /// Parameters of a unit with their shapes, in layout order.
@@ -218,28 +222,18 @@ pub(super) fn units(spec: &ModelSpec) -> impl Iterator<Item = Unit> + use<> {
 
 /// What a unit of the model holds.
 pub(super) fn shapes(spec: &ModelSpec, unit: Unit) -> Shapes {
-    let [vocab, hidden, mlp, head_dim] =
-        [spec.vocab_size, spec.hidden_size, spec.intermediate_size, spec.head_dim].map(|size| size as i64);
-    let query_rows = spec.num_heads as i64 * head_dim;
-    let qkv_rows = query_rows + 2 * spec.num_kv_heads as i64 * head_dim;
-    let when = |present: bool, name, shape| present.then_some((name, shape));
-    let params = match unit {
-        Unit::Embedding => vec![Some((ParamName::Embedding, vec![vocab, hidden]))],
-        Unit::Block(_) => vec![
-            Some((ParamName::InputNorm, vec![hidden])),
-            Some((ParamName::Qkv, vec![qkv_rows, hidden])),
-            when(spec.qkv_bias, ParamName::QkvBias, vec![qkv_rows]),
-            when(spec.qk_norm, ParamName::QNorm, vec![head_dim]),
-            when(spec.qk_norm, ParamName::KNorm, vec![head_dim]),
-            Some((ParamName::O, vec![hidden, query_rows])),
-            Some((ParamName::PostNorm, vec![hidden])),
-            Some((ParamName::GateUp, vec![2 * mlp, hidden])),
-            Some((ParamName::Down, vec![hidden, mlp])),
-        ],
-        Unit::Head => vec![
-            Some((ParamName::FinalNorm, vec![hidden])),
-            when(!spec.tie_word_embeddings, ParamName::LmHead, vec![vocab, hidden]),
-        ],
-    };
-    params.into_iter().flatten().collect()
+    let [vocab, hidden] = [spec.vocab_size, spec.hidden_size].map(|size| size as i64);
+    match unit {
+        Unit::Embedding => vec![(ParamName::Embedding, vec![vocab, hidden])],
+        Unit::Block(_) => spec.block().shapes(),
+        Unit::Head => {
+            let own = (!spec.tie_word_embeddings).then(|| (ParamName::LmHead, vec![vocab, hidden]));
+            std::iter::once((ParamName::FinalNorm, vec![hidden])).chain(own).collect()
+        }
+    }
+}
+
+/// A view of a parameter that the unit has.
+pub(super) fn required(layout: &UnitLayout, name: ParamName, flat: &Tensor) -> Tensor {
+    layout.view(name, flat).unwrap_or_else(|| panic!("the {} has no {name:?}", layout.unit))
 }

@@ -2,6 +2,7 @@
 
 use tch::Kind;
 
+use super::block::{NormPlaces, QkNorm};
 use super::spec::{Family, Llama3Scaling, ModelSpec};
 
 /// Names that [`ModelSpec::preset`] knows.
@@ -65,7 +66,8 @@ fn qwen2(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
         rope_scaling: None,
         tie_word_embeddings,
         qkv_bias: true,
-        qk_norm: false,
+        qk_norm: None,
+        norms: NormPlaces::PRE,
         sliding_window: None,
         max_position_embeddings: if published { 32_768 } else { 512 },
         bos_token_id: published.then_some(151_643),
@@ -78,7 +80,7 @@ fn qwen3(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
     ModelSpec {
         family: Family::Qwen3,
         qkv_bias: false,
-        qk_norm: true,
+        qk_norm: Some(QkNorm::Head),
         max_position_embeddings: 40_960,
         ..qwen2(sizes, tie_word_embeddings)
     }

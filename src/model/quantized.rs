@@ -46,7 +46,7 @@ impl QuantizedBlock {
     /// `InvalidArgument` for matrices whose rows are no multiple of 64 weights.
     pub fn quantize(spec: &ModelSpec, layout: &UnitLayout, flat: &Tensor, levels: &Levels) -> Result<Self> {
         let store = |tensor: HfTensor| {
-            let view = tensor.view(spec, layout, flat);
+            let view = tensor.view(layout, flat);
             let stored = match tensor.shape[..] {
                 [_, columns] => Stored::Matrix(Nf4::quantize(&view.f_reshape([-1, columns])?, levels)?),
                 _ => {
@@ -65,9 +65,9 @@ impl QuantizedBlock {
     ///
     /// # Errors
     /// Those of the kernel.
-    pub fn dequantize(&self, spec: &ModelSpec, layout: &UnitLayout, flat: &Tensor) -> Result<()> {
+    pub fn dequantize(&self, layout: &UnitLayout, flat: &Tensor) -> Result<()> {
         for (tensor, stored) in &self.parts {
-            let mut view = tensor.view(spec, layout, flat);
+            let mut view = tensor.view(layout, flat);
             match stored {
                 Stored::Matrix(matrix) => matrix.dequantize(&mut groups_of_rows(&view))?,
                 Stored::Plain(values) => view.f_copy_(&values.view_as(&view))?,
@@ -96,12 +96,8 @@ impl QuantizedBlock {
 
 /// A matrix's rows as [groups, rows of a group, K], each group contiguous.
 fn groups_of_rows(view: &Tensor) -> Tensor {
-    let size = view.size();
-    match size[..] {
-        [_, columns] if view.stride()[0] == columns => view.unsqueeze(0),
-        [_, _] => view.unsqueeze(1), // every second row
-        _ => view.view([size[0], -1, size[size.len() - 1]]),
-    }
+    let size = view.size(); // [groups, heads, inner, K]
+    view.view([size[0], -1, size[3]])
 }
 
 #[cfg(test)]
@@ -111,7 +107,7 @@ mod tests {
     use tch::Device;
 
     use super::*;
-    use crate::model::{ModelSpec, ParamTable, init_unit};
+    use crate::model::{ModelSpec, ParamTable, QkNorm, init_unit};
 
     #[test]
     fn rows_of_ragged_blocks_are_refused_before_anything_is_loaded() {
@@ -128,15 +124,15 @@ mod tests {
 
     #[test]
     fn a_block_comes_back_matrix_by_matrix() {
-        let spec = Arc::new(ModelSpec { qk_norm: true, ..ModelSpec::preset("tiny").unwrap() });
+        let spec = Arc::new(ModelSpec { qk_norm: Some(QkNorm::Head), ..ModelSpec::preset("tiny").unwrap() });
         let layout = ParamTable::new(spec.clone(), 1).unit(Unit::Block(1)).clone();
         let flat = init_unit(&layout, 3, Kind::BFloat16).unwrap();
         let levels = Levels::new(Device::Cpu).unwrap();
         let quantized = QuantizedBlock::quantize(&spec, &layout, &flat, &levels).unwrap();
         let back = Tensor::zeros([layout.len as i64], (Kind::BFloat16, Device::Cpu));
-        quantized.dequantize(&spec, &layout, &back).unwrap();
+        quantized.dequantize(&layout, &back).unwrap();
         for tensor in tensors(&spec, layout.unit) {
-            let (own, source) = (tensor.view(&spec, &layout, &back), tensor.view(&spec, &layout, &flat));
+            let (own, source) = (tensor.view(&layout, &back), tensor.view(&layout, &flat));
             if let [rows, columns] = tensor.shape[..] {
                 let matrix = Nf4::quantize(&source.reshape([rows, columns]), &levels).unwrap();
                 let mut expected = Tensor::zeros([rows, columns], (Kind::BFloat16, Device::Cpu));

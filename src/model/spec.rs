@@ -5,10 +5,12 @@ use std::path::Path;
 
 use tch::Kind;
 
+use super::block::{AttentionSpec, BlockSpec, DenseSpec, Mixer, Mlp, NormPlaces, QkNorm};
 use super::params::{Unit, shapes};
 use crate::cuda::kernels::{DecoderSizes, Unserved, unserved};
 use crate::error::{Error, Result};
 pub use crate::ops::rope::Llama3Scaling;
+use crate::ops::rope::Rope;
 
 /// Architectures served by the one decoder; they differ in the switches of [`ModelSpec`] and in their `config.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,8 +54,10 @@ pub struct ModelSpec {
     pub tie_word_embeddings: bool,
     /// Query, key and value have biases.
     pub qkv_bias: bool,
-    /// Every query and key head is normalised before rope.
-    pub qk_norm: bool,
+    /// Norms of queries and keys before rope.
+    pub qk_norm: Option<QkNorm>,
+    /// Norms of the sublayers.
+    pub norms: NormPlaces,
     /// A token sees itself and the `sliding_window - 1` before it; `None` sees all.
     pub sliding_window: Option<usize>,
     /// Longest context in tokens.
@@ -73,6 +77,39 @@ impl ModelSpec {
         numel(Unit::Embedding) + self.num_layers * numel(Unit::Block(0)) + numel(Unit::Head)
     }
 
+    /// The description of its blocks.
+    pub fn block(&self) -> BlockSpec {
+        let hidden = self.hidden_size;
+        let attention = AttentionSpec {
+            hidden,
+            num_heads: self.num_heads,
+            num_kv_heads: self.num_kv_heads,
+            head_dim: self.head_dim,
+            qkv_bias: self.qkv_bias,
+            qk_norm: self.qk_norm,
+        };
+        let dense = DenseSpec { hidden, intermediate: self.intermediate_size };
+        BlockSpec { hidden, mixer: Mixer::Attention(attention), mlp: Mlp::Dense(dense), norms: self.norms }
+    }
+
+    /// Its rotary frequencies.
+    pub fn rope(&self) -> Rope {
+        Rope::new(self.head_dim, self.rope_theta, self.rope_scaling.as_ref())
+    }
+
+    /// Floating-point operations of training for every pair of a query and a key that it sees, in all layers: a forward and twice
+    /// that for the gradients.
+    pub fn training_flop_per_pair(&self) -> usize {
+        let Mixer::Attention(attention) = self.block().mixer;
+        3 * self.num_layers * attention.flop_per_pair()
+    }
+
+    /// Elements that the cache has of a token in all layers, on one rank of a tensor-parallel group.
+    pub fn cached_elements(&self, tp_size: usize) -> usize {
+        let Mixer::Attention(attention) = self.block().tp_slice(tp_size).mixer;
+        self.num_layers * attention.cached_elements()
+    }
+
     /// Query heads that share one key and value head.
     pub fn heads_per_group(&self) -> usize {
         self.num_heads / self.num_kv_heads
@@ -82,6 +119,11 @@ impl ModelSpec {
     /// several ranks when there are fewer heads than ranks.
     pub fn tp_heads(&self, tp_size: usize) -> (usize, usize) {
         (self.num_heads / tp_size, (self.num_kv_heads / tp_size).max(1))
+    }
+
+    /// Whether a rank is the first of those that share its key/value heads.
+    pub fn has_first_of_key(&self, tp_rank: usize, tp_size: usize) -> bool {
+        tp_rank.is_multiple_of((tp_size / self.num_kv_heads).max(1))
     }
 
     /// Rows of the vocabulary that belong to a rank: contiguous, in rank order, sizes at most one apart.

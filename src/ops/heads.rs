@@ -8,6 +8,7 @@ use super::{linear, rms_norm, try_map};
 pub use crate::cuda::kernels::HeadNormWeights;
 use crate::cuda::{Work, kernels, timed};
 use crate::error::{Error, Result};
+use crate::torch::accumulation_kind;
 
 /// Queries, keys and values.
 #[derive(Debug)]
@@ -19,7 +20,7 @@ pub struct Heads {
     /// Values.
     pub v: Tensor, // [T, Hkv, hd]
     /// The projection, which the backward of the norms needs.
-    qkv: Option<Tensor>, // [T, Hkv, G + 2, hd]
+    pub qkv: Option<Tensor>, // [T, Hkv, G + 2, hd]
 }
 
 /// Where the gradients of [`backward`]'s weights are added.
@@ -109,7 +110,8 @@ fn gpu_backward(
 ) -> Result<Tensor> {
     let (cos, sin) = rows.tables();
     let [dq, dk, dv] = try_map([dq, dk, dv], |d| Ok(d.f_contiguous()?))?;
-    let gradient = kernels::heads_backward(&dq, &dk, &dv, heads.qkv.as_ref(), norms, cos, sin, grads.bias.is_some())?;
+    let gradient =
+        kernels::heads_backward(&dq, &dk, &dv, norms.and(heads.qkv.as_ref()), norms, cos, sin, grads.bias.is_some())?;
     if let (Some(partial), Some(d_bias)) = (&gradient.d_bias, grads.bias) {
         kernels::add_columns(partial, d_bias)?;
     }
@@ -121,6 +123,80 @@ fn gpu_backward(
         let _ = d_k_weight.f_add_(&by_head.select(1, group).f_sum_dim_intlist(0, false, Kind::Float)?)?;
     }
     Ok(gradient.d_qkv)
+}
+
+/// The other ranks that have heads of the same tokens.
+pub struct OtherHeads<'a> {
+    /// Elements of a token's queries on all ranks, and of its keys.
+    pub widths: [usize; 2],
+    /// Adds up over ranks what each has of the sums of squares of queries and keys. [T, 2]
+    pub sum: &'a dyn Fn(&mut Tensor) -> Result<()>,
+}
+
+impl std::fmt::Debug for OtherHeads<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("OtherHeads").field("widths", &self.widths).finish_non_exhaustive()
+    }
+}
+
+/// The projection with one norm over all query heads and one over all key heads; values as they are.
+///
+/// # Errors
+/// [`Error::OutOfMemory`]; those of `others`.
+pub fn norm_all(
+    qkv: &Tensor,               // [T, Hkv, G + 2, hd]
+    norms: HeadNormWeights<'_>, // [H hd] and [Hkv hd]
+    others: Option<OtherHeads<'_>>,
+) -> Result<Tensor> {
+    let normed = qkv.f_empty_like()?;
+    let ([q, k, v], [q_out, k_out, mut v_out]) = (parts(qkv), parts(&normed));
+    v_out.f_copy_(&v)?;
+    let rows = try_map([q, k], |heads| Ok::<_, Error>(heads.f_reshape([heads.size()[0], -1])?))?;
+    let weights = [norms.q, norms.k];
+    let rstd = match others {
+        None => None,
+        Some(OtherHeads { widths, sum }) => {
+            let kind = accumulation_kind(qkv.kind());
+            let squares = |rows: &Tensor| {
+                Ok::<_, Error>(rows.f_to_kind(kind)?.f_norm_scalaropt_dim(2, [1i64], true)?.f_square_()?)
+            };
+            let mut sums = Tensor::f_cat(&try_map(rows.each_ref(), squares)?, 1)?; // [T, 2]
+            sum(&mut sums)?;
+            let widths = Tensor::from_slice(&widths.map(|width| width as f64)).to_kind(kind).to_device(sums.device());
+            Some(sums.f_div(&widths)?.f_add_scalar_(norms.eps)?.f_rsqrt_()?)
+        }
+    };
+    for (index, mut out) in [q_out, k_out].into_iter().enumerate() {
+        let (rows, weight) = (&rows[index], weights[index]);
+        let y = match &rstd {
+            None => rms_norm::forward(rows, weight, norms.eps)?.0,
+            Some(rstd) => rows.f_to_kind(rstd.kind())?.f_mul(&rstd.narrow(1, index as i64, 1))?.f_mul_(weight)?,
+        };
+        out.f_copy_(&y.view_as(&out))?;
+    }
+    Ok(normed)
+}
+
+/// Turns the gradient of [`norm_all`]'s result into that of the projection, in its memory; those of the weights are added in place.
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+pub fn norm_all_backward(
+    d_qkv: &Tensor,             // [T, Hkv, G + 2, hd]
+    qkv: &Tensor,               // [T, Hkv, G + 2, hd]
+    norms: HeadNormWeights<'_>, // [H hd] and [Hkv hd]
+    d_weights: [&mut Tensor; 2],
+) -> Result<()> {
+    let ([d_q, d_k, _], [q, k, _]) = (parts(d_qkv), parts(qkv));
+    for ((mut d, x), (weight, d_weight)) in
+        [(d_q, q), (d_k, k)].into_iter().zip([norms.q, norms.k].into_iter().zip(d_weights))
+    {
+        let [dy, x] = try_map([&d, &x], |heads| Ok::<_, Error>(heads.f_reshape([heads.size()[0], -1])?))?;
+        let (_, rstd) = rms_norm::forward(&x, weight, norms.eps)?;
+        let dx = rms_norm::backward(&dy, &x, weight, &rstd, None, d_weight)?;
+        d.f_copy_(&dx.view_as(&d))?;
+    }
+    Ok(())
 }
 
 /// Queries [T, Hkv, G, hd], keys and values [T, Hkv, hd]: views.

@@ -52,7 +52,7 @@ impl<'a> PagedAttention<'a> {
 
 impl Attention for PagedAttention<'_> {
     fn forward(
-        &mut self,
+        &self,
         layer: usize,
         q: &Tensor, // [T, H, hd]
         k: &Tensor, // [T, Hkv, hd]

@@ -95,7 +95,7 @@ impl Engine {
         let kv_cache = KvCache::reserve(&spec, tp.size(), options.block_size, bytes, place)?;
         // Reserved in whole pages, of which every block is used.
         let options = EngineOptions { kv_cache_bytes: kv_cache.reserved_bytes(), ..options };
-        let rope = Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref());
+        let rope = spec.rope();
         let eos_token_ids = tokenizer.eos_token_ids(&spec.eos_token_ids);
         let gpu = match options.device {
             Device::Cuda(ordinal) => Some(GpuState::new(&spec, &options, &rope, tp.as_ref(), ordinal)?),

@@ -16,8 +16,7 @@ const GIB: usize = 1 << 30;
 
 /// Bytes of one KV block on one rank: keys and values of `block_size` tokens in every layer.
 pub fn kv_block_bytes(spec: &ModelSpec, tp_size: usize, block_size: usize, kind: Kind) -> usize {
-    let (_, num_kv_heads) = spec.tp_heads(tp_size);
-    2 * spec.num_layers * block_size * num_kv_heads * spec.head_dim * kind.elt_size_in_bytes()
+    spec.cached_elements(tp_size) * block_size * kind.elt_size_in_bytes()
 }
 
 /// The paged cache. Once put to sleep it holds addresses only.

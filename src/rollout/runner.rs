@@ -82,13 +82,13 @@ impl<'a> HostRunner<'a> {
     fn logits(&self, batch: &Batch) -> Result<Vec<f32>> {
         no_grad(|| {
             let (_, num_kv_heads) = self.spec.tp_heads(self.tp.size());
-            let mut attention = PagedAttention::new(self.kv_cache, batch, self.spec, num_kv_heads)?;
+            let attention = PagedAttention::new(self.kv_cache, batch, self.spec, num_kv_heads)?;
             let mut x = self.embed(&batch.token_ids)?.f_to_kind(self.residual)?; // [T, D]
             let rope = self.rope.rows(&batch.positions, self.weights.embedding.kind())?;
             let context = BlockContext { spec: self.spec, rope: &rope, tp: Some(self.tp) };
             for (layer, block) in self.weights.blocks.iter().enumerate() {
                 self.weights.prepare(layer)?;
-                x = block_forward(&context, layer, block, &x, &mut attention, None)?.0;
+                x = block_forward(&context, layer, block, &x, &attention, None)?.0;
             }
             let rows = x.f_index_select(0, &batch.last_rows)?; // [L, D]
             let (rows, _) = rms_norm::forward(&rows, &self.weights.final_norm, self.spec.rms_norm_eps)?;

@@ -43,7 +43,7 @@ impl EngineWeights<'_> {
     pub(super) fn prepare(&self, layer: usize) -> Result<()> {
         let Some(QuantizedBlocks { table, blocks, buffers }) = &self.quantized else { return Ok(()) };
         let layout = table.unit(Unit::Block(layer));
-        blocks[layer].dequantize(&table.spec, layout, &buffers[layer % buffers.len()])
+        blocks[layer].dequantize(layout, &buffers[layer % buffers.len()])
     }
 
     /// Refuses weights of another model, rank or version.

@@ -104,8 +104,9 @@ impl EngineSlices {
         let tp = (self.tp_rank, self.tp_size);
         let kept = &mut self.adapters;
         kept.resize_with(table.spec.num_layers, BlockLora::default);
+        let linears = table.spec.block().linears();
         let adapters = &mut |layer: usize| -> Result<BlockLora> {
-            adapters(layer)?.tp_slice(&table.spec, tp.0, tp.1)?.kept_in(&mut kept[layer])
+            adapters(layer)?.tp_slice(&linears, tp.0, tp.1)?.kept_in(&mut kept[layer])
         };
         let (arena, kind) = match &mut self.storage {
             Storage::Gathered(arena, kind) => (arena, kind),
@@ -171,9 +172,9 @@ fn slices<'a>(
     let embedding = if split_embedding { keep(&own_rows(&whole))? } else { whole };
     let mut blocks = Vec::with_capacity(spec.num_layers);
     for layer in 0..spec.num_layers {
-        let whole = BlockParams::view(table.unit(Unit::Block(layer)), &unit(Unit::Block(layer))?);
+        let whole = BlockParams::view(spec, table.unit(Unit::Block(layer)), &unit(Unit::Block(layer))?);
         let block = whole.tp_slice(spec, tp_rank, tp_size)?.try_map(keep)?;
-        blocks.push(BlockParams { lora: adapters(layer)?, ..block });
+        blocks.push(block.with_adapters(adapters(layer)?));
     }
     let head = HeadParams::view(table.unit(Unit::Head), &unit(Unit::Head)?);
     let lm_head = match &head.lm_head {

@@ -3,8 +3,7 @@
 
 use super::bytes::TrainedModel;
 use crate::config::GradientCheckpointing;
-use crate::model::{ModelSpec, SavedBlock, head_chunk_tokens};
-use crate::torch::accumulation_kind;
+use crate::model::{ElementBytes, head_chunk_tokens};
 
 /// What the products' library takes for itself on a GPU.
 pub const WORKSPACE_BYTES: usize = 32 << 20;
@@ -42,125 +41,28 @@ pub struct ActivationBytes {
 impl ActivationBytes {
     /// For a micro-batch.
     pub fn new(model: &TrainedModel<'_>, keep: GradientCheckpointing, shape: MicroBatchShape) -> Self {
-        let spec = &model.table.spec;
-        let row = Row::new(model, keep, shape.shares_prompts);
+        let (spec, MicroBatchShape { tokens, scored_tokens, shares_prompts }) = (&model.table.spec, shape);
+        let (bytes, block) = (ElementBytes::new(model.kind, model.residual), spec.block());
+        let ElementBytes { narrow, wide, residual } = bytes;
+        let hidden = spec.hidden_size;
         let expanded = model.lora.as_ref().map_or(0, |lora| lora.num_expanded(spec) / spec.num_layers);
-        let (narrow, wide) = (model.kind.elt_size_in_bytes(), accumulation_kind(model.kind).elt_size_in_bytes());
+        let drops = model.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
+        let logits = wide * head_chunk_tokens(spec.vocab_size, true).min(scored_tokens) * spec.vocab_size;
+        let all_rows = narrow * hidden * (scored_tokens + tokens);
+        let backward = block.backward_bytes(bytes, keep, shares_prompts, drops);
         Self {
-            saved: row.saved * shape.tokens,
-            pass: row.pass * shape.tokens,
-            stream: row.hidden * shape.tokens,
-            block_forward: row.block_forward() * shape.tokens + narrow * expanded,
-            block_backward: row.block_backward() * shape.tokens + (narrow + wide) * expanded,
-            head: row.head(spec, shape),
-            head_forward: row.head_forward(spec, shape),
+            saved: block.saved_bytes(bytes, keep) * tokens,
+            // The last block's output, the rotations.
+            pass: (residual * hidden + 2 * wide * spec.head_dim) * tokens,
+            stream: narrow * hidden * tokens,
+            block_forward: block.forward_bytes(bytes) * tokens + narrow * expanded,
+            block_backward: backward * tokens + (narrow + wide) * expanded,
+            // Chosen and normalised rows and their gradients, a few numbers a row, and first one chunk of logits, which become
+            // their gradient in place, then the gradient of all rows.
+            head: ((residual + 2 * narrow) * hidden + 8 * wide) * scored_tokens + logits.max(all_rows),
+            // Chosen and normalised rows, a few numbers a row, one chunk of logits.
+            head_forward: ((residual + narrow) * hidden + 4 * wide) * scored_tokens + logits,
         }
-    }
-}
-
-/// Bytes of one token's row of everything. D hidden, W = H hd, K = Hkv hd, F MLP width.
-struct Row {
-    residual: usize, // D, of the residual stream
-    hidden: usize,   // D
-    queries: usize,  // W
-    wide_queries: usize,
-    keys: usize, // K
-    mlp: usize,  // F
-    /// A block's results up to the residual stream after attention.
-    attention_half: usize,
-    /// Kept by one block.
-    saved: usize,
-    /// Up to the residual stream after attention, where backward computes it again.
-    recomputed: usize,
-    /// Gate and up: kept, or computed again.
-    gate_up_is_saved: bool,
-    /// Held through the whole pass: the last block's output, the rotations.
-    pass: usize,
-    lse: usize,
-    groups_queries: bool,
-    shares_prompts: bool,
-    /// Adapters' inputs are dropped from.
-    drops: bool,
-    wide: usize,
-}
-
-impl Row {
-    fn new(model: &TrainedModel<'_>, keep: GradientCheckpointing, shares_prompts: bool) -> Self {
-        let (spec, kind) = (&model.table.spec, model.kind);
-        let (narrow, wide) = (kind.elt_size_in_bytes(), accumulation_kind(kind).elt_size_in_bytes());
-        let residual = model.residual.elt_size_in_bytes() * spec.hidden_size;
-        let (hidden, lse) = (narrow * spec.hidden_size, wide * spec.num_heads);
-        let kept = |keep| {
-            let [of_residual, of_others] = SavedBlock::elements_per_token(spec, keep);
-            model.residual.elt_size_in_bytes() * of_residual + narrow * of_others
-        };
-        let attention_half = kept(GradientCheckpointing::Selective) - residual + lse;
-        let is_full = keep == GradientCheckpointing::Full;
-        Self {
-            residual,
-            hidden,
-            queries: narrow * spec.num_heads * spec.head_dim,
-            wide_queries: wide * spec.num_heads * spec.head_dim,
-            keys: narrow * spec.num_kv_heads * spec.head_dim,
-            mlp: narrow * spec.intermediate_size,
-            attention_half,
-            saved: kept(keep) + if is_full { 0 } else { lse },
-            recomputed: if is_full { attention_half } else { 0 },
-            gate_up_is_saved: keep == GradientCheckpointing::None,
-            pass: residual + 2 * wide * spec.head_dim,
-            lse,
-            groups_queries: spec.num_heads > spec.num_kv_heads,
-            shares_prompts,
-            drops: model.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0),
-            wide,
-        }
-    }
-
-    /// Its input, the block up to the residual stream after attention, gate and up, the activation.
-    fn block_forward(&self) -> usize {
-        self.residual + self.attention_half + 3 * self.mlp
-    }
-
-    /// The fullest moment of a block's backward, beside what all blocks saved.
-    fn block_backward(&self) -> usize {
-        self.recomputed + self.mlp_backward().max(self.attention_backward())
-    }
-
-    /// The gradient that comes in and the normalised rows; gate and up, which become their gradients in place, unless they
-    /// were saved; the activation and its gradient. An adapter with dropout drops a copy of the activation, and its own part of
-    /// the gradient comes in two tensors more.
-    fn mlp_backward(&self) -> usize {
-        let gate_up = if self.gate_up_is_saved { 0 } else { 2 * self.mlp };
-        let dropped = if self.drops { 3 * self.mlp } else { 0 };
-        2 * self.hidden + gate_up + 2 * self.mlp + dropped
-    }
-
-    /// The gradients of the block's output, of the residual stream after attention and of attention's output; dq, dk and dv;
-    /// the kernel's float32 sums of dq and, where queries share a key, dk and dv of every query head. Gate and up are gone.
-    fn attention_backward(&self) -> usize {
-        let per_query_head = if self.groups_queries { 2 * self.queries } else { 0 };
-        let kernel = self.queries + 2 * self.keys + self.wide_queries + per_query_head + 2 * self.lse;
-        // What completions gave to their prompt waits for what they gave to themselves.
-        let waiting = if self.shares_prompts { self.queries } else { 0 };
-        let gone = if self.gate_up_is_saved { 2 * self.mlp } else { 0 };
-        (2 * self.hidden + self.queries + kernel + waiting).saturating_sub(gone)
-    }
-
-    /// Chosen and normalised rows and their gradients, a few numbers a row, and first one chunk of logits, which become their
-    /// gradient in place, then the gradient of all rows.
-    fn head(&self, spec: &ModelSpec, shape: MicroBatchShape) -> usize {
-        let all_rows = self.hidden * (shape.scored_tokens + shape.tokens);
-        (self.residual + 2 * self.hidden + 8 * self.wide) * shape.scored_tokens + self.logits(spec, shape).max(all_rows)
-    }
-
-    /// Chosen and normalised rows, a few numbers a row, one chunk of logits.
-    fn head_forward(&self, spec: &ModelSpec, shape: MicroBatchShape) -> usize {
-        (self.residual + self.hidden + 4 * self.wide) * shape.scored_tokens + self.logits(spec, shape)
-    }
-
-    fn logits(&self, spec: &ModelSpec, shape: MicroBatchShape) -> usize {
-        let chunk = head_chunk_tokens(spec.vocab_size, true).min(shape.scored_tokens);
-        self.wide * chunk * spec.vocab_size
     }
 }
 

@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use super::weights::Weights;
 use crate::error::Result;
-use crate::model::{BlockGradients, BlockLora, LoraSpec, ModelSpec, Unit, UnitLayout};
+use crate::model::{BlockLora, BlockParams, LoraSpec, ModelSpec, Unit, UnitLayout};
 use crate::ops::dropout::Dropout;
 use crate::ops::random::RandomKey;
 
@@ -73,17 +73,14 @@ impl Adapters {
     }
 
     /// What a block's backward adds to, before [`Adapters::end_gradients`].
-    pub(crate) fn gradients(&self, layer: usize, flat: &Tensor) -> Result<BlockGradients> {
+    pub(crate) fn gradients(&self, layer: usize, flat: &Tensor) -> Result<BlockParams> {
         let gradients = BlockLora::gradients(self.spec(), &self.lora, self.layout(layer), flat)?;
-        Ok(BlockGradients::Adapters(gradients))
+        Ok(BlockParams::of_adapters(gradients))
     }
 
     /// Completes the flat gradients of a block.
-    pub(crate) fn end_gradients(&self, layer: usize, gradients: &BlockGradients, flat: &Tensor) -> Result<()> {
-        match gradients {
-            BlockGradients::Adapters(gradients) => gradients.add_to(self.spec(), &self.lora, self.layout(layer), flat),
-            BlockGradients::Weights(_) => Ok(()),
-        }
+    pub(crate) fn end_gradients(&self, layer: usize, gradients: &BlockParams, flat: &Tensor) -> Result<()> {
+        BlockLora::add_to(gradients, self.spec(), &self.lora, self.layout(layer), flat)
     }
 
     fn spec(&self) -> &ModelSpec {

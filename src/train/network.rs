@@ -12,8 +12,8 @@ use super::weights::Weights;
 use crate::config::GradientCheckpointing;
 use crate::error::Result;
 use crate::model::{
-    BlockContext, BlockGradients, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, SavedBlock,
-    Scoring, Unit, UnitLayout, block_backward, block_forward, head_backward, head_forward,
+    BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, SavedBlock, Scoring, Unit,
+    UnitLayout, block_backward, block_forward, head_backward, head_forward,
 };
 use crate::ops::embedding;
 use crate::ops::rope::{Rope, RopeRows};
@@ -60,7 +60,7 @@ pub(crate) struct Network {
 impl Network {
     pub(crate) fn new(weights: Weights, adapters: Option<Adapters>, options: NetworkOptions) -> Self {
         let spec = &weights.table().spec;
-        let rope = Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref());
+        let rope = spec.rope();
         Self { weights, adapters, rope, options }
     }
 
@@ -137,7 +137,7 @@ impl Network {
             };
             let block = self.block(layer, &upcoming, pass.adapter_use)?;
             let context = BlockContext { spec: self.spec(), rope: &pass.rope, tp: None };
-            let (y, kept) = block_forward(&context, layer, &block, &x, &mut pass.attention, recompute)?;
+            let (y, kept) = block_forward(&context, layer, &block, &x, &pass.attention, recompute)?;
             saved.extend(kept);
             x = y;
         }
@@ -226,17 +226,18 @@ impl Network {
 
     fn block(&mut self, layer: usize, upcoming: &[Unit], adapter_use: AdapterUse) -> Result<BlockParams> {
         let flat = self.weights.unit(Unit::Block(layer), upcoming)?;
-        let mut block = BlockParams::view(self.layout(Unit::Block(layer)), &flat);
-        if let Some(adapters) = &mut self.adapters {
-            block.lora = adapters.block(layer, adapter_use)?;
-        }
-        Ok(block)
+        let block = BlockParams::view(self.spec(), self.layout(Unit::Block(layer)), &flat);
+        Ok(match &mut self.adapters {
+            Some(adapters) => block.with_adapters(adapters.block(layer, adapter_use)?),
+            None => block,
+        })
     }
 
-    fn block_gradients(&self, layer: usize, flat: &Tensor) -> Result<BlockGradients> {
+    /// What a block's backward adds to.
+    fn block_gradients(&self, layer: usize, flat: &Tensor) -> Result<BlockParams> {
         match &self.adapters {
             Some(adapters) => adapters.gradients(layer, flat),
-            None => Ok(BlockGradients::Weights(BlockParams::view(self.layout(Unit::Block(layer)), flat))),
+            None => Ok(BlockParams::view(self.spec(), self.layout(Unit::Block(layer)), flat)),
         }
     }
 

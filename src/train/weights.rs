@@ -138,7 +138,7 @@ impl Weights {
     fn dequantize(&self, index: usize, block: &QuantizedBlock) -> Result<Tensor> {
         let layout = &self.table.units[index];
         let whole = Tensor::f_empty([layout.len as i64], (self.kind, self.device))?;
-        block.dequantize(&self.table.spec, layout, &whole)?;
+        block.dequantize(layout, &whole)?;
         Ok(whole)
     }
 

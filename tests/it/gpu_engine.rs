@@ -12,7 +12,7 @@ use colo_grpo::model::{
     BlockContext, BlockParams, EmbeddingParams, HeadParams, LoraSpec, ModelSpec, PackedAttention, ParamName,
     ParamTable, Unit, UnitLayout, block_forward, init_unit_on,
 };
-use colo_grpo::ops::{embedding, linear, rms_norm, rope::Rope};
+use colo_grpo::ops::{embedding, linear, rms_norm};
 use colo_grpo::rollout::{Engine, EngineOptions, kv_block_bytes};
 use colo_grpo::serve::Served;
 use colo_grpo::train::{
@@ -349,16 +349,16 @@ impl Model {
         }
         let on_device = |values: &[i64]| Tensor::from_slice(values).to_device(device);
         let logits = no_grad(|| {
-            let rope = Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref());
+            let rope = spec.rope();
             let rope = rope.rows(&on_device(&positions), Kind::Float).unwrap();
             let context = BlockContext { spec, rope: &rope, tp: None };
-            let mut attention = PackedAttention::new(spec, &bounds, device);
+            let attention = PackedAttention::new(spec, &bounds, device);
             let embedding = EmbeddingParams::view(table.unit(Unit::Embedding), &wide(Unit::Embedding));
             let mut x = embedding::forward(&on_device(&ids), &embedding.table).unwrap();
             for layer in 0..spec.num_layers {
                 let unit = Unit::Block(layer);
-                let block = BlockParams::view(table.unit(unit), &wide(unit));
-                x = block_forward(&context, layer, &block, &x, &mut attention, None).unwrap().0;
+                let block = BlockParams::view(spec, table.unit(unit), &wide(unit));
+                x = block_forward(&context, layer, &block, &x, &attention, None).unwrap().0;
             }
             let head = HeadParams::view(table.unit(Unit::Head), &wide(Unit::Head));
             let scored = x.index_select(0, &on_device(&rows));

@@ -55,7 +55,7 @@ impl WeightFiles {
     pub fn read_unit(&self, layout: &UnitLayout, kind: Kind) -> Result<Tensor> {
         let flat = Tensor::f_zeros([layout.len as i64], (kind, Device::Cpu))?;
         for tensor in tensors(&self.spec, layout.unit) {
-            self.shard_of(&tensor.name).copy_to(&tensor.name, &mut tensor.view(&self.spec, layout, &flat))?;
+            self.shard_of(&tensor.name).copy_to(&tensor.name, &mut tensor.view(layout, &flat))?;
         }
         Ok(flat)
     }

@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::{INDEX, SINGLE, WeightFiles, WeightWriter};
 use crate::error::Error;
-use crate::model::{ModelSpec, ParamTable};
+use crate::model::{ModelSpec, ParamTable, QkNorm};
 
 /// Every unit filled with other numbers, padding zero.
 fn random_units(table: &ParamTable, kind: Kind) -> Vec<Tensor> {
@@ -24,7 +24,7 @@ fn random_units(table: &ParamTable, kind: Kind) -> Vec<Tensor> {
 }
 
 fn micro(tie_word_embeddings: bool) -> Arc<ModelSpec> {
-    Arc::new(ModelSpec { tie_word_embeddings, qk_norm: true, ..ModelSpec::preset("micro").unwrap() })
+    Arc::new(ModelSpec { tie_word_embeddings, qk_norm: Some(QkNorm::Head), ..ModelSpec::preset("micro").unwrap() })
 }
 
 fn names(folder: &Path) -> Vec<String> {

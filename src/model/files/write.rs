@@ -76,7 +76,7 @@ impl WeightWriter {
     /// [`Error::Io`], with [`std::io::ErrorKind::StorageFull`] where the disk is full.
     pub fn write_unit(&mut self, layout: &UnitLayout, flat: &Tensor) -> Result<()> {
         for tensor in tensors(&self.spec, layout.unit) {
-            let view = tensor.view(&self.spec, layout, flat).f_to_kind(self.kind)?;
+            let view = tensor.view(layout, flat).f_to_kind(self.kind)?;
             let values = view.f_to_device(Device::Cpu)?.f_contiguous()?;
             let (shard, offset) = self.places[&tensor.name];
             let shard = &self.shards[shard];

@@ -2,9 +2,10 @@
 
 use tch::Tensor;
 
-use super::{LoraSpec, Matrix};
+use super::LoraSpec;
 use crate::config::TargetModule;
 use crate::error::Result;
+use crate::model::block::{BlockParams, Linear, LinearSpec, Matrix};
 use crate::model::params::{ParamName, Shapes, UnitLayout};
 use crate::model::spec::ModelSpec;
 use crate::ops::dropout::Dropout;
@@ -22,32 +23,27 @@ pub struct Lora {
     pub(super) dropout: Option<Dropout>,
 }
 
-/// The adapters of a block; empty where nothing is adapted. Slices have their share of rows (B of Qkv and GateUp) or
-/// columns (A of O and Down); B of a [`super::super::Qkv::Split`] has the query rows before those of k and v.
+/// The adapters of a block, each with the matrix that it is beside. Slices have their share of rows (B of Qkv and GateUp) or
+/// columns (A of O and Down).
 #[derive(Debug, Default)]
-pub struct BlockLora {
-    /// Beside the fused query, key and value projection.
-    pub qkv: Option<Lora>,
-    /// Beside the attention output projection.
-    pub o: Option<Lora>,
-    /// Beside the interleaved gate and up projection.
-    pub gate_up: Option<Lora>,
-    /// Beside the MLP output projection.
-    pub down: Option<Lora>,
-}
+pub struct BlockLora(Vec<(Matrix, Lora)>);
 
 impl LoraSpec {
     /// Parameters of a block's adapters, in layout order.
     pub(in crate::model) fn shapes(&self, spec: &ModelSpec) -> Shapes {
-        let fused = Matrix::ALL.into_iter().filter_map(|matrix| Fused::new(spec, self, matrix));
-        fused.flat_map(|fused| [(fused.a, fused.a_shape()), (fused.b, fused.b_shape())]).collect()
+        let shapes = |fused: Fused| [(fused.a, fused.a_shape()), (fused.b, fused.b_shape())];
+        self.fused(spec).into_iter().flat_map(shapes).collect()
     }
 
     /// Elements of the expanded B of all blocks.
     pub fn num_expanded(&self, spec: &ModelSpec) -> usize {
-        let fused = Matrix::ALL.into_iter().filter_map(|matrix| Fused::new(spec, self, matrix));
         let columns = |fused: &Fused| fused.pieces.len() * self.r;
-        spec.num_layers * fused.map(|fused| fused.num_rows() as usize * columns(&fused)).sum::<usize>()
+        spec.num_layers * self.fused(spec).iter().map(|fused| fused.linear.rows() * columns(fused)).sum::<usize>()
+    }
+
+    /// The matrices of a block that have adapted projections.
+    pub(super) fn fused(&self, spec: &ModelSpec) -> Vec<Fused> {
+        spec.block().linears().into_iter().filter_map(|linear| Fused::new(linear, self)).collect()
     }
 }
 
@@ -63,12 +59,12 @@ impl BlockLora {
         flat: &Tensor,
         dropout: Option<Dropout>,
     ) -> Result<Self> {
-        Self::each(|matrix| {
-            let Some(fused) = Fused::new(spec, lora, matrix) else { return Ok(None) };
+        let expanded = |fused: Fused| {
             let (a, b) = fused.views(layout, flat);
-            let dropout = dropout.map(|dropout| dropout.fold(matrix as u64));
-            Ok(Some(Lora { a, b: fused.expand(&b)?, dropout }))
-        })
+            let dropout = dropout.map(|dropout| dropout.fold(fused.linear.matrix as u64));
+            Ok((fused.linear.matrix, Lora { a, b: fused.expand(&b)?, dropout }))
+        };
+        Ok(Self(lora.fused(spec).into_iter().map(expanded).collect::<Result<_>>()?))
     }
 
     /// For one backward's gradients: A as views of the gradients' flat tensor, zeros for the expanded B.
@@ -76,22 +72,28 @@ impl BlockLora {
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
     pub fn gradients(spec: &ModelSpec, lora: &LoraSpec, layout: &UnitLayout, flat: &Tensor) -> Result<Self> {
-        Self::each(|matrix| {
-            let Some(fused) = Fused::new(spec, lora, matrix) else { return Ok(None) };
+        let zeros = |fused: Fused| {
             let (a, b) = fused.views(layout, flat);
-            let columns = a.size()[0];
-            let b = Tensor::f_zeros([fused.num_rows(), columns], (b.kind(), b.device()))?;
-            Ok(Some(Lora { a, b, dropout: None }))
-        })
+            let b = Tensor::f_zeros([fused.linear.rows() as i64, a.size()[0]], (b.kind(), b.device()))?;
+            Ok((fused.linear.matrix, Lora { a, b, dropout: None }))
+        };
+        Ok(Self(lora.fused(spec).into_iter().map(zeros).collect::<Result<_>>()?))
     }
 
-    /// Adds the gradients of the expanded B to those of B in the flat tensor.
+    /// Adds a block's gradients of the expanded B to those of B in the flat tensor.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
-    pub fn add_to(&self, spec: &ModelSpec, lora: &LoraSpec, layout: &UnitLayout, flat: &Tensor) -> Result<()> {
-        for matrix in Matrix::ALL {
-            if let (Some(own), Some(fused)) = (self.get(matrix), Fused::new(spec, lora, matrix)) {
+    pub fn add_to(
+        gradients: &BlockParams,
+        spec: &ModelSpec,
+        lora: &LoraSpec,
+        layout: &UnitLayout,
+        flat: &Tensor,
+    ) -> Result<()> {
+        for fused in lora.fused(spec) {
+            let own = gradients.linears().into_iter().find(|(matrix, _)| *matrix == fused.linear.matrix);
+            if let Some((_, Linear { lora: Some(own), .. })) = own {
                 fused.fold(&own.b, &fused.views(layout, flat).1)?;
             }
         }
@@ -103,47 +105,31 @@ impl BlockLora {
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
     pub fn kept_in(&self, kept: &mut BlockLora) -> Result<Self> {
-        if Matrix::ALL.iter().all(|&matrix| kept.get(matrix).is_none()) {
+        if kept.0.is_empty() {
             *kept = self.map(|_, lora| Ok(lora.with(lora.a.shallow_clone(), lora.b.f_empty_like()?)))?;
         }
         self.map(|matrix, lora| {
-            let b = &kept.get(matrix).expect("adapters beside the same matrices").b;
+            let (_, Lora { b, .. }) =
+                kept.0.iter().find(|(own, _)| *own == matrix).expect("adapters beside the same matrices");
             b.shallow_clone().f_copy_(&lora.b)?;
             Ok(lora.with(lora.a.shallow_clone(), b.shallow_clone()))
         })
     }
 
-    /// The adapter beside a matrix.
-    pub fn get(&self, matrix: Matrix) -> Option<&Lora> {
-        match matrix {
-            Matrix::Qkv => self.qkv.as_ref(),
-            Matrix::O => self.o.as_ref(),
-            Matrix::GateUp => self.gate_up.as_ref(),
-            Matrix::Down => self.down.as_ref(),
-        }
+    /// Takes the adapter beside a matrix out.
+    pub(in crate::model) fn take(&mut self, matrix: Matrix) -> Option<Lora> {
+        let index = self.0.iter().position(|(own, _)| *own == matrix)?;
+        Some(self.0.swap_remove(index).1)
     }
 
     /// All of them.
-    pub fn iter(&self) -> impl Iterator<Item = &Lora> {
-        Matrix::ALL.into_iter().filter_map(|matrix| self.get(matrix))
-    }
-
-    pub(in crate::model) fn get_mut(&mut self, matrix: Matrix) -> Option<&mut Lora> {
-        match matrix {
-            Matrix::Qkv => self.qkv.as_mut(),
-            Matrix::O => self.o.as_mut(),
-            Matrix::GateUp => self.gate_up.as_mut(),
-            Matrix::Down => self.down.as_mut(),
-        }
+    pub fn iter(&self) -> impl Iterator<Item = &(Matrix, Lora)> {
+        self.0.iter()
     }
 
     /// The adapters with each replaced by `f` of it.
     pub(in crate::model) fn map(&self, f: impl Fn(Matrix, &Lora) -> Result<Lora>) -> Result<Self> {
-        Self::each(|matrix| self.get(matrix).map(|lora| f(matrix, lora)).transpose())
-    }
-
-    fn each(mut f: impl FnMut(Matrix) -> Result<Option<Lora>>) -> Result<Self> {
-        Ok(Self { qkv: f(Matrix::Qkv)?, o: f(Matrix::O)?, gate_up: f(Matrix::GateUp)?, down: f(Matrix::Down)? })
+        Ok(Self(self.iter().map(|(matrix, lora)| Ok((*matrix, f(*matrix, lora)?))).collect::<Result<_>>()?))
     }
 }
 
@@ -152,13 +138,17 @@ impl Lora {
     pub(in crate::model) fn with(&self, a: Tensor, b: Tensor) -> Self {
         Self { a, b, dropout: self.dropout }
     }
+
+    pub(in crate::model) fn shallow_clone(&self) -> Self {
+        self.with(self.a.shallow_clone(), self.b.shallow_clone())
+    }
 }
 
-/// A fused matrix and its adapter's parameters. Its rows are [groups, heads, inner], and a projection is some consecutive
-/// heads of every group: Qkv has Hkv groups of G query heads, a key and a value head of hd rows each; GateUp has F groups of
-/// a gate and an up row; O and Down are one projection.
+/// A matrix and its adapter's parameters.
 #[derive(Debug)]
 pub(in crate::model) struct Fused {
+    /// The matrix.
+    pub linear: LinearSpec,
     /// A's parameter.
     pub a: ParamName,
     /// B's parameter.
@@ -167,10 +157,6 @@ pub(in crate::model) struct Fused {
     pub pieces: Vec<Piece>,
     r: i64,
     scale: f64,
-    columns: i64,
-    groups: i64,
-    inner: i64,
-    heads: i64,
     adapted_heads: i64,
 }
 
@@ -189,45 +175,32 @@ pub(in crate::model) struct Piece {
 
 impl Fused {
     /// `None` where none of the matrix's projections is adapted.
-    pub fn new(spec: &ModelSpec, lora: &LoraSpec, matrix: Matrix) -> Option<Self> {
-        use TargetModule::{DownProj, GateProj, KProj, OProj, QProj, UpProj, VProj};
-        let [hidden, mlp, head_dim, kv_heads] =
-            [spec.hidden_size, spec.intermediate_size, spec.head_dim, spec.num_kv_heads].map(|size| size as i64);
-        let (query_heads, width) = (spec.heads_per_group() as i64, (spec.num_heads * spec.head_dim) as i64);
-        let (a, b, columns, groups, inner, projections) = match matrix {
-            Matrix::Qkv => {
-                let projections = vec![(QProj, query_heads), (KProj, 1), (VProj, 1)];
-                (ParamName::QkvA, ParamName::QkvB, hidden, kv_heads, head_dim, projections)
-            }
-            Matrix::O => (ParamName::OA, ParamName::OB, width, 1, hidden, vec![(OProj, 1)]),
-            Matrix::GateUp => {
-                (ParamName::GateUpA, ParamName::GateUpB, hidden, mlp, 1, vec![(GateProj, 1), (UpProj, 1)])
-            }
-            Matrix::Down => (ParamName::DownA, ParamName::DownB, mlp, 1, hidden, vec![(DownProj, 1)]),
-        };
+    pub fn new(linear: LinearSpec, lora: &LoraSpec) -> Option<Self> {
         let (mut pieces, mut first, mut adapted_first) = (Vec::new(), 0, 0);
-        for (module, heads) in projections {
+        for &(module, heads) in &linear.projections {
+            let heads = heads as i64;
             if lora.targets.contains(&module) {
                 pieces.push(Piece { module, index: pieces.len() as i64, first, adapted_first, heads });
                 adapted_first += heads;
             }
             first += heads;
         }
-        let (r, scale, heads, adapted_heads) = (lora.r as i64, lora.scale(), first, adapted_first);
-        (!pieces.is_empty()).then_some(Self { a, b, pieces, r, scale, columns, groups, inner, heads, adapted_heads })
+        let [_, a, b] = linear.matrix.params();
+        let (r, scale, adapted_heads) = (lora.r as i64, lora.scale(), adapted_first);
+        (!pieces.is_empty()).then_some(Self { linear, a, b, pieces, r, scale, adapted_heads })
     }
 
     fn a_shape(&self) -> Vec<i64> {
-        vec![self.pieces.len() as i64 * self.r, self.columns]
+        vec![self.pieces.len() as i64 * self.r, self.linear.columns as i64]
     }
 
     fn b_shape(&self) -> Vec<i64> {
-        vec![self.groups * self.adapted_heads * self.inner, self.r]
+        vec![self.rows_of(self.adapted_heads), self.r]
     }
 
-    /// Rows of the matrix.
-    fn num_rows(&self) -> i64 {
-        self.groups * self.heads * self.inner
+    /// Rows of so many heads of every group.
+    fn rows_of(&self, heads: i64) -> i64 {
+        (self.linear.groups * self.linear.inner) as i64 * heads
     }
 
     /// A and B in a flat tensor of their unit.
@@ -243,23 +216,27 @@ impl Fused {
 
     /// Shapes of a projection's own A and B, as on disk.
     pub fn shapes_of(&self, piece: &Piece) -> [Vec<i64>; 2] {
-        [vec![self.r, self.columns], vec![self.groups * piece.heads * self.inner, self.r]]
+        [vec![self.r, self.linear.columns as i64], vec![self.rows_of(piece.heads), self.r]]
     }
 
     /// A projection's B [groups, heads, inner, r].
     pub fn b_of(&self, piece: &Piece, b: &Tensor) -> Tensor {
-        b.view([self.groups, self.adapted_heads, self.inner, self.r]).narrow(1, piece.adapted_first, piece.heads)
+        self.in_groups(b, self.adapted_heads).narrow(1, piece.adapted_first, piece.heads)
+    }
+
+    fn in_groups(&self, b: &Tensor, heads: i64) -> Tensor {
+        b.view([self.linear.groups as i64, heads, self.linear.inner as i64, -1])
     }
 
     /// A projection's rows and columns of the expanded B [groups, heads, inner, r].
     fn expanded_of(&self, piece: &Piece, expanded: &Tensor) -> Tensor {
-        let whole = expanded.view([self.groups, self.heads, self.inner, -1]);
+        let whole = self.in_groups(expanded, self.linear.heads() as i64);
         whole.narrow(1, piece.first, piece.heads).narrow(3, piece.index * self.r, self.r)
     }
 
     /// The B of all adapted projections, scaled, on all rows of the matrix [N, n r].
     fn expand(&self, b: &Tensor) -> Result<Tensor> {
-        let shape = [self.num_rows(), self.pieces.len() as i64 * self.r];
+        let shape = [self.linear.rows() as i64, self.pieces.len() as i64 * self.r];
         let expanded = Tensor::f_zeros(shape, (b.kind(), b.device()))?;
         for piece in &self.pieces {
             self.expanded_of(piece, &expanded).f_copy_(&self.b_of(piece, b).f_mul(&scalar(self.scale))?)?;

@@ -23,7 +23,6 @@ use crate::config::{LoraConfig, TargetModule};
 
 pub use layout::{BlockLora, Lora};
 pub use peft::{AdapterFiles, ModelSource, write_adapters};
-pub(super) use product::{Gradient, add, backward, gate_up, gate_up_backward};
 
 /// What is adapted, and how.
 #[derive(Debug, Clone, PartialEq)]
@@ -50,21 +49,4 @@ impl LoraSpec {
     pub fn scale(&self) -> f64 {
         self.alpha / self.r as f64
     }
-}
-
-/// The matrices of a block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Matrix {
-    /// Query, key and value.
-    Qkv,
-    /// Attention output.
-    O,
-    /// Gate and up.
-    GateUp,
-    /// Down.
-    Down,
-}
-
-impl Matrix {
-    pub(super) const ALL: [Matrix; 4] = [Matrix::Qkv, Matrix::O, Matrix::GateUp, Matrix::Down];
 }

@@ -11,10 +11,11 @@ use safetensors::tensor::TensorInfo;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
+use super::LoraSpec;
 use super::layout::{Fused, Piece};
-use super::{LoraSpec, Matrix};
 use crate::config::TargetModule;
 use crate::error::{Error, Result};
+use crate::model::files::names::module_path;
 use crate::model::files::{MappedFile, dtype_of, encode_header, sync};
 use crate::model::json::{ADAPTER_CONFIG as CONFIG, JsonObject};
 use crate::model::params::{ParamTable, Unit, UnitLayout};
@@ -53,13 +54,12 @@ fn tensors(
     f: &mut dyn FnMut(&PeftTensor<'_>) -> Result<()>,
 ) -> Result<()> {
     let Unit::Block(layer) = unit else { panic!("the {unit} has no adapters") };
-    for fused in Matrix::ALL.into_iter().filter_map(|matrix| Fused::new(spec, lora, matrix)) {
+    for fused in lora.fused(spec) {
         for piece in &fused.pieces {
             let [a_shape, b_shape] = fused.shapes_of(piece);
             for (is_a, part, shape) in [(true, "lora_A", a_shape), (false, "lora_B", b_shape)] {
-                let module = piece.module;
-                let room = if module <= TargetModule::OProj { "self_attn" } else { "mlp" };
-                let name = format!("base_model.model.model.layers.{layer}.{room}.{}.{part}.weight", module.name());
+                let path = module_path(piece.module);
+                let name = format!("base_model.model.model.layers.{layer}.{path}.{part}.weight");
                 f(&PeftTensor { name, shape, fused: &fused, piece, is_a })?;
             }
         }

@@ -9,7 +9,6 @@ use crate::config::GradientCheckpointing;
 use crate::config::TargetModule::{DownProj, GateProj, KProj, OProj, QProj, UpProj, VProj};
 use crate::dist::Collective;
 use crate::dist::testing::threads;
-use crate::model::block_gradients::BlockGradients;
 use crate::model::params::{ParamName, UnitLayout};
 use crate::model::tests::{SliceAttention, families, reference};
 use crate::model::{
@@ -19,7 +18,6 @@ use crate::model::{
 use crate::ops::attention::PackedLayout;
 use crate::ops::dropout::Dropout;
 use crate::ops::random::RandomKey;
-use crate::ops::rope::Rope;
 use crate::ops::testing::{assert_close, leaf, rand};
 
 const LEN: i64 = 11;
@@ -55,25 +53,24 @@ impl Block {
 
     fn params(&self, dropout: Option<Dropout>) -> BlockParams {
         let lora = BlockLora::expand(&self.spec, &self.lora, &self.adapter_layout, &self.adapters, dropout).unwrap();
-        BlockParams { lora, ..BlockParams::view(&self.layout, &self.flat) }
+        BlockParams::view(&self.spec, &self.layout, &self.flat).with_adapters(lora)
     }
 
     /// (y, dx, gradient of the adapters' flat tensor) for x and dy [LEN, D].
     fn run(&self, x: &Tensor, dy: &Tensor, keep: GradientCheckpointing, dropout: Option<Dropout>) -> [Tensor; 3] {
         let spec = &self.spec;
         let positions = Tensor::arange(LEN, (Kind::Int64, Device::Cpu));
-        let rope = Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref()).rows(&positions, Kind::Double);
+        let rope = spec.rope().rows(&positions, Kind::Double);
         let rope = rope.unwrap();
         let ctx = BlockContext { spec, rope: &rope, tp: None };
-        let mut packed = PackedAttention::new(spec, &[0, LEN], Device::Cpu);
+        let packed = PackedAttention::new(spec, &[0, LEN], Device::Cpu);
         let w = self.params(dropout);
-        let (y, saved) = block_forward(&ctx, 1, &w, x, &mut packed, Some(keep)).unwrap();
+        let (y, saved) = block_forward(&ctx, 1, &w, x, &packed, Some(keep)).unwrap();
         let flat = Tensor::zeros_like(&self.adapters);
-        let gradients = || BlockLora::gradients(spec, &self.lora, &self.adapter_layout, &flat).unwrap();
-        let mut grads = BlockGradients::Adapters(gradients());
+        let gradients = BlockLora::gradients(spec, &self.lora, &self.adapter_layout, &flat).unwrap();
+        let mut grads = BlockParams::of_adapters(gradients);
         let dx = block_backward(&ctx, &w, dy, saved.unwrap(), &packed, &mut grads).unwrap();
-        let BlockGradients::Adapters(own) = grads else { unreachable!() };
-        own.add_to(spec, &self.lora, &self.adapter_layout, &flat).unwrap();
+        BlockLora::add_to(&grads, spec, &self.lora, &self.adapter_layout, &flat).unwrap();
         [y, dx, flat]
     }
 }
@@ -182,9 +179,9 @@ fn dropout_is_differentiated() {
 
 #[test]
 fn slices_add_up_to_the_block() {
-    let [(_, qwen2), (_, qwen3), ..] = families();
+    let [(_, qwen2), (_, qwen3), .., (_, norms_behind)] = families();
     let eight = ModelSpec { num_heads: 8, ..qwen2 };
-    for (spec, tp_sizes) in [(eight, vec![1, 2, 4]), (qwen3, vec![2, 4])] {
+    for (spec, tp_sizes) in [(eight, vec![1, 2, 4]), (qwen3, vec![2, 4]), (norms_behind, vec![2, 4])] {
         for targets in every_choice() {
             let block = Block::new(&spec, targets);
             let x = rand(&[5, spec.hidden_size as i64]);
@@ -214,15 +211,14 @@ fn sliced(
 ) -> Vec<f64> {
     let (flat, adapters) = (Tensor::from_slice(flat), Tensor::from_slice(adapters));
     let lora = BlockLora::expand(spec, lora, adapter_layout, &adapters, None).unwrap();
-    let whole = BlockParams { lora, ..BlockParams::view(layout, &flat) };
+    let whole = BlockParams::view(spec, layout, &flat).with_adapters(lora);
     let w = whole.tp_slice(spec, tp.rank(), tp.size()).unwrap();
     let x = Tensor::from_slice(x).view([-1, spec.hidden_size as i64]);
-    let rope =
-        Rope::new(spec.head_dim, spec.rope_theta, None).rows(&Tensor::from_slice(&[0i64, 1, 2, 0, 1]), Kind::Double);
+    let rope = spec.rope().rows(&Tensor::from_slice(&[0i64, 1, 2, 0, 1]), Kind::Double);
     let rope = rope.unwrap();
     let ctx = BlockContext { spec, rope: &rope, tp: Some(tp) };
     let layout = PackedLayout::new(&[0, 3, 5], spec.tp_heads(tp.size()).1, None, Device::Cpu);
-    let mut attention = SliceAttention(layout, attention_scale(spec));
-    let (y, _) = block_forward(&ctx, 0, &w, &x, &mut attention, None).unwrap();
+    let attention = SliceAttention(layout, attention_scale(spec));
+    let (y, _) = block_forward(&ctx, 0, &w, &x, &attention, None).unwrap();
     Vec::try_from(y.flatten(0, 1)).unwrap()
 }

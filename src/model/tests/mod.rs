@@ -14,14 +14,13 @@ use crate::dist::Collective;
 use crate::dist::testing::threads;
 use crate::error::Result;
 use crate::ops::attention::{PackedLayout, packed_forward};
-use crate::ops::rope::Rope;
 use crate::ops::testing::{assert_close, leaf, rand};
 use crate::ops::{embedding, linear, rms_norm};
 
 const TEMPERATURE: f64 = 0.8;
 
 /// One small shape per family: (name, spec).
-pub(super) fn families() -> [(&'static str, ModelSpec); 4] {
+pub(super) fn families() -> [(&'static str, ModelSpec); 5] {
     let micro =
         ModelSpec { vocab_size: 23, hidden_size: 24, intermediate_size: 20, ..ModelSpec::preset("micro").unwrap() };
     let plain = ModelSpec { qkv_bias: false, tie_word_embeddings: false, ..micro.clone() };
@@ -33,9 +32,13 @@ pub(super) fn families() -> [(&'static str, ModelSpec); 4] {
     };
     [
         ("qwen2, group 7, tied", ModelSpec { num_heads: 14, num_kv_heads: 2, ..micro }),
-        ("qwen3, group 1", ModelSpec { family: Family::Qwen3, qk_norm: true, num_kv_heads: 4, ..plain.clone() }),
+        (
+            "qwen3, group 1",
+            ModelSpec { family: Family::Qwen3, qk_norm: Some(QkNorm::Head), num_kv_heads: 4, ..plain.clone() },
+        ),
         ("llama 3, group 2", ModelSpec { family: Family::Llama, rope_scaling: Some(scaling), ..plain.clone() }),
-        ("mistral, group 2", ModelSpec { family: Family::Mistral, sliding_window: Some(4), ..plain }),
+        ("mistral, group 2", ModelSpec { family: Family::Mistral, sliding_window: Some(4), ..plain.clone() }),
+        ("norms behind and over all heads", ModelSpec { qk_norm: Some(QkNorm::All), norms: NormPlaces::POST, ..plain }),
     ]
 }
 
@@ -86,20 +89,19 @@ fn run(
     let grads: Vec<Tensor> = flats.iter().map(Tensor::zeros_like).collect();
     let views = |flats: &[Tensor]| {
         let (layouts, last) = (&table.units, flats.len() - 1);
-        let blocks: Vec<_> = (1..last).map(|i| BlockParams::view(&layouts[i], &flats[i])).collect();
+        let blocks: Vec<_> = (1..last).map(|i| BlockParams::view(spec, &layouts[i], &flats[i])).collect();
         (EmbeddingParams::view(&layouts[0], &flats[0]), blocks, HeadParams::view(&layouts[last], &flats[last]))
     };
     let ((embed, blocks, head), (mut d_embed, d_blocks, mut d_head)) = (views(flats), views(&grads));
-    let rope =
-        Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref()).rows(&batch.positions, Kind::Double);
+    let rope = spec.rope().rows(&batch.positions, Kind::Double);
     let rope = rope.unwrap();
     let ctx = BlockContext { spec, rope: &rope, tp: None };
-    let mut packed = PackedAttention::new(spec, &batch.cu_seqlens, Device::Cpu);
+    let packed = PackedAttention::new(spec, &batch.cu_seqlens, Device::Cpu);
 
     let mut x = embedding::forward(&batch.ids, &embed.table).unwrap();
     let mut saved = Vec::new();
     for (layer, w) in blocks.iter().enumerate() {
-        let (y, kept) = block_forward(&ctx, layer, w, &x, &mut packed, Some(keep)).unwrap();
+        let (y, kept) = block_forward(&ctx, layer, w, &x, &packed, Some(keep)).unwrap();
         saved.push(kept.unwrap());
         x = y;
     }
@@ -112,8 +114,8 @@ fn run(
     let output = head.lm_head.as_ref().unwrap_or(&embed.table);
     let into = Some((d_norm, d_table));
     let mut dx = head_backward(&head, output, &scoring, tokens, scored.saved, a, Some(b), into).unwrap();
-    for ((w, kept), d_w) in blocks.iter().zip(saved).zip(d_blocks).rev() {
-        dx = block_backward(&ctx, w, &dx, kept, &packed, &mut BlockGradients::Weights(d_w)).unwrap();
+    for ((w, kept), mut d_w) in blocks.iter().zip(saved).zip(d_blocks).rev() {
+        dx = block_backward(&ctx, w, &dx, kept, &packed, &mut d_w).unwrap();
     }
     embedding::accumulate(&dx, &batch.ids, &mut d_embed.table).unwrap();
     (scored.logprobs, scored.entropy, grads)
@@ -150,17 +152,16 @@ fn logits(folder: &Path, prompts: &[Vec<i64>]) -> Vec<Tensor> {
     let (files, table) = (WeightFiles::open(folder, spec.clone()).unwrap(), ParamTable::new(spec.clone(), 1));
     let unit = |unit| (table.unit(unit), files.read_unit(table.unit(unit), Kind::Float).unwrap());
     let batch = Batch::new(prompts);
-    let rope =
-        Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref()).rows(&batch.positions, Kind::Float);
+    let rope = spec.rope().rows(&batch.positions, Kind::Float);
     let rope = rope.unwrap();
     let ctx = BlockContext { spec: &spec, rope: &rope, tp: None };
-    let mut packed = PackedAttention::new(&spec, &batch.cu_seqlens, Device::Cpu);
+    let packed = PackedAttention::new(&spec, &batch.cu_seqlens, Device::Cpu);
     let (layout, flat) = unit(Unit::Embedding);
     let embed = EmbeddingParams::view(layout, &flat);
     let mut x = embedding::forward(&batch.ids, &embed.table).unwrap();
     for layer in 0..spec.num_layers {
         let (layout, flat) = unit(Unit::Block(layer));
-        x = block_forward(&ctx, layer, &BlockParams::view(layout, &flat), &x, &mut packed, None).unwrap().0;
+        x = block_forward(&ctx, layer, &BlockParams::view(&spec, layout, &flat), &x, &packed, None).unwrap().0;
     }
     let (layout, flat) = unit(Unit::Head);
     let head = HeadParams::view(layout, &flat);
@@ -215,7 +216,7 @@ fn recomputation_changes_no_bit() {
 pub(super) struct SliceAttention(pub PackedLayout, pub f64);
 
 impl Attention for SliceAttention {
-    fn forward(&mut self, _layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+    fn forward(&self, _layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         Ok((packed_forward(q, k, v, &self.0, self.1)?.0, None))
     }
 }
@@ -224,24 +225,24 @@ impl Attention for SliceAttention {
 fn sliced_block(spec: &ModelSpec, tp_size: usize, flat: &[f64], x: &[f64]) -> Vec<Vec<f64>> {
     let table = ParamTable::new(Arc::new(spec.clone()), 1);
     threads(tp_size, |tp: Arc<dyn Collective>| {
-        let whole = BlockParams::view(&table.units[1], &Tensor::from_slice(flat));
+        let whole = BlockParams::view(spec, &table.units[1], &Tensor::from_slice(flat));
         let w = whole.tp_slice(spec, tp.rank(), tp_size).unwrap();
         let x = Tensor::from_slice(x).view([-1, spec.hidden_size as i64]);
         let positions = Tensor::from_slice(&[0i64, 1, 2, 0, 1]);
-        let rope = Rope::new(spec.head_dim, spec.rope_theta, None).rows(&positions, Kind::Double).unwrap();
+        let rope = spec.rope().rows(&positions, Kind::Double).unwrap();
         let ctx = BlockContext { spec, rope: &rope, tp: Some(&*tp) };
         let layout = PackedLayout::new(&[0, 3, 5], spec.tp_heads(tp_size).1, None, Device::Cpu);
-        let mut attention = SliceAttention(layout, attention_scale(spec));
-        let (y, _) = block_forward(&ctx, 0, &w, &x, &mut attention, None).unwrap();
+        let attention = SliceAttention(layout, attention_scale(spec));
+        let (y, _) = block_forward(&ctx, 0, &w, &x, &attention, None).unwrap();
         Vec::try_from(y.flatten(0, 1)).unwrap()
     })
 }
 
 #[test]
 fn slices_add_up_to_the_block() {
-    let [(_, qwen2), (_, qwen3), ..] = families();
+    let [(_, qwen2), (_, qwen3), .., (_, norms_behind)] = families();
     let eight = ModelSpec { num_heads: 8, ..qwen2 };
-    for (spec, tp_sizes) in [(eight, vec![2, 4]), (qwen3, vec![2, 4])] {
+    for (spec, tp_sizes) in [(eight, vec![2, 4]), (qwen3, vec![2, 4]), (norms_behind, vec![2, 4])] {
         let table = ParamTable::new(Arc::new(spec.clone()), 1);
         let host = |t: Tensor| Vec::<f64>::try_from(t).unwrap();
         let flat = host(rand(&[table.units[1].len as i64]) * 0.4);

@@ -5,7 +5,7 @@ use std::f64::consts::PI;
 
 use tch::{Kind, Tensor};
 
-use crate::model::{ModelSpec, ParamName, ParamTable, Unit};
+use crate::model::{ModelSpec, ParamName, ParamTable, QkNorm, Unit};
 
 /// (log-probabilities, entropies) of all rows but the last of each sequence, against the next token, at `temperature`.
 pub(super) fn scores(
@@ -48,7 +48,9 @@ pub(in crate::model) fn block(
     let (heads, kv_heads, hd) = (spec.num_heads as i64, spec.num_kv_heads as i64, spec.head_dim as i64);
     let (len, group, eps) = (x.size()[0], heads / kv_heads, spec.rms_norm_eps);
     let need = |name| get(name).unwrap();
-    let normed = rms_norm(x, &need(ParamName::InputNorm), eps);
+    // A norm that is absent leaves what it is given.
+    let norm = |name, x: &Tensor| get(name).map_or_else(|| x.shallow_clone(), |weight| rms_norm(x, &weight, eps));
+    let normed = norm(ParamName::InputNorm, x);
     let grouped = need(ParamName::Qkv).view([kv_heads, group + 2, hd, -1]);
     let bias = get(ParamName::QkvBias).map(|bias| bias.view([kv_heads, group + 2, hd]));
     let project = |first: i64, count: i64| {
@@ -59,7 +61,16 @@ pub(in crate::model) fn block(
     };
     let (mut q, mut k, v) = (project(0, group), project(group, 1), project(group + 1, 1));
     if let (Some(q_norm), Some(k_norm)) = (get(ParamName::QNorm), get(ParamName::KNorm)) {
-        (q, k) = (rms_norm(&q, &q_norm, eps), rms_norm(&k, &k_norm, eps));
+        (q, k) = match spec.qk_norm {
+            Some(QkNorm::Head) => (rms_norm(&q, &q_norm, eps), rms_norm(&k, &k_norm, eps)),
+            _ => {
+                let all = |t: Tensor, weight| {
+                    let rows = rms_norm(&t.transpose(0, 1).reshape([len, -1]), weight, eps);
+                    rows.view([len, -1, hd]).transpose(0, 1)
+                };
+                (all(q, &q_norm), all(k, &k_norm))
+            }
+        };
     }
     let (q, k) = (rotate(spec, &q), rotate(spec, &k));
     let repeat = |t: Tensor| t.unsqueeze(1).expand([kv_heads, group, len, hd], false).reshape([heads, len, hd]);
@@ -70,11 +81,12 @@ pub(in crate::model) fn block(
         .collect();
     let scores = scores.masked_fill(&Tensor::from_slice(&hidden).view([len, len]), f64::NEG_INFINITY);
     let o = scores.softmax(-1, None::<Kind>).matmul(&repeat(v)).transpose(0, 1).reshape([len, heads * hd]);
-    let h = x + o.matmul(&need(ParamName::O).tr());
-    let normed = rms_norm(&h, &need(ParamName::PostNorm), eps);
+    let h = x + norm(ParamName::MixerPostNorm, &o.matmul(&need(ParamName::O).tr()));
+    let normed = norm(ParamName::PostNorm, &h);
     let pairs = need(ParamName::GateUp).view([-1, 2, x.size()[1]]);
     let (gate, up) = (normed.matmul(&pairs.select(1, 0).tr()), normed.matmul(&pairs.select(1, 1).tr()));
-    h + (gate.sigmoid() * gate * up).matmul(&need(ParamName::Down).tr())
+    let mlp = (gate.sigmoid() * gate * up).matmul(&need(ParamName::Down).tr());
+    h + norm(ParamName::MlpPostNorm, &mlp)
 }
 
 fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {

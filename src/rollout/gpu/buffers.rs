@@ -10,7 +10,7 @@ use crate::cuda::kernels::{CANDIDATE_WORDS, RowSums};
 use crate::dist::Collective;
 use crate::error::Result;
 use crate::memory::Arena;
-use crate::model::ModelSpec;
+use crate::model::{Mixer, Mlp, ModelSpec};
 use crate::rollout::{EngineOptions, kv_block_bytes};
 
 /// Blocks that sample at once, at most, where they are more than the draws: `kernels::sample_parts` splits rows so.
@@ -29,6 +29,8 @@ pub(super) struct Shape {
     pub(super) seqs: usize,
     /// Entries of a block table.
     pub(super) blocks: usize,
+    /// Rows that are summed over the group other than by NCCL. Those sums norm their result with the residual stream, not before it.
+    summed_rows: Option<usize>,
     hidden: usize,
     qkv: usize,
     heads: usize,
@@ -47,8 +49,7 @@ pub fn engine_buffer_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: u
 
 /// Bytes of a GPU that one rank's sums over its tensor-parallel group take, asleep or awake, where GPUs map one another's memory.
 pub fn engine_sum_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> usize {
-    let (rows, hidden) = (options.max_num_seqs.min(MOST_SUMMED_ROWS), spec.hidden_size);
-    if RowSums::serve(options.kind, hidden, tp_size) { RowSums::bytes(rows, hidden) } else { 0 }
+    Shape::new(spec, options, tp_size).summed_rows.map_or(0, |rows| RowSums::bytes(rows, spec.hidden_size))
 }
 
 /// Tensors over the arena.
@@ -78,16 +79,21 @@ pub(super) struct Buffers {
 
 impl Shape {
     pub(super) fn new(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> Self {
-        let (heads, kv_heads) = spec.tp_heads(tp_size);
+        let block = spec.block();
+        let (Mixer::Attention(attention), Mlp::Dense(dense)) =
+            (block.tp_slice(tp_size).mixer, block.tp_slice(tp_size).mlp);
+        let [queries, keys] = attention.widths();
+        let sums = !block.norms.post && RowSums::serve(options.kind, spec.hidden_size, tp_size);
         let num_blocks = options.kv_cache_bytes / kv_block_bytes(spec, tp_size, options.block_size, options.kind);
         Self {
             rows: options.max_num_batched_tokens.max(options.max_num_seqs),
             seqs: options.max_num_seqs,
             blocks: options.max_model_length.div_ceil(options.block_size),
             hidden: spec.hidden_size,
-            qkv: (heads + 2 * kv_heads) * spec.head_dim,
-            heads: heads * spec.head_dim,
-            mlp: spec.intermediate_size / tp_size,
+            qkv: queries + 2 * keys,
+            heads: queries,
+            mlp: dense.intermediate,
+            summed_rows: sums.then_some(options.max_num_seqs.min(MOST_SUMMED_ROWS)),
             vocab: spec.vocab_size,
             kv_slots: [num_blocks, options.block_size],
             tp_size,
@@ -108,10 +114,7 @@ impl Shape {
 
     /// The decode steps' sums over the group, through memory that its ranks map; none where NCCL has to do it. Collective.
     pub(super) fn row_sums(&self, tp: &dyn Collective) -> Result<Option<RowSums>> {
-        let rows = self.seqs.min(MOST_SUMMED_ROWS);
-        if !RowSums::serve(self.kind, self.hidden, self.tp_size) {
-            return Ok(None);
-        }
+        let Some(rows) = self.summed_rows else { return Ok(None) };
         let memory = tp.peer_memory(RowSums::bytes(rows, self.hidden))?;
         memory.map(|memory| RowSums::new(memory, rows, self.hidden)).transpose()
     }

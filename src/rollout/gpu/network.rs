@@ -9,7 +9,7 @@ use crate::cuda::kernels::{self, HeadTransform, QkvViews, RowSums};
 use crate::cuda::{Products, Tuning};
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
-use crate::model::{BlockParams, Lora, ModelSpec, Qkv, QuantizedBlock};
+use crate::model::{AttentionParams, BlockParams, DenseParams, Linear, Lora, ModelSpec, Piece, QuantizedBlock};
 use crate::rollout::kv_cache::KvCache;
 use crate::rollout::weights::EngineWeights;
 
@@ -89,15 +89,19 @@ impl Network<'_> {
         }
         let (mut all, mut gate_up) = (true, true);
         for w in &self.weights.blocks {
-            let is_adapted = w.lora.iter().next().is_some();
+            let linears = w.linears().map(|(_, linear)| linear);
+            let is_adapted = linears.iter().any(|linear| linear.lora.is_some());
             all &= !is_adapted
-                && match &w.qkv {
-                    Qkv::Grouped { weight, bias } => {
-                        kernels::product_serves(rows, &[weight, &w.o, &w.gate_up, &w.down], bias.as_ref())?
+                && match &w.attention.qkv.pieces[..] {
+                    [Piece { weight, bias }] => {
+                        let [_, o, gate_up, down] = linears;
+                        let weights = [weight, o.weight(), gate_up.weight(), down.weight()];
+                        kernels::product_serves(rows, &weights, bias.as_ref())?
                     }
-                    Qkv::Split { .. } => false,
+                    _ => false,
                 };
-            gate_up &= w.lora.gate_up.is_none() && kernels::gate_up_serves(rows, &w.gate_up)?;
+            let Linear { lora, .. } = &w.mlp.gate_up;
+            gate_up &= lora.is_none() && kernels::gate_up_serves(rows, w.mlp.gate_up.weight())?;
         }
         Ok(match (all, gate_up) {
             (true, _) => OwnProducts::All,
@@ -127,32 +131,21 @@ impl Network<'_> {
             self.op(Op::Sample, || kernels::note_tokens(tokens.ids, tokens.slots, &self.buffers.history.view(-1)))?;
         }
         self.weights.prepare(0)?;
-        let (eps, input_norm) = (self.spec.rms_norm_eps, &self.weights.blocks[0].input_norm);
-        self.op(Op::Norm, || kernels::add_rms_norm(&mut x, None, input_norm, &mut normed, eps))?;
-        for (layer, w) in self.weights.blocks.iter().enumerate() {
-            let attended = self.attention(layer, w, &normed, tokens, attend)?;
-            self.product(Op::O, &attended, &w.o, None, &parts[0])?;
-            self.adapt(&attended, w.lora.o.as_ref(), &parts[0])?;
-            self.add_rms_norm(0, &mut parts, &mut x, &w.post_norm, &mut normed)?;
-            match self.own_products {
-                OwnProducts::All => self.op(Op::GateUp, || kernels::product_silu_mul(&normed, &w.gate_up, &act))?,
-                OwnProducts::GateUp => self.op(Op::GateUp, || kernels::gate_up(&normed, &w.gate_up, &act))?,
-                OwnProducts::None => {
-                    self.product(Op::GateUp, &normed, &w.gate_up, None, &gate_up)?;
-                    self.adapt(&normed, w.lora.gate_up.as_ref(), &gate_up)?;
-                    self.op(Op::SiluMul, || kernels::silu_mul(&gate_up, &mut act))?;
-                }
-            }
-            self.product(Op::Down, &act, &w.down, None, &parts[1])?;
-            self.adapt(&act, w.lora.down.as_ref(), &parts[1])?;
-            let next_norm = match self.weights.blocks.get(layer + 1) {
+        self.enter(&mut x, self.weights.blocks[0].attention.norms.pre.as_ref(), &mut normed)?;
+        for (layer, BlockParams { attention, mlp }) in self.weights.blocks.iter().enumerate() {
+            let attended = self.attention(layer, attention, &normed, tokens, attend)?;
+            self.linear(Op::O, &attended, &attention.o, &parts[0])?;
+            self.leave(0, &mut parts, &mut x, attention.norms.post.as_ref(), mlp.norms.pre.as_ref(), &mut normed)?;
+            self.gate_up(mlp, &normed, &gate_up, &mut act)?;
+            self.linear(Op::Down, &act, &mlp.down, &parts[1])?;
+            let next = match self.weights.blocks.get(layer + 1) {
                 Some(next) => {
                     self.weights.prepare(layer + 1)?;
-                    &next.input_norm
+                    next.attention.norms.pre.as_ref()
                 }
-                None => &self.weights.final_norm,
+                None => Some(&self.weights.final_norm),
             };
-            self.add_rms_norm(1, &mut parts, &mut x, next_norm, &mut normed)?;
+            self.leave(1, &mut parts, &mut x, mlp.norms.post.as_ref(), next, &mut normed)?;
         }
         Ok(normed)
     }
@@ -170,13 +163,13 @@ impl Network<'_> {
     fn attention(
         &self,
         layer: usize,
-        w: &BlockParams,
+        w: &AttentionParams,
         normed: &Tensor, // [T, D]
         tokens: &Tokens,
         attend: &mut Attend,
     ) -> Result<Tensor> {
         let rows = normed.size()[0];
-        let qkv = self.project(w, normed)?;
+        let qkv = self.project(&w.qkv, normed)?;
         let mut q = self.buffers.q.narrow(0, 0, rows).view([rows, -1, self.spec.head_dim as i64]);
         let (k_cache, v_cache) = self.kv_cache.layer(layer);
         let norms = w.q_norm.as_ref().zip(w.k_norm.as_ref()).map(|(q, k)| (q, k, self.spec.rms_norm_eps));
@@ -188,25 +181,79 @@ impl Network<'_> {
         attend(layer, &q, &qkv)
     }
 
+    /// act = silu(gate) * up
+    fn gate_up(
+        &self,
+        w: &DenseParams,
+        normed: &Tensor,  // [T, D]
+        gate_up: &Tensor, // [T, 2 F]
+        act: &mut Tensor, // [T, F]
+    ) -> Result<()> {
+        match self.own_products {
+            OwnProducts::All => self.op(Op::GateUp, || kernels::product_silu_mul(normed, w.gate_up.weight(), act)),
+            OwnProducts::GateUp => self.op(Op::GateUp, || kernels::gate_up(normed, w.gate_up.weight(), act)),
+            OwnProducts::None => {
+                self.linear(Op::GateUp, normed, &w.gate_up, gate_up)?;
+                self.op(Op::SiluMul, || kernels::silu_mul(gate_up, act))
+            }
+        }
+    }
+
     /// Queries, keys and values with their biases, as views of the buffer that the products fill.
-    fn project(&self, w: &BlockParams, normed: &Tensor) -> Result<QkvViews> {
+    fn project(&self, w: &Linear, normed: &Tensor) -> Result<QkvViews> {
         let out = self.buffers.qkv.narrow(0, 0, normed.size()[0]); // [T, (H + 2 Hkv) hd]
-        let views = match &w.qkv {
-            Qkv::Grouped { weight, bias } => {
-                self.product(Op::Qkv, normed, weight, bias.as_ref(), &out)?;
-                let (_, kv_heads) = self.spec.tp_heads(self.tp.size());
+        let (heads, kv_heads) = self.spec.tp_heads(self.tp.size());
+        let views = match &w.pieces[..] {
+            [whole] => {
+                self.product(Op::Qkv, normed, &whole.weight, whole.bias.as_ref(), &out)?;
                 QkvViews::grouped(&out, kv_heads, self.spec.heads_per_group())
             }
-            Qkv::Split { q, kv } => {
-                let (heads, _) = self.spec.tp_heads(self.tp.size());
-                let parts = out.split_with_sizes([q.0.size()[0], kv.0.size()[0]], 1);
-                self.product(Op::Qkv, normed, &q.0, q.1.as_ref(), &parts[0])?;
-                self.product(Op::Qkv, normed, &kv.0, kv.1.as_ref(), &parts[1])?;
+            pieces => {
+                let columns: Vec<i64> = pieces.iter().map(|piece| piece.weight.size()[0]).collect();
+                let parts = out.split_with_sizes(columns.as_slice(), 1);
+                for (piece, part) in pieces.iter().zip(&parts) {
+                    self.product(Op::Qkv, normed, &piece.weight, piece.bias.as_ref(), part)?;
+                }
                 QkvViews::split(&parts[0], &parts[1], heads)
             }
         };
-        self.adapt(normed, w.lora.qkv.as_ref(), &out)?;
+        self.adapt(normed, w.lora.as_ref(), &out)?;
         Ok(views)
+    }
+
+    /// normed = pre(x), or x itself.
+    fn enter(&self, x: &mut Tensor, pre: Option<&Tensor>, normed: &mut Tensor) -> Result<()> {
+        self.op(Op::Norm, || match pre {
+            Some(weight) => kernels::add_rms_norm(x, None, weight, normed, self.spec.rms_norm_eps),
+            None => Ok(normed.f_copy_(x)?),
+        })
+    }
+
+    /// x += post(the sum over the group of what a row-parallel product gave); normed = pre(x), for the next sublayer.
+    fn leave(
+        &self,
+        turn: usize,
+        parts: &mut [Tensor; 2], // [T, D]
+        x: &mut Tensor,          // [T, D]
+        post: Option<&Tensor>,   // [D]
+        pre: Option<&Tensor>,    // [D]
+        normed: &mut Tensor,     // [T, D]
+    ) -> Result<()> {
+        if let (None, Some(weight)) = (post, pre) {
+            return self.add_rms_norm(turn, parts, x, weight, normed);
+        }
+        let part = &mut parts[turn];
+        if self.tp.size() > 1 {
+            self.op(Op::AllReduce, || self.tp.all_reduce(part, ReduceOp::Sum))?;
+        }
+        self.op(Op::Norm, || {
+            if let Some(weight) = post {
+                kernels::add_rms_norm(part, None, weight, normed, self.spec.rms_norm_eps)?;
+            }
+            let _ = x.f_add_(if post.is_some() { &*normed } else { &*part })?;
+            Ok(())
+        })?;
+        self.enter(x, pre, normed)
     }
 
     /// x += the sum over the group of what a row-parallel product gave, where ranks have column ranges of the weight; normed is
@@ -228,6 +275,12 @@ impl Network<'_> {
             self.op(Op::AllReduce, || self.tp.all_reduce(part, ReduceOp::Sum))?;
         }
         self.op(Op::Norm, || kernels::add_rms_norm(x, Some(part), weight, normed, eps))
+    }
+
+    /// out = x w^T, with the adapter's part.
+    fn linear(&self, op: Op, x: &Tensor, w: &Linear, out: &Tensor) -> Result<()> {
+        self.product(op, x, w.weight(), None, out)?;
+        self.adapt(x, w.lora.as_ref(), out)
     }
 
     /// out = x w^T + bias
@@ -262,16 +315,20 @@ impl Network<'_> {
     }
 }
 
+/// Adapters of all blocks.
+pub(super) fn adapters<'a>(weights: &'a EngineWeights) -> impl Iterator<Item = &'a Lora> {
+    weights.blocks.iter().flat_map(BlockParams::linears).filter_map(|(_, linear)| linear.lora.as_ref())
+}
+
 /// Room for the inner products of the largest adapter over `rows`, none where nothing is adapted.
 pub(super) fn low_rank_buffer(weights: &EngineWeights, rows: i64) -> Result<Option<Tensor>> {
-    let adapters = weights.blocks.iter().flat_map(|w| w.lora.iter());
-    let widest = adapters.map(|lora| lora.a.size()[0]).max();
+    let widest = adapters(weights).map(|lora| lora.a.size()[0]).max();
     let options = (weights.embedding.kind(), weights.embedding.device());
     widest.map(|widest| Ok(Tensor::f_empty([rows * widest], options)?)).transpose()
 }
 
 /// What a recorded step has taken in of weights and cache: addresses and strides.
-pub(super) fn fingerprint(weights: &EngineWeights, kv_cache: &KvCache, low: Option<&Tensor>) -> Vec<usize> {
+pub(super) fn fingerprint(weights: &EngineWeights, kv_cache: &KvCache, low: Option<&Tensor>) -> Result<Vec<usize>> {
     let mut addresses = Vec::new();
     let mut note = |tensor: &Tensor| {
         addresses.push(tensor.data_ptr() as usize);
@@ -282,18 +339,12 @@ pub(super) fn fingerprint(weights: &EngineWeights, kv_cache: &KvCache, low: Opti
     quantized.flat_map(QuantizedBlock::tensors).for_each(&mut note);
     for (layer, w) in weights.blocks.iter().enumerate() {
         let (k_cache, v_cache) = kv_cache.layer(layer);
-        [&k_cache, &v_cache, &w.input_norm, &w.o, &w.post_norm, &w.gate_up, &w.down].into_iter().for_each(&mut note);
-        [&w.q_norm, &w.k_norm].into_iter().flatten().for_each(&mut note);
-        match &w.qkv {
-            Qkv::Grouped { weight, bias } => [Some(weight), bias.as_ref()].into_iter().flatten().for_each(&mut note),
-            Qkv::Split { q, kv } => {
-                [Some(&q.0), q.1.as_ref(), Some(&kv.0), kv.1.as_ref()].into_iter().flatten().for_each(&mut note);
-            }
-        }
-        for lora in w.lora.iter() {
-            note(&lora.a);
-            note(&lora.b);
-        }
+        [&k_cache, &v_cache].into_iter().for_each(&mut note);
+        w.try_map(&mut |tensor| {
+            note(tensor);
+            Ok(tensor.shallow_clone())
+        })?;
     }
-    addresses
+    adapters(weights).flat_map(|lora| [&lora.a, &lora.b]).for_each(&mut note);
+    Ok(addresses)
 }

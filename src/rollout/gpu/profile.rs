@@ -3,15 +3,16 @@
 
 use std::sync::Arc;
 
-use tch::{Device, Tensor};
+use tch::Device;
 
 use super::graphs::replay_times;
 use super::inputs::Packing;
-use super::network::Op;
+use super::network::{Op, adapters};
 use super::runner::GpuRunner;
 use crate::cuda::{EnergyMeter, Graph, Sustained};
 use crate::dist::{ReduceOp, all_reduce_f64};
 use crate::error::{Error, Result};
+use crate::model::{LinearSpec, Mixer, Mlp, product_work};
 use crate::rollout::sampler::Draw;
 use crate::rollout::scheduler::{Run, Step};
 use crate::rollout::sequence::Sequence;
@@ -178,37 +179,36 @@ impl GpuRunner<'_> {
 
     /// (bytes, floating-point operations) of one operation in all layers, for S rows and all their context tokens.
     fn work(&self, op: Op, rows: f64, context_tokens: f64) -> (f64, f64) {
-        let spec = self.spec;
-        let (heads, kv_heads) = spec.tp_heads(self.tp.size());
-        let (hidden, mlp) = (spec.hidden_size as f64, (spec.intermediate_size / self.tp.size()) as f64);
-        let (q, kv) = ((heads * spec.head_dim) as f64, (kv_heads * spec.head_dim) as f64);
-        let (layers, vocab) = (spec.num_layers as f64, (spec.vocab_size / self.tp.size()) as f64);
+        let (spec, block) = (self.spec, self.spec.block().tp_slice(self.tp.size()));
+        let (Mixer::Attention(attention), Mlp::Dense(dense)) = (block.mixer, block.mlp);
+        let ([qkv, o], [gate_up, down]) = (attention.linears(), dense.linears());
+        let (hidden, layers) = (spec.hidden_size as f64, spec.num_layers as f64);
+        let vocab = (spec.vocab_size / self.tp.size()) as f64;
         let size = self.weights.embedding.kind().elt_size_in_bytes() as f64;
         let buffers = self.state.buffers.as_ref().expect("the engine is awake");
         let residual = buffers.x.kind().elt_size_in_bytes() as f64;
-        let product = |n: f64, k: f64| (size * (n * k + rows * (n + k)), 2.0 * rows * n * k);
         let sums = self.state.sums.as_ref().is_some_and(|sums| rows <= sums.rows() as f64);
         let of_layers = |(bytes, flop): (f64, f64)| (layers * bytes, layers * flop);
+        let product = |linear: LinearSpec| of_layers(linear.work(rows, size));
+        let cached_bytes = size * attention.cached_elements() as f64;
         match op {
             Op::Embed => ((size + residual) * rows * hidden, 0.0),
             Op::Norm if sums => ((size + residual) * rows * hidden, 0.0), // the others are in the sums
             Op::Norm => ((size + residual) * rows * hidden * 2.0 * (2.0 * layers + 1.0), 0.0),
-            Op::Qkv => of_layers(product(q + 2.0 * kv, hidden)),
-            Op::RopeWriteKv => of_layers((2.0 * size * rows * (q + 2.0 * kv), 0.0)),
+            Op::Qkv => product(qkv),
+            Op::RopeWriteKv => of_layers((2.0 * size * rows * qkv.rows() as f64, 0.0)),
             Op::AttentionPlan => (0.0, 0.0),
-            Op::Attention => of_layers((size * 2.0 * kv * context_tokens, 4.0 * q * context_tokens)),
-            Op::O => of_layers(product(hidden, q)),
-            Op::GateUp => of_layers(product(2.0 * mlp, hidden)),
-            Op::SiluMul => of_layers((size * rows * 3.0 * mlp, 0.0)),
-            Op::Down => of_layers(product(hidden, mlp)),
-            Op::Adapters => {
-                self.weights.blocks.iter().flat_map(|w| w.lora.iter()).fold((0.0, 0.0), |(bytes, flop), lora| {
-                    let size = |tensor: &Tensor, dim: usize| tensor.size()[dim] as f64;
-                    let (inner, outer) = (size(&lora.a, 0), size(&lora.b, 0));
-                    let (down, up) = (product(inner, size(&lora.a, 1)), product(outer, inner));
-                    (bytes + down.0 + up.0, flop + down.1 + up.1)
-                })
+            Op::Attention => {
+                of_layers((cached_bytes * context_tokens, attention.flop_per_pair() as f64 * context_tokens))
             }
+            Op::O => product(o),
+            Op::GateUp => product(gate_up),
+            Op::SiluMul => of_layers((size * rows * 3.0 * dense.intermediate as f64, 0.0)),
+            Op::Down => product(down),
+            Op::Adapters => adapters(self.weights).fold((0.0, 0.0), |(bytes, flop), lora| {
+                let [a, b] = [&lora.a, &lora.b].map(|factor| product_work(&factor.size(), rows, size));
+                (bytes + a.0 + b.0, flop + a.1 + b.1)
+            }),
             Op::AllReduce => of_layers((2.0 * (size + residual) * rows * hidden, 0.0)),
             Op::Head => (size * (vocab + rows) * hidden + 4.0 * rows * vocab, 2.0 * rows * vocab * hidden),
             Op::Sample => (4.0 * rows * vocab, 0.0),

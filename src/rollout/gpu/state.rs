@@ -104,7 +104,7 @@ impl GpuState {
         let peers = self.sums.as_ref().map_or(0, |sums| sums.memory().bytes());
         let tables = bytes(&self.rope) + self.low.as_ref().map_or(0, bytes) + peers;
         Ledger::set("engine_tables", Place::Device, tables + self.plan.bytes() + Products::BYTES);
-        let mut seen = network::fingerprint(weights, kv_cache, self.low.as_ref());
+        let mut seen = network::fingerprint(weights, kv_cache, self.low.as_ref())?;
         seen.push(tp.epoch()? as usize);
         seen.extend(self.sums.as_ref().map(|sums| sums.memory().address()));
         self.graphs.keep_if(seen);

@@ -1,6 +1,7 @@
 //! Rollouts that go on from the keys and values of earlier ones.
 #![allow(unsafe_code)]
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -204,16 +205,17 @@ fn an_evaluation_in_between_goes_before_what_is_kept() {
 #[derive(Default)]
 struct Growing {
     scale: f64,
-    layers: HashMap<usize, (Tensor, Tensor)>, // keys and values, [tokens so far, Hkv, hd] each
+    layers: RefCell<HashMap<usize, (Tensor, Tensor)>>, // keys and values, [tokens so far, Hkv, hd] each
 }
 
 impl Attention for Growing {
-    fn forward(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+    fn forward(&self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         let grown = |old: Option<&Tensor>, new: &Tensor| match old {
             Some(old) => Tensor::cat(&[old, new], 0),
             None => new.shallow_clone(),
         };
-        let old = self.layers.get(&layer);
+        let mut layers = self.layers.borrow_mut();
+        let old = layers.get(&layer);
         let (k, v) = (grown(old.map(|old| &old.0), k), grown(old.map(|old| &old.1), v));
         let groups = q.size()[1] / k.size()[1];
         let of_heads = |kv: &Tensor| kv.repeat_interleave_self_int(groups, 1, None).transpose(0, 1); // [H, tokens, hd]
@@ -221,7 +223,7 @@ impl Attention for Growing {
         let unseen = Tensor::ones_like(&scores).triu(k.size()[0] - q.size()[0] + 1).to_kind(Kind::Bool);
         let weights = scores.masked_fill(&unseen, f64::NEG_INFINITY).softmax(-1, Kind::Float);
         let o = weights.matmul(&of_heads(&v)).transpose(0, 1).contiguous();
-        self.layers.insert(layer, (k, v));
+        layers.insert(layer, (k, v));
         Ok((o, None))
     }
 }
@@ -241,7 +243,7 @@ fn logprobs_are_of_the_newest_weights_over_what_older_ones_computed() {
         for (sample, completion) in group.completions.iter().enumerate() {
             let prompt_len = group.prompt.token_ids.len();
             let all = [group.prompt.token_ids.as_slice(), &completion.token_ids].concat();
-            let mut attention = Growing { scale: attention_scale(&models[0].spec), ..Growing::default() };
+            let attention = Growing { scale: attention_scale(&models[0].spec), ..Growing::default() };
             let (mut expected, mut fed) = (Vec::new(), 0);
             let ends = lens.iter().map(|of_wake| of_wake[sample]).chain([completion.token_ids.len()]);
             for (wake, end) in ends.enumerate() {
@@ -250,7 +252,7 @@ fn logprobs_are_of_the_newest_weights_over_what_older_ones_computed() {
                 let model = models[wake % models.len()];
                 expected.extend(match fed_before_end.is_empty() {
                     true => Vec::new(),
-                    false => model.next_logprobs(&all, fed_before_end, 0.8, &mut attention),
+                    false => model.next_logprobs(&all, fed_before_end, 0.8, &attention),
                 });
             }
             let expected = &expected[prompt_len - 1..];

@@ -11,7 +11,7 @@ use colo_grpo::model::{
     Attention, BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, ParamTable, Scoring,
     Unit, WeightFiles, block_forward, head_forward, init_unit,
 };
-use colo_grpo::ops::{embedding, rope::Rope};
+use colo_grpo::ops::embedding;
 use colo_grpo::rollout::{Engine, EngineOptions, EngineStats, EngineWeights};
 use colo_grpo::types::{Prompt, RolloutGroup, SamplingParams};
 use tch::{Device, Kind, Tensor};
@@ -54,7 +54,10 @@ impl Model {
         tch::set_num_threads(1);
         let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..spec });
         let table = ParamTable::new(spec.clone(), 1);
-        let block = |layer| BlockParams::view(table.unit(Unit::Block(layer)), &unit(&table, Unit::Block(layer)));
+        let block = |layer| {
+            let of = Unit::Block(layer);
+            BlockParams::view(&spec, table.unit(of), &unit(&table, of))
+        };
         Self {
             tokenizer: Arc::new(words(spec.vocab_size)),
             embedding: EmbeddingParams::view(table.unit(Unit::Embedding), &unit(&table, Unit::Embedding)),
@@ -110,9 +113,9 @@ impl Model {
 
     /// Log-probabilities of the tokens behind `prompt_len`, by the training forward.
     pub fn logprobs(&self, token_ids: &[u32], prompt_len: usize, temperature: f64) -> Vec<f32> {
-        let mut attention = PackedAttention::new(&self.spec, &[0, token_ids.len() as i64 - 1], Device::Cpu);
+        let attention = PackedAttention::new(&self.spec, &[0, token_ids.len() as i64 - 1], Device::Cpu);
         let fed = 0..token_ids.len() - 1;
-        self.next_logprobs(token_ids, fed, temperature, &mut attention).split_off(prompt_len - 1)
+        self.next_logprobs(token_ids, fed, temperature, &attention).split_off(prompt_len - 1)
     }
 
     /// Log-probability of the token behind each of those at `fed`, whose queries see what `attention` lets them see.
@@ -121,12 +124,12 @@ impl Model {
         token_ids: &[u32],
         fed: Range<usize>,
         temperature: f64,
-        attention: &mut dyn Attention,
+        attention: &dyn Attention,
     ) -> Vec<f32> {
         let (first, num_fed) = (fed.start as i64, fed.len() as i64);
         let ids = Tensor::from_slice(&token_ids.iter().map(|&id| i64::from(id)).collect::<Vec<_>>());
         let spec = &*self.spec;
-        let rope = Rope::new(spec.head_dim, spec.rope_theta, spec.rope_scaling.as_ref());
+        let rope = spec.rope();
         let rope = rope.rows(&Tensor::arange_start(first, first + num_fed, (Kind::Int64, Device::Cpu)), Kind::Float);
         let rope = rope.unwrap();
         let context = BlockContext { spec, rope: &rope, tp: None };

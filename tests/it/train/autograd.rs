@@ -1,7 +1,7 @@
 //! What the trainer is held to: the same decoder written once more for libtorch's autograd in f64, one sequence at a time
 //! with dense attention, and AdamW on whole tensors as its paper prints it. Shares only the weights' layout.
 
-use colo_grpo::model::{BlockParams, EmbeddingParams, HeadParams, ModelSpec, ParamTable, Qkv, Unit};
+use colo_grpo::model::{BlockParams, EmbeddingParams, HeadParams, ModelSpec, ParamTable, Piece, QkNorm, Unit};
 use colo_grpo::train::{AdamOptions, Sequence};
 use tch::{Device, Kind, Tensor};
 
@@ -37,7 +37,7 @@ impl Model {
         let mut x = table.index_select(0, &ids);
         for layer in 0..spec.num_layers {
             let (layout, block) = flat(Unit::Block(layer));
-            x = block_forward(spec, &BlockParams::view(layout, block), &x);
+            x = block_forward(spec, &BlockParams::view(spec, layout, block), &x);
         }
         let (layout, head) = flat(Unit::Head);
         let head = HeadParams::view(layout, head);
@@ -83,28 +83,37 @@ impl Model {
 fn block_forward(spec: &ModelSpec, w: &BlockParams, x: &Tensor) -> Tensor {
     let (len, eps) = (x.size()[0], spec.rms_norm_eps);
     let (kv_heads, group, head_dim) = (spec.num_kv_heads as i64, spec.heads_per_group() as i64, spec.head_dim as i64);
-    let Qkv::Grouped { weight, bias } = &w.qkv else { panic!("a whole block is grouped") };
-    let mut qkv = norm(x, &w.input_norm, eps).matmul(&weight.tr());
+    let BlockParams { attention, mlp } = w;
+    // A norm that is absent leaves what it is given.
+    let normed = |weight: &Option<Tensor>, x: &Tensor| {
+        weight.as_ref().map_or_else(|| x.shallow_clone(), |weight| norm(x, weight, eps))
+    };
+    let [Piece { weight, bias }] = &attention.qkv.pieces[..] else { panic!("a whole block is in one piece") };
+    let mut qkv = normed(&attention.norms.pre, x).matmul(&weight.tr());
     if let Some(bias) = bias {
         qkv += bias;
     }
     let qkv = qkv.view([len, kv_heads, group + 2, head_dim]);
     let per_query = |t: Tensor| t.expand([len, kv_heads, group, head_dim], false).reshape([len, -1, head_dim]);
     let mut q = qkv.narrow(2, 0, group).reshape([len, -1, head_dim]); // [T, H, hd]
-    let mut k = per_query(qkv.narrow(2, group, 1));
+    let mut k = qkv.narrow(2, group, 1).reshape([len, -1, head_dim]); // [T, Hkv, hd]
     let v = per_query(qkv.narrow(2, group + 1, 1));
-    if let (Some(q_norm), Some(k_norm)) = (&w.q_norm, &w.k_norm) {
-        (q, k) = (norm(&q, q_norm, eps), norm(&k, k_norm, eps));
+    if let (Some(q_norm), Some(k_norm)) = (&attention.q_norm, &attention.k_norm) {
+        let over_all = |heads: &Tensor, weight| norm(&heads.reshape([len, -1]), weight, eps).view_as(heads);
+        (q, k) = match spec.qk_norm {
+            Some(QkNorm::All) => (over_all(&q, q_norm), over_all(&k, k_norm)),
+            _ => (norm(&q, q_norm, eps), norm(&k, k_norm, eps)),
+        };
     }
-    let (q, k) = (rope(spec, &q), rope(spec, &k));
+    let (q, k) = (rope(spec, &q), per_query(rope(spec, &k).unsqueeze(2)));
     let scores = Tensor::einsum("thd,shd->hts", &[&q, &k], None::<i64>) / (spec.head_dim as f64).sqrt();
     let future = Tensor::ones([len, len], (Kind::Bool, x.device())).triu(1);
     let p = scores.masked_fill(&future, f64::NEG_INFINITY).softmax(-1, None);
     let attended = Tensor::einsum("hts,shd->thd", &[&p, &v], None::<i64>).reshape([len, -1]);
-    let h = x + attended.matmul(&w.o.tr());
-    let gate_up = norm(&h, &w.post_norm, eps).matmul(&w.gate_up.tr()).view([len, -1, 2]);
-    let mlp = gate_up.select(2, 0).silu() * gate_up.select(2, 1);
-    h + mlp.matmul(&w.down.tr())
+    let h = x + normed(&attention.norms.post, &attended.matmul(&attention.o.weight().tr()));
+    let gate_up = normed(&mlp.norms.pre, &h).matmul(&mlp.gate_up.weight().tr()).view([len, -1, 2]);
+    let act = gate_up.select(2, 0).silu() * gate_up.select(2, 1);
+    &h + normed(&mlp.norms.post, &act.matmul(&mlp.down.weight().tr()))
 }
 
 fn norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {

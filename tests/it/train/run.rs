@@ -5,7 +5,7 @@ use std::sync::Arc;
 use colo_grpo::config::GradientCheckpointing;
 use colo_grpo::dist::Mesh;
 use colo_grpo::memory::HostPool;
-use colo_grpo::model::{Family, ModelSpec, ParamTable, Unit, UnitLayout};
+use colo_grpo::model::{Family, ModelSpec, NormPlaces, ParamTable, QkNorm, Unit, UnitLayout};
 use colo_grpo::train::{
     AdamOptions, GradientOptions, MicroBatch, NetworkOptions, OptimizerHome, PackOptions, Policy, PolicyOptions,
     Scores, Sequence, StepOutcome, TokenGradients, TrainedModel, pack, pad_to_agreed_count,
@@ -170,7 +170,8 @@ pub fn spec(tied: bool) -> ModelSpec {
         rope_scaling: None,
         tie_word_embeddings: tied,
         qkv_bias: tied,
-        qk_norm: !tied,
+        qk_norm: (!tied).then_some(QkNorm::Head),
+        norms: NormPlaces::PRE,
         sliding_window: None,
         max_position_embeddings: 64,
         bos_token_id: None,

@@ -1,0 +1,334 @@
+//! Full attention: O(attention(rope(Q x), rope(K x), V x)), with norms of queries and keys where the model has them.
+//!
+//! T tokens, D hidden, H query heads, Hkv key/value heads, G = H / Hkv, hd head width. In a tensor-parallel slice H and Hkv are
+//! this rank's share.
+
+use tch::{Device, Tensor};
+
+use super::linear::{Linear, LinearSpec, Matrix, Split, part};
+use super::{BlockContext, ElementBytes, Mixer, Norms, d_norm};
+use crate::config::TargetModule::{KProj, OProj, QProj, VProj};
+use crate::cuda::{Work, timed};
+use crate::error::Result;
+use crate::model::params::{ParamName, Shapes, UnitLayout};
+use crate::model::spec::ModelSpec;
+use crate::ops::attention::{Bounds, PackedLayout, SavedAttention, packed_backward, packed_forward};
+use crate::ops::heads::{self, HeadGradients, HeadNormWeights, Heads, OtherHeads};
+use crate::ops::linear;
+
+/// What is normalised of queries and keys before rope.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum QkNorm {
+    /// Every head by itself.
+    Head,
+    /// All heads of a token together.
+    All,
+}
+
+/// The shape of an attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttentionSpec {
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Query heads.
+    pub num_heads: usize,
+    /// Key and value heads.
+    pub num_kv_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Query, key and value have biases.
+    pub qkv_bias: bool,
+    /// Norms of queries and keys.
+    pub qk_norm: Option<QkNorm>,
+}
+
+impl AttentionSpec {
+    /// The share of a rank. Ranks share key/value heads when there are fewer heads than ranks.
+    pub fn tp_slice(self, tp_size: usize) -> Self {
+        let num_kv_heads = (self.num_kv_heads / tp_size).max(1);
+        Self { num_heads: self.num_heads / tp_size, num_kv_heads, ..self }
+    }
+
+    /// Elements of a token's queries, and of its keys.
+    pub fn widths(self) -> [usize; 2] {
+        [self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim]
+    }
+
+    /// Elements that the cache has of a token.
+    pub fn cached_elements(self) -> usize {
+        2 * self.num_kv_heads * self.head_dim
+    }
+
+    /// Floating-point operations of a forward for every pair of a query and a key that it sees.
+    pub fn flop_per_pair(self) -> usize {
+        4 * self.num_heads * self.head_dim
+    }
+
+    /// Its matrices.
+    pub fn linears(self) -> [LinearSpec; 2] {
+        let Self { hidden, num_heads, num_kv_heads, head_dim, .. } = self;
+        let qkv = LinearSpec {
+            matrix: Matrix::Qkv,
+            groups: num_kv_heads,
+            inner: head_dim,
+            columns: hidden,
+            projections: vec![(QProj, num_heads / num_kv_heads), (KProj, 1), (VProj, 1)],
+            split: Split::Rows,
+            bias: self.qkv_bias.then_some(ParamName::QkvBias),
+        };
+        let o = LinearSpec {
+            matrix: Matrix::O,
+            groups: 1,
+            inner: hidden,
+            columns: num_heads * head_dim,
+            projections: vec![(OProj, 1)],
+            split: Split::Columns,
+            bias: None,
+        };
+        [qkv, o]
+    }
+
+    /// Weights of the norms of queries and keys.
+    pub(super) fn norm_shapes(self) -> Shapes {
+        let shape = |[q, k]: [usize; 2]| vec![(ParamName::QNorm, vec![q as i64]), (ParamName::KNorm, vec![k as i64])];
+        match self.qk_norm {
+            None => Vec::new(),
+            Some(QkNorm::Head) => shape([self.head_dim; 2]),
+            Some(QkNorm::All) => shape(self.widths()),
+        }
+    }
+
+    /// Bytes a token that backward reads of the forward: heads before their norm and after, attention's output and log-sum-exp.
+    pub(super) fn kept_bytes(self, bytes: ElementBytes) -> usize {
+        let [queries, keys] = self.widths();
+        let qkv = queries + 2 * keys;
+        let raw = if self.qk_norm.is_some() { qkv } else { 0 };
+        bytes.narrow * (raw + qkv + queries) + bytes.wide * self.num_heads
+    }
+
+    /// Bytes a token of the fullest moment of backward: the gradients of the block's output, of the residual stream after attention and
+    /// of attention's output; dq, dk and dv; the kernel's float32 sums of dq and, where queries share a key, dk and dv of every
+    /// query head; what completions gave to their prompt, which waits for what they gave to themselves. Or, behind it, the
+    /// gradient of heads and four more rows of the queries for a norm over all of them.
+    pub(super) fn backward_bytes(self, bytes: ElementBytes, shares_prompts: bool) -> usize {
+        let [queries, keys] = self.widths().map(|elements| bytes.narrow * elements);
+        let (hidden, lse) = (bytes.narrow * self.hidden, bytes.wide * self.num_heads);
+        let per_query_head = if self.num_heads > self.num_kv_heads { 2 * queries } else { 0 };
+        let kernel = queries + 2 * keys + bytes.wide * self.widths()[0] + per_query_head + 2 * lse;
+        let waiting = if shares_prompts { queries } else { 0 };
+        let norm = if self.qk_norm == Some(QkNorm::All) { 4 * queries + 2 * keys } else { 0 };
+        2 * hidden + (queries + kernel + waiting).max(queries + norm)
+    }
+}
+
+/// Attention over what a token may see: packed sequences in training, a paged cache in generation.
+pub trait Attention {
+    /// Attention output [T, H, hd] and, where a backward may follow, the log-sum-exp of the scores [T, H].
+    ///
+    /// # Errors
+    /// What the implementation meets, [`crate::Error::OutOfMemory`] among it.
+    fn forward(
+        &self,
+        layer: usize,
+        q: &Tensor, // [T, H, hd]
+        k: &Tensor, // [T, Hkv, hd]
+        v: &Tensor, // [T, Hkv, hd]
+    ) -> Result<(Tensor, Option<Tensor>)>;
+}
+
+/// Causal attention within each sequence of a packed micro-batch.
+#[derive(Debug)]
+pub struct PackedAttention {
+    layout: PackedLayout,
+    scale: f64,
+}
+
+impl PackedAttention {
+    /// For sequences `cu_seqlens[n]..cu_seqlens[n + 1]` of a whole model (all key/value heads).
+    pub fn new(spec: &ModelSpec, cu_seqlens: &[i64], device: Device) -> Self {
+        let layout = PackedLayout::new(cu_seqlens, spec.num_kv_heads, spec.sliding_window, device);
+        Self { layout, scale: attention_scale(spec) }
+    }
+
+    /// For a micro-batch, whose completions may share prompts.
+    pub fn of(spec: &ModelSpec, bounds: &Bounds, device: Device) -> Self {
+        let layout = PackedLayout::of(bounds, spec.num_kv_heads, spec.sliding_window, device);
+        Self { layout, scale: attention_scale(spec) }
+    }
+}
+
+/// What scores are multiplied with: 1 / sqrt(hd).
+pub fn attention_scale(spec: &ModelSpec) -> f64 {
+    (spec.head_dim as f64).powf(-0.5)
+}
+
+impl Attention for PackedAttention {
+    fn forward(&self, _layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+        let run = || packed_forward(q, k, v, &self.layout, self.scale);
+        let (o, lse) = timed("attention", Work::default, run)?;
+        Ok((o, Some(lse)))
+    }
+}
+
+/// Parameters of an attention.
+#[derive(Debug, Default)]
+pub struct AttentionParams {
+    /// Around it.
+    pub norms: Norms,
+    /// Query, key and value: rows `[query heads of group g, k_g, v_g]` for each group.
+    pub qkv: Linear, // [(H + 2 Hkv) hd, D]
+    /// Norm of queries.
+    pub q_norm: Option<Tensor>, // [hd], or [H hd] over all heads
+    /// Norm of keys.
+    pub k_norm: Option<Tensor>, // [hd], or [Hkv hd] over all heads
+    /// Output.
+    pub o: Linear, // [D, H hd]
+}
+
+/// Results of an attention that its backward reads.
+#[derive(Debug)]
+pub(super) struct Attended {
+    heads: Heads,
+    o: Tensor,           // [T, H, hd]
+    lse: Option<Tensor>, // [T, H]
+    /// Before the norm behind it, if there is one.
+    output: Option<Tensor>, // [T, D]
+}
+
+impl Attended {
+    pub(super) fn has_lse(&self) -> bool {
+        self.lse.is_some()
+    }
+}
+
+impl AttentionParams {
+    pub(super) fn view(spec: AttentionSpec, norms: Norms, layout: &UnitLayout, flat: &Tensor) -> Self {
+        let [qkv, o] = spec.linears().map(|linear| Linear::view(&linear, layout, flat));
+        let [q_norm, k_norm] = [ParamName::QNorm, ParamName::KNorm].map(|name| layout.view(name, flat));
+        Self { norms, qkv, q_norm, k_norm, o }
+    }
+
+    pub(super) fn tp_slice(&self, spec: AttentionSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
+        let [qkv, o] = spec.linears();
+        // Ranks that share a key/value head share its norm.
+        let ranks_per_group = (tp_size / spec.num_kv_heads).max(1);
+        let share = |weight: &Option<Tensor>, ranks: usize| {
+            let weight = weight.as_ref()?;
+            let share = |weight| part(weight, 0, tp_rank / ranks, tp_size / ranks);
+            Some(if spec.qk_norm == Some(QkNorm::All) { share(weight) } else { weight.shallow_clone() })
+        };
+        Ok(Self {
+            norms: self.norms.shallow_clone(),
+            qkv: self.qkv.tp_slice(&qkv, tp_rank, tp_size)?,
+            q_norm: share(&self.q_norm, 1),
+            k_norm: share(&self.k_norm, ranks_per_group),
+            o: self.o.tp_slice(&o, tp_rank, tp_size)?,
+        })
+    }
+
+    pub(super) fn try_map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(Self {
+            norms: self.norms.try_map(f)?,
+            qkv: self.qkv.try_map(f)?,
+            q_norm: self.q_norm.as_ref().map(&mut *f).transpose()?,
+            k_norm: self.k_norm.as_ref().map(&mut *f).transpose()?,
+            o: self.o.try_map(f)?,
+        })
+    }
+
+    /// The residual stream after it [T, D], and what a backward needs.
+    pub(super) fn forward(
+        &self,
+        ctx: &BlockContext<'_>,
+        layer: usize,
+        x: &Tensor, // [T, D]
+        attention: &dyn Attention,
+    ) -> Result<(Tensor, Attended)> {
+        let heads = self.project(ctx, &self.norms.enter(ctx, x, self.qkv.kind())?.0)?;
+        let (o, lse) = attention.forward(layer, &heads.q, &heads.k, &heads.v)?;
+        let (h, output) = self.norms.leave(ctx, &self.o, &o.f_flatten(1, 2)?, x)?;
+        Ok((h, Attended { heads, o, lse, output }))
+    }
+
+    /// dx, from the gradient of the residual stream after it.
+    ///
+    /// # Panics
+    /// If the attention gave no log-sum-exp, which `block_forward` refuses.
+    pub(super) fn backward(
+        &self,
+        ctx: &BlockContext<'_>,
+        x: &Tensor,  // [T, D]
+        dh: &Tensor, // [T, D]
+        attended: Attended,
+        packed: &PackedAttention,
+        grads: &mut AttentionParams,
+    ) -> Result<Tensor> {
+        let Attended { heads, o, lse: Some(lse), output } = attended else {
+            panic!("an attention without log-sum-exp")
+        };
+        let d_output = self.norms.leave_backward(ctx, dh, output.as_ref(), &grads.norms)?;
+        let d_o = self.o.backward(&d_output, &o.f_flatten(1, 2)?, &mut grads.o)?.view_as(&o);
+        drop((d_output, output));
+        let saved = SavedAttention { q: &heads.q, k: &heads.k, v: &heads.v, o: &o, lse: &lse };
+        let attention = || packed_backward(&d_o, saved, &packed.layout, packed.scale);
+        let (dq, dk, dv) = timed("attention, backward", Work::default, attention)?;
+        let d_qkv = self.heads_backward(ctx, [dq, dk, dv], heads, grads)?;
+        let (normed, rstd) = self.norms.enter(ctx, x, self.qkv.kind())?;
+        let d_normed = self.qkv.backward(&d_qkv, &normed, &mut grads.qkv)?;
+        self.norms.enter_backward(&d_normed, dh, x, rstd.as_ref(), &grads.norms)
+    }
+
+    /// Rotated queries, keys and values.
+    fn project(&self, ctx: &BlockContext<'_>, normed: &Tensor /* [T, D] */) -> Result<Heads> {
+        let (tokens, head_dim) = (normed.size()[0], ctx.spec.head_dim as i64);
+        let slots = ctx.spec.heads_per_group() as i64 + 2;
+        let groups = if self.qkv.pieces.len() == 1 { [-1, slots] } else { [1, -1] };
+        let qkv = self.qkv.forward(normed)?.view([tokens, groups[0], groups[1], head_dim]);
+        match (ctx.spec.qk_norm, self.norm_weights(ctx)) {
+            (Some(QkNorm::All), Some(norms)) => {
+                let sum = |squares: &mut Tensor| ctx.sum_over_heads(squares);
+                let Mixer::Attention(whole) = ctx.spec.block().mixer;
+                let is_split = ctx.tp.is_some_and(|tp| tp.size() > 1);
+                let others = is_split.then(|| OtherHeads { widths: whole.widths(), sum: &sum });
+                let normed = heads::norm_all(&qkv, norms, others)?;
+                Ok(Heads { qkv: Some(qkv), ..heads::forward(normed, None, ctx.rope)? })
+            }
+            (_, norms) => heads::forward(qkv, norms, ctx.rope),
+        }
+    }
+
+    /// The gradient of the projection [T, (H + 2 Hkv) hd].
+    fn heads_backward(
+        &self,
+        ctx: &BlockContext<'_>,
+        d_heads: [Tensor; 3], // [T, H, hd], [T, Hkv, hd] twice
+        heads: Heads,
+        grads: &mut AttentionParams,
+    ) -> Result<Tensor> {
+        let norms = self.norm_weights(ctx);
+        let mut d_norms = match norms {
+            Some(norms) => Some([d_norm(norms.q, grads.q_norm.as_ref())?, d_norm(norms.k, grads.k_norm.as_ref())?]),
+            None => None,
+        };
+        let d_bias = grads.qkv.pieces.first_mut().and_then(|piece| piece.bias.as_mut());
+        let [dq, dk, dv] = &d_heads;
+        let (Some(QkNorm::All), Some(norms), Some([d_q, d_k])) = (ctx.spec.qk_norm, norms, &mut d_norms) else {
+            let into = HeadGradients { bias: d_bias, norms: d_norms.as_mut().map(|[q, k]| [q, k]) };
+            return heads::backward([dq, dk, dv], &heads, norms, ctx.rope, into);
+        };
+        let into = HeadGradients { bias: None, norms: None };
+        let d_qkv = heads::backward([dq, dk, dv], &heads, None, ctx.rope, into)?;
+        drop(d_heads);
+        let raw = heads.qkv.as_ref().expect("kept for its norm");
+        heads::norm_all_backward(&d_qkv.view_as(raw), raw, norms, [d_q, d_k])?;
+        if let Some(d_bias) = d_bias {
+            linear::accumulate_bias(&d_qkv, d_bias)?;
+        }
+        Ok(d_qkv)
+    }
+
+    fn norm_weights(&self, ctx: &BlockContext<'_>) -> Option<HeadNormWeights<'_>> {
+        let (q, k) = self.q_norm.as_ref().zip(self.k_norm.as_ref())?;
+        Some(HeadNormWeights { q, k, eps: ctx.spec.rms_norm_eps })
+    }
+}

@@ -1,0 +1,267 @@
+//! A product of a block: what its matrix is made of on disk, how ranks share it, and its weight with bias and adapter.
+
+use tch::{Kind, Tensor};
+
+use crate::config::TargetModule;
+use crate::dist::{Collective, ReduceOp};
+use crate::error::Result;
+use crate::model::lora::{BlockLora, Lora};
+use crate::model::params::{ParamName, UnitLayout, required};
+use crate::ops::linear;
+
+/// The matrices of a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Matrix {
+    /// Query, key and value.
+    Qkv,
+    /// Attention output.
+    O,
+    /// Gate and up.
+    GateUp,
+    /// Down.
+    Down,
+}
+
+impl Matrix {
+    /// Parameters: the weight, and A and B of the adapter beside it.
+    pub(in crate::model) fn params(self) -> [ParamName; 3] {
+        match self {
+            Matrix::Qkv => [ParamName::Qkv, ParamName::QkvA, ParamName::QkvB],
+            Matrix::O => [ParamName::O, ParamName::OA, ParamName::OB],
+            Matrix::GateUp => [ParamName::GateUp, ParamName::GateUpA, ParamName::GateUpB],
+            Matrix::Down => [ParamName::Down, ParamName::DownA, ParamName::DownB],
+        }
+    }
+}
+
+/// What a matrix is made of. Its rows are [groups, heads, inner], and a projection is some consecutive heads of every group.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LinearSpec {
+    /// Which matrix of its block.
+    pub matrix: Matrix,
+    /// Groups of rows.
+    pub groups: usize,
+    /// Rows of a head.
+    pub inner: usize,
+    /// Columns.
+    pub columns: usize,
+    /// Projections as a checkpoint has them, with their heads in a group.
+    pub projections: Vec<(TargetModule, usize)>,
+    /// How tensor-parallel ranks share the matrix.
+    pub split: Split,
+    /// The bias, where there is one.
+    pub bias: Option<ParamName>,
+}
+
+/// How tensor-parallel ranks share a matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Split {
+    /// By rows: each rank computes some of the outputs.
+    Rows,
+    /// By columns: the ranks' products add up to the output.
+    Columns,
+}
+
+impl LinearSpec {
+    /// Heads of a group.
+    pub fn heads(&self) -> usize {
+        self.projections.iter().map(|(_, heads)| heads).sum()
+    }
+
+    /// Rows of the matrix: outputs of the product.
+    pub fn rows(&self) -> usize {
+        self.groups * self.heads() * self.inner
+    }
+
+    /// Elements of the matrix.
+    pub fn numel(&self) -> usize {
+        self.rows() * self.columns
+    }
+
+    /// Bytes that the product of `tokens` rows reads and writes, and its floating-point operations.
+    pub fn work(&self, tokens: f64, element_bytes: f64) -> (f64, f64) {
+        product_work(&[self.rows() as i64, self.columns as i64], tokens, element_bytes)
+    }
+
+    /// Rows [groups, heads of the projection, inner, ..] of a projection, as a view of the matrix or of its bias.
+    pub(in crate::model) fn rows_of(&self, projection: usize, whole: &Tensor) -> Tensor {
+        let rows = [self.groups, self.heads(), self.inner].map(|size| size as i64);
+        let first: usize = self.projections[..projection].iter().map(|(_, heads)| heads).sum();
+        let whole = whole.view([&rows, &whole.size()[1..]].concat().as_slice());
+        whole.narrow(1, first as i64, self.projections[projection].1 as i64)
+    }
+
+    /// Whole groups of rows for each rank; or, with more ranks than groups, some heads of the first projection, and those of the others
+    /// that its group has.
+    fn own_rows(&self, whole: &Tensor, tp_rank: usize, tp_size: usize) -> Vec<Tensor> {
+        if tp_size <= self.groups {
+            return vec![part(whole, 0, tp_rank, tp_size)];
+        }
+        let ranks_per_group = tp_size / self.groups;
+        let (group, member, shared) = (tp_rank / ranks_per_group, tp_rank % ranks_per_group, self.projections[0].1);
+        let (first, own) = (group * self.heads(), shared / ranks_per_group);
+        let rows = |head: usize, heads: usize| whole.narrow(0, (head * self.inner) as i64, (heads * self.inner) as i64);
+        vec![rows(first + member * own, own), rows(first + shared, self.heads() - shared)]
+    }
+}
+
+/// Bytes that the product of `tokens` rows with a matrix [N, K] reads and writes, and its floating-point operations.
+pub fn product_work(shape: &[i64], tokens: f64, element_bytes: f64) -> (f64, f64) {
+    let (n, k) = (shape[0] as f64, shape[1] as f64);
+    (element_bytes * (n * k + tokens * (n + k)), 2.0 * tokens * n * k)
+}
+
+/// A matrix with its bias and its adapter; or the gradients of all of them, without those of frozen ones.
+#[derive(Debug, Default)]
+pub struct Linear {
+    /// One piece, but for a rank that shares a key/value head: its query heads, then that head's key and value.
+    pub pieces: Vec<Piece>,
+    /// Beside the matrix.
+    pub lora: Option<Lora>,
+}
+
+/// Neighbouring rows of a matrix.
+#[derive(Debug)]
+pub struct Piece {
+    /// [N, K]; the stride of rows is kept in a slice of columns
+    pub weight: Tensor,
+    /// `[N]`
+    pub bias: Option<Tensor>,
+}
+
+impl Linear {
+    /// Views of a block's flat tensor.
+    pub(super) fn view(spec: &LinearSpec, layout: &UnitLayout, flat: &Tensor) -> Self {
+        let [weight, ..] = spec.matrix.params();
+        let bias = spec.bias.and_then(|bias| layout.view(bias, flat));
+        Self { pieces: vec![Piece { weight: required(layout, weight, flat), bias }], lora: None }
+    }
+
+    /// The weight of a matrix in one piece.
+    ///
+    /// # Panics
+    /// If it is in two.
+    pub fn weight(&self) -> &Tensor {
+        let [Piece { weight, .. }] = &self.pieces[..] else { panic!("a matrix in {} pieces", self.pieces.len()) };
+        weight
+    }
+
+    /// Type of the weights.
+    pub fn kind(&self) -> Kind {
+        self.pieces[0].weight.kind()
+    }
+
+    /// What a rank computes with, as views of `self`, a whole matrix.
+    pub(super) fn tp_slice(&self, spec: &LinearSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
+        let [Piece { weight, bias }] = &self.pieces[..] else { panic!("a slice cannot be sliced again") };
+        let pieces = match spec.split {
+            Split::Columns => vec![Piece { weight: part(weight, 1, tp_rank, tp_size), bias: None }],
+            Split::Rows => {
+                let own = |whole: &Tensor| spec.own_rows(whole, tp_rank, tp_size).into_iter();
+                let mut biases = bias.as_ref().map(own);
+                own(weight).map(|weight| Piece { weight, bias: biases.as_mut().and_then(Iterator::next) }).collect()
+            }
+        };
+        let lora = self.lora.as_ref().map(|lora| lora.tp_slice(spec, tp_rank, tp_size)).transpose()?;
+        Ok(Self { pieces, lora })
+    }
+
+    /// With every tensor but the adapter's replaced by `f` of it.
+    pub(super) fn try_map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        let piece = |Piece { weight, bias }: &Piece| {
+            Ok(Piece { weight: f(weight)?, bias: bias.as_ref().map(&mut *f).transpose()? })
+        };
+        let pieces = self.pieces.iter().map(piece).collect::<Result<_>>()?;
+        Ok(Self { pieces, lora: self.lora.as_ref().map(Lora::shallow_clone) })
+    }
+
+    /// x w^T + bias, with the adapter's part. [T, N]
+    pub(super) fn forward(&self, x: &Tensor /* [T, K] */) -> Result<Tensor> {
+        let product = |piece: &Piece| linear::forward(x, &piece.weight, piece.bias.as_ref());
+        let y = match &self.pieces[..] {
+            [piece] => product(piece)?,
+            pieces => Tensor::f_cat(&pieces.iter().map(product).collect::<Result<Vec<_>>>()?, 1)?,
+        };
+        self.adapt(x, y)
+    }
+
+    /// residual + x w^T, where each rank of the tensor-parallel group has some columns of w, and of x. Without a residual the product
+    /// alone. [T, N]
+    pub(super) fn forward_summed(
+        &self,
+        x: &Tensor,                // [T, K]
+        residual: Option<&Tensor>, // [T, N]
+        tp: Option<&dyn Collective>,
+    ) -> Result<Tensor> {
+        match (tp.filter(|tp| tp.size() > 1), residual) {
+            (None, Some(residual)) => self.adapt(x, linear::forward_onto(residual, x, self.weight())?),
+            (None, None) => self.forward(x),
+            (Some(tp), residual) => {
+                let mut partial = self.forward(x)?;
+                tp.all_reduce(&mut partial, ReduceOp::Sum)?;
+                match residual {
+                    Some(residual) => Ok(partial.f_add(residual)?),
+                    None => Ok(partial),
+                }
+            }
+        }
+    }
+
+    /// y + (x A^T) B^T, in y's memory, where there is an adapter.
+    fn adapt(&self, x: &Tensor, y: Tensor) -> Result<Tensor> {
+        match &self.lora {
+            None => Ok(y),
+            Some(lora) => lora.add(x, y),
+        }
+    }
+
+    /// dx; the gradients of the weight or of A and B are added to `grads`.
+    pub(super) fn backward(
+        &self,
+        dy: &Tensor, // [T, N]
+        x: &Tensor,  // [T, K]
+        grads: &mut Linear,
+    ) -> Result<Tensor> {
+        let mut dx = linear::backward_input(dy, self.weight())?;
+        if let Some(piece) = grads.pieces.first_mut() {
+            linear::accumulate_weight(dy, x, &mut piece.weight)?;
+        }
+        if let (Some(lora), Some(gradient)) = (&self.lora, &mut grads.lora) {
+            lora.backward(dy, x, &mut dx, gradient)?;
+        }
+        Ok(dx) // [T, K]
+    }
+}
+
+impl BlockLora {
+    /// What rank `tp_rank` of `tp_size` computes with beside its slice of the block.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`], where ranks share a key/value head: rows of B are then copied.
+    pub fn tp_slice(&self, linears: &[LinearSpec], tp_rank: usize, tp_size: usize) -> Result<Self> {
+        self.map(|matrix, lora| {
+            let spec = linears.iter().find(|linear| linear.matrix == matrix).expect("a matrix of the block");
+            lora.tp_slice(spec, tp_rank, tp_size)
+        })
+    }
+}
+
+impl Lora {
+    /// What a rank has of an adapter: B's rows as the matrix's, or A's columns.
+    fn tp_slice(&self, spec: &LinearSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
+        let (a, b) = (self.a.shallow_clone(), self.b.shallow_clone());
+        Ok(match spec.split {
+            Split::Columns => self.with(part(&a, 1, tp_rank, tp_size), b),
+            Split::Rows => match &spec.own_rows(&b, tp_rank, tp_size)[..] {
+                [rows] => self.with(a, rows.shallow_clone()),
+                pieces => self.with(a, Tensor::f_cat(pieces, 0)?),
+            },
+        })
+    }
+}
+
+/// The `tp_rank`-th of `tp_size` equal ranges of a dimension.
+pub(super) fn part(whole: &Tensor, dim: i64, tp_rank: usize, tp_size: usize) -> Tensor {
+    let len = whole.size()[dim as usize] / tp_size as i64;
+    whole.narrow(dim, tp_rank as i64 * len, len)
+}
