@@ -46,6 +46,7 @@ sources! {
     PAGED_ATTENTION_ANY = "paged_attention_any.cu",
     PLAN_ATTENTION = "plan_attention.cu",
     PRODUCT = "product.cu",
+    QK_NORM = "qk_norm.cu",
     RMS_NORM = "rms_norm.cu",
     ROPE_WRITE_KV = "rope_write_kv.cu",
     SAMPLE = "sample.cu",

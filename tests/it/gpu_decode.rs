@@ -2,6 +2,7 @@
 
 use colo_grpo::cuda::kernels::{self, AttentionPlan, AttentionShape, HeadTransform, QkvViews, SharedPrefixes};
 use colo_grpo::ops::attention::{PagedLayout, kv_rows, paged_decode, write_kv};
+use colo_grpo::ops::heads::{self, HeadNormWeights};
 use colo_grpo::ops::rms_norm;
 use colo_grpo::ops::rope::{self, Rope};
 use colo_grpo::ops::swiglu::GateUp;
@@ -111,6 +112,36 @@ fn compare_rope(kind: Kind, bound: f64, (kv_heads, group, dim): (i64, i64, i64),
     for ((got, expected), what) in pairs.into_iter().zip(["q", "k", "v", "k_cache", "v_cache"]) {
         let error = relative_error(got, expected);
         assert!(error < bound, "{what} of {kind:?} {kv_heads} x {group} x {dim}, {is_split}: {error:e}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_norms_over_all_heads_equal_the_cpus() {
+    kernels::prepare(0).unwrap();
+    const TOKENS: i64 = 9;
+    for (_, kind, bound) in KINDS {
+        for (kv_heads, group, dim) in [(2, 7, 128), (16, 1, 128), (1, 3, 6)] {
+            let eps = 1e-6;
+            let qkv = rand(&[TOKENS, kv_heads, group + 2, dim], kind);
+            let weights = [rand(&[kv_heads * group * dim], kind), rand(&[kv_heads * dim], kind)];
+            let [q, k] = weights.each_ref().map(double);
+            let expected = heads::norm_all(&double(&qkv), HeadNormWeights { q: &q, k: &k, eps }, None).unwrap();
+            let [q, k] = weights.each_ref().map(gpu);
+            let on_gpu = gpu(&qkv);
+            let of_trainer = heads::norm_all(&on_gpu, HeadNormWeights { q: &q, k: &k, eps }, None).unwrap();
+            let views = QkvViews::grouped(&on_gpu.view([TOKENS, -1]), kv_heads as usize, group as usize);
+            let mut sums = poison(&[TOKENS, 2], Kind::Float);
+            kernels::qk_squares(&views, true, &mut sums).unwrap();
+            let widths = [kv_heads * group * dim, kv_heads * dim].map(|width| width as usize);
+            kernels::qk_scale(&views, [&q, &k], &sums, widths, eps).unwrap();
+            for (got, whose) in [(&on_gpu, "engine"), (&of_trainer, "trainer")] {
+                let error = relative_error(got, &expected);
+                assert!(error < bound, "{whose}, {kind:?} {kv_heads} x {group} x {dim}: {error:e}");
+            }
+            kernels::qk_squares(&views, false, &mut sums).unwrap();
+            assert_eq!(double(&sums).select(1, 1).abs().max().double_value(&[]), 0.0, "another rank counts the keys");
+        }
     }
 }
 

@@ -19,6 +19,7 @@ mod norm;
 mod normal;
 mod paged_attention;
 mod product;
+mod qk_norm;
 mod rms_norm;
 mod rope_write_kv;
 mod sample;
@@ -45,6 +46,7 @@ pub use normal::{dropout, fill_normal};
 pub use paged_attention::{AttentionPlan, AttentionShape, SharedPrefixes, paged_attention};
 pub(super) use product::product_key;
 pub use product::{product, product_serves, product_silu_mul};
+pub use qk_norm::{qk_scale, qk_squares};
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub use rope_write_kv::{HeadTransform, QkvViews, rope_write_kv};
 pub use sample::{CANDIDATE_WORDS, Draws, combine, sample, sample_parts};
@@ -84,6 +86,7 @@ pub fn prepare(ordinal: usize) -> Result<()> {
         (paged_attention::ANY, paged_attention::ANY_NAMES),
         (paged_attention::PLAN, paged_attention::PLAN_NAMES),
         (product::SOURCE, product::NAMES),
+        (qk_norm::SOURCE, qk_norm::NAMES),
         (rms_norm::SOURCE, rms_norm::NAMES),
         (rope_write_kv::SOURCE, rope_write_kv::NAMES),
         (sample::SOURCE, sample::NAMES),

@@ -1,7 +1,7 @@
 //! The network over the engine's buffers: kernels and cuBLASLt's products, from token ids to hidden states. Allocates nothing
 //! itself, so that a decode step can be recorded; attention is the caller's.
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::buffers::Buffers;
 use super::sampling::Processing;
@@ -9,7 +9,9 @@ use crate::cuda::kernels::{self, HeadTransform, QkvViews, RowSums};
 use crate::cuda::{Products, Tuning};
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
-use crate::model::{AttentionParams, BlockParams, DenseParams, Linear, Lora, ModelSpec, Piece, QuantizedBlock};
+use crate::model::{
+    AttentionParams, BlockParams, DenseParams, Linear, Lora, Mixer, ModelSpec, Piece, QkNorm, QuantizedBlock,
+};
 use crate::rollout::kv_cache::KvCache;
 use crate::rollout::weights::EngineWeights;
 
@@ -172,13 +174,32 @@ impl Network<'_> {
         let qkv = self.project(&w.qkv, normed)?;
         let mut q = self.buffers.q.narrow(0, 0, rows).view([rows, -1, self.spec.head_dim as i64]);
         let (k_cache, v_cache) = self.kv_cache.layer(layer);
-        let norms = w.q_norm.as_ref().zip(w.k_norm.as_ref()).map(|(q, k)| (q, k, self.spec.rms_norm_eps));
+        let mut norms = w.q_norm.as_ref().zip(w.k_norm.as_ref()).map(|(q, k)| (q, k, self.spec.rms_norm_eps));
+        if self.spec.qk_norm == Some(QkNorm::All) {
+            self.norm_all_heads(&qkv, norms.take())?;
+        }
         let transform = HeadTransform { norms, rope: self.rope };
         let Tokens { positions, slots, .. } = *tokens;
         self.op(Op::RopeWriteKv, || {
             kernels::rope_write_kv(&qkv, &transform, positions, slots, &mut q, &k_cache, &v_cache)
         })?;
         attend(layer, &q, &qkv)
+    }
+
+    /// One norm over all query heads and one over all key heads, in place, whichever rank has them.
+    fn norm_all_heads(&self, qkv: &QkvViews, norms: Option<(&Tensor, &Tensor, f64)>) -> Result<()> {
+        let Some((q, k, eps)) = norms else { return Ok(()) };
+        let Mixer::Attention(attention) = self.spec.block().mixer;
+        let rows = qkv.q.size()[0];
+        // The MLP's activation has no use for its memory now: 8 bytes a row.
+        let scratch = self.buffers.act.view(-1).narrow(0, 0, 4 * rows).view_dtype(Kind::Float);
+        let mut sums = scratch.narrow(0, 0, 2 * rows).view([rows, 2]);
+        let counts_k = self.spec.has_first_of_key(self.tp.rank(), self.tp.size());
+        self.op(Op::Norm, || kernels::qk_squares(qkv, counts_k, &mut sums))?;
+        if self.tp.size() > 1 {
+            self.op(Op::AllReduce, || self.tp.all_reduce(&mut sums, ReduceOp::Sum))?;
+        }
+        self.op(Op::Norm, || kernels::qk_scale(qkv, [q, k], &sums, attention.widths(), eps))
     }
 
     /// act = silu(gate) * up
