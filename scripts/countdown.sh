@@ -47,11 +47,11 @@ stage task "$python" scripts/make_countdown.py "$out/task" ${task[@]+"${task[@]}
 stage model "$program" init --config-json "${MODEL:-configs/countdown/config.json}" --tokenizer "$out/task/tokenizer" --output "$out/random"
 stage sft "$program" sft --config configs/countdown/sft.toml model_name_or_path="$out/random" train_file="$out/task/sft.jsonl" \
   output_dir="$out/sft" ${sft[@]+"${sft[@]}"}
-stage grpo "$program" --config configs/countdown/grpo.toml model_name_or_path="$out/sft/final" train_file="$out/task/train.jsonl" \
-  eval_file="$out/task/eval.jsonl" output_dir="$out/grpo" ${grpo[@]+"${grpo[@]}"}
 prompts=()
 while IFS= read -r prompt; do prompts+=(--prompt "$prompt"); done < <(head -32 "$out/task/eval.jsonl" |
   "$python" -c 'import json, sys; [print(json.loads(row)["prompt"][0]["content"]) for row in sys.stdin]')
 stage before sample before "$out/sft/final"
+stage grpo "$program" --config configs/countdown/grpo.toml model_name_or_path="$out/sft/final" train_file="$out/task/train.jsonl" \
+  eval_file="$out/task/eval.jsonl" output_dir="$out/grpo" ${grpo[@]+"${grpo[@]}"}
 stage after sample after "$out/grpo/final"
 "$python" scripts/countdown_curve.py "$out"
