@@ -37,7 +37,7 @@ pub enum Error {
         /// What would be accepted, with the nearest valid values where numbers are concerned.
         expected: String,
     },
-    /// All that is wrong with a configuration, where that is more than one of the above.
+    /// All that is wrong with a configuration and with the files that it names, where that is more than one error.
     #[error("{}", lines(.0))]
     InvalidConfig(Vec<Error>),
     /// A configuration file that does not parse.
@@ -75,6 +75,14 @@ pub enum Error {
         path: PathBuf,
         /// Counts at each stage: read, filtered by what.
         stages: String,
+    },
+    /// A repository of the Hugging Face Hub that is not in the cache and cannot be downloaded.
+    #[error("{repo}: {message}")]
+    Hub {
+        /// Its name and revision.
+        repo: String,
+        /// What was tried, what came of it, how to mend it.
+        message: String,
     },
     /// Tokenizer and model do not fit one another.
     #[error("tokenizer and model disagree: {message}")]
@@ -319,6 +327,19 @@ impl Error {
         let requested_bytes = refusal::requested_bytes(message)?;
         let owner = if requested_bytes > 0 { A_TENSOR } else { A_LIBRARY };
         Some(Error::OutOfMemory { owner: owner.to_owned(), requested_bytes })
+    }
+
+    /// One error of all of `errors`; `None` if there are none.
+    pub fn of_all(errors: Vec<Error>) -> Option<Error> {
+        let flat = errors.into_iter().flat_map(|error| match error {
+            Error::InvalidConfig(inner) => inner,
+            other => vec![other],
+        });
+        let mut flat: Vec<Error> = flat.collect();
+        match flat.len() {
+            0 | 1 => flat.pop(),
+            _ => Some(Error::InvalidConfig(flat)),
+        }
     }
 
     /// A configuration value error.

@@ -146,14 +146,13 @@ impl Checkpoint {
     ///
     /// # Errors
     /// [`Error::Checkpoint`] with both numbers.
-    pub fn check_rows(&self, train_file: &Path, num_rows: usize) -> Result<()> {
+    pub fn check_rows(&self, num_rows: usize) -> Result<()> {
         let own = self.state.num_rows;
         if own == num_rows {
             return Ok(());
         }
         let message = format!(
-            "made with {own} training rows, {} has {num_rows} now: expected the same rows",
-            train_file.display()
+            "made with {own} training rows, and the configuration names {num_rows} now: expected the same rows"
         );
         Err(Error::Checkpoint { path: self.folder.clone(), message })
     }

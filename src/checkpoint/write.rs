@@ -215,7 +215,7 @@ fn write_model(
     if let Some(lora) = lora {
         return write_adapters(folder, table, lora, base_dir, kind, weights);
     }
-    ModelSpec { dtype: kind, ..ModelSpec::clone(&table.spec) }.write_config(folder)?;
+    ModelSpec { dtype: kind, ..ModelSpec::clone(&table.spec) }.write_config(folder, Some(base_dir))?;
     let mut writer = WeightWriter::create(folder, table.spec.clone(), kind)?;
     for (layout, flat) in table.units.iter().zip(weights) {
         writer.write_unit(layout, &flat?)?;

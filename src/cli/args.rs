@@ -8,7 +8,7 @@ use clap::{Args, Parser, Subcommand};
 
 pub use bench::*;
 
-use crate::config::{Device, Dtype, HeartbeatConfig, ResidualDtype, RewardConfig};
+use crate::config::{Device, Dtype, HeartbeatConfig, PromptFormat, ResidualDtype, RewardConfig};
 use crate::launch;
 use crate::model::{ModelSpec, PRESETS};
 use crate::phase::Fault;
@@ -148,7 +148,7 @@ pub struct PlanArgs {
 #[derive(Debug, Clone, Args)]
 #[command(rename_all = "snake_case")]
 pub struct SourceArgs {
-    /// Model folder, or a folder of LoRA adapters
+    /// Model, or LoRA adapters: a folder, or a name on the Hugging Face Hub
     #[arg(long)]
     pub model: PathBuf,
     /// The adapters' model folder, where they do not name it
@@ -229,7 +229,7 @@ pub struct EvalArgs {
     pub residual: ResidualArgs,
     #[command(flatten)]
     pub source: SourceArgs,
-    /// Problems, JSONL or Parquet
+    /// Problems: a file of rows (JSONL, JSON, Parquet, CSV)
     #[arg(long)]
     pub data: PathBuf,
     /// Samples per problem
@@ -238,6 +238,9 @@ pub struct EvalArgs {
     /// System message put before every prompt that has none, as the key of that name
     #[arg(long)]
     pub system_prompt: Option<String>,
+    /// What becomes of a prompt that is text: auto (a user's message where the model has a chat template), chat or text
+    #[arg(long, default_value = "auto", value_parser = word::<PromptFormat>)]
+    pub prompt_format: PromptFormat,
     /// Reward of a sample; in pass@k and maj@n a sample is solved where it is 1
     #[arg(long, default_value = "numeric_answer")]
     pub reward: String,

@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use super::args::{Command, ExportArgs, InitArgs, PlanArgs, RunArgs};
 use super::process::{Supervision, distributed, placed, prepared};
-use super::{bench, sample};
+use super::{bench, fetch, sample};
 use crate::checkpoint::write_new;
 use crate::config::{Config, SftConfig, reference_page, reference_toml};
 use crate::cuda::Placement;
 use crate::dist::WorkerEnv;
 use crate::error::{Error, ExitCode, Result};
 use crate::metrics::{self, parts_progress};
-use crate::model::{ModelSource, export_folder, init_folder};
+use crate::model::{export_folder, init_folder};
 use crate::phase::{self, terminal};
 use crate::plan::Room;
 use crate::reward::{self, RewardPool};
@@ -25,9 +25,13 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Train(args) => train(&args),
         Command::Sft(args) => sft(&args),
         Command::Plan(args) => plan(&args),
-        Command::Generate(args) => placed(&args, (&args.own.sampling).into(), sample::generate),
+        Command::Generate(args) => {
+            fetch::model(&args.own.source.model, args.own.source.base_model.as_deref())?;
+            placed(&args, (&args.own.sampling).into(), sample::generate)
+        }
         Command::Eval(args) => {
             let settings = args.own.reward_config()?;
+            fetch::model(&args.own.source.model, args.own.source.base_model.as_deref())?;
             let evaluate = |args: &_, world, kind| sample::evaluate(args, &settings, world, kind);
             placed(&args, (&args.own.sampling).into(), evaluate)
         }
@@ -47,12 +51,19 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
 }
 
 fn train(args: &RunArgs) -> Result<ExitCode> {
-    let config = read_config(args.config.as_deref(), &args.overrides)?;
+    let missing = fetch::missing(args.config.as_deref(), &args.overrides);
+    let is_first = WorkerEnv::from_env()?.is_none();
+    let config = together(read_config(args.config.as_deref(), &args.overrides), missing, |config| {
+        if !is_first {
+            return Vec::new();
+        }
+        let rewards = RewardPool::new(config).map(drop);
+        vec![config.validate_world(args.launch.nproc).map(drop), rewards, check_output_dir(&config.output_dir)]
+    })?;
     let placement = Placement::new(config.device, config.dtype)?;
-    if WorkerEnv::from_env()?.is_none() {
-        preflight(&config, placement, args.launch.nproc)?;
-        RewardPool::new(&config)?;
-        check_output_dir(&config.output_dir)?;
+    if is_first {
+        let nproc = args.launch.nproc;
+        Preflight::new(&config, placement, nproc, Room::available(placement, nproc)?)?;
     }
     let watch = Supervision {
         max_restarts: config.max_restarts,
@@ -92,13 +103,14 @@ fn say_once(notices: &[String]) -> Result<()> {
 
 fn sft(args: &RunArgs) -> Result<ExitCode> {
     let mut notices = Vec::new();
-    let config = SftConfig::load_noting(args.config.as_deref(), &args.overrides, &mut notices)?;
+    let missing = fetch::missing(args.config.as_deref(), &args.overrides);
+    let is_first = WorkerEnv::from_env()?.is_none();
+    let config =
+        together(SftConfig::load_noting(args.config.as_deref(), &args.overrides, &mut notices), missing, |config| {
+            if is_first { vec![check_output_dir(&config.output_dir)] } else { Vec::new() }
+        })?;
     say_once(&notices)?;
     let placement = Placement::new(config.device, config.dtype)?;
-    if WorkerEnv::from_env()?.is_none() {
-        check_files(&config.train_file, config.eval_file.as_deref())?;
-        check_output_dir(&config.output_dir)?;
-    }
     let watch = Supervision { saves_on_stop: true, ..Supervision::new(config.collective_timeout_s, &config.heartbeat) };
     distributed(&args.launch, watch, placement.on_cuda, |world| {
         let summary = Sft::new(config, world.clone())?.run()?;
@@ -117,8 +129,8 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
     if model.is_given() {
         // A shape alone is enough: what a run needs beside it takes no memory.
         let unread = [
-            "model_name_or_path=none",
-            "train_file=none",
+            "model_name_or_path=unread",
+            "train_file=unread",
             "reward_funcs=[\"format\"]",
             "reward_weights=[]",
             "eval_solved_by=[]",
@@ -144,24 +156,30 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
     }
     let preflight = match model.is_given() {
         true => Preflight::of_shape(&config, Arc::new(model.spec()?), placement, nproc, room)?,
-        false => Preflight::new(&config, placement, nproc, room)?,
+        false if fetch::has_rows(&config) => Preflight::new(&config, placement, nproc, room)?,
+        false => {
+            terminal::say(
+                "notice: the rows are not here, so prompts count as long as max_prompt_length or the context allows",
+            );
+            Preflight::without_rows(&config, placement, nproc, room)?
+        }
     };
     terminal::print(format_args!("{preflight}\n"))?;
     Ok(ExitCode::Done)
 }
 
-/// What can be checked before any process starts.
-fn preflight(config: &Config, placement: Placement, nproc: usize) -> Result<Preflight> {
-    check_files(&config.train_file, config.eval_file.as_deref())?;
-    Preflight::new(config, placement, nproc, Room::available(placement, nproc)?)
-}
-
-/// Refuses rows that are not there.
-fn check_files(train_file: &Path, eval_file: Option<&Path>) -> Result<()> {
-    let files = [("train_file", Some(train_file)), ("eval_file", eval_file)];
-    files.into_iter().filter_map(|(key, file)| Some((key, file?))).try_for_each(|(key, file)| {
-        std::fs::metadata(file).map(|_| ()).map_err(|error| Error::bad_file(file, format!("{key}: {error}")))
-    })
+/// The configuration, or all that is wrong with it, with the files that it names, and with what `check` finds.
+fn together<T>(loaded: Result<T>, mut wrong: Vec<Error>, check: impl FnOnce(&T) -> Vec<Result<()>>) -> Result<T> {
+    match loaded {
+        Ok(config) => {
+            wrong.splice(..0, check(&config).into_iter().filter_map(Result::err));
+            Error::of_all(wrong).map_or(Ok(config), Err)
+        }
+        Err(error) => {
+            wrong.insert(0, error);
+            Err(Error::of_all(wrong).expect("there is one"))
+        }
+    }
 }
 
 /// Refuses an output folder that cannot be made or written to; one that was not there is gone again, as a run that is still
@@ -185,7 +203,7 @@ fn init(args: &InitArgs) -> Result<ExitCode> {
 }
 
 fn export(args: &ExportArgs) -> Result<ExitCode> {
-    let source = ModelSource::new(&args.source.model, args.source.base_model.as_deref())?;
+    let source = fetch::model(&args.source.model, args.source.base_model.as_deref())?;
     let mut progress = parts_progress("export");
     write_new("--output", &args.output, |folder| export_folder(&source, folder, args.merge, &mut progress))?;
     terminal::print_saved(args.output.display());

@@ -4,6 +4,7 @@
 mod args;
 mod bench;
 mod commands;
+mod fetch;
 mod normalise;
 mod process;
 mod sample;

@@ -101,6 +101,7 @@ pub(super) fn evaluate(args: &EvalArgs, settings: &RewardConfig, world: Arc<Worl
         max_model_length: Some(max_model_length),
         max_completion_length: 1, // shorter ones are cut by the context and count as they are
         system_prompt: args.system_prompt.clone(),
+        prompt_format: args.prompt_format,
         ..DatasetOptions::default()
     };
     let dataset = phase::scope(Phase::Load, || Dataset::from_file(&args.data, &tokenizer, &options))?;

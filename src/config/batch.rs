@@ -7,7 +7,8 @@ use crate::error::{Error, Result};
 pub(super) const MAX_COUNT: usize = 1 << 31;
 
 /// How one generation batch is spread over ranks and updates. All numbers follow from the configuration and the world
-/// size; where every rank generates, each has the same number of whole groups.
+/// size. Prompts are dealt as evenly as they can be: where they are fewer than the ranks, or do not divide, some ranks sample one
+/// group less than others. Completions are spread over the ranks that train by what they cost, whoever sampled them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchPlan {
     /// Ranks.
@@ -42,10 +43,12 @@ impl Config {
         check_divides("tensor_parallel_size", self.tensor_parallel_size, num_generators, "generate")?;
         check_divides("zero.shard_group_size", self.zero.shard_group_size.unwrap_or(1), num_trainers, "train")?;
         let slice = product(self.per_device_train_batch_size, world_size)?; // completions per slice over all ranks
-        let groups = product(self.num_generations, world_size)?; // completions if each rank had one group
+        // A surplus of groups is counted on each rank, which then needs whole groups of its own.
+        let num_shares = if self.oversample > 0.0 { world_size } else { 1 };
+        let groups = product(self.num_generations, num_shares)?;
         let steps_per_generation = match self.generation_batch_size {
             Some(batch) if batch.is_multiple_of(slice) && batch.is_multiple_of(groups) => batch / slice,
-            Some(batch) => return Err(invalid_generation_batch(batch, slice, groups)),
+            Some(batch) => return Err(invalid_generation_batch(batch, slice, groups, num_shares > 1)),
             None => self.steps_per_generation.unwrap_or(self.gradient_accumulation_steps),
         };
         let generation_batch_size = product(slice, steps_per_generation)?;
@@ -53,7 +56,7 @@ impl Config {
             return Err(out_of_range(Some(generation_batch_size)));
         }
         if !generation_batch_size.is_multiple_of(groups) {
-            return Err(self.invalid_derived_batch(world_size, steps_per_generation));
+            return Err(self.invalid_derived_batch(world_size, num_shares, steps_per_generation));
         }
         if !steps_per_generation.is_multiple_of(self.gradient_accumulation_steps) {
             let expected = format!(
@@ -93,32 +96,35 @@ impl Config {
         batches.saturating_mul(updates)
     }
 
-    /// Each rank's share of the generation batch is not a whole number of groups.
-    fn invalid_derived_batch(&self, world_size: usize, steps: usize) -> Error {
-        let per_device = self.per_device_train_batch_size;
-        let share = per_device * steps;
-        let unit = self.num_generations / gcd(self.num_generations, steps);
+    /// The generation batch, or with `oversample` the share of each rank, is not a whole number of groups.
+    fn invalid_derived_batch(&self, world_size: usize, num_shares: usize, steps: usize) -> Error {
+        let (per_device, group) = (self.per_device_train_batch_size, self.num_generations);
+        let factor = world_size / num_shares * steps;
+        let share = per_device * factor;
+        let whose = match num_shares {
+            1 => format!("x {world_size} ranks = {share} completions"),
+            _ => format!("= {share} completions on each of {world_size} ranks, as oversample is above 0,"),
+        };
         let group_sizes: Vec<usize> = divisors(share).into_iter().filter(|size| *size >= 2).collect();
         let group_sizes = match group_sizes.is_empty() {
             true => String::new(),
             false => format!(" or num_generations one of {}", listed(&group_sizes)),
         };
         let expected = format!(
-            "per_device_train_batch_size {per_device} x steps_per_generation {steps} = {share} completions on each of \
-             {world_size} ranks to be whole groups of num_generations = {}; nearest valid: per_device_train_batch_size \
-             {}{group_sizes}",
-            self.num_generations,
-            nearest_multiples(per_device, unit),
+            "per_device_train_batch_size {per_device} x steps_per_generation {steps} {whose} to be whole groups of \
+             num_generations = {group}; nearest valid: per_device_train_batch_size {}{group_sizes}",
+            nearest_multiples(per_device, group / gcd(group, factor)),
         );
-        Error::invalid_value("generation_batch_size", share * world_size, expected)
+        Error::invalid_value("generation_batch_size", share * num_shares, expected)
     }
 }
 
-fn invalid_generation_batch(batch: usize, slice: usize, groups: usize) -> Error {
+fn invalid_generation_batch(batch: usize, slice: usize, groups: usize, on_each_rank: bool) -> Error {
     let unit = slice / gcd(slice, groups) * groups;
+    let times = if on_each_rank { " x world_size, as oversample is above 0," } else { "" };
     let expected = format!(
-        "a multiple of per_device_train_batch_size x world_size = {slice} and of num_generations x world_size = \
-         {groups}; nearest valid: {}",
+        "a multiple of per_device_train_batch_size x world_size = {slice} and of num_generations{times} = {groups}; nearest \
+         valid: {}",
         nearest_multiples(batch, unit)
     );
     Error::invalid_value("generation_batch_size", batch, expected)
@@ -178,6 +184,15 @@ mod tests {
         assert_eq!(updates(&ragged), 3 * 2);
     }
 
+    /// TRL's example of 4 completions a GPU in groups of 16.
+    #[test]
+    fn a_group_may_span_ranks() {
+        let plan = config(&["per_device_train_batch_size=4", "num_generations=16"]).validate_world(8).unwrap();
+        assert_eq!((plan.generation_batch_size, plan.num_prompts, plan.num_begun), (32, 2, 2));
+        let plan = config(&["generation_batch_size=72", "per_device_train_batch_size=12"]).validate_world(3).unwrap();
+        assert_eq!((plan.num_prompts, plan.steps_per_generation), (9, 2));
+    }
+
     #[test]
     fn a_surplus_is_equal_on_all_ranks() {
         let num_begun = |oversample: &str| {
@@ -194,13 +209,19 @@ mod tests {
         assert_eq!(
             message(&["generation_batch_size=24"], 2),
             "generation_batch_size = 24: expected a multiple of per_device_train_batch_size x world_size = 16 and of \
-             num_generations x world_size = 16; nearest valid: 16 or 32"
+             num_generations = 8; nearest valid: 16 or 32"
         );
         assert_eq!(
             message(&["per_device_train_batch_size=6"], 2),
-            "generation_batch_size = 12: expected per_device_train_batch_size 6 x steps_per_generation 1 = 6 completions \
-             on each of 2 ranks to be whole groups of num_generations = 8; nearest valid: per_device_train_batch_size 8 \
-             or num_generations one of 2, 3, 6"
+            "generation_batch_size = 12: expected per_device_train_batch_size 6 x steps_per_generation 1 x 2 ranks = 12 \
+             completions to be whole groups of num_generations = 8; nearest valid: per_device_train_batch_size 4 or 8 or \
+             num_generations one of 2, 3, 4, 6, 12"
+        );
+        assert_eq!(
+            message(&["per_device_train_batch_size=4", "oversample=1"], 2),
+            "generation_batch_size = 8: expected per_device_train_batch_size 4 x steps_per_generation 1 = 4 completions on \
+             each of 2 ranks, as oversample is above 0, to be whole groups of num_generations = 8; nearest valid: \
+             per_device_train_batch_size 8 or num_generations one of 2, 4"
         );
         assert!(
             message(&["tensor_parallel_size=4"], 6).ends_with("a divisor of the 6 ranks that generate: 1, 2, 3, 6")

@@ -17,6 +17,8 @@ use crate::error::Result;
 /// weights; so does every resume, which begins with an empty cache.
 const SAFE_KEYS: &[&str] = &[
     "eval_file",
+    "dataset_test_split",
+    "max_eval_samples",
     "output_dir",
     "resume_from_checkpoint",
     "force_resume",
@@ -84,7 +86,10 @@ pub struct KeyChange {
 
 impl fmt::Display for KeyChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} was {}, is {}", self.key, self.old, self.new)
+        write!(f, "{} was {}, is {}", self.key, self.old, self.new)?;
+        let moves_the_end = self.changes_result && LENGTH_KEYS.contains(&self.key.as_str());
+        let why = " (the learning rate falls towards that end; with lr_scheduler_type = \"constant\" it may change)";
+        f.write_str(if moves_the_end { why } else { "" })
     }
 }
 
@@ -201,6 +206,11 @@ mod tests {
         let changes: Vec<_> = new.diff(&old).into_iter().map(|change| (change.key, change.changes_result)).collect();
         let expected = [("output_dir", false), ("learning_rate", true), ("max_steps", true)];
         assert_eq!(changes, expected.map(|(key, changes_result)| (key.to_owned(), changes_result)));
+        let said = new.diff(&old)[2].to_string();
+        assert!(
+            said.starts_with("max_steps was 10, is 20 (the learning rate falls") && said.contains("constant"),
+            "{said}"
+        );
 
         let old = config(&["max_steps=10", "lr_scheduler_type=constant"]);
         let new = config(&["max_steps=20", "lr_scheduler_type=constant"]);

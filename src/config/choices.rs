@@ -93,6 +93,19 @@ choices! {
     }
 }
 choices! {
+    /// What becomes of a prompt that is text.
+    #[derive(Default)]
+    PromptFormat {
+        /// A user's message where the model has a chat template.
+        #[default]
+        Auto = "auto",
+        /// A user's message.
+        Chat = "chat",
+        /// Text, as it is.
+        Text = "text",
+    }
+}
+choices! {
     /// What becomes of the keys and values of carried groups.
     CarriedKv {
         /// Computed again at the next wake, with the newest weights.

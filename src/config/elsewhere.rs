@@ -19,6 +19,21 @@ pub(super) fn value(key: &str, value: &Value) -> Option<Value> {
     VALUES.iter().find(|(known, theirs, _)| *known == key && json(theirs) == *value).map(|(.., ours)| json(ours))
 }
 
+/// What takes the place of a `value` that `key` has in other programs.
+pub(super) fn value_advice(key: &str, value: &Value) -> Option<&'static str> {
+    let word = value.as_str()?;
+    VALUE_ADVICE.iter().find(|(known, theirs, _)| (*known, *theirs) == (key, word)).map(|(.., advice)| *advice)
+}
+
+/// Keys, values of other programs and what is written here.
+const VALUE_ADVICE: &[(&str, &str, &str)] = &[
+    ("loss_type", "gspo", "GSPO is importance_sampling_level = \"sequence\" with loss_type = \"grpo\""),
+    ("loss_type", "token-mean", "verl's token-mean is loss_type = \"dapo\""),
+    ("loss_type", "seq-mean-token-mean", "verl's seq-mean-token-mean is loss_type = \"grpo\""),
+    ("lr_scheduler_type", "cosine_with_min_lr", "cosine falls to 0"),
+    ("quantization", "bitsandbytes", "bitsandbytes' 4-bit weights are quantization = \"nf4\""),
+];
+
 /// Keys, theirs and ours as JSON.
 const VALUES: &[(&str, &str, &str)] = &[
     ("max_steps", "-1", r#""none""#),
@@ -67,11 +82,14 @@ const KEYS: &[(&[&str], &str)] = &[
     (&["use_vllm", "vllm_*"], "the engine is built in; mode = colocated or split"),
     (&["bf16", "fp16", "tf32", "torch_dtype"], "dtype = auto, float32 or bfloat16"),
     (
-        &["report_to", "logging_strategy", "logging_dir", "logging_first_step", "run_name", "log_level"],
+        &["report_to", "logging_strategy", "logging_dir", "logging_first_step", "run_name", "log_level", "wandb_*"],
         "metrics go to output_dir as JSONL and TensorBoard events",
     ),
     (&["save_strategy", "save_only_model"], "save_steps, or none"),
-    (&["eval_strategy", "evaluation_strategy", "do_eval", "eval_on_start"], "eval_file and eval_steps"),
+    (
+        &["eval_strategy", "evaluation_strategy", "do_eval", "eval_on_start"],
+        "eval_steps, with eval_file or dataset_test_split",
+    ),
     (&["num_generations_eval"], "eval_num_generations"),
     (
         &["num_completions_to_print", "log_unique_prompts"],
@@ -81,13 +99,21 @@ const KEYS: &[(&[&str], &str)] = &[
     (&["lr_scheduler_kwargs"], "lr_scheduler_type = constant, linear or cosine, without further settings"),
     (&["deepspeed", "fsdp", "fsdp_config", "ds3_gather_for_generation"], "zero.stage and residency.optimizer"),
     (
-        &["use_peft", "peft_config", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"],
+        &["use_peft", "use_lora", "peft_config", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"],
         "lora.r and the other keys of lora",
     ),
     (&["load_in_4bit", "use_bnb_nested_quant", "bnb_4bit_quant_type"], "quantization = nf4, with lora.r"),
+    (&["dataset_configs"], "dataset_config"),
     (
-        &["dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"],
-        "train_file and eval_file, rows as JSONL or Parquet",
+        &["datasets", "dataset_mixture"],
+        "train_file = [..], in which hf://datasets/USER/NAME/PATTERN are files of the Hub; train_file_weights weighs them",
+    ),
+    (&["dataset_streaming", "dataset_num_proc", "dataset_kwargs"], "rows are read as a whole"),
+    (&["hf_token", "hub_token", "use_auth_token", "token"], "HF_TOKEN in the environment, where no file keeps it"),
+    (
+        &["early_stopping_*", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"],
+        "a run goes on to max_steps; eval_reward of every evaluation is in metrics.jsonl, and save_total_limit = none keeps every \
+         checkpoint to choose from",
     ),
     (&["attn_implementation", "use_liger_kernel", "use_liger_loss", "torch_compile"], "the kernels are built in"),
     (&["gradient_checkpointing_kwargs"], "gradient_checkpointing = auto, none, selective or full"),
@@ -96,16 +122,16 @@ const KEYS: &[(&[&str], &str)] = &[
         "there is nothing to set",
     ),
     (&["generation_kwargs"], "stop, min_p, top_k and other keys of sampling"),
-    (&["chat_template_kwargs", "chat_template_path"], "the chat template of the model's folder"),
+    (&["chat_template_path", "chat_template"], "the chat template of the model's folder"),
     (
         &["overwrite_output_dir"],
         "a run beside an earlier one's checkpoints is refused; resume_from_checkpoint or another output_dir",
     ),
+    (&["model_init_kwargs", "trust_remote_code"], "weights are safetensors; no code of a model's folder runs"),
     (
-        &["model_init_kwargs", "model_revision", "trust_remote_code"],
-        "weights are read from a folder; no code of it runs",
+        &["push_to_hub", "hub_*"],
+        "the model is output_dir/final, which is uploaded with: hf upload USER/NAME output_dir/final",
     ),
-    (&["push_to_hub", "hub_model_id"], "the model is output_dir/final"),
     // ---- verl ----
     (&["data.train_files"], "train_file"),
     (&["data.val_files"], "eval_file"),
@@ -120,7 +146,11 @@ const KEYS: &[(&[&str], &str)] = &[
         &["data.filter_overlong_prompts", "data.truncation"],
         "prompts longer than max_prompt_length are left out, never cut",
     ),
-    (&["data.prompt_key", "data.reward_fn_key", "data.return_raw_chat"], "rows are verl's as they are"),
+    (&["data.prompt_key"], "dataset_prompt_column"),
+    (&["data.train_max_samples"], "max_train_samples"),
+    (&["data.val_max_samples"], "max_eval_samples"),
+    (&["data.apply_chat_template_kwargs"], "chat_template_kwargs"),
+    (&["data.reward_fn_key", "data.return_raw_chat"], "rows are verl's as they are"),
     (&["data.*"], NONE),
     (&["model.path"], "model_name_or_path"),
     (&["model.enable_gradient_checkpointing"], "gradient_checkpointing"),
@@ -231,6 +261,13 @@ mod tests {
     #[test]
     fn hints_answer_or_say_that_nothing_does() {
         for (key, part) in [
+            ("hub_strategy", "hf upload"),
+            ("wandb_project", "JSONL"),
+            ("use_lora", "lora.r"),
+            ("hf_token", "HF_TOKEN"),
+            ("dataset_configs", "dataset_config"),
+            ("early_stopping_patience", "metrics.jsonl"),
+            ("load_best_model_at_end", "save_total_limit"),
             ("warmup_ratio", "the ratio x updates in all: max_steps or"),
             ("num_completions_to_print", "log_completions"),
             ("actor_rollout_ref.rollout.val_kwargs.temperature", "as training does"),
@@ -243,6 +280,13 @@ mod tests {
         ] {
             assert!(advice(key).is_some_and(|said| said.contains(part)), "{key}: {:?}", advice(key));
         }
+    }
+
+    #[test]
+    fn a_value_of_another_program_has_its_answer() {
+        let said = message(&["loss_type=gspo"]);
+        assert!(said.contains("one of grpo, ") && said.contains("importance_sampling_level = \"sequence\""), "{said}");
+        assert!(!message(&["loss_type=nope"]).contains("sequence"));
     }
 
     #[test]

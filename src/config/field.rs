@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
+use super::elsewhere;
 use super::range::{self, Range};
 use super::raw::RawConfig;
 use crate::error::Error;
@@ -62,7 +63,9 @@ impl<T: FromValue> Field for T {
         if read.is_none() {
             let got = value.map_or_else(|| "nothing".to_owned(), Value::to_string);
             let why = if value.is_none() { " (this key is required)" } else { "" };
-            wrong.push(raw.locate(Error::invalid_value(key, got, T::expected(range) + why)));
+            let hint = value.and_then(|value| elsewhere::value_advice(key, value)).map(|hint| format!("; {hint}"));
+            let expected = T::expected(range) + why + &hint.unwrap_or_default();
+            wrong.push(raw.locate(Error::invalid_value(key, got, expected)));
         }
         read
     }

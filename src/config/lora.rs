@@ -43,7 +43,7 @@ impl LoraConfig {
 }
 
 /// What is adapted.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TargetModules {
     /// Every linear projection of a block.
     AllLinear,
@@ -68,6 +68,12 @@ impl TargetModules {
             Self::AllLinear => TargetModule::NAMES.len(),
             Self::Some(modules) => modules.len(),
         }
+    }
+}
+
+impl serde::Serialize for TargetModules {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        self.to_value().serialize(serializer)
     }
 }
 

@@ -4,6 +4,7 @@
 mod batch;
 mod changes;
 mod choices;
+mod data;
 mod differences;
 mod elsewhere;
 mod field;
@@ -25,11 +26,13 @@ pub use batch::BatchPlan;
 use batch::MAX_COUNT;
 pub use changes::KeyChange;
 pub use choices::*;
-use field::keys;
+pub use data::{DataConfig, Files, Sources, TemplateVariables};
+use field::{Field, keys};
 pub use heartbeat::HeartbeatConfig;
 pub use lora::{LoraConfig, TargetModules};
-use range::{ABOVE_ZERO, BELOW_ONE, COUNT, SECONDS, above, at_least, from_to};
+use range::{ABOVE_ZERO, ANY, BELOW_ONE, COUNT, SECONDS, above, at_least, from_to};
 use raw::RawConfig;
+pub(crate) use raw::check_openings;
 pub use reference::{reference_page, reference_toml};
 pub use reward::{CodeConfig, CommandLine, ProcessReward, ProcessRewards, RewardConfig};
 pub(crate) use reward::{is_python, reward_name};
@@ -84,6 +87,17 @@ impl Config {
         Self::validate(&RawConfig::read_text(text, Path::new("saved configuration"))?)
     }
 
+    /// Where a run's model and rows are, of a configuration that may be wrong otherwise: what is missing is then reported with
+    /// all that is wrong.
+    pub fn sources(file: Option<&Path>, overrides: &[String]) -> Option<Sources> {
+        let (raw, mut wrong) = (RawConfig::read(file, overrides).ok()?, Vec::new());
+        let model = PathBuf::read(&raw, "model_name_or_path", None, &ANY, &mut wrong)?;
+        let revision = Option::<String>::read(&raw, "model_revision", Some(None), &ANY, &mut wrong)?;
+        let data = DataConfig::read(&raw, "", None, &ANY, &mut wrong).filter(|data| data.check().is_ok())?;
+        let eval_steps = Option::<usize>::read(&raw, "eval_steps", Some(None), &ANY, &mut wrong).flatten();
+        Some(Sources { model, revision, data, eval_steps })
+    }
+
     /// Every key in declaration order.
     pub fn keys() -> &'static [String] {
         static KEYS: OnceLock<Vec<String>> = OnceLock::new();
@@ -97,12 +111,14 @@ keys! {
     #[non_exhaustive]
     pub struct Config {
         section "What is trained, on what";
-        /// Hugging Face model folder of the policy (and of the reference model, if `beta` > 0).
+        /// Model of the policy (and of the reference, if `beta` > 0): a folder, or a name on the Hugging Face Hub
+        /// (`Qwen/Qwen2.5-1.5B-Instruct`).
         pub model_name_or_path: PathBuf,
-        /// Training rows, JSONL or Parquet.
-        pub train_file: PathBuf,
-        /// Held-out rows, JSONL or Parquet.
-        pub eval_file: Option<PathBuf> = None,
+        /// Branch, tag or commit of a model that is named; `none` is `main`.
+        pub model_revision: Option<String> = None,
+        /// Rows and prompts.
+        #[serde(flatten)]
+        pub data: DataConfig,
         /// Where metrics, completions, checkpoints, the report and the final model go.
         pub output_dir: PathBuf = PathBuf::from("output"),
         /// A checkpoint folder, or `latest` of `output_dir`.
@@ -117,8 +133,6 @@ keys! {
         /// `float32` halves what sampler and trainer differ by on a GPU, though the engine, and a CPU, still rounds to `dtype`
         /// what it adds to the stream. No file of a model has it: `generate` and `eval` are to be given it again.
         pub residual_dtype: ResidualDtype = ResidualDtype::Auto,
-        /// System message put before every prompt that has none.
-        pub system_prompt: Option<String> = None,
         /// Longest prompt in tokens; longer ones are counted and left out. `none` leaves what the context allows. In either
         /// case a prompt is left out that with `max_completion_length` tokens more is longer than the context.
         pub max_prompt_length: Option<usize> = None => COUNT,

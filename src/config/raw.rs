@@ -63,7 +63,8 @@ impl Entry {
 }
 
 impl RawConfig {
-    /// Reads the file (`.toml`, `.yaml` or `.yml`), then lays `key=value` overrides over it, the last one winning.
+    /// Reads the file (`.toml`, `.yaml`, `.yml` or `.json`, as a run's own run_config.json is), then lays `key=value` overrides
+    /// over it, the last one winning.
     ///
     /// # Errors
     /// [`Error::ConfigSyntax`] with the line for what does not parse.
@@ -150,15 +151,23 @@ impl RawConfig {
                 }
                 Ok(())
             }
-            _ => Err(failed("expected a .toml, .yaml or .yml file".into())),
+            Some("json") => {
+                let value = serde_json::from_str(&text).map_err(|error| failed(error.to_string()))?;
+                let Value::Object(_) = value else { return Err(failed("expected an object of keys".into())) };
+                let mut flat = Vec::new();
+                flatten("", value, &mut flat);
+                flat.into_iter().try_for_each(|(key, value)| self.add(key, value, file.display().to_string()))
+            }
+            _ => Err(failed("expected a .toml, .yaml, .yml or .json file".into())),
         }
     }
 
     fn read_toml(&mut self, text: &str, file: &Path) -> Result<()> {
         let at = |offset: usize| format!("{}:{}", file.display(), line_of(text, offset));
-        let table = DeTable::parse(text).map_err(|error| Error::ConfigSyntax {
-            origin: at(error.span().map_or(0, |span| span.start)),
-            message: error.message().to_owned(),
+        let table = DeTable::parse(text).map_err(|error| {
+            let start = error.span().map_or(0, |span| span.start);
+            let message = bare_word(text, start).map_or_else(|| error.message().to_owned(), needs_quotes);
+            Error::ConfigSyntax { origin: at(start), message }
         })?;
         self.add_toml("", table.get_ref(), &at)
     }
@@ -254,7 +263,7 @@ fn to_json(value: &DeValue<'_>) -> std::result::Result<Value, String> {
 
 /// Refuses a text that could nest so deeply that to parse, compare or drop it would take a stack or a time without end. Each
 /// level opens with one of these characters, so their number bounds the depth, whatever quotes and comments hide.
-fn check_openings(text: &str) -> std::result::Result<(), String> {
+pub(crate) fn check_openings(text: &str) -> std::result::Result<(), String> {
     let num_openings = text.bytes().filter(|byte| b"[{.".contains(byte)).count()
         + ["- ", "-\n", "-\t", "? ", "?\n", "?\t"].iter().map(|dash| text.matches(dash).count()).sum::<usize>();
     match num_openings {
@@ -263,6 +272,18 @@ fn check_openings(text: &str) -> std::result::Result<(), String> {
             Err(format!("{num_openings} brackets, dots and dashes: expected at most {MAX_OPENINGS} in a configuration"))
         }
     }
+}
+
+/// The value in the line at `offset` where it is text without quotes.
+fn bare_word(text: &str, offset: usize) -> Option<&str> {
+    let line = text.lines().nth(line_of(text, offset) - 1)?;
+    let value = line.split_once('=')?.1.split('#').next()?.trim();
+    let is_word = value.starts_with(|c: char| c.is_alphabetic() || "./~".contains(c)) && !value.contains(['"', '\'']);
+    (is_word && !["true", "false", "inf", "nan"].contains(&value)).then_some(value)
+}
+
+fn needs_quotes(word: &str) -> String {
+    format!("{word} is no TOML value: text stands in quotes, \"{word}\"; numbers, true and false do not")
 }
 
 fn line_of(text: &str, offset: usize) -> usize {
@@ -285,11 +306,14 @@ fn nearest<'a>(key: &str, known: &'a [String]) -> Option<&'a str> {
         return None;
     }
     let closest = known.iter().min_by_key(|name| edit_distance(key, name))?;
-    if edit_distance(key, closest) <= (key.len() / 3).max(2) {
+    if edit_distance(key, closest) <= (key.len() / 4).max(2) {
         return Some(closest);
     }
-    let related =
-        |name: &&String| name.len().min(key.len()) >= 4 && (key.contains(name.as_str()) || name.contains(key));
+    // One that holds less than half of the other has another meaning: `stop` is not `early_stopping_patience`.
+    let related = |name: &&String| {
+        let (short, long) = (name.len().min(key.len()), name.len().max(key.len()));
+        short >= 4 && 2 * short >= long && (key.contains(name.as_str()) || name.contains(key))
+    };
     known.iter().filter(related).max_by_key(|name| name.len()).map(String::as_str)
 }
 
@@ -327,7 +351,9 @@ mod tests {
         assert_eq!(nearest("learnign_rate", &known), Some("learning_rate"));
         assert_eq!(nearest("vllm_importance_sampling_mode", &known), Some("importance_sampling_mode"));
         assert_eq!(nearest("stage", &known), Some("zero.stage"));
-        assert_eq!(nearest("completely_else", &known), None);
+        for far in ["completely_else", "early_beta_stopping", "load_best_zero.stage_at_end", "learning_something"] {
+            assert_eq!(nearest(far, &known), None, "{far}");
+        }
     }
 
     #[test]

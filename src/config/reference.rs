@@ -77,7 +77,8 @@ fn row(key: &KeyDoc) -> String {
 }
 
 fn shown(key: &KeyDoc) -> String {
-    key.key.replace(".*.", ".NAME.")
+    let key = key.key.replace(".*.", ".NAME.");
+    key.strip_suffix(".*").map_or(key.clone(), |table| format!("{table}.NAME"))
 }
 
 fn entry(key: &KeyDoc) -> String {
@@ -125,8 +126,9 @@ mod tests {
     #[test]
     fn the_file_to_start_from_holds_the_defaults() {
         let text = reference_toml(false);
-        let required = "model_name_or_path = 'model'\ntrain_file = 'train.jsonl'\nreward_funcs = ['format']\n";
-        assert_eq!(Config::from_toml(&(required.to_owned() + &text)).unwrap(), config(&[]));
+        let required = "model_name_or_path = 'model'\nreward_funcs = ['format']\n";
+        let whole = required.to_owned() + &text.replace("train_file = \"none\"", "train_file = \"train.jsonl\"");
+        assert_eq!(Config::from_toml(&whole).unwrap(), config(&[]));
         assert!(text.contains("#model_name_or_path =\n") && text.contains("#rewards.NAME.workers = 1\n"));
         let comments = text.lines().filter(|line| line.starts_with('#'));
         comments.for_each(|line| assert!(line.len() <= WIDTH + 2, "{line}"));

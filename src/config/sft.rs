@@ -7,8 +7,8 @@ use super::range::{COUNT, SECONDS, above};
 use super::raw::RawConfig;
 use super::reference;
 use super::{
-    Device, Dtype, GradientCheckpointing, HeartbeatConfig, LoraConfig, OptimizerConfig, Quantization, ResidualDtype,
-    ZeroConfig,
+    DataConfig, Device, Dtype, GradientCheckpointing, HeartbeatConfig, LoraConfig, OptimizerConfig, Quantization,
+    ResidualDtype, ZeroConfig,
 };
 use crate::error::Result;
 
@@ -17,13 +17,14 @@ keys! {
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     #[non_exhaustive]
     pub struct SftConfig {
-        /// Hugging Face model folder.
+        /// Model: a folder, or a name on the Hugging Face Hub.
         pub model_name_or_path: PathBuf,
-        /// Training rows, JSONL or Parquet: `prompt` and `completion`, both as text or as messages, or a conversation in
-        /// `messages`. Every answer of the assistant's, from a `completion` on, is learned behind all that precedes it.
-        pub train_file: PathBuf,
-        /// Held-out rows, JSONL or Parquet, for a loss after training.
-        pub eval_file: Option<PathBuf> = None,
+        /// Branch, tag or commit of a model that is named; `none` is `main`.
+        pub model_revision: Option<String> = None,
+        /// Rows: `prompt` and `completion`, both as text or as messages, or a conversation in `messages`. Every answer of the
+        /// assistant's, from a `completion` on, is learned behind all that precedes it. Held-out rows give a loss after training.
+        #[serde(flatten)]
+        pub data: DataConfig,
         /// Where metrics, checkpoints and the final model go.
         pub output_dir: PathBuf = PathBuf::from("output"),
         /// A checkpoint folder, or `latest` of `output_dir`.

@@ -32,8 +32,10 @@ pub(super) fn message(overrides: &[&str]) -> String {
 /// A key that appears here is a promise to users: adding is fine, renaming and removing are not.
 #[test]
 fn the_key_list_is_frozen() {
-    let expected = "model_name_or_path train_file eval_file output_dir resume_from_checkpoint force_resume device dtype \
-        residual_dtype system_prompt max_prompt_length shuffle_dataset dataloader_drop_last mode split.rollout_gpus split.async_steps num_generations \
+    let expected = "model_name_or_path model_revision train_file train_file_weights eval_file dataset_name dataset_config \
+        dataset_train_split dataset_test_split max_train_samples max_eval_samples dataset_prompt_column prompt_format \
+        system_prompt chat_template_kwargs.* output_dir resume_from_checkpoint force_resume device dtype \
+        residual_dtype max_prompt_length shuffle_dataset dataloader_drop_last mode split.rollout_gpus split.async_steps num_generations \
         per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations \
         max_tokens_per_micro_batch share_prompts max_completion_length max_model_length temperature top_p top_k min_p \
         repetition_penalty stop tensor_parallel_size gpu_memory_utilization kv_cache_bytes kv_block_size max_num_seqs \
@@ -55,7 +57,9 @@ fn the_key_list_is_frozen() {
     let heartbeat: Vec<_> = heartbeat.split_whitespace().map(|name| format!("heartbeat.{name}_s")).collect();
     let heartbeat = heartbeat.join(" ");
     assert_eq!(Config::keys().join(" "), expected.replace("{heartbeat}", &heartbeat));
-    let expected = "model_name_or_path train_file eval_file output_dir resume_from_checkpoint force_resume device dtype \
+    let expected = "model_name_or_path model_revision train_file train_file_weights eval_file dataset_name dataset_config \
+        dataset_train_split dataset_test_split max_train_samples max_eval_samples dataset_prompt_column prompt_format \
+        system_prompt chat_template_kwargs.* output_dir resume_from_checkpoint force_resume device dtype \
         residual_dtype max_length shuffle_dataset \
         per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch learning_rate adam_beta1 \
         adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
@@ -105,6 +109,39 @@ fn an_unknown_key_is_named_with_its_line_and_the_nearest_key() {
 }
 
 #[test]
+fn text_without_quotes_is_named_in_a_file() {
+    let error = load_file(".toml", "beta = 0\nmax_steps = nope # ten\n").unwrap_err().to_string();
+    assert!(error.contains(".toml:2: nope is no TOML value: text stands in quotes, \"nope\""), "{error}");
+}
+
+#[test]
+fn a_snapshot_of_a_run_is_a_configuration() {
+    let given = [
+        "lora.r=8",
+        "stop=END",
+        "eval_file=a.jsonl",
+        "min_p=0.05",
+        "gradient_checkpointing=full",
+        "split.rollout_gpus=2",
+        "mode=split",
+        "chat_template_kwargs.enable_thinking=false",
+        "rewards.tone.command=[\"cat\", \"-\"]",
+        "residency.optimizer=stream",
+        "train_file=[\"a.jsonl\", \"b.csv\"]",
+        "save_steps=none",
+    ];
+    for keys in [&given[..], &["lora.r=8", "lora.target_modules=[\"q_proj\"]", "quantization=nf4"], &[]] {
+        let config = config(keys);
+        let mut file = tempfile::Builder::new().suffix(".json").tempfile().unwrap();
+        file.write_all(serde_json::to_string_pretty(&config).unwrap().as_bytes()).unwrap();
+        assert_eq!(Config::load(Some(file.path()), &[]).unwrap(), config);
+    }
+    let mut file = tempfile::Builder::new().suffix(".json").tempfile().unwrap();
+    file.write_all(b"[1]").unwrap();
+    assert!(Config::load(Some(file.path()), &[]).unwrap_err().to_string().contains("an object of keys"));
+}
+
+#[test]
 fn what_a_key_does_not_take_is_refused() {
     assert!(message(&["residency.reference=swap"]).contains("auto or one of resident, host"));
     assert!(message(&["strict=true", "tensor_parallel_size=2"]).contains("or tensor_parallel_size = 1"));
@@ -119,14 +156,14 @@ fn wrong_types_and_syntax_carry_the_line() {
     assert!(error.contains(".toml:2: "), "{error}");
     let error = load_file(".yaml", "beta: 0\nzero: [\n").unwrap_err();
     assert!(matches!(error, Error::ConfigSyntax { .. }), "{error}");
-    assert!(load_file(".json", "{}").unwrap_err().to_string().contains("expected a .toml, .yaml or .yml file"));
+    assert!(load_file(".ini", "").unwrap_err().to_string().contains("expected a .toml, .yaml, .yml or .json file"));
     assert_eq!(
         message(&["loss_type=ppo"]),
         "loss_type = \"ppo\": expected one of grpo, dr_grpo, bnpo, dapo, cispo (command line)"
     );
     let error = Config::load(None, &[]).unwrap_err().to_string();
     let required: Vec<&str> = error.lines().map(|line| line.split(' ').next().unwrap()).collect();
-    assert_eq!(required, ["model_name_or_path", "train_file", "reward_funcs"], "{error}");
+    assert_eq!(required, ["model_name_or_path", "reward_funcs", "train_file"], "{error}");
     assert!(error.starts_with("model_name_or_path = nothing: expected a path (this key is required)\n"), "{error}");
 }
 

@@ -6,7 +6,9 @@ use super::field::Field;
 use super::range::ANY;
 use super::raw::RawConfig;
 use super::reward;
-use super::{AutoOr, CarriedKv, Config, LossType, ReferenceModel, ReferenceResidency, SftConfig, ZeroConfig};
+use super::{
+    AutoOr, CarriedKv, Config, DataConfig, LossType, ReferenceModel, ReferenceResidency, SftConfig, ZeroConfig,
+};
 use crate::error::{Error, Result};
 use crate::phase::Fault;
 
@@ -33,6 +35,7 @@ impl Config {
 
     fn checks(&self) -> Vec<Result<()>> {
         vec![
+            self.data.check(),
             self.check_batch(),
             self.check_sampling(),
             self.check_objective(),
@@ -59,8 +62,9 @@ impl Config {
             base_of_adapters,
             "initial, or lora.r set: without adapters it is the initial model",
         )?;
-        let has_rows = self.eval_steps.is_none() || self.eval_file.is_some();
-        check("eval_file", "none", has_rows, "the held-out rows, as eval_steps is set")?;
+        let has_rows = self.eval_steps.is_none() || self.data.has_held_out(self.eval_steps);
+        let needed = "the held-out rows, or dataset_name with dataset_test_split, as eval_steps is set";
+        check("eval_file", "none", has_rows, needed)?;
         if let Some(fault) = &self.fault {
             fault.parse::<Fault>().map_err(|expected| Error::invalid_value("fault", fault, expected))?;
         }
@@ -121,7 +125,9 @@ impl Config {
 
 impl SftConfig {
     pub(super) fn validate(raw: &RawConfig) -> Result<Self> {
-        validated(raw, &Self::keys(), |config: &Self| vec![config.zero.check(), config.lora.check(config.quantization)])
+        validated(raw, &Self::keys(), |config: &Self| {
+            vec![config.data.check(), config.zero.check(), config.lora.check(config.quantization)]
+        })
     }
 }
 
@@ -135,6 +141,11 @@ fn validated<T: Field>(raw: &RawConfig, known: &[String], checks: impl Fn(&T) ->
     }
     if let Some(config) = config.as_ref().filter(|_| wrong.is_empty()) {
         wrong = checks(config).into_iter().filter_map(Result::err).map(|error| raw.locate(error)).collect();
+    }
+    if config.is_none() {
+        // Which rows a run reads is checked with the single keys: without any, that is the first thing to mend.
+        let data = DataConfig::read(raw, "", None, &ANY, &mut Vec::new());
+        wrong.extend(data.and_then(|data| data.check().err()).map(|error| raw.locate(error)));
     }
     match (wrong.len(), config) {
         (0, Some(config)) => Ok(config),

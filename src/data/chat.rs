@@ -20,6 +20,7 @@ use std::io;
 use minijinja::value::Kwargs;
 use minijinja::{Environment, Error as JinjaError, ErrorKind, Value, context};
 use serde::Serialize;
+use serde_json::{Map, Value as Json};
 
 use super::date;
 use crate::error::{Error, Result};
@@ -62,6 +63,7 @@ pub struct ChatTemplate {
 #[derive(Debug)]
 enum Job {
     Compile,
+    Extend(Map<String, Json>),
     Render(Vec<Message>, bool),
 }
 
@@ -70,7 +72,8 @@ enum Job {
 struct Renderer {
     environment: Environment<'static>,
     source: String,
-    special_tokens: BTreeMap<String, String>,
+    /// Special tokens and what else it may name.
+    variables: BTreeMap<String, Json>,
 }
 
 impl ChatTemplate {
@@ -85,9 +88,14 @@ impl ChatTemplate {
 
     fn at(now: u64, source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self> {
         check_size(source)?;
-        let mut renderer = Renderer { environment: environment(now), source: source.to_owned(), special_tokens };
+        let variables = special_tokens.into_iter().map(|(name, token)| (name, token.into())).collect();
+        let mut renderer = Renderer { environment: environment(now), source: source.to_owned(), variables };
         let work = move |job| match job {
             Job::Compile => renderer.compile().map(|()| String::new()),
+            Job::Extend(variables) => {
+                renderer.variables.extend(variables);
+                Ok(String::new())
+            }
             Job::Render(messages, add_generation_prompt) => renderer.render(&messages, add_generation_prompt),
         };
         let thread = Confined::start("chat template", LIMITS, work);
@@ -97,6 +105,14 @@ impl ChatTemplate {
         let template = Self { thread };
         template.call(Job::Compile)?;
         Ok(template)
+    }
+
+    /// Gives the template further variables (`chat_template_kwargs`).
+    ///
+    /// # Errors
+    /// [`Error::ChatTemplate`] if they take more memory than a template may have.
+    pub(super) fn add_variables(&self, variables: &Map<String, Json>) -> Result<()> {
+        self.call(Job::Extend(variables.clone())).map(drop)
     }
 
     /// The conversation as text; with `add_generation_prompt` it ends where the assistant's answer begins.
@@ -125,7 +141,7 @@ impl Renderer {
             add_generation_prompt,
             tools => (),
             documents => (),
-            ..Value::from_serialize(&self.special_tokens)
+            ..Value::from_serialize(&self.variables)
         };
         let mut output = Capped { text: Vec::new(), max_bytes: MAX_OUTPUT_BYTES + 2 * num_bytes };
         let template = self.environment.get_template(NAME).map_err(failed)?;

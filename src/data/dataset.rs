@@ -5,11 +5,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::Tokenizer;
-use super::rows::{RawPrompt, read_rows};
+use super::rows::{ChatFormat, Row, read_rows};
+use super::sampler::splitmix64;
+use super::sources::RowSources;
+use crate::config::PromptFormat;
 use crate::error::{Error, Result};
 use crate::types::Prompt;
 
-/// What rows must fit into, and what is put before them.
+/// What rows must fit into, and how their prompts are read.
 #[derive(Debug, Clone, Default)]
 pub struct DatasetOptions {
     /// Longest prompt in tokens; `None` is no limit of its own.
@@ -18,10 +21,16 @@ pub struct DatasetOptions {
     pub max_model_length: Option<usize>,
     /// Tokens of `max_model_length` that are kept free for the completion.
     pub max_completion_length: usize,
-    /// System message for conversations that have none; prompts given as text are left as they are.
+    /// What becomes of a prompt that is text.
+    pub prompt_format: PromptFormat,
+    /// System message for conversations that have none; a prompt that stays text has none.
     pub system_prompt: Option<String>,
+    /// Column with the prompt; `None` is the first of the usual ones.
+    pub prompt_column: Option<String>,
     /// Columns without which a row is an error: those that the rewards read.
     pub required_columns: Vec<String>,
+    /// Chooses which rows a source's weight repeats or leaves out.
+    pub seed: u64,
 }
 
 /// Rows at each stage. Too long prompts are left out and counted, never cut.
@@ -39,22 +48,27 @@ pub struct DatasetCounts {
     pub max_prompt_length: Option<usize>,
     /// Those of the second: `max_model_length`, and what of it is the completion's.
     pub context: Option<(usize, usize)>,
-    /// Rows whose prompt is text, which goes to the model as it is, where conversations go through a chat template or get a
-    /// system message.
-    pub bare: usize,
+    /// Prompts an epoch has, where the weights of sources repeat rows or leave some out.
+    pub drawn: Option<usize>,
+    /// Rows whose prompt is text.
+    pub texts: usize,
+    /// Whether text is a user's message.
+    pub text_is_chat: bool,
+    /// Whether text does without a chat template or a system message that there is.
+    pub text_is_bare: bool,
 }
 
 impl DatasetCounts {
     /// What the user may not have meant, and how to mend it, each behind `warning:` or `notice:`.
     pub fn notices(&self) -> Vec<String> {
-        let Self { bare, read, kept, .. } = self;
+        let Self { texts, read, kept, .. } = self;
         let lost = read - kept;
         let warning = is_much(lost, *read)
             .then(|| format!("warning: {lost} of {read} rows are left out: {}", self.left_out().join(", ")));
-        let notice = (*bare > 0).then(|| {
+        let notice = (self.text_is_bare && *texts > 0).then(|| {
             format!(
-                "notice: {bare} of {read} prompts are text: they reach the model as they are, without its chat template or \
-                 system_prompt; for these, give prompt as [{{\"role\": \"user\", \"content\": ..}}]"
+                "notice: {texts} of {read} prompts are text: they reach the model as they are, without a chat template or \
+                 system_prompt; prompt_format = chat makes them a user's message where the model has a chat template"
             )
         });
         warning.into_iter().chain(notice).collect()
@@ -71,6 +85,16 @@ impl DatasetCounts {
             return false;
         }
         true
+    }
+
+    /// What becomes of the prompts.
+    fn format(&self) -> &'static str {
+        match (self.texts, self.text_is_chat) {
+            (0, _) => "conversations, through the chat template",
+            (_, true) => "text as a user's message, through the chat template",
+            (texts, false) if texts == self.read => "text, as it is",
+            _ => "text as it is, conversations through the chat template",
+        }
     }
 
     /// How many rows are left out by each limit.
@@ -90,7 +114,8 @@ impl fmt::Display for DatasetCounts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} read", self.read)?;
         self.left_out().iter().try_for_each(|stage| write!(f, ", {stage}"))?;
-        write!(f, ", {} kept", self.kept)
+        write!(f, ", {} kept", self.kept)?;
+        self.drawn.map_or(Ok(()), |drawn| write!(f, ", {drawn} an epoch by their weights"))
     }
 }
 
@@ -98,6 +123,17 @@ impl fmt::Display for DatasetCounts {
 pub(super) fn is_much(lost: usize, all: usize) -> bool {
     10 * lost > all
 }
+
+/// How often the row with this `id` is seen in an epoch; of a weight's fraction as many rows have one more.
+pub(super) fn copies(weight: f64, id: u64, seed: u64) -> u64 {
+    let share = splitmix64(splitmix64(seed) ^ id) as f64 / 2.0_f64.powi(64);
+    weight as u64 + u64::from(share < weight.fract())
+}
+
+/// Between the ids of a row's copies: more than any data set has rows.
+const COPY_STRIDE: u64 = 1 << 40;
+/// Characters of the first prompt that are shown.
+const SHOWN_CHARS: usize = 300;
 
 /// Prompts in file order, tokenized.
 #[derive(Debug)]
@@ -114,43 +150,96 @@ impl Dataset {
         Self { prompts, counts }
     }
 
-    /// Reads rows, JSONL or Parquet. A prompt stands in `prompt`, `problem` or `question`, as text or as `[{role, content}]`; an
-    /// answer in `answer`, `solution`, `ground_truth` or verl's `reward_model.ground_truth` is also given to the
-    /// rewards as `answer`. [`Prompt::id`] is the row's index in the file, whatever is left out.
+    /// Reads the rows of one file; see [`Dataset::read`].
+    ///
+    /// # Errors
+    /// Those of [`Dataset::read`].
+    pub fn from_file(path: impl AsRef<Path>, tokenizer: &Tokenizer, options: &DatasetOptions) -> Result<Self> {
+        Self::read(&RowSources::file(path.as_ref()), tokenizer, options)
+    }
+
+    /// Reads rows of JSONL, JSON, Parquet or CSV. A prompt stands in `prompt`, `problem` or `question`, as text or as `[{role,
+    /// content}]`; an answer in `answer`, `solution`, `ground_truth` or verl's `reward_model.ground_truth` is also given to
+    /// the rewards as `answer`. [`Prompt::id`] is the row's index over all files, whatever is left out; a repeated row has ids
+    /// of its own.
     ///
     /// # Errors
     /// [`Error::BadLine`] with file, line and columns, [`Error::EmptyDataset`] with the counts, [`Error::BadFile`],
     /// [`Error::ChatTemplate`].
-    pub fn from_file(path: impl AsRef<Path>, tokenizer: &Tokenizer, options: &DatasetOptions) -> Result<Self> {
-        let path = path.as_ref();
-        let mut counts = DatasetCounts {
-            max_prompt_length: options.max_prompt_length,
-            context: options.max_model_length.map(|context| (context, options.max_completion_length)),
-            ..DatasetCounts::default()
+    pub fn read(sources: &RowSources, tokenizer: &Tokenizer, options: &DatasetOptions) -> Result<Self> {
+        let format = ChatFormat::new(options.prompt_format, options.system_prompt.as_deref(), tokenizer);
+        let has_more = tokenizer.has_chat_template() && options.prompt_format == PromptFormat::Auto;
+        let mut data = Self {
+            prompts: Vec::new(),
+            counts: DatasetCounts {
+                max_prompt_length: options.max_prompt_length,
+                context: options.max_model_length.map(|context| (context, options.max_completion_length)),
+                text_is_chat: format.text_is_chat,
+                text_is_bare: !format.text_is_chat && (has_more || options.system_prompt.is_some()),
+                ..DatasetCounts::default()
+            },
         };
-        let mut prompts = Vec::new();
-        let has_chat = tokenizer.has_chat_template() || options.system_prompt.is_some();
-        for row in read_rows(path)? {
-            let row = row?;
-            let id = counts.read as u64;
-            counts.read += 1;
-            let prompt = row.prompt()?;
-            options.required_columns.iter().try_for_each(|name| row.require(name))?;
-            counts.bare += usize::from(matches!(prompt, RawPrompt::Text(_)) && has_chat);
-            let num_bytes = prompt.num_bytes();
-            if counts.leave_out(|limit| num_bytes > tokenizer.max_bytes(limit)) {
-                continue; // to tokenize it would take hundreds of bytes for each of its own
-            }
-            let (text, token_ids) = prompt.render(&row, tokenizer, options.system_prompt.as_deref())?;
-            if !counts.leave_out(|limit| token_ids.len() > limit) {
-                prompts.push(Prompt { id, text, token_ids, columns: Arc::new(row.columns) });
+        for (path, weight) in &sources.files {
+            for row in read_rows(path)? {
+                if sources.max_rows.is_some_and(|most| data.counts.read >= most) {
+                    break;
+                }
+                data.add(row?, *weight, tokenizer, options, &format)?;
             }
         }
-        counts.kept = prompts.len();
-        if prompts.is_empty() {
-            return Err(Error::EmptyDataset { path: path.to_owned(), stages: counts.to_string() });
+        if sources.files.iter().any(|(_, weight)| *weight != 1.0) {
+            data.counts.drawn = Some(data.prompts.len());
         }
-        Ok(Self { prompts, counts })
+        if data.prompts.is_empty() {
+            return Err(Error::EmptyDataset { path: sources.name.clone().into(), stages: data.counts.to_string() });
+        }
+        Ok(data)
+    }
+
+    /// Adds a row as often as its weight says, if it fits.
+    fn add(
+        &mut self,
+        row: Row,
+        weight: f64,
+        tokenizer: &Tokenizer,
+        options: &DatasetOptions,
+        format: &ChatFormat<'_>,
+    ) -> Result<()> {
+        let id = self.counts.read as u64;
+        self.counts.read += 1;
+        let prompt = row.prompt(options.prompt_column.as_deref())?;
+        options.required_columns.iter().try_for_each(|name| row.require(name))?;
+        self.counts.texts += usize::from(prompt.is_text());
+        let num_bytes = prompt.num_bytes();
+        if self.counts.leave_out(|limit| num_bytes > tokenizer.max_bytes(limit)) {
+            return Ok(()); // to tokenize it would take hundreds of bytes for each of its own
+        }
+        let (text, token_ids) = prompt.render(&row, tokenizer, format)?;
+        if self.counts.leave_out(|limit| token_ids.len() > limit) {
+            return Ok(());
+        }
+        self.counts.kept += 1;
+        let columns = Arc::new(row.columns);
+        self.prompts.extend((0..copies(weight, id, options.seed)).map(|copy| Prompt {
+            id: id + copy * COPY_STRIDE,
+            text: text.clone(),
+            token_ids: token_ids.clone(),
+            columns: columns.clone(),
+        }));
+        Ok(())
+    }
+
+    /// What becomes of the prompts, and the first of them as the model reads it.
+    pub fn description(&self) -> String {
+        let text = &self.prompts[0].text;
+        let shown: String = text.chars().take(SHOWN_CHARS).collect();
+        let rest = if shown.len() < text.len() { " .." } else { "" };
+        format!("prompts: {}; the first one: {shown:?}{rest}", self.counts.format())
+    }
+
+    /// Tokens of the longest usable prompt.
+    pub fn longest_prompt(&self) -> usize {
+        self.prompts.iter().map(|prompt| prompt.token_ids.len()).max().unwrap_or(0)
     }
 
     /// Number of usable prompts; never 0.

@@ -1,19 +1,25 @@
-//! Prompts, tokenizer, chat template. Knows nothing of tensors.
+//! Rows by path or by name, prompts, tokenizer, chat template. Knows nothing of tensors.
 
 mod chat;
+mod csv;
 mod dataset;
 mod date;
+pub mod hub;
 mod parquet;
 mod rows;
 mod sampler;
 mod sft;
+mod sources;
+mod splits;
 mod tokenizer;
 
 pub use chat::{ChatTemplate, Message};
 pub use dataset::{Dataset, DatasetCounts, DatasetOptions};
+pub use hub::{Hub, HubOptions, Repo};
 pub(crate) use parquet::check_schema;
 pub use sampler::{PromptSampler, SamplerState};
 pub use sft::{SftDataset, SftExample};
+pub use sources::RowSources;
 pub use tokenizer::Tokenizer;
 
 #[cfg(test)]

@@ -7,19 +7,24 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use super::{Message, Tokenizer, parquet};
+use super::{Message, Tokenizer, csv, parquet};
+use crate::config::PromptFormat;
 use crate::error::{Error, Result};
 use crate::untrusted;
 
 /// Longest line that is read: what has no end is no row.
 const MAX_LINE_BYTES: u64 = 64 << 20;
+/// What is looked at to tell a format.
+const FIRST_BYTES: u64 = 64;
+/// Longest file of one JSON list that is read.
+const MAX_LIST_BYTES: u64 = 2 << 30;
 const PROMPT_COLUMNS: [&str; 3] = ["prompt", "problem", "question"];
 const ANSWER_COLUMNS: [&str; 3] = ["answer", "solution", "ground_truth"];
 
 /// One row of a file.
 pub(super) struct Row {
     path: PathBuf,
-    /// Its line, or its number in a Parquet file; from 1.
+    /// Its line, or its number in a Parquet file or a JSON list; from 1.
     line: usize,
     /// Every column, and `answer` under that name whatever the file calls it.
     pub columns: Map<String, Value>,
@@ -39,14 +44,15 @@ pub(super) enum RawExample {
     Conversation(Vec<Message>, usize),
 }
 
-/// The rows of a file in order: JSONL, whose blank lines are skipped and which may come through a pipe, or Parquet.
+/// The rows of a file in order: JSONL, whose blank lines are skipped and which may come through a pipe, a list in JSON, Parquet, or
+/// CSV or TSV by the file's name.
 pub(super) fn read_rows(path: &Path) -> Result<Box<dyn Iterator<Item = Result<Row>>>> {
     let mut file = open(path).map_err(|error| Error::bad_file(path, error.to_string()))?;
     let mut start = Vec::new();
-    let looked_at = (&mut file).take(parquet::MAGIC.len() as u64).read_to_end(&mut start);
+    let looked_at = (&mut file).take(FIRST_BYTES).read_to_end(&mut start);
     looked_at.map_err(|error| Error::bad_file(path, error.to_string()))?;
     let path = path.to_owned();
-    if start == parquet::MAGIC {
+    if start.starts_with(parquet::MAGIC) {
         let from_its_end = "Parquet is read from its end: expected a file, not a pipe";
         file.rewind().map_err(|error| Error::bad_file(&path, format!("{from_its_end} ({error})")))?;
         let rows = parquet::read(file).map_err(|message| Error::bad_file(&path, message))?.enumerate();
@@ -55,7 +61,19 @@ pub(super) fn read_rows(path: &Path) -> Result<Box<dyn Iterator<Item = Result<Ro
             Err(message) => Err(Error::BadLine { path: path.clone(), line: index + 1, message }),
         })));
     }
+    if csv::is_csv(&path) {
+        file.rewind().map_err(|error| Error::bad_file(&path, error.to_string()))?;
+        let rows = csv::read(&path, file).map_err(|message| Error::bad_file(&path, message))?;
+        return Ok(Box::new(rows.map(move |row| match row {
+            Ok((line, columns)) => Ok(Row::new(path.clone(), line, columns)),
+            Err((line, message)) => Err(Error::BadLine { path: path.clone(), line, message }),
+        })));
+    }
+    let is_list = start.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'[');
     let mut reader = BufReader::new(Cursor::new(start).chain(file));
+    if is_list {
+        return list_rows(path, reader);
+    }
     let lines = std::iter::from_fn(move || read_line(&mut reader).transpose()).enumerate();
     Ok(Box::new(lines.filter_map(move |(index, line)| {
         let bad = |message| Error::BadLine { path: path.clone(), line: index + 1, message };
@@ -79,6 +97,23 @@ fn open(path: &Path) -> io::Result<File> {
     if std::fs::metadata(path)?.file_type().is_fifo() { File::open(path) } else { untrusted::open(path) }
 }
 
+/// The objects of a list, which is read as a whole.
+fn list_rows(path: PathBuf, reader: impl Read) -> Result<Box<dyn Iterator<Item = Result<Row>>>> {
+    let rows: Vec<Value> = serde_json::from_reader(reader.take(MAX_LIST_BYTES)).map_err(|error| {
+        Error::bad_file(
+            &path,
+            format!("not JSON: {error}; expected a list of objects, of less than {MAX_LIST_BYTES} bytes"),
+        )
+    })?;
+    Ok(Box::new(rows.into_iter().enumerate().map(move |(index, row)| match row {
+        Value::Object(columns) => Ok(Row::new(path.clone(), index + 1, columns)),
+        _ => {
+            let message = "expected an object {\"prompt\": ..} in each entry of the list".to_owned();
+            Err(Error::BadLine { path: path.clone(), line: index + 1, message })
+        }
+    })))
+}
+
 /// The next line, if there is one.
 fn read_line(reader: &mut impl BufRead) -> io::Result<Option<String>> {
     let mut line = String::new();
@@ -99,22 +134,23 @@ impl Row {
         Self { path, line, columns }
     }
 
-    /// The prompt, under any of its names.
-    pub fn prompt(&self) -> Result<RawPrompt> {
-        let found = PROMPT_COLUMNS.iter().find_map(|name| Some((name, self.given(name)?)));
+    /// The prompt, in the `column` that is named or under any of its usual names.
+    pub fn prompt(&self, column: Option<&str>) -> Result<RawPrompt> {
+        let names = column.as_ref().map_or(&PROMPT_COLUMNS[..], std::slice::from_ref);
+        let found = names.iter().find_map(|name| Some((name, self.given(name)?)));
         match found {
             Some((_, Value::String(text))) if !text.is_empty() => Ok(RawPrompt::Text(text.clone())),
             Some((name, turns)) => self.conversation(name, turns, "neither text nor").map(RawPrompt::Conversation),
-            None => Err(self.missing(&PROMPT_COLUMNS)),
+            None => Err(self.missing(names)),
         }
     }
 
     /// What is to be learned: a prompt and its `completion`, both as text or as messages, or else a conversation in `messages`.
-    pub fn example(&self) -> Result<RawExample> {
+    pub fn example(&self, column: Option<&str>) -> Result<RawExample> {
         match (self.given("completion"), self.given("messages")) {
-            (Some(Value::String(text)), _) => Ok(RawExample::Completion(self.prompt()?, text.clone())),
+            (Some(Value::String(text)), _) => Ok(RawExample::Completion(self.prompt(column)?, text.clone())),
             (Some(turns), _) => {
-                let RawPrompt::Conversation(mut messages) = self.prompt()? else {
+                let RawPrompt::Conversation(mut messages) = self.prompt(column)? else {
                     return Err(self.bad("column 'completion' is not text, as the prompt is".into()));
                 };
                 let first = messages.len();
@@ -167,6 +203,35 @@ impl Row {
     }
 }
 
+/// How prompts become what the model reads.
+#[derive(Debug, Clone, Default)]
+pub(super) struct ChatFormat<'a> {
+    /// Whether text is a user's message.
+    pub text_is_chat: bool,
+    /// The system message of conversations that have none.
+    pub system_prompt: Option<&'a str>,
+}
+
+impl<'a> ChatFormat<'a> {
+    /// What `format` comes to with this tokenizer.
+    pub fn new(format: PromptFormat, system_prompt: Option<&'a str>, tokenizer: &Tokenizer) -> Self {
+        let text_is_chat = match format {
+            PromptFormat::Auto => tokenizer.has_chat_template(),
+            PromptFormat::Chat => true,
+            PromptFormat::Text => false,
+        };
+        Self { text_is_chat, system_prompt }
+    }
+
+    /// Puts the system message before a conversation that has none.
+    pub fn add_system_prompt(&self, messages: &mut Vec<Message>) {
+        let has_one = messages.first().is_some_and(|first| first.role == "system");
+        if let Some(content) = self.system_prompt.filter(|_| !has_one) {
+            messages.insert(0, Message { role: "system".into(), content: content.into() });
+        }
+    }
+}
+
 impl RawPrompt {
     /// Bytes of its text, before any template.
     pub fn num_bytes(&self) -> usize {
@@ -176,10 +241,19 @@ impl RawPrompt {
         }
     }
 
-    /// Text and ids. Text is taken as it is, with the special tokens that the tokenizer adds; a conversation goes
-    /// through the chat template up to where the answer begins, as in TRL.
-    pub fn render(self, row: &Row, tokenizer: &Tokenizer, system_prompt: Option<&str>) -> Result<(String, Vec<u32>)> {
-        let (text, ids) = match self {
+    /// Whether the prompt is text.
+    pub fn is_text(&self) -> bool {
+        matches!(self, RawPrompt::Text(_))
+    }
+
+    /// Text and ids. A conversation goes through the chat template up to where the answer begins, as in TRL; so does text where
+    /// the `format` makes it a user's message. Other text is taken as it is, with the special tokens that the tokenizer adds.
+    pub fn render(self, row: &Row, tokenizer: &Tokenizer, format: &ChatFormat<'_>) -> Result<(String, Vec<u32>)> {
+        let prompt = match self {
+            RawPrompt::Text(text) if format.text_is_chat => RawPrompt::Conversation(vec![Message::user(text)]),
+            other => other,
+        };
+        let (text, ids) = match prompt {
             RawPrompt::Text(text) => {
                 let ids = tokenizer.encode(&text, true);
                 (text, ids)
@@ -188,9 +262,7 @@ impl RawPrompt {
                 if messages.last().is_some_and(|last| last.role == "assistant") {
                     return Err(row.bad("the last message is the assistant's: nothing is left to answer".into()));
                 }
-                if let (Some(content), false) = (system_prompt, messages[0].role == "system") {
-                    messages.insert(0, Message { role: "system".into(), content: content.into() });
-                }
+                format.add_system_prompt(&mut messages);
                 let text = tokenizer.apply_chat_template(&messages, true)?;
                 let ids = tokenizer.encode(&text, false);
                 (text, ids)

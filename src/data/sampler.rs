@@ -120,7 +120,7 @@ fn epoch_order(len: usize, seed: u64, shuffle: bool, state: &SamplerState) -> Ve
 }
 
 /// The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words that mixes every bit.
-fn splitmix64(word: u64) -> u64 {
+pub(super) fn splitmix64(word: u64) -> u64 {
     let word = word.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

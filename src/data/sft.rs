@@ -2,9 +2,11 @@
 
 use std::path::Path;
 
+use super::DatasetOptions;
 use super::Tokenizer;
-use super::dataset::is_much;
-use super::rows::{RawExample, RawPrompt, Row, read_rows};
+use super::dataset::{copies, is_much};
+use super::rows::{ChatFormat, RawExample, RawPrompt, Row, read_rows};
+use super::sources::RowSources;
 use crate::error::{Error, Result};
 
 /// A prompt with the completion to imitate; the loss covers `token_ids[prompt_len..]`.
@@ -27,7 +29,7 @@ pub struct SftDataset {
 }
 
 impl SftDataset {
-    /// Reads rows, JSONL or Parquet: a prompt (as [`Dataset`](super::Dataset) takes it) and a `completion`, both as text or as
+    /// Reads rows: a prompt (as [`Dataset`](super::Dataset) takes it) and a `completion`, both as text or as
     /// messages, or a conversation in `messages`. Prompt and completion are tokenized on their own, so that the prompt's ids are
     /// those that a rollout would start from.
     ///
@@ -44,21 +46,48 @@ impl SftDataset {
         model_eos_token_ids: &[u32],
         max_length: usize,
     ) -> Result<Self> {
-        let path = path.as_ref();
+        Self::read(
+            &RowSources::file(path.as_ref()),
+            tokenizer,
+            model_eos_token_ids,
+            max_length,
+            &DatasetOptions::default(),
+        )
+    }
+
+    /// Reads the rows of all `sources`; of `options` those that say how a prompt is read.
+    ///
+    /// # Errors
+    /// Those of [`SftDataset::from_file`].
+    pub fn read(
+        sources: &RowSources,
+        tokenizer: &Tokenizer,
+        model_eos_token_ids: &[u32],
+        max_length: usize,
+        options: &DatasetOptions,
+    ) -> Result<Self> {
         let ends = Ends { own: tokenizer.eos_token_id(), all: tokenizer.eos_token_ids(model_eos_token_ids) };
+        let format = ChatFormat::new(options.prompt_format, options.system_prompt.as_deref(), tokenizer);
+        let max_bytes = tokenizer.max_bytes(max_length);
         let mut data = Self { examples: Vec::new(), num_rows: 0, too_long: 0, max_length };
-        for row in read_rows(path)? {
-            let row = row?;
-            data.num_rows += 1;
-            for example in examples(&row, tokenizer, &ends, tokenizer.max_bytes(max_length))? {
-                match example.filter(|example| example.token_ids.len() <= max_length) {
-                    Some(example) => data.examples.push(example),
-                    None => data.too_long += 1,
+        for (path, weight) in &sources.files {
+            for row in read_rows(path)? {
+                if sources.max_rows.is_some_and(|most| data.num_rows >= most) {
+                    break;
+                }
+                let row = row?;
+                let copies = copies(*weight, data.num_rows as u64, options.seed);
+                data.num_rows += 1;
+                for example in examples(&row, options.prompt_column.as_deref(), tokenizer, &ends, &format, max_bytes)? {
+                    match example.filter(|example| example.token_ids.len() <= max_length) {
+                        Some(example) => data.examples.extend((0..copies).map(|_| example.clone())),
+                        None => data.too_long += 1,
+                    }
                 }
             }
         }
         if data.examples.is_empty() {
-            return Err(Error::EmptyDataset { path: path.to_owned(), stages: data.counts() });
+            return Err(Error::EmptyDataset { path: sources.name.clone().into(), stages: data.counts() });
         }
         Ok(data)
     }
@@ -106,29 +135,41 @@ impl Ends {
 
 /// What a row teaches; `None` for an example of more than `max_bytes`, which is not tokenized: that would take hundreds of bytes
 /// for each of its own.
-fn examples(row: &Row, tokenizer: &Tokenizer, ends: &Ends, max_bytes: usize) -> Result<Vec<Option<SftExample>>> {
+fn examples(
+    row: &Row,
+    column: Option<&str>,
+    tokenizer: &Tokenizer,
+    ends: &Ends,
+    format: &ChatFormat<'_>,
+    max_bytes: usize,
+) -> Result<Vec<Option<SftExample>>> {
     let encode = |text: &str| tokenizer.encode(text, false).map_err(|error| row.bad(error.to_string()));
     let example = |prompt: Vec<u32>, completion: Vec<u32>| {
         let prompt_len = prompt.len();
         SftExample { token_ids: [prompt, completion].concat(), prompt_len }
     };
-    let (messages, first) = match row.example()? {
-        RawExample::Conversation(messages, first) => (messages, first),
+    let (messages, first) = match row.example(column)? {
+        RawExample::Conversation(mut messages, first) => {
+            if first == 0 && messages[0].role == "assistant" {
+                return Err(row.bad("the first message is the assistant's: there is nothing to answer".into()));
+            }
+            let num_given = messages.len();
+            format.add_system_prompt(&mut messages);
+            let num_added = messages.len() - num_given;
+            (messages, first + num_added)
+        }
         RawExample::Completion(prompt, text) if prompt.num_bytes() + text.len() > max_bytes => return Ok(vec![None]),
         RawExample::Completion(prompt, text) => {
-            let (_, prompt) = prompt.render(row, tokenizer, None)?;
+            let (_, prompt) = prompt.render(row, tokenizer, format)?;
             return Ok(vec![Some(example(prompt, ends.close(encode(&text)?)?))]);
         }
     };
     let answers = (first..messages.len()).filter(|&index| messages[index].role == "assistant");
     let examples = answers.map(|index| {
-        if index == 0 {
-            return Err(row.bad("the first message is the assistant's: there is nothing to answer".into()));
-        }
         if messages[..=index].iter().map(|message| message.content.len()).sum::<usize>() > max_bytes {
             return Ok(None);
         }
-        let (text, prompt) = RawPrompt::Conversation(messages[..index].to_vec()).render(row, tokenizer, None)?;
+        let (text, prompt) = RawPrompt::Conversation(messages[..index].to_vec()).render(row, tokenizer, format)?;
         let whole = tokenizer.apply_chat_template(&messages[..=index], false)?;
         let answer = whole.strip_prefix(&text).ok_or_else(|| {
             row.bad(format!(

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::Path;
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 use tokenizers::models::wordlevel::WordLevel;
 
 use super::{ChatTemplate, Message};
@@ -68,6 +68,15 @@ impl Tokenizer {
             None => None,
         };
         Ok(Self { inner, eos_token_id, max_id, max_token_bytes, chat_template })
+    }
+
+    /// Gives the chat template further variables (`chat_template_kwargs`).
+    ///
+    /// # Errors
+    /// [`Error::ChatTemplate`] if they take more memory than a template may have.
+    pub fn with_template_variables(self, variables: &Map<String, Value>) -> Result<Self> {
+        self.chat_template.iter().try_for_each(|template| template.add_variables(variables))?;
+        Ok(self)
     }
 
     /// A tokenizer whose tokens are the decimal numbers below `vocab_size`, for models without one (benchmarks).

@@ -59,11 +59,14 @@ impl Error {
     /// The process exit code that stands for this error.
     pub fn exit_code(&self) -> ExitCode {
         match self {
-            Error::UnknownKeys(_)
-            | Error::InvalidValue { .. }
-            | Error::InvalidConfig(_)
-            | Error::ConfigSyntax { .. } => ExitCode::Configuration,
+            Error::UnknownKeys(_) | Error::InvalidValue { .. } | Error::ConfigSyntax { .. } => ExitCode::Configuration,
+            // That of the first step to take: 2 where a key or a value is wrong, 3 where only files are missing.
+            Error::InvalidConfig(all) => {
+                let codes = all.iter().map(Error::exit_code);
+                codes.min_by_key(|code| *code as i32).unwrap_or(ExitCode::Configuration)
+            }
             Error::BadFile { .. }
+            | Error::Hub { .. }
             | Error::BadLine { .. }
             | Error::EmptyDataset { .. }
             | Error::TokenizerMismatch { .. }

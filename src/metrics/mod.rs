@@ -19,7 +19,7 @@ pub use history::LogHistory;
 pub use jsonl::{MetricLine, read_metrics};
 pub use log::RunLog;
 pub use over_steps::over_steps;
-pub use progress::{Progress, parts_progress, pinning_progress};
+pub use progress::{Progress, download_progress, parts_progress, pinning_progress};
 pub use redact::{redact, redact_json};
 pub use report::write_report;
 pub use step::{MetricValues, Reduce, StepMetrics};

@@ -1,6 +1,7 @@
 //! What a person sees while a run goes on: bars on a terminal, timestamped lines elsewhere.
 
 use std::cell::Cell;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
@@ -15,6 +16,9 @@ const LINE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The same for lines on pinned memory, at about a second a GiB.
 const PINNING_INTERVAL: Duration = Duration::from_secs(5);
+
+/// The least between two lines on a download.
+const DOWNLOAD_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Metrics worth a glance, with the names used for them; a narrow terminal cuts the last ones.
 const SHOWN: [(&str, &str); 7] = [
@@ -57,6 +61,26 @@ pub fn pinning_progress(is_first_rank: bool) -> impl FnMut(usize, usize) {
         } else if is_first_rank && !on_terminal && last_line.elapsed() >= PINNING_INTERVAL {
             last_line = Instant::now();
             terminal::say(format_args!("host memory: {} of {} GiB pinned", done >> 30, total >> 30));
+        }
+    }
+}
+
+/// Shows how far a download is, told `(done, total)` in bytes by any thread: a bar on a terminal, elsewhere a line every few
+/// seconds.
+pub fn download_progress() -> impl Fn(u64, u64) + Send + Sync {
+    let on_terminal = terminal::is_shown();
+    let style = style("download {bar:16.green/dim} {bytes}/{total_bytes} {bytes_per_sec} {elapsed} < {eta}");
+    let bar = terminal::bars(true).add(ProgressBar::no_length().with_style(style));
+    let last_line = Mutex::new(Instant::now());
+    move |done, total| {
+        bar.set_length(total);
+        bar.set_position(done);
+        let mut last = last_line.lock().unwrap_or_else(|poison| poison.into_inner());
+        if done == total {
+            bar.finish_and_clear();
+        } else if !on_terminal && last.elapsed() >= DOWNLOAD_INTERVAL {
+            *last = Instant::now();
+            terminal::say(format_args!("download: {} of {} MB", done / 1_000_000, total / 1_000_000));
         }
     }
 }

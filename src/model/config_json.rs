@@ -8,7 +8,7 @@ mod tests;
 
 use std::path::Path;
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use tch::Kind;
 
 use super::block::{NormPlaces, QkNorm};
@@ -96,12 +96,18 @@ impl ModelSpec {
         config
     }
 
-    /// Writes `config.json` and `generation_config.json` into an existing folder.
+    /// Writes `config.json` and `generation_config.json` into an existing folder. The second keeps what that of `base` says
+    /// beside the end-of-sequence ids: temperature, top_p and other settings of the model's makers.
     ///
     /// # Errors
-    /// [`Error::Io`].
-    pub fn write_config(&self, folder: impl AsRef<Path>) -> Result<()> {
-        let generation = json!({"bos_token_id": self.bos_token_id, "eos_token_id": self.eos_json()});
+    /// [`Error::Io`]; [`Error::BadFile`] for a file of `base` that cannot be read.
+    pub fn write_config(&self, folder: impl AsRef<Path>, base: Option<&Path>) -> Result<()> {
+        let theirs = base.map(|base| base.join("generation_config.json")).filter(|path| path.exists());
+        let theirs = theirs.map(|path| JsonObject::read(&path)).transpose()?;
+        let mut generation = theirs.map_or_else(Map::new, JsonObject::into_map);
+        generation.entry("bos_token_id").or_insert_with(|| json!(self.bos_token_id));
+        generation.insert("eos_token_id".into(), self.eos_json());
+        let generation = Value::Object(generation);
         for (name, value) in [("config.json", self.to_config_json()), ("generation_config.json", generation)] {
             let path = folder.as_ref().join(name);
             std::fs::write(&path, format!("{value:#}\n")).map_err(Error::io(path))?;

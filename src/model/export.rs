@@ -8,8 +8,9 @@ use tch::Kind;
 use super::block::BlockParams;
 use super::files::{WeightFiles, WeightWriter};
 use super::init::copy_tokenizer;
-use super::lora::{AdapterFiles, BlockLora, ModelSource, write_adapters};
+use super::lora::{AdapterFiles, BlockLora, write_adapters};
 use super::params::{ParamTable, Unit};
+use super::source::ModelSource;
 use super::spec::ModelSpec;
 use crate::error::{Error, Result};
 
@@ -52,7 +53,7 @@ fn write_model(
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<()> {
     let (files, table) = (WeightFiles::open(base, spec.clone())?, ParamTable::new(spec.clone(), 1));
-    spec.write_config(output)?;
+    spec.write_config(output, Some(base))?;
     let mut writer = WeightWriter::create(output, spec.clone(), spec.dtype)?;
     let adapter_table = adapters.map(|files| ParamTable::adapters(spec.clone(), files.lora(), 1));
     for (index, layout) in table.units.iter().enumerate() {

@@ -99,7 +99,7 @@ pub fn init_folder(
     if let Some(source) = tokenizer {
         copy_tokenizer(source, folder)?;
     }
-    spec.write_config(folder)?;
+    spec.write_config(folder, None)?;
     let mut writer = WeightWriter::create(folder, spec.clone(), spec.dtype)?;
     let units = ParamTable::new(spec.clone(), 1).units;
     for (index, layout) in units.iter().enumerate() {

@@ -44,6 +44,11 @@ impl JsonObject {
         }
     }
 
+    /// All keys with their values.
+    pub(super) fn into_map(self) -> Map<String, Value> {
+        self.map
+    }
+
     /// The value; `null` counts as absent.
     pub(super) fn get(&self, key: &str) -> Option<&Value> {
         self.map.get(key).filter(|value| !value.is_null())
@@ -102,14 +107,30 @@ fn absent(path: &Path) -> String {
     match folder.map(Path::display) {
         Some(name) => {
             format!(
-                "no such folder; one of the Hugging Face Hub is fetched with: hf download {name} --local-dir {name}"
+                "no such folder {name}; a model of the Hugging Face Hub is named USER/NAME and is downloaded by its name"
             )
         }
         None => match path.parent().and_then(model_within) {
             Some(model) => format!("missing; the folder holds a model, name that: {}", model.display()),
-            None => "missing; a Hugging Face model folder has it".to_owned(),
+            None => match path.parent().map(held_by).filter(|held| !held.is_empty()) {
+                Some(held) => {
+                    format!("the folder is there, but not this file of a Hugging Face model; it holds {held}")
+                }
+                None => "missing; a Hugging Face model folder has it".to_owned(),
+            },
         },
     }
+}
+
+/// Names of a folder's files, the first few.
+fn held_by(folder: &Path) -> String {
+    const MOST: usize = 6;
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    let more = if names.len() > MOST { " .." } else { "" };
+    names.truncate(MOST);
+    names.join(", ") + more
 }
 
 /// Whether a folder has a model, or adapters.

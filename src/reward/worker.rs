@@ -50,7 +50,11 @@ impl Program {
     pub fn refusal(&self, cause: &str) -> Error {
         match &self.origin {
             Origin::Key(key, value) => {
-                Error::invalid_value(key, value, format!("a reward that can be started; {cause}"))
+                let is_missing = cause.contains("ModuleNotFoundError") && self.command.len() > 1;
+                let hint =
+                    || format!("; reward.python = {} lacks it: name the interpreter that has it", self.command[0]);
+                let hint = if is_missing && self.is_ours { hint() } else { String::new() };
+                Error::invalid_value(key, value, format!("a reward that can be started; {cause}{hint}"))
             }
             Origin::Sandbox => Error::Environment { message: format!("reward 'code': {cause}") },
         }

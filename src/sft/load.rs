@@ -1,6 +1,5 @@
 //! From a configuration to a supervised run: everything is read and checked before anything is trained.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use tch::Kind;
@@ -10,7 +9,7 @@ use super::log::Log;
 use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Claim, ResumeOptions, Saver, TrainerState};
 use crate::config::SftConfig;
 use crate::cuda::{Placement, residual_kind};
-use crate::data::{PromptSampler, SftDataset, Tokenizer};
+use crate::data::{DatasetOptions, Hub, PromptSampler, RowSources, SftDataset, Tokenizer};
 use crate::dist::{Mesh, World};
 use crate::error::{Error, Result};
 use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, WeightFiles};
@@ -25,12 +24,13 @@ pub(super) fn load(
     checkpoint: Option<Checkpoint>,
     claim: Option<Claim>,
 ) -> Result<Sft> {
-    let source = ModelSource::new(&config.model_name_or_path, None)?;
+    let revision = config.model_revision.as_deref();
+    let source = ModelSource::find(&config.model_name_or_path, revision, None, &Hub::cached())?;
     let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
-    let (rows, eval_rows) = read_rows(&config, &source, &spec)?;
+    let (sources, rows, eval_rows) = read_rows(&config, &source, &spec)?;
     let rows_per_update = rows_per_update(&config, world.size());
     if rows_per_update > rows.examples.len() {
-        return Err(too_few_rows(&config, rows.examples.len(), rows_per_update));
+        return Err(too_few_rows(&config, &sources, rows.examples.len(), rows_per_update));
     }
     let updates = config.optimizer.num_train_epochs * rows.examples.len() as f64 / rows_per_update as f64;
     let schedule = Schedule::new(config.learning_rate, &config.optimizer, updates.ceil() as usize);
@@ -39,14 +39,14 @@ pub(super) fn load(
     let mut sampler = PromptSampler::new(rows.examples.len(), config.seed, config.shuffle_dataset);
     let (mut global_step, mut num_tokens) = (0, 0);
     if let Some(checkpoint) = &checkpoint {
-        checkpoint.check_rows(&config.train_file, rows.examples.len())?;
+        checkpoint.check_rows(rows.examples.len())?;
         checkpoint.restore(&mut policy)?;
         sampler.restore(checkpoint.state.sampler.clone())?;
         TrainerState { global_step, num_input_tokens_seen: num_tokens, .. } = checkpoint.state;
     }
     checkpoint::check_room(&config.output_dir, &world, Some(&policy), config.save_steps.is_some())?;
     let log = Log::new(&config, world.rank() == 0, schedule.total_steps as u64, checkpoint.as_ref())?;
-    log.say(&format!("{}: {}", config.train_file.display(), rows.counts()));
+    log.say(&format!("{sources}: {}", rows.counts()));
     rows.warning().iter().for_each(|warning| log.say(warning));
     let saver = Saver::new(CheckpointOptions {
         output_dir: config.output_dir.clone(),
@@ -92,12 +92,26 @@ fn unsafe_changes(config: &SftConfig, world_size: usize, checkpoint: &Checkpoint
     Ok(checkpoint::unsafe_changes(&config.diff(&saved), &[rows], [*saved_size, world_size]))
 }
 
-fn read_rows(config: &SftConfig, source: &ModelSource, spec: &ModelSpec) -> Result<(SftDataset, Option<SftDataset>)> {
-    let tokenizer = Tokenizer::from_folder(&source.base)?;
+fn read_rows(
+    config: &SftConfig,
+    source: &ModelSource,
+    spec: &ModelSpec,
+) -> Result<(RowSources, SftDataset, Option<SftDataset>)> {
+    let (data, hub) = (&config.data, Hub::cached());
+    let tokenizer = Tokenizer::from_folder(&source.base)?.with_template_variables(&data.chat_template_kwargs.0)?;
     tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
     let max_length = config.max_length.min(spec.max_position_embeddings);
-    let read = |path: &PathBuf| SftDataset::from_file(path, &tokenizer, &spec.eos_token_ids, max_length);
-    Ok((read(&config.train_file)?, config.eval_file.as_ref().map(read).transpose()?))
+    let options = DatasetOptions {
+        prompt_format: data.prompt_format,
+        system_prompt: data.system_prompt.clone(),
+        prompt_column: data.dataset_prompt_column.clone(),
+        seed: config.seed,
+        ..DatasetOptions::default()
+    };
+    let read = |sources: &RowSources| SftDataset::read(sources, &tokenizer, &spec.eos_token_ids, max_length, &options);
+    let (train, held_out) = (RowSources::train(data, &hub)?, RowSources::held_out(data, None, &hub)?);
+    let (rows, eval_rows) = (read(&train)?, held_out.as_ref().map(read).transpose()?);
+    Ok((train, rows, eval_rows))
 }
 
 /// Rows of one update over all ranks.
@@ -105,10 +119,10 @@ fn rows_per_update(config: &SftConfig, world_size: usize) -> usize {
     config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size
 }
 
-fn too_few_rows(config: &SftConfig, num_rows: usize, rows_per_update: usize) -> Error {
-    let (file, got) = (config.train_file.display(), config.per_device_train_batch_size);
+fn too_few_rows(config: &SftConfig, sources: &RowSources, num_rows: usize, rows_per_update: usize) -> Error {
+    let got = config.per_device_train_batch_size;
     let expected = format!(
-        "at most {num_rows} rows an update over all ranks and slices, not {rows_per_update}: {file} has no more"
+        "at most {num_rows} rows an update over all ranks and slices, not {rows_per_update}: {sources} has no more"
     );
     Error::invalid_value("per_device_train_batch_size", got, expected)
 }

@@ -6,6 +6,7 @@ mod carry;
 mod halves;
 mod output;
 mod records;
+mod rows;
 mod sampling;
 mod scores;
 mod setup;
@@ -24,7 +25,7 @@ use crate::error::{Error, ExitCode, Result, panic_message};
 use crate::grpo::{self, AdvantageStats, BatchStats, LossConfig};
 use crate::memory;
 use crate::metrics::StepMetrics;
-use crate::model::{ModelSpec, init_unit_on};
+use crate::model::{ModelSource, ModelSpec, init_unit_on};
 use crate::phase::{self, Phase};
 use crate::plan::MemoryPlan;
 use crate::reward::{RewardFunction, RewardPool};
@@ -141,8 +142,8 @@ impl Trainer {
             preflight,
             weights: &|layout| init_unit_on(layout, seed, kind, device),
             rewards: RewardPool::with_functions(&config, functions)?,
-            dataset: Dataset::new(prompts),
-            eval_set: None,
+            rows: rows::Rows::made(Dataset::new(prompts)),
+            source: ModelSource { base: config.model_name_or_path.clone(), adapters: None },
             checkpoint: None,
             claim: None,
             writes_files: false,

@@ -1,7 +1,7 @@
 //! From a configuration to a trainer: everything is read and checked before anything is trained.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use tch::{Kind, Tensor};
@@ -9,12 +9,13 @@ use tch::{Kind, Tensor};
 use super::build;
 use super::halves::Halves;
 use super::output::Output;
+use super::rows::Rows;
 use super::scores::Unscored;
 use super::{Progress, Trainer};
 use crate::checkpoint::{self, CarriedGroup, Checkpoint, CheckpointOptions, Claim, ResumeOptions, Saver, TrainerState};
 use crate::config::{BatchPlan, Config, Mode, Quantization};
 use crate::cuda::Placement;
-use crate::data::{Dataset, DatasetOptions, PromptSampler, Tokenizer};
+use crate::data::{Dataset, Hub, PromptSampler, Tokenizer};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::memory;
@@ -51,12 +52,24 @@ impl Preflight {
     /// # Errors
     /// What is wrong with the configuration, the model's folder or the machine.
     pub fn new(config: &Config, placement: Placement, world_size: usize, room: Room) -> Result<Self> {
-        let source = ModelSource::new(&config.model_name_or_path, None)?;
-        let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
-        let tokenizer = Arc::new(Tokenizer::from_folder(&source.base)?);
-        tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
-        validate_gpu(&spec, placement, &source.base)?;
-        Self::of_model(config, (spec, tokenizer, source.adapters.is_some()), placement, world_size, room)
+        config.validate_world(world_size)?;
+        let model @ (spec, tokenizer, _) = &open_model(config, placement)?;
+        config.validate_context(spec.max_position_embeddings)?;
+        // The longest prompt is that of the rows where the configuration gives no limit.
+        let rows = match config.max_prompt_length {
+            None => Some(Rows::read(config, tokenizer, spec, Vec::new())?),
+            Some(_) => None,
+        };
+        let planned = rows.map_or_else(|| config.clone(), |rows| rows.planned(config));
+        Self::of_model(&planned, model.clone(), placement, world_size, room)
+    }
+
+    /// Checks a run whose rows are not there yet: without `max_prompt_length` prompts may be as long as the context.
+    ///
+    /// # Errors
+    /// Those of [`Preflight::new`].
+    pub fn without_rows(config: &Config, placement: Placement, world_size: usize, room: Room) -> Result<Self> {
+        Self::of_model(config, open_model(config, placement)?, placement, world_size, room)
     }
 
     /// The same for a shape alone, whose tokens are numbers.
@@ -125,6 +138,21 @@ fn validate_gpu(spec: &ModelSpec, placement: Placement, folder: &Path) -> Result
     if placement.on_cuda { spec.validate_gpu(placement.kind, folder) } else { Ok(()) }
 }
 
+/// The shape and the tokenizer of the model that the configuration names, and whether it comes with adapters.
+fn open_model(config: &Config, placement: Placement) -> Result<(Arc<ModelSpec>, Arc<Tokenizer>, bool)> {
+    let ModelSource { base: folder, adapters } = source(config)?;
+    let spec = Arc::new(ModelSpec::from_folder(&folder)?);
+    let tokenizer = Tokenizer::from_folder(&folder)?.with_template_variables(&config.data.chat_template_kwargs.0)?;
+    tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
+    validate_gpu(&spec, placement, &folder)?;
+    Ok((spec, Arc::new(tokenizer), adapters.is_some()))
+}
+
+/// The model's folders, of a repository those in the cache.
+fn source(config: &Config) -> Result<ModelSource> {
+    ModelSource::find(&config.model_name_or_path, config.model_revision.as_deref(), None, &Hub::cached())
+}
+
 /// What every rank has, so that all come to the same plan; collective over the world.
 pub(super) fn common_room(placement: Placement, world: &World) -> Result<Room> {
     let Room { available_bytes, swap_bytes } = Room::available(placement, world.local_size())?;
@@ -155,8 +183,8 @@ pub(super) struct Parts<'a> {
     /// Whole units of the initial weights.
     pub weights: &'a dyn Fn(&UnitLayout) -> Result<Tensor>,
     pub rewards: RewardPool,
-    pub dataset: Dataset,
-    pub eval_set: Option<Dataset>,
+    pub rows: Rows,
+    pub source: ModelSource,
     pub checkpoint: Option<Checkpoint>,
     pub claim: Option<Claim>,
     /// Whether metrics, checkpoints and the report are kept.
@@ -182,43 +210,28 @@ pub(super) fn load(
     torch::set_deterministic(config.full_determinism)?;
     let placement = Placement::in_world(config.device, config.dtype, world.device())?;
     let room = common_room(placement, &world)?;
-    let preflight = Preflight::new(&config, placement, world.size(), room)?;
-    let limits = DatasetOptions {
-        max_prompt_length: config.max_prompt_length,
-        max_model_length: Some(preflight.plan.max_model_length),
-        max_completion_length: config.max_completion_length,
-        system_prompt: config.system_prompt.clone(),
-        required_columns: rewards.required_columns(),
-    };
-    let read = |path: &PathBuf| Dataset::from_file(path, &preflight.tokenizer, &limits);
-    let dataset = read(&config.train_file)?;
-    let BatchPlan { num_begun, generation_batch_size, .. } = preflight.batch;
-    if num_begun > dataset.len() {
-        let (needed, file, rows) = (num_begun, config.train_file.display(), dataset.len());
-        let expected = format!(
-            "at most {} completions: {needed} prompts a generation, and {file} has {rows}; lower \
-             per_device_train_batch_size or --nproc, or raise num_generations",
-            rows * config.num_generations
-        );
-        return Err(Error::invalid_value("generation_batch_size", generation_batch_size, expected));
-    }
-    let eval_set = config.eval_file.as_ref().map(read).transpose()?;
-    let source = ModelSource::new(&config.model_name_or_path, None)?;
+    let model @ (spec, tokenizer, _) = &open_model(&config, placement)?;
+    config.validate_world(world.size())?;
+    config.validate_context(spec.max_position_embeddings)?;
+    let rows = Rows::read(&config, tokenizer, spec, rewards.required_columns())?;
+    let preflight = Preflight::of_model(&rows.planned(&config), model.clone(), placement, world.size(), room)?;
+    rows.check_batch(&config, &preflight.batch)?;
+    let source = source(&config)?;
     let files = WeightFiles::open(&source.base, preflight.spec.clone())?;
     let weights = |layout: &UnitLayout| {
         phase::beat();
         files.read_unit(layout, Kind::Float)
     };
-    let parts =
-        Parts { preflight, weights: &weights, rewards, dataset, eval_set, checkpoint, claim, writes_files: true };
+    let parts = Parts { preflight, weights: &weights, rewards, rows, source, checkpoint, claim, writes_files: true };
     assemble(config, world, parts)
 }
 
 /// Collective over the world.
 pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> Result<Trainer> {
-    let Parts { preflight, weights, rewards, dataset, eval_set, checkpoint, claim, writes_files } = parts;
+    let Parts { preflight, weights, rewards, rows, source, checkpoint, claim, writes_files } = parts;
     let batch = preflight.batch;
-    let source = ModelSource::new(&config.model_name_or_path, None)?;
+    let description = rows.description();
+    let Rows { train: dataset, eval: eval_set, .. } = rows;
     let mut halves = build::halves(&config, &world, &preflight, weights, source.adapters.as_deref())?;
     let mut sampler = PromptSampler::new(dataset.len(), config.seed, config.shuffle_dataset);
     if config.dataloader_drop_last {
@@ -237,11 +250,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
     if num_dropped > 0 {
         output.say(&format!("{num_dropped} unfinished groups of the checkpoint are dropped: oversample is 0"));
     }
-    let held_out = config.eval_file.as_ref().zip(eval_set.as_ref());
-    for (file, rows) in std::iter::once((&config.train_file, &dataset)).chain(held_out) {
-        output.say(&format!("{}: {}", file.display(), rows.counts()));
-        rows.counts().notices().iter().for_each(|notice| output.say(notice));
-    }
+    description.iter().for_each(|line| output.say(line));
     let plan = preflight.plan_of(world.rank()).clone();
     let base_dir = source.base;
     let saver = Saver::new(CheckpointOptions {
@@ -283,7 +292,7 @@ fn restore(
     sampler: &mut PromptSampler,
 ) -> Result<(Progress, Vec<CarriedGroup>)> {
     let TrainerState { global_step, generation_step, num_input_tokens_seen: num_tokens, .. } = checkpoint.state;
-    checkpoint.check_rows(&config.train_file, dataset.len())?;
+    checkpoint.check_rows(dataset.len())?;
     halves.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy))?;
     sampler.restore(checkpoint.state.sampler.clone())?;
     let carried = if config.oversample > 0.0 { checkpoint.state.carried.clone() } else { Vec::new() }; // force_resume

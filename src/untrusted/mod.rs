@@ -24,6 +24,10 @@ pub(crate) const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
 pub(crate) const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
 /// Largest index of weight files, or manifest of a checkpoint, in bytes.
 pub(crate) const MAX_INDEX_BYTES: u64 = 64 << 20;
+/// Largest README.md of a data set, in bytes.
+pub(crate) const MAX_README_BYTES: u64 = 4 << 20;
+/// Largest file of a few words, such as a token or the name of a commit, in bytes.
+pub(crate) const MAX_WORDS_BYTES: u64 = 64 << 10;
 /// Largest log of a run, or state of a trainer, which holds one; in bytes.
 pub(crate) const MAX_LOG_BYTES: u64 = 1 << 30;
 

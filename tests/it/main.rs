@@ -18,6 +18,7 @@ mod gpu_sampling;
 mod gpu_survival;
 mod gpu_training;
 mod hostile;
+mod hub;
 mod launch;
 mod lora;
 mod model;

@@ -61,7 +61,7 @@ fn golden_folders_are_read_and_written_back_bit_by_bit() {
         let table = ParamTable::new(spec.clone(), 2);
         let files = open(&golden(name)).unwrap();
         let copy = tempfile::tempdir().unwrap();
-        spec.write_config(copy.path()).unwrap();
+        spec.write_config(copy.path(), None).unwrap();
         assert_eq!(ModelSpec::from_folder(copy.path()).unwrap(), *spec);
         let mut writer = WeightWriter::create(copy.path(), spec.clone(), spec.dtype).unwrap();
         for layout in &table.units {

@@ -34,6 +34,7 @@ pub fn command(line: &str) -> Command {
     for name in ["RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_STEP_NODELIST", "RUST_BACKTRACE"] {
         command.env_remove(name);
     }
+    command.env("HF_HUB_OFFLINE", "1"); // a name that is no folder is an error, not a download
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }

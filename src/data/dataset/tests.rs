@@ -25,7 +25,8 @@ fn text_is_taken_as_it_is_and_conversations_are_rendered() {
         r#"{"prompt": [{"role": "system", "content": "two"}, {"role": "user", "content": "one"}], "answer": null}"#,
         r#"{"prompt": null, "question": "one", "answer": "two"}"#, // as pandas fills columns of other rows
     ];
-    let options = DatasetOptions { system_prompt: Some("three".into()), ..Default::default() };
+    let system_prompt = Some("three".into());
+    let options = DatasetOptions { system_prompt, prompt_format: PromptFormat::Text, ..Default::default() };
     let data = read(&rows, &options).unwrap();
     assert_eq!(data.prompt(0).text, "one plus one");
     assert_eq!(data.prompt(0).token_ids, [0, 1, 4, 1]); // BOS, as the tokenizer's own template adds it
@@ -38,8 +39,105 @@ fn text_is_taken_as_it_is_and_conversations_are_rendered() {
     assert_eq!(data.prompt(3).text, "one");
     let notices = data.counts().notices();
     assert!(notices.len() == 1 && notices[0].starts_with("notice: 2 of 4 prompts are text"), "{notices:?}");
+    let told = data.description();
+    assert_eq!(
+        told,
+        "prompts: text as it is, conversations through the chat template; the first one: \"one plus one\""
+    );
     assert!(read(&rows[1..3], &options).unwrap().counts().notices().is_empty());
     assert_eq!(data.prompts().iter().map(|prompt| prompt.id).collect::<Vec<_>>(), [0, 1, 2, 3]);
+}
+
+#[test]
+fn text_is_a_user_s_message_where_there_is_a_chat_template() {
+    // GSM8K's row, and one of open-r1's mathematics.
+    let gsm8k = r#"{"question": "what is one plus one", "answer": "one plus one is two\n#### 2"}"#;
+    let math = r#"{"problem": "one plus two", "solution": "\\boxed{3}", "answer": "3"}"#;
+    let options = DatasetOptions { system_prompt: Some("three".into()), ..Default::default() };
+    let data = read(&[gsm8k, math], &options).unwrap();
+    assert_eq!(data.prompt(0).text, "three what is one plus one answer");
+    assert_eq!(
+        (&data.prompt(1).text[..], &data.prompt(1).columns["answer"]),
+        ("three one plus two answer", &"3".into())
+    );
+    assert!(data.counts().notices().is_empty());
+    let told = data.description();
+    assert!(
+        told.starts_with("prompts: text as a user's message, through the chat template; the first one: \"three what")
+    );
+
+    // Without a chat template text stays text, unless it is asked for.
+    let folder = Folder::new();
+    folder.write("rows.jsonl", &[gsm8k; 2].join("\n"));
+    let of = |options: &DatasetOptions| {
+        Dataset::from_file(folder.path().join("rows.jsonl"), &folder.tokenizer(), options)
+            .map_err(|error| error.to_string())
+    };
+    assert_eq!(of(&DatasetOptions::default()).unwrap().prompt(0).text, "what is one plus one");
+    let notices = of(&options).unwrap().counts().notices();
+    assert!(notices[0].starts_with("notice: 2 of 2 prompts are text"), "{notices:?}");
+    let chat = DatasetOptions { prompt_format: PromptFormat::Chat, ..Default::default() };
+    assert!(of(&chat).unwrap_err().contains("chat template: the model's folder has none"));
+}
+
+#[test]
+fn variables_reach_the_chat_template() {
+    let folder = Folder::new();
+    let template =
+        "{% for m in messages %}{{ m.content }} {% endfor %}{% if enable_thinking is false %}minus{% endif %}";
+    folder.write("chat_template.jinja", template);
+    folder.write("rows.jsonl", r#"{"prompt": "one"}"#);
+    let text = |variables: serde_json::Value| {
+        let tokenizer = folder.tokenizer().with_template_variables(variables.as_object().unwrap()).unwrap();
+        let data = Dataset::from_file(folder.path().join("rows.jsonl"), &tokenizer, &DatasetOptions::default());
+        data.unwrap().prompt(0).text.clone()
+    };
+    assert_eq!(text(serde_json::json!({})), "one ");
+    assert_eq!(text(serde_json::json!({"enable_thinking": false})), "one minus");
+}
+
+#[test]
+fn a_prompt_may_have_another_column() {
+    let options = DatasetOptions { prompt_column: Some("task".into()), ..Default::default() };
+    let data = read(&[r#"{"prompt": "one", "task": "two"}"#], &options).unwrap();
+    assert_eq!(data.prompt(0).text, "two answer");
+    let error = read(&[r#"{"prompt": "one"}"#], &options).unwrap_err().to_string();
+    assert!(error.ends_with("no column 'task'; columns seen: prompt"), "{error}");
+}
+
+#[test]
+fn rows_come_as_lines_as_a_list_and_as_csv() {
+    let folder = Folder::new();
+    let read = |name: &str, text: &str| {
+        folder.write(name, text);
+        let data = Dataset::from_file(folder.path().join(name), &folder.tokenizer(), &DatasetOptions::default());
+        data.map_err(|error| error.to_string())
+    };
+    let rows = |data: Dataset| -> Vec<(String, serde_json::Value)> {
+        let row = |prompt: &Prompt| (prompt.text.clone(), prompt.columns["answer"].clone());
+        data.prompts().iter().map(row).collect()
+    };
+    let expected = [("one plus one".to_owned(), "2".into()), ("one".to_owned(), serde_json::Value::Null)];
+    for (name, text) in [
+        (
+            "a.json",
+            " \n[{\"question\": \"one plus one\", \"answer\": \"2\"},\n {\"question\": \"one\", \"answer\": null}]",
+        ),
+        (
+            "lines.json",
+            "{\"question\": \"one plus one\", \"answer\": \"2\"}\n{\"question\": \"one\", \"answer\": null}",
+        ),
+        ("a.csv", "question,answer\n\"one plus\none\",2\none,\n"),
+        ("a.tsv", "\u{feff}question\tanswer\none plus one\t2\none\t\n"),
+    ] {
+        let read = rows(read(name, text).unwrap());
+        let read: Vec<_> = read.into_iter().map(|(text, answer)| (text.replace('\n', " "), answer)).collect();
+        assert_eq!(read, expected, "{name}");
+    }
+    assert!(read("b.json", "[{\"question\": \"one\"}, 3]").unwrap_err().contains("b.json:2: expected an object"));
+    assert!(read("c.json", "[{").unwrap_err().contains("expected a list of objects"));
+    assert!(read("b.csv", "question,answer\none\n").unwrap_err().contains("b.csv:2: "));
+    assert!(read("c.csv", "question,question\none,one\n").unwrap_err().contains("names the column 'question' twice"));
 }
 
 #[test]

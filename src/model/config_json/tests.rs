@@ -21,7 +21,7 @@ fn every_preset_is_read_back_from_what_it_writes() {
     for name in crate::model::PRESETS {
         let spec = ModelSpec::preset(name).unwrap();
         let folder = tempfile::tempdir().unwrap();
-        spec.write_config(folder.path()).unwrap();
+        spec.write_config(folder.path(), None).unwrap();
         assert_eq!(ModelSpec::from_folder(folder.path()).unwrap(), spec, "{name}");
     }
     let window = ModelSpec { sliding_window: Some(64), ..ModelSpec::preset("tiny").unwrap() };

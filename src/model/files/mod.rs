@@ -18,6 +18,6 @@ pub(super) use write::dtype_of;
 pub(crate) use write::{encode_header, sync};
 
 /// Weights in one file.
-const SINGLE: &str = "model.safetensors";
+pub(super) const SINGLE: &str = "model.safetensors";
 /// Which shard holds which tensor.
-const INDEX: &str = "model.safetensors.index.json";
+pub(super) const INDEX: &str = "model.safetensors.index.json";

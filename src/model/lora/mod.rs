@@ -22,7 +22,8 @@ mod tests;
 use crate::config::{LoraConfig, TargetModule};
 
 pub use layout::{BlockLora, Lora};
-pub use peft::{AdapterFiles, ModelSource, write_adapters};
+pub(super) use peft::WEIGHTS as ADAPTER_WEIGHTS;
+pub use peft::{AdapterFiles, write_adapters};
 
 /// What is adapted, and how.
 #[derive(Debug, Clone, PartialEq)]

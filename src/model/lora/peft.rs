@@ -4,7 +4,7 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use safetensors::tensor::TensorInfo;
@@ -14,6 +14,7 @@ use tch::{Device, Kind, Tensor};
 use super::LoraSpec;
 use super::layout::{Fused, Piece};
 use crate::config::TargetModule;
+use crate::data::hub::named_snapshot;
 use crate::error::{Error, Result};
 use crate::model::files::names::module_path;
 use crate::model::files::{MappedFile, dtype_of, encode_header, sync};
@@ -22,7 +23,8 @@ use crate::model::params::{ParamTable, Unit, UnitLayout};
 use crate::model::spec::{ModelSpec, product};
 use crate::torch;
 
-const WEIGHTS: &str = "adapter_model.safetensors";
+/// Weights of adapters.
+pub(in crate::model) const WEIGHTS: &str = "adapter_model.safetensors";
 /// Highest rank that is read: above any matrix's.
 const MAX_RANK: usize = 1 << 16;
 /// What older versions of PEFT wrote.
@@ -65,39 +67,6 @@ fn tensors(
         }
     }
     Ok(())
-}
-
-/// What a model is started or served from: a model folder, or an adapter folder and its base.
-#[derive(Debug, Clone, PartialEq)]
-pub struct ModelSource {
-    /// The model folder: configuration, weights, tokenizer.
-    pub base: PathBuf,
-    /// The adapters beside it.
-    pub adapters: Option<PathBuf>,
-}
-
-impl ModelSource {
-    /// A folder of either kind; `base` overrides the one that adapters name.
-    ///
-    /// # Errors
-    /// [`Error::BadFile`] for adapters whose base is not found.
-    pub fn new(folder: &Path, base: Option<&Path>) -> Result<Self> {
-        if !folder.join(CONFIG).exists() {
-            return Ok(Self { base: folder.to_owned(), adapters: None });
-        }
-        let base = base.map_or_else(|| base_of(folder), |base| Ok(base.to_owned()))?;
-        Ok(Self { base, adapters: Some(folder.to_owned()) })
-    }
-}
-
-/// The folder of the model that adapters were trained on, as their configuration names it: relative to the current folder,
-/// or else to the adapters' own.
-fn base_of(folder: &Path) -> Result<PathBuf> {
-    let config = JsonObject::read(&folder.join(CONFIG))?;
-    let named = config.get("base_model_name_or_path").and_then(Value::as_str).unwrap_or_default();
-    let candidates = [PathBuf::from(named), folder.join(named)];
-    let found = candidates.into_iter().find(|base| !named.is_empty() && base.join("config.json").exists());
-    found.ok_or_else(|| config.wrong("base_model_name_or_path", "a model folder; name it with --base_model"))
 }
 
 /// An adapter folder, checked against the model it is for.
@@ -210,8 +179,12 @@ pub fn write_adapters(
 
 fn write_config(path: &Path, lora: &LoraSpec, base: &Path) -> Result<()> {
     let names: Vec<&str> = lora.targets.iter().map(|module| module.name()).collect();
+    let whole = std::fs::canonicalize(base).unwrap_or_else(|_| base.to_owned());
+    // A base from the Hub goes by its name, so that the adapters find it on other machines, too.
+    let (name, commit) = named_snapshot(&whole).unzip();
     let config = json!({
-        "base_model_name_or_path": std::fs::canonicalize(base).unwrap_or_else(|_| base.to_owned()).to_string_lossy(),
+        "base_model_name_or_path": name.unwrap_or_else(|| whole.to_string_lossy().into_owned()),
+        "revision": commit,
         "bias": "none",
         "fan_in_fan_out": false,
         "inference_mode": true,

@@ -63,7 +63,7 @@ fn model_folders() {
             "no configuration",
             &|model| fs::remove_file(model.join("config.json")).unwrap(),
             3,
-            &["config.json", "missing"],
+            &["config.json", "the folder is there, but not this file"],
         ),
     ];
     for (what, damage, code, fragments) in cases {
@@ -211,7 +211,9 @@ fn configurations() {
         ("17 CUDA", small("device=cuda"), 4, &["device = cuda", "set device = cpu"]),
         (
             "17 CUDA, supervised",
-            "sft --nproc 2 --config configs/arithmetic/warmup.toml device=cuda".into(),
+            format!(
+                "sft --nproc 2 --config configs/arithmetic/warmup.toml model_name_or_path={MODEL} train_file=configs/arithmetic/train.jsonl device=cuda"
+            ),
             4,
             &["set device = cpu"],
         ),

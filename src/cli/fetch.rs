@@ -1,0 +1,52 @@
+//! Models and data sets that are named are downloaded before any process starts; the processes read them from the cache.
+
+use std::path::Path;
+
+use crate::config::Config;
+use crate::data::{Hub, HubOptions, RowSources};
+use crate::error::{Error, Result};
+use crate::metrics::download_progress;
+use crate::model::ModelSource;
+use crate::phase;
+
+/// Looks for the model and the rows of a configuration and downloads what is named, in the launcher or the only process of a run.
+/// Returns every one that is missing.
+pub(super) fn missing(file: Option<&Path>, overrides: &[String]) -> Vec<Error> {
+    let Some(sources) = Config::sources(file, overrides).filter(|_| !is_worker()) else {
+        return Vec::new();
+    };
+    let hub = hub();
+    let model = ModelSource::find(&sources.model, sources.revision.as_deref(), None, &hub);
+    let train = RowSources::train(&sources.data, &hub);
+    let held_out = RowSources::held_out(&sources.data, sources.eval_steps, &hub);
+    [model.err().map(of_the_model), train.err(), held_out.err()].into_iter().flatten().collect()
+}
+
+/// Downloads a model that is named.
+pub(super) fn model(name: &Path, base: Option<&Path>) -> Result<ModelSource> {
+    if is_worker() { ModelSource::new(name, base) } else { ModelSource::find(name, None, base, &hub()) }
+}
+
+/// Whether all rows are on this machine.
+pub(super) fn has_rows(config: &Config) -> bool {
+    let hub = Hub::cached();
+    let held_out = RowSources::held_out(&config.data, config.eval_steps, &hub);
+    RowSources::train(&config.data, &hub).is_ok() && held_out.is_ok()
+}
+
+fn hub() -> Hub {
+    Hub::new(HubOptions::from_env().with_progress(download_progress()))
+}
+
+/// Whether a launcher of ours started this process, and has downloaded everything.
+fn is_worker() -> bool {
+    phase::is_watched()
+}
+
+/// Adds the key to the error of a repository.
+fn of_the_model(error: Error) -> Error {
+    match error {
+        Error::Hub { repo, message } => Error::Hub { repo, message: format!("model_name_or_path: {message}") },
+        other => other,
+    }
+}

@@ -1,0 +1,180 @@
+//! The keys that say which rows a run reads and how a row becomes a prompt; named as TRL's `ScriptArguments` and `GRPOConfig`
+//! where those have them.
+
+use std::path::PathBuf;
+
+use serde_json::{Map, Value};
+
+use super::PromptFormat;
+use super::field::{Field, FromValue, KeyDoc, join, keys};
+use super::range::{COUNT, Range, above};
+use super::raw::RawConfig;
+use super::validate::check;
+use crate::error::{Error, Result};
+
+keys! {
+    /// Rows and prompts; keys of the top.
+    #[derive(Debug, Clone, PartialEq, serde::Serialize)]
+    pub struct DataConfig: flat {
+        /// Training rows: files (JSONL, JSON, Parquet, CSV, TSV), patterns (`rows/*.parquet`), folders, of which the split
+        /// `dataset_train_split` is read, and files of the Hub (`hf://datasets/USER/NAME/PATTERN`). Either this or `dataset_name`.
+        pub train_file: Files = Files::default(),
+        /// How often the rows of each entry of `train_file` are seen in an epoch: 2 is twice, 0.5 every other one. Empty is 1 each.
+        pub train_file_weights: Vec<f64> = Vec::new() => above(0.0),
+        /// Held-out rows, named as in `train_file`; of a folder the split `dataset_test_split` is read.
+        pub eval_file: Files = Files::default(),
+        /// A data set of the Hugging Face Hub by name (`openai/gsm8k`, with a revision `openai/gsm8k@REVISION`), or a folder with
+        /// the files of one.
+        pub dataset_name: Option<String> = None,
+        /// Configuration (subset) of `dataset_name`; `none` is its only or its default one.
+        pub dataset_config: Option<String> = None,
+        /// Split with the training rows of `dataset_name`.
+        pub dataset_train_split: String = "train".to_owned(),
+        /// Split with the held-out rows of `dataset_name`, on which a run is evaluated where `eval_steps` is set and `eval_file` is
+        /// `none`.
+        pub dataset_test_split: Option<String> = Some("test".to_owned()),
+        /// Most training rows that are read, from the first on.
+        pub max_train_samples: Option<usize> = None => COUNT,
+        /// Most held-out rows that are read, from the first on.
+        pub max_eval_samples: Option<usize> = None => COUNT,
+        /// Column with the prompt; `none` is the first that a row has of `prompt`, `problem` and `question`.
+        pub dataset_prompt_column: Option<String> = None,
+        /// What becomes of a prompt that is text. `chat`: a user's message, which goes through the chat template. `text`: it reaches
+        /// the model as it is. `auto`: `chat` where the model has a chat template.
+        pub prompt_format: PromptFormat = PromptFormat::Auto,
+        /// System message put before every conversation that has none.
+        pub system_prompt: Option<String> = None,
+        /// Variables that the chat template is given, each a key of its own (`chat_template_kwargs.enable_thinking = false`).
+        pub chat_template_kwargs: TemplateVariables = TemplateVariables::default(),
+    }
+}
+
+impl DataConfig {
+    pub(super) fn check(&self) -> Result<()> {
+        let Self { train_file, dataset_name, .. } = self;
+        let got = train_file.to_value().to_string();
+        let needs_one = "files with training rows, or dataset_name set to a data set of the Hugging Face Hub";
+        check("train_file", "none", !train_file.0.is_empty() || dataset_name.is_some(), needs_one)?;
+        let only_one =
+            "none, as dataset_name says where the rows are; a file of the Hub is hf://datasets/USER/NAME/FILE";
+        check("train_file", got, train_file.0.is_empty() || dataset_name.is_none(), only_one)?;
+        let (num_weights, num_entries) = (self.train_file_weights.len(), train_file.0.len());
+        let fits = num_weights == 0 || num_weights == num_entries;
+        let expected = format!("one weight for each of the {num_entries} entries of train_file, or none");
+        check("train_file_weights", format!("{:?}", self.train_file_weights), fits, expected)?;
+        let of_name = "none, or dataset_name set";
+        let config = self.dataset_config.as_deref().unwrap_or("none");
+        check("dataset_config", config, self.dataset_config.is_none() || dataset_name.is_some(), of_name)
+    }
+
+    /// Whether a run is evaluated on held-out rows: on those of `eval_file` in any case, on the data set's split where `eval_steps`
+    /// asks for evaluations.
+    pub fn has_held_out(&self, eval_steps: Option<usize>) -> bool {
+        !self.eval_file.0.is_empty() || (eval_steps.is_some() && self.test_split().is_some())
+    }
+
+    /// The data set and its split with the held-out rows.
+    pub fn test_split(&self) -> Option<(&str, &str)> {
+        self.dataset_name.as_deref().zip(self.dataset_test_split.as_deref())
+    }
+}
+
+/// Where a run's model and rows are.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sources {
+    /// `model_name_or_path`.
+    pub model: PathBuf,
+    /// `model_revision`.
+    pub revision: Option<String>,
+    /// Rows and prompts.
+    pub data: DataConfig,
+    /// `eval_steps`, which supervised training does not have.
+    pub eval_steps: Option<usize>,
+}
+
+/// Names of files: one, or a list; `none` is no file.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Files(pub Vec<String>);
+
+impl serde::Serialize for Files {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        self.to_value().serialize(serializer)
+    }
+}
+
+impl FromValue for Files {
+    fn expected(_: &Range) -> String {
+        "a path, or a list [..] of paths".into()
+    }
+
+    fn from_value(value: &Value, range: &Range) -> Option<Self> {
+        let is_none = value.is_null() || value == "none";
+        let files = if is_none { Vec::new() } else { Vec::<String>::from_value(value, range)? };
+        files.iter().all(|file| !file.is_empty()).then_some(Self(files))
+    }
+
+    fn to_value(&self) -> Value {
+        match &self.0[..] {
+            [] => "none".into(),
+            [file] => file.as_str().into(),
+            files => files.to_vec().to_value(),
+        }
+    }
+}
+
+/// `chat_template_kwargs.*`: variables of a chat template by name.
+#[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
+pub struct TemplateVariables(pub Map<String, Value>);
+
+impl Field for TemplateVariables {
+    fn describe(key: &str, _: Option<Self>, _: &Range, text: &str, out: &mut Vec<KeyDoc>) {
+        let (key, expected, default) =
+            (join(key, "*"), "true, false, a number, text or a list".to_owned(), Some("none".into()));
+        out.push(KeyDoc { section: None, key, expected, default, text: text.to_owned() });
+    }
+
+    fn read(raw: &RawConfig, key: &str, _: Option<Self>, _: &Range, _: &mut Vec<Error>) -> Option<Self> {
+        let value = |name: &str| raw.get(&join(key, name)).cloned().unwrap_or(Value::Null);
+        Some(Self(raw.names_in(key).into_iter().map(|name| (name.to_owned(), value(name))).collect()))
+    }
+
+    fn write(&self, key: &str, out: &mut Vec<(String, Value)>) {
+        out.extend(self.0.iter().map(|(name, value)| (join(key, name), value.clone())));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Config;
+    use super::super::tests::{config, message};
+
+    #[test]
+    fn files_are_one_or_several_and_a_data_set_takes_their_place() {
+        assert_eq!(config(&["train_file=[\"a.jsonl\", \"b/*.csv\"]"]).data.train_file.0, ["a.jsonl", "b/*.csv"]);
+        assert_eq!(config(&["eval_file=none"]).data.eval_file.0, [""; 0]);
+        let named = config(&["train_file=none", "dataset_name=openai/gsm8k", "dataset_config=main"]);
+        assert!(
+            !named.data.has_held_out(None) && named.data.has_held_out(Some(1)),
+            "TRL evaluates where it is asked to"
+        );
+        assert!(!config(&[]).data.has_held_out(Some(1)) && config(&["eval_file=e.jsonl"]).data.has_held_out(None));
+        assert_eq!(Config::from_toml(&named.to_toml()).unwrap(), named);
+        for (keys, part) in [
+            (&["train_file=none"][..], "train_file = none: expected files with training rows, or dataset_name"),
+            (&["dataset_name=openai/gsm8k"], "train_file = \"train.jsonl\": expected none, as dataset_name"),
+            (&["train_file_weights=[1, 2]"], "one weight for each of the 1 entries"),
+            (&["train_file_weights=[0]"], "a number above 0"),
+            (&["dataset_config=main"], "dataset_config = main: expected none, or dataset_name set"),
+        ] {
+            assert!(message(keys).contains(part), "{keys:?}: {}", message(keys));
+        }
+    }
+
+    #[test]
+    fn variables_of_the_template_are_keys_of_a_table() {
+        let config = config(&["chat_template_kwargs={enable_thinking = false}", "chat_template_kwargs.level=2"]);
+        let kwargs = &config.data.chat_template_kwargs.0;
+        assert_eq!((kwargs["enable_thinking"].as_bool(), kwargs["level"].as_i64()), (Some(false), Some(2)));
+        assert_eq!(Config::from_toml(&config.to_toml()).unwrap(), config);
+    }
+}

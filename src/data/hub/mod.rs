@@ -1,0 +1,238 @@
+//! Repositories of the Hugging Face Hub by name: read from the cache that `huggingface_hub` keeps on this machine, or downloaded
+//! into it. Knows nothing of what the files hold.
+
+mod cache;
+mod client;
+mod download;
+mod options;
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use cache::RepoCache;
+pub(super) use cache::files_below;
+pub use cache::named_snapshot;
+use client::{Client, Failure};
+pub use options::HubOptions;
+
+use crate::error::{Error, Result};
+use crate::untrusted::{self, MAX_INDEX_BYTES};
+
+/// A model repository or a data set repository at one revision.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Repo {
+    kind: RepoKind,
+    name: String,
+    revision: String,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum RepoKind {
+    Model,
+    Dataset,
+}
+
+impl Repo {
+    /// The model repository `name`, at `revision` or at `main`; `None` where `name` cannot be a repository's.
+    pub fn model(name: &str, revision: Option<&str>) -> Option<Self> {
+        Self::new(RepoKind::Model, name, revision)
+    }
+
+    /// The data set repository `name`, at `revision` or at `main`; `None` where `name` cannot be a repository's.
+    pub fn dataset(name: &str, revision: Option<&str>) -> Option<Self> {
+        Self::new(RepoKind::Dataset, name, revision)
+    }
+
+    /// A name has one or two parts of letters, digits, `-`, `_` and `.`, as the Hub has it.
+    fn new(kind: RepoKind, name: &str, revision: Option<&str>) -> Option<Self> {
+        let is_part = |part: &str| {
+            let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+            let has_ends = part.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_') && !part.ends_with('.');
+            has_ends && part.chars().all(is_plain) && !part.contains("--") && !part.contains("..")
+        };
+        let is_name = name.len() <= 96 && name.split('/').count() <= 2 && name.split('/').all(is_part);
+        let revision = revision.unwrap_or("main").to_owned();
+        is_name.then(|| Self { kind, name: name.to_owned(), revision })
+    }
+
+    /// The command that brings the repository into the cache on a machine with a network.
+    pub fn download_command(&self) -> String {
+        let kind = if self.kind == RepoKind::Dataset { " --repo-type dataset" } else { "" };
+        let revision = match self.revision.as_str() {
+            "main" => String::new(),
+            other => format!(" --revision {other}"),
+        };
+        format!("hf download {}{kind}{revision}", self.name)
+    }
+
+    /// `models` or `datasets`, as addresses and folders of the cache have it.
+    fn plural(&self) -> &'static str {
+        if self.kind == RepoKind::Model { "models" } else { "datasets" }
+    }
+}
+
+impl fmt::Display for Repo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)?;
+        if self.revision == "main" { Ok(()) } else { write!(f, "@{}", self.revision) }
+    }
+}
+
+/// Where repositories are found: the cache, and the Hub where a network may be used.
+#[derive(Debug)]
+pub struct Hub {
+    options: HubOptions,
+    client: Option<Client>,
+}
+
+impl Hub {
+    /// Reads the cache alone. Workers use it after their launcher has downloaded what they need.
+    pub fn cached() -> Self {
+        Self { options: HubOptions::from_env(), client: None }
+    }
+
+    /// Downloads what the cache lacks, unless `options` are offline.
+    pub fn new(options: HubOptions) -> Self {
+        let client = (!options.is_offline).then(|| Client::new(&options));
+        Self { options, client }
+    }
+
+    /// Finds a repository at its revision: asks the Hub which commit that is, or takes the one in the cache where the Hub
+    /// cannot be reached or may not be asked.
+    ///
+    /// # Errors
+    /// [`Error::Hub`] for a repository that is in neither place, or that the Hub refuses.
+    pub fn open(&self, repo: &Repo) -> Result<Snapshot<'_>> {
+        let cache = RepoCache::new(&self.options.cache, repo);
+        let cached = |online| {
+            let commit = cache.commit(&repo.revision)?;
+            let names = cache.names(&commit);
+            Some(Snapshot { hub: self, repo: repo.clone(), cache: cache.clone(), commit, names, is_online: online })
+        };
+        let Some(client) = &self.client else {
+            return cached(false).ok_or_else(|| self.absent(repo));
+        };
+        match client.info(repo) {
+            Ok(info) => {
+                cache.set_commit(&repo.revision, &info.commit)?;
+                let (commit, names) = (info.commit, info.names);
+                Ok(Snapshot { hub: self, repo: repo.clone(), cache, commit, names, is_online: true })
+            }
+            Err(failure @ Failure::Unreachable(_)) => {
+                let found = cached(false).ok_or_else(|| self.failed(repo, &failure))?;
+                tracing::warn!("{repo}: {failure}; the copy in the cache is taken, commit {}", found.commit);
+                Ok(found)
+            }
+            Err(failure) => Err(self.failed(repo, &failure)),
+        }
+    }
+
+    /// The error of a repository that is not in the cache.
+    fn absent(&self, repo: &Repo) -> Error {
+        let why = if self.options.is_offline { ", and HF_HUB_OFFLINE is set" } else { "" };
+        let cache = self.options.cache.display();
+        let command = repo.download_command();
+        let message = format!(
+            "no such folder here, and not in the cache {cache}{why}; where there is a network, fetch it with: {command}"
+        );
+        Error::Hub { repo: repo.to_string(), message }
+    }
+
+    fn failed(&self, repo: &Repo, failure: &Failure) -> Error {
+        let message = match failure {
+            Failure::Storage(path, error) => {
+                return Error::Io { path: path.clone(), source: std::io::Error::new(error.kind(), error.to_string()) };
+            }
+            Failure::Unreachable(_) => format!(
+                "no such folder here; {failure}, and the cache {} lacks it; where there is a network, fetch it with: {}",
+                self.options.cache.display(),
+                repo.download_command()
+            ),
+            Failure::Refused { status: 401 | 403, .. } => format!(
+                "no such folder here; {failure}: there is no such repository, or it is private or gated; check the name, \
+                 accept its terms at {}/{}, and set HF_TOKEN (or run: hf auth login)",
+                self.options.endpoint, repo.name
+            ),
+            Failure::Refused { status: 404, .. } => {
+                format!(
+                    "no such folder here; {failure}: {} has no such repository, revision or file; check the name",
+                    self.options.endpoint
+                )
+            }
+            Failure::Refused { .. } | Failure::Broken(_) => failure.to_string(),
+        };
+        Error::Hub { repo: repo.to_string(), message }
+    }
+}
+
+/// The files of a repository at one commit.
+#[derive(Debug)]
+pub struct Snapshot<'a> {
+    hub: &'a Hub,
+    repo: Repo,
+    cache: RepoCache,
+    commit: String,
+    names: Vec<String>,
+    is_online: bool,
+}
+
+impl Snapshot<'_> {
+    /// Names of all files, or of those in the cache where the Hub was not asked.
+    pub fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// The folder that holds the files under their names.
+    pub fn folder(&self) -> PathBuf {
+        self.cache.snapshot(&self.commit)
+    }
+
+    /// Brings the files into the cache and returns their paths, in the order of `names`.
+    ///
+    /// # Errors
+    /// [`Error::Hub`] for what is not in the cache and cannot be downloaded; [`Error::Io`].
+    pub fn fetch(&self, names: &[String]) -> Result<Vec<PathBuf>> {
+        let paths: Vec<PathBuf> = names.iter().map(|name| self.folder().join(name)).collect();
+        let missing: Vec<&String> =
+            names.iter().zip(&paths).filter(|(_, path)| !path.is_file()).map(|(name, _)| name).collect();
+        if missing.is_empty() {
+            return Ok(paths);
+        }
+        let Some(client) = self.hub.client.as_ref().filter(|_| self.is_online) else {
+            let message = format!(
+                "the cache {} lacks {}; where there is a network, fetch it with: {}",
+                self.hub.options.cache.display(),
+                missing.iter().map(|name| name.as_str()).collect::<Vec<_>>().join(", "),
+                self.repo.download_command()
+            );
+            return Err(Error::Hub { repo: self.repo.to_string(), message });
+        };
+        let download = download::Download {
+            client,
+            repo: &self.repo,
+            commit: &self.commit,
+            cache: &self.cache,
+            progress: &self.hub.options.progress,
+        };
+        download.run(&missing).map_err(|failure| self.hub.failed(&self.repo, &failure))?;
+        Ok(paths)
+    }
+
+    /// The text of a small file, if the repository has it.
+    ///
+    /// # Errors
+    /// Those of [`Snapshot::fetch`]; [`Error::BadFile`] where it is no text.
+    pub fn text(&self, name: &str) -> Result<Option<String>> {
+        if !self.names.iter().any(|known| known == name) {
+            return Ok(None);
+        }
+        let paths = self.fetch(&[name.to_owned()])?;
+        let text = untrusted::read_text(&paths[0], MAX_INDEX_BYTES);
+        text.map(Some).map_err(|error| Error::bad_file(&paths[0], error.to_string()))
+    }
+}
+
+/// Whether a path is plainly one of this machine, and no repository's name.
+pub fn is_plainly_local(path: &Path) -> bool {
+    path.exists() || path.is_absolute() || path.starts_with(".") || path.starts_with("..") || path.starts_with("~")
+}

@@ -1,0 +1,100 @@
+//! Where a model is: a folder, or a repository of the Hugging Face Hub, with or without adapters beside it.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::files::{INDEX, SINGLE};
+use super::json::{ADAPTER_CONFIG, JsonObject};
+use super::lora::ADAPTER_WEIGHTS;
+use crate::data::hub::{Snapshot, is_plainly_local};
+use crate::data::{Hub, Repo};
+use crate::error::{Error, Result};
+
+/// What a model is started or served from: a model folder, or an adapter folder and its base.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelSource {
+    /// The model folder: configuration, weights, tokenizer.
+    pub base: PathBuf,
+    /// The adapters beside it.
+    pub adapters: Option<PathBuf>,
+}
+
+impl ModelSource {
+    /// Finds `name`, a folder of either kind or a repository in the cache of the Hub, without a network; `base` overrides the
+    /// model that adapters name.
+    ///
+    /// # Errors
+    /// [`Error::Hub`] for a name that is neither; [`Error::BadFile`] for adapters whose base is not found.
+    pub fn new(name: &Path, base: Option<&Path>) -> Result<Self> {
+        Self::find(name, None, base, &Hub::cached())
+    }
+
+    /// Finds `name` at `revision`, where it is a repository's, through `hub`, which may download it.
+    ///
+    /// # Errors
+    /// Those of [`ModelSource::new`].
+    pub fn find(name: &Path, revision: Option<&str>, base: Option<&Path>, hub: &Hub) -> Result<Self> {
+        let folder = locate(name, revision, hub)?;
+        if !folder.join(ADAPTER_CONFIG).exists() {
+            return Ok(Self { base: folder, adapters: None });
+        }
+        let base = base.map_or_else(|| base_of(&folder, hub), |base| locate(base, None, hub))?;
+        Ok(Self { base, adapters: Some(folder) })
+    }
+}
+
+/// The folder of a model that is named by its path or by its repository.
+fn locate(name: &Path, revision: Option<&str>, hub: &Hub) -> Result<PathBuf> {
+    let repo = name.to_str().filter(|_| !is_plainly_local(name)).and_then(|name| Repo::model(name, revision));
+    let Some(repo) = repo else { return Ok(name.to_owned()) };
+    let snapshot = hub.open(&repo)?;
+    snapshot.fetch(&model_files(&repo, &snapshot)?)?;
+    Ok(snapshot.folder())
+}
+
+/// The files of a repository that a run reads: configurations, the tokenizer, and one set of weights.
+fn model_files(repo: &Repo, snapshot: &Snapshot<'_>) -> Result<Vec<String>> {
+    let names = snapshot.names();
+    let has = |name: &str| names.iter().any(|known| known == name);
+    let is_small = |name: &&String| !name.contains('/') && (name.ends_with(".json") || name.ends_with(".jinja"));
+    let mut wanted: Vec<String> = names.iter().filter(is_small).cloned().collect();
+    if let Some(index) = snapshot.text(INDEX)? {
+        let index: Value = serde_json::from_str(&index).unwrap_or_default();
+        let shards = index["weight_map"].as_object().into_iter().flatten().filter_map(|(_, file)| file.as_str());
+        wanted.extend(shards.map(str::to_owned).collect::<BTreeSet<_>>());
+        return Ok(wanted);
+    }
+    let weights = [SINGLE, ADAPTER_WEIGHTS].into_iter().find(|name| has(name));
+    let Some(weights) = weights else {
+        let pickled = names.iter().find(|name| name.ends_with(".bin") || name.ends_with(".pt"));
+        let instead =
+            pickled.map_or_else(|| "nothing that could be converted".to_owned(), |name| format!("only {name}"));
+        let message = format!(
+            "no weights as safetensors: it has {instead}; expected {SINGLE} or {INDEX} (the Hub converts others: {})",
+            "https://huggingface.co/spaces/safetensors/convert"
+        );
+        return Err(Error::Hub { repo: repo.to_string(), message });
+    };
+    wanted.push(weights.to_owned());
+    Ok(wanted)
+}
+
+/// The folder of the model that adapters were trained on, as their configuration names it: relative to the current folder, to
+/// the adapters' own, or on the Hub.
+fn base_of(folder: &Path, hub: &Hub) -> Result<PathBuf> {
+    let config = JsonObject::read(&folder.join(ADAPTER_CONFIG))?;
+    let text = |key: &str| config.get(key).and_then(Value::as_str);
+    let named = text("base_model_name_or_path").unwrap_or_default();
+    let candidates = [PathBuf::from(named), folder.join(named)];
+    let found = candidates.into_iter().find(|base| !named.is_empty() && base.join("config.json").exists());
+    if let Some(found) = found {
+        return Ok(found);
+    }
+    if is_plainly_local(Path::new(named)) || Repo::model(named, None).is_none() {
+        let expected = "a model folder, or a name on the Hugging Face Hub; name it with --base_model";
+        return Err(config.wrong("base_model_name_or_path", expected));
+    }
+    locate(Path::new(named), text("revision"), hub)
+}

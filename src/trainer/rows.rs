@@ -1,0 +1,77 @@
+//! The rows of a run, read before anything is planned: the plan then knows how long the longest prompt is.
+
+use crate::config::{BatchPlan, Config};
+use crate::data::{Dataset, DatasetOptions, Hub, RowSources, Tokenizer};
+use crate::error::{Error, Result};
+use crate::metrics::redact;
+use crate::model::ModelSpec;
+
+/// Training rows and held-out rows.
+#[derive(Debug)]
+pub(super) struct Rows {
+    pub train: Dataset,
+    pub eval: Option<Dataset>,
+    /// Names of both; `None` for rows that are made.
+    names: Option<(String, Option<String>)>,
+}
+
+impl Rows {
+    /// Reads all rows from files of this machine: a repository's must be in the cache.
+    pub fn read(config: &Config, tokenizer: &Tokenizer, spec: &ModelSpec, required: Vec<String>) -> Result<Self> {
+        let (data, hub) = (&config.data, Hub::cached());
+        let options = DatasetOptions {
+            max_prompt_length: config.max_prompt_length,
+            max_model_length: Some(config.max_model_length.unwrap_or(spec.max_position_embeddings)),
+            max_completion_length: config.max_completion_length,
+            prompt_format: data.prompt_format,
+            system_prompt: data.system_prompt.clone(),
+            prompt_column: data.dataset_prompt_column.clone(),
+            required_columns: required,
+            seed: config.seed,
+        };
+        let read = |sources: &RowSources| Dataset::read(sources, tokenizer, &options);
+        let (train, held_out) = (RowSources::train(data, &hub)?, RowSources::held_out(data, config.eval_steps, &hub)?);
+        let names = (train.name.clone(), held_out.as_ref().map(|sources| sources.name.clone()));
+        Ok(Self { train: read(&train)?, eval: held_out.as_ref().map(read).transpose()?, names: Some(names) })
+    }
+
+    /// Rows that are made, not read.
+    pub fn made(train: Dataset) -> Self {
+        Self { train, eval: None, names: None }
+    }
+
+    /// The configuration with the longest prompt in place of `max_prompt_length = none`, which plans no longer sequences than
+    /// there can be.
+    pub fn planned(&self, config: &Config) -> Config {
+        let longest = self.train.longest_prompt().max(self.eval.as_ref().map_or(0, Dataset::longest_prompt));
+        Config { max_prompt_length: Some(config.max_prompt_length.unwrap_or(longest)), ..config.clone() }
+    }
+
+    /// Refuses a generation batch of more prompts than there are.
+    pub fn check_batch(&self, config: &Config, batch: &BatchPlan) -> Result<()> {
+        let (needed, rows) = (batch.num_begun, self.train.len());
+        if needed <= rows {
+            return Ok(());
+        }
+        let expected = format!(
+            "at most {} completions: {needed} prompts a generation, and {} has {rows}; lower per_device_train_batch_size or \
+             --nproc, or raise num_generations",
+            rows * config.num_generations,
+            self.names.as_ref().map_or("the data set", |(train, _)| train)
+        );
+        Err(Error::invalid_value("generation_batch_size", batch.generation_batch_size, expected))
+    }
+
+    /// Lines that say what was read, and how the first prompt looks to the model.
+    pub fn description(&self) -> Vec<String> {
+        let Some((train, held_out)) = &self.names else { return Vec::new() };
+        let held_out = held_out.as_ref().zip(self.eval.as_ref());
+        let mut lines = Vec::new();
+        for (name, rows) in std::iter::once((train, &self.train)).chain(held_out) {
+            lines.push(format!("{name}: {}", rows.counts()));
+            lines.extend(rows.counts().notices());
+        }
+        lines.push(redact(&self.train.description()));
+        lines
+    }
+}
