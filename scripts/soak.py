@@ -25,8 +25,8 @@ SIZES = {"kills": 200, "stops": 20, "disk": 20, "memory": 10_000, "matrix": 1, "
 NUM_RANKS = 4
 # Seconds: a stopped rank's limit, and what a rank's end is held to (docs/reliability.md).
 STOP_LIMIT_S, MATRIX_STOP_LIMIT_S, NOTICED_LIMIT_S, GONE_LIMIT_S = 8, 5, 1, 15
-# A step's metrics are kept for checkpoints, eight bytes each.
-KEPT_KB_A_STEP = 0.5
+# A step's metrics are kept for checkpoints by the first rank: eight bytes each and some more a step.
+KEPT_KB_A_STEP = 0.8
 RUN = (f"--nproc {NUM_RANKS} --config configs/tiny-cpu.toml tensor_parallel_size=2 per_device_train_batch_size=8 num_generations=4 "
        "max_steps=12 save_steps=1 save_total_limit=2 eval_steps=none eval_file=none log_completions=true learning_rate=2e-4 "
        "temperature=1.5")

@@ -151,7 +151,7 @@ pub fn norm_all(
     let normed = qkv.f_empty_like()?;
     let ([q, k, v], [q_out, k_out, mut v_out]) = (parts(qkv), parts(&normed));
     v_out.f_copy_(&v)?;
-    let rows = try_map([q, k], |heads| Ok::<_, Error>(heads.f_reshape([heads.size()[0], -1])?))?;
+    let rows = try_map([q, k], |heads| Ok::<_, Error>(heads.f_reshape([heads.size()[0], -1])?.f_contiguous()?))?;
     let weights = [norms.q, norms.k];
     let rstd = match others {
         None => None,
@@ -191,7 +191,7 @@ pub fn norm_all_backward(
     for ((mut d, x), (weight, d_weight)) in
         [(d_q, q), (d_k, k)].into_iter().zip([norms.q, norms.k].into_iter().zip(d_weights))
     {
-        let [dy, x] = try_map([&d, &x], |heads| Ok::<_, Error>(heads.f_reshape([heads.size()[0], -1])?))?;
+        let [dy, x] = try_map([&d, &x], |heads| Ok::<_, Error>(heads.f_reshape([heads.size()[0], -1])?.f_contiguous()?))?;
         let (_, rstd) = rms_norm::forward(&x, weight, norms.eps)?;
         let dx = rms_norm::backward(&dy, &x, weight, &rstd, None, d_weight)?;
         d.f_copy_(&dx.view_as(&d))?;
