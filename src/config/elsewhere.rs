@@ -67,6 +67,17 @@ const KEYS: &[(&[&str], &str)] = &[
     (&["multi_objective_aggregation"], "rewards are summed by reward_weights, then scaled"),
     (&["off_policy_mask_threshold"], "importance_sampling_mode and importance_sampling_clip_max"),
     (&["tools", "max_tool_calling_iterations", "rollout.multi_turn.*"], "a rollout is one turn"),
+    // ---- open-r1 ----
+    (
+        &[
+            "repetition_n_grams",
+            "repetition_max_penalty",
+            "max_completion_len",
+            "soft_punish_cache",
+            "code_language",
+        ],
+        "the key of that name in the table reward",
+    ),
     // ---- TRL and transformers ----
     (&["optim", "optim_args"], "the optimizer is AdamW"),
     (&["vllm_tensor_parallel_size"], "tensor_parallel_size"),

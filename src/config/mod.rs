@@ -34,7 +34,7 @@ use range::{ABOVE_ZERO, ANY, BELOW_ONE, COUNT, SECONDS, above, at_least, from_to
 use raw::RawConfig;
 pub(crate) use raw::check_openings;
 pub use reference::{reference_page, reference_toml};
-pub use reward::{CodeConfig, CommandLine, ProcessReward, ProcessRewards, RewardConfig};
+pub use reward::{CodeConfig, CommandLine, ProcessReward, ProcessRewards, RewardArguments, RewardConfig};
 pub(crate) use reward::{is_python, reward_name};
 pub use sft::SftConfig;
 pub use split::{Roles, SplitConfig};

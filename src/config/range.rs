@@ -21,6 +21,8 @@ pub(crate) const COUNT: Range = from_to(1.0, MAX_COUNT as f64);
 pub(crate) const BELOW_ONE: Range = Range { high_is_in: false, ..from_to(0.0, 1.0) };
 /// Shares of which something is taken: (0, 1].
 pub(crate) const ABOVE_ZERO: Range = Range { low_is_in: false, ..from_to(0.0, 1.0) };
+/// Penalties: 0 or less.
+pub(crate) const NOT_POSITIVE: Range = from_to(-1e6, 0.0);
 /// Times to wait in seconds, below a year.
 pub(crate) const SECONDS: Range = Range { low_is_in: false, high_is_in: false, ..from_to(0.0, 365.0 * 86_400.0) };
 

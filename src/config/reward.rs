@@ -7,14 +7,15 @@ use std::path::PathBuf;
 use serde_json::Value;
 
 use super::field::{Field, FromValue, KeyDoc, join, keys};
-use super::range::{ANY, COUNT, Range, SECONDS, at_least};
+use super::batch::MAX_COUNT;
+use super::range::{ANY, COUNT, NOT_POSITIVE, Range, SECONDS, at_least, from_to};
 use super::raw::RawConfig;
 use super::validate::{check, compiles};
 use super::{Config, RewardBatch, SandboxLayer};
 use crate::error::{Error, Result};
 
-/// Reasoning, then an answer, each in its tags and nothing else.
-const DEFAULT_FORMAT_PATTERN: &str = r"(?s)<think>.*?</think>\s*<answer>.*?</answer>\s*";
+/// open-r1's: reasoning, then an answer, each in its tags on lines of their own; lines may follow.
+const DEFAULT_FORMAT_PATTERN: &str = r"(?s)<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>(?:\n.*)?";
 /// `<answer>..</answer>`, `\boxed{..}` (one level of braces inside) or GSM8K's `#### ..`.
 const DEFAULT_ANSWER_PATTERN: &str =
     r"(?s)<answer>\s*(.*?)\s*</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}|####\s*(\S+)";
@@ -40,8 +41,28 @@ keys! {
         pub python: String = "python3".into(),
         /// Workers of one reward that may fail one after the other, with no score in between, before the run ends.
         pub max_worker_failures: usize = 16 => COUNT,
+        /// Arguments of rewards that have some, by open-r1's names.
+        pub arguments: RewardArguments,
         /// `code`: the program in the completion is run against tests.
         pub code: CodeConfig,
+    }
+}
+
+keys! {
+    /// Arguments of rewards by the names of open-r1's (`reward.*`).
+    #[derive(Debug, Clone, PartialEq, serde::Serialize)]
+    pub struct RewardArguments: flat {
+        /// `repetition_penalty`, `get_repetition_penalty_reward`: words or tokens in a row that are looked for again.
+        pub repetition_n_grams: usize = 3 => COUNT,
+        /// `repetition_penalty`, `get_repetition_penalty_reward`: the reward if all of them occurred before.
+        pub repetition_max_penalty: f64 = -1.0 => NOT_POSITIVE,
+        /// `soft_overlong_punishment`, `get_soft_overlong_punishment`: tokens from which on the reward is -1.
+        pub max_completion_len: usize = 16384 => COUNT,
+        /// `soft_overlong_punishment`, `get_soft_overlong_punishment`: tokens before `max_completion_len` over which the reward falls
+        /// from 0 to -1.
+        pub soft_punish_cache: usize = 4096 => from_to(0.0, MAX_COUNT as f64),
+        /// `code_format`: the language of the block, where the row has no column `language`.
+        pub code_language: String = "python".into(),
     }
 }
 

@@ -20,6 +20,8 @@ const FIRST_BYTES: u64 = 64;
 const MAX_LIST_BYTES: u64 = 2 << 30;
 const PROMPT_COLUMNS: [&str; 3] = ["prompt", "problem", "question"];
 const ANSWER_COLUMNS: [&str; 3] = ["answer", "solution", "ground_truth"];
+/// Where the tests of a program stand: ours, and open-r1's.
+const TESTS_COLUMNS: [&str; 2] = ["tests", "verification_info"];
 
 /// One row of a file.
 pub(super) struct Row {
@@ -131,6 +133,9 @@ impl Row {
         if let Some(answer) = named.or(verl).cloned() {
             columns.insert("answer".into(), answer);
         }
+        if let Some(tests) = columns.get(TESTS_COLUMNS[1]).filter(|_| !columns.contains_key(TESTS_COLUMNS[0])).cloned() {
+            columns.insert(TESTS_COLUMNS[0].into(), tests);
+        }
         Self { path, line, columns }
     }
 
@@ -162,9 +167,13 @@ impl Row {
         }
     }
 
-    /// Refuses the row unless it has `name`, and not as null. An answer has been found under its other names already.
+    /// Refuses the row unless it has `name`, and not as null. An answer and tests have been found under their other names already.
     pub fn require(&self, name: &str) -> Result<()> {
-        let names = if name == ANSWER_COLUMNS[0] { &ANSWER_COLUMNS[..] } else { &[name] };
+        let names = match name {
+            _ if name == ANSWER_COLUMNS[0] => &ANSWER_COLUMNS[..],
+            _ if name == TESTS_COLUMNS[0] => &TESTS_COLUMNS[..],
+            _ => &[name],
+        };
         self.given(name).map(|_| ()).ok_or_else(|| self.missing(names))
     }
 

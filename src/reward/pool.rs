@@ -8,7 +8,7 @@ use super::failures::{FailureKind, RewardFailures, Score, weighted_sum};
 use super::service::Service;
 use super::source::{Source, Sources};
 use super::state::{RunProgress, Shared, State};
-use super::{RewardFunction, code, reads_answer};
+use super::{RewardFunction, builtin};
 use crate::config::{Config, ProcessRewards, RewardConfig, reward_name};
 use crate::error::{Error, Result};
 use crate::phase;
@@ -70,15 +70,12 @@ impl RewardPool {
             }
             let is_builtin =
                 sources.functions.iter().all(|(name, _)| name != entry) && sources.processes.get(entry).is_none();
-            let settings = sources.settings;
-            let column = match entry.as_str() {
-                name if is_builtin && reads_answer(name) => &settings.answer_column,
-                code::NAME if is_builtin => &settings.code.tests_column,
-                _ => continue,
-            };
-            judges.push(index);
-            required_columns.push(column.clone());
+            if is_builtin {
+                judges.extend(builtin::is_judge(entry).then_some(index));
+                required_columns.extend(builtin::required_column(entry, sources.settings).map(str::to_owned));
+            }
         }
+        required_columns.sort();
         required_columns.dedup();
         if !weights.is_empty() && weights.len() != entries.len() {
             let expected = format!("one weight for each of the {} reward_funcs, or none", entries.len());

@@ -54,7 +54,7 @@ impl Sources<'_> {
             let reward = ProcessReward::python(entry);
             return Ok(Source::Service(self.process(reward_name(entry), index, &reward, self.key)));
         }
-        builtin(self.key, entry, self.settings).map(Source::Function)
+        builtin::function(self.key, entry, self.settings).map(Source::Function)
     }
 
     fn process(&self, name: &str, index: usize, reward: &ProcessReward, key: &str) -> Service {

@@ -141,6 +141,16 @@ fn rows_come_as_lines_as_a_list_and_as_csv() {
 }
 
 #[test]
+fn tests_of_open_r1_rows_are_found() {
+    let row = r#"{"prompt": "one", "verification_info": {"language": "python", "test_cases": [{"input": "1", "output": "2"}]}}"#;
+    let options = DatasetOptions { required_columns: vec!["tests".into()], ..Default::default() };
+    let data = read(&[row], &options).unwrap();
+    assert_eq!(data.prompt(0).columns["tests"]["test_cases"][0]["output"], "2");
+    let error = read(&[r#"{"prompt": "one"}"#], &options).unwrap_err().to_string();
+    assert!(error.contains("'tests'") && error.contains("'verification_info'"), "{error}");
+}
+
+#[test]
 fn verl_rows_are_understood() {
     let row = r#"{"data_source": "gsm8k", "prompt": [{"role": "user", "content": "one"}], "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "1"}, "extra_info": {"index": 0}}"#;
