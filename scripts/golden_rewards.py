@@ -186,9 +186,9 @@ FRAMES = ["so \\boxed{{{}}}", "so $\\boxed{{{}}}$.", "thus $x = \\boxed{{{}}}$ c
 
 def values(number):
     """What a number may be meant as; nearly all pairs without a common value are left out."""
-    plain = number.replace(",", "").replace(" ", "").rstrip("%\\").lstrip("\\$")
+    plain = number.replace(",", "").replace(" ", "").replace("$", "").rstrip("%\\")
     plain = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", plain)
-    value = eval(re.sub(r"\b0+(?=[1-9])", "", plain))
+    value = eval(re.sub(r"\b0+(?=[1-9])", "", plain).lstrip("\\"))
     return {value, value / 100, value * 100, float(number.replace(",", ".")) if re.fullmatch(r"\d,\d+", number) else value}
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that is tested: format, lints, the documentation's links, unit and integration tests (real processes on the CPU
-# backend), documentation tests (programs that must not compile), the scripts, and the demo's job. Needs no GPU and no Python
-# packages.
+# backend), documentation tests (programs that must not compile), the scripts, and the demo's job. Needs no GPU. Tests of
+# the reward math fetch math-verify once with pip, by the hashes in scripts/math_verify.txt.
 #   scripts/test.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -216,14 +216,14 @@ pub enum Error {
     },
 
     // ---- rewards: exit code 14 ----
-    /// A reward whose workers were replaced again and again, with no score in between.
+    /// A reward whose workers were replaced again and again, or whose service stayed away, with no score in between.
     #[error(
-        "reward '{name}': {num_failures} workers in a row gave no score (reward.max_worker_failures), the last one: {message}"
+        "reward '{name}': it failed {num_failures} times in a row with no score in between (reward.max_worker_failures), the last time: {message}"
     )]
     RewardService {
         /// The reward.
         name: String,
-        /// Workers that failed since the last score.
+        /// Failures since the last score.
         num_failures: usize,
         /// What the last one did.
         message: String,

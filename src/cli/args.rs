@@ -247,6 +247,9 @@ pub struct EvalArgs {
     /// Regular expression of the answer [default: <answer>..</answer>, \boxed{..} or after ####]
     #[arg(long)]
     pub answer_pattern: Option<String>,
+    /// Interpreter of rewards that run in Python [default: python3]
+    #[arg(long)]
+    pub python: Option<String>,
     #[command(flatten)]
     pub sampling: SamplingArgs,
 }
@@ -260,6 +263,9 @@ impl EvalArgs {
         let mut config = RewardConfig::default();
         if let Some(pattern) = &self.answer_pattern {
             config.answer_pattern.clone_from(pattern);
+        }
+        if let Some(python) = &self.python {
+            config.python.clone_from(python);
         }
         config.check().map(|()| config)
     }

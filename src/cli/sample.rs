@@ -93,9 +93,10 @@ fn lines(group: &RolloutGroup) -> String {
 
 /// `eval`; collective over the world.
 pub(super) fn evaluate(args: &EvalArgs, settings: &RewardConfig, world: Arc<World>, kind: Kind) -> Result<()> {
+    let mut rewards = RewardPool::single("--reward", &args.reward, settings)?;
+    phase::scope(Phase::Load, || rewards.start())?;
     let kinds = (kind, residual_kind(args.residual.residual_dtype, kind));
     let Service { mut served, tokenizer, max_model_length } = serve(&args.source, &args.sampling, &world, kinds)?;
-    let mut rewards = RewardPool::single("--reward", &args.reward, settings)?;
     let options = DatasetOptions {
         required_columns: rewards.required_columns(),
         max_model_length: Some(max_model_length),
@@ -108,6 +109,8 @@ pub(super) fn evaluate(args: &EvalArgs, settings: &RewardConfig, world: Arc<Worl
     if world.rank() == 0 {
         dataset.counts().notices().iter().for_each(terminal::say);
     }
+    let notice = eval::unreadable_notice(&args.data.display().to_string(), &dataset, &rewards, &world)?;
+    notice.filter(|_| world.rank() == 0).iter().for_each(terminal::say);
     let prompts = eval::share_of(&dataset, &world);
     let params = SamplingParams { step: eval::SAMPLING_STEP, ..sampling(&args.sampling, args.n) };
     let mut groups = served.with_engine(|rollout| {

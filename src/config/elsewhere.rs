@@ -70,6 +70,11 @@ const KEYS: &[(&[&str], &str)] = &[
     // ---- open-r1 ----
     (
         &[
+            "cosine_min_value_wrong",
+            "cosine_max_value_wrong",
+            "cosine_min_value_correct",
+            "cosine_max_value_correct",
+            "cosine_max_len",
             "repetition_n_grams",
             "repetition_max_penalty",
             "max_completion_len",

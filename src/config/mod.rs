@@ -280,8 +280,10 @@ keys! {
         pub eval_steps: Option<usize> = None => COUNT,
         /// Samples per held-out problem.
         pub eval_num_generations: usize = 1 => COUNT,
-        /// Rewards, by name, that all give 1 to a held-out sample that counts as solved in pass@k. Empty: those of the built-in
-        /// `numeric_answer`, `exact_answer` and `code` that are among the rewards, or all rewards where none of them is.
+        /// Rewards, by name, that all give 1 to a held-out sample that counts as solved in pass@k. Empty: those
+        /// of the built-in rewards that say whether an answer is right (`numeric_answer`, `exact_answer`, `math`, `accuracy`, TRL's
+        /// `accuracy_reward` and `reasoning_accuracy_reward`, `code`, `binary_code`) that are among the rewards, or all rewards
+        /// where none of them is.
         pub eval_solved_by: Vec<String> = Vec::new(),
         /// Write every step's completions.
         pub log_completions: bool = false,

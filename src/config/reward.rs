@@ -6,9 +6,9 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-use super::field::{Field, FromValue, KeyDoc, join, keys};
 use super::batch::MAX_COUNT;
-use super::range::{ANY, COUNT, NOT_POSITIVE, Range, SECONDS, at_least, from_to};
+use super::field::{Field, FromValue, KeyDoc, join, keys};
+use super::range::{ANY, COUNT, NOT_POSITIVE, Range, SECONDS, above, at_least, from_to};
 use super::raw::RawConfig;
 use super::validate::{check, compiles};
 use super::{Config, RewardBatch, SandboxLayer};
@@ -19,6 +19,8 @@ const DEFAULT_FORMAT_PATTERN: &str = r"(?s)<think>\n.*?\n</think>\n<answer>\n.*?
 /// `<answer>..</answer>`, `\boxed{..}` (one level of braces inside) or GSM8K's `#### ..`.
 const DEFAULT_ANSWER_PATTERN: &str =
     r"(?s)<answer>\s*(.*?)\s*</answer>|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}|####\s*(\S+)";
+/// `Score: 7` or `score is **7/10**`.
+const DEFAULT_SCORE_PATTERN: &str = r"(?i)score\D{0,20}?([0-9]+(?:\.[0-9]+)?)";
 /// An interpreter alone takes some tens of MiB of addresses.
 const MIN_MEMORY_BYTES: f64 = (1 << 26) as f64;
 
@@ -31,7 +33,7 @@ keys! {
         /// `numeric_answer`, `exact_answer`: a regular expression; the first group that took part in the last match is the
         /// answer.
         pub answer_pattern: String = DEFAULT_ANSWER_PATTERN.into(),
-        /// `numeric_answer`, `exact_answer`: the column with the reference answer.
+        /// The column with the reference answer.
         pub answer_column: String = "answer".into(),
         /// Threads on each rank that score completions with functions of this process.
         pub num_threads: usize = 2 => COUNT,
@@ -39,7 +41,10 @@ keys! {
         pub timeout_s: f64 = 10.0 => SECONDS,
         /// The interpreter of rewards that are Python functions.
         pub python: String = "python3".into(),
-        /// Workers of one reward that may fail one after the other, with no score in between, before the run ends.
+        /// Processes on each rank of every reward that compares answers by math-verify: `math`, `accuracy`, `cosine`, `length` and
+        /// TRL's.
+        pub math_workers: usize = 2 => COUNT,
+        /// Failures of one reward's workers, or of its service, one after the other with no score in between, that end the run.
         pub max_worker_failures: usize = 16 => COUNT,
         /// Arguments of rewards that have some, by open-r1's names.
         pub arguments: RewardArguments,
@@ -52,6 +57,19 @@ keys! {
     /// Arguments of rewards by the names of open-r1's (`reward.*`).
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct RewardArguments: flat {
+        /// `reasoning_accuracy_reward`: what ends the reasoning; the answer stands behind the last one of the first kind found.
+        pub reasoning_delimiters: Vec<String> = vec!["</think>".into()],
+        /// `cosine`, `get_cosine_scaled_reward`: the reward of a wrong answer of no length. `none` is the default of each: 0 in
+        /// open-r1's `cosine`, -1 in TRL's.
+        pub cosine_min_value_wrong: Option<f64> = None => ANY,
+        /// `cosine`, `get_cosine_scaled_reward`: the reward of a wrong answer of `cosine_max_len`.
+        pub cosine_max_value_wrong: f64 = -0.5 => ANY,
+        /// `cosine`, `get_cosine_scaled_reward`: the reward of a right answer of `cosine_max_len`.
+        pub cosine_min_value_correct: f64 = 0.5 => ANY,
+        /// `cosine`, `get_cosine_scaled_reward`: the reward of a right answer of no length.
+        pub cosine_max_value_correct: f64 = 1.0 => ANY,
+        /// The longest completion: in characters for open-r1's `cosine`, in tokens for TRL's `get_cosine_scaled_reward`.
+        pub cosine_max_len: usize = 1000 => COUNT,
         /// `repetition_penalty`, `get_repetition_penalty_reward`: words or tokens in a row that are looked for again.
         pub repetition_n_grams: usize = 3 => COUNT,
         /// `repetition_penalty`, `get_repetition_penalty_reward`: the reward if all of them occurred before.
@@ -88,20 +106,40 @@ keys! {
 }
 
 keys! {
-    /// A reward in processes of its own (`rewards.NAME.*`): either a function or a command.
+    /// A reward that is computed elsewhere (`rewards.NAME.*`): by a function or a command in processes of its own, or by a service
+    /// over HTTP.
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct ProcessReward {
         /// A Python function, `file.py:function`, `module:function` or `module.function`, of TRL's or verl's signature.
         pub function: Option<String> = None,
         /// A program and its arguments, which serves requests on its standard input and output (docs/rewards.md).
         pub command: CommandLine = CommandLine::default(),
-        /// Longest time of one request, in seconds; `none` is `reward.timeout_s`.
+        /// A service that is asked over HTTP: `POST {prompt, completion}`, answered by `{score}`; or, with `judge_model`, the base of
+        /// an API like OpenAI's, such as `http://localhost:8000/v1`.
+        pub url: Option<String> = None,
+        /// The variable of the environment whose value is sent as the service's bearer token.
+        pub api_key_env: Option<String> = None,
+        /// The model that judges, by its name at the service: it is asked in a chat and answers with a score.
+        pub judge_model: Option<String> = None,
+        /// What the judge is asked: a Jinja template of `prompt`, `completion`, `columns` and `max_score`. `none` asks how correct,
+        /// complete and clear the answer is.
+        pub judge_rubric: Option<String> = None,
+        /// A regular expression; the first group that took part in the last match of the judge's answer is the score.
+        pub judge_score_pattern: String = DEFAULT_SCORE_PATTERN.into(),
+        /// The judge's highest score; the lowest is 0. The reward is the share of it.
+        pub judge_max_score: f64 = 10.0 => above(0.0),
+        /// Longest answer of the judge in tokens.
+        pub judge_max_tokens: usize = 1024 => COUNT,
+        /// Softmax temperature of the judge.
+        pub judge_temperature: f64 = 0.0 => at_least(0.0),
+        /// Longest time of one request, of all attempts for a service over HTTP, in seconds; `none` is `reward.timeout_s`.
         pub timeout_s: Option<f64> = None => SECONDS,
         /// Processes on each rank.
         pub workers: usize = 1 => COUNT,
         /// What one request holds.
         pub batch: RewardBatch = RewardBatch::Completion,
-        /// Requests that an `async` function serves at once in each process; other rewards serve one after the other.
+        /// Requests at once: to an `async` function in each process, to a service over HTTP on each rank. Other rewards serve one
+        /// after the other.
         pub concurrency: usize = 32 => COUNT,
     }
 }
@@ -135,9 +173,25 @@ impl ProcessReward {
         let key = |field: &str| format!("rewards.{name}.{field}");
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
         check("rewards", name, name.chars().all(is_plain), "names of letters, digits, _ and -")?;
-        let is_one = self.function.is_some() == self.command.0.is_empty();
+        let num_places = [self.function.is_some(), !self.command.0.is_empty(), self.url.is_some()]
+            .into_iter()
+            .filter(|is| *is)
+            .count();
         let got = self.function.as_deref().unwrap_or("none");
-        check(&key("function"), got, is_one, format!("a function, or else a program in {}", key("command")))?;
+        let one = format!("a function, or else a program in {} or a service in {}", key("command"), key("url"));
+        check(&key("function"), got, num_places == 1, one)?;
+        let is_asked = self.judge_model.is_none() || self.url.is_some();
+        check(
+            &key("judge_model"),
+            self.judge_model.as_deref().unwrap_or("none"),
+            is_asked,
+            format!("a service in {}", key("url")),
+        )?;
+        let is_single = self.url.is_none() || self.batch == RewardBatch::Completion;
+        check(&key("batch"), "group", is_single, "completion, as a service over HTTP is asked about one at a time")?;
+        let score = compiles(&key("judge_score_pattern"), &self.judge_score_pattern)?;
+        let group = "a regular expression with a group (..) around the score";
+        check(&key("judge_score_pattern"), &self.judge_score_pattern, score.captures_len() > 1, group)?;
         let shape = "file.py:function, module:function or module.function";
         check(&key("function"), got, self.function.as_deref().is_none_or(is_python), shape)
     }
@@ -298,7 +352,10 @@ mod tests {
         let changed = |new: &super::Config, old: &super::Config| -> Vec<_> {
             new.diff(old).into_iter().filter(|change| change.changes_result).map(|change| change.key).collect()
         };
-        assert_eq!(changed(&new, &old), ["rewards.a.function", "rewards.a.command", "rewards.a.batch"]);
+        let of_all = changed(&new, &old);
+        assert_eq!(of_all[..2], ["rewards.a.function", "rewards.a.command"]);
+        assert!(of_all[2..of_all.len() - 1].iter().all(|key| key.starts_with("rewards.a.judge_")), "{of_all:?}");
+        assert_eq!(of_all.last().unwrap(), "rewards.a.batch");
         assert_eq!(changed(&old, &new), changed(&new, &old));
     }
 }

@@ -44,10 +44,13 @@ fn the_key_list_is_frozen() {
         mask_truncated_completions importance_sampling_correction importance_sampling_mode \
         importance_sampling_clip_max use_bias_correction_kl reward_funcs reward_weights reward.format_pattern \
         reward.answer_pattern reward.answer_column reward.num_threads reward.timeout_s reward.python \
-        reward.max_worker_failures reward.repetition_n_grams reward.repetition_max_penalty reward.max_completion_len \
+        reward.math_workers reward.max_worker_failures reward.reasoning_delimiters reward.cosine_min_value_wrong \
+        reward.cosine_max_value_wrong reward.cosine_min_value_correct reward.cosine_max_value_correct reward.cosine_max_len \
+        reward.repetition_n_grams reward.repetition_max_penalty reward.max_completion_len \
         reward.soft_punish_cache reward.code_language reward.code.tests_column reward.code.command reward.code.timeout_s \
         reward.code.memory_bytes reward.code.workers reward.code.readable reward.code.may_lack rewards.*.function \
-        rewards.*.command rewards.*.timeout_s rewards.*.workers rewards.*.batch rewards.*.concurrency learning_rate adam_beta1 \
+        rewards.*.command rewards.*.url rewards.*.api_key_env rewards.*.judge_model rewards.*.judge_rubric rewards.*.judge_score_pattern \
+        rewards.*.judge_max_score rewards.*.judge_max_tokens rewards.*.judge_temperature rewards.*.timeout_s rewards.*.workers rewards.*.batch rewards.*.concurrency learning_rate adam_beta1 \
         adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype \
         residency.optimizer residency.reference lora.r lora.alpha lora.dropout lora.target_modules quantization \

@@ -133,7 +133,8 @@ impl Row {
         if let Some(answer) = named.or(verl).cloned() {
             columns.insert("answer".into(), answer);
         }
-        if let Some(tests) = columns.get(TESTS_COLUMNS[1]).filter(|_| !columns.contains_key(TESTS_COLUMNS[0])).cloned() {
+        if let Some(tests) = columns.get(TESTS_COLUMNS[1]).filter(|_| !columns.contains_key(TESTS_COLUMNS[0])).cloned()
+        {
             columns.insert(TESTS_COLUMNS[0].into(), tests);
         }
         Self { path, line, columns }

@@ -1,9 +1,12 @@
 //! Evaluation on held-out problems: avg@n, pass@k, maj@n and the mean reward, with standard errors. Some of the rewards decide
 //! whether a sample is solved; their weights do not.
 
+mod references;
+
 use std::collections::BTreeMap;
 use std::fmt;
 
+pub use references::unreadable_notice;
 use serde::Serialize;
 
 use crate::data::Dataset;

@@ -39,11 +39,16 @@ pub fn exact_answer(completion: &str, pattern: &Regex, columns: &Map<String, Val
     Ok(f32::from(u8::from(answer == Some(expected))))
 }
 
-/// What a vote over completions counts: the number in lowest terms, or the text as [`exact_answer`] compares it; `None` where no
-/// answer is marked.
-pub(super) fn vote(completion: &str, pattern: &Regex, is_number: bool) -> Option<String> {
+/// What a vote over completions counts: the number in lowest terms (but for `exact_answer`), or else the text as [`exact_answer`]
+/// compares it (but for `numeric_answer`); `None` where no answer is marked.
+pub(super) fn vote(completion: &str, pattern: &Regex, reward: &str) -> Option<String> {
     let answer = last_answer(completion, pattern)?;
-    if is_number { Rational::parse(answer).map(|number| number.to_string()) } else { Some(normalized(answer)) }
+    let number = || Rational::parse(answer).map(|number| number.to_string());
+    match reward {
+        "numeric_answer" => number(),
+        "exact_answer" => Some(normalized(answer)),
+        _ => number().or_else(|| Some(normalized(answer))),
+    }
 }
 
 /// The first group that took part in the last match.
@@ -56,7 +61,8 @@ fn normalized(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ").to_lowercase()
 }
 
-fn reference(columns: &Map<String, Value>, column: &str) -> Result<String> {
+/// The answer in `columns[column]` as text.
+pub(super) fn reference(columns: &Map<String, Value>, column: &str) -> Result<String> {
     match columns.get(column) {
         Some(Value::String(text)) => Ok(text.clone()),
         Some(Value::Number(number)) => Ok(number.to_string()),

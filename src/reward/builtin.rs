@@ -26,7 +26,15 @@ const BUILTIN: &[(&str, Needs, bool)] = &[
     ("format", Needs::Nothing, false),
     ("numeric_answer", Needs::Answer, true),
     ("exact_answer", Needs::Answer, true),
+    ("math", Needs::Answer, true),
+    ("accuracy", Needs::Answer, true),
+    ("accuracy_reward", Needs::Answer, true),
+    ("reasoning_accuracy_reward", Needs::Answer, true),
+    ("cosine", Needs::Answer, false),
+    ("get_cosine_scaled_reward", Needs::Answer, false),
+    ("length", Needs::Answer, false),
     ("code", Needs::Tests, true),
+    ("binary_code", Needs::Tests, true),
     ("tag_count", Needs::Nothing, false),
     ("reasoning_steps", Needs::Nothing, false),
     ("repetition_penalty", Needs::Nothing, false),
@@ -125,16 +133,18 @@ fn advice(name: &str) -> String {
         return format!("; which function of the file, as {name}:FUNCTION?");
     }
     let ours = match name {
-        "accuracy" | "accuracy_reward" | "reasoning_accuracy_reward" | "gsm8k" | "math" => {
-            "numeric_answer, exact_answer"
-        }
+        "gsm8k" => "numeric_answer, math",
+        "math_verify" | "math_dapo" => "math",
+        "cosine_scaled_reward" => "cosine (characters), get_cosine_scaled_reward (tokens)",
+        "len_reward" => "length",
         "format_reward" => "format",
         "tag_count_reward" => "tag_count",
         "reasoning_steps_reward" => "reasoning_steps",
         "repetition_penalty_reward" => "repetition_penalty (words), get_repetition_penalty_reward (tokens)",
         "soft_overlong_punishment_reward" => "soft_overlong_punishment",
         "code_format_reward" => "code_format",
-        "code_reward" | "binary_code_reward" | "ioi_code" | "cf_code" => "code",
+        "code_reward" | "ioi_code" | "cf_code" => "code",
+        "binary_code_reward" => "binary_code",
         _ => return String::new(),
     };
     format!("; here: {ours}")
@@ -157,13 +167,20 @@ mod tests {
         serde_json::from_str(include_str!("../../tests/golden/rewards.json")).unwrap()
     }
 
-    fn score(name: &str, settings: &RewardConfig, completion: &str, token_ids: &[u32], columns: &Map<String, Value>) -> f32 {
+    fn score(
+        name: &str,
+        settings: &RewardConfig,
+        completion: &str,
+        token_ids: &[u32],
+        columns: &Map<String, Value>,
+    ) -> f32 {
         let input = RewardInput { prompt: "", completion, token_ids, finish_reason: FinishReason::Eos, columns };
         function("reward_funcs", name, settings).unwrap()(&input).unwrap()
     }
 
     fn assert_golden(golden: &Value, name: &str, scores: Vec<f32>) {
-        let expected = golden.as_array().unwrap().iter().map(|score| score.as_f64().unwrap() as f32).collect::<Vec<_>>();
+        let expected =
+            golden.as_array().unwrap().iter().map(|score| score.as_f64().unwrap() as f32).collect::<Vec<_>>();
         assert_eq!(scores, expected, "{name}");
     }
 

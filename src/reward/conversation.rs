@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::failures::{Failure, FailureKind};
-use super::protocol::{Reply, Request, Scores, excerpt, frame};
+use super::protocol::{Reply, Scores, excerpt};
 use super::service::Service;
 use super::state::{Job, Shared};
 use super::worker::Worker;
@@ -115,10 +115,13 @@ impl<'a> Conversation<'a> {
     }
 
     fn ask(&mut self, work: Work) {
+        if let Some(outcome) = self.service.role.at_once(&work.0, &work.1) {
+            return self.service.file(self.shared, &work.0, outcome);
+        }
         let id = self.next_id;
         self.next_id += 1;
         if let Some(worker) = &mut self.worker {
-            worker.send(&frame(&Request::new(id, &work.1, &work.0)));
+            worker.send(&self.service.role.frame(id, &work.0, &work.1));
         }
         self.open.push(Open { id, work, deadline: Instant::now() + self.service.timeout });
     }
@@ -181,7 +184,9 @@ impl<'a> Conversation<'a> {
         let twice = || Failure::new(FailureKind::Output, "more than one reply to a request");
         if let Some(place) = self.open.iter().position(|open| Some(open.id) == reply.id) {
             let open = self.open.swap_remove(place);
-            let mut outcome = reply.scores(open.work.0.completions.len());
+            let (job, group) = &open.work;
+            let mut outcome = reply.scores(job.completions.len());
+            outcome = outcome.map(|scores| self.service.role.finish(job, group, scores));
             if Instant::now() > open.deadline {
                 outcome = Err(Failure::new(FailureKind::Timeout, "no answer in its time"));
             }

@@ -17,11 +17,14 @@ pub enum FailureKind {
     Died,
     /// Its worker wrote what is no reply, or too much.
     Output,
+    /// Its service could not be reached, or was overloaded, in all attempts.
+    Unavailable,
 }
 
 impl FailureKind {
     /// Every kind.
-    pub const ALL: [Self; 6] = [Self::Error, Self::Panic, Self::Timeout, Self::NonFinite, Self::Died, Self::Output];
+    pub const ALL: [Self; 7] =
+        [Self::Error, Self::Panic, Self::Timeout, Self::NonFinite, Self::Died, Self::Output, Self::Unavailable];
 
     /// The last part of `rewards/{name}/failed/{kind}` in the metrics.
     pub fn name(self) -> &'static str {
@@ -32,6 +35,7 @@ impl FailureKind {
             Self::NonFinite => "non_finite",
             Self::Died => "died",
             Self::Output => "output",
+            Self::Unavailable => "unavailable",
         }
     }
 }
@@ -122,6 +126,6 @@ mod tests {
         let mut failures = RewardFailures::default();
         let kinds = [FailureKind::Died, FailureKind::Died, Score::finite(f32::NAN).unwrap_err().kind];
         kinds.into_iter().for_each(|kind| failures.add(kind));
-        assert_eq!(FailureKind::ALL.map(|kind| failures.of(kind)), [0, 0, 0, 1, 2, 0]);
+        assert_eq!(FailureKind::ALL.map(|kind| failures.of(kind)), [0, 0, 0, 1, 2, 0, 0]);
     }
 }

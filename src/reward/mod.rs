@@ -9,7 +9,10 @@
 //! | `pool`, `state`, `failures` | what is to be scored, by whom, and what went wrong |
 //! | `function` | threads that call functions of this process |
 //! | `service`, `conversation`, `worker`, `worker.py`, `protocol` | rewards in processes of their own |
+//! | `endpoint`, `form` | rewards of services over HTTP, and what is sent to them |
 //! | `reaper`, `reaper.sh` | ends what a worker started, wherever it went |
+//! | `verdict`, `verdict.py`, `readable` | rewards that rest on whether an answer is right, and answers that cannot be compared with |
+//! | `role` | what the scores of a process become |
 //! | `source` | which of these an entry of `reward_funcs` means |
 //! | `code` | model-written programs, run against tests in the sandbox |
 
@@ -17,16 +20,21 @@ mod answer;
 mod builtin;
 pub mod code;
 mod conversation;
+mod endpoint;
 mod failures;
+mod form;
 mod function;
 mod number;
 mod pool;
 mod protocol;
+mod readable;
 mod reaper;
+mod role;
 mod service;
 mod source;
 mod state;
 mod style;
+mod verdict;
 mod worker;
 
 use std::sync::Arc;
@@ -65,8 +73,8 @@ pub type RewardFunction = Arc<dyn Fn(&RewardInput<'_>) -> Result<f32> + Send + S
 /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a pattern that does not compile.
 pub fn answer_reader(name: &str, config: &RewardConfig) -> Result<Option<impl Fn(&str) -> Option<String> + use<>>> {
     let pattern = builtin::compiled("reward.answer_pattern", &config.answer_pattern)?;
-    let is_number = name == "numeric_answer";
-    Ok(builtin::compares_answers(name).then_some(move |completion: &str| answer::vote(completion, &pattern, is_number)))
+    let reward = name.to_owned();
+    Ok(builtin::compares_answers(name).then_some(move |completion: &str| answer::vote(completion, &pattern, &reward)))
 }
 
 /// Holds what a reward's process answered, a frame without its length, to the protocol: one score for each completion, or an

@@ -1,5 +1,9 @@
 //! Numbers as people and models write them, compared exactly.
 
+use std::sync::LazyLock;
+
+use regex::Regex;
+
 /// A fraction in lowest terms, the denominator positive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Rational {
@@ -22,6 +26,23 @@ impl Rational {
         let sign = if negative { -1 } else { 1 };
         let value = numerator.divided_by(denominator)?;
         Some(Self { numerator: sign * value.numerator, ..value })
+    }
+
+    /// Reads a number that is written in one of the ways that leave no doubt, and alone: `-1,234.5`, `50\%` (0.5), `3/4`,
+    /// `\frac{3}{4}`, each with at most 15 digits before the point and 9 after it.
+    pub fn plain(text: &str) -> Option<Self> {
+        static FORMS: LazyLock<Regex> = LazyLock::new(|| {
+            let whole = r"(?:0|[1-9][0-9]{0,14})";
+            let decimal = r"(?:0|[1-9][0-9]{0,14}|[1-9][0-9]{0,2}(?:,[0-9]{3}){1,4})(?:\.[0-9]{1,9})?(?:\\%)?";
+            let forms = format!(r"\A-?(?:\\[dt]?frac\{{{whole}\}}\{{{whole}\}}|{whole}/{whole}|{decimal})\z");
+            Regex::new(&forms).expect("a pattern of this program")
+        });
+        let hundred = Self { numerator: 100, denominator: 1 };
+        match (FORMS.is_match(text), text.strip_suffix("\\%")) {
+            (true, Some(percent)) => Self::parse(percent)?.divided_by(hundred),
+            (true, None) => Self::parse(text),
+            (false, _) => None,
+        }
     }
 
     fn new(numerator: i128, denominator: i128) -> Option<Self> {

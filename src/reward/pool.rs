@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use super::endpoint::Endpoint;
 use super::failures::{FailureKind, RewardFailures, Score, weighted_sum};
 use super::service::Service;
 use super::source::{Source, Sources};
@@ -61,12 +62,13 @@ impl RewardPool {
     }
 
     fn build(sources: &Sources<'_>, entries: &[String], weights: &[f64]) -> Result<Self> {
-        let (mut functions, mut services) = (Vec::new(), Vec::new());
+        let (mut functions, mut services, mut endpoints) = (Vec::new(), Vec::new(), Vec::new());
         let (mut judges, mut required_columns) = (Vec::new(), Vec::new());
         for (index, entry) in entries.iter().enumerate() {
             match sources.find(entry, index)? {
                 Source::Function(function) => functions.push((index, function)),
                 Source::Service(service) => services.push(service),
+                Source::Endpoint(endpoint) => endpoints.push(*endpoint),
             }
             let is_builtin =
                 sources.functions.iter().all(|(name, _)| name != entry) && sources.processes.get(entry).is_none();
@@ -84,6 +86,7 @@ impl RewardPool {
         let weights = if weights.is_empty() { vec![1.0; entries.len()] } else { weights.to_vec() };
         let state = State {
             service_queues: services.iter().map(|_| Default::default()).collect(),
+            endpoint_queues: endpoints.iter().map(|_| Default::default()).collect(),
             failures: vec![RewardFailures::default(); entries.len()],
             ..State::default()
         };
@@ -92,6 +95,7 @@ impl RewardPool {
             functions,
             timeout: Duration::from_secs_f64(sources.settings.timeout_s),
             services,
+            endpoints,
             state: Mutex::new(state),
             changed: Condvar::new(),
         };
@@ -128,6 +132,11 @@ impl RewardPool {
     /// Names of the rewards, in the order of [`Completion::rewards`](crate::types::Completion::rewards).
     pub fn names(&self) -> &[String] {
         &self.shared.names
+    }
+
+    /// The rewards that processes serve.
+    pub(super) fn services(&self) -> &[Service] {
+        &self.shared.services
     }
 
     /// Which of the rewards are built in and say whether an answer is right, not only how it is given.
@@ -252,7 +261,8 @@ impl RewardPool {
         Ok(())
     }
 
-    /// Starts a thread for every worker process, once. It is the worker's parent: the worker dies with it.
+    /// Starts a thread for every worker process, once: the worker's parent, with which it dies. And one for every request that may
+    /// be open to a service over HTTP.
     fn start_services(&self, state: &mut MutexGuard<'_, State>) -> Result<()> {
         if std::mem::replace(&mut state.has_services, true) {
             return Ok(());
@@ -261,6 +271,13 @@ impl RewardPool {
             for _ in 0..service.num_workers {
                 let shared = Arc::clone(&self.shared);
                 spawn(move || Service::serve(&shared, own))?;
+                state.num_servants += 1;
+            }
+        }
+        for (own, endpoint) in self.shared.endpoints.iter().enumerate() {
+            for _ in 0..endpoint.concurrency {
+                let shared = Arc::clone(&self.shared);
+                spawn(move || Endpoint::serve(&shared, own))?;
                 state.num_servants += 1;
             }
         }

@@ -1,5 +1,6 @@
 //! What passes between a reward pool and a worker process: frames of JSON behind their length in 4 bytes, big-endian.
 
+use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 
 use serde::{Deserialize, Serialize};
@@ -16,6 +17,9 @@ pub(super) type Scores = Vec<Result<Score, Failure>>;
 pub(super) const MAX_REPLY_BYTES: usize = 1 << 20;
 /// Bytes of a frame's length.
 pub(super) const LENGTH_BYTES: usize = 4;
+
+/// The column of a [`TextRequest`].
+pub(super) const VERDICT_COLUMN: &str = "answer";
 
 /// Completions of one prompt. The reply repeats its `id`, which no other request of the worker has.
 #[derive(Debug, Serialize)]
@@ -83,6 +87,21 @@ pub(super) fn is_async(frame: &[u8]) -> Result<bool, Failure> {
 enum Number {
     Finite(f64),
     Text(String),
+}
+
+/// Texts that are compared with one answer, as the worker of a verdict reads them.
+#[derive(Debug, Serialize)]
+pub(super) struct TextRequest<'a> {
+    id: u64,
+    completions: Vec<&'a str>,
+    columns: BTreeMap<&'static str, &'a str>,
+}
+
+impl<'a> TextRequest<'a> {
+    /// Texts and the answer in the column [`VERDICT_COLUMN`].
+    pub fn new(id: u64, completions: Vec<&'a str>, reference: &'a str) -> Self {
+        Self { id, completions, columns: BTreeMap::from([(VERDICT_COLUMN, reference)]) }
+    }
 }
 
 impl<'a> Request<'a> {

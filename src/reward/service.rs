@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use super::conversation::{Conversation, Lost};
 use super::failures::Failure;
 use super::protocol::Scores;
+use super::role::Role;
 use super::state::{Job, Shared, State};
 use super::worker::{Program, Worker};
 use crate::config::RewardBatch;
@@ -24,6 +25,8 @@ pub(super) struct Service {
     pub index: usize,
     pub name: String,
     pub program: Program,
+    /// What its processes' scores become.
+    pub role: Role,
     /// What one request holds.
     pub batch: RewardBatch,
     /// Longest time of a request.
@@ -109,15 +112,9 @@ impl Service {
                 return Err(Error::RewardService { name, num_failures, message });
             }
             let pause = FIRST_PAUSE.saturating_mul(1 << (num_failures - 1).min(16)).min(LONGEST_PAUSE);
-            let end = Instant::now() + pause;
-            let mut state = shared.lock();
-            while let Some(left) = end.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
-                if state.closed || state.broken.is_some() {
-                    return Ok(None);
-                }
-                state = shared.wait(state, left);
+            if !shared.pause_until(Instant::now() + pause) {
+                return Ok(None);
             }
-            drop(state);
             match Worker::start(&self.program) {
                 Ok(worker) => return Ok(Some(worker)),
                 Err(again) => failure = again,

@@ -5,7 +5,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
 use super::code::{self, SANDBOX_COMMAND};
+use super::endpoint::Endpoint;
+use super::protocol::VERDICT_COLUMN;
+use super::role::Role;
 use super::service::Service;
+use super::verdict::Verdict;
 use super::worker::{Origin, Program};
 use super::{RewardFunction, builtin};
 use crate::config::{ProcessReward, ProcessRewards, RewardBatch, RewardConfig, is_python, reward_name};
@@ -23,6 +27,8 @@ pub(super) enum Source {
     Function(RewardFunction),
     /// Processes.
     Service(Service),
+    /// A service over HTTP.
+    Endpoint(Box<Endpoint>),
 }
 
 /// What the entries of `key` may mean.
@@ -44,11 +50,18 @@ impl Sources<'_> {
         if let Some((_, function)) = self.functions.iter().find(|(known, _)| *known == entry) {
             return Ok(Source::Function(Arc::clone(function)));
         }
+        if let Some(reward) = self.processes.get(entry).filter(|reward| reward.url.is_some()) {
+            return Endpoint::new(entry, index, reward, self.settings)
+                .map(|endpoint| Source::Endpoint(Box::new(endpoint)));
+        }
         if let Some(reward) = self.processes.get(entry) {
             return Ok(Source::Service(self.process(entry, index, reward, &format!("rewards.{entry}"))));
         }
-        if entry == code::NAME {
-            return Ok(Source::Service(self.sandbox(index)));
+        if [code::NAME, code::BINARY_NAME].contains(&entry) {
+            return Ok(Source::Service(self.sandbox(entry, index)));
+        }
+        if let Some(verdict) = Verdict::of(entry, self.settings) {
+            return Ok(Source::Service(self.verdict(entry, index, verdict)));
         }
         if is_python(entry) {
             let reward = ProcessReward::python(entry);
@@ -61,10 +74,12 @@ impl Sources<'_> {
         let timeout_s = reward.timeout_s.unwrap_or(self.settings.timeout_s);
         let (command, key, value) = match &reward.function {
             Some(function) => {
-                let (answer_column, timeout_s) = (&self.settings.answer_column, timeout_s.to_string());
-                let python = [&self.settings.python, "-c", PYTHON_WORKER, function, answer_column, &timeout_s];
                 let key = if key == self.key { key.to_owned() } else { format!("{key}.function") };
-                (python.map(str::to_owned).to_vec(), key, function.clone())
+                (
+                    python(&self.settings.python, function, &self.settings.answer_column, timeout_s),
+                    key,
+                    function.clone(),
+                )
             }
             None => (reward.command.0.clone(), format!("{key}.command"), format!("{:?}", reward.command.0)),
         };
@@ -74,14 +89,24 @@ impl Sources<'_> {
         Service { batch: reward.batch, concurrency: reward.concurrency, ..service }
     }
 
+    /// Answers that math-verify compares in a process of its own.
+    fn verdict(&self, name: &str, index: usize, verdict: Verdict) -> Service {
+        let RewardConfig { timeout_s, math_workers, .. } = *self.settings;
+        let timeout = Duration::from_secs_f64(timeout_s);
+        let program = math_verify(name, &verdict.function(), self.settings);
+        let service = self.service(name, index, program, timeout, math_workers);
+        Service { role: Role::Verdict(Box::new(verdict)), ..service }
+    }
+
     /// Model-written code, run by this program in a process of its own.
-    fn sandbox(&self, index: usize) -> Service {
+    fn sandbox(&self, name: &str, index: usize) -> Service {
         let settings = &self.settings.code;
         let text = serde_json::to_string(settings).expect("settings are plain data");
         let command = vec![PROGRAM.to_owned(), SANDBOX_COMMAND.to_owned(), text];
         let program = Program { command, is_ours: true, origin: Origin::Sandbox };
         let timeout = Duration::from_secs_f64(settings.timeout_s) + SANDBOX_OVERHEAD;
-        self.service(code::NAME, index, program, timeout, settings.workers)
+        let role = if name == code::BINARY_NAME { Role::Passed } else { Role::Scores };
+        Service { role, ..self.service(name, index, program, timeout, settings.workers) }
     }
 
     fn service(&self, name: &str, index: usize, program: Program, timeout: Duration, num_workers: usize) -> Service {
@@ -89,6 +114,7 @@ impl Sources<'_> {
             index,
             name: name.to_owned(),
             program,
+            role: Role::Scores,
             batch: RewardBatch::Completion,
             timeout,
             num_workers,
@@ -98,4 +124,17 @@ impl Sources<'_> {
             has_no_ids: AtomicBool::new(false),
         }
     }
+}
+
+/// The command that serves a Python function.
+fn python(interpreter: &str, function: &str, answer_column: &str, timeout_s: f64) -> Vec<String> {
+    let timeout_s = timeout_s.to_string();
+    [interpreter, "-c", PYTHON_WORKER, function, answer_column, &timeout_s].map(str::to_owned).to_vec()
+}
+
+/// A function of `verdict.py`, served for the reward of this name.
+pub(super) fn math_verify(reward: &str, function: &str, settings: &RewardConfig) -> Program {
+    let command = python(&settings.python, function, VERDICT_COLUMN, settings.timeout_s);
+    let origin = Origin::MathVerify { reward: reward.to_owned(), python: settings.python.clone() };
+    Program { command, is_ours: true, origin }
 }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::RewardFunction;
+use super::endpoint::Endpoint;
 use super::failures::{Failure, FailureKind, RewardFailures, Score};
 use super::service::Service;
 use crate::config::RewardBatch;
@@ -24,6 +25,8 @@ pub(super) struct Shared {
     pub timeout: Duration,
     /// Rewards in processes of their own.
     pub services: Vec<Service>,
+    /// Rewards of services over HTTP.
+    pub endpoints: Vec<Endpoint>,
     pub state: Mutex<State>,
     /// Signalled when work arrives, is done, or the pool closes.
     pub changed: Condvar,
@@ -35,6 +38,8 @@ pub(super) struct State {
     pub queue: VecDeque<Job>,
     /// Jobs for each service.
     pub service_queues: Vec<VecDeque<Job>>,
+    /// Jobs for each service over HTTP, one a completion.
+    pub endpoint_queues: Vec<VecDeque<Job>>,
     /// Jobs that functions of this process are at, by their number.
     pub running: HashMap<u64, Running>,
     /// Groups not yet claimed, by ticket.
@@ -43,7 +48,7 @@ pub(super) struct State {
     pub num_workers: usize,
     /// Whether the threads of services were started.
     pub has_services: bool,
-    /// Threads of services, each with a process.
+    /// Threads of services, each with a process, and those of services over HTTP.
     pub num_servants: usize,
     /// Of those, the ones whose first process is at work.
     pub num_ready: usize,
@@ -106,6 +111,18 @@ impl Shared {
         self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
     }
 
+    /// Waits; false if the pool closes meanwhile.
+    pub fn pause_until(&self, end: Instant) -> bool {
+        let mut state = self.lock();
+        while let Some(left) = end.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
+            if state.closed || state.broken.is_some() {
+                return false;
+            }
+            state = self.wait(state, left);
+        }
+        true
+    }
+
     /// The next job that `queue` selects, with its group; `None` once the pool closes.
     pub fn next_job(&self, queue: impl Fn(&mut State) -> &mut VecDeque<Job>) -> Option<(Job, Arc<RolloutGroup>)> {
         let mut state = self.lock();
@@ -158,6 +175,10 @@ impl Shared {
                 RewardBatch::Group => queue.push_back(job(0..num_completions)),
             }
             num_open += queue.len() - before;
+        }
+        for queue in &mut state.endpoint_queues {
+            queue.extend((0..num_completions).map(single));
+            num_open += num_completions;
         }
         let scores = vec![vec![Score::Failed; self.names.len()]; num_completions];
         state.pending.insert(ticket, Pending { group, scores, num_open });

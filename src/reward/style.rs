@@ -30,7 +30,9 @@ pub(super) fn think_format(completion: &str) -> f64 {
 pub(super) fn code_format(completion: &str, language: &str) -> f64 {
     let fence = format!("```{language}");
     let inner = ["\n</think>\n<answer>\n", &fence, "```"];
-    let block = completion.strip_prefix("<think>\n").and_then(|rest| inner.iter().try_fold(rest, |rest, part| after(rest, part)));
+    let block = completion
+        .strip_prefix("<think>\n")
+        .and_then(|rest| inner.iter().try_fold(rest, |rest, part| after(rest, part)));
     let is_closed = |rest: &str| rest.match_indices(CLOSE).any(|(at, _)| ends_line(&rest[at + CLOSE.len()..]));
     f64::from(u8::from(block.is_some_and(is_closed)))
 }

@@ -33,7 +33,12 @@ COSINE = marked(boxed=True)
 
 
 def read(text, extraction, mode):
-    return parse(text, extraction_config=extraction, extraction_mode=mode, parsing_timeout=None)
+    try:
+        return parse(text, extraction_config=extraction, extraction_mode=mode, parsing_timeout=None, raise_on_error=True)
+    except MemoryError:
+        raise
+    except Exception:
+        return []
 
 
 @functools.lru_cache(maxsize=256)

@@ -42,7 +42,11 @@ def from_library(name):
 
 def load(spec):
     place, _, name = spec.rpartition(":" if ":" in spec else ".")
-    if place.endswith(".py"):
+    if "\n" in place:  # the text of a module that colo-grpo brings along: the current folder has no part in it
+        sys.path[:] = [folder for folder in sys.path if folder]
+        module = types.ModuleType("built_in")
+        exec(place, module.__dict__)
+    elif place.endswith(".py"):
         sys.path.insert(0, os.path.dirname(os.path.abspath(place)))
         source = importlib.util.spec_from_file_location(os.path.basename(place)[:-3], place)
         module = importlib.util.module_from_spec(source)

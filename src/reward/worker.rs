@@ -43,6 +43,8 @@ pub(super) enum Origin {
     Key(String, String),
     /// The sandbox.
     Sandbox,
+    /// math-verify, of an interpreter, for the reward of this name.
+    MathVerify { reward: String, python: String },
 }
 
 impl Program {
@@ -57,6 +59,13 @@ impl Program {
                 Error::invalid_value(key, value, format!("a reward that can be started; {cause}{hint}"))
             }
             Origin::Sandbox => Error::Environment { message: format!("reward 'code': {cause}") },
+            Origin::MathVerify { reward, python } => {
+                let install = format!("{python} -m pip install math-verify==0.9.0");
+                let message = format!(
+                    "reward '{reward}' needs the Python package math-verify: {cause}; install it with: {install}"
+                );
+                Error::Environment { message }
+            }
         }
     }
 }

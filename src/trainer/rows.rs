@@ -2,9 +2,13 @@
 
 use crate::config::{BatchPlan, Config};
 use crate::data::{Dataset, DatasetOptions, Hub, RowSources, Tokenizer};
+use crate::dist::World;
 use crate::error::{Error, Result};
+use crate::eval;
 use crate::metrics::redact;
 use crate::model::ModelSpec;
+use crate::phase::terminal;
+use crate::reward::RewardPool;
 
 /// Training rows and held-out rows.
 #[derive(Debug)]
@@ -60,6 +64,16 @@ impl Rows {
             self.names.as_ref().map_or("the data set", |(train, _)| train)
         );
         Err(Error::invalid_value("generation_batch_size", batch.generation_batch_size, expected))
+    }
+
+    /// Says of which rows the reference answers cannot be compared with; collective over the world.
+    pub fn say_unreadable(&self, rewards: &RewardPool, world: &World) -> Result<()> {
+        let Some((train, held_out)) = &self.names else { return Ok(()) };
+        for (name, rows) in std::iter::once((train, &self.train)).chain(held_out.as_ref().zip(self.eval.as_ref())) {
+            let notice = eval::unreadable_notice(name, rows, rewards, world)?;
+            notice.filter(|_| world.rank() == 0).iter().for_each(terminal::say);
+        }
+        Ok(())
     }
 
     /// Lines that say what was read, and how the first prompt looks to the model.

@@ -216,6 +216,7 @@ pub(super) fn load(
     let rows = Rows::read(&config, tokenizer, spec, rewards.required_columns())?;
     let preflight = Preflight::of_model(&rows.planned(&config), model.clone(), placement, world.size(), room)?;
     rows.check_batch(&config, &preflight.batch)?;
+    rows.say_unreadable(&rewards, &world)?;
     let source = source(&config)?;
     let files = WeightFiles::open(&source.base, preflight.spec.clone())?;
     let weights = |layout: &UnitLayout| {

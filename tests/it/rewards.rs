@@ -1,5 +1,7 @@
 //! Rewards in processes of their own: what they may be, how they fail, and that model-written code stays in its sandbox.
 
+mod endpoint;
+mod math;
 mod processes;
 mod runs;
 mod sandbox;

@@ -20,6 +20,9 @@ use crate::sandbox::Sandbox;
 /// The reward's name.
 pub const NAME: &str = "code";
 
+/// The reward that is 1 where all tests are passed, as open-r1's of this name.
+pub const BINARY_NAME: &str = "binary_code";
+
 /// The hidden subcommand that a reward pool starts this program with.
 pub const SANDBOX_COMMAND: &str = "sandbox-worker";
 

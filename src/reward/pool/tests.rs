@@ -132,7 +132,7 @@ fn the_function_that_hangs_is_blamed_not_the_one_that_failed_before_it() {
 fn names_are_checked_and_own_functions_need_no_column() {
     let error = RewardPool::new(&config(&["formt"], 1, 1.0)).unwrap_err().to_string();
     assert!(
-        error.starts_with("reward_funcs = formt: expected names among format, numeric_answer, exact_answer, code"),
+        error.starts_with("reward_funcs = formt: expected names among format, numeric_answer, exact_answer, math"),
         "{error}"
     );
     let own = function(|_| Ok(0.0));

@@ -15,9 +15,9 @@ use serde_json::{Value, json};
 use crate::program::{processes_of, wait_until};
 
 /// Rewards of each completion: the weighted one and all.
-type Scores = Vec<(Option<f32>, Vec<Option<f32>>)>;
+pub(super) type Scores = Vec<(Option<f32>, Vec<Option<f32>>)>;
 
-fn group(columns: Value, completions: &[&str]) -> RolloutGroup {
+pub(super) fn group(columns: Value, completions: &[&str]) -> RolloutGroup {
     let columns = columns.as_object().unwrap().clone();
     let prompt = Prompt { id: 0, text: "rendered".into(), token_ids: vec![1], columns: Arc::new(columns) };
     let completion = |text: &&str| Completion {
@@ -32,12 +32,12 @@ fn group(columns: Value, completions: &[&str]) -> RolloutGroup {
     RolloutGroup { prompt, completions: completions.iter().map(completion).collect() }
 }
 
-fn pool(keys: &[String]) -> RewardPool {
+pub(super) fn pool(keys: &[String]) -> RewardPool {
     let required = ["model_name_or_path=m", "train_file=t"].map(str::to_owned);
     RewardPool::new(&Config::load(None, &[&required, keys].concat()).unwrap()).unwrap()
 }
 
-fn scores(pool: &mut RewardPool, group: RolloutGroup) -> Scores {
+pub(super) fn scores(pool: &mut RewardPool, group: RolloutGroup) -> Scores {
     let mut groups = [group];
     pool.wait(&mut groups).unwrap();
     groups[0].completions.iter().map(|completion| (completion.reward, completion.rewards.clone())).collect()
@@ -401,7 +401,8 @@ fn a_service_that_is_dead_again_and_again_ends_the_wait() {
     assert_eq!(error.exit_code(), ExitCode::RewardService);
     let text = error.to_string();
     assert!(
-        text.contains("reward 'own': 4 workers in a row gave no score") && text.contains("exit status: 1"),
+        text.contains("reward 'own': it failed 4 times in a row with no score in between")
+            && text.contains("exit status: 1"),
         "{text}"
     );
     let again = pool.wait(&mut groups).unwrap_err().to_string();

@@ -202,7 +202,7 @@ fn a_reward_that_cannot_be_started_is_refused_with_its_key() {
     for (rewards, code, parts) in [
         (&*broken, 2, ["SyntaxError: invalid syntax (", "broken.py:2)"]),
         ("reward_funcs=[\"rewards.py\"]", 2, ["reward_funcs = rewards.py", "rewards.py:FUNCTION"]),
-        ("reward_funcs=[\"accuracy_reward\"]", 2, ["accuracy_reward", "here: numeric_answer"]),
+        ("reward_funcs=[\"gsm8k\"]", 2, ["gsm8k", "here: numeric_answer, math"]),
         ("reward_funcs=[\"nowhere.py:f\"]", 2, ["reward_funcs = nowhere.py:f", "FileNotFoundError"]),
         ("reward_funcs=[\"math:pi\"]", 2, ["reward_funcs = math:pi", "pi is no function but a value of type float"]),
         ("reward_funcs=[\"json:f\"]", 2, ["reward_funcs = json:f", "has no attribute 'f'"]),

@@ -1,0 +1,30 @@
+//! Reference answers that nothing can be compared with, counted when a data set is loaded.
+
+use crate::data::Dataset;
+use crate::dist::{ReduceOp, World, all_reduce_f64, first_text, share};
+use crate::error::Result;
+use crate::reward::RewardPool;
+
+/// What is said of a data set some of whose reference answers a reward cannot compare with; each rank asks about its share.
+/// Collective over the world.
+///
+/// # Errors
+/// [`Error::Environment`](crate::Error::Environment) where math-verify is missing.
+pub fn unreadable_notice(name: &str, dataset: &Dataset, rewards: &RewardPool, world: &World) -> Result<Option<String>> {
+    let own = &dataset.prompts()[share(dataset.len(), (world.rank(), world.size()))];
+    let Some(unreadable) = rewards.unreadable_answers(own.iter().map(|prompt| &*prompt.columns))? else {
+        return Ok(None);
+    };
+    let mut count = [unreadable.len() as f64];
+    all_reduce_f64(&*world.group(), &mut count, ReduceOp::Sum)?;
+    let first = unreadable.first().map(|place| (own[*place].id + 1).to_string());
+    let first = first_text(&*world.group(), first)?;
+    Ok(first.map(|row| {
+        format!(
+            "warning: {name}: {} of {} reference answers hold nothing that an answer could be compared with; their samples are masked \
+             (the first is in row {row})",
+            count[0],
+            dataset.len()
+        )
+    }))
+}

@@ -1,0 +1,91 @@
+//! Reference answers that nothing can be compared with, found before training: their samples will be masked.
+
+use std::time::{Duration, Instant};
+
+use serde_json::{Map, Value};
+
+use super::RewardPool;
+use super::failures::Score;
+use super::protocol::{Reply, TextRequest, frame};
+use super::role::Role;
+use super::source::math_verify;
+use super::verdict::Verdict;
+use super::worker::{Program, Worker};
+use crate::error::Result;
+use crate::phase;
+
+/// Answers in one request, and the longest time that it may take.
+const NUM_IN_REQUEST: usize = 256;
+const LIMIT: Duration = Duration::from_secs(60);
+/// Longest time between two heartbeats.
+const LOOK: Duration = Duration::from_millis(200);
+
+impl RewardPool {
+    /// Of rows, the places of those whose reference answer the first reward that compares by math-verify finds nothing in. `None`
+    /// where no reward does. Answers that could not be asked about are not among them.
+    ///
+    /// # Errors
+    /// [`Error::Environment`](crate::Error::Environment) where math-verify is missing.
+    pub fn unreadable_answers<'a>(
+        &self,
+        rows: impl Iterator<Item = &'a Map<String, Value>>,
+    ) -> Result<Option<Vec<usize>>> {
+        let verdicts = self.services().iter().find_map(|service| match &service.role {
+            Role::Verdict(verdict) => Some((&service.name, verdict)),
+            _ => None,
+        });
+        let Some((reward, verdict)) = verdicts else { return Ok(None) };
+        let (mut unreadable, mut open) = (Vec::new(), Vec::new());
+        for (place, columns) in rows.enumerate() {
+            match verdict.reference(columns) {
+                Ok(reference) if Verdict::is_plain(&reference) => {}
+                Ok(reference) => open.push((place, reference)),
+                Err(_) => unreadable.push(place),
+            }
+        }
+        let mut asked = Reader { program: math_verify(reward, &verdict.readable(), verdict.settings()), worker: None };
+        for part in open.chunks(NUM_IN_REQUEST) {
+            let said = asked.ask(part.iter().map(|(_, reference)| reference.as_str()).collect())?;
+            let found = part.iter().zip(said).filter(|(_, is_readable)| !is_readable);
+            unreadable.extend(found.map(|((place, _), _)| *place));
+        }
+        unreadable.sort_unstable();
+        Ok(Some(unreadable))
+    }
+}
+
+/// A worker that tells which answers can be read, while there is one.
+struct Reader {
+    program: Program,
+    worker: Option<Worker>,
+}
+
+impl Reader {
+    /// Whether each of these can be read; all of them where the worker does not tell.
+    fn ask(&mut self, references: Vec<&str>) -> Result<Vec<bool>> {
+        let num_references = references.len();
+        let mut worker = match self.worker.take() {
+            Some(worker) => worker,
+            None => Worker::start(&self.program).map_err(|failure| self.program.refusal(&failure.cause))?,
+        };
+        worker.send(&frame(&TextRequest::new(1, references, "")));
+        let end = Instant::now() + LIMIT;
+        let mut said = worker.receive(Instant::now() + LOOK);
+        while matches!(said, Ok(None)) && Instant::now() < end {
+            phase::beat();
+            said = worker.receive(Instant::now() + LOOK);
+        }
+        let frame = said.and_then(|reply| reply.ok_or_else(|| worker.overdue()));
+        match frame.and_then(|frame| Reply::parse(&frame)?.scores(num_references)) {
+            Ok(scores) => {
+                self.worker = Some(worker);
+                let is_readable = |score: Result<Score, _>| !score.is_ok_and(|score| score.value() == Some(0.0));
+                Ok(scores.into_iter().map(is_readable).collect())
+            }
+            Err(failure) => {
+                tracing::warn!("{num_references} reference answers were not checked: {}", failure.cause);
+                Ok(vec![true; num_references])
+            }
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! What a service does with a job beside asking a process.
+
+use super::failures::{Failure, Score};
+use super::protocol::{Request, Scores, TextRequest, frame};
+use super::state::Job;
+use super::verdict::Verdict;
+use crate::types::RolloutGroup;
+
+/// Share of tests from which on open-r1's `binary_code` takes a program for right.
+const PASSED: f32 = 0.99;
+
+/// What the scores of a service's processes become.
+#[derive(Debug)]
+pub(super) enum Role {
+    /// The reward.
+    Scores,
+    /// 1 where all tests were passed, else 0.
+    Passed,
+    /// What a right or a wrong answer is worth.
+    Verdict(Box<Verdict>),
+}
+
+impl Role {
+    /// The outcome of a job that needs no process.
+    pub fn at_once(&self, job: &Job, group: &RolloutGroup) -> Option<Result<Scores, Failure>> {
+        let Self::Verdict(verdict) = self else { return None };
+        let scores: Result<Option<Scores>, Failure> =
+            job.completions.clone().map(|index| Ok(verdict.at_once(group, index)?.map(Ok))).collect();
+        scores.transpose()
+    }
+
+    /// The request for a job.
+    pub fn frame(&self, id: u64, job: &Job, group: &RolloutGroup) -> Vec<u8> {
+        let Self::Verdict(verdict) = self else { return frame(&Request::new(id, group, job)) };
+        let reference = verdict.reference(&group.prompt.columns).unwrap_or_default(); // `at_once` refuses a row without
+        let completions = &group.completions[job.completions.clone()];
+        frame(&TextRequest::new(id, completions.iter().map(|completion| &*completion.text).collect(), &reference))
+    }
+
+    /// The scores of a job for what a process answered.
+    pub fn finish(&self, job: &Job, group: &RolloutGroup, said: Scores) -> Scores {
+        let finish = |(index, said): (usize, Result<Score, Failure>)| match self {
+            Self::Scores => said,
+            Self::Passed => said.map(|score| match score {
+                Score::Value(share) => Score::Value(f32::from(u8::from(share > PASSED))),
+                other => other,
+            }),
+            Self::Verdict(verdict) => verdict.finish(said?, group, index),
+        };
+        job.completions.clone().zip(said).map(finish).collect()
+    }
+}
