@@ -7,7 +7,7 @@
 # colocated with OVERSAMPLE (1) times as many groups more under way, carried from step to step, and computed again (partial) or kept
 # in the KV cache (kept). MODES limits the runs ("colocated partial kept split async"), TP and SPLITS their degrees. Further
 # arguments are configuration keys of all runs. OUTPUT (runs/colocated_vs_split) gets results.jsonl, a log and a time-line (Chrome
-# trace) of each run, compare.json and compare.svg; the table is printed, with simulated worlds.
+# trace) of each run, compare.json and compare.svg; the table is printed.
 # CURVES="1 2 3" also trains the demo's model with these seeds in each mode on the CPU and draws the rewards (curves.svg).
 set -euo pipefail
 [ $# -ge 3 ] || { sed -n "2,12s/^# //p" "$0"; exit 2; }

@@ -1,15 +1,20 @@
 #!/usr/bin/env python3
 """Golden numbers of the network, from transformers. Needs torch and transformers (made with 2.11 and 5.23).
 
-  golden.py make tests/golden     writes one Hugging Face folder a family, each with its golden.json
+  golden.py make tests/golden [NAME ..]  writes one Hugging Face folder a family, each with its golden.json, and rope.json;
+                                  or those of these names alone
   golden.py check-export FOLDER   loads a folder that colo-grpo wrote (the `final` of a run, a checkpoint) and compares
                                   its greedy answers and their log-probabilities with those of colo-grpo itself
 
 golden.json: `input_ids`, one list a prompt; `last_logits`, [V] at each prompt's last position; `all_logits`, [T, V] of
 prompt `all_logits_of`; `greedy`, 24 ids a prompt for the first three; `min_gap`, the least difference between the two
 highest logits on the way. Numbers are float32, computed in float32.
+
+rope.json: for each case, keys of a config.json with heads of 128; `inv_freq` and `attention_factor` as transformers' rotary
+embedding has them; `context`, the longest that it is for.
 """
 import argparse
+import copy
 import json
 import os
 import pathlib
@@ -17,8 +22,9 @@ import shutil
 import subprocess
 
 import torch
-from transformers import (AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedTokenizerFast,
-                          Qwen2Config, Qwen3Config)
+from transformers import (AutoModelForCausalLM, LlamaConfig, MistralConfig, Olmo2Config,
+                          PreTrainedTokenizerFast, Qwen2Config, Qwen3Config)
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 VOCAB = 96
 PROMPT_LENGTHS = [5, 13, 21, 40]  # the window of mistral is 8
@@ -29,8 +35,30 @@ COMMON = dict(vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=512
 ROPE = dict(rope_type="default", rope_theta=10000.0)
 LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                    original_max_position_embeddings=64)
+YARN_ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128)
+# Keys of config.json, as files of transformers 4 and 5 have them.
+ROPES = [
+    dict(rope_theta=1e6, max_position_embeddings=32768),
+    dict(rope_theta=1e4, max_position_embeddings=8192, rope_scaling=dict(type="linear", factor=4.0)),
+    dict(max_position_embeddings=8192, rope_parameters=dict(rope_type="linear", rope_theta=5e5, factor=2.5)),
+    # What the model card of Qwen2.5 says to add.
+    dict(rope_theta=1e6, max_position_embeddings=32768,
+         rope_scaling=dict(type="yarn", factor=4.0, original_max_position_embeddings=32768)),
+    dict(max_position_embeddings=131072, rope_parameters=dict(
+        rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=32768, attention_factor=1.25)),
+    dict(max_position_embeddings=40960, rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=10.0,
+                                                             original_max_position_embeddings=4096, mscale=0.707)),
+    dict(max_position_embeddings=163840, rope_parameters=dict(
+        rope_type="yarn", rope_theta=1e4, factor=40.0, original_max_position_embeddings=4096, mscale=1.0,
+        mscale_all_dim=0.5, beta_fast=24, beta_slow=2)),
+    dict(max_position_embeddings=65536, rope_parameters=dict(rope_type="yarn", rope_theta=5e5, factor=8.0, truncate=False,
+                                                             original_max_position_embeddings=8192)),
+    dict(max_position_embeddings=4096, rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=2.0)),
+]
 # name: configuration, type on disk, largest shard
 FAMILIES = {
+    "qwen2_yarn": (Qwen2Config(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1,
+                               rope_parameters=YARN_ROPE, tie_word_embeddings=True, **COMMON), torch.float32, "5GB"),
     "qwen2_tied": (Qwen2Config(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
                                rope_parameters=ROPE, tie_word_embeddings=True, **COMMON), torch.float32, "5GB"),
     "qwen2_untied": (Qwen2Config(hidden_size=48, intermediate_size=80, num_attention_heads=6, num_key_value_heads=3,
@@ -45,6 +73,8 @@ FAMILIES = {
     "mistral": (MistralConfig(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
                               rope_parameters=ROPE, sliding_window=8, tie_word_embeddings=False, **COMMON),
                 torch.float32, "5GB"),
+    "olmo2": (Olmo2Config(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, rope_parameters=ROPE,
+                          tie_word_embeddings=False, **COMMON), torch.float32, "5GB"),
 }
 
 
@@ -53,6 +83,7 @@ def main():
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("make")
     make.add_argument("folder", type=pathlib.Path)
+    make.add_argument("names", nargs="*", metavar="NAME")
     check = commands.add_parser("check-export")
     check.add_argument("folder", type=pathlib.Path)
     target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", "target"))
@@ -64,10 +95,25 @@ def main():
     torch.set_num_threads(1)
     if args.command == "make":
         for name, family in FAMILIES.items():
-            make_family(args.folder / name, *family)
+            if name in (args.names or FAMILIES):
+                make_family(args.folder / name, *family)
+        if not args.names or "rope" in args.names:
+            (args.folder / "rope.json").write_text(json.dumps([rope_case(keys) for keys in ROPES]))
     else:
         prompts = args.prompt or [f"what is {number} plus eighty two ?" for number in ("two", "seventy", "ninety one")]
         check_export(args.folder, args.program, prompts, args.max_completion_length, args.tolerance)
+
+
+def rope_case(keys):
+    heads = dict(hidden_size=256, num_attention_heads=2, num_key_value_heads=2)
+    config = Qwen2Config(**COMMON | heads | copy.deepcopy(keys))  # which it changes
+    rotary = Qwen2RotaryEmbedding(config)
+    rope = keys.get("rope_parameters", keys.get("rope_scaling", {}))
+    original = rope.get("original_max_position_embeddings", keys["max_position_embeddings"])
+    is_yarn = "yarn" in rope.values()
+    context = int(max(keys["max_position_embeddings"], original * rope["factor"] if is_yarn else 0))
+    return {"config": keys, "inv_freq": rounded(rotary.inv_freq), "attention_factor": rotary.attention_scaling,
+            "context": context}
 
 
 def make_family(folder, config, dtype, max_shard_size):

@@ -71,6 +71,8 @@ saved               2  save_steps=2 save_async=false residency.optimizer=residen
 shape-llama3        2  SHAPE tensor_parallel_size=2 gpu
 shape-mistral       1  SHAPE
 shape-qwen3         1  SHAPE gpu
+shape-olmo2         2  SHAPE tensor_parallel_size=2 gpu
+shape-qwen2_yarn    1  SHAPE
 shape-qwen2_untied  1  SHAPE beta=0.04
 """
 

@@ -6,7 +6,7 @@
 //! | floor | room |
 //! |---|---|
 //! | 0 | [`error`] |
-//! | 1 | [`types`], [`phase`], [`untrusted`], [`process`] |
+//! | 1 | [`types`], [`phase`], [`untrusted`], [`process`], [`migration`] |
 //! | 2 | [`config`] |
 //! | 3 | [`torch`], [`data`], [`sandbox`] |
 //! | 4 | [`cuda`], [`reward`] |
@@ -36,6 +36,7 @@ pub mod grpo;
 pub mod launch;
 pub mod memory;
 pub mod metrics;
+pub mod migration;
 pub mod model;
 pub mod ops;
 pub mod phase;
@@ -62,7 +63,7 @@ pub use plan::MemoryPlan;
 pub use rollout::RolloutEngine;
 pub use trainer::Trainer;
 
-/// The README's example compiles.
+/// The example of docs/library.md compiles.
 #[cfg(doctest)]
-#[doc = include_str!("../README.md")]
-struct Readme;
+#[doc = include_str!("../docs/library.md")]
+struct Library;

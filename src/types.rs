@@ -1,5 +1,6 @@
 //! What passes between the rooms as host data: prompts, completions and their groups.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 /// One row of a data set, ready to be generated from.
@@ -27,24 +28,24 @@ pub enum FinishReason {
     Length,
 }
 
-impl FinishReason {
-    /// Whether the completion was cut by a length limit rather than ended by the model.
-    pub fn is_truncated(self) -> bool {
-        self == FinishReason::Length
-    }
-}
-
-/// One sampled continuation of a prompt.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Completion {
-    /// Sampled ids, the end-of-sequence token included.
-    pub token_ids: Vec<u32>,
-    /// Sampler's log-probability of each id in nats, of the raw distribution at the sampling temperature
-    /// (before top-k, top-p, min-p and penalties), as the trainer computes it.
-    pub rollout_logprobs: Vec<f32>,
-    /// Why it ended.
-    pub finish_reason: FinishReason,
-    /// Decoded text, special tokens skipped.
+/// What follows a prompt in one sample: the tokens that the policy sampled, turn by turn, and between two turns the context that
+/// an environment or a tool answered with. A completion of one turn is the simplest one.
+#[derive(Debug, Clone, Default, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(into = "PackedTrajectory", try_from = "PackedTrajectory")]
+pub struct Trajectory {
+    /// Ids after the prompt, end-of-sequence tokens included.
+    pub token_ids: Vec<u32>, // [L]
+    /// Whether the policy sampled the token. Later tokens attend to the others, which are in no loss, metric or denominator, as
+    /// with TRL's `tool_mask`.
+    pub loss_mask: Vec<bool>, // [L]
+    /// Sampler's log-probability of each sampled id in nats, of the raw distribution at the sampling temperature
+    /// (before top-k, top-p, min-p and penalties), as the trainer computes it; 0 of the others.
+    pub rollout_logprobs: Vec<f32>, // [L]
+    /// Generation step in which each id was sampled or appended, and so whose weights sampled it.
+    pub weight_versions: Vec<u64>, // [L]
+    /// Why the newest turn ended; `None` while it is under way.
+    pub finish_reason: Option<FinishReason>,
+    /// Decoded text, special tokens skipped; empty while the request is under way.
     pub text: String,
     /// One entry per reward function in configured order; `None` where that reward failed.
     pub rewards: Vec<Option<f32>>,
@@ -54,71 +55,82 @@ pub struct Completion {
     pub advantage: f32,
 }
 
-/// A prompt with its `num_generations` completions: the unit of advantage statistics.
-#[derive(Debug, Clone, PartialEq)]
-pub struct RolloutGroup {
-    /// The prompt that every completion continues.
-    pub prompt: Prompt,
-    /// In sample order, 0 to `num_generations`.
-    pub completions: Vec<Completion>,
-}
+impl Trajectory {
+    /// Whether it was cut by a length limit rather than ended by the model.
+    pub fn is_truncated(&self) -> bool {
+        self.finish_reason == Some(FinishReason::Length)
+    }
 
-/// A group in the making, which a rollout goes on with.
-#[derive(Debug, Clone, PartialEq)]
-pub struct UnfinishedGroup {
-    /// The prompt that every completion continues.
-    pub prompt: Prompt,
-    /// Step at which it was first scheduled: that of the random keys of all its tokens. Of a group of which nothing is
-    /// sampled yet it does not count.
-    pub first_step: u64,
-    /// In sample order; empty if nothing is sampled yet.
-    pub completions: Vec<UnfinishedCompletion>,
-}
+    /// Tokens that the policy sampled.
+    pub fn num_sampled(&self) -> usize {
+        self.loss_mask.iter().filter(|is_sampled| **is_sampled).count()
+    }
 
-impl UnfinishedGroup {
-    /// A prompt that is still to be begun.
-    pub fn new(prompt: Prompt) -> Self {
-        Self { prompt, first_step: 0, completions: Vec::new() }
+    /// Appends what an environment answered in generation step `step`. A request with `self` in `begun` samples the next turn.
+    pub fn push_context(&mut self, token_ids: &[u32], step: u64) {
+        self.token_ids.extend(token_ids);
+        let len = self.token_ids.len();
+        self.loss_mask.resize(len, false);
+        self.rollout_logprobs.resize(len, 0.0);
+        self.weight_versions.resize(len, step);
+        self.finish_reason = None;
+    }
+
+    /// Ranges of the tokens of each turn.
+    pub fn turns(&self) -> Vec<Range<usize>> {
+        let mut turns: Vec<Range<usize>> = Vec::new();
+        for at in (0..self.loss_mask.len()).filter(|&at| self.loss_mask[at]) {
+            match turns.last_mut() {
+                Some(turn) if turn.end == at => turn.end += 1,
+                _ => turns.push(at..at + 1),
+            }
+        }
+        turns
     }
 }
 
-/// What has been sampled of a completion.
-#[derive(Debug, Clone, Default, PartialEq, serde::Serialize, serde::Deserialize)]
-#[serde(into = "PackedCompletion", try_from = "PackedCompletion")]
-pub struct UnfinishedCompletion {
-    /// Sampled ids.
-    pub token_ids: Vec<u32>,
-    /// One for each id, of the weights that sampled it, as in [`Completion::rollout_logprobs`].
-    pub rollout_logprobs: Vec<f32>,
-    /// Why it ended, if it has.
-    pub finish_reason: Option<FinishReason>,
-}
-
-/// The same with its numbers as eight hexadecimal digits each: short, on one line, and exact.
+/// What a file has of a [`Trajectory`] that is under way: its numbers as eight hexadecimal digits each, short, on one line, and
+/// exact.
 #[derive(serde::Serialize, serde::Deserialize)]
-struct PackedCompletion {
+struct PackedTrajectory {
     token_ids: String,
     rollout_logprobs: String,
     finish_reason: Option<FinishReason>,
+    /// Lengths of the turns and of the context between them, by turns; empty where all tokens were sampled.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    turns: Vec<usize>,
+    /// Each version with its number of tokens.
+    #[serde(default)]
+    weight_versions: Vec<(u64, usize)>,
 }
 
-impl From<UnfinishedCompletion> for PackedCompletion {
-    fn from(completion: UnfinishedCompletion) -> Self {
-        let UnfinishedCompletion { token_ids, rollout_logprobs, finish_reason } = completion;
+/// Each value with the number of times that it follows itself.
+fn runs<T: Copy + PartialEq>(values: &[T]) -> Vec<(T, usize)> {
+    values.chunk_by(T::eq).map(|run| (run[0], run.len())).collect()
+}
+
+impl From<Trajectory> for PackedTrajectory {
+    fn from(trajectory: Trajectory) -> Self {
+        let Trajectory { token_ids, loss_mask, rollout_logprobs, weight_versions, finish_reason, .. } = trajectory;
         let digits = |words: &mut dyn Iterator<Item = u32>| words.map(|word| format!("{word:08x}")).collect();
+        let begins_with_context = loss_mask.first() == Some(&false);
+        let turns = if loss_mask.contains(&false) { runs(&loss_mask) } else { Vec::new() };
+        let turns = begins_with_context.then_some(0).into_iter().chain(turns.into_iter().map(|(_, len)| len));
         Self {
             token_ids: digits(&mut token_ids.into_iter()),
             rollout_logprobs: digits(&mut rollout_logprobs.into_iter().map(f32::to_bits)),
             finish_reason,
+            turns: turns.collect(),
+            weight_versions: runs(&weight_versions),
         }
     }
 }
 
-impl TryFrom<PackedCompletion> for UnfinishedCompletion {
+impl TryFrom<PackedTrajectory> for Trajectory {
     type Error = String;
 
-    fn try_from(packed: PackedCompletion) -> Result<Self, String> {
-        let PackedCompletion { token_ids, rollout_logprobs, finish_reason } = packed;
+    fn try_from(packed: PackedTrajectory) -> Result<Self, String> {
+        let PackedTrajectory { token_ids, rollout_logprobs, finish_reason, turns, weight_versions } = packed;
         let words = |digits: &str| -> Option<Vec<u32>> {
             let word = |digits: &[u8]| u32::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok();
             digits.as_bytes().chunks(8).map(word).collect()
@@ -126,7 +138,42 @@ impl TryFrom<PackedCompletion> for UnfinishedCompletion {
         let both =
             words(&token_ids).zip(words(&rollout_logprobs)).filter(|(ids, logprobs)| ids.len() == logprobs.len());
         let (token_ids, logprobs) = both.ok_or("a completion's tokens are not one hexadecimal word each")?;
-        Ok(Self { token_ids, rollout_logprobs: logprobs.into_iter().map(f32::from_bits).collect(), finish_reason })
+        let turns = if turns.is_empty() { vec![token_ids.len()] } else { turns };
+        let num_versions = weight_versions.iter().map(|(_, len)| len).sum::<usize>();
+        if turns.iter().sum::<usize>() != token_ids.len() || num_versions != token_ids.len() {
+            return Err("a completion's turns or weight versions are not those of its tokens".to_owned());
+        }
+        let turn = |(index, len): (usize, usize)| std::iter::repeat_n(index % 2 == 0, len);
+        Ok(Self {
+            loss_mask: turns.into_iter().enumerate().flat_map(turn).collect(),
+            rollout_logprobs: logprobs.into_iter().map(f32::from_bits).collect(),
+            weight_versions: weight_versions
+                .into_iter()
+                .flat_map(|(step, len)| std::iter::repeat_n(step, len))
+                .collect(),
+            token_ids,
+            finish_reason,
+            ..Self::default()
+        })
+    }
+}
+
+/// A prompt with its `num_generations` completions: the unit of advantage statistics.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RolloutGroup {
+    /// The prompt that every completion continues.
+    pub prompt: Prompt,
+    /// Generation step at which it was first scheduled: that of the random keys of all its tokens. Of a group of which nothing is
+    /// sampled yet it does not count.
+    pub first_step: u64,
+    /// In sample order, 0 to `num_generations`; none if nothing is sampled yet.
+    pub completions: Vec<Trajectory>,
+}
+
+impl RolloutGroup {
+    /// A prompt that is still to be begun.
+    pub fn new(prompt: Prompt) -> Self {
+        Self { prompt, first_step: 0, completions: Vec::new() }
     }
 }
 
@@ -178,7 +225,7 @@ pub struct SamplingParams {
     pub stop: Vec<String>,
     /// First word of every random key.
     pub seed: u64,
-    /// Step at which these samples are first scheduled: second word of every random key.
+    /// Generation step: the second word of every random key of groups that it begins, and the weight version of its tokens.
     pub step: u64,
 }
 
@@ -211,22 +258,22 @@ pub(crate) mod fixtures {
     }
 
     /// Ended, a token a byte, not scored.
-    pub(crate) fn completion(text: &str) -> Completion {
-        Completion {
+    pub(crate) fn completion(text: &str) -> Trajectory {
+        Trajectory {
             token_ids: text.bytes().map(u32::from).collect(),
+            loss_mask: vec![true; text.len()],
             rollout_logprobs: vec![0.0; text.len()],
-            finish_reason: FinishReason::Eos,
+            weight_versions: vec![0; text.len()],
+            finish_reason: Some(FinishReason::Eos),
             text: text.to_owned(),
-            rewards: Vec::new(),
-            reward: None,
-            advantage: 0.0,
+            ..Trajectory::default()
         }
     }
 
     /// Completions of which nothing but the reward is of interest.
     pub(crate) fn scored(rewards: &[Option<f32>]) -> RolloutGroup {
-        let scored = |reward: &Option<f32>| Completion { rewards: vec![*reward], reward: *reward, ..completion("x") };
-        RolloutGroup { prompt: prompt(0), completions: rewards.iter().map(scored).collect() }
+        let scored = |reward: &Option<f32>| Trajectory { rewards: vec![*reward], reward: *reward, ..completion("x") };
+        RolloutGroup { completions: rewards.iter().map(scored).collect(), ..RolloutGroup::new(prompt(0)) }
     }
 }
 
@@ -235,18 +282,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_unfinished_completion_comes_back_bit_for_bit() {
-        let completion = UnfinishedCompletion {
+    fn a_trajectory_under_way_comes_back_bit_for_bit() {
+        let one_turn = Trajectory {
             token_ids: vec![0, 7, u32::MAX],
+            loss_mask: vec![true; 3],
             rollout_logprobs: vec![-0.1, f32::MIN_POSITIVE, f32::NEG_INFINITY],
+            weight_versions: vec![4, 4, 6],
             finish_reason: Some(FinishReason::Stop),
+            ..Trajectory::default()
         };
-        for completion in [completion, UnfinishedCompletion::default()] {
-            let text = serde_json::to_string(&completion).unwrap();
-            assert_eq!(serde_json::from_str::<UnfinishedCompletion>(&text).unwrap(), completion, "{text}");
+        let mut two_turns = one_turn.clone();
+        two_turns.push_context(&[5, 6], 7);
+        assert_eq!((two_turns.turns().len(), two_turns.num_sampled(), two_turns.finish_reason), (1, 3, None));
+        for trajectory in [one_turn, two_turns, Trajectory::default()] {
+            let text = serde_json::to_string(&trajectory).unwrap();
+            assert_eq!(serde_json::from_str::<Trajectory>(&text).unwrap(), trajectory, "{text}");
         }
-        let torn = r#"{"token_ids": "00000001", "rollout_logprobs": "", "finish_reason": null}"#;
-        assert!(serde_json::from_str::<UnfinishedCompletion>(torn).is_err());
+        for torn in [
+            r#"{"token_ids": "00000001", "rollout_logprobs": "", "finish_reason": null, "weight_versions": [[0, 1]]}"#,
+            r#"{"token_ids": "00000001", "rollout_logprobs": "00000000", "finish_reason": null, "weight_versions": []}"#,
+            r#"{"token_ids": "00000001", "rollout_logprobs": "00000000", "finish_reason": null, "turns": [2],
+                "weight_versions": [[0, 1]]}"#,
+        ] {
+            assert!(serde_json::from_str::<Trajectory>(torn).is_err(), "{torn}");
+        }
     }
 
     #[test]

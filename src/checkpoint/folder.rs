@@ -95,13 +95,14 @@ pub fn write_new(option: &str, complete: &Path, write: impl FnOnce(&Path) -> Res
     written
 }
 
-/// Removes all but the newest `limit` checkpoints; `newest`, just written, stays whatever its step. An old checkpoint that
-/// cannot be removed is no reason to end a run.
-pub fn keep_newest(output_dir: &Path, newest: &Path, limit: Option<usize>) {
+/// Removes all but the newest `limit` checkpoints. Those that are `spared`, the one just written and the best, stay whatever their
+/// steps. An old checkpoint that cannot be removed is no reason to end a run.
+pub fn keep_newest(output_dir: &Path, spared: [Option<&PathBuf>; 2], limit: Option<usize>) {
     let Some(limit) = limit else { return };
     let removed = list(output_dir).and_then(|mut others| {
-        others.retain(|folder| folder != newest);
-        let num_over = (others.len() + 1).saturating_sub(limit.max(1));
+        let num_all = others.len();
+        others.retain(|folder| !spared.contains(&Some(folder)));
+        let num_over = num_all.saturating_sub(limit.max(1)).min(others.len());
         others[..num_over].iter().try_for_each(|old| discard(old))
     });
     if let Err(error) = removed {
@@ -231,9 +232,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let of_steps = |steps: &[u64]| steps.iter().map(|&step| path(folder.path(), step)).collect::<Vec<_>>();
         of_steps(&[3, 6, 9]).iter().for_each(|folder| std::fs::create_dir(folder).unwrap());
-        keep_newest(folder.path(), &path(folder.path(), 3), Some(2));
+        keep_newest(folder.path(), [Some(&path(folder.path(), 3)), None], Some(2));
         assert_eq!(list(folder.path()).unwrap(), of_steps(&[3, 9]));
-        keep_newest(folder.path(), &path(folder.path(), 9), None);
+        keep_newest(folder.path(), [Some(&path(folder.path(), 9)), None], None);
         assert_eq!(list(folder.path()).unwrap(), of_steps(&[3, 9]));
     }
 }

@@ -13,6 +13,7 @@
 //! | file | what it does |
 //! |---|---|
 //! | `resume` | which checkpoint a run goes on from, and whether it may |
+//! | `changes` | which keys differ from a saved configuration, and which of those change the result |
 //! | `claim` | one run a folder |
 //! | `folder` | temporary folders, their names, free space |
 //! | `saver` | one save at a time, beside training |
@@ -21,6 +22,7 @@
 //! | `shards` | optimizer state, read by range |
 //! | `state` | `trainer_state.json` |
 
+mod changes;
 mod claim;
 mod folder;
 mod manifest;
@@ -32,6 +34,7 @@ mod write;
 
 use std::path::{Path, PathBuf};
 
+pub use changes::{KeyChange, changes, sft_changes};
 pub use claim::{Claim, claim};
 pub use folder::{FINAL, list, write_new};
 pub use manifest::written;
@@ -42,6 +45,7 @@ pub use state::{CarriedGroup, SavedConfig, TrainerState};
 use crate::config::{Config, SftConfig};
 use crate::dist::World;
 use crate::error::{Error, Result};
+use crate::metrics::EarlierLog;
 use crate::phase::{self, Phase, terminal};
 use crate::train::Policy;
 use manifest::Manifest;
@@ -58,6 +62,11 @@ pub struct CheckpointOptions {
     pub save_total_limit: Option<usize>,
     /// Write beside training, from copies in host memory.
     pub save_async: bool,
+}
+
+/// The folder of a step's checkpoint.
+pub fn folder_of_step(output_dir: &Path, step: u64) -> PathBuf {
+    folder::path(output_dir, step)
 }
 
 /// Whether the disk has room for the trained model, and for a checkpoint beside it if the run `saves` any; asked before training, by
@@ -140,6 +149,13 @@ impl Checkpoint {
             Manifest::verify(folder, &mut phase::beat)?;
         }
         Ok(Self { folder: folder.to_owned(), state: TrainerState::read(folder)? })
+    }
+
+    /// The metrics of the run that made it.
+    pub fn earlier_log(&self) -> EarlierLog {
+        let TrainerState { global_step, log_history, unlogged, .. } = &self.state;
+        let (history, unlogged) = (log_history.clone(), unlogged.clone());
+        EarlierLog { folder: self.folder.clone(), step: *global_step, history, unlogged }
     }
 
     /// Refuses a run over another number of training rows.

@@ -3,9 +3,9 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use super::changes::KeyChange;
 use super::manifest::{Manifest, written};
 use super::{Checkpoint, FINAL, TrainerState, find_latest, list};
-use crate::config::KeyChange;
 use crate::dist::{World, any_rank, first_text};
 use crate::error::{Error, Result};
 use crate::metrics::redact;

@@ -14,7 +14,7 @@ use super::manifest::hexadecimal;
 use crate::data::SamplerState;
 use crate::error::{Error, Result};
 use crate::metrics::{LogHistory, redact_json};
-use crate::types::UnfinishedCompletion;
+use crate::types::Trajectory;
 use crate::untrusted::{self, MAX_LOG_BYTES};
 
 pub(super) const FILE: &str = "trainer_state.json";
@@ -43,6 +43,9 @@ pub struct TrainerState {
     /// Groups that the next step goes on with, those of all ranks.
     #[serde(default)]
     pub carried: Vec<CarriedGroup>,
+    /// Step of the best evaluation, if the run is to end with its weights.
+    #[serde(default)]
+    pub best_global_step: Option<u64>,
     /// The run's configuration.
     pub config: SavedConfig,
     /// The lines of metrics.jsonl; the first rank's are the ones that are saved.
@@ -59,16 +62,14 @@ pub struct CarriedGroup {
     pub row: usize,
     /// Step at which it was first scheduled, in the random keys of all its tokens.
     pub first_step: u64,
-    /// Steps that have passed since each token was sampled, summed over the tokens.
-    pub token_age: u64,
     /// In sample order; empty if nothing is sampled yet.
-    pub completions: Vec<UnfinishedCompletion>,
+    pub completions: Vec<Trajectory>,
 }
 
 impl CarriedGroup {
     /// A row that is still to be begun.
     pub fn new(row: usize) -> Self {
-        Self { row, first_step: 0, token_age: 0, completions: Vec::new() }
+        Self { row, first_step: 0, completions: Vec::new() }
     }
 
     /// Tokens sampled so far.
@@ -158,7 +159,7 @@ mod tests {
         let saved: SavedConfig = serde_json::from_str(&text).unwrap();
         let restored = |current: &Config| Config::from_entries(saved.entries(current.entries())).unwrap();
         assert_eq!(restored(&mine), mine);
-        let changes = other.diff(&restored(&other));
+        let changes = super::super::changes(&other, &restored(&other));
         assert_eq!(changes.iter().map(|change| change.key.as_str()).collect::<Vec<_>>(), ["system_prompt"]);
     }
 }

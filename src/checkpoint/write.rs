@@ -138,7 +138,12 @@ impl Part {
         std::fs::remove_dir_all(&folder).map_err(Error::io(folder))?;
         Manifest::write(&self.temporary, records)?;
         folder::publish(&self.temporary, &self.complete)?;
-        folder::keep_newest(&self.options.output_dir, &self.complete, self.options.save_total_limit);
+        let best = self.state.best_global_step.map(|step| folder::path(&self.options.output_dir, step));
+        folder::keep_newest(
+            &self.options.output_dir,
+            [Some(&self.complete), best.as_ref()],
+            self.options.save_total_limit,
+        );
         Ok(())
     }
 
@@ -296,16 +301,21 @@ impl HashedFile {
 mod tests {
     use super::*;
     use crate::checkpoint::CarriedGroup;
-    use crate::types::UnfinishedCompletion;
+    use crate::types::Trajectory;
 
     #[test]
     fn a_carried_token_takes_what_is_counted() {
         let written = |len| {
-            let (token_ids, rollout_logprobs) = (vec![u32::MAX; len], vec![-1.234_567_8e-7; len]);
-            let completion = UnfinishedCompletion { token_ids, rollout_logprobs, finish_reason: None };
+            let completion = Trajectory {
+                token_ids: vec![u32::MAX; len],
+                loss_mask: vec![true; len],
+                rollout_logprobs: vec![-1.234_567_8e-7; len],
+                weight_versions: vec![7; len],
+                ..Trajectory::default()
+            };
             let group = CarriedGroup { completions: vec![completion], ..CarriedGroup::new(0) };
             serde_json::to_string_pretty(&group).unwrap().len() as u64
         };
-        assert_eq!(written(1000) - written(0), 1000 * CARRIED_TOKEN_BYTES);
+        assert_eq!(written(1010) - written(10), 1000 * CARRIED_TOKEN_BYTES + 2, "and two digits of their number");
     }
 }

@@ -2,7 +2,7 @@
 
 mod bench;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, Parser, Subcommand};
 
@@ -10,6 +10,7 @@ pub use bench::*;
 
 use crate::config::{Device, Dtype, HeartbeatConfig, PromptFormat, ResidualDtype, RewardConfig};
 use crate::launch;
+use crate::metrics::check_samples_file;
 use crate::model::{ModelSpec, PRESETS};
 use crate::phase::Fault;
 use crate::reward;
@@ -229,12 +230,20 @@ pub struct EvalArgs {
     pub residual: ResidualArgs,
     #[command(flatten)]
     pub source: SourceArgs,
+    /// Configuration of a run (its run_config.json, or the TOML or YAML that it was started with): the run's held-out rows,
+    /// prompts, sampling and rewards are taken
+    #[arg(long, conflicts_with_all = ["data", "system_prompt", "prompt_format", "reward", "answer_pattern", "temperature", "top_p"])]
+    #[arg(conflicts_with_all = ["top_k", "min_p", "stop", "max_completion_length", "seed", "max_model_length"])]
+    pub config: Option<PathBuf>,
     /// Problems: a file of rows (JSONL, JSON, Parquet, CSV)
+    #[arg(long, required_unless_present = "config")]
+    pub data: Option<PathBuf>,
+    /// Writes every sample with its rewards and the reference answer to this file, .jsonl or .parquet
     #[arg(long)]
-    pub data: PathBuf,
-    /// Samples per problem
-    #[arg(short, long, default_value_t = 1, value_parser = count)]
-    pub n: usize,
+    pub output: Option<PathBuf>,
+    /// Samples per problem [default: 1, or the run's eval_num_generations]
+    #[arg(short, long, value_parser = count)]
+    pub n: Option<usize>,
     /// System message put before every prompt that has none, as the key of that name
     #[arg(long)]
     pub system_prompt: Option<String>,
@@ -255,6 +264,20 @@ pub struct EvalArgs {
 }
 
 impl EvalArgs {
+    /// Refuses what can be known to be wrong before any process starts.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a pattern that marks no answer, or samples that could not be written.
+    pub fn check(&self) -> crate::error::Result<()> {
+        self.output.as_deref().map_or(Ok(()), check_samples_file)?;
+        self.reward_config().map(drop)
+    }
+
+    /// Where the rows come from.
+    pub fn rows(&self) -> std::path::Display<'_> {
+        self.config.as_deref().or(self.data.as_deref()).unwrap_or(Path::new("")).display()
+    }
+
     /// Settings of the reward.
     ///
     /// # Errors

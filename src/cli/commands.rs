@@ -4,10 +4,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::args::{Command, ExportArgs, InitArgs, PlanArgs, RunArgs};
+use super::evaluation::Evaluation;
 use super::process::{Supervision, distributed, placed, prepared};
+use super::reference::{reference_page, reference_toml};
 use super::{bench, fetch, sample};
 use crate::checkpoint::write_new;
-use crate::config::{Config, SftConfig, reference_page, reference_toml};
+use crate::config::{Config, SftConfig};
 use crate::cuda::Placement;
 use crate::dist::WorkerEnv;
 use crate::error::{Error, ExitCode, Result};
@@ -30,10 +32,13 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
             placed(&args, (&args.own.sampling).into(), sample::generate)
         }
         Command::Eval(args) => {
-            let settings = args.own.reward_config()?;
+            args.own.check()?;
             fetch::model(&args.own.source.model, args.own.source.base_model.as_deref())?;
-            let evaluate = |args: &_, world, kind| sample::evaluate(args, &settings, world, kind);
-            placed(&args, (&args.own.sampling).into(), evaluate)
+            let Placement { on_cuda, kind } = Placement::new(args.place.device, args.place.dtype)?;
+            let start = || Evaluation::new(&args.own);
+            prepared(&args.launch, (&args.own.sampling).into(), on_cuda, start, |world, evaluation| {
+                sample::evaluate(&args.own, evaluation, world, kind)
+            })
         }
         Command::Init(args) => init(&args),
         Command::Export(args) => export(&args),
@@ -111,7 +116,11 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
         })?;
     say_once(&notices)?;
     let placement = Placement::new(config.device, config.dtype)?;
-    let watch = Supervision { saves_on_stop: true, ..Supervision::new(config.collective_timeout_s, &config.heartbeat) };
+    let watch = Supervision {
+        output_dir: Some(config.output_dir.clone()),
+        saves_on_stop: true,
+        ..Supervision::new(config.collective_timeout_s, &config.heartbeat)
+    };
     distributed(&args.launch, watch, placement.on_cuda, |world| {
         let summary = Sft::new(config, world.clone())?.run()?;
         if world.rank() == 0 {

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::config::Config;
+use crate::config::{Config, DataConfig};
 use crate::data::{Hub, HubOptions, RowSources};
 use crate::error::{Error, Result};
 use crate::metrics::download_progress;
@@ -25,6 +25,11 @@ pub(super) fn missing(file: Option<&Path>, overrides: &[String]) -> Vec<Error> {
 /// Downloads a model that is named.
 pub(super) fn model(name: &Path, base: Option<&Path>) -> Result<ModelSource> {
     if is_worker() { ModelSource::new(name, base) } else { ModelSource::find(name, None, base, &hub()) }
+}
+
+/// The held-out rows of a run, which are downloaded if they are not here.
+pub(super) fn held_out(data: &DataConfig) -> Result<Option<RowSources>> {
+    RowSources::held_out(data, Some(1), &if is_worker() { Hub::cached() } else { hub() })
 }
 
 /// Whether all rows are on this machine.

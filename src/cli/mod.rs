@@ -4,9 +4,11 @@
 mod args;
 mod bench;
 mod commands;
+mod evaluation;
 mod fetch;
 mod normalise;
 mod process;
+mod reference;
 mod sample;
 
 use std::ffi::OsString;

@@ -95,11 +95,12 @@ pub(super) fn prepared<T>(
             limits,
             max_restarts,
             output_dir,
+            saves_on_stop,
             ..options
         }));
     }
     if saves_on_stop {
-        launch::stop_on_signals();
+        launch::stop_on_signals(!phase::is_watched() && env.as_ref().is_none_or(|env| env.rank == 0));
     }
     if !phase::is_watched() {
         launch::watch_self(env.as_ref().map_or(0, |env| env.rank), &limits, timeout)?;

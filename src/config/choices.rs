@@ -288,3 +288,15 @@ choices! {
         Seccomp = "seccomp",
     }
 }
+
+choices! {
+    /// Where metrics go beside metrics.jsonl.
+    ReportService {
+        /// Event files of TensorBoard.
+        TensorBoard = "tensorboard",
+        /// Weights & Biases, whose variables (`WANDB_PROJECT`, `WANDB_MODE`) hold.
+        Wandb = "wandb",
+        /// trackio.
+        Trackio = "trackio",
+    }
+}

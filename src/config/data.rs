@@ -130,7 +130,7 @@ impl Field for TemplateVariables {
     fn describe(key: &str, _: Option<Self>, _: &Range, text: &str, out: &mut Vec<KeyDoc>) {
         let (key, expected, default) =
             (join(key, "*"), "true, false, a number, text or a list".to_owned(), Some("none".into()));
-        out.push(KeyDoc { section: None, key, expected, default, text: text.to_owned() });
+        out.push(KeyDoc { section: None, key, entries: Vec::new(), expected, default, text: text.to_owned() });
     }
 
     fn read(raw: &RawConfig, key: &str, _: Option<Self>, _: &Range, _: &mut Vec<Error>) -> Option<Self> {

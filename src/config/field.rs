@@ -4,10 +4,10 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-use super::elsewhere;
 use super::range::{self, Range};
 use super::raw::RawConfig;
 use crate::error::Error;
+use crate::migration;
 
 /// A value that one key can hold.
 pub(crate) trait FromValue: Sized {
@@ -26,6 +26,8 @@ pub(crate) struct KeyDoc {
     pub section: Option<&'static str>,
     /// Its full name.
     pub key: String,
+    /// The names under it that may be written, where it is a table that is told as one key.
+    pub entries: Vec<String>,
     /// What may be written.
     pub expected: String,
     /// `None` where the key is required.
@@ -54,7 +56,7 @@ impl<T: FromValue> Field for T {
     fn describe(key: &str, default: Option<Self>, range: &Range, text: &str, out: &mut Vec<KeyDoc>) {
         let default = default.map(|default| default.to_value());
         let (key, expected, text) = (key.to_owned(), T::expected(range), text.to_owned());
-        out.push(KeyDoc { section: None, key, expected, default, text });
+        out.push(KeyDoc { section: None, key, entries: Vec::new(), expected, default, text });
     }
 
     fn read(raw: &RawConfig, key: &str, default: Option<Self>, range: &Range, wrong: &mut Vec<Error>) -> Option<Self> {
@@ -63,7 +65,7 @@ impl<T: FromValue> Field for T {
         if read.is_none() {
             let got = value.map_or_else(|| "nothing".to_owned(), Value::to_string);
             let why = if value.is_none() { " (this key is required)" } else { "" };
-            let hint = value.and_then(|value| elsewhere::value_advice(key, value)).map(|hint| format!("; {hint}"));
+            let hint = value.and_then(|value| migration::value_advice(key, value)).map(|hint| format!("; {hint}"));
             let expected = T::expected(range) + why + &hint.unwrap_or_default();
             wrong.push(raw.locate(Error::invalid_value(key, got, expected)));
         }
@@ -276,4 +278,22 @@ impl<T: FromValue> FromValue for Vec<T> {
     fn to_value(&self) -> Value {
         self.iter().map(T::to_value).collect()
     }
+}
+
+/// Names of all keys, in declaration order.
+pub(super) fn names<T: Field>() -> Vec<String> {
+    described::<T>().into_iter().map(|key| key.key).collect()
+}
+
+/// All names that a file may hold, in declaration order.
+pub(super) fn names_in_files<T: Field>() -> Vec<String> {
+    let of_key = |key: KeyDoc| if key.entries.is_empty() { vec![key.key] } else { key.entries };
+    described::<T>().into_iter().flat_map(of_key).collect()
+}
+
+/// Every key in declaration order.
+pub(crate) fn described<T: Field>() -> Vec<KeyDoc> {
+    let mut keys = Vec::new();
+    T::describe("", None, &range::ANY, "", &mut keys);
+    keys
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::{Map, Value};
 
-use super::field::{Field, KeyDoc, join};
+use super::field::{Field, FromValue, KeyDoc, join};
 use super::range::{Range, SECONDS};
 use super::raw::RawConfig;
 use crate::error::Error;
@@ -14,8 +14,8 @@ const TIMEOUT_S: f64 = 300.0;
 /// Reading a large model and making a checkpoint durable give no heartbeat for long.
 const LONG_S: f64 = 1800.0;
 
-/// `heartbeat.*`: seconds without a heartbeat after which a rank counts as hung. `heartbeat.timeout_s` holds for every phase
-/// that has no `heartbeat.{phase}_s` of its own.
+/// `heartbeat`: seconds without a heartbeat after which a rank counts as hung. `timeout_s` holds for every phase that has no
+/// `{phase}_s` of its own.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HeartbeatConfig {
     /// Of phases without a limit of their own.
@@ -44,13 +44,16 @@ impl Default for HeartbeatConfig {
 }
 
 impl Field for HeartbeatConfig {
-    fn describe(key: &str, _: Option<Self>, _: &Range, _: &str, out: &mut Vec<KeyDoc>) {
-        let all = "Longest silence of a rank in a phase without a limit of its own, in seconds.";
-        f64::describe(&join(key, "timeout_s"), Some(TIMEOUT_S), &SECONDS, all, out);
-        for phase in Phase::ALL {
-            let own = format!("The same in {}; `none` is `{key}.timeout_s`.", phase.name());
-            Option::<f64>::describe(&join(key, &key_of(*phase)), Some(long_by_default(*phase)), &SECONDS, &own, out);
-        }
+    fn describe(key: &str, _: Option<Self>, _: &Range, text: &str, out: &mut Vec<KeyDoc>) {
+        let default = Self::default();
+        let entries = default.entries().map(|(name, _)| join(key, &name)).collect();
+        let own = default.entries().filter_map(|(name, seconds)| Some((name, seconds?.into())));
+        let default = Some(Value::Object(own.collect()));
+        let expected =
+            format!("a table of `timeout_s`, {}, and of `PHASE_s`, \"none\" or the same", f64::expected(&SECONDS));
+        let phases: Vec<&str> = Phase::ALL.iter().map(|phase| phase.name()).collect();
+        let text = format!("{text} Phases: {}.", phases.join(", "));
+        out.push(KeyDoc { section: None, key: key.to_owned(), entries, expected, default, text });
     }
 
     fn read(raw: &RawConfig, key: &str, _: Option<Self>, _: &Range, wrong: &mut Vec<Error>) -> Option<Self> {

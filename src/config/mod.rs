@@ -1,20 +1,19 @@
 //! Configuration: parsed, validated, read-only after. Keys are TRL's `GRPOConfig`'s where one exists, and so are defaults but
-//! for those in `differences`.
+//! for those that docs/config.md lists.
 
 mod batch;
-mod changes;
+mod best;
 mod choices;
 mod data;
-mod differences;
-mod elsewhere;
 mod field;
 mod heartbeat;
 mod lora;
 mod range;
 mod raw;
-mod reference;
+mod report;
 mod reward;
 mod sft;
+mod snapshot;
 mod split;
 mod validate;
 mod yaml;
@@ -24,19 +23,22 @@ use std::sync::OnceLock;
 
 pub use batch::BatchPlan;
 use batch::MAX_COUNT;
-pub use changes::KeyChange;
+pub use best::BestConfig;
 pub use choices::*;
 pub use data::{DataConfig, Files, Sources, TemplateVariables};
 use field::{Field, keys};
+pub(crate) use field::{KeyDoc, described};
 pub use heartbeat::HeartbeatConfig;
 pub use lora::{LoraConfig, TargetModules};
 use range::{ABOVE_ZERO, ANY, BELOW_ONE, COUNT, SECONDS, above, at_least, from_to};
 use raw::RawConfig;
 pub(crate) use raw::check_openings;
-pub use reference::{reference_page, reference_toml};
+pub(crate) use raw::pattern as key_pattern;
+pub use report::{ReportConfig, ReportTo};
 pub use reward::{CodeConfig, CommandLine, ProcessReward, ProcessRewards, RewardArguments, RewardConfig};
 pub(crate) use reward::{is_python, reward_name};
 pub use sft::SftConfig;
+pub(crate) use snapshot::toml_value;
 pub use split::{Roles, SplitConfig};
 
 use crate::error::Result;
@@ -101,7 +103,7 @@ impl Config {
     /// Every key in declaration order.
     pub fn keys() -> &'static [String] {
         static KEYS: OnceLock<Vec<String>> = OnceLock::new();
-        KEYS.get_or_init(reference::names::<Self>)
+        KEYS.get_or_init(field::names::<Self>)
     }
 }
 
@@ -278,6 +280,12 @@ keys! {
         pub save_total_limit: Option<usize> = None => COUNT,
         /// Steps between evaluations; `none` evaluates before and after training only.
         pub eval_steps: Option<usize> = None => COUNT,
+        /// Where metrics go.
+        #[serde(flatten)]
+        pub report: ReportConfig,
+        /// The best evaluation, and early stopping.
+        #[serde(flatten)]
+        pub best: BestConfig,
         /// Samples per held-out problem.
         pub eval_num_generations: usize = 1 => COUNT,
         /// Rewards, by name, that all give 1 to a held-out sample that counts as solved in pass@k. Empty: those
@@ -300,7 +308,8 @@ keys! {
         pub collective_timeout_s: f64 = 600.0 => SECONDS,
         /// Times that the launcher starts the run again from its newest checkpoint when a rank dies or hangs.
         pub max_restarts: usize = 0,
-        /// When a rank counts as hung.
+        /// Seconds without a heartbeat after which a rank counts as hung: `timeout_s`, and `PHASE_s` for a phase that has a limit
+        /// of its own.
         pub heartbeat: HeartbeatConfig,
         /// Injected fault, `rank:step:phase:kind` (`step+`: in later steps too); for tests.
         #[serde(skip_serializing_if = "Option::is_none")]
@@ -360,5 +369,7 @@ keys! {
     }
 }
 
+#[cfg(test)]
+mod migration_tests;
 #[cfg(test)]
 mod tests;

@@ -8,9 +8,9 @@ use std::path::Path;
 use serde_json::{Map, Number, Value};
 use toml::de::{DeTable, DeValue};
 
-use super::elsewhere;
 use super::yaml;
 use crate::error::{Error, MAX_LISTED, Result, UnknownKey};
+use crate::migration;
 use crate::untrusted::{self, Limits, MAX_RUN_CONFIG_BYTES};
 
 /// Most keys of one configuration: a multiple of those that there are.
@@ -55,7 +55,7 @@ impl Entry {
         let start = format!("{pattern}.");
         let inner: Vec<&str> = known.iter().filter_map(|name| name.strip_prefix(&start)).collect();
         let table = (!inner.is_empty()).then(|| format!("it is a table of {}", inner.join(", ")));
-        let other = || elsewhere::advice(key).map(|advice| format!("here: {advice}"));
+        let other = || migration::advice(key).map(|advice| format!("here: {advice}"));
         let close = || nearest(&pattern, known).map(|name| format!("did you mean '{name}'?"));
         let advice = table.or_else(other).or_else(close);
         UnknownKey { origin: origin.clone(), key: key.clone(), advice }
@@ -219,7 +219,7 @@ impl RawConfig {
             let message = format!("key '{key}' was already given at {}", first.origin);
             return Err(Error::ConfigSyntax { origin, message });
         }
-        let ours = elsewhere::value(&key, &value);
+        let ours = migration::value(&key, &value);
         let (value, written) = ours.map_or((value.clone(), None), |ours| (ours, Some(value)));
         self.entries.push(Entry { key, value, written, origin });
         Ok(())
@@ -291,7 +291,7 @@ fn line_of(text: &str, offset: usize) -> usize {
 }
 
 /// `rewards.brevity.timeout_s` → `rewards.*.timeout_s`, where the tables of a table have names of the user's choice.
-pub(super) fn pattern(key: &str, known: &[String]) -> String {
+pub(crate) fn pattern(key: &str, known: &[String]) -> String {
     let Some((table, rest)) = key.split_once('.') else { return key.to_owned() };
     let any = format!("{table}.*");
     if !known.iter().any(|name| name.starts_with(&any)) {

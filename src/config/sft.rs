@@ -2,10 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use super::field::keys;
+use super::field::{keys, names};
 use super::range::{COUNT, SECONDS, above};
 use super::raw::RawConfig;
-use super::reference;
 use super::{
     DataConfig, Device, Dtype, GradientCheckpointing, HeartbeatConfig, LoraConfig, OptimizerConfig, Quantization,
     ResidualDtype, ZeroConfig,
@@ -72,7 +71,8 @@ keys! {
         pub seed: u64 = 42,
         /// Longest wait for peers in a collective, in seconds.
         pub collective_timeout_s: f64 = 600.0 => SECONDS,
-        /// When a rank counts as hung.
+        /// Seconds without a heartbeat after which a rank counts as hung: `timeout_s`, and `PHASE_s` for a phase that has a limit
+        /// of its own.
         pub heartbeat: HeartbeatConfig,
     }
 }
@@ -92,6 +92,6 @@ impl SftConfig {
 
     /// Every key in declaration order.
     pub fn keys() -> Vec<String> {
-        reference::names::<Self>()
+        names::<Self>()
     }
 }

@@ -54,13 +54,10 @@ fn the_key_list_is_frozen() {
         adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype \
         residency.optimizer residency.reference lora.r lora.alpha lora.dropout lora.target_modules quantization \
-        logging_steps save_steps save_async save_total_limit eval_steps eval_num_generations eval_solved_by log_completions trace seed \
-        full_determinism collective_timeout_s max_restarts {heartbeat} fault";
-    let heartbeat = "timeout startup load gather offload wake generate prefill decode sleep reload reward pack score \
-        forward_backward optimizer idle checkpoint write eval";
-    let heartbeat: Vec<_> = heartbeat.split_whitespace().map(|name| format!("heartbeat.{name}_s")).collect();
-    let heartbeat = heartbeat.join(" ");
-    assert_eq!(Config::keys().join(" "), expected.replace("{heartbeat}", &heartbeat));
+        logging_steps save_steps save_async save_total_limit eval_steps report_to run_name load_best_model_at_end metric_for_best_model \
+        greater_is_better early_stopping_patience early_stopping_threshold eval_num_generations eval_solved_by log_completions trace seed \
+        full_determinism collective_timeout_s max_restarts heartbeat fault";
+    assert_eq!(Config::keys().join(" "), expected);
     let expected = "model_name_or_path model_revision train_file train_file_weights eval_file dataset_name dataset_config \
         dataset_train_split dataset_test_split max_train_samples max_eval_samples dataset_prompt_column prompt_format \
         system_prompt chat_template_kwargs.* output_dir resume_from_checkpoint force_resume device dtype \
@@ -69,8 +66,19 @@ fn the_key_list_is_frozen() {
         adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype lora.r lora.alpha \
         lora.dropout lora.target_modules quantization logging_steps save_steps save_async save_total_limit seed \
-        collective_timeout_s {heartbeat}";
-    assert_eq!(SftConfig::keys().join(" "), expected.replace("{heartbeat}", &heartbeat));
+        collective_timeout_s heartbeat";
+    assert_eq!(SftConfig::keys().join(" "), expected);
+}
+
+#[test]
+fn the_limits_of_heartbeats_are_one_table() {
+    let table = load_file(".toml", "heartbeat = { timeout_s = 5, wake_s = 2.5, load_s = 'none' }\n").unwrap().heartbeat;
+    assert_eq!(table, config(&["heartbeat.timeout_s=5", "heartbeat.wake_s=2.5", "heartbeat.load_s=none"]).heartbeat);
+    let written: Vec<_> = config(&[]).entries().into_iter().filter(|(key, _)| key.starts_with("heartbeat.")).collect();
+    assert_eq!(written.len(), 1 + crate::phase::Phase::ALL.len(), "older checkpoints have and newer ones keep each");
+    let said = message(&["heartbeat.wak_s=1"]);
+    assert!(said.ends_with("unknown key 'heartbeat.wak_s'; did you mean 'heartbeat.wake_s'?"), "{said}");
+    assert!(message(&["heartbeat=5"]).contains("it is a table of timeout_s, startup_s"));
 }
 
 #[test]
@@ -248,4 +256,26 @@ fn sft_shares_the_machinery() {
     assert_eq!(load("zero.stage=1").unwrap().zero.stage, 1);
     assert!(load("num_generations=8").unwrap_err().to_string().contains("unknown key"));
     assert!(load("learning_rate=0").unwrap_err().to_string().contains("above 0 (command line)"));
+}
+
+/// What a run leaves in its output folder starts the same run again, adapters, tables of rewards and template variables included.
+#[test]
+fn a_run_s_own_configuration_is_one_to_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run_config.json");
+    let keys = [
+        "lora.r=4",
+        "max_prompt_length=16",
+        "stop=[\"a\", \"b\"]",
+        "rewards.judge.command=[\"judge\"]",
+        "reward_funcs=[\"format\", \"judge\"]",
+        "chat_template_kwargs.enable_thinking=false",
+        "heartbeat.load_s=900",
+        "train_file=[\"a.jsonl\", \"b.csv\"]",
+    ];
+    for keys in [&keys[..], &[], &["lora.r=4", "lora.target_modules=[\"q_proj\"]"]] {
+        let config = config(keys);
+        std::fs::write(&path, serde_json::to_string(&config).unwrap()).unwrap();
+        assert_eq!(Config::load(Some(&path), &[]).unwrap(), config, "{keys:?}");
+    }
 }

@@ -2,7 +2,7 @@
 
 use regex::Regex;
 
-use super::field::Field;
+use super::field::{Field, names_in_files};
 use super::range::ANY;
 use super::raw::RawConfig;
 use super::reward;
@@ -15,7 +15,7 @@ use crate::phase::Fault;
 impl Config {
     /// The only way from what was written to a run.
     pub(super) fn validate(raw: &RawConfig) -> Result<Self> {
-        validated(raw, Self::keys(), Self::checks)
+        validated(raw, Self::checks)
     }
 
     /// Checks the configuration against the longest sequence that its model was made for.
@@ -46,6 +46,7 @@ impl Config {
             self.zero.check(),
             self.lora.check(self.quantization),
             self.check_split(),
+            self.best.check(self.eval_steps),
             self.check_rest(),
         ]
     }
@@ -125,17 +126,17 @@ impl Config {
 
 impl SftConfig {
     pub(super) fn validate(raw: &RawConfig) -> Result<Self> {
-        validated(raw, &Self::keys(), |config: &Self| {
+        validated(raw, |config: &Self| {
             vec![config.data.check(), config.zero.check(), config.lora.check(config.quantization)]
         })
     }
 }
 
 /// What was written, or all that is wrong with it: keys and values each by itself, and where none is, what they are together.
-fn validated<T: Field>(raw: &RawConfig, known: &[String], checks: impl Fn(&T) -> Vec<Result<()>>) -> Result<T> {
+fn validated<T: Field>(raw: &RawConfig, checks: impl Fn(&T) -> Vec<Result<()>>) -> Result<T> {
     let mut wrong = Vec::new();
     let config = T::read(raw, "", None, &ANY, &mut wrong);
-    let unknown = raw.unknown_keys(known);
+    let unknown = raw.unknown_keys(&names_in_files::<T>());
     if !unknown.is_empty() {
         wrong.insert(0, Error::UnknownKeys(unknown));
     }

@@ -8,7 +8,7 @@ use super::Tokenizer;
 use super::rows::{ChatFormat, Row, read_rows};
 use super::sampler::splitmix64;
 use super::sources::RowSources;
-use crate::config::PromptFormat;
+use crate::config::{DataConfig, PromptFormat};
 use crate::error::{Error, Result};
 use crate::types::Prompt;
 
@@ -31,6 +31,20 @@ pub struct DatasetOptions {
     pub required_columns: Vec<String>,
     /// Chooses which rows a source's weight repeats or leaves out.
     pub seed: u64,
+}
+
+impl DatasetOptions {
+    /// How the configuration reads rows, which all have the `required` columns; without limits of length.
+    pub fn of(config: &DataConfig, seed: u64, required: Vec<String>) -> Self {
+        Self {
+            prompt_format: config.prompt_format,
+            system_prompt: config.system_prompt.clone(),
+            prompt_column: config.dataset_prompt_column.clone(),
+            required_columns: required,
+            seed,
+            ..Self::default()
+        }
+    }
 }
 
 /// Rows at each stage. Too long prompts are left out and counted, never cut.

@@ -30,11 +30,13 @@ pub enum ExitCode {
     Hang = 15,
     /// Preempted; the state was saved.
     Preempted = 75,
+    /// A second signal ended it at once, as a shell counts an interrupt.
+    Interrupted = 130,
 }
 
 impl ExitCode {
     /// Every code, for parsing what a worker left behind.
-    pub const ALL: [ExitCode; 12] = [
+    pub const ALL: [ExitCode; 13] = [
         ExitCode::Done,
         ExitCode::Configuration,
         ExitCode::Files,
@@ -47,6 +49,7 @@ impl ExitCode {
         ExitCode::RewardService,
         ExitCode::Hang,
         ExitCode::Preempted,
+        ExitCode::Interrupted,
     ];
 
     /// The code with this number, if it is one of ours.

@@ -14,7 +14,7 @@ use crate::dist::{Collective, ReduceOp, World, all_gather_json, all_reduce_f64, 
 use crate::error::Result;
 use crate::grpo::BatchStats;
 use crate::metrics::MetricValues;
-use crate::types::{Completion, Prompt, RolloutGroup};
+use crate::types::{Prompt, RolloutGroup, Trajectory};
 
 /// The step in the random keys of evaluations: none that training reaches, the same every time, so that two evaluations
 /// of the same weights sample the same tokens.
@@ -78,14 +78,14 @@ impl Outcome {
         let mut values: Vec<Values> = vec![
             completions().map(|completion| completion.reward).collect(),
             groups.iter().map(mean_reward).collect(),
-            completions().map(|completion| Some(completion.token_ids.len() as f32)).collect(),
+            completions().map(|completion| Some(completion.num_sampled() as f32)).collect(),
         ];
         values
             .extend((0..num_rewards).map(|index| completions().map(|completion| completion.rewards[index]).collect()));
         values.extend(ks.iter().map(|&k| verdicts.iter().map(|solved| pass_at_k(solved, k)).collect()));
         let mut stats = stats_of_all_ranks(&values, group)?.into_iter();
         let mut next = || stats.next().unwrap_or_default();
-        let is_truncated = |completion: &&Completion| completion.finish_reason.is_truncated();
+        let is_truncated = |completion: &&Trajectory| completion.is_truncated();
         let mut num_truncated = [completions().filter(is_truncated).count() as f64];
         all_reduce_f64(group, &mut num_truncated, ReduceOp::Sum)?;
         Ok(Self {
@@ -139,7 +139,7 @@ fn mean_reward(group: &RolloutGroup) -> Option<f32> {
 }
 
 /// Whether a sample is solved; `None` where a reward failed, or where none of `solved_by` applies.
-fn is_solved(completion: &Completion, solved_by: &[usize]) -> Option<bool> {
+fn is_solved(completion: &Trajectory, solved_by: &[usize]) -> Option<bool> {
     completion.reward?;
     let mut marks = solved_by.iter().filter_map(|&index| completion.rewards[index]).peekable();
     marks.peek()?;
@@ -226,7 +226,7 @@ mod tests {
     /// Of rewards [format, answer], the answer decides, whatever the weighted sum is.
     #[test]
     fn a_sample_is_solved_by_the_rewards_that_decide() {
-        let sample = |rewards: [Option<f32>; 2]| Completion {
+        let sample = |rewards: [Option<f32>; 2]| Trajectory {
             rewards: rewards.to_vec(),
             reward: Some(rewards.iter().flatten().sum()),
             ..completion("x")
@@ -237,7 +237,7 @@ mod tests {
         assert_eq!(is_solved(&sample([none, full]), &[0, 1]), Some(false));
         assert_eq!(is_solved(&sample([full, None]), &[0, 1]), Some(true), "what does not apply decides nothing");
         assert_eq!(is_solved(&sample([full, None]), &[1]), None);
-        assert_eq!(is_solved(&Completion { reward: None, ..sample([full, full]) }, &[1]), None, "one failed");
+        assert_eq!(is_solved(&Trajectory { reward: None, ..sample([full, full]) }, &[1]), None, "one failed");
 
         let group = RolloutGroup { completions: vec![sample([full, none]), sample([none, full])], ..scored(&[]) };
         let outcome = Outcome::of(&[group], &[1], &SingleRank::default()).unwrap();

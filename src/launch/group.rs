@@ -9,6 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use super::output::Output;
 use super::report::{ERROR_FILE_VARIABLE, Report, ReportFile, in_order};
 use super::signals::{Inbox, Request, process_end};
+use super::way_on;
 use super::worker::{Inherited, LaunchOptions, Rendezvous, worker_command};
 use crate::dist::{RESTART_COUNT_VARIABLE, SharedSegment};
 use crate::error::{Error, ExitCode, Result};
@@ -67,6 +68,11 @@ impl Outcome {
         self.messages.iter().for_each(terminal::say);
     }
 
+    /// Whether a person or a scheduler ended it.
+    pub(super) fn was_stopped(&self) -> bool {
+        self.was_asked_to_stop && matches!(self.code, ExitCode::Preempted | ExitCode::Interrupted)
+    }
+
     /// Whether the same run may succeed when it is started again.
     pub(super) fn is_worth_a_restart(&self) -> bool {
         !self.was_asked_to_stop && matches!(self.code, ExitCode::RankDied | ExitCode::Hang)
@@ -100,7 +106,7 @@ impl Workers {
     }
 
     /// Waits for all workers; true if a second request ended them.
-    pub(super) fn wait(&mut self, inbox: &mut Inbox) -> bool {
+    pub(super) fn wait(&mut self, inbox: &mut Inbox, saves_on_stop: bool) -> bool {
         let mut failed_at: Option<Instant> = None;
         while self.running().next().is_some() {
             let left = failed_at.map_or(LOOK, |at| self.grace().saturating_sub(at.elapsed()).min(LOOK));
@@ -112,8 +118,9 @@ impl Workers {
                 self.signal = Some(signal);
                 self.forward(signal);
                 let name = signal_name(signal);
+                let (what, lost) = if saves_on_stop { (way_on::SAVES, ", without saving") } else { ("they end", "") };
                 terminal::say(format_args!(
-                    "{name}: passed on to all ranks; another one after a second ends them at once"
+                    "{name}: passed on to all ranks: {what}; another one after a second ends them at once{lost}"
                 ));
             }
             self.reap(false);
@@ -214,7 +221,8 @@ impl Workers {
     pub(super) fn outcome(&self, interrupted: bool) -> Outcome {
         let outcome = |code, messages| Outcome { code, messages, was_asked_to_stop: self.signal.is_some() };
         if interrupted {
-            return outcome(ExitCode::RankDied, vec!["error: killed by a second signal".to_owned()]);
+            let message = "ended at once by a second signal; what was not saved is lost";
+            return outcome(ExitCode::Interrupted, vec![message.to_owned()]);
         }
         let failures =
             self.hang.clone().into_iter().chain(self.workers.iter().filter_map(|worker| self.failure(worker)));

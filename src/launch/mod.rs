@@ -13,6 +13,7 @@
 //! | `report`, `output` | what a worker leaves and says |
 //! | `threads` | how workers' threads share the processors |
 //! | `watchdog` | a worker without a launcher of ours watches itself |
+//! | `way_on` | what a person is told who stops a run |
 //! | `exit` | the end of a process with a GPU's libraries |
 
 mod exit;
@@ -23,6 +24,7 @@ mod signals;
 mod supervise;
 mod threads;
 mod watchdog;
+mod way_on;
 mod worker;
 
 pub use exit::exit_now;

@@ -12,11 +12,18 @@ use crate::phase::terminal;
 pub(super) struct Output(Vec<JoinHandle<()>>);
 
 impl Output {
-    /// Rank 0 has the launcher's own streams: its results can be piped on, and its progress bars find the terminal. The
-    /// others are read line by line.
+    /// The launcher reads all that would go to a terminal line by line, so that it alone writes there. Rank 0 keeps the launcher's
+    /// streams that are files or pipes: its results can be piped on.
     pub(super) fn prepare(command: &mut Command, rank: usize) {
-        if rank > 0 {
-            command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.env_remove(terminal::RELAY_VARIABLE);
+        if rank > 0 || terminal::shows_output() {
+            command.stdout(Stdio::piped());
+        }
+        if rank > 0 || terminal::is_shown() {
+            command.stderr(Stdio::piped());
+        }
+        if rank == 0 && terminal::is_shown() {
+            command.env(terminal::RELAY_VARIABLE, "1"); // it shows its status through the launcher
         }
     }
 
@@ -24,11 +31,11 @@ impl Output {
     pub(super) fn follow(&mut self, child: &mut Child, rank: usize) {
         if let Some(pipe) = child.stdout.take() {
             self.0.push(std::thread::spawn(move || {
-                pass_on(pipe, rank, |line| drop(terminal::print(format_args!("{line}\n"))))
+                pass_on(pipe, |line| drop(terminal::print(format_args!("{}{line}\n", prefix(rank)))))
             }));
         }
         if let Some(pipe) = child.stderr.take() {
-            self.0.push(std::thread::spawn(move || pass_on(pipe, rank, |line| terminal::say(line))));
+            self.0.push(std::thread::spawn(move || pass_on(pipe, |line| terminal::pass_on(&prefix(rank), line))));
         }
     }
 
@@ -41,13 +48,18 @@ impl Output {
     }
 }
 
+/// What lines of a rank begin with.
+fn prefix(rank: usize) -> String {
+    if rank == 0 { String::new() } else { format!("[rank {rank}] ") }
+}
+
 /// Hands every line to `write`, whose failures must not stop the worker.
-fn pass_on(pipe: impl Read, rank: usize, write: impl Fn(&str)) {
+fn pass_on(pipe: impl Read, write: impl Fn(&str)) {
     let mut reader = BufReader::new(pipe);
     let mut line = Vec::new();
     while reader.read_until(b'\n', &mut line).is_ok_and(|len| len > 0) {
         let text = String::from_utf8_lossy(&line);
-        write(&format!("[rank {rank}] {}", text.strip_suffix('\n').unwrap_or(&text)));
+        write(text.strip_suffix('\n').unwrap_or(&text));
         line.clear();
     }
 }
@@ -59,9 +71,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_line_is_prefixed_and_the_last_one_completed() {
+    fn every_line_is_passed_on_and_the_last_one_completed() {
         let lines = RefCell::new(Vec::new());
-        pass_on(&b"one\n\nthr\xffee"[..], 7, |line| lines.borrow_mut().push(line.to_owned()));
-        assert_eq!(*lines.borrow(), ["[rank 7] one", "[rank 7] ", "[rank 7] thr\u{fffd}ee"]);
+        pass_on(&b"one\n\nthr\xffee"[..], |line| lines.borrow_mut().push(line.to_owned()));
+        assert_eq!(*lines.borrow(), ["one", "", "thr\u{fffd}ee"]);
+        assert_eq!((prefix(0), prefix(7)), (String::new(), "[rank 7] ".to_owned()));
     }
 }

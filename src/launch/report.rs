@@ -9,6 +9,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::fs::MemfdFlags;
 
+use super::way_on;
 use crate::error::{Error, ExitCode, Result};
 use crate::metrics::redact;
 use crate::phase::{self, Phase, Pulse, terminal};
@@ -21,6 +22,9 @@ pub fn report_error(error: &Error, rank: Option<usize>) {
     let report = Report::of(error, rank);
     let Some(path) = std::env::var_os(ERROR_FILE_VARIABLE).map(PathBuf::from) else {
         terminal::say(&report);
+        if let (Error::Preempted { .. }, None) = (error, rank) {
+            terminal::say(format_args!("to continue: {}", way_on::resume_command()));
+        }
         return;
     };
     let json = serde_json::to_vec(&report).map_err(std::io::Error::from);

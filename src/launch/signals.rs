@@ -11,8 +11,9 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
+use super::way_on;
 use crate::error::{Error, Result};
-use crate::phase;
+use crate::phase::{self, terminal};
 
 /// Signals that ask a run to save and end, and that a launcher passes on.
 const REQUESTS: [i32; 4] = [libc::SIGTERM, libc::SIGINT, libc::SIGUSR1, libc::SIGHUP];
@@ -44,19 +45,44 @@ fn count(signal: i32, first: &AtomicU64, now_ns: u64) -> Option<Request> {
 
 /// Makes TERM, INT, USR1 and HUP ask this worker for a save and an orderly end ([`phase::request_stop`]); one that comes more
 /// than a second after the first ends it at once. A HUP that was ignored from the start (`nohup`) stays so.
-pub fn stop_on_signals() {
+/// With `tells`, a first one is answered on the terminal at once.
+pub fn stop_on_signals(tells: bool) {
+    if tells {
+        tell_requests();
+    }
     for signal in REQUESTS {
         set_handler(signal, handler_address(request_stop));
     }
 }
 
-extern "C" fn request_stop(signal: i32) {
-    if count(signal, &FIRST, monotonic_ns()) == Some(Request::Again) {
-        // SAFETY: both calls are async-signal-safe; the signal arrives again, now with its default action.
-        unsafe {
-            libc::signal(signal, libc::SIG_DFL);
-            libc::raise(signal);
+/// Starts a thread that says what a request to stop does; a handler may not write to the terminal. Without the thread a run stops
+/// all the same.
+fn tell_requests() {
+    let Ok((mut told, writer)) = UnixStream::pair() else { return };
+    let tell = move || {
+        if told.read_exact(&mut [0]).is_ok() {
+            terminal::say(format_args!(
+                "stop: {}; another signal after a second ends it at once, without saving",
+                way_on::SAVES
+            ));
         }
+    };
+    if std::thread::Builder::new().name("signals".to_owned()).spawn(tell).is_ok() {
+        REQUESTED.store(writer.into_raw_fd(), Ordering::Release); // the handler's for good
+    }
+}
+
+extern "C" fn request_stop(signal: i32) {
+    match count(signal, &FIRST, monotonic_ns()) {
+        Some(Request::First(_)) => put(&REQUESTED, 1),
+        Some(Request::Again) => {
+            // SAFETY: both calls are async-signal-safe; the signal arrives again, now with its default action.
+            unsafe {
+                libc::signal(signal, libc::SIG_DFL);
+                libc::raise(signal);
+            }
+        }
+        None => {}
     }
     phase::request_stop();
 }
@@ -99,6 +125,8 @@ pub(super) struct Inbox {
 
 /// The writing end that the handler finds; -1 is none.
 static PIPE: AtomicI32 = AtomicI32::new(-1);
+/// The one that a worker's handler finds.
+static REQUESTED: AtomicI32 = AtomicI32::new(-1);
 /// One inbox at a time.
 static OPEN: Mutex<()> = Mutex::new(());
 
@@ -108,11 +136,16 @@ extern "C" fn write_to_pipe(signal: i32) {
         Some(Request::Again) => AGAIN,
         None => return,
     };
-    // SAFETY: write is async-signal-safe and the pipe does not block; errno is put back for whoever was interrupted.
+    put(&PIPE, byte);
+}
+
+/// Writes a byte to a descriptor, if it is open. Async-signal-safe.
+fn put(descriptor: &AtomicI32, byte: u8) {
+    // SAFETY: write is async-signal-safe and takes one byte without blocking; errno is put back for whoever was interrupted.
     unsafe {
         let errno = libc::__errno_location();
         let before = *errno;
-        libc::write(PIPE.load(Ordering::Relaxed), (&raw const byte).cast(), 1);
+        libc::write(descriptor.load(Ordering::Relaxed), (&raw const byte).cast(), 1);
         *errno = before;
     }
 }

@@ -1,12 +1,13 @@
 //! A run: its workers from start to end, and again where restarts are left.
 
 use std::ffi::{OsStr, OsString};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
 use super::group::{Outcome, Workers};
 use super::output::Output;
 use super::signals::Inbox;
+use super::way_on;
 use super::worker::LaunchOptions;
 use crate::checkpoint;
 use crate::cuda;
@@ -38,8 +39,10 @@ fn launch(options: &LaunchOptions) -> Result<ExitCode> {
         let outcome = attempt(&options, num_restarts, &mut inbox)?;
         outcome.print();
         if num_restarts == options.max_restarts || !outcome.is_worth_a_restart() {
-            if outcome.is_worth_a_restart() {
-                saved(&options)?.last().into_iter().for_each(|(newest, _)| tell_way_on(newest, options.max_restarts));
+            if outcome.is_worth_a_restart() || outcome.was_stopped() {
+                let may_restart = outcome.is_worth_a_restart() && options.max_restarts == 0;
+                let hint = if may_restart { "; max_restarts=N continues by itself" } else { "" };
+                way_on::tell_way_on(options.output_dir.as_deref(), hint);
             }
             return Ok(outcome.code);
         }
@@ -55,21 +58,13 @@ fn launch(options: &LaunchOptions) -> Result<ExitCode> {
     unreachable!("the count has no end")
 }
 
-/// How to go on where no restart is left.
-fn tell_way_on(newest: &Path, max_restarts: usize) {
-    let by_itself = if max_restarts == 0 { "; max_restarts=N goes on by itself" } else { "" };
-    terminal::say(format_args!(
-        "saved: {}; to go on from it: resume_from_checkpoint=latest{by_itself}",
-        newest.display()
-    ));
-}
-
 /// All workers, once.
 fn attempt(options: &LaunchOptions, num_restarts: usize, inbox: &mut Inbox) -> Result<Outcome> {
     let mut output = Output::default();
     let mut workers = Workers::start(options, num_restarts, &mut output)?;
-    let interrupted = workers.wait(inbox);
+    let interrupted = workers.wait(inbox, options.saves_on_stop);
     output.finish(Duration::from_secs(1));
+    terminal::show(Vec::new()); // of a rank that was killed
     Ok(workers.outcome(interrupted))
 }
 

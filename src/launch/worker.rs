@@ -39,6 +39,8 @@ pub struct LaunchOptions {
     pub max_restarts: usize,
     /// Where workers that are started again find checkpoints to resume from.
     pub output_dir: Option<PathBuf>,
+    /// Whether workers that are asked to stop save first.
+    pub saves_on_stop: bool,
 }
 
 impl LaunchOptions {
@@ -53,6 +55,7 @@ impl LaunchOptions {
             needs_cuda: false,
             limits: HeartbeatConfig::default().limits(),
             max_restarts: 0,
+            saves_on_stop: false,
             output_dir: None,
         }
     }

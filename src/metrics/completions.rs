@@ -13,6 +13,7 @@ use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
 use parquet::record::Field;
 use parquet::schema::types::Type;
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 
 use crate::data::check_schema;
 use crate::dist::{Collective, all_gather_json};
@@ -20,8 +21,10 @@ use crate::error::{Error, Result};
 use crate::types::RolloutGroup;
 use crate::untrusted;
 
-/// Columns that are always there; rewards stand between `completion` and `reward` under their own names.
-const COLUMNS: [&str; 5] = ["step", "prompt", "completion", "reward", "advantage"];
+/// Columns that are always there; rewards stand between `reference_answer` and `reward` under their own names.
+const COLUMNS: [&str; 6] = ["step", "prompt", "completion", REFERENCE, "reward", "advantage"];
+/// The column with the row's answer, which nothing has where the rows have none.
+const REFERENCE: &str = "reference_answer";
 
 /// One completion as it is kept.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -32,6 +35,8 @@ pub struct CompletionRow {
     pub prompt: String,
     /// The completion's text.
     pub completion: String,
+    /// The answer that the row gives; JSON where it is no text.
+    pub reference_answer: Option<String>,
     /// Name and value of each reward; `None` where it failed.
     pub rewards: Vec<(String, Option<f32>)>,
     /// The weighted sum.
@@ -49,14 +54,12 @@ pub struct CompletionsWriter {
 }
 
 impl CompletionsWriter {
-    /// `reward_names` in the order of [`Completion::rewards`](crate::types::Completion::rewards).
+    /// `reward_names` in the order of [`Trajectory::rewards`](crate::types::Trajectory::rewards).
     ///
     /// # Errors
     /// [`Error::InvalidValue`] if a reward has the name of another column.
     pub fn new(output_dir: &Path, reward_names: &[String]) -> Result<Self> {
-        if let Some(name) = reward_names.iter().find(|name| COLUMNS.contains(&name.as_str())) {
-            return Err(Error::invalid_value("reward_funcs", name, format!("names other than {}", COLUMNS.join(", "))));
-        }
+        check_names(reward_names)?;
         Ok(Self { folder: output_dir.join("completions"), reward_names: reward_names.to_vec(), has_failed: false })
     }
 
@@ -66,31 +69,99 @@ impl CompletionsWriter {
     /// # Errors
     /// Those of the collective.
     pub fn write(&mut self, step: u64, groups: &[RolloutGroup], group: &dyn Collective) -> Result<()> {
-        let rows: Vec<Vec<CompletionRow>> = all_gather_json(group, "gather completions", &self.rows(step, groups))?;
+        let rows = gather_completions(step, &self.reward_names, groups, group)?;
         if group.rank() != 0 {
             return Ok(());
         }
         let path = self.folder.join(format!("completions_{step:05}.parquet"));
         let written = std::fs::create_dir_all(&self.folder).map_err(Error::io(&self.folder));
-        if let Err(error) = written.and_then(|()| write_rows(&path, &self.reward_names, &rows.concat()))
+        if let Err(error) = written.and_then(|()| write_rows(&path, &self.reward_names, &rows))
             && !std::mem::replace(&mut self.has_failed, true)
         {
             tracing::warn!("completions cannot be written: {error}; training goes on, this is said once");
         }
         Ok(())
     }
+}
 
-    fn rows(&self, step: u64, groups: &[RolloutGroup]) -> Vec<CompletionRow> {
-        let all = groups.iter().flat_map(|group| group.completions.iter().map(move |completion| (group, completion)));
-        all.map(|(group, completion)| CompletionRow {
-            step,
-            prompt: group.prompt.text.clone(),
-            completion: completion.text.clone(),
-            rewards: self.reward_names.iter().cloned().zip(completion.rewards.iter().copied()).collect(),
-            reward: completion.reward,
-            advantage: completion.advantage,
-        })
-        .collect()
+/// The completions of all ranks, in the order of ranks, on the first; none on the others. Collective over `group`.
+///
+/// # Errors
+/// Those of the collective.
+pub fn gather_completions(
+    step: u64,
+    reward_names: &[String],
+    groups: &[RolloutGroup],
+    group: &dyn Collective,
+) -> Result<Vec<CompletionRow>> {
+    let all: Vec<Vec<CompletionRow>> = all_gather_json(group, "gather completions", &rows(step, reward_names, groups))?;
+    Ok(if group.rank() == 0 { all.concat() } else { Vec::new() })
+}
+
+fn rows(step: u64, reward_names: &[String], groups: &[RolloutGroup]) -> Vec<CompletionRow> {
+    let all = groups.iter().flat_map(|group| group.completions.iter().map(move |completion| (group, completion)));
+    all.map(|(group, completion)| CompletionRow {
+        step,
+        prompt: group.prompt.text.clone(),
+        completion: completion.text.clone(),
+        reference_answer: group.prompt.columns.get("answer").and_then(answer_text),
+        rewards: reward_names.iter().cloned().zip(completion.rewards.iter().copied()).collect(),
+        reward: completion.reward,
+        advantage: completion.advantage,
+    })
+    .collect()
+}
+
+/// Refuses a file of samples that [`write_completions`] cannot write.
+///
+/// # Errors
+/// [`Error::InvalidValue`] for another extension, or a folder that is not there.
+pub fn check_samples_file(path: &Path) -> Result<()> {
+    let is_known = path.extension().is_some_and(|kind| kind == "jsonl" || kind == "parquet");
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    match is_known && folder.is_dir() && !path.is_dir() {
+        true => Ok(()),
+        false => {
+            Err(Error::invalid_value("--output", path.display(), "FILE.jsonl or FILE.parquet in a folder that exists"))
+        }
+    }
+}
+
+/// Writes samples as Parquet, or as JSON with one object a line, by the file's extension.
+///
+/// # Errors
+/// [`Error::Io`], [`Error::BadFile`] and [`Error::InvalidValue`] if it cannot be written.
+pub fn write_completions(path: &Path, reward_names: &[String], rows: &[CompletionRow]) -> Result<()> {
+    check_names(reward_names)?;
+    if path.extension().is_some_and(|kind| kind == "parquet") {
+        return write_rows(path, reward_names, rows);
+    }
+    let mut text = String::new();
+    for row in rows {
+        let CompletionRow { prompt, completion, reference_answer, rewards, reward, .. } = row;
+        let mut line =
+            json!({"prompt": prompt, "completion": completion, REFERENCE: reference_answer, "reward": reward});
+        rewards.iter().for_each(|(name, value)| line[name] = json!(value));
+        text += &format!("{line}\n");
+    }
+    std::fs::write(path, text).map_err(Error::io(path))
+}
+
+fn check_names(reward_names: &[String]) -> Result<()> {
+    match reward_names.iter().find(|name| COLUMNS.contains(&name.as_str())) {
+        Some(name) => {
+            Err(Error::invalid_value("reward_funcs", name, format!("names other than {}", COLUMNS.join(", "))))
+        }
+        None => Ok(()),
+    }
+}
+
+/// An answer as text; null is none.
+fn answer_text(answer: &Value) -> Option<String> {
+    match answer {
+        Value::Null => None,
+        Value::String(text) => Some(text.clone()),
+        other => Some(other.to_string()),
     }
 }
 
@@ -108,12 +179,15 @@ pub fn read_completions(path: &Path) -> Result<Vec<CompletionRow>> {
 
 fn parse_row<'a>(columns: impl Iterator<Item = (&'a String, &'a Field)>) -> CompletionRow {
     let (prompt, completion) = (String::new(), String::new());
-    let mut row = CompletionRow { step: 0, prompt, completion, rewards: Vec::new(), reward: None, advantage: 0.0 };
+    let rewards = Vec::new();
+    let mut row =
+        CompletionRow { step: 0, prompt, completion, reference_answer: None, rewards, reward: None, advantage: 0.0 };
     for (name, field) in columns {
         match (name.as_str(), field) {
             ("step", Field::Long(step)) => row.step = *step as u64,
             ("prompt", Field::Str(text)) => row.prompt.clone_from(text),
             ("completion", Field::Str(text)) => row.completion.clone_from(text),
+            (REFERENCE, Field::Str(text)) => row.reference_answer = Some(text.clone()),
             ("reward", Field::Float(reward)) => row.reward = Some(*reward),
             ("advantage", Field::Float(advantage)) => row.advantage = *advantage,
             (name, Field::Float(reward)) => row.rewards.push((name.to_owned(), Some(*reward))),
@@ -138,10 +212,15 @@ fn write_columns(file: File, reward_names: &[String], rows: &[CompletionRow]) ->
     write_column::<Int64Type>(&mut group, &rows.iter().map(|row| row.step as i64).collect::<Vec<_>>(), None)?;
     write_column::<ByteArrayType>(&mut group, &text(|row| &row.prompt), None)?;
     write_column::<ByteArrayType>(&mut group, &text(|row| &row.completion), None)?;
+    let answers = rows.iter().map(|row| row.reference_answer.as_deref().map(ByteArray::from));
+    write_optional::<ByteArrayType>(&mut group, answers)?;
     for index in 0..reward_names.len() {
-        write_optional(&mut group, rows.iter().map(|row| row.rewards.get(index).and_then(|reward| reward.1)))?;
+        write_optional::<FloatType>(
+            &mut group,
+            rows.iter().map(|row| row.rewards.get(index).and_then(|reward| reward.1)),
+        )?;
     }
-    write_optional(&mut group, rows.iter().map(|row| row.reward))?;
+    write_optional::<FloatType>(&mut group, rows.iter().map(|row| row.reward))?;
     write_column::<FloatType>(&mut group, &rows.iter().map(|row| row.advantage).collect::<Vec<_>>(), None)?;
     group.close()?;
     writer.close().map(drop)
@@ -155,6 +234,7 @@ fn schema(reward_names: &[String]) -> Result<Type, ParquetError> {
     let text = |name| column(name, Physical::BYTE_ARRAY, Repetition::REQUIRED, Some(LogicalType::String));
     let mut fields =
         vec![column("step", Physical::INT64, Repetition::REQUIRED, None)?, text("prompt")?, text("completion")?];
+    fields.push(column(REFERENCE, Physical::BYTE_ARRAY, Repetition::OPTIONAL, Some(LogicalType::String))?);
     for name in reward_names.iter().map(String::as_str).chain(["reward"]) {
         fields.push(column(name, Physical::FLOAT, Repetition::OPTIONAL, None)?);
     }
@@ -163,12 +243,12 @@ fn schema(reward_names: &[String]) -> Result<Type, ParquetError> {
 }
 
 /// Definition levels say which values of an optional column exist.
-fn write_optional(
+fn write_optional<T: DataType>(
     group: &mut SerializedRowGroupWriter<'_, File>,
-    values: impl Iterator<Item = Option<f32>> + Clone,
+    values: impl Iterator<Item = Option<T::T>> + Clone,
 ) -> Result<(), ParquetError> {
     let levels: Vec<i16> = values.clone().map(|value| i16::from(value.is_some())).collect();
-    write_column::<FloatType>(group, &values.flatten().collect::<Vec<_>>(), Some(&levels))
+    write_column::<T>(group, &values.flatten().collect::<Vec<_>>(), Some(&levels))
 }
 
 fn write_column<T: DataType>(
@@ -185,7 +265,7 @@ fn write_column<T: DataType>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::types::{Completion, fixtures};
+    use crate::types::{Prompt, Trajectory, fixtures};
 
     fn row(completion: &str, rewards: [Option<f32>; 2], reward: Option<f32>) -> CompletionRow {
         let rewards = [("format", rewards[0]), ("answer", rewards[1])].map(|(name, value)| (name.to_owned(), value));
@@ -193,6 +273,7 @@ mod tests {
             step: 42,
             prompt: "1 + 1 =".into(),
             completion: completion.into(),
+            reference_answer: reward.map(|_| "2".into()),
             rewards: rewards.into(),
             reward,
             advantage: -0.7,
@@ -217,15 +298,18 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         crate::dist::testing::threads(2, |group| {
             let mut writer = CompletionsWriter::new(folder.path(), &["format".to_owned()]).unwrap();
-            let completion = Completion {
+            let completion = Trajectory {
                 rewards: vec![Some(0.1)],
                 reward: Some(0.1),
                 ..fixtures::completion(&format!("from rank {}", group.rank()))
             };
-            let prompt = fixtures::prompt(0);
-            writer.write(7, &[RolloutGroup { prompt, completions: vec![completion] }], &*group).unwrap();
+            let columns = [("answer".to_owned(), serde_json::json!(7))].into_iter().collect();
+            let prompt = Prompt { columns: Arc::new(columns), ..fixtures::prompt(0) };
+            let group_of = RolloutGroup { completions: vec![completion], ..RolloutGroup::new(prompt) };
+            writer.write(7, &[group_of], &*group).unwrap();
         });
         let rows = read_completions(&folder.path().join("completions/completions_00007.parquet")).unwrap();
+        assert!(rows.iter().all(|row| row.reference_answer.as_deref() == Some("7")), "{rows:?}");
         let texts: Vec<_> = rows.iter().map(|row| (row.step, row.completion.as_str(), row.reward)).collect();
         assert_eq!(texts, [(7, "from rank 0", Some(0.1)), (7, "from rank 1", Some(0.1))]);
     }

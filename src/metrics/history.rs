@@ -44,6 +44,21 @@ impl LogHistory {
         self.lines.iter().flat_map(|line| line.names.iter().map(String::as_str).zip(line.values.iter().copied()))
     }
 
+    /// A metric's numbers, each with its step, oldest first. Lines without it, and those where it is not a number, are left out.
+    pub fn points(&self, name: &str) -> impl DoubleEndedIterator<Item = (u64, f64)> {
+        let of = move |line: &Arc<Line>| {
+            let place = line.names.iter().position(|other| other == name)?;
+            Some((line.step, line.values[place])).filter(|(_, value)| value.is_finite())
+        };
+        self.lines.iter().filter_map(of)
+    }
+
+    /// The lines with a metric whose name begins with `prefix`.
+    pub fn with(&self, prefix: &str) -> Self {
+        let has = |line: &&Arc<Line>| line.names.iter().any(|name| name.starts_with(prefix));
+        Self { shapes: self.shapes.clone(), lines: self.lines.iter().filter(has).cloned().collect() }
+    }
+
     /// The lines, each an object when it is serialised.
     pub fn lines(&self) -> impl Iterator<Item = &impl Serialize> {
         self.lines.iter().map(|line| &**line)

@@ -1,13 +1,25 @@
-//! The lines of a run: the first rank writes them and keeps them for checkpoints.
+//! A run's metrics: the first rank writes and shows the lines, and keeps them for checkpoints.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
 
 use super::history::LogHistory;
+use super::over_steps::over_steps;
+use super::progress::Progress;
 use super::report::write_report;
+use super::sidecar::Services;
 use super::step::MetricValues;
-use super::writer::MetricsWriter;
+use super::writer::{MetricsWriter, write_run_config};
 use crate::error::Result;
+
+/// Names of metrics of evaluations begin with this.
+const EVALUATION: &str = "eval_";
+/// The report is written again after this time at the earliest, and takes at most one part in `REPORT_COST` of a run.
+const REPORT_INTERVAL: Duration = Duration::from_secs(20);
+const REPORT_COST: u32 = 200;
 
 /// A run's metrics so far.
 #[derive(Debug)]
@@ -16,32 +28,134 @@ pub struct RunLog {
     writer: Option<MetricsWriter>,
     /// Empty on ranks that write nothing.
     history: LogHistory,
+    /// The evaluations among the lines, on every rank.
+    evaluations: LogHistory,
     /// A metric's first and newest number.
     ends: BTreeMap<String, (f64, f64)>,
+    next_report: Instant,
+    report_has_failed: bool,
+    display: Progress,
+    logging_steps: u64,
+    max_steps: u64,
+    interval: Vec<MetricValues>, // steps since the newest line
+    last_logged_step: u64,
+}
+
+/// What a checkpoint keeps of a run's metrics.
+#[derive(Debug, Clone, Default)]
+pub struct EarlierLog {
+    /// The checkpoint's folder.
+    pub folder: PathBuf,
+    /// Its step.
+    pub step: u64,
+    /// Every line written.
+    pub history: LogHistory,
+    /// Metrics of the steps since the newest line, as bits.
+    pub unlogged: Vec<BTreeMap<String, u64>>,
+}
+
+/// How often a run writes a line, and how many steps it has.
+#[derive(Debug, Clone, Copy)]
+pub struct LogOptions {
+    /// Steps between lines.
+    pub logging_steps: usize,
+    /// Steps in all.
+    pub max_steps: u64,
 }
 
 impl RunLog {
-    /// Opens the files of `output_dir`, if this rank `writes` them. A resumed run goes on after the step and the lines of
-    /// `earlier`.
+    /// Opens the files of `output_dir` and shows the run's progress, if this rank `writes`. A resumed run goes on from `earlier`.
     ///
     /// # Errors
-    /// Those of [`MetricsWriter::new`].
-    pub fn open(output_dir: &Path, writes: bool, earlier: Option<(u64, LogHistory)>) -> Result<Self> {
-        let (step, history) = earlier.map_or((None, LogHistory::default()), |(step, history)| (Some(step), history));
+    /// Those of [`MetricsWriter::new`]; [`Error::Io`](crate::Error::Io) if the configuration cannot be written.
+    pub fn open(
+        output_dir: &Path,
+        config: &impl Serialize,
+        options: LogOptions,
+        writes: bool,
+        earlier: Option<EarlierLog>,
+        services: &Services,
+    ) -> Result<Self> {
+        if writes {
+            write_run_config(output_dir, config)?;
+        }
+        let first_step = earlier.as_ref().map(|earlier| earlier.step);
+        let display = Progress::new(options.max_steps, first_step.unwrap_or(0), writes);
+        if let Some(earlier) = &earlier {
+            display.say(&format!("resumed from {}", earlier.folder.display()));
+        }
+        let EarlierLog { history, unlogged, .. } = earlier.unwrap_or_default();
         let mut ends = BTreeMap::new();
         history.numbers().for_each(|(name, value)| extend(&mut ends, name, value));
-        let writer = if writes { Some(MetricsWriter::new(output_dir, step)?) } else { None };
-        let history = if writes { history } else { LogHistory::default() };
-        Ok(Self { output_dir: output_dir.to_owned(), writer, history, ends })
+        let from_bits = |(name, bits): (String, u64)| (name, f64::from_bits(bits));
+        Ok(Self {
+            output_dir: output_dir.to_owned(),
+            writer: if writes { Some(MetricsWriter::new(output_dir, first_step, services)?) } else { None },
+            evaluations: history.with(EVALUATION),
+            history: if writes { history } else { LogHistory::default() },
+            ends,
+            next_report: Instant::now(),
+            report_has_failed: false,
+            display,
+            logging_steps: options.logging_steps as u64,
+            max_steps: options.max_steps,
+            interval: unlogged.into_iter().map(|values| values.into_iter().map(from_bits).collect()).collect(),
+            last_logged_step: first_step.unwrap_or(0),
+        })
     }
 
-    /// One line of metrics, already reduced.
+    /// Bars, and lines above them.
+    pub fn display(&self) -> &Progress {
+        &self.display
+    }
+
+    /// A step is done. Writes a line at the end of a logging interval and of the run, which says what its steps come to.
+    pub fn step(&mut self, step: u64, values: MetricValues) {
+        self.display.finish_step(step, &values);
+        self.interval.push(values);
+        let is_due = step / self.logging_steps > self.last_logged_step / self.logging_steps;
+        if is_due || step >= self.max_steps {
+            let line = over_steps(&std::mem::take(&mut self.interval));
+            self.write(step, line);
+            self.last_logged_step = step;
+        }
+    }
+
+    /// One line of metrics, already reduced. The report is written with the first one, and again from time to time.
     pub fn write(&mut self, step: u64, values: MetricValues) {
         if let Some(writer) = &mut self.writer {
             writer.write(step, &values);
             self.history.push(step, &values);
+            self.report_now_and_then();
+        }
+        if values.keys().any(|name| name.starts_with(EVALUATION)) {
+            self.evaluations.push(step, &values);
         }
         values.iter().for_each(|(name, value)| extend(&mut self.ends, name, *value));
+    }
+
+    fn report_now_and_then(&mut self) {
+        let start = Instant::now();
+        if start < self.next_report {
+            return;
+        }
+        if let Err(error) = write_report(&self.output_dir)
+            && !std::mem::replace(&mut self.report_has_failed, true)
+        {
+            tracing::warn!("the report cannot be written: {error}; training goes on, this is said once");
+        }
+        self.next_report = Instant::now() + REPORT_INTERVAL.max(start.elapsed() * REPORT_COST);
+    }
+
+    /// Writes the configuration again into an output folder that was deleted while the run was under way.
+    ///
+    /// # Errors
+    /// [`Error::Io`](crate::Error::Io).
+    pub fn begin_again(&self, config: &impl Serialize) -> Result<()> {
+        let folder = self.output_dir.display();
+        self.display
+            .say(&format!("warning: {folder} was deleted or moved: it is made again; what was saved there is gone"));
+        write_run_config(&self.output_dir, config)
     }
 
     /// Every line, those before a resume included, on the first rank; none on the others.
@@ -49,19 +163,37 @@ impl RunLog {
         &self.history
     }
 
+    /// Metrics of the steps that no line holds yet, as bits.
+    pub fn unlogged(&self) -> Vec<BTreeMap<String, u64>> {
+        let bits = |values: &MetricValues| values.iter().map(|(name, value)| (name.clone(), value.to_bits())).collect();
+        self.interval.iter().map(bits).collect()
+    }
+
     /// A metric's first and newest number, those before a resume included, on every rank.
     pub fn first_and_last(&self, name: &str) -> Option<(f64, f64)> {
         self.ends.get(name).copied()
     }
 
-    /// Writes the report where files are written. A run that was resumed after its last step, in another folder, has nothing to
-    /// report.
+    /// The evaluations, those before a resume included, on every rank.
+    pub fn evaluations(&self) -> &LogHistory {
+        &self.evaluations
+    }
+
+    /// Names of the metrics of evaluations so far, on every rank.
+    pub fn names_of_evaluations(&self) -> Vec<String> {
+        self.ends.keys().filter(|name| name.starts_with(EVALUATION)).cloned().collect()
+    }
+
+    /// Takes the bars away and writes the report where files are written. A run that was resumed after its last step, in another
+    /// folder, has nothing to report.
     ///
     /// # Errors
     /// Those of [`write_report`].
-    pub fn report(&mut self) -> Result<Option<PathBuf>> {
+    pub fn finish(&mut self) -> Result<Option<PathBuf>> {
+        self.display.finish();
         if let Some(writer) = &mut self.writer {
             writer.restore();
+            writer.finish();
         }
         let has_lines = std::fs::metadata(self.output_dir.join("metrics.jsonl")).is_ok_and(|file| file.len() > 0);
         if self.writer.is_some() && has_lines { write_report(&self.output_dir).map(Some) } else { Ok(None) }
@@ -73,5 +205,41 @@ fn extend(ends: &mut BTreeMap<String, (f64, f64)>, name: &str, value: f64) {
         _ if !value.is_finite() => {}
         Some((_, last)) => *last = value,
         None => drop(ends.insert(name.to_owned(), (value, value))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_report_is_there_from_the_first_line_on_and_where_it_cannot_be_the_run_goes_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let report = folder.path().join("report.html");
+        let line = || MetricValues::from([("reward".to_owned(), 0.5)]);
+        let open = |folder: &Path, writes, earlier| {
+            let options = LogOptions { logging_steps: 1, max_steps: 9 };
+            RunLog::open(folder, &serde_json::json!({}), options, writes, earlier, &Services::default()).unwrap()
+        };
+        let mut log = open(folder.path(), true, None);
+        log.write(1, line());
+        assert!(std::fs::read_to_string(&report).unwrap().contains("<svg"));
+        std::fs::remove_file(&report).unwrap();
+        std::fs::create_dir_all(report.join("in the way")).unwrap();
+        log.next_report = Instant::now();
+        log.write(2, line());
+        assert!(log.report_has_failed && log.history().lines().count() == 2);
+        let mut silent = open(&folder.path().join("other"), false, None);
+        silent.write(1, line());
+        silent.write(1, [("eval_reward".to_owned(), 0.5), ("eval_kl".to_owned(), f64::NAN)].into());
+        assert!(!folder.path().join("other").exists(), "another rank writes nothing");
+        assert_eq!(silent.evaluations().points("eval_reward").collect::<Vec<_>>(), [(1, 0.5)]);
+        assert_eq!(
+            (silent.history().lines().count(), silent.names_of_evaluations()),
+            (0, vec!["eval_reward".to_owned()])
+        );
+        let earlier = EarlierLog { step: 2, history: silent.evaluations().clone(), ..EarlierLog::default() };
+        let resumed = open(folder.path(), false, Some(earlier));
+        assert_eq!(resumed.evaluations().points("eval_reward").count(), 1);
     }
 }

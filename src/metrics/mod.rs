@@ -10,17 +10,20 @@ mod over_steps;
 mod progress;
 mod redact;
 mod report;
+mod sidecar;
 mod step;
 mod tensorboard;
 mod writer;
 
-pub use completions::{CompletionRow, CompletionsWriter, read_completions};
+pub use completions::{
+    CompletionRow, CompletionsWriter, check_samples_file, gather_completions, read_completions, write_completions,
+};
 pub use history::LogHistory;
 pub use jsonl::{MetricLine, read_metrics};
-pub use log::RunLog;
-pub use over_steps::over_steps;
+pub use log::{EarlierLog, LogOptions, RunLog};
 pub use progress::{Progress, download_progress, parts_progress, pinning_progress};
 pub use redact::{redact, redact_json};
 pub use report::write_report;
+pub use sidecar::Services;
 pub use step::{MetricValues, Reduce, StepMetrics};
-pub use writer::{MetricsWriter, write_run_config};
+pub use writer::MetricsWriter;

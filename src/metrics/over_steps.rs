@@ -40,7 +40,7 @@ fn rule(name: &str) -> OverSteps {
 
 /// One line from the reduced metrics of `steps`, oldest first: every name that any of them has, reduced over those that have
 /// it. NaN, which stands for nothing, is left out; of nothing but NaN the value is NaN.
-pub fn over_steps(steps: &[MetricValues]) -> MetricValues {
+pub(super) fn over_steps(steps: &[MetricValues]) -> MetricValues {
     let mut line = MetricValues::new();
     for name in steps.iter().flat_map(MetricValues::keys) {
         line.entry(name.clone()).or_insert_with(|| reduced(name, steps));

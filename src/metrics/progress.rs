@@ -1,26 +1,24 @@
-//! What a person sees while a run goes on: bars on a terminal, timestamped lines elsewhere.
+//! What a person sees while a run goes on: a status at the bottom of a terminal, timestamped lines elsewhere.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressStyle};
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 
 use super::step::MetricValues;
-use crate::phase::terminal;
+use crate::phase::terminal::{self, StatusLine};
 
 /// Lines outside a terminal come no closer than this; the last step always gets one.
 const LINE_INTERVAL: Duration = Duration::from_secs(1);
+/// The status is drawn anew no more often than this, but for a new phase or step.
+const FRAME_INTERVAL: Duration = Duration::from_millis(100);
+/// The least between two lines on host memory that is pinned, or on a download.
+const WAIT_INTERVAL: Duration = Duration::from_secs(5);
 
-/// The same for lines on pinned memory, at about a second a GiB.
-const PINNING_INTERVAL: Duration = Duration::from_secs(5);
-
-/// The least between two lines on a download.
-const DOWNLOAD_INTERVAL: Duration = Duration::from_secs(5);
-
-/// Metrics worth a glance, with the names used for them; a narrow terminal cuts the last ones.
+/// Metrics worth a glance, with the names used for them; a narrow terminal leaves out the last ones.
 const SHOWN: [(&str, &str); 7] = [
     ("reward", "reward"),
     ("loss", "loss"),
@@ -31,69 +29,90 @@ const SHOWN: [(&str, &str); 7] = [
     ("eval_reward", "eval reward"),
 ];
 
-/// The display of one run. Ranks other than the first hold a hidden one, so that no caller asks.
-#[derive(Debug)]
+/// The display of one run. Ranks other than the first hold a hidden one, so that no caller asks. Clones show the same.
+#[derive(Debug, Clone)]
 pub struct Progress {
     is_first_rank: bool,
-    steps: ProgressBar,
-    phase: ProgressBar,
-    lines: Option<Lines>,
+    state: Rc<RefCell<State>>,
+    lines: Option<Rc<Lines>>,
+}
+
+#[derive(Debug)]
+struct State {
+    start: Instant,
+    first_step: u64,
+    step: u64,
+    max_steps: u64,
+    summary: Vec<String>,
+    part: Option<Part>,
+    shown: Option<Instant>,
+}
+
+/// A phase of a step that is under way.
+#[derive(Debug)]
+struct Part {
+    name: String,
+    done: usize,
+    total: usize,
+    start: Instant,
+    num_tokens: usize,
 }
 
 #[derive(Debug)]
 struct Lines {
-    start: Instant,
     last: Cell<Option<Instant>>,
 }
 
-/// Tells whoever waits for host memory to be pinned, `(done, total)` in bytes at a time: a bar on a terminal, elsewhere a line
-/// every few seconds; nothing where not `is_first_rank`.
+/// Shows how much host memory is pinned, told `(done, total)` in bytes; nothing where not `is_first_rank`.
 pub fn pinning_progress(is_first_rank: bool) -> impl FnMut(usize, usize) {
-    let on_terminal = terminal::is_shown();
-    let style = style("host memory, GiB {bar:16.green/dim} {pos}/{len} {elapsed} < {eta}");
-    let bar = terminal::bars(is_first_rank).add(ProgressBar::no_length().with_style(style));
-    let mut last_line = Instant::now();
-    move |done, total| {
-        bar.set_length((total >> 30) as u64);
-        bar.set_position((done >> 30) as u64);
-        if done == total {
-            bar.finish_and_clear();
-        } else if is_first_rank && !on_terminal && last_line.elapsed() >= PINNING_INTERVAL {
-            last_line = Instant::now();
-            terminal::say(format_args!("host memory: {} of {} GiB pinned", done >> 30, total >> 30));
-        }
-    }
+    let wait = Wait::new("host memory pinned", "GiB", 1 << 30, is_first_rank, true);
+    move |done, total| wait.tell(done as u64, total as u64)
 }
 
-/// Shows how far a download is, told `(done, total)` in bytes by any thread: a bar on a terminal, elsewhere a line every few
-/// seconds.
+/// Shows how far a download is, told `(done, total)` in bytes by any thread.
 pub fn download_progress() -> impl Fn(u64, u64) + Send + Sync {
-    let on_terminal = terminal::is_shown();
-    let style = style("download {bar:16.green/dim} {bytes}/{total_bytes} {bytes_per_sec} {elapsed} < {eta}");
-    let bar = terminal::bars(true).add(ProgressBar::no_length().with_style(style));
-    let last_line = Mutex::new(Instant::now());
-    move |done, total| {
-        bar.set_length(total);
-        bar.set_position(done);
-        let mut last = last_line.lock().unwrap_or_else(|poison| poison.into_inner());
-        if done == total {
-            bar.finish_and_clear();
-        } else if !on_terminal && last.elapsed() >= DOWNLOAD_INTERVAL {
-            *last = Instant::now();
-            terminal::say(format_args!("download: {} of {} MB", done / 1_000_000, total / 1_000_000));
-        }
-    }
+    let wait = Wait::new("download", "MB", 1_000_000, true, true);
+    move |done, total| wait.tell(done, total)
 }
 
-/// Shows how far work is that is no run, `(done, total)` in parts at a time: a bar on a terminal, nothing elsewhere.
+/// Shows how far work is that is no run, told `(done, total)` in parts; nothing where there is no terminal.
 pub fn parts_progress(name: &'static str) -> impl FnMut(usize, usize) {
-    let style = style("{prefix} {bar:16.green/dim} {pos}/{len} {elapsed} < {eta}");
-    let bar = terminal::bars(true).add(ProgressBar::no_length().with_style(style).with_prefix(name));
-    move |done, total| {
-        bar.set_length(total as u64);
-        bar.set_position(done as u64);
-        if done == total {
-            bar.finish_and_clear();
+    let wait = Wait::new(name, "parts", 1, true, false);
+    move |done, total| wait.tell(done as u64, total as u64)
+}
+
+/// Something that is waited for: a bar on a terminal, elsewhere a line every few seconds.
+struct Wait {
+    name: &'static str,
+    unit: &'static str,
+    unit_size: u64,
+    is_wanted: bool,
+    has_lines: bool,
+    start: Instant,
+    last: Mutex<Option<Instant>>,
+}
+
+impl Wait {
+    fn new(name: &'static str, unit: &'static str, unit_size: u64, is_wanted: bool, has_lines: bool) -> Self {
+        Self { name, unit, unit_size, is_wanted, has_lines, start: Instant::now(), last: Mutex::new(None) }
+    }
+
+    fn tell(&self, done: u64, total: u64) {
+        let mut last = self.last.lock().unwrap_or_else(|poison| poison.into_inner());
+        let interval = if terminal::is_shown() { FRAME_INTERVAL } else { WAIT_INTERVAL };
+        let is_over = done >= total;
+        if !self.is_wanted || !(is_over || last.unwrap_or(self.start).elapsed() >= interval) {
+            return;
+        }
+        *last = Some(Instant::now());
+        let Self { name, unit, unit_size, .. } = self;
+        let count = format!("{}/{} {unit}", done / unit_size, total / unit_size);
+        if terminal::is_shown() {
+            let times = times(self.start.elapsed(), done, total);
+            let line = StatusLine::new([format!("{name} {} {count}", terminal::bar(done, total)), times]);
+            terminal::show(if is_over { Vec::new() } else { vec![line] });
+        } else if self.has_lines && !is_over {
+            terminal::say(format_args!("{name}: {count}"));
         }
     }
 }
@@ -102,47 +121,56 @@ impl Progress {
     /// For a run that is to end with step `max_steps` and has done `done` of them. Shows itself where `is_first_rank`, on
     /// standard error.
     pub fn new(max_steps: u64, done: u64, is_first_rank: bool) -> Self {
-        let all = terminal::bars(is_first_rank);
-        let steps = all.add(
-            ProgressBar::new(max_steps)
-                .with_style(style("{prefix} {bar:10.cyan/dim} {pos}/{len} {elapsed} < {eta}  {wide_msg}")),
-        );
-        steps.set_prefix("step");
-        steps.set_position(done);
-        steps.reset_eta();
-        let phase = all.add(ProgressBar::no_length().with_style(style("{prefix} {bar:10.green/dim} {pos}/{len}")));
-        let lines = Lines { start: Instant::now(), last: Cell::new(None) };
-        let lines = (is_first_rank && !terminal::is_shown()).then_some(lines);
-        Self { is_first_rank, steps, phase, lines }
+        let (start, summary) = (Instant::now(), Vec::new());
+        let state = State { start, first_step: done, step: done, max_steps, summary, part: None, shown: None };
+        let lines = (is_first_rank && !terminal::is_shown()).then(|| Rc::new(Lines { last: Cell::new(None) }));
+        Self { is_first_rank, state: Rc::new(RefCell::new(state)), lines }
     }
 
     /// Starts a phase of `total` parts: completed groups, micro-batches, held-out problems.
     pub fn begin_phase(&self, name: &str, total: usize) {
-        self.phase.set_prefix(name.to_owned());
-        self.phase.set_length(total as u64);
-        self.phase.set_position(0);
+        let part = Part { name: name.to_owned(), done: 0, total, start: Instant::now(), num_tokens: 0 };
+        self.state.borrow_mut().part = Some(part);
+        self.show(true);
     }
 
     /// One part of the phase is done.
     pub fn advance(&self) {
-        self.phase.inc(1);
+        self.change(|part| part.done += 1);
+    }
+
+    /// Tokens that a GPU has sampled in the phase so far.
+    pub fn sampled(&self, num_tokens: usize) {
+        self.change(|part| part.num_tokens = num_tokens);
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Part)) {
+        let mut state = self.state.borrow_mut();
+        if let Some(part) = state.part.as_mut() {
+            change(part);
+        }
+        let is_over = state.part.as_ref().is_some_and(|part| part.done == part.total);
+        drop(state);
+        self.show(is_over);
     }
 
     /// A step is done: its number and metrics.
     pub fn finish_step(&self, step: u64, values: &MetricValues) {
-        self.steps.set_position(step);
-        self.steps.set_message(summary(values));
+        let mut state = self.state.borrow_mut();
+        (state.step, state.summary, state.part) = (step, summary(values), None);
+        let (text, total) = (state.summary.join("  "), state.max_steps);
+        let times =
+            times(state.start.elapsed(), step.saturating_sub(state.first_step), total.saturating_sub(state.first_step));
+        drop(state);
+        self.show(true);
         let Some(lines) = &self.lines else { return };
-        let is_last = Some(step) == self.steps.length();
-        if is_last || lines.last.get().is_none_or(|last| last.elapsed() >= LINE_INTERVAL) {
+        if step == total || lines.last.get().is_none_or(|last| last.elapsed() >= LINE_INTERVAL) {
             lines.last.set(Some(Instant::now()));
-            let elapsed_s = lines.start.elapsed().as_secs_f64();
-            let total = self.steps.length().unwrap_or(step);
-            self.say(&format!("step {step}/{total} | {} | {elapsed_s:.0} s", summary(values)));
+            self.say(&format!("step {step}/{total} | {text} | {times}"));
         }
     }
 
-    /// Prints a line above the bars, or with a timestamp where there are none.
+    /// Prints a line above the status, or with a timestamp where there is none.
     pub fn say(&self, text: &str) {
         if self.lines.is_some() {
             terminal::say(format_args!("{} {text}", timestamp()));
@@ -151,23 +179,77 @@ impl Progress {
         }
     }
 
-    /// Takes the bars away.
+    /// Takes the status away.
     pub fn finish(&self) {
-        self.phase.finish_and_clear();
-        self.steps.finish();
+        if self.is_first_rank {
+            terminal::show(Vec::new());
+        }
+    }
+
+    /// Draws the status, if it is time to.
+    fn show(&self, is_new: bool) {
+        let mut state = self.state.borrow_mut();
+        let is_due = is_new || state.shown.is_none_or(|shown| shown.elapsed() >= FRAME_INTERVAL);
+        if self.is_first_rank && terminal::is_shown() && is_due {
+            state.shown = Some(Instant::now());
+            terminal::show(state.status());
+        }
     }
 }
 
-fn style(template: &str) -> ProgressStyle {
-    ProgressStyle::with_template(template).expect("the templates of this file parse").progress_chars("━━╌")
+impl State {
+    fn status(&self) -> Vec<StatusLine> {
+        let Self { step, max_steps, first_step, .. } = self;
+        let bar = terminal::bar(*step, *max_steps);
+        let times =
+            times(self.start.elapsed(), step.saturating_sub(*first_step), max_steps.saturating_sub(*first_step));
+        let steps = [format!("step {step}/{max_steps} {bar}"), times].into_iter().chain(self.summary.clone());
+        std::iter::once(StatusLine::new(steps)).chain(self.part.as_ref().map(Part::status)).collect()
+    }
 }
 
-fn summary(values: &MetricValues) -> String {
+impl Part {
+    fn status(&self) -> StatusLine {
+        let Self { name, done, total, .. } = self;
+        let unit = match name.as_str() {
+            "generate" => "groups",
+            "evaluate" => "problems",
+            _ => "micro-batches",
+        };
+        let bar = terminal::bar(*done as u64, *total as u64);
+        let rate = match self.num_tokens {
+            0 => String::new(),
+            num => {
+                let rate = num as f64 / self.start.elapsed().as_secs_f64().max(1e-3);
+                format!("{} tokens/s a GPU", super::report::number(rate))
+            }
+        };
+        StatusLine::new([format!("{name} {bar} {done}/{total} {unit}"), rate])
+    }
+}
+
+/// `1:05 < 10:20`: the time that was taken, and what is left at that rate where there is one.
+fn times(elapsed: Duration, done: u64, total: u64) -> String {
+    let left = total.saturating_sub(done);
+    match (done, left) {
+        (0, _) | (_, 0) => clock(elapsed),
+        _ => format!("{} < {}", clock(elapsed), clock(elapsed.mul_f64(left as f64 / done as f64))),
+    }
+}
+
+/// `9:05`, or with hours `1:09:05`.
+fn clock(time: Duration) -> String {
+    let seconds = time.as_secs();
+    let (hours, minutes, seconds) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
+    if hours > 0 { format!("{hours}:{minutes:02}:{seconds:02}") } else { format!("{minutes}:{seconds:02}") }
+}
+
+fn summary(values: &MetricValues) -> Vec<String> {
     let shown = SHOWN.iter().filter_map(|(name, label)| {
         let value = *values.get(*name)?;
         Some(format!("{label} {}", super::report::number(value)))
     });
-    shown.collect::<Vec<_>>().join("  ")
+    shown.collect()
 }
 
 /// UTC to the second, as the log's own.
@@ -185,8 +267,31 @@ mod tests {
     fn a_line_names_what_matters_and_leaves_out_what_is_absent() {
         let values = [("loss", 0.01234), ("reward", 0.5), ("num_tokens", 9.0)];
         let values = values.map(|(name, value)| (name.to_owned(), value)).into();
-        assert_eq!(summary(&values), "reward 0.5  loss 0.0123");
+        assert_eq!(summary(&values), ["reward 0.5", "loss 0.0123"]);
         assert_eq!(timestamp().len(), "2026-01-01T00:00:00Z".len());
+    }
+
+    #[test]
+    fn the_status_says_how_far_a_step_is_and_when_the_run_ends() {
+        let progress = Progress::new(20, 2, false);
+        progress.finish_step(7, &[("reward".to_owned(), 0.5)].into());
+        progress.begin_phase("generate", 4);
+        progress.advance();
+        progress.sampled(1000);
+        let mut state = progress.state.borrow_mut();
+        state.start = Instant::now() - Duration::from_secs(100);
+        state.part.as_mut().unwrap().start = Instant::now() - Duration::from_secs(2);
+        let status = format!("{:?}", state.status());
+        for part in [
+            "step 7/20 ━━━╌╌╌╌╌╌╌",
+            "1:40 < 4:20",
+            "reward 0.5",
+            "generate ━━╌╌╌╌╌╌╌╌ 1/4 groups",
+            "500 tokens/s a GPU",
+        ] {
+            assert!(status.contains(part), "{part}: {status}");
+        }
+        assert_eq!(clock(Duration::from_secs(3 * 3600 + 65)), "3:01:05");
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::jsonl::{JsonLines, MetricLine};
 use super::redact::redact_json;
+use super::sidecar::{Services, Sidecar};
 use super::step::MetricValues;
 use super::tensorboard::EventFile;
 use crate::error::{Error, Result};
@@ -16,21 +17,25 @@ use crate::error::{Error, Result};
 pub struct MetricsWriter {
     lines: Destination<JsonLines>,
     events: Destination<EventFile>,
+    sidecar: Sidecar,
 }
 
 impl MetricsWriter {
-    /// Opens `metrics.jsonl` and `tensorboard/` in the output folder. On resume, lines after `resume_step` are dropped and
-    /// TensorBoard is told to forget them; otherwise an old metrics.jsonl is moved aside.
+    /// Opens `metrics.jsonl` and what `services` name: `tensorboard/` in the output folder, a process for the others. On resume, lines
+    /// after `resume_step` are dropped and TensorBoard is told to forget them; otherwise an old metrics.jsonl is moved aside.
     ///
     /// # Errors
     /// [`Error::Io`] if metrics.jsonl cannot be opened.
-    pub fn new(output_dir: &Path, resume_step: Option<u64>) -> Result<Self> {
+    pub fn new(output_dir: &Path, resume_step: Option<u64>, services: &Services) -> Result<Self> {
         std::fs::create_dir_all(output_dir).map_err(Error::io(output_dir))?;
         let lines = JsonLines::open(&output_dir.join("metrics.jsonl"), resume_step)?;
         let first_step = resume_step.map_or(0, |step| step + 1);
         let mut events = Destination { name: "tensorboard", open: None, has_failed: false };
-        events.open = events.attempt(|_| EventFile::create(&output_dir.join("tensorboard"), now(), first_step));
-        Ok(Self { lines: Destination { name: "metrics.jsonl", open: Some(lines), has_failed: false }, events })
+        if services.tensorboard {
+            events.open = events.attempt(|_| EventFile::create(&output_dir.join("tensorboard"), now(), first_step));
+        }
+        let sidecar = Sidecar::start(output_dir, services, resume_step);
+        Ok(Self { lines: Destination { name: "metrics.jsonl", open: Some(lines), has_failed: false }, events, sidecar })
     }
 
     /// Writes one line for `step`: training metrics, or evaluation metrics whose names start with `eval_`.
@@ -38,6 +43,12 @@ impl MetricsWriter {
         let line = MetricLine { step, time: now(), values: values.clone() };
         self.lines.attempt(|open| open.as_mut().map_or(Ok(()), |lines| lines.append(&line)));
         self.events.attempt(|open| open.as_mut().map_or(Ok(()), |events| events.scalars(line.time, step, values)));
+        self.sidecar.look();
+    }
+
+    /// Waits, though not for ever, until W&B and trackio have what is written.
+    pub(super) fn finish(&mut self) {
+        self.sidecar.finish();
     }
 
     /// Makes metrics.jsonl again where it was deleted or moved.
@@ -90,10 +101,14 @@ mod tests {
     use super::*;
     use crate::metrics::read_metrics;
 
+    fn tensorboard() -> Services {
+        Services { tensorboard: true, ..Services::default() }
+    }
+
     #[test]
     fn lines_and_events_are_written() {
         let folder = tempfile::tempdir().unwrap();
-        let mut writer = MetricsWriter::new(folder.path(), None).unwrap();
+        let mut writer = MetricsWriter::new(folder.path(), None, &tensorboard()).unwrap();
         writer.write(1, &[("loss".to_owned(), 0.5)].into());
         let lines = read_metrics(&folder.path().join("metrics.jsonl")).unwrap();
         assert_eq!((lines[0].step, lines[0].values["loss"]), (1, 0.5));
@@ -104,7 +119,7 @@ mod tests {
     fn a_failing_logger_does_not_end_training() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("tensorboard"), "a file where a folder should be").unwrap();
-        let mut writer = MetricsWriter::new(folder.path(), None).unwrap();
+        let mut writer = MetricsWriter::new(folder.path(), None, &tensorboard()).unwrap();
         assert!(writer.events.has_failed);
         writer.write(1, &[("loss".to_owned(), 0.5)].into());
         assert_eq!(read_metrics(&folder.path().join("metrics.jsonl")).unwrap().len(), 1);

@@ -3,6 +3,7 @@
 //! transformers 5 writes `dtype` and `rope_parameters` where 4 wrote `torch_dtype`, `rope_theta` and `rope_scaling`.
 //! Both are read, and both are written. What the decoder cannot compute is refused, never ignored.
 
+mod rope;
 #[cfg(test)]
 mod tests;
 
@@ -11,15 +12,14 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 use tch::Kind;
 
-use super::block::{NormPlaces, QkNorm};
+use super::families::{Family, Traits, Window};
 use super::json::JsonObject;
-use super::spec::{Family, Llama3Scaling, ModelSpec};
+use super::spec::ModelSpec;
 use crate::error::{Error, Result};
+use crate::ops::rope::RopeScaling;
 
 /// Standard deviation of fresh weights, as every family's configuration has it.
 pub(super) const INITIALIZER_RANGE: f64 = 0.02;
-/// transformers' default where a file names no base.
-const DEFAULT_ROPE_THETA: f64 = 10_000.0;
 
 impl ModelSpec {
     /// Reads a model folder's `config.json`, and the end-of-sequence ids of `generation_config.json` where it has them.
@@ -50,19 +50,9 @@ impl ModelSpec {
 
     /// `config.json`, readable by transformers 4 and 5.
     pub fn to_config_json(&self) -> Value {
-        let (architecture, model_type) = names(self.family);
+        let Traits { architecture, model_type, window, .. } = self.family.traits();
         let dtype = dtype_name(self.dtype);
-        let mut rope = json!({"rope_type": "default", "rope_theta": self.rope_theta});
-        if let Some(scaling) = &self.rope_scaling {
-            rope = json!({
-                "rope_type": "llama3",
-                "rope_theta": self.rope_theta,
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_position_embeddings as u64,
-            });
-        }
+        let rope = rope::write(self.rope_theta, self.rope_scaling.as_ref());
         let mut config = json!({
             "architectures": [architecture],
             "model_type": model_type,
@@ -89,7 +79,7 @@ impl ModelSpec {
             "torch_dtype": dtype,
             "sliding_window": self.sliding_window,
         });
-        if matches!(self.family, Family::Qwen2 | Family::Qwen3) {
+        if window == Window::Switched {
             config["use_sliding_window"] = json!(self.sliding_window.is_some());
             config["max_window_layers"] = json!(if self.sliding_window.is_some() { 0 } else { self.num_layers });
         }
@@ -124,15 +114,6 @@ impl ModelSpec {
     }
 }
 
-fn names(family: Family) -> (&'static str, &'static str) {
-    match family {
-        Family::Qwen2 => ("Qwen2ForCausalLM", "qwen2"),
-        Family::Qwen3 => ("Qwen3ForCausalLM", "qwen3"),
-        Family::Llama => ("LlamaForCausalLM", "llama"),
-        Family::Mistral => ("MistralForCausalLM", "mistral"),
-    }
-}
-
 fn dtype_name(kind: Kind) -> &'static str {
     match kind {
         Kind::Float => "float32",
@@ -150,7 +131,13 @@ fn parse(config: &JsonObject) -> Result<ModelSpec> {
     let num_layers = config.size("num_hidden_layers", 1 << 12)?;
     let vocab_size = config.size("vocab_size", 1 << 24)?;
     let max_position_embeddings = config.size("max_position_embeddings", 1 << 31)?;
-    let (rope_theta, rope_scaling) = rope(config)?;
+    let (rope_theta, rope_scaling) = rope::read(config)?;
+    let Traits { qkv_bias, qk_norm, norms, head_dim: usual_head_dim, window, .. } = family.traits();
+    // Files that ask for YaRN often leave the context of the pre-training beside it.
+    let extended = match rope_scaling {
+        Some(RopeScaling::Yarn(yarn)) => ((yarn.original_max_position_embeddings * yarn.factor) as usize).min(1 << 31),
+        _ => 0,
+    };
     let spec = ModelSpec {
         family,
         vocab_size,
@@ -159,16 +146,16 @@ fn parse(config: &JsonObject) -> Result<ModelSpec> {
         num_layers,
         num_heads,
         num_kv_heads: config.size("num_key_value_heads", 1 << 12)?,
-        head_dim: head_dim(config, family, hidden_size, num_heads)?,
+        head_dim: head_dim(config, usual_head_dim, hidden_size, num_heads)?,
         rms_norm_eps: config.positive("rms_norm_eps")?,
         rope_theta,
         rope_scaling,
         tie_word_embeddings: config.flag("tie_word_embeddings")?,
-        qkv_bias: family == Family::Qwen2,
-        qk_norm: (family == Family::Qwen3).then_some(QkNorm::Head),
-        norms: NormPlaces::PRE,
-        sliding_window: sliding_window(config, family, num_layers)?,
-        max_position_embeddings,
+        qkv_bias,
+        qk_norm,
+        norms,
+        sliding_window: sliding_window(config, window, num_layers)?,
+        max_position_embeddings: max_position_embeddings.max(extended),
         bos_token_id: token_ids(config, "bos_token_id", vocab_size)?.first().copied(),
         eos_token_ids: token_ids(config, "eos_token_id", vocab_size)?,
         dtype: dtype(config)?,
@@ -180,16 +167,15 @@ fn parse(config: &JsonObject) -> Result<ModelSpec> {
 }
 
 fn family(config: &JsonObject) -> Result<Family> {
-    let all = [Family::Qwen2, Family::Qwen3, Family::Llama, Family::Mistral];
     let architecture = config.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str);
     let model_type = config.get("model_type").and_then(Value::as_str);
-    let found = all.into_iter().find(|&family| match architecture {
-        Some(architecture) => names(family).0 == architecture,
-        None => Some(names(family).1) == model_type,
+    let found = Family::ALL.into_iter().find(|family| match architecture {
+        Some(architecture) => family.traits().architecture == architecture,
+        None => Some(family.traits().model_type) == model_type,
     });
     found.ok_or_else(|| {
         let key = if architecture.is_some() { "architectures" } else { "model_type" };
-        config.wrong(key, format!("one of {}", all.map(|family| names(family).0).join(", ")))
+        config.wrong(key, format!("one of {}", Family::ALL.map(|family| family.traits().architecture).join(", ")))
     })
 }
 
@@ -211,13 +197,13 @@ fn refuse_unsupported(config: &JsonObject) -> Result<()> {
     }
 }
 
-/// Absent, it is `hidden_size / num_attention_heads`, but 128 in Qwen3, as in transformers.
-fn head_dim(config: &JsonObject, family: Family, hidden_size: usize, num_heads: usize) -> Result<usize> {
-    let head_dim = match config.get("head_dim") {
-        Some(_) => config.size("head_dim", 1 << 12)?,
-        None if family == Family::Qwen3 => 128,
-        None if hidden_size.is_multiple_of(num_heads) => hidden_size / num_heads,
-        None => {
+/// Absent, it is the family's usual one, or `hidden_size / num_attention_heads`, as in transformers.
+fn head_dim(config: &JsonObject, usual: Option<usize>, hidden_size: usize, num_heads: usize) -> Result<usize> {
+    let head_dim = match (config.get("head_dim"), usual) {
+        (Some(_), _) => config.size("head_dim", 1 << 12)?,
+        (None, Some(usual)) => usual,
+        (None, None) if hidden_size.is_multiple_of(num_heads) => hidden_size / num_heads,
+        (None, None) => {
             return Err(config.wrong("num_attention_heads", format!("a divisor of hidden_size = {hidden_size}")));
         }
     };
@@ -227,48 +213,17 @@ fn head_dim(config: &JsonObject, family: Family, hidden_size: usize, num_heads: 
     }
 }
 
-/// Where both spellings are present, `rope_scaling` counts, as in transformers 5.
-fn rope(config: &JsonObject) -> Result<(f64, Option<Llama3Scaling>)> {
-    let key = if config.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" };
-    let Some(rope) = config.object(key)? else {
-        let theta = config.get("rope_theta").map(|_| config.positive("rope_theta")).transpose()?;
-        return Ok((theta.unwrap_or(DEFAULT_ROPE_THETA), None));
-    };
-    let theta = match [&rope, config].into_iter().find(|place| place.get("rope_theta").is_some()) {
-        Some(place) => place.positive("rope_theta")?,
-        None => DEFAULT_ROPE_THETA,
-    };
-    let type_key = if rope.get("rope_type").is_some() { "rope_type" } else { "type" };
-    match rope.get(type_key).map(Value::as_str) {
-        None | Some(Some("default")) => Ok((theta, None)),
-        Some(Some("llama3")) => {
-            let scaling = Llama3Scaling {
-                factor: rope.positive("factor")?,
-                low_freq_factor: rope.positive("low_freq_factor")?,
-                high_freq_factor: rope.positive("high_freq_factor")?,
-                original_max_position_embeddings: rope.size("original_max_position_embeddings", 1 << 31)? as f64,
-            };
-            if scaling.high_freq_factor <= scaling.low_freq_factor {
-                return Err(rope.wrong("high_freq_factor", "more than low_freq_factor"));
-            }
-            Ok((theta, Some(scaling)))
-        }
-        Some(_) => Err(rope.wrong(type_key, "\"default\" or \"llama3\"")),
-    }
-}
-
-/// Qwen's window counts only with `use_sliding_window`, and from layer `max_window_layers` on; Mistral's counts in every
-/// layer and is 4096 where the key is missing.
-fn sliding_window(config: &JsonObject, family: Family, num_layers: usize) -> Result<Option<usize>> {
+/// The window of all layers.
+fn sliding_window(config: &JsonObject, counts: Window, num_layers: usize) -> Result<Option<usize>> {
     let key = "sliding_window";
-    let window = match family {
-        Family::Llama => return Ok(None),
-        Family::Mistral if !config.has(key) => return Ok(Some(4096)),
-        Family::Qwen2 | Family::Qwen3 if !config.flag("use_sliding_window")? => return Ok(None),
+    let window = match counts {
+        Window::Never => return Ok(None),
+        Window::Always(usual) if !config.has(key) => return Ok(Some(usual)),
+        Window::Switched if !config.flag("use_sliding_window")? => return Ok(None),
         _ if config.get(key).is_none() => return Ok(None),
         _ => config.size(key, 1 << 31)?,
     };
-    if family == Family::Mistral {
+    if counts != Window::Switched {
         return Ok(Some(window));
     }
     let num_sliding = match config.get("layer_types").and_then(Value::as_array) {

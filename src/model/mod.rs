@@ -4,6 +4,7 @@
 //! | file | what it is |
 //! |---|---|
 //! | `spec` | the shape of a network |
+//! | `families` | what belongs to a family, not to a model |
 //! | `config_json`, `json` | that shape from and to a model folder; its JSON files |
 //! | `preset` | published shapes |
 //! | `params` | the flat layout of its weights |
@@ -19,6 +20,7 @@
 mod block;
 mod config_json;
 mod export;
+mod families;
 mod files;
 mod head;
 mod init;
@@ -33,13 +35,14 @@ mod spec;
 mod tests;
 mod views;
 
-pub(crate) use block::product_work;
 pub use block::{
-    Attention, AttentionParams, AttentionSpec, BlockContext, BlockParams, BlockSpec, DenseParams, DenseSpec,
-    ElementBytes, Linear, LinearSpec, Matrix, Mixer, Mlp, NormPlaces, Norms, PackedAttention, Piece, QkNorm,
-    SavedBlock, Split, attention_scale, block_backward, block_forward,
+    Attention, AttentionSpec, BlockContext, BlockParams, BlockSpec, DenseSpec, ElementBytes, Linear, LinearSpec,
+    Matrix, Mixer, Mlp, NormNames, NormPlaces, PackedAttention, Piece, QkNorm, SavedBlock, Split, attention_scale,
+    block_backward, block_forward,
 };
+pub(crate) use block::{MIXER_NORMS, MLP_NORMS, product_work};
 pub use export::export_folder;
+pub use families::Family;
 pub(crate) use files::{MappedFile, encode_header, sync};
 pub use files::{WeightFiles, WeightWriter};
 pub use head::{SavedHead, Scored, Scoring, head_backward, head_chunk_tokens, head_forward};
@@ -50,5 +53,5 @@ pub use params::{ALIGNMENT, Param, ParamName, ParamTable, Unit, UnitLayout};
 pub use preset::PRESETS;
 pub use quantized::QuantizedBlock;
 pub use source::ModelSource;
-pub use spec::{Family, Llama3Scaling, ModelSpec};
+pub use spec::ModelSpec;
 pub use views::{EmbeddingParams, HeadParams};

@@ -3,10 +3,12 @@
 use tch::Kind;
 
 use super::block::{NormPlaces, QkNorm};
-use super::spec::{Family, Llama3Scaling, ModelSpec};
+use super::families::Family;
+use super::spec::ModelSpec;
+use crate::ops::rope::{Llama3Scaling, RopeScaling};
 
 /// Names that [`ModelSpec::preset`] knows.
-pub const PRESETS: [&str; 14] = [
+pub const PRESETS: [&str; 16] = [
     "micro",
     "tiny",
     "qwen2.5-0.5b",
@@ -21,6 +23,8 @@ pub const PRESETS: [&str; 14] = [
     "qwen3-8b",
     "llama3.2-1b",
     "llama3.1-8b",
+    "olmo2-1b",
+    "olmo2-7b",
 ];
 
 impl ModelSpec {
@@ -43,6 +47,8 @@ impl ModelSpec {
             "qwen3-8b" => qwen3([151_936, 4_096, 12_288, 36, 32, 8, 128], false),
             "llama3.2-1b" => llama3([128_256, 2_048, 8_192, 16, 32, 8, 64], true, 32.0),
             "llama3.1-8b" => llama3([128_256, 4_096, 14_336, 32, 32, 8, 128], false, 8.0),
+            "olmo2-1b" => olmo2([100_352, 2_048, 8_192, 16, 16, 16, 128]),
+            "olmo2-7b" => olmo2([100_352, 4_096, 11_008, 32, 32, 32, 128]),
             _ => return None,
         };
         Some(spec)
@@ -86,6 +92,21 @@ fn qwen3(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
     }
 }
 
+fn olmo2(sizes: [usize; 7]) -> ModelSpec {
+    ModelSpec {
+        family: Family::Olmo2,
+        rope_theta: 5e5,
+        qkv_bias: false,
+        qk_norm: Some(QkNorm::All),
+        norms: NormPlaces::POST,
+        max_position_embeddings: 4_096,
+        bos_token_id: None,
+        eos_token_ids: vec![100_257],
+        dtype: Kind::BFloat16,
+        ..qwen2(sizes, false)
+    }
+}
+
 fn llama3(sizes: [usize; 7], tie_word_embeddings: bool, factor: f64) -> ModelSpec {
     let rope_scaling = Llama3Scaling {
         factor,
@@ -97,7 +118,7 @@ fn llama3(sizes: [usize; 7], tie_word_embeddings: bool, factor: f64) -> ModelSpe
         family: Family::Llama,
         rms_norm_eps: 1e-5,
         rope_theta: 5e5,
-        rope_scaling: Some(rope_scaling),
+        rope_scaling: Some(RopeScaling::Llama3(rope_scaling)),
         qkv_bias: false,
         max_position_embeddings: 131_072,
         bos_token_id: Some(128_000),

@@ -6,24 +6,11 @@ use std::path::Path;
 use tch::Kind;
 
 use super::block::{AttentionSpec, BlockSpec, DenseSpec, Mixer, Mlp, NormPlaces, QkNorm};
+use super::families::Family;
 use super::params::{Unit, shapes};
 use crate::cuda::kernels::{DecoderSizes, Unserved, unserved};
 use crate::error::{Error, Result};
-pub use crate::ops::rope::Llama3Scaling;
-use crate::ops::rope::Rope;
-
-/// Architectures served by the one decoder; they differ in the switches of [`ModelSpec`] and in their `config.json`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Family {
-    /// Qwen2 and Qwen2.5: biases on query, key and value.
-    Qwen2,
-    /// Qwen3: RMSNorm on every query and key head.
-    Qwen3,
-    /// Llama 3.x: rope scaled by wavelength.
-    Llama,
-    /// Mistral: sliding window.
-    Mistral,
-}
+use crate::ops::rope::{Rope, RopeScaling};
 
 /// A decoder-only transformer. Field names are those of `config.json` where one exists.
 #[derive(Debug, Clone, PartialEq)]
@@ -49,7 +36,7 @@ pub struct ModelSpec {
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
     /// Scaling of the rotary frequencies.
-    pub rope_scaling: Option<Llama3Scaling>,
+    pub rope_scaling: Option<RopeScaling>,
     /// The head is the embedding table.
     pub tie_word_embeddings: bool,
     /// Query, key and value have biases.

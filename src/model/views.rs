@@ -48,7 +48,7 @@ mod tests {
     use tch::{Device, Kind};
 
     use super::*;
-    use crate::model::{BlockParams, Linear, ModelSpec, ParamTable, Piece, Unit};
+    use crate::model::{BlockParams, Linear, Matrix, ModelSpec, ParamTable, Piece, Unit};
 
     fn spec(num_heads: usize, num_kv_heads: usize) -> Arc<ModelSpec> {
         Arc::new(ModelSpec { num_heads, num_kv_heads, ..ModelSpec::preset("micro").unwrap() })
@@ -84,13 +84,13 @@ mod tests {
             let layout = table.unit(Unit::Block(1));
             let flat = Tensor::arange(layout.len as i64, (Kind::Double, Device::Cpu));
             let whole = BlockParams::view(&spec, layout, &flat);
-            let [q, k, v] = rows(&whole.attention.qkv, &spec, kv_heads as i64);
+            let [q, k, v] = rows(whole.linear(Matrix::Qkv), &spec, kv_heads as i64);
             for tp_size in sizes {
                 spec.validate_tp(tp_size).unwrap();
                 let (_, local) = spec.tp_heads(tp_size);
                 let slices: Vec<_> = (0..tp_size).map(|rank| whole.tp_slice(&spec, rank, tp_size).unwrap()).collect();
                 let parts: Vec<_> =
-                    slices.iter().map(|slice| rows(&slice.attention.qkv, &spec, local as i64)).collect();
+                    slices.iter().map(|slice| rows(slice.linear(Matrix::Qkv), &spec, local as i64)).collect();
                 let gather = |i: usize| Tensor::cat(&parts.iter().map(|part| &part[i]).collect::<Vec<_>>(), 0);
                 let repeat = (tp_size / kv_heads).max(1) as i64;
                 assert!(gather(0).equal(&q));
@@ -98,15 +98,19 @@ mod tests {
                 assert!(gather(2).equal(&v.repeat_interleave_self_int(repeat, 0, None)));
                 let join =
                     |of: fn(&BlockParams) -> &Tensor, dim| Tensor::cat(&slices.iter().map(of).collect::<Vec<_>>(), dim);
-                assert!(join(|slice| slice.attention.o.weight(), 1).equal(whole.attention.o.weight()));
-                assert!(join(|slice| slice.mlp.down.weight(), 1).equal(whole.mlp.down.weight()));
-                assert!(join(|slice| slice.mlp.gate_up.weight(), 0).equal(whole.mlp.gate_up.weight()));
+                assert!(join(|slice| slice.linear(Matrix::O).weight(), 1).equal(whole.linear(Matrix::O).weight()));
+                assert!(
+                    join(|slice| slice.linear(Matrix::Down).weight(), 1).equal(whole.linear(Matrix::Down).weight())
+                );
+                assert!(
+                    join(|slice| slice.linear(Matrix::GateUp).weight(), 0).equal(whole.linear(Matrix::GateUp).weight())
+                );
                 // A slice is a view: what is written through it is in the flat tensor.
                 let last = &slices[tp_size - 1];
                 let before = flat.sum(Kind::Double).double_value(&[]);
-                let _ = last.attention.o.weight().shallow_clone().g_add_scalar_(1.0);
+                let _ = last.linear(Matrix::O).weight().shallow_clone().g_add_scalar_(1.0);
                 let added = flat.sum(Kind::Double).double_value(&[]) - before;
-                assert_eq!(added, last.attention.o.weight().numel() as f64);
+                assert_eq!(added, last.linear(Matrix::O).weight().numel() as f64);
             }
         }
     }

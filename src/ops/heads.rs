@@ -191,7 +191,8 @@ pub fn norm_all_backward(
     for ((mut d, x), (weight, d_weight)) in
         [(d_q, q), (d_k, k)].into_iter().zip([norms.q, norms.k].into_iter().zip(d_weights))
     {
-        let [dy, x] = try_map([&d, &x], |heads| Ok::<_, Error>(heads.f_reshape([heads.size()[0], -1])?.f_contiguous()?))?;
+        let [dy, x] =
+            try_map([&d, &x], |heads| Ok::<_, Error>(heads.f_reshape([heads.size()[0], -1])?.f_contiguous()?))?;
         let (_, rstd) = rms_norm::forward(&x, weight, norms.eps)?;
         let dx = rms_norm::backward(&dy, &x, weight, &rstd, None, d_weight)?;
         d.f_copy_(&dx.view_as(&d))?;

@@ -1,11 +1,26 @@
 //! Rotary position embedding (arXiv 2104.09864), in Hugging Face's half-rotation convention: pair i is `(x[i], x[i + hd/2])`.
 
+use super::try_map;
 use crate::error::Result;
 use crate::torch::accumulation_kind;
 use std::f64::consts::PI;
 use tch::{Device, Kind, Tensor};
 
-/// Frequency scaling of Llama 3.1 and later: `rope_type = "llama3"`, with the field names of config.json.
+/// How a model scales its frequencies to see further than it was trained to.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RopeScaling {
+    /// All by one divisor: `rope_type = "linear"`.
+    Linear {
+        /// The divisor.
+        factor: f64,
+    },
+    /// By wavelength: `rope_type = "llama3"`.
+    Llama3(Llama3Scaling),
+    /// By turns in the context of the pre-training: `rope_type = "yarn"` (arXiv 2309.00071).
+    Yarn(YarnScaling),
+}
+
+/// Frequency scaling of Llama 3.1 and later, with the field names of config.json.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Llama3Scaling {
     /// Divisor of the low frequencies.
@@ -16,6 +31,67 @@ pub struct Llama3Scaling {
     pub high_freq_factor: f64,
     /// Context of the pre-training, in tokens.
     pub original_max_position_embeddings: f64,
+}
+
+/// YaRN, with the field names of config.json.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct YarnScaling {
+    /// Divisor of the low frequencies.
+    pub factor: f64,
+    /// Context of the pre-training, in tokens.
+    pub original_max_position_embeddings: f64,
+    /// Frequencies with more turns in that context stay.
+    pub beta_fast: f64,
+    /// Frequencies with fewer turns in that context are scaled in full.
+    pub beta_slow: f64,
+    /// What cosines and sines are multiplied with; scores so by its square.
+    pub attention_factor: f64,
+    /// The bounds between which frequencies are interpolated are whole dimensions.
+    pub truncate: bool,
+}
+
+impl RopeScaling {
+    /// The scaled inverse frequency of pair `index`.
+    fn scale(&self, inv_freq: f64, index: usize, head_dim: usize, theta: f64) -> f64 {
+        match self {
+            RopeScaling::Linear { factor } => inv_freq / factor,
+            RopeScaling::Llama3(scaling) => scaling.scale(inv_freq),
+            RopeScaling::Yarn(scaling) => {
+                let [low, high] = scaling.bounds(head_dim as f64, theta);
+                let share = ((index as f64 - low) / (high - low)).clamp(0.0, 1.0);
+                inv_freq / scaling.factor * share + inv_freq * (1.0 - share)
+            }
+        }
+    }
+
+    fn attention_factor(&self) -> f64 {
+        match self {
+            RopeScaling::Yarn(scaling) => scaling.attention_factor,
+            RopeScaling::Linear { .. } | RopeScaling::Llama3(_) => 1.0,
+        }
+    }
+}
+
+impl YarnScaling {
+    /// The factor of cosines and sines where config.json names none: 0.1 ln(factor) + 1, or the ratio of two such with the logarithm
+    /// scaled by `mscale` and `mscale_all_dim`.
+    pub fn default_attention_factor(factor: f64, mscale: Option<(f64, f64)>) -> f64 {
+        let of = |mscale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 };
+        mscale.map_or_else(|| of(1.0), |(mscale, all_dim)| of(mscale) / of(all_dim))
+    }
+
+    /// Pairs before the first stay, those behind the second are scaled in full.
+    fn bounds(&self, head_dim: f64, theta: f64) -> [f64; 2] {
+        let pair_of_turns = |turns: f64| {
+            head_dim * (self.original_max_position_embeddings / (turns * 2.0 * PI)).ln() / (2.0 * theta.ln())
+        };
+        let (mut low, mut high) = (pair_of_turns(self.beta_fast), pair_of_turns(self.beta_slow));
+        if self.truncate {
+            (low, high) = (low.floor(), high.ceil());
+        }
+        let (low, high) = (low.max(0.0), high.min(head_dim - 1.0));
+        [low, if low == high { high + 0.001 } else { high }]
+    }
 }
 
 impl Llama3Scaling {
@@ -37,16 +113,20 @@ impl Llama3Scaling {
 #[derive(Debug)]
 pub struct Rope {
     inv_freq: Tensor, // [hd/2] f64, CPU
+    /// What cosines and sines are multiplied with.
+    attention_factor: f64,
 }
 
 impl Rope {
     /// theta^(-2i / head_dim) for i < head_dim / 2, scaled where the model asks for it.
-    pub fn new(head_dim: usize, theta: f64, scaling: Option<&Llama3Scaling>) -> Self {
-        let inv_freq: Vec<f64> = (0..head_dim / 2)
-            .map(|i| theta.powf(-2.0 * i as f64 / head_dim as f64))
-            .map(|inv_freq| scaling.map_or(inv_freq, |scaling| scaling.scale(inv_freq)))
-            .collect();
-        Self { inv_freq: Tensor::from_slice(&inv_freq) }
+    pub fn new(head_dim: usize, theta: f64, scaling: Option<&RopeScaling>) -> Self {
+        let inv_freq = |index: usize| {
+            let inv_freq = theta.powf(-2.0 * index as f64 / head_dim as f64);
+            scaling.map_or(inv_freq, |scaling| scaling.scale(inv_freq, index, head_dim, theta))
+        };
+        let inv_freq: Vec<f64> = (0..head_dim / 2).map(inv_freq).collect();
+        let attention_factor = scaling.map_or(1.0, RopeScaling::attention_factor);
+        Self { inv_freq: Tensor::from_slice(&inv_freq), attention_factor }
     }
 
     /// Cosines, then sines, of all positions below `len`, computed in f64: [len, hd] f32, what the decode kernels read.
@@ -55,8 +135,8 @@ impl Rope {
     /// [`crate::Error::OutOfMemory`].
     pub fn table(&self, len: usize, device: Device) -> Result<Tensor> {
         let positions = Tensor::f_arange(len as i64, (Kind::Double, Device::Cpu))?;
-        let angle = positions.unsqueeze(1).f_mul(&self.inv_freq)?; // [len, hd/2]
-        Ok(Tensor::f_cat(&[angle.f_cos()?, angle.f_sin()?], 1)?.f_to_kind(Kind::Float)?.f_to_device(device)?)
+        let [cos, sin] = self.turns(&positions)?;
+        Ok(Tensor::f_cat(&[cos, sin], 1)?.f_to_kind(Kind::Float)?.f_to_device(device)?)
     }
 
     /// Cosines and sines of each token's position, computed in f64 and kept in `accumulation_kind(kind)`, on the device
@@ -65,14 +145,23 @@ impl Rope {
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
     pub fn rows(&self, positions: &Tensor /* [T] i64 */, kind: Kind) -> Result<RopeRows> {
-        let inv_freq = self.inv_freq.f_to_device(positions.device())?;
-        let angle = positions.f_to_kind(Kind::Double)?.unsqueeze(1).f_mul(&inv_freq)?; // [T, hd/2]
+        let [cos, sin] = self.turns(&positions.f_to_kind(Kind::Double)?)?;
         let kind = accumulation_kind(kind);
-        let (cos, sin) = (angle.f_cos()?, angle.f_sin()?);
         Ok(RopeRows {
             cos: Tensor::f_cat(&[&cos, &cos], 1)?.unsqueeze(1).f_to_kind(kind)?,
             sin: Tensor::f_cat(&[&sin.f_neg()?, &sin], 1)?.unsqueeze(1).f_to_kind(kind)?,
         })
+    }
+
+    /// Cosines and sines [T, hd/2] f64 of positions [T] f64.
+    fn turns(&self, positions: &Tensor) -> Result<[Tensor; 2]> {
+        let inv_freq = self.inv_freq.f_to_device(positions.device())?;
+        let angle = positions.unsqueeze(1).f_mul(&inv_freq)?; // [T, hd/2]
+        let turns = [angle.f_cos()?, angle.f_sin()?];
+        match self.attention_factor {
+            1.0 => Ok(turns),
+            factor => try_map(turns, |turn| Ok(turn.f_mul_scalar(factor)?)),
+        }
     }
 }
 

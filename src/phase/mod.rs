@@ -10,6 +10,7 @@
 //! | `trace` | a time-line of phases, on request |
 //! | `fault` | faults to inject |
 //! | `terminal` | standard output and standard error: the only code that writes to either |
+//! | `status` | the lines at the bottom of a terminal |
 //! | `scratch` | temporary folders, which the next start removes if their process was killed |
 //! | `failure` | the phase in which an error arose |
 
@@ -18,6 +19,7 @@ mod fault;
 mod page;
 mod pulse;
 mod scratch;
+mod status;
 pub mod terminal;
 mod trace;
 mod watch;

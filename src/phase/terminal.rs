@@ -1,34 +1,74 @@
-//! The only writer to standard output and standard error: messages, log lines, progress bars and results.
+//! The only writer to standard output and standard error: messages, log lines, the status of a run and results.
 //!
 //! Messages never fail: where the reader is gone or the disk is full they are lost, and the run goes on. Results that exist
 //! nowhere else return an error instead. All text may come from a model, a template or a reward, so control characters are
-//! written as `\u001b`; only this file's own bars and colours control the terminal.
+//! written as `\u001b`; only this file's own status and colours control the terminal.
 
 use std::borrow::Cow;
 use std::fmt::Display;
 use std::io::{self, IsTerminal, Write};
-use std::sync::LazyLock;
+use std::sync::{LazyLock, Mutex, PoisonError};
 
-use indicatif::{MultiProgress, ProgressDrawTarget, TermLike};
 use tracing_subscriber::fmt::MakeWriter;
 
+use super::status::{self, Status};
+pub use super::status::{StatusLine, bar};
 use crate::error::{Error, Result};
 
-/// Redraws of the bars in a second, at most.
-const FRAMES_PER_SECOND: u8 = 20;
 /// Columns of a terminal that does not tell.
-const DEFAULT_WIDTH: u16 = 80;
+const DEFAULT_COLUMNS: usize = 80;
 /// The name by which errors call standard output.
 const STANDARD_OUTPUT: &str = "standard output";
+/// Words before `warning:` that say where it arose, as in `step 3: warning: ..`.
+const MAX_PLACE_WORDS: usize = 5;
+/// Set for a worker whose standard error its launcher reads and shows on a terminal.
+pub const RELAY_VARIABLE: &str = "COLO_GRPO_RELAY";
 
-static BARS: LazyLock<MultiProgress> = LazyLock::new(|| {
-    let screen = ProgressDrawTarget::term_like_with_hz(Box::new(Screen), FRAMES_PER_SECOND);
-    MultiProgress::with_draw_target(if is_shown() { screen } else { ProgressDrawTarget::hidden() })
+static STATUS: Mutex<Status> = Mutex::new(Status::new());
+static PLACE: LazyLock<Place> = LazyLock::new(|| match () {
+    () if std::env::var_os(RELAY_VARIABLE).is_some() => Place::Launcher,
+    () if io::stderr().is_terminal() => Place::Terminal,
+    () => Place::File,
 });
 
-/// Writes a line to standard error, above the progress bars if there are any.
+/// Where standard error goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Terminal,
+    /// A launcher that has the terminal.
+    Launcher,
+    File,
+}
+
+/// Writes a line to standard error, above the status if there is one.
 pub fn say(text: impl Display) {
-    write_error(&format!("{}\n", neutral(&text.to_string())));
+    let text = text.to_string();
+    let is_warning = text.split(' ').take(MAX_PLACE_WORDS).any(|word| word == "warning:" || word == "WARN");
+    let line = format!("{}\n", neutral(&text));
+    write_line(&line, Some(&*line).filter(|_| is_warning));
+}
+
+/// Passes on a line that a worker wrote to standard error: its status, or a message that is to begin with `prefix`.
+pub fn pass_on(prefix: &str, line: &str) {
+    match status::decode(line) {
+        Some(lines) => show(lines),
+        None => say(format_args!("{prefix}{line}")),
+    }
+}
+
+/// Replaces the lines at the bottom of the terminal, if there is one; no lines take the status away.
+pub fn show(lines: Vec<StatusLine>) {
+    match *PLACE {
+        Place::Terminal => {
+            let mut status = STATUS.lock().unwrap_or_else(PoisonError::into_inner);
+            let erased = status.erase();
+            status.set(lines);
+            let drawn = neutral(&status.draw(columns())).into_owned();
+            put(&(erased + &drawn));
+        }
+        Place::Launcher => put(&status::encode(&lines)),
+        Place::File => {}
+    }
 }
 
 /// Writes text to standard output; its newlines are the caller's.
@@ -37,8 +77,11 @@ pub fn say(text: impl Display) {
 /// [`Error::Io`] if it cannot be written.
 pub fn print(text: impl Display) -> Result<()> {
     let text = text.to_string();
-    let mut output = io::stdout().lock();
-    output.write_all(neutral(&text).as_bytes()).and_then(|()| output.flush()).map_err(Error::io(STANDARD_OUTPUT))
+    let write = || {
+        let mut output = io::stdout().lock();
+        output.write_all(neutral(&text).as_bytes()).and_then(|()| output.flush()).map_err(Error::io(STANDARD_OUTPUT))
+    };
+    if shows_output() { beside_status(write) } else { write() }
 }
 
 /// Writes a line to standard output about something that is saved elsewhere: where that fails, a warning says so.
@@ -53,19 +96,47 @@ pub fn flush() {
     let _ = io::stdout().flush();
 }
 
+/// Whether a person looks at standard output, in this process.
+pub fn shows_output() -> bool {
+    *PLACE == Place::Terminal && io::stdout().is_terminal()
+}
+
 /// Whether a person may look at standard error.
 pub fn is_shown() -> bool {
-    io::stderr().is_terminal()
+    *PLACE != Place::File
 }
 
-/// The progress bars of this process, on standard error; hidden where that is no terminal, or not `wanted`.
-pub fn bars(wanted: bool) -> MultiProgress {
-    if wanted { BARS.clone() } else { MultiProgress::with_draw_target(ProgressDrawTarget::hidden()) }
+/// Writes a line to standard error; a `warning` stays in sight.
+fn write_line(line: &str, warning: Option<&str>) {
+    if *PLACE != Place::Terminal {
+        return put(line);
+    }
+    if let Some(warning) = warning {
+        STATUS.lock().unwrap_or_else(PoisonError::into_inner).warn(warning);
+    }
+    beside_status(|| put(line));
 }
 
-fn write_error(text: &str) {
-    let write = || drop(io::stderr().lock().write_all(text.as_bytes())); // nobody is left to be told of a failure
-    if is_shown() { BARS.suspend(write) } else { write() }
+/// Takes the status away, runs `write` and draws the status again below what was written.
+fn beside_status<T>(write: impl FnOnce() -> T) -> T {
+    let mut status = STATUS.lock().unwrap_or_else(PoisonError::into_inner);
+    put(&status.erase());
+    let outcome = write();
+    put(&neutral(&status.draw(columns())));
+    outcome
+}
+
+fn put(text: &str) {
+    if !text.is_empty() {
+        drop(io::stderr().lock().write_all(text.as_bytes())); // nobody is left to be told of a failure
+    }
+}
+
+/// Columns of the terminal. The last one stays free: some terminals begin a new line behind it.
+fn columns() -> usize {
+    let size = rustix::termios::tcgetwinsize(io::stderr());
+    let columns = size.map(|size| usize::from(size.ws_col)).ok().filter(|columns| *columns > 0);
+    columns.unwrap_or(DEFAULT_COLUMNS) - 1
 }
 
 /// The text with its control characters made visible, and those that change the direction of writing. JSON means the same
@@ -87,60 +158,6 @@ fn neutral(text: &str) -> Cow<'_, str> {
 fn is_control(c: char) -> bool {
     let changes_direction = matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     (c.is_control() && c != '\n' && c != '\t') || changes_direction
-}
-
-/// Where progress bars are drawn: standard error, whose failures end nothing.
-#[derive(Debug)]
-struct Screen;
-
-impl Screen {
-    fn draw(text: &str) -> io::Result<()> {
-        let _ = io::stderr().lock().write_all(text.as_bytes());
-        Ok(())
-    }
-
-    fn move_cursor(num: usize, direction: char) -> io::Result<()> {
-        if num == 0 { Ok(()) } else { Self::draw(&format!("\x1b[{num}{direction}")) }
-    }
-}
-
-impl TermLike for Screen {
-    fn width(&self) -> u16 {
-        let size = rustix::termios::tcgetwinsize(io::stderr());
-        size.map(|size| size.ws_col).ok().filter(|columns| *columns > 0).unwrap_or(DEFAULT_WIDTH)
-    }
-
-    fn move_cursor_up(&self, num: usize) -> io::Result<()> {
-        Self::move_cursor(num, 'A')
-    }
-
-    fn move_cursor_down(&self, num: usize) -> io::Result<()> {
-        Self::move_cursor(num, 'B')
-    }
-
-    fn move_cursor_right(&self, num: usize) -> io::Result<()> {
-        Self::move_cursor(num, 'C')
-    }
-
-    fn move_cursor_left(&self, num: usize) -> io::Result<()> {
-        Self::move_cursor(num, 'D')
-    }
-
-    fn write_line(&self, text: &str) -> io::Result<()> {
-        Self::draw(&format!("{text}\n"))
-    }
-
-    fn write_str(&self, text: &str) -> io::Result<()> {
-        Self::draw(text)
-    }
-
-    fn clear_line(&self) -> io::Result<()> {
-        Self::draw("\r\x1b[2K")
-    }
-
-    fn flush(&self) -> io::Result<()> {
-        Ok(())
-    }
 }
 
 /// Standard error as the target of log lines. Colours are given here, since lines come with escape codes removed.
@@ -174,10 +191,14 @@ impl Write for LogLine {
         let text = String::from_utf8_lossy(line);
         let text = (self.redact)(&text);
         let text = neutral(&text);
-        match self.level.filter(|_| is_shown()) {
-            Some(level) => write_error(&text.replacen(level.as_str(), &coloured(level), 1)),
-            None => write_error(&text),
-        }
+        let is_warning = self.level.is_some_and(|level| level <= tracing::Level::WARN);
+        let (text, warning) = match self.level.filter(|_| *PLACE == Place::Terminal) {
+            Some(level) => {
+                (text.replacen(level.as_str(), &coloured(level), 1).into(), Some(text).filter(|_| is_warning))
+            }
+            None => (text, None),
+        };
+        write_line(&text, warning.as_deref());
         Ok(line.len())
     }
 

@@ -26,7 +26,11 @@ impl MemoryPlan {
         };
         let free = available.saturating_sub(taken) as f64;
         let longest_blocks = self.longest_blocks();
-        let num_seqs = if config.data.has_held_out(config.eval_steps) { config.max_num_seqs } else { self.num_seqs };
+        let num_seqs = match config.data.has_held_out(config.eval_steps) {
+            true if config.keeps_kv_cache() => self.num_seqs + config.max_num_seqs, // an evaluation beside what is kept
+            true => config.max_num_seqs,
+            false => self.num_seqs,
+        };
         let useful = num_seqs.saturating_mul(longest_blocks).saturating_mul(block_bytes);
         let affordable = (free * share * config.gpu_memory_utilization) as usize;
         // The least is asked for in any case: the refusal says what it lacks.

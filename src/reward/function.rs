@@ -31,7 +31,7 @@ impl Shared {
             prompt: &group.prompt.text,
             completion: &completion.text,
             token_ids: &completion.token_ids,
-            finish_reason: completion.finish_reason,
+            finish_reason: completion.finish_reason.expect("a completion that is scored has ended"),
             columns: &group.prompt.columns,
         };
         for (index, function) in &self.functions {

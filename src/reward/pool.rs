@@ -129,7 +129,7 @@ impl RewardPool {
         Self::check(&mut state)
     }
 
-    /// Names of the rewards, in the order of [`Completion::rewards`](crate::types::Completion::rewards).
+    /// Names of the rewards, in the order of [`Trajectory::rewards`](crate::types::Trajectory::rewards).
     pub fn names(&self) -> &[String] {
         &self.shared.names
     }

@@ -28,7 +28,7 @@ pub(super) struct Request<'a> {
     prompt: &'a str,
     completions: Vec<&'a str>,
     completion_ids: Vec<&'a [u32]>,
-    finish_reasons: Vec<FinishReason>,
+    finish_reasons: Vec<Option<FinishReason>>,
     columns: &'a Map<String, Value>,
     trainer_state: RunProgress,
 }

@@ -3,43 +3,42 @@
 use std::sync::Arc;
 
 use super::request::{Request, refuse};
+use super::scheduler::Limits;
 use crate::dist::{Collective, all_gather_json};
 use crate::error::Result;
-use crate::types::{SamplingParams, UnfinishedCompletion, UnfinishedGroup};
+use crate::types::{RolloutGroup, SamplingParams, Trajectory};
 
 /// The rank of the tensor-parallel group that brought a request, and the request's index there.
 pub(super) type Owner = (usize, usize);
 
 /// A request on its way: prompt's id and tokens, first step, completions.
-type Sent = (u64, Vec<u32>, u64, Vec<UnfinishedCompletion>);
+type Sent = (u64, Vec<u32>, u64, Vec<Trajectory>);
 
 /// All ranks' groups in rank order, each rank's surplus behind all others, and how many to complete in all; the same
 /// everywhere. Collective.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`], on every rank together, when ranks disagree on the parameters or on what may be sampled
-/// from: an id outside the vocabulary, or parameters out of range.
+/// [`Error::InvalidArgument`](crate::Error::InvalidArgument), on every rank together, when ranks disagree on the parameters or an
+/// engine with `vocab_size` token ids and `limits` cannot serve one of the requests.
 pub(super) fn exchange(
-    groups: &[UnfinishedGroup],
+    groups: &[RolloutGroup],
     num_groups: usize,
     params: &SamplingParams,
-    vocab_size: usize,
+    (vocab_size, limits): (usize, &Limits),
     tp: &dyn Collective,
 ) -> Result<(Vec<(Owner, Request)>, usize)> {
     let shared_params = Arc::new(params.clone());
-    let sent = groups.iter().map(|UnfinishedGroup { prompt, first_step, completions }| {
+    let sent = groups.iter().map(|RolloutGroup { prompt, first_step, completions }| {
         let step = if completions.is_empty() { &params.step } else { first_step };
         (prompt.id, &prompt.token_ids, step, completions) // a [`Sent`]
     });
-    let own: Vec<_> = sent.collect();
-    let own = (format!("{params:?}"), num_groups, own);
-    let of_ranks: Vec<(String, usize, Vec<Sent>)> = all_gather_json(tp, "gather prompts", &own)?;
+    let own = (format!("{params:?}"), num_groups, sent.collect::<Vec<_>>());
+    let all: Vec<(String, usize, Vec<Sent>)> = all_gather_json(tp, "gather requests", &own)?;
     let (mut requests, mut surplus, mut num_groups) = (Vec::new(), Vec::new(), 0);
-    let mut params_of_first = None;
-    for (rank, (theirs, to_complete, groups)) in of_ranks.into_iter().enumerate() {
-        let first = params_of_first.get_or_insert_with(|| theirs.clone());
-        if *first != theirs {
-            return refuse(format!("the sampling parameters of rank 0 ({first}) on rank {rank}"), theirs);
+    let params_of_first = all[0].0.clone();
+    for (rank, (theirs, to_complete, groups)) in all.into_iter().enumerate() {
+        if theirs != params_of_first {
+            return refuse(format!("the sampling parameters of rank 0 ({params_of_first}) on rank {rank}"), theirs);
         }
         num_groups += to_complete;
         let request = |(index, (prompt_id, token_ids, first_step, begun))| {
@@ -51,13 +50,11 @@ pub(super) fn exchange(
         surplus.extend(groups);
     }
     requests.extend(surplus);
-    params.check()?;
-    requests.iter().try_for_each(|(_, request)| request.check_tokens(vocab_size))?;
+    params.check()?; // where there are no requests, too
+    requests.iter().try_for_each(|(_, request)| request.check(vocab_size, limits))?;
     if num_groups > requests.len() {
-        return refuse(
-            format!("at most the {} groups that there are to complete", requests.len()),
-            num_groups.to_string(),
-        );
+        let expected = format!("at most the {} groups that there are to complete", requests.len());
+        return refuse(expected, num_groups.to_string());
     }
     Ok((requests, num_groups))
 }
@@ -68,19 +65,23 @@ mod tests {
     use crate::dist::testing;
     use crate::types::Prompt;
 
-    fn fresh(id: u64, token_ids: &[u32]) -> UnfinishedGroup {
+    const LIMITS: Limits =
+        Limits { num_blocks: 99, block_size: 4, max_num_seqs: 9, max_num_batched_tokens: 99, max_model_length: 64 };
+
+    fn fresh(id: u64, token_ids: &[u32]) -> RolloutGroup {
         let token_ids = token_ids.to_vec();
-        UnfinishedGroup::new(Prompt { id, text: String::new(), token_ids, columns: Arc::default() })
+        RolloutGroup::new(Prompt { id, text: String::new(), token_ids, columns: Arc::default() })
     }
 
     #[test]
     fn every_rank_gets_all_prompts_in_rank_order() {
         let lists = testing::threads(3, |tp| {
             let own: Vec<_> = (0..tp.rank() as u64).map(|n| fresh(n, &[n as u32, 9])).collect();
-            let in_order = exchange(&own, own.len(), &SamplingParams::default(), 10, tp.as_ref()).unwrap();
+            let in_order = exchange(&own, own.len(), &SamplingParams::default(), (10, &LIMITS), tp.as_ref()).unwrap();
             assert_eq!(in_order.1, 3);
             let two = [fresh(0, &[1]), fresh(1, &[2])];
-            let (requests, num_groups) = exchange(&two, 1, &SamplingParams::default(), 10, tp.as_ref()).unwrap();
+            let (requests, num_groups) =
+                exchange(&two, 1, &SamplingParams::default(), (10, &LIMITS), tp.as_ref()).unwrap();
             let owners: Vec<_> = requests.iter().map(|(owner, _)| *owner).collect();
             assert_eq!((owners, num_groups), (vec![(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)], 3));
             in_order.0
@@ -95,9 +96,10 @@ mod tests {
         let messages = testing::threads(2, |tp| {
             let seed = tp.rank() as u64;
             let params = SamplingParams { seed, ..SamplingParams::default() };
-            let seeds = exchange(&[], 0, &params, 10, tp.as_ref()).unwrap_err().to_string();
+            let seeds = exchange(&[], 0, &params, (10, &LIMITS), tp.as_ref()).unwrap_err().to_string();
             let own = [fresh(4, &[3 + 7 * tp.rank() as u32])];
-            let ids = exchange(&own, 1, &SamplingParams::default(), 10, tp.as_ref()).unwrap_err().to_string();
+            let ids =
+                exchange(&own, 1, &SamplingParams::default(), (10, &LIMITS), tp.as_ref()).unwrap_err().to_string();
             (seeds, ids)
         });
         for (seeds, ids) in messages {
@@ -110,18 +112,18 @@ mod tests {
     fn groups_to_go_on_with_are_checked() {
         let tp = crate::dist::SingleRank::default();
         let params = SamplingParams { num_generations: 2, step: 5, ..SamplingParams::default() };
-        let refusal = |group, count| exchange(&[group], count, &params, 10, &tp).unwrap_err().to_string();
-        let of_tokens = |token_ids: Vec<u32>| UnfinishedCompletion {
-            rollout_logprobs: vec![-1.0; token_ids.len()],
-            token_ids,
-            finish_reason: None,
+        let refusal = |group, count| exchange(&[group], count, &params, (10, &LIMITS), &tp).unwrap_err().to_string();
+        let of_tokens = |token_ids: Vec<u32>| {
+            let mut begun = Trajectory::default();
+            begun.push_context(&token_ids, 3);
+            begun
         };
-        let begun = |completions| UnfinishedGroup { first_step: 3, completions, ..fresh(1, &[1]) };
+        let begun = |completions| RolloutGroup { first_step: 3, completions, ..fresh(1, &[1]) };
         assert!(refusal(begun(vec![of_tokens(vec![4])]), 1).contains("num_generations = 2"));
         assert!(refusal(begun(vec![of_tokens(vec![10]), of_tokens(vec![])]), 1).contains("below 10, got 10"));
         assert!(refusal(fresh(1, &[1]), 2).contains("at most the 1 groups"));
         let groups = [begun(vec![of_tokens(vec![4]); 2]), fresh(2, &[1])];
-        let (requests, _) = exchange(&groups, 1, &params, 10, &tp).unwrap();
+        let (requests, _) = exchange(&groups, 1, &params, (10, &LIMITS), &tp).unwrap();
         assert_eq!(requests.iter().map(|(_, request)| request.first_step).collect::<Vec<_>>(), [3, 5]);
     }
 }

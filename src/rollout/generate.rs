@@ -5,8 +5,10 @@ use std::sync::Arc;
 use super::engine::RolloutEngine;
 use super::exchange::exchange;
 use super::request::{Event, RequestId};
+use super::session::Session;
+use super::stats::EngineStats;
 use crate::error::Result;
-use crate::types::{Prompt, RolloutGroup, SamplingParams, UnfinishedGroup};
+use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
 /// This rank's groups after [`RolloutEngine::generate_first`], each with its index among those that were passed.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -14,7 +16,9 @@ pub struct Rollout {
     /// Those that count.
     pub complete: Vec<(usize, RolloutGroup)>,
     /// The others, for a later rollout to go on with.
-    pub unfinished: Vec<(usize, UnfinishedGroup)>,
+    pub unfinished: Vec<(usize, RolloutGroup)>,
+    /// The engine's counts since it woke.
+    pub stats: EngineStats,
 }
 
 impl RolloutEngine<'_> {
@@ -36,7 +40,7 @@ impl RolloutEngine<'_> {
         params: &SamplingParams,
         done: impl FnMut(&RolloutGroup),
     ) -> Result<Vec<RolloutGroup>> {
-        let groups = prompts.iter().cloned().map(UnfinishedGroup::new).collect();
+        let groups = prompts.iter().cloned().map(RolloutGroup::new).collect();
         let rollout = self.generate_first(groups, prompts.len(), params, done)?;
         Ok(rollout.complete.into_iter().map(|(_, group)| group).collect())
     }
@@ -51,26 +55,28 @@ impl RolloutEngine<'_> {
     /// if what has been sampled of one is not `num_generations` completions.
     pub fn generate_first(
         &mut self,
-        groups: Vec<UnfinishedGroup>,
+        groups: Vec<RolloutGroup>,
         num_groups: usize,
         params: &SamplingParams,
         mut done: impl FnMut(&RolloutGroup),
     ) -> Result<Rollout> {
-        let (limits, tp) = (self.limits(), Arc::clone(&self.engine.tp));
-        let (requests, mut num_left) = exchange(&groups, num_groups, params, self.engine.spec.vocab_size, tp.as_ref())?;
-        for (_, request) in &requests {
-            limits.check(request.token_ids.len(), params.max_completion_length)?; // before kept sequences are taken
-        }
+        let (limits, vocab_size, tp) = (self.limits(), self.engine.spec.vocab_size, Arc::clone(&self.engine.tp));
+        let (requests, mut num_left) = exchange(&groups, num_groups, params, (vocab_size, &limits), tp.as_ref())?;
         let mut session = self.session()?;
         let mut own: Vec<Option<(RequestId, u64)>> = groups.iter().map(|_| None).collect(); // with its first step
         for ((rank, position), request) in requests {
             let first_step = request.first_step;
-            let id = session.submit(request)?;
+            let id = session.submit_checked(request);
             if rank == tp.rank() {
                 own[position] = Some((id, first_step));
             }
         }
         let own: Vec<(RequestId, u64)> = own.into_iter().flatten().collect();
+        let group = |session: &Session<'_>, position: usize| -> Result<RolloutGroup> {
+            let (request, first_step) = own[position];
+            let (prompt, completions) = (groups[position].prompt.clone(), session.completions(request)?);
+            Ok(RolloutGroup { prompt, first_step, completions })
+        };
         let mut complete: Vec<Option<RolloutGroup>> = groups.iter().map(|_| None).collect();
         while num_left > 0 {
             for event in session.step()? {
@@ -80,8 +86,7 @@ impl RolloutEngine<'_> {
                 }
                 num_left -= 1;
                 if let Some(position) = own.iter().position(|(id, _)| *id == request) {
-                    let prompt = groups[position].prompt.clone();
-                    let group = RolloutGroup { prompt, completions: session.completions(request)? };
+                    let group = group(&session, position)?;
                     done(&group);
                     complete[position] = Some(group);
                 }
@@ -89,18 +94,14 @@ impl RolloutEngine<'_> {
         }
         session.drain()?;
         let mut rollout = Rollout::default();
-        for (position, ((complete, group), (request, first_step))) in
-            complete.into_iter().zip(groups).zip(own).enumerate()
-        {
+        for (position, complete) in complete.into_iter().enumerate() {
             match complete {
                 Some(complete) => rollout.complete.push((position, complete)),
-                None => {
-                    let completions = session.unfinished(request);
-                    rollout.unfinished.push((position, UnfinishedGroup { first_step, completions, ..group }));
-                }
+                None => rollout.unfinished.push((position, group(&session, position)?)),
             }
         }
         session.close()?;
+        rollout.stats = *self.stats();
         Ok(rollout)
     }
 }

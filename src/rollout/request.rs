@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use super::scheduler::Limits;
 use crate::error::{Error, Result};
-use crate::types::{FinishReason, SamplingParams, UnfinishedCompletion};
+use crate::types::{FinishReason, SamplingParams, Trajectory};
 
 /// A prompt to be continued `params.num_generations` times.
 #[derive(Debug, Clone, PartialEq)]
@@ -17,7 +18,7 @@ pub struct Request {
     /// How tokens are drawn and when a completion ends. Requests of one session may differ in theirs.
     pub params: Arc<SamplingParams>,
     /// What an earlier session sampled of each completion; empty if nothing.
-    pub begun: Vec<UnfinishedCompletion>,
+    pub begun: Vec<Trajectory>,
 }
 
 /// A request's number within its session, from 0 in the order of submission.
@@ -35,7 +36,7 @@ pub enum Event {
         sample: usize,
         /// The sampled id.
         token_id: u32,
-        /// Its log-probability in nats, as in [`Completion::rollout_logprobs`](crate::types::Completion::rollout_logprobs).
+        /// Its log-probability in nats, as in [`Trajectory::rollout_logprobs`](crate::types::Trajectory::rollout_logprobs).
         logprob: f32,
     },
     /// A completion ended.
@@ -62,16 +63,14 @@ pub enum Event {
 }
 
 impl Request {
-    /// Whether an engine with `vocab_size` token ids can serve the request.
-    pub(super) fn check(&self, vocab_size: usize) -> Result<()> {
+    /// Whether an engine with `vocab_size` token ids and `limits` can serve the request.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] with what it can serve.
+    pub(super) fn check(&self, vocab_size: usize, limits: &Limits) -> Result<()> {
         self.params.check()?;
-        self.check_tokens(vocab_size)
-    }
-
-    /// [`Request::check`] of all but the parameters.
-    pub(super) fn check_tokens(&self, vocab_size: usize) -> Result<()> {
-        let sampled = self.begun.iter().flat_map(|completion| &completion.token_ids);
-        if let Some(id) = self.token_ids.iter().chain(sampled).find(|&&id| id as usize >= vocab_size) {
+        let begun = self.begun.iter().flat_map(|trajectory| &trajectory.token_ids);
+        if let Some(id) = self.token_ids.iter().chain(begun).find(|&&id| id as usize >= vocab_size) {
             return refuse(format!("token ids below {vocab_size}"), format!("{id} in prompt {}", self.prompt_id));
         }
         let num_generations = self.params.num_generations;
@@ -79,15 +78,12 @@ impl Request {
             let expected = format!("num_generations = {num_generations} completions to go on with");
             return refuse(expected, format!("{} of prompt {}", self.begun.len(), self.prompt_id));
         }
-        Ok(())
+        limits.check(self.token_ids.len(), self.params.max_completion_length)
     }
 }
 
 impl SamplingParams {
     /// Whether all values are within their ranges.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] with the value and its range.
     pub(super) fn check(&self) -> Result<()> {
         let checks = [
             (self.num_generations >= 1, "num_generations of at least 1", self.num_generations.to_string()),

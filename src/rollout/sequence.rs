@@ -3,9 +3,7 @@
 use std::sync::Arc;
 
 use super::stop::Detokenizer;
-use crate::data::Tokenizer;
-use crate::error::Result;
-use crate::types::{Completion, FinishReason, SamplingParams, UnfinishedCompletion};
+use crate::types::{FinishReason, SamplingParams, Trajectory};
 
 /// Where a sequence waits: in front are those that others wait for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -31,8 +29,10 @@ pub(super) struct Sequence {
     pub(super) prompt_len: usize,
     /// Prompt and completion at their longest.
     pub(super) max_len: usize,
-    /// One per completion token.
+    /// One per completion token, as is each of the next two.
     pub(super) rollout_logprobs: Vec<f32>,
+    pub(super) loss_mask: Vec<bool>,
+    pub(super) weight_versions: Vec<u64>,
     /// Blocks of its keys and values, in token order; empty while it waits.
     pub(super) block_table: Vec<u32>,
     /// Tokens that steps under way sample: part of the sequence, not known yet.
@@ -53,6 +53,8 @@ impl Sequence {
             prompt_len: prompt.len(),
             max_len,
             rollout_logprobs: Vec::new(),
+            loss_mask: Vec::new(),
+            weight_versions: Vec::new(),
             block_table: Vec::new(),
             num_pending: 0,
             num_computed: 0,
@@ -62,32 +64,34 @@ impl Sequence {
     }
 
     /// Takes in what an earlier rollout has sampled of it.
-    pub(super) fn resume(&mut self, completion: UnfinishedCompletion) {
-        self.token_ids.extend(completion.token_ids);
-        self.rollout_logprobs = completion.rollout_logprobs;
-        self.finish_reason = completion.finish_reason.or((self.len() >= self.max_len).then_some(FinishReason::Length));
+    pub(super) fn resume(&mut self, begun: Trajectory) {
+        let context_end = begun.loss_mask.iter().rposition(|is_sampled| !is_sampled).map_or(0, |at| at + 1);
+        self.detokenizer = Detokenizer::after(context_end);
+        self.token_ids.extend(begun.token_ids);
+        self.rollout_logprobs = begun.rollout_logprobs;
+        self.loss_mask = begun.loss_mask;
+        self.weight_versions = begun.weight_versions;
+        self.finish_reason = begun.finish_reason.or((self.len() >= self.max_len).then_some(FinishReason::Length));
     }
 
-    /// What has been sampled of it, for a later rollout to take in.
-    pub(super) fn unfinished(&self) -> UnfinishedCompletion {
-        UnfinishedCompletion {
+    /// Takes in a token that was sampled.
+    pub(super) fn push(&mut self, token_id: u32, logprob: f32) {
+        self.token_ids.push(token_id);
+        self.rollout_logprobs.push(logprob);
+        self.loss_mask.push(true);
+        self.weight_versions.push(self.params.step);
+    }
+
+    /// What has been sampled of it, without its text.
+    pub(super) fn trajectory(&self) -> Trajectory {
+        Trajectory {
             token_ids: self.completion().to_vec(),
+            loss_mask: self.loss_mask.clone(),
             rollout_logprobs: self.rollout_logprobs.clone(),
+            weight_versions: self.weight_versions.clone(),
             finish_reason: self.finish_reason,
+            ..Trajectory::default()
         }
-    }
-
-    /// The completion, which has ended, with its text.
-    pub(super) fn finished(&self, tokenizer: &Tokenizer) -> Result<Completion> {
-        Ok(Completion {
-            token_ids: self.completion().to_vec(),
-            rollout_logprobs: self.rollout_logprobs.clone(),
-            finish_reason: self.finish_reason.expect("a complete request has ended"),
-            text: tokenizer.decode(self.completion())?,
-            rewards: Vec::new(),
-            reward: None,
-            advantage: 0.0,
-        })
     }
 
     /// The slot in the cache of the token at `position`, in blocks of `block_size`.

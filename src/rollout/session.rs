@@ -14,13 +14,13 @@ use super::stop::StopRules;
 use crate::data::Tokenizer;
 use crate::error::Result;
 use crate::phase::{self, Phase};
-use crate::types::{Completion, UnfinishedCompletion};
+use crate::types::Trajectory;
 
 /// Requests under way on an engine that is awake. Every rank of the tensor-parallel group makes the same calls in the same order.
 ///
 /// ```no_run
-/// # use colo_grpo::{rollout::{Event, Request, RolloutEngine}, types::Completion, Result};
-/// fn serve(engine: &mut RolloutEngine<'_>, requests: Vec<Request>) -> Result<Vec<Completion>> {
+/// # use colo_grpo::{rollout::{Event, Request, RolloutEngine}, types::Trajectory, Result};
+/// fn serve(engine: &mut RolloutEngine<'_>, requests: Vec<Request>) -> Result<Vec<Trajectory>> {
 ///     let mut session = engine.session()?;
 ///     for request in requests {
 ///         session.submit(request)?;
@@ -85,7 +85,12 @@ impl<'r> Session<'r> {
     /// # Errors
     /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for parameters or a prompt that cannot be served.
     pub fn submit(&mut self, request: Request) -> Result<RequestId> {
-        request.check(self.vocab_size)?;
+        request.check(self.vocab_size, &self.scheduler.limits)?;
+        Ok(self.submit_checked(request))
+    }
+
+    /// [`Session::submit`] of a request that has passed [`Request::check`].
+    pub(super) fn submit_checked(&mut self, request: Request) -> RequestId {
         self.scheduler.submit(request)
     }
 
@@ -123,21 +128,22 @@ impl<'r> Session<'r> {
         Ok(self.scheduler.take_events())
     }
 
-    /// The completions of a request that is complete, in sample order, without rewards.
+    /// The completions of a request as they stand, in sample order, without rewards; with their texts if the request is complete.
+    /// None if nothing is sampled yet.
     ///
     /// # Errors
     /// Those of the tokenizer.
-    pub fn completions(&self, request: RequestId) -> Result<Vec<Completion>> {
-        self.sequences(request).iter().map(|sequence| sequence.finished(self.tokenizer)).collect()
-    }
-
-    /// The tokens sampled so far of each completion of a request; empty if there are none.
-    pub fn unfinished(&self, request: RequestId) -> Vec<UnfinishedCompletion> {
-        let sequences = self.sequences(request);
+    pub fn completions(&self, request: RequestId) -> Result<Vec<Trajectory>> {
+        let sequences = &self.scheduler.sequences[self.scheduler.members(request.0)];
         if sequences.iter().all(|sequence| sequence.completion().is_empty()) {
-            return Vec::new();
+            return Ok(Vec::new());
         }
-        sequences.iter().map(Sequence::unfinished).collect()
+        let is_complete = sequences.iter().all(|sequence| sequence.finish_reason.is_some());
+        let completion = |sequence: &Sequence| {
+            let text = if is_complete { self.tokenizer.decode(sequence.completion())? } else { String::new() };
+            Ok(Trajectory { text, ..sequence.trajectory() })
+        };
+        sequences.iter().map(completion).collect()
     }
 
     /// Ends the session after the steps under way. An engine that keeps sequences keeps those that are unfinished, for the next
@@ -175,10 +181,6 @@ impl<'r> Session<'r> {
             progress(self.stats);
         }
         Ok(())
-    }
-
-    fn sequences(&self, RequestId(request): RequestId) -> &[Sequence] {
-        &self.scheduler.sequences[self.scheduler.members(request)]
     }
 }
 

@@ -40,6 +40,11 @@ pub(super) struct Detokenizer {
 }
 
 impl Detokenizer {
+    /// Reads nothing of a completion's first `len` tokens: those before its newest turn.
+    pub(super) fn after(len: usize) -> Self {
+        Self { prefix: len, read: len, tail: String::new() }
+    }
+
     /// Takes in the tokens that `completion` has gained; whether a stop string has appeared.
     fn push(&mut self, completion: &[u32], stop: &[String], decode: &dyn Fn(&[u32]) -> Result<String>) -> Result<bool> {
         let known = decode(&completion[self.prefix..self.read])?;

@@ -1,6 +1,7 @@
 //! A model that only generates: the engine with weights of its own, for `generate`, `eval`, benchmarks and ranks that do
 //! nothing else. Knows nothing of training.
 
+mod load;
 mod weights;
 
 use std::sync::Arc;
@@ -12,6 +13,7 @@ use crate::error::Result;
 use crate::model::{BlockLora, LoraSpec, ParamTable, Unit, UnitLayout};
 use crate::rollout::{Engine, RolloutEngine};
 
+pub use load::{ServeOptions, Service};
 pub use weights::EngineSlices;
 use weights::no_adapters;
 

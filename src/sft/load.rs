@@ -1,17 +1,18 @@
 //! From a configuration to a supervised run: everything is read and checked before anything is trained.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use tch::Kind;
 
 use super::Sft;
-use super::log::Log;
 use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Claim, ResumeOptions, Saver, TrainerState};
 use crate::config::SftConfig;
 use crate::cuda::{Placement, residual_kind};
 use crate::data::{DatasetOptions, Hub, PromptSampler, RowSources, SftDataset, Tokenizer};
 use crate::dist::{Mesh, World};
 use crate::error::{Error, Result};
+use crate::metrics::{LogOptions, RunLog, Services};
 use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, WeightFiles};
 use crate::phase;
 use crate::train::{AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, Policy};
@@ -45,9 +46,13 @@ pub(super) fn load(
         TrainerState { global_step, num_input_tokens_seen: num_tokens, .. } = checkpoint.state;
     }
     checkpoint::check_room(&config.output_dir, &world, Some(&policy), config.save_steps.is_some())?;
-    let log = Log::new(&config, world.rank() == 0, schedule.total_steps as u64, checkpoint.as_ref())?;
-    log.say(&format!("{sources}: {}", rows.counts()));
-    rows.warning().iter().for_each(|warning| log.say(warning));
+    let options = LogOptions { logging_steps: config.logging_steps, max_steps: schedule.total_steps as u64 };
+    let earlier = checkpoint.as_ref().map(Checkpoint::earlier_log);
+    let services = Services { tensorboard: true, ..Services::default() };
+    let log = RunLog::open(&config.output_dir, &config, options, world.rank() == 0, earlier, &services)?;
+    log.display().say(&format!("{sources}: {}", rows.counts()));
+    rows.warning().iter().for_each(|warning| log.display().say(warning));
+    let loss = log.first_and_last("loss").map_or(f64::NAN, |(_, newest)| newest);
     let saver = Saver::new(CheckpointOptions {
         output_dir: config.output_dir.clone(),
         base_dir: source.base.clone(),
@@ -65,6 +70,8 @@ pub(super) fn load(
         eval_examples: eval_rows.map_or_else(Vec::new, |rows| rows.examples),
         sampler,
         schedule,
+        loss,
+        last: Instant::now(),
         log,
         saver,
         claim,
@@ -89,7 +96,7 @@ fn unsafe_changes(config: &SftConfig, world_size: usize, checkpoint: &Checkpoint
     let saved = SftConfig::from_entries(saved.entries(config.entries()));
     let saved = saved.map_err(|error| checkpoint.of_another_program(&error))?;
     let rows = ("rows per update", rows_per_update(&saved, *saved_size), rows_per_update(config, world_size));
-    Ok(checkpoint::unsafe_changes(&config.diff(&saved), &[rows], [*saved_size, world_size]))
+    Ok(checkpoint::unsafe_changes(&checkpoint::sft_changes(config, &saved), &[rows], [*saved_size, world_size]))
 }
 
 fn read_rows(
@@ -101,13 +108,7 @@ fn read_rows(
     let tokenizer = Tokenizer::from_folder(&source.base)?.with_template_variables(&data.chat_template_kwargs.0)?;
     tokenizer.check_against(spec.vocab_size, &spec.eos_token_ids)?;
     let max_length = config.max_length.min(spec.max_position_embeddings);
-    let options = DatasetOptions {
-        prompt_format: data.prompt_format,
-        system_prompt: data.system_prompt.clone(),
-        prompt_column: data.dataset_prompt_column.clone(),
-        seed: config.seed,
-        ..DatasetOptions::default()
-    };
+    let options = DatasetOptions::of(data, config.seed, Vec::new());
     let read = |sources: &RowSources| SftDataset::read(sources, &tokenizer, &spec.eos_token_ids, max_length, &options);
     let (train, held_out) = (RowSources::train(data, &hub)?, RowSources::held_out(data, None, &hub)?);
     let (rows, eval_rows) = (read(&train)?, held_out.as_ref().map(read).transpose()?);

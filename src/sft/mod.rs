@@ -1,11 +1,11 @@
 //! Supervised fine-tuning through the trainer's policy, on completions or on the assistant's part of conversations: the
-//! warm-up before GRPO. `load` reads and checks, `log` writes.
+//! warm-up before GRPO. `load` reads and checks.
 
 mod load;
-mod log;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use tch::{Device, Kind, Tensor};
 
@@ -14,12 +14,12 @@ use crate::config::SftConfig;
 use crate::data::{PromptSampler, SftExample};
 use crate::dist::{Mesh, ReduceOp, World, all_reduce_f64, any_rank};
 use crate::error::{Error, Result};
+use crate::metrics::{MetricValues, RunLog};
 use crate::phase::{self, Phase};
 use crate::torch;
 use crate::train::{
     MicroBatch, PackOptions, Policy, Schedule, Sequence, TokenGradients, learning_rate, pack, pad_to_agreed_count,
 };
-use log::Log;
 
 /// A supervised run on this rank.
 #[derive(Debug)]
@@ -34,7 +34,9 @@ pub struct Sft {
     sampler: PromptSampler,
     schedule: Schedule,
     device: Device,
-    log: Log,
+    log: RunLog,
+    loss: f64,     // of the newest update, in nats; NaN before any
+    last: Instant, // when the newest update ended
     saver: Saver,
     claim: Option<Claim>, // of the output folder, on the first rank
     global_step: u64,     // updates made
@@ -97,8 +99,11 @@ impl Sft {
         self.saver.finish(&self.world)?;
         let eval_loss = if self.eval_examples.is_empty() { None } else { Some(self.evaluate()?) };
         let model_dir = checkpoint::export(&self.config.output_dir, &self.base_dir, &self.world, Some(&self.policy))?;
-        self.log.finish(eval_loss)?;
-        Ok(SftSummary { loss: self.log.loss(), eval_loss, model_dir })
+        if let Some(loss) = eval_loss {
+            self.log.write(total, MetricValues::from([("eval_loss".to_owned(), loss)]));
+        }
+        self.log.finish()?;
+        Ok(SftSummary { loss: self.loss, eval_loss, model_dir })
     }
 
     /// One update.
@@ -115,21 +120,23 @@ impl Sft {
             let message = "the gradient is not finite; lower learning_rate, or look for damaged weights".to_owned();
             return Err(Error::NonFinite { message });
         }
-        let loss = self.mean(nll.double_value(&[]), batch.num_completion_tokens)?;
+        self.loss = self.mean(nll.double_value(&[]), batch.num_completion_tokens)?;
         self.global_step += 1;
         self.num_tokens += batch.num_tokens as u64;
         let numbers = [
-            ("loss", loss),
+            ("loss", self.loss),
             ("grad_norm", outcome.grad_norm),
             ("learning_rate", lr),
             ("num_tokens", self.num_tokens as f64),
             ("epoch", self.sampler.epochs()),
+            ("step_time", self.last.elapsed().as_secs_f64()),
         ];
+        self.last = Instant::now();
         let renewed = self.claim.as_mut().map_or(Ok(false), Claim::renew);
         if self.world.agree(renewed)? {
             self.log.begin_again(&self.config)?;
         }
-        self.log.step(self.global_step, &numbers);
+        self.log.step(self.global_step, numbers.map(|(name, value)| (name.to_owned(), value)).into());
         Ok(())
     }
 
@@ -173,7 +180,7 @@ impl Sft {
         let mut micro_batches = pack(&sequences, &options)?;
         pad_to_agreed_count(&mut micro_batches, &*self.mesh.world)?;
         let sum = |count: fn(&Sequence) -> usize| sequences.iter().map(count).sum::<usize>() as f64;
-        let mut sums = [sum(Sequence::completion_len), sum(|sequence| sequence.token_ids.len())];
+        let mut sums = [sum(Sequence::num_scored), sum(|sequence| sequence.token_ids.len())];
         all_reduce_f64(&*self.mesh.world, &mut sums, ReduceOp::Sum)?;
         let [num_completion_tokens, num_tokens] = sums;
         Ok(Batch { micro_batches, num_completion_tokens, num_tokens })
@@ -198,9 +205,10 @@ impl Sft {
             num_rows: self.examples.len(),
             sampler: self.sampler.state().clone(),
             carried: Vec::new(),
+            best_global_step: None,
             config: SavedConfig::of(self.config.entries()),
-            log_history: self.log.history(),
-            unlogged: Vec::new(),
+            log_history: self.log.history().clone(),
+            unlogged: self.log.unlogged(),
         };
         self.saver.save(&self.world, Some(&self.policy), state)
     }

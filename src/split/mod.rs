@@ -2,12 +2,11 @@
 //! last ones only generate. Learner, engine and rewards are those of a colocated run; only the weights travel. Before a rollout every unit, one flat bucket, is broadcast from one of the trainers, in turn, into the engines'
 //! own copy, which they read in place at any tensor-parallel degree; of adapters the frozen base goes once.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use tch::Tensor;
 
-use crate::dist::{World, share};
+use crate::dist::World;
 use crate::error::Result;
 use crate::phase::{self, Phase};
 use crate::rollout::RolloutEngine;
@@ -83,17 +82,6 @@ impl Split {
             }
         };
         world.scope("update", self, work, |_| Ok(()), Self::recover)
-    }
-
-    /// This rank's share of `len` rows to sample from: consecutive, as [`share`] deals them out to engines; none for a trainer.
-    pub fn share(&self, len: usize) -> Range<usize> {
-        let size = self.world.size() - self.num_trainers;
-        self.world.rank().checked_sub(self.num_trainers).map_or(0..0, |rank| share(len, (rank, size)))
-    }
-
-    /// Whether this rank trains.
-    pub fn trains(&self) -> bool {
-        matches!(self.role, Role::Trains(_))
     }
 
     /// The policy, of a trainer.

@@ -75,7 +75,7 @@ impl Adapters {
     /// What a block's backward adds to, before [`Adapters::end_gradients`].
     pub(crate) fn gradients(&self, layer: usize, flat: &Tensor) -> Result<BlockParams> {
         let gradients = BlockLora::gradients(self.spec(), &self.lora, self.layout(layer), flat)?;
-        Ok(BlockParams::of_adapters(gradients))
+        Ok(BlockParams::default().with_adapters(gradients))
     }
 
     /// Completes the flat gradients of a block.

@@ -105,13 +105,17 @@ fn sorted(mut members: Vec<usize>) -> Vec<usize> {
     members
 }
 
-/// Words: tokens, prompt length, advantage, flags, ids, then each of the log-probabilities that there are.
+/// Words: tokens, prompt length, advantage, flags, ids, the loss mask if there is context, then each of the log-probabilities
+/// that there are.
 fn encode(sequence: &Sequence) -> Vec<u32> {
     let logprobs = [&sequence.rollout_logprobs, &sequence.old_logprobs, &sequence.ref_logprobs];
     let flags = logprobs.iter().rev().fold(u32::from(sequence.masked), |flags, it| 2 * flags + u32::from(it.is_some()));
+    let has_context = sequence.loss_mask.contains(&false);
+    let flags = flags | u32::from(has_context) << 4;
+    let mask = sequence.loss_mask.iter().filter(|_| has_context).map(|is_scored| u32::from(*is_scored));
     let head = [sequence.token_ids.len() as u32, sequence.prompt_len as u32, sequence.advantage.to_bits(), flags];
     let bits = logprobs.into_iter().flatten().flatten().map(|logprob| logprob.to_bits());
-    head.into_iter().chain(sequence.token_ids.iter().copied()).chain(bits).collect()
+    head.into_iter().chain(sequence.token_ids.iter().copied()).chain(mask).chain(bits).collect()
 }
 
 /// What [`encode`] wrote after the first word; `None` if it is cut short.
@@ -122,15 +126,20 @@ fn decode(num_tokens: usize, words: &mut impl Iterator<Item = u32>) -> Option<Se
         (taken.len() == count).then_some(taken)
     };
     let token_ids = take(num_tokens)?;
+    let loss_mask: Vec<bool> = match flags >> 4 {
+        0 => vec![true; num_tokens - prompt_len],
+        _ => take(num_tokens - prompt_len)?.into_iter().map(|word| word == 1).collect(),
+    };
+    let num_scored = loss_mask.iter().filter(|is_scored| **is_scored).count();
     let mut logprobs = [None, None, None];
     for (bit, field) in logprobs.iter_mut().enumerate() {
         if flags >> bit & 1 == 1 {
-            *field = Some(take(num_tokens - prompt_len)?.into_iter().map(f32::from_bits).collect());
+            *field = Some(take(num_scored)?.into_iter().map(f32::from_bits).collect());
         }
     }
     let [rollout_logprobs, old_logprobs, ref_logprobs] = logprobs;
-    let masked = flags >> 3 == 1;
-    Some(Sequence { token_ids, prompt_len, advantage, masked, rollout_logprobs, old_logprobs, ref_logprobs })
+    let masked = flags >> 3 & 1 == 1;
+    Some(Sequence { token_ids, prompt_len, loss_mask, advantage, masked, rollout_logprobs, old_logprobs, ref_logprobs })
 }
 
 fn torn(group: &dyn Collective) -> Error {
@@ -170,7 +179,9 @@ mod tests {
             ref_logprobs: Some(vec![-1.0, -2.0]),
             ..sequence(4, 2)
         };
-        for sent in [sequence(7, 3), full, Sequence { rollout_logprobs: None, ..sequence(2, 1) }] {
+        let turns =
+            Sequence { loss_mask: vec![true, false, true], rollout_logprobs: Some(vec![-1.0, -2.0]), ..sequence(5, 2) };
+        for sent in [sequence(7, 3), full, turns, Sequence { rollout_logprobs: None, ..sequence(2, 1) }] {
             let mut words = encode(&sent).into_iter();
             let num_tokens = words.next().unwrap() as usize;
             assert_eq!(decode(num_tokens, &mut words).as_ref(), Some(&sent));

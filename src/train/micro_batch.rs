@@ -1,6 +1,6 @@
 //! What the network runs at once: sequences laid end to end, or prompts once and their completions after them.
 //!
-//! Shapes: T tokens, C scored (completion) tokens, N sequences of a micro-batch.
+//! Shapes: T tokens, C scored tokens, N sequences of a micro-batch.
 
 use tch::{Device, Kind, Tensor};
 
@@ -19,12 +19,12 @@ pub struct MicroBatch {
     pub positions: Tensor, // [T] i64
     /// Where each sequence lies.
     pub bounds: Bounds,
-    /// Row of the token before each completion token: its hidden state predicts it. A shared prompt's last row comes once
+    /// Row of the token before each scored token: its hidden state predicts it. A shared prompt's last row comes once
     /// for each of its completions.
     pub scored_rows: Tensor, // [C] i64
-    /// The completion tokens.
+    /// The scored tokens.
     pub targets: Tensor, // [C] i64
-    /// Sequence of each completion token, 0 to N.
+    /// Sequence of each scored token, 0 to N.
     pub sequence_of_token: Tensor, // [C] i64
     /// Advantages.
     pub advantages: Tensor, // [N] f32
@@ -80,10 +80,12 @@ impl MicroBatch {
         };
         let sequences = groups.concat();
         let completions = || sequences.iter().map(|&index| &all[index]);
-        let targets: Vec<i64> = completions().flat_map(|sequence| ids(sequence.completion())).collect();
+        let target = |sequence: &Sequence, at: usize| i64::from(sequence.completion()[at]);
+        let targets: Vec<i64> =
+            completions().flat_map(|sequence| sequence.scored().map(move |at| target(sequence, at))).collect();
         let sequence_of_token: Vec<i64> = completions()
             .enumerate()
-            .flat_map(|(n, sequence)| std::iter::repeat_n(n as i64, sequence.completion_len()))
+            .flat_map(|(n, sequence)| std::iter::repeat_n(n as i64, sequence.num_scored()))
             .collect();
         let advantages: Vec<f32> = completions().map(|sequence| sequence.advantage).collect();
         let logprobs = |field: fn(&Sequence) -> Option<&Vec<f32>>| {
@@ -124,7 +126,8 @@ impl Rows {
             let (start, len) = (token_ids.len() as i64, sequence.token_ids.len() as i64);
             token_ids.extend(ids(&sequence.token_ids));
             positions.extend(0..len);
-            scored.extend(start + sequence.prompt_len as i64 - 1..start + len - 1);
+            let before_completion = start + sequence.prompt_len as i64 - 1;
+            scored.extend(sequence.scored().map(|at| before_completion + at as i64));
             cu_seqlens.push(start + len);
         }
         Self { token_ids, positions, bounds: Bounds::Separate(cu_seqlens), scored }
@@ -145,8 +148,8 @@ impl Rows {
                 let (first, len) = (all[index].prompt_len as i64, completion.len() as i64);
                 token_ids.extend(ids(completion));
                 positions.extend(first..first + len);
-                scored.push(prompt_end - 1);
-                scored.extend(start..start + len - 1);
+                let row_before = |at: usize| if at == 0 { prompt_end - 1 } else { start + at as i64 - 1 };
+                scored.extend(all[index].scored().map(row_before));
                 completions.push(start + len);
             }
             bounds.push(token_ids.len() as i64);
@@ -195,6 +198,27 @@ mod tests {
         assert_eq!(ints(&micro_batch.scored_rows), [1, 3, 1, 5, 6, 2, 8]);
         assert_eq!(ints(&micro_batch.targets), [402, 403, 502, 503, 504, 301, 302]);
         assert_eq!(ints(&micro_batch.sequence_of_token), [0, 0, 1, 1, 1, 2, 2]);
+    }
+
+    /// Two turns with two tokens of context between them.
+    #[test]
+    fn context_has_rows_and_no_scores() {
+        let loss_mask = vec![true, false, false, true, true];
+        let logprobs = Some(vec![-1.0, -2.0, -3.0]);
+        let turns = Sequence { loss_mask, rollout_logprobs: logprobs, ..sequence(7, 2) };
+        let alone = MicroBatch::new(&[turns.clone(), sequence(3, 1)], &[vec![0], vec![1]], Device::Cpu).unwrap();
+        assert_eq!(alone.num_tokens(), 10);
+        assert_eq!(ints(&alone.scored_rows), [1, 4, 5, 7, 8]);
+        assert_eq!(ints(&alone.targets), [702, 705, 706, 301, 302]);
+        assert_eq!(ints(&alone.sequence_of_token), [0, 0, 0, 1, 1]);
+        let logprobs = Vec::<f32>::try_from(alone.rollout_logprobs.as_ref().unwrap()).unwrap();
+        assert_eq!(logprobs, [-1.0, -2.0, -3.0, -3.0, -3.0]);
+
+        let other = Sequence { loss_mask: vec![false, true], rollout_logprobs: Some(vec![-4.0]), ..sequence(4, 2) };
+        let shared = MicroBatch::new(&[turns, other], &[vec![0, 1]], Device::Cpu).unwrap();
+        assert_eq!(ints(&shared.scored_rows), [1, 4, 5, 7], "the second's first token is context");
+        assert_eq!(ints(&shared.targets), [702, 705, 706, 403]);
+        assert_eq!(shared.shape().scored_tokens, 4);
     }
 
     #[test]

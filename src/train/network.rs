@@ -131,10 +131,7 @@ impl Network {
         let mut x = self.embed(&pass.micro_batch.token_ids)?;
         let mut saved = Vec::new();
         for layer in 0..self.spec().num_layers {
-            let upcoming = match layer + 1 < self.spec().num_layers {
-                true => vec![Unit::Block(layer + 1)],
-                false => self.head_units(),
-            };
+            let upcoming = upcoming(self.spec(), Unit::Block(layer), false);
             let block = self.block(layer, &upcoming, pass.adapter_use)?;
             let context = BlockContext { spec: self.spec(), rope: &pass.rope, tp: None };
             let (y, kept) = block_forward(&context, layer, &block, &x, &pass.attention, recompute)?;
@@ -153,8 +150,8 @@ impl Network {
         gradients: &mut Gradients,
     ) -> Result<Tensor> {
         for (layer, saved) in saved.into_iter().enumerate().rev() {
-            let upcoming = layer.checked_sub(1).map(Unit::Block);
-            let block = self.block(layer, upcoming.as_slice(), pass.adapter_use)?;
+            let upcoming = upcoming(self.spec(), Unit::Block(layer), true);
+            let block = self.block(layer, &upcoming, pass.adapter_use)?;
             let flat = gradients.begin(Unit::Block(layer))?;
             let mut block_gradients = self.block_gradients(layer, &flat)?;
             let context = BlockContext { spec: self.spec(), rope: &pass.rope, tp: None };
@@ -176,8 +173,7 @@ impl Network {
         gradients: Option<(&mut Gradients, Option<&Tensor>)>,
         loss: &mut dyn FnMut(&Scores) -> Result<TokenGradients>,
     ) -> Result<Tensor> {
-        let last = self.spec().num_layers.checked_sub(1).map(Unit::Block);
-        let head = self.head(last.as_slice())?;
+        let head = self.head(&upcoming(self.spec(), Unit::Head, true))?;
         let open = match gradients {
             Some((gradients, embedding)) => Some((gradients.begin(Unit::Head)?, gradients, embedding)),
             None => None,
@@ -219,11 +215,6 @@ impl Network {
         Ok(Head::view(self, &flat, embedding.as_ref()))
     }
 
-    /// The units that the head's logits need.
-    fn head_units(&self) -> Vec<Unit> {
-        if self.spec().tie_word_embeddings { vec![Unit::Embedding, Unit::Head] } else { vec![Unit::Head] }
-    }
-
     fn block(&mut self, layer: usize, upcoming: &[Unit], adapter_use: AdapterUse) -> Result<BlockParams> {
         let flat = self.weights.unit(Unit::Block(layer), upcoming)?;
         let block = BlockParams::view(self.spec(), self.layout(Unit::Block(layer)), &flat);
@@ -243,7 +234,8 @@ impl Network {
 
     /// Rows of the embedding, where the residual stream begins. [T, D]
     fn embed(&mut self, token_ids: &Tensor) -> Result<Tensor> {
-        let flat = self.weights.unit(Unit::Embedding, &[Unit::Block(0)])?;
+        let upcoming = upcoming(self.spec(), Unit::Embedding, false);
+        let flat = self.weights.unit(Unit::Embedding, &upcoming)?;
         let EmbeddingParams { table } = EmbeddingParams::view(self.layout(Unit::Embedding), &flat);
         Ok(embedding::forward(token_ids, &table)?.f_to_kind(self.options.residual)?)
     }
@@ -255,6 +247,23 @@ impl Network {
     fn spec(&self) -> &ModelSpec {
         &self.weights.table().spec
     }
+}
+
+/// The units that are gathered while a pass uses `unit`: those that it needs next.
+pub(super) fn upcoming(spec: &ModelSpec, unit: Unit, is_backward: bool) -> Vec<Unit> {
+    match (unit, is_backward) {
+        (Unit::Embedding, false) => vec![Unit::Block(0)],
+        (Unit::Block(layer), false) if layer + 1 < spec.num_layers => vec![Unit::Block(layer + 1)],
+        (Unit::Block(_), false) => head_units(spec),
+        (Unit::Head, true) => spec.num_layers.checked_sub(1).map(Unit::Block).into_iter().collect(),
+        (Unit::Block(layer), true) => layer.checked_sub(1).map(Unit::Block).into_iter().collect(),
+        (Unit::Head, false) | (Unit::Embedding, true) => Vec::new(),
+    }
+}
+
+/// The units that the head's logits need.
+pub(super) fn head_units(spec: &ModelSpec) -> Vec<Unit> {
+    if spec.tie_word_embeddings { vec![Unit::Embedding, Unit::Head] } else { vec![Unit::Head] }
 }
 
 /// What all blocks and the head need of a micro-batch, forward and backward.

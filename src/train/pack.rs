@@ -8,19 +8,22 @@ use super::micro_batch::MicroBatch;
 use crate::dist::{Collective, ReduceOp};
 use crate::error::{Error, Result};
 use crate::torch;
+use crate::types::Trajectory;
 
-/// A prompt with one completion, as the trainer sees it.
+/// A prompt with one trajectory, as the trainer sees it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sequence {
     /// Prompt and completion ids.
     pub token_ids: Vec<u32>,
     /// Number of prompt ids; at least 1 and less than `token_ids.len()`.
     pub prompt_len: usize,
-    /// Advantage of every completion token.
+    /// Whether each completion token is scored. The others are context: their keys and values count, and nothing else of them does.
+    pub loss_mask: Vec<bool>,
+    /// Advantage of every scored token.
     pub advantage: f32,
     /// None of its tokens count: it is not packed. As in TRL it is still one of the sequences that means are over.
     pub masked: bool,
-    /// The sampler's log-probabilities, one per completion token.
+    /// The sampler's log-probabilities, one per scored token, as are the next two.
     pub rollout_logprobs: Option<Vec<f32>>,
     /// The trainer's log-probabilities before the first update on this batch.
     pub old_logprobs: Option<Vec<f32>>,
@@ -29,9 +32,10 @@ pub struct Sequence {
 }
 
 impl Sequence {
-    /// Nothing but its tokens.
+    /// Nothing but its tokens; those of the completion are all scored.
     pub fn of_tokens(token_ids: Vec<u32>, prompt_len: usize) -> Self {
         Self {
+            loss_mask: vec![true; token_ids.len().saturating_sub(prompt_len)],
             token_ids,
             prompt_len,
             advantage: 0.0,
@@ -39,6 +43,18 @@ impl Sequence {
             rollout_logprobs: None,
             old_logprobs: None,
             ref_logprobs: None,
+        }
+    }
+
+    /// A prompt and what was sampled after it.
+    pub fn of_trajectory(prompt: &[u32], trajectory: &Trajectory) -> Self {
+        let Trajectory { token_ids, loss_mask, rollout_logprobs, .. } = trajectory;
+        let scored = rollout_logprobs.iter().zip(loss_mask).filter(|(_, is_scored)| **is_scored);
+        Self {
+            loss_mask: loss_mask.clone(),
+            advantage: trajectory.advantage,
+            rollout_logprobs: Some(scored.map(|(logprob, _)| *logprob).collect()),
+            ..Self::of_tokens([prompt, token_ids].concat(), prompt.len())
         }
     }
 
@@ -52,9 +68,19 @@ impl Sequence {
         &self.token_ids[self.prompt_len..]
     }
 
-    /// Number of completion tokens.
+    /// Number of completion tokens, context included.
     pub fn completion_len(&self) -> usize {
         self.token_ids.len() - self.prompt_len
+    }
+
+    /// Places of the scored tokens in the completion.
+    pub fn scored(&self) -> impl Iterator<Item = usize> + '_ {
+        self.loss_mask.iter().enumerate().filter(|(_, is_scored)| **is_scored).map(|(at, _)| at)
+    }
+
+    /// Number of scored tokens.
+    pub fn num_scored(&self) -> usize {
+        self.scored().count()
     }
 }
 
@@ -165,10 +191,15 @@ fn check(index: usize, sequence: &Sequence) -> Result<()> {
             format!("{prompt_len} of {len} in the prompt"),
         ));
     }
+    let num_scored = sequence.num_scored();
+    if num_scored == 0 || sequence.loss_mask.len() != len - prompt_len {
+        let got = format!("{num_scored} scored of {} for {}", sequence.loss_mask.len(), len - prompt_len);
+        return Err(wrong("a loss mask for all completion tokens that scores at least one", got));
+    }
     let logprobs = [&sequence.rollout_logprobs, &sequence.old_logprobs, &sequence.ref_logprobs];
-    match logprobs.into_iter().flatten().find(|logprobs| logprobs.len() != len - prompt_len) {
+    match logprobs.into_iter().flatten().find(|logprobs| logprobs.len() != num_scored) {
         Some(logprobs) => {
-            Err(wrong("a log-probability per completion token", format!("{} of {}", logprobs.len(), len - prompt_len)))
+            Err(wrong("a log-probability per scored token", format!("{} of {num_scored}", logprobs.len())))
         }
         None => Ok(()),
     }
@@ -180,13 +211,9 @@ pub(super) mod tests {
 
     pub(in super::super) fn sequence(len: usize, prompt_len: usize) -> Sequence {
         Sequence {
-            token_ids: (0..len as u32).map(|id| 100 * len as u32 + id).collect(),
-            prompt_len,
             advantage: len as f32,
-            masked: false,
             rollout_logprobs: Some(vec![-(len as f32); len - prompt_len]),
-            old_logprobs: None,
-            ref_logprobs: None,
+            ..Sequence::of_tokens((0..len as u32).map(|id| 100 * len as u32 + id).collect(), prompt_len)
         }
     }
 
@@ -241,5 +268,10 @@ pub(super) mod tests {
         }
         let short = Sequence { ref_logprobs: Some(vec![0.0]), ..sequence(3, 1) };
         assert!(refused(short).contains("1 of 2"));
+        for loss_mask in [vec![false, false], vec![true]] {
+            assert!(refused(Sequence { loss_mask, ..sequence(3, 1) }).contains("scores at least one"));
+        }
+        let context_scored = Sequence { loss_mask: vec![true, false], ..sequence(3, 1) };
+        assert!(refused(context_scored).contains("2 of 1"));
     }
 }

@@ -3,15 +3,14 @@
 //! not depend on who began it; but where keys and values are kept, to the engine that has them.
 
 use super::Trainer;
-use super::sampling::Ahead;
+use super::sampling::{Batch, Sampled};
 use crate::checkpoint::CarriedGroup;
 use crate::config::Config;
-use crate::data::Dataset;
 use crate::dist::{all_gather_json, share};
 use crate::error::Result;
 use crate::metrics::{Reduce, StepMetrics};
 use crate::rollout::{EngineStats, Rollout};
-use crate::types::{RolloutGroup, UnfinishedGroup};
+use crate::types::RolloutGroup;
 
 /// What became of this rank's tokens in a step.
 #[derive(Debug, Default)]
@@ -32,81 +31,62 @@ pub(super) struct Carry {
 }
 
 impl Trainer {
-    /// The first complete groups of those that this rank and the others of its engine begin or go on with.
-    pub(super) fn sample_first(&mut self) -> Result<Ahead> {
-        self.tell_rewards(self.progress.global_step);
-        let (sampler, carried) = (self.sampler.state().clone(), self.carried.clone());
-        let (begun, params) = (self.next_groups()?, self.sampling(self.progress.generation_step));
-        let (groups, num_groups) = (unfinished(&begun, &self.dataset), self.batch.num_prompts / self.world.size());
-        let (rewards, output) = (&self.rewards, &self.output);
-        output.begin_phase("generate", num_groups);
-        let (rollout, engine) = self.halves.with_rollout(|rollout| {
-            let first = rollout.generate_first(groups, num_groups, &params, |done| {
-                rewards.submit(done); // scored while others generate
-                output.advance();
-            })?;
-            Ok((first, *rollout.stats()))
-        })?;
-        let (groups, carry) = self.carry(&begun, rollout, engine)?;
-        Ok(Ahead { groups, sampler, carried, carry })
-    }
-
-    /// This rank's groups of the next step, those carried over first.
-    fn next_groups(&mut self) -> Result<Vec<CarriedGroup>> {
+    /// This rank's groups of the next step, those carried over first. Where all ranks have what they carry and begin as many
+    /// groups as the step takes, these are consecutive shares of the next rows.
+    pub(super) fn next_groups(&mut self) -> Result<Vec<CarriedGroup>> {
         let carried = std::mem::take(&mut self.carried);
         let under_way: Vec<usize> = carried.iter().map(|group| group.row).collect();
         let num_new = self.batch.num_begun.saturating_sub(carried.len());
         let new = self.sampler.next_batch_beside(num_new, &under_way)?.into_iter().map(CarriedGroup::new);
-        let num_ranks = self.world.size();
+        let num_engines = self.batch.roles.num_generators;
         let mut shares = match self.config.keeps_kv_cache() {
-            true => in_order(&carried, num_ranks),
-            false => one_by_one(carried, num_ranks),
+            true => in_order(&carried, num_engines),
+            false => one_by_one(carried, num_engines),
         };
-        fill(&mut shares, new, [self.batch.num_prompts / num_ranks, self.batch.num_begun / num_ranks]);
-        Ok(shares.swap_remove(self.world.rank()))
+        fill(&mut shares, new, [self.batch.num_prompts, self.batch.num_begun]);
+        Ok(self.place_among_engines().map_or_else(Vec::new, |place| shares.swap_remove(place)))
     }
 
-    /// The groups that the step takes; the others are kept for the next one, or dropped. Collective over the world.
-    fn carry(
-        &mut self,
-        begun: &[CarriedGroup],
-        rollout: Rollout,
-        engine: EngineStats,
-    ) -> Result<(Vec<RolloutGroup>, Carry)> {
-        let (mut carry, mut kept) = (Carry { engine, ..Carry::default() }, Vec::new());
+    /// The groups that the step takes; the others are kept for the next one, or dropped. Collective over the world where groups
+    /// are begun that a step does not take.
+    pub(super) fn take(&mut self, batch: Batch, rollout: Rollout) -> Result<Sampled> {
+        let Batch { begun, params, before, .. } = batch;
+        let (mut carry, mut kept) = (Carry { engine: rollout.stats, ..Carry::default() }, Vec::new());
         for (index, group) in &rollout.complete {
-            carry.take(&begun[*index], group, self.progress.generation_step);
+            carry.take(begun[*index].num_tokens(), group, params.step);
         }
-        for (index, UnfinishedGroup { first_step, completions, .. }) in rollout.unfinished {
-            let CarriedGroup { row, token_age, .. } = begun[index];
-            let mut group = CarriedGroup { row, first_step, token_age, completions };
+        for (index, RolloutGroup { first_step, completions, .. }) in rollout.unfinished {
+            let group = CarriedGroup { row: begun[index].row, first_step, completions };
             let num_tokens = group.num_tokens();
             carry.num_sampled += num_tokens - begun[index].num_tokens();
             if self.config.partial_rollout || num_tokens == 0 {
-                group.token_age += num_tokens as u64;
                 kept.push(group);
             } else {
                 carry.num_discarded += num_tokens;
             }
         }
         carry.num_carried = kept.len();
-        let of_ranks: Vec<Vec<CarriedGroup>> =
-            all_gather_json(&*self.world.group(), "gather unfinished groups", &kept)?;
-        self.carried = of_ranks.concat();
-        Ok((rollout.complete.into_iter().map(|(_, group)| group).collect(), carry))
+        if self.config.oversample > 0.0 {
+            let of_ranks: Vec<Vec<CarriedGroup>> =
+                all_gather_json(&*self.world.group(), "gather unfinished groups", &kept)?;
+            self.carried = of_ranks.concat();
+        }
+        let groups = rollout.complete.into_iter().map(|(_, group)| group).collect();
+        Ok(Sampled { groups, before, carry })
     }
 }
 
 impl Carry {
-    fn take(&mut self, begun: &CarriedGroup, group: &RolloutGroup, step: u64) {
-        let num_tokens = group.completions.iter().map(|completion| completion.token_ids.len()).sum::<usize>();
-        let num_continued = begun.num_tokens();
+    /// Counts a group that `step` takes, of which `num_continued` tokens were sampled before.
+    fn take(&mut self, num_continued: usize, group: &RolloutGroup, step: u64) {
+        let versions = group.completions.iter().flat_map(|completion| &completion.weight_versions);
+        let num_tokens = versions.clone().count();
         self.num_taken += num_tokens;
         self.num_continued += num_continued;
         self.num_sampled += num_tokens - num_continued;
-        self.token_age += begun.token_age;
+        self.token_age += versions.map(|version| step - version).sum::<u64>();
         if num_continued > 0 {
-            self.oldest = self.oldest.max(step - begun.first_step);
+            self.oldest = self.oldest.max(step - group.first_step);
         }
     }
 
@@ -131,16 +111,6 @@ impl Carry {
     }
 }
 
-/// What the engine is to go on with.
-fn unfinished(groups: &[CarriedGroup], dataset: &Dataset) -> Vec<UnfinishedGroup> {
-    let of_group = |group: &CarriedGroup| UnfinishedGroup {
-        prompt: dataset.prompt(group.row).clone(),
-        first_step: group.first_step,
-        completions: group.completions.clone(),
-    };
-    groups.iter().map(of_group).collect()
-}
-
 /// Spreads carried groups, the long ones, over the ranks.
 fn one_by_one<T: Clone>(carried: Vec<T>, num_ranks: usize) -> Vec<Vec<T>> {
     let mut shares = vec![Vec::new(); num_ranks];
@@ -156,12 +126,13 @@ fn in_order<T: Clone>(carried: &[T], num_ranks: usize) -> Vec<Vec<T>> {
     (0..num_ranks).map(|rank| carried[share(carried.len(), (rank, num_ranks))].to_vec()).collect()
 }
 
-/// Adds new groups in consecutive shares, first to make up the smaller and then the larger of `sizes` on every rank.
-fn fill<T>(shares: &mut [Vec<T>], mut new: impl Iterator<Item = T>, sizes: [usize; 2]) {
-    for size in sizes {
-        for share in &mut *shares {
-            let num_missing = size.saturating_sub(share.len());
-            share.extend(new.by_ref().take(num_missing));
+/// Adds new groups in consecutive shares, so that all ranks together have first the smaller and then the larger of `totals`.
+fn fill<T>(shares: &mut [Vec<T>], mut new: impl Iterator<Item = T>, totals: [usize; 2]) {
+    let num_ranks = shares.len();
+    for total in totals {
+        for (rank, own) in shares.iter_mut().enumerate() {
+            let num_missing = share(total, (rank, num_ranks)).len().saturating_sub(own.len());
+            own.extend(new.by_ref().take(num_missing));
         }
     }
 }
@@ -174,7 +145,7 @@ mod tests {
     fn new_groups_lie_as_without_a_surplus_and_carried_ones_are_spread() {
         let deal = |carried: Vec<usize>, new| {
             let mut shares = one_by_one(carried, 2);
-            fill(&mut shares, new, [2, 3]);
+            fill(&mut shares, new, [4, 6]);
             shares
         };
         assert_eq!(deal(vec![], 0..6), [[0, 1, 4], [2, 3, 5]]);
@@ -186,7 +157,7 @@ mod tests {
     #[test]
     fn groups_that_are_kept_stay_with_their_engine() {
         let mut shares: Vec<Vec<(usize, usize)>> = vec![Vec::new(); 4]; // (engine, number)
-        fill(&mut shares, (0..12).map(|number| (number / 3 % 2, number)), [3, 3]);
+        fill(&mut shares, (0..12).map(|number| (number / 3 % 2, number)), [12, 12]);
         for step in 1..5 {
             let engine_of = |rank: usize| rank / 2;
             for (rank, share) in shares.iter_mut().enumerate() {
@@ -198,7 +169,7 @@ mod tests {
             for (rank, share) in shares.iter().enumerate() {
                 assert!(share.iter().all(|group| group.0 == engine_of(rank)), "step {step}, rank {rank}: {share:?}");
             }
-            fill(&mut shares, (100 * step..100 * step + 6).map(|number| (9, number)), [2, 3]);
+            fill(&mut shares, (100 * step..100 * step + 6).map(|number| (9, number)), [8, 12]);
             assert!(shares.iter().all(|share| share.len() == 3), "{shares:?}");
         }
     }

@@ -1,13 +1,10 @@
 //! Where the two halves of a step run, behind one face.
 
-use std::ops::Range;
-
 use crate::colocate::Colocated;
-use crate::dist::share;
 use crate::error::Result;
 use crate::rollout::RolloutEngine;
 use crate::split::Split;
-use crate::train::{Policy, Sequence, Transitions};
+use crate::train::{Policy, Sequence};
 use crate::update::{UpdateOptions, UpdateOutcome, UpdateProgress};
 
 /// What generates and what trains.
@@ -46,14 +43,6 @@ impl Halves {
         }
     }
 
-    /// This rank's share of `len` rows to sample from.
-    pub(super) fn share(&self, len: usize) -> Range<usize> {
-        match self {
-            Self::Colocated(colocated) => share(len, (colocated.world().rank(), colocated.world().size())),
-            Self::Split(split) => split.share(len),
-        }
-    }
-
     /// The policy, on a rank that trains.
     pub(super) fn policy(&self) -> Option<&Policy> {
         match self {
@@ -67,19 +56,6 @@ impl Halves {
         match self {
             Self::Colocated(colocated) => Some(colocated.policy_mut()),
             Self::Split(split) => split.policy_mut(),
-        }
-    }
-
-    /// What moving optimizer state took since the last call.
-    pub(super) fn take_transitions(&self) -> Result<Transitions> {
-        self.policy().map_or_else(|| Ok(Transitions::default()), Policy::take_transitions)
-    }
-
-    /// What this rank alone does, if it does not do both.
-    pub(super) fn role(&self) -> Option<&'static str> {
-        match self {
-            Self::Colocated(_) => None,
-            Self::Split(split) => Some(if split.trains() { "trainers" } else { "generators" }),
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The GRPO trainer. [`Trainer::train_step`] is one step on one screen; `setup` loads, `sampling` asks the engines,
 //! `records` turns groups into sequences and metrics, `output` writes.
 
+mod best;
 mod build;
 mod carry;
 mod halves;
@@ -17,7 +18,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::checkpoint::{self, CarriedGroup, Claim, SavedConfig, Saver, TrainerState};
-use crate::config::{BatchPlan, Config, ScaleRewards};
+use crate::config::{BatchPlan, Config, Mode, ScaleRewards};
 use crate::cuda::Placement;
 use crate::data::{Dataset, PromptSampler};
 use crate::dist::{ReduceOp, World, all_reduce_f64, any_rank};
@@ -30,13 +31,13 @@ use crate::phase::{self, Phase};
 use crate::plan::MemoryPlan;
 use crate::reward::{RewardFunction, RewardPool};
 use crate::rollout::RolloutEngine;
-use crate::train::{Policy, Schedule, Sequence};
+use crate::train::{Policy, Schedule, Sequence, Transitions};
 use crate::types::{LengthSpread, Prompt, RolloutGroup};
 use crate::update::{UpdateOptions, UpdateOutcome};
 
 use halves::Halves;
 use output::Output;
-use sampling::{Ahead, generate};
+use sampling::Sampled;
 use scores::Unscored;
 pub use setup::Preflight;
 
@@ -61,7 +62,7 @@ pub struct Trainer {
     /// The newest step in a checkpoint.
     saved_step: u64,
     progress: Progress,
-    ahead: Option<Ahead>,
+    ahead: Option<Sampled>,
     unscored: Unscored,
     /// Lengths of completions of random weights.
     spread_lengths: Option<LengthSpread>,
@@ -202,22 +203,30 @@ impl Trainer {
                 self.progress.global_step, self.schedule.total_steps
             ));
         }
-        while self.progress.global_step < self.schedule.total_steps as u64 {
+        self.check_metric()?;
+        while self.progress.global_step < self.schedule.total_steps as u64 && !self.is_exhausted() {
             let before = self.progress.global_step;
             let metrics = self.train_step()?;
             let renewed = self.claim.as_mut().map_or(Ok(false), Claim::renew);
             if self.world.agree(renewed)? {
-                self.output.begin_again(&self.config)?;
+                self.output.log().begin_again(&self.config)?;
             }
             self.output.step(&metrics, self.progress.global_step, self.sampler.epochs(), self.progress.num_tokens)?;
             self.unscored.check()?;
-            let finished = self.progress.global_step >= self.schedule.total_steps as u64;
-            if finished || passes(self.config.eval_steps, before, self.progress.global_step) {
+            let mut finished = self.progress.global_step >= self.schedule.total_steps as u64;
+            let evaluates = finished || passes(self.config.eval_steps, before, self.progress.global_step);
+            if evaluates {
                 eval_reward_after = self.evaluate()?;
+            }
+            if !finished && self.is_exhausted() {
+                self.tell_early_stop();
+                finished = true;
             }
             let stop = any_rank(&*self.world.group(), phase::stop_requested())? && !finished; // what is left is no more than a save
             let save_steps = self.config.save_steps;
-            let is_due = passes(save_steps, before, self.progress.global_step) || (finished && save_steps.is_some());
+            let is_due = passes(save_steps, before, self.progress.global_step)
+                || (finished && save_steps.is_some())
+                || (evaluates && self.is_best());
             if stop || is_due {
                 let saved = self.save()?;
                 if stop {
@@ -228,6 +237,9 @@ impl Trainer {
             }
         }
         self.saver.finish(&self.world)?;
+        let model_step = self.load_best()?;
+        let of_model = self.output.evaluated("eval_reward").rfind(|(step, _)| *step == model_step);
+        let eval_reward_after = of_model.map(|(_, reward)| reward).or(eval_reward_after);
         let policy = self.halves.policy();
         let model_dir = checkpoint::export(&self.config.output_dir, &self.base_dir, &self.world, policy)?;
         let report = self.output.finish()?;
@@ -242,15 +254,24 @@ impl Trainer {
         phase::set_step(self.progress.generation_step);
         let start = Instant::now();
         let _ = phase::take_timings(); // of loading, evaluation and saving
-        self.halves.take_transitions()?;
-        let Ahead { mut groups, sampler, carried, carry } = match self.ahead.take() {
+        self.take_transitions()?;
+        let Sampled { mut groups, before, carry } = match self.ahead.take() {
             Some(ahead) => ahead,
-            None => self.sample()?,
+            None => {
+                let mut batch = self.next_batch(self.progress.generation_step, self.progress.global_step)?;
+                let (groups, rewards, output) = (std::mem::take(&mut batch.groups), &self.rewards, &self.output);
+                output.begin_phase("generate", batch.num_groups);
+                let rollout = self.halves.with_rollout(|engine| {
+                    engine.on_progress(output.sampling_progress());
+                    engine
+                        .generate_first(groups, batch.num_groups, &batch.params, |group| submit(group, rewards, output))
+                })?;
+                self.take(batch, rollout)?
+            }
         };
         let awaited = phase::scope(Phase::Reward, || self.rewards.wait(&mut groups));
         if let Err(error) = self.world.agree(awaited) {
-            self.sampler.restore(sampler)?; // these rows were not trained on
-            self.carried = carried;
+            self.put_back(before)?; // these rows were not trained on
             return Err(error);
         }
         let advantages = self.assign_advantages(&mut groups)?;
@@ -264,8 +285,10 @@ impl Trainer {
         records::failure_metrics(&mut metrics, self.rewards.take_failures());
         self.tell_failures(&advantages)?;
         carry.add_metrics(&mut metrics, &self.config);
-        let transitions = self.halves.take_transitions()?;
-        records::cost_metrics(&mut metrics, start.elapsed(), transitions, self.halves.role())?;
+        let transitions = self.take_transitions()?;
+        let role = if self.halves.policy().is_some() { "trainers" } else { "generators" };
+        let role = Some(role).filter(|_| self.config.mode == Mode::Split);
+        records::cost_metrics(&mut metrics, start.elapsed(), transitions, role)?;
         Ok(metrics)
     }
 
@@ -279,14 +302,20 @@ impl Trainer {
         if self.config.split.async_steps == 0 || interrupted || after >= self.schedule.total_steps as u64 {
             return Ok(self.halves.update(sequences, &options, &self.output, None::<Nothing>)?.0);
         }
-        self.tell_rewards(after);
-        let sampler = self.sampler.state().clone();
-        let (prompts, params) = (self.next_prompts()?, self.sampling(self.progress.generation_step + 1));
-        let (rewards, output) = (&self.rewards, &self.output);
-        let next = |rollout: &mut RolloutEngine<'_>| generate(rollout, &prompts, &params, rewards, output);
-        let (outcome, groups) = self.halves.update(sequences, &options, output, Some(next))?;
-        self.ahead = Some(Ahead::new(groups, sampler));
+        let mut batch = self.next_batch(self.progress.generation_step + 1, after)?;
+        let (groups, rewards, output) = (std::mem::take(&mut batch.groups), &self.rewards, &self.output);
+        let next = |engine: &mut RolloutEngine<'_>| {
+            engine.on_progress(output.sampling_progress());
+            engine.generate_first(groups, batch.num_groups, &batch.params, |group| submit(group, rewards, output))
+        };
+        let (outcome, rollout) = self.halves.update(sequences, &options, output, Some(next))?;
+        self.ahead = Some(self.take(batch, rollout)?);
         Ok(outcome)
+    }
+
+    /// What moving optimizer state took since the last call.
+    fn take_transitions(&self) -> Result<Transitions> {
+        self.halves.policy().map_or_else(|| Ok(Transitions::default()), Policy::take_transitions)
     }
 
     /// Saves what was reached, if `error` is that rewards failed for good; gives `error` back. Collective over the world.
@@ -304,7 +333,7 @@ impl Trainer {
     fn count_tokens(&self, groups: &[RolloutGroup]) -> Result<u64> {
         let of_group = |group: &RolloutGroup| -> usize {
             let prompt_len = group.prompt.token_ids.len();
-            group.completions.iter().map(|completion| prompt_len + completion.token_ids.len()).sum()
+            group.completions.iter().map(|completion| prompt_len + completion.num_sampled()).sum()
         };
         let own: usize = groups.iter().map(of_group).sum();
         let mut total = [own as f64];
@@ -341,7 +370,7 @@ impl Trainer {
     /// Begins a checkpoint; it is complete when the next one begins or the saver has finished.
     fn save(&mut self) -> Result<PathBuf> {
         if let Some(ahead) = self.ahead.take() {
-            self.sampler.restore(ahead.sampler)?; // a run that was asked to stop: the batch is sampled again
+            self.put_back(ahead.before)?; // a run that was asked to stop: the batch is sampled again
         }
         let state = TrainerState {
             global_step: self.progress.global_step,
@@ -354,9 +383,10 @@ impl Trainer {
             num_rows: self.dataset.len(),
             sampler: self.sampler.state().clone(),
             carried: self.carried.clone(),
+            best_global_step: self.best().filter(|_| self.config.best.load_best_model_at_end).map(|best| best.step),
             config: SavedConfig::of(self.config.entries()),
-            log_history: self.output.history(),
-            unlogged: self.output.unlogged(),
+            log_history: self.output.log().history().clone(),
+            unlogged: self.output.log().unlogged(),
         };
         self.saved_step = self.progress.global_step;
         self.saver.save(&self.world, self.halves.policy(), state)
@@ -366,6 +396,12 @@ impl Trainer {
 /// Whether a multiple of `every` lies in (before, after].
 fn passes(every: Option<usize>, before: u64, after: u64) -> bool {
     every.is_some_and(|every| after / every as u64 > before / every as u64)
+}
+
+/// Has a group scored, while others are generated.
+fn submit(group: &RolloutGroup, rewards: &RewardPool, output: &Output) {
+    rewards.submit(group);
+    output.advance();
 }
 
 /// The work of engines that do none beside an update.

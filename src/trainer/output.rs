@@ -1,7 +1,6 @@
 //! What a run leaves behind and shows: metrics, completions, progress, report. Ranks other than the first take part in the
 //! reductions and write nothing.
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -12,10 +11,9 @@ use crate::config::{Config, Mode};
 use crate::dist::Collective;
 use crate::error::{Error, Result};
 use crate::eval::Outcome;
-use crate::metrics::{
-    CompletionsWriter, LogHistory, MetricValues, Progress, RunLog, StepMetrics, over_steps, write_run_config,
-};
+use crate::metrics::{CompletionsWriter, LogOptions, MetricValues, RunLog, Services, StepMetrics};
 use crate::phase::{self, Phase};
+use crate::rollout::EngineStats;
 use crate::train::Sequence;
 use crate::types::RolloutGroup;
 use crate::update::UpdateProgress;
@@ -28,14 +26,10 @@ const TRACE_FOLDER: &str = "trace";
 pub(super) struct Output {
     group: Arc<dyn Collective>,
     output_dir: PathBuf,
+    tensor_parallel_size: usize,
     traces: bool,
-    logging_steps: u64,
-    max_steps: u64,
     log: RunLog,
     completions: Option<CompletionsWriter>,
-    display: Progress,
-    interval: Vec<MetricValues>,
-    last_logged_step: u64,
     said_no_signal: bool,
 }
 
@@ -45,64 +39,56 @@ impl Output {
         config: &Config,
         group: Arc<dyn Collective>,
         max_steps: u64,
-        checkpoint: Option<Checkpoint>,
+        checkpoint: Option<&Checkpoint>,
         writes_files: bool,
     ) -> Result<Self> {
         let is_first = writes_files && group.rank() == 0;
-        let first_step = checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.state.global_step);
         let output_dir = config.output_dir.clone();
-        if is_first {
-            write_run_config(&output_dir, config)?;
-        }
+        let options = LogOptions { logging_steps: config.logging_steps, max_steps };
+        let services = Services::of(&config.report, &output_dir, &config.reward.python);
+        let earlier = checkpoint.map(Checkpoint::earlier_log);
+        let log = RunLog::open(&output_dir, config, options, is_first, earlier, &services)?;
         if config.trace {
             let folder = output_dir.join(TRACE_FOLDER);
             phase::trace_to(&folder, group.rank(), &label(config, &*group)?, checkpoint.is_some())?;
         }
         let completions = config.log_completions.then(|| CompletionsWriter::new(&output_dir, &config.reward_names()));
-        let display = Progress::new(max_steps, first_step, is_first);
-        if let Some(checkpoint) = &checkpoint {
-            display.say(&format!("resumed from {}", checkpoint.folder.display()));
-        }
-        let state = checkpoint.map(|checkpoint| checkpoint.state);
-        let interval = state.iter().flat_map(|state| &state.unlogged).map(from_bits).collect();
         Ok(Self {
-            log: RunLog::open(&output_dir, is_first, state.map(|state| (first_step, state.log_history)))?,
+            log,
             completions: completions.transpose()?,
-            display,
             group,
             output_dir,
+            tensor_parallel_size: config.tensor_parallel_size,
             traces: config.trace,
-            logging_steps: config.logging_steps as u64,
-            max_steps,
-            interval,
-            last_logged_step: first_step,
             said_no_signal: false,
         })
     }
 
-    /// A line above the bars.
-    pub(super) fn say(&self, text: &str) {
-        self.display.say(text);
+    /// The lines of the run.
+    pub(super) fn log(&self) -> &RunLog {
+        &self.log
     }
 
-    /// Writes the configuration again into an output folder that was deleted while the run was on its way.
-    pub(super) fn begin_again(&self, config: &Config) -> Result<()> {
-        self.say(&format!(
-            "warning: {} was deleted or moved: it is made again; what was saved there is gone",
-            self.output_dir.display()
-        ));
-        write_run_config(&self.output_dir, config)
+    /// A line above the bars.
+    pub(super) fn say(&self, text: &str) {
+        self.log.display().say(text);
     }
 
     /// The bar of a phase with `total` parts.
     pub(super) fn begin_phase(&self, name: &str, total: usize) {
-        self.display.begin_phase(name, total);
+        self.log.display().begin_phase(name, total);
+    }
+
+    /// Shows how many tokens this rank's engine has sampled in the phase, told after each of its steps.
+    pub(super) fn sampling_progress(&self) -> impl FnMut(&EngineStats) + use<> {
+        let (display, num_ranks) = (self.log.display().clone(), self.tensor_parallel_size);
+        move |stats| display.sampled(stats.num_generated_tokens / num_ranks)
     }
 
     /// One part of the phase is done.
     pub(super) fn advance(&self) {
         phase::beat();
-        self.display.advance();
+        self.log.display().advance();
     }
 
     /// A step is done: reduces its metrics over ranks (collective) and writes a line per logging interval, and one at the end.
@@ -120,17 +106,10 @@ impl Output {
         phase::flush_trace();
         values.insert("num_tokens".to_owned(), num_tokens as f64);
         values.insert("epoch".to_owned(), epoch);
-        self.display.finish_step(step, &values);
         let has_no_signal = values.get("frac_reward_zero_std") == Some(&1.0) || values.get("grad_norm") == Some(&0.0);
+        self.log.step(step, values);
         if has_no_signal && !std::mem::replace(&mut self.said_no_signal, true) {
             self.say(&format!("step {step}: warning: in no group do rewards differ: no advantage, no gradient"));
-        }
-        self.interval.push(values);
-        let is_due = step / self.logging_steps > self.last_logged_step / self.logging_steps;
-        if is_due || step >= self.max_steps {
-            let line = over_steps(&std::mem::take(&mut self.interval));
-            self.log.write(step, line);
-            self.last_logged_step = step;
         }
         Ok(())
     }
@@ -148,7 +127,7 @@ impl Output {
         values.extend(failures.into_iter().map(|(name, value)| (format!("eval_{name}"), value)));
         values.insert("epoch".to_owned(), epoch);
         let solved_by: Vec<&str> = outcome.solved_by.iter().map(|&index| reward_names[index].as_str()).collect();
-        self.display.say(&format!("step {step}: {outcome} (solved by {})", solved_by.join(" and ")));
+        self.say(&format!("step {step}: {outcome} (solved by {})", solved_by.join(" and ")));
         self.log.write(step, values);
     }
 
@@ -157,20 +136,19 @@ impl Output {
         self.log.first_and_last("eval_reward")
     }
 
+    /// A metric's numbers in evaluations, each with its step, those before a resume included.
+    pub(super) fn evaluated(&self, name: &str) -> impl DoubleEndedIterator<Item = (u64, f64)> {
+        self.log.evaluations().points(name)
+    }
+
+    /// Names of what evaluations measure; none before the first.
+    pub(super) fn names_of_evaluations(&self) -> Vec<String> {
+        self.log.names_of_evaluations()
+    }
+
     /// The completions of a step, if they are to be kept (collective then).
     pub(super) fn completions(&mut self, groups: &[RolloutGroup], step: u64) -> Result<()> {
         self.completions.as_mut().map_or(Ok(()), |writer| writer.write(step, groups, &*self.group))
-    }
-
-    /// Every line written so far, for the trainer's state.
-    pub(super) fn history(&self) -> LogHistory {
-        self.log.history().clone()
-    }
-
-    /// The metrics of steps that no line holds yet, for the trainer's state.
-    pub(super) fn unlogged(&self) -> Vec<BTreeMap<String, u64>> {
-        let bits = |values: &MetricValues| values.iter().map(|(name, value)| (name.clone(), value.to_bits())).collect();
-        self.interval.iter().map(bits).collect()
     }
 
     /// Puts the ranks' time-lines together, if there are any; collective over the world.
@@ -186,9 +164,8 @@ impl Output {
 
     /// Takes the bars away and writes the report on the first rank.
     pub(super) fn finish(&mut self) -> Result<Option<PathBuf>> {
-        self.display.finish();
         self.finish_trace()?;
-        self.log.report()
+        self.log.finish()
     }
 }
 
@@ -227,14 +204,11 @@ fn describe(sequence: &Sequence) -> serde_json::Value {
     json!({
         "token_ids": sequence.token_ids,
         "prompt_len": sequence.prompt_len,
+        "loss_mask": sequence.loss_mask,
         "advantage": sequence.advantage,
         "masked": sequence.masked,
         "rollout_logprobs": sequence.rollout_logprobs,
         "old_logprobs": sequence.old_logprobs,
         "ref_logprobs": sequence.ref_logprobs,
     })
-}
-
-fn from_bits(values: &BTreeMap<String, u64>) -> MetricValues {
-    values.iter().map(|(name, bits)| (name.clone(), f64::from_bits(*bits))).collect()
 }

@@ -10,20 +10,15 @@ use crate::metrics::{Reduce, StepMetrics};
 use crate::phase::{self, Phase};
 use crate::reward::FailureKind;
 use crate::train::{Sequence, Transitions};
-use crate::types::{Completion, RolloutGroup};
+use crate::types::{RolloutGroup, Trajectory};
 use crate::update::UpdateOutcome;
 
 /// One sequence per completion that has a reward, in order; truncated ones are masked if asked for. A completion whose rewards
 /// failed is in no update, no denominator and no mean: the others train as if it had not been sampled.
 pub(super) fn sequences(groups: &[RolloutGroup], mask_truncated: bool) -> Vec<Sequence> {
-    let of_completion = |group: &RolloutGroup, completion: &Completion| Sequence {
-        token_ids: [&group.prompt.token_ids[..], &completion.token_ids[..]].concat(),
-        prompt_len: group.prompt.token_ids.len(),
-        advantage: completion.advantage,
-        masked: mask_truncated && completion.finish_reason.is_truncated(),
-        rollout_logprobs: Some(completion.rollout_logprobs.clone()),
-        old_logprobs: None,
-        ref_logprobs: None,
+    let of_completion = |group: &RolloutGroup, completion: &Trajectory| Sequence {
+        masked: mask_truncated && completion.is_truncated(),
+        ..Sequence::of_trajectory(&group.prompt.token_ids, completion)
     };
     groups
         .iter()
@@ -113,10 +108,10 @@ fn reward_metrics(metrics: &mut StepMetrics, names: &[String], advantages: &Adva
 }
 
 fn completion_metrics(metrics: &mut StepMetrics, groups: &[RolloutGroup]) {
-    let completions: Vec<&Completion> = groups.iter().flat_map(|group| &group.completions).collect();
+    let completions: Vec<&Trajectory> = groups.iter().flat_map(|group| &group.completions).collect();
     let lengths = |ended_only: bool| -> Vec<f64> {
-        let counted = completions.iter().filter(|completion| !(ended_only && completion.finish_reason.is_truncated()));
-        counted.map(|completion| completion.token_ids.len() as f64).collect()
+        let counted = completions.iter().filter(|completion| !(ended_only && completion.is_truncated()));
+        counted.map(|completion| completion.num_sampled() as f64).collect()
     };
     for (prefix, lengths) in [("", lengths(false)), ("terminated_", lengths(true))] {
         let total: f64 = lengths.iter().sum();
@@ -128,7 +123,7 @@ fn completion_metrics(metrics: &mut StepMetrics, groups: &[RolloutGroup]) {
             metrics.set("tokens/generated", total, Reduce::Sum);
         }
     }
-    let truncated = completions.iter().filter(|completion| completion.finish_reason.is_truncated()).count();
+    let truncated = completions.iter().filter(|completion| completion.is_truncated()).count();
     metrics.set_mean("completions/clipped_ratio", truncated as f64, completions.len() as f64);
 }
 
@@ -138,15 +133,13 @@ mod tests {
     use crate::types::{FinishReason, fixtures};
 
     fn group(finish_reasons: &[FinishReason]) -> RolloutGroup {
-        let completion = |(index, finish_reason): (usize, &FinishReason)| Completion {
-            finish_reason: *finish_reason,
+        let completion = |(index, finish_reason): (usize, &FinishReason)| Trajectory {
+            finish_reason: Some(*finish_reason),
             reward: (index != 1).then_some(1.0),
             ..fixtures::completion(&"abc"[..=index])
         };
-        RolloutGroup {
-            prompt: fixtures::prompt(0),
-            completions: finish_reasons.iter().enumerate().map(completion).collect(),
-        }
+        let completions = finish_reasons.iter().enumerate().map(completion).collect();
+        RolloutGroup { completions, ..RolloutGroup::new(fixtures::prompt(0)) }
     }
 
     #[test]

@@ -27,11 +27,7 @@ impl Rows {
             max_prompt_length: config.max_prompt_length,
             max_model_length: Some(config.max_model_length.unwrap_or(spec.max_position_embeddings)),
             max_completion_length: config.max_completion_length,
-            prompt_format: data.prompt_format,
-            system_prompt: data.system_prompt.clone(),
-            prompt_column: data.dataset_prompt_column.clone(),
-            required_columns: required,
-            seed: config.seed,
+            ..DatasetOptions::of(data, config.seed, required)
         };
         let read = |sources: &RowSources| Dataset::read(sources, tokenizer, &options);
         let (train, held_out) = (RowSources::train(data, &hub)?, RowSources::held_out(data, config.eval_steps, &hub)?);

@@ -1,76 +1,93 @@
 //! What is asked of the engines: training batches, which may be sampled ahead, and evaluations.
 
+use std::ops::Range;
+
 use super::carry::Carry;
-use super::output::Output;
-use super::{Trainer, records};
+use super::{Trainer, records, submit};
 use crate::checkpoint::CarriedGroup;
 use crate::data::SamplerState;
+use crate::dist::share;
 use crate::error::Result;
 use crate::eval;
 use crate::metrics::StepMetrics;
 use crate::phase::{self, Phase};
-use crate::reward::RewardPool;
-use crate::rollout::RolloutEngine;
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
+
+/// A generation batch to be sampled.
+#[derive(Debug)]
+pub(super) struct Batch {
+    /// Groups that this rank begins or goes on with.
+    pub begun: Vec<CarriedGroup>,
+    /// The same, for the engine.
+    pub groups: Vec<RolloutGroup>,
+    /// How many of them the step takes.
+    pub num_groups: usize,
+    pub params: SamplingParams,
+    pub before: Before,
+}
+
+/// Where the rows were before a batch was drawn.
+#[derive(Debug)]
+pub(super) struct Before {
+    sampler: SamplerState,
+    carried: Vec<CarriedGroup>,
+}
 
 /// A batch that is not trained on yet; it may have been sampled while the one before it was, with the weights from before that.
 #[derive(Debug)]
-pub(super) struct Ahead {
+pub(super) struct Sampled {
     /// This rank's groups, their rewards still to be awaited.
     pub groups: Vec<RolloutGroup>,
-    /// Where the sampler stood before.
-    pub sampler: SamplerState,
-    /// Groups that were carried before.
-    pub carried: Vec<CarriedGroup>,
+    pub before: Before,
     pub carry: Carry,
 }
 
-impl Ahead {
-    /// A batch of all groups that were begun.
-    pub fn new(groups: Vec<RolloutGroup>, sampler: SamplerState) -> Self {
-        Self { groups, sampler, carried: Vec::new(), carry: Carry::default() }
-    }
-}
-
 impl Trainer {
-    /// The next batch, scored while it is generated.
-    pub(super) fn sample(&mut self) -> Result<Ahead> {
-        if self.config.oversample > 0.0 {
-            return self.sample_first();
-        }
-        self.tell_rewards(self.progress.global_step);
-        let sampler = self.sampler.state().clone();
-        let (prompts, params) = (self.next_prompts()?, self.sampling(self.progress.generation_step));
-        let (rewards, output) = (&self.rewards, &self.output);
-        output.begin_phase("generate", prompts.len());
-        let groups = self.halves.with_rollout(|rollout| generate(rollout, &prompts, &params, rewards, output))?;
-        Ok(Ahead::new(groups, sampler))
-    }
-
-    /// Says before which update what follows was sampled.
-    pub(super) fn tell_rewards(&self, global_step: u64) {
+    /// Draws the groups of generation step `step`, which is trained on after `global_step` updates.
+    pub(super) fn next_batch(&mut self, step: u64, global_step: u64) -> Result<Batch> {
         self.rewards.set_progress(global_step, self.schedule.total_steps as u64);
+        let before = Before { sampler: self.sampler.state().clone(), carried: self.carried.clone() };
+        let begun = self.next_groups()?;
+        let group = |CarriedGroup { row, first_step, completions }: &CarriedGroup| RolloutGroup {
+            prompt: self.dataset.prompt(*row).clone(),
+            first_step: *first_step,
+            completions: completions.clone(),
+        };
+        let (groups, num_groups) = (begun.iter().map(group).collect(), self.share(self.batch.num_prompts).len());
+        Ok(Batch { begun, groups, num_groups, params: self.sampling_params(step), before })
     }
 
-    /// This rank's share of the next prompts.
-    pub(super) fn next_prompts(&mut self) -> Result<Vec<Prompt>> {
-        let all = self.sampler.next_batch(self.batch.num_prompts)?;
-        let own = self.halves.share(all.len());
-        Ok(all[own].iter().map(|&row| self.dataset.prompt(row).clone()).collect())
+    /// Draws a batch's rows again the next time.
+    pub(super) fn put_back(&mut self, before: Before) -> Result<()> {
+        self.carried = before.carried;
+        self.sampler.restore(before.sampler)
+    }
+
+    /// This rank among those with engines.
+    pub(super) fn place_among_engines(&self) -> Option<usize> {
+        self.world.rank().checked_sub(self.world.size() - self.batch.roles.num_generators)
+    }
+
+    /// This rank's share of `len` rows to sample from; none where it only trains.
+    fn share(&self, len: usize) -> Range<usize> {
+        self.place_among_engines().map_or(0..0, |place| share(len, (place, self.batch.roles.num_generators)))
     }
 
     /// Mean reward on the held-out rows, if there are any.
     pub(super) fn evaluate(&mut self) -> Result<Option<f64>> {
         let Some(eval_set) = &self.eval_set else { return Ok(None) };
-        self.tell_rewards(self.progress.global_step);
-        let params =
-            SamplingParams { num_generations: self.config.eval_num_generations, ..self.sampling(eval::SAMPLING_STEP) };
-        let own = self.halves.share(eval_set.len());
+        self.rewards.set_progress(self.progress.global_step, self.schedule.total_steps as u64);
+        let num_generations = self.config.eval_num_generations;
+        let params = SamplingParams { num_generations, ..self.sampling_params(eval::SAMPLING_STEP) };
+        let own = self.share(eval_set.len());
         let prompts: Vec<Prompt> = own.map(|row| eval_set.prompt(row).clone()).collect();
         let (halves, rewards, output, world) = (&mut self.halves, &mut self.rewards, &self.output, &self.world);
         output.begin_phase("evaluate", prompts.len());
         let groups = phase::scope(Phase::Eval, || {
-            let mut groups = halves.with_rollout(|rollout| generate(rollout, &prompts, &params, rewards, output))?;
+            let mut groups = halves.with_rollout(|engine| {
+                engine.on_progress(output.sampling_progress());
+                engine.generate(&prompts, &params, |group| submit(group, rewards, output))
+            })?;
             world.agree(rewards.wait(&mut groups))?;
             Ok(groups)
         })?;
@@ -85,8 +102,8 @@ impl Trainer {
         Ok((outcome.reward.count > 0.0).then(|| outcome.reward.mean()))
     }
 
-    /// How batch number `step` is sampled.
-    pub(super) fn sampling(&self, step: u64) -> SamplingParams {
+    /// How generation step `step` samples.
+    fn sampling_params(&self, step: u64) -> SamplingParams {
         SamplingParams {
             num_generations: self.config.num_generations,
             temperature: self.config.temperature,
@@ -101,18 +118,4 @@ impl Trainer {
             step,
         }
     }
-}
-
-/// Groups of `prompts`, each handed to the rewards as it is complete.
-pub(super) fn generate(
-    rollout: &mut RolloutEngine<'_>,
-    prompts: &[Prompt],
-    params: &SamplingParams,
-    rewards: &RewardPool,
-    output: &Output,
-) -> Result<Vec<RolloutGroup>> {
-    rollout.generate(prompts, params, |done| {
-        rewards.submit(done); // scored while others generate
-        output.advance();
-    })
 }

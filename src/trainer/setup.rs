@@ -246,7 +246,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
         checkpoint::check_room(&config.output_dir, &world, halves.policy(), config.save_steps.is_some())?;
     }
     let num_dropped = checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.state.carried.len()) - carried.len();
-    let output = Output::new(&config, world.group(), schedule.total_steps as u64, checkpoint, writes_files)?;
+    let output = Output::new(&config, world.group(), schedule.total_steps as u64, checkpoint.as_ref(), writes_files)?;
     output.say(&format!("plan\n{preflight}"));
     if num_dropped > 0 {
         output.say(&format!("{num_dropped} unfinished groups of the checkpoint are dropped: oversample is 0"));
@@ -321,5 +321,5 @@ fn unsafe_changes(config: &Config, world_size: usize, checkpoint: &Checkpoint) -
         ("generation_batch_size (completions)", saved_batch.generation_batch_size, batch.generation_batch_size),
         ("updates per generation batch", saved_batch.updates_per_generation, batch.updates_per_generation),
     ];
-    Ok(checkpoint::unsafe_changes(&config.diff(&saved), &numbers, [*saved_size, world_size]))
+    Ok(checkpoint::unsafe_changes(&checkpoint::changes(config, &saved), &numbers, [*saved_size, world_size]))
 }

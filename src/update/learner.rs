@@ -231,7 +231,7 @@ impl Learner {
 /// What each update's token losses are divided by, from the sequences of all ranks.
 pub(super) fn denominators(slices: &[Vec<Sequence>], loss_type: LossType) -> Vec<Denominators> {
     let tokens = |slice: &Vec<Sequence>| -> usize {
-        slice.iter().filter(|sequence| !sequence.masked).map(Sequence::completion_len).sum()
+        slice.iter().filter(|sequence| !sequence.masked).map(Sequence::num_scored).sum()
     };
     let total_tokens: usize = slices.iter().map(tokens).sum();
     let of_slice = |slice: &Vec<Sequence>| Denominators {
@@ -254,7 +254,7 @@ fn hand_out(
     let logprobs = torch::f32_vec(&scores.logprobs)?;
     let mut rest = logprobs.as_slice();
     for &index in &micro_batch.sequences {
-        let (own, others) = rest.split_at(sequences[index].completion_len());
+        let (own, others) = rest.split_at(sequences[index].num_scored());
         *field(&mut sequences[index]) = Some(own.to_vec());
         rest = others;
     }

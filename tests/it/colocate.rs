@@ -264,13 +264,8 @@ fn generate(rollout: &mut RolloutEngine<'_>, prompts: &[Prompt]) -> Result<Vec<R
 /// The sampled half of what [`generate`] returns, with advantages by place.
 fn sequences(groups: &[RolloutGroup]) -> Vec<Sequence> {
     let sequence = |(group, sample): (&RolloutGroup, usize)| Sequence {
-        token_ids: [&group.prompt.token_ids[..], &group.completions[sample].token_ids].concat(),
-        prompt_len: group.prompt.token_ids.len(),
         advantage: sample as f32 - 1.5,
-        masked: false,
-        rollout_logprobs: Some(group.completions[sample].rollout_logprobs.clone()),
-        old_logprobs: None,
-        ref_logprobs: None,
+        ..Sequence::of_trajectory(&group.prompt.token_ids, &group.completions[sample])
     };
     let samples = groups[groups.len() / 2..].iter().flat_map(|group| (0..4).map(move |sample| (group, sample)));
     samples.map(sequence).collect()

@@ -45,6 +45,15 @@ fn gpu_sampled_logprobs_with_adapters_are_the_trainers() {
     assert!(float32 < 0.8 * bfloat16, "{float32} apart with a residual stream of float32, {bfloat16} without");
 }
 
+/// OLMo 2: norms behind the sublayers and over all heads.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_sampled_logprobs_with_norms_behind_are_the_trainers() {
+    let name = "olmo2-1b";
+    let [bfloat16, float32] = sampled_as_trained(&Model::new(name), name, [1.5, 1.5]);
+    assert!(float32 < bfloat16, "{float32} apart with a residual stream of float32, {bfloat16} without");
+}
+
 /// Mean distances with residual streams of bfloat16 and float32, each at most its bound times as far as bf16 leaves the trainer
 /// from float32.
 fn sampled_as_trained(model: &Model, name: &str, bounds: [f64; 2]) -> [f64; 2] {
@@ -55,7 +64,10 @@ fn sampled_as_trained(model: &Model, name: &str, bounds: [f64; 2]) -> [f64; 2] {
 fn of_one_stream(model: &Model, name: &str, residual: Kind, bound: f64) -> f64 {
     let params = SamplingParams { num_generations: 2, max_completion_length: 300, ..SamplingParams::default() };
     let options = EngineOptions { max_num_seqs: 12, residual, ..model.options(1024) };
-    let groups = model.generate(&options, &prompts(6, 720), &params);
+    let mut prompts = prompts(6, 720);
+    let ids = prompts.iter_mut().flat_map(|prompt| &mut prompt.token_ids);
+    ids.for_each(|id| *id %= model.spec.vocab_size as u32);
+    let groups = model.generate(&options, &prompts, &params);
     let sampled: Vec<f32> = completions(&groups).flat_map(|(_, logprobs)| logprobs).collect();
     let kinds = [(Kind::BFloat16, residual), (Kind::Float, Kind::Float)];
     let [trained, exact] = kinds.map(|kinds| model.score(&groups, kinds));

@@ -255,23 +255,33 @@ fn all_that_is_missing_is_told_with_all_that_is_wrong() {
     run(&line).assert_error("missing files alone", 3, &["hf download Qwen/Nowhere", "rows/*.jsonl"]);
 }
 
-/// A group of 8 over 2 ranks that have 4 completions each, as TRL takes it.
+/// A group of 16 over 4 ranks that have 4 completions each, as TRL takes it, is the group of one rank that has all 16.
 #[test]
 fn a_group_that_spans_ranks_is_sampled_and_trained_on_as_one() {
     let out = tempfile::tempdir().unwrap();
-    let first_reward = |ranks: usize| {
+    let steps = |ranks: usize| {
         let folder = out.path().join(ranks.to_string());
         let line = format!(
-            "--nproc {ranks} {SMALL_RUN} num_generations=8 per_device_train_batch_size={} max_steps=2 output_dir={}",
-            8 / ranks,
+            "--nproc {ranks} {SMALL_RUN} num_generations=16 per_device_train_batch_size={} max_steps=3 output_dir={}",
+            16 / ranks,
             folder.display()
         );
         let ended = end(command(&line).spawn().unwrap());
         assert_eq!(ended.code, Some(0), "{line}\n{}", ended.stderr);
         let lines = json_lines(&fs::read_to_string(folder.join("metrics.jsonl")).unwrap());
-        let steps: Vec<&Value> = lines.iter().filter(|line| line.get("reward").is_some()).collect();
-        assert_eq!(steps.len(), 2, "{lines:?}");
-        ["reward", "reward_std", "completions/mean_length", "num_tokens"].map(|name| steps[0][name].clone())
+        let steps: Vec<Value> = lines.into_iter().filter(|line| line.get("reward").is_some()).collect();
+        assert_eq!(steps.len(), 3);
+        steps
     };
-    assert_eq!(first_reward(1), first_reward(2));
+    let (one, four) = (steps(1), steps(4));
+    for (one, four) in one.iter().zip(&four) {
+        for name in ["reward", "reward_std", "completions/mean_length", "num_tokens"] {
+            assert_eq!(one[name], four[name], "{name}");
+        }
+        for name in ["loss", "grad_norm", "entropy"] {
+            let (one, four) = (one[name].as_f64().unwrap(), four[name].as_f64().unwrap());
+            assert!((one - four).abs() <= 1e-5 + 1e-4 * one.abs(), "{name}: {one} and {four}"); // sums in another order
+        }
+    }
+    assert!(one.iter().any(|step| step["grad_norm"].as_f64().unwrap() > 0.0), "a run without gradient shows nothing");
 }

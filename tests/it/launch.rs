@@ -232,7 +232,7 @@ fn a_second_signal_kills() {
     let_the_second_pass();
     launcher.signal(&["TERM"]);
     let ended = launcher.end();
-    assert_eq!(ended.code, Some(10));
+    assert_eq!(ended.code, Some(130));
     wait_until(|| !pids.split_whitespace().any(is_alive));
 }
 

@@ -9,12 +9,14 @@ use colo_grpo::model::{Family, ModelSpec, ParamTable, WeightFiles, WeightWriter}
 use serde_json::{Value, json};
 use tch::Kind;
 
-const GOLDEN: [(&str, Family); 5] = [
+const GOLDEN: [(&str, Family); 7] = [
     ("qwen2_tied", Family::Qwen2),
     ("qwen2_untied", Family::Qwen2),
+    ("qwen2_yarn", Family::Qwen2),
     ("qwen3", Family::Qwen3),
     ("llama3", Family::Llama),
     ("mistral", Family::Mistral),
+    ("olmo2", Family::Olmo2),
 ];
 
 fn golden(name: &str) -> PathBuf {
@@ -37,6 +39,8 @@ fn published_models_have_their_published_sizes() {
         ("qwen3-8b", 8_190_735_360),
         ("llama3.2-1b", 1_235_814_400),
         ("llama3.1-8b", 8_030_261_248),
+        ("olmo2-1b", 1_484_916_736),
+        ("olmo2-7b", 7_298_617_344),
         ("tiny", 796_800),
         ("micro", 27_936),
     ];
@@ -57,7 +61,7 @@ fn golden_folders_are_read_and_written_back_bit_by_bit() {
         let spec = Arc::new(ModelSpec::from_folder(golden(name)).unwrap());
         assert_eq!((spec.family, &spec.eos_token_ids[..], spec.bos_token_id), (family, &[2, 3][..], Some(1)));
         assert_eq!(spec.sliding_window, (family == Family::Mistral).then_some(8));
-        assert_eq!(spec.rope_scaling.is_some(), family == Family::Llama);
+        assert_eq!(spec.rope_scaling.is_some(), ["llama3", "qwen2_yarn"].contains(&name));
         let table = ParamTable::new(spec.clone(), 2);
         let files = open(&golden(name)).unwrap();
         let copy = tempfile::tempdir().unwrap();

@@ -21,7 +21,7 @@ use crate::ranks;
 
 #[test]
 fn greedy_equals_transformers() {
-    for name in ["qwen2_tied", "qwen2_untied", "qwen3", "llama3", "mistral"] {
+    for name in ["qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3", "llama3", "mistral", "olmo2"] {
         let model = Model::golden(name);
         let text = std::fs::read_to_string(golden(name).join("golden.json")).unwrap();
         let numbers: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -35,7 +35,7 @@ fn greedy_equals_transformers() {
             for (group, expected) in groups.iter().zip(&expected) {
                 for completion in &group.completions {
                     assert_eq!(&completion.token_ids, expected, "{name}, prompt {}", group.prompt.id);
-                    assert_eq!(completion.finish_reason, FinishReason::Length);
+                    assert_eq!(completion.finish_reason, Some(FinishReason::Length));
                 }
             }
         }
@@ -48,7 +48,7 @@ fn logprobs_agree_with_a_plain_forward() {
         SamplingParams { temperature: 0.8, ..sampled() },
         SamplingParams { temperature: 1.4, top_k: 5, repetition_penalty: 1.2, ..sampled() },
     ];
-    for model in [Model::micro(), Model::golden("qwen3"), Model::golden("mistral")] {
+    for model in [Model::micro(), Model::golden("qwen3"), Model::golden("mistral"), Model::golden("olmo2")] {
         for params in &cases {
             let (groups, _) = model.generate(options(), &prompts(4), params);
             for group in &groups {
@@ -103,8 +103,9 @@ fn nothing_but_the_prompt_decides_its_tokens() {
 /// Each rank brings a part of the prompts and gets what one rank alone would have sampled for them.
 fn equals_one_rank(world: &World) {
     let num_blocks = 40 + world.rank();
-    // Two key/value heads: whole groups at tp = 2, shared ones at tp = 4; Qwen3 adds norms and an own head width.
-    for model in [Model::micro(), Model::golden("qwen3"), Model::golden("qwen2_tied")] {
+    // Two key/value heads: whole groups at tp = 2, shared ones at tp = 4; Qwen3 adds norms and an own head width, OLMo 2 norms over
+    // the heads of all ranks.
+    for model in [Model::micro(), Model::golden("qwen3"), Model::golden("qwen2_tied"), Model::golden("olmo2")] {
         let all = prompts(9);
         let own = |rank: usize| rank * all.len() / world.size()..(rank + 1) * all.len() / world.size();
         let own = own(world.rank());
@@ -172,7 +173,7 @@ fn completions_end_at_stop_strings_end_ids_and_lengths() {
     let params = SamplingParams { stop: vec!["never".into(), stop.clone()], ..sampled() };
     let (groups, _) = model.generate(options(), &prompts(3), &params);
     let stopped = &groups[1].completions[2];
-    assert_eq!(stopped.finish_reason, FinishReason::Stop);
+    assert_eq!(stopped.finish_reason, Some(FinishReason::Stop));
     assert!(stopped.text.ends_with(&stop), "{}", stopped.text);
     assert_eq!(stopped.token_ids, reference.token_ids[..stopped.token_ids.len()]);
     assert!(stopped.token_ids.len() <= 10 && stopped.token_ids.len() == stopped.rollout_logprobs.len());
@@ -185,7 +186,7 @@ fn completions_end_at_stop_strings_end_ids_and_lengths() {
         for (completion, free) in group.completions.iter().zip(&free.completions) {
             let at = free.token_ids.iter().position(|&id| id == end);
             let (len, reason) = at.map_or((20, FinishReason::Length), |at| (at + 1, FinishReason::Eos));
-            assert_eq!((&completion.token_ids[..], completion.finish_reason), (&free.token_ids[..len], reason));
+            assert_eq!((&completion.token_ids[..], completion.finish_reason), (&free.token_ids[..len], Some(reason)));
         }
     }
 

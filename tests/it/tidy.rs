@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 /// Floor of every room; a file may import rooms of lower floors only.
 const FLOORS: &[(u8, &[&str])] = &[
     (0, &["error"]),
-    (1, &["types", "phase", "untrusted", "process"]),
+    (1, &["types", "phase", "untrusted", "process", "migration"]),
     (2, &["config"]),
     (3, &["torch", "data", "sandbox"]),
     (4, &["cuda", "reward"]),

@@ -26,6 +26,31 @@ fn one_rank_follows_plain_adamw() {
     }
 }
 
+/// Tokens that nobody sampled are attended to and in no loss, with prompts run once or not, against autograd on whole sequences.
+#[test]
+fn turns_follow_plain_adamw() {
+    let mesh = World::single().mesh(1, 1).unwrap();
+    let run = Run { has_turns: true, ..Run::new(0, Kind::Double) };
+    let num_context: usize = run.sequences().iter().map(|it| it.completion_len() - it.num_scored()).sum();
+    assert!(num_context > 15 && run.sequences().iter().any(|it| !it.loss_mask[0]), "{num_context}");
+    for recompute in [GradientCheckpointing::None, GradientCheckpointing::Selective, GradientCheckpointing::Full] {
+        for (budget, share_prompts) in [(24, false), (1000, false), (24, true), (1000, true)] {
+            follows_plain_adamw(&mesh, Run { recompute, budget, share_prompts, ..run }, 1e-10);
+        }
+    }
+}
+
+#[test]
+fn two_ranks_with_turns_follow_plain_adamw() {
+    ranks::run(2, "train::two_ranks_with_turns_follow_plain_adamw", |world: World| {
+        let mesh = world.mesh(1, 2).unwrap();
+        for stage in [0, 3] {
+            let run = Run { has_turns: true, share_prompts: true, ..Run::new(stage, Kind::Double) };
+            follows_plain_adamw(&mesh, run, 1e-10);
+        }
+    });
+}
+
 /// Prompts run once for several completions, against autograd on whole sequences.
 #[test]
 fn shared_prompts_follow_plain_adamw() {

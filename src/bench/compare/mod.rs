@@ -1,7 +1,5 @@
-//! Steps of several placements side by side, from lines that `bench step` printed: a table, a picture, and what the phase times
-//! say of more GPUs than were measured.
+//! Steps of several placements side by side, from lines that `bench step` printed: a table and a picture.
 
-mod simulate;
 mod svg;
 
 use std::fmt::Write;
@@ -34,13 +32,6 @@ struct Run {
     name: String,
     is_split: bool,
     is_async: bool,
-    /// Share of groups begun beyond those taken.
-    oversample: f64,
-    num_trainers: usize,
-    num_generators: usize,
-    tensor_parallel_size: usize,
-    num_sequences: usize,
-    weight_bytes: f64,
     tokens_per_second: f64,
     step_s: f64,
     /// Medians, by the phases' names.
@@ -63,20 +54,19 @@ pub fn compare(results: &Path, output: &Path, curves: &[(String, std::path::Path
     if runs.is_empty() {
         return Err(Error::bad_file(results, "a line of `bench step` is needed".to_owned()));
     }
-    let simulation = simulate::simulate(&runs);
     let write = |name: &str, text: &str| {
         let path = output.join(name);
         std::fs::write(&path, text).map_err(Error::io(path))
     };
     std::fs::create_dir_all(output).map_err(Error::io(output))?;
     let rows: Vec<Value> = runs.iter().map(Run::to_json).collect();
-    write("compare.json", &format!("{:#}\n", json!({"measured": rows, "simulated": simulation.to_json()})))?;
+    write("compare.json", &format!("{:#}\n", json!({"measured": rows})))?;
     write("compare.svg", &svg::bars(&runs.iter().flat_map(Run::bars).collect::<Vec<_>>()))?;
     if !curves.is_empty() {
         let lines: Vec<Line> = curves.iter().map(|(label, path)| reward_line(label, path)).collect::<Result<_>>()?;
         write("curves.svg", &svg::lines("reward by step", &lines))?;
     }
-    Ok(table(&runs) + &simulation.table())
+    Ok(table(&runs))
 }
 
 fn reward_line(label: &str, path: &Path) -> Result<Line> {
@@ -107,12 +97,6 @@ impl Run {
             },
             is_split,
             is_async,
-            oversample,
-            num_trainers,
-            num_generators,
-            tensor_parallel_size,
-            num_sequences: count("prompts")? * count("group")?,
-            weight_bytes: 2.0 * number("num_params")?,
             tokens_per_second: number("tokens_per_second")?,
             step_s: number("step_s")?,
             phases_s: value["phases_s"].as_object().ok_or_else(|| bad("phases_s"))?.clone(),
@@ -219,8 +203,8 @@ fn table(runs: &[Run]) -> String {
 mod tests {
     use super::*;
 
-    /// A line as `bench step` prints it, of a machine on which a sequence takes `1 + 0.1 b` to generate and training 12 / n.
-    pub(super) fn line(mode: &str, num_trainers: usize, num_generators: usize, async_steps: usize) -> String {
+    /// A line as `bench step` prints it, of a machine on which `b` sequences take `1 + 0.1 b` to generate and training 12 / n.
+    fn line(mode: &str, num_trainers: usize, num_generators: usize, async_steps: usize) -> String {
         let (generate, train) = (1.0 + 6.4 * 4.0 / num_generators as f64, 12.0 / num_trainers as f64);
         let step_s = if async_steps == 1 { generate.max(train) } else { generate + train } + 0.1;
         let idle = |other: f64| if mode == "split" && async_steps == 0 { other } else { 0.0 };

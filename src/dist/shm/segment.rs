@@ -20,7 +20,7 @@ use rustix::fs::MemfdFlags;
 use crate::error::{Error, Result};
 
 /// Most ways in which a world can be divided into groups, the world group included.
-pub(in crate::dist) const PARTITIONS: usize = 8;
+pub(in crate::dist) const PARTITIONS: usize = 10;
 /// The partition of `World::agree` itself: it has lines but no slots.
 pub(super) const CONTROL: usize = PARTITIONS;
 /// Longest failure message kept, in bytes.

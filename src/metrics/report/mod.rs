@@ -28,7 +28,9 @@ pub fn write_report(output_dir: &Path) -> Result<PathBuf> {
     let config = read_config(&output_dir.join("run_config.json"))?;
     let samples = samples::first_and_last(&output_dir.join("completions"))?;
     let path = output_dir.join("report.html");
-    std::fs::write(&path, page::render(output_dir, &history, &config, &samples)).map_err(Error::io(&path))?;
+    let page = page::render(output_dir, &history, &config, &samples);
+    let draft = output_dir.join(".report.html.tmp"); // a browser never finds half a page
+    std::fs::write(&draft, page).and_then(|()| std::fs::rename(&draft, &path)).map_err(Error::io(&path))?;
     Ok(path)
 }
 

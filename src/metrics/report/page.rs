@@ -88,6 +88,9 @@ fn group_html(group: &[CompletionRow]) -> String {
     if let Some(first) = group.first() {
         let _ = write!(html, "<h4>Prompt</h4><pre>{}</pre>", excerpt(&first.prompt));
     }
+    if let Some(answer) = group.first().and_then(|row| row.reference_answer.as_deref()) {
+        let _ = write!(html, "<h4>Reference answer</h4><pre>{}</pre>", excerpt(answer));
+    }
     for row in group {
         let sign = if row.advantage > 0.0 {
             "up"

@@ -90,7 +90,8 @@ impl Plot {
     }
 
     fn legend(&self) -> String {
-        if self.series.len() == 1 && self.shape == Shape::Lines {
+        let is_title = |series: &Series| series.label.eq_ignore_ascii_case(&self.title);
+        if self.series.len() == 1 && self.series.iter().all(is_title) {
             return String::new();
         }
         let entry = |(index, series): (usize, &Series)| {

@@ -65,7 +65,16 @@ mod tests {
 
     fn row(prompt: &str, reward: f32, advantage: f32) -> CompletionRow {
         let (prompt, completion) = (prompt.to_owned(), String::new());
-        CompletionRow { step: 3, prompt, completion, rewards: Vec::new(), reward: Some(reward), advantage }
+        let reference_answer = None;
+        CompletionRow {
+            step: 3,
+            prompt,
+            completion,
+            reference_answer,
+            rewards: Vec::new(),
+            reward: Some(reward),
+            advantage,
+        }
     }
 
     #[test]

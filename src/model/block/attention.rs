@@ -5,12 +5,12 @@
 
 use tch::{Device, Tensor};
 
-use super::linear::{Linear, LinearSpec, Matrix, Split, part};
-use super::{BlockContext, ElementBytes, Mixer, Norms, d_norm};
+use super::linear::{LinearSpec, Matrix, Split, part};
+use super::{BlockContext, BlockParams, ElementBytes, MIXER_NORMS as NORMS};
 use crate::config::TargetModule::{KProj, OProj, QProj, VProj};
 use crate::cuda::{Work, timed};
 use crate::error::Result;
-use crate::model::params::{ParamName, Shapes, UnitLayout};
+use crate::model::params::{ParamName, Shapes};
 use crate::model::spec::ModelSpec;
 use crate::ops::attention::{Bounds, PackedLayout, SavedAttention, packed_backward, packed_forward};
 use crate::ops::heads::{self, HeadGradients, HeadNormWeights, Heads, OtherHeads};
@@ -170,83 +170,29 @@ impl Attention for PackedAttention {
     }
 }
 
-/// Parameters of an attention.
-#[derive(Debug, Default)]
-pub struct AttentionParams {
-    /// Around it.
-    pub norms: Norms,
-    /// Query, key and value: rows `[query heads of group g, k_g, v_g]` for each group.
-    pub qkv: Linear, // [(H + 2 Hkv) hd, D]
-    /// Norm of queries.
-    pub q_norm: Option<Tensor>, // [hd], or [H hd] over all heads
-    /// Norm of keys.
-    pub k_norm: Option<Tensor>, // [hd], or [Hkv hd] over all heads
-    /// Output.
-    pub o: Linear, // [D, H hd]
-}
-
 /// Results of an attention that its backward reads.
 #[derive(Debug)]
 pub(super) struct Attended {
     heads: Heads,
-    o: Tensor,           // [T, H, hd]
-    lse: Option<Tensor>, // [T, H]
+    o: Tensor,                      // [T, H, hd]
+    pub(super) lse: Option<Tensor>, // [T, H]
     /// Before the norm behind it, if there is one.
     output: Option<Tensor>, // [T, D]
 }
 
-impl Attended {
-    pub(super) fn has_lse(&self) -> bool {
-        self.lse.is_some()
-    }
-}
-
-impl AttentionParams {
-    pub(super) fn view(spec: AttentionSpec, norms: Norms, layout: &UnitLayout, flat: &Tensor) -> Self {
-        let [qkv, o] = spec.linears().map(|linear| Linear::view(&linear, layout, flat));
-        let [q_norm, k_norm] = [ParamName::QNorm, ParamName::KNorm].map(|name| layout.view(name, flat));
-        Self { norms, qkv, q_norm, k_norm, o }
-    }
-
-    pub(super) fn tp_slice(&self, spec: AttentionSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
-        let [qkv, o] = spec.linears();
-        // Ranks that share a key/value head share its norm.
-        let ranks_per_group = (tp_size / spec.num_kv_heads).max(1);
-        let share = |weight: &Option<Tensor>, ranks: usize| {
-            let weight = weight.as_ref()?;
-            let share = |weight| part(weight, 0, tp_rank / ranks, tp_size / ranks);
-            Some(if spec.qk_norm == Some(QkNorm::All) { share(weight) } else { weight.shallow_clone() })
-        };
-        Ok(Self {
-            norms: self.norms.shallow_clone(),
-            qkv: self.qkv.tp_slice(&qkv, tp_rank, tp_size)?,
-            q_norm: share(&self.q_norm, 1),
-            k_norm: share(&self.k_norm, ranks_per_group),
-            o: self.o.tp_slice(&o, tp_rank, tp_size)?,
-        })
-    }
-
-    pub(super) fn try_map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        Ok(Self {
-            norms: self.norms.try_map(f)?,
-            qkv: self.qkv.try_map(f)?,
-            q_norm: self.q_norm.as_ref().map(&mut *f).transpose()?,
-            k_norm: self.k_norm.as_ref().map(&mut *f).transpose()?,
-            o: self.o.try_map(f)?,
-        })
-    }
-
+impl AttentionSpec {
     /// The residual stream after it [T, D], and what a backward needs.
     pub(super) fn forward(
-        &self,
+        self,
         ctx: &BlockContext<'_>,
         layer: usize,
+        w: &BlockParams,
         x: &Tensor, // [T, D]
         attention: &dyn Attention,
     ) -> Result<(Tensor, Attended)> {
-        let heads = self.project(ctx, &self.norms.enter(ctx, x, self.qkv.kind())?.0)?;
+        let heads = self.project(ctx, w, &ctx.enter(w, NORMS, x)?.0)?;
         let (o, lse) = attention.forward(layer, &heads.q, &heads.k, &heads.v)?;
-        let (h, output) = self.norms.leave(ctx, &self.o, &o.f_flatten(1, 2)?, x)?;
+        let (h, output) = ctx.leave(w, NORMS, w.linear(Matrix::O), &o.f_flatten(1, 2)?, x)?;
         Ok((h, Attended { heads, o, lse, output }))
     }
 
@@ -255,41 +201,42 @@ impl AttentionParams {
     /// # Panics
     /// If the attention gave no log-sum-exp, which `block_forward` refuses.
     pub(super) fn backward(
-        &self,
+        self,
         ctx: &BlockContext<'_>,
-        x: &Tensor,  // [T, D]
-        dh: &Tensor, // [T, D]
+        w: &BlockParams,
+        (x, dh): (&Tensor, &Tensor), // [T, D]
         attended: Attended,
         packed: &PackedAttention,
-        grads: &mut AttentionParams,
+        grads: &mut BlockParams,
     ) -> Result<Tensor> {
         let Attended { heads, o, lse: Some(lse), output } = attended else {
             panic!("an attention without log-sum-exp")
         };
-        let d_output = self.norms.leave_backward(ctx, dh, output.as_ref(), &grads.norms)?;
-        let d_o = self.o.backward(&d_output, &o.f_flatten(1, 2)?, &mut grads.o)?.view_as(&o);
+        let d_output = ctx.leave_backward(w, NORMS, dh, output.as_ref(), grads)?;
+        let d_o = w.linear(Matrix::O).backward(&d_output, &o.f_flatten(1, 2)?, grads.linear_mut(Matrix::O))?;
+        let d_o = d_o.view_as(&o);
         drop((d_output, output));
         let saved = SavedAttention { q: &heads.q, k: &heads.k, v: &heads.v, o: &o, lse: &lse };
         let attention = || packed_backward(&d_o, saved, &packed.layout, packed.scale);
         let (dq, dk, dv) = timed("attention, backward", Work::default, attention)?;
-        let d_qkv = self.heads_backward(ctx, [dq, dk, dv], heads, grads)?;
-        let (normed, rstd) = self.norms.enter(ctx, x, self.qkv.kind())?;
-        let d_normed = self.qkv.backward(&d_qkv, &normed, &mut grads.qkv)?;
-        self.norms.enter_backward(&d_normed, dh, x, rstd.as_ref(), &grads.norms)
+        let d_qkv = self.heads_backward(ctx, w, [dq, dk, dv], heads, grads)?;
+        let (normed, rstd) = ctx.enter(w, NORMS, x)?;
+        let d_normed = w.linear(Matrix::Qkv).backward(&d_qkv, &normed, grads.linear_mut(Matrix::Qkv))?;
+        ctx.enter_backward(w, NORMS, &d_normed, (x, dh), rstd.as_ref(), grads)
     }
 
     /// Rotated queries, keys and values.
-    fn project(&self, ctx: &BlockContext<'_>, normed: &Tensor /* [T, D] */) -> Result<Heads> {
-        let (tokens, head_dim) = (normed.size()[0], ctx.spec.head_dim as i64);
-        let slots = ctx.spec.heads_per_group() as i64 + 2;
-        let groups = if self.qkv.pieces.len() == 1 { [-1, slots] } else { [1, -1] };
-        let qkv = self.qkv.forward(normed)?.view([tokens, groups[0], groups[1], head_dim]);
-        match (ctx.spec.qk_norm, self.norm_weights(ctx)) {
+    fn project(self, ctx: &BlockContext<'_>, w: &BlockParams, normed: &Tensor /* [T, D] */) -> Result<Heads> {
+        let qkv = w.linear(Matrix::Qkv);
+        let slots = (self.num_heads / self.num_kv_heads) as i64 + 2;
+        let groups = if qkv.pieces.len() == 1 { [-1, slots] } else { [1, -1] };
+        let shape = [normed.size()[0], groups[0], groups[1], self.head_dim as i64];
+        let qkv = qkv.forward(normed)?.view(shape);
+        match (self.qk_norm, norm_weights(ctx, w)) {
             (Some(QkNorm::All), Some(norms)) => {
                 let sum = |squares: &mut Tensor| ctx.sum_over_heads(squares);
-                let Mixer::Attention(whole) = ctx.spec.block().mixer;
                 let is_split = ctx.tp.is_some_and(|tp| tp.size() > 1);
-                let others = is_split.then(|| OtherHeads { widths: whole.widths(), sum: &sum });
+                let others = is_split.then(|| OtherHeads { widths: self.widths(), sum: &sum });
                 let normed = heads::norm_all(&qkv, norms, others)?;
                 Ok(Heads { qkv: Some(qkv), ..heads::forward(normed, None, ctx.rope)? })
             }
@@ -299,20 +246,21 @@ impl AttentionParams {
 
     /// The gradient of the projection [T, (H + 2 Hkv) hd].
     fn heads_backward(
-        &self,
+        self,
         ctx: &BlockContext<'_>,
+        w: &BlockParams,
         d_heads: [Tensor; 3], // [T, H, hd], [T, Hkv, hd] twice
         heads: Heads,
-        grads: &mut AttentionParams,
+        grads: &mut BlockParams,
     ) -> Result<Tensor> {
-        let norms = self.norm_weights(ctx);
+        let norms = norm_weights(ctx, w);
         let mut d_norms = match norms {
-            Some(norms) => Some([d_norm(norms.q, grads.q_norm.as_ref())?, d_norm(norms.k, grads.k_norm.as_ref())?]),
+            Some(_) => Some([grads.norm_of(w, ParamName::QNorm)?, grads.norm_of(w, ParamName::KNorm)?]),
             None => None,
         };
-        let d_bias = grads.qkv.pieces.first_mut().and_then(|piece| piece.bias.as_mut());
+        let d_bias = grads.linear_mut(Matrix::Qkv).pieces.first_mut().and_then(|piece| piece.bias.as_mut());
         let [dq, dk, dv] = &d_heads;
-        let (Some(QkNorm::All), Some(norms), Some([d_q, d_k])) = (ctx.spec.qk_norm, norms, &mut d_norms) else {
+        let (Some(QkNorm::All), Some(norms), Some([d_q, d_k])) = (self.qk_norm, norms, &mut d_norms) else {
             let into = HeadGradients { bias: d_bias, norms: d_norms.as_mut().map(|[q, k]| [q, k]) };
             return heads::backward([dq, dk, dv], &heads, norms, ctx.rope, into);
         };
@@ -327,8 +275,21 @@ impl AttentionParams {
         Ok(d_qkv)
     }
 
-    fn norm_weights(&self, ctx: &BlockContext<'_>) -> Option<HeadNormWeights<'_>> {
-        let (q, k) = self.q_norm.as_ref().zip(self.k_norm.as_ref())?;
-        Some(HeadNormWeights { q, k, eps: ctx.spec.rms_norm_eps })
+    /// What a rank has of a norm's weight; ranks that share a key/value head share its norm.
+    pub(super) fn own_norm(self, name: ParamName, weight: &Tensor, tp_rank: usize, tp_size: usize) -> Tensor {
+        let ranks = match name {
+            ParamName::QNorm => 1,
+            ParamName::KNorm => (tp_size / self.num_kv_heads).max(1),
+            _ => return weight.shallow_clone(),
+        };
+        match self.qk_norm {
+            Some(QkNorm::All) => part(weight, 0, tp_rank / ranks, tp_size / ranks),
+            _ => weight.shallow_clone(),
+        }
     }
+}
+
+fn norm_weights<'a>(ctx: &BlockContext<'_>, w: &'a BlockParams) -> Option<HeadNormWeights<'a>> {
+    let (q, k) = w.norm(ParamName::QNorm).zip(w.norm(ParamName::KNorm))?;
+    Some(HeadNormWeights { q, k, eps: ctx.spec.rms_norm_eps })
 }

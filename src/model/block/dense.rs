@@ -5,10 +5,9 @@
 use tch::Tensor;
 
 use super::linear::{Linear, LinearSpec, Matrix, Split};
-use super::{BlockContext, ElementBytes, Norms};
+use super::{BlockContext, BlockParams, ElementBytes, MLP_NORMS as NORMS};
 use crate::config::TargetModule::{DownProj, GateProj, UpProj};
 use crate::error::Result;
-use crate::model::params::UnitLayout;
 use crate::ops::linear;
 use crate::ops::swiglu::GateUp;
 
@@ -71,104 +70,87 @@ impl DenseSpec {
     }
 }
 
-/// Parameters of a dense MLP.
-#[derive(Debug, Default)]
-pub struct DenseParams {
-    /// Around it.
-    pub norms: Norms,
-    /// Gate and up, rows g0 u0 g1 u1 ..
-    pub gate_up: Linear, // [2 F, D]
-    /// Output.
-    pub down: Linear, // [D, F]
+/// Results of an MLP that its backward reads.
+#[derive(Debug)]
+pub(super) struct Expanded {
+    pub(super) gate_up: Option<GateUp>,
+    /// Before the norm behind it, if there is one.
+    pub(super) output: Option<Tensor>, // [T, D]
 }
 
-impl DenseParams {
-    pub(super) fn view(spec: DenseSpec, norms: Norms, layout: &UnitLayout, flat: &Tensor) -> Self {
-        let [gate_up, down] = spec.linears().map(|linear| Linear::view(&linear, layout, flat));
-        Self { norms, gate_up, down }
-    }
-
-    pub(super) fn tp_slice(&self, spec: DenseSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
-        let [gate_up, down] = spec.linears();
-        Ok(Self {
-            norms: self.norms.shallow_clone(),
-            gate_up: self.gate_up.tp_slice(&gate_up, tp_rank, tp_size)?,
-            down: self.down.tp_slice(&down, tp_rank, tp_size)?,
-        })
-    }
-
-    pub(super) fn try_map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        Ok(Self { norms: self.norms.try_map(f)?, gate_up: self.gate_up.try_map(f)?, down: self.down.try_map(f)? })
-    }
-
-    /// (the block's output [T, D]; gate and up; the MLP's output before the norm behind it, if there is one).
-    pub(super) fn forward(&self, ctx: &BlockContext<'_>, h: &Tensor) -> Result<(Tensor, GateUp, Option<Tensor>)> {
-        let gate_up = self.project(&self.norms.enter(ctx, h, self.gate_up.kind())?.0)?;
-        let (y, output) = self.norms.leave(ctx, &self.down, &gate_up.activate()?, h)?;
-        Ok((y, gate_up, output))
+impl DenseSpec {
+    /// The block's output [T, D], and what a backward may keep.
+    pub(super) fn forward(self, ctx: &BlockContext<'_>, w: &BlockParams, h: &Tensor) -> Result<(Tensor, Expanded)> {
+        let gate_up = project(w, &ctx.enter(w, NORMS, h)?.0)?;
+        let (y, output) = ctx.leave(w, NORMS, w.linear(Matrix::Down), &gate_up.activate()?, h)?;
+        Ok((y, Expanded { gate_up: Some(gate_up), output }))
     }
 
     /// dh, the gradient of the residual stream before it, from that of the block's output. What is not kept is computed again.
     pub(super) fn backward(
-        &self,
+        self,
         ctx: &BlockContext<'_>,
-        dy: &Tensor, // [T, D]
-        h: &Tensor,  // [T, D]
-        (gate_up, output): (Option<GateUp>, Option<Tensor>),
-        grads: &mut DenseParams,
+        w: &BlockParams,
+        (h, dy): (&Tensor, &Tensor), // [T, D]
+        kept: Expanded,
+        grads: &mut BlockParams,
     ) -> Result<Tensor> {
-        let (normed, rstd) = self.norms.enter(ctx, h, self.gate_up.kind())?;
-        let gate_up = gate_up.map_or_else(|| self.project(&normed), Ok)?;
-        let output = match output {
-            None if self.norms.post.is_some() => Some(self.down.forward(&gate_up.activate()?)?),
+        let (normed, rstd) = ctx.enter(w, NORMS, h)?;
+        let gate_up = kept.gate_up.map_or_else(|| project(w, &normed), Ok)?;
+        let down = w.linear(Matrix::Down);
+        let output = match kept.output {
+            None if w.norm(NORMS.post).is_some() => Some(down.forward(&gate_up.activate()?)?),
             kept => kept,
         };
-        let d_output = self.norms.leave_backward(ctx, dy, output.as_ref(), &grads.norms)?;
+        let d_output = ctx.leave_backward(w, NORMS, dy, output.as_ref(), grads)?;
         drop(output);
-        let d_gate_up = match grads.down.pieces.first_mut() {
+        let d_down = grads.linear_mut(Matrix::Down);
+        let d_gate_up = match d_down.pieces.first_mut() {
             Some(piece) => {
-                let (d_gate_up, act) = gate_up.backward(&linear::backward_input(&d_output, self.down.weight())?)?;
+                let (d_gate_up, act) = gate_up.backward(&linear::backward_input(&d_output, down.weight())?)?;
                 linear::accumulate_weight(&d_output, &act, &mut piece.weight)?;
                 d_gate_up
             }
             // An adapter adds to the activation's gradient, and needs the activation for that.
             None => {
-                let d_act = self.down.backward(&d_output, &gate_up.activate()?, &mut grads.down)?;
+                let d_act = down.backward(&d_output, &gate_up.activate()?, d_down)?;
                 gate_up.backward(&d_act)?.0
             }
         };
-        let d_normed = self.project_backward(&d_gate_up, &normed, &mut grads.gate_up)?;
-        self.norms.enter_backward(&d_normed, dy, h, rstd.as_ref(), &grads.norms)
+        let d_normed = project_backward(w, &d_gate_up, &normed, grads.linear_mut(Matrix::GateUp))?;
+        ctx.enter_backward(w, NORMS, &d_normed, (h, dy), rstd.as_ref(), grads)
     }
+}
 
-    /// Gate and up of x, with the adapter's part.
-    fn project(&self, x: &Tensor /* [T, D] */) -> Result<GateUp> {
-        Ok(match (GateUp::project(x, self.gate_up.weight())?, &self.gate_up.lora) {
-            (gate_up, None) => gate_up,
-            (GateUp::Interleaved(pairs), Some(lora)) => GateUp::Interleaved(lora.add(x, pairs)?),
-            (GateUp::Split { gate, up }, Some(lora)) => {
-                let [lora_gate, lora_up] = lora.every_second_row();
-                GateUp::Split { gate: lora_gate.add(x, gate)?, up: lora_up.add(x, up)? }
-            }
-        })
-    }
+/// Gate and up of x, with the adapter's part.
+fn project(w: &BlockParams, x: &Tensor /* [T, D] */) -> Result<GateUp> {
+    let w = w.linear(Matrix::GateUp);
+    Ok(match (GateUp::project(x, w.weight())?, &w.lora) {
+        (gate_up, None) => gate_up,
+        (GateUp::Interleaved(pairs), Some(lora)) => GateUp::Interleaved(lora.add(x, pairs)?),
+        (GateUp::Split { gate, up }, Some(lora)) => {
+            let [lora_gate, lora_up] = lora.every_second_row();
+            GateUp::Split { gate: lora_gate.add(x, gate)?, up: lora_up.add(x, up)? }
+        }
+    })
+}
 
-    /// dx of [`DenseParams::project`]; the gradient of the weight, or of A and B, is added to `grads`.
-    fn project_backward(&self, d: &GateUp, x: &Tensor /* [T, D] */, grads: &mut Linear) -> Result<Tensor> {
-        let mut dx = d.backward_input(self.gate_up.weight())?;
-        if let Some(piece) = grads.pieces.first_mut() {
-            d.accumulate_weight(x, &mut piece.weight)?;
-        }
-        match (&self.gate_up.lora, &mut grads.lora, d) {
-            (Some(lora), Some(gradient), GateUp::Interleaved(d)) => lora.backward(d, x, &mut dx, gradient)?,
-            (Some(lora), Some(gradient), GateUp::Split { gate, up }) => {
-                let (loras, gradients) = (lora.every_second_row(), gradient.every_second_row());
-                for ((d, lora), mut gradient) in [gate, up].into_iter().zip(&loras).zip(gradients) {
-                    lora.backward(d, x, &mut dx, &mut gradient)?;
-                }
-            }
-            _ => {}
-        }
-        Ok(dx) // [T, D]
+/// dx of [`project`]; the gradient of the weight, or of A and B, is added to `grads`.
+fn project_backward(w: &BlockParams, d: &GateUp, x: &Tensor /* [T, D] */, grads: &mut Linear) -> Result<Tensor> {
+    let w = w.linear(Matrix::GateUp);
+    let mut dx = d.backward_input(w.weight())?;
+    if let Some(piece) = grads.pieces.first_mut() {
+        d.accumulate_weight(x, &mut piece.weight)?;
     }
+    match (&w.lora, &mut grads.lora, d) {
+        (Some(lora), Some(gradient), GateUp::Interleaved(d)) => lora.backward(d, x, &mut dx, gradient)?,
+        (Some(lora), Some(gradient), GateUp::Split { gate, up }) => {
+            let (loras, gradients) = (lora.every_second_row(), gradient.every_second_row());
+            for ((d, lora), mut gradient) in [gate, up].into_iter().zip(&loras).zip(gradients) {
+                lora.backward(d, x, &mut dx, &mut gradient)?;
+            }
+        }
+        _ => {}
+    }
+    Ok(dx) // [T, D]
 }

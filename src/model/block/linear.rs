@@ -73,11 +73,6 @@ impl LinearSpec {
         self.groups * self.heads() * self.inner
     }
 
-    /// Elements of the matrix.
-    pub fn numel(&self) -> usize {
-        self.rows() * self.columns
-    }
-
     /// Bytes that the product of `tokens` rows reads and writes, and its floating-point operations.
     pub fn work(&self, tokens: f64, element_bytes: f64) -> (f64, f64) {
         product_work(&[self.rows() as i64, self.columns as i64], tokens, element_bytes)

@@ -9,24 +9,26 @@
 mod attention;
 mod dense;
 mod linear;
+mod params;
 
 use tch::{Kind, Tensor};
 
-use super::lora::BlockLora;
-use super::params::{ParamName, Shapes, UnitLayout};
+use super::params::Shapes;
 use super::spec::ModelSpec;
 use crate::config::GradientCheckpointing;
 use crate::dist::{Collective, ReduceOp};
 use crate::error::{Error, Result};
 use crate::ops::rms_norm;
 use crate::ops::rope::RopeRows;
-use crate::ops::swiglu::GateUp;
 use crate::torch::accumulation_kind;
 use attention::Attended;
+use dense::Expanded;
 
-pub use attention::{Attention, AttentionParams, AttentionSpec, PackedAttention, QkNorm, attention_scale};
-pub use dense::{DenseParams, DenseSpec};
+pub use attention::{Attention, AttentionSpec, PackedAttention, QkNorm, attention_scale};
+pub use dense::DenseSpec;
 pub use linear::{Linear, LinearSpec, Matrix, Piece, Split, product_work};
+pub use params::{BlockParams, NormNames};
+pub(crate) use params::{MIXER_NORMS, MLP_NORMS};
 
 /// What mixes tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -113,10 +115,10 @@ impl BlockSpec {
             let weight = (linear.matrix.params()[0], vec![linear.rows() as i64, linear.columns as i64]);
             std::iter::once(weight).chain(linear.bias.map(|bias| (bias, vec![linear.rows() as i64])))
         };
-        let [pre, post] = MIXER_NORMS;
+        let NormNames { pre, post } = MIXER_NORMS;
         let mixer = norm(self.norms.pre, pre).into_iter().chain(matrix(&qkv)).chain(attention.norm_shapes());
         let mixer = mixer.chain(matrix(&o)).chain(norm(self.norms.post, post));
-        let [pre, post] = MLP_NORMS;
+        let NormNames { pre, post } = MLP_NORMS;
         let mlp = norm(self.norms.pre, pre).into_iter().chain(matrix(&gate_up)).chain(matrix(&down));
         mixer.chain(mlp).chain(norm(self.norms.post, post)).collect()
     }
@@ -171,11 +173,6 @@ impl BlockSpec {
     }
 }
 
-/// Norms before and behind attention.
-const MIXER_NORMS: [ParamName; 2] = [ParamName::InputNorm, ParamName::MixerPostNorm];
-/// Norms before and behind the MLP.
-const MLP_NORMS: [ParamName; 2] = [ParamName::PostNorm, ParamName::MlpPostNorm];
-
 /// What all blocks share in one pass over a batch of tokens.
 #[derive(Debug, Clone, Copy)]
 pub struct BlockContext<'a> {
@@ -196,158 +193,57 @@ impl BlockContext<'_> {
         }
         tp.all_reduce(squares, ReduceOp::Sum)
     }
-}
 
-/// Norms around a sublayer, or their gradients.
-#[derive(Debug, Default)]
-pub struct Norms {
-    /// Of what it reads.
-    pub pre: Option<Tensor>, // [D]
-    /// Of what it adds to the residual stream.
-    pub post: Option<Tensor>, // [D]
-}
-
-impl Norms {
-    fn view(names: [ParamName; 2], layout: &UnitLayout, flat: &Tensor) -> Self {
-        let [pre, post] = names.map(|name| layout.view(name, flat));
-        Self { pre, post }
-    }
-
-    fn shallow_clone(&self) -> Self {
-        let [pre, post] = [&self.pre, &self.post].map(|weight| weight.as_ref().map(Tensor::shallow_clone));
-        Self { pre, post }
-    }
-
-    fn try_map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        let pre = self.pre.as_ref().map(&mut *f).transpose()?;
-        Ok(Self { pre, post: self.post.as_ref().map(f).transpose()? })
-    }
-
-    /// What the sublayer reads [T, D], of `kind`, and the norm's rstd.
-    fn enter(&self, ctx: &BlockContext<'_>, x: &Tensor, kind: Kind) -> Result<(Tensor, Option<Tensor>)> {
-        let Some(weight) = &self.pre else { return Ok((x.f_to_kind(kind)?, None)) };
-        let (normed, rstd) = rms_norm::forward(x, weight, ctx.spec.rms_norm_eps)?;
+    /// What a sublayer reads [T, D], of the weights' kind, and the norm's rstd.
+    fn enter(&self, w: &BlockParams, norms: NormNames, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+        let Some(weight) = w.norm(norms.pre) else { return Ok((x.f_to_kind(w.linear(Matrix::O).kind())?, None)) };
+        let (normed, rstd) = rms_norm::forward(x, weight, self.spec.rms_norm_eps)?;
         Ok((normed, Some(rstd)))
     }
 
     /// dx, from the gradient of what the sublayer reads and that of the residual stream behind it.
     fn enter_backward(
         &self,
-        d_normed: &Tensor,     // [T, D]
-        dy: &Tensor,           // [T, D]
-        x: &Tensor,            // [T, D]
-        rstd: Option<&Tensor>, // [T, 1]
-        grads: &Norms,
+        w: &BlockParams,
+        norms: NormNames,
+        d_normed: &Tensor,           // [T, D]
+        (x, dy): (&Tensor, &Tensor), // [T, D]
+        rstd: Option<&Tensor>,       // [T, 1]
+        grads: &BlockParams,
     ) -> Result<Tensor> {
-        let (Some(weight), Some(rstd)) = (&self.pre, rstd) else { return Ok(d_normed.f_add(dy)?) };
-        let mut d_weight = d_norm(weight, grads.pre.as_ref())?;
-        rms_norm::backward(d_normed, x, weight, rstd, Some(dy), &mut d_weight)
+        let (Some(weight), Some(rstd)) = (w.norm(norms.pre), rstd) else { return Ok(d_normed.f_add(dy)?) };
+        rms_norm::backward(d_normed, x, weight, rstd, Some(dy), &mut grads.norm_of(w, norms.pre)?)
     }
 
     /// residual + the sublayer's output [T, D], whose last product is that of `linear` and x; and the output before its norm.
     fn leave(
         &self,
-        ctx: &BlockContext<'_>,
+        w: &BlockParams,
+        norms: NormNames,
         linear: &Linear,
         x: &Tensor,        // [T, K]
         residual: &Tensor, // [T, D]
     ) -> Result<(Tensor, Option<Tensor>)> {
-        let Some(weight) = &self.post else { return Ok((linear.forward_summed(x, Some(residual), ctx.tp)?, None)) };
-        let output = linear.forward_summed(x, None, ctx.tp)?;
-        let (normed, _) = rms_norm::forward(&output, weight, ctx.spec.rms_norm_eps)?;
+        let Some(weight) = w.norm(norms.post) else {
+            return Ok((linear.forward_summed(x, Some(residual), self.tp)?, None));
+        };
+        let output = linear.forward_summed(x, None, self.tp)?;
+        let (normed, _) = rms_norm::forward(&output, weight, self.spec.rms_norm_eps)?;
         Ok((residual.f_add(&normed)?, Some(output)))
     }
 
     /// The gradient of the output before its norm.
     fn leave_backward(
         &self,
-        ctx: &BlockContext<'_>,
+        w: &BlockParams,
+        norms: NormNames,
         dy: &Tensor,             // [T, D]
         output: Option<&Tensor>, // [T, D]
-        grads: &Norms,
+        grads: &BlockParams,
     ) -> Result<Tensor> {
-        let (Some(weight), Some(output)) = (&self.post, output) else { return Ok(dy.shallow_clone()) };
-        let (_, rstd) = rms_norm::forward(output, weight, ctx.spec.rms_norm_eps)?;
-        let mut d_weight = d_norm(weight, grads.post.as_ref())?;
-        rms_norm::backward(dy, output, weight, &rstd, None, &mut d_weight)
-    }
-}
-
-/// The gradient of a norm's weight; of a frozen one, a tensor that nobody reads.
-fn d_norm(weight: &Tensor, gradient: Option<&Tensor>) -> Result<Tensor> {
-    match gradient {
-        Some(gradient) => Ok(gradient.shallow_clone()),
-        None => Ok(Tensor::f_zeros(weight.size(), (accumulation_kind(weight.kind()), weight.device()))?),
-    }
-}
-
-/// A block's parameters, or their gradients, in which those of frozen ones are left out. Shapes are those of the whole block; a
-/// tensor-parallel slice has its share of heads and of the MLP.
-#[derive(Debug, Default)]
-pub struct BlockParams {
-    /// The first sublayer.
-    pub attention: AttentionParams,
-    /// The second sublayer.
-    pub mlp: DenseParams,
-}
-
-impl BlockParams {
-    /// Views of a block's flat tensor [layout.len].
-    ///
-    /// # Panics
-    /// If `layout` is not a block's of this model.
-    pub fn view(spec: &ModelSpec, layout: &UnitLayout, flat: &Tensor) -> Self {
-        let (Mixer::Attention(attention), Mlp::Dense(dense)) = (spec.block().mixer, spec.block().mlp);
-        let [mixer_norms, mlp_norms] = [MIXER_NORMS, MLP_NORMS].map(|names| Norms::view(names, layout, flat));
-        Self {
-            attention: AttentionParams::view(attention, mixer_norms, layout, flat),
-            mlp: DenseParams::view(dense, mlp_norms, layout, flat),
-        }
-    }
-
-    /// The adapters alone: gradients of a block whose weights are frozen.
-    pub fn of_adapters(lora: BlockLora) -> Self {
-        Self::default().with_adapters(lora)
-    }
-
-    /// With these adapters beside its matrices.
-    pub fn with_adapters(mut self, mut lora: BlockLora) -> Self {
-        let Self { attention: AttentionParams { qkv, o, .. }, mlp: DenseParams { gate_up, down, .. } } = &mut self;
-        let linears = [(Matrix::Qkv, qkv), (Matrix::O, o), (Matrix::GateUp, gate_up), (Matrix::Down, down)];
-        linears.into_iter().for_each(|(matrix, linear)| linear.lora = lora.take(matrix));
-        self
-    }
-
-    /// Its matrices.
-    pub fn linears(&self) -> [(Matrix, &Linear); 4] {
-        let Self { attention, mlp } = self;
-        [
-            (Matrix::Qkv, &attention.qkv),
-            (Matrix::O, &attention.o),
-            (Matrix::GateUp, &mlp.gate_up),
-            (Matrix::Down, &mlp.down),
-        ]
-    }
-
-    /// What rank `tp_rank` of `tp_size` computes with, as views of `self` (a whole block). `tp_size` must have passed
-    /// [`ModelSpec::validate_tp`].
-    ///
-    /// # Errors
-    /// As [`BlockLora::tp_slice`].
-    pub fn tp_slice(&self, spec: &ModelSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
-        let (Mixer::Attention(attention), Mlp::Dense(dense)) = (spec.block().mixer, spec.block().mlp);
-        Ok(Self {
-            attention: self.attention.tp_slice(attention, tp_rank, tp_size)?,
-            mlp: self.mlp.tp_slice(dense, tp_rank, tp_size)?,
-        })
-    }
-
-    /// With every tensor but the adapters' replaced by `f` of it, in a fixed order.
-    ///
-    /// # Errors
-    /// The first error of `f`.
-    pub fn try_map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        Ok(Self { attention: self.attention.try_map(f)?, mlp: self.mlp.try_map(f)? })
+        let (Some(weight), Some(output)) = (w.norm(norms.post), output) else { return Ok(dy.shallow_clone()) };
+        let (_, rstd) = rms_norm::forward(output, weight, self.spec.rms_norm_eps)?;
+        rms_norm::backward(dy, output, weight, &rstd, None, &mut grads.norm_of(w, norms.post)?)
     }
 }
 
@@ -357,10 +253,8 @@ impl BlockParams {
 pub struct SavedBlock {
     x: Tensor, // [T, D]
     /// Up to the residual stream after attention, and that.
-    attention: Option<(Attended, Tensor)>,
-    gate_up: Option<GateUp>,
-    /// The MLP's output before the norm behind it.
-    output: Option<Tensor>, // [T, D]
+    attention: Option<(Tensor, Attended)>,
+    mlp: Expanded,
 }
 
 /// y [T, D]; and what `keep` asks for, if a backward will follow.
@@ -376,18 +270,19 @@ pub fn block_forward(
     attention: &dyn Attention,
     keep: Option<GradientCheckpointing>,
 ) -> Result<(Tensor, Option<SavedBlock>)> {
-    let (h, attended) = w.attention.forward(ctx, layer, x, attention)?;
-    let (y, gate_up, output) = w.mlp.forward(ctx, &h)?;
+    let BlockSpec { mixer: Mixer::Attention(mixer), mlp: Mlp::Dense(dense), .. } = ctx.spec.block();
+    let (h, attended) = mixer.forward(ctx, layer, w, x, attention)?;
+    let (y, Expanded { gate_up, output }) = dense.forward(ctx, w, &h)?;
     let Some(keep) = keep else { return Ok((y, None)) };
-    if keep != GradientCheckpointing::Full && !attended.has_lse() {
+    let is_full = keep == GradientCheckpointing::Full;
+    if !is_full && attended.lse.is_none() {
         return Err(invalid("an attention with log-sum-exp", "one without"));
     }
-    let is_full = keep == GradientCheckpointing::Full;
+    let gate_up = gate_up.filter(|_| keep == GradientCheckpointing::None);
     let saved = SavedBlock {
         x: x.shallow_clone(),
-        attention: (!is_full).then_some((attended, h)),
-        gate_up: (keep == GradientCheckpointing::None).then_some(gate_up),
-        output: output.filter(|_| !is_full),
+        attention: (!is_full).then_some((h, attended)),
+        mlp: Expanded { gate_up, output: output.filter(|_| !is_full) },
     };
     Ok((y, Some(saved)))
 }
@@ -407,16 +302,11 @@ pub fn block_backward(
     if ctx.tp.is_some_and(|tp| tp.size() > 1) {
         return Err(invalid("a whole block", "a tensor-parallel slice"));
     }
-    let SavedBlock { x, attention, gate_up, output } = saved;
-    let (attended, h) = match attention {
-        Some(kept) => kept,
-        None => {
-            let (h, attended) = w.attention.forward(ctx, 0, &x, packed)?;
-            (attended, h)
-        }
-    };
-    let dh = w.mlp.backward(ctx, dy, &h, (gate_up, output), &mut grads.mlp)?;
-    w.attention.backward(ctx, &x, &dh, attended, packed, &mut grads.attention)
+    let BlockSpec { mixer: Mixer::Attention(mixer), mlp: Mlp::Dense(dense), .. } = ctx.spec.block();
+    let SavedBlock { x, attention, mlp } = saved;
+    let (h, attended) = attention.map_or_else(|| mixer.forward(ctx, 0, w, &x, packed), Ok)?;
+    let dh = dense.backward(ctx, w, (&h, dy), mlp, grads)?;
+    mixer.backward(ctx, w, (&x, &dh), attended, packed, grads)
 }
 
 fn invalid(expected: &str, got: &str) -> Error {

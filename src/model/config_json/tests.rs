@@ -48,6 +48,37 @@ fn both_spellings_of_rope_and_type_are_read() {
     assert_eq!(load(&new).unwrap(), spec);
 }
 
+/// scripts/golden.py: transformers' own frequencies, in float32, and factors. At position 1 a rotation turns by its frequency.
+#[test]
+fn rope_scalings_equal_transformers() {
+    let cases: Vec<Value> = serde_json::from_str(include_str!("../../../tests/golden/rope.json")).unwrap();
+    assert!(cases.len() >= 8);
+    for case in cases {
+        let mut config = ModelSpec { head_dim: 128, ..ModelSpec::preset("micro").unwrap() }.to_config_json();
+        for key in ["rope_parameters", "rope_scaling", "rope_theta"] {
+            config = with(&config, key, json!("remove"));
+        }
+        for (key, value) in case["config"].as_object().unwrap() {
+            config[key] = value.clone();
+        }
+        let spec = load(&config).unwrap();
+        assert_eq!(spec.max_position_embeddings as u64, case["context"].as_u64().unwrap(), "{case}");
+        let turns = |spec: &ModelSpec| spec.rope().table(2, tch::Device::Cpu).unwrap().get(1).to_kind(Kind::Double);
+        let written_back = load(&spec.to_config_json()).unwrap();
+        assert!(turns(&written_back).allclose(&turns(&spec), 1e-7, 0.0, false), "{case}: {written_back:?}");
+        assert_eq!(written_back.max_position_embeddings, spec.max_position_embeddings, "{case}");
+        let turns = turns(&spec);
+        let turns = Vec::<f64>::try_from(turns).unwrap();
+        let expected: Vec<f64> = serde_json::from_value(case["inv_freq"].clone()).unwrap();
+        let factor = case["attention_factor"].as_f64().unwrap();
+        assert_eq!(turns.len(), 2 * expected.len());
+        for ((cos, sin), expected) in turns.iter().zip(&turns[expected.len()..]).zip(&expected) {
+            assert!((sin.atan2(*cos) / expected - 1.0).abs() < 1e-6, "{case}: {}, not {expected}", sin.atan2(*cos));
+            assert!((sin.hypot(*cos) / factor - 1.0).abs() < 1e-6, "{case}: {}, not {factor}", sin.hypot(*cos));
+        }
+    }
+}
+
 #[test]
 fn absent_keys_mean_what_they_mean_to_transformers() {
     let qwen2 = ModelSpec::preset("micro").unwrap().to_config_json();
@@ -75,7 +106,17 @@ fn what_cannot_be_computed_is_refused_by_name() {
         ("mlp_bias", json!(true), "mlp_bias is true"),
         ("quantization_config", json!({"bits": 4}), "quantization_config"),
         ("partial_rotary_factor", json!(0.5), "partial_rotary_factor is 0.5"),
-        ("rope_scaling", json!({"rope_type": "yarn", "factor": 4.0}), "rope_scaling.rope_type is \"yarn\""),
+        (
+            "rope_scaling",
+            json!({"rope_type": "longrope"}),
+            "rope_scaling.rope_type is \"longrope\": expected \"default\", \"lin",
+        ),
+        ("rope_scaling", json!({"type": "yarn", "factor": 0}), "rope_scaling.factor is 0: expected a number above 0"),
+        (
+            "rope_scaling",
+            json!({"type": "yarn", "factor": 2, "beta_fast": 1}),
+            "beta_fast is 1: expected more than beta_slow",
+        ),
         ("rope_scaling", json!({"type": "dynamic"}), "rope_scaling.type is \"dynamic\""),
         ("rope_scaling", json!({"rope_type": "llama3"}), "rope_scaling.factor is absent"),
         ("rope_parameters", json!({"rope_theta": 0}), "rope_parameters.rope_theta is 0"),

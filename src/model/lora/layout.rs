@@ -5,7 +5,7 @@ use tch::Tensor;
 use super::LoraSpec;
 use crate::config::TargetModule;
 use crate::error::Result;
-use crate::model::block::{BlockParams, Linear, LinearSpec, Matrix};
+use crate::model::block::{BlockParams, LinearSpec, Matrix};
 use crate::model::params::{ParamName, Shapes, UnitLayout};
 use crate::model::spec::ModelSpec;
 use crate::ops::dropout::Dropout;
@@ -92,8 +92,7 @@ impl BlockLora {
         flat: &Tensor,
     ) -> Result<()> {
         for fused in lora.fused(spec) {
-            let own = gradients.linears().into_iter().find(|(matrix, _)| *matrix == fused.linear.matrix);
-            if let Some((_, Linear { lora: Some(own), .. })) = own {
+            if let Some(own) = &gradients.linear(fused.linear.matrix).lora {
                 fused.fold(&own.b, &fused.views(layout, flat).1)?;
             }
         }
@@ -116,10 +115,9 @@ impl BlockLora {
         })
     }
 
-    /// Takes the adapter beside a matrix out.
-    pub(in crate::model) fn take(&mut self, matrix: Matrix) -> Option<Lora> {
-        let index = self.0.iter().position(|(own, _)| *own == matrix)?;
-        Some(self.0.swap_remove(index).1)
+    /// All of them, each with its matrix.
+    pub(in crate::model) fn into_pairs(self) -> Vec<(Matrix, Lora)> {
+        self.0
     }
 
     /// All of them.

@@ -68,7 +68,7 @@ impl Block {
         let (y, saved) = block_forward(&ctx, 1, &w, x, &packed, Some(keep)).unwrap();
         let flat = Tensor::zeros_like(&self.adapters);
         let gradients = BlockLora::gradients(spec, &self.lora, &self.adapter_layout, &flat).unwrap();
-        let mut grads = BlockParams::of_adapters(gradients);
+        let mut grads = BlockParams::default().with_adapters(gradients);
         let dx = block_backward(&ctx, &w, dy, saved.unwrap(), &packed, &mut grads).unwrap();
         BlockLora::add_to(&grads, spec, &self.lora, &self.adapter_layout, &flat).unwrap();
         [y, dx, flat]

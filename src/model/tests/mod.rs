@@ -14,6 +14,7 @@ use crate::dist::Collective;
 use crate::dist::testing::threads;
 use crate::error::Result;
 use crate::ops::attention::{PackedLayout, packed_forward};
+use crate::ops::rope::{Llama3Scaling, RopeScaling};
 use crate::ops::testing::{assert_close, leaf, rand};
 use crate::ops::{embedding, linear, rms_norm};
 
@@ -36,9 +37,15 @@ pub(super) fn families() -> [(&'static str, ModelSpec); 5] {
             "qwen3, group 1",
             ModelSpec { family: Family::Qwen3, qk_norm: Some(QkNorm::Head), num_kv_heads: 4, ..plain.clone() },
         ),
-        ("llama 3, group 2", ModelSpec { family: Family::Llama, rope_scaling: Some(scaling), ..plain.clone() }),
+        (
+            "llama 3, group 2",
+            ModelSpec { family: Family::Llama, rope_scaling: Some(RopeScaling::Llama3(scaling)), ..plain.clone() },
+        ),
         ("mistral, group 2", ModelSpec { family: Family::Mistral, sliding_window: Some(4), ..plain.clone() }),
-        ("norms behind and over all heads", ModelSpec { qk_norm: Some(QkNorm::All), norms: NormPlaces::POST, ..plain }),
+        (
+            "olmo 2, group 2",
+            ModelSpec { family: Family::Olmo2, qk_norm: Some(QkNorm::All), norms: NormPlaces::POST, ..plain },
+        ),
     ]
 }
 
@@ -124,7 +131,7 @@ fn run(
 /// transformers' own numbers: scripts/golden.py.
 #[test]
 fn logits_equal_transformers() {
-    for name in ["qwen2_tied", "qwen2_untied", "qwen3", "llama3", "mistral"] {
+    for name in ["qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3", "llama3", "mistral", "olmo2"] {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
         let numbers: Value = serde_json::from_slice(&std::fs::read(folder.join("golden.json")).unwrap()).unwrap();
         let prompts: Vec<Vec<i64>> = serde_json::from_value(numbers["input_ids"].clone()).unwrap();

@@ -6,6 +6,7 @@ use std::f64::consts::PI;
 use tch::{Kind, Tensor};
 
 use crate::model::{ModelSpec, ParamName, ParamTable, QkNorm, Unit};
+use crate::ops::rope::RopeScaling;
 
 /// (log-probabilities, entropies) of all rows but the last of each sequence, against the next token, at `temperature`.
 pub(super) fn scores(
@@ -98,7 +99,7 @@ fn rotate(spec: &ModelSpec, x: &Tensor /* [heads, S, hd] */) -> Tensor {
     let (len, hd) = (x.size()[1], spec.head_dim);
     let inv_freq = (0..hd / 2).map(|i| 1.0 / spec.rope_theta.powf((2 * i) as f64 / hd as f64));
     let scaled = inv_freq.map(|inv_freq| {
-        let Some(s) = &spec.rope_scaling else { return inv_freq };
+        let Some(RopeScaling::Llama3(s)) = &spec.rope_scaling else { return inv_freq };
         let (wavelength, context) = (2.0 * PI / inv_freq, s.original_max_position_embeddings);
         if wavelength < context / s.high_freq_factor {
             inv_freq

@@ -7,7 +7,10 @@ use crate::types::{Prompt, fixtures};
 fn group(id: u64, texts: &[&str]) -> RolloutGroup {
     let columns = serde_json::Map::from_iter([("answer".to_owned(), id.into())]);
     let prompt = Prompt { columns: Arc::new(columns), ..fixtures::prompt(id) };
-    RolloutGroup { prompt, completions: texts.iter().map(|text| fixtures::completion(text)).collect() }
+    RolloutGroup {
+        completions: texts.iter().map(|text| fixtures::completion(text)).collect(),
+        ..RolloutGroup::new(prompt)
+    }
 }
 
 fn config(names: &[&str], num_threads: usize, timeout_s: f64) -> Config {

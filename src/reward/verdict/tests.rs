@@ -18,7 +18,8 @@ fn texts(value: &Value) -> Vec<String> {
 fn group(reference: &str, texts: &[String]) -> RolloutGroup {
     let columns = json!({"answer": reference}).as_object().unwrap().clone();
     let prompt = Prompt { columns: Arc::new(columns), ..fixtures::prompt(0) };
-    RolloutGroup { prompt, completions: texts.iter().map(|text| fixtures::completion(text)).collect() }
+    let completions = texts.iter().map(|text| fixtures::completion(text)).collect();
+    RolloutGroup { completions, ..RolloutGroup::new(prompt) }
 }
 
 fn verdict(name: &str) -> Verdict {

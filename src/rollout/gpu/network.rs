@@ -10,7 +10,8 @@ use crate::cuda::{Products, Tuning};
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
 use crate::model::{
-    AttentionParams, BlockParams, DenseParams, Linear, Lora, Mixer, ModelSpec, Piece, QkNorm, QuantizedBlock,
+    BlockParams, Linear, Lora, MIXER_NORMS, MLP_NORMS, Matrix, Mixer, ModelSpec, ParamName, Piece, QkNorm,
+    QuantizedBlock,
 };
 use crate::rollout::kv_cache::KvCache;
 use crate::rollout::weights::EngineWeights;
@@ -91,19 +92,18 @@ impl Network<'_> {
         }
         let (mut all, mut gate_up) = (true, true);
         for w in &self.weights.blocks {
-            let linears = w.linears().map(|(_, linear)| linear);
-            let is_adapted = linears.iter().any(|linear| linear.lora.is_some());
+            let is_adapted = w.linears().any(|(_, linear)| linear.lora.is_some());
             all &= !is_adapted
-                && match &w.attention.qkv.pieces[..] {
+                && match &w.linear(Matrix::Qkv).pieces[..] {
                     [Piece { weight, bias }] => {
-                        let [_, o, gate_up, down] = linears;
-                        let weights = [weight, o.weight(), gate_up.weight(), down.weight()];
+                        let others = [Matrix::O, Matrix::GateUp, Matrix::Down].map(|matrix| w.linear(matrix).weight());
+                        let weights: Vec<&Tensor> = [weight].into_iter().chain(others).collect();
                         kernels::product_serves(rows, &weights, bias.as_ref())?
                     }
                     _ => false,
                 };
-            let Linear { lora, .. } = &w.mlp.gate_up;
-            gate_up &= lora.is_none() && kernels::gate_up_serves(rows, w.mlp.gate_up.weight())?;
+            let linear = w.linear(Matrix::GateUp);
+            gate_up &= linear.lora.is_none() && kernels::gate_up_serves(rows, linear.weight())?;
         }
         Ok(match (all, gate_up) {
             (true, _) => OwnProducts::All,
@@ -133,21 +133,21 @@ impl Network<'_> {
             self.op(Op::Sample, || kernels::note_tokens(tokens.ids, tokens.slots, &self.buffers.history.view(-1)))?;
         }
         self.weights.prepare(0)?;
-        self.enter(&mut x, self.weights.blocks[0].attention.norms.pre.as_ref(), &mut normed)?;
-        for (layer, BlockParams { attention, mlp }) in self.weights.blocks.iter().enumerate() {
-            let attended = self.attention(layer, attention, &normed, tokens, attend)?;
-            self.linear(Op::O, &attended, &attention.o, &parts[0])?;
-            self.leave(0, &mut parts, &mut x, attention.norms.post.as_ref(), mlp.norms.pre.as_ref(), &mut normed)?;
-            self.gate_up(mlp, &normed, &gate_up, &mut act)?;
-            self.linear(Op::Down, &act, &mlp.down, &parts[1])?;
+        self.enter(&mut x, self.weights.blocks[0].norm(MIXER_NORMS.pre), &mut normed)?;
+        for (layer, w) in self.weights.blocks.iter().enumerate() {
+            let attended = self.attention(layer, w, &normed, tokens, attend)?;
+            self.linear(Op::O, &attended, w.linear(Matrix::O), &parts[0])?;
+            self.leave(0, &mut parts, &mut x, (w.norm(MIXER_NORMS.post), w.norm(MLP_NORMS.pre)), &mut normed)?;
+            self.gate_up(w.linear(Matrix::GateUp), &normed, &gate_up, &mut act)?;
+            self.linear(Op::Down, &act, w.linear(Matrix::Down), &parts[1])?;
             let next = match self.weights.blocks.get(layer + 1) {
                 Some(next) => {
                     self.weights.prepare(layer + 1)?;
-                    next.attention.norms.pre.as_ref()
+                    next.norm(MIXER_NORMS.pre)
                 }
                 None => Some(&self.weights.final_norm),
             };
-            self.leave(1, &mut parts, &mut x, mlp.norms.post.as_ref(), next, &mut normed)?;
+            self.leave(1, &mut parts, &mut x, (w.norm(MLP_NORMS.post), next), &mut normed)?;
         }
         Ok(normed)
     }
@@ -165,16 +165,17 @@ impl Network<'_> {
     fn attention(
         &self,
         layer: usize,
-        w: &AttentionParams,
+        w: &BlockParams,
         normed: &Tensor, // [T, D]
         tokens: &Tokens,
         attend: &mut Attend,
     ) -> Result<Tensor> {
         let rows = normed.size()[0];
-        let qkv = self.project(&w.qkv, normed)?;
+        let qkv = self.project(w.linear(Matrix::Qkv), normed)?;
         let mut q = self.buffers.q.narrow(0, 0, rows).view([rows, -1, self.spec.head_dim as i64]);
         let (k_cache, v_cache) = self.kv_cache.layer(layer);
-        let mut norms = w.q_norm.as_ref().zip(w.k_norm.as_ref()).map(|(q, k)| (q, k, self.spec.rms_norm_eps));
+        let norms = w.norm(ParamName::QNorm).zip(w.norm(ParamName::KNorm));
+        let mut norms = norms.map(|(q, k)| (q, k, self.spec.rms_norm_eps));
         if self.spec.qk_norm == Some(QkNorm::All) {
             self.norm_all_heads(&qkv, norms.take())?;
         }
@@ -205,16 +206,16 @@ impl Network<'_> {
     /// act = silu(gate) * up
     fn gate_up(
         &self,
-        w: &DenseParams,
+        w: &Linear,
         normed: &Tensor,  // [T, D]
         gate_up: &Tensor, // [T, 2 F]
         act: &mut Tensor, // [T, F]
     ) -> Result<()> {
         match self.own_products {
-            OwnProducts::All => self.op(Op::GateUp, || kernels::product_silu_mul(normed, w.gate_up.weight(), act)),
-            OwnProducts::GateUp => self.op(Op::GateUp, || kernels::gate_up(normed, w.gate_up.weight(), act)),
+            OwnProducts::All => self.op(Op::GateUp, || kernels::product_silu_mul(normed, w.weight(), act)),
+            OwnProducts::GateUp => self.op(Op::GateUp, || kernels::gate_up(normed, w.weight(), act)),
             OwnProducts::None => {
-                self.linear(Op::GateUp, normed, &w.gate_up, gate_up)?;
+                self.linear(Op::GateUp, normed, w, gate_up)?;
                 self.op(Op::SiluMul, || kernels::silu_mul(gate_up, act))
             }
         }
@@ -254,11 +255,10 @@ impl Network<'_> {
     fn leave(
         &self,
         turn: usize,
-        parts: &mut [Tensor; 2], // [T, D]
-        x: &mut Tensor,          // [T, D]
-        post: Option<&Tensor>,   // [D]
-        pre: Option<&Tensor>,    // [D]
-        normed: &mut Tensor,     // [T, D]
+        parts: &mut [Tensor; 2],                         // [T, D]
+        x: &mut Tensor,                                  // [T, D]
+        (post, pre): (Option<&Tensor>, Option<&Tensor>), // [D]
+        normed: &mut Tensor,                             // [T, D]
     ) -> Result<()> {
         if let (None, Some(weight)) = (post, pre) {
             return self.add_rms_norm(turn, parts, x, weight, normed);

@@ -6,12 +6,12 @@ use super::{Limits, Scheduler};
 use crate::error::{Error, Result};
 use crate::rollout::request::{Event, RequestId};
 use crate::rollout::sequence::{Sequence, Turn};
-use crate::types::UnfinishedCompletion;
+use crate::types::Trajectory;
 
 impl Scheduler {
     /// Gives the sequences of a new group what an earlier rollout sampled of them, and queues those that are not finished or running.
     /// Of a begun group whose prompt no running sequence holds, one goes in front, to compute it for the others.
-    pub(super) fn queue(&mut self, group: usize, begun: Vec<UnfinishedCompletion>) {
+    pub(super) fn queue(&mut self, group: usize, begun: Vec<Trajectory>) {
         let members = self.members(group);
         for (index, completion) in members.clone().zip(begun) {
             self.sequences[index].resume(completion);

@@ -73,7 +73,7 @@ struct Group {
 
 #[derive(Debug)]
 pub(super) struct Scheduler {
-    limits: Limits,
+    pub(super) limits: Limits,
     groups: Vec<Group>, // by request
     pub(super) sequences: Vec<Sequence>,
     waiting: VecDeque<usize>,           // by turn
@@ -106,13 +106,10 @@ impl Scheduler {
         }
     }
 
-    /// Queues a sequence for each completion of `request`, behind those that wait. Sequences that are kept run at once.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a prompt that could not be finished even alone.
-    pub(super) fn submit(&mut self, request: Request) -> Result<RequestId> {
+    /// Queues a sequence for each completion of `request`, which has been checked, behind those that wait. Sequences that are kept
+    /// run at once.
+    pub(super) fn submit(&mut self, request: Request) -> RequestId {
         let Request { prompt_id, token_ids, first_step, params, begun } = request;
-        self.limits.check(token_ids.len(), params.max_completion_length)?;
         let (group, first) = (self.groups.len(), self.sequences.len());
         for sample in 0..params.num_generations {
             let limit = completion_limit(&params, sampling_key(params.seed, first_step, prompt_id, sample));
@@ -121,7 +118,7 @@ impl Scheduler {
         }
         self.groups.push(Group { members: first..self.sequences.len(), prompt_id, step: first_step });
         self.queue(group, begun);
-        Ok(RequestId(group))
+        RequestId(group)
     }
 
     /// What a later rollout may go on with: unfinished sequences, computed up to their last token, and what was held for others.
@@ -194,8 +191,7 @@ impl Scheduler {
             if sequence.finish_reason.is_some() {
                 continue;
             }
-            sequence.token_ids.push(sampled.token_id);
-            sequence.rollout_logprobs.push(sampled.logprob);
+            sequence.push(sampled.token_id, sampled.logprob);
             sequence.finish_reason = rules.finish_reason(sequence)?;
             self.stats.num_generated_tokens += 1;
             let reason = sequence.finish_reason;

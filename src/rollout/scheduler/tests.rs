@@ -1,7 +1,7 @@
 use std::collections::HashMap;
 
 use super::*;
-use crate::types::{SamplingParams, UnfinishedCompletion};
+use crate::types::{SamplingParams, Trajectory};
 
 const ROOMY: Limits =
     Limits { num_blocks: 200, block_size: 4, max_num_seqs: 64, max_num_batched_tokens: 1000, max_model_length: 64 };
@@ -75,19 +75,19 @@ fn resumed(
     limits: Limits,
     prompts: &[Vec<u32>],
     num_generations: usize,
-    begun: Vec<Vec<UnfinishedCompletion>>,
+    begun: Vec<Vec<Trajectory>>,
     kept: KeptSequences,
     stats: EngineStats,
 ) -> (Scheduler, usize) {
     let mut scheduler = Scheduler::new(limits, kept, stats);
     for (prompt, begun) in prompts.iter().zip(begun) {
-        scheduler.submit(request(prompt, num_generations, begun)).unwrap();
+        scheduler.submit(request(prompt, num_generations, begun));
     }
     let num_complete = complete(scheduler.take_events()).len();
     (scheduler, num_complete)
 }
 
-fn request(prompt: &[u32], num_generations: usize, begun: Vec<UnfinishedCompletion>) -> Request {
+fn request(prompt: &[u32], num_generations: usize, begun: Vec<Trajectory>) -> Request {
     let params = SamplingParams { num_generations, max_completion_length: 20, ..SamplingParams::default() };
     Request { prompt_id: 0, token_ids: prompt.to_vec(), first_step: 0, params: Arc::new(params), begun }
 }
@@ -135,9 +135,20 @@ fn run(
     complete
 }
 
+/// A completion of which these tokens are sampled.
+fn begun(token_ids: &[u32]) -> Trajectory {
+    Trajectory {
+        token_ids: token_ids.to_vec(),
+        loss_mask: vec![true; token_ids.len()],
+        rollout_logprobs: vec![0.0; token_ids.len()],
+        weight_versions: vec![0; token_ids.len()],
+        ..Trajectory::default()
+    }
+}
+
 /// What is known of every group's completions.
-fn sampled(scheduler: &Scheduler, num_groups: usize) -> Vec<Vec<UnfinishedCompletion>> {
-    let of_group = |group| scheduler.sequences[scheduler.members(group)].iter().map(Sequence::unfinished).collect();
+fn sampled(scheduler: &Scheduler, num_groups: usize) -> Vec<Vec<Trajectory>> {
+    let of_group = |group| scheduler.sequences[scheduler.members(group)].iter().map(Sequence::trajectory).collect();
     (0..num_groups).map(of_group).collect()
 }
 
@@ -256,11 +267,7 @@ fn a_kept_group_is_counted_as_it_would_be_computed() {
     let mut cache = Cache::new();
     assert_eq!(run(&mut scheduler, 3, &mut cache, 0, 1), [0]);
     let lens: Vec<usize> = scheduler.sequences.iter().map(Sequence::len).collect();
-    let half = |sequence: &Sequence| UnfinishedCompletion {
-        token_ids: sequence.completion()[..sequence.completion().len() / 2].to_vec(),
-        rollout_logprobs: vec![0.0; sequence.completion().len() / 2],
-        finish_reason: None,
-    };
+    let half = |sequence: &Sequence| begun(&sequence.completion()[..sequence.completion().len() / 2]);
     let halves: Vec<_> = scheduler.sequences.iter().map(half).collect();
     assert!(halves.iter().all(|half| !half.token_ids.is_empty()), "{lens:?}");
     let resumed = |kept: KeptSequences| {
@@ -295,7 +302,7 @@ fn requests_may_come_between_any_two_steps() {
         let (mut cache, mut tokens, mut coming, mut num_complete) = (Cache::new(), Vec::new(), prompts.iter(), 0);
         while num_complete < prompts.len() {
             if let Some(prompt) = coming.next() {
-                scheduler.submit(request(prompt, 3, Vec::new())).unwrap();
+                scheduler.submit(request(prompt, 3, Vec::new()));
                 tokens.extend(std::iter::repeat_n(prompt.clone(), 3));
             }
             if scheduler.has_work() {
@@ -315,13 +322,9 @@ fn requests_may_come_between_any_two_steps() {
 
 #[test]
 fn a_begun_group_computes_its_prompt_once_too() {
-    let completion = |token_id| UnfinishedCompletion {
-        token_ids: vec![token_id; 5],
-        rollout_logprobs: vec![0.0; 5],
-        finish_reason: None,
-    };
+    let completion = |token_id| begun(&[token_id; 5]);
     let (kept, stats) = Default::default();
-    let begun = vec![(1..9).map(completion).collect()];
+    let begun: Vec<Vec<Trajectory>> = vec![(1..9).map(completion).collect()];
     let (mut scheduler, _) = resumed(ROOMY, &[(1..13).collect()], 8, begun, kept, stats);
     run(&mut scheduler, 8, &mut Cache::new(), 1, 1);
     assert_eq!((scheduler.stats.num_prefilled_tokens, scheduler.stats.num_shared_tokens), (12 + 8 * 5, 7 * 12));
@@ -338,10 +341,7 @@ fn a_group_computes_its_prompt_once() {
 
 #[test]
 fn what_can_never_fit_is_refused_with_the_numbers() {
-    let refusal = |limits, len| {
-        let mut scheduler = Scheduler::new(limits, KeptSequences::default(), EngineStats::default());
-        scheduler.submit(request(&vec![1; len], 1, Vec::new())).unwrap_err().to_string()
-    };
+    let refusal = |limits, len| request(&vec![1; len], 1, Vec::new()).check(9, &limits).unwrap_err().to_string();
     let message = refusal(Limits { num_blocks: 7, ..ROOMY }, 10);
     assert!(
         message.contains("at most 7 KV blocks") && message.contains("prompt of 10") && message.contains("8 blocks")

@@ -68,6 +68,7 @@ fn state(global_step: u64) -> TrainerState {
         num_rows: 10,
         sampler: SamplerState::default(),
         carried: Vec::new(),
+        best_global_step: None,
         config: SavedConfig::default(),
         log_history: LogHistory::default(),
         unlogged: vec![BTreeMap::from([("loss".to_owned(), f64::NAN.to_bits())])],

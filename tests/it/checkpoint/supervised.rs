@@ -43,6 +43,12 @@ fn a_supervised_run_ends_like_a_straight_one() {
     assert!(weights(&resumed) == weights(&straight), "other weights than undisturbed");
     assert_eq!(lines(&resumed), lines(&straight)[4..]);
 
+    stdout_of(&line("interval", "logging_steps=2"));
+    let losses = |run: &Path| -> Vec<f64> { lines(run).iter().filter_map(|line| line.get("loss")?.as_f64()).collect() };
+    let means: Vec<f64> = losses(&straight).chunks(2).map(|pair| pair.iter().sum::<f64>() / 2.0).collect();
+    let pairs = losses(&folder.path().join("interval"));
+    assert!(pairs.len() == 3 && pairs.iter().zip(&means).all(|(a, b)| (a - b).abs() < 1e-9), "{pairs:?} {means:?}");
+
     let more = format!("{resume} learning_rate=1e-4 per_device_train_batch_size=1");
     let changed = ["learning_rate was 0.001, is 0.0001", "rows per update: was 4 on 2 ranks, is 2 on 2"];
     run(&line("changed", &more)).assert_error("changed", 2, &changed);

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Child;
 use std::time::Duration;
 
-use crate::program::{MODEL, SMALL_RUN, await_line, command, end, metrics, processes_of, run, wait_until};
+use crate::program::{Ended, MODEL, SMALL_RUN, await_line, command, end, metrics, processes_of, run, wait_until};
 
 /// A run of two ranks that would go on for long, once it has done a step.
 fn start(output_dir: &Path) -> Child {
@@ -60,19 +60,43 @@ fn a_stopped_run_saves_says_so_and_is_resumed() {
     assert_eq!(ended.code, Some(75), "{}", ended.stderr);
     assert_eq!(ended.stderr.matches("; saved ").count(), 1, "{}", ended.stderr);
     assert!(!ended.stderr.contains("error"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("the step under way is finished, a checkpoint is saved"), "{}", ended.stderr);
     let step = metrics(folder.path()).last().unwrap()["step"].as_u64().unwrap();
     assert!(folder.path().join(format!("checkpoint-{step}")).join("trainer_state.json").exists());
 
-    let line = format!(
-        "--nproc 2 {SMALL_RUN} max_steps={} save_steps=none resume_from_checkpoint=latest output_dir={}",
-        step + 1,
-        folder.path().display()
-    );
-    let resumed = run(&line);
-    assert_eq!(resumed.code, Some(0), "{}", resumed.stderr);
+    // The command that it prints continues it, as far as the test has time for.
+    let told = ended.stderr.lines().find_map(|line| Some(line.split_once("; to continue: ")?.1)).expect("a command");
+    let told = told.replace("max_steps=100000", &format!("max_steps={}", step + 1));
+    assert!(told.ends_with("resume_from_checkpoint=latest"), "{told}");
+    let root = env!("CARGO_MANIFEST_DIR");
+    let shell =
+        std::process::Command::new("sh").args(["-c", &told]).current_dir(root).env("OMP_NUM_THREADS", "1").output();
+    let shell = shell.unwrap();
+    let resumed = Ended {
+        code: shell.status.code(),
+        stdout: String::new(),
+        stderr: String::from_utf8_lossy(&shell.stderr).into(),
+    };
+    assert_eq!(resumed.code, Some(0), "{told}\n{}", resumed.stderr);
     assert!(resumed.stderr.contains("resumed from"), "{}", resumed.stderr);
     assert_eq!(metrics(folder.path()).last().unwrap()["step"], step + 1);
     assert!(folder.path().join("final").join("model.safetensors").exists());
+}
+
+/// Ctrl-C in a run of one process is answered while the step is still under way.
+#[test]
+fn a_run_of_one_process_answers_a_signal_before_its_step_ends() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = format!(
+        "{SMALL_RUN} save_steps=none max_steps=100000 fault=0:1:generate:hang output_dir={}",
+        folder.path().display()
+    );
+    let mut run = command(&line).spawn().unwrap();
+    await_line(&mut run, "injected fault"); // no step ends from here on
+    signal(&run.id().to_string(), "-INT");
+    await_line(&mut run, "stop: the step under way is finished, a checkpoint is saved, and the run ends with 75");
+    run.kill().unwrap();
+    end(run);
 }
 
 /// 4: nothing but the model is left to write after the last step, so a request to stop changes nothing.
@@ -101,7 +125,13 @@ fn a_second_signal_and_a_dead_launcher_end_everything_at_once() {
     std::thread::sleep(Duration::from_millis(1100)); // so that the next one is another request; longer does no harm
     assert!(!processes_of(&first).is_empty(), "a rank that hangs cannot save");
     signal(&run.id().to_string(), "-TERM");
-    end(run).assert_error("second signal", 10, &["killed by a second signal"]);
+    let ended = end(run);
+    assert_eq!(ended.code, Some(130), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains("ended at once by a second signal") && !ended.stderr.contains("error"),
+        "{}",
+        ended.stderr
+    );
     let mut run = start_with(&format!("{SMALL_RUN} {hung}"), &second);
     run.kill().unwrap();
     run.wait().unwrap();

@@ -4,7 +4,7 @@ use colo_grpo::colocate::Colocated;
 use colo_grpo::dist::World;
 use colo_grpo::phase::{FaultKind, Phase};
 use colo_grpo::train::Schedule;
-use colo_grpo::types::{LengthSpread, RolloutGroup, SamplingParams, UnfinishedGroup};
+use colo_grpo::types::{LengthSpread, RolloutGroup, SamplingParams};
 use colo_grpo::update::UpdateOptions;
 
 use super::setup::{Setup, update_options};
@@ -13,7 +13,7 @@ use crate::ranks;
 use crate::rollout::token_ids;
 
 /// What lies between a rollout that leaves groups unfinished and the one that goes on with them.
-type Between = fn(&mut Colocated, &World, &[UnfinishedGroup]);
+type Between = fn(&mut Colocated, &World, &[RolloutGroup]);
 
 /// In between as `bool` says, all is kept or all is computed again, on both ranks of an engine.
 #[test]
@@ -39,7 +39,7 @@ fn kept_sequences_outlive_training_and_are_given_up_where_a_rank_lost_them() {
         let prompts = own_prompts(&colocated);
         let expected = colocated.with_rollout(|rollout| rollout.generate(&prompts, &spread(), |_| ())).unwrap();
         for (name, is_kept, between) in CASES {
-            let fresh: Vec<_> = prompts.iter().cloned().map(UnfinishedGroup::new).collect();
+            let fresh: Vec<_> = prompts.iter().cloned().map(RolloutGroup::new).collect();
             let (mut complete, unfinished, _) = first(&mut colocated, fresh, 1);
             between(&mut colocated, &world, &unfinished);
             let num_left = unfinished.len();
@@ -60,9 +60,9 @@ fn spread() -> SamplingParams {
 /// Complete groups, unfinished ones, and how many of their tokens were kept and computed again.
 fn first(
     colocated: &mut Colocated,
-    groups: Vec<UnfinishedGroup>,
+    groups: Vec<RolloutGroup>,
     num_groups: usize,
-) -> (Vec<RolloutGroup>, Vec<UnfinishedGroup>, [usize; 2]) {
+) -> (Vec<RolloutGroup>, Vec<RolloutGroup>, [usize; 2]) {
     let (rollout, stats) = colocated
         .with_rollout(|rollout| {
             let first = rollout.generate_first(groups, num_groups, &spread(), |_| ())?;
@@ -89,7 +89,7 @@ fn fault(colocated: &mut Colocated, world: &World, phase: Phase) {
 }
 
 /// When both ranks have begun to write where the kept sequences are.
-fn fail_while_generating(colocated: &mut Colocated, world: &World, unfinished: &[UnfinishedGroup]) {
+fn fail_while_generating(colocated: &mut Colocated, world: &World, unfinished: &[RolloutGroup]) {
     let (failing, groups) = (world.rank() == 1, unfinished.to_vec());
     scope_fails(colocated, "panic in with_rollout: while generating", |colocated| {
         let num_groups = groups.len();

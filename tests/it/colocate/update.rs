@@ -92,7 +92,7 @@ fn masked_completions_change_nothing() {
         };
         let mut others = sequences();
         for sequence in others.iter_mut().filter(|sequence| sequence.masked) {
-            *sequence = Sequence { advantage: -9.0, token_ids: vec![3; 12], prompt_len: 5, ..sequence.clone() };
+            *sequence = Sequence { advantage: -9.0, masked: true, ..Sequence::of_tokens(vec![3; 12], 5) };
         }
         let (expected, expected_state) = run(sequences());
         let (got, got_state) = run(others);
@@ -157,15 +157,9 @@ fn sequences() -> Vec<Sequence> {
         let (prompt_len, completion_len) = (1 + n / 4 * 3 % 7, 2 + n * 5 % 11);
         let id = |i: usize, salt: usize| ((i * i + 5 * salt + 3 * i) % 96) as u32;
         let completion = (prompt_len..prompt_len + completion_len).map(|i| id(i, n));
-        Sequence {
-            token_ids: (0..prompt_len).map(|i| id(i, n / 4)).chain(completion).collect(),
-            prompt_len,
-            advantage: 1.5 - 0.25 * n as f32,
-            masked: n % 6 == 2,
-            rollout_logprobs: None,
-            old_logprobs: None,
-            ref_logprobs: None,
-        }
+        let token_ids = (0..prompt_len).map(|i| id(i, n / 4)).chain(completion).collect();
+        let (advantage, masked) = (1.5 - 0.25 * n as f32, n % 6 == 2);
+        Sequence { advantage, masked, ..Sequence::of_tokens(token_ids, prompt_len) }
     };
     (0..16).map(sequence).collect()
 }

@@ -1,7 +1,7 @@
 //! Unfinished sequences that go on from the cache of an earlier wake.
 
 use colo_grpo::rollout::EngineOptions;
-use colo_grpo::types::{LengthSpread, RolloutGroup, SamplingParams, UnfinishedGroup};
+use colo_grpo::types::{LengthSpread, RolloutGroup, SamplingParams};
 use serde_json::json;
 
 use super::{Model, SMALL, completions, prompts};
@@ -25,7 +25,7 @@ fn gpu_kept_sequences_go_on_where_they_were() {
         let options = EngineOptions { strict, ..model.options(256) };
         let expected = model.generate(&options, &prompts, &params);
         let mut served = model.served_by(model.engine(&options).keeping_sequences());
-        let mut groups: Vec<_> = prompts.iter().cloned().map(UnfinishedGroup::new).collect();
+        let mut groups: Vec<_> = prompts.iter().cloned().map(RolloutGroup::new).collect();
         let (mut complete, mut num_kept, mut num_recomputed) = (Vec::new(), 0, 0);
         for _ in 0..NUM_WAKES {
             let part = served.with_engine(|rollout| {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use colo_grpo::reward::{FailureKind, RewardPool};
-use colo_grpo::types::{Completion, FinishReason, Prompt, RolloutGroup};
+use colo_grpo::types::{FinishReason, Prompt, RolloutGroup, Trajectory};
 use colo_grpo::{Config, ExitCode};
 use serde_json::{Value, json};
 
@@ -20,16 +20,13 @@ pub(super) type Scores = Vec<(Option<f32>, Vec<Option<f32>>)>;
 pub(super) fn group(columns: Value, completions: &[&str]) -> RolloutGroup {
     let columns = columns.as_object().unwrap().clone();
     let prompt = Prompt { id: 0, text: "rendered".into(), token_ids: vec![1], columns: Arc::new(columns) };
-    let completion = |text: &&str| Completion {
+    let completion = |text: &&str| Trajectory {
         token_ids: text.bytes().map(u32::from).collect(),
-        rollout_logprobs: vec![0.0; text.len()],
-        finish_reason: FinishReason::Eos,
+        finish_reason: Some(FinishReason::Eos),
         text: text.to_string(),
-        rewards: Vec::new(),
-        reward: None,
-        advantage: 0.0,
+        ..Trajectory::default()
     };
-    RolloutGroup { prompt, completions: completions.iter().map(completion).collect() }
+    RolloutGroup { completions: completions.iter().map(completion).collect(), ..RolloutGroup::new(prompt) }
 }
 
 pub(super) fn pool(keys: &[String]) -> RewardPool {

@@ -9,7 +9,7 @@ use colo_grpo::Result;
 use colo_grpo::dist::{Collective, World};
 use colo_grpo::model::{Attention, ModelSpec, attention_scale};
 use colo_grpo::rollout::{Engine, EngineOptions, kv_block_bytes};
-use colo_grpo::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams, UnfinishedGroup};
+use colo_grpo::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
 use tch::{Kind, Tensor};
 
 use super::setup::{Model, alone, options, prompts, sampled, token_ids};
@@ -38,7 +38,7 @@ fn generate_in_parts(
     prompts: &[Prompt],
     params: &SamplingParams,
 ) -> (Parts, Counts) {
-    let mut groups: Vec<_> = prompts.iter().cloned().map(UnfinishedGroup::new).collect();
+    let mut groups: Vec<_> = prompts.iter().cloned().map(RolloutGroup::new).collect();
     let (mut complete, mut counts) = (Vec::new(), Counts::default());
     let mut lens: HashMap<u64, Vec<Vec<usize>>> = HashMap::new();
     for wake in 0..prompts.len() * tp.size() / 2 {
@@ -103,7 +103,7 @@ fn two_ranks_keep_as_one() {
 
         // A rank that lost what it kept is not alone with that.
         let mut rollout = engine.wake(model.weights(tp.as_ref()), 1).unwrap();
-        let fresh = own.iter().cloned().map(UnfinishedGroup::new).collect();
+        let fresh = own.iter().cloned().map(RolloutGroup::new).collect();
         let part = rollout.generate_first(fresh, 1, &spread(sampled()), |_| ()).unwrap();
         drop(rollout);
         if tp.rank() == 1 {
@@ -159,7 +159,7 @@ fn shrinks_once() {
         drop(rollout);
         (part, stats, engine.absent_bytes())
     };
-    let (mut part, first, absent_bytes) = wake(prompts.into_iter().map(UnfinishedGroup::new).collect(), 2);
+    let (mut part, first, absent_bytes) = wake(prompts.into_iter().map(RolloutGroup::new).collect(), 2);
     let num_asked = kv_cache_bytes / kv_block_bytes(&model.spec, 1, 8, Kind::Float);
     let is_what_there_is = first.num_blocks < num_asked / 4 * 3 && first.num_blocks > num_asked / 8 * 5;
     assert!(is_what_there_is, "of three quarters most: {} of {num_asked}", first.num_blocks);
@@ -183,13 +183,13 @@ fn an_evaluation_in_between_goes_before_what_is_kept() {
     for (num_blocks, is_kept) in [(400, true), (40, false)] {
         let kv_cache_bytes = num_blocks * kv_block_bytes(&model.spec, 1, 8, Kind::Float);
         let mut engine = model.engine(EngineOptions { kv_cache_bytes, ..options() }, alone()).keeping_sequences();
-        let fresh = prompts[..6].iter().cloned().map(UnfinishedGroup::new).collect();
+        let fresh = prompts[..6].iter().cloned().map(RolloutGroup::new).collect();
         let wake = |engine: &mut Engine, groups, count| {
             let mut rollout = engine.wake(model.weights(alone().as_ref()), 1).unwrap();
             (rollout.generate_first(groups, count, &params, |_| ()).unwrap(), *rollout.stats())
         };
         let (mut part, _) = wake(&mut engine, fresh, 2);
-        let others = prompts[6..].iter().cloned().map(UnfinishedGroup::new).collect();
+        let others = prompts[6..].iter().cloned().map(RolloutGroup::new).collect();
         let (evaluated, _) = wake(&mut engine, others, 4);
         let unfinished: Vec<_> = part.unfinished.into_iter().map(|(_, group)| group).collect();
         let (rest, stats) = wake(&mut engine, unfinished, 4);

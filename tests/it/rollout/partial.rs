@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use colo_grpo::dist::{Collective, World};
-use colo_grpo::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams, UnfinishedGroup};
+use colo_grpo::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
 
 use super::setup::{Model, alone, options, prompts, sampled, token_ids};
 use crate::ranks;
@@ -16,7 +16,7 @@ fn generate_in_parts(
     params: &SamplingParams,
 ) -> Vec<RolloutGroup> {
     let mut engine = model.engine(options(), tp.clone());
-    let mut groups: Vec<_> = prompts.iter().cloned().map(UnfinishedGroup::new).collect();
+    let mut groups: Vec<_> = prompts.iter().cloned().map(RolloutGroup::new).collect();
     let (mut complete, mut num_carried) = (Vec::new(), 0);
     for wake in 0..prompts.len() * tp.size() / 2 {
         let params = SamplingParams { step: params.step + wake as u64, ..params.clone() };

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use colo_grpo::Error;
 use colo_grpo::rollout::{EngineOptions, Event, Request, RequestId, Session};
-use colo_grpo::types::{Completion, FinishReason, Prompt, SamplingParams};
+use colo_grpo::train::Sequence;
+use colo_grpo::types::{FinishReason, Prompt, SamplingParams, Trajectory};
 
 use super::setup::{Model, alone, options, prompts, sampled};
 
@@ -29,11 +30,11 @@ struct Heard {
 }
 
 impl Heard {
-    fn of(completions: &[Completion]) -> Self {
+    fn of(completions: &[Trajectory]) -> Self {
         Self {
             token_ids: completions.iter().map(|completion| completion.token_ids.clone()).collect(),
             logprobs: completions.iter().map(|completion| completion.rollout_logprobs.clone()).collect(),
-            reasons: completions.iter().map(|completion| Some(completion.finish_reason)).collect(),
+            reasons: completions.iter().map(|completion| completion.finish_reason).collect(),
             is_complete: true,
         }
     }
@@ -114,7 +115,7 @@ fn what_is_drained_goes_on_in_another_session() {
         session.step().unwrap();
     }
     session.drain().unwrap();
-    let begun: Vec<_> = ids.iter().map(|&id| session.unfinished(id)).collect();
+    let begun: Vec<_> = ids.iter().map(|&id| session.completions(id).unwrap()).collect();
     assert!(begun.iter().flatten().any(|completion| !completion.token_ids.is_empty()));
     session.close().unwrap();
     let mut session = rollout.session().unwrap();
@@ -123,7 +124,7 @@ fn what_is_drained_goes_on_in_another_session() {
         session.step().unwrap();
     }
     for (id, expected) in ids.iter().zip(&expected) {
-        let tokens = |completions: &[Completion]| Heard::of(completions).token_ids;
+        let tokens = |completions: &[Trajectory]| Heard::of(completions).token_ids;
         assert_eq!(tokens(&session.completions(*id).unwrap()), tokens(&expected.completions));
     }
     session.close().unwrap();
@@ -152,4 +153,44 @@ fn a_request_that_cannot_be_served_leaves_the_session_as_it_was() {
     }
     assert!(!session.completions(id).unwrap().is_empty());
     session.close().unwrap();
+}
+
+/// Greedily, so that it is what the same tokens as a prompt are continued with.
+#[test]
+fn a_second_turn_follows_the_context_after_the_first() {
+    let model = Model::micro();
+    let params = |step, max_completion_length| SamplingParams {
+        num_generations: 1,
+        temperature: 0.0,
+        max_completion_length,
+        step,
+        ..sampled()
+    };
+    let prompt = &prompts(1)[0];
+    let mut engine = model.engine(options(), alone());
+    let mut rollout = engine.wake(model.weights(&*alone()), 1).unwrap();
+    let mut session = rollout.session().unwrap();
+    let mut turn = |request: Request| {
+        let id = session.submit(request).unwrap();
+        while session.has_work() {
+            session.step().unwrap();
+        }
+        session.completions(id).unwrap().remove(0)
+    };
+    let first = turn(request(prompt, &params(7, 6)));
+    let mut begun = first.clone();
+    begun.push_context(&[3, 1, 4, 1], 7);
+    let both = turn(Request { begun: vec![begun.clone()], ..request(prompt, &params(8, 16)) });
+    assert_eq!(both.token_ids[..10], begun.token_ids);
+    assert_eq!(both.rollout_logprobs[..10], begun.rollout_logprobs);
+    assert_eq!(both.turns(), [0..6, 10..16]);
+    assert_eq!(both.weight_versions, [vec![7; 10], vec![8; 6]].concat());
+    session.close().unwrap();
+
+    let token_ids = [&prompt.token_ids[..], &begun.token_ids].concat();
+    let (alone, _) = model.generate(options(), &[Prompt { token_ids, ..prompt.clone() }], &params(8, 6));
+    assert_eq!(both.token_ids[10..], alone[0].completions[0].token_ids);
+    let sequence = Sequence::of_trajectory(&prompt.token_ids, &both);
+    assert_eq!((sequence.num_scored(), sequence.completion_len()), (12, 16));
+    assert_eq!(sequence.rollout_logprobs.unwrap()[6..], both.rollout_logprobs[10..]);
 }

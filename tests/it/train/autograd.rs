@@ -1,7 +1,9 @@
 //! What the trainer is held to: the same decoder written once more for libtorch's autograd in f64, one sequence at a time
 //! with dense attention, and AdamW on whole tensors as its paper prints it. Shares only the weights' layout.
 
-use colo_grpo::model::{BlockParams, EmbeddingParams, HeadParams, ModelSpec, ParamTable, Piece, QkNorm, Unit};
+use colo_grpo::model::{
+    BlockParams, EmbeddingParams, HeadParams, Matrix, ModelSpec, ParamName, ParamTable, Piece, QkNorm, Unit,
+};
 use colo_grpo::train::{AdamOptions, Sequence};
 use tch::{Device, Kind, Tensor};
 
@@ -26,7 +28,7 @@ impl Model {
         Self { table, units, moments, num_updates: 0 }
     }
 
-    /// Log-probabilities and entropies of a sequence's completion tokens.
+    /// Log-probabilities and entropies of a sequence's scored tokens.
     pub fn scores(&self, sequence: &Sequence, temperature: f64) -> (Tensor, Tensor) {
         let spec = &self.table.spec;
         let ids: Vec<i64> = sequence.token_ids.iter().map(|&id| i64::from(id)).collect();
@@ -47,7 +49,9 @@ impl Model {
         let wide = if logits.kind() == Kind::BFloat16 { Kind::Float } else { logits.kind() };
         let log_p = logits.narrow(0, first - 1, count).log_softmax(-1, wide);
         let logprobs = log_p.gather(1, &ids.narrow(0, first, count).unsqueeze(1), false).squeeze_dim(1);
-        (logprobs, -(log_p.exp() * &log_p).sum_dim_intlist(1, false, None))
+        let entropy = -(log_p.exp() * &log_p).sum_dim_intlist(1, false, None);
+        let scored = Tensor::from_slice(&sequence.loss_mask).to_device(ids.device());
+        (logprobs.masked_select(&scored), entropy.masked_select(&scored))
     }
 
     /// One step on the gradient of `loss`; returns the gradient's norm.
@@ -83,13 +87,10 @@ impl Model {
 fn block_forward(spec: &ModelSpec, w: &BlockParams, x: &Tensor) -> Tensor {
     let (len, eps) = (x.size()[0], spec.rms_norm_eps);
     let (kv_heads, group, head_dim) = (spec.num_kv_heads as i64, spec.heads_per_group() as i64, spec.head_dim as i64);
-    let BlockParams { attention, mlp } = w;
     // A norm that is absent leaves what it is given.
-    let normed = |weight: &Option<Tensor>, x: &Tensor| {
-        weight.as_ref().map_or_else(|| x.shallow_clone(), |weight| norm(x, weight, eps))
-    };
-    let [Piece { weight, bias }] = &attention.qkv.pieces[..] else { panic!("a whole block is in one piece") };
-    let mut qkv = normed(&attention.norms.pre, x).matmul(&weight.tr());
+    let normed = |name, x: &Tensor| w.norm(name).map_or_else(|| x.shallow_clone(), |weight| norm(x, weight, eps));
+    let [Piece { weight, bias }] = &w.linear(Matrix::Qkv).pieces[..] else { panic!("a whole block is in one piece") };
+    let mut qkv = normed(ParamName::InputNorm, x).matmul(&weight.tr());
     if let Some(bias) = bias {
         qkv += bias;
     }
@@ -98,7 +99,7 @@ fn block_forward(spec: &ModelSpec, w: &BlockParams, x: &Tensor) -> Tensor {
     let mut q = qkv.narrow(2, 0, group).reshape([len, -1, head_dim]); // [T, H, hd]
     let mut k = qkv.narrow(2, group, 1).reshape([len, -1, head_dim]); // [T, Hkv, hd]
     let v = per_query(qkv.narrow(2, group + 1, 1));
-    if let (Some(q_norm), Some(k_norm)) = (&attention.q_norm, &attention.k_norm) {
+    if let (Some(q_norm), Some(k_norm)) = (w.norm(ParamName::QNorm), w.norm(ParamName::KNorm)) {
         let over_all = |heads: &Tensor, weight| norm(&heads.reshape([len, -1]), weight, eps).view_as(heads);
         (q, k) = match spec.qk_norm {
             Some(QkNorm::All) => (over_all(&q, q_norm), over_all(&k, k_norm)),
@@ -110,10 +111,10 @@ fn block_forward(spec: &ModelSpec, w: &BlockParams, x: &Tensor) -> Tensor {
     let future = Tensor::ones([len, len], (Kind::Bool, x.device())).triu(1);
     let p = scores.masked_fill(&future, f64::NEG_INFINITY).softmax(-1, None);
     let attended = Tensor::einsum("hts,shd->thd", &[&p, &v], None::<i64>).reshape([len, -1]);
-    let h = x + normed(&attention.norms.post, &attended.matmul(&attention.o.weight().tr()));
-    let gate_up = normed(&mlp.norms.pre, &h).matmul(&mlp.gate_up.weight().tr()).view([len, -1, 2]);
+    let h = x + normed(ParamName::MixerPostNorm, &attended.matmul(&w.linear(Matrix::O).weight().tr()));
+    let gate_up = normed(ParamName::PostNorm, &h).matmul(&w.linear(Matrix::GateUp).weight().tr()).view([len, -1, 2]);
     let act = gate_up.select(2, 0).silu() * gate_up.select(2, 1);
-    &h + normed(&mlp.norms.post, &act.matmul(&mlp.down.weight().tr()))
+    &h + normed(ParamName::MlpPostNorm, &act.matmul(&w.linear(Matrix::Down).weight().tr()))
 }
 
 fn norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {

@@ -35,6 +35,8 @@ pub struct Run {
     /// Whether the last backward before a step is said to be.
     pub announced: bool,
     pub share_prompts: bool,
+    /// Whether some tokens of the longer completions are context.
+    pub has_turns: bool,
     /// Ranks that share the sequences; the others have none.
     pub num_sharers: usize,
 }
@@ -52,6 +54,7 @@ impl Run {
             budget: BUDGET,
             gradients,
             share_prompts: false,
+            has_turns: false,
             announced: false,
             num_sharers: usize::MAX,
         }
@@ -102,7 +105,9 @@ impl Run {
             let prompt = (0..prompt_len).map(|i| id(i, prompt_len));
             let completion = (prompt_len..prompt_len + completion_len).map(|i| id(i, n));
             let advantage = 1.5 - 0.6 * n as f32;
-            Sequence { advantage, ..Sequence::of_tokens(prompt.chain(completion).collect(), prompt_len) }
+            let is_scored = |at: usize| !self.has_turns || completion_len < 3 || (at + n) % 5 < 3; // some begin with context
+            let loss_mask = (0..completion_len).map(is_scored).collect();
+            Sequence { advantage, loss_mask, ..Sequence::of_tokens(prompt.chain(completion).collect(), prompt_len) }
         };
         lengths.into_iter().enumerate().map(sequence).collect()
     }

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 /// What takes the place of `key` here, if it is another program's.
-pub(super) fn advice(key: &str) -> Option<&'static str> {
+pub(crate) fn advice(key: &str) -> Option<&'static str> {
     let key = key.trim_start_matches('+'); // Hydra's sign for a key that its file lacks
     let key = key.strip_prefix("actor_rollout_ref.").unwrap_or(key);
     let is_meant = |name: &str| match name.strip_suffix('*') {
@@ -14,13 +14,13 @@ pub(super) fn advice(key: &str) -> Option<&'static str> {
 }
 
 /// What is written here for `value`, where TRL's differs and its meaning is clear.
-pub(super) fn value(key: &str, value: &Value) -> Option<Value> {
+pub(crate) fn value(key: &str, value: &Value) -> Option<Value> {
     let json = |text: &str| serde_json::from_str::<Value>(text).expect("the table holds JSON");
     VALUES.iter().find(|(known, theirs, _)| *known == key && json(theirs) == *value).map(|(.., ours)| json(ours))
 }
 
 /// What takes the place of a `value` that `key` has in other programs.
-pub(super) fn value_advice(key: &str, value: &Value) -> Option<&'static str> {
+pub(crate) fn value_advice(key: &str, value: &Value) -> Option<&'static str> {
     let word = value.as_str()?;
     VALUE_ADVICE.iter().find(|(known, theirs, _)| (*known, *theirs) == (key, word)).map(|(.., advice)| *advice)
 }
@@ -50,14 +50,14 @@ const VALUES: &[(&str, &str, &str)] = &[
 ];
 
 /// What is said of keys that nothing here answers to.
-const NONE: &str = "nothing takes its place; colo-grpo config prints every key there is";
+pub(crate) const NONE: &str = "nothing takes its place; colo-grpo config prints every key there is";
 const WARMUP: &str = "warmup_steps, which is the ratio x updates in all: max_steps or, without it, num_train_epochs x rows x \
                       num_generations / generation_batch_size x updates of each batch (steps_per_generation / \
                       gradient_accumulation_steps x num_iterations)";
 
 /// Names, of tables too (`start*`: all that begin so; verl's without `actor_rollout_ref.`) and what is written here; the first
 /// row that fits.
-const KEYS: &[(&[&str], &str)] = &[
+pub(crate) const KEYS: &[(&[&str], &str)] = &[
     // ---- what changes the result and has no counterpart ----
     (
         &["top_entropy_quantile", "entropy_coef", "actor.entropy_coeff"],
@@ -98,9 +98,10 @@ const KEYS: &[(&[&str], &str)] = &[
     (&["use_vllm", "vllm_*"], "the engine is built in; mode = colocated or split"),
     (&["bf16", "fp16", "tf32", "torch_dtype"], "dtype = auto, float32 or bfloat16"),
     (
-        &["report_to", "logging_strategy", "logging_dir", "logging_first_step", "run_name", "log_level", "wandb_*"],
+        &["logging_strategy", "logging_dir", "logging_first_step", "log_level"],
         "metrics go to output_dir as JSONL and TensorBoard events",
     ),
+    (&["wandb_*"], "report_to = wandb, with WANDB_PROJECT and WANDB_MODE in the environment"),
     (&["save_strategy", "save_only_model"], "save_steps, or none"),
     (
         &["eval_strategy", "evaluation_strategy", "do_eval", "eval_on_start"],
@@ -126,11 +127,6 @@ const KEYS: &[(&[&str], &str)] = &[
     ),
     (&["dataset_streaming", "dataset_num_proc", "dataset_kwargs"], "rows are read as a whole"),
     (&["hf_token", "hub_token", "use_auth_token", "token"], "HF_TOKEN in the environment, where no file keeps it"),
-    (
-        &["early_stopping_*", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"],
-        "a run goes on to max_steps; eval_reward of every evaluation is in metrics.jsonl, and save_total_limit = none keeps every \
-         checkpoint to choose from",
-    ),
     (&["attn_implementation", "use_liger_kernel", "use_liger_loss", "torch_compile"], "the kernels are built in"),
     (&["gradient_checkpointing_kwargs"], "gradient_checkpointing = auto, none, selective or full"),
     (
@@ -246,105 +242,9 @@ const KEYS: &[(&[&str], &str)] = &[
     (&["trainer.test_freq"], "eval_steps"),
     (&["trainer.default_local_dir"], "output_dir"),
     (&["trainer.resume_mode", "trainer.resume_from_path"], "resume_from_checkpoint"),
-    (
-        &["trainer.logger", "trainer.project_name", "trainer.experiment_name"],
-        "metrics go to output_dir as JSONL and TensorBoard events",
-    ),
+    (&["trainer.logger", "trainer.project_name", "trainer.experiment_name"], "report_to and run_name"),
     (&["trainer.val_before_train"], "eval_file, on which a run is evaluated before and after training in any case"),
     (&["trainer.critic_warmup"], "GRPO has no critic"),
     (&["trainer.max_actor_ckpt_to_keep"], "save_total_limit"),
     (&["trainer.*"], NONE),
 ];
-
-#[cfg(test)]
-mod tests {
-    use super::super::tests::{config, message};
-    use super::super::{AutoOr, Config, GradientCheckpointing, LrSchedulerType, ScaleRewards, SftConfig};
-    use super::*;
-
-    #[test]
-    fn no_key_of_ours_is_sent_elsewhere_and_every_row_is_reached() {
-        for key in Config::keys().iter().chain(&SftConfig::keys()) {
-            assert_eq!(advice(key), None, "{key}");
-        }
-        for (names, text) in KEYS {
-            names.iter().for_each(|name| assert_eq!(advice(name), Some(*text), "{name}"));
-        }
-        assert_eq!(advice("+actor_rollout_ref.rollout.n"), Some("num_generations"));
-    }
-
-    /// A name of a key is an answer: what has none is told so.
-    #[test]
-    fn hints_answer_or_say_that_nothing_does() {
-        for (key, part) in [
-            ("hub_strategy", "hf upload"),
-            ("wandb_project", "JSONL"),
-            ("use_lora", "lora.r"),
-            ("hf_token", "HF_TOKEN"),
-            ("dataset_configs", "dataset_config"),
-            ("early_stopping_patience", "metrics.jsonl"),
-            ("load_best_model_at_end", "save_total_limit"),
-            ("warmup_ratio", "the ratio x updates in all: max_steps or"),
-            ("num_completions_to_print", "log_completions"),
-            ("actor_rollout_ref.rollout.val_kwargs.temperature", "as training does"),
-            ("actor_rollout_ref.actor.kl_loss_type", "k3"),
-            ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "max_tokens_per_micro_batch"),
-            ("trainer.critic_warmup", "no critic"),
-            ("trainer.val_before_train", "eval_file"),
-            ("trainer.balance_batch", NONE),
-            ("actor_rollout_ref.actor.checkpoint.contents", NONE),
-        ] {
-            assert!(advice(key).is_some_and(|said| said.contains(part)), "{key}: {:?}", advice(key));
-        }
-    }
-
-    #[test]
-    fn a_value_of_another_program_has_its_answer() {
-        let said = message(&["loss_type=gspo"]);
-        assert!(said.contains("one of grpo, ") && said.contains("importance_sampling_level = \"sequence\""), "{said}");
-        assert!(!message(&["loss_type=nope"]).contains("sequence"));
-    }
-
-    #[test]
-    fn all_foreign_keys_are_named_at_once() {
-        let said = message(&["use_vllm=true", "data.train_batch_size=1024", "learnign_rate=1"]);
-        let lines: Vec<&str> = said.lines().collect();
-        assert_eq!(lines.len(), 3, "{said}");
-        assert_eq!(
-            lines[0],
-            "command line: unknown key 'use_vllm'; here: the engine is built in; mode = colocated or split"
-        );
-        assert!(lines[1].contains("generation_batch_size") && lines[2].ends_with("'learning_rate'?"), "{said}");
-    }
-
-    #[test]
-    fn values_of_trl_whose_meaning_is_clear_are_taken() {
-        let given = ["max_steps=-1", "top_k=-1", "resume_from_checkpoint=true", "gradient_checkpointing=true"];
-        let config = config(&[&given[..], &["scale_rewards=false", "lr_scheduler_type=constant_with_warmup"]].concat());
-        assert_eq!((config.optimizer.max_steps, config.top_k), (None, 0));
-        assert_eq!(config.resume_from_checkpoint.as_deref(), Some("latest"));
-        assert_eq!(config.gradient_checkpointing, AutoOr::Given(GradientCheckpointing::Full));
-        assert_eq!(config.scale_rewards, ScaleRewards::None);
-        assert_eq!(config.optimizer.lr_scheduler_type, LrSchedulerType::Constant);
-        assert!(message(&["num_generations=-1"]).contains("a whole number of at least 2"));
-    }
-
-    #[test]
-    fn a_value_that_is_read_as_another_is_said_once_and_saved_as_it_was_read() {
-        let file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
-        let required = "model_name_or_path = 'm'\ntrain_file = 't'\nreward_funcs = ['format']\n";
-        std::fs::write(file.path(), format!("{required}top_k = -1\nmax_steps = -1\n")).unwrap();
-        let load = |overrides: &[&str]| {
-            let (mut notices, overrides) =
-                (Vec::new(), overrides.iter().map(|&text| text.to_owned()).collect::<Vec<_>>());
-            let config = Config::load_noting(Some(file.path()), &overrides, &mut notices).unwrap();
-            (config, notices)
-        };
-        let (read, notices) = load(&["max_steps=7"]);
-        assert_eq!(notices, [format!("{}:4: top_k = -1 is read as top_k = 0", file.path().display())]);
-        let (ours, notices) = load(&["max_steps=7", "top_k=0"]);
-        assert_eq!(notices, [""; 0], "what the command line overrides is not read at all");
-        assert_eq!(read.diff(&ours), []);
-        assert!(read.to_toml().contains("\ntop_k = 0\n"));
-    }
-}

@@ -1,17 +1,16 @@
 //! Every key as its declaration says: a page for docs/config.md, and a file to start from.
 
+mod defaults;
+
 use std::fmt::Write;
 
-use super::differences;
-use super::field::{Field, KeyDoc};
-use super::range;
-use super::{Config, SftConfig};
+use crate::config::{Config, KeyDoc, SftConfig, described, toml_value};
 
 /// Columns of the comments in a configuration file.
 const WIDTH: usize = 78;
 
 /// docs/config.md.
-pub fn reference_page() -> String {
+pub(super) fn reference_page() -> String {
     let (grpo, supervised) = (described::<Config>(), described::<SftConfig>());
     let mut same: Vec<String> = supervised.iter().filter(|key| means_the_same(key, &grpo)).map(table_or_key).collect();
     same.dedup();
@@ -28,7 +27,7 @@ pub fn reference_page() -> String {
          ## GRPO (`colo-grpo --config FILE key=value ..`)\n{}\n\
          ## Supervised (`colo-grpo sft --config FILE key=value ..`)\n\n{}{}\n\
          As above: {}.\n",
-        differences::table(&grpo),
+        defaults::table(&grpo),
         grpo.iter().map(row).collect::<String>(),
         HEAD,
         own.map(row).collect::<String>(),
@@ -37,20 +36,9 @@ pub fn reference_page() -> String {
 }
 
 /// Every key with its default as a TOML file; the keys of supervised fine-tuning where `is_sft`.
-pub fn reference_toml(is_sft: bool) -> String {
+pub(super) fn reference_toml(is_sft: bool) -> String {
     let keys = if is_sft { described::<SftConfig>() } else { described::<Config>() };
     keys.iter().map(entry).collect()
-}
-
-/// Names of all keys, in declaration order.
-pub(super) fn names<T: Field>() -> Vec<String> {
-    described::<T>().into_iter().map(|key| key.key).collect()
-}
-
-pub(super) fn described<T: Field>() -> Vec<KeyDoc> {
-    let mut keys = Vec::new();
-    T::describe("", None, &range::ANY, "", &mut keys);
-    keys
 }
 
 fn means_the_same(key: &KeyDoc, others: &[KeyDoc]) -> bool {
@@ -69,7 +57,7 @@ fn row(key: &KeyDoc) -> String {
     let mut text = key.section.map(|section| format!("\n### {section}\n\n{HEAD}")).unwrap_or_default();
     let default = key.default.as_ref().map_or("required".to_owned(), |value| match value.as_str() {
         Some(word) => format!("`{word}`"),
-        None => format!("`{value}`"),
+        None => format!("`{}`", toml_value(value)),
     });
     let cells = [format!("`{}`", shown(key)), default, key.expected.clone(), key.text.clone()];
     let _ = writeln!(text, "| {} |", cells.map(|cell| cell.replace('|', "\\|")).join(" | "));
@@ -89,8 +77,8 @@ fn entry(key: &KeyDoc) -> String {
     }
     let name = shown(key);
     let _ = match &key.default {
-        Some(default) if name == key.key => writeln!(text, "{name} = {default}\n"),
-        Some(default) => writeln!(text, "#{name} = {default}\n"),
+        Some(default) if name == key.key => writeln!(text, "{name} = {}\n", toml_value(default)),
+        Some(default) => writeln!(text, "#{name} = {}\n", toml_value(default)),
         None => writeln!(text, "#{name} =\n"),
     };
     text
@@ -114,8 +102,9 @@ fn wrapped(text: &str) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::{config, message};
     use super::*;
+
+    const REQUIRED: &str = "model_name_or_path = 'model'\ntrain_file = 'train.jsonl'\nreward_funcs = ['format']\n";
 
     #[test]
     fn the_page_is_up_to_date() {
@@ -126,9 +115,9 @@ mod tests {
     #[test]
     fn the_file_to_start_from_holds_the_defaults() {
         let text = reference_toml(false);
-        let required = "model_name_or_path = 'model'\nreward_funcs = ['format']\n";
-        let whole = required.to_owned() + &text.replace("train_file = \"none\"", "train_file = \"train.jsonl\"");
-        assert_eq!(Config::from_toml(&whole).unwrap(), config(&[]));
+        let read = |text: &str| Config::from_toml(text).unwrap();
+        let whole = REQUIRED.to_owned() + &text.replace("train_file = \"none\"\n", "");
+        assert_eq!(read(&whole), read(REQUIRED));
         assert!(text.contains("#model_name_or_path =\n") && text.contains("#rewards.NAME.workers = 1\n"));
         let comments = text.lines().filter(|line| line.starts_with('#'));
         comments.for_each(|line| assert!(line.len() <= WIDTH + 2, "{line}"));
@@ -144,7 +133,8 @@ mod tests {
             let words: Vec<&str> = expected.split([' ', ':']).collect();
             let least = words.iter().find_map(|word| word.parse::<i64>().ok()).unwrap();
             let below = if least == 0 { -2 } else { least - 1 }; // -1 of some keys has a meaning in TRL
-            let said = message(&[&format!("{}={below}", key.replace(".*.", ".mine."))]);
+            let text = format!("{REQUIRED}{} = {below}\n", key.replace(".*.", ".mine."));
+            let said = Config::from_toml(&text).unwrap_err().to_string();
             assert!(said.contains(&format!("expected {expected}")), "{said}");
         }
     }

@@ -1,18 +1,14 @@
-//! The snapshot of a run's configuration, and what differs from one to the next.
+//! What differs between a saved configuration and a run's, and which differences change the result.
 
-use std::fmt::{self, Write};
-use std::path::Path;
+use std::fmt;
 
 use serde_json::Value;
 
-use super::field::Field;
-use super::raw::{RawConfig, pattern};
-use super::{Config, LrSchedulerType, SftConfig};
-use crate::error::Result;
+use crate::config::{Config, LrSchedulerType, SftConfig, key_pattern, toml_value};
 
 /// Keys that say where, how fast or how often, but not what is computed. Layout keys are among them: sums may be
 /// rounded differently, the samples and the algorithm are the same. So are the keys that spread a batch over ranks:
-/// what they come to together is in [`super::BatchPlan`]. Where groups are carried, keys of the engine's size and of evaluations
+/// what they come to together is in [`BatchPlan`](crate::config::BatchPlan). Where groups are carried, keys of the engine's size and of evaluations
 /// also decide which are complete first and, with `carried_kv = keep`, which lose their keys and values and have them of newer
 /// weights; so does every resume, which begins with an empty cache.
 const SAFE_KEYS: &[&str] = &[
@@ -60,6 +56,13 @@ const SAFE_KEYS: &[&str] = &[
     "eval_steps",
     "eval_num_generations",
     "eval_solved_by",
+    "report_to",
+    "run_name",
+    "load_best_model_at_end",
+    "metric_for_best_model",
+    "greater_is_better",
+    "early_stopping_patience",
+    "early_stopping_threshold",
     "log_completions",
     "trace",
     "full_determinism",
@@ -96,73 +99,30 @@ impl fmt::Display for KeyChange {
     }
 }
 
-impl Config {
-    /// Every key with its value, one a line; [`Config::load`] reads it back to an equal configuration.
-    pub fn to_toml(&self) -> String {
-        text(self.entries())
-    }
-
-    /// Every key with its value, in declaration order.
-    pub(crate) fn entries(&self) -> Vec<(String, Value)> {
-        entries(self)
-    }
-
-    /// The inverse of [`Config::entries`].
-    ///
-    /// # Errors
-    /// As [`Config::load`].
-    pub(crate) fn from_entries(entries: impl IntoIterator<Item = (String, Value)>) -> Result<Self> {
-        Self::from_toml(&text(entries))
-    }
-
-    /// What changed from `old` to `self`, in declaration order; what only `old` has comes last.
-    pub fn diff(&self, old: &Config) -> Vec<KeyChange> {
-        let schedules = [self, old].map(|config| config.optimizer.lr_scheduler_type);
-        differences(entries(self), entries(old), Self::keys(), schedules)
-    }
+/// The keys that changed from `old` to `new`, in declaration order; what only `old` has comes last.
+pub fn changes(new: &Config, old: &Config) -> Vec<KeyChange> {
+    let schedules = [new, old].map(|config| config.optimizer.lr_scheduler_type);
+    differences(new.entries(), old.entries(), Config::keys(), schedules)
 }
 
-/// The same of a supervised run.
-impl SftConfig {
-    pub(crate) fn entries(&self) -> Vec<(String, Value)> {
-        entries(self)
-    }
-
-    pub(crate) fn from_entries(entries: impl IntoIterator<Item = (String, Value)>) -> Result<Self> {
-        Self::validate(&RawConfig::read_text(&text(entries), Path::new("saved configuration"))?)
-    }
-
-    pub(crate) fn diff(&self, old: &Self) -> Vec<KeyChange> {
-        let schedules = [self, old].map(|config| config.optimizer.lr_scheduler_type);
-        differences(entries(self), entries(old), &Self::keys(), schedules)
-    }
+/// The keys of a supervised run that changed from `old` to `new`.
+pub fn sft_changes(new: &SftConfig, old: &SftConfig) -> Vec<KeyChange> {
+    let schedules = [new, old].map(|config| config.optimizer.lr_scheduler_type);
+    differences(new.entries(), old.entries(), &SftConfig::keys(), schedules)
 }
 
 type Entries = Vec<(String, Value)>;
 
-fn entries(config: &impl Field) -> Entries {
-    let mut entries = Vec::new();
-    config.write("", &mut entries);
-    entries
-}
-
-fn text(entries: impl IntoIterator<Item = (String, Value)>) -> String {
-    entries.into_iter().fold(String::new(), |mut text, (key, value)| {
-        let _ = writeln!(text, "{key} = {}", toml(&value));
-        text
-    })
-}
-
 fn differences(new: Entries, old: Entries, known: &[String], schedules: [LrSchedulerType; 2]) -> Vec<KeyChange> {
     let length_is_safe = schedules == [LrSchedulerType::Constant; 2];
     let is_safe = |key: &str| {
-        SAFE_KEYS.contains(&pattern(key, known).as_str())
+        SAFE_KEYS.contains(&key_pattern(key, known).as_str())
             || SAFE_TABLES.iter().any(|table| key.starts_with(table))
             || (length_is_safe && LENGTH_KEYS.contains(&key))
     };
     let value = |entries: &Entries, key: &str| {
         let found = entries.iter().find(|(known, _)| known == key);
-        found.map_or_else(|| "nothing".to_owned(), |(_, value)| toml(value))
+        found.map_or_else(|| "nothing".to_owned(), |(_, value)| toml_value(value))
     };
     let gone = old.iter().filter(|(key, _)| new.iter().all(|(known, _)| known != key));
     let keys = new.iter().chain(gone).map(|(key, _)| key);
@@ -172,44 +132,24 @@ fn differences(new: Entries, old: Entries, known: &[String], schedules: [LrSched
         .collect()
 }
 
-/// JSON's numbers, strings and lists are TOML's, but for DEL, which TOML wants escaped.
-fn toml(value: &Value) -> String {
-    value.to_string().replace('\u{7f}', "\\u007f")
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::tests::config;
     use super::*;
 
-    #[test]
-    fn a_snapshot_reloads_to_an_equal_configuration() {
-        let overrides = [
-            "save_steps=none",
-            "min_p=0.05",
-            "temperature=0.9",
-            "system_prompt=say \"it\"\tin \u{7f} tabs\nand lines \\",
-            "stop=[\"a\", \"\\n\"]",
-            "reward_weights=[0.5]",
-            "zero.shard_group_size=2",
-            "fault=0:1:wake:kill",
-        ];
-        let original = config(&overrides);
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("config.toml");
-        std::fs::write(&file, original.to_toml()).unwrap();
-        assert_eq!(Config::load(Some(&file), &[]).unwrap(), original);
-        assert!(original.to_toml().contains("temperature = 0.9\n"));
+    fn config(overrides: &[&str]) -> Config {
+        let required = ["model_name_or_path=m", "train_file=t", "reward_funcs=[\"format\"]"];
+        let all: Vec<String> = required.iter().chain(overrides).map(|text| text.to_string()).collect();
+        Config::load(None, &all).unwrap()
     }
 
     #[test]
     fn changes_are_told_apart_by_whether_they_change_the_result() {
         let old = config(&["max_steps=10"]);
         let new = config(&["max_steps=20", "learning_rate=2e-6", "output_dir=elsewhere"]);
-        let changes: Vec<_> = new.diff(&old).into_iter().map(|change| (change.key, change.changes_result)).collect();
+        let found: Vec<_> = changes(&new, &old).into_iter().map(|change| (change.key, change.changes_result)).collect();
         let expected = [("output_dir", false), ("learning_rate", true), ("max_steps", true)];
-        assert_eq!(changes, expected.map(|(key, changes_result)| (key.to_owned(), changes_result)));
-        let said = new.diff(&old)[2].to_string();
+        assert_eq!(found, expected.map(|(key, changes_result)| (key.to_owned(), changes_result)));
+        let said = changes(&new, &old)[2].to_string();
         assert!(
             said.starts_with("max_steps was 10, is 20 (the learning rate falls") && said.contains("constant"),
             "{said}"
@@ -217,9 +157,22 @@ mod tests {
 
         let old = config(&["max_steps=10", "lr_scheduler_type=constant"]);
         let new = config(&["max_steps=20", "lr_scheduler_type=constant"]);
-        let change = &new.diff(&old)[0];
+        let change = &changes(&new, &old)[0];
         assert_eq!((change.old.as_str(), change.new.as_str(), change.changes_result), ("10", "20", false));
-        assert_eq!(new.diff(&new), []);
+        assert_eq!(changes(&new, &new), []);
+    }
+
+    #[test]
+    fn a_reward_that_comes_or_goes_is_a_change() {
+        let (old, new) = (config(&[]), config(&["rewards.a.function=m:f", "rewards.a.timeout_s=3"]));
+        let changed = |new: &Config, old: &Config| -> Vec<_> {
+            changes(new, old).into_iter().filter(|change| change.changes_result).map(|change| change.key).collect()
+        };
+        let of_all = changed(&new, &old);
+        assert_eq!(of_all[..2], ["rewards.a.function", "rewards.a.command"]);
+        assert!(of_all[2..of_all.len() - 1].iter().all(|key| key.starts_with("rewards.a.judge_")), "{of_all:?}");
+        assert_eq!(of_all.last().unwrap(), "rewards.a.batch");
+        assert_eq!(changed(&old, &new), changed(&new, &old));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use serde_json::Value;
 
-use super::field::KeyDoc;
+use crate::config::KeyDoc;
 
 /// A key of ours that TRL's `GRPOConfig`, transformers' `TrainingArguments` below it or TRL's `ModelConfig` has.
 struct Foreign {
@@ -84,6 +84,12 @@ const FOREIGN: &[Foreign] = &[
     same("save_steps", "500"),
     same("save_total_limit", r#""none""#),
     same("eval_steps", r#""none""#),
+    same("report_to", r#""none""#).but("TensorBoard's files need no other program"),
+    same("run_name", r#""none""#),
+    same("load_best_model_at_end", "false"),
+    same("metric_for_best_model", r#""none""#),
+    same("greater_is_better", r#""none""#),
+    same("early_stopping_threshold", "0.0"),
     renamed("eval_num_generations", "num_generations_eval", r#""none""#)
         .but("TRL takes `num_generations`; one sample a problem is the usual accuracy"),
     same("log_completions", "false"),
@@ -120,9 +126,8 @@ fn shown(value: Option<&Value>) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Config;
-    use super::super::reference::described;
     use super::*;
+    use crate::config::{Config, described};
 
     /// Defaults change with a reason, or not at all.
     #[test]

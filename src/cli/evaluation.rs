@@ -1,0 +1,126 @@
+//! What `eval` measures: as its options say, or as a run's configuration does.
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use super::args::{EvalArgs, SamplingArgs};
+use super::fetch;
+use crate::config::{Config, RewardConfig};
+use crate::data::{DatasetOptions, RowSources};
+use crate::error::{Error, Result};
+use crate::eval;
+use crate::reward::{self, RewardPool};
+use crate::types::SamplingParams;
+
+/// An evaluation before the model is read; its rewards' processes run.
+pub(super) struct Evaluation {
+    pub rewards: RewardPool,
+    /// Rewards that decide whether a sample is solved.
+    pub solved_by: Vec<usize>,
+    pub rows: RowSources,
+    pub dataset: DatasetOptions,
+    pub params: SamplingParams,
+    pub max_model_length: Option<usize>,
+    /// Variables of the chat template.
+    pub variables: Map<String, Value>,
+    settings: RewardConfig,
+}
+
+impl Evaluation {
+    /// Reads the configuration, if there is one, and starts the rewards.
+    ///
+    /// # Errors
+    /// Those of [`Config::load`], of [`RowSources::held_out`] and of [`RewardPool::start`].
+    pub fn new(args: &EvalArgs) -> Result<Self> {
+        let evaluation = match &args.config {
+            Some(file) => Self::of_run(file, args.n)?,
+            None => Self::of_options(args)?,
+        };
+        evaluation.rewards.start()?;
+        Ok(evaluation)
+    }
+
+    fn of_options(args: &EvalArgs) -> Result<Self> {
+        let settings = args.reward_config()?;
+        let rewards = RewardPool::single("--reward", &args.reward, &settings)?;
+        let dataset = DatasetOptions {
+            required_columns: rewards.required_columns(),
+            max_completion_length: 1, // shorter ones are cut by the context and count as they are
+            system_prompt: args.system_prompt.clone(),
+            prompt_format: args.prompt_format,
+            ..DatasetOptions::default()
+        };
+        Ok(Self {
+            rewards,
+            solved_by: vec![0], // the only one
+            rows: RowSources::file(args.data.clone().unwrap_or_default()),
+            dataset,
+            params: SamplingParams { step: eval::SAMPLING_STEP, ..sampling(&args.sampling, args.n.unwrap_or(1)) },
+            max_model_length: args.sampling.max_model_length,
+            variables: Map::new(),
+            settings,
+        })
+    }
+
+    /// The evaluation that the run makes itself.
+    fn of_run(file: &Path, n: Option<usize>) -> Result<Self> {
+        let config = Config::load(Some(file), &[])?;
+        let rewards = RewardPool::new(&config)?;
+        let solved_by = config.deciding_rewards(rewards.judges());
+        let expected = "a configuration with eval_file, or with dataset_name and dataset_test_split";
+        let none = || Error::invalid_value("--config", file.display(), expected);
+        Ok(Self {
+            solved_by,
+            rows: fetch::held_out(&config.data)?.ok_or_else(none)?,
+            dataset: DatasetOptions {
+                max_prompt_length: config.max_prompt_length,
+                max_completion_length: config.max_completion_length,
+                ..DatasetOptions::of(&config.data, config.seed, rewards.required_columns())
+            },
+            params: SamplingParams {
+                num_generations: n.unwrap_or(config.eval_num_generations),
+                temperature: config.temperature,
+                top_p: config.top_p,
+                top_k: config.top_k,
+                min_p: config.min_p,
+                repetition_penalty: config.repetition_penalty,
+                max_completion_length: config.max_completion_length,
+                spread_lengths: None,
+                stop: config.stop.clone(),
+                seed: config.seed,
+                step: eval::SAMPLING_STEP,
+            },
+            max_model_length: config.max_model_length,
+            variables: config.data.chat_template_kwargs.0,
+            settings: config.reward,
+            rewards,
+        })
+    }
+
+    /// What takes a completion's answer for maj@n, if a deciding reward compares answers.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for a pattern that is none.
+    pub fn answer_reader(&self) -> Result<Option<impl Fn(&str) -> Option<String> + use<>>> {
+        let names = self.rewards.names();
+        let readers = self.solved_by.iter().map(|&index| reward::answer_reader(&names[index], &self.settings));
+        Ok(readers.collect::<Result<Vec<_>>>()?.into_iter().flatten().next())
+    }
+}
+
+/// How a command samples `n` completions a prompt.
+pub(super) fn sampling(args: &SamplingArgs, n: usize) -> SamplingParams {
+    SamplingParams {
+        num_generations: n,
+        temperature: args.temperature,
+        top_p: args.top_p,
+        top_k: args.top_k,
+        min_p: Some(args.min_p).filter(|least| *least > 0.0),
+        stop: args.stop.clone(),
+        max_completion_length: args.max_completion_length,
+        spread_lengths: None,
+        seed: args.seed,
+        ..SamplingParams::default()
+    }
+}

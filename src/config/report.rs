@@ -1,0 +1,81 @@
+//! The keys that say where metrics go beside metrics.jsonl, named as in transformers' `TrainingArguments`.
+
+use serde_json::Value;
+
+use super::ReportService;
+use super::field::{FromValue, keys};
+use super::range::Range;
+
+keys! {
+    /// Where metrics go; keys of the top.
+    #[derive(Debug, Clone, PartialEq, serde::Serialize)]
+    pub struct ReportConfig: flat {
+        /// Where metrics go beside metrics.jsonl and the report: `tensorboard` (event files), `wandb` and `trackio` (a Python process,
+        /// of `reward.python`, that the run does not depend on), a list of them, `all` or `none`.
+        pub report_to: ReportTo = ReportTo(vec![ReportService::TensorBoard]),
+        /// The run's name at W&B and trackio; `none` is that of the output folder.
+        pub run_name: Option<String> = None,
+    }
+}
+
+/// Services, each once.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReportTo(pub Vec<ReportService>);
+
+impl serde::Serialize for ReportTo {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.to_value().serialize(serializer)
+    }
+}
+
+impl FromValue for ReportTo {
+    fn expected(_: &Range) -> String {
+        format!("a list [..] of {}, or all, or none", ReportService::NAMES.join(", "))
+    }
+
+    fn from_value(value: &Value, range: &Range) -> Option<Self> {
+        match value {
+            Value::Null => Some(Self(Vec::new())),
+            Value::String(word) if word == "none" => Some(Self(Vec::new())),
+            Value::String(word) if word == "all" => Some(Self(ReportService::ALL.to_vec())),
+            Value::Array(list) => {
+                let services: Vec<_> =
+                    list.iter().map(|value| ReportService::from_value(value, range)).collect::<Option<_>>()?;
+                let is_once = services.iter().enumerate().all(|(index, service)| !services[..index].contains(service));
+                is_once.then_some(Self(services))
+            }
+            word => ReportService::from_value(word, range).map(|service| Self(vec![service])),
+        }
+    }
+
+    fn to_value(&self) -> Value {
+        match &self.0[..] {
+            [] => "none".into(),
+            services => services.iter().map(|service| service.to_value()).collect(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{config, message};
+    use super::super::{Config, ReportService};
+
+    #[test]
+    fn services_are_words_or_lists_as_in_transformers() {
+        for (value, names) in [
+            ("none", &[][..]),
+            ("wandb", &["wandb"]),
+            ("[\"wandb\", \"trackio\"]", &["wandb", "trackio"]),
+            ("all", ReportService::NAMES),
+        ] {
+            let config = config(&[&format!("report_to={value}")]);
+            let found: Vec<_> = config.report.report_to.0.iter().map(|service| service.name()).collect();
+            assert_eq!(found, names, "{value}");
+            assert_eq!(Config::from_toml(&config.to_toml()).unwrap(), config);
+        }
+        for wrong in ["report_to=mlflow", "report_to=[\"wandb\", \"wandb\"]"] {
+            assert!(message(&[wrong]).contains("a list [..] of tensorboard, wandb, trackio"), "{}", message(&[wrong]));
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! What a person is told who stops a run: what happens now, and the command that continues the run.
+
+use std::ffi::OsStr;
+use std::path::Path;
+
+use crate::checkpoint;
+use crate::metrics::redact;
+use crate::phase::terminal;
+
+/// The key that a continued run is given.
+const RESUME: &str = "resume_from_checkpoint=";
+/// What a request to stop does where the command saves.
+pub(super) const SAVES: &str = "the step under way is finished, a checkpoint is saved, and the run ends with 75";
+
+/// Prints the command that continues a run whose output folder has a checkpoint; `hint` says what else would.
+pub(super) fn tell_way_on(output_dir: Option<&Path>, hint: &str) {
+    let saved = output_dir.map(checkpoint::list).and_then(Result::ok).unwrap_or_default();
+    if let Some(newest) = saved.last() {
+        terminal::say(format_args!("saved: {}{hint}; to continue: {}", newest.display(), resume_command()));
+    }
+}
+
+/// This process's command line, told to resume from the newest checkpoint. Secrets are redacted.
+pub(super) fn resume_command() -> String {
+    let words: Vec<_> = std::env::args_os().collect();
+    redact(&continued(words.iter().map(|word| word.as_os_str())))
+}
+
+fn continued<'a>(words: impl Iterator<Item = &'a OsStr>) -> String {
+    let words = words.map(OsStr::to_string_lossy).filter(|word| !word.trim_start_matches('-').starts_with(RESUME));
+    words.map(|word| quoted(&word)).chain([format!("{RESUME}latest")]).collect::<Vec<_>>().join(" ")
+}
+
+/// A word as a shell takes it.
+fn quoted(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_=./:,@%+".contains(c);
+    if !word.is_empty() && word.chars().all(is_plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_is_the_same_one_with_the_newest_checkpoint() {
+        let line = |words: &[&str]| continued(words.iter().map(OsStr::new));
+        assert_eq!(
+            line(&["colo-grpo", "--nproc", "2", "resume_from_checkpoint=out/checkpoint-1", "stop=[\"it's\"]"]),
+            r#"colo-grpo --nproc 2 'stop=["it'\''s"]' resume_from_checkpoint=latest"#
+        );
+        assert_eq!(line(&["x", ""]), "x '' resume_from_checkpoint=latest");
+    }
+}

@@ -1,0 +1,116 @@
+//! Metrics where people look: one Python process reads metrics.jsonl and passes every line on to W&B or trackio.
+//!
+//! The run never waits for it while it trains and never writes to it, so that neither its death nor a slow network touches a run. It
+//! ends when the run does, however that ends: the run holds the other end of its standard input.
+
+use std::fs::File;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::config::{ReportConfig, ReportService};
+use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES};
+
+/// The process's program.
+const PROGRAM: &str = include_str!("sidecar.py");
+/// What it writes, in the output folder.
+const LOG: &str = "report_to.log";
+/// How long the end of a run waits for it to pass on what is left.
+const PATIENCE: Duration = Duration::from_secs(30);
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Which services a run reports to, and under which name.
+#[derive(Debug, Clone, Default)]
+pub struct Services {
+    /// Modules of Python: `wandb`, `trackio`.
+    pub modules: Vec<&'static str>,
+    /// The run's name there.
+    pub run_name: String,
+    /// The interpreter that has them.
+    pub python: String,
+    /// Whether TensorBoard's events are written, which needs no other process.
+    pub tensorboard: bool,
+}
+
+impl Services {
+    /// What the configuration names, through the interpreter `python`.
+    pub fn of(config: &ReportConfig, output_dir: &Path, python: &str) -> Self {
+        let name = || output_dir.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        let others = config.report_to.0.iter().filter(|service| **service != ReportService::TensorBoard);
+        Self {
+            modules: others.map(|service| service.name()).collect(),
+            run_name: config.run_name.clone().unwrap_or_else(name),
+            python: python.to_owned(),
+            tensorboard: config.report_to.0.contains(&ReportService::TensorBoard),
+        }
+    }
+}
+
+/// The process that reports; none once it has ended.
+#[derive(Debug)]
+pub(super) struct Sidecar {
+    child: Option<Child>,
+    log: PathBuf,
+    services: Services,
+}
+
+impl Sidecar {
+    /// Starts the process for a run that has done `last_step`. Where it cannot be started, a warning says why.
+    pub fn start(output_dir: &Path, services: &Services, last_step: Option<u64>) -> Self {
+        let log = output_dir.join(LOG);
+        let mut sidecar = Self { child: None, log: log.clone(), services: services.clone() };
+        if services.modules.is_empty() {
+            return sidecar;
+        }
+        let start = || {
+            let output = File::create(&log)?;
+            let mut command = Command::new(&services.python);
+            command.args(["-c", PROGRAM]).arg(output_dir).arg(&services.run_name);
+            command.arg(last_step.map_or("-1".to_owned(), |step| step.to_string())).args(&services.modules);
+            command.stdin(Stdio::piped()).stdout(output.try_clone()?).stderr(output);
+            command.process_group(0).spawn() // a signal to the run's group is not for it
+        };
+        match start() {
+            Ok(child) => sidecar.child = Some(child),
+            Err(error) => sidecar.warn(&error.to_string()),
+        }
+        sidecar
+    }
+
+    /// Says so, once, if the process has ended before the run.
+    pub fn look(&mut self) {
+        let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
+        if let Some(status) = ended {
+            self.child = None;
+            self.warn(&format!("its process ended, {status}"));
+        }
+    }
+
+    /// Lets the process pass on what is left, and waits for that, though not for ever.
+    pub fn finish(&mut self) {
+        let Some(mut child) = self.child.take() else { return };
+        drop(child.stdin.take());
+        let start = Instant::now();
+        while start.elapsed() < PATIENCE {
+            match child.try_wait() {
+                Ok(None) => thread::sleep(LOOK),
+                Ok(Some(status)) if !status.success() => return self.warn(&format!("its process ended, {status}")),
+                _ => return,
+            }
+        }
+        self.warn(&format!("it is not done after {} s and goes on by itself", PATIENCE.as_secs()));
+    }
+
+    fn warn(&self, why: &str) {
+        let modules = self.services.modules.join(" ");
+        let text = untrusted::read_text(&self.log, MAX_RUN_CONFIG_BYTES).unwrap_or_default();
+        let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
+        let hint = match last.contains("ModuleNotFoundError") {
+            true => format!("; to install it: {} -m pip install {modules}", self.services.python),
+            false => String::new(),
+        };
+        tracing::warn!("report_to {modules}: {why}: {last}{hint} ({}); training goes on", self.log.display());
+    }
+}

@@ -1,0 +1,103 @@
+//! Rotary frequencies in `config.json`: `rope_parameters`, as transformers 5 writes them, or `rope_theta` and `rope_scaling`.
+
+use serde_json::{Value, json};
+
+use crate::error::Result;
+use crate::model::json::JsonObject;
+use crate::ops::rope::{Llama3Scaling, RopeScaling, YarnScaling};
+
+/// transformers' default where a file names no base.
+const DEFAULT_ROPE_THETA: f64 = 10_000.0;
+const ORIGINAL: &str = "original_max_position_embeddings";
+
+/// Base and scaling. Where both spellings are present, `rope_scaling` counts, as in transformers 5.
+pub(super) fn read(config: &JsonObject) -> Result<(f64, Option<RopeScaling>)> {
+    let key = if config.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" };
+    let Some(rope) = config.object(key)? else {
+        let theta = config.get("rope_theta").map(|_| config.positive("rope_theta")).transpose()?;
+        return Ok((theta.unwrap_or(DEFAULT_ROPE_THETA), None));
+    };
+    let theta = match [&rope, config].into_iter().find(|place| place.get("rope_theta").is_some()) {
+        Some(place) => place.positive("rope_theta")?,
+        None => DEFAULT_ROPE_THETA,
+    };
+    let type_key = if rope.get("rope_type").is_some() { "rope_type" } else { "type" };
+    let scaling = match rope.get(type_key).map(Value::as_str) {
+        None | Some(Some("default")) => None,
+        Some(Some("linear")) => Some(RopeScaling::Linear { factor: rope.positive("factor")? }),
+        Some(Some("llama3")) => Some(RopeScaling::Llama3(llama3(&rope)?)),
+        Some(Some("yarn")) => Some(RopeScaling::Yarn(yarn(config, &rope)?)),
+        Some(_) => return Err(rope.wrong(type_key, "\"default\", \"linear\", \"llama3\" or \"yarn\"")),
+    };
+    Ok((theta, scaling))
+}
+
+fn llama3(rope: &JsonObject) -> Result<Llama3Scaling> {
+    let scaling = Llama3Scaling {
+        factor: rope.positive("factor")?,
+        low_freq_factor: rope.positive("low_freq_factor")?,
+        high_freq_factor: rope.positive("high_freq_factor")?,
+        original_max_position_embeddings: rope.size(ORIGINAL, 1 << 31)? as f64,
+    };
+    match scaling.high_freq_factor > scaling.low_freq_factor {
+        true => Ok(scaling),
+        false => Err(rope.wrong("high_freq_factor", "more than low_freq_factor")),
+    }
+}
+
+/// Absent keys mean what they mean to transformers: the pre-training's context is the model's, and 0 is as good as absent.
+fn yarn(config: &JsonObject, rope: &JsonObject) -> Result<YarnScaling> {
+    let given = |key| match rope.get(key) {
+        None => Ok(None),
+        Some(value) if value.as_f64() == Some(0.0) => Ok(None),
+        Some(_) => rope.positive(key).map(Some),
+    };
+    let place = [config, rope].into_iter().find(|place| place.get(ORIGINAL).is_some());
+    let original = match place {
+        Some(place) => place.size(ORIGINAL, 1 << 31)?,
+        None => config.size("max_position_embeddings", 1 << 31)?,
+    };
+    let factor = rope.positive("factor")?;
+    let mscale = given("mscale")?.zip(given("mscale_all_dim")?);
+    let scaling = YarnScaling {
+        factor,
+        original_max_position_embeddings: original as f64,
+        beta_fast: given("beta_fast")?.unwrap_or(32.0),
+        beta_slow: given("beta_slow")?.unwrap_or(1.0),
+        attention_factor: match rope.get("attention_factor") {
+            Some(_) => rope.positive("attention_factor")?,
+            None => YarnScaling::default_attention_factor(factor, mscale),
+        },
+        truncate: rope.get("truncate").is_none() || rope.flag("truncate")?,
+    };
+    match scaling.beta_fast > scaling.beta_slow {
+        true => Ok(scaling),
+        false => Err(rope.wrong("beta_fast", "more than beta_slow")),
+    }
+}
+
+/// `rope_parameters`.
+pub(super) fn write(theta: f64, scaling: Option<&RopeScaling>) -> Value {
+    let mut rope = match scaling {
+        None => json!({"rope_type": "default"}),
+        Some(RopeScaling::Linear { factor }) => json!({"rope_type": "linear", "factor": factor}),
+        Some(RopeScaling::Llama3(scaling)) => json!({
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            ORIGINAL: scaling.original_max_position_embeddings as u64,
+        }),
+        Some(RopeScaling::Yarn(scaling)) => json!({
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "attention_factor": scaling.attention_factor,
+            "truncate": scaling.truncate,
+            ORIGINAL: scaling.original_max_position_embeddings as u64,
+        }),
+    };
+    rope["rope_theta"] = json!(theta);
+    rope
+}

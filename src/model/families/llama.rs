@@ -1,0 +1,14 @@
+//! Llama 3.x: the plain decoder, to which the other families are compared; its rope is scaled by wavelength.
+
+use super::{Traits, Window};
+use crate::model::block::NormPlaces;
+
+pub(super) const TRAITS: Traits = Traits {
+    architecture: "LlamaForCausalLM",
+    model_type: "llama",
+    qkv_bias: false,
+    qk_norm: None,
+    norms: NormPlaces::PRE,
+    head_dim: None,
+    window: Window::Never,
+};

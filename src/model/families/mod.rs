@@ -1,0 +1,67 @@
+//! Families of decoders, a file each: what their `config.json` calls them, and what it leaves unsaid.
+
+mod llama;
+mod mistral;
+mod olmo2;
+mod qwen2;
+mod qwen3;
+
+use super::block::{NormPlaces, QkNorm};
+
+/// Architectures served by the one decoder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Family {
+    /// Qwen2 and Qwen2.5.
+    Qwen2,
+    /// Qwen3.
+    Qwen3,
+    /// Llama 3.x.
+    Llama,
+    /// Mistral.
+    Mistral,
+    /// OLMo 2.
+    Olmo2,
+}
+
+/// What belongs to a family, not to a model.
+pub(super) struct Traits {
+    /// `architectures`
+    pub architecture: &'static str,
+    /// `model_type`
+    pub model_type: &'static str,
+    /// Query, key and value have biases.
+    pub qkv_bias: bool,
+    /// Norms of queries and keys.
+    pub qk_norm: Option<QkNorm>,
+    /// Norms of the sublayers.
+    pub norms: NormPlaces,
+    /// Width of a head where `head_dim` is absent; `None`: `hidden_size / num_attention_heads`.
+    pub head_dim: Option<usize>,
+    /// Which layers `sliding_window` is for.
+    pub window: Window,
+}
+
+/// Which layers `sliding_window` is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Window {
+    /// None: the key has no meaning.
+    Never,
+    /// All, and this is the window where the key is missing.
+    Always(usize),
+    /// Those from `max_window_layers` on, with `use_sliding_window` only.
+    Switched,
+}
+
+impl Family {
+    pub(super) const ALL: [Family; 5] = [Family::Qwen2, Family::Qwen3, Family::Llama, Family::Mistral, Family::Olmo2];
+
+    pub(super) fn traits(self) -> Traits {
+        match self {
+            Family::Qwen2 => qwen2::TRAITS,
+            Family::Qwen3 => qwen3::TRAITS,
+            Family::Llama => llama::TRAITS,
+            Family::Mistral => mistral::TRAITS,
+            Family::Olmo2 => olmo2::TRAITS,
+        }
+    }
+}

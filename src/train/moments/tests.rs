@@ -1,0 +1,145 @@
+//! Peaks against those that were measured on GPUs.
+
+use std::sync::Arc;
+
+use super::*;
+use crate::config::TargetModule;
+use crate::model::{LoraSpec, ModelSpec};
+use crate::train::WORKSPACE_BYTES;
+use GradientCheckpointing::{Full, None as Nothing, Selective};
+
+const KIND: Kind = Kind::BFloat16;
+
+/// What `bench train` ran and libtorch held at most, in GB (docs/benchmarks.md).
+struct Measured {
+    model: &'static str,
+    ranks: usize,
+    stage: u8,
+    adapters: Option<Quantization>,
+    keep: Option<GradientCheckpointing>, // None: scores alone
+    tokens: &'static [(usize, usize)],   // of each micro-batch: all, and the scored ones
+    shares_prompts: bool,
+    residual: Kind,
+    gb: f64,
+}
+
+impl Measured {
+    fn predicted_gb(&self) -> f64 {
+        let spec = Arc::new(ModelSpec::preset(self.model).unwrap());
+        let table = ParamTable::new(spec, self.ranks);
+        let targets = TargetModule::ALL.to_vec();
+        let model = TrainedModel {
+            lora: self.adapters.map(|_| LoraSpec { r: 64, alpha: 32.0, dropout: 0.0, targets }),
+            quantization: self.adapters.unwrap_or(Quantization::None),
+            residual: self.residual,
+            ..TrainedModel::whole(&table, self.stage, KIND, GradientOptions::default())
+        };
+        let shape = |&(tokens, scored_tokens): &(usize, usize)| MicroBatchShape {
+            tokens,
+            scored_tokens,
+            shares_prompts: self.shares_prompts,
+        };
+        let shapes: Vec<_> = self.tokens.iter().map(shape).collect();
+        let fullest = match self.keep {
+            None => model.fullest_of_scores(shapes[0]),
+            Some(keep) => model.fullest(&UpdateCourse { keep, micro_batches: &shapes, is_warm: true, streams: false }),
+        };
+        (model.bytes().weights + fullest.total() + WORKSPACE_BYTES) as f64 / 1e9
+    }
+}
+
+#[test]
+fn peaks_are_those_that_were_measured_on_gpus() {
+    const ONE: &[(usize, usize)] = &[(16_384, 8_192)];
+    const GROUPS: &[(usize, usize)] = &[(17_408, 16_384); 2];
+    const SEPARATE: &[(usize, usize)] = &[(16_896, 11_264), (16_896, 11_264), (15_360, 10_240)];
+    let row = |model, ranks, stage, keep, tokens, gb| Measured {
+        model,
+        ranks,
+        stage,
+        adapters: None,
+        keep,
+        tokens,
+        shares_prompts: false,
+        residual: KIND,
+        gb,
+    };
+    let adapted = |model, quantization, keep, gb| Measured {
+        adapters: Some(quantization),
+        ..row(model, 1, 2, Some(keep), ONE, gb)
+    };
+    let shared = |row| Measured { shares_prompts: true, ..row };
+    let of_float32 = |row| Measured { residual: Kind::Float, ..row };
+    let rows = [
+        row("qwen2.5-1.5b", 1, 2, Some(Nothing), ONE, 32.65),
+        row("qwen2.5-1.5b", 1, 2, Some(Selective), ONE, 16.79),
+        row("qwen2.5-1.5b", 1, 2, Some(Full), ONE, 12.24),
+        row("qwen2.5-0.5b", 1, 2, Some(Nothing), ONE, 14.24),
+        row("qwen2.5-0.5b", 1, 2, Some(Full), &[(8_192, 4_096); 2], 3.86),
+        shared(row("qwen2.5-1.5b", 1, 2, Some(Nothing), GROUPS, 34.15)),
+        row("qwen2.5-1.5b", 1, 2, Some(Nothing), SEPARATE, 33.39),
+        shared(row("qwen2.5-7b", 2, 2, Some(Selective), GROUPS, 51.70)),
+        row("qwen2.5-7b", 2, 2, Some(Selective), SEPARATE, 51.15),
+        row("qwen2.5-7b", 2, 3, Some(Full), ONE, 27.13),
+        row("qwen2.5-7b", 1, 2, None, ONE, 17.77),
+        adapted("qwen2.5-1.5b", Quantization::None, Selective, 11.08),
+        adapted("qwen2.5-7b", Quantization::None, Full, 22.81),
+        adapted("qwen2.5-7b", Quantization::None, Nothing, 66.80),
+        adapted("qwen2.5-7b", Quantization::Nf4, Full, 13.62),
+        adapted("qwen2.5-14b", Quantization::None, Full, 42.27),
+        of_float32(row("qwen2.5-1.5b", 1, 2, Some(Nothing), ONE, 35.51)),
+        of_float32(row("qwen2.5-1.5b", 1, 2, Some(Full), ONE, 13.75)),
+        of_float32(adapted("qwen2.5-1.5b", Quantization::None, Selective, 13.95)),
+    ];
+    for row in rows {
+        let (predicted, Measured { model, ranks, stage, adapters, keep, gb, .. }) = (row.predicted_gb(), &row);
+        let off = predicted / gb - 1.0;
+        println!("{model}, {ranks} ranks, stage {stage}, {adapters:?}, {keep:?}: {predicted:.2}, measured {gb:.2}");
+        assert!(off.abs() < 0.01, "{model}, {ranks} ranks, {stage}, {adapters:?}, {keep:?}: {predicted}, not {gb}");
+    }
+}
+
+/// The block of an update is the fullest moment of its largest micro-batch less what collectives hold, and of one size for
+/// all micro-batches that round up alike.
+#[test]
+fn a_block_holds_the_largest_micro_batch_and_seldom_grows() {
+    let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 4);
+    let of_stage = |stage| TrainedModel::whole(&table, stage, KIND, GradientOptions::default());
+    let shape = |tokens| MicroBatchShape { tokens, scored_tokens: tokens / 2, shares_prompts: false };
+    let block = |stage, tokens: &[usize]| {
+        let micro_batches: Vec<_> = tokens.iter().map(|&tokens| shape(tokens)).collect();
+        let course = UpdateCourse { keep: Nothing, micro_batches: &micro_batches, is_warm: true, streams: false };
+        of_stage(stage).block_bytes(&course, 16_384)
+    };
+    let sizes = [[16_384, 16_384], [15_500, 700], [3_000, 16_000]].map(|tokens| block(2, &tokens));
+    assert!(sizes.iter().all(|&size| size == sizes[0]), "{sizes:?}");
+    assert!(block(2, &[15_000, 700]) < sizes[0] && block(2, &[20_000]) > sizes[0]);
+
+    let full = [MicroBatchShape { scored_tokens: 16_384, ..shape(16_384) }; 2];
+    let course = UpdateCourse { keep: Nothing, micro_batches: &full, is_warm: false, streams: false };
+    let model = of_stage(2);
+    let (fullest, slices) = (model.fullest(&course).total(), model.bytes().gradients);
+    let ratio = sizes[0] as f64 / (fullest - slices) as f64;
+    assert!((ratio - 1.0 - BLOCK_MARGIN).abs() < 1e-6, "{ratio}: slices lie in memory of the collectives' stream");
+    assert!(block(1, &[16_384, 16_384]) > sizes[0] + slices, "kept whole, gradients lie in the block");
+}
+
+/// Gradients grow while activations go: with one micro-batch the sum is below both maxima together, with two it is not.
+#[test]
+fn maxima_of_classes_need_not_fall_together() {
+    let table = ParamTable::new(Arc::new(ModelSpec::preset("qwen2.5-7b").unwrap()), 2);
+    let model = TrainedModel::whole(&table, 3, KIND, GradientOptions::default());
+    let shape = MicroBatchShape { tokens: 16_384, scored_tokens: 8_192, shares_prompts: false };
+    let fullest = |keep, count| {
+        let micro_batches = &[shape; 2][..count];
+        model.fullest(&UpdateCourse { keep, micro_batches, is_warm: false, streams: false })
+    };
+    for keep in [Nothing, Selective, Full] {
+        let (one, two) = (fullest(keep, 1), fullest(keep, 2));
+        assert!(one.total() < two.total() && two.gradients > model.bytes().gradients, "{one:?} {two:?}");
+    }
+    let (early, late) = (fullest(Nothing, 1), fullest(Full, 1));
+    assert!(early.activations > late.activations && early.gradients < late.gradients, "{early:?} {late:?}");
+    let step = UpdateCourse { keep: Full, micro_batches: &[], is_warm: false, streams: true };
+    assert_eq!(model.fullest(&step).buckets, model.bytes().optimizer_buckets);
+}

@@ -1,0 +1,112 @@
+//! Which evaluation was the best so far, and whether the run has stopped to become better. Both follow from the lines of the run, so
+//! a resumed run knows them, and every rank knows the same.
+
+use super::Trainer;
+use crate::checkpoint::{Checkpoint, folder_of_step};
+use crate::dist::any_rank;
+use crate::error::{Error, Result};
+
+/// The best evaluation.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Best {
+    /// Step of its weights.
+    pub step: u64,
+    /// Its metric.
+    pub value: f64,
+    /// Evaluations at the end of the run so far, in a row, that are not better.
+    num_worse: usize,
+}
+
+impl Best {
+    /// The best of `evaluations` (step, value). To end a row of worse ones, an evaluation must be better by more than `threshold`,
+    /// as in transformers' `EarlyStoppingCallback`.
+    fn of(evaluations: impl Iterator<Item = (u64, f64)>, is_greater_better: bool, threshold: f64) -> Option<Self> {
+        let sign = if is_greater_better { 1.0 } else { -1.0 };
+        evaluations.fold(None, |best: Option<Self>, (step, value)| {
+            let Some(best) = best else { return Some(Self { step, value, num_worse: 0 }) };
+            let gain = sign * (value - best.value);
+            let num_worse = if gain > threshold { 0 } else { best.num_worse + 1 };
+            Some(if gain > 0.0 { Self { step, value, num_worse } } else { Self { num_worse, ..best } })
+        })
+    }
+}
+
+impl Trainer {
+    /// The best evaluation after the start of training.
+    pub(super) fn best(&self) -> Option<Best> {
+        let keys = &self.config.best;
+        let metric = keys.metric();
+        let trained = self.output.evaluated(&metric).filter(|(step, _)| *step > 0);
+        Best::of(trained, keys.is_greater_better(), keys.early_stopping_threshold)
+    }
+
+    /// Whether this step's evaluation is the best, and its checkpoint is to be kept.
+    pub(super) fn is_best(&self) -> bool {
+        self.config.best.load_best_model_at_end
+            && self.best().is_some_and(|best| best.step == self.progress.global_step)
+    }
+
+    /// Whether enough evaluations in a row were no better.
+    pub(super) fn is_exhausted(&self) -> bool {
+        let Some((patience, best)) = self.config.best.early_stopping_patience.zip(self.best()) else { return false };
+        best.num_worse >= patience
+    }
+
+    /// Refuses a metric that the evaluations do not have, once there is one.
+    pub(super) fn check_metric(&self) -> Result<()> {
+        let keys = &self.config.best;
+        let wanted = keys.load_best_model_at_end || keys.early_stopping_patience.is_some();
+        let names = self.output.names_of_evaluations();
+        if !wanted || names.is_empty() || names.contains(&keys.metric()) {
+            return Ok(());
+        }
+        Err(Error::invalid_value("metric_for_best_model", keys.metric(), format!("one of {}", names.join(", "))))
+    }
+
+    /// Says why the run ends before its last step.
+    pub(super) fn tell_early_stop(&self) {
+        let (metric, step) = (self.config.best.metric(), self.progress.global_step);
+        if let Some(Best { step: best, value, num_worse }) = self.best() {
+            self.output.say(&format!(
+                "step {step}: stopped early: {metric} was best at step {best} ({value:.4}) and in {num_worse} evaluations since \
+                 not better; early_stopping_patience says how many there may be"
+            ));
+        }
+    }
+
+    /// Takes the weights of the best evaluation back, if the configuration asks for it, and returns the step that the final model is
+    /// from; collective over the world.
+    pub(super) fn load_best(&mut self) -> Result<u64> {
+        let now = self.progress.global_step;
+        let best = self.best().filter(|best| self.config.best.load_best_model_at_end && best.step != now);
+        let Some(Best { step, value, .. }) = best else { return Ok(now) };
+        let folder = folder_of_step(&self.config.output_dir, step);
+        if !any_rank(&*self.world.group(), self.world.rank() == 0 && folder.exists())? {
+            self.output.say(&format!("warning: {} is gone: the final model is the last one", folder.display()));
+            return Ok(now);
+        }
+        let checkpoint = self.world.agree(Checkpoint::open(&folder, self.world.rank() == 0))?;
+        let restored = self.halves.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy));
+        self.world.agree(restored)?;
+        self.output.say(&format!("the final model is that of step {step}: {} {value:.4}", self.config.best.metric()));
+        Ok(step)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn better_by_less_than_the_threshold_is_best_but_does_not_end_the_row() {
+        let of = |values: &[f64], is_greater_better, threshold| {
+            let steps = values.iter().enumerate().map(|(index, value)| (index as u64 + 1, *value));
+            Best::of(steps, is_greater_better, threshold).map(|best| (best.step, best.num_worse))
+        };
+        assert_eq!(of(&[], true, 0.0), None);
+        assert_eq!(of(&[0.5, 0.7, 0.6, 0.7], true, 0.0), Some((2, 2)));
+        assert_eq!(of(&[0.5, 0.7, 0.6, 0.7], false, 0.0), Some((1, 3)));
+        assert_eq!(of(&[0.5, 0.55, 0.58], true, 0.1), Some((3, 2)));
+        assert_eq!(of(&[0.5, 0.55, 0.7], true, 0.1), Some((3, 0)));
+    }
+}

@@ -1,0 +1,68 @@
+//! Metrics at W&B and trackio: what reaches them, and that a run does not depend on them.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::program::{Ended, SMALL_RUN, command, end, json_lines, metrics};
+
+/// Stands in for the service's module: writes each call as a line.
+const MODULE: &str = "
+import json, os
+class Run: id = 'run-1'
+def write(line): print(json.dumps(line), file=open(os.environ['CALLS'], 'a'))
+def init(**options):
+    write({'init': {key: options[key] for key in ('project', 'name', 'resume')}, 'seed': options['config']['seed']})
+    return Run
+def log(values, step): write({'step': step, **values})
+def finish(): write({'finish': True})
+";
+
+fn run(folder: &Path, module: &str, more: &str) -> Ended {
+    fs::write(folder.join("wandb.py"), module).unwrap();
+    let mut command = command(&format!("{SMALL_RUN} max_steps=3 output_dir={} {more}", folder.join("out").display()));
+    command.env("PYTHONPATH", folder).env("CALLS", folder.join("calls")).env_remove("WANDB_PROJECT");
+    end(command.spawn().unwrap())
+}
+
+#[test]
+fn every_line_reaches_wandb_under_the_names_of_transformers() {
+    let folder = tempfile::tempdir().unwrap();
+    let ended = run(folder.path(), MODULE, "report_to=wandb run_name=first");
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let calls = json_lines(&fs::read_to_string(folder.path().join("calls")).unwrap());
+    assert_eq!(calls[0]["init"], serde_json::json!({"project": "colo-grpo", "name": "first", "resume": "allow"}));
+    assert_eq!((&calls[0]["seed"], calls.last().unwrap()), (&Value::from(42), &serde_json::json!({"finish": true})));
+    let lines = metrics(&folder.path().join("out"));
+    assert_eq!(calls.len(), lines.len() + 2);
+    for (line, call) in lines.iter().zip(&calls[1..]) {
+        assert_eq!(
+            (&line["step"], &line["reward"], &line["step"]),
+            (&call["step"], &call["train/reward"], &call["train/global_step"])
+        );
+    }
+    assert!(!folder.path().join("out/tensorboard").exists(), "nobody asked for it");
+}
+
+#[test]
+fn a_service_that_dies_or_is_missing_is_told_once_and_the_run_goes_on() {
+    for (module, more, told) in [
+        ("import os\nos._exit(3)", "report_to=wandb", "report_to wandb: its process ended, exit status: 3"),
+        ("", "report_to=[\"tensorboard\",\"no_such_service\"]", "a list [..] of tensorboard, wandb, trackio"),
+        (
+            "raise ModuleNotFoundError('No module named wandb')",
+            "report_to=wandb",
+            "to install it: python3 -m pip install wandb",
+        ),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let ended = run(folder.path(), module, more);
+        let is_refused = more.contains("no_such_service");
+        assert_eq!(ended.code, Some(if is_refused { 2 } else { 0 }), "{}", ended.stderr);
+        assert_eq!(ended.stderr.matches(told).count(), 1, "{}", ended.stderr);
+        if !is_refused {
+            assert_eq!(metrics(&folder.path().join("out")).len(), 3);
+        }
+    }
+}
