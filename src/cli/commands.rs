@@ -137,14 +137,11 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
     let mut overrides = run.overrides.clone();
     if model.is_given() {
         // A shape alone is enough: what a run needs beside it takes no memory.
-        let unread = [
-            "model_name_or_path=unread",
-            "train_file=unread",
-            "reward_funcs=[\"format\"]",
-            "reward_weights=[]",
-            "eval_solved_by=[]",
-        ];
-        overrides.splice(..0, unread.map(str::to_owned));
+        let mut unread =
+            vec!["model_name_or_path=unread", "reward_funcs=[\"format\"]", "reward_weights=[]", "eval_solved_by=[]"];
+        let has_rows = Config::sources(run.config.as_deref(), &run.overrides).is_some();
+        unread.extend((!has_rows).then_some("train_file=unread"));
+        overrides.splice(..0, unread.into_iter().map(str::to_owned));
     }
     let config = read_config(run.config.as_deref(), &overrides)?;
     let nproc = run.launch.nproc;
