@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Makes configs/arithmetic/model, the checkpoint that the demo starts from: random weights, a supervised warm-up on right
 # sums, then one on mostly wrong ones (see make_arithmetic.py). Takes a few minutes on 2 cores.
+# PROGRAM names the program, target/release/colo-grpo unless it is set.
 #   scripts/make_demo_model.sh [OUTPUT] [STEPS_RIGHT] [STEPS_MIXED]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 output=${1:-configs/arithmetic/model}
 steps_right=${2:-1000}
 steps_mixed=${3:-100}
-program="${CARGO_TARGET_DIR:-target}/release/colo-grpo"
+program="${PROGRAM:-${CARGO_TARGET_DIR:-target}/release/colo-grpo}"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 

@@ -14,23 +14,25 @@ export OMP_NUM_THREADS=1
 step "format"
 cargo fmt --check
 
+# One profile for all: the dependencies are built once.
 step "build"
-cargo build --release --quiet
+cargo test --quiet --no-run --lib --bins --test it
 
 step "lints"
-cargo clippy --release --all-targets --quiet -- -D warnings
+cargo clippy --all-targets --quiet -- -D warnings
 
 step "documentation"
-RUSTDOCFLAGS="-D warnings" cargo doc --release --no-deps --lib --quiet
+RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --lib --quiet
 
 step "tests"
-cargo test --release --quiet --lib --bins
-cargo test --release --quiet --test it -- --test-threads=2
+cargo test --quiet --lib --bins
+cargo test --quiet --test it -- --test-threads=2
 
 step "programs that must not compile, and their twins"
-cargo test --release --quiet --doc
+cargo test --quiet --doc
 
 step "scripts"
-scripts/test_scripts.sh
+cargo build --quiet
+PROGRAM="${CARGO_TARGET_DIR:-target}/debug/colo-grpo" scripts/test_scripts.sh
 
 step "done"

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Tests of the scripts, without PyTorch: they parse and say how they are used, setup.sh does its work once, the demo's task and model
-# come out of the scripts that are said to make them, and the Countdown recipe runs to its end. Needs the program built.
+# come out of the scripts that are said to make them, and the Countdown recipe runs to its end. PROGRAM names the program,
+# target/release/colo-grpo unless it is set.
 #   scripts/test_scripts.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-program="${CARGO_TARGET_DIR:-target}/release/colo-grpo"
+export PROGRAM="${PROGRAM:-${CARGO_TARGET_DIR:-target}/release/colo-grpo}"
+program=$PROGRAM
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 fail() { echo "test_scripts: $*" >&2; exit 1; }

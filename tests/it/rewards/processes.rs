@@ -205,7 +205,7 @@ fn command_pool(folder: &Path, arguments: &str) -> RewardPool {
     pool(&[
         "reward_funcs=[\"own\"]".into(),
         format!("rewards.own.command=[\"python3\", \"{file}\"{arguments}]"),
-        "rewards.own.timeout_s=2".into(),
+        "rewards.own.timeout_s=10".into(),
     ])
 }
 

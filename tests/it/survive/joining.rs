@@ -90,7 +90,7 @@ fn memory_that_a_stranger_names_is_not_taken() {
         (format!("{{\"Ok\":[{own},1000000]}}"), "memory of rank 0"),
         ("{\"Ok\":\"/dev/zero\"}".to_owned(), "rendezvous: invalid type"),
     ] {
-        store.set("colo-grpo//segment", place.as_bytes()).unwrap();
+        store.set("colo-grpo/0/segment", place.as_bytes()).unwrap();
         let ended = end(rank(1, store.port(), "").spawn().unwrap());
         ended.assert_error(&place, 4, &[told]);
     }
