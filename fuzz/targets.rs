@@ -7,12 +7,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use colo_grpo::Error;
-use colo_grpo::checkpoint::Checkpoint;
-use colo_grpo::config::{Config, RewardConfig};
-use colo_grpo::data::{ChatTemplate, Dataset, DatasetOptions, Message, SftDataset, Tokenizer};
-use colo_grpo::error::ExitCode;
-use colo_grpo::model::{ModelSpec, ParamTable, WeightFiles, init_folder};
-use colo_grpo::reward::{answer_reader, check_reply, exact_answer, numeric_answer};
+use colo_grpo::ExitCode;
+use colo_grpo::internal::checkpoint::Checkpoint;
+use colo_grpo::internal::config::{Config, RewardConfig};
+use colo_grpo::internal::data::{ChatTemplate, Dataset, DatasetOptions, Message, SftDataset, Tokenizer};
+use colo_grpo::internal::model::{ModelSpec, ParamTable, WeightFiles, init_folder};
+use colo_grpo::internal::reward::{answer_reader, check_reply, exact_answer, numeric_answer};
 use regex::Regex;
 use sha2::{Digest, Sha256};
 use tch::Kind;

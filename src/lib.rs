@@ -22,46 +22,68 @@
 //! One step, from [`trainer::Trainer::train_step`]: the next prompts; `with_rollout` wakes the engine, generates and puts
 //! it to sleep; rewards are awaited; advantages assigned; sequences packed; the policy updated.
 
-pub mod bench;
-pub mod checkpoint;
-pub mod cli;
-pub mod colocate;
-pub mod config;
-pub mod cuda;
-pub mod data;
-pub mod dist;
-pub mod error;
-pub mod eval;
+#![allow(rustdoc::private_intra_doc_links)] // the floors are for readers of the source
+
+mod bench;
+mod checkpoint;
+mod cli;
+mod colocate;
+mod config;
+mod cuda;
+mod data;
+mod dist;
+mod error;
+mod eval;
 pub mod grpo;
-pub mod launch;
-pub mod memory;
-pub mod metrics;
-pub mod migration;
-pub mod model;
-pub mod ops;
-pub mod phase;
-pub mod plan;
-pub mod process;
+mod launch;
+mod memory;
+mod metrics;
+mod migration;
+mod model;
+mod ops;
+mod phase;
+mod plan;
+mod process;
 pub mod reward;
-pub mod rollout;
-pub mod sandbox;
-pub mod serve;
-pub mod sft;
-pub mod split;
-pub mod torch;
-pub mod train;
-pub mod trainer;
-pub mod types;
-pub mod untrusted;
-pub mod update;
+mod rollout;
+mod sandbox;
+mod serve;
+mod sft;
+mod split;
+mod torch;
+mod train;
+mod trainer;
+mod types;
+mod untrusted;
+mod update;
+
+#[doc(hidden)]
+pub mod internal;
 
 pub use colocate::Colocated;
 pub use config::Config;
 pub use dist::World;
 pub use error::{Error, ExitCode, Result};
+pub use launch::load_again_with_settings;
 pub use plan::MemoryPlan;
 pub use rollout::RolloutEngine;
 pub use trainer::Trainer;
+pub use types::Trajectory;
+pub use untrusted::MeteredAllocator;
+
+/// The types that signatures of the library mention, beside those at its root.
+pub mod signatures {
+    pub use crate::config::*;
+    pub use crate::dist::{Backend, Collective, Mesh, ReduceOp, WorkerEnv, WorldOptions};
+    pub use crate::metrics::{MetricValues, Reduce, StepMetrics};
+    pub use crate::plan::{ClassBytes, PlanInput, Role, Room};
+    pub use crate::rollout::{Engine, EngineStats, Event, Request, RequestId, Rollout, Session};
+    pub use crate::serve::EngineSlices;
+    pub use crate::train::{Policy, Sequence};
+    pub use crate::trainer::RunSummary;
+    pub use crate::types::*;
+    pub use crate::update::{Learner, UpdateOptions, UpdateOutcome, UpdateProgress};
+}
 
 /// The example of docs/library.md compiles.
 #[cfg(doctest)]

@@ -2,8 +2,8 @@
 
 /// Lets work on strangers' files be held to a budget of memory.
 #[global_allocator]
-static ALLOCATOR: colo_grpo::untrusted::MeteredAllocator = colo_grpo::untrusted::MeteredAllocator;
+static ALLOCATOR: colo_grpo::MeteredAllocator = colo_grpo::MeteredAllocator;
 
 fn main() {
-    colo_grpo::launch::exit_now(colo_grpo::cli::run(std::env::args_os()) as i32);
+    colo_grpo::internal::launch::exit_now(colo_grpo::internal::cli::run(std::env::args_os()) as i32);
 }

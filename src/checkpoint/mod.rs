@@ -34,7 +34,7 @@ mod write;
 
 use std::path::{Path, PathBuf};
 
-pub use changes::{KeyChange, changes, sft_changes};
+pub use changes::{changes, sft_changes};
 pub use claim::{Claim, claim};
 pub use folder::{FINAL, list, write_new};
 pub use manifest::written;

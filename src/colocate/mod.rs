@@ -24,7 +24,7 @@ use crate::update::{Learner, UpdateOptions, UpdateOutcome, UpdateProgress};
 /// The phases cannot be mixed up. Training inside the scope does not compile:
 ///
 /// ```compile_fail,E0501
-/// # use colo_grpo::{colocate::Colocated, train::Sequence, update::UpdateOptions, Result};
+/// # use colo_grpo::{Colocated, Result, signatures::{Sequence, UpdateOptions}};
 /// fn train_inside(colocated: &mut Colocated, batch: &[Sequence], options: &UpdateOptions) -> Result<()> {
 ///     colocated.with_rollout(|_rollout| {
 ///         colocated.update(batch, options, &())?;
@@ -34,28 +34,28 @@ use crate::update::{Learner, UpdateOptions, UpdateOutcome, UpdateProgress};
 /// ```
 /// nor does reading the policy there:
 /// ```compile_fail,E0502
-/// # use colo_grpo::{colocate::Colocated, Result};
+/// # use colo_grpo::{Colocated, Result};
 /// fn read_inside(colocated: &mut Colocated) -> Result<u64> {
 ///     colocated.with_rollout(|_rollout| Ok(colocated.policy().version()))
 /// }
 /// ```
 /// nor keeping the engine for later:
 /// ```compile_fail
-/// # use colo_grpo::{colocate::Colocated, rollout::RolloutEngine, Result};
+/// # use colo_grpo::{Colocated, Result, RolloutEngine};
 /// fn keep_outside<'a>(colocated: &'a mut Colocated) -> Result<&'a mut RolloutEngine<'a>> {
 ///     colocated.with_rollout(|rollout| Ok(rollout))
 /// }
 /// ```
 /// nor a scope inside a scope:
 /// ```compile_fail,E0501
-/// # use colo_grpo::{colocate::Colocated, Result};
+/// # use colo_grpo::{Colocated, Result};
 /// fn nest(colocated: &mut Colocated) -> Result<()> {
 ///     colocated.with_rollout(|_outer| colocated.with_rollout(|_inner| Ok(())))
 /// }
 /// ```
 /// The twins in the right order do:
 /// ```no_run
-/// # use colo_grpo::{colocate::Colocated, train::Sequence, update::UpdateOptions, Result};
+/// # use colo_grpo::{Colocated, Result, signatures::{Sequence, UpdateOptions}};
 /// fn in_turn(colocated: &mut Colocated, batch: &[Sequence], options: &UpdateOptions) -> Result<u64> {
 ///     let tokens = colocated.with_rollout(|rollout| Ok(rollout.stats().num_generated_tokens))?;
 ///     colocated.update(batch, options, &())?;

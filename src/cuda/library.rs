@@ -17,11 +17,6 @@ use crate::error::{Error, Result};
 /// libtorch_cpu.so.
 pub(super) const FOLDER_VARIABLE: &str = "COLO_GRPO_TORCH_CUDA";
 
-/// Whether libtorch can use a GPU here. Opens its CUDA half on the first call.
-pub fn is_available() -> bool {
-    require().is_ok()
-}
-
 /// Opens libtorch's CUDA half, once.
 ///
 /// # Errors
@@ -131,7 +126,7 @@ mod tests {
     #[test]
     fn without_a_gpu_the_answer_is_no_and_why() {
         if devices().unwrap().is_empty() {
-            assert!(!is_available());
+            assert!(require().is_err());
             assert!(require().unwrap_err().to_string().contains("no GPU is visible"));
         }
     }

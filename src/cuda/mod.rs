@@ -40,7 +40,7 @@ pub use context::Context;
 pub(crate) use context::{OUT_OF_MEMORY, check};
 pub use devices::{available_bytes, devices};
 pub use graph::Graph;
-pub use library::{is_available, require};
+pub use library::require;
 pub use nvml::{EnergyMeter, require_free};
 pub use peer_memory::{HANDLE_BYTES, PeerMemory};
 pub use pinned::PinnedWords;

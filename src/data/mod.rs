@@ -14,7 +14,7 @@ mod splits;
 mod tokenizer;
 
 pub use chat::{ChatTemplate, Message};
-pub use dataset::{Dataset, DatasetCounts, DatasetOptions};
+pub use dataset::{Dataset, DatasetOptions};
 pub use hub::{Hub, HubOptions, Repo};
 pub(crate) use parquet::check_schema;
 pub use sampler::{PromptSampler, SamplerState};

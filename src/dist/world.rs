@@ -317,7 +317,7 @@ mod tests {
     #[test]
     fn without_a_gpu_nccl_is_refused() {
         let options = WorldOptions { backend: Backend::Nccl, ..WorldOptions::default() };
-        if !crate::cuda::is_available() {
+        if crate::cuda::require().is_err() {
             let error = World::join(&World::single().env, options).unwrap_err();
             assert_eq!(error.exit_code(), ExitCode::Environment);
         }

@@ -28,7 +28,7 @@ mod way_on;
 mod worker;
 
 pub use exit::exit_now;
-pub use report::{ERROR_FILE_VARIABLE, report_error};
+pub use report::report_error;
 pub use signals::{outlive_file_limits, stop_on_signals};
 pub use supervise::run;
 pub use threads::{load_again_with_settings, name_process};

@@ -21,9 +21,8 @@ pub use completions::{
 pub use history::LogHistory;
 pub use jsonl::{MetricLine, read_metrics};
 pub use log::{EarlierLog, LogOptions, RunLog};
-pub use progress::{Progress, download_progress, parts_progress, pinning_progress};
+pub use progress::{download_progress, parts_progress, pinning_progress};
 pub use redact::{redact, redact_json};
 pub use report::write_report;
 pub use sidecar::Services;
 pub use step::{MetricValues, Reduce, StepMetrics};
-pub use writer::MetricsWriter;

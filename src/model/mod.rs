@@ -36,20 +36,19 @@ mod tests;
 mod views;
 
 pub use block::{
-    Attention, AttentionSpec, BlockContext, BlockParams, BlockSpec, DenseSpec, ElementBytes, Linear, LinearSpec,
-    Matrix, Mixer, Mlp, NormNames, NormPlaces, PackedAttention, Piece, QkNorm, SavedBlock, Split, attention_scale,
-    block_backward, block_forward,
+    Attention, BlockContext, BlockParams, ElementBytes, Linear, LinearSpec, Matrix, Mixer, Mlp, NormPlaces,
+    PackedAttention, Piece, QkNorm, SavedBlock, attention_scale, block_backward, block_forward,
 };
 pub(crate) use block::{MIXER_NORMS, MLP_NORMS, product_work};
 pub use export::export_folder;
 pub use families::Family;
 pub(crate) use files::{MappedFile, encode_header, sync};
 pub use files::{WeightFiles, WeightWriter};
-pub use head::{SavedHead, Scored, Scoring, head_backward, head_chunk_tokens, head_forward};
+pub use head::{Scoring, head_backward, head_chunk_tokens, head_forward};
 pub use init::{copy_tokenizer, init_folder, init_unit, init_unit_on};
 pub(crate) use json::is_model_folder;
 pub use lora::{AdapterFiles, BlockLora, Lora, LoraSpec, write_adapters};
-pub use params::{ALIGNMENT, Param, ParamName, ParamTable, Unit, UnitLayout};
+pub use params::{Param, ParamName, ParamTable, Unit, UnitLayout};
 pub use preset::PRESETS;
 pub use quantized::QuantizedBlock;
 pub use source::ModelSource;

@@ -34,8 +34,8 @@ use fault::inject;
 pub use fault::{Fault, FaultKind, arm_fault, fires_nan, inject_at, on_fill};
 use page::page;
 pub use page::{CollectiveScope, PULSE_FD_VARIABLE, SharedPage, is_watched, publish};
-pub use pulse::{LastCollective, Pulse};
-pub use scratch::{Scratch, remove_tree, sweep};
+pub use pulse::Pulse;
+pub use scratch::{Scratch, sweep};
 pub use trace::{flush_trace, merge_traces, trace_to};
 pub use watch::{Limits, Stall, Watch};
 

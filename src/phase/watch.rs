@@ -80,7 +80,7 @@ impl Watch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::phase::LastCollective;
+    use crate::phase::pulse::LastCollective;
 
     fn pulse(beats: u64, phase: Phase, is_waiting: bool) -> Option<Pulse> {
         let (op, group) = ("barrier".to_owned(), "world".to_owned());

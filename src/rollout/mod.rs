@@ -38,7 +38,7 @@ mod weights;
 
 pub use engine::{Engine, EngineOptions, RolloutEngine};
 pub use generate::Rollout;
-pub use gpu::{OpTime, StepProfile, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes};
+pub use gpu::{StepProfile, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes};
 pub use kv_cache::{SPARE_BYTES, kv_block_bytes};
 pub use request::{Event, Request, RequestId};
 pub use session::Session;

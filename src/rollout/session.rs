@@ -19,7 +19,7 @@ use crate::types::Trajectory;
 /// Requests under way on an engine that is awake. Every rank of the tensor-parallel group makes the same calls in the same order.
 ///
 /// ```no_run
-/// # use colo_grpo::{rollout::{Event, Request, RolloutEngine}, types::Trajectory, Result};
+/// # use colo_grpo::{Result, RolloutEngine, Trajectory, signatures::{Event, Request}};
 /// fn serve(engine: &mut RolloutEngine<'_>, requests: Vec<Request>) -> Result<Vec<Trajectory>> {
 ///     let mut session = engine.session()?;
 ///     for request in requests {

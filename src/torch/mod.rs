@@ -10,9 +10,7 @@ mod number;
 mod saved_attention;
 mod store;
 
-pub use allocator::{
-    DeviceMemory, device_memory, keep_block, keep_memory, lacks_block, release_memory, reset_peak_memory,
-};
+pub use allocator::{device_memory, keep_block, keep_memory, lacks_block, release_memory, reset_peak_memory};
 pub use bytes::{accumulation_kind, byte_vec, bytes, f32_vec, f64_vec, i64_vec, tensor_on};
 pub use cudnn::{cudnn_backward, cudnn_forward};
 pub use ffi::{current_cuda_stream, is_deterministic, set_cuda_device, set_deterministic};
@@ -21,8 +19,3 @@ pub use flash::{FLASH_HEAD_STEP, FLASH_MOST_HEAD_DIM, Varlen, flash_backward, fl
 pub use number::{arange, check_room, full, scalar};
 pub use saved_attention::SavedAttention;
 pub use store::Store;
-
-/// Sets how many threads one libtorch operation on the CPU may use, in this process.
-pub fn set_num_threads(num_threads: usize) {
-    tch::set_num_threads(i32::try_from(num_threads.max(1)).unwrap_or(i32::MAX));
-}

@@ -8,9 +8,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use colo_grpo::checkpoint::claim;
-use colo_grpo::dist::World;
-use colo_grpo::metrics::{CompletionRow, MetricLine, read_completions, read_metrics};
+use colo_grpo::internal::checkpoint::claim;
+use colo_grpo::internal::dist::World;
+use colo_grpo::internal::metrics::{CompletionRow, MetricLine, read_completions, read_metrics};
 
 /// Metrics of the clock, and of how much a layout moves.
 const TIMES: [&str; 4] = ["step_time", "timing_s/", "perf/", "transition/"];

@@ -10,13 +10,13 @@ mod update;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use colo_grpo::colocate::Colocated;
-use colo_grpo::dist::{Mesh, World};
-use colo_grpo::memory::Ledger;
-use colo_grpo::phase::{self, Fault, FaultKind, Phase};
-use colo_grpo::rollout::RolloutEngine;
-use colo_grpo::train::{PackOptions, Sequence, pack};
-use colo_grpo::types::{Prompt, RolloutGroup, SamplingParams};
+use colo_grpo::internal::colocate::Colocated;
+use colo_grpo::internal::dist::{Mesh, World};
+use colo_grpo::internal::memory::Ledger;
+use colo_grpo::internal::phase::{self, Fault, FaultKind, Phase};
+use colo_grpo::internal::rollout::RolloutEngine;
+use colo_grpo::internal::train::{PackOptions, Sequence, pack};
+use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams};
 use colo_grpo::{Error, Result};
 use tch::{Device, Kind};
 

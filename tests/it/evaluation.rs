@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use colo_grpo::metrics::read_completions;
+use colo_grpo::internal::metrics::read_completions;
 use serde_json::Value;
 
 use crate::program::{SMALL_RUN, json_lines, metrics, run, stdout_of};

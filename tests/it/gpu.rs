@@ -4,18 +4,20 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use colo_grpo::config::GradientCheckpointing;
-use colo_grpo::data::{Dataset, DatasetOptions, Tokenizer};
-use colo_grpo::dist::{Backend, Mesh, World};
-use colo_grpo::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
-use colo_grpo::ops::attention::{Bounds, PackedLayout, SavedAttention, SharedBounds, packed_backward, packed_forward};
-use colo_grpo::rollout::{Engine, EngineOptions};
-use colo_grpo::serve::Served;
-use colo_grpo::torch;
-use colo_grpo::train::{
+use colo_grpo::internal::config::GradientCheckpointing;
+use colo_grpo::internal::data::{Dataset, DatasetOptions, Tokenizer};
+use colo_grpo::internal::dist::{Backend, Mesh, World};
+use colo_grpo::internal::model::{ModelSpec, ParamTable, UnitLayout, WeightFiles};
+use colo_grpo::internal::ops::attention::{
+    Bounds, PackedLayout, SavedAttention, SharedBounds, packed_backward, packed_forward,
+};
+use colo_grpo::internal::rollout::{Engine, EngineOptions};
+use colo_grpo::internal::serve::Served;
+use colo_grpo::internal::torch;
+use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, NetworkOptions, PackOptions, Policy, PolicyOptions, Sequence, pack,
 };
-use colo_grpo::types::{Prompt, RolloutGroup, SamplingParams};
+use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams};
 use tch::{Device, Kind, Tensor};
 
 use crate::ranks;

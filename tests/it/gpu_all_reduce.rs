@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use colo_grpo::Error;
-use colo_grpo::cuda::kernels::{self, RowSums, Way};
-use colo_grpo::cuda::{Context, Event, Graph, TorchStream};
-use colo_grpo::dist::{Collective, World};
+use colo_grpo::internal::cuda::kernels::{self, RowSums, Way};
+use colo_grpo::internal::cuda::{Context, Event, Graph, TorchStream};
+use colo_grpo::internal::dist::{Collective, World};
 use tch::{Device, Kind, Tensor};
 
 use crate::ranks;

@@ -1,11 +1,13 @@
 //! The decode step's kernels against the CPU's operations in float64. Ignored where there is no GPU.
 
-use colo_grpo::cuda::kernels::{self, AttentionPlan, AttentionShape, HeadTransform, QkvViews, SharedPrefixes};
-use colo_grpo::ops::attention::{PagedLayout, kv_rows, paged_decode, write_kv};
-use colo_grpo::ops::heads::{self, HeadNormWeights};
-use colo_grpo::ops::rms_norm;
-use colo_grpo::ops::rope::{self, Rope};
-use colo_grpo::ops::swiglu::GateUp;
+use colo_grpo::internal::cuda::kernels::{
+    self, AttentionPlan, AttentionShape, HeadTransform, QkvViews, SharedPrefixes,
+};
+use colo_grpo::internal::ops::attention::{PagedLayout, kv_rows, paged_decode, write_kv};
+use colo_grpo::internal::ops::heads::{self, HeadNormWeights};
+use colo_grpo::internal::ops::rms_norm;
+use colo_grpo::internal::ops::rope::{self, Rope};
+use colo_grpo::internal::ops::swiglu::GateUp;
 use tch::{Device, Kind, Tensor};
 
 use crate::on_gpu::{GPU, double, gpu, ints, is_small, poison, rand, random_ints, random_permutation, relative_error};

@@ -5,21 +5,21 @@ mod kept;
 
 use std::sync::Arc;
 
-use colo_grpo::config::{GradientCheckpointing, Quantization, TargetModule};
-use colo_grpo::data::Tokenizer;
-use colo_grpo::dist::{Backend, World};
-use colo_grpo::model::{
+use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
+use colo_grpo::internal::data::Tokenizer;
+use colo_grpo::internal::dist::{Backend, World};
+use colo_grpo::internal::model::{
     BlockContext, BlockParams, EmbeddingParams, HeadParams, LoraSpec, ModelSpec, PackedAttention, ParamName,
     ParamTable, Unit, UnitLayout, block_forward, init_unit_on,
 };
-use colo_grpo::ops::{embedding, linear, rms_norm};
-use colo_grpo::rollout::{Engine, EngineOptions, kv_block_bytes};
-use colo_grpo::serve::Served;
-use colo_grpo::train::{
+use colo_grpo::internal::ops::{embedding, linear, rms_norm};
+use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
+use colo_grpo::internal::serve::Served;
+use colo_grpo::internal::train::{
     AdamOptions, AdapterOptions, GradientOptions, NetworkOptions, OptimizerHome, PackOptions, Policy, PolicyOptions,
     Reference, Sequence, pack,
 };
-use colo_grpo::types::{Prompt, RolloutGroup, SamplingParams};
+use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams};
 use serde_json::json;
 use tch::{Device, Kind, Tensor, no_grad};
 

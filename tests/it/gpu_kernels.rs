@@ -3,10 +3,10 @@
 
 use std::ops::Range;
 
-use colo_grpo::cuda::kernels;
-use colo_grpo::ops::random::RandomKey;
-use colo_grpo::ops::swiglu::GateUp;
-use colo_grpo::ops::{adamw, norm, rms_norm};
+use colo_grpo::internal::cuda::kernels;
+use colo_grpo::internal::ops::random::RandomKey;
+use colo_grpo::internal::ops::swiglu::GateUp;
+use colo_grpo::internal::ops::{adamw, norm, rms_norm};
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 

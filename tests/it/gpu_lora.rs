@@ -2,14 +2,16 @@
 
 use std::sync::Arc;
 
-use colo_grpo::config::{GradientCheckpointing, Quantization, TargetModule};
-use colo_grpo::cuda::kernels;
-use colo_grpo::dist::{Backend, World};
-use colo_grpo::model::{LoraSpec, ModelSpec, ParamTable, QuantizedBlock, Unit, UnitLayout, init_unit, init_unit_on};
-use colo_grpo::ops::dropout::Dropout;
-use colo_grpo::ops::nf4::{Levels, Nf4};
-use colo_grpo::ops::random::RandomKey;
-use colo_grpo::train::{
+use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
+use colo_grpo::internal::cuda::kernels;
+use colo_grpo::internal::dist::{Backend, World};
+use colo_grpo::internal::model::{
+    LoraSpec, ModelSpec, ParamTable, QuantizedBlock, Unit, UnitLayout, init_unit, init_unit_on,
+};
+use colo_grpo::internal::ops::dropout::Dropout;
+use colo_grpo::internal::ops::nf4::{Levels, Nf4};
+use colo_grpo::internal::ops::random::RandomKey;
+use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, PackOptions, Policy, PolicyOptions, PolicyStart,
     Sequence, TokenGradients, pack,
 };
@@ -151,7 +153,7 @@ fn losses(device: Device, (kind, residual): (Kind, Kind), quantization: Quantiza
     let step = |_| {
         let mut nll = 0.0;
         for micro_batch in &micro_batches {
-            let loss = &mut |scores: &colo_grpo::train::Scores| {
+            let loss = &mut |scores: &colo_grpo::internal::train::Scores| {
                 nll -= scores.logprobs.mean(Kind::Double).double_value(&[]);
                 let count = scores.logprobs.numel() as f64;
                 Ok(TokenGradients { dlogprobs: Tensor::full_like(&scores.logprobs, -1.0 / count), dentropy: None })

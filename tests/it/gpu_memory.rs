@@ -3,10 +3,10 @@
 
 use std::time::{Duration, Instant};
 
-use colo_grpo::cuda::{Context, Graph, TorchStream};
-use colo_grpo::error::Error;
-use colo_grpo::memory::{self, Arena, HostPool, Ledger, Place};
-use colo_grpo::torch;
+use colo_grpo::Error;
+use colo_grpo::internal::cuda::{Context, Graph, TorchStream};
+use colo_grpo::internal::memory::{self, Arena, HostPool, Ledger, Place};
+use colo_grpo::internal::torch;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 

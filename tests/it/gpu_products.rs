@@ -1,7 +1,9 @@
 //! cuBLASLt's products against float64 on the CPU, and their times on the shapes of decode steps.
 
-use colo_grpo::cuda::kernels::{gate_up, gate_up_serves, product, product_serves, product_silu_mul, silu_mul};
-use colo_grpo::cuda::{Context, CurrentStream, Products, TorchStream, Tuning};
+use colo_grpo::internal::cuda::kernels::{
+    gate_up, gate_up_serves, product, product_serves, product_silu_mul, silu_mul,
+};
+use colo_grpo::internal::cuda::{Context, CurrentStream, Products, TorchStream, Tuning};
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 

@@ -1,8 +1,8 @@
 //! The sampler's kernels against the definitions on the CPU. Ignored where there is no GPU.
 
-use colo_grpo::cuda::kernels::{self, CANDIDATE_WORDS, Draws};
-use colo_grpo::ops::random::RandomKey;
-use colo_grpo::torch;
+use colo_grpo::internal::cuda::kernels::{self, CANDIDATE_WORDS, Draws};
+use colo_grpo::internal::ops::random::RandomKey;
+use colo_grpo::internal::torch;
 use tch::{Device, Kind, Tensor};
 
 use crate::on_gpu::{GPU, gpu, ints, is_small, poison, rand, random_ints, random_permutation};

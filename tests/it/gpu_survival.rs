@@ -5,11 +5,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use colo_grpo::cuda::Context;
-use colo_grpo::dist::{Backend, World};
-use colo_grpo::memory::{self, Arena};
-use colo_grpo::torch;
-use colo_grpo::types::{Prompt, SamplingParams};
+use colo_grpo::internal::cuda::Context;
+use colo_grpo::internal::dist::{Backend, World};
+use colo_grpo::internal::memory::{self, Arena};
+use colo_grpo::internal::torch;
+use colo_grpo::internal::types::{Prompt, SamplingParams};
 use serde_json::json;
 use tch::Device;
 

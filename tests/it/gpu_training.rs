@@ -1,10 +1,10 @@
 //! The trainer's fused kernels against the operations they replace, in float64 on the CPU; and times on the shapes of a
 //! training step, one JSON line each. Ignored where there is no GPU.
 
-use colo_grpo::cuda::{Tuning, kernels};
-use colo_grpo::ops::heads::{self, HeadGradients, HeadNormWeights};
-use colo_grpo::ops::rope::Rope;
-use colo_grpo::ops::{embedding, head, linear};
+use colo_grpo::internal::cuda::{Tuning, kernels};
+use colo_grpo::internal::ops::heads::{self, HeadGradients, HeadNormWeights};
+use colo_grpo::internal::ops::rope::Rope;
+use colo_grpo::internal::ops::{embedding, head, linear};
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 

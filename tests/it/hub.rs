@@ -5,7 +5,7 @@ mod server;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use colo_grpo::data::{Hub, HubOptions, Repo};
+use colo_grpo::internal::data::{Hub, HubOptions, Repo};
 use serde_json::Value;
 use server::{COMMIT, Faults, Server, hex};
 use sha2::{Digest, Sha256};

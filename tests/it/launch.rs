@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use colo_grpo::launch::{LaunchOptions, run};
+use colo_grpo::internal::launch::{LaunchOptions, run};
 
 use crate::program::{await_line, wait_until};
 

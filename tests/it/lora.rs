@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use colo_grpo::config::{GradientCheckpointing, Quantization, TargetModule};
-use colo_grpo::dist::{Mesh, World};
-use colo_grpo::model::{
+use colo_grpo::internal::config::{GradientCheckpointing, Quantization, TargetModule};
+use colo_grpo::internal::dist::{Mesh, World};
+use colo_grpo::internal::model::{
     LoraSpec, ModelSource, ModelSpec, ParamTable, Unit, UnitLayout, WeightFiles, init_unit, write_adapters,
 };
-use colo_grpo::train::{
+use colo_grpo::internal::train::{
     AdamOptions, AdapterOptions, GradientOptions, MicroBatch, NetworkOptions, OptimizerHome, PackOptions, Policy,
     PolicyOptions, PolicyStart, Sequence, TokenGradients, pack,
 };
@@ -49,7 +49,7 @@ fn packed(sequences: &[Sequence], max_tokens: usize) -> Vec<MicroBatch> {
 fn backward(policy: &mut Policy, micro_batches: &[MicroBatch]) -> f64 {
     let mut nll = 0.0;
     for micro_batch in micro_batches {
-        let loss = &mut |scores: &colo_grpo::train::Scores| {
+        let loss = &mut |scores: &colo_grpo::internal::train::Scores| {
             nll -= scores.logprobs.sum(Kind::Double).double_value(&[]);
             Ok(TokenGradients { dlogprobs: scores.logprobs.ones_like().neg(), dentropy: None })
         };
@@ -59,7 +59,7 @@ fn backward(policy: &mut Policy, micro_batches: &[MicroBatch]) -> f64 {
 }
 
 /// Units of the trained table, put together from what one rank owns of the state.
-fn units(policy: &Policy, part: fn(colo_grpo::train::ParamState) -> Tensor) -> BTreeMap<Unit, Tensor> {
+fn units(policy: &Policy, part: fn(colo_grpo::internal::train::ParamState) -> Tensor) -> BTreeMap<Unit, Tensor> {
     let mut units = BTreeMap::new();
     for shard in policy.export_state() {
         let shard = shard.unwrap();
@@ -187,7 +187,7 @@ fn own_sequences(rank: usize) -> Vec<Sequence> {
 }
 
 fn bits(tensor: &Tensor) -> Vec<u8> {
-    colo_grpo::torch::byte_vec(&tensor.to_device(Device::Cpu).contiguous()).unwrap()
+    colo_grpo::internal::torch::byte_vec(&tensor.to_device(Device::Cpu).contiguous()).unwrap()
 }
 
 #[test]

@@ -37,4 +37,4 @@ mod train;
 
 /// As the program does: hostile templates are held to a budget of memory.
 #[global_allocator]
-static ALLOCATOR: colo_grpo::untrusted::MeteredAllocator = colo_grpo::untrusted::MeteredAllocator;
+static ALLOCATOR: colo_grpo::MeteredAllocator = colo_grpo::MeteredAllocator;

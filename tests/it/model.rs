@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use colo_grpo::Error;
-use colo_grpo::error::ExitCode;
-use colo_grpo::model::{Family, ModelSpec, ParamTable, WeightFiles, WeightWriter};
+use colo_grpo::ExitCode;
+use colo_grpo::internal::model::{Family, ModelSpec, ParamTable, WeightFiles, WeightWriter};
 use serde_json::{Value, json};
 use tch::Kind;
 

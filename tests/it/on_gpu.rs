@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use colo_grpo::torch;
+use colo_grpo::internal::torch;
 use tch::{Device, Kind, Tensor};
 
 pub const GPU: Device = Device::Cuda(0);

@@ -9,10 +9,10 @@ use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use colo_grpo::Error;
-use colo_grpo::dist::{SingleRank, World};
-use colo_grpo::model::ModelSpec;
-use colo_grpo::rollout::{Engine, EngineOptions, RolloutEngine};
-use colo_grpo::types::{FinishReason, Prompt, RolloutGroup, SamplingParams};
+use colo_grpo::internal::dist::{SingleRank, World};
+use colo_grpo::internal::model::ModelSpec;
+use colo_grpo::internal::rollout::{Engine, EngineOptions, RolloutEngine};
+use colo_grpo::internal::types::{FinishReason, Prompt, RolloutGroup, SamplingParams};
 use tch::Kind;
 
 use self::setup::{Model, alone, golden, greedy, options, prompt, sampled};
@@ -74,7 +74,7 @@ fn nothing_but_the_prompt_decides_its_tokens() {
     assert_eq!((stats.num_prefilled_tokens, stats.num_shared_tokens), (prompt_tokens, 3 * prompt_tokens));
     assert_ne!(expected[0].completions[0].token_ids, expected[0].completions[1].token_ids);
 
-    let block_bytes = colo_grpo::rollout::kv_block_bytes(&model.spec, 1, 8, Kind::Float);
+    let block_bytes = colo_grpo::internal::rollout::kv_block_bytes(&model.spec, 1, 8, Kind::Float);
     let few_blocks = EngineOptions { kv_cache_bytes: 24 * block_bytes, ..options() };
     let variants = [
         EngineOptions { max_num_seqs: 1, ..options() },
@@ -109,7 +109,7 @@ fn equals_one_rank(world: &World) {
         let all = prompts(9);
         let own = |rank: usize| rank * all.len() / world.size()..(rank + 1) * all.len() / world.size();
         let own = own(world.rank());
-        let block_bytes = colo_grpo::rollout::kv_block_bytes(&model.spec, world.size(), 8, Kind::Float);
+        let block_bytes = colo_grpo::internal::rollout::kv_block_bytes(&model.spec, world.size(), 8, Kind::Float);
         let kv_cache_bytes = num_blocks * block_bytes;
         let options = EngineOptions { kv_cache_bytes, max_num_batched_tokens: 16, ..options() };
         let cases = [
@@ -242,7 +242,7 @@ fn what_cannot_be_served_is_refused_with_the_numbers() {
     };
     assert!(refusal(options(), vec![1; 128]).contains("1 to 127 tokens (max_model_length - 1), got one of 128"));
     assert!(refusal(options(), vec![96]).contains("below 96, got 96 in prompt 5"));
-    let block_bytes = colo_grpo::rollout::kv_block_bytes(&model.spec, 1, 8, Kind::Float);
+    let block_bytes = colo_grpo::internal::rollout::kv_block_bytes(&model.spec, 1, 8, Kind::Float);
     let small = EngineOptions { kv_cache_bytes: 4 * block_bytes, ..options() };
     assert!(refusal(small, vec![1; 14]).contains("at most 4 KV blocks of 8 tokens"));
     let tiny = EngineOptions { kv_cache_bytes: block_bytes - 1, ..options() };

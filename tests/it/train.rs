@@ -5,11 +5,11 @@ mod real_shapes;
 mod run;
 mod state;
 
-use colo_grpo::config::GradientCheckpointing;
-use colo_grpo::dist::{Backend, Mesh, ReduceOp, World, all_reduce_f64};
-use colo_grpo::memory::HostPool;
-use colo_grpo::model::UnitLayout;
-use colo_grpo::train::{GradientOptions, MicroBatch, Reference, Scores, reference_bytes};
+use colo_grpo::internal::config::GradientCheckpointing;
+use colo_grpo::internal::dist::{Backend, Mesh, ReduceOp, World, all_reduce_f64};
+use colo_grpo::internal::memory::HostPool;
+use colo_grpo::internal::model::UnitLayout;
+use colo_grpo::internal::train::{GradientOptions, MicroBatch, Reference, Scores, reference_bytes};
 use tch::{Kind, Tensor};
 
 use run::{ADAM, ENTROPY_COEF, LR, MAX_GRAD_NORM, Run, TEMPERATURE, initial, max_difference, unpadded, weights};

@@ -29,7 +29,7 @@ pub struct Filters<'a> {
 /// so that each rank cuts rows of its own: draws `first ..`, as far as there are any. Allocates nothing.
 ///
 /// # Errors
-/// As [`super::sample`].
+/// Whatever `sample` returns for the same tensors.
 pub fn filter(
     logits: &Tensor, // [shards, R, at least V / shards] f32
     vocab: usize,    // V; shard k of n has the ids V k / n .. V (k + 1) / n

@@ -29,7 +29,7 @@ pub struct Draws<'a> {
     pub temperatures: &'a Tensor,
     /// Repetition penalties `[S]` f32 and the ids seen, as [`super::mark_seen`] leaves them.
     pub penalties: Option<(&'a Tensor, &'a Tensor)>,
-    /// What [`super::filter`] made of the same logits. [S, 2] i32
+    /// Cuts that `filter` made of the same logits. [S, 2] i32
     pub cuts: Option<&'a Tensor>,
 }
 

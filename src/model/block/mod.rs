@@ -26,7 +26,7 @@ use dense::Expanded;
 
 pub use attention::{Attention, AttentionSpec, PackedAttention, QkNorm, attention_scale};
 pub use dense::DenseSpec;
-pub use linear::{Linear, LinearSpec, Matrix, Piece, Split, product_work};
+pub use linear::{Linear, LinearSpec, Matrix, Piece, product_work};
 pub use params::{BlockParams, NormNames};
 pub(crate) use params::{MIXER_NORMS, MLP_NORMS};
 

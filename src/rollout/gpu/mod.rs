@@ -24,7 +24,7 @@ mod sampling;
 mod state;
 
 pub use self::buffers::{engine_buffer_bytes, engine_sum_bytes};
-pub use self::profile::{OpTime, StepProfile};
+pub use self::profile::StepProfile;
 pub(super) use self::runner::GpuRunner;
 pub(super) use self::state::GpuState;
 pub use self::state::engine_table_bytes;

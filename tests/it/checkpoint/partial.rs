@@ -1,6 +1,6 @@
 //! Runs that begin more groups than a step takes.
 
-use colo_grpo::metrics::CompletionRow;
+use colo_grpo::internal::metrics::CompletionRow;
 
 use super::Runs;
 

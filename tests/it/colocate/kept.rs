@@ -1,11 +1,11 @@
 //! What a colocated engine keeps of unfinished sequences, beside training and after failures.
 
-use colo_grpo::colocate::Colocated;
-use colo_grpo::dist::World;
-use colo_grpo::phase::{FaultKind, Phase};
-use colo_grpo::train::Schedule;
-use colo_grpo::types::{LengthSpread, RolloutGroup, SamplingParams};
-use colo_grpo::update::UpdateOptions;
+use colo_grpo::internal::colocate::Colocated;
+use colo_grpo::internal::dist::World;
+use colo_grpo::internal::phase::{FaultKind, Phase};
+use colo_grpo::internal::train::Schedule;
+use colo_grpo::internal::types::{LengthSpread, RolloutGroup, SamplingParams};
+use colo_grpo::internal::update::UpdateOptions;
 
 use super::setup::{Setup, update_options};
 use super::{arm_fault, fails, generate, own_prompts, sampled, scope_fails, sequences, with_mesh};

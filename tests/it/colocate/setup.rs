@@ -4,19 +4,19 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use colo_grpo::Result;
-use colo_grpo::colocate::Colocated;
-use colo_grpo::config::{GradientCheckpointing, LrSchedulerType};
-use colo_grpo::dist::{Mesh, World};
-use colo_grpo::grpo::LossConfig;
-use colo_grpo::memory::HostPool;
-use colo_grpo::model::{ModelSpec, ParamTable, UnitLayout, init_unit};
-use colo_grpo::rollout::{Engine, EngineOptions, kv_block_bytes};
-use colo_grpo::serve::EngineSlices;
-use colo_grpo::train::{
+use colo_grpo::internal::colocate::Colocated;
+use colo_grpo::internal::config::{GradientCheckpointing, LrSchedulerType};
+use colo_grpo::internal::dist::{Mesh, World};
+use colo_grpo::internal::grpo::LossConfig;
+use colo_grpo::internal::memory::HostPool;
+use colo_grpo::internal::model::{ModelSpec, ParamTable, UnitLayout, init_unit};
+use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
+use colo_grpo::internal::serve::EngineSlices;
+use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, ParamState, Policy, PolicyOptions, Reference,
     Schedule, TrainedModel,
 };
-use colo_grpo::update::{Learner, UpdateOptions};
+use colo_grpo::internal::update::{Learner, UpdateOptions};
 use tch::{Device, Kind, Tensor};
 
 use crate::rollout::words;

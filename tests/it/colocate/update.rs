@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use colo_grpo::colocate::Colocated;
-use colo_grpo::config::LossType;
-use colo_grpo::dist::{ReduceOp, World, all_reduce_f64};
-use colo_grpo::grpo::LossConfig;
-use colo_grpo::phase::{FaultKind, Phase};
-use colo_grpo::train::{Schedule, Sequence};
-use colo_grpo::update::UpdateOptions;
+use colo_grpo::internal::colocate::Colocated;
+use colo_grpo::internal::config::LossType;
+use colo_grpo::internal::dist::{ReduceOp, World, all_reduce_f64};
+use colo_grpo::internal::grpo::LossConfig;
+use colo_grpo::internal::phase::{FaultKind, Phase};
+use colo_grpo::internal::train::{Schedule, Sequence};
+use colo_grpo::internal::update::UpdateOptions;
 
 use super::setup::{Setup, share, state, update_options};
 use super::{arm_fault, scope_fails};
@@ -146,7 +146,7 @@ fn totals(colocated: &mut Colocated, own: &[Sequence], options: &UpdateOptions) 
     (loss[0], outcome.grad_norm)
 }
 
-fn metric(stats: &colo_grpo::grpo::LossStats, wanted: &str) -> f64 {
+fn metric(stats: &colo_grpo::internal::grpo::LossStats, wanted: &str) -> f64 {
     let found = stats.entries().iter().find(|(name, _)| *name == wanted);
     found.unwrap_or_else(|| panic!("{wanted} is not reported")).1.value()
 }

@@ -1,7 +1,7 @@
 //! Unfinished sequences that go on from the cache of an earlier wake.
 
-use colo_grpo::rollout::EngineOptions;
-use colo_grpo::types::{LengthSpread, RolloutGroup, SamplingParams};
+use colo_grpo::internal::rollout::EngineOptions;
+use colo_grpo::internal::types::{LengthSpread, RolloutGroup, SamplingParams};
 use serde_json::json;
 
 use super::{Model, SMALL, completions, prompts};

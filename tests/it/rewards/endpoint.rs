@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use colo_grpo::reward::{FailureKind, RewardPool};
+use colo_grpo::internal::reward::{FailureKind, RewardPool};
 use serde_json::{Value, json};
 
 use super::processes::{group, pool, scores};

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-use colo_grpo::reward::{FailureKind, RewardPool};
+use colo_grpo::internal::reward::{FailureKind, RewardPool};
 use serde_json::{Value, json};
 
 use super::processes::{Scores, group, pool, scores};

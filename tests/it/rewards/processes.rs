@@ -7,8 +7,8 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use colo_grpo::reward::{FailureKind, RewardPool};
-use colo_grpo::types::{FinishReason, Prompt, RolloutGroup, Trajectory};
+use colo_grpo::internal::reward::{FailureKind, RewardPool};
+use colo_grpo::internal::types::{FinishReason, Prompt, RolloutGroup, Trajectory};
 use colo_grpo::{Config, ExitCode};
 use serde_json::{Value, json};
 

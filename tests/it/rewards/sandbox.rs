@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use colo_grpo::config::{RewardConfig, SandboxLayer};
+use colo_grpo::internal::config::{RewardConfig, SandboxLayer};
 use seccompiler::{SeccompAction, SeccompFilter, TargetArch};
 use serde_json::{Value, json};
 

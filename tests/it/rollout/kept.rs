@@ -6,10 +6,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use colo_grpo::Result;
-use colo_grpo::dist::{Collective, World};
-use colo_grpo::model::{Attention, ModelSpec, attention_scale};
-use colo_grpo::rollout::{Engine, EngineOptions, kv_block_bytes};
-use colo_grpo::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
+use colo_grpo::internal::dist::{Collective, World};
+use colo_grpo::internal::model::{Attention, ModelSpec, attention_scale};
+use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
+use colo_grpo::internal::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
 use tch::{Kind, Tensor};
 
 use super::setup::{Model, alone, options, prompts, sampled, token_ids};

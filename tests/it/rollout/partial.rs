@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use colo_grpo::dist::{Collective, World};
-use colo_grpo::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
+use colo_grpo::internal::dist::{Collective, World};
+use colo_grpo::internal::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
 
 use super::setup::{Model, alone, options, prompts, sampled, token_ids};
 use crate::ranks;

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use colo_grpo::Error;
-use colo_grpo::rollout::{EngineOptions, Event, Request, RequestId, Session};
-use colo_grpo::train::Sequence;
-use colo_grpo::types::{FinishReason, Prompt, SamplingParams, Trajectory};
+use colo_grpo::internal::rollout::{EngineOptions, Event, Request, RequestId, Session};
+use colo_grpo::internal::train::Sequence;
+use colo_grpo::internal::types::{FinishReason, Prompt, SamplingParams, Trajectory};
 
 use super::setup::{Model, alone, options, prompts, sampled};
 

@@ -5,15 +5,15 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use colo_grpo::data::Tokenizer;
-use colo_grpo::dist::{Collective, SingleRank};
-use colo_grpo::model::{
+use colo_grpo::internal::data::Tokenizer;
+use colo_grpo::internal::dist::{Collective, SingleRank};
+use colo_grpo::internal::model::{
     Attention, BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, ParamTable, Scoring,
     Unit, WeightFiles, block_forward, head_forward, init_unit,
 };
-use colo_grpo::ops::embedding;
-use colo_grpo::rollout::{Engine, EngineOptions, EngineStats, EngineWeights};
-use colo_grpo::types::{Prompt, RolloutGroup, SamplingParams};
+use colo_grpo::internal::ops::embedding;
+use colo_grpo::internal::rollout::{Engine, EngineOptions, EngineStats, EngineWeights};
+use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams};
 use tch::{Device, Kind, Tensor};
 
 const VOCAB: usize = 96;

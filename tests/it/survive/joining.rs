@@ -7,7 +7,7 @@ use std::os::fd::AsRawFd;
 use std::process::{Child, Command};
 use std::time::Duration;
 
-use colo_grpo::torch::Store;
+use colo_grpo::internal::torch::Store;
 
 use crate::program::{SMALL_RUN, command, end, wait_until};
 

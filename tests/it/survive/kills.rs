@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use colo_grpo::checkpoint::Checkpoint;
+use colo_grpo::internal::checkpoint::Checkpoint;
 
 use crate::program::{SMALL_RUN, command, processes_of, run, wait_until};
 

@@ -1,10 +1,10 @@
 //! What the trainer is held to: the same decoder written once more for libtorch's autograd in f64, one sequence at a time
 //! with dense attention, and AdamW on whole tensors as its paper prints it. Shares only the weights' layout.
 
-use colo_grpo::model::{
+use colo_grpo::internal::model::{
     BlockParams, EmbeddingParams, HeadParams, Matrix, ModelSpec, ParamName, ParamTable, Piece, QkNorm, Unit,
 };
-use colo_grpo::train::{AdamOptions, Sequence};
+use colo_grpo::internal::train::{AdamOptions, Sequence};
 use tch::{Device, Kind, Tensor};
 
 /// One leaf per unit, with its moments.

@@ -3,15 +3,15 @@
 
 use std::sync::Arc;
 
-use colo_grpo::config::GradientCheckpointing;
-use colo_grpo::dist::{Backend, World};
-use colo_grpo::model::{
+use colo_grpo::internal::config::GradientCheckpointing;
+use colo_grpo::internal::dist::{Backend, World};
+use colo_grpo::internal::model::{
     HeadParams, ModelSpec, ParamName, ParamTable, Scoring, UnitLayout, head_backward, head_forward, init_unit,
     init_unit_on,
 };
-use colo_grpo::ops::random::RandomKey;
-use colo_grpo::torch;
-use colo_grpo::train::{
+use colo_grpo::internal::ops::random::RandomKey;
+use colo_grpo::internal::torch;
+use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, NetworkOptions, PackOptions, Policy, PolicyOptions, Sequence, TokenGradients, pack,
 };
 use tch::{Device, Kind, Tensor};
@@ -122,7 +122,7 @@ fn fused(
     let [micro_batch] = &packed[..] else { panic!("all in one micro-batch") };
     let slopes = Tensor::cat(slopes, 0);
     let mut logprobs = None;
-    let mut loss = |scores: &colo_grpo::train::Scores| {
+    let mut loss = |scores: &colo_grpo::internal::train::Scores| {
         logprobs = Some(scores.logprobs.shallow_clone());
         Ok(TokenGradients { dlogprobs: slopes.shallow_clone(), dentropy: None })
     };
@@ -156,7 +156,7 @@ fn sequence(len: usize, vocab_size: usize) -> Sequence {
 #[ignore = "needs a GPU"]
 fn gpu_a_head_takes_less_than_a_gigabyte() {
     let device = Device::Cuda(0);
-    colo_grpo::cuda::kernels::prepare(0).unwrap();
+    colo_grpo::internal::cuda::kernels::prepare(0).unwrap();
     let (tokens, dim, vocabulary) = (16_384, 3584, 152_064);
     let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::BFloat16, device));
     let (x, table) = (rand(&[tokens, dim]), rand(&[vocabulary, dim]) * 0.02);

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use colo_grpo::config::GradientCheckpointing;
-use colo_grpo::dist::Mesh;
-use colo_grpo::memory::HostPool;
-use colo_grpo::model::{Family, ModelSpec, NormPlaces, ParamTable, QkNorm, Unit, UnitLayout};
-use colo_grpo::train::{
+use colo_grpo::internal::config::GradientCheckpointing;
+use colo_grpo::internal::dist::Mesh;
+use colo_grpo::internal::memory::HostPool;
+use colo_grpo::internal::model::{Family, ModelSpec, NormPlaces, ParamTable, QkNorm, Unit, UnitLayout};
+use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, MicroBatch, NetworkOptions, OptimizerHome, PackOptions, Policy, PolicyOptions,
     Scores, Sequence, StepOutcome, TokenGradients, TrainedModel, pack, pad_to_agreed_count,
 };

@@ -5,10 +5,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use colo_grpo::Result;
-use colo_grpo::dist::{Mesh, World, all_gather_bytes};
-use colo_grpo::memory::{HostPool, Ledger, Place};
-use colo_grpo::model::{ModelSpec, ParamName, ParamTable, Unit, UnitLayout};
-use colo_grpo::train::{
+use colo_grpo::internal::dist::{Mesh, World, all_gather_bytes};
+use colo_grpo::internal::memory::{HostPool, Ledger, Place};
+use colo_grpo::internal::model::{ModelSpec, ParamName, ParamTable, Unit, UnitLayout};
+use colo_grpo::internal::train::{
     GradientOptions, OptimizerHome, ParamShard, ParamState, Policy, Reference, TrainedModel, reference_bytes,
 };
 use tch::{Kind, Tensor};

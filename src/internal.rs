@@ -1,0 +1,95 @@
+//! The names of the inside that the program, tests/it and the fuzz targets of this repository need. It is no part of the
+//! library: names come and go without notice.
+
+pub mod checkpoint {
+    pub use crate::checkpoint::{Checkpoint, CheckpointOptions, SavedConfig, Saver, TrainerState, claim, find_latest};
+}
+pub mod cli {
+    pub use crate::cli::run;
+}
+pub mod colocate {
+    pub use crate::colocate::Colocated;
+}
+pub mod config {
+    pub use crate::config::{
+        Config, GradientCheckpointing, LossType, LrSchedulerType, Quantization, RewardConfig, SandboxLayer,
+        TargetModule,
+    };
+}
+pub mod cuda {
+    pub use crate::cuda::{Context, CurrentStream, Event, Graph, Products, TorchStream, Tuning, kernels};
+}
+pub mod data {
+    pub use crate::data::{
+        ChatTemplate, Dataset, DatasetOptions, Hub, HubOptions, Message, Repo, SamplerState, SftDataset, Tokenizer,
+    };
+}
+pub mod dist {
+    pub use crate::dist::{
+        Backend, Collective, Mesh, ReduceOp, SingleRank, WorkerEnv, World, WorldOptions, all_gather_bytes,
+        all_reduce_f64,
+    };
+}
+pub mod grpo {
+    pub use crate::grpo::{LossConfig, LossStats};
+}
+pub mod launch {
+    pub use crate::launch::{Inherited, LaunchOptions, Rendezvous, exit_now, run, worker_command};
+}
+pub mod memory {
+    pub use crate::memory::{Arena, HostPool, Ledger, Place, release_idle, settle};
+}
+pub mod metrics {
+    pub use crate::metrics::{CompletionRow, LogHistory, MetricLine, read_completions, read_metrics};
+}
+pub mod model {
+    pub use crate::model::{
+        Attention, BlockContext, BlockParams, EmbeddingParams, Family, HeadParams, LoraSpec, Matrix, ModelSource,
+        ModelSpec, NormPlaces, PackedAttention, ParamName, ParamTable, Piece, QkNorm, QuantizedBlock, Scoring, Unit,
+        UnitLayout, WeightFiles, WeightWriter, attention_scale, block_forward, head_backward, head_forward,
+        init_folder, init_unit, init_unit_on, write_adapters,
+    };
+}
+pub mod ops {
+    pub use crate::ops::*;
+}
+pub mod phase {
+    pub use crate::phase::{Fault, FaultKind, Phase, Scratch, arm_fault};
+}
+pub mod reward {
+    pub use crate::reward::{FailureKind, RewardPool, answer_reader, check_reply, exact_answer, numeric_answer};
+}
+pub mod rollout {
+    pub use crate::rollout::{
+        Engine, EngineOptions, EngineStats, EngineWeights, Event, Request, RequestId, RolloutEngine, Session,
+        kv_block_bytes,
+    };
+}
+pub mod serve {
+    pub use crate::serve::{EngineSlices, Served};
+}
+pub mod torch {
+    pub use crate::torch::{
+        Store, byte_vec, device_memory, f32_vec, i64_vec, keep_block, lacks_block, release_memory, reset_peak_memory,
+        set_deterministic,
+    };
+}
+pub mod train {
+    pub use crate::train::{
+        AdamOptions, AdapterOptions, GradientOptions, MicroBatch, NetworkOptions, OptimizerHome, PackOptions,
+        ParamShard, ParamState, Policy, PolicyOptions, PolicyStart, Reference, Schedule, Scores, Sequence, StepOutcome,
+        TokenGradients, TrainedModel, pack, pad_to_agreed_count, reference_bytes,
+    };
+}
+pub mod trainer {
+    pub use crate::trainer::Trainer;
+}
+pub mod types {
+    pub use crate::types::{FinishReason, LengthSpread, Prompt, RolloutGroup, SamplingParams, Trajectory};
+}
+pub mod untrusted {
+    pub use crate::untrusted::MeteredAllocator;
+}
+pub mod update {
+    pub use crate::update::{Learner, UpdateOptions};
+}
