@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests of the scripts, without PyTorch: they parse and say how they are used, setup.sh does its work once, the demo's task and model
-# come out of the scripts that are said to make them, and the Countdown recipe runs to its end. PROGRAM names the program,
-# target/release/colo-grpo unless it is set.
+# come out of the scripts that are said to make them, and the Countdown recipe and GSM8K's, with a stand-in for model and rows,
+# run to their end. PROGRAM names the program, target/release/colo-grpo unless it is set.
 #   scripts/test_scripts.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -121,4 +121,30 @@ said=$(MODEL="$work/small.json" TASK="--traces 64 --train 32 --eval 32" \
 [[ $said =~ "held-out by step: 0: 0.000, 1: 0.000, 2: 0.000" ]] || fail "countdown.sh: $said"
 "$python" -c 'import sys, xml.dom.minidom as xml; assert xml.parse(sys.argv[1]).getElementsByTagName("polyline")' \
     "$work/countdown/curve.svg" || fail "countdown_curve.py draws nothing"
+# The README's recipe with two names replaced: the stand-in's rows are GSM8K's in form, its tokenizer and template are read, the recipe's
+# own rewards find the answer in a row's text, and what was trained is a model.
+"$python" scripts/make_stand_in.py "$work/stand-in" --train 64 --test 8 >/dev/null || fail "make_stand_in.py"
+"$python" - "$work/stand-in/gsm8k/main" <<'PY' || fail "make_stand_in.py does not write GSM8K's rows"
+import json, pathlib, re, sys
+for name, count in (("train", 64), ("test", 8)):
+    rows = [json.loads(line) for line in (pathlib.Path(sys.argv[1]) / f"{name}.jsonl").open()]
+    assert len(rows) == count and all(list(row) == ["question", "answer"] for row in rows)
+    assert all(re.search(r"\n#### \d+$", row["answer"]) for row in rows)
+    for row in rows:
+        for sum, said in re.findall(r"<<(.*?)=(\d+)>>", row["answer"]):
+            assert eval(sum, {}) == int(said), row
+PY
+recipe=(--config configs/recipes/gsm8k-1.5b-1gpu.toml device=cpu max_steps=2 model_name_or_path="$work/stand-in/model"
+    dataset_name="$work/stand-in/gsm8k" per_device_train_batch_size=16 gradient_accumulation_steps=1 max_completion_length=64)
+"$program" "${recipe[@]}" output_dir="$work/tried" >"$work/log" 2>&1 || { cat "$work/log" >&2; fail "the recipe on the stand-in"; }
+grep -q "<|im_start|>system.*boxed.*<|im_start|>user.*<|im_start|>assistant" "$work/log" || fail "the recipe's first prompt is no chat"
+"$python" - "$work/tried/metrics.jsonl" <<'PY' || { cat "$work/tried/metrics.jsonl" >&2; fail "the recipe's metrics"; }
+import json, sys
+lines = [json.loads(line) for line in open(sys.argv[1])]
+steps = [line for line in lines if "loss" in line]
+assert len(steps) == 2 and all("rewards/numeric_answer/mean" in line for line in steps)
+assert all(line["rewards/num_failed"] == 0 for line in steps), "every sample is scored"
+PY
+"$program" generate --model "$work/tried/final" --chat --prompt "What is 2 + 3?" --max_completion_length 4 2>/dev/null |
+    grep -q '"num_tokens"' || fail "what the recipe leaves is no model"
 echo "scripts: ok"

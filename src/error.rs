@@ -215,6 +215,18 @@ pub enum Error {
         message: String,
     },
 
+    /// A model whose numbers are further from transformers' than rounding is.
+    #[error(
+        "{}: its numbers are not those of transformers: {message}; in float32 (--dtype float32) a difference is no rounding",
+        model.display()
+    )]
+    Differs {
+        /// The model as it was named.
+        model: PathBuf,
+        /// Which figure, by how much, what is allowed.
+        message: String,
+    },
+
     // ---- rewards: exit code 14 ----
     /// A reward whose workers were replaced again and again, or whose service stayed away, with no score in between.
     #[error(

@@ -35,6 +35,8 @@ pub enum Command {
     Generate(Placed<GenerateArgs>),
     /// avg@n, pass@k and maj@n of a model folder on a file of problems
     Eval(Placed<EvalArgs>),
+    /// Compare the logits of a model with those of transformers in Python, before anything is trained
+    Verify(VerifyArgs),
     /// Make a model folder with random weights, from a preset or a config.json
     Init(InitArgs),
     /// Copy what a run trained out of a checkpoint, or merge LoRA adapters into a model
@@ -63,7 +65,7 @@ impl Command {
             Self::Train(args) | Self::Sft(args) => args.launch.nproc == 1,
             Self::Generate(args) => args.launch.nproc == 1,
             Self::Eval(args) => args.launch.nproc == 1,
-            Self::Bench(_) => true,
+            Self::Bench(_) | Self::Verify(_) => true,
             _ => false,
         }
     }
@@ -292,6 +294,30 @@ impl EvalArgs {
         }
         config.check().map(|()| config)
     }
+}
+
+/// `verify`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct VerifyArgs {
+    #[command(flatten)]
+    pub place: PlaceArgs,
+    /// Model: a folder, or a name on the Hugging Face Hub
+    #[arg(long)]
+    pub model: PathBuf,
+    /// A prompt, as plain text; may be repeated [default: four of prose, digits, code and other scripts]
+    #[arg(long)]
+    pub prompt: Vec<String>,
+    /// Tokens that the engine adds to each prompt, greedily
+    #[arg(long, default_value_t = 16, value_parser = count)]
+    pub max_completion_length: usize,
+    /// Largest mean difference that passes, of a position's logits and of the engine's log-probabilities [default: 0.001 in float32,
+    /// 0.2 in bfloat16]
+    #[arg(long, value_parser = number(|most: &f64| *most >= 0.0, "a number of at least 0"))]
+    pub tolerance: Option<f64>,
+    /// Interpreter that has torch and transformers
+    #[arg(long, default_value = "python3")]
+    pub python: String,
 }
 
 /// Which shape a model has that is in no folder; `tiny` if nothing is named.

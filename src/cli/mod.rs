@@ -10,6 +10,7 @@ mod normalise;
 mod process;
 mod reference;
 mod sample;
+mod verify;
 
 use std::ffi::OsString;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -22,7 +22,7 @@ pub enum ExitCode {
     OutOfMemory = 11,
     /// Storage failed or is full.
     Storage = 12,
-    /// Too many non-finite losses or gradients.
+    /// Too many non-finite losses or gradients, or a model that `verify` finds different.
     Numerics = 13,
     /// A reward's workers fail again and again, or rewards score nothing.
     RewardService = 14,
@@ -81,7 +81,7 @@ impl Error {
             // Not initialised, stub library, driver too old, no or no such device, no image for it, system not ready.
             Error::Cuda { code: 3 | 34 | 35 | 100 | 101 | 209 | 222 | 802 | 803, .. } => ExitCode::Environment,
             Error::Io { .. } => ExitCode::Storage,
-            Error::NonFinite { .. } => ExitCode::Numerics,
+            Error::NonFinite { .. } | Error::Differs { .. } => ExitCode::Numerics,
             Error::RewardService { .. } | Error::NoScore { .. } => ExitCode::RewardService,
             Error::Preempted { .. } | Error::StoppedEarly => ExitCode::Preempted,
             Error::CollectiveTimeout { .. } | Error::Hang { .. } => ExitCode::Hang,

@@ -1,11 +1,11 @@
 //! From the last block's output to log-probabilities of scored tokens: choice of rows, final norm, head.
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::views::HeadParams;
 use crate::error::Result;
 use crate::ops::head::{self, HeadSaved};
-use crate::ops::{embedding, rms_norm};
+use crate::ops::{embedding, linear, rms_norm};
 use crate::torch::accumulation_kind;
 
 /// Rows that are scored at once: on a GPU half a gigabyte of float32 logits in whole tiles of its products, on a CPU what
@@ -66,6 +66,21 @@ pub fn head_forward(
     let out = head::forward(&normed, table, scoring.targets, scoring.temperature, chunk_tokens, keep)?;
     let saved = SavedHead { hidden, normed, rstd, head: out.saved };
     Ok(Scored { logprobs: out.logprobs, entropy: out.entropy, saved })
+}
+
+/// `norm(x[rows]) table^T` in float32: every logit of the rows at once, which a network that trains never holds.
+///
+/// # Errors
+/// [`crate::Error::OutOfMemory`].
+pub fn head_logits(
+    w: &HeadParams,
+    table: &Tensor, // [V, D], the head's own or the embedding's
+    x: &Tensor,     // [T, D]
+    rows: &Tensor,  // [C] i64
+    eps: f64,
+) -> Result<Tensor /* [C, V] f32 */> {
+    let (normed, _) = rms_norm::forward(&x.f_index_select(0, rows)?, &w.final_norm, eps)?;
+    Ok(linear::forward(&normed, table, None)?.f_to_kind(Kind::Float)?)
 }
 
 /// dx `[num_tokens, D]`, of the weights' kind, from the gradients of log-probabilities and, where given, entropies. The gradients

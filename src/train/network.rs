@@ -13,7 +13,7 @@ use crate::config::GradientCheckpointing;
 use crate::error::Result;
 use crate::model::{
     BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, SavedBlock, Scoring, Unit,
-    UnitLayout, block_backward, block_forward, head_backward, head_forward,
+    UnitLayout, block_backward, block_forward, head_backward, head_forward, head_logits,
 };
 use crate::ops::embedding;
 use crate::ops::rope::{Rope, RopeRows};
@@ -68,6 +68,10 @@ impl Network {
         self.options.kind
     }
 
+    pub(crate) fn device(&self) -> Device {
+        self.options.device
+    }
+
     /// What is stepped: the adapters, or all weights.
     pub(crate) fn trained(&self) -> &Weights {
         self.adapters.as_ref().map_or(&self.weights, |adapters| &adapters.weights)
@@ -90,6 +94,14 @@ impl Network {
         let head = self.head(&[])?;
         let scored = head_forward(&head.params, &head.table, &hidden, &pass.scoring, false)?;
         Ok(Scores { logprobs: scored.logprobs, entropy: scored.entropy })
+    }
+
+    /// Logits before each of a micro-batch's scored tokens (collective where weights are sharded). [C, V] f32
+    pub(crate) fn logits(&mut self, micro_batch: &MicroBatch) -> Result<Tensor> {
+        let mut pass = Pass::new(self, micro_batch, 1.0, AdapterUse::Off)?;
+        let (hidden, _) = self.blocks_forward(&mut pass, None)?;
+        let head = self.head(&[])?;
+        head_logits(&head.params, &head.table, &hidden, pass.scoring.rows, pass.scoring.eps)
     }
 
     /// Scores, asks `loss` for their gradients and adds the weights' to `gradients` (collective where weights or gradients

@@ -7,6 +7,7 @@ use tch::Tensor;
 use super::adapters::AdapterUse;
 use super::micro_batch::MicroBatch;
 use super::network::{Network, NetworkOptions, Scores};
+use super::pack::Sequence;
 use super::sharding::Sharding;
 use super::weights::Weights;
 use crate::dist::Mesh;
@@ -58,6 +59,16 @@ impl Reference {
     /// Those of [`Collective`](crate::dist::Collective); what the device failed at until here.
     pub fn forward_logprobs(&mut self, micro_batch: &MicroBatch, temperature: f64) -> Result<Scores> {
         self.network.score(micro_batch, temperature, AdapterUse::Off)
+    }
+
+    /// Logits of every position of one sequence but its last, in float32 on the device (collective over the shard group).
+    ///
+    /// # Errors
+    /// As [`Reference::forward_logprobs`].
+    pub fn forward_logits(&mut self, token_ids: &[u32]) -> Result<Tensor /* [T - 1, V] */> {
+        let sequence = [Sequence::of_tokens(token_ids.to_vec(), 1)];
+        let micro_batch = MicroBatch::new(&sequence, &[vec![0]], self.network.device())?;
+        self.network.logits(&micro_batch)
     }
 
     /// Frees gathered weights.

@@ -4,6 +4,7 @@ mod faults;
 mod recipes;
 mod signals;
 mod strangers;
+mod verify;
 
 use std::fs;
 use std::path::Path;

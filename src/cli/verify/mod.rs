@@ -1,0 +1,165 @@
+//! `verify`: what trainer and engine compute from a model's files, against transformers.
+
+mod comparison;
+mod peer;
+
+use std::sync::Arc;
+
+use serde_json::Map;
+use tch::Kind;
+
+use super::args::VerifyArgs;
+use super::fetch;
+use crate::cuda::Placement;
+use crate::data::Tokenizer;
+use crate::dist::{Backend, World};
+use crate::error::{Error, ExitCode, Result};
+use crate::memory::explain_out_of_memory;
+use crate::model::{ModelSource, ModelSpec, ParamTable, UnitLayout, WeightFiles};
+use crate::phase::{self, Phase, terminal};
+use crate::serve::{ServeOptions, Service};
+use crate::torch;
+use crate::train::{NetworkOptions, Reference};
+use crate::types::{Prompt, SamplingParams, Trajectory};
+use comparison::Comparison;
+use peer::{Peer, Question};
+
+/// Prompts where none is given: prose, digits, code, other scripts.
+const PROMPTS: [&str; 4] = [
+    "The capital of France is Paris. The capital of Italy is",
+    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did Natalia sell \
+     altogether in April and May? 48 / 2 = 24 clips were sold in May, so that",
+    "def fibonacci(n: int) -> int:\n    \"\"\"The n-th number.\"\"\"\n    if n < 2:\n        return n\n",
+    "问题：三加五等于多少？ Ответ: восемь. L'été, ça coûte 12,50 €. 🙂",
+];
+
+/// Longest prompt and completion together, in tokens.
+const MAX_LENGTH: usize = 4096;
+
+/// Mean difference of logits, or of log-probabilities, that is rounding.
+fn usual_tolerance(kind: Kind) -> f64 {
+    if kind == Kind::Float { 1e-3 } else { 0.2 }
+}
+
+/// What the program computed.
+struct Own {
+    prompts: Vec<Prompt>,
+    completions: Vec<Trajectory>,
+    /// Prompt and completion.
+    sequences: Vec<Vec<u32>>,
+    /// `[T - 1, V]` f32 of each sequence, on the host.
+    logits: Vec<tch::Tensor>,
+    vocab_size: usize,
+}
+
+/// Computes, asks, prints one table.
+///
+/// # Errors
+/// [`Error::Environment`] without transformers; [`Error::Differs`]; what is wrong with the model.
+pub(super) fn verify(args: &VerifyArgs) -> Result<ExitCode> {
+    let Placement { on_cuda, kind } = Placement::new(args.place.device, args.place.dtype)?;
+    let peer = Peer::find(&args.python)?;
+    let source = fetch::model(&args.model, None)?;
+    if source.adapters.is_some() {
+        let expected = "a whole model; colo-grpo export --merge makes one of adapters";
+        return Err(Error::invalid_value("--model", args.model.display(), expected));
+    }
+    let own = compute(args, &source, on_cuda, kind).map_err(explain_out_of_memory)?;
+    let (dtype, device) =
+        (if kind == Kind::Float { "float32" } else { "bfloat16" }, if on_cuda { "cuda" } else { "cpu" });
+    let prompts: Vec<String> = own.prompts.iter().map(|prompt| prompt.text.clone()).collect();
+    let theirs = peer.ask(&Question {
+        model: &source.base,
+        dtype,
+        device,
+        prompts: &prompts,
+        sequences: &own.sequences,
+        vocab_size: own.vocab_size,
+    })?;
+    let compared = Comparison::new(&own, &theirs)?;
+    let tolerance = args.tolerance.unwrap_or_else(|| usual_tolerance(kind));
+    let (name, versions) = (args.model.display(), &theirs.versions);
+    terminal::print(format_args!(
+        "{name} against transformers {} (torch {}), {dtype} on {device}: {} prompts, {} positions\n{}",
+        versions.transformers,
+        versions.torch,
+        own.prompts.len(),
+        compared.positions(),
+        compared.table(tolerance),
+    ))?;
+    match compared.fault(tolerance) {
+        None => Ok(ExitCode::Done),
+        Some(message) => Err(Error::Differs { model: args.model.clone(), message }),
+    }
+}
+
+/// Greedy completions of the engine, then the trainer's logits of them. Each holds the weights alone.
+fn compute(args: &VerifyArgs, source: &ModelSource, on_cuda: bool, kind: Kind) -> Result<Own> {
+    let world = Arc::new(World::single_on(if on_cuda { Backend::Nccl } else { Backend::Shm })?);
+    let (prompts, completions) = generate(args, source, &world, kind)?;
+    let sequences: Vec<Vec<u32>> = prompts.iter().zip(&completions).map(|(prompt, it)| joined(prompt, it)).collect();
+    let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
+    let (table, files) = (Arc::new(ParamTable::new(spec.clone(), 1)), WeightFiles::open(&source.base, spec.clone())?);
+    let options = NetworkOptions { kind, residual: kind, device: world.device() };
+    let read = |layout: &UnitLayout| files.read_unit(layout, kind);
+    let mut network = phase::scope(Phase::Load, || Reference::new(table, &world.mesh(1, 1)?, options, &read))?;
+    let mut logits = |sequence: &Vec<u32>| Ok(network.forward_logits(sequence)?.f_to_device(tch::Device::Cpu)?);
+    let logits = phase::scope(Phase::Score, || sequences.iter().map(&mut logits).collect::<Result<_>>())?;
+    drop(network);
+    torch::release_memory(world.device())?; // the other process needs as much
+    Ok(Own { prompts, completions, sequences, logits, vocab_size: spec.vocab_size })
+}
+
+fn joined(prompt: &Prompt, completion: &Trajectory) -> Vec<u32> {
+    [&prompt.token_ids[..], &completion.token_ids].concat()
+}
+
+/// The prompts that were given; without any, those of the usual ones that are no longer than a small model's context.
+fn prompts(given: &[String], tokenizer: &Tokenizer, longest: usize) -> Result<Vec<Prompt>> {
+    let texts: Vec<&str> = if given.is_empty() { PROMPTS.to_vec() } else { given.iter().map(String::as_str).collect() };
+    let mut prompts = Vec::new();
+    for text in texts {
+        let token_ids = tokenizer.encode(text, true)?;
+        if (1..=longest).contains(&token_ids.len()) {
+            let id = prompts.len() as u64;
+            prompts.push(Prompt { id, text: text.to_owned(), token_ids, columns: Arc::default() });
+        } else if !given.is_empty() {
+            let expected = format!("1 to {longest} tokens, not {}", token_ids.len());
+            return Err(Error::invalid_value("--prompt", format!("'{text:.80}'"), expected));
+        }
+    }
+    let expected = format!("a prompt of 1 to {longest} tokens: this model's context is too short for the usual ones");
+    if prompts.is_empty() { Err(Error::invalid_value("--prompt", "none", expected)) } else { Ok(prompts) }
+}
+
+/// The engine's greedy completion of each prompt.
+fn generate(
+    args: &VerifyArgs,
+    source: &ModelSource,
+    world: &Arc<World>,
+    kind: Kind,
+) -> Result<(Vec<Prompt>, Vec<Trajectory>)> {
+    let options = ServeOptions {
+        model: &source.base,
+        base_model: None,
+        template_variables: &Map::new(),
+        tensor_parallel_size: 1,
+        max_model_length: Some(MAX_LENGTH),
+        kind,
+        residual: kind,
+    };
+    let Service { mut served, tokenizer, max_model_length } =
+        phase::scope(Phase::Load, || Service::load(&options, world))?;
+    let longest = max_model_length.saturating_sub(args.max_completion_length);
+    let prompts = prompts(&args.prompt, &tokenizer, longest)?;
+    let params = SamplingParams {
+        num_generations: 1,
+        temperature: 0.0,
+        max_completion_length: args.max_completion_length,
+        ..SamplingParams::default()
+    };
+    let mut groups =
+        served.with_engine(|rollout| phase::scope(Phase::Generate, || rollout.generate(&prompts, &params, |_| ())))?;
+    groups.sort_by_key(|group| group.prompt.id);
+    Ok((prompts, groups.into_iter().flat_map(|group| group.completions).collect()))
+}
