@@ -3,10 +3,10 @@
 
     python scripts/golden_trl.py        # needs torch 2.11 and trl 1.16; writes tests/golden/grpo.json
 
-`GRPOTrainer._generate_and_score_completions` and `GRPOTrainer._compute_loss` run unbound, in float64, on a stand-in for the
-trainer: generation and rewards return prepared lists, and the forward pass returns prepared log-probabilities, which for the
-policy are a leaf whose gradient is kept. Everything between (advantages, denominators, sampler correction, KL, losses,
-metrics) is TRL's.
+`GRPOTrainer._generate_and_score_completions` (`RLOOTrainer`'s for its advantages) and `GRPOTrainer._compute_loss` run unbound, in
+float64, on a stand-in for the trainer: generation and rewards return prepared lists, and the forward pass returns prepared
+log-probabilities, which for the policy are a leaf whose gradient is kept. Everything between (advantages, denominators, sampler
+correction, masks, KL, losses, metrics) is TRL's.
 """
 
 import itertools
@@ -19,13 +19,21 @@ from collections import defaultdict
 import accelerate
 import torch
 import trl
-from trl import GRPOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 
 EOS, PAD, WORD = 2, 0, 7
 LENGTHS = [5, 3, 1, 6, 2, 4, 7, 3]  # completion tokens of each sequence
 TRUNCATED = 3  # the sequence without an end-of-sequence token
 NUM_GENERATIONS = 4
 MAX_COMPLETION_LENGTH = 9
+OF_LOSS_TYPES = dict(
+    sapo_temperature_neg=1.05,
+    sapo_temperature_pos=1.0,
+    vespo_k_pos=2.0,
+    vespo_lambda_pos=3.0,
+    vespo_k_neg=3.0,
+    vespo_lambda_neg=2.0,
+)
 CONFIG_DEFAULTS = dict(
     loss_type="dapo",
     importance_sampling_level="token",
@@ -37,11 +45,13 @@ CONFIG_DEFAULTS = dict(
     importance_sampling_correction=False,
     importance_sampling_mode="sequence_mask",
     importance_sampling_clip_max=1.25,
+    importance_sampling_clip_min=None,
+    off_policy_mask_threshold=None,
     max_completion_length=MAX_COMPLETION_LENGTH,
 )
 
 
-def trainer(config, batch, rewards, reward_weights, scale_rewards, num_generations, mask_truncated, use_old):
+def trainer(config, batch, rewards, reward_weights, scale_rewards, num_generations, mask_truncated, use_old, aggregation, of):
     """Stands in for `self`: every attribute that the two methods read for text-only training without tools."""
     model = types.SimpleNamespace(training=True, is_gradient_checkpointing=False)
     reference = types.SimpleNamespace()
@@ -59,6 +69,8 @@ def trainer(config, batch, rewards, reward_weights, scale_rewards, num_generatio
         return scored["reference" if which is reference else "old"], None, None
 
     def generate(prompts):
+        if of is RLOOTrainer:
+            return [[WORD]] * len(rows), rows, [""] * len(rows)
         logprobs = split_rows(batch["rollout_logprobs"], batch["lengths"])
         return [[WORD]] * len(rows), rows, None, [""] * len(rows), logprobs, {}, None, []
 
@@ -83,6 +95,7 @@ def trainer(config, batch, rewards, reward_weights, scale_rewards, num_generatio
             gradient_checkpointing_kwargs=None,
             delta=config["delta"],
             use_bias_correction_kl=config["use_bias_correction_kl"],
+            **{key: config.get(key, default) for key, default in OF_LOSS_TYPES.items()},
         ),
         num_iterations=1 if not use_old else 2,
         current_gradient_accumulation_steps=1,
@@ -100,14 +113,14 @@ def trainer(config, batch, rewards, reward_weights, scale_rewards, num_generatio
         reward_func_names=[f"reward_{i}" for i in range(rewards.size(1))],
         reward_funcs=[None] * rewards.size(1),
         reward_weights=reward_weights,
-        multi_objective_aggregation="sum_then_normalize",
+        multi_objective_aggregation=aggregation,
         scale_rewards=scale_rewards,
         num_generations=num_generations,
         mask_truncated_completions=mask_truncated,
         use_vllm=correction,
         vllm_importance_sampling_correction=correction,
         vllm_importance_sampling_mode=config["importance_sampling_mode"],
-        vllm_importance_sampling_clip_min=None,
+        vllm_importance_sampling_clip_min=config["importance_sampling_clip_min"],
         vllm_importance_sampling_clip_max=config["importance_sampling_clip_max"],
         loss_type=config["loss_type"],
         importance_sampling_level=config["importance_sampling_level"],
@@ -116,7 +129,11 @@ def trainer(config, batch, rewards, reward_weights, scale_rewards, num_generatio
         beta=config["beta"],
         max_completion_length=config["max_completion_length"],
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        off_policy_mask_threshold=config["off_policy_mask_threshold"],
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
+        normalize_advantages=scale_rewards == "batch",  # RLOO's
+        reward_clip_range=None,
         aux_loss_enabled=False,
         _entropy_bonus_enabled=False,
         log_multimodal=False,
@@ -144,21 +161,21 @@ def unpad(rows, lengths):
 
 
 def run(config, batch, rewards, reward_weights=(1.0,), scale_rewards="group", mask_truncated=False, use_old=True,
-        num_generations=NUM_GENERATIONS, with_loss=True):
+        num_generations=NUM_GENERATIONS, with_loss=True, of=GRPOTrainer, aggregation="sum_then_normalize"):
     weights = torch.tensor(reward_weights, dtype=torch.float64)
     rewards = torch.tensor(rewards, dtype=torch.float64).view(len(batch["lengths"]), -1)
     fake, model, current = trainer(
-        config, batch, rewards, weights, scale_rewards, num_generations, mask_truncated, use_old
+        config, batch, rewards, weights, scale_rewards, num_generations, mask_truncated, use_old, aggregation, of
     )
     inputs = [{"prompt": ""} for _ in batch["lengths"]]
-    scored = GRPOTrainer._generate_and_score_completions(fake, inputs)
+    scored = of._generate_and_score_completions(fake, inputs)
     result = {"advantages": scored["advantages"].tolist()}
     if with_loss:
         loss = GRPOTrainer._compute_loss(fake, model, scored)
         loss.backward()
         result["loss"] = loss.item()
         result["dlogprobs"] = unpad(current.grad, batch["lengths"])
-    wanted = ("kl", "entropy", "clip_ratio", "cispo", "sampling/") if with_loss else ("reward", "frac_reward")
+    wanted = ("kl", "entropy", "clip_ratio", "cispo", "vespo", "sampling/") if with_loss else ("reward", "frac_reward")
     metrics = fake._metrics["train"]
     result["metrics"] = {name: none_for_nan(metrics[name][0]) for name in metrics if name.startswith(wanted)}
     return result
@@ -205,18 +222,40 @@ def loss_cases(batch, rewards):
         "everything_on_policy": dict(beta=0.1, importance_sampling_correction=True),
     }
     for loss_type, level in itertools.product(
-        ("grpo", "dr_grpo", "bnpo", "dapo", "cispo"), ("token", "sequence")
+        ("grpo", "dr_grpo", "bnpo", "dapo", "cispo", "sapo", "luspo", "vespo"), ("token", "sequence")
     ):
-        for name, changes in variants.items():
-            if loss_type == "cispo" and name.startswith("delta"):
+        for name, changes in {**variants, **new_variants(loss_type)}.items():
+            if loss_type in ("cispo", "sapo", "vespo") and name.startswith("delta"):
                 continue
             config = {**CONFIG_DEFAULTS, "loss_type": loss_type, "importance_sampling_level": level, **changes}
             if loss_type == "cispo":
                 config["epsilon_high"] = 1.2  # for cispo the bound of the ratio itself
+            if loss_type == "vespo":
+                if name.startswith("sequence"):
+                    continue  # TRL refuses a correction by sequences
+                config["importance_sampling_mode"] = config["importance_sampling_mode"].replace("sequence", "token")
             masked, use_old = name.startswith("everything"), name != "everything_on_policy"
             result = run(config, batch, rewards, mask_truncated=masked, use_old=use_old)
             yield {"name": f"{loss_type} {level} {name}", "config": config, "mask_truncated": masked, "use_old": use_old,
                    **result}
+
+
+def new_variants(loss_type):
+    variants = {
+        **{
+            f"{mode}_from_below": dict(importance_sampling_correction=True, importance_sampling_mode=mode,
+                                       importance_sampling_clip_min=0.9)
+            for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+        },
+        "off_policy_mask": dict(off_policy_mask_threshold=0.02),
+        "everything_and_mask": dict(beta=0.1, importance_sampling_correction=True, importance_sampling_clip_min=0.8,
+                                    off_policy_mask_threshold=0.05),
+    }
+    if loss_type == "sapo":
+        variants["temperatures"] = dict(sapo_temperature_neg=2.5, sapo_temperature_pos=0.5)
+    if loss_type == "vespo":
+        variants["weights"] = dict(vespo_k_pos=1.5, vespo_lambda_pos=0.7, vespo_k_neg=0.5, vespo_lambda_neg=0.0)
+    return variants
 
 
 def advantage_cases(batch):
@@ -227,16 +266,23 @@ def advantage_cases(batch):
         "one left in a group": [[0.25], [nan], [nan], [nan], [1.0], [0.0], [nan], [3.0]],
         "none left in a group": [[nan], [nan], [nan], [nan], [1.0], [0.0], [0.0], [1.0]],
     }
-    for (name, table), scale in itertools.product(tables.items(), ("group", "batch", "none")):
+    tables["two rewards"] = [[0, 1], [1, 3], [0, 0], [0.5, 2], [1, 1], [1, 0], [1, 2], [1, 0]]
+    summed, decoupled = "sum_then_normalize", "normalize_then_sum"
+    kinds = [("grpo", "group", summed), ("grpo", "batch", summed), ("grpo", "none", summed),
+             ("rloo", "none", summed), ("rloo", "batch", summed), ("grpo", "group", decoupled)]
+    for (name, table), (estimator, scale, aggregation) in itertools.product(tables.items(), kinds):
         weights = [1.0, 0.5][: len(table[0])]
-        result = run(CONFIG_DEFAULTS, batch, table, weights, scale, with_loss=False)
-        yield {"name": f"{name}, {scale}", "scale_rewards": scale, "reward_weights": weights,
+        result = run(CONFIG_DEFAULTS, batch, table, weights, scale, with_loss=False, aggregation=aggregation,
+                     of=RLOOTrainer if estimator == "rloo" else GRPOTrainer)
+        yield {"name": f"{name}, {estimator}, {scale}, {aggregation}", "advantage_estimator": estimator,
+               "scale_rewards": scale, "multi_objective_aggregation": aggregation, "reward_weights": weights,
                "num_generations": NUM_GENERATIONS, "rewards": [[none_for_nan(r) for r in row] for row in table],
                **result}
 
 
 def main():
     accelerate.PartialState(cpu=True)
+    torch.set_default_dtype(torch.float64)  # of tensors that TRL makes of two Python numbers
     batch = make_batch(torch.Generator().manual_seed(0))
     rewards = [0.0, 1.0, 0.5, 2.0, 1.0, 0.0, 0.0, 0.3]
     golden = {

@@ -53,6 +53,10 @@ gspo                2  loss_type=grpo importance_sampling_level=sequence num_ite
 dr-grpo             1  loss_type=dr_grpo scale_rewards=none mask_truncated_completions=true max_completion_length=7
 bnpo                1  loss_type=bnpo importance_sampling_mode=token_truncate
 cispo               2  loss_type=cispo epsilon_high=0.1 num_iterations=2 importance_sampling_mode=sequence_truncate max_steps=4 gpu
+sapo                2  loss_type=sapo num_iterations=2 off_policy_mask_threshold=0.001 advantage_estimator=rloo scale_rewards=batch max_steps=4
+luspo               1  loss_type=luspo importance_sampling_level=sequence importance_sampling_clip_min=0.9 beta=0.04 kl_estimator=k2
+vespo               2  loss_type=vespo importance_sampling_mode=token_truncate num_iterations=2 max_steps=4 gpu
+gdpo                2  multi_objective_aggregation=normalize_then_sum max_steps=2
 lora                2  lora.r=4
 lora-dropout        2  lora.r=4 lora.dropout=0.1 lora.target_modules=["q_proj","v_proj","down_proj"] tensor_parallel_size=2
 lora-dropout-one    1  lora.r=4 lora.dropout=0.1 gpu

@@ -28,6 +28,9 @@ pub(crate) fn value_advice(key: &str, value: &Value) -> Option<&'static str> {
 /// Keys, values of other programs and what is written here.
 const VALUE_ADVICE: &[(&str, &str, &str)] = &[
     ("loss_type", "gspo", "GSPO is importance_sampling_level = \"sequence\" with loss_type = \"grpo\""),
+    ("kl_estimator", "kl", "verl's kl is kl_estimator = \"k1\""),
+    ("kl_estimator", "mse", "verl's mse is kl_estimator = \"k2\""),
+    ("kl_estimator", "low_var_kl", "verl's low_var_kl is kl_estimator = \"k3\""),
     ("loss_type", "token-mean", "verl's token-mean is loss_type = \"dapo\""),
     ("loss_type", "seq-mean-token-mean", "verl's seq-mean-token-mean is loss_type = \"grpo\""),
     ("lr_scheduler_type", "cosine_with_min_lr", "cosine falls to 0"),
@@ -64,8 +67,6 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
         "every token takes part, without an entropy term",
     ),
     (&["sync_ref_model", "ref_model_*"], "the reference model is that of the start"),
-    (&["multi_objective_aggregation"], "rewards are summed by reward_weights, then scaled"),
-    (&["off_policy_mask_threshold"], "importance_sampling_mode and importance_sampling_clip_max"),
     (&["tools", "max_tool_calling_iterations", "rollout.multi_turn.*"], "a rollout is one turn"),
     // ---- open-r1 ----
     (
@@ -93,7 +94,13 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
     (&["vllm_max_model_length", "max_seq_length"], "max_model_length"),
     (&["vllm_enable_sleep_mode"], "the engine always sleeps while training"),
     (&["vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"], "importance_sampling_clip_max"),
+    (&["vllm_importance_sampling_clip_min"], "importance_sampling_clip_min"),
     (&["vllm_importance_sampling_mode"], "importance_sampling_mode"),
+    (
+        &["normalize_advantages", "rloo_k"],
+        "RLOO is advantage_estimator = rloo; scale_rewards = batch normalizes its advantages, none leaves them, and \
+         num_generations is its k",
+    ),
     (&["vllm_importance_sampling_correction"], "importance_sampling_correction"),
     (&["use_vllm", "vllm_*"], "the engine is built in; mode = colocated or split"),
     (&["bf16", "fp16", "tf32", "torch_dtype"], "dtype = auto, float32 or bfloat16"),
@@ -185,7 +192,10 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
     (&["actor.clip_ratio", "actor.clip_ratio_low"], "epsilon"),
     (&["actor.clip_ratio_high"], "epsilon_high"),
     (&["actor.clip_ratio_c"], "delta"),
-    (&["actor.kl_loss_type", "algorithm.kl_penalty"], "the KL term is k3, verl's low_var_kl"),
+    (
+        &["actor.kl_loss_type", "algorithm.kl_penalty"],
+        "kl_estimator = k1, k2 or k3, which verl calls kl, mse and low_var_kl, too",
+    ),
     (&["actor.loss_agg_mode"], "loss_type"),
     (&["actor.grad_clip"], "max_grad_norm"),
     (&["actor.fsdp_config.*", "ref.fsdp_config.*"], "zero.stage, residency.optimizer and residency.reference"),
@@ -231,7 +241,10 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
     (&["rollout.free_cache_engine"], "the engine always sleeps while training"),
     (&["rollout.*"], NONE),
     (&["algorithm.norm_adv_by_std_in_grpo"], "scale_rewards"),
-    (&["algorithm.adv_estimator"], "advantages are GRPO's; scale_rewards and loss_type vary them"),
+    (
+        &["algorithm.adv_estimator"],
+        "advantage_estimator = grpo or rloo; gdpo is multi_objective_aggregation = normalize_then_sum; there is no critic",
+    ),
     (&["algorithm.*"], NONE),
     (&["critic.*", "reward_model.*"], "GRPO has no critic; reward_funcs are functions and commands"),
     (&["custom_reward_function.*", "reward.custom_reward_function.*"], "reward_funcs = [\"file.py:function\"]"),

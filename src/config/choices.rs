@@ -156,6 +156,42 @@ choices! {
         Dapo = "dapo",
         /// Clipped importance weights as constants (arXiv 2506.13585).
         Cispo = "cispo",
+        /// A smooth gate in place of the clip range, mean per sequence, then mean over sequences (arXiv 2511.20347).
+        Sapo = "sapo",
+        /// Sum per sequence, then mean over sequences (arXiv 2602.05261).
+        Luspo = "luspo",
+        /// Gamma weights of whole sequences as constants, mean over the tokens of the generation batch (arXiv 2602.10693).
+        Vespo = "vespo",
+    }
+}
+choices! {
+    /// Estimator of the KL divergence from policy to reference, by verl's names. d is the log-probability under the policy less
+    /// that under the reference.
+    KlEstimator {
+        /// `d`.
+        K1 = "k1",
+        /// `d^2 / 2`.
+        K2 = "k2",
+        /// `exp(-d) + d - 1`, never negative.
+        K3 = "k3",
+    }
+}
+choices! {
+    /// Baseline that rewards are compared with.
+    AdvantageEstimator {
+        /// Mean of the group (arXiv 2402.03300).
+        Grpo = "grpo",
+        /// Mean of the others of the group (arXiv 2402.14740).
+        Rloo = "rloo",
+    }
+}
+choices! {
+    /// How several rewards become one advantage.
+    MultiObjectiveAggregation {
+        /// Weighted sum of the rewards, then scaled.
+        SumThenNormalize = "sum_then_normalize",
+        /// Each reward scaled within its group, then their weighted sum over the batch (GDPO, arXiv 2601.05242).
+        NormalizeThenSum = "normalize_then_sum",
     }
 }
 choices! {
@@ -181,13 +217,13 @@ choices! {
 choices! {
     /// Correction for the difference between sampler and trainer log-probabilities (TRL's modes).
     ImportanceSamplingMode {
-        /// Token ratios, cut at the bound.
+        /// Token ratios, cut at the bounds.
         TokenTruncate = "token_truncate",
-        /// Token ratios, zero above the bound.
+        /// Token ratios, zero outside of the bounds.
         TokenMask = "token_mask",
-        /// Sequence ratios, cut at the bound.
+        /// Sequence ratios, cut at the bounds.
         SequenceTruncate = "sequence_truncate",
-        /// Sequence ratios, zero above the bound.
+        /// Sequence ratios, zero outside of the bounds.
         SequenceMask = "sequence_mask",
     }
 }

@@ -27,7 +27,9 @@ fn hints_answer_or_say_that_nothing_does() {
         ("warmup_ratio", "the ratio x updates in all: max_steps or"),
         ("num_completions_to_print", "log_completions"),
         ("actor_rollout_ref.rollout.val_kwargs.temperature", "as training does"),
-        ("actor_rollout_ref.actor.kl_loss_type", "k3"),
+        ("actor_rollout_ref.actor.kl_loss_type", "low_var_kl"),
+        ("algorithm.adv_estimator", "advantage_estimator = grpo or rloo"),
+        ("vllm_importance_sampling_clip_min", "importance_sampling_clip_min"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "max_tokens_per_micro_batch"),
         ("trainer.critic_warmup", "no critic"),
         ("trainer.val_before_train", "eval_file"),
@@ -42,6 +44,7 @@ fn hints_answer_or_say_that_nothing_does() {
 fn a_value_of_another_program_has_its_answer() {
     let said = message(&["loss_type=gspo"]);
     assert!(said.contains("one of grpo, ") && said.contains("importance_sampling_level = \"sequence\""), "{said}");
+    assert!(message(&["kl_estimator=low_var_kl", "beta=0.1"]).contains("kl_estimator = \"k3\""));
     assert!(!message(&["loss_type=nope"]).contains("sequence"));
 }
 

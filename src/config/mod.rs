@@ -8,6 +8,7 @@ mod data;
 mod field;
 mod heartbeat;
 mod lora;
+mod objective;
 mod range;
 mod raw;
 mod report;
@@ -30,6 +31,7 @@ use field::{Field, keys};
 pub(crate) use field::{KeyDoc, described};
 pub use heartbeat::HeartbeatConfig;
 pub use lora::{LoraConfig, TargetModules};
+pub use objective::ObjectiveConfig;
 use range::{ABOVE_ZERO, ANY, BELOW_ONE, COUNT, SECONDS, above, at_least, from_to};
 use raw::RawConfig;
 pub(crate) use raw::check_openings;
@@ -240,6 +242,9 @@ keys! {
         pub importance_sampling_clip_max: f64 = 3.0 => above(0.0),
         /// Multiply the KL term by the differentiable ratio.
         pub use_bias_correction_kl: bool = true,
+        /// What the losses, estimators and advantages beside the defaults take.
+        #[serde(flatten)]
+        pub objective: ObjectiveConfig,
 
         section "Rewards";
         /// The rewards, in order: built-in ones, names of `rewards.*`, and Python functions as `file.py:function`,

@@ -42,7 +42,9 @@ fn the_key_list_is_frozen() {
         max_num_batched_tokens strict oversample partial_rollout carried_kv beta reference epsilon epsilon_high delta loss_type \
         importance_sampling_level scale_rewards \
         mask_truncated_completions importance_sampling_correction importance_sampling_mode \
-        importance_sampling_clip_max use_bias_correction_kl reward_funcs reward_weights reward.format_pattern \
+        importance_sampling_clip_max use_bias_correction_kl kl_estimator advantage_estimator multi_objective_aggregation \
+        importance_sampling_clip_min off_policy_mask_threshold sapo_temperature_neg sapo_temperature_pos vespo_k_pos \
+        vespo_lambda_pos vespo_k_neg vespo_lambda_neg reward_funcs reward_weights reward.format_pattern \
         reward.answer_pattern reward.answer_column reward.num_threads reward.timeout_s reward.python \
         reward.math_workers reward.max_worker_failures reward.reasoning_delimiters reward.cosine_min_value_wrong \
         reward.cosine_max_value_wrong reward.cosine_min_value_correct reward.cosine_max_value_correct reward.cosine_max_len \
@@ -171,7 +173,7 @@ fn wrong_types_and_syntax_carry_the_line() {
     assert!(load_file(".ini", "").unwrap_err().to_string().contains("expected a .toml, .yaml, .yml or .json file"));
     assert_eq!(
         message(&["loss_type=ppo"]),
-        "loss_type = \"ppo\": expected one of grpo, dr_grpo, bnpo, dapo, cispo (command line)"
+        "loss_type = \"ppo\": expected one of grpo, dr_grpo, bnpo, dapo, cispo, sapo, luspo, vespo (command line)"
     );
     let error = Config::load(None, &[]).unwrap_err().to_string();
     let required: Vec<&str> = error.lines().map(|line| line.split(' ').next().unwrap()).collect();

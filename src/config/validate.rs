@@ -6,9 +6,7 @@ use super::field::{Field, names_in_files};
 use super::range::ANY;
 use super::raw::RawConfig;
 use super::reward;
-use super::{
-    AutoOr, CarriedKv, Config, DataConfig, LossType, ReferenceModel, ReferenceResidency, SftConfig, ZeroConfig,
-};
+use super::{AutoOr, CarriedKv, Config, DataConfig, ReferenceModel, ReferenceResidency, SftConfig, ZeroConfig};
 use crate::error::{Error, Result};
 use crate::phase::Fault;
 
@@ -34,11 +32,9 @@ impl Config {
     }
 
     fn checks(&self) -> Vec<Result<()>> {
-        vec![
-            self.data.check(),
-            self.check_batch(),
-            self.check_sampling(),
-            self.check_objective(),
+        let of_objective = self.check_objective();
+        let before = [self.data.check(), self.check_batch(), self.check_sampling()];
+        let after = [
             reward::check_names(self),
             self.check_weights(),
             self.rewards.check(),
@@ -48,7 +44,8 @@ impl Config {
             self.check_split(),
             self.best.check(self.eval_steps),
             self.check_rest(),
-        ]
+        ];
+        before.into_iter().chain(of_objective).chain(after).collect()
     }
 
     fn check_rest(&self) -> Result<()> {
@@ -107,13 +104,6 @@ impl Config {
         let alone = "false: sums over the ranks of an engine change with the batch, or tensor_parallel_size = 1";
         check("strict", self.strict, !self.strict || self.tensor_parallel_size == 1, alone)?;
         check("stop", "\"\"", !self.stop.iter().any(String::is_empty), "strings that are not empty")
-    }
-
-    fn check_objective(&self) -> Result<()> {
-        let Some(delta) = self.delta else { return Ok(()) };
-        let high = self.epsilon_high.unwrap_or(self.epsilon);
-        check("delta", delta, delta > 1.0 + high, format!("above 1 + epsilon_high = {}", 1.0 + high))?;
-        check("delta", delta, self.loss_type != LossType::Cispo, "to be left out: loss_type cispo does not read it")
     }
 
     fn check_weights(&self) -> Result<()> {

@@ -1,7 +1,9 @@
-//! Group-relative advantages.
+//! Advantages of completions within their group.
 
 use super::moments::BatchStats;
-use crate::config::ScaleRewards;
+use crate::config::{AdvantageEstimator, Config, MultiObjectiveAggregation, ScaleRewards};
+use crate::dist::Collective;
+use crate::error::Result;
 use crate::types::RolloutGroup;
 
 /// Added to the standard deviation before dividing, as in TRL.
@@ -10,33 +12,158 @@ const EPSILON: f64 = 1e-4;
 /// A standard deviation up to this counts as zero (`torch.isclose` with its default `atol`).
 const ZERO_STD: f64 = 1e-8;
 
-/// Writes `advantage` into every completion: `(reward - mean(group)) / (std + 1e-4)` (arXiv 2402.03300, section 4.1).
+/// How rewards become advantages. Defaults are those of TRL 1.16's `GRPOConfig`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AdvantageConfig {
+    /// What a reward is compared with.
+    pub estimator: AdvantageEstimator,
+    /// The divisor.
+    pub scale: ScaleRewards,
+    /// Whether rewards are added up before they are scaled, or after.
+    pub aggregation: MultiObjectiveAggregation,
+    /// One weight for each reward function, or none, which is 1 each; read where rewards are scaled one by one.
+    pub reward_weights: Vec<f64>,
+}
+
+impl Default for AdvantageConfig {
+    fn default() -> Self {
+        Self {
+            estimator: AdvantageEstimator::Grpo,
+            scale: ScaleRewards::Group,
+            aggregation: MultiObjectiveAggregation::SumThenNormalize,
+            reward_weights: Vec::new(),
+        }
+    }
+}
+
+impl From<&Config> for AdvantageConfig {
+    fn from(config: &Config) -> Self {
+        Self {
+            estimator: config.objective.advantage_estimator,
+            scale: config.scale_rewards,
+            aggregation: config.objective.multi_objective_aggregation,
+            reward_weights: config.reward_weights.clone(),
+        }
+    }
+}
+
+/// Writes `advantage` into every completion. With the rewards of its group:
 ///
-/// `std` is the group's (`Group`), the whole generation batch's (`Batch`, arXiv 2508.08221) or absent (`None`,
-/// arXiv 2503.20783), always with Bessel's correction. Completions without a reward are left out of mean and std and get
-/// advantage 0; the caller leaves their tokens out of the loss too. Where fewer than two rewards are left, or where
-/// [`rewards_are_equal`], the advantage is exactly 0.
+/// - grpo: `(reward - mean) / (std + 1e-4)` (arXiv 2402.03300, section 4.1), where `std` is the group's (`Group`), the whole
+///   generation batch's (`Batch`, arXiv 2508.08221) or absent (`None`, arXiv 2503.20783);
+/// - rloo: `reward - mean of the others` (arXiv 2402.14740), with `Batch` scaled to `(x - mean(x)) / (std(x) + 1e-4)` over the
+///   batch;
+/// - `NormalizeThenSum` (GDPO, arXiv 2601.05242): `(x - mean(x)) / (std(x) + 1e-4)` over the batch, where x is the sum by
+///   `reward_weights` of `(reward - mean) / (std + 1e-4)` of each reward function.
 ///
-/// `batch` holds the statistics of all ranks and is read only by `Batch`; `None` says that `groups` are the whole batch.
+/// Standard deviations have Bessel's correction. Completions without a reward are left out of mean and std and get advantage 0;
+/// the caller leaves their tokens out of the loss too. Where fewer than two rewards are left, or where [`rewards_are_equal`], the
+/// advantage is exactly 0, with scaling over the batch at least before it.
+///
+/// Statistics of the batch are those of the groups of all `ranks`, which then call this together, or of `groups` alone.
+///
+/// # Errors
+/// Those of [`Collective`].
 pub fn assign_advantages(
     groups: &mut [RolloutGroup],
-    scale: ScaleRewards,
-    batch: Option<BatchStats>,
-) -> AdvantageStats {
-    let batch_std = batch.unwrap_or_else(|| BatchStats::of_groups(groups)).std();
+    config: &AdvantageConfig,
+    ranks: Option<&dyn Collective>,
+) -> Result<AdvantageStats> {
+    let scored = match (config.aggregation, config.estimator) {
+        (MultiObjectiveAggregation::NormalizeThenSum, _) => decoupled(groups, &config.reward_weights, ranks)?,
+        (_, AdvantageEstimator::Grpo) => relative(groups, config.scale, ranks)?,
+        (_, AdvantageEstimator::Rloo) => leave_one_out(groups, config.scale, ranks)?,
+    };
     let mut stats = AdvantageStats::default();
-    for group in groups {
-        let (rewards, are_equal) = (BatchStats::of_group(group), rewards_are_equal(group));
-        let std = if scale == ScaleRewards::Batch { batch_std } else { rewards.std() };
-        let divisor = if scale == ScaleRewards::None { 1.0 } else { std + EPSILON };
-        for completion in &mut group.completions {
-            let advantage = completion.reward.map_or(0.0, |reward| (f64::from(reward) - rewards.mean()) / divisor);
-            completion.advantage = if are_equal || advantage.is_nan() { 0.0 } else { advantage as f32 };
+    for (group, scored) in groups.iter_mut().zip(scored) {
+        for (completion, advantage) in group.completions.iter_mut().zip(scored.advantages) {
+            completion.advantage = advantage.filter(|advantage| !advantage.is_nan()).unwrap_or(0.0) as f32;
         }
-        let has_zero_std = if scale == ScaleRewards::Batch { is_zero(batch_std) } else { are_equal };
-        stats.book(group, has_zero_std);
+        stats.book(group, scored.has_zero_std);
     }
-    stats
+    Ok(stats)
+}
+
+/// Advantages of one group, in order, and whether the standard deviation that they have to do with is zero.
+#[derive(Debug)]
+struct Scored {
+    advantages: Vec<Option<f64>>,
+    has_zero_std: bool,
+}
+
+fn rewards(group: &RolloutGroup) -> impl Iterator<Item = Option<f64>> {
+    group.completions.iter().map(|completion| completion.reward.map(f64::from))
+}
+
+fn relative(groups: &[RolloutGroup], scale: ScaleRewards, ranks: Option<&dyn Collective>) -> Result<Vec<Scored>> {
+    let mut batch = BatchStats::of_groups(groups);
+    if let Some(ranks) = ranks.filter(|_| scale == ScaleRewards::Batch) {
+        BatchStats::merge_ranks(&mut [&mut batch], ranks)?;
+    }
+    let of_group = |group: &RolloutGroup| {
+        let (own, are_equal) = (BatchStats::of_group(group), rewards_are_equal(group));
+        let std = if scale == ScaleRewards::Batch { batch.std() } else { own.std() };
+        let divisor = if scale == ScaleRewards::None { 1.0 } else { std + EPSILON };
+        let advantage = |reward: f64| if are_equal { 0.0 } else { (reward - own.mean()) / divisor };
+        Scored {
+            advantages: rewards(group).map(|reward| reward.map(advantage)).collect(),
+            has_zero_std: if scale == ScaleRewards::Batch { is_zero(batch.std()) } else { are_equal },
+        }
+    };
+    Ok(groups.iter().map(of_group).collect())
+}
+
+fn leave_one_out(groups: &[RolloutGroup], scale: ScaleRewards, ranks: Option<&dyn Collective>) -> Result<Vec<Scored>> {
+    let of_group = |group: &RolloutGroup| {
+        let (own, are_equal) = (BatchStats::of_group(group), rewards_are_equal(group));
+        // reward - (sum - reward) / (count - 1), without large sums subtracted from one another
+        let unbiased = own.count / (own.count - 1.0);
+        let advantage = |reward: f64| if are_equal { 0.0 } else { (reward - own.mean()) * unbiased };
+        let is_compared = |_: &f64| own.count > 1.0;
+        let advantages = rewards(group).map(|reward| reward.filter(is_compared).map(advantage)).collect();
+        Scored { advantages, has_zero_std: are_equal }
+    };
+    let mut scored: Vec<Scored> = groups.iter().map(of_group).collect();
+    if scale == ScaleRewards::Batch {
+        scale_over_batch(&mut scored, ranks)?;
+    }
+    Ok(scored)
+}
+
+fn decoupled(groups: &[RolloutGroup], weights: &[f64], ranks: Option<&dyn Collective>) -> Result<Vec<Scored>> {
+    let of_group = |group: &RolloutGroup| {
+        let num_rewards = group.completions.iter().map(|completion| completion.rewards.len()).max().unwrap_or(0);
+        let mut sums: Vec<Option<f64>> = rewards(group).map(|reward| reward.map(|_| 0.0)).collect();
+        for index in 0..num_rewards {
+            let scores = || group.completions.iter().map(|completion| completion.rewards.get(index).copied().flatten());
+            let (own, weight) = (BatchStats::of(scores()), weights.get(index).copied().unwrap_or(1.0));
+            if own.std().is_nan() || is_zero(own.std()) {
+                continue; // all scores of the group that there are
+            }
+            for (sum, score) in sums.iter_mut().zip(scores()) {
+                let scaled = score.map_or(0.0, |score| (f64::from(score) - own.mean()) / (own.std() + EPSILON));
+                *sum = sum.map(|sum| sum + weight * scaled);
+            }
+        }
+        Scored { advantages: sums, has_zero_std: false }
+    };
+    let mut scored: Vec<Scored> = groups.iter().map(of_group).collect();
+    let has_zero_std = is_zero(scale_over_batch(&mut scored, ranks)?);
+    scored.iter_mut().for_each(|scored| scored.has_zero_std = has_zero_std);
+    Ok(scored)
+}
+
+/// Brings all that there are to mean 0 and standard deviation 1; returns the one that they had.
+fn scale_over_batch(scored: &mut [Scored], ranks: Option<&dyn Collective>) -> Result<f64> {
+    let mut batch = BatchStats::of_values(scored.iter().flat_map(|scored| scored.advantages.iter().copied()));
+    if let Some(ranks) = ranks {
+        BatchStats::merge_ranks(&mut [&mut batch], ranks)?;
+    }
+    let (mean, std) = (batch.mean(), batch.std());
+    for advantage in scored.iter_mut().flat_map(|scored| scored.advantages.iter_mut().flatten()) {
+        *advantage = (*advantage - mean) / (std + EPSILON);
+    }
+    Ok(std)
 }
 
 /// Whether the rewards of a group are all equal, so that its completions teach nothing. Everything that asks this asks here: the
@@ -89,133 +216,4 @@ impl AdvantageStats {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::dist::testing;
-    use crate::types::fixtures::scored;
-
-    fn advantages(groups: &[RolloutGroup]) -> Vec<f32> {
-        groups.iter().flat_map(|group| &group.completions).map(|completion| completion.advantage).collect()
-    }
-
-    /// The formulas in float64, from the definition.
-    fn mean_and_std(rewards: &[f32]) -> (f64, f64) {
-        let count = rewards.len() as f64;
-        let mean = rewards.iter().map(|reward| f64::from(*reward)).sum::<f64>() / count;
-        let squares: f64 = rewards.iter().map(|reward| (f64::from(*reward) - mean).powi(2)).sum();
-        (mean, (squares / (count - 1.0)).sqrt())
-    }
-
-    fn assert_near(got: f32, expected: f64, what: &str) {
-        let error = (f64::from(got) - expected).abs();
-        assert!(error <= 1e-6 * expected.abs(), "{what}: got {got}, expected {expected}");
-    }
-
-    /// Groups of one size whose rewards are an offset up to 1e6 and a few steps, some of the steps a last digit.
-    fn random_batch(mut word: u64) -> Vec<Vec<f32>> {
-        let mut draw = |below: u64| {
-            word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (word >> 33) % below
-        };
-        let offset = [0.0, 1.0, -30.0, 1e3, -2e4, 1e5, 1e6][draw(7) as usize];
-        let last_digit = f64::from((offset as f32).abs().max(4.0)) * f64::from(f32::EPSILON);
-        let step = last_digit * [1.0, 3.0, 64.0, 1e4][draw(4) as usize];
-        let (num_groups, size, num_steps) = (1 + draw(6), 2 + draw(63), 1 + draw(8));
-        let mut reward = || (offset + step * draw(num_steps + 1) as f64) as f32;
-        (0..num_groups).map(|_| (0..size).map(|_| reward()).collect()).collect()
-    }
-
-    fn groups_of(batch: &[Vec<f32>]) -> Vec<RolloutGroup> {
-        batch.iter().map(|rewards| scored(&rewards.iter().copied().map(Some).collect::<Vec<_>>())).collect()
-    }
-
-    #[test]
-    fn advantages_are_those_of_float64_at_any_offset() {
-        for case in 0..2000 {
-            let batch = random_batch(case);
-            let (_, batch_std) = mean_and_std(&batch.concat());
-            for scale in [ScaleRewards::Group, ScaleRewards::Batch, ScaleRewards::None] {
-                let mut groups = groups_of(&batch);
-                let stats = assign_advantages(&mut groups, scale, None);
-                let mut num_zero = 0.0;
-                for (rewards, group) in batch.iter().zip(&groups) {
-                    let (mean, std) = mean_and_std(rewards);
-                    let are_equal = rewards.iter().all(|reward| *reward == rewards[0]);
-                    assert_eq!(rewards_are_equal(group), are_equal, "case {case}: {rewards:?}");
-                    let divisor = match scale {
-                        ScaleRewards::Group => std + EPSILON,
-                        ScaleRewards::Batch => batch_std + EPSILON,
-                        ScaleRewards::None => 1.0,
-                    };
-                    for (reward, completion) in rewards.iter().zip(&group.completions) {
-                        let expected = if are_equal { 0.0 } else { (f64::from(*reward) - mean) / divisor };
-                        assert_near(completion.advantage, expected, &format!("case {case}, {scale:?}: {rewards:?}"));
-                    }
-                    let is_counted = if scale == ScaleRewards::Batch { batch_std == 0.0 } else { are_equal };
-                    num_zero += f64::from(u8::from(is_counted));
-                }
-                assert_eq!(stats.num_zero_std_groups, num_zero, "case {case}, {scale:?}");
-            }
-        }
-    }
-
-    #[test]
-    fn the_last_digit_of_a_large_reward_counts() {
-        for (offset, step, expected) in [(1e5, 1.0 / 128.0, 2.39), (2e4, 1.0 / 512.0, 2.16), (1e3, 1.0 / 8192.0, 0.75)]
-        {
-            let mut rewards = [Some(offset); 8];
-            rewards[7] = Some(offset + step);
-            let mut groups = [scored(&rewards)];
-            let stats = assign_advantages(&mut groups, ScaleRewards::Group, None);
-            let got = groups[0].completions[7].advantage;
-            assert!((got - expected).abs() < 0.01, "{offset} + {step}: {got}");
-            assert_eq!(stats.num_zero_std_groups, 0.0);
-        }
-    }
-
-    #[test]
-    fn equal_rewards_teach_nothing_and_are_counted() {
-        let mut groups = [scored(&[Some(0.1); 7]), scored(&[Some(0.0), Some(1.0)])];
-        let stats = assign_advantages(&mut groups, ScaleRewards::Group, None);
-        assert!(groups[0].completions.iter().all(|completion| completion.advantage == 0.0));
-        assert_eq!((stats.num_groups, stats.num_zero_std_groups), (2.0, 1.0));
-        for scale in [ScaleRewards::Group, ScaleRewards::Batch, ScaleRewards::None] {
-            let mut noise = [scored(&[Some(1e-9), Some(2e-9)]), scored(&[Some(0.0), Some(1.0)])];
-            assign_advantages(&mut noise, scale, None);
-            assert_eq!(advantages(&noise)[..2], [0.0, 0.0], "{scale:?}");
-        }
-    }
-
-    #[test]
-    fn batch_statistics_span_the_ranks() {
-        testing::threads(3, |group| {
-            for case in 0..200 {
-                let batch = random_batch(case);
-                let (_, std) = mean_and_std(&batch.concat());
-                let of_rank = batch.chunks(batch.len().div_ceil(3)).nth(group.rank()).unwrap_or(&[]);
-                let mut groups = groups_of(of_rank);
-                let mut stats = BatchStats::of_groups(&groups);
-                BatchStats::merge_ranks(&mut [&mut stats], &*group).unwrap();
-                assign_advantages(&mut groups, ScaleRewards::Batch, Some(stats));
-                for (rewards, group) in of_rank.iter().zip(&groups) {
-                    let (mean, _) = mean_and_std(rewards);
-                    for (reward, completion) in rewards.iter().zip(&group.completions) {
-                        let expected = (f64::from(*reward) - mean) / (std + EPSILON);
-                        assert_near(completion.advantage, expected, &format!("case {case}: {rewards:?}"));
-                    }
-                }
-            }
-        });
-    }
-
-    #[test]
-    fn failed_rewards_are_left_out_of_the_statistics() {
-        let mut with = [scored(&[Some(1.0), None, Some(3.0)])];
-        let mut without = [scored(&[Some(1.0), Some(3.0)])];
-        let stats = assign_advantages(&mut with, ScaleRewards::Group, None);
-        assign_advantages(&mut without, ScaleRewards::Group, None);
-        let (with, without) = (advantages(&with), advantages(&without));
-        assert_eq!([with[0], with[2]], [without[0], without[1]]);
-        assert_eq!((with[1], stats.num_failed), (0.0, 1.0));
-    }
-}
+mod tests;

@@ -4,8 +4,10 @@
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
-use super::{Denominators, LossConfig, LossInput, LossOutput, LossStats, assign_advantages, policy_loss};
-use crate::config::{ImportanceSamplingLevel, ImportanceSamplingMode, LossType, ScaleRewards};
+use super::{
+    AdvantageConfig, Denominators, LossConfig, LossInput, LossOutput, LossStats, assign_advantages, policy_loss,
+};
+use crate::config::{AdvantageEstimator, ImportanceSamplingLevel, ImportanceSamplingMode, KlEstimator, LossType};
 use crate::types::fixtures::scored;
 
 fn golden() -> Value {
@@ -90,8 +92,10 @@ fn indices(lengths: &[i64]) -> Tensor {
     Tensor::from_slice(&rows)
 }
 
-fn parse_config(value: &Value) -> LossConfig {
+/// The configuration of a case; keys that a case leaves out have the defaults, which are TRL's.
+pub(crate) fn parse_config(value: &Value) -> LossConfig {
     let number = |key: &str| value[key].as_f64();
+    let default = LossConfig::default();
     LossConfig {
         loss_type: serde_json::from_value(value["loss_type"].clone()).unwrap(),
         importance_sampling_level: serde_json::from_value(value["importance_sampling_level"].clone()).unwrap(),
@@ -103,6 +107,15 @@ fn parse_config(value: &Value) -> LossConfig {
         importance_sampling_correction: value["importance_sampling_correction"].as_bool().unwrap(),
         importance_sampling_mode: serde_json::from_value(value["importance_sampling_mode"].clone()).unwrap(),
         importance_sampling_clip_max: number("importance_sampling_clip_max").unwrap(),
+        importance_sampling_clip_min: number("importance_sampling_clip_min"),
+        off_policy_mask_threshold: number("off_policy_mask_threshold"),
+        kl_estimator: KlEstimator::K3,
+        sapo_temperature_neg: number("sapo_temperature_neg").unwrap_or(default.sapo_temperature_neg),
+        sapo_temperature_pos: number("sapo_temperature_pos").unwrap_or(default.sapo_temperature_pos),
+        vespo_k_pos: number("vespo_k_pos").unwrap_or(default.vespo_k_pos),
+        vespo_lambda_pos: number("vespo_lambda_pos").unwrap_or(default.vespo_lambda_pos),
+        vespo_k_neg: number("vespo_k_neg").unwrap_or(default.vespo_k_neg),
+        vespo_lambda_neg: number("vespo_lambda_neg").unwrap_or(default.vespo_lambda_neg),
         max_completion_length: value["max_completion_length"].as_u64().unwrap() as usize,
     }
 }
@@ -160,7 +173,7 @@ fn values(tensor: &Tensor) -> Vec<f64> {
 fn losses_gradients_and_metrics_are_those_of_trl() {
     let golden = golden();
     let cases = golden["losses"].as_array().unwrap();
-    assert!(cases.len() > 100);
+    assert!(cases.len() > 150);
     for case in cases {
         let name = case["name"].as_str().unwrap();
         let batch = golden_batch(&golden, case);
@@ -184,7 +197,7 @@ fn losses_gradients_and_metrics_are_those_of_trl() {
 fn advantages_and_reward_metrics_are_those_of_trl() {
     let golden = golden();
     let cases = golden["advantages"].as_array().unwrap();
-    assert!(cases.len() >= 12);
+    assert!(cases.len() >= 24);
     for case in cases {
         let name = case["name"].as_str().unwrap();
         let weights = numbers(&case["reward_weights"]);
@@ -201,8 +214,15 @@ fn advantages_and_reward_metrics_are_those_of_trl() {
         for (completion, rewards) in groups.iter_mut().flat_map(|group| &mut group.completions).zip(rewards) {
             completion.rewards = rewards;
         }
-        let scale: ScaleRewards = serde_json::from_value(case["scale_rewards"].clone()).unwrap();
-        let stats = assign_advantages(&mut groups, scale, None);
+        let estimator: Option<AdvantageEstimator> =
+            serde_json::from_value(case["advantage_estimator"].clone()).unwrap();
+        let config = AdvantageConfig {
+            estimator: estimator.unwrap_or(AdvantageEstimator::Grpo),
+            scale: serde_json::from_value(case["scale_rewards"].clone()).unwrap(),
+            aggregation: serde_json::from_value(case["multi_objective_aggregation"].clone()).unwrap(),
+            reward_weights: weights,
+        };
+        let stats = assign_advantages(&mut groups, &config, None).unwrap();
         let completions = groups.iter().flat_map(|group| &group.completions);
         let got: Vec<f64> = completions.map(|completion| f64::from(completion.advantage)).collect();
         assert_close(&got, &numbers(&case["advantages"]), 1e-6, name);
@@ -224,17 +244,20 @@ fn advantages_and_reward_metrics_are_those_of_trl() {
     }
 }
 
-/// Every loss at every level with everything switched on.
+/// Every loss at every level with everything switched on, with each estimator of the KL divergence.
 fn configurations() -> impl Iterator<Item = LossConfig> {
-    let losses = [LossType::Grpo, LossType::DrGrpo, LossType::Bnpo, LossType::Dapo, LossType::Cispo];
     let levels = [ImportanceSamplingLevel::Token, ImportanceSamplingLevel::Sequence];
-    losses.into_iter().flat_map(move |loss_type| {
-        levels.map(|importance_sampling_level| LossConfig {
+    let pairs = LossType::ALL.iter().flat_map(move |loss_type| levels.map(|level| (*loss_type, level)));
+    pairs.flat_map(|(loss_type, importance_sampling_level)| {
+        KlEstimator::ALL.iter().map(move |kl_estimator| LossConfig {
             loss_type,
             importance_sampling_level,
             delta: Some(1.3),
             beta: 0.2,
+            kl_estimator: *kl_estimator,
             importance_sampling_mode: ImportanceSamplingMode::TokenTruncate,
+            importance_sampling_clip_min: Some(0.9),
+            off_policy_mask_threshold: Some(0.02),
             ..LossConfig::default()
         })
     })
@@ -242,9 +265,9 @@ fn configurations() -> impl Iterator<Item = LossConfig> {
 
 #[test]
 fn gradients_are_those_of_autograd() {
-    // cispo's ratio is a constant that autograd would not know of: TRL's numbers hold that one.
+    // The ratios of cispo and vespo are constants that autograd would not know of: TRL's numbers hold those.
     for (config, kind) in configurations()
-        .filter(|config| config.loss_type != LossType::Cispo)
+        .filter(|config| !matches!(config.loss_type, LossType::Cispo | LossType::Vespo))
         .flat_map(|config| [(config.clone(), Kind::Double), (config, Kind::Float)])
     {
         let mut batch = Batch::random(kind);

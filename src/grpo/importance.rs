@@ -2,6 +2,7 @@
 
 use tch::Tensor;
 
+use super::options::LossConfig;
 use super::segments::Segments;
 use crate::config::{ImportanceSamplingLevel, ImportanceSamplingMode};
 
@@ -69,8 +70,9 @@ impl<'a> PolicyRatio<'a> {
 }
 
 /// The weight that corrects for the sampler's probabilities not being the trainer's: `w = exp(old - rollout)`, a token's or
-/// the sum over a sequence's tokens, bounded by `clip_max`: cut there (truncated importance sampling; Yao et al., "Your
-/// efficient RL framework secretly brings you off-policy RL training", 2025) or set to 0 above it (masked).
+/// the sum over a sequence's tokens, bounded by `clip_max`, and by `clip_min` where there is one: cut there (truncated importance
+/// sampling; Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025) or set to 0 outside
+/// (masked).
 /// A constant: no gradient passes through it. Where the sampler reported NaN the difference counts as 0.
 #[derive(Debug)]
 pub(crate) struct SamplerCorrection {
@@ -84,13 +86,9 @@ pub(crate) struct SamplerCorrection {
 
 impl SamplerCorrection {
     /// From the old policy's and the sampler's log-probabilities `[C]`.
-    pub fn new(
-        old_logprobs: &Tensor,
-        rollout_logprobs: &Tensor,
-        mode: ImportanceSamplingMode,
-        clip_max: f64,
-        segments: &Segments,
-    ) -> Self {
+    pub fn new(old_logprobs: &Tensor, rollout_logprobs: &Tensor, config: &LossConfig, segments: &Segments) -> Self {
+        let (mode, clip_max) = (config.importance_sampling_mode, config.importance_sampling_clip_max);
+        let clip_min = config.importance_sampling_clip_min;
         let raw = old_logprobs - rollout_logprobs;
         let difference = raw.nan_to_num(0.0, f64::INFINITY, f64::NEG_INFINITY);
         let differences = raw.abs();
@@ -102,10 +100,12 @@ impl SamplerCorrection {
         };
         let weights = match mode {
             ImportanceSamplingMode::TokenTruncate | ImportanceSamplingMode::SequenceTruncate => {
-                weights.clamp_max(clip_max)
+                let weights = weights.clamp_max(clip_max);
+                clip_min.map_or_else(|| weights.shallow_clone(), |least| weights.clamp_min(least))
             }
             ImportanceSamplingMode::TokenMask | ImportanceSamplingMode::SequenceMask => {
-                weights.masked_fill(&weights.gt(clip_max), 0.0)
+                let masked = weights.masked_fill(&weights.gt(clip_max), 0.0);
+                clip_min.map_or_else(|| masked.shallow_clone(), |least| masked.masked_fill(&weights.lt(least), 0.0))
             }
         };
         if sequence_level {

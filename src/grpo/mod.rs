@@ -11,13 +11,16 @@ mod importance;
 mod kl;
 mod loss;
 mod moments;
+mod options;
 mod segments;
 mod stats;
+mod surrogate;
 
 #[cfg(test)]
-mod golden;
+pub(crate) mod golden;
 
-pub use advantages::{AdvantageStats, assign_advantages, rewards_are_equal};
-pub use loss::{Denominators, LossConfig, LossInput, LossOutput, policy_loss};
+pub use advantages::{AdvantageConfig, AdvantageStats, assign_advantages, rewards_are_equal};
+pub use loss::{Denominators, LossInput, LossOutput, policy_loss};
 pub use moments::BatchStats;
+pub use options::LossConfig;
 pub use stats::{Aggregate, DeviceStats, LossStats};

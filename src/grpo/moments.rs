@@ -21,7 +21,12 @@ pub struct BatchStats {
 impl BatchStats {
     /// Statistics of the rewards that exist, in two passes: the mean, then the deviations from it.
     pub fn of(rewards: impl IntoIterator<Item = Option<f32>>) -> Self {
-        let rewards: Vec<f64> = rewards.into_iter().flatten().map(f64::from).collect();
+        Self::of_values(rewards.into_iter().map(|reward| reward.map(f64::from)))
+    }
+
+    /// Statistics of numbers that exist, as [`BatchStats::of`] has them of rewards.
+    pub(super) fn of_values(values: impl IntoIterator<Item = Option<f64>>) -> Self {
+        let rewards: Vec<f64> = values.into_iter().flatten().collect();
         let (count, sum) = (rewards.len() as f64, rewards.iter().sum::<f64>());
         let mean = sum / count;
         let squared_deviations = rewards.iter().map(|reward| (reward - mean).powi(2)).sum();

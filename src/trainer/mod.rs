@@ -18,12 +18,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::checkpoint::{self, CarriedGroup, Claim, SavedConfig, Saver, TrainerState};
-use crate::config::{BatchPlan, Config, Mode, ScaleRewards};
+use crate::config::{BatchPlan, Config, Mode};
 use crate::cuda::Placement;
 use crate::data::{Dataset, PromptSampler};
 use crate::dist::{ReduceOp, World, all_reduce_f64, any_rank};
 use crate::error::{Error, ExitCode, Result, panic_message};
-use crate::grpo::{self, AdvantageStats, BatchStats, LossConfig};
+use crate::grpo::{self, AdvantageConfig, AdvantageStats, BatchStats, LossConfig};
 use crate::memory;
 use crate::metrics::StepMetrics;
 use crate::model::{ModelSource, ModelSpec, init_unit_on};
@@ -342,11 +342,8 @@ impl Trainer {
     }
 
     fn assign_advantages(&self, groups: &mut [RolloutGroup]) -> Result<AdvantageStats> {
-        let mut batch = BatchStats::of_groups(groups);
-        if self.config.scale_rewards == ScaleRewards::Batch {
-            BatchStats::merge_ranks(&mut [&mut batch], &*self.world.group())?;
-        }
-        let mut stats = grpo::assign_advantages(groups, self.config.scale_rewards, Some(batch));
+        let config = AdvantageConfig::from(&self.config);
+        let mut stats = grpo::assign_advantages(groups, &config, Some(&*self.world.group()))?;
         stats.rewards.resize(self.config.reward_funcs.len(), BatchStats::default()); // of a rank without groups
         records::reduce_advantages(&mut stats, &*self.world.group())?;
         Ok(stats)

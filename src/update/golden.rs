@@ -7,6 +7,7 @@ use super::learner::denominators;
 use super::loss::UpdateSums;
 use super::options::{UpdateOptions, UpdateOutcome};
 use crate::config::LrSchedulerType;
+use crate::grpo::golden::parse_config;
 use crate::grpo::{LossConfig, LossStats};
 use crate::model::ModelSpec;
 use crate::train::{MicroBatch, PackOptions, Schedule, Scores, Sequence, balanced_share, pack};
@@ -118,20 +119,7 @@ fn a_run_reports_what_trl_reports_on_the_same_sequences() {
     let variants = NUM_RANKS.into_iter().flat_map(|num_ranks| [(num_ranks, false), (num_ranks, true)]);
     for (case, (num_ranks, has_turns)) in cases.iter().flat_map(|case| variants.clone().map(move |it| (case, it))) {
         let what = format!("{}, {num_ranks} ranks, turns: {has_turns}", case["name"]);
-        let config = &case["config"];
-        let config = LossConfig {
-            loss_type: serde_json::from_value(config["loss_type"].clone()).unwrap(),
-            importance_sampling_level: serde_json::from_value(config["importance_sampling_level"].clone()).unwrap(),
-            epsilon: config["epsilon"].as_f64().unwrap(),
-            epsilon_high: config["epsilon_high"].as_f64().unwrap(),
-            delta: config["delta"].as_f64(),
-            beta: config["beta"].as_f64().unwrap(),
-            use_bias_correction_kl: config["use_bias_correction_kl"].as_bool().unwrap(),
-            importance_sampling_correction: config["importance_sampling_correction"].as_bool().unwrap(),
-            importance_sampling_mode: serde_json::from_value(config["importance_sampling_mode"].clone()).unwrap(),
-            importance_sampling_clip_max: config["importance_sampling_clip_max"].as_f64().unwrap(),
-            max_completion_length: config["max_completion_length"].as_u64().unwrap() as usize,
-        };
+        let config = parse_config(&case["config"]);
         let (loss, stats) = golden_table(&golden, case, has_turns).update(&config, num_ranks);
         let near = |got: f64, expected: f64, what: &str| {
             let close = (got - expected).abs() <= 1e-5 * expected.abs().max(1e-2); // old log-probabilities are float32 here

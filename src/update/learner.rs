@@ -237,8 +237,10 @@ pub(super) fn denominators(slices: &[Vec<Sequence>], loss_type: LossType) -> Vec
     let of_slice = |slice: &Vec<Sequence>| Denominators {
         num_sequences: slice.len() as f64,
         num_tokens: match loss_type {
-            LossType::Dapo | LossType::Cispo => total_tokens as f64 / slices.len() as f64,
-            LossType::Grpo | LossType::DrGrpo | LossType::Bnpo => tokens(slice) as f64,
+            LossType::Dapo | LossType::Cispo | LossType::Vespo => total_tokens as f64 / slices.len() as f64,
+            LossType::Grpo | LossType::DrGrpo | LossType::Bnpo | LossType::Sapo | LossType::Luspo => {
+                tokens(slice) as f64
+            }
         },
     };
     slices.iter().map(of_slice).collect()

@@ -58,22 +58,9 @@ fn trains_like_one(world: World, stage: u8, tp_size: usize) {
     }
     let alone = run(Arc::new(World::single()), &folder.path().join("alone"), (0, 1), &[]);
     assert_eq!(own.len(), (2 * NUM_STEPS + 1) as usize, "an evaluation before the first step and after each");
-    assert_eq!(alone.len(), own.len());
     let evaluations = own.iter().filter(|line| line.values.contains_key("eval_reward"));
     assert_eq!(evaluations.count() as u64, NUM_STEPS + 1);
-    for (got, expected) in own.iter().zip(&alone) {
-        let expected = &expected.values;
-        for (name, tolerance) in
-            [("eval_reward", 1e-6), ("reward", 1e-6), ("num_tokens", 0.0), ("loss", 1e-4), ("kl", 1e-4)]
-        {
-            match (got.values.get(name), expected.get(name)) {
-                (Some(got), Some(expected)) => {
-                    assert!((got - expected).abs() <= tolerance, "{name}: {got} for {expected}");
-                }
-                (got, expected) => assert_eq!(got, expected, "{name}"),
-            }
-        }
-    }
+    assert_same_steps(&own, &alone, "");
     let trained: Vec<&MetricLine> = own.iter().filter(|line| line.values.contains_key("loss")).collect();
     assert_eq!(trained.iter().map(|line| line.step).collect::<Vec<_>>(), [1, 2, 3]);
     trained.iter().for_each(|line| check_metrics(line));
@@ -83,6 +70,64 @@ fn trains_like_one(world: World, stage: u8, tp_size: usize) {
     for name in NAMES {
         assert!(written.contains_key(*name), "{name} is missing in {step}");
     }
+}
+
+fn assert_same_steps(got: &[MetricLine], expected: &[MetricLine], what: &str) {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    for (got, expected) in got.iter().zip(expected) {
+        let expected = &expected.values;
+        for (name, tolerance) in
+            [("eval_reward", 1e-6), ("reward", 1e-6), ("num_tokens", 0.0), ("loss", 1e-4), ("kl", 1e-4)]
+        {
+            match (got.values.get(name), expected.get(name)) {
+                (Some(got), Some(expected)) => {
+                    assert!((got - expected).abs() <= tolerance, "{what}: {name}: {got} for {expected}");
+                }
+                (got, expected) => assert_eq!(got, expected, "{what}: {name}"),
+            }
+        }
+    }
+}
+
+/// Losses, estimators, masks and advantages beside the defaults.
+const OBJECTIVES: &[&str] = &[
+    "loss_type=sapo off_policy_mask_threshold=0.01 advantage_estimator=rloo scale_rewards=batch",
+    "loss_type=luspo importance_sampling_level=sequence kl_estimator=k2 importance_sampling_clip_min=0.9",
+    "loss_type=vespo importance_sampling_mode=token_truncate multi_objective_aggregation=normalize_then_sum",
+    "kl_estimator=k1 advantage_estimator=rloo scale_rewards=none",
+];
+
+#[test]
+fn two_processes_train_like_one_with_sapo_and_luspo() {
+    ranks::run(2, "colocate::trainer::two_processes_train_like_one_with_sapo_and_luspo", |world: World| {
+        objectives_train_like_one(world, &OBJECTIVES[..2])
+    });
+}
+
+#[test]
+fn two_processes_train_like_one_with_vespo_and_k1() {
+    ranks::run(2, "colocate::trainer::two_processes_train_like_one_with_vespo_and_k1", |world: World| {
+        objectives_train_like_one(world, &OBJECTIVES[2..])
+    });
+}
+
+fn objectives_train_like_one(world: World, objectives: &[&str]) {
+    tch::set_num_threads(1);
+    let (world, folder) = (Arc::new(world), tempfile::tempdir().unwrap());
+    let mut norms = Vec::new();
+    for (index, objective) in objectives.iter().enumerate() {
+        let keys: Vec<String> = objective.split(' ').map(String::from).chain(["num_iterations=2".into()]).collect();
+        let folder = folder.path().join(index.to_string());
+        let own = run(world.clone(), &folder.join("several"), (2, 1), &keys);
+        if world.rank() == 0 {
+            let alone = run(Arc::new(World::single()), &folder.join("alone"), (0, 1), &keys);
+            assert_same_steps(&own, &alone, objective);
+            let step = own.iter().find(|line| line.values.contains_key("loss")).unwrap();
+            assert_eq!(step.values.contains_key("vespo/phi_seq_mean"), objective.contains("vespo"), "{step:?}");
+            norms.push(step.values["grad_norm"]);
+        }
+    }
+    assert!(world.rank() > 0 || (norms[0] > 0.0 && norms[1] > 0.0 && norms[0] != norms[1]), "{norms:?}");
 }
 
 /// Numbers that must be there and hang together.

@@ -14,7 +14,7 @@ use super::setup::{Setup, share, state, update_options};
 use super::{arm_fault, scope_fails};
 use crate::ranks;
 
-const LOSS_TYPES: [LossType; 5] = [LossType::Grpo, LossType::DrGrpo, LossType::Bnpo, LossType::Dapo, LossType::Cispo];
+const LOSS_TYPES: &[LossType] = LossType::ALL;
 
 #[test]
 fn two_ranks_have_the_loss_of_one() {
@@ -30,7 +30,7 @@ fn four_ranks_have_the_loss_of_one() {
 fn losses_agree(world: World, stages: &[u8]) {
     let world = Arc::new(world);
     let mesh = world.mesh(1, world.size()).unwrap();
-    for loss_type in LOSS_TYPES {
+    for &loss_type in LOSS_TYPES {
         let options = |budget, share_prompts| UpdateOptions {
             share_prompts,
             loss: LossConfig { loss_type, epsilon_high: 1.2, ..LossConfig::default() },
@@ -83,7 +83,7 @@ fn a_failure_in_an_update_ends_it_on_all_ranks_and_the_next_one_works() {
 
 #[test]
 fn masked_completions_change_nothing() {
-    for loss_type in LOSS_TYPES {
+    for &loss_type in LOSS_TYPES {
         let options = UpdateOptions { loss: LossConfig { loss_type, ..LossConfig::default() }, ..update_options() };
         let run = |sequences: Vec<Sequence>| {
             let mut colocated = Setup::new(0).alone();
