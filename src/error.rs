@@ -76,6 +76,12 @@ pub enum Error {
         /// Counts at each stage: read, filtered by what.
         stages: String,
     },
+    /// Prompts whose completions all get equal rewards, so that there is nothing to learn from.
+    #[error("no group of completions teaches anything: {message}")]
+    NoSignal {
+        /// What was sampled, what rewards it got, and the keys that bound the search.
+        message: String,
+    },
     /// A repository of the Hugging Face Hub that is not in the cache and cannot be downloaded.
     #[error("{repo}: {message}")]
     Hub {

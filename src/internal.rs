@@ -21,7 +21,8 @@ pub mod cuda {
 }
 pub mod data {
     pub use crate::data::{
-        ChatTemplate, Dataset, DatasetOptions, Hub, HubOptions, Message, Repo, SamplerState, SftDataset, Tokenizer,
+        ChatTemplate, Dataset, DatasetOptions, Hub, HubOptions, Message, PromptSampler, Repo, SamplerState, SftDataset,
+        Tokenizer,
     };
 }
 pub mod dist {

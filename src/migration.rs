@@ -240,6 +240,10 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
     ),
     (&["rollout.free_cache_engine"], "the engine always sleeps while training"),
     (&["rollout.*"], NONE),
+    (&["algorithm.filter_groups.enable"], "dynamic_sampling = replace, or none"),
+    (&["algorithm.filter_groups.max_num_gen_batches"], "dynamic_sampling_max_gen_batches"),
+    (&["algorithm.filter_groups.metric"], "dynamic_sampling compares the weighted sum of the rewards"),
+    (&["algorithm.filter_groups"], "dynamic_sampling and dynamic_sampling_max_gen_batches"),
     (&["algorithm.norm_adv_by_std_in_grpo"], "scale_rewards"),
     (
         &["algorithm.adv_estimator"],

@@ -204,6 +204,17 @@ choices! {
     }
 }
 choices! {
+    /// What becomes of groups that teach nothing.
+    DynamicSampling {
+        /// They are in the batch, with advantages of 0.
+        None = "none",
+        /// They are left out of the update.
+        Filter = "filter",
+        /// The next prompts are sampled in their place, in the same rollout.
+        Replace = "replace",
+    }
+}
+choices! {
     /// Divisor of the advantages.
     ScaleRewards {
         /// Standard deviation of the group.

@@ -262,6 +262,23 @@ impl<T: FromValue> FromValue for Option<T> {
     }
 }
 
+/// Two numbers, the lower one first.
+impl FromValue for [f64; 2] {
+    fn expected(range: &Range) -> String {
+        format!("[low, high], each {}, low not above high", f64::expected(range))
+    }
+
+    fn from_value(value: &Value, range: &Range) -> Option<Self> {
+        let bounds: Vec<f64> = value.as_array()?.iter().filter_map(|bound| f64::from_value(bound, range)).collect();
+        let bounds = <[f64; 2]>::try_from(bounds).ok().filter(|[low, high]| low <= high)?;
+        (value.as_array()?.len() == 2).then_some(bounds)
+    }
+
+    fn to_value(&self) -> Value {
+        self.iter().map(f64::to_value).collect()
+    }
+}
+
 impl<T: FromValue> FromValue for Vec<T> {
     fn expected(range: &Range) -> String {
         format!("a list [..], or one entry, each {}", T::expected(range))

@@ -214,6 +214,17 @@ keys! {
         /// a resumed run computes them again.
         pub carried_kv: CarriedKv = CarriedKv::Recompute,
 
+        /// What becomes of a group whose completions teach nothing, as their rewards are all equal or their mean is outside of
+        /// `dynamic_sampling_range`. `none`: it is in the batch, with advantages of 0. `filter`: it is left out of the update.
+        /// `replace`: the next prompt is sampled in its place while others are still decoded; the batch is the first groups that
+        /// teach something, in the order of the data.
+        pub dynamic_sampling: DynamicSampling = DynamicSampling::None,
+        /// Most groups that a step with `dynamic_sampling = replace` samples, in generation batches; a data set with fewer rows
+        /// ends it earlier. The step then trains on the groups it has; where there is none, the run ends.
+        pub dynamic_sampling_max_gen_batches: usize = 10 => COUNT,
+        /// Bounds of a group's mean reward, both allowed; `none` asks only that its rewards differ.
+        pub dynamic_sampling_range: Option<[f64; 2]> = None,
+
         section "Objective";
         /// Weight of the KL term; 0 loads no reference model.
         pub beta: f64 = 0.0 => at_least(0.0),

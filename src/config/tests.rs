@@ -39,7 +39,8 @@ fn the_key_list_is_frozen() {
         per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations \
         max_tokens_per_micro_batch share_prompts max_completion_length max_model_length temperature top_p top_k min_p \
         repetition_penalty stop tensor_parallel_size gpu_memory_utilization kv_cache_bytes kv_block_size max_num_seqs \
-        max_num_batched_tokens strict oversample partial_rollout carried_kv beta reference epsilon epsilon_high delta loss_type \
+        max_num_batched_tokens strict oversample partial_rollout carried_kv dynamic_sampling \
+        dynamic_sampling_max_gen_batches dynamic_sampling_range beta reference epsilon epsilon_high delta loss_type \
         importance_sampling_level scale_rewards \
         mask_truncated_completions importance_sampling_correction importance_sampling_mode \
         importance_sampling_clip_max use_bias_correction_kl kl_estimator advantage_estimator multi_objective_aggregation \
@@ -220,6 +221,10 @@ fn values_that_do_not_fit_together_are_refused() {
         (&["temperature=1e-60"], "above 0"), // 0 in its type
         (&["oversample=-0.5"], "a number from 0 to 16"),
         (&["partial_rollout=true"], "oversample above 0"),
+        (&["dynamic_sampling=replace", "oversample=1"], "none or filter: with oversample above 0"),
+        (&["dynamic_sampling_range=[0.1, 0.9]"], "dynamic_sampling = replace or filter"),
+        (&["dynamic_sampling=filter", "dynamic_sampling_range=[0.9, 0.1]"], "low not above high"),
+        (&["dynamic_sampling=filter", "dynamic_sampling_range=[0.9]"], "[low, high], each a number"),
         (&["partial_rollout=true", "oversample=1", "importance_sampling_correction=false"], "older weights"),
         (&["carried_kv=keep"], "or partial_rollout = true"),
         (&["carried_kv=keep", "partial_rollout=true", "oversample=1", "strict=true"], "recompute: with strict"),

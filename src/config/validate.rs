@@ -6,7 +6,9 @@ use super::field::{Field, names_in_files};
 use super::range::ANY;
 use super::raw::RawConfig;
 use super::reward;
-use super::{AutoOr, CarriedKv, Config, DataConfig, ReferenceModel, ReferenceResidency, SftConfig, ZeroConfig};
+use super::{
+    AutoOr, CarriedKv, Config, DataConfig, DynamicSampling, ReferenceModel, ReferenceResidency, SftConfig, ZeroConfig,
+};
 use crate::error::{Error, Result};
 use crate::phase::Fault;
 
@@ -33,7 +35,7 @@ impl Config {
 
     fn checks(&self) -> Vec<Result<()>> {
         let of_objective = self.check_objective();
-        let before = [self.data.check(), self.check_batch(), self.check_sampling()];
+        let before = [self.data.check(), self.check_batch(), self.check_sampling(), self.check_dynamic_sampling()];
         let after = [
             reward::check_names(self),
             self.check_weights(),
@@ -104,6 +106,17 @@ impl Config {
         let alone = "false: sums over the ranks of an engine change with the batch, or tensor_parallel_size = 1";
         check("strict", self.strict, !self.strict || self.tensor_parallel_size == 1, alone)?;
         check("stop", "\"\"", !self.stop.iter().any(String::is_empty), "strings that are not empty")
+    }
+
+    fn check_dynamic_sampling(&self) -> Result<()> {
+        let (mode, replace) = (self.dynamic_sampling, DynamicSampling::Replace);
+        let surplus =
+            "none or filter: with oversample above 0 the first complete groups are the batch, whatever their rewards";
+        check("dynamic_sampling", replace.name(), mode != replace || self.oversample == 0.0, surplus)?;
+        let [low, high] = self.dynamic_sampling_range.unwrap_or_default();
+        let has_effect = self.dynamic_sampling_range.is_none() || mode != DynamicSampling::None;
+        let unread = "to be left out, or dynamic_sampling = replace or filter";
+        check("dynamic_sampling_range", format!("[{low}, {high}]"), has_effect, unread)
     }
 
     fn check_weights(&self) -> Result<()> {

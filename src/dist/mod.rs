@@ -7,6 +7,7 @@ mod checks;
 mod collective;
 mod control;
 mod env;
+mod host_group;
 mod lane;
 mod mesh;
 mod nccl;
@@ -24,6 +25,7 @@ pub use collective::{
     Collective, ReduceOp, all_gather_bytes, all_gather_f64, all_gather_json, all_reduce_f64, any_rank, first_text,
 };
 pub use env::{RESTART_COUNT_VARIABLE, WorkerEnv};
+pub use host_group::HostGroup;
 pub use lane::{Lane, Work};
 pub use mesh::Mesh;
 pub use nccl::NCCL_SETTINGS;

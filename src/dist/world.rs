@@ -10,6 +10,7 @@ use super::carrier::{Backend, Carrier};
 use super::collective::Collective;
 use super::control::{Alone, ControlPlane, RankGroup};
 use super::env::WorkerEnv;
+use super::host_group::HostGroup;
 use super::lane::Lane;
 use super::nccl::{self, NcclGroups};
 use super::rendezvous;
@@ -195,14 +196,22 @@ impl World {
         if ranks.len() == 1 {
             return Ok(Arc::new(SingleRank::new(name, self.rank(), self.device())));
         }
-        if division >= PARTITIONS {
-            return Err(Error::InvalidArgument {
-                op: "World::subgroup",
-                expected: format!("at most {} divisions of the world", PARTITIONS - FIRST_DIVISION),
-                got: format!("another one, '{name}'"),
-            });
-        }
+        check_division(division, name)?;
         self.tensors.group(RankGroup::new(division, name, ranks, self.rank()), self.device())
+    }
+
+    /// The group of `ranks` that this rank belongs to, all ranks in order or a part of them, for host memory alone. Collective over the world, as [`World::subgroup`].
+    ///
+    /// # Errors
+    /// Those of [`World::subgroup`].
+    pub fn host_group(&self, name: &str, ranks: &[usize]) -> Result<HostGroup> {
+        if ranks.len() == self.size() {
+            return Ok(HostGroup { control: self.control.clone(), ranks: self.everyone.clone() });
+        }
+        let division = self.next_division.fetch_add(1, Ordering::Relaxed);
+        self.check_subgroup(name, ranks)?;
+        check_division(division, name)?;
+        Ok(HostGroup { control: self.control.clone(), ranks: RankGroup::new(division, name, ranks, self.rank()) })
     }
 
     /// Every rank names itself once, and the ranks of a group name the same group.
@@ -265,6 +274,17 @@ impl World {
     pub fn has_failed(&self) -> bool {
         self.control.failure().is_some()
     }
+}
+
+fn check_division(division: usize, name: &str) -> Result<()> {
+    if division < PARTITIONS {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument {
+        op: "World::subgroup",
+        expected: format!("at most {} divisions of the world", PARTITIONS - FIRST_DIVISION),
+        got: format!("another one, '{name}'"),
+    })
 }
 
 /// All ranks, as a group of one of the world's divisions.

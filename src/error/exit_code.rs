@@ -72,6 +72,7 @@ impl Error {
             | Error::Hub { .. }
             | Error::BadLine { .. }
             | Error::EmptyDataset { .. }
+            | Error::NoSignal { .. }
             | Error::TokenizerMismatch { .. }
             | Error::ChatTemplate { .. } => ExitCode::Files,
             Error::Environment { .. } => ExitCode::Environment,

@@ -13,6 +13,7 @@ mod loss;
 mod moments;
 mod options;
 mod segments;
+mod signal;
 mod stats;
 mod surrogate;
 
@@ -23,4 +24,5 @@ pub use advantages::{AdvantageConfig, AdvantageStats, assign_advantages, rewards
 pub use loss::{Denominators, LossInput, LossOutput, policy_loss};
 pub use moments::BatchStats;
 pub use options::LossConfig;
+pub use signal::has_signal;
 pub use stats::{Aggregate, DeviceStats, LossStats};

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parquet::basic::{Compression, LogicalType, Repetition, Type as Physical};
-use parquet::data_type::{ByteArray, ByteArrayType, DataType, FloatType, Int64Type};
+use parquet::data_type::{BoolType, ByteArray, ByteArrayType, DataType, FloatType, Int64Type};
 use parquet::errors::ParquetError;
 use parquet::file::properties::WriterProperties;
 use parquet::file::reader::{FileReader, SerializedFileReader};
@@ -25,6 +25,8 @@ use crate::untrusted;
 const COLUMNS: [&str; 6] = ["step", "prompt", "completion", REFERENCE, "reward", "advantage"];
 /// The column with the row's answer, which nothing has where the rows have none.
 const REFERENCE: &str = "reference_answer";
+/// The last column, where groups may be left out of the update.
+const DROPPED: &str = "dropped";
 
 /// One completion as it is kept.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -43,6 +45,20 @@ pub struct CompletionRow {
     pub reward: Option<f32>,
     /// What it was trained with.
     pub advantage: f32,
+    /// Whether its group was left out of the update, where groups may be (`dynamic_sampling`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dropped: Option<bool>,
+}
+
+/// A group of which every completion is written.
+#[derive(Debug, Clone, Copy)]
+pub struct LoggedGroup<'a> {
+    /// The group, scored.
+    pub group: &'a RolloutGroup,
+    /// Its place among the groups of all ranks; 0 everywhere is the order of ranks.
+    pub place: u32,
+    /// Whether it was left out of the update.
+    pub is_dropped: bool,
 }
 
 /// Writes `completions/completions_00042.parquet` below the output folder.
@@ -50,29 +66,48 @@ pub struct CompletionRow {
 pub struct CompletionsWriter {
     folder: PathBuf,
     reward_names: Vec<String>,
+    tells_dropped: bool,
     has_failed: bool,
 }
 
 impl CompletionsWriter {
-    /// `reward_names` in the order of [`Trajectory::rewards`](crate::types::Trajectory::rewards).
+    /// `reward_names` in the order of [`Trajectory::rewards`](crate::types::Trajectory::rewards). `tells_dropped` adds a column that
+    /// says which completions were left out of the update.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] if a reward has the name of another column.
-    pub fn new(output_dir: &Path, reward_names: &[String]) -> Result<Self> {
+    pub fn new(output_dir: &Path, reward_names: &[String], tells_dropped: bool) -> Result<Self> {
         check_names(reward_names)?;
-        Ok(Self { folder: output_dir.join("completions"), reward_names: reward_names.to_vec(), has_failed: false })
+        if tells_dropped && reward_names.iter().any(|name| name == DROPPED) {
+            return Err(Error::invalid_value(
+                "reward_funcs",
+                DROPPED,
+                "another name: it is a column of dynamic_sampling",
+            ));
+        }
+        let (folder, reward_names) = (output_dir.join("completions"), reward_names.to_vec());
+        Ok(Self { folder, reward_names, tells_dropped, has_failed: false })
     }
 
-    /// Gathers the completions of all ranks and writes them on the first. Collective over `group`. A file that cannot be
-    /// written is named once and does not end training.
+    /// Gathers the completions of all ranks and writes them on the first, by the places of their groups, those of one place in the order
+    /// of ranks. Collective over `group`. A file that cannot be written is named once and does not end training.
     ///
     /// # Errors
     /// Those of the collective.
-    pub fn write(&mut self, step: u64, groups: &[RolloutGroup], group: &dyn Collective) -> Result<()> {
-        let rows = gather_completions(step, &self.reward_names, groups, group)?;
+    pub fn write(&mut self, step: u64, groups: &[LoggedGroup<'_>], group: &dyn Collective) -> Result<()> {
+        let mut own = Vec::new();
+        for LoggedGroup { group, place, is_dropped } in groups {
+            let dropped = self.tells_dropped.then_some(*is_dropped);
+            let rows = rows(step, &self.reward_names, std::slice::from_ref(*group)).into_iter();
+            own.extend(rows.map(|row| (*place, CompletionRow { dropped, ..row })));
+        }
+        let rows: Vec<Vec<(u32, CompletionRow)>> = all_gather_json(group, "gather completions", &own)?;
         if group.rank() != 0 {
             return Ok(());
         }
+        let mut rows = rows.concat();
+        rows.sort_by_key(|(place, _)| *place); // a stable sort
+        let rows: Vec<CompletionRow> = rows.into_iter().map(|(_, row)| row).collect();
         let path = self.folder.join(format!("completions_{step:05}.parquet"));
         let written = std::fs::create_dir_all(&self.folder).map_err(Error::io(&self.folder));
         if let Err(error) = written.and_then(|()| write_rows(&path, &self.reward_names, &rows))
@@ -108,6 +143,7 @@ fn rows(step: u64, reward_names: &[String], groups: &[RolloutGroup]) -> Vec<Comp
         rewards: reward_names.iter().cloned().zip(completion.rewards.iter().copied()).collect(),
         reward: completion.reward,
         advantage: completion.advantage,
+        dropped: None,
     })
     .collect()
 }
@@ -178,10 +214,16 @@ pub fn read_completions(path: &Path) -> Result<Vec<CompletionRow>> {
 }
 
 fn parse_row<'a>(columns: impl Iterator<Item = (&'a String, &'a Field)>) -> CompletionRow {
-    let (prompt, completion) = (String::new(), String::new());
-    let rewards = Vec::new();
-    let mut row =
-        CompletionRow { step: 0, prompt, completion, reference_answer: None, rewards, reward: None, advantage: 0.0 };
+    let mut row = CompletionRow {
+        step: 0,
+        prompt: String::new(),
+        completion: String::new(),
+        reference_answer: None,
+        rewards: Vec::new(),
+        reward: None,
+        advantage: 0.0,
+        dropped: None,
+    };
     for (name, field) in columns {
         match (name.as_str(), field) {
             ("step", Field::Long(step)) => row.step = *step as u64,
@@ -190,6 +232,7 @@ fn parse_row<'a>(columns: impl Iterator<Item = (&'a String, &'a Field)>) -> Comp
             (REFERENCE, Field::Str(text)) => row.reference_answer = Some(text.clone()),
             ("reward", Field::Float(reward)) => row.reward = Some(*reward),
             ("advantage", Field::Float(advantage)) => row.advantage = *advantage,
+            (DROPPED, Field::Bool(dropped)) => row.dropped = Some(*dropped),
             (name, Field::Float(reward)) => row.rewards.push((name.to_owned(), Some(*reward))),
             (name, Field::Null) if !COLUMNS.contains(&name) => row.rewards.push((name.to_owned(), None)),
             _ => {}
@@ -206,7 +249,9 @@ fn write_rows(path: &Path, reward_names: &[String], rows: &[CompletionRow]) -> R
 
 fn write_columns(file: File, reward_names: &[String], rows: &[CompletionRow]) -> Result<(), ParquetError> {
     let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).build();
-    let mut writer = SerializedFileWriter::new(file, Arc::new(schema(reward_names)?), Arc::new(properties))?;
+    let tells_dropped = rows.iter().any(|row| row.dropped.is_some());
+    let schema = Arc::new(schema(reward_names, tells_dropped)?);
+    let mut writer = SerializedFileWriter::new(file, schema, Arc::new(properties))?;
     let mut group = writer.next_row_group()?;
     let text = |get: fn(&CompletionRow) -> &str| rows.iter().map(|row| ByteArray::from(get(row))).collect::<Vec<_>>();
     write_column::<Int64Type>(&mut group, &rows.iter().map(|row| row.step as i64).collect::<Vec<_>>(), None)?;
@@ -222,11 +267,15 @@ fn write_columns(file: File, reward_names: &[String], rows: &[CompletionRow]) ->
     }
     write_optional::<FloatType>(&mut group, rows.iter().map(|row| row.reward))?;
     write_column::<FloatType>(&mut group, &rows.iter().map(|row| row.advantage).collect::<Vec<_>>(), None)?;
+    if tells_dropped {
+        let dropped: Vec<bool> = rows.iter().map(|row| row.dropped == Some(true)).collect();
+        write_column::<BoolType>(&mut group, &dropped, None)?;
+    }
     group.close()?;
     writer.close().map(drop)
 }
 
-fn schema(reward_names: &[String]) -> Result<Type, ParquetError> {
+fn schema(reward_names: &[String], tells_dropped: bool) -> Result<Type, ParquetError> {
     let column = |name: &str, physical, repetition, logical| {
         let builder = Type::primitive_type_builder(name, physical).with_repetition(repetition);
         builder.with_logical_type(logical).build().map(Arc::new)
@@ -239,6 +288,9 @@ fn schema(reward_names: &[String]) -> Result<Type, ParquetError> {
         fields.push(column(name, Physical::FLOAT, Repetition::OPTIONAL, None)?);
     }
     fields.push(column("advantage", Physical::FLOAT, Repetition::REQUIRED, None)?);
+    if tells_dropped {
+        fields.push(column(DROPPED, Physical::BOOLEAN, Repetition::REQUIRED, None)?);
+    }
     Type::group_type_builder("completions").with_fields(fields).build()
 }
 
@@ -277,6 +329,7 @@ mod tests {
             rewards: rewards.into(),
             reward,
             advantage: -0.7,
+            dropped: None,
         }
     }
 
@@ -291,13 +344,16 @@ mod tests {
         ];
         write_rows(&path, &["format".to_owned(), "answer".to_owned()], &rows).unwrap();
         assert_eq!(read_completions(&path).unwrap(), rows);
+        let told = rows.map(|row| CompletionRow { dropped: Some(row.reward.is_none()), ..row });
+        write_rows(&path, &["format".to_owned(), "answer".to_owned()], &told).unwrap();
+        assert_eq!(read_completions(&path).unwrap(), told);
     }
 
     #[test]
     fn the_first_rank_writes_what_all_ranks_sampled() {
         let folder = tempfile::tempdir().unwrap();
         crate::dist::testing::threads(2, |group| {
-            let mut writer = CompletionsWriter::new(folder.path(), &["format".to_owned()]).unwrap();
+            let mut writer = CompletionsWriter::new(folder.path(), &["format".to_owned()], false).unwrap();
             let completion = Trajectory {
                 rewards: vec![Some(0.1)],
                 reward: Some(0.1),
@@ -306,7 +362,7 @@ mod tests {
             let columns = [("answer".to_owned(), serde_json::json!(7))].into_iter().collect();
             let prompt = Prompt { columns: Arc::new(columns), ..fixtures::prompt(0) };
             let group_of = RolloutGroup { completions: vec![completion], ..RolloutGroup::new(prompt) };
-            writer.write(7, &[group_of], &*group).unwrap();
+            writer.write(7, &[LoggedGroup { group: &group_of, place: 0, is_dropped: false }], &*group).unwrap();
         });
         let rows = read_completions(&folder.path().join("completions/completions_00007.parquet")).unwrap();
         assert!(rows.iter().all(|row| row.reference_answer.as_deref() == Some("7")), "{rows:?}");
@@ -316,7 +372,12 @@ mod tests {
 
     #[test]
     fn a_reward_may_not_take_the_name_of_a_column() {
-        let error = CompletionsWriter::new(Path::new("out"), &["advantage".to_owned()]).unwrap_err();
-        assert!(error.to_string().contains("names other than step"), "{error}");
+        let refusal = |name: &str, tells_dropped| {
+            let refused = CompletionsWriter::new(Path::new("out"), &[name.to_owned()], tells_dropped);
+            refused.map_err(|error| error.to_string())
+        };
+        assert!(refusal("advantage", false).unwrap_err().contains("names other than step"));
+        assert!(refusal("dropped", true).unwrap_err().contains("a column of dynamic_sampling"));
+        assert!(refusal("dropped", false).is_ok());
     }
 }

@@ -16,7 +16,8 @@ mod tensorboard;
 mod writer;
 
 pub use completions::{
-    CompletionRow, CompletionsWriter, check_samples_file, gather_completions, read_completions, write_completions,
+    CompletionRow, CompletionsWriter, LoggedGroup, check_samples_file, gather_completions, read_completions,
+    write_completions,
 };
 pub use history::LogHistory;
 pub use jsonl::{MetricLine, read_metrics};

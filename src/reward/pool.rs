@@ -170,26 +170,56 @@ impl RewardPool {
     /// again; those of [`start`](Self::start) if it was not called.
     pub fn wait(&mut self, groups: &mut [RolloutGroup]) -> Result<()> {
         let tickets = self.claim(groups);
+        let mut state = self.await_until(|state| tickets.iter().all(|ticket| state.pending[ticket].num_open == 0))?;
+        for (group, ticket) in groups.iter_mut().zip(&tickets) {
+            self.fill(&mut state, group, *ticket);
+        }
+        Ok(())
+    }
+
+    /// Fills in the scores of those of `groups` that are complete by now, and returns for each group whether it is. Where none is
+    /// and `waits` is set, it waits for the first.
+    ///
+    /// # Errors
+    /// As [`RewardPool::wait`].
+    pub(crate) fn poll(&mut self, groups: &mut [RolloutGroup], waits: bool) -> Result<Vec<bool>> {
+        let tickets = self.claim(groups);
+        let waits = waits && !tickets.is_empty();
+        let is_scored = |state: &State, ticket: &u64| state.pending[ticket].num_open == 0;
+        let mut state = self.await_until(|state| !waits || tickets.iter().any(|ticket| is_scored(state, ticket)))?;
+        let mut scored = Vec::with_capacity(groups.len());
+        for (group, ticket) in groups.iter_mut().zip(&tickets) {
+            scored.push(is_scored(&state, ticket));
+            if scored.last() == Some(&true) {
+                self.fill(&mut state, group, *ticket);
+            }
+        }
+        Ok(scored)
+    }
+
+    /// Waits until `holds`, while deadlines are kept and threads that were given up are replaced.
+    fn await_until(&self, holds: impl Fn(&State) -> bool) -> Result<MutexGuard<'_, State>> {
         let mut state = self.shared.lock();
         self.start_services(&mut state)?;
         loop {
             state.give_up_overdue(&self.shared.functions, &self.shared.names);
             self.keep_threads(&mut state)?;
             phase::beat();
-            if tickets.iter().all(|ticket| state.pending[ticket].num_open == 0) {
-                break;
+            if holds(&state) {
+                return Ok(state);
             }
             Self::check(&mut state)?;
             state = self.shared.wait(state, LOOK);
         }
-        for (group, ticket) in groups.iter_mut().zip(&tickets) {
-            let scores = state.pending.remove(ticket).map(|pending| pending.scores).unwrap_or_default();
-            for (completion, scores) in group.completions.iter_mut().zip(scores) {
-                completion.reward = weighted_sum(&scores, &self.weights);
-                completion.rewards = scores.iter().map(Score::value).collect();
-            }
+    }
+
+    /// Moves the scores of a ticket into its group.
+    fn fill(&self, state: &mut State, group: &mut RolloutGroup, ticket: u64) {
+        let scores = state.pending.remove(&ticket).map(|pending| pending.scores).unwrap_or_default();
+        for (completion, scores) in group.completions.iter_mut().zip(scores) {
+            completion.reward = weighted_sum(&scores, &self.weights);
+            completion.rewards = scores.iter().map(Score::value).collect();
         }
-        Ok(())
     }
 
     /// Scores that each reward did not give since the last call, by the kinds of failure that it has had so far.

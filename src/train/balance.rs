@@ -11,7 +11,7 @@ use crate::model::ModelSpec;
 /// Attention's products reach about half of the rate of the others.
 const ATTENTION_WEIGHT: f64 = 2.0;
 
-/// The sequences of all ranks in rank order; collective over `group`.
+/// The sequences of all ranks by their places, those of one place in rank order; collective over `group`.
 ///
 /// # Errors
 /// Those of [`Collective`].
@@ -28,6 +28,7 @@ pub fn gather_sequences(own: &[Sequence], group: &dyn Collective) -> Result<Vec<
             all.push(sequence.ok_or_else(|| torn(group))?);
         }
     }
+    all.sort_by_key(|sequence| sequence.place); // a stable sort
     Ok(all)
 }
 
@@ -105,7 +106,7 @@ fn sorted(mut members: Vec<usize>) -> Vec<usize> {
     members
 }
 
-/// Words: tokens, prompt length, advantage, flags, ids, the loss mask if there is context, then each of the log-probabilities
+/// Words: tokens, prompt length, advantage, flags, place, ids, the loss mask if there is context, then each of the log-probabilities
 /// that there are.
 fn encode(sequence: &Sequence) -> Vec<u32> {
     let logprobs = [&sequence.rollout_logprobs, &sequence.old_logprobs, &sequence.ref_logprobs];
@@ -113,14 +114,16 @@ fn encode(sequence: &Sequence) -> Vec<u32> {
     let has_context = sequence.loss_mask.contains(&false);
     let flags = flags | u32::from(has_context) << 4;
     let mask = sequence.loss_mask.iter().filter(|_| has_context).map(|is_scored| u32::from(*is_scored));
-    let head = [sequence.token_ids.len() as u32, sequence.prompt_len as u32, sequence.advantage.to_bits(), flags];
+    let Sequence { token_ids, prompt_len, advantage, place, .. } = sequence;
+    let head = [token_ids.len() as u32, *prompt_len as u32, advantage.to_bits(), flags, *place];
     let bits = logprobs.into_iter().flatten().flatten().map(|logprob| logprob.to_bits());
-    head.into_iter().chain(sequence.token_ids.iter().copied()).chain(mask).chain(bits).collect()
+    head.into_iter().chain(token_ids.iter().copied()).chain(mask).chain(bits).collect()
 }
 
 /// What [`encode`] wrote after the first word; `None` if it is cut short.
 fn decode(num_tokens: usize, words: &mut impl Iterator<Item = u32>) -> Option<Sequence> {
     let (prompt_len, advantage, flags) = (words.next()? as usize, f32::from_bits(words.next()?), words.next()?);
+    let place = words.next()?;
     let mut take = |count: usize| -> Option<Vec<u32>> {
         let taken: Vec<u32> = words.take(count).collect();
         (taken.len() == count).then_some(taken)
@@ -138,8 +141,8 @@ fn decode(num_tokens: usize, words: &mut impl Iterator<Item = u32>) -> Option<Se
         }
     }
     let [rollout_logprobs, old_logprobs, ref_logprobs] = logprobs;
-    let masked = flags >> 3 & 1 == 1;
-    Some(Sequence { token_ids, prompt_len, loss_mask, advantage, masked, rollout_logprobs, old_logprobs, ref_logprobs })
+    let head = Sequence { advantage, masked: flags >> 3 & 1 == 1, place, ..Sequence::of_tokens(token_ids, prompt_len) };
+    Some(Sequence { loss_mask, rollout_logprobs, old_logprobs, ref_logprobs, ..head })
 }
 
 fn torn(group: &dyn Collective) -> Error {
@@ -175,6 +178,7 @@ mod tests {
     fn sequences_survive_the_way() {
         let full = Sequence {
             masked: true,
+            place: 7,
             old_logprobs: Some(vec![-0.5, f32::MIN_POSITIVE]),
             ref_logprobs: Some(vec![-1.0, -2.0]),
             ..sequence(4, 2)

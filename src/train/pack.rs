@@ -29,6 +29,8 @@ pub struct Sequence {
     pub old_logprobs: Option<Vec<f32>>,
     /// The reference model's log-probabilities.
     pub ref_logprobs: Option<Vec<f32>>,
+    /// Sequences of all ranks are put in the order of their places; those of one place stay in the order of ranks.
+    pub place: u32,
 }
 
 impl Sequence {
@@ -43,6 +45,7 @@ impl Sequence {
             rollout_logprobs: None,
             old_logprobs: None,
             ref_logprobs: None,
+            place: 0,
         }
     }
 

@@ -3,13 +3,13 @@
 //! not depend on who began it; but where keys and values are kept, to the engine that has them.
 
 use super::Trainer;
-use super::sampling::{Batch, Sampled};
+use super::sampling::{Batch, Sampled, Worked};
 use crate::checkpoint::CarriedGroup;
 use crate::config::Config;
 use crate::dist::{all_gather_json, share};
 use crate::error::Result;
 use crate::metrics::{Reduce, StepMetrics};
-use crate::rollout::{EngineStats, Rollout};
+use crate::rollout::EngineStats;
 use crate::types::RolloutGroup;
 
 /// What became of this rank's tokens in a step.
@@ -49,8 +49,11 @@ impl Trainer {
 
     /// The groups that the step takes; the others are kept for the next one, or dropped. Collective over the world where groups
     /// are begun that a step does not take.
-    pub(super) fn take(&mut self, batch: Batch, rollout: Rollout) -> Result<Sampled> {
-        let Batch { begun, params, before, .. } = batch;
+    pub(super) fn take(&mut self, batch: Batch, worked: Worked) -> Result<Sampled> {
+        let (Batch { begun, params, before, .. }, Worked { rollout, drawn }) = (batch, worked);
+        if self.engines.is_some() {
+            return self.take_drawn(before, drawn);
+        }
         let (mut carry, mut kept) = (Carry { engine: rollout.stats, ..Carry::default() }, Vec::new());
         for (index, group) in &rollout.complete {
             carry.take(begun[*index].num_tokens(), group, params.step);
@@ -72,7 +75,8 @@ impl Trainer {
             self.carried = of_ranks.concat();
         }
         let groups = rollout.complete.into_iter().map(|(_, group)| group).collect();
-        Ok(Sampled { groups, before, carry })
+        let (places, dropped) = (Vec::new(), Vec::new());
+        Ok(Sampled { groups, places, dropped, tally: None, is_scored: false, before, carry })
     }
 }
 

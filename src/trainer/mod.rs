@@ -7,10 +7,12 @@ mod carry;
 mod halves;
 mod output;
 mod records;
+mod replace;
 mod rows;
 mod sampling;
 mod scores;
 mod setup;
+mod signal;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -21,7 +23,7 @@ use crate::checkpoint::{self, CarriedGroup, Claim, SavedConfig, Saver, TrainerSt
 use crate::config::{BatchPlan, Config, Mode};
 use crate::cuda::Placement;
 use crate::data::{Dataset, PromptSampler};
-use crate::dist::{ReduceOp, World, all_reduce_f64, any_rank};
+use crate::dist::{HostGroup, ReduceOp, World, all_reduce_f64, any_rank};
 use crate::error::{Error, ExitCode, Result, panic_message};
 use crate::grpo::{self, AdvantageConfig, AdvantageStats, BatchStats, LossConfig};
 use crate::memory;
@@ -37,9 +39,10 @@ use crate::update::{UpdateOptions, UpdateOutcome};
 
 use halves::Halves;
 use output::Output;
-use sampling::Sampled;
+use sampling::{Sampled, desk};
 use scores::Unscored;
 pub use setup::Preflight;
+use signal::Signal;
 
 /// A GRPO run on this rank.
 #[derive(Debug)]
@@ -64,6 +67,9 @@ pub struct Trainer {
     progress: Progress,
     ahead: Option<Sampled>,
     unscored: Unscored,
+    signal: Signal,
+    /// Ranks with engines, where groups are replaced.
+    engines: Option<HostGroup>,
     /// Lengths of completions of random weights.
     spread_lengths: Option<LengthSpread>,
 }
@@ -255,35 +261,22 @@ impl Trainer {
         let start = Instant::now();
         let _ = phase::take_timings(); // of loading, evaluation and saving
         self.take_transitions()?;
-        let Sampled { mut groups, before, carry } = match self.ahead.take() {
+        let sampled = match self.ahead.take() {
             Some(ahead) => ahead,
-            None => {
-                let mut batch = self.next_batch(self.progress.generation_step, self.progress.global_step)?;
-                let (groups, rewards, output) = (std::mem::take(&mut batch.groups), &self.rewards, &self.output);
-                output.begin_phase("generate", batch.num_groups);
-                let rollout = self.halves.with_rollout(|engine| {
-                    engine.on_progress(output.sampling_progress());
-                    engine
-                        .generate_first(groups, batch.num_groups, &batch.params, |group| submit(group, rewards, output))
-                })?;
-                self.take(batch, rollout)?
-            }
+            None => self.sample()?,
         };
-        let awaited = phase::scope(Phase::Reward, || self.rewards.wait(&mut groups));
-        if let Err(error) = self.world.agree(awaited) {
-            self.put_back(before)?; // these rows were not trained on
-            return Err(error);
-        }
+        let Sampled { mut groups, places, dropped, tally, carry, .. } = self.score(sampled)?;
         let advantages = self.assign_advantages(&mut groups)?;
-        let sequences = records::sequences(&groups, self.config.mask_truncated_completions);
+        let sequences = records::sequences(&groups, &places, self.config.mask_truncated_completions);
         let outcome = self.update(&sequences)?;
         self.progress.global_step += outcome.num_updates;
         self.progress.generation_step += 1;
         self.progress.num_tokens += self.count_tokens(&groups)?;
-        self.output.completions(&groups, self.progress.global_step)?;
+        self.output.completions(&signal::logged(&groups, &places, &dropped), self.progress.global_step)?;
         let mut metrics = records::step_metrics(self.rewards.names(), &groups, &advantages, &outcome);
         records::failure_metrics(&mut metrics, self.rewards.take_failures());
         self.tell_failures(&advantages)?;
+        self.add_signal_metrics(&mut metrics, tally, &groups, &dropped);
         carry.add_metrics(&mut metrics, &self.config);
         let transitions = self.take_transitions()?;
         let role = if self.halves.policy().is_some() { "trainers" } else { "generators" };
@@ -303,13 +296,11 @@ impl Trainer {
             return Ok(self.halves.update(sequences, &options, &self.output, None::<Nothing>)?.0);
         }
         let mut batch = self.next_batch(self.progress.generation_step + 1, after)?;
-        let (groups, rewards, output) = (std::mem::take(&mut batch.groups), &self.rewards, &self.output);
-        let next = |engine: &mut RolloutEngine<'_>| {
-            engine.on_progress(output.sampling_progress());
-            engine.generate_first(groups, batch.num_groups, &batch.params, |group| submit(group, rewards, output))
-        };
-        let (outcome, rollout) = self.halves.update(sequences, &options, output, Some(next))?;
-        self.ahead = Some(self.take(batch, rollout)?);
+        let (work, halves, mut desk) = (batch.work(), &mut self.halves, desk!(self));
+        let output = desk.output;
+        let next = |engine: &mut RolloutEngine<'_>| work.run(engine, &mut desk);
+        let (outcome, sampled) = halves.update(sequences, &options, output, Some(next))?;
+        self.ahead = Some(self.take(batch, sampled)?);
         Ok(outcome)
     }
 
@@ -318,9 +309,10 @@ impl Trainer {
         self.halves.policy().map_or_else(|| Ok(Transitions::default()), Policy::take_transitions)
     }
 
-    /// Saves what was reached, if `error` is that rewards failed for good; gives `error` back. Collective over the world.
+    /// Saves what was reached, if `error` is that rewards failed for good or tell nothing; gives `error` back. Collective over the
+    /// world.
     fn save_without_rewards(&mut self, error: Error) -> Result<RunSummary> {
-        if error.exit_code() == ExitCode::RewardService {
+        if error.exit_code() == ExitCode::RewardService || matches!(error, Error::NoSignal { .. }) {
             let begun = if self.progress.global_step > self.saved_step { self.save().map(drop) } else { Ok(()) };
             if let Err(failure) = begun.and_then(|()| self.saver.finish(&self.world)) {
                 tracing::warn!("what was reached is not saved: {failure}");

@@ -7,15 +7,14 @@ use std::sync::Arc;
 use serde_json::json;
 
 use crate::checkpoint::Checkpoint;
-use crate::config::{Config, Mode};
+use crate::config::{Config, DynamicSampling, Mode};
 use crate::dist::Collective;
 use crate::error::{Error, Result};
 use crate::eval::Outcome;
-use crate::metrics::{CompletionsWriter, LogOptions, MetricValues, RunLog, Services, StepMetrics};
+use crate::metrics::{CompletionsWriter, LogOptions, LoggedGroup, MetricValues, RunLog, Services, StepMetrics};
 use crate::phase::{self, Phase};
 use crate::rollout::EngineStats;
 use crate::train::Sequence;
-use crate::types::RolloutGroup;
 use crate::update::UpdateProgress;
 
 /// Where the time-line of phases goes.
@@ -52,7 +51,9 @@ impl Output {
             let folder = output_dir.join(TRACE_FOLDER);
             phase::trace_to(&folder, group.rank(), &label(config, &*group)?, checkpoint.is_some())?;
         }
-        let completions = config.log_completions.then(|| CompletionsWriter::new(&output_dir, &config.reward_names()));
+        let tells_dropped = config.dynamic_sampling != DynamicSampling::None;
+        let completions =
+            config.log_completions.then(|| CompletionsWriter::new(&output_dir, &config.reward_names(), tells_dropped));
         Ok(Self {
             log,
             completions: completions.transpose()?,
@@ -147,7 +148,7 @@ impl Output {
     }
 
     /// The completions of a step, if they are to be kept (collective then).
-    pub(super) fn completions(&mut self, groups: &[RolloutGroup], step: u64) -> Result<()> {
+    pub(super) fn completions(&mut self, groups: &[LoggedGroup<'_>], step: u64) -> Result<()> {
         self.completions.as_mut().map_or(Ok(()), |writer| writer.write(step, groups, &*self.group))
     }
 

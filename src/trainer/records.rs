@@ -14,18 +14,20 @@ use crate::types::{RolloutGroup, Trajectory};
 use crate::update::UpdateOutcome;
 
 /// One sequence per completion that has a reward, in order; truncated ones are masked if asked for. A completion whose rewards
-/// failed is in no update, no denominator and no mean: the others train as if it had not been sampled.
-pub(super) fn sequences(groups: &[RolloutGroup], mask_truncated: bool) -> Vec<Sequence> {
-    let of_completion = |group: &RolloutGroup, completion: &Trajectory| Sequence {
-        masked: mask_truncated && completion.is_truncated(),
-        ..Sequence::of_trajectory(&group.prompt.token_ids, completion)
+/// failed is in no update, no denominator and no mean: the others train as if it had not been sampled. `places` has the place of each
+/// group among those of all ranks, or nothing where ranks follow one another.
+pub(super) fn sequences(groups: &[RolloutGroup], places: &[u32], mask_truncated: bool) -> Vec<Sequence> {
+    let places = places.iter().copied().chain(std::iter::repeat(0));
+    let of_group = |(group, place): (&RolloutGroup, u32)| -> Vec<Sequence> {
+        let scored = group.completions.iter().filter(|completion| completion.reward.is_some());
+        let of_completion = |completion: &Trajectory| Sequence {
+            masked: mask_truncated && completion.is_truncated(),
+            place,
+            ..Sequence::of_trajectory(&group.prompt.token_ids, completion)
+        };
+        scored.map(of_completion).collect()
     };
-    groups
-        .iter()
-        .flat_map(|group| group.completions.iter().map(move |completion| (group, completion)))
-        .filter(|(_, completion)| completion.reward.is_some())
-        .map(|(group, completion)| of_completion(group, completion))
-        .collect()
+    groups.iter().zip(places).flat_map(of_group).collect()
 }
 
 /// Adds the statistics of all ranks up; collective over `group`.
@@ -103,7 +105,11 @@ fn reward_metrics(metrics: &mut StepMetrics, names: &[String], advantages: &Adva
     for (name, stats) in names.iter().zip(&advantages.rewards) {
         moments(format!("rewards/{name}/mean"), format!("rewards/{name}/std"), stats);
     }
-    metrics.set("frac_reward_zero_std", advantages.num_zero_std_groups / advantages.num_groups, Reduce::Last);
+    let frac_zero = match advantages.num_groups {
+        0.0 => 1.0, // all were left out
+        num_groups => advantages.num_zero_std_groups / num_groups,
+    };
+    metrics.set("frac_reward_zero_std", frac_zero, Reduce::Last);
     metrics.set("rewards/num_failed", advantages.num_failed, Reduce::Last);
 }
 
@@ -145,17 +151,17 @@ mod tests {
     #[test]
     fn failed_completions_are_left_out_and_truncated_ones_masked() {
         let groups = [group(&[FinishReason::Eos, FinishReason::Eos, FinishReason::Length])];
-        let masked = |mask| sequences(&groups, mask).iter().map(|sequence| sequence.masked).collect::<Vec<_>>();
+        let masked = |mask| sequences(&groups, &[], mask).iter().map(|sequence| sequence.masked).collect::<Vec<_>>();
         assert_eq!(masked(false), [false, false]);
         assert_eq!(masked(true), [false, true]);
-        let all = sequences(&groups, false);
+        let all = sequences(&groups, &[], false);
         assert_eq!((all[1].token_ids.as_slice(), all[1].prompt_len), (&[1, 2, 97, 98, 99][..], 2));
         assert_eq!(all[1].completion_len(), 3);
         let mut without = groups;
         without[0].completions.remove(1); // the one that failed
         assert_eq!(
-            sequences(&without, true),
-            sequences(&[group(&[FinishReason::Eos, FinishReason::Eos, FinishReason::Length])], true)
+            sequences(&without, &[], true),
+            sequences(&[group(&[FinishReason::Eos, FinishReason::Eos, FinishReason::Length])], &[], true)
         );
     }
 }

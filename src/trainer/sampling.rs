@@ -3,7 +3,9 @@
 use std::ops::Range;
 
 use super::carry::Carry;
-use super::{Trainer, records, submit};
+use super::replace::{Candidates, Desk, Drawn, Wanted};
+use super::signal::Tally;
+use super::{Trainer, records, replace, submit};
 use crate::checkpoint::CarriedGroup;
 use crate::data::SamplerState;
 use crate::dist::share;
@@ -11,6 +13,7 @@ use crate::error::Result;
 use crate::eval;
 use crate::metrics::StepMetrics;
 use crate::phase::{self, Phase};
+use crate::rollout::{Rollout, RolloutEngine};
 use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
 /// A generation batch to be sampled.
@@ -24,7 +27,61 @@ pub(super) struct Batch {
     pub num_groups: usize,
     pub params: SamplingParams,
     pub before: Before,
+    /// The rows, where groups are replaced; no others are begun then.
+    open: Option<(Candidates, Wanted)>,
 }
+
+/// What an engine does for a batch.
+#[derive(Debug)]
+pub(super) struct Work {
+    groups: Vec<RolloutGroup>,
+    num_groups: usize,
+    params: SamplingParams,
+    open: Option<(Candidates, Wanted)>,
+}
+
+/// What came of it on this rank.
+#[derive(Debug, Default)]
+pub(super) struct Worked {
+    pub rollout: Rollout,
+    pub drawn: Option<Drawn>,
+}
+
+impl Batch {
+    /// Takes the engine's part out of the batch.
+    pub fn work(&mut self) -> Work {
+        let (groups, open) = (std::mem::take(&mut self.groups), self.open.take());
+        Work { groups, num_groups: self.num_groups, params: self.params.clone(), open }
+    }
+}
+
+impl Work {
+    /// Samples on this rank's engine and has groups scored as they become complete.
+    pub fn run(self, engine: &mut RolloutEngine<'_>, desk: &mut Desk<'_>) -> Result<Worked> {
+        engine.on_progress(desk.output.sampling_progress());
+        if let Some(open) = self.open {
+            let drawn = replace::sample(engine, open, &self.params, desk)?;
+            return Ok(Worked { drawn: Some(drawn), ..Worked::default() });
+        }
+        let (rewards, output) = (&*desk.rewards, desk.output);
+        let done = |group: &RolloutGroup| submit(group, rewards, output);
+        let rollout = engine.generate_first(self.groups, self.num_groups, &self.params, done)?;
+        Ok(Worked { rollout, drawn: None })
+    }
+}
+
+/// A [`Desk`] of the trainer's parts; the others can be borrowed beside it.
+macro_rules! desk {
+    ($trainer:ident) => {
+        crate::trainer::replace::Desk {
+            rewards: &mut $trainer.rewards,
+            output: &$trainer.output,
+            dataset: &$trainer.dataset,
+            engines: $trainer.engines.as_ref(),
+        }
+    };
+}
+pub(super) use desk;
 
 /// Where the rows were before a batch was drawn.
 #[derive(Debug)]
@@ -36,8 +93,16 @@ pub(super) struct Before {
 /// A batch that is not trained on yet; it may have been sampled while the one before it was, with the weights from before that.
 #[derive(Debug)]
 pub(super) struct Sampled {
-    /// This rank's groups, their rewards still to be awaited.
+    /// This rank's groups.
     pub groups: Vec<RolloutGroup>,
+    /// The place of each in the order of the data; none where the order of ranks is that.
+    pub places: Vec<u32>,
+    /// This rank's groups that are left out, each with its place.
+    pub dropped: Vec<(u32, RolloutGroup)>,
+    /// Groups of all ranks, where some may be left out.
+    pub tally: Option<Tally>,
+    /// Whether the rewards are there, or still to be awaited.
+    pub is_scored: bool,
     pub before: Before,
     pub carry: Carry,
 }
@@ -47,14 +112,45 @@ impl Trainer {
     pub(super) fn next_batch(&mut self, step: u64, global_step: u64) -> Result<Batch> {
         self.rewards.set_progress(global_step, self.schedule.total_steps as u64);
         let before = Before { sampler: self.sampler.state().clone(), carried: self.carried.clone() };
-        let begun = self.next_groups()?;
+        let open = self.open_batch()?;
+        let begun = if open.is_some() { Vec::new() } else { self.next_groups()? };
         let group = |CarriedGroup { row, first_step, completions }: &CarriedGroup| RolloutGroup {
             prompt: self.dataset.prompt(*row).clone(),
             first_step: *first_step,
             completions: completions.clone(),
         };
         let (groups, num_groups) = (begun.iter().map(group).collect(), self.share(self.batch.num_prompts).len());
-        Ok(Batch { begun, groups, num_groups, params: self.sampling_params(step), before })
+        Ok(Batch { begun, groups, num_groups, params: self.sampling_params(step), before, open })
+    }
+
+    /// Samples the next batch with the newest weights. Collective over the world.
+    pub(super) fn sample(&mut self) -> Result<Sampled> {
+        let mut batch = self.next_batch(self.progress.generation_step, self.progress.global_step)?;
+        let num_shown = batch.open.as_ref().map_or(batch.num_groups, |(_, wanted)| wanted.num_groups);
+        self.output.begin_phase("generate", num_shown);
+        let (work, halves, mut desk) = (batch.work(), &mut self.halves, desk!(self));
+        let worked = halves.with_rollout(|engine| work.run(engine, &mut desk))?;
+        self.take(batch, worked)
+    }
+
+    /// Awaits the rewards of a batch and leaves out what is to be left out. Collective over the world.
+    ///
+    /// # Errors
+    /// The first failure of any rank; these rows are then drawn again.
+    pub(super) fn score(&mut self, mut sampled: Sampled) -> Result<Sampled> {
+        if !sampled.is_scored {
+            let awaited = phase::scope(Phase::Reward, || self.rewards.wait(&mut sampled.groups));
+            if let Err(error) = self.world.agree(awaited) {
+                self.put_back(sampled.before)?; // these rows were not trained on
+                return Err(error);
+            }
+            self.filter(&mut sampled)?;
+        }
+        if let Err(error) = self.check_signal(sampled.tally) {
+            self.put_back(sampled.before)?;
+            return Err(error);
+        }
+        Ok(sampled)
     }
 
     /// Draws a batch's rows again the next time.

@@ -11,6 +11,7 @@ use super::halves::Halves;
 use super::output::Output;
 use super::rows::Rows;
 use super::scores::Unscored;
+use super::signal::{self, Signal};
 use super::{Progress, Trainer};
 use crate::checkpoint::{self, CarriedGroup, Checkpoint, CheckpointOptions, Claim, ResumeOptions, Saver, TrainerState};
 use crate::config::{BatchPlan, Config, Mode, Quantization};
@@ -234,6 +235,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
     let description = rows.description();
     let Rows { train: dataset, eval: eval_set, .. } = rows;
     let mut halves = build::halves(&config, &world, &preflight, weights, source.adapters.as_deref())?;
+    let engines = signal::engines(&config, &world, batch.roles.num_generators)?;
     let mut sampler = PromptSampler::new(dataset.len(), config.seed, config.shuffle_dataset);
     if config.dataloader_drop_last {
         sampler = sampler.dropping_last(batch.num_prompts);
@@ -280,6 +282,8 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
         progress,
         ahead: None,
         unscored: Unscored::default(),
+        signal: Signal::default(),
+        engines,
         spread_lengths: None,
     })
 }

@@ -30,6 +30,7 @@ mod ranks;
 mod reports;
 mod rewards;
 mod rollout;
+mod signal;
 mod split;
 mod survive;
 mod tidy;

@@ -43,7 +43,7 @@ impl History {
 }
 
 /// Title, and metrics with their labels. A metric that a run does not have is left out, a panel without metrics too.
-const PANELS: [(&str, &[(&str, &str)]); 13] = [
+const PANELS: [(&str, &[(&str, &str)]); 14] = [
     ("Reward", &[("reward", "training"), ("eval_reward", "evaluation")]),
     ("Loss", &[("loss", "loss")]),
     ("KL to the reference", &[("kl", "kl")]),
@@ -60,6 +60,10 @@ const PANELS: [(&str, &[(&str, &str)]); 13] = [
     (
         "Share of completions and groups",
         &[("completions/clipped_ratio", "cut by length"), ("frac_reward_zero_std", "groups of equal rewards")],
+    ),
+    (
+        "Groups a step, with dynamic sampling",
+        &[("dynamic_sampling/generated_groups", "sampled"), ("dynamic_sampling/kept_groups", "trained on")],
     ),
     ("Gradient norm before clipping", &[("grad_norm", "norm")]),
     ("Learning rate", &[("learning_rate", "learning rate")]),

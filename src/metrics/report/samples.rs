@@ -74,6 +74,7 @@ mod tests {
             rewards: Vec::new(),
             reward: Some(reward),
             advantage,
+            dropped: None,
         }
     }
 

@@ -157,3 +157,27 @@ fn what_goes_by_a_built_in_name_is_no_judge() {
     config.rewards = Config::load(None, &table.map(str::to_owned)).unwrap().rewards;
     assert_eq!(judges(&config, &[]), [3]);
 }
+
+/// What is scored can be had while other groups are not.
+#[test]
+fn groups_that_are_scored_come_before_those_that_are_not() {
+    let (release, gate) = mpsc::channel::<()>();
+    let gate = Mutex::new(gate);
+    let slow = function(move |input| {
+        if input.completion == "slow" {
+            let _ = gate.lock().unwrap().recv();
+        }
+        Ok(1.0)
+    });
+    let mut pool = pool(2, 30.0, slow);
+    let mut groups = [group(0, &["slow", "good"]), group(1, &["good", "good"])];
+    groups.iter().for_each(|group| pool.submit(group));
+    assert_eq!(pool.poll(&mut groups, true).unwrap(), [false, true], "it waits for the first");
+    assert_eq!(rewards(&groups[0]), [None, None]);
+    assert_eq!(rewards(&groups[1]), [Some(1.0), Some(1.0)]);
+    assert_eq!(pool.poll(&mut groups[..1], false).unwrap(), [false], "it does not wait");
+    assert!(pool.poll(&mut [], true).unwrap().is_empty(), "there is nothing to wait for");
+    release.send(()).unwrap();
+    assert_eq!(pool.poll(&mut groups[..1], true).unwrap(), [true]);
+    assert_eq!(rewards(&groups[0]), [Some(1.0), Some(1.0)]);
+}

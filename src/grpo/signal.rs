@@ -1,0 +1,30 @@
+//! Which groups a policy can learn from.
+
+use super::advantages::rewards_are_equal;
+use super::moments::BatchStats;
+use crate::types::RolloutGroup;
+
+/// Whether a group teaches something: its rewards are not all equal ([`rewards_are_equal`]), and their mean lies in `range`, bounds
+/// included. A group in which no completion has a reward counts as one that does: nobody knows, and its completions are masked.
+pub fn has_signal(group: &RolloutGroup, range: Option<[f64; 2]>) -> bool {
+    let mean = BatchStats::of_group(group).mean();
+    let is_within = range.is_none_or(|[low, high]| mean.is_nan() || (low <= mean && mean <= high));
+    is_within && !rewards_are_equal(group)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::types::fixtures::scored;
+
+    #[test]
+    fn a_group_with_a_signal_has_different_rewards_and_a_mean_within_the_range() {
+        let signal = |rewards: &[Option<f32>], range| has_signal(&scored(rewards), range);
+        let (equal, differ) = ([Some(0.3); 4], [Some(0.0), Some(0.0), Some(0.0), Some(1.0)]);
+        assert!(!signal(&equal, None) && !signal(&equal, Some([0.0, 1.0])));
+        assert!(signal(&differ, None) && signal(&differ, Some([0.25, 0.25])));
+        assert!(!signal(&differ, Some([0.3, 1.0])) && !signal(&differ, Some([0.0, 0.2])));
+        assert!(signal(&[None, None], Some([0.4, 0.6])), "unknown");
+        assert!(!signal(&[Some(1.0), Some(1.0), None], None));
+    }
+}

@@ -1,0 +1,297 @@
+//! `dynamic_sampling = replace`: groups without a signal are replaced while others are still decoded.
+//!
+//! The candidates of a step are the next rows in the order of the data. All engines hold one list of them with their verdicts, and
+//! begin the next row as soon as the groups with a signal and those without a verdict are fewer than the step takes. So none is
+//! sampled in vain, and the batch is the first groups with a signal in that order, whichever engine sampled them and whose reward
+//! came first.
+//!
+//! Engines exchange verdicts every [`STEPS`] steps of their own. Where bits must not depend on the clock, an exchange waits for the
+//! rewards of all groups that were complete at the one before; elsewhere it takes those that are there.
+
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::output::Output;
+use super::signal::{Tally, Verdict};
+use crate::data::{Dataset, PromptSampler};
+use crate::dist::{HostGroup, share};
+use crate::error::Result;
+use crate::phase::{self, Phase};
+use crate::reward::RewardPool;
+use crate::rollout::{Event, Request, RequestId, RolloutEngine, Session};
+use crate::types::{RolloutGroup, SamplingParams};
+
+/// Engine steps between two exchanges.
+const STEPS: usize = 16;
+
+/// How many groups a step with replacement takes, and which of them count.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Wanted {
+    /// Groups of the batch.
+    pub num_groups: usize,
+    /// Most groups that are begun for it.
+    pub max_groups: usize,
+    /// Bounds of a group's mean reward.
+    pub range: Option<[f64; 2]>,
+    /// Whether exchanges wait for rewards.
+    pub waits: bool,
+    /// Ranks that share an engine.
+    pub tensor_parallel_size: usize,
+}
+
+/// What an engine works with beside the requests.
+pub(super) struct Desk<'a> {
+    pub rewards: &'a mut RewardPool,
+    pub output: &'a Output,
+    pub dataset: &'a Dataset,
+    /// All ranks with engines; none where nothing is replaced.
+    pub engines: Option<&'a HostGroup>,
+}
+
+/// This rank's groups of a step with replacement, each with its place in the order of the data.
+#[derive(Debug, Default)]
+pub(super) struct Drawn {
+    pub kept: Vec<(usize, RolloutGroup)>,
+    pub dropped: Vec<(usize, RolloutGroup)>,
+    /// Of all engines' groups.
+    pub tally: Tally,
+}
+
+/// The rows of a step, drawn one by one.
+#[derive(Debug, Clone)]
+pub(super) struct Candidates {
+    sampler: PromptSampler,
+    rows: Vec<usize>,
+}
+
+impl Candidates {
+    /// The first `num_groups` rows of a step.
+    pub fn first(mut sampler: PromptSampler, num_groups: usize) -> Result<Self> {
+        let rows = sampler.next_batch(num_groups)?;
+        Ok(Self { sampler, rows })
+    }
+
+    /// The next row, which the step does not have yet.
+    pub fn draw(&mut self) -> Result<usize> {
+        let row = self.sampler.next_batch_beside(1, &self.rows)?[0];
+        self.rows.push(row);
+        Ok(row)
+    }
+
+    /// The sampler after `num_rows` rows of the step.
+    pub fn into_sampler(mut self, num_rows: usize) -> Result<PromptSampler> {
+        while self.rows.len() < num_rows {
+            self.draw()?;
+        }
+        Ok(self.sampler)
+    }
+}
+
+/// What a rank tells the others at an exchange.
+#[derive(Debug, Serialize, Deserialize)]
+struct Report {
+    /// Requests of this rank under way.
+    num_open: usize,
+    scored: Vec<(usize, Verdict)>,
+}
+
+/// A candidate's owner among the ranks with engines, and what its rewards say.
+type Candidate = (usize, Option<Verdict>);
+
+/// Samples a step's batch on this rank's engine; collective over all engines.
+pub(super) fn sample(
+    engine: &mut RolloutEngine<'_>,
+    (candidates, wanted): (Candidates, Wanted),
+    params: &SamplingParams,
+    desk: &mut Desk<'_>,
+) -> Result<Drawn> {
+    let engines = desk.engines.expect("a group of the engines where groups are replaced");
+    let mut batch = OpenBatch::new(candidates, wanted, (engines.rank(), engines.size()));
+    let mut session = engine.session()?;
+    loop {
+        batch.begin(&mut session, params, desk.dataset)?;
+        batch.decode(&mut session, params, desk)?;
+        let report = batch.report(desk)?;
+        let reports = engines.all_gather_json("exchange verdicts", report)?;
+        if batch.take(&reports, desk.output)? {
+            break;
+        }
+    }
+    session.close()?;
+    Ok(batch.finish())
+}
+
+/// A batch in the making: what all engines know of it, and this rank's part.
+struct OpenBatch {
+    candidates: Candidates,
+    wanted: Wanted,
+    place: usize, // this rank among those with engines
+    of_all: Vec<Candidate>,
+    num_begun: usize, // candidates that were submitted where they belong
+    is_idle: bool,    // no engine decodes: only rewards are awaited
+    under_way: Vec<(RequestId, usize)>,
+    fresh: Vec<(usize, RolloutGroup)>,   // complete since the last exchange
+    waiting: Vec<(usize, RolloutGroup)>, // complete before it
+    scored: Vec<(usize, RolloutGroup)>,
+}
+
+impl OpenBatch {
+    /// The first candidates, dealt out in consecutive shares.
+    fn new(candidates: Candidates, wanted: Wanted, (place, num_places): (usize, usize)) -> Self {
+        let shares = (0..num_places).map(|owner| share(candidates.rows.len(), (owner, num_places)));
+        let of_all = shares.enumerate().flat_map(|(owner, rows)| rows.map(move |_| (owner, None))).collect();
+        Self {
+            candidates,
+            wanted,
+            place,
+            of_all,
+            num_begun: 0,
+            is_idle: false,
+            under_way: Vec::new(),
+            fresh: Vec::new(),
+            waiting: Vec::new(),
+            scored: Vec::new(),
+        }
+    }
+
+    /// Submits the candidates of this rank's engine that are not begun yet.
+    fn begin(&mut self, session: &mut Session<'_>, params: &SamplingParams, dataset: &Dataset) -> Result<()> {
+        let (params, tp_size) = (Arc::new(params.clone()), self.wanted.tensor_parallel_size);
+        for index in std::mem::replace(&mut self.num_begun, self.of_all.len())..self.of_all.len() {
+            let owner = self.of_all[index].0;
+            if owner / tp_size != self.place / tp_size {
+                continue;
+            }
+            let prompt = dataset.prompt(self.candidates.rows[index]);
+            let request = session.submit(Request {
+                prompt_id: prompt.id,
+                token_ids: prompt.token_ids.clone(),
+                first_step: params.step,
+                params: params.clone(),
+                begun: Vec::new(),
+            })?;
+            if owner == self.place {
+                self.under_way.push((request, index));
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs the engine up to the next exchange and has groups scored as they become complete.
+    fn decode(&mut self, session: &mut Session<'_>, params: &SamplingParams, desk: &Desk<'_>) -> Result<()> {
+        for _ in 0..STEPS {
+            if !session.has_work() {
+                break;
+            }
+            for event in session.step()? {
+                let Event::Complete { request } = event else { continue };
+                let Some(at) = self.under_way.iter().position(|(own, _)| *own == request) else { continue };
+                let (_, index) = self.under_way.remove(at);
+                let prompt = desk.dataset.prompt(self.candidates.rows[index]).clone();
+                let completions = session.completions(request)?;
+                let group = RolloutGroup { prompt, first_step: params.step, completions };
+                desk.rewards.submit(&group);
+                self.fresh.push((index, group));
+            }
+        }
+        phase::beat();
+        Ok(())
+    }
+
+    /// What the rewards say by now.
+    fn report(&mut self, desk: &mut Desk<'_>) -> Result<Report> {
+        let mut asked = std::mem::take(&mut self.waiting);
+        let fresh = std::mem::take(&mut self.fresh);
+        match self.wanted.waits {
+            true => self.waiting = fresh,
+            false => asked.extend(fresh),
+        }
+        let (places, mut groups): (Vec<usize>, Vec<RolloutGroup>) = asked.into_iter().unzip();
+        let (waits, is_idle) = (self.wanted.waits, self.is_idle);
+        let is_scored = phase::scope(Phase::Reward, || match waits {
+            true => desk.rewards.wait(&mut groups).map(|()| vec![true; groups.len()]),
+            false => desk.rewards.poll(&mut groups, is_idle),
+        })?;
+        let mut scored = Vec::new();
+        for ((index, group), is_scored) in places.into_iter().zip(groups).zip(is_scored) {
+            if is_scored {
+                scored.push((index, Verdict::of(&group, self.wanted.range)));
+                self.scored.push((index, group));
+            } else {
+                self.waiting.push((index, group));
+            }
+        }
+        Ok(Report { num_open: self.under_way.len(), scored })
+    }
+
+    /// Books all engines' verdicts and draws the rows that take the place of those without a signal. Returns whether the batch is
+    /// complete.
+    fn take(&mut self, reports: &[Report], output: &Output) -> Result<bool> {
+        for (index, verdict) in reports.iter().flat_map(|report| &report.scored) {
+            self.of_all[*index].1 = Some(*verdict);
+            (0..usize::from(verdict.has_signal)).for_each(|_| output.advance());
+        }
+        let mut loads: Vec<usize> = reports.iter().map(|report| report.num_open).collect();
+        self.is_idle = loads.iter().all(|num_open| *num_open == 0);
+        let can_count = |(_, verdict): &&Candidate| verdict.is_none_or(|verdict| verdict.has_signal);
+        while self.of_all.iter().filter(can_count).count() < self.wanted.num_groups
+            && self.of_all.len() < self.wanted.max_groups
+        {
+            self.candidates.draw()?;
+            let owner = least_loaded(&loads, self.wanted.tensor_parallel_size);
+            loads[owner] += 1;
+            self.of_all.push((owner, None));
+            self.is_idle = false;
+        }
+        Ok(self.of_all.iter().all(|(_, verdict)| verdict.is_some()))
+    }
+
+    /// This rank's groups in the order of the data.
+    fn finish(mut self) -> Drawn {
+        self.scored.sort_by_key(|(index, _)| *index);
+        let verdict = |index: usize| self.of_all[index].1.expect("a verdict on every candidate");
+        let tally = (0..self.of_all.len()).map(verdict).collect();
+        let (kept, dropped) = self.scored.into_iter().partition(|(index, _)| verdict(*index).has_signal);
+        Drawn { kept, dropped, tally }
+    }
+}
+
+/// The rank that a new request goes to: of the engine with the fewest requests under way the rank that has the fewest.
+fn least_loaded(loads: &[usize], tensor_parallel_size: usize) -> usize {
+    let of_engine = |rank: usize| -> usize {
+        let first = rank / tensor_parallel_size * tensor_parallel_size;
+        loads[first..first + tensor_parallel_size].iter().sum()
+    };
+    (0..loads.len()).min_by_key(|&rank| (of_engine(rank), loads[rank])).expect("a rank with an engine")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_new_request_goes_to_the_engine_with_the_fewest() {
+        assert_eq!(least_loaded(&[3, 2, 2, 4], 1), 1, "the lowest of two");
+        assert_eq!(least_loaded(&[3, 2, 5, 0], 2), 3, "engines are equal, and its first rank has more");
+        assert_eq!(least_loaded(&[3, 1, 5, 0], 2), 1);
+        assert_eq!(least_loaded(&[9], 1), 0);
+    }
+
+    /// Rows are drawn one by one wherever engines are, and all ranks come to one sampler.
+    #[test]
+    fn candidates_are_the_next_rows_and_none_twice() {
+        let sampler = PromptSampler::new(10, 42, true).dropping_last(4);
+        let mut candidates = Candidates::first(sampler.clone(), 4).unwrap();
+        let first = candidates.rows.clone();
+        assert_eq!(first, sampler.clone().next_batch(4).unwrap());
+        let drawn: Vec<usize> = (0..6).map(|_| candidates.draw().unwrap()).collect();
+        assert_eq!(candidates.rows[4..], drawn);
+        let mut rows = candidates.rows.clone();
+        rows.sort_unstable();
+        assert_eq!(rows, (0..10).collect::<Vec<_>>());
+        assert!(candidates.draw().is_err(), "all rows are taken");
+        let replayed = Candidates::first(sampler, 4).unwrap().into_sampler(10).unwrap();
+        assert_eq!(replayed.state(), candidates.sampler.state());
+    }
+}
