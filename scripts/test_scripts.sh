@@ -12,7 +12,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 fail() { echo "test_scripts: $*" >&2; exit 1; }
 
-for script in scripts/*.sh; do
+for script in scripts/*.sh scripts/*.sbatch; do
     bash -n "$script"
     sed '1d; /^[^#]/,$d' "$script" | grep -q "$script" || fail "$script does not say how it is used"
 done

@@ -4,13 +4,40 @@ use serde_json::Value;
 
 /// What takes the place of `key` here, if it is another program's.
 pub(crate) fn advice(key: &str) -> Option<&'static str> {
-    let key = key.trim_start_matches('+'); // Hydra's sign for a key that its file lacks
-    let key = key.strip_prefix("actor_rollout_ref.").unwrap_or(key);
-    let is_meant = |name: &str| match name.strip_suffix('*') {
+    let key = bare(key);
+    KEYS.iter().find(|(names, _)| names.iter().any(|name| is_meant(name, key))).map(|(_, advice)| *advice)
+}
+
+/// The key here that takes the same values as `key`, which is another program's.
+pub(crate) fn renamed(key: &str) -> Option<String> {
+    let key = bare(key);
+    if let Some(variable) = key.strip_prefix("data.apply_chat_template_kwargs.") {
+        return Some(format!("chat_template_kwargs.{variable}"));
+    }
+    let is_of_reward = key.starts_with("cosine_") || key.starts_with("repetition_");
+    if is_of_reward && advice(key).is_some_and(|advice| advice.contains("table reward")) || REWARD.contains(&key) {
+        return Some(format!("reward.{key}"));
+    }
+    RENAMED.iter().find(|(theirs, _)| *theirs == key).map(|(_, ours)| (*ours).to_owned())
+}
+
+/// Whether a run computes the same without `key`, which is another program's: it says how, where or how fast, or names what is built in.
+pub(crate) fn is_harmless(key: &str) -> bool {
+    HARMLESS.iter().any(|name| is_meant(name, bare(key)))
+}
+
+/// A key without Hydra's sign for one that its file lacks, and without verl's longest table.
+pub(crate) fn bare(key: &str) -> &str {
+    let key = key.trim_start_matches('+');
+    key.strip_prefix("actor_rollout_ref.").unwrap_or(key)
+}
+
+/// Whether `name` is the key, a table that holds it, or with a star the beginning of it.
+fn is_meant(name: &str, key: &str) -> bool {
+    match name.strip_suffix('*') {
         Some(start) => key.starts_with(start),
         None => key.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')),
-    };
-    KEYS.iter().find(|(names, _)| names.iter().any(|name| is_meant(name))).map(|(_, advice)| *advice)
+    }
 }
 
 /// What is written here for `value`, where TRL's differs and its meaning is clear.
@@ -50,6 +77,141 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("scale_rewards", "true", r#""group""#),
     ("scale_rewards", "false", r#""none""#),
     ("lr_scheduler_type", r#""constant_with_warmup""#, r#""constant""#),
+];
+
+/// Arguments of open-r1's rewards, keys of the table `reward`.
+const REWARD: &[&str] = &["max_completion_len", "soft_punish_cache", "code_language"];
+
+/// Their keys and ours, where values mean the same.
+pub(crate) const RENAMED: &[(&str, &str)] = &[
+    ("vllm_tensor_parallel_size", "tensor_parallel_size"),
+    ("vllm_max_model_length", "max_model_length"),
+    ("vllm_importance_sampling_cap", "importance_sampling_clip_max"),
+    ("vllm_importance_sampling_clip_max", "importance_sampling_clip_max"),
+    ("vllm_importance_sampling_mode", "importance_sampling_mode"),
+    ("vllm_importance_sampling_correction", "importance_sampling_correction"),
+    ("num_generations_eval", "eval_num_generations"),
+    ("dataset_configs", "dataset_config"),
+    ("data.train_files", "train_file"),
+    ("data.val_files", "eval_file"),
+    ("data.max_prompt_length", "max_prompt_length"),
+    ("data.max_response_length", "max_completion_length"),
+    ("data.shuffle", "shuffle_dataset"),
+    ("data.prompt_key", "dataset_prompt_column"),
+    ("data.train_max_samples", "max_train_samples"),
+    ("data.val_max_samples", "max_eval_samples"),
+    ("model.path", "model_name_or_path"),
+    ("actor.optim.lr", "learning_rate"),
+    ("actor.optim.lr_warmup_steps", "warmup_steps"),
+    ("actor.optim.weight_decay", "weight_decay"),
+    ("actor.optim.warmup_style", "lr_scheduler_type"),
+    ("actor.optim.lr_scheduler_type", "lr_scheduler_type"),
+    ("actor.optim.total_training_steps", "max_steps"),
+    ("actor.ppo_epochs", "num_iterations"),
+    ("actor.clip_ratio", "epsilon"),
+    ("actor.clip_ratio_low", "epsilon"),
+    ("actor.clip_ratio_high", "epsilon_high"),
+    ("actor.clip_ratio_c", "delta"),
+    ("actor.grad_clip", "max_grad_norm"),
+    ("actor.ppo_max_token_len_per_gpu", "max_tokens_per_micro_batch"),
+    ("rollout.n", "num_generations"),
+    ("rollout.tensor_model_parallel_size", "tensor_parallel_size"),
+    ("rollout.temperature", "temperature"),
+    ("rollout.top_p", "top_p"),
+    ("rollout.top_k", "top_k"),
+    ("rollout.max_num_seqs", "max_num_seqs"),
+    ("rollout.max_num_batched_tokens", "max_num_batched_tokens"),
+    ("rollout.max_model_len", "max_model_length"),
+    ("rollout.val_kwargs.n", "eval_num_generations"),
+    ("trainer.total_epochs", "num_train_epochs"),
+    ("trainer.total_training_steps", "max_steps"),
+    ("trainer.save_freq", "save_steps"),
+    ("trainer.test_freq", "eval_steps"),
+    ("trainer.default_local_dir", "output_dir"),
+    ("trainer.experiment_name", "run_name"),
+    ("trainer.max_actor_ckpt_to_keep", "save_total_limit"),
+];
+
+/// Names as in [`KEYS`]: what is left out without a change of the result.
+pub(crate) const HARMLESS: &[&str] = &[
+    "optim",
+    "optim_args",
+    "use_vllm",
+    "vllm_*",
+    "bf16",
+    "fp16",
+    "tf32",
+    "torch_dtype",
+    "logging_strategy",
+    "logging_dir",
+    "logging_first_step",
+    "log_level",
+    "wandb_*",
+    "num_completions_to_print",
+    "log_unique_prompts",
+    "deepspeed",
+    "fsdp",
+    "fsdp_config",
+    "ds3_gather_for_generation",
+    "dataset_streaming",
+    "dataset_num_proc",
+    "dataset_kwargs",
+    "hf_token",
+    "hub_token",
+    "use_auth_token",
+    "token",
+    "attn_implementation",
+    "use_liger_kernel",
+    "use_liger_loss",
+    "torch_compile",
+    "gradient_checkpointing_kwargs",
+    "per_device_eval_batch_size",
+    "dataloader_num_workers",
+    "remove_unused_columns",
+    "disable_dropout",
+    "overwrite_output_dir",
+    "trust_remote_code",
+    "push_to_hub",
+    "hub_*",
+    "data.filter_overlong_prompts*",
+    "data.reward_fn_key",
+    "data.return_raw_chat",
+    "model.use_remove_padding",
+    "model.enable_gradient_checkpointing",
+    "actor.fsdp_config.*",
+    "ref.fsdp_config.*",
+    "actor.ppo_micro_batch_size*",
+    "actor.use_dynamic_bsz",
+    "ref.log_prob_*",
+    "rollout.log_prob_*",
+    "actor.strategy",
+    "ref.strategy",
+    "critic.*",
+    "actor.use_torch_compile",
+    "ref.use_torch_compile",
+    "rollout.gpu_memory_utilization",
+    "rollout.prompt_length",
+    "rollout.response_length",
+    "rollout.dtype",
+    "rollout.name",
+    "rollout.mode",
+    "rollout.engine_kwargs.*",
+    "rollout.load_format",
+    "rollout.enforce_eager",
+    "rollout.free_cache_engine",
+    "rollout.enable_chunked_prefill",
+    "rollout.layered_summon",
+    "rollout.val_kwargs.do_sample",
+    "reward_model.reward_manager",
+    "reward_model.launch_reward_fn_async",
+    "algorithm.kl_ctrl.*",
+    "trainer.project_name",
+    "trainer.resume_mode",
+    "trainer.val_before_train",
+    "trainer.critic_warmup",
+    "trainer.balance_batch",
+    "trainer.device",
+    "trainer.log_val_generations",
 ];
 
 /// What is said of keys that nothing here answers to.

@@ -94,7 +94,8 @@ impl fmt::Display for KeyChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} was {}, is {}", self.key, self.old, self.new)?;
         let moves_the_end = self.changes_result && LENGTH_KEYS.contains(&self.key.as_str());
-        let why = " (the learning rate falls towards that end; with lr_scheduler_type = \"constant\" it may change)";
+        let why = " (the learning rate falls towards that end; with lr_scheduler_type = \"constant\" it may change, and with force_resume = true the rate falls \
+                   towards the new end from here on)";
         f.write_str(if moves_the_end { why } else { "" })
     }
 }

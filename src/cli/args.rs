@@ -37,6 +37,8 @@ pub enum Command {
     Eval(Placed<EvalArgs>),
     /// Compare the logits of a model with those of transformers in Python, before anything is trained
     Verify(VerifyArgs),
+    /// Turn a configuration of TRL, open-r1 or verl into one of this program, and list what became of each key
+    Import(ImportArgs),
     /// Make a model folder with random weights, from a preset or a config.json
     Init(InitArgs),
     /// Copy what a run trained out of a checkpoint, or merge LoRA adapters into a model
@@ -294,6 +296,16 @@ impl EvalArgs {
         }
         config.check().map(|()| config)
     }
+}
+
+/// `import`.
+#[derive(Debug, Args)]
+pub struct ImportArgs {
+    /// An open-r1 recipe or a file for `trl grpo --config` (YAML), a configuration of verl (YAML), or the script that starts verl (.sh)
+    pub file: PathBuf,
+    /// The TOML file to write, which must be new [default: standard output]
+    #[arg(long)]
+    pub output: Option<PathBuf>,
 }
 
 /// `verify`.

@@ -7,7 +7,7 @@ use super::args::{Command, ExportArgs, InitArgs, PlanArgs, RunArgs};
 use super::evaluation::Evaluation;
 use super::process::{Supervision, distributed, placed, prepared};
 use super::reference::{reference_page, reference_toml};
-use super::{bench, fetch, sample, verify};
+use super::{bench, fetch, import, sample, verify};
 use crate::checkpoint::write_new;
 use crate::config::{Config, SftConfig};
 use crate::cuda::Placement;
@@ -41,6 +41,7 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
             })
         }
         Command::Verify(args) => verify::verify(&args),
+        Command::Import(args) => import::import(&args),
         Command::Init(args) => init(&args),
         Command::Export(args) => export(&args),
         Command::Config(args) => {

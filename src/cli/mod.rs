@@ -6,6 +6,7 @@ mod bench;
 mod commands;
 mod evaluation;
 mod fetch;
+mod import;
 mod normalise;
 mod process;
 mod reference;

@@ -2,7 +2,7 @@
 
 use super::tests::{config, message};
 use super::{AutoOr, Config, GradientCheckpointing, LrSchedulerType, ScaleRewards, SftConfig};
-use crate::migration::{KEYS, NONE, advice};
+use crate::migration::{HARMLESS, KEYS, NONE, RENAMED, advice, is_harmless, renamed};
 
 #[test]
 fn no_key_of_ours_is_sent_elsewhere_and_every_row_is_reached() {
@@ -13,6 +13,21 @@ fn no_key_of_ours_is_sent_elsewhere_and_every_row_is_reached() {
         names.iter().for_each(|name| assert_eq!(advice(name), Some(*text), "{name}"));
     }
     assert_eq!(advice("+actor_rollout_ref.rollout.n"), Some("num_generations"));
+}
+
+/// What `import` renames or leaves out is another program's, and what it renames it to is ours.
+#[test]
+fn renamed_and_harmless_keys_are_in_the_dictionary() {
+    for (theirs, ours) in RENAMED {
+        assert!(Config::keys().iter().any(|key| key == ours), "{ours}");
+        assert!(advice(theirs).is_some() && !is_harmless(theirs) || theirs.starts_with("vllm_"), "{theirs}");
+    }
+    for name in HARMLESS {
+        assert!(advice(name.trim_end_matches('*')).is_some_and(|advice| !advice.is_empty()), "{name}");
+        assert!(!Config::keys().iter().any(|key| is_harmless(key)), "{name}");
+    }
+    assert_eq!(renamed("cosine_max_len").as_deref(), Some("reward.cosine_max_len"));
+    assert_eq!(renamed("data.apply_chat_template_kwargs.level").as_deref(), Some("chat_template_kwargs.level"));
 }
 
 /// A name of a key is an answer: what has none is told so.

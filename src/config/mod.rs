@@ -45,6 +45,17 @@ pub use split::{Roles, SplitConfig};
 
 use crate::error::Result;
 
+/// A key of a configuration that may be another program's, its value, and what was written where that stands for something else.
+pub(crate) type ForeignEntry = (String, serde_json::Value, Option<serde_json::Value>);
+
+/// Every key of a file and of overrides, whatever program's they are.
+///
+/// # Errors
+/// [`Error::ConfigSyntax`](crate::Error::ConfigSyntax) with the line for what does not parse.
+pub(crate) fn foreign_entries(file: Option<&Path>, overrides: &[String]) -> Result<Vec<ForeignEntry>> {
+    Ok(RawConfig::read(file, overrides)?.into_entries().collect())
+}
+
 impl Config {
     /// Reads a TOML or YAML file and lays `key=value` (or `table.key=value`) overrides over it; an override's value is
     /// a TOML value, or text where it is none. What depends on the world is left to [`Config::validate_world`].

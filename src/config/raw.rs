@@ -95,6 +95,11 @@ impl RawConfig {
         Ok(raw)
     }
 
+    /// Every key with its value, and what was written where that stands for something else.
+    pub fn into_entries(self) -> impl Iterator<Item = (String, Value, Option<Value>)> {
+        self.entries.into_iter().map(|Entry { key, value, written, .. }| (key, value, written))
+    }
+
     /// The value written for `key`.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.entries.iter().find(|entry| entry.key == key).map(|entry| &entry.value)

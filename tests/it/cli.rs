@@ -1,6 +1,7 @@
 //! The commands of the program, and how it takes what users write.
 
 mod faults;
+mod import;
 mod recipes;
 mod signals;
 mod strangers;

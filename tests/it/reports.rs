@@ -20,7 +20,8 @@ def finish(): write({'finish': True})
 ";
 
 fn run(folder: &Path, module: &str, more: &str) -> Ended {
-    fs::write(folder.join("wandb.py"), module).unwrap();
+    let service = if more.contains("trackio") { "trackio.py" } else { "wandb.py" };
+    fs::write(folder.join(service), module).unwrap();
     let mut command = command(&format!("{SMALL_RUN} max_steps=3 output_dir={} {more}", folder.join("out").display()));
     command.env("PYTHONPATH", folder).env("CALLS", folder.join("calls")).env_remove("WANDB_PROJECT");
     end(command.spawn().unwrap())
@@ -43,6 +44,22 @@ fn every_line_reaches_wandb_under_the_names_of_transformers() {
         );
     }
     assert!(!folder.path().join("out/tensorboard").exists(), "nobody asked for it");
+}
+
+/// trackio has wandb's functions, but takes the project's name from a variable of its own and knows no ids of runs.
+#[test]
+fn every_line_reaches_trackio() {
+    let folder = tempfile::tempdir().unwrap();
+    let module = MODULE.replace("class Run: id = 'run-1'", "").replace("return Run", "assert 'id' not in options");
+    let ended = run(folder.path(), &module, "report_to=trackio");
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let calls = json_lines(&fs::read_to_string(folder.path().join("calls")).unwrap());
+    assert_eq!(calls[0]["init"], serde_json::json!({"project": "colo-grpo", "name": "out", "resume": "allow"}));
+    let lines = metrics(&folder.path().join("out"));
+    let steps = |lines: &[Value]| lines.iter().map(|line| line["step"].clone()).collect::<Vec<_>>();
+    assert_eq!(steps(&calls[1..calls.len() - 1]), steps(&lines));
+    assert_eq!(calls.last().unwrap(), &serde_json::json!({"finish": true}));
+    assert!(calls[1..].iter().any(|call| call["train/reward"].is_number()), "{calls:?}");
 }
 
 #[test]

@@ -6,7 +6,8 @@ use std::fs;
 use crate::program::stdout_of;
 
 /// File, processes, shape of its model, GiB of each GPU.
-const RECIPES: [(&str, usize, &str, usize); 5] = [
+const RECIPES: [(&str, usize, &str, usize); 6] = [
+    ("code-7b-8gpu.toml", 8, "qwen2.5-7b", 79),
     ("full-32b-8gpu.toml", 8, "qwen2.5-32b", 139),
     ("gsm8k-1.5b-1gpu.toml", 1, "qwen2.5-1.5b", 79),
     ("gsm8k-1.5b-8gpu.toml", 8, "qwen2.5-1.5b", 79),

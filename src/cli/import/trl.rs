@@ -1,0 +1,127 @@
+//! Recipes of open-r1, and files for `trl grpo --config`: most keys are ours by name and meaning.
+
+use serde_json::Value;
+
+use super::draft::{Draft, Theirs};
+
+/// Takes the keys that the dictionary alone cannot translate.
+pub(super) fn translate(theirs: &mut Theirs, draft: &mut Draft) {
+    schedule(theirs, draft);
+    strategies(theirs, draft);
+    adapters(theirs, draft);
+    neutral(theirs, draft);
+    match theirs.take("torch_dtype") {
+        Some(dtype) if dtype == "float32" => draft.set("dtype", "float32", "it was torch_dtype"),
+        Some(_) => draft.drop("torch_dtype", "dtype = auto is bfloat16 on a GPU"),
+        None => (),
+    }
+}
+
+fn schedule(theirs: &mut Theirs, draft: &mut Draft) {
+    if let Some(ratio) = theirs.take_number("warmup_ratio") {
+        match theirs.number("max_steps").filter(|steps| *steps > 0.0) {
+            _ if ratio == 0.0 => draft.drop("warmup_ratio", "no warm-up"),
+            Some(steps) => {
+                let note = format!("warmup_ratio = {ratio} of max_steps");
+                draft.set("warmup_steps", (ratio * steps).ceil() as u64, note);
+            }
+            None => {
+                let why = "set warmup_steps to this share of all updates, which depend on the number of rows; the plan says how many";
+                draft.lose("warmup_ratio", &ratio.into(), why);
+            }
+        }
+    }
+    if let Some(name) = theirs.take("lr_scheduler_type") {
+        match name.as_str() {
+            Some("cosine_with_min_lr" | "cosine_warmup_with_min_lr") => {
+                let least = theirs
+                    .take("lr_scheduler_kwargs.min_lr_rate")
+                    .or_else(|| theirs.take("lr_scheduler_kwargs.min_lr"));
+                let least = least.map(|least| format!(", not to {least}")).unwrap_or_default();
+                draft.set("lr_scheduler_type", "cosine", format!("it was {name}; the rate falls to 0{least}"));
+            }
+            Some("constant_with_warmup") => {
+                draft.set("lr_scheduler_type", "constant", "constant_with_warmup is constant here")
+            }
+            _ => draft.keep("lr_scheduler_type", name),
+        }
+    }
+}
+
+/// Words that say whether steps count.
+fn strategies(theirs: &mut Theirs, draft: &mut Draft) {
+    if let Some(strategy) = theirs.take("save_strategy") {
+        match strategy.as_str() {
+            Some("steps") => draft.drop("save_strategy", "save_steps counts steps"),
+            Some("no") => {
+                theirs.take("save_steps");
+                draft.set("save_steps", "none", "save_strategy = no");
+            }
+            _ => draft.lose("save_strategy", &strategy, "save_steps counts steps"),
+        }
+    }
+    let strategy = theirs.take("eval_strategy").or_else(|| theirs.take("evaluation_strategy"));
+    let asked = theirs.take("do_eval");
+    match strategy.as_ref().and_then(Value::as_str) {
+        Some("steps") => draft.drop("eval_strategy", "eval_steps counts steps"),
+        Some("no") => {
+            theirs.take("eval_steps");
+            draft.drop("eval_strategy", "nothing is evaluated without eval_steps and eval_file");
+        }
+        Some(other) => draft.lose("eval_strategy", &other.into(), "eval_steps counts steps"),
+        None => (),
+    }
+    if asked.is_some() {
+        draft.drop("do_eval", "eval_steps asks for evaluations");
+    }
+}
+
+fn adapters(theirs: &mut Theirs, draft: &mut Draft) {
+    let use_peft = theirs.take("use_peft");
+    if use_peft.is_some() {
+        draft.drop("use_peft", "lora.r turns adapters on");
+    }
+    let uses_adapters = use_peft.is_some_and(|is_on| is_on == true);
+    let names = [
+        ("lora_r", "lora.r"),
+        ("lora_alpha", "lora.alpha"),
+        ("lora_dropout", "lora.dropout"),
+        ("lora_target_modules", "lora.target_modules"),
+    ];
+    if uses_adapters && theirs.number("lora_r").is_none() {
+        draft.set("lora.r", 16, "TRL's default of lora_r, as use_peft is true");
+    }
+    for (name, ours) in names {
+        match theirs.take(name) {
+            Some(value) if uses_adapters => draft.set(ours, value, format!("it was {name}")),
+            Some(_) => draft.drop(name, "use_peft is not true"),
+            None => (),
+        }
+    }
+    if theirs.take("load_in_4bit").is_some_and(|is_on| is_on == true) {
+        draft.set("quantization", "nf4", "it was load_in_4bit");
+    }
+}
+
+/// Keys that change nothing at one value.
+fn neutral(theirs: &mut Theirs, draft: &mut Draft) {
+    for (name, nothing) in [
+        ("top_entropy_quantile", Value::from(1.0)),
+        ("entropy_coef", 0.0.into()),
+        ("sync_ref_model", false.into()),
+        ("multi_objective_aggregation", "sum_then_normalize".into()),
+    ] {
+        if super::is_ours(name) {
+            continue;
+        }
+        match theirs.take(name) {
+            Some(value)
+                if value == nothing || value.as_f64().is_some_and(|number| nothing.as_f64() == Some(number)) =>
+            {
+                draft.drop(name, "nothing at this value");
+            }
+            Some(value) => draft.lose(name, &value, crate::migration::advice(name).unwrap_or_default()),
+            None => (),
+        }
+    }
+}

@@ -1,0 +1,230 @@
+//! Configurations of verl: batches are counted in prompts there, and defaults are other ones.
+
+use serde_json::Value;
+
+use super::draft::{Draft, Theirs};
+
+/// Takes the keys that the dictionary alone cannot translate, and sets what verl does by default.
+pub(super) fn translate(theirs: &mut Theirs, draft: &mut Draft) {
+    batch(theirs, draft);
+    objective(theirs, draft);
+    schedule(theirs, draft);
+    rewards(theirs, draft);
+    output(theirs, draft);
+    rest(theirs, draft);
+}
+
+/// Prompts of a generation batch and of an update, as completions on each GPU.
+fn batch(theirs: &mut Theirs, draft: &mut Draft) {
+    let whole = |number: Option<f64>| number.filter(|number| *number >= 1.0).map(|number| number as u64);
+    let num_prompts = whole(theirs.take_number("data.train_batch_size")).unwrap_or(1024);
+    let per_update = whole(theirs.take_number("actor.ppo_mini_batch_size")).unwrap_or(256).min(num_prompts);
+    let num_generations = whole(theirs.number("rollout.n")).unwrap_or(1);
+    let gpus = theirs.take_number("trainer.n_gpus_per_node");
+    if gpus.is_some() {
+        draft.drop("trainer.n_gpus_per_node", "--nproc says how many GPUs there are");
+    }
+    let gpus = whole(gpus).unwrap_or(8);
+    match theirs.take_number("trainer.nnodes") {
+        Some(nodes) if nodes > 1.0 => draft.lose("trainer.nnodes", &nodes.into(), "a run has one node"),
+        Some(_) => draft.drop("trainer.nnodes", "a run has one node"),
+        None => (),
+    }
+    draft.nproc = Some(gpus).filter(|gpus| *gpus > 1);
+    let (updates, completions) = (num_prompts / per_update, per_update * num_generations);
+    let note = format!(
+        "data.train_batch_size {num_prompts}, actor.ppo_mini_batch_size {per_update}, rollout.n {num_generations}, {gpus} GPUs"
+    );
+    draft.set(
+        "per_device_train_batch_size",
+        completions.div_ceil(gpus),
+        format!("completions of an update on each GPU: {note}"),
+    );
+    if !completions.is_multiple_of(gpus) || !num_prompts.is_multiple_of(per_update) {
+        draft.lose(
+            "data.train_batch_size",
+            &num_prompts.into(),
+            &format!("it does not divide evenly, so that the batch is another one: {note}"),
+        );
+    }
+    if updates > 1 {
+        draft.set("steps_per_generation", updates, "updates of a generation batch");
+    }
+}
+
+fn objective(theirs: &mut Theirs, draft: &mut Draft) {
+    let coefficient = theirs.take_number("actor.kl_loss_coef").unwrap_or(0.001);
+    match theirs.take("actor.use_kl_loss") {
+        Some(Value::Bool(true)) => draft.set("beta", coefficient, "actor.kl_loss_coef, as actor.use_kl_loss is true"),
+        Some(_) => draft.drop("actor.use_kl_loss", "beta is 0"),
+        None => (),
+    }
+    match theirs.take("actor.kl_loss_type") {
+        Some(kind) if kind != "low_var_kl" && kind != "k3" => {
+            draft.lose("actor.kl_loss_type", &kind, "the KL term is k3, verl's low_var_kl")
+        }
+        Some(_) => draft.drop("actor.kl_loss_type", "the KL term is k3, verl's low_var_kl"),
+        None => (),
+    }
+    switch(theirs, draft, "algorithm.use_kl_in_reward", "beta weighs a KL term in the loss");
+    if theirs.number("actor.entropy_coeff") == Some(0.0) {
+        theirs.take("actor.entropy_coeff");
+        draft.drop("actor.entropy_coeff", "nothing at 0");
+    }
+    let mode = theirs.take("actor.loss_agg_mode").unwrap_or_else(|| "token-mean".into());
+    match mode.as_str() {
+        Some("token-mean") => {
+            draft.set("loss_type", "dapo", "verl's loss_agg_mode token-mean, over the whole generation batch")
+        }
+        Some("seq-mean-token-mean") => draft.set("loss_type", "grpo", "it was loss_agg_mode seq-mean-token-mean"),
+        Some("seq-mean-token-sum-norm") => {
+            draft.set("loss_type", "dr_grpo", "it was loss_agg_mode seq-mean-token-sum-norm")
+        }
+        _ => draft.lose("actor.loss_agg_mode", &mode, "loss_type = grpo, dr_grpo, bnpo or dapo"),
+    }
+    match theirs.take("algorithm.norm_adv_by_std_in_grpo") {
+        Some(Value::Bool(false)) => draft.set("scale_rewards", "none", "algorithm.norm_adv_by_std_in_grpo is false"),
+        Some(_) => draft.drop("algorithm.norm_adv_by_std_in_grpo", "scale_rewards = group does so"),
+        None => (),
+    }
+    match theirs.take("algorithm.adv_estimator") {
+        Some(name) if name != "grpo" => draft.lose("algorithm.adv_estimator", &name, "advantages are GRPO's"),
+        Some(_) => draft.drop("algorithm.adv_estimator", "advantages are GRPO's"),
+        None => (),
+    }
+}
+
+fn schedule(theirs: &mut Theirs, draft: &mut Draft) {
+    for name in ["actor.optim.total_training_steps", "trainer.total_training_steps"] {
+        if theirs.number(name).is_some_and(|steps| steps < 1.0) {
+            theirs.take(name);
+            draft.drop(name, "epochs count");
+        }
+    }
+    if theirs.number("actor.optim.lr_warmup_steps").is_some_and(|steps| steps < 0.0) {
+        theirs.take("actor.optim.lr_warmup_steps");
+    }
+    if let Some(ratio) = theirs.take_number("actor.optim.lr_warmup_steps_ratio").filter(|ratio| *ratio > 0.0) {
+        match theirs.number("trainer.total_training_steps").filter(|steps| *steps > 0.0) {
+            Some(steps) => draft.set(
+                "warmup_steps",
+                (ratio * steps) as u64,
+                format!("lr_warmup_steps_ratio = {ratio} of total_training_steps"),
+            ),
+            None => draft.lose(
+                "actor.optim.lr_warmup_steps_ratio",
+                &ratio.into(),
+                "set warmup_steps to this share of all updates",
+            ),
+        }
+    }
+    let name = theirs.take("actor.optim.lr_scheduler_type").or_else(|| theirs.take("actor.optim.warmup_style"));
+    let note = if name.is_some() { "it was actor.optim.lr_scheduler_type or warmup_style" } else { "verl's default" };
+    draft.set("lr_scheduler_type", name.unwrap_or_else(|| "constant".into()), note);
+    if theirs.number("actor.optim.weight_decay").is_none() {
+        draft.set("weight_decay", 0.01, "verl's default");
+    }
+    if let Some(Value::Array(betas)) = theirs.take("actor.optim.betas") {
+        for (beta, key) in betas.into_iter().zip(["adam_beta1", "adam_beta2"]) {
+            draft.set(key, beta, "it was actor.optim.betas");
+        }
+    }
+}
+
+/// A function of the user's, or what verl chooses by the data's source.
+fn rewards(theirs: &mut Theirs, draft: &mut Draft) {
+    let mut take = |name: &str| {
+        let value = theirs.take(&format!("custom_reward_function.{name}"));
+        value.or_else(|| theirs.take(&format!("reward.custom_reward_function.{name}"))).filter(|value| !value.is_null())
+    };
+    let (path, name) = (take("path"), take("name"));
+    if let Some(Value::String(path)) = path {
+        let name = name.as_ref().and_then(Value::as_str).unwrap_or("compute_score");
+        draft.set("reward_funcs", vec![format!("{path}:{name}")], "it was custom_reward_function");
+    } else {
+        let files = theirs.take("data.train_files");
+        let is_gsm8k = files.as_ref().is_some_and(|files| files.to_string().contains("gsm8k"));
+        if let Some(files) = files {
+            draft.set("train_file", files, "it was data.train_files");
+        }
+        let (reward, note) = match is_gsm8k {
+            true => (
+                "numeric_answer",
+                "verl scores GSM8K by the number behind ####; here \\boxed{} and <answer> count, too",
+            ),
+            false => (
+                "math",
+                "verl chooses a reward by each row's data_source; this one compares answers as mathematics (math-verify)",
+            ),
+        };
+        draft.set("reward_funcs", vec![reward], note);
+    }
+    switch(theirs, draft, "reward_model.enable", "reward_funcs are functions, commands and services over HTTP");
+}
+
+fn output(theirs: &mut Theirs, draft: &mut Draft) {
+    if let Some(loggers) = theirs.take("trainer.logger") {
+        let listed = match loggers {
+            Value::Array(listed) => listed,
+            other => vec![other],
+        };
+        let known = |name: &Value| ["wandb", "tensorboard", "trackio"].iter().any(|known| name == known);
+        let (known, others): (Vec<_>, Vec<_>) = listed.into_iter().partition(known);
+        for other in others.into_iter().filter(|name| name != "console") {
+            draft.lose("trainer.logger", &other, "report_to takes tensorboard, wandb and trackio");
+        }
+        draft.set(
+            "report_to",
+            if known.is_empty() { "none".into() } else { Value::Array(known) },
+            "trainer.logger, without the console, which is always written",
+        );
+    }
+    for (name, ours) in [("trainer.save_freq", "save_steps"), ("trainer.test_freq", "eval_steps")] {
+        if theirs.number(name).is_none_or(|steps| steps < 1.0) {
+            theirs.take(name);
+            draft.set(ours, "none", format!("{name} is off"));
+        }
+    }
+}
+
+fn rest(theirs: &mut Theirs, draft: &mut Draft) {
+    let rank = theirs.take_number("model.lora_rank").filter(|rank| *rank > 0.0);
+    let (alpha, targets) = (theirs.take("model.lora_alpha"), theirs.take("model.target_modules"));
+    if let Some(rank) = rank {
+        draft.set("lora.r", rank as u64, "it was model.lora_rank");
+        let others = [("lora.alpha", alpha), ("lora.target_modules", targets)];
+        others
+            .into_iter()
+            .filter_map(|(key, value)| Some((key, value?)))
+            .for_each(|(key, value)| draft.set(key, value, "of verl's model"));
+    }
+    for name in [
+        "actor.ulysses_sequence_parallel_size",
+        "ref.ulysses_sequence_parallel_size",
+        "rollout.pipeline_model_parallel_size",
+    ] {
+        if theirs.number(name) == Some(1.0) {
+            theirs.take(name);
+            draft.drop(name, "1 is off");
+        }
+    }
+    match theirs.take("data.truncation") {
+        Some(how) if how != "error" => {
+            draft.lose("data.truncation", &how, "prompts longer than max_prompt_length are left out, never cut")
+        }
+        Some(_) => draft.drop("data.truncation", "prompts longer than max_prompt_length are left out, never cut"),
+        None => (),
+    }
+    if !draft.has("max_completion_length") && theirs.number("data.max_response_length").is_none() {
+        draft.set("max_completion_length", 512, "verl's default");
+    }
+}
+
+/// A key that changes nothing where it is false.
+fn switch(theirs: &mut Theirs, draft: &mut Draft, name: &str, why: &str) {
+    match theirs.take(name) {
+        Some(Value::Bool(true)) => draft.lose(name, &true.into(), why),
+        Some(_) => draft.drop(name, "off"),
+        None => (),
+    }
+}
