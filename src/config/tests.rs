@@ -222,6 +222,10 @@ fn values_that_do_not_fit_together_are_refused() {
         (&["oversample=-0.5"], "a number from 0 to 16"),
         (&["partial_rollout=true"], "oversample above 0"),
         (&["dynamic_sampling=replace", "oversample=1"], "none or filter: with oversample above 0"),
+        (
+            &["dynamic_sampling=filter", "multi_objective_aggregation=normalize_then_sum"],
+            "none: multi_objective_aggregation = normalize_then_sum",
+        ),
         (&["dynamic_sampling_range=[0.1, 0.9]"], "dynamic_sampling = replace or filter"),
         (&["dynamic_sampling=filter", "dynamic_sampling_range=[0.9, 0.1]"], "low not above high"),
         (&["dynamic_sampling=filter", "dynamic_sampling_range=[0.9]"], "[low, high], each a number"),

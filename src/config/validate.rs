@@ -7,7 +7,8 @@ use super::range::ANY;
 use super::raw::RawConfig;
 use super::reward;
 use super::{
-    AutoOr, CarriedKv, Config, DataConfig, DynamicSampling, ReferenceModel, ReferenceResidency, SftConfig, ZeroConfig,
+    AutoOr, CarriedKv, Config, DataConfig, DynamicSampling, MultiObjectiveAggregation, ReferenceModel,
+    ReferenceResidency, SftConfig, ZeroConfig,
 };
 use crate::error::{Error, Result};
 use crate::phase::Fault;
@@ -113,6 +114,9 @@ impl Config {
         let surplus =
             "none or filter: with oversample above 0 the first complete groups are the batch, whatever their rewards";
         check("dynamic_sampling", replace.name(), mode != replace || self.oversample == 0.0, surplus)?;
+        let sums = self.objective.multi_objective_aggregation == MultiObjectiveAggregation::SumThenNormalize;
+        let scaled = "none: multi_objective_aggregation = normalize_then_sum learns from groups whose weighted sums are equal, too";
+        check("dynamic_sampling", mode.name(), mode == DynamicSampling::None || sums, scaled)?;
         let [low, high] = self.dynamic_sampling_range.unwrap_or_default();
         let has_effect = self.dynamic_sampling_range.is_none() || mode != DynamicSampling::None;
         let unread = "to be left out, or dynamic_sampling = replace or filter";
