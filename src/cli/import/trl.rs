@@ -26,7 +26,7 @@ fn schedule(theirs: &mut Theirs, draft: &mut Draft) {
                 draft.set("warmup_steps", (ratio * steps).ceil() as u64, note);
             }
             None => {
-                let why = "set warmup_steps to this share of all updates, which depend on the number of rows; the plan says how many";
+                let why = "set warmup_steps to this share of all updates, which depend on the number of rows; a run shows how many it makes";
                 draft.lose("warmup_ratio", &ratio.into(), why);
             }
         }
