@@ -47,8 +47,11 @@ CONFIG_DEFAULTS = dict(
     importance_sampling_clip_max=1.25,
     importance_sampling_clip_min=None,
     off_policy_mask_threshold=None,
+    top_entropy_quantile=1.0,
+    entropy_coef=0.0,
     max_completion_length=MAX_COMPLETION_LENGTH,
 )
+ADAPTIVE = dict(entropy_target=0.5, entropy_coef_min=0.01, entropy_coef_max=0.04, entropy_coef_delta=0.015)
 
 
 def trainer(config, batch, rewards, reward_weights, scale_rewards, num_generations, mask_truncated, use_old, aggregation, of):
@@ -57,7 +60,8 @@ def trainer(config, batch, rewards, reward_weights, scale_rewards, num_generatio
     reference = types.SimpleNamespace()
     rows = [[WORD] * (n - 1) + [WORD if i == TRUNCATED else EOS] for i, n in enumerate(batch["lengths"])]
     current = pad_rows(batch["logprobs"], batch["lengths"]).requires_grad_(True)
-    entropy = pad_rows(batch["entropy"], batch["lengths"])
+    has_bonus = config["entropy_coef"] != 0.0 or config.get("use_adaptive_entropy", False)
+    entropy = pad_rows(batch["entropy"], batch["lengths"]).requires_grad_(has_bonus)
     scored = {
         "old": pad_rows(batch["old_logprobs"] if use_old else batch["logprobs"], batch["lengths"]),
         "reference": pad_rows(batch["ref_logprobs"], batch["lengths"]),
@@ -85,6 +89,8 @@ def trainer(config, batch, rewards, reward_weights, scale_rewards, num_generatio
             is_main_process=True,
             gather=lambda x: x,
             reduce=lambda x, reduction: x,
+            pad_across_processes=lambda x, **_: x,
+            sync_gradients=True,
         ),
         state=types.SimpleNamespace(global_step=0),
         args=types.SimpleNamespace(
@@ -96,6 +102,7 @@ def trainer(config, batch, rewards, reward_weights, scale_rewards, num_generatio
             delta=config["delta"],
             use_bias_correction_kl=config["use_bias_correction_kl"],
             **{key: config.get(key, default) for key, default in OF_LOSS_TYPES.items()},
+            **{key: config.get(key) for key in ADAPTIVE},
         ),
         num_iterations=1 if not use_old else 2,
         current_gradient_accumulation_steps=1,
@@ -128,21 +135,26 @@ def trainer(config, batch, rewards, reward_weights, scale_rewards, num_generatio
         epsilon_high=config["epsilon_high"],
         beta=config["beta"],
         max_completion_length=config["max_completion_length"],
-        top_entropy_quantile=1.0,
+        top_entropy_quantile=config["top_entropy_quantile"],
+        entropy_coef=config["entropy_coef"],
+        use_adaptive_entropy=config.get("use_adaptive_entropy", False),
+        _last_world_entropy=float("inf"),
+        _entropy_window_stats=None,
         off_policy_mask_threshold=config["off_policy_mask_threshold"],
         get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
         get_gamma_weights=GRPOTrainer.get_gamma_weights,
         normalize_advantages=scale_rewards == "batch",  # RLOO's
         reward_clip_range=None,
         aux_loss_enabled=False,
-        _entropy_bonus_enabled=False,
+        _entropy_bonus_enabled=has_bonus,
         log_multimodal=False,
         _metrics={"train": defaultdict(list)},
         _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
         _pending_extra_logs={},
         _pending_metrics={},
     )
-    return fake, model, current
+    fake.get_high_entropy_mask = types.MethodType(GRPOTrainer.get_high_entropy_mask, fake)
+    return fake, model, current, entropy
 
 
 def pad_rows(flat, lengths):
@@ -164,7 +176,7 @@ def run(config, batch, rewards, reward_weights=(1.0,), scale_rewards="group", ma
         num_generations=NUM_GENERATIONS, with_loss=True, of=GRPOTrainer, aggregation="sum_then_normalize"):
     weights = torch.tensor(reward_weights, dtype=torch.float64)
     rewards = torch.tensor(rewards, dtype=torch.float64).view(len(batch["lengths"]), -1)
-    fake, model, current = trainer(
+    fake, model, current, entropy = trainer(
         config, batch, rewards, weights, scale_rewards, num_generations, mask_truncated, use_old, aggregation, of
     )
     inputs = [{"prompt": ""} for _ in batch["lengths"]]
@@ -175,6 +187,10 @@ def run(config, batch, rewards, reward_weights=(1.0,), scale_rewards="group", ma
         loss.backward()
         result["loss"] = loss.item()
         result["dlogprobs"] = unpad(current.grad, batch["lengths"])
+        if entropy.grad is not None:
+            result["dentropy"] = unpad(entropy.grad, batch["lengths"])
+            result["policy_loss"] = fake._metrics["train"].pop("policy_loss")[0]
+            del fake._metrics["train"]["entropy_coef"]
     wanted = ("kl", "entropy", "clip_ratio", "cispo", "vespo", "sampling/") if with_loss else ("reward", "frac_reward")
     metrics = fake._metrics["train"]
     result["metrics"] = {name: none_for_nan(metrics[name][0]) for name in metrics if name.startswith(wanted)}
@@ -251,11 +267,35 @@ def new_variants(loss_type):
         "everything_and_mask": dict(beta=0.1, importance_sampling_correction=True, importance_sampling_clip_min=0.8,
                                     off_policy_mask_threshold=0.05),
     }
+    variants |= {
+        "top_entropy": dict(top_entropy_quantile=0.3),
+        "entropy_bonus": dict(entropy_coef=0.05),
+        "everything_of_entropy": dict(beta=0.1, importance_sampling_correction=True, off_policy_mask_threshold=0.05,
+                                      top_entropy_quantile=0.45, entropy_coef=-0.02),
+    }
     if loss_type == "sapo":
         variants["temperatures"] = dict(sapo_temperature_neg=2.5, sapo_temperature_pos=0.5)
     if loss_type == "vespo":
         variants["weights"] = dict(vespo_k_pos=1.5, vespo_lambda_pos=0.7, vespo_k_neg=0.5, vespo_lambda_neg=0.0)
     return variants
+
+
+def adaptive_entropy(batch, rewards):
+    """Weights that TRL applies and reaches over updates of some entropies; the loss says what was applied."""
+    config = {**CONFIG_DEFAULTS, "entropy_coef": 0.02, "use_adaptive_entropy": True, **ADAPTIVE}
+    weights = torch.ones(1, dtype=torch.float64)
+    table = torch.tensor(rewards, dtype=torch.float64).view(-1, 1)
+    fake, model, _, entropies = trainer(config, batch, table, weights, "group", NUM_GENERATIONS, False, True,
+                                        "sum_then_normalize", GRPOTrainer)
+    scored = GRPOTrainer._generate_and_score_completions(fake, [{"prompt": ""} for _ in batch["lengths"]])
+    updates, base = [], entropies.detach().clone()
+    for scale in (0.5, 0.4, 2.0, 2.0, 2.0, 0.3, 0.3, 0.3, 0.3, 1.0):
+        entropies.data = base * scale
+        loss = GRPOTrainer._compute_loss(fake, model, scored)
+        entropy = fake._last_world_entropy
+        applied = (fake._metrics["train"]["policy_loss"][-1] - loss.item()) / entropy
+        updates.append({"entropy": entropy, "applied": round(applied, 12), "coef": fake.entropy_coef})
+    return {"entropy_coef": 0.02, **ADAPTIVE, "updates": updates}
 
 
 def advantage_cases(batch):
@@ -290,6 +330,7 @@ def main():
         "truncated": TRUNCATED,
         "batch": {**batch, "rollout_logprobs": [none_for_nan(value) for value in batch["rollout_logprobs"]]},
         "losses": list(loss_cases(batch, rewards)),
+        "adaptive_entropy": adaptive_entropy(batch, rewards),
         "advantages": list(advantage_cases(batch)),
     }
     path = pathlib.Path(__file__).parent.parent / "tests/golden/grpo.json"

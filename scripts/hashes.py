@@ -57,6 +57,7 @@ sapo                2  loss_type=sapo num_iterations=2 off_policy_mask_threshold
 luspo               1  loss_type=luspo importance_sampling_level=sequence importance_sampling_clip_min=0.9 beta=0.04 kl_estimator=k2
 vespo               2  loss_type=vespo importance_sampling_mode=token_truncate num_iterations=2 max_steps=4 gpu
 gdpo                2  multi_objective_aggregation=normalize_then_sum max_steps=2
+entropy             2  top_entropy_quantile=0.3 entropy_coef=0.01 use_adaptive_entropy=true entropy_target=9 num_iterations=2 max_steps=4 gpu
 lora                2  lora.r=4
 lora-dropout        2  lora.r=4 lora.dropout=0.1 lora.target_modules=["q_proj","v_proj","down_proj"] tensor_parallel_size=2
 lora-dropout-one    1  lora.r=4 lora.dropout=0.1 gpu

@@ -32,7 +32,7 @@ pub mod dist {
     };
 }
 pub mod grpo {
-    pub use crate::grpo::{LossConfig, LossStats};
+    pub use crate::grpo::{EntropyControl, LossConfig, LossStats};
 }
 pub mod launch {
     pub use crate::launch::{Inherited, LaunchOptions, Rendezvous, exit_now, run, worker_command};

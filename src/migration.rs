@@ -224,10 +224,6 @@ const WARMUP: &str = "warmup_steps, which is the ratio x updates in all: max_ste
 /// row that fits.
 pub(crate) const KEYS: &[(&[&str], &str)] = &[
     // ---- what changes the result and has no counterpart ----
-    (
-        &["top_entropy_quantile", "entropy_coef", "actor.entropy_coeff"],
-        "every token takes part, without an entropy term",
-    ),
     (&["sync_ref_model", "ref_model_*"], "the reference model is that of the start"),
     (&["tools", "max_tool_calling_iterations", "rollout.multi_turn.*"], "a rollout is one turn"),
     // ---- open-r1 ----
@@ -359,6 +355,7 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
         "kl_estimator = k1, k2 or k3, which verl calls kl, mse and low_var_kl, too",
     ),
     (&["actor.loss_agg_mode"], "loss_type"),
+    (&["actor.entropy_coeff"], "entropy_coef"),
     (&["actor.grad_clip"], "max_grad_norm"),
     (&["actor.fsdp_config.*", "ref.fsdp_config.*"], "zero.stage, residency.optimizer and residency.reference"),
     (

@@ -13,6 +13,7 @@ use sha2::{Digest, Sha256};
 use super::manifest::hexadecimal;
 use crate::data::SamplerState;
 use crate::error::{Error, Result};
+use crate::grpo::EntropyControl;
 use crate::metrics::{LogHistory, redact_json};
 use crate::types::Trajectory;
 use crate::untrusted::{self, MAX_LOG_BYTES};
@@ -43,6 +44,9 @@ pub struct TrainerState {
     /// Groups that the next step goes on with, those of all ranks.
     #[serde(default)]
     pub carried: Vec<CarriedGroup>,
+    /// Weight of the entropy bonus, which an adaptive one moves.
+    #[serde(default)]
+    pub entropy_control: Option<EntropyControl>,
     /// Step of the best evaluation, if the run is to end with its weights.
     #[serde(default)]
     pub best_global_step: Option<u64>,

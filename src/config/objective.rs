@@ -39,6 +39,23 @@ keys! {
         pub vespo_k_neg: f64 = 3.0 => from_to(0.0, 1e3),
         /// Decay of `loss_type = vespo` for negative advantages.
         pub vespo_lambda_neg: f64 = 2.0 => from_to(0.0, 1e3),
+        /// Share of an update's tokens, those of highest entropy, that the policy term is over (arXiv 2506.01939 recommends 0.2); 1
+        /// is all of them, 0 the highest alone. Below 1 each update begins with a forward pass that finds them.
+        pub top_entropy_quantile: f64 = 1.0 => from_to(0.0, 1.0),
+        /// Weight of the entropy bonus: the loss is lessened by this times the mean entropy of the update's tokens, in nats. With
+        /// `use_adaptive_entropy` the weight to begin with.
+        pub entropy_coef: f64 = 0.0 => from_to(-1e3, 1e3),
+        /// Raise the weight of the entropy bonus by `entropy_coef_delta` after an update whose entropy is at most `entropy_target`,
+        /// lower it after any other, and leave the bonus out of the update after that (arXiv 2505.22312).
+        pub use_adaptive_entropy: bool = false,
+        /// Least weight with `use_adaptive_entropy`.
+        pub entropy_coef_min: f64 = 0.0 => from_to(-1e3, 1e3),
+        /// Greatest weight with `use_adaptive_entropy`.
+        pub entropy_coef_max: f64 = 1.0 => from_to(-1e3, 1e3),
+        /// Step of the weight with `use_adaptive_entropy`.
+        pub entropy_coef_delta: f64 = 0.005 => from_to(0.0, 1e3),
+        /// Mean entropy that `use_adaptive_entropy` aims at, in nats. Set it near the metric `entropy` of the first steps.
+        pub entropy_target: f64 = 0.2 => at_least(0.0),
     }
 }
 
@@ -57,6 +74,7 @@ impl Config {
             self.check_advantages(),
             self.check_kl(),
             self.check_correction(),
+            self.check_entropy(),
         ]
     }
 
@@ -123,6 +141,24 @@ impl Config {
         check("use_bias_correction_kl", self.use_bias_correction_kl, !is_noise, expected)
     }
 
+    fn check_entropy(&self) -> Result<()> {
+        let (given, default) = (&self.objective, ObjectiveConfig::default());
+        let (least, most) = (given.entropy_coef_min, given.entropy_coef_max);
+        check("entropy_coef_min", least, least <= most, format!("at most entropy_coef_max = {most}"))?;
+        for (key, value, default) in [
+            ("entropy_coef_min", least, default.entropy_coef_min),
+            ("entropy_coef_max", most, default.entropy_coef_max),
+            ("entropy_coef_delta", given.entropy_coef_delta, default.entropy_coef_delta),
+            ("entropy_target", given.entropy_target, default.entropy_target),
+        ] {
+            let is_read = given.use_adaptive_entropy || value == default;
+            check(key, value, is_read, "to be left out, or use_adaptive_entropy = true, which alone reads it")?;
+        }
+        let (share, drops) = (given.top_entropy_quantile, self.lora.r.is_some() && self.lora.dropout > 0.0);
+        let expected = "1, or lora.dropout = 0: the entropies of a pass with dropout are not known before it";
+        check("top_entropy_quantile", share, share == 1.0 || !drops, expected)
+    }
+
     fn check_correction(&self) -> Result<()> {
         let (mode, is_on) = (self.importance_sampling_mode, self.importance_sampling_correction);
         let of_tokens = matches!(mode, ImportanceSamplingMode::TokenTruncate | ImportanceSamplingMode::TokenMask);
@@ -170,6 +206,9 @@ mod tests {
                 "importance_sampling_correction is off",
             ),
             (&["off_policy_mask_threshold=0"], "above 0"),
+            (&["entropy_coef_min=2", "use_adaptive_entropy=true"], "at most entropy_coef_max = 1"),
+            (&["entropy_target=2"], "use_adaptive_entropy = true, which alone reads it"),
+            (&["top_entropy_quantile=0.2", "lora.r=4", "lora.dropout=0.1"], "or lora.dropout = 0"),
         ] {
             let text = message(overrides);
             assert!(text.contains(part), "{overrides:?}: {text}");

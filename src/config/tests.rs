@@ -45,7 +45,8 @@ fn the_key_list_is_frozen() {
         mask_truncated_completions importance_sampling_correction importance_sampling_mode \
         importance_sampling_clip_max use_bias_correction_kl kl_estimator advantage_estimator multi_objective_aggregation \
         importance_sampling_clip_min off_policy_mask_threshold sapo_temperature_neg sapo_temperature_pos vespo_k_pos \
-        vespo_lambda_pos vespo_k_neg vespo_lambda_neg reward_funcs reward_weights reward.format_pattern \
+        vespo_lambda_pos vespo_k_neg vespo_lambda_neg top_entropy_quantile entropy_coef use_adaptive_entropy \
+        entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target reward_funcs reward_weights reward.format_pattern \
         reward.answer_pattern reward.answer_column reward.num_threads reward.timeout_s reward.python \
         reward.math_workers reward.max_worker_failures reward.reasoning_delimiters reward.cosine_min_value_wrong \
         reward.cosine_max_value_wrong reward.cosine_min_value_correct reward.cosine_max_value_correct reward.cosine_max_len \

@@ -5,7 +5,8 @@ use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
 use super::{
-    AdvantageConfig, Denominators, LossConfig, LossInput, LossOutput, LossStats, assign_advantages, policy_loss,
+    AdvantageConfig, Denominators, EntropyControl, EntropyTerm, LossConfig, LossInput, LossOutput, LossStats,
+    assign_advantages, policy_loss,
 };
 use crate::config::{AdvantageEstimator, ImportanceSamplingLevel, ImportanceSamplingMode, KlEstimator, LossType};
 use crate::types::fixtures::scored;
@@ -41,11 +42,13 @@ impl Batch {
             advantages: &self.advantages,
             sequence_of_token: &self.sequence_of_token,
             entropy: Some(&self.entropy),
+            entropy_term: None,
         }
     }
 
     fn denominators(&self) -> Denominators {
-        Denominators { num_sequences: self.lengths.len() as f64, num_tokens: self.logprobs.numel() as f64 }
+        let num_tokens = self.logprobs.numel() as f64;
+        Denominators { num_sequences: self.lengths.len() as f64, num_tokens, num_update_tokens: num_tokens }
     }
 
     /// Sequences `from..to` as a micro-batch of its own.
@@ -116,8 +119,22 @@ pub(crate) fn parse_config(value: &Value) -> LossConfig {
         vespo_lambda_pos: number("vespo_lambda_pos").unwrap_or(default.vespo_lambda_pos),
         vespo_k_neg: number("vespo_k_neg").unwrap_or(default.vespo_k_neg),
         vespo_lambda_neg: number("vespo_lambda_neg").unwrap_or(default.vespo_lambda_neg),
+        top_entropy_quantile: number("top_entropy_quantile").unwrap_or(1.0),
+        entropy_coef: number("entropy_coef").unwrap_or(0.0),
         max_completion_length: value["max_completion_length"].as_u64().unwrap() as usize,
+        ..default
     }
+}
+
+/// What an update over tokens of `entropies` has of entropy, with a bonus of constant weight.
+pub(crate) fn entropy_term(config: &LossConfig, entropies: &[f64]) -> Option<EntropyTerm> {
+    let coef = config.entropy_coef;
+    let of_all = EntropyTerm { least: None, coef, num_tokens: entropies.len() as f64 };
+    if !config.selects_by_entropy() {
+        return config.has_entropy_bonus().then_some(of_all);
+    }
+    let entropies = entropies.iter().map(|entropy| *entropy as f32).collect();
+    Some(EntropyTerm::of_highest(entropies, config.top_entropy_quantile, coef))
 }
 
 fn golden_batch(golden: &Value, case: &Value) -> Batch {
@@ -177,11 +194,21 @@ fn losses_gradients_and_metrics_are_those_of_trl() {
     for case in cases {
         let name = case["name"].as_str().unwrap();
         let batch = golden_batch(&golden, case);
-        let input = batch.input(case["use_old"].as_bool().unwrap());
-        let output = policy_loss(&input, &parse_config(&case["config"]), &batch.denominators()).unwrap();
+        let config = parse_config(&case["config"]);
+        let entropy_term = entropy_term(&config, &values(&batch.entropy));
+        let input = LossInput { entropy_term, ..batch.input(case["use_old"].as_bool().unwrap()) };
+        let output = policy_loss(&input, &config, &batch.denominators()).unwrap();
         assert_close(&[output.loss.double_value(&[])], &[case["loss"].as_f64().unwrap()], 1e-10, name);
         let expected = packed_tokens(&golden, case)(&numbers(&case["dlogprobs"]));
         assert_close(&values(&output.dlogprobs), &expected, 1e-10, name);
+        assert_eq!(output.dentropy.is_some(), case["dentropy"].is_array(), "{name}");
+        if let (Some(dentropy), Some(term)) = (&output.dentropy, entropy_term) {
+            let expected = packed_tokens(&golden, case)(&numbers(&case["dentropy"]));
+            assert_close(&values(dentropy), &expected, 1e-10, name);
+            let bonus = term.coef * output.mean_entropy.unwrap().double_value(&[]);
+            let policy_loss = output.loss.double_value(&[]) + bonus;
+            assert_close(&[policy_loss], &[case["policy_loss"].as_f64().unwrap()], 1e-10, name);
+        }
         let metrics = case["metrics"].as_object().unwrap();
         let stats = output.stats.read().unwrap();
         assert_eq!(metrics.len(), stats.entries().len(), "{name}: {metrics:?}");
@@ -190,6 +217,31 @@ fn losses_gradients_and_metrics_are_those_of_trl() {
             // TRL averages what it counts in float32.
             assert_close(&[got.value()], &[expected], 1e-6, &format!("{name}: {metric}"));
         }
+    }
+}
+
+#[test]
+fn an_adaptive_entropy_bonus_is_that_of_trl() {
+    let golden = golden();
+    let case = &golden["adaptive_entropy"];
+    let number = |value: &Value, key: &str| value[key].as_f64().unwrap();
+    let config = LossConfig {
+        entropy_coef: number(case, "entropy_coef"),
+        use_adaptive_entropy: true,
+        entropy_coef_min: number(case, "entropy_coef_min"),
+        entropy_coef_max: number(case, "entropy_coef_max"),
+        entropy_coef_delta: number(case, "entropy_coef_delta"),
+        entropy_target: number(case, "entropy_target"),
+        ..LossConfig::default()
+    };
+    let mut control = EntropyControl::new(&config);
+    let updates = case["updates"].as_array().unwrap();
+    assert!(updates.len() >= 8);
+    for (index, update) in updates.iter().enumerate() {
+        assert_close(&[control.applied(&config)], &[number(update, "applied")], 1e-9, &format!("update {index}"));
+        control.observe(f64::NAN, &config);
+        control.observe(number(update, "entropy"), &config);
+        assert_close(&[control.coef], &[number(update, "coef")], 1e-9, &format!("after update {index}"));
     }
 }
 
@@ -272,10 +324,17 @@ fn gradients_are_those_of_autograd() {
     {
         let mut batch = Batch::random(kind);
         batch.logprobs = batch.logprobs.set_requires_grad(true);
-        let output = policy_loss(&batch.input(true), &config, &batch.denominators()).unwrap();
+        batch.entropy = batch.entropy.set_requires_grad(true);
+        let config = LossConfig { top_entropy_quantile: 0.6, entropy_coef: 0.3, ..config };
+        let entropy_term = entropy_term(&config, &values(&batch.entropy.detach()));
+        let input = LossInput { entropy_term, ..batch.input(true) };
+        let output = policy_loss(&input, &config, &batch.denominators()).unwrap();
         output.loss.backward();
         let relative = if kind == Kind::Double { 1e-10 } else { 1e-4 };
         assert_close(&values(&output.dlogprobs), &values(&batch.logprobs.grad()), relative, &format!("{config:?}"));
+        let dentropy = values(&output.dentropy.unwrap());
+        assert!(dentropy.contains(&0.0) && dentropy.iter().any(|slope| *slope < 0.0), "{dentropy:?}");
+        assert_close(&dentropy, &values(&batch.entropy.grad()), relative, &format!("{config:?}"));
     }
 }
 

@@ -2,6 +2,7 @@
 
 use tch::{Kind, Tensor};
 
+use super::entropy::EntropyTerm;
 use super::importance::{PolicyRatio, SamplerCorrection};
 use super::options::LossConfig;
 use super::segments::Segments;
@@ -25,6 +26,9 @@ use crate::error::{Error, Result};
 ///
 /// m is 0 where A is negative and the mean over a sequence's tokens of `rollout - logprob` is above `off_policy_mask_threshold`
 /// (arXiv 2512.02556, equation 9), of `old - logprob` where the sampler's log-probabilities are missing, and 1 elsewhere.
+///
+/// Tokens whose entropy is below the least that [`EntropyTerm`] has are left out of pg. With an entropy bonus the loss is lessened by
+/// `coef` times the mean entropy of those that are kept.
 ///
 /// Token losses are summed with the weights of [`Denominators`]. Only m, w, and what is said to stop the gradient are constants.
 /// The gradient at ties (a ratio on a bound) is torch's: bounds belong to the clip range, `min` splits evenly.
@@ -60,6 +64,10 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
         let kept = on_policy(&(sampled - logprobs), &advantages, threshold, &segments);
         terms = terms.map(|term| term * &kept);
     }
+    let kept = input.kept_by_entropy();
+    if let Some(kept) = &kept {
+        terms = terms.map(|term| term * kept.to_kind(kind));
+    }
     if let Some(correction) = &correction {
         if config.loss_type != LossType::Vespo {
             terms = terms.map(|term| term * &correction.per_token);
@@ -77,11 +85,17 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
 
     let weights = token_weights(&segments, config, denominators);
     let direct = &weights * terms.d_logprob;
-    Ok(LossOutput {
+    let mut output = LossOutput {
         loss: (&weights * terms.value).sum(kind),
         dlogprobs: direct + ratio.backward(&(&weights * terms.d_log_ratio)),
+        dentropy: None,
+        mean_entropy: None,
         stats: recorder.finish()?,
-    })
+    };
+    if let (Some(entropy), Some(term)) = (input.entropy, input.entropy_term.filter(|_| config.has_entropy_bonus())) {
+        output.add_bonus(entropy, kept.as_ref(), &term);
+    }
+    Ok(output)
 }
 
 /// What token losses are divided by, over all ranks and all micro-batches of one optimizer update: with it a micro-batch's
@@ -100,6 +114,8 @@ pub struct Denominators {
     /// bnpo: packed tokens of the update. dapo and cispo: packed tokens of the generation batch over the number of
     /// updates made from one pass over it. The two are the same where a generation batch makes one update.
     pub num_tokens: f64,
+    /// Tokens of the update, which the entropy bonus is the mean over.
+    pub num_update_tokens: f64,
 }
 
 /// A micro-batch: every one of its tokens counts. Sequences without tokens are those of which no token counts, such as truncated
@@ -122,9 +138,17 @@ pub struct LossInput<'a> {
     pub sequence_of_token: &'a Tensor, // [C] i64
     /// Entropy of each token's distribution in nats, to be reported.
     pub entropy: Option<&'a Tensor>, // [C]
+    /// What the update has of entropy, where its objective does.
+    pub entropy_term: Option<EntropyTerm>,
 }
 
 impl LossInput<'_> {
+    /// 1 for the tokens that the policy term is over and 0 for the others; none where it is over all of them.
+    fn kept_by_entropy(&self) -> Option<Tensor> {
+        let (entropy, least) = (self.entropy?, self.entropy_term?.least?);
+        Some(entropy.ge(least).to_kind(entropy.kind())) // [C]
+    }
+
     fn validate(&self, config: &LossConfig) -> Result<()> {
         let invalid = |expected: String, got: String| Err(Error::InvalidArgument { op: "policy_loss", expected, got });
         if !matches!(self.logprobs.kind(), Kind::Float | Kind::Double) {
@@ -147,10 +171,27 @@ impl LossInput<'_> {
                 return invalid(format!("{name} of shape {shape:?}"), format!("{:?}", tensor.size()));
             }
         }
+        if self.entropy_term.is_some() && self.entropy.is_none() {
+            return invalid("entropy, as the objective has a term of it".into(), "none".into());
+        }
         if config.beta != 0.0 && self.ref_logprobs.is_none() {
             return invalid("ref_logprobs, as beta is not 0".into(), "none".into());
         }
         Ok(())
+    }
+}
+
+impl LossOutput {
+    /// Takes off the loss what the mean entropy of the tokens that are kept weighs.
+    fn add_bonus(&mut self, entropy: &Tensor, kept: Option<&Tensor>, term: &EntropyTerm) {
+        let each = entropy.full_like(1.0 / term.num_tokens.max(1.0)); // [C]
+        let each = kept.map_or_else(|| each.shallow_clone(), |kept| &each * kept);
+        let mean = (entropy * &each).sum(self.loss.kind());
+        if term.coef != 0.0 {
+            self.loss = &self.loss - &mean * term.coef;
+            self.dentropy = Some(each * -term.coef);
+        }
+        self.mean_entropy = Some(mean);
     }
 }
 
@@ -161,13 +202,17 @@ pub struct LossOutput {
     pub loss: Tensor,
     /// dloss / dlogprobs.
     pub dlogprobs: Tensor, // [C]
+    /// dloss / dentropy, where there is an entropy bonus that weighs anything.
+    pub dentropy: Option<Tensor>, // [C]
+    /// This micro-batch's contribution to the mean entropy that the bonus is for, where there is one.
+    pub mean_entropy: Option<Tensor>,
     /// What TRL logs, ready to be added to, still on the device.
     pub stats: DeviceStats,
 }
 
 /// Weight of each token in the loss. `[C]`
 fn token_weights(segments: &Segments, config: &LossConfig, denominators: &Denominators) -> Tensor {
-    let Denominators { num_sequences, num_tokens } = *denominators;
+    let Denominators { num_sequences, num_tokens, .. } = *denominators;
     match config.loss_type {
         LossType::Grpo | LossType::Sapo => &segments.ones / (segments.expand(&segments.divisors()) * num_sequences),
         LossType::Luspo => &segments.ones / num_sequences,

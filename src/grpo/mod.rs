@@ -7,6 +7,7 @@
 //! `scripts/golden_trl.py` runs TRL's own code and the tests here hold these functions to its numbers.
 
 mod advantages;
+mod entropy;
 mod importance;
 mod kl;
 mod loss;
@@ -21,6 +22,7 @@ mod surrogate;
 pub(crate) mod golden;
 
 pub use advantages::{AdvantageConfig, AdvantageStats, assign_advantages, rewards_are_equal};
+pub use entropy::{EntropyControl, EntropyTerm};
 pub use loss::{Denominators, LossInput, LossOutput, policy_loss};
 pub use moments::BatchStats;
 pub use options::LossConfig;

@@ -43,6 +43,20 @@ pub struct LossConfig {
     pub vespo_k_neg: f64,
     /// vespo's decay for negative advantages.
     pub vespo_lambda_neg: f64,
+    /// Share of an update's tokens, those of highest entropy, that the policy term is over.
+    pub top_entropy_quantile: f64,
+    /// Weight of the entropy bonus; with `use_adaptive_entropy` that of the first update.
+    pub entropy_coef: f64,
+    /// Move the weight of the entropy bonus after each update.
+    pub use_adaptive_entropy: bool,
+    /// Least weight of an adaptive bonus.
+    pub entropy_coef_min: f64,
+    /// Greatest weight of an adaptive bonus.
+    pub entropy_coef_max: f64,
+    /// What an update moves the weight of an adaptive bonus by.
+    pub entropy_coef_delta: f64,
+    /// Entropy in nats above which an adaptive bonus is off.
+    pub entropy_target: f64,
     /// In tokens; dr_grpo's denominator.
     pub max_completion_length: usize,
 }
@@ -69,6 +83,13 @@ impl Default for LossConfig {
             vespo_lambda_pos: 3.0,
             vespo_k_neg: 3.0,
             vespo_lambda_neg: 2.0,
+            top_entropy_quantile: 1.0,
+            entropy_coef: 0.0,
+            use_adaptive_entropy: false,
+            entropy_coef_min: 0.0,
+            entropy_coef_max: 1.0,
+            entropy_coef_delta: 0.005,
+            entropy_target: 0.2,
             max_completion_length: 512,
         }
     }
@@ -97,7 +118,26 @@ impl From<&Config> for LossConfig {
             vespo_lambda_pos: objective.vespo_lambda_pos,
             vespo_k_neg: objective.vespo_k_neg,
             vespo_lambda_neg: objective.vespo_lambda_neg,
+            top_entropy_quantile: objective.top_entropy_quantile,
+            entropy_coef: objective.entropy_coef,
+            use_adaptive_entropy: objective.use_adaptive_entropy,
+            entropy_coef_min: objective.entropy_coef_min,
+            entropy_coef_max: objective.entropy_coef_max,
+            entropy_coef_delta: objective.entropy_coef_delta,
+            entropy_target: objective.entropy_target,
             max_completion_length: config.max_completion_length,
         }
+    }
+}
+
+impl LossConfig {
+    /// Whether the loss has an entropy bonus, if only with a weight that is 0 for now.
+    pub fn has_entropy_bonus(&self) -> bool {
+        self.entropy_coef != 0.0 || self.use_adaptive_entropy
+    }
+
+    /// Whether the policy term is over a share of the tokens.
+    pub fn selects_by_entropy(&self) -> bool {
+        self.top_entropy_quantile < 1.0
     }
 }

@@ -205,6 +205,7 @@ impl Sft {
             num_rows: self.examples.len(),
             sampler: self.sampler.state().clone(),
             carried: Vec::new(),
+            entropy_control: None,
             best_global_step: None,
             config: SavedConfig::of(self.config.entries()),
             log_history: self.log.history().clone(),

@@ -76,7 +76,11 @@ impl Split {
                 Role::Trains(learner) => Ok((learner.train(sequences, options, progress)?, R::default())),
                 Role::Generates(served) => {
                     gather_sequences(sequences, &*split.world.group())?;
-                    let outcome = UpdateOutcome { num_updates: options.num_updates(), ..UpdateOutcome::default() };
+                    let outcome = UpdateOutcome {
+                        num_updates: options.num_updates(),
+                        entropy_control: options.entropy_control,
+                        ..UpdateOutcome::default()
+                    };
                     Ok((outcome, beside.map_or_else(|| Ok(R::default()), |work| served.awake(work))?))
                 }
             }

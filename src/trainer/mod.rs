@@ -25,7 +25,7 @@ use crate::cuda::Placement;
 use crate::data::{Dataset, PromptSampler};
 use crate::dist::{HostGroup, ReduceOp, World, all_reduce_f64, any_rank};
 use crate::error::{Error, ExitCode, Result, panic_message};
-use crate::grpo::{self, AdvantageConfig, AdvantageStats, BatchStats, LossConfig};
+use crate::grpo::{self, AdvantageConfig, AdvantageStats, BatchStats, EntropyControl, LossConfig};
 use crate::memory;
 use crate::metrics::StepMetrics;
 use crate::model::{ModelSource, ModelSpec, init_unit_on};
@@ -83,6 +83,8 @@ struct Progress {
     generation_step: u64,
     /// Tokens trained on, over all ranks.
     num_tokens: u64,
+    /// Weight of the entropy bonus; on ranks that only generate it stays what it was.
+    entropy_control: EntropyControl,
 }
 
 /// What a finished run reached.
@@ -270,10 +272,14 @@ impl Trainer {
         let sequences = records::sequences(&groups, &places, self.config.mask_truncated_completions);
         let outcome = self.update(&sequences)?;
         self.progress.global_step += outcome.num_updates;
+        self.progress.entropy_control = outcome.entropy_control;
         self.progress.generation_step += 1;
         self.progress.num_tokens += self.count_tokens(&groups)?;
         self.output.completions(&signal::logged(&groups, &places, &dropped), self.progress.global_step)?;
         let mut metrics = records::step_metrics(self.rewards.names(), &groups, &advantages, &outcome);
+        if LossConfig::from(&self.config).has_entropy_bonus() {
+            records::bonus_metrics(&mut metrics, &outcome);
+        }
         records::failure_metrics(&mut metrics, self.rewards.take_failures());
         self.tell_failures(&advantages)?;
         self.add_signal_metrics(&mut metrics, tally, &groups, &dropped);
@@ -344,6 +350,7 @@ impl Trainer {
     fn update_options(&self) -> UpdateOptions {
         UpdateOptions {
             loss: LossConfig::from(&self.config),
+            entropy_control: self.progress.entropy_control,
             temperature: f64::from(self.config.temperature),
             num_iterations: self.config.num_iterations,
             updates_per_generation: self.batch.updates_per_generation,
@@ -372,6 +379,7 @@ impl Trainer {
             num_rows: self.dataset.len(),
             sampler: self.sampler.state().clone(),
             carried: self.carried.clone(),
+            entropy_control: Some(self.progress.entropy_control),
             best_global_step: self.best().filter(|_| self.config.best.load_best_model_at_end).map(|best| best.step),
             config: SavedConfig::of(self.config.entries()),
             log_history: self.output.log().history().clone(),

@@ -19,6 +19,7 @@ use crate::cuda::Placement;
 use crate::data::{Dataset, Hub, PromptSampler, Tokenizer};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result};
+use crate::grpo::{EntropyControl, LossConfig};
 use crate::memory;
 use crate::model::{ModelSource, ModelSpec, ParamTable, QuantizedBlock, UnitLayout, WeightFiles};
 use crate::phase;
@@ -243,7 +244,8 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
     let updates = config.updates_in_epochs(&batch, dataset.len());
     let schedule = Schedule::new(config.learning_rate, &config.optimizer, updates);
     let restored = |checkpoint: &Checkpoint| restore(checkpoint, &config, &dataset, &mut halves, &mut sampler);
-    let (progress, carried) = checkpoint.as_ref().map_or(Ok(Default::default()), restored)?;
+    let begun = || (Progress { entropy_control: entropy_control(&config), ..Progress::default() }, Vec::new());
+    let (progress, carried) = checkpoint.as_ref().map_or_else(|| Ok(begun()), restored)?;
     if writes_files {
         checkpoint::check_room(&config.output_dir, &world, halves.policy(), config.save_steps.is_some())?;
     }
@@ -301,7 +303,13 @@ fn restore(
     halves.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy))?;
     sampler.restore(checkpoint.state.sampler.clone())?;
     let carried = if config.oversample > 0.0 { checkpoint.state.carried.clone() } else { Vec::new() }; // force_resume
-    Ok((Progress { global_step, generation_step, num_tokens }, carried))
+    let entropy_control = checkpoint.state.entropy_control.unwrap_or_else(|| entropy_control(config));
+    Ok((Progress { global_step, generation_step, num_tokens, entropy_control }, carried))
+}
+
+/// The weight of the entropy bonus that a run begins with.
+fn entropy_control(config: &Config) -> EntropyControl {
+    EntropyControl::new(&LossConfig::from(config))
 }
 
 /// The checkpoint to resume from; collective over the world.

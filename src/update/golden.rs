@@ -7,8 +7,8 @@ use super::learner::denominators;
 use super::loss::UpdateSums;
 use super::options::{UpdateOptions, UpdateOutcome};
 use crate::config::LrSchedulerType;
-use crate::grpo::golden::parse_config;
-use crate::grpo::{LossConfig, LossStats};
+use crate::grpo::golden::{entropy_term, parse_config};
+use crate::grpo::{EntropyControl, EntropyTerm, LossConfig, LossStats};
 use crate::model::ModelSpec;
 use crate::train::{MicroBatch, PackOptions, Schedule, Scores, Sequence, balanced_share, pack};
 
@@ -29,7 +29,7 @@ impl Table {
         let (spec, mut loss, mut stats) = (ModelSpec::preset("qwen2.5-0.5b").unwrap(), 0.0, LossStats::default());
         for rank in 0..num_ranks {
             let share = balanced_share(&self.sequences, &spec, false, rank, num_ranks);
-            let (mut sums, mut outcome) = (UpdateSums::default(), UpdateOutcome::default());
+            let (mut sums, mut outcome) = (UpdateSums::new(self.entropy_term(config)), UpdateOutcome::default());
             sums.count_masked(&share, &options).unwrap();
             let packing = PackOptions { max_tokens: 12, share_prompts: false, device: Device::Cpu };
             for micro_batch in pack(&share, &packing).unwrap() {
@@ -45,6 +45,11 @@ impl Table {
         (loss, stats)
     }
 
+    fn entropy_term(&self, config: &LossConfig) -> Option<EntropyTerm> {
+        let rows = self.sequences.iter().zip(&self.entropy).filter(|(sequence, _)| !sequence.masked);
+        entropy_term(config, &rows.flat_map(|(_, row)| row.clone()).collect::<Vec<_>>())
+    }
+
     /// The first prompt token of a sequence is its row.
     fn scores(&self, micro_batch: &MicroBatch, share: &[Sequence]) -> Scores {
         let rows = || micro_batch.sequences.iter().map(|&index| share[index].token_ids[0] as usize);
@@ -57,6 +62,7 @@ impl Table {
 fn options(config: &LossConfig) -> UpdateOptions {
     UpdateOptions {
         loss: config.clone(),
+        entropy_control: EntropyControl::default(),
         temperature: 1.0,
         num_iterations: 1,
         updates_per_generation: 1,

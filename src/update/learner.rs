@@ -5,9 +5,9 @@ use std::sync::Arc;
 use super::loss::UpdateSums;
 use super::options::{UpdateOptions, UpdateOutcome, UpdateProgress};
 use crate::config::LossType;
-use crate::dist::{Mesh, World};
+use crate::dist::{Mesh, ReduceOp, World, all_gather_bytes, all_reduce_f64};
 use crate::error::{Error, Result};
-use crate::grpo::Denominators;
+use crate::grpo::{Denominators, EntropyControl, EntropyTerm};
 use crate::memory;
 use crate::phase::{self, Phase};
 use crate::torch;
@@ -76,13 +76,14 @@ impl Learner {
         for share in &mut shares {
             self.score(share, options, progress)?;
         }
-        let mut outcome = UpdateOutcome::default();
+        let mut outcome = UpdateOutcome { entropy_control: options.entropy_control, ..UpdateOutcome::default() };
         let passes = (0..options.num_iterations).flat_map(|_| shares.iter().zip(&denominators));
         for (share, denominators) in passes.take(options.num_updates() as usize) {
             self.update_once(share, denominators, options, progress, &mut outcome)?;
         }
         outcome.exposed_communication = self.policy.take_exposed_communication()?;
         outcome.loss /= outcome.num_updates.max(1) as f64;
+        outcome.policy_loss /= outcome.num_updates.max(1) as f64;
         outcome.grad_norm /= (outcome.num_updates - outcome.num_skipped).max(1) as f64;
         Ok(outcome)
     }
@@ -162,7 +163,8 @@ impl Learner {
     ) -> Result<()> {
         let micro_batches = phase::scope(Phase::Pack, || self.micro_batches(share, options))?;
         progress.begin(Phase::ForwardBackward, micro_batches.len());
-        let mut sums = UpdateSums::default();
+        let term = self.entropy_term(&micro_batches, denominators, options, &outcome.entropy_control)?;
+        let mut sums = UpdateSums::new(term);
         phase::scope(Phase::ForwardBackward, || {
             sums.count_masked(share, options)?;
             for (index, micro_batch) in micro_batches.iter().enumerate() {
@@ -181,7 +183,12 @@ impl Learner {
         let step = phase::scope(Phase::Optimizer, || {
             self.policy.optimizer_step(outcome.learning_rate, options.max_grad_norm)
         })?;
-        sums.read_into(outcome)?; // the device is waited for by now: the step needed the gradient's norm
+        // The device is waited for by now: the step needed the gradient's norm.
+        let mut mean_entropy = [sums.read_into(outcome)?];
+        if options.loss.use_adaptive_entropy {
+            all_reduce_f64(&*self.mesh.world, &mut mean_entropy, ReduceOp::Sum)?;
+            outcome.entropy_control.observe(mean_entropy[0], &options.loss);
+        }
         outcome.num_updates += 1;
         if !step.skipped {
             self.num_consecutive_skips = 0;
@@ -190,6 +197,34 @@ impl Learner {
         }
         outcome.num_skipped += 1;
         self.note_skip(options.global_step + outcome.num_updates, share, progress)
+    }
+
+    /// What the update's objective has of entropy. Where it is over the tokens of highest entropy, a pass finds out which those of
+    /// all ranks are; collective.
+    fn entropy_term(
+        &mut self,
+        micro_batches: &[MicroBatch],
+        denominators: &Denominators,
+        options: &UpdateOptions,
+        control: &EntropyControl,
+    ) -> Result<Option<EntropyTerm>> {
+        let (config, coef) = (&options.loss, control.applied(&options.loss));
+        if !config.selects_by_entropy() {
+            let term = EntropyTerm { least: None, coef, num_tokens: denominators.num_update_tokens };
+            return Ok(config.has_entropy_bonus().then_some(term));
+        }
+        phase::scope(Phase::Score, || {
+            let mut own = Vec::new();
+            for micro_batch in micro_batches {
+                let scores = self.policy.forward_logprobs(micro_batch, options.temperature)?;
+                if !micro_batch.is_empty() {
+                    own.extend(torch::f32_vec(&scores.entropy)?.into_iter().flat_map(f32::to_le_bytes));
+                }
+            }
+            let all = all_gather_bytes(&*self.mesh.world, &own)?.concat();
+            let entropies = all.chunks_exact(4).map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]]));
+            Ok(Some(EntropyTerm::of_highest(entropies.collect(), config.top_entropy_quantile, coef)))
+        })
     }
 
     /// # Errors
@@ -242,6 +277,7 @@ pub(super) fn denominators(slices: &[Vec<Sequence>], loss_type: LossType) -> Vec
                 tokens(slice) as f64
             }
         },
+        num_update_tokens: tokens(slice) as f64,
     };
     slices.iter().map(of_slice).collect()
 }

@@ -4,16 +4,31 @@ use tch::{Kind, Tensor};
 
 use super::options::{UpdateOptions, UpdateOutcome};
 use crate::error::Result;
-use crate::grpo::{Denominators, DeviceStats, LossInput, LossOutput, policy_loss};
+use crate::grpo::{Denominators, DeviceStats, EntropyTerm, LossInput, LossOutput, policy_loss};
 use crate::phase::{self, Phase};
 use crate::torch::scalar;
 use crate::train::{MicroBatch, Scores, Sequence, TokenGradients};
 
 /// Loss and metrics of an update's micro-batches, on the device.
-#[derive(Debug, Default)]
-pub(super) struct UpdateSums(Option<(Tensor, DeviceStats)>);
+#[derive(Debug)]
+pub(super) struct UpdateSums {
+    term: Option<EntropyTerm>,
+    sums: Option<Sums>,
+}
+
+#[derive(Debug)]
+struct Sums {
+    loss: Tensor,
+    mean_entropy: Option<Tensor>,
+    stats: DeviceStats,
+}
 
 impl UpdateSums {
+    /// Of an update whose objective has `term` of entropy.
+    pub(super) fn new(term: Option<EntropyTerm>) -> Self {
+        Self { term, sums: None }
+    }
+
     /// Adds a micro-batch's loss and returns its gradient by token.
     pub(super) fn differentiate(
         &mut self,
@@ -30,13 +45,15 @@ impl UpdateSums {
             advantages: &micro_batch.advantages,
             sequence_of_token: &micro_batch.sequence_of_token,
             entropy: Some(&scores.entropy),
+            entropy_term: self.term,
         };
-        let LossOutput { loss, dlogprobs, stats } = policy_loss(&input, &options.loss, denominators)?;
+        let LossOutput { loss, dlogprobs, dentropy, mean_entropy, stats } =
+            policy_loss(&input, &options.loss, denominators)?;
         // A loss that is not finite makes the gradient so: its norm tells all ranks to skip.
         let spoilt = if phase::fires_nan(Phase::ForwardBackward) { f64::NAN } else { 0.0 };
         let dlogprobs = dlogprobs.f_add(&loss.f_mul(&scalar(spoilt))?)?;
-        self.add(&loss, stats)?;
-        Ok(TokenGradients { dlogprobs, dentropy: None })
+        self.add(Sums { loss, mean_entropy, stats })?;
+        Ok(TokenGradients { dlogprobs, dentropy })
     }
 
     /// Adds the masked sequences of a rank's share, which are never packed: a micro-batch without tokens.
@@ -57,27 +74,34 @@ impl UpdateSums {
             advantages: &Tensor::from_slice(&advantages).f_to_device(options.device)?,
             sequence_of_token: &no_indexes,
             entropy: Some(&no_logprobs),
+            entropy_term: self.term,
         };
-        let nothing_to_divide = Denominators { num_sequences: 1.0, num_tokens: 1.0 };
-        let LossOutput { loss, stats, .. } = policy_loss(&input, &options.loss, &nothing_to_divide)?;
-        self.add(&loss, stats)
+        let nothing_to_divide = Denominators { num_sequences: 1.0, num_tokens: 1.0, num_update_tokens: 1.0 };
+        let LossOutput { loss, mean_entropy, stats, .. } = policy_loss(&input, &options.loss, &nothing_to_divide)?;
+        self.add(Sums { loss, mean_entropy, stats })
     }
 
-    /// Into the outcome of all updates; nothing where all micro-batches were empty. Waits for the device.
-    pub(super) fn read_into(self, outcome: &mut UpdateOutcome) -> Result<()> {
-        let Some((loss, stats)) = self.0 else { return Ok(()) };
-        outcome.loss += loss.double_value(&[]);
-        outcome.stats.merge(&stats.read()?)
+    /// Into the outcome of all updates; nothing where all micro-batches were empty. Returns this rank's contribution to the mean
+    /// entropy that a bonus is for. Waits for the device.
+    pub(super) fn read_into(self, outcome: &mut UpdateOutcome) -> Result<f64> {
+        let Some(Sums { loss, mean_entropy, stats }) = self.sums else { return Ok(0.0) };
+        let loss = loss.double_value(&[]);
+        let mean_entropy = mean_entropy.map_or(0.0, |mean| mean.double_value(&[]));
+        outcome.loss += loss;
+        outcome.policy_loss += loss + self.term.map_or(0.0, |term| term.coef * mean_entropy);
+        outcome.stats.merge(&stats.read()?)?;
+        Ok(mean_entropy)
     }
 
-    fn add(&mut self, loss: &Tensor, more: DeviceStats) -> Result<()> {
-        match &mut self.0 {
-            None => self.0 = Some((loss.shallow_clone(), more)),
-            Some((sum, stats)) => {
-                *sum = sum.f_add(loss)?;
-                stats.merge(&more)?;
-            }
+    fn add(&mut self, more: Sums) -> Result<()> {
+        let Some(sums) = &mut self.sums else {
+            self.sums = Some(more);
+            return Ok(());
+        };
+        sums.loss = sums.loss.f_add(&more.loss)?;
+        if let (Some(sum), Some(mean)) = (&mut sums.mean_entropy, more.mean_entropy) {
+            *sum = sum.f_add(&mean)?;
         }
-        Ok(())
+        sums.stats.merge(&more.stats)
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use tch::Device;
 
 use crate::error::Result;
-use crate::grpo::{LossConfig, LossStats};
+use crate::grpo::{EntropyControl, LossConfig, LossStats};
 use crate::phase::Phase;
 use crate::train::{Schedule, Sequence};
 
@@ -14,6 +14,8 @@ use crate::train::{Schedule, Sequence};
 pub struct UpdateOptions {
     /// The objective.
     pub loss: LossConfig,
+    /// Weight of the entropy bonus in the first update.
+    pub entropy_control: EntropyControl,
     /// Temperature of the sampler, applied to the trainer's logits too.
     pub temperature: f64,
     /// Passes over the batch.
@@ -53,6 +55,10 @@ impl UpdateOptions {
 pub struct UpdateOutcome {
     /// This rank's contribution to the loss, mean over updates; the sum over ranks is the loss.
     pub loss: f64,
+    /// Of that, what is not the entropy bonus.
+    pub policy_loss: f64,
+    /// Weight of the entropy bonus after the last update.
+    pub entropy_control: EntropyControl,
     /// Mean global gradient norm before clipping, over the updates that were not skipped.
     pub grad_norm: f64,
     /// Rate of the last update.

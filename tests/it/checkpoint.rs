@@ -211,8 +211,8 @@ fn twenty_steps_are_ten_and_ten() {
     (11..=13).for_each(|step| runs.assert_close("alone", "straight", step));
 }
 
-/// ZeRO-3 with a reference model and four updates a generation batch, of which the last has two. What was evaluated before the
-/// checkpoint is not evaluated again.
+/// ZeRO-3 with a reference model, an entropy bonus that rises, and four updates a generation batch, of which the last has two. What
+/// was evaluated before the checkpoint is not evaluated again.
 #[test]
 fn a_sharded_run_of_several_updates_ends_like_a_straight_one() {
     let runs = Runs::new();
@@ -222,6 +222,10 @@ fn a_sharded_run_of_several_updates_ends_like_a_straight_one() {
         "steps_per_generation=2",
         "num_iterations=2",
         "beta=0.01",
+        "top_entropy_quantile=0.5",
+        "entropy_coef=0.01",
+        "use_adaptive_entropy=true",
+        "entropy_target=9",
         "max_steps=10",
         "save_steps=4",
         "eval_file=configs/arithmetic/eval.jsonl",

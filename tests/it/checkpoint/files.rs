@@ -13,6 +13,7 @@ use colo_grpo::internal::checkpoint::{self, Checkpoint, CheckpointOptions, Saved
 use colo_grpo::internal::config::GradientCheckpointing;
 use colo_grpo::internal::data::SamplerState;
 use colo_grpo::internal::dist::World;
+use colo_grpo::internal::grpo::EntropyControl;
 use colo_grpo::internal::metrics::LogHistory;
 use colo_grpo::internal::model::{ModelSpec, ParamTable, WeightFiles, init_unit};
 use colo_grpo::internal::train::{AdamOptions, GradientOptions, NetworkOptions, ParamState, Policy, PolicyOptions};
@@ -68,6 +69,7 @@ fn state(global_step: u64) -> TrainerState {
         num_rows: 10,
         sampler: SamplerState::default(),
         carried: Vec::new(),
+        entropy_control: Some(EntropyControl { coef: 0.1 + 0.2, entropy: Some(1.0 / 3.0) }),
         best_global_step: None,
         config: SavedConfig::default(),
         log_history: LogHistory::default(),

@@ -7,7 +7,7 @@ use colo_grpo::Result;
 use colo_grpo::internal::colocate::Colocated;
 use colo_grpo::internal::config::{GradientCheckpointing, LrSchedulerType};
 use colo_grpo::internal::dist::{Mesh, World};
-use colo_grpo::internal::grpo::LossConfig;
+use colo_grpo::internal::grpo::{EntropyControl, LossConfig};
 use colo_grpo::internal::memory::HostPool;
 use colo_grpo::internal::model::{ModelSpec, ParamTable, UnitLayout, init_unit};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
@@ -106,6 +106,7 @@ pub fn kv_cache_bytes(tp_size: usize) -> usize {
 pub fn update_options() -> UpdateOptions {
     UpdateOptions {
         loss: LossConfig::default(),
+        entropy_control: EntropyControl::default(),
         temperature: f64::from(TEMPERATURE),
         num_iterations: 1,
         updates_per_generation: 1,

@@ -76,9 +76,15 @@ fn assert_same_steps(got: &[MetricLine], expected: &[MetricLine], what: &str) {
     assert_eq!(got.len(), expected.len(), "{what}");
     for (got, expected) in got.iter().zip(expected) {
         let expected = &expected.values;
-        for (name, tolerance) in
-            [("eval_reward", 1e-6), ("reward", 1e-6), ("num_tokens", 0.0), ("loss", 1e-4), ("kl", 1e-4)]
-        {
+        for (name, tolerance) in [
+            ("eval_reward", 1e-6),
+            ("reward", 1e-6),
+            ("num_tokens", 0.0),
+            ("loss", 1e-4),
+            ("kl", 1e-4),
+            ("policy_loss", 1e-4),
+            ("entropy_coef", 1e-12),
+        ] {
             match (got.values.get(name), expected.get(name)) {
                 (Some(got), Some(expected)) => {
                     assert!((got - expected).abs() <= tolerance, "{what}: {name}: {got} for {expected}");
@@ -111,6 +117,20 @@ fn two_processes_train_like_one_with_vespo_and_k1() {
     });
 }
 
+#[test]
+fn two_processes_train_like_one_with_an_entropy_bonus_and_the_tokens_of_highest_entropy() {
+    let name = "two_processes_train_like_one_with_an_entropy_bonus_and_the_tokens_of_highest_entropy";
+    ranks::run(2, &format!("colocate::trainer::{name}"), |world: World| {
+        objectives_train_like_one(
+            world,
+            &[
+                "top_entropy_quantile=0.4 entropy_coef=0.05",
+                "entropy_coef=0.02 use_adaptive_entropy=true entropy_target=9 entropy_coef_delta=0.01",
+            ],
+        )
+    });
+}
+
 fn objectives_train_like_one(world: World, objectives: &[&str]) {
     tch::set_num_threads(1);
     let (world, folder) = (Arc::new(world), tempfile::tempdir().unwrap());
@@ -123,11 +143,23 @@ fn objectives_train_like_one(world: World, objectives: &[&str]) {
             let alone = run(Arc::new(World::single()), &folder.join("alone"), (0, 1), &keys);
             assert_same_steps(&own, &alone, objective);
             let step = own.iter().find(|line| line.values.contains_key("loss")).unwrap();
+            check_entropy_coefs(&own, objective);
             assert_eq!(step.values.contains_key("vespo/phi_seq_mean"), objective.contains("vespo"), "{step:?}");
             norms.push(step.values["grad_norm"]);
         }
     }
     assert!(world.rank() > 0 || (norms[0] > 0.0 && norms[1] > 0.0 && norms[0] != norms[1]), "{norms:?}");
+}
+
+/// The weight of a constant entropy bonus stays, and that of one whose target is above all entropies rises.
+fn check_entropy_coefs(lines: &[MetricLine], objective: &str) {
+    let coefs: Vec<f64> = lines.iter().filter_map(|line| line.values.get("entropy_coef").copied()).collect();
+    assert_eq!(!coefs.is_empty(), objective.contains("entropy_coef"), "{objective}");
+    if objective.contains("adaptive") {
+        assert!(0.02 < coefs[0] && coefs.is_sorted_by(|a, b| a < b), "{coefs:?}");
+    } else {
+        assert!(coefs.iter().all(|coef| *coef == 0.05), "{coefs:?}");
+    }
 }
 
 /// Numbers that must be there and hang together.
