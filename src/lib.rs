@@ -13,7 +13,7 @@
 //! | 5 | [`memory`], [`dist`], [`ops`] |
 //! | 6 | [`model`], [`grpo`], [`metrics`] |
 //! | 7 | [`rollout`], [`train`], [`eval`] |
-//! | 8 | [`plan`], [`update`], [`serve`], [`checkpoint`] |
+//! | 8 | [`plan`], [`update`], [`serve`], [`endpoint`], [`checkpoint`] |
 //! | 9 | [`colocate`], [`split`] |
 //! | 10 | [`trainer`], [`sft`], [`launch`] |
 //! | 11 | [`bench`](mod@bench) |
@@ -32,6 +32,7 @@ mod config;
 mod cuda;
 mod data;
 mod dist;
+mod endpoint;
 mod error;
 mod eval;
 pub mod grpo;
@@ -77,7 +78,7 @@ pub mod signatures {
     pub use crate::dist::{Backend, Collective, Mesh, ReduceOp, WorkerEnv, WorldOptions};
     pub use crate::metrics::{MetricValues, Reduce, StepMetrics};
     pub use crate::plan::{ClassBytes, PlanInput, Role, Room};
-    pub use crate::rollout::{Engine, EngineStats, Event, Request, RequestId, Rollout, Session};
+    pub use crate::rollout::{Engine, EngineStats, Event, Request, RequestId, Rollout, Session, SessionLoad};
     pub use crate::serve::EngineSlices;
     pub use crate::train::{Policy, Sequence};
     pub use crate::trainer::RunSummary;

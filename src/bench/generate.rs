@@ -123,6 +123,13 @@ struct Measured {
 }
 
 impl GenerateBench {
+    /// Tokens per second of a fresh engine, and the engine.
+    pub(super) fn rate(&self, world: &Arc<World>) -> Result<(f64, Served)> {
+        let mesh = world.mesh(self.tensor_parallel_size, world.size())?;
+        let (run, served) = self.measure(world, &mesh, self.strict)?;
+        Ok((run.tokens / run.seconds, served))
+    }
+
     /// A fresh engine's times, and the engine.
     fn measure(&self, world: &Arc<World>, mesh: &Mesh, strict: bool) -> Result<(Measured, Served)> {
         let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..(*self.spec).clone() });

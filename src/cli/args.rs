@@ -1,12 +1,14 @@
 //! The command line as the user may write it.
 
 mod bench;
+mod serve;
 
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Parser, Subcommand};
 
 pub use bench::*;
+pub use serve::*;
 
 use crate::config::{Device, Dtype, HeartbeatConfig, PromptFormat, ResidualDtype, RewardConfig};
 use crate::launch;
@@ -39,6 +41,10 @@ pub enum Command {
     Verify(VerifyArgs),
     /// Turn a configuration of TRL, open-r1 or verl into one of this program, and list what became of each key
     Import(ImportArgs),
+    /// Serve a model folder over HTTP, with OpenAI's protocol
+    Serve(Placed<ServeArgs>),
+    /// Talk with a model in the terminal
+    Chat(ChatArgs),
     /// Make a model folder with random weights, from a preset or a config.json
     Init(InitArgs),
     /// Copy what a run trained out of a checkpoint, or merge LoRA adapters into a model
@@ -67,7 +73,8 @@ impl Command {
             Self::Train(args) | Self::Sft(args) => args.launch.nproc == 1,
             Self::Generate(args) => args.launch.nproc == 1,
             Self::Eval(args) => args.launch.nproc == 1,
-            Self::Bench(_) | Self::Verify(_) => true,
+            Self::Serve(args) => args.launch.nproc == 1,
+            Self::Chat(_) | Self::Bench(_) | Self::Verify(_) => true,
             _ => false,
         }
     }
@@ -86,6 +93,13 @@ pub struct LaunchArgs {
     /// Port that the ranks meet at [default: a free one]
     #[arg(long, value_name = "PORT")]
     pub master_port: Option<u16>,
+}
+
+impl LaunchArgs {
+    /// One process.
+    pub fn alone() -> Self {
+        Self { nproc: 1, master_addr: launch::LOOPBACK.to_owned(), master_port: None }
+    }
 }
 
 /// Where to compute, and in what kind.

@@ -7,13 +7,13 @@ use clap::Args;
 use tch::Kind;
 
 use super::args::{
-    BenchCollectivesArgs, BenchCommand, BenchGenerateArgs, BenchKernelsArgs, BenchSleepWakeArgs, BenchStepArgs,
-    BenchTrainArgs, Placed,
+    BenchCollectivesArgs, BenchCommand, BenchGenerateArgs, BenchKernelsArgs, BenchServeArgs, BenchSleepWakeArgs,
+    BenchStepArgs, BenchTrainArgs, Placed,
 };
 use super::process::{Supervision, distributed, placed, print_first};
 use crate::bench::{
-    CollectivesBench, GenerateBench, KernelsBench, SleepWakeBench, StepBench, TrainBench, bench_collectives,
-    bench_generate, bench_kernels, bench_sleep_wake, bench_step, bench_train, compare,
+    CollectivesBench, GenerateBench, KernelsBench, ServeBench, SleepWakeBench, StepBench, TrainBench,
+    bench_collectives, bench_generate, bench_kernels, bench_serve, bench_sleep_wake, bench_step, bench_train, compare,
 };
 use crate::config::Quantization;
 use crate::cuda::{Placement, residual_kind};
@@ -27,6 +27,7 @@ pub(super) fn dispatch(command: BenchCommand) -> Result<ExitCode> {
     match command {
         BenchCommand::Train(args) => bench(&args, train_bench),
         BenchCommand::Generate(args) => bench(&args, generate_bench),
+        BenchCommand::Serve(args) => bench(&args, serve_bench),
         BenchCommand::Kernels(args) => kernels_bench(&args),
         BenchCommand::Step(args) => step_bench(&args),
         BenchCommand::SleepWake(args) => bench(&args, sleep_wake_bench),
@@ -101,6 +102,20 @@ fn generate_bench(args: &BenchGenerateArgs, world: Arc<World>, kind: Kind) -> Re
         repeats: args.repeats,
     };
     bench_generate(&bench, world)
+}
+
+fn serve_bench(args: &BenchServeArgs, world: Arc<World>, kind: Kind) -> Result<serde_json::Value> {
+    let bench = ServeBench {
+        model: args.model.name(),
+        spec: Arc::new(args.model.spec()?),
+        kind,
+        residual: residual_kind(args.residual.residual_dtype, kind),
+        streams: args.streams.clone(),
+        prompt_len: args.prompt_len,
+        completion_len: args.completion_len,
+        repeats: args.repeats,
+    };
+    bench_serve(&bench, world)
 }
 
 fn sleep_wake_bench(args: &BenchSleepWakeArgs, world: Arc<World>, _: Kind) -> Result<serde_json::Value> {

@@ -3,16 +3,17 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use super::args::{Command, ExportArgs, InitArgs, PlanArgs, RunArgs};
+use super::args::{Command, ExportArgs, InitArgs, LaunchArgs, PlanArgs, RunArgs};
 use super::evaluation::Evaluation;
-use super::process::{Supervision, distributed, placed, prepared};
+use super::process::{Supervision, distributed, heartbeat, placed, prepared};
 use super::reference::{reference_page, reference_toml};
-use super::{bench, fetch, import, sample, verify};
+use super::{bench, endpoint, fetch, import, sample, verify};
 use crate::checkpoint::write_new;
 use crate::config::{Config, SftConfig};
 use crate::cuda::Placement;
 use crate::dist::WorkerEnv;
 use crate::error::{Error, ExitCode, Result};
+use crate::launch::OnStop;
 use crate::metrics::{self, parts_progress};
 use crate::model::{export_folder, init_folder};
 use crate::phase::{self, terminal};
@@ -42,6 +43,24 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
         }
         Command::Verify(args) => verify::verify(&args),
         Command::Import(args) => import::import(&args),
+        Command::Serve(args) => {
+            fetch::model(&args.own.source.model, args.own.source.base_model.as_deref())?;
+            let Placement { on_cuda, kind } = Placement::new(args.place.device, args.place.dtype)?;
+            let watch = Supervision { on_stop: OnStop::Answer, ..heartbeat(args.own.heartbeat_timeout_s) };
+            prepared(
+                &args.launch,
+                watch,
+                on_cuda,
+                || endpoint::bind(&args.own),
+                |world, listener| endpoint::serve(&args.own, world, kind, listener),
+            )
+        }
+        Command::Chat(args) => {
+            fetch::model(&args.source.model, args.source.base_model.as_deref())?;
+            let Placement { on_cuda, kind } = Placement::new(args.place.device, args.place.dtype)?;
+            let watch = (&args.sampling).into();
+            distributed(&LaunchArgs::alone(), watch, on_cuda, |world| endpoint::chat(&args, world, kind))
+        }
         Command::Init(args) => init(&args),
         Command::Export(args) => export(&args),
         Command::Config(args) => {
@@ -75,7 +94,7 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
     let watch = Supervision {
         max_restarts: config.max_restarts,
         output_dir: Some(config.output_dir.clone()),
-        saves_on_stop: true,
+        on_stop: OnStop::Save,
         ..Supervision::new(config.collective_timeout_s, &config.heartbeat)
     };
     let start_rewards = || RewardPool::new(&config).and_then(|rewards| rewards.start().map(|()| rewards));
@@ -120,7 +139,7 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
     let placement = Placement::new(config.device, config.dtype)?;
     let watch = Supervision {
         output_dir: Some(config.output_dir.clone()),
-        saves_on_stop: true,
+        on_stop: OnStop::Save,
         ..Supervision::new(config.collective_timeout_s, &config.heartbeat)
     };
     distributed(&args.launch, watch, placement.on_cuda, |world| {

@@ -4,6 +4,7 @@
 mod args;
 mod bench;
 mod commands;
+mod endpoint;
 mod evaluation;
 mod fetch;
 mod import;

@@ -13,7 +13,7 @@ use crate::config::HeartbeatConfig;
 use crate::cuda::Placement;
 use crate::dist::{Backend, WorkerEnv, World, WorldOptions};
 use crate::error::{Error, ExitCode, Result, panic_message};
-use crate::launch::{self, LaunchOptions};
+use crate::launch::{self, LaunchOptions, OnStop};
 use crate::memory::explain_out_of_memory;
 use crate::phase::{self, Limits, terminal};
 
@@ -26,8 +26,8 @@ pub(super) struct Supervision {
     pub max_restarts: usize,
     /// Where a restarted run finds its checkpoints.
     pub output_dir: Option<PathBuf>,
-    /// Whether TERM, INT, USR1 and HUP ask for a save and an orderly end, which the command then looks out for; else they end it.
-    pub saves_on_stop: bool,
+    /// What TERM, INT, USR1 and HUP do. The command itself looks out for a request to save or to answer.
+    pub on_stop: OnStop,
 }
 
 impl Supervision {
@@ -40,17 +40,22 @@ impl Supervision {
     /// The same, where collectives have the usual time.
     pub fn within(limits: Limits) -> Self {
         let timeout = WorldOptions::default().timeout;
-        Self { timeout, limits, max_restarts: 0, output_dir: None, saves_on_stop: false }
+        Self { timeout, limits, max_restarts: 0, output_dir: None, on_stop: OnStop::End }
     }
 }
 
 /// Of a command that samples.
 impl From<&SamplingArgs> for Supervision {
     fn from(args: &SamplingArgs) -> Self {
-        let mut heartbeat = HeartbeatConfig::default();
-        heartbeat.timeout_s = args.heartbeat_timeout_s;
-        Self::within(heartbeat.limits())
+        heartbeat(args.heartbeat_timeout_s)
     }
+}
+
+/// Of a command whose ranks may show no sign of life for `timeout_s`.
+pub(super) fn heartbeat(timeout_s: f64) -> Supervision {
+    let mut heartbeat = HeartbeatConfig::default();
+    heartbeat.timeout_s = timeout_s;
+    Supervision::within(heartbeat.limits())
 }
 
 /// [`distributed`] for a command whose arguments say where to compute; `work` also gets the kind.
@@ -82,7 +87,7 @@ pub(super) fn prepared<T>(
     before: impl FnOnce() -> Result<T>,
     work: impl FnOnce(Arc<World>, T) -> Result<()>,
 ) -> Result<ExitCode> {
-    let Supervision { timeout, limits, max_restarts, output_dir, saves_on_stop } = watch;
+    let Supervision { timeout, limits, max_restarts, output_dir, on_stop } = watch;
     let env = WorkerEnv::from_env()?;
     if env.is_none() && (args.nproc > 1 || max_restarts > 0) {
         let own_args = std::env::args_os().skip(1).collect();
@@ -95,12 +100,12 @@ pub(super) fn prepared<T>(
             limits,
             max_restarts,
             output_dir,
-            saves_on_stop,
+            on_stop,
             ..options
         }));
     }
-    if saves_on_stop {
-        launch::stop_on_signals(!phase::is_watched() && env.as_ref().is_none_or(|env| env.rank == 0));
+    if on_stop != OnStop::End {
+        launch::stop_on_signals(on_stop, !phase::is_watched() && env.as_ref().is_none_or(|env| env.rank == 0));
     }
     if !phase::is_watched() {
         launch::watch_self(env.as_ref().map_or(0, |env| env.rank), &limits, timeout)?;

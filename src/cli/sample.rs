@@ -136,8 +136,8 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     print_first(&world, line)
 }
 
-/// What `generate` and `eval` sample from.
-fn serve(
+/// What `generate`, `eval` and `chat` sample from.
+pub(super) fn serve(
     args: &SourceArgs,
     sampling: &SamplingArgs,
     variables: &Map<String, Value>,

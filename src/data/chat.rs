@@ -16,6 +16,8 @@ mod python;
 
 use std::collections::BTreeMap;
 use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use minijinja::value::Kwargs;
 use minijinja::{Environment, Error as JinjaError, ErrorKind, Value, context};
@@ -37,6 +39,9 @@ const NAME: &str = "chat_template";
 /// What one rendering may take. The stack is enough for `MAX_OPERATORS` levels of syntax and `FUEL` levels of a value.
 const LIMITS: Limits = Limits { stack_bytes: 256 << 20, memory_bytes: 128 << 20, cpu_s: 2 };
 
+/// Threads that are started anew because a conversation broke a limit.
+const MAX_BREACHES: usize = 16;
+
 /// One turn of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, serde::Deserialize)]
 pub struct Message {
@@ -56,7 +61,20 @@ impl Message {
 /// A compiled chat template with the special tokens it may name.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    thread: Confined<Job, Result<String>>,
+    thread: Mutex<Thread>,
+    start: Start,
+}
+
+type Thread = Confined<Job, Result<String>>;
+
+/// What a template's thread is started from.
+#[derive(Debug)]
+struct Start {
+    now: u64,
+    source: String,
+    variables: Mutex<BTreeMap<String, Json>>,
+    /// Times that a conversation broke a limit, and left a thread behind.
+    num_breaches: AtomicUsize,
 }
 
 /// What the template's thread is asked for.
@@ -64,7 +82,28 @@ pub struct ChatTemplate {
 enum Job {
     Compile,
     Extend(Map<String, Json>),
-    Render(Vec<Message>, bool),
+    Render(Conversation),
+}
+
+/// What a template is rendered with.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Conversation {
+    /// Objects with a `role` and what else the template reads: `content`, `tool_calls`, `tool_call_id`, `name`.
+    pub messages: Vec<Json>,
+    /// Functions that the model may call, as JSON schemas; `Null` if there are none.
+    pub tools: Json,
+    /// Further variables of this conversation (`chat_template_kwargs`).
+    pub variables: Map<String, Json>,
+    /// Whether the text ends where the assistant's answer begins.
+    pub add_generation_prompt: bool,
+}
+
+impl Conversation {
+    /// Messages of text alone.
+    pub fn of(messages: &[Message], add_generation_prompt: bool) -> Self {
+        let json = |message: &Message| serde_json::json!({"role": message.role, "content": message.content});
+        Self { messages: messages.iter().map(json).collect(), add_generation_prompt, ..Self::default() }
+    }
 }
 
 /// What the template's thread has.
@@ -89,22 +128,8 @@ impl ChatTemplate {
     fn at(now: u64, source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self> {
         check_size(source)?;
         let variables = special_tokens.into_iter().map(|(name, token)| (name, token.into())).collect();
-        let mut renderer = Renderer { environment: environment(now), source: source.to_owned(), variables };
-        let work = move |job| match job {
-            Job::Compile => renderer.compile().map(|()| String::new()),
-            Job::Extend(variables) => {
-                renderer.variables.extend(variables);
-                Ok(String::new())
-            }
-            Job::Render(messages, add_generation_prompt) => renderer.render(&messages, add_generation_prompt),
-        };
-        let thread = Confined::start("chat template", LIMITS, work);
-        let thread = thread.map_err(|error| Error::Environment {
-            message: format!("no thread for the chat template, with a stack of {} bytes: {error}", LIMITS.stack_bytes),
-        })?;
-        let template = Self { thread };
-        template.call(Job::Compile)?;
-        Ok(template)
+        let start = Start { now, source: source.to_owned(), variables: Mutex::new(variables), num_breaches: 0.into() };
+        Ok(Self { thread: Mutex::new(start.thread()?), start })
     }
 
     /// Gives the template further variables (`chat_template_kwargs`).
@@ -112,7 +137,9 @@ impl ChatTemplate {
     /// # Errors
     /// [`Error::ChatTemplate`] if they take more memory than a template may have.
     pub(super) fn add_variables(&self, variables: &Map<String, Json>) -> Result<()> {
-        self.call(Job::Extend(variables.clone())).map(drop)
+        self.call(Job::Extend(variables.clone()))?;
+        self.start.variables.lock().unwrap_or_else(PoisonError::into_inner).extend(variables.clone());
+        Ok(())
     }
 
     /// The conversation as text; with `add_generation_prompt` it ends where the assistant's answer begins.
@@ -120,11 +147,51 @@ impl ChatTemplate {
     /// # Errors
     /// [`Error::ChatTemplate`] if the template refuses the conversation, runs out of fuel, memory or time, or writes too much.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
-        self.call(Job::Render(messages.to_vec(), add_generation_prompt))
+        self.converse(Conversation::of(messages, add_generation_prompt))
     }
 
+    /// [`ChatTemplate::render`] with tools, further variables and messages of any form.
+    ///
+    /// # Errors
+    /// Those of [`ChatTemplate::render`].
+    pub fn converse(&self, conversation: Conversation) -> Result<String> {
+        self.call(Job::Render(conversation))
+    }
+
+    /// A conversation that breaks a limit costs itself alone: others are rendered on a new thread. The old one may keep its memory, so
+    /// that this has an end.
     fn call(&self, job: Job) -> Result<String> {
-        self.thread.call(job).unwrap_or_else(|message| Err(Error::ChatTemplate { message }))
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        thread.call(job).unwrap_or_else(|message| {
+            if self.start.num_breaches.fetch_add(1, Ordering::Relaxed) < MAX_BREACHES
+                && let Ok(fresh) = self.start.thread()
+            {
+                *thread = fresh;
+            }
+            Err(Error::ChatTemplate { message })
+        })
+    }
+}
+
+impl Start {
+    /// A thread with the compiled template.
+    fn thread(&self) -> Result<Thread> {
+        let variables = self.variables.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let mut renderer = Renderer { environment: environment(self.now), source: self.source.clone(), variables };
+        let work = move |job| match job {
+            Job::Compile => renderer.compile().map(|()| String::new()),
+            Job::Extend(variables) => {
+                renderer.variables.extend(variables);
+                Ok(String::new())
+            }
+            Job::Render(conversation) => renderer.render(&conversation),
+        };
+        let thread = Confined::start("chat template", LIMITS, work);
+        let thread = thread.map_err(|error| Error::Environment {
+            message: format!("no thread for the chat template, with a stack of {} bytes: {error}", LIMITS.stack_bytes),
+        })?;
+        thread.call(Job::Compile).unwrap_or_else(|message| Err(Error::ChatTemplate { message }))?;
+        Ok(thread)
     }
 }
 
@@ -134,19 +201,32 @@ impl Renderer {
         self.environment.add_template_owned(NAME, source).map_err(failed)
     }
 
-    fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
-        let num_bytes: usize = messages.iter().map(|message| message.content.len()).sum();
+    fn render(&self, conversation: &Conversation) -> Result<String> {
+        let Conversation { messages, tools, variables, add_generation_prompt } = conversation;
+        let num_bytes: usize = messages.iter().map(text_bytes).sum();
+        let mut named = self.variables.clone();
+        named.extend(variables.clone());
         let variables = context! {
             messages,
             add_generation_prompt,
-            tools => (),
+            tools,
             documents => (),
-            ..Value::from_serialize(&self.variables)
+            ..Value::from_serialize(&named)
         };
         let mut output = Capped { text: Vec::new(), max_bytes: MAX_OUTPUT_BYTES + 2 * num_bytes };
         let template = self.environment.get_template(NAME).map_err(failed)?;
         template.render_captured_to(variables, &mut output).map_err(failed)?;
         String::from_utf8(output.text).map_err(|error| Error::ChatTemplate { message: error.to_string() })
+    }
+}
+
+/// Bytes of all strings in a value.
+fn text_bytes(value: &Json) -> usize {
+    match value {
+        Json::String(text) => text.len(),
+        Json::Array(items) => items.iter().map(text_bytes).sum(),
+        Json::Object(fields) => fields.values().map(text_bytes).sum(),
+        Json::Null | Json::Bool(_) | Json::Number(_) => 0,
     }
 }
 

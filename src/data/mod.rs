@@ -13,7 +13,7 @@ mod sources;
 mod splits;
 mod tokenizer;
 
-pub use chat::{ChatTemplate, Message};
+pub use chat::{ChatTemplate, Conversation, Message};
 pub use dataset::{Dataset, DatasetOptions};
 pub use hub::{Hub, HubOptions, Repo};
 pub(crate) use parquet::check_schema;

@@ -7,7 +7,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 use tokenizers::models::wordlevel::WordLevel;
 
-use super::{ChatTemplate, Message};
+use super::{ChatTemplate, Conversation, Message};
 use crate::error::{Error, Result};
 use crate::untrusted::{self, MAX_MODEL_JSON_BYTES, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES};
 
@@ -195,12 +195,20 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::ChatTemplate`] if there is no template or it fails.
     pub fn apply_chat_template(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
+        self.converse(Conversation::of(messages, add_generation_prompt))
+    }
+
+    /// [`Tokenizer::apply_chat_template`] with tools, further variables and messages of any form.
+    ///
+    /// # Errors
+    /// Those of [`Tokenizer::apply_chat_template`].
+    pub fn converse(&self, conversation: Conversation) -> Result<String> {
         let missing = || Error::ChatTemplate {
             message: "the model's folder has none: put a chat_template into tokenizer_config.json or a \
                       chat_template.jinja beside it, or give prompts as text"
                 .into(),
         };
-        self.chat_template.as_ref().ok_or_else(missing)?.render(messages, add_generation_prompt)
+        self.chat_template.as_ref().ok_or_else(missing)?.converse(conversation)
     }
 }
 

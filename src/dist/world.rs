@@ -264,6 +264,15 @@ impl World {
         }
     }
 
+    /// `bytes` become those of rank `root` on every rank; all ranks pass equally many, at least one. On the host, and collective over
+    /// the world.
+    ///
+    /// # Errors
+    /// [`Error::PeerFailed`] and [`Error::CollectiveTimeout`], as of every collective.
+    pub(crate) fn broadcast_bytes(&self, bytes: &mut [u8], root: usize) -> Result<()> {
+        self.control.broadcast(&self.everyone, bytes, root)
+    }
+
     /// Tells all ranks of a failure at once: those in a collective return [`Error::PeerFailed`]. [`World::agree`] does it
     /// too, when this rank comes to it.
     pub fn post_failure(&self, error: &Error) {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use super::output::Output;
 use super::report::{ERROR_FILE_VARIABLE, Report, ReportFile, in_order};
 use super::signals::{Inbox, Request, process_end};
-use super::way_on;
+use super::way_on::OnStop;
 use super::worker::{Inherited, LaunchOptions, Rendezvous, worker_command};
 use crate::dist::{RESTART_COUNT_VARIABLE, SharedSegment};
 use crate::error::{Error, ExitCode, Result};
@@ -106,7 +106,7 @@ impl Workers {
     }
 
     /// Waits for all workers; true if a second request ended them.
-    pub(super) fn wait(&mut self, inbox: &mut Inbox, saves_on_stop: bool) -> bool {
+    pub(super) fn wait(&mut self, inbox: &mut Inbox, on_stop: OnStop) -> bool {
         let mut failed_at: Option<Instant> = None;
         while self.running().next().is_some() {
             let left = failed_at.map_or(LOOK, |at| self.grace().saturating_sub(at.elapsed()).min(LOOK));
@@ -118,7 +118,7 @@ impl Workers {
                 self.signal = Some(signal);
                 self.forward(signal);
                 let name = signal_name(signal);
-                let (what, lost) = if saves_on_stop { (way_on::SAVES, ", without saving") } else { ("they end", "") };
+                let (what, lost) = on_stop.describe();
                 terminal::say(format_args!(
                     "{name}: passed on to all ranks: {what}; another one after a second ends them at once{lost}"
                 ));

@@ -33,4 +33,5 @@ pub use signals::{outlive_file_limits, stop_on_signals};
 pub use supervise::run;
 pub use threads::{load_again_with_settings, name_process};
 pub use watchdog::watch_self;
+pub use way_on::OnStop;
 pub use worker::{Inherited, LOOPBACK, LaunchOptions, Rendezvous, worker_command};

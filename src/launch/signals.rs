@@ -11,7 +11,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::way_on;
+use super::way_on::OnStop;
 use crate::error::{Error, Result};
 use crate::phase::{self, terminal};
 
@@ -43,12 +43,12 @@ fn count(signal: i32, first: &AtomicU64, now_ns: u64) -> Option<Request> {
     }
 }
 
-/// Makes TERM, INT, USR1 and HUP ask this worker for a save and an orderly end ([`phase::request_stop`]); one that comes more
+/// Makes TERM, INT, USR1 and HUP ask this worker for an orderly end ([`phase::request_stop`]); one that comes more
 /// than a second after the first ends it at once. A HUP that was ignored from the start (`nohup`) stays so.
 /// With `tells`, a first one is answered on the terminal at once.
-pub fn stop_on_signals(tells: bool) {
+pub fn stop_on_signals(on_stop: OnStop, tells: bool) {
     if tells {
-        tell_requests();
+        tell_requests(on_stop);
     }
     for signal in REQUESTS {
         set_handler(signal, handler_address(request_stop));
@@ -57,14 +57,12 @@ pub fn stop_on_signals(tells: bool) {
 
 /// Starts a thread that says what a request to stop does; a handler may not write to the terminal. Without the thread a run stops
 /// all the same.
-fn tell_requests() {
+fn tell_requests(on_stop: OnStop) {
     let Ok((mut told, writer)) = UnixStream::pair() else { return };
     let tell = move || {
         if told.read_exact(&mut [0]).is_ok() {
-            terminal::say(format_args!(
-                "stop: {}; another signal after a second ends it at once, without saving",
-                way_on::SAVES
-            ));
+            let (what, lost) = on_stop.describe();
+            terminal::say(format_args!("stop: {what}; another signal after a second ends it at once{lost}"));
         }
     };
     if std::thread::Builder::new().name("signals".to_owned()).spawn(tell).is_ok() {

@@ -62,7 +62,7 @@ fn launch(options: &LaunchOptions) -> Result<ExitCode> {
 fn attempt(options: &LaunchOptions, num_restarts: usize, inbox: &mut Inbox) -> Result<Outcome> {
     let mut output = Output::default();
     let mut workers = Workers::start(options, num_restarts, &mut output)?;
-    let interrupted = workers.wait(inbox, options.saves_on_stop);
+    let interrupted = workers.wait(inbox, options.on_stop);
     output.finish(Duration::from_secs(1));
     terminal::show(Vec::new()); // of a rank that was killed
     Ok(workers.outcome(interrupted))

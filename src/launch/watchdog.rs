@@ -26,9 +26,7 @@ pub fn watch_self(rank: usize, limits: &Limits, collective_timeout: Duration) ->
         loop {
             std::thread::sleep(LOOK);
             if phase::stop_requested() && !std::mem::replace(&mut has_said_stop, true) {
-                terminal::say(
-                    "asked to stop: saving after the running step; another signal after a second ends the run at once",
-                );
+                terminal::say("asked to stop; another signal after a second ends the program at once");
             }
             let pulse = phase::pulse();
             let is_waiting = usize::from(pulse.is_waiting());

@@ -9,8 +9,29 @@ use crate::phase::terminal;
 
 /// The key that a continued run is given.
 const RESUME: &str = "resume_from_checkpoint=";
-/// What a request to stop does where the command saves.
-pub(super) const SAVES: &str = "the step under way is finished, a checkpoint is saved, and the run ends with 75";
+/// What a command does when it is asked to stop by TERM, INT, USR1 or HUP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnStop {
+    /// It ends at once.
+    End,
+    /// It finishes a step, saves and ends with 75.
+    Save,
+    /// It answers what is under way and ends with 0.
+    Answer,
+}
+
+impl OnStop {
+    /// What happens now, and what is lost if a second signal comes.
+    pub(super) fn describe(self) -> (&'static str, &'static str) {
+        match self {
+            Self::End => ("they end", ""),
+            Self::Save => {
+                ("the step under way is finished, a checkpoint is saved, and the run ends with 75", ", without saving")
+            }
+            Self::Answer => ("requests under way are answered, further ones are refused", ", without answers"),
+        }
+    }
+}
 
 /// Prints the command that continues a run whose output folder has a checkpoint; `hint` says what else would.
 pub(super) fn tell_way_on(output_dir: Option<&Path>, hint: &str) {

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use super::threads;
+use super::way_on::OnStop;
 use crate::config::HeartbeatConfig;
 use crate::cuda;
 use crate::dist::{SEGMENT_FD_VARIABLE, STORE_FD_VARIABLE};
@@ -39,8 +40,8 @@ pub struct LaunchOptions {
     pub max_restarts: usize,
     /// Where workers that are started again find checkpoints to resume from.
     pub output_dir: Option<PathBuf>,
-    /// Whether workers that are asked to stop save first.
-    pub saves_on_stop: bool,
+    /// What workers do that are asked to stop.
+    pub on_stop: OnStop,
 }
 
 impl LaunchOptions {
@@ -55,7 +56,7 @@ impl LaunchOptions {
             needs_cuda: false,
             limits: HeartbeatConfig::default().limits(),
             max_restarts: 0,
-            saves_on_stop: false,
+            on_stop: OnStop::End,
             output_dir: None,
         }
     }

@@ -41,6 +41,6 @@ pub use generate::Rollout;
 pub use gpu::{StepProfile, engine_buffer_bytes, engine_sum_bytes, engine_table_bytes};
 pub use kv_cache::{SPARE_BYTES, kv_block_bytes};
 pub use request::{Event, Request, RequestId};
-pub use session::Session;
+pub use session::{Session, SessionLoad};
 pub use stats::EngineStats;
 pub use weights::{EngineWeights, QuantizedBlocks};

@@ -82,6 +82,15 @@ impl Sequence {
         self.weight_versions.push(self.params.step);
     }
 
+    /// Drops its tokens and what is known of them.
+    pub(super) fn forget_tokens(&mut self) {
+        self.token_ids = Vec::new();
+        self.prompt_len = 0;
+        self.rollout_logprobs = Vec::new();
+        self.loss_mask = Vec::new();
+        self.weight_versions = Vec::new();
+    }
+
     /// What has been sampled of it, without its text.
     pub(super) fn trajectory(&self) -> Trajectory {
         Trajectory {

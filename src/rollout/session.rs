@@ -12,9 +12,27 @@ use super::sequence::Sequence;
 use super::stats::EngineStats;
 use super::stop::StopRules;
 use crate::data::Tokenizer;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::phase::{self, Phase};
 use crate::types::Trajectory;
+
+/// Removed requests that are worth waiting for the steps under way to take them off the scheduler's list.
+const MANY_REMOVED: usize = 256;
+
+/// How busy a session is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SessionLoad {
+    /// Completions that have KV blocks.
+    pub num_running: usize,
+    /// Completions that wait for blocks or a slot.
+    pub num_waiting: usize,
+    /// KV blocks that no sequence reads.
+    pub num_free_blocks: usize,
+    /// KV blocks in all.
+    pub num_blocks: usize,
+    /// Times that a completion gave its blocks to others.
+    pub num_preemptions: usize,
+}
 
 /// Requests under way on an engine that is awake. Every rank of the tensor-parallel group makes the same calls in the same order.
 ///
@@ -94,6 +112,28 @@ impl<'r> Session<'r> {
         self.scheduler.submit(request)
     }
 
+    /// Ends a request, complete or not: its blocks are free, nothing more is reported of it, and nothing is kept. A session that goes on
+    /// for long removes every request once it is complete.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a request that is removed already.
+    pub fn remove(&mut self, request: RequestId) -> Result<()> {
+        if !self.scheduler.knows(request.0) {
+            return Err(Error::InvalidArgument {
+                op: "Session::remove",
+                expected: "a request that was not removed yet".into(),
+                got: format!("{request:?}"),
+            });
+        }
+        self.scheduler.remove(request.0);
+        Ok(())
+    }
+
+    /// What is running, waiting and free.
+    pub fn load(&self) -> SessionLoad {
+        self.scheduler.load()
+    }
+
     /// Whether [`Session::step`] has anything to do or to report.
     pub fn has_work(&self) -> bool {
         self.scheduler.has_work() || !self.under_way.is_empty() || self.scheduler.has_events()
@@ -109,6 +149,15 @@ impl<'r> Session<'r> {
             return Ok(self.scheduler.take_events()); // of requests that were complete when they were submitted
         }
         phase::beat();
+        if self.scheduler.num_removed() >= MANY_REMOVED {
+            while !self.under_way.is_empty() {
+                self.collect()?;
+            }
+            self.scheduler.compact();
+            if !self.scheduler.has_work() {
+                return Ok(self.scheduler.take_events());
+            }
+        }
         let is_launched = self.scheduler.has_work() && self.launch()?;
         if !is_launched || self.under_way.len() > self.runner.lag() {
             self.collect()?;
@@ -191,6 +240,12 @@ impl RolloutEngine<'_> {
     /// Those of the device.
     pub fn session(&mut self) -> Result<Session<'_>> {
         Session::open(self)
+    }
+
+    /// Longest prompt and completion together that the cache holds, in tokens. A sequence's last token is never fed.
+    pub fn max_sequence_length(&self) -> usize {
+        let limits = self.limits();
+        limits.max_model_length.min(limits.num_blocks * limits.block_size + 1)
     }
 
     pub(super) fn limits(&self) -> Limits {

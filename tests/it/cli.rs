@@ -189,6 +189,7 @@ fn each_benchmark_prints_one_json_line() {
         "bench train --preset micro --steps 1 --sequences 2 --sequence_len 8",
         "bench train --preset micro --steps 1 --sequences 2 --sequence_len 8 --zero_stage 3 --nproc 2",
         "bench generate --preset micro --repeats 1 --prompts 2 --group 2 --completion_len 4",
+        "bench serve --preset micro --repeats 1 --streams 1,9 --completion_len 4",
         "bench generate --preset micro --repeats 1 --prompts 2 --group 2 --completion_len 4 --nproc 2 --tp 2",
         "bench step --preset micro --steps 2 --prompts 2 --group 2 --beta 0.04 --residency-optimizer swap device=cpu",
         "bench step --preset micro --steps 1 --prompts 4 --group 2 --nproc 2 --tp 2 --completion-spread tail:2..9 --zero-stage 3 --device cpu",

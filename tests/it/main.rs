@@ -30,6 +30,7 @@ mod ranks;
 mod reports;
 mod rewards;
 mod rollout;
+mod serve;
 mod signal;
 mod split;
 mod survive;

@@ -51,13 +51,13 @@ pub fn stdout_of(line: &str) -> String {
     ended.stdout
 }
 
-/// Reads a started program's standard error up to the line with `fragment`; the rest is left to [`end`].
-pub fn await_line(child: &mut Child, fragment: &str) {
+/// Reads a started program's standard error up to the line with `fragment`, which is returned; the rest is left to [`end`].
+pub fn await_line(child: &mut Child, fragment: &str) -> String {
     let (mut read, mut byte) = (Vec::new(), [0]);
     while child.stderr.as_mut().unwrap().read(&mut byte).unwrap() == 1 {
         read.extend(byte);
         if read.ends_with(b"\n") && String::from_utf8_lossy(&read).contains(fragment) {
-            return;
+            return String::from_utf8_lossy(&read).lines().last().unwrap_or_default().to_owned();
         }
     }
     panic!("it ended without '{fragment}'\n{}", String::from_utf8_lossy(&read));

@@ -13,7 +13,7 @@ const FLOORS: &[(u8, &[&str])] = &[
     (5, &["memory", "dist", "ops"]),
     (6, &["model", "grpo", "metrics"]),
     (7, &["rollout", "train", "eval"]),
-    (8, &["plan", "update", "serve", "checkpoint"]),
+    (8, &["plan", "update", "serve", "endpoint", "checkpoint"]),
     (9, &["colocate", "split"]),
     (10, &["trainer", "sft", "launch"]),
     (11, &["bench"]),

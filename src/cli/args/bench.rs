@@ -15,6 +15,8 @@ pub enum BenchCommand {
     Train(Placed<BenchTrainArgs>),
     /// Tokens per second of the generation engine on random prompts
     Generate(Placed<BenchGenerateArgs>),
+    /// Streams over HTTP beside closed batches of the bare engine, and the time to the first token
+    Serve(Placed<BenchServeArgs>),
     /// The decode step's kernels, each against the bytes that it must move; needs a GPU
     Kernels(BenchKernelsArgs),
     /// Whole GRPO steps of the trainer: colo-grpo bench step --preset tiny --prompts 8 zero.stage=3 beta=0.04
@@ -144,6 +146,28 @@ pub struct BenchGenerateArgs {
     #[arg(long, visible_alias = "tp", default_value_t = 1, value_parser = count)]
     pub tensor_parallel_size: usize,
     /// Timed repetitions; the median is printed
+    #[arg(long, default_value_t = 3, value_parser = count)]
+    pub repeats: usize,
+}
+
+/// `bench serve`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct BenchServeArgs {
+    #[command(flatten)]
+    pub residual: ResidualArgs,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Streams at once, each number measured apart
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 8, 64, 200], value_parser = count)]
+    pub streams: Vec<usize>,
+    /// Tokens per prompt
+    #[arg(long, default_value_t = 16, value_parser = count)]
+    pub prompt_len: usize,
+    /// Tokens per completion
+    #[arg(long, default_value_t = 32, value_parser = count)]
+    pub completion_len: usize,
+    /// Timed repetitions; medians are printed
     #[arg(long, default_value_t = 3, value_parser = count)]
     pub repeats: usize,
 }

@@ -15,6 +15,7 @@
 //! surplus token is dropped.
 
 mod admission;
+mod removal;
 #[cfg(test)]
 mod tests;
 
@@ -69,12 +70,14 @@ struct Group {
     members: Range<usize>,
     prompt_id: u64,
     step: u64,
+    is_removed: bool,
 }
 
 #[derive(Debug)]
 pub(super) struct Scheduler {
     pub(super) limits: Limits,
-    groups: Vec<Group>, // by request
+    groups: Vec<Group>, // by request, from `num_dropped` on
+    num_dropped: usize, // requests that are forgotten
     pub(super) sequences: Vec<Sequence>,
     waiting: VecDeque<usize>,           // by turn
     prefilling: VecDeque<Range<usize>>, // sequences that share one computation, done through the first
@@ -94,6 +97,7 @@ impl Scheduler {
         Self {
             limits,
             groups: Vec::new(),
+            num_dropped: 0,
             sequences: Vec::new(),
             waiting: VecDeque::new(),
             prefilling: VecDeque::new(),
@@ -110,13 +114,14 @@ impl Scheduler {
     /// run at once.
     pub(super) fn submit(&mut self, request: Request) -> RequestId {
         let Request { prompt_id, token_ids, first_step, params, begun } = request;
-        let (group, first) = (self.groups.len(), self.sequences.len());
+        let (group, first) = (self.num_dropped + self.groups.len(), self.sequences.len());
         for sample in 0..params.num_generations {
             let limit = completion_limit(&params, sampling_key(params.seed, first_step, prompt_id, sample));
             let max_len = (token_ids.len() + limit).min(self.limits.max_model_length);
             self.sequences.push(Sequence::new(group, Arc::clone(&params), &token_ids, max_len));
         }
-        self.groups.push(Group { members: first..self.sequences.len(), prompt_id, step: first_step });
+        let members = first..self.sequences.len();
+        self.groups.push(Group { members, prompt_id, step: first_step, is_removed: false });
         self.queue(group, begun);
         RequestId(group)
     }
@@ -141,7 +146,11 @@ impl Scheduler {
 
     /// The sequences of a request.
     pub(super) fn members(&self, group: usize) -> Range<usize> {
-        self.groups[group].members.clone()
+        self.group(group).members.clone()
+    }
+
+    fn group(&self, group: usize) -> &Group {
+        &self.groups[group - self.num_dropped]
     }
 
     /// Whether anything has happened that was not taken yet.
@@ -174,7 +183,7 @@ impl Scheduler {
         let draws = sampling.enumerate().flat_map(|(row, run)| {
             run.samples.clone().map(move |index| {
                 let sequence = &self.sequences[index];
-                let Group { members, prompt_id, step } = &self.groups[sequence.group];
+                let Group { members, prompt_id, step, .. } = self.group(sequence.group);
                 let (sample, token_ids) = (index - members.start, &sequence.token_ids);
                 Draw { row, params: &sequence.params, step: *step, prompt_id: *prompt_id, sample, token_ids }
             })
@@ -221,7 +230,7 @@ impl Scheduler {
     /// Whose sequence it is: the request, and the completion's index in it.
     fn place(&self, index: usize) -> (RequestId, usize) {
         let group = self.sequences[index].group;
-        (RequestId(group), index - self.groups[group].members.start)
+        (RequestId(group), index - self.group(group).members.start)
     }
 
     /// free + used == total, at any time; with no work left and nothing kept, all blocks are free.

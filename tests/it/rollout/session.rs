@@ -155,6 +155,84 @@ fn a_request_that_cannot_be_served_leaves_the_session_as_it_was() {
     session.close().unwrap();
 }
 
+/// Whatever is removed, and when: the others get what they would alone, all blocks are free at the end, and numbers go on.
+#[test]
+fn a_request_that_is_removed_frees_its_blocks_and_leaves_the_others_as_they_were() {
+    let (model, params) = (Model::micro(), sampled());
+    let prompts = prompts(6);
+    let (expected, _) = model.generate(options(), &prompts, &params);
+    let block_bytes = colo_grpo::internal::rollout::kv_block_bytes(&model.spec, 1, 8, tch::Kind::Float);
+    let few_blocks = EngineOptions { kv_cache_bytes: 24 * block_bytes, ..options() };
+    for options in [options(), EngineOptions { max_num_seqs: 3, ..options() }, few_blocks] {
+        for when in [0, 1, 4] {
+            let mut engine = model.engine(options.clone(), alone());
+            let mut rollout = engine.wake(model.weights(&*alone()), 1).unwrap();
+            let mut session = rollout.session().unwrap();
+            let ids: Vec<RequestId> =
+                prompts.iter().map(|prompt| session.submit(request(prompt, &params)).unwrap()).collect();
+            let mut heard: BTreeMap<_, _> = ids.iter().map(|&id| (id, Heard::silent(params.num_generations))).collect();
+            for _ in 0..when {
+                session.step().unwrap().into_iter().for_each(|event| hear(&mut heard, event));
+            }
+            for id in [ids[0], ids[3]] {
+                session.remove(id).unwrap();
+                assert!(matches!(session.remove(id), Err(Error::InvalidArgument { .. })));
+                heard.remove(&id); // an event of it would be none of these
+            }
+            while session.has_work() {
+                session.step().unwrap().into_iter().for_each(|event| hear(&mut heard, event));
+            }
+            for (position, id) in ids.iter().enumerate().filter(|(_, id)| heard.contains_key(id)) {
+                assert_eq!(heard[id].token_ids, Heard::of(&expected[position].completions).token_ids, "{when}");
+                session.remove(*id).unwrap();
+            }
+            let load = session.load();
+            assert_eq!((load.num_running, load.num_waiting, load.num_free_blocks), (0, 0, load.num_blocks));
+            session.close().unwrap();
+        }
+    }
+}
+
+/// A server's session never ends: what is removed is taken off its lists, under requests that are still under way.
+#[test]
+fn a_session_goes_on_over_many_removed_requests() {
+    let (model, short) = (Model::micro(), SamplingParams { max_completion_length: 2, ..sampled() });
+    let long = SamplingParams { max_completion_length: 30, num_generations: 1, ..sampled() };
+    let prompts = prompts(2);
+    let alone_with = |params| model.generate(options(), &prompts[1..], params).0.remove(0);
+    let (long_expected, short_expected) = (alone_with(&long), alone_with(&short));
+    let mut engine = model.engine(options(), alone());
+    let mut rollout = engine.wake(model.weights(&*alone()), 1).unwrap();
+    let mut session = rollout.session().unwrap();
+    let mut last_long = None;
+    for round in 0..600 {
+        let (params, expected) = if round == 500 { (&long, &long_expected) } else { (&short, &short_expected) };
+        let id = session.submit(request(&prompts[1], params)).unwrap();
+        if round == 500 {
+            last_long = Some((id, Heard::silent(1), expected));
+            continue;
+        }
+        let mut heard = BTreeMap::from([(id, Heard::silent(params.num_generations))]);
+        while !heard[&id].is_complete {
+            for event in session.step().unwrap() {
+                match &mut last_long {
+                    Some((long, of_long, _)) if event.request() == *long => {
+                        let mut one = BTreeMap::from([(*long, std::mem::take(of_long))]);
+                        hear(&mut one, event);
+                        *of_long = one.remove(long).unwrap();
+                    }
+                    _ => hear(&mut heard, event),
+                }
+            }
+        }
+        assert_eq!(heard[&id].token_ids, Heard::of(&expected.completions).token_ids, "round {round}");
+        session.remove(id).unwrap();
+    }
+    let (_, of_long, expected) = last_long.unwrap();
+    assert_eq!(of_long.token_ids, Heard::of(&expected.completions).token_ids);
+    session.close().unwrap();
+}
+
 /// Greedily, so that it is what the same tokens as a prompt are continued with.
 #[test]
 fn a_second_turn_follows_the_context_after_the_first() {

@@ -1,0 +1,127 @@
+//! `serve` and `chat`: a model folder's engine, asked from outside.
+
+use std::io::BufRead;
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::Map;
+use tch::Kind;
+
+use super::args::{ChatArgs, ServeArgs};
+use super::evaluation::sampling;
+use super::sample;
+use crate::cuda::residual_kind;
+use crate::data::Message;
+use crate::dist::{WorkerEnv, World};
+use crate::endpoint::{ClientLimits, Dialogue, Server, ServerOptions, door, drive};
+use crate::error::{Error, Result};
+use crate::phase::{self, Phase, terminal};
+use crate::serve::{ServeOptions, Service};
+
+/// Where the key may stand instead of the command line, which other users of the machine can read.
+const API_KEY_VARIABLE: &str = "COLO_GRPO_API_KEY";
+/// What is typed instead of a message.
+const HELP: &str = "/reset begins a new conversation, /exit or the end of input ends the program";
+
+/// The listening socket of rank 0, before the model is loaded.
+pub(super) fn bind(args: &ServeArgs) -> Result<Option<TcpListener>> {
+    let is_first = WorkerEnv::from_env()?.is_none_or(|env| env.rank == 0);
+    is_first.then(|| Server::bind(&args.host, args.port)).transpose()
+}
+
+/// `serve`; collective over the world, whose ranks share one engine.
+pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, listener: Option<TcpListener>) -> Result<()> {
+    phase::arm_fault(args.fault.clone(), world.rank());
+    let options = ServeOptions {
+        model: &args.source.model,
+        base_model: args.source.base_model.as_deref(),
+        template_variables: &Map::new(),
+        tensor_parallel_size: world.size(),
+        max_model_length: args.max_model_length,
+        kind,
+        residual: residual_kind(args.residual.residual_dtype, kind),
+    };
+    let Service { mut served, tokenizer, .. } = phase::scope(Phase::Load, || Service::load(&options, &world))?;
+    let name = args.served_model_name.clone().unwrap_or_else(|| args.source.model.display().to_string());
+    let api_key = args.api_key.clone().or_else(|| std::env::var(API_KEY_VARIABLE).ok().filter(|key| !key.is_empty()));
+    served.with_engine(|rollout| {
+        let Some(listener) = listener else { return drive(rollout, &world, None) };
+        let grace = Duration::from_secs_f64(args.grace_s);
+        let (client, door) = door(ClientLimits { max_queue: args.max_queue, grace });
+        let options = ServerOptions {
+            model_name: name,
+            tokenizer,
+            max_sequence_length: rollout.max_sequence_length(),
+            api_key,
+            max_body_bytes: args.max_body_bytes,
+        };
+        let server = Server::start(listener, options, client)?;
+        terminal::say(format_args!("listening on http://{}/v1", server.address()));
+        let outcome = drive(rollout, &world, Some(door)).inspect_err(|error| world.post_failure(error));
+        server.finish();
+        outcome
+    })
+}
+
+/// `chat`, in one process.
+pub(super) fn chat(args: &ChatArgs, world: Arc<World>, kind: Kind) -> Result<()> {
+    let kinds = (kind, residual_kind(args.residual.residual_dtype, kind));
+    let Service { mut served, tokenizer, .. } =
+        sample::serve(&args.source, &args.sampling, &Map::new(), &world, kinds)?;
+    let system = args.system_prompt.iter().map(|text| Message { role: "system".into(), content: text.clone() });
+    let system: Vec<Message> = system.collect();
+    tokenizer.apply_chat_template(&[&system[..], &[Message::user("")]].concat(), true)?; // a model without one says so now
+    served.with_engine(|rollout| {
+        let (client, door) = door(ClientLimits { max_queue: 1, grace: Duration::ZERO });
+        let params = sampling(&args.sampling, 1);
+        let mut dialogue = Dialogue::new(client.clone(), tokenizer, rollout.max_sequence_length(), params, system);
+        let talk = move || {
+            let outcome = talk(&mut dialogue);
+            client.stop();
+            outcome
+        };
+        let thread = std::thread::Builder::new().name("chat".to_owned()).spawn(talk);
+        let thread =
+            thread.map_err(|error| Error::Environment { message: format!("a thread to read input: {error}") })?;
+        drive(rollout, &world, Some(door))?;
+        thread.join().unwrap_or_else(|panic| Err(Error::of_panic("chat", crate::error::panic_message(&*panic))))
+    })
+}
+
+/// Reads messages line by line and prints the answers as they come.
+fn talk(dialogue: &mut Dialogue) -> Result<()> {
+    let is_shown = terminal::shows_output();
+    if is_shown {
+        terminal::say(HELP);
+    }
+    let mut input = std::io::stdin().lock();
+    loop {
+        if is_shown {
+            terminal::print("> ")?;
+        }
+        let mut line = String::new();
+        if input.read_line(&mut line).map_err(Error::io("standard input"))? == 0 {
+            return Ok(());
+        }
+        match line.trim() {
+            "" => {}
+            "/exit" | "/quit" => return Ok(()),
+            "/reset" => dialogue.reset(),
+            command if command.starts_with('/') => terminal::say(HELP),
+            message => {
+                let mut printed = Ok(());
+                let outcome = dialogue.say(message, |text| {
+                    if printed.is_ok() {
+                        printed = terminal::print(text);
+                    }
+                });
+                printed?;
+                terminal::print("\n")?;
+                if let Err(refusal) = outcome {
+                    terminal::say(format_args!("error: {}; /reset begins a new conversation", refusal.message));
+                }
+            }
+        }
+    }
+}

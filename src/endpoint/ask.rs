@@ -1,0 +1,381 @@
+//! Bodies of requests, checked field by field. What cannot be served is refused by its name, so that no client believes that a
+//! setting was heeded which was not; what changes no token is passed over.
+
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use super::refusal::Refusal;
+use crate::data::Conversation;
+use crate::types::SamplingParams;
+
+/// Fields that say nothing about the completion.
+const WITHOUT_EFFECT: [&str; 9] = [
+    "user",
+    "store",
+    "metadata",
+    "service_tier",
+    "parallel_tool_calls",
+    "safety_identifier",
+    "prompt_cache_key",
+    "request_id",
+    "priority",
+];
+/// Most completions of one request.
+const MAX_CHOICES: usize = 1024;
+/// Most values in a conversation and its tools: a template copies every one of them.
+const MAX_VALUES: usize = 100_000;
+/// Tokens of a completion where a request for `/v1/completions` names no number, as with OpenAI and vLLM.
+const DEFAULT_MAX_TOKENS: usize = 16;
+
+/// A prompt as it was sent.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Source {
+    Text(String),
+    Ids(Vec<u32>),
+    Conversation(Conversation),
+}
+
+/// A request that is understood.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Ask {
+    pub is_chat: bool,
+    pub model: Option<String>,
+    pub prompts: Vec<Source>,
+    pub params: SamplingParams,
+    /// None: as many as fit.
+    pub max_tokens: Option<usize>,
+    /// Whether the random key is the client's.
+    pub has_seed: bool,
+    pub streams: bool,
+    pub include_usage: bool,
+    pub logprobs: bool,
+    pub return_token_ids: bool,
+}
+
+impl Ask {
+    /// Reads a body.
+    pub fn read(body: &[u8], is_chat: bool) -> Result<Self, Refusal> {
+        let map: Map<String, Value> = serde_json::from_slice(body)
+            .map_err(|error| Refusal::new(400, format!("the body is not a JSON object: {error}")))?;
+        let mut fields = Fields(map);
+        let prompts = if is_chat { vec![conversation(&mut fields)?] } else { texts(&mut fields)? };
+        let params = sampling(&mut fields)?;
+        if params.num_generations.saturating_mul(prompts.len()) > MAX_CHOICES {
+            return Err(Refusal::of("n", format!("expected at most {MAX_CHOICES} completions in one request")));
+        }
+        let max_tokens = fields.one_of(["max_completion_tokens", "max_tokens"])?;
+        let options: Map<String, Value> = fields.take("stream_options")?.unwrap_or_default();
+        let seed: Option<i64> = fields.take("seed")?;
+        let ask = Self {
+            is_chat,
+            model: fields.take("model")?,
+            prompts,
+            params: SamplingParams { seed: seed.map_or(0, |seed| seed as u64), ..params },
+            max_tokens: if is_chat { max_tokens } else { max_tokens.or(Some(DEFAULT_MAX_TOKENS)) },
+            has_seed: seed.is_some(),
+            streams: fields.take("stream")?.unwrap_or(false),
+            include_usage: options.get("include_usage").and_then(Value::as_bool).unwrap_or(false),
+            logprobs: logprobs(&mut fields, is_chat)?,
+            return_token_ids: fields.take("return_token_ids")?.unwrap_or(false),
+        };
+        refuse_unserved(&mut fields)?;
+        fields.end()?;
+        Ok(ask)
+    }
+}
+
+impl Ask {
+    /// A conversation that is not from outside, and goes on with `params`.
+    pub fn of_conversation(conversation: Conversation, params: SamplingParams) -> Self {
+        Self {
+            is_chat: true,
+            model: None,
+            prompts: vec![Source::Conversation(conversation)],
+            params,
+            max_tokens: None,
+            has_seed: true,
+            streams: true,
+            include_usage: false,
+            logprobs: false,
+            return_token_ids: false,
+        }
+    }
+}
+
+/// Fields that are not read yet.
+struct Fields(Map<String, Value>);
+
+impl Fields {
+    /// A field's value; none where it is absent or null.
+    fn take<T: DeserializeOwned>(&mut self, name: &str) -> Result<Option<T>, Refusal> {
+        match self.0.remove(name) {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => {
+                serde_json::from_value(value).map(Some).map_err(|error| Refusal::of(name, error.to_string()))
+            }
+        }
+    }
+
+    fn one_of<T: DeserializeOwned>(&mut self, names: [&str; 2]) -> Result<Option<T>, Refusal> {
+        let [first, second] = names.map(|name| self.take(name));
+        Ok(first?.or(second?))
+    }
+
+    /// Refuses what nobody has read.
+    fn end(mut self) -> Result<(), Refusal> {
+        WITHOUT_EFFECT.iter().for_each(|name| drop(self.0.remove(*name)));
+        match self.0.keys().next() {
+            Some(name) => Err(Refusal::of(name, "this server knows no such field")),
+            None => Ok(()),
+        }
+    }
+}
+
+fn sampling(fields: &mut Fields) -> Result<SamplingParams, Refusal> {
+    let defaults = SamplingParams::default();
+    let stop = match fields.take("stop")? {
+        None => Vec::new(),
+        Some(Value::String(stop)) => vec![stop],
+        Some(other) => {
+            serde_json::from_value(other).map_err(|_| Refusal::of("stop", "expected a string or a list of strings"))?
+        }
+    };
+    if stop.len() > 64 || stop.iter().any(|stop: &String| stop.is_empty() || stop.len() > 1024) {
+        return Err(Refusal::of("stop", "expected at most 64 strings of 1 to 1024 bytes"));
+    }
+    let top_k: i64 = fields.take("top_k")?.unwrap_or(0);
+    let min_p: Option<f32> = fields.take("min_p")?;
+    Ok(SamplingParams {
+        num_generations: fields.take("n")?.unwrap_or(1),
+        temperature: fields.take("temperature")?.unwrap_or(defaults.temperature),
+        top_p: fields.take("top_p")?.unwrap_or(defaults.top_p),
+        top_k: usize::try_from(top_k).unwrap_or(0), // -1 is off, as with vLLM
+        min_p: min_p.filter(|least| *least != 0.0),
+        repetition_penalty: fields.take("repetition_penalty")?.unwrap_or(1.0),
+        stop,
+        ..defaults
+    })
+}
+
+/// Of the sampled tokens alone: a sampler that draws does not rank the others.
+fn logprobs(fields: &mut Fields, is_chat: bool) -> Result<bool, Refusal> {
+    let none_of_others =
+        "expected 0: log-probabilities of sampled tokens are returned, those of others are not computed";
+    if !is_chat {
+        return match fields.take::<u64>("logprobs")? {
+            Some(1..) => Err(Refusal::of("logprobs", none_of_others)),
+            asked => Ok(asked.is_some()),
+        };
+    }
+    let asked = fields.take::<bool>("logprobs")?.unwrap_or(false);
+    match fields.take::<u64>("top_logprobs")? {
+        Some(1..) => Err(Refusal::of("top_logprobs", none_of_others)),
+        _ => Ok(asked),
+    }
+}
+
+/// Whether a value means that a field is not used.
+type IsUnused<'a> = &'a dyn Fn(&Value) -> bool;
+
+/// Fields of OpenAI and vLLM that are known, each with the values that mean that it is not used.
+fn refuse_unserved(fields: &mut Fields) -> Result<(), Refusal> {
+    let is_text = |value: &Value| value["type"] == "text";
+    let unused: [(&str, IsUnused<'_>); 14] = [
+        ("response_format", &is_text),
+        ("structured_outputs", &|_| false),
+        ("guided_json", &|_| false),
+        ("guided_regex", &|_| false),
+        ("presence_penalty", &is_zero),
+        ("frequency_penalty", &is_zero),
+        ("logit_bias", &|value| value.as_object().is_some_and(Map::is_empty)),
+        ("best_of", &|value| value == 1),
+        ("echo", &|value| value == false),
+        ("suffix", &|value| value == ""),
+        ("ignore_eos", &|value| value == false),
+        ("min_tokens", &is_zero),
+        ("skip_special_tokens", &|value| value == true),
+        ("include_stop_str_in_output", &|value| value == false),
+    ];
+    for (name, is_unused) in unused {
+        if let Some(value) = fields.take::<Value>(name)?.filter(|value| !is_unused(value)) {
+            let value: String = value.to_string().chars().take(80).collect();
+            return Err(Refusal::of(name, format!("{value} is not supported")));
+        }
+    }
+    Ok(())
+}
+
+fn is_zero(value: &Value) -> bool {
+    value.as_f64() == Some(0.0)
+}
+
+/// A text, ids, or a list of either.
+fn texts(fields: &mut Fields) -> Result<Vec<Source>, Refusal> {
+    let expected = || Refusal::of("prompt", "expected a text, a list of texts, token ids, or a list of lists of them");
+    let prompt: Value = fields.take("prompt")?.ok_or_else(expected)?;
+    let ids = |value: &Value| serde_json::from_value::<Vec<u32>>(value.clone()).map(Source::Ids);
+    match &prompt {
+        Value::String(text) => Ok(vec![Source::Text(text.clone())]),
+        Value::Array(items) if items.is_empty() || items.len() > MAX_CHOICES && !items[0].is_number() => {
+            Err(expected())
+        }
+        Value::Array(items) if items[0].is_number() => Ok(vec![ids(&prompt).map_err(|_| expected())?]),
+        Value::Array(items) => {
+            let source = |item: &Value| match item {
+                Value::String(text) => Ok(Source::Text(text.clone())),
+                list => ids(list).map_err(|_| expected()),
+            };
+            items.iter().map(source).collect()
+        }
+        _ => Err(expected()),
+    }
+}
+
+fn conversation(fields: &mut Fields) -> Result<Source, Refusal> {
+    let messages: Vec<Value> = fields.take("messages")?.unwrap_or_default();
+    if messages.is_empty() {
+        return Err(Refusal::of("messages", "expected at least one message"));
+    }
+    let tools: Value = fields.take("tools")?.unwrap_or_default();
+    let variables: Map<String, Value> = fields.take("chat_template_kwargs")?.unwrap_or_default();
+    let num_values = messages.iter().chain([&tools]).chain(variables.values()).map(num_values).sum::<usize>();
+    if num_values > MAX_VALUES {
+        return Err(Refusal::of("messages", format!("expected at most {MAX_VALUES} JSON values, not {num_values}")));
+    }
+    let tools = match fields.take::<Value>("tool_choice")? {
+        None => tools,
+        Some(choice) if choice == "auto" => tools,
+        Some(choice) if choice == "none" => Value::Null,
+        Some(_) => return Err(Refusal::of("tool_choice", "expected auto or none: calls are not enforced")),
+    };
+    if !tools.is_null() && !tools.is_array() {
+        return Err(Refusal::of("tools", "expected a list of functions"));
+    }
+    Ok(Source::Conversation(Conversation {
+        messages: messages.into_iter().map(message).collect::<Result<_, _>>()?,
+        tools: Some(tools).filter(|tools| tools.as_array().is_some_and(|tools| !tools.is_empty())).unwrap_or_default(),
+        variables,
+        add_generation_prompt: fields.take("add_generation_prompt")?.unwrap_or(true),
+    }))
+}
+
+/// A message with its content as one text, which is what templates read; arguments of tool calls as objects, where they are JSON.
+fn message(mut message: Value) -> Result<Value, Refusal> {
+    let expected = || Refusal::of("messages", "expected objects with a role and a content of text");
+    let fields = message.as_object_mut().ok_or_else(expected)?;
+    if !fields.get("role").is_some_and(Value::is_string) {
+        return Err(expected());
+    }
+    if let Some(Value::Array(parts)) = fields.get("content") {
+        let text = |part: &Value| part["text"].as_str().filter(|_| part["type"] == "text").map(str::to_owned);
+        let text: String = parts.iter().map(text).collect::<Option<_>>().ok_or_else(expected)?;
+        fields.insert("content".to_owned(), text.into());
+    }
+    if !fields.get("content").is_none_or(|content| content.is_string() || content.is_null()) {
+        return Err(expected());
+    }
+    fields.entry("content").or_insert(Value::String(String::new()));
+    let calls = fields.get_mut("tool_calls").and_then(Value::as_array_mut).into_iter().flatten();
+    for arguments in calls.filter_map(|call| call.get_mut("function")?.get_mut("arguments")) {
+        let parsed = arguments.as_str().and_then(|text| serde_json::from_str(text).ok());
+        if let Some(parsed) = parsed {
+            *arguments = parsed;
+        }
+    }
+    Ok(message)
+}
+
+fn num_values(value: &Value) -> usize {
+    match value {
+        Value::Array(items) => 1 + items.iter().map(num_values).sum::<usize>(),
+        Value::Object(fields) => 1 + fields.values().map(num_values).sum::<usize>(),
+        _ => 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn read(body: Value, is_chat: bool) -> Result<Ask, Refusal> {
+        Ask::read(body.to_string().as_bytes(), is_chat)
+    }
+
+    #[test]
+    fn prompts_are_texts_or_ids_one_or_many() {
+        let prompts = |prompt: Value| read(json!({"prompt": prompt}), false).map(|ask| ask.prompts);
+        let text = |text: &str| Source::Text(text.to_owned());
+        assert_eq!(prompts(json!("a")).unwrap(), [text("a")]);
+        assert_eq!(prompts(json!(["a", "b"])).unwrap(), [text("a"), text("b")]);
+        assert_eq!(prompts(json!([1, 2])).unwrap(), [Source::Ids(vec![1, 2])]);
+        assert_eq!(prompts(json!([[1], [2]])).unwrap(), [Source::Ids(vec![1]), Source::Ids(vec![2])]);
+        for wrong in [json!([]), json!({}), json!(3), json!([-1]), json!([1, "a"]), json!([["a"]]), json!(null)] {
+            assert_eq!(prompts(wrong.clone()).unwrap_err().param.as_deref(), Some("prompt"), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_served_is_refused_by_name_and_what_is_not_used_is_not() {
+        let refused = |field: &str, value: Value| {
+            let mut body = json!({"prompt": "a"});
+            body[field] = value;
+            read(body, false).err().and_then(|refusal| refusal.param)
+        };
+        for (field, value) in [
+            ("logprobs", json!(1)),
+            ("response_format", json!({"type": "json_object"})),
+            ("presence_penalty", json!(0.5)),
+            ("logit_bias", json!({"3": 1})),
+            ("temprature", json!(1)),
+            ("n", json!(-1)),
+            ("n", json!(100_000)),
+            ("stop", json!([""])),
+            ("stop", json!(3)),
+            ("max_tokens", json!("ten")),
+            ("echo", json!(true)),
+        ] {
+            assert_eq!(refused(field, value.clone()).as_deref(), Some(field), "{value}");
+        }
+        for (field, value) in [
+            ("logprobs", json!(0)),
+            ("presence_penalty", json!(0)),
+            ("response_format", json!({"type": "text"})),
+            ("user", json!("me")),
+            ("stop", json!(null)),
+            ("top_k", json!(-1)),
+        ] {
+            assert_eq!(refused(field, value.clone()), None, "{field} = {value}");
+        }
+    }
+
+    #[test]
+    fn a_conversation_keeps_its_tools_and_its_texts() {
+        let body = json!({
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+                {"role": "assistant", "content": null,
+                    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{\"x\": 1}"}}]},
+            ],
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "max_completion_tokens": 5,
+        });
+        let ask = read(body.clone(), true).unwrap();
+        let Source::Conversation(Conversation { messages, tools, add_generation_prompt: true, .. }) = &ask.prompts[0]
+        else {
+            panic!("{ask:?}")
+        };
+        assert_eq!((&messages[0]["content"], ask.max_tokens), (&json!("ab"), Some(5)));
+        assert_eq!(messages[1]["tool_calls"][0]["function"]["arguments"], json!({"x": 1}));
+        assert_eq!(tools[0]["function"]["name"], "f");
+        let mut without = body;
+        without["tool_choice"] = json!("none");
+        let ask = read(without, true).unwrap();
+        assert!(matches!(&ask.prompts[0], Source::Conversation(Conversation { tools: Value::Null, .. })));
+        let image = json!({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]});
+        assert_eq!(read(image, true).unwrap_err().param.as_deref(), Some("messages"));
+        let many = json!({"messages": [{"role": "user", "content": "", "more": vec![0; MAX_VALUES]}]});
+        assert!(read(many, true).unwrap_err().message.contains("JSON values"));
+    }
+}

@@ -1,0 +1,179 @@
+//! Who asks an engine from other threads: submits requests, hears of their tokens, and ends them by going away.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+use super::announce::Wanted;
+use super::counters::Counters;
+use super::refusal::Refusal;
+use crate::rollout::{Request, SessionLoad};
+use crate::types::FinishReason;
+
+/// What may be under way.
+#[derive(Debug, Clone, Copy)]
+pub struct ClientLimits {
+    /// Most completions that are waiting or running; more are refused.
+    pub max_queue: usize,
+    /// How long requests under way may go on once the engine is asked to stop.
+    pub grace: Duration,
+}
+
+/// What becomes of a request. Choices are numbered over all prompts of a ticket.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Update {
+    /// A choice gained a token.
+    Token {
+        /// The choice.
+        choice: usize,
+        /// The sampled id.
+        token_id: u32,
+        /// Its log-probability in nats.
+        logprob: f32,
+    },
+    /// A choice ended.
+    Finished {
+        /// The choice.
+        choice: usize,
+        /// Why it ended.
+        reason: FinishReason,
+    },
+    /// The request cannot be served, or will not be completed.
+    Refused(Refusal),
+}
+
+/// What the engine's loop is told.
+#[derive(Debug)]
+pub(super) enum Command {
+    Submit { ticket: u64, first_choice: usize, wanted: Wanted, updates: UnboundedSender<Update>, at: Instant },
+    Cancel { ticket: u64 },
+}
+
+/// What both ends know.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub limits: ClientLimits,
+    pub counters: Counters,
+    pub is_stopping: AtomicBool,
+    /// Completions under way, and those of requests that were cancelled and are not gone yet.
+    num_open: AtomicUsize,
+    next_ticket: AtomicU64,
+}
+
+/// One that submits; as many as wanted.
+#[derive(Debug, Clone)]
+pub struct Client {
+    commands: Sender<Command>,
+    pub(super) shared: Arc<Shared>,
+}
+
+/// The engine's end: what clients have asked for.
+#[derive(Debug)]
+pub struct Door {
+    pub(super) commands: Receiver<Command>,
+    pub(super) shared: Arc<Shared>,
+}
+
+/// A request under way. Dropping it ends the request.
+#[derive(Debug)]
+pub struct Ticket {
+    id: u64,
+    num_choices: usize,
+    updates: UnboundedReceiver<Update>,
+    client: Client,
+}
+
+/// Both ends of the way to an engine.
+pub fn door(limits: ClientLimits) -> (Client, Door) {
+    let (commands, received) = channel();
+    let shared = Arc::new(Shared {
+        limits,
+        counters: Counters::default(),
+        is_stopping: AtomicBool::new(false),
+        num_open: AtomicUsize::new(0),
+        next_ticket: AtomicU64::new(0),
+    });
+    (Client { commands, shared: shared.clone() }, Door { commands: received, shared })
+}
+
+impl Client {
+    /// Submits requests that are answered together.
+    ///
+    /// # Errors
+    /// A [`Refusal`] if too many completions are under way (429), or the engine stops (503).
+    pub fn submit(&self, requests: &[Request]) -> Result<Ticket, Refusal> {
+        let shared = &self.shared;
+        if shared.is_stopping.load(Ordering::SeqCst) {
+            return Err(stopping());
+        }
+        let num_choices: usize = requests.iter().map(|request| request.params.num_generations).sum();
+        let max_queue = shared.limits.max_queue;
+        let fits = |open: usize| open.checked_add(num_choices).filter(|open| *open <= max_queue);
+        shared.num_open.fetch_update(Ordering::SeqCst, Ordering::SeqCst, fits).map_err(|open| {
+            let message = format!("{open} completions are waiting or running, and {num_choices} more are over --max_queue {max_queue}; try again later");
+            Refusal::new(429, message)
+        })?;
+        let (sender, updates) = unbounded_channel();
+        let id = shared.next_ticket.fetch_add(1, Ordering::Relaxed);
+        let ticket = Ticket { id, num_choices, updates, client: self.clone() };
+        let mut first_choice = 0;
+        for request in requests {
+            let (wanted, updates, at) = (Wanted::of(request), sender.clone(), Instant::now());
+            let submit = Command::Submit { ticket: id, first_choice, wanted, updates, at };
+            self.commands.send(submit).map_err(|_| stopping())?;
+            first_choice += request.params.num_generations;
+        }
+        Ok(ticket)
+    }
+
+    /// Refuses further requests and lets the engine's loop end once those under way are answered.
+    pub fn stop(&self) {
+        self.shared.is_stopping.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether further requests are refused.
+    pub fn is_stopping(&self) -> bool {
+        self.shared.is_stopping.load(Ordering::SeqCst)
+    }
+}
+
+fn stopping() -> Refusal {
+    Refusal::new(503, "the server is stopping and takes no further requests")
+}
+
+impl Ticket {
+    /// The next update; none once the engine is gone, or all choices have ended.
+    pub async fn next(&mut self) -> Option<Update> {
+        self.updates.recv().await
+    }
+
+    /// [`Ticket::next`] on a thread that may wait.
+    pub fn wait(&mut self) -> Option<Update> {
+        self.updates.blocking_recv()
+    }
+
+    pub(super) fn poll(&mut self, cx: &mut std::task::Context<'_>) -> std::task::Poll<Option<Update>> {
+        self.updates.poll_recv(cx)
+    }
+
+    /// An update that is there already.
+    pub(super) fn ready(&mut self) -> Option<Update> {
+        self.updates.try_recv().ok()
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        self.client.shared.num_open.fetch_sub(self.num_choices, Ordering::SeqCst);
+        let _ = self.client.commands.send(Command::Cancel { ticket: self.id }); // an engine that is gone has ended it
+    }
+}
+
+impl Shared {
+    pub fn set_load(&self, load: SessionLoad) {
+        self.counters.set_load(load);
+    }
+}

@@ -1,0 +1,210 @@
+//! The engine's loop. Every rank runs it; rank 0 alone has the door to the clients.
+
+use std::collections::HashMap;
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::announce::{Change, Turn, announce};
+use super::client::{Command, Door, Update};
+use super::counters::Counters;
+use super::refusal::Refusal;
+use crate::dist::World;
+use crate::error::{Error, Result};
+use crate::phase;
+use crate::rollout::{Event, RequestId, RolloutEngine, Session};
+
+/// How long an idle engine waits for a command before it shows that it is alive.
+const TICK: Duration = Duration::from_millis(50);
+
+/// A request that the engine has.
+struct Open {
+    ticket: u64,
+    /// On rank 0.
+    listener: Option<Listener>,
+}
+
+/// Who waits for a request.
+struct Listener {
+    first_choice: usize,
+    updates: UnboundedSender<Update>,
+    at: Instant,
+    has_begun: bool,
+}
+
+/// Serves the door's clients with the engine until the process is asked to stop, or a client asks for it; requests under way are
+/// answered first, as long as the grace lasts. Collective over the world, whose ranks share the engine.
+///
+/// # Errors
+/// Those of [`Session::step`] and of the collectives. Clients that wait are told that the engine is gone.
+pub fn drive(engine: &mut RolloutEngine<'_>, world: &World, mut door: Option<Door>) -> Result<()> {
+    let mut session = engine.session()?;
+    let mut requests = Requests::default();
+    for number in 0.. {
+        phase::beat();
+        let turn = match &mut door {
+            Some(door) => requests.turn(door, &session),
+            None => Turn::default(),
+        };
+        let turn = announce(world, number, turn)?;
+        for change in turn.changes {
+            requests.apply(change, &mut session, door.as_ref())?;
+        }
+        if turn.ends {
+            break;
+        }
+        if session.has_work() {
+            for event in session.step()? {
+                requests.report(event, &mut session, door.as_ref())?;
+            }
+        }
+        if let Some(door) = &door {
+            door.shared.set_load(session.load());
+        }
+    }
+    session.close()
+}
+
+/// What is under way.
+#[derive(Default)]
+struct Requests {
+    open: HashMap<RequestId, Open>,
+    of_ticket: HashMap<u64, Vec<RequestId>>,
+    /// Those that are announced in this turn, on rank 0.
+    coming: HashMap<u64, Vec<Listener>>,
+    /// When the grace is over, once a stop was asked for.
+    deadline: Option<Instant>,
+}
+
+impl Requests {
+    /// What clients have asked for since the last turn. Waits a moment if there is nothing else to do.
+    fn turn(&mut self, door: &mut Door, session: &Session<'_>) -> Turn {
+        let mut turn = Turn::default();
+        if !session.has_work() {
+            match door.commands.recv_timeout(TICK) {
+                Ok(command) => self.take(command, &mut turn),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => turn.ends = true, // nobody is left to ask
+            }
+        }
+        while let Ok(command) = door.commands.try_recv() {
+            self.take(command, &mut turn);
+        }
+        if phase::stop_requested() {
+            door.shared.is_stopping.store(true, std::sync::atomic::Ordering::SeqCst);
+        }
+        if door.shared.is_stopping.load(std::sync::atomic::Ordering::SeqCst) {
+            let deadline = *self.deadline.get_or_insert_with(|| Instant::now() + door.shared.limits.grace);
+            let is_idle = !session.has_work() && turn.changes.is_empty() && self.open.is_empty();
+            turn.ends |= is_idle || Instant::now() >= deadline;
+        }
+        if turn.ends {
+            self.end(&mut turn, door);
+        }
+        turn
+    }
+
+    fn take(&mut self, command: Command, turn: &mut Turn) {
+        match command {
+            Command::Submit { ticket, first_choice, wanted, updates, at } => {
+                let listener = Listener { first_choice, updates, at, has_begun: false };
+                self.coming.entry(ticket).or_default().push(listener);
+                turn.changes.push(Change::Submit(ticket, wanted));
+            }
+            Command::Cancel { ticket } => turn.changes.push(Change::Cancel(ticket)),
+        }
+    }
+
+    /// Tells those who wait that they will not be answered, and ends what is under way on every rank.
+    fn end(&mut self, turn: &mut Turn, door: &Door) {
+        let open = self.open.values().filter_map(|open| open.listener.as_ref());
+        for listener in open.chain(self.coming.values().flatten()) {
+            let refusal = Refusal::new(503, "the server stopped before the completion ended");
+            let _ = listener.updates.send(Update::Refused(refusal));
+            Counters::add(&door.shared.counters.failed, 1);
+        }
+        self.coming.clear();
+        turn.changes = self.of_ticket.keys().map(|&ticket| Change::Cancel(ticket)).collect();
+    }
+
+    fn apply(&mut self, change: Change, session: &mut Session<'_>, door: Option<&Door>) -> Result<()> {
+        match change {
+            Change::Submit(ticket, wanted) => {
+                let mut coming = self.coming.remove(&ticket).unwrap_or_default();
+                let listener = (!coming.is_empty()).then(|| coming.remove(0));
+                if !coming.is_empty() {
+                    self.coming.insert(ticket, coming);
+                }
+                let num_tokens = wanted.token_ids.len();
+                match session.submit(wanted.request()) {
+                    Ok(request) => {
+                        if let Some(door) = door {
+                            Counters::add(&door.shared.counters.prompt_tokens, num_tokens);
+                        }
+                        self.open.insert(request, Open { ticket, listener });
+                        self.of_ticket.entry(ticket).or_default().push(request);
+                    }
+                    Err(error @ Error::InvalidArgument { .. }) => {
+                        if let Some(listener) = listener {
+                            let refusal = Refusal::new(400, error.to_string());
+                            let _ = listener.updates.send(Update::Refused(refusal));
+                        }
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            Change::Cancel(ticket) => {
+                for request in self.of_ticket.remove(&ticket).unwrap_or_default() {
+                    self.open.remove(&request);
+                    session.remove(request)?;
+                    if let Some(door) = door {
+                        Counters::add(&door.shared.counters.cancelled, 1);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn report(&mut self, event: Event, session: &mut Session<'_>, door: Option<&Door>) -> Result<()> {
+        let request = event.request();
+        let Some(open) = self.open.get_mut(&request) else { return Ok(()) };
+        if let (Some(door), Some(listener)) = (door, &mut open.listener) {
+            listener.hear(&event, &door.shared.counters);
+        }
+        if matches!(event, Event::Complete { .. }) {
+            let ticket = open.ticket;
+            self.open.remove(&request);
+            if let Some(of_ticket) = self.of_ticket.get_mut(&ticket) {
+                of_ticket.retain(|other| *other != request);
+                if of_ticket.is_empty() {
+                    self.of_ticket.remove(&ticket);
+                }
+            }
+            session.remove(request)?;
+        }
+        Ok(())
+    }
+}
+
+impl Listener {
+    /// A listener that is gone has cancelled, which comes with the next turn.
+    fn hear(&mut self, event: &Event, counters: &Counters) {
+        let first_choice = self.first_choice;
+        match *event {
+            Event::Token { sample, token_id, logprob, .. } => {
+                Counters::add(&counters.generation_tokens, 1);
+                if !std::mem::replace(&mut self.has_begun, true) {
+                    counters.first_token(self.at.elapsed());
+                }
+                let _ = self.updates.send(Update::Token { choice: first_choice + sample, token_id, logprob });
+            }
+            Event::Finished { sample, reason, .. } => {
+                let _ = self.updates.send(Update::Finished { choice: first_choice + sample, reason });
+            }
+            Event::Complete { .. } => Counters::add(&counters.completed, 1),
+            Event::Preempted { .. } => {}
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! An HTTP endpoint with OpenAI's protocol over an engine that is awake. Knows nothing of whose weights the engine reads, so that
+//! a training run can open it as `colo-grpo serve` does.
+//!
+//! The engine's loop ([`drive`]) runs on every rank's main thread; the server ([`Server`]) on a thread of its own, on rank 0
+//! alone. Between the two are channels: a [`Client`] submits requests and hears of their tokens, and a [`Ticket`] that is dropped
+//! ends its request. With several ranks, rank 0 announces before every step what came since the last one, so that all ranks make
+//! the same calls in the same order.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `drive` | the engine's loop: announce, submit, step, report |
+//! | `announce` | what rank 0 tells the other ranks before a step |
+//! | `client` | who asks: tickets, and how many there may be |
+//! | `counters` | what is counted, for Prometheus |
+//! | `server` | connections: their limits, their end |
+//! | `http` | routes, keys, bodies |
+//! | `ask` | bodies of requests, checked field by field |
+//! | `prompt` | texts and conversations to token ids |
+//! | `answer` | completions in OpenAI's form, whole or as a stream |
+//! | `dialogue` | a conversation in the terminal |
+//! | `text` | token ids to text as they come |
+//! | `refusal` | errors in OpenAI's form |
+
+mod announce;
+mod answer;
+mod ask;
+mod client;
+mod counters;
+mod dialogue;
+mod drive;
+mod http;
+mod prompt;
+mod refusal;
+mod server;
+mod text;
+
+pub use client::{ClientLimits, door};
+pub use dialogue::Dialogue;
+pub use drive::drive;
+pub use server::{Server, ServerOptions};

@@ -1,0 +1,87 @@
+//! Texts and conversations to requests of the engine.
+
+use std::hash::{BuildHasher, RandomState};
+use std::sync::Arc;
+
+use super::ask::{Ask, Source};
+use super::refusal::Refusal;
+use crate::data::Tokenizer;
+use crate::error::Error;
+use crate::rollout::Request;
+use crate::types::SamplingParams;
+
+/// What a model can take.
+#[derive(Debug, Clone)]
+pub(super) struct Model {
+    /// The name that clients ask for.
+    pub name: String,
+    pub tokenizer: Arc<Tokenizer>,
+    /// Longest prompt and completion together.
+    pub max_sequence_length: usize,
+}
+
+impl Model {
+    /// One request for each prompt, in their order. A prompt's number is its place in the request, so that with a seed it gets what
+    /// `colo-grpo generate` samples for the same prompts.
+    pub fn requests(&self, ask: &Ask) -> Result<Vec<Request>, Refusal> {
+        let seed = if ask.has_seed { ask.params.seed } else { RandomState::new().hash_one(0) };
+        let request = |(index, source): (usize, &Source)| {
+            let token_ids = self.token_ids(source)?;
+            let params = SamplingParams {
+                max_completion_length: self.max_tokens(token_ids.len(), ask.max_tokens)?,
+                seed,
+                ..ask.params.clone()
+            };
+            let params = Arc::new(params);
+            Ok(Request { prompt_id: index as u64, token_ids, first_step: 0, params, begun: Vec::new() })
+        };
+        ask.prompts.iter().enumerate().map(request).collect()
+    }
+
+    fn token_ids(&self, source: &Source) -> Result<Vec<u32>, Refusal> {
+        let rendered;
+        let (text, is_rendered) = match source {
+            Source::Ids(ids) => return Ok(ids.clone()),
+            Source::Text(text) => (text, false),
+            Source::Conversation(conversation) => {
+                let messages = conversation.messages.iter();
+                let num_bytes: usize = messages.map(|message| message["content"].as_str().map_or(0, str::len)).sum();
+                self.check_bytes(num_bytes, "messages")?;
+                rendered =
+                    self.tokenizer.converse(conversation.clone()).map_err(|error| of_client(&error, "messages"))?;
+                (&rendered, true)
+            }
+        };
+        let param = if is_rendered { "messages" } else { "prompt" };
+        self.check_bytes(text.len(), param)?;
+        self.tokenizer.encode(text, !is_rendered).map_err(|error| of_client(&error, param))
+    }
+
+    /// A text that cannot fit need not be tokenized.
+    fn check_bytes(&self, num_bytes: usize, param: &str) -> Result<(), Refusal> {
+        if num_bytes <= self.tokenizer.max_bytes(self.max_sequence_length) {
+            return Ok(());
+        }
+        Err(Refusal::of(param, format!("{num_bytes} bytes are more than {} tokens", self.max_sequence_length)))
+    }
+
+    fn max_tokens(&self, prompt_len: usize, asked: Option<usize>) -> Result<usize, Refusal> {
+        let max = self.max_sequence_length;
+        if prompt_len == 0 || prompt_len >= max {
+            return Err(Refusal::of("prompt", format!("expected 1 to {} tokens, not {prompt_len}", max - 1)));
+        }
+        match asked.unwrap_or(max - prompt_len) {
+            0 => Err(Refusal::of("max_tokens", "expected at least 1")),
+            asked if asked > max - prompt_len => Err(Refusal::of(
+                "max_tokens",
+                format!("{asked} tokens after a prompt of {prompt_len} are more than the {max} that fit; lower it"),
+            )),
+            asked => Ok(asked),
+        }
+    }
+}
+
+/// The client's text is to blame: a template that does not render it, a tokenizer that has no token for it.
+fn of_client(error: &Error, param: &str) -> Refusal {
+    Refusal::of(param, error.to_string())
+}

@@ -1,0 +1,52 @@
+//! Errors in OpenAI's form.
+
+use axum::body::Body;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+
+/// Why a request is not answered.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    /// The status of the answer.
+    pub status: u16,
+    /// The field of the request that is wrong, if it is one.
+    pub param: Option<String>,
+    /// What is wrong, what was expected, how to mend it.
+    pub message: String,
+}
+
+impl Refusal {
+    pub(super) fn new(status: u16, message: impl Into<String>) -> Self {
+        Self { status, param: None, message: message.into() }
+    }
+
+    /// A field that cannot be served.
+    pub(super) fn of(param: &str, message: impl Into<String>) -> Self {
+        Self { status: 400, param: Some(param.to_owned()), message: format!("{param}: {}", message.into()) }
+    }
+
+    pub(super) fn json(&self) -> Value {
+        let (kind, code) = match self.status {
+            401 => ("invalid_request_error", Some("invalid_api_key")),
+            404 => ("invalid_request_error", Some("not_found")),
+            429 => ("rate_limit_error", Some("queue_full")),
+            500.. => ("server_error", None),
+            _ => ("invalid_request_error", None),
+        };
+        json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": code}})
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        let mut response = Response::new(Body::from(self.json().to_string()));
+        *response.status_mut() = StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        if matches!(self.status, 429 | 503) {
+            headers.insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        }
+        response
+    }
+}

@@ -1,0 +1,137 @@
+//! Token ids to text as they come: whole characters only, and nothing of a stop string.
+
+use std::sync::Arc;
+
+use crate::data::Tokenizer;
+use crate::error::Result;
+
+/// What a decoder writes for bytes that are no whole character yet.
+const INCOMPLETE: char = '\u{FFFD}';
+
+/// The text of one growing completion.
+///
+/// Only the last tokens are decoded again, since a token's text may depend on those before it (spaces) and on those after it (bytes of
+/// one character). Text that may become a stop string is held back until it is known; a stop string and what follows it never show.
+#[derive(Debug)]
+pub struct TextStream {
+    tokenizer: Arc<Tokenizer>,
+    stop: Vec<String>,
+    /// Ids whose text is not taken in yet, behind those that it depends on.
+    ids: Vec<u32>,
+    /// Of `ids`, those that are there for context.
+    num_known: usize,
+    /// Decoded, not returned.
+    held: String,
+    has_ended: bool,
+}
+
+impl TextStream {
+    /// Of a completion that one of `stop` ends.
+    pub fn new(tokenizer: Arc<Tokenizer>, stop: Vec<String>) -> Self {
+        Self { tokenizer, stop, ids: Vec::new(), num_known: 0, held: String::new(), has_ended: false }
+    }
+
+    /// Takes in a token and returns the text that is certain now.
+    ///
+    /// # Errors
+    /// Those of the tokenizer.
+    pub fn push(&mut self, token_id: u32) -> Result<String> {
+        self.ids.push(token_id);
+        self.take_in(false)?;
+        Ok(self.certain())
+    }
+
+    /// Returns the text that is left once a completion has ended.
+    ///
+    /// # Errors
+    /// Those of the tokenizer.
+    pub fn finish(&mut self) -> Result<String> {
+        self.take_in(true)?;
+        let rest = self.certain();
+        self.has_ended = true;
+        Ok(rest + &std::mem::take(&mut self.held))
+    }
+
+    fn take_in(&mut self, is_last: bool) -> Result<()> {
+        let known = self.tokenizer.decode(&self.ids[..self.num_known])?;
+        let text = self.tokenizer.decode(&self.ids)?;
+        let rest; // of a decoder that writes bytes before an incomplete character anew
+        let new = match text.get(known.len()..) {
+            _ if is_last && !text.starts_with(&known) => {
+                rest = self.tokenizer.decode(&self.ids[self.num_known..])?;
+                &rest
+            }
+            Some(new) => new,
+            None => return Ok(()),
+        };
+        if new.is_empty() || (new.ends_with(INCOMPLETE) && !is_last) {
+            return Ok(());
+        }
+        if !self.has_ended {
+            self.held.push_str(new);
+        }
+        self.ids.drain(..self.num_known);
+        self.num_known = self.ids.len();
+        Ok(())
+    }
+
+    /// Takes what no stop string can begin in out of the held text.
+    fn certain(&mut self) -> String {
+        if let Some(at) = self.stop.iter().filter_map(|stop| self.held.find(stop)).min() {
+            self.has_ended = true;
+            self.held.truncate(at);
+            return std::mem::take(&mut self.held);
+        }
+        let may_begin = |at: usize| self.stop.iter().any(|stop| stop.starts_with(&self.held[at..]));
+        let longest = self.stop.iter().map(String::len).max().unwrap_or(0);
+        let from = self.held.len().saturating_sub(longest);
+        let starts = self.held.char_indices().map(|(at, _)| at).filter(|at| *at >= from);
+        let cut = starts.into_iter().find(|&at| may_begin(at)).unwrap_or(self.held.len());
+        let rest = self.held.split_off(cut);
+        std::mem::replace(&mut self.held, rest)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A token a byte.
+    fn bytes() -> Arc<Tokenizer> {
+        let vocab: serde_json::Map<_, _> = (0..=255u32).map(|byte| (format!("<0x{byte:02X}>"), byte.into())).collect();
+        let tokenizer = serde_json::json!({
+            "version": "1.0",
+            "model": {"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": true},
+            "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+        });
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+        Arc::new(Tokenizer::from_folder(folder.path()).unwrap())
+    }
+
+    /// The pieces in which a text comes, a token a byte.
+    fn pieces(text: &[u8], stop: &[&str]) -> Vec<String> {
+        let mut stream = TextStream::new(bytes(), stop.iter().map(|&stop| stop.to_owned()).collect());
+        let mut pieces: Vec<String> = text.iter().map(|&byte| stream.push(byte.into()).unwrap()).collect();
+        pieces.push(stream.finish().unwrap());
+        pieces.retain(|piece| !piece.is_empty());
+        pieces
+    }
+
+    #[test]
+    fn characters_come_whole() {
+        assert_eq!(pieces("aé€😀b".as_bytes(), &[]), ["a", "é", "€", "😀", "b"]);
+        let torn = pieces(&"a€".as_bytes()[..3], &[]).concat();
+        assert!(torn.starts_with('a') && torn[1..].chars().all(|c| c == INCOMPLETE) && torn.len() > 1, "{torn:?}");
+    }
+
+    #[test]
+    fn a_stop_string_never_shows_and_what_only_begins_as_one_does() {
+        assert_eq!(pieces(b"one</a>two", &["</a>", "zz"]), ["o", "n", "e"]);
+        assert_eq!(pieces(b"one</b", &["</a>"]), ["o", "n", "e", "</b"]);
+        assert_eq!(pieces(b"one</", &["</a>"]), ["o", "n", "e", "</"]);
+        assert_eq!(pieces("xäöüy".as_bytes(), &["öüy", "ö!"]).concat(), "xä");
+        assert_eq!(pieces(b"aab", &["aab"]).concat(), "");
+        assert_eq!(pieces(b"aaab", &["aab"]).concat(), "a");
+    }
+}

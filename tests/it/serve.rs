@@ -1,0 +1,365 @@
+//! `colo-grpo serve` and `chat`, as clients see them.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::process::{Child, Stdio};
+
+use serde_json::{Value, json};
+
+use crate::program::{Ended, MODEL, await_line, command, end, json_lines, run, stdout_of, wait_until};
+
+const QUESTION: &str = "what is two plus three ?";
+
+/// A server, killed if a test fails.
+struct Server {
+    child: Option<Child>,
+    address: String,
+}
+
+impl Server {
+    fn start(more: &str) -> Self {
+        let mut child = command(&format!("serve --model {MODEL} --port 0 {more}")).spawn().unwrap();
+        let line = await_line(&mut child, "listening on http://");
+        let address = line.split_once("http://").unwrap().1.trim_end_matches("/v1").to_owned();
+        Self { child: Some(child), address }
+    }
+
+    fn connect(&self) -> TcpStream {
+        TcpStream::connect(&self.address).unwrap()
+    }
+
+    /// Sends the head of a request of HTTP/1.0, whose answer ends with the connection.
+    fn send(&self, method: &str, path: &str, headers: &str, body: &[u8]) -> TcpStream {
+        let mut stream = self.connect();
+        let head = format!("{method} {path} HTTP/1.0\r\nContent-Length: {}\r\n{headers}\r\n", body.len());
+        stream.write_all(&[head.as_bytes(), body].concat()).unwrap();
+        stream
+    }
+
+    fn call(&self, method: &str, path: &str, headers: &str, body: &[u8]) -> (u16, String) {
+        answer_of(self.send(method, path, headers, body))
+    }
+
+    fn post(&self, path: &str, body: &Value) -> (u16, Value) {
+        let (status, text) = self.call("POST", path, "", body.to_string().as_bytes());
+        (status, serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}")))
+    }
+
+    /// The choices of a request that is answered whole.
+    fn choices(&self, path: &str, body: &Value) -> Vec<Value> {
+        let (status, answer) = self.post(path, body);
+        assert_eq!(status, 200, "{answer}");
+        answer["choices"].as_array().unwrap().clone()
+    }
+
+    /// The events of a request that is answered as a stream, without the last.
+    fn events(&self, path: &str, body: &Value) -> Vec<Value> {
+        let mut body = body.clone();
+        body["stream"] = json!(true);
+        let (status, text) = self.call("POST", path, "", body.to_string().as_bytes());
+        assert_eq!(status, 200, "{text}");
+        events_of(&text)
+    }
+
+    fn metric(&self, name: &str) -> f64 {
+        let (status, page) = self.call("GET", "/metrics", "", b"");
+        assert_eq!(status, 200);
+        let line = page.lines().find_map(|line| line.strip_prefix(&format!("colo_grpo_{name} ")));
+        line.unwrap_or_else(|| panic!("no {name} in\n{page}")).parse().unwrap()
+    }
+
+    /// Waits until nothing is under way; all KV blocks are free then.
+    fn wait_until_idle(&self) {
+        wait_until(|| {
+            ["num_requests_running", "num_requests_waiting"].iter().all(|name| self.metric(name) == 0.0)
+                && self.metric("kv_blocks_free") == self.metric("kv_blocks")
+        });
+    }
+
+    fn signal(&self, signal: &str) {
+        let pid = self.child.as_ref().unwrap().id().to_string();
+        assert!(std::process::Command::new("kill").args([signal, &pid]).status().unwrap().success());
+    }
+
+    fn end(mut self) -> Ended {
+        end(self.child.take().unwrap())
+    }
+
+    fn stop(self) {
+        self.signal("-TERM");
+        let ended = self.end();
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.child {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+fn answer_of(mut stream: TcpStream) -> (u16, String) {
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no head in '{text}'"));
+    (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
+}
+
+fn events_of(text: &str) -> Vec<Value> {
+    let mut lines: Vec<&str> = text.lines().filter(|line| !line.is_empty()).collect();
+    assert_eq!(lines.pop(), Some("data: [DONE]"), "{text}");
+    lines.iter().map(|line| serde_json::from_str(line.strip_prefix("data: ").unwrap()).unwrap()).collect()
+}
+
+fn asked(more: Value) -> Value {
+    let mut body = json!({"prompt": QUESTION, "max_tokens": 20, "return_token_ids": true, "logprobs": 0});
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body
+}
+
+fn generated(more: &str) -> Vec<Value> {
+    let mut command = command(&format!("generate --model {MODEL} --max_completion_length 20 {more}"));
+    let ended = end(command.args(["--prompt", QUESTION]).spawn().unwrap());
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    json_lines(&ended.stdout)
+}
+
+/// Text, ids and reason of every choice of a stream, put together.
+fn together(events: &[Value], num_choices: usize) -> Vec<(String, Vec<Value>, Value)> {
+    let mut all = vec![(String::new(), Vec::new(), Value::Null); num_choices];
+    for choice in events.iter().flat_map(|event| event["choices"].as_array().unwrap()) {
+        let (text, ids, reason) = &mut all[choice["index"].as_u64().unwrap() as usize];
+        *text += choice["text"].as_str().or_else(|| choice["delta"]["content"].as_str()).unwrap();
+        ids.extend(choice["token_ids"].as_array().unwrap().clone());
+        if !choice["finish_reason"].is_null() {
+            *reason = choice["finish_reason"].clone();
+        }
+    }
+    all
+}
+
+/// As one list for a stream and a whole answer.
+fn parts(choices: &[Value]) -> Vec<(String, Vec<Value>, Value)> {
+    let text =
+        |choice: &Value| choice["text"].as_str().or_else(|| choice["message"]["content"].as_str()).unwrap().to_owned();
+    let part = |choice: &Value| {
+        (text(choice), choice["token_ids"].as_array().unwrap().clone(), choice["finish_reason"].clone())
+    };
+    choices.iter().map(part).collect()
+}
+
+/// Bodies whose answers do not depend on the clock.
+fn bodies() -> Vec<Value> {
+    vec![
+        asked(json!({"temperature": 0})),
+        asked(json!({"seed": 7, "n": 3})),
+        asked(json!({"seed": 8, "n": 2, "temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.01})),
+        asked(json!({"seed": 9, "n": 4, "stop": ["is", "answer is"], "temperature": 1.2})),
+        asked(json!({"temperature": 0, "prompt": [QUESTION, "what is nine plus nine ?"], "n": 2})),
+    ]
+}
+
+#[test]
+fn answers_are_those_of_generate_and_streams_those_of_whole_answers() {
+    let server = Server::start("");
+    for (body, options) in [(&bodies()[0], "--temperature 0"), (&bodies()[1], "--seed 7 -n 3")] {
+        let (choices, lines) = (server.choices("/v1/completions", body), generated(options));
+        assert_eq!(choices.len(), lines.len());
+        for (choice, line) in choices.iter().zip(&lines) {
+            assert_eq!(choice["text"], line["completion"], "{options}");
+            let logprobs = choice["logprobs"]["token_logprobs"].as_array().unwrap();
+            assert_eq!(json!(logprobs.len()), line["num_tokens"]);
+            assert_eq!(choice["token_ids"].as_array().unwrap().len(), logprobs.len());
+            let sum: f64 = logprobs.iter().map(|logprob| logprob.as_f64().unwrap()).sum();
+            assert!((sum - line["logprob"].as_f64().unwrap()).abs() < 1e-3, "{sum}, {line}");
+        }
+    }
+    for body in bodies() {
+        let whole = parts(&server.choices("/v1/completions", &body));
+        assert_eq!(together(&server.events("/v1/completions", &body), whole.len()), whole, "{body}");
+        assert!(whole.iter().all(|(text, ..)| !body["stop"].is_array() || !text.contains("is")), "{whole:?}");
+    }
+    let ids = server.choices("/v1/completions", &bodies()[0])[0]["prompt_token_ids"].clone();
+    let by_ids = asked(json!({"temperature": 0, "prompt": ids}));
+    assert_eq!(
+        parts(&server.choices("/v1/completions", &by_ids)),
+        parts(&server.choices("/v1/completions", &bodies()[0]))
+    );
+
+    let chat = json!({"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "logprobs": true,
+        "return_token_ids": true, "max_tokens": 20});
+    let whole = server.choices("/v1/chat/completions", &chat);
+    assert_eq!(whole[0]["message"]["content"], generated("--temperature 0 --chat")[0]["completion"]);
+    assert_eq!(
+        whole[0]["logprobs"]["content"].as_array().unwrap().len(),
+        whole[0]["token_ids"].as_array().unwrap().len()
+    );
+    let mut with_usage = chat.clone();
+    with_usage["stream_options"] = json!({"include_usage": true});
+    let mut events = server.events("/v1/chat/completions", &with_usage);
+    let usage = events.pop().unwrap();
+    assert_eq!(usage["usage"]["completion_tokens"], json!(whole[0]["token_ids"].as_array().unwrap().len()));
+    assert_eq!(events[0]["choices"][0]["delta"]["role"], "assistant");
+    assert!(events.len() > 1 && events[0]["prompt_token_ids"].is_array(), "{events:?}");
+    assert_eq!(together(&events, 1), parts(&whole));
+    let (status, models) = server.call("GET", "/v1/models", "", b"");
+    assert!(status == 200 && models.contains(MODEL), "{models}");
+    server.stop();
+}
+
+#[test]
+fn two_ranks_that_share_an_engine_answer_as_one() {
+    let (alone, two) = (Server::start(""), Server::start("--nproc 2"));
+    std::thread::scope(|scope| {
+        for body in bodies() {
+            let (alone, two) = (&alone, &two);
+            scope.spawn(move || {
+                let expected = parts(&alone.choices("/v1/completions", &body));
+                assert_eq!(parts(&two.choices("/v1/completions", &body)), expected, "{body}");
+                assert_eq!(together(&two.events("/v1/completions", &body), expected.len()), expected, "{body}");
+            });
+        }
+    });
+    two.wait_until_idle();
+    alone.stop();
+    two.stop();
+}
+
+/// Every third of 200 clients goes away after the first bytes of its answer, or before them.
+#[test]
+fn clients_that_vanish_cost_nothing_but_their_own_requests() {
+    let server = Server::start("");
+    let expected = parts(&server.choices("/v1/completions", &bodies()[1]));
+    std::thread::scope(|scope| {
+        for client in 0..200 {
+            let (server, expected) = (&server, &expected);
+            scope.spawn(move || {
+                let mut body = bodies()[1].clone();
+                body["stream"] = json!(true);
+                let mut stream = server.send("POST", "/v1/completions", "", body.to_string().as_bytes());
+                match client % 6 {
+                    0 => {}
+                    3 => drop(stream.read(&mut [0; 64])),
+                    _ => {
+                        let (status, text) = answer_of(stream);
+                        assert_eq!(status, 200, "{text}");
+                        assert_eq!(together(&events_of(&text), 3), *expected);
+                    }
+                }
+            });
+        }
+    });
+    server.wait_until_idle();
+    // One whose answer takes far longer than its client stays.
+    let long = asked(json!({"n": 1024, "temperature": 2.0, "max_tokens": 50, "stream": true}));
+    let mut stream = server.send("POST", "/v1/completions", "", long.to_string().as_bytes());
+    assert!(stream.read(&mut [0; 64]).unwrap() > 0);
+    let cancelled = server.metric("requests_total{outcome=\"cancelled\"}");
+    drop(stream);
+    wait_until(|| server.metric("requests_total{outcome=\"cancelled\"}") > cancelled);
+    server.wait_until_idle();
+    assert_eq!(parts(&server.choices("/v1/completions", &bodies()[1])), expected);
+    server.stop();
+}
+
+#[test]
+fn what_cannot_be_served_is_an_error_in_openais_form() {
+    let server = Server::start("--api-key secret --max-queue 8 --max-body-bytes 4000");
+    let key = "Authorization: Bearer secret\r\n";
+    let call = |path: &str, headers: &str, body: &str| {
+        let (status, text) = server.call("POST", path, headers, body.as_bytes());
+        let error: Value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
+        assert!(error["error"]["message"].is_string() && error["error"]["type"].is_string(), "{error}");
+        (status, error["error"]["param"].as_str().unwrap_or_default().to_owned())
+    };
+    let (completions, chat) = ("/v1/completions", "/v1/chat/completions");
+    for (headers, body) in [("", "{}"), ("Authorization: Bearer secre\r\n", "{}"), ("Authorization: secret\r\n", "x")] {
+        assert_eq!(call(completions, headers, body).0, 401);
+    }
+    assert_eq!(server.call("GET", "/v1/models", "", b"").0, 401);
+    assert_eq!(server.call("GET", "/health", "", b"").0, 200);
+    for (path, body, status, param) in [
+        (completions, "", 400, ""),
+        (completions, "\u{0}garbage", 400, ""),
+        (completions, "[1, 2]", 400, ""),
+        (completions, "{}", 400, "prompt"),
+        (completions, r#"{"prompt": "what", "temprature": 1}"#, 400, "temprature"),
+        (completions, r#"{"prompt": "what", "temperature": -1}"#, 400, ""),
+        (completions, r#"{"prompt": "what", "max_tokens": 64}"#, 400, "max_tokens"),
+        (completions, r#"{"prompt": [1, 4000000000]}"#, 400, ""),
+        (completions, r#"{"prompt": "what", "model": "gpt"}"#, 404, "model"),
+        (completions, r#"{"prompt": "what", "n": 9}"#, 429, ""),
+        (chat, r#"{"messages": []}"#, 400, "messages"),
+        (chat, r#"{"messages": [{"role": 3}]}"#, 400, "messages"),
+        (chat, r#"{"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}"#, 400, "top_logprobs"),
+        ("/v1/embeddings", "{}", 404, ""),
+        ("/v1/models", "{}", 405, ""),
+    ] {
+        assert_eq!(call(path, key, body), (status, param.to_owned()), "{body}");
+    }
+    let deep = format!(r#"{{"prompt": {}"#, "[".repeat(3900));
+    assert_eq!(call(completions, key, &deep).0, 400);
+    // A body that is announced is not waited for.
+    let mut stream = server.connect();
+    write!(stream, "POST {completions} HTTP/1.0\r\n{key}Content-Length: 4001\r\n\r\n").unwrap();
+    assert_eq!(answer_of(stream).0, 413);
+    let mut stream = server.connect();
+    stream.write_all(b"\x16\x03\x01 not HTTP\r\n\r\n").unwrap();
+    let _ = stream.read(&mut [0; 64]);
+    let (status, answer) = server.call("POST", completions, key, asked(json!({})).to_string().as_bytes());
+    assert_eq!(status, 200, "{answer}");
+    server.wait_until_idle();
+    server.stop();
+}
+
+#[test]
+fn a_server_that_is_stopped_answers_what_is_under_way() {
+    for (grace, is_answered) in [("600", true), ("0", false)] {
+        let server = Server::start(&format!("--grace-s {grace}"));
+        let long = asked(json!({"n": 512, "temperature": 2.0, "max_tokens": 50, "stream": true, "seed": 1}));
+        let mut stream = server.send("POST", "/v1/completions", "", long.to_string().as_bytes());
+        let mut first = [0; 15];
+        stream.read_exact(&mut first).unwrap();
+        assert_eq!(&first, b"HTTP/1.0 200 OK");
+        server.signal("-TERM");
+        let mut rest = String::new();
+        stream.read_to_string(&mut rest).unwrap();
+        assert_eq!(rest.ends_with("data: [DONE]\n\n"), is_answered, "{rest}");
+        let refused = r#""the server stopped before the completion ended""#;
+        assert_eq!(rest.contains(refused), !is_answered, "{rest}");
+        let ended = server.end();
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        assert!(ended.stderr.contains("requests under way are answered"), "{}", ended.stderr);
+    }
+}
+
+#[test]
+fn a_port_in_use_and_a_bad_folder_are_told_before_anything_is_loaded() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let in_use = run(&format!("serve --model {MODEL} --port {port}"));
+    in_use.assert_error("port", 4, &["--port", "in use", "--port 0"]);
+    assert!(!in_use.stderr.contains("KV blocks"), "{}", in_use.stderr);
+    run(&format!("serve --nproc 2 --model {MODEL} --port {port}")).assert_error("port", 4, &["in use"]);
+    run("serve --model configs --port 0").assert_error("folder", 3, &["config.json"]);
+}
+
+#[test]
+fn a_conversation_in_the_terminal_goes_on_until_it_is_reset() {
+    let mut chat = command(&format!("chat --model {MODEL} --temperature 0 --max_completion_length 20"));
+    let mut chat = chat.stdin(Stdio::piped()).spawn().unwrap();
+    let lines = format!("{QUESTION}\n\n/reset\n{QUESTION}\nwhat is nine plus nine ?\n/unknown\n/exit\n");
+    chat.stdin.take().unwrap().write_all(lines.as_bytes()).unwrap();
+    let ended = end(chat);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let answers: Vec<&str> = ended.stdout.lines().collect();
+    let alone = generated("--temperature 0 --chat")[0]["completion"].clone();
+    assert_eq!(answers.len(), 3, "{answers:?}");
+    assert_eq!((json!(answers[0]), json!(answers[1])), (alone.clone(), alone));
+    assert!(ended.stderr.contains("/reset begins a new conversation"), "{}", ended.stderr);
+    let said = stdout_of(&format!("chat --model {MODEL}"));
+    assert_eq!(said, "", "no input is the end of the conversation");
+}
