@@ -49,7 +49,8 @@ said=$("$python" scripts/hashes.py "$program" "$program" "${runs[@]}" 2>"$work/l
 ! said=$("$python" scripts/hashes.py "$program" "$work/faster" "${runs[@]}" 2>"$work/log") || fail "hashes.py sees no difference"
 [[ $said =~ ^one-rank\ .*weights.*learning_rate && $said != *generate* ]] || fail "hashes.py: $said"
 
-# A run is killed once, goes on, and is compared; how soon all that was depends on the machine and is not asked here.
+# A run is killed once, goes on, and is compared; how soon all that was, and how many runs ended before they were killed, depends on
+# the machine and is not asked here.
 "$python" - <<'PY' || fail "soak.py fits another line"
 import sys
 sys.path.insert(0, "scripts")
@@ -58,7 +59,7 @@ slope, error = fit([(x, 3 * x + (-1) ** x) for x in range(1001)])
 assert abs(slope - 3) < 2 * error < 1e-3, (slope, error)
 PY
 said=$("$python" scripts/soak.py "$program" "$work/soak" kills --size 1 2>"$work/log") || true
-[[ $said =~ disturbed\ +1\ of\ 1 && $said =~ bit\ for\ bit\ +1 && $said != *fault* ]] || { cat "$work/log" >&2; fail "soak.py: $said"; }
+[[ $said =~ disturbed\ +1\ of\ 1 && $said =~ bit\ for\ bit\ +[1-9] && $said != *fault* ]] || { cat "$work/log" >&2; fail "soak.py: $said"; }
 
 printf '#!/bin/sh\n[ "$2" = compare ] || exit "$CODE"\n' >"$work/program"
 chmod +x "$work/program"
