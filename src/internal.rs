@@ -17,7 +17,7 @@ pub mod config {
     };
 }
 pub mod cuda {
-    pub use crate::cuda::{Context, CurrentStream, Event, Graph, Products, TorchStream, Tuning, kernels};
+    pub use crate::cuda::{Context, CudaEvent, CurrentStream, Graph, Products, TorchStream, Tuning, kernels};
 }
 pub mod data {
     pub use crate::data::{
@@ -38,7 +38,7 @@ pub mod launch {
     pub use crate::launch::{Inherited, LaunchOptions, Rendezvous, exit_now, run, worker_command};
 }
 pub mod memory {
-    pub use crate::memory::{Arena, HostPool, Ledger, Place, release_idle, settle};
+    pub use crate::memory::{Arena, HostPool, Ledger, MemoryKind, release_idle, settle};
 }
 pub mod metrics {
     pub use crate::metrics::{CompletionRow, LogHistory, MetricLine, read_completions, read_metrics};

@@ -38,16 +38,16 @@ pub struct CollectivesBench {
 pub fn bench_collectives(bench: &CollectivesBench, world: &World) -> Result<Value> {
     let mut rows = Vec::new();
     for bytes in SIZES.into_iter().filter(|&bytes| bytes <= bench.max_bytes) {
-        for op in Op::ALL {
-            let mut buffers = Buffers::new(bytes, world)?;
+        for op in TimedCollective::ALL {
+            let mut buffers = CollectiveBuffers::new(bytes, world)?;
             let calls = BYTES_IN_A_ROW.div_ceil(bytes);
             let time = timed(world, || (0..calls).try_for_each(|_| op.call(&*world.group(), &mut buffers)))?;
             rows.push(op.row(bytes, world.size(), time / calls as f64, false));
         }
         if let (Device::Cuda(ordinal), true) = (world.device(), bytes <= MAX_GRAPH_BYTES) {
-            let mut buffers = Buffers::new(bytes, world)?;
-            let time = in_graph(world, ordinal, |_| Op::AllReduce.call(&*world.group(), &mut buffers))?;
-            rows.push(Op::AllReduce.row(bytes, world.size(), time, true));
+            let mut buffers = CollectiveBuffers::new(bytes, world)?;
+            let time = in_graph(world, ordinal, |_| TimedCollective::AllReduce.call(&*world.group(), &mut buffers))?;
+            rows.push(TimedCollective::AllReduce.row(bytes, world.size(), time, true));
             rows.extend(own_all_reduce(bytes, world, ordinal)?);
         }
     }
@@ -61,7 +61,7 @@ pub fn bench_collectives(bench: &CollectivesBench, world: &World) -> Result<Valu
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Op {
+enum TimedCollective {
     AllReduce,
     AllGather,
     ReduceScatter,
@@ -69,27 +69,31 @@ enum Op {
     AllToAll,
 }
 
-impl Op {
+impl TimedCollective {
     const ALL: [Self; 5] = [Self::AllReduce, Self::AllGather, Self::ReduceScatter, Self::Broadcast, Self::AllToAll];
 
-    fn call(self, group: &dyn Collective, Buffers { whole, other, part }: &mut Buffers) -> Result<()> {
+    fn call(
+        self,
+        group: &dyn Collective,
+        CollectiveBuffers { whole, other, part }: &mut CollectiveBuffers,
+    ) -> Result<()> {
         match self {
-            Op::AllReduce => group.all_reduce(whole, ReduceOp::Sum),
-            Op::AllGather => group.all_gather(part, whole),
-            Op::ReduceScatter => group.reduce_scatter(whole, part),
-            Op::Broadcast => group.broadcast(whole, 0),
-            Op::AllToAll => group.all_to_all(whole, other),
+            TimedCollective::AllReduce => group.all_reduce(whole, ReduceOp::Sum),
+            TimedCollective::AllGather => group.all_gather(part, whole),
+            TimedCollective::ReduceScatter => group.reduce_scatter(whole, part),
+            TimedCollective::Broadcast => group.broadcast(whole, 0),
+            TimedCollective::AllToAll => group.all_to_all(whole, other),
         }
     }
 
     fn row(self, bytes: usize, ranks: usize, seconds: f64, is_in_graph: bool) -> Value {
         let others = (ranks - 1) as f64 / ranks as f64;
         let (name, share) = match self {
-            Op::AllReduce => ("all_reduce", 2.0 * others),
-            Op::AllGather => ("all_gather", others),
-            Op::ReduceScatter => ("reduce_scatter", others),
-            Op::Broadcast => ("broadcast", 1.0),
-            Op::AllToAll => ("all_to_all", others),
+            TimedCollective::AllReduce => ("all_reduce", 2.0 * others),
+            TimedCollective::AllGather => ("all_gather", others),
+            TimedCollective::ReduceScatter => ("reduce_scatter", others),
+            TimedCollective::Broadcast => ("broadcast", 1.0),
+            TimedCollective::AllToAll => ("all_to_all", others),
         };
         let rate = share * bytes as f64 / seconds / 1e9;
         json!({ "op": name, "bytes": bytes, "in_graph": is_in_graph, "us": 1e6 * seconds, "bus_gb_s": rate })
@@ -97,13 +101,13 @@ impl Op {
 }
 
 /// Zeros, which sums leave zeros.
-struct Buffers {
+struct CollectiveBuffers {
     whole: Tensor, // [n]
     other: Tensor, // [n]
     part: Tensor,  // [n / ranks]
 }
 
-impl Buffers {
+impl CollectiveBuffers {
     fn new(bytes: usize, world: &World) -> Result<Self> {
         let ranks = world.size() as i64;
         let part = (bytes / Kind::BFloat16.elt_size_in_bytes()) as i64 / ranks;
@@ -123,7 +127,7 @@ fn own_all_reduce(bytes: usize, world: &World, ordinal: usize) -> Result<Option<
     let zeros = |rows: usize| Tensor::f_zeros([rows as i64, HIDDEN as i64], (Kind::BFloat16, world.device()));
     let (mut x, weight, way) = (zeros(rows)?, zeros(1)?, sums.way(rows));
     let time = in_graph(world, ordinal, |call| sums.add_rms_norm(way, call % 2, &mut x, &weight, 1e-6))?;
-    let mut row = Op::AllReduce.row(rows * 2 * HIDDEN, world.size(), time, true);
+    let mut row = TimedCollective::AllReduce.row(rows * 2 * HIDDEN, world.size(), time, true);
     row["op"] = json!("all_reduce_add_rms_norm");
     row["way"] = json!(format!("{way:?}").to_lowercase());
     Ok(Some(row))

@@ -10,7 +10,7 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tch::{Kind, Tensor};
 
-use super::limits::Limits;
+use super::limits::GpuLimits;
 use super::{SEED, adapters, device_name, dtype_name, median, token};
 use crate::cuda::Sustained;
 use crate::data::Tokenizer;
@@ -68,7 +68,7 @@ pub struct GenerateBench {
 pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value> {
     // What strict mode costs is told by an engine without it, gone before the other comes.
     let mesh = world.mesh(bench.tensor_parallel_size, world.size())?;
-    let limits = Limits::of(world.device())?;
+    let limits = GpuLimits::of(world.device())?;
     let free = if bench.strict { Some(bench.measure(&world, &mesh, false)?.0) } else { None };
     let (run, mut served) = bench.measure(&world, &mesh, bench.strict)?;
     let (device, num_prompts) = (world.device(), bench.prompts * world.size());
@@ -105,14 +105,14 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
         });
     }
     if let Some(limits) = limits {
-        result["gpu"] = limits.told();
+        result["gpu"] = limits.to_json();
         result["decode"] = bench.decode_steps(&mut served, &limits)?;
     }
     Ok(result)
 }
 
 /// One engine's generations.
-struct Measured {
+struct EngineTimes {
     /// Of the slowest rank, the median.
     seconds: f64,
     /// The same up to the first token of every completion.
@@ -131,7 +131,7 @@ impl GenerateBench {
     }
 
     /// A fresh engine's times, and the engine.
-    fn measure(&self, world: &Arc<World>, mesh: &Mesh, strict: bool) -> Result<(Measured, Served)> {
+    fn measure(&self, world: &Arc<World>, mesh: &Mesh, strict: bool) -> Result<(EngineTimes, Served)> {
         let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..(*self.spec).clone() });
         let (kind, device) = (self.kind, world.device());
         let tokenizer = Arc::new(Tokenizer::of_ids(spec.vocab_size)?);
@@ -162,7 +162,7 @@ impl GenerateBench {
             prefill_seconds.push(prefill);
             steps.add(&of_steps);
         }
-        Ok((Measured { seconds: median(seconds), prefill_seconds: median(prefill_seconds), tokens, steps }, served))
+        Ok((EngineTimes { seconds: median(seconds), prefill_seconds: median(prefill_seconds), tokens, steps }, served))
     }
 
     fn longest(&self) -> usize {
@@ -226,7 +226,7 @@ impl GenerateBench {
     }
 
     /// Decode steps by batch size, at the mean context: microseconds, and what share of that the floor is.
-    fn decode_steps(&self, served: &mut Served, limits: &Limits) -> Result<Value> {
+    fn decode_steps(&self, served: &mut Served, limits: &GpuLimits) -> Result<Value> {
         let most = self.max_num_seqs().min(self.num_sequences());
         let context = self.prompt_len + self.longest() / 2;
         let batches: Vec<usize> = (0..).map(|power| 1 << power).take_while(|&batch| batch < most).collect();
@@ -246,7 +246,7 @@ impl GenerateBench {
         (batch, context): (usize, usize),
         profile: &StepProfile,
         with_ops: bool,
-        limits: &Limits,
+        limits: &GpuLimits,
     ) -> Value {
         let floor_us: f64 = 1e6 * profile.ops.iter().map(|op| limits.floor_s(op.bytes, op.flop)).sum::<f64>();
         let ops = profile.ops.iter().map(|op| {

@@ -9,7 +9,7 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use super::limits::Limits;
+use super::limits::GpuLimits;
 use super::median;
 use crate::cuda::kernels::{
     self, AttentionPlan, AttentionShape, CANDIDATE_WORDS, Draws, HeadTransform, QkvViews, SharedPrefixes,
@@ -52,12 +52,12 @@ pub struct KernelsBench {
 /// # Errors
 /// [`Error::Environment`] without a GPU, or for one that does not count its energy; out of memory.
 pub fn bench_kernels(bench: &KernelsBench, device: Device) -> Result<Vec<Value>> {
-    let (Device::Cuda(ordinal), Some(limits)) = (device, Limits::of(device)?) else {
+    let (Device::Cuda(ordinal), Some(limits)) = (device, GpuLimits::of(device)?) else {
         return Err(Error::Environment { message: "bench kernels needs a GPU, and none is used".into() });
     };
     kernels::prepare(ordinal)?;
     let stream = TorchStream::new(&Context::retain(ordinal)?)?;
-    let mut step = Step { bench, device, stream, limits, results: Vec::new() };
+    let mut step = DecodeStep { bench, device, stream, limits, results: Vec::new() };
     step.rows_alone()?;
     let cache = [step.cache()?, step.cache()?];
     step.rope_write_kv(&cache)?;
@@ -68,15 +68,15 @@ pub fn bench_kernels(bench: &KernelsBench, device: Device) -> Result<Vec<Value>>
     Ok(step.results)
 }
 
-struct Step<'a> {
+struct DecodeStep<'a> {
     bench: &'a KernelsBench,
     device: Device,
     stream: TorchStream,
-    limits: Limits,
+    limits: GpuLimits,
     results: Vec<Value>,
 }
 
-impl Step<'_> {
+impl DecodeStep<'_> {
     /// Times `work` of every layer and notes it beside the time that its bytes take at the memory's speed.
     fn time(&mut self, kernel: &str, bytes: usize, mut work: impl FnMut(usize) -> Result<()>) -> Result<()> {
         let mut graph = self.record(LAYERS, &mut work)?;

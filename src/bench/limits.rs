@@ -19,7 +19,7 @@ const REPEATS: usize = 9;
 
 /// Limits of a GPU.
 #[derive(Debug, Clone)]
-pub(super) struct Limits {
+pub(super) struct GpuLimits {
     /// The driver's name of it.
     name: String,
     /// Data sheet of the GPU, if it is known.
@@ -30,7 +30,7 @@ pub(super) struct Limits {
     source: &'static str,
 }
 
-impl Limits {
+impl GpuLimits {
     /// Of a GPU that was measured for docs/benchmarks.md, else by short measurements, after which libtorch's cache is released; none
     /// of a CPU.
     ///
@@ -58,7 +58,7 @@ impl Limits {
     }
 
     /// Describes the GPU in results, and says which rate utilisation is a share of.
-    pub(super) fn told(&self) -> Value {
+    pub(super) fn to_json(&self) -> Value {
         json!({
             "name": self.name,
             "data_sheet_bf16_tflops": self.chip.map(|chip| chip.bf16_flop_per_s / 1e12),
@@ -105,10 +105,10 @@ fn seconds(device: Device, mut work: impl FnMut() -> Result<()>) -> Result<f64> 
 
 /// An H200's.
 #[cfg(test)]
-pub(super) fn of_h200() -> Limits {
+pub(super) fn of_h200() -> GpuLimits {
     let chip = chip("NVIDIA H200");
     let rates = chip.and_then(|chip| chip.measured).unwrap();
-    Limits { name: "NVIDIA H200".to_owned(), chip, rates, source: "docs/benchmarks.md" }
+    GpuLimits { name: "NVIDIA H200".to_owned(), chip, rates, source: "docs/benchmarks.md" }
 }
 
 #[cfg(test)]
@@ -118,17 +118,17 @@ mod tests {
     #[test]
     fn utilisation_is_of_the_gpu_at_hand() {
         let rates = Rates { product_flop_per_s: 250e12, memory_bytes_per_s: 1.8e12 };
-        let of = |name: &str| Limits { name: name.to_owned(), chip: chip(name), rates, source: "a test" };
+        let of = |name: &str| GpuLimits { name: name.to_owned(), chip: chip(name), rates, source: "a test" };
         let (a100, unknown) = (of("NVIDIA A100-SXM4-80GB"), of("NVIDIA X1"));
         assert_eq!((a100.utilisation(156e12), unknown.utilisation(125e12)), (0.5, 0.5));
         assert_eq!(
-            (a100.told()["mfu_of"].clone(), unknown.told()["mfu_of"].clone()),
+            (a100.to_json()["mfu_of"].clone(), unknown.to_json()["mfu_of"].clone()),
             ("data sheet".into(), "measured products".into())
         );
-        assert_eq!(unknown.told()["data_sheet_bf16_tflops"], Value::Null);
+        assert_eq!(unknown.to_json()["data_sheet_bf16_tflops"], Value::Null);
         assert_eq!((a100.floor_s(3.6e12, 250e12), a100.floor_s(1.8e12, 500e12)), (2.0, 2.0));
         assert_eq!(of_h200().utilisation(989e12), 1.0);
-        assert!(Limits::of(Device::Cpu).unwrap().is_none());
+        assert!(GpuLimits::of(Device::Cpu).unwrap().is_none());
     }
 
     #[test]

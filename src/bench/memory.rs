@@ -12,7 +12,7 @@ use tch::Device;
 use crate::cuda::Context;
 use crate::dist::{Collective, all_gather_json};
 use crate::error::{Error, Result};
-use crate::memory::{self, Ledger, Place};
+use crate::memory::{self, Ledger, MemoryKind};
 use crate::torch;
 use crate::train::{TrainedModel, WORKSPACE_BYTES};
 
@@ -52,8 +52,8 @@ impl MemoryWatch {
     pub(super) fn start(device: Device) -> Result<Self> {
         let mut watch = Self { device, driver: None };
         torch::reset_peak_memory(device)?;
-        Ledger::take_peak(Place::Device);
-        Ledger::take_peak(Place::Host);
+        Ledger::take_peak(MemoryKind::Device);
+        Ledger::take_peak(MemoryKind::Host);
         if let Device::Cuda(ordinal) = device {
             watch.driver = Some(DriverWatch::start(Context::retain(ordinal)?)?);
         }
@@ -70,8 +70,8 @@ impl MemoryWatch {
         Ok(Peak {
             tensor_bytes: libtorch.map_or(0, |memory| memory.peak_allocated),
             libtorch_bytes: libtorch.map_or(0, |memory| memory.peak_reserved),
-            arena_bytes: Ledger::take_peak(Place::Device),
-            host_pool_bytes: Ledger::take_peak(Place::Host),
+            arena_bytes: Ledger::take_peak(MemoryKind::Device),
+            host_pool_bytes: Ledger::take_peak(MemoryKind::Host),
             used_bytes: self.driver.as_ref().map_or(0, |driver| driver.most.load(Ordering::Relaxed)),
             resident_bytes: memory::peak_resident_bytes()?,
         })

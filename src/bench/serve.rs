@@ -13,7 +13,7 @@ use super::generate::GenerateBench;
 use super::{SEED, device_name, dtype_name, median, token};
 use crate::data::Tokenizer;
 use crate::dist::World;
-use crate::endpoint::{ClientLimits, Server, ServerOptions, door, drive};
+use crate::endpoint::{ClientLimits, Server, ServerOptions, drive, engine_queue};
 use crate::error::{Error, Result, panic_message};
 use crate::model::ModelSpec;
 use crate::serve::Served;
@@ -62,7 +62,7 @@ pub fn bench_serve(bench: &ServeBench, world: Arc<World>) -> Result<Value> {
 }
 
 /// What the clients of one repetition saw.
-struct Seen {
+struct ClientTimes {
     seconds: f64,
     tokens: f64,
     first_token_s: Vec<f64>,
@@ -102,10 +102,10 @@ impl ServeBench {
         }))
     }
 
-    fn serve(&self, world: &Arc<World>, served: &mut Served, streams: usize) -> Result<Vec<Seen>> {
+    fn serve(&self, world: &Arc<World>, served: &mut Served, streams: usize) -> Result<Vec<ClientTimes>> {
         let tokenizer = Arc::new(Tokenizer::of_ids(self.spec.vocab_size)?);
         served.with_engine(|rollout| {
-            let (client, door) = door(ClientLimits { max_queue: streams, grace: Duration::ZERO });
+            let (client, queue) = engine_queue(ClientLimits { max_queue: streams, grace: Duration::ZERO });
             let options = ServerOptions {
                 model_name: self.model.clone(),
                 tokenizer,
@@ -121,7 +121,7 @@ impl ServeBench {
                     client.stop();
                     seen
                 });
-                drive(rollout, world, Some(door))?;
+                drive(rollout, world, Some(queue))?;
                 server.finish();
                 let mut seen = clients.join().unwrap_or_else(|panic| Err(panicked(&*panic)))?;
                 seen.remove(0); // the first repetition warms up
@@ -131,7 +131,7 @@ impl ServeBench {
     }
 
     /// All streams at once.
-    fn clients(&self, address: SocketAddr, streams: usize) -> Result<Seen> {
+    fn clients(&self, address: SocketAddr, streams: usize) -> Result<ClientTimes> {
         let start = Barrier::new(streams);
         let client = |index: usize| {
             let body = self.body(index);
@@ -149,7 +149,7 @@ impl ServeBench {
             threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| Err(panicked(&*panic)))).collect()
         });
         let all = all.into_iter().collect::<Result<Vec<_>>>()?;
-        Ok(Seen {
+        Ok(ClientTimes {
             seconds: all.iter().map(|(_, seconds, _)| *seconds).fold(0.0, f64::max),
             tokens: all.iter().map(|(_, _, tokens)| tokens).sum(),
             first_token_s: all.iter().map(|(first, _, _)| *first).collect(),

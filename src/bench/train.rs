@@ -7,11 +7,11 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use super::limits::Limits;
+use super::limits::GpuLimits;
 use super::memory::predicted_tensor_bytes;
 use super::{SEED, STREAM, adapters, device_name, dtype_name, median, synchronize, token};
 use crate::config::{GradientCheckpointing, Quantization};
-use crate::cuda::{Family, Work, profile};
+use crate::cuda::{OpCost, OpFamily, profile};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
 use crate::model::{ModelSpec, ParamTable, UnitLayout, init_unit_on};
@@ -99,8 +99,8 @@ impl TrainBench {
 /// Out of memory, or a sharding that does not fit.
 pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
     let device = world.device();
-    let limits = Limits::of(device)?;
-    let mut run = Run::new(bench, world)?;
+    let limits = GpuLimits::of(device)?;
+    let mut run = TimedRun::new(bench, world)?;
     for _ in 0..WARM_UP_STEPS {
         run.timed_step(world)?;
     }
@@ -121,7 +121,7 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
 }
 
 /// What is timed.
-struct Run<'a> {
+struct TimedRun<'a> {
     bench: &'a TrainBench,
     table: Arc<ParamTable>,
     policy: Policy,
@@ -144,7 +144,7 @@ struct Timed {
     predicted_bytes: usize,
 }
 
-impl<'a> Run<'a> {
+impl<'a> TimedRun<'a> {
     fn new(bench: &'a TrainBench, world: &World) -> Result<Self> {
         let mesh = world.mesh(1, bench.shard_group_size.unwrap_or(world.size()))?;
         let table = Arc::new(ParamTable::new(bench.spec.clone(), mesh.shard.size()));
@@ -252,7 +252,7 @@ impl<'a> Run<'a> {
         predicted_tensor_bytes(&model, model.fullest(&course).total())
     }
 
-    fn report(&self, world: &World, steps: &[Timed], limits: Option<&Limits>) -> Value {
+    fn report(&self, world: &World, steps: &[Timed], limits: Option<&GpuLimits>) -> Value {
         let Self { bench, sequence_lens, .. } = self;
         let of = |number: fn(&Timed) -> f64| median(steps.iter().map(number).collect());
         let (step_s, exposed_s) = (of(|step| step.seconds), of(|step| step.exposed_s));
@@ -290,7 +290,7 @@ impl<'a> Run<'a> {
             "tokens_per_second_per_rank": tokens_per_s / world.size() as f64,
             "tflop_per_second_per_rank": flop_per_s / 1e12,
             "mfu": limits.map(|limits| limits.utilisation(flop_per_s)),
-            "gpu": limits.map(Limits::told),
+            "gpu": limits.map(GpuLimits::to_json),
         })
     }
 }
@@ -306,9 +306,9 @@ fn model_flop(bench: &TrainBench, len: f64) -> f64 {
 }
 
 /// [calls, milliseconds, the same at the speed of memory and products] by family, the longest first.
-fn by_family(families: &[Family], limits: &Limits) -> Value {
+fn by_family(families: &[OpFamily], limits: &GpuLimits) -> Value {
     let rounded = |ms: f64| (ms * 100.0).round() / 100.0;
-    let floor_ms = |work: &Work| 1e3 * limits.floor_s(work.bytes, work.flop);
+    let floor_ms = |work: &OpCost| 1e3 * limits.floor_s(work.bytes, work.flop);
     let rows = families.iter().map(|family| {
         let floor_ms: f64 = family.work.iter().map(floor_ms).sum();
         (family.name.to_owned(), json!([family.calls, rounded(family.ms), rounded(floor_ms)]))

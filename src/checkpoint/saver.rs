@@ -10,7 +10,7 @@ use std::time::Duration;
 use tch::{Device, Tensor};
 
 use super::folder;
-use super::write::{self, Part};
+use super::write::{self, RankPart};
 use super::{CheckpointOptions, TrainerState};
 use crate::dist::World;
 use crate::error::{Error, Result};
@@ -54,10 +54,10 @@ impl Saver {
         };
         let begun = world.agree(prepared).and_then(|()| {
             let Some(policy) = policy else { return world.agree(Ok(None)) };
-            let part = Part::new(&temporary, &complete, &self.options, world, policy, state);
+            let part = RankPart::new(&temporary, &complete, &self.options, world, policy, state);
             let begun = phase::scope(Phase::Checkpoint, || match self.options.save_async {
                 true => {
-                    let snapshot = Snapshot::take(policy, world.rank() == 0)?;
+                    let snapshot = RankSnapshot::take(policy, world.rank() == 0)?;
                     Ok(Some((InFlight::ready()?, (part, snapshot))))
                 }
                 false => write_now(part, policy).map(|()| None),
@@ -95,7 +95,7 @@ impl Saver {
 #[derive(Debug)]
 struct InFlight {
     thread: Option<JoinHandle<Result<()>>>,
-    work: Option<Sender<(Part, Snapshot)>>, // until it starts
+    work: Option<Sender<(RankPart, RankSnapshot)>>, // until it starts
     abandoned: Arc<AtomicBool>,
 }
 
@@ -112,7 +112,7 @@ impl InFlight {
     fn ready() -> Result<Self> {
         let abandoned = Arc::new(AtomicBool::new(false));
         let seen = abandoned.clone();
-        let (work, given) = channel::<(Part, Snapshot)>();
+        let (work, given) = channel::<(RankPart, RankSnapshot)>();
         let write = move || {
             let Ok((part, snapshot)) = given.recv() else { return Ok(()) };
             let written = snapshot.write(&part, &seen);
@@ -126,7 +126,7 @@ impl InFlight {
         Ok(Self { thread: Some(thread.map_err(failed)?), work: Some(work), abandoned })
     }
 
-    fn start(mut self, work: (Part, Snapshot)) -> Self {
+    fn start(mut self, work: (RankPart, RankSnapshot)) -> Self {
         if let Some(thread) = self.work.take() {
             let _ = thread.send(work); // it waits for this alone
         }
@@ -147,12 +147,12 @@ impl InFlight {
 
 /// A rank's share of a checkpoint, in host memory.
 #[derive(Debug)]
-struct Snapshot {
+struct RankSnapshot {
     shard: Vec<ParamState>,
     weights: Vec<Tensor>, // by unit; of the first rank alone
 }
 
-impl Snapshot {
+impl RankSnapshot {
     /// Collective where weights are sharded.
     fn take(policy: &Policy, is_first: bool) -> Result<Self> {
         let mut shard = Vec::new();
@@ -170,12 +170,12 @@ impl Snapshot {
         Ok(Self { shard, weights })
     }
 
-    fn write(self, part: &Part, abandoned: &AtomicBool) -> Result<()> {
+    fn write(self, part: &RankPart, abandoned: &AtomicBool) -> Result<()> {
         part.write(&mut self.shard.into_iter().map(Ok), &mut self.weights.into_iter().map(Ok), abandoned)
     }
 }
 
-fn write_now(part: Part, policy: &Policy) -> Result<()> {
+fn write_now(part: RankPart, policy: &Policy) -> Result<()> {
     let units = policy.trained_table().units.iter();
     let mut weights = units.map(|layout| {
         phase::beat();

@@ -28,12 +28,12 @@ pub struct ShardFiles {
     folder: PathBuf,
     files: Vec<MappedFile>,
     /// By parameter, in order of elements.
-    pieces: BTreeMap<String, Vec<Piece>>,
+    pieces: BTreeMap<String, Vec<ShardPiece>>,
 }
 
 /// Consecutive elements of a parameter, all parts of them in one file.
 #[derive(Debug)]
-struct Piece {
+struct ShardPiece {
     elements: Range<usize>,
     /// Index in `files`.
     file: usize,
@@ -65,7 +65,7 @@ impl ShardFiles {
 
     fn read_part(&self, unit: Unit, name: ParamName, elements: &Range<usize>, part: &str) -> Result<Tensor> {
         let pieces = self.pieces.get(&param_key(unit, name)).map_or(&[][..], Vec::as_slice);
-        let overlap = |piece: &Piece| {
+        let overlap = |piece: &ShardPiece| {
             let shared = elements.start.max(piece.elements.start)..elements.end.min(piece.elements.end);
             let tensor = tensor_name(unit, name, &piece.elements, part);
             (!shared.is_empty()).then(|| self.read_piece(piece, &tensor, &shared))
@@ -74,7 +74,7 @@ impl ShardFiles {
         Ok(Tensor::f_cat(&parts, 0)?)
     }
 
-    fn read_piece(&self, piece: &Piece, tensor: &str, elements: &Range<usize>) -> Result<Tensor> {
+    fn read_piece(&self, piece: &ShardPiece, tensor: &str, elements: &Range<usize>) -> Result<Tensor> {
         let bytes = self.files[piece.file].bytes(tensor).expect("checked at open");
         let width = piece.kind.elt_size_in_bytes();
         let first = elements.start - piece.elements.start;
@@ -99,7 +99,7 @@ impl ShardFiles {
                 return refuse("expected master, m and v of one type, with as many elements as the name says");
             }
             if part == PARTS[0] {
-                self.pieces.entry(key.to_owned()).or_default().push(Piece { elements, file: index, kind });
+                self.pieces.entry(key.to_owned()).or_default().push(ShardPiece { elements, file: index, kind });
             }
         }
         self.files.push(file);

@@ -67,7 +67,7 @@ pub fn open_records(temporary: &Path, num_ranks: usize) -> Result<()> {
 
 /// What one rank writes of a checkpoint, all but the tensors.
 #[derive(Debug)]
-pub struct Part {
+pub struct RankPart {
     temporary: PathBuf,
     complete: PathBuf,
     options: CheckpointOptions,
@@ -82,7 +82,7 @@ pub struct Part {
     state: TrainerState,
 }
 
-impl Part {
+impl RankPart {
     pub fn new(
         temporary: &Path,
         complete: &Path,

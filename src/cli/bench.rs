@@ -19,7 +19,7 @@ use crate::config::Quantization;
 use crate::cuda::{Placement, residual_kind};
 use crate::dist::World;
 use crate::error::{Error, ExitCode, Result};
-use crate::phase::{Limits, terminal};
+use crate::phase::{HeartbeatLimits, terminal};
 use crate::train::GradientOptions;
 
 /// Runs one benchmark to its exit code.
@@ -44,7 +44,7 @@ fn bench<T: Args>(
     args: &Placed<T>,
     work: impl FnOnce(&T, Arc<World>, Kind) -> Result<serde_json::Value>,
 ) -> Result<ExitCode> {
-    placed(args, Supervision::within(Limits::none()), |own, world, kind| {
+    placed(args, Supervision::within(HeartbeatLimits::none()), |own, world, kind| {
         let result = work(own, world.clone(), kind)?;
         print_first(&world, result)
     })

@@ -79,7 +79,7 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
 fn train(args: &RunArgs) -> Result<ExitCode> {
     let missing = fetch::missing(args.config.as_deref(), &args.overrides);
     let is_first = WorkerEnv::from_env()?.is_none();
-    let config = together(read_config(args.config.as_deref(), &args.overrides), missing, |config| {
+    let config = checked_together(read_config(args.config.as_deref(), &args.overrides), missing, |config| {
         if !is_first {
             return Vec::new();
         }
@@ -131,10 +131,13 @@ fn sft(args: &RunArgs) -> Result<ExitCode> {
     let mut notices = Vec::new();
     let missing = fetch::missing(args.config.as_deref(), &args.overrides);
     let is_first = WorkerEnv::from_env()?.is_none();
-    let config =
-        together(SftConfig::load_noting(args.config.as_deref(), &args.overrides, &mut notices), missing, |config| {
+    let config = checked_together(
+        SftConfig::load_noting(args.config.as_deref(), &args.overrides, &mut notices),
+        missing,
+        |config| {
             if is_first { vec![check_output_dir(&config.output_dir)] } else { Vec::new() }
-        })?;
+        },
+    )?;
     say_once(&notices)?;
     let placement = Placement::new(config.device, config.dtype)?;
     let watch = Supervision {
@@ -196,7 +199,11 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
 }
 
 /// The configuration, or all that is wrong with it, with the files that it names, and with what `check` finds.
-fn together<T>(loaded: Result<T>, mut wrong: Vec<Error>, check: impl FnOnce(&T) -> Vec<Result<()>>) -> Result<T> {
+fn checked_together<T>(
+    loaded: Result<T>,
+    mut wrong: Vec<Error>,
+    check: impl FnOnce(&T) -> Vec<Result<()>>,
+) -> Result<T> {
     match loaded {
         Ok(config) => {
             wrong.splice(..0, check(&config).into_iter().filter_map(Result::err));

@@ -14,10 +14,10 @@ use super::sample;
 use crate::cuda::residual_kind;
 use crate::data::Message;
 use crate::dist::{WorkerEnv, World};
-use crate::endpoint::{ClientLimits, Dialogue, Server, ServerOptions, door, drive};
+use crate::endpoint::{ClientLimits, Dialogue, Server, ServerOptions, drive, engine_queue};
 use crate::error::{Error, Result};
 use crate::phase::{self, Phase, terminal};
-use crate::serve::{ServeOptions, Service};
+use crate::serve::{ModelService, ServeOptions};
 
 /// Where the key may stand instead of the command line, which other users of the machine can read.
 const API_KEY_VARIABLE: &str = "COLO_GRPO_API_KEY";
@@ -42,13 +42,14 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, listener: O
         kind,
         residual: residual_kind(args.residual.residual_dtype, kind),
     };
-    let Service { mut served, tokenizer, .. } = phase::scope(Phase::Load, || Service::load(&options, &world))?;
+    let ModelService { mut served, tokenizer, .. } =
+        phase::scope(Phase::Load, || ModelService::load(&options, &world))?;
     let name = args.served_model_name.clone().unwrap_or_else(|| args.source.model.display().to_string());
     let api_key = args.api_key.clone().or_else(|| std::env::var(API_KEY_VARIABLE).ok().filter(|key| !key.is_empty()));
     served.with_engine(|rollout| {
         let Some(listener) = listener else { return drive(rollout, &world, None) };
         let grace = Duration::from_secs_f64(args.grace_s);
-        let (client, door) = door(ClientLimits { max_queue: args.max_queue, grace });
+        let (client, queue) = engine_queue(ClientLimits { max_queue: args.max_queue, grace });
         let options = ServerOptions {
             model_name: name,
             tokenizer,
@@ -58,7 +59,7 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, listener: O
         };
         let server = Server::start(listener, options, client)?;
         terminal::say(format_args!("listening on http://{}/v1", server.address()));
-        let outcome = drive(rollout, &world, Some(door)).inspect_err(|error| world.post_failure(error));
+        let outcome = drive(rollout, &world, Some(queue)).inspect_err(|error| world.post_failure(error));
         server.finish();
         outcome
     })
@@ -67,13 +68,13 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, listener: O
 /// `chat`, in one process.
 pub(super) fn chat(args: &ChatArgs, world: Arc<World>, kind: Kind) -> Result<()> {
     let kinds = (kind, residual_kind(args.residual.residual_dtype, kind));
-    let Service { mut served, tokenizer, .. } =
+    let ModelService { mut served, tokenizer, .. } =
         sample::serve(&args.source, &args.sampling, &Map::new(), &world, kinds)?;
     let system = args.system_prompt.iter().map(|text| Message { role: "system".into(), content: text.clone() });
     let system: Vec<Message> = system.collect();
     tokenizer.apply_chat_template(&[&system[..], &[Message::user("")]].concat(), true)?; // a model without one says so now
     served.with_engine(|rollout| {
-        let (client, door) = door(ClientLimits { max_queue: 1, grace: Duration::ZERO });
+        let (client, queue) = engine_queue(ClientLimits { max_queue: 1, grace: Duration::ZERO });
         let params = sampling(&args.sampling, 1);
         let mut dialogue = Dialogue::new(client.clone(), tokenizer, rollout.max_sequence_length(), params, system);
         let talk = move || {
@@ -84,7 +85,7 @@ pub(super) fn chat(args: &ChatArgs, world: Arc<World>, kind: Kind) -> Result<()>
         let thread = std::thread::Builder::new().name("chat".to_owned()).spawn(talk);
         let thread =
             thread.map_err(|error| Error::Environment { message: format!("a thread to read input: {error}") })?;
-        drive(rollout, &world, Some(door))?;
+        drive(rollout, &world, Some(queue))?;
         thread.join().unwrap_or_else(|panic| Err(Error::of_panic("chat", crate::error::panic_message(&*panic))))
     })
 }

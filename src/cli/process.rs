@@ -15,14 +15,14 @@ use crate::dist::{Backend, WorkerEnv, World, WorldOptions};
 use crate::error::{Error, ExitCode, Result, panic_message};
 use crate::launch::{self, LaunchOptions, OnStop};
 use crate::memory::explain_out_of_memory;
-use crate::phase::{self, Limits, terminal};
+use crate::phase::{self, HeartbeatLimits, terminal};
 
 /// How the ranks of a command are watched, and what becomes of them when one dies.
 pub(super) struct Supervision {
     /// Longest wait in a collective.
     pub timeout: Duration,
     /// Longest silence in a phase.
-    pub limits: Limits,
+    pub limits: HeartbeatLimits,
     pub max_restarts: usize,
     /// Where a restarted run finds its checkpoints.
     pub output_dir: Option<PathBuf>,
@@ -38,7 +38,7 @@ impl Supervision {
     }
 
     /// The same, where collectives have the usual time.
-    pub fn within(limits: Limits) -> Self {
+    pub fn within(limits: HeartbeatLimits) -> Self {
         let timeout = WorldOptions::default().timeout;
         Self { timeout, limits, max_restarts: 0, output_dir: None, on_stop: OnStop::End }
     }

@@ -16,13 +16,13 @@ use crate::eval::{self, Estimate};
 use crate::memory;
 use crate::metrics::{gather_completions, write_completions};
 use crate::phase::{self, Phase, terminal};
-use crate::serve::{ServeOptions, Service};
+use crate::serve::{ModelService, ServeOptions};
 use crate::types::{Prompt, RolloutGroup, Trajectory};
 
 /// `generate`; collective over the world.
 pub(super) fn generate(args: &GenerateArgs, world: Arc<World>, kind: Kind) -> Result<()> {
     let kinds = (kind, residual_kind(args.residual.residual_dtype, kind));
-    let Service { mut served, tokenizer, max_model_length } =
+    let ModelService { mut served, tokenizer, max_model_length } =
         serve(&args.source, &args.sampling, &Map::new(), &world, kinds)?;
     let prompts: Vec<Prompt> = (args.prompt.iter().enumerate().skip(world.rank()).step_by(world.size()))
         .map(|(index, text)| prompt(args, &tokenizer, max_model_length, index, text))
@@ -87,7 +87,7 @@ fn lines(group: &RolloutGroup) -> String {
 pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World>, kind: Kind) -> Result<()> {
     let kinds = (kind, residual_kind(args.residual.residual_dtype, kind));
     let limits = SamplingArgs { max_model_length: evaluation.max_model_length, ..args.sampling.clone() };
-    let Service { mut served, tokenizer, max_model_length } =
+    let ModelService { mut served, tokenizer, max_model_length } =
         serve(&args.source, &limits, &evaluation.variables, &world, kinds)?;
     let options = DatasetOptions { max_model_length: Some(max_model_length), ..evaluation.dataset.clone() };
     let dataset = phase::scope(Phase::Load, || Dataset::read(&evaluation.rows, &tokenizer, &options))?;
@@ -107,7 +107,7 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
         let rows = gather_completions(0, rewards.names(), &groups, &*world.group())?;
         world.agree(if world.rank() == 0 { write_completions(path, rewards.names(), &rows) } else { Ok(()) })?;
     }
-    let outcome = eval::Outcome::of(&groups, &solved_by, &*world.group())?;
+    let outcome = eval::EvalOutcome::of(&groups, &solved_by, &*world.group())?;
     let cause = first_text(&*world.group(), rewards.take_cause())?;
     if outcome.reward.count == 0.0 {
         let message = cause.unwrap_or_else(|| format!("{} applies to none", rewards.names().join(", ")));
@@ -143,7 +143,7 @@ pub(super) fn serve(
     variables: &Map<String, Value>,
     world: &Arc<World>,
     kinds: (Kind, Kind),
-) -> Result<Service> {
+) -> Result<ModelService> {
     let device = world.device();
     phase::on_fill(move |left_bytes| memory::fill(device, left_bytes));
     phase::arm_fault(sampling.fault.clone(), world.rank());
@@ -156,5 +156,5 @@ pub(super) fn serve(
         kind: kinds.0,
         residual: kinds.1,
     };
-    phase::scope(Phase::Load, || Service::load(&options, world))
+    phase::scope(Phase::Load, || ModelService::load(&options, world))
 }

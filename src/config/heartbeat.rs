@@ -8,7 +8,7 @@ use super::field::{Field, FromValue, KeyDoc, join};
 use super::range::{Range, SECONDS};
 use super::raw::RawConfig;
 use crate::error::Error;
-use crate::phase::{Limits, Phase};
+use crate::phase::{HeartbeatLimits, Phase};
 
 const TIMEOUT_S: f64 = 300.0;
 /// Reading a large model and making a checkpoint durable give no heartbeat for long.
@@ -25,8 +25,8 @@ pub struct HeartbeatConfig {
 
 impl HeartbeatConfig {
     /// What the watchers are told.
-    pub fn limits(&self) -> Limits {
-        Limits::new(|phase| Duration::from_secs_f64(self.by_phase[phase as usize].unwrap_or(self.timeout_s)))
+    pub fn limits(&self) -> HeartbeatLimits {
+        HeartbeatLimits::new(|phase| Duration::from_secs_f64(self.by_phase[phase as usize].unwrap_or(self.timeout_s)))
     }
 
     /// Every key with its value.

@@ -11,7 +11,7 @@ use toml::de::{DeTable, DeValue};
 use super::yaml;
 use crate::error::{Error, MAX_LISTED, Result, UnknownKey};
 use crate::migration;
-use crate::untrusted::{self, Limits, MAX_RUN_CONFIG_BYTES};
+use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES, ThreadLimits};
 
 /// Most keys of one configuration: a multiple of those that there are.
 const MAX_KEYS: usize = 2048;
@@ -20,7 +20,7 @@ const MAX_OPENINGS: usize = 8192;
 /// Longest key for which a similar one is searched, in bytes.
 const MAX_MISTYPED_BYTES: usize = 128;
 /// What reading a file within these bounds may take at most.
-const LIMITS: Limits = Limits { stack_bytes: 64 << 20, memory_bytes: 128 << 20, cpu_s: 10 };
+const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 64 << 20, memory_bytes: 128 << 20, cpu_s: 10 };
 
 /// What the user wrote, before it means anything.
 #[derive(Debug, Default)]

@@ -7,11 +7,11 @@ use serde_json::Value;
 use super::raw::flatten;
 
 /// A dotted key, its value and its line (from 1).
-type Entry = (String, Value, usize);
+type YamlEntry = (String, Value, usize);
 
 /// Dotted keys with values and lines. The error is a message and its line. Keys of a flow mapping
 /// (`zero: {stage: 2}`) carry the line of the block key that holds it.
-pub(super) fn entries(text: &str) -> Result<Vec<Entry>, (String, usize)> {
+pub(super) fn entries(text: &str) -> Result<Vec<YamlEntry>, (String, usize)> {
     let failed = |error: serde_yaml_ng::Error| {
         let line = error.location().map_or(1, |location| location.line());
         (error.to_string(), line)
@@ -67,7 +67,7 @@ mod tests {
     fn nested_flow_and_quoted_keys_have_lines() {
         let text = "# run\nbeta: 0.1\nzero:\n  stage: 3\n\"seed\": 7\nreward: {num_threads: 2}\nlearning_rate: 1e-6\n";
         let found = entries(text).unwrap();
-        let expected: Vec<Entry> = vec![
+        let expected: Vec<YamlEntry> = vec![
             ("beta".into(), 0.1.into(), 2),
             ("zero.stage".into(), 3.into(), 4),
             ("seed".into(), 7.into(), 5),

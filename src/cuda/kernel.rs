@@ -9,7 +9,7 @@ use cudarc::driver::{result, sys};
 
 use super::context::{Context, check};
 use super::library::environment;
-use super::nvrtc::{Source, cubin};
+use super::nvrtc::{KernelSource, cubin};
 use crate::error::Result;
 
 /// Dynamic shared memory that a kernel has without asking for it.
@@ -50,7 +50,7 @@ impl Kernel {
     ///
     /// # Errors
     /// Those of the compiler; [`crate::Error::Cuda`] when the driver cannot load it.
-    pub(super) fn get(source: &'static Source, name: &str, ordinal: usize) -> Result<Self> {
+    pub(super) fn get(source: &'static KernelSource, name: &str, ordinal: usize) -> Result<Self> {
         static LOADED: Mutex<Option<HashMap<(usize, String), Kernel>>> = Mutex::new(None);
         let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
         let loaded = loaded.get_or_insert_default();

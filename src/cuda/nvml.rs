@@ -14,10 +14,10 @@ const TOLERATED_BYTES: u64 = 1 << 30;
 const MAX_PROCESSES: usize = 64;
 
 type Device = *mut c_void;
-type Status = c_int;
+type NvmlStatus = c_int;
 
 #[repr(C)]
-struct Memory {
+struct NvmlMemory {
     version: c_uint,
     total: c_ulonglong,
     reserved: c_ulonglong,
@@ -27,7 +27,7 @@ struct Memory {
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Process {
+struct NvmlProcess {
     pid: c_uint,
     used: c_ulonglong, // all ones where it is not told
     gpu_instance: c_uint,
@@ -102,10 +102,10 @@ struct Nvml {
     energy: EnergyOf,
 }
 
-type ByUuid = unsafe extern "C" fn(*const c_char, *mut Device) -> Status;
-type MemoryOf = unsafe extern "C" fn(Device, *mut Memory) -> Status;
-type EnergyOf = unsafe extern "C" fn(Device, *mut c_ulonglong) -> Status;
-type ProcessesOf = unsafe extern "C" fn(Device, *mut c_uint, *mut Process) -> Status;
+type ByUuid = unsafe extern "C" fn(*const c_char, *mut Device) -> NvmlStatus;
+type MemoryOf = unsafe extern "C" fn(Device, *mut NvmlMemory) -> NvmlStatus;
+type EnergyOf = unsafe extern "C" fn(Device, *mut c_ulonglong) -> NvmlStatus;
+type ProcessesOf = unsafe extern "C" fn(Device, *mut c_uint, *mut NvmlProcess) -> NvmlStatus;
 
 impl Nvml {
     fn open() -> Option<Self> {
@@ -121,7 +121,8 @@ impl Nvml {
         };
         // SAFETY: the symbols have these types in nvml.h (12.0 and later).
         let (init, nvml) = unsafe {
-            let init = std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> Status>(symbol(c"nvmlInit_v2")?);
+            let init =
+                std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> NvmlStatus>(symbol(c"nvmlInit_v2")?);
             let by_uuid = std::mem::transmute::<*mut c_void, ByUuid>(symbol(c"nvmlDeviceGetHandleByUUID")?);
             let memory = std::mem::transmute::<*mut c_void, MemoryOf>(symbol(c"nvmlDeviceGetMemoryInfo_v2")?);
             let processes =
@@ -146,8 +147,13 @@ impl Nvml {
 
     /// What is held of one GPU, by whom, if it is more than is tolerated.
     fn held(&self, ordinal: i32) -> Result<Option<String>> {
-        let mut memory =
-            Memory { version: (size_of::<Memory>() | 2 << 24) as c_uint, total: 0, reserved: 0, free: 0, used: 0 };
+        let mut memory = NvmlMemory {
+            version: (size_of::<NvmlMemory>() | 2 << 24) as c_uint,
+            total: 0,
+            reserved: 0,
+            free: 0,
+            used: 0,
+        };
         // SAFETY: the device is NVML's own, and memory outlives the call.
         let of = |&device: &Device| unsafe { (self.memory)(device, &raw mut memory) } == 0;
         let Some(device) = self.device(ordinal)?.filter(of) else {
@@ -157,7 +163,7 @@ impl Nvml {
         if memory.used <= TOLERATED_BYTES {
             return Ok(None);
         }
-        let mut processes = [Process { pid: 0, used: 0, gpu_instance: 0, compute_instance: 0 }; MAX_PROCESSES];
+        let mut processes = [NvmlProcess { pid: 0, used: 0, gpu_instance: 0, compute_instance: 0 }; MAX_PROCESSES];
         let mut count = MAX_PROCESSES as c_uint;
         // SAFETY: there is room for `count` processes, of which the call writes no more.
         let listed = unsafe { (self.processes)(device, &raw mut count, processes.as_mut_ptr()) } == 0;
@@ -166,8 +172,8 @@ impl Nvml {
     }
 }
 
-fn describe(used: u64, processes: &[Process]) -> String {
-    let by = |process: &Process| match process.used {
+fn describe(used: u64, processes: &[NvmlProcess]) -> String {
+    let by = |process: &NvmlProcess| match process.used {
         u64::MAX => format!("process {}", process.pid),
         used => format!("process {} ({} MiB)", process.pid, used >> 20),
     };
@@ -192,7 +198,7 @@ mod tests {
 
     #[test]
     fn holders_are_named_with_their_mib() {
-        let process = |pid, used| Process { pid, used, gpu_instance: 0, compute_instance: 0 };
+        let process = |pid, used| NvmlProcess { pid, used, gpu_instance: 0, compute_instance: 0 };
         let text = describe(5 << 30, &[process(7, 4 << 30), process(9, u64::MAX)]);
         assert_eq!(text, "5120 MiB are held by process 7 (4096 MiB), process 9");
         assert_eq!(describe(2 << 30, &[]), "2048 MiB are held by processes that are not visible here");

@@ -14,16 +14,16 @@ use crate::error::{Error, Result};
 
 /// A file of `src/kernels`.
 #[derive(Debug)]
-pub(super) struct Source {
+pub(super) struct KernelSource {
     pub(super) file: &'static str,
     pub(super) text: &'static str,
 }
 
 macro_rules! sources {
     ($($name:ident = $file:literal),* $(,)?) => {
-        $(pub(super) static $name: Source = Source { file: $file, text: include_str!(concat!("../kernels/", $file)) };)*
+        $(pub(super) static $name: KernelSource = KernelSource { file: $file, text: include_str!(concat!("../kernels/", $file)) };)*
         #[cfg(test)]
-        const SOURCES: &[&Source] = &[$(&$name),*];
+        const SOURCES: &[&KernelSource] = &[$(&$name),*];
     };
 }
 
@@ -70,7 +70,7 @@ const HEADERS: [(&CStr, &str); 9] = [
 
 /// The source, and all that it might include.
 #[cfg(test)]
-pub(super) fn texts(source: &Source) -> impl Iterator<Item = &'static str> {
+pub(super) fn texts(source: &KernelSource) -> impl Iterator<Item = &'static str> {
     HEADERS.into_iter().map(|(_, text)| text).chain([source.text])
 }
 
@@ -81,7 +81,7 @@ const OPTIONS: [&str; 2] = ["--std=c++17", "--extra-device-vectorization"];
 ///
 /// # Errors
 /// [`Error::Environment`] without NVRTC, or with the compiler's log.
-pub(super) fn cubin(source: &Source, capability: (i32, i32)) -> Result<Vec<u8>> {
+pub(super) fn cubin(source: &KernelSource, capability: (i32, i32)) -> Result<Vec<u8>> {
     let path = cache::path("cubin", source.file.trim_end_matches(".cu"), &key(source, capability)?)?;
     if let Some(image) = cache::read(&path, machine_code_of)? {
         return Ok(image);
@@ -102,11 +102,11 @@ fn machine_code_of(bytes: Vec<u8>) -> Option<Vec<u8>> {
 ///
 /// # Errors
 /// [`Error::Environment`] without NVRTC.
-pub(super) fn key(source: &Source, capability: (i32, i32)) -> Result<String> {
+pub(super) fn key(source: &KernelSource, capability: (i32, i32)) -> Result<String> {
     Ok(key_of(source, capability, version()?))
 }
 
-fn key_of(source: &Source, capability: (i32, i32), version: (c_int, c_int)) -> String {
+fn key_of(source: &KernelSource, capability: (i32, i32), version: (c_int, c_int)) -> String {
     let headers = HEADERS.map(|header| header.1).concat();
     format!("{} {version:?} {OPTIONS:?}\n{headers}\n{}", architecture(capability), source.text)
 }
@@ -117,7 +117,7 @@ fn architecture((major, minor): (i32, i32)) -> String {
     format!("sm_{major}{minor}{own}")
 }
 
-fn compile(source: &Source, capability: (i32, i32)) -> Result<Vec<u8>> {
+fn compile(source: &KernelSource, capability: (i32, i32)) -> Result<Vec<u8>> {
     open_library()?;
     let c_text = |text: &str| CString::new(text).map_err(|_| environment("a kernel source with a NUL byte"));
     let (text, name) = (c_text(source.text)?, c_text(source.file)?);
@@ -263,7 +263,7 @@ mod tests {
     #[test]
     fn a_kernel_that_does_not_compile_is_shown_with_its_line() {
         tch::set_num_threads(1);
-        let broken = Source { file: "broken.cu", text: "extern \"C\" __global__ void f() {\n  nonsense;\n}" };
+        let broken = KernelSource { file: "broken.cu", text: "extern \"C\" __global__ void f() {\n  nonsense;\n}" };
         let message = compile(&broken, (9, 0)).unwrap_err().to_string();
         assert!(message.contains("broken.cu(2)") && message.contains("nonsense"), "{message}");
     }

@@ -7,7 +7,7 @@ use cudarc::driver::{result, sys};
 use tch::{Device, Tensor};
 
 use super::context::{Context, check};
-use super::stream::Event;
+use super::stream::CudaEvent;
 use crate::error::{Error, Result};
 use crate::torch;
 
@@ -18,7 +18,7 @@ pub struct PinnedWords {
     context: Arc<Context>,
     address: *mut i32,
     len: usize,
-    copied: Option<Event>,
+    copied: Option<CudaEvent>,
 }
 
 // SAFETY: plain memory of the process, owned by this alone.
@@ -84,7 +84,7 @@ impl PinnedWords {
         }
         let stream: sys::CUstream = torch::current_cuda_stream(self.context.ordinal())?.cast();
         check(op, copy(self.address, stream).result())?;
-        self.copied = Some(Event::record(&self.context, stream)?);
+        self.copied = Some(CudaEvent::record(&self.context, stream)?);
         Ok(())
     }
 

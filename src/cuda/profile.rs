@@ -6,12 +6,12 @@ use std::sync::Arc;
 use tch::Tensor;
 
 use super::context::Context;
-use super::stream::Event;
+use super::stream::CudaEvent;
 use crate::error::Result;
 
 /// What an operation cannot do without.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Work {
+pub struct OpCost {
     /// Multiplications and additions of matrix products.
     pub flop: f64,
     /// Bytes of memory read and written.
@@ -20,7 +20,7 @@ pub struct Work {
 
 /// All operations of a family in one [`profile`].
 #[derive(Debug, Clone, PartialEq)]
-pub struct Family {
+pub struct OpFamily {
     /// What they do.
     pub name: &'static str,
     /// How many there were.
@@ -28,14 +28,14 @@ pub struct Family {
     /// Their time on the GPU.
     pub ms: f64,
     /// Their work, one after the other.
-    pub work: Vec<Work>,
+    pub work: Vec<OpCost>,
 }
 
 struct Span {
     name: &'static str,
-    work: Work,
-    start: Event,
-    end: Event,
+    work: OpCost,
+    start: CudaEvent,
+    end: CudaEvent,
 }
 
 struct Recording {
@@ -48,7 +48,7 @@ thread_local! {
     static RECORDING: RefCell<Option<Recording>> = const { RefCell::new(None) };
 }
 
-impl Work {
+impl OpCost {
     /// Of a product [m, k] x [k, n].
     pub fn product(m: i64, n: i64, k: i64) -> Self {
         Self { flop: 2.0 * m as f64 * n as f64 * k as f64, bytes: 0.0 }
@@ -65,13 +65,13 @@ impl Work {
 ///
 /// # Errors
 /// Those of `run`; [`crate::Error::Cuda`].
-pub fn profile(ordinal: usize, run: impl FnOnce() -> Result<()>) -> Result<Vec<Family>> {
+pub fn profile(ordinal: usize, run: impl FnOnce() -> Result<()>) -> Result<Vec<OpFamily>> {
     let recording = Recording { context: Context::retain(ordinal)?, spans: Vec::new(), is_inside: false };
     RECORDING.set(Some(recording));
     let outcome = run();
     let spans = RECORDING.take().map_or_else(Vec::new, |recording| recording.spans);
     outcome?;
-    let mut families: Vec<Family> = Vec::new();
+    let mut families: Vec<OpFamily> = Vec::new();
     for Span { name, work, start, end } in spans {
         let ms = start.time_until(&end)?.as_secs_f64() * 1e3;
         match families.iter_mut().find(|family| family.name == name) {
@@ -80,7 +80,7 @@ pub fn profile(ordinal: usize, run: impl FnOnce() -> Result<()>) -> Result<Vec<F
                 family.ms += ms;
                 family.work.push(work);
             }
-            None => families.push(Family { name, calls: 1, ms, work: vec![work] }),
+            None => families.push(OpFamily { name, calls: 1, ms, work: vec![work] }),
         }
     }
     families.sort_by(|a, b| b.ms.total_cmp(&a.ms));
@@ -92,7 +92,7 @@ pub fn profile(ordinal: usize, run: impl FnOnce() -> Result<()>) -> Result<Vec<F
 ///
 /// # Panics
 /// If an event cannot be recorded: the GPU has failed.
-pub(crate) fn timed<R>(name: &'static str, work: impl FnOnce() -> Work, run: impl FnOnce() -> R) -> R {
+pub(crate) fn timed<R>(name: &'static str, work: impl FnOnce() -> OpCost, run: impl FnOnce() -> R) -> R {
     let Some((context, start)) = begin() else { return run() };
     let result = run();
     let end = mark(&context);
@@ -105,7 +105,7 @@ pub(crate) fn timed<R>(name: &'static str, work: impl FnOnce() -> Work, run: imp
     result
 }
 
-fn begin() -> Option<(Arc<Context>, Event)> {
+fn begin() -> Option<(Arc<Context>, CudaEvent)> {
     RECORDING.with_borrow_mut(|recording| {
         let recording = recording.as_mut().filter(|recording| !recording.is_inside)?;
         recording.is_inside = true;
@@ -113,8 +113,8 @@ fn begin() -> Option<(Arc<Context>, Event)> {
     })
 }
 
-fn mark(context: &Arc<Context>) -> Event {
-    Event::record_libtorch(context).expect("an event on a GPU in use")
+fn mark(context: &Arc<Context>) -> CudaEvent {
+    CudaEvent::record_libtorch(context).expect("an event on a GPU in use")
 }
 
 #[cfg(test)]
@@ -129,7 +129,7 @@ mod tests {
     #[test]
     fn work_counts_what_must_move() {
         let x = Tensor::zeros([3, 5], (tch::Kind::BFloat16, tch::Device::Cpu));
-        assert_eq!(Work::pass(&[&x, &x]).bytes, 60.0);
-        assert_eq!(Work::product(2, 3, 4).flop, 48.0);
+        assert_eq!(OpCost::pass(&[&x, &x]).bytes, 60.0);
+        assert_eq!(OpCost::product(2, 3, 4).flop, 48.0);
     }
 }

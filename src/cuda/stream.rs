@@ -43,7 +43,7 @@ impl Stream {
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
-    pub fn wait(&self, event: &Event) -> Result<()> {
+    pub fn wait(&self, event: &CudaEvent) -> Result<()> {
         // SAFETY: both are alive.
         check("cuStreamWaitEvent", unsafe { result::stream::wait_event(self.raw, event.raw, WAIT) })
     }
@@ -54,31 +54,31 @@ impl Stream {
     /// [`crate::Error::Cuda`].
     pub fn wait_for_libtorch(&self) -> Result<()> {
         let stream = torch::current_cuda_stream(self.context.ordinal())?;
-        self.wait(&Event::record(&self.context, stream.cast())?)
+        self.wait(&CudaEvent::record(&self.context, stream.cast())?)
     }
 
     /// An event that is done when all that is queued here by now is.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
-    pub fn record(&self) -> Result<Event> {
-        Event::record(&self.context, self.raw)
+    pub fn record(&self) -> Result<CudaEvent> {
+        CudaEvent::record(&self.context, self.raw)
     }
 
-    /// The same, for [`Event::time_until`].
+    /// The same, for [`CudaEvent::time_until`].
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
-    pub fn record_timed(&self) -> Result<Event> {
-        Event::record_timed(&self.context, self.raw)
+    pub fn record_timed(&self) -> Result<CudaEvent> {
+        CudaEvent::record_timed(&self.context, self.raw)
     }
 
     /// An event as of [`Stream::record`], for which a thread waits asleep, not turning in a loop.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
-    pub fn record_sleeping(&self) -> Result<Event> {
-        Event::record_sleeping(&self.context, self.raw)
+    pub fn record_sleeping(&self) -> Result<CudaEvent> {
+        CudaEvent::record_sleeping(&self.context, self.raw)
     }
 
     /// The GPU's context.
@@ -107,17 +107,17 @@ const WAIT: sys::CUevent_wait_flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEF
 
 /// A point in a stream.
 #[derive(Debug)]
-pub struct Event {
+pub struct CudaEvent {
     raw: sys::CUevent,
     context: Arc<Context>,
 }
 
 // SAFETY: the driver's functions may be called with one event from any thread.
-unsafe impl Send for Event {}
+unsafe impl Send for CudaEvent {}
 // SAFETY: as above.
-unsafe impl Sync for Event {}
+unsafe impl Sync for CudaEvent {}
 
-impl Event {
+impl CudaEvent {
     /// What libtorch queues from now on, on its current stream of this GPU, starts after this event. The host goes on.
     ///
     /// # Errors
@@ -195,7 +195,7 @@ impl Event {
     }
 }
 
-impl Drop for Event {
+impl Drop for CudaEvent {
     fn drop(&mut self) {
         // SAFETY: created by `record` and not used after this; the driver keeps it until the stream has passed it.
         let _ = unsafe { result::event::destroy(self.raw) };

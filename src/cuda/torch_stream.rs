@@ -8,7 +8,7 @@ use std::sync::Arc;
 use cudarc::driver::{result, sys};
 
 use super::context::{Context, check};
-use super::stream::Event;
+use super::stream::CudaEvent;
 use crate::error::Result;
 use crate::torch;
 
@@ -75,16 +75,16 @@ impl TorchStream {
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
-    pub fn record(&self) -> Result<Event> {
-        Event::record(&self.context, self.raw)
+    pub fn record(&self) -> Result<CudaEvent> {
+        CudaEvent::record(&self.context, self.raw)
     }
 
-    /// The same, for [`Event::time_until`].
+    /// The same, for [`CudaEvent::time_until`].
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
-    pub fn record_timed(&self) -> Result<Event> {
-        Event::record_timed(&self.context, self.raw)
+    pub fn record_timed(&self) -> Result<CudaEvent> {
+        CudaEvent::record_timed(&self.context, self.raw)
     }
 
     /// Waits, on the host, for all that is queued.
@@ -130,5 +130,5 @@ fn order(context: &Arc<Context>, first: sys::CUstream, second: sys::CUstream) ->
     if first == second {
         return Ok(());
     }
-    Event::record(context, first)?.hold(second)
+    CudaEvent::record(context, first)?.hold(second)
 }

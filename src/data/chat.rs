@@ -26,7 +26,7 @@ use serde_json::{Map, Value as Json};
 
 use super::date;
 use crate::error::{Error, Result};
-use crate::untrusted::{Confined, Limits, MAX_TEMPLATE_BYTES};
+use crate::untrusted::{Confined, MAX_TEMPLATE_BYTES, ThreadLimits};
 
 /// Jinja instructions that one conversation may take. Every level of a nested value takes one, so it bounds their depth, too.
 const FUEL: u64 = 200_000;
@@ -37,7 +37,7 @@ const MAX_OUTPUT_BYTES: usize = 4 << 20;
 /// The template's own name, in messages.
 const NAME: &str = "chat_template";
 /// What one rendering may take. The stack is enough for `MAX_OPERATORS` levels of syntax and `FUEL` levels of a value.
-const LIMITS: Limits = Limits { stack_bytes: 256 << 20, memory_bytes: 128 << 20, cpu_s: 2 };
+const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 256 << 20, memory_bytes: 128 << 20, cpu_s: 2 };
 
 /// Threads that are started anew because a conversation broke a limit.
 const MAX_BREACHES: usize = 16;
@@ -65,7 +65,7 @@ pub struct ChatTemplate {
     start: Start,
 }
 
-type Thread = Confined<Job, Result<String>>;
+type Thread = Confined<TemplateJob, Result<String>>;
 
 /// What a template's thread is started from.
 #[derive(Debug)]
@@ -79,7 +79,7 @@ struct Start {
 
 /// What the template's thread is asked for.
 #[derive(Debug)]
-enum Job {
+enum TemplateJob {
     Compile,
     Extend(Map<String, Json>),
     Render(Conversation),
@@ -137,7 +137,7 @@ impl ChatTemplate {
     /// # Errors
     /// [`Error::ChatTemplate`] if they take more memory than a template may have.
     pub(super) fn add_variables(&self, variables: &Map<String, Json>) -> Result<()> {
-        self.call(Job::Extend(variables.clone()))?;
+        self.call(TemplateJob::Extend(variables.clone()))?;
         self.start.variables.lock().unwrap_or_else(PoisonError::into_inner).extend(variables.clone());
         Ok(())
     }
@@ -155,12 +155,12 @@ impl ChatTemplate {
     /// # Errors
     /// Those of [`ChatTemplate::render`].
     pub fn converse(&self, conversation: Conversation) -> Result<String> {
-        self.call(Job::Render(conversation))
+        self.call(TemplateJob::Render(conversation))
     }
 
     /// A conversation that breaks a limit costs itself alone: others are rendered on a new thread. The old one may keep its memory, so
     /// that this has an end.
-    fn call(&self, job: Job) -> Result<String> {
+    fn call(&self, job: TemplateJob) -> Result<String> {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         thread.call(job).unwrap_or_else(|message| {
             if self.start.num_breaches.fetch_add(1, Ordering::Relaxed) < MAX_BREACHES
@@ -179,18 +179,18 @@ impl Start {
         let variables = self.variables.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let mut renderer = Renderer { environment: environment(self.now), source: self.source.clone(), variables };
         let work = move |job| match job {
-            Job::Compile => renderer.compile().map(|()| String::new()),
-            Job::Extend(variables) => {
+            TemplateJob::Compile => renderer.compile().map(|()| String::new()),
+            TemplateJob::Extend(variables) => {
                 renderer.variables.extend(variables);
                 Ok(String::new())
             }
-            Job::Render(conversation) => renderer.render(&conversation),
+            TemplateJob::Render(conversation) => renderer.render(&conversation),
         };
         let thread = Confined::start("chat template", LIMITS, work);
         let thread = thread.map_err(|error| Error::Environment {
             message: format!("no thread for the chat template, with a stack of {} bytes: {error}", LIMITS.stack_bytes),
         })?;
-        thread.call(Job::Compile).unwrap_or_else(|message| Err(Error::ChatTemplate { message }))?;
+        thread.call(TemplateJob::Compile).unwrap_or_else(|message| Err(Error::ChatTemplate { message }))?;
         Ok(thread)
     }
 }

@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 const MAX_RECORD_BYTES: usize = 64 << 20;
 
 /// A row with its line, or what is wrong there.
-pub(super) type Line = Result<(usize, Map<String, Value>), (usize, String)>;
+pub(super) type CsvLine = Result<(usize, Map<String, Value>), (usize, String)>;
 
 /// Whether a file is read as CSV or TSV: its name says so.
 pub(super) fn is_csv(path: &Path) -> bool {
@@ -21,7 +21,7 @@ pub(super) fn is_csv(path: &Path) -> bool {
 }
 
 /// The rows in order, each with its line; what is wrong with the header, or with the next row.
-pub(super) fn read(path: &Path, file: File) -> Result<impl Iterator<Item = Line> + use<>, String> {
+pub(super) fn read(path: &Path, file: File) -> Result<impl Iterator<Item = CsvLine> + use<>, String> {
     let delimiter = if path.extension().is_some_and(|extension| extension == "tsv") { b'\t' } else { b',' };
     let left = Rc::new(Cell::new(MAX_RECORD_BYTES));
     let file = Bounded { inner: BufReader::new(file), left: left.clone() };

@@ -66,7 +66,7 @@ impl SftDataset {
         max_length: usize,
         options: &DatasetOptions,
     ) -> Result<Self> {
-        let ends = Ends { own: tokenizer.eos_token_id(), all: tokenizer.eos_token_ids(model_eos_token_ids) };
+        let ends = EndTokens { own: tokenizer.eos_token_id(), all: tokenizer.eos_token_ids(model_eos_token_ids) };
         let format = ChatFormat::new(options.prompt_format, options.system_prompt.as_deref(), tokenizer);
         let max_bytes = tokenizer.max_bytes(max_length);
         let mut data = Self { examples: Vec::new(), num_rows: 0, too_long: 0, max_length };
@@ -109,12 +109,12 @@ impl SftDataset {
 }
 
 /// Tokens that end a completion.
-struct Ends {
+struct EndTokens {
     own: Option<u32>,
     all: Vec<u32>,
 }
 
-impl Ends {
+impl EndTokens {
     /// Completes ids that are not ended.
     fn close(&self, mut ids: Vec<u32>) -> Result<Vec<u32>> {
         if !ids.last().is_some_and(|last| self.all.contains(last)) {
@@ -139,7 +139,7 @@ fn examples(
     row: &Row,
     column: Option<&str>,
     tokenizer: &Tokenizer,
-    ends: &Ends,
+    ends: &EndTokens,
     format: &ChatFormat<'_>,
     max_bytes: usize,
 ) -> Result<Vec<Option<SftExample>>> {

@@ -7,7 +7,7 @@ use glob::{MatchOptions, Pattern};
 use serde_yaml_ng::Value;
 
 use crate::config::check_openings;
-use crate::untrusted::{self, Limits};
+use crate::untrusted::{self, ThreadLimits};
 
 /// Extensions of files that hold rows.
 pub(super) const EXTENSIONS: [&str; 6] = ["parquet", "jsonl", "ndjson", "json", "csv", "tsv"];
@@ -22,7 +22,7 @@ const WITHIN: MatchOptions =
     MatchOptions { case_sensitive: true, require_literal_separator: true, require_literal_leading_dot: false };
 
 /// What reading a README's header and matching its patterns may take.
-const LIMITS: Limits = Limits { stack_bytes: 64 << 20, memory_bytes: 256 << 20, cpu_s: 5 };
+const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 64 << 20, memory_bytes: 256 << 20, cpu_s: 5 };
 
 /// Files by split.
 type Splits = BTreeMap<String, Vec<String>>;

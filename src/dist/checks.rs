@@ -9,20 +9,20 @@ pub(super) const REDUCIBLE: [Kind; 4] = [Kind::Float, Kind::Double, Kind::BFloat
 
 /// A tensor's elements: `bytes` from `address`.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Memory {
+pub(super) struct MemoryRange {
     pub address: *mut u8,
     pub kind: Kind,
     pub bytes: usize,
 }
 
 /// The memory of a contiguous tensor on `device`.
-pub(super) fn memory(op: &'static str, tensor: &Tensor, device: Device) -> Result<Memory> {
+pub(super) fn memory(op: &'static str, tensor: &Tensor, device: Device) -> Result<MemoryRange> {
     let kind = tensor.f_kind()?;
     if tensor.device() != device || !tensor.is_contiguous() {
         let got = format!("{kind:?} {:?} on {:?}, strides {:?}", tensor.size(), tensor.device(), tensor.stride());
         return Err(Error::InvalidArgument { op, expected: format!("a contiguous tensor on {device:?}"), got });
     }
-    Ok(Memory { address: tensor.data_ptr().cast(), kind, bytes: tensor.numel() * kind.elt_size_in_bytes() })
+    Ok(MemoryRange { address: tensor.data_ptr().cast(), kind, bytes: tensor.numel() * kind.elt_size_in_bytes() })
 }
 
 /// The memory of one rank's tensor and of one that holds `size` of them.
@@ -32,7 +32,7 @@ pub(super) fn pair(
     all: &Tensor,
     size: usize,
     device: Device,
-) -> Result<(Memory, Memory)> {
+) -> Result<(MemoryRange, MemoryRange)> {
     let (one, all) = (memory(op, one, device)?, memory(op, all, device)?);
     if one.kind == all.kind && one.bytes * size == all.bytes {
         return Ok((one, all));
@@ -48,13 +48,13 @@ pub(super) fn split(
     output: &Tensor,
     size: usize,
     device: Device,
-) -> Result<(Memory, Memory)> {
+) -> Result<(MemoryRange, MemoryRange)> {
     let parts = input.numel().is_multiple_of(size);
     let (input, output) = (memory(op, input, device)?, memory(op, output, device)?);
     if parts && input.kind == output.kind && input.bytes == output.bytes {
         return Ok((input, output));
     }
-    let describe = |memory: Memory| format!("{} bytes of {:?}", memory.bytes, memory.kind);
+    let describe = |memory: MemoryRange| format!("{} bytes of {:?}", memory.bytes, memory.kind);
     Err(Error::InvalidArgument {
         op,
         expected: format!("input and output of one kind and size, in {size} equal parts"),

@@ -23,9 +23,9 @@ pub(super) trait ControlPlane: Send + Sync + Debug {
     /// Tells all ranks that this one failed, unless a failure stands already. An [`Error::PeerFailed`] is no news.
     fn post_failure(&self, error: &Error);
     /// The failure that stands: posted, and not agreed on yet.
-    fn failure(&self) -> Option<Failure>;
+    fn failure(&self) -> Option<RankFailure>;
     /// Waits for every rank of the world, failed or not, and gives all of them the failure that stood, or none. It is over then.
-    fn agree(&self) -> Result<Option<Failure>>;
+    fn agree(&self) -> Result<Option<RankFailure>>;
     /// Waits until every rank of the group has arrived.
     fn barrier(&self, group: &Arc<RankGroup>) -> Result<()>;
     /// Every rank's bytes, in group order; lengths may differ.
@@ -57,14 +57,14 @@ impl RankGroup {
 
 /// The first failure of any rank, as all ranks see it.
 #[derive(Debug, Clone)]
-pub(super) struct Failure {
+pub(super) struct RankFailure {
     pub rank: usize,
     pub code: ExitCode,
     pub message: String,
 }
 
-impl From<Failure> for Error {
-    fn from(failure: Failure) -> Self {
+impl From<RankFailure> for Error {
+    fn from(failure: RankFailure) -> Self {
         Error::PeerFailed { rank: failure.rank, code: failure.code, message: failure.message }
     }
 }
@@ -91,7 +91,7 @@ impl Deadline {
 #[derive(Debug)]
 pub(super) enum Stopped {
     /// A rank failed.
-    Failed(Failure),
+    Failed(RankFailure),
     /// The deadline passed; these world ranks had not come.
     Late(Vec<usize>),
     /// This process is asked to stop.
@@ -125,11 +125,11 @@ impl ControlPlane for Alone {
 
     fn post_failure(&self, _: &Error) {}
 
-    fn failure(&self) -> Option<Failure> {
+    fn failure(&self) -> Option<RankFailure> {
         None
     }
 
-    fn agree(&self) -> Result<Option<Failure>> {
+    fn agree(&self) -> Result<Option<RankFailure>> {
         Ok(None)
     }
 

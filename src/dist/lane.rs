@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use tch::Tensor;
 
-use crate::cuda::{Context, Event, TorchStream};
+use crate::cuda::{Context, CudaEvent, TorchStream};
 use crate::error::Result;
 
 /// The stream of this process's collectives, beside the one that libtorch computes on. There is one for all groups: work
@@ -16,14 +16,14 @@ use crate::error::Result;
 #[derive(Debug)]
 pub struct Lane {
     stream: Option<TorchStream>,
-    state: Mutex<State>,
+    state: Mutex<LaneState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    newest: Option<Arc<Event>>,           // the end of the work that libtorch did not join yet
-    waits: VecDeque<(Event, Arc<Event>)>, // where libtorch came to a wait, and what it waited for
-    exposed: Duration,                    // of the waits already read
+struct LaneState {
+    newest: Option<Arc<CudaEvent>>, // the end of the work that libtorch did not join yet
+    waits: VecDeque<(CudaEvent, Arc<CudaEvent>)>, // where libtorch came to a wait, and what it waited for
+    exposed: Duration,              // of the waits already read
 }
 
 /// Work under way, with the tensors that it uses: libtorch's cache knows nothing of it, so they may not be freed, read or
@@ -32,7 +32,7 @@ struct State {
 #[must_use = "libtorch waits for the work when this is dropped: keep it while other work goes on"]
 pub struct Work {
     lane: Arc<Lane>,
-    end: Option<Arc<Event>>, // None for work that is done
+    end: Option<Arc<CudaEvent>>, // None for work that is done
     _held: Vec<Tensor>,
 }
 
@@ -94,21 +94,21 @@ impl Lane {
         Ok(std::mem::take(&mut state.exposed))
     }
 
-    fn wait(&self, end: &Arc<Event>) -> Result<()> {
+    fn wait(&self, end: &Arc<CudaEvent>) -> Result<()> {
         let Some(stream) = &self.stream else { return Ok(()) };
-        let came = Event::record_libtorch(stream.context())?;
+        let came = CudaEvent::record_libtorch(stream.context())?;
         end.hold_libtorch()?;
         let mut state = self.lock();
         state.waits.push_back((came, end.clone()));
         state.read_waits()
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, LaneState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
+impl LaneState {
     /// Adds up the waits that are over, the oldest first.
     fn read_waits(&mut self) -> Result<()> {
         while let Some((came, end)) = self.waits.front()

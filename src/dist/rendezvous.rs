@@ -74,34 +74,35 @@ pub(super) fn meet(env: &WorkerEnv, options: &WorldOptions) -> Result<Member> {
 }
 
 /// Where rank 0's memory is: its process and a descriptor of that.
-type Place = (u32, RawFd);
+type SegmentAddress = (u32, RawFd);
 
 /// What rank 0 must keep until every rank has the memory mapped: its file, and the store that it may serve.
-struct Offered {
+struct OfferedSegment {
     _file: File,
     _store: Arc<Store>,
 }
 
 /// Rank 0 makes the memory, the others open it.
-fn through_store(env: &WorkerEnv, options: &WorldOptions) -> Result<(Segment, Option<Offered>)> {
+fn through_store(env: &WorkerEnv, options: &WorldOptions) -> Result<(Segment, Option<OfferedSegment>)> {
     let (own, opened) = (env.clone(), options.clone());
     let store = Arc::new(heeding_stop(move || open_store(&own, &opened))?);
     let (num_ranks, slot_bytes, run) = (env.world_size, options.slot_bytes, u64::from(env.master_port));
     if env.rank == 0 {
         let made = Segment::create(num_ranks, slot_bytes, run);
         let place = made.as_ref().map(|(_, file)| (std::process::id(), file.as_raw_fd()));
-        let told: Result<Place, String> = place.map_err(ToString::to_string);
-        let json = serde_json::to_vec(&told).expect("numbers and text");
-        let (told, key) = (store.clone(), key(env));
-        heeding_stop(move || told.set(&key, &json))?;
+        let sent: Result<SegmentAddress, String> = place.map_err(ToString::to_string);
+        let json = serde_json::to_vec(&sent).expect("numbers and text");
+        let (sent, key) = (store.clone(), key(env));
+        heeding_stop(move || sent.set(&key, &json))?;
         let (segment, file) = made?;
-        return Ok((segment, Some(Offered { _file: file, _store: store })));
+        return Ok((segment, Some(OfferedSegment { _file: file, _store: store })));
     }
     let refuse = |message: String| Error::Environment { message: format!("rendezvous: {message}") };
     let key = key(env);
     let json = heeding_stop(move || store.get(&key))?;
-    let told: Result<Place, String> = serde_json::from_slice(&json).map_err(|error| refuse(error.to_string()))?;
-    let (process, fd) = told.map_err(refuse)?;
+    let sent: Result<SegmentAddress, String> =
+        serde_json::from_slice(&json).map_err(|error| refuse(error.to_string()))?;
+    let (process, fd) = sent.map_err(refuse)?;
     let path = format!("/proc/{process}/fd/{fd}");
     let opened = OpenOptions::new().read(true).write(true).open(&path);
     let why = "ranks must be one user's, and see one another's processes";

@@ -16,7 +16,7 @@ const HEADER_BYTES: usize = 16;
 
 /// A request in the form in which it travels; floats as their bits.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct Wanted {
+pub(super) struct WireRequest {
     prompt_id: u64,
     pub token_ids: Vec<u32>,
     num_generations: usize,
@@ -33,19 +33,19 @@ pub(super) struct Wanted {
 
 /// One change of what is under way.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) enum Change {
-    Submit(u64, Wanted),
+pub(super) enum RequestChange {
+    Submit(u64, WireRequest),
     Cancel(u64),
 }
 
 /// What happens before a step.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct Turn {
-    pub changes: Vec<Change>,
+pub(super) struct Announcement {
+    pub changes: Vec<RequestChange>,
     pub ends: bool,
 }
 
-impl Wanted {
+impl WireRequest {
     pub fn of(request: &Request) -> Self {
         let params = &request.params;
         Self {
@@ -88,13 +88,13 @@ impl Wanted {
     }
 }
 
-/// Rank 0's `turn` on every rank; `number` counts the calls. Collective over the world.
+/// Rank 0's `announcement` on every rank; `number` counts the calls. Collective over the world.
 ///
 /// # Errors
 /// Those of [`World::broadcast_bytes`]; [`Error::Collective`] if a rank is at another turn.
-pub(super) fn announce(world: &World, number: u64, turn: Turn) -> Result<Turn> {
+pub(super) fn announce(world: &World, number: u64, announcement: Announcement) -> Result<Announcement> {
     if world.size() == 1 {
-        return Ok(turn);
+        return Ok(announcement);
     }
     let failed = |message: String| Error::Collective {
         op: "announce requests",
@@ -102,11 +102,11 @@ pub(super) fn announce(world: &World, number: u64, turn: Turn) -> Result<Turn> {
         rank: world.rank(),
         message,
     };
-    let is_empty = turn == Turn::default();
+    let is_empty = announcement == Announcement::default();
     let mut body = if world.rank() > 0 || is_empty {
         Vec::new()
     } else {
-        serde_json::to_vec(&turn).map_err(|error| failed(error.to_string()))?
+        serde_json::to_vec(&announcement).map_err(|error| failed(error.to_string()))?
     };
     let mut header = [0; HEADER_BYTES];
     header[..8].copy_from_slice(&number.to_le_bytes());
@@ -117,11 +117,15 @@ pub(super) fn announce(world: &World, number: u64, turn: Turn) -> Result<Turn> {
         return Err(failed(format!("rank 0 is at turn {}, this rank at {number}", word(0))));
     }
     if word(8) == 0 {
-        return Ok(turn);
+        return Ok(announcement);
     }
     body.resize(word(8) as usize, 0);
     world.broadcast_bytes(&mut body, 0)?;
-    if world.rank() == 0 { Ok(turn) } else { serde_json::from_slice(&body).map_err(|error| failed(error.to_string())) }
+    if world.rank() == 0 {
+        Ok(announcement)
+    } else {
+        serde_json::from_slice(&body).map_err(|error| failed(error.to_string()))
+    }
 }
 
 #[cfg(test)]
@@ -141,16 +145,22 @@ mod tests {
             begun: Vec::new(),
         };
         testing::worlds(3, |world| {
-            let of_first = |turn| if world.rank() == 0 { turn } else { Turn::default() };
+            let of_first = |announcement| if world.rank() == 0 { announcement } else { Announcement::default() };
             for number in 0..3 {
-                let turn =
-                    Turn { changes: vec![Change::Submit(7, Wanted::of(&request)), Change::Cancel(5)], ends: false };
-                let heard = announce(&world, 2 * number, of_first(turn)).unwrap();
-                let [Change::Submit(7, wanted), Change::Cancel(5)] = &heard.changes[..] else { panic!("{heard:?}") };
+                let announcement = Announcement {
+                    changes: vec![RequestChange::Submit(7, WireRequest::of(&request)), RequestChange::Cancel(5)],
+                    ends: false,
+                };
+                let heard = announce(&world, 2 * number, of_first(announcement)).unwrap();
+                let [RequestChange::Submit(7, wanted), RequestChange::Cancel(5)] = &heard.changes[..] else {
+                    panic!("{heard:?}")
+                };
                 assert_eq!(wanted.clone().request(), request);
-                assert_eq!(announce(&world, 2 * number + 1, Turn::default()).unwrap(), Turn::default());
+                assert_eq!(announce(&world, 2 * number + 1, Announcement::default()).unwrap(), Announcement::default());
             }
-            assert!(announce(&world, 6, of_first(Turn { ends: true, ..Turn::default() })).unwrap().ends);
+            assert!(
+                announce(&world, 6, of_first(Announcement { ends: true, ..Announcement::default() })).unwrap().ends
+            );
         });
     }
 }

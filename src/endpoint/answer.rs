@@ -9,8 +9,8 @@ use axum::body::Bytes;
 use futures_core::Stream;
 use serde_json::{Map, Value, json};
 
-use super::ask::Ask;
-use super::client::{Ticket, Update};
+use super::ask::ApiRequest;
+use super::client::{RequestHandle, RequestUpdate};
 use super::refusal::Refusal;
 use super::text::TextStream;
 use crate::data::Tokenizer;
@@ -66,7 +66,7 @@ struct TokenLogprob {
 }
 
 impl Answer {
-    pub fn new(ask: &Ask, requests: &[Request], model: &str, tokenizer: &Arc<Tokenizer>, number: u64) -> Self {
+    pub fn new(ask: &ApiRequest, requests: &[Request], model: &str, tokenizer: &Arc<Tokenizer>, number: u64) -> Self {
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let num_generations = ask.params.num_generations;
         let choice = |_| Choice {
@@ -94,7 +94,7 @@ impl Answer {
     }
 
     /// Waits for all completions and returns the whole answer.
-    pub async fn whole(mut self, mut ticket: Ticket) -> Result<Value, Refusal> {
+    pub async fn whole(mut self, mut ticket: RequestHandle) -> Result<Value, Refusal> {
         while self.num_open > 0 {
             let update = ticket.next().await.ok_or_else(gone)?;
             self.take(update)?;
@@ -108,10 +108,10 @@ impl Answer {
         Ok(whole)
     }
 
-    fn take(&mut self, update: Update) -> Result<(), Refusal> {
+    fn take(&mut self, update: RequestUpdate) -> Result<(), Refusal> {
         let failed = |error: Error| Refusal::new(500, error.to_string());
         match update {
-            Update::Token { choice, token_id, logprob } => {
+            RequestUpdate::Token { choice, token_id, logprob } => {
                 let logprobs = self.logprobs.then(|| self.token_text(token_id)).transpose().map_err(failed)?;
                 let choice = &mut self.choices[choice];
                 choice.num_tokens += 1;
@@ -123,13 +123,13 @@ impl Answer {
                     choice.new.logprobs.push(TokenLogprob { token, logprob, offset });
                 }
             }
-            Update::Finished { choice, reason } => {
+            RequestUpdate::Finished { choice, reason } => {
                 let choice = &mut self.choices[choice];
                 choice.new.text += &choice.text.finish().map_err(failed)?;
                 choice.new.reason = Some(reason);
                 self.num_open -= 1;
             }
-            Update::Refused(refusal) => return Err(refusal),
+            RequestUpdate::Refused(refusal) => return Err(refusal),
         }
         Ok(())
     }
@@ -244,23 +244,23 @@ fn gone() -> Refusal {
 #[derive(Debug)]
 pub(super) struct Events {
     answer: Answer,
-    ticket: Ticket,
+    ticket: RequestHandle,
     /// Read before the status was sent.
-    first: Option<Update>,
+    first: Option<RequestUpdate>,
     is_over: bool,
 }
 
 impl Events {
     /// Waits for the first update, so that a refusal has a status of its own.
-    pub async fn open(answer: Answer, mut ticket: Ticket) -> Result<Self, Refusal> {
+    pub async fn open(answer: Answer, mut ticket: RequestHandle) -> Result<Self, Refusal> {
         match ticket.next().await {
-            Some(Update::Refused(refusal)) => Err(refusal),
+            Some(RequestUpdate::Refused(refusal)) => Err(refusal),
             Some(first) => Ok(Self { answer, ticket, first: Some(first), is_over: false }),
             None => Err(gone()),
         }
     }
 
-    fn take_ready(&mut self, first: Update) -> Result<(), Refusal> {
+    fn take_ready(&mut self, first: RequestUpdate) -> Result<(), Refusal> {
         self.answer.take(first)?;
         for _ in 0..MAX_UPDATES {
             match self.ticket.ready() {

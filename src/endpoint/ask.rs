@@ -29,7 +29,7 @@ const DEFAULT_MAX_TOKENS: usize = 16;
 
 /// A prompt as it was sent.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Source {
+pub(super) enum PromptSource {
     Text(String),
     Ids(Vec<u32>),
     Conversation(Conversation),
@@ -37,10 +37,10 @@ pub(super) enum Source {
 
 /// A request that is understood.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Ask {
+pub(super) struct ApiRequest {
     pub is_chat: bool,
     pub model: Option<String>,
-    pub prompts: Vec<Source>,
+    pub prompts: Vec<PromptSource>,
     pub params: SamplingParams,
     /// None: as many as fit.
     pub max_tokens: Option<usize>,
@@ -52,7 +52,7 @@ pub(super) struct Ask {
     pub return_token_ids: bool,
 }
 
-impl Ask {
+impl ApiRequest {
     /// Reads a body.
     pub fn read(body: &[u8], is_chat: bool) -> Result<Self, Refusal> {
         let map: Map<String, Value> = serde_json::from_slice(body)
@@ -84,13 +84,13 @@ impl Ask {
     }
 }
 
-impl Ask {
+impl ApiRequest {
     /// A conversation that is not from outside, and goes on with `params`.
     pub fn of_conversation(conversation: Conversation, params: SamplingParams) -> Self {
         Self {
             is_chat: true,
             model: None,
-            prompts: vec![Source::Conversation(conversation)],
+            prompts: vec![PromptSource::Conversation(conversation)],
             params,
             max_tokens: None,
             has_seed: true,
@@ -210,19 +210,19 @@ fn is_zero(value: &Value) -> bool {
 }
 
 /// A text, ids, or a list of either.
-fn texts(fields: &mut Fields) -> Result<Vec<Source>, Refusal> {
+fn texts(fields: &mut Fields) -> Result<Vec<PromptSource>, Refusal> {
     let expected = || Refusal::of("prompt", "expected a text, a list of texts, token ids, or a list of lists of them");
     let prompt: Value = fields.take("prompt")?.ok_or_else(expected)?;
-    let ids = |value: &Value| serde_json::from_value::<Vec<u32>>(value.clone()).map(Source::Ids);
+    let ids = |value: &Value| serde_json::from_value::<Vec<u32>>(value.clone()).map(PromptSource::Ids);
     match &prompt {
-        Value::String(text) => Ok(vec![Source::Text(text.clone())]),
+        Value::String(text) => Ok(vec![PromptSource::Text(text.clone())]),
         Value::Array(items) if items.is_empty() || items.len() > MAX_CHOICES && !items[0].is_number() => {
             Err(expected())
         }
         Value::Array(items) if items[0].is_number() => Ok(vec![ids(&prompt).map_err(|_| expected())?]),
         Value::Array(items) => {
             let source = |item: &Value| match item {
-                Value::String(text) => Ok(Source::Text(text.clone())),
+                Value::String(text) => Ok(PromptSource::Text(text.clone())),
                 list => ids(list).map_err(|_| expected()),
             };
             items.iter().map(source).collect()
@@ -231,7 +231,7 @@ fn texts(fields: &mut Fields) -> Result<Vec<Source>, Refusal> {
     }
 }
 
-fn conversation(fields: &mut Fields) -> Result<Source, Refusal> {
+fn conversation(fields: &mut Fields) -> Result<PromptSource, Refusal> {
     let messages: Vec<Value> = fields.take("messages")?.unwrap_or_default();
     if messages.is_empty() {
         return Err(Refusal::of("messages", "expected at least one message"));
@@ -251,7 +251,7 @@ fn conversation(fields: &mut Fields) -> Result<Source, Refusal> {
     if !tools.is_null() && !tools.is_array() {
         return Err(Refusal::of("tools", "expected a list of functions"));
     }
-    Ok(Source::Conversation(Conversation {
+    Ok(PromptSource::Conversation(Conversation {
         messages: messages.into_iter().map(message).collect::<Result<_, _>>()?,
         tools: Some(tools).filter(|tools| tools.as_array().is_some_and(|tools| !tools.is_empty())).unwrap_or_default(),
         variables,
@@ -299,18 +299,18 @@ mod tests {
 
     use super::*;
 
-    fn read(body: Value, is_chat: bool) -> Result<Ask, Refusal> {
-        Ask::read(body.to_string().as_bytes(), is_chat)
+    fn read(body: Value, is_chat: bool) -> Result<ApiRequest, Refusal> {
+        ApiRequest::read(body.to_string().as_bytes(), is_chat)
     }
 
     #[test]
     fn prompts_are_texts_or_ids_one_or_many() {
         let prompts = |prompt: Value| read(json!({"prompt": prompt}), false).map(|ask| ask.prompts);
-        let text = |text: &str| Source::Text(text.to_owned());
+        let text = |text: &str| PromptSource::Text(text.to_owned());
         assert_eq!(prompts(json!("a")).unwrap(), [text("a")]);
         assert_eq!(prompts(json!(["a", "b"])).unwrap(), [text("a"), text("b")]);
-        assert_eq!(prompts(json!([1, 2])).unwrap(), [Source::Ids(vec![1, 2])]);
-        assert_eq!(prompts(json!([[1], [2]])).unwrap(), [Source::Ids(vec![1]), Source::Ids(vec![2])]);
+        assert_eq!(prompts(json!([1, 2])).unwrap(), [PromptSource::Ids(vec![1, 2])]);
+        assert_eq!(prompts(json!([[1], [2]])).unwrap(), [PromptSource::Ids(vec![1]), PromptSource::Ids(vec![2])]);
         for wrong in [json!([]), json!({}), json!(3), json!([-1]), json!([1, "a"]), json!([["a"]]), json!(null)] {
             assert_eq!(prompts(wrong.clone()).unwrap_err().param.as_deref(), Some("prompt"), "{wrong}");
         }
@@ -362,7 +362,8 @@ mod tests {
             "max_completion_tokens": 5,
         });
         let ask = read(body.clone(), true).unwrap();
-        let Source::Conversation(Conversation { messages, tools, add_generation_prompt: true, .. }) = &ask.prompts[0]
+        let PromptSource::Conversation(Conversation { messages, tools, add_generation_prompt: true, .. }) =
+            &ask.prompts[0]
         else {
             panic!("{ask:?}")
         };
@@ -372,7 +373,7 @@ mod tests {
         let mut without = body;
         without["tool_choice"] = json!("none");
         let ask = read(without, true).unwrap();
-        assert!(matches!(&ask.prompts[0], Source::Conversation(Conversation { tools: Value::Null, .. })));
+        assert!(matches!(&ask.prompts[0], PromptSource::Conversation(Conversation { tools: Value::Null, .. })));
         let image = json!({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]});
         assert_eq!(read(image, true).unwrap_err().param.as_deref(), Some("messages"));
         let many = json!({"messages": [{"role": "user", "content": "", "more": vec![0; MAX_VALUES]}]});

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-use super::announce::Wanted;
+use super::announce::WireRequest;
 use super::counters::Counters;
 use super::refusal::Refusal;
 use crate::rollout::{Request, SessionLoad};
@@ -24,7 +24,7 @@ pub struct ClientLimits {
 
 /// What becomes of a request. Choices are numbered over all prompts of a ticket.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Update {
+pub enum RequestUpdate {
     /// A choice gained a token.
     Token {
         /// The choice.
@@ -47,14 +47,22 @@ pub enum Update {
 
 /// What the engine's loop is told.
 #[derive(Debug)]
-pub(super) enum Command {
-    Submit { ticket: u64, first_choice: usize, wanted: Wanted, updates: UnboundedSender<Update>, at: Instant },
-    Cancel { ticket: u64 },
+pub(super) enum EngineCommand {
+    Submit {
+        ticket: u64,
+        first_choice: usize,
+        wanted: WireRequest,
+        updates: UnboundedSender<RequestUpdate>,
+        at: Instant,
+    },
+    Cancel {
+        ticket: u64,
+    },
 }
 
 /// What both ends know.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct ClientShared {
     pub limits: ClientLimits,
     pub counters: Counters,
     pub is_stopping: AtomicBool,
@@ -65,46 +73,46 @@ pub(super) struct Shared {
 
 /// One that submits; as many as wanted.
 #[derive(Debug, Clone)]
-pub struct Client {
-    commands: Sender<Command>,
-    pub(super) shared: Arc<Shared>,
+pub struct EngineClient {
+    commands: Sender<EngineCommand>,
+    pub(super) shared: Arc<ClientShared>,
 }
 
 /// The engine's end: what clients have asked for.
 #[derive(Debug)]
-pub struct Door {
-    pub(super) commands: Receiver<Command>,
-    pub(super) shared: Arc<Shared>,
+pub struct EngineQueue {
+    pub(super) commands: Receiver<EngineCommand>,
+    pub(super) shared: Arc<ClientShared>,
 }
 
 /// A request under way. Dropping it ends the request.
 #[derive(Debug)]
-pub struct Ticket {
+pub struct RequestHandle {
     id: u64,
     num_choices: usize,
-    updates: UnboundedReceiver<Update>,
-    client: Client,
+    updates: UnboundedReceiver<RequestUpdate>,
+    client: EngineClient,
 }
 
 /// Both ends of the way to an engine.
-pub fn door(limits: ClientLimits) -> (Client, Door) {
+pub fn engine_queue(limits: ClientLimits) -> (EngineClient, EngineQueue) {
     let (commands, received) = channel();
-    let shared = Arc::new(Shared {
+    let shared = Arc::new(ClientShared {
         limits,
         counters: Counters::default(),
         is_stopping: AtomicBool::new(false),
         num_open: AtomicUsize::new(0),
         next_ticket: AtomicU64::new(0),
     });
-    (Client { commands, shared: shared.clone() }, Door { commands: received, shared })
+    (EngineClient { commands, shared: shared.clone() }, EngineQueue { commands: received, shared })
 }
 
-impl Client {
+impl EngineClient {
     /// Submits requests that are answered together.
     ///
     /// # Errors
     /// A [`Refusal`] if too many completions are under way (429), or the engine stops (503).
-    pub fn submit(&self, requests: &[Request]) -> Result<Ticket, Refusal> {
+    pub fn submit(&self, requests: &[Request]) -> Result<RequestHandle, Refusal> {
         let shared = &self.shared;
         if shared.is_stopping.load(Ordering::SeqCst) {
             return Err(stopping());
@@ -118,11 +126,11 @@ impl Client {
         })?;
         let (sender, updates) = unbounded_channel();
         let id = shared.next_ticket.fetch_add(1, Ordering::Relaxed);
-        let ticket = Ticket { id, num_choices, updates, client: self.clone() };
+        let ticket = RequestHandle { id, num_choices, updates, client: self.clone() };
         let mut first_choice = 0;
         for request in requests {
-            let (wanted, updates, at) = (Wanted::of(request), sender.clone(), Instant::now());
-            let submit = Command::Submit { ticket: id, first_choice, wanted, updates, at };
+            let (wanted, updates, at) = (WireRequest::of(request), sender.clone(), Instant::now());
+            let submit = EngineCommand::Submit { ticket: id, first_choice, wanted, updates, at };
             self.commands.send(submit).map_err(|_| stopping())?;
             first_choice += request.params.num_generations;
         }
@@ -144,35 +152,35 @@ fn stopping() -> Refusal {
     Refusal::new(503, "the server is stopping and takes no further requests")
 }
 
-impl Ticket {
+impl RequestHandle {
     /// The next update; none once the engine is gone, or all choices have ended.
-    pub async fn next(&mut self) -> Option<Update> {
+    pub async fn next(&mut self) -> Option<RequestUpdate> {
         self.updates.recv().await
     }
 
-    /// [`Ticket::next`] on a thread that may wait.
-    pub fn wait(&mut self) -> Option<Update> {
+    /// [`RequestHandle::next`] on a thread that may wait.
+    pub fn wait(&mut self) -> Option<RequestUpdate> {
         self.updates.blocking_recv()
     }
 
-    pub(super) fn poll(&mut self, cx: &mut std::task::Context<'_>) -> std::task::Poll<Option<Update>> {
+    pub(super) fn poll(&mut self, cx: &mut std::task::Context<'_>) -> std::task::Poll<Option<RequestUpdate>> {
         self.updates.poll_recv(cx)
     }
 
     /// An update that is there already.
-    pub(super) fn ready(&mut self) -> Option<Update> {
+    pub(super) fn ready(&mut self) -> Option<RequestUpdate> {
         self.updates.try_recv().ok()
     }
 }
 
-impl Drop for Ticket {
+impl Drop for RequestHandle {
     fn drop(&mut self) {
         self.client.shared.num_open.fetch_sub(self.num_choices, Ordering::SeqCst);
-        let _ = self.client.commands.send(Command::Cancel { ticket: self.id }); // an engine that is gone has ended it
+        let _ = self.client.commands.send(EngineCommand::Cancel { ticket: self.id }); // an engine that is gone has ended it
     }
 }
 
-impl Shared {
+impl ClientShared {
     pub fn set_load(&self, load: SessionLoad) {
         self.counters.set_load(load);
     }

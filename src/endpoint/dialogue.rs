@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use super::ask::Ask;
-use super::client::{Client, Update};
-use super::prompt::Model;
+use super::ask::ApiRequest;
+use super::client::{EngineClient, RequestUpdate};
+use super::prompt::ServedModel;
 use super::refusal::Refusal;
 use super::text::TextStream;
 use crate::data::{Conversation, Message, Tokenizer};
@@ -14,8 +14,8 @@ use crate::types::SamplingParams;
 /// What was said so far, and how it goes on.
 #[derive(Debug)]
 pub struct Dialogue {
-    client: Client,
-    model: Model,
+    client: EngineClient,
+    model: ServedModel,
     params: SamplingParams,
     /// Messages that a new conversation begins with.
     system: Vec<Message>,
@@ -26,13 +26,13 @@ pub struct Dialogue {
 impl Dialogue {
     /// A conversation after the messages in `system`.
     pub fn new(
-        client: Client,
+        client: EngineClient,
         tokenizer: Arc<Tokenizer>,
         max_sequence_length: usize,
         params: SamplingParams,
         system: Vec<Message>,
     ) -> Self {
-        let model = Model { name: String::new(), tokenizer, max_sequence_length };
+        let model = ServedModel { name: String::new(), tokenizer, max_sequence_length };
         Self { client, model, params, messages: system.clone(), system, num_answers: 0 }
     }
 
@@ -55,7 +55,7 @@ impl Dialogue {
 
     fn answer(&self, on_text: &mut dyn FnMut(&str)) -> Result<String, Refusal> {
         let failed = |error: Error| Refusal::new(500, error.to_string());
-        let mut ask = Ask::of_conversation(Conversation::of(&self.messages, true), self.params.clone());
+        let mut ask = ApiRequest::of_conversation(Conversation::of(&self.messages, true), self.params.clone());
         let [mut request] = <[_; 1]>::try_from(self.model.requests(&ask)?).expect("one prompt");
         let room = self.model.max_sequence_length - request.token_ids.len();
         ask.params.max_completion_length = self.params.max_completion_length.min(room);
@@ -66,9 +66,9 @@ impl Dialogue {
         let mut answer = String::new();
         loop {
             let (new, is_last) = match ticket.wait() {
-                Some(Update::Token { token_id, .. }) => (text.push(token_id).map_err(failed)?, false),
-                Some(Update::Finished { .. }) => (text.finish().map_err(failed)?, true),
-                Some(Update::Refused(refusal)) => return Err(refusal),
+                Some(RequestUpdate::Token { token_id, .. }) => (text.push(token_id).map_err(failed)?, false),
+                Some(RequestUpdate::Finished { .. }) => (text.finish().map_err(failed)?, true),
+                Some(RequestUpdate::Refused(refusal)) => return Err(refusal),
                 None => return Err(Refusal::new(500, "the engine failed")),
             };
             if !new.is_empty() {

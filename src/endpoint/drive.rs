@@ -1,4 +1,4 @@
-//! The engine's loop. Every rank runs it; rank 0 alone has the door to the clients.
+//! The engine's loop. Every rank runs it; rank 0 alone has the clients' queue.
 
 use std::collections::HashMap;
 use std::sync::mpsc::RecvTimeoutError;
@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::UnboundedSender;
 
-use super::announce::{Change, Turn, announce};
-use super::client::{Command, Door, Update};
+use super::announce::{Announcement, RequestChange, announce};
+use super::client::{EngineCommand, EngineQueue, RequestUpdate};
 use super::counters::Counters;
 use super::refusal::Refusal;
 use crate::dist::World;
@@ -19,7 +19,7 @@ use crate::rollout::{Event, RequestId, RolloutEngine, Session};
 const TICK: Duration = Duration::from_millis(50);
 
 /// A request that the engine has.
-struct Open {
+struct OpenRequest {
     ticket: u64,
     /// On rank 0.
     listener: Option<Listener>,
@@ -28,39 +28,39 @@ struct Open {
 /// Who waits for a request.
 struct Listener {
     first_choice: usize,
-    updates: UnboundedSender<Update>,
+    updates: UnboundedSender<RequestUpdate>,
     at: Instant,
     has_begun: bool,
 }
 
-/// Serves the door's clients with the engine until the process is asked to stop, or a client asks for it; requests under way are
+/// Serves the queue's clients with the engine until the process is asked to stop, or a client asks for it; requests under way are
 /// answered first, as long as the grace lasts. Collective over the world, whose ranks share the engine.
 ///
 /// # Errors
 /// Those of [`Session::step`] and of the collectives. Clients that wait are told that the engine is gone.
-pub fn drive(engine: &mut RolloutEngine<'_>, world: &World, mut door: Option<Door>) -> Result<()> {
+pub fn drive(engine: &mut RolloutEngine<'_>, world: &World, mut queue: Option<EngineQueue>) -> Result<()> {
     let mut session = engine.session()?;
     let mut requests = Requests::default();
     for number in 0.. {
         phase::beat();
-        let turn = match &mut door {
-            Some(door) => requests.turn(door, &session),
-            None => Turn::default(),
+        let announcement = match &mut queue {
+            Some(queue) => requests.announcement(queue, &session),
+            None => Announcement::default(),
         };
-        let turn = announce(world, number, turn)?;
-        for change in turn.changes {
-            requests.apply(change, &mut session, door.as_ref())?;
+        let announcement = announce(world, number, announcement)?;
+        for change in announcement.changes {
+            requests.apply(change, &mut session, queue.as_ref())?;
         }
-        if turn.ends {
+        if announcement.ends {
             break;
         }
         if session.has_work() {
             for event in session.step()? {
-                requests.report(event, &mut session, door.as_ref())?;
+                requests.report(event, &mut session, queue.as_ref())?;
             }
         }
-        if let Some(door) = &door {
-            door.shared.set_load(session.load());
+        if let Some(queue) = &queue {
+            queue.shared.set_load(session.load());
         }
     }
     session.close()
@@ -69,7 +69,7 @@ pub fn drive(engine: &mut RolloutEngine<'_>, world: &World, mut door: Option<Doo
 /// What is under way.
 #[derive(Default)]
 struct Requests {
-    open: HashMap<RequestId, Open>,
+    open: HashMap<RequestId, OpenRequest>,
     of_ticket: HashMap<u64, Vec<RequestId>>,
     /// Those that are announced in this turn, on rank 0.
     coming: HashMap<u64, Vec<Listener>>,
@@ -79,58 +79,58 @@ struct Requests {
 
 impl Requests {
     /// What clients have asked for since the last turn. Waits a moment if there is nothing else to do.
-    fn turn(&mut self, door: &mut Door, session: &Session<'_>) -> Turn {
-        let mut turn = Turn::default();
+    fn announcement(&mut self, queue: &mut EngineQueue, session: &Session<'_>) -> Announcement {
+        let mut announcement = Announcement::default();
         if !session.has_work() {
-            match door.commands.recv_timeout(TICK) {
-                Ok(command) => self.take(command, &mut turn),
+            match queue.commands.recv_timeout(TICK) {
+                Ok(command) => self.take(command, &mut announcement),
                 Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => turn.ends = true, // nobody is left to ask
+                Err(RecvTimeoutError::Disconnected) => announcement.ends = true, // nobody is left to ask
             }
         }
-        while let Ok(command) = door.commands.try_recv() {
-            self.take(command, &mut turn);
+        while let Ok(command) = queue.commands.try_recv() {
+            self.take(command, &mut announcement);
         }
         if phase::stop_requested() {
-            door.shared.is_stopping.store(true, std::sync::atomic::Ordering::SeqCst);
+            queue.shared.is_stopping.store(true, std::sync::atomic::Ordering::SeqCst);
         }
-        if door.shared.is_stopping.load(std::sync::atomic::Ordering::SeqCst) {
-            let deadline = *self.deadline.get_or_insert_with(|| Instant::now() + door.shared.limits.grace);
-            let is_idle = !session.has_work() && turn.changes.is_empty() && self.open.is_empty();
-            turn.ends |= is_idle || Instant::now() >= deadline;
+        if queue.shared.is_stopping.load(std::sync::atomic::Ordering::SeqCst) {
+            let deadline = *self.deadline.get_or_insert_with(|| Instant::now() + queue.shared.limits.grace);
+            let is_idle = !session.has_work() && announcement.changes.is_empty() && self.open.is_empty();
+            announcement.ends |= is_idle || Instant::now() >= deadline;
         }
-        if turn.ends {
-            self.end(&mut turn, door);
+        if announcement.ends {
+            self.end(&mut announcement, queue);
         }
-        turn
+        announcement
     }
 
-    fn take(&mut self, command: Command, turn: &mut Turn) {
+    fn take(&mut self, command: EngineCommand, announcement: &mut Announcement) {
         match command {
-            Command::Submit { ticket, first_choice, wanted, updates, at } => {
+            EngineCommand::Submit { ticket, first_choice, wanted, updates, at } => {
                 let listener = Listener { first_choice, updates, at, has_begun: false };
                 self.coming.entry(ticket).or_default().push(listener);
-                turn.changes.push(Change::Submit(ticket, wanted));
+                announcement.changes.push(RequestChange::Submit(ticket, wanted));
             }
-            Command::Cancel { ticket } => turn.changes.push(Change::Cancel(ticket)),
+            EngineCommand::Cancel { ticket } => announcement.changes.push(RequestChange::Cancel(ticket)),
         }
     }
 
     /// Tells those who wait that they will not be answered, and ends what is under way on every rank.
-    fn end(&mut self, turn: &mut Turn, door: &Door) {
+    fn end(&mut self, announcement: &mut Announcement, queue: &EngineQueue) {
         let open = self.open.values().filter_map(|open| open.listener.as_ref());
         for listener in open.chain(self.coming.values().flatten()) {
             let refusal = Refusal::new(503, "the server stopped before the completion ended");
-            let _ = listener.updates.send(Update::Refused(refusal));
-            Counters::add(&door.shared.counters.failed, 1);
+            let _ = listener.updates.send(RequestUpdate::Refused(refusal));
+            Counters::add(&queue.shared.counters.failed, 1);
         }
         self.coming.clear();
-        turn.changes = self.of_ticket.keys().map(|&ticket| Change::Cancel(ticket)).collect();
+        announcement.changes = self.of_ticket.keys().map(|&ticket| RequestChange::Cancel(ticket)).collect();
     }
 
-    fn apply(&mut self, change: Change, session: &mut Session<'_>, door: Option<&Door>) -> Result<()> {
+    fn apply(&mut self, change: RequestChange, session: &mut Session<'_>, queue: Option<&EngineQueue>) -> Result<()> {
         match change {
-            Change::Submit(ticket, wanted) => {
+            RequestChange::Submit(ticket, wanted) => {
                 let mut coming = self.coming.remove(&ticket).unwrap_or_default();
                 let listener = (!coming.is_empty()).then(|| coming.remove(0));
                 if !coming.is_empty() {
@@ -139,27 +139,27 @@ impl Requests {
                 let num_tokens = wanted.token_ids.len();
                 match session.submit(wanted.request()) {
                     Ok(request) => {
-                        if let Some(door) = door {
-                            Counters::add(&door.shared.counters.prompt_tokens, num_tokens);
+                        if let Some(queue) = queue {
+                            Counters::add(&queue.shared.counters.prompt_tokens, num_tokens);
                         }
-                        self.open.insert(request, Open { ticket, listener });
+                        self.open.insert(request, OpenRequest { ticket, listener });
                         self.of_ticket.entry(ticket).or_default().push(request);
                     }
                     Err(error @ Error::InvalidArgument { .. }) => {
                         if let Some(listener) = listener {
                             let refusal = Refusal::new(400, error.to_string());
-                            let _ = listener.updates.send(Update::Refused(refusal));
+                            let _ = listener.updates.send(RequestUpdate::Refused(refusal));
                         }
                     }
                     Err(error) => return Err(error),
                 }
             }
-            Change::Cancel(ticket) => {
+            RequestChange::Cancel(ticket) => {
                 for request in self.of_ticket.remove(&ticket).unwrap_or_default() {
                     self.open.remove(&request);
                     session.remove(request)?;
-                    if let Some(door) = door {
-                        Counters::add(&door.shared.counters.cancelled, 1);
+                    if let Some(queue) = queue {
+                        Counters::add(&queue.shared.counters.cancelled, 1);
                     }
                 }
             }
@@ -167,11 +167,11 @@ impl Requests {
         Ok(())
     }
 
-    fn report(&mut self, event: Event, session: &mut Session<'_>, door: Option<&Door>) -> Result<()> {
+    fn report(&mut self, event: Event, session: &mut Session<'_>, queue: Option<&EngineQueue>) -> Result<()> {
         let request = event.request();
         let Some(open) = self.open.get_mut(&request) else { return Ok(()) };
-        if let (Some(door), Some(listener)) = (door, &mut open.listener) {
-            listener.hear(&event, &door.shared.counters);
+        if let (Some(queue), Some(listener)) = (queue, &mut open.listener) {
+            listener.hear(&event, &queue.shared.counters);
         }
         if matches!(event, Event::Complete { .. }) {
             let ticket = open.ticket;
@@ -198,10 +198,10 @@ impl Listener {
                 if !std::mem::replace(&mut self.has_begun, true) {
                     counters.first_token(self.at.elapsed());
                 }
-                let _ = self.updates.send(Update::Token { choice: first_choice + sample, token_id, logprob });
+                let _ = self.updates.send(RequestUpdate::Token { choice: first_choice + sample, token_id, logprob });
             }
             Event::Finished { sample, reason, .. } => {
-                let _ = self.updates.send(Update::Finished { choice: first_choice + sample, reason });
+                let _ = self.updates.send(RequestUpdate::Finished { choice: first_choice + sample, reason });
             }
             Event::Complete { .. } => Counters::add(&counters.completed, 1),
             Event::Preempted { .. } => {}

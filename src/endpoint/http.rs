@@ -15,10 +15,10 @@ use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
 use super::answer::{Answer, Events};
-use super::ask::Ask;
-use super::client::Client;
+use super::ask::ApiRequest;
+use super::client::EngineClient;
 use super::counters::Counters;
-use super::prompt::Model;
+use super::prompt::ServedModel;
 use super::refusal::Refusal;
 
 /// Bodies that are being read at a time, in KiB; more are answered with 503.
@@ -28,9 +28,9 @@ const BODY_TIME: Duration = Duration::from_secs(30);
 
 /// What every request is answered from.
 #[derive(Debug)]
-pub(super) struct Service {
-    pub model: Model,
-    pub client: Client,
+pub(super) struct HttpState {
+    pub model: ServedModel,
+    pub client: EngineClient,
     pub api_key: Option<String>,
     pub max_body_bytes: usize,
     pub num_answers: AtomicU64,
@@ -47,7 +47,7 @@ fn kib(bytes: usize) -> u32 {
     u32::try_from(bytes / 1024 + 1).unwrap_or(u32::MAX)
 }
 
-pub(super) fn router(service: Arc<Service>) -> Router {
+pub(super) fn router(service: Arc<HttpState>) -> Router {
     let max_body_bytes = service.max_body_bytes;
     Router::new()
         .route("/health", get(health))
@@ -66,37 +66,37 @@ pub(super) fn router(service: Arc<Service>) -> Router {
         .with_state(service)
 }
 
-async fn health(State(service): State<Arc<Service>>) -> Response {
+async fn health(State(service): State<Arc<HttpState>>) -> Response {
     match service.client.is_stopping() {
         true => Refusal::new(503, "the server is stopping").into_response(),
         false => json_response(&json!({"status": "ok"})),
     }
 }
 
-async fn metrics(State(service): State<Arc<Service>>) -> Response {
+async fn metrics(State(service): State<Arc<HttpState>>) -> Response {
     let page = service.client.shared.counters.page();
     with_type(Body::from(page), "text/plain; version=0.0.4; charset=utf-8")
 }
 
-async fn models(State(service): State<Arc<Service>>, headers: HeaderMap) -> Response {
+async fn models(State(service): State<Arc<HttpState>>, headers: HeaderMap) -> Response {
     if let Err(refusal) = service.authorize(&headers) {
         return refusal.into_response();
     }
-    let Model { name, max_sequence_length, .. } = &service.model;
+    let ServedModel { name, max_sequence_length, .. } = &service.model;
     let model = json!({"id": name, "object": "model", "created": 0, "owned_by": "colo-grpo",
         "max_model_len": max_sequence_length});
     json_response(&json!({"object": "list", "data": [model]}))
 }
 
-async fn completions(State(service): State<Arc<Service>>, request: Request) -> Response {
+async fn completions(State(service): State<Arc<HttpState>>, request: Request) -> Response {
     service.answer(request, false).await
 }
 
-async fn chat_completions(State(service): State<Arc<Service>>, request: Request) -> Response {
+async fn chat_completions(State(service): State<Arc<HttpState>>, request: Request) -> Response {
     service.answer(request, true).await
 }
 
-impl Service {
+impl HttpState {
     async fn answer(self: Arc<Self>, request: Request, is_chat: bool) -> Response {
         self.try_answer(request, is_chat).await.unwrap_or_else(|refusal| {
             Counters::add(&self.client.shared.counters.refused, usize::from(refusal.status < 500));
@@ -113,7 +113,7 @@ impl Service {
         // Rendering and tokenizing take processor time: other connections go on meanwhile.
         let service = self.clone();
         let prepare = move || {
-            let ask = Ask::read(&body, is_chat)?;
+            let ask = ApiRequest::read(&body, is_chat)?;
             service.check_model(&ask)?;
             let requests = service.model.requests(&ask)?;
             Ok((ask, requests))
@@ -121,7 +121,7 @@ impl Service {
         let prepared = tokio::task::spawn_blocking(prepare).await;
         let (ask, requests) = prepared.map_err(|error| Refusal::new(500, error.to_string()))??;
         let ticket = self.client.submit(&requests)?;
-        let Model { name, tokenizer, .. } = &self.model;
+        let ServedModel { name, tokenizer, .. } = &self.model;
         let number = self.num_answers.fetch_add(1, Ordering::Relaxed);
         let answer = Answer::new(&ask, &requests, ask.model.as_deref().unwrap_or(name), tokenizer, number);
         match ask.streams {
@@ -157,7 +157,7 @@ impl Service {
         }
     }
 
-    fn check_model(&self, ask: &Ask) -> Result<(), Refusal> {
+    fn check_model(&self, ask: &ApiRequest) -> Result<(), Refusal> {
         match &ask.model {
             Some(name) if *name != self.model.name => {
                 let message = format!("'{name}' is not served; '{}' is (--served_model_name)", self.model.name);

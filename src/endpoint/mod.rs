@@ -2,7 +2,7 @@
 //! a training run can open it as `colo-grpo serve` does.
 //!
 //! The engine's loop ([`drive`]) runs on every rank's main thread; the server ([`Server`]) on a thread of its own, on rank 0
-//! alone. Between the two are channels: a [`Client`] submits requests and hears of their tokens, and a [`Ticket`] that is dropped
+//! alone. Between the two are channels: a [`EngineClient`] submits requests and hears of their tokens, and a [`RequestHandle`] that is dropped
 //! ends its request. With several ranks, rank 0 announces before every step what came since the last one, so that all ranks make
 //! the same calls in the same order.
 //!
@@ -34,7 +34,7 @@ mod refusal;
 mod server;
 mod text;
 
-pub use client::{ClientLimits, door};
+pub use client::{ClientLimits, engine_queue};
 pub use dialogue::Dialogue;
 pub use drive::drive;
 pub use server::{Server, ServerOptions};

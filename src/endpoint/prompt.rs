@@ -3,7 +3,7 @@
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 
-use super::ask::{Ask, Source};
+use super::ask::{ApiRequest, PromptSource};
 use super::refusal::Refusal;
 use crate::data::Tokenizer;
 use crate::error::Error;
@@ -12,7 +12,7 @@ use crate::types::SamplingParams;
 
 /// What a model can take.
 #[derive(Debug, Clone)]
-pub(super) struct Model {
+pub(super) struct ServedModel {
     /// The name that clients ask for.
     pub name: String,
     pub tokenizer: Arc<Tokenizer>,
@@ -20,12 +20,12 @@ pub(super) struct Model {
     pub max_sequence_length: usize,
 }
 
-impl Model {
+impl ServedModel {
     /// One request for each prompt, in their order. A prompt's number is its place in the request, so that with a seed it gets what
     /// `colo-grpo generate` samples for the same prompts.
-    pub fn requests(&self, ask: &Ask) -> Result<Vec<Request>, Refusal> {
+    pub fn requests(&self, ask: &ApiRequest) -> Result<Vec<Request>, Refusal> {
         let seed = if ask.has_seed { ask.params.seed } else { RandomState::new().hash_one(0) };
-        let request = |(index, source): (usize, &Source)| {
+        let request = |(index, source): (usize, &PromptSource)| {
             let token_ids = self.token_ids(source)?;
             let params = SamplingParams {
                 max_completion_length: self.max_tokens(token_ids.len(), ask.max_tokens)?,
@@ -38,12 +38,12 @@ impl Model {
         ask.prompts.iter().enumerate().map(request).collect()
     }
 
-    fn token_ids(&self, source: &Source) -> Result<Vec<u32>, Refusal> {
+    fn token_ids(&self, source: &PromptSource) -> Result<Vec<u32>, Refusal> {
         let rendered;
         let (text, is_rendered) = match source {
-            Source::Ids(ids) => return Ok(ids.clone()),
-            Source::Text(text) => (text, false),
-            Source::Conversation(conversation) => {
+            PromptSource::Ids(ids) => return Ok(ids.clone()),
+            PromptSource::Text(text) => (text, false),
+            PromptSource::Conversation(conversation) => {
                 let messages = conversation.messages.iter();
                 let num_bytes: usize = messages.map(|message| message["content"].as_str().map_or(0, str::len)).sum();
                 self.check_bytes(num_bytes, "messages")?;

@@ -16,9 +16,9 @@ use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
 use tokio::sync::{Semaphore, oneshot};
 
-use super::client::Client;
-use super::http::{Service, body_room, router};
-use super::prompt::Model;
+use super::client::EngineClient;
+use super::http::{HttpState, body_room, router};
+use super::prompt::ServedModel;
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 
@@ -72,12 +72,12 @@ impl Server {
     ///
     /// # Errors
     /// [`Error::Environment`] if there is no thread for it.
-    pub fn start(listener: TcpListener, options: ServerOptions, client: Client) -> Result<Self> {
+    pub fn start(listener: TcpListener, options: ServerOptions, client: EngineClient) -> Result<Self> {
         let failed = |error: std::io::Error| Error::Environment { message: format!("the server's thread: {error}") };
         let address = listener.local_addr().map_err(failed)?;
         let ServerOptions { model_name, tokenizer, max_sequence_length, api_key, max_body_bytes } = options;
-        let model = Model { name: model_name, tokenizer, max_sequence_length };
-        let service = Service {
+        let model = ServedModel { name: model_name, tokenizer, max_sequence_length };
+        let service = HttpState {
             model,
             client,
             api_key,
@@ -105,7 +105,7 @@ impl Server {
         self.address
     }
 
-    /// Closes the door once the engine is gone; clients have a few seconds to read the end of their answers.
+    /// Refuses further requests once the engine is gone; clients have a few seconds to read the end of their answers.
     pub fn finish(self) {
         drop(self.end);
         let _ = self.thread.join(); // a panic there has been told

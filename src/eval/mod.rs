@@ -30,7 +30,7 @@ pub fn share_of(dataset: &Dataset, world: &World) -> Vec<Prompt> {
 
 /// Sums over all ranks of one evaluation.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Outcome {
+pub struct EvalOutcome {
     /// The weighted reward over all samples: its mean is avg@n.
     pub reward: BatchStats,
     /// Each reward over all samples.
@@ -63,7 +63,7 @@ impl Estimate {
     }
 }
 
-impl Outcome {
+impl EvalOutcome {
     /// Adds up scored groups of every rank; collective over `group`. Completions whose reward failed are left out. A sample is
     /// solved where all rewards of `solved_by` that apply to it are at their full mark of 1.
     pub fn of(groups: &[RolloutGroup], solved_by: &[usize], group: &dyn Collective) -> Result<Self> {
@@ -192,7 +192,7 @@ fn maj_at_n(group: &RolloutGroup, solved_by: &[usize], answer_of: &impl Fn(&str)
     Some(num_solved as f32 / winners().count().max(1) as f32)
 }
 
-impl fmt::Display for Outcome {
+impl fmt::Display for EvalOutcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.reward.count == 0.0 {
             return write!(f, "no held-out sample could be scored");
@@ -240,7 +240,7 @@ mod tests {
         assert_eq!(is_solved(&Trajectory { reward: None, ..sample([full, full]) }, &[1]), None, "one failed");
 
         let group = RolloutGroup { completions: vec![sample([full, none]), sample([none, full])], ..scored(&[]) };
-        let outcome = Outcome::of(&[group], &[1], &SingleRank::default()).unwrap();
+        let outcome = EvalOutcome::of(&[group], &[1], &SingleRank::default()).unwrap();
         assert_eq!(outcome.metrics(&["format".to_owned(), "answer".to_owned()])["eval_pass@1"], 0.5);
     }
 
@@ -266,7 +266,7 @@ mod tests {
     #[test]
     fn an_outcome_counts_samples_problems_and_standard_errors() {
         let groups = [scored(&[Some(1.0), Some(0.0)]), scored(&[Some(1.0), Some(1.0)]), scored(&[None, Some(0.0)])];
-        let outcome = Outcome::of(&groups, &[0], &SingleRank::default()).unwrap();
+        let outcome = EvalOutcome::of(&groups, &[0], &SingleRank::default()).unwrap();
         assert_eq!((outcome.reward.count, outcome.reward.sum), (5.0, 3.0));
         assert_eq!(outcome.problems.count, 3.0);
         let estimate = Estimate::of(&outcome.problems);

@@ -86,7 +86,7 @@ pub fn assign_advantages(
 
 /// Advantages of one group, in order, and whether the standard deviation that they have to do with is zero.
 #[derive(Debug)]
-struct Scored {
+struct GroupAdvantages {
     advantages: Vec<Option<f64>>,
     has_zero_std: bool,
 }
@@ -95,7 +95,11 @@ fn rewards(group: &RolloutGroup) -> impl Iterator<Item = Option<f64>> {
     group.completions.iter().map(|completion| completion.reward.map(f64::from))
 }
 
-fn relative(groups: &[RolloutGroup], scale: ScaleRewards, ranks: Option<&dyn Collective>) -> Result<Vec<Scored>> {
+fn relative(
+    groups: &[RolloutGroup],
+    scale: ScaleRewards,
+    ranks: Option<&dyn Collective>,
+) -> Result<Vec<GroupAdvantages>> {
     let mut batch = BatchStats::of_groups(groups);
     if let Some(ranks) = ranks.filter(|_| scale == ScaleRewards::Batch) {
         BatchStats::merge_ranks(&mut [&mut batch], ranks)?;
@@ -105,7 +109,7 @@ fn relative(groups: &[RolloutGroup], scale: ScaleRewards, ranks: Option<&dyn Col
         let std = if scale == ScaleRewards::Batch { batch.std() } else { own.std() };
         let divisor = if scale == ScaleRewards::None { 1.0 } else { std + EPSILON };
         let advantage = |reward: f64| if are_equal { 0.0 } else { (reward - own.mean()) / divisor };
-        Scored {
+        GroupAdvantages {
             advantages: rewards(group).map(|reward| reward.map(advantage)).collect(),
             has_zero_std: if scale == ScaleRewards::Batch { is_zero(batch.std()) } else { are_equal },
         }
@@ -113,7 +117,11 @@ fn relative(groups: &[RolloutGroup], scale: ScaleRewards, ranks: Option<&dyn Col
     Ok(groups.iter().map(of_group).collect())
 }
 
-fn leave_one_out(groups: &[RolloutGroup], scale: ScaleRewards, ranks: Option<&dyn Collective>) -> Result<Vec<Scored>> {
+fn leave_one_out(
+    groups: &[RolloutGroup],
+    scale: ScaleRewards,
+    ranks: Option<&dyn Collective>,
+) -> Result<Vec<GroupAdvantages>> {
     let of_group = |group: &RolloutGroup| {
         let (own, are_equal) = (BatchStats::of_group(group), rewards_are_equal(group));
         // reward - (sum - reward) / (count - 1), without large sums subtracted from one another
@@ -121,16 +129,16 @@ fn leave_one_out(groups: &[RolloutGroup], scale: ScaleRewards, ranks: Option<&dy
         let advantage = |reward: f64| if are_equal { 0.0 } else { (reward - own.mean()) * unbiased };
         let is_compared = |_: &f64| own.count > 1.0;
         let advantages = rewards(group).map(|reward| reward.filter(is_compared).map(advantage)).collect();
-        Scored { advantages, has_zero_std: are_equal }
+        GroupAdvantages { advantages, has_zero_std: are_equal }
     };
-    let mut scored: Vec<Scored> = groups.iter().map(of_group).collect();
+    let mut scored: Vec<GroupAdvantages> = groups.iter().map(of_group).collect();
     if scale == ScaleRewards::Batch {
         scale_over_batch(&mut scored, ranks)?;
     }
     Ok(scored)
 }
 
-fn decoupled(groups: &[RolloutGroup], weights: &[f64], ranks: Option<&dyn Collective>) -> Result<Vec<Scored>> {
+fn decoupled(groups: &[RolloutGroup], weights: &[f64], ranks: Option<&dyn Collective>) -> Result<Vec<GroupAdvantages>> {
     let of_group = |group: &RolloutGroup| {
         let num_rewards = group.completions.iter().map(|completion| completion.rewards.len()).max().unwrap_or(0);
         let mut sums: Vec<Option<f64>> = rewards(group).map(|reward| reward.map(|_| 0.0)).collect();
@@ -145,16 +153,16 @@ fn decoupled(groups: &[RolloutGroup], weights: &[f64], ranks: Option<&dyn Collec
                 *sum = sum.map(|sum| sum + weight * scaled);
             }
         }
-        Scored { advantages: sums, has_zero_std: false }
+        GroupAdvantages { advantages: sums, has_zero_std: false }
     };
-    let mut scored: Vec<Scored> = groups.iter().map(of_group).collect();
+    let mut scored: Vec<GroupAdvantages> = groups.iter().map(of_group).collect();
     let has_zero_std = is_zero(scale_over_batch(&mut scored, ranks)?);
     scored.iter_mut().for_each(|scored| scored.has_zero_std = has_zero_std);
     Ok(scored)
 }
 
 /// Brings all that there are to mean 0 and standard deviation 1; returns the one that they had.
-fn scale_over_batch(scored: &mut [Scored], ranks: Option<&dyn Collective>) -> Result<f64> {
+fn scale_over_batch(scored: &mut [GroupAdvantages], ranks: Option<&dyn Collective>) -> Result<f64> {
     let mut batch = BatchStats::of_values(scored.iter().flat_map(|scored| scored.advantages.iter().copied()));
     if let Some(ranks) = ranks {
         BatchStats::merge_ranks(&mut [&mut batch], ranks)?;

@@ -77,13 +77,13 @@ impl LossStats {
 /// [`LossStats`] where they were computed, float64: on a GPU each read of a number would wait for the device.
 #[derive(Debug)]
 pub struct DeviceStats {
-    entries: Vec<(&'static str, Role)>,
+    entries: Vec<(&'static str, Reduction)>,
     sums: Tensor,  // [S]: sum and count of each mean
     least: Tensor, // [E]: minima, and maxima with their signs turned
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Role {
+enum Reduction {
     Mean,
     Min,
     Max,
@@ -116,9 +116,9 @@ impl DeviceStats {
         let mut least = || least.next().expect("one for every extreme");
         let entries = self.entries.iter().map(|(name, role)| {
             let aggregate = match role {
-                Role::Mean => Aggregate::Mean { sum: sum(), count: sum() },
-                Role::Min => Aggregate::Min(least()),
-                Role::Max => Aggregate::Max(-least()),
+                Reduction::Mean => Aggregate::Mean { sum: sum(), count: sum() },
+                Reduction::Min => Aggregate::Min(least()),
+                Reduction::Max => Aggregate::Max(-least()),
             };
             (*name, aggregate)
         });
@@ -129,7 +129,7 @@ impl DeviceStats {
 /// Collects scalar tensors.
 #[derive(Debug)]
 pub(crate) struct Recorder {
-    entries: Vec<(&'static str, Role)>,
+    entries: Vec<(&'static str, Reduction)>,
     sums: Vec<Tensor>,
     least: Vec<Tensor>,
     device: Device,
@@ -142,7 +142,7 @@ impl Recorder {
 
     /// `sum / count`, both scalars.
     pub fn mean(&mut self, name: &'static str, sum: &Tensor, count: &Tensor) {
-        self.entries.push((name, Role::Mean));
+        self.entries.push((name, Reduction::Mean));
         self.sums.extend([sum.to_kind(Kind::Double), count.to_kind(Kind::Double)]);
     }
 
@@ -154,13 +154,13 @@ impl Recorder {
 
     /// The least element that is not NaN.
     pub fn min(&mut self, name: &'static str, values: &Tensor) {
-        self.entries.push((name, Role::Min));
+        self.entries.push((name, Reduction::Min));
         self.least.push(least(values));
     }
 
     /// The greatest element that is not NaN.
     pub fn max(&mut self, name: &'static str, values: &Tensor) {
-        self.entries.push((name, Role::Max));
+        self.entries.push((name, Reduction::Max));
         self.least.push(least(&-values));
     }
 

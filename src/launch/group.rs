@@ -6,9 +6,9 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, ExitStatus};
 use std::time::{Duration, Instant, SystemTime};
 
-use super::output::Output;
-use super::report::{ERROR_FILE_VARIABLE, Report, ReportFile, in_order};
-use super::signals::{Inbox, Request, process_end};
+use super::output::PipeReaders;
+use super::report::{ERROR_FILE_VARIABLE, FailureReport, ReportFile, in_order};
+use super::signals::{Inbox, StopRequest, process_end};
 use super::way_on::OnStop;
 use super::worker::{Inherited, LaunchOptions, Rendezvous, worker_command};
 use crate::dist::{RESTART_COUNT_VARIABLE, SharedSegment};
@@ -23,23 +23,23 @@ const GRACE: Duration = Duration::from_millis(700);
 /// How long they may while nobody has told the cause: those that ended have only heard of another rank's failure.
 const LONG_GRACE: Duration = Duration::from_secs(5);
 
-struct Worker {
+struct RankProcess {
     rank: usize,
     child: Child,
     exit: OwnedFd,
     pulse: SharedPage,
     report: ReportFile,
-    end: Option<End>,
+    end: Option<ProcessEnd>,
 }
 
-struct End {
+struct ProcessEnd {
     status: ExitStatus,
     at: SystemTime,
     /// The launcher ended it: its death says nothing.
     killed: bool,
 }
 
-impl End {
+impl ProcessEnd {
     fn is_failure(&self) -> bool {
         !matches!(self.status.code(), Some(0)) && self.status.code() != Some(ExitCode::Preempted as i32)
     }
@@ -47,22 +47,22 @@ impl End {
 
 /// All workers. Dropping it kills those that are left.
 pub(super) struct Workers {
-    workers: Vec<Worker>,
+    workers: Vec<RankProcess>,
     watch: Watch,
-    hang: Option<Report>,
+    hang: Option<FailureReport>,
     /// The signal that was passed on.
     signal: Option<i32>,
 }
 
 /// How an attempt ended.
-pub(super) struct Outcome {
+pub(super) struct AttemptOutcome {
     pub(super) code: ExitCode,
     /// In the order in which they are to be told.
     messages: Vec<String>,
     was_asked_to_stop: bool,
 }
 
-impl Outcome {
+impl AttemptOutcome {
     /// Tells the failures, the first in time first.
     pub(super) fn print(&self) {
         self.messages.iter().for_each(terminal::say);
@@ -80,7 +80,7 @@ impl Outcome {
 }
 
 impl Workers {
-    pub(super) fn start(options: &LaunchOptions, num_restarts: usize, output: &mut Output) -> Result<Self> {
+    pub(super) fn start(options: &LaunchOptions, num_restarts: usize, output: &mut PipeReaders) -> Result<Self> {
         let rendezvous = Rendezvous::bind(&options.master_addr, options.master_port)?;
         let watch = Watch::new(options.num_workers, options.limits.clone(), Instant::now());
         let segment = SharedSegment::new(options.num_workers)?;
@@ -92,16 +92,16 @@ impl Workers {
             let mut command = worker_command(options, &rendezvous, rank, inherited);
             command.env(ERROR_FILE_VARIABLE, report.path());
             command.env(RESTART_COUNT_VARIABLE, num_restarts.to_string());
-            Output::prepare(&mut command, rank);
+            PipeReaders::prepare(&mut command, rank);
             let mut child = command.spawn().map_err(Error::io(&options.program))?;
             let exit = process_end(child.id()).inspect_err(|_| kill_group(&child))?;
             output.follow(&mut child, rank);
-            all.workers.push(Worker { rank, child, exit, pulse, report, end: None });
+            all.workers.push(RankProcess { rank, child, exit, pulse, report, end: None });
         }
         Ok(all) // and the store's socket is rank 0's alone
     }
 
-    fn running(&self) -> impl Iterator<Item = &Worker> {
+    fn running(&self) -> impl Iterator<Item = &RankProcess> {
         self.workers.iter().filter(|worker| worker.end.is_none())
     }
 
@@ -111,7 +111,7 @@ impl Workers {
         while self.running().next().is_some() {
             let left = failed_at.map_or(LOOK, |at| self.grace().saturating_sub(at.elapsed()).min(LOOK));
             for request in inbox.wait(self.running().map(|worker| &worker.exit), left) {
-                let Request::First(signal) = request else {
+                let StopRequest::First(signal) = request else {
                     self.kill();
                     return true;
                 };
@@ -124,7 +124,7 @@ impl Workers {
                 ));
             }
             self.reap(false);
-            let failed = self.workers.iter().any(|worker| worker.end.as_ref().is_some_and(End::is_failure));
+            let failed = self.workers.iter().any(|worker| worker.end.as_ref().is_some_and(ProcessEnd::is_failure));
             if failed && failed_at.is_none() {
                 self.tell_deaths();
             }
@@ -141,8 +141,8 @@ impl Workers {
 
     /// How long ranks may go on after the first failure.
     fn grace(&self) -> Duration {
-        let tells_cause = |worker: &Worker| {
-            let is_failure = worker.end.as_ref().is_some_and(End::is_failure);
+        let tells_cause = |worker: &RankProcess| {
+            let is_failure = worker.end.as_ref().is_some_and(ProcessEnd::is_failure);
             is_failure && worker.report.read().is_none_or(|report| !report.of_peer)
         };
         if self.workers.iter().any(tells_cause) { GRACE } else { LONG_GRACE }
@@ -165,14 +165,14 @@ impl Workers {
             limit_s: cause.limit.as_secs_f64(),
             state: process_state(&self.workers[cause.rank].child),
         };
-        self.hang = Some(Report::of_hang(&error, cause.rank, &pulse));
+        self.hang = Some(FailureReport::of_hang(&error, cause.rank, &pulse));
         true
     }
 
     /// Tells what every rank is doing when one of them has died without a word.
     fn tell_deaths(&self) {
-        let is_silent = |worker: &&Worker| {
-            let is_failure = worker.end.as_ref().is_some_and(End::is_failure);
+        let is_silent = |worker: &&RankProcess| {
+            let is_failure = worker.end.as_ref().is_some_and(ProcessEnd::is_failure);
             is_failure && !self.died_of_our_signal(worker) && worker.report.read().is_none()
         };
         if let Some(dead) = self.workers.iter().find(is_silent) {
@@ -213,13 +213,13 @@ impl Workers {
             kill_group(&worker.child); // descendants that outlived it; its id is still its own
             if let Ok(status) = worker.child.wait() {
                 tracing::debug!("rank {} ended: {status}", worker.rank);
-                worker.end = Some(End { status, at: SystemTime::now(), killed });
+                worker.end = Some(ProcessEnd { status, at: SystemTime::now(), killed });
             }
         }
     }
 
-    pub(super) fn outcome(&self, interrupted: bool) -> Outcome {
-        let outcome = |code, messages| Outcome { code, messages, was_asked_to_stop: self.signal.is_some() };
+    pub(super) fn outcome(&self, interrupted: bool) -> AttemptOutcome {
+        let outcome = |code, messages| AttemptOutcome { code, messages, was_asked_to_stop: self.signal.is_some() };
         if interrupted {
             let message = "ended at once by a second signal; what was not saved is lost";
             return outcome(ExitCode::Interrupted, vec![message.to_owned()]);
@@ -227,17 +227,17 @@ impl Workers {
         let failures =
             self.hang.clone().into_iter().chain(self.workers.iter().filter_map(|worker| self.failure(worker)));
         let failures = in_order(failures.collect());
-        let messages = failures.iter().map(Report::to_string).collect();
+        let messages = failures.iter().map(FailureReport::to_string).collect();
         if let Some(first) = failures.first() {
             return outcome(first.code, messages);
         }
-        let has_code = |worker: &&Worker| {
+        let has_code = |worker: &&RankProcess| {
             let status = worker.end.as_ref().map(|end| end.status);
             status.is_some_and(|status| status.code() == Some(ExitCode::Preempted as i32))
         };
         if let Some(preempted) = self.workers.iter().find(has_code) {
             let report = preempted.report.read();
-            return outcome(ExitCode::Preempted, report.iter().map(Report::to_string).collect());
+            return outcome(ExitCode::Preempted, report.iter().map(FailureReport::to_string).collect());
         }
         match self.workers.iter().any(|worker| self.died_of_our_signal(worker)) {
             true => outcome(ExitCode::Preempted, vec!["preempted before there was anything to save".to_owned()]),
@@ -245,7 +245,7 @@ impl Workers {
         }
     }
 
-    fn failure(&self, worker: &Worker) -> Option<Report> {
+    fn failure(&self, worker: &RankProcess) -> Option<FailureReport> {
         let end = worker.end.as_ref().filter(|end| end.is_failure())?;
         if let Some(report) = worker.report.read() {
             return Some(report);
@@ -262,11 +262,11 @@ impl Workers {
             (None, signal) => (signal_name(signal.unwrap_or(0)), ExitCode::RankDied),
         };
         let tells = !end.killed && !self.died_of_our_signal(worker);
-        tells.then(|| Report::of_death(worker.rank, end.at, how, code, &worker.pulse.read()))
+        tells.then(|| FailureReport::of_death(worker.rank, end.at, how, code, &worker.pulse.read()))
     }
 
     /// Whether a signal that was passed on came before the worker could take it as a request.
-    fn died_of_our_signal(&self, worker: &Worker) -> bool {
+    fn died_of_our_signal(&self, worker: &RankProcess) -> bool {
         let signal = worker.end.as_ref().and_then(|end| end.status.signal());
         signal.is_some() && signal == self.signal
     }

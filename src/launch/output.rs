@@ -9,9 +9,9 @@ use crate::phase::terminal;
 
 /// Readers of the workers' pipes.
 #[derive(Debug, Default)]
-pub(super) struct Output(Vec<JoinHandle<()>>);
+pub(super) struct PipeReaders(Vec<JoinHandle<()>>);
 
-impl Output {
+impl PipeReaders {
     /// The launcher reads all that would go to a terminal line by line, so that it alone writes there. Rank 0 keeps the launcher's
     /// streams that are files or pipes: its results can be piped on.
     pub(super) fn prepare(command: &mut Command, rank: usize) {

@@ -19,7 +19,7 @@ pub const ERROR_FILE_VARIABLE: &str = "COLO_GRPO_ERROR_FILE";
 
 /// Tells the launcher, if there is one, or else standard error, why this process ends; `rank` is a worker's.
 pub fn report_error(error: &Error, rank: Option<usize>) {
-    let report = Report::of(error, rank);
+    let report = FailureReport::of(error, rank);
     let Some(path) = std::env::var_os(ERROR_FILE_VARIABLE).map(PathBuf::from) else {
         terminal::say(&report);
         if let (Error::Preempted { .. }, None) = (error, rank) {
@@ -36,7 +36,7 @@ pub fn report_error(error: &Error, rank: Option<usize>) {
 
 /// A failure as it is passed from worker to launcher.
 #[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
-pub(super) struct Report {
+pub(super) struct FailureReport {
     /// Seconds since 1970.
     pub time_s: f64,
     /// The worker's; none of a process that is alone.
@@ -50,7 +50,7 @@ pub(super) struct Report {
     pub of_peer: bool,
 }
 
-impl Report {
+impl FailureReport {
     fn of(error: &Error, rank: Option<usize>) -> Self {
         let phase = Some(phase::at_failure()).filter(|phase| *phase != Phase::Startup);
         Self {
@@ -113,7 +113,7 @@ impl ReportFile {
     }
 
     /// What the worker has left; `None` before it has written all of it.
-    pub(super) fn read(&self) -> Option<Report> {
+    pub(super) fn read(&self) -> Option<FailureReport> {
         let mut json = vec![0; self.0.metadata().ok()?.len() as usize];
         self.0.read_exact_at(&mut json, 0).ok()?;
         serde_json::from_slice(&json).ok()
@@ -121,7 +121,7 @@ impl ReportFile {
 }
 
 /// `error: rank 1, step 3, wake: ` and the message; the place only as far as it says anything.
-impl std::fmt::Display for Report {
+impl std::fmt::Display for FailureReport {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         if self.code != ExitCode::Preempted {
             f.write_str("error: ")?;
@@ -135,9 +135,9 @@ impl std::fmt::Display for Report {
 }
 
 /// Own failures in order of time, what several ranks say only once; if there are none, what ranks heard of others'.
-pub(super) fn in_order(reports: Vec<Report>) -> Vec<Report> {
+pub(super) fn in_order(reports: Vec<FailureReport>) -> Vec<FailureReport> {
     let (mut heard, mut own): (Vec<_>, Vec<_>) = reports.into_iter().partition(|report| report.of_peer);
-    let by_time = |a: &Report, b: &Report| a.time_s.total_cmp(&b.time_s);
+    let by_time = |a: &FailureReport, b: &FailureReport| a.time_s.total_cmp(&b.time_s);
     own.sort_by(by_time);
     heard.sort_by(by_time);
     let mut told = if own.is_empty() { heard } else { own };
@@ -158,7 +158,7 @@ mod tests {
     fn hearsay_is_never_the_first_cause() {
         let report = |rank, time_s, of_peer| {
             let error = Error::Environment { message: format!("of rank {rank}") };
-            Report { time_s, of_peer, ..Report::of(&error, Some(rank)) }
+            FailureReport { time_s, of_peer, ..FailureReport::of(&error, Some(rank)) }
         };
         let ordered = in_order(vec![report(0, 1.0, true), report(2, 3.0, false), report(1, 2.0, false)]);
         assert_eq!(ordered.iter().filter_map(|report| report.rank).collect::<Vec<_>>(), [1, 2]);
@@ -172,7 +172,7 @@ mod tests {
         assert_eq!(file.read(), None);
         let error = Error::PeerFailed { rank: 1, code: ExitCode::Hang, message: "slow".into() };
         // JSON does not keep the last bit of every number; of this one it does.
-        let report = Report { time_s: 1.5, ..Report::of(&error, Some(0)) };
+        let report = FailureReport { time_s: 1.5, ..FailureReport::of(&error, Some(0)) };
         let json = serde_json::to_vec(&report).unwrap();
         std::fs::write(file.path(), &json[..9]).unwrap();
         assert_eq!(file.read(), None, "half a report is none");

@@ -27,7 +27,7 @@ const AGAIN: u8 = u8::MAX;
 
 /// A signal that asks for an end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Request {
+pub(super) enum StopRequest {
     /// The first one, by its number.
     First(i32),
     /// A later one, that is to end everything at once.
@@ -35,11 +35,11 @@ pub(super) enum Request {
 }
 
 /// Counts a signal; `None` if it is part of the first request. Async-signal-safe.
-fn count(signal: i32, first: &AtomicU64, now_ns: u64) -> Option<Request> {
+fn count(signal: i32, first: &AtomicU64, now_ns: u64) -> Option<StopRequest> {
     match first.compare_exchange(0, now_ns, Ordering::Relaxed, Ordering::Relaxed) {
-        Ok(_) => Some(Request::First(signal)),
+        Ok(_) => Some(StopRequest::First(signal)),
         Err(first_ns) if now_ns.saturating_sub(first_ns) <= SAME_REQUEST.as_nanos() as u64 => None,
-        Err(_) => Some(Request::Again),
+        Err(_) => Some(StopRequest::Again),
     }
 }
 
@@ -72,8 +72,8 @@ fn tell_requests(on_stop: OnStop) {
 
 extern "C" fn request_stop(signal: i32) {
     match count(signal, &FIRST, monotonic_ns()) {
-        Some(Request::First(_)) => put(&REQUESTED, 1),
-        Some(Request::Again) => {
+        Some(StopRequest::First(_)) => put(&REQUESTED, 1),
+        Some(StopRequest::Again) => {
             // SAFETY: both calls are async-signal-safe; the signal arrives again, now with its default action.
             unsafe {
                 libc::signal(signal, libc::SIG_DFL);
@@ -130,8 +130,8 @@ static OPEN: Mutex<()> = Mutex::new(());
 
 extern "C" fn write_to_pipe(signal: i32) {
     let byte = match count(signal, &FIRST, monotonic_ns()) {
-        Some(Request::First(signal)) => signal as u8,
-        Some(Request::Again) => AGAIN,
+        Some(StopRequest::First(signal)) => signal as u8,
+        Some(StopRequest::Again) => AGAIN,
         None => return,
     };
     put(&PIPE, byte);
@@ -164,14 +164,14 @@ impl Inbox {
     }
 
     /// Waits for requests, at most `timeout`, and returns them; `ends` of processes cut the wait short.
-    pub(super) fn wait<'a>(&mut self, ends: impl Iterator<Item = &'a OwnedFd>, timeout: Duration) -> Vec<Request> {
+    pub(super) fn wait<'a>(&mut self, ends: impl Iterator<Item = &'a OwnedFd>, timeout: Duration) -> Vec<StopRequest> {
         let descriptors = std::iter::once(self.pipe.as_raw_fd()).chain(ends.map(AsRawFd::as_raw_fd));
         let mut polls: Vec<_> = descriptors.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
         // SAFETY: valid entries that outlive the call.
         unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, timeout.as_millis() as i32) };
         let mut bytes = [0u8; 64];
         let len = self.pipe.read(&mut bytes).unwrap_or(0);
-        let request = |&byte: &u8| if byte == AGAIN { Request::Again } else { Request::First(i32::from(byte)) };
+        let request = |&byte: &u8| if byte == AGAIN { StopRequest::Again } else { StopRequest::First(i32::from(byte)) };
         bytes[..len].iter().map(request).collect()
     }
 }
@@ -215,9 +215,9 @@ mod tests {
     #[test]
     fn signals_within_a_second_are_one_request() {
         let (first, second_ns) = (AtomicU64::new(0), 1_000_000_000);
-        assert_eq!(count(libc::SIGTERM, &first, 5), Some(Request::First(libc::SIGTERM)));
+        assert_eq!(count(libc::SIGTERM, &first, 5), Some(StopRequest::First(libc::SIGTERM)));
         assert_eq!(count(libc::SIGTERM, &first, 6), None);
         assert_eq!(count(libc::SIGHUP, &first, 5 + second_ns), None);
-        assert_eq!(count(libc::SIGUSR1, &first, 6 + second_ns), Some(Request::Again));
+        assert_eq!(count(libc::SIGUSR1, &first, 6 + second_ns), Some(StopRequest::Again));
     }
 }

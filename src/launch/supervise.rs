@@ -4,8 +4,8 @@ use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
-use super::group::{Outcome, Workers};
-use super::output::Output;
+use super::group::{AttemptOutcome, Workers};
+use super::output::PipeReaders;
 use super::signals::Inbox;
 use super::way_on;
 use super::worker::LaunchOptions;
@@ -59,8 +59,8 @@ fn launch(options: &LaunchOptions) -> Result<ExitCode> {
 }
 
 /// All workers, once.
-fn attempt(options: &LaunchOptions, num_restarts: usize, inbox: &mut Inbox) -> Result<Outcome> {
-    let mut output = Output::default();
+fn attempt(options: &LaunchOptions, num_restarts: usize, inbox: &mut Inbox) -> Result<AttemptOutcome> {
+    let mut output = PipeReaders::default();
     let mut workers = Workers::start(options, num_restarts, &mut output)?;
     let interrupted = workers.wait(inbox, options.on_stop);
     output.finish(Duration::from_secs(1));

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::exit::exit_now;
 use super::report::report_error;
 use crate::error::{Error, Result};
-use crate::phase::{self, Limits, Phase, Watch, terminal};
+use crate::phase::{self, HeartbeatLimits, Phase, Watch, terminal};
 
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -14,10 +14,10 @@ const LOOK: Duration = Duration::from_millis(100);
 ///
 /// # Errors
 /// [`Error::Environment`] if no thread can be started.
-pub fn watch_self(rank: usize, limits: &Limits, collective_timeout: Duration) -> Result<()> {
+pub fn watch_self(rank: usize, limits: &HeartbeatLimits, collective_timeout: Duration) -> Result<()> {
     let limits = [false, true].map(|is_waiting| {
         let least = if is_waiting { collective_timeout + LOOK } else { Duration::ZERO };
-        Limits::new(|phase: Phase| limits.of(phase).max(least))
+        HeartbeatLimits::new(|phase: Phase| limits.of(phase).max(least))
     });
     let thread = std::thread::Builder::new().name("watchdog".to_owned());
     let started = thread.spawn(move || {

@@ -14,7 +14,7 @@ use crate::config::HeartbeatConfig;
 use crate::cuda;
 use crate::dist::{SEGMENT_FD_VARIABLE, STORE_FD_VARIABLE};
 use crate::error::{Error, Result};
-use crate::phase::{Limits, PROGRAM, PULSE_FD_VARIABLE};
+use crate::phase::{HeartbeatLimits, PROGRAM, PULSE_FD_VARIABLE};
 
 /// Where workers meet unless told otherwise: reached from this machine alone.
 pub const LOOPBACK: &str = "127.0.0.1";
@@ -35,7 +35,7 @@ pub struct LaunchOptions {
     /// Whether every worker needs a GPU of its own (`device = "cuda"`).
     pub needs_cuda: bool,
     /// How long a worker may stand still, by phase.
-    pub limits: Limits,
+    pub limits: HeartbeatLimits,
     /// Times that all workers are started again after one died or hung.
     pub max_restarts: usize,
     /// Where workers that are started again find checkpoints to resume from.

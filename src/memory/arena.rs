@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::cpu::CpuRange;
 use super::cuda::CudaRange;
-use super::ledger::{Ledger, Place};
+use super::ledger::{Ledger, MemoryKind};
 use crate::error::{Error, Result};
 
 /// An address range of one class of memory (KV cache, optimizer state, ..). Views made by [`Arena::tensor`] have the
@@ -69,7 +69,7 @@ impl Arena {
         }
         if to > self.mapped_bytes {
             self.range.map(self.mapped_bytes, to)?;
-            Ledger::resize(self.name, Place::Device, self.mapped_bytes, to);
+            Ledger::resize(self.name, MemoryKind::Device, self.mapped_bytes, to);
             self.mapped_bytes = to;
         }
         Ok(())
@@ -81,7 +81,7 @@ impl Arena {
         if let Err(error) = self.range.unmap(self.mapped_bytes) {
             self.kept_error = Some(error);
         }
-        Ledger::resize(self.name, Place::Device, self.mapped_bytes, 0);
+        Ledger::resize(self.name, MemoryKind::Device, self.mapped_bytes, 0);
         self.mapped_bytes = 0;
     }
 
@@ -97,7 +97,7 @@ impl Arena {
         if let Err(error) = outcome {
             self.kept_error = Some(error);
         }
-        Ledger::resize(self.name, Place::Device, self.mapped_bytes, end);
+        Ledger::resize(self.name, MemoryKind::Device, self.mapped_bytes, end);
         self.mapped_bytes = end;
     }
 
@@ -151,7 +151,7 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        Ledger::resize(self.name, Place::Device, self.mapped_bytes, 0);
+        Ledger::resize(self.name, MemoryKind::Device, self.mapped_bytes, 0);
     }
 }
 
@@ -225,7 +225,7 @@ mod tests {
         let _ = first.fill_(7);
         arena.map(8 * MIB).unwrap();
         assert_eq!(first.sum(Kind::Int64).int64_value(&[]), 28);
-        assert!(Ledger::report().contains(&(Place::Device, "arena_growth_test", 8 * MIB)));
+        assert!(Ledger::report().contains(&(MemoryKind::Device, "arena_growth_test", 8 * MIB)));
         drop(arena);
         assert!(Ledger::report().iter().all(|(_, owner, _)| *owner != "arena_growth_test"));
     }
@@ -335,7 +335,7 @@ mod tests {
         arena.map(4 * 4096).unwrap();
         arena.shrink(4096);
         assert_eq!(arena.mapped_bytes(), 3 * 4096);
-        assert!(Ledger::report().contains(&(Place::Device, "broken", 3 * 4096)));
+        assert!(Ledger::report().contains(&(MemoryKind::Device, "broken", 3 * 4096)));
         assert!(matches!(arena.map(10), Err(Error::Environment { .. })));
     }
 }

@@ -68,12 +68,12 @@ pub(super) struct Chunk {
 #[derive(Debug)]
 pub(super) struct ChunkPool {
     context: Arc<Context>,
-    state: Mutex<State>,
+    state: Mutex<PoolChunks>,
     settled: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct PoolChunks {
     idle: Vec<Chunk>,
     /// Whether a thread is releasing.
     is_releasing: bool,
@@ -168,7 +168,7 @@ impl ChunkPool {
         Ok(Chunk { handle, bytes })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, PoolChunks> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use super::arena::AddressRange;
 use super::host::available_host_bytes;
-use super::ledger::{Ledger, Place};
+use super::ledger::{Ledger, MemoryKind};
 use crate::error::{Error, Result};
 
 /// Reserved host addresses between two guard pages, which keep the kernel from merging the range with its neighbours.
@@ -44,7 +44,10 @@ impl CpuRange {
     }
 
     fn out_of_memory(&self, requested_bytes: usize) -> Error {
-        Error::OutOfMemory { owner: format!("{} ({})", self.name, Ledger::summary(Place::Device)), requested_bytes }
+        Error::OutOfMemory {
+            owner: format!("{} ({})", self.name, Ledger::summary(MemoryKind::Device)),
+            requested_bytes,
+        }
     }
 
     fn protect(&self, from: usize, to: usize, protection: i32) -> io::Result<()> {

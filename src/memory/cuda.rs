@@ -8,7 +8,7 @@ use cudarc::driver::sys;
 
 use super::arena::AddressRange;
 use super::chunks::{CHUNK_BYTES, Chunk, ChunkPool, device_memory};
-use super::ledger::{Ledger, Place};
+use super::ledger::{Ledger, MemoryKind};
 use crate::cuda::{Context, OUT_OF_MEMORY, check};
 use crate::error::{Error, Result};
 use crate::torch;
@@ -109,7 +109,7 @@ impl CudaRange {
             |(free, total)| format!("{} of {} MiB free", free >> 20, total >> 20),
         );
         let owner =
-            format!("{} (GPU {}: {free}; {})", self.name, self.context.ordinal(), Ledger::summary(Place::Device));
+            format!("{} (GPU {}: {free}; {})", self.name, self.context.ordinal(), Ledger::summary(MemoryKind::Device));
         Error::OutOfMemory { owner, requested_bytes }
     }
 }

@@ -1,6 +1,6 @@
 //! What a user is told when memory runs out: who holds it, and the key that takes less of it.
 
-use super::{Ledger, Place};
+use super::{Ledger, MemoryKind};
 use crate::cuda::OUT_OF_MEMORY;
 use crate::error::{A_LIBRARY, A_TENSOR, Error};
 use crate::phase::{self, Phase};
@@ -27,7 +27,8 @@ pub fn explain_out_of_memory(error: Error) -> Error {
         Phase::Checkpoint => "set save_async = false",
         _ => "raise zero.stage or the number of ranks",
     };
-    let held = if owner.contains("held") { String::new() } else { format!(" ({})", Ledger::summary(Place::Device)) };
+    let held =
+        if owner.contains("held") { String::new() } else { format!(" ({})", Ledger::summary(MemoryKind::Device)) };
     Error::OutOfMemory { owner: format!("{owner}{held}{MEND}{key};"), requested_bytes }
 }
 

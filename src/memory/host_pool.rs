@@ -8,9 +8,9 @@ use cudarc::driver::sys;
 use tch::{Device, Tensor};
 
 use super::arena::check_view;
-use super::ledger::{Ledger, Place};
+use super::ledger::{Ledger, MemoryKind};
 use super::pages::{Pages, PinnedPages};
-use crate::cuda::{Event, Stream, check};
+use crate::cuda::{CudaEvent, Stream, check};
 use crate::error::{Error, Result};
 
 /// Most bytes that a GPU's copy engine is given in one call.
@@ -30,15 +30,15 @@ pub struct HostPool {
 /// A copy under way, which holds its tensor. Dropped without more, it is waited for.
 #[derive(Debug)]
 #[must_use = "a copy is waited for when this is dropped: keep it while other work goes on"]
-pub struct Pending {
-    pub(super) event: Option<Event>, // None for a copy that is done
+pub struct PendingCopy {
+    pub(super) event: Option<CudaEvent>, // None for a copy that is done
     pub(super) tensor: Tensor,
 }
 
 /// A point in time on a device, or on the host where copies are done at once.
 #[derive(Debug)]
 pub struct Mark {
-    pub(super) event: Option<Event>,
+    pub(super) event: Option<CudaEvent>,
     pub(super) at: Instant,
 }
 
@@ -71,7 +71,7 @@ impl HostPool {
             Device::Cuda(ordinal) => Pages::Pinned(Arc::new(PinnedPages::new(name, bytes, ordinal, progress)?)),
             _ => Pages::ordinary(name, bytes)?,
         };
-        Ledger::resize(name, Place::Host, 0, pages.len_bytes());
+        Ledger::resize(name, MemoryKind::Host, 0, pages.len_bytes());
         Ok(Self { name, device, pages })
     }
 
@@ -107,7 +107,7 @@ impl HostPool {
     ///
     /// # Errors
     /// As [`HostPool::copy_from`].
-    pub fn copy_from_async(&mut self, byte_offset: usize, tensor: &Tensor) -> Result<Pending> {
+    pub fn copy_from_async(&mut self, byte_offset: usize, tensor: &Tensor) -> Result<PendingCopy> {
         self.start("HostPool::copy_from", byte_offset, tensor, Direction::Out)
     }
 
@@ -115,7 +115,7 @@ impl HostPool {
     ///
     /// # Errors
     /// As [`HostPool::copy_from`].
-    pub fn copy_to_async(&self, byte_offset: usize, tensor: &mut Tensor) -> Result<Pending> {
+    pub fn copy_to_async(&self, byte_offset: usize, tensor: &mut Tensor) -> Result<PendingCopy> {
         self.start("HostPool::copy_to", byte_offset, tensor, Direction::In)
     }
 
@@ -132,7 +132,13 @@ impl HostPool {
         Ok(tensor.numel() * kind.elt_size_in_bytes())
     }
 
-    fn start(&self, op: &'static str, byte_offset: usize, tensor: &Tensor, direction: Direction) -> Result<Pending> {
+    fn start(
+        &self,
+        op: &'static str,
+        byte_offset: usize,
+        tensor: &Tensor,
+        direction: Direction,
+    ) -> Result<PendingCopy> {
         let bytes = self.check(op, byte_offset, tensor)?;
         let mut address = tensor.data_ptr().cast::<u8>();
         let stream = self.stream(direction).filter(|_| tensor.device() != Device::Cpu);
@@ -143,14 +149,14 @@ impl HostPool {
         for (host, len) in self.pages.pieces(byte_offset..byte_offset + bytes) {
             for start in (0..len).step_by(PIECE_BYTES) {
                 let len = PIECE_BYTES.min(len - start);
-                // SAFETY: the piece lies in the pool and the tensor spans `bytes` from its address (checked above); `Pending`
+                // SAFETY: the piece lies in the pool and the tensor spans `bytes` from its address (checked above); `PendingCopy`
                 // keeps the tensor until the copy is done, and the pool waits for its streams before its memory goes.
                 unsafe { copy(host.wrapping_add(start), address, len, direction, stream)? };
                 address = address.wrapping_add(len);
             }
         }
         let event = stream.map(Stream::record).transpose()?;
-        Ok(Pending { event, tensor: tensor.shallow_clone() })
+        Ok(PendingCopy { event, tensor: tensor.shallow_clone() })
     }
 
     /// A point in the pool's copies of one direction, after those started by now and before later ones.
@@ -168,7 +174,7 @@ impl HostPool {
     /// # Errors
     /// [`Error::Cuda`].
     pub fn mark_libtorch(&self) -> Result<Mark> {
-        let record = |stream: &Stream| Event::record_libtorch(stream.context());
+        let record = |stream: &Stream| CudaEvent::record_libtorch(stream.context());
         Ok(Mark { event: self.stream(Direction::In).map(record).transpose()?, at: Instant::now() })
     }
 
@@ -190,11 +196,11 @@ impl HostPool {
 
 impl Drop for HostPool {
     fn drop(&mut self) {
-        Ledger::resize(self.name, Place::Host, self.len_bytes(), 0);
+        Ledger::resize(self.name, MemoryKind::Host, self.len_bytes(), 0);
     }
 }
 
-impl Pending {
+impl PendingCopy {
     /// Waits on the host until the copy is done.
     ///
     /// # Errors
@@ -213,7 +219,7 @@ impl Pending {
     /// [`Error::Cuda`].
     pub fn hold_libtorch(mut self) -> Result<()> {
         // The tensor's memory is freed in the order of libtorch's stream, and so after the copy.
-        let held = self.event.as_ref().map_or(Ok(()), Event::hold_libtorch);
+        let held = self.event.as_ref().map_or(Ok(()), CudaEvent::hold_libtorch);
         if held.is_ok() {
             self.event = None;
         }
@@ -225,7 +231,7 @@ impl Pending {
     /// # Errors
     /// [`Error::Cuda`] when it failed.
     pub fn is_done(&self) -> Result<bool> {
-        self.event.as_ref().map_or(Ok(true), Event::is_done)
+        self.event.as_ref().map_or(Ok(true), CudaEvent::is_done)
     }
 
     /// The tensor that is copied.
@@ -234,7 +240,7 @@ impl Pending {
     }
 }
 
-impl Drop for Pending {
+impl Drop for PendingCopy {
     fn drop(&mut self) {
         // An error shows itself at the next use of the GPU.
         let _ = self.event.take().map(|event| event.synchronize());
@@ -306,7 +312,7 @@ mod tests {
         }
         assert!(pool.copy_from((1 << 16) - 8, &floats).is_err());
         assert!(pool.copy_from(2, &floats).is_err());
-        assert!(Ledger::report().contains(&(Place::Host, "pool_test", 1 << 16)));
+        assert!(Ledger::report().contains(&(MemoryKind::Host, "pool_test", 1 << 16)));
     }
 
     #[test]

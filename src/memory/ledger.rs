@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Memory that is counted apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
-pub enum Place {
+pub enum MemoryKind {
     /// The memory that tensors are computed in.
     Device,
     /// Host memory that holds what is off the device.
@@ -22,58 +22,58 @@ static PEAKS: [AtomicUsize; 2] = [AtomicUsize::new(0), AtomicUsize::new(0)];
 static ACCOUNTS: Mutex<Accounts> = Mutex::new(BTreeMap::new());
 
 /// Bytes by place and owner.
-type Accounts = BTreeMap<(Place, &'static str), usize>;
+type Accounts = BTreeMap<(MemoryKind, &'static str), usize>;
 
 impl Ledger {
-    /// Says that `owner` now holds `bytes` in `place`; 0 closes the account.
-    pub fn set(owner: &'static str, place: Place, bytes: usize) {
-        Self::change(owner, place, |_| bytes);
+    /// Says that `owner` now holds `bytes` in `kind`; 0 closes the account.
+    pub fn set(owner: &'static str, kind: MemoryKind, bytes: usize) {
+        Self::change(owner, kind, |_| bytes);
     }
 
     /// Every open account, by place and owner.
-    pub fn report() -> Vec<(Place, &'static str, usize)> {
-        accounts().iter().map(|(&(place, owner), &bytes)| (place, owner, bytes)).collect()
+    pub fn report() -> Vec<(MemoryKind, &'static str, usize)> {
+        accounts().iter().map(|(&(kind, owner), &bytes)| (kind, owner, bytes)).collect()
     }
 
-    /// Bytes held in `place` by all owners together.
-    pub fn total(place: Place) -> usize {
-        total_of(&accounts(), place)
+    /// Bytes held in `kind` by all owners together.
+    pub fn total(kind: MemoryKind) -> usize {
+        total_of(&accounts(), kind)
     }
 
-    /// The most bytes that were held in `place` at once since the last call.
-    pub fn take_peak(place: Place) -> usize {
+    /// The most bytes that were held in `kind` at once since the last call.
+    pub fn take_peak(kind: MemoryKind) -> usize {
         let accounts = accounts();
-        PEAKS[place as usize].swap(total_of(&accounts, place), Ordering::Relaxed)
+        PEAKS[kind as usize].swap(total_of(&accounts, kind), Ordering::Relaxed)
     }
 
     /// Moves `owner`'s account from `old_bytes` to `new_bytes`, for owners of several allocations of one name.
-    pub(super) fn resize(owner: &'static str, place: Place, old_bytes: usize, new_bytes: usize) {
-        Self::change(owner, place, |bytes| (bytes + new_bytes).saturating_sub(old_bytes));
+    pub(super) fn resize(owner: &'static str, kind: MemoryKind, old_bytes: usize, new_bytes: usize) {
+        Self::change(owner, kind, |bytes| (bytes + new_bytes).saturating_sub(old_bytes));
     }
 
-    /// The accounts in `place` as one line, for error messages: `kv_cache 12 MiB, optimizer 8 MiB`.
-    pub fn summary(place: Place) -> String {
+    /// The accounts in `kind` as one line, for error messages: `kv_cache 12 MiB, optimizer 8 MiB`.
+    pub fn summary(kind: MemoryKind) -> String {
         let held: Vec<String> = Self::report()
             .into_iter()
-            .filter(|(at, ..)| *at == place)
+            .filter(|(at, ..)| *at == kind)
             .map(|(_, owner, bytes)| format!("{owner} {} MiB", bytes >> 20))
             .collect();
         if held.is_empty() { "nothing else is held".to_owned() } else { format!("held: {}", held.join(", ")) }
     }
 
-    fn change(owner: &'static str, place: Place, new_bytes: impl FnOnce(usize) -> usize) {
+    fn change(owner: &'static str, kind: MemoryKind, new_bytes: impl FnOnce(usize) -> usize) {
         let mut accounts = accounts();
-        let bytes = accounts.entry((place, owner)).or_default();
+        let bytes = accounts.entry((kind, owner)).or_default();
         *bytes = new_bytes(*bytes);
         if *bytes == 0 {
-            accounts.remove(&(place, owner));
+            accounts.remove(&(kind, owner));
         }
-        PEAKS[place as usize].fetch_max(total_of(&accounts, place), Ordering::Relaxed);
+        PEAKS[kind as usize].fetch_max(total_of(&accounts, kind), Ordering::Relaxed);
     }
 }
 
-fn total_of(accounts: &Accounts, place: Place) -> usize {
-    accounts.iter().filter(|((at, _), _)| *at == place).map(|(_, bytes)| bytes).sum()
+fn total_of(accounts: &Accounts, kind: MemoryKind) -> usize {
+    accounts.iter().filter(|((at, _), _)| *at == kind).map(|(_, bytes)| bytes).sum()
 }
 
 /// A panic elsewhere cannot leave the map half changed, so a poisoned lock is taken as it is.
@@ -87,12 +87,12 @@ mod tests {
 
     #[test]
     fn accounts_open_change_and_close() {
-        Ledger::set("ledger_test", Place::Host, 3 << 20);
-        Ledger::resize("ledger_test", Place::Host, 1 << 20, 5 << 20);
-        assert!(Ledger::report().contains(&(Place::Host, "ledger_test", 7 << 20)));
-        assert!(Ledger::total(Place::Host) >= 7 << 20);
-        assert!(Ledger::summary(Place::Host).contains("ledger_test 7 MiB"));
-        Ledger::set("ledger_test", Place::Host, 0);
+        Ledger::set("ledger_test", MemoryKind::Host, 3 << 20);
+        Ledger::resize("ledger_test", MemoryKind::Host, 1 << 20, 5 << 20);
+        assert!(Ledger::report().contains(&(MemoryKind::Host, "ledger_test", 7 << 20)));
+        assert!(Ledger::total(MemoryKind::Host) >= 7 << 20);
+        assert!(Ledger::summary(MemoryKind::Host).contains("ledger_test 7 MiB"));
+        Ledger::set("ledger_test", MemoryKind::Host, 0);
         assert!(Ledger::report().iter().all(|(_, owner, _)| *owner != "ledger_test"));
     }
 }

@@ -11,9 +11,9 @@ use std::time::Instant;
 
 use tch::{Device, Tensor};
 
-use super::host_pool::{Direction, HostPool, Mark, Pending, copy};
+use super::host_pool::{Direction, HostPool, Mark, PendingCopy, copy};
 use super::pages::{Pages, PinnedPages};
-use crate::cuda::Event;
+use crate::cuda::CudaEvent;
 use crate::error::{Error, Result, panic_message};
 
 /// Size of a piece: 0.6 ms on a bus of 55 GB/s.
@@ -30,13 +30,13 @@ pub struct Paced {
 /// All pieces are queued: where the last one ends.
 #[derive(Debug)]
 struct Queued {
-    event: Event,
+    event: CudaEvent,
     end: Mark,
 }
 
 /// Addresses and length of a piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Piece {
+struct CopyPiece {
     host: usize,
     device: usize,
     len: usize,
@@ -77,13 +77,13 @@ impl Paced {
     ///
     /// # Errors
     /// [`Error::Cuda`] when a piece could not be copied.
-    pub fn queued(mut self) -> Result<(Pending, Mark)> {
+    pub fn queued(mut self) -> Result<(PendingCopy, Mark)> {
         let queued = self.join()?;
         let (event, end) = match queued {
             Some(Queued { event, end }) => (Some(event), end),
             None => (None, Mark { event: None, at: Instant::now() }),
         };
-        Ok((Pending { event, tensor: self.tensor.shallow_clone() }, end))
+        Ok((PendingCopy { event, tensor: self.tensor.shallow_clone() }, end))
     }
 
     /// Whether all of the copy is queued, so that [`Paced::queued`] does not wait.
@@ -108,10 +108,10 @@ impl Drop for Paced {
 
 /// Queues all pieces, one at a time. With three queued at a time the engine was never idle, and a short copy waited for all of 8 GiB
 /// (measured on an H200).
-fn feed(pages: &Arc<PinnedPages>, pieces: &[Piece]) -> Result<Queued> {
+fn feed(pages: &Arc<PinnedPages>, pieces: &[CopyPiece]) -> Result<Queued> {
     let stream = pages.stream(Direction::In);
     stream.context().make_current()?;
-    for &Piece { host, device, len } in pieces {
+    for &CopyPiece { host, device, len } in pieces {
         // SAFETY: the piece lies in the pages, which this thread holds, and in the tensor (`pieces` of a checked copy), which `Paced`
         // holds until this thread has ended and the stream has passed its last piece; both wait for their streams when they drop.
         unsafe { copy(host as *mut u8, device as *mut u8, len, Direction::In, Some(stream))? };
@@ -122,12 +122,12 @@ fn feed(pages: &Arc<PinnedPages>, pieces: &[Piece]) -> Result<Queued> {
 }
 
 /// Pieces of host memory at `places` (address, bytes) that lie one behind the other on the device, from address `device` on.
-fn pieces(places: impl Iterator<Item = (usize, usize)>, mut device: usize) -> Vec<Piece> {
+fn pieces(places: impl Iterator<Item = (usize, usize)>, mut device: usize) -> Vec<CopyPiece> {
     let mut pieces = Vec::new();
     for (host, bytes) in places {
         for start in (0..bytes).step_by(PIECE_BYTES) {
             let len = PIECE_BYTES.min(bytes - start);
-            pieces.push(Piece { host: host + start, device, len });
+            pieces.push(CopyPiece { host: host + start, device, len });
             device += len;
         }
     }
@@ -143,7 +143,7 @@ mod tests {
     #[test]
     fn pieces_are_short_and_leave_nothing_out() {
         let places = [(1 << 40, 2 * PIECE_BYTES + 5), (7 << 40, 3)];
-        let piece = |host, at, len| Piece { host, device: 1000 + at, len };
+        let piece = |host, at, len| CopyPiece { host, device: 1000 + at, len };
         let expected = [
             piece(1 << 40, 0, PIECE_BYTES),
             piece((1 << 40) + PIECE_BYTES, PIECE_BYTES, PIECE_BYTES),

@@ -9,7 +9,7 @@ use cudarc::driver::{result, sys};
 use super::arena::AddressRange;
 use super::cpu::CpuRange;
 use super::host::available_host_bytes;
-use super::ledger::{Ledger, Place};
+use super::ledger::{Ledger, MemoryKind};
 use super::numa;
 use crate::cuda::{Context, OUT_OF_MEMORY, Stream, check};
 use crate::error::{Error, Result};
@@ -59,7 +59,7 @@ impl Pages {
 /// Pinned memory that every GPU may copy from and to, and the streams of one GPU for both directions.
 #[derive(Debug)]
 pub(super) struct PinnedPages {
-    chunks: Vec<Chunk>,
+    chunks: Vec<PinnedAllocation>,
     bytes: usize,
     pub(super) copy_out: Stream,
     pub(super) copy_in: Stream,
@@ -67,12 +67,12 @@ pub(super) struct PinnedPages {
 
 /// One allocation of pinned memory.
 #[derive(Debug)]
-struct Chunk(*mut u8);
+struct PinnedAllocation(*mut u8);
 
 // SAFETY: memory owned by this value alone; its address is valid in every thread.
-unsafe impl Send for Chunk {}
+unsafe impl Send for PinnedAllocation {}
 // SAFETY: shared references only read the address.
-unsafe impl Sync for Chunk {}
+unsafe impl Sync for PinnedAllocation {}
 
 impl PinnedPages {
     /// Pins `bytes` for copies to and from GPU `ordinal`; `progress(done, total)` in bytes after every chunk. What the
@@ -90,7 +90,7 @@ impl PinnedPages {
         let mut pages = Self { chunks: Vec::new(), bytes, copy_out, copy_in };
         for piece in cut(0..bytes) {
             let out_of_memory = |why: &str| {
-                let held = Ledger::summary(Place::Host);
+                let held = Ledger::summary(MemoryKind::Host);
                 let owner = format!("{name} (pinned, {} of {bytes} bytes done; {why}; {held})", piece.start);
                 Error::OutOfMemory { owner, requested_bytes: piece.len() }
             };
@@ -105,7 +105,7 @@ impl PinnedPages {
                 Error::Cuda { code: OUT_OF_MEMORY, .. } => out_of_memory("the driver has no more"),
                 other => other,
             })?;
-            pages.chunks.push(Chunk(address.cast()));
+            pages.chunks.push(PinnedAllocation(address.cast()));
             progress(piece.end, bytes);
         }
         Ok(pages)

@@ -14,11 +14,11 @@ use super::step::MetricValues;
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct LogHistory {
     shapes: Vec<Arc<[String]>>,
-    lines: Vec<Arc<Line>>,
+    lines: Vec<Arc<HistoryLine>>,
 }
 
 #[derive(Debug)]
-struct Line {
+struct HistoryLine {
     step: u64,
     names: Arc<[String]>,
     values: Box<[f64]>,
@@ -36,7 +36,7 @@ impl LogHistory {
                 shape
             }
         };
-        self.lines.push(Arc::new(Line { step, names, values: values.values().copied().collect() }));
+        self.lines.push(Arc::new(HistoryLine { step, names, values: values.values().copied().collect() }));
     }
 
     /// Every metric of every line, oldest first.
@@ -46,7 +46,7 @@ impl LogHistory {
 
     /// A metric's numbers, each with its step, oldest first. Lines without it, and those where it is not a number, are left out.
     pub fn points(&self, name: &str) -> impl DoubleEndedIterator<Item = (u64, f64)> {
-        let of = move |line: &Arc<Line>| {
+        let of = move |line: &Arc<HistoryLine>| {
             let place = line.names.iter().position(|other| other == name)?;
             Some((line.step, line.values[place])).filter(|(_, value)| value.is_finite())
         };
@@ -55,7 +55,7 @@ impl LogHistory {
 
     /// The lines with a metric whose name begins with `prefix`.
     pub fn with(&self, prefix: &str) -> Self {
-        let has = |line: &&Arc<Line>| line.names.iter().any(|name| name.starts_with(prefix));
+        let has = |line: &&Arc<HistoryLine>| line.names.iter().any(|name| name.starts_with(prefix));
         Self { shapes: self.shapes.clone(), lines: self.lines.iter().filter(has).cloned().collect() }
     }
 
@@ -66,14 +66,14 @@ impl LogHistory {
 }
 
 /// Bit for bit, so that NaN equals itself.
-impl PartialEq for Line {
+impl PartialEq for HistoryLine {
     fn eq(&self, other: &Self) -> bool {
         let bits = |line: &Self| line.values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
         (self.step, &self.names, bits(self)) == (other.step, &other.names, bits(other))
     }
 }
 
-impl Serialize for Line {
+impl Serialize for HistoryLine {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(Some(1 + self.values.len()))?;
         map.serialize_entry("step", &self.step)?;

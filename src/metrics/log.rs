@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::history::LogHistory;
 use super::over_steps::over_steps;
-use super::progress::Progress;
+use super::progress::ProgressBar;
 use super::report::write_report;
 use super::sidecar::Services;
 use super::step::MetricValues;
@@ -34,7 +34,7 @@ pub struct RunLog {
     ends: BTreeMap<String, (f64, f64)>,
     next_report: Instant,
     report_has_failed: bool,
-    display: Progress,
+    display: ProgressBar,
     logging_steps: u64,
     max_steps: u64,
     interval: Vec<MetricValues>, // steps since the newest line
@@ -80,7 +80,7 @@ impl RunLog {
             write_run_config(output_dir, config)?;
         }
         let first_step = earlier.as_ref().map(|earlier| earlier.step);
-        let display = Progress::new(options.max_steps, first_step.unwrap_or(0), writes);
+        let display = ProgressBar::new(options.max_steps, first_step.unwrap_or(0), writes);
         if let Some(earlier) = &earlier {
             display.say(&format!("resumed from {}", earlier.folder.display()));
         }
@@ -105,7 +105,7 @@ impl RunLog {
     }
 
     /// Bars, and lines above them.
-    pub fn display(&self) -> &Progress {
+    pub fn display(&self) -> &ProgressBar {
         &self.display
     }
 

@@ -31,26 +31,26 @@ const SHOWN: [(&str, &str); 7] = [
 
 /// The display of one run. Ranks other than the first hold a hidden one, so that no caller asks. Clones show the same.
 #[derive(Debug, Clone)]
-pub struct Progress {
+pub struct ProgressBar {
     is_first_rank: bool,
-    state: Rc<RefCell<State>>,
+    state: Rc<RefCell<BarState>>,
     lines: Option<Rc<Lines>>,
 }
 
 #[derive(Debug)]
-struct State {
+struct BarState {
     start: Instant,
     first_step: u64,
     step: u64,
     max_steps: u64,
     summary: Vec<String>,
-    part: Option<Part>,
+    part: Option<RunningPhase>,
     shown: Option<Instant>,
 }
 
 /// A phase of a step that is under way.
 #[derive(Debug)]
-struct Part {
+struct RunningPhase {
     name: String,
     done: usize,
     total: usize,
@@ -117,19 +117,19 @@ impl Wait {
     }
 }
 
-impl Progress {
+impl ProgressBar {
     /// For a run that is to end with step `max_steps` and has done `done` of them. Shows itself where `is_first_rank`, on
     /// standard error.
     pub fn new(max_steps: u64, done: u64, is_first_rank: bool) -> Self {
         let (start, summary) = (Instant::now(), Vec::new());
-        let state = State { start, first_step: done, step: done, max_steps, summary, part: None, shown: None };
+        let state = BarState { start, first_step: done, step: done, max_steps, summary, part: None, shown: None };
         let lines = (is_first_rank && !terminal::is_shown()).then(|| Rc::new(Lines { last: Cell::new(None) }));
         Self { is_first_rank, state: Rc::new(RefCell::new(state)), lines }
     }
 
     /// Starts a phase of `total` parts: completed groups, micro-batches, held-out problems.
     pub fn begin_phase(&self, name: &str, total: usize) {
-        let part = Part { name: name.to_owned(), done: 0, total, start: Instant::now(), num_tokens: 0 };
+        let part = RunningPhase { name: name.to_owned(), done: 0, total, start: Instant::now(), num_tokens: 0 };
         self.state.borrow_mut().part = Some(part);
         self.show(true);
     }
@@ -144,7 +144,7 @@ impl Progress {
         self.change(|part| part.num_tokens = num_tokens);
     }
 
-    fn change(&self, change: impl FnOnce(&mut Part)) {
+    fn change(&self, change: impl FnOnce(&mut RunningPhase)) {
         let mut state = self.state.borrow_mut();
         if let Some(part) = state.part.as_mut() {
             change(part);
@@ -197,18 +197,18 @@ impl Progress {
     }
 }
 
-impl State {
+impl BarState {
     fn status(&self) -> Vec<StatusLine> {
         let Self { step, max_steps, first_step, .. } = self;
         let bar = terminal::bar(*step, *max_steps);
         let times =
             times(self.start.elapsed(), step.saturating_sub(*first_step), max_steps.saturating_sub(*first_step));
         let steps = [format!("step {step}/{max_steps} {bar}"), times].into_iter().chain(self.summary.clone());
-        std::iter::once(StatusLine::new(steps)).chain(self.part.as_ref().map(Part::status)).collect()
+        std::iter::once(StatusLine::new(steps)).chain(self.part.as_ref().map(RunningPhase::status)).collect()
     }
 }
 
-impl Part {
+impl RunningPhase {
     fn status(&self) -> StatusLine {
         let Self { name, done, total, .. } = self;
         let unit = match name.as_str() {
@@ -273,7 +273,7 @@ mod tests {
 
     #[test]
     fn the_status_says_how_far_a_step_is_and_when_the_run_ends() {
-        let progress = Progress::new(20, 2, false);
+        let progress = ProgressBar::new(20, 2, false);
         progress.finish_step(7, &[("reward".to_owned(), 0.5)].into());
         progress.begin_phase("generate", 4);
         progress.advance();
@@ -296,7 +296,7 @@ mod tests {
 
     #[test]
     fn lines_are_throttled_but_the_last_step_is_said() {
-        let progress = Progress::new(3, 0, true);
+        let progress = ProgressBar::new(3, 0, true);
         let Some(lines) = &progress.lines else { return }; // tests may run on a terminal
         progress.finish_step(1, &MetricValues::new());
         let first = lines.last.get();

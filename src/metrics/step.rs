@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 const OP: &str = "reduce metrics";
 
 /// A metric on its way to other ranks: name, reduction, bits of value and count.
-type Row = (String, Reduce, u64, u64);
+type MetricRow = (String, Reduce, u64, u64);
 
 /// Reduced metrics by name. NaN stands for a mean, least or greatest of nothing and is written as null.
 pub type MetricValues = BTreeMap<String, f64>;
@@ -33,11 +33,11 @@ pub enum Reduce {
 /// What one rank measured in one step. Names may differ between ranks; a rank without a name takes no part in it.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepMetrics {
-    entries: BTreeMap<String, Entry>,
+    entries: BTreeMap<String, MetricEntry>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Entry {
+struct MetricEntry {
     reduce: Reduce,
     value: f64,
     count: f64,
@@ -46,12 +46,12 @@ struct Entry {
 impl StepMetrics {
     /// Sets a value. As a [`Reduce::Mean`] it counts once for each rank.
     pub fn set(&mut self, name: impl Into<String>, value: f64, reduce: Reduce) {
-        self.entries.insert(name.into(), Entry { reduce, value, count: 1.0 });
+        self.entries.insert(name.into(), MetricEntry { reduce, value, count: 1.0 });
     }
 
     /// Sets a mean by its sum and count, so that ranks weigh by what they counted.
     pub fn set_mean(&mut self, name: impl Into<String>, sum: f64, count: f64) {
-        self.entries.insert(name.into(), Entry { reduce: Reduce::Mean, value: sum, count });
+        self.entries.insert(name.into(), MetricEntry { reduce: Reduce::Mean, value: sum, count });
     }
 
     /// The group's metrics, the same on every rank. Collective over `group`.
@@ -59,10 +59,10 @@ impl StepMetrics {
     /// # Errors
     /// Those of the collective; [`Error::Collective`] if ranks declare one name differently.
     pub fn reduce(&self, group: &dyn Collective) -> Result<MetricValues> {
-        let mut total: BTreeMap<String, Entry> = BTreeMap::new();
-        let all: Vec<Vec<Row>> = all_gather_json(group, OP, &self.rows())?;
+        let mut total: BTreeMap<String, MetricEntry> = BTreeMap::new();
+        let all: Vec<Vec<MetricRow>> = all_gather_json(group, OP, &self.rows())?;
         for (name, reduce, value, count) in all.into_iter().flatten() {
-            let entry = Entry { reduce, value: f64::from_bits(value), count: f64::from_bits(count) };
+            let entry = MetricEntry { reduce, value: f64::from_bits(value), count: f64::from_bits(count) };
             let Some(sum) = total.get_mut(&name) else {
                 total.insert(name, entry);
                 continue;
@@ -78,16 +78,16 @@ impl StepMetrics {
     }
 
     /// Bit patterns keep every value exact, NaN and infinities too.
-    fn rows(&self) -> Vec<Row> {
-        let row = |(name, entry): (&String, &Entry)| {
+    fn rows(&self) -> Vec<MetricRow> {
+        let row = |(name, entry): (&String, &MetricEntry)| {
             (name.clone(), entry.reduce, entry.value.to_bits(), entry.count.to_bits())
         };
         self.entries.iter().map(row).collect()
     }
 }
 
-impl Entry {
-    fn add(&mut self, other: &Entry) {
+impl MetricEntry {
+    fn add(&mut self, other: &MetricEntry) {
         match self.reduce {
             Reduce::Sum | Reduce::Mean => {
                 self.value += other.value;

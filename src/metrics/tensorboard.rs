@@ -19,17 +19,17 @@ impl EventFile {
         let name = format!("events.out.tfevents.{:.0}.colo-grpo.{}", time.floor(), std::process::id());
         let mut events = Self { file: LastingFile::open(&folder.join(name))? };
         events.record(&event(time, 0, |message| message.bytes(3, b"brain.Event:2")))?;
-        let session_start = Message::default().tap(|message| message.varint(1, 1));
+        let session_start = ProtoMessage::default().tap(|message| message.varint(1, 1));
         events.record(&event(time, first_step, |message| message.bytes(7, &session_start)))?;
         Ok(events)
     }
 
     /// Writes the finite values of a step, under `train/` and `eval/` as Hugging Face's trainers do.
     pub fn scalars(&mut self, time: f64, step: u64, values: &MetricValues) -> io::Result<()> {
-        let mut summary = Message::default();
+        let mut summary = ProtoMessage::default();
         for (name, value) in values.iter().filter(|(_, value)| value.is_finite()) {
             let tag = name.strip_prefix("eval_").map_or(format!("train/{name}"), |name| format!("eval/{name}"));
-            let scalar = Message::default().tap(|message| {
+            let scalar = ProtoMessage::default().tap(|message| {
                 message.bytes(1, tag.as_bytes());
                 message.float(2, *value as f32);
             });
@@ -51,8 +51,8 @@ impl EventFile {
 }
 
 /// `tensorflow.Event`: wall_time = 1, step = 2, what = file_version 3, summary 5 or session_log 7.
-fn event(time: f64, step: u64, what: impl FnOnce(&mut Message)) -> Vec<u8> {
-    Message::default().tap(|message| {
+fn event(time: f64, step: u64, what: impl FnOnce(&mut ProtoMessage)) -> Vec<u8> {
+    ProtoMessage::default().tap(|message| {
         message.double(1, time);
         message.varint(2, step);
         what(message);
@@ -61,9 +61,9 @@ fn event(time: f64, step: u64, what: impl FnOnce(&mut Message)) -> Vec<u8> {
 
 /// A protocol-buffer message in the making.
 #[derive(Debug, Default)]
-struct Message(Vec<u8>);
+struct ProtoMessage(Vec<u8>);
 
-impl Message {
+impl ProtoMessage {
     fn tap(mut self, fill: impl FnOnce(&mut Self)) -> Vec<u8> {
         fill(&mut self);
         self.0

@@ -31,7 +31,7 @@ pub struct Scoring<'a> {
 
 /// Log-probabilities and entropies of scored tokens, in nats at the temperature.
 #[derive(Debug)]
-pub struct Scored {
+pub struct ScoredTokens {
     /// `[C]`, accumulation kind
     pub logprobs: Tensor,
     /// `[C]`, accumulation kind
@@ -59,13 +59,13 @@ pub fn head_forward(
     x: &Tensor,     // [T, D]
     scoring: &Scoring<'_>,
     keep: bool,
-) -> Result<Scored> {
+) -> Result<ScoredTokens> {
     let hidden = x.f_index_select(0, scoring.rows)?;
     let (normed, rstd) = rms_norm::forward(&hidden, &w.final_norm, scoring.eps)?;
     let chunk_tokens = head_chunk_tokens(table.size()[0] as usize, table.device().is_cuda());
     let out = head::forward(&normed, table, scoring.targets, scoring.temperature, chunk_tokens, keep)?;
     let saved = SavedHead { hidden, normed, rstd, head: out.saved };
-    Ok(Scored { logprobs: out.logprobs, entropy: out.entropy, saved })
+    Ok(ScoredTokens { logprobs: out.logprobs, entropy: out.entropy, saved })
 }
 
 /// `norm(x[rows]) table^T` in float32: every logit of the rows at once, which a network that trains never holds.

@@ -4,7 +4,7 @@ use std::ops::Range;
 use tch::{Kind, Tensor};
 
 use crate::cuda::kernels::{self, AdamWScalars};
-use crate::cuda::{Work, timed};
+use crate::cuda::{OpCost, timed};
 use crate::error::Result;
 use crate::torch::scalar;
 
@@ -48,7 +48,7 @@ pub fn step(
     decayed: &[Range<i64>],
 ) -> Result<()> {
     if master.device().is_cuda() && master.kind() == Kind::Float {
-        let passes = Work::pass(&[master, master, m, m, v, v, grad, weight]);
+        let passes = OpCost::pass(&[master, master, m, m, v, v, grad, weight]);
         let run = || kernels::adamw(master, m, v, grad, Some(weight), &scalars(hyper, step, grad_scale), decayed);
         return timed("optimizer", || passes, run);
     }

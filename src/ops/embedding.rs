@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use crate::cuda::{Work, kernels, timed};
+use crate::cuda::{OpCost, kernels, timed};
 use crate::error::Result;
 use crate::torch::scalar;
 
@@ -43,7 +43,7 @@ pub fn accumulate(
     dtable: &mut Tensor, // [V, D]
 ) -> Result<()> {
     if kernels::serve(dy) {
-        let work = || Work::pass(&[dy, dy, dy, dy, dy]);
+        let work = || OpCost::pass(&[dy, dy, dy, dy, dy]);
         return timed("rows added", work, || kernels::add_rows(dy, ids, dtable));
     }
     let index = ids.unsqueeze(1).expand_as(dy);

@@ -2,7 +2,7 @@
 //! exists beyond one chunk. Logits are kept in the accumulation kind: a bfloat16 one near 20 is off by up to 0.06.
 
 use crate::cuda::kernels::{self, HeadRows};
-use crate::cuda::{Work, timed};
+use crate::cuda::{OpCost, timed};
 use crate::error::Result;
 use crate::ops::{linear, try_map};
 use crate::torch::{accumulation_kind, scalar};
@@ -51,7 +51,7 @@ pub fn forward(
         if kernels::serve(hidden) {
             let outputs = [&rows(&logprobs), &rows(&entropy), &rows(&lse)];
             let run = || kernels::head_forward(&chunk, &rows(targets), temperature, outputs);
-            timed("head", || Work::pass(&[&chunk]), run)?;
+            timed("head", || OpCost::pass(&[&chunk]), run)?;
         } else {
             chunk = log_softmax(chunk, temperature)?;
             rows(&logprobs).f_copy_(&chunk.f_gather(1, &rows(targets).unsqueeze(1), false)?.squeeze_dim(1))?;
@@ -98,9 +98,9 @@ pub fn backward(
         let logits = || linear::forward_wide(&rows(hidden), weight);
         let d_logits = if kernels::serve(hidden) {
             let chunk = kept.take().map_or_else(logits, Ok)?;
-            let bytes = 1.5 * Work::pass(&[&chunk]).bytes;
+            let bytes = 1.5 * OpCost::pass(&[&chunk]).bytes;
             let run = || kernels::head_backward(chunk, temperature, &of, weight.kind());
-            timed("head, backward", || Work { bytes, flop: 0.0 }, run)?
+            timed("head, backward", || OpCost { bytes, flop: 0.0 }, run)?
         } else {
             let chunk = kept.take().map_or_else(|| log_softmax(logits()?, temperature), Ok)?;
             d_logits(chunk, temperature, &of)?.f_to_kind(weight.kind())?

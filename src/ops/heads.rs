@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 use super::rope::{self, RopeRows};
 use super::{linear, rms_norm, try_map};
 pub use crate::cuda::kernels::HeadNormWeights;
-use crate::cuda::{Work, kernels, timed};
+use crate::cuda::{OpCost, kernels, timed};
 use crate::error::{Error, Result};
 use crate::torch::accumulation_kind;
 
@@ -44,7 +44,7 @@ pub fn forward(
     let (q, k, v) = if kernels::serve(&qkv) {
         let (cos, sin) = rows.tables();
         let run = || kernels::heads_forward(&qkv, norms, cos, sin);
-        timed("rotation", || Work::pass(&[&qkv, &qkv]), run)?
+        timed("rotation", || OpCost::pass(&[&qkv, &qkv]), run)?
     } else {
         let [q, k, v] = parts(&qkv);
         let rotate = |x: &Tensor| {
@@ -75,7 +75,7 @@ pub fn backward(
     grads: HeadGradients<'_>,
 ) -> Result<Tensor> {
     if kernels::serve(dq) {
-        let work = || Work::pass(&[dq, dk, dv, dq, dk, dv]);
+        let work = || OpCost::pass(&[dq, dk, dv, dq, dk, dv]);
         let run = || Ok(gpu_backward([dq, dk, dv], heads, norms, rows, grads)?.flatten(1, 3));
         return timed("rotation, backward", work, run);
     }

@@ -6,7 +6,7 @@
 
 use tch::{Kind, TchError, Tensor};
 
-use crate::cuda::{Work, timed};
+use crate::cuda::{OpCost, timed};
 use crate::error::Result;
 use crate::torch::accumulation_kind;
 
@@ -154,7 +154,7 @@ fn add_product(
     Ok(())
 }
 
-fn product<T>(work: impl FnOnce() -> Work, run: impl FnOnce() -> Result<T, TchError>) -> Result<T> {
+fn product<T>(work: impl FnOnce() -> OpCost, run: impl FnOnce() -> Result<T, TchError>) -> Result<T> {
     Ok(timed("product", work, run)?)
 }
 
@@ -163,8 +163,8 @@ fn input_gradient<T>(dy: &Tensor, w: &Tensor, run: impl FnOnce() -> Result<T, Tc
 }
 
 /// Of a b^T.
-fn work(a: &Tensor /* [M, K] */, b: &Tensor /* [N, K] */) -> Work {
-    Work::product(a.size()[0], b.size()[0], a.size()[1])
+fn work(a: &Tensor /* [M, K] */, b: &Tensor /* [N, K] */) -> OpCost {
+    OpCost::product(a.size()[0], b.size()[0], a.size()[1])
 }
 
 /// Whether libtorch multiplies such operands into `kind` directly.

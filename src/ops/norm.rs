@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use crate::cuda::{Work, kernels, timed};
+use crate::cuda::{OpCost, kernels, timed};
 use crate::error::Result;
 
 /// `sum_i x_i^2` in float64 for each tensor `[n]`, as one tensor on their device, without waiting for it. On a GPU float32 and
@@ -13,7 +13,7 @@ use crate::error::Result;
 pub fn sums_of_squares(tensors: &[Tensor]) -> Result<Tensor /* [tensors] f64 */> {
     let fused = |x: &Tensor| x.device().is_cuda() && matches!(x.kind(), Kind::Float | Kind::BFloat16);
     if !tensors.is_empty() && tensors.iter().all(fused) {
-        let work = || Work::pass(&tensors.iter().collect::<Vec<_>>());
+        let work = || OpCost::pass(&tensors.iter().collect::<Vec<_>>());
         return timed("gradient norm", work, || kernels::sums_of_squares(tensors));
     }
     let norm = |x: &Tensor| Ok(x.f_norm_scalaropt_dim_dtype(2.0, [0i64], false, Kind::Double)?);

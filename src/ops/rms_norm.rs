@@ -1,6 +1,6 @@
 //! y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), over the last dimension (arXiv 1910.07467).
 
-use crate::cuda::{Work, kernels, timed};
+use crate::cuda::{OpCost, kernels, timed};
 use crate::error::Result;
 use crate::torch::accumulation_kind;
 use tch::Tensor;
@@ -17,7 +17,7 @@ pub fn forward(
     if kernels::serve(x) {
         let run = || kernels::rms_norm_forward(x, weight, eps);
         let y = || weight.expand_as(x); // as large as the result, which is not there yet
-        return timed("norm", || Work::pass(&[x, &y()]), run);
+        return timed("norm", || OpCost::pass(&[x, &y()]), run);
     }
     let kind = accumulation_kind(x.kind());
     let dim = *x.size().last().unwrap_or(&1);
@@ -44,7 +44,7 @@ pub fn backward(
 ) -> Result<Tensor> {
     if kernels::serve(x) {
         let run = || kernels::rms_norm_backward(dy, x, weight, rstd, residual, dweight);
-        let work = || Work::pass(&[dy, x, residual.unwrap_or(dy), dy]);
+        let work = || OpCost::pass(&[dy, x, residual.unwrap_or(dy), dy]);
         return timed("norm, backward", work, run);
     }
     let (kind, narrow) = (rstd.kind(), dy.kind());

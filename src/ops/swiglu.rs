@@ -6,7 +6,7 @@
 use tch::Tensor;
 
 use super::{linear, try_map};
-use crate::cuda::{Work, kernels, timed};
+use crate::cuda::{OpCost, kernels, timed};
 use crate::error::Result;
 
 /// Gate and up, or the gradients of both.
@@ -46,7 +46,7 @@ impl GateUp {
     pub fn activate(&self) -> Result<Tensor> {
         match self {
             GateUp::Interleaved(pairs) => {
-                let work = || Work { bytes: 1.5 * Work::pass(&[pairs]).bytes, flop: 0.0 };
+                let work = || OpCost { bytes: 1.5 * OpCost::pass(&[pairs]).bytes, flop: 0.0 };
                 timed("activation", work, || kernels::swiglu_forward(pairs))
             }
             GateUp::Split { gate, up } => Ok(gate.f_silu()?.f_mul_(up)?),
@@ -60,7 +60,7 @@ impl GateUp {
     pub fn backward(self, d_act: &Tensor /* [T, F] */) -> Result<(GateUp, Tensor)> {
         match self {
             GateUp::Interleaved(pairs) => {
-                let work = || Work { bytes: 6.0 * Work::pass(&[d_act]).bytes, flop: 0.0 };
+                let work = || OpCost { bytes: 6.0 * OpCost::pass(&[d_act]).bytes, flop: 0.0 };
                 let (d_pairs, act) = timed("activation, backward", work, || kernels::swiglu_backward(d_act, pairs))?;
                 Ok((GateUp::Interleaved(d_pairs), act))
             }

@@ -37,7 +37,7 @@ pub use page::{CollectiveScope, PULSE_FD_VARIABLE, SharedPage, is_watched, publi
 pub use pulse::Pulse;
 pub use scratch::{Scratch, sweep};
 pub use trace::{flush_trace, merge_traces, trace_to};
-pub use watch::{Limits, Stall, Watch};
+pub use watch::{HeartbeatLimits, Stall, Watch};
 
 use crate::error::Result;
 

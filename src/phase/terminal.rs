@@ -25,15 +25,15 @@ const MAX_PLACE_WORDS: usize = 5;
 pub const RELAY_VARIABLE: &str = "COLO_GRPO_RELAY";
 
 static STATUS: Mutex<Status> = Mutex::new(Status::new());
-static PLACE: LazyLock<Place> = LazyLock::new(|| match () {
-    () if std::env::var_os(RELAY_VARIABLE).is_some() => Place::Launcher,
-    () if io::stderr().is_terminal() => Place::Terminal,
-    () => Place::File,
+static STDERR_TARGET: LazyLock<StderrTarget> = LazyLock::new(|| match () {
+    () if std::env::var_os(RELAY_VARIABLE).is_some() => StderrTarget::Launcher,
+    () if io::stderr().is_terminal() => StderrTarget::Terminal,
+    () => StderrTarget::File,
 });
 
 /// Where standard error goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Place {
+enum StderrTarget {
     Terminal,
     /// A launcher that has the terminal.
     Launcher,
@@ -58,16 +58,16 @@ pub fn pass_on(prefix: &str, line: &str) {
 
 /// Replaces the lines at the bottom of the terminal, if there is one; no lines take the status away.
 pub fn show(lines: Vec<StatusLine>) {
-    match *PLACE {
-        Place::Terminal => {
+    match *STDERR_TARGET {
+        StderrTarget::Terminal => {
             let mut status = STATUS.lock().unwrap_or_else(PoisonError::into_inner);
             let erased = status.erase();
             status.set(lines);
             let drawn = neutral(&status.draw(columns())).into_owned();
             put(&(erased + &drawn));
         }
-        Place::Launcher => put(&status::encode(&lines)),
-        Place::File => {}
+        StderrTarget::Launcher => put(&status::encode(&lines)),
+        StderrTarget::File => {}
     }
 }
 
@@ -98,17 +98,17 @@ pub fn flush() {
 
 /// Whether a person looks at standard output, in this process.
 pub fn shows_output() -> bool {
-    *PLACE == Place::Terminal && io::stdout().is_terminal()
+    *STDERR_TARGET == StderrTarget::Terminal && io::stdout().is_terminal()
 }
 
 /// Whether a person may look at standard error.
 pub fn is_shown() -> bool {
-    *PLACE != Place::File
+    *STDERR_TARGET != StderrTarget::File
 }
 
 /// Writes a line to standard error; a `warning` stays in sight.
 fn write_line(line: &str, warning: Option<&str>) {
-    if *PLACE != Place::Terminal {
+    if *STDERR_TARGET != StderrTarget::Terminal {
         return put(line);
     }
     if let Some(warning) = warning {
@@ -192,7 +192,7 @@ impl Write for LogLine {
         let text = (self.redact)(&text);
         let text = neutral(&text);
         let is_warning = self.level.is_some_and(|level| level <= tracing::Level::WARN);
-        let (text, warning) = match self.level.filter(|_| *PLACE == Place::Terminal) {
+        let (text, warning) = match self.level.filter(|_| *STDERR_TARGET == StderrTarget::Terminal) {
             Some(level) => {
                 (text.replacen(level.as_str(), &coloured(level), 1).into(), Some(text).filter(|_| is_warning))
             }

@@ -6,9 +6,9 @@ use super::{Phase, Pulse};
 
 /// Longest time without a heartbeat, by phase.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Limits(Vec<Duration>);
+pub struct HeartbeatLimits(Vec<Duration>);
 
-impl Limits {
+impl HeartbeatLimits {
     /// `limit` of every phase.
     pub fn new(limit: impl Fn(Phase) -> Duration) -> Self {
         Self(Phase::ALL.iter().map(|&phase| limit(phase)).collect())
@@ -41,14 +41,14 @@ pub struct Stall {
 /// Heartbeats of several ranks over time.
 #[derive(Debug)]
 pub struct Watch {
-    limits: Limits,
+    limits: HeartbeatLimits,
     /// Newest number of heartbeats of each rank, and since when.
     seen: Vec<(u64, Instant)>,
 }
 
 impl Watch {
     /// Of ranks that start `now`.
-    pub fn new(num_ranks: usize, limits: Limits, now: Instant) -> Self {
+    pub fn new(num_ranks: usize, limits: HeartbeatLimits, now: Instant) -> Self {
         Self { limits, seen: vec![(0, now); num_ranks] }
     }
 
@@ -92,7 +92,7 @@ mod tests {
     fn one_that_waits_for_a_moving_peer_does_not_hang() {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
-        let limits = Limits::new(|phase| Duration::from_secs(if phase == Phase::Load { 100 } else { 10 }));
+        let limits = HeartbeatLimits::new(|phase| Duration::from_secs(if phase == Phase::Load { 100 } else { 10 }));
         let mut watch = Watch::new(3, limits, start);
         let ranks = |stall: Vec<Stall>| stall.iter().map(|stall| stall.rank).collect::<Vec<_>>();
         let (waiting, working) = (pulse(1, Phase::Wake, true), |beats| pulse(beats, Phase::Wake, false));

@@ -18,7 +18,7 @@ const LORA_R: usize = 16;
 
 /// Why a rank cannot hold a run.
 #[derive(Debug)]
-pub(super) enum Refusal {
+pub(super) enum MemoryShortage {
     /// A value that no memory would mend.
     Value(Error),
     /// Memory, which this plan lacks.
@@ -26,9 +26,9 @@ pub(super) enum Refusal {
 }
 
 /// A key with the value that it is to have.
-type Change = (&'static str, Value);
+type KeySetting = (&'static str, Value);
 
-impl Refusal {
+impl MemoryShortage {
     /// Of this one and an earlier one what comes closest: on the device, then on the host, then in what the device holds.
     pub(super) fn closer(self, earlier: Option<Self>) -> Self {
         match (self, earlier) {
@@ -99,7 +99,7 @@ struct Advice<'a> {
 impl Advice<'_> {
     /// The first changes with which the run fits: adapters and quantisation are the last resort, before them come a shorter
     /// context, residencies other than those configured, sharding, larger engines, and what training computes again or at once.
-    fn find(&self) -> Option<Vec<Change>> {
+    fn find(&self) -> Option<Vec<KeySetting>> {
         let residencies = self.residencies();
         self.trained().iter().find_map(|trained| {
             residencies.iter().find_map(|residency| {
@@ -110,9 +110,10 @@ impl Advice<'_> {
     }
 
     /// What trains.
-    fn trained(&self) -> Vec<Vec<Change>> {
+    fn trained(&self) -> Vec<Vec<KeySetting>> {
         let config = self.input.config;
-        let adapters: Vec<Change> = config.lora.r.is_none().then(|| ("lora.r", json!(LORA_R))).into_iter().collect();
+        let adapters: Vec<KeySetting> =
+            config.lora.r.is_none().then(|| ("lora.r", json!(LORA_R))).into_iter().collect();
         let mut trained = vec![vec![]];
         if !adapters.is_empty() {
             trained.push(adapters.clone());
@@ -124,11 +125,11 @@ impl Advice<'_> {
     }
 
     /// Those of the configuration, and what the plan would choose.
-    fn residencies(&self) -> Vec<Vec<Change>> {
+    fn residencies(&self) -> Vec<Vec<KeySetting>> {
         let configured = &self.input.config.residency;
         let optimizer = (configured.optimizer != AutoOr::Auto).then(|| ("residency.optimizer", json!("auto")));
         let reference = (configured.reference != AutoOr::Auto).then(|| ("residency.reference", json!("auto")));
-        let both: Vec<Change> = optimizer.iter().chain(&reference).cloned().collect();
+        let both: Vec<KeySetting> = optimizer.iter().chain(&reference).cloned().collect();
         let mut all = vec![vec![]];
         all.extend(optimizer.into_iter().chain(reference).map(|one| vec![one]));
         if both.len() > 1 {
@@ -139,7 +140,7 @@ impl Advice<'_> {
 
     /// Beside `kept`: sharding from the configured stage up, at each engines from the configured size up while generation lacks
     /// memory, and at each what training can do.
-    fn sharded(&self, kept: &[Change], is_shorter: bool) -> Option<Vec<Change>> {
+    fn sharded(&self, kept: &[KeySetting], is_shorter: bool) -> Option<Vec<KeySetting>> {
         let PlanInput { config, table, batch, role, .. } = *self.input;
         let (stage, own) = (config.zero.stage, config.tensor_parallel_size);
         let last = if table.shards > 1 && role != Role::Generates { 3 } else { stage };
@@ -149,9 +150,9 @@ impl Advice<'_> {
                 changes.extend((stage > config.zero.stage).then(|| ("zero.stage", json!(stage))));
                 changes.extend((tp > own).then(|| ("tensor_parallel_size", json!(tp))));
                 match self.cached(changes, is_shorter) {
-                    Found::Fits(changes) => return Some(changes),
-                    Found::TrainingLacks => break,
-                    Found::Lacks => {}
+                    SearchResult::Fits(changes) => return Some(changes),
+                    SearchResult::TrainingLacks => break,
+                    SearchResult::Lacks => {}
                 }
             }
         }
@@ -159,32 +160,32 @@ impl Advice<'_> {
     }
 
     /// Beside `changes`: the configured cache or one that the plan sizes, for the whole context or a shorter one.
-    fn cached(&self, changes: Vec<Change>, is_shorter: bool) -> Found {
+    fn cached(&self, changes: Vec<KeySetting>, is_shorter: bool) -> SearchResult {
         let config = self.input.config;
         let sized = config.kv_cache_bytes.map(|_| [&changes[..], &[("kv_cache_bytes", json!("none"))]].concat());
-        let mut found = Found::Lacks;
+        let mut found = SearchResult::Lacks;
         for mut changes in [changes].into_iter().chain(sized) {
             let mut tried = self.tried(&changes);
             if is_shorter
-                && let Tried::Lacks(plan) = &tried
+                && let TrialResult::Lacks(plan) = &tried
                 && let Some(length) = self.shorter(plan, &changes)
             {
                 changes.push(("max_model_length", json!(length)));
                 tried = self.tried(&changes);
             }
             match tried {
-                Tried::Fits => return Found::Fits(changes),
-                Tried::Lacks(plan) if plan.generation_fits() => match self.trainable(&changes) {
-                    Some(changes) => return Found::Fits(changes),
-                    None => found = Found::TrainingLacks,
+                TrialResult::Fits => return SearchResult::Fits(changes),
+                TrialResult::Lacks(plan) if plan.generation_fits() => match self.trainable(&changes) {
+                    Some(changes) => return SearchResult::Fits(changes),
+                    None => found = SearchResult::TrainingLacks,
                 },
-                Tried::Lacks(_) | Tried::Refused => {}
+                TrialResult::Lacks(_) | TrialResult::Refused => {}
             }
         }
         found
     }
 
-    fn shorter(&self, plan: &MemoryPlan, changes: &[Change]) -> Option<usize> {
+    fn shorter(&self, plan: &MemoryPlan, changes: &[KeySetting]) -> Option<usize> {
         let config = self.changed(changes)?;
         let (spec, tp) = (&self.input.table.spec, config.tensor_parallel_size);
         plan.longest_that_fits(&config, kv_block_bytes(spec, tp, config.kv_block_size, self.input.kind))
@@ -192,7 +193,7 @@ impl Advice<'_> {
 
     /// Beside `changes`, with which generation fits: caches that leave while training, more recomputation, then smaller
     /// micro-batches.
-    fn trainable(&self, changes: &[Change]) -> Option<Vec<Change>> {
+    fn trainable(&self, changes: &[KeySetting]) -> Option<Vec<KeySetting>> {
         use GradientCheckpointing::{Full, None as Nothing, Selective};
         let config = self.input.config;
         let more: &[GradientCheckpointing] = match config.gradient_checkpointing {
@@ -202,14 +203,14 @@ impl Advice<'_> {
         };
         let recomputed = |keep: &GradientCheckpointing| ("gradient_checkpointing", json!(keep.name()));
         let leaving = config.keeps_kv_cache().then(|| [changes, &[("carried_kv", json!("recompute"))]].concat());
-        if leaving.as_ref().is_some_and(|changes| matches!(self.tried(changes), Tried::Fits)) {
+        if leaving.as_ref().is_some_and(|changes| matches!(self.tried(changes), TrialResult::Fits)) {
             return leaving;
         }
         [changes.to_vec()].into_iter().chain(leaving).find_map(|kept| {
             let mut last = kept.clone();
             for recomputed in more.iter().map(recomputed) {
                 last = [&kept[..], &[recomputed]].concat();
-                if matches!(self.tried(&last), Tried::Fits) {
+                if matches!(self.tried(&last), TrialResult::Fits) {
                     return Some(last);
                 }
             }
@@ -218,29 +219,29 @@ impl Advice<'_> {
     }
 
     /// Beside `changes`, the largest micro-batch that leaves the share of libtorch's cache, if a sequence fits in it.
-    fn smaller_micro_batch(&self, mut changes: Vec<Change>) -> Option<Vec<Change>> {
-        let (config, Tried::Lacks(plan)) = (self.changed(&changes)?, self.tried(&changes)) else { return None };
+    fn smaller_micro_batch(&self, mut changes: Vec<KeySetting>) -> Option<Vec<KeySetting>> {
+        let (config, TrialResult::Lacks(plan)) = (self.changed(&changes)?, self.tried(&changes)) else { return None };
         let tokens = plan.largest_micro_batch(&PlanInput { config: &config, ..*self.input });
         let longest = config.max_completion_length + config.max_prompt_length.unwrap_or(1);
         changes.push(("max_tokens_per_micro_batch", json!(tokens)));
         let is_enough = (longest..config.max_tokens_per_micro_batch).contains(&tokens);
-        (is_enough && matches!(self.tried(&changes), Tried::Fits)).then_some(changes)
+        (is_enough && matches!(self.tried(&changes), TrialResult::Fits)).then_some(changes)
     }
 
     /// Plans the run with `changes`.
-    fn tried(&self, changes: &[Change]) -> Tried {
-        let Some(config) = self.changed(changes) else { return Tried::Refused };
-        let Ok(engine_weight_bytes) = (self.engine_weights)(&config) else { return Tried::Refused };
-        let Ok(batch) = config.validate_world(self.input.batch.world_size) else { return Tried::Refused };
+    fn tried(&self, changes: &[KeySetting]) -> TrialResult {
+        let Some(config) = self.changed(changes) else { return TrialResult::Refused };
+        let Ok(engine_weight_bytes) = (self.engine_weights)(&config) else { return TrialResult::Refused };
+        let Ok(batch) = config.validate_world(self.input.batch.world_size) else { return TrialResult::Refused };
         match choose(&PlanInput { config: &config, batch, engine_weight_bytes, ..*self.input }) {
-            Ok(_) => Tried::Fits,
-            Err(Refusal::Memory(plan)) => Tried::Lacks(plan),
-            Err(Refusal::Value(_)) => Tried::Refused,
+            Ok(_) => TrialResult::Fits,
+            Err(MemoryShortage::Memory(plan)) => TrialResult::Lacks(plan),
+            Err(MemoryShortage::Value(_)) => TrialResult::Refused,
         }
     }
 
     /// The run with `changes`, if its keys agree and the model can be cut so.
-    fn changed(&self, changes: &[Change]) -> Option<Config> {
+    fn changed(&self, changes: &[KeySetting]) -> Option<Config> {
         let changed = |(key, value): (String, Value)| {
             let change = changes.iter().find(|(changed, _)| *changed == key);
             (key, change.map_or(value, |(_, value)| value.clone()))
@@ -251,7 +252,7 @@ impl Advice<'_> {
 }
 
 /// What became of changes.
-enum Tried {
+enum TrialResult {
     Fits,
     Lacks(Box<MemoryPlan>),
     /// The configuration does not allow them.
@@ -259,15 +260,15 @@ enum Tried {
 }
 
 /// What became of all that goes with some changes.
-enum Found {
-    Fits(Vec<Change>),
+enum SearchResult {
+    Fits(Vec<KeySetting>),
     /// Generation has the memory it needs.
     TrainingLacks,
     Lacks,
 }
 
 /// `set a = 1 and b = 2 (what that means)`.
-fn told(changes: &[Change], input: &PlanInput<'_>) -> String {
+fn told(changes: &[KeySetting], input: &PlanInput<'_>) -> String {
     let word = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     let each: Vec<String> = changes.iter().map(|(key, to)| format!("{key} = {}", word(to))).collect();
     let meanings = changes.iter().filter_map(|(key, to)| match *key {

@@ -1,6 +1,6 @@
 //! What `auto` becomes: the residency that moves least among those that serve a run best, then the least recomputation.
 
-use super::advice::Refusal;
+use super::advice::MemoryShortage;
 use super::{MemoryPlan, PlanInput, Role, human};
 use crate::config::{AutoOr, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
 
@@ -21,7 +21,7 @@ pub(super) struct Choices {
 ///
 /// # Errors
 /// What lacks with the one that comes closest, if none can be.
-pub(super) fn choose(input: &PlanInput<'_>) -> Result<MemoryPlan, Refusal> {
+pub(super) fn choose(input: &PlanInput<'_>) -> Result<MemoryPlan, MemoryShortage> {
     let candidates = candidates(input);
     let is_forced = candidates.len() == 1;
     let mut plans = Vec::new(); // with their places among the candidates

@@ -1,6 +1,6 @@
 //! What fits: blocks of the KV cache, tokens of a micro-batch.
 
-use super::advice::{LEAST_PROMPT_LENGTH, Refusal};
+use super::advice::{LEAST_PROMPT_LENGTH, MemoryShortage};
 use super::choices::{Choices, MAX_KEPT_SHARE};
 use super::classes::of_engine;
 use super::{MemoryPlan, PlanInput};
@@ -14,7 +14,7 @@ const MAX_KV_SHARE: f64 = 0.5;
 impl MemoryPlan {
     /// As many blocks as all sequences at their longest can use, those of an evaluation among them, within the share of what the
     /// rest leaves; or what the configuration says.
-    pub(super) fn size_kv_cache(&mut self, input: &PlanInput<'_>) -> Result<(), Refusal> {
+    pub(super) fn size_kv_cache(&mut self, input: &PlanInput<'_>) -> Result<(), MemoryShortage> {
         let PlanInput { config, table, kind, .. } = *input;
         let block_bytes = kv_block_bytes(&table.spec, config.tensor_parallel_size, config.kv_block_size, kind);
         // A GPU is the run's alone, beside training with libtorch's cache; a CPU's memory is not, and its pages are taken for
@@ -46,7 +46,7 @@ impl MemoryPlan {
                 self.max_model_length,
                 self.context_of_cache(config).map_or_else(String::new, |length| format!(", or a context of {length}"))
             );
-            return Err(Refusal::Value(Error::invalid_value("kv_cache_bytes", bytes, expected)));
+            return Err(MemoryShortage::Value(Error::invalid_value("kv_cache_bytes", bytes, expected)));
         }
         self.classes.push(of_engine("KV cache", self.kv_cache_bytes, input));
         Ok(())

@@ -13,7 +13,7 @@ use std::fmt;
 
 use tch::{Device, Kind};
 
-use advice::Refusal;
+use advice::MemoryShortage;
 use choices::Choices;
 pub use role::Role;
 
@@ -133,7 +133,7 @@ impl MemoryPlan {
     }
 
     /// With nothing left open; the largest micro-batch is not looked for.
-    fn with(choices: Choices, input: &PlanInput<'_>) -> Result<Self, Refusal> {
+    fn with(choices: Choices, input: &PlanInput<'_>) -> Result<Self, MemoryShortage> {
         let fullest = match input.role {
             Role::Generates => Moment::default(),
             Role::Both | Role::Trains => input.fullest(choices, input.micro_batch_tokens()),
@@ -158,7 +158,7 @@ impl MemoryPlan {
         if input.role != Role::Trains {
             plan.size_kv_cache(input)?;
         }
-        if plan.is_enough() { Ok(plan) } else { Err(Refusal::Memory(Box::new(plan))) }
+        if plan.is_enough() { Ok(plan) } else { Err(MemoryShortage::Memory(Box::new(plan))) }
     }
 
     /// The largest sum over the phases; on a CPU host memory included, as it is one memory.

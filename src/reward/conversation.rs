@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::failures::{Failure, FailureKind};
-use super::protocol::{Reply, Scores, excerpt};
-use super::service::Service;
-use super::state::{Job, Shared};
-use super::worker::Worker;
+use super::failures::{FailureKind, RewardFailure};
+use super::protocol::{Reply, ScoreResults, excerpt};
+use super::service::RewardService;
+use super::state::{PoolShared, ScoringJob};
+use super::worker::RewardWorker;
 use crate::types::RolloutGroup;
 
 /// Longest time between two looks for further jobs while some are open, and whether the pool has closed.
@@ -21,50 +21,50 @@ const GRACE: Duration = Duration::from_secs(1);
 const NUM_REMEMBERED: usize = 256;
 
 /// Why a conversation needs another worker.
-pub(super) enum Lost {
+pub(super) enum WorkerLoss {
     /// The worker failed.
-    Failed(Failure),
+    Failed(RewardFailure),
     /// The worker ended by itself, as one that gives no ids does after every request.
     Spent,
 }
 
 /// One worker and what it was asked.
-pub(super) struct Conversation<'a> {
-    service: &'a Service,
-    shared: &'a Shared,
+pub(super) struct WorkerConversation<'a> {
+    service: &'a RewardService,
+    shared: &'a PoolShared,
     /// The service's place in the pool.
     own: usize,
     /// None once it is lost.
-    worker: Option<Worker>,
+    worker: Option<RewardWorker>,
     /// Requests without an answer.
-    open: Vec<Open>,
+    open: Vec<UnansweredRequest>,
     /// Requests that this worker has answered, the newest last.
-    answered: VecDeque<(u64, Job)>,
+    answered: VecDeque<(u64, ScoringJob)>,
     /// Work that was open when a worker was lost to something else, or to nobody knows what. It is asked again, one by one.
-    again: VecDeque<Work>,
+    again: VecDeque<GroupJob>,
     /// Whether the open request is asked again.
     asks_again: bool,
     next_id: u64,
 }
 
-type Work = (Job, Arc<RolloutGroup>);
+type GroupJob = (ScoringJob, Arc<RolloutGroup>);
 
 /// A request without an answer.
-struct Open {
+struct UnansweredRequest {
     id: u64,
-    work: Work,
+    work: GroupJob,
     deadline: Instant,
 }
 
 /// A request with its answer.
-struct Answered {
-    open: Open,
-    outcome: Result<Scores, Failure>,
+struct AnsweredRequest {
+    open: UnansweredRequest,
+    outcome: Result<ScoreResults, RewardFailure>,
 }
 
-impl<'a> Conversation<'a> {
+impl<'a> WorkerConversation<'a> {
     /// With a worker that is ready.
-    pub fn new(service: &'a Service, shared: &'a Shared, own: usize, worker: Worker) -> Self {
+    pub fn new(service: &'a RewardService, shared: &'a PoolShared, own: usize, worker: RewardWorker) -> Self {
         Self {
             service,
             shared,
@@ -79,7 +79,7 @@ impl<'a> Conversation<'a> {
     }
 
     /// Continues with another worker in the place of the one that was lost.
-    pub fn go_on_with(&mut self, worker: Worker) {
+    pub fn go_on_with(&mut self, worker: RewardWorker) {
         self.answered.clear();
         self.worker = Some(worker);
     }
@@ -114,23 +114,23 @@ impl<'a> Conversation<'a> {
         if is_async && !is_alone { self.service.concurrency } else { 1 }
     }
 
-    fn ask(&mut self, work: Work) {
-        if let Some(outcome) = self.service.role.at_once(&work.0, &work.1) {
+    fn ask(&mut self, work: GroupJob) {
+        if let Some(outcome) = self.service.grading.at_once(&work.0, &work.1) {
             return self.service.file(self.shared, &work.0, outcome);
         }
         let id = self.next_id;
         self.next_id += 1;
         if let Some(worker) = &mut self.worker {
-            worker.send(&self.service.role.frame(id, &work.0, &work.1));
+            worker.send(&self.service.grading.frame(id, &work.0, &work.1));
         }
-        self.open.push(Open { id, work, deadline: Instant::now() + self.service.timeout });
+        self.open.push(UnansweredRequest { id, work, deadline: Instant::now() + self.service.timeout });
     }
 
     /// Waits for answers for a moment and books them; says if the worker is lost.
-    pub fn hear(&mut self) -> Option<Lost> {
+    pub fn hear(&mut self) -> Option<WorkerLoss> {
         let mut answers = Vec::new();
         let outcome = self.listen(&mut answers);
-        for Answered { open, outcome } in answers {
+        for AnsweredRequest { open, outcome } in answers {
             self.service.file(self.shared, &open.work.0, outcome);
             self.answered.push_back((open.id, open.work.0));
         }
@@ -142,7 +142,8 @@ impl<'a> Conversation<'a> {
         };
         self.worker = None; // it is gone, with all that it started, before another starts
         let mut open: VecDeque<_> = self.open.drain(..).collect();
-        if let (Lost::Failed(failure), false, 1) = (&lost, is_blamed || self.may_be_of_another(&lost), open.len()) {
+        if let (WorkerLoss::Failed(failure), false, 1) = (&lost, is_blamed || self.may_be_of_another(&lost), open.len())
+        {
             let alone = open.pop_front().expect("there is one");
             self.service.file(self.shared, &alone.work.0, Err(failure.clone()));
         }
@@ -151,15 +152,15 @@ impl<'a> Conversation<'a> {
     }
 
     /// Whether what the worker wrote may have been meant for a request before: a worker that has had none tells.
-    fn may_be_of_another(&self, lost: &Lost) -> bool {
-        matches!(lost, Lost::Failed(failure) if failure.kind == FailureKind::Output) && !self.answered.is_empty()
+    fn may_be_of_another(&self, lost: &WorkerLoss) -> bool {
+        matches!(lost, WorkerLoss::Failed(failure) if failure.kind == FailureKind::Output) && !self.answered.is_empty()
     }
 
     /// Reads replies into `answers`. An error says why the worker is lost, and whether some request has been blamed for it; where
     /// none has, it is that of one of those still open.
-    fn listen(&mut self, answers: &mut Vec<Answered>) -> Result<(), (Lost, bool)> {
+    fn listen(&mut self, answers: &mut Vec<AnsweredRequest>) -> Result<(), (WorkerLoss, bool)> {
         let Some(mut worker) = self.worker.take() else { return Ok(()) };
-        let failed = |failure| (Lost::Failed(failure), false);
+        let failed = |failure| (WorkerLoss::Failed(failure), false);
         let grace = if worker.is_async { GRACE } else { Duration::ZERO };
         let last = self.open.iter().map(|open| open.deadline + grace).min().unwrap_or_else(Instant::now);
         let mut reply = worker.receive(last.min(Instant::now() + LOOK)).map_err(failed)?;
@@ -180,34 +181,39 @@ impl<'a> Conversation<'a> {
     }
 
     /// Finds the request that a reply answers.
-    fn sort(&mut self, reply: Reply, frame: &[u8], answers: &mut Vec<Answered>) -> Result<(), (Lost, bool)> {
-        let twice = || Failure::new(FailureKind::Output, "more than one reply to a request");
+    fn sort(
+        &mut self,
+        reply: Reply,
+        frame: &[u8],
+        answers: &mut Vec<AnsweredRequest>,
+    ) -> Result<(), (WorkerLoss, bool)> {
+        let twice = || RewardFailure::new(FailureKind::Output, "more than one reply to a request");
         if let Some(place) = self.open.iter().position(|open| Some(open.id) == reply.id) {
             let open = self.open.swap_remove(place);
             let (job, group) = &open.work;
             let mut outcome = reply.scores(job.completions.len());
-            outcome = outcome.map(|scores| self.service.role.finish(job, group, scores));
+            outcome = outcome.map(|scores| self.service.grading.finish(job, group, scores));
             if Instant::now() > open.deadline {
-                outcome = Err(Failure::new(FailureKind::Timeout, "no answer in its time"));
+                outcome = Err(RewardFailure::new(FailureKind::Timeout, "no answer in its time"));
             }
             let lost = outcome.as_ref().err().filter(|failure| failure.kind == FailureKind::Output).cloned();
-            answers.push(Answered { open, outcome });
-            return lost.map_or(Ok(()), |failure| Err((Lost::Failed(failure), true)));
+            answers.push(AnsweredRequest { open, outcome });
+            return lost.map_or(Ok(()), |failure| Err((WorkerLoss::Failed(failure), true)));
         }
         if let Some(answer) = answers.iter_mut().find(|answer| Some(answer.open.id) == reply.id) {
             answer.outcome = Err(twice());
-            return Err((Lost::Failed(twice()), true));
+            return Err((WorkerLoss::Failed(twice()), true));
         }
         if let Some((_, job)) = self.answered.iter().find(|(id, _)| Some(*id) == reply.id) {
             self.service.take_back(self.shared, job, twice());
-            return Err((Lost::Failed(twice()), true));
+            return Err((WorkerLoss::Failed(twice()), true));
         }
         let what = format!("a reply to a request that was not made, in {}", excerpt(frame));
-        Err((Lost::Failed(Failure::new(FailureKind::Output, what)), false))
+        Err((WorkerLoss::Failed(RewardFailure::new(FailureKind::Output, what)), false))
     }
 
     /// Books a reply that does not say which request it answers: it is that to the open one if the worker writes nothing more.
-    fn hear_last(&mut self, worker: Worker, reply: Reply, answers: &mut Vec<Answered>) -> Lost {
+    fn hear_last(&mut self, worker: RewardWorker, reply: Reply, answers: &mut Vec<AnsweredRequest>) -> WorkerLoss {
         let open = self.open.remove(0);
         if !self.service.has_no_ids.swap(true, Ordering::Relaxed) {
             let reward = &*self.service.name;
@@ -218,20 +224,20 @@ impl<'a> Conversation<'a> {
         }
         let outcome = worker.finish(open.deadline).and_then(|()| reply.scores(open.work.0.completions.len()));
         let lost = match &outcome {
-            Err(failure) if failure.kind != FailureKind::Error => Lost::Failed(failure.clone()),
-            _ => Lost::Spent,
+            Err(failure) if failure.kind != FailureKind::Error => WorkerLoss::Failed(failure.clone()),
+            _ => WorkerLoss::Spent,
         };
-        answers.push(Answered { open, outcome });
+        answers.push(AnsweredRequest { open, outcome });
         lost
     }
 }
 
 /// What follows an answer at once and is no reply costs the request that was answered; with no answer before it, nobody knows
 /// which request it belongs to.
-fn blame_last(answers: &mut [Answered], failure: Failure) -> (Lost, bool) {
+fn blame_last(answers: &mut [AnsweredRequest], failure: RewardFailure) -> (WorkerLoss, bool) {
     let is_blamed = !answers.is_empty();
     if let Some(last) = answers.last_mut() {
         last.outcome = Err(failure.clone());
     }
-    (Lost::Failed(failure), is_blamed)
+    (WorkerLoss::Failed(failure), is_blamed)
 }

@@ -6,10 +6,10 @@ use std::io;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::failures::{Failure, FailureKind, Score};
+use super::failures::{FailureKind, RewardFailure, Score};
 use super::form::Form;
 use super::protocol::{MAX_REPLY_BYTES, excerpt};
-use super::state::Shared;
+use super::state::PoolShared;
 use crate::config::{ProcessReward, RewardConfig};
 use crate::error::{Error, Result};
 use crate::types::RolloutGroup;
@@ -45,10 +45,10 @@ struct Outage {
 }
 
 /// Why an attempt has no answer.
-enum Trouble {
+enum AttemptFailure {
     /// Another attempt may have one, after this time at least.
-    Passing(Failure, Duration),
-    Final(Failure),
+    Passing(RewardFailure, Duration),
+    Final(RewardFailure),
 }
 
 impl Endpoint {
@@ -89,7 +89,7 @@ impl Endpoint {
     }
 
     /// A thread's life: ask about one completion after the other until the pool closes. `own` is the service's place in the pool.
-    pub fn serve(shared: &Shared, own: usize) {
+    pub fn serve(shared: &PoolShared, own: usize) {
         let endpoint = &shared.endpoints[own];
         while let Some((job, group)) = shared.next_job(|state| &mut state.endpoint_queues[own]) {
             let (begun, index) = (Instant::now(), job.completions.start);
@@ -108,15 +108,15 @@ impl Endpoint {
         shared.changed.notify_all();
     }
 
-    fn score(&self, shared: &Shared, group: &RolloutGroup, index: usize) -> Result<Score, Failure> {
+    fn score(&self, shared: &PoolShared, group: &RolloutGroup, index: usize) -> Result<Score, RewardFailure> {
         let body = self.form.body(group, index)?;
         let end = Instant::now() + self.timeout;
         let mut pause = FIRST_PAUSE;
         loop {
             match self.ask(&body, end) {
                 Ok(answer) => return self.form.read(&answer),
-                Err(Trouble::Final(failure)) => return Err(failure),
-                Err(Trouble::Passing(failure, least)) => {
+                Err(AttemptFailure::Final(failure)) => return Err(failure),
+                Err(AttemptFailure::Passing(failure, least)) => {
                     let next = Instant::now() + jittered(pause).max(least);
                     if next >= end || !shared.pause_until(next) {
                         return Err(failure);
@@ -128,7 +128,7 @@ impl Endpoint {
     }
 
     /// One attempt: the answer's body.
-    fn ask(&self, body: &[u8], end: Instant) -> Result<Vec<u8>, Trouble> {
+    fn ask(&self, body: &[u8], end: Instant) -> Result<Vec<u8>, AttemptFailure> {
         let left = end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         let mut request = self.agent.post(&self.url).config().timeout_global(Some(left)).build();
         request = request.header("content-type", "application/json");
@@ -144,16 +144,16 @@ impl Endpoint {
         match status {
             200..300 => Ok(answer),
             408 | 429 | 500..600 => {
-                let failure = Failure::new(FailureKind::Unavailable, said());
-                Err(Trouble::Passing(failure, Duration::from_secs(least.unwrap_or(0))))
+                let failure = RewardFailure::new(FailureKind::Unavailable, said());
+                Err(AttemptFailure::Passing(failure, Duration::from_secs(least.unwrap_or(0))))
             }
-            _ => Err(Trouble::Final(Failure::new(FailureKind::Error, said()))),
+            _ => Err(AttemptFailure::Final(RewardFailure::new(FailureKind::Error, said()))),
         }
     }
 
     /// Counts an outcome; an error where the service has been out for too long. Requests that were open together count as one
     /// failure, and an error of the service's own as none.
-    fn count(&self, begun: Instant, outcome: &Result<Score, Failure>) -> Option<Error> {
+    fn count(&self, begun: Instant, outcome: &Result<Score, RewardFailure>) -> Option<Error> {
         let mut outage = self.outage.lock().unwrap_or_else(PoisonError::into_inner);
         match outcome {
             Ok(_) => *outage = Outage::default(),
@@ -172,15 +172,17 @@ impl Endpoint {
 }
 
 /// What to make of an error of the connection.
-fn trouble(error: ureq::Error) -> Trouble {
-    let failure = |kind| Failure::new(kind, error.to_string());
+fn trouble(error: ureq::Error) -> AttemptFailure {
+    let failure = |kind| RewardFailure::new(kind, error.to_string());
     match &error {
-        ureq::Error::Timeout(_) => Trouble::Final(Failure::new(FailureKind::Timeout, "no answer in its time")),
-        ureq::Error::Io(inner) if inner.kind() == io::ErrorKind::TimedOut => {
-            Trouble::Final(failure(FailureKind::Timeout))
+        ureq::Error::Timeout(_) => {
+            AttemptFailure::Final(RewardFailure::new(FailureKind::Timeout, "no answer in its time"))
         }
-        ureq::Error::BodyExceedsLimit(_) => Trouble::Final(failure(FailureKind::Output)),
-        _ => Trouble::Passing(failure(FailureKind::Unavailable), Duration::ZERO),
+        ureq::Error::Io(inner) if inner.kind() == io::ErrorKind::TimedOut => {
+            AttemptFailure::Final(failure(FailureKind::Timeout))
+        }
+        ureq::Error::BodyExceedsLimit(_) => AttemptFailure::Final(failure(FailureKind::Output)),
+        _ => AttemptFailure::Passing(failure(FailureKind::Unavailable), Duration::ZERO),
     }
 }
 

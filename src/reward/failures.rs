@@ -58,18 +58,18 @@ impl RewardFailures {
 
 /// One failure.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Failure {
+pub(super) struct RewardFailure {
     pub kind: FailureKind,
     pub cause: String,
 }
 
-impl Failure {
+impl RewardFailure {
     pub fn new(kind: FailureKind, cause: impl Into<String>) -> Self {
         Self { kind, cause: cause.into() }
     }
 }
 
-impl From<Error> for Failure {
+impl From<Error> for RewardFailure {
     fn from(error: Error) -> Self {
         Self::new(FailureKind::Error, error.to_string())
     }
@@ -88,8 +88,8 @@ pub(super) enum Score {
 
 impl Score {
     /// A score from a number; NaN and infinities are failures.
-    pub fn finite(value: f32) -> Result<Self, Failure> {
-        let failure = || Failure::new(FailureKind::NonFinite, value.to_string());
+    pub fn finite(value: f32) -> Result<Self, RewardFailure> {
+        let failure = || RewardFailure::new(FailureKind::NonFinite, value.to_string());
         if value.is_finite() { Ok(Self::Value(value)) } else { Err(failure()) }
     }
 

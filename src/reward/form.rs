@@ -5,7 +5,7 @@ use regex::Regex;
 use serde_json::{Map, Value, json};
 
 use super::builtin::compiled;
-use super::failures::{Failure, FailureKind, Score};
+use super::failures::{FailureKind, RewardFailure, Score};
 use super::protocol::excerpt;
 use crate::config::ProcessReward;
 use crate::error::{Error, Result};
@@ -82,7 +82,7 @@ impl Form {
     }
 
     /// The request for one completion. Its text is a value in it, never a template.
-    pub fn body(&self, group: &RolloutGroup, index: usize) -> Result<Vec<u8>, Failure> {
+    pub fn body(&self, group: &RolloutGroup, index: usize) -> Result<Vec<u8>, RewardFailure> {
         let completion = &*group.completions[index].text;
         let prompt = prompt(group);
         let body = match self {
@@ -93,8 +93,8 @@ impl Form {
     }
 
     /// The score in an answer.
-    pub fn read(&self, answer: &[u8]) -> Result<Score, Failure> {
-        let bad = |what: String| Failure::new(FailureKind::Output, format!("{what} in {}", excerpt(answer)));
+    pub fn read(&self, answer: &[u8]) -> Result<Score, RewardFailure> {
+        let bad = |what: String| RewardFailure::new(FailureKind::Output, format!("{what} in {}", excerpt(answer)));
         let answer: Value = serde_json::from_slice(answer).map_err(|error| bad(error.to_string()))?;
         match self {
             Self::Score => match answer.get("score") {
@@ -111,11 +111,11 @@ impl Form {
 }
 
 impl Judge {
-    fn request(&self, prompt: &str, completion: &str, columns: &Map<String, Value>) -> Result<Value, Failure> {
+    fn request(&self, prompt: &str, completion: &str, columns: &Map<String, Value>) -> Result<Value, RewardFailure> {
         let ProcessReward { judge_max_score: max_score, judge_max_tokens, judge_temperature, .. } = &self.settings;
         let values = context! { prompt, completion, columns, max_score };
         let rubric = self.templates.render_str(&self.rubric, values);
-        let rubric = rubric.map_err(|error| Failure::new(FailureKind::Error, format!("the rubric: {error}")))?;
+        let rubric = rubric.map_err(|error| RewardFailure::new(FailureKind::Error, format!("the rubric: {error}")))?;
         Ok(json!({
             "model": self.model,
             "messages": [{"role": "user", "content": rubric}],
@@ -125,10 +125,10 @@ impl Judge {
     }
 
     /// The last score that the judge gave, as a share of the highest.
-    fn read(&self, said: &str) -> Result<Score, Failure> {
+    fn read(&self, said: &str) -> Result<Score, RewardFailure> {
         let bad = |what: &str| {
             let end: String = said.chars().rev().take(200).collect::<Vec<_>>().into_iter().rev().collect();
-            Failure::new(FailureKind::Output, format!("{what} in what the judge said: {end:?}"))
+            RewardFailure::new(FailureKind::Output, format!("{what} in what the judge said: {end:?}"))
         };
         let last = self.score_pattern.captures_iter(said).last().ok_or_else(|| bad("no score"))?;
         let number = last.iter().skip(1).flatten().next().and_then(|group| group.as_str().parse::<f64>().ok());

@@ -4,12 +4,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
 use super::RewardInput;
-use super::failures::{Failure, FailureKind, Score};
-use super::state::{Job, Shared};
+use super::failures::{FailureKind, RewardFailure, Score};
+use super::state::{PoolShared, ScoringJob};
 use crate::error::panic_message;
 use crate::types::RolloutGroup;
 
-impl Shared {
+impl PoolShared {
     /// A thread's life: score completions until the pool closes or this thread was given up.
     pub fn work(&self) {
         while let Some((job, group)) = self.next_job(|state| &mut state.queue) {
@@ -25,7 +25,7 @@ impl Shared {
     }
 
     /// Runs every function on the job's completion, or until the job was given up.
-    fn call_all(&self, number: u64, job: &Job, group: &RolloutGroup) {
+    fn call_all(&self, number: u64, job: &ScoringJob, group: &RolloutGroup) {
         let completion = &group.completions[job.completions.start];
         let input = RewardInput {
             prompt: &group.prompt.text,
@@ -37,8 +37,8 @@ impl Shared {
         for (index, function) in &self.functions {
             let outcome = catch_unwind(AssertUnwindSafe(|| function(&input)));
             let outcome = match outcome {
-                Ok(score) => score.map_err(Failure::from).and_then(Score::finite),
-                Err(panic) => Err(Failure::new(FailureKind::Panic, panic_message(&*panic))),
+                Ok(score) => score.map_err(RewardFailure::from).and_then(Score::finite),
+                Err(panic) => Err(RewardFailure::new(FailureKind::Panic, panic_message(&*panic))),
             };
             if !self.lock().answer(number, (*index, &self.names[*index]), outcome) {
                 return;

@@ -12,7 +12,7 @@
 //! | `endpoint`, `form` | rewards of services over HTTP, and what is sent to them |
 //! | `reaper`, `reaper.sh` | ends what a worker started, wherever it went |
 //! | `verdict`, `verdict.py`, `readable` | rewards that rest on whether an answer is right, and answers that cannot be compared with |
-//! | `role` | what the scores of a process become |
+//! | `grading` | what the scores of a process become |
 //! | `source` | which of these an entry of `reward_funcs` means |
 //! | `code` | model-written programs, run against tests in the sandbox |
 
@@ -24,12 +24,12 @@ mod endpoint;
 mod failures;
 mod form;
 mod function;
+mod grading;
 mod number;
 mod pool;
 mod protocol;
 mod readable;
 mod reaper;
-mod role;
 mod service;
 mod source;
 mod state;

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use super::endpoint::Endpoint;
 use super::failures::{FailureKind, RewardFailures, Score, weighted_sum};
-use super::service::Service;
-use super::source::{Source, Sources};
-use super::state::{RunProgress, Shared, State};
+use super::service::RewardService;
+use super::source::{RewardSource, RewardSources};
+use super::state::{PoolShared, PoolState, RunProgress};
 use super::{RewardFunction, builtin};
 use crate::config::{Config, ProcessRewards, RewardConfig, reward_name};
 use crate::error::{Error, Result};
@@ -31,7 +31,7 @@ pub struct RewardPool {
     num_threads: usize,
     /// Kinds of failure met so far, by reward: they stay among the metrics.
     seen: Vec<Vec<FailureKind>>,
-    shared: Arc<Shared>,
+    shared: Arc<PoolShared>,
 }
 
 impl RewardPool {
@@ -48,7 +48,8 @@ impl RewardPool {
     /// # Errors
     /// As [`RewardPool::new`].
     pub fn with_functions(config: &Config, functions: &[(&str, RewardFunction)]) -> Result<Self> {
-        let sources = Sources { key: "reward_funcs", settings: &config.reward, processes: &config.rewards, functions };
+        let sources =
+            RewardSources { key: "reward_funcs", settings: &config.reward, processes: &config.rewards, functions };
         Self::build(&sources, &config.reward_funcs, &config.reward_weights)
     }
 
@@ -57,18 +58,18 @@ impl RewardPool {
     /// # Errors
     /// [`Error::InvalidValue`] of `option` for an unknown name.
     pub fn single(option: &str, name: &str, settings: &RewardConfig) -> Result<Self> {
-        let sources = Sources { key: option, settings, processes: &ProcessRewards::default(), functions: &[] };
+        let sources = RewardSources { key: option, settings, processes: &ProcessRewards::default(), functions: &[] };
         Self::build(&sources, &[name.to_owned()], &[])
     }
 
-    fn build(sources: &Sources<'_>, entries: &[String], weights: &[f64]) -> Result<Self> {
+    fn build(sources: &RewardSources<'_>, entries: &[String], weights: &[f64]) -> Result<Self> {
         let (mut functions, mut services, mut endpoints) = (Vec::new(), Vec::new(), Vec::new());
         let (mut judges, mut required_columns) = (Vec::new(), Vec::new());
         for (index, entry) in entries.iter().enumerate() {
             match sources.find(entry, index)? {
-                Source::Function(function) => functions.push((index, function)),
-                Source::Service(service) => services.push(service),
-                Source::Endpoint(endpoint) => endpoints.push(*endpoint),
+                RewardSource::Function(function) => functions.push((index, function)),
+                RewardSource::Service(service) => services.push(service),
+                RewardSource::Endpoint(endpoint) => endpoints.push(*endpoint),
             }
             let is_builtin =
                 sources.functions.iter().all(|(name, _)| name != entry) && sources.processes.get(entry).is_none();
@@ -84,13 +85,13 @@ impl RewardPool {
             return Err(Error::invalid_value("reward_weights", format!("{weights:?}"), expected));
         }
         let weights = if weights.is_empty() { vec![1.0; entries.len()] } else { weights.to_vec() };
-        let state = State {
+        let state = PoolState {
             service_queues: services.iter().map(|_| Default::default()).collect(),
             endpoint_queues: endpoints.iter().map(|_| Default::default()).collect(),
             failures: vec![RewardFailures::default(); entries.len()],
-            ..State::default()
+            ..PoolState::default()
         };
-        let shared = Shared {
+        let shared = PoolShared {
             names: entries.iter().map(|entry| reward_name(entry).to_owned()).collect(),
             functions,
             timeout: Duration::from_secs_f64(sources.settings.timeout_s),
@@ -135,7 +136,7 @@ impl RewardPool {
     }
 
     /// The rewards that processes serve.
-    pub(super) fn services(&self) -> &[Service] {
+    pub(super) fn services(&self) -> &[RewardService] {
         &self.shared.services
     }
 
@@ -185,7 +186,7 @@ impl RewardPool {
     pub(crate) fn poll(&mut self, groups: &mut [RolloutGroup], waits: bool) -> Result<Vec<bool>> {
         let tickets = self.claim(groups);
         let waits = waits && !tickets.is_empty();
-        let is_scored = |state: &State, ticket: &u64| state.pending[ticket].num_open == 0;
+        let is_scored = |state: &PoolState, ticket: &u64| state.pending[ticket].num_open == 0;
         let mut state = self.await_until(|state| !waits || tickets.iter().any(|ticket| is_scored(state, ticket)))?;
         let mut scored = Vec::with_capacity(groups.len());
         for (group, ticket) in groups.iter_mut().zip(&tickets) {
@@ -198,7 +199,7 @@ impl RewardPool {
     }
 
     /// Waits until `holds`, while deadlines are kept and threads that were given up are replaced.
-    fn await_until(&self, holds: impl Fn(&State) -> bool) -> Result<MutexGuard<'_, State>> {
+    fn await_until(&self, holds: impl Fn(&PoolState) -> bool) -> Result<MutexGuard<'_, PoolState>> {
         let mut state = self.shared.lock();
         self.start_services(&mut state)?;
         loop {
@@ -214,7 +215,7 @@ impl RewardPool {
     }
 
     /// Moves the scores of a ticket into its group.
-    fn fill(&self, state: &mut State, group: &mut RolloutGroup, ticket: u64) {
+    fn fill(&self, state: &mut PoolState, group: &mut RolloutGroup, ticket: u64) {
         let scores = state.pending.remove(&ticket).map(|pending| pending.scores).unwrap_or_default();
         for (completion, scores) in group.completions.iter_mut().zip(scores) {
             completion.reward = weighted_sum(&scores, &self.weights);
@@ -262,7 +263,7 @@ impl RewardPool {
     }
 
     /// What keeps the pool from going on; it is closed then, and refuses what is asked of it later.
-    fn check(state: &mut MutexGuard<'_, State>) -> Result<()> {
+    fn check(state: &mut MutexGuard<'_, PoolState>) -> Result<()> {
         match state.broken.take() {
             Some(error) => {
                 state.closed = true;
@@ -278,7 +279,7 @@ impl RewardPool {
     }
 
     /// Sees to it that `num_threads` threads run the functions of this process, if there are any.
-    fn keep_threads(&self, state: &mut MutexGuard<'_, State>) -> Result<()> {
+    fn keep_threads(&self, state: &mut MutexGuard<'_, PoolState>) -> Result<()> {
         let num_threads = if self.shared.functions.is_empty() { 0 } else { self.num_threads };
         while state.num_workers < num_threads {
             let shared = Arc::clone(&self.shared);
@@ -293,14 +294,14 @@ impl RewardPool {
 
     /// Starts a thread for every worker process, once: the worker's parent, with which it dies. And one for every request that may
     /// be open to a service over HTTP.
-    fn start_services(&self, state: &mut MutexGuard<'_, State>) -> Result<()> {
+    fn start_services(&self, state: &mut MutexGuard<'_, PoolState>) -> Result<()> {
         if std::mem::replace(&mut state.has_services, true) {
             return Ok(());
         }
         for (own, service) in self.shared.services.iter().enumerate() {
             for _ in 0..service.num_workers {
                 let shared = Arc::clone(&self.shared);
-                spawn(move || Service::serve(&shared, own))?;
+                spawn(move || RewardService::serve(&shared, own))?;
                 state.num_servants += 1;
             }
         }

@@ -6,12 +6,12 @@ use std::io::{self, Read, Write};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::failures::{Failure, FailureKind, Score};
-use super::state::{Job, RunProgress};
+use super::failures::{FailureKind, RewardFailure, Score};
+use super::state::{RunProgress, ScoringJob};
 use crate::types::{FinishReason, RolloutGroup};
 
 /// What a reward says of each completion of a request.
-pub(super) type Scores = Vec<Result<Score, Failure>>;
+pub(super) type ScoreResults = Vec<Result<Score, RewardFailure>>;
 
 /// Longest reply in bytes.
 pub(super) const MAX_REPLY_BYTES: usize = 1 << 20;
@@ -23,7 +23,7 @@ pub(super) const VERDICT_COLUMN: &str = "answer";
 
 /// Completions of one prompt. The reply repeats its `id`, which no other request of the worker has.
 #[derive(Debug, Serialize)]
-pub(super) struct Request<'a> {
+pub(super) struct ScoreRequest<'a> {
     id: u64,
     prompt: &'a str,
     completions: Vec<&'a str>,
@@ -75,10 +75,10 @@ pub(super) fn first_request() -> Vec<u8> {
 }
 
 /// Whether the worker that gave this first reply serves several requests at once.
-pub(super) fn is_async(frame: &[u8]) -> Result<bool, Failure> {
+pub(super) fn is_async(frame: &[u8]) -> Result<bool, RewardFailure> {
     let ready: Ready = serde_json::from_slice(frame)
-        .map_err(|error| Failure::new(FailureKind::Output, format!("{error} in {}", excerpt(frame))))?;
-    ready.error.map_or(Ok(ready.is_async), |message| Err(Failure::new(FailureKind::Error, message)))
+        .map_err(|error| RewardFailure::new(FailureKind::Output, format!("{error} in {}", excerpt(frame))))?;
+    ready.error.map_or(Ok(ready.is_async), |message| Err(RewardFailure::new(FailureKind::Error, message)))
 }
 
 /// JSON has no word for what is not finite: `"nan"`, `"inf"`.
@@ -104,9 +104,9 @@ impl<'a> TextRequest<'a> {
     }
 }
 
-impl<'a> Request<'a> {
+impl<'a> ScoreRequest<'a> {
     /// A job's completions of its group.
-    pub fn new(id: u64, group: &'a RolloutGroup, job: &Job) -> Self {
+    pub fn new(id: u64, group: &'a RolloutGroup, job: &ScoringJob) -> Self {
         let completions = &group.completions[job.completions.clone()];
         Self {
             id,
@@ -133,8 +133,8 @@ impl Reply {
     }
 
     /// What a worker wrote, if it is a reply.
-    pub fn parse(frame: &[u8]) -> Result<Self, Failure> {
-        let bad = |what: String| Failure::new(FailureKind::Output, format!("{what} in {}", excerpt(frame)));
+    pub fn parse(frame: &[u8]) -> Result<Self, RewardFailure> {
+        let bad = |what: String| RewardFailure::new(FailureKind::Output, format!("{what} in {}", excerpt(frame)));
         let reply: Self = serde_json::from_slice(frame).map_err(|error| bad(error.to_string()))?;
         if reply.rewards.is_some() == reply.error.is_some() {
             return Err(bad("expected either \"rewards\" or \"error\"".to_owned()));
@@ -143,26 +143,26 @@ impl Reply {
     }
 
     /// Scores of `num_completions`, each a number or a failure of its own; or the failure of all.
-    pub fn scores(self, num_completions: usize) -> Result<Scores, Failure> {
+    pub fn scores(self, num_completions: usize) -> Result<ScoreResults, RewardFailure> {
         if let Some(message) = self.error {
-            return Err(Failure::new(FailureKind::Error, message));
+            return Err(RewardFailure::new(FailureKind::Error, message));
         }
         let rewards = self.rewards.unwrap_or_default();
         if rewards.len() != num_completions {
             let what = format!("expected {num_completions} rewards, one for each completion, got {}", rewards.len());
-            return Err(Failure::new(FailureKind::Error, what));
+            return Err(RewardFailure::new(FailureKind::Error, what));
         }
         rewards.into_iter().map(|reward| reward.map_or(Ok(Ok(Score::NotApplicable)), Number::read)).collect()
     }
 }
 
 impl Number {
-    fn read(self) -> Result<Result<Score, Failure>, Failure> {
+    fn read(self) -> Result<Result<Score, RewardFailure>, RewardFailure> {
         match self {
             Self::Finite(value) => Ok(Score::finite(value as f32)),
             Self::Text(text) => match text.parse::<f32>() {
                 Ok(value) if !value.is_finite() => Ok(Score::finite(value)),
-                _ => Err(Failure::new(FailureKind::Output, format!("expected a number, got {text:.200?}"))),
+                _ => Err(RewardFailure::new(FailureKind::Output, format!("expected a number, got {text:.200?}"))),
             },
         }
     }
@@ -210,7 +210,7 @@ pub(super) fn excerpt(bytes: &[u8]) -> String {
 mod tests {
     use super::*;
 
-    fn read(frame: &[u8], num_completions: usize) -> Result<Scores, Failure> {
+    fn read(frame: &[u8], num_completions: usize) -> Result<ScoreResults, RewardFailure> {
         Reply::parse(frame)?.scores(num_completions)
     }
 
@@ -223,10 +223,10 @@ mod tests {
             assert_eq!(score.as_ref().unwrap_err().kind, FailureKind::NonFinite);
         }
         let failure = |text: &str| read(text.as_bytes(), 1).unwrap_err();
-        assert_eq!(failure(r#"{"error": "no tests"}"#), Failure::new(FailureKind::Error, "no tests"));
+        assert_eq!(failure(r#"{"error": "no tests"}"#), RewardFailure::new(FailureKind::Error, "no tests"));
         for (text, count) in [(r#"{"rewards": [1.0, 1.0]}"#, 2), (r#"{"rewards": []}"#, 0)] {
             let cause = format!("expected 1 rewards, one for each completion, got {count}");
-            assert_eq!(failure(text), Failure::new(FailureKind::Error, cause));
+            assert_eq!(failure(text), RewardFailure::new(FailureKind::Error, cause));
         }
         for text in [
             "",

@@ -6,11 +6,11 @@ use serde_json::{Map, Value};
 
 use super::RewardPool;
 use super::failures::Score;
+use super::grading::Grading;
 use super::protocol::{Reply, TextRequest, frame};
-use super::role::Role;
 use super::source::math_verify;
 use super::verdict::Verdict;
-use super::worker::{Program, Worker};
+use super::worker::{Program, RewardWorker};
 use crate::error::Result;
 use crate::phase;
 
@@ -30,8 +30,8 @@ impl RewardPool {
         &self,
         rows: impl Iterator<Item = &'a Map<String, Value>>,
     ) -> Result<Option<Vec<usize>>> {
-        let verdicts = self.services().iter().find_map(|service| match &service.role {
-            Role::Verdict(verdict) => Some((&service.name, verdict)),
+        let verdicts = self.services().iter().find_map(|service| match &service.grading {
+            Grading::Verdict(verdict) => Some((&service.name, verdict)),
             _ => None,
         });
         let Some((reward, verdict)) = verdicts else { return Ok(None) };
@@ -57,7 +57,7 @@ impl RewardPool {
 /// A worker that tells which answers can be read, while there is one.
 struct Reader {
     program: Program,
-    worker: Option<Worker>,
+    worker: Option<RewardWorker>,
 }
 
 impl Reader {
@@ -66,7 +66,7 @@ impl Reader {
         let num_references = references.len();
         let mut worker = match self.worker.take() {
             Some(worker) => worker,
-            None => Worker::start(&self.program).map_err(|failure| self.program.refusal(&failure.cause))?,
+            None => RewardWorker::start(&self.program).map_err(|failure| self.program.refusal(&failure.cause))?,
         };
         worker.send(&frame(&TextRequest::new(1, references, "")));
         let end = Instant::now() + LIMIT;

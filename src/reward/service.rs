@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use super::conversation::{Conversation, Lost};
-use super::failures::Failure;
-use super::protocol::Scores;
-use super::role::Role;
-use super::state::{Job, Shared, State};
-use super::worker::{Program, Worker};
+use super::conversation::{WorkerConversation, WorkerLoss};
+use super::failures::RewardFailure;
+use super::grading::Grading;
+use super::protocol::ScoreResults;
+use super::state::{PoolShared, PoolState, ScoringJob};
+use super::worker::{Program, RewardWorker};
 use crate::config::RewardBatch;
 use crate::error::Error;
 
@@ -20,13 +20,13 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
 /// A reward that is served by processes.
 #[derive(Debug)]
-pub(super) struct Service {
+pub(super) struct RewardService {
     /// Its place among the rewards.
     pub index: usize,
     pub name: String,
     pub program: Program,
     /// What its processes' scores become.
-    pub role: Role,
+    pub grading: Grading,
     /// What one request holds.
     pub batch: RewardBatch,
     /// Longest time of a request.
@@ -42,9 +42,9 @@ pub(super) struct Service {
     pub has_no_ids: AtomicBool,
 }
 
-impl Service {
+impl RewardService {
     /// A thread's life: keep a worker and give it jobs until the pool closes. `own` is the service's place in the pool.
-    pub fn serve(shared: &Arc<Shared>, own: usize) {
+    pub fn serve(shared: &Arc<PoolShared>, own: usize) {
         let service = &shared.services[own];
         if let Err(error) = service.serve_until_closed(shared, own) {
             let mut state = shared.lock();
@@ -54,11 +54,11 @@ impl Service {
         shared.changed.notify_all();
     }
 
-    fn serve_until_closed(&self, shared: &Shared, own: usize) -> Result<(), Error> {
-        let worker = Worker::start(&self.program).map_err(|failure| self.program.refusal(&failure.cause))?;
+    fn serve_until_closed(&self, shared: &PoolShared, own: usize) -> Result<(), Error> {
+        let worker = RewardWorker::start(&self.program).map_err(|failure| self.program.refusal(&failure.cause))?;
         shared.lock().num_ready += 1;
         shared.changed.notify_all();
-        let mut conversation = Conversation::new(self, shared, own, worker);
+        let mut conversation = WorkerConversation::new(self, shared, own, worker);
         while conversation.take_on() {
             let Some(lost) = conversation.hear() else { continue };
             match self.replace(shared, lost)? {
@@ -70,7 +70,7 @@ impl Service {
     }
 
     /// Books what was said of a job's completions, which is then done.
-    pub fn file(&self, shared: &Shared, job: &Job, outcome: Result<Scores, Failure>) {
+    pub fn file(&self, shared: &PoolShared, job: &ScoringJob, outcome: Result<ScoreResults, RewardFailure>) {
         if outcome.iter().flatten().any(Result::is_ok) {
             self.num_failures.store(0, Ordering::Relaxed);
         }
@@ -82,11 +82,11 @@ impl Service {
     }
 
     /// Masks the completions of a job that was answered before, unless somebody has taken its scores.
-    pub fn take_back(&self, shared: &Shared, job: &Job, failure: Failure) {
+    pub fn take_back(&self, shared: &PoolShared, job: &ScoringJob, failure: RewardFailure) {
         self.book(&mut shared.lock(), job, Err(failure));
     }
 
-    fn book(&self, state: &mut State, job: &Job, outcome: Result<Scores, Failure>) {
+    fn book(&self, state: &mut PoolState, job: &ScoringJob, outcome: Result<ScoreResults, RewardFailure>) {
         let outcomes = outcome.unwrap_or_else(|failure| vec![Err(failure); job.completions.len()]);
         for (completion, outcome) in job.completions.clone().zip(outcomes) {
             state.file(job.ticket, completion, (self.index, &self.name), outcome);
@@ -97,10 +97,10 @@ impl Service {
     ///
     /// # Errors
     /// [`Error::RewardService`] where too many failed in a row.
-    fn replace(&self, shared: &Shared, lost: Lost) -> Result<Option<Worker>, Error> {
+    fn replace(&self, shared: &PoolShared, lost: WorkerLoss) -> Result<Option<RewardWorker>, Error> {
         let mut failure = match lost {
-            Lost::Failed(failure) => failure,
-            Lost::Spent => match Worker::start(&self.program) {
+            WorkerLoss::Failed(failure) => failure,
+            WorkerLoss::Spent => match RewardWorker::start(&self.program) {
                 Ok(worker) => return Ok(Some(worker)),
                 Err(failure) => failure,
             },
@@ -115,7 +115,7 @@ impl Service {
             if !shared.pause_until(Instant::now() + pause) {
                 return Ok(None);
             }
-            match Worker::start(&self.program) {
+            match RewardWorker::start(&self.program) {
                 Ok(worker) => return Ok(Some(worker)),
                 Err(again) => failure = again,
             }

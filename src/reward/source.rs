@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use super::code::{self, SANDBOX_COMMAND};
 use super::endpoint::Endpoint;
+use super::grading::Grading;
 use super::protocol::VERDICT_COLUMN;
-use super::role::Role;
-use super::service::Service;
+use super::service::RewardService;
 use super::verdict::Verdict;
 use super::worker::{Origin, Program};
 use super::{RewardFunction, builtin};
@@ -22,17 +22,17 @@ const PYTHON_WORKER: &str = include_str!("worker.py");
 /// Time beyond a program's own that running all its tests may take.
 const SANDBOX_OVERHEAD: Duration = Duration::from_secs(10);
 
-pub(super) enum Source {
+pub(super) enum RewardSource {
     /// A function of this process.
     Function(RewardFunction),
     /// Processes.
-    Service(Service),
+    Service(RewardService),
     /// A service over HTTP.
     Endpoint(Box<Endpoint>),
 }
 
 /// What the entries of `key` may mean.
-pub(super) struct Sources<'a> {
+pub(super) struct RewardSources<'a> {
     /// The key or option that names the rewards.
     pub key: &'a str,
     pub settings: &'a RewardConfig,
@@ -41,36 +41,36 @@ pub(super) struct Sources<'a> {
     pub functions: &'a [(&'a str, RewardFunction)],
 }
 
-impl Sources<'_> {
+impl RewardSources<'_> {
     /// That of one entry, the reward with this `index`.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] for an unknown name.
-    pub fn find(&self, entry: &str, index: usize) -> Result<Source> {
+    pub fn find(&self, entry: &str, index: usize) -> Result<RewardSource> {
         if let Some((_, function)) = self.functions.iter().find(|(known, _)| *known == entry) {
-            return Ok(Source::Function(Arc::clone(function)));
+            return Ok(RewardSource::Function(Arc::clone(function)));
         }
         if let Some(reward) = self.processes.get(entry).filter(|reward| reward.url.is_some()) {
             return Endpoint::new(entry, index, reward, self.settings)
-                .map(|endpoint| Source::Endpoint(Box::new(endpoint)));
+                .map(|endpoint| RewardSource::Endpoint(Box::new(endpoint)));
         }
         if let Some(reward) = self.processes.get(entry) {
-            return Ok(Source::Service(self.process(entry, index, reward, &format!("rewards.{entry}"))));
+            return Ok(RewardSource::Service(self.process(entry, index, reward, &format!("rewards.{entry}"))));
         }
         if [code::NAME, code::BINARY_NAME].contains(&entry) {
-            return Ok(Source::Service(self.sandbox(entry, index)));
+            return Ok(RewardSource::Service(self.sandbox(entry, index)));
         }
         if let Some(verdict) = Verdict::of(entry, self.settings) {
-            return Ok(Source::Service(self.verdict(entry, index, verdict)));
+            return Ok(RewardSource::Service(self.verdict(entry, index, verdict)));
         }
         if is_python(entry) {
             let reward = ProcessReward::python(entry);
-            return Ok(Source::Service(self.process(reward_name(entry), index, &reward, self.key)));
+            return Ok(RewardSource::Service(self.process(reward_name(entry), index, &reward, self.key)));
         }
-        builtin::function(self.key, entry, self.settings).map(Source::Function)
+        builtin::function(self.key, entry, self.settings).map(RewardSource::Function)
     }
 
-    fn process(&self, name: &str, index: usize, reward: &ProcessReward, key: &str) -> Service {
+    fn process(&self, name: &str, index: usize, reward: &ProcessReward, key: &str) -> RewardService {
         let timeout_s = reward.timeout_s.unwrap_or(self.settings.timeout_s);
         let (command, key, value) = match &reward.function {
             Some(function) => {
@@ -86,35 +86,42 @@ impl Sources<'_> {
         let program = Program { command, is_ours: reward.function.is_some(), origin: Origin::Key(key, value) };
         let timeout = Duration::from_secs_f64(timeout_s);
         let service = self.service(name, index, program, timeout, reward.workers);
-        Service { batch: reward.batch, concurrency: reward.concurrency, ..service }
+        RewardService { batch: reward.batch, concurrency: reward.concurrency, ..service }
     }
 
     /// Answers that math-verify compares in a process of its own.
-    fn verdict(&self, name: &str, index: usize, verdict: Verdict) -> Service {
+    fn verdict(&self, name: &str, index: usize, verdict: Verdict) -> RewardService {
         let RewardConfig { timeout_s, math_workers, .. } = *self.settings;
         let timeout = Duration::from_secs_f64(timeout_s);
         let program = math_verify(name, &verdict.function(), self.settings);
         let service = self.service(name, index, program, timeout, math_workers);
-        Service { role: Role::Verdict(Box::new(verdict)), ..service }
+        RewardService { grading: Grading::Verdict(Box::new(verdict)), ..service }
     }
 
     /// Model-written code, run by this program in a process of its own.
-    fn sandbox(&self, name: &str, index: usize) -> Service {
+    fn sandbox(&self, name: &str, index: usize) -> RewardService {
         let settings = &self.settings.code;
         let text = serde_json::to_string(settings).expect("settings are plain data");
         let command = vec![PROGRAM.to_owned(), SANDBOX_COMMAND.to_owned(), text];
         let program = Program { command, is_ours: true, origin: Origin::Sandbox };
         let timeout = Duration::from_secs_f64(settings.timeout_s) + SANDBOX_OVERHEAD;
-        let role = if name == code::BINARY_NAME { Role::Passed } else { Role::Scores };
-        Service { role, ..self.service(name, index, program, timeout, settings.workers) }
+        let grading = if name == code::BINARY_NAME { Grading::Passed } else { Grading::Scores };
+        RewardService { grading, ..self.service(name, index, program, timeout, settings.workers) }
     }
 
-    fn service(&self, name: &str, index: usize, program: Program, timeout: Duration, num_workers: usize) -> Service {
-        Service {
+    fn service(
+        &self,
+        name: &str,
+        index: usize,
+        program: Program,
+        timeout: Duration,
+        num_workers: usize,
+    ) -> RewardService {
+        RewardService {
             index,
             name: name.to_owned(),
             program,
-            role: Role::Scores,
+            grading: Grading::Scores,
             batch: RewardBatch::Completion,
             timeout,
             num_workers,

@@ -9,14 +9,14 @@ use serde::Serialize;
 
 use super::RewardFunction;
 use super::endpoint::Endpoint;
-use super::failures::{Failure, FailureKind, RewardFailures, Score};
-use super::service::Service;
+use super::failures::{FailureKind, RewardFailure, RewardFailures, Score};
+use super::service::RewardService;
 use crate::config::RewardBatch;
 use crate::error::Error;
 use crate::types::RolloutGroup;
 
 /// What the pool and its threads share.
-pub(super) struct Shared {
+pub(super) struct PoolShared {
     /// Names of the rewards in configured order.
     pub names: Vec<String>,
     /// Rewards that are functions of this process, with their place in that order.
@@ -24,26 +24,26 @@ pub(super) struct Shared {
     /// Longest time that all functions may take for one completion.
     pub timeout: Duration,
     /// Rewards in processes of their own.
-    pub services: Vec<Service>,
+    pub services: Vec<RewardService>,
     /// Rewards of services over HTTP.
     pub endpoints: Vec<Endpoint>,
-    pub state: Mutex<State>,
+    pub state: Mutex<PoolState>,
     /// Signalled when work arrives, is done, or the pool closes.
     pub changed: Condvar,
 }
 
 #[derive(Default)]
-pub(super) struct State {
+pub(super) struct PoolState {
     /// Jobs for the functions of this process, one a completion.
-    pub queue: VecDeque<Job>,
+    pub queue: VecDeque<ScoringJob>,
     /// Jobs for each service.
-    pub service_queues: Vec<VecDeque<Job>>,
+    pub service_queues: Vec<VecDeque<ScoringJob>>,
     /// Jobs for each service over HTTP, one a completion.
-    pub endpoint_queues: Vec<VecDeque<Job>>,
+    pub endpoint_queues: Vec<VecDeque<ScoringJob>>,
     /// Jobs that functions of this process are at, by their number.
     pub running: HashMap<u64, Running>,
     /// Groups not yet claimed, by ticket.
-    pub pending: HashMap<u64, Pending>,
+    pub pending: HashMap<u64, PendingGroup>,
     /// Threads of functions that have not been given up.
     pub num_workers: usize,
     /// Whether the threads of services were started.
@@ -68,7 +68,7 @@ pub(super) struct State {
 
 /// Completions of a pending group that are scored together.
 #[derive(Debug, Clone)]
-pub(super) struct Job {
+pub(super) struct ScoringJob {
     pub ticket: u64,
     pub completions: Range<usize>,
     /// Where the run was when the group was submitted.
@@ -85,14 +85,14 @@ pub(super) struct RunProgress {
 }
 
 pub(super) struct Running {
-    job: Job,
+    job: ScoringJob,
     deadline: Instant,
     /// Functions that have answered; the one after them is at work.
     num_answers: usize,
 }
 
 /// A submitted group and its scores so far.
-pub(super) struct Pending {
+pub(super) struct PendingGroup {
     pub group: Arc<RolloutGroup>,
     /// `[completion][reward]`
     pub scores: Vec<Vec<Score>>,
@@ -100,14 +100,14 @@ pub(super) struct Pending {
     pub num_open: usize,
 }
 
-impl Shared {
+impl PoolShared {
     /// The state; a thread never panics while it holds the lock.
-    pub fn lock(&self) -> MutexGuard<'_, State> {
+    pub fn lock(&self) -> MutexGuard<'_, PoolState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for a change, but no longer than `limit`.
-    pub fn wait<'a>(&self, state: MutexGuard<'a, State>, limit: Duration) -> MutexGuard<'a, State> {
+    pub fn wait<'a>(&self, state: MutexGuard<'a, PoolState>, limit: Duration) -> MutexGuard<'a, PoolState> {
         self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
     }
 
@@ -124,7 +124,10 @@ impl Shared {
     }
 
     /// The next job that `queue` selects, with its group; `None` once the pool closes.
-    pub fn next_job(&self, queue: impl Fn(&mut State) -> &mut VecDeque<Job>) -> Option<(Job, Arc<RolloutGroup>)> {
+    pub fn next_job(
+        &self,
+        queue: impl Fn(&mut PoolState) -> &mut VecDeque<ScoringJob>,
+    ) -> Option<(ScoringJob, Arc<RolloutGroup>)> {
         let mut state = self.lock();
         loop {
             if state.closed || state.broken.is_some() {
@@ -141,7 +144,10 @@ impl Shared {
     }
 
     /// A job that `queue` has now, with its group.
-    pub fn job_at_hand(&self, queue: impl Fn(&mut State) -> &mut VecDeque<Job>) -> Option<(Job, Arc<RolloutGroup>)> {
+    pub fn job_at_hand(
+        &self,
+        queue: impl Fn(&mut PoolState) -> &mut VecDeque<ScoringJob>,
+    ) -> Option<(ScoringJob, Arc<RolloutGroup>)> {
         let mut state = self.lock();
         while let Some(job) = queue(&mut state).pop_front() {
             if let Some(group) = state.pending.get(&job.ticket).map(|pending| Arc::clone(&pending.group)) {
@@ -158,10 +164,10 @@ impl Shared {
     }
 
     /// Queues every completion of `group` with every reward; the ticket claims its scores.
-    pub fn submit(&self, state: &mut State, group: Arc<RolloutGroup>) -> u64 {
+    pub fn submit(&self, state: &mut PoolState, group: Arc<RolloutGroup>) -> u64 {
         let (ticket, progress) = (state.number(), state.progress);
         let num_completions = group.completions.len();
-        let job = |completions| Job { ticket, completions, progress };
+        let job = |completions| ScoringJob { ticket, completions, progress };
         let single = |completion: usize| job(completion..completion + 1);
         let mut num_open = 0;
         if !self.functions.is_empty() {
@@ -181,30 +187,36 @@ impl Shared {
             num_open += num_completions;
         }
         let scores = vec![vec![Score::Failed; self.names.len()]; num_completions];
-        state.pending.insert(ticket, Pending { group, scores, num_open });
+        state.pending.insert(ticket, PendingGroup { group, scores, num_open });
         ticket
     }
 }
 
-impl State {
+impl PoolState {
     /// Books a job as being run by functions of this process.
-    pub fn begin(&mut self, job: Job, deadline: Instant) -> u64 {
+    pub fn begin(&mut self, job: ScoringJob, deadline: Instant) -> u64 {
         let number = self.number();
         self.running.insert(number, Running { job, deadline, num_answers: 0 });
         number
     }
 
     /// Files what the function at work said of a job's completion; false if the job was given up before.
-    pub fn answer(&mut self, number: u64, reward: (usize, &str), outcome: Result<Score, Failure>) -> bool {
+    pub fn answer(&mut self, number: u64, reward: (usize, &str), outcome: Result<Score, RewardFailure>) -> bool {
         let Some(running) = self.running.get_mut(&number) else { return false };
         running.num_answers += 1;
-        let Job { ticket, completions, .. } = running.job.clone();
+        let ScoringJob { ticket, completions, .. } = running.job.clone();
         self.file(ticket, completions.start, reward, outcome);
         true
     }
 
     /// Files what a reward said of one completion of a job; a failure is counted.
-    pub fn file(&mut self, ticket: u64, completion: usize, reward: (usize, &str), outcome: Result<Score, Failure>) {
+    pub fn file(
+        &mut self,
+        ticket: u64,
+        completion: usize,
+        reward: (usize, &str),
+        outcome: Result<Score, RewardFailure>,
+    ) {
         let score = outcome.unwrap_or_else(|failure| {
             self.fail(reward, failure);
             Score::Failed
@@ -222,7 +234,7 @@ impl State {
     }
 
     /// One job less to wait for.
-    pub fn close(&mut self, job: &Job) {
+    pub fn close(&mut self, job: &ScoringJob) {
         if let Some(pending) = self.pending.get_mut(&job.ticket) {
             pending.num_open -= 1;
         }
@@ -235,7 +247,7 @@ impl State {
             self.running.iter().filter(|(_, job)| job.deadline <= now).map(|(number, _)| *number).collect();
         for number in overdue {
             if let Some((index, _)) = functions.get(self.running[&number].num_answers) {
-                let failure = Failure::new(FailureKind::Timeout, "no answer in reward.timeout_s");
+                let failure = RewardFailure::new(FailureKind::Timeout, "no answer in reward.timeout_s");
                 self.fail((*index, &names[*index]), failure);
             }
             self.finish(number);
@@ -244,8 +256,8 @@ impl State {
     }
 
     /// Counts a failure of a reward.
-    fn fail(&mut self, (index, reward): (usize, &str), failure: Failure) {
-        let Failure { kind, cause } = failure;
+    fn fail(&mut self, (index, reward): (usize, &str), failure: RewardFailure) {
+        let RewardFailure { kind, cause } = failure;
         self.failures[index].add(kind);
         if !self.told.contains(&(index, kind)) {
             self.told.push((index, kind));

@@ -4,7 +4,7 @@
 use serde_json::Value;
 
 use super::answer;
-use super::failures::{Failure, FailureKind, Score};
+use super::failures::{FailureKind, RewardFailure, Score};
 use super::number::Rational;
 use crate::config::{RewardArguments, RewardConfig};
 use crate::types::RolloutGroup;
@@ -57,7 +57,7 @@ impl Verdict {
     }
 
     /// The row's reference answer. open-r1's and TRL's rewards read `solution` where a row has that, too.
-    pub fn reference(&self, columns: &serde_json::Map<String, Value>) -> Result<String, Failure> {
+    pub fn reference(&self, columns: &serde_json::Map<String, Value>) -> Result<String, RewardFailure> {
         let configured = self.settings.answer_column.as_str();
         let is_theirs =
             self.name != "math" && configured == "answer" && columns.get("solution").is_some_and(Value::is_string);
@@ -71,7 +71,7 @@ impl Verdict {
 
     /// The score of a completion that gives the number of the reference answer; `None` leaves it to Python. The error is that of
     /// a row without an answer.
-    pub fn at_once(&self, group: &RolloutGroup, index: usize) -> Result<Option<Score>, Failure> {
+    pub fn at_once(&self, group: &RolloutGroup, index: usize) -> Result<Option<Score>, RewardFailure> {
         let reference = self.reference(&group.prompt.columns)?;
         let is_equal = self.given(&group.completions[index].text).is_some_and(|text| self.are_equal(&reference, text));
         is_equal.then(|| self.score(true, group, index)).transpose()
@@ -97,7 +97,7 @@ impl Verdict {
     }
 
     /// The score of a completion whose answer is right or wrong.
-    pub fn score(&self, is_right: bool, group: &RolloutGroup, index: usize) -> Result<Score, Failure> {
+    pub fn score(&self, is_right: bool, group: &RolloutGroup, index: usize) -> Result<Score, RewardFailure> {
         let completion = &group.completions[index];
         let num_chars = |text: &str| text.chars().count() as f64;
         let arguments = &self.settings.arguments;
@@ -120,11 +120,13 @@ impl Verdict {
     }
 
     /// The score for what Python said of a completion.
-    pub fn finish(&self, said: Score, group: &RolloutGroup, index: usize) -> Result<Score, Failure> {
+    pub fn finish(&self, said: Score, group: &RolloutGroup, index: usize) -> Result<Score, RewardFailure> {
         match said {
             Score::Value(1.0) => self.score(true, group, index),
             Score::Value(0.0) => self.score(false, group, index),
-            other => Err(Failure::new(FailureKind::Output, format!("expected a verdict of 0 or 1, got {other:?}"))),
+            other => {
+                Err(RewardFailure::new(FailureKind::Output, format!("expected a verdict of 0 or 1, got {other:?}")))
+            }
         }
     }
 }

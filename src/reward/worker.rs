@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::failures::{Failure, FailureKind};
+use super::failures::{FailureKind, RewardFailure};
 use super::protocol::{LENGTH_BYTES, MAX_REPLY_BYTES, first_request, is_async, length};
 use super::reaper::{Reaper, kill_descendants};
 use crate::error::Error;
@@ -72,7 +72,7 @@ impl Program {
 
 /// A worker process with its pipes. Dropping it kills it with everything that it started and removes its folder.
 #[derive(Debug)]
-pub(super) struct Worker {
+pub(super) struct RewardWorker {
     child: Child,
     /// Until no request follows.
     requests: Option<ChildStdin>,
@@ -93,10 +93,10 @@ pub(super) struct Worker {
     _folder: Option<Scratch>,
 }
 
-impl Worker {
+impl RewardWorker {
     /// Starts a worker that dies with the calling thread, and waits until it is ready.
-    pub fn start(program: &Program) -> Result<Self, Failure> {
-        let died = |error: io::Error| Failure::new(FailureKind::Died, format!("{}: {error}", program.command[0]));
+    pub fn start(program: &Program) -> Result<Self, RewardFailure> {
+        let died = |error: io::Error| RewardFailure::new(FailureKind::Died, format!("{}: {error}", program.command[0]));
         let mut command = Command::new(&program.command[0]);
         command.args(&program.command[1..]).process_group(0);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -142,7 +142,7 @@ impl Worker {
     }
 
     /// The next reply, without its length; `None` if there is none until `limit`.
-    pub fn receive(&mut self, limit: Instant) -> Result<Option<Vec<u8>>, Failure> {
+    pub fn receive(&mut self, limit: Instant) -> Result<Option<Vec<u8>>, RewardFailure> {
         loop {
             if let Some(reply) = self.reply_at_hand()? {
                 return Ok(Some(reply));
@@ -158,7 +158,7 @@ impl Worker {
     }
 
     /// A reply that was received and not taken yet.
-    pub fn reply_at_hand(&mut self) -> Result<Option<Vec<u8>>, Failure> {
+    pub fn reply_at_hand(&mut self) -> Result<Option<Vec<u8>>, RewardFailure> {
         let Some(length) = length(&self.received) else { return Ok(None) };
         if length > MAX_REPLY_BYTES {
             let what = format!("a reply of {length} bytes (at most {MAX_REPLY_BYTES})");
@@ -173,7 +173,7 @@ impl Worker {
 
     /// Sees to it that nothing follows a reply that does not say which request it answers: the worker gets no further request
     /// and must end its output.
-    pub fn finish(mut self, deadline: Instant) -> Result<(), Failure> {
+    pub fn finish(mut self, deadline: Instant) -> Result<(), RewardFailure> {
         if !self.unsent.is_empty() {
             return Err(self.failure(FailureKind::Output, "a reply before the request was read"));
         }
@@ -192,12 +192,12 @@ impl Worker {
     }
 
     /// The failure of a request whose time is over.
-    pub fn overdue(&self) -> Failure {
+    pub fn overdue(&self) -> RewardFailure {
         self.failure(FailureKind::Timeout, "no answer in its time")
     }
 
     /// Moves bytes in either direction, as soon as some can be; false once the worker has closed its output.
-    fn exchange(&mut self, limit: Duration) -> Result<bool, Failure> {
+    fn exchange(&mut self, limit: Duration) -> Result<bool, RewardFailure> {
         let requests = self.requests.as_ref().filter(|_| !self.unsent.is_empty()).map_or(-1, AsRawFd::as_raw_fd);
         let errors = self.errors.as_ref().map_or(-1, AsRawFd::as_raw_fd);
         wait_for(&[self.replies.as_raw_fd(), errors], requests, limit);
@@ -230,7 +230,7 @@ impl Worker {
 
     /// What has become of a worker that closed its pipes: it may take a moment to end by itself, whose status tells more than
     /// that of a kill.
-    fn death(&mut self) -> Failure {
+    fn death(&mut self) -> RewardFailure {
         let end = Instant::now() + EXIT;
         while ended(self.child.id()).is_none() && Instant::now() < end {
             std::thread::sleep(LOOK);
@@ -248,14 +248,14 @@ impl Worker {
         kill_group(&self.child);
     }
 
-    fn failure(&self, kind: FailureKind, what: &str) -> Failure {
+    fn failure(&self, kind: FailureKind, what: &str) -> RewardFailure {
         let tail = String::from_utf8_lossy(&self.tail);
         let said = if tail.trim().is_empty() { String::new() } else { format!("; it said: {}", tail.trim()) };
-        Failure::new(kind, format!("{what}{said}"))
+        RewardFailure::new(kind, format!("{what}{said}"))
     }
 }
 
-impl Drop for Worker {
+impl Drop for RewardWorker {
     fn drop(&mut self) {
         if !self.is_reaped {
             self.kill();
@@ -291,9 +291,9 @@ fn stand_alone(parent: u32) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    fn shell(script: &str) -> Worker {
+    fn shell(script: &str) -> RewardWorker {
         let command = ["sh", "-c", script].map(str::to_owned).to_vec();
-        Worker::start(&Program { command, is_ours: false, origin: Origin::Sandbox }).unwrap()
+        RewardWorker::start(&Program { command, is_ours: false, origin: Origin::Sandbox }).unwrap()
     }
 
     /// It closes its pipes before it ends, as an interpreter does that shuts down, or does not end at all.
@@ -304,7 +304,7 @@ mod tests {
             ("exec >&-; sleep 60", "signal: 9 (SIGKILL)"),
         ] {
             let failure = shell(script).receive(Instant::now() + START).unwrap_err();
-            assert_eq!(failure, Failure::new(FailureKind::Died, format!("its worker ended, {status}")));
+            assert_eq!(failure, RewardFailure::new(FailureKind::Died, format!("its worker ended, {status}")));
         }
     }
 

@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::batch::Batch;
+use super::batch::StepBatch;
 use super::kv_cache::KvCache;
 use crate::error::Result;
 use crate::model::{Attention, ModelSpec, attention_scale};
@@ -15,7 +15,7 @@ use crate::torch;
 #[derive(Debug)]
 pub(super) struct PagedAttention<'a> {
     kv_cache: &'a KvCache,
-    batch: &'a Batch,
+    batch: &'a StepBatch,
     kv_rows: Tensor,
     scale: f64,
     sliding_window: Option<usize>,
@@ -34,7 +34,12 @@ enum Layout {
 
 impl<'a> PagedAttention<'a> {
     /// For one step of a rank that has `num_kv_heads` of the model's.
-    pub(super) fn new(kv_cache: &'a KvCache, batch: &'a Batch, spec: &ModelSpec, num_kv_heads: usize) -> Result<Self> {
+    pub(super) fn new(
+        kv_cache: &'a KvCache,
+        batch: &'a StepBatch,
+        spec: &ModelSpec,
+        num_kv_heads: usize,
+    ) -> Result<Self> {
         let window = spec.sliding_window;
         let tables = &batch.block_tables;
         let layout = if batch.is_decode {

@@ -2,14 +2,14 @@
 
 use tch::{Device, Tensor};
 
-use super::scheduler::{Run, Step};
-use super::sequence::Sequence;
+use super::scheduler::{Step, TokenRun};
+use super::sequence::EngineSequence;
 use crate::error::Result;
 use crate::torch;
 
 /// T tokens of B runs, of which L sample.
 #[derive(Debug)]
-pub(super) struct Batch {
+pub(super) struct StepBatch {
     /// One token a run.
     pub(super) is_decode: bool,
     /// No run has keys and values in the cache from an earlier step.
@@ -23,8 +23,8 @@ pub(super) struct Batch {
     pub(super) last_rows: Tensor,      // [L] i64, rows that are sampled from
 }
 
-impl Batch {
-    pub(super) fn new(step: &Step, sequences: &[Sequence], block_size: usize, device: Device) -> Result<Self> {
+impl StepBatch {
+    pub(super) fn new(step: &Step, sequences: &[EngineSequence], block_size: usize, device: Device) -> Result<Self> {
         let (mut token_ids, mut positions, mut slot_mapping) = (Vec::new(), Vec::new(), Vec::new());
         let (mut cu_seqlens, mut last_rows) = (vec![0], Vec::new());
         for run in &step.runs {
@@ -53,8 +53,13 @@ impl Batch {
 }
 
 /// Blocks that hold each run's context, [B, longest].
-pub(super) fn block_tables(runs: &[Run], sequences: &[Sequence], block_size: usize, device: Device) -> Result<Tensor> {
-    let num_blocks = |run: &Run| run.tokens.end.div_ceil(block_size);
+pub(super) fn block_tables(
+    runs: &[TokenRun],
+    sequences: &[EngineSequence],
+    block_size: usize,
+    device: Device,
+) -> Result<Tensor> {
+    let num_blocks = |run: &TokenRun| run.tokens.end.div_ceil(block_size);
     let longest = runs.iter().map(num_blocks).max().unwrap_or(0);
     let mut tables = vec![0; runs.len() * longest];
     for (run, row) in runs.iter().zip(tables.chunks_mut(longest.max(1))) {

@@ -182,14 +182,14 @@ impl Engine {
     }
 }
 
-pub(super) type Progress<'a> = Box<dyn FnMut(&EngineStats) + 'a>;
+pub(super) type ProgressCallback<'a> = Box<dyn FnMut(&EngineStats) + 'a>;
 
 /// An engine that is awake. It lives inside `with_rollout` and ends with it.
 pub struct RolloutEngine<'a> {
     pub(super) engine: &'a mut Engine,
     pub(super) weights: EngineWeights<'a>,
     pub(super) stats: EngineStats,
-    pub(super) progress: Option<Progress<'a>>,
+    pub(super) progress: Option<ProgressCallback<'a>>,
 }
 
 impl std::fmt::Debug for RolloutEngine<'_> {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::request::{Request, refuse};
-use super::scheduler::Limits;
+use super::scheduler::StepLimits;
 use crate::dist::{Collective, all_gather_json};
 use crate::error::Result;
 use crate::types::{RolloutGroup, SamplingParams, Trajectory};
@@ -12,7 +12,7 @@ use crate::types::{RolloutGroup, SamplingParams, Trajectory};
 pub(super) type Owner = (usize, usize);
 
 /// A request on its way: prompt's id and tokens, first step, completions.
-type Sent = (u64, Vec<u32>, u64, Vec<Trajectory>);
+type SentRequest = (u64, Vec<u32>, u64, Vec<Trajectory>);
 
 /// All ranks' groups in rank order, each rank's surplus behind all others, and how many to complete in all; the same
 /// everywhere. Collective.
@@ -24,16 +24,16 @@ pub(super) fn exchange(
     groups: &[RolloutGroup],
     num_groups: usize,
     params: &SamplingParams,
-    (vocab_size, limits): (usize, &Limits),
+    (vocab_size, limits): (usize, &StepLimits),
     tp: &dyn Collective,
 ) -> Result<(Vec<(Owner, Request)>, usize)> {
     let shared_params = Arc::new(params.clone());
     let sent = groups.iter().map(|RolloutGroup { prompt, first_step, completions }| {
         let step = if completions.is_empty() { &params.step } else { first_step };
-        (prompt.id, &prompt.token_ids, step, completions) // a [`Sent`]
+        (prompt.id, &prompt.token_ids, step, completions) // a [`SentRequest`]
     });
     let own = (format!("{params:?}"), num_groups, sent.collect::<Vec<_>>());
-    let all: Vec<(String, usize, Vec<Sent>)> = all_gather_json(tp, "gather requests", &own)?;
+    let all: Vec<(String, usize, Vec<SentRequest>)> = all_gather_json(tp, "gather requests", &own)?;
     let (mut requests, mut surplus, mut num_groups) = (Vec::new(), Vec::new(), 0);
     let params_of_first = all[0].0.clone();
     for (rank, (theirs, to_complete, groups)) in all.into_iter().enumerate() {
@@ -65,8 +65,8 @@ mod tests {
     use crate::dist::testing;
     use crate::types::Prompt;
 
-    const LIMITS: Limits =
-        Limits { num_blocks: 99, block_size: 4, max_num_seqs: 9, max_num_batched_tokens: 99, max_model_length: 64 };
+    const LIMITS: StepLimits =
+        StepLimits { num_blocks: 99, block_size: 4, max_num_seqs: 9, max_num_batched_tokens: 99, max_model_length: 64 };
 
     fn fresh(id: u64, token_ids: &[u32]) -> RolloutGroup {
         let token_ids = token_ids.to_vec();

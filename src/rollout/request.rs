@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::scheduler::Limits;
+use super::scheduler::StepLimits;
 use crate::error::{Error, Result};
 use crate::types::{FinishReason, SamplingParams, Trajectory};
 
@@ -67,7 +67,7 @@ impl Request {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] with what it can serve.
-    pub(super) fn check(&self, vocab_size: usize, limits: &Limits) -> Result<()> {
+    pub(super) fn check(&self, vocab_size: usize, limits: &StepLimits) -> Result<()> {
         self.params.check()?;
         let begun = self.begun.iter().flat_map(|trajectory| &trajectory.token_ids);
         if let Some(id) = self.token_ids.iter().chain(begun).find(|&&id| id as usize >= vocab_size) {

@@ -5,11 +5,11 @@ use std::collections::VecDeque;
 use tch::{Kind, Tensor, no_grad};
 
 use super::attention::PagedAttention;
-use super::batch::Batch;
+use super::batch::StepBatch;
 use super::kv_cache::KvCache;
 use super::sampler::{Draw, Sampled, Sampler};
 use super::scheduler::Step;
-use super::sequence::Sequence;
+use super::sequence::EngineSequence;
 use super::weights::EngineWeights;
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
@@ -24,7 +24,7 @@ pub(super) trait Runner {
     fn lag(&self) -> usize;
 
     /// Takes a step on. Its sequences' blocks hold room for it; tokens that they do not know yet come out of the step before.
-    fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[Sequence]) -> Result<()>;
+    fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[EngineSequence]) -> Result<()>;
 
     /// What the oldest step under way sampled, one token for each of its draws.
     fn collect(&mut self) -> Result<Vec<Sampled>>;
@@ -47,8 +47,8 @@ impl Runner for HostRunner<'_> {
         0
     }
 
-    fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[Sequence]) -> Result<()> {
-        let batch = Batch::new(step, sequences, self.kv_cache.block_size(), self.weights.embedding.device())?;
+    fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[EngineSequence]) -> Result<()> {
+        let batch = StepBatch::new(step, sequences, self.kv_cache.block_size(), self.weights.embedding.device())?;
         let logits = self.logits(&batch)?;
         if !step.copies.is_empty() {
             let (from, to): (Vec<_>, Vec<_>) = step.copies.iter().map(|&(from, to)| (from as i32, to as i32)).unzip();
@@ -79,7 +79,7 @@ impl<'a> HostRunner<'a> {
     }
 
     /// Logits of the batch's `last_rows` over this rank's vocabulary [L, V of this rank], on the host.
-    fn logits(&self, batch: &Batch) -> Result<Vec<f32>> {
+    fn logits(&self, batch: &StepBatch) -> Result<Vec<f32>> {
         no_grad(|| {
             let (_, num_kv_heads) = self.spec.tp_heads(self.tp.size());
             let attention = PagedAttention::new(self.kv_cache, batch, self.spec, num_kv_heads)?;

@@ -7,7 +7,7 @@ use crate::types::{FinishReason, SamplingParams, Trajectory};
 
 /// Where a sequence waits: in front are those that others wait for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Turn {
+pub(super) enum QueuePriority {
     /// Preempted, or about to compute the prompt for its begun group.
     First,
     /// Of a begun group.
@@ -18,12 +18,12 @@ pub(super) enum Turn {
 
 /// A prompt and what has been sampled after it.
 #[derive(Debug)]
-pub(super) struct Sequence {
+pub(super) struct EngineSequence {
     /// Index of its request; a group's sequences are neighbours in sample order.
     pub(super) group: usize,
     /// How its tokens are drawn.
     pub(super) params: Arc<SamplingParams>,
-    pub(super) turn: Turn,
+    pub(super) turn: QueuePriority,
     /// Prompt, then completion.
     pub(super) token_ids: Vec<u32>,
     pub(super) prompt_len: usize,
@@ -43,12 +43,12 @@ pub(super) struct Sequence {
     pub(super) detokenizer: Detokenizer,
 }
 
-impl Sequence {
+impl EngineSequence {
     pub(super) fn new(group: usize, params: Arc<SamplingParams>, prompt: &[u32], max_len: usize) -> Self {
         Self {
             group,
             params,
-            turn: Turn::New,
+            turn: QueuePriority::New,
             token_ids: prompt.to_vec(),
             prompt_len: prompt.len(),
             max_len,

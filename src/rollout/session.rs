@@ -2,13 +2,13 @@
 
 use std::collections::VecDeque;
 
-use super::engine::{Engine, Progress, RolloutEngine};
+use super::engine::{Engine, ProgressCallback, RolloutEngine};
 use super::gpu::GpuRunner;
 use super::kept::KeptSequences;
 use super::request::{Event, Request, RequestId};
 use super::runner::{HostRunner, Runner};
-use super::scheduler::{Limits, Scheduler, Step};
-use super::sequence::Sequence;
+use super::scheduler::{Scheduler, Step, StepLimits};
+use super::sequence::EngineSequence;
 use super::stats::EngineStats;
 use super::stop::StopRules;
 use crate::data::Tokenizer;
@@ -93,7 +93,7 @@ impl<'r> Session<'r> {
             stats,
             progress: progress
                 .as_mut()
-                .map(|progress: &mut Progress<'a>| &mut **progress as &mut (dyn FnMut(&EngineStats) + 'r)),
+                .map(|progress: &mut ProgressCallback<'a>| &mut **progress as &mut (dyn FnMut(&EngineStats) + 'r)),
             kept: keeps_sequences.then_some(kept),
         })
     }
@@ -188,7 +188,7 @@ impl<'r> Session<'r> {
             return Ok(Vec::new());
         }
         let is_complete = sequences.iter().all(|sequence| sequence.finish_reason.is_some());
-        let completion = |sequence: &Sequence| {
+        let completion = |sequence: &EngineSequence| {
             let text = if is_complete { self.tokenizer.decode(sequence.completion())? } else { String::new() };
             Ok(Trajectory { text, ..sequence.trajectory() })
         };
@@ -248,9 +248,9 @@ impl RolloutEngine<'_> {
         limits.max_model_length.min(limits.num_blocks * limits.block_size + 1)
     }
 
-    pub(super) fn limits(&self) -> Limits {
+    pub(super) fn limits(&self) -> StepLimits {
         let options = &self.engine.options;
-        Limits {
+        StepLimits {
             num_blocks: self.stats.num_blocks,
             block_size: options.block_size,
             max_num_seqs: options.max_num_seqs,

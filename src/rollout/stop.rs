@@ -1,6 +1,6 @@
 //! When a completion ends: an end-of-sequence id, a stop string, or a length.
 
-use super::sequence::Sequence;
+use super::sequence::EngineSequence;
 use crate::error::Result;
 use crate::types::FinishReason;
 
@@ -14,7 +14,7 @@ pub(super) struct StopRules<'a> {
 
 impl StopRules<'_> {
     /// Judges a sequence whose last token has just been sampled.
-    pub(super) fn finish_reason(&self, sequence: &mut Sequence) -> Result<Option<FinishReason>> {
+    pub(super) fn finish_reason(&self, sequence: &mut EngineSequence) -> Result<Option<FinishReason>> {
         if sequence.completion().last().is_some_and(|id| self.eos_token_ids.contains(id)) {
             return Ok(Some(FinishReason::Eos));
         }
@@ -81,7 +81,7 @@ mod tests {
         let stop: Vec<String> = stop.iter().map(|&stop| stop.to_owned()).collect();
         let rules = StopRules { eos_token_ids: &[0], decode: &decode };
         let params = Arc::new(SamplingParams { stop, ..SamplingParams::default() });
-        let mut sequence = Sequence::new(0, params, &[7, 7, 7], 3 + max_completion_length);
+        let mut sequence = EngineSequence::new(0, params, &[7, 7, 7], 3 + max_completion_length);
         for byte in text.bytes() {
             sequence.token_ids.push(byte.into());
             if let Some(reason) = rules.finish_reason(&mut sequence).unwrap() {

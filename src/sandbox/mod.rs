@@ -50,7 +50,7 @@ pub struct Sandbox {
 
 /// What a program did.
 #[derive(Debug)]
-pub struct Run {
+pub struct SandboxRun {
     /// It ended by itself, with status 0.
     pub succeeded: bool,
     /// What it wrote to standard output.
@@ -96,7 +96,7 @@ impl Sandbox {
     ///
     /// # Errors
     /// What kept the program from being run, or its folder from being removed; never what the program did.
-    pub fn run(&self, program: &str, input: &[u8], deadline: Instant) -> Result<Run, String> {
+    pub fn run(&self, program: &str, input: &[u8], deadline: Instant) -> Result<SandboxRun, String> {
         let failed = |error: io::Error| format!("pipes of the sandbox: {error}");
         let (inner_input, input_end) = io::pipe().map_err(failed)?;
         let (output_end, inner_output) = io::pipe().map_err(failed)?;
@@ -169,7 +169,13 @@ impl Process {
     }
 
     /// Feeds the program and reads what it writes, until it ends or reaches a limit.
-    fn follow(self, input: PipeWriter, mut output: PipeReader, text: &[u8], deadline: Instant) -> io::Result<Run> {
+    fn follow(
+        self,
+        input: PipeWriter,
+        mut output: PipeReader,
+        text: &[u8],
+        deadline: Instant,
+    ) -> io::Result<SandboxRun> {
         do_not_block(input.as_raw_fd())?;
         do_not_block(output.as_raw_fd())?;
         let (mut input, mut num_sent, mut written) = (Some(input), 0, Vec::new());
@@ -180,7 +186,7 @@ impl Process {
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() || written.len() > MAX_OUTPUT_BYTES {
-                return Ok(Run { succeeded: false, output: written });
+                return Ok(SandboxRun { succeeded: false, output: written });
             }
             wait_for(&[output.as_raw_fd()], input.as_ref().map_or(-1, AsRawFd::as_raw_fd), left);
             if let Some(pipe) = &mut input {
@@ -195,7 +201,7 @@ impl Process {
             }
         }
         let succeeded = self.succeeds(deadline);
-        Ok(Run { succeeded, output: written })
+        Ok(SandboxRun { succeeded, output: written })
     }
 
     /// Waits for the end of a program that has closed its output.

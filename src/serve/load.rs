@@ -42,7 +42,7 @@ pub struct ServeOptions<'a> {
 
 /// A model that is served, with what its prompts are made of.
 #[derive(Debug)]
-pub struct Service {
+pub struct ModelService {
     /// Weights and engine.
     pub served: Served,
     /// The model's tokenizer.
@@ -51,7 +51,7 @@ pub struct Service {
     pub max_model_length: usize,
 }
 
-impl Service {
+impl ModelService {
     /// Loads model, adapters and tokenizer, and makes an engine whose KV cache takes up to a quarter of the free memory; collective
     /// over the world.
     ///

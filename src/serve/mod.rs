@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::model::{BlockLora, LoraSpec, ParamTable, Unit, UnitLayout};
 use crate::rollout::{Engine, RolloutEngine};
 
-pub use load::{ServeOptions, Service};
+pub use load::{ModelService, ServeOptions};
 pub use weights::EngineSlices;
 use weights::no_adapters;
 
@@ -24,13 +24,13 @@ pub struct Served {
     slices: EngineSlices,
     table: Arc<ParamTable>,
     units: Vec<Tensor>, // [len] each
-    adapters: Option<Adapters>,
+    adapters: Option<ServedAdapters>,
     engine: Engine,
 }
 
 /// Adapters of a served model.
 #[derive(Debug)]
-struct Adapters {
+struct ServedAdapters {
     lora: LoraSpec,
     table: ParamTable,
     units: Vec<Tensor>, // [len] each
@@ -69,7 +69,7 @@ impl Served {
     ) -> Result<Self> {
         let device = world.device();
         let zeros = |layout: &UnitLayout| Ok(Tensor::f_zeros([layout.len as i64], (kind, device))?);
-        let adapters = lora.map(|lora| Adapters::new(&table, lora, &zeros)).transpose()?;
+        let adapters = lora.map(|lora| ServedAdapters::new(&table, lora, &zeros)).transpose()?;
         Ok(Self { adapters, ..Self::new(world, mesh, table, engine, &zeros)? })
     }
 
@@ -80,7 +80,7 @@ impl Served {
     pub fn with_adapters(mut self, lora: LoraSpec, source: &dyn Fn(&UnitLayout) -> Result<Tensor>) -> Result<Self> {
         let device = self.world.device();
         let load = |layout: &UnitLayout| Ok(source(layout)?.f_to_device(device)?);
-        self.adapters = Some(Adapters::new(&self.table, lora, &load)?);
+        self.adapters = Some(ServedAdapters::new(&self.table, lora, &load)?);
         Ok(self)
     }
 
@@ -123,7 +123,7 @@ impl Served {
     }
 }
 
-impl Adapters {
+impl ServedAdapters {
     /// Beside a model of `table`, with units from `source`.
     fn new(table: &ParamTable, lora: LoraSpec, source: &dyn Fn(&UnitLayout) -> Result<Tensor>) -> Result<Self> {
         let table = ParamTable::adapters(table.spec.clone(), &lora, table.shards);

@@ -55,7 +55,7 @@ pub struct SftSummary {
 }
 
 /// Micro-batches of this rank, and tokens of all ranks.
-struct Batch {
+struct SftBatch {
     micro_batches: Vec<MicroBatch>,
     num_completion_tokens: f64,
     num_tokens: f64,
@@ -142,7 +142,7 @@ impl Sft {
 
     /// Adds the gradients of the mean over all ranks' completion tokens; returns this rank's sum of their negative
     /// log-likelihoods, a float64 scalar that is still being computed.
-    fn forward_backward(&mut self, batch: &Batch) -> Result<Tensor> {
+    fn forward_backward(&mut self, batch: &SftBatch) -> Result<Tensor> {
         self.policy.keep_block_for(&batch.micro_batches, self.config.max_tokens_per_micro_batch)?;
         let mut nll = Tensor::f_zeros([], (Kind::Double, self.device))?;
         for (index, micro_batch) in batch.micro_batches.iter().enumerate() {
@@ -172,7 +172,7 @@ impl Sft {
     }
 
     /// This rank's examples, in as many micro-batches as every other rank has.
-    fn batch<'a>(&self, own: impl Iterator<Item = &'a SftExample>) -> Result<Batch> {
+    fn batch<'a>(&self, own: impl Iterator<Item = &'a SftExample>) -> Result<SftBatch> {
         let sequences: Vec<Sequence> =
             own.map(|example| Sequence::of_tokens(example.token_ids.clone(), example.prompt_len)).collect();
         let max_tokens = self.config.max_tokens_per_micro_batch;
@@ -183,7 +183,7 @@ impl Sft {
         let mut sums = [sum(Sequence::num_scored), sum(|sequence| sequence.token_ids.len())];
         all_reduce_f64(&*self.mesh.world, &mut sums, ReduceOp::Sum)?;
         let [num_completion_tokens, num_tokens] = sums;
-        Ok(Batch { micro_batches, num_completion_tokens, num_tokens })
+        Ok(SftBatch { micro_batches, num_completion_tokens, num_tokens })
     }
 
     fn mean(&self, own_sum: f64, count: f64) -> Result<f64> {

@@ -19,13 +19,13 @@ use crate::update::{Learner, UpdateOptions, UpdateOutcome, UpdateProgress};
 pub struct Split {
     world: Arc<World>,
     num_trainers: usize,
-    role: Role,
+    role: SplitRank,
     base_is_there: bool, // the engines have the frozen base
 }
 
 /// What a rank does.
 #[derive(Debug)]
-pub enum Role {
+pub enum SplitRank {
     /// One of the first ranks.
     Trains(Box<Learner>),
     /// One of the last ranks, its weights still to come.
@@ -34,7 +34,7 @@ pub enum Role {
 
 impl Split {
     /// Puts the parts together: of `world`, the first `num_trainers` ranks train.
-    pub fn new(world: Arc<World>, num_trainers: usize, role: Role) -> Self {
+    pub fn new(world: Arc<World>, num_trainers: usize, role: SplitRank) -> Self {
         Self { world, num_trainers, role, base_is_there: false }
     }
 
@@ -48,8 +48,8 @@ impl Split {
         let work = |split: &mut Self| {
             split.send_weights()?;
             match &mut split.role {
-                Role::Trains(_) => Ok(R::default()),
-                Role::Generates(served) => served.awake(work),
+                SplitRank::Trains(_) => Ok(R::default()),
+                SplitRank::Generates(served) => served.awake(work),
             }
         };
         world.scope("with_rollout", self, work, |_| Ok(()), Self::recover)
@@ -73,8 +73,8 @@ impl Split {
                 split.send_weights()?;
             }
             match &mut split.role {
-                Role::Trains(learner) => Ok((learner.train(sequences, options, progress)?, R::default())),
-                Role::Generates(served) => {
+                SplitRank::Trains(learner) => Ok((learner.train(sequences, options, progress)?, R::default())),
+                SplitRank::Generates(served) => {
                     gather_sequences(sequences, &*split.world.group())?;
                     let outcome = UpdateOutcome {
                         num_updates: options.num_updates(),
@@ -91,16 +91,16 @@ impl Split {
     /// The policy, of a trainer.
     pub fn policy(&self) -> Option<&Policy> {
         match &self.role {
-            Role::Trains(learner) => Some(learner.policy()),
-            Role::Generates(_) => None,
+            SplitRank::Trains(learner) => Some(learner.policy()),
+            SplitRank::Generates(_) => None,
         }
     }
 
     /// The same, to load it.
     pub fn policy_mut(&mut self) -> Option<&mut Policy> {
         match &mut self.role {
-            Role::Trains(learner) => Some(learner.policy_mut()),
-            Role::Generates(_) => None,
+            SplitRank::Trains(learner) => Some(learner.policy_mut()),
+            SplitRank::Generates(_) => None,
         }
     }
 
@@ -109,7 +109,7 @@ impl Split {
         let (group, num_trainers, base_is_there) = (self.world.group(), self.num_trainers, self.base_is_there);
         let send = |(index, mut unit): (usize, Tensor)| group.broadcast(&mut unit, index % num_trainers);
         phase::scope(Phase::Gather, || match &mut self.role {
-            Role::Trains(learner) => {
+            SplitRank::Trains(learner) => {
                 let policy = learner.policy();
                 if policy.lora().is_some() {
                     for (index, layout) in policy.trained_table().units.iter().enumerate() {
@@ -119,14 +119,14 @@ impl Split {
                 let base = policy.table().units.iter().filter(|_| !base_is_there);
                 base.enumerate().try_for_each(|(index, layout)| send((index, policy.unit_weights(layout.unit)?)))
             }
-            Role::Generates(served) => {
+            SplitRank::Generates(served) => {
                 served.adapter_units().enumerate().try_for_each(&send)?;
                 served.base_units().filter(|_| !base_is_there).enumerate().try_for_each(&send)
             }
         })?;
         self.base_is_there = match &self.role {
-            Role::Trains(learner) => learner.policy().lora().is_some(),
-            Role::Generates(served) => served.has_adapters(),
+            SplitRank::Trains(learner) => learner.policy().lora().is_some(),
+            SplitRank::Generates(served) => served.has_adapters(),
         };
         Ok(())
     }
@@ -134,7 +134,7 @@ impl Split {
     /// Puts this rank in order after a failure of any.
     fn recover(&mut self) {
         self.base_is_there = false;
-        if let Role::Trains(learner) = &mut self.role {
+        if let SplitRank::Trains(learner) = &mut self.role {
             learner.drop_unfinished();
         }
     }

@@ -65,13 +65,13 @@ fn cost(all: &[Sequence], group: &[usize], spec: &ModelSpec) -> f64 {
 }
 
 /// Parts of a differencing: (cost, members) of each, dearest first.
-type Parts = Vec<(f64, Vec<usize>)>;
+type Partition = Vec<(f64, Vec<usize>)>;
 
 /// Indexes into `costs` of each of `num_parts` parts, in ascending order. Repeatedly joins the two partial partitions that
 /// are most uneven, the dearest part of one with the cheapest of the other.
 fn partition(costs: &[f64], num_parts: usize) -> Vec<Vec<usize>> {
-    let uneven = |parts: &Parts| ordered(parts[0].0 - parts[num_parts - 1].0);
-    let mut partitions: Vec<Parts> = (0..costs.len())
+    let uneven = |parts: &Partition| ordered(parts[0].0 - parts[num_parts - 1].0);
+    let mut partitions: Vec<Partition> = (0..costs.len())
         .map(|index| {
             let mut parts = vec![(0.0, Vec::new()); num_parts];
             parts[0] = (costs[index], vec![index]);

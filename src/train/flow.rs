@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::residence::Columns;
 use crate::error::{Error, Result};
-use crate::memory::{HostPool, Pending};
+use crate::memory::{HostPool, PendingCopy};
 
 /// Elements of a bucket: long enough that a copy is not felt to start.
 pub(super) const BUCKET_LEN: usize = 16 << 20;
@@ -36,8 +36,8 @@ pub(super) struct Flow {
 
 #[derive(Debug)]
 struct Bucket {
-    state: Tensor,        // [3, BUCKET_LEN]
-    copies: Vec<Pending>, // under way: in before the step, out after it
+    state: Tensor,            // [3, BUCKET_LEN]
+    copies: Vec<PendingCopy>, // under way: in before the step, out after it
 }
 
 impl Flow {
@@ -72,7 +72,7 @@ impl Flow {
         while self.pieces.get(self.next).is_some_and(|piece| piece.index == index) {
             let piece = self.pieces[self.next].clone();
             let bucket = &mut self.buckets[self.next % NUM_BUCKETS];
-            bucket.copies.drain(..).try_for_each(Pending::hold_libtorch)?;
+            bucket.copies.drain(..).try_for_each(PendingCopy::hold_libtorch)?;
             let rows = bucket.rows(&piece);
             step(&piece.range, rows.each_ref().map(Tensor::shallow_clone))?;
             for (row, tensor) in rows.iter().enumerate() {
@@ -93,14 +93,14 @@ impl Flow {
 
     /// Lets libtorch, and with it every later copy, wait for what still leaves.
     pub(super) fn finish(self) -> Result<()> {
-        self.buckets.into_iter().flat_map(|bucket| bucket.copies).try_for_each(Pending::hold_libtorch)
+        self.buckets.into_iter().flat_map(|bucket| bucket.copies).try_for_each(PendingCopy::hold_libtorch)
     }
 
     /// Starts the next piece on its way into the bucket whose last one has left.
     fn fetch(&mut self, pool: &HostPool, columns: Columns) -> Result<()> {
         let Some(piece) = self.pieces.get(self.arriving) else { return Ok(()) };
         let bucket = &mut self.buckets[self.arriving % NUM_BUCKETS];
-        bucket.copies.drain(..).try_for_each(Pending::hold_libtorch)?; // copies in start after what libtorch waits for
+        bucket.copies.drain(..).try_for_each(PendingCopy::hold_libtorch)?; // copies in start after what libtorch waits for
         for (row, mut tensor) in bucket.rows(piece).into_iter().enumerate() {
             bucket.copies.push(pool.copy_to_async(columns.byte_offset(row, piece.start), &mut tensor)?);
         }

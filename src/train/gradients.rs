@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 use super::sharding::{Sharding, narrow};
 use crate::dist::{ReduceOp, Work};
 use crate::error::{Error, Result};
-use crate::memory::{Ledger, Place};
+use crate::memory::{Ledger, MemoryKind};
 use crate::model::{ParamTable, Unit};
 use crate::ops::norm;
 use crate::torch;
@@ -223,7 +223,7 @@ impl Gradients {
 
     fn account(&self) {
         let num_elements: usize = self.units.iter().flatten().map(Tensor::numel).sum();
-        Ledger::set("gradients", Place::Device, num_elements * self.kinds.accumulated.elt_size_in_bytes());
+        Ledger::set("gradients", MemoryKind::Device, num_elements * self.kinds.accumulated.elt_size_in_bytes());
     }
 }
 

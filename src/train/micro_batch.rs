@@ -75,8 +75,8 @@ impl MicroBatch {
     /// sequence each are laid end to end.
     pub(super) fn new(all: &[Sequence], groups: &[Vec<usize>], device: Device) -> Result<Self> {
         let rows = match groups.iter().any(|group| group.len() > 1) {
-            true => Rows::shared(all, groups),
-            false => Rows::separate(all, groups),
+            true => RowContents::shared(all, groups),
+            false => RowContents::separate(all, groups),
         };
         let sequences = groups.concat();
         let completions = || sequences.iter().map(|&index| &all[index]);
@@ -111,14 +111,14 @@ impl MicroBatch {
 }
 
 /// What stands in each row.
-struct Rows {
+struct RowContents {
     token_ids: Vec<i64>, // [T]
     positions: Vec<i64>, // [T]
     bounds: Bounds,
     scored: Vec<i64>, // [C]
 }
 
-impl Rows {
+impl RowContents {
     fn separate(all: &[Sequence], groups: &[Vec<usize>]) -> Self {
         let (mut token_ids, mut positions, mut scored, mut cu_seqlens) = (vec![], vec![], vec![], vec![0]);
         for &index in groups.iter().flatten() {

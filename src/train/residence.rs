@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::memory::{Arena, Direction, HostPool, Mark, Paced, Pending};
+use crate::memory::{Arena, Direction, HostPool, Mark, Paced, PendingCopy};
 
 /// Bytes that leave at once: their memory goes when their copy is done, in whole chunks of an arena.
 const PIECE_BYTES: usize = 1 << 30;
@@ -57,31 +57,31 @@ impl Columns {
 pub(super) struct Residence {
     columns: Columns,
     streams: bool,
-    place: Place,
+    place: StateLocation,
     host_is_current: bool, // the pool holds what the device does
-    passages: Vec<Passage>,
+    passages: Vec<Transfer>,
     pool: Option<HostPool>,
     arena: Arena, // dropped after its views
 }
 
 #[derive(Debug)]
-enum Place {
-    Here(Tensor),                                 // [3, columns], a view of the arena
-    Leaving(VecDeque<(usize, Pending)>, Passage), // bytes of the arena before a piece, the piece's copy
+enum StateLocation {
+    Here(Tensor),                                      // [3, columns], a view of the arena
+    Leaving(VecDeque<(usize, PendingCopy)>, Transfer), // bytes of the arena before a piece, the piece's copy
     OnHost,
-    Returning(Tensor, Paced, Returning),
+    Returning(Tensor, Paced, Reloading),
 }
 
 /// A way back whose end is not known yet.
 #[derive(Debug)]
-struct Returning {
+struct Reloading {
     began: Mark,
     waited: Duration, // by the host
 }
 
 /// One way between device and host.
 #[derive(Debug)]
-struct Passage {
+struct Transfer {
     bytes: usize,
     began: Mark,
     ended: Mark,
@@ -102,10 +102,10 @@ impl Residence {
             return Err(Error::InvalidArgument { op: "Policy::new", expected, got: format!("{}", pool.len_bytes()) });
         }
         let arena = Arena::reserve("optimizer", if streams { 0 } else { columns.bytes() }, device)?;
-        let (place, passages) = (Place::OnHost, Vec::new());
+        let (place, passages) = (StateLocation::OnHost, Vec::new());
         let mut residence = Self { columns, streams, place, host_is_current: false, passages, pool, arena };
         if !streams {
-            residence.place = Place::Here(residence.map()?);
+            residence.place = StateLocation::Here(residence.map()?);
         }
         Ok(residence)
     }
@@ -116,7 +116,7 @@ impl Residence {
 
     /// Memory that [`Residence::come_back`] will take on the device, in bytes.
     pub(super) fn absent_bytes(&self) -> usize {
-        let comes = !self.streams && matches!(self.place, Place::Leaving(..) | Place::OnHost);
+        let comes = !self.streams && matches!(self.place, StateLocation::Leaving(..) | StateLocation::OnHost);
         if comes { self.columns.bytes() } else { 0 }
     }
 
@@ -127,14 +127,14 @@ impl Residence {
 
     /// Starts the state's way to the pool; nothing to do where it stays, or is on its way.
     pub(super) fn leave(&mut self) -> Result<()> {
-        if self.pool.is_none() || !matches!(self.place, Place::Here(_) | Place::Returning(..)) {
+        if self.pool.is_none() || !matches!(self.place, StateLocation::Here(_) | StateLocation::Returning(..)) {
             return Ok(());
         }
         let start = Instant::now();
         let state = self.arrived()?.view([-1]);
         if self.host_is_current {
             drop(state);
-            self.place = Place::OnHost;
+            self.place = StateLocation::OnHost;
             self.arena.unmap();
             return Ok(());
         }
@@ -146,8 +146,8 @@ impl Residence {
             pool.copy_from_async(piece.start, &state.narrow(0, start, len))
         })?;
         let ended = pool.mark(Direction::Out)?;
-        let passage = Passage { bytes: self.columns.bytes(), began, ended, waited: start.elapsed(), came: None };
-        self.place = Place::Leaving(pieces, passage);
+        let passage = Transfer { bytes: self.columns.bytes(), began, ended, waited: start.elapsed(), came: None };
+        self.place = StateLocation::Leaving(pieces, passage);
         Ok(())
     }
 
@@ -155,7 +155,7 @@ impl Residence {
     /// still copied.
     pub(super) fn left(&mut self) -> Result<()> {
         let start = Instant::now();
-        let Place::Leaving(pieces, _) = &mut self.place else { return Ok(()) };
+        let StateLocation::Leaving(pieces, _) = &mut self.place else { return Ok(()) };
         // A state of which a piece failed to leave stays one that leaves: what is in the pool is not all of it.
         while let Some((before, copy)) = pieces.front_mut() {
             copy.wait()?;
@@ -163,7 +163,7 @@ impl Residence {
             pieces.pop_front();
         }
         self.host_is_current = true;
-        if let Place::Leaving(_, mut passage) = std::mem::replace(&mut self.place, Place::OnHost) {
+        if let StateLocation::Leaving(_, mut passage) = std::mem::replace(&mut self.place, StateLocation::OnHost) {
             passage.waited += start.elapsed();
             self.passages.push(passage);
         }
@@ -174,7 +174,7 @@ impl Residence {
     pub(super) fn come_back(&mut self) -> Result<()> {
         self.left()?;
         let start = Instant::now();
-        if self.streams || !matches!(self.place, Place::OnHost) {
+        if self.streams || !matches!(self.place, StateLocation::OnHost) {
             return Ok(());
         }
         let mut state = self.map()?;
@@ -182,7 +182,7 @@ impl Residence {
         let began = pool.mark(Direction::In)?;
         // The batch that is packed meanwhile has copies of its own.
         let copy = pool.copy_to_paced(0, &mut state)?;
-        self.place = Place::Returning(state, copy, Returning { began, waited: start.elapsed() });
+        self.place = StateLocation::Returning(state, copy, Reloading { began, waited: start.elapsed() });
         Ok(())
     }
 
@@ -197,41 +197,41 @@ impl Residence {
     }
 
     fn arrived(&mut self) -> Result<Tensor> {
-        match std::mem::replace(&mut self.place, Place::OnHost) {
-            Place::Returning(state, copy, Returning { began, waited }) => {
+        match std::mem::replace(&mut self.place, StateLocation::OnHost) {
+            StateLocation::Returning(state, copy, Reloading { began, waited }) => {
                 let came = self.pool.as_ref().map(HostPool::mark_libtorch).transpose()?;
                 let (copy, ended) = copy.queued()?;
                 copy.hold_libtorch()?;
-                self.passages.push(Passage { bytes: self.columns.bytes(), began, ended, waited, came });
-                self.place = Place::Here(state);
+                self.passages.push(Transfer { bytes: self.columns.bytes(), began, ended, waited, came });
+                self.place = StateLocation::Here(state);
             }
             other => self.place = other,
         }
         match &self.place {
-            Place::Here(state) => Ok(state.shallow_clone()),
-            Place::Returning(..) | Place::Leaving(..) | Place::OnHost => Err(offloaded()),
+            StateLocation::Here(state) => Ok(state.shallow_clone()),
+            StateLocation::Returning(..) | StateLocation::Leaving(..) | StateLocation::OnHost => Err(offloaded()),
         }
     }
 
     /// Whether no part of a way back to the device is still to be queued.
     pub(super) fn is_queued(&self) -> bool {
-        if let Place::Returning(_, copy, _) = &self.place { copy.is_queued() } else { true }
+        if let StateLocation::Returning(_, copy, _) = &self.place { copy.is_queued() } else { true }
     }
 
     /// Whether the state is on its way back to the device.
     pub(super) fn is_returning(&self) -> bool {
-        matches!(self.place, Place::Returning(..))
+        matches!(self.place, StateLocation::Returning(..))
     }
 
     /// Whether the state can be stepped. Nothing waits for one that is on its way back.
     pub(super) fn check_here(&self) -> Result<()> {
-        let is_away = !self.streams && matches!(self.place, Place::Leaving(..) | Place::OnHost);
+        let is_away = !self.streams && matches!(self.place, StateLocation::Leaving(..) | StateLocation::OnHost);
         if is_away { Err(offloaded()) } else { Ok(()) }
     }
 
     /// Copies of master weights, m and v of some columns on `device`, wherever the state is.
     pub(super) fn read(&mut self, columns: &Range<usize>, device: Device) -> Result<[Tensor; 3]> {
-        let on_host = matches!(self.place, Place::Leaving(..) | Place::OnHost);
+        let on_host = matches!(self.place, StateLocation::Leaving(..) | StateLocation::OnHost);
         let state = if on_host && self.pool.is_some() { None } else { Some(self.arrived()?) };
         let read = |row: usize| {
             let mut copy = Tensor::f_empty([columns.len() as i64], (self.columns.kind, device))?;
@@ -248,7 +248,7 @@ impl Residence {
     /// Replaces master weights, m and v of some columns, wherever the state is.
     pub(super) fn write(&mut self, columns: &Range<usize>, values: [&Tensor; 3]) -> Result<()> {
         self.left()?;
-        if let (Place::OnHost, Some(pool)) = (&self.place, &mut self.pool) {
+        if let (StateLocation::OnHost, Some(pool)) = (&self.place, &mut self.pool) {
             for (row, values) in values.into_iter().enumerate() {
                 let values = values.f_to_kind(self.columns.kind)?.f_to_device(Device::Cpu)?;
                 pool.copy_from(self.columns.byte_offset(row, columns.start), &values)?;
@@ -265,7 +265,7 @@ impl Residence {
     /// What moving took since the last call. Waits for copies that are over by now.
     pub(super) fn take_transitions(&mut self) -> Result<Transitions> {
         let mut total = Transitions::default();
-        for Passage { bytes, began, ended, waited, came } in self.passages.drain(..) {
+        for Transfer { bytes, began, ended, waited, came } in self.passages.drain(..) {
             let stood = came.map_or(Ok(Duration::ZERO), |came| came.until(&ended))?;
             total.bytes += bytes;
             total.copying += began.until(&ended)?;

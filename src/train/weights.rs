@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 use super::sharding::{Sharding, narrow};
 use crate::dist::Work;
 use crate::error::{Error, Result};
-use crate::memory::{HostPool, Ledger, Place};
+use crate::memory::{HostPool, Ledger, MemoryKind};
 use crate::model::{ParamTable, QuantizedBlock, Unit, UnitLayout};
 use crate::ops::nf4::Levels;
 
@@ -56,7 +56,7 @@ impl Weights {
             weights.units.push(unit);
         }
         let num_elements: usize = weights.units.iter().map(Tensor::numel).sum();
-        Ledger::set(owner, Place::Device, num_elements * kind.elt_size_in_bytes());
+        Ledger::set(owner, MemoryKind::Device, num_elements * kind.elt_size_in_bytes());
         Ok(weights)
     }
 
@@ -82,7 +82,11 @@ impl Weights {
             plain += kept.numel() * kind.elt_size_in_bytes();
             weights.units.push(kept);
         }
-        Ledger::set(owner, Place::Device, plain + weights.quantized.len() * QuantizedBlock::bytes(&table.spec, kind));
+        Ledger::set(
+            owner,
+            MemoryKind::Device,
+            plain + weights.quantized.len() * QuantizedBlock::bytes(&table.spec, kind),
+        );
         Ok(weights)
     }
 
@@ -253,6 +257,6 @@ fn whole(layout: &UnitLayout, source: &dyn Fn(&UnitLayout) -> Result<Tensor>) ->
 
 impl Drop for Weights {
     fn drop(&mut self) {
-        Ledger::set(self.owner, Place::Device, 0);
+        Ledger::set(self.owner, MemoryKind::Device, 0);
     }
 }

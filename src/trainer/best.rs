@@ -86,7 +86,7 @@ impl Trainer {
             return Ok(now);
         }
         let checkpoint = self.world.agree(Checkpoint::open(&folder, self.world.rank() == 0))?;
-        let restored = self.halves.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy));
+        let restored = self.model.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy));
         self.world.agree(restored)?;
         self.output.say(&format!("the final model is that of step {step}: {} {value:.4}", self.config.best.metric()));
         Ok(step)

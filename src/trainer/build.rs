@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
-use super::halves::Halves;
+use super::model::PolicyAndEngine;
 use super::setup::{Preflight, gathers};
 use crate::colocate::Colocated;
 use crate::config::{Config, Mode, OptimizerResidency, Quantization, ReferenceResidency, Roles};
@@ -18,7 +18,7 @@ use crate::model::{LoraSpec, UnitLayout};
 use crate::plan::engine_options;
 use crate::rollout::Engine;
 use crate::serve::{EngineSlices, Served};
-use crate::split::{Role, Split};
+use crate::split::{Split, SplitRank};
 use crate::train::{
     AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, Policy, PolicyOptions, PolicyStart, Reference,
     TrainedModel, reference_bytes,
@@ -26,31 +26,31 @@ use crate::train::{
 use crate::update::Learner;
 
 /// Loads what this rank needs of whole units `weights` and of a folder of `adapters`; collective over the world.
-pub(super) fn halves(
+pub(super) fn model(
     config: &Config,
     world: &Arc<World>,
     preflight: &Preflight,
     weights: &dyn Fn(&UnitLayout) -> Result<Tensor>,
     adapters: Option<&Path>,
-) -> Result<Halves> {
+) -> Result<PolicyAndEngine> {
     let (table, kind, tp_size) = (&preflight.table, preflight.kind, config.tensor_parallel_size);
     if config.mode == Mode::Colocated {
         let mesh = world.mesh(tp_size, table.shards)?;
         let learner = learner(config, world, &mesh, preflight, weights, adapters)?;
         let engine = engine(config, world, &mesh, preflight)?;
         let slices = slices(config, world, &mesh, preflight)?;
-        return Ok(Halves::Colocated(Box::new(Colocated::new(learner, engine, slices))));
+        return Ok(PolicyAndEngine::Colocated(Box::new(Colocated::new(learner, engine, slices))));
     }
     let Roles { num_trainers, num_generators } = preflight.batch.roles;
     let mesh = world.split_mesh(num_generators, tp_size, table.shards)?;
     let role = if world.rank() < num_trainers {
-        Role::Trains(Box::new(learner(config, world, &mesh, preflight, weights, adapters)?))
+        SplitRank::Trains(Box::new(learner(config, world, &mesh, preflight, weights, adapters)?))
     } else {
         let (engine, lora) = (engine(config, world, &mesh, preflight)?, LoraSpec::new(&config.lora));
         let served = Served::unfilled(world.clone(), &mesh, table.clone(), lora, engine, kind)?;
-        Role::Generates(Box::new(served))
+        SplitRank::Generates(Box::new(served))
     };
-    Ok(Halves::Split(Split::new(world.clone(), num_trainers, role)))
+    Ok(PolicyAndEngine::Split(Split::new(world.clone(), num_trainers, role)))
 }
 
 /// The policy and the reference model.

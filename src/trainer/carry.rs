@@ -3,7 +3,7 @@
 //! not depend on who began it; but where keys and values are kept, to the engine that has them.
 
 use super::Trainer;
-use super::sampling::{Batch, Sampled, Worked};
+use super::sampling::{GenerationBatch, SampledBatch, SamplingResult};
 use crate::checkpoint::CarriedGroup;
 use crate::config::Config;
 use crate::dist::{all_gather_json, share};
@@ -49,8 +49,8 @@ impl Trainer {
 
     /// The groups that the step takes; the others are kept for the next one, or dropped. Collective over the world where groups
     /// are begun that a step does not take.
-    pub(super) fn take(&mut self, batch: Batch, worked: Worked) -> Result<Sampled> {
-        let (Batch { begun, params, before, .. }, Worked { rollout, drawn }) = (batch, worked);
+    pub(super) fn take(&mut self, batch: GenerationBatch, worked: SamplingResult) -> Result<SampledBatch> {
+        let (GenerationBatch { begun, params, before, .. }, SamplingResult { rollout, drawn }) = (batch, worked);
         if self.engines.is_some() {
             return self.take_drawn(before, drawn);
         }
@@ -76,7 +76,7 @@ impl Trainer {
         }
         let groups = rollout.complete.into_iter().map(|(_, group)| group).collect();
         let (places, dropped) = (Vec::new(), Vec::new());
-        Ok(Sampled { groups, places, dropped, tally: None, is_scored: false, before, carry })
+        Ok(SampledBatch { groups, places, dropped, tally: None, is_scored: false, before, carry })
     }
 }
 

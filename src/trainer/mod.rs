@@ -4,7 +4,7 @@
 mod best;
 mod build;
 mod carry;
-mod halves;
+mod model;
 mod output;
 mod records;
 mod replace;
@@ -37,9 +37,9 @@ use crate::train::{Policy, Schedule, Sequence, Transitions};
 use crate::types::{LengthSpread, Prompt, RolloutGroup};
 use crate::update::{UpdateOptions, UpdateOutcome};
 
-use halves::Halves;
-use output::Output;
-use sampling::{Sampled, desk};
+use model::PolicyAndEngine;
+use output::RunOutput;
+use sampling::{SampledBatch, context};
 use scores::Unscored;
 pub use setup::Preflight;
 use signal::Signal;
@@ -52,20 +52,20 @@ pub struct Trainer {
     base_dir: PathBuf,
     batch: BatchPlan,
     plan: MemoryPlan,
-    halves: Halves,
+    model: PolicyAndEngine,
     rewards: RewardPool,
     dataset: Dataset,
     sampler: PromptSampler,
     carried: Vec<CarriedGroup>, // of all ranks, the same on each
     eval_set: Option<Dataset>,
     schedule: Schedule,
-    output: Output,
+    output: RunOutput,
     saver: Saver,
     claim: Option<Claim>, // of the output folder, on the first rank
     /// The newest step in a checkpoint.
     saved_step: u64,
-    progress: Progress,
-    ahead: Option<Sampled>,
+    progress: TrainingProgress,
+    ahead: Option<SampledBatch>,
     unscored: Unscored,
     signal: Signal,
     /// Ranks with engines, where groups are replaced.
@@ -76,7 +76,7 @@ pub struct Trainer {
 
 /// How far the run is.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-struct Progress {
+struct TrainingProgress {
     /// Optimizer updates made or skipped.
     global_step: u64,
     /// Generation batches sampled.
@@ -147,11 +147,11 @@ impl Trainer {
         let room = setup::common_room(placement, &world)?;
         let preflight = Preflight::of_shape(&config, spec, placement, world.size(), room)?;
         let (seed, kind, device) = (config.seed, preflight.kind, world.device());
-        let parts = setup::Parts {
+        let parts = setup::TrainerParts {
             preflight,
             weights: &|layout| init_unit_on(layout, seed, kind, device),
             rewards: RewardPool::with_functions(&config, functions)?,
-            rows: rows::Rows::made(Dataset::new(prompts)),
+            rows: rows::TrainingRows::made(Dataset::new(prompts)),
             source: ModelSource { base: config.model_name_or_path.clone(), adapters: None },
             checkpoint: None,
             claim: None,
@@ -163,7 +163,7 @@ impl Trainer {
 
     /// The trained model, between steps, on a rank that trains.
     pub(crate) fn policy(&self) -> Option<&Policy> {
-        self.halves.policy()
+        self.model.policy()
     }
 
     /// Ends completions at drawn lengths; for benchmarks.
@@ -248,7 +248,7 @@ impl Trainer {
         let model_step = self.load_best()?;
         let of_model = self.output.evaluated("eval_reward").rfind(|(step, _)| *step == model_step);
         let eval_reward_after = of_model.map(|(_, reward)| reward).or(eval_reward_after);
-        let policy = self.halves.policy();
+        let policy = self.model.policy();
         let model_dir = checkpoint::export(&self.config.output_dir, &self.base_dir, &self.world, policy)?;
         let report = self.output.finish()?;
         Ok(RunSummary { eval_reward_before, eval_reward_after, model_dir, report })
@@ -267,7 +267,7 @@ impl Trainer {
             Some(ahead) => ahead,
             None => self.sample()?,
         };
-        let Sampled { mut groups, places, dropped, tally, carry, .. } = self.score(sampled)?;
+        let SampledBatch { mut groups, places, dropped, tally, carry, .. } = self.score(sampled)?;
         let advantages = self.assign_advantages(&mut groups)?;
         let sequences = records::sequences(&groups, &places, self.config.mask_truncated_completions);
         let outcome = self.update(&sequences)?;
@@ -285,7 +285,7 @@ impl Trainer {
         self.add_signal_metrics(&mut metrics, tally, &groups, &dropped);
         carry.add_metrics(&mut metrics, &self.config);
         let transitions = self.take_transitions()?;
-        let role = if self.halves.policy().is_some() { "trainers" } else { "generators" };
+        let role = if self.model.policy().is_some() { "trainers" } else { "generators" };
         let role = Some(role).filter(|_| self.config.mode == Mode::Split);
         records::cost_metrics(&mut metrics, start.elapsed(), transitions, role)?;
         Ok(metrics)
@@ -299,20 +299,20 @@ impl Trainer {
         let is_due = |every| passes(every, before, after);
         let interrupted = is_due(self.config.save_steps) || is_due(self.config.eval_steps);
         if self.config.split.async_steps == 0 || interrupted || after >= self.schedule.total_steps as u64 {
-            return Ok(self.halves.update(sequences, &options, &self.output, None::<Nothing>)?.0);
+            return Ok(self.model.update(sequences, &options, &self.output, None::<NoWork>)?.0);
         }
         let mut batch = self.next_batch(self.progress.generation_step + 1, after)?;
-        let (work, halves, mut desk) = (batch.work(), &mut self.halves, desk!(self));
-        let output = desk.output;
-        let next = |engine: &mut RolloutEngine<'_>| work.run(engine, &mut desk);
-        let (outcome, sampled) = halves.update(sequences, &options, output, Some(next))?;
+        let (work, model, mut context) = (batch.work(), &mut self.model, context!(self));
+        let output = context.output;
+        let next = |engine: &mut RolloutEngine<'_>| work.run(engine, &mut context);
+        let (outcome, sampled) = model.update(sequences, &options, output, Some(next))?;
         self.ahead = Some(self.take(batch, sampled)?);
         Ok(outcome)
     }
 
     /// What moving optimizer state took since the last call.
     fn take_transitions(&self) -> Result<Transitions> {
-        self.halves.policy().map_or_else(|| Ok(Transitions::default()), Policy::take_transitions)
+        self.model.policy().map_or_else(|| Ok(Transitions::default()), Policy::take_transitions)
     }
 
     /// Saves what was reached, if `error` is that rewards failed for good or tell nothing; gives `error` back. Collective over the
@@ -370,7 +370,7 @@ impl Trainer {
         }
         let state = TrainerState {
             global_step: self.progress.global_step,
-            num_updates: self.halves.policy().map_or(0, Policy::num_updates),
+            num_updates: self.model.policy().map_or(0, Policy::num_updates),
             generation_step: self.progress.generation_step,
             epoch: self.sampler.epochs(),
             max_steps: self.schedule.total_steps as u64,
@@ -386,7 +386,7 @@ impl Trainer {
             unlogged: self.output.log().unlogged(),
         };
         self.saved_step = self.progress.global_step;
-        self.saver.save(&self.world, self.halves.policy(), state)
+        self.saver.save(&self.world, self.model.policy(), state)
     }
 }
 
@@ -396,10 +396,10 @@ fn passes(every: Option<usize>, before: u64, after: u64) -> bool {
 }
 
 /// Has a group scored, while others are generated.
-fn submit(group: &RolloutGroup, rewards: &RewardPool, output: &Output) {
+fn submit(group: &RolloutGroup, rewards: &RewardPool, output: &RunOutput) {
     rewards.submit(group);
     output.advance();
 }
 
 /// The work of engines that do none beside an update.
-type Nothing = fn(&mut RolloutEngine<'_>) -> Result<()>;
+type NoWork = fn(&mut RolloutEngine<'_>) -> Result<()>;

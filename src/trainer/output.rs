@@ -10,7 +10,7 @@ use crate::checkpoint::Checkpoint;
 use crate::config::{Config, DynamicSampling, Mode};
 use crate::dist::Collective;
 use crate::error::{Error, Result};
-use crate::eval::Outcome;
+use crate::eval::EvalOutcome;
 use crate::metrics::{CompletionsWriter, LogOptions, LoggedGroup, MetricValues, RunLog, Services, StepMetrics};
 use crate::phase::{self, Phase};
 use crate::rollout::EngineStats;
@@ -22,7 +22,7 @@ const TRACE_FOLDER: &str = "trace";
 
 /// The run's outputs on this rank.
 #[derive(Debug)]
-pub(super) struct Output {
+pub(super) struct RunOutput {
     group: Arc<dyn Collective>,
     output_dir: PathBuf,
     tensor_parallel_size: usize,
@@ -32,7 +32,7 @@ pub(super) struct Output {
     said_no_signal: bool,
 }
 
-impl Output {
+impl RunOutput {
     /// Opens files on the first rank, if any are to be written; a checkpoint continues those of an earlier run.
     pub(super) fn new(
         config: &Config,
@@ -118,7 +118,7 @@ impl Output {
     /// An evaluation's metrics and its rewards' failures, already reduced.
     pub(super) fn evaluation(
         &mut self,
-        outcome: &Outcome,
+        outcome: &EvalOutcome,
         reward_names: &[String],
         failures: MetricValues,
         step: u64,
@@ -170,13 +170,13 @@ impl Output {
     }
 }
 
-impl UpdateProgress for Output {
+impl UpdateProgress for RunOutput {
     fn begin(&self, phase: Phase, total: usize) {
         self.begin_phase(phase.name(), total);
     }
 
     fn advance(&self) {
-        Output::advance(self);
+        RunOutput::advance(self);
     }
 
     /// Leaves the batch in `non_finite/`, one file a rank.

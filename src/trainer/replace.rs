@@ -12,8 +12,8 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::output::Output;
-use super::signal::{Tally, Verdict};
+use super::output::RunOutput;
+use super::signal::{GroupVerdict, Tally};
 use crate::data::{Dataset, PromptSampler};
 use crate::dist::{HostGroup, share};
 use crate::error::Result;
@@ -27,7 +27,7 @@ const STEPS: usize = 16;
 
 /// How many groups a step with replacement takes, and which of them count.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Wanted {
+pub(super) struct GroupQuota {
     /// Groups of the batch.
     pub num_groups: usize,
     /// Most groups that are begun for it.
@@ -41,9 +41,9 @@ pub(super) struct Wanted {
 }
 
 /// What an engine works with beside the requests.
-pub(super) struct Desk<'a> {
+pub(super) struct ReplacementContext<'a> {
     pub rewards: &'a mut RewardPool,
-    pub output: &'a Output,
+    pub output: &'a RunOutput,
     pub dataset: &'a Dataset,
     /// All ranks with engines; none where nothing is replaced.
     pub engines: Option<&'a HostGroup>,
@@ -51,7 +51,7 @@ pub(super) struct Desk<'a> {
 
 /// This rank's groups of a step with replacement, each with its place in the order of the data.
 #[derive(Debug, Default)]
-pub(super) struct Drawn {
+pub(super) struct PlacedGroups {
     pub kept: Vec<(usize, RolloutGroup)>,
     pub dropped: Vec<(usize, RolloutGroup)>,
     /// Of all engines' groups.
@@ -90,31 +90,31 @@ impl Candidates {
 
 /// What a rank tells the others at an exchange.
 #[derive(Debug, Serialize, Deserialize)]
-struct Report {
+struct VerdictReport {
     /// Requests of this rank under way.
     num_open: usize,
-    scored: Vec<(usize, Verdict)>,
+    scored: Vec<(usize, GroupVerdict)>,
 }
 
 /// A candidate's owner among the ranks with engines, and what its rewards say.
-type Candidate = (usize, Option<Verdict>);
+type CandidateGroup = (usize, Option<GroupVerdict>);
 
 /// Samples a step's batch on this rank's engine; collective over all engines.
 pub(super) fn sample(
     engine: &mut RolloutEngine<'_>,
-    (candidates, wanted): (Candidates, Wanted),
+    (candidates, wanted): (Candidates, GroupQuota),
     params: &SamplingParams,
-    desk: &mut Desk<'_>,
-) -> Result<Drawn> {
-    let engines = desk.engines.expect("a group of the engines where groups are replaced");
+    context: &mut ReplacementContext<'_>,
+) -> Result<PlacedGroups> {
+    let engines = context.engines.expect("a group of the engines where groups are replaced");
     let mut batch = OpenBatch::new(candidates, wanted, (engines.rank(), engines.size()));
     let mut session = engine.session()?;
     loop {
-        batch.begin(&mut session, params, desk.dataset)?;
-        batch.decode(&mut session, params, desk)?;
-        let report = batch.report(desk)?;
+        batch.begin(&mut session, params, context.dataset)?;
+        batch.decode(&mut session, params, context)?;
+        let report = batch.report(context)?;
         let reports = engines.all_gather_json("exchange verdicts", report)?;
-        if batch.take(&reports, desk.output)? {
+        if batch.take(&reports, context.output)? {
             break;
         }
     }
@@ -125,9 +125,9 @@ pub(super) fn sample(
 /// A batch in the making: what all engines know of it, and this rank's part.
 struct OpenBatch {
     candidates: Candidates,
-    wanted: Wanted,
+    wanted: GroupQuota,
     place: usize, // this rank among those with engines
-    of_all: Vec<Candidate>,
+    of_all: Vec<CandidateGroup>,
     num_begun: usize, // candidates that were submitted where they belong
     is_idle: bool,    // no engine decodes: only rewards are awaited
     under_way: Vec<(RequestId, usize)>,
@@ -138,7 +138,7 @@ struct OpenBatch {
 
 impl OpenBatch {
     /// The first candidates, dealt out in consecutive shares.
-    fn new(candidates: Candidates, wanted: Wanted, (place, num_places): (usize, usize)) -> Self {
+    fn new(candidates: Candidates, wanted: GroupQuota, (place, num_places): (usize, usize)) -> Self {
         let shares = (0..num_places).map(|owner| share(candidates.rows.len(), (owner, num_places)));
         let of_all = shares.enumerate().flat_map(|(owner, rows)| rows.map(move |_| (owner, None))).collect();
         Self {
@@ -179,7 +179,12 @@ impl OpenBatch {
     }
 
     /// Runs the engine up to the next exchange and has groups scored as they become complete.
-    fn decode(&mut self, session: &mut Session<'_>, params: &SamplingParams, desk: &Desk<'_>) -> Result<()> {
+    fn decode(
+        &mut self,
+        session: &mut Session<'_>,
+        params: &SamplingParams,
+        context: &ReplacementContext<'_>,
+    ) -> Result<()> {
         for _ in 0..STEPS {
             if !session.has_work() {
                 break;
@@ -188,10 +193,10 @@ impl OpenBatch {
                 let Event::Complete { request } = event else { continue };
                 let Some(at) = self.under_way.iter().position(|(own, _)| *own == request) else { continue };
                 let (_, index) = self.under_way.remove(at);
-                let prompt = desk.dataset.prompt(self.candidates.rows[index]).clone();
+                let prompt = context.dataset.prompt(self.candidates.rows[index]).clone();
                 let completions = session.completions(request)?;
                 let group = RolloutGroup { prompt, first_step: params.step, completions };
-                desk.rewards.submit(&group);
+                context.rewards.submit(&group);
                 self.fresh.push((index, group));
             }
         }
@@ -200,7 +205,7 @@ impl OpenBatch {
     }
 
     /// What the rewards say by now.
-    fn report(&mut self, desk: &mut Desk<'_>) -> Result<Report> {
+    fn report(&mut self, context: &mut ReplacementContext<'_>) -> Result<VerdictReport> {
         let mut asked = std::mem::take(&mut self.waiting);
         let fresh = std::mem::take(&mut self.fresh);
         match self.wanted.waits {
@@ -210,31 +215,31 @@ impl OpenBatch {
         let (places, mut groups): (Vec<usize>, Vec<RolloutGroup>) = asked.into_iter().unzip();
         let (waits, is_idle) = (self.wanted.waits, self.is_idle);
         let is_scored = phase::scope(Phase::Reward, || match waits {
-            true => desk.rewards.wait(&mut groups).map(|()| vec![true; groups.len()]),
-            false => desk.rewards.poll(&mut groups, is_idle),
+            true => context.rewards.wait(&mut groups).map(|()| vec![true; groups.len()]),
+            false => context.rewards.poll(&mut groups, is_idle),
         })?;
         let mut scored = Vec::new();
         for ((index, group), is_scored) in places.into_iter().zip(groups).zip(is_scored) {
             if is_scored {
-                scored.push((index, Verdict::of(&group, self.wanted.range)));
+                scored.push((index, GroupVerdict::of(&group, self.wanted.range)));
                 self.scored.push((index, group));
             } else {
                 self.waiting.push((index, group));
             }
         }
-        Ok(Report { num_open: self.under_way.len(), scored })
+        Ok(VerdictReport { num_open: self.under_way.len(), scored })
     }
 
     /// Books all engines' verdicts and draws the rows that take the place of those without a signal. Returns whether the batch is
     /// complete.
-    fn take(&mut self, reports: &[Report], output: &Output) -> Result<bool> {
+    fn take(&mut self, reports: &[VerdictReport], output: &RunOutput) -> Result<bool> {
         for (index, verdict) in reports.iter().flat_map(|report| &report.scored) {
             self.of_all[*index].1 = Some(*verdict);
             (0..usize::from(verdict.has_signal)).for_each(|_| output.advance());
         }
         let mut loads: Vec<usize> = reports.iter().map(|report| report.num_open).collect();
         self.is_idle = loads.iter().all(|num_open| *num_open == 0);
-        let can_count = |(_, verdict): &&Candidate| verdict.is_none_or(|verdict| verdict.has_signal);
+        let can_count = |(_, verdict): &&CandidateGroup| verdict.is_none_or(|verdict| verdict.has_signal);
         while self.of_all.iter().filter(can_count).count() < self.wanted.num_groups
             && self.of_all.len() < self.wanted.max_groups
         {
@@ -248,12 +253,12 @@ impl OpenBatch {
     }
 
     /// This rank's groups in the order of the data.
-    fn finish(mut self) -> Drawn {
+    fn finish(mut self) -> PlacedGroups {
         self.scored.sort_by_key(|(index, _)| *index);
         let verdict = |index: usize| self.of_all[index].1.expect("a verdict on every candidate");
         let tally = (0..self.of_all.len()).map(verdict).collect();
         let (kept, dropped) = self.scored.into_iter().partition(|(index, _)| verdict(*index).has_signal);
-        Drawn { kept, dropped, tally }
+        PlacedGroups { kept, dropped, tally }
     }
 }
 

@@ -12,14 +12,14 @@ use crate::reward::RewardPool;
 
 /// Training rows and held-out rows.
 #[derive(Debug)]
-pub(super) struct Rows {
+pub(super) struct TrainingRows {
     pub train: Dataset,
     pub eval: Option<Dataset>,
     /// Names of both; `None` for rows that are made.
     names: Option<(String, Option<String>)>,
 }
 
-impl Rows {
+impl TrainingRows {
     /// Reads all rows from files of this machine: a repository's must be in the cache.
     pub fn read(config: &Config, tokenizer: &Tokenizer, spec: &ModelSpec, required: Vec<String>) -> Result<Self> {
         let (data, hub) = (&config.data, Hub::cached());

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::carry::Carry;
-use super::replace::{Candidates, Desk, Drawn, Wanted};
+use super::replace::{Candidates, GroupQuota, PlacedGroups, ReplacementContext};
 use super::signal::Tally;
 use super::{Trainer, records, replace, submit};
 use crate::checkpoint::CarriedGroup;
@@ -18,7 +18,7 @@ use crate::types::{Prompt, RolloutGroup, SamplingParams};
 
 /// A generation batch to be sampled.
 #[derive(Debug)]
-pub(super) struct Batch {
+pub(super) struct GenerationBatch {
     /// Groups that this rank begins or goes on with.
     pub begun: Vec<CarriedGroup>,
     /// The same, for the engine.
@@ -26,54 +26,54 @@ pub(super) struct Batch {
     /// How many of them the step takes.
     pub num_groups: usize,
     pub params: SamplingParams,
-    pub before: Before,
+    pub before: DataPosition,
     /// The rows, where groups are replaced; no others are begun then.
-    open: Option<(Candidates, Wanted)>,
+    open: Option<(Candidates, GroupQuota)>,
 }
 
 /// What an engine does for a batch.
 #[derive(Debug)]
-pub(super) struct Work {
+pub(super) struct SamplingTask {
     groups: Vec<RolloutGroup>,
     num_groups: usize,
     params: SamplingParams,
-    open: Option<(Candidates, Wanted)>,
+    open: Option<(Candidates, GroupQuota)>,
 }
 
 /// What came of it on this rank.
 #[derive(Debug, Default)]
-pub(super) struct Worked {
+pub(super) struct SamplingResult {
     pub rollout: Rollout,
-    pub drawn: Option<Drawn>,
+    pub drawn: Option<PlacedGroups>,
 }
 
-impl Batch {
+impl GenerationBatch {
     /// Takes the engine's part out of the batch.
-    pub fn work(&mut self) -> Work {
+    pub fn work(&mut self) -> SamplingTask {
         let (groups, open) = (std::mem::take(&mut self.groups), self.open.take());
-        Work { groups, num_groups: self.num_groups, params: self.params.clone(), open }
+        SamplingTask { groups, num_groups: self.num_groups, params: self.params.clone(), open }
     }
 }
 
-impl Work {
+impl SamplingTask {
     /// Samples on this rank's engine and has groups scored as they become complete.
-    pub fn run(self, engine: &mut RolloutEngine<'_>, desk: &mut Desk<'_>) -> Result<Worked> {
-        engine.on_progress(desk.output.sampling_progress());
+    pub fn run(self, engine: &mut RolloutEngine<'_>, context: &mut ReplacementContext<'_>) -> Result<SamplingResult> {
+        engine.on_progress(context.output.sampling_progress());
         if let Some(open) = self.open {
-            let drawn = replace::sample(engine, open, &self.params, desk)?;
-            return Ok(Worked { drawn: Some(drawn), ..Worked::default() });
+            let drawn = replace::sample(engine, open, &self.params, context)?;
+            return Ok(SamplingResult { drawn: Some(drawn), ..SamplingResult::default() });
         }
-        let (rewards, output) = (&*desk.rewards, desk.output);
+        let (rewards, output) = (&*context.rewards, context.output);
         let done = |group: &RolloutGroup| submit(group, rewards, output);
         let rollout = engine.generate_first(self.groups, self.num_groups, &self.params, done)?;
-        Ok(Worked { rollout, drawn: None })
+        Ok(SamplingResult { rollout, drawn: None })
     }
 }
 
-/// A [`Desk`] of the trainer's parts; the others can be borrowed beside it.
-macro_rules! desk {
+/// A [`ReplacementContext`] of the trainer's parts; the others can be borrowed beside it.
+macro_rules! context {
     ($trainer:ident) => {
-        crate::trainer::replace::Desk {
+        crate::trainer::replace::ReplacementContext {
             rewards: &mut $trainer.rewards,
             output: &$trainer.output,
             dataset: &$trainer.dataset,
@@ -81,18 +81,18 @@ macro_rules! desk {
         }
     };
 }
-pub(super) use desk;
+pub(super) use context;
 
 /// Where the rows were before a batch was drawn.
 #[derive(Debug)]
-pub(super) struct Before {
+pub(super) struct DataPosition {
     sampler: SamplerState,
     carried: Vec<CarriedGroup>,
 }
 
 /// A batch that is not trained on yet; it may have been sampled while the one before it was, with the weights from before that.
 #[derive(Debug)]
-pub(super) struct Sampled {
+pub(super) struct SampledBatch {
     /// This rank's groups.
     pub groups: Vec<RolloutGroup>,
     /// The place of each in the order of the data; none where the order of ranks is that.
@@ -103,15 +103,15 @@ pub(super) struct Sampled {
     pub tally: Option<Tally>,
     /// Whether the rewards are there, or still to be awaited.
     pub is_scored: bool,
-    pub before: Before,
+    pub before: DataPosition,
     pub carry: Carry,
 }
 
 impl Trainer {
     /// Draws the groups of generation step `step`, which is trained on after `global_step` updates.
-    pub(super) fn next_batch(&mut self, step: u64, global_step: u64) -> Result<Batch> {
+    pub(super) fn next_batch(&mut self, step: u64, global_step: u64) -> Result<GenerationBatch> {
         self.rewards.set_progress(global_step, self.schedule.total_steps as u64);
-        let before = Before { sampler: self.sampler.state().clone(), carried: self.carried.clone() };
+        let before = DataPosition { sampler: self.sampler.state().clone(), carried: self.carried.clone() };
         let open = self.open_batch()?;
         let begun = if open.is_some() { Vec::new() } else { self.next_groups()? };
         let group = |CarriedGroup { row, first_step, completions }: &CarriedGroup| RolloutGroup {
@@ -120,16 +120,16 @@ impl Trainer {
             completions: completions.clone(),
         };
         let (groups, num_groups) = (begun.iter().map(group).collect(), self.share(self.batch.num_prompts).len());
-        Ok(Batch { begun, groups, num_groups, params: self.sampling_params(step), before, open })
+        Ok(GenerationBatch { begun, groups, num_groups, params: self.sampling_params(step), before, open })
     }
 
     /// Samples the next batch with the newest weights. Collective over the world.
-    pub(super) fn sample(&mut self) -> Result<Sampled> {
+    pub(super) fn sample(&mut self) -> Result<SampledBatch> {
         let mut batch = self.next_batch(self.progress.generation_step, self.progress.global_step)?;
         let num_shown = batch.open.as_ref().map_or(batch.num_groups, |(_, wanted)| wanted.num_groups);
         self.output.begin_phase("generate", num_shown);
-        let (work, halves, mut desk) = (batch.work(), &mut self.halves, desk!(self));
-        let worked = halves.with_rollout(|engine| work.run(engine, &mut desk))?;
+        let (work, model, mut context) = (batch.work(), &mut self.model, context!(self));
+        let worked = model.with_rollout(|engine| work.run(engine, &mut context))?;
         self.take(batch, worked)
     }
 
@@ -137,7 +137,7 @@ impl Trainer {
     ///
     /// # Errors
     /// The first failure of any rank; these rows are then drawn again.
-    pub(super) fn score(&mut self, mut sampled: Sampled) -> Result<Sampled> {
+    pub(super) fn score(&mut self, mut sampled: SampledBatch) -> Result<SampledBatch> {
         if !sampled.is_scored {
             let awaited = phase::scope(Phase::Reward, || self.rewards.wait(&mut sampled.groups));
             if let Err(error) = self.world.agree(awaited) {
@@ -154,7 +154,7 @@ impl Trainer {
     }
 
     /// Draws a batch's rows again the next time.
-    pub(super) fn put_back(&mut self, before: Before) -> Result<()> {
+    pub(super) fn put_back(&mut self, before: DataPosition) -> Result<()> {
         self.carried = before.carried;
         self.sampler.restore(before.sampler)
     }
@@ -177,10 +177,10 @@ impl Trainer {
         let params = SamplingParams { num_generations, ..self.sampling_params(eval::SAMPLING_STEP) };
         let own = self.share(eval_set.len());
         let prompts: Vec<Prompt> = own.map(|row| eval_set.prompt(row).clone()).collect();
-        let (halves, rewards, output, world) = (&mut self.halves, &mut self.rewards, &self.output, &self.world);
+        let (model, rewards, output, world) = (&mut self.model, &mut self.rewards, &self.output, &self.world);
         output.begin_phase("evaluate", prompts.len());
         let groups = phase::scope(Phase::Eval, || {
-            let mut groups = halves.with_rollout(|engine| {
+            let mut groups = model.with_rollout(|engine| {
                 engine.on_progress(output.sampling_progress());
                 engine.generate(&prompts, &params, |group| submit(group, rewards, output))
             })?;
@@ -188,7 +188,7 @@ impl Trainer {
             Ok(groups)
         })?;
         let deciding = self.config.deciding_rewards(self.rewards.judges());
-        let outcome = eval::Outcome::of(&groups, &deciding, &*self.world.group())?;
+        let outcome = eval::EvalOutcome::of(&groups, &deciding, &*self.world.group())?;
         let (step, epoch) = (self.progress.global_step, self.sampler.epochs());
         let mut failures = StepMetrics::default();
         records::failure_metrics(&mut failures, self.rewards.take_failures());

@@ -3,7 +3,7 @@
 use super::Trainer;
 use crate::dist::first_text;
 use crate::error::{Error, Result};
-use crate::eval::Outcome;
+use crate::eval::EvalOutcome;
 use crate::grpo::AdvantageStats;
 
 /// Steps in a row without a single score that end a run: it would go on for nothing.
@@ -48,7 +48,7 @@ impl Trainer {
     }
 
     /// The same of an evaluation.
-    pub(super) fn tell_unscored(&mut self, outcome: &Outcome) -> Result<()> {
+    pub(super) fn tell_unscored(&mut self, outcome: &EvalOutcome) -> Result<()> {
         let total = outcome.lengths.count;
         let num_failed = total - outcome.reward.count;
         if let Some(cause) = self.first_cause(num_failed)? {

@@ -7,12 +7,12 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use super::build;
-use super::halves::Halves;
-use super::output::Output;
-use super::rows::Rows;
+use super::model::PolicyAndEngine;
+use super::output::RunOutput;
+use super::rows::TrainingRows;
 use super::scores::Unscored;
 use super::signal::{self, Signal};
-use super::{Progress, Trainer};
+use super::{Trainer, TrainingProgress};
 use crate::checkpoint::{self, CarriedGroup, Checkpoint, CheckpointOptions, Claim, ResumeOptions, Saver, TrainerState};
 use crate::config::{BatchPlan, Config, Mode, Quantization};
 use crate::cuda::Placement;
@@ -59,7 +59,7 @@ impl Preflight {
         config.validate_context(spec.max_position_embeddings)?;
         // The longest prompt is that of the rows where the configuration gives no limit.
         let rows = match config.max_prompt_length {
-            None => Some(Rows::read(config, tokenizer, spec, Vec::new())?),
+            None => Some(TrainingRows::read(config, tokenizer, spec, Vec::new())?),
             Some(_) => None,
         };
         let planned = rows.map_or_else(|| config.clone(), |rows| rows.planned(config));
@@ -180,12 +180,12 @@ fn engine_weight_bytes(config: &Config, table: &ParamTable, kind: Kind) -> Resul
 }
 
 /// What a trainer is made of beside its configuration.
-pub(super) struct Parts<'a> {
+pub(super) struct TrainerParts<'a> {
     pub preflight: Preflight,
     /// Whole units of the initial weights.
     pub weights: &'a dyn Fn(&UnitLayout) -> Result<Tensor>,
     pub rewards: RewardPool,
-    pub rows: Rows,
+    pub rows: TrainingRows,
     pub source: ModelSource,
     pub checkpoint: Option<Checkpoint>,
     pub claim: Option<Claim>,
@@ -215,7 +215,7 @@ pub(super) fn load(
     let model @ (spec, tokenizer, _) = &open_model(&config, placement)?;
     config.validate_world(world.size())?;
     config.validate_context(spec.max_position_embeddings)?;
-    let rows = Rows::read(&config, tokenizer, spec, rewards.required_columns())?;
+    let rows = TrainingRows::read(&config, tokenizer, spec, rewards.required_columns())?;
     let preflight = Preflight::of_model(&rows.planned(&config), model.clone(), placement, world.size(), room)?;
     rows.check_batch(&config, &preflight.batch)?;
     rows.say_unreadable(&rewards, &world)?;
@@ -225,17 +225,18 @@ pub(super) fn load(
         phase::beat();
         files.read_unit(layout, Kind::Float)
     };
-    let parts = Parts { preflight, weights: &weights, rewards, rows, source, checkpoint, claim, writes_files: true };
+    let parts =
+        TrainerParts { preflight, weights: &weights, rewards, rows, source, checkpoint, claim, writes_files: true };
     assemble(config, world, parts)
 }
 
 /// Collective over the world.
-pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> Result<Trainer> {
-    let Parts { preflight, weights, rewards, rows, source, checkpoint, claim, writes_files } = parts;
+pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_>) -> Result<Trainer> {
+    let TrainerParts { preflight, weights, rewards, rows, source, checkpoint, claim, writes_files } = parts;
     let batch = preflight.batch;
     let description = rows.description();
-    let Rows { train: dataset, eval: eval_set, .. } = rows;
-    let mut halves = build::halves(&config, &world, &preflight, weights, source.adapters.as_deref())?;
+    let TrainingRows { train: dataset, eval: eval_set, .. } = rows;
+    let mut model = build::model(&config, &world, &preflight, weights, source.adapters.as_deref())?;
     let engines = signal::engines(&config, &world, batch.roles.num_generators)?;
     let mut sampler = PromptSampler::new(dataset.len(), config.seed, config.shuffle_dataset);
     if config.dataloader_drop_last {
@@ -243,14 +244,16 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
     }
     let updates = config.updates_in_epochs(&batch, dataset.len());
     let schedule = Schedule::new(config.learning_rate, &config.optimizer, updates);
-    let restored = |checkpoint: &Checkpoint| restore(checkpoint, &config, &dataset, &mut halves, &mut sampler);
-    let begun = || (Progress { entropy_control: entropy_control(&config), ..Progress::default() }, Vec::new());
+    let restored = |checkpoint: &Checkpoint| restore(checkpoint, &config, &dataset, &mut model, &mut sampler);
+    let begun =
+        || (TrainingProgress { entropy_control: entropy_control(&config), ..TrainingProgress::default() }, Vec::new());
     let (progress, carried) = checkpoint.as_ref().map_or_else(|| Ok(begun()), restored)?;
     if writes_files {
-        checkpoint::check_room(&config.output_dir, &world, halves.policy(), config.save_steps.is_some())?;
+        checkpoint::check_room(&config.output_dir, &world, model.policy(), config.save_steps.is_some())?;
     }
     let num_dropped = checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.state.carried.len()) - carried.len();
-    let output = Output::new(&config, world.group(), schedule.total_steps as u64, checkpoint.as_ref(), writes_files)?;
+    let output =
+        RunOutput::new(&config, world.group(), schedule.total_steps as u64, checkpoint.as_ref(), writes_files)?;
     output.say(&format!("plan\n{preflight}"));
     if num_dropped > 0 {
         output.say(&format!("{num_dropped} unfinished groups of the checkpoint are dropped: oversample is 0"));
@@ -270,7 +273,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: Parts<'_>) -> R
         base_dir,
         batch,
         plan,
-        halves,
+        model,
         rewards,
         dataset,
         sampler,
@@ -295,16 +298,16 @@ fn restore(
     checkpoint: &Checkpoint,
     config: &Config,
     dataset: &Dataset,
-    halves: &mut Halves,
+    model: &mut PolicyAndEngine,
     sampler: &mut PromptSampler,
-) -> Result<(Progress, Vec<CarriedGroup>)> {
+) -> Result<(TrainingProgress, Vec<CarriedGroup>)> {
     let TrainerState { global_step, generation_step, num_input_tokens_seen: num_tokens, .. } = checkpoint.state;
     checkpoint.check_rows(dataset.len())?;
-    halves.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy))?;
+    model.policy_mut().map_or(Ok(()), |policy| checkpoint.restore(policy))?;
     sampler.restore(checkpoint.state.sampler.clone())?;
     let carried = if config.oversample > 0.0 { checkpoint.state.carried.clone() } else { Vec::new() }; // force_resume
     let entropy_control = checkpoint.state.entropy_control.unwrap_or_else(|| entropy_control(config));
-    Ok((Progress { global_step, generation_step, num_tokens, entropy_control }, carried))
+    Ok((TrainingProgress { global_step, generation_step, num_tokens, entropy_control }, carried))
 }
 
 /// The weight of the entropy bonus that a run begins with.

@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::Trainer;
-use super::replace::{Candidates, Drawn, Wanted};
-use super::sampling::{Before, Sampled};
+use super::replace::{Candidates, GroupQuota, PlacedGroups};
+use super::sampling::{DataPosition, SampledBatch};
 use crate::config::{Config, DynamicSampling};
 use crate::dist::{HostGroup, ReduceOp, World, all_gather_json, all_reduce_f64};
 use crate::error::{Error, Result};
@@ -17,7 +17,7 @@ const MAX_STEPS: usize = 3;
 
 /// What the rewards of a group say.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub(super) struct Verdict {
+pub(super) struct GroupVerdict {
     pub has_signal: bool,
     are_equal: bool,
     /// Sum and number of its rewards.
@@ -25,7 +25,7 @@ pub(super) struct Verdict {
     count: f64,
 }
 
-impl Verdict {
+impl GroupVerdict {
     pub fn of(group: &RolloutGroup, range: Option<[f64; 2]>) -> Self {
         let BatchStats { sum, count, .. } = BatchStats::of_group(group);
         Self { has_signal: has_signal(group, range), are_equal: rewards_are_equal(group), sum, count }
@@ -42,10 +42,10 @@ pub(super) struct Tally {
     reward_count: f64,
 }
 
-impl FromIterator<Verdict> for Tally {
-    fn from_iter<I: IntoIterator<Item = Verdict>>(verdicts: I) -> Self {
+impl FromIterator<GroupVerdict> for Tally {
+    fn from_iter<I: IntoIterator<Item = GroupVerdict>>(verdicts: I) -> Self {
         let mut tally = Self::default();
-        for Verdict { has_signal, are_equal, sum, count } in verdicts {
+        for GroupVerdict { has_signal, are_equal, sum, count } in verdicts {
             tally.num_sampled += 1.0;
             tally.num_kept += f64::from(u8::from(has_signal));
             tally.num_equal += f64::from(u8::from(are_equal));
@@ -90,12 +90,12 @@ pub(super) struct Signal {
 
 impl Trainer {
     /// Where replacement begins: the first rows of a step, and what it wants of them. None where nothing is replaced.
-    pub(super) fn open_batch(&self) -> Result<Option<(Candidates, Wanted)>> {
+    pub(super) fn open_batch(&self) -> Result<Option<(Candidates, GroupQuota)>> {
         if self.config.dynamic_sampling != DynamicSampling::Replace {
             return Ok(None);
         }
         let (config, num_groups) = (&self.config, self.batch.num_prompts);
-        let wanted = Wanted {
+        let wanted = GroupQuota {
             num_groups,
             max_groups: self.max_groups(),
             range: config.dynamic_sampling_range,
@@ -112,26 +112,34 @@ impl Trainer {
     }
 
     /// The batch of a step with replacement, and the sampler behind all rows that were begun. Collective over the world.
-    pub(super) fn take_drawn(&mut self, before: Before, drawn: Option<Drawn>) -> Result<Sampled> {
+    pub(super) fn take_drawn(&mut self, before: DataPosition, drawn: Option<PlacedGroups>) -> Result<SampledBatch> {
         let own = drawn.as_ref().map(|drawn| drawn.tally);
         let tallies: Vec<Option<Tally>> = all_gather_json(&*self.world.group(), "gather verdicts", &own)?;
         let tally = tallies.into_iter().flatten().next().unwrap_or_default();
         let candidates = Candidates::first(self.sampler.clone(), self.batch.num_prompts)?;
         self.sampler = candidates.into_sampler(tally.num_sampled as usize)?;
-        let Drawn { kept, dropped, .. } = drawn.unwrap_or_default();
+        let PlacedGroups { kept, dropped, .. } = drawn.unwrap_or_default();
         let placed = |(index, group): (usize, RolloutGroup)| (index as u32, group);
         let (places, groups) = kept.into_iter().map(placed).unzip();
         let dropped = dropped.into_iter().map(placed).collect();
-        Ok(Sampled { groups, places, dropped, tally: Some(tally), before, carry: Default::default(), is_scored: true })
+        Ok(SampledBatch {
+            groups,
+            places,
+            dropped,
+            tally: Some(tally),
+            before,
+            carry: Default::default(),
+            is_scored: true,
+        })
     }
 
     /// Leaves scored groups without a signal out of a batch, where they are to be. Collective over the world then.
-    pub(super) fn filter(&self, sampled: &mut Sampled) -> Result<()> {
+    pub(super) fn filter(&self, sampled: &mut SampledBatch) -> Result<()> {
         if self.config.dynamic_sampling != DynamicSampling::Filter {
             return Ok(());
         }
         let range = self.config.dynamic_sampling_range;
-        let own: Tally = sampled.groups.iter().map(|group| Verdict::of(group, range)).collect();
+        let own: Tally = sampled.groups.iter().map(|group| GroupVerdict::of(group, range)).collect();
         sampled.tally = Some(own.of_all_ranks(&self.world)?);
         let (kept, dropped): (Vec<_>, Vec<_>) =
             std::mem::take(&mut sampled.groups).into_iter().partition(|group| has_signal(group, range));

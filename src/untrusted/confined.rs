@@ -19,7 +19,7 @@ const LOOK: Duration = Duration::from_millis(20);
 
 /// What work on a stranger's file may take.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Limits {
+pub(crate) struct ThreadLimits {
     /// The thread's stack. Only what recursion touches becomes memory.
     pub stack_bytes: usize,
     /// Heap held at a time, where the program has [`MeteredAllocator`](super::MeteredAllocator).
@@ -31,7 +31,7 @@ pub(crate) struct Limits {
 /// A thread that answers calls one by one within limits. A call that breaks one ends its usefulness: the thread is left where
 /// it is, which costs at most its budget, and later calls report the same breach.
 pub(crate) struct Confined<I, O> {
-    limits: Limits,
+    limits: ThreadLimits,
     is_exceeded: &'static AtomicBool,
     line: Mutex<Line<I, O>>,
 }
@@ -48,7 +48,7 @@ impl<I: Send + 'static, O: Send + 'static> Confined<I, O> {
     ///
     /// # Errors
     /// The system's, where it has no thread or no address space for its stack.
-    pub fn start(name: &str, limits: Limits, mut work: impl FnMut(I) -> O + Send + 'static) -> io::Result<Self> {
+    pub fn start(name: &str, limits: ThreadLimits, mut work: impl FnMut(I) -> O + Send + 'static) -> io::Result<Self> {
         let is_exceeded: &'static AtomicBool = Box::leak(Box::new(AtomicBool::new(false))); // the thread may outlive all
         let (calls, received) = channel::<I>();
         let (answer, answers) = channel();
@@ -85,7 +85,7 @@ impl<I: Send + 'static, O: Send + 'static> Confined<I, O> {
         let start_ns = on_cpu_ns(&line.task);
         let ended = || "its thread has ended".to_owned();
         line.calls.send(input).map_err(|_| ended())?;
-        let Limits { memory_bytes, cpu_s, .. } = self.limits;
+        let ThreadLimits { memory_bytes, cpu_s, .. } = self.limits;
         loop {
             match line.answers.recv_timeout(LOOK) {
                 Ok(answer) => return answer.map_err(|panic| format!("panic: {}", panic_message(&*panic))),
@@ -114,7 +114,7 @@ impl<I, O> fmt::Debug for Confined<I, O> {
 /// Which limit it broke, or that there is no thread for it.
 pub(crate) fn once<O: Send + 'static>(
     name: &str,
-    limits: Limits,
+    limits: ThreadLimits,
     work: impl FnOnce() -> O + Send + 'static,
 ) -> Result<O, String> {
     let mut work = Some(work);
@@ -133,7 +133,7 @@ fn on_cpu_ns(task: &Path) -> u64 {
 mod tests {
     use super::*;
 
-    const LIMITS: Limits = Limits { stack_bytes: 64 << 20, memory_bytes: 1 << 20, cpu_s: 1 };
+    const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 64 << 20, memory_bytes: 1 << 20, cpu_s: 1 };
 
     #[test]
     fn calls_are_answered_in_turn_and_a_panic_is_the_last() {

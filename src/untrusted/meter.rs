@@ -77,13 +77,13 @@ fn give_back(bytes: usize) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Limits, once};
+    use super::super::{ThreadLimits, once};
     use super::*;
 
     #[global_allocator]
     static ALLOCATOR: MeteredAllocator = MeteredAllocator;
 
-    const LIMITS: Limits = Limits { stack_bytes: 1 << 20, memory_bytes: 1 << 20, cpu_s: 10 };
+    const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 1 << 20, memory_bytes: 1 << 20, cpu_s: 10 };
 
     #[test]
     fn what_is_given_back_may_be_taken_again() {

@@ -11,7 +11,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
-pub(crate) use confined::{Confined, Limits, once};
+pub(crate) use confined::{Confined, ThreadLimits, once};
 pub use meter::MeteredAllocator;
 
 /// Largest TOML or YAML configuration of a run, in bytes.

@@ -5,15 +5,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use colo_grpo::Error;
-use colo_grpo::internal::cuda::kernels::{self, RowSums, Way};
-use colo_grpo::internal::cuda::{Context, Event, Graph, TorchStream};
+use colo_grpo::internal::cuda::kernels::{self, AllReduceMethod, RowSums};
+use colo_grpo::internal::cuda::{Context, CudaEvent, Graph, TorchStream};
 use colo_grpo::internal::dist::{Collective, World};
 use tch::{Device, Kind, Tensor};
 
 use crate::ranks;
 
 const EPS: f64 = 1e-6;
-const WAYS: [Way; 2] = [Way::Read, Way::Share];
+const WAYS: [AllReduceMethod; 2] = [AllReduceMethod::Read, AllReduceMethod::Share];
 
 #[test]
 #[ignore = "needs two GPUs"]
@@ -55,7 +55,7 @@ fn gpu_two_ranks_of_which_one_fails_wait_no_longer() {
             } else {
                 let start = Instant::now();
                 case.sum(way, 0, &mut case.x.copy());
-                let end = Event::record_libtorch(&case.context).unwrap();
+                let end = CudaEvent::record_libtorch(&case.context).unwrap();
                 while group.epoch().is_ok() {
                     assert!(!end.is_done().unwrap(), "{way:?} ended without its peer");
                 }
@@ -165,20 +165,20 @@ impl Case {
         }
     }
 
-    fn sum(&self, way: Way, turn: usize, x: &mut Tensor) {
+    fn sum(&self, way: AllReduceMethod, turn: usize, x: &mut Tensor) {
         self.sums.part(turn).unwrap().copy_(&self.parts[self.rank]);
         self.sums.add_rms_norm(way, turn, x, &self.weight, EPS).unwrap();
     }
 
     /// Rows of `x` [.., T, D] that this rank has after a sum.
-    fn own_rows(&self, way: Way, x: &Tensor) -> Tensor {
-        let step = if way == Way::Share { self.parts.len() as i64 } else { 1 };
-        let first = if way == Way::Share { self.rank as i64 } else { 0 };
+    fn own_rows(&self, way: AllReduceMethod, x: &Tensor) -> Tensor {
+        let step = if way == AllReduceMethod::Share { self.parts.len() as i64 } else { 1 };
+        let first = if way == AllReduceMethod::Share { self.rank as i64 } else { 0 };
         x.slice(-2, first.min(self.rows), None, step)
     }
 
     /// The bits are those of sums one after the other, and of the norm kernel.
-    fn compare(&self, way: Way, turn: usize) {
+    fn compare(&self, way: AllReduceMethod, turn: usize) {
         let _ = self.sums.normed().unwrap().fill_(f64::NAN);
         let mut x = self.x.copy();
         self.sum(way, turn, &mut x);

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use colo_grpo::Error;
 use colo_grpo::internal::cuda::{Context, Graph, TorchStream};
-use colo_grpo::internal::memory::{self, Arena, HostPool, Ledger, Place};
+use colo_grpo::internal::memory::{self, Arena, HostPool, Ledger, MemoryKind};
 use colo_grpo::internal::torch;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
@@ -84,7 +84,7 @@ fn gpu_arena_views_work_in_libtorch_and_growth_keeps_them() {
     let product = first.mm(&last).to_device(Device::Cpu).to_kind(Kind::Double);
     let error = (product - &exact).norm().double_value(&[]) / exact.norm().double_value(&[]);
     assert!(error < 2e-3, "{error}");
-    assert!(Ledger::report().contains(&(Place::Device, "gpu_view_test", GIB)));
+    assert!(Ledger::report().contains(&(MemoryKind::Device, "gpu_view_test", GIB)));
 }
 
 #[test]

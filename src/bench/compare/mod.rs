@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::metrics::read_metrics;
 use crate::phase::Phase;
 use crate::untrusted::{self, MAX_LOG_BYTES};
-pub use svg::Line;
+pub use svg::ChartLine;
 
 /// Phases by the half they belong to, and what the half's parts are called.
 const GENERATING: [(&str, &[Phase]); 3] = [
@@ -28,7 +28,7 @@ const TRAINING: [(&str, &[Phase]); 3] = [
 
 /// One measured placement.
 #[derive(Debug, Clone, PartialEq)]
-struct Run {
+struct PlacementRun {
     name: String,
     is_split: bool,
     is_async: bool,
@@ -49,8 +49,8 @@ struct Run {
 /// [`Error::BadFile`] for a line that is none of `bench step`'s; [`Error::Io`].
 pub fn compare(results: &Path, output: &Path, curves: &[(String, std::path::PathBuf)]) -> Result<String> {
     let text = untrusted::read_text(results, MAX_LOG_BYTES).map_err(Error::io(results))?;
-    let runs = text.lines().filter(|line| !line.trim().is_empty()).map(|line| Run::read(line, results));
-    let runs: Vec<Run> = runs.collect::<Result<_>>()?;
+    let runs = text.lines().filter(|line| !line.trim().is_empty()).map(|line| PlacementRun::read(line, results));
+    let runs: Vec<PlacementRun> = runs.collect::<Result<_>>()?;
     if runs.is_empty() {
         return Err(Error::bad_file(results, "a line of `bench step` is needed".to_owned()));
     }
@@ -59,23 +59,24 @@ pub fn compare(results: &Path, output: &Path, curves: &[(String, std::path::Path
         std::fs::write(&path, text).map_err(Error::io(path))
     };
     std::fs::create_dir_all(output).map_err(Error::io(output))?;
-    let rows: Vec<Value> = runs.iter().map(Run::to_json).collect();
+    let rows: Vec<Value> = runs.iter().map(PlacementRun::to_json).collect();
     write("compare.json", &format!("{:#}\n", json!({"measured": rows})))?;
-    write("compare.svg", &svg::bars(&runs.iter().flat_map(Run::bars).collect::<Vec<_>>()))?;
+    write("compare.svg", &svg::bars(&runs.iter().flat_map(PlacementRun::bars).collect::<Vec<_>>()))?;
     if !curves.is_empty() {
-        let lines: Vec<Line> = curves.iter().map(|(label, path)| reward_line(label, path)).collect::<Result<_>>()?;
+        let lines: Vec<ChartLine> =
+            curves.iter().map(|(label, path)| reward_line(label, path)).collect::<Result<_>>()?;
         write("curves.svg", &svg::lines("reward by step", &lines))?;
     }
     Ok(table(&runs))
 }
 
-fn reward_line(label: &str, path: &Path) -> Result<Line> {
+fn reward_line(label: &str, path: &Path) -> Result<ChartLine> {
     let lines = read_metrics(path)?;
     let points = lines.iter().filter_map(|line| Some((line.step as f64, *line.values.get("reward")?))).collect();
-    Ok(Line { label: label.to_owned(), points })
+    Ok(ChartLine { label: label.to_owned(), points })
 }
 
-impl Run {
+impl PlacementRun {
     fn read(line: &str, path: &Path) -> Result<Self> {
         let bad = |what: &str| Error::bad_file(path, format!("a line without {what}: {line:.80}"));
         let value: Value = serde_json::from_str(line).map_err(|error| bad(&error.to_string()))?;
@@ -155,8 +156,9 @@ impl Run {
     }
 }
 
-fn table(runs: &[Run]) -> String {
-    let best = |wanted: fn(&&Run) -> bool| runs.iter().filter(wanted).map(|run| run.step_s).min_by(f64::total_cmp);
+fn table(runs: &[PlacementRun]) -> String {
+    let best =
+        |wanted: fn(&&PlacementRun) -> bool| runs.iter().filter(wanted).map(|run| run.step_s).min_by(f64::total_cmp);
     let colocated = best(|run| !run.is_split);
     let mut text = format!(
         "{:<31} {:>8} {:>9} {:>8} {:>8} {:>14} {:>12} {:>9} {:>8} {:>9}\n",
@@ -237,7 +239,7 @@ mod tests {
         assert_eq!(written["measured"][1]["idle_generators_s"], 6.0);
         let picture = std::fs::read_to_string(output.join("compare.svg")).unwrap();
         assert!(picture.starts_with("<svg") && picture.contains("async split 2 + 2, tp 1: train"), "{picture}");
-        let alone = super::table(&[Run::read(&lines[1], &results).unwrap()]);
+        let alone = super::table(&[PlacementRun::read(&lines[1], &results).unwrap()]);
         assert!(alone.trim_end().ends_with(" -"), "nothing to compare with:\n{alone}");
         std::fs::write(&results, "{\"mode\": \"split\"}\n").unwrap();
         let error = compare(&results, &output, &[]).unwrap_err().to_string();

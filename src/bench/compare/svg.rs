@@ -25,7 +25,7 @@ pub(super) struct Bar {
 
 /// Values by step.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Line {
+pub struct ChartLine {
     /// In the legend.
     pub label: String,
     /// Step and value.
@@ -68,7 +68,7 @@ pub(super) fn bars(bars: &[Bar]) -> String {
 }
 
 /// Lines over the same steps.
-pub(super) fn lines(title: &str, lines: &[Line]) -> String {
+pub(super) fn lines(title: &str, lines: &[ChartLine]) -> String {
     let points = || lines.iter().flat_map(|line| &line.points);
     let range = |of: fn(&(f64, f64)) -> f64| {
         let values = || points().map(of);

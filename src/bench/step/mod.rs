@@ -9,9 +9,9 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tch::Device;
 
-use self::report::Report;
+use self::report::StepReport;
 use super::floor::StepWork;
-use super::limits::Limits;
+use super::limits::GpuLimits;
 use super::memory::{MemoryWatch, predicted_tensor_bytes};
 use super::{SEED, STREAM, median, synchronize, token};
 use crate::config::{Config, OptimizerResidency, ReferenceResidency};
@@ -111,7 +111,7 @@ impl StepBench {
         config: &Config,
         trainer: &Trainer,
         medians: &BTreeMap<String, f64>,
-        (world, limits): (&World, Option<&Limits>),
+        (world, limits): (&World, Option<&GpuLimits>),
     ) -> Result<BTreeMap<Phase, f64>> {
         let (Some(policy), Some(limits)) = (trainer.policy(), limits) else { return Ok(BTreeMap::new()) };
         let model = TrainedModel::of(config, policy.table(), policy.kind());
@@ -151,7 +151,7 @@ impl StepBench {
 pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<Value> {
     let spec = Arc::new(ModelSpec { eos_token_ids: Vec::new(), ..(*bench.spec).clone() });
     let config = bench.config(world.size())?;
-    let limits = Limits::of(world.device())?;
+    let limits = GpuLimits::of(world.device())?;
     let start = Instant::now();
     let mut trainer = Trainer::on_random(
         config.clone(),
@@ -174,7 +174,7 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<Value> {
     let limits = limits.as_ref();
     let floors = bench.floors(&config, &trainer, &medians, (&world, limits))?;
     let plan = trainer.plan();
-    let report = Report { bench, config: &config, plan, world: &world, medians: &medians, floors, limits };
+    let report = StepReport { bench, config: &config, plan, world: &world, medians: &medians, floors, limits };
     if world.rank() == 0 {
         terminal::say(report.table().trim_end());
     }

@@ -6,7 +6,7 @@ use std::fmt::Write;
 use serde_json::{Value, json};
 
 use super::StepBench;
-use crate::bench::limits::Limits;
+use crate::bench::limits::GpuLimits;
 use crate::config::{Config, Mode, Roles};
 use crate::dist::World;
 use crate::phase::Phase;
@@ -21,17 +21,17 @@ const OF_GENERATORS: [Phase; 6] =
     [Phase::Wake, Phase::Generate, Phase::Prefill, Phase::Decode, Phase::Sleep, Phase::Reward];
 
 /// The medians of the timed steps.
-pub(super) struct Report<'a> {
+pub(super) struct StepReport<'a> {
     pub(super) bench: &'a StepBench,
     pub(super) config: &'a Config,
     pub(super) plan: &'a MemoryPlan,
     pub(super) world: &'a World,
     pub(super) medians: &'a BTreeMap<String, f64>,
     pub(super) floors: BTreeMap<Phase, f64>,
-    pub(super) limits: Option<&'a Limits>,
+    pub(super) limits: Option<&'a GpuLimits>,
 }
 
-impl Report<'_> {
+impl StepReport<'_> {
     /// What is printed as JSON.
     pub(super) fn result(&self, roles: Roles) -> Value {
         let Self { bench, config, plan, world, medians, ref floors, limits } = *self;
@@ -89,7 +89,7 @@ impl Report<'_> {
             "tokens_computed_in_training": computed,
             "train_tflops_per_gpu": train_tflops,
             "train_mfu_percent": limits.map(|limits| 100.0 * limits.utilisation(train_tflops * 1e12)),
-            "gpu": limits.map(Limits::told),
+            "gpu": limits.map(GpuLimits::to_json),
             "metrics": other,
         })
     }

@@ -10,11 +10,11 @@ use crate::error::{Error, Result};
 use crate::migration::{self, NONE};
 
 /// Keys of the other program that are not translated yet.
-pub(super) struct Theirs {
+pub(super) struct ForeignKeys {
     entries: Vec<ForeignEntry>,
 }
 
-impl Theirs {
+impl ForeignKeys {
     pub fn new(entries: Vec<ForeignEntry>) -> Self {
         Self { entries }
     }
@@ -31,7 +31,7 @@ impl Theirs {
         Some(written.unwrap_or(value))
     }
 
-    /// [`Theirs::take`] of a number.
+    /// [`ForeignKeys::take`] of a number.
     pub fn take_number(&mut self, name: &str) -> Option<f64> {
         self.take(name)?.as_f64()
     }
@@ -84,7 +84,7 @@ impl Draft {
     }
 
     /// Translates by the dictionary what no rule has taken.
-    pub fn translate_rest(&mut self, theirs: Theirs) {
+    pub fn translate_rest(&mut self, theirs: ForeignKeys) {
         for (key, value, written) in theirs.entries {
             let advice = migration::advice(&key).unwrap_or(NONE);
             let is_nothing = value.is_null() || value.as_array().is_some_and(Vec::is_empty);

@@ -12,14 +12,14 @@ use crate::config::{self, Config, ForeignEntry};
 use crate::error::{Error, ExitCode, Result};
 use crate::phase::terminal;
 use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES};
-use draft::{Draft, Theirs};
+use draft::{Draft, ForeignKeys};
 
 /// Reads, translates, checks and writes.
 ///
 /// # Errors
 /// What does not parse; what is wrong with the configuration that comes out, which is written all the same.
 pub(super) fn import(args: &ImportArgs) -> Result<ExitCode> {
-    let mut theirs = Theirs::new(read(&args.file)?);
+    let mut theirs = ForeignKeys::new(read(&args.file)?);
     let mut draft = Draft::default();
     let is_verl = theirs.has_table(&["actor_rollout_ref.", "data.", "algorithm.", "trainer."]);
     match is_verl {

@@ -2,10 +2,10 @@
 
 use serde_json::Value;
 
-use super::draft::{Draft, Theirs};
+use super::draft::{Draft, ForeignKeys};
 
 /// Takes the keys that the dictionary alone cannot translate.
-pub(super) fn translate(theirs: &mut Theirs, draft: &mut Draft) {
+pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft) {
     schedule(theirs, draft);
     strategies(theirs, draft);
     adapters(theirs, draft);
@@ -17,7 +17,7 @@ pub(super) fn translate(theirs: &mut Theirs, draft: &mut Draft) {
     }
 }
 
-fn schedule(theirs: &mut Theirs, draft: &mut Draft) {
+fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
     if let Some(ratio) = theirs.take_number("warmup_ratio") {
         match theirs.number("max_steps").filter(|steps| *steps > 0.0) {
             _ if ratio == 0.0 => draft.drop("warmup_ratio", "no warm-up"),
@@ -49,7 +49,7 @@ fn schedule(theirs: &mut Theirs, draft: &mut Draft) {
 }
 
 /// Words that say whether steps count.
-fn strategies(theirs: &mut Theirs, draft: &mut Draft) {
+fn strategies(theirs: &mut ForeignKeys, draft: &mut Draft) {
     if let Some(strategy) = theirs.take("save_strategy") {
         match strategy.as_str() {
             Some("steps") => draft.drop("save_strategy", "save_steps counts steps"),
@@ -76,7 +76,7 @@ fn strategies(theirs: &mut Theirs, draft: &mut Draft) {
     }
 }
 
-fn adapters(theirs: &mut Theirs, draft: &mut Draft) {
+fn adapters(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let use_peft = theirs.take("use_peft");
     if use_peft.is_some() {
         draft.drop("use_peft", "lora.r turns adapters on");
@@ -104,7 +104,7 @@ fn adapters(theirs: &mut Theirs, draft: &mut Draft) {
 }
 
 /// Keys that change nothing at one value.
-fn neutral(theirs: &mut Theirs, draft: &mut Draft) {
+fn neutral(theirs: &mut ForeignKeys, draft: &mut Draft) {
     for (name, nothing) in [
         ("top_entropy_quantile", Value::from(1.0)),
         ("entropy_coef", 0.0.into()),

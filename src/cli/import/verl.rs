@@ -2,10 +2,10 @@
 
 use serde_json::Value;
 
-use super::draft::{Draft, Theirs};
+use super::draft::{Draft, ForeignKeys};
 
 /// Takes the keys that the dictionary alone cannot translate, and sets what verl does by default.
-pub(super) fn translate(theirs: &mut Theirs, draft: &mut Draft) {
+pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft) {
     batch(theirs, draft);
     objective(theirs, draft);
     schedule(theirs, draft);
@@ -15,7 +15,7 @@ pub(super) fn translate(theirs: &mut Theirs, draft: &mut Draft) {
 }
 
 /// Prompts of a generation batch and of an update, as completions on each GPU.
-fn batch(theirs: &mut Theirs, draft: &mut Draft) {
+fn batch(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let whole = |number: Option<f64>| number.filter(|number| *number >= 1.0).map(|number| number as u64);
     let num_prompts = whole(theirs.take_number("data.train_batch_size")).unwrap_or(1024);
     let per_update = whole(theirs.take_number("actor.ppo_mini_batch_size")).unwrap_or(256).min(num_prompts);
@@ -52,7 +52,7 @@ fn batch(theirs: &mut Theirs, draft: &mut Draft) {
     }
 }
 
-fn objective(theirs: &mut Theirs, draft: &mut Draft) {
+fn objective(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let coefficient = theirs.take_number("actor.kl_loss_coef").unwrap_or(0.001);
     match theirs.take("actor.use_kl_loss") {
         Some(Value::Bool(true)) => draft.set("beta", coefficient, "actor.kl_loss_coef, as actor.use_kl_loss is true"),
@@ -94,7 +94,7 @@ fn objective(theirs: &mut Theirs, draft: &mut Draft) {
     }
 }
 
-fn schedule(theirs: &mut Theirs, draft: &mut Draft) {
+fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
     for name in ["actor.optim.total_training_steps", "trainer.total_training_steps"] {
         if theirs.number(name).is_some_and(|steps| steps < 1.0) {
             theirs.take(name);
@@ -132,7 +132,7 @@ fn schedule(theirs: &mut Theirs, draft: &mut Draft) {
 }
 
 /// A function of the user's, or what verl chooses by the data's source.
-fn rewards(theirs: &mut Theirs, draft: &mut Draft) {
+fn rewards(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let mut take = |name: &str| {
         let value = theirs.take(&format!("custom_reward_function.{name}"));
         value.or_else(|| theirs.take(&format!("reward.custom_reward_function.{name}"))).filter(|value| !value.is_null())
@@ -162,7 +162,7 @@ fn rewards(theirs: &mut Theirs, draft: &mut Draft) {
     switch(theirs, draft, "reward_model.enable", "reward_funcs are functions, commands and services over HTTP");
 }
 
-fn output(theirs: &mut Theirs, draft: &mut Draft) {
+fn output(theirs: &mut ForeignKeys, draft: &mut Draft) {
     if let Some(loggers) = theirs.take("trainer.logger") {
         let listed = match loggers {
             Value::Array(listed) => listed,
@@ -187,7 +187,7 @@ fn output(theirs: &mut Theirs, draft: &mut Draft) {
     }
 }
 
-fn rest(theirs: &mut Theirs, draft: &mut Draft) {
+fn rest(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let rank = theirs.take_number("model.lora_rank").filter(|rank| *rank > 0.0);
     let (alpha, targets) = (theirs.take("model.lora_alpha"), theirs.take("model.target_modules"));
     if let Some(rank) = rank {
@@ -221,7 +221,7 @@ fn rest(theirs: &mut Theirs, draft: &mut Draft) {
 }
 
 /// A key that changes nothing where it is false.
-fn switch(theirs: &mut Theirs, draft: &mut Draft, name: &str, why: &str) {
+fn switch(theirs: &mut ForeignKeys, draft: &mut Draft, name: &str, why: &str) {
     match theirs.take(name) {
         Some(Value::Bool(true)) => draft.lose(name, &true.into(), why),
         Some(_) => draft.drop(name, "off"),

@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::config::KeyDoc;
 
 /// A key of ours that TRL's `GRPOConfig`, transformers' `TrainingArguments` below it or TRL's `ModelConfig` has.
-struct Foreign {
+struct ForeignDefault {
     key: &'static str,
     /// TRL's name, where it is another.
     name: Option<&'static str>,
@@ -17,21 +17,21 @@ struct Foreign {
     reason: &'static str,
 }
 
-const fn same(key: &'static str, default: &'static str) -> Foreign {
-    Foreign { key, name: None, default, reason: "" }
+const fn same(key: &'static str, default: &'static str) -> ForeignDefault {
+    ForeignDefault { key, name: None, default, reason: "" }
 }
 
-const fn renamed(key: &'static str, name: &'static str, default: &'static str) -> Foreign {
-    Foreign { key, name: Some(name), default, reason: "" }
+const fn renamed(key: &'static str, name: &'static str, default: &'static str) -> ForeignDefault {
+    ForeignDefault { key, name: Some(name), default, reason: "" }
 }
 
-impl Foreign {
+impl ForeignDefault {
     const fn but(self, reason: &'static str) -> Self {
         Self { reason, ..self }
     }
 }
 
-const FOREIGN: &[Foreign] = &[
+const FOREIGN: &[ForeignDefault] = &[
     same("dtype", r#""float32""#).but("bfloat16 on CUDA: TRL loads float32 and trains in bfloat16 by autocast"),
     same("output_dir", r#""trainer_output""#).but("a shorter name"),
     same("shuffle_dataset", "true"),
@@ -126,7 +126,7 @@ pub(super) fn table(keys: &[KeyDoc]) -> String {
     text
 }
 
-impl Foreign {
+impl ForeignDefault {
     fn value(&self) -> Value {
         serde_json::from_str(self.default).expect("the table holds JSON")
     }

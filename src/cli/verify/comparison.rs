@@ -4,8 +4,8 @@ use std::fmt::Write;
 
 use tch::{Kind, Tensor};
 
-use super::Own;
-use super::peer::Answer;
+use super::OwnOutputs;
+use super::peer::PeerOutputs;
 use crate::error::Result;
 use crate::torch;
 
@@ -37,7 +37,7 @@ struct Token {
 }
 
 impl Comparison {
-    pub fn new(own: &Own, theirs: &Answer) -> Result<Self> {
+    pub fn new(own: &OwnOutputs, theirs: &PeerOutputs) -> Result<Self> {
         let mut compared = Self::default();
         for (index, theirs) in theirs.logits.iter().enumerate() {
             let ours = &own.logits[index];

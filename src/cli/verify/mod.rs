@@ -17,7 +17,7 @@ use crate::error::{Error, ExitCode, Result};
 use crate::memory::explain_out_of_memory;
 use crate::model::{ModelSource, ModelSpec, ParamTable, UnitLayout, WeightFiles};
 use crate::phase::{self, Phase, terminal};
-use crate::serve::{ServeOptions, Service};
+use crate::serve::{ModelService, ServeOptions};
 use crate::torch;
 use crate::train::{NetworkOptions, Reference};
 use crate::types::{Prompt, SamplingParams, Trajectory};
@@ -42,7 +42,7 @@ fn usual_tolerance(kind: Kind) -> f64 {
 }
 
 /// What the program computed.
-struct Own {
+struct OwnOutputs {
     prompts: Vec<Prompt>,
     completions: Vec<Trajectory>,
     /// Prompt and completion.
@@ -94,7 +94,7 @@ pub(super) fn verify(args: &VerifyArgs) -> Result<ExitCode> {
 }
 
 /// Greedy completions of the engine, then the trainer's logits of them. Each holds the weights alone.
-fn compute(args: &VerifyArgs, source: &ModelSource, on_cuda: bool, kind: Kind) -> Result<Own> {
+fn compute(args: &VerifyArgs, source: &ModelSource, on_cuda: bool, kind: Kind) -> Result<OwnOutputs> {
     let world = Arc::new(World::single_on(if on_cuda { Backend::Nccl } else { Backend::Shm })?);
     let (prompts, completions) = generate(args, source, &world, kind)?;
     let sequences: Vec<Vec<u32>> = prompts.iter().zip(&completions).map(|(prompt, it)| joined(prompt, it)).collect();
@@ -107,7 +107,7 @@ fn compute(args: &VerifyArgs, source: &ModelSource, on_cuda: bool, kind: Kind) -
     let logits = phase::scope(Phase::Score, || sequences.iter().map(&mut logits).collect::<Result<_>>())?;
     drop(network);
     torch::release_memory(world.device())?; // the other process needs as much
-    Ok(Own { prompts, completions, sequences, logits, vocab_size: spec.vocab_size })
+    Ok(OwnOutputs { prompts, completions, sequences, logits, vocab_size: spec.vocab_size })
 }
 
 fn joined(prompt: &Prompt, completion: &Trajectory) -> Vec<u32> {
@@ -148,8 +148,8 @@ fn generate(
         kind,
         residual: kind,
     };
-    let Service { mut served, tokenizer, max_model_length } =
-        phase::scope(Phase::Load, || Service::load(&options, world))?;
+    let ModelService { mut served, tokenizer, max_model_length } =
+        phase::scope(Phase::Load, || ModelService::load(&options, world))?;
     let longest = max_model_length.saturating_sub(args.max_completion_length);
     let prompts = prompts(&args.prompt, &tokenizer, longest)?;
     let params = SamplingParams {

@@ -38,7 +38,7 @@ pub(super) struct Question<'a> {
 
 /// What transformers computed.
 #[derive(Debug)]
-pub(super) struct Answer {
+pub(super) struct PeerOutputs {
     pub versions: Versions,
     /// Ids of each prompt; the error is the reason why there are none.
     pub tokens: std::result::Result<Vec<Vec<u32>>, String>,
@@ -53,7 +53,7 @@ pub(super) struct Versions {
 }
 
 #[derive(Deserialize)]
-struct Header {
+struct PeerHeader {
     versions: Versions,
     tokens: Value,
 }
@@ -74,7 +74,7 @@ impl Peer {
     ///
     /// # Errors
     /// [`Error::Environment`] with the last lines of a process that failed, or whose answer has another size.
-    pub fn ask(&self, question: &Question<'_>) -> Result<Answer> {
+    pub fn ask(&self, question: &Question<'_>) -> Result<PeerOutputs> {
         let Question { model, dtype, device, prompts, sequences, .. } = question;
         let text =
             json!({"folder": model, "dtype": dtype, "device": device, "prompts": prompts, "sequences": sequences});
@@ -84,10 +84,10 @@ impl Peer {
         self.read(&answered, question).map_err(Error::io(&answered))?.map_err(|message| self.failed(&message))
     }
 
-    fn read(&self, path: &Path, question: &Question<'_>) -> std::io::Result<std::result::Result<Answer, String>> {
+    fn read(&self, path: &Path, question: &Question<'_>) -> std::io::Result<std::result::Result<PeerOutputs, String>> {
         let (mut file, mut line) = (BufReader::new(File::open(path)?), String::new());
         file.read_line(&mut line)?;
-        let header: Header = match serde_json::from_str(&line) {
+        let header: PeerHeader = match serde_json::from_str(&line) {
             Ok(header) => header,
             Err(error) => return Ok(Err(format!("its answer is not readable: {error}"))),
         };
@@ -115,7 +115,7 @@ impl Peer {
         let logits = logits.collect();
         let reason = header.tokens.as_str().map(str::to_owned);
         let tokens = serde_json::from_value(header.tokens).map_err(|error| reason.unwrap_or(error.to_string()));
-        Ok(Ok(Answer { versions: header.versions, tokens, logits }))
+        Ok(Ok(PeerOutputs { versions: header.versions, tokens, logits }))
     }
 
     /// Runs the program to its end.

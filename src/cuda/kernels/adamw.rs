@@ -6,10 +6,10 @@ use std::ops::Range;
 use tch::{Kind, Tensor};
 
 use super::{Argument, address, blocks, invalid, kind_name, launch, ordinal};
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::ADAMW;
+pub(super) const SOURCE: &KernelSource = &nvrtc::ADAMW;
 pub(super) const NAMES: &[&str] = &["adamw_f32_f32", "adamw_f32_bf16", "adamw_bf16_f32", "adamw_bf16_bf16"];
 
 const THREADS: usize = 256;

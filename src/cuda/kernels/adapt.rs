@@ -4,10 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::{Argument, address, is_aligned, launch_early, ordinal, strided};
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::ADAPT;
+pub(super) const SOURCE: &KernelSource = &nvrtc::ADAPT;
 pub(super) const NAMES: &[&str] = &["adapt_down_16", "adapt_down_32", "adapt_down_64", "adapt_up_32", "adapt_up_64"];
 
 // As in the source, to which a test holds them.

@@ -4,10 +4,10 @@
 use tch::Tensor;
 
 use super::{Argument, address, address_or_null, invalid, kinds_name, launch_early, ordinal, row_len, width};
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::ADD_RMS_NORM;
+pub(super) const SOURCE: &KernelSource = &nvrtc::ADD_RMS_NORM;
 pub(super) const NAMES: &[&str] = &[
     "add_rms_norm_f32_x1",
     "add_rms_norm_f32_x4",

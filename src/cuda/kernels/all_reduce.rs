@@ -8,10 +8,10 @@ use tch::{Kind, Tensor};
 
 use super::{Argument, address, invalid, kind_name, launch_early};
 use crate::cuda::PeerMemory;
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::ALL_REDUCE;
+pub(super) const SOURCE: &KernelSource = &nvrtc::ALL_REDUCE;
 pub(super) const NAMES: &[&str] = &[
     "all_reduce_read_bf16_2",
     "all_reduce_read_bf16_4",
@@ -40,7 +40,7 @@ const ALIGNMENT: usize = 256;
 
 /// How rows are summed. Both give the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
+pub enum AllReduceMethod {
     /// Ranks meet, and every rank reads all parts and sums all rows.
     Read,
     /// Ranks meet, every rank sums and norms every N-th row, whose x it alone keeps, and writes the norms to all.
@@ -83,10 +83,10 @@ impl RowSums {
     }
 
     /// The fastest way for a step of `rows`, as measured between H200.
-    pub fn way(&self, rows: usize) -> Way {
+    pub fn way(&self, rows: usize) -> AllReduceMethod {
         let from_peers = (self.memory.num_ranks() - 1) * rows * self.dim * 2; // bytes that each rank reads
         let is_few = self.memory.num_ranks() == 2 || from_peers <= MOST_READ_BYTES;
-        if is_few { Way::Read } else { Way::Share }
+        if is_few { AllReduceMethod::Read } else { AllReduceMethod::Share }
     }
 
     /// Most rows of a call.
@@ -116,12 +116,19 @@ impl RowSums {
     }
 
     /// x (f32 or bf16) += the ranks' parts of `turn`, added in rank order in float32 and rounded once; the norms are
-    /// x / sqrt(mean(x^2) + eps) * weight. `turn` is not that of the call before. After [`Way::Share`] x has only rows i with
+    /// x / sqrt(mean(x^2) + eps) * weight. `turn` is not that of the call before. After [`AllReduceMethod::Share`] x has only rows i with
     /// i % N = rank, and later calls on it have to be shared, too. Allocates nothing. Collective: all ranks call it alike.
     ///
     /// # Errors
     /// [`crate::Error::InvalidArgument`] for tensors that do not fit or too many rows; [`crate::Error::Cuda`].
-    pub fn add_rms_norm(&self, way: Way, turn: usize, x: &mut Tensor, weight: &Tensor, eps: f64) -> Result<()> {
+    pub fn add_rms_norm(
+        &self,
+        way: AllReduceMethod,
+        turn: usize,
+        x: &mut Tensor,
+        weight: &Tensor,
+        eps: f64,
+    ) -> Result<()> {
         const OP: &str = "RowSums::add_rms_norm";
         let (memory, places) = (&*self.memory, self.places());
         let (gpu, num_ranks, rows) = (memory.ordinal(), memory.num_ranks(), x.numel() / self.dim);
@@ -145,8 +152,8 @@ impl RowSums {
         ];
         let kind = kind_name(OP, x)?;
         let (name, blocks) = match way {
-            Way::Read => ("read", rows),
-            Way::Share => ("share", rows.div_ceil(num_ranks)),
+            AllReduceMethod::Read => ("read", rows),
+            AllReduceMethod::Share => ("share", rows.div_ceil(num_ranks)),
         };
         let shape = (blocks.min(MOST_BLOCKS) as u32, packs.next_multiple_of(32) as u32, 0);
         // SAFETY: the kernel's parameters in order; every rank's memory has the same layout, and is never freed.

@@ -4,10 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::{Argument, address, kinds_name, launch_early, ordinal, row_len, width};
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::EMBED;
+pub(super) const SOURCE: &KernelSource = &nvrtc::EMBED;
 pub(super) const NAMES: &[&str] =
     &["embed_f32_x1", "embed_f32_x4", "embed_bf16_x1", "embed_bf16_x8", "embed_f32_bf16_x1", "embed_f32_bf16_x8"];
 

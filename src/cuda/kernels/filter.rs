@@ -5,10 +5,10 @@ use tch::{Kind, Tensor};
 
 use super::sample::Draws;
 use super::{Argument, address, invalid, launch_early, ordinal};
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::FILTER;
+pub(super) const SOURCE: &KernelSource = &nvrtc::FILTER;
 pub(super) const NAMES: &[&str] = &["filter"];
 
 const THREADS: u32 = 1024;

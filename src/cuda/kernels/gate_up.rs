@@ -6,10 +6,10 @@ use tch::{Kind, Tensor};
 use super::boxes::{STEP, lies_well, pairs_boxes, rows_boxes};
 use super::{Argument, invalid, ordinal, queue, strided};
 use crate::cuda::context::Context;
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::GATE_UP;
+pub(super) const SOURCE: &KernelSource = &nvrtc::GATE_UP;
 pub(super) const NAMES: &[&str] = &["gate_up_256", "gate_up_512"];
 
 const OP: &str = "gate_up";

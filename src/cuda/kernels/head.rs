@@ -4,10 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::{Argument, address, address_or_null, invalid, is_aligned, launch, ordinal};
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::HEAD;
+pub(super) const SOURCE: &KernelSource = &nvrtc::HEAD;
 pub(super) const NAMES: &[&str] = &[
     "head_forward_x1",
     "head_forward_x4",

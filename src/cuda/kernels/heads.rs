@@ -4,10 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::{Argument, address, address_or_null, blocks, invalid, is_aligned, kind_name, launch, ordinal};
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::HEADS;
+pub(super) const SOURCE: &KernelSource = &nvrtc::HEADS;
 pub(super) const NAMES: &[&str] = &[
     "heads_forward_f32_x1",
     "heads_forward_f32_x4",
@@ -47,7 +47,7 @@ pub fn heads_forward(
     sin: &Tensor, // [T, 1, hd] f32, the second half the sines themselves
 ) -> Result<(Tensor, Tensor, Tensor)> {
     const OP: &str = "heads_forward";
-    let shape = Shape::of(OP, qkv)?;
+    let shape = HeadsShape::of(OP, qkv)?;
     let room = |heads: i64| Tensor::f_empty([shape.tokens, heads, 2 * shape.half], (qkv.kind(), qkv.device()));
     let (q, k, v) = (room(shape.groups * shape.queries)?, room(shape.groups)?, room(shape.groups)?);
     let (suffix, lanes) = shape.variant(OP, &[qkv, &q, &k, &v])?;
@@ -94,7 +94,7 @@ pub fn heads_backward(
     let ([tokens, heads, head_dim], groups) = (sizes(OP, dq)?, sizes(OP, dk)?[1]);
     let like = [tokens, groups, heads / groups.max(1) + 2, head_dim];
     let d_qkv = Tensor::f_empty(like, (dq.kind(), dq.device()))?;
-    let shape = Shape::of(OP, &d_qkv)?;
+    let shape = HeadsShape::of(OP, &d_qkv)?;
     let (suffix, lanes) = shape.variant(OP, &[dq, dk, dv, &d_qkv, qkv.unwrap_or(dq)])?;
     let (teams, slots) = (256 / lanes as usize, shape.slots() as usize);
     let slot_blocks = slots.div_ceil(teams);
@@ -127,7 +127,7 @@ pub fn heads_backward(
     Ok(HeadsGradient { d_qkv, d_bias, d_norm })
 }
 
-struct Shape {
+struct HeadsShape {
     gpu: usize,
     kind: Kind,
     tokens: i64,
@@ -136,7 +136,7 @@ struct Shape {
     half: i64,
 }
 
-impl Shape {
+impl HeadsShape {
     fn of(op: &'static str, qkv: &Tensor) -> Result<Self> {
         match qkv.size()[..] {
             [tokens, groups, slots, head_dim] if slots > 2 && head_dim % 2 == 0 && head_dim <= MOST_HEAD_DIM => {

@@ -4,10 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::{Argument, address, blocks, invalid, is_aligned, launch, ordinal};
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::MERGE_ATTENTION;
+pub(super) const SOURCE: &KernelSource = &nvrtc::MERGE_ATTENTION;
 pub(super) const NAMES: &[&str] = &["merge_attention_bf16"];
 
 const THREADS: usize = 256;
@@ -16,14 +16,14 @@ const MOST_BLOCKS: usize = 1 << 14;
 const PACK: usize = 8;
 
 /// An attention's output and the log-sum-exp of its scores.
-pub type Attended<'a> = (&'a Tensor /* [T, H, hd] bf16 */, &'a Tensor /* [T, H] f32, any strides */);
+pub type PartialAttention<'a> = (&'a Tensor /* [T, H, hd] bf16 */, &'a Tensor /* [T, H] f32, any strides */);
 
 /// lse = log(exp(lse_a) + exp(lse_b)), o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b, written into `to`.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit, or a head width that is no multiple of 8;
 /// [`crate::Error::Cuda`].
-pub fn merge_attention(a: Attended<'_>, b: Attended<'_>, to: Attended<'_>) -> Result<()> {
+pub fn merge_attention(a: PartialAttention<'_>, b: PartialAttention<'_>, to: PartialAttention<'_>) -> Result<()> {
     const OP: &str = "merge_attention";
     let (gpu, size, n) = (ordinal(OP, a.0)?, a.0.size(), a.0.numel());
     let [tokens, heads, head_dim] = size[..] else { return Err(invalid(OP, "[T, H, hd]", size)) };

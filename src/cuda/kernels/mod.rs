@@ -31,7 +31,7 @@ mod swiglu;
 pub use adamw::{AdamWScalars, adamw};
 pub use adapt::{adapt, adapt_pays, adapt_serves};
 pub use add_rms_norm::add_rms_norm;
-pub use all_reduce::{RowSums, Way};
+pub use all_reduce::{AllReduceMethod, RowSums};
 pub use embed::embed;
 pub use filter::{Filters, filter};
 pub(super) use gate_up::gate_up_key;
@@ -58,7 +58,7 @@ pub use swiglu::{silu_mul, swiglu_backward, swiglu_forward};
 use tch::{Device, Kind, Tensor};
 
 use super::kernel::{Argument, Kernel};
-use super::nvrtc::Source;
+use super::nvrtc::KernelSource;
 use crate::error::{Error, Result};
 use crate::torch;
 
@@ -185,7 +185,7 @@ fn width(len: usize, tensors: &[&Tensor]) -> usize {
 /// # Safety
 /// As [`Kernel::launch`]; memory that libtorch frees in this stream's order is valid long enough.
 unsafe fn launch(
-    source: &'static Source,
+    source: &'static KernelSource,
     name: &str,
     ordinal: usize,
     shape: (u32, u32, u32), // blocks, threads, bytes of shared memory
@@ -201,7 +201,7 @@ unsafe fn launch(
 /// # Safety
 /// As [`launch`].
 unsafe fn launch_early(
-    source: &'static Source,
+    source: &'static KernelSource,
     name: &str,
     ordinal: usize,
     shape: (u32, u32, u32),
@@ -212,7 +212,7 @@ unsafe fn launch_early(
 }
 
 unsafe fn queue(
-    source: &'static Source,
+    source: &'static KernelSource,
     name: &str,
     ordinal: usize,
     shape: (u32, u32, u32),
@@ -240,7 +240,7 @@ fn blocks(items: usize, per_block: usize, most: usize) -> u32 {
 
 /// A grid for other constants than the source's would give wrong results, and no error.
 #[cfg(test)]
-fn assert_declared(source: &Source, constants: &[(&str, usize)]) {
+fn assert_declared(source: &KernelSource, constants: &[(&str, usize)]) {
     for (name, value) in constants {
         let line = format!("constexpr int {name} = {value};");
         assert!(super::nvrtc::texts(source).any(|text| text.contains(&line)), "{line}");

@@ -4,10 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::{Argument, address, blocks, launch, ordinal};
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::NEXT_TOKENS;
+pub(super) const SOURCE: &KernelSource = &nvrtc::NEXT_TOKENS;
 pub(super) const NAMES: &[&str] = &["next_tokens"];
 
 const THREADS: usize = 256;

@@ -4,10 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::{Argument, address, blocks, invalid, kind_name, launch, ordinal};
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::NF4;
+pub(super) const SOURCE: &KernelSource = &nvrtc::NF4;
 pub(super) const NAMES: &[&str] = &["nf4_dequantize_f32", "nf4_dequantize_bf16"];
 
 const THREADS: usize = 256;

@@ -4,10 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::{Argument, address, invalid, kind_name, launch, ordinal};
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::NORM;
+pub(super) const SOURCE: &KernelSource = &nvrtc::NORM;
 pub(super) const NAMES: &[&str] = &["sum_of_squares_f32", "sum_of_squares_bf16"];
 
 const THREADS: u32 = 512;

@@ -4,10 +4,10 @@
 use tch::Tensor;
 
 use super::{Argument, address, blocks, invalid, kind_name, launch, ordinal};
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::NORMAL;
+pub(super) const SOURCE: &KernelSource = &nvrtc::NORMAL;
 pub(super) const NAMES: &[&str] = &["normal_f32", "normal_bf16", "dropout_f32", "dropout_bf16"];
 
 const THREADS: usize = 256;

@@ -5,14 +5,14 @@ use tch::{Device, Kind, Tensor};
 
 use super::{Argument, address, address_or_null, invalid, is_aligned, kind_name, launch_early, ordinal};
 use crate::cuda::Context;
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::PAGED_ATTENTION;
+pub(super) const SOURCE: &KernelSource = &nvrtc::PAGED_ATTENTION;
 pub(super) const NAMES: &[&str] = &["paged_attention_bf16_64", "paged_attention_bf16_128"];
-pub(super) const PLAN: &Source = &nvrtc::PLAN_ATTENTION;
+pub(super) const PLAN: &KernelSource = &nvrtc::PLAN_ATTENTION;
 pub(super) const PLAN_NAMES: &[&str] = &["plan_attention"];
-pub(super) const ANY: &Source = &nvrtc::PAGED_ATTENTION_ANY;
+pub(super) const ANY: &KernelSource = &nvrtc::PAGED_ATTENTION_ANY;
 pub(super) const ANY_NAMES: &[&str] = &["paged_attention_any_f32", "paged_attention_any_bf16"];
 
 /// Threads of a block, and most columns of a head over it.
@@ -60,12 +60,12 @@ pub struct AttentionPlan {
     kind: Kind,
     max_rows: usize,
     split_tokens: usize,
-    buffers: Option<Buffers>,
+    buffers: Option<TensorCoreBuffers>,
 }
 
 /// What the tensor-core kernel needs; none where a slower one serves.
 #[derive(Debug)]
-struct Buffers {
+struct TensorCoreBuffers {
     /// Blocks of threads that take items.
     num_blocks: usize,
     /// Key/value heads times chunks of up to [`ITEM_HEADS`] query heads.
@@ -109,7 +109,8 @@ impl AttentionPlan {
         let is_fast =
             kind == Kind::BFloat16 && [64, 128].contains(&shape.head_dim) && shape.block_size.is_power_of_two();
         let context = max_blocks * shape.block_size;
-        let buffers = is_fast.then(|| Buffers::new(&shape, device, max_rows, split_tokens, context)).transpose()?;
+        let buffers =
+            is_fast.then(|| TensorCoreBuffers::new(&shape, device, max_rows, split_tokens, context)).transpose()?;
         Ok(Self { shape, kind, max_rows, split_tokens: split_tokens.unwrap_or(0), buffers })
     }
 
@@ -131,7 +132,7 @@ impl AttentionPlan {
 
     /// Bytes on the device.
     pub fn bytes(&self) -> usize {
-        let tensors = self.buffers.iter().flat_map(Buffers::tensors);
+        let tensors = self.buffers.iter().flat_map(TensorCoreBuffers::tensors);
         tensors.map(|tensor| tensor.numel() * tensor.kind().elt_size_in_bytes()).sum()
     }
 
@@ -188,7 +189,7 @@ fn least_shared_tokens(rows: usize, columns: usize, num_blocks: usize) -> usize 
     if has_enough_rows { 640 * num_blocks / columns } else { usize::MAX }
 }
 
-impl Buffers {
+impl TensorCoreBuffers {
     fn new(
         shape: &AttentionShape,
         device: Device,

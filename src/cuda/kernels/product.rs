@@ -6,10 +6,10 @@ use tch::{Kind, Tensor};
 use super::boxes::{STEP, lies_well, rows_boxes};
 use super::{Argument, address_or_null, invalid, ordinal, queue, strided};
 use crate::cuda::context::Context;
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::PRODUCT;
+pub(super) const SOURCE: &KernelSource = &nvrtc::PRODUCT;
 pub(super) const NAMES: &[&str] = &[
     "product_64",
     "product_80",

@@ -5,10 +5,10 @@ use tch::{Kind, Tensor};
 
 use super::rope_write_kv::QkvViews;
 use super::{Argument, address, invalid, kind_name, launch_early, ordinal, strided};
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::QK_NORM;
+pub(super) const SOURCE: &KernelSource = &nvrtc::QK_NORM;
 pub(super) const NAMES: &[&str] = &["qk_squares_f32", "qk_squares_bf16", "qk_scale_f32", "qk_scale_bf16"];
 
 const THREADS: u32 = 256;

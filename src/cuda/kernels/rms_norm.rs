@@ -5,10 +5,10 @@ use tch::{Kind, Tensor};
 
 use super::sums::add_columns;
 use super::{Argument, address, address_or_null, blocks, invalid, is_aligned, kinds_name, launch, ordinal};
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::RMS_NORM;
+pub(super) const SOURCE: &KernelSource = &nvrtc::RMS_NORM;
 pub(super) const NAMES: &[&str] = &[
     "rms_norm_forward_f32_x1",
     "rms_norm_forward_f32_x4",

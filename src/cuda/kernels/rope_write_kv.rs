@@ -4,10 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::{Argument, address, address_or_null, invalid, kind_name, launch_early, ordinal, strided};
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::ROPE_WRITE_KV;
+pub(super) const SOURCE: &KernelSource = &nvrtc::ROPE_WRITE_KV;
 pub(super) const NAMES: &[&str] =
     &["rope_write_kv_f32_x1", "rope_write_kv_f32_x4", "rope_write_kv_bf16_x1", "rope_write_kv_bf16_x8"];
 
@@ -67,8 +67,8 @@ pub fn rope_write_kv(
 ) -> Result<()> {
     const OP: &str = "rope_write_kv";
     let (gpu, kind) = (ordinal(OP, &qkv.q)?, qkv.q.kind());
-    let shape = Shape::of(&qkv.q, k_cache)?;
-    let Shape { tokens, kv_heads, group, dim, block_size } = shape;
+    let shape = RopeShape::of(&qkv.q, k_cache)?;
+    let RopeShape { tokens, kv_heads, group, dim, block_size } = shape;
     let [(q, q_row, q_group), (k, kv_row, kv_group), (v, v_row, v_group)] = shape.addresses(qkv, kind, gpu)?;
     if (kv_row, kv_group) != (v_row, v_group) {
         return Err(invalid(OP, "keys and values of the same strides", (qkv.k.stride(), qkv.v.stride())));
@@ -115,7 +115,7 @@ pub fn rope_write_kv(
     unsafe { launch_early(SOURCE, &name, gpu, (grid, THREADS as u32, 0), &arguments) }
 }
 
-struct Shape {
+struct RopeShape {
     tokens: usize,
     kv_heads: usize,
     group: usize,
@@ -123,7 +123,7 @@ struct Shape {
     block_size: usize,
 }
 
-impl Shape {
+impl RopeShape {
     fn of(q: &Tensor, k_cache: &Tensor) -> Result<Self> {
         let (size, cache) = (q.size(), k_cache.size());
         match (size.as_slice(), cache.as_slice()) {

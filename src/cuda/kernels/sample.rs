@@ -4,10 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::{Argument, address, address_or_null, invalid, is_aligned, launch_early, ordinal, strided};
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::SAMPLE;
+pub(super) const SOURCE: &KernelSource = &nvrtc::SAMPLE;
 pub(super) const NAMES: &[&str] = &["sample_x1", "sample_x8", "sample_processed_x1", "sample_processed_x8", "combine"];
 
 const THREADS: u32 = 512;

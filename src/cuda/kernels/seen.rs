@@ -4,10 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::{Argument, address, blocks, invalid, launch_early, ordinal};
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::SEEN;
+pub(super) const SOURCE: &KernelSource = &nvrtc::SEEN;
 pub(super) const NAMES: &[&str] = &["note_tokens", "mark_seen"];
 
 const THREADS: usize = 512;

@@ -4,10 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::{Argument, address, blocks, invalid, is_aligned, kind_name, launch, ordinal};
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::SUMS;
+pub(super) const SOURCE: &KernelSource = &nvrtc::SUMS;
 pub(super) const NAMES: &[&str] = &[
     "add_rows_f32_f32_x1",
     "add_rows_f32_f32_x4",

@@ -4,10 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::{Argument, address, blocks, invalid, kind_name, launch_early, ordinal};
-use crate::cuda::nvrtc::{self, Source};
+use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
-pub(super) const SOURCE: &Source = &nvrtc::SWIGLU;
+pub(super) const SOURCE: &KernelSource = &nvrtc::SWIGLU;
 pub(super) const NAMES: &[&str] = &[
     "swiglu_forward_f32_x1",
     "swiglu_forward_f32_x2",

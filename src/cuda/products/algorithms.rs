@@ -16,7 +16,7 @@ use super::problem::{self, Problem};
 use super::{Products, Tuning, WORKSPACE_BYTES, fixed};
 use crate::cuda::cache;
 use crate::cuda::context::check;
-use crate::cuda::stream::Event;
+use crate::cuda::stream::CudaEvent;
 use crate::error::Result;
 
 /// Algorithms of the heuristics' list.
@@ -139,10 +139,10 @@ impl Products {
             let mut times = [0.0; RUNS];
             for time in &mut times {
                 let _ = flushed.shallow_clone().f_zero_()?;
-                let start = Event::record_libtorch(&self.context)?;
+                let start = CudaEvent::record_libtorch(&self.context)?;
                 // SAFETY: as in `run`; the output is a scratch of the same shape.
                 unsafe { self.queue(descriptors, algorithm, pointers, 0.0)? };
-                *time = start.time_until(&Event::record_libtorch(&self.context)?)?.as_secs_f64();
+                *time = start.time_until(&CudaEvent::record_libtorch(&self.context)?)?.as_secs_f64();
             }
             times.sort_by(f64::total_cmp);
             if times[RUNS / 2] < best.1 * GAIN {

@@ -22,7 +22,7 @@ const CONNECT_PATIENCE: Duration = Duration::from_secs(15);
 
 /// Why a request gave nothing.
 #[derive(Debug)]
-pub(super) enum Failure {
+pub(super) enum DownloadFailure {
     /// No answer: no network, no such host, a connection that broke, a server that fails for now.
     Unreachable(String),
     /// An answer that will not change.
@@ -33,7 +33,7 @@ pub(super) enum Failure {
     Storage(PathBuf, io::Error),
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for DownloadFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unreachable(message) | Self::Broken(message) => f.write_str(message),
@@ -70,13 +70,13 @@ pub(super) enum Bytes {
 }
 
 #[derive(Debug)]
-pub(super) struct Client {
+pub(super) struct HubClient {
     agent: Agent,
     endpoint: String,
     token: Option<String>,
 }
 
-impl Client {
+impl HubClient {
     pub fn new(options: &HubOptions) -> Self {
         let agent = Agent::config_builder()
             .http_status_as_error(false)
@@ -92,13 +92,13 @@ impl Client {
     }
 
     /// The commit of the repository's revision, and its files.
-    pub fn info(&self, repo: &Repo) -> Result<Info, Failure> {
+    pub fn info(&self, repo: &Repo) -> Result<Info, DownloadFailure> {
         let Self { endpoint, .. } = self;
         let url = format!("{endpoint}/api/{}/{}/revision/{}", repo.plural(), repo.name, escaped(&repo.revision, false));
         let mut response = accepted(self.get(&url, None, None)?)?;
         let body = response.body_mut().with_config().limit(MAX_INFO_BYTES).read_to_vec();
-        let body = body.map_err(|error| Failure::Unreachable(format!("{url}: {error}")))?;
-        let broken = |what: &str| Failure::Broken(format!("{url}: {what}"));
+        let body = body.map_err(|error| DownloadFailure::Unreachable(format!("{url}: {error}")))?;
+        let broken = |what: &str| DownloadFailure::Broken(format!("{url}: {what}"));
         let info: Value = serde_json::from_slice(&body).map_err(|error| broken(&error.to_string()))?;
         let commit = info["sha"].as_str().filter(|sha| is_word(sha)).ok_or_else(|| broken("no commit"))?.to_owned();
         let files = info["siblings"].as_array().ok_or_else(|| broken("no list of files"))?;
@@ -107,7 +107,7 @@ impl Client {
     }
 
     /// What the file must be, as the Hub says before it sends the reader to a store.
-    pub fn file_info(&self, repo: &Repo, commit: &str, name: &str) -> Result<FileInfo, Failure> {
+    pub fn file_info(&self, repo: &Repo, commit: &str, name: &str) -> Result<FileInfo, DownloadFailure> {
         let mut url = self.file_url(repo, commit, name);
         for _ in 0..5 {
             let mut request = self.agent.head(&url).header("Accept-Encoding", "identity");
@@ -133,15 +133,17 @@ impl Client {
                 accepted_status(&response)?;
             }
             let etag = etag.filter(|etag| is_word(etag)).ok_or_else(|| {
-                Failure::Broken(format!("{url}: the answer has no usable ETag, so the file could not be checked"))
+                DownloadFailure::Broken(format!(
+                    "{url}: the answer has no usable ETag, so the file could not be checked"
+                ))
             })?;
             return Ok(FileInfo { etag, num_bytes, url });
         }
-        Err(Failure::Broken(format!("{url}: the Hub sends from one address to the next")))
+        Err(DownloadFailure::Broken(format!("{url}: the Hub sends from one address to the next")))
     }
 
     /// The bytes of the file behind the first `have`.
-    pub fn read(&self, file: &FileInfo, have: u64) -> Result<Bytes, Failure> {
+    pub fn read(&self, file: &FileInfo, have: u64) -> Result<Bytes, DownloadFailure> {
         let response = self.get(&file.url, (have > 0).then(|| format!("bytes={have}-")), Some("identity"))?;
         match response.status().as_u16() {
             206 => Ok(Bytes::Rest(Box::new(response.into_body().into_reader()))),
@@ -150,7 +152,7 @@ impl Client {
         }
     }
 
-    fn get(&self, url: &str, range: Option<String>, encoding: Option<&str>) -> Result<Response<Body>, Failure> {
+    fn get(&self, url: &str, range: Option<String>, encoding: Option<&str>) -> Result<Response<Body>, DownloadFailure> {
         let mut request = self.agent.get(url);
         if let Some(token) = &self.token {
             request = request.header("Authorization", format!("Bearer {token}"));
@@ -170,25 +172,25 @@ impl Client {
     }
 }
 
-fn accepted(response: Response<Body>) -> Result<Response<Body>, Failure> {
+fn accepted(response: Response<Body>) -> Result<Response<Body>, DownloadFailure> {
     accepted_status(&response)?;
     Ok(response)
 }
 
 /// Refuses all but success; what a server may mend by itself counts as unreachable.
-fn accepted_status(response: &Response<Body>) -> Result<(), Failure> {
+fn accepted_status(response: &Response<Body>) -> Result<(), DownloadFailure> {
     let status = response.status().as_u16();
     let said = response.headers().get("x-error-message").and_then(|value| value.to_str().ok());
     let message: String = said.unwrap_or_default().chars().filter(|c| !c.is_control()).take(300).collect();
     match status {
         200..=299 => Ok(()),
-        408 | 429 | 500..=599 => Err(Failure::Unreachable(format!("the Hub answers {status} {message}"))),
-        _ => Err(Failure::Refused { status, message }),
+        408 | 429 | 500..=599 => Err(DownloadFailure::Unreachable(format!("the Hub answers {status} {message}"))),
+        _ => Err(DownloadFailure::Refused { status, message }),
     }
 }
 
-fn unreachable(url: &str, error: ureq::Error) -> Failure {
-    Failure::Unreachable(format!("{} cannot be reached: {error}", origin(url)))
+fn unreachable(url: &str, error: ureq::Error) -> DownloadFailure {
+    DownloadFailure::Unreachable(format!("{} cannot be reached: {error}", origin(url)))
 }
 
 /// The hash in an ETag: `W/"abc"` is abc.

@@ -14,8 +14,8 @@ use sha2::{Digest, Sha256};
 
 use super::Repo;
 use super::cache::{RepoCache, make_parent};
-use super::client::{Bytes, Client, Failure, FileInfo};
-use super::options::Report;
+use super::client::{Bytes, DownloadFailure, FileInfo, HubClient};
+use super::options::DownloadCallback;
 use crate::untrusted;
 
 /// Files that are downloaded at once.
@@ -27,11 +27,11 @@ const FIRST_PAUSE: Duration = Duration::from_millis(250);
 
 /// What is downloaded, and where to.
 pub(super) struct Download<'a> {
-    pub client: &'a Client,
+    pub client: &'a HubClient,
     pub repo: &'a Repo,
     pub commit: &'a str,
     pub cache: &'a RepoCache,
-    pub progress: &'a Report,
+    pub progress: &'a DownloadCallback,
 }
 
 /// Bytes of all files together.
@@ -43,7 +43,7 @@ struct Counts {
 
 impl Download<'_> {
     /// Brings every file of `names` into the cache; the first failure ends it, and what has arrived stays for the next time.
-    pub fn run(&self, names: &[&String]) -> Result<(), Failure> {
+    pub fn run(&self, names: &[&String]) -> Result<(), DownloadFailure> {
         let (next, failure, counts) = (AtomicUsize::new(0), Mutex::new(None), Counts::default());
         let infos: Vec<FileInfo> = names.iter().map(|name| self.info(name)).collect::<Result<_, _>>()?;
         counts.total.store(infos.iter().filter_map(|info| info.num_bytes).sum(), Ordering::Relaxed);
@@ -61,32 +61,32 @@ impl Download<'_> {
         failure.map_or(Ok(()), Err)
     }
 
-    fn info(&self, name: &str) -> Result<FileInfo, Failure> {
+    fn info(&self, name: &str) -> Result<FileInfo, DownloadFailure> {
         let mut attempts = 0;
         loop {
             match self.client.file_info(self.repo, self.commit, name) {
-                Err(Failure::Unreachable(message)) => pause_or_end(&mut attempts, message)?,
+                Err(DownloadFailure::Unreachable(message)) => pause_or_end(&mut attempts, message)?,
                 answer => return answer,
             }
         }
     }
 
-    fn file(&self, name: &str, info: &FileInfo, counts: &Counts) -> Result<(), Failure> {
+    fn file(&self, name: &str, info: &FileInfo, counts: &Counts) -> Result<(), DownloadFailure> {
         let (blob, lock) = (self.cache.blob(&info.etag), self.cache.lock(&info.etag));
         let made = make_parent(&blob).and_then(|()| make_parent(&lock)).and_then(|()| File::create(&lock));
-        let lock_file = made.map_err(|error| Failure::Storage(lock.clone(), error))?;
+        let lock_file = made.map_err(|error| DownloadFailure::Storage(lock.clone(), error))?;
         let locked = flock(&lock_file, FlockOperation::LockExclusive);
-        locked.map_err(|error| Failure::Storage(lock.clone(), error.into()))?;
+        locked.map_err(|error| DownloadFailure::Storage(lock.clone(), error.into()))?;
         if !blob.is_file() {
             self.contents(name, info, &blob, counts)?;
         }
-        self.cache.link(self.commit, name, &info.etag).map_err(|error| Failure::Storage(blob, error))
+        self.cache.link(self.commit, name, &info.etag).map_err(|error| DownloadFailure::Storage(blob, error))
     }
 
     /// Downloads the contents until they are whole and have their hash.
-    fn contents(&self, name: &str, info: &FileInfo, blob: &Path, counts: &Counts) -> Result<(), Failure> {
+    fn contents(&self, name: &str, info: &FileInfo, blob: &Path, counts: &Counts) -> Result<(), DownloadFailure> {
         let part = blob.with_extension("incomplete");
-        let storage = |error| Failure::Storage(part.clone(), error);
+        let storage = |error| DownloadFailure::Storage(part.clone(), error);
         let (mut attempts, mut is_second_copy) = (0, false);
         loop {
             let have = fs::metadata(&part).map_or(0, |found| found.len());
@@ -94,7 +94,7 @@ impl Download<'_> {
             let outcome = if have == whole && have > 0 { Ok(()) } else { self.more(name, info, have, &part, counts) };
             let has = fs::metadata(&part).map_or(0, |found| found.len());
             let lost = match outcome {
-                Err(Failure::Unreachable(message)) => Some(message),
+                Err(DownloadFailure::Unreachable(message)) => Some(message),
                 Err(failure) => return Err(failure),
                 Ok(()) if has < whole && info.num_bytes.is_some() => {
                     Some(format!("{name}: {has} of {whole} bytes came"))
@@ -112,26 +112,34 @@ impl Download<'_> {
             fs::remove_file(&part).map_err(storage)?; // an earlier part of another file, or damage on the way
             if have == 0 && std::mem::replace(&mut is_second_copy, true) {
                 let message = format!("{name}: what arrives twice is not the file with the hash {}", info.etag);
-                return Err(Failure::Broken(message));
+                return Err(DownloadFailure::Broken(message));
             }
         }
     }
 
     /// Appends what the server still has of the file.
-    fn more(&self, name: &str, info: &FileInfo, have: u64, part: &Path, counts: &Counts) -> Result<(), Failure> {
+    fn more(
+        &self,
+        name: &str,
+        info: &FileInfo,
+        have: u64,
+        part: &Path,
+        counts: &Counts,
+    ) -> Result<(), DownloadFailure> {
         let (mut bytes, starts_again) = match self.client.read(info, have)? {
             Bytes::Rest(bytes) => (bytes, false),
             Bytes::Whole(bytes) => (bytes, true),
             Bytes::PastTheEnd => return Ok(()), // the hash says whether it is whole
         };
-        let storage = |error| Failure::Storage(part.to_owned(), error);
+        let storage = |error| DownloadFailure::Storage(part.to_owned(), error);
         let mut options = OpenOptions::new();
         let options = if starts_again { options.write(true).truncate(true) } else { options.append(true) };
         let mut file = options.create(true).open(part).map_err(storage)?;
         counts.add(if starts_again { 0 } else { have }, self.progress);
         let mut buffer = vec![0; 1 << 18];
         loop {
-            let lost = |error: io::Error| Failure::Unreachable(format!("{name}: the connection broke: {error}"));
+            let lost =
+                |error: io::Error| DownloadFailure::Unreachable(format!("{name}: the connection broke: {error}"));
             let count = bytes.read(&mut buffer).map_err(lost)?;
             if count == 0 {
                 return Ok(());
@@ -143,7 +151,7 @@ impl Download<'_> {
 }
 
 impl Counts {
-    fn add(&self, count: u64, progress: &Report) {
+    fn add(&self, count: u64, progress: &DownloadCallback) {
         let done = self.done.fetch_add(count, Ordering::Relaxed) + count;
         let total = self.total.load(Ordering::Relaxed);
         progress(done.min(total), total);
@@ -151,10 +159,10 @@ impl Counts {
 }
 
 /// Waits before the next attempt, longer each time, or gives up.
-fn pause_or_end(attempts: &mut u32, message: String) -> Result<(), Failure> {
+fn pause_or_end(attempts: &mut u32, message: String) -> Result<(), DownloadFailure> {
     *attempts += 1;
     if *attempts >= MAX_ATTEMPTS {
-        return Err(Failure::Unreachable(message));
+        return Err(DownloadFailure::Unreachable(message));
     }
     thread::sleep(FIRST_PAUSE * 2_u32.pow(*attempts - 1));
     Ok(())

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use cache::RepoCache;
 pub(super) use cache::files_below;
 pub use cache::named_snapshot;
-use client::{Client, Failure};
+use client::{DownloadFailure, HubClient};
 pub use options::HubOptions;
 
 use crate::error::{Error, Result};
@@ -82,7 +82,7 @@ impl fmt::Display for Repo {
 #[derive(Debug)]
 pub struct Hub {
     options: HubOptions,
-    client: Option<Client>,
+    client: Option<HubClient>,
 }
 
 impl Hub {
@@ -93,7 +93,7 @@ impl Hub {
 
     /// Downloads what the cache lacks, unless `options` are offline.
     pub fn new(options: HubOptions) -> Self {
-        let client = (!options.is_offline).then(|| Client::new(&options));
+        let client = (!options.is_offline).then(|| HubClient::new(&options));
         Self { options, client }
     }
 
@@ -118,7 +118,7 @@ impl Hub {
                 let (commit, names) = (info.commit, info.names);
                 Ok(Snapshot { hub: self, repo: repo.clone(), cache, commit, names, is_online: true })
             }
-            Err(failure @ Failure::Unreachable(_)) => {
+            Err(failure @ DownloadFailure::Unreachable(_)) => {
                 let found = cached(false).ok_or_else(|| self.failed(repo, &failure))?;
                 tracing::warn!("{repo}: {failure}; the copy in the cache is taken, commit {}", found.commit);
                 Ok(found)
@@ -138,28 +138,28 @@ impl Hub {
         Error::Hub { repo: repo.to_string(), message }
     }
 
-    fn failed(&self, repo: &Repo, failure: &Failure) -> Error {
+    fn failed(&self, repo: &Repo, failure: &DownloadFailure) -> Error {
         let message = match failure {
-            Failure::Storage(path, error) => {
+            DownloadFailure::Storage(path, error) => {
                 return Error::Io { path: path.clone(), source: std::io::Error::new(error.kind(), error.to_string()) };
             }
-            Failure::Unreachable(_) => format!(
+            DownloadFailure::Unreachable(_) => format!(
                 "no such folder here; {failure}, and the cache {} lacks it; where there is a network, fetch it with: {}",
                 self.options.cache.display(),
                 repo.download_command()
             ),
-            Failure::Refused { status: 401 | 403, .. } => format!(
+            DownloadFailure::Refused { status: 401 | 403, .. } => format!(
                 "no such folder here; {failure}: there is no such repository, or it is private or gated; check the name, \
                  accept its terms at {}/{}, and set HF_TOKEN (or run: hf auth login)",
                 self.options.endpoint, repo.name
             ),
-            Failure::Refused { status: 404, .. } => {
+            DownloadFailure::Refused { status: 404, .. } => {
                 format!(
                     "no such folder here; {failure}: {} has no such repository, revision or file; check the name",
                     self.options.endpoint
                 )
             }
-            Failure::Refused { .. } | Failure::Broken(_) => failure.to_string(),
+            DownloadFailure::Refused { .. } | DownloadFailure::Broken(_) => failure.to_string(),
         };
         Error::Hub { repo: repo.to_string(), message }
     }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use crate::untrusted::{self, MAX_WORDS_BYTES};
 
 /// Told `(done, total)` in bytes while files are downloaded.
-pub(super) type Report = Box<dyn Fn(u64, u64) + Send + Sync>;
+pub(super) type DownloadCallback = Box<dyn Fn(u64, u64) + Send + Sync>;
 
 /// Where the Hub and its cache are, and how a download is shown.
 pub struct HubOptions {
@@ -19,7 +19,7 @@ pub struct HubOptions {
     /// Whether only the cache is read.
     pub is_offline: bool,
     /// Called as bytes arrive.
-    pub(super) progress: Report,
+    pub(super) progress: DownloadCallback,
 }
 
 impl HubOptions {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tch::Tensor;
 
 use super::{Member, ShmGroup};
-use crate::dist::control::{ControlPlane, Failure, RankGroup};
+use crate::dist::control::{ControlPlane, RankFailure, RankGroup};
 use crate::dist::{Collective, all_gather_bytes};
 use crate::error::{Error, Result};
 use crate::torch;
@@ -36,11 +36,11 @@ impl ControlPlane for ShmControl {
         self.member.post(error);
     }
 
-    fn failure(&self) -> Option<Failure> {
+    fn failure(&self) -> Option<RankFailure> {
         self.member.failure()
     }
 
-    fn agree(&self) -> Result<Option<Failure>> {
+    fn agree(&self) -> Result<Option<RankFailure>> {
         self.member.agree()
     }
 

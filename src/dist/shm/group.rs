@@ -12,8 +12,8 @@ use tch::{Device, Kind, Tensor};
 
 use super::member::{Member, Until};
 use super::reduce::reduce;
-use super::signature::{Op, Signature};
-use crate::dist::checks::{self, Memory};
+use super::signature::{CollectiveOp, Signature};
+use crate::dist::checks::{self, MemoryRange};
 use crate::dist::control::RankGroup;
 use crate::dist::{Collective, ReduceOp};
 use crate::error::{Error, Result};
@@ -58,7 +58,12 @@ impl ShmGroup {
     }
 
     /// Runs `exchange` for each chunk of what was `called`, at least once. `parts` chunks must fit half a slot together.
-    fn chunked(&self, called: Signature, parts: usize, mut exchange: impl FnMut(Chunk) -> Result<()>) -> Result<()> {
+    fn chunked(
+        &self,
+        called: Signature,
+        parts: usize,
+        mut exchange: impl FnMut(TransferChunk) -> Result<()>,
+    ) -> Result<()> {
         let _turn = self.member.turn(self.group.division);
         let bytes = called.bytes;
         let _seen = phase::collective(called.op.name(), &self.group.name, bytes);
@@ -66,7 +71,7 @@ impl ShmGroup {
         let mut start = 0;
         loop {
             let len = room.min(bytes - start);
-            exchange(Chunk { start, len, room })?;
+            exchange(TransferChunk { start, len, room })?;
             start += len;
             if start == bytes {
                 return Ok(());
@@ -81,7 +86,7 @@ impl ShmGroup {
 
 /// Part of an operation: `len` bytes from `start` of every block; blocks lie `room` bytes apart in a half.
 #[derive(Clone, Copy)]
-struct Chunk {
+struct TransferChunk {
     start: usize,
     len: usize,
     room: usize,
@@ -117,10 +122,10 @@ impl Collective for ShmGroup {
     }
 
     fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
-        let Memory { address, kind, bytes } = checks::memory("all_reduce", tensor, Device::Cpu)?;
+        let MemoryRange { address, kind, bytes } = checks::memory("all_reduce", tensor, Device::Cpu)?;
         checks::reducible("all_reduce", kind)?;
-        let called = Signature { op: Op::AllReduce, kind, detail: op as u8, bytes };
-        self.chunked(called, 1, |Chunk { start, len, .. }| {
+        let called = Signature { op: CollectiveOp::AllReduce, kind, detail: op as u8, bytes };
+        self.chunked(called, 1, |TransferChunk { start, len, .. }| {
             self.exchange(
                 called,
                 // SAFETY: see above the impl.
@@ -134,8 +139,8 @@ impl Collective for ShmGroup {
     fn all_gather(&self, input: &Tensor, output: &mut Tensor) -> Result<()> {
         let (input, output) = checks::pair("all_gather", input, output, self.size(), Device::Cpu)?;
         let (input, output, kind, bytes) = (input.address, output.address, input.kind, input.bytes);
-        let called = Signature { op: Op::AllGather, kind, detail: 0, bytes };
-        self.chunked(called, 1, |Chunk { start, len, .. }| {
+        let called = Signature { op: CollectiveOp::AllGather, kind, detail: 0, bytes };
+        self.chunked(called, 1, |TransferChunk { start, len, .. }| {
             self.exchange(
                 called,
                 // SAFETY: see above the impl.
@@ -154,8 +159,8 @@ impl Collective for ShmGroup {
         let (output, input) = checks::pair("reduce_scatter", output, input, self.size(), Device::Cpu)?;
         let (input, output, kind, bytes) = (input.address, output.address, output.kind, output.bytes);
         checks::reducible("reduce_scatter", kind)?;
-        let called = Signature { op: Op::ReduceScatter, kind, detail: 0, bytes };
-        self.chunked(called, self.size(), |Chunk { start, len, room }| {
+        let called = Signature { op: CollectiveOp::ReduceScatter, kind, detail: 0, bytes };
+        self.chunked(called, self.size(), |TransferChunk { start, len, room }| {
             self.exchange(
                 called,
                 |own| {
@@ -176,10 +181,10 @@ impl Collective for ShmGroup {
     }
 
     fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<()> {
-        let Memory { address, kind, bytes } = checks::memory("broadcast", tensor, Device::Cpu)?;
+        let MemoryRange { address, kind, bytes } = checks::memory("broadcast", tensor, Device::Cpu)?;
         checks::root("broadcast", root, self.size())?;
-        let called = Signature { op: Op::Broadcast, kind, detail: root as u8, bytes };
-        self.chunked(called, 1, |Chunk { start, len, .. }| {
+        let called = Signature { op: CollectiveOp::Broadcast, kind, detail: root as u8, bytes };
+        self.chunked(called, 1, |TransferChunk { start, len, .. }| {
             self.exchange(
                 called,
                 |own| {
@@ -202,8 +207,8 @@ impl Collective for ShmGroup {
         let size = self.size();
         let (input, output) = checks::split("all_to_all", input, output, size, Device::Cpu)?;
         let (input, output, kind, bytes) = (input.address, output.address, input.kind, input.bytes / size);
-        let called = Signature { op: Op::AllToAll, kind, detail: 0, bytes };
-        self.chunked(called, size, |Chunk { start, len, room }| {
+        let called = Signature { op: CollectiveOp::AllToAll, kind, detail: 0, bytes };
+        self.chunked(called, size, |TransferChunk { start, len, room }| {
             self.exchange(
                 called,
                 |own| {
@@ -223,7 +228,7 @@ impl Collective for ShmGroup {
     }
 
     fn barrier(&self) -> Result<()> {
-        let called = Signature { op: Op::Barrier, kind: Kind::Uint8, detail: 0, bytes: 0 };
+        let called = Signature { op: CollectiveOp::Barrier, kind: Kind::Uint8, detail: 0, bytes: 0 };
         self.chunked(called, 1, |_| self.exchange(called, |_| (), |_| ()))
     }
 }

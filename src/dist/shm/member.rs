@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::segment::{CONTROL, Header, Line, MESSAGE_BYTES, PARTITIONS, Segment};
-use crate::dist::control::{Deadline, Failure, Stopped};
+use super::segment::{CONTROL, MESSAGE_BYTES, PARTITIONS, RankLine, Segment, SegmentHeader};
+use crate::dist::control::{Deadline, RankFailure, Stopped};
 use crate::error::{Error, ExitCode, Result};
 use crate::phase;
 
@@ -82,14 +82,14 @@ impl Member {
     }
 
     /// The failure of the present epoch, if one was posted.
-    pub(in crate::dist) fn failure(&self) -> Option<Failure> {
+    pub(in crate::dist) fn failure(&self) -> Option<RankFailure> {
         let header = self.segment.header();
         let posted = self.epoch.load(Ordering::Acquire) << 2 | POSTED;
         (header.failure_state.load(Ordering::Acquire) == posted).then(|| read_failure(header))
     }
 
     /// Ends an epoch on all ranks together: the failure that stands, or none. After a failure every partition starts anew.
-    pub(in crate::dist) fn agree(&self) -> Result<Option<Failure>> {
+    pub(in crate::dist) fn agree(&self) -> Result<Option<RankFailure>> {
         self.meet_world("agree", Until::LongAfterFailure)?;
         let verdict = self.close_epoch()?;
         if verdict.is_some() {
@@ -167,7 +167,7 @@ impl Member {
 
     /// Gives the processor up between looks: first to whoever is ready, then asleep on the peer's counter. False if the
     /// deadline passed.
-    fn wait_slowly(&self, line: &Line, turn: u32, deadline: Deadline, until: Until) -> Result<bool, Stopped> {
+    fn wait_slowly(&self, line: &RankLine, turn: u32, deadline: Deadline, until: Until) -> Result<bool, Stopped> {
         let mut failed_at = None;
         for look in 0.. {
             let arrived = line.arrived.load(Ordering::SeqCst);
@@ -200,7 +200,7 @@ impl Member {
     ///
     /// # Errors
     /// [`Error::Collective`] if the rank that told its failure died before it had done so.
-    fn close_epoch(&self) -> Result<Option<Failure>> {
+    fn close_epoch(&self) -> Result<Option<RankFailure>> {
         let header = self.segment.header();
         let state = &header.failure_state;
         let epoch = self.epoch.load(Ordering::Acquire);
@@ -223,7 +223,7 @@ impl Member {
     }
 }
 
-fn reached(line: &Line, turn: u32) -> bool {
+fn reached(line: &RankLine, turn: u32) -> bool {
     has_reached(line.arrived.load(Ordering::Acquire), turn)
 }
 
@@ -232,7 +232,7 @@ fn has_reached(arrived: u32, turn: u32) -> bool {
     arrived.wrapping_sub(turn) as i32 >= 0
 }
 
-fn write_failure(header: &Header, rank: usize, error: &Error) {
+fn write_failure(header: &SegmentHeader, rank: usize, error: &Error) {
     let message = error.to_string();
     let bytes = &message.as_bytes()[..message.len().min(MESSAGE_BYTES)];
     for (slot, byte) in header.message.iter().zip(bytes) {
@@ -243,10 +243,10 @@ fn write_failure(header: &Header, rank: usize, error: &Error) {
     header.failure_code.store(error.exit_code() as u32, Ordering::Relaxed);
 }
 
-fn read_failure(header: &Header) -> Failure {
+fn read_failure(header: &SegmentHeader) -> RankFailure {
     let len = (header.message_len.load(Ordering::Relaxed) as usize).min(MESSAGE_BYTES);
     let message: Vec<u8> = header.message[..len].iter().map(|byte| byte.load(Ordering::Relaxed)).collect();
-    Failure {
+    RankFailure {
         rank: header.failure_rank.load(Ordering::Relaxed) as usize,
         code: ExitCode::from_number(header.failure_code.load(Ordering::Relaxed) as i32).unwrap_or(ExitCode::RankDied),
         message: String::from_utf8_lossy(&message).into_owned(),

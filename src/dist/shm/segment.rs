@@ -2,8 +2,8 @@
 //!
 //! | bytes | what |
 //! |---|---|
-//! | one page | [`Header`]: magic, sizes, the first failure |
-//! | (PARTITIONS + 1) x ranks x 128 | [`Line`]: how far a rank has come in a partition; the last row is the world's own |
+//! | one page | [`SegmentHeader`]: magic, sizes, the first failure |
+//! | (PARTITIONS + 1) x ranks x 128 | [`RankLine`]: how far a rank has come in a partition; the last row is the world's own |
 //! | PARTITIONS x ranks x slot_bytes | what a rank shows its group: two halves, used in turn |
 //!
 //! A *partition* divides the world into groups, each rank in exactly one, so that a rank has one line and one slot there.
@@ -33,7 +33,7 @@ const NAME: &str = "memory shared by ranks";
 
 /// The first page.
 #[repr(C)]
-pub(super) struct Header {
+pub(super) struct SegmentHeader {
     magic: AtomicU64,
     /// Tells runs on one host apart.
     run: AtomicU64,
@@ -49,7 +49,7 @@ pub(super) struct Header {
 
 /// How far one rank has come in one partition. Written by that rank alone, but for `sleepers`.
 #[repr(C, align(128))]
-pub(super) struct Line {
+pub(super) struct RankLine {
     /// Operations (chunks) that the rank has published; a futex word.
     pub arrived: AtomicU32,
     /// Peers asleep on `arrived`.
@@ -153,16 +153,16 @@ impl Segment {
         self.slot_bytes / 2
     }
 
-    pub(super) fn header(&self) -> &Header {
+    pub(super) fn header(&self) -> &SegmentHeader {
         // SAFETY: the mapping starts with a header: page-aligned, zeroed at first, accessed by atomics alone.
-        unsafe { &*self.map.as_ptr().cast::<Header>() }
+        unsafe { &*self.map.as_ptr().cast::<SegmentHeader>() }
     }
 
-    pub(super) fn line(&self, partition: usize, rank: usize) -> &Line {
+    pub(super) fn line(&self, partition: usize, rank: usize) -> &RankLine {
         assert!(partition <= CONTROL && rank < self.num_ranks);
         let index = partition * self.num_ranks + rank;
         // SAFETY: the index lies within the lines, which are aligned and accessed by atomics alone.
-        unsafe { &*self.map.as_ptr().add(HEADER_BYTES).cast::<Line>().add(index) }
+        unsafe { &*self.map.as_ptr().add(HEADER_BYTES).cast::<RankLine>().add(index) }
     }
 
     /// Start of one half of a rank's slot. Reading and writing it follows the protocol of `group`.
@@ -176,7 +176,7 @@ impl Segment {
 }
 
 fn slots_offset(num_ranks: usize) -> usize {
-    (HEADER_BYTES + (PARTITIONS + 1) * num_ranks * size_of::<Line>()).next_multiple_of(4096)
+    (HEADER_BYTES + (PARTITIONS + 1) * num_ranks * size_of::<RankLine>()).next_multiple_of(4096)
 }
 
 fn total_bytes(num_ranks: usize, slot_bytes: usize) -> usize {

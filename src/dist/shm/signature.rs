@@ -7,7 +7,7 @@ use tch::Kind;
 /// A collective operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub(super) enum Op {
+pub(super) enum CollectiveOp {
     AllReduce,
     AllGather,
     ReduceScatter,
@@ -16,17 +16,24 @@ pub(super) enum Op {
     Barrier,
 }
 
-impl Op {
-    const ALL: [Op; 6] = [Op::AllReduce, Op::AllGather, Op::ReduceScatter, Op::Broadcast, Op::AllToAll, Op::Barrier];
+impl CollectiveOp {
+    const ALL: [CollectiveOp; 6] = [
+        CollectiveOp::AllReduce,
+        CollectiveOp::AllGather,
+        CollectiveOp::ReduceScatter,
+        CollectiveOp::Broadcast,
+        CollectiveOp::AllToAll,
+        CollectiveOp::Barrier,
+    ];
 
     pub(super) fn name(self) -> &'static str {
         match self {
-            Op::AllReduce => "all_reduce",
-            Op::AllGather => "all_gather",
-            Op::ReduceScatter => "reduce_scatter",
-            Op::Broadcast => "broadcast",
-            Op::AllToAll => "all_to_all",
-            Op::Barrier => "barrier",
+            CollectiveOp::AllReduce => "all_reduce",
+            CollectiveOp::AllGather => "all_gather",
+            CollectiveOp::ReduceScatter => "reduce_scatter",
+            CollectiveOp::Broadcast => "broadcast",
+            CollectiveOp::AllToAll => "all_to_all",
+            CollectiveOp::Barrier => "barrier",
         }
     }
 }
@@ -34,7 +41,7 @@ impl Op {
 /// The whole call; the same on every rank of a group.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Signature {
-    pub op: Op,
+    pub op: CollectiveOp,
     pub kind: Kind,
     /// Reduction of an all_reduce, root of a broadcast.
     pub detail: u8,
@@ -63,7 +70,7 @@ impl Signature {
 
     pub(super) fn unpack(word: u64) -> Self {
         Self {
-            op: Op::ALL[(word >> 56) as usize % Op::ALL.len()],
+            op: CollectiveOp::ALL[(word >> 56) as usize % CollectiveOp::ALL.len()],
             kind: KINDS.get((word >> 48) as usize & 0xff).copied().unwrap_or(Kind::Half),
             detail: (word >> 40) as u8,
             bytes: (word & ((1 << 40) - 1)) as usize,
@@ -75,8 +82,8 @@ impl fmt::Display for Signature {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} of {} bytes of {:?}", self.op.name(), self.bytes, self.kind)?;
         match self.op {
-            Op::AllReduce => write!(f, " ({})", ["sum", "max", "min"][usize::from(self.detail).min(2)]),
-            Op::Broadcast => write!(f, " (from group rank {})", self.detail),
+            CollectiveOp::AllReduce => write!(f, " ({})", ["sum", "max", "min"][usize::from(self.detail).min(2)]),
+            CollectiveOp::Broadcast => write!(f, " (from group rank {})", self.detail),
             _ => Ok(()),
         }
     }

@@ -5,10 +5,10 @@
 
 use tch::{Device, Tensor};
 
-use super::linear::{LinearSpec, Matrix, Split, part};
+use super::linear::{LinearSpec, Matrix, TpSplit, part};
 use super::{BlockContext, BlockParams, ElementBytes, MIXER_NORMS as NORMS};
 use crate::config::TargetModule::{KProj, OProj, QProj, VProj};
-use crate::cuda::{Work, timed};
+use crate::cuda::{OpCost, timed};
 use crate::error::Result;
 use crate::model::params::{ParamName, Shapes};
 use crate::model::spec::ModelSpec;
@@ -73,7 +73,7 @@ impl AttentionSpec {
             inner: head_dim,
             columns: hidden,
             projections: vec![(QProj, num_heads / num_kv_heads), (KProj, 1), (VProj, 1)],
-            split: Split::Rows,
+            split: TpSplit::Rows,
             bias: self.qkv_bias.then_some(ParamName::QkvBias),
         };
         let o = LinearSpec {
@@ -82,7 +82,7 @@ impl AttentionSpec {
             inner: hidden,
             columns: num_heads * head_dim,
             projections: vec![(OProj, 1)],
-            split: Split::Columns,
+            split: TpSplit::Columns,
             bias: None,
         };
         [qkv, o]
@@ -165,14 +165,14 @@ pub fn attention_scale(spec: &ModelSpec) -> f64 {
 impl Attention for PackedAttention {
     fn forward(&self, _layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         let run = || packed_forward(q, k, v, &self.layout, self.scale);
-        let (o, lse) = timed("attention", Work::default, run)?;
+        let (o, lse) = timed("attention", OpCost::default, run)?;
         Ok((o, Some(lse)))
     }
 }
 
 /// Results of an attention that its backward reads.
 #[derive(Debug)]
-pub(super) struct Attended {
+pub(super) struct AttentionOutput {
     heads: Heads,
     o: Tensor,                      // [T, H, hd]
     pub(super) lse: Option<Tensor>, // [T, H]
@@ -189,11 +189,11 @@ impl AttentionSpec {
         w: &BlockParams,
         x: &Tensor, // [T, D]
         attention: &dyn Attention,
-    ) -> Result<(Tensor, Attended)> {
+    ) -> Result<(Tensor, AttentionOutput)> {
         let heads = self.project(ctx, w, &ctx.enter(w, NORMS, x)?.0)?;
         let (o, lse) = attention.forward(layer, &heads.q, &heads.k, &heads.v)?;
         let (h, output) = ctx.leave(w, NORMS, w.linear(Matrix::O), &o.f_flatten(1, 2)?, x)?;
-        Ok((h, Attended { heads, o, lse, output }))
+        Ok((h, AttentionOutput { heads, o, lse, output }))
     }
 
     /// dx, from the gradient of the residual stream after it.
@@ -205,11 +205,11 @@ impl AttentionSpec {
         ctx: &BlockContext<'_>,
         w: &BlockParams,
         (x, dh): (&Tensor, &Tensor), // [T, D]
-        attended: Attended,
+        attended: AttentionOutput,
         packed: &PackedAttention,
         grads: &mut BlockParams,
     ) -> Result<Tensor> {
-        let Attended { heads, o, lse: Some(lse), output } = attended else {
+        let AttentionOutput { heads, o, lse: Some(lse), output } = attended else {
             panic!("an attention without log-sum-exp")
         };
         let d_output = ctx.leave_backward(w, NORMS, dh, output.as_ref(), grads)?;
@@ -218,7 +218,7 @@ impl AttentionSpec {
         drop((d_output, output));
         let saved = SavedAttention { q: &heads.q, k: &heads.k, v: &heads.v, o: &o, lse: &lse };
         let attention = || packed_backward(&d_o, saved, &packed.layout, packed.scale);
-        let (dq, dk, dv) = timed("attention, backward", Work::default, attention)?;
+        let (dq, dk, dv) = timed("attention, backward", OpCost::default, attention)?;
         let d_qkv = self.heads_backward(ctx, w, [dq, dk, dv], heads, grads)?;
         let (normed, rstd) = ctx.enter(w, NORMS, x)?;
         let d_normed = w.linear(Matrix::Qkv).backward(&d_qkv, &normed, grads.linear_mut(Matrix::Qkv))?;

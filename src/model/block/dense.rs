@@ -4,7 +4,7 @@
 
 use tch::Tensor;
 
-use super::linear::{Linear, LinearSpec, Matrix, Split};
+use super::linear::{Linear, LinearSpec, Matrix, TpSplit};
 use super::{BlockContext, BlockParams, ElementBytes, MLP_NORMS as NORMS};
 use crate::config::TargetModule::{DownProj, GateProj, UpProj};
 use crate::error::Result;
@@ -34,7 +34,7 @@ impl DenseSpec {
             inner: 1,
             columns: self.hidden,
             projections: vec![(GateProj, 1), (UpProj, 1)],
-            split: Split::Rows,
+            split: TpSplit::Rows,
             bias: None,
         };
         let down = LinearSpec {
@@ -43,7 +43,7 @@ impl DenseSpec {
             inner: self.hidden,
             columns: self.intermediate,
             projections: vec![(DownProj, 1)],
-            split: Split::Columns,
+            split: TpSplit::Columns,
             bias: None,
         };
         [gate_up, down]

@@ -48,14 +48,14 @@ pub struct LinearSpec {
     /// Projections as a checkpoint has them, with their heads in a group.
     pub projections: Vec<(TargetModule, usize)>,
     /// How tensor-parallel ranks share the matrix.
-    pub split: Split,
+    pub split: TpSplit,
     /// The bias, where there is one.
     pub bias: Option<ParamName>,
 }
 
 /// How tensor-parallel ranks share a matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Split {
+pub enum TpSplit {
     /// By rows: each rank computes some of the outputs.
     Rows,
     /// By columns: the ranks' products add up to the output.
@@ -150,8 +150,8 @@ impl Linear {
     pub(super) fn tp_slice(&self, spec: &LinearSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
         let [Piece { weight, bias }] = &self.pieces[..] else { panic!("a slice cannot be sliced again") };
         let pieces = match spec.split {
-            Split::Columns => vec![Piece { weight: part(weight, 1, tp_rank, tp_size), bias: None }],
-            Split::Rows => {
+            TpSplit::Columns => vec![Piece { weight: part(weight, 1, tp_rank, tp_size), bias: None }],
+            TpSplit::Rows => {
                 let own = |whole: &Tensor| spec.own_rows(whole, tp_rank, tp_size).into_iter();
                 let mut biases = bias.as_ref().map(own);
                 own(weight).map(|weight| Piece { weight, bias: biases.as_mut().and_then(Iterator::next) }).collect()
@@ -246,8 +246,8 @@ impl Lora {
     fn tp_slice(&self, spec: &LinearSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
         let (a, b) = (self.a.shallow_clone(), self.b.shallow_clone());
         Ok(match spec.split {
-            Split::Columns => self.with(part(&a, 1, tp_rank, tp_size), b),
-            Split::Rows => match &spec.own_rows(&b, tp_rank, tp_size)[..] {
+            TpSplit::Columns => self.with(part(&a, 1, tp_rank, tp_size), b),
+            TpSplit::Rows => match &spec.own_rows(&b, tp_rank, tp_size)[..] {
                 [rows] => self.with(a, rows.shallow_clone()),
                 pieces => self.with(a, Tensor::f_cat(pieces, 0)?),
             },

@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::ops::rms_norm;
 use crate::ops::rope::RopeRows;
 use crate::torch::accumulation_kind;
-use attention::Attended;
+use attention::AttentionOutput;
 use dense::Expanded;
 
 pub use attention::{Attention, AttentionSpec, PackedAttention, QkNorm, attention_scale};
@@ -253,7 +253,7 @@ impl BlockContext<'_> {
 pub struct SavedBlock {
     x: Tensor, // [T, D]
     /// Up to the residual stream after attention, and that.
-    attention: Option<(Tensor, Attended)>,
+    attention: Option<(Tensor, AttentionOutput)>,
     mlp: Expanded,
 }
 

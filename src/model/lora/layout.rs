@@ -152,7 +152,7 @@ pub(in crate::model) struct Fused {
     /// B's parameter.
     pub b: ParamName,
     /// Adapted projections.
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<AdaptedProjection>,
     r: i64,
     scale: f64,
     adapted_heads: i64,
@@ -160,7 +160,7 @@ pub(in crate::model) struct Fused {
 
 /// An adapted projection.
 #[derive(Debug)]
-pub(in crate::model) struct Piece {
+pub(in crate::model) struct AdaptedProjection {
     /// Which.
     pub module: TargetModule,
     /// Its place among the adapted ones.
@@ -178,7 +178,7 @@ impl Fused {
         for &(module, heads) in &linear.projections {
             let heads = heads as i64;
             if lora.targets.contains(&module) {
-                pieces.push(Piece { module, index: pieces.len() as i64, first, adapted_first, heads });
+                pieces.push(AdaptedProjection { module, index: pieces.len() as i64, first, adapted_first, heads });
                 adapted_first += heads;
             }
             first += heads;
@@ -208,17 +208,17 @@ impl Fused {
     }
 
     /// A projection's A [r, K].
-    pub fn a_of(&self, piece: &Piece, a: &Tensor) -> Tensor {
+    pub fn a_of(&self, piece: &AdaptedProjection, a: &Tensor) -> Tensor {
         a.narrow(0, piece.index * self.r, self.r)
     }
 
     /// Shapes of a projection's own A and B, as on disk.
-    pub fn shapes_of(&self, piece: &Piece) -> [Vec<i64>; 2] {
+    pub fn shapes_of(&self, piece: &AdaptedProjection) -> [Vec<i64>; 2] {
         [vec![self.r, self.linear.columns as i64], vec![self.rows_of(piece.heads), self.r]]
     }
 
     /// A projection's B [groups, heads, inner, r].
-    pub fn b_of(&self, piece: &Piece, b: &Tensor) -> Tensor {
+    pub fn b_of(&self, piece: &AdaptedProjection, b: &Tensor) -> Tensor {
         self.in_groups(b, self.adapted_heads).narrow(1, piece.adapted_first, piece.heads)
     }
 
@@ -227,7 +227,7 @@ impl Fused {
     }
 
     /// A projection's rows and columns of the expanded B [groups, heads, inner, r].
-    fn expanded_of(&self, piece: &Piece, expanded: &Tensor) -> Tensor {
+    fn expanded_of(&self, piece: &AdaptedProjection, expanded: &Tensor) -> Tensor {
         let whole = self.in_groups(expanded, self.linear.heads() as i64);
         whole.narrow(1, piece.first, piece.heads).narrow(3, piece.index * self.r, self.r)
     }

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use super::LoraSpec;
-use super::layout::{Fused, Piece};
+use super::layout::{AdaptedProjection, Fused};
 use crate::config::TargetModule;
 use crate::data::hub::named_snapshot;
 use crate::error::{Error, Result};
@@ -36,7 +36,7 @@ struct PeftTensor<'a> {
     name: String,
     shape: Vec<i64>,
     fused: &'a Fused,
-    piece: &'a Piece,
+    piece: &'a AdaptedProjection,
     is_a: bool,
 }
 

@@ -38,7 +38,7 @@ const LEAST_LONG_QUERIES: i64 = 48 << 10;
 
 /// How an attention is computed.
 #[derive(Debug)]
-pub(super) enum Kernel {
+pub(super) enum AttentionKernel {
     /// cuDNN on one rectangle.
     Dense(Dense),
     /// cuDNN on the long runs, flash attention on the others.
@@ -49,7 +49,7 @@ pub(super) enum Kernel {
     Padded,
 }
 
-impl Kernel {
+impl AttentionKernel {
     /// For queries like `q`; asked once for a micro-batch.
     pub(super) fn choose(q: &Tensor /* [T, H, hd] */, runs: &Runs) -> Self {
         let (num_heads, head_dim) = (q.size()[1], q.size()[2]);

@@ -21,7 +21,7 @@ pub(super) struct Side {
 
 /// Runs of similar length. B = runs * Hkv, L padded length of the queries, Lk of the keys.
 #[derive(Debug)]
-pub(super) struct Bucket {
+pub(super) struct LengthBucket {
     pub q: Side,
     pub k: Side,
     sees: Sees,
@@ -30,7 +30,7 @@ pub(super) struct Bucket {
 /// All runs in buckets.
 #[derive(Debug)]
 pub(super) struct Padded {
-    pub buckets: Vec<Bucket>,
+    pub buckets: Vec<LengthBucket>,
     /// Row of the buckets' padded rows, one bucket after the other, behind each of [T, Hkv].
     pub unpad_q: Tensor,
     pub unpad_k: Tensor,
@@ -57,7 +57,7 @@ impl Padded {
                 Side::new(&members.iter().map(run).collect::<Vec<_>>(), heads, device, unpad)
             };
             let (q, k) = (side(|run| run.q, &mut unpad_q)?, side(|run| run.k, &mut unpad_k)?);
-            buckets.push(Bucket { q, k, sees });
+            buckets.push(LengthBucket { q, k, sees });
         }
         let [unpad_q, unpad_k] = [torch::tensor_on(&unpad_q.rows, device)?, torch::tensor_on(&unpad_k.rows, device)?];
         Ok(Self { buckets, unpad_q, unpad_k })
@@ -125,7 +125,7 @@ impl Side {
     }
 }
 
-impl Bucket {
+impl LengthBucket {
     /// Whether libtorch's flash attention needs no mask beyond its own causal one.
     pub(super) fn is_plain(&self) -> bool {
         match self.sees {

@@ -4,7 +4,7 @@ use std::cell::OnceCell;
 
 use tch::{Device, Tensor};
 
-use super::kernel::Kernel;
+use super::kernel::AttentionKernel;
 use super::padded::Padded;
 use crate::error::Result;
 use crate::torch::{self, Varlen};
@@ -28,7 +28,7 @@ pub(super) struct Runs {
     device: Device,
     padded: OnceCell<Padded>,
     varlen: OnceCell<Varlen>,
-    kernel: OnceCell<Kernel>,
+    kernel: OnceCell<AttentionKernel>,
 }
 
 /// B runs of one length each side.
@@ -53,8 +53,8 @@ impl Runs {
     }
 
     /// The kernel for queries like `q`, the same in all layers, forward and backward.
-    pub(super) fn kernel(&self, q: &Tensor /* [T, H, hd] */) -> &Kernel {
-        self.kernel.get_or_init(|| Kernel::choose(q, self))
+    pub(super) fn kernel(&self, q: &Tensor /* [T, H, hd] */) -> &AttentionKernel {
+        self.kernel.get_or_init(|| AttentionKernel::choose(q, self))
     }
 
     /// Padded to buckets of similar length.

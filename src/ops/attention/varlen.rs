@@ -1,13 +1,13 @@
 //! One attention of packed runs, o = softmax(scale * q k^T) v, through the kernel that serves it best.
 //!
-//! On a GPU, bfloat16 takes cuDNN's kernels or flash attention ([`Kernel`] has the rule). On a CPU, runs are padded to buckets and
+//! On a GPU, bfloat16 takes cuDNN's kernels or flash attention ([`AttentionKernel`] has the rule). On a CPU, runs are padded to buckets and
 //! take libtorch's flash attention, which never holds [len, len]; the shortest take batched products with an explicit softmax,
 //! which are faster there. So do kinds other than bfloat16 on a GPU, at any length.
 
 use tch::{Kind, Tensor};
 
-use super::kernel::Kernel;
-use super::padded::Bucket;
+use super::kernel::AttentionKernel;
+use super::padded::LengthBucket;
 use super::runs::{Runs, Sees};
 use crate::error::Result;
 use crate::ops::try_map;
@@ -19,7 +19,7 @@ use crate::torch::{
 const EXPLICIT_LEN: i64 = 48;
 
 /// dq, dk and dv.
-type Gradients = (Tensor, Tensor, Tensor);
+type QkvGradients = (Tensor, Tensor, Tensor);
 
 /// (o, log-sum-exp of the scaled scores in accumulation kind).
 pub(super) fn forward(
@@ -33,18 +33,18 @@ pub(super) fn forward(
         return Ok((q.f_zeros_like()?, q.select(2, 0).f_to_kind(accumulation_kind(q.kind()))?));
     }
     match runs.kernel(q) {
-        Kernel::Dense(dense) => {
+        AttentionKernel::Dense(dense) => {
             let [q_runs, k, v] = [(q, dense.q_len), (k, dense.k_len), (v, dense.k_len)].map(|(t, len)| as_runs(t, len));
             let (o, lse) = cudnn_forward(&q_runs, &k, &v, runs.sees != Sees::All, scale)?;
             let size = q.size(); // [T, H, hd]
             Ok((o.transpose(1, 2).f_reshape(&size)?, lse.transpose(1, 2).f_reshape(&size[..2])?))
         }
-        Kernel::Mixed(mixed) => mixed.forward(q, k, v, scale),
-        Kernel::Flash => {
+        AttentionKernel::Mixed(mixed) => mixed.forward(q, k, v, scale),
+        AttentionKernel::Flash => {
             let (o, lse) = flash_forward(q, k, v, runs.varlen()?, scale)?;
             Ok((o, lse.tr()))
         }
-        Kernel::Padded => padded_forward(q, k, v, runs, scale),
+        AttentionKernel::Padded => padded_forward(q, k, v, runs, scale),
     }
 }
 
@@ -55,13 +55,13 @@ pub(super) fn backward(
     saved: SavedAttention, // q, o [T, H, hd], k, v [Tk, Hkv, hd], lse [T, H]
     runs: &Runs,
     scale: f64,
-) -> Result<Gradients> {
+) -> Result<QkvGradients> {
     let SavedAttention { q, k, v, o, lse } = saved;
     if q.numel() == 0 {
         return Ok((q.f_zeros_like()?, k.f_zeros_like()?, v.f_zeros_like()?));
     }
     match runs.kernel(q) {
-        Kernel::Dense(dense) => {
+        AttentionKernel::Dense(dense) => {
             let [d_o, q_runs, o] = [d_o, q, o].map(|t| as_runs(t, dense.q_len));
             let [k_runs, v_runs] = [k, v].map(|t| as_runs(t, dense.k_len));
             // Unsqueezed last: of one run the copy is none, and cuDNN reads the stride of the last place.
@@ -73,13 +73,13 @@ pub(super) fn backward(
             let rows = |t: Tensor, like: &Tensor| t.transpose(1, 2).f_reshape(like.size());
             Ok((rows(dq, q)?, rows(dk, k)?, rows(dv, v)?))
         }
-        Kernel::Mixed(mixed) => mixed.backward(d_o, saved, scale),
-        Kernel::Flash => {
+        AttentionKernel::Mixed(mixed) => mixed.backward(d_o, saved, scale),
+        AttentionKernel::Flash => {
             let lse = lse.tr().f_contiguous()?; // [H, T], as the forward gave it
             let saved = SavedAttention { q, k, v, o: &o.f_contiguous()?, lse: &lse };
             flash_backward(&d_o.f_contiguous()?, saved, runs.varlen()?, scale)
         }
-        Kernel::Padded => padded_backward(d_o, saved, runs, scale),
+        AttentionKernel::Padded => padded_backward(d_o, saved, runs, scale),
     }
 }
 
@@ -105,7 +105,7 @@ fn padded_forward(q: &Tensor, k: &Tensor, v: &Tensor, runs: &Runs, scale: f64) -
     Ok((scatter(o, &padded.unpad_q)?.view(size.as_slice()), scatter(lse, &padded.unpad_q)?.view(&size[..2])))
 }
 
-fn padded_backward(d_o: &Tensor, saved: SavedAttention, runs: &Runs, scale: f64) -> Result<Gradients> {
+fn padded_backward(d_o: &Tensor, saved: SavedAttention, runs: &Runs, scale: f64) -> Result<QkvGradients> {
     let SavedAttention { q, k, v, o, lse } = saved;
     let (mut dq, mut dk, mut dv) = (Vec::new(), Vec::new(), Vec::new());
     let padded = runs.padded()?;
@@ -129,11 +129,11 @@ fn padded_backward(d_o: &Tensor, saved: SavedAttention, runs: &Runs, scale: f64)
     Ok((join(dq, &padded.unpad_q, q)?, join(dk, &padded.unpad_k, k)?, join(dv, &padded.unpad_k, v)?))
 }
 
-fn gather_q(t: &Tensor, bucket: &Bucket, runs: &Runs) -> Result<Tensor> {
+fn gather_q(t: &Tensor, bucket: &LengthBucket, runs: &Runs) -> Result<Tensor> {
     bucket.q.gather(t, runs.num_kv_heads)
 }
 
-fn gather_k(t: &Tensor, bucket: &Bucket, runs: &Runs) -> Result<Tensor> {
+fn gather_k(t: &Tensor, bucket: &LengthBucket, runs: &Runs) -> Result<Tensor> {
     bucket.k.gather(t, runs.num_kv_heads)
 }
 
@@ -143,11 +143,11 @@ fn scatter(parts: Vec<Tensor>, unpad: &Tensor) -> Result<Tensor> {
     Ok(Tensor::f_cat(&rows, 0)?.f_index_select(0, unpad)?)
 }
 
-fn is_explicit(bucket: &Bucket, q: &Tensor) -> bool {
+fn is_explicit(bucket: &LengthBucket, q: &Tensor) -> bool {
     bucket.k.len <= EXPLICIT_LEN || q.device().is_cuda()
 }
 
-fn explicit_forward(q: &Tensor, k: &Tensor, v: &Tensor, bucket: &Bucket, scale: f64) -> Result<(Tensor, Tensor)> {
+fn explicit_forward(q: &Tensor, k: &Tensor, v: &Tensor, bucket: &LengthBucket, scale: f64) -> Result<(Tensor, Tensor)> {
     let (given, kind, size) = (q.kind(), accumulation_kind(q.kind()), q.size());
     let [q, k, v] = try_map([q, k, v], |t| merge_heads(&t.f_to_kind(kind)?))?;
     let scaled = q.f_mul(&scalar(scale))?;
@@ -162,7 +162,7 @@ fn explicit_forward(q: &Tensor, k: &Tensor, v: &Tensor, bucket: &Bucket, scale: 
     Ok((p.f_bmm(&v)?.view(size.as_slice()).f_to_kind(given)?, lse.view(&size[..3])))
 }
 
-fn explicit_backward(d_o: &Tensor, saved: SavedAttention, bucket: &Bucket, scale: f64) -> Result<Gradients> {
+fn explicit_backward(d_o: &Tensor, saved: SavedAttention, bucket: &LengthBucket, scale: f64) -> Result<QkvGradients> {
     let SavedAttention { q, k, v, o, lse } = saved;
     let (kind, size, given) = (lse.kind(), q.size(), d_o.kind());
     let [q, k, v, o, d_o] = try_map([q, k, v, o, d_o], |t| merge_heads(&t.f_to_kind(kind)?))?;
@@ -182,7 +182,13 @@ fn explicit_backward(d_o: &Tensor, saved: SavedAttention, bucket: &Bucket, scale
     Ok((dq.view(size.as_slice()).f_to_kind(given)?, dk.f_to_kind(given)?, dv.f_to_kind(given)?))
 }
 
-fn cpu_flash_forward(q: &Tensor, k: &Tensor, v: &Tensor, bucket: &Bucket, scale: f64) -> Result<(Tensor, Tensor)> {
+fn cpu_flash_forward(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    bucket: &LengthBucket,
+    scale: f64,
+) -> Result<(Tensor, Tensor)> {
     let group = q.size()[2];
     let [q, k, v] = [q, k, v].map(|t| as_heads(t, group));
     let mask = cpu_flash_mask(&q, bucket)?;
@@ -191,7 +197,7 @@ fn cpu_flash_forward(q: &Tensor, k: &Tensor, v: &Tensor, bucket: &Bucket, scale:
     Ok((o.transpose(1, 2), lse.transpose(1, 2))) // [B, L, G, hd], [B, L, G]
 }
 
-fn cpu_flash_backward(d_o: &Tensor, saved: SavedAttention, bucket: &Bucket, scale: f64) -> Result<Gradients> {
+fn cpu_flash_backward(d_o: &Tensor, saved: SavedAttention, bucket: &LengthBucket, scale: f64) -> Result<QkvGradients> {
     let SavedAttention { q, k, v, o, lse } = saved;
     let group = q.size()[2];
     let [q, k, v, o, d_o] = [q, k, v, o, d_o].map(|t| as_heads(t, group));
@@ -210,7 +216,7 @@ fn as_heads(t: &Tensor, group: i64) -> Tensor {
     t.transpose(1, 2).expand([size[0], group, size[1], size[3]], false)
 }
 
-fn cpu_flash_mask(q: &Tensor, bucket: &Bucket) -> Result<Option<Tensor>> {
+fn cpu_flash_mask(q: &Tensor, bucket: &LengthBucket) -> Result<Option<Tensor>> {
     if bucket.is_plain() {
         return Ok(None);
     }

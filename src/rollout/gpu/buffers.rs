@@ -24,7 +24,7 @@ const ALIGNMENT: usize = 256;
 
 /// Sizes of one rank's steps.
 #[derive(Debug, Clone)]
-pub(super) struct Shape {
+pub(super) struct StepShape {
     rows: usize,
     pub(super) seqs: usize,
     /// Entries of a block table.
@@ -44,17 +44,17 @@ pub(super) struct Shape {
 
 /// Bytes of a GPU that one rank's steps take while the engine is awake, beside weights and cache.
 pub fn engine_buffer_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> usize {
-    Shape::new(spec, options, tp_size).bytes()
+    StepShape::new(spec, options, tp_size).bytes()
 }
 
 /// Bytes of a GPU that one rank's sums over its tensor-parallel group take, asleep or awake, where GPUs map one another's memory.
 pub fn engine_sum_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> usize {
-    Shape::new(spec, options, tp_size).summed_rows.map_or(0, |rows| RowSums::bytes(rows, spec.hidden_size))
+    StepShape::new(spec, options, tp_size).summed_rows.map_or(0, |rows| RowSums::bytes(rows, spec.hidden_size))
 }
 
 /// Tensors over the arena.
 #[derive(Debug)]
-pub(super) struct Buffers {
+pub(super) struct DecodeBuffers {
     pub(super) x: Tensor,          // [R, D], of the residual stream's kind
     pub(super) normed: Tensor,     // [R, D]
     pub(super) delta: Tensor,      // [R, D]
@@ -77,7 +77,7 @@ pub(super) struct Buffers {
     pub(super) sampled: Tensor, // [2 S] i32
 }
 
-impl Shape {
+impl StepShape {
     pub(super) fn new(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> Self {
         let block = spec.block();
         let (Mixer::Attention(attention), Mlp::Dense(dense)) =
@@ -119,7 +119,7 @@ impl Shape {
         memory.map(|memory| RowSums::new(memory, rows, self.hidden)).transpose()
     }
 
-    /// In the order of [`Buffers`].
+    /// In the order of [`DecodeBuffers`].
     fn sections(&self) -> [(Vec<i64>, Kind); 19] {
         let matrix = |rows: usize, columns: usize| (vec![rows as i64, columns as i64], self.kind);
         let candidates = |ranks: usize| {
@@ -159,7 +159,7 @@ impl Shape {
     }
 
     /// Maps the memory and lays the buffers out.
-    pub(super) fn map(&self, arena: &mut Arena) -> Result<Buffers> {
+    pub(super) fn map(&self, arena: &mut Arena) -> Result<DecodeBuffers> {
         arena.map(self.bytes())?;
         let mut at = 0;
         let mut sections = self.sections().into_iter().map(|(shape, kind)| {
@@ -169,7 +169,7 @@ impl Shape {
             view
         });
         let mut next = || sections.next().expect("a section a buffer");
-        Ok(Buffers {
+        Ok(DecodeBuffers {
             x: next()?,
             normed: next()?,
             delta: next()?,
@@ -193,7 +193,7 @@ impl Shape {
     }
 }
 
-impl Buffers {
+impl DecodeBuffers {
     /// What the last step sampled: ids [S] i32 and log-probabilities [S] f32.
     pub(super) fn sampled(&self) -> (Tensor, Tensor) {
         let seqs = self.token_ids.size()[0];

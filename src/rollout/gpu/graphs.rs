@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::sampling::Processing;
 use crate::cuda::{Graph, TorchStream};
 use crate::error::{Error, Result};
-use crate::memory::{Ledger, Place};
+use crate::memory::{Ledger, MemoryKind};
 
 /// Preparing a batch size is mentioned if it takes longer.
 const MENTIONED: Duration = Duration::from_millis(100);
@@ -59,7 +59,7 @@ impl Graphs {
 
     fn account(&mut self, bytes: usize) {
         self.bytes = bytes;
-        Ledger::set("engine_graphs", Place::Device, bytes);
+        Ledger::set("engine_graphs", MemoryKind::Device, bytes);
     }
 }
 

@@ -6,8 +6,8 @@ use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::rollout::sampler::Draw;
-use crate::rollout::scheduler::{Run, Step};
-use crate::rollout::sequence::Sequence;
+use crate::rollout::scheduler::{Step, TokenRun};
+use crate::rollout::sequence::EngineSequence;
 use crate::types::SamplingParams;
 
 /// Sections over the words of an upload, each at a multiple of four.
@@ -48,19 +48,19 @@ impl<'a> Words<'a> {
 pub(super) struct Packing<'a> {
     pub(super) step: &'a Step,
     pub(super) draws: &'a [Draw<'a>],
-    pub(super) sequences: &'a [Sequence],
+    pub(super) sequences: &'a [EngineSequence],
     pub(super) block_size: usize,
 }
 
 impl Packing<'_> {
-    fn slots(&self, run: &Run) -> impl Iterator<Item = i32> {
+    fn slots(&self, run: &TokenRun) -> impl Iterator<Item = i32> {
         let sequence = &self.sequences[run.sequence];
         run.tokens.clone().map(|at| sequence.slot(at, self.block_size) as i32)
     }
 
     /// KV blocks of the runs' sequences, [`rows`, `blocks`].
     fn block_tables(&self, words: &mut Words, (rows, blocks): (usize, usize), inputs: &Tensor) -> Result<Tensor> {
-        let row = |run: &Run| {
+        let row = |run: &TokenRun| {
             let table = self.sequences[run.sequence].block_table.iter().map(|&block| block as i32);
             table.chain(std::iter::repeat(0)).take(blocks).collect::<Vec<_>>()
         };
@@ -127,8 +127,8 @@ impl DecodeInputs {
         inputs: &Tensor,
     ) -> Result<Self> {
         let runs = &packing.step.runs;
-        let sequence = |run: &Run| &packing.sequences[run.sequence];
-        let from = |run: &Run| match sequence(run).token_ids.get(run.tokens.start) {
+        let sequence = |run: &TokenRun| &packing.sequences[run.sequence];
+        let from = |run: &TokenRun| match sequence(run).token_ids.get(run.tokens.start) {
             Some(&id) => id as i32,
             None => !(pending[run.sequence] as i32),
         };
@@ -158,12 +158,12 @@ impl DecodeInputs {
 /// For each run the first row of its neighbours of the same group and the full blocks of the prompt that they share; -1 and 0
 /// where there are none, and everywhere if all rows' together have fewer than `least_tokens`.
 fn shared_prefixes(packing: &Packing, least_tokens: usize) -> Vec<(i32, i32)> {
-    let sequence = |run: &Run| &packing.sequences[run.sequence];
+    let sequence = |run: &TokenRun| &packing.sequences[run.sequence];
     let mut prefixes = Vec::with_capacity(packing.step.runs.len());
     for members in packing.step.runs.chunk_by(|a, b| sequence(a).group == sequence(b).group) {
         let first = sequence(&members[0]);
         let prompt = &first.block_table[..first.prompt_len / packing.block_size];
-        let common = |run: &Run| sequence(run).block_table.iter().zip(prompt).take_while(|(a, b)| a == b).count();
+        let common = |run: &TokenRun| sequence(run).block_table.iter().zip(prompt).take_while(|(a, b)| a == b).count();
         let shared = members.iter().map(common).min().unwrap_or(0);
         let prefix = if members.len() > 1 && shared > 0 { (prefixes.len() as i32, shared as i32) } else { (-1, 0) };
         prefixes.extend(std::iter::repeat_n(prefix, members.len()));
@@ -202,14 +202,15 @@ impl PrefillInputs {
         let step = packing.step;
         let tokens: usize = step.runs.iter().map(|run| run.tokens.len()).sum();
         let bounds = bounds(step.runs.iter().map(|run| run.tokens.len()));
-        let ids = |run: &Run| packing.sequences[run.sequence].token_ids[run.tokens.clone()].iter().map(|&id| id as i32);
+        let ids =
+            |run: &TokenRun| packing.sequences[run.sequence].token_ids[run.tokens.clone()].iter().map(|&id| id as i32);
         let token_ids = words.put(tokens, step.runs.iter().flat_map(ids), 0)?;
         let positions = step.runs.iter().flat_map(|run| run.tokens.clone().map(|at| at as i32));
         let positions = words.put(tokens, positions, 0)?;
         let slots = words.put(tokens, step.runs.iter().flat_map(|run| packing.slots(run)), -1)?;
         let draws = packing.draws.len();
         // A number of a run for each of its draws.
-        let of_draws = |number: &dyn Fn(usize, &Run) -> i32| -> Vec<i32> {
+        let of_draws = |number: &dyn Fn(usize, &TokenRun) -> i32| -> Vec<i32> {
             let runs = step.runs.iter().enumerate();
             runs.flat_map(|(index, run)| std::iter::repeat_n(number(index, run), run.samples.len())).collect()
         };

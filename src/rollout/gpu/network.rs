@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::buffers::Buffers;
+use super::buffers::DecodeBuffers;
 use super::sampling::Processing;
 use crate::cuda::kernels::{self, HeadTransform, QkvViews, RowSums};
 use crate::cuda::{Products, Tuning};
@@ -18,23 +18,23 @@ use crate::rollout::weights::EngineWeights;
 
 /// What all steps share while the engine is awake.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Network<'a> {
+pub(super) struct DecoderNetwork<'a> {
     pub(super) spec: &'a ModelSpec,
     pub(super) weights: &'a EngineWeights<'a>,
     pub(super) kv_cache: &'a KvCache,
     pub(super) tp: &'a dyn Collective,
     pub(super) products: &'a Products,
-    pub(super) buffers: &'a Buffers,
+    pub(super) buffers: &'a DecodeBuffers,
     pub(super) rope: &'a Tensor,        // [positions, hd] f32, cosines, then sines
     pub(super) low: Option<&'a Tensor>, // where adapters' inner products go, flat
     /// What sums row-parallel products over the group; NCCL does where it is none.
     pub(super) sums: Option<&'a RowSums>,
     pub(super) tuning: Tuning,
-    /// At most what [`Network::may_own_products`] allows.
+    /// At most what [`DecoderNetwork::may_own_products`] allows.
     pub(super) own_products: OwnProducts,
     pub(super) processing: Processing,
     /// Leaves all other operations out, for their times.
-    pub(super) only: Option<Op>,
+    pub(super) only: Option<DecoderOp>,
 }
 
 /// Products of blocks by the crate's own kernels, where cuBLASLt's are slower.
@@ -49,7 +49,7 @@ pub(super) enum OwnProducts {
 
 /// The operations of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Op {
+pub(super) enum DecoderOp {
     Embed,
     Norm,
     Qkv,
@@ -78,9 +78,9 @@ pub(super) struct Tokens<'a> {
 /// too. Returns [T, H hd].
 pub(super) type Attend<'a> = dyn FnMut(usize, &Tensor, &QkvViews) -> Result<Tensor> + 'a;
 
-impl Network<'_> {
+impl DecoderNetwork<'_> {
     /// Does `work`, unless only another operation is asked for.
-    pub(super) fn op(&self, op: Op, work: impl FnOnce() -> Result<()>) -> Result<()> {
+    pub(super) fn op(&self, op: DecoderOp, work: impl FnOnce() -> Result<()>) -> Result<()> {
         if self.only.is_none_or(|only| only == op) { work() } else { Ok(()) }
     }
 
@@ -128,18 +128,20 @@ impl Network<'_> {
             Some(sums) => (first(&sums.normed()?), [first(&sums.part(0)?), first(&sums.part(1)?)]),
             None => (first(&self.buffers.normed), [first(&self.buffers.delta), first(&self.buffers.delta)]),
         };
-        self.op(Op::Embed, || self.embed(tokens.ids, &mut x))?;
+        self.op(DecoderOp::Embed, || self.embed(tokens.ids, &mut x))?;
         if self.processing.penalises {
-            self.op(Op::Sample, || kernels::note_tokens(tokens.ids, tokens.slots, &self.buffers.history.view(-1)))?;
+            self.op(DecoderOp::Sample, || {
+                kernels::note_tokens(tokens.ids, tokens.slots, &self.buffers.history.view(-1))
+            })?;
         }
         self.weights.prepare(0)?;
         self.enter(&mut x, self.weights.blocks[0].norm(MIXER_NORMS.pre), &mut normed)?;
         for (layer, w) in self.weights.blocks.iter().enumerate() {
             let attended = self.attention(layer, w, &normed, tokens, attend)?;
-            self.linear(Op::O, &attended, w.linear(Matrix::O), &parts[0])?;
+            self.linear(DecoderOp::O, &attended, w.linear(Matrix::O), &parts[0])?;
             self.leave(0, &mut parts, &mut x, (w.norm(MIXER_NORMS.post), w.norm(MLP_NORMS.pre)), &mut normed)?;
             self.gate_up(w.linear(Matrix::GateUp), &normed, &gate_up, &mut act)?;
-            self.linear(Op::Down, &act, w.linear(Matrix::Down), &parts[1])?;
+            self.linear(DecoderOp::Down, &act, w.linear(Matrix::Down), &parts[1])?;
             let next = match self.weights.blocks.get(layer + 1) {
                 Some(next) => {
                     self.weights.prepare(layer + 1)?;
@@ -181,7 +183,7 @@ impl Network<'_> {
         }
         let transform = HeadTransform { norms, rope: self.rope };
         let Tokens { positions, slots, .. } = *tokens;
-        self.op(Op::RopeWriteKv, || {
+        self.op(DecoderOp::RopeWriteKv, || {
             kernels::rope_write_kv(&qkv, &transform, positions, slots, &mut q, &k_cache, &v_cache)
         })?;
         attend(layer, &q, &qkv)
@@ -196,11 +198,11 @@ impl Network<'_> {
         let scratch = self.buffers.act.view(-1).narrow(0, 0, 4 * rows).view_dtype(Kind::Float);
         let mut sums = scratch.narrow(0, 0, 2 * rows).view([rows, 2]);
         let counts_k = self.spec.has_first_of_key(self.tp.rank(), self.tp.size());
-        self.op(Op::Norm, || kernels::qk_squares(qkv, counts_k, &mut sums))?;
+        self.op(DecoderOp::Norm, || kernels::qk_squares(qkv, counts_k, &mut sums))?;
         if self.tp.size() > 1 {
-            self.op(Op::AllReduce, || self.tp.all_reduce(&mut sums, ReduceOp::Sum))?;
+            self.op(DecoderOp::AllReduce, || self.tp.all_reduce(&mut sums, ReduceOp::Sum))?;
         }
-        self.op(Op::Norm, || kernels::qk_scale(qkv, [q, k], &sums, attention.widths(), eps))
+        self.op(DecoderOp::Norm, || kernels::qk_scale(qkv, [q, k], &sums, attention.widths(), eps))
     }
 
     /// act = silu(gate) * up
@@ -212,11 +214,11 @@ impl Network<'_> {
         act: &mut Tensor, // [T, F]
     ) -> Result<()> {
         match self.own_products {
-            OwnProducts::All => self.op(Op::GateUp, || kernels::product_silu_mul(normed, w.weight(), act)),
-            OwnProducts::GateUp => self.op(Op::GateUp, || kernels::gate_up(normed, w.weight(), act)),
+            OwnProducts::All => self.op(DecoderOp::GateUp, || kernels::product_silu_mul(normed, w.weight(), act)),
+            OwnProducts::GateUp => self.op(DecoderOp::GateUp, || kernels::gate_up(normed, w.weight(), act)),
             OwnProducts::None => {
-                self.linear(Op::GateUp, normed, w, gate_up)?;
-                self.op(Op::SiluMul, || kernels::silu_mul(gate_up, act))
+                self.linear(DecoderOp::GateUp, normed, w, gate_up)?;
+                self.op(DecoderOp::SiluMul, || kernels::silu_mul(gate_up, act))
             }
         }
     }
@@ -227,14 +229,14 @@ impl Network<'_> {
         let (heads, kv_heads) = self.spec.tp_heads(self.tp.size());
         let views = match &w.pieces[..] {
             [whole] => {
-                self.product(Op::Qkv, normed, &whole.weight, whole.bias.as_ref(), &out)?;
+                self.product(DecoderOp::Qkv, normed, &whole.weight, whole.bias.as_ref(), &out)?;
                 QkvViews::grouped(&out, kv_heads, self.spec.heads_per_group())
             }
             pieces => {
                 let columns: Vec<i64> = pieces.iter().map(|piece| piece.weight.size()[0]).collect();
                 let parts = out.split_with_sizes(columns.as_slice(), 1);
                 for (piece, part) in pieces.iter().zip(&parts) {
-                    self.product(Op::Qkv, normed, &piece.weight, piece.bias.as_ref(), part)?;
+                    self.product(DecoderOp::Qkv, normed, &piece.weight, piece.bias.as_ref(), part)?;
                 }
                 QkvViews::split(&parts[0], &parts[1], heads)
             }
@@ -245,7 +247,7 @@ impl Network<'_> {
 
     /// normed = pre(x), or x itself.
     fn enter(&self, x: &mut Tensor, pre: Option<&Tensor>, normed: &mut Tensor) -> Result<()> {
-        self.op(Op::Norm, || match pre {
+        self.op(DecoderOp::Norm, || match pre {
             Some(weight) => kernels::add_rms_norm(x, None, weight, normed, self.spec.rms_norm_eps),
             None => Ok(normed.f_copy_(x)?),
         })
@@ -265,9 +267,9 @@ impl Network<'_> {
         }
         let part = &mut parts[turn];
         if self.tp.size() > 1 {
-            self.op(Op::AllReduce, || self.tp.all_reduce(part, ReduceOp::Sum))?;
+            self.op(DecoderOp::AllReduce, || self.tp.all_reduce(part, ReduceOp::Sum))?;
         }
-        self.op(Op::Norm, || {
+        self.op(DecoderOp::Norm, || {
             if let Some(weight) = post {
                 kernels::add_rms_norm(part, None, weight, normed, self.spec.rms_norm_eps)?;
             }
@@ -290,16 +292,16 @@ impl Network<'_> {
         let (part, eps) = (&mut parts[turn], self.spec.rms_norm_eps);
         if let Some(sums) = self.sums {
             let way = sums.way(part.size()[0] as usize);
-            return self.op(Op::AllReduce, || sums.add_rms_norm(way, turn, x, weight, eps));
+            return self.op(DecoderOp::AllReduce, || sums.add_rms_norm(way, turn, x, weight, eps));
         }
         if self.tp.size() > 1 {
-            self.op(Op::AllReduce, || self.tp.all_reduce(part, ReduceOp::Sum))?;
+            self.op(DecoderOp::AllReduce, || self.tp.all_reduce(part, ReduceOp::Sum))?;
         }
-        self.op(Op::Norm, || kernels::add_rms_norm(x, Some(part), weight, normed, eps))
+        self.op(DecoderOp::Norm, || kernels::add_rms_norm(x, Some(part), weight, normed, eps))
     }
 
     /// out = x w^T, with the adapter's part.
-    fn linear(&self, op: Op, x: &Tensor, w: &Linear, out: &Tensor) -> Result<()> {
+    fn linear(&self, op: DecoderOp, x: &Tensor, w: &Linear, out: &Tensor) -> Result<()> {
         self.product(op, x, w.weight(), None, out)?;
         self.adapt(x, w.lora.as_ref(), out)
     }
@@ -307,7 +309,7 @@ impl Network<'_> {
     /// out = x w^T + bias
     pub(super) fn product(
         &self,
-        op: Op,
+        op: DecoderOp,
         x: &Tensor,            // [T, K]
         w: &Tensor,            // [N, K]
         bias: Option<&Tensor>, // [N]
@@ -326,7 +328,7 @@ impl Network<'_> {
         let low = low.narrow(0, 0, shape[0] * shape[1]).view(shape); // [T, k]
         // Where a row's bits must not depend on the rows beside it, they come from one kernel for all numbers of rows.
         let is_own = self.tuning == Tuning::Fixed || kernels::adapt_pays(x, out);
-        self.op(Op::Adapters, || {
+        self.op(DecoderOp::Adapters, || {
             if is_own && kernels::adapt_serves(x, a, b, out) {
                 return kernels::adapt(x, a, b, &low, out);
             }

@@ -11,7 +11,7 @@ use crate::ops::attention::{kv_rows, paged_prefill};
 use crate::rollout::batch::block_tables;
 use crate::rollout::kv_cache::KvCache;
 use crate::rollout::scheduler::Step;
-use crate::rollout::sequence::Sequence;
+use crate::rollout::sequence::EngineSequence;
 use crate::torch::{self, Varlen, flash_forward};
 
 /// One step's attention, for all layers.
@@ -46,7 +46,7 @@ impl<'a> PrefillAttention<'a> {
     /// `strict` has the plan of decode steps, with a fixed split, where prompts are to be computed by it.
     pub(super) fn new(
         step: &Step,
-        sequences: &[Sequence],
+        sequences: &[EngineSequence],
         inputs: &PrefillInputs,
         kv_cache: &'a KvCache,
         spec: &ModelSpec,
@@ -137,7 +137,7 @@ fn slices(step: &Step, inputs: &PrefillInputs, most: i64) -> Result<Vec<Slice>> 
 }
 
 /// Slots of all tokens that the runs see, in order. [context tokens] i64
-fn context_slots(step: &Step, sequences: &[Sequence], block_size: usize) -> Vec<i64> {
+fn context_slots(step: &Step, sequences: &[EngineSequence], block_size: usize) -> Vec<i64> {
     let slots = step.runs.iter().flat_map(|run| {
         let sequence = &sequences[run.sequence];
         (0..run.tokens.end).map(move |at| sequence.slot(at, block_size) as i64)

@@ -7,15 +7,15 @@ use tch::Device;
 
 use super::graphs::replay_times;
 use super::inputs::Packing;
-use super::network::{Op, adapters};
+use super::network::{DecoderOp, adapters};
 use super::runner::GpuRunner;
 use crate::cuda::{EnergyMeter, Graph, Sustained};
 use crate::dist::{ReduceOp, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::model::{LinearSpec, Mixer, Mlp, product_work};
 use crate::rollout::sampler::Draw;
-use crate::rollout::scheduler::{Run, Step};
-use crate::rollout::sequence::Sequence;
+use crate::rollout::scheduler::{Step, TokenRun};
+use crate::rollout::sequence::EngineSequence;
 use crate::types::SamplingParams;
 
 /// Replays of one operation; the median counts.
@@ -49,21 +49,21 @@ pub struct OpTime {
     pub flop: f64,
 }
 
-const OPS: [Op; 14] = [
-    Op::Embed,
-    Op::Norm,
-    Op::Qkv,
-    Op::RopeWriteKv,
-    Op::AttentionPlan,
-    Op::Attention,
-    Op::O,
-    Op::GateUp,
-    Op::SiluMul,
-    Op::Down,
-    Op::Adapters,
-    Op::AllReduce,
-    Op::Head,
-    Op::Sample,
+const OPS: [DecoderOp; 14] = [
+    DecoderOp::Embed,
+    DecoderOp::Norm,
+    DecoderOp::Qkv,
+    DecoderOp::RopeWriteKv,
+    DecoderOp::AttentionPlan,
+    DecoderOp::Attention,
+    DecoderOp::O,
+    DecoderOp::GateUp,
+    DecoderOp::SiluMul,
+    DecoderOp::Down,
+    DecoderOp::Adapters,
+    DecoderOp::AllReduce,
+    DecoderOp::Head,
+    DecoderOp::Sample,
 ];
 
 impl GpuRunner<'_> {
@@ -81,9 +81,9 @@ impl GpuRunner<'_> {
         sustains: bool,
     ) -> Result<StepProfile> {
         let sequences = self.sequences((batch, group, shared), context, num_blocks)?;
-        let run = |index: usize| Run { sequence: index, tokens: context - 1..context, samples: index..index + 1 };
+        let run = |index: usize| TokenRun { sequence: index, tokens: context - 1..context, samples: index..index + 1 };
         let step = Step { is_decode: true, runs: (0..batch).map(run).collect(), copies: Vec::new() };
-        let draws = sequences.iter().enumerate().map(|(row, Sequence { params, token_ids, .. })| Draw {
+        let draws = sequences.iter().enumerate().map(|(row, EngineSequence { params, token_ids, .. })| Draw {
             row,
             params,
             step: 0,
@@ -99,8 +99,8 @@ impl GpuRunner<'_> {
         let mut ops = Vec::with_capacity(OPS.len());
         for op in OPS {
             let is_done = match op {
-                Op::AllReduce => self.tp.size() > 1,
-                Op::Adapters => self.state.low.is_some(),
+                DecoderOp::AllReduce => self.tp.size() > 1,
+                DecoderOp::Adapters => self.state.low.is_some(),
                 _ => true,
             };
             if !is_done {
@@ -118,14 +118,14 @@ impl GpuRunner<'_> {
         (batch, group, shared): (usize, usize, usize),
         context: usize,
         num_blocks: usize,
-    ) -> Result<Vec<Sequence>> {
+    ) -> Result<Vec<EngineSequence>> {
         let block_size = self.kv_cache.block_size();
         let (num_shared, longest) = (shared / block_size, context.div_ceil(block_size));
         let mut free = 0..num_blocks as u32;
-        let (params, mut sequences) = (Arc::<SamplingParams>::default(), Vec::<Sequence>::with_capacity(batch));
+        let (params, mut sequences) = (Arc::<SamplingParams>::default(), Vec::<EngineSequence>::with_capacity(batch));
         for index in 0..batch {
             let mut sequence =
-                Sequence::new(index / group, params.clone(), &vec![1; shared.clamp(1, context)], context);
+                EngineSequence::new(index / group, params.clone(), &vec![1; shared.clamp(1, context)], context);
             // Rows that differ: equal ones take less power, and the chip clocks higher.
             let last = 1 + index * (self.spec.vocab_size - 1) / batch;
             sequence.token_ids.resize(context, last as u32);
@@ -158,7 +158,7 @@ impl GpuRunner<'_> {
     fn time(
         &mut self,
         packing: &Packing,
-        only: Option<Op>,
+        only: Option<DecoderOp>,
         meter: Option<&EnergyMeter>,
     ) -> Result<(f64, Option<Sustained>)> {
         let tp = self.tp;
@@ -178,7 +178,7 @@ impl GpuRunner<'_> {
     }
 
     /// (bytes, floating-point operations) of one operation in all layers, for S rows and all their context tokens.
-    fn work(&self, op: Op, rows: f64, context_tokens: f64) -> (f64, f64) {
+    fn work(&self, op: DecoderOp, rows: f64, context_tokens: f64) -> (f64, f64) {
         let (spec, block) = (self.spec, self.spec.block().tp_slice(self.tp.size()));
         let (Mixer::Attention(attention), Mlp::Dense(dense)) = (block.mixer, block.mlp);
         let ([qkv, o], [gate_up, down]) = (attention.linears(), dense.linears());
@@ -192,26 +192,26 @@ impl GpuRunner<'_> {
         let product = |linear: LinearSpec| of_layers(linear.work(rows, size));
         let cached_bytes = size * attention.cached_elements() as f64;
         match op {
-            Op::Embed => ((size + residual) * rows * hidden, 0.0),
-            Op::Norm if sums => ((size + residual) * rows * hidden, 0.0), // the others are in the sums
-            Op::Norm => ((size + residual) * rows * hidden * 2.0 * (2.0 * layers + 1.0), 0.0),
-            Op::Qkv => product(qkv),
-            Op::RopeWriteKv => of_layers((2.0 * size * rows * qkv.rows() as f64, 0.0)),
-            Op::AttentionPlan => (0.0, 0.0),
-            Op::Attention => {
+            DecoderOp::Embed => ((size + residual) * rows * hidden, 0.0),
+            DecoderOp::Norm if sums => ((size + residual) * rows * hidden, 0.0), // the others are in the sums
+            DecoderOp::Norm => ((size + residual) * rows * hidden * 2.0 * (2.0 * layers + 1.0), 0.0),
+            DecoderOp::Qkv => product(qkv),
+            DecoderOp::RopeWriteKv => of_layers((2.0 * size * rows * qkv.rows() as f64, 0.0)),
+            DecoderOp::AttentionPlan => (0.0, 0.0),
+            DecoderOp::Attention => {
                 of_layers((cached_bytes * context_tokens, attention.flop_per_pair() as f64 * context_tokens))
             }
-            Op::O => product(o),
-            Op::GateUp => product(gate_up),
-            Op::SiluMul => of_layers((size * rows * 3.0 * dense.intermediate as f64, 0.0)),
-            Op::Down => product(down),
-            Op::Adapters => adapters(self.weights).fold((0.0, 0.0), |(bytes, flop), lora| {
+            DecoderOp::O => product(o),
+            DecoderOp::GateUp => product(gate_up),
+            DecoderOp::SiluMul => of_layers((size * rows * 3.0 * dense.intermediate as f64, 0.0)),
+            DecoderOp::Down => product(down),
+            DecoderOp::Adapters => adapters(self.weights).fold((0.0, 0.0), |(bytes, flop), lora| {
                 let [a, b] = [&lora.a, &lora.b].map(|factor| product_work(&factor.size(), rows, size));
                 (bytes + a.0 + b.0, flop + a.1 + b.1)
             }),
-            Op::AllReduce => of_layers((2.0 * (size + residual) * rows * hidden, 0.0)),
-            Op::Head => (size * (vocab + rows) * hidden + 4.0 * rows * vocab, 2.0 * rows * vocab * hidden),
-            Op::Sample => (4.0 * rows * vocab, 0.0),
+            DecoderOp::AllReduce => of_layers((2.0 * (size + residual) * rows * hidden, 0.0)),
+            DecoderOp::Head => (size * (vocab + rows) * hidden + 4.0 * rows * vocab, 2.0 * rows * vocab * hidden),
+            DecoderOp::Sample => (4.0 * rows * vocab, 0.0),
         }
     }
 }

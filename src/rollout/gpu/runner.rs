@@ -6,9 +6,9 @@ use tch::{Kind, Tensor, no_grad};
 
 use super::graphs;
 use super::inputs::{DecodeInputs, Packing, PrefillInputs, Words};
-use super::network::{Network, Op, OwnProducts, Tokens};
+use super::network::{DecoderNetwork, DecoderOp, OwnProducts, Tokens};
 use super::prefill::PrefillAttention;
-use super::sampling::{Drawn, Processing};
+use super::sampling::{DrawOutputs, Processing};
 use super::state::GpuState;
 use crate::cuda::kernels::{self, AttentionPlan, SharedPrefixes};
 use crate::cuda::{CurrentStream, TorchStream, Tuning};
@@ -19,7 +19,7 @@ use crate::rollout::kv_cache::KvCache;
 use crate::rollout::runner::Runner;
 use crate::rollout::sampler::{Draw, Sampled, non_finite};
 use crate::rollout::scheduler::Step;
-use crate::rollout::sequence::Sequence;
+use crate::rollout::sequence::EngineSequence;
 use crate::rollout::weights::EngineWeights;
 use crate::torch;
 
@@ -70,9 +70,9 @@ impl<'a> GpuRunner<'a> {
 
     /// The network over this engine's memory. A strict engine has one product algorithm, others choose by `tuning`; but what
     /// is timed may come out otherwise in the next run.
-    fn network(&self, tuning: Tuning, processing: Processing, only: Option<Op>) -> Network<'_> {
+    fn network(&self, tuning: Tuning, processing: Processing, only: Option<DecoderOp>) -> DecoderNetwork<'_> {
         let state = &*self.state;
-        Network {
+        DecoderNetwork {
             spec: self.spec,
             weights: self.weights,
             kv_cache: self.kv_cache,
@@ -101,7 +101,7 @@ impl<'a> GpuRunner<'a> {
     pub(super) fn prepare_decode<T>(
         &mut self,
         packing: &Packing,
-        only: Option<Op>,
+        only: Option<DecoderOp>,
         run: impl FnOnce(&TorchStream, &mut dyn FnMut() -> Result<()>) -> Result<T>,
     ) -> Result<T> {
         let widths = (self.bucket(packing), self.state.shape.blocks);
@@ -111,13 +111,16 @@ impl<'a> GpuRunner<'a> {
         })?;
         let state = &*self.state;
         let sums = state.sums.as_ref().filter(|sums| widths.0 <= sums.rows());
-        let network = Network { sums, ..self.network(Tuning::Timed, Processing::of(packing), only) };
-        let hidden = |network: &Network| decode_hidden(network, &inputs, &state.plan, state.strict);
+        let network = DecoderNetwork { sums, ..self.network(Tuning::Timed, Processing::of(packing), only) };
+        let hidden = |network: &DecoderNetwork| decode_hidden(network, &inputs, &state.plan, state.strict);
         run(&state.stream, &mut || {
             let own_products = state.own_products(&network, widths.0, &hidden)?;
-            let hidden = hidden(&Network { own_products, ..network })?;
-            let drawn =
-                Drawn { lens: &inputs.context_lens, block_tables: &inputs.block_tables, sampling: &inputs.sampling };
+            let hidden = hidden(&DecoderNetwork { own_products, ..network })?;
+            let drawn = DrawOutputs {
+                lens: &inputs.context_lens,
+                block_tables: &inputs.block_tables,
+                sampling: &inputs.sampling,
+            };
             network.sample(&hidden, &drawn)
         })
     }
@@ -146,7 +149,7 @@ impl<'a> GpuRunner<'a> {
             return Ok(());
         }
         let block_tables = inputs.block_tables.f_index_select(0, &inputs.drawn_runs)?;
-        let drawn = Drawn { lens: &inputs.lens, block_tables: &block_tables, sampling: &inputs.sampling };
+        let drawn = DrawOutputs { lens: &inputs.lens, block_tables: &block_tables, sampling: &inputs.sampling };
         network.sample(&hidden.f_index_select(0, &inputs.last_rows)?, &drawn)
     }
 }
@@ -156,7 +159,7 @@ impl Runner for GpuRunner<'_> {
         1
     }
 
-    fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[Sequence]) -> Result<()> {
+    fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[EngineSequence]) -> Result<()> {
         let block_size = self.kv_cache.block_size();
         let packing = Packing { step, draws, sequences, block_size };
         self.pending.resize(sequences.len(), 0);
@@ -192,19 +195,24 @@ impl Runner for GpuRunner<'_> {
 
 /// The last tokens of a bucket's rows, through the network; the same however often it is done before the rows' next tokens are
 /// drawn.
-fn decode_hidden(network: &Network, inputs: &DecodeInputs, plan: &AttentionPlan, strict: bool) -> Result<Tensor> {
+fn decode_hidden(
+    network: &DecoderNetwork,
+    inputs: &DecodeInputs,
+    plan: &AttentionPlan,
+    strict: bool,
+) -> Result<Tensor> {
     let buffers = network.buffers;
     let rows = inputs.from.size()[0];
     let mut ids = buffers.token_ids.narrow(0, 0, rows);
     kernels::next_tokens(&inputs.from, &buffers.sampled().0, &mut ids)?;
     let prefixes = SharedPrefixes { groups: &inputs.groups, num_shared_blocks: &inputs.num_shared };
-    network.op(Op::AttentionPlan, || plan.update(&inputs.context_lens, (!strict).then_some(prefixes)))?;
+    network.op(DecoderOp::AttentionPlan, || plan.update(&inputs.context_lens, (!strict).then_some(prefixes)))?;
     let tokens = Tokens { ids: &ids, positions: &inputs.positions, slots: &inputs.slots };
     let attended = buffers.attended.narrow(0, 0, rows); // [S, H hd]
     network.hidden(&tokens, &mut |layer, q, _| {
         let (k_cache, v_cache) = network.kv_cache.layer(layer);
         let mut o = attended.view_as(q);
-        network.op(Op::Attention, || {
+        network.op(DecoderOp::Attention, || {
             kernels::paged_attention(plan, q, &k_cache, &v_cache, &inputs.block_tables, &inputs.context_lens, &mut o)
         })?;
         Ok(attended.shallow_clone())

@@ -4,7 +4,7 @@
 use tch::Tensor;
 
 use super::inputs::{Packing, Sampling};
-use super::network::{Network, Op};
+use super::network::{DecoderNetwork, DecoderOp};
 use crate::cuda::Tuning;
 use crate::cuda::kernels::{self, Draws, Filters};
 use crate::error::Result;
@@ -32,7 +32,7 @@ impl Processing {
 
 /// The S draws of a step.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Drawn<'a> {
+pub(super) struct DrawOutputs<'a> {
     /// Tokens so far, 0 where there is nothing to draw. [S]
     pub(super) lens: &'a Tensor,
     /// Where those stand. [S, blocks]
@@ -40,16 +40,16 @@ pub(super) struct Drawn<'a> {
     pub(super) sampling: &'a Sampling,
 }
 
-impl Network<'_> {
+impl DecoderNetwork<'_> {
     /// Draws one token from each of the hidden states, into the buffers' `sampled`. Collective.
-    pub(super) fn sample(&self, hidden: &Tensor /* [S, D] */, drawn: &Drawn) -> Result<()> {
+    pub(super) fn sample(&self, hidden: &Tensor /* [S, D] */, drawn: &DrawOutputs) -> Result<()> {
         let vocab = self.spec.vocab_range(self.tp.rank(), self.tp.size()).len() as i64;
         let logits = self.buffers.logits.narrow(0, 0, hidden.size()[0]).narrow(1, 0, vocab);
-        self.product(Op::Head, hidden, &self.weights.lm_head, None, &logits)?;
-        self.op(Op::Sample, || self.draw(&logits, drawn))
+        self.product(DecoderOp::Head, hidden, &self.weights.lm_head, None, &logits)?;
+        self.op(DecoderOp::Sample, || self.draw(&logits, drawn))
     }
 
-    fn draw(&self, logits: &Tensor /* [S, V of this rank] */, drawn: &Drawn) -> Result<()> {
+    fn draw(&self, logits: &Tensor /* [S, V of this rank] */, drawn: &DrawOutputs) -> Result<()> {
         let (rows, tp_size) = (logits.size()[0], self.tp.size());
         let Sampling { keys, temperatures, penalties, .. } = drawn.sampling;
         let mut draws = Draws { keys, positions: drawn.lens, temperatures, penalties: None, cuts: None };

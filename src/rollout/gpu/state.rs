@@ -5,16 +5,16 @@ use std::time::Duration;
 
 use tch::{Device, Tensor};
 
-use super::buffers::{Buffers, Shape};
+use super::buffers::{DecodeBuffers, StepShape};
 use super::graphs::{Graphs, replay_times};
 use super::inputs::Words;
-use super::network::{self, Network, OwnProducts};
+use super::network::{self, DecoderNetwork, OwnProducts};
 use super::runner::wait;
 use crate::cuda::kernels::{AttentionPlan, AttentionShape, RowSums};
 use crate::cuda::{Context, Graph, PinnedWords, Products, TorchStream};
 use crate::dist::Collective;
 use crate::error::{Error, Result};
-use crate::memory::{Arena, Ledger, Place};
+use crate::memory::{Arena, Ledger, MemoryKind};
 use crate::model::{ModelSpec, attention_scale};
 use crate::ops::rope::Rope;
 use crate::rollout::engine::EngineOptions;
@@ -34,8 +34,8 @@ const LASTING_TRIALS: usize = 200;
 pub(in crate::rollout) struct GpuState {
     // Before the arena, whose addresses they have.
     pub(super) graphs: Graphs,
-    pub(super) buffers: Option<Buffers>,
-    pub(super) shape: Shape,
+    pub(super) buffers: Option<DecodeBuffers>,
+    pub(super) shape: StepShape,
     arena: Arena,
     pub(super) plan: AttentionPlan,
     pub(super) rope: Tensor,        // [max_model_length, hd] f32
@@ -64,7 +64,7 @@ impl GpuState {
             return Err(Error::invalid_value("kv_block_size", options.block_size, "a multiple of 16 on a GPU"));
         }
         let (device, context) = (Device::Cuda(ordinal), Context::retain(ordinal)?);
-        let shape = Shape::new(spec, options, tp.size());
+        let shape = StepShape::new(spec, options, tp.size());
         let attention = attention_shape(spec, options, tp.size());
         let (split, place) = (split_tokens(options), (options.kind, device));
         let pinned =
@@ -103,7 +103,7 @@ impl GpuState {
         let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
         let peers = self.sums.as_ref().map_or(0, |sums| sums.memory().bytes());
         let tables = bytes(&self.rope) + self.low.as_ref().map_or(0, bytes) + peers;
-        Ledger::set("engine_tables", Place::Device, tables + self.plan.bytes() + Products::BYTES);
+        Ledger::set("engine_tables", MemoryKind::Device, tables + self.plan.bytes() + Products::BYTES);
         let mut seen = network::fingerprint(weights, kv_cache, self.low.as_ref())?;
         seen.push(tp.epoch()? as usize);
         seen.extend(self.sums.as_ref().map(|sums| sums.memory().address()));
@@ -131,9 +131,9 @@ impl GpuState {
     /// a model's shapes. They pay for a step as a whole: weights are asked for while the operation before is at work.
     pub(super) fn own_products(
         &self,
-        network: &Network,
+        network: &DecoderNetwork,
         rows: usize,
-        hidden: &dyn Fn(&Network) -> Result<Tensor>,
+        hidden: &dyn Fn(&DecoderNetwork) -> Result<Tensor>,
     ) -> Result<OwnProducts> {
         let most = network.may_own_products(rows)?;
         if most == OwnProducts::None {
@@ -144,7 +144,7 @@ impl GpuState {
         let step = format!("{most:?} {residual:?} {quantized} {} {:?}", network.kv_cache.block_size(), network.spec);
         let are_faster = self.products.own_are_faster(rows, &step, || {
             let median = |own_products| -> Result<Duration> {
-                let step = || hidden(&Network { own_products, only: None, ..*network }).map(drop);
+                let step = || hidden(&DecoderNetwork { own_products, only: None, ..*network }).map(drop);
                 step()?;
                 let mut graph = Graph::capture(&self.stream, step)?;
                 // SAFETY: recorded just now, over memory that stays as long as the engine is awake.
@@ -172,14 +172,14 @@ impl GpuState {
 impl Drop for GpuState {
     fn drop(&mut self) {
         for owner in ["engine_tables", "engine_graphs"] {
-            Ledger::set(owner, Place::Device, 0);
+            Ledger::set(owner, MemoryKind::Device, 0);
         }
     }
 }
 
 /// Bytes of a GPU that one rank's engine holds asleep, too: what its attention needs, rotations and the products' workspace.
 pub fn engine_table_bytes(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> usize {
-    let (shape, attention) = (Shape::new(spec, options, tp_size), attention_shape(spec, options, tp_size));
+    let (shape, attention) = (StepShape::new(spec, options, tp_size), attention_shape(spec, options, tp_size));
     let partials = AttentionPlan::partial_bytes(&attention, shape.seqs, shape.blocks, split_tokens(options));
     partials + options.max_model_length * spec.head_dim * size_of::<f32>() + Products::BYTES
 }

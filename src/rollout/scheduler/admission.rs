@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-use super::{Limits, Scheduler};
+use super::{Scheduler, StepLimits};
 use crate::error::{Error, Result};
 use crate::rollout::request::{Event, RequestId};
-use crate::rollout::sequence::{Sequence, Turn};
+use crate::rollout::sequence::{EngineSequence, QueuePriority};
 use crate::types::Trajectory;
 
 impl Scheduler {
@@ -27,17 +27,17 @@ impl Scheduler {
         let leader = match open.iter().copied().find(is_begun) {
             _ if self.holder(group).is_some() => None, // of the prompt
             None if open.len() == members.len() => {
-                return open.into_iter().for_each(|index| self.enqueue(index, Turn::New));
+                return open.into_iter().for_each(|index| self.enqueue(index, QueuePriority::New));
             }
             begun => begun.or(open.first().copied()),
         };
         for index in open {
-            self.enqueue(index, if Some(index) == leader { Turn::First } else { Turn::Begun });
+            self.enqueue(index, if Some(index) == leader { QueuePriority::First } else { QueuePriority::Begun });
         }
     }
 
     /// Behind those that wait for the same turn.
-    fn enqueue(&mut self, index: usize, turn: Turn) {
+    fn enqueue(&mut self, index: usize, turn: QueuePriority) {
         self.sequences[index].turn = turn;
         let at = self.waiting.partition_point(|&waiting| self.sequences[waiting].turn <= turn);
         self.waiting.insert(at, index);
@@ -49,7 +49,7 @@ impl Scheduler {
     }
 
     /// A sequence of the group that has blocks.
-    fn holder(&self, group: usize) -> Option<&Sequence> {
+    fn holder(&self, group: usize) -> Option<&EngineSequence> {
         self.sequences[self.members(group)].iter().find(|sequence| !sequence.block_table.is_empty())
     }
 
@@ -60,7 +60,8 @@ impl Scheduler {
             return;
         }
         let Some(table) = self.kept.take(&sequence.token_ids) else { return };
-        let in_both = |holder: &Sequence| holder.block_table.iter().zip(&table).take_while(|(a, b)| a == b).count();
+        let in_both =
+            |holder: &EngineSequence| holder.block_table.iter().zip(&table).take_while(|(a, b)| a == b).count();
         let num_counted = self.holder(sequence.group).map_or(0, in_both) * self.limits.block_size;
         let sequence = &mut self.sequences[index];
         sequence.num_computed = sequence.len() - 1;
@@ -158,7 +159,7 @@ impl Scheduler {
     }
 }
 
-impl Limits {
+impl StepLimits {
     /// Whether a prompt and its longest completion fit, alone. A sequence's last token is sampled, never fed, so its keys and values
     /// take no room.
     pub(in crate::rollout) fn check(&self, prompt_len: usize, max_completion_length: usize) -> Result<()> {

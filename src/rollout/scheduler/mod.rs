@@ -27,7 +27,7 @@ use super::block_manager::BlockManager;
 use super::kept::KeptSequences;
 use super::request::{Event, Request, RequestId};
 use super::sampler::{Draw, Sampled, sampling_key};
-use super::sequence::{Sequence, Turn};
+use super::sequence::{EngineSequence, QueuePriority};
 use super::stats::EngineStats;
 use super::stop::StopRules;
 use crate::error::Result;
@@ -36,7 +36,7 @@ use crate::types::{FinishReason, SamplingParams};
 
 /// Bounds on one step and on one sequence.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Limits {
+pub(super) struct StepLimits {
     pub(super) num_blocks: usize,
     pub(super) block_size: usize,
     pub(super) max_num_seqs: usize,
@@ -50,14 +50,14 @@ pub(super) struct Limits {
 pub(super) struct Step {
     /// One token of every running sequence, rather than parts of prompts.
     pub(super) is_decode: bool,
-    pub(super) runs: Vec<Run>,
+    pub(super) runs: Vec<TokenRun>,
     /// Blocks (from, to) to copy after the forward: a prompt's last partial block, for each completion but the first.
     pub(super) copies: Vec<(u32, u32)>,
 }
 
 /// Consecutive tokens of one sequence.
 #[derive(Debug, PartialEq)]
-pub(super) struct Run {
+pub(super) struct TokenRun {
     pub(super) sequence: usize,
     pub(super) tokens: Range<usize>,
     /// Sequences that sample from the last row; none while a prompt is unfinished.
@@ -75,10 +75,10 @@ struct Group {
 
 #[derive(Debug)]
 pub(super) struct Scheduler {
-    pub(super) limits: Limits,
+    pub(super) limits: StepLimits,
     groups: Vec<Group>, // by request, from `num_dropped` on
     num_dropped: usize, // requests that are forgotten
-    pub(super) sequences: Vec<Sequence>,
+    pub(super) sequences: Vec<EngineSequence>,
     waiting: VecDeque<usize>,           // by turn
     prefilling: VecDeque<Range<usize>>, // sequences that share one computation, done through the first
     running: Vec<usize>,                // in order of admission, those prefilling included
@@ -91,7 +91,7 @@ pub(super) struct Scheduler {
 
 impl Scheduler {
     /// Holds what an earlier rollout `kept`; counting goes on from `stats`.
-    pub(super) fn new(limits: Limits, kept: KeptSequences, stats: EngineStats) -> Self {
+    pub(super) fn new(limits: StepLimits, kept: KeptSequences, stats: EngineStats) -> Self {
         let mut blocks = BlockManager::new(limits.num_blocks, limits.block_size);
         blocks.adopt(kept.tables());
         Self {
@@ -118,7 +118,7 @@ impl Scheduler {
         for sample in 0..params.num_generations {
             let limit = completion_limit(&params, sampling_key(params.seed, first_step, prompt_id, sample));
             let max_len = (token_ids.len() + limit).min(self.limits.max_model_length);
-            self.sequences.push(Sequence::new(group, Arc::clone(&params), &token_ids, max_len));
+            self.sequences.push(EngineSequence::new(group, Arc::clone(&params), &token_ids, max_len));
         }
         let members = first..self.sequences.len();
         self.groups.push(Group { members, prompt_id, step: first_step, is_removed: false });
@@ -253,7 +253,7 @@ impl Scheduler {
             sequence.num_computed = tokens.end;
             let is_done = tokens.end == num_tokens;
             let samples = if is_done { members.clone() } else { members.start..members.start };
-            step.runs.push(Run { sequence: members.start, tokens, samples });
+            step.runs.push(TokenRun { sequence: members.start, tokens, samples });
             if is_done {
                 self.fork(members, &mut step.copies);
                 self.prefilling.pop_front();
@@ -291,7 +291,7 @@ impl Scheduler {
         }
         let last_token = |&index: &usize| {
             let num_tokens = self.sequences[index].num_tokens();
-            Run { sequence: index, tokens: num_tokens - 1..num_tokens, samples: index..index + 1 }
+            TokenRun { sequence: index, tokens: num_tokens - 1..num_tokens, samples: index..index + 1 }
         };
         let growing = self.running.iter().filter(|&&index| !self.sequences[index].is_full());
         Step { is_decode: true, runs: growing.map(last_token).collect(), copies: Vec::new() }
@@ -317,7 +317,7 @@ impl Scheduler {
         let sequence = &mut self.sequences[index];
         self.blocks.release(&mut sequence.block_table);
         sequence.num_computed = 0;
-        sequence.turn = Turn::First;
+        sequence.turn = QueuePriority::First;
         self.waiting.push_front(index);
         self.stats.num_preemptions += 1;
         self.events.push(Event::Preempted { request, sample });

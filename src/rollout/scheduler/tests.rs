@@ -3,8 +3,8 @@ use std::collections::HashMap;
 use super::*;
 use crate::types::{SamplingParams, Trajectory};
 
-const ROOMY: Limits =
-    Limits { num_blocks: 200, block_size: 4, max_num_seqs: 64, max_num_batched_tokens: 1000, max_model_length: 64 };
+const ROOMY: StepLimits =
+    StepLimits { num_blocks: 200, block_size: 4, max_num_seqs: 64, max_num_batched_tokens: 1000, max_model_length: 64 };
 const END: u32 = 0;
 
 /// Keys and values by block and offset.
@@ -56,7 +56,12 @@ fn next_token(tokens: &[u32], sample: usize) -> Sampled {
 }
 
 /// Completions of all sequences, and what it took, with `lag` steps under way when the next one is scheduled.
-fn simulate(limits: Limits, prompts: &[Vec<u32>], num_generations: usize, lag: usize) -> (Vec<Vec<u32>>, EngineStats) {
+fn simulate(
+    limits: StepLimits,
+    prompts: &[Vec<u32>],
+    num_generations: usize,
+    lag: usize,
+) -> (Vec<Vec<u32>>, EngineStats) {
     let mut scheduler = scheduler(limits, prompts, num_generations);
     let mut complete = run(&mut scheduler, num_generations, &mut Cache::new(), lag, usize::MAX);
     assert_eq!(scheduler.blocks.num_free(), limits.num_blocks);
@@ -65,14 +70,14 @@ fn simulate(limits: Limits, prompts: &[Vec<u32>], num_generations: usize, lag: u
     (scheduler.sequences.iter().map(|sequence| sequence.completion().to_vec()).collect(), scheduler.stats)
 }
 
-fn scheduler(limits: Limits, prompts: &[Vec<u32>], num_generations: usize) -> Scheduler {
+fn scheduler(limits: StepLimits, prompts: &[Vec<u32>], num_generations: usize) -> Scheduler {
     let begun = vec![Vec::new(); prompts.len()];
     resumed(limits, prompts, num_generations, begun, KeptSequences::default(), EngineStats::default()).0
 }
 
 /// A scheduler whose requests are begun, from what an earlier one kept, and how many of them were complete already.
 fn resumed(
-    limits: Limits,
+    limits: StepLimits,
     prompts: &[Vec<u32>],
     num_generations: usize,
     begun: Vec<Vec<Trajectory>>,
@@ -148,7 +153,8 @@ fn begun(token_ids: &[u32]) -> Trajectory {
 
 /// What is known of every group's completions.
 fn sampled(scheduler: &Scheduler, num_groups: usize) -> Vec<Vec<Trajectory>> {
-    let of_group = |group| scheduler.sequences[scheduler.members(group)].iter().map(Sequence::trajectory).collect();
+    let of_group =
+        |group| scheduler.sequences[scheduler.members(group)].iter().map(EngineSequence::trajectory).collect();
     (0..num_groups).map(of_group).collect()
 }
 
@@ -162,14 +168,14 @@ fn no_limit_changes_what_is_sampled() {
     let (expected, stats) = simulate(ROOMY, &prompts, 3, 0);
     assert_eq!(stats.num_preemptions, 0);
     let tight = [
-        Limits { max_num_seqs: 1, ..ROOMY },
-        Limits { max_num_seqs: 2, ..ROOMY },
-        Limits { max_num_seqs: 7, ..ROOMY },
-        Limits { max_num_batched_tokens: 3, ..ROOMY },
-        Limits { num_blocks: 8, ..ROOMY },
-        Limits { num_blocks: 8, max_num_seqs: 3, max_num_batched_tokens: 5, ..ROOMY },
-        Limits { block_size: 1, num_blocks: 40, ..ROOMY },
-        Limits { num_blocks: 20, ..ROOMY },
+        StepLimits { max_num_seqs: 1, ..ROOMY },
+        StepLimits { max_num_seqs: 2, ..ROOMY },
+        StepLimits { max_num_seqs: 7, ..ROOMY },
+        StepLimits { max_num_batched_tokens: 3, ..ROOMY },
+        StepLimits { num_blocks: 8, ..ROOMY },
+        StepLimits { num_blocks: 8, max_num_seqs: 3, max_num_batched_tokens: 5, ..ROOMY },
+        StepLimits { block_size: 1, num_blocks: 40, ..ROOMY },
+        StepLimits { num_blocks: 20, ..ROOMY },
     ];
     for lag in 0..3 {
         for limits in [ROOMY].iter().chain(&tight) {
@@ -183,7 +189,7 @@ fn no_limit_changes_what_is_sampled() {
 fn what_is_interrupted_goes_on_as_if_it_had_not_been() {
     let prompts = prompts();
     let expected = simulate(ROOMY, &prompts, 3, 0).0;
-    let tight = Limits { num_blocks: 12, max_num_seqs: 5, max_num_batched_tokens: 7, ..ROOMY };
+    let tight = StepLimits { num_blocks: 12, max_num_seqs: 5, max_num_batched_tokens: 7, ..ROOMY };
     for (limits, lag) in [(ROOMY, 0), (ROOMY, 1), (tight, 0), (tight, 2)] {
         let mut held = vec![Vec::new(); prompts.len()];
         let mut num_complete = Vec::new();
@@ -205,8 +211,8 @@ fn what_is_interrupted_goes_on_as_if_it_had_not_been() {
 fn what_is_kept_goes_on_without_being_computed_again() {
     let prompts = prompts();
     let expected = simulate(ROOMY, &prompts, 3, 0).0;
-    let tight = Limits { num_blocks: 12, max_num_seqs: 5, max_num_batched_tokens: 7, ..ROOMY };
-    let few_slots = Limits { max_num_seqs: 7, max_num_batched_tokens: 5, ..ROOMY };
+    let tight = StepLimits { num_blocks: 12, max_num_seqs: 5, max_num_batched_tokens: 7, ..ROOMY };
+    let few_slots = StepLimits { max_num_seqs: 7, max_num_batched_tokens: 5, ..ROOMY };
     for (limits, lag) in [(ROOMY, 0), (ROOMY, 1), (few_slots, 0), (few_slots, 2), (tight, 0), (tight, 2)] {
         let (mut held, mut kept) = (vec![Vec::new(); prompts.len()], KeptSequences::default());
         let (mut cache, mut stats, mut num_complete) = (Cache::new(), EngineStats::default(), 0);
@@ -248,7 +254,7 @@ fn what_nobody_goes_on_with_is_given_up() {
         kept = scheduler.into_kept();
         assert_eq!(kept.tables().count(), num_tries * num_running);
     }
-    let few_slots = Limits { max_num_seqs: 2, ..ROOMY };
+    let few_slots = StepLimits { max_num_seqs: 2, ..ROOMY };
     assert!(kept.tables().count() > 2 * few_slots.max_num_seqs);
     let (mut scheduler, _) = resumed(few_slots, &prompts, 3, held, kept, EngineStats::default());
     scheduler.drop_unclaimed();
@@ -266,8 +272,8 @@ fn a_kept_group_is_counted_as_it_would_be_computed() {
     let mut scheduler = scheduler(ROOMY, &[(1..13).collect()], 3);
     let mut cache = Cache::new();
     assert_eq!(run(&mut scheduler, 3, &mut cache, 0, 1), [0]);
-    let lens: Vec<usize> = scheduler.sequences.iter().map(Sequence::len).collect();
-    let half = |sequence: &Sequence| begun(&sequence.completion()[..sequence.completion().len() / 2]);
+    let lens: Vec<usize> = scheduler.sequences.iter().map(EngineSequence::len).collect();
+    let half = |sequence: &EngineSequence| begun(&sequence.completion()[..sequence.completion().len() / 2]);
     let halves: Vec<_> = scheduler.sequences.iter().map(half).collect();
     assert!(halves.iter().all(|half| !half.token_ids.is_empty()), "{lens:?}");
     let resumed = |kept: KeptSequences| {
@@ -295,7 +301,7 @@ fn a_kept_group_is_counted_as_it_would_be_computed() {
 fn requests_may_come_between_any_two_steps() {
     let prompts = prompts();
     let expected = simulate(ROOMY, &prompts, 3, 0).0;
-    let tight = Limits { num_blocks: 12, max_num_seqs: 5, max_num_batched_tokens: 7, ..ROOMY };
+    let tight = StepLimits { num_blocks: 12, max_num_seqs: 5, max_num_batched_tokens: 7, ..ROOMY };
     for limits in [ROOMY, tight] {
         let mut scheduler = Scheduler::new(limits, KeptSequences::default(), EngineStats::default());
         let rules = StopRules { eos_token_ids: &[END], decode: &|_| Ok(String::new()) };
@@ -342,7 +348,7 @@ fn a_group_computes_its_prompt_once() {
 #[test]
 fn what_can_never_fit_is_refused_with_the_numbers() {
     let refusal = |limits, len| request(&vec![1; len], 1, Vec::new()).check(9, &limits).unwrap_err().to_string();
-    let message = refusal(Limits { num_blocks: 7, ..ROOMY }, 10);
+    let message = refusal(StepLimits { num_blocks: 7, ..ROOMY }, 10);
     assert!(
         message.contains("at most 7 KV blocks") && message.contains("prompt of 10") && message.contains("8 blocks")
     );

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use colo_grpo::Result;
 use colo_grpo::internal::dist::{Mesh, World, all_gather_bytes};
-use colo_grpo::internal::memory::{HostPool, Ledger, Place};
+use colo_grpo::internal::memory::{HostPool, Ledger, MemoryKind};
 use colo_grpo::internal::model::{ModelSpec, ParamName, ParamTable, Unit, UnitLayout};
 use colo_grpo::internal::train::{
     GradientOptions, OptimizerHome, ParamShard, ParamState, Policy, Reference, TrainedModel, reference_bytes,
@@ -96,7 +96,8 @@ pub fn streams(mesh: &Mesh) {
     for (stage, kind) in [(0, Kind::Float), (1, Kind::BFloat16), (2, Kind::Float), (3, Kind::BFloat16)] {
         let run = Run { tied: stage == 1, ..Run::new(stage, kind) };
         let mut policy = run.policy_in(mesh, OptimizerHome::Stream(run.pool(mesh)));
-        let on_device = |&(place, owner, _): &(Place, &str, usize)| (place, owner) == (Place::Device, "optimizer");
+        let on_device =
+            |&(place, owner, _): &(MemoryKind, &str, usize)| (place, owner) == (MemoryKind::Device, "optimizer");
         assert!(!Ledger::report().iter().any(on_device), "{:?}", Ledger::report());
         let mut resident = run.policy(mesh);
         for _ in 0..3 {
@@ -163,7 +164,11 @@ fn the_ledger_holds_what_the_formulas_say() {
                 ("policy_weights", bytes.weights),
                 ("reference_weights", reference_bytes(&table, kind)),
             ];
-            assert_eq!(Ledger::report(), expected.map(|(owner, bytes)| (Place::Device, owner, bytes)), "stage {stage}");
+            assert_eq!(
+                Ledger::report(),
+                expected.map(|(owner, bytes)| (MemoryKind::Device, owner, bytes)),
+                "stage {stage}"
+            );
             assert_eq!(policy.optimizer_bytes(), bytes.optimizer);
             policy.drop_gradients();
             assert!(Ledger::report().iter().all(|(_, owner, _)| *owner != "gradients"));

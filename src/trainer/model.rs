@@ -9,14 +9,14 @@ use crate::update::{UpdateOptions, UpdateOutcome, UpdateProgress};
 
 /// What generates and what trains.
 #[derive(Debug)]
-pub(super) enum Halves {
+pub(super) enum PolicyAndEngine {
     /// Every rank, in turn.
     Colocated(Box<Colocated>),
     /// This rank does one of the two.
     Split(Split),
 }
 
-impl Halves {
+impl PolicyAndEngine {
     /// Runs `work` with the engines awake; where there is none on this rank, `R`'s default is the result. Collective.
     pub(super) fn with_rollout<R: Default>(
         &mut self,

@@ -1,8 +1,8 @@
 //! What a service does with a job beside asking a process.
 
-use super::failures::{Failure, Score};
-use super::protocol::{Request, Scores, TextRequest, frame};
-use super::state::Job;
+use super::failures::{RewardFailure, Score};
+use super::protocol::{ScoreRequest, ScoreResults, TextRequest, frame};
+use super::state::ScoringJob;
 use super::verdict::Verdict;
 use crate::types::RolloutGroup;
 
@@ -11,7 +11,7 @@ const PASSED: f32 = 0.99;
 
 /// What the scores of a service's processes become.
 #[derive(Debug)]
-pub(super) enum Role {
+pub(super) enum Grading {
     /// The reward.
     Scores,
     /// 1 where all tests were passed, else 0.
@@ -20,26 +20,26 @@ pub(super) enum Role {
     Verdict(Box<Verdict>),
 }
 
-impl Role {
+impl Grading {
     /// The outcome of a job that needs no process.
-    pub fn at_once(&self, job: &Job, group: &RolloutGroup) -> Option<Result<Scores, Failure>> {
+    pub fn at_once(&self, job: &ScoringJob, group: &RolloutGroup) -> Option<Result<ScoreResults, RewardFailure>> {
         let Self::Verdict(verdict) = self else { return None };
-        let scores: Result<Option<Scores>, Failure> =
+        let scores: Result<Option<ScoreResults>, RewardFailure> =
             job.completions.clone().map(|index| Ok(verdict.at_once(group, index)?.map(Ok))).collect();
         scores.transpose()
     }
 
     /// The request for a job.
-    pub fn frame(&self, id: u64, job: &Job, group: &RolloutGroup) -> Vec<u8> {
-        let Self::Verdict(verdict) = self else { return frame(&Request::new(id, group, job)) };
+    pub fn frame(&self, id: u64, job: &ScoringJob, group: &RolloutGroup) -> Vec<u8> {
+        let Self::Verdict(verdict) = self else { return frame(&ScoreRequest::new(id, group, job)) };
         let reference = verdict.reference(&group.prompt.columns).unwrap_or_default(); // `at_once` refuses a row without
         let completions = &group.completions[job.completions.clone()];
         frame(&TextRequest::new(id, completions.iter().map(|completion| &*completion.text).collect(), &reference))
     }
 
     /// The scores of a job for what a process answered.
-    pub fn finish(&self, job: &Job, group: &RolloutGroup, said: Scores) -> Scores {
-        let finish = |(index, said): (usize, Result<Score, Failure>)| match self {
+    pub fn finish(&self, job: &ScoringJob, group: &RolloutGroup, said: ScoreResults) -> ScoreResults {
+        let finish = |(index, said): (usize, Result<Score, RewardFailure>)| match self {
             Self::Scores => said,
             Self::Passed => said.map(|score| match score {
                 Score::Value(share) => Score::Value(f32::from(u8::from(share > PASSED))),
