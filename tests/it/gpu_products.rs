@@ -170,7 +170,7 @@ fn gpu_gate_up_is_that_of_float32() {
 }
 
 /// Microseconds of each product of a decode step of Qwen2.5-7B on one GPU, weights from memory, by how its algorithm is chosen: one
-/// that was timed is not slower than the first that the library names.
+/// that was timed is not slower than the first that the library names. Best of three, both ways in turn.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_timed_products_are_not_slower() {
@@ -187,7 +187,7 @@ fn gpu_timed_products_are_not_slower() {
         for m in [1, 8, 64, 128, 256, 512, 1024] {
             let x = Tensor::randn([m, k], (Kind::BFloat16, GPU));
             let out = Tensor::empty([m, n], (out_kind, GPU));
-            let mut times = [Tuning::First, Tuning::Timed].map(|tuning| {
+            let time = |tuning| {
                 let run = || weights.iter().for_each(|w| products.run(&x, w, None, &out, 0.0, tuning).unwrap());
                 run();
                 tch::Cuda::synchronize(0);
@@ -196,7 +196,14 @@ fn gpu_timed_products_are_not_slower() {
                 (0..rounds).for_each(|_| run());
                 tch::Cuda::synchronize(0);
                 start.elapsed().as_secs_f64() * 1e6 / (rounds * copies) as f64
-            });
+            };
+            // In turn: the chip's clock falls while it works.
+            let mut times = [f64::INFINITY; 2];
+            for _ in 0..3 {
+                for (best, tuning) in times.iter_mut().zip([Tuning::First, Tuning::Timed]) {
+                    *best = best.min(time(tuning));
+                }
+            }
             times.iter_mut().for_each(|us| *us = (*us * 10.0).round() / 10.0);
             println!(
                 "{}",
