@@ -5,7 +5,7 @@ mod script;
 mod trl;
 mod verl;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::args::ImportArgs;
 use crate::config::{self, Config, ForeignEntry};
@@ -13,14 +13,17 @@ use crate::error::{Error, ExitCode, Result};
 use crate::phase::terminal;
 use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES};
 use draft::{Draft, ForeignKeys};
+use script::Script;
 
 /// Reads, translates, checks and writes.
 ///
 /// # Errors
 /// What does not parse; what is wrong with the configuration that comes out, which is written all the same.
 pub(super) fn import(args: &ImportArgs) -> Result<ExitCode> {
-    let mut theirs = ForeignKeys::new(read(&args.file)?);
+    let (entries, nproc) = read(&args.file)?;
+    let mut theirs = ForeignKeys::new(entries);
     let mut draft = Draft::default();
+    draft.nproc = nproc;
     let is_verl = theirs.has_table(&["actor_rollout_ref.", "data.", "algorithm.", "trainer."]);
     match is_verl {
         true => verl::translate(&mut theirs, &mut draft),
@@ -37,19 +40,32 @@ pub(super) fn import(args: &ImportArgs) -> Result<ExitCode> {
     outcome.map(|()| ExitCode::Done)
 }
 
-/// Every key of a file: YAML, JSON or TOML, or the overrides of a verl script.
-fn read(file: &Path) -> Result<Vec<ForeignEntry>> {
+/// Every key of a file: YAML, JSON or TOML, or what a script that starts a trainer sets; and the processes that such a script starts.
+fn read(file: &Path) -> Result<(Vec<ForeignEntry>, Option<u64>)> {
     if file.extension().is_none_or(|extension| extension != "sh") {
-        return config::foreign_entries(Some(file), &[]);
+        return Ok((config::foreign_entries(Some(file), &[])?, None));
     }
     let text =
         untrusted::read_text(file, MAX_RUN_CONFIG_BYTES).map_err(|error| Error::bad_file(file, error.to_string()))?;
-    let overrides = script::overrides(&text, std::env::var("HOME").ok());
-    if overrides.is_empty() {
-        let message = "expected a script that starts verl with key=value, as python3 -m verl.trainer.main_ppo data.train_files=..";
+    let script = script::read(&text, std::env::var("HOME").ok());
+    if script == Script::default() {
+        let message = "expected a script that starts verl with key=value (python3 -m verl.trainer.main_ppo data.train_files=..), or TRL or \
+                       open-r1 with flags (trl grpo --model_name_or_path ..; accelerate launch grpo.py --config recipe.yaml)";
         return Err(Error::ConfigSyntax { origin: file.display().to_string(), message: message.into() });
     }
-    config::foreign_entries(None, &overrides)
+    let recipe = script.config.map(|name| recipe(file, &name)).transpose()?;
+    Ok((config::foreign_entries(recipe.as_deref(), &script.overrides)?, script.nproc))
+}
+
+/// The file that a script names, seen from the current folder, from the script's, or from one above it, as open-r1's scripts are started
+/// in the root of their repository.
+fn recipe(script: &Path, name: &str) -> Result<PathBuf> {
+    let script = std::path::absolute(script).map_err(Error::io(script))?;
+    let folders = std::iter::once(Path::new("")).chain(script.ancestors().skip(1));
+    folders.map(|folder| folder.join(name)).find(|path| path.is_file()).ok_or_else(|| {
+        let message = format!("the script's --config {name} is neither in the current folder nor beside the script: start this command where it is");
+        Error::bad_file(&script, message)
+    })
 }
 
 fn write(path: &Path, text: &str) -> Result<()> {

@@ -1,32 +1,83 @@
-//! Overrides in a shell script that starts verl. Nothing is run: words are split as a shell does, and variables that the script itself
+//! Shell scripts that start verl, TRL or open-r1. Nothing is run: words are split as a shell does, and variables that the script itself
 //! sets to plain text are filled in.
 
 use std::collections::HashMap;
 
 use serde_json::Value;
 
-/// `key=value` of every dotted key, the value as JSON; `home` is the value of HOME.
-pub(super) fn overrides(text: &str, home: Option<String>) -> Vec<String> {
+/// Flags that say where and how the launcher starts the trainer, with the number of processes among them.
+const PROCESSES: &[&str] = &["num_processes", "nproc_per_node", "nproc-per-node"];
+
+/// The keys that a script sets, and the file that it reads first.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Script {
+    /// `key=value`, the value as JSON: Hydra's overrides, or flags of the trainer.
+    pub overrides: Vec<String>,
+    /// The trainer's `--config`.
+    pub config: Option<String>,
+    /// The launcher's number of processes.
+    pub nproc: Option<u64>,
+}
+
+/// Reads a script; `home` is the value of HOME. The last command that starts a trainer counts. A script that starts none sets nothing.
+pub(super) fn read(text: &str, home: Option<String>) -> Script {
     let mut variables: HashMap<_, _> = home.map(|home| ("HOME".to_owned(), home)).into_iter().collect();
-    let mut found = Vec::new();
-    for word in words(text) {
-        let Some((name, value)) = word.split_once('=') else { continue };
-        let is_name = |name: &str| {
-            let rest = name.strip_prefix("export ").unwrap_or(name);
-            !rest.is_empty() && rest.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '.')
-        };
-        let name = name.trim_start_matches('+');
-        if !is_name(name) {
-            continue;
+    let mut script = Script::default();
+    for command in commands(text) {
+        let command: Vec<_> = command.iter().map(|word| filled_in(word, &variables)).collect();
+        for (name, value) in command.iter().filter_map(|word| word.split_once('=')).filter(|(name, _)| is_name(name)) {
+            match name.contains('.') {
+                true => script.overrides.push(format!("{}={}", name.trim_start_matches('+'), parsed(value))),
+                false => _ = variables.insert(name.to_owned(), value.to_owned()),
+            }
         }
-        let value = filled_in(value, &variables);
-        if name.contains('.') {
-            found.push(format!("{name}={}", parsed(&value)));
-        } else {
-            variables.insert(name.to_owned(), value);
+        if let Some(trainer) = start_of_trainer(&command) {
+            script = flags(&command[..trainer], &command[trainer..]);
         }
     }
-    found
+    script
+}
+
+fn is_name(name: &str) -> bool {
+    let name = name.trim_start_matches('+');
+    !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '.')
+}
+
+/// The place of the first word after `trl grpo`, or after a Python file whose name has grpo in it.
+fn start_of_trainer(command: &[String]) -> Option<usize> {
+    let is_file =
+        |word: &String| word.rsplit('/').next().is_some_and(|name| name.contains("grpo") && name.ends_with(".py"));
+    let is_program = |pair: &[String]| pair[0].rsplit('/').next() == Some("trl") && pair[1] == "grpo";
+    let program = command.windows(2).position(is_program).map(|at| at + 2);
+    program.or_else(|| command.iter().position(is_file).map(|at| at + 1))
+}
+
+/// Keys of the trainer's flags: `--key value`, `--key=value`, `--switch`, and lists as several words. `trl grpo` takes accelerate's flags too.
+fn flags(launcher: &[String], trainer: &[String]) -> Script {
+    let mut script = Script::default();
+    for (words, is_trainer) in [(launcher, false), (trainer, true)] {
+        let starts: Vec<_> = (0..words.len()).filter(|at| words[*at].starts_with("--")).collect();
+        for (index, start) in starts.iter().enumerate() {
+            let end = starts.get(index + 1).copied().unwrap_or(words.len());
+            let (name, inline) = match words[*start][2..].split_once('=') {
+                Some((name, value)) => (name, Some(value)),
+                None => (&words[*start][2..], None),
+            };
+            let values: Vec<_> = inline.into_iter().chain(words[start + 1..end].iter().map(String::as_str)).collect();
+            match (name, values.as_slice()) {
+                (name, [count, ..]) if PROCESSES.contains(&name) => script.nproc = count.parse().ok(),
+                ("config", [file]) if is_trainer => script.config = Some((*file).to_owned()),
+                _ if !is_trainer => (),
+                (name, []) => script.overrides.push(format!("{name}=true")),
+                (name, [value]) => script.overrides.push(format!("{name}={}", parsed(value))),
+                (name, values) => {
+                    let values: Value = values.iter().map(|value| parsed(value)).collect();
+                    script.overrides.push(format!("{name}={values}"));
+                }
+            }
+        }
+    }
+    script
 }
 
 /// A value of Hydra as JSON: `True`, `null`, lists with single quotes.
@@ -40,9 +91,9 @@ fn parsed(text: &str) -> Value {
     }
 }
 
-/// Words outside of comments, without their quotes; a backslash before the end of a line joins it with the next.
-fn words(text: &str) -> Vec<String> {
-    let (mut words, mut word, mut quote) = (Vec::new(), String::new(), None);
+/// Words of each command, outside of comments and without their quotes; a backslash before the end of a line joins it with the next.
+fn commands(text: &str) -> Vec<Vec<String>> {
+    let (mut commands, mut words, mut word, mut quote) = (Vec::new(), Vec::new(), String::new(), None);
     let mut chars = text.chars().peekable();
     while let Some(c) = chars.next() {
         match (quote, c) {
@@ -55,14 +106,19 @@ fn words(text: &str) -> Vec<String> {
             }
             (None, '"' | '\'') => quote = Some(c),
             (None, '#') if word.is_empty() => while chars.next_if(|c| *c != '\n').is_some() {},
-            (None, c) if c.is_whitespace() || c == ';' => {
-                words.extend(Some(std::mem::take(&mut word)).filter(|it| !it.is_empty()))
+            (None, c) if c.is_whitespace() || matches!(c, ';' | '&' | '|') => {
+                words.extend(Some(std::mem::take(&mut word)).filter(|it| !it.is_empty()));
+                if c == '\n' || !c.is_whitespace() {
+                    commands.push(std::mem::take(&mut words));
+                }
             }
             (None, c) => word.push(c),
         }
     }
     words.extend(Some(word).filter(|it| !it.is_empty()));
-    words
+    commands.push(words);
+    commands.retain(|words| !words.is_empty());
+    commands
 }
 
 /// `$NAME` and `${NAME}` of known variables replaced; others stay as they are.
@@ -80,6 +136,31 @@ mod tests {
     use super::*;
 
     #[test]
+    fn flags_are_read_as_trl_reads_them() {
+        let text = "set -e\nMODEL=Qwen/Qwen2.5-0.5B-Instruct\nACCELERATE_LOG_LEVEL=info accelerate launch --config_file zero3.yaml \\\n  \
+                    --num_processes=7 src/open_r1/grpo.py --config recipes/demo.yaml --vllm_mode colocate\n\
+                    trl grpo --model_name_or_path $MODEL --reward_funcs think_format_reward 'get_weather' --use_peft \\\n  \
+                    --learning_rate 1e-5 --num_processes 4 --dataset_name=trl-lib/tldr && echo done --seed 3 # --seed 4\n";
+        let expected = Script {
+            overrides: [
+                r#"model_name_or_path="Qwen/Qwen2.5-0.5B-Instruct""#,
+                r#"reward_funcs=["think_format_reward","get_weather"]"#,
+                "use_peft=true",
+                "learning_rate=1e-5",
+                r#"dataset_name="trl-lib/tldr""#,
+            ]
+            .map(str::to_owned)
+            .into(),
+            config: None,
+            nproc: Some(4),
+        };
+        assert_eq!(read(text, None), expected);
+        let open_r1 = read(text.split("trl grpo").next().unwrap(), None);
+        assert_eq!(open_r1.overrides, [r#"vllm_mode="colocate""#]);
+        assert_eq!((open_r1.config.as_deref(), open_r1.nproc), (Some("recipes/demo.yaml"), Some(7)));
+    }
+
+    #[test]
     fn overrides_are_read_as_a_shell_and_hydra_do() {
         let text = "#!/bin/bash\nset -x\nDATA=/data/gsm8k # where\nexport N=5\nPYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\\n    \
                     data.train_files=\"$DATA/train.parquet\" \\\n    data.val_files=\"['${DATA}/a.parquet','$HOME/b.parquet']\" \\\n    \
@@ -93,7 +174,7 @@ mod tests {
             "data.shuffle=true",
             r#"trainer.logger=["console","wandb"]"#,
         ];
-        assert_eq!(overrides(text, Some("/home/me".into())), expected);
-        assert_eq!(overrides("echo hello", None), [""; 0]);
+        assert_eq!(read(text, Some("/home/me".into())).overrides, expected);
+        assert_eq!(read("echo hello", None), Script::default());
     }
 }

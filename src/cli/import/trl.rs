@@ -6,6 +6,7 @@ use super::draft::{Draft, ForeignKeys};
 
 /// Takes the keys that the dictionary alone cannot translate.
 pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft) {
+    mixture(theirs, draft);
     schedule(theirs, draft);
     strategies(theirs, draft);
     adapters(theirs, draft);
@@ -14,6 +15,52 @@ pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft) {
         Some(dtype) if dtype == "float32" => draft.set("dtype", "float32", "it was torch_dtype"),
         Some(_) => draft.drop("torch_dtype", "dtype = auto is bfloat16 on a GPU"),
         None => (),
+    }
+}
+
+/// Several data sets: open-r1's `dataset_mixture`, whose weights are shares of rows, and TRL's `datasets`.
+fn mixture(theirs: &mut ForeignKeys, draft: &mut Draft) {
+    for (key, name, config) in [("dataset_mixture.datasets", "id", "config"), ("datasets", "path", "name")] {
+        let Some(Value::Array(listed)) = theirs.take(key) else { continue };
+        let text = |set: &Value, key: &str| set.get(key).and_then(Value::as_str).map(str::to_owned);
+        let split = |set: &Value| text(set, "split").unwrap_or_else(|| "train".to_owned());
+        if let [set] = listed.as_slice() {
+            draft.set("dataset_name", text(set, name).unwrap_or_default(), format!("the only one of {key}"));
+            if let Some(config) = text(set, config) {
+                draft.set("dataset_config", config, format!("of {key}"));
+            }
+            draft.set("dataset_train_split", split(set), format!("of {key}"));
+        } else {
+            let file = |set: &Value| {
+                let folder = text(set, config).map(|config| format!("{config}/")).unwrap_or_default();
+                format!("hf://datasets/{}/{folder}{}*", text(set, name).unwrap_or_default(), split(set))
+            };
+            let files: Vec<_> = listed.iter().map(file).collect();
+            draft.set("train_file", files, format!("{key}; LOOK whether these are the names of the files on the Hub"));
+        }
+        let weights: Vec<_> =
+            listed.iter().map(|set| set.get("weight").and_then(Value::as_f64).unwrap_or(1.0)).collect();
+        if weights.iter().any(|weight| *weight != 1.0) {
+            match weights.as_slice() {
+                [weight] => {
+                    draft.lose(key, &(*weight).into(), "a share of one data set: max_train_samples counts its rows")
+                }
+                weights => {
+                    draft.set("train_file_weights", weights.to_vec(), format!("weights of {key}, shares of rows"))
+                }
+            }
+        }
+        if listed.iter().any(|set| set.get("columns").is_some()) {
+            draft.drop(&format!("{key}.columns"), "every column of a row reaches the rewards");
+        }
+    }
+    if theirs.take("dataset_mixture.seed").is_some() {
+        draft.drop("dataset_mixture.seed", "seed orders the rows");
+    }
+    for name in ["dataset_mixture.test_split_size", "test_split_size"] {
+        if let Some(size) = theirs.take(name).filter(|size| !size.is_null()) {
+            draft.lose(name, &size, "eval_file, or dataset_test_split, names held-out rows");
+        }
     }
 }
 

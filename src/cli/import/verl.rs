@@ -59,12 +59,14 @@ fn objective(theirs: &mut ForeignKeys, draft: &mut Draft) {
         Some(_) => draft.drop("actor.use_kl_loss", "beta is 0"),
         None => (),
     }
-    match theirs.take("actor.kl_loss_type") {
-        Some(kind) if kind != "low_var_kl" && kind != "k3" => {
-            draft.lose("actor.kl_loss_type", &kind, "the KL term is k3, verl's low_var_kl")
+    let kind = theirs.take("actor.kl_loss_type");
+    match kind.as_ref().and_then(Value::as_str) {
+        None | Some("low_var_kl" | "k3") => {
+            _ = kind.map(|_| draft.drop("actor.kl_loss_type", "the KL term is k3, verl's low_var_kl"))
         }
-        Some(_) => draft.drop("actor.kl_loss_type", "the KL term is k3, verl's low_var_kl"),
-        None => (),
+        Some("kl" | "k1") => draft.set("kl_estimator", "k1", "it was actor.kl_loss_type"),
+        Some("mse" | "k2") => draft.set("kl_estimator", "k2", "it was actor.kl_loss_type"),
+        Some(other) => draft.lose("actor.kl_loss_type", &other.into(), "kl_estimator = k1, k2 or k3"),
     }
     switch(theirs, draft, "algorithm.use_kl_in_reward", "beta weighs a KL term in the loss");
     if theirs.number("actor.entropy_coeff") == Some(0.0) {
@@ -88,7 +90,13 @@ fn objective(theirs: &mut ForeignKeys, draft: &mut Draft) {
         None => (),
     }
     match theirs.take("algorithm.adv_estimator") {
-        Some(name) if name != "grpo" => draft.lose("algorithm.adv_estimator", &name, "advantages are GRPO's"),
+        Some(name) if name == "rloo" => {
+            draft.set("advantage_estimator", "rloo", "it was algorithm.adv_estimator");
+            draft.set("scale_rewards", "none", "verl's rloo divides by no deviation");
+        }
+        Some(name) if name != "grpo" => {
+            draft.lose("algorithm.adv_estimator", &name, "advantage_estimator = grpo or rloo")
+        }
         Some(_) => draft.drop("algorithm.adv_estimator", "advantages are GRPO's"),
         None => (),
     }

@@ -102,6 +102,27 @@ fn a_file_for_trl_becomes_a_run() {
 }
 
 #[test]
+fn flags_of_trl_over_a_recipe_with_a_mixture_become_a_run() {
+    let (text, said) = imported(&golden("trl_flags.sh"));
+    assert!(text.lines().next().unwrap().contains("colo-grpo --nproc 4 --config"), "{text}");
+    for line in [
+        "model_name_or_path = \"Qwen/Qwen2.5-0.5B-Instruct\"",
+        "train_file = [\"hf://datasets/open-r1/OpenR1-Math-220k/default/train*\",\"hf://datasets/openai/gsm8k/main/train*\"]",
+        "train_file_weights = [0.5,1.0]",
+        "num_generations = 16",
+        "per_device_train_batch_size = 16",
+        "learning_rate = 0.00002",
+        "lora.r = 32",
+    ] {
+        assert!(keys(&text).contains(&line), "no {line} in\n{text}\n{said}");
+    }
+    assert!(!text.contains("seed = 5"), "a flag of another command: {text}");
+    let lost = said.split("WITHOUT AN EQUIVALENT").nth(1).unwrap();
+    assert!(lost.contains("test_split_size = 0.1") && lost.lines().count() == 2, "{said}");
+    assert_plans(&text, 4, "qwen2.5-0.5b");
+}
+
+#[test]
 fn a_script_of_verl_becomes_a_run() {
     let file = golden("verl.sh");
     let (text, said) = imported(&file);
