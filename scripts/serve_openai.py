@@ -8,6 +8,7 @@ Prints one line a check and ends with 1 if one fails.
 """
 
 import argparse
+import json
 import sys
 
 import openai
@@ -55,6 +56,21 @@ def main() -> int:
         pieces += "".join(choice.delta.content or "" for choice in chunk.choices)
     check("a stream of a chat is the whole", pieces == text)
     check("a stream ends with its usage", usage is not None and usage == whole.usage)
+
+    try:
+        top = client.chat.completions.create(**asked, logprobs=True, top_logprobs=5).choices[0].logprobs.content
+        check("the most probable tokens come with each",
+              all(len(token.top_logprobs) == 5 and token.top_logprobs[0].token == token.token for token in top))
+    except openai.BadRequestError as refusal:  # on a GPU
+        check(f"the most probable tokens are refused: {refusal.body['message'][:60]}", True)
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["n"],
+              "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema}}
+    try:
+        choice = client.chat.completions.create(**{**asked, "max_tokens": 64}, response_format=form).choices[0]
+        check("an answer follows its schema", choice.finish_reason == "length" or 0 <= json.loads(choice.message.content)["n"] <= 9)
+    except openai.BadRequestError as refusal:  # on a GPU, or where tokens are words
+        check(f"a schema is refused: {refusal.body['message'][:60]}", True)
 
     stream = client.chat.completions.create(**{**asked, "temperature": 2, "n": 8}, stream=True)
     next(iter(stream))

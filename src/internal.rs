@@ -86,7 +86,7 @@ pub mod trainer {
     pub use crate::trainer::Trainer;
 }
 pub mod types {
-    pub use crate::types::{FinishReason, LengthSpread, Prompt, RolloutGroup, SamplingParams, Trajectory};
+    pub use crate::types::{FinishReason, LengthSpread, Prompt, RolloutGroup, SamplingParams, Structure, Trajectory};
 }
 pub mod untrusted {
     pub use crate::untrusted::MeteredAllocator;

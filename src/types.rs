@@ -201,6 +201,43 @@ impl LengthSpread {
     }
 }
 
+/// A form that a completion's text is held to.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+pub enum Structure {
+    /// A value of a JSON schema.
+    Json {
+        /// The schema, an object, as text.
+        schema: String,
+        /// No white space between values.
+        is_compact: bool,
+    },
+    /// A regular expression in the syntax of Rust's `regex`, over the whole text.
+    Regex(String),
+    /// One of several texts.
+    Choice(Vec<String>),
+    /// A context-free grammar in Lark's syntax, as llguidance has it.
+    Grammar(String),
+}
+
+impl Structure {
+    /// Bytes of its text.
+    pub fn num_bytes(&self) -> usize {
+        match self {
+            Self::Json { schema: text, .. } | Self::Regex(text) | Self::Grammar(text) => text.len(),
+            Self::Choice(texts) => texts.iter().map(|text| text.len() + 1).sum(),
+        }
+    }
+}
+
+/// A token that might have been sampled.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TokenLogprob {
+    /// Its id.
+    pub token_id: u32,
+    /// Its log-probability in nats, of the distribution that [`Trajectory::rollout_logprobs`] are of.
+    pub logprob: f32,
+}
+
 /// How tokens are drawn. Defaults are those of TRL's `GRPOConfig`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SamplingParams {
@@ -223,6 +260,11 @@ pub struct SamplingParams {
     pub spread_lengths: Option<LengthSpread>,
     /// Strings that end a completion; the matched text is kept in `token_ids`.
     pub stop: Vec<String>,
+    /// Most probable tokens that are reported beside each sampled one, with their log-probabilities. On a CPU only.
+    pub top_logprobs: usize,
+    /// What the completion's text has to follow. Tokens are drawn, and their log-probabilities taken, from the distribution over those
+    /// that may come next. On a CPU only.
+    pub structure: Option<Structure>,
     /// First word of every random key.
     pub seed: u64,
     /// Generation step: the second word of every random key of groups that it begins, and the weight version of its tokens.
@@ -241,6 +283,8 @@ impl Default for SamplingParams {
             max_completion_length: 512,
             spread_lengths: None,
             stop: Vec::new(),
+            top_logprobs: 0,
+            structure: None,
             seed: 42,
             step: 0,
         }

@@ -109,6 +109,7 @@ impl ServeBench {
             let options = ServerOptions {
                 model_name: self.model.clone(),
                 tokenizer,
+                grammars: rollout.grammars(),
                 max_sequence_length: rollout.max_sequence_length(),
                 api_key: None,
                 max_body_bytes: 64 << 20,

@@ -53,6 +53,7 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, listener: O
         let options = ServerOptions {
             model_name: name,
             tokenizer,
+            grammars: rollout.grammars(),
             max_sequence_length: rollout.max_sequence_length(),
             api_key,
             max_body_bytes: args.max_body_bytes,
@@ -76,7 +77,7 @@ pub(super) fn chat(args: &ChatArgs, world: Arc<World>, kind: Kind) -> Result<()>
     served.with_engine(|rollout| {
         let (client, queue) = engine_queue(ClientLimits { max_queue: 1, grace: Duration::ZERO });
         let params = sampling(&args.sampling, 1);
-        let mut dialogue = Dialogue::new(client.clone(), tokenizer, rollout.max_sequence_length(), params, system);
+        let mut dialogue = Dialogue::new(client.clone(), tokenizer, rollout, params, system);
         let talk = move || {
             let outcome = talk(&mut dialogue);
             client.stop();

@@ -86,10 +86,10 @@ impl Evaluation {
                 min_p: config.min_p,
                 repetition_penalty: config.repetition_penalty,
                 max_completion_length: config.max_completion_length,
-                spread_lengths: None,
                 stop: config.stop.clone(),
                 seed: config.seed,
                 step: eval::SAMPLING_STEP,
+                ..SamplingParams::default()
             },
             max_model_length: config.max_model_length,
             variables: config.data.chat_template_kwargs.0,

@@ -4,6 +4,7 @@ mod chat;
 mod csv;
 mod dataset;
 mod date;
+mod grammar;
 pub mod hub;
 mod parquet;
 mod rows;
@@ -15,6 +16,7 @@ mod tokenizer;
 
 pub use chat::{ChatTemplate, Conversation, Message};
 pub use dataset::{Dataset, DatasetOptions};
+pub use grammar::{Grammar, GrammarCompiler, GrammarState, TokenMask};
 pub use hub::{Hub, HubOptions, Repo};
 pub(crate) use parquet::check_schema;
 pub use sampler::{PromptSampler, SamplerState};

@@ -123,6 +123,13 @@ impl Tokenizer {
         self.inner.decode(ids, true).map_err(failed)
     }
 
+    /// The tokenizer as `tokenizer.json` has it.
+    pub(super) fn json(&self) -> Result<Value> {
+        let failed = |message: String| Error::TokenizerMismatch { message };
+        let text = self.inner.to_string(false).map_err(|error| failed(error.to_string()))?;
+        serde_json::from_str(&text).map_err(|error| failed(error.to_string()))
+    }
+
     /// The text of one token as the vocabulary has it.
     pub fn token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::dist::World;
 use crate::error::{Error, Result};
 use crate::rollout::Request;
-use crate::types::SamplingParams;
+use crate::types::{SamplingParams, Structure};
 
 /// Bytes of a header: turn, length.
 const HEADER_BYTES: usize = 16;
@@ -27,6 +27,8 @@ pub(super) struct WireRequest {
     repetition_penalty: u32,
     max_completion_length: usize,
     stop: Vec<String>,
+    top_logprobs: usize,
+    structure: Option<Structure>,
     seed: u64,
     step: u64,
 }
@@ -59,6 +61,8 @@ impl WireRequest {
             repetition_penalty: params.repetition_penalty.to_bits(),
             max_completion_length: params.max_completion_length,
             stop: params.stop.clone(),
+            top_logprobs: params.top_logprobs,
+            structure: params.structure.clone(),
             seed: params.seed,
             step: params.step,
         }
@@ -75,6 +79,8 @@ impl WireRequest {
             max_completion_length: self.max_completion_length,
             spread_lengths: None,
             stop: self.stop,
+            top_logprobs: self.top_logprobs,
+            structure: self.structure,
             seed: self.seed,
             step: self.step,
         };

@@ -16,7 +16,7 @@ use super::text::TextStream;
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 use crate::rollout::Request;
-use crate::types::FinishReason;
+use crate::types::{FinishReason, TokenLogprob};
 
 /// Most updates that become one chunk.
 const MAX_UPDATES: usize = 256;
@@ -54,15 +54,17 @@ struct Choice {
 struct New {
     text: String,
     token_ids: Vec<u32>,
-    logprobs: Vec<TokenLogprob>,
+    logprobs: Vec<ScoredToken>,
     reason: Option<FinishReason>,
 }
 
 #[derive(Debug)]
-struct TokenLogprob {
+struct ScoredToken {
     token: String,
     logprob: f32,
     offset: usize,
+    /// Most probable first.
+    top: Vec<(String, f32)>,
 }
 
 impl Answer {
@@ -111,16 +113,17 @@ impl Answer {
     fn take(&mut self, update: RequestUpdate) -> Result<(), Refusal> {
         let failed = |error: Error| Refusal::new(500, error.to_string());
         match update {
-            RequestUpdate::Token { choice, token_id, logprob } => {
-                let logprobs = self.logprobs.then(|| self.token_text(token_id)).transpose().map_err(failed)?;
+            RequestUpdate::Token { choice, token_id, logprob, top_logprobs } => {
+                let scored = self.logprobs.then(|| self.scored(token_id, logprob, &top_logprobs));
+                let scored = scored.transpose().map_err(failed)?;
                 let choice = &mut self.choices[choice];
                 choice.num_tokens += 1;
                 choice.new.text += &choice.text.push(token_id).map_err(failed)?;
                 choice.new.token_ids.push(token_id);
-                if let Some(token) = logprobs {
+                if let Some(scored) = scored {
                     let offset = choice.offset;
-                    choice.offset += token.chars().count();
-                    choice.new.logprobs.push(TokenLogprob { token, logprob, offset });
+                    choice.offset += scored.token.chars().count();
+                    choice.new.logprobs.push(ScoredToken { offset, ..scored });
                 }
             }
             RequestUpdate::Finished { choice, reason } => {
@@ -132,6 +135,12 @@ impl Answer {
             RequestUpdate::Refused(refusal) => return Err(refusal),
         }
         Ok(())
+    }
+
+    fn scored(&self, token_id: u32, logprob: f32, top: &[TokenLogprob]) -> Result<ScoredToken> {
+        let other = |other: &TokenLogprob| Ok((self.token_text(other.token_id)?, other.logprob));
+        let top = top.iter().map(other).collect::<Result<_>>()?;
+        Ok(ScoredToken { token: self.token_text(token_id)?, logprob, offset: 0, top })
     }
 
     /// A token alone; a special one by its name.
@@ -214,19 +223,32 @@ impl Answer {
         json
     }
 
-    fn logprobs_json(&self, logprobs: &[TokenLogprob]) -> Value {
+    fn logprobs_json(&self, logprobs: &[ScoredToken]) -> Value {
         if !self.is_chat {
-            let of = |value: &dyn Fn(&TokenLogprob) -> Value| logprobs.iter().map(value).collect::<Vec<_>>();
+            let of = |value: &dyn Fn(&ScoredToken) -> Value| logprobs.iter().map(value).collect::<Vec<_>>();
+            let top = |token: &ScoredToken| {
+                let sampled = std::iter::once((&token.token, token.logprob)); // is among them, however improbable
+                let all = token.top.iter().map(|(text, logprob)| (text, *logprob)).rev();
+                Value::from(
+                    sampled.chain(all).map(|(text, logprob)| (text.clone(), json!(logprob))).collect::<Map<_, _>>(),
+                )
+            };
+            let has_top = logprobs.iter().any(|token| !token.top.is_empty());
             return json!({
                 "tokens": of(&|token| json!(token.token)),
                 "token_logprobs": of(&|token| json!(token.logprob)),
                 "text_offset": of(&|token| json!(token.offset)),
-                "top_logprobs": null,
+                "top_logprobs": has_top.then(|| of(&top)),
             });
         }
-        let token = |TokenLogprob { token, logprob, .. }: &TokenLogprob| {
+        let alone = |token: &str, logprob: f32| {
             let bytes = (!token.contains('\u{FFFD}')).then_some(token.as_bytes());
-            json!({"token": token, "logprob": logprob, "bytes": bytes, "top_logprobs": []})
+            json!({"token": token, "logprob": logprob, "bytes": bytes})
+        };
+        let token = |scored: &ScoredToken| {
+            let mut json = alone(&scored.token, scored.logprob);
+            json["top_logprobs"] = scored.top.iter().map(|(token, logprob)| alone(token, *logprob)).collect();
+            json
         };
         json!({"content": logprobs.iter().map(token).collect::<Vec<_>>()})
     }

@@ -4,6 +4,7 @@
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
+use super::output::{logprobs, structure};
 use super::refusal::Refusal;
 use crate::data::Conversation;
 use crate::types::SamplingParams;
@@ -66,16 +67,22 @@ impl ApiRequest {
         let max_tokens = fields.one_of(["max_completion_tokens", "max_tokens"])?;
         let options: Map<String, Value> = fields.take("stream_options")?.unwrap_or_default();
         let seed: Option<i64> = fields.take("seed")?;
+        let logprobs = logprobs(&mut fields, is_chat)?;
         let ask = Self {
             is_chat,
             model: fields.take("model")?,
             prompts,
-            params: SamplingParams { seed: seed.map_or(0, |seed| seed as u64), ..params },
+            params: SamplingParams {
+                seed: seed.map_or(0, |seed| seed as u64),
+                top_logprobs: logprobs.unwrap_or(0),
+                structure: structure(&mut fields)?,
+                ..params
+            },
             max_tokens: if is_chat { max_tokens } else { max_tokens.or(Some(DEFAULT_MAX_TOKENS)) },
             has_seed: seed.is_some(),
             streams: fields.take("stream")?.unwrap_or(false),
             include_usage: options.get("include_usage").and_then(Value::as_bool).unwrap_or(false),
-            logprobs: logprobs(&mut fields, is_chat)?,
+            logprobs: logprobs.is_some(),
             return_token_ids: fields.take("return_token_ids")?.unwrap_or(false),
         };
         refuse_unserved(&mut fields)?;
@@ -103,11 +110,11 @@ impl ApiRequest {
 }
 
 /// Fields that are not read yet.
-struct Fields(Map<String, Value>);
+pub(super) struct Fields(Map<String, Value>);
 
 impl Fields {
     /// A field's value; none where it is absent or null.
-    fn take<T: DeserializeOwned>(&mut self, name: &str) -> Result<Option<T>, Refusal> {
+    pub fn take<T: DeserializeOwned>(&mut self, name: &str) -> Result<Option<T>, Refusal> {
         match self.0.remove(name) {
             None | Some(Value::Null) => Ok(None),
             Some(value) => {
@@ -157,34 +164,12 @@ fn sampling(fields: &mut Fields) -> Result<SamplingParams, Refusal> {
     })
 }
 
-/// Of the sampled tokens alone: a sampler that draws does not rank the others.
-fn logprobs(fields: &mut Fields, is_chat: bool) -> Result<bool, Refusal> {
-    let none_of_others =
-        "expected 0: log-probabilities of sampled tokens are returned, those of others are not computed";
-    if !is_chat {
-        return match fields.take::<u64>("logprobs")? {
-            Some(1..) => Err(Refusal::of("logprobs", none_of_others)),
-            asked => Ok(asked.is_some()),
-        };
-    }
-    let asked = fields.take::<bool>("logprobs")?.unwrap_or(false);
-    match fields.take::<u64>("top_logprobs")? {
-        Some(1..) => Err(Refusal::of("top_logprobs", none_of_others)),
-        _ => Ok(asked),
-    }
-}
-
 /// Whether a value means that a field is not used.
 type IsUnused<'a> = &'a dyn Fn(&Value) -> bool;
 
 /// Fields of OpenAI and vLLM that are known, each with the values that mean that it is not used.
 fn refuse_unserved(fields: &mut Fields) -> Result<(), Refusal> {
-    let is_text = |value: &Value| value["type"] == "text";
-    let unused: [(&str, IsUnused<'_>); 14] = [
-        ("response_format", &is_text),
-        ("structured_outputs", &|_| false),
-        ("guided_json", &|_| false),
-        ("guided_regex", &|_| false),
+    let unused: [(&str, IsUnused<'_>); 10] = [
         ("presence_penalty", &is_zero),
         ("frequency_penalty", &is_zero),
         ("logit_bias", &|value| value.as_object().is_some_and(Map::is_empty)),
@@ -324,8 +309,8 @@ mod tests {
             read(body, false).err().and_then(|refusal| refusal.param)
         };
         for (field, value) in [
-            ("logprobs", json!(1)),
-            ("response_format", json!({"type": "json_object"})),
+            ("logprobs", json!(21)),
+            ("response_format", json!({"type": "xml"})),
             ("presence_penalty", json!(0.5)),
             ("logit_bias", json!({"3": 1})),
             ("temprature", json!(1)),

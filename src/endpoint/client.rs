@@ -11,7 +11,7 @@ use super::announce::WireRequest;
 use super::counters::Counters;
 use super::refusal::Refusal;
 use crate::rollout::{Request, SessionLoad};
-use crate::types::FinishReason;
+use crate::types::{FinishReason, TokenLogprob};
 
 /// What may be under way.
 #[derive(Debug, Clone, Copy)]
@@ -33,6 +33,8 @@ pub enum RequestUpdate {
         token_id: u32,
         /// Its log-probability in nats.
         logprob: f32,
+        /// The most probable ids, as many as were asked for.
+        top_logprobs: Vec<TokenLogprob>,
     },
     /// A choice ended.
     Finished {

@@ -9,6 +9,7 @@ use super::refusal::Refusal;
 use super::text::TextStream;
 use crate::data::{Conversation, Message, Tokenizer};
 use crate::error::Error;
+use crate::rollout::RolloutEngine;
 use crate::types::SamplingParams;
 
 /// What was said so far, and how it goes on.
@@ -28,11 +29,12 @@ impl Dialogue {
     pub fn new(
         client: EngineClient,
         tokenizer: Arc<Tokenizer>,
-        max_sequence_length: usize,
+        engine: &RolloutEngine<'_>,
         params: SamplingParams,
         system: Vec<Message>,
     ) -> Self {
-        let model = ServedModel { name: String::new(), tokenizer, max_sequence_length };
+        let (max_sequence_length, grammars) = (engine.max_sequence_length(), engine.grammars());
+        let model = ServedModel { name: String::new(), tokenizer, max_sequence_length, grammars };
         Self { client, model, params, messages: system.clone(), system, num_answers: 0 }
     }
 

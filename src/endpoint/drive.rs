@@ -170,10 +170,12 @@ impl Requests {
     fn report(&mut self, event: Event, session: &mut Session<'_>, queue: Option<&EngineQueue>) -> Result<()> {
         let request = event.request();
         let Some(open) = self.open.get_mut(&request) else { return Ok(()) };
+        let ends = matches!(event, Event::Complete { .. } | Event::Failed { .. });
+        let is_removed = matches!(event, Event::Failed { .. });
         if let (Some(queue), Some(listener)) = (queue, &mut open.listener) {
-            listener.hear(&event, &queue.shared.counters);
+            listener.hear(event, &queue.shared.counters);
         }
-        if matches!(event, Event::Complete { .. }) {
+        if ends {
             let ticket = open.ticket;
             self.open.remove(&request);
             if let Some(of_ticket) = self.of_ticket.get_mut(&ticket) {
@@ -182,7 +184,9 @@ impl Requests {
                     self.of_ticket.remove(&ticket);
                 }
             }
-            session.remove(request)?;
+            if !is_removed {
+                session.remove(request)?;
+            }
         }
         Ok(())
     }
@@ -190,21 +194,26 @@ impl Requests {
 
 impl Listener {
     /// A listener that is gone has cancelled, which comes with the next turn.
-    fn hear(&mut self, event: &Event, counters: &Counters) {
+    fn hear(&mut self, event: Event, counters: &Counters) {
         let first_choice = self.first_choice;
-        match *event {
-            Event::Token { sample, token_id, logprob, .. } => {
+        match event {
+            Event::Token { sample, token_id, logprob, top_logprobs, .. } => {
                 Counters::add(&counters.generation_tokens, 1);
                 if !std::mem::replace(&mut self.has_begun, true) {
                     counters.first_token(self.at.elapsed());
                 }
-                let _ = self.updates.send(RequestUpdate::Token { choice: first_choice + sample, token_id, logprob });
+                let choice = first_choice + sample;
+                let _ = self.updates.send(RequestUpdate::Token { choice, token_id, logprob, top_logprobs });
             }
             Event::Finished { sample, reason, .. } => {
                 let _ = self.updates.send(RequestUpdate::Finished { choice: first_choice + sample, reason });
             }
             Event::Complete { .. } => Counters::add(&counters.completed, 1),
             Event::Preempted { .. } => {}
+            Event::Failed { message, .. } => {
+                Counters::add(&counters.failed, 1);
+                let _ = self.updates.send(RequestUpdate::Refused(Refusal::new(400, message)));
+            }
         }
     }
 }

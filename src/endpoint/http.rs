@@ -115,11 +115,12 @@ impl HttpState {
         let prepare = move || {
             let ask = ApiRequest::read(&body, is_chat)?;
             service.check_model(&ask)?;
+            let grammar = service.model.grammar(&ask)?;
             let requests = service.model.requests(&ask)?;
-            Ok((ask, requests))
+            Ok((ask, requests, grammar))
         };
         let prepared = tokio::task::spawn_blocking(prepare).await;
-        let (ask, requests) = prepared.map_err(|error| Refusal::new(500, error.to_string()))??;
+        let (ask, requests, _grammar) = prepared.map_err(|error| Refusal::new(500, error.to_string()))??;
         let ticket = self.client.submit(&requests)?;
         let ServedModel { name, tokenizer, .. } = &self.model;
         let number = self.num_answers.fetch_add(1, Ordering::Relaxed);

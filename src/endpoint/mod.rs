@@ -15,6 +15,7 @@
 //! | `server` | connections: their limits, their end |
 //! | `http` | routes, keys, bodies |
 //! | `ask` | bodies of requests, checked field by field |
+//! | `output` | what answers look like: log-probabilities and structure |
 //! | `prompt` | texts and conversations to token ids |
 //! | `answer` | completions in OpenAI's form, whole or as a stream |
 //! | `dialogue` | a conversation in the terminal |
@@ -29,6 +30,7 @@ mod counters;
 mod dialogue;
 mod drive;
 mod http;
+mod output;
 mod prompt;
 mod refusal;
 mod server;

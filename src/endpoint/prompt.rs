@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::ask::{ApiRequest, PromptSource};
 use super::refusal::Refusal;
-use crate::data::Tokenizer;
+use crate::data::{Grammar, GrammarCompiler, Tokenizer};
 use crate::error::Error;
 use crate::rollout::Request;
 use crate::types::SamplingParams;
@@ -18,9 +18,17 @@ pub(super) struct ServedModel {
     pub tokenizer: Arc<Tokenizer>,
     /// Longest prompt and completion together.
     pub max_sequence_length: usize,
+    /// The engine's.
+    pub grammars: Arc<GrammarCompiler>,
 }
 
 impl ServedModel {
+    /// Compiles the structure that a request asks for, so that the engine need not. It stays compiled while the result lives.
+    pub fn grammar(&self, ask: &ApiRequest) -> Result<Option<Arc<Grammar>>, Refusal> {
+        let compiled = ask.params.structure.as_ref().map(|structure| self.grammars.compile(structure)).transpose();
+        compiled.map_err(|error| Refusal::new(400, error.to_string()))
+    }
+
     /// One request for each prompt, in their order. A prompt's number is its place in the request, so that with a seed it gets what
     /// `colo-grpo generate` samples for the same prompts.
     pub fn requests(&self, ask: &ApiRequest) -> Result<Vec<Request>, Refusal> {

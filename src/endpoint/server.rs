@@ -19,7 +19,7 @@ use tokio::sync::{Semaphore, oneshot};
 use super::client::EngineClient;
 use super::http::{HttpState, body_room, router};
 use super::prompt::ServedModel;
-use crate::data::Tokenizer;
+use crate::data::{GrammarCompiler, Tokenizer};
 use crate::error::{Error, Result};
 
 /// Most connections at once; more are closed.
@@ -38,6 +38,8 @@ pub struct ServerOptions {
     pub model_name: String,
     /// The model's tokenizer.
     pub tokenizer: Arc<Tokenizer>,
+    /// The engine's compiler of structures.
+    pub grammars: Arc<GrammarCompiler>,
     /// Longest prompt and completion together, in tokens.
     pub max_sequence_length: usize,
     /// The key that clients must have; `None` lets everybody in.
@@ -75,8 +77,8 @@ impl Server {
     pub fn start(listener: TcpListener, options: ServerOptions, client: EngineClient) -> Result<Self> {
         let failed = |error: std::io::Error| Error::Environment { message: format!("the server's thread: {error}") };
         let address = listener.local_addr().map_err(failed)?;
-        let ServerOptions { model_name, tokenizer, max_sequence_length, api_key, max_body_bytes } = options;
-        let model = ServedModel { name: model_name, tokenizer, max_sequence_length };
+        let ServerOptions { model_name, tokenizer, grammars, max_sequence_length, api_key, max_body_bytes } = options;
+        let model = ServedModel { name: model_name, tokenizer, max_sequence_length, grammars };
         let service = HttpState {
             model,
             client,

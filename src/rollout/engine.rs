@@ -11,7 +11,7 @@ use super::kept::KeptSequences;
 use super::kv_cache::KvCache;
 use super::stats::EngineStats;
 use super::weights::EngineWeights;
-use crate::data::Tokenizer;
+use crate::data::{GrammarCompiler, Tokenizer};
 use crate::dist::Collective;
 use crate::error::{Error, Result};
 use crate::memory;
@@ -48,6 +48,7 @@ pub struct EngineOptions {
 pub struct Engine {
     pub(super) spec: Arc<ModelSpec>,
     pub(super) tokenizer: Arc<Tokenizer>,
+    pub(super) grammars: Arc<GrammarCompiler>,
     pub(super) options: EngineOptions,
     pub(super) tp: Arc<dyn Collective>,
     pub(super) rope: Rope,
@@ -97,6 +98,7 @@ impl Engine {
         let options = EngineOptions { kv_cache_bytes: kv_cache.reserved_bytes(), ..options };
         let rope = spec.rope();
         let eos_token_ids = tokenizer.eos_token_ids(&spec.eos_token_ids);
+        let grammars = Arc::new(GrammarCompiler::new(tokenizer.clone(), eos_token_ids.clone()));
         let gpu = match options.device {
             Device::Cuda(ordinal) => Some(GpuState::new(&spec, &options, &rope, tp.as_ref(), ordinal)?),
             _ => None,
@@ -104,6 +106,7 @@ impl Engine {
         Ok(Self {
             spec,
             tokenizer,
+            grammars,
             options,
             tp,
             rope,
@@ -218,6 +221,11 @@ impl<'a> RolloutEngine<'a> {
         };
         let mut runner = GpuRunner::new(gpu, (spec, weights, kv_cache), tp.as_ref())?;
         runner.profile(batch, context, stats.num_blocks, sustains)
+    }
+
+    /// Compiles what [`SamplingParams::structure`](crate::types::SamplingParams) asks for, as the engine does.
+    pub(crate) fn grammars(&self) -> Arc<GrammarCompiler> {
+        Arc::clone(&self.engine.grammars)
     }
 
     /// What was done since waking.

@@ -9,14 +9,19 @@ pub(super) fn is_active(params: &SamplingParams) -> bool {
     params.top_k > 0 || params.top_p < 1.0 || params.min_p.is_some_and(|min_p| min_p > 0.0)
 }
 
+/// Sorts candidates and keeps the first `count`.
+pub(super) fn keep_first(candidates: &mut Vec<Candidate>, count: usize) {
+    if count > 0 && count < candidates.len() {
+        candidates.select_nth_unstable_by(count - 1, before);
+        candidates.truncate(count);
+    }
+    candidates.sort_unstable_by(before);
+}
+
 /// Sorts a rank's candidates and drops those that no filter over the whole vocabulary could keep: beyond the rank's own
 /// top k, or below min-p of its own maximum.
 pub(super) fn cut_shard(candidates: &mut Vec<Candidate>, params: &SamplingParams) {
-    if params.top_k > 0 && params.top_k < candidates.len() {
-        candidates.select_nth_unstable_by(params.top_k - 1, before);
-        candidates.truncate(params.top_k);
-    }
-    candidates.sort_unstable_by(before);
+    keep_first(candidates, params.top_k);
     cut_min_p(candidates, params);
 }
 

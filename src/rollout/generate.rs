@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::engine::RolloutEngine;
 use super::exchange::exchange;
-use super::request::{Event, RequestId};
+use super::request::{Event, RequestId, refuse};
 use super::session::Session;
 use super::stats::EngineStats;
 use crate::error::Result;
@@ -66,7 +66,7 @@ impl RolloutEngine<'_> {
         let mut own: Vec<Option<(RequestId, u64)>> = groups.iter().map(|_| None).collect(); // with its first step
         for ((rank, position), request) in requests {
             let first_step = request.first_step;
-            let id = session.submit_checked(request);
+            let id = session.submit_checked(request)?;
             if rank == tp.rank() {
                 own[position] = Some((id, first_step));
             }
@@ -80,7 +80,11 @@ impl RolloutEngine<'_> {
         let mut complete: Vec<Option<RolloutGroup>> = groups.iter().map(|_| None).collect();
         while num_left > 0 {
             for event in session.step()? {
-                let Event::Complete { request } = event else { continue };
+                let request = match event {
+                    Event::Complete { request } => request,
+                    Event::Failed { message, .. } => return refuse("a structure to follow".to_owned(), message),
+                    _ => continue,
+                };
                 if num_left == 0 {
                     break; // complete in the same step as the last one that counts
                 }

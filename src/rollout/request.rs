@@ -4,7 +4,10 @@ use std::sync::Arc;
 
 use super::scheduler::StepLimits;
 use crate::error::{Error, Result};
-use crate::types::{FinishReason, SamplingParams, Trajectory};
+use crate::types::{FinishReason, SamplingParams, TokenLogprob, Trajectory};
+
+/// Most tokens that are reported beside each sampled one, as with OpenAI.
+const MAX_TOP_LOGPROBS: usize = 20;
 
 /// A prompt to be continued `params.num_generations` times.
 #[derive(Debug, Clone, PartialEq)]
@@ -26,7 +29,7 @@ pub struct Request {
 pub struct RequestId(pub(super) usize);
 
 /// What a step did. Completions are numbered from 0 to `num_generations` within their request.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum Event {
     /// A completion gained a token.
     Token {
@@ -38,6 +41,8 @@ pub enum Event {
         token_id: u32,
         /// Its log-probability in nats, as in [`Trajectory::rollout_logprobs`](crate::types::Trajectory::rollout_logprobs).
         logprob: f32,
+        /// The most probable ids, as many as `top_logprobs` asks for, most probable first.
+        top_logprobs: Vec<TokenLogprob>,
     },
     /// A completion ended.
     Finished {
@@ -60,6 +65,13 @@ pub enum Event {
         /// The completion.
         sample: usize,
     },
+    /// A request was removed, because its structure took more work than a token may.
+    Failed {
+        /// The request.
+        request: RequestId,
+        /// The reason.
+        message: String,
+    },
 }
 
 impl Request {
@@ -77,6 +89,9 @@ impl Request {
         if !self.begun.is_empty() && self.begun.len() != num_generations {
             let expected = format!("num_generations = {num_generations} completions to go on with");
             return refuse(expected, format!("{} of prompt {}", self.begun.len(), self.prompt_id));
+        }
+        if self.params.structure.is_some() && !self.begun.is_empty() {
+            return refuse("a structured completion from its beginning".to_owned(), "one that is begun".to_owned());
         }
         limits.check(self.token_ids.len(), self.params.max_completion_length)
     }
@@ -109,6 +124,7 @@ impl SamplingParams {
                 "spread_lengths of at least 1, the shortest first",
                 format!("{:?}", self.spread_lengths),
             ),
+            (self.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs of at most 20", self.top_logprobs.to_string()),
             (self.stop.iter().all(|stop| !stop.is_empty()), "stop strings with text", format!("{:?}", self.stop)),
         ];
         match checks.into_iter().find(|(holds, ..)| !holds) {

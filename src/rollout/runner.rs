@@ -23,6 +23,9 @@ pub(super) trait Runner {
     /// Steps that may be under way when the next one is launched.
     fn lag(&self) -> usize;
 
+    /// Whether tokens are drawn where the host sees no logits.
+    fn draws_on_device(&self) -> bool;
+
     /// Takes a step on. Its sequences' blocks hold room for it; tokens that they do not know yet come out of the step before.
     fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[EngineSequence]) -> Result<()>;
 
@@ -45,6 +48,10 @@ pub(super) struct HostRunner<'a> {
 impl Runner for HostRunner<'_> {
     fn lag(&self) -> usize {
         0
+    }
+
+    fn draws_on_device(&self) -> bool {
+        false
     }
 
     fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[EngineSequence]) -> Result<()> {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::stop::Detokenizer;
+use crate::data::{Grammar, GrammarState, TokenMask};
 use crate::types::{FinishReason, SamplingParams, Trajectory};
 
 /// Where a sequence waits: in front are those that others wait for.
@@ -41,6 +42,8 @@ pub(super) struct EngineSequence {
     pub(super) num_computed: usize,
     pub(super) finish_reason: Option<FinishReason>,
     pub(super) detokenizer: Detokenizer,
+    /// How far it has followed its structure, with the tokens that may come next.
+    grammar: Option<(GrammarState, TokenMask)>,
 }
 
 impl EngineSequence {
@@ -60,7 +63,29 @@ impl EngineSequence {
             num_computed: 0,
             finish_reason: None,
             detokenizer: Detokenizer::default(),
+            grammar: None,
         }
+    }
+
+    /// Holds it to a structure from its beginning.
+    pub(super) fn follow(&mut self, grammar: &Arc<Grammar>) {
+        self.grammar = Some(grammar.begin());
+    }
+
+    /// The tokens that may come next, if not all may.
+    pub(super) fn allowed(&self) -> Option<&TokenMask> {
+        self.grammar.as_ref().map(|(_, allowed)| allowed)
+    }
+
+    /// Takes the newest token into its structure.
+    ///
+    /// # Errors
+    /// The reason why the structure cannot be followed further.
+    pub(super) fn advance_grammar(&mut self) -> Result<(), String> {
+        if let (Some((state, allowed)), Some(&token_id)) = (&mut self.grammar, self.token_ids.last()) {
+            *allowed = state.advance(token_id)?;
+        }
+        Ok(())
     }
 
     /// Takes in what an earlier rollout has sampled of it.
@@ -89,6 +114,7 @@ impl EngineSequence {
         self.rollout_logprobs = Vec::new();
         self.loss_mask = Vec::new();
         self.weight_versions = Vec::new();
+        self.grammar = None;
     }
 
     /// What has been sampled of it, without its text.

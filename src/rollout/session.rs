@@ -11,10 +11,10 @@ use super::scheduler::{Scheduler, Step, StepLimits};
 use super::sequence::EngineSequence;
 use super::stats::EngineStats;
 use super::stop::StopRules;
-use crate::data::Tokenizer;
+use crate::data::{GrammarCompiler, Tokenizer};
 use crate::error::{Error, Result};
 use crate::phase::{self, Phase};
-use crate::types::Trajectory;
+use crate::types::{SamplingParams, Trajectory};
 
 /// Removed requests that are worth waiting for the steps under way to take them off the scheduler's list.
 const MANY_REMOVED: usize = 256;
@@ -61,6 +61,7 @@ pub struct Session<'r> {
     under_way: VecDeque<Step>, // launched, the oldest first
     vocab_size: usize,
     tokenizer: &'r Tokenizer,
+    grammars: &'r GrammarCompiler,
     eos_token_ids: &'r [u32],
     stats: &'r mut EngineStats,
     progress: Option<&'r mut (dyn FnMut(&EngineStats) + 'r)>,
@@ -77,7 +78,8 @@ impl<'r> Session<'r> {
     pub(super) fn open<'a>(rollout: &'r mut RolloutEngine<'a>) -> Result<Self> {
         let limits = rollout.limits();
         let RolloutEngine { engine, weights, stats, progress } = rollout;
-        let Engine { spec, tokenizer, options, tp, rope, eos_token_ids, gpu, kv_cache, keeps_sequences, kept, .. } =
+        let keeps_sequences = engine.keeps_sequences;
+        let Engine { spec, tokenizer, grammars, options, tp, rope, eos_token_ids, gpu, kv_cache, kept, .. } =
             &mut **engine;
         let runner: Box<dyn Runner + 'r> = match gpu {
             None => Box::new(HostRunner::new(spec, rope, weights, kv_cache, &**tp, options.residual)),
@@ -89,6 +91,7 @@ impl<'r> Session<'r> {
             under_way: VecDeque::new(),
             vocab_size: spec.vocab_size,
             tokenizer,
+            grammars,
             eos_token_ids,
             stats,
             progress: progress
@@ -104,12 +107,22 @@ impl<'r> Session<'r> {
     /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for parameters or a prompt that cannot be served.
     pub fn submit(&mut self, request: Request) -> Result<RequestId> {
         request.check(self.vocab_size, &self.scheduler.limits)?;
-        Ok(self.submit_checked(request))
+        self.submit_checked(request)
     }
 
     /// [`Session::submit`] of a request that has passed [`Request::check`].
-    pub(super) fn submit_checked(&mut self, request: Request) -> RequestId {
-        self.scheduler.submit(request)
+    pub(super) fn submit_checked(&mut self, request: Request) -> Result<RequestId> {
+        let SamplingParams { top_logprobs, structure, .. } = &*request.params;
+        if self.runner.draws_on_device() && (*top_logprobs > 0 || structure.is_some()) {
+            return Err(Error::InvalidArgument {
+                op: "Session::submit",
+                expected: "log-probabilities of sampled tokens alone, and no structure: a GPU draws without the host"
+                    .into(),
+                got: if structure.is_some() { "a structure".into() } else { format!("top_logprobs {top_logprobs}") },
+            });
+        }
+        let grammar = structure.as_ref().map(|structure| self.grammars.compile(structure)).transpose()?;
+        Ok(self.scheduler.submit(request, grammar.as_ref()))
     }
 
     /// Ends a request, complete or not: its blocks are free, nothing more is reported of it, and nothing is kept. A session that goes on

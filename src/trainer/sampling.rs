@@ -212,6 +212,7 @@ impl Trainer {
             stop: self.config.stop.clone(),
             seed: self.config.seed,
             step,
+            ..SamplingParams::default()
         }
     }
 }

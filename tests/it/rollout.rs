@@ -4,6 +4,7 @@ mod kept;
 mod partial;
 mod session;
 mod setup;
+mod structure;
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;

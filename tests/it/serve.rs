@@ -114,6 +114,10 @@ fn events_of(text: &str) -> Vec<Value> {
     lines.iter().map(|line| serde_json::from_str(line.strip_prefix("data: ").unwrap()).unwrap()).collect()
 }
 
+fn lists<'a>(of: &'a Value, name: &str) -> impl Iterator<Item = &'a Value> {
+    of[name].as_array().unwrap().iter()
+}
+
 fn asked(more: Value) -> Value {
     let mut body = json!({"prompt": QUESTION, "max_tokens": 20, "return_token_ids": true, "logprobs": 0});
     body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -205,6 +209,16 @@ fn answers_are_those_of_generate_and_streams_those_of_whole_answers() {
     assert_eq!(events[0]["choices"][0]["delta"]["role"], "assistant");
     assert!(events.len() > 1 && events[0]["prompt_token_ids"].is_array(), "{events:?}");
     assert_eq!(together(&events, 1), parts(&whole));
+    // The most probable tokens, of which greedy sampling takes the first.
+    let chosen =
+        server.choices("/v1/completions", &asked(json!({"temperature": 0, "logprobs": 3})))[0]["logprobs"].clone();
+    for (token, (logprob, top)) in
+        lists(&chosen, "tokens").zip(lists(&chosen, "token_logprobs").zip(lists(&chosen, "top_logprobs")))
+    {
+        let top = top.as_object().unwrap();
+        assert!(top.len() == 3 && top[token.as_str().unwrap()] == *logprob, "{top:?} {token}");
+        assert!(top.values().all(|other| other.as_f64() <= logprob.as_f64()), "{top:?} {token}");
+    }
     let (status, models) = server.call("GET", "/v1/models", "", b"");
     assert!(status == 200 && models.contains(MODEL), "{models}");
     server.stop();
@@ -295,6 +309,13 @@ fn what_cannot_be_served_is_an_error_in_openais_form() {
         (chat, r#"{"messages": []}"#, 400, "messages"),
         (chat, r#"{"messages": [{"role": 3}]}"#, 400, "messages"),
         (chat, r#"{"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}"#, 400, "top_logprobs"),
+        (completions, r#"{"prompt": "what", "logprobs": 21}"#, 400, "logprobs"),
+        (
+            chat,
+            r#"{"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}"#,
+            400,
+            "",
+        ),
         ("/v1/embeddings", "{}", 404, ""),
         ("/v1/models", "{}", 405, ""),
     ] {

@@ -90,6 +90,7 @@ impl GpuRunner<'_> {
             prompt_id: 0,
             sample: row,
             token_ids,
+            allowed: None,
         });
         let draws: Vec<Draw> = draws.collect();
         let block_size = self.kv_cache.block_size();

@@ -159,6 +159,10 @@ impl Runner for GpuRunner<'_> {
         1
     }
 
+    fn draws_on_device(&self) -> bool {
+        true
+    }
+
     fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[EngineSequence]) -> Result<()> {
         let block_size = self.kv_cache.block_size();
         let packing = Packing { step, draws, sequences, block_size };
@@ -186,7 +190,7 @@ impl Runner for GpuRunner<'_> {
         let (ids, logprobs) = words.split_at(words.len() / 2);
         let results = drawn.iter().zip(ids.iter().zip(logprobs));
         let sampled = results.map(|(&(prompt_id, position), (&id, &bits))| match u32::try_from(id) {
-            Ok(token_id) => Ok(Sampled { token_id, logprob: f32::from_bits(bits as u32) }),
+            Ok(token_id) => Ok(Sampled { token_id, logprob: f32::from_bits(bits as u32), top: Vec::new() }),
             Err(_) => Err(non_finite(prompt_id, position)),
         });
         sampled.collect()

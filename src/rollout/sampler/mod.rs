@@ -11,10 +11,11 @@ mod tests;
 use std::ops::Range;
 
 use super::filters;
+use crate::data::TokenMask;
 use crate::dist::{Collective, all_gather_bytes};
 use crate::error::{Error, Result};
 use crate::ops::random::RandomKey;
-use crate::types::SamplingParams;
+use crate::types::{SamplingParams, TokenLogprob};
 
 /// First word of the sampler's random keys, apart from those of initialisation and shuffling.
 const STREAM: u64 = u64::from_be_bytes(*b"sampling");
@@ -33,6 +34,8 @@ pub(super) struct Draw<'a> {
     pub(super) sample: usize,
     /// Prompt and completion so far: what a repetition penalty looks at. Its length is the position drawn for.
     pub(super) token_ids: &'a [u32],
+    /// The ids that may be drawn, if not all.
+    pub(super) allowed: Option<&'a TokenMask>,
 }
 
 impl Draw<'_> {
@@ -56,11 +59,14 @@ impl Draw<'_> {
 }
 
 /// What was drawn.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(super) struct Sampled {
     pub(super) token_id: u32,
-    /// ln softmax(logits / temperature)[token_id] before penalty and filters, in nats; temperature 0 counts as 1.
+    /// ln softmax(logits / temperature)[token_id] before penalty and filters, in nats; temperature 0 counts as 1. Over the ids that
+    /// are allowed, where not all are.
     pub(super) logprob: f32,
+    /// The `top_logprobs` most probable ids by the same measure.
+    pub(super) top: Vec<TokenLogprob>,
 }
 
 /// An id that may be drawn.
@@ -79,6 +85,8 @@ struct Offer {
     /// Over the rank's share of logits / temperature.
     log_sum_exp: f64,
     candidates: Vec<Candidate>,
+    /// The rank's most probable ids before penalty and filters, most probable first.
+    top: Vec<Candidate>,
 }
 
 /// Draws tokens from this rank's share of the vocabulary.
@@ -121,17 +129,47 @@ impl Sampler<'_> {
 
     fn offers_of(&self, logits: &[f32], draws: &[Draw]) -> Vec<Offer> {
         let width = self.vocab.len();
-        let (mut values, mut noise) = (vec![0.0; width], vec![0.0; width]);
+        let (mut values, mut noise, mut masked) = (vec![0.0; width], vec![0.0; width], Vec::new());
         let mut last_row = (usize::MAX, 0.0); // the draws of a group share one row and their parameters
         let offer = |draw: &Draw| {
-            let raw = &logits[draw.row * width..][..width];
+            let mut raw = &logits[draw.row * width..][..width];
+            if let Some(allowed) = draw.allowed {
+                self.mask(raw, allowed, &mut masked);
+                raw = &masked;
+            }
             if last_row.0 != draw.row {
                 last_row = (draw.row, log_sum_exp(raw.iter().map(|&logit| f64::from(logit * draw.scale()))));
             }
             self.process(raw, draw, &mut values);
-            Offer { log_sum_exp: last_row.1, candidates: self.candidates(raw, &values, draw, &mut noise) }
+            let candidates = self.candidates(raw, &values, draw, &mut noise);
+            Offer { log_sum_exp: last_row.1, candidates, top: self.top(raw, draw) }
         };
         draws.iter().map(offer).collect()
+    }
+
+    /// masked = the logits of ids that are allowed, minus infinity elsewhere.
+    fn mask(&self, raw: &[f32], allowed: &TokenMask, masked: &mut Vec<f32>) {
+        let logit =
+            |(column, &logit)| if allowed.contains(self.vocab.start + column) { logit } else { f32::NEG_INFINITY };
+        masked.clear();
+        masked.extend(raw.iter().enumerate().map(logit));
+    }
+
+    /// The shard's `top_logprobs` most probable ids.
+    fn top(&self, raw: &[f32], draw: &Draw) -> Vec<Candidate> {
+        let count = draw.params.top_logprobs;
+        if count == 0 {
+            return Vec::new();
+        }
+        let scale = draw.scale();
+        let candidate = |(column, &logit): (usize, &f32)| {
+            let id = (self.vocab.start + column) as u32;
+            Candidate { id, value: logit, raw: logit * scale }
+        };
+        let possible = raw.iter().enumerate().filter(|(_, logit)| **logit > f32::NEG_INFINITY);
+        let mut all: Vec<Candidate> = possible.map(candidate).collect();
+        filters::keep_first(&mut all, count);
+        all
     }
 
     /// values = penalised logits / temperature: a seen id's positive logit is divided by the penalty, a negative one
@@ -162,6 +200,9 @@ impl Sampler<'_> {
             |column| Candidate { id: (start + column) as u32, value: values[column], raw: raw[column] * scale };
         if draw.is_filtered() {
             let mut all: Vec<Candidate> = (0..values.len()).map(candidate).collect();
+            if draw.allowed.is_some() {
+                all.retain(|candidate| candidate.value > f32::NEG_INFINITY);
+            }
             filters::cut_shard(&mut all, draw.params);
             return all;
         }
@@ -186,6 +227,11 @@ impl Sampler<'_> {
         if !log_sum_exp.is_finite() {
             return Err(non_finite(draw.prompt_id, draw.token_ids.len()));
         }
+        let mut top: Vec<Candidate> = offers.clone().flat_map(|offer| offer.top.iter().copied()).collect();
+        filters::keep_first(&mut top, draw.params.top_logprobs);
+        let logprob = |candidate: &Candidate| (f64::from(candidate.raw) - log_sum_exp) as f32;
+        let top = top.iter().map(|candidate| TokenLogprob { token_id: candidate.id, logprob: logprob(candidate) });
+        let top = top.collect();
         let mut candidates: Vec<Candidate> = offers.flat_map(|offer| offer.candidates.iter().copied()).collect();
         if draw.is_filtered() {
             filters::cut(&mut candidates, draw.params);
@@ -201,7 +247,7 @@ impl Sampler<'_> {
         let best = candidates.iter().map(|candidate| (perturbed(candidate), candidate));
         let best = best.max_by(|(a, left), (b, right)| a.total_cmp(b).then(right.id.cmp(&left.id)));
         let (_, winner) = best.ok_or_else(|| Error::NonFinite { message: "no token survived the filters".into() })?;
-        Ok(Sampled { token_id: winner.id, logprob: (f64::from(winner.raw) - log_sum_exp) as f32 })
+        Ok(Sampled { token_id: winner.id, logprob: logprob(winner), top })
     }
 
     /// Every rank's offers, in rank order.
@@ -238,11 +284,13 @@ fn encode(offers: &[Offer]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for offer in offers {
         bytes.extend(offer.log_sum_exp.to_le_bytes());
-        bytes.extend((offer.candidates.len() as u32).to_le_bytes());
-        for candidate in &offer.candidates {
-            bytes.extend(candidate.id.to_le_bytes());
-            bytes.extend(candidate.value.to_le_bytes());
-            bytes.extend(candidate.raw.to_le_bytes());
+        for candidates in [&offer.candidates, &offer.top] {
+            bytes.extend((candidates.len() as u32).to_le_bytes());
+            for candidate in candidates {
+                bytes.extend(candidate.id.to_le_bytes());
+                bytes.extend(candidate.value.to_le_bytes());
+                bytes.extend(candidate.raw.to_le_bytes());
+            }
         }
     }
     bytes
@@ -257,14 +305,16 @@ fn decode(mut bytes: &[u8]) -> Vec<Offer> {
     let mut offers = Vec::new();
     while !bytes.is_empty() {
         let log_sum_exp = f64::from_le_bytes(take(&mut bytes));
-        let count = u32::from_le_bytes(take(&mut bytes));
-        let candidate = |_| Candidate {
-            id: u32::from_le_bytes(take(&mut bytes)),
-            value: f32::from_le_bytes(take(&mut bytes)),
-            raw: f32::from_le_bytes(take(&mut bytes)),
+        let mut candidates = || {
+            let count = u32::from_le_bytes(take(&mut bytes));
+            let candidate = |_| Candidate {
+                id: u32::from_le_bytes(take(&mut bytes)),
+                value: f32::from_le_bytes(take(&mut bytes)),
+                raw: f32::from_le_bytes(take(&mut bytes)),
+            };
+            (0..count).map(candidate).collect()
         };
-        let candidates = (0..count).map(candidate).collect();
-        offers.push(Offer { log_sum_exp, candidates });
+        offers.push(Offer { log_sum_exp, candidates: candidates(), top: candidates() });
     }
     offers
 }

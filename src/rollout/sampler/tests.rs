@@ -25,7 +25,9 @@ fn logits(row: u64) -> Vec<f32> {
 }
 
 fn draws(params: &SamplingParams, count: u64) -> Vec<Draw<'_>> {
-    (0..count).map(|prompt_id| Draw { row: 0, params, step: 0, prompt_id, sample: 3, token_ids: &[1, 5, 5] }).collect()
+    (0..count)
+        .map(|prompt_id| Draw { row: 0, params, step: 0, prompt_id, sample: 3, token_ids: &[1, 5, 5], allowed: None })
+        .collect()
 }
 
 /// softmax in f64 of the allowed logits.
@@ -121,7 +123,8 @@ fn a_split_vocabulary_gives_the_same_tokens() {
     ];
     let logits: Vec<f32> = (0..40).flat_map(logits).collect();
     for params in cases {
-        let draw = |row| Draw { row, params: &params, step: 0, prompt_id: 9, sample: row, token_ids: &[1, 2] };
+        let draw =
+            |row| Draw { row, params: &params, step: 0, prompt_id: 9, sample: row, token_ids: &[1, 2], allowed: None };
         let rows: Vec<Draw> = (0..40).map(draw).collect();
         let whole = sample(&[0, VOCAB], &logits, &rows).unwrap();
         for bounds in [&[0, 6, VOCAB][..], &[0, 3, 6, 9, VOCAB]] {
@@ -144,10 +147,69 @@ fn draws_of_one_step_may_differ_in_their_parameters() {
         SamplingParams { seed: 7, ..base },
     ];
     let logits: Vec<f32> = (0..4).flat_map(logits).collect();
-    let draw = |row: usize| Draw { row, params: &all[row], step: 0, prompt_id: 9, sample: 0, token_ids: &[1, 2] };
+    let draw = |row: usize| Draw {
+        row,
+        params: &all[row],
+        step: 0,
+        prompt_id: 9,
+        sample: 0,
+        token_ids: &[1, 2],
+        allowed: None,
+    };
     let together = sample(&[0, 6, VOCAB], &logits, &[0, 1, 2, 3].map(draw)).unwrap();
     for (row, together) in together.iter().enumerate() {
         assert_eq!(sample(&[0, 6, VOCAB], &logits, &[draw(row)]).unwrap()[0], *together, "row {row}");
+    }
+}
+
+/// The same processing of a distribution over fewer ids, penalties and filters included.
+#[test]
+fn ids_that_are_not_allowed_are_as_if_they_were_not_there() {
+    let base = SamplingParams { top_logprobs: VOCAB, ..SamplingParams::default() };
+    let ids = [1, 2, 5, 9, 11];
+    let (allowed, raw) = (TokenMask::of_ids(&ids, VOCAB + 3), logits(0));
+    let masked = |id: usize| if ids.contains(&(id as u32)) { f64::from(raw[id]) } else { f64::NEG_INFINITY };
+    let p = softmax(&(0..VOCAB).map(masked).collect::<Vec<_>>());
+    for params in [
+        base.clone(),
+        SamplingParams { temperature: 0.0, ..base.clone() },
+        SamplingParams { top_k: 3, ..base.clone() },
+        SamplingParams { top_p: 0.7, min_p: Some(0.1), repetition_penalty: 1.5, ..base },
+    ] {
+        let draws: Vec<Draw> =
+            draws(&params, 200).into_iter().map(|draw| Draw { allowed: Some(&allowed), ..draw }).collect();
+        let whole = sample(&[0, VOCAB], &raw, &draws).unwrap();
+        assert!(params.temperature == 0.0 || whole.iter().any(|sampled| *sampled != whole[0]));
+        for sampled in &whole {
+            assert!(ids.contains(&sampled.token_id));
+            assert!((f64::from(sampled.logprob) - p[sampled.token_id as usize].ln()).abs() < 1e-6);
+            assert_eq!(sampled.top.len(), ids.len(), "no other has a probability");
+        }
+        // One of the shards has no id that is allowed.
+        for (whole, split) in whole.iter().zip(sample(&[0, 6, 9, VOCAB], &raw, &draws).unwrap()) {
+            assert_eq!(whole.token_id, split.token_id);
+        }
+    }
+}
+
+#[test]
+fn the_most_probable_ids_are_those_of_the_raw_distribution() {
+    let raw = logits(0);
+    for (temperature, count) in [(1.0, 1), (0.5, 4), (0.0, 3), (1.7, 20)] {
+        let params = SamplingParams { temperature, top_logprobs: count, top_k: 2, ..SamplingParams::default() };
+        let scale = if temperature == 0.0 { 1.0 } else { f64::from(temperature) };
+        let p = softmax(&raw.iter().map(|&logit| f64::from(logit) / scale).collect::<Vec<_>>());
+        let mut order: Vec<usize> = (0..VOCAB).collect();
+        order.sort_by(|&a, &b| p[b].total_cmp(&p[a]));
+        for bounds in [&[0, VOCAB][..], &[0, 3, 6, 9, VOCAB]] {
+            let sampled = sample(bounds, &raw, &draws(&params, 1)).unwrap().remove(0);
+            let top: Vec<usize> = sampled.top.iter().map(|top| top.token_id as usize).collect();
+            assert_eq!(top, order[..count.min(VOCAB)]);
+            for top in &sampled.top {
+                assert!((f64::from(top.logprob) - p[top.token_id as usize].ln()).abs() < 1e-5);
+                assert!(top.token_id != sampled.token_id || top.logprob == sampled.logprob);
+            }
+        }
     }
 }
 

@@ -30,6 +30,7 @@ use super::sampler::{Draw, Sampled, sampling_key};
 use super::sequence::{EngineSequence, QueuePriority};
 use super::stats::EngineStats;
 use super::stop::StopRules;
+use crate::data::Grammar;
 use crate::error::Result;
 use crate::ops::random::RandomKey;
 use crate::types::{FinishReason, SamplingParams};
@@ -110,15 +111,17 @@ impl Scheduler {
         }
     }
 
-    /// Queues a sequence for each completion of `request`, which has been checked, behind those that wait. Sequences that are kept
-    /// run at once.
-    pub(super) fn submit(&mut self, request: Request) -> RequestId {
+    /// Queues a sequence for each completion of `request`, which has been checked, behind those that wait. `grammar` is that of its
+    /// structure. Sequences that are kept run at once.
+    pub(super) fn submit(&mut self, request: Request, grammar: Option<&Arc<Grammar>>) -> RequestId {
         let Request { prompt_id, token_ids, first_step, params, begun } = request;
         let (group, first) = (self.num_dropped + self.groups.len(), self.sequences.len());
         for sample in 0..params.num_generations {
             let limit = completion_limit(&params, sampling_key(params.seed, first_step, prompt_id, sample));
             let max_len = (token_ids.len() + limit).min(self.limits.max_model_length);
-            self.sequences.push(EngineSequence::new(group, Arc::clone(&params), &token_ids, max_len));
+            let mut sequence = EngineSequence::new(group, Arc::clone(&params), &token_ids, max_len);
+            grammar.into_iter().for_each(|grammar| sequence.follow(grammar));
+            self.sequences.push(sequence);
         }
         let members = first..self.sequences.len();
         self.groups.push(Group { members, prompt_id, step: first_step, is_removed: false });
@@ -185,7 +188,8 @@ impl Scheduler {
                 let sequence = &self.sequences[index];
                 let Group { members, prompt_id, step, .. } = self.group(sequence.group);
                 let (sample, token_ids) = (index - members.start, &sequence.token_ids);
-                Draw { row, params: &sequence.params, step: *step, prompt_id: *prompt_id, sample, token_ids }
+                let (params, allowed) = (&*sequence.params, sequence.allowed());
+                Draw { row, params, step: *step, prompt_id: *prompt_id, sample, token_ids, allowed }
             })
         });
         draws.collect()
@@ -205,9 +209,16 @@ impl Scheduler {
             self.stats.num_generated_tokens += 1;
             let reason = sequence.finish_reason;
             let (request, sample) = self.place(index);
-            self.events.push(Event::Token { request, sample, token_id: sampled.token_id, logprob: sampled.logprob });
-            if let Some(reason) = reason {
-                self.finish(index, reason);
+            let Sampled { token_id, logprob, ref top } = *sampled;
+            self.events.push(Event::Token { request, sample, token_id, logprob, top_logprobs: top.clone() });
+            match reason {
+                Some(reason) => self.finish(index, reason),
+                None => {
+                    if let Err(message) = self.sequences[index].advance_grammar() {
+                        self.remove(request.0);
+                        self.events.push(Event::Failed { request, message });
+                    }
+                }
             }
         }
         let is_unfinished = |&index: &usize| self.sequences[index].finish_reason.is_none();

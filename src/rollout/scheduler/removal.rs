@@ -65,7 +65,8 @@ impl Event {
             Self::Token { request, .. }
             | Self::Finished { request, .. }
             | Self::Complete { request }
-            | Self::Preempted { request, .. } => request,
+            | Self::Preempted { request, .. }
+            | Self::Failed { request, .. } => request,
         }
     }
 }

@@ -52,7 +52,7 @@ impl Model<'_> {
 fn next_token(tokens: &[u32], sample: usize) -> Sampled {
     let mix = |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
     let hash = tokens.iter().fold(sample as u64 + 1, |hash, &token| mix(hash, token.into()));
-    Sampled { token_id: (mix(hash, 1) % 12) as u32, logprob: 0.0 }
+    Sampled { token_id: (mix(hash, 1) % 12) as u32, logprob: 0.0, top: Vec::new() }
 }
 
 /// Completions of all sequences, and what it took, with `lag` steps under way when the next one is scheduled.
@@ -86,7 +86,7 @@ fn resumed(
 ) -> (Scheduler, usize) {
     let mut scheduler = Scheduler::new(limits, kept, stats);
     for (prompt, begun) in prompts.iter().zip(begun) {
-        scheduler.submit(request(prompt, num_generations, begun));
+        scheduler.submit(request(prompt, num_generations, begun), None);
     }
     let num_complete = complete(scheduler.take_events()).len();
     (scheduler, num_complete)
@@ -308,7 +308,7 @@ fn requests_may_come_between_any_two_steps() {
         let (mut cache, mut tokens, mut coming, mut num_complete) = (Cache::new(), Vec::new(), prompts.iter(), 0);
         while num_complete < prompts.len() {
             if let Some(prompt) = coming.next() {
-                scheduler.submit(request(prompt, 3, Vec::new()));
+                scheduler.submit(request(prompt, 3, Vec::new()), None);
                 tokens.extend(std::iter::repeat_n(prompt.clone(), 3));
             }
             if scheduler.has_work() {

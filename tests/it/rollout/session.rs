@@ -51,7 +51,7 @@ impl Heard {
 
 fn hear(heard: &mut BTreeMap<RequestId, Heard>, event: Event) {
     match event {
-        Event::Token { request, sample, token_id, logprob } => {
+        Event::Token { request, sample, token_id, logprob, .. } => {
             let heard = heard.get_mut(&request).unwrap();
             heard.token_ids[sample].push(token_id);
             heard.logprobs[sample].push(logprob);
@@ -59,6 +59,7 @@ fn hear(heard: &mut BTreeMap<RequestId, Heard>, event: Event) {
         Event::Finished { request, sample, reason } => heard.get_mut(&request).unwrap().reasons[sample] = Some(reason),
         Event::Complete { request } => heard.get_mut(&request).unwrap().is_complete = true,
         Event::Preempted { .. } => {}
+        Event::Failed { message, .. } => panic!("{message}"),
     }
 }
 

@@ -1,0 +1,239 @@
+//! Structured output: the tokens that may come next so that a completion follows a schema, a regular expression, a choice or a
+//! grammar. Knows nothing of engines and their logits.
+//!
+//! Grammars come from clients. They are compiled on a thread with limits, and the library counts the work of every later step: what it
+//! refuses is the same on every rank, because no clock decides.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+
+use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
+use llguidance::toktrie::{ApproximateTokEnv, SimpleVob, TokRxInfo, TokTrie};
+use llguidance::{Matcher, ParserFactory, token_bytes_from_tokenizer_json};
+use serde_json::{Value, json};
+
+use super::Tokenizer;
+use crate::error::{Error, Result};
+use crate::types::Structure;
+use crate::untrusted::{self, ThreadLimits};
+
+/// What compiling one grammar may take.
+const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 256 << 20, memory_bytes: 256 << 20, cpu_s: 10 };
+/// Longest schema, expression, choice or grammar.
+const MAX_BYTES: usize = 256 << 10;
+/// Different grammars in use at a time.
+const MAX_GRAMMARS: usize = 256;
+/// Grammars that broke a limit while they were compiled, each of which leaves a thread behind.
+const MAX_BREACHES: usize = 16;
+/// States of the lexer of one grammar, of one to two KiB each.
+const MAX_LEXER_STATES: usize = 10_000;
+/// Work of the lexer and of the parser for the mask of one token: some milliseconds.
+const STEP_FUEL: u64 = 100_000;
+/// Parser items for the mask of one token.
+const STEP_ITEMS: usize = 25_000;
+/// Longest reason that is passed on.
+const MAX_REASON_CHARS: usize = 500;
+/// The library's name for a structure that no token can go on with.
+const NO_TOKEN_CODE: &str = "NoExtensionBias";
+const NO_TOKEN: &str = "one that the model's tokens cannot follow";
+
+/// Compiles structures for one tokenizer. A structure that is in use is compiled once.
+pub struct GrammarCompiler {
+    tokenizer: Arc<Tokenizer>,
+    eos_token_ids: Vec<u32>,
+    factory: OnceLock<Result<Arc<ParserFactory>, String>>,
+    known: Mutex<HashMap<Structure, Weak<Grammar>>>,
+    num_breaches: AtomicUsize,
+}
+
+/// A compiled structure. Completions follow it each with a [`GrammarState`].
+pub struct Grammar {
+    matcher: Mutex<Matcher>,
+    first: TokenMask,
+}
+
+/// How far one completion has followed its grammar.
+pub struct GrammarState {
+    matcher: Matcher,
+    /// Keeps the grammar known, so that it is not compiled again for another request.
+    _grammar: Arc<Grammar>,
+}
+
+/// A set of token ids.
+#[derive(Clone)]
+pub struct TokenMask(Arc<SimpleVob>);
+
+impl GrammarCompiler {
+    /// Reads the tokenizer at the first use.
+    pub fn new(tokenizer: Arc<Tokenizer>, eos_token_ids: Vec<u32>) -> Self {
+        Self {
+            tokenizer,
+            eos_token_ids,
+            factory: OnceLock::new(),
+            known: Mutex::new(HashMap::new()),
+            num_breaches: AtomicUsize::new(0),
+        }
+    }
+
+    /// The compiled form of `structure`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] with the reason: a structure that is malformed, not supported or too large, a tokenizer whose
+    /// tokens are no bytes.
+    pub fn compile(&self, structure: &Structure) -> Result<Arc<Grammar>> {
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(grammar) = known.get(structure).and_then(Weak::upgrade) {
+            return Ok(grammar);
+        }
+        known.retain(|_, grammar| grammar.strong_count() > 0);
+        let refuse = |got: String| Error::InvalidArgument {
+            op: "structured output",
+            expected: "a schema, regular expression, choice or grammar that can be followed".into(),
+            got,
+        };
+        let num_breaches = self.num_breaches.load(Ordering::Relaxed);
+        if known.len() >= MAX_GRAMMARS {
+            return Err(refuse(format!("one more than the {MAX_GRAMMARS} different ones that are in use; try again")));
+        }
+        if num_breaches >= MAX_BREACHES {
+            return Err(refuse(format!("one after {num_breaches} that broke a limit; restart the server")));
+        }
+        if structure.num_bytes() > MAX_BYTES {
+            return Err(refuse(format!("{} bytes, of at most {MAX_BYTES}", structure.num_bytes())));
+        }
+        let factory = self.factory.get_or_init(|| self.read_tokenizer()).clone().map_err(refuse)?;
+        let wanted = structure.clone();
+        let compiled = untrusted::once("grammar", LIMITS, move || compile(&factory, wanted));
+        let compiled = compiled.unwrap_or_else(|breach| {
+            self.num_breaches.fetch_add(1, Ordering::Relaxed);
+            Err(breach)
+        });
+        let grammar = Arc::new(compiled.map_err(|error| refuse(reason(&error)))?);
+        known.insert(structure.clone(), Arc::downgrade(&grammar));
+        Ok(grammar)
+    }
+
+    /// The bytes of every token.
+    fn read_tokenizer(&self) -> Result<Arc<ParserFactory>, String> {
+        if self.eos_token_ids.is_empty() {
+            return Err("a model without an end-of-sequence token".to_owned());
+        }
+        let tokenizer = self.tokenizer.json().map_err(|error| error.to_string())?;
+        let eos_token_ids = self.eos_token_ids.clone();
+        let read = move || {
+            let of_tokenizer = |error: String| format!("a tokenizer whose tokens are no bytes of text: {error}");
+            let mut bytes =
+                token_bytes_from_tokenizer_json(&tokenizer).map_err(|error| of_tokenizer(error.to_string()))?;
+            let least = eos_token_ids.iter().max().map_or(0, |id| *id as usize + 1);
+            bytes.resize(bytes.len().max(least), Vec::new());
+            let trie = TokTrie::from(&TokRxInfo::new(bytes.len() as u32, eos_token_ids[0]), &bytes);
+            let environment = Arc::new(ApproximateTokEnv::new(trie.with_eos_tokens(&eos_token_ids)));
+            let mut factory = ParserFactory::new_simple(&(environment as _)).map_err(|error| error.to_string())?;
+            factory.quiet();
+            let limits = factory.limits_mut();
+            limits.max_lexer_states = MAX_LEXER_STATES;
+            limits.step_lexer_fuel = STEP_FUEL;
+            limits.step_max_items = STEP_ITEMS;
+            limits.verbose_errors = false;
+            Ok(Arc::new(factory))
+        };
+        untrusted::once("tokenizer", ThreadLimits { memory_bytes: 4 << 30, cpu_s: 120, ..LIMITS }, read)
+            .unwrap_or_else(|breach| Err(format!("a tokenizer that cannot be read: {breach}")))
+    }
+}
+
+impl fmt::Debug for GrammarCompiler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GrammarCompiler").finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Grammar {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Grammar").field("first", &self.first).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for GrammarState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GrammarState").finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for TokenMask {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {} tokens", self.0.num_set(), self.0.len())
+    }
+}
+
+fn compile(factory: &ParserFactory, structure: Structure) -> Result<Grammar, String> {
+    let grammar = match structure {
+        Structure::Json { schema, is_compact } => {
+            let mut schema: Value = serde_json::from_str(&schema).map_err(|error| format!("no JSON: {error}"))?;
+            let expected = || "a schema that is no JSON object".to_owned();
+            let options = json!({"whitespace_flexible": !is_compact});
+            schema.as_object_mut().ok_or_else(expected)?.insert("x-guidance".to_owned(), options);
+            GrammarWithLexer::from_json_schema(schema)
+        }
+        Structure::Regex(expression) => GrammarWithLexer::from_regex(&expression),
+        Structure::Choice(texts) => {
+            let texts: Vec<String> = texts.iter().map(|text| regex::escape(text)).collect();
+            GrammarWithLexer::from_regex(&format!("({})", texts.join("|")))
+        }
+        Structure::Grammar(lark) => GrammarWithLexer::from_lark(lark),
+    };
+    let parser = factory.create_parser(TopLevelGrammar::from_grammar(grammar));
+    let mut matcher = Matcher::new(Ok(parser.map_err(|error| format!("{error:#}"))?));
+    let first = next(&mut matcher)?;
+    Ok(Grammar { matcher: Mutex::new(matcher), first })
+}
+
+/// The tokens that may come next; end-of-sequence tokens where the text may end.
+fn next(matcher: &mut Matcher) -> Result<TokenMask, String> {
+    let mask = matcher.compute_mask_or_eos().map_err(|error| reason(&error))?;
+    if mask.is_zero() { Err(NO_TOKEN.to_owned()) } else { Ok(TokenMask(Arc::new(mask))) }
+}
+
+fn reason(error: &dyn fmt::Display) -> String {
+    let text = error.to_string();
+    if text.contains(NO_TOKEN_CODE) {
+        return NO_TOKEN.to_owned();
+    }
+    text.replace("<non-verbose/>", "").trim().chars().take(MAX_REASON_CHARS).collect()
+}
+
+impl Grammar {
+    /// The beginning of a completion, with the tokens that it may begin with.
+    pub fn begin(self: &Arc<Self>) -> (GrammarState, TokenMask) {
+        let matcher = self.matcher.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        (GrammarState { matcher, _grammar: Arc::clone(self) }, self.first.clone())
+    }
+}
+
+impl GrammarState {
+    /// Takes in a token that was allowed. Returns those that may follow it.
+    ///
+    /// # Errors
+    /// The library's reason, where the grammar takes more work than a step may have.
+    pub fn advance(&mut self, token_id: u32) -> Result<TokenMask, String> {
+        self.matcher.consume_token(token_id).map_err(|error| reason(&error))?;
+        next(&mut self.matcher)
+    }
+}
+
+impl TokenMask {
+    /// The ids of a list.
+    #[cfg(test)]
+    pub(crate) fn of_ids(ids: &[u32], vocab_size: usize) -> Self {
+        let mut set = SimpleVob::alloc(vocab_size);
+        ids.iter().for_each(|id| set.allow_token(*id));
+        Self(Arc::new(set))
+    }
+
+    /// Whether the set has the id.
+    pub fn contains(&self, token_id: usize) -> bool {
+        token_id < self.0.len() && self.0.get(token_id)
+    }
+}
