@@ -8,7 +8,7 @@
 
 golden.json: `input_ids`, one list a prompt; `last_logits`, [V] at each prompt's last position; `all_logits`, [T, V] of
 prompt `all_logits_of`; `greedy`, 24 ids a prompt for the first three; `min_gap`, the least difference between the two
-highest logits on the way. Numbers are float32, computed in float32.
+highest logits on the way; of a model with experts `aux_loss`, one number a prompt. Numbers are float32, computed in float32.
 
 rope.json: for each case, keys of a config.json with heads of 128; `inv_freq` and `attention_factor` as transformers' rotary
 embedding has them; `context`, the longest that it is for.
@@ -23,7 +23,7 @@ import subprocess
 
 import torch
 from transformers import (AutoModelForCausalLM, LlamaConfig, MistralConfig, Olmo2Config,
-                          PreTrainedTokenizerFast, Qwen2Config, Qwen3Config)
+                          PreTrainedTokenizerFast, Qwen2Config, Qwen3Config, Qwen3MoeConfig)
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 VOCAB = 96
@@ -67,6 +67,13 @@ FAMILIES = {
     "qwen3": (Qwen3Config(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
                           head_dim=16, rope_parameters=ROPE, tie_word_embeddings=True, **COMMON),
               torch.float32, "5GB"),
+    "qwen3_moe": (Qwen3MoeConfig(hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_experts=5, num_experts_per_tok=2,
+                                 norm_topk_prob=True, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+                                 rope_parameters=ROPE, tie_word_embeddings=True, **COMMON), torch.float32, "5GB"),
+    "qwen3_moe_mixed": (Qwen3MoeConfig(hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=3,
+                                       norm_topk_prob=False, mlp_only_layers=[0], router_aux_loss_coef=0.25, num_attention_heads=4,
+                                       num_key_value_heads=2, head_dim=16, rope_parameters=ROPE, tie_word_embeddings=False, **COMMON),
+                        torch.bfloat16, "40KB"),
     "llama3": (LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=1,
                            head_dim=16, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False, **COMMON),
                torch.float32, "50KB"),
@@ -150,7 +157,9 @@ def golden_numbers(model, seed):
     prompts = [torch.randint(4, VOCAB, (length,), generator=generator) for length in PROMPT_LENGTHS]
     logits = [model(prompt[None]).logits[0] for prompt in prompts]
     greedy, gaps = zip(*[continuation(model, prompt) for prompt in prompts[:3]])
-    return {
+    router = dict(aux_loss=[model(prompt[None], output_router_logits=True).aux_loss.item() for prompt in prompts]
+                  ) if hasattr(model.config, "num_experts") else {}
+    return router | {
         "input_ids": [prompt.tolist() for prompt in prompts],
         "last_logits": [rounded(rows[-1]) for rows in logits],
         "all_logits_of": ALL_LOGITS_OF,

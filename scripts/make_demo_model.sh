@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes configs/arithmetic/model, the checkpoint that the demo starts from: random weights, a supervised warm-up on right
 # sums, then one on mostly wrong ones (see make_arithmetic.py). Takes a few minutes on 2 cores.
-# PROGRAM names the program, target/release/colo-grpo unless it is set.
+# PROGRAM names the program, target/release/colo-grpo unless it is set; CONFIG the shape, configs/arithmetic/config.json unless it is set.
 #   scripts/make_demo_model.sh [OUTPUT] [STEPS_RIGHT] [STEPS_MIXED]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,7 +13,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 ${PYTHON:-python3} scripts/make_arithmetic.py "$work" --warmup
-"$program" init --config-json configs/arithmetic/config.json --tokenizer "$work/tokenizer" --output "$work/random"
+"$program" init --config-json "${CONFIG:-configs/arithmetic/config.json}" --tokenizer "$work/tokenizer" --output "$work/random"
 "$program" sft --nproc 2 --config configs/arithmetic/warmup.toml model_name_or_path="$work/random" \
     train_file="$work/warmup_right.jsonl" output_dir="$work/right" max_steps="$steps_right"
 "$program" sft --nproc 2 --config configs/arithmetic/warmup.toml model_name_or_path="$work/right/final" \

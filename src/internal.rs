@@ -45,10 +45,10 @@ pub mod metrics {
 }
 pub mod model {
     pub use crate::model::{
-        Attention, BlockContext, BlockParams, EmbeddingParams, Family, HeadParams, LoraSpec, Matrix, ModelSource,
-        ModelSpec, NormPlaces, PackedAttention, ParamName, ParamTable, Piece, QkNorm, QuantizedBlock, Scoring, Unit,
-        UnitLayout, WeightFiles, WeightWriter, attention_scale, block_forward, head_backward, head_forward,
-        init_folder, init_unit, init_unit_on, write_adapters,
+        Attention, BlockContext, BlockParams, EmbeddingParams, ExpertLayers, Family, HeadParams, LoraSpec, Matrix,
+        ModelSource, ModelSpec, NormPlaces, PackedAttention, ParamName, ParamTable, Piece, QkNorm, QuantizedBlock,
+        Scoring, Unit, UnitLayout, WeightFiles, WeightWriter, attention_scale, block_forward, head_backward,
+        head_forward, init_folder, init_unit, init_unit_on, write_adapters,
     };
 }
 pub mod ops {

@@ -88,7 +88,7 @@ impl StepWork<'_> {
 fn products(spec: &ModelSpec) -> (f64, f64) {
     let head = spec.vocab_size * spec.hidden_size;
     let embedded = if spec.tie_word_embeddings { head } else { 2 * head };
-    ((spec.num_params() - embedded) as f64, head as f64)
+    ((spec.num_active_params() - embedded) as f64, head as f64)
 }
 
 #[cfg(test)]

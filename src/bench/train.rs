@@ -195,7 +195,7 @@ impl<'a> TimedRun<'a> {
             }
             self.policy.forward_backward(micro_batch, 1.0, &mut |scores| {
                 let dlogprobs = Tensor::full_like(&scores.logprobs, -1.0 / scores.logprobs.numel() as f64);
-                Ok(TokenGradients { dlogprobs, dentropy: None })
+                Ok(TokenGradients { dlogprobs, dentropy: None, daux_loss: 0.0 })
             })?;
         }
         if !self.bench.score {
@@ -262,6 +262,7 @@ impl<'a> TimedRun<'a> {
             "benchmark": if bench.score { "score" } else { "train" },
             "model": bench.model,
             "num_params": bench.spec.num_params(),
+            "num_active_params": bench.spec.num_active_params(),
             "num_layers": bench.spec.num_layers,
             "device": device_name(world.device()),
             "dtype": dtype_name(bench.kind),
@@ -295,13 +296,13 @@ impl<'a> TimedRun<'a> {
     }
 }
 
-/// Operations of one sequence, as model FLOP utilisation counts them: 6 a parameter and token, and 12 for every pair of tokens,
+/// Operations of one sequence, as model FLOP utilisation counts them: 6 a token and parameter that it is computed with, and 12 for every pair of tokens,
 /// layer and element of the queries' width that causal attention needs; a third of both without a backward. Recomputation
 /// is not counted.
 fn model_flop(bench: &TrainBench, len: f64) -> f64 {
     let spec = &bench.spec;
     let attention = spec.training_flop_per_pair() as f64 * len * len / 2.0;
-    let whole = 6.0 * spec.num_params() as f64 * len + attention;
+    let whole = 6.0 * spec.num_active_params() as f64 * len + attention;
     if bench.score { whole / 3.0 } else { whole }
 }
 

@@ -56,6 +56,8 @@ keys! {
         pub entropy_coef_delta: f64 = 0.005 => from_to(0.0, 1e3),
         /// Mean entropy that `use_adaptive_entropy` aims at, in nats. Set it near the metric `entropy` of the first steps.
         pub entropy_target: f64 = 0.2 => at_least(0.0),
+        /// Weight of the loss that keeps experts equally busy, of a model with experts; `none` is the model's own, as `config.json` has it.
+        pub router_aux_loss_coef: Option<f64> = None => from_to(0.0, 1e3),
     }
 }
 

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::field::{keys, names};
-use super::range::{COUNT, SECONDS, above};
+use super::range::{COUNT, SECONDS, above, from_to};
 use super::raw::RawConfig;
 use super::{
     DataConfig, Device, Dtype, GradientCheckpointing, HeartbeatConfig, LoraConfig, OptimizerConfig, Quantization,
@@ -48,6 +48,8 @@ keys! {
         pub max_tokens_per_micro_batch: usize = 16384 => COUNT,
         /// Peak learning rate.
         pub learning_rate: f64 = 2e-5 => above(0.0),
+        /// Weight of the loss that keeps experts equally busy, of a model with experts; `none` is the model's own, as `config.json` has it.
+        pub router_aux_loss_coef: Option<f64> = None => from_to(0.0, 1e3),
         /// AdamW and its schedule.
         #[serde(flatten)]
         pub optimizer: OptimizerConfig,

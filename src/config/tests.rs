@@ -46,7 +46,7 @@ fn the_key_list_is_frozen() {
         importance_sampling_clip_max use_bias_correction_kl kl_estimator advantage_estimator multi_objective_aggregation \
         importance_sampling_clip_min off_policy_mask_threshold sapo_temperature_neg sapo_temperature_pos vespo_k_pos \
         vespo_lambda_pos vespo_k_neg vespo_lambda_neg top_entropy_quantile entropy_coef use_adaptive_entropy \
-        entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target reward_funcs reward_weights reward.format_pattern \
+        entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target router_aux_loss_coef reward_funcs reward_weights reward.format_pattern \
         reward.answer_pattern reward.answer_column reward.num_threads reward.timeout_s reward.python \
         reward.math_workers reward.max_worker_failures reward.reasoning_delimiters reward.cosine_min_value_wrong \
         reward.cosine_max_value_wrong reward.cosine_min_value_correct reward.cosine_max_value_correct reward.cosine_max_len \
@@ -66,8 +66,8 @@ fn the_key_list_is_frozen() {
         dataset_train_split dataset_test_split max_train_samples max_eval_samples dataset_prompt_column prompt_format \
         system_prompt chat_template_kwargs.* output_dir resume_from_checkpoint force_resume device dtype \
         residual_dtype max_length shuffle_dataset \
-        per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch learning_rate adam_beta1 \
-        adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
+        per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch learning_rate router_aux_loss_coef \
+        adam_beta1 adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype lora.r lora.alpha \
         lora.dropout lora.target_modules quantization logging_steps save_steps save_async save_total_limit seed \
         collective_timeout_s heartbeat";

@@ -48,7 +48,12 @@ impl Batch {
 
     fn denominators(&self) -> Denominators {
         let num_tokens = self.logprobs.numel() as f64;
-        Denominators { num_sequences: self.lengths.len() as f64, num_tokens, num_update_tokens: num_tokens }
+        Denominators {
+            num_sequences: self.lengths.len() as f64,
+            num_tokens,
+            num_update_tokens: num_tokens,
+            num_sequence_tokens: num_tokens,
+        }
     }
 
     /// Sequences `from..to` as a micro-batch of its own.

@@ -116,6 +116,8 @@ pub struct Denominators {
     pub num_tokens: f64,
     /// Tokens of the update, which the entropy bonus is the mean over.
     pub num_update_tokens: f64,
+    /// Tokens of the update's sequences with their prompts, which the loss that keeps experts equally busy is the mean over.
+    pub num_sequence_tokens: f64,
 }
 
 /// A micro-batch: every one of its tokens counts. Sequences without tokens are those of which no token counts, such as truncated

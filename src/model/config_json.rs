@@ -3,6 +3,7 @@
 //! transformers 5 writes `dtype` and `rope_parameters` where 4 wrote `torch_dtype`, `rope_theta` and `rope_scaling`.
 //! Both are read, and both are written. What the decoder cannot compute is refused, never ignored.
 
+mod experts;
 mod rope;
 #[cfg(test)]
 mod tests;
@@ -79,6 +80,9 @@ impl ModelSpec {
             "torch_dtype": dtype,
             "sliding_window": self.sliding_window,
         });
+        if let Some(experts) = &self.experts {
+            experts::write(experts, &mut config);
+        }
         if window == Window::Switched {
             config["use_sliding_window"] = json!(self.sliding_window.is_some());
             config["max_window_layers"] = json!(if self.sliding_window.is_some() { 0 } else { self.num_layers });
@@ -132,7 +136,7 @@ fn parse(config: &JsonObject) -> Result<ModelSpec> {
     let vocab_size = config.size("vocab_size", 1 << 24)?;
     let max_position_embeddings = config.size("max_position_embeddings", 1 << 31)?;
     let (rope_theta, rope_scaling) = rope::read(config)?;
-    let Traits { qkv_bias, qk_norm, norms, head_dim: usual_head_dim, window, .. } = family.traits();
+    let Traits { qkv_bias, qk_norm, norms, head_dim: usual_head_dim, window, has_experts, .. } = family.traits();
     // Files that ask for YaRN often leave the context of the pre-training beside it.
     let extended = match rope_scaling {
         Some(RopeScaling::Yarn(yarn)) => ((yarn.original_max_position_embeddings * yarn.factor) as usize).min(1 << 31),
@@ -143,6 +147,7 @@ fn parse(config: &JsonObject) -> Result<ModelSpec> {
         vocab_size,
         hidden_size,
         intermediate_size: config.size("intermediate_size", 1 << 24)?,
+        experts: if has_experts { experts::read(config, num_layers)? } else { None },
         num_layers,
         num_heads,
         num_kv_heads: config.size("num_key_value_heads", 1 << 12)?,

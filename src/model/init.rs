@@ -61,6 +61,7 @@ pub fn init_unit_on(layout: &UnitLayout, seed: u64, kind: Kind, device: Device) 
             | ParamName::O
             | ParamName::GateUp
             | ParamName::Down
+            | ParamName::Router
             | ParamName::LmHead => match device {
                 Device::Cuda(_) => {
                     let key = key_of(param, layout.unit, seed);

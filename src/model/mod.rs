@@ -36,8 +36,8 @@ mod tests;
 mod views;
 
 pub use block::{
-    Attention, BlockContext, BlockParams, ElementBytes, Linear, LinearSpec, Matrix, Mixer, Mlp, NormPlaces,
-    PackedAttention, Piece, QkNorm, SavedBlock, attention_scale, block_backward, block_forward,
+    Attention, BlockContext, BlockParams, BlockSpec, DenseSpec, ElementBytes, Linear, LinearSpec, Matrix, Mixer, Mlp,
+    NormPlaces, PackedAttention, Piece, QkNorm, Routes, SavedBlock, attention_scale, block_backward, block_forward,
 };
 pub(crate) use block::{MIXER_NORMS, MLP_NORMS, product_work};
 pub use export::export_folder;
@@ -52,5 +52,5 @@ pub use params::{Param, ParamName, ParamTable, Unit, UnitLayout};
 pub use preset::PRESETS;
 pub use quantized::QuantizedBlock;
 pub use source::ModelSource;
-pub use spec::ModelSpec;
+pub use spec::{ExpertLayers, ModelSpec};
 pub use views::{EmbeddingParams, HeadParams};

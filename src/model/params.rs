@@ -9,6 +9,7 @@
 //! - `Qkv` [(H + 2 Hkv) hd, D]: rows grouped by key/value head, `[query heads of group g, k_g, v_g]` for g = 0, 1, ..
 //! - `GateUp` [2 F, D]: rows interleaved, g0 u0 g1 u1 ..
 //! - `O` [D, H hd] and `Down` [D, F]: a slice is a column range, read through the leading dimension.
+//! - of E experts of width I, `GateUp` [E, 2 I, D] and `Down` [E, D, I]: a slice is that of every expert
 
 use std::fmt;
 use std::sync::Arc;
@@ -181,9 +182,9 @@ pub enum ParamName {
     O,
     /// `[D]`, before the MLP
     PostNorm,
-    /// [2 F, D]
+    /// [2 F, D], or [E, 2 I, D] of experts
     GateUp,
-    /// [D, F]
+    /// [D, F], or [E, D, I] of experts
     Down,
     /// `[D]`, before the head
     FinalNorm,
@@ -209,6 +210,8 @@ pub enum ParamName {
     MixerPostNorm,
     /// `[D]`, behind the MLP
     MlpPostNorm,
+    /// [E, D], before the experts
+    Router,
 }
 
 /// Parameters of a unit with their shapes, in layout order.
@@ -225,7 +228,7 @@ pub(super) fn shapes(spec: &ModelSpec, unit: Unit) -> Shapes {
     let [vocab, hidden] = [spec.vocab_size, spec.hidden_size].map(|size| size as i64);
     match unit {
         Unit::Embedding => vec![(ParamName::Embedding, vec![vocab, hidden])],
-        Unit::Block(_) => spec.block().shapes(),
+        Unit::Block(layer) => spec.block(layer).shapes(),
         Unit::Head => {
             let own = (!spec.tie_word_embeddings).then(|| (ParamName::LmHead, vec![vocab, hidden]));
             std::iter::once((ParamName::FinalNorm, vec![hidden])).chain(own).collect()

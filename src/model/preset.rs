@@ -4,13 +4,14 @@ use tch::Kind;
 
 use super::block::{NormPlaces, QkNorm};
 use super::families::Family;
-use super::spec::ModelSpec;
+use super::spec::{ExpertLayers, ModelSpec};
 use crate::ops::rope::{Llama3Scaling, RopeScaling};
 
 /// Names that [`ModelSpec::preset`] knows.
-pub const PRESETS: [&str; 16] = [
+pub const PRESETS: [&str; 18] = [
     "micro",
     "tiny",
+    "tiny-moe",
     "qwen2.5-0.5b",
     "qwen2.5-1.5b",
     "qwen2.5-3b",
@@ -21,6 +22,7 @@ pub const PRESETS: [&str; 16] = [
     "qwen3-1.7b",
     "qwen3-4b",
     "qwen3-8b",
+    "qwen3-30b-a3b",
     "llama3.2-1b",
     "llama3.1-8b",
     "olmo2-1b",
@@ -35,6 +37,12 @@ impl ModelSpec {
         let spec = match name {
             "micro" => qwen2([96, 32, 96, 2, 4, 2, 8], true),
             "tiny" => qwen2([64, 128, 384, 4, 4, 2, 32], true),
+            "tiny-moe" => ModelSpec {
+                family: Family::Qwen3Moe,
+                experts: Some(experts([8, 2, 192])),
+                max_position_embeddings: 512,
+                ..qwen3([64, 128, 384, 4, 4, 2, 32], true)
+            },
             "qwen2.5-0.5b" => qwen2([151_936, 896, 4_864, 24, 14, 2, 64], true),
             "qwen2.5-1.5b" => qwen2([151_936, 1_536, 8_960, 28, 12, 2, 128], true),
             "qwen2.5-3b" => qwen2([151_936, 2_048, 11_008, 36, 16, 2, 128], true),
@@ -44,6 +52,11 @@ impl ModelSpec {
             "qwen3-0.6b" => qwen3([151_936, 1_024, 3_072, 28, 16, 8, 128], true),
             "qwen3-1.7b" => qwen3([151_936, 2_048, 6_144, 28, 16, 8, 128], true),
             "qwen3-4b" => qwen3([151_936, 2_560, 9_728, 36, 32, 8, 128], true),
+            "qwen3-30b-a3b" => ModelSpec {
+                family: Family::Qwen3Moe,
+                experts: Some(experts([128, 8, 768])),
+                ..qwen3([151_936, 2_048, 6_144, 48, 32, 4, 128], false)
+            },
             "qwen3-8b" => qwen3([151_936, 4_096, 12_288, 36, 32, 8, 128], false),
             "llama3.2-1b" => llama3([128_256, 2_048, 8_192, 16, 32, 8, 64], true, 32.0),
             "llama3.1-8b" => llama3([128_256, 4_096, 14_336, 32, 32, 8, 128], false, 8.0),
@@ -63,6 +76,7 @@ fn qwen2(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
         vocab_size,
         hidden_size,
         intermediate_size,
+        experts: None,
         num_layers,
         num_heads,
         num_kv_heads,
@@ -89,6 +103,19 @@ fn qwen3(sizes: [usize; 7], tie_word_embeddings: bool) -> ModelSpec {
         qk_norm: Some(QkNorm::Head),
         max_position_embeddings: 40_960,
         ..qwen2(sizes, tie_word_embeddings)
+    }
+}
+
+/// Experts of all layers: their number, those of a token, the width of one.
+fn experts([num_experts, num_experts_per_tok, moe_intermediate_size]: [usize; 3]) -> ExpertLayers {
+    ExpertLayers {
+        num_experts,
+        num_experts_per_tok,
+        moe_intermediate_size,
+        norm_topk_prob: true,
+        router_aux_loss_coef: 0.001,
+        decoder_sparse_step: 1,
+        mlp_only_layers: Vec::new(),
     }
 }
 

@@ -26,8 +26,12 @@ impl QuantizedBlock {
     /// Whether a model's blocks can be stored so.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] on `quantization` for matrices whose rows are no multiple of 64 weights.
+    /// [`Error::InvalidValue`] on `quantization` for experts, and for matrices whose rows are no multiple of 64 weights.
     pub fn check(spec: &ModelSpec) -> Result<()> {
+        if spec.num_expert_layers() > 0 {
+            let expected = "none: experts cannot be stored as NF4 yet";
+            return Err(Error::invalid_value("quantization", "nf4", expected));
+        }
         let tensors = tensors(spec, Unit::Block(0));
         let ragged = |tensor: &&HfTensor| matches!(tensor.shape[..], [_, columns] if columns % nf4::BLOCK as i64 != 0);
         let Some(tensor) = tensors.iter().find(ragged) else { return Ok(()) };
@@ -113,6 +117,8 @@ mod tests {
     fn rows_of_ragged_blocks_are_refused_before_anything_is_loaded() {
         let spec = ModelSpec::preset("tiny").unwrap();
         QuantizedBlock::check(&spec).unwrap();
+        let experts = QuantizedBlock::check(&ModelSpec::preset("tiny-moe").unwrap()).unwrap_err().to_string();
+        assert!(experts.ends_with("experts cannot be stored as NF4 yet"), "{experts}");
         let ragged = ModelSpec { hidden_size: 160, ..spec };
         let error = QuantizedBlock::check(&ragged).unwrap_err();
         assert_eq!(error.exit_code(), crate::error::ExitCode::Configuration);

@@ -5,12 +5,13 @@ use std::path::Path;
 
 use tch::Kind;
 
-use super::block::{AttentionSpec, BlockSpec, DenseSpec, Mixer, Mlp, NormPlaces, QkNorm};
+use super::block::{AttentionSpec, BlockSpec, DenseSpec, ExpertsSpec, Mixer, Mlp, NormPlaces, QkNorm};
 use super::families::Family;
-use super::params::{Unit, shapes};
+use super::params::{shapes, units};
 use crate::cuda::kernels::{DecoderSizes, Unserved, unserved};
 use crate::error::{Error, Result};
 use crate::ops::rope::{Rope, RopeScaling};
+use crate::ops::router::RouterOptions;
 
 /// A decoder-only transformer. Field names are those of `config.json` where one exists.
 #[derive(Debug, Clone, PartialEq)]
@@ -21,8 +22,10 @@ pub struct ModelSpec {
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the MLP.
+    /// Width of the MLP, in layers without experts.
     pub intermediate_size: usize,
+    /// Experts in place of the MLP.
+    pub experts: Option<ExpertLayers>,
     /// Blocks.
     pub num_layers: usize,
     /// Query heads.
@@ -57,15 +60,71 @@ pub struct ModelSpec {
     pub dtype: Kind,
 }
 
+/// The experts of a model, and which of its layers have them. Field names are those of `config.json`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ExpertLayers {
+    /// Experts of a layer.
+    pub num_experts: usize,
+    /// Experts of a token.
+    pub num_experts_per_tok: usize,
+    /// Width of an expert.
+    pub moe_intermediate_size: usize,
+    /// The weights of a token's experts are divided by their sum.
+    pub norm_topk_prob: bool,
+    /// Weight of the loss that balances the experts' load.
+    pub router_aux_loss_coef: f64,
+    /// Every so many-th layer has experts.
+    pub decoder_sparse_step: usize,
+    /// Layers that have none all the same.
+    pub mlp_only_layers: Vec<usize>,
+}
+
+impl ExpertLayers {
+    /// Whether a layer has experts.
+    pub fn are_in(&self, layer: usize) -> bool {
+        (layer + 1).is_multiple_of(self.decoder_sparse_step) && !self.mlp_only_layers.contains(&layer)
+    }
+}
+
 impl ModelSpec {
     /// Number of weights; a tied head counts once.
     pub fn num_params(&self) -> usize {
         let numel = |unit| -> usize { shapes(self, unit).iter().map(|(_, shape)| product(shape)).sum() };
-        numel(Unit::Embedding) + self.num_layers * numel(Unit::Block(0)) + numel(Unit::Head)
+        units(self).map(numel).sum()
     }
 
-    /// The description of its blocks.
-    pub fn block(&self) -> BlockSpec {
+    /// Number of weights that one token is computed with: of experts, those of one choice.
+    pub fn num_active_params(&self) -> usize {
+        let idle = |layer| match self.block(layer).mlp {
+            Mlp::Dense(_) => 0,
+            Mlp::Experts(experts) => experts.num_idle_params(),
+        };
+        self.num_params() - (0..self.num_layers).map(idle).sum::<usize>()
+    }
+
+    /// Weight of the loss that keeps experts equally busy: as configured, or the model's own.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] on `router_aux_loss_coef` where there are no experts.
+    pub fn router_aux_loss_coef(&self, configured: Option<f64>) -> Result<f64> {
+        match (&self.experts, configured) {
+            (Some(experts), _) => Ok(configured.unwrap_or(experts.router_aux_loss_coef)),
+            (None, None) => Ok(0.0),
+            (None, Some(coef)) => {
+                let expected = "none, or a model with experts: this one's config.json describes none";
+                Err(Error::invalid_value("router_aux_loss_coef", coef, expected))
+            }
+        }
+    }
+
+    /// Layers that have experts.
+    pub fn num_expert_layers(&self) -> usize {
+        let experts = self.experts.as_ref();
+        (0..self.num_layers).filter(|&layer| experts.is_some_and(|experts| experts.are_in(layer))).count()
+    }
+
+    /// The description of a layer's block.
+    pub fn block(&self, layer: usize) -> BlockSpec {
         let hidden = self.hidden_size;
         let attention = AttentionSpec {
             hidden,
@@ -75,8 +134,18 @@ impl ModelSpec {
             qkv_bias: self.qkv_bias,
             qk_norm: self.qk_norm,
         };
-        let dense = DenseSpec { hidden, intermediate: self.intermediate_size };
-        BlockSpec { hidden, mixer: Mixer::Attention(attention), mlp: Mlp::Dense(dense), norms: self.norms }
+        let mlp = match &self.experts {
+            Some(experts) if experts.are_in(layer) => Mlp::Experts(ExpertsSpec {
+                expert: DenseSpec { hidden, intermediate: experts.moe_intermediate_size },
+                num_experts: experts.num_experts,
+                router: RouterOptions {
+                    num_experts_per_tok: experts.num_experts_per_tok,
+                    norm_topk_prob: experts.norm_topk_prob,
+                },
+            }),
+            _ => Mlp::Dense(DenseSpec { hidden, intermediate: self.intermediate_size }),
+        };
+        BlockSpec { hidden, mixer: Mixer::Attention(attention), mlp, norms: self.norms }
     }
 
     /// Its rotary frequencies.
@@ -87,13 +156,13 @@ impl ModelSpec {
     /// Floating-point operations of training for every pair of a query and a key that it sees, in all layers: a forward and twice
     /// that for the gradients.
     pub fn training_flop_per_pair(&self) -> usize {
-        let Mixer::Attention(attention) = self.block().mixer;
+        let Mixer::Attention(attention) = self.block(0).mixer;
         3 * self.num_layers * attention.flop_per_pair()
     }
 
     /// Elements that the cache has of a token in all layers, on one rank of a tensor-parallel group.
     pub fn cached_elements(&self, tp_size: usize) -> usize {
-        let Mixer::Attention(attention) = self.block().tp_slice(tp_size).mixer;
+        let Mixer::Attention(attention) = self.block(0).tp_slice(tp_size).mixer;
         self.num_layers * attention.cached_elements()
     }
 
@@ -128,9 +197,13 @@ impl ModelSpec {
             return Ok(());
         }
         let valid: Vec<_> = (1..=self.num_heads).filter(|&t| self.can_slice(t)).map(|t| t.to_string()).collect();
-        let (heads, kv_heads, mlp) = (self.num_heads, self.num_kv_heads, self.intermediate_size);
+        let (heads, kv_heads) = (self.num_heads, self.num_kv_heads);
+        let mlp = match &self.experts {
+            None => format!("intermediate size {}", self.intermediate_size),
+            Some(experts) => format!("experts of intermediate size {}", experts.moe_intermediate_size),
+        };
         let expected = format!(
-            "one of {} (the model has {heads} query heads, {kv_heads} key/value heads, intermediate size {mlp})",
+            "one of {} (the model has {heads} query heads, {kv_heads} key/value heads, {mlp})",
             valid.join(", ")
         );
         Err(Error::invalid_value("tensor_parallel_size", tp_size, expected))
@@ -150,10 +223,24 @@ impl ModelSpec {
         Err(Error::bad_file(folder.join("config.json"), message))
     }
 
+    /// Whether the engine serves this model on a GPU.
+    ///
+    /// # Errors
+    /// [`Error::BadFile`] for the `config.json` of a model with experts.
+    pub fn validate_gpu_engine(&self, folder: &Path) -> Result<()> {
+        if self.num_expert_layers() == 0 {
+            return Ok(());
+        }
+        let message = "a model with experts cannot be sampled from on a GPU yet: expected one without num_experts; device=cpu \
+                       samples from it, and sft trains it on GPUs, too";
+        Err(Error::bad_file(folder.join("config.json"), message))
+    }
+
     fn can_slice(&self, tp_size: usize) -> bool {
         tp_size > 0
             && self.num_heads.is_multiple_of(tp_size)
             && self.intermediate_size.is_multiple_of(tp_size)
+            && self.experts.as_ref().is_none_or(|experts| experts.moe_intermediate_size.is_multiple_of(tp_size))
             && (self.num_kv_heads.is_multiple_of(tp_size) || tp_size.is_multiple_of(self.num_kv_heads))
     }
 }

@@ -88,7 +88,7 @@ mod tests {
             for tp_size in sizes {
                 spec.validate_tp(tp_size).unwrap();
                 let (_, local) = spec.tp_heads(tp_size);
-                let slices: Vec<_> = (0..tp_size).map(|rank| whole.tp_slice(&spec, rank, tp_size).unwrap()).collect();
+                let slices: Vec<_> = (0..tp_size).map(|rank| whole.tp_slice(rank, tp_size).unwrap()).collect();
                 let parts: Vec<_> =
                     slices.iter().map(|slice| rows(slice.linear(Matrix::Qkv), &spec, local as i64)).collect();
                 let gather = |i: usize| Tensor::cat(&parts.iter().map(|part| &part[i]).collect::<Vec<_>>(), 0);

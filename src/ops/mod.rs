@@ -15,6 +15,7 @@ pub mod adamw;
 pub mod attention;
 pub mod dropout;
 pub mod embedding;
+pub mod grouped;
 pub mod head;
 pub mod heads;
 pub mod linear;
@@ -23,6 +24,7 @@ pub mod norm;
 pub mod random;
 pub mod rms_norm;
 pub mod rope;
+pub mod router;
 pub mod swiglu;
 #[cfg(test)]
 pub(crate) mod testing;

@@ -110,10 +110,13 @@ impl GateUp {
     }
 }
 
-/// Every second row of the interleaved weight [2 F, D]: two strided views [F, D].
-fn halves(w: &Tensor) -> [Tensor; 2] {
-    let pairs = w.view([-1, 2, w.size()[1]]);
-    [pairs.select(1, 0), pairs.select(1, 1)]
+/// Every second row of an interleaved weight [.., 2 F, D]: two strided views [.., F, D].
+pub(super) fn halves(w: &Tensor) -> [Tensor; 2] {
+    let mut size = w.size();
+    let rows = size.len() - 2;
+    size.splice(rows..=rows, [size[rows] / 2, 2]);
+    let pairs = w.view(size.as_slice());
+    [pairs.select(-2, 0), pairs.select(-2, 1)]
 }
 
 #[cfg(test)]

@@ -88,13 +88,21 @@ fn in_training(class: &'static str, train_bytes: usize) -> ClassBytes {
 /// What each parameter and each token costs this rank.
 pub(super) fn formula(keep: GradientCheckpointing, fullest: Moment, input: &PlanInput<'_>) -> String {
     let (model, tokens) = (input.model(), input.micro_batch_tokens().max(1));
-    let (bytes, num_layers) = (model.bytes(), input.table.spec.num_layers);
+    let (bytes, spec) = (model.bytes(), &input.table.spec);
+    let experts = match spec.num_expert_layers() {
+        0 => String::new(),
+        _ => format!(
+            "parameters: {:.1} M, of which a token is computed with {:.1} M\n",
+            spec.num_params() as f64 / 1e6,
+            spec.num_active_params() as f64 / 1e6
+        ),
+    };
     let activations = ActivationBytes::new(&model, keep, input.micro_batch(tokens));
     let at_once = activations.pass + activations.head.max(activations.block_backward);
     let parameters = input.table.total as f64;
     let each = |bytes: usize| bytes as f64 / parameters;
     format!(
-        "bytes a parameter between uses: {:.2} weights + {:.2} gradients + {:.2} optimizer, x {:.1} M\n\
+        "{experts}bytes a parameter between uses: {:.2} weights + {:.2} gradients + {:.2} optimizer, x {:.1} M\n\
          training's fullest moment: {} of gradients, {} of weights beside those, whole units under way among both\n\
          bytes a token: {:.0} kept + {:.0} at once, x {tokens}",
         each(bytes.weights),
@@ -103,7 +111,7 @@ pub(super) fn formula(keep: GradientCheckpointing, fullest: Moment, input: &Plan
         parameters / 1e6,
         human(fullest.gradients),
         human(fullest.gathered),
-        (num_layers * activations.saved) as f64 / tokens as f64,
+        (spec.num_layers * activations.saved) as f64 / tokens as f64,
         at_once as f64 / tokens as f64,
     )
 }

@@ -78,6 +78,7 @@ impl Engine {
         spec.validate_tp(tp.size())?;
         if options.device.is_cuda() {
             spec.validate_gpu(options.kind, Path::new(""))?;
+            spec.validate_gpu_engine(Path::new(""))?;
         }
         let least = [
             ("kv_block_size", options.block_size, 1),

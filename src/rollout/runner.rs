@@ -92,7 +92,7 @@ impl<'a> HostRunner<'a> {
             let attention = PagedAttention::new(self.kv_cache, batch, self.spec, num_kv_heads)?;
             let mut x = self.embed(&batch.token_ids)?.f_to_kind(self.residual)?; // [T, D]
             let rope = self.rope.rows(&batch.positions, self.weights.embedding.kind())?;
-            let context = BlockContext { spec: self.spec, rope: &rope, tp: Some(self.tp) };
+            let context = BlockContext { spec: self.spec, rope: &rope, tp: Some(self.tp), routes: None };
             for (layer, block) in self.weights.blocks.iter().enumerate() {
                 self.weights.prepare(layer)?;
                 x = block_forward(&context, layer, block, &x, &attention, None)?.0;

@@ -104,7 +104,7 @@ impl EngineSlices {
         let tp = (self.tp_rank, self.tp_size);
         let kept = &mut self.adapters;
         kept.resize_with(table.spec.num_layers, BlockLora::default);
-        let linears = table.spec.block().linears();
+        let linears = table.spec.block(0).linears(); // adapters are beside attention alone where blocks differ
         let adapters = &mut |layer: usize| -> Result<BlockLora> {
             adapters(layer)?.tp_slice(&linears, tp.0, tp.1)?.kept_in(&mut kept[layer])
         };
@@ -173,7 +173,7 @@ fn slices<'a>(
     let mut blocks = Vec::with_capacity(spec.num_layers);
     for layer in 0..spec.num_layers {
         let whole = BlockParams::view(spec, table.unit(Unit::Block(layer)), &unit(Unit::Block(layer))?);
-        let block = whole.tp_slice(spec, tp_rank, tp_size)?.try_map(keep)?;
+        let block = whole.tp_slice(tp_rank, tp_size)?.try_map(keep)?;
         blocks.push(block.with_adapters(adapters(layer)?));
     }
     let head = HeadParams::view(table.unit(Unit::Head), &unit(Unit::Head)?);

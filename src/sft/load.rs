@@ -28,6 +28,7 @@ pub(super) fn load(
     let revision = config.model_revision.as_deref();
     let source = ModelSource::find(&config.model_name_or_path, revision, None, &Hub::cached())?;
     let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
+    spec.router_aux_loss_coef(config.router_aux_loss_coef)?;
     let (sources, rows, eval_rows) = read_rows(&config, &source, &spec)?;
     let rows_per_update = rows_per_update(&config, world.size());
     if rows_per_update > rows.examples.len() {

@@ -144,6 +144,7 @@ impl Sft {
     /// log-likelihoods, a float64 scalar that is still being computed.
     fn forward_backward(&mut self, batch: &SftBatch) -> Result<Tensor> {
         self.policy.keep_block_for(&batch.micro_batches, self.config.max_tokens_per_micro_batch)?;
+        let coef = self.policy.table().spec.router_aux_loss_coef(self.config.router_aux_loss_coef)?;
         let mut nll = Tensor::f_zeros([], (Kind::Double, self.device))?;
         for (index, micro_batch) in batch.micro_batches.iter().enumerate() {
             phase::beat();
@@ -153,7 +154,11 @@ impl Sft {
             self.policy.forward_backward(micro_batch, 1.0, &mut |scores| {
                 let _ = nll.f_sub_(&scores.logprobs.f_sum(Kind::Double)?)?;
                 let dlogprobs = scores.logprobs.f_empty_like()?.f_fill_(-1.0 / batch.num_completion_tokens)?;
-                Ok(TokenGradients { dlogprobs, dentropy: None })
+                Ok(TokenGradients {
+                    dlogprobs,
+                    dentropy: None,
+                    daux_loss: coef * micro_batch.num_sequence_tokens() / batch.num_tokens,
+                })
             })?;
         }
         Ok(nll)

@@ -3,7 +3,7 @@
 
 use super::bytes::TrainedModel;
 use crate::config::GradientCheckpointing;
-use crate::model::{ElementBytes, head_chunk_tokens};
+use crate::model::{BlockSpec, ElementBytes, head_chunk_tokens};
 
 /// What the products' library takes for itself on a GPU.
 pub const WORKSPACE_BYTES: usize = 32 << 20;
@@ -42,20 +42,24 @@ impl ActivationBytes {
     /// For a micro-batch.
     pub fn new(model: &TrainedModel<'_>, keep: GradientCheckpointing, shape: MicroBatchShape) -> Self {
         let (spec, MicroBatchShape { tokens, scored_tokens, shares_prompts }) = (&model.table.spec, shape);
-        let (bytes, block) = (ElementBytes::new(model.kind, model.residual), spec.block());
+        let bytes = ElementBytes::new(model.kind, model.residual);
         let ElementBytes { narrow, wide, residual } = bytes;
         let hidden = spec.hidden_size;
         let expanded = model.lora.as_ref().map_or(0, |lora| lora.num_expanded(spec) / spec.num_layers);
         let drops = model.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
         let logits = wide * head_chunk_tokens(spec.vocab_size, true).min(scored_tokens) * spec.vocab_size;
         let all_rows = narrow * hidden * (scored_tokens + tokens);
-        let backward = block.backward_bytes(bytes, keep, shares_prompts, drops);
+        // Where blocks differ, each counts as the one that takes the most.
+        let most = |of: &dyn Fn(BlockSpec) -> usize| {
+            (0..spec.num_layers).map(|layer| of(spec.block(layer))).max().unwrap_or(0)
+        };
+        let backward = most(&|block| block.backward_bytes(bytes, keep, shares_prompts, drops));
         Self {
-            saved: block.saved_bytes(bytes, keep) * tokens,
+            saved: most(&|block| block.saved_bytes(bytes, keep)) * tokens,
             // The last block's output, the rotations.
             pass: (residual * hidden + 2 * wide * spec.head_dim) * tokens,
             stream: narrow * hidden * tokens,
-            block_forward: block.forward_bytes(bytes) * tokens + narrow * expanded,
+            block_forward: most(&|block| block.forward_bytes(bytes)) * tokens + narrow * expanded,
             block_backward: backward * tokens + (narrow + wide) * expanded,
             // Chosen and normalised rows and their gradients, a few numbers a row, and first one chunk of logits, which become
             // their gradient in place, then the gradient of all rows.

@@ -82,6 +82,7 @@ impl Policy {
                 None => Policy::with_home(table, mesh, options, home, source),
             };
         };
+        lora.check(&table.spec)?;
         let earlier = folder.map(|folder| go_on(folder, &lora, &table)).transpose()?;
         let adapters = |layout: &UnitLayout| match &earlier {
             Some(files) => files.read_unit(layout, Kind::Float),

@@ -62,6 +62,24 @@ impl MicroBatch {
         self.token_ids.size()[0] as usize
     }
 
+    /// How many sequences have each row: a shared prompt counts for all of its completions. [T]
+    pub(super) fn repeats(&self) -> Vec<f64> {
+        let mut repeats = vec![1.0; self.num_tokens()];
+        if let Bounds::Shared(SharedBounds { prompts, groups, completions }) = &self.bounds {
+            for (prompt, group) in prompts.windows(2).zip(groups.windows(2)) {
+                let starts = &completions[..completions.len() - 1];
+                let sharing = starts.iter().filter(|&&start| (group[0]..group[1]).contains(&start)).count();
+                repeats[prompt[0] as usize..prompt[1] as usize].fill(sharing as f64);
+            }
+        }
+        repeats
+    }
+
+    /// Tokens of its sequences, prompts included.
+    pub fn num_sequence_tokens(&self) -> f64 {
+        self.repeats().iter().sum()
+    }
+
     /// What the memory of its activations depends on.
     pub fn shape(&self) -> MicroBatchShape {
         MicroBatchShape {

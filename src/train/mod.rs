@@ -34,6 +34,7 @@ mod bytes;
 mod flow;
 mod gradients;
 mod load;
+mod load_balance;
 mod micro_batch;
 mod moments;
 mod network;

@@ -7,13 +7,14 @@ use tch::{Device, Kind, Tensor};
 
 use super::adapters::{AdapterUse, Adapters};
 use super::gradients::Gradients;
+use super::load_balance::LoadBalance;
 use super::micro_batch::MicroBatch;
 use super::weights::Weights;
 use crate::config::GradientCheckpointing;
 use crate::error::Result;
 use crate::model::{
-    BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, SavedBlock, Scoring, Unit,
-    UnitLayout, block_backward, block_forward, head_backward, head_forward, head_logits,
+    BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, Routes, SavedBlock, Scoring,
+    Unit, UnitLayout, block_backward, block_forward, head_backward, head_forward, head_logits,
 };
 use crate::ops::embedding;
 use crate::ops::rope::{Rope, RopeRows};
@@ -36,6 +37,8 @@ pub struct Scores {
     pub logprobs: Tensor, // [C]
     /// Entropy of the distribution each token was drawn from, in nats.
     pub entropy: Tensor, // [C]
+    /// In training, of a model with experts: the loss that keeps these equally busy, a scalar.
+    pub aux_loss: Option<Tensor>,
 }
 
 /// The loss's gradients with respect to [`Scores`].
@@ -45,6 +48,8 @@ pub struct TokenGradients {
     pub dlogprobs: Tensor, // [C]
     /// With respect to the entropies; `None` is zero.
     pub dentropy: Option<Tensor>, // [C]
+    /// With respect to [`Scores::aux_loss`].
+    pub daux_loss: f64,
 }
 
 /// Weights and the loops over them.
@@ -93,7 +98,7 @@ impl Network {
         let (hidden, _) = self.blocks_forward(&mut pass, None)?;
         let head = self.head(&[])?;
         let scored = head_forward(&head.params, &head.table, &hidden, &pass.scoring, false)?;
-        Ok(Scores { logprobs: scored.logprobs, entropy: scored.entropy })
+        Ok(Scores { logprobs: scored.logprobs, entropy: scored.entropy, aux_loss: None })
     }
 
     /// Logits before each of a micro-batch's scored tokens (collective where weights are sharded). [C, V] f32
@@ -115,6 +120,7 @@ impl Network {
         loss: &mut dyn FnMut(&Scores) -> Result<TokenGradients>,
     ) -> Result<()> {
         let mut pass = Pass::new(self, micro_batch, temperature, adapter_use)?;
+        pass.balance = LoadBalance::new(self.spec(), micro_batch, self.kind(), self.device())?;
         let (hidden, saved) = self.blocks_forward(&mut pass, Some(recompute))?;
         if self.adapters.is_some() {
             let dhidden = self.head_backward(&pass, &hidden, None, loss)?;
@@ -145,7 +151,7 @@ impl Network {
         for layer in 0..self.spec().num_layers {
             let upcoming = upcoming(self.spec(), Unit::Block(layer), false);
             let block = self.block(layer, &upcoming, pass.adapter_use)?;
-            let context = BlockContext { spec: self.spec(), rope: &pass.rope, tp: None };
+            let context = BlockContext { spec: self.spec(), rope: &pass.rope, tp: None, routes: pass.routes() };
             let (y, kept) = block_forward(&context, layer, &block, &x, &pass.attention, recompute)?;
             saved.extend(kept);
             x = y;
@@ -166,7 +172,7 @@ impl Network {
             let block = self.block(layer, &upcoming, pass.adapter_use)?;
             let flat = gradients.begin(Unit::Block(layer))?;
             let mut block_gradients = self.block_gradients(layer, &flat)?;
-            let context = BlockContext { spec: self.spec(), rope: &pass.rope, tp: None };
+            let context = BlockContext { spec: self.spec(), rope: &pass.rope, tp: None, routes: pass.routes() };
             dx = block_backward(&context, &block, &dx, saved, &pass.attention, &mut block_gradients)?;
             if let Some(adapters) = &self.adapters {
                 adapters.end_gradients(layer, &block_gradients, &flat)?;
@@ -195,7 +201,11 @@ impl Network {
         } else {
             let mut d_head = open.as_ref().map(|(flat, _, embedding)| Head::view(self, flat, *embedding));
             let scored = head_forward(&head.params, &head.table, hidden, &pass.scoring, true)?;
-            let token_gradients = loss(&Scores { logprobs: scored.logprobs, entropy: scored.entropy })?;
+            let aux_loss = pass.balance.as_ref().map(LoadBalance::value).transpose()?;
+            let token_gradients = loss(&Scores { logprobs: scored.logprobs, entropy: scored.entropy, aux_loss })?;
+            if let Some(balance) = &pass.balance {
+                balance.set_gradient(token_gradients.daux_loss)?;
+            }
             head_backward(
                 &head.params,
                 &head.table,
@@ -285,6 +295,8 @@ struct Pass<'a> {
     attention: PackedAttention,
     scoring: Scoring<'a>,
     adapter_use: AdapterUse,
+    /// In training, of a model with experts.
+    balance: Option<LoadBalance>,
 }
 
 impl<'a> Pass<'a> {
@@ -297,7 +309,12 @@ impl<'a> Pass<'a> {
             attention: PackedAttention::of(spec, bounds, device),
             scoring: Scoring { rows: scored_rows, targets, temperature, eps: spec.rms_norm_eps },
             adapter_use,
+            balance: None,
         })
+    }
+
+    fn routes(&self) -> Option<&dyn Routes> {
+        self.balance.as_ref().map(|balance| balance as &dyn Routes)
     }
 }
 

@@ -359,6 +359,7 @@ impl Trainer {
             schedule: self.schedule,
             global_step: self.progress.global_step,
             max_grad_norm: self.config.optimizer.max_grad_norm,
+            router_aux_loss_coef: self.config.objective.router_aux_loss_coef,
             device: self.world.device(),
         }
     }

@@ -49,6 +49,9 @@ pub(super) fn step_metrics(
     let mut metrics = StepMetrics::default();
     metrics.set("loss", outcome.loss, Reduce::Sum);
     metrics.set("grad_norm", outcome.grad_norm, Reduce::Last);
+    if let Some(aux_loss) = outcome.aux_loss {
+        metrics.set("aux_loss", aux_loss, Reduce::Sum);
+    }
     metrics.set("learning_rate", outcome.learning_rate, Reduce::Last);
     metrics.set("num_skipped_updates", outcome.num_skipped as f64, Reduce::Last);
     metrics.set("tokens/trained", outcome.num_trained_tokens as f64, Reduce::Sum);

@@ -21,7 +21,7 @@ use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::grpo::{EntropyControl, LossConfig};
 use crate::memory;
-use crate::model::{ModelSource, ModelSpec, ParamTable, QuantizedBlock, UnitLayout, WeightFiles};
+use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, QuantizedBlock, UnitLayout, WeightFiles};
 use crate::phase;
 use crate::plan::{MemoryPlan, PlanInput, Role, Room};
 use crate::reward::RewardPool;
@@ -105,6 +105,8 @@ impl Preflight {
         if config.quantization == Quantization::Nf4 {
             QuantizedBlock::check(&spec)?;
         }
+        spec.router_aux_loss_coef(config.objective.router_aux_loss_coef)?;
+        LoraSpec::new(&config.lora).map_or(Ok(()), |lora| lora.check(&spec))?;
         let table =
             Arc::new(ParamTable::new(spec.clone(), config.zero.shard_group_size.unwrap_or(batch.roles.num_trainers)));
         let engine_weights = |config: &Config| engine_weight_bytes(config, &table, kind);
@@ -135,9 +137,13 @@ impl fmt::Display for Preflight {
     }
 }
 
-/// Refuses a shape that no kernel serves where the run computes on GPUs.
+/// Refuses a shape that no kernel serves where the run trains and generates on GPUs.
 fn validate_gpu(spec: &ModelSpec, placement: Placement, folder: &Path) -> Result<()> {
-    if placement.on_cuda { spec.validate_gpu(placement.kind, folder) } else { Ok(()) }
+    if !placement.on_cuda {
+        return Ok(());
+    }
+    spec.validate_gpu(placement.kind, folder)?;
+    spec.validate_gpu_engine(folder)
 }
 
 /// The shape and the tokenizer of the model that the configuration names, and whether it comes with adapters.

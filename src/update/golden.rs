@@ -29,7 +29,7 @@ impl Table {
         let (spec, mut loss, mut stats) = (ModelSpec::preset("qwen2.5-0.5b").unwrap(), 0.0, LossStats::default());
         for rank in 0..num_ranks {
             let share = balanced_share(&self.sequences, &spec, false, rank, num_ranks);
-            let (mut sums, mut outcome) = (UpdateSums::new(self.entropy_term(config)), UpdateOutcome::default());
+            let (mut sums, mut outcome) = (UpdateSums::new(self.entropy_term(config), 0.0), UpdateOutcome::default());
             sums.count_masked(&share, &options).unwrap();
             let packing = PackOptions { max_tokens: 12, share_prompts: false, device: Device::Cpu };
             for micro_batch in pack(&share, &packing).unwrap() {
@@ -55,7 +55,7 @@ impl Table {
         let rows = || micro_batch.sequences.iter().map(|&index| share[index].token_ids[0] as usize);
         let of_rows =
             |values: &[Vec<f64>]| Tensor::from_slice(&rows().flat_map(|row| values[row].clone()).collect::<Vec<_>>());
-        Scores { logprobs: of_rows(&self.logprobs), entropy: of_rows(&self.entropy) }
+        Scores { logprobs: of_rows(&self.logprobs), entropy: of_rows(&self.entropy), aux_loss: None }
     }
 }
 
@@ -71,6 +71,7 @@ fn options(config: &LossConfig) -> UpdateOptions {
         schedule: Schedule { kind: LrSchedulerType::Constant, peak: 0.0, warmup_steps: 0, total_steps: 1 },
         global_step: 0,
         max_grad_norm: 1.0,
+        router_aux_loss_coef: None,
         device: Device::Cpu,
     }
 }

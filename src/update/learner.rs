@@ -76,13 +76,18 @@ impl Learner {
         for share in &mut shares {
             self.score(share, options, progress)?;
         }
-        let mut outcome = UpdateOutcome { entropy_control: options.entropy_control, ..UpdateOutcome::default() };
+        let mut outcome = UpdateOutcome {
+            entropy_control: options.entropy_control,
+            aux_loss: self.policy.table().spec.experts.is_some().then_some(0.0),
+            ..UpdateOutcome::default()
+        };
         let passes = (0..options.num_iterations).flat_map(|_| shares.iter().zip(&denominators));
         for (share, denominators) in passes.take(options.num_updates() as usize) {
             self.update_once(share, denominators, options, progress, &mut outcome)?;
         }
         outcome.exposed_communication = self.policy.take_exposed_communication()?;
         outcome.loss /= outcome.num_updates.max(1) as f64;
+        outcome.aux_loss = outcome.aux_loss.map(|sum| sum / outcome.num_updates.max(1) as f64);
         outcome.policy_loss /= outcome.num_updates.max(1) as f64;
         outcome.grad_norm /= (outcome.num_updates - outcome.num_skipped).max(1) as f64;
         Ok(outcome)
@@ -164,7 +169,8 @@ impl Learner {
         let micro_batches = phase::scope(Phase::Pack, || self.micro_batches(share, options))?;
         progress.begin(Phase::ForwardBackward, micro_batches.len());
         let term = self.entropy_term(&micro_batches, denominators, options, &outcome.entropy_control)?;
-        let mut sums = UpdateSums::new(term);
+        let coef = self.policy.table().spec.router_aux_loss_coef(options.router_aux_loss_coef)?;
+        let mut sums = UpdateSums::new(term, coef);
         phase::scope(Phase::ForwardBackward, || {
             sums.count_masked(share, options)?;
             for (index, micro_batch) in micro_batches.iter().enumerate() {
@@ -268,6 +274,9 @@ pub(super) fn denominators(slices: &[Vec<Sequence>], loss_type: LossType) -> Vec
     let tokens = |slice: &Vec<Sequence>| -> usize {
         slice.iter().filter(|sequence| !sequence.masked).map(Sequence::num_scored).sum()
     };
+    let whole = |slice: &Vec<Sequence>| -> usize {
+        slice.iter().filter(|sequence| !sequence.masked).map(|sequence| sequence.token_ids.len()).sum()
+    };
     let total_tokens: usize = slices.iter().map(tokens).sum();
     let of_slice = |slice: &Vec<Sequence>| Denominators {
         num_sequences: slice.len() as f64,
@@ -278,6 +287,7 @@ pub(super) fn denominators(slices: &[Vec<Sequence>], loss_type: LossType) -> Vec
             }
         },
         num_update_tokens: tokens(slice) as f64,
+        num_sequence_tokens: whole(slice) as f64,
     };
     slices.iter().map(of_slice).collect()
 }

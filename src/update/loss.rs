@@ -13,6 +13,8 @@ use crate::train::{MicroBatch, Scores, Sequence, TokenGradients};
 #[derive(Debug)]
 pub(super) struct UpdateSums {
     term: Option<EntropyTerm>,
+    /// Weight of the loss that keeps experts equally busy.
+    router_aux_loss_coef: f64,
     sums: Option<Sums>,
 }
 
@@ -20,13 +22,16 @@ pub(super) struct UpdateSums {
 struct Sums {
     loss: Tensor,
     mean_entropy: Option<Tensor>,
+    /// Contribution to the mean over the update's tokens.
+    aux_loss: Option<Tensor>,
     stats: DeviceStats,
 }
 
 impl UpdateSums {
-    /// Of an update whose objective has `term` of entropy.
-    pub(super) fn new(term: Option<EntropyTerm>) -> Self {
-        Self { term, sums: None }
+    /// Of an update whose objective has `term` of entropy, and `router_aux_loss_coef` times the loss that keeps experts
+    /// equally busy.
+    pub(super) fn new(term: Option<EntropyTerm>, router_aux_loss_coef: f64) -> Self {
+        Self { term, router_aux_loss_coef, sums: None }
     }
 
     /// Adds a micro-batch's loss and returns its gradient by token.
@@ -52,8 +57,10 @@ impl UpdateSums {
         // A loss that is not finite makes the gradient so: its norm tells all ranks to skip.
         let spoilt = if phase::fires_nan(Phase::ForwardBackward) { f64::NAN } else { 0.0 };
         let dlogprobs = dlogprobs.f_add(&loss.f_mul(&scalar(spoilt))?)?;
-        self.add(Sums { loss, mean_entropy, stats })?;
-        Ok(TokenGradients { dlogprobs, dentropy })
+        let share = micro_batch.num_sequence_tokens() / denominators.num_sequence_tokens;
+        let aux_loss = scores.aux_loss.as_ref().map(|aux_loss| aux_loss.f_mul(&scalar(share))).transpose()?;
+        self.add(Sums { loss, mean_entropy, aux_loss, stats })?;
+        Ok(TokenGradients { dlogprobs, dentropy, daux_loss: self.router_aux_loss_coef * share })
     }
 
     /// Adds the masked sequences of a rank's share, which are never packed: a micro-batch without tokens.
@@ -76,18 +83,21 @@ impl UpdateSums {
             entropy: Some(&no_logprobs),
             entropy_term: self.term,
         };
-        let nothing_to_divide = Denominators { num_sequences: 1.0, num_tokens: 1.0, num_update_tokens: 1.0 };
+        let nothing_to_divide =
+            Denominators { num_sequences: 1.0, num_tokens: 1.0, num_update_tokens: 1.0, num_sequence_tokens: 1.0 };
         let LossOutput { loss, mean_entropy, stats, .. } = policy_loss(&input, &options.loss, &nothing_to_divide)?;
-        self.add(Sums { loss, mean_entropy, stats })
+        self.add(Sums { loss, mean_entropy, aux_loss: None, stats })
     }
 
     /// Into the outcome of all updates; nothing where all micro-batches were empty. Returns this rank's contribution to the mean
     /// entropy that a bonus is for. Waits for the device.
     pub(super) fn read_into(self, outcome: &mut UpdateOutcome) -> Result<f64> {
-        let Some(Sums { loss, mean_entropy, stats }) = self.sums else { return Ok(0.0) };
+        let Some(Sums { loss, mean_entropy, aux_loss, stats }) = self.sums else { return Ok(0.0) };
         let loss = loss.double_value(&[]);
         let mean_entropy = mean_entropy.map_or(0.0, |mean| mean.double_value(&[]));
-        outcome.loss += loss;
+        let aux_loss = aux_loss.map(|mean| mean.double_value(&[]));
+        outcome.loss += loss + self.router_aux_loss_coef * aux_loss.unwrap_or(0.0);
+        outcome.aux_loss = outcome.aux_loss.map(|sum| sum + aux_loss.unwrap_or(0.0));
         outcome.policy_loss += loss + self.term.map_or(0.0, |term| term.coef * mean_entropy);
         outcome.stats.merge(&stats.read()?)?;
         Ok(mean_entropy)
@@ -102,6 +112,10 @@ impl UpdateSums {
         if let (Some(sum), Some(mean)) = (&mut sums.mean_entropy, more.mean_entropy) {
             *sum = sum.f_add(&mean)?;
         }
+        sums.aux_loss = match (sums.aux_loss.take(), more.aux_loss) {
+            (Some(sum), Some(mean)) => Some(sum.f_add(&mean)?),
+            (sum, mean) => sum.or(mean),
+        };
         sums.stats.merge(&more.stats)
     }
 }

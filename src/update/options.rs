@@ -30,6 +30,8 @@ pub struct UpdateOptions {
     pub schedule: Schedule,
     /// Updates made before this batch.
     pub global_step: u64,
+    /// Weight of the loss that keeps experts equally busy; `None` is the model's own.
+    pub router_aux_loss_coef: Option<f64>,
     /// Clip the global gradient norm to this; 0 is off.
     pub max_grad_norm: f64,
     /// Where micro-batches live.
@@ -55,8 +57,10 @@ impl UpdateOptions {
 pub struct UpdateOutcome {
     /// This rank's contribution to the loss, mean over updates; the sum over ranks is the loss.
     pub loss: f64,
-    /// Of that, what is not the entropy bonus.
+    /// Of that, what is neither the entropy bonus nor the loss that keeps experts equally busy.
     pub policy_loss: f64,
+    /// This rank's contribution to the mean of the loss that keeps experts equally busy, mean over updates.
+    pub aux_loss: Option<f64>,
     /// Weight of the entropy bonus after the last update.
     pub entropy_control: EntropyControl,
     /// Mean global gradient norm before clipping, over the updates that were not skipped.

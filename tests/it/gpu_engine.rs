@@ -363,7 +363,7 @@ impl Model {
         let logits = no_grad(|| {
             let rope = spec.rope();
             let rope = rope.rows(&on_device(&positions), Kind::Float).unwrap();
-            let context = BlockContext { spec, rope: &rope, tp: None };
+            let context = BlockContext { spec, rope: &rope, tp: None, routes: None };
             let attention = PackedAttention::new(spec, &bounds, device);
             let embedding = EmbeddingParams::view(table.unit(Unit::Embedding), &wide(Unit::Embedding));
             let mut x = embedding::forward(&on_device(&ids), &embedding.table).unwrap();

@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use colo_grpo::internal::cuda::kernels;
+use colo_grpo::internal::ops::grouped::Dispatch;
 use colo_grpo::internal::ops::random::RandomKey;
 use colo_grpo::internal::ops::swiglu::GateUp;
 use colo_grpo::internal::ops::{adamw, norm, rms_norm};
@@ -161,6 +162,48 @@ fn gpu_swiglu_equals_the_cpus() {
             for ((got, expected), what) in pairs.iter().zip(["y", "d_gate_up", "y of the backward"]) {
                 let error = relative_error(got, expected);
                 assert!(error < bound, "{what} of {kind:?} [{tokens}, {width}]: {error:e}");
+            }
+        }
+    }
+}
+
+/// Tokens sorted by expert and grouped products against one product a group in float64; expert 2 has no rows.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_grouped_products_equal_the_cpus() {
+    kernels::prepare(0).unwrap();
+    for (kind, bound) in [(Kind::Float, 1e-5), (Kind::BFloat16, 1e-2)] {
+        for [tokens, hidden, width, num_experts, k] in [[1, 64, 32, 8, 2], [77, 64, 48, 8, 3], [1000, 256, 96, 128, 8]]
+        {
+            let rand = |shape: &[i64]| Tensor::randn(shape, (Kind::Double, Device::Cpu)).to_kind(kind);
+            let (x, dy) = (rand(&[tokens, hidden]), rand(&[tokens, hidden]));
+            let (gate_up, down) = (rand(&[num_experts, 2 * width, hidden]), rand(&[num_experts, hidden, width]));
+            let scores = Tensor::rand([tokens, num_experts], (Kind::Double, Device::Cpu));
+            let _ = scores.narrow(1, 2, 1).fill_(-1.0);
+            let (weights, experts) = scores.topk(k, 1, true, true);
+            let run = |device: Device, kind: Kind| {
+                let on = |t: &Tensor| t.to_device(device).to_kind(kind);
+                let wide = if kind == Kind::BFloat16 { Kind::Float } else { kind };
+                let dispatch = Dispatch::new(&experts.to_device(device), num_experts as usize, kind).unwrap();
+                let rows = dispatch.scatter(&on(&x)).unwrap();
+                let product = dispatch.gate_up(&rows, &on(&gate_up)).unwrap();
+                let act = product.activate().unwrap();
+                let y = dispatch.forward(&act, &on(&down)).unwrap();
+                let y = dispatch.gather(&y, Some(&weights.to_device(device).to_kind(wide))).unwrap();
+                let d_rows = dispatch.scatter(&on(&dy)).unwrap();
+                let d_act = dispatch.backward_input(&d_rows, &on(&down)).unwrap();
+                let mut d_down = Tensor::zeros(down.size(), (wide, device));
+                dispatch.accumulate_weight(&d_rows, &act, &mut d_down).unwrap();
+                let (d, _) = product.backward(&d_act).unwrap();
+                let mut d_gate_up = Tensor::zeros(gate_up.size(), (wide, device));
+                dispatch.accumulate_gate_up(&d, &rows, &mut d_gate_up).unwrap();
+                let dx = dispatch.gate_up_backward_input(&d, &on(&gate_up)).unwrap();
+                [y, dispatch.gather(&dx, None).unwrap(), d_down, d_gate_up]
+            };
+            let pairs = run(GPU, kind).into_iter().zip(run(Device::Cpu, Kind::Double));
+            for ((got, expected), what) in pairs.zip(["y", "dx", "d_down", "d_gate_up"]) {
+                let error = relative_error(&got, &expected);
+                assert!(error < bound, "{what} of {kind:?}, {tokens} tokens, {num_experts} experts: {error:e}");
             }
         }
     }

@@ -156,7 +156,11 @@ fn losses(device: Device, (kind, residual): (Kind, Kind), quantization: Quantiza
             let loss = &mut |scores: &colo_grpo::internal::train::Scores| {
                 nll -= scores.logprobs.mean(Kind::Double).double_value(&[]);
                 let count = scores.logprobs.numel() as f64;
-                Ok(TokenGradients { dlogprobs: Tensor::full_like(&scores.logprobs, -1.0 / count), dentropy: None })
+                Ok(TokenGradients {
+                    dlogprobs: Tensor::full_like(&scores.logprobs, -1.0 / count),
+                    dentropy: None,
+                    daux_loss: 0.0,
+                })
             };
             policy.forward_backward(micro_batch, 1.0, loss).unwrap();
         }

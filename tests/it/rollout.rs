@@ -22,7 +22,17 @@ use crate::ranks;
 
 #[test]
 fn greedy_equals_transformers() {
-    for name in ["qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3", "llama3", "mistral", "olmo2"] {
+    for name in [
+        "qwen2_tied",
+        "qwen2_untied",
+        "qwen2_yarn",
+        "qwen3",
+        "llama3",
+        "mistral",
+        "olmo2",
+        "qwen3_moe",
+        "qwen3_moe_mixed",
+    ] {
         let model = Model::golden(name);
         let text = std::fs::read_to_string(golden(name).join("golden.json")).unwrap();
         let numbers: serde_json::Value = serde_json::from_str(&text).unwrap();

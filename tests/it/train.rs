@@ -69,6 +69,19 @@ fn shared_prompts_follow_plain_adamw() {
     assert_eq!(tokens(false) - tokens(true), 3 + 3 + 7 + 5);
 }
 
+/// The router's gradient too, with the loss that keeps experts equally busy.
+#[test]
+fn experts_follow_plain_adamw() {
+    let mesh = World::single().mesh(1, 1).unwrap();
+    for recompute in [GradientCheckpointing::None, GradientCheckpointing::Selective, GradientCheckpointing::Full] {
+        let run = Run { experts: true, recompute, ..Run::new(0, Kind::Double) };
+        follows_plain_adamw(&mesh, Run { tied: true, ..run }, 1e-10);
+        for share_prompts in [false, true] {
+            follows_plain_adamw(&mesh, Run { share_prompts, aux_loss_coef: 0.5, budget: 1000, ..run }, 1e-10);
+        }
+    }
+}
+
 #[test]
 fn two_ranks_follow_plain_adamw() {
     ranks::run(2, "train::two_ranks_follow_plain_adamw", |world: World| {
@@ -76,6 +89,11 @@ fn two_ranks_follow_plain_adamw() {
         for stage in 0..=3 {
             follows_plain_adamw(&mesh, Run::new(stage, Kind::Double), 1e-10);
             follows_plain_adamw(&mesh, Run { tied: true, ..Run::new(stage, Kind::Double) }, 1e-10);
+            follows_plain_adamw(
+                &mesh,
+                Run { experts: true, share_prompts: true, ..Run::new(stage, Kind::Double) },
+                1e-10,
+            );
             follows_plain_adamw(&mesh, Run::new(stage, Kind::Float), 0.02 * LR);
             let gradients = GradientOptions { accumulated: None, reduced: Some(Kind::BFloat16) };
             follows_plain_adamw(&mesh, Run { gradients, ..Run::new(stage, Kind::Float) }, 4.0 * LR);
@@ -148,10 +166,18 @@ fn stages_are_bitwise_equal() {
             (Kind::BFloat16, kinds(None, Some(Kind::BFloat16))),
             (Kind::BFloat16, kinds(Some(Kind::BFloat16), Some(Kind::Float))),
         ] {
-            for tied in [false, true] {
+            for (tied, experts) in [(false, false), (true, false), (false, true)] {
                 let after = |stage, announced| {
                     let (kind, gradients) = options;
-                    let run = Run { tied, budget: 1000, gradients, announced, ..Run::new(stage, kind) };
+                    let run = Run {
+                        tied,
+                        experts,
+                        aux_loss_coef: 0.1,
+                        budget: 1000,
+                        gradients,
+                        announced,
+                        ..Run::new(stage, kind)
+                    };
                     let mut policy = run.policy(&mesh);
                     let norms: Vec<f64> = (0..5).map(|_| run.step(&mut policy, &mesh).grad_norm).collect();
                     (norms, weights(&policy), state(&policy))
@@ -160,7 +186,9 @@ fn stages_are_bitwise_equal() {
                 assert!(norms.iter().all(|norm| *norm > MAX_GRAD_NORM), "no step was clipped: {norms:?}");
                 for (stage, announced) in (0..=3).flat_map(|stage| [(stage, false), (stage, true)]) {
                     let (stage_norms, got, got_state) = after(stage, announced);
-                    let what = format!("differ at stage {stage}, announced {announced}, {options:?}, tied {tied}");
+                    let what = format!(
+                        "differ at stage {stage}, announced {announced}, {options:?}, tied {tied}, experts {experts}"
+                    );
                     assert_eq!(stage_norms, norms, "norms {what}");
                     assert!(got == expected, "weights {what}");
                     assert!(got_state == expected_state, "state {what}");
@@ -249,6 +277,17 @@ fn gpu_one_rank_follows_plain_adamw() {
 
 #[test]
 #[ignore = "needs a GPU"]
+fn gpu_experts_follow_plain_adamw() {
+    let mesh = World::single_on(Backend::Nccl).unwrap().mesh(1, 1).unwrap();
+    for recompute in [GradientCheckpointing::None, GradientCheckpointing::Full] {
+        let run = Run { experts: true, recompute, aux_loss_coef: 0.5, budget: 1000, ..Run::new(0, Kind::Double) };
+        follows_plain_adamw(&mesh, run, 1e-10);
+        follows_plain_adamw(&mesh, Run { kind: Kind::Float, residual: Kind::Float, ..run }, 0.1 * LR);
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
 fn gpu_a_copy_back_that_a_step_waits_for_is_counted() {
     let mesh = World::single_on(Backend::Nccl).unwrap().mesh(1, 1).unwrap();
     state::counts_waiting(&mesh);
@@ -325,18 +364,30 @@ fn losses(run: Run, mesh: &Mesh) -> Vec<f64> {
     (0..10).map(|_| step()).collect()
 }
 
+/// E sum_e f_e P_e over the rows of all layers and sequences, as the paper prints it.
+fn load_balance(routes: &[[Tensor; 2]]) -> Tensor {
+    let rows = |n: usize| Tensor::cat(&routes.iter().map(|both| &both[n]).collect::<Vec<_>>(), 0);
+    let mean = |rows: Tensor| rows.mean_dim(0, false, None);
+    (mean(rows(0)) * mean(rows(1))).sum(None) * routes[0][0].size()[1] as f64
+}
+
 /// Three steps of a run against three of plain AdamW on the whole batch's gradient.
 fn follows_plain_adamw(mesh: &Mesh, run: Run, tolerance: f64) {
     let (mut policy, mut plain) = (run.policy(mesh), run.autograd());
     let sequences = run.sequences();
     for step in 0..3 {
         let outcome = run.step(&mut policy, mesh);
+        let mut routes = Vec::new();
         let losses = sequences.iter().map(|sequence| {
-            let (logprobs, entropy) = plain.scores(sequence, TEMPERATURE);
+            let (logprobs, entropy, own) = plain.scores_and_routes(sequence, TEMPERATURE);
+            routes.extend(own);
             let terms = logprobs * -f64::from(sequence.advantage) + entropy * ENTROPY_COEF;
             terms.sum(Kind::Double) / run.denominator()
         });
-        let loss = losses.reduce(|a, b| a + b).unwrap();
+        let mut loss = losses.reduce(|a, b| a + b).unwrap();
+        if run.aux_loss_coef > 0.0 {
+            loss += load_balance(&routes) * run.aux_loss_coef;
+        }
         let norm = plain.step(loss, LR, MAX_GRAD_NORM, &ADAM);
         let rounding = if run.gradients.reduced.is_some() { 1e-2 } else { 1e-4 };
         assert!(

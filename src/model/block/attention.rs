@@ -75,6 +75,7 @@ impl AttentionSpec {
             projections: vec![(QProj, num_heads / num_kv_heads), (KProj, 1), (VProj, 1)],
             split: TpSplit::Rows,
             bias: self.qkv_bias.then_some(ParamName::QkvBias),
+            experts: None,
         };
         let o = LinearSpec {
             matrix: Matrix::O,
@@ -84,6 +85,7 @@ impl AttentionSpec {
             projections: vec![(OProj, 1)],
             split: TpSplit::Columns,
             bias: None,
+            experts: None,
         };
         [qkv, o]
     }

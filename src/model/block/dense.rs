@@ -5,7 +5,7 @@
 use tch::Tensor;
 
 use super::linear::{Linear, LinearSpec, Matrix, TpSplit};
-use super::{BlockContext, BlockParams, ElementBytes, MLP_NORMS as NORMS};
+use super::{BlockContext, BlockParams, ElementBytes, Expanded, MLP_NORMS as NORMS};
 use crate::config::TargetModule::{DownProj, GateProj, UpProj};
 use crate::error::Result;
 use crate::ops::linear;
@@ -36,6 +36,7 @@ impl DenseSpec {
             projections: vec![(GateProj, 1), (UpProj, 1)],
             split: TpSplit::Rows,
             bias: None,
+            experts: None,
         };
         let down = LinearSpec {
             matrix: Matrix::Down,
@@ -45,6 +46,7 @@ impl DenseSpec {
             projections: vec![(DownProj, 1)],
             split: TpSplit::Columns,
             bias: None,
+            experts: None,
         };
         [gate_up, down]
     }
@@ -70,20 +72,17 @@ impl DenseSpec {
     }
 }
 
-/// Results of an MLP that its backward reads.
-#[derive(Debug)]
-pub(super) struct Expanded {
-    pub(super) gate_up: Option<GateUp>,
-    /// Before the norm behind it, if there is one.
-    pub(super) output: Option<Tensor>, // [T, D]
-}
-
 impl DenseSpec {
     /// The block's output [T, D], and what a backward may keep.
-    pub(super) fn forward(self, ctx: &BlockContext<'_>, w: &BlockParams, h: &Tensor) -> Result<(Tensor, Expanded)> {
+    pub(super) fn forward(
+        self,
+        ctx: &BlockContext<'_>,
+        w: &BlockParams,
+        h: &Tensor,
+    ) -> Result<(Tensor, Expanded<GateUp>)> {
         let gate_up = project(w, &ctx.enter(w, NORMS, h)?.0)?;
         let (y, output) = ctx.leave(w, NORMS, w.linear(Matrix::Down), &gate_up.activate()?, h)?;
-        Ok((y, Expanded { gate_up: Some(gate_up), output }))
+        Ok((y, Expanded { wide: Some(gate_up), output }))
     }
 
     /// dh, the gradient of the residual stream before it, from that of the block's output. What is not kept is computed again.
@@ -92,11 +91,11 @@ impl DenseSpec {
         ctx: &BlockContext<'_>,
         w: &BlockParams,
         (h, dy): (&Tensor, &Tensor), // [T, D]
-        kept: Expanded,
+        kept: Expanded<GateUp>,
         grads: &mut BlockParams,
     ) -> Result<Tensor> {
         let (normed, rstd) = ctx.enter(w, NORMS, h)?;
-        let gate_up = kept.gate_up.map_or_else(|| project(w, &normed), Ok)?;
+        let gate_up = kept.wide.map_or_else(|| project(w, &normed), Ok)?;
         let down = w.linear(Matrix::Down);
         let output = match kept.output {
             None if w.norm(NORMS.post).is_some() => Some(down.forward(&gate_up.activate()?)?),

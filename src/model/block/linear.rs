@@ -51,6 +51,8 @@ pub struct LinearSpec {
     pub split: TpSplit,
     /// The bias, where there is one.
     pub bias: Option<ParamName>,
+    /// Of experts: how many have such a matrix. They lie one after the other.
+    pub experts: Option<usize>,
 }
 
 /// How tensor-parallel ranks share a matrix.
@@ -73,6 +75,11 @@ impl LinearSpec {
         self.groups * self.heads() * self.inner
     }
 
+    /// Shape of the weight: [N, K], or [E, N, K] of experts.
+    pub(in crate::model) fn shape(&self) -> Vec<i64> {
+        self.experts.into_iter().chain([self.rows(), self.columns]).map(|size| size as i64).collect()
+    }
+
     /// Bytes that the product of `tokens` rows reads and writes, and its floating-point operations.
     pub fn work(&self, tokens: f64, element_bytes: f64) -> (f64, f64) {
         product_work(&[self.rows() as i64, self.columns as i64], tokens, element_bytes)
@@ -86,11 +93,16 @@ impl LinearSpec {
         whole.narrow(1, first as i64, self.projections[projection].1 as i64)
     }
 
+    /// The dimension of the rows, of a matrix, its bias or those of all experts.
+    fn row_dim(&self) -> i64 {
+        i64::from(self.experts.is_some())
+    }
+
     /// Whole groups of rows for each rank; or, with more ranks than groups, some heads of the first projection, and those of the others
     /// that its group has.
     fn own_rows(&self, whole: &Tensor, tp_rank: usize, tp_size: usize) -> Vec<Tensor> {
         if tp_size <= self.groups {
-            return vec![part(whole, 0, tp_rank, tp_size)];
+            return vec![part(whole, self.row_dim(), tp_rank, tp_size)];
         }
         let ranks_per_group = tp_size / self.groups;
         let (group, member, shared) = (tp_rank / ranks_per_group, tp_rank % ranks_per_group, self.projections[0].1);
@@ -118,7 +130,7 @@ pub struct Linear {
 /// Neighbouring rows of a matrix.
 #[derive(Debug)]
 pub struct Piece {
-    /// [N, K]; the stride of rows is kept in a slice of columns
+    /// [N, K], or [E, N, K] of experts; strides are kept in a slice
     pub weight: Tensor,
     /// `[N]`
     pub bias: Option<Tensor>,
@@ -150,7 +162,7 @@ impl Linear {
     pub(super) fn tp_slice(&self, spec: &LinearSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
         let [Piece { weight, bias }] = &self.pieces[..] else { panic!("a slice cannot be sliced again") };
         let pieces = match spec.split {
-            TpSplit::Columns => vec![Piece { weight: part(weight, 1, tp_rank, tp_size), bias: None }],
+            TpSplit::Columns => vec![Piece { weight: part(weight, spec.row_dim() + 1, tp_rank, tp_size), bias: None }],
             TpSplit::Rows => {
                 let own = |whole: &Tensor| spec.own_rows(whole, tp_rank, tp_size).into_iter();
                 let mut biases = bias.as_ref().map(own);

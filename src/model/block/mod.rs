@@ -8,7 +8,9 @@
 
 mod attention;
 mod dense;
+mod experts;
 mod linear;
+mod mlp;
 mod params;
 
 use tch::{Kind, Tensor};
@@ -22,11 +24,13 @@ use crate::ops::rms_norm;
 use crate::ops::rope::RopeRows;
 use crate::torch::accumulation_kind;
 use attention::AttentionOutput;
-use dense::Expanded;
+use mlp::{Expanded, SavedMlp};
 
 pub use attention::{Attention, AttentionSpec, PackedAttention, QkNorm, attention_scale};
 pub use dense::DenseSpec;
+pub use experts::{ExpertsSpec, Routes};
 pub use linear::{Linear, LinearSpec, Matrix, Piece, product_work};
+pub use mlp::Mlp;
 pub use params::{BlockParams, NormNames};
 pub(crate) use params::{MIXER_NORMS, MLP_NORMS};
 
@@ -35,13 +39,6 @@ pub(crate) use params::{MIXER_NORMS, MLP_NORMS};
 pub enum Mixer {
     /// Full attention, or within a window.
     Attention(AttentionSpec),
-}
-
-/// What treats every token by itself.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mlp {
-    /// One MLP for all tokens.
-    Dense(DenseSpec),
 }
 
 /// Where the norms of a sublayer are.
@@ -95,43 +92,43 @@ impl ElementBytes {
 impl BlockSpec {
     /// The share of a rank.
     pub fn tp_slice(self, tp_size: usize) -> Self {
-        let (Mixer::Attention(attention), Mlp::Dense(dense)) = (self.mixer, self.mlp);
+        let Mixer::Attention(attention) = self.mixer;
         let mixer = Mixer::Attention(attention.tp_slice(tp_size));
-        Self { mixer, mlp: Mlp::Dense(dense.tp_slice(tp_size)), ..self }
+        Self { mixer, mlp: self.mlp.tp_slice(tp_size), ..self }
     }
 
     /// Its matrices, in the order of their parameters.
     pub fn linears(self) -> Vec<LinearSpec> {
-        let (Mixer::Attention(attention), Mlp::Dense(dense)) = (self.mixer, self.mlp);
-        attention.linears().into_iter().chain(dense.linears()).collect()
+        let Mixer::Attention(attention) = self.mixer;
+        attention.linears().into_iter().chain(self.mlp.linears()).collect()
     }
 
     /// Its parameters, in the layout's order.
     pub(super) fn shapes(self) -> Shapes {
-        let (Mixer::Attention(attention), Mlp::Dense(dense)) = (self.mixer, self.mlp);
-        let ([qkv, o], [gate_up, down]) = (attention.linears(), dense.linears());
+        let Mixer::Attention(attention) = self.mixer;
+        let ([qkv, o], [gate_up, down]) = (attention.linears(), self.mlp.linears());
         let norm = |present: bool, name| present.then(|| (name, vec![self.hidden as i64]));
         let matrix = |linear: &LinearSpec| {
-            let weight = (linear.matrix.params()[0], vec![linear.rows() as i64, linear.columns as i64]);
+            let weight = (linear.matrix.params()[0], linear.shape());
             std::iter::once(weight).chain(linear.bias.map(|bias| (bias, vec![linear.rows() as i64])))
         };
         let NormNames { pre, post } = MIXER_NORMS;
         let mixer = norm(self.norms.pre, pre).into_iter().chain(matrix(&qkv)).chain(attention.norm_shapes());
         let mixer = mixer.chain(matrix(&o)).chain(norm(self.norms.post, post));
         let NormNames { pre, post } = MLP_NORMS;
-        let mlp = norm(self.norms.pre, pre).into_iter().chain(matrix(&gate_up)).chain(matrix(&down));
+        let mlp = norm(self.norms.pre, pre).into_iter().chain(self.mlp.router_shape());
+        let mlp = mlp.chain(matrix(&gate_up)).chain(matrix(&down));
         mixer.chain(mlp).chain(norm(self.norms.post, post)).collect()
     }
 
     /// Bytes a token of what [`SavedBlock`] keeps.
     pub fn saved_bytes(self, bytes: ElementBytes, keep: GradientCheckpointing) -> usize {
         let x = bytes.residual * self.hidden;
-        let Mlp::Dense(dense) = self.mlp;
         match keep {
             GradientCheckpointing::Full => x,
             GradientCheckpointing::Selective => x + self.half_bytes(bytes) + self.output_bytes(bytes),
             GradientCheckpointing::None => {
-                x + self.half_bytes(bytes) + self.output_bytes(bytes) + dense.kept_bytes(bytes)
+                x + self.half_bytes(bytes) + self.output_bytes(bytes) + self.mlp.kept_bytes(bytes)
             }
         }
     }
@@ -139,9 +136,8 @@ impl BlockSpec {
     /// Bytes a token of the fullest moment of a forward that no backward follows: its input, the block up to the residual stream
     /// after attention, and the MLP's.
     pub fn forward_bytes(self, bytes: ElementBytes) -> usize {
-        let Mlp::Dense(dense) = self.mlp;
         let x = bytes.residual * self.hidden;
-        x + self.half_bytes(bytes) + dense.forward_bytes(bytes) + 2 * self.output_bytes(bytes)
+        x + self.half_bytes(bytes) + self.mlp.forward_bytes(bytes) + 2 * self.output_bytes(bytes)
     }
 
     /// Bytes a token of the fullest moment of a backward, beside what all blocks saved.
@@ -152,12 +148,12 @@ impl BlockSpec {
         shares_prompts: bool,
         drops: bool,
     ) -> usize {
-        let (Mixer::Attention(attention), Mlp::Dense(dense)) = (self.mixer, self.mlp);
+        let Mixer::Attention(attention) = self.mixer;
         let keeps_gate_up = keep == GradientCheckpointing::None;
         let recomputed = if keep == GradientCheckpointing::Full { self.half_bytes(bytes) } else { 0 };
         // Gate and up are gone when attention's backward begins.
-        let gone = if keeps_gate_up { dense.kept_bytes(bytes) } else { 0 };
-        let of_mlp = dense.backward_bytes(bytes, keeps_gate_up, drops) + self.output_bytes(bytes);
+        let gone = if keeps_gate_up { self.mlp.kept_bytes(bytes) } else { 0 };
+        let of_mlp = self.mlp.backward_bytes(bytes, keeps_gate_up, drops) + self.output_bytes(bytes);
         recomputed + of_mlp.max(attention.backward_bytes(bytes, shares_prompts).saturating_sub(gone))
     }
 
@@ -182,6 +178,8 @@ pub struct BlockContext<'a> {
     pub rope: &'a RopeRows,
     /// The ranks whose slices together make the block; forward only.
     pub tp: Option<&'a dyn Collective>,
+    /// Who sees which experts tokens go to, and what the loss makes of it.
+    pub routes: Option<&'a dyn Routes>,
 }
 
 impl BlockContext<'_> {
@@ -232,6 +230,25 @@ impl BlockContext<'_> {
         Ok((residual.f_add(&normed)?, Some(output)))
     }
 
+    /// residual + the sublayer's output [T, D], of which every rank has a part; and the output before its norm, of the weights' kind.
+    fn leave_with(
+        &self,
+        w: &BlockParams,
+        norms: NormNames,
+        mut output: Tensor, // [T, D]
+        residual: &Tensor,  // [T, D]
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        if let Some(tp) = self.tp.filter(|tp| tp.size() > 1) {
+            tp.all_reduce(&mut output, ReduceOp::Sum)?;
+        }
+        let Some(weight) = w.norm(norms.post) else {
+            return Ok((residual.f_add(&output)?.f_to_kind(residual.kind())?, None));
+        };
+        let output = output.f_to_kind(w.linear(Matrix::O).kind())?;
+        let (normed, _) = rms_norm::forward(&output, weight, self.spec.rms_norm_eps)?;
+        Ok((residual.f_add(&normed)?, Some(output)))
+    }
+
     /// The gradient of the output before its norm.
     fn leave_backward(
         &self,
@@ -251,10 +268,11 @@ impl BlockContext<'_> {
 /// product, the largest of a block by memory; `none` that too.
 #[derive(Debug)]
 pub struct SavedBlock {
+    layer: usize,
     x: Tensor, // [T, D]
     /// Up to the residual stream after attention, and that.
     attention: Option<(Tensor, AttentionOutput)>,
-    mlp: Expanded,
+    mlp: SavedMlp,
 }
 
 /// y [T, D]; and what `keep` asks for, if a backward will follow.
@@ -270,19 +288,19 @@ pub fn block_forward(
     attention: &dyn Attention,
     keep: Option<GradientCheckpointing>,
 ) -> Result<(Tensor, Option<SavedBlock>)> {
-    let BlockSpec { mixer: Mixer::Attention(mixer), mlp: Mlp::Dense(dense), .. } = ctx.spec.block();
+    let BlockSpec { mixer: Mixer::Attention(mixer), mlp, .. } = ctx.spec.block(layer);
     let (h, attended) = mixer.forward(ctx, layer, w, x, attention)?;
-    let (y, Expanded { gate_up, output }) = dense.forward(ctx, w, &h)?;
+    let (y, expanded) = mlp.forward(ctx, layer, w, &h)?;
     let Some(keep) = keep else { return Ok((y, None)) };
     let is_full = keep == GradientCheckpointing::Full;
     if !is_full && attended.lse.is_none() {
         return Err(invalid("an attention with log-sum-exp", "one without"));
     }
-    let gate_up = gate_up.filter(|_| keep == GradientCheckpointing::None);
     let saved = SavedBlock {
+        layer,
         x: x.shallow_clone(),
         attention: (!is_full).then_some((h, attended)),
-        mlp: Expanded { gate_up, output: output.filter(|_| !is_full) },
+        mlp: expanded.kept(keep),
     };
     Ok((y, Some(saved)))
 }
@@ -302,10 +320,10 @@ pub fn block_backward(
     if ctx.tp.is_some_and(|tp| tp.size() > 1) {
         return Err(invalid("a whole block", "a tensor-parallel slice"));
     }
-    let BlockSpec { mixer: Mixer::Attention(mixer), mlp: Mlp::Dense(dense), .. } = ctx.spec.block();
-    let SavedBlock { x, attention, mlp } = saved;
-    let (h, attended) = attention.map_or_else(|| mixer.forward(ctx, 0, w, &x, packed), Ok)?;
-    let dh = dense.backward(ctx, w, (&h, dy), mlp, grads)?;
+    let SavedBlock { layer, x, attention, mlp } = saved;
+    let Mixer::Attention(mixer) = ctx.spec.block(layer).mixer;
+    let (h, attended) = attention.map_or_else(|| mixer.forward(ctx, layer, w, &x, packed), Ok)?;
+    let dh = mlp.backward(ctx, layer, w, (&h, dy), grads)?;
     mixer.backward(ctx, w, (&x, &dh), attended, packed, grads)
 }
 

@@ -2,11 +2,11 @@
 
 use tch::Tensor;
 
-use super::Mixer;
 use super::linear::{Linear, LinearSpec, Matrix};
+use super::{BlockSpec, Mixer};
 use crate::error::Result;
 use crate::model::lora::BlockLora;
-use crate::model::params::{ParamName, UnitLayout, required};
+use crate::model::params::{ParamName, Unit, UnitLayout, required};
 use crate::model::spec::ModelSpec;
 use crate::torch::accumulation_kind;
 
@@ -25,11 +25,14 @@ pub const MIXER_NORMS: NormNames = NormNames { pre: ParamName::InputNorm, post: 
 pub const MLP_NORMS: NormNames = NormNames { pre: ParamName::PostNorm, post: ParamName::MlpPostNorm };
 
 /// A block's parameters by name, or their gradients, in which those of frozen ones are left out. A tensor-parallel slice has its
-/// share of heads and of the MLP.
+/// share of heads and of the MLP, or of every expert.
 #[derive(Debug, Default)]
 pub struct BlockParams {
-    norms: Vec<(ParamName, Tensor)>,
+    /// Norms and the router.
+    others: Vec<(ParamName, Tensor)>,
     linears: Vec<(Matrix, Linear)>,
+    /// Of the whole block; gradients of adapters alone have none.
+    spec: Option<BlockSpec>,
 }
 
 impl BlockParams {
@@ -38,13 +41,16 @@ impl BlockParams {
     /// # Panics
     /// If `layout` is not a block's of this model.
     pub fn view(spec: &ModelSpec, layout: &UnitLayout, flat: &Tensor) -> Self {
-        let linears = spec.block().linears();
+        let Unit::Block(layer) = layout.unit else { panic!("the {} is no block", layout.unit) };
+        let block = spec.block(layer);
+        let linears = block.linears();
         let of_linear =
             |name| linears.iter().any(|linear| linear.matrix.params()[0] == name || linear.bias == Some(name));
-        let norms = layout.params.iter().map(|param| param.name).filter(|&name| !of_linear(name));
+        let others = layout.params.iter().map(|param| param.name).filter(|&name| !of_linear(name));
         Self {
-            norms: norms.map(|name| (name, required(layout, name, flat))).collect(),
+            others: others.map(|name| (name, required(layout, name, flat))).collect(),
             linears: linears.iter().map(|linear| (linear.matrix, Linear::view(linear, layout, flat))).collect(),
+            spec: Some(block),
         }
     }
 
@@ -56,7 +62,12 @@ impl BlockParams {
 
     /// A norm's weight.
     pub fn norm(&self, name: ParamName) -> Option<&Tensor> {
-        self.norms.iter().find(|(own, _)| *own == name).map(|(_, weight)| weight)
+        self.others.iter().find(|(own, _)| *own == name).map(|(_, weight)| weight)
+    }
+
+    /// The router's weight [E, D], or where its gradient goes.
+    pub fn router(&self) -> Option<&Tensor> {
+        self.norm(ParamName::Router)
     }
 
     /// A matrix.
@@ -96,14 +107,18 @@ impl BlockParams {
     ///
     /// # Errors
     /// As [`BlockLora::tp_slice`].
-    pub fn tp_slice(&self, spec: &ModelSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
-        let (block, linears) = (spec.block(), spec.block().linears());
-        let Mixer::Attention(attention) = block.mixer;
+    ///
+    /// # Panics
+    /// If `self` is not a block's weights.
+    pub fn tp_slice(&self, tp_rank: usize, tp_size: usize) -> Result<Self> {
+        let block = self.spec.expect("the weights of a block");
+        let (Mixer::Attention(attention), linears) = (block.mixer, block.linears());
         let slice = |spec: &LinearSpec| Ok((spec.matrix, self.linear(spec.matrix).tp_slice(spec, tp_rank, tp_size)?));
-        let norms = self.norms.iter();
+        let others = self.others.iter();
         Ok(Self {
-            norms: norms.map(|(name, w)| (*name, attention.own_norm(*name, w, tp_rank, tp_size))).collect(),
+            others: others.map(|(name, w)| (*name, attention.own_norm(*name, w, tp_rank, tp_size))).collect(),
             linears: linears.iter().map(slice).collect::<Result<_>>()?,
+            spec: self.spec,
         })
     }
 
@@ -112,8 +127,8 @@ impl BlockParams {
     /// # Errors
     /// The first error of `f`.
     pub fn try_map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        let norms = self.norms.iter().map(|(name, weight)| Ok((*name, f(weight)?))).collect::<Result<_>>()?;
+        let others = self.others.iter().map(|(name, weight)| Ok((*name, f(weight)?))).collect::<Result<_>>()?;
         let linears = self.linears().map(|(matrix, linear)| Ok((matrix, linear.try_map(f)?)));
-        Ok(Self { norms, linears: linears.collect::<Result<_>>()? })
+        Ok(Self { others, linears: linears.collect::<Result<_>>()?, spec: self.spec })
     }
 }

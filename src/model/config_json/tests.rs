@@ -1,4 +1,5 @@
 use super::*;
+use crate::model::block::Mlp;
 
 fn load(config: &Value) -> Result<ModelSpec> {
     let folder = tempfile::tempdir().unwrap();
@@ -145,4 +146,48 @@ fn what_cannot_be_computed_is_refused_by_name() {
     }
     let error = ModelSpec::from_folder("/nonexistent").unwrap_err();
     assert!(matches!(error, Error::BadFile { .. }), "{error}");
+}
+
+#[test]
+fn experts_are_read_as_transformers_does_or_refused_by_name() {
+    let spec = ModelSpec::preset("tiny-moe").unwrap();
+    let good = spec.to_config_json();
+    assert_eq!(load(&good).unwrap(), spec);
+    let mut usual = with(&with(&good, "router_aux_loss_coef", json!("remove")), "mlp_only_layers", json!("remove"));
+    usual = with(&with(&usual, "decoder_sparse_step", json!("remove")), "num_experts", json!("remove"));
+    assert_eq!(load(&with(&usual, "num_local_experts", json!(8))).unwrap(), spec);
+    let some = load(&with(&with(&good, "decoder_sparse_step", json!(2)), "mlp_only_layers", json!([3]))).unwrap();
+    assert_eq!(
+        (0..4).map(|layer| matches!(some.block(layer).mlp, Mlp::Experts(_))).collect::<Vec<_>>(),
+        [false, true, false, false]
+    );
+    assert_eq!(load(&some.to_config_json()).unwrap(), some);
+    let none = load(&with(&good, "mlp_only_layers", json!([0, 1, 2, 3]))).unwrap();
+    assert_eq!((none.experts, some.num_expert_layers()), (None, 1));
+    let one = 3 * 192 * 128;
+    assert_eq!(
+        (some.num_params() - some.num_active_params(), spec.num_params() - spec.num_active_params()),
+        (6 * one, 24 * one)
+    );
+    let cases = [
+        ("num_experts", json!(0), "num_experts is 0: expected"),
+        ("num_experts", json!("remove"), "num_local_experts is absent"),
+        ("num_experts_per_tok", json!(9), "num_experts_per_tok is 9: expected at most num_experts = 8"),
+        ("moe_intermediate_size", json!("remove"), "moe_intermediate_size is absent"),
+        ("norm_topk_prob", json!(1), "norm_topk_prob is 1"),
+        ("router_aux_loss_coef", json!(-1), "router_aux_loss_coef is -1: expected a number of at least 0"),
+        ("decoder_sparse_step", json!(0), "decoder_sparse_step is 0"),
+        ("mlp_only_layers", json!([4]), "mlp_only_layers is [4]: expected a list of layers, from 0 to 3"),
+    ];
+    for (key, value, message) in cases {
+        let error = load(&with(&good, key, value)).unwrap_err().to_string();
+        assert!(error.contains(message), "{error}");
+    }
+    let error = spec.validate_gpu_engine(Path::new("m")).unwrap_err().to_string();
+    assert!(error.contains("a model with experts cannot be sampled from on a GPU yet"), "{error}");
+    assert!(spec.validate_tp(3).unwrap_err().to_string().contains("experts of intermediate size 192"));
+    assert_eq!((spec.router_aux_loss_coef(None).unwrap(), spec.router_aux_loss_coef(Some(0.5)).unwrap()), (0.001, 0.5));
+    let dense = ModelSpec::preset("tiny").unwrap();
+    assert_eq!(dense.router_aux_loss_coef(None).unwrap(), 0.0);
+    assert!(dense.router_aux_loss_coef(Some(0.5)).unwrap_err().to_string().contains("a model with experts"));
 }

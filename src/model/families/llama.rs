@@ -11,4 +11,5 @@ pub(super) const TRAITS: Traits = Traits {
     norms: NormPlaces::PRE,
     head_dim: None,
     window: Window::Never,
+    has_experts: false,
 };

@@ -5,6 +5,7 @@ mod mistral;
 mod olmo2;
 mod qwen2;
 mod qwen3;
+mod qwen3_moe;
 
 use super::block::{NormPlaces, QkNorm};
 
@@ -15,6 +16,8 @@ pub enum Family {
     Qwen2,
     /// Qwen3.
     Qwen3,
+    /// Qwen3 with experts.
+    Qwen3Moe,
     /// Llama 3.x.
     Llama,
     /// Mistral.
@@ -39,6 +42,8 @@ pub(super) struct Traits {
     pub head_dim: Option<usize>,
     /// Which layers `sliding_window` is for.
     pub window: Window,
+    /// `config.json` describes experts.
+    pub has_experts: bool,
 }
 
 /// Which layers `sliding_window` is for.
@@ -53,12 +58,14 @@ pub(super) enum Window {
 }
 
 impl Family {
-    pub(super) const ALL: [Family; 5] = [Family::Qwen2, Family::Qwen3, Family::Llama, Family::Mistral, Family::Olmo2];
+    pub(super) const ALL: [Family; 6] =
+        [Family::Qwen2, Family::Qwen3, Family::Qwen3Moe, Family::Llama, Family::Mistral, Family::Olmo2];
 
     pub(super) fn traits(self) -> Traits {
         match self {
             Family::Qwen2 => qwen2::TRAITS,
             Family::Qwen3 => qwen3::TRAITS,
+            Family::Qwen3Moe => qwen3_moe::TRAITS,
             Family::Llama => llama::TRAITS,
             Family::Mistral => mistral::TRAITS,
             Family::Olmo2 => olmo2::TRAITS,

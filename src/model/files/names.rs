@@ -17,6 +17,8 @@ pub(in crate::model) struct HfTensor {
     param: ParamName,
     /// Of a matrix or its bias: which projection it is.
     rows: Option<(LinearSpec, usize)>,
+    /// Of an expert: which one.
+    expert: Option<usize>,
 }
 
 impl HfTensor {
@@ -24,6 +26,7 @@ impl HfTensor {
     /// further: a tensor of `shape` fits after `view_as`.
     pub fn view(&self, layout: &UnitLayout, flat: &Tensor) -> Tensor {
         let whole = layout.view(self.param, flat).expect("tensors() lists parameters of the layout");
+        let whole = self.expert.map_or_else(|| whole.shallow_clone(), |expert| whole.get(expert as i64));
         match &self.rows {
             Some((linear, projection)) => linear.rows_of(*projection, &whole),
             None => whole,
@@ -33,7 +36,10 @@ impl HfTensor {
 
 /// The tensors that a checkpoint has for one unit, in Hugging Face's order.
 pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
-    let linears = spec.block().linears();
+    let linears = match unit {
+        Unit::Block(layer) => spec.block(layer).linears(),
+        Unit::Embedding | Unit::Head => Vec::new(),
+    };
     let mut tensors = Vec::new();
     for (param, shape) in shapes(spec, unit) {
         let path = |name: &str| match unit {
@@ -44,22 +50,30 @@ pub(in crate::model) fn tensors(spec: &ModelSpec, unit: Unit) -> Vec<HfTensor> {
         let linear = linears.iter().find(is_weight).map(|linear| (linear, "weight"));
         let biased = || linears.iter().find(|linear| linear.bias == Some(param)).map(|linear| (linear, "bias"));
         let Some((linear, suffix)) = linear.or_else(biased) else {
-            tensors.push(HfTensor { name: path(name(param)), shape, param, rows: None });
+            tensors.push(HfTensor { name: path(name(param)), shape, param, rows: None, expert: None });
             continue;
         };
-        for (projection, &(module, heads)) in linear.projections.iter().enumerate() {
-            let name = path(&format!("{}.{suffix}", module_path(module)));
-            let shape = [&[(linear.groups * heads * linear.inner) as i64], &shape[1..]].concat();
-            tensors.push(HfTensor { name, shape, param, rows: Some((linear.clone(), projection)) });
+        let experts = linear.experts.map_or_else(|| vec![None], |experts| (0..experts).map(Some).collect());
+        for expert in experts {
+            for (projection, &(module, heads)) in linear.projections.iter().enumerate() {
+                let name = path(&format!("{}.{suffix}", module_path(module, expert)));
+                let rows = (linear.groups * heads * linear.inner) as i64;
+                let columns = (suffix == "weight").then_some(linear.columns as i64);
+                let shape = std::iter::once(rows).chain(columns).collect();
+                tensors.push(HfTensor { name, shape, param, rows: Some((linear.clone(), projection)), expert });
+            }
         }
     }
     tensors
 }
 
-/// `self_attn.q_proj`
-pub(in crate::model) fn module_path(module: TargetModule) -> String {
-    let room = if module <= TargetModule::OProj { "self_attn" } else { "mlp" };
-    format!("{room}.{}", module.name())
+/// `self_attn.q_proj`, or `mlp.experts.3.up_proj` of an expert.
+pub(in crate::model) fn module_path(module: TargetModule, expert: Option<usize>) -> String {
+    let (room, name) = (if module <= TargetModule::OProj { "self_attn" } else { "mlp" }, module.name());
+    match expert {
+        Some(expert) => format!("{room}.experts.{expert}.{name}"),
+        None => format!("{room}.{name}"),
+    }
 }
 
 /// Of a parameter that is a tensor by itself, in its block.
@@ -73,6 +87,7 @@ fn name(param: ParamName) -> &'static str {
         ParamName::MlpPostNorm => "post_feedforward_layernorm.weight",
         ParamName::FinalNorm => "model.norm.weight",
         ParamName::LmHead => "lm_head.weight",
+        ParamName::Router => "mlp.gate.weight",
         other => unreachable!("{other:?} is a matrix, or an adapter's"),
     }
 }

@@ -43,7 +43,7 @@ impl LoraSpec {
 
     /// The matrices of a block that have adapted projections.
     pub(super) fn fused(&self, spec: &ModelSpec) -> Vec<Fused> {
-        spec.block().linears().into_iter().filter_map(|linear| Fused::new(linear, self)).collect()
+        spec.block(0).linears().into_iter().filter_map(|linear| Fused::new(linear, self)).collect()
     }
 }
 

@@ -19,7 +19,9 @@ mod product;
 #[cfg(test)]
 mod tests;
 
+use super::spec::ModelSpec;
 use crate::config::{LoraConfig, TargetModule};
+use crate::error::{Error, Result};
 
 pub use layout::{BlockLora, Lora};
 pub(super) use peft::WEIGHTS as ADAPTER_WEIGHTS;
@@ -44,6 +46,20 @@ impl LoraSpec {
     pub fn new(config: &LoraConfig) -> Option<Self> {
         let LoraConfig { r, alpha, dropout, target_modules } = config;
         Some(Self { r: (*r)?, alpha: *alpha, dropout: *dropout, targets: target_modules.modules() })
+    }
+
+    /// Whether a model's matrices can be adapted so.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] on `lora.target_modules` for projections that are experts'.
+    pub fn check(&self, spec: &ModelSpec) -> Result<()> {
+        let of_mlp = self.targets.iter().any(|&module| module > TargetModule::OProj);
+        if !of_mlp || spec.num_expert_layers() == 0 {
+            return Ok(());
+        }
+        let names: Vec<_> = self.targets.iter().map(|module| module.name()).collect();
+        let expected = "some of q_proj, k_proj, v_proj, o_proj: experts cannot be adapted yet";
+        Err(Error::invalid_value("lora.target_modules", names.join(", "), expected))
     }
 
     /// alpha / r.

@@ -60,7 +60,7 @@ fn tensors(
         for piece in &fused.pieces {
             let [a_shape, b_shape] = fused.shapes_of(piece);
             for (is_a, part, shape) in [(true, "lora_A", a_shape), (false, "lora_B", b_shape)] {
-                let path = module_path(piece.module);
+                let path = module_path(piece.module, None);
                 let name = format!("base_model.model.model.layers.{layer}.{path}.{part}.weight");
                 f(&PeftTensor { name, shape, fused: &fused, piece, is_a })?;
             }
@@ -89,6 +89,7 @@ impl AdapterFiles {
         }
         let file = MappedFile::open(&folder.join(WEIGHTS))?;
         let lora = read_config(&folder.join(CONFIG), targets(&file))?;
+        lora.check(&spec).map_err(|error| Error::bad_file(folder.join(CONFIG), error.to_string()))?;
         let files = Self { spec, lora, file };
         files.check()?;
         Ok(files)

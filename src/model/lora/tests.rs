@@ -10,7 +10,7 @@ use crate::config::TargetModule::{DownProj, GateProj, KProj, OProj, QProj, UpPro
 use crate::dist::Collective;
 use crate::dist::testing::threads;
 use crate::model::params::{ParamName, UnitLayout};
-use crate::model::tests::{SliceAttention, families, reference};
+use crate::model::tests::{SliceAttention, families, reference, with_experts};
 use crate::model::{
     BlockContext, BlockParams, ModelSpec, PackedAttention, ParamTable, Unit, attention_scale, block_backward,
     block_forward,
@@ -62,7 +62,7 @@ impl Block {
         let positions = Tensor::arange(LEN, (Kind::Int64, Device::Cpu));
         let rope = spec.rope().rows(&positions, Kind::Double);
         let rope = rope.unwrap();
-        let ctx = BlockContext { spec, rope: &rope, tp: None };
+        let ctx = BlockContext { spec, rope: &rope, tp: None, routes: None };
         let packed = PackedAttention::new(spec, &[0, LEN], Device::Cpu);
         let w = self.params(dropout);
         let (y, saved) = block_forward(&ctx, 1, &w, x, &packed, Some(keep)).unwrap();
@@ -121,8 +121,11 @@ fn leaves(block: &Block, flat: &Tensor) -> Vec<(TargetModule, Tensor, Tensor)> {
 
 #[test]
 fn every_family_and_choice_matches_autograd_over_merged_weights() {
-    for (name, spec) in families() {
-        for targets in every_choice() {
+    let attention = [vec![QProj, KProj, VProj, OProj], vec![VProj]];
+    let dense = families().map(|(name, spec)| (name, spec, every_choice().to_vec()));
+    let experts = with_experts().map(|(name, spec)| (name, spec, attention.to_vec()));
+    for (name, spec, choices) in dense.into_iter().chain(experts) {
+        for targets in choices {
             println!("{name}: {targets:?}");
             let block = Block::new(&spec, targets);
             let (x, dy) = (rand(&[LEN, spec.hidden_size as i64]), rand(&[LEN, spec.hidden_size as i64]));
@@ -134,6 +137,9 @@ fn every_family_and_choice_matches_autograd_over_merged_weights() {
             };
             let weight = |name| {
                 let base = block.layout.view(name, &block.flat)?;
+                if base.dim() == 3 {
+                    return Some(base); // of experts
+                }
                 Some(merged(&spec, name, &delta).map_or_else(|| base.shallow_clone(), |delta| &base + delta))
             };
             let expected_y = reference::block(&spec, &weight, &x_leaf);
@@ -212,13 +218,22 @@ fn sliced(
     let (flat, adapters) = (Tensor::from_slice(flat), Tensor::from_slice(adapters));
     let lora = BlockLora::expand(spec, lora, adapter_layout, &adapters, None).unwrap();
     let whole = BlockParams::view(spec, layout, &flat).with_adapters(lora);
-    let w = whole.tp_slice(spec, tp.rank(), tp.size()).unwrap();
+    let w = whole.tp_slice(tp.rank(), tp.size()).unwrap();
     let x = Tensor::from_slice(x).view([-1, spec.hidden_size as i64]);
     let rope = spec.rope().rows(&Tensor::from_slice(&[0i64, 1, 2, 0, 1]), Kind::Double);
     let rope = rope.unwrap();
-    let ctx = BlockContext { spec, rope: &rope, tp: Some(tp) };
+    let ctx = BlockContext { spec, rope: &rope, tp: Some(tp), routes: None };
     let layout = PackedLayout::new(&[0, 3, 5], spec.tp_heads(tp.size()).1, None, Device::Cpu);
     let attention = SliceAttention(layout, attention_scale(spec));
     let (y, _) = block_forward(&ctx, 0, &w, &x, &attention, None).unwrap();
     Vec::try_from(y.flatten(0, 1)).unwrap()
+}
+
+#[test]
+fn adapters_beside_experts_are_refused_by_name() {
+    let [(_, spec), _] = with_experts();
+    let check = |targets| LoraSpec { r: 3, alpha: 5.0, dropout: 0.0, targets }.check(&spec);
+    check(vec![QProj, OProj]).unwrap();
+    let error = check(vec![QProj, DownProj]).unwrap_err().to_string();
+    assert!(error.starts_with("lora.target_modules = q_proj, down_proj: expected some of q_proj, k_proj"), "{error}");
 }

@@ -49,6 +49,26 @@ pub(super) fn families() -> [(&'static str, ModelSpec); 5] {
     ]
 }
 
+/// Qwen3's shape with experts: (name, spec).
+pub(super) fn with_experts() -> [(&'static str, ModelSpec); 2] {
+    let [_, (_, qwen3), ..] = families();
+    let experts = ExpertLayers {
+        num_experts: 5,
+        num_experts_per_tok: 3,
+        moe_intermediate_size: 12,
+        norm_topk_prob: true,
+        router_aux_loss_coef: 0.0,
+        decoder_sparse_step: 1,
+        mlp_only_layers: Vec::new(),
+    };
+    let spec = |norms, experts| ModelSpec { family: Family::Qwen3Moe, norms, experts: Some(experts), ..qwen3.clone() };
+    let some = ExpertLayers { norm_topk_prob: false, mlp_only_layers: vec![0], ..experts.clone() };
+    [
+        ("experts in all layers", spec(NormPlaces::PRE, experts)),
+        ("experts in one layer, norms behind", spec(NormPlaces::POST, some)),
+    ]
+}
+
 fn random_flats(table: &ParamTable) -> Vec<Tensor> {
     table.units.iter().map(|layout| rand(&[layout.len as i64]) * 0.4).collect()
 }
@@ -102,7 +122,7 @@ fn run(
     let ((embed, blocks, head), (mut d_embed, d_blocks, mut d_head)) = (views(flats), views(&grads));
     let rope = spec.rope().rows(&batch.positions, Kind::Double);
     let rope = rope.unwrap();
-    let ctx = BlockContext { spec, rope: &rope, tp: None };
+    let ctx = BlockContext { spec, rope: &rope, tp: None, routes: None };
     let packed = PackedAttention::new(spec, &batch.cu_seqlens, Device::Cpu);
 
     let mut x = embedding::forward(&batch.ids, &embed.table).unwrap();
@@ -131,7 +151,17 @@ fn run(
 /// transformers' own numbers: scripts/golden.py.
 #[test]
 fn logits_equal_transformers() {
-    for name in ["qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3", "llama3", "mistral", "olmo2"] {
+    for name in [
+        "qwen2_tied",
+        "qwen2_untied",
+        "qwen2_yarn",
+        "qwen3",
+        "llama3",
+        "mistral",
+        "olmo2",
+        "qwen3_moe",
+        "qwen3_moe_mixed",
+    ] {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
         let numbers: Value = serde_json::from_slice(&std::fs::read(folder.join("golden.json")).unwrap()).unwrap();
         let prompts: Vec<Vec<i64>> = serde_json::from_value(numbers["input_ids"].clone()).unwrap();
@@ -161,7 +191,7 @@ fn logits(folder: &Path, prompts: &[Vec<i64>]) -> Vec<Tensor> {
     let batch = Batch::new(prompts);
     let rope = spec.rope().rows(&batch.positions, Kind::Float);
     let rope = rope.unwrap();
-    let ctx = BlockContext { spec: &spec, rope: &rope, tp: None };
+    let ctx = BlockContext { spec: &spec, rope: &rope, tp: None, routes: None };
     let packed = PackedAttention::new(&spec, &batch.cu_seqlens, Device::Cpu);
     let (layout, flat) = unit(Unit::Embedding);
     let embed = EmbeddingParams::view(layout, &flat);
@@ -179,7 +209,7 @@ fn logits(folder: &Path, prompts: &[Vec<i64>]) -> Vec<Tensor> {
 
 #[test]
 fn every_family_matches_autograd() {
-    for (name, spec) in families() {
+    for (name, spec) in families().into_iter().chain(with_experts()) {
         let table = ParamTable::new(Arc::new(spec), 1);
         let flats: Vec<Tensor> = random_flats(&table).iter().map(leaf).collect();
         let sequences = random_sequences(&table.spec, &[5, 21, 2, 9]);
@@ -204,7 +234,7 @@ fn every_family_matches_autograd() {
 
 #[test]
 fn recomputation_changes_no_bit() {
-    for (name, spec) in families() {
+    for (name, spec) in families().into_iter().chain(with_experts()) {
         let table = ParamTable::new(Arc::new(spec), 1);
         let flats: Vec<Tensor> = random_flats(&table).iter().map(|flat| flat.to_kind(Kind::Float)).collect();
         let batch = Batch::new(&random_sequences(&table.spec, &[150, 21, 2, 30]));
@@ -233,11 +263,11 @@ fn sliced_block(spec: &ModelSpec, tp_size: usize, flat: &[f64], x: &[f64]) -> Ve
     let table = ParamTable::new(Arc::new(spec.clone()), 1);
     threads(tp_size, |tp: Arc<dyn Collective>| {
         let whole = BlockParams::view(spec, &table.units[1], &Tensor::from_slice(flat));
-        let w = whole.tp_slice(spec, tp.rank(), tp_size).unwrap();
+        let w = whole.tp_slice(tp.rank(), tp_size).unwrap();
         let x = Tensor::from_slice(x).view([-1, spec.hidden_size as i64]);
         let positions = Tensor::from_slice(&[0i64, 1, 2, 0, 1]);
         let rope = spec.rope().rows(&positions, Kind::Double).unwrap();
-        let ctx = BlockContext { spec, rope: &rope, tp: Some(&*tp) };
+        let ctx = BlockContext { spec, rope: &rope, tp: Some(&*tp), routes: None };
         let layout = PackedLayout::new(&[0, 3, 5], spec.tp_heads(tp_size).1, None, Device::Cpu);
         let attention = SliceAttention(layout, attention_scale(spec));
         let (y, _) = block_forward(&ctx, 0, &w, &x, &attention, None).unwrap();
@@ -249,7 +279,9 @@ fn sliced_block(spec: &ModelSpec, tp_size: usize, flat: &[f64], x: &[f64]) -> Ve
 fn slices_add_up_to_the_block() {
     let [(_, qwen2), (_, qwen3), .., (_, norms_behind)] = families();
     let eight = ModelSpec { num_heads: 8, ..qwen2 };
-    for (spec, tp_sizes) in [(eight, vec![2, 4]), (qwen3, vec![2, 4]), (norms_behind, vec![2, 4])] {
+    let [(_, experts), _] = with_experts();
+    let all = [(eight, vec![2, 4]), (qwen3, vec![2, 4]), (norms_behind, vec![2, 4]), (experts, vec![2, 4])];
+    for (spec, tp_sizes) in all {
         let table = ParamTable::new(Arc::new(spec.clone()), 1);
         let host = |t: Tensor| Vec::<f64>::try_from(t).unwrap();
         let flat = host(rand(&[table.units[1].len as i64]) * 0.4);
@@ -260,6 +292,45 @@ fn slices_add_up_to_the_block() {
             for y in sliced_block(&spec, tp_size, &flat, &x) {
                 assert_close(&Tensor::from_slice(&y), &Tensor::from_slice(&whole[0]));
             }
+        }
+    }
+}
+
+/// Where all experts are equal and their weights add up to 1, it does not matter which are chosen.
+#[test]
+fn equal_experts_are_the_dense_model() {
+    let [(_, spec), _] = with_experts();
+    let dense = ModelSpec { intermediate_size: 12, experts: None, ..spec.clone() };
+    let [table, dense_table] = [spec, dense].map(|spec| ParamTable::new(Arc::new(spec), 1));
+    let flats = random_flats(&table);
+    let dense_flats = table.units.iter().zip(&dense_table.units).zip(&flats).map(|((layout, dense), flat)| {
+        let dense_flat = Tensor::zeros([dense.len as i64], (Kind::Double, Device::Cpu));
+        for param in &dense.params {
+            let whole = layout.view(param.name, flat).unwrap();
+            let mut target = dense.view(param.name, &dense_flat).unwrap();
+            if whole.dim() == 3 {
+                whole.shallow_clone().copy_(&whole.get(0).expand_as(&whole));
+                target.copy_(&whole.get(0));
+            } else {
+                target.copy_(&whole);
+            }
+        }
+        dense_flat
+    });
+    let dense_flats: Vec<Tensor> = dense_flats.collect();
+    let batch = Batch::new(&random_sequences(&table.spec, &[5, 21, 2]));
+    let (a, b) = (rand(&batch.rows.size()), rand(&batch.rows.size()));
+    let keep = GradientCheckpointing::None;
+    let (got, expected) =
+        (run(&table, &flats, &batch, (&a, &b), keep), run(&dense_table, &dense_flats, &batch, (&a, &b), keep));
+    assert_close(&got.0, &expected.0);
+    for ((layout, dense), (got, expected)) in
+        table.units.iter().zip(&dense_table.units).zip(got.2.iter().zip(&expected.2))
+    {
+        for param in &dense.params {
+            let got = layout.view(param.name, got).unwrap();
+            let got = if got.dim() == 3 { got.sum_dim_intlist(0, false, None) } else { got };
+            assert_close(&got, &dense.view(param.name, expected).unwrap());
         }
     }
 }

@@ -84,10 +84,30 @@ pub(in crate::model) fn block(
     let o = scores.softmax(-1, None::<Kind>).matmul(&repeat(v)).transpose(0, 1).reshape([len, heads * hd]);
     let h = x + norm(ParamName::MixerPostNorm, &o.matmul(&need(ParamName::O).tr()));
     let normed = norm(ParamName::PostNorm, &h);
-    let pairs = need(ParamName::GateUp).view([-1, 2, x.size()[1]]);
-    let (gate, up) = (normed.matmul(&pairs.select(1, 0).tr()), normed.matmul(&pairs.select(1, 1).tr()));
-    let mlp = (gate.sigmoid() * gate * up).matmul(&need(ParamName::Down).tr());
+    let (gate_up, down) = (need(ParamName::GateUp), need(ParamName::Down));
+    let mlp = match get(ParamName::Router) {
+        Some(router) => experts(spec, &normed, &router, &gate_up, &down),
+        None => dense(&normed, &gate_up, &down),
+    };
     h + norm(ParamName::MlpPostNorm, &mlp)
+}
+
+fn dense(x: &Tensor, gate_up: &Tensor /* [2 F, D] */, down: &Tensor /* [D, F] */) -> Tensor {
+    let pairs = gate_up.view([-1, 2, x.size()[1]]);
+    let (gate, up) = (x.matmul(&pairs.select(1, 0).tr()), x.matmul(&pairs.select(1, 1).tr()));
+    (gate.sigmoid() * gate * up).matmul(&down.tr())
+}
+
+/// Every expert computes every token, and those that were not chosen have the weight 0.
+fn experts(spec: &ModelSpec, x: &Tensor, router: &Tensor, gate_up: &Tensor, down: &Tensor) -> Tensor {
+    let shape = spec.experts.as_ref().unwrap();
+    let probs = x.matmul(&router.tr()).softmax(-1, None::<Kind>);
+    let (_, chosen) = probs.detach().topk(shape.num_experts_per_tok as i64, -1, true, true);
+    let weights = &probs * probs.detach().zeros_like().scatter_value_(1, &chosen, 1.0);
+    let sum = if shape.norm_topk_prob { weights.sum_dim_intlist(-1, true, None) } else { Tensor::from(1.0) };
+    let weights = weights / sum;
+    let of_expert = |expert: i64| dense(x, &gate_up.get(expert), &down.get(expert)) * weights.narrow(1, expert, 1);
+    (0..shape.num_experts as i64).map(of_expert).reduce(|a, b| a + b).unwrap()
 }
 
 fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {

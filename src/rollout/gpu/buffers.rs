@@ -6,11 +6,12 @@
 
 use tch::{Device, Kind, Tensor};
 
+use super::dense;
 use crate::cuda::kernels::{CANDIDATE_WORDS, RowSums};
 use crate::dist::Collective;
 use crate::error::Result;
 use crate::memory::Arena;
-use crate::model::{Mixer, Mlp, ModelSpec};
+use crate::model::{Mixer, ModelSpec};
 use crate::rollout::{EngineOptions, kv_block_bytes};
 
 /// Blocks that sample at once, at most, where they are more than the draws: `kernels::sample_parts` splits rows so.
@@ -79,9 +80,8 @@ pub(super) struct DecodeBuffers {
 
 impl StepShape {
     pub(super) fn new(spec: &ModelSpec, options: &EngineOptions, tp_size: usize) -> Self {
-        let block = spec.block();
-        let (Mixer::Attention(attention), Mlp::Dense(dense)) =
-            (block.tp_slice(tp_size).mixer, block.tp_slice(tp_size).mlp);
+        let block = spec.block(0).tp_slice(tp_size);
+        let (Mixer::Attention(attention), dense) = (block.mixer, dense(block.mlp));
         let [queries, keys] = attention.widths();
         let sums = !block.norms.post && RowSums::serve(options.kind, spec.hidden_size, tp_size);
         let num_blocks = options.kv_cache_bytes / kv_block_bytes(spec, tp_size, options.block_size, options.kind);

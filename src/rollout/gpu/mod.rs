@@ -23,8 +23,21 @@ mod runner;
 mod sampling;
 mod state;
 
+use crate::model::{DenseSpec, Mlp};
+
 pub use self::buffers::{engine_buffer_bytes, engine_sum_bytes};
 pub use self::profile::StepProfile;
 pub(super) use self::runner::GpuRunner;
 pub(super) use self::state::GpuState;
 pub use self::state::engine_table_bytes;
+
+/// The MLP of a block.
+///
+/// # Panics
+/// For experts, which [`crate::model::ModelSpec::validate_gpu_engine`] refuses.
+fn dense(mlp: Mlp) -> DenseSpec {
+    match mlp {
+        Mlp::Dense(dense) => dense,
+        Mlp::Experts(_) => panic!("experts were refused"),
+    }
+}

@@ -192,7 +192,7 @@ impl DecoderNetwork<'_> {
     /// One norm over all query heads and one over all key heads, in place, whichever rank has them.
     fn norm_all_heads(&self, qkv: &QkvViews, norms: Option<(&Tensor, &Tensor, f64)>) -> Result<()> {
         let Some((q, k, eps)) = norms else { return Ok(()) };
-        let Mixer::Attention(attention) = self.spec.block().mixer;
+        let Mixer::Attention(attention) = self.spec.block(0).mixer;
         let rows = qkv.q.size()[0];
         // The MLP's activation has no use for its memory now: 8 bytes a row.
         let scratch = self.buffers.act.view(-1).narrow(0, 0, 4 * rows).view_dtype(Kind::Float);

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use tch::Device;
 
+use super::dense;
 use super::graphs::replay_times;
 use super::inputs::Packing;
 use super::network::{DecoderOp, adapters};
@@ -12,7 +13,7 @@ use super::runner::GpuRunner;
 use crate::cuda::{EnergyMeter, Graph, Sustained};
 use crate::dist::{ReduceOp, all_reduce_f64};
 use crate::error::{Error, Result};
-use crate::model::{LinearSpec, Mixer, Mlp, product_work};
+use crate::model::{LinearSpec, Mixer, product_work};
 use crate::rollout::sampler::Draw;
 use crate::rollout::scheduler::{Step, TokenRun};
 use crate::rollout::sequence::EngineSequence;
@@ -180,8 +181,8 @@ impl GpuRunner<'_> {
 
     /// (bytes, floating-point operations) of one operation in all layers, for S rows and all their context tokens.
     fn work(&self, op: DecoderOp, rows: f64, context_tokens: f64) -> (f64, f64) {
-        let (spec, block) = (self.spec, self.spec.block().tp_slice(self.tp.size()));
-        let (Mixer::Attention(attention), Mlp::Dense(dense)) = (block.mixer, block.mlp);
+        let (spec, block) = (self.spec, self.spec.block(0).tp_slice(self.tp.size()));
+        let (Mixer::Attention(attention), dense) = (block.mixer, dense(block.mlp));
         let ([qkv, o], [gate_up, down]) = (attention.linears(), dense.linears());
         let (hidden, layers) = (spec.hidden_size as f64, spec.num_layers as f64);
         let vocab = (spec.vocab_size / self.tp.size()) as f64;

@@ -107,6 +107,7 @@ pub fn update_options() -> UpdateOptions {
     UpdateOptions {
         loss: LossConfig::default(),
         entropy_control: EntropyControl::default(),
+        router_aux_loss_coef: None,
         temperature: f64::from(TEMPERATURE),
         num_iterations: 1,
         updates_per_generation: 1,

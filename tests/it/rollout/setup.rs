@@ -75,7 +75,7 @@ impl Model {
         let rows = self.spec.vocab_range(tp.rank(), tp.size());
         EngineWeights {
             embedding: self.embedding.table.shallow_clone(),
-            blocks: self.blocks.iter().map(|block| block.tp_slice(&self.spec, tp.rank(), tp.size()).unwrap()).collect(),
+            blocks: self.blocks.iter().map(|block| block.tp_slice(tp.rank(), tp.size()).unwrap()).collect(),
             final_norm: self.head.final_norm.shallow_clone(),
             lm_head: self.output_table().narrow(0, rows.start as i64, rows.len() as i64),
             quantized: None,
@@ -132,7 +132,7 @@ impl Model {
         let rope = spec.rope();
         let rope = rope.rows(&Tensor::arange_start(first, first + num_fed, (Kind::Int64, Device::Cpu)), Kind::Float);
         let rope = rope.unwrap();
-        let context = BlockContext { spec, rope: &rope, tp: None };
+        let context = BlockContext { spec, rope: &rope, tp: None, routes: None };
         let mut x = embedding::forward(&ids.narrow(0, first, num_fed), &self.embedding.table).unwrap();
         for (layer, block) in self.blocks.iter().enumerate() {
             x = block_forward(&context, layer, block, &x, attention, None).unwrap().0;

@@ -30,6 +30,13 @@ impl Model {
 
     /// Log-probabilities and entropies of a sequence's scored tokens.
     pub fn scores(&self, sequence: &Sequence, temperature: f64) -> (Tensor, Tensor) {
+        let (logprobs, entropy, _) = self.scores_and_routes(sequence, temperature);
+        (logprobs, entropy)
+    }
+
+    /// The same; and of every layer with experts [T, E] what was chosen (0 or 1) and the probabilities.
+    pub fn scores_and_routes(&self, sequence: &Sequence, temperature: f64) -> (Tensor, Tensor, Vec<[Tensor; 2]>) {
+        let mut routes = Vec::new();
         let spec = &self.table.spec;
         let ids: Vec<i64> = sequence.token_ids.iter().map(|&id| i64::from(id)).collect();
         let ids = Tensor::from_slice(&ids).to_device(self.units[0].device());
@@ -39,7 +46,7 @@ impl Model {
         let mut x = table.index_select(0, &ids);
         for layer in 0..spec.num_layers {
             let (layout, block) = flat(Unit::Block(layer));
-            x = block_forward(spec, &BlockParams::view(spec, layout, block), &x);
+            x = block_forward(spec, &BlockParams::view(spec, layout, block), &x, &mut routes);
         }
         let (layout, head) = flat(Unit::Head);
         let head = HeadParams::view(layout, head);
@@ -51,7 +58,7 @@ impl Model {
         let logprobs = log_p.gather(1, &ids.narrow(0, first, count).unsqueeze(1), false).squeeze_dim(1);
         let entropy = -(log_p.exp() * &log_p).sum_dim_intlist(1, false, None);
         let scored = Tensor::from_slice(&sequence.loss_mask).to_device(ids.device());
-        (logprobs.masked_select(&scored), entropy.masked_select(&scored))
+        (logprobs.masked_select(&scored), entropy.masked_select(&scored), routes)
     }
 
     /// One step on the gradient of `loss`; returns the gradient's norm.
@@ -84,7 +91,7 @@ impl Model {
     }
 }
 
-fn block_forward(spec: &ModelSpec, w: &BlockParams, x: &Tensor) -> Tensor {
+fn block_forward(spec: &ModelSpec, w: &BlockParams, x: &Tensor, routes: &mut Vec<[Tensor; 2]>) -> Tensor {
     let (len, eps) = (x.size()[0], spec.rms_norm_eps);
     let (kv_heads, group, head_dim) = (spec.num_kv_heads as i64, spec.heads_per_group() as i64, spec.head_dim as i64);
     // A norm that is absent leaves what it is given.
@@ -112,9 +119,41 @@ fn block_forward(spec: &ModelSpec, w: &BlockParams, x: &Tensor) -> Tensor {
     let p = scores.masked_fill(&future, f64::NEG_INFINITY).softmax(-1, None);
     let attended = Tensor::einsum("hts,shd->thd", &[&p, &v], None::<i64>).reshape([len, -1]);
     let h = x + normed(ParamName::MixerPostNorm, &attended.matmul(&w.linear(Matrix::O).weight().tr()));
-    let gate_up = normed(ParamName::PostNorm, &h).matmul(&w.linear(Matrix::GateUp).weight().tr()).view([len, -1, 2]);
-    let act = gate_up.select(2, 0).silu() * gate_up.select(2, 1);
-    &h + normed(ParamName::MlpPostNorm, &act.matmul(&w.linear(Matrix::Down).weight().tr()))
+    let mlp_input = normed(ParamName::PostNorm, &h);
+    let (gate_up, down) = (w.linear(Matrix::GateUp).weight(), w.linear(Matrix::Down).weight());
+    let mlp = match w.router() {
+        Some(router) => experts(spec, &mlp_input, [router, gate_up, down], routes),
+        None => mlp(&mlp_input, gate_up, down),
+    };
+    &h + normed(ParamName::MlpPostNorm, &mlp)
+}
+
+fn mlp(x: &Tensor, gate_up: &Tensor, down: &Tensor) -> Tensor {
+    let gate_up = x.matmul(&gate_up.tr()).view([x.size()[0], -1, 2]);
+    (gate_up.select(2, 0).silu() * gate_up.select(2, 1)).matmul(&down.tr())
+}
+
+/// Token by token and choice by choice.
+fn experts(spec: &ModelSpec, x: &Tensor, weights: [&Tensor; 3], routes: &mut Vec<[Tensor; 2]>) -> Tensor {
+    let ([router, gate_up, down], shape) = (weights, spec.experts.as_ref().unwrap());
+    let (k, num_experts) = (shape.num_experts_per_tok as i64, shape.num_experts as i64);
+    let logits = x.matmul(&router.tr());
+    let probs = logits.exp() / logits.exp().sum_dim_intlist(1, true, None);
+    let mut chosen = vec![0.0; (x.size()[0] * num_experts) as usize];
+    let token = |token: i64| {
+        let own = probs.get(token);
+        let (top, ids) = own.topk(k, -1, true, true);
+        let top = if shape.norm_topk_prob { &top / top.sum(None) } else { top };
+        let choice = |choice: i64| {
+            let expert = ids.int64_value(&[choice]);
+            chosen[(token * num_experts + expert) as usize] = 1.0;
+            mlp(&x.narrow(0, token, 1), &gate_up.get(expert), &down.get(expert)) * top.get(choice)
+        };
+        (0..k).map(choice).reduce(|a, b| a + b).unwrap()
+    };
+    let y = Tensor::cat(&(0..x.size()[0]).map(token).collect::<Vec<_>>(), 0);
+    routes.push([Tensor::from_slice(&chosen).view([-1, num_experts]), probs]);
+    y
 }
 
 fn norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {

@@ -124,7 +124,7 @@ fn fused(
     let mut logprobs = None;
     let mut loss = |scores: &colo_grpo::internal::train::Scores| {
         logprobs = Some(scores.logprobs.shallow_clone());
-        Ok(TokenGradients { dlogprobs: slopes.shallow_clone(), dentropy: None })
+        Ok(TokenGradients { dlogprobs: slopes.shallow_clone(), dentropy: None, daux_loss: 0.0 })
     };
     policy.forward_backward(micro_batch, 1.0, &mut loss).unwrap();
     let _made = policy.optimizer_step(1e-3, 0.0).unwrap();

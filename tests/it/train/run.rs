@@ -5,7 +5,7 @@ use std::sync::Arc;
 use colo_grpo::internal::config::GradientCheckpointing;
 use colo_grpo::internal::dist::Mesh;
 use colo_grpo::internal::memory::HostPool;
-use colo_grpo::internal::model::{Family, ModelSpec, NormPlaces, ParamTable, QkNorm, Unit, UnitLayout};
+use colo_grpo::internal::model::{ExpertLayers, Family, ModelSpec, NormPlaces, ParamTable, QkNorm, Unit, UnitLayout};
 use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, MicroBatch, NetworkOptions, OptimizerHome, PackOptions, Policy, PolicyOptions,
     Scores, Sequence, StepOutcome, TokenGradients, TrainedModel, pack, pad_to_agreed_count,
@@ -29,6 +29,10 @@ pub struct Run {
     pub kind: Kind,
     pub residual: Kind,
     pub tied: bool,
+    /// Whether two of three layers have experts.
+    pub experts: bool,
+    /// Weight of the loss that keeps experts equally busy.
+    pub aux_loss_coef: f64,
     pub recompute: GradientCheckpointing,
     pub budget: usize,
     pub gradients: GradientOptions,
@@ -50,6 +54,8 @@ impl Run {
             kind,
             residual: kind,
             tied: false,
+            experts: false,
+            aux_loss_coef: 0.0,
             recompute,
             budget: BUDGET,
             gradients,
@@ -71,7 +77,20 @@ impl Run {
     }
 
     pub fn table(&self, shards: usize) -> Arc<ParamTable> {
-        Arc::new(ParamTable::new(Arc::new(spec(self.tied)), shards))
+        Arc::new(ParamTable::new(Arc::new(self.spec()), shards))
+    }
+
+    fn spec(&self) -> ModelSpec {
+        let experts = ExpertLayers {
+            num_experts: 5,
+            num_experts_per_tok: 2,
+            moe_intermediate_size: 16,
+            norm_topk_prob: !self.tied,
+            router_aux_loss_coef: 0.0,
+            decoder_sparse_step: 1,
+            mlp_only_layers: vec![1],
+        };
+        ModelSpec { experts: self.experts.then_some(experts), ..spec(self.tied) }
     }
 
     pub fn policy(&self, mesh: &Mesh) -> Policy {
@@ -91,7 +110,7 @@ impl Run {
     }
 
     pub fn autograd(&self) -> autograd::Model {
-        let table = ParamTable::new(Arc::new(spec(self.tied)), 1);
+        let table = ParamTable::new(Arc::new(self.spec()), 1);
         // Starts from the weights as the policy's kind rounds them.
         let sources: Vec<Tensor> = table.units.iter().map(|layout| initial(layout).to_kind(self.kind)).collect();
         autograd::Model::new(table, |index| sources[index].shallow_clone())
@@ -139,7 +158,7 @@ impl Run {
         let advantages = micro_batch.advantages.index_select(0, &micro_batch.sequence_of_token);
         let dentropy = scores.entropy.ones_like() * (ENTROPY_COEF / self.denominator());
         let dlogprobs = (advantages.to_kind(Kind::Double) / -self.denominator()).to_kind(scores.logprobs.kind());
-        TokenGradients { dlogprobs, dentropy: Some(dentropy) }
+        TokenGradients { dlogprobs, dentropy: Some(dentropy), daux_loss: self.aux_loss_coef }
     }
 
     pub fn step(&self, policy: &mut Policy, mesh: &Mesh) -> StepOutcome {
@@ -166,6 +185,7 @@ pub fn spec(tied: bool) -> ModelSpec {
         vocab_size: 47,
         hidden_size: 24,
         intermediate_size: 40,
+        experts: None,
         num_layers: 3,
         num_heads: 4,
         num_kv_heads: 2,

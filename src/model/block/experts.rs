@@ -1,0 +1,209 @@
+//! Experts: MLPs of which a router picks some for every token, w_1 E_1(x) + .. + w_K E_K(x).
+//!
+//! T tokens, D hidden, E experts, K of them a token, R = T K rows, I an expert's width; in a tensor-parallel slice this rank's share of
+//! it. The router is whole on every rank, and computed in the accumulation kind.
+
+use tch::Tensor;
+
+use super::dense::DenseSpec;
+use super::linear::{LinearSpec, Matrix};
+use super::{BlockContext, BlockParams, ElementBytes, Expanded, MLP_NORMS as NORMS};
+use crate::error::Result;
+use crate::model::params::ParamName;
+use crate::ops::grouped::Dispatch;
+use crate::ops::linear;
+use crate::ops::router::{self, RouterOptions, Routing};
+use crate::ops::swiglu::GateUp;
+
+/// The shape of a set of experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertsSpec {
+    /// Each of them.
+    pub expert: DenseSpec,
+    /// How many there are.
+    pub num_experts: usize,
+    /// How tokens choose among them.
+    pub router: RouterOptions,
+}
+
+/// Sees and decides which experts tokens go to, in all layers of a pass.
+pub trait Routes: std::fmt::Debug {
+    /// Tells of a forward's routing.
+    ///
+    /// # Errors
+    /// Those of the implementation.
+    fn observe(&self, layer: usize, routing: &Routing) -> Result<()>;
+
+    /// The gradient of what the loss reads of a layer's probabilities [T, E], or what broadcasts to it.
+    ///
+    /// # Errors
+    /// Those of the implementation.
+    fn d_probs(&self, layer: usize) -> Result<Option<Tensor>>;
+}
+
+/// Tokens with their experts, and what these made of gate and up.
+#[derive(Debug)]
+pub(super) struct Routed {
+    routing: Routing,
+    dispatch: Dispatch,
+    gate_up: GateUp, // R rows
+}
+
+impl ExpertsSpec {
+    /// The share of a rank: a part of every expert.
+    pub fn tp_slice(self, tp_size: usize) -> Self {
+        Self { expert: self.expert.tp_slice(tp_size), ..self }
+    }
+
+    /// Its matrices, each as many times as there are experts.
+    pub fn linears(self) -> [LinearSpec; 2] {
+        self.expert.linears().map(|linear| LinearSpec { experts: Some(self.num_experts), ..linear })
+    }
+
+    /// The router's weight.
+    pub(super) fn router_shape(self) -> (ParamName, Vec<i64>) {
+        (ParamName::Router, vec![self.num_experts as i64, self.expert.hidden as i64])
+    }
+
+    /// Weights of a layer that a token does not use.
+    pub fn num_idle_params(self) -> usize {
+        let idle = self.num_experts - self.router.num_experts_per_tok;
+        idle * self.expert.linears().iter().map(|linear| linear.rows() * linear.columns).sum::<usize>()
+    }
+
+    /// Bytes a token of gate and up, and of the routing, which backward reads.
+    pub(super) fn kept_bytes(self, bytes: ElementBytes) -> usize {
+        self.router.num_experts_per_tok * self.expert.kept_bytes(bytes) + self.routing_bytes(bytes)
+    }
+
+    /// Bytes a token of the fullest moment of forward: gate and up and the activation, and beside them either the rows that go in and
+    /// the activation's half, or the rows that come out.
+    pub(super) fn forward_bytes(self, bytes: ElementBytes) -> usize {
+        let rows =
+            self.router.num_experts_per_tok * (self.expert.forward_bytes(bytes) + bytes.narrow * self.expert.hidden);
+        rows + self.routing_bytes(bytes) + 3 * bytes.wide * self.expert.hidden
+    }
+
+    /// Bytes a token of the fullest moment of backward: what a dense MLP of all rows needs, the rows that go in and their gradients,
+    /// and the sum of these.
+    pub(super) fn backward_bytes(self, bytes: ElementBytes, keeps_gate_up: bool) -> usize {
+        let rows = self.router.num_experts_per_tok * self.expert.backward_bytes(bytes, keeps_gate_up, false);
+        rows + 2 * self.routing_bytes(bytes) + 3 * bytes.wide * self.expert.hidden
+    }
+
+    /// Bytes a token of probabilities, and of choices with their weights and places.
+    fn routing_bytes(self, bytes: ElementBytes) -> usize {
+        const INDEX_BYTES: usize = 8;
+        bytes.wide * self.num_experts + self.router.num_experts_per_tok * (bytes.wide + 4 * INDEX_BYTES)
+    }
+
+    /// The block's output [T, D], and what a backward may keep.
+    pub(super) fn forward(
+        self,
+        ctx: &BlockContext<'_>,
+        layer: usize,
+        w: &BlockParams,
+        h: &Tensor, // [T, D]
+    ) -> Result<(Tensor, Expanded<Routed>)> {
+        let routed = self.expand(w, &ctx.enter(w, NORMS, h)?.0)?;
+        if let Some(routes) = ctx.routes {
+            routes.observe(layer, &routed.routing)?;
+        }
+        let output = routed.contract(w, &routed.gate_up.activate()?)?;
+        let (y, output) = ctx.leave_with(w, NORMS, output, h)?;
+        Ok((y, Expanded { wide: Some(routed), output }))
+    }
+
+    /// dh, the gradient of the residual stream before it, from that of the block's output. What is not kept is computed again.
+    pub(super) fn backward(
+        self,
+        ctx: &BlockContext<'_>,
+        layer: usize,
+        w: &BlockParams,
+        (h, dy): (&Tensor, &Tensor), // [T, D]
+        kept: Expanded<Routed>,
+        grads: &mut BlockParams,
+    ) -> Result<Tensor> {
+        let (normed, rstd) = ctx.enter(w, NORMS, h)?;
+        let routed = kept.wide.map_or_else(|| self.expand(w, &normed), Ok)?;
+        let output = match kept.output {
+            None if w.norm(NORMS.post).is_some() => Some(routed.contract(w, &routed.gate_up.activate()?)?),
+            kept => kept,
+        };
+        let d_output = ctx.leave_backward(w, NORMS, dy, output.as_ref(), grads)?;
+        drop(output);
+        let Routed { routing, dispatch, gate_up } = routed;
+        let (d_gate_up, d_weights) = contract_backward(w, (&routing, &dispatch), gate_up, &d_output, grads)?;
+        let d_rows = dispatch.gate_up_backward_input(&d_gate_up, w.linear(Matrix::GateUp).weight())?;
+        if let Some(piece) = grads.linear_mut(Matrix::GateUp).pieces.first_mut() {
+            dispatch.accumulate_gate_up(&d_gate_up, &dispatch.scatter(&normed)?, &mut piece.weight)?;
+        }
+        drop(d_gate_up);
+        let d_normed = dispatch.gather(&d_rows, None)?;
+        drop(d_rows);
+        let d_probs = ctx.routes.map_or(Ok(None), |routes| routes.d_probs(layer))?;
+        let d_logits = routing.backward(&d_weights, d_probs.as_ref(), self.router)?;
+        let d_normed = self.router_backward(w, &d_logits, &normed, d_normed, grads)?;
+        ctx.enter_backward(w, NORMS, &d_normed, (h, dy), rstd.as_ref(), grads)
+    }
+
+    /// Up to gate and up.
+    fn expand(self, w: &BlockParams, normed: &Tensor /* [T, D] */) -> Result<Routed> {
+        let probs = router::probabilities(normed, w.router().expect("experts have a router"))?;
+        let experts = router::choose(&probs, self.router)?;
+        let routing = Routing::new(probs, experts, self.router)?;
+        let dispatch = Dispatch::new(&routing.experts, self.num_experts, normed.kind())?;
+        let gate_up = dispatch.gate_up(&dispatch.scatter(normed)?, w.linear(Matrix::GateUp).weight())?;
+        Ok(Routed { routing, dispatch, gate_up })
+    }
+
+    /// The gradient of what the router and the experts read, of the weights' kind, from the router's and that of the experts, in the
+    /// accumulation kind.
+    fn router_backward(
+        self,
+        w: &BlockParams,
+        d_logits: &Tensor,    // [T, E]
+        normed: &Tensor,      // [T, D]
+        mut d_normed: Tensor, // [T, D]
+        grads: &BlockParams,
+    ) -> Result<Tensor> {
+        let wide = d_logits.kind();
+        let router = w.router().expect("experts have a router");
+        linear::accumulate_input(d_logits, &router.f_to_kind(wide)?, &mut d_normed)?;
+        if let Some(gradient) = grads.router() {
+            linear::accumulate_weight(d_logits, &normed.f_to_kind(wide)?, &mut gradient.shallow_clone())?;
+        }
+        Ok(d_normed.f_to_kind(normed.kind())?)
+    }
+}
+
+impl Routed {
+    /// The sum of the chosen experts' outputs, each times its weight, in the accumulation kind. [T, D]
+    fn contract(&self, w: &BlockParams, act: &Tensor /* [R, I] */) -> Result<Tensor> {
+        let rows = self.dispatch.forward(act, w.linear(Matrix::Down).weight())?;
+        self.dispatch.gather(&rows, Some(&self.routing.weights))
+    }
+}
+
+/// The gradients of gate and up, and of the experts' weights [T, K].
+///
+/// An output's weight multiplies the activation in place of the output, which is wider and need not be there.
+fn contract_backward(
+    w: &BlockParams,
+    (routing, dispatch): (&Routing, &Dispatch),
+    gate_up: GateUp,
+    d_output: &Tensor, // [T, D]
+    grads: &mut BlockParams,
+) -> Result<(GateUp, Tensor)> {
+    let d_rows = dispatch.scatter(d_output)?; // [R, D]
+    let weights = dispatch.of_rows(&routing.weights)?; // [R, 1]
+    let weighted = |t: &Tensor| -> Result<Tensor> { Ok(t.f_mul(&weights)?.f_to_kind(t.kind())?) };
+    let d_act = dispatch.backward_input(&d_rows, w.linear(Matrix::Down).weight())?; // [R, I], of weights of 1
+    let (d_gate_up, act) = gate_up.backward(&weighted(&d_act)?)?;
+    let d_weights = act.f_mul(&d_act)?.f_sum_dim_intlist(-1, false, weights.kind())?;
+    drop(d_act);
+    if let Some(piece) = grads.linear_mut(Matrix::Down).pieces.first_mut() {
+        dispatch.accumulate_weight(&d_rows, &weighted(&act)?, &mut piece.weight)?;
+    }
+    Ok((d_gate_up, dispatch.of_choices(&d_weights)?))
+}

@@ -1,0 +1,140 @@
+//! What treats every token by itself: one MLP for all of them, or experts.
+
+use tch::Tensor;
+
+use super::dense::DenseSpec;
+use super::experts::{ExpertsSpec, Routed};
+use super::linear::LinearSpec;
+use super::{BlockContext, BlockParams, ElementBytes};
+use crate::config::GradientCheckpointing;
+use crate::error::Result;
+use crate::model::params::ParamName;
+use crate::ops::swiglu::GateUp;
+
+/// What treats every token by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mlp {
+    /// One MLP for all tokens.
+    Dense(DenseSpec),
+    /// Some of several for each token.
+    Experts(ExpertsSpec),
+}
+
+/// Results of a forward that the backward reads, with the shape.
+#[derive(Debug)]
+pub(super) enum SavedMlp {
+    Dense(DenseSpec, Expanded<GateUp>),
+    Experts(ExpertsSpec, Expanded<Routed>),
+}
+
+#[derive(Debug)]
+pub(super) struct Expanded<T> {
+    /// Gate and up, with what belongs to them.
+    pub(super) wide: Option<T>,
+    /// Before the norm behind it, if there is one.
+    pub(super) output: Option<Tensor>, // [T, D]
+}
+
+impl Mlp {
+    /// The share of a rank.
+    pub(super) fn tp_slice(self, tp_size: usize) -> Self {
+        match self {
+            Mlp::Dense(dense) => Mlp::Dense(dense.tp_slice(tp_size)),
+            Mlp::Experts(experts) => Mlp::Experts(experts.tp_slice(tp_size)),
+        }
+    }
+
+    /// Its matrices.
+    pub(super) fn linears(self) -> [LinearSpec; 2] {
+        match self {
+            Mlp::Dense(dense) => dense.linears(),
+            Mlp::Experts(experts) => experts.linears(),
+        }
+    }
+
+    /// The router's weight, where there is one.
+    pub(super) fn router_shape(self) -> Option<(ParamName, Vec<i64>)> {
+        match self {
+            Mlp::Dense(_) => None,
+            Mlp::Experts(experts) => Some(experts.router_shape()),
+        }
+    }
+
+    /// Bytes a token of what `gradient_checkpointing = "none"` keeps.
+    pub(super) fn kept_bytes(self, bytes: ElementBytes) -> usize {
+        match self {
+            Mlp::Dense(dense) => dense.kept_bytes(bytes),
+            Mlp::Experts(experts) => experts.kept_bytes(bytes),
+        }
+    }
+
+    /// Bytes a token of the fullest moment of forward.
+    pub(super) fn forward_bytes(self, bytes: ElementBytes) -> usize {
+        match self {
+            Mlp::Dense(dense) => dense.forward_bytes(bytes),
+            Mlp::Experts(experts) => experts.forward_bytes(bytes),
+        }
+    }
+
+    /// Bytes a token of the fullest moment of backward.
+    pub(super) fn backward_bytes(self, bytes: ElementBytes, keeps_gate_up: bool, drops: bool) -> usize {
+        match self {
+            Mlp::Dense(dense) => dense.backward_bytes(bytes, keeps_gate_up, drops),
+            Mlp::Experts(experts) => experts.backward_bytes(bytes, keeps_gate_up),
+        }
+    }
+
+    /// The block's output [T, D], and what a backward may keep.
+    pub(super) fn forward(
+        self,
+        ctx: &BlockContext<'_>,
+        layer: usize,
+        w: &BlockParams,
+        h: &Tensor, // [T, D]
+    ) -> Result<(Tensor, SavedMlp)> {
+        match self {
+            Mlp::Dense(dense) => {
+                let (y, expanded) = dense.forward(ctx, w, h)?;
+                Ok((y, SavedMlp::Dense(dense, expanded)))
+            }
+            Mlp::Experts(experts) => {
+                let (y, expanded) = experts.forward(ctx, layer, w, h)?;
+                Ok((y, SavedMlp::Experts(experts, expanded)))
+            }
+        }
+    }
+}
+
+impl SavedMlp {
+    /// Of it, what `keep` asks for.
+    pub(super) fn kept(self, keep: GradientCheckpointing) -> Self {
+        match self {
+            SavedMlp::Dense(spec, expanded) => SavedMlp::Dense(spec, expanded.kept(keep)),
+            SavedMlp::Experts(spec, expanded) => SavedMlp::Experts(spec, expanded.kept(keep)),
+        }
+    }
+
+    /// dh, the gradient of the residual stream before it, from that of the block's output.
+    pub(super) fn backward(
+        self,
+        ctx: &BlockContext<'_>,
+        layer: usize,
+        w: &BlockParams,
+        (h, dy): (&Tensor, &Tensor), // [T, D]
+        grads: &mut BlockParams,
+    ) -> Result<Tensor> {
+        match self {
+            SavedMlp::Dense(dense, kept) => dense.backward(ctx, w, (h, dy), kept, grads),
+            SavedMlp::Experts(experts, kept) => experts.backward(ctx, layer, w, (h, dy), kept, grads),
+        }
+    }
+}
+
+impl<T> Expanded<T> {
+    fn kept(self, keep: GradientCheckpointing) -> Self {
+        Self {
+            wide: self.wide.filter(|_| keep == GradientCheckpointing::None),
+            output: self.output.filter(|_| keep != GradientCheckpointing::Full),
+        }
+    }
+}

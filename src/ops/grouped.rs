@@ -1,0 +1,277 @@
+//! Products in which every row has one of several matrices: rows are sorted by matrix, and those of one matrix are a group.
+//!
+//! On a GPU, bfloat16 takes libtorch's grouped product, which finds the groups' ends on the device; its gradients of weights are
+//! rounded to bfloat16 before they are added. All else makes one product a group, for which the host waits to know their sizes.
+//!
+//! R rows, E matrices [N, K].
+
+use tch::{Device, Kind, Tensor};
+
+use super::swiglu::{GateUp, halves};
+use super::{linear, try_map};
+use crate::cuda::{OpCost, kernels, timed};
+use crate::error::Result;
+use crate::torch;
+
+/// Rows of one dispatch: K rows for each token, sorted by expert.
+#[derive(Debug)]
+pub struct Dispatch {
+    /// The token of each row.
+    tokens: Tensor, // [R]
+    /// The choice (token x K + rank) of each row.
+    choices: Tensor, // [R]
+    /// The row of each choice.
+    rows: Tensor, // [T, K]
+    groups: Groups,
+}
+
+/// Where each matrix' rows are.
+#[derive(Debug)]
+enum Groups {
+    /// The first row behind each group, on the device.
+    Ends(Tensor), // [E] int32
+    /// How many rows each group has.
+    Sizes(Vec<i64>), // [E]
+}
+
+impl Dispatch {
+    /// Sorts the choices of all tokens by expert, those of one expert by token, for products of `kind`.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn new(experts: &Tensor /* [T, K] int64 */, num_experts: usize, kind: Kind) -> Result<Self> {
+        let [_, k] = experts.size()[..] else { panic!("experts [T, K]") };
+        let (sorted, choices) = experts.f_reshape([-1])?.f_sort_stable(true, 0, false)?;
+        let rows = choices.f_argsort(0, false)?.f_view(experts.size().as_slice())?;
+        let expert_ids = torch::arange(num_experts as i64, experts.device())?;
+        let ends = expert_ids.f_searchsorted(&sorted, true, true, "right", None::<&Tensor>)?;
+        let groups = match has_kernel(kind, experts.device()) {
+            true => Groups::Ends(ends),
+            false => {
+                let ends = torch::i64_vec(&ends.f_to_kind(Kind::Int64)?)?;
+                let starts = std::iter::once(0).chain(ends.iter().copied());
+                Groups::Sizes(ends.iter().zip(starts).map(|(end, start)| end - start).collect())
+            }
+        };
+        Ok(Self { tokens: choices.f_floor_divide(&torch::scalar(k))?, choices, rows, groups })
+    }
+
+    /// Each row's copy of what its token has. [R, N]
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn scatter(&self, x: &Tensor /* [T, N] */) -> Result<Tensor> {
+        Ok(x.f_index_select(0, &self.tokens)?)
+    }
+
+    /// Each row's own of what choices have. [R, 1]
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn of_rows(&self, choices: &Tensor /* [T, K] */) -> Result<Tensor> {
+        Ok(choices.f_reshape([-1])?.f_index_select(0, &self.choices)?.f_unsqueeze(1)?)
+    }
+
+    /// Each choice's own of what rows have. [T, K]
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn of_choices(&self, rows: &Tensor /* [R] */) -> Result<Tensor> {
+        Ok(rows.f_take(&self.rows)?)
+    }
+
+    /// The sum of each token's rows, times `weights` if given, in the order of its choices and in the accumulation kind. [T, N]
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn gather(
+        &self,
+        rows: &Tensor,            // [R, N]
+        weights: Option<&Tensor>, // [T, K]
+    ) -> Result<Tensor> {
+        let part = |choice: i64| -> Result<Tensor> {
+            let part = rows.f_index_select(0, &self.rows.f_select(1, choice)?)?;
+            let part = part.f_to_kind(torch::accumulation_kind(rows.kind()))?;
+            Ok(match weights {
+                Some(weights) => part.f_mul(&weights.f_select(1, choice)?.f_unsqueeze(1)?)?,
+                None => part,
+            })
+        };
+        let mut sum = part(0)?;
+        for choice in 1..self.rows.size()[1] {
+            sum = sum.f_add_(&part(choice)?)?;
+        }
+        Ok(sum)
+    }
+
+    /// y = x w^T, each row with its own matrix.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn forward(
+        &self,
+        x: &Tensor, // [R, K]
+        w: &Tensor, // [E, N, K]
+    ) -> Result<Tensor> {
+        self.product(x, &w.f_transpose(1, 2)?) // [R, N]
+    }
+
+    /// dx = dy w, each row with its own matrix.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn backward_input(
+        &self,
+        dy: &Tensor, // [R, N]
+        w: &Tensor,  // [E, N, K]
+    ) -> Result<Tensor> {
+        self.product(dy, w) // [R, K]
+    }
+
+    /// dw += dy^T x, each matrix with the rows of its group.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn accumulate_weight(
+        &self,
+        dy: &Tensor,     // [R, N]
+        x: &Tensor,      // [R, K]
+        dw: &mut Tensor, // [E, N, K]
+    ) -> Result<()> {
+        match &self.groups {
+            Groups::Ends(ends) => {
+                let run = || dy.tr().f_internal_grouped_mm(x, Some(ends), None, None);
+                let work = || OpCost::product(dy.size()[1], x.size()[1], x.size()[0]);
+                let _ = dw.f_add_(&timed("grouped product, gradient of its weight", work, run)?)?;
+                Ok(())
+            }
+            Groups::Sizes(sizes) => each(sizes, |expert, start, size| {
+                let rows = |t: &Tensor| t.f_narrow(0, start, size);
+                linear::accumulate_weight(&rows(dy)?, &rows(x)?, &mut dw.f_select(0, expert)?)
+            }),
+        }
+    }
+
+    /// Gate and up of x, each row with its own matrix.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn gate_up(
+        &self,
+        x: &Tensor, // [R, D]
+        w: &Tensor, // [E, 2 I, D]
+    ) -> Result<GateUp> {
+        if kernels::serve(x) {
+            return Ok(GateUp::Interleaved(self.forward(x, w)?));
+        }
+        let [gate, up] = try_map(halves(w), |w| self.forward(x, &w))?;
+        Ok(GateUp::Split { gate, up })
+    }
+
+    /// dx of [`Dispatch::gate_up`]. [R, D]
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn gate_up_backward_input(&self, d: &GateUp, w: &Tensor /* [E, 2 I, D] */) -> Result<Tensor> {
+        match d {
+            GateUp::Interleaved(d) => self.backward_input(d, w),
+            GateUp::Split { gate, up } => {
+                let [w_gate, w_up] = halves(w);
+                let mut dx = self.backward_input(gate, &w_gate)?;
+                Ok(dx.f_add_(&self.backward_input(up, &w_up)?)?)
+            }
+        }
+    }
+
+    /// dw of [`Dispatch::gate_up`], added.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn accumulate_gate_up(
+        &self,
+        d: &GateUp,
+        x: &Tensor,      // [R, D]
+        dw: &mut Tensor, // [E, 2 I, D]
+    ) -> Result<()> {
+        match d {
+            GateUp::Interleaved(d) => self.accumulate_weight(d, x, dw),
+            GateUp::Split { gate, up } => {
+                let [mut d_gate, mut d_up] = halves(dw);
+                self.accumulate_weight(gate, x, &mut d_gate)?;
+                self.accumulate_weight(up, x, &mut d_up)
+            }
+        }
+    }
+
+    /// Each row of `a` times its group's matrix.
+    fn product(
+        &self,
+        a: &Tensor, // [R, K]
+        b: &Tensor, // [E, K, N]
+    ) -> Result<Tensor> {
+        match &self.groups {
+            Groups::Ends(ends) => {
+                let work = || OpCost::product(a.size()[0], b.size()[2], a.size()[1]);
+                Ok(timed("grouped product", work, || a.f_internal_grouped_mm(b, Some(ends), None, None))?)
+            }
+            Groups::Sizes(sizes) => {
+                let y = Tensor::f_empty([a.size()[0], b.size()[2]], (a.kind(), a.device()))?;
+                each(sizes, |expert, start, size| {
+                    let rows = |t: &Tensor| t.f_narrow(0, start, size);
+                    linear::backward_input_into(&rows(a)?, &b.f_select(0, expert)?, &rows(&y)?)
+                })?;
+                Ok(y) // [R, N]
+            }
+        }
+    }
+}
+
+/// Calls `f` with every matrix that has rows, its first row and how many it has.
+fn each(sizes: &[i64], mut f: impl FnMut(i64, i64, i64) -> Result<()>) -> Result<()> {
+    let mut start = 0;
+    for (expert, &size) in sizes.iter().enumerate().filter(|(_, size)| **size > 0) {
+        f(expert as i64, start, size)?;
+        start += size;
+    }
+    Ok(())
+}
+
+/// Whether libtorch has a kernel that makes all groups' products at once.
+fn has_kernel(kind: Kind, device: Device) -> bool {
+    device.is_cuda() && kind == Kind::BFloat16
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::testing::{assert_close, leaf, rand};
+
+    /// Expert 2 has no rows.
+    #[test]
+    fn matches_autograd_row_by_row() {
+        let experts = Tensor::from_slice(&[3i64, 0, 1, 3, 0, 1, 3, 1]).view([4, 2]);
+        let (x, w, weights, dy) = (leaf(&rand(&[4, 3])), leaf(&rand(&[4, 5, 3])), rand(&[4, 2]), rand(&[4, 5]));
+        let row = |token: i64, choice: i64| {
+            let expert = experts.int64_value(&[token, choice]);
+            w.get(expert).matmul(&x.get(token)) * weights.double_value(&[token, choice])
+        };
+        let rows: Vec<Tensor> = (0..4).map(|token| row(token, 0) + row(token, 1)).collect();
+        let expected = Tensor::stack(&rows, 0);
+        let grads = Tensor::run_backward(&[(&expected * &dy).sum(None)], &[&x, &w], false, false);
+
+        let (x, w) = (x.detach(), w.detach());
+        let dispatch = Dispatch::new(&experts, 4, Kind::Double).unwrap();
+        let rows = dispatch.scatter(&x).unwrap();
+        let products = dispatch.forward(&rows, &w).unwrap();
+        assert_close(&dispatch.gather(&products, Some(&weights)).unwrap(), &expected);
+        let d_rows = dispatch.scatter(&dy).unwrap() * dispatch.of_rows(&weights).unwrap();
+        let d_x = dispatch.backward_input(&d_rows, &w).unwrap();
+        assert_close(&dispatch.gather(&d_x, None).unwrap(), &grads[0]);
+        let mut d_w = rand(&[4, 5, 3]);
+        let before = d_w.copy();
+        dispatch.accumulate_weight(&d_rows, &rows, &mut d_w).unwrap();
+        assert_close(&d_w, &(before + &grads[1]));
+        let of_rows = dispatch.of_rows(&weights).unwrap().squeeze_dim(1);
+        assert!(dispatch.of_choices(&of_rows).unwrap().equal(&weights));
+    }
+}

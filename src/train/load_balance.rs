@@ -1,0 +1,133 @@
+//! The loss that keeps experts equally busy (arXiv 2101.03961, equations 4 to 6), over all layers of a micro-batch as in transformers:
+//!
+//! aux = E sum_e f_e P_e, where f_e is how many of N rows chose expert e, divided by N, and P_e their mean probability of e. N are the
+//! tokens of all layers that have experts. A prompt that several sequences share counts once for each of them.
+//!
+//! T tokens, E experts.
+
+use std::cell::RefCell;
+
+use tch::{Device, Kind, Tensor};
+
+use super::micro_batch::MicroBatch;
+use crate::error::Result;
+use crate::model::{ModelSpec, Routes};
+use crate::ops::router::Routing;
+use crate::torch::{accumulation_kind, scalar, tensor_on};
+
+/// Routing of a micro-batch, summed up over its layers, and the gradient that comes of it.
+#[derive(Debug)]
+pub(super) struct LoadBalance {
+    /// Sequences that have each row.
+    repeats: Tensor, // [T, 1]
+    num_rows: f64,
+    sums: RefCell<Option<Sums>>,
+    /// The gradient of a row's probabilities, of a row that one sequence has.
+    slope: RefCell<Option<Tensor>>, // [1, E]
+}
+
+#[derive(Debug)]
+struct Sums {
+    chosen: Tensor, // [1, E]
+    probs: Tensor,  // [1, E]
+}
+
+impl LoadBalance {
+    /// `None` for a model without experts.
+    pub(super) fn new(spec: &ModelSpec, micro_batch: &MicroBatch, kind: Kind, device: Device) -> Result<Option<Self>> {
+        let num_layers = spec.num_expert_layers();
+        if num_layers == 0 {
+            return Ok(None);
+        }
+        let repeats = micro_batch.repeats();
+        let num_rows = num_layers as f64 * repeats.iter().sum::<f64>();
+        let repeats = tensor_on(&repeats, device)?.f_to_kind(accumulation_kind(kind))?.f_unsqueeze(1)?;
+        Ok(Some(Self { repeats, num_rows, sums: RefCell::default(), slope: RefCell::default() }))
+    }
+
+    /// The loss of what was observed, a scalar.
+    pub(super) fn value(&self) -> Result<Tensor> {
+        let sums = self.sums.borrow();
+        let Sums { chosen, probs } = sums.as_ref().expect("a layer with experts was observed");
+        let product = chosen.f_mul(probs)?.f_sum(probs.kind())?;
+        Ok(product.f_mul(&scalar(chosen.size()[1] as f64 / self.num_rows.powi(2)))?)
+    }
+
+    /// Sets the gradient of the whole loss with respect to this one.
+    pub(super) fn set_gradient(&self, gradient: f64) -> Result<()> {
+        let sums = self.sums.borrow();
+        let Sums { chosen, .. } = sums.as_ref().expect("a layer with experts was observed");
+        let factor = gradient * chosen.size()[1] as f64 / self.num_rows.powi(2);
+        *self.slope.borrow_mut() = Some(chosen.f_mul(&scalar(factor))?);
+        Ok(())
+    }
+}
+
+impl Routes for LoadBalance {
+    fn observe(&self, _layer: usize, routing: &Routing) -> Result<()> {
+        let Routing { probs, experts, .. } = routing;
+        let chosen = probs.f_zeros_like()?.f_scatter_value_(1, experts, 1.0)?;
+        let sum = |rows: &Tensor| self.repeats.tr().f_mm(rows);
+        let (chosen, probs) = (sum(&chosen)?, sum(probs)?);
+        let sums = &mut *self.sums.borrow_mut();
+        *sums = Some(match sums.take() {
+            Some(Sums { chosen: mut all, probs: mut all_probs }) => {
+                Sums { chosen: all.f_add_(&chosen)?, probs: all_probs.f_add_(&probs)? }
+            }
+            None => Sums { chosen, probs },
+        });
+        Ok(())
+    }
+
+    fn d_probs(&self, _layer: usize) -> Result<Option<Tensor>> {
+        let slope = self.slope.borrow();
+        slope.as_ref().map(|slope| Ok(self.repeats.f_mul(slope)?)).transpose()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::sync::Arc;
+
+    use serde_json::Value;
+
+    use super::*;
+    use crate::model::{
+        BlockContext, BlockParams, EmbeddingParams, PackedAttention, ParamTable, Unit, WeightFiles, block_forward,
+    };
+    use crate::ops::embedding;
+    use crate::train::{PackOptions, Sequence, pack};
+
+    /// scripts/golden.py: transformers' own numbers, one a prompt.
+    #[test]
+    fn the_loss_equals_transformers() {
+        for name in ["qwen3_moe", "qwen3_moe_mixed"] {
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
+            let numbers: Value = serde_json::from_slice(&std::fs::read(folder.join("golden.json")).unwrap()).unwrap();
+            let prompts: Vec<Vec<u32>> = serde_json::from_value(numbers["input_ids"].clone()).unwrap();
+            let expected: Vec<f64> = serde_json::from_value(numbers["aux_loss"].clone()).unwrap();
+            let spec = Arc::new(ModelSpec::from_folder(&folder).unwrap());
+            let (files, table) = (WeightFiles::open(&folder, spec.clone()).unwrap(), ParamTable::new(spec.clone(), 1));
+            let unit = |unit| (table.unit(unit), files.read_unit(table.unit(unit), Kind::Float).unwrap());
+            for (token_ids, expected) in prompts.into_iter().zip(expected) {
+                let options = PackOptions { max_tokens: 100, share_prompts: false, device: Device::Cpu };
+                let micro_batch = &pack(&[Sequence::of_tokens(token_ids, 1)], &options).unwrap()[0];
+                let balance = LoadBalance::new(&spec, micro_batch, Kind::Float, Device::Cpu).unwrap().unwrap();
+                let rope = spec.rope().rows(&micro_batch.positions, Kind::Float).unwrap();
+                let ctx = BlockContext { spec: &spec, rope: &rope, tp: None, routes: Some(&balance) };
+                let attention = PackedAttention::of(&spec, &micro_batch.bounds, Device::Cpu);
+                let (layout, flat) = unit(Unit::Embedding);
+                let table = EmbeddingParams::view(layout, &flat).table;
+                let mut x = embedding::forward(&micro_batch.token_ids, &table).unwrap();
+                for layer in 0..spec.num_layers {
+                    let (layout, flat) = unit(Unit::Block(layer));
+                    let block = BlockParams::view(&spec, layout, &flat);
+                    x = block_forward(&ctx, layer, &block, &x, &attention, None).unwrap().0;
+                }
+                let got = balance.value().unwrap().double_value(&[]);
+                assert!((got - expected).abs() < 1e-5, "{name}: {got}, expected {expected}");
+            }
+        }
+    }
+}
