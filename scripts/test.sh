@@ -16,7 +16,7 @@ cargo fmt --check
 
 # One profile for all: the dependencies are built once.
 step "build"
-cargo test --quiet --no-run --lib --bins --test it
+cargo test --quiet --no-run --lib --bins --test it --examples
 
 step "lints"
 cargo clippy --all-targets --quiet -- -D warnings

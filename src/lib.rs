@@ -20,7 +20,8 @@
 //! | 12 | [`cli`] |
 //!
 //! One step, from [`trainer::Trainer::train_step`]: the next prompts; `with_rollout` wakes the engine, generates and puts
-//! it to sleep; rewards are awaited; advantages assigned; sequences packed; the policy updated.
+//! it to sleep; rewards are awaited; advantages assigned; sequences packed; the policy updated. A program of its own begins at
+//! [`Trainer::builder`] and [`main`].
 
 #![allow(rustdoc::private_intra_doc_links)] // the floors are for readers of the source
 
@@ -65,7 +66,7 @@ pub use colocate::Colocated;
 pub use config::Config;
 pub use dist::World;
 pub use error::{Error, ExitCode, Result};
-pub use launch::load_again_with_settings;
+pub use launch::main;
 pub use plan::MemoryPlan;
 pub use rollout::RolloutEngine;
 pub use trainer::Trainer;
@@ -81,7 +82,7 @@ pub mod signatures {
     pub use crate::rollout::{Engine, EngineStats, Event, Request, RequestId, Rollout, Session, SessionLoad};
     pub use crate::serve::EngineSlices;
     pub use crate::train::{Policy, Sequence};
-    pub use crate::trainer::RunSummary;
+    pub use crate::trainer::{RunSummary, StepReport, TrainerBuilder, TrainingBatch};
     pub use crate::types::*;
     pub use crate::update::{Learner, UpdateOptions, UpdateOutcome, UpdateProgress};
 }

@@ -99,7 +99,7 @@ fn train(args: &RunArgs) -> Result<ExitCode> {
     };
     let start_rewards = || RewardPool::new(&config).and_then(|rewards| rewards.start().map(|()| rewards));
     prepared(&args.launch, watch, placement.on_cuda, start_rewards, |world, rewards| {
-        let summary = Trainer::with_pool(config.clone(), world.clone(), rewards)?.run()?;
+        let summary = Trainer::builder(config.clone(), world.clone()).reward_pool(rewards).build()?.run()?;
         if world.rank() == 0 {
             if let (Some(before), Some(after)) = (summary.eval_reward_before, summary.eval_reward_after) {
                 terminal::print_saved(format_args!("held-out mean reward: {before:.3} before, {after:.3} after"));

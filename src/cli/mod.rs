@@ -22,28 +22,24 @@ use clap::Parser;
 use crate::error::{Error, ExitCode, Result, panic_message};
 use crate::launch;
 use crate::metrics::redact;
-use crate::phase::{self, sweep, terminal};
-use crate::torch;
+use crate::phase::{sweep, terminal};
 
 /// Runs the program with `args` (the program's name first) and returns its exit code.
 pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
-    init_tracing();
     launch::name_process();
-    launch::outlive_file_limits();
-    torch::keep_memory();
-    if let Err(error) = phase::publish() {
-        return report(&error);
+    if let Err(error) = launch::begin_process() {
+        return launch::report_failure(&error);
     }
     let argv = match read(args) {
         Ok(argv) => normalise::normalise(argv),
-        Err(error) => return report(&error),
+        Err(error) => return launch::report_failure(&error),
     };
     let parsed = match args::Cli::try_parse_from(&argv) {
         Ok(parsed) => parsed,
         Err(usage) => {
             if !usage.use_stderr() {
                 let printed = terminal::print(usage.render());
-                return printed.map_or_else(|error| report(&error), |()| ExitCode::Done);
+                return printed.map_or_else(|error| launch::report_failure(&error), |()| ExitCode::Done);
             }
             let usage = args::with_other_shapes(usage);
             terminal::say(redact(usage.render().to_string().trim_end())); // it repeats what was typed
@@ -57,8 +53,8 @@ pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
     }
     match catch_unwind(AssertUnwindSafe(|| commands::dispatch(command))) {
         Ok(Ok(code)) => code,
-        Ok(Err(error)) => report(&normalise::name_options(&argv, error)),
-        Err(panic) => report(&Error::of_panic("the program", panic_message(&*panic))),
+        Ok(Err(error)) => launch::report_failure(&normalise::name_options(&argv, error)),
+        Err(panic) => launch::report_failure(&Error::of_panic("the program", panic_message(&*panic))),
     }
 }
 
@@ -75,27 +71,4 @@ fn read(args: impl Iterator<Item = OsString>) -> Result<Vec<String>> {
         arg.into_string().map_err(refuse)
     };
     args.enumerate().map(text).collect()
-}
-
-/// Tells whoever started this process, once: a worker's launcher through the error file, anyone else on stderr.
-fn report(error: &Error) -> ExitCode {
-    let rank = std::env::var("RANK").ok().and_then(|rank| rank.parse().ok());
-    launch::report_error(error, rank);
-    error.exit_code()
-}
-
-/// Warnings, the engine's size and long waits for the compiler unless `COLO_GRPO_LOG` says otherwise.
-const LOG_FILTER: &str = "warn,colo_grpo::rollout=info,colo_grpo::cuda=info";
-
-/// Log lines go to stderr; `COLO_GRPO_LOG` filters them (`debug`, `colo_grpo::rollout=trace`).
-fn init_tracing() {
-    let filter = tracing_subscriber::EnvFilter::try_from_env("COLO_GRPO_LOG")
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(LOG_FILTER));
-    let _ = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(terminal::Log { redact: |line| redact(line) })
-        .with_ansi(false)
-        .with_target(false)
-        .without_time()
-        .try_init();
 }

@@ -18,6 +18,8 @@ use super::rendezvous;
 use super::shm::Member;
 use super::shm::{PARTITIONS, ShmControl};
 use super::single::SingleRank;
+use crate::config::Config;
+use crate::cuda::Placement;
 use crate::error::{Error, Result};
 
 /// The world's division for tensors of all ranks; that for host data is 0, others follow.
@@ -85,6 +87,19 @@ impl World {
     pub fn from_env(options: WorldOptions) -> Result<Self> {
         let env = WorkerEnv::from_env()?.unwrap_or_else(|| Self::single().env);
         Self::join(&env, options)
+    }
+
+    /// The world of [`World::from_env`] for a run of `config`: on its device, with its `collective_timeout_s`.
+    ///
+    /// # Errors
+    /// Those of [`World::from_env`]; [`Error::InvalidValue`] for a device that is not there.
+    pub fn for_run(config: &Config) -> Result<Self> {
+        let on_cuda = Placement::new(config.device, config.dtype)?.on_cuda;
+        Self::from_env(WorldOptions {
+            timeout: Duration::from_secs_f64(config.collective_timeout_s),
+            backend: if on_cuda { Backend::Nccl } else { Backend::Shm },
+            ..WorldOptions::default()
+        })
     }
 
     fn alone(env: WorkerEnv, device: Device, lane: Arc<Lane>) -> Self {

@@ -151,7 +151,7 @@ impl LossInput<'_> {
         Some(entropy.ge(least).to_kind(entropy.kind())) // [C]
     }
 
-    fn validate(&self, config: &LossConfig) -> Result<()> {
+    pub(super) fn validate(&self, config: &LossConfig) -> Result<()> {
         let invalid = |expected: String, got: String| Err(Error::InvalidArgument { op: "policy_loss", expected, got });
         if !matches!(self.logprobs.kind(), Kind::Float | Kind::Double) {
             return invalid("logprobs of kind Float or Double".into(), format!("{:?}", self.logprobs.kind()));

@@ -8,6 +8,7 @@
 
 mod advantages;
 mod entropy;
+mod function;
 mod importance;
 mod kl;
 mod loss;
@@ -23,6 +24,7 @@ pub(crate) mod golden;
 
 pub use advantages::{AdvantageConfig, AdvantageStats, assign_advantages, rewards_are_equal};
 pub use entropy::{EntropyControl, EntropyTerm};
+pub use function::LossFunction;
 pub use loss::{Denominators, LossInput, LossOutput, policy_loss};
 pub use moments::BatchStats;
 pub use options::LossConfig;

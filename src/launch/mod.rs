@@ -1,7 +1,7 @@
 //! Processes: the launcher that starts one worker a rank, passes their output and signals on, ends them all when one fails
 //! or stands still, and starts them again; and what a worker tells its launcher.
 //!
-//! A worker that fails leaves its error in memory that the launcher gave it ([`report_error`]); the launcher prints the one that came first and takes
+//! A worker that fails leaves its error in memory that the launcher gave it ([`report_failure`]); the launcher prints the one that came first and takes
 //! its exit code. What a worker is doing it says on a page that the launcher shares ([`crate::phase::SharedPage`]).
 //!
 //! | file | what it does |
@@ -14,11 +14,13 @@
 //! | `threads` | how workers' threads share the processors |
 //! | `watchdog` | a worker without a launcher of ours watches itself |
 //! | `way_on` | what a person is told who stops a run |
+//! | `program` | the beginning and the end of a process, and a program's `main` |
 //! | `exit` | the end of a process with a GPU's libraries |
 
 mod exit;
 mod group;
 mod output;
+mod program;
 mod report;
 mod signals;
 mod supervise;
@@ -28,8 +30,8 @@ mod way_on;
 mod worker;
 
 pub use exit::exit_now;
-pub use report::report_error;
-pub use signals::{outlive_file_limits, stop_on_signals};
+pub use program::{begin_process, main, report_failure};
+pub use signals::stop_on_signals;
 pub use supervise::run;
 pub use threads::{load_again_with_settings, name_process};
 pub use watchdog::watch_self;

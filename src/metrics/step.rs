@@ -54,6 +54,11 @@ impl StepMetrics {
         self.entries.insert(name.into(), MetricEntry { reduce: Reduce::Mean, value: sum, count });
     }
 
+    /// This rank's value of a metric, of a mean its own.
+    pub fn value(&self, name: &str) -> Option<f64> {
+        self.entries.get(name).map(MetricEntry::result)
+    }
+
     /// The group's metrics, the same on every rank. Collective over `group`.
     ///
     /// # Errors

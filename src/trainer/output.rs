@@ -92,8 +92,15 @@ impl RunOutput {
         self.log.display().advance();
     }
 
-    /// A step is done: reduces its metrics over ranks (collective) and writes a line per logging interval, and one at the end.
-    pub(super) fn step(&mut self, metrics: &StepMetrics, step: u64, epoch: f64, num_tokens: u64) -> Result<()> {
+    /// Reduces the metrics of a step over ranks (collective), writes a line per logging interval and one at the end, and returns the
+    /// values.
+    pub(super) fn step(
+        &mut self,
+        metrics: &StepMetrics,
+        step: u64,
+        epoch: f64,
+        num_tokens: u64,
+    ) -> Result<MetricValues> {
         let mut values = metrics.reduce(&*self.group)?;
         let rates = [
             ("perf/tokens_per_second_per_gpu", "tokens/trained", "step_time", self.group.size()),
@@ -108,11 +115,11 @@ impl RunOutput {
         values.insert("num_tokens".to_owned(), num_tokens as f64);
         values.insert("epoch".to_owned(), epoch);
         let has_no_signal = values.get("frac_reward_zero_std") == Some(&1.0) || values.get("grad_norm") == Some(&0.0);
-        self.log.step(step, values);
+        self.log.step(step, values.clone());
         if has_no_signal && !std::mem::replace(&mut self.said_no_signal, true) {
             self.say(&format!("step {step}: warning: in no group do rewards differ: no advantage, no gradient"));
         }
-        Ok(())
+        Ok(values)
     }
 
     /// An evaluation's metrics and its rewards' failures, already reduced.

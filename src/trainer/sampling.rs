@@ -120,7 +120,7 @@ impl Trainer {
             completions: completions.clone(),
         };
         let (groups, num_groups) = (begun.iter().map(group).collect(), self.share(self.batch.num_prompts).len());
-        Ok(GenerationBatch { begun, groups, num_groups, params: self.sampling_params(step), before, open })
+        Ok(GenerationBatch { begun, groups, num_groups, params: self.sampling_params_of(step), before, open })
     }
 
     /// Samples the next batch with the newest weights. Collective over the world.
@@ -137,7 +137,7 @@ impl Trainer {
     ///
     /// # Errors
     /// The first failure of any rank; these rows are then drawn again.
-    pub(super) fn score(&mut self, mut sampled: SampledBatch) -> Result<SampledBatch> {
+    pub(super) fn await_rewards(&mut self, mut sampled: SampledBatch) -> Result<SampledBatch> {
         if !sampled.is_scored {
             let awaited = phase::scope(Phase::Reward, || self.rewards.wait(&mut sampled.groups));
             if let Err(error) = self.world.agree(awaited) {
@@ -169,12 +169,16 @@ impl Trainer {
         self.place_among_engines().map_or(0..0, |place| share(len, (place, self.batch.roles.num_generators)))
     }
 
-    /// Mean reward on the held-out rows, if there are any.
-    pub(super) fn evaluate(&mut self) -> Result<Option<f64>> {
+    /// Samples and scores the held-out rows, writes their metrics and returns the mean reward: none where there are no rows, or no
+    /// sample was scored. Collective over the world.
+    ///
+    /// # Errors
+    /// The first failure of any rank.
+    pub fn evaluate(&mut self) -> Result<Option<f64>> {
         let Some(eval_set) = &self.eval_set else { return Ok(None) };
         self.rewards.set_progress(self.progress.global_step, self.schedule.total_steps as u64);
         let num_generations = self.config.eval_num_generations;
-        let params = SamplingParams { num_generations, ..self.sampling_params(eval::SAMPLING_STEP) };
+        let params = SamplingParams { num_generations, ..self.sampling_params_of(eval::SAMPLING_STEP) };
         let own = self.share(eval_set.len());
         let prompts: Vec<Prompt> = own.map(|row| eval_set.prompt(row).clone()).collect();
         let (model, rewards, output, world) = (&mut self.model, &mut self.rewards, &self.output, &self.world);
@@ -195,11 +199,18 @@ impl Trainer {
         let failures = failures.reduce(&*self.world.group())?;
         self.output.evaluation(&outcome, self.rewards.names(), failures, step, epoch);
         self.tell_unscored(&outcome)?;
-        Ok((outcome.reward.count > 0.0).then(|| outcome.reward.mean()))
+        let reward = (outcome.reward.count > 0.0).then(|| outcome.reward.mean());
+        self.eval_rewards.get_or_insert((reward, reward)).1 = reward;
+        Ok(reward)
+    }
+
+    /// The configured sampling of the prompts that [`Trainer::next_prompts`] drew.
+    pub fn sampling_params(&self) -> SamplingParams {
+        self.sampling_params_of(self.progress.generation_step)
     }
 
     /// How generation step `step` samples.
-    fn sampling_params(&self, step: u64) -> SamplingParams {
+    fn sampling_params_of(&self, step: u64) -> SamplingParams {
         SamplingParams {
             num_generations: self.config.num_generations,
             temperature: self.config.temperature,

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use tch::{Kind, Tensor};
 
 use super::build;
+use super::builder::Functions;
 use super::model::PolicyAndEngine;
 use super::output::RunOutput;
 use super::rows::TrainingRows;
@@ -290,10 +291,14 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
         saver,
         claim,
         saved_step: progress.global_step,
+        previous_step: progress.global_step,
         progress,
         ahead: None,
+        drawn: None,
         unscored: Unscored::default(),
         signal: Signal::default(),
+        functions: Functions::default(),
+        eval_rewards: None,
         engines,
         spread_lengths: None,
     })

@@ -62,6 +62,7 @@ impl Table {
 fn options(config: &LossConfig) -> UpdateOptions {
     UpdateOptions {
         loss: config.clone(),
+        loss_function: None,
         entropy_control: EntropyControl::default(),
         temperature: 1.0,
         num_iterations: 1,

@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::options::{UpdateOptions, UpdateOutcome};
 use crate::error::Result;
-use crate::grpo::{Denominators, DeviceStats, EntropyTerm, LossInput, LossOutput, policy_loss};
+use crate::grpo::{Denominators, DeviceStats, EntropyTerm, LossInput, LossOutput};
 use crate::phase::{self, Phase};
 use crate::torch::scalar;
 use crate::train::{MicroBatch, Scores, Sequence, TokenGradients};
@@ -53,7 +53,7 @@ impl UpdateSums {
             entropy_term: self.term,
         };
         let LossOutput { loss, dlogprobs, dentropy, mean_entropy, stats } =
-            policy_loss(&input, &options.loss, denominators)?;
+            options.differentiate(&input, denominators)?;
         // A loss that is not finite makes the gradient so: its norm tells all ranks to skip.
         let spoilt = if phase::fires_nan(Phase::ForwardBackward) { f64::NAN } else { 0.0 };
         let dlogprobs = dlogprobs.f_add(&loss.f_mul(&scalar(spoilt))?)?;
@@ -85,7 +85,7 @@ impl UpdateSums {
         };
         let nothing_to_divide =
             Denominators { num_sequences: 1.0, num_tokens: 1.0, num_update_tokens: 1.0, num_sequence_tokens: 1.0 };
-        let LossOutput { loss, mean_entropy, stats, .. } = policy_loss(&input, &options.loss, &nothing_to_divide)?;
+        let LossOutput { loss, mean_entropy, stats, .. } = options.differentiate(&input, &nothing_to_divide)?;
         self.add(Sums { loss, mean_entropy, aux_loss: None, stats })
     }
 

@@ -5,7 +5,9 @@ use std::time::Duration;
 use tch::Device;
 
 use crate::error::Result;
-use crate::grpo::{EntropyControl, LossConfig, LossStats};
+use crate::grpo::{
+    Denominators, EntropyControl, LossConfig, LossFunction, LossInput, LossOutput, LossStats, policy_loss,
+};
 use crate::phase::Phase;
 use crate::train::{Schedule, Sequence};
 
@@ -14,6 +16,8 @@ use crate::train::{Schedule, Sequence};
 pub struct UpdateOptions {
     /// The objective.
     pub loss: LossConfig,
+    /// A loss of the caller's own in place of it.
+    pub loss_function: Option<LossFunction>,
     /// Weight of the entropy bonus in the first update.
     pub entropy_control: EntropyControl,
     /// Temperature of the sampler, applied to the trainer's logits too.
@@ -43,6 +47,14 @@ impl UpdateOptions {
     /// serve as old ones.
     pub(super) fn needs_old_logprobs(&self) -> bool {
         self.num_updates() > 1
+    }
+
+    /// A micro-batch's loss and its gradient.
+    pub(super) fn differentiate(&self, input: &LossInput<'_>, denominators: &Denominators) -> Result<LossOutput> {
+        match &self.loss_function {
+            Some(own) => own.differentiate(input, &self.loss, denominators),
+            None => policy_loss(input, &self.loss, denominators),
+        }
     }
 
     /// Updates of one generation batch, skipped ones too; no more than the schedule has left.

@@ -22,6 +22,7 @@ mod gpu_training;
 mod hostile;
 mod hub;
 mod launch;
+mod library;
 mod lora;
 mod model;
 mod on_gpu;

@@ -10,7 +10,7 @@ use colo_grpo::internal::data::PromptSampler;
 use colo_grpo::internal::dist::World;
 use colo_grpo::internal::metrics::{CompletionRow, read_completions, read_metrics};
 use colo_grpo::internal::trainer::Trainer;
-use colo_grpo::reward::{RewardFunction, RewardInput};
+use colo_grpo::reward::RewardInput;
 
 use crate::checkpoint::Runs;
 use crate::ranks;
@@ -68,11 +68,11 @@ fn train(world: Arc<World>, folder: &Path, delay: fn(u64) -> u64, keys: &[&str])
     let overrides: Vec<String> =
         overrides.into_iter().chain(fixed.iter().chain(keys).map(|key| (*key).to_owned())).collect();
     let config = Config::load(Some(&root.join("configs/tiny-cpu.toml")), &overrides).unwrap();
-    let reward: RewardFunction = Arc::new(move |input: &RewardInput<'_>| {
+    let trainer = Trainer::builder(config, world).reward("known_rate", move |input| {
         std::thread::sleep(Duration::from_millis(delay(mixed(input.prompt.bytes().map(u64::from)))));
         Ok(known_rate(input))
     });
-    Trainer::with_rewards(config, world, &[("known_rate", reward)]).unwrap().run().unwrap();
+    trainer.build().unwrap().run().unwrap();
     if rank > 0 {
         return None;
     }

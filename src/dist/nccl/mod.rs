@@ -51,7 +51,7 @@ fn check_settings(is_set: impl Fn(&str) -> bool) -> Result<()> {
     }
     let missing: Vec<_> = missing.into_iter().map(|(name, value)| format!("{name}={value}")).collect();
     let message = format!(
-        "NCCL is not set up: start the program with {} (or call colo_grpo::load_again_with_settings first in main)",
+        "NCCL is not set up: start the program with {} (or let colo_grpo::main run the program)",
         missing.join(" ")
     );
     Err(Error::Environment { message })

@@ -106,6 +106,7 @@ pub fn kv_cache_bytes(tp_size: usize) -> usize {
 pub fn update_options() -> UpdateOptions {
     UpdateOptions {
         loss: LossConfig::default(),
+        loss_function: None,
         entropy_control: EntropyControl::default(),
         router_aux_loss_coef: None,
         temperature: f64::from(TEMPERATURE),

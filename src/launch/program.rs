@@ -1,0 +1,78 @@
+//! The beginning and the end of a process: its log, what its failure prints, and its exit code.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use super::way_on::OnStop;
+use super::{exit, report, signals, threads};
+use crate::dist::WorkerEnv;
+use crate::error::{Error, ExitCode, Result, panic_message};
+use crate::metrics::redact;
+use crate::phase::{self, sweep, terminal};
+use crate::torch;
+
+/// Warnings, the engine's size and long waits for the compiler unless `COLO_GRPO_LOG` says otherwise.
+const LOG_FILTER: &str = "warn,colo_grpo::rollout=info,colo_grpo::cuda=info";
+
+/// Runs `work` as the program of this process, and ends the process: with 0, or with the message and the exit code of its error, as
+/// `colo-grpo` itself would. TERM, INT, USR1 and HUP ask a run to save, which ends it with 75. Call it first in `main`: the
+/// process may be loaded again, with settings for OpenMP and NCCL.
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use colo_grpo::{Config, Result, Trainer, World};
+///
+/// fn main() {
+///     colo_grpo::main(train)
+/// }
+///
+/// fn train() -> Result<()> {
+///     let config = Config::load(Some("run.toml".as_ref()), &[])?;
+///     let world = Arc::new(World::for_run(&config)?);
+///     Trainer::new(config, world)?.run()?;
+///     Ok(())
+/// }
+/// ```
+pub fn main(work: impl FnOnce() -> Result<()>) -> ! {
+    threads::load_again_with_settings();
+    let outcome = begin_process().and_then(|()| {
+        sweep();
+        let is_first = WorkerEnv::from_env()?.is_none_or(|env| env.rank == 0);
+        signals::stop_on_signals(OnStop::Save, is_first && !phase::is_watched());
+        catch_unwind(AssertUnwindSafe(work))
+            .unwrap_or_else(|panic| Err(Error::of_panic("the program", panic_message(&*panic))))
+    });
+    let code = outcome.map_or_else(|error| report_failure(&error), |()| ExitCode::Done);
+    exit::exit_now(code as i32)
+}
+
+/// Prepares this process: log lines, limits of files, libtorch's memory, and the page that a launcher watches.
+///
+/// # Errors
+/// [`Error::Environment`] if there is no memory for the page.
+pub fn begin_process() -> Result<()> {
+    init_tracing();
+    signals::outlive_file_limits();
+    torch::keep_memory();
+    phase::publish()
+}
+
+/// Reports the failure of this process once: to a worker's launcher through the error file, to anyone else on stderr. Returns the exit
+/// code that it is to end with.
+pub fn report_failure(error: &Error) -> ExitCode {
+    let rank = std::env::var("RANK").ok().and_then(|rank| rank.parse().ok());
+    report::report_error(error, rank);
+    error.exit_code()
+}
+
+/// Log lines go to stderr; `COLO_GRPO_LOG` filters them (`debug`, `colo_grpo::rollout=trace`).
+fn init_tracing() {
+    let filter = tracing_subscriber::EnvFilter::try_from_env("COLO_GRPO_LOG")
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(LOG_FILTER));
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(terminal::Log { redact: |line| redact(line) })
+        .with_ansi(false)
+        .with_target(false)
+        .without_time()
+        .try_init();
+}

@@ -1,0 +1,161 @@
+//! A run around its steps: what comes before the first, after each and after the last.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+
+use super::{RunSummary, StepReport, Trainer, passes};
+use crate::checkpoint::{self, Claim, SavedConfig, TrainerState};
+use crate::dist::any_rank;
+use crate::error::{Error, ExitCode, Result, panic_message};
+use crate::memory;
+use crate::metrics::StepMetrics;
+use crate::phase;
+use crate::train::Policy;
+
+impl Trainer {
+    /// Runs a loop of the caller's own over this trainer, so that its failure reaches all ranks: none is left waiting in a collective.
+    /// Where rewards failed for good, what was reached is saved. Collective over the world.
+    ///
+    /// # Errors
+    /// The first failure of any rank, panics included.
+    pub fn run_with<R>(&mut self, work: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
+        let outcome =
+            catch_unwind(AssertUnwindSafe(|| work(&mut *self).or_else(|error| self.save_without_rewards(error))));
+        let outcome = outcome.unwrap_or_else(|panic| Err(Error::of_panic("training", panic_message(&*panic))));
+        let outcome = outcome.map_err(memory::explain_out_of_memory);
+        if let Err(error) = &outcome {
+            self.world.post_failure(error); // peers may be waiting in a collective
+        }
+        outcome
+    }
+
+    /// Evaluates before the first step, unless a resumed run has done it; collective over the world.
+    ///
+    /// # Errors
+    /// The first failure of any rank, and a metric that no evaluation has.
+    pub fn start(&mut self) -> Result<()> {
+        match self.output.evaluations() {
+            Some((first, newest)) => self.eval_rewards = Some((Some(first), Some(newest))), // the resumed run's
+            None => drop(self.evaluate()?),
+        }
+        if self.progress.global_step >= self.schedule.total_steps as u64 {
+            self.output.say(&format!(
+                "nothing is left to train: step {} of {}",
+                self.progress.global_step, self.schedule.total_steps
+            ));
+        }
+        self.check_metric()
+    }
+
+    /// Whether the last step is made, or training has stopped early.
+    pub fn is_finished(&self) -> bool {
+        self.progress.global_step >= self.schedule.total_steps as u64 || self.is_exhausted()
+    }
+
+    /// Ends a step: writes its metrics, calls the function of [`TrainerBuilder::on_step`](super::TrainerBuilder::on_step), evaluates
+    /// and saves where the configuration says so. Collective over the world.
+    ///
+    /// # Errors
+    /// [`Error::Preempted`] after a save, if a stop was asked for before the last step; else the first failure of any rank.
+    pub fn finish_step(&mut self, metrics: &StepMetrics) -> Result<()> {
+        let (before, now) = (self.previous_step, self.progress.global_step);
+        let renewed = self.claim.as_mut().map_or(Ok(false), Claim::renew);
+        if self.world.agree(renewed)? {
+            self.output.log().begin_again(&self.config)?;
+        }
+        let values = self.output.step(metrics, now, self.sampler.epochs(), self.progress.num_tokens)?;
+        if let Some(on_step) = &mut self.functions.on_step {
+            let (max_steps, epoch) = (self.schedule.total_steps as u64, self.sampler.epochs());
+            self.world.agree(on_step(&StepReport { step: now, max_steps, epoch, metrics: &values }))?;
+        }
+        self.unscored.check()?;
+        let mut finished = now >= self.schedule.total_steps as u64;
+        let evaluates = finished || passes(self.config.eval_steps, before, now);
+        if evaluates {
+            self.evaluate()?;
+        }
+        if !finished && self.is_exhausted() {
+            self.tell_early_stop();
+            finished = true;
+        }
+        let stop = any_rank(&*self.world.group(), phase::stop_requested())? && !finished; // what is left is no more than a save
+        let save_steps = self.config.save_steps;
+        let is_due =
+            passes(save_steps, before, now) || (finished && save_steps.is_some()) || (evaluates && self.is_best());
+        if stop || is_due {
+            let saved = self.save()?;
+            if stop {
+                self.saver.finish(&self.world)?;
+                self.output.finish()?;
+                return Err(Error::Preempted { step: now, saved });
+            }
+        }
+        Ok(())
+    }
+
+    /// Completes the checkpoint under way, writes the final model and the report; collective over the world.
+    ///
+    /// # Errors
+    /// The first failure of any rank.
+    pub fn finish(&mut self) -> Result<RunSummary> {
+        self.saver.finish(&self.world)?;
+        let model_step = self.load_best()?;
+        let of_model = self.output.evaluated("eval_reward").rfind(|(step, _)| *step == model_step);
+        let (eval_reward_before, newest) = self.eval_rewards.unwrap_or_default();
+        let eval_reward_after = of_model.map(|(_, reward)| reward).or(newest);
+        let model_dir = self.export()?;
+        let report = self.output.finish()?;
+        Ok(RunSummary { eval_reward_before, eval_reward_after, model_dir, report })
+    }
+
+    /// Writes the model to the folder `final` of the output folder, which is returned; collective over the world.
+    ///
+    /// # Errors
+    /// The first failure of any rank.
+    pub fn export(&self) -> Result<PathBuf> {
+        checkpoint::export(&self.config.output_dir, &self.base_dir, &self.world, self.model.policy())
+    }
+
+    /// Begins a checkpoint and returns its folder; it is complete when the next one begins, or with [`Trainer::finish`]. Collective
+    /// over the world.
+    ///
+    /// # Errors
+    /// The first failure of any rank.
+    pub fn save(&mut self) -> Result<PathBuf> {
+        let drawn = self.drawn.take().map(|(before, _)| before);
+        if let Some(before) = self.ahead.take().map(|ahead| ahead.before).or(drawn) {
+            self.put_back(before)?; // a run that was asked to stop: the batch is sampled again
+        }
+        let state = TrainerState {
+            global_step: self.progress.global_step,
+            num_updates: self.model.policy().map_or(0, Policy::num_updates),
+            generation_step: self.progress.generation_step,
+            epoch: self.sampler.epochs(),
+            max_steps: self.schedule.total_steps as u64,
+            num_input_tokens_seen: self.progress.num_tokens,
+            world_size: self.world.size(),
+            num_rows: self.dataset.len(),
+            sampler: self.sampler.state().clone(),
+            carried: self.carried.clone(),
+            entropy_control: Some(self.progress.entropy_control),
+            best_global_step: self.best().filter(|_| self.config.best.load_best_model_at_end).map(|best| best.step),
+            config: SavedConfig::of(self.config.entries()),
+            log_history: self.output.log().history().clone(),
+            unlogged: self.output.log().unlogged(),
+        };
+        self.saved_step = self.progress.global_step;
+        self.saver.save(&self.world, self.model.policy(), state)
+    }
+
+    /// Saves what was reached, if `error` is that rewards failed for good or tell nothing; gives `error` back. Collective over the
+    /// world.
+    fn save_without_rewards<R>(&mut self, error: Error) -> Result<R> {
+        if error.exit_code() == ExitCode::RewardService || matches!(error, Error::NoSignal { .. }) {
+            let begun = if self.progress.global_step > self.saved_step { self.save().map(drop) } else { Ok(()) };
+            if let Err(failure) = begun.and_then(|()| self.saver.finish(&self.world)) {
+                tracing::warn!("what was reached is not saved: {failure}");
+            }
+        }
+        Err(error)
+    }
+}

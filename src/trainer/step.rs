@@ -1,0 +1,227 @@
+//! The parts of a step, which [`Trainer::train_step`] calls in turn and a program with a loop of its own calls by itself.
+
+use std::time::Instant;
+
+use super::carry::Carry;
+use super::records;
+use super::sampling::{SampledBatch, context};
+use super::signal::{self, Tally};
+use super::{Trainer, passes};
+use crate::config::{DynamicSampling, Mode};
+use crate::dist::{ReduceOp, all_reduce_f64};
+use crate::error::{Error, Result};
+use crate::grpo::{self, AdvantageConfig, AdvantageStats, BatchStats, LossConfig};
+use crate::metrics::StepMetrics;
+use crate::phase;
+use crate::rollout::RolloutEngine;
+use crate::train::{Policy, Sequence, Transitions};
+use crate::types::{Prompt, RolloutGroup};
+use crate::update::{UpdateOptions, UpdateOutcome};
+
+/// This rank's completions of one generation batch, with their rewards and advantages.
+#[derive(Debug)]
+pub struct TrainingBatch {
+    /// The groups. Rewards and advantages may be changed before [`Trainer::update`]; a completion without a reward is left out of it.
+    pub groups: Vec<RolloutGroup>,
+    /// The place of each in the order of the data; none where ranks follow one another.
+    places: Vec<u32>,
+    /// Groups that are left out, each with its place.
+    dropped: Vec<(u32, RolloutGroup)>,
+    tally: Option<Tally>,
+    carry: Carry,
+    advantages: AdvantageStats,
+    /// When the step began.
+    start: Instant,
+}
+
+/// The work of engines that do none beside an update.
+type NoWork = fn(&mut RolloutEngine<'_>) -> Result<()>;
+
+impl Trainer {
+    /// Samples the next generation batch, and gives its completions rewards and advantages; collective over the world.
+    ///
+    /// # Errors
+    /// The first failure of any rank. Where rewards failed, the batch is the next one again.
+    pub fn rollout(&mut self) -> Result<TrainingBatch> {
+        let start = self.begin_step()?;
+        let sampled = match self.ahead.take() {
+            Some(ahead) => ahead,
+            None => self.sample()?,
+        };
+        self.training_batch(sampled, start)
+    }
+
+    /// Draws the next prompts of the data, for a program that samples for itself, and returns this rank's share: none on a rank
+    /// that only trains. [`Trainer::score`] takes the completions.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for a key that begins more groups than a step takes, which [`Trainer::rollout`] serves.
+    pub fn next_prompts(&mut self) -> Result<Vec<Prompt>> {
+        self.check_one_batch_a_step()?;
+        let start = self.begin_step()?;
+        let batch = self.next_batch(self.progress.generation_step, self.progress.global_step)?;
+        let prompts = batch.groups.iter().map(|group| group.prompt.clone()).collect();
+        self.drawn = Some((batch.before, start));
+        Ok(prompts)
+    }
+
+    /// Runs `work` with the engine awake; a rank without one returns `R`'s default. Collective over the world.
+    ///
+    /// # Errors
+    /// The first failure of any rank.
+    pub fn with_rollout<R: Default>(&mut self, work: impl FnOnce(&mut RolloutEngine<'_>) -> Result<R>) -> Result<R> {
+        self.model.with_rollout(work)
+    }
+
+    /// Gives completions of the [`Trainer::next_prompts`] their rewards and advantages; collective over the world.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] where no prompts were drawn; else the first failure of any rank. Where rewards failed, the prompts
+    /// are the next ones again.
+    pub fn score(&mut self, groups: Vec<RolloutGroup>) -> Result<TrainingBatch> {
+        let Some((before, start)) = self.drawn.take() else {
+            let expected = "a call of Trainer::next_prompts before".to_owned();
+            return Err(Error::InvalidArgument { op: "Trainer::score", expected, got: "none".to_owned() });
+        };
+        groups.iter().for_each(|group| self.rewards.submit(group));
+        let (places, dropped, carry) = (Vec::new(), Vec::new(), Carry::default());
+        let sampled = SampledBatch { groups, places, dropped, tally: None, is_scored: false, before, carry };
+        self.training_batch(sampled, start)
+    }
+
+    /// Computes the advantages of a batch from its rewards, by the configuration and by a function of
+    /// [`TrainerBuilder::advantages`](super::TrainerBuilder::advantages). Needed again only where rewards were changed. Collective over the world.
+    ///
+    /// # Errors
+    /// Those of the function and of the collective.
+    pub fn assign_advantages(&self, batch: &mut TrainingBatch) -> Result<()> {
+        batch.advantages = self.advantages_of(&mut batch.groups)?;
+        Ok(())
+    }
+
+    /// Trains on a batch, counts it and returns this rank's metrics; collective over the world.
+    ///
+    /// # Errors
+    /// The first failure of any rank.
+    pub fn update(&mut self, batch: TrainingBatch) -> Result<StepMetrics> {
+        let TrainingBatch { groups, places, dropped, tally, carry, advantages, start } = batch;
+        let sequences = records::sequences(&groups, &places, self.config.mask_truncated_completions);
+        let outcome = self.update_policy(&sequences)?;
+        self.previous_step = self.progress.global_step;
+        self.progress.global_step += outcome.num_updates;
+        self.progress.entropy_control = outcome.entropy_control;
+        self.progress.generation_step += 1;
+        self.progress.num_tokens += self.count_tokens(&groups)?;
+        self.output.completions(&signal::logged(&groups, &places, &dropped), self.progress.global_step)?;
+        let mut metrics = records::step_metrics(self.rewards.names(), &groups, &advantages, &outcome);
+        if LossConfig::from(&self.config).has_entropy_bonus() {
+            records::bonus_metrics(&mut metrics, &outcome);
+        }
+        records::failure_metrics(&mut metrics, self.rewards.take_failures());
+        self.tell_failures(&advantages)?;
+        self.add_signal_metrics(&mut metrics, tally, &groups, &dropped);
+        carry.add_metrics(&mut metrics, &self.config);
+        let transitions = self.take_transitions()?;
+        let role = if self.model.policy().is_some() { "trainers" } else { "generators" };
+        let role = Some(role).filter(|_| self.config.mode == Mode::Split);
+        records::cost_metrics(&mut metrics, start.elapsed(), transitions, role)?;
+        Ok(metrics)
+    }
+
+    fn begin_step(&mut self) -> Result<Instant> {
+        phase::set_step(self.progress.generation_step);
+        let start = Instant::now();
+        let _ = phase::take_timings(); // of loading, evaluation and saving
+        self.take_transitions()?;
+        Ok(start)
+    }
+
+    fn training_batch(&mut self, sampled: SampledBatch, start: Instant) -> Result<TrainingBatch> {
+        let SampledBatch { mut groups, places, dropped, tally, carry, .. } = self.await_rewards(sampled)?;
+        let advantages = self.advantages_of(&mut groups)?;
+        Ok(TrainingBatch { groups, places, dropped, tally, carry, advantages, start })
+    }
+
+    /// Refuses what samples other groups than those of one batch.
+    fn check_one_batch_a_step(&self) -> Result<()> {
+        let config = &self.config;
+        let refuse = |key: &str, value: &dyn std::fmt::Display, served: &str| {
+            Err(Error::invalid_value(key, value, format!("{served} where a program samples for itself")))
+        };
+        if config.oversample > 0.0 {
+            return refuse("oversample", &config.oversample, "0");
+        }
+        if config.split.async_steps > 0 {
+            return refuse("split.async_steps", &config.split.async_steps, "0");
+        }
+        match config.dynamic_sampling {
+            DynamicSampling::Replace => refuse("dynamic_sampling", &"replace", "none or filter"),
+            _ => Ok(()),
+        }
+    }
+
+    /// Trains on a batch. Engines that have nothing else to do sample the next one meanwhile, unless a checkpoint or an
+    /// evaluation is due: a batch under way is in no checkpoint, and its failed rewards are not the evaluation's.
+    fn update_policy(&mut self, sequences: &[Sequence]) -> Result<UpdateOutcome> {
+        let options = self.update_options();
+        let (before, after) = (self.progress.global_step, self.progress.global_step + options.num_updates());
+        let is_due = |every| passes(every, before, after);
+        let interrupted = is_due(self.config.save_steps) || is_due(self.config.eval_steps);
+        if self.config.split.async_steps == 0 || interrupted || after >= self.schedule.total_steps as u64 {
+            return Ok(self.model.update(sequences, &options, &self.output, None::<NoWork>)?.0);
+        }
+        let mut batch = self.next_batch(self.progress.generation_step + 1, after)?;
+        let (work, model, mut context) = (batch.work(), &mut self.model, context!(self));
+        let output = context.output;
+        let next = |engine: &mut RolloutEngine<'_>| work.run(engine, &mut context);
+        let (outcome, sampled) = model.update(sequences, &options, output, Some(next))?;
+        self.ahead = Some(self.take(batch, sampled)?);
+        Ok(outcome)
+    }
+
+    /// What moving optimizer state took since the last call.
+    fn take_transitions(&self) -> Result<Transitions> {
+        self.model.policy().map_or_else(|| Ok(Transitions::default()), Policy::take_transitions)
+    }
+
+    /// Tokens of a generation batch over all ranks.
+    fn count_tokens(&self, groups: &[RolloutGroup]) -> Result<u64> {
+        let of_group = |group: &RolloutGroup| -> usize {
+            let prompt_len = group.prompt.token_ids.len();
+            group.completions.iter().map(|completion| prompt_len + completion.num_sampled()).sum()
+        };
+        let own: usize = groups.iter().map(of_group).sum();
+        let mut total = [own as f64];
+        all_reduce_f64(&*self.world.group(), &mut total, ReduceOp::Sum)?;
+        Ok(total[0] as u64)
+    }
+
+    fn advantages_of(&self, groups: &mut [RolloutGroup]) -> Result<AdvantageStats> {
+        let config = AdvantageConfig::from(&self.config);
+        let mut stats = grpo::assign_advantages(groups, &config, Some(&*self.world.group()))?;
+        stats.rewards.resize(self.config.reward_funcs.len(), BatchStats::default()); // of a rank without groups
+        records::reduce_advantages(&mut stats, &*self.world.group())?;
+        if let Some(assign) = &self.functions.advantages {
+            self.world.agree(assign(groups))?;
+        }
+        Ok(stats)
+    }
+
+    fn update_options(&self) -> UpdateOptions {
+        UpdateOptions {
+            loss: LossConfig::from(&self.config),
+            loss_function: self.functions.loss.clone(),
+            entropy_control: self.progress.entropy_control,
+            temperature: f64::from(self.config.temperature),
+            num_iterations: self.config.num_iterations,
+            updates_per_generation: self.batch.updates_per_generation,
+            max_tokens_per_micro_batch: self.config.max_tokens_per_micro_batch,
+            share_prompts: self.config.share_prompts,
+            schedule: self.schedule,
+            global_step: self.progress.global_step,
+            max_grad_norm: self.config.optimizer.max_grad_norm,
+            router_aux_loss_coef: self.config.objective.router_aux_loss_coef,
+            device: self.world.device(),
+        }
+    }
+}

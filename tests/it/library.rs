@@ -1,0 +1,148 @@
+//! The library as a program of its own uses it.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex};
+
+use colo_grpo::grpo::{Denominators, LossInput};
+use colo_grpo::internal::metrics::{read_completions, read_metrics};
+use colo_grpo::reward::RewardInput;
+use colo_grpo::signatures::{RunSummary, StepReport, TrainerBuilder};
+use colo_grpo::{Config, ExitCode, Result, Trainer, World};
+use tch::Kind;
+
+const NUM_STEPS: usize = 3;
+
+/// A run of three steps in which functions of the program take part; its entropy bonus moves with every update.
+fn builder(folder: &Path, keys: &[&str]) -> TrainerBuilder {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let paths = [("model_name_or_path", "model"), ("train_file", "train.jsonl"), ("eval_file", "eval.jsonl")];
+    let fixed = [
+        "eval_steps=2",
+        "eval_num_generations=1",
+        "max_eval_samples=4",
+        "max_steps=3",
+        "save_steps=2",
+        "per_device_train_batch_size=16",
+        "reward_funcs=[\"remainder\"]",
+        "reward_weights=[1.0]",
+        "log_completions=true",
+        "tensor_parallel_size=1",
+        "kv_cache_bytes=4194304",
+    ];
+    let overrides = paths
+        .map(|(key, file)| format!("{key}={}", root.join("configs/arithmetic").join(file).display()))
+        .into_iter()
+        .chain([format!("output_dir={}", folder.display())])
+        .chain(fixed.iter().chain(keys).map(|key| (*key).to_owned()));
+    let config = Config::load(Some(&root.join("configs/tiny-cpu.toml")), &overrides.collect::<Vec<_>>()).unwrap();
+    let remainder = |input: &RewardInput<'_>| Ok((input.token_ids.iter().sum::<u32>() % 5) as f32); // completions differ
+    Trainer::builder(config, Arc::new(World::single())).reward("remainder", remainder)
+}
+
+fn own_loop(trainer: &mut Trainer) -> Result<RunSummary> {
+    trainer.start()?;
+    while !trainer.is_finished() {
+        let (prompts, params) = (trainer.next_prompts()?, trainer.sampling_params());
+        let groups = trainer.with_rollout(|engine| engine.generate(&prompts, &params, |_| ()))?;
+        let batch = trainer.score(groups)?;
+        let metrics = trainer.update(batch)?;
+        assert!(metrics.value("grad_norm").unwrap() > 0.0);
+        trainer.finish_step(&metrics)?;
+    }
+    trainer.finish()
+}
+
+type Files = (Vec<BTreeMap<String, u64>>, Vec<Vec<u8>>, String);
+
+/// The files of a run but for its times: bits of the metrics, weights, completions.
+fn files(folder: &Path) -> Files {
+    let is_time = |name: &str| ["step_time", "timing_s/", "perf/", "transition/"].iter().any(|it| name.starts_with(it));
+    let values = |values: BTreeMap<String, f64>| {
+        values.into_iter().filter(|(name, _)| !is_time(name)).map(|(name, value)| (name, value.to_bits())).collect()
+    };
+    let lines = read_metrics(&folder.join("metrics.jsonl")).unwrap().into_iter().map(|line| values(line.values));
+    let models = ["final", "checkpoint-2", "checkpoint-3"];
+    let weights = models.map(|name| std::fs::read(folder.join(name).join("model.safetensors")).unwrap());
+    let completions = folder.join(format!("completions/completions_{NUM_STEPS:05}.parquet"));
+    (lines.collect(), weights.into(), format!("{:?}", read_completions(&completions).unwrap()))
+}
+
+#[test]
+fn a_loop_of_its_own_writes_the_same_bytes_as_run() {
+    tch::set_num_threads(1);
+    let folder = tempfile::tempdir().unwrap();
+    let bonus = ["entropy_coef=0.02", "use_adaptive_entropy=true", "entropy_target=9", "entropy_coef_delta=0.01"];
+    let steps = Arc::new(Mutex::new(Vec::new()));
+    let heard = steps.clone();
+    let on_step = move |report: &StepReport<'_>| {
+        heard.lock().unwrap().push((report.step, report.metrics["entropy_coef"]));
+        Ok(())
+    };
+    let summary = builder(&folder.path().join("run"), &bonus).on_step(on_step).build().unwrap().run().unwrap();
+    let own = builder(&folder.path().join("loop"), &bonus).build().unwrap().run_with(own_loop).unwrap();
+    let expected = files(&folder.path().join("run"));
+    assert!(expected == files(&folder.path().join("loop")), "the files differ");
+    assert_eq!(
+        expected.0.len(),
+        2 * NUM_STEPS,
+        "a line each step, and evaluations before, after step 2 and at the end"
+    );
+    assert!(expected.1[0] != expected.1[1], "nothing is learned");
+    let rewards = |summary: &RunSummary| (summary.eval_reward_before, summary.eval_reward_after);
+    assert_eq!(rewards(&own), rewards(&summary));
+    let steps = steps.lock().unwrap();
+    let coefs: Vec<f64> = steps.iter().map(|(_, coef)| *coef).collect();
+    assert_eq!(steps.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 2, 3]);
+    assert!(coefs.windows(2).all(|pair| pair[1] > pair[0]), "{coefs:?}");
+
+    // Functions of the program replace advantages and the loss: with advantages of 0 nothing is learned.
+    let reinforce = |input: &LossInput<'_>, over: &Denominators| {
+        let advantages = input.advantages.index_select(0, input.sequence_of_token);
+        Ok(-(input.logprobs * advantages).sum(Kind::Float) / over.num_tokens)
+    };
+    let silent = folder.path().join("silent");
+    let trainer = builder(&silent, &[]).loss(reinforce).advantages(|groups| {
+        groups.iter_mut().flat_map(|group| &mut group.completions).for_each(|completion| completion.advantage = 0.0);
+        Ok(())
+    });
+    trainer.build().unwrap().run().unwrap();
+    let lines = read_metrics(&silent.join("metrics.jsonl")).unwrap();
+    let norms: Vec<f64> = lines.iter().filter_map(|line| line.values.get("grad_norm")).copied().collect();
+    assert_eq!(norms, [0.0; NUM_STEPS]);
+
+    let refused = |builder: TrainerBuilder, key: &str| {
+        let error = builder.build().unwrap_err();
+        assert_eq!((error.exit_code(), error.to_string().starts_with(key)), (ExitCode::Configuration, true), "{error}");
+    };
+    refused(builder(&silent, &["entropy_coef=0.1"]).loss(reinforce), "entropy_coef");
+    refused(builder(&silent, &[]).reward("unnamed", |_| Ok(0.0)), "reward_funcs");
+    let oversampled = folder.path().join("oversampled");
+    let mut trainer = builder(&oversampled, &["oversample=1.0"]).build().unwrap();
+    assert!(trainer.next_prompts().unwrap_err().to_string().starts_with("oversample"));
+    assert!(trainer.score(Vec::new()).unwrap_err().to_string().contains("next_prompts"));
+}
+
+#[test]
+fn a_program_ends_with_the_message_and_the_code_of_its_error() {
+    const VARIABLE: &str = "COLO_GRPO_LIBRARY";
+    match std::env::var(VARIABLE).as_deref() {
+        Ok("error") => colo_grpo::main(|| Config::load(None, &["nonsense=1".to_owned()]).map(drop)),
+        Ok("panic") => colo_grpo::main(|| panic!("lost")),
+        Ok(_) => colo_grpo::main(|| Ok(())),
+        Err(_) => {}
+    }
+    for (kind, code, message) in [("error", 2, "nonsense"), ("panic", 10, "lost"), ("done", 0, "")] {
+        let test = "library::a_program_ends_with_the_message_and_the_code_of_its_error";
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", test, "--nocapture"])
+            .env(VARIABLE, kind)
+            .stdin(Stdio::null())
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{kind}: {said}");
+        assert!(said.contains(message) && said.contains("error: ") == (code != 0), "{kind}: {said}");
+    }
+}
