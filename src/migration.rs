@@ -5,7 +5,11 @@ use serde_json::Value;
 /// What takes the place of `key` here, if it is another program's.
 pub(crate) fn advice(key: &str) -> Option<&'static str> {
     let key = bare(key);
-    KEYS.iter().find(|(names, _)| names.iter().any(|name| is_meant(name, key))).map(|(_, advice)| *advice)
+    let listed = |fits: &dyn Fn(&str) -> bool| KEYS.iter().find(|(names, _)| names.iter().any(|name| fits(name)));
+    let row = listed(&|name| name == key);
+    let renamed = RENAMED.iter().find(|(theirs, _)| is_meant(theirs, key)).map(|(_, ours)| *ours);
+    let advice = row.map(|(_, advice)| *advice).or(renamed);
+    advice.or_else(|| listed(&|name| is_meant(name, key)).map(|(_, advice)| *advice))
 }
 
 /// The key here that takes the same values as `key`, which is another program's.
@@ -220,8 +224,8 @@ const WARMUP: &str = "warmup_steps, which is the ratio x updates in all: max_ste
                       num_generations / generation_batch_size x updates of each batch (steps_per_generation / \
                       gradient_accumulation_steps x num_iterations)";
 
-/// Names, of tables too (`start*`: all that begin so; verl's without `actor_rollout_ref.`) and what is written here; the first
-/// row that fits.
+/// Names, of tables too (`start*`: all that begin so; verl's without `actor_rollout_ref.`), and what is written here. A name that is
+/// listed comes before those in [`RENAMED`], and these before a table or a start; of several the first row.
 pub(crate) const KEYS: &[(&[&str], &str)] = &[
     // ---- what changes the result and has no counterpart ----
     (&["sync_ref_model", "ref_model_*"], "the reference model is that of the start"),
@@ -244,22 +248,18 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
     ),
     // ---- TRL and transformers ----
     (&["optim", "optim_args"], "the optimizer is AdamW"),
-    (&["vllm_tensor_parallel_size"], "tensor_parallel_size"),
     (
         &["vllm_gpu_memory_utilization"],
         "gpu_memory_utilization, best left at 0.9: the KV cache's memory is free while training",
     ),
-    (&["vllm_max_model_length", "max_seq_length"], "max_model_length"),
+    (&["max_seq_length"], "max_model_length"),
     (&["vllm_enable_sleep_mode"], "the engine always sleeps while training"),
-    (&["vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"], "importance_sampling_clip_max"),
     (&["vllm_importance_sampling_clip_min"], "importance_sampling_clip_min"),
-    (&["vllm_importance_sampling_mode"], "importance_sampling_mode"),
     (
         &["normalize_advantages", "rloo_k"],
         "RLOO is advantage_estimator = rloo; scale_rewards = batch normalizes its advantages, none leaves them, and \
          num_generations is its k",
     ),
-    (&["vllm_importance_sampling_correction"], "importance_sampling_correction"),
     (&["use_vllm", "vllm_*"], "the engine is built in; mode = colocated or split"),
     (&["bf16", "fp16", "tf32", "torch_dtype"], "dtype = auto, float32 or bfloat16"),
     (
@@ -272,7 +272,6 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
         &["eval_strategy", "evaluation_strategy", "do_eval", "eval_on_start"],
         "eval_steps, with eval_file or dataset_test_split",
     ),
-    (&["num_generations_eval"], "eval_num_generations"),
     (
         &["num_completions_to_print", "log_unique_prompts"],
         "log_completions, which writes all of them to output_dir; the report shows the first and the last",
@@ -285,7 +284,6 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
         "lora.r and the other keys of lora",
     ),
     (&["load_in_4bit", "use_bnb_nested_quant", "bnb_4bit_quant_type"], "quantization = nf4, with lora.r"),
-    (&["dataset_configs"], "dataset_config"),
     (
         &["datasets", "dataset_mixture"],
         "train_file = [..], in which hf://datasets/USER/NAME/PATTERN are files of the Hub; train_file_weights weighs them",
@@ -310,53 +308,34 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
         "the model is output_dir/final, which is uploaded with: hf upload USER/NAME output_dir/final",
     ),
     // ---- verl ----
-    (&["data.train_files"], "train_file"),
-    (&["data.val_files"], "eval_file"),
-    (&["data.max_prompt_length"], "max_prompt_length"),
-    (&["data.max_response_length"], "max_completion_length"),
     (
         &["data.train_batch_size", "data.gen_batch_size"],
         "generation_batch_size, in completions: prompts x num_generations",
     ),
-    (&["data.shuffle"], "shuffle_dataset"),
     (
         &["data.filter_overlong_prompts", "data.truncation"],
         "prompts longer than max_prompt_length are left out, never cut",
     ),
-    (&["data.prompt_key"], "dataset_prompt_column"),
-    (&["data.train_max_samples"], "max_train_samples"),
-    (&["data.val_max_samples"], "max_eval_samples"),
     (&["data.apply_chat_template_kwargs"], "chat_template_kwargs"),
     (&["data.reward_fn_key", "data.return_raw_chat"], "rows are verl's as they are"),
     (&["data.*"], NONE),
-    (&["model.path"], "model_name_or_path"),
     (&["model.enable_gradient_checkpointing"], "gradient_checkpointing"),
     (&["model.lora_rank", "model.lora_alpha", "model.target_modules"], "lora.r and the other keys of lora"),
     (&["model.use_remove_padding"], "nothing is padded"),
     (&["model.*"], NONE),
-    (&["actor.optim.lr"], "learning_rate"),
-    (&["actor.optim.lr_warmup_steps"], "warmup_steps"),
-    (&["actor.optim.weight_decay"], "weight_decay"),
-    (&["actor.optim.warmup_style", "actor.optim.lr_scheduler_type"], "lr_scheduler_type"),
     (&["actor.optim.betas"], "adam_beta1 and adam_beta2"),
-    (&["actor.optim.total_training_steps"], "max_steps"),
     (&["actor.optim.*"], NONE),
     (
         &["actor.ppo_mini_batch_size"],
         "steps_per_generation and gradient_accumulation_steps, which make updates of a generation batch",
     ),
-    (&["actor.ppo_epochs"], "num_iterations"),
     (&["actor.use_kl_loss", "actor.kl_loss_coef", "algorithm.kl_ctrl.*", "algorithm.use_kl_in_reward"], "beta"),
-    (&["actor.clip_ratio", "actor.clip_ratio_low"], "epsilon"),
-    (&["actor.clip_ratio_high"], "epsilon_high"),
-    (&["actor.clip_ratio_c"], "delta"),
     (
         &["actor.kl_loss_type", "algorithm.kl_penalty"],
         "kl_estimator = k1, k2 or k3, which verl calls kl, mse and low_var_kl, too",
     ),
     (&["actor.loss_agg_mode"], "loss_type"),
     (&["actor.entropy_coeff"], "entropy_coef"),
-    (&["actor.grad_clip"], "max_grad_norm"),
     (&["actor.fsdp_config.*", "ref.fsdp_config.*"], "zero.stage, residency.optimizer and residency.reference"),
     (
         &[
@@ -375,21 +354,12 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
     (&["actor.strategy", "ref.strategy", "critic.strategy"], "the trainer is built in; zero.stage is how it shards"),
     (&["actor.use_torch_compile", "ref.use_torch_compile"], "the kernels are built in"),
     (&["actor.*", "ref.*"], NONE),
-    (&["rollout.n"], "num_generations"),
-    (&["rollout.tensor_model_parallel_size"], "tensor_parallel_size"),
-    (&["rollout.temperature"], "temperature"),
-    (&["rollout.top_p"], "top_p"),
-    (&["rollout.top_k"], "top_k"),
     (&["rollout.gpu_memory_utilization"], "gpu_memory_utilization"),
-    (&["rollout.max_num_seqs"], "max_num_seqs"),
-    (&["rollout.max_num_batched_tokens"], "max_num_batched_tokens"),
-    (&["rollout.val_kwargs.n"], "eval_num_generations"),
     (
         &["rollout.val_kwargs.*"],
         "evaluations sample as training does (temperature, top_p, top_k), eval_num_generations completions a prompt",
     ),
     (&["rollout.do_sample"], "completions are always sampled, at a temperature above 0"),
-    (&["rollout.max_model_len"], "max_model_length"),
     (&["rollout.prompt_length"], "max_prompt_length"),
     (&["rollout.response_length"], "max_completion_length"),
     (&["rollout.dtype"], "dtype = auto, float32 or bfloat16"),
@@ -412,15 +382,9 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
     (&["critic.*", "reward_model.*"], "GRPO has no critic; reward_funcs are functions and commands"),
     (&["custom_reward_function.*", "reward.custom_reward_function.*"], "reward_funcs = [\"file.py:function\"]"),
     (&["trainer.n_gpus_per_node", "trainer.nnodes"], "--nproc"),
-    (&["trainer.total_epochs"], "num_train_epochs"),
-    (&["trainer.total_training_steps"], "max_steps"),
-    (&["trainer.save_freq"], "save_steps"),
-    (&["trainer.test_freq"], "eval_steps"),
-    (&["trainer.default_local_dir"], "output_dir"),
     (&["trainer.resume_mode", "trainer.resume_from_path"], "resume_from_checkpoint"),
     (&["trainer.logger", "trainer.project_name", "trainer.experiment_name"], "report_to and run_name"),
     (&["trainer.val_before_train"], "eval_file, on which a run is evaluated before and after training in any case"),
     (&["trainer.critic_warmup"], "GRPO has no critic"),
-    (&["trainer.max_actor_ckpt_to_keep"], "save_total_limit"),
     (&["trainer.*"], NONE),
 ];

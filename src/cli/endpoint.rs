@@ -16,7 +16,7 @@ use crate::data::Message;
 use crate::dist::{WorkerEnv, World};
 use crate::endpoint::{ClientLimits, Dialogue, Server, ServerOptions, drive, engine_queue};
 use crate::error::{Error, Result};
-use crate::phase::{self, Phase, terminal};
+use crate::phase::terminal;
 use crate::serve::{ModelService, ServeOptions};
 
 /// Where the key may stand instead of the command line, which other users of the machine can read.
@@ -32,7 +32,6 @@ pub(super) fn bind(args: &ServeArgs) -> Result<Option<TcpListener>> {
 
 /// `serve`; collective over the world, whose ranks share one engine.
 pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, listener: Option<TcpListener>) -> Result<()> {
-    phase::arm_fault(args.fault.clone(), world.rank());
     let options = ServeOptions {
         model: &args.source.model,
         base_model: args.source.base_model.as_deref(),
@@ -42,8 +41,7 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, listener: O
         kind,
         residual: residual_kind(args.residual.residual_dtype, kind),
     };
-    let ModelService { mut served, tokenizer, .. } =
-        phase::scope(Phase::Load, || ModelService::load(&options, &world))?;
+    let ModelService { mut served, tokenizer, .. } = sample::load(&options, args.fault.clone(), &world)?;
     let name = args.served_model_name.clone().unwrap_or_else(|| args.source.model.display().to_string());
     let api_key = args.api_key.clone().or_else(|| std::env::var(API_KEY_VARIABLE).ok().filter(|key| !key.is_empty()));
     served.with_engine(|rollout| {

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::eval::{self, Estimate};
 use crate::memory;
 use crate::metrics::{gather_completions, write_completions};
-use crate::phase::{self, Phase, terminal};
+use crate::phase::{self, Fault, Phase, terminal};
 use crate::serve::{ModelService, ServeOptions};
 use crate::types::{Prompt, RolloutGroup, Trajectory};
 
@@ -144,9 +144,6 @@ pub(super) fn serve(
     world: &Arc<World>,
     kinds: (Kind, Kind),
 ) -> Result<ModelService> {
-    let device = world.device();
-    phase::on_fill(move |left_bytes| memory::fill(device, left_bytes));
-    phase::arm_fault(sampling.fault.clone(), world.rank());
     let options = ServeOptions {
         model: &args.model,
         base_model: args.base_model.as_deref(),
@@ -156,5 +153,13 @@ pub(super) fn serve(
         kind: kinds.0,
         residual: kinds.1,
     };
-    phase::scope(Phase::Load, || ModelService::load(&options, world))
+    load(&options, sampling.fault.clone(), world)
+}
+
+/// Loads a model to be sampled from, with the fault that a test injects; collective over the world.
+pub(super) fn load(options: &ServeOptions<'_>, fault: Option<Fault>, world: &Arc<World>) -> Result<ModelService> {
+    let device = world.device();
+    phase::on_fill(move |left_bytes| memory::fill(device, left_bytes));
+    phase::arm_fault(fault, world.rank());
+    phase::scope(Phase::Load, || ModelService::load(options, world))
 }

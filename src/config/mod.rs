@@ -7,6 +7,7 @@ mod choices;
 mod data;
 mod field;
 mod heartbeat;
+mod load;
 mod lora;
 mod objective;
 mod range;
@@ -19,7 +20,7 @@ mod split;
 mod validate;
 mod yaml;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::OnceLock;
 
 pub use batch::BatchPlan;
@@ -27,13 +28,13 @@ use batch::MAX_COUNT;
 pub use best::BestConfig;
 pub use choices::*;
 pub use data::{DataConfig, Files, Sources, TemplateVariables};
-use field::{Field, keys};
+use field::keys;
 pub(crate) use field::{KeyDoc, described};
 pub use heartbeat::HeartbeatConfig;
+pub(crate) use load::{ForeignEntry, foreign_entries};
 pub use lora::{LoraConfig, TargetModules};
 pub use objective::ObjectiveConfig;
-use range::{ABOVE_ZERO, ANY, BELOW_ONE, COUNT, SECONDS, above, at_least, from_to};
-use raw::RawConfig;
+use range::{ABOVE_ZERO, BELOW_ONE, COUNT, SECONDS, above, at_least, from_to};
 pub(crate) use raw::check_openings;
 pub(crate) use raw::pattern as key_pattern;
 pub use report::{ReportConfig, ReportTo};
@@ -43,42 +44,7 @@ pub use sft::SftConfig;
 pub(crate) use snapshot::toml_value;
 pub use split::{Roles, SplitConfig};
 
-use crate::error::Result;
-
-/// A key of a configuration that may be another program's, its value, and what was written where that stands for something else.
-pub(crate) type ForeignEntry = (String, serde_json::Value, Option<serde_json::Value>);
-
-/// Every key of a file and of overrides, whatever program's they are.
-///
-/// # Errors
-/// [`Error::ConfigSyntax`](crate::Error::ConfigSyntax) with the line for what does not parse.
-pub(crate) fn foreign_entries(file: Option<&Path>, overrides: &[String]) -> Result<Vec<ForeignEntry>> {
-    Ok(RawConfig::read(file, overrides)?.into_entries().collect())
-}
-
 impl Config {
-    /// Reads a TOML or YAML file and lays `key=value` (or `table.key=value`) overrides over it; an override's value is
-    /// a TOML value, or text where it is none. What depends on the world is left to [`Config::validate_world`].
-    ///
-    /// # Errors
-    /// [`Error::UnknownKeys`](crate::Error::UnknownKeys) with file, line and nearest key;
-    /// [`Error::InvalidValue`](crate::Error::InvalidValue) and [`Error::ConfigSyntax`](crate::Error::ConfigSyntax)
-    /// with file and line; [`Error::InvalidConfig`](crate::Error::InvalidConfig) where several keys or values are wrong.
-    pub fn load(file: Option<&Path>, overrides: &[String]) -> Result<Self> {
-        Self::load_noting(file, overrides, &mut Vec::new())
-    }
-
-    /// [`Config::load`], which adds a sentence to `notices` for every value that is read as another, such as TRL's
-    /// `top_k = -1`.
-    ///
-    /// # Errors
-    /// As [`Config::load`].
-    pub fn load_noting(file: Option<&Path>, overrides: &[String], notices: &mut Vec<String>) -> Result<Self> {
-        let raw = RawConfig::read(file, overrides)?;
-        notices.extend(raw.notices());
-        Self::validate(&raw)
-    }
-
     /// Whether the KL term has a model of its own: adapters have their frozen base, alone or beneath the initial adapters.
     pub fn has_reference(&self) -> bool {
         self.beta > 0.0 && self.lora.r.is_none()
@@ -92,25 +58,6 @@ impl Config {
     /// Whether the engine keeps its memory, and keys and values of unfinished groups in it, while a step trains.
     pub fn keeps_kv_cache(&self) -> bool {
         self.carried_kv == CarriedKv::Keep
-    }
-
-    /// Reads back what [`Config::to_toml`] wrote.
-    ///
-    /// # Errors
-    /// As [`Config::load`].
-    pub fn from_toml(text: &str) -> Result<Self> {
-        Self::validate(&RawConfig::read_text(text, Path::new("saved configuration"))?)
-    }
-
-    /// Where a run's model and rows are, of a configuration that may be wrong otherwise: what is missing is then reported with
-    /// all that is wrong.
-    pub fn sources(file: Option<&Path>, overrides: &[String]) -> Option<Sources> {
-        let (raw, mut wrong) = (RawConfig::read(file, overrides).ok()?, Vec::new());
-        let model = PathBuf::read(&raw, "model_name_or_path", None, &ANY, &mut wrong)?;
-        let revision = Option::<String>::read(&raw, "model_revision", Some(None), &ANY, &mut wrong)?;
-        let data = DataConfig::read(&raw, "", None, &ANY, &mut wrong).filter(|data| data.check().is_ok())?;
-        let eval_steps = Option::<usize>::read(&raw, "eval_steps", Some(None), &ANY, &mut wrong).flatten();
-        Some(Sources { model, revision, data, eval_steps })
     }
 
     /// Every key in declaration order.

@@ -1,15 +1,13 @@
 //! The configuration of supervised fine-tuning; keys that [`Config`](super::Config) has too mean the same.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use super::field::{keys, names};
 use super::range::{COUNT, SECONDS, above, from_to};
-use super::raw::RawConfig;
 use super::{
     DataConfig, Device, Dtype, GradientCheckpointing, HeartbeatConfig, LoraConfig, OptimizerConfig, Quantization,
     ResidualDtype, ZeroConfig,
 };
-use crate::error::Result;
 
 keys! {
     /// A validated supervised run on rows of `prompt` and `completion`, or of `messages`.
@@ -80,18 +78,6 @@ keys! {
 }
 
 impl SftConfig {
-    /// Reads a file and overrides as [`Config::load`](super::Config::load) does, with the same errors.
-    pub fn load(file: Option<&Path>, overrides: &[String]) -> Result<Self> {
-        Self::load_noting(file, overrides, &mut Vec::new())
-    }
-
-    /// [`SftConfig::load`], which adds a sentence to `notices` for every value that is read as another.
-    pub fn load_noting(file: Option<&Path>, overrides: &[String], notices: &mut Vec<String>) -> Result<Self> {
-        let raw = RawConfig::read(file, overrides)?;
-        notices.extend(raw.notices());
-        Self::validate(&raw)
-    }
-
     /// Every key in declaration order.
     pub fn keys() -> Vec<String> {
         names::<Self>()

@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use super::*;
-use crate::error::{Error, ExitCode, UnknownKey};
+use crate::error::{Error, ExitCode, Result, UnknownKey};
 
 /// The required keys and `overrides`.
 pub(super) fn config(overrides: &[&str]) -> Config {

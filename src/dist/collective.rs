@@ -105,13 +105,22 @@ pub fn all_gather_json<T: Serialize + ?Sized, U: DeserializeOwned>(
     op: &'static str,
     own: &T,
 ) -> Result<Vec<U>> {
-    let failed = |error: serde_json::Error| Error::Collective {
-        op,
-        group: group.name().to_owned(),
-        rank: group.ranks()[group.rank()],
-        message: error.to_string(),
+    let rank = group.ranks()[group.rank()];
+    gather_json((group.name(), rank), op, own, |own| all_gather_bytes(group, own))
+}
+
+/// Every rank's value by a `gather` of bytes; errors name the group and the world's rank.
+pub(super) fn gather_json<T: Serialize + ?Sized, U: DeserializeOwned>(
+    (group, rank): (&str, usize),
+    op: &'static str,
+    own: &T,
+    gather: impl FnOnce(&[u8]) -> Result<Vec<Vec<u8>>>,
+) -> Result<Vec<U>> {
+    let failed = |error: serde_json::Error| {
+        let (group, message) = (group.to_owned(), error.to_string());
+        Error::Collective { op, group, rank, message }
     };
-    let all = all_gather_bytes(group, &serde_json::to_vec(own).map_err(failed)?)?;
+    let all = gather(&serde_json::to_vec(own).map_err(failed)?)?;
     all.iter().map(|bytes| serde_json::from_slice(bytes).map_err(failed)).collect()
 }
 

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::collective::gather_json;
 use super::control::{ControlPlane, RankGroup};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Some ranks of the world on its control plane: [`World::host_group`](super::World::host_group).
 #[derive(Debug, Clone)]
@@ -29,19 +30,13 @@ impl HostGroup {
     /// Every rank's value, in rank order, on its way as JSON. `op` names the exchange in errors. Collective over the group.
     ///
     /// # Errors
-    /// [`Error::PeerFailed`] as soon as a rank of the world has posted a failure; [`Error::CollectiveTimeout`] with the ranks that
-    /// are late; [`Error::Collective`] for a value that JSON does not hold.
+    /// [`Error::PeerFailed`](crate::Error::PeerFailed) as soon as a rank of the world has posted a failure; [`Error::CollectiveTimeout`](crate::Error::CollectiveTimeout) with the ranks that
+    /// are late; [`Error::Collective`](crate::Error::Collective) for a value that JSON does not hold.
     pub fn all_gather_json<T: Serialize + DeserializeOwned>(&self, op: &'static str, own: T) -> Result<Vec<T>> {
         if self.size() == 1 {
             return Ok(vec![own]);
         }
-        let failed = |error: serde_json::Error| Error::Collective {
-            op,
-            group: self.ranks.name.clone(),
-            rank: self.ranks.ranks[self.ranks.rank],
-            message: error.to_string(),
-        };
-        let all = self.control.all_gather_bytes(&self.ranks, &serde_json::to_vec(&own).map_err(failed)?)?;
-        all.iter().map(|bytes| serde_json::from_slice(bytes).map_err(failed)).collect()
+        let rank = self.ranks.ranks[self.ranks.rank];
+        gather_json((&self.ranks.name, rank), op, &own, |own| self.control.all_gather_bytes(&self.ranks, own))
     }
 }

@@ -6,6 +6,7 @@ mod carrier;
 mod checks;
 mod collective;
 mod control;
+mod division;
 mod env;
 mod host_group;
 mod lane;

@@ -1,7 +1,7 @@
 //! The world: how ranks find one another, how they are grouped, and how a failure of one reaches all.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
 use tch::Device;
@@ -9,22 +9,21 @@ use tch::Device;
 use super::carrier::{Backend, Carrier};
 use super::collective::Collective;
 use super::control::{Alone, ControlPlane, RankGroup};
+use super::division::FIRST_DIVISION;
 use super::env::WorkerEnv;
-use super::host_group::HostGroup;
 use super::lane::Lane;
 use super::nccl::{self, NcclGroups};
 use super::rendezvous;
 #[cfg(test)]
 use super::shm::Member;
-use super::shm::{PARTITIONS, ShmControl};
+use super::shm::ShmControl;
 use super::single::SingleRank;
 use crate::config::Config;
 use crate::cuda::Placement;
 use crate::error::{Error, Result};
 
-/// The world's division for tensors of all ranks; that for host data is 0, others follow.
+/// The world's division for tensors of all ranks; that for host data is 0, those of [`World::subgroup`] follow.
 const TENSORS: usize = 1;
-const FIRST_DIVISION: usize = 2;
 
 /// How to join a world.
 #[derive(Debug, Clone, PartialEq)]
@@ -47,13 +46,13 @@ impl Default for WorldOptions {
 #[derive(Debug)]
 pub struct World {
     env: WorkerEnv,
-    control: Arc<dyn ControlPlane>,
-    everyone: Arc<RankGroup>,
-    tensors: Carrier,
+    pub(super) control: Arc<dyn ControlPlane>,
+    pub(super) everyone: Arc<RankGroup>,
+    pub(super) tensors: Carrier,
     /// All ranks, for tensors.
     group: Arc<dyn Collective>,
     lane: Arc<Lane>,
-    next_division: AtomicUsize,
+    pub(super) next_division: AtomicUsize,
 }
 
 impl World {
@@ -200,56 +199,6 @@ impl World {
         self.lane.clone()
     }
 
-    /// The group of `ranks` that this rank belongs to. Collective over the world: every rank calls it with the same name and
-    /// the group it belongs to.
-    ///
-    /// # Errors
-    /// [`Error::Collective`] if the ranks disagree; [`Error::InvalidArgument`] past the number of divisions there is room for.
-    pub fn subgroup(&self, name: &str, ranks: &[usize]) -> Result<Arc<dyn Collective>> {
-        let division = self.next_division.fetch_add(1, Ordering::Relaxed);
-        self.check_subgroup(name, ranks)?;
-        if ranks.len() == 1 {
-            return Ok(Arc::new(SingleRank::new(name, self.rank(), self.device())));
-        }
-        check_division(division, name)?;
-        self.tensors.group(RankGroup::new(division, name, ranks, self.rank()), self.device())
-    }
-
-    /// The group of `ranks` that this rank belongs to, all ranks in order or a part of them, for host memory alone. Collective over the world, as [`World::subgroup`].
-    ///
-    /// # Errors
-    /// Those of [`World::subgroup`].
-    pub fn host_group(&self, name: &str, ranks: &[usize]) -> Result<HostGroup> {
-        if ranks.len() == self.size() {
-            return Ok(HostGroup { control: self.control.clone(), ranks: self.everyone.clone() });
-        }
-        let division = self.next_division.fetch_add(1, Ordering::Relaxed);
-        self.check_subgroup(name, ranks)?;
-        check_division(division, name)?;
-        Ok(HostGroup { control: self.control.clone(), ranks: RankGroup::new(division, name, ranks, self.rank()) })
-    }
-
-    /// Every rank names itself once, and the ranks of a group name the same group.
-    fn check_subgroup(&self, name: &str, ranks: &[usize]) -> Result<()> {
-        let unique = (1..ranks.len()).all(|i| !ranks[..i].contains(&ranks[i]));
-        if !unique || !ranks.contains(&self.rank()) || ranks.iter().any(|&rank| rank >= self.size()) {
-            let expected = format!("distinct ranks below {}, {} among them", self.size(), self.rank());
-            return Err(Error::InvalidArgument { op: "World::subgroup", expected, got: format!("{ranks:?}") });
-        }
-        let own = format!("'{name}' of {ranks:?}");
-        let all = self.control.all_gather_bytes(&self.everyone, own.as_bytes())?;
-        for (rank, theirs) in all.iter().enumerate() {
-            let theirs = String::from_utf8_lossy(theirs);
-            let same_name = theirs.starts_with(&format!("'{name}' of "));
-            if !same_name || (ranks.contains(&rank) && theirs != own) {
-                let message = format!("this rank asked for {own}, but rank {rank} for {theirs}");
-                let group = name.to_owned();
-                return Err(Error::Collective { op: "subgroup", group, rank: self.rank(), message });
-            }
-        }
-        Ok(())
-    }
-
     /// Ends a scope on all ranks together: `result` if it is Ok everywhere. Otherwise every rank gets the failure that came
     /// first, as its own error where it happened and as [`Error::PeerFailed`] elsewhere, and all groups start anew, so that
     /// later collectives work again. Collective over the world, whatever `result` is.
@@ -298,17 +247,6 @@ impl World {
     pub fn has_failed(&self) -> bool {
         self.control.failure().is_some()
     }
-}
-
-fn check_division(division: usize, name: &str) -> Result<()> {
-    if division < PARTITIONS {
-        return Ok(());
-    }
-    Err(Error::InvalidArgument {
-        op: "World::subgroup",
-        expected: format!("at most {} divisions of the world", PARTITIONS - FIRST_DIVISION),
-        got: format!("another one, '{name}'"),
-    })
 }
 
 /// All ranks, as a group of one of the world's divisions.

@@ -10,7 +10,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use super::announce::WireRequest;
 use super::counters::Counters;
 use super::refusal::Refusal;
-use crate::rollout::{Request, SessionLoad};
+use crate::rollout::Request;
 use crate::types::{FinishReason, TokenLogprob};
 
 /// What may be under way.
@@ -179,11 +179,5 @@ impl Drop for RequestHandle {
     fn drop(&mut self) {
         self.client.shared.num_open.fetch_sub(self.num_choices, Ordering::SeqCst);
         let _ = self.client.commands.send(EngineCommand::Cancel { ticket: self.id }); // an engine that is gone has ended it
-    }
-}
-
-impl ClientShared {
-    pub fn set_load(&self, load: SessionLoad) {
-        self.counters.set_load(load);
     }
 }

@@ -60,7 +60,7 @@ pub fn drive(engine: &mut RolloutEngine<'_>, world: &World, mut queue: Option<En
             }
         }
         if let Some(queue) = &queue {
-            queue.shared.set_load(session.load());
+            queue.shared.counters.set_load(session.load());
         }
     }
     session.close()

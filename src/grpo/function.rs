@@ -100,7 +100,8 @@ mod tests {
             entropy: Some(&logprobs),
             entropy_term: None,
         };
-        let over = Denominators { num_sequences: 2.0, num_tokens: 8.0, num_update_tokens: 4.0, num_sequence_tokens: 4.0 };
+        let over =
+            Denominators { num_sequences: 2.0, num_tokens: 8.0, num_update_tokens: 4.0, num_sequence_tokens: 4.0 };
         let reinforce = LossFunction::new(|input: &LossInput<'_>, over: &Denominators| {
             let advantages = input.advantages.index_select(0, input.sequence_of_token);
             Ok(-(input.logprobs * advantages).sum(Kind::Double) / over.num_tokens)

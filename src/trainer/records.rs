@@ -17,7 +17,6 @@ use crate::update::UpdateOutcome;
 /// failed is in no update, no denominator and no mean: the others train as if it had not been sampled. `places` has the place of each
 /// group among those of all ranks, or nothing where ranks follow one another.
 pub(super) fn sequences(groups: &[RolloutGroup], places: &[u32], mask_truncated: bool) -> Vec<Sequence> {
-    let places = places.iter().copied().chain(std::iter::repeat(0));
     let of_group = |(group, place): (&RolloutGroup, u32)| -> Vec<Sequence> {
         let scored = group.completions.iter().filter(|completion| completion.reward.is_some());
         let of_completion = |completion: &Trajectory| Sequence {
@@ -27,7 +26,15 @@ pub(super) fn sequences(groups: &[RolloutGroup], places: &[u32], mask_truncated:
         };
         scored.map(of_completion).collect()
     };
-    groups.iter().zip(places).flat_map(of_group).collect()
+    placed(groups, places).flat_map(of_group).collect()
+}
+
+/// Groups with their places among those of all ranks: 0 where `places` has nothing, as ranks follow one another.
+pub(super) fn placed<'a>(
+    groups: &'a [RolloutGroup],
+    places: &'a [u32],
+) -> impl Iterator<Item = (&'a RolloutGroup, u32)> {
+    groups.iter().zip(places.iter().copied().chain(std::iter::repeat(0)))
 }
 
 /// Adds the statistics of all ranks up; collective over `group`.

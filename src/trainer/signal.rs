@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::Trainer;
+use super::records::placed;
 use super::replace::{Candidates, GroupQuota, PlacedGroups};
 use super::sampling::{DataPosition, SampledBatch};
 use crate::config::{Config, DynamicSampling};
@@ -226,8 +227,7 @@ pub(super) fn logged<'a>(
     places: &'a [u32],
     dropped: &'a [(u32, RolloutGroup)],
 ) -> Vec<LoggedGroup<'a>> {
-    let places = places.iter().copied().chain(std::iter::repeat(0));
-    let kept = groups.iter().zip(places).map(|(group, place)| LoggedGroup { group, place, is_dropped: false });
+    let kept = placed(groups, places).map(|(group, place)| LoggedGroup { group, place, is_dropped: false });
     kept.chain(dropped.iter().map(|(place, group)| LoggedGroup { group, place: *place, is_dropped: true })).collect()
 }
 
@@ -237,9 +237,6 @@ pub(super) fn engines(config: &Config, world: &World, num_generators: usize) -> 
         return Ok(None);
     }
     let num_others = world.size() - num_generators;
-    let (name, ranks) = match world.rank() < num_others {
-        true => ("verdicts", 0..num_others),
-        false => ("verdicts", num_others..world.size()),
-    };
-    world.host_group(name, &ranks.collect::<Vec<_>>()).map(Some)
+    let ranks = if world.rank() < num_others { 0..num_others } else { num_others..world.size() };
+    world.host_group("verdicts", &ranks.collect::<Vec<_>>()).map(Some)
 }

@@ -1,0 +1,110 @@
+//! Arguments of commands that make, copy or check a model's folder.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::{PlaceArgs, SourceArgs, count, number};
+use crate::model::{ModelSpec, PRESETS};
+
+/// `verify`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct VerifyArgs {
+    #[command(flatten)]
+    pub place: PlaceArgs,
+    /// Model: a folder, or a name on the Hugging Face Hub
+    #[arg(long)]
+    pub model: PathBuf,
+    /// A prompt, as plain text; may be repeated [default: four of prose, digits, code and other scripts]
+    #[arg(long)]
+    pub prompt: Vec<String>,
+    /// Tokens that the engine adds to each prompt, greedily
+    #[arg(long, default_value_t = 16, value_parser = count)]
+    pub max_completion_length: usize,
+    /// Largest mean difference that passes, of a position's logits and of the engine's log-probabilities [default: 0.001 in float32,
+    /// 0.2 in bfloat16]
+    #[arg(long, value_parser = number(|most: &f64| *most >= 0.0, "a number of at least 0"))]
+    pub tolerance: Option<f64>,
+    /// Interpreter that has torch and transformers
+    #[arg(long, default_value = "python3")]
+    pub python: String,
+}
+
+/// Which shape a model has that is in no folder; `tiny` if nothing is named.
+#[derive(Debug, Clone, Args)]
+#[command(rename_all = "snake_case")]
+pub struct ModelArgs {
+    /// A named shape
+    #[arg(long = "model_preset", visible_alias = "preset", conflicts_with = "config_json", value_parser = PRESETS)]
+    pub preset: Option<String>,
+    /// A Hugging Face config.json
+    #[arg(long)]
+    pub config_json: Option<PathBuf>,
+}
+
+impl ModelArgs {
+    /// What benchmarks call it.
+    pub fn name(&self) -> String {
+        let file = self.config_json.as_ref().map(|path| path.display().to_string());
+        file.or_else(|| self.preset.clone()).unwrap_or_else(|| "tiny".to_owned())
+    }
+
+    /// Whether one was named.
+    pub fn is_given(&self) -> bool {
+        self.preset.is_some() || self.config_json.is_some()
+    }
+
+    /// Its description.
+    ///
+    /// # Errors
+    /// What is wrong with the file.
+    pub fn spec(&self) -> crate::error::Result<ModelSpec> {
+        match &self.config_json {
+            Some(path) => ModelSpec::from_config_json(path),
+            None => Ok(ModelSpec::preset(&self.name()).expect("the parser takes known names only")),
+        }
+    }
+}
+
+/// Says how a shape is given that has no name.
+pub fn with_other_shapes(mut usage: clap::Error) -> clap::Error {
+    use clap::error::{ContextKind, ContextValue};
+    let of_preset = |value: &ContextValue| value.to_string().starts_with("--model_preset");
+    if usage.get(ContextKind::InvalidArg).is_some_and(of_preset) {
+        let tip = "a model of any other shape: --config_json FILE, its config.json of Hugging Face";
+        usage.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
+    }
+    usage
+}
+
+/// `init`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct InitArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Folder whose tokenizer files are copied
+    #[arg(long)]
+    pub tokenizer: Option<PathBuf>,
+    /// The model folder, which must be new or empty
+    #[arg(long)]
+    pub output: PathBuf,
+    /// Key of the random weights
+    #[arg(long, default_value_t = 42)]
+    pub seed: u64,
+}
+
+/// `export`.
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub struct ExportArgs {
+    #[command(flatten)]
+    pub source: SourceArgs,
+    /// The folder to make, which must be new or empty
+    #[arg(long)]
+    pub output: PathBuf,
+    /// Write a whole model, the adapters added to their base's weights
+    #[arg(long)]
+    pub merge: bool,
+}
