@@ -6,14 +6,14 @@
 //! | floor | room |
 //! |---|---|
 //! | 0 | [`error`] |
-//! | 1 | [`types`], [`phase`], [`untrusted`], [`process`], [`migration`] |
+//! | 1 | [`types`], [`phase`], [`untrusted`], [`process`], [`migration`], [`http`] |
 //! | 2 | [`config`] |
 //! | 3 | [`torch`], [`data`], [`sandbox`] |
 //! | 4 | [`cuda`], [`reward`] |
 //! | 5 | [`memory`], [`dist`], [`ops`] |
 //! | 6 | [`model`], [`grpo`], [`metrics`] |
 //! | 7 | [`rollout`], [`train`], [`eval`] |
-//! | 8 | [`plan`], [`update`], [`serve`], [`endpoint`], [`checkpoint`] |
+//! | 8 | [`plan`], [`update`], [`serve`], [`endpoint`], [`watch`], [`checkpoint`] |
 //! | 9 | [`colocate`], [`split`] |
 //! | 10 | [`trainer`], [`sft`], [`launch`] |
 //! | 11 | [`bench`](mod@bench) |
@@ -37,6 +37,7 @@ mod endpoint;
 mod error;
 mod eval;
 pub mod grpo;
+mod http;
 mod launch;
 mod memory;
 mod metrics;
@@ -58,6 +59,7 @@ mod trainer;
 mod types;
 mod untrusted;
 mod update;
+mod watch;
 
 #[doc(hidden)]
 pub mod internal;

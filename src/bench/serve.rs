@@ -13,8 +13,9 @@ use super::generate::GenerateBench;
 use super::{SEED, device_name, dtype_name, median, token};
 use crate::data::Tokenizer;
 use crate::dist::World;
-use crate::endpoint::{ClientLimits, Server, ServerOptions, drive, engine_queue};
+use crate::endpoint::{self, ClientLimits, ServerOptions, drive, engine_queue};
 use crate::error::{Error, Result, panic_message};
+use crate::http::HttpServer;
 use crate::model::ModelSpec;
 use crate::serve::Served;
 
@@ -114,7 +115,7 @@ impl ServeBench {
                 api_key: None,
                 max_body_bytes: 64 << 20,
             };
-            let server = Server::start(Server::bind("127.0.0.1", 0)?, options, client.clone())?;
+            let server = endpoint::open(HttpServer::bind("127.0.0.1", 0)?, options, client.clone())?;
             let address = server.address();
             std::thread::scope(|scope| {
                 let clients = scope.spawn(move || {

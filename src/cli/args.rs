@@ -56,6 +56,10 @@ pub enum Command {
     Config(ConfigArgs),
     /// Write report.html of a run's output folder again
     Report(ReportArgs),
+    /// Watch runs in a browser while they are under way: charts, completions, ranks, warnings
+    Watch(WatchArgs),
+    /// Completions of the command line for a shell: colo-grpo completions bash > /etc/bash_completion.d/colo-grpo
+    Completions(CompletionsArgs),
     /// Benchmarks; each prints one JSON line
     #[command(subcommand)]
     Bench(BenchCommand),
@@ -181,6 +185,28 @@ pub struct ConfigArgs {
 pub struct ReportArgs {
     /// The run's output folder
     pub output_dir: PathBuf,
+}
+
+/// `completions`.
+#[derive(Debug, Args)]
+pub struct CompletionsArgs {
+    /// The shell
+    #[arg(value_enum)]
+    pub shell: clap_complete::Shell,
+}
+
+/// `watch`.
+#[derive(Debug, Args)]
+pub struct WatchArgs {
+    /// Output folders of runs, or folders that have such below them
+    #[arg(required = true)]
+    pub folders: Vec<PathBuf>,
+    /// Address to listen at; 0.0.0.0 lets every machine in
+    #[arg(long, default_value = launch::LOOPBACK)]
+    pub host: String,
+    /// Port to listen at; 0 takes a free one
+    #[arg(long, default_value_t = 8090)]
+    pub port: u16,
 }
 
 /// A word that a configuration key takes.

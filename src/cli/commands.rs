@@ -3,17 +3,19 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use super::args::{Command, ExportArgs, InitArgs, LaunchArgs, PlanArgs, RunArgs};
+use clap::CommandFactory;
+
+use super::args::{Cli, Command, ExportArgs, InitArgs, LaunchArgs, PlanArgs, RunArgs};
 use super::evaluation::Evaluation;
 use super::process::{Supervision, distributed, heartbeat, placed, prepared};
 use super::reference::{reference_page, reference_toml};
-use super::{bench, endpoint, fetch, import, sample, verify};
+use super::{bench, card, endpoint, fetch, import, sample, verify, watch};
 use crate::checkpoint::write_new;
 use crate::config::{Config, SftConfig};
 use crate::cuda::Placement;
 use crate::dist::WorkerEnv;
 use crate::error::{Error, ExitCode, Result};
-use crate::launch::OnStop;
+use crate::launch::{OnStop, quoted};
 use crate::metrics::{self, parts_progress};
 use crate::model::{export_folder, init_folder};
 use crate::phase::{self, terminal};
@@ -69,6 +71,13 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
         }
         Command::Report(args) => {
             terminal::print_saved(metrics::write_report(&args.output_dir)?.display());
+            Ok(ExitCode::Done)
+        }
+        Command::Watch(args) => watch::watch(args).map(|()| ExitCode::Done),
+        Command::Completions(args) => {
+            let mut script = Vec::new();
+            clap_complete::generate(args.shell, &mut Cli::command(), "colo-grpo", &mut script);
+            terminal::print(String::from_utf8_lossy(&script))?;
             Ok(ExitCode::Done)
         }
         Command::SandboxWorker { settings } => reward::code::serve(&settings).map(|()| ExitCode::Done),
@@ -239,7 +248,15 @@ fn init(args: &InitArgs) -> Result<ExitCode> {
 fn export(args: &ExportArgs) -> Result<ExitCode> {
     let source = fetch::model(&args.source.model, args.source.base_model.as_deref())?;
     let mut progress = parts_progress("export");
-    write_new("--output", &args.output, |folder| export_folder(&source, folder, args.merge, &mut progress))?;
+    let trained = source.adapters.as_ref().unwrap_or(&source.base);
+    let has_adapters = source.adapters.is_some() && !args.merge;
+    write_new("--output", &args.output, |folder| {
+        export_folder(&source, folder, args.merge, &mut progress)?;
+        card::write(folder, trained, has_adapters)
+    })?;
     terminal::print_saved(args.output.display());
+    let name = args.output.file_name().unwrap_or_default().to_string_lossy();
+    let output = quoted(&args.output.to_string_lossy());
+    terminal::say(format_args!("to publish it: hf upload {} {output} .", quoted(&format!("YOUR_NAME/{name}"))));
     Ok(ExitCode::Done)
 }

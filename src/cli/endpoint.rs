@@ -14,8 +14,9 @@ use super::sample;
 use crate::cuda::residual_kind;
 use crate::data::Message;
 use crate::dist::{WorkerEnv, World};
-use crate::endpoint::{ClientLimits, Dialogue, Server, ServerOptions, drive, engine_queue};
+use crate::endpoint::{self, ClientLimits, Dialogue, ServerOptions, drive, engine_queue};
 use crate::error::{Error, Result};
+use crate::http::HttpServer;
 use crate::phase::terminal;
 use crate::serve::{ModelService, ServeOptions};
 
@@ -27,7 +28,7 @@ const HELP: &str = "/reset begins a new conversation, /exit or the end of input 
 /// The listening socket of rank 0, before the model is loaded.
 pub(super) fn bind(args: &ServeArgs) -> Result<Option<TcpListener>> {
     let is_first = WorkerEnv::from_env()?.is_none_or(|env| env.rank == 0);
-    is_first.then(|| Server::bind(&args.host, args.port)).transpose()
+    is_first.then(|| HttpServer::bind(&args.host, args.port)).transpose()
 }
 
 /// `serve`; collective over the world, whose ranks share one engine.
@@ -56,7 +57,7 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, listener: O
             api_key,
             max_body_bytes: args.max_body_bytes,
         };
-        let server = Server::start(listener, options, client)?;
+        let server = endpoint::open(listener, options, client)?;
         terminal::say(format_args!("listening on http://{}/v1", server.address()));
         let outcome = drive(rollout, &world, Some(queue)).inspect_err(|error| world.post_failure(error));
         server.finish();

@@ -3,6 +3,7 @@
 
 mod args;
 mod bench;
+mod card;
 mod commands;
 mod endpoint;
 mod evaluation;
@@ -13,6 +14,7 @@ mod process;
 mod reference;
 mod sample;
 mod verify;
+mod watch;
 
 use std::ffi::OsString;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -1,7 +1,7 @@
 //! An HTTP endpoint with OpenAI's protocol over an engine that is awake. Knows nothing of whose weights the engine reads, so that
 //! a training run can open it as `colo-grpo serve` does.
 //!
-//! The engine's loop ([`drive`]) runs on every rank's main thread; the server ([`Server`]) on a thread of its own, on rank 0
+//! The engine's loop ([`drive`]) runs on every rank's main thread; the server ([`open`]) on a thread of its own, on rank 0
 //! alone. Between the two are channels: a [`EngineClient`] submits requests and hears of their tokens, and a [`RequestHandle`] that is dropped
 //! ends its request. With several ranks, rank 0 announces before every step what came since the last one, so that all ranks make
 //! the same calls in the same order.
@@ -12,7 +12,7 @@
 //! | `announce` | what rank 0 tells the other ranks before a step |
 //! | `client` | who asks: tickets, and how many there may be |
 //! | `counters` | what is counted, for Prometheus |
-//! | `server` | connections: their limits, their end |
+//! | `server` | what the server answers from |
 //! | `http` | routes, keys, bodies |
 //! | `ask` | bodies of requests, checked field by field |
 //! | `output` | what answers look like: log-probabilities and structure |
@@ -39,4 +39,4 @@ mod text;
 pub use client::{ClientLimits, engine_queue};
 pub use dialogue::Dialogue;
 pub use drive::drive;
-pub use server::{Server, ServerOptions};
+pub use server::{ServerOptions, open};

@@ -1,35 +1,15 @@
-//! Connections: how many there may be, how long they may be idle, and their end.
+//! The server of an engine: what it answers from.
 
-use std::future::poll_fn;
-use std::net::{SocketAddr, TcpListener};
-use std::pin::Pin;
+use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::task::Poll;
-use std::thread::JoinHandle;
-use std::time::Duration;
-
-use axum::Router;
-use hyper::server::conn::http1;
-use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::server::graceful::GracefulShutdown;
-use hyper_util::service::TowerToHyperService;
-use tokio::sync::{Semaphore, oneshot};
 
 use super::client::EngineClient;
 use super::http::{HttpState, body_room, router};
 use super::prompt::ServedModel;
 use crate::data::{GrammarCompiler, Tokenizer};
-use crate::error::{Error, Result};
-
-/// Most connections at once; more are closed.
-const MAX_CONNECTIONS: usize = 4096;
-/// How long a connection may take for a request's head, and be idle between two requests.
-const HEAD_TIME: Duration = Duration::from_secs(60);
-/// How long clients may take to read the end of their answers once the engine is gone.
-const LAST_READ_TIME: Duration = Duration::from_secs(5);
-/// A pause after the system had no descriptor for a connection.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+use crate::error::Result;
+use crate::http::HttpServer;
 
 /// What is served, and to whom.
 #[derive(Debug, Clone)]
@@ -48,96 +28,20 @@ pub struct ServerOptions {
     pub max_body_bytes: usize,
 }
 
-/// A server on a thread of its own.
-#[derive(Debug)]
-pub struct Server {
-    address: SocketAddr,
-    end: oneshot::Sender<()>,
-    thread: JoinHandle<()>,
-}
-
-impl Server {
-    /// Takes an address, so that a port that is in use is known before a model is loaded.
-    ///
-    /// # Errors
-    /// [`Error::Environment`] if it is in use or not this machine's.
-    pub fn bind(host: &str, port: u16) -> Result<TcpListener> {
-        let refuse = |error: std::io::Error| Error::Environment {
-            message: format!("--host {host} --port {port}: {error}; give another, or --port 0 for a free one"),
-        };
-        let listener = TcpListener::bind((host, port)).map_err(refuse)?;
-        listener.set_nonblocking(true).map_err(refuse)?;
-        Ok(listener)
-    }
-
-    /// Starts to answer what comes to `listener`.
-    ///
-    /// # Errors
-    /// [`Error::Environment`] if there is no thread for it.
-    pub fn start(listener: TcpListener, options: ServerOptions, client: EngineClient) -> Result<Self> {
-        let failed = |error: std::io::Error| Error::Environment { message: format!("the server's thread: {error}") };
-        let address = listener.local_addr().map_err(failed)?;
-        let ServerOptions { model_name, tokenizer, grammars, max_sequence_length, api_key, max_body_bytes } = options;
-        let model = ServedModel { name: model_name, tokenizer, max_sequence_length, grammars };
-        let service = HttpState {
-            model,
-            client,
-            api_key,
-            max_body_bytes,
-            num_answers: AtomicU64::new(0),
-            body_room: body_room(max_body_bytes),
-        };
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(2).build();
-        let runtime = runtime.map_err(failed)?;
-        let listener = {
-            let _entered = runtime.enter();
-            tokio::net::TcpListener::from_std(listener).map_err(failed)?
-        };
-        let (end, ended) = oneshot::channel();
-        let serve = move || {
-            runtime.block_on(serve(listener, router(Arc::new(service)), ended));
-            runtime.shutdown_background();
-        };
-        let thread = std::thread::Builder::new().name("http".to_owned()).spawn(serve).map_err(failed)?;
-        Ok(Self { address, end, thread })
-    }
-
-    /// Where it listens.
-    pub fn address(&self) -> SocketAddr {
-        self.address
-    }
-
-    /// Refuses further requests once the engine is gone; clients have a few seconds to read the end of their answers.
-    pub fn finish(self) {
-        drop(self.end);
-        let _ = self.thread.join(); // a panic there has been told
-    }
-}
-
-async fn serve(listener: tokio::net::TcpListener, router: Router, mut ended: oneshot::Receiver<()>) {
-    let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-    let graceful = GracefulShutdown::new();
-    loop {
-        let next = poll_fn(|cx| match Pin::new(&mut ended).poll(cx) {
-            Poll::Ready(_) => Poll::Ready(None),
-            Poll::Pending => listener.poll_accept(cx).map(Some),
-        });
-        let Some(accepted) = next.await else { break };
-        let Ok((stream, _)) = accepted else {
-            tokio::time::sleep(ACCEPT_PAUSE).await; // no descriptor is left, or the client is gone already
-            continue;
-        };
-        let Ok(slot) = slots.clone().try_acquire_owned() else { continue };
-        let _ = stream.set_nodelay(true);
-        let mut builder = http1::Builder::new();
-        builder.timer(TokioTimer::new()).header_read_timeout(HEAD_TIME);
-        let connection = builder.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router.clone()));
-        let connection = graceful.watch(connection);
-        tokio::spawn(async move {
-            let _ = connection.await; // a client that vanished
-            drop(slot);
-        });
-    }
-    drop(listener);
-    let _ = tokio::time::timeout(LAST_READ_TIME, graceful.shutdown()).await;
+/// Starts to answer what comes to `listener`.
+///
+/// # Errors
+/// [`Error::Environment`](crate::Error::Environment) if there is no thread for it.
+pub fn open(listener: TcpListener, options: ServerOptions, client: EngineClient) -> Result<HttpServer> {
+    let ServerOptions { model_name, tokenizer, grammars, max_sequence_length, api_key, max_body_bytes } = options;
+    let model = ServedModel { name: model_name, tokenizer, max_sequence_length, grammars };
+    let service = HttpState {
+        model,
+        client,
+        api_key,
+        max_body_bytes,
+        num_answers: AtomicU64::new(0),
+        body_room: body_room(max_body_bytes),
+    };
+    HttpServer::start(listener, router(Arc::new(service)))
 }

@@ -35,5 +35,5 @@ pub use signals::stop_on_signals;
 pub use supervise::run;
 pub use threads::{load_again_with_settings, name_process};
 pub use watchdog::watch_self;
-pub use way_on::OnStop;
+pub use way_on::{OnStop, quoted};
 pub use worker::{Inherited, LOOPBACK, LaunchOptions, Rendezvous, worker_command};

@@ -23,9 +23,21 @@ pub fn available_host_bytes() -> Result<usize> {
 /// # Errors
 /// [`Error::Environment`] where /proc/self/status cannot be read.
 pub fn peak_resident_bytes() -> Result<usize> {
+    of_process("VmHWM:")
+}
+
+/// Bytes of physical memory that this process holds, shared ones included.
+///
+/// # Errors
+/// [`Error::Environment`] where /proc/self/status cannot be read.
+pub fn resident_bytes() -> Result<usize> {
+    of_process("VmRSS:")
+}
+
+fn of_process(name: &str) -> Result<usize> {
     let text = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let unreadable = || Error::Environment { message: "/proc/self/status has no VmHWM".to_owned() };
-    parse_kib(&text, "VmHWM:").ok_or_else(unreadable)
+    let unreadable = || Error::Environment { message: format!("/proc/self/status has no {name}") };
+    parse_kib(&text, name).ok_or_else(unreadable)
 }
 
 /// Bytes on the line of `/proc` text that starts with `name`.

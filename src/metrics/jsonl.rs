@@ -29,7 +29,8 @@ pub fn read_metrics(path: &Path) -> Result<Vec<MetricLine>> {
 }
 
 impl MetricLine {
-    fn parse(line: &str) -> Option<Self> {
+    /// Reads a line; `None` for one that was torn.
+    pub fn parse(line: &str) -> Option<Self> {
         let object: serde_json::Map<String, serde_json::Value> = serde_json::from_str(line).ok()?;
         let step = object.get("step")?.as_u64()?;
         let time = object.get("time")?.as_f64()?;

@@ -63,8 +63,7 @@ impl Status {
 
     /// Remembers a warning, which stays in sight when the line that it was has scrolled away.
     pub fn warn(&mut self, text: &str) {
-        let rest = ["warning: ", "WARN "].iter().find_map(|word| Some(text.split_once(word)?.1)).unwrap_or(text);
-        self.last_warning = Some(StatusLine(vec![format!("last warning: {}", rest.trim())]));
+        self.last_warning = Some(StatusLine(vec![format!("last warning: {}", warning_of(text))]));
     }
 
     /// The text that takes the drawn lines away; the cursor is then where they began.
@@ -82,6 +81,11 @@ impl Status {
         self.num_drawn = lines.len();
         lines.concat()
     }
+}
+
+/// What a line warns of, without the words before it.
+pub(super) fn warning_of(text: &str) -> &str {
+    ["warning: ", "WARN "].iter().find_map(|word| Some(text.split_once(word)?.1)).unwrap_or(text).trim()
 }
 
 /// The lines as one line of text, for a launcher.

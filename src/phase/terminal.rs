@@ -5,9 +5,11 @@
 //! written as `\u001b`; only this file's own status and colours control the terminal.
 
 use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::fmt::Display;
 use std::io::{self, IsTerminal, Write};
 use std::sync::{LazyLock, Mutex, PoisonError};
+use std::time::SystemTime;
 
 use tracing_subscriber::fmt::MakeWriter;
 
@@ -21,9 +23,14 @@ const DEFAULT_COLUMNS: usize = 80;
 const STANDARD_OUTPUT: &str = "standard output";
 /// Words before `warning:` that say where it arose, as in `step 3: warning: ..`.
 const MAX_PLACE_WORDS: usize = 5;
+/// Warnings that are kept, and how many characters of each.
+const MAX_WARNINGS: usize = 20;
+const MAX_WARNING_CHARACTERS: usize = 500;
 /// Set for a worker whose standard error its launcher reads and shows on a terminal.
 pub const RELAY_VARIABLE: &str = "COLO_GRPO_RELAY";
 
+/// The newest warnings, oldest first, and when they were given.
+static WARNINGS: Mutex<VecDeque<(SystemTime, String)>> = Mutex::new(VecDeque::new());
 static STATUS: Mutex<Status> = Mutex::new(Status::new());
 static STDERR_TARGET: LazyLock<StderrTarget> = LazyLock::new(|| match () {
     () if std::env::var_os(RELAY_VARIABLE).is_some() => StderrTarget::Launcher,
@@ -45,6 +52,9 @@ pub fn say(text: impl Display) {
     let text = text.to_string();
     let is_warning = text.split(' ').take(MAX_PLACE_WORDS).any(|word| word == "warning:" || word == "WARN");
     let line = format!("{}\n", neutral(&text));
+    if is_warning {
+        keep_warning(&line);
+    }
     write_line(&line, Some(&*line).filter(|_| is_warning));
 }
 
@@ -104,6 +114,20 @@ pub fn shows_output() -> bool {
 /// Whether a person may look at standard error.
 pub fn is_shown() -> bool {
     *STDERR_TARGET != StderrTarget::File
+}
+
+/// The newest warnings of this process, oldest first, and when they were given.
+pub fn recent_warnings() -> Vec<(SystemTime, String)> {
+    WARNINGS.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
+}
+
+fn keep_warning(text: &str) {
+    let mut warnings = WARNINGS.lock().unwrap_or_else(PoisonError::into_inner);
+    if warnings.len() >= MAX_WARNINGS {
+        warnings.pop_front();
+    }
+    let kept = status::warning_of(text).chars().take(MAX_WARNING_CHARACTERS).collect();
+    warnings.push_back((SystemTime::now(), kept));
 }
 
 /// Writes a line to standard error; a `warning` stays in sight.
@@ -192,6 +216,9 @@ impl Write for LogLine {
         let text = (self.redact)(&text);
         let text = neutral(&text);
         let is_warning = self.level.is_some_and(|level| level <= tracing::Level::WARN);
+        if is_warning {
+            keep_warning(&text);
+        }
         let (text, warning) = match self.level.filter(|_| *STDERR_TARGET == StderrTarget::Terminal) {
             Some(level) => {
                 (text.replacen(level.as_str(), &coloured(level), 1).into(), Some(text).filter(|_| is_warning))

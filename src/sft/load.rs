@@ -12,6 +12,7 @@ use crate::cuda::{Placement, residual_kind};
 use crate::data::{DatasetOptions, Hub, PromptSampler, RowSources, SftDataset, Tokenizer};
 use crate::dist::{Mesh, World};
 use crate::error::{Error, Result};
+use crate::metrics::ranks::RankReporter;
 use crate::metrics::{LogOptions, RunLog, Services};
 use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, WeightFiles};
 use crate::phase;
@@ -51,6 +52,7 @@ pub(super) fn load(
     let earlier = checkpoint.as_ref().map(Checkpoint::earlier_log);
     let services = Services { tensorboard: true, ..Services::default() };
     let log = RunLog::open(&config.output_dir, &config, options, world.rank() == 0, earlier, &services)?;
+    let reporter = RankReporter::start(&config.output_dir, world.rank(), world.size(), options.max_steps)?;
     log.display().say(&format!("{sources}: {}", rows.counts()));
     rows.warning().iter().for_each(|warning| log.display().say(warning));
     let loss = log.first_and_last("loss").map_or(f64::NAN, |(_, newest)| newest);
@@ -74,6 +76,7 @@ pub(super) fn load(
         loss,
         last: Instant::now(),
         log,
+        reporter,
         saver,
         claim,
         global_step,

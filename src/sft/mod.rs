@@ -14,6 +14,7 @@ use crate::config::SftConfig;
 use crate::data::{PromptSampler, SftExample};
 use crate::dist::{Mesh, ReduceOp, World, all_reduce_f64, any_rank};
 use crate::error::{Error, Result};
+use crate::metrics::ranks::RankReporter;
 use crate::metrics::{MetricValues, RunLog};
 use crate::phase::{self, Phase};
 use crate::torch;
@@ -35,6 +36,7 @@ pub struct Sft {
     schedule: Schedule,
     device: Device,
     log: RunLog,
+    reporter: RankReporter,
     loss: f64,     // of the newest update, in nats; NaN before any
     last: Instant, // when the newest update ended
     saver: Saver,
@@ -81,6 +83,12 @@ impl Sft {
     /// [`Error::Preempted`] after a save if a stop was asked for before the last step; [`Error::NonFinite`], on every rank
     /// together, before a step that is not finite changes anything.
     pub fn run(&mut self) -> Result<SftSummary> {
+        let outcome = self.run_to_the_end();
+        self.reporter.end(&outcome);
+        outcome
+    }
+
+    fn run_to_the_end(&mut self) -> Result<SftSummary> {
         let total = self.schedule.total_steps as u64;
         while self.global_step < total {
             phase::set_step(self.global_step);

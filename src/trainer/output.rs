@@ -11,6 +11,7 @@ use crate::config::{Config, DynamicSampling, Mode};
 use crate::dist::Collective;
 use crate::error::{Error, Result};
 use crate::eval::EvalOutcome;
+use crate::metrics::ranks::RankReporter;
 use crate::metrics::{CompletionsWriter, LogOptions, LoggedGroup, MetricValues, RunLog, Services, StepMetrics};
 use crate::phase::{self, Phase};
 use crate::rollout::EngineStats;
@@ -29,6 +30,8 @@ pub(super) struct RunOutput {
     traces: bool,
     log: RunLog,
     completions: Option<CompletionsWriter>,
+    /// Tells watchers what this rank does; none where no files are written.
+    reporter: Option<RankReporter>,
     said_no_signal: bool,
 }
 
@@ -51,18 +54,27 @@ impl RunOutput {
             let folder = output_dir.join(TRACE_FOLDER);
             phase::trace_to(&folder, group.rank(), &label(config, &*group)?, checkpoint.is_some())?;
         }
+        let reporter = writes_files
+            .then(|| RankReporter::start(&output_dir, group.rank(), group.size(), max_steps))
+            .transpose()?;
         let tells_dropped = config.dynamic_sampling != DynamicSampling::None;
         let completions =
             config.log_completions.then(|| CompletionsWriter::new(&output_dir, &config.reward_names(), tells_dropped));
         Ok(Self {
             log,
             completions: completions.transpose()?,
+            reporter,
             group,
             output_dir,
             tensor_parallel_size: config.tensor_parallel_size,
             traces: config.trace,
             said_no_signal: false,
         })
+    }
+
+    /// Tells watchers how the run ended.
+    pub(super) fn end<T>(&mut self, outcome: &Result<T>) {
+        self.reporter.iter_mut().for_each(|reporter| reporter.end(outcome));
     }
 
     /// The lines of the run.

@@ -26,6 +26,7 @@ impl Trainer {
         if let Err(error) = &outcome {
             self.world.post_failure(error); // peers may be waiting in a collective
         }
+        self.output.end(&outcome);
         outcome
     }
 

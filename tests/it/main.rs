@@ -37,6 +37,7 @@ mod split;
 mod survive;
 mod tidy;
 mod train;
+mod watch;
 
 /// As the program does: hostile templates are held to a budget of memory.
 #[global_allocator]

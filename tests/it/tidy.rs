@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 /// Floor of every room; a file may import rooms of lower floors only.
 const FLOORS: &[(u8, &[&str])] = &[
     (0, &["error"]),
-    (1, &["types", "phase", "untrusted", "process", "migration"]),
+    (1, &["types", "phase", "untrusted", "process", "migration", "http"]),
     (2, &["config"]),
     (3, &["torch", "data", "sandbox"]),
     (4, &["cuda", "reward"]),
     (5, &["memory", "dist", "ops"]),
     (6, &["model", "grpo", "metrics"]),
     (7, &["rollout", "train", "eval"]),
-    (8, &["plan", "update", "serve", "endpoint", "checkpoint"]),
+    (8, &["plan", "update", "serve", "endpoint", "watch", "checkpoint"]),
     (9, &["colocate", "split"]),
     (10, &["trainer", "sft", "launch"]),
     (11, &["bench"]),

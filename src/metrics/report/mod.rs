@@ -1,4 +1,5 @@
-//! The HTML report: one file without external resources, made from metrics.jsonl, run_config.json and the completions.
+//! The HTML report: one file without external resources, made from metrics.jsonl, run_config.json and the completions; and its parts,
+//! for who shows runs that are under way.
 
 mod page;
 mod panels;
@@ -7,10 +8,30 @@ mod samples;
 
 use std::path::{Path, PathBuf};
 
-use self::panels::History;
+pub use self::page::{completions_of_prompt, config_table, metrics_table, tiles};
+pub use self::panels::History;
+use self::panels::{compared, plots};
 use super::jsonl::read_metrics;
 use crate::error::{Error, Result};
 use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES};
+
+/// The page's style.
+pub const STYLE: &str = include_str!("report.css");
+/// The page's script, which shows a chart's values at a step.
+pub const SCRIPT: &str = include_str!("report.js");
+
+/// The charts of a run; of several, one line each in every chart. Runs come with their names.
+pub fn charts(runs: &[(&str, &History)]) -> String {
+    let range = |steps: (f64, f64), (_, history): &(&str, &History)| {
+        (steps.0.min(history.steps.0), steps.1.max(history.steps.1))
+    };
+    let steps = runs.iter().fold((f64::INFINITY, f64::NEG_INFINITY), range);
+    let plots = match runs {
+        [(_, history)] => plots(history),
+        _ => compared(runs),
+    };
+    plots.iter().map(|plot| plot.render(steps)).collect()
+}
 
 /// Writes `report.html` into the output folder of a run, finished or not, and returns its path.
 ///
@@ -34,8 +55,11 @@ pub fn write_report(output_dir: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Dotted keys and values; none if the run left no configuration.
-fn read_config(path: &Path) -> Result<Vec<(String, String)>> {
+/// Dotted keys and values of a run_config.json; none if the run left no configuration.
+///
+/// # Errors
+/// [`Error::Io`] if it cannot be read, [`Error::BadFile`] if it is no JSON.
+pub fn read_config(path: &Path) -> Result<Vec<(String, String)>> {
     if !path.exists() {
         return Ok(Vec::new());
     }
@@ -60,7 +84,7 @@ fn flatten(prefix: &str, value: &serde_json::Value, rows: &mut Vec<(String, Stri
 }
 
 /// Three significant digits: 0.0123, 4.5, 12.3k, 1e-6.
-pub(super) fn number(value: f64) -> String {
+pub fn number(value: f64) -> String {
     let trim = |text: String| match text.contains('.') {
         true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
         false => text,
@@ -85,7 +109,7 @@ pub(super) fn number(value: f64) -> String {
 }
 
 /// Text that a browser shows as it is: completions are written by a model.
-fn escape(text: &str) -> String {
+pub fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {
         match character {

@@ -3,9 +3,9 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use super::panels::{History, plots};
+use super::panels::History;
 use super::samples::Samples;
-use super::{escape, number};
+use super::{SCRIPT, STYLE, charts, escape, number};
 use crate::metrics::CompletionRow;
 
 /// Longest text shown of a prompt or completion, in characters.
@@ -14,25 +14,28 @@ const MAX_CHARACTERS: usize = 1500;
 pub(super) fn render(output_dir: &Path, history: &History, config: &[(String, String)], samples: &[Samples]) -> String {
     let name = output_dir.file_name().map_or("run".into(), |name| name.to_string_lossy());
     let model = config.iter().find(|(key, _)| key == "model_name_or_path").map_or("", |(_, value)| value.as_str());
-    let figures: String = plots(history).iter().map(|plot| plot.render(history.steps)).collect();
+    let figures = charts(&[("", history)]);
     format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"><title>{name} – colo-grpo</title>\
-         <style>{css}</style></head>\n<body><header><h1>{name}</h1><p>{model}</p></header>\n<main>\n\
+         <style>{STYLE}</style></head>\n<body><header><h1>{name}</h1><p>{model}</p></header>\n<main>\n\
          <section class=\"tiles\">{tiles}</section>\n<section class=\"plots\">\n{figures}</section>\n\
-         {completions}{metrics}{configuration}</main><script>{script}</script></body></html>\n",
+         {completions}{metrics}{configuration}</main><script>{SCRIPT}</script></body></html>\n",
         name = escape(&name),
         model = escape(model),
-        css = include_str!("report.css"),
         tiles = tiles(history),
         completions = samples.iter().map(completions).collect::<String>(),
-        metrics = metrics_table(history),
-        configuration = config_table(config),
-        script = include_str!("report.js"),
+        metrics = folded("All metrics", &metrics_table(history)),
+        configuration = if config.is_empty() { String::new() } else { folded("Configuration", &config_table(config)) },
     )
 }
 
-fn tiles(history: &History) -> String {
+fn folded(title: &str, table: &str) -> String {
+    format!("<details><summary>{title}</summary><div class=\"scroll\">{table}</div></details>\n")
+}
+
+/// The newest figures of a run.
+pub fn tiles(history: &History) -> String {
     let last = |name: &str| history.get(name).and_then(|points| points.last()).map(|point| point.1);
     let mut html = String::new();
     let mut tile = |label: &str, value: String| {
@@ -79,12 +82,14 @@ fn duration(seconds: f64) -> String {
 }
 
 fn completions(samples: &Samples) -> String {
-    let groups: String = samples.groups.iter().map(|group| group_html(group)).collect();
+    let groups: String = samples.groups.iter().map(|group| completions_of_prompt(group, MAX_CHARACTERS, 0)).collect();
     format!("<section><h2>Completions at step {}</h2>\n<div class=\"groups\">{groups}</div></section>\n", samples.step)
 }
 
-fn group_html(group: &[CompletionRow]) -> String {
+/// A prompt with its completions, each text cut after `max_characters`; `num_more` are not among `group`.
+pub fn completions_of_prompt(group: &[CompletionRow], max_characters: usize, num_more: usize) -> String {
     let mut html = String::from("<article>");
+    let excerpt = |text: &str| excerpt(text, max_characters);
     if let Some(first) = group.first() {
         let _ = write!(html, "<h4>Prompt</h4><pre>{}</pre>", excerpt(&first.prompt));
     }
@@ -103,24 +108,29 @@ fn group_html(group: &[CompletionRow]) -> String {
             let value = value.map_or("failed".to_owned(), |value| number(f64::from(value)));
             format!("<span>{} <b>{value}</b></span>", escape(name))
         };
+        let left_out = if row.dropped == Some(true) { "<span>left out of the update</span>" } else { "" };
         let rewards: String = row.rewards.iter().map(|(name, value)| chip(name, *value)).collect();
         let _ = write!(
             html,
-            "<div class=\"completion {sign}\"><p>{}{rewards}{}</p><pre>{}</pre></div>",
+            "<div class=\"completion {sign}\"><p>{}{rewards}{}{left_out}</p><pre>{}</pre></div>",
             chip("reward", row.reward),
             chip("advantage", Some(row.advantage)),
             excerpt(&row.completion),
         );
     }
+    if num_more > 0 {
+        let _ = write!(html, "<p>{num_more} more completions</p>");
+    }
     html + "</article>\n"
 }
 
-fn excerpt(text: &str) -> String {
-    let Some((cut, _)) = text.char_indices().nth(MAX_CHARACTERS) else { return escape(text) };
+fn excerpt(text: &str, max_characters: usize) -> String {
+    let Some((cut, _)) = text.char_indices().nth(max_characters) else { return escape(text) };
     format!("{}<em> … {} more bytes</em>", escape(&text[..cut]), text.len() - cut)
 }
 
-fn metrics_table(history: &History) -> String {
+/// First, last, least and greatest value of every metric.
+pub fn metrics_table(history: &History) -> String {
     let row = |(name, points): (&str, &[(f64, f64)])| {
         let values = || points.iter().map(|point| point.1);
         let cells = [values().next(), values().next_back(), values().reduce(f64::min), values().reduce(f64::max)];
@@ -128,17 +138,15 @@ fn metrics_table(history: &History) -> String {
         format!("<tr><th>{}</th>{cells}</tr>", escape(name))
     };
     format!(
-        "<details><summary>All metrics</summary><div class=\"scroll\"><table class=\"numbers\"><tr><th>metric</th>\
-         <td>first</td><td>last</td><td>least</td><td>greatest</td></tr>{}</table></div></details>\n",
+        "<table class=\"numbers\"><tr><th>metric</th>\
+         <td>first</td><td>last</td><td>least</td><td>greatest</td></tr>{}</table>",
         history.all().map(row).collect::<String>()
     )
 }
 
-fn config_table(config: &[(String, String)]) -> String {
-    if config.is_empty() {
-        return String::new();
-    }
+/// The keys of a configuration and their values.
+pub fn config_table(config: &[(String, String)]) -> String {
     let row = |(key, value): &(String, String)| format!("<tr><th>{}</th><td>{}</td></tr>", escape(key), escape(value));
     let rows: String = config.iter().map(row).collect();
-    format!("<details><summary>Configuration</summary><div class=\"scroll\"><table>{rows}</table></div></details>\n")
+    format!("<table>{rows}</table>")
 }

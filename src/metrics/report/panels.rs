@@ -1,39 +1,65 @@
 //! Which metrics are plotted together.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::super::jsonl::MetricLine;
 use super::plot::{Plot, Series, Shape};
 
 /// Every metric's values over the steps.
-#[derive(Debug)]
-pub(super) struct History {
+#[derive(Debug, Clone)]
+pub struct History {
     series: BTreeMap<String, Vec<(f64, f64)>>,
     /// Steps of the first and the last line.
-    pub steps: (f64, f64),
+    pub(super) steps: (f64, f64),
+    num_values: usize,
+}
+
+impl Default for History {
+    fn default() -> Self {
+        Self { series: BTreeMap::new(), steps: (f64::INFINITY, f64::NEG_INFINITY), num_values: 0 }
+    }
 }
 
 impl History {
-    pub fn new(lines: &[MetricLine]) -> Self {
-        let mut series: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
-        for line in lines {
-            for (name, value) in &line.values {
-                series.entry(name.clone()).or_default().push((line.step as f64, *value));
-            }
-        }
-        let all = || lines.iter().map(|line| line.step as f64);
-        Self { series, steps: (all().fold(f64::INFINITY, f64::min), all().fold(f64::NEG_INFINITY, f64::max)) }
+    pub(super) fn new(lines: &[MetricLine]) -> Self {
+        let mut history = Self::default();
+        lines.iter().for_each(|line| history.push(line));
+        history
     }
 
-    pub fn is_empty(&self) -> bool {
+    /// Appends a line.
+    pub fn push(&mut self, line: &MetricLine) {
+        let step = line.step as f64;
+        self.steps = (self.steps.0.min(step), self.steps.1.max(step));
+        self.num_values += line.values.len();
+        for (name, value) in &line.values {
+            match self.series.get_mut(name) {
+                Some(points) => points.push((step, *value)),
+                None => drop(self.series.insert(name.clone(), vec![(step, *value)])),
+            }
+        }
+    }
+
+    /// Values of all metrics together.
+    pub fn num_values(&self) -> usize {
+        self.num_values
+    }
+
+    /// The greatest step of all lines.
+    pub fn last_step(&self) -> Option<f64> {
+        Some(self.steps.1).filter(|step| step.is_finite())
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
         self.series.is_empty()
     }
 
+    /// A metric's steps and values.
     pub fn get(&self, name: &str) -> Option<&[(f64, f64)]> {
         self.series.get(name).map(Vec::as_slice)
     }
 
-    pub fn all(&self) -> impl Iterator<Item = (&str, &[(f64, f64)])> {
+    pub(super) fn all(&self) -> impl Iterator<Item = (&str, &[(f64, f64)])> {
         self.series.iter().map(|(name, points)| (name.as_str(), points.as_slice()))
     }
 
@@ -116,6 +142,28 @@ pub(super) fn plots(history: &History) -> Vec<Plot> {
         }
     }
     plots.push(timing(history));
+    plots.retain(|plot| !plot.series.is_empty());
+    plots
+}
+
+/// The plots of several runs: in each the main metric of a panel, a line for every run.
+pub(super) fn compared(runs: &[(&str, &History)]) -> Vec<Plot> {
+    let of_metric = |title: &str, name: &str| {
+        let lines = runs.iter().filter_map(|(run, history)| Some(series(name, run, history.get(name)?)));
+        Plot { title: title.into(), shape: Shape::Lines, series: lines.take(MAX_SERIES).collect() }
+    };
+    let mut plots = Vec::new();
+    for (title, metrics) in PANELS {
+        plots.extend(metrics.first().map(|(name, _)| of_metric(title, name)));
+        if title == "Reward" {
+            plots.push(of_metric("Reward in evaluations", "eval_reward"));
+            let rewards = runs.iter().flat_map(|(_, history)| history.with_prefix("rewards/").map(|(name, _)| name));
+            let names: BTreeSet<&str> = rewards.filter_map(|name| name.strip_suffix("/mean")).collect();
+            let each = names.iter().map(|name| of_metric(&format!("Reward {name}"), &format!("rewards/{name}/mean")));
+            plots.extend(each.take(MAX_SERIES));
+        }
+    }
+    plots.push(of_metric("Seconds per step", "step_time"));
     plots.retain(|plot| !plot.series.is_empty());
     plots
 }

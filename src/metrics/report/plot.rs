@@ -58,14 +58,23 @@ impl Plot {
         }
         format!(
             "<figure class=\"plot\" data-plot=\"{}\"><figcaption><h3>{}</h3>{}</figcaption>\
-             <svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{}\">{svg}\
-             <line class=\"rule\" y1=\"{TOP}\" y2=\"{}\"/></svg><div class=\"tip\"></div></figure>\n",
+             <svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" tabindex=\"0\" aria-label=\"{}\">{svg}\
+             <line class=\"rule\" y1=\"{TOP}\" y2=\"{}\"/></svg><div class=\"tip\" aria-live=\"polite\"></div></figure>\n",
             escape(&self.readout(&series, &scale)),
             escape(&self.title),
             self.legend(),
-            escape(&self.title),
+            escape(&self.description(&series)),
             HEIGHT - BOTTOM,
         )
+    }
+
+    /// The title, and the newest value of every series, for those who cannot see the figure.
+    fn description(&self, series: &[Vec<(f64, f64)>]) -> String {
+        let newest = self.series.iter().zip(series).filter_map(|(series, points)| {
+            let (step, value) = points.last()?;
+            Some(format!("{} {} at step {step}", series.label, number(*value)))
+        });
+        format!("{}: {}", self.title, newest.collect::<Vec<_>>().join(", "))
     }
 
     fn value_range(&self, series: &[Vec<(f64, f64)>]) -> (f64, f64) {

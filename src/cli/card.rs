@@ -1,0 +1,157 @@
+//! The model card of an exported folder: what it was trained from, on what, how, and to what figures.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use serde_json::json;
+
+use crate::error::{Error, Result};
+use crate::metrics::read_metrics;
+use crate::metrics::report::{number, read_config};
+
+/// Keys of a run's configuration that say how it was trained, where they have a value.
+const METHOD: [&str; 14] = [
+    "loss_type",
+    "num_generations",
+    "learning_rate",
+    "beta",
+    "max_completion_length",
+    "temperature",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_steps",
+    "scale_rewards",
+    "reward_funcs",
+    "lora.r",
+    "quantization",
+    "seed",
+];
+/// Keys that say on which rows.
+const DATA: [&str; 4] = ["dataset_name", "dataset_config", "dataset_train_split", "train_file"];
+/// Metrics of the newest step and evaluation that are told.
+const METRICS: [&str; 5] = ["reward", "eval_reward", "eval_pass@1", "completions/mean_length", "num_tokens"];
+
+/// Writes `README.md` into `folder`, by what lies beside `model`, the trained folder of a run, or a checkpoint. `has_adapters` says that the
+/// folder has adapters and no whole model.
+///
+/// # Errors
+/// [`Error::Io`], and [`Error::BadFile`] for a run_config.json that is none.
+pub(super) fn write(folder: &Path, model: &Path, has_adapters: bool) -> Result<()> {
+    let path = folder.join("README.md");
+    let run = model.parent().filter(|run| run.join("run_config.json").exists());
+    let config = run.map_or_else(|| Ok(Vec::new()), |run| read_config(&run.join("run_config.json")))?;
+    let metrics = run.map_or_else(Vec::new, |run| newest(run, step_of(model)));
+    std::fs::write(&path, card(&config, &metrics, model, has_adapters)).map_err(Error::io(&path))
+}
+
+/// The step of a checkpoint's folder.
+fn step_of(model: &Path) -> Option<u64> {
+    model.file_name()?.to_str()?.strip_prefix("checkpoint-")?.parse().ok()
+}
+
+/// The newest value of each metric that is told, up to a step.
+fn newest(run: &Path, last: Option<u64>) -> Vec<(&'static str, u64, f64)> {
+    let lines = read_metrics(&run.join("metrics.jsonl")).unwrap_or_default(); // a run without metrics has a card, too
+    let of = |name: &'static str| {
+        let mut lines = lines.iter().rev().filter(|line| last.is_none_or(|last| line.step <= last));
+        lines.find_map(|line| Some((name, line.step, *line.values.get(name)?)))
+    };
+    METRICS.into_iter().filter_map(of).collect()
+}
+
+fn card(config: &[(String, String)], metrics: &[(&str, u64, f64)], model: &Path, has_adapters: bool) -> String {
+    let get = |key: &str| {
+        let value = config.iter().find(|(known, _)| known == key).map(|(_, value)| value.as_str());
+        value.filter(|value| !["null", "", "[]", "none"].contains(value))
+    };
+    let base = get("model_name_or_path");
+    let library = if has_adapters { "peft" } else { "transformers" };
+    let mut text = "---\n".to_owned();
+    // The Hub takes names of its own here, and no paths; a JSON string is one of YAML.
+    if let Some(base) = base.filter(|base| is_name_on_hub(base)) {
+        let _ = writeln!(text, "base_model: {}", json!(base));
+    }
+    if let Some(data) = get("dataset_name").filter(|data| is_name_on_hub(data)) {
+        let _ = writeln!(text, "datasets:\n- {}", json!(data));
+    }
+    let _ = writeln!(text, "library_name: {library}\npipeline_tag: text-generation\ntags:\n- grpo\n- colo-grpo\n---\n");
+    let name = model.parent().and_then(Path::file_name).unwrap_or(model.as_os_str()).to_string_lossy();
+    let from = base.map(|base| format!(" from {}", code(base))).unwrap_or_default();
+    let what = if has_adapters { "LoRA adapters" } else { "A model" };
+    let version = env!("CARGO_PKG_VERSION");
+    let _ = writeln!(text, "# {name}\n\n{what} trained{from} with GRPO by colo-grpo {version}.\n");
+    if config.is_empty() {
+        text += "No run_config.json lay beside the trained folder, so how it was trained is not known here.\n";
+        return text;
+    }
+    let _ = writeln!(text, "## Data\n\n{}", table(&DATA, get));
+    let _ = writeln!(
+        text,
+        "## Method\n\nGroup Relative Policy Optimization ([paper](https://arxiv.org/abs/2402.03300)).\n"
+    );
+    let _ = writeln!(text, "{}", table(&METHOD, get));
+    if !metrics.is_empty() {
+        text += "## Metrics\n\n| metric | step | value |\n|---|---|---|\n";
+        for (name, step, value) in metrics {
+            let _ = writeln!(text, "| {} | {step} | {} |", code(name), number(*value));
+        }
+    }
+    text
+}
+
+fn table<'a>(keys: &[&str], get: impl Fn(&str) -> Option<&'a str>) -> String {
+    let row = |key: &&str| Some(format!("| {} | {} |\n", code(key), code(get(key)?)));
+    format!("| key | value |\n|---|---|\n{}", keys.iter().filter_map(row).collect::<String>())
+}
+
+/// Text as it is, within a table of Markdown.
+fn code(text: &str) -> String {
+    let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    format!("`{}`", text.replace('`', "'").replace('|', "\\|"))
+}
+
+/// `owner/name` that is no folder here.
+fn is_name_on_hub(name: &str) -> bool {
+    let is_word = |word: &str| {
+        !word.is_empty()
+            && !word.starts_with('.')
+            && word.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+    };
+    name.split('/').count() == 2 && name.split('/').all(is_word) && !Path::new(name).exists()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_card_has_base_data_method_and_the_metrics_of_its_step() {
+        let folder = tempfile::tempdir().unwrap();
+        let (run, out) = (folder.path().join("gsm8k"), folder.path().join("out"));
+        for folder in [&run, &out] {
+            std::fs::create_dir(folder).unwrap();
+        }
+        write(&out, &run.join("final"), false).unwrap();
+        let text = || std::fs::read_to_string(out.join("README.md")).unwrap();
+        assert!(text().contains("# gsm8k") && text().contains("how it was trained is not known"), "{}", text());
+        let config = r#"{"model_name_or_path": "Qwen/Qwen2.5-7B", "dataset_name": "x/y", "beta": 0.1, "loss_type": "a|`b\n",
+            "lora": {"r": 16}, "train_file": null, "seed": 1}"#;
+        std::fs::write(run.join("run_config.json"), config).unwrap();
+        let lines = (1..=3).map(|step| format!("{{\"step\":{step},\"time\":1,\"reward\":0.{step}}}\n"));
+        std::fs::write(run.join("metrics.jsonl"), lines.collect::<String>()).unwrap();
+        write(&out, &run.join("checkpoint-2"), true).unwrap();
+        let start = "---\nbase_model: \"Qwen/Qwen2.5-7B\"\ndatasets:\n- \"x/y\"\nlibrary_name: peft\n";
+        assert!(text().starts_with(start), "{}", text());
+        for part in [
+            "| `beta` | `0.1` |",
+            "| `lora.r` | `16` |",
+            "`a\\|'b `",
+            "| `reward` | 2 | 0.2 |",
+            "LoRA adapters trained",
+        ] {
+            assert!(text().contains(part), "{part} in {}", text());
+        }
+        assert!(!text().contains("train_file"));
+        assert!(["a/b/c", "./a", "a", "../b", "/a/b", "a b/c"].iter().all(|name| !is_name_on_hub(name)));
+    }
+}

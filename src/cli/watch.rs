@@ -1,0 +1,32 @@
+//! `watch`: runs in a browser.
+
+use std::time::Duration;
+
+use super::args::WatchArgs;
+use crate::error::{Error, Result};
+use crate::http::HttpServer;
+use crate::launch::{self, OnStop};
+use crate::phase::{self, terminal};
+use crate::watch;
+
+/// How often a request to end is looked for.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Answers a browser until TERM or INT.
+pub(super) fn watch(args: WatchArgs) -> Result<()> {
+    for folder in &args.folders {
+        if !folder.is_dir() {
+            let expected = "the output folder of a run, or a folder that has such below it";
+            return Err(Error::invalid_value("DIR", folder.display(), expected));
+        }
+    }
+    launch::stop_on_signals(OnStop::Answer, false);
+    let listener = HttpServer::bind(&args.host, args.port)?;
+    let server = HttpServer::start(listener, watch::router(args.folders, &args.host))?;
+    terminal::say(format_args!("watching at http://{} (Ctrl-C ends)", server.address()));
+    while !phase::stop_requested() {
+        std::thread::sleep(LOOK);
+    }
+    server.finish();
+    Ok(())
+}

@@ -1,0 +1,292 @@
+//! What every rank is doing and holds: one small file a rank, `ranks/00000.json` in the output folder, for those who watch a run.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+
+use super::redact::redact;
+use crate::error::{Error, Result};
+use crate::memory::{Ledger, MemoryKind, resident_bytes};
+use crate::phase::{self, Pulse, terminal};
+use crate::untrusted;
+
+/// The folder of the ranks' files.
+const FOLDER: &str = "ranks";
+/// How often a rank looks at itself.
+const LOOK: Duration = Duration::from_secs(1);
+/// Longest time between two writes.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
+/// Most ranks that are read of one run.
+const MAX_RANKS: usize = 4096;
+/// Largest file of a rank, in bytes.
+const MAX_BYTES: u64 = 64 << 10;
+
+/// One rank as it was when it wrote its file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RankState {
+    /// The rank.
+    pub rank: usize,
+    /// Ranks of the run.
+    pub world_size: usize,
+    /// Number of its process.
+    pub process: u32,
+    /// When this was written, in seconds since 1970.
+    pub time: f64,
+    /// Updates done before the step under way.
+    pub step: u64,
+    /// Updates in all.
+    pub max_steps: u64,
+    /// Running phases, outermost first.
+    pub phases: Vec<String>,
+    /// How long the innermost phase has been the same, in seconds.
+    pub phase_s: f64,
+    /// The collective in which it may be waiting for others.
+    pub waits_in: Option<String>,
+    /// Host memory of the process, in bytes.
+    pub resident_bytes: u64,
+    /// What holds memory, largest first.
+    pub held: Vec<HeldBytes>,
+    /// The newest warnings.
+    pub warnings: Vec<RankWarning>,
+    /// How the run ended; nothing while it is under way.
+    pub end: Option<RankEnd>,
+}
+
+/// Memory of one owner.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeldBytes {
+    /// Whose it is: `weights`, `kv_cache`.
+    pub owner: String,
+    /// Whether it is memory that tensors are computed in; host memory beside it otherwise.
+    pub on_device: bool,
+    /// How much.
+    pub bytes: u64,
+}
+
+/// A line that warned.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RankWarning {
+    /// When, in seconds since 1970.
+    pub time: f64,
+    /// The line, secrets redacted.
+    pub text: String,
+}
+
+/// How a run ended on a rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankEnd {
+    /// The exit code, where it is known.
+    pub code: Option<i32>,
+    /// The error; empty where there was none.
+    pub message: String,
+}
+
+/// Writes this rank's file from a thread, until it is dropped.
+#[derive(Debug)]
+pub struct RankReporter {
+    ends: Sender<RankEnd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl RankReporter {
+    /// Starts the thread. A file that cannot be written is left out, and nobody is told: it is for watchers alone.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] if there is no thread.
+    pub fn start(output_dir: &Path, rank: usize, world_size: usize, max_steps: u64) -> Result<Self> {
+        let (ends, ended) = channel();
+        let mut writer =
+            RankFile { path: path(output_dir, rank), rank, world_size, max_steps, seen: None, written: None };
+        if rank == 0 {
+            remove_others(output_dir, world_size);
+        }
+        let work = move || loop {
+            writer.look();
+            match ended.recv_timeout(LOOK) {
+                Err(RecvTimeoutError::Timeout) => {}
+                end => return writer.end(end.ok()),
+            }
+        };
+        let thread = std::thread::Builder::new().name("ranks".to_owned()).spawn(work);
+        let failed =
+            |error| Error::Environment { message: format!("a thread that tells what this rank does: {error}") };
+        Ok(Self { ends, thread: Some(thread.map_err(failed)?) })
+    }
+
+    /// Says how the run ended.
+    pub fn end<T>(&mut self, outcome: &Result<T>) {
+        let end = match outcome {
+            Ok(_) => RankEnd { code: Some(0), message: String::new() },
+            Err(error) => RankEnd { code: Some(error.exit_code() as i32), message: redact(&error.to_string()) },
+        };
+        self.finish(end);
+    }
+
+    fn finish(&mut self, end: RankEnd) {
+        let Some(thread) = self.thread.take() else { return };
+        let _ = self.ends.send(end);
+        let _ = thread.join();
+    }
+}
+
+impl Drop for RankReporter {
+    fn drop(&mut self) {
+        self.finish(RankEnd { code: None, message: String::new() });
+    }
+}
+
+/// Reads the ranks of a run, by rank. Files that are half written or no such files are left out, and those of ranks that an earlier,
+/// larger run had.
+///
+/// # Errors
+/// The system's, if the folder cannot be listed; none is no rank.
+pub fn read_ranks(output_dir: &Path) -> io::Result<Vec<RankState>> {
+    let entries = match fs::read_dir(output_dir.join(FOLDER)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    let read = |entry: io::Result<fs::DirEntry>| {
+        let path = entry.ok()?.path();
+        let is_rank = path.extension().is_some_and(|kind| kind == "json");
+        let bytes = untrusted::read(&path, MAX_BYTES).ok().filter(|_| is_rank)?;
+        serde_json::from_slice::<RankState>(&bytes).ok()
+    };
+    let mut ranks: Vec<RankState> = entries.take(MAX_RANKS).filter_map(read).collect();
+    ranks.sort_by_key(|state| state.rank);
+    let world_size = ranks.first().map_or(0, |first| first.world_size);
+    ranks.retain(|state| state.rank < world_size);
+    Ok(ranks)
+}
+
+fn path(output_dir: &Path, rank: usize) -> PathBuf {
+    output_dir.join(FOLDER).join(format!("{rank:05}.json"))
+}
+
+/// Takes files away that an earlier run with more ranks left.
+fn remove_others(output_dir: &Path, world_size: usize) {
+    let stays = |rank: &PathBuf| (0..world_size).any(|own| path(output_dir, own) == *rank);
+    let entries = fs::read_dir(output_dir.join(FOLDER)).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path()).filter(|path| !stays(path)).for_each(|path| drop(fs::remove_file(path)));
+}
+
+#[derive(Debug)]
+struct RankFile {
+    path: PathBuf,
+    rank: usize,
+    world_size: usize,
+    max_steps: u64,
+    /// Innermost phase and step, and since when.
+    seen: Option<(Pulse, Instant)>,
+    /// What was written last, and when.
+    written: Option<(RankState, Instant)>,
+}
+
+impl RankFile {
+    fn look(&mut self) {
+        let now = Instant::now();
+        let state = self.state(now);
+        let is_new = |(written, at): &(RankState, Instant)| {
+            let same_time = RankState { time: state.time, phase_s: state.phase_s, ..written.clone() };
+            same_time != state || now - *at >= SIGN_OF_LIFE
+        };
+        if self.written.as_ref().is_none_or(is_new) {
+            let _ = write(&self.path, &state); // nobody needs it to train
+            self.written = Some((state, now));
+        }
+    }
+
+    fn state(&mut self, now: Instant) -> RankState {
+        let pulse = phase::pulse();
+        let is_same = |(seen, _): &&(Pulse, Instant)| seen.stack == pulse.stack && seen.step == pulse.step;
+        let since = self.seen.as_ref().filter(is_same).map_or(now, |(_, since)| *since);
+        let mut held: Vec<HeldBytes> = Ledger::report()
+            .into_iter()
+            .filter(|(.., bytes)| *bytes > 0)
+            .map(|(kind, owner, bytes)| HeldBytes {
+                owner: owner.to_owned(),
+                on_device: kind == MemoryKind::Device,
+                bytes: bytes as u64,
+            })
+            .collect();
+        held.sort_by_key(|held| std::cmp::Reverse(held.bytes));
+        let state = RankState {
+            rank: self.rank,
+            world_size: self.world_size,
+            process: std::process::id(),
+            time: seconds(SystemTime::now()),
+            step: pulse.step,
+            max_steps: self.max_steps,
+            phases: pulse.stack.iter().map(|phase| phase.name().to_owned()).collect(),
+            phase_s: (now - since).as_secs_f64(),
+            waits_in: pulse.collective.as_ref().filter(|last| last.is_waiting).map(|last| last.op.clone()),
+            resident_bytes: resident_bytes().unwrap_or(0) as u64,
+            held,
+            warnings: terminal::recent_warnings()
+                .into_iter()
+                .map(|(at, text)| RankWarning { time: seconds(at), text: redact(&text) })
+                .collect(),
+            end: None,
+        };
+        self.seen = Some((pulse, since));
+        state
+    }
+
+    fn end(&mut self, end: Option<RankEnd>) {
+        let state = RankState { end, phases: Vec::new(), waits_in: None, ..self.state(Instant::now()) };
+        let _ = write(&self.path, &state);
+    }
+}
+
+/// Makes no output folder again that was deleted.
+fn write(path: &Path, state: &RankState) -> io::Result<()> {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    if let Err(error) = fs::create_dir(folder)
+        && error.kind() != io::ErrorKind::AlreadyExists
+    {
+        return Err(error);
+    }
+    let draft = path.with_extension("tmp");
+    fs::write(&draft, serde_json::to_vec(state)?)?;
+    fs::rename(&draft, path)
+}
+
+fn seconds(time: SystemTime) -> f64 {
+    time.duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_says_what_it_does_and_how_it_ended() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(read_ranks(folder.path()).unwrap(), []);
+        fs::create_dir(folder.path().join(FOLDER)).unwrap();
+        fs::write(path(folder.path(), 7), "{}").unwrap(); // of a larger run before this one
+        let mut reporter = RankReporter::start(folder.path(), 0, 2, 9).unwrap();
+        reporter.end::<()>(&Err(Error::Preempted { step: 3, saved: folder.path().to_owned() }));
+        let again = RankReporter::start(folder.path(), 1, 2, 9).unwrap();
+        drop(again);
+        fs::write(folder.path().join("ranks/00002.json"), "{\"rank\":").unwrap();
+        let ranks = read_ranks(folder.path()).unwrap();
+        assert_eq!((ranks.len(), ranks[0].max_steps, ranks[0].process), (2, 9, std::process::id()));
+        let end = ranks[0].end.clone().unwrap();
+        assert!(end.code == Some(75) && end.message.contains("step 3"), "{end:?}");
+        assert!(ranks[0].resident_bytes > 1 << 20 && ranks[1].end.as_ref().unwrap().code.is_none());
+        assert!(!path(folder.path(), 7).exists());
+    }
+
+    #[test]
+    fn an_output_folder_that_was_deleted_stays_so() {
+        let folder = tempfile::tempdir().unwrap();
+        let gone = folder.path().join("gone");
+        drop(RankReporter::start(&gone, 0, 1, 1).unwrap());
+        assert!(!gone.exists());
+    }
+}

@@ -1,0 +1,197 @@
+//! metrics.jsonl, read on from where it was read to.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::PathBuf;
+
+use crate::metrics::MetricLine;
+use crate::metrics::report::History;
+use crate::untrusted;
+
+/// Most bytes read at a time; the rest comes with the next look.
+const MAX_READ_BYTES: u64 = 8 << 20;
+/// Most values kept of a run, at 16 bytes each.
+const MAX_VALUES: usize = 8 << 20;
+/// Bytes before the end of what was read that are compared, so that a file that was written anew is noticed.
+const SEAM_BYTES: usize = 256;
+
+/// A growing file of metrics.
+#[derive(Debug)]
+pub(super) struct Follower {
+    path: PathBuf,
+    history: History,
+    /// Device and inode of the file that was read.
+    file: Option<(u64, u64)>,
+    offset: u64,
+    /// The last bytes before `offset`.
+    seam: Vec<u8>,
+    /// Seconds since 1970 of the newest line.
+    newest: Option<f64>,
+    message: String,
+    revision: u64,
+}
+
+impl Follower {
+    pub fn new(path: PathBuf) -> Self {
+        let (seam, message) = (Vec::new(), String::new());
+        Self { path, history: History::default(), file: None, offset: 0, seam, newest: None, message, revision: 0 }
+    }
+
+    pub fn history(&self) -> &History {
+        &self.history
+    }
+
+    /// Seconds since 1970 of the newest line.
+    pub fn newest(&self) -> Option<f64> {
+        self.newest
+    }
+
+    /// What is wrong with the file; empty if nothing is.
+    pub fn message(&self) -> &str {
+        &self.message
+    }
+
+    /// A number that grows with every change of the history.
+    pub fn revision(&self) -> u64 {
+        self.revision
+    }
+
+    /// Reads what was written since the last look.
+    pub fn look(&mut self) {
+        self.message = match self.read_on() {
+            Ok(message) => message,
+            Err(error) if error.kind() == io::ErrorKind::NotFound && self.file.is_none() => "no metrics yet".to_owned(),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                "metrics.jsonl is gone; what was read of it is shown".to_owned()
+            }
+            Err(error) => format!("metrics.jsonl: {error}; what was read of it is shown"),
+        };
+    }
+
+    fn read_on(&mut self) -> io::Result<String> {
+        let file = untrusted::open(&self.path)?;
+        let metadata = file.metadata()?;
+        let identity = (metadata.dev(), metadata.ino());
+        if self.file.is_some_and(|known| known != identity) || !self.continues(&file, metadata.len())? {
+            *self = Self { revision: self.revision + 1, ..Self::new(std::mem::take(&mut self.path)) };
+        }
+        self.file = Some(identity);
+        if self.history.num_values() >= MAX_VALUES {
+            return Ok("metrics.jsonl is longer than can be shown; its later lines are left out".to_owned());
+        }
+        let size = metadata.len();
+        let mut bytes = vec![0; (size - self.offset).min(MAX_READ_BYTES) as usize];
+        let num_read = read_at(&file, &mut bytes, self.offset)?;
+        bytes.truncate(num_read);
+        // A line without its end is still being written, unless it is longer than any.
+        let whole = match bytes.iter().rposition(|byte| *byte == b'\n') {
+            Some(end) => end + 1,
+            None if num_read as u64 == MAX_READ_BYTES => num_read,
+            None => 0,
+        };
+        self.take(&bytes[..whole]);
+        let left = size.saturating_sub(self.offset);
+        Ok(match left > MAX_READ_BYTES {
+            true => format!("reading metrics.jsonl: {} of {} MiB", self.offset >> 20, size >> 20),
+            false => String::new(),
+        })
+    }
+
+    /// Whether the file still begins with what was read, as far as its last bytes tell.
+    fn continues(&self, file: &File, size: u64) -> io::Result<bool> {
+        let mut seam = vec![0; self.seam.len()];
+        if size < self.offset || read_at(file, &mut seam, self.offset - self.seam.len() as u64)? < seam.len() {
+            return Ok(false);
+        }
+        Ok(seam == self.seam)
+    }
+
+    fn take(&mut self, bytes: &[u8]) {
+        for line in bytes.split(|byte| *byte == b'\n') {
+            let Some(line) = std::str::from_utf8(line).ok().and_then(MetricLine::parse) else { continue };
+            self.newest = Some(line.time);
+            self.history.push(&line);
+            self.revision += 1;
+        }
+        self.offset += bytes.len() as u64;
+        if !bytes.is_empty() {
+            self.seam = bytes[bytes.len().saturating_sub(SEAM_BYTES)..].to_vec();
+        }
+    }
+}
+
+fn read_at(file: &File, bytes: &mut [u8], offset: u64) -> io::Result<usize> {
+    let mut num_read = 0;
+    while num_read < bytes.len() {
+        match file.read_at(&mut bytes[num_read..], offset + num_read as u64) {
+            Ok(0) => break,
+            Ok(num) => num_read += num,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(num_read)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::io::Write;
+
+    use super::*;
+
+    fn line(step: u64, reward: f64) -> String {
+        format!("{{\"step\":{step},\"time\":{step}.5,\"reward\":{reward}}}\n")
+    }
+
+    fn rewards(follower: &Follower) -> Vec<(f64, f64)> {
+        follower.history().get("reward").unwrap_or_default().to_vec()
+    }
+
+    #[test]
+    fn a_file_that_is_written_cut_replaced_and_deleted_is_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut follower = Follower::new(path.clone());
+        let mut look = move |expected: &[(f64, f64)], message: &str| {
+            follower.look();
+            assert_eq!((rewards(&follower).as_slice(), follower.message()), (expected, message));
+            follower.revision()
+        };
+        look(&[], "no metrics yet");
+        fs::write(&path, line(1, 0.5) + "{\"step\":2,\"ti").unwrap();
+        let first = look(&[(1.0, 0.5)], "");
+        assert_eq!(look(&[(1.0, 0.5)], ""), first, "nothing is new");
+        let mut file = fs::OpenOptions::new().append(true).open(&path).unwrap();
+        file.write_all(b"me\":2.5,\"reward\":1}\nno json\n\xff\n").unwrap();
+        assert!(look(&[(1.0, 0.5), (2.0, 1.0)], "") > first);
+        fs::write(&path, line(7, 2.0)).unwrap(); // shorter, the same file
+        look(&[(7.0, 2.0)], "");
+        fs::write(&path, line(8, 3.0) + &line(9, 3.0)).unwrap(); // longer, other lines
+        look(&[(8.0, 3.0), (9.0, 3.0)], "");
+        let other = folder.path().join("other");
+        fs::write(&other, line(8, 3.0) + &line(9, 3.0) + &line(10, 4.0)).unwrap();
+        fs::rename(&other, &path).unwrap(); // as a resumed run does
+        look(&[(8.0, 3.0), (9.0, 3.0), (10.0, 4.0)], "");
+        fs::remove_file(&path).unwrap();
+        look(&[(8.0, 3.0), (9.0, 3.0), (10.0, 4.0)], "metrics.jsonl is gone; what was read of it is shown");
+        fs::create_dir(&path).unwrap();
+        let message = "metrics.jsonl: expected a regular file, found a folder; what was read of it is shown";
+        look(&[(8.0, 3.0), (9.0, 3.0), (10.0, 4.0)], message);
+    }
+
+    #[test]
+    fn a_line_without_an_end_is_passed_over_and_a_long_file_comes_in_parts() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let endless = vec![b'x'; MAX_READ_BYTES as usize + 100];
+        let text = [&endless, b"\n".as_slice(), line(3, 1.0).as_bytes()].concat();
+        fs::write(&path, text).unwrap();
+        let mut follower = Follower::new(path);
+        follower.look();
+        assert!(rewards(&follower).is_empty());
+        follower.look();
+        assert_eq!(rewards(&follower), [(3.0, 1.0)]);
+    }
+}

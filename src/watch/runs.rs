@@ -1,0 +1,280 @@
+//! The runs of the watched folders and how they are.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use super::follow::Follower;
+use super::samples;
+use crate::metrics::ranks::{RankState, read_ranks};
+use crate::metrics::report::{History, read_config};
+
+/// Most runs that are shown.
+const MAX_RUNS: usize = 100;
+/// Folders below a watched one that are looked through for runs.
+const MAX_DEPTH: usize = 3;
+/// Most folders looked through in one search.
+const MAX_FOLDERS: usize = 2000;
+/// How often new runs are searched for, and files looked at.
+const SEARCH_INTERVAL: Duration = Duration::from_secs(5);
+const LOOK_INTERVAL: Duration = Duration::from_millis(400);
+/// A rank that has not written for this long shows no sign of life, in seconds.
+const SILENCE_S: f64 = 20.0;
+
+/// What is watched.
+#[derive(Debug)]
+pub(super) struct WatchedRuns {
+    folders: Vec<PathBuf>,
+    runs: Vec<WatchedRun>,
+    searched: Option<Instant>,
+    message: String,
+}
+
+/// An output folder.
+#[derive(Debug)]
+pub(super) struct WatchedRun {
+    /// Its path below the watched folder, or that folder's name.
+    pub name: String,
+    pub folder: PathBuf,
+    metrics: Follower,
+    looked: Option<Instant>,
+    /// Ranks, and what is wrong with their files.
+    pub ranks: Vec<RankState>,
+    rank_message: String,
+    /// Steps whose completions are there.
+    pub steps: Vec<u64>,
+}
+
+impl WatchedRuns {
+    pub fn new(folders: Vec<PathBuf>) -> Self {
+        Self { folders, runs: Vec::new(), searched: None, message: String::new() }
+    }
+
+    /// The runs, searched for now and then. A run keeps its number.
+    pub fn search(&mut self) -> &[WatchedRun] {
+        if self.searched.is_none_or(|at| at.elapsed() >= SEARCH_INTERVAL) {
+            self.searched = Some(Instant::now());
+            let mut left = MAX_FOLDERS;
+            self.message.clear();
+            for folder in self.folders.clone() {
+                self.search_in(&folder, &folder, MAX_DEPTH, &mut left);
+            }
+            if left == 0 {
+                self.message = format!("only {MAX_FOLDERS} folders are looked through; name the runs' own folders");
+            } else if self.runs.is_empty() {
+                let folders: Vec<_> = self.folders.iter().map(|folder| folder.display().to_string()).collect();
+                self.message = format!("no run in {} yet; it is shown as soon as there is one", folders.join(", "));
+            }
+        }
+        &self.runs
+    }
+
+    /// What is to be said of the search; empty if nothing is.
+    pub fn message(&self) -> &str {
+        &self.message
+    }
+
+    /// One run, its files looked at anew unless that was just done.
+    pub fn look(&mut self, number: usize) -> Option<&WatchedRun> {
+        let run = self.runs.get_mut(number)?;
+        if run.looked.is_none_or(|at| at.elapsed() >= LOOK_INTERVAL) {
+            run.look();
+        }
+        Some(run)
+    }
+
+    /// One run as it was looked at last.
+    pub fn get(&self, number: usize) -> Option<&WatchedRun> {
+        self.runs.get(number)
+    }
+
+    fn search_in(&mut self, root: &Path, folder: &Path, depth: usize, left: &mut usize) {
+        if *left == 0 || self.runs.len() >= MAX_RUNS {
+            return;
+        }
+        *left -= 1;
+        if ["metrics.jsonl", "run_config.json", "ranks"].iter().any(|name| folder.join(name).exists()) {
+            if self.runs.iter().all(|run| run.folder != folder) {
+                self.runs.push(WatchedRun::new(root, folder));
+            }
+            return;
+        }
+        let entries = fs::read_dir(folder).into_iter().flatten().flatten().take(MAX_FOLDERS);
+        let is_folder = |entry: &fs::DirEntry| {
+            !entry.file_name().as_encoded_bytes().starts_with(b".") && entry.file_type().is_ok_and(|kind| kind.is_dir())
+        };
+        let mut inner: Vec<PathBuf> = entries.filter(is_folder).map(|entry| entry.path()).collect();
+        inner.sort();
+        for folder in inner.iter().take(if depth > 0 { inner.len() } else { 0 }) {
+            self.search_in(root, folder, depth - 1, left);
+        }
+    }
+}
+
+impl WatchedRun {
+    fn new(root: &Path, folder: &Path) -> Self {
+        let below = folder.strip_prefix(root).ok().filter(|below| !below.as_os_str().is_empty());
+        let own = || folder.canonicalize().ok().and_then(|folder| Some(PathBuf::from(folder.file_name()?)));
+        let name = below.map(Path::to_owned).or_else(own).unwrap_or_else(|| folder.to_owned());
+        Self {
+            name: name.display().to_string(),
+            folder: folder.to_owned(),
+            metrics: Follower::new(folder.join("metrics.jsonl")),
+            looked: None,
+            ranks: Vec::new(),
+            rank_message: String::new(),
+            steps: Vec::new(),
+        }
+    }
+
+    fn look(&mut self) {
+        self.metrics.look();
+        match read_ranks(&self.folder) {
+            Ok(ranks) => (self.ranks, self.rank_message) = (ranks, String::new()),
+            Err(error) => self.rank_message = format!("ranks: {error}"),
+        }
+        self.steps = samples::steps(&self.folder);
+        self.looked = Some(Instant::now());
+    }
+
+    pub fn history(&self) -> &History {
+        self.metrics.history()
+    }
+
+    /// A number that grows with every change of the history.
+    pub fn revision(&self) -> u64 {
+        self.metrics.revision()
+    }
+
+    /// When it was last heard of, in seconds since 1970.
+    pub fn newest(&self) -> f64 {
+        self.ranks.iter().map(|rank| rank.time).chain(self.metrics.newest()).fold(0.0, f64::max)
+    }
+
+    /// Keys and values; a message where the file is not what it should be.
+    pub fn config(&self) -> Result<Vec<(String, String)>, String> {
+        read_config(&self.folder.join("run_config.json")).map_err(|error| error.to_string())
+    }
+
+    /// What is wrong with its files.
+    pub fn messages(&self) -> impl Iterator<Item = &str> {
+        [self.metrics.message(), self.rank_message.as_str()].into_iter().filter(|message| !message.is_empty())
+    }
+
+    /// The newest update, and how many there will be, where that is known.
+    pub fn step(&self) -> (u64, Option<u64>) {
+        let step = self.history().last_step().unwrap_or(0.0) as u64;
+        (step, self.ranks.first().map(|first| first.max_steps))
+    }
+
+    /// How it is.
+    pub fn state(&self) -> String {
+        self.state_at(now())
+    }
+
+    fn state_at(&self, now: f64) -> String {
+        if !self.folder.exists() {
+            return "deleted".to_owned();
+        }
+        let ends = || self.ranks.iter().filter_map(|rank| rank.end.as_ref());
+        let silent = |rank: &RankState| rank.end.is_none() && now - rank.time > SILENCE_S;
+        if let Some(failed) = ends().find(|end| end.code.is_some_and(|code| code != 0)) {
+            return match failed.code {
+                Some(75) => format!("stopped and saved: {}", failed.message),
+                code => format!("failed ({}): {}", code.unwrap_or(0), failed.message),
+            };
+        }
+        if let Some(rank) = self.ranks.iter().find(|rank| silent(rank)) {
+            return format!("rank {} has shown no sign of life for {}", rank.rank, age(now - rank.time));
+        }
+        match self.metrics.newest() {
+            _ if self.ranks.iter().any(|rank| rank.end.is_none()) => "running".to_owned(),
+            _ if !self.ranks.is_empty() && ends().all(|end| end.code == Some(0)) => "done".to_owned(),
+            _ if !self.ranks.is_empty() => "ended".to_owned(),
+            Some(time) => format!("its newest metrics are {} old", age(now - time)),
+            None => "nothing is known of it yet".to_owned(),
+        }
+    }
+}
+
+/// Seconds since 1970.
+pub(super) fn now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}
+
+/// A time span in one unit.
+pub(super) fn age(seconds: f64) -> String {
+    match seconds.max(0.0) as u64 {
+        seconds @ 0..=119 => format!("{seconds} s"),
+        seconds @ 120..=7199 => format!("{} min", seconds / 60),
+        seconds @ 7200..=172_799 => format!("{} h", seconds / 3600),
+        seconds => format!("{} days", seconds / 86_400),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics::ranks::RankEnd;
+
+    fn rank(rank: usize, time: f64, end: Option<RankEnd>) -> RankState {
+        RankState {
+            rank,
+            world_size: 2,
+            process: 1,
+            time,
+            step: 3,
+            max_steps: 9,
+            phases: vec!["generate".to_owned()],
+            phase_s: 1.0,
+            waits_in: None,
+            resident_bytes: 1,
+            held: Vec::new(),
+            warnings: Vec::new(),
+            end,
+        }
+    }
+
+    #[test]
+    fn runs_are_found_below_a_folder_and_keep_their_numbers() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut runs = WatchedRuns::new(vec![folder.path().to_owned()]);
+        assert!(runs.search().is_empty() && runs.message().contains("no run in"));
+        for name in ["b", "deep/er/c", ".hidden", "no run"] {
+            fs::create_dir_all(folder.path().join(name)).unwrap();
+        }
+        for name in ["b", "deep/er/c", ".hidden"] {
+            fs::write(folder.path().join(name).join("metrics.jsonl"), "").unwrap();
+        }
+        runs.searched = None;
+        let names = |runs: &[WatchedRun]| runs.iter().map(|run| run.name.clone()).collect::<Vec<_>>();
+        assert_eq!(names(runs.search()), ["b", "deep/er/c"]);
+        fs::create_dir_all(folder.path().join("a/ranks")).unwrap();
+        fs::remove_dir_all(folder.path().join("b")).unwrap();
+        runs.searched = None;
+        assert_eq!(names(runs.search()), ["b", "deep/er/c", "a"]);
+        assert!(runs.message().is_empty() && runs.look(9).is_none());
+        assert_eq!(runs.look(0).unwrap().state(), "deleted");
+        assert_eq!(WatchedRun::new(folder.path(), &folder.path().join("a")).name, "a");
+        assert!(!WatchedRun::new(folder.path(), folder.path()).name.contains('/'), "the folder's own name");
+    }
+
+    #[test]
+    fn a_run_is_running_silent_done_or_failed() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut run = WatchedRun::new(folder.path(), folder.path());
+        assert_eq!(run.state_at(100.0), "nothing is known of it yet");
+        let end = |code, message: &str| Some(RankEnd { code, message: message.to_owned() });
+        for (ranks, expected) in [
+            (vec![rank(0, 95.0, None), rank(1, 99.0, None)], "running"),
+            (vec![rank(0, 95.0, None), rank(1, 10.0, None)], "rank 1 has shown no sign of life for 90 s"),
+            (vec![rank(0, 1.0, end(Some(0), "")), rank(1, 1.0, end(Some(0), ""))], "done"),
+            (vec![rank(0, 1.0, end(Some(0), "")), rank(1, 1.0, end(None, ""))], "ended"),
+            (vec![rank(0, 1.0, None), rank(1, 1.0, end(Some(11), "no memory"))], "failed (11): no memory"),
+            (vec![rank(0, 1.0, end(Some(75), "saved"))], "stopped and saved: saved"),
+        ] {
+            run.ranks = ranks;
+            assert_eq!(run.state_at(100.0), expected);
+        }
+    }
+}
