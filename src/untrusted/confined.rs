@@ -82,10 +82,10 @@ impl<I: Send + 'static, O: Send + 'static> Confined<I, O> {
     }
 
     fn answer(&self, line: &Line<I, O>, input: I) -> Result<O, String> {
-        let start_ns = on_cpu_ns(&line.task);
         let ended = || "its thread has ended".to_owned();
         line.calls.send(input).map_err(|_| ended())?;
         let ThreadLimits { memory_bytes, cpu_s, .. } = self.limits;
+        let mut start_ns = None; // first asked after a while: most calls are over by then
         loop {
             match line.answers.recv_timeout(LOOK) {
                 Ok(answer) => return answer.map_err(|panic| format!("panic: {}", panic_message(&*panic))),
@@ -93,10 +93,12 @@ impl<I: Send + 'static, O: Send + 'static> Confined<I, O> {
                 Err(RecvTimeoutError::Timeout) if self.is_exceeded.load(Ordering::Acquire) => {
                     return Err(format!("it needs more than {} MiB of memory", memory_bytes >> 20));
                 }
-                Err(RecvTimeoutError::Timeout) if on_cpu_ns(&line.task) > start_ns + cpu_s * 1_000_000_000 => {
-                    return Err(format!("it takes more than {cpu_s} s of processor time"));
+                Err(RecvTimeoutError::Timeout) => {
+                    let now_ns = on_cpu_ns(&line.task);
+                    if now_ns > *start_ns.get_or_insert(now_ns) + cpu_s * 1_000_000_000 {
+                        return Err(format!("it takes more than {cpu_s} s of processor time"));
+                    }
                 }
-                Err(RecvTimeoutError::Timeout) => {}
             }
         }
     }

@@ -15,9 +15,10 @@ use colo_grpo::internal::metrics::{CompletionRow, MetricLine, read_completions, 
 /// Metrics of the clock, and of how much a layout moves.
 const TIMES: [&str; 4] = ["step_time", "timing_s/", "perf/", "transition/"];
 /// Two ranks train 32 completions a step; the learning rate falls, so that a wrong step would show.
-const COMMON: [&str; 7] = [
+const COMMON: [&str; 8] = [
     "eval_file=none",
     "eval_steps=none",
+    "max_train_samples=256",
     "per_device_train_batch_size=16",
     "max_steps=6",
     "save_steps=2",
@@ -316,10 +317,10 @@ fn a_changed_configuration_is_shown_and_refused_unless_forced() {
     assert!(forced.output.contains("checkpoint-2: learning_rate was 0.0001, is 0.0005\n"), "{}", forced.output);
     let folder = tempfile::tempdir().unwrap();
     let rows = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/configs/arithmetic/train.jsonl")).unwrap();
-    let (_, fewer) = rows.split_once('\n').unwrap();
-    std::fs::write(folder.path().join("train.jsonl"), fewer).unwrap();
+    let fewer: Vec<&str> = rows.lines().take(255).collect();
+    std::fs::write(folder.path().join("train.jsonl"), fewer.join("\n")).unwrap();
     let rows = format!("train_file={}/train.jsonl", folder.path().display());
     let other_rows = runs.train("rows", 1, &[&changed[..], &["force_resume=true", &rows]].concat());
     assert_eq!(other_rows.code, Some(5), "{}", other_rows.output);
-    assert!(other_rows.output.contains("made with 4096 training rows, "), "{}", other_rows.output);
+    assert!(other_rows.output.contains("made with 256 training rows, "), "{}", other_rows.output);
 }

@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 /// The demo's model folder.
 pub const MODEL: &str = "configs/arithmetic/model";
 
-/// A run small enough for a test, in one process unless `--nproc` says otherwise: 2 prompts of 4 completions a rank.
+/// A run small enough for a test, in one process unless `--nproc` says otherwise: 2 prompts of 4 completions a rank. It reads few
+/// rows, as rendering and tokenizing all of them takes an unoptimised program longer than a step.
 pub const SMALL_RUN: &str = "--config configs/tiny-cpu.toml tensor_parallel_size=1 per_device_train_batch_size=8 \
-    num_generations=4 max_steps=1 eval_steps=none eval_file=none";
+    num_generations=4 max_steps=1 eval_steps=none eval_file=none max_train_samples=256";
 
 /// What a run of the program left.
 pub struct Ended {

@@ -248,6 +248,7 @@ fn run(world: Arc<World>, output_dir: &Path, (stage, tp_size): (u8, usize), keys
         format!("output_dir={}", output_dir.display()),
         format!("per_device_train_batch_size={}", COMPLETIONS / world.size()),
         "num_generations=4".into(),
+        "max_train_samples=256".into(),
         format!("max_steps={NUM_STEPS}"),
         "eval_steps=1".into(),
         "save_steps=none".into(),
