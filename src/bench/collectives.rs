@@ -19,7 +19,8 @@ const MAX_GRAPH_BYTES: usize = 3584 << 10;
 const HIDDEN: usize = 3584;
 /// Calls of one graph: two for each block of a 7B model.
 const GRAPH_CALLS: usize = 56;
-/// Bytes that calls in a row move together at least: small ones alone are over too soon to be timed.
+/// Bytes that calls in a row move together at least, or as many as the largest tensor has: small ones alone are over too soon to be
+/// timed.
 const BYTES_IN_A_ROW: usize = 64 << 20;
 /// Timed repetitions.
 const REPEATS: usize = 5;
@@ -37,10 +38,11 @@ pub struct CollectivesBench {
 /// Those of the collectives.
 pub fn bench_collectives(bench: &CollectivesBench, world: &World) -> Result<Value> {
     let mut rows = Vec::new();
+    let bytes_in_a_row = BYTES_IN_A_ROW.min(bench.max_bytes);
     for bytes in SIZES.into_iter().filter(|&bytes| bytes <= bench.max_bytes) {
         for op in TimedCollective::ALL {
             let mut buffers = CollectiveBuffers::new(bytes, world)?;
-            let calls = BYTES_IN_A_ROW.div_ceil(bytes);
+            let calls = bytes_in_a_row.div_ceil(bytes);
             let time = timed(world, || (0..calls).try_for_each(|_| op.call(&*world.group(), &mut buffers)))?;
             rows.push(op.row(bytes, world.size(), time / calls as f64, false));
         }

@@ -168,10 +168,12 @@ impl RawConfig {
     }
 
     fn read_toml(&mut self, text: &str, file: &Path) -> Result<()> {
-        let at = |offset: usize| format!("{}:{}", file.display(), line_of(text, offset));
+        let ends: Vec<usize> = text.match_indices('\n').map(|(end, _)| end).collect(); // of lines
+        let line = |offset: usize| 1 + ends.partition_point(|&end| end < offset);
+        let at = |offset: usize| format!("{}:{}", file.display(), line(offset));
         let table = DeTable::parse(text).map_err(|error| {
             let start = error.span().map_or(0, |span| span.start);
-            let message = bare_word(text, start).map_or_else(|| error.message().to_owned(), needs_quotes);
+            let message = bare_word(text, line(start)).map_or_else(|| error.message().to_owned(), needs_quotes);
             Error::ConfigSyntax { origin: at(start), message }
         })?;
         self.add_toml("", table.get_ref(), &at)
@@ -279,9 +281,9 @@ pub(crate) fn check_openings(text: &str) -> std::result::Result<(), String> {
     }
 }
 
-/// The value in the line at `offset` where it is text without quotes.
-fn bare_word(text: &str, offset: usize) -> Option<&str> {
-    let line = text.lines().nth(line_of(text, offset) - 1)?;
+/// The value in a line, counted from 1, where it is text without quotes.
+fn bare_word(text: &str, line: usize) -> Option<&str> {
+    let line = text.lines().nth(line - 1)?;
     let value = line.split_once('=')?.1.split('#').next()?.trim();
     let is_word = value.starts_with(|c: char| c.is_alphabetic() || "./~".contains(c)) && !value.contains(['"', '\'']);
     (is_word && !["true", "false", "inf", "nan"].contains(&value)).then_some(value)
@@ -289,10 +291,6 @@ fn bare_word(text: &str, offset: usize) -> Option<&str> {
 
 fn needs_quotes(word: &str) -> String {
     format!("{word} is no TOML value: text stands in quotes, \"{word}\"; numbers, true and false do not")
-}
-
-fn line_of(text: &str, offset: usize) -> usize {
-    1 + text.as_bytes()[..offset.min(text.len())].iter().filter(|byte| **byte == b'\n').count()
 }
 
 /// `rewards.brevity.timeout_s` → `rewards.*.timeout_s`, where the tables of a table have names of the user's choice.

@@ -44,7 +44,8 @@ impl ParamTable {
 
     /// Lays out the adapters of every block instead: units without embedding and head.
     pub fn adapters(spec: Arc<ModelSpec>, lora: &LoraSpec, shards: usize) -> Self {
-        let units = (0..spec.num_layers).map(|layer| (Unit::Block(layer), lora.shapes(&spec))).collect();
+        let shapes = lora.shapes(&spec);
+        let units = (0..spec.num_layers).map(|layer| (Unit::Block(layer), shapes.clone())).collect();
         Self::of_units(spec, units, shards)
     }
 

@@ -33,7 +33,12 @@ impl ShmGroup {
     }
 
     /// One chunk: `write` fills this rank's half; `read` is given every rank's half, in group order.
-    fn exchange(&self, called: Signature, write: impl FnOnce(*mut u8), read: impl FnOnce(&[*const u8])) -> Result<()> {
+    fn exchange(
+        &self,
+        called: Signature,
+        write: impl FnOnce(*mut u8),
+        read: impl FnOnce(&[*const u8]) -> Result<()>,
+    ) -> Result<()> {
         let (member, partition, ranks) = (&self.member, self.group.division, &self.group.ranks);
         let half = (member.next_turn(partition) & 1) as usize;
         write(member.segment.half(partition, member.rank, half));
@@ -53,8 +58,7 @@ impl ShmGroup {
         }
         let halves: Vec<*const u8> =
             ranks.iter().map(|&rank| member.segment.half(partition, rank, half).cast_const()).collect();
-        read(&halves);
-        Ok(())
+        read(&halves)
     }
 
     /// Runs `exchange` for each chunk of what was `called`, at least once. `parts` chunks must fit half a slot together.
@@ -150,6 +154,7 @@ impl Collective for ShmGroup {
                         // SAFETY: see above the impl.
                         unsafe { copy(*half, output.add(rank * bytes + start), len) };
                     }
+                    Ok(())
                 },
             )
         })
@@ -173,7 +178,7 @@ impl Collective for ShmGroup {
                     // SAFETY: see above the impl; `room` is a multiple of 64, so blocks are aligned.
                     unsafe {
                         let blocks: Vec<_> = halves.iter().map(|half| half.add(self.group.rank * room)).collect();
-                        reduce(kind, ReduceOp::Sum, &blocks, output.add(start), len / kind.elt_size_in_bytes());
+                        reduce(kind, ReduceOp::Sum, &blocks, output.add(start), len / kind.elt_size_in_bytes())
                     }
                 },
             )
@@ -198,6 +203,7 @@ impl Collective for ShmGroup {
                         // SAFETY: see above the impl.
                         unsafe { copy(halves[root], address.add(start), len) };
                     }
+                    Ok(())
                 },
             )
         })
@@ -222,6 +228,7 @@ impl Collective for ShmGroup {
                         // SAFETY: see above the impl.
                         unsafe { copy(half.add(self.group.rank * room), output.add(rank * bytes + start), len) };
                     }
+                    Ok(())
                 },
             )
         })
@@ -229,7 +236,7 @@ impl Collective for ShmGroup {
 
     fn barrier(&self) -> Result<()> {
         let called = Signature { op: CollectiveOp::Barrier, kind: Kind::Uint8, detail: 0, bytes: 0 };
-        self.chunked(called, 1, |_| self.exchange(called, |_| (), |_| ()))
+        self.chunked(called, 1, |_| self.exchange(called, |_| (), |_| Ok(())))
     }
 }
 
