@@ -135,7 +135,8 @@ fn on_cpu_ns(task: &Path) -> u64 {
 mod tests {
     use super::*;
 
-    const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 64 << 20, memory_bytes: 1 << 20, cpu_s: 1 };
+    /// Enough memory for the backtrace of a panic.
+    const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 64 << 20, memory_bytes: 64 << 20, cpu_s: 1 };
 
     #[test]
     fn calls_are_answered_in_turn_and_a_panic_is_the_last() {
