@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# rustdoc for `cargo test --doc`: writes the documentation first, with the libraries that its examples use, and takes warnings as
+# errors; then runs the examples. `cargo doc` would check every dependency again.
+#   RUSTDOC=scripts/rustdoc.sh cargo test --doc
+set -euo pipefail
+documented=()
+is_test=
+for argument; do
+    if [ "$argument" = --test ]; then is_test=1; else documented+=("$argument"); fi
+done
+if [ "$is_test" ]; then
+    pages=$(mktemp -d)
+    trap 'rm -rf "$pages"' EXIT
+    rustdoc "${documented[@]}" --out-dir "$pages" -D warnings
+fi
+rustdoc "$@"
