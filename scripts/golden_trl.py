@@ -191,7 +191,7 @@ def run(config, batch, rewards, reward_weights=(1.0,), scale_rewards="group", ma
             result["dentropy"] = unpad(entropy.grad, batch["lengths"])
             result["policy_loss"] = fake._metrics["train"].pop("policy_loss")[0]
             del fake._metrics["train"]["entropy_coef"]
-    wanted = ("kl", "entropy", "clip_ratio", "cispo", "vespo", "sampling/") if with_loss else ("reward", "frac_reward")
+    wanted = ("kl", "entropy", "clip_ratio", "cispo", "vespo", "sampling/") if with_loss else ("reward", "frac_reward", "kl")
     metrics = fake._metrics["train"]
     result["metrics"] = {name: none_for_nan(metrics[name][0]) for name in metrics if name.startswith(wanted)}
     return result
@@ -310,12 +310,14 @@ def advantage_cases(batch):
     summed, decoupled = "sum_then_normalize", "normalize_then_sum"
     kinds = [("grpo", "group", summed), ("grpo", "batch", summed), ("grpo", "none", summed),
              ("rloo", "none", summed), ("rloo", "batch", summed), ("grpo", "group", decoupled)]
-    for (name, table), (estimator, scale, aggregation) in itertools.product(tables.items(), kinds):
+    in_reward = [(*kind, 0.1) for kind in kinds if kind[0] == "rloo"]  # RLOOTrainer's beta weighs the KL divergence in the reward
+    kinds = [(*kind, 0.0) for kind in kinds] + in_reward
+    for (name, table), (estimator, scale, aggregation, beta) in itertools.product(tables.items(), kinds):
         weights = [1.0, 0.5][: len(table[0])]
-        result = run(CONFIG_DEFAULTS, batch, table, weights, scale, with_loss=False, aggregation=aggregation,
+        result = run({**CONFIG_DEFAULTS, "beta": beta}, batch, table, weights, scale, with_loss=False, aggregation=aggregation,
                      of=RLOOTrainer if estimator == "rloo" else GRPOTrainer)
-        yield {"name": f"{name}, {estimator}, {scale}, {aggregation}", "advantage_estimator": estimator,
-               "scale_rewards": scale, "multi_objective_aggregation": aggregation, "reward_weights": weights,
+        yield {"name": f"{name}, {estimator}, {scale}, {aggregation}, {beta}", "advantage_estimator": estimator,
+               "scale_rewards": scale, "multi_objective_aggregation": aggregation, "reward_weights": weights, "beta": beta,
                "num_generations": NUM_GENERATIONS, "rewards": [[none_for_nan(r) for r in row] for row in table],
                **result}
 

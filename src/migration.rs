@@ -329,7 +329,8 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
         &["actor.ppo_mini_batch_size"],
         "steps_per_generation and gradient_accumulation_steps, which make updates of a generation batch",
     ),
-    (&["actor.use_kl_loss", "actor.kl_loss_coef", "algorithm.kl_ctrl.*", "algorithm.use_kl_in_reward"], "beta"),
+    (&["algorithm.use_kl_in_reward"], "use_kl_in_reward, with beta"),
+    (&["actor.use_kl_loss", "actor.kl_loss_coef", "algorithm.kl_ctrl.*"], "beta"),
     (
         &["actor.kl_loss_type", "algorithm.kl_penalty"],
         "kl_estimator = k1, k2 or k3, which verl calls kl, mse and low_var_kl, too",

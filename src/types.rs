@@ -51,6 +51,8 @@ pub struct Trajectory {
     pub rewards: Vec<Option<f32>>,
     /// Weighted sum of the rewards; `None` masks the sample out of the loss and the group statistics.
     pub reward: Option<f32>,
+    /// What the KL divergence from the reference takes off the reward before advantages are computed (`use_kl_in_reward`).
+    pub kl_penalty: f32,
     /// Group-relative advantage; 0 until assigned.
     pub advantage: f32,
 }
@@ -59,6 +61,11 @@ impl Trajectory {
     /// Whether it was cut by a length limit rather than ended by the model.
     pub fn is_truncated(&self) -> bool {
         self.finish_reason == Some(FinishReason::Length)
+    }
+
+    /// The reward that advantages are computed from: the weighted sum less the KL penalty.
+    pub fn penalized_reward(&self) -> Option<f32> {
+        self.reward.map(|reward| reward - self.kl_penalty)
     }
 
     /// Tokens that the policy sampled.

@@ -17,7 +17,7 @@ use crate::rollout::{Engine, EngineWeights, RolloutEngine, SPARE_BYTES};
 use crate::serve::EngineSlices;
 use crate::torch;
 use crate::train::{Policy, Sequence};
-use crate::update::{Learner, UpdateOptions, UpdateOutcome, UpdateProgress};
+use crate::update::{Divergence, Learner, UpdateOptions, UpdateOutcome, UpdateProgress};
 
 /// The policy, the reference model and one rank of a generation engine on one device.
 ///
@@ -140,6 +140,21 @@ impl Colocated {
         let world = self.world().clone();
         let train = |colocated: &mut Self| colocated.learner.train(sequences, options, progress);
         world.scope("update", self, train, |_| Ok(()), Self::recover)
+    }
+
+    /// [`Learner::divergences`] to an outcome that all ranks agree on; collective over the world.
+    ///
+    /// # Errors
+    /// As [`Colocated::update`].
+    pub fn divergences(
+        &mut self,
+        sequences: &[Sequence],
+        options: &UpdateOptions,
+        progress: &dyn UpdateProgress,
+    ) -> Result<Vec<Divergence>> {
+        let world = self.world().clone();
+        let score = |colocated: &mut Self| colocated.learner.divergences(sequences, options, progress);
+        world.scope("divergences", self, score, |_| Ok(()), Self::recover)
     }
 
     /// The policy, between scopes.

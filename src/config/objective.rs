@@ -5,8 +5,8 @@ use super::range::{ANY, above, at_least, from_to};
 use super::raw::RawConfig;
 use super::validate::check;
 use super::{
-    AdvantageEstimator, Config, ImportanceSamplingLevel, ImportanceSamplingMode, KlEstimator, LossType,
-    MultiObjectiveAggregation, ScaleRewards,
+    AdvantageEstimator, Config, DynamicSampling, ImportanceSamplingLevel, ImportanceSamplingMode, KlEstimator,
+    LossType, MultiObjectiveAggregation, ScaleRewards,
 };
 use crate::error::Result;
 
@@ -14,6 +14,10 @@ keys! {
     /// Losses, estimators and advantages; keys of the top.
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct ObjectiveConfig: flat {
+        /// Take the KL divergence from the reference model off the rewards in place of adding it to the loss, by verl's name: a
+        /// completion's reward is lessened by `beta` times the sum of `kl_estimator` over its tokens, before advantages are computed.
+        /// With k1 and `advantage_estimator = rloo` that is TRL's `RLOOTrainer`. Each step scores its completions once more.
+        pub use_kl_in_reward: bool = false,
         /// Estimator of the KL divergence from the reference model, by verl's names.
         pub kl_estimator: KlEstimator = KlEstimator::K3,
         /// Baseline of the advantages: the group's mean, or for each completion the mean of the others (`rloo`). With `rloo`,
@@ -138,7 +142,19 @@ impl Config {
         let estimator = self.objective.kl_estimator;
         let expected = "k3, or beta above 0: without beta there is no KL term";
         check("kl_estimator", estimator.name(), self.beta > 0.0 || estimator == KlEstimator::K3, expected)?;
-        let is_noise = self.beta > 0.0 && estimator == KlEstimator::K1 && !self.use_bias_correction_kl;
+        let in_reward = self.objective.use_kl_in_reward;
+        let expected = "false, or beta above 0, which weighs it";
+        check("use_kl_in_reward", in_reward, !in_reward || self.beta > 0.0, expected)?;
+        let sums = self.objective.multi_objective_aggregation == MultiObjectiveAggregation::SumThenNormalize;
+        let expected = "false: multi_objective_aggregation = normalize_then_sum scales each reward by itself, and none of them has the \
+                        divergence";
+        check("use_kl_in_reward", in_reward, !in_reward || sums, expected)?;
+        let keeps_all = self.dynamic_sampling == DynamicSampling::None;
+        let expected =
+            "false, or dynamic_sampling = none: with the divergence in the rewards groups of equal rewards teach, too";
+        check("use_kl_in_reward", in_reward, !in_reward || keeps_all, expected)?;
+        let in_loss = self.beta > 0.0 && !in_reward;
+        let is_noise = in_loss && estimator == KlEstimator::K1 && !self.use_bias_correction_kl;
         let expected = "true, or kl_estimator k2 or k3: the gradient of k1 alone is 0 in the mean";
         check("use_bias_correction_kl", self.use_bias_correction_kl, !is_noise, expected)
     }
@@ -202,6 +218,12 @@ mod tests {
             (&["multi_objective_aggregation=normalize_then_sum", "scale_rewards=none"], "by group and then by batch"),
             (&["kl_estimator=k2"], "beta above 0"),
             (&["kl_estimator=k1", "beta=0.1", "use_bias_correction_kl=false"], "gradient of k1 alone is 0"),
+            (&["use_kl_in_reward=true"], "or beta above 0, which weighs it"),
+            (
+                &["use_kl_in_reward=true", "beta=0.1", "multi_objective_aggregation=normalize_then_sum"],
+                "none of them has the divergence",
+            ),
+            (&["use_kl_in_reward=true", "beta=0.1", "dynamic_sampling=filter"], "or dynamic_sampling = none"),
             (&["importance_sampling_clip_min=3"], "below importance_sampling_clip_max = 3"),
             (
                 &["importance_sampling_clip_min=0.5", "importance_sampling_correction=false"],
@@ -223,6 +245,9 @@ mod tests {
         assert_eq!((vespo.objective.vespo_k_pos, vespo.objective.vespo_k_neg), (1.5, 3.0));
         let rloo = config(&["advantage_estimator=rloo", "scale_rewards=batch", "beta=0.1", "kl_estimator=k1"]);
         assert_eq!(rloo.objective.advantage_estimator, AdvantageEstimator::Rloo);
+        let in_reward =
+            config(&["use_kl_in_reward=true", "beta=0.1", "kl_estimator=k1", "use_bias_correction_kl=false"]);
+        assert!(in_reward.objective.use_kl_in_reward && in_reward.has_reference());
         let luspo = config(&["loss_type=luspo", "importance_sampling_level=sequence", "delta=1.5"]);
         assert_eq!(luspo.objective, ObjectiveConfig::default());
     }

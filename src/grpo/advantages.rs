@@ -47,7 +47,7 @@ impl From<&Config> for AdvantageConfig {
     }
 }
 
-/// Writes `advantage` into every completion. With the rewards of its group:
+/// Writes `advantage` into every completion. With the rewards of its group, less their KL penalties:
 ///
 /// - grpo: `(reward - mean) / (std + 1e-4)` (arXiv 2402.03300, section 4.1), where `std` is the group's (`Group`), the whole
 ///   generation batch's (`Batch`, arXiv 2508.08221) or absent (`None`, arXiv 2503.20783);
@@ -92,7 +92,7 @@ struct GroupAdvantages {
 }
 
 fn rewards(group: &RolloutGroup) -> impl Iterator<Item = Option<f64>> {
-    group.completions.iter().map(|completion| completion.reward.map(f64::from))
+    group.completions.iter().map(|completion| completion.penalized_reward().map(f64::from))
 }
 
 fn relative(
@@ -196,7 +196,7 @@ fn is_zero(std: f64) -> bool {
 /// What `reward`, `reward_std`, `rewards/{name}/{mean,std}` and `frac_reward_zero_std` are made of: sums over groups.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct AdvantageStats {
-    /// The weighted reward.
+    /// The weighted reward, without KL penalties.
     pub reward: BatchStats,
     /// Each reward function, in configured order.
     pub rewards: Vec<BatchStats>,
@@ -212,7 +212,7 @@ impl AdvantageStats {
     fn book(&mut self, group: &RolloutGroup, has_zero_std: bool) {
         self.num_groups += 1.0;
         self.num_zero_std_groups += f64::from(u8::from(has_zero_std));
-        self.reward.merge(&BatchStats::of_group(group));
+        self.reward.merge(&BatchStats::of(group.completions.iter().map(|completion| completion.reward)));
         self.num_failed += group.completions.iter().filter(|completion| completion.reward.is_none()).count() as f64;
         let num_rewards = group.completions.iter().map(|completion| completion.rewards.len()).max().unwrap_or(0);
         self.rewards.resize(self.rewards.len().max(num_rewards), BatchStats::default());

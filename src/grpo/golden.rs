@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::{
     AdvantageConfig, Denominators, EntropyControl, EntropyTerm, LossConfig, LossInput, LossOutput, LossStats,
-    assign_advantages, policy_loss,
+    assign_advantages, kl_of_sequence, policy_loss,
 };
 use crate::config::{AdvantageEstimator, ImportanceSamplingLevel, ImportanceSamplingMode, KlEstimator, LossType};
 use crate::types::fixtures::scored;
@@ -250,6 +250,19 @@ fn an_adaptive_entropy_bonus_is_that_of_trl() {
     }
 }
 
+/// What TRL's `RLOOTrainer` takes off the rewards, times beta: a sum of k1 by sequence.
+fn divergences(batch: &Value) -> Vec<f64> {
+    let tokens = |name: &str| numbers(&batch[name]).iter().map(|value| *value as f32).collect::<Vec<_>>();
+    let (old, reference) = (tokens("old_logprobs"), tokens("ref_logprobs"));
+    let mut end = 0;
+    let of_sequence = |length: f64| {
+        let tokens = end..end + length as usize;
+        end = tokens.end;
+        kl_of_sequence(KlEstimator::K1, &old[tokens.clone()], &reference[tokens])
+    };
+    numbers(&batch["lengths"]).into_iter().map(of_sequence).collect()
+}
+
 #[test]
 fn advantages_and_reward_metrics_are_those_of_trl() {
     let golden = golden();
@@ -268,8 +281,11 @@ fn advantages_and_reward_metrics_are_those_of_trl() {
         }
         let size = case["num_generations"].as_u64().unwrap() as usize;
         let mut groups: Vec<_> = weighted.chunks(size).map(scored).collect();
-        for (completion, rewards) in groups.iter_mut().flat_map(|group| &mut group.completions).zip(rewards) {
+        let (beta, divergences) = (case["beta"].as_f64().unwrap(), divergences(&golden["batch"]));
+        let completions = groups.iter_mut().flat_map(|group| &mut group.completions);
+        for ((completion, rewards), divergence) in completions.zip(rewards).zip(&divergences) {
             completion.rewards = rewards;
+            completion.kl_penalty = (beta * divergence) as f32;
         }
         let estimator: Option<AdvantageEstimator> =
             serde_json::from_value(case["advantage_estimator"].clone()).unwrap();
@@ -282,7 +298,7 @@ fn advantages_and_reward_metrics_are_those_of_trl() {
         let stats = assign_advantages(&mut groups, &config, None).unwrap();
         let completions = groups.iter().flat_map(|group| &group.completions);
         let got: Vec<f64> = completions.map(|completion| f64::from(completion.advantage)).collect();
-        assert_close(&got, &numbers(&case["advantages"]), 1e-6, name);
+        assert_close(&got, &numbers(&case["advantages"]), if beta > 0.0 { 1e-5 } else { 1e-6 }, name);
 
         let mut metrics = vec![
             ("reward".to_owned(), stats.reward.mean()),
@@ -292,6 +308,10 @@ fn advantages_and_reward_metrics_are_those_of_trl() {
         for (index, sums) in stats.rewards.iter().enumerate() {
             metrics.push((format!("rewards/reward_{index}/mean"), sums.mean()));
             metrics.push((format!("rewards/reward_{index}/std"), sums.std()));
+        }
+        if beta > 0.0 {
+            let num_tokens: f64 = numbers(&golden["batch"]["lengths"]).iter().sum();
+            metrics.push(("kl".to_owned(), divergences.iter().sum::<f64>() / num_tokens));
         }
         assert_eq!(metrics.len(), case["metrics"].as_object().unwrap().len(), "{name}");
         for (metric, got) in metrics {

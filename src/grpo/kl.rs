@@ -1,6 +1,6 @@
 //! Estimators of the KL divergence from the policy to the reference model.
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::config::KlEstimator;
 
@@ -20,5 +20,38 @@ pub(crate) fn kl_estimate(estimator: KlEstimator, reference_difference: &Tensor)
             let ratio = reference_difference.exp();
             (&ratio - reference_difference - 1.0, 1.0 - ratio)
         }
+    }
+}
+
+/// Sum of the estimates over a sequence's tokens, in float64: what `use_kl_in_reward` takes off its reward, times beta. `logprobs` and
+/// `ref_logprobs` are the policy's before the update and the reference model's `[L]`.
+///
+/// TRL 1.16's `RLOOTrainer` takes the same sum of k1 off the reward of a sequence (arXiv 2402.14740). verl takes each token's estimate
+/// off that token's reward (`use_kl_in_reward`) and adds a sequence's rewards up before it compares them with those of the group,
+/// which comes to the same.
+pub fn kl_of_sequence(estimator: KlEstimator, logprobs: &[f32], ref_logprobs: &[f32]) -> f64 {
+    let wide = |values: &[f32]| Tensor::from_slice(values).to_kind(Kind::Double);
+    let (estimates, _) = kl_estimate(estimator, &(wide(ref_logprobs) - wide(logprobs)));
+    estimates.sum(Kind::Double).double_value(&[])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sequence_has_the_sum_of_its_tokens_by_each_formula() {
+        let (logprobs, ref_logprobs) = ([-1.0_f32, -0.5, -3.0], [-1.5_f32, -0.25, -3.0]);
+        let d: Vec<f64> = ref_logprobs.iter().zip(&logprobs).map(|(a, b)| f64::from(a - b)).collect();
+        let sum = |f: fn(f64) -> f64| d.iter().copied().map(f).sum::<f64>();
+        let of = |estimator| kl_of_sequence(estimator, &logprobs, &ref_logprobs);
+        for (got, expected) in [
+            (of(KlEstimator::K1), sum(|d| -d)),
+            (of(KlEstimator::K2), sum(|d| d * d / 2.0)),
+            (of(KlEstimator::K3), sum(|d| d.exp() - d - 1.0)),
+        ] {
+            assert!((got - expected).abs() < 1e-12, "{got} {expected}");
+        }
+        assert_eq!(kl_of_sequence(KlEstimator::K3, &[], &[]), 0.0);
     }
 }

@@ -25,6 +25,7 @@ pub(crate) mod golden;
 pub use advantages::{AdvantageConfig, AdvantageStats, assign_advantages, rewards_are_equal};
 pub use entropy::{EntropyControl, EntropyTerm};
 pub use function::LossFunction;
+pub use kl::kl_of_sequence;
 pub use loss::{Denominators, LossInput, LossOutput, policy_loss};
 pub use moments::BatchStats;
 pub use options::LossConfig;

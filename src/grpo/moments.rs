@@ -2,7 +2,7 @@
 
 use crate::dist::{Collective, all_gather_f64};
 use crate::error::Result;
-use crate::types::RolloutGroup;
+use crate::types::{RolloutGroup, Trajectory};
 
 /// Count, sum and sum of squared deviations from the mean of some rewards, in float64.
 ///
@@ -33,14 +33,14 @@ impl BatchStats {
         Self { count, sum, squared_deviations }
     }
 
-    /// Statistics of one group's weighted rewards.
+    /// Statistics of one group's weighted rewards, less their KL penalties.
     pub fn of_group(group: &RolloutGroup) -> Self {
-        Self::of(group.completions.iter().map(|completion| completion.reward))
+        Self::of(group.completions.iter().map(Trajectory::penalized_reward))
     }
 
-    /// Statistics of the weighted rewards of all completions.
+    /// Statistics of the weighted rewards of all completions, less their KL penalties.
     pub fn of_groups(groups: &[RolloutGroup]) -> Self {
-        Self::of(groups.iter().flat_map(|group| &group.completions).map(|completion| completion.reward))
+        Self::of(groups.iter().flat_map(|group| &group.completions).map(Trajectory::penalized_reward))
     }
 
     /// Takes in the rewards that `other` describes.

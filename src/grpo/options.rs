@@ -15,7 +15,7 @@ pub struct LossConfig {
     pub epsilon_high: f64,
     /// Upper bound of the ratio for negative advantages.
     pub delta: Option<f64>,
-    /// Weight of the KL term.
+    /// Weight of the KL term; 0 also where the divergence is taken off the rewards.
     pub beta: f64,
     /// Multiply the KL term by the differentiable ratio.
     pub use_bias_correction_kl: bool,
@@ -29,7 +29,7 @@ pub struct LossConfig {
     pub importance_sampling_clip_min: Option<f64>,
     /// Leave sequences with a negative advantage out of the policy term that are further off the sampler's policy.
     pub off_policy_mask_threshold: Option<f64>,
-    /// Estimator of the KL term.
+    /// Estimator of the KL divergence, in the loss or in the reward.
     pub kl_estimator: KlEstimator,
     /// sapo's temperature for advantages of 0 and below.
     pub sapo_temperature_neg: f64,
@@ -104,7 +104,7 @@ impl From<&Config> for LossConfig {
             epsilon: config.epsilon,
             epsilon_high: config.epsilon_high.unwrap_or(config.epsilon),
             delta: config.delta,
-            beta: config.beta,
+            beta: if objective.use_kl_in_reward { 0.0 } else { config.beta },
             use_bias_correction_kl: config.use_bias_correction_kl,
             importance_sampling_correction: config.importance_sampling_correction,
             importance_sampling_mode: config.importance_sampling_mode,

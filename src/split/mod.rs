@@ -12,7 +12,7 @@ use crate::phase::{self, Phase};
 use crate::rollout::RolloutEngine;
 use crate::serve::Served;
 use crate::train::{Policy, Sequence, gather_sequences};
-use crate::update::{Learner, UpdateOptions, UpdateOutcome, UpdateProgress};
+use crate::update::{Divergence, Learner, UpdateOptions, UpdateOutcome, UpdateProgress, await_divergences};
 
 /// One rank's half.
 #[derive(Debug)]
@@ -86,6 +86,24 @@ impl Split {
             }
         };
         world.scope("update", self, work, |_| Ok(()), Self::recover)
+    }
+
+    /// [`Learner::divergences`] on the trainers, for which the engines wait; collective over the world.
+    ///
+    /// # Errors
+    /// As [`Split::with_rollout`].
+    pub fn divergences(
+        &mut self,
+        sequences: &[Sequence],
+        options: &UpdateOptions,
+        progress: &dyn UpdateProgress,
+    ) -> Result<Vec<Divergence>> {
+        let world = self.world.clone();
+        let score = |split: &mut Self| match &mut split.role {
+            SplitRank::Trains(learner) => learner.divergences(sequences, options, progress),
+            SplitRank::Generates(_) => await_divergences(sequences, options.loss.kl_estimator, &*split.world.group()),
+        };
+        world.scope("divergences", self, score, |_| Ok(()), Self::recover)
     }
 
     /// The policy, of a trainer.

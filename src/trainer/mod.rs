@@ -8,6 +8,7 @@ mod builder;
 mod carry;
 mod model;
 mod output;
+mod penalty;
 mod records;
 mod replace;
 mod rows;

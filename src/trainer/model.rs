@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::rollout::RolloutEngine;
 use crate::split::Split;
 use crate::train::{Policy, Sequence};
-use crate::update::{UpdateOptions, UpdateOutcome, UpdateProgress};
+use crate::update::{Divergence, UpdateOptions, UpdateOutcome, UpdateProgress};
 
 /// What generates and what trains.
 #[derive(Debug)]
@@ -40,6 +40,19 @@ impl PolicyAndEngine {
         match self {
             Self::Colocated(colocated) => Ok((colocated.update(sequences, options, progress)?, R::default())),
             Self::Split(split) => split.update(sequences, options, progress, beside),
+        }
+    }
+
+    /// KL divergences of this rank's `sequences` from the reference model. Collective.
+    pub(super) fn divergences(
+        &mut self,
+        sequences: &[Sequence],
+        options: &UpdateOptions,
+        progress: &dyn UpdateProgress,
+    ) -> Result<Vec<Divergence>> {
+        match self {
+            Self::Colocated(colocated) => colocated.divergences(sequences, options, progress),
+            Self::Split(split) => split.divergences(sequences, options, progress),
         }
     }
 

@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use super::carry::Carry;
+use super::penalty;
 use super::records;
 use super::sampling::{SampledBatch, context};
 use super::signal::{self, Tally};
@@ -16,7 +17,7 @@ use crate::phase;
 use crate::rollout::RolloutEngine;
 use crate::train::{Policy, Sequence, Transitions};
 use crate::types::{Prompt, RolloutGroup};
-use crate::update::{UpdateOptions, UpdateOutcome};
+use crate::update::{Divergence, UpdateOptions, UpdateOutcome};
 
 /// This rank's completions of one generation batch, with their rewards and advantages.
 #[derive(Debug)]
@@ -30,6 +31,8 @@ pub struct TrainingBatch {
     tally: Option<Tally>,
     carry: Carry,
     advantages: AdvantageStats,
+    /// From the reference model, where rewards are lessened by it.
+    divergence: Option<Divergence>,
     /// When the step began.
     start: Instant,
 }
@@ -104,7 +107,7 @@ impl Trainer {
     /// # Errors
     /// The first failure of any rank.
     pub fn update(&mut self, batch: TrainingBatch) -> Result<StepMetrics> {
-        let TrainingBatch { groups, places, dropped, tally, carry, advantages, start } = batch;
+        let TrainingBatch { groups, places, dropped, tally, carry, advantages, divergence, start } = batch;
         let sequences = records::sequences(&groups, &places, self.config.mask_truncated_completions);
         let outcome = self.update_policy(&sequences)?;
         self.previous_step = self.progress.global_step;
@@ -114,6 +117,7 @@ impl Trainer {
         self.progress.num_tokens += self.count_tokens(&groups)?;
         self.output.completions(&signal::logged(&groups, &places, &dropped), self.progress.global_step)?;
         let mut metrics = records::step_metrics(self.rewards.names(), &groups, &advantages, &outcome);
+        penalty::add_metrics(&mut metrics, divergence);
         if LossConfig::from(&self.config).has_entropy_bonus() {
             records::bonus_metrics(&mut metrics, &outcome);
         }
@@ -138,8 +142,9 @@ impl Trainer {
 
     fn training_batch(&mut self, sampled: SampledBatch, start: Instant) -> Result<TrainingBatch> {
         let SampledBatch { mut groups, places, dropped, tally, carry, .. } = self.await_rewards(sampled)?;
+        let divergence = self.penalize(&mut groups)?;
         let advantages = self.advantages_of(&mut groups)?;
-        Ok(TrainingBatch { groups, places, dropped, tally, carry, advantages, start })
+        Ok(TrainingBatch { groups, places, dropped, tally, carry, advantages, divergence, start })
     }
 
     /// Refuses what samples other groups than those of one batch.
@@ -207,7 +212,7 @@ impl Trainer {
         Ok(stats)
     }
 
-    fn update_options(&self) -> UpdateOptions {
+    pub(super) fn update_options(&self) -> UpdateOptions {
         UpdateOptions {
             loss: LossConfig::from(&self.config),
             loss_function: self.functions.loss.clone(),

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::divergence::{Divergence, exchange, gather_numbered};
 use super::loss::UpdateSums;
 use super::options::{UpdateOptions, UpdateOutcome, UpdateProgress};
 use crate::config::LossType;
@@ -27,6 +28,15 @@ pub struct Learner {
     policy: Policy,
     reference: Option<Reference>,
     num_consecutive_skips: u32,
+}
+
+/// Which log-probabilities are computed before an update.
+#[derive(Debug, Clone, Copy)]
+struct Needs {
+    /// The policy's own: several updates will need them, or dropout spoils the training forward's.
+    old: bool,
+    /// The reference model's.
+    reference: bool,
 }
 
 impl Learner {
@@ -73,8 +83,10 @@ impl Learner {
         let (mut shares, denominators) = phase::scope(Phase::Pack, || self.share_out(sequences, options))?;
         // What the engine gave back, before libtorch needs it.
         phase::scope(Phase::Reload, || memory::settle(self.world.device()))?;
+        let dropout = self.policy.lora().is_some_and(|lora| lora.dropout > 0.0);
+        let needs = Needs { old: dropout || options.needs_old_logprobs(), reference: options.loss.beta > 0.0 };
         for share in &mut shares {
-            self.score(share, options, progress)?;
+            self.score(share, needs, options, progress)?;
         }
         let mut outcome = UpdateOutcome {
             entropy_control: options.entropy_control,
@@ -101,18 +113,34 @@ impl Learner {
         }
     }
 
-    /// Fills in old log-probabilities, if several updates will need them or dropout spoils the training forward's own, and
-    /// the reference model's: of a run that trains adapters, the policy's own base.
+    /// KL divergences of `sequences` from the reference model before an update on them; collective over the world, where ranks
+    /// that do not train call [`super::await_divergences`] instead. Who scores which sequence is balanced by cost.
+    ///
+    /// # Errors
+    /// As [`Learner::train`].
+    pub fn divergences(
+        &mut self,
+        sequences: &[Sequence],
+        options: &UpdateOptions,
+        progress: &dyn UpdateProgress,
+    ) -> Result<Vec<Divergence>> {
+        let group = self.world.group();
+        let (all, own) = phase::scope(Phase::Pack, || gather_numbered(sequences, &*group))?;
+        phase::scope(Phase::Reload, || memory::settle(self.world.device()))?;
+        let mut share = self.share_of(&all, options);
+        self.score(&mut share, Needs { old: true, reference: true }, options, progress)?;
+        exchange(&share, options.loss.kl_estimator, (all.len(), own), &*group)
+    }
+
+    /// Fills in the log-probabilities that are needed. The reference model of a run that trains adapters is the policy's own base.
     fn score(
         &mut self,
         sequences: &mut [Sequence],
+        needs: Needs,
         options: &UpdateOptions,
         progress: &dyn UpdateProgress,
     ) -> Result<()> {
-        let dropout = self.policy.lora().is_some_and(|lora| lora.dropout > 0.0);
-        let needs_old = dropout || options.needs_old_logprobs();
-        let base_serves = self.policy.lora().is_some() && options.loss.beta > 0.0;
-        let needs_ref = self.reference.is_some() || base_serves;
+        let Needs { old: needs_old, reference: needs_ref } = needs;
         if !needs_old && !needs_ref {
             return Ok(());
         }
@@ -146,15 +174,19 @@ impl Learner {
         sequences: &[Sequence],
         options: &UpdateOptions,
     ) -> Result<(Vec<Vec<Sequence>>, Vec<Denominators>)> {
-        let (trainers, num_updates) = (&*self.mesh.world, options.updates_per_generation);
+        let num_updates = options.updates_per_generation;
         let mut slices = vec![Vec::new(); num_updates];
         for (index, sequence) in gather_sequences(sequences, &*self.world.group())?.into_iter().enumerate() {
             slices[index % num_updates].push(sequence);
         }
-        let (spec, share_prompts) = (&self.policy.table().spec, self.shares_prompts(options));
-        let share =
-            |slice: &Vec<Sequence>| balanced_share(slice, spec, share_prompts, trainers.rank(), trainers.size());
-        Ok((slices.iter().map(share).collect(), denominators(&slices, options.loss.loss_type)))
+        let shares = slices.iter().map(|slice| self.share_of(slice, options)).collect();
+        Ok((shares, denominators(&slices, options.loss.loss_type)))
+    }
+
+    /// The part of all sequences that this rank computes.
+    fn share_of(&self, all: &[Sequence], options: &UpdateOptions) -> Vec<Sequence> {
+        let (trainers, spec) = (&*self.mesh.world, &self.policy.table().spec);
+        balanced_share(all, spec, self.shares_prompts(options), trainers.rank(), trainers.size())
     }
 
     /// One update from this rank's `share`, which it adds to `outcome`.

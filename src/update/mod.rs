@@ -5,13 +5,16 @@
 //! |---|---|
 //! | `learner` | [`Learner`], the policy, its reference model and the ranks that train them |
 //! | `options` | how a batch becomes updates, what came of them, who is shown the progress |
+//! | `divergence` | KL divergences from the reference model, for rewards that are lessened by them |
 //! | `loss` | the loss of an update's micro-batches, summed on the device |
 
+mod divergence;
 #[cfg(test)]
 mod golden;
 mod learner;
 mod loss;
 mod options;
 
+pub use divergence::{Divergence, await_divergences};
 pub use learner::Learner;
 pub use options::{UpdateOptions, UpdateOutcome, UpdateProgress};

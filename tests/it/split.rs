@@ -36,10 +36,17 @@ fn ranks_of_their_own_train_like_ranks_that_do_both() {
 #[test]
 fn engines_of_their_own_get_adapters_too() {
     let runs = Runs::new();
-    let common = [&THREE_RANKS[..], &["max_steps=3", "lora.r=4", "learning_rate=1e-3", "zero.stage=2"]].concat();
+    let adapters = ["max_steps=3", "lora.r=4", "learning_rate=1e-3", "zero.stage=2"];
+    let penalty = ["use_kl_in_reward=true", "beta=0.5", "kl_estimator=k1"];
+    let common = [&THREE_RANKS[..], &adapters, &penalty].concat();
     runs.train_to_the_end("both", 3, &common);
     runs.train_to_the_end("split", 3, &[&common[..], &ONE_GENERATES].concat());
     (1..=3).for_each(|step| runs.assert_close("split", "both", step));
+    let last = &runs.metrics("both")[&(3, false)].values;
+    assert!(
+        last["kl"].abs() > 1e-6 && last["frac_reward_zero_std"] == 0.0,
+        "the divergence tells completions apart: {last:?}"
+    );
 }
 
 /// Policy, reference and an engine of its own keep the residual stream in what the key says.

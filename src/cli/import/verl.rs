@@ -53,22 +53,7 @@ fn batch(theirs: &mut ForeignKeys, draft: &mut Draft) {
 }
 
 fn objective(theirs: &mut ForeignKeys, draft: &mut Draft) {
-    let coefficient = theirs.take_number("actor.kl_loss_coef").unwrap_or(0.001);
-    match theirs.take("actor.use_kl_loss") {
-        Some(Value::Bool(true)) => draft.set("beta", coefficient, "actor.kl_loss_coef, as actor.use_kl_loss is true"),
-        Some(_) => draft.drop("actor.use_kl_loss", "beta is 0"),
-        None => (),
-    }
-    let kind = theirs.take("actor.kl_loss_type");
-    match kind.as_ref().and_then(Value::as_str) {
-        None | Some("low_var_kl" | "k3") => {
-            _ = kind.map(|_| draft.drop("actor.kl_loss_type", "the KL term is k3, verl's low_var_kl"))
-        }
-        Some("kl" | "k1") => draft.set("kl_estimator", "k1", "it was actor.kl_loss_type"),
-        Some("mse" | "k2") => draft.set("kl_estimator", "k2", "it was actor.kl_loss_type"),
-        Some(other) => draft.lose("actor.kl_loss_type", &other.into(), "kl_estimator = k1, k2 or k3"),
-    }
-    switch(theirs, draft, "algorithm.use_kl_in_reward", "beta weighs a KL term in the loss");
+    divergence(theirs, draft);
     if theirs.number("actor.entropy_coeff") == Some(0.0) {
         theirs.take("actor.entropy_coeff");
         draft.drop("actor.entropy_coeff", "nothing at 0");
@@ -99,6 +84,46 @@ fn objective(theirs: &mut ForeignKeys, draft: &mut Draft) {
         }
         Some(_) => draft.drop("algorithm.adv_estimator", "advantages are GRPO's"),
         None => (),
+    }
+}
+
+/// The KL divergence in the loss, or in the reward.
+fn divergence(theirs: &mut ForeignKeys, draft: &mut Draft) {
+    let [in_loss, in_reward] = ["actor.use_kl_loss", "algorithm.use_kl_in_reward"].map(|name| {
+        let is_on = theirs.take(name)?;
+        if is_on != true {
+            draft.drop(name, "off");
+        }
+        Some(is_on == true)
+    });
+    let loss_coef = theirs.take_number("actor.kl_loss_coef").unwrap_or(0.001);
+    let (loss_kind, reward_kind) = (theirs.take("actor.kl_loss_type"), theirs.take("algorithm.kl_penalty"));
+    let reward_coef = theirs.take_number("algorithm.kl_ctrl.kl_coef").unwrap_or(0.001);
+    let (key, kind) = match (in_loss == Some(true), in_reward == Some(true)) {
+        (true, both) => {
+            draft.set("beta", loss_coef, "actor.kl_loss_coef, as actor.use_kl_loss is true");
+            if both {
+                let why = "beta weighs the divergence in the loss, and none in the reward beside it";
+                draft.lose("algorithm.use_kl_in_reward", &true.into(), why);
+            }
+            ("actor.kl_loss_type", loss_kind.unwrap_or_else(|| "low_var_kl".into()))
+        }
+        (false, true) => {
+            draft.set("use_kl_in_reward", true, "it was algorithm.use_kl_in_reward");
+            draft.set("beta", reward_coef, "algorithm.kl_ctrl.kl_coef, as algorithm.use_kl_in_reward is true");
+            ("algorithm.kl_penalty", reward_kind.unwrap_or_else(|| "kl".into()))
+        }
+        (false, false) => {
+            let unread = [("actor.kl_loss_type", loss_kind), ("algorithm.kl_penalty", reward_kind)];
+            unread.into_iter().filter(|(_, kind)| kind.is_some()).for_each(|(key, _)| draft.drop(key, "beta is 0"));
+            return;
+        }
+    };
+    match kind.as_str() {
+        Some("kl" | "k1") => draft.set("kl_estimator", "k1", format!("{key} = {kind}")),
+        Some("mse" | "k2") => draft.set("kl_estimator", "k2", format!("{key} = {kind}")),
+        Some("low_var_kl" | "k3") => draft.drop(key, "kl_estimator = k3 is verl's low_var_kl"),
+        _ => draft.lose(key, &kind, "kl_estimator = k1, k2 or k3"),
     }
 }
 

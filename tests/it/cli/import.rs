@@ -201,6 +201,8 @@ fn verl_s_rows_and_function_and_trl_s_function_train_unchanged() {
     let config: Value =
         serde_json::from_str(&fs::read_to_string(folder.path().join("out/run_config.json")).unwrap()).unwrap();
     assert_eq!((config["steps_per_generation"].as_u64(), config["epsilon_high"].as_f64()), (Some(2), Some(0.28)));
+    assert_eq!((config["use_kl_in_reward"].as_bool(), config["beta"].as_f64()), (Some(true), Some(0.01)));
+    assert_eq!(config["kl_estimator"], "k1");
 }
 
 /// But for the model, the rows and the machine an open-r1 recipe runs as it is.
