@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Golden numbers for `src/grpo`, made by TRL's own code.
 
-    python scripts/golden_trl.py        # needs torch 2.11 and trl 1.16; writes tests/golden/grpo.json
+    python scripts/golden_trl.py        # needs torch 2.11 and trl 1.16; writes tests/golden/grpo.json and reference_sync.json
 
 `GRPOTrainer._generate_and_score_completions` (`RLOOTrainer`'s for its advantages) and `GRPOTrainer._compute_loss` run unbound, in
 float64, on a stand-in for the trainer: generation and rewards return prepared lists, and the forward pass returns prepared
@@ -20,6 +20,7 @@ import accelerate
 import torch
 import trl
 from trl import GRPOTrainer, RLOOTrainer
+from trl.trainer.callbacks import SyncRefModelCallback
 
 EOS, PAD, WORD = 2, 0, 7
 LENGTHS = [5, 3, 1, 6, 2, 4, 7, 3]  # completion tokens of each sequence
@@ -322,6 +323,23 @@ def advantage_cases(batch):
                **result}
 
 
+def reference_sync():
+    """A reference model that `sync_ref_model` mixes a moving policy into, three times."""
+    generator, alpha = torch.Generator().manual_seed(1), 0.6
+    result = {"made_by": f"scripts/golden_trl.py, trl {trl.__version__}, torch {torch.__version__}", "alpha": alpha}
+    for dtype in (torch.float32, torch.bfloat16):
+        draw = lambda: torch.randn(64, generator=generator, dtype=torch.float64).to(dtype)
+        reference = torch.nn.ParameterList([torch.nn.Parameter(draw())])
+        case = {"initial": [reference[0].tolist()], "policies": [], "mixed": []}
+        for _ in range(3):
+            policy = torch.nn.ParameterList([torch.nn.Parameter(draw())])
+            SyncRefModelCallback._sync_target_model(policy, reference, alpha)
+            case["policies"].append(policy[0].tolist())
+            case["mixed"].append(reference[0].tolist())
+        result[str(dtype).removeprefix("torch.")] = case
+    return result
+
+
 def main():
     accelerate.PartialState(cpu=True)
     torch.set_default_dtype(torch.float64)  # of tensors that TRL makes of two Python numbers
@@ -342,6 +360,7 @@ def main():
         for key, value in golden.items()
     )
     path.write_text("{\n" + body + "\n}\n")
+    path.with_name("reference_sync.json").write_text(json.dumps(reference_sync()) + "\n")
     print(f"{len(golden['losses'])} losses, {len(golden['advantages'])} advantages, {path.stat().st_size} bytes")
 
 

@@ -2,7 +2,9 @@
 //! library: names come and go without notice.
 
 pub mod checkpoint {
-    pub use crate::checkpoint::{Checkpoint, CheckpointOptions, SavedConfig, Saver, TrainerState, claim, find_latest};
+    pub use crate::checkpoint::{
+        Checkpoint, CheckpointOptions, Models, SavedConfig, Saver, TrainerState, claim, find_latest,
+    };
 }
 pub mod cli {
     pub use crate::cli::run;

@@ -83,10 +83,10 @@ pub mod signatures {
     pub use crate::plan::{ClassBytes, PlanInput, Role, Room};
     pub use crate::rollout::{Engine, EngineStats, Event, Request, RequestId, Rollout, Session, SessionLoad};
     pub use crate::serve::EngineSlices;
-    pub use crate::train::{Policy, Sequence};
+    pub use crate::train::{Policy, Reference, Sequence};
     pub use crate::trainer::{RunSummary, StepReport, TrainerBuilder, TrainingBatch};
     pub use crate::types::*;
-    pub use crate::update::{Learner, UpdateOptions, UpdateOutcome, UpdateProgress};
+    pub use crate::update::{Divergence, Learner, ReferenceSync, UpdateOptions, UpdateOutcome, UpdateProgress};
 }
 
 /// The example of docs/library.md compiles.

@@ -228,7 +228,6 @@ const WARMUP: &str = "warmup_steps, which is the ratio x updates in all: max_ste
 /// listed comes before those in [`RENAMED`], and these before a table or a start; of several the first row.
 pub(crate) const KEYS: &[(&[&str], &str)] = &[
     // ---- what changes the result and has no counterpart ----
-    (&["sync_ref_model", "ref_model_*"], "the reference model is that of the start"),
     (&["tools", "max_tool_calling_iterations", "rollout.multi_turn.*"], "a rollout is one turn"),
     // ---- open-r1 ----
     (

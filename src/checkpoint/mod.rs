@@ -3,6 +3,7 @@
 //! | file | what it is |
 //! |---|---|
 //! | `config.json`, `*.safetensors`, `tokenizer*` | the policy as a Hugging Face model; of a LoRA run, adapters as PEFT's |
+//! | `reference/` | the reference model in the same form, where it follows the policy (`sync_ref_model`) |
 //! | `optimizer/rank_00000_of_00004.safetensors` | one rank's master weights and Adam moments, by parameter and range |
 //! | `trainer_state.json` | step, data position, history, configuration |
 //! | `manifest.json` | sizes and SHA-256 of all of them; written last |
@@ -41,6 +42,7 @@ pub use manifest::written;
 pub use resume::{ResumeOptions, resume, unsafe_changes};
 pub use saver::Saver;
 pub use state::{CarriedGroup, SavedConfig, TrainerState};
+pub use write::Models;
 
 use crate::config::{Config, SftConfig};
 use crate::dist::World;
@@ -74,10 +76,10 @@ pub fn folder_of_step(output_dir: &Path, step: u64) -> PathBuf {
 ///
 /// # Errors
 /// [`Error::Io`] with what is needed and what is free.
-pub fn check_room(output_dir: &Path, world: &World, policy: Option<&Policy>, saves: bool) -> Result<()> {
-    let Some(policy) = policy.filter(|_| world.rank() == 0) else { return Ok(()) };
-    let checkpoint = if saves { write::first_bytes(policy) } else { 0 };
-    folder::check_space(output_dir, write::model_bytes(policy) + checkpoint)
+pub fn check_room(output_dir: &Path, world: &World, models: Option<Models<'_>>, saves: bool) -> Result<()> {
+    let Some(models) = models.filter(|_| world.rank() == 0) else { return Ok(()) };
+    let checkpoint = if saves { write::first_bytes(models) } else { 0 };
+    folder::check_space(output_dir, write::model_bytes(models.policy) + checkpoint)
 }
 
 /// Writes the policy as a Hugging Face model folder, or its adapters as PEFT does: whole and durable, or not at all; collective
@@ -149,6 +151,11 @@ impl Checkpoint {
             Manifest::verify(folder, &mut phase::beat)?;
         }
         Ok(Self { folder: folder.to_owned(), state: TrainerState::read(folder)? })
+    }
+
+    /// The folder of the reference model, if the run that made it mixed the policy into one.
+    pub fn reference(&self) -> Option<PathBuf> {
+        Some(self.folder.join(write::REFERENCE)).filter(|folder| folder.is_dir())
     }
 
     /// The metrics of the run that made it.

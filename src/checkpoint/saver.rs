@@ -10,12 +10,12 @@ use std::time::Duration;
 use tch::{Device, Tensor};
 
 use super::folder;
-use super::write::{self, RankPart};
+use super::write::{self, Models, RankPart, Units};
 use super::{CheckpointOptions, TrainerState};
 use crate::dist::World;
 use crate::error::{Error, Result};
 use crate::phase::{self, Phase};
-use crate::train::{ParamState, Policy};
+use crate::train::{ParamState, Policy, Reference};
 
 /// How often a wait looks whether the writer is done.
 const LOOK: Duration = Duration::from_millis(2);
@@ -34,33 +34,32 @@ impl Saver {
         Self { options, is_under_way: false, in_flight: None }
     }
 
-    /// Saves the policy, its optimizer and the trainer's state as `checkpoint-{global_step}`; collective over the world, the
-    /// first ranks of which have the policy. The
-    /// write of the one before is awaited first. With `save_async`, this returns as soon as everything is copied to host
+    /// Saves the models, the optimizer and the trainer's state as `checkpoint-{global_step}`; collective over the world, the first
+    /// ranks of which have the models. The write of the one before is awaited first. With `save_async`, this returns as soon as everything is copied to host
     /// memory: on each rank its share of the optimizer state, on the first rank the weights too. Otherwise one parameter
     /// is copied at a time, and the checkpoint is complete on return.
     ///
     /// # Errors
     /// The first failure of any rank, on every rank: [`Error::Io`] where the disk is too small, with the bytes needed and
     /// free; the error of the save before. Nothing partial is left behind and earlier checkpoints stay.
-    pub fn save(&mut self, world: &World, policy: Option<&Policy>, state: TrainerState) -> Result<PathBuf> {
+    pub fn save(&mut self, world: &World, models: Option<Models<'_>>, state: TrainerState) -> Result<PathBuf> {
         self.finish(world)?;
         let complete = folder::path(&self.options.output_dir, state.global_step);
         let temporary = folder::temporary(&complete);
-        let prepared = match policy {
-            Some(policy) if world.rank() == 0 => folder::prepare(&temporary, write::num_bytes(policy, &state))
-                .and_then(|()| write::open_records(&temporary, policy.num_ranks())),
+        let prepared = match models {
+            Some(models) if world.rank() == 0 => folder::prepare(&temporary, write::num_bytes(models, &state))
+                .and_then(|()| write::open_records(&temporary, models.policy.num_ranks())),
             _ => Ok(()),
         };
         let begun = world.agree(prepared).and_then(|()| {
-            let Some(policy) = policy else { return world.agree(Ok(None)) };
-            let part = RankPart::new(&temporary, &complete, &self.options, world, policy, state);
+            let Some(models) = models else { return world.agree(Ok(None)) };
+            let part = RankPart::new(&temporary, &complete, &self.options, world, models, state);
             let begun = phase::scope(Phase::Checkpoint, || match self.options.save_async {
                 true => {
-                    let snapshot = RankSnapshot::take(policy, world.rank() == 0)?;
+                    let snapshot = RankSnapshot::take(models, world.rank() == 0)?;
                     Ok(Some((InFlight::ready()?, (part, snapshot))))
                 }
-                false => write_now(part, policy).map(|()| None),
+                false => write_now(part, models).map(|()| None),
             });
             world.agree(begun)
         });
@@ -149,39 +148,58 @@ impl InFlight {
 #[derive(Debug)]
 struct RankSnapshot {
     shard: Vec<ParamState>,
-    weights: Vec<Tensor>, // by unit; of the first rank alone
+    policy: Vec<Tensor>,    // by unit, as the next; of the first rank alone
+    reference: Vec<Tensor>, // empty where none is saved
 }
 
 impl RankSnapshot {
     /// Collective where weights are sharded.
-    fn take(policy: &Policy, is_first: bool) -> Result<Self> {
+    fn take(models: Models<'_>, is_first: bool) -> Result<Self> {
         let mut shard = Vec::new();
-        if policy.saves_state() {
-            shard = states(policy).collect::<Result<_>>()?;
+        if models.policy.saves_state() {
+            shard = states(models.policy).collect::<Result<_>>()?;
         }
-        let mut weights = Vec::new();
-        for layout in &policy.trained_table().units {
-            phase::beat();
-            let flat = policy.trained_weights(layout.unit)?;
-            if is_first {
-                weights.push(flat.f_to_device_(Device::Cpu, flat.kind(), false, true)?); // a copy on a CPU too
+        let (mut policy, mut reference) = (Vec::new(), Vec::new());
+        let (own, others) = (&mut units(models.policy), &mut reference_units(models.reference));
+        for (copies, units) in [(&mut policy, own as &mut dyn Iterator<Item = _>), (&mut reference, others)] {
+            for flat in units {
+                let flat = flat?;
+                if is_first {
+                    copies.push(flat.f_to_device_(Device::Cpu, flat.kind(), false, true)?); // a copy on a CPU too
+                }
             }
         }
-        Ok(Self { shard, weights })
+        Ok(Self { shard, policy, reference })
     }
 
     fn write(self, part: &RankPart, abandoned: &AtomicBool) -> Result<()> {
-        part.write(&mut self.shard.into_iter().map(Ok), &mut self.weights.into_iter().map(Ok), abandoned)
+        let (policy, reference) = (&mut self.policy.into_iter().map(Ok), &mut self.reference.into_iter().map(Ok));
+        part.write(&mut self.shard.into_iter().map(Ok), Units { policy, reference }, abandoned)
     }
 }
 
-fn write_now(part: RankPart, policy: &Policy) -> Result<()> {
-    let units = policy.trained_table().units.iter();
-    let mut weights = units.map(|layout| {
+fn write_now(part: RankPart, models: Models<'_>) -> Result<()> {
+    let units = Units { policy: &mut units(models.policy), reference: &mut reference_units(models.reference) };
+    part.write(&mut states(models.policy), units, &AtomicBool::new(false)).inspect_err(|_| part.give_up())
+}
+
+/// Whole units of what trains, one at a time; collective where weights are sharded.
+fn units(policy: &Policy) -> impl Iterator<Item = Result<Tensor>> + '_ {
+    policy.trained_table().units.iter().map(|layout| {
         phase::beat();
         policy.trained_weights(layout.unit)
-    });
-    part.write(&mut states(policy), &mut weights, &AtomicBool::new(false)).inspect_err(|_| part.give_up())
+    })
+}
+
+/// Whole units of a reference model, if there is one.
+fn reference_units(reference: Option<&Reference>) -> impl Iterator<Item = Result<Tensor>> + '_ {
+    let units = |reference: &'_ Reference| reference.table().units.clone();
+    reference.into_iter().flat_map(move |reference| {
+        units(reference).into_iter().map(|layout| {
+            phase::beat();
+            reference.unit_weights(layout.unit)
+        })
+    })
 }
 
 /// This rank's optimizer state, one parameter at a time.

@@ -25,7 +25,7 @@ use crate::error::{Error, ExitCode, Result};
 use crate::model::{LoraSpec, ModelSpec, ParamTable, WeightWriter, copy_tokenizer, encode_header, write_adapters};
 use crate::phase::{self, Phase};
 use crate::torch::{self, accumulation_kind};
-use crate::train::{ParamState, Policy};
+use crate::train::{ParamState, Policy, Reference};
 
 /// Room for what is small: configuration, tokenizer, headers, manifest.
 const SMALL_FILES_BYTES: u64 = 32 << 20;
@@ -33,21 +33,33 @@ const SMALL_FILES_BYTES: u64 = 32 << 20;
 const CARRIED_TOKEN_BYTES: u64 = 16;
 /// Where ranks leave their records while a checkpoint is written.
 const RECORDS: &str = ".records";
+/// The folder of a reference model that follows the policy.
+pub(super) const REFERENCE: &str = "reference";
 /// How often the first rank looks for records.
 const LOOK: Duration = Duration::from_millis(5);
 
+/// The models of a checkpoint.
+#[derive(Debug, Clone, Copy)]
+pub struct Models<'a> {
+    /// What trains.
+    pub policy: &'a Policy,
+    /// The reference model, where it follows the policy.
+    pub reference: Option<&'a Reference>,
+}
+
 /// Bytes that a checkpoint takes, over all ranks.
-pub fn num_bytes(policy: &Policy, state: &TrainerState) -> u64 {
+pub fn num_bytes(models: Models<'_>, state: &TrainerState) -> u64 {
     let length = |line| serde_json::to_string(line).map_or(0, |text| text.len() as u64 * 2);
     let history = state.log_history.lines().map(length).sum::<u64>();
     let carried = state.carried.iter().map(|group| CARRIED_TOKEN_BYTES * group.num_tokens() as u64).sum::<u64>();
-    first_bytes(policy) + history + carried
+    first_bytes(models) + history + carried
 }
 
 /// The same before there is any history.
-pub fn first_bytes(policy: &Policy) -> u64 {
+pub fn first_bytes(Models { policy, reference }: Models<'_>) -> u64 {
     let element_bytes = PARTS.len() * wide(policy).elt_size_in_bytes();
-    (policy.trained_table().num_params() * element_bytes) as u64 + model_bytes(policy)
+    let num_models = 1 + u64::from(reference.is_some());
+    (policy.trained_table().num_params() * element_bytes) as u64 + num_models * model_bytes(policy)
 }
 
 /// Bytes that the model folder takes.
@@ -79,7 +91,17 @@ pub struct RankPart {
     lora: Option<LoraSpec>,
     table: Arc<ParamTable>,
     kind: Kind,
+    has_reference: bool,
     state: TrainerState,
+}
+
+/// Whole units of the models that a checkpoint has, which ranks other than the first only run through: making them may be
+/// collective.
+pub struct Units<'a> {
+    /// The policy's.
+    pub policy: &'a mut dyn Iterator<Item = Result<Tensor>>,
+    /// The reference model's, if it is saved.
+    pub reference: &'a mut dyn Iterator<Item = Result<Tensor>>,
 }
 
 impl RankPart {
@@ -88,7 +110,7 @@ impl RankPart {
         complete: &Path,
         options: &CheckpointOptions,
         world: &World,
-        policy: &Policy,
+        Models { policy, reference }: Models<'_>,
         state: TrainerState,
     ) -> Self {
         let (rank, num_ranks) = (world.rank(), policy.num_ranks());
@@ -104,16 +126,16 @@ impl RankPart {
             lora: policy.lora().cloned(),
             table: policy.trained_table().clone(),
             kind: policy.kind(),
+            has_reference: reference.is_some(),
             state,
         }
     }
 
-    /// Writes this rank's files; the first rank then waits for the others and gives the checkpoint its name. `weights` are
-    /// whole units, which ranks other than the first only run through: making them may be collective.
+    /// Writes this rank's files; the first rank then waits for the others and gives the checkpoint its name.
     pub fn write(
         &self,
         shard: &mut dyn Iterator<Item = Result<ParamState>>,
-        weights: &mut dyn Iterator<Item = Result<Tensor>>,
+        units: Units<'_>,
         abandoned: &AtomicBool,
     ) -> Result<()> {
         let own = match &self.shard {
@@ -122,13 +144,14 @@ impl RankPart {
         };
         phase::inject_at(Phase::Write, self.step)?;
         if self.rank > 0 {
-            for flat in weights {
-                drop(flat?);
-            }
+            units.policy.chain(units.reference).try_for_each(|flat| flat.map(drop))?;
             return self.leave_record(&own);
         }
-        let (folder, lora) = (&self.temporary, self.lora.as_ref());
-        write_model(folder, &self.options.base_dir, lora, &self.table, self.kind, weights)?;
+        let (folder, base_dir, lora) = (&self.temporary, &self.options.base_dir, self.lora.as_ref());
+        write_model(folder, base_dir, lora, &self.table, self.kind, units.policy)?;
+        if self.has_reference {
+            write_model(&folder.join(REFERENCE), base_dir, None, &self.table, self.kind, units.reference)?;
+        }
         self.state.write(&self.temporary)?;
         let mut records = own;
         for rank in 1..self.num_ranks {

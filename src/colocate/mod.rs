@@ -16,7 +16,7 @@ use crate::phase::{self, Phase};
 use crate::rollout::{Engine, EngineWeights, RolloutEngine, SPARE_BYTES};
 use crate::serve::EngineSlices;
 use crate::torch;
-use crate::train::{Policy, Sequence};
+use crate::train::{Policy, Reference, Sequence};
 use crate::update::{Divergence, Learner, UpdateOptions, UpdateOutcome, UpdateProgress};
 
 /// The policy, the reference model and one rank of a generation engine on one device.
@@ -160,6 +160,11 @@ impl Colocated {
     /// The policy, between scopes.
     pub fn policy(&self) -> &Policy {
         self.learner.policy()
+    }
+
+    /// The reference model, between scopes, if it is a model of its own.
+    pub fn reference(&self) -> Option<&Reference> {
+        self.learner.reference()
     }
 
     /// The policy, to be loaded between scopes. The engine gives up what it keeps of sequences: their keys and values are those of

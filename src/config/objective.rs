@@ -1,7 +1,7 @@
 //! The keys of losses, estimators and advantages that a run chooses beside the defaults.
 
 use super::field::{Field, keys};
-use super::range::{ANY, above, at_least, from_to};
+use super::range::{ANY, COUNT, above, at_least, from_to};
 use super::raw::RawConfig;
 use super::validate::check;
 use super::{
@@ -20,6 +20,14 @@ keys! {
         pub use_kl_in_reward: bool = false,
         /// Estimator of the KL divergence from the reference model, by verl's names.
         pub kl_estimator: KlEstimator = KlEstimator::K3,
+        /// Mix the policy into the reference model every `ref_model_sync_steps` updates: the reference becomes
+        /// `ref_model_mixup_alpha` times the policy plus the rest of itself (TR-DPO, arXiv 2404.09656). Checkpoints then have the
+        /// reference model, too. Not where adapters train, which have no reference model of their own.
+        pub sync_ref_model: bool = false,
+        /// Share of the policy in the reference model after `sync_ref_model` has mixed the two.
+        pub ref_model_mixup_alpha: f64 = 0.6 => from_to(0.0, 1.0),
+        /// Updates between two times that `sync_ref_model` mixes, counted from the start of the run.
+        pub ref_model_sync_steps: usize = 512 => COUNT,
         /// Baseline of the advantages: the group's mean, or for each completion the mean of the others (`rloo`). With `rloo`,
         /// `scale_rewards` is `none`, or `batch`, which brings the batch's advantages to mean 0 and standard deviation 1.
         pub advantage_estimator: AdvantageEstimator = AdvantageEstimator::Grpo,
@@ -79,6 +87,7 @@ impl Config {
             self.check_loss_type(),
             self.check_advantages(),
             self.check_kl(),
+            self.check_reference_sync(),
             self.check_correction(),
             self.check_entropy(),
         ]
@@ -159,6 +168,20 @@ impl Config {
         check("use_bias_correction_kl", self.use_bias_correction_kl, !is_noise, expected)
     }
 
+    fn check_reference_sync(&self) -> Result<()> {
+        let (given, default) = (&self.objective, ObjectiveConfig::default());
+        let syncs = given.sync_ref_model;
+        let expected = "false, or beta above 0: without beta there is no reference model";
+        check("sync_ref_model", syncs, !syncs || self.beta > 0.0, expected)?;
+        let expected =
+            "false: adapters have their frozen base for a reference model, and none of their own to mix into";
+        check("sync_ref_model", syncs, !syncs || self.lora.r.is_none(), expected)?;
+        let (alpha, steps) = (given.ref_model_mixup_alpha, given.ref_model_sync_steps);
+        let expected = "to be left out, or sync_ref_model = true, which alone reads it";
+        check("ref_model_mixup_alpha", alpha, syncs || alpha == default.ref_model_mixup_alpha, expected)?;
+        check("ref_model_sync_steps", steps, syncs || steps == default.ref_model_sync_steps, expected)
+    }
+
     fn check_entropy(&self) -> Result<()> {
         let (given, default) = (&self.objective, ObjectiveConfig::default());
         let (least, most) = (given.entropy_coef_min, given.entropy_coef_max);
@@ -224,6 +247,10 @@ mod tests {
                 "none of them has the divergence",
             ),
             (&["use_kl_in_reward=true", "beta=0.1", "dynamic_sampling=filter"], "or dynamic_sampling = none"),
+            (&["sync_ref_model=true"], "or beta above 0: without beta there is no reference model"),
+            (&["sync_ref_model=true", "beta=0.1", "lora.r=4"], "none of their own to mix into"),
+            (&["ref_model_sync_steps=2"], "or sync_ref_model = true, which alone reads it"),
+            (&["ref_model_mixup_alpha=1.5", "sync_ref_model=true", "beta=0.1"], "from 0 to 1"),
             (&["importance_sampling_clip_min=3"], "below importance_sampling_clip_max = 3"),
             (
                 &["importance_sampling_clip_min=0.5", "importance_sampling_correction=false"],

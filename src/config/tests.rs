@@ -43,7 +43,8 @@ fn the_key_list_is_frozen() {
         dynamic_sampling_max_gen_batches dynamic_sampling_range beta reference epsilon epsilon_high delta loss_type \
         importance_sampling_level scale_rewards \
         mask_truncated_completions importance_sampling_correction importance_sampling_mode \
-        importance_sampling_clip_max use_bias_correction_kl use_kl_in_reward kl_estimator advantage_estimator multi_objective_aggregation \
+        importance_sampling_clip_max use_bias_correction_kl use_kl_in_reward kl_estimator sync_ref_model \
+        ref_model_mixup_alpha ref_model_sync_steps advantage_estimator multi_objective_aggregation \
         importance_sampling_clip_min off_policy_mask_threshold sapo_temperature_neg sapo_temperature_pos vespo_k_pos \
         vespo_lambda_pos vespo_k_neg vespo_lambda_neg top_entropy_quantile entropy_coef use_adaptive_entropy \
         entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target router_aux_loss_coef reward_funcs reward_weights reward.format_pattern \

@@ -6,7 +6,7 @@ use std::time::Instant;
 use tch::Kind;
 
 use super::Sft;
-use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Claim, ResumeOptions, Saver, TrainerState};
+use crate::checkpoint::{self, Checkpoint, CheckpointOptions, Claim, Models, ResumeOptions, Saver, TrainerState};
 use crate::config::SftConfig;
 use crate::cuda::{Placement, residual_kind};
 use crate::data::{DatasetOptions, Hub, PromptSampler, RowSources, SftDataset, Tokenizer};
@@ -47,7 +47,12 @@ pub(super) fn load(
         sampler.restore(checkpoint.state.sampler.clone())?;
         TrainerState { global_step, num_input_tokens_seen: num_tokens, .. } = checkpoint.state;
     }
-    checkpoint::check_room(&config.output_dir, &world, Some(&policy), config.save_steps.is_some())?;
+    checkpoint::check_room(
+        &config.output_dir,
+        &world,
+        Some(Models { policy: &policy, reference: None }),
+        config.save_steps.is_some(),
+    )?;
     let options = LogOptions { logging_steps: config.logging_steps, max_steps: schedule.total_steps as u64 };
     let earlier = checkpoint.as_ref().map(Checkpoint::earlier_log);
     let services = Services { tensorboard: true, ..Services::default() };

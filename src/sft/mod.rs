@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use tch::{Device, Kind, Tensor};
 
-use crate::checkpoint::{self, Claim, SavedConfig, Saver, TrainerState};
+use crate::checkpoint::{self, Claim, Models, SavedConfig, Saver, TrainerState};
 use crate::config::SftConfig;
 use crate::data::{PromptSampler, SftExample};
 use crate::dist::{Mesh, ReduceOp, World, all_reduce_f64, any_rank};
@@ -224,6 +224,6 @@ impl Sft {
             log_history: self.log.history().clone(),
             unlogged: self.log.unlogged(),
         };
-        self.saver.save(&self.world, Some(&self.policy), state)
+        self.saver.save(&self.world, Some(Models { policy: &self.policy, reference: None }), state)
     }
 }

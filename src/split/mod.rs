@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::phase::{self, Phase};
 use crate::rollout::RolloutEngine;
 use crate::serve::Served;
-use crate::train::{Policy, Sequence, gather_sequences};
+use crate::train::{Policy, Reference, Sequence, gather_sequences};
 use crate::update::{Divergence, Learner, UpdateOptions, UpdateOutcome, UpdateProgress, await_divergences};
 
 /// One rank's half.
@@ -114,7 +114,15 @@ impl Split {
         }
     }
 
-    /// The same, to load it.
+    /// The reference model of a trainer, if it is a model of its own.
+    pub fn reference(&self) -> Option<&Reference> {
+        match &self.role {
+            SplitRank::Trains(learner) => learner.reference(),
+            SplitRank::Generates(_) => None,
+        }
+    }
+
+    /// The policy of a trainer, to load it.
     pub fn policy_mut(&mut self) -> Option<&mut Policy> {
         match &mut self.role {
             SplitRank::Trains(learner) => Some(learner.policy_mut()),

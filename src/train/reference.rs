@@ -8,12 +8,13 @@ use super::adapters::AdapterUse;
 use super::micro_batch::MicroBatch;
 use super::network::{Network, NetworkOptions, Scores};
 use super::pack::Sequence;
+use super::policy::Policy;
 use super::sharding::Sharding;
 use super::weights::Weights;
 use crate::dist::Mesh;
 use crate::error::Result;
 use crate::memory::HostPool;
-use crate::model::{ParamTable, UnitLayout};
+use crate::model::{ParamTable, Unit, UnitLayout};
 
 /// Weights sharded over the shard group as in ZeRO-3, on the device or the host, without gradients or optimizer.
 #[derive(Debug)]
@@ -69,6 +70,28 @@ impl Reference {
         let sequence = [Sequence::of_tokens(token_ids.to_vec(), 1)];
         let micro_batch = MicroBatch::new(&sequence, &[vec![0]], self.network.device())?;
         self.network.logits(&micro_batch)
+    }
+
+    /// The layout of the weights.
+    pub fn table(&self) -> &Arc<ParamTable> {
+        self.network.weights.table()
+    }
+
+    /// A whole unit's weights `[len]` (collective over the shard group).
+    ///
+    /// # Errors
+    /// As [`Reference::forward_logprobs`].
+    pub fn unit_weights(&self, unit: Unit) -> Result<Tensor> {
+        self.network.weights.gather(unit)
+    }
+
+    /// Mixes the policy into this model, as TRL's `sync_ref_model` does: `reference = (1 - alpha) reference + alpha policy`
+    /// (arXiv 2404.09656), with the first term and the sum rounded to the weights' kind. Every rank mixes its own slices.
+    ///
+    /// # Errors
+    /// What the device failed at until here.
+    pub fn mix_in(&mut self, policy: &Policy, alpha: f64) -> Result<()> {
+        self.network.weights.mix_in(&policy.network.weights, alpha)
     }
 
     /// Frees gathered weights.

@@ -13,6 +13,9 @@ use crate::memory::{HostPool, Ledger, MemoryKind};
 use crate::model::{ParamTable, QuantizedBlock, Unit, UnitLayout};
 use crate::ops::nf4::Levels;
 
+/// Elements that are mixed at once, so that wide copies of them take little memory.
+const MIXED_LEN: i64 = 8 << 20;
+
 /// Weights in the kind the network computes in.
 #[derive(Debug)]
 pub(crate) struct Weights {
@@ -206,8 +209,38 @@ impl Weights {
             return Ok(self.units[index].shallow_clone());
         }
         let mut whole = Tensor::f_empty([self.table.units[index].len as i64], (self.kind, self.device))?;
-        self.sharding.shard.all_gather(&self.units[index], &mut whole)?;
+        self.sharding.shard.all_gather(&self.slice(index)?, &mut whole)?;
         Ok(whole)
+    }
+
+    /// What this rank keeps of a unit, on the device: itself, or a copy where weights live on the host.
+    fn slice(&self, index: usize) -> Result<Tensor> {
+        let Some(pool) = &self.pool else { return Ok(self.units[index].shallow_clone()) };
+        let kept = self.kept(self.table.units[index].len);
+        let mut slice = Tensor::f_empty([kept.len() as i64], (self.kind, self.device))?;
+        pool.copy_to(self.byte_offset(index), &mut slice)?;
+        Ok(slice)
+    }
+
+    /// Makes of every element `(1 - alpha)` of itself and `alpha` of that in `other`, which is laid out alike over the same ranks and
+    /// keeps at least as much. Both are rounded to the kind one after the other, as torch's `mul_` and `add_` do.
+    pub(crate) fn mix_in(&mut self, other: &Self, alpha: f64) -> Result<()> {
+        self.gathered.clear();
+        self.sharding.lane.join()?;
+        for (index, layout) in self.table.clone().units.iter().enumerate() {
+            let kept = self.kept(layout.len);
+            let theirs = match other.sharding.keeps_weights {
+                true => narrow(&other.units[index], &kept),
+                false => other.units[index].shallow_clone(),
+            };
+            let own = self.slice(index)?;
+            mix(&own, &theirs, alpha)?;
+            let offset = self.byte_offset(index);
+            if let Some(pool) = &mut self.pool {
+                pool.copy_from(offset, &own)?;
+            }
+        }
+        Ok(())
     }
 
     /// What this rank owns of a unit, to be written; [`Weights::spread`] goes after it.
@@ -242,6 +275,19 @@ impl Weights {
     }
 }
 
+/// `target = (1 - alpha) target + alpha source` of flat tensors, as TRL's `SyncRefModelCallback` computes it: `mul_`, which rounds, and
+/// `add_` with a factor of float32, which rounds the sum alone. (torch's CPU rounds the factor of bfloat16 tensors to bfloat16, its CUDA
+/// kernels do not.)
+fn mix(target: &Tensor, source: &Tensor, alpha: f64) -> Result<()> {
+    let factor = f64::from(alpha as f32);
+    for (target, source) in target.f_split(MIXED_LEN, 0)?.iter_mut().zip(source.f_split(MIXED_LEN, 0)?) {
+        let _ = target.f_mul_scalar_(1.0 - alpha)?;
+        let sum = source.f_to_kind(Kind::Double)?.f_mul_scalar_(factor)?.f_add(target)?;
+        target.f_copy_(&sum)?;
+    }
+    Ok(())
+}
+
 /// A unit as `source` has it, of the layout's length.
 fn whole(layout: &UnitLayout, source: &dyn Fn(&UnitLayout) -> Result<Tensor>) -> Result<Tensor> {
     let flat = source(layout)?;
@@ -258,5 +304,35 @@ fn whole(layout: &UnitLayout, source: &dyn Fn(&UnitLayout) -> Result<Tensor>) ->
 impl Drop for Weights {
     fn drop(&mut self) {
         Ledger::set(self.owner, MemoryKind::Device, 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Numbers that TRL 1.16's `SyncRefModelCallback` makes (`scripts/golden_trl.py`).
+    #[test]
+    fn weights_are_mixed_as_trl_mixes_them() {
+        let golden: serde_json::Value =
+            serde_json::from_str(include_str!("../../tests/golden/reference_sync.json")).unwrap();
+        for (name, kind, tolerance) in [("float32", Kind::Float, 0.0), ("bfloat16", Kind::BFloat16, 0.02)] {
+            let case = &golden[name];
+            let rows = |key: &str| -> Vec<Tensor> {
+                let row = |row: &serde_json::Value| {
+                    let values = row.as_array().unwrap().iter().map(|value| value.as_f64().unwrap());
+                    Tensor::from_slice(&values.collect::<Vec<_>>()).to_kind(kind)
+                };
+                case[key].as_array().unwrap().iter().map(row).collect()
+            };
+            let reference = rows("initial").remove(0);
+            let mixed = rows("mixed");
+            assert!(mixed.len() >= 3);
+            for (policy, expected) in rows("policies").iter().zip(mixed) {
+                mix(&reference, policy, golden["alpha"].as_f64().unwrap()).unwrap();
+                let difference = (reference.to_kind(Kind::Double) - expected.to_kind(Kind::Double)).abs();
+                assert!(difference.max().double_value(&[]) <= tolerance, "{name}: {difference}");
+            }
+        }
     }
 }

@@ -25,18 +25,25 @@ use crate::train::{
 };
 use crate::update::Learner;
 
-/// Loads what this rank needs of whole units `weights` and of a folder of `adapters`; collective over the world.
+/// Where a run's weights come from, as whole units.
+pub(super) struct WeightSources<'a> {
+    pub policy: &'a dyn Fn(&UnitLayout) -> Result<Tensor>,
+    pub reference: &'a dyn Fn(&UnitLayout) -> Result<Tensor>,
+    /// A folder of adapters to go on from.
+    pub adapters: Option<&'a Path>,
+}
+
+/// Loads what this rank needs of the sources; collective over the world.
 pub(super) fn model(
     config: &Config,
     world: &Arc<World>,
     preflight: &Preflight,
-    weights: &dyn Fn(&UnitLayout) -> Result<Tensor>,
-    adapters: Option<&Path>,
+    sources: &WeightSources<'_>,
 ) -> Result<PolicyAndEngine> {
     let (table, kind, tp_size) = (&preflight.table, preflight.kind, config.tensor_parallel_size);
     if config.mode == Mode::Colocated {
         let mesh = world.mesh(tp_size, table.shards)?;
-        let learner = learner(config, world, &mesh, preflight, weights, adapters)?;
+        let learner = learner(config, world, &mesh, preflight, sources)?;
         let engine = engine(config, world, &mesh, preflight)?;
         let slices = slices(config, world, &mesh, preflight)?;
         return Ok(PolicyAndEngine::Colocated(Box::new(Colocated::new(learner, engine, slices))));
@@ -44,7 +51,7 @@ pub(super) fn model(
     let Roles { num_trainers, num_generators } = preflight.batch.roles;
     let mesh = world.split_mesh(num_generators, tp_size, table.shards)?;
     let role = if world.rank() < num_trainers {
-        SplitRank::Trains(Box::new(learner(config, world, &mesh, preflight, weights, adapters)?))
+        SplitRank::Trains(Box::new(learner(config, world, &mesh, preflight, sources)?))
     } else {
         let (engine, lora) = (engine(config, world, &mesh, preflight)?, LoraSpec::new(&config.lora));
         let served = Served::unfilled(world.clone(), &mesh, table.clone(), lora, engine, kind)?;
@@ -59,8 +66,7 @@ fn learner(
     world: &Arc<World>,
     mesh: &Mesh,
     preflight: &Preflight,
-    weights: &dyn Fn(&UnitLayout) -> Result<Tensor>,
-    adapters: Option<&Path>,
+    &WeightSources { policy: weights, reference: of_reference, adapters }: &WeightSources<'_>,
 ) -> Result<Learner> {
     let Preflight { table, plan, .. } = preflight;
     let (kind, device) = (preflight.kind, world.device());
@@ -86,10 +92,10 @@ fn learner(
     let on_host = plan.reference == ReferenceResidency::Host;
     let reference = match (config.has_reference(), on_host) {
         (false, _) => None,
-        (true, false) => Some(Reference::new(table.clone(), mesh, network, weights)?),
+        (true, false) => Some(Reference::new(table.clone(), mesh, network, of_reference)?),
         (true, true) => {
             let pool = pool("reference_host", reference_bytes(table, kind))?;
-            Some(Reference::on_host(table.clone(), mesh, network, pool, weights)?)
+            Some(Reference::on_host(table.clone(), mesh, network, pool, of_reference)?)
         }
     };
     Ok(Learner::new(world.clone(), mesh.clone(), policy, reference))

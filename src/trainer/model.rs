@@ -1,5 +1,6 @@
 //! Where the two halves of a step run, behind one face.
 
+use crate::checkpoint::Models;
 use crate::colocate::Colocated;
 use crate::error::Result;
 use crate::rollout::RolloutEngine;
@@ -62,6 +63,15 @@ impl PolicyAndEngine {
             Self::Colocated(colocated) => Some(colocated.policy()),
             Self::Split(split) => split.policy(),
         }
+    }
+
+    /// The models of a checkpoint, on a rank that trains. The reference model is one of them where it follows the policy.
+    pub(super) fn saved_models(&self, reference_moves: bool) -> Option<Models<'_>> {
+        let reference = match self {
+            Self::Colocated(colocated) => colocated.reference(),
+            Self::Split(split) => split.reference(),
+        };
+        Some(Models { policy: self.policy()?, reference: reference.filter(|_| reference_moves) })
     }
 
     /// The policy, to be loaded, on a rank that trains.

@@ -145,7 +145,7 @@ impl Trainer {
             unlogged: self.output.log().unlogged(),
         };
         self.saved_step = self.progress.global_step;
-        self.saver.save(&self.world, self.model.policy(), state)
+        self.saver.save(&self.world, self.model.saved_models(self.config.objective.sync_ref_model), state)
     }
 
     /// Saves what was reached, if `error` is that rewards failed for good or tell nothing; gives `error` back. Collective over the

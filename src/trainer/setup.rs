@@ -228,13 +228,25 @@ pub(super) fn load(
     rows.say_unreadable(&rewards, &world)?;
     let source = source(&config)?;
     let files = WeightFiles::open(&source.base, preflight.spec.clone())?;
-    let weights = |layout: &UnitLayout| {
-        phase::beat();
-        files.read_unit(layout, Kind::Float)
-    };
+    let weights = |layout: &UnitLayout| read(&files, layout);
     let parts =
         TrainerParts { preflight, weights: &weights, rewards, rows, source, checkpoint, claim, writes_files: true };
     assemble(config, world, parts)
+}
+
+fn read(files: &WeightFiles, layout: &UnitLayout) -> Result<Tensor> {
+    phase::beat();
+    files.read_unit(layout, Kind::Float)
+}
+
+/// The reference model of a checkpoint, where it follows the policy.
+fn mixed_reference(
+    config: &Config,
+    spec: &Arc<ModelSpec>,
+    checkpoint: Option<&Checkpoint>,
+) -> Result<Option<WeightFiles>> {
+    let folder = checkpoint.filter(|_| config.objective.sync_ref_model).and_then(Checkpoint::reference);
+    folder.map(|folder| WeightFiles::open(&folder, spec.clone())).transpose()
 }
 
 /// Collective over the world.
@@ -243,7 +255,12 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
     let batch = preflight.batch;
     let description = rows.description();
     let TrainingRows { train: dataset, eval: eval_set, .. } = rows;
-    let mut model = build::model(&config, &world, &preflight, weights, source.adapters.as_deref())?;
+    let mixed = mixed_reference(&config, &preflight.spec, checkpoint.as_ref())?;
+    let of_reference =
+        |layout: &UnitLayout| mixed.as_ref().map_or_else(|| weights(layout), |files| read(files, layout));
+    let sources =
+        build::WeightSources { policy: weights, reference: &of_reference, adapters: source.adapters.as_deref() };
+    let mut model = build::model(&config, &world, &preflight, &sources)?;
     let engines = signal::engines(&config, &world, batch.roles.num_generators)?;
     let mut sampler = PromptSampler::new(dataset.len(), config.seed, config.shuffle_dataset);
     if config.dataloader_drop_last {
@@ -256,7 +273,12 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
         || (TrainingProgress { entropy_control: entropy_control(&config), ..TrainingProgress::default() }, Vec::new());
     let (progress, carried) = checkpoint.as_ref().map_or_else(|| Ok(begun()), restored)?;
     if writes_files {
-        checkpoint::check_room(&config.output_dir, &world, model.policy(), config.save_steps.is_some())?;
+        checkpoint::check_room(
+            &config.output_dir,
+            &world,
+            model.saved_models(config.objective.sync_ref_model),
+            config.save_steps.is_some(),
+        )?;
     }
     let num_dropped = checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.state.carried.len()) - carried.len();
     let output =

@@ -17,7 +17,7 @@ use crate::phase;
 use crate::rollout::RolloutEngine;
 use crate::train::{Policy, Sequence, Transitions};
 use crate::types::{Prompt, RolloutGroup};
-use crate::update::{Divergence, UpdateOptions, UpdateOutcome};
+use crate::update::{Divergence, ReferenceSync, UpdateOptions, UpdateOutcome};
 
 /// This rank's completions of one generation batch, with their rewards and advantages.
 #[derive(Debug)]
@@ -219,6 +219,7 @@ impl Trainer {
             entropy_control: self.progress.entropy_control,
             temperature: f64::from(self.config.temperature),
             num_iterations: self.config.num_iterations,
+            reference_sync: ReferenceSync::new(&self.config),
             updates_per_generation: self.batch.updates_per_generation,
             max_tokens_per_micro_batch: self.config.max_tokens_per_micro_batch,
             share_prompts: self.config.share_prompts,

@@ -66,6 +66,7 @@ fn options(config: &LossConfig) -> UpdateOptions {
         entropy_control: EntropyControl::default(),
         temperature: 1.0,
         num_iterations: 1,
+        reference_sync: None,
         updates_per_generation: 1,
         max_tokens_per_micro_batch: 12,
         share_prompts: false,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::divergence::{Divergence, exchange, gather_numbered};
 use super::loss::UpdateSums;
-use super::options::{UpdateOptions, UpdateOutcome, UpdateProgress};
+use super::options::{ReferenceSync, UpdateOptions, UpdateOutcome, UpdateProgress};
 use crate::config::LossType;
 use crate::dist::{Mesh, ReduceOp, World, all_gather_bytes, all_reduce_f64};
 use crate::error::{Error, Result};
@@ -65,6 +65,11 @@ impl Learner {
         &mut self.policy
     }
 
+    /// The reference model, if it is a model of its own.
+    pub fn reference(&self) -> Option<&Reference> {
+        self.reference.as_ref()
+    }
+
     /// Trains on the sequences of one generation batch; collective over the world, where ranks that do not train call
     /// [`gather_sequences`] instead. Every rank passes those that it sampled, in rank order those of the whole batch; which
     /// of those that train takes which is balanced by cost.
@@ -96,6 +101,7 @@ impl Learner {
         let passes = (0..options.num_iterations).flat_map(|_| shares.iter().zip(&denominators));
         for (share, denominators) in passes.take(options.num_updates() as usize) {
             self.update_once(share, denominators, options, progress, &mut outcome)?;
+            self.move_reference(options, options.global_step + outcome.num_updates)?;
         }
         outcome.exposed_communication = self.policy.take_exposed_communication()?;
         outcome.loss /= outcome.num_updates.max(1) as f64;
@@ -235,6 +241,16 @@ impl Learner {
         }
         outcome.num_skipped += 1;
         self.note_skip(options.global_step + outcome.num_updates, share, progress)
+    }
+
+    /// Mixes the policy into the reference model where update `global_step` is one of those after which that is to be.
+    fn move_reference(&mut self, options: &UpdateOptions, global_step: u64) -> Result<()> {
+        match (&mut self.reference, options.reference_sync) {
+            (Some(reference), Some(ReferenceSync { steps, alpha })) if global_step.is_multiple_of(steps) => {
+                phase::scope(Phase::Optimizer, || reference.mix_in(&self.policy, alpha))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// What the update's objective has of entropy. Where it is over the tokens of highest entropy, a pass finds out which those of

@@ -17,4 +17,4 @@ mod options;
 
 pub use divergence::{Divergence, await_divergences};
 pub use learner::Learner;
-pub use options::{UpdateOptions, UpdateOutcome, UpdateProgress};
+pub use options::{ReferenceSync, UpdateOptions, UpdateOutcome, UpdateProgress};

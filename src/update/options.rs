@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use tch::Device;
 
+use crate::config::{Config, ObjectiveConfig};
 use crate::error::Result;
 use crate::grpo::{
     Denominators, EntropyControl, LossConfig, LossFunction, LossInput, LossOutput, LossStats, policy_loss,
@@ -26,6 +27,8 @@ pub struct UpdateOptions {
     pub num_iterations: usize,
     /// Updates in one pass.
     pub updates_per_generation: usize,
+    /// How the reference model follows the policy, if it does.
+    pub reference_sync: Option<ReferenceSync>,
     /// Token budget of a micro-batch.
     pub max_tokens_per_micro_batch: usize,
     /// Run the prompt of a group once for all its completions, where no sliding window is shorter than a sequence.
@@ -40,6 +43,24 @@ pub struct UpdateOptions {
     pub max_grad_norm: f64,
     /// Where micro-batches live.
     pub device: Device,
+}
+
+/// When and how far a reference model moves towards the policy.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ReferenceSync {
+    /// Updates, counted from the start of the run, between two moves.
+    pub steps: u64,
+    /// Share of the policy after a move.
+    pub alpha: f64,
+}
+
+impl ReferenceSync {
+    /// As the configuration says.
+    pub fn new(config: &Config) -> Option<Self> {
+        let ObjectiveConfig { sync_ref_model, ref_model_mixup_alpha: alpha, ref_model_sync_steps, .. } =
+            config.objective;
+        sync_ref_model.then_some(Self { steps: ref_model_sync_steps as u64, alpha })
+    }
 }
 
 impl UpdateOptions {

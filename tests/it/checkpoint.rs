@@ -2,6 +2,7 @@
 
 mod files;
 mod partial;
+mod reference;
 mod supervised;
 
 use std::collections::{BTreeMap, BTreeSet};

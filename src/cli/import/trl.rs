@@ -155,7 +155,6 @@ fn neutral(theirs: &mut ForeignKeys, draft: &mut Draft) {
     for (name, nothing) in [
         ("top_entropy_quantile", Value::from(1.0)),
         ("entropy_coef", 0.0.into()),
-        ("sync_ref_model", false.into()),
         ("multi_objective_aggregation", "sum_then_normalize".into()),
     ] {
         if super::is_ours(name) {

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use colo_grpo::ExitCode;
 use colo_grpo::Result;
-use colo_grpo::internal::checkpoint::{self, Checkpoint, CheckpointOptions, SavedConfig, Saver, TrainerState};
+use colo_grpo::internal::checkpoint::{self, Checkpoint, CheckpointOptions, Models, SavedConfig, Saver, TrainerState};
 use colo_grpo::internal::config::GradientCheckpointing;
 use colo_grpo::internal::data::SamplerState;
 use colo_grpo::internal::dist::World;
@@ -89,7 +89,7 @@ fn save_step(options: &CheckpointOptions, policy: &Policy, step: u64) -> PathBuf
 /// A checkpoint that is complete on return.
 fn save(options: &CheckpointOptions, policy: &Policy, step: u64) -> Result<PathBuf> {
     let (world, mut saver) = (World::single(), Saver::new(options.clone()));
-    let folder = saver.save(&world, Some(policy), state(step))?;
+    let folder = saver.save(&world, Some(Models { policy, reference: None }), state(step))?;
     saver.finish(&world).map(|()| folder)
 }
 

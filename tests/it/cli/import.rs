@@ -94,7 +94,7 @@ fn a_file_for_trl_becomes_a_run() {
         assert!(keys(&text).contains(&line), "no {line} in\n{text}\n{said}");
     }
     let lost = said.split("WITHOUT AN EQUIVALENT").nth(1).unwrap();
-    for part in ["sync_ref_model = true", "frobnicate_tokens = 3", "report_to = [\"mlflow\"]"] {
+    for part in ["max_tool_calling_iterations = 3", "frobnicate_tokens = 3", "report_to = [\"mlflow\"]"] {
         assert!(lost.contains(part), "{part}: {said}");
     }
     assert!(said.contains("not to 0.1") && said.contains("vllm_mode"), "{said}");

@@ -112,6 +112,7 @@ pub fn update_options() -> UpdateOptions {
         temperature: f64::from(TEMPERATURE),
         num_iterations: 1,
         updates_per_generation: 1,
+        reference_sync: None,
         max_tokens_per_micro_batch: 200,
         share_prompts: true,
         schedule: Schedule { kind: LrSchedulerType::Constant, peak: 0.02, warmup_steps: 0, total_steps: 100 },
