@@ -4,6 +4,7 @@
 mod batch;
 mod best;
 mod choices;
+mod curriculum;
 mod data;
 mod field;
 mod heartbeat;
@@ -27,6 +28,7 @@ pub use batch::BatchPlan;
 use batch::MAX_COUNT;
 pub use best::BestConfig;
 pub use choices::*;
+pub use curriculum::CurriculumConfig;
 pub use data::{DataConfig, Files, Sources, TemplateVariables};
 use field::keys;
 pub(crate) use field::{KeyDoc, described};
@@ -182,6 +184,9 @@ keys! {
         pub dynamic_sampling_max_gen_batches: usize = 10 => COUNT,
         /// Bounds of a group's mean reward, both allowed; `none` asks only that its rewards differ.
         pub dynamic_sampling_range: Option<[f64; 2]> = None,
+
+        /// Rows that teach little come less often.
+        pub curriculum: CurriculumConfig,
 
         section "Objective";
         /// Weight of the KL term; 0 loads no reference model.

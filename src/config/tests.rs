@@ -40,7 +40,7 @@ fn the_key_list_is_frozen() {
         max_tokens_per_micro_batch share_prompts max_completion_length max_model_length temperature top_p top_k min_p \
         repetition_penalty stop tensor_parallel_size gpu_memory_utilization kv_cache_bytes kv_block_size max_num_seqs \
         max_num_batched_tokens strict oversample partial_rollout carried_kv dynamic_sampling \
-        dynamic_sampling_max_gen_batches dynamic_sampling_range beta reference epsilon epsilon_high delta loss_type \
+        dynamic_sampling_max_gen_batches dynamic_sampling_range curriculum.solve_rate curriculum.every beta reference epsilon epsilon_high delta loss_type \
         importance_sampling_level scale_rewards \
         mask_truncated_completions importance_sampling_correction importance_sampling_mode \
         importance_sampling_clip_max use_bias_correction_kl use_kl_in_reward kl_estimator sync_ref_model \

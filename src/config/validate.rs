@@ -45,6 +45,7 @@ impl Config {
             self.zero.check(),
             self.lora.check(self.quantization),
             self.check_split(),
+            self.check_curriculum(),
             self.best.check(self.eval_steps),
             self.check_rest(),
         ];

@@ -19,7 +19,7 @@ pub use dataset::{Dataset, DatasetOptions};
 pub use grammar::{Grammar, GrammarCompiler, GrammarState, TokenMask};
 pub use hub::{Hub, HubOptions, Repo};
 pub(crate) use parquet::check_schema;
-pub use sampler::{PromptSampler, SamplerState};
+pub use sampler::{Curriculum, PromptSampler, SamplerState};
 pub use sft::{SftDataset, SftExample};
 pub use sources::RowSources;
 pub use tokenizer::Tokenizer;

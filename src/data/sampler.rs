@@ -1,13 +1,15 @@
 //! Which rows come next: an order per epoch that depends on the seed alone.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 
+use crate::config::CurriculumConfig;
 use crate::error::{Error, Result};
 
 /// Draws batches of row indexes, each epoch in its own order. The order is a function of (seed, epoch), the same at any
 /// world size. Rows of an epoch that make no whole batch are left out of it, as TRL's `RepeatSampler` does, or begin a batch that
 /// is filled from the next epoch; rows that are already in that batch come last in that epoch, so that no batch holds a
-/// row twice and every epoch holds every row once.
+/// row twice and every epoch holds every row once. With a [`Curriculum`] an epoch leaves rows out that are not due in it, and a
+/// batch may go on in the next one.
 #[derive(Debug, Clone)]
 pub struct PromptSampler {
     len: usize,
@@ -15,8 +17,32 @@ pub struct PromptSampler {
     shuffle: bool,
     /// Rows that an epoch has: all, or those that make whole batches.
     epoch_len: usize,
+    curriculum: Option<Curriculum>,
     state: SamplerState,
     order: Vec<usize>,
+}
+
+/// Rows whose newest solve rate is outside of bounds come in one of several epochs. Which one depends on the seed and the row, so that
+/// they are spread over epochs evenly.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Curriculum {
+    /// Least and greatest solve rate of a row that comes in every epoch.
+    pub solve_rate: [f64; 2],
+    /// Epochs of which the other rows come in one.
+    pub every: u64,
+}
+
+impl Curriculum {
+    /// As the configuration says.
+    pub fn new(config: &CurriculumConfig) -> Option<Self> {
+        Some(Self { solve_rate: config.solve_rate?, every: config.every as u64 })
+    }
+
+    /// Whether a row's rate is below the bounds, and whether it is above them.
+    fn is_outside(&self, [num_solved, num_judged]: [u32; 2]) -> [bool; 2] {
+        let ([low, high], rate) = (self.solve_rate, f64::from(num_solved) / f64::from(num_judged));
+        [rate < low, rate > high]
+    }
 }
 
 /// Where a [`PromptSampler`] stands, for checkpoints.
@@ -28,6 +54,10 @@ pub struct SamplerState {
     pub position: usize,
     /// Rows of the epoch that were moved to its end.
     pub late: Vec<usize>,
+    /// Of each row with completions that have a verdict, how many of the newest are solved, and how many there are. Kept where there is
+    /// a curriculum.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub solved: BTreeMap<usize, [u32; 2]>,
 }
 
 impl PromptSampler {
@@ -35,12 +65,33 @@ impl PromptSampler {
     pub fn new(len: usize, seed: u64, shuffle: bool) -> Self {
         let state = SamplerState::default();
         let order = epoch_order(len, seed, shuffle, &state);
-        Self { len, seed, shuffle, epoch_len: len, state, order }
+        Self { len, seed, shuffle, epoch_len: len, curriculum: None, state, order }
     }
 
     /// Ends every epoch with its last whole batch of `n` rows.
     pub fn dropping_last(self, n: usize) -> Self {
         Self { epoch_len: self.len / n * n, ..self }
+    }
+
+    /// Takes rows less often that teach little.
+    pub fn with_curriculum(self, curriculum: Option<Curriculum>) -> Self {
+        Self { curriculum, ..self }
+    }
+
+    /// Books how many of the newest completions of a row are solved, of how many; nothing where there are none.
+    pub fn observe(&mut self, row: usize, solved: [u32; 2]) {
+        if solved[1] > 0 {
+            self.state.solved.insert(row, solved);
+        }
+    }
+
+    /// Rows whose solve rate is below the curriculum's bounds, and rows for which it is above them.
+    pub fn num_resting(&self) -> [usize; 2] {
+        let outside = |at: usize| {
+            let is_outside = |solved| self.curriculum.is_some_and(|curriculum| curriculum.is_outside(solved)[at]);
+            self.state.solved.values().filter(|solved| is_outside(**solved)).count()
+        };
+        [outside(0), outside(1)]
     }
 
     /// The next `n` distinct rows.
@@ -64,11 +115,12 @@ impl PromptSampler {
                 got: format!("{} (lower the generation batch or raise num_generations)", n + under_way.len()),
             });
         }
-        let mut batch = self.take(n);
+        let mut batch = self.take(n, under_way);
         while batch.len() < n {
             let late = [&batch, under_way].concat();
-            self.restore(SamplerState { epoch: self.state.epoch + 1, position: 0, late })?;
-            batch.extend(self.take(n - batch.len()));
+            let solved = std::mem::take(&mut self.state.solved);
+            self.restore(SamplerState { epoch: self.state.epoch + 1, position: 0, late: late.clone(), solved })?;
+            batch.extend(self.take(n - batch.len(), &late));
         }
         Ok(batch)
     }
@@ -88,7 +140,8 @@ impl PromptSampler {
     /// # Errors
     /// [`Error::InvalidArgument`] if the state is not one of a data set with this many rows.
     pub fn restore(&mut self, state: SamplerState) -> Result<()> {
-        if state.position > self.len || state.late.iter().any(|row| *row >= self.len) {
+        let mut rows = state.late.iter().chain(state.solved.keys());
+        if state.position > self.len || rows.any(|row| *row >= self.len) {
             return Err(Error::InvalidArgument {
                 op: "PromptSampler::restore",
                 expected: format!("a state of a data set of {} rows", self.len),
@@ -100,11 +153,25 @@ impl PromptSampler {
         Ok(())
     }
 
-    fn take(&mut self, n: usize) -> Vec<usize> {
-        let end = self.epoch_len.min(self.state.position + n).max(self.state.position);
-        let rows = self.order[self.state.position..end].to_vec();
-        self.state.position = end;
+    /// Up to `n` rows that are left of the epoch. An epoch that leaves rows out may come to those that are `taken` already.
+    fn take(&mut self, n: usize, taken: &[usize]) -> Vec<usize> {
+        let taken: HashSet<usize> = taken.iter().copied().filter(|_| self.curriculum.is_some()).collect();
+        let mut rows = Vec::with_capacity(n);
+        while rows.len() < n && self.state.position < self.epoch_len {
+            let row = self.order[self.state.position];
+            self.state.position += 1;
+            if self.is_due(row) && !taken.contains(&row) {
+                rows.push(row);
+            }
+        }
         rows
+    }
+
+    /// Whether a row comes in this epoch.
+    fn is_due(&self, row: usize) -> bool {
+        let Some((curriculum, solved)) = self.curriculum.zip(self.state.solved.get(&row)) else { return true };
+        let is_resting = curriculum.is_outside(*solved).contains(&true);
+        !is_resting || splitmix64(self.seed ^ row as u64).wrapping_add(self.state.epoch) % curriculum.every == 0
     }
 }
 
@@ -199,6 +266,49 @@ mod tests {
         for batch in [draw(&mut sampler, 1, 9), draw(&mut sampler, 3, 10)].concat() {
             assert_eq!(batch.iter().collect::<HashSet<_>>().len(), batch.len(), "{batch:?}");
         }
+    }
+
+    const MIDDLE: Curriculum = Curriculum { solve_rate: [0.25, 0.75], every: 3 };
+
+    #[test]
+    fn rows_outside_of_the_bounds_come_in_one_of_several_epochs() {
+        let mut sampler = PromptSampler::new(12, 5, true).with_curriculum(Some(MIDDLE));
+        let unobserved = draw(&mut PromptSampler::new(12, 5, true), 3, 4);
+        assert_eq!(draw(&mut sampler, 3, 4), unobserved, "nothing is known yet");
+        for row in 0..12 {
+            sampler.observe(row, [[0, 4], [1, 4], [3, 4], [4, 4]][row % 4]);
+        }
+        assert_eq!(sampler.num_resting(), [3, 3]);
+        let (mut counts, mut drawn) = ([0; 12], Vec::new());
+        while sampler.state.epoch < 30 {
+            drawn.push(sampler.next_batch(4).unwrap());
+        }
+        for batch in &drawn {
+            assert_eq!(batch.iter().collect::<HashSet<_>>().len(), 4, "{batch:?}");
+            batch.iter().for_each(|row| counts[*row] += 1);
+        }
+        for (row, count) in counts.into_iter().enumerate() {
+            let epochs = if row % 4 == 1 || row % 4 == 2 { 25..=30 } else { 8..=11 };
+            assert!(epochs.contains(&count), "row {row}: {count} of 29 epochs");
+        }
+        sampler.observe(0, [2, 4]);
+        sampler.observe(1, [0, 0]);
+        assert_eq!(sampler.num_resting(), [2, 3], "the newest completions count, and those without a verdict do not");
+    }
+
+    #[test]
+    fn a_batch_of_rows_that_all_rest_is_filled_from_later_epochs() {
+        let mut sampler = PromptSampler::new(6, 1, false).dropping_last(4).with_curriculum(Some(MIDDLE));
+        (0..6).for_each(|row| sampler.observe(row, [0, 8]));
+        for batch in draw(&mut sampler, 6, 4) {
+            assert_eq!(batch.iter().collect::<HashSet<_>>().len(), 4, "{batch:?}");
+        }
+        let batch = sampler.next_batch_beside(4, &[2, 5]).unwrap();
+        assert!(!batch.contains(&2) && !batch.contains(&5), "{batch:?}");
+        let mut restored = PromptSampler::new(6, 1, false).dropping_last(4).with_curriculum(Some(MIDDLE));
+        restored.restore(serde_json::from_str(&serde_json::to_string(sampler.state()).unwrap()).unwrap()).unwrap();
+        assert_eq!(draw(&mut restored, 5, 3), draw(&mut sampler, 5, 3));
+        assert!(PromptSampler::new(5, 1, false).restore(sampler.state().clone()).is_err(), "a rate of a sixth row");
     }
 
     #[test]

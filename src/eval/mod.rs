@@ -147,7 +147,7 @@ fn is_solved(completion: &Trajectory, solved_by: &[usize]) -> Option<bool> {
 }
 
 /// Of the samples that have a verdict.
-fn verdicts(group: &RolloutGroup, solved_by: &[usize]) -> Vec<bool> {
+pub fn verdicts(group: &RolloutGroup, solved_by: &[usize]) -> Vec<bool> {
     group.completions.iter().filter_map(|completion| is_solved(completion, solved_by)).collect()
 }
 

@@ -21,6 +21,8 @@ const RULES: &[(&str, OverSteps)] = &[
     ("learning_rate", OverSteps::Newest),
     ("num_tokens", OverSteps::Newest),
     ("partial_rollout/carried_groups", OverSteps::Newest),
+    ("curriculum/hard_rows", OverSteps::Newest),
+    ("curriculum/easy_rows", OverSteps::Newest),
     ("num_skipped_updates", OverSteps::Sum),
     ("rewards/num_failed", OverSteps::Sum),
     ("rewards/*/failed/*", OverSteps::Sum),

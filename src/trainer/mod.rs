@@ -6,6 +6,7 @@ mod best;
 mod build;
 mod builder;
 mod carry;
+mod curriculum;
 mod model;
 mod output;
 mod penalty;
@@ -39,6 +40,7 @@ use crate::types::{LengthSpread, Prompt, RolloutGroup};
 
 use builder::Functions;
 pub use builder::{StepReport, TrainerBuilder};
+use curriculum::RowsById;
 use model::PolicyAndEngine;
 use output::RunOutput;
 use sampling::{DataPosition, SampledBatch};
@@ -58,6 +60,7 @@ pub struct Trainer {
     model: PolicyAndEngine,
     rewards: RewardPool,
     dataset: Dataset,
+    rows_by_id: RowsById,
     sampler: PromptSampler,
     carried: Vec<CarriedGroup>, // of all ranks, the same on each
     eval_set: Option<Dataset>,

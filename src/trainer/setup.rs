@@ -8,6 +8,7 @@ use tch::{Kind, Tensor};
 
 use super::build;
 use super::builder::Functions;
+use super::curriculum::RowsById;
 use super::model::PolicyAndEngine;
 use super::output::RunOutput;
 use super::rows::TrainingRows;
@@ -17,7 +18,7 @@ use super::{Trainer, TrainingProgress};
 use crate::checkpoint::{self, CarriedGroup, Checkpoint, CheckpointOptions, Claim, ResumeOptions, Saver, TrainerState};
 use crate::config::{BatchPlan, Config, Mode, Quantization};
 use crate::cuda::Placement;
-use crate::data::{Dataset, Hub, PromptSampler, Tokenizer};
+use crate::data::{Curriculum, Dataset, Hub, PromptSampler, Tokenizer};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::grpo::{EntropyControl, LossConfig};
@@ -262,7 +263,8 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
         build::WeightSources { policy: weights, reference: &of_reference, adapters: source.adapters.as_deref() };
     let mut model = build::model(&config, &world, &preflight, &sources)?;
     let engines = signal::engines(&config, &world, batch.roles.num_generators)?;
-    let mut sampler = PromptSampler::new(dataset.len(), config.seed, config.shuffle_dataset);
+    let sampler = PromptSampler::new(dataset.len(), config.seed, config.shuffle_dataset);
+    let mut sampler = sampler.with_curriculum(Curriculum::new(&config.curriculum));
     if config.dataloader_drop_last {
         sampler = sampler.dropping_last(batch.num_prompts);
     }
@@ -290,6 +292,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
     description.iter().for_each(|line| output.say(line));
     let plan = preflight.plan_of(world.rank()).clone();
     let base_dir = source.base;
+    let rows_by_id = RowsById::new(&config, &dataset);
     let saver = Saver::new(CheckpointOptions {
         output_dir: config.output_dir.clone(),
         base_dir: base_dir.clone(),
@@ -305,6 +308,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
         model,
         rewards,
         dataset,
+        rows_by_id,
         sampler,
         carried,
         eval_set,

@@ -31,6 +31,8 @@ pub struct TrainingBatch {
     tally: Option<Tally>,
     carry: Carry,
     advantages: AdvantageStats,
+    /// Share of the completions that are solved, where there is a curriculum.
+    solve_rate: Option<f64>,
     /// From the reference model, where rewards are lessened by it.
     divergence: Option<Divergence>,
     /// When the step began.
@@ -107,7 +109,7 @@ impl Trainer {
     /// # Errors
     /// The first failure of any rank.
     pub fn update(&mut self, batch: TrainingBatch) -> Result<StepMetrics> {
-        let TrainingBatch { groups, places, dropped, tally, carry, advantages, divergence, start } = batch;
+        let TrainingBatch { groups, places, dropped, tally, carry, advantages, solve_rate, divergence, start } = batch;
         let sequences = records::sequences(&groups, &places, self.config.mask_truncated_completions);
         let outcome = self.update_policy(&sequences)?;
         self.previous_step = self.progress.global_step;
@@ -124,6 +126,7 @@ impl Trainer {
         records::failure_metrics(&mut metrics, self.rewards.take_failures());
         self.tell_failures(&advantages)?;
         self.add_signal_metrics(&mut metrics, tally, &groups, &dropped);
+        self.add_curriculum_metrics(&mut metrics, solve_rate);
         carry.add_metrics(&mut metrics, &self.config);
         let transitions = self.take_transitions()?;
         let role = if self.model.policy().is_some() { "trainers" } else { "generators" };
@@ -142,9 +145,10 @@ impl Trainer {
 
     fn training_batch(&mut self, sampled: SampledBatch, start: Instant) -> Result<TrainingBatch> {
         let SampledBatch { mut groups, places, dropped, tally, carry, .. } = self.await_rewards(sampled)?;
+        let solve_rate = self.observe_solved(groups.iter().chain(dropped.iter().map(|(_, group)| group)))?;
         let divergence = self.penalize(&mut groups)?;
         let advantages = self.advantages_of(&mut groups)?;
-        Ok(TrainingBatch { groups, places, dropped, tally, carry, advantages, divergence, start })
+        Ok(TrainingBatch { groups, places, dropped, tally, carry, advantages, solve_rate, divergence, start })
     }
 
     /// Refuses what samples other groups than those of one batch.

@@ -1,5 +1,6 @@
 //! Runs of the program that are cut short and go on: bit for bit in the same layout, up to rounding in another.
 
+mod curriculum;
 mod files;
 mod partial;
 mod reference;

@@ -69,7 +69,7 @@ impl History {
 }
 
 /// Title, and metrics with their labels. A metric that a run does not have is left out, a panel without metrics too.
-const PANELS: [(&str, &[(&str, &str)]); 14] = [
+const PANELS: [(&str, &[(&str, &str)]); 15] = [
     ("Reward", &[("reward", "training"), ("eval_reward", "evaluation")]),
     ("Loss", &[("loss", "loss")]),
     ("KL to the reference", &[("kl", "kl")]),
@@ -90,6 +90,10 @@ const PANELS: [(&str, &[(&str, &str)]); 14] = [
     (
         "Groups a step, with dynamic sampling",
         &[("dynamic_sampling/generated_groups", "sampled"), ("dynamic_sampling/kept_groups", "trained on")],
+    ),
+    (
+        "Rows that come less often, by the curriculum",
+        &[("curriculum/hard_rows", "solved too rarely"), ("curriculum/easy_rows", "solved too often")],
     ),
     ("Gradient norm before clipping", &[("grad_norm", "norm")]),
     ("Learning rate", &[("learning_rate", "learning rate")]),
