@@ -20,6 +20,7 @@ import accelerate
 import torch
 import trl
 from trl import GRPOTrainer, RLOOTrainer
+from trl.experimental.sdpo.sdpo_trainer import SDPOTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
 
 EOS, PAD, WORD = 2, 0, 7
@@ -185,6 +186,9 @@ def run(config, batch, rewards, reward_weights=(1.0,), scale_rewards="group", ma
     result = {"advantages": scored["advantages"].tolist()}
     if with_loss:
         loss = GRPOTrainer._compute_loss(fake, model, scored)
+        if "distillation_weight" in config:
+            weight, divergence = config["distillation_weight"], distillation(config, batch, current, use_old, fake)
+            loss = (1 - weight) * loss + weight * divergence
         loss.backward()
         result["loss"] = loss.item()
         result["dlogprobs"] = unpad(current.grad, batch["lengths"])
@@ -192,10 +196,28 @@ def run(config, batch, rewards, reward_weights=(1.0,), scale_rewards="group", ma
             result["dentropy"] = unpad(entropy.grad, batch["lengths"])
             result["policy_loss"] = fake._metrics["train"].pop("policy_loss")[0]
             del fake._metrics["train"]["entropy_coef"]
-    wanted = ("kl", "entropy", "clip_ratio", "cispo", "vespo", "sampling/") if with_loss else ("reward", "frac_reward", "kl")
+    wanted = ("kl", "distillation", "entropy", "clip_ratio", "cispo", "vespo", "sampling/") if with_loss else ("reward", "frac_reward", "kl")
     metrics = fake._metrics["train"]
     result["metrics"] = {name: none_for_nan(metrics[name][0]) for name in metrics if name.startswith(wanted)}
     return result
+
+
+def distillation(config, batch, current, use_old, fake):
+    """`SDPOTrainer`'s loss with `distillation_mode = "sampled_token"` of a vocabulary of two tokens, of which the first is sampled."""
+    logits = lambda logprobs: torch.stack([logprobs, torch.log1p(-logprobs.exp())], dim=-1)
+    ids = torch.zeros(current.shape, dtype=torch.long)
+    teacher = pad_rows(batch["teacher_logprobs"], batch["lengths"])
+    args = types.SimpleNamespace(distillation_mode="sampled_token", distillation_alpha=1.0,
+                                 distillation_is_clip=config["distillation_is_clip"])
+    metrics = {}
+    stand_in = types.SimpleNamespace(args=args, accelerator=fake.accelerator,
+                                     _log_self_distillation_metric=lambda mode, value: metrics.update(loss=value))
+    mask = torch.tensor([[1.0] * n + [0.0] * (max(LENGTHS) - n) for n in LENGTHS])
+    scored = types.SimpleNamespace(student_logits=logits(current), teacher_logits=logits(teacher), completion_ids=ids, loss_mask=mask)
+    inputs = {"old_per_token_logps": pad_rows(batch["old_logprobs"], batch["lengths"])} if use_old else {}
+    difference = ((current.detach() - teacher) * mask).sum() / mask.sum()
+    fake._metrics["train"]["distillation/kl"].append(difference.item())
+    return SDPOTrainer._compute_self_distillation_loss(stand_in, types.SimpleNamespace(training=True), inputs, scored)
 
 
 def none_for_nan(value):
@@ -217,6 +239,7 @@ def make_batch(generator):
         "ref_logprobs": rounded(logprobs + normal(0.4)),
         "rollout_logprobs": rollout.tolist(),
         "entropy": rounded(torch.rand(total, generator=generator, dtype=torch.float64)),
+        "teacher_logprobs": rounded(logprobs.clamp(max=-0.2) + torch.rand(total, generator=generator, dtype=torch.float64) * 0.3 - 0.2),
     }
 
 
@@ -274,6 +297,12 @@ def new_variants(loss_type):
         "everything_of_entropy": dict(beta=0.1, importance_sampling_correction=True, off_policy_mask_threshold=0.05,
                                       top_entropy_quantile=0.45, entropy_coef=-0.02),
     }
+    if loss_type == "grpo":
+        variants |= {
+            "teacher": dict(distillation_weight=1.0, distillation_is_clip=2.0),
+            "teacher_clipped": dict(distillation_weight=0.25, distillation_is_clip=1.1, beta=0.1),
+            "teacher_without_ratio": dict(distillation_weight=0.5, distillation_is_clip=None),
+        }
     if loss_type == "sapo":
         variants["temperatures"] = dict(sapo_temperature_neg=2.5, sapo_temperature_pos=0.5)
     if loss_type == "vespo":

@@ -60,6 +60,8 @@ gdpo                2  multi_objective_aggregation=normalize_then_sum max_steps=
 entropy             2  top_entropy_quantile=0.3 entropy_coef=0.01 use_adaptive_entropy=true entropy_target=9 num_iterations=2 max_steps=4 gpu
 kl-in-reward        2  beta=0.05 use_kl_in_reward=true kl_estimator=k1 advantage_estimator=rloo scale_rewards=none
 reference-sync      2  beta=0.05 sync_ref_model=true ref_model_sync_steps=1 residency.reference=host zero.stage=3
+curriculum          2  max_train_samples=12 curriculum.solve_rate=[0.3,0.6] curriculum.every=2 max_steps=5
+teacher             2  teacher_model_name_or_path=configs/arithmetic/model distillation_weight=0.5 residency.reference=host zero.stage=3
 lora                2  lora.r=4
 lora-dropout        2  lora.r=4 lora.dropout=0.1 lora.target_modules=["q_proj","v_proj","down_proj"] tensor_parallel_size=2
 lora-dropout-one    1  lora.r=4 lora.dropout=0.1 gpu

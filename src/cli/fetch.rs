@@ -17,9 +17,15 @@ pub(super) fn missing(file: Option<&Path>, overrides: &[String]) -> Vec<Error> {
     };
     let hub = hub();
     let model = ModelSource::find(&sources.model, sources.revision.as_deref(), None, &hub);
+    let teacher = sources
+        .teacher
+        .as_ref()
+        .and_then(|(name, revision)| ModelSource::find(name, revision.as_deref(), None, &hub).err());
     let train = RowSources::train(&sources.data, &hub);
     let held_out = RowSources::held_out(&sources.data, sources.eval_steps, &hub);
-    [model.err().map(of_the_model), train.err(), held_out.err()].into_iter().flatten().collect()
+    let model = model.err().map(|error| of_the_model(error, "model_name_or_path"));
+    let teacher = teacher.map(|error| of_the_model(error, "teacher_model_name_or_path"));
+    [model, teacher, train.err(), held_out.err()].into_iter().flatten().collect()
 }
 
 /// Downloads a model that is named.
@@ -49,9 +55,9 @@ fn is_worker() -> bool {
 }
 
 /// Adds the key to the error of a repository.
-fn of_the_model(error: Error) -> Error {
+fn of_the_model(error: Error, key: &str) -> Error {
     match error {
-        Error::Hub { repo, message } => Error::Hub { repo, message: format!("model_name_or_path: {message}") },
+        Error::Hub { repo, message } => Error::Hub { repo, message: format!("{key}: {message}") },
         other => other,
     }
 }

@@ -86,6 +86,8 @@ pub struct Sources {
     pub model: PathBuf,
     /// `model_revision`.
     pub revision: Option<String>,
+    /// `teacher_model_name_or_path` and `teacher_model_revision`, where there is a teacher.
+    pub teacher: Option<(PathBuf, Option<String>)>,
     /// Rows and prompts.
     pub data: DataConfig,
     /// `eval_steps`, which supervised training does not have.

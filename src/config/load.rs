@@ -63,7 +63,9 @@ impl Config {
         let revision = Option::<String>::read(&raw, "model_revision", Some(None), &ANY, &mut wrong)?;
         let data = DataConfig::read(&raw, "", None, &ANY, &mut wrong).filter(|data| data.check().is_ok())?;
         let eval_steps = Option::<usize>::read(&raw, "eval_steps", Some(None), &ANY, &mut wrong).flatten();
-        Some(Sources { model, revision, data, eval_steps })
+        let teacher = Option::<PathBuf>::read(&raw, "teacher_model_name_or_path", Some(None), &ANY, &mut wrong)?;
+        let of_teacher = Option::<String>::read(&raw, "teacher_model_revision", Some(None), &ANY, &mut wrong)?;
+        Some(Sources { model, revision, teacher: teacher.map(|teacher| (teacher, of_teacher)), data, eval_steps })
     }
 }
 

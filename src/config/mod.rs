@@ -6,6 +6,7 @@ mod best;
 mod choices;
 mod curriculum;
 mod data;
+mod distillation;
 mod field;
 mod heartbeat;
 mod load;
@@ -30,6 +31,7 @@ pub use best::BestConfig;
 pub use choices::*;
 pub use curriculum::CurriculumConfig;
 pub use data::{DataConfig, Files, Sources, TemplateVariables};
+pub use distillation::DistillationConfig;
 use field::keys;
 pub(crate) use field::{KeyDoc, described};
 pub use heartbeat::HeartbeatConfig;
@@ -219,6 +221,9 @@ keys! {
         /// What the losses, estimators and advantages beside the defaults take.
         #[serde(flatten)]
         pub objective: ObjectiveConfig,
+        /// A teacher that scores the samples.
+        #[serde(flatten)]
+        pub distillation: DistillationConfig,
 
         section "Rewards";
         /// The rewards, in order: built-in ones, names of `rewards.*`, and Python functions as `file.py:function`,

@@ -46,6 +46,7 @@ impl Config {
             self.lora.check(self.quantization),
             self.check_split(),
             self.check_curriculum(),
+            self.check_distillation(),
             self.best.check(self.eval_steps),
             self.check_rest(),
         ];

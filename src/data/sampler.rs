@@ -171,7 +171,8 @@ impl PromptSampler {
     fn is_due(&self, row: usize) -> bool {
         let Some((curriculum, solved)) = self.curriculum.zip(self.state.solved.get(&row)) else { return true };
         let is_resting = curriculum.is_outside(*solved).contains(&true);
-        !is_resting || splitmix64(self.seed ^ row as u64).wrapping_add(self.state.epoch) % curriculum.every == 0
+        let turn = splitmix64(self.seed ^ row as u64).wrapping_add(self.state.epoch);
+        !is_resting || turn.is_multiple_of(curriculum.every)
     }
 }
 

@@ -130,6 +130,15 @@ impl Tokenizer {
         serde_json::from_str(&text).map_err(|error| failed(error.to_string()))
     }
 
+    /// The lowest id that means different tokens, or a token in one of the two alone; none where both vocabularies are equal.
+    pub fn difference(&self, other: &Self) -> Option<String> {
+        let name =
+            |tokenizer: &Self, id| tokenizer.token(id).map_or_else(|| "no token".to_owned(), |it| format!("'{it}'"));
+        let mut ids = 0..=self.max_id.max(other.max_id);
+        let differs = |id: &u32| self.inner.id_to_token(*id) != other.inner.id_to_token(*id);
+        ids.find(differs).map(|id| format!("id {id} is {} there and {} here", name(other, id), name(self, id)))
+    }
+
     /// The text of one token as the vocabulary has it.
     pub fn token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)

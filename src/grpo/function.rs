@@ -16,7 +16,8 @@ type Loss = dyn Fn(&LossInput<'_>, &Denominators) -> Result<Tensor> + Send + Syn
 ///
 /// Contributions of all micro-batches and ranks are added up, so sums are to be divided by the [`Denominators`], which count over all of
 /// them. `logprobs` has a graph, through which the gradient is found; nothing else has. `old_logprobs` is `None` where `logprobs` are the
-/// old ones, too: `logprobs.detach()` stands for them. `ref_logprobs` are there with a `beta` that is not 0. A micro-batch without tokens
+/// old ones, too: `logprobs.detach()` stands for them. `ref_logprobs` are there with a `beta` that is not 0, `teacher_logprobs` with a
+/// teacher. A micro-batch without tokens
 /// adds nothing, and the function is not called for it.
 ///
 /// REINFORCE over all tokens:
@@ -94,6 +95,7 @@ mod tests {
             logprobs: &logprobs,
             old_logprobs: None,
             ref_logprobs: None,
+            teacher_logprobs: None,
             rollout_logprobs: None,
             advantages: &advantages,
             sequence_of_token: &sequence_of_token,

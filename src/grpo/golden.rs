@@ -5,8 +5,8 @@ use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
 use super::{
-    AdvantageConfig, Denominators, EntropyControl, EntropyTerm, LossConfig, LossInput, LossOutput, LossStats,
-    assign_advantages, kl_of_sequence, policy_loss,
+    AdvantageConfig, Denominators, Distillation, EntropyControl, EntropyTerm, LossConfig, LossInput, LossOutput,
+    LossStats, assign_advantages, kl_of_sequence, policy_loss,
 };
 use crate::config::{AdvantageEstimator, ImportanceSamplingLevel, ImportanceSamplingMode, KlEstimator, LossType};
 use crate::types::fixtures::scored;
@@ -26,6 +26,7 @@ struct Batch {
     logprobs: Tensor,          // [C]
     old_logprobs: Tensor,      // [C]
     ref_logprobs: Tensor,      // [C]
+    teacher_logprobs: Tensor,  // [C]
     rollout_logprobs: Tensor,  // [C]
     entropy: Tensor,           // [C]
     advantages: Tensor,        // [N]
@@ -38,6 +39,7 @@ impl Batch {
             logprobs: &self.logprobs,
             old_logprobs: use_old.then_some(&self.old_logprobs),
             ref_logprobs: Some(&self.ref_logprobs),
+            teacher_logprobs: Some(&self.teacher_logprobs),
             rollout_logprobs: Some(&self.rollout_logprobs),
             advantages: &self.advantages,
             sequence_of_token: &self.sequence_of_token,
@@ -66,6 +68,7 @@ impl Batch {
             logprobs: tokens(&self.logprobs),
             old_logprobs: tokens(&self.old_logprobs),
             ref_logprobs: tokens(&self.ref_logprobs),
+            teacher_logprobs: tokens(&self.teacher_logprobs),
             rollout_logprobs: tokens(&self.rollout_logprobs),
             entropy: tokens(&self.entropy),
             advantages: self.advantages.narrow(0, from as i64, (to - from) as i64),
@@ -85,6 +88,7 @@ impl Batch {
         Batch {
             old_logprobs: near(0.3),
             ref_logprobs: near(0.5),
+            teacher_logprobs: near(0.4),
             rollout_logprobs: near(0.2),
             entropy: Tensor::rand([count], options),
             advantages: Tensor::from_slice(&[1.0, -0.7, 0.4, -1.2, 0.0, 1.5]).to_kind(kind),
@@ -126,6 +130,8 @@ pub(crate) fn parse_config(value: &Value) -> LossConfig {
         vespo_lambda_neg: number("vespo_lambda_neg").unwrap_or(default.vespo_lambda_neg),
         top_entropy_quantile: number("top_entropy_quantile").unwrap_or(1.0),
         entropy_coef: number("entropy_coef").unwrap_or(0.0),
+        distillation: number("distillation_weight")
+            .map(|weight| Distillation { weight, clip_max: number("distillation_is_clip") }),
         max_completion_length: value["max_completion_length"].as_u64().unwrap() as usize,
         ..default
     }
@@ -154,6 +160,7 @@ fn golden_batch(golden: &Value, case: &Value) -> Batch {
         logprobs: tokens("logprobs"),
         old_logprobs: tokens("old_logprobs"),
         ref_logprobs: tokens("ref_logprobs"),
+        teacher_logprobs: tokens("teacher_logprobs"),
         rollout_logprobs: tokens("rollout_logprobs"),
         entropy: tokens("entropy"),
         advantages: Tensor::from_slice(&numbers(&case["advantages"])),
@@ -397,4 +404,19 @@ fn wrong_shapes_and_missing_references_are_named() {
     };
     assert!(error(LossInput { entropy: Some(&short), ..batch.input(true) }, 0.0).contains("entropy of shape [19]"));
     assert!(error(LossInput { ref_logprobs: None, ..batch.input(true) }, 0.1).contains("ref_logprobs"));
+    assert!(error(LossInput { teacher_logprobs: Some(&short), ..batch.input(true) }, 0.0).contains("teacher_logprobs"));
+}
+
+/// The divergence from a teacher that is the policy, and its gradient, are exactly 0; without another weight nothing is learned.
+#[test]
+fn a_teacher_that_is_the_policy_teaches_nothing() {
+    let batch = Batch::random(Kind::Float);
+    let distillation = Some(Distillation { weight: 1.0, clip_max: Some(2.0) });
+    let config = LossConfig { distillation, beta: 0.1, ..LossConfig::default() };
+    let input = LossInput { teacher_logprobs: Some(&batch.logprobs), ..batch.input(true) };
+    let output = policy_loss(&input, &config, &batch.denominators()).unwrap();
+    assert_eq!(output.loss.double_value(&[]), 0.0);
+    assert_eq!(output.dlogprobs.abs().max().double_value(&[]), 0.0);
+    let other = policy_loss(&batch.input(true), &config, &batch.denominators()).unwrap();
+    assert!(other.dlogprobs.abs().max().double_value(&[]) > 1e-3);
 }

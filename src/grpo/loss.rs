@@ -2,6 +2,7 @@
 
 use tch::{Kind, Tensor};
 
+use super::distillation::{Distillation, sampled_divergence};
 use super::entropy::EntropyTerm;
 use super::importance::{PolicyRatio, SamplerCorrection};
 use super::options::LossConfig;
@@ -26,6 +27,9 @@ use crate::error::{Error, Result};
 ///
 /// m is 0 where A is negative and the mean over a sequence's tokens of `rollout - logprob` is above `off_policy_mask_threshold`
 /// (arXiv 2512.02556, equation 9), of `old - logprob` where the sampler's log-probabilities are missing, and 1 elsewhere.
+///
+/// With a teacher, all of that is multiplied by `1 - weight`, and `weight * w * stop_gradient((logprob - teacher) r) logprob` is added,
+/// r up to a bound ([`Distillation`]).
 ///
 /// Tokens whose entropy is below the least that [`EntropyTerm`] has are left out of pg. With an entropy bonus the loss is lessened by
 /// `coef` times the mean entropy of those that are kept.
@@ -78,6 +82,12 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
         let kl = kl_term(&(reference.to_kind(kind) - logprobs), &ratio, config);
         recorder.mean("kl", &kl.value.sum(kind), &segments.ones.sum(kind));
         terms = terms.plus(&kl.map(|term| term * config.beta));
+    }
+    if let (Some(Distillation { weight, clip_max }), Some(teacher)) = (config.distillation, input.teacher_logprobs) {
+        let (own, difference) = sampled_divergence(logprobs, &teacher.to_kind(kind), &log_ratio, clip_max);
+        let factor = correction.as_ref().map_or_else(|| &segments.ones * weight, |it| &it.per_token * weight);
+        terms = terms.map(|term| term * (1.0 - weight)).plus(&own.map(|term| term * &factor));
+        recorder.mean("distillation/kl", &difference.sum(kind), &segments.ones.sum(kind));
     }
     if let Some(entropy) = input.entropy {
         recorder.mean("entropy", &entropy.sum(Kind::Double), &segments.ones.sum(kind));
@@ -132,6 +142,8 @@ pub struct LossInput<'a> {
     pub old_logprobs: Option<&'a Tensor>, // [C]
     /// The reference model's; needed if `beta` is not 0.
     pub ref_logprobs: Option<&'a Tensor>, // [C]
+    /// A teacher's.
+    pub teacher_logprobs: Option<&'a Tensor>, // [C]
     /// The sampler's; NaN where it could not score. `None` leaves the correction out.
     pub rollout_logprobs: Option<&'a Tensor>, // [C]
     /// One per sequence.
@@ -164,6 +176,7 @@ impl LossInput<'_> {
         let tokens = [
             ("old_logprobs", self.old_logprobs),
             ("ref_logprobs", self.ref_logprobs),
+            ("teacher_logprobs", self.teacher_logprobs),
             ("rollout_logprobs", self.rollout_logprobs),
             ("sequence_of_token", Some(self.sequence_of_token)),
             ("entropy", self.entropy),
@@ -178,6 +191,9 @@ impl LossInput<'_> {
         }
         if config.beta != 0.0 && self.ref_logprobs.is_none() {
             return invalid("ref_logprobs, as beta is not 0".into(), "none".into());
+        }
+        if config.distillation.is_some() && self.teacher_logprobs.is_none() {
+            return invalid("teacher_logprobs, as there is a divergence from a teacher".into(), "none".into());
         }
         Ok(())
     }

@@ -7,6 +7,7 @@
 //! `scripts/golden_trl.py` runs TRL's own code and the tests here hold these functions to its numbers.
 
 mod advantages;
+mod distillation;
 mod entropy;
 mod function;
 mod importance;
@@ -23,6 +24,7 @@ mod surrogate;
 pub(crate) mod golden;
 
 pub use advantages::{AdvantageConfig, AdvantageStats, assign_advantages, rewards_are_equal};
+pub use distillation::Distillation;
 pub use entropy::{EntropyControl, EntropyTerm};
 pub use function::LossFunction;
 pub use kl::kl_of_sequence;

@@ -1,5 +1,6 @@
 //! What the loss is made of.
 
+use super::distillation::Distillation;
 use crate::config::{Config, ImportanceSamplingLevel, ImportanceSamplingMode, KlEstimator, LossType};
 
 /// What the loss is made of. Defaults are those of TRL 1.16's `GRPOConfig`.
@@ -57,6 +58,8 @@ pub struct LossConfig {
     pub entropy_coef_delta: f64,
     /// Entropy in nats above which an adaptive bonus is off.
     pub entropy_target: f64,
+    /// The divergence from a teacher, if there is one.
+    pub distillation: Option<Distillation>,
     /// In tokens; dr_grpo's denominator.
     pub max_completion_length: usize,
 }
@@ -90,6 +93,7 @@ impl Default for LossConfig {
             entropy_coef_max: 1.0,
             entropy_coef_delta: 0.005,
             entropy_target: 0.2,
+            distillation: None,
             max_completion_length: 512,
         }
     }
@@ -125,6 +129,10 @@ impl From<&Config> for LossConfig {
             entropy_coef_max: objective.entropy_coef_max,
             entropy_coef_delta: objective.entropy_coef_delta,
             entropy_target: objective.entropy_target,
+            distillation: config.has_teacher().then_some(Distillation {
+                weight: config.distillation.distillation_weight,
+                clip_max: config.distillation.distillation_is_clip,
+            }),
             max_completion_length: config.max_completion_length,
         }
     }

@@ -84,7 +84,7 @@ fn candidates(input: &PlanInput<'_>) -> Vec<Choices> {
         AutoOr::Given(forced) => vec![forced],
     };
     let references = match config.residency.reference {
-        AutoOr::Auto if can_move && config.has_reference() => ReferenceResidency::ALL.to_vec(),
+        AutoOr::Auto if can_move && input.frozen().next().is_some() => ReferenceResidency::ALL.to_vec(),
         AutoOr::Auto => vec![ReferenceResidency::Resident],
         AutoOr::Given(forced) => vec![forced],
     };
@@ -125,6 +125,7 @@ mod tests {
         let input = PlanInput {
             config: &config,
             table: &table,
+            teacher: None,
             kind: Kind::BFloat16,
             role: Role::Both,
             batch: config.validate_world(2)?,

@@ -11,6 +11,9 @@ use crate::train::{ActivationBytes, Moment, TrainBytes, WORKSPACE_BYTES, referen
 /// Stands in a plan only where there is a reference model.
 pub(super) const REFERENCE: &str = "reference weights";
 
+/// Stands in a plan only where there is a teacher.
+pub(super) const TEACHER: &str = "teacher weights";
+
 /// All but the KV cache, which has what they leave. Training's are those of its fullest moment.
 pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) -> Vec<ClassBytes> {
     let bytes = input.model().bytes();
@@ -26,11 +29,11 @@ pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) 
         in_training("gradients", fullest.gradients),
         in_training("activations", fullest.activations),
     ];
-    if input.config.has_reference() {
-        let weights = reference_bytes(input.table, input.kind);
+    for (class, table) in input.frozen() {
+        let weights = reference_bytes(table, input.kind);
         let on_host = choices.reference == ReferenceResidency::Host;
         let [device, host_bytes] = if on_host { [0, weights] } else { [weights, 0] };
-        classes.push(ClassBytes { class: REFERENCE, train_bytes: device, rollout_bytes: device, host_bytes });
+        classes.push(ClassBytes { class, train_bytes: device, rollout_bytes: device, host_bytes });
     }
     if input.starts_from_adapters && input.config.keeps_initial_adapters() {
         classes.push(resident("reference adapters", input.model().adapter_bytes()));

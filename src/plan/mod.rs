@@ -103,6 +103,8 @@ pub struct PlanInput<'a> {
     pub config: &'a Config,
     /// The layout of its weights, for its shard group.
     pub table: &'a ParamTable,
+    /// The layout of a teacher's weights, if there is one.
+    pub teacher: Option<&'a ParamTable>,
     /// Type of weights and activations.
     pub kind: Kind,
     /// What the rank does.
@@ -191,6 +193,12 @@ impl PlanInput<'_> {
         TrainedModel::of(self.config, self.table, self.kind)
     }
 
+    /// Models that only score, by class: the reference and a teacher.
+    fn frozen(&self) -> impl Iterator<Item = (&'static str, &ParamTable)> {
+        let reference = self.config.has_reference().then_some((classes::REFERENCE, self.table));
+        reference.into_iter().chain(self.teacher.map(|table| (classes::TEACHER, table)))
+    }
+
     /// As configured or the model's, and no longer than the longest prompt and completion.
     fn max_model_length(&self) -> usize {
         let Config { max_model_length, max_prompt_length, max_completion_length, .. } = *self.config;
@@ -230,10 +238,11 @@ impl PlanInput<'_> {
             streams: choices.optimizer == OptimizerResidency::Stream,
         });
         let on_host = choices.reference == ReferenceResidency::Host;
-        let reference = || fullest_of_reference(self.table, (self.kind, model.residual), on_host, several[0]);
-        let scores =
-            [model.fullest_of_scores(several[0]), self.config.has_reference().then(reference).unwrap_or_default()];
-        scores.into_iter().fold(update, |a, b| if b.total() > a.total() { b } else { a })
+        let of_frozen = |table| fullest_of_reference(table, (self.kind, model.residual), on_host, several[0]);
+        let frozen = self.frozen().map(|(_, table)| of_frozen(table));
+        frozen
+            .chain([model.fullest_of_scores(several[0])])
+            .fold(update, |a, b| if b.total() > a.total() { b } else { a })
     }
 }
 
@@ -287,8 +296,11 @@ impl fmt::Display for MemoryPlan {
         }
         writeln!(f, "{}", self.formula)?;
         write!(f, "residency: optimizer state {}", self.optimizer.name())?;
-        if self.classes.iter().any(|class| class.class == classes::REFERENCE) {
-            write!(f, ", reference weights {}", self.reference.name())?;
+        if self.classes.iter().any(|class| [classes::REFERENCE, classes::TEACHER].contains(&class.class)) {
+            let whose =
+                self.classes.iter().filter(|class| [classes::REFERENCE, classes::TEACHER].contains(&class.class));
+            let whose: Vec<&str> = whose.map(|class| class.class).collect();
+            write!(f, ", {} {}", whose.join(" and "), self.reference.name())?;
         }
         if !self.reason.is_empty() {
             write!(f, ": {}", self.reason)?;

@@ -24,6 +24,7 @@ fn plan_from(role: Role, overrides: &[&str], available_bytes: usize, starts_from
     let input = PlanInput {
         config: &config,
         table: &table,
+        teacher: None,
         kind: Kind::BFloat16,
         role,
         batch: config.validate_world(1).unwrap(),

@@ -109,10 +109,11 @@ fn sorted(mut members: Vec<usize>) -> Vec<usize> {
 /// Words: tokens, prompt length, advantage, flags, place, ids, the loss mask if there is context, then each of the log-probabilities
 /// that there are.
 fn encode(sequence: &Sequence) -> Vec<u32> {
-    let logprobs = [&sequence.rollout_logprobs, &sequence.old_logprobs, &sequence.ref_logprobs];
+    let Sequence { rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs, .. } = sequence;
+    let logprobs = [rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs];
     let flags = logprobs.iter().rev().fold(u32::from(sequence.masked), |flags, it| 2 * flags + u32::from(it.is_some()));
     let has_context = sequence.loss_mask.contains(&false);
-    let flags = flags | u32::from(has_context) << 4;
+    let flags = flags | u32::from(has_context) << 5;
     let mask = sequence.loss_mask.iter().filter(|_| has_context).map(|is_scored| u32::from(*is_scored));
     let Sequence { token_ids, prompt_len, advantage, place, .. } = sequence;
     let head = [token_ids.len() as u32, *prompt_len as u32, advantage.to_bits(), flags, *place];
@@ -129,20 +130,20 @@ fn decode(num_tokens: usize, words: &mut impl Iterator<Item = u32>) -> Option<Se
         (taken.len() == count).then_some(taken)
     };
     let token_ids = take(num_tokens)?;
-    let loss_mask: Vec<bool> = match flags >> 4 {
+    let loss_mask: Vec<bool> = match flags >> 5 {
         0 => vec![true; num_tokens - prompt_len],
         _ => take(num_tokens - prompt_len)?.into_iter().map(|word| word == 1).collect(),
     };
     let num_scored = loss_mask.iter().filter(|is_scored| **is_scored).count();
-    let mut logprobs = [None, None, None];
+    let mut logprobs = [const { None }; 4];
     for (bit, field) in logprobs.iter_mut().enumerate() {
         if flags >> bit & 1 == 1 {
             *field = Some(take(num_scored)?.into_iter().map(f32::from_bits).collect());
         }
     }
-    let [rollout_logprobs, old_logprobs, ref_logprobs] = logprobs;
-    let head = Sequence { advantage, masked: flags >> 3 & 1 == 1, place, ..Sequence::of_tokens(token_ids, prompt_len) };
-    Some(Sequence { loss_mask, rollout_logprobs, old_logprobs, ref_logprobs, ..head })
+    let [rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs] = logprobs;
+    let head = Sequence { advantage, masked: flags >> 4 & 1 == 1, place, ..Sequence::of_tokens(token_ids, prompt_len) };
+    Some(Sequence { loss_mask, rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs, ..head })
 }
 
 fn torn(group: &dyn Collective) -> Error {
@@ -181,6 +182,7 @@ mod tests {
             place: 7,
             old_logprobs: Some(vec![-0.5, f32::MIN_POSITIVE]),
             ref_logprobs: Some(vec![-1.0, -2.0]),
+            teacher_logprobs: Some(vec![-3.0, -0.0]),
             ..sequence(4, 2)
         };
         let turns =

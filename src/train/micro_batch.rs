@@ -34,6 +34,8 @@ pub struct MicroBatch {
     pub old_logprobs: Option<Tensor>, // [C] f32
     /// The reference model's log-probabilities, if every sequence has them.
     pub ref_logprobs: Option<Tensor>, // [C] f32
+    /// A teacher's log-probabilities, if every sequence has them.
+    pub teacher_logprobs: Option<Tensor>, // [C] f32
     /// Index of each sequence in what was packed.
     pub sequences: Vec<usize>, // [N]
 }
@@ -123,6 +125,7 @@ impl MicroBatch {
             rollout_logprobs: logprobs(|sequence| sequence.rollout_logprobs.as_ref())?,
             old_logprobs: logprobs(|sequence| sequence.old_logprobs.as_ref())?,
             ref_logprobs: logprobs(|sequence| sequence.ref_logprobs.as_ref())?,
+            teacher_logprobs: logprobs(|sequence| sequence.teacher_logprobs.as_ref())?,
             sequences,
         })
     }

@@ -23,12 +23,14 @@ pub struct Sequence {
     pub advantage: f32,
     /// None of its tokens count: it is not packed. As in TRL it is still one of the sequences that means are over.
     pub masked: bool,
-    /// The sampler's log-probabilities, one per scored token, as are the next two.
+    /// The sampler's log-probabilities, one per scored token, as are the next three.
     pub rollout_logprobs: Option<Vec<f32>>,
     /// The trainer's log-probabilities before the first update on this batch.
     pub old_logprobs: Option<Vec<f32>>,
     /// The reference model's log-probabilities.
     pub ref_logprobs: Option<Vec<f32>>,
+    /// A teacher's log-probabilities.
+    pub teacher_logprobs: Option<Vec<f32>>,
     /// Sequences of all ranks are put in the order of their places; those of one place stay in the order of ranks.
     pub place: u32,
 }
@@ -45,6 +47,7 @@ impl Sequence {
             rollout_logprobs: None,
             old_logprobs: None,
             ref_logprobs: None,
+            teacher_logprobs: None,
             place: 0,
         }
     }
@@ -199,7 +202,8 @@ fn check(index: usize, sequence: &Sequence) -> Result<()> {
         let got = format!("{num_scored} scored of {} for {}", sequence.loss_mask.len(), len - prompt_len);
         return Err(wrong("a loss mask for all completion tokens that scores at least one", got));
     }
-    let logprobs = [&sequence.rollout_logprobs, &sequence.old_logprobs, &sequence.ref_logprobs];
+    let Sequence { rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs, .. } = sequence;
+    let logprobs = [rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs];
     match logprobs.into_iter().flatten().find(|logprobs| logprobs.len() != num_scored) {
         Some(logprobs) => {
             Err(wrong("a log-probability per scored token", format!("{} of {num_scored}", logprobs.len())))

@@ -1,4 +1,4 @@
-//! The frozen model that the KL term compares with.
+//! Models that only score: the one that the KL term compares with, and a teacher.
 
 use std::sync::Arc;
 
@@ -30,27 +30,27 @@ impl Reference {
         options: NetworkOptions,
         source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
     ) -> Result<Self> {
-        let sharding = Sharding::new(&table, mesh, 3)?;
-        let weights =
-            Weights::load("reference_weights", table, sharding, (options.kind, options.device), source, |_, _| Ok(()))?;
-        Ok(Self { network: Network::new(weights, None, options) })
+        Self::load("reference_weights", table, mesh, options, None, source)
     }
 
-    /// The same with this rank's slices in `pool`, of [`super::reference_bytes`]' size: each unit is brought to the device and
-    /// gathered while the one before it is used.
+    /// Loads this rank's slices on `owner`'s account in the ledger: to the device, or into `pool`, of [`super::reference_bytes`]' size.
+    /// From there each unit is brought to the device and gathered while the one before it is used.
     ///
     /// # Errors
     /// As [`Reference::new`].
-    pub fn on_host(
+    pub fn load(
+        owner: &'static str,
         table: Arc<ParamTable>,
         mesh: &Mesh,
         options: NetworkOptions,
-        pool: HostPool,
+        pool: Option<HostPool>,
         source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
     ) -> Result<Self> {
-        let sharding = Sharding::new(&table, mesh, 3)?;
-        let place = (options.kind, options.device);
-        let weights = Weights::load_to_host("reference_weights", table, sharding, place, pool, source)?;
+        let (sharding, place) = (Sharding::new(&table, mesh, 3)?, (options.kind, options.device));
+        let weights = match pool {
+            Some(pool) => Weights::load_to_host(owner, table, sharding, place, pool, source)?,
+            None => Weights::load(owner, table, sharding, place, source, |_, _| Ok(()))?,
+        };
         Ok(Self { network: Network::new(weights, None, options) })
     }
 

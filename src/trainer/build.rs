@@ -3,10 +3,11 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::model::PolicyAndEngine;
 use super::setup::{Preflight, gathers};
+use super::teacher::Teacher;
 use crate::colocate::Colocated;
 use crate::config::{Config, Mode, OptimizerResidency, Quantization, ReferenceResidency, Roles};
 use crate::cuda::residual_kind;
@@ -14,7 +15,8 @@ use crate::dist::{Mesh, World};
 use crate::error::Result;
 use crate::memory::HostPool;
 use crate::metrics::pinning_progress;
-use crate::model::{LoraSpec, UnitLayout};
+use crate::model::{LoraSpec, ParamTable, UnitLayout, WeightFiles};
+use crate::phase;
 use crate::plan::engine_options;
 use crate::rollout::Engine;
 use crate::serve::{EngineSlices, Served};
@@ -60,7 +62,7 @@ pub(super) fn model(
     Ok(PolicyAndEngine::Split(Split::new(world.clone(), num_trainers, role)))
 }
 
-/// The policy and the reference model.
+/// The policy, the reference model and the teacher.
 fn learner(
     config: &Config,
     world: &Arc<World>,
@@ -89,16 +91,28 @@ fn learner(
     let keeps_initial = config.keeps_initial_adapters();
     let start = PolicyStart { lora, quantization: config.quantization, seed: config.seed, adapters, keeps_initial };
     let policy = Policy::start(table.clone(), mesh, options, home, weights, start)?;
-    let on_host = plan.reference == ReferenceResidency::Host;
-    let reference = match (config.has_reference(), on_host) {
-        (false, _) => None,
-        (true, false) => Some(Reference::new(table.clone(), mesh, network, of_reference)?),
-        (true, true) => {
-            let pool = pool("reference_host", reference_bytes(table, kind))?;
-            Some(Reference::on_host(table.clone(), mesh, network, pool, of_reference)?)
-        }
+    let frozen_pool = |name, table: &ParamTable| match plan.reference {
+        ReferenceResidency::Host => pool(name, reference_bytes(table, kind)).map(Some),
+        ReferenceResidency::Resident => Ok(None),
     };
-    Ok(Learner::new(world.clone(), mesh.clone(), policy, reference))
+    let mut reference = None;
+    if config.has_reference() {
+        let pool = frozen_pool("reference_host", table)?;
+        reference = Some(Reference::load("reference_weights", table.clone(), mesh, network, pool, of_reference)?);
+    }
+    let mut teacher = None;
+    if let Some(Teacher { folder, table }) = &preflight.teacher {
+        let files = WeightFiles::open(folder, table.spec.clone())?;
+        let (pool, source) = (frozen_pool("teacher_host", table)?, |layout: &UnitLayout| read_unit(&files, layout));
+        teacher = Some(Reference::load("teacher_weights", table.clone(), mesh, network, pool, &source)?);
+    }
+    Ok(Learner::new(world.clone(), mesh.clone(), policy, reference).with_teacher(teacher))
+}
+
+/// A whole unit of a model's files.
+pub(super) fn read_unit(files: &WeightFiles, layout: &UnitLayout) -> Result<Tensor> {
+    phase::beat();
+    files.read_unit(layout, Kind::Float)
 }
 
 fn engine(config: &Config, world: &World, mesh: &Mesh, preflight: &Preflight) -> Result<Engine> {

@@ -19,6 +19,7 @@ mod scores;
 mod setup;
 mod signal;
 mod step;
+mod teacher;
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -126,7 +126,9 @@ impl RunOutput {
         phase::flush_trace();
         values.insert("num_tokens".to_owned(), num_tokens as f64);
         values.insert("epoch".to_owned(), epoch);
-        let has_no_signal = values.get("frac_reward_zero_std") == Some(&1.0) || values.get("grad_norm") == Some(&0.0);
+        let has_teacher = values.contains_key("distillation/kl");
+        let is = |name: &str, value: f64| values.get(name) == Some(&value);
+        let has_no_signal = !has_teacher && (is("frac_reward_zero_std", 1.0) || is("grad_norm", 0.0));
         self.log.step(step, values.clone());
         if has_no_signal && !std::mem::replace(&mut self.said_no_signal, true) {
             self.say(&format!("step {step}: warning: in no group do rewards differ: no advantage, no gradient"));

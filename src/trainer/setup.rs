@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tch::{Kind, Tensor};
 
-use super::build;
+use super::build::{self, read_unit};
 use super::builder::Functions;
 use super::curriculum::RowsById;
 use super::model::PolicyAndEngine;
@@ -14,6 +14,7 @@ use super::output::RunOutput;
 use super::rows::TrainingRows;
 use super::scores::Unscored;
 use super::signal::{self, Signal};
+use super::teacher::Teacher;
 use super::{Trainer, TrainingProgress};
 use crate::checkpoint::{self, CarriedGroup, Checkpoint, CheckpointOptions, Claim, ResumeOptions, Saver, TrainerState};
 use crate::config::{BatchPlan, Config, Mode, Quantization};
@@ -42,6 +43,8 @@ pub struct Preflight {
     pub tokenizer: Arc<Tokenizer>,
     /// The layout of its weights.
     pub table: Arc<ParamTable>,
+    /// A model that scores the samples.
+    pub teacher: Option<Teacher>,
     /// Type of weights and activations.
     pub kind: Kind,
     /// What each rank will hold, of a split world each that trains.
@@ -109,20 +112,35 @@ impl Preflight {
         }
         spec.router_aux_loss_coef(config.objective.router_aux_loss_coef)?;
         LoraSpec::new(&config.lora).map_or(Ok(()), |lora| lora.check(&spec))?;
-        let table =
-            Arc::new(ParamTable::new(spec.clone(), config.zero.shard_group_size.unwrap_or(batch.roles.num_trainers)));
+        let shards = config.zero.shard_group_size.unwrap_or(batch.roles.num_trainers);
+        let table = Arc::new(ParamTable::new(spec.clone(), shards));
+        let teacher = Teacher::open(config, &tokenizer, shards)?;
+        if let Some(teacher) = &teacher {
+            validate_gpu(&teacher.table.spec, placement, &teacher.folder)?;
+        }
         let engine_weights = |config: &Config| engine_weight_bytes(config, &table, kind);
         let engine_weight_bytes = engine_weights(config)?;
         let plan_of = |role| {
-            let input =
-                PlanInput { config, table: &table, kind, role, batch, engine_weight_bytes, starts_from_adapters, room };
+            let teacher = teacher.as_ref().map(|teacher| &*teacher.table);
+            let input = PlanInput {
+                config,
+                table: &table,
+                teacher,
+                kind,
+                role,
+                batch,
+                engine_weight_bytes,
+                starts_from_adapters,
+                room,
+            };
             MemoryPlan::new(&input, &engine_weights)
         };
         let (plan, engine_plan) = match config.mode {
             Mode::Colocated => (plan_of(Role::Both)?, None),
             Mode::Split => (plan_of(Role::Trains)?, Some(plan_of(Role::Generates)?)),
         };
-        Ok(Self { batch, spec, tokenizer, table, kind, plan, engine_plan })
+        teacher.as_ref().map_or(Ok(()), |teacher| teacher.check_context(plan.max_model_length))?;
+        Ok(Self { batch, spec, tokenizer, table, teacher, kind, plan, engine_plan })
     }
 
     /// What a rank will hold.
@@ -229,15 +247,10 @@ pub(super) fn load(
     rows.say_unreadable(&rewards, &world)?;
     let source = source(&config)?;
     let files = WeightFiles::open(&source.base, preflight.spec.clone())?;
-    let weights = |layout: &UnitLayout| read(&files, layout);
+    let weights = |layout: &UnitLayout| read_unit(&files, layout);
     let parts =
         TrainerParts { preflight, weights: &weights, rewards, rows, source, checkpoint, claim, writes_files: true };
     assemble(config, world, parts)
-}
-
-fn read(files: &WeightFiles, layout: &UnitLayout) -> Result<Tensor> {
-    phase::beat();
-    files.read_unit(layout, Kind::Float)
 }
 
 /// The reference model of a checkpoint, where it follows the policy.
@@ -258,7 +271,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
     let TrainingRows { train: dataset, eval: eval_set, .. } = rows;
     let mixed = mixed_reference(&config, &preflight.spec, checkpoint.as_ref())?;
     let of_reference =
-        |layout: &UnitLayout| mixed.as_ref().map_or_else(|| weights(layout), |files| read(files, layout));
+        |layout: &UnitLayout| mixed.as_ref().map_or_else(|| weights(layout), |files| read_unit(files, layout));
     let sources =
         build::WeightSources { policy: weights, reference: &of_reference, adapters: source.adapters.as_deref() };
     let mut model = build::model(&config, &world, &preflight, &sources)?;

@@ -94,6 +94,7 @@ fn golden_table(golden: &Value, case: &Value, has_turns: bool) -> Table {
     let floats = |row: &Vec<f64>| row.iter().map(|value| *value as f32).collect::<Vec<_>>();
     let masked = case["mask_truncated"].as_bool().unwrap().then(|| golden["truncated"].as_u64().unwrap() as usize);
     let (rollout, old, reference) = (rows("rollout_logprobs"), rows("old_logprobs"), rows("ref_logprobs"));
+    let teacher = rows("teacher_logprobs");
     let (uses_old, advantages) = (case["use_old"].as_bool().unwrap(), numbers(&case["advantages"]));
     let sequence = |index: usize| {
         let (first_turn, num_context) = (lengths[index].min(1 + index % 3), if has_turns { 1 + index % 4 } else { 0 });
@@ -105,6 +106,7 @@ fn golden_table(golden: &Value, case: &Value, has_turns: bool) -> Table {
             rollout_logprobs: Some(floats(&rollout[index])),
             old_logprobs: uses_old.then(|| floats(&old[index])),
             ref_logprobs: Some(floats(&reference[index])),
+            teacher_logprobs: Some(floats(&teacher[index])),
             loss_mask,
             ..Sequence::of_tokens(vec![index as u32; 1 + lengths[index] + num_context], 1)
         }

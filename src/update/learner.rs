@@ -27,6 +27,7 @@ pub struct Learner {
     mesh: Mesh,
     policy: Policy,
     reference: Option<Reference>,
+    teacher: Option<Reference>,
     num_consecutive_skips: u32,
 }
 
@@ -37,12 +38,19 @@ struct Needs {
     old: bool,
     /// The reference model's.
     reference: bool,
+    /// The teacher's, if there is one.
+    teacher: bool,
 }
 
 impl Learner {
     /// Puts the parts together. `mesh.world` are the ranks that train, of all those of `world`.
     pub fn new(world: Arc<World>, mesh: Mesh, policy: Policy, reference: Option<Reference>) -> Self {
-        Self { world, mesh, policy, reference, num_consecutive_skips: 0 }
+        Self { world, mesh, policy, reference, teacher: None, num_consecutive_skips: 0 }
+    }
+
+    /// Has a model score the samples that the loss has a divergence from.
+    pub fn with_teacher(self, teacher: Option<Reference>) -> Self {
+        Self { teacher, ..self }
     }
 
     /// All processes.
@@ -89,7 +97,8 @@ impl Learner {
         // What the engine gave back, before libtorch needs it.
         phase::scope(Phase::Reload, || memory::settle(self.world.device()))?;
         let dropout = self.policy.lora().is_some_and(|lora| lora.dropout > 0.0);
-        let needs = Needs { old: dropout || options.needs_old_logprobs(), reference: options.loss.beta > 0.0 };
+        let needs =
+            Needs { old: dropout || options.needs_old_logprobs(), reference: options.loss.beta > 0.0, teacher: true };
         for share in &mut shares {
             self.score(share, needs, options, progress)?;
         }
@@ -114,8 +123,8 @@ impl Learner {
     /// Drops what a step that failed has begun: gradients and gathered weights.
     pub(crate) fn drop_unfinished(&mut self) {
         self.policy.drop_gradients();
-        if let Some(reference) = &mut self.reference {
-            reference.free_gathered();
+        for frozen in self.reference.iter_mut().chain(&mut self.teacher) {
+            frozen.free_gathered();
         }
     }
 
@@ -134,7 +143,7 @@ impl Learner {
         let (all, own) = phase::scope(Phase::Pack, || gather_numbered(sequences, &*group))?;
         phase::scope(Phase::Reload, || memory::settle(self.world.device()))?;
         let mut share = self.share_of(&all, options);
-        self.score(&mut share, Needs { old: true, reference: true }, options, progress)?;
+        self.score(&mut share, Needs { old: true, reference: true, teacher: false }, options, progress)?;
         exchange(&share, options.loss.kl_estimator, (all.len(), own), &*group)
     }
 
@@ -146,8 +155,9 @@ impl Learner {
         options: &UpdateOptions,
         progress: &dyn UpdateProgress,
     ) -> Result<()> {
-        let Needs { old: needs_old, reference: needs_ref } = needs;
-        if !needs_old && !needs_ref {
+        let Needs { old: needs_old, reference: needs_ref, teacher } = needs;
+        let needs_teacher = teacher && self.teacher.is_some();
+        if !needs_old && !needs_ref && !needs_teacher {
             return Ok(());
         }
         phase::scope(Phase::Score, || {
@@ -165,10 +175,14 @@ impl Learner {
                     };
                     hand_out(&micro_batch, &scores, sequences, |sequence| &mut sequence.ref_logprobs)?;
                 }
+                if let Some(teacher) = self.teacher.as_mut().filter(|_| needs_teacher) {
+                    let scores = teacher.forward_logprobs(&micro_batch, options.temperature)?;
+                    hand_out(&micro_batch, &scores, sequences, |sequence| &mut sequence.teacher_logprobs)?;
+                }
                 progress.advance();
             }
-            if let Some(reference) = &mut self.reference {
-                reference.free_gathered();
+            for frozen in self.reference.iter_mut().chain(&mut self.teacher) {
+                frozen.free_gathered();
             }
             Ok(())
         })
@@ -313,7 +327,8 @@ impl Learner {
 
     /// A sliding window may hide a prompt from its completions' ends: such models run every sequence whole.
     fn shares_prompts(&self, options: &UpdateOptions) -> bool {
-        options.share_prompts && self.policy.table().spec.sliding_window.is_none()
+        let mut tables = std::iter::once(self.policy.table()).chain(self.teacher.as_ref().map(Reference::table));
+        options.share_prompts && tables.all(|table| table.spec.sliding_window.is_none())
     }
 }
 

@@ -7,6 +7,7 @@ mod collectives;
 mod colocate;
 mod demo;
 mod display;
+mod distillation;
 mod evaluation;
 mod gpu;
 mod gpu_all_reduce;

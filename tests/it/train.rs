@@ -243,7 +243,7 @@ fn a_reference_scores_like_the_policy_it_was_loaded_as() {
             let mut reference = Reference::new(table.clone(), &mesh, network, &source).unwrap();
             let bytes = reference_bytes(&table, run.kind);
             let pool = HostPool::new("reference_test", bytes, mesh.world.device(), &mut |_, _| ()).unwrap();
-            let mut on_host = Reference::on_host(table, &mesh, network, pool, &source).unwrap();
+            let mut on_host = Reference::load("reference_weights", table, &mesh, network, Some(pool), &source).unwrap();
             let (mut policy, autograd) = (run.policy(&mesh), run.autograd());
             for micro_batch in &run.micro_batches(&mesh) {
                 let scores = policy.forward_logprobs(micro_batch, TEMPERATURE).unwrap();

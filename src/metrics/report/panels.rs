@@ -69,10 +69,11 @@ impl History {
 }
 
 /// Title, and metrics with their labels. A metric that a run does not have is left out, a panel without metrics too.
-const PANELS: [(&str, &[(&str, &str)]); 15] = [
+const PANELS: [(&str, &[(&str, &str)]); 16] = [
     ("Reward", &[("reward", "training"), ("eval_reward", "evaluation")]),
     ("Loss", &[("loss", "loss")]),
     ("KL to the reference", &[("kl", "kl")]),
+    ("Divergence from the teacher, nats per token", &[("distillation/kl", "reverse KL")]),
     ("Entropy, nats per token", &[("entropy", "entropy")]),
     (
         "Completion length, tokens",

@@ -38,6 +38,7 @@ fn plan(model: &str, machine: Machine, keys: &[String]) -> Result<MemoryPlan> {
     let input = PlanInput {
         config: &config,
         table: &table,
+        teacher: None,
         kind: Kind::BFloat16,
         role: Role::Both,
         batch: config.validate_world(machine.nproc)?,

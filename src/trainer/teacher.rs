@@ -1,0 +1,77 @@
+//! The teacher of a run, found and checked before anything is loaded.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use crate::config::Config;
+use crate::data::{Hub, Tokenizer};
+use crate::error::{Error, Result};
+use crate::model::{ModelSource, ModelSpec, ParamTable};
+
+const KEY: &str = "teacher_model_name_or_path";
+
+/// A model that scores the policy's samples.
+#[derive(Debug)]
+pub struct Teacher {
+    /// Its folder.
+    pub folder: PathBuf,
+    /// The layout of its weights, for the shard group of the policy.
+    pub table: Arc<ParamTable>,
+}
+
+impl Teacher {
+    /// The one that the configuration names, if any, for sequences that `tokenizer` made.
+    ///
+    /// # Errors
+    /// What is wrong with its folder; [`Error::InvalidValue`] for adapters and for another tokenizer.
+    pub fn open(config: &Config, tokenizer: &Tokenizer, shards: usize) -> Result<Option<Self>> {
+        let distillation = &config.distillation;
+        let Some(name) = &distillation.teacher_model_name_or_path else { return Ok(None) };
+        let source = ModelSource::find(name, distillation.teacher_model_revision.as_deref(), None, &Hub::cached())?;
+        let invalid = |expected: String| Err(Error::invalid_value(KEY, name.display(), expected));
+        if source.adapters.is_some() {
+            return invalid("a model folder: merge these adapters into their base first".to_owned());
+        }
+        let spec = Arc::new(ModelSpec::from_folder(&source.base)?);
+        if let Some(difference) = tokenizer.difference(&Tokenizer::from_folder(&source.base)?) {
+            return invalid(format!(
+                "a model with the tokenizer of the policy, whose ids it is to score; {difference}"
+            ));
+        }
+        Ok(Some(Self { folder: source.base, table: Arc::new(ParamTable::new(spec, shards)) }))
+    }
+
+    /// Refuses a teacher whose context is shorter than the run's longest sequence.
+    pub fn check_context(&self, max_model_length: usize) -> Result<()> {
+        let context = self.table.spec.max_position_embeddings;
+        if max_model_length <= context {
+            return Ok(());
+        }
+        let expected = format!(
+            "at most the {context} tokens of the teacher's context (now {max_model_length}); set max_model_length, or \
+             max_prompt_length and max_completion_length"
+        );
+        Err(Error::invalid_value("max_model_length", max_model_length, expected))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_teacher_with_another_tokenizer_or_a_short_context_is_refused() {
+        let keys = ["model_name_or_path=m", "train_file=t", "reward_funcs=[\"format\"]"];
+        let teacher = "teacher_model_name_or_path=configs/arithmetic/model";
+        let overrides: Vec<String> = keys.into_iter().chain([teacher]).map(str::to_owned).collect();
+        let config = Config::load(None, &overrides).unwrap();
+        let own = Tokenizer::from_folder("configs/arithmetic/model").unwrap();
+        let found = Teacher::open(&config, &own, 2).unwrap().unwrap();
+        let context = found.table.spec.max_position_embeddings;
+        assert!(found.check_context(context).is_ok());
+        let error = found.check_context(context + 1).unwrap_err().to_string();
+        assert!(error.contains("of the teacher's context"), "{error}");
+        let error = Teacher::open(&config, &Tokenizer::of_ids(10).unwrap(), 2).unwrap_err().to_string();
+        assert!(error.contains("a model with the tokenizer of the policy") && error.contains("there and"), "{error}");
+    }
+}

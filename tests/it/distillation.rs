@@ -1,0 +1,48 @@
+//! On-policy distillation from a teacher.
+
+use std::path::Path;
+
+use crate::checkpoint::Runs;
+use crate::program::{MODEL, run};
+
+/// A teacher that is the policy gives no gradient at all; another one is approached, and a resumed run approaches it by the same bits.
+#[test]
+fn a_teacher_that_is_the_policy_teaches_nothing_and_another_is_approached() {
+    let runs = Runs::new();
+    let teacher = |folder: &Path| format!("teacher_model_name_or_path={}", folder.display());
+    let value = |run: &str, step, name: &str| runs.metrics(run)[&(step, false)].values[name];
+
+    let model = Path::new("configs/arithmetic/model");
+    let on_host = ["max_steps=1", "save_steps=none", "zero.stage=3", "residency.reference=host"];
+    runs.train_to_the_end("own", 2, &[&[&*teacher(model)][..], &on_host].concat());
+    for name in ["distillation/kl", "loss", "grad_norm"] {
+        assert_eq!(value("own", 1, name), 0.0, "{name}");
+    }
+    let weights = |folder: &Path| std::fs::read(folder.join("model.safetensors")).unwrap();
+    assert!(weights(&runs.path("own/final")) == weights(model));
+
+    runs.train_to_the_end("other", 2, &["max_steps=3", "save_steps=none", "learning_rate=3e-3"]);
+    let other = teacher(&runs.path("other/final"));
+    let student = ["max_steps=8", "save_steps=4", "learning_rate=1e-3", "lr_scheduler_type=constant", &other];
+    runs.train_to_the_end("student", 2, &student);
+    let [first, last] = [1, 8].map(|step| value("student", step, "distillation/kl"));
+    println!("{first} nats a token from the teacher before, {last} after 7 updates");
+    assert!(first > 1e-3 && last < 0.8 * first, "{first} and {last}");
+    runs.train_to_the_end("resumed", 2, &[&student[..], &[&runs.resume("student", 4)]].concat());
+    runs.assert_same("resumed", "student", &[5, 6, 7, 8]);
+}
+
+/// A teacher of another shape, on the rank that trains adapters; a rank that generates has none of it.
+#[test]
+fn a_teacher_of_another_shape_teaches_adapters_in_a_split_world() {
+    let runs = Runs::new();
+    let place = runs.path("teacher").display().to_string();
+    let made = run(&format!("init --preset micro --tokenizer {MODEL} --output {place}"));
+    assert_eq!(made.code, Some(0), "{}", made.stderr);
+    let teacher = format!("teacher_model_name_or_path={place}");
+    let keys = ["lora.r=4", "mode=split", "split.rollout_gpus=1", "tensor_parallel_size=1", "residency.optimizer=auto"];
+    let ended = runs.train_to_the_end("split", 2, &[&keys[..], &["max_steps=2", "save_steps=none", &teacher]].concat());
+    assert!(ended.output.contains("teacher weights"), "in the plan: {}", ended.output);
+    let values = &runs.metrics("split")[&(1, false)].values;
+    assert!(values["distillation/kl"] > 0.1 && values["grad_norm"] > 1e-3, "{values:?}");
+}
