@@ -348,7 +348,7 @@ keys! {
     pub struct ResidencyConfig {
         /// Master weights and Adam moments.
         pub optimizer: AutoOr<OptimizerResidency> = AutoOr::Auto,
-        /// Weights of the reference model.
+        /// Weights of the reference model, and of a teacher.
         pub reference: AutoOr<ReferenceResidency> = AutoOr::Auto,
     }
 }
