@@ -122,6 +122,16 @@ said=$(MODEL="$work/small.json" TASK="--traces 64 --train 32 --eval 32" \
 [[ $said =~ "held-out by step: 0: 0.000, 1: 0.000, 2: 0.000" ]] || fail "countdown.sh: $said"
 "$python" -c 'import sys, xml.dom.minidom as xml; assert xml.parse(sys.argv[1]).getElementsByTagName("polyline")' \
     "$work/countdown/curve.svg" || fail "countdown_curve.py draws nothing"
+"$python" - "$work/replacing" <<'PY'
+import json, pathlib, sys
+for name in ("none-1", "replace-1"):
+    folder = pathlib.Path(sys.argv[1], name)
+    (folder / "final").mkdir(parents=True)
+    step = {"perf/generation_tokens_per_second": 10.0, "timing_s/generate": 2.0}
+    lines = [{"eval_reward": 0.2}, step, step, {"eval_reward": 0.6}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+PY
+[[ $(scripts/replacing_curve.py "$work/replacing") =~ "| 20 | 0.400 | 0.400 |" ]] || fail "replacing_curve.py"
 # The README's recipe with two names replaced: the stand-in's rows are GSM8K's in form, its tokenizer and template are read, the recipe's
 # own rewards find the answer in a row's text, and what was trained is a model.
 "$python" scripts/make_stand_in.py "$work/stand-in" --train 64 --test 8 >/dev/null || fail "make_stand_in.py"

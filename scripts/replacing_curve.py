@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""Held-out reward of the demo against tokens sampled, with groups without a signal replaced and without. Python's standard library only.
+
+    scripts/replacing_curve.py target/release/colo-grpo runs/replacing [key=value ..]   # six runs of the demo, one after the other
+    scripts/replacing_curve.py runs/replacing                                           # draws what is there again
+
+Writes curve.svg and summary.md to the folder and prints the summary. Runs that are complete are not made again. Each variant is trained
+with three seeds; `max_steps` and other keys of the demo may follow.
+"""
+import html, json, pathlib, statistics, subprocess, sys
+
+SEEDS = (1, 2, 3)
+VARIANTS = {"none": "#efb118", "replace": "#4269d0"}
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 360, 48, 16, 40, 44
+
+
+def train(program, root, variant, seed, keys):
+    folder = root / f"{variant}-{seed}"
+    if (folder / "final").is_dir():
+        return
+    subprocess.run([program, "--nproc", "2", "--config", "configs/tiny-cpu.toml", f"dynamic_sampling={variant}", f"seed={seed}",
+                    "logging_steps=1", "save_steps=none", *keys, f"output_dir={folder}"], check=True)
+
+
+def curve(folder):
+    """(tokens sampled so far, held-out reward) at each evaluation. Tokens are the rate of sampling times its seconds, of every step."""
+    tokens, points = 0.0, []
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        if "eval_reward" in line:
+            points.append((tokens, line["eval_reward"]))
+        elif "perf/generation_tokens_per_second" in line:
+            tokens += line["perf/generation_tokens_per_second"] * line["timing_s/generate"]
+    return points
+
+
+def reward_at(points, tokens):
+    """The reward after so many tokens, between the evaluations around; none beyond the last."""
+    for (left, low), (right, high) in zip(points, points[1:]):
+        if left <= tokens <= right:
+            return low + (high - low) * (tokens - left) / (right - left) if right > left else high
+    return None
+
+
+def summary(curves):
+    shortest = min(points[-1][0] for of_seed in curves.values() for points in of_seed.values())
+    lines = ["| tokens sampled | " + " | ".join(f"dynamic_sampling = {variant}" for variant in curves) + " |",
+             "|---|" + "---|" * len(curves)]
+    for share in (0.25, 0.5, 0.75, 1.0):
+        cells = []
+        for of_seed in curves.values():
+            rewards = [reward_at(points, shortest * share) for points in of_seed.values()]
+            spread = f" ({min(rewards):.3f} to {max(rewards):.3f})" if len(rewards) > 1 else ""
+            cells.append(f"{statistics.mean(rewards):.3f}{spread}")
+        lines.append(f"| {shortest * share:,.0f} | " + " | ".join(cells) + " |")
+    return "Held-out reward, mean over seeds (least to greatest):\n\n" + "\n".join(lines) + "\n"
+
+
+def picture(curves):
+    last = max(points[-1][0] for of_seed in curves.values() for points in of_seed.values())
+    x = lambda tokens: LEFT + tokens / last * (WIDTH - LEFT - RIGHT)
+    y = lambda reward: TOP + (1 - reward) * (HEIGHT - TOP - BOTTOM)
+    body = []
+    for tick in (0, 0.2, 0.4, 0.6, 0.8, 1):
+        body.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="#ddd"/>'
+                    f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    for part in range(5):
+        body.append(f'<text x="{x(last * part / 4):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{last * part / 4:,.0f}</text>')
+    for at, (variant, of_seed) in enumerate(curves.items()):
+        color = VARIANTS[variant]
+        body.append(f'<rect x="{LEFT + 240 * at}" y="{TOP - 24}" width="11" height="11" fill="{color}"/>'
+                    f'<text x="{LEFT + 240 * at + 16}" y="{TOP - 14}">{html.escape(f"dynamic_sampling = {variant}")}</text>')
+        for points in of_seed.values():
+            path = " ".join(f"{x(tokens):.1f},{y(reward):.1f}" for tokens, reward in points)
+            body.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6" stroke-opacity="0.8"/>')
+    body.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end">tokens sampled</text>')
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">'
+            f'<rect width="100%" height="100%" fill="white"/>{"".join(body)}</svg>\n')
+
+
+def main():
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0].startswith("-"):
+        sys.exit(__doc__)
+    if len(arguments) > 1:
+        program, root, keys = arguments[0], pathlib.Path(arguments[1]), arguments[2:]
+        for seed in SEEDS:
+            for variant in VARIANTS:
+                train(program, root, variant, seed, keys)
+    else:
+        root = pathlib.Path(arguments[0])
+    found = {variant: {seed: root / f"{variant}-{seed}" for seed in SEEDS} for variant in VARIANTS}
+    curves = {variant: {seed: curve(folder) for seed, folder in folders.items() if (folder / "final").is_dir()}
+              for variant, folders in found.items()}
+    if not all(curves.values()):
+        sys.exit(f"{root}: no complete run of each of {', '.join(VARIANTS)}; name the program before the folder to make them")
+    text = summary(curves)
+    (root / "curve.svg").write_text(picture(curves))
+    (root / "summary.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
