@@ -262,9 +262,6 @@ pub struct SamplingParams {
     pub repetition_penalty: f32,
     /// Longest completion in tokens.
     pub max_completion_length: usize,
-    /// Each completion's own limit is drawn from this range, counter-based as its tokens are: the long tail of benchmarks on
-    /// random weights.
-    pub spread_lengths: Option<LengthSpread>,
     /// Strings that end a completion; the matched text is kept in `token_ids`.
     pub stop: Vec<String>,
     /// Most probable tokens that are reported beside each sampled one, with their log-probabilities. On a CPU only.
@@ -288,7 +285,6 @@ impl Default for SamplingParams {
             min_p: None,
             repetition_penalty: 1.0,
             max_completion_length: 512,
-            spread_lengths: None,
             stop: Vec::new(),
             top_logprobs: 0,
             structure: None,

@@ -191,6 +191,7 @@ impl GenerateBench {
             residual: self.residual,
             device: world.device(),
             strict: self.strict,
+            spread_lengths: self.completion_spread,
         }
     }
 
@@ -200,7 +201,6 @@ impl GenerateBench {
         let params = SamplingParams {
             num_generations: self.group,
             max_completion_length: longest,
-            spread_lengths: self.completion_spread,
             step: repeat as u64,
             ..SamplingParams::default()
         };

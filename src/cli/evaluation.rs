@@ -119,7 +119,6 @@ pub(super) fn sampling(args: &SamplingArgs, n: usize) -> SamplingParams {
         min_p: Some(args.min_p).filter(|least| *least > 0.0),
         stop: args.stop.clone(),
         max_completion_length: args.max_completion_length,
-        spread_lengths: None,
         seed: args.seed,
         ..SamplingParams::default()
     }

@@ -77,7 +77,6 @@ impl WireRequest {
             min_p: self.min_p.map(f32::from_bits),
             repetition_penalty: f32::from_bits(self.repetition_penalty),
             max_completion_length: self.max_completion_length,
-            spread_lengths: None,
             stop: self.stop,
             top_logprobs: self.top_logprobs,
             structure: self.structure,

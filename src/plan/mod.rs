@@ -262,6 +262,7 @@ pub(crate) fn engine_options(
         residual: residual_kind(config.residual_dtype, kind),
         device,
         strict: config.strict,
+        spread_lengths: None,
     }
 }
 

@@ -18,6 +18,7 @@ use crate::memory;
 use crate::model::ModelSpec;
 use crate::ops::rope::Rope;
 use crate::phase::{self, Phase};
+use crate::types::LengthSpread;
 
 /// Size and shape of an engine.
 #[derive(Debug, Clone, PartialEq)]
@@ -41,6 +42,9 @@ pub struct EngineOptions {
     /// A completion's bits depend on nothing but its prompt and key: not on order, neighbours, chunks or preemption. One
     /// algorithm for a product whatever the batch, one attention for prompts and decode steps; slower. On one GPU only.
     pub strict: bool,
+    /// Each completion's own limit is drawn from this range, counter-based as its tokens are: the long tail of benchmarks on
+    /// random weights.
+    pub spread_lengths: Option<LengthSpread>,
 }
 
 /// One rank of a tensor-parallel engine. Asleep it holds addresses, and no memory unless it keeps it.
@@ -88,6 +92,10 @@ impl Engine {
         ];
         if let Some((key, got, least)) = least.into_iter().find(|(_, got, least)| got < least) {
             return Err(Error::invalid_value(key, got, format!("at least {least}")));
+        }
+        if let Some(spread) = options.spread_lengths.filter(|spread| !(1..=spread.longest).contains(&spread.shortest)) {
+            let expected = "lengths of at least 1, the shortest first";
+            return Err(Error::invalid_value("spread_lengths", format!("{spread:?}"), expected));
         }
         if options.strict && (tp.size() > 1 || !options.device.is_cuda()) {
             let expected = "false on a CPU and where tensor_parallel_size is above 1: their sums change with the batch";

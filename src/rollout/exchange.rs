@@ -65,8 +65,14 @@ mod tests {
     use crate::dist::testing;
     use crate::types::Prompt;
 
-    const LIMITS: StepLimits =
-        StepLimits { num_blocks: 99, block_size: 4, max_num_seqs: 9, max_num_batched_tokens: 99, max_model_length: 64 };
+    const LIMITS: StepLimits = StepLimits {
+        num_blocks: 99,
+        block_size: 4,
+        max_num_seqs: 9,
+        max_num_batched_tokens: 99,
+        max_model_length: 64,
+        spread_lengths: None,
+    };
 
     fn fresh(id: u64, token_ids: &[u32]) -> RolloutGroup {
         let token_ids = token_ids.to_vec();

@@ -119,11 +119,6 @@ impl SamplingParams {
                 "a repetition_penalty above 0",
                 self.repetition_penalty.to_string(),
             ),
-            (
-                self.spread_lengths.is_none_or(|spread| (1..=spread.longest).contains(&spread.shortest)),
-                "spread_lengths of at least 1, the shortest first",
-                format!("{:?}", self.spread_lengths),
-            ),
             (self.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs of at most 20", self.top_logprobs.to_string()),
             (self.stop.iter().all(|stop| !stop.is_empty()), "stop strings with text", format!("{:?}", self.stop)),
         ];

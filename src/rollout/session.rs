@@ -269,6 +269,7 @@ impl RolloutEngine<'_> {
             max_num_seqs: options.max_num_seqs,
             max_num_batched_tokens: options.max_num_batched_tokens,
             max_model_length: options.max_model_length,
+            spread_lengths: options.spread_lengths,
         }
     }
 }

@@ -84,6 +84,7 @@ impl ModelService {
             residual,
             device,
             strict: false,
+            spread_lengths: None,
         };
         let engine = Engine::new(spec.clone(), tokenizer.clone(), engine_options, mesh.tp.clone())?;
         let files = WeightFiles::open(folder, spec.clone())?;

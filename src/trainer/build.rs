@@ -18,13 +18,14 @@ use crate::metrics::pinning_progress;
 use crate::model::{LoraSpec, ParamTable, UnitLayout, WeightFiles};
 use crate::phase;
 use crate::plan::engine_options;
-use crate::rollout::Engine;
+use crate::rollout::{Engine, EngineOptions};
 use crate::serve::{EngineSlices, Served};
 use crate::split::{Split, SplitRank};
 use crate::train::{
     AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, Policy, PolicyOptions, PolicyStart, Reference,
     TrainedModel, reference_bytes,
 };
+use crate::types::LengthSpread;
 use crate::update::Learner;
 
 /// Where a run's weights come from, as whole units.
@@ -41,12 +42,13 @@ pub(super) fn model(
     world: &Arc<World>,
     preflight: &Preflight,
     sources: &WeightSources<'_>,
+    spread_lengths: Option<LengthSpread>,
 ) -> Result<PolicyAndEngine> {
     let (table, kind, tp_size) = (&preflight.table, preflight.kind, config.tensor_parallel_size);
     if config.mode == Mode::Colocated {
         let mesh = world.mesh(tp_size, table.shards)?;
         let learner = learner(config, world, &mesh, preflight, sources)?;
-        let engine = engine(config, world, &mesh, preflight)?;
+        let engine = engine(config, world, &mesh, preflight, spread_lengths)?;
         let slices = slices(config, world, &mesh, preflight)?;
         return Ok(PolicyAndEngine::Colocated(Box::new(Colocated::new(learner, engine, slices))));
     }
@@ -55,7 +57,7 @@ pub(super) fn model(
     let role = if world.rank() < num_trainers {
         SplitRank::Trains(Box::new(learner(config, world, &mesh, preflight, sources)?))
     } else {
-        let (engine, lora) = (engine(config, world, &mesh, preflight)?, LoraSpec::new(&config.lora));
+        let (engine, lora) = (engine(config, world, &mesh, preflight, spread_lengths)?, LoraSpec::new(&config.lora));
         let served = Served::unfilled(world.clone(), &mesh, table.clone(), lora, engine, kind)?;
         SplitRank::Generates(Box::new(served))
     };
@@ -115,10 +117,17 @@ pub(super) fn read_unit(files: &WeightFiles, layout: &UnitLayout) -> Result<Tens
     files.read_unit(layout, Kind::Float)
 }
 
-fn engine(config: &Config, world: &World, mesh: &Mesh, preflight: &Preflight) -> Result<Engine> {
+fn engine(
+    config: &Config,
+    world: &World,
+    mesh: &Mesh,
+    preflight: &Preflight,
+    spread_lengths: Option<LengthSpread>,
+) -> Result<Engine> {
     let plan = preflight.plan_of(world.rank());
     let sizes = (plan.max_model_length, plan.kv_cache_bytes);
     let options = engine_options(config, sizes, (preflight.kind, world.device()));
+    let options = EngineOptions { spread_lengths, ..options };
     let engine = Engine::new(preflight.spec.clone(), preflight.tokenizer.clone(), options, mesh.tp.clone())?;
     Ok(match config.mode {
         Mode::Split => engine.keeping_memory(),

@@ -84,8 +84,6 @@ pub struct Trainer {
     eval_rewards: Option<(Option<f64>, Option<f64>)>,
     /// Ranks with engines, where groups are replaced.
     engines: Option<HostGroup>,
-    /// Lengths of completions of random weights.
-    spread_lengths: Option<LengthSpread>,
 }
 
 /// How far the run is.
@@ -128,12 +126,12 @@ impl Trainer {
         TrainerBuilder::new(config, world)
     }
 
-    /// A trainer of random weights on the given prompts, which writes no files; for benchmarks. The model's tokens are
-    /// numbers. Collective over the world.
+    /// A trainer of random weights on the given prompts, whose completions end at drawn lengths, and which writes no files; for
+    /// benchmarks. The model's tokens are numbers. Collective over the world.
     pub(crate) fn on_random(
         config: Config,
         spec: Arc<ModelSpec>,
-        prompts: Vec<Prompt>,
+        (prompts, spread_lengths): (Vec<Prompt>, Option<LengthSpread>),
         functions: &[(&str, RewardFunction)],
         world: Arc<World>,
     ) -> Result<Self> {
@@ -150,6 +148,7 @@ impl Trainer {
             checkpoint: None,
             claim: None,
             writes_files: false,
+            spread_lengths,
         };
         let assembled = setup::assemble(config, world.clone(), parts);
         world.agree(assembled)
@@ -158,11 +157,6 @@ impl Trainer {
     /// The trained model, between steps, on a rank that trains.
     pub(crate) fn policy(&self) -> Option<&Policy> {
         self.model.policy()
-    }
-
-    /// Ends completions at drawn lengths; for benchmarks.
-    pub(crate) fn spread_lengths(&mut self, spread: Option<LengthSpread>) {
-        self.spread_lengths = spread;
     }
 
     /// Puts the ranks' time-lines of phases together, where `trace` is on; collective over the world.

@@ -219,7 +219,6 @@ impl Trainer {
             min_p: self.config.min_p,
             repetition_penalty: self.config.repetition_penalty,
             max_completion_length: self.config.max_completion_length,
-            spread_lengths: self.spread_lengths,
             stop: self.config.stop.clone(),
             seed: self.config.seed,
             step,

@@ -31,6 +31,7 @@ use crate::reward::RewardPool;
 use crate::serve::EngineSlices;
 use crate::torch;
 use crate::train::Schedule;
+use crate::types::LengthSpread;
 
 /// Everything about a run that is known without touching its data: checked by the launcher before any process starts.
 #[derive(Debug)]
@@ -217,6 +218,8 @@ pub(super) struct TrainerParts<'a> {
     pub claim: Option<Claim>,
     /// Whether metrics, checkpoints and the report are kept.
     pub writes_files: bool,
+    /// Lengths of completions of random weights.
+    pub spread_lengths: Option<LengthSpread>,
 }
 
 /// Arms the injected fault, if there is one: in the first attempt of a run alone, so that a restart gets past it.
@@ -248,8 +251,17 @@ pub(super) fn load(
     let source = source(&config)?;
     let files = WeightFiles::open(&source.base, preflight.spec.clone())?;
     let weights = |layout: &UnitLayout| read_unit(&files, layout);
-    let parts =
-        TrainerParts { preflight, weights: &weights, rewards, rows, source, checkpoint, claim, writes_files: true };
+    let parts = TrainerParts {
+        preflight,
+        weights: &weights,
+        rewards,
+        rows,
+        source,
+        checkpoint,
+        claim,
+        writes_files: true,
+        spread_lengths: None,
+    };
     assemble(config, world, parts)
 }
 
@@ -265,7 +277,8 @@ fn mixed_reference(
 
 /// Collective over the world.
 pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_>) -> Result<Trainer> {
-    let TrainerParts { preflight, weights, rewards, rows, source, checkpoint, claim, writes_files } = parts;
+    let TrainerParts { preflight, weights, rewards, rows, source, checkpoint, claim, writes_files, spread_lengths } =
+        parts;
     let batch = preflight.batch;
     let description = rows.description();
     let TrainingRows { train: dataset, eval: eval_set, .. } = rows;
@@ -274,7 +287,7 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
         |layout: &UnitLayout| mixed.as_ref().map_or_else(|| weights(layout), |files| read_unit(files, layout));
     let sources =
         build::WeightSources { policy: weights, reference: &of_reference, adapters: source.adapters.as_deref() };
-    let mut model = build::model(&config, &world, &preflight, &sources)?;
+    let mut model = build::model(&config, &world, &preflight, &sources, spread_lengths)?;
     let engines = signal::engines(&config, &world, batch.roles.num_generators)?;
     let sampler = PromptSampler::new(dataset.len(), config.seed, config.shuffle_dataset);
     let mut sampler = sampler.with_curriculum(Curriculum::new(&config.curriculum));
@@ -339,7 +352,6 @@ pub(super) fn assemble(config: Config, world: Arc<World>, parts: TrainerParts<'_
         functions: Functions::default(),
         eval_rewards: None,
         engines,
-        spread_lengths: None,
     })
 }
 

@@ -236,6 +236,7 @@ fn generate(
         residual,
         device,
         strict: false,
+        spread_lengths: None,
     };
     let engine = Engine::new(spec.clone(), tokenizer.clone(), options, mesh.tp.clone()).unwrap();
     let files = WeightFiles::open(MODEL, spec.clone()).unwrap();

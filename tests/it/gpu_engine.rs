@@ -261,6 +261,7 @@ impl Model {
             residual: Kind::BFloat16,
             device: self.world.device(),
             strict: false,
+            spread_lengths: None,
         }
     }
 

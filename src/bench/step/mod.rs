@@ -156,11 +156,10 @@ pub fn bench_step(bench: &StepBench, world: Arc<World>) -> Result<Value> {
     let mut trainer = Trainer::on_random(
         config.clone(),
         spec,
-        bench.prompts(config.validate_world(world.size())?.num_begun),
+        (bench.prompts(config.validate_world(world.size())?.num_begun), bench.completion_spread),
         &[("random", Arc::new(random_reward))],
         world.clone(),
     )?;
-    trainer.spread_lengths(bench.completion_spread);
     let load_s = start.elapsed().as_secs_f64();
     let mut steps: Vec<MetricValues> = Vec::with_capacity(bench.steps);
     one_step(&mut trainer, &world)?; // warms up

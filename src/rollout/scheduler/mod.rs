@@ -33,7 +33,7 @@ use super::stop::StopRules;
 use crate::data::Grammar;
 use crate::error::Result;
 use crate::ops::random::RandomKey;
-use crate::types::{FinishReason, SamplingParams};
+use crate::types::{FinishReason, LengthSpread, SamplingParams};
 
 /// Bounds on one step and on one sequence.
 #[derive(Debug, Clone, Copy)]
@@ -44,6 +44,8 @@ pub(super) struct StepLimits {
     pub(super) max_num_batched_tokens: usize,
     /// Longest prompt and completion together.
     pub(super) max_model_length: usize,
+    /// Limits of completions are drawn from it.
+    pub(super) spread_lengths: Option<LengthSpread>,
 }
 
 /// What one step computes.
@@ -117,7 +119,7 @@ impl Scheduler {
         let Request { prompt_id, token_ids, first_step, params, begun } = request;
         let (group, first) = (self.num_dropped + self.groups.len(), self.sequences.len());
         for sample in 0..params.num_generations {
-            let limit = completion_limit(&params, sampling_key(params.seed, first_step, prompt_id, sample));
+            let limit = self.completion_limit(&params, sampling_key(params.seed, first_step, prompt_id, sample));
             let max_len = (token_ids.len() + limit).min(self.limits.max_model_length);
             let mut sequence = EngineSequence::new(group, Arc::clone(&params), &token_ids, max_len);
             grammar.into_iter().for_each(|grammar| sequence.follow(grammar));
@@ -127,6 +129,12 @@ impl Scheduler {
         self.groups.push(Group { members, prompt_id, step: first_step, is_removed: false });
         self.queue(group, begun);
         RequestId(group)
+    }
+
+    /// Longest completion of the sample with `key`, in tokens.
+    fn completion_limit(&self, params: &SamplingParams, key: RandomKey) -> usize {
+        let drawn = self.limits.spread_lengths.map(|spread| spread.length(key.word(0, u64::MAX)));
+        drawn.unwrap_or(usize::MAX).min(params.max_completion_length)
     }
 
     /// What a later rollout may go on with: unfinished sequences, computed up to their last token, and what was held for others.
@@ -333,10 +341,4 @@ impl Scheduler {
         self.stats.num_preemptions += 1;
         self.events.push(Event::Preempted { request, sample });
     }
-}
-
-/// Longest completion of the sample with `key`, in tokens.
-fn completion_limit(params: &SamplingParams, key: RandomKey) -> usize {
-    let drawn = params.spread_lengths.map(|spread| spread.length(key.word(0, u64::MAX)));
-    drawn.unwrap_or(usize::MAX).min(params.max_completion_length)
 }

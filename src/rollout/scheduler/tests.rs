@@ -3,8 +3,14 @@ use std::collections::HashMap;
 use super::*;
 use crate::types::{SamplingParams, Trajectory};
 
-const ROOMY: StepLimits =
-    StepLimits { num_blocks: 200, block_size: 4, max_num_seqs: 64, max_num_batched_tokens: 1000, max_model_length: 64 };
+const ROOMY: StepLimits = StepLimits {
+    num_blocks: 200,
+    block_size: 4,
+    max_num_seqs: 64,
+    max_num_batched_tokens: 1000,
+    max_model_length: 64,
+    spread_lengths: None,
+};
 const END: u32 = 0;
 
 /// Keys and values by block and offset.

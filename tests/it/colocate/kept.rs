@@ -4,7 +4,7 @@ use colo_grpo::internal::colocate::Colocated;
 use colo_grpo::internal::dist::World;
 use colo_grpo::internal::phase::{FaultKind, Phase};
 use colo_grpo::internal::train::Schedule;
-use colo_grpo::internal::types::{LengthSpread, RolloutGroup, SamplingParams};
+use colo_grpo::internal::types::RolloutGroup;
 use colo_grpo::internal::update::UpdateOptions;
 
 use super::setup::{Setup, update_options};
@@ -37,7 +37,7 @@ fn kept_sequences_outlive_training_and_are_given_up_where_a_rank_lost_them() {
         let (world, mesh) = with_mesh(world, 2);
         let mut colocated = Setup { keeps: true, ..Setup::new(0) }.build(&world, &mesh);
         let prompts = own_prompts(&colocated);
-        let expected = colocated.with_rollout(|rollout| rollout.generate(&prompts, &spread(), |_| ())).unwrap();
+        let expected = colocated.with_rollout(|rollout| rollout.generate(&prompts, &sampled(), |_| ())).unwrap();
         for (name, is_kept, between) in CASES {
             let fresh: Vec<_> = prompts.iter().cloned().map(RolloutGroup::new).collect();
             let (mut complete, unfinished, _) = first(&mut colocated, fresh, 1);
@@ -53,10 +53,6 @@ fn kept_sequences_outlive_training_and_are_given_up_where_a_rank_lost_them() {
     });
 }
 
-fn spread() -> SamplingParams {
-    SamplingParams { spread_lengths: Some(LengthSpread { shortest: 2, longest: 16, long_tailed: true }), ..sampled() }
-}
-
 /// Complete groups, unfinished ones, and how many of their tokens were kept and computed again.
 fn first(
     colocated: &mut Colocated,
@@ -65,7 +61,7 @@ fn first(
 ) -> (Vec<RolloutGroup>, Vec<RolloutGroup>, [usize; 2]) {
     let (rollout, stats) = colocated
         .with_rollout(|rollout| {
-            let first = rollout.generate_first(groups, num_groups, &spread(), |_| ())?;
+            let first = rollout.generate_first(groups, num_groups, &sampled(), |_| ())?;
             Ok((first, *rollout.stats()))
         })
         .unwrap();
@@ -94,6 +90,6 @@ fn fail_while_generating(colocated: &mut Colocated, world: &World, unfinished: &
     scope_fails(colocated, "panic in with_rollout: while generating", |colocated| {
         let num_groups = groups.len();
         let done = |_: &RolloutGroup| assert!(!failing, "while generating");
-        colocated.with_rollout(|rollout| rollout.generate_first(groups, num_groups, &spread(), done)).map(drop)
+        colocated.with_rollout(|rollout| rollout.generate_first(groups, num_groups, &sampled(), done)).map(drop)
     });
 }

@@ -16,6 +16,7 @@ use colo_grpo::internal::train::{
     AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, ParamState, Policy, PolicyOptions, Reference,
     Schedule, TrainedModel,
 };
+use colo_grpo::internal::types::LengthSpread;
 use colo_grpo::internal::update::{Learner, UpdateOptions};
 use tch::{Device, Kind, Tensor};
 
@@ -31,7 +32,7 @@ pub struct Setup {
     pub stage: u8,
     pub kind: Kind,
     pub with_reference: bool,
-    /// Whether the engine keeps its memory, and unfinished sequences in it.
+    /// Whether the engine keeps its memory, and unfinished sequences in it, whose lengths are drawn.
     pub keeps: bool,
 }
 
@@ -77,6 +78,7 @@ impl Setup {
             residual: kind,
             device,
             strict: false,
+            spread_lengths: self.keeps.then_some(LengthSpread { shortest: 2, longest: 16, long_tailed: true }),
         };
         let engine = Engine::new(spec.clone(), Arc::new(words(spec.vocab_size)), options, tp).unwrap();
         let engine = if self.keeps { engine.keeping_sequences() } else { engine };

@@ -19,10 +19,10 @@ fn gpu_kept_sequences_go_on_where_they_were() {
             num_generations: 3,
             max_completion_length: 80,
             repetition_penalty,
-            spread_lengths: Some(LengthSpread { shortest: 8, longest: 80, long_tailed: true }),
             ..SamplingParams::default()
         };
-        let options = EngineOptions { strict, ..model.options(256) };
+        let spread_lengths = Some(LengthSpread { shortest: 8, longest: 80, long_tailed: true });
+        let options = EngineOptions { strict, spread_lengths, ..model.options(256) };
         let expected = model.generate(&options, &prompts, &params);
         let mut served = model.served_by(model.engine(&options).keeping_sequences());
         let mut groups: Vec<_> = prompts.iter().cloned().map(RolloutGroup::new).collect();

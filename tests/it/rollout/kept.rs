@@ -12,7 +12,7 @@ use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
 use colo_grpo::internal::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
 use tch::{Kind, Tensor};
 
-use super::setup::{Model, alone, options, prompts, sampled, token_ids};
+use super::setup::{self, Model, alone, prompts, sampled, token_ids};
 use crate::ranks;
 
 /// Tokens that were prefilled, prefilled a second time, and kept.
@@ -26,8 +26,12 @@ struct Counts {
 /// Complete groups in prompt order, each with the tokens that its completions had at the end of every wake before.
 type Parts = Vec<(RolloutGroup, Vec<Vec<usize>>)>;
 
-fn spread(params: SamplingParams) -> SamplingParams {
-    SamplingParams { spread_lengths: Some(LengthSpread { shortest: 2, longest: 20, long_tailed: true }), ..params }
+/// Completions end at drawn lengths.
+fn options() -> EngineOptions {
+    EngineOptions {
+        spread_lengths: Some(LengthSpread { shortest: 2, longest: 20, long_tailed: true }),
+        ..setup::options()
+    }
 }
 
 /// Wakes an engine until all groups are complete, two more of all ranks' each time, with the weights of `models` in turn.
@@ -76,7 +80,7 @@ fn num_prompt_tokens(prompts: &[Prompt]) -> usize {
 #[test]
 fn what_is_kept_goes_on_bit_for_bit_and_nothing_is_computed_again() {
     let (model, prompts) = (Model::micro(), prompts(8));
-    for params in [spread(sampled()), spread(SamplingParams { repetition_penalty: 1.3, top_k: 9, ..sampled() })] {
+    for params in [sampled(), SamplingParams { repetition_penalty: 1.3, top_k: 9, ..sampled() }] {
         let (expected, _) = model.generate(options(), &prompts, &params);
         let mut engine = model.engine(options(), alone()).keeping_sequences();
         let (parts, counts) = generate_in_parts(&[&model], &mut engine, &alone(), &prompts, &params);
@@ -95,30 +99,30 @@ fn two_ranks_keep_as_one() {
     ranks::run(2, "rollout::kept::two_ranks_keep_as_one", |world: World| {
         let (model, prompts, tp) = (Model::micro(), prompts(8), world.group());
         let own = &prompts[4 * tp.rank()..4 * (tp.rank() + 1)];
-        let (expected, _) = model.generate(options(), &prompts, &spread(sampled()));
+        let (expected, _) = model.generate(options(), &prompts, &sampled());
         let mut engine = model.engine(options(), tp.clone()).keeping_sequences();
-        let (parts, counts) = generate_in_parts(&[&model], &mut engine, &tp, own, &spread(sampled()));
+        let (parts, counts) = generate_in_parts(&[&model], &mut engine, &tp, own, &sampled());
         assert_eq!(token_ids(&groups(&parts)), token_ids(&expected[4 * tp.rank()..4 * (tp.rank() + 1)]));
         assert_eq!((counts.prefilled, counts.recomputed), (num_prompt_tokens(&prompts), 0));
 
         // A rank that lost what it kept is not alone with that.
         let mut rollout = engine.wake(model.weights(tp.as_ref()), 1).unwrap();
         let fresh = own.iter().cloned().map(RolloutGroup::new).collect();
-        let part = rollout.generate_first(fresh, 1, &spread(sampled()), |_| ()).unwrap();
+        let part = rollout.generate_first(fresh, 1, &sampled(), |_| ()).unwrap();
         drop(rollout);
         if tp.rank() == 1 {
             engine.drop_kept();
         }
         let mut rollout = engine.wake(model.weights(tp.as_ref()), 1).unwrap();
         let unfinished = part.unfinished.into_iter().map(|(_, group)| group).collect();
-        rollout.generate_first(unfinished, 1, &spread(sampled()), |_| ()).unwrap();
+        rollout.generate_first(unfinished, 1, &sampled(), |_| ()).unwrap();
         assert!(rollout.stats().num_kept_tokens == 0 && rollout.stats().num_recomputed_tokens > 0);
     });
 }
 
 #[test]
 fn too_few_blocks_cost_time_alone() {
-    let (model, prompts, params) = (Model::micro(), prompts(8), spread(sampled()));
+    let (model, prompts, params) = (Model::micro(), prompts(8), sampled());
     let (expected, _) = model.generate(options(), &prompts, &params);
     let few = EngineOptions { kv_cache_bytes: 12 * kv_block_bytes(&model.spec, 1, 8, Kind::Float), ..options() };
     let mut engine = model.engine(few, alone()).keeping_sequences();
@@ -147,7 +151,7 @@ fn limit_memory(bytes: Option<usize>) {
 }
 
 fn shrinks_once() {
-    let (model, prompts, params) = (Model::micro(), prompts(8), spread(sampled()));
+    let (model, prompts, params) = (Model::micro(), prompts(8), sampled());
     let (expected, _) = model.generate(options(), &prompts, &params);
     let kv_cache_bytes = 1 << 30; // never touched but for some blocks
     limit_memory(Some(kv_cache_bytes / 4 * 3));
@@ -178,7 +182,7 @@ fn shrinks_once() {
 /// Other prompts have the blocks that they need, from what is kept if there are no others.
 #[test]
 fn an_evaluation_in_between_goes_before_what_is_kept() {
-    let (model, prompts, params) = (Model::micro(), prompts(10), spread(sampled()));
+    let (model, prompts, params) = (Model::micro(), prompts(10), sampled());
     let (expected, _) = model.generate(options(), &prompts, &params);
     for (num_blocks, is_kept) in [(400, true), (40, false)] {
         let kv_cache_bytes = num_blocks * kv_block_bytes(&model.spec, 1, 8, Kind::Float);
@@ -234,7 +238,7 @@ impl Attention for Growing {
 fn logprobs_are_of_the_newest_weights_over_what_older_ones_computed() {
     let models = [1, 2, 3].map(|seed| Model::random(ModelSpec::preset("micro").unwrap(), seed));
     let models: Vec<&Model> = models.iter().collect();
-    let (prompts, params) = (prompts(8), spread(SamplingParams { temperature: 0.8, ..sampled() }));
+    let (prompts, params) = (prompts(8), SamplingParams { temperature: 0.8, ..sampled() });
     let mut engine = models[0].engine(options(), alone()).keeping_sequences();
     let (parts, counts) = generate_in_parts(&models, &mut engine, &alone(), &prompts, &params);
     assert!(counts.recomputed == 0 && counts.kept > 0, "{counts:?}");

@@ -3,10 +3,19 @@
 use std::sync::Arc;
 
 use colo_grpo::internal::dist::{Collective, World};
+use colo_grpo::internal::rollout::EngineOptions;
 use colo_grpo::internal::types::{LengthSpread, Prompt, RolloutGroup, SamplingParams};
 
-use super::setup::{Model, alone, options, prompts, sampled, token_ids};
+use super::setup::{self, Model, alone, prompts, sampled, token_ids};
 use crate::ranks;
+
+/// Completions end at drawn lengths.
+fn options() -> EngineOptions {
+    EngineOptions {
+        spread_lengths: Some(LengthSpread { shortest: 2, longest: 20, long_tailed: true }),
+        ..setup::options()
+    }
+}
 
 /// Wakes an engine until all groups are complete, two more of all ranks' each time, each wake at its own step.
 fn generate_in_parts(
@@ -38,11 +47,10 @@ fn generate_in_parts(
 /// The parts of each rank make up what one rank samples at one go.
 fn goes_on_as_if_uninterrupted(tp: &Arc<dyn Collective>) {
     let (model, prompts) = (Model::micro(), prompts(8));
-    let spread = LengthSpread { shortest: 2, longest: 20, long_tailed: true };
     let own = prompts.len() * tp.rank() / tp.size()..prompts.len() * (tp.rank() + 1) / tp.size();
     for params in [
-        SamplingParams { spread_lengths: Some(spread), step: 3, ..sampled() },
-        SamplingParams { spread_lengths: Some(spread), repetition_penalty: 1.3, stop: vec!["w7 ".into()], ..sampled() },
+        SamplingParams { step: 3, ..sampled() },
+        SamplingParams { repetition_penalty: 1.3, stop: vec!["w7 ".into()], ..sampled() },
     ] {
         let (expected, _) = model.generate(options(), &prompts, &params);
         let got = generate_in_parts(&model, tp, &prompts[own.clone()], &params);

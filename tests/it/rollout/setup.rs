@@ -175,6 +175,7 @@ pub fn options() -> EngineOptions {
         residual: Kind::Float,
         device: Device::Cpu,
         strict: false,
+        spread_lengths: None,
     }
 }
 
