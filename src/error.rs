@@ -34,7 +34,7 @@ pub enum Error {
         key: String,
         /// The value as written.
         got: String,
-        /// What would be accepted, with the nearest valid values where numbers are concerned.
+        /// The values that are accepted, with the nearest valid ones where numbers are concerned.
         expected: String,
     },
     /// All that is wrong with a configuration and with the files that it names, where that is more than one error.
@@ -157,9 +157,9 @@ pub enum Error {
         phase: &'static str,
         /// How long, in seconds.
         stood_s: f64,
-        /// What is allowed, in seconds.
+        /// The limit, in seconds.
         limit_s: f64,
-        /// What it was doing last.
+        /// The rank's last activity.
         state: String,
     },
     /// Another rank failed first; this is its error, told to every rank.
@@ -270,9 +270,9 @@ pub enum Error {
     InvalidArgument {
         /// The function.
         op: &'static str,
-        /// What it takes.
+        /// The accepted argument.
         expected: String,
-        /// What it was given.
+        /// The argument that was given.
         got: String,
     },
     /// libtorch refused an operation.
@@ -281,7 +281,7 @@ pub enum Error {
     /// A panic caught at a boundary that must not unwind further.
     #[error("panic in {place}: {message}")]
     Panic {
-        /// Where it was caught.
+        /// The place where the panic was caught.
         place: &'static str,
         /// The panic's message.
         message: String,
@@ -379,7 +379,7 @@ fn lines(list: &[impl fmt::Display]) -> String {
     lines.join("\n")
 }
 
-/// What a panic said.
+/// The message of a panic.
 pub fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "of an unknown kind".to_owned())

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-/// What takes the place of `key` here, if it is another program's.
+/// The counterpart here of `key`, if it is another program's.
 pub(crate) fn advice(key: &str) -> Option<&'static str> {
     let key = bare(key);
     let listed = |fits: &dyn Fn(&str) -> bool| KEYS.iter().find(|(names, _)| names.iter().any(|name| fits(name)));
@@ -44,13 +44,13 @@ fn is_meant(name: &str, key: &str) -> bool {
     }
 }
 
-/// What is written here for `value`, where TRL's differs and its meaning is clear.
+/// Our form of `value`, where TRL's differs and its meaning is clear.
 pub(crate) fn value(key: &str, value: &Value) -> Option<Value> {
     let json = |text: &str| serde_json::from_str::<Value>(text).expect("the table holds JSON");
     VALUES.iter().find(|(known, theirs, _)| *known == key && json(theirs) == *value).map(|(.., ours)| json(ours))
 }
 
-/// What takes the place of a `value` that `key` has in other programs.
+/// The counterpart here of a `value` that `key` has in other programs.
 pub(crate) fn value_advice(key: &str, value: &Value) -> Option<&'static str> {
     let word = value.as_str()?;
     VALUE_ADVICE.iter().find(|(known, theirs, _)| (*known, *theirs) == (key, word)).map(|(.., advice)| *advice)
@@ -218,7 +218,7 @@ pub(crate) const HARMLESS: &[&str] = &[
     "trainer.log_val_generations",
 ];
 
-/// What is said of keys that nothing here answers to.
+/// The answer for keys without a counterpart here.
 pub(crate) const NONE: &str = "nothing takes its place; colo-grpo config prints every key there is";
 const WARMUP: &str = "warmup_steps, which is the ratio x updates in all: max_steps or, without it, num_train_epochs x rows x \
                       num_generations / generation_batch_size x updates of each batch (steps_per_generation / \

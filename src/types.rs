@@ -1,4 +1,4 @@
-//! What passes between the rooms as host data: prompts, completions and their groups.
+//! Host data that rooms exchange: prompts, completions and their groups.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -28,7 +28,8 @@ pub enum FinishReason {
     Length,
 }
 
-/// What follows a prompt in one sample: the tokens that the policy sampled, turn by turn, and between two turns the context that
+/// The continuation of a prompt in one sample: the tokens that the policy sampled, turn by turn, and between two turns the
+/// context that
 /// an environment or a tool answered with. A completion of one turn is the simplest one.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(into = "PackedTrajectory", try_from = "PackedTrajectory")]
@@ -58,7 +59,7 @@ pub struct Trajectory {
 }
 
 impl Trajectory {
-    /// Whether it was cut by a length limit rather than ended by the model.
+    /// Whether the completion was cut by a length limit rather than ended by the model.
     pub fn is_truncated(&self) -> bool {
         self.finish_reason == Some(FinishReason::Length)
     }
@@ -96,7 +97,8 @@ impl Trajectory {
     }
 }
 
-/// What a file has of a [`Trajectory`] that is under way: its numbers as eight hexadecimal digits each, short, on one line, and
+/// The form in a file of a [`Trajectory`] that is under way: its numbers as eight hexadecimal digits each, short, on one line,
+/// and
 /// exact.
 #[derive(serde::Serialize, serde::Deserialize)]
 struct PackedTrajectory {
@@ -191,7 +193,7 @@ pub struct LengthSpread {
     pub shortest: usize,
     /// Most tokens.
     pub longest: usize,
-    /// As many lengths from every doubling (few long ones), rather than from every number of tokens.
+    /// Draws as many lengths from every doubling (few long ones), rather than from every number of tokens.
     pub long_tailed: bool,
 }
 
@@ -266,7 +268,8 @@ pub struct SamplingParams {
     pub stop: Vec<String>,
     /// Most probable tokens that are reported beside each sampled one, with their log-probabilities. On a CPU only.
     pub top_logprobs: usize,
-    /// What the completion's text has to follow. Tokens are drawn, and their log-probabilities taken, from the distribution over those
+    /// The structure that the completion's text must follow. Tokens are drawn, and their log-probabilities taken, from the
+    /// distribution over those
     /// that may come next. On a CPU only.
     pub structure: Option<Structure>,
     /// First word of every random key.
@@ -294,7 +297,7 @@ impl Default for SamplingParams {
     }
 }
 
-/// What the tests of several rooms are made of.
+/// Data that the tests of several rooms share.
 #[cfg(test)]
 pub(crate) mod fixtures {
     use super::*;

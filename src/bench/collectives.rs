@@ -1,4 +1,5 @@
-//! What the ranks' collectives move, by operation and size; all-reduce also inside a CUDA graph, as decoding uses it, beside the
+//! Bandwidth of the ranks' collectives, by operation and size; all-reduce also inside a CUDA graph, as decoding uses it, beside
+//! the
 //! own one that has the residual sum and the norm in it.
 #![allow(unsafe_code)]
 
@@ -25,7 +26,7 @@ const BYTES_IN_A_ROW: usize = 64 << 20;
 /// Timed repetitions.
 const REPEATS: usize = 5;
 
-/// What is run.
+/// The benchmark of collectives.
 #[derive(Debug, Clone, Copy)]
 pub struct CollectivesBench {
     /// Largest tensor in bytes: reduced, gathered or scattered.

@@ -8,10 +8,10 @@ use crate::cuda::Rates;
 use crate::model::ModelSpec;
 use crate::phase::Phase;
 
-/// Of weights and cache.
+/// Bytes of an element of weights and cache.
 const ELEMENT_BYTES: f64 = 2.0;
 
-/// What one step works on.
+/// The work of one step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct StepWork<'a> {
     pub spec: &'a ModelSpec,
@@ -28,7 +28,7 @@ pub(super) struct StepWork<'a> {
     pub trained_tokens: f64,
     /// Trained in place of the weights, if it is they that are frozen.
     pub adapter_params: Option<usize>,
-    /// What the optimizer's step moves on a rank, in device memory.
+    /// Bytes that the optimizer's step moves on a rank, in device memory.
     pub optimizer_bytes: Option<usize>,
     /// Rates that the GPUs reach.
     pub rates: Rates,

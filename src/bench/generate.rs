@@ -26,7 +26,7 @@ const BLOCK_SIZE: usize = 16;
 /// Most tokens a completion of the run that is not timed, which loads every library and touches all memory once.
 const WARM_UP_TOKENS: usize = 64;
 
-/// What is run.
+/// The benchmark of generation.
 #[derive(Debug, Clone)]
 pub struct GenerateBench {
     /// Name in the output.
@@ -113,11 +113,11 @@ pub fn bench_generate(bench: &GenerateBench, world: Arc<World>) -> Result<Value>
 
 /// One engine's generations.
 struct EngineTimes {
-    /// Of the slowest rank, the median.
+    /// Median seconds of the slowest rank.
     seconds: f64,
-    /// The same up to the first token of every completion.
+    /// Median seconds of the slowest rank up to the first token of every completion.
     prefill_seconds: f64,
-    /// Of all ranks.
+    /// Tokens of all ranks.
     tokens: f64,
     steps: Steps,
 }
@@ -284,7 +284,7 @@ impl Steps {
         }
     }
 
-    /// Of batch sizes seen at least ten times.
+    /// Median times of the batch sizes that were seen at least ten times.
     fn medians(&self) -> BTreeMap<usize, f64> {
         let often = self.0.iter().filter(|(_, times)| times.len() >= 10);
         often.map(|(&batch, times)| (batch, median(times.clone()))).collect()

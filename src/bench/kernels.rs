@@ -28,7 +28,7 @@ const LIMIT_BYTES: usize = 2 << 30;
 /// Rows of a product that is as efficient as they come.
 const LIMIT_ROWS: usize = 8192;
 
-/// What is run.
+/// The benchmark of kernels.
 #[derive(Debug, Clone)]
 pub struct KernelsBench {
     /// Name in the output.
@@ -114,7 +114,8 @@ impl DecodeStep<'_> {
         Graph::capture(&self.stream, || (0..count).try_for_each(&mut work))
     }
 
-    /// What the GPU does at most in the long run, with weights as large as gate's and up's: read them, and multiply many rows with
+    /// Measures the GPU's limits in the long run, with weights as large as gate's and up's: reading them, and multiplying many
+    /// rows with
     /// them; by libtorch.
     fn limits(&mut self, meter: &EnergyMeter) -> Result<()> {
         let KernelsBench { spec, kind, .. } = self.bench;
@@ -170,7 +171,7 @@ impl DecodeStep<'_> {
         Tensor::from_slice(&values).to_device(self.device)
     }
 
-    /// What treats every row by itself.
+    /// Kernels that treat every row by itself.
     fn rows_alone(&mut self) -> Result<()> {
         let KernelsBench { spec, rows, .. } = self.bench;
         let (rows, hidden, mlp) = (*rows, spec.hidden_size, spec.intermediate_size);

@@ -31,7 +31,8 @@ pub(super) struct GpuLimits {
 }
 
 impl GpuLimits {
-    /// Of a GPU that was measured for docs/benchmarks.md, else by short measurements, after which libtorch's cache is released; none
+    /// Limits of a GPU that was measured for docs/benchmarks.md, else by short measurements, after which libtorch's cache is
+    /// released; none
     /// of a CPU.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! What a rank held at most while something ran.
+//! Peak memory of a rank while something ran.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -24,7 +24,7 @@ const LOOK: Duration = Duration::from_millis(20);
 pub(super) struct Peak {
     /// libtorch's tensors on the GPU.
     pub tensor_bytes: usize,
-    /// The same and what libtorch keeps for later ones.
+    /// Bytes of tensors, and those that libtorch keeps for later ones.
     pub libtorch_bytes: usize,
     /// Arenas on the device.
     pub arena_bytes: usize,
@@ -36,7 +36,8 @@ pub(super) struct Peak {
     pub resident_bytes: usize,
 }
 
-/// What libtorch holds of a model in training at most, `at_once` of it at its fullest moment; optimizer state lies in an arena.
+/// Bytes of a model in training that libtorch holds at most, `at_once` of them at its fullest moment; optimizer state lies in an
+/// arena.
 pub(super) fn predicted_tensor_bytes(model: &TrainedModel<'_>, at_once: usize) -> usize {
     model.bytes().weights + at_once + WORKSPACE_BYTES
 }

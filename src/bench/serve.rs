@@ -19,7 +19,7 @@ use crate::http::HttpServer;
 use crate::model::ModelSpec;
 use crate::serve::Served;
 
-/// What is run.
+/// The benchmark of the HTTP server.
 #[derive(Debug, Clone)]
 pub struct ServeBench {
     /// Name in the output.
@@ -62,7 +62,7 @@ pub fn bench_serve(bench: &ServeBench, world: Arc<World>) -> Result<Value> {
     }))
 }
 
-/// What the clients of one repetition saw.
+/// Times that the clients of one repetition measured.
 struct ClientTimes {
     seconds: f64,
     tokens: f64,

@@ -20,7 +20,7 @@ const NUMEL: usize = 1 << 16;
 /// Copies each way, of which the median counts.
 const COPIES: usize = 3;
 
-/// What is run.
+/// The benchmark of sleeping and waking.
 #[derive(Debug, Clone, Copy)]
 pub struct SleepWakeBench {
     /// Memory that goes and comes on each rank.

@@ -26,7 +26,7 @@ use crate::types::LengthSpread;
 /// Untimed: the first compiles and allocates, the second plans attention for shapes that come again.
 const WARM_UP_STEPS: usize = 2;
 
-/// What is run.
+/// The benchmark of training.
 #[derive(Debug, Clone)]
 pub struct TrainBench {
     /// Name in the output.
@@ -120,7 +120,7 @@ pub fn bench_train(bench: &TrainBench, world: &World) -> Result<Value> {
     Ok(result)
 }
 
-/// What is timed.
+/// The parts of a timed training run.
 struct TimedRun<'a> {
     bench: &'a TrainBench,
     table: Arc<ParamTable>,

@@ -1,4 +1,4 @@
-//! What differs between a saved configuration and a run's, and which differences change the result.
+//! Differences between a saved configuration and a run's, and which of them change the result.
 
 use std::fmt;
 

@@ -24,7 +24,7 @@ pub struct Manifest {
     files: Vec<FileRecord>,
 }
 
-/// What a file must be.
+/// Size and hash of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileRecord {
     /// Path below the checkpoint's folder.

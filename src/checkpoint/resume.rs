@@ -15,7 +15,7 @@ use crate::phase::{self, terminal};
 /// How often the first rank meets those that wait for it.
 const MEET: Duration = Duration::from_millis(100);
 
-/// What a run's configuration says of resuming.
+/// Options of resuming.
 #[derive(Debug, Clone, Copy)]
 pub struct ResumeOptions<'a> {
     /// Where the run's own checkpoints are.
@@ -61,7 +61,7 @@ pub fn resume(
     Ok(Some(checkpoint))
 }
 
-/// What `work` makes on the first rank and nothing on the others, which wait for as long as it tells that it moves: reading all
+/// Runs `work` on rank 0; the other ranks wait while it reports progress, and return the default: reading all
 /// of a checkpoint may take longer than a collective's time limit. Collective over the world.
 fn on_first_rank<T: Default>(world: &World, work: impl FnOnce(&mut dyn FnMut()) -> Result<T>) -> Result<T> {
     let group = world.group();

@@ -29,7 +29,7 @@ pub struct Saver {
 }
 
 impl Saver {
-    /// Nothing is written yet.
+    /// A saver that has not written anything yet.
     pub fn new(options: CheckpointOptions) -> Self {
         Self { options, is_under_way: false, in_flight: None }
     }

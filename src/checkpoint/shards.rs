@@ -14,7 +14,7 @@ use crate::train::ParamState;
 
 /// Where the files are within a checkpoint.
 pub const FOLDER: &str = "optimizer";
-/// What is kept of every element: master weight, first and second moment.
+/// The state of every element: master weight, first and second moment.
 pub const PARTS: [&str; 3] = ["master", "m", "v"];
 
 /// The name of one part of some consecutive elements of a parameter.

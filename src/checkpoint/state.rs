@@ -93,7 +93,7 @@ pub struct SavedConfig {
 }
 
 impl SavedConfig {
-    /// What may be written of a configuration's keys and values.
+    /// The keys and values of a configuration that may be written.
     pub fn of(entries: impl IntoIterator<Item = (String, Value)>) -> Self {
         let salt = RandomState::new().build_hasher().finish();
         let mut saved = Self { salt, ..Self::default() };

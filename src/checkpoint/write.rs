@@ -55,7 +55,7 @@ pub fn num_bytes(models: Models<'_>, state: &TrainerState) -> u64 {
     first_bytes(models) + history + carried
 }
 
-/// The same before there is any history.
+/// Bytes of the first checkpoint, before there is any history.
 pub fn first_bytes(Models { policy, reference }: Models<'_>) -> u64 {
     let element_bytes = PARTS.len() * wide(policy).elt_size_in_bytes();
     let num_models = 1 + u64::from(reference.is_some());
@@ -77,7 +77,7 @@ pub fn open_records(temporary: &Path, num_ranks: usize) -> Result<()> {
     })
 }
 
-/// What one rank writes of a checkpoint, all but the tensors.
+/// One rank's part of a checkpoint, all but the tensors.
 #[derive(Debug)]
 pub struct RankPart {
     temporary: PathBuf,

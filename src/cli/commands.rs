@@ -1,4 +1,4 @@
-//! What each subcommand does, on top of the rooms below.
+//! The subcommands, on top of the rooms below.
 
 use std::path::Path;
 use std::sync::Arc;

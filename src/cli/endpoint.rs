@@ -22,7 +22,7 @@ use crate::serve::{ModelService, ServeOptions};
 
 /// Where the key may stand instead of the command line, which other users of the machine can read.
 const API_KEY_VARIABLE: &str = "COLO_GRPO_API_KEY";
-/// What is typed instead of a message.
+/// Commands that can be typed instead of a message.
 const HELP: &str = "/reset begins a new conversation, /exit or the end of input ends the program";
 
 /// The listening socket of rank 0, before the model is loaded.

@@ -1,4 +1,4 @@
-//! What `eval` measures: as its options say, or as a run's configuration does.
+//! Settings of `eval`, from its options or from a run's configuration.
 
 use std::path::Path;
 
@@ -98,7 +98,7 @@ impl Evaluation {
         })
     }
 
-    /// What takes a completion's answer for maj@n, if a deciding reward compares answers.
+    /// The function that reads a completion's answer for maj@n, if a deciding reward compares answers.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] for a pattern that is none.

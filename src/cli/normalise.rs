@@ -1,4 +1,4 @@
-//! What a user types, in the form that the parser of arguments takes.
+//! Rewrites the user's arguments into the form that clap parses.
 
 use clap::{Command, CommandFactory};
 

@@ -26,32 +26,32 @@ pub(super) struct Supervision {
     pub max_restarts: usize,
     /// Where a restarted run finds its checkpoints.
     pub output_dir: Option<PathBuf>,
-    /// What TERM, INT, USR1 and HUP do. The command itself looks out for a request to save or to answer.
+    /// The effect of TERM, INT, USR1 and HUP. The command itself checks for a request to save or to answer.
     pub on_stop: OnStop,
 }
 
 impl Supervision {
-    /// Of a command that is not started again.
+    /// Supervision of a command that is not started again.
     pub fn new(collective_timeout_s: f64, heartbeat: &HeartbeatConfig) -> Self {
         let timeout = Duration::from_secs_f64(collective_timeout_s);
         Self { timeout, ..Self::within(heartbeat.limits()) }
     }
 
-    /// The same, where collectives have the usual time.
+    /// Supervision with the default time limit for collectives.
     pub fn within(limits: HeartbeatLimits) -> Self {
         let timeout = WorldOptions::default().timeout;
         Self { timeout, limits, max_restarts: 0, output_dir: None, on_stop: OnStop::End }
     }
 }
 
-/// Of a command that samples.
+/// Supervision of a command that samples.
 impl From<&SamplingArgs> for Supervision {
     fn from(args: &SamplingArgs) -> Self {
         heartbeat(args.heartbeat_timeout_s)
     }
 }
 
-/// Of a command whose ranks may show no sign of life for `timeout_s`.
+/// Supervision of a command whose ranks may show no sign of life for `timeout_s`.
 pub(super) fn heartbeat(timeout_s: f64) -> Supervision {
     let mut heartbeat = HeartbeatConfig::default();
     heartbeat.timeout_s = timeout_s;

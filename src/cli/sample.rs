@@ -136,7 +136,7 @@ pub(super) fn evaluate(args: &EvalArgs, evaluation: Evaluation, world: Arc<World
     print_first(&world, line)
 }
 
-/// What `generate`, `eval` and `chat` sample from.
+/// Loads the model that `generate`, `eval` and `chat` sample from.
 pub(super) fn serve(
     args: &SourceArgs,
     sampling: &SamplingArgs,

@@ -45,7 +45,7 @@ macro_rules! choices {
 pub enum AutoOr<T> {
     /// The plan decides.
     Auto,
-    /// What the configuration says.
+    /// The value that the configuration gives.
     Given(T),
 }
 
@@ -93,7 +93,7 @@ choices! {
     }
 }
 choices! {
-    /// What becomes of a prompt that is text.
+    /// The treatment of a prompt that is text.
     #[derive(Default)]
     PromptFormat {
         /// A user's message where the model has a chat template.
@@ -106,7 +106,7 @@ choices! {
     }
 }
 choices! {
-    /// What becomes of the keys and values of carried groups.
+    /// The treatment of the keys and values of carried groups.
     CarriedKv {
         /// Computed again at the next wake, with the newest weights.
         Recompute = "recompute",
@@ -115,7 +115,7 @@ choices! {
     }
 }
 choices! {
-    /// What the KL term compares with where adapters train.
+    /// The model that the KL term compares with where adapters train.
     ReferenceModel {
         /// A frozen copy of the adapters that training starts from; the base where they are new.
         Initial = "initial",
@@ -137,7 +137,7 @@ choices! {
 choices! {
     /// Type of the residual stream.
     ResidualDtype {
-        /// That of weights and activations.
+        /// The type of weights and activations.
         Auto = "auto",
         /// IEEE single.
         Float32 = "float32",
@@ -204,7 +204,7 @@ choices! {
     }
 }
 choices! {
-    /// What becomes of groups that teach nothing.
+    /// The treatment of groups that teach nothing.
     DynamicSampling {
         /// They are in the batch, with advantages of 0.
         None = "none",
@@ -250,7 +250,7 @@ choices! {
     }
 }
 choices! {
-    /// What is recomputed in backward.
+    /// The activations that backward recomputes.
     GradientCheckpointing {
         /// Norms and the activation alone, which cost a reading of memory.
         None = "none",
@@ -310,7 +310,7 @@ choices! {
     }
 }
 choices! {
-    /// What one request to a reward's process holds.
+    /// The completions of one request to a reward's process.
     RewardBatch {
         /// One completion: a failure masks it alone.
         Completion = "completion",

@@ -39,7 +39,7 @@ keys! {
         pub max_eval_samples: Option<usize> = None => COUNT,
         /// Column with the prompt; `none` is the first that a row has of `prompt`, `problem` and `question`.
         pub dataset_prompt_column: Option<String> = None,
-        /// What becomes of a prompt that is text. `chat`: a user's message, which goes through the chat template. `text`: it reaches
+        /// The treatment of a prompt that is text. `chat`: a user's message, which goes through the chat template. `text`: it reaches
         /// the model as it is. `auto`: `chat` where the model has a chat template.
         pub prompt_format: PromptFormat = PromptFormat::Auto,
         /// System message put before every conversation that has none.

@@ -11,7 +11,7 @@ use crate::migration;
 
 /// A value that one key can hold.
 pub(crate) trait FromValue: Sized {
-    /// What a user may write, for messages; numbers are those of `range`.
+    /// Describes the values that are accepted, for messages; numbers are those of `range`.
     fn expected(range: &Range) -> String;
     /// `None` if the value has the wrong type, or is a number outside of `range`.
     fn from_value(value: &Value, range: &Range) -> Option<Self>;
@@ -28,11 +28,11 @@ pub(crate) struct KeyDoc {
     pub key: String,
     /// The names under it that may be written, where it is a table that is told as one key.
     pub entries: Vec<String>,
-    /// What may be written.
+    /// The values that are accepted.
     pub expected: String,
     /// `None` where the key is required.
     pub default: Option<Value>,
-    /// What it is, as the field's documentation says.
+    /// The field's documentation.
     pub text: String,
 }
 

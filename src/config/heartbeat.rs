@@ -18,13 +18,13 @@ const LONG_S: f64 = 1800.0;
 /// `{phase}_s` of its own.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HeartbeatConfig {
-    /// Of phases without a limit of their own.
+    /// The limit of phases that have none of their own.
     pub timeout_s: f64,
     by_phase: Vec<Option<f64>>, // in the order of Phase::ALL
 }
 
 impl HeartbeatConfig {
-    /// What the watchers are told.
+    /// The limits by phase.
     pub fn limits(&self) -> HeartbeatLimits {
         HeartbeatLimits::new(|phase| Duration::from_secs_f64(self.by_phase[phase as usize].unwrap_or(self.timeout_s)))
     }

@@ -42,7 +42,7 @@ impl LoraConfig {
     }
 }
 
-/// What is adapted.
+/// The projections that are adapted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TargetModules {
     /// Every linear projection of a block.

@@ -176,7 +176,7 @@ keys! {
         /// a resumed run computes them again.
         pub carried_kv: CarriedKv = CarriedKv::Recompute,
 
-        /// What becomes of a group whose completions teach nothing, as their rewards are all equal or their mean is outside of
+        /// The treatment of a group whose completions teach nothing, as their rewards are all equal or their mean is outside of
         /// `dynamic_sampling_range`. `none`: it is in the batch, with advantages of 0. `filter`: it is left out of the update.
         /// `replace`: the next prompt is sampled in its place while others are still decoded; the batch is the first groups that
         /// teach something, in the order of the data.
@@ -193,8 +193,8 @@ keys! {
         section "Objective";
         /// Weight of the KL term; 0 loads no reference model.
         pub beta: f64 = 0.0 => at_least(0.0),
-        /// What the KL term compares adapters with: `initial` is a frozen copy of those that `model_name_or_path` names (the base,
-        /// where they are new), `base` is the model without them. Where all weights train it is the initial model.
+        /// The model that the KL term compares adapters with: `initial` is a frozen copy of those that `model_name_or_path` names
+        /// (the base, where they are new), `base` is the model without them. Where all weights train it is the initial model.
         pub reference: ReferenceModel = ReferenceModel::Initial,
         /// Lower clip range.
         pub epsilon: f64 = 0.2 => BELOW_ONE,
@@ -242,7 +242,7 @@ keys! {
         /// AdamW and its schedule.
         #[serde(flatten)]
         pub optimizer: OptimizerConfig,
-        /// What is recomputed in backward; `auto` is the least that fits.
+        /// The activations that backward recomputes; `auto` is the least that fits.
         pub gradient_checkpointing: AutoOr<GradientCheckpointing> = AutoOr::Auto,
         /// Sharding.
         pub zero: ZeroConfig,

@@ -42,12 +42,12 @@ pub(crate) const fn from_to(low: f64, high: f64) -> Range {
 }
 
 impl Range {
-    /// The same with the reason for its bounds.
+    /// Adds the reason for the bounds, which errors give.
     pub const fn because(self, why: &'static str) -> Self {
         Self { why, ..self }
     }
 
-    /// The same without negative numbers.
+    /// Leaves negative numbers out.
     pub fn not_negative(self) -> Self {
         if self.low < 0.0 { Self { low: 0.0, low_is_in: true, ..self } } else { self }
     }

@@ -19,10 +19,10 @@ const MAX_KEYS: usize = 2048;
 const MAX_OPENINGS: usize = 8192;
 /// Longest key for which a similar one is searched, in bytes.
 const MAX_MISTYPED_BYTES: usize = 128;
-/// What reading a file within these bounds may take at most.
+/// Limits of reading a file.
 const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 64 << 20, memory_bytes: 128 << 20, cpu_s: 10 };
 
-/// What the user wrote, before it means anything.
+/// Entries as the user wrote them, not validated yet.
 #[derive(Debug, Default)]
 pub(crate) struct RawConfig {
     entries: Vec<Entry>,
@@ -32,7 +32,7 @@ pub(crate) struct RawConfig {
 struct Entry {
     key: String,
     value: Value,
-    /// What was written, where `value` stands for it.
+    /// The value as written, where `value` replaces it.
     written: Option<Value>,
     /// `run.toml:12` or `command line`.
     origin: String,
@@ -48,7 +48,7 @@ impl Entry {
         !known.contains(&pattern) && !is_empty_table
     }
 
-    /// What to say of a key that is not in `known`.
+    /// Describes a key that is not in `known`, with advice.
     fn unknown(&self, known: &[String]) -> UnknownKey {
         let Self { key, origin, .. } = self;
         let pattern = pattern(key, known);
@@ -105,7 +105,7 @@ impl RawConfig {
         self.entries.iter().find(|entry| entry.key == key).map(|entry| &entry.value)
     }
 
-    /// What was read as something else than was written, one sentence each.
+    /// Sentences about values that were read as others than were written.
     pub fn notices(&self) -> impl Iterator<Item = String> + '_ {
         self.entries.iter().filter_map(|Entry { key, value, written, origin }| {
             let written = written.as_ref()?;

@@ -91,7 +91,7 @@ keys! {
     pub struct CodeConfig {
         /// The column with the tests: a list of `{input, output}`, or `{inputs, outputs}`, or either as JSON text.
         pub tests_column: String = "tests".into(),
-        /// What runs the program, whose file is the last argument.
+        /// The command that runs the program, whose file is the last argument.
         pub command: CommandLine = CommandLine(vec!["python3".into(), "-I".into()]),
         /// Longest time that all tests of a program may take, in seconds; those not passed by then are failed.
         pub timeout_s: f64 = 10.0 => SECONDS,
@@ -122,7 +122,7 @@ keys! {
         pub api_key_env: Option<String> = None,
         /// The model that judges, by its name at the service: it is asked in a chat and answers with a score.
         pub judge_model: Option<String> = None,
-        /// What the judge is asked: a Jinja template of `prompt`, `completion`, `columns` and `max_score`. `none` asks how correct,
+        /// The question to the judge: a Jinja template of `prompt`, `completion`, `columns` and `max_score`. `none` asks how correct,
         /// complete and clear the answer is.
         pub judge_rubric: Option<String> = None,
         /// A regular expression; the first group that took part in the last match of the judge's answer is the score.
@@ -137,7 +137,7 @@ keys! {
         pub timeout_s: Option<f64> = None => SECONDS,
         /// Processes on each rank.
         pub workers: usize = 1 => COUNT,
-        /// What one request holds.
+        /// The completions of one request.
         pub batch: RewardBatch = RewardBatch::Completion,
         /// Requests at once: to an `async` function in each process, to a service over HTTP on each rank. Other rewards serve one
         /// after the other.
@@ -210,7 +210,7 @@ impl ProcessRewards {
 }
 
 impl Config {
-    /// What each of `reward_funcs` is called in metrics and files: a Python function by its own name.
+    /// The names of `reward_funcs` in metrics and files: a Python function by its own name.
     pub fn reward_names(&self) -> Vec<String> {
         self.reward_funcs.iter().map(|entry| reward_name(entry).to_owned()).collect()
     }
@@ -228,7 +228,7 @@ impl Config {
     }
 }
 
-/// What an entry of `reward_funcs` is called.
+/// The name of an entry of `reward_funcs`.
 pub(crate) fn reward_name(entry: &str) -> &str {
     if is_python(entry) { entry.rsplit([':', '.']).next().unwrap_or(entry) } else { entry }
 }

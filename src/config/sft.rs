@@ -51,7 +51,7 @@ keys! {
         /// AdamW and its schedule.
         #[serde(flatten)]
         pub optimizer: OptimizerConfig,
-        /// What is recomputed in backward.
+        /// The activations that backward recomputes.
         pub gradient_checkpointing: GradientCheckpointing = GradientCheckpointing::Full,
         /// Sharding.
         pub zero: ZeroConfig,

@@ -30,7 +30,7 @@ impl Config {
     }
 }
 
-/// The same of a supervised run.
+/// Saved forms of a supervised run's configuration.
 impl SftConfig {
     pub(crate) fn entries(&self) -> Vec<(String, Value)> {
         entries(self)

@@ -54,7 +54,7 @@ impl Config {
         check("residency.optimizer", OptimizerResidency::Swap.name(), !swaps, stays)
     }
 
-    /// What `world_size` ranks do.
+    /// The roles of `world_size` ranks.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] if none is left to train.

@@ -1,4 +1,4 @@
-//! What keys must satisfy together, before a model or a world is known; what one takes stands beside it.
+//! Rules that keys must satisfy together, before a model or a world is known. The range of a single key is in its declaration.
 
 use regex::Regex;
 
@@ -141,7 +141,8 @@ impl SftConfig {
     }
 }
 
-/// What was written, or all that is wrong with it: keys and values each by itself, and where none is, what they are together.
+/// The validated configuration, or all that is wrong with it: keys and values each by itself, and where none is wrong, their
+/// combination.
 fn validated<T: Field>(raw: &RawConfig, checks: impl Fn(&T) -> Vec<Result<()>>) -> Result<T> {
     let mut wrong = Vec::new();
     let config = T::read(raw, "", None, &ANY, &mut wrong);

@@ -17,7 +17,7 @@ pub(super) fn path(kind: &str, name: &str, key: &str) -> Result<PathBuf> {
     Ok(folder()?.join(kind).join(format!("{name}-{}.{kind}", &hash[..32])))
 }
 
-/// What `parse` makes of the file's bytes, if it is there. A file that it can't read makes way for another.
+/// Reads a file with `parse`, if it is there. One that `parse` rejects is replaced later.
 pub(super) fn read<T>(path: &Path, parse: impl FnOnce(Vec<u8>) -> Option<T>) -> Result<Option<T>> {
     let parsed = match std::fs::read(path) {
         Ok(bytes) => parse(bytes),

@@ -1,4 +1,4 @@
-//! What GPUs can do by their data sheets, and what was measured on those that this program was measured on.
+//! Rates of GPUs by their data sheets, and measured ones where this program was measured.
 
 /// A GPU that is known by its name.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -9,11 +9,11 @@ pub struct Chip {
     pub bf16_flop_per_s: f64,
     /// Bandwidth of its memory in bytes a second, by the data sheet.
     pub memory_bytes_per_s: f64,
-    /// What was measured on one (docs/benchmarks.md).
+    /// Rates that were measured on one (docs/benchmarks.md).
     pub measured: Option<Rates>,
 }
 
-/// What a GPU reaches.
+/// Rates that a GPU reaches.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rates {
     /// Large bfloat16 products, in floating-point operations a second.

@@ -83,7 +83,7 @@ impl Context {
         Ok(text.to_string_lossy().to_lowercase())
     }
 
-    /// What its maker calls the GPU.
+    /// The GPU's name.
     ///
     /// # Errors
     /// [`Error::Cuda`].

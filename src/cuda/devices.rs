@@ -5,7 +5,7 @@ use cudarc::driver::{result, sys};
 
 use crate::error::{Error, Result};
 
-/// What a context with cuBLAS and NCCL takes of a GPU, roughly.
+/// Memory that a context with cuBLAS and NCCL takes of a GPU, roughly.
 const LIBRARY_BYTES: usize = 1 << 30;
 
 /// One line per visible GPU, in the driver's order: `0: NVIDIA H200, 143771 MiB`. Empty where there is no driver. Creates no
@@ -55,7 +55,7 @@ pub fn available_bytes() -> Result<usize> {
     Ok(smallest.saturating_sub(LIBRARY_BYTES))
 }
 
-/// What the driver answers before there is a context to use.
+/// An error of the driver before there is a context.
 pub(super) fn failed(error: result::DriverError) -> Error {
     Error::Environment { message: format!("CUDA driver: {:?}", error.0) }
 }

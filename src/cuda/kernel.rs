@@ -36,7 +36,7 @@ pub(super) enum Argument {
     Count(i64),
     /// `float`.
     Float(f32),
-    /// What copies of boxes of a matrix go by.
+    /// The descriptor by which boxes of a matrix are copied.
     TensorMap(sys::CUtensorMap),
 }
 

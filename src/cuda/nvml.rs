@@ -1,4 +1,4 @@
-//! What NVML says of the visible GPUs: who holds their memory (it needs no context and sees other processes), what energy they
+//! Queries NVML for the visible GPUs: who holds their memory (it needs no context and sees other processes), what energy they
 //! have taken.
 #![allow(unsafe_code)]
 
@@ -9,7 +9,7 @@ use cudarc::driver::result;
 use super::devices::{devices, failed};
 use crate::error::{Error, Result};
 
-/// What a GPU may hold for others: displays, monitors, the driver itself.
+/// Memory that a GPU may hold for others: displays, monitors, the driver itself.
 const TOLERATED_BYTES: u64 = 1 << 30;
 const MAX_PROCESSES: usize = 64;
 
@@ -64,7 +64,7 @@ pub struct EnergyMeter {
 }
 
 impl EnergyMeter {
-    /// Of a visible GPU.
+    /// The energy meter of a visible GPU.
     ///
     /// # Errors
     /// [`Error::Cuda`] for a GPU that does not exist; [`Error::Environment`] where there is no NVML or it does not know the GPU.
@@ -145,7 +145,7 @@ impl Nvml {
         Ok(known.then_some(handle))
     }
 
-    /// What is held of one GPU, by whom, if it is more than is tolerated.
+    /// Describes the memory of one GPU that others hold, if it is more than is tolerated.
     fn held(&self, ordinal: i32) -> Result<Option<String>> {
         let mut memory = NvmlMemory {
             version: (size_of::<NvmlMemory>() | 2 << 24) as c_uint,
@@ -182,7 +182,7 @@ fn describe(used: u64, processes: &[NvmlProcess]) -> String {
     format!("{} MiB are held by {list}", used >> 20)
 }
 
-/// As NVML writes it: `GPU-` and the bytes in groups of 4, 2, 2, 2 and 6.
+/// The UUID as NVML writes it: `GPU-` and the bytes in groups of 4, 2, 2, 2 and 6.
 fn uuid_text(bytes: &[u8; 16]) -> CString {
     let mut text = "GPU".to_owned();
     for range in [0..4, 4..6, 6..8, 8..10, 10..16] {

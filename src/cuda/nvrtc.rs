@@ -55,7 +55,7 @@ sources! {
     SWIGLU = "swiglu.cu",
 }
 
-/// What the sources include. CUDA's own headers, as that for bf16, do not come with the compiler's package.
+/// Headers that the sources include. CUDA's own ones, such as that for bf16, do not come with the compiler's package.
 const HEADERS: [(&CStr, &str); 9] = [
     (c"attention.cuh", include_str!("../kernels/attention.cuh")),
     (c"attention_merge.cuh", include_str!("../kernels/attention_merge.cuh")),
@@ -111,7 +111,7 @@ fn key_of(source: &KernelSource, capability: (i32, i32), version: (c_int, c_int)
     format!("{} {version:?} {OPTIONS:?}\n{headers}\n{}", architecture(capability), source.text)
 }
 
-/// What the compiler calls it, for Hopper with the instructions that no later chip has.
+/// The compiler's name of the architecture, for Hopper with the instructions that no later chip has.
 fn architecture((major, minor): (i32, i32)) -> String {
     let own = if (major, minor) == (9, 0) { "a" } else { "" };
     format!("sm_{major}{minor}{own}")

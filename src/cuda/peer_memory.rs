@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 use super::context::{Context, OUT_OF_MEMORY, check};
 use crate::error::{Error, Result};
 
-/// What another process maps a rank's memory by.
+/// The size of a handle by which another process maps a rank's memory.
 pub const HANDLE_BYTES: usize = 64;
 
 /// This rank's memory, and its peers' where they are mapped. It stays until the process ends, since peers may have it mapped
@@ -50,7 +50,7 @@ impl PeerMemory {
         Ok(memory)
     }
 
-    /// What peers map this rank's memory by.
+    /// The handle by which peers map this rank's memory.
     ///
     /// # Errors
     /// [`Error::Cuda`] where the system does not let processes share memory.

@@ -17,7 +17,7 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// What the keys ask for on this machine, before any process has joined a world. Creates no context on a GPU.
+    /// The placement that the keys ask for on this machine, before any process has joined a world. Creates no context on a GPU.
     ///
     /// # Errors
     /// [`Error::Environment`] if CUDA is asked for where no GPU is visible, or the NVIDIA driver is there but does not work.
@@ -31,7 +31,7 @@ impl Placement {
         Ok(Self::of(on_cuda, dtype))
     }
 
-    /// What the keys mean in a world whose tensors are on `actual`.
+    /// The placement in a world whose tensors are on `actual`.
     ///
     /// # Errors
     /// [`Error::Environment`] if the world was joined with the backend of another device than `device` names.
@@ -47,7 +47,7 @@ impl Placement {
         Ok(Self::of(on_cuda, dtype))
     }
 
-    /// What the keys mean on GPUs of another machine.
+    /// The placement on GPUs of another machine.
     pub fn on_other_gpus(dtype: Dtype) -> Self {
         Self::of(true, dtype)
     }

@@ -9,7 +9,7 @@ use super::context::Context;
 use super::stream::CudaEvent;
 use crate::error::Result;
 
-/// What an operation cannot do without.
+/// The bytes and floating-point operations that an operation needs at least.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct OpCost {
     /// Multiplications and additions of matrix products.
@@ -21,7 +21,7 @@ pub struct OpCost {
 /// All operations of a family in one [`profile`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct OpFamily {
-    /// What they do.
+    /// The name of the operations.
     pub name: &'static str,
     /// How many there were.
     pub calls: usize,
@@ -49,12 +49,12 @@ thread_local! {
 }
 
 impl OpCost {
-    /// Of a product [m, k] x [k, n].
+    /// The cost of a product [m, k] x [k, n].
     pub fn product(m: i64, n: i64, k: i64) -> Self {
         Self { flop: 2.0 * m as f64 * n as f64 * k as f64, bytes: 0.0 }
     }
 
-    /// Of one pass over each of the tensors.
+    /// The cost of one pass over each of the tensors.
     pub fn pass(tensors: &[&Tensor]) -> Self {
         let bytes: usize = tensors.iter().map(|tensor| tensor.numel() * tensor.kind().elt_size_in_bytes()).sum();
         Self { flop: 0.0, bytes: bytes as f64 }

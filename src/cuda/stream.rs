@@ -39,7 +39,7 @@ impl Stream {
         self.raw.cast()
     }
 
-    /// What is queued from now on starts after `event`.
+    /// Makes work that is queued from now on start after `event`.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -48,7 +48,7 @@ impl Stream {
         check("cuStreamWaitEvent", unsafe { result::stream::wait_event(self.raw, event.raw, WAIT) })
     }
 
-    /// What is queued from now on starts after all that libtorch has queued on its current stream of this GPU.
+    /// Makes work that is queued from now on start after all that libtorch has queued on its current stream of this GPU.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -65,7 +65,7 @@ impl Stream {
         CudaEvent::record(&self.context, self.raw)
     }
 
-    /// The same, for [`CudaEvent::time_until`].
+    /// Records an event whose time can be read, for [`CudaEvent::time_until`].
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -118,7 +118,8 @@ unsafe impl Send for CudaEvent {}
 unsafe impl Sync for CudaEvent {}
 
 impl CudaEvent {
-    /// What libtorch queues from now on, on its current stream of this GPU, starts after this event. The host goes on.
+    /// Makes work that libtorch queues from now on, on its current stream of this GPU, start after this event. The host does not
+    /// wait.
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].
@@ -126,7 +127,7 @@ impl CudaEvent {
         self.hold(torch::current_cuda_stream(self.context.ordinal())?.cast())
     }
 
-    /// What is queued on one of libtorch's streams from now on starts after this event.
+    /// Makes work that is queued on one of libtorch's streams from now on start after this event.
     pub(super) fn hold(&self, stream: sys::CUstream) -> Result<()> {
         // SAFETY: libtorch's streams live as long as the process; the event is alive.
         check("cuStreamWaitEvent", unsafe { result::stream::wait_event(stream, self.raw, WAIT) })

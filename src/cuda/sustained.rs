@@ -1,4 +1,4 @@
-//! What work takes of a GPU that has to keep to its power.
+//! Time and energy of work on a GPU that is held to its power limit.
 
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ const SECONDS: f64 = 0.5;
 /// Most repetitions for that: some work takes next to no time.
 const MOST: f64 = 20_000.0;
 
-/// What work takes when nothing else runs for half a second, as the chip's clock then follows its power.
+/// Time and energy of work when nothing else runs for half a second, as the chip's clock then follows its power.
 #[derive(Debug, Clone, Copy)]
 pub struct Sustained {
     /// Microseconds.
@@ -21,7 +21,7 @@ pub struct Sustained {
 }
 
 impl Sustained {
-    /// Of what `work` queues on `stream`, which takes about `us` microseconds alone.
+    /// Measures `work`, which queues on `stream` and takes about `us` microseconds alone.
     ///
     /// # Errors
     /// Those of `work`; [`crate::Error::Cuda`]; [`crate::Error::Environment`] for a GPU that does not count its energy.

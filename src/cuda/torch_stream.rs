@@ -35,7 +35,7 @@ impl TorchStream {
         Self::of_pool(context, false)
     }
 
-    /// The same of the pool whose blocks the GPU starts before those of other streams.
+    /// A stream of the pool whose blocks the GPU starts before those of other streams.
     ///
     /// # Errors
     /// As [`TorchStream::new`].
@@ -79,7 +79,7 @@ impl TorchStream {
         CudaEvent::record(&self.context, self.raw)
     }
 
-    /// The same, for [`CudaEvent::time_until`].
+    /// Records an event whose time can be read, for [`CudaEvent::time_until`].
     ///
     /// # Errors
     /// [`crate::Error::Cuda`].

@@ -36,7 +36,7 @@ const MAX_OPERATORS: usize = 32_768;
 const MAX_OUTPUT_BYTES: usize = 4 << 20;
 /// The template's own name, in messages.
 const NAME: &str = "chat_template";
-/// What one rendering may take. The stack is enough for `MAX_OPERATORS` levels of syntax and `FUEL` levels of a value.
+/// Limits of one rendering. The stack is enough for `MAX_OPERATORS` levels of syntax and `FUEL` levels of a value.
 const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 256 << 20, memory_bytes: 128 << 20, cpu_s: 2 };
 
 /// Threads that are started anew because a conversation broke a limit.
@@ -67,7 +67,7 @@ pub struct ChatTemplate {
 
 type Thread = Confined<TemplateJob, Result<String>>;
 
-/// What a template's thread is started from.
+/// The text that a template's thread is started with.
 #[derive(Debug)]
 struct Start {
     now: u64,
@@ -77,7 +77,7 @@ struct Start {
     num_breaches: AtomicUsize,
 }
 
-/// What the template's thread is asked for.
+/// A job for the template's thread.
 #[derive(Debug)]
 enum TemplateJob {
     Compile,
@@ -85,7 +85,7 @@ enum TemplateJob {
     Render(Conversation),
 }
 
-/// What a template is rendered with.
+/// The messages and variables that a template is rendered with.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Conversation {
     /// Objects with a `role` and what else the template reads: `content`, `tool_calls`, `tool_call_id`, `name`.
@@ -106,7 +106,7 @@ impl Conversation {
     }
 }
 
-/// What the template's thread has.
+/// The parsed template, owned by its thread.
 #[derive(Debug)]
 struct Renderer {
     environment: Environment<'static>,

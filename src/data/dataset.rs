@@ -12,7 +12,7 @@ use crate::config::{DataConfig, PromptFormat};
 use crate::error::{Error, Result};
 use crate::types::Prompt;
 
-/// What rows must fit into, and how their prompts are read.
+/// Limits of rows, and how their prompts are read.
 #[derive(Debug, Clone, Default)]
 pub struct DatasetOptions {
     /// Longest prompt in tokens; `None` is no limit of its own.
@@ -21,7 +21,7 @@ pub struct DatasetOptions {
     pub max_model_length: Option<usize>,
     /// Tokens of `max_model_length` that are kept free for the completion.
     pub max_completion_length: usize,
-    /// What becomes of a prompt that is text.
+    /// The treatment of a prompt that is text.
     pub prompt_format: PromptFormat,
     /// System message for conversations that have none; a prompt that stays text has none.
     pub system_prompt: Option<String>,
@@ -60,7 +60,7 @@ pub struct DatasetCounts {
     pub kept: usize,
     /// The limit of the first of these.
     pub max_prompt_length: Option<usize>,
-    /// Those of the second: `max_model_length`, and what of it is the completion's.
+    /// The bounds of prompt and completion together: `max_model_length`, and the completion's part of it.
     pub context: Option<(usize, usize)>,
     /// Prompts an epoch has, where the weights of sources repeat rows or leave some out.
     pub drawn: Option<usize>,
@@ -73,7 +73,7 @@ pub struct DatasetCounts {
 }
 
 impl DatasetCounts {
-    /// What the user may not have meant, and how to mend it, each behind `warning:` or `notice:`.
+    /// Warnings and notices about what the user may not have meant, and how to mend it, each behind `warning:` or `notice:`.
     pub fn notices(&self) -> Vec<String> {
         let Self { texts, read, kept, .. } = self;
         let lost = read - kept;
@@ -101,7 +101,7 @@ impl DatasetCounts {
         true
     }
 
-    /// What becomes of the prompts.
+    /// Describes the treatment of prompts.
     fn format(&self) -> &'static str {
         match (self.texts, self.text_is_chat) {
             (0, _) => "conversations, through the chat template",
@@ -243,7 +243,7 @@ impl Dataset {
         Ok(())
     }
 
-    /// What becomes of the prompts, and the first of them as the model reads it.
+    /// Describes the treatment of prompts, with the first of them as the model reads it.
     pub fn description(&self) -> String {
         let text = &self.prompts[0].text;
         let shown: String = text.chars().take(SHOWN_CHARS).collect();

@@ -59,7 +59,7 @@ struct Date {
     year: u64,
     month: usize,
     day: u64,
-    /// From 1.
+    /// Day of the year, from 1.
     day_of_year: u64,
     /// Sunday is 0.
     weekday: u64,

@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::types::Structure;
 use crate::untrusted::{self, ThreadLimits};
 
-/// What compiling one grammar may take.
+/// Limits of compiling one grammar.
 const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 256 << 20, memory_bytes: 256 << 20, cpu_s: 10 };
 /// Longest schema, expression, choice or grammar.
 const MAX_BYTES: usize = 256 << 10;

@@ -18,7 +18,7 @@ const MAX_COLUMNS: u64 = 1000;
 /// Longest footer that is read.
 const MAX_FOOTER_BYTES: u64 = 64 << 20;
 
-/// What a file starts with.
+/// The first bytes of a file.
 pub(super) const MAGIC: &[u8; 4] = b"PAR1";
 
 /// The rows in order; what is wrong with the file, or with the next row.

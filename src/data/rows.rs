@@ -14,7 +14,7 @@ use crate::untrusted;
 
 /// Longest line that is read: what has no end is no row.
 const MAX_LINE_BYTES: u64 = 64 << 20;
-/// What is looked at to tell a format.
+/// Bytes that are read to tell a format.
 const FIRST_BYTES: u64 = 64;
 /// Longest file of one JSON list that is read.
 const MAX_LIST_BYTES: u64 = 2 << 30;
@@ -38,7 +38,7 @@ pub(super) enum RawPrompt {
     Conversation(Vec<Message>),
 }
 
-/// What a row gives to learn.
+/// A row to be learned.
 pub(super) enum RawExample {
     /// A prompt and the text that follows it.
     Completion(RawPrompt, String),
@@ -151,7 +151,7 @@ impl Row {
         }
     }
 
-    /// What is to be learned: a prompt and its `completion`, both as text or as messages, or else a conversation in `messages`.
+    /// The row as an example: a prompt and its `completion`, both as text or as messages, or else a conversation in `messages`.
     pub fn example(&self, column: Option<&str>) -> Result<RawExample> {
         match (self.given("completion"), self.given("messages")) {
             (Some(Value::String(text)), _) => Ok(RawExample::Completion(self.prompt(column)?, text.clone())),
@@ -223,7 +223,7 @@ pub(super) struct ChatFormat<'a> {
 }
 
 impl<'a> ChatFormat<'a> {
-    /// What `format` comes to with this tokenizer.
+    /// Resolves `format` for this tokenizer.
     pub fn new(format: PromptFormat, system_prompt: Option<&'a str>, tokenizer: &Tokenizer) -> Self {
         let text_is_chat = match format {
             PromptFormat::Auto => tokenizer.has_chat_template(),

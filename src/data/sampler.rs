@@ -103,7 +103,7 @@ impl PromptSampler {
         self.next_batch_beside(n, &[])
     }
 
-    /// The same beside rows that are `under_way` from earlier batches: they come last in a new epoch too.
+    /// The next rows, where others are `under_way` from earlier batches: those come last in a new epoch too.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there are fewer rows than both together.
@@ -130,7 +130,7 @@ impl PromptSampler {
         self.state.epoch as f64 + self.state.position as f64 / self.epoch_len.max(1) as f64
     }
 
-    /// Where it stands.
+    /// The sampler's position, to be saved.
     pub fn state(&self) -> &SamplerState {
         &self.state
     }

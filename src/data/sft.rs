@@ -92,7 +92,7 @@ impl SftDataset {
         Ok(data)
     }
 
-    /// What is said where more than a tenth of the completions is left out.
+    /// The warning where more than a tenth of the completions is left out.
     pub fn warning(&self) -> Option<String> {
         let (lost, all) = (self.too_long, self.examples.len() + self.too_long);
         let told =
@@ -125,7 +125,7 @@ impl EndTokens {
         Ok(ids)
     }
 
-    /// The same of what a chat template wrote: behind the end of an answer stands what leads to the next message.
+    /// Ends an answer that a chat template wrote: what leads to the next message follows its end.
     fn close_turn(&self, mut ids: Vec<u32>) -> Result<Vec<u32>> {
         let end = ids.iter().position(|id| self.all.contains(id));
         ids.truncate(end.map_or(ids.len(), |end| end + 1));
@@ -133,7 +133,7 @@ impl EndTokens {
     }
 }
 
-/// What a row teaches; `None` for an example of more than `max_bytes`, which is not tokenized: that would take hundreds of bytes
+/// The examples of a row; `None` for one of more than `max_bytes`, which is not tokenized: that would take hundreds of bytes
 /// for each of its own.
 fn examples(
     row: &Row,

@@ -15,7 +15,7 @@ const HUB_SCHEME: &str = "hf://datasets/";
 /// Files of rows, in order.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RowSources {
-    /// What a user calls them.
+    /// The source as the user named it.
     pub name: String,
     /// Each file, and how often its rows are seen in an epoch.
     pub(super) files: Vec<(PathBuf, f64)>,

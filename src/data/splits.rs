@@ -21,7 +21,7 @@ const KEYWORDS: [(&str, &[&str]); 3] = [
 const WITHIN: MatchOptions =
     MatchOptions { case_sensitive: true, require_literal_separator: true, require_literal_leading_dot: false };
 
-/// What reading a README's header and matching its patterns may take.
+/// Limits of reading a README's header and matching its patterns.
 const LIMITS: ThreadLimits = ThreadLimits { stack_bytes: 64 << 20, memory_bytes: 256 << 20, cpu_s: 5 };
 
 /// Files by split.

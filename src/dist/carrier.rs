@@ -1,4 +1,4 @@
-//! What carries tensors between ranks.
+//! Backends that carry tensors between ranks.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use super::shm::{Member, ShmGroup};
 use super::single::SingleRank;
 use crate::error::Result;
 
-/// What carries tensors between ranks.
+/// The backend that carries tensors between ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backend {
     /// Shared memory, for CPU tensors of ranks on one host.
@@ -20,7 +20,7 @@ pub enum Backend {
     Nccl,
 }
 
-/// What takes tensors to other ranks.
+/// The backend that carries tensors to other ranks.
 #[derive(Debug)]
 pub(super) enum Carrier {
     /// There are none.

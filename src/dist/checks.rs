@@ -1,4 +1,4 @@
-//! What every backend asks of tensors before it touches them.
+//! Checks of tensors that every backend makes before it touches them.
 
 use tch::{Device, Kind, Tensor};
 

@@ -1,4 +1,4 @@
-//! What a group of ranks can do together, whichever backend carries it.
+//! Collective operations of a group of ranks, whichever backend carries them.
 
 use std::fmt::Debug;
 use std::sync::Arc;

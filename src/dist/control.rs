@@ -151,7 +151,7 @@ mod tests {
     use super::*;
     use crate::dist::testing;
 
-    /// What every carrier must do, whatever the number of ranks.
+    /// Checks that every control plane must pass, whatever the number of ranks.
     fn check(control: &dyn ControlPlane, ranks: &[usize], rank: usize) {
         let group = RankGroup::new(0, "world", ranks, rank);
         let expected: Vec<Vec<u8>> = ranks.iter().map(|&rank| vec![rank as u8; rank * 3]).collect();

@@ -35,7 +35,8 @@ impl World {
         self.mesh_of(0..self.size(), self.group(), tensor_parallel_size, shard_group_size)
     }
 
-    /// The same where the last `num_generators` ranks have the tp groups and the others the shard groups. All ranks of the mesh
+    /// The mesh of a split world: the last `num_generators` ranks have the tp groups and the others the shard groups. All ranks
+    /// of the mesh
     /// are those that do what this one does.
     ///
     /// # Errors

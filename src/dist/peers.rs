@@ -17,7 +17,7 @@ type Host<'a> = (&'a dyn ControlPlane, &'a Arc<RankGroup>);
 struct Known {
     /// In which communication epoch it was zeroed.
     epoch: u64,
-    /// None where ranks cannot map one another's.
+    /// Memory that all ranks map; `None` where they cannot.
     memory: Option<Arc<PeerMemory>>,
 }
 

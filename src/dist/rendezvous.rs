@@ -76,7 +76,7 @@ pub(super) fn meet(env: &WorkerEnv, options: &WorldOptions) -> Result<Member> {
 /// Where rank 0's memory is: its process and a descriptor of that.
 type SegmentAddress = (u32, RawFd);
 
-/// What rank 0 must keep until every rank has the memory mapped: its file, and the store that it may serve.
+/// Rank 0's file, and the store that it may serve; it keeps both until every rank has the memory mapped.
 struct OfferedSegment {
     _file: File,
     _store: Arc<Store>,

@@ -16,7 +16,7 @@ pub(crate) fn worlds<T: Send>(num_ranks: usize, body: impl Fn(World) -> T + Sync
     worlds_with(num_ranks, 64 << 10, Duration::from_secs(20), body)
 }
 
-/// The same with slots of `slot_bytes` and waits of `timeout`.
+/// Runs `body` on threads that are ranks, with slots of `slot_bytes` and waits of `timeout`.
 pub(crate) fn worlds_with<T: Send>(
     num_ranks: usize,
     slot_bytes: usize,

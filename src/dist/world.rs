@@ -30,7 +30,7 @@ const TENSORS: usize = 1;
 pub struct WorldOptions {
     /// Longest wait for peers, at rendezvous and in every collective.
     pub timeout: Duration,
-    /// What carries tensors.
+    /// The backend that carries tensors.
     pub backend: Backend,
     /// Shared memory per rank and group, in bytes; larger tensors pass through in pieces of half of it.
     pub slot_bytes: usize,
@@ -70,7 +70,7 @@ impl World {
         Self::alone(env, Device::Cpu, Lane::immediate())
     }
 
-    /// The same for tensors of `backend`: with NCCL's, on the first visible GPU.
+    /// A world of this process alone for tensors of `backend`: with NCCL, on the first visible GPU.
     ///
     /// # Errors
     /// [`Error::Environment`] if there is no GPU or libtorch's CUDA half is not to be had.

@@ -1,4 +1,4 @@
-//! What rank 0 tells the other ranks of an engine before a step: the requests that came, and those that nobody waits for.
+//! Rank 0's announcement to the other ranks of an engine before a step: the requests that came, and those that nobody waits for.
 //!
 //! Every turn of the loop has a header of fixed size, the turn's number and how many bytes follow. Most have none.
 
@@ -40,7 +40,7 @@ pub(super) enum RequestChange {
     Cancel(u64),
 }
 
-/// What happens before a step.
+/// Changes that all ranks make before a step.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Announcement {
     pub changes: Vec<RequestChange>,

@@ -38,7 +38,7 @@ pub(super) struct Answer {
     num_open: usize,
 }
 
-/// What is new of one completion.
+/// The part of one completion that is not sent yet.
 #[derive(Debug)]
 struct Choice {
     text: TextStream,
@@ -195,7 +195,7 @@ impl Answer {
         })
     }
 
-    /// What is new of a choice, which is sent with this.
+    /// The new part of a choice, which counts as sent.
     fn choice(&mut self, index: usize, is_chunk: bool) -> Value {
         let choice = &mut self.choices[index];
         let is_first = !std::mem::replace(&mut choice.has_role, true);

@@ -43,7 +43,7 @@ pub(super) struct ApiRequest {
     pub model: Option<String>,
     pub prompts: Vec<PromptSource>,
     pub params: SamplingParams,
-    /// None: as many as fit.
+    /// Most tokens of a completion; `None` is as many as fit.
     pub max_tokens: Option<usize>,
     /// Whether the random key is the client's.
     pub has_seed: bool,

@@ -13,7 +13,7 @@ use super::refusal::Refusal;
 use crate::rollout::Request;
 use crate::types::{FinishReason, TokenLogprob};
 
-/// What may be under way.
+/// Limits on requests under way.
 #[derive(Debug, Clone, Copy)]
 pub struct ClientLimits {
     /// Most completions that are waiting or running; more are refused.
@@ -22,7 +22,7 @@ pub struct ClientLimits {
     pub grace: Duration,
 }
 
-/// What becomes of a request. Choices are numbered over all prompts of a ticket.
+/// Progress of a request. Choices are numbered over all its prompts.
 #[derive(Debug, Clone, PartialEq)]
 pub enum RequestUpdate {
     /// A choice gained a token.
@@ -47,7 +47,7 @@ pub enum RequestUpdate {
     Refused(Refusal),
 }
 
-/// What the engine's loop is told.
+/// A message to the engine's loop.
 #[derive(Debug)]
 pub(super) enum EngineCommand {
     Submit {
@@ -62,7 +62,7 @@ pub(super) enum EngineCommand {
     },
 }
 
-/// What both ends know.
+/// State that clients and the engine's loop share.
 #[derive(Debug)]
 pub(super) struct ClientShared {
     pub limits: ClientLimits,
@@ -73,7 +73,7 @@ pub(super) struct ClientShared {
     next_ticket: AtomicU64,
 }
 
-/// One that submits; as many as wanted.
+/// Submits requests to an engine; there may be any number of clients.
 #[derive(Debug, Clone)]
 pub struct EngineClient {
     commands: Sender<EngineCommand>,

@@ -1,4 +1,4 @@
-//! What an endpoint counts, in Prometheus' text form.
+//! An endpoint's counters, in Prometheus' text format.
 
 use std::fmt::Write;
 use std::sync::Mutex;

@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::rollout::RolloutEngine;
 use crate::types::SamplingParams;
 
-/// What was said so far, and how it goes on.
+/// A conversation: its messages, and the sampling of the next answer.
 #[derive(Debug)]
 pub struct Dialogue {
     client: EngineClient,

@@ -66,19 +66,19 @@ pub fn drive(engine: &mut RolloutEngine<'_>, world: &World, mut queue: Option<En
     session.close()
 }
 
-/// What is under way.
+/// Requests under way.
 #[derive(Default)]
 struct Requests {
     open: HashMap<RequestId, OpenRequest>,
     of_ticket: HashMap<u64, Vec<RequestId>>,
-    /// Those that are announced in this turn, on rank 0.
+    /// Listeners of the requests that this announcement submits, on rank 0.
     coming: HashMap<u64, Vec<Listener>>,
     /// When the grace is over, once a stop was asked for.
     deadline: Option<Instant>,
 }
 
 impl Requests {
-    /// What clients have asked for since the last turn. Waits a moment if there is nothing else to do.
+    /// Collects the clients' commands since the last call. Waits a moment if there is nothing else to do.
     fn announcement(&mut self, queue: &mut EngineQueue, session: &Session<'_>) -> Announcement {
         let mut announcement = Announcement::default();
         if !session.has_work() {

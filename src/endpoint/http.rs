@@ -26,7 +26,7 @@ const BODY_ROOM_KIB: u32 = 256 << 10;
 /// How long a body may take to arrive.
 const BODY_TIME: Duration = Duration::from_secs(30);
 
-/// What every request is answered from.
+/// State that every HTTP handler reads.
 #[derive(Debug)]
 pub(super) struct HttpState {
     pub model: ServedModel,

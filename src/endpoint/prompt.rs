@@ -10,7 +10,7 @@ use crate::error::Error;
 use crate::rollout::Request;
 use crate::types::SamplingParams;
 
-/// What a model can take.
+/// Limits and tokenizer of the served model.
 #[derive(Debug, Clone)]
 pub(super) struct ServedModel {
     /// The name that clients ask for.

@@ -12,7 +12,7 @@ pub struct Refusal {
     pub status: u16,
     /// The field of the request that is wrong, if it is one.
     pub param: Option<String>,
-    /// What is wrong, what was expected, how to mend it.
+    /// The fault, the value that was expected, and how to mend it.
     pub message: String,
 }
 

@@ -11,7 +11,7 @@ use crate::data::{GrammarCompiler, Tokenizer};
 use crate::error::Result;
 use crate::http::HttpServer;
 
-/// What is served, and to whom.
+/// Options of the server.
 #[derive(Debug, Clone)]
 pub struct ServerOptions {
     /// The model's name, as clients ask for it.

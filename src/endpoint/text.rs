@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::data::Tokenizer;
 use crate::error::Result;
 
-/// What a decoder writes for bytes that are no whole character yet.
+/// The character that a decoder writes for bytes that are no whole character yet.
 const INCOMPLETE: char = '\u{FFFD}';
 
 /// The text of one growing completion.
@@ -18,7 +18,7 @@ pub struct TextStream {
     stop: Vec<String>,
     /// Ids whose text is not taken in yet, behind those that it depends on.
     ids: Vec<u32>,
-    /// Of `ids`, those that are there for context.
+    /// The first of `ids`, which are there for context.
     num_known: usize,
     /// Decoded, not returned.
     held: String,
@@ -26,7 +26,7 @@ pub struct TextStream {
 }
 
 impl TextStream {
-    /// Of a completion that one of `stop` ends.
+    /// The text of a completion that one of `stop` ends.
     pub fn new(tokenizer: Arc<Tokenizer>, stop: Vec<String>) -> Self {
         Self { tokenizer, stop, ids: Vec::new(), num_known: 0, held: String::new(), has_ended: false }
     }

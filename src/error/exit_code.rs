@@ -1,4 +1,4 @@
-//! What a process ends with, and which error ends it with what.
+//! Exit codes, and the errors that end a process with them.
 
 use super::Error;
 
@@ -26,7 +26,7 @@ pub enum ExitCode {
     Numerics = 13,
     /// A reward's workers fail again and again, or rewards score nothing.
     RewardService = 14,
-    /// Nothing moved for the configured time.
+    /// No progress for the configured time.
     Hang = 15,
     /// Preempted; the state was saved.
     Preempted = 75,

@@ -57,7 +57,7 @@ pub struct Estimate {
 }
 
 impl Estimate {
-    /// Of a mean over problems.
+    /// The estimate of a mean over problems.
     pub fn of(stats: &BatchStats) -> Self {
         Self { mean: stats.mean(), standard_error: stats.std() / stats.count.sqrt() }
     }
@@ -146,7 +146,7 @@ fn is_solved(completion: &Trajectory, solved_by: &[usize]) -> Option<bool> {
     Some(marks.all(|mark| mark >= SOLVED))
 }
 
-/// Of the samples that have a verdict.
+/// Verdicts of the samples that have one.
 pub fn verdicts(group: &RolloutGroup, solved_by: &[usize]) -> Vec<bool> {
     group.completions.iter().filter_map(|completion| is_solved(completion, solved_by)).collect()
 }
@@ -223,7 +223,7 @@ mod tests {
         assert_eq!(pass_at_k(&[true], 2), None);
     }
 
-    /// Of rewards [format, answer], the answer decides, whatever the weighted sum is.
+    /// With rewards [format, answer] the answer decides, whatever the weighted sum is.
     #[test]
     fn a_sample_is_solved_by_the_rewards_that_decide() {
         let sample = |rewards: [Option<f32>; 2]| Trajectory {

@@ -5,7 +5,7 @@ use crate::dist::{ReduceOp, World, all_reduce_f64, first_text, share};
 use crate::error::Result;
 use crate::reward::RewardPool;
 
-/// What is said of a data set some of whose reference answers a reward cannot compare with; each rank asks about its share.
+/// The notice for a data set some of whose reference answers a reward cannot compare with; each rank asks about its share.
 /// Collective over the world.
 ///
 /// # Errors

@@ -15,7 +15,7 @@ const ZERO_STD: f64 = 1e-8;
 /// How rewards become advantages. Defaults are those of TRL 1.16's `GRPOConfig`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdvantageConfig {
-    /// What a reward is compared with.
+    /// The baseline that a reward is compared with.
     pub estimator: AdvantageEstimator,
     /// The divisor.
     pub scale: ScaleRewards,
@@ -193,7 +193,7 @@ fn is_zero(std: f64) -> bool {
     std <= ZERO_STD
 }
 
-/// What `reward`, `reward_std`, `rewards/{name}/{mean,std}` and `frac_reward_zero_std` are made of: sums over groups.
+/// Sums over groups for `reward`, `reward_std`, `rewards/{name}/{mean,std}` and `frac_reward_zero_std`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct AdvantageStats {
     /// The weighted reward, without KL penalties.

@@ -2,7 +2,7 @@
 
 use super::options::LossConfig;
 
-/// What an update has of entropy, known before its first backward.
+/// The entropy terms of an update, known before its first backward.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct EntropyTerm {
     /// The policy term and the bonus leave out tokens whose entropy is below this, in nats.
@@ -14,7 +14,7 @@ pub struct EntropyTerm {
 }
 
 impl EntropyTerm {
-    /// Of the share `quantile` of the tokens, those of the highest of all `entropies` of an update. The least of them is
+    /// Keeps the share `quantile` of the tokens whose entropy is highest of all `entropies` of an update. The least of them is
     /// `torch.quantile(entropies, 1 - quantile)`, which interpolates between neighbours, in float32 as TRL does (arXiv 2506.01939).
     pub fn of_highest(mut entropies: Vec<f32>, quantile: f64, coef: f64) -> Self {
         entropies.sort_unstable_by(f32::total_cmp);

@@ -137,7 +137,7 @@ pub(crate) fn parse_config(value: &Value) -> LossConfig {
     }
 }
 
-/// What an update over tokens of `entropies` has of entropy, with a bonus of constant weight.
+/// The entropy term of an update over tokens of `entropies`, with a bonus of constant weight.
 pub(crate) fn entropy_term(config: &LossConfig, entropies: &[f64]) -> Option<EntropyTerm> {
     let coef = config.entropy_coef;
     let of_all = EntropyTerm { least: None, coef, num_tokens: entropies.len() as f64 };

@@ -19,7 +19,7 @@ pub(crate) struct PolicyRatio<'a> {
 }
 
 impl<'a> PolicyRatio<'a> {
-    /// From `logprob - old` `[C]`.
+    /// The ratio from `logprob - old` `[C]`.
     pub fn new(log_ratio: &Tensor, level: ImportanceSamplingLevel, segments: &'a Segments) -> Self {
         let values = match level {
             ImportanceSamplingLevel::Token => log_ratio.exp(),
@@ -85,7 +85,7 @@ pub(crate) struct SamplerCorrection {
 }
 
 impl SamplerCorrection {
-    /// From the old policy's and the sampler's log-probabilities `[C]`.
+    /// The correction from the old policy's and the sampler's log-probabilities `[C]`.
     pub fn new(old_logprobs: &Tensor, rollout_logprobs: &Tensor, config: &LossConfig, segments: &Segments) -> Self {
         let (mode, clip_max) = (config.importance_sampling_mode, config.importance_sampling_clip_max);
         let clip_min = config.importance_sampling_clip_min;

@@ -108,7 +108,7 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
     Ok(output)
 }
 
-/// What token losses are divided by, over all ranks and all micro-batches of one optimizer update: with it a micro-batch's
+/// Divisors of token losses, over all ranks and all micro-batches of one optimizer update: with them a micro-batch's
 /// contributions simply add up, and no loss depends on how tokens were packed.
 ///
 /// | loss | weight of a token of sequence s |
@@ -152,7 +152,7 @@ pub struct LossInput<'a> {
     pub sequence_of_token: &'a Tensor, // [C] i64
     /// Entropy of each token's distribution in nats, to be reported.
     pub entropy: Option<&'a Tensor>, // [C]
-    /// What the update has of entropy, where its objective does.
+    /// The update's entropy term, where its objective has one.
     pub entropy_term: Option<EntropyTerm>,
 }
 
@@ -224,7 +224,7 @@ pub struct LossOutput {
     pub dentropy: Option<Tensor>, // [C]
     /// This micro-batch's contribution to the mean entropy that the bonus is for, where there is one.
     pub mean_entropy: Option<Tensor>,
-    /// What TRL logs, ready to be added to, still on the device.
+    /// The statistics that TRL logs, ready to be added to, still on the device.
     pub stats: DeviceStats,
 }
 

@@ -1,9 +1,9 @@
-//! What the loss is made of.
+//! Settings of the loss.
 
 use super::distillation::Distillation;
 use crate::config::{Config, ImportanceSamplingLevel, ImportanceSamplingMode, KlEstimator, LossType};
 
-/// What the loss is made of. Defaults are those of TRL 1.16's `GRPOConfig`.
+/// Settings of the loss. Defaults are those of TRL 1.16's `GRPOConfig`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LossConfig {
     /// How token losses are summed.
@@ -54,7 +54,7 @@ pub struct LossConfig {
     pub entropy_coef_min: f64,
     /// Greatest weight of an adaptive bonus.
     pub entropy_coef_max: f64,
-    /// What an update moves the weight of an adaptive bonus by.
+    /// The step by which an update moves the weight of an adaptive bonus.
     pub entropy_coef_delta: f64,
     /// Entropy in nats above which an adaptive bonus is off.
     pub entropy_target: f64,

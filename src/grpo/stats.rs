@@ -1,4 +1,4 @@
-//! What a loss reports, as sums, counts and extremes that add up over micro-batches and ranks.
+//! Statistics of a loss, as sums, counts and extremes that add up over micro-batches and ranks.
 
 use tch::{Device, Kind, Tensor};
 
@@ -164,7 +164,7 @@ impl Recorder {
         self.least.push(least(&-values));
     }
 
-    /// What was recorded.
+    /// The recorded statistics.
     pub fn finish(self) -> Result<DeviceStats> {
         let joined = |scalars: &[Tensor]| match scalars {
             [] => Tensor::f_empty([0], (Kind::Double, self.device)),

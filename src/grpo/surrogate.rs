@@ -9,10 +9,10 @@ use super::segments::Segments;
 use super::stats::Recorder;
 use crate::config::LossType;
 
-/// What vespo bounds the logarithm of a token's ratio, and of a sequence's weight from above, by.
+/// vespo's bound of the logarithm of a token's ratio, and of a sequence's weight from above.
 const MAX_LOG_WEIGHT: f64 = 20.0;
 
-/// What vespo bounds a sequence's weight by from below.
+/// vespo's lower bound of a sequence's weight.
 const MIN_WEIGHT: f64 = 1e-8;
 
 /// A token's loss and its derivatives by its log-probability (directly) and by the log of its ratio.
@@ -37,7 +37,7 @@ impl Terms {
     }
 }
 
-/// What the policy term of a loss is made of.
+/// The inputs of a loss's policy term.
 #[derive(Debug)]
 pub(super) struct Surrogate<'a> {
     pub ratio: &'a PolicyRatio<'a>,

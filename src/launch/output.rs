@@ -48,7 +48,7 @@ impl PipeReaders {
     }
 }
 
-/// What lines of a rank begin with.
+/// The prefix of a rank's lines.
 fn prefix(rank: usize) -> String {
     if rank == 0 { String::new() } else { format!("[rank {rank}] ") }
 }

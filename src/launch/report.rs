@@ -1,4 +1,4 @@
-//! What a failing worker leaves for its launcher, and which failure came first.
+//! The error of a failing worker, passed to its launcher, which finds the failure that came first.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -112,7 +112,7 @@ impl ReportFile {
         format!("/proc/self/fd/{}", self.fd()).into()
     }
 
-    /// What the worker has left; `None` before it has written all of it.
+    /// The worker's report; `None` before it has written all of it.
     pub(super) fn read(&self) -> Option<FailureReport> {
         let mut json = vec![0; self.0.metadata().ok()?.len() as usize];
         self.0.read_exact_at(&mut json, 0).ok()?;

@@ -1,4 +1,4 @@
-//! What a person is told who stops a run: what happens now, and the command that continues the run.
+//! Messages to a person who stops a run: what happens now, and the command that continues the run.
 
 use std::ffi::OsStr;
 use std::path::Path;
@@ -9,7 +9,7 @@ use crate::phase::terminal;
 
 /// The key that a continued run is given.
 const RESUME: &str = "resume_from_checkpoint=";
-/// What a command does when it is asked to stop by TERM, INT, USR1 or HUP.
+/// The effect of TERM, INT, USR1 or HUP on a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnStop {
     /// It ends at once.
@@ -21,7 +21,7 @@ pub enum OnStop {
 }
 
 impl OnStop {
-    /// What happens now, and what is lost if a second signal comes.
+    /// Describes what happens now, and what is lost if a second signal comes.
     pub(super) fn describe(self) -> (&'static str, &'static str) {
         match self {
             Self::End => ("they end", ""),

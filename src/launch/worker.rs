@@ -19,7 +19,7 @@ use crate::phase::{HeartbeatLimits, PROGRAM, PULSE_FD_VARIABLE};
 /// Where workers meet unless told otherwise: reached from this machine alone.
 pub const LOOPBACK: &str = "127.0.0.1";
 
-/// What to launch.
+/// The workers to launch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LaunchOptions {
     /// Workers, one a rank (`--nproc`).
@@ -40,7 +40,7 @@ pub struct LaunchOptions {
     pub max_restarts: usize,
     /// Where workers that are started again find checkpoints to resume from.
     pub output_dir: Option<PathBuf>,
-    /// What workers do that are asked to stop.
+    /// The effect of a request to stop on workers.
     pub on_stop: OnStop,
 }
 

@@ -19,7 +19,7 @@ pub struct Arena {
     kept_error: Option<Error>,
 }
 
-/// What a backend offers: reserved addresses, and physical memory behind the first bytes of them.
+/// A backend of an arena: reserved addresses, and physical memory behind the first bytes of them.
 pub(super) trait AddressRange: std::fmt::Debug + Send {
     fn as_ptr(&self) -> *mut u8;
     /// A multiple of [`AddressRange::page_bytes`].

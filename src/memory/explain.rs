@@ -1,4 +1,4 @@
-//! What a user is told when memory runs out: who holds it, and the key that takes less of it.
+//! The message when memory runs out: who holds it, and the key that takes less of it.
 
 use super::{Ledger, MemoryKind};
 use crate::cuda::OUT_OF_MEMORY;

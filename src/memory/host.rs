@@ -46,7 +46,7 @@ fn parse_kib(text: &str, name: &str) -> Option<usize> {
     Some(line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()? * 1024)
 }
 
-/// What the tightest limit above this process (cgroup v2) leaves; `None` without limits.
+/// Bytes that the tightest limit above this process (cgroup v2) leaves; `None` without limits.
 fn cgroup_bytes() -> Option<usize> {
     let membership = fs::read_to_string("/proc/self/cgroup").ok()?;
     let own = membership.lines().find_map(|line| line.strip_prefix("0::/"))?;
@@ -55,7 +55,7 @@ fn cgroup_bytes() -> Option<usize> {
     folder.ancestors().take_while(|folder| folder.starts_with(&root)).filter_map(limit_leaves).min()
 }
 
-/// What the limit of this process's writable memory leaves; `None` without one.
+/// Bytes that the limit of this process's writable memory leaves; `None` without one.
 fn data_bytes() -> Option<usize> {
     let limits = fs::read_to_string("/proc/self/limits").ok()?;
     let soft = limits.lines().find_map(|line| line.strip_prefix("Max data size"))?.split_whitespace().next()?;
@@ -63,7 +63,8 @@ fn data_bytes() -> Option<usize> {
     Some(soft.parse::<usize>().ok()?.saturating_sub(held))
 }
 
-/// What one control group's limit leaves. Cached pages of files, such as weights that were read, count as used there, but give
+/// Bytes that one control group's limit leaves. Cached pages of files, such as weights that were read, count as used there, but
+/// give
 /// way.
 fn limit_leaves(folder: &Path) -> Option<usize> {
     let text = |name| fs::read_to_string(folder.join(name)).ok();

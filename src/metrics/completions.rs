@@ -43,7 +43,7 @@ pub struct CompletionRow {
     pub rewards: Vec<(String, Option<f32>)>,
     /// The weighted sum.
     pub reward: Option<f32>,
-    /// What it was trained with.
+    /// The advantage that it was trained with.
     pub advantage: f32,
     /// Whether its group was left out of the update, where groups may be (`dynamic_sampling`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -57,7 +57,7 @@ pub struct LoggedGroup<'a> {
     pub group: &'a RolloutGroup,
     /// Its place among the groups of all ranks; 0 everywhere is the order of ranks.
     pub place: u32,
-    /// Whether it was left out of the update.
+    /// Whether the group was left out of the update.
     pub is_dropped: bool,
 }
 

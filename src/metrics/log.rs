@@ -41,7 +41,7 @@ pub struct RunLog {
     last_logged_step: u64,
 }
 
-/// What a checkpoint keeps of a run's metrics.
+/// The metrics of a run that a checkpoint keeps.
 #[derive(Debug, Clone, Default)]
 pub struct EarlierLog {
     /// The checkpoint's folder.

@@ -1,4 +1,4 @@
-//! What is measured, how it reduces over ranks and where it is written: metrics.jsonl (the truth), TensorBoard event
+//! Metrics: how they reduce over ranks and where they are written: metrics.jsonl (the truth), TensorBoard event
 //! files, completions as Parquet, a progress display, an HTML report. Knows nothing of training: names and values come in.
 
 mod completions;

@@ -1,4 +1,4 @@
-//! What a person sees while a run goes on: a status at the bottom of a terminal, timestamped lines elsewhere.
+//! The display of a run under way: a status at the bottom of a terminal, timestamped lines elsewhere.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;

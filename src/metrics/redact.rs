@@ -10,12 +10,12 @@ const REDACTED: &str = "[redacted]";
 
 /// How the name of a secret ends, in an assignment, an option or an object.
 const NAME_ENDS: &str = "token|key|secret|password|passwd|passphrase|pwd|credentials?";
-/// Of these, the ones that need a word before them where any text may follow: `key = 3` is no secret.
+/// The endings that need a word before them where any text may follow: `key = 3` is no secret.
 const VAGUE_ENDS: &str = "token|key";
 /// Names that end so and are no secrets: those of vocabularies, tables and keyboards.
 const HARMLESS: &str = "(?:mon|don|tur|hoc|joc|whis|hot)key$|(?:^|[^a-z])(?:[beusp]os|pad|unk|mask|sep|cls|image|video|audio|special|start|end|stop|first|last|next|\
     new|per|max|min|num|an|a|the|each|every|any|this|that|sort|primary|foreign|partition|public|unknown)[ _.-]?(?:token|key)$";
-/// What names a secret in the query of a URL, where no other word need come before.
+/// Names of secrets in the query of a URL, where no other word need come before.
 const QUERY_ENDS: &str = "sig|signature|auth|credential";
 /// Headers that are secrets whole, but for the scheme.
 const HEADERS: &str = "(?:proxy-)?authorization|(?:set-)?cookie";

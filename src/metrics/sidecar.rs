@@ -15,7 +15,7 @@ use crate::untrusted::{self, MAX_RUN_CONFIG_BYTES};
 
 /// The process's program.
 const PROGRAM: &str = include_str!("sidecar.py");
-/// What it writes, in the output folder.
+/// The sidecar's log, in the output folder.
 const LOG: &str = "report_to.log";
 /// How long the end of a run waits for it to pass on what is left.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -35,7 +35,7 @@ pub struct Services {
 }
 
 impl Services {
-    /// What the configuration names, through the interpreter `python`.
+    /// The services that the configuration names, through the interpreter `python`.
     pub fn of(config: &ReportConfig, output_dir: &Path, python: &str) -> Self {
         let name = || output_dir.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
         let others = config.report_to.0.iter().filter(|service| **service != ReportService::TensorBoard);

@@ -30,7 +30,7 @@ pub enum Reduce {
     Last,
 }
 
-/// What one rank measured in one step. Names may differ between ranks; a rank without a name takes no part in it.
+/// Metrics of one rank in one step. Names may differ between ranks; a rank without a name takes no part in it.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepMetrics {
     entries: BTreeMap<String, MetricEntry>,

@@ -1,4 +1,4 @@
-//! From the last block's output to log-probabilities of scored tokens: choice of rows, final norm, head.
+//! The head: from the last block's output to log-probabilities of scored tokens, by a choice of rows and the final norm.
 
 use tch::{Kind, Tensor};
 
@@ -40,7 +40,7 @@ pub struct ScoredTokens {
     pub saved: SavedHead,
 }
 
-/// What [`head_backward`] needs of the forward.
+/// Results of the forward that [`head_backward`] needs.
 #[derive(Debug)]
 pub struct SavedHead {
     hidden: Tensor, // [C, D]

@@ -39,7 +39,7 @@ pub fn init_unit(layout: &UnitLayout, seed: u64, kind: Kind) -> Result<Tensor> {
     init_unit_on(layout, seed, kind, Device::Cpu)
 }
 
-/// The same on `device`. A GPU draws the same numbers itself, up to the last bit of some.
+/// Makes a unit's random weights on `device`. A GPU draws the same numbers itself, up to the last bit of some.
 ///
 /// # Errors
 /// As [`init_unit`]; [`Error::Cuda`].

@@ -9,7 +9,7 @@ use crate::untrusted::{self, MAX_MODEL_JSON_BYTES};
 
 /// The shape of a model, in its folder.
 pub(super) const CONFIG: &str = "config.json";
-/// What adapters are, in theirs.
+/// The file that describes adapters in their folder.
 pub(super) const ADAPTER_CONFIG: &str = "adapter_config.json";
 
 /// A file's object, or one within it.
@@ -94,14 +94,14 @@ impl JsonObject {
         }
     }
 
-    /// What is wrong with a key.
+    /// The error for a key with a wrong value.
     pub(super) fn wrong(&self, key: &str, expected: impl AsRef<str>) -> Error {
         let found = self.get(key).map_or("absent".to_owned(), Value::to_string);
         Error::bad_file(&self.path, format!("{}{key} is {found}: expected {}", self.within, expected.as_ref()))
     }
 }
 
-/// What to say of a file that is not there.
+/// The message for a file that is not there.
 fn absent(path: &Path) -> String {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.exists());
     match folder.map(Path::display) {

@@ -83,7 +83,7 @@ impl ParamTable {
     }
 }
 
-/// What is gathered, reduced and stepped as a whole.
+/// A part of the model that is gathered, reduced and stepped as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Unit {
@@ -224,7 +224,7 @@ pub(super) fn units(spec: &ModelSpec) -> impl Iterator<Item = Unit> + use<> {
     std::iter::once(Unit::Embedding).chain(blocks).chain([Unit::Head])
 }
 
-/// What a unit of the model holds.
+/// The parameters of a unit, with their shapes.
 pub(super) fn shapes(spec: &ModelSpec, unit: Unit) -> Shapes {
     let [vocab, hidden] = [spec.vocab_size, spec.hidden_size].map(|size| size as i64);
     match unit {

@@ -80,7 +80,7 @@ impl QuantizedBlock {
         Ok(())
     }
 
-    /// What is read of it.
+    /// The tensors that are read to dequantise it.
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         self.parts.iter().flat_map(|(_, stored)| match stored {
             Stored::Matrix(matrix) => matrix.tensors().to_vec(),

@@ -12,7 +12,7 @@ use crate::data::hub::{Snapshot, is_plainly_local};
 use crate::data::{Hub, Repo};
 use crate::error::{Error, Result};
 
-/// What a model is started or served from: a model folder, or an adapter folder and its base.
+/// The folders that a model is loaded from: a model folder, or an adapter folder and its base.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelSource {
     /// The model folder: configuration, weights, tokenizer.

@@ -8,7 +8,7 @@ use crate::ops::{linear, try_map};
 use crate::torch::{accumulation_kind, scalar};
 use tch::{Kind, Tensor};
 
-/// What [`forward`] returns.
+/// Results of [`forward`].
 #[derive(Debug)]
 pub struct HeadOutput {
     /// Log-probability of each target in nats at the temperature. `[C]`, accumulation kind
@@ -19,7 +19,7 @@ pub struct HeadOutput {
     pub saved: HeadSaved,
 }
 
-/// What [`backward`] needs: the logits where they were one chunk, else they are computed again.
+/// Results that [`backward`] needs: the logits where they were one chunk, else they are computed again.
 #[derive(Debug)]
 pub struct HeadSaved {
     logits: Option<Tensor>, // [C, V], accumulation kind; on a CPU their log-softmax

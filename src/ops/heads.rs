@@ -1,4 +1,4 @@
-//! From the fused projection to the heads that attention takes, and back: norm of query and key heads where the model has
+//! The heads that attention takes, from the fused projection, and back: norm of query and key heads where the model has
 //! one, then the rotation. A token's row is [G query heads of group g, k_g, v_g] for g = 0, 1, ..
 
 use tch::{Kind, Tensor};
@@ -26,9 +26,9 @@ pub struct Heads {
 /// Where the gradients of [`backward`]'s weights are added.
 #[derive(Debug)]
 pub struct HeadGradients<'a> {
-    /// Of the projection's bias.
+    /// The gradient of the projection's bias.
     pub bias: Option<&'a mut Tensor>, // [(H + 2 Hkv) hd]
-    /// Of the norms of queries and keys.
+    /// The gradients of the norms of queries and keys.
     pub norms: Option<[&'a mut Tensor; 2]>, // [hd] each
 }
 

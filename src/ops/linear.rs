@@ -162,7 +162,7 @@ fn input_gradient<T>(dy: &Tensor, w: &Tensor, run: impl FnOnce() -> Result<T, Tc
     Ok(timed("product, gradient of its input", || work(dy, &w.tr()), run)?)
 }
 
-/// Of a b^T.
+/// The cost of the product a b^T.
 fn work(a: &Tensor /* [M, K] */, b: &Tensor /* [N, K] */) -> OpCost {
     OpCost::product(a.size()[0], b.size()[0], a.size()[1])
 }
@@ -215,7 +215,7 @@ mod tests {
         assert!(f64::try_from((&dw - &exact).abs().max() / exact.abs().max()).unwrap() < 0.01);
     }
 
-    /// Of a residual 1000 times the product, bfloat16 would keep nothing of that.
+    /// Beside a residual 1000 times as large, bfloat16 would keep nothing of the product.
     #[test]
     fn a_residual_may_be_wider_than_what_is_added() {
         let [x, w] = [rand(&[5, 4]), rand(&[3, 4])].map(|tensor| tensor.to_kind(Kind::BFloat16));

@@ -45,7 +45,7 @@ pub struct Nf4 {
     levels: Levels,
 }
 
-/// What codes stand for, on one device.
+/// The values of NF4's codes, on one device.
 #[derive(Debug)]
 pub struct Levels {
     weights: Tensor, // [16] f32
@@ -92,7 +92,7 @@ impl Nf4 {
         Ok(Self { codes, scales, maxima, offset, levels: levels.shallow_clone() })
     }
 
-    /// What [`Nf4::dequantize`] reads.
+    /// The tensors that [`Nf4::dequantize`] reads.
     pub fn tensors(&self) -> [&Tensor; 6] {
         let Self { codes, scales, maxima, offset, levels } = self;
         [codes, scales, maxima, offset, &levels.weights, &levels.scales]

@@ -44,7 +44,7 @@ pub struct YarnScaling {
     pub beta_fast: f64,
     /// Frequencies with fewer turns in that context are scaled in full.
     pub beta_slow: f64,
-    /// What cosines and sines are multiplied with; scores so by its square.
+    /// The factor of cosines and sines; scores are multiplied by its square.
     pub attention_factor: f64,
     /// The bounds between which frequencies are interpolated are whole dimensions.
     pub truncate: bool,
@@ -113,7 +113,7 @@ impl Llama3Scaling {
 #[derive(Debug)]
 pub struct Rope {
     inv_freq: Tensor, // [hd/2] f64, CPU
-    /// What cosines and sines are multiplied with.
+    /// The factor of cosines and sines.
     attention_factor: f64,
 }
 
@@ -165,7 +165,7 @@ impl Rope {
     }
 }
 
-/// What [`forward`] multiplies with, one row per token.
+/// The cosines and sines that [`forward`] multiplies with, one row per token.
 #[derive(Debug)]
 pub struct RopeRows {
     cos: Tensor, // [T, 1, hd], both halves alike

@@ -21,11 +21,11 @@ pub struct RouterOptions {
 /// The choice for every token.
 #[derive(Debug)]
 pub struct Routing {
-    /// Of all experts.
+    /// The probabilities of all experts.
     pub probs: Tensor, // [T, E]
     /// The chosen ones.
     pub experts: Tensor, // [T, K] int64
-    /// What their outputs are multiplied with.
+    /// The weights of their outputs.
     pub weights: Tensor, // [T, K]
 }
 

@@ -18,7 +18,7 @@ pub enum GateUp {
     Split {
         /// Before its activation.
         gate: Tensor, // [T, F]
-        /// What it is multiplied with.
+        /// The factor of the activated gate.
         up: Tensor, // [T, F]
     },
 }

@@ -1,4 +1,4 @@
-//! What the tests of the operations share: random tensors in float64 and the bound they are held to.
+//! Helpers of the operations' tests: random tensors in float64 and the bound they are held to.
 
 use tch::{Device, Kind, Tensor};
 
@@ -7,7 +7,7 @@ pub(crate) fn rand(shape: &[i64]) -> Tensor {
     Tensor::randn(shape, (Kind::Double, Device::Cpu))
 }
 
-/// The same values as a leaf of autograd's graph.
+/// A copy of the values as a leaf of autograd's graph.
 pub(crate) fn leaf(t: &Tensor) -> Tensor {
     t.copy().set_requires_grad(true)
 }

@@ -13,22 +13,22 @@ static FILLER: Mutex<Option<Filler>> = Mutex::new(None);
 /// Takes all memory of this rank's device but so many bytes.
 type Filler = Box<dyn Fn(usize) -> Result<()> + Send>;
 
-/// What fails, where and when.
+/// An injected fault: its rank, step, phase and kind.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
     /// Rank that fails.
     pub rank: usize,
     /// Step at which it fails.
     pub step: u64,
-    /// Whether it fails in every later step too (`3+`).
+    /// Whether the fault is injected in every later step too (`3+`).
     pub repeats: bool,
     /// Phase at whose start it fails.
     pub phase: Phase,
-    /// What happens.
+    /// The kind of fault.
     pub kind: FaultKind,
 }
 
-/// What an injected fault does.
+/// The effect of an injected fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultKind {
     /// SIGKILL to itself.
@@ -46,7 +46,7 @@ pub enum FaultKind {
     /// Takes all memory of the rank's device, so that what is allocated next fails by itself (`fill`), or all but so many MiB
     /// (`fill=64`); see [`on_fill`].
     Fill {
-        /// What is left to allocate.
+        /// MiB that are left to allocate.
         left_mib: usize,
     },
     /// An ordinary error.

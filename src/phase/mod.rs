@@ -93,7 +93,7 @@ phases! {
     Optimizer = "optimizer",
     /// This rank is done and waits for the others to come as far.
     Idle = "idle",
-    /// What a checkpoint holds is copied to the host.
+    /// The contents of a checkpoint are copied to the host.
     Checkpoint = "checkpoint",
     /// A checkpoint's files are written, beside training; the training thread is in it while it waits for that.
     Write = "write",
@@ -145,7 +145,7 @@ pub fn current() -> Phase {
     pulse().stack.last().copied().unwrap_or(Phase::Startup)
 }
 
-/// What watchers see of this process.
+/// The pulse of this process, as watchers see it.
 pub fn pulse() -> Pulse {
     page().read()
 }

@@ -1,4 +1,4 @@
-//! What a process is doing, on one page of counters: its own, or one that it shares with its launcher, which reads it even
+//! The activity of a process, on one page of counters: its own, or one that it shares with its launcher, which reads it even
 //! when the process is stopped or dead.
 #![allow(unsafe_code)]
 
@@ -187,7 +187,7 @@ impl SharedPage {
         self.file.as_raw_fd()
     }
 
-    /// What the worker was doing last.
+    /// The worker's last pulse.
     pub fn read(&self) -> Pulse {
         // SAFETY: mapped until this is dropped, all of it atomics; zeroed memory is a valid page.
         unsafe { &*self.address }.read()

@@ -1,10 +1,10 @@
-//! What a process was doing when it was looked at.
+//! The activity of a process at one moment.
 
 use std::fmt;
 
 use super::Phase;
 
-/// What a process was doing when it was looked at.
+/// The activity of a process at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pulse {
     /// Heartbeats so far: a watcher that sees the number stand still knows that nothing moves.
@@ -40,7 +40,7 @@ impl Pulse {
         self.stack.last().copied().unwrap_or(self.left)
     }
 
-    /// Where it is: `generate`, `after generate`; nothing before the first phase.
+    /// The phase of the rank: `generate`, `after generate`; empty before the first phase.
     pub fn place(&self) -> String {
         match (self.stack.last(), self.left) {
             (Some(phase), _) => phase.name().to_owned(),
@@ -49,7 +49,7 @@ impl Pulse {
         }
     }
 
-    /// Whether it may be waiting for peers.
+    /// Whether the rank may be waiting for peers.
     pub fn is_waiting(&self) -> bool {
         self.collective.as_ref().is_some_and(|collective| collective.is_waiting)
     }

@@ -43,7 +43,7 @@ pub fn bar(done: u64, total: u64) -> String {
     "━".repeat(filled) + &"╌".repeat(BAR_WIDTH - filled)
 }
 
-/// What stands at the bottom of the terminal now.
+/// The status lines at the bottom of the terminal now.
 #[derive(Debug, Default)]
 pub(super) struct Status {
     lines: Vec<StatusLine>,

@@ -22,7 +22,7 @@ struct Trace {
     file: BufWriter<File>,
 }
 
-/// From now on every phase of this process is written to `folder/rank_00000.json`, behind those that are there if the run `goes_on`;
+/// Writes every phase of this process from now on to `folder/rank_00000.json`, after those that are there if the run `goes_on`;
 /// `label` names it in the picture.
 ///
 /// # Errors
@@ -39,7 +39,7 @@ pub fn trace_to(folder: &Path, rank: usize, label: &str, goes_on: bool) -> Resul
     Ok(())
 }
 
-/// What a run left that was perhaps killed within a line.
+/// The whole lines of a trace; a run that was killed may have left part of one.
 fn whole_lines(path: &Path) -> Result<String> {
     let mut text = std::fs::read_to_string(path).map_err(Error::io(path))?;
     text.truncate(text.rfind('\n').map_or(0, |end| end + 1));

@@ -14,12 +14,12 @@ impl HeartbeatLimits {
         Self(Phase::ALL.iter().map(|&phase| limit(phase)).collect())
     }
 
-    /// None to speak of.
+    /// Limits that no rank reaches.
     pub fn none() -> Self {
         Self::new(|_| Duration::from_secs(365 * 86_400))
     }
 
-    /// That of one phase.
+    /// The limit of one phase.
     pub fn of(&self, phase: Phase) -> Duration {
         self.0[phase as usize]
     }
@@ -34,7 +34,7 @@ pub struct Stall {
     pub stood: Duration,
     /// How long its phase allows.
     pub limit: Duration,
-    /// Whether it may be waiting for a peer.
+    /// Whether the rank may be waiting for a peer.
     pub is_waiting: bool,
 }
 
@@ -47,7 +47,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Of ranks that start `now`.
+    /// Watches ranks that start `now`.
     pub fn new(num_ranks: usize, limits: HeartbeatLimits, now: Instant) -> Self {
         Self { limits, seen: vec![(0, now); num_ranks] }
     }

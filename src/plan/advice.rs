@@ -1,4 +1,4 @@
-//! What to change where a run does not fit: every change is tried before it is advised.
+//! Advice where a run does not fit: every change is tried before it is advised.
 
 use serde_json::{Value, json};
 
@@ -29,7 +29,7 @@ pub(super) enum MemoryShortage {
 type KeySetting = (&'static str, Value);
 
 impl MemoryShortage {
-    /// Of this one and an earlier one what comes closest: on the device, then on the host, then in what the device holds.
+    /// The closer of this shortage and an earlier one: on the device, then on the host, then in what the device holds.
     pub(super) fn closer(self, earlier: Option<Self>) -> Self {
         match (self, earlier) {
             (Self::Memory(own), Some(Self::Memory(other))) if other.shortage() < own.shortage() => Self::Memory(other),
@@ -109,7 +109,7 @@ impl Advice<'_> {
         })
     }
 
-    /// What trains.
+    /// Changes of what trains.
     fn trained(&self) -> Vec<Vec<KeySetting>> {
         let config = self.input.config;
         let adapters: Vec<KeySetting> =
@@ -124,7 +124,7 @@ impl Advice<'_> {
         trained
     }
 
-    /// Those of the configuration, and what the plan would choose.
+    /// The residencies of the configuration, and those that the plan would choose.
     fn residencies(&self) -> Vec<Vec<KeySetting>> {
         let configured = &self.input.config.residency;
         let optimizer = (configured.optimizer != AutoOr::Auto).then(|| ("residency.optimizer", json!("auto")));
@@ -251,7 +251,7 @@ impl Advice<'_> {
     }
 }
 
-/// What became of changes.
+/// The result of trying changes.
 enum TrialResult {
     Fits,
     Lacks(Box<MemoryPlan>),
@@ -259,7 +259,7 @@ enum TrialResult {
     Refused,
 }
 
-/// What became of all that goes with some changes.
+/// The result of trying all that goes with some changes.
 enum SearchResult {
     Fits(Vec<KeySetting>),
     /// Generation has the memory it needs.

@@ -1,4 +1,4 @@
-//! What `auto` becomes: the residency that moves least among those that serve a run best, then the least recomputation.
+//! Resolves `auto`: the residency that moves least among those that serve a run best, then the least recomputation.
 
 use super::advice::MemoryShortage;
 use super::{MemoryPlan, PlanInput, Role, human};
@@ -8,7 +8,7 @@ use crate::config::{AutoOr, GradientCheckpointing, OptimizerResidency, Reference
 /// fits take up to 9 % on top (docs/benchmarks.md).
 pub(super) const MAX_KEPT_SHARE: f64 = 0.9;
 
-/// What the configuration may leave to the plan.
+/// Choices that the configuration may leave to the plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Choices {
     pub optimizer: OptimizerResidency,
@@ -73,7 +73,7 @@ fn least_recomputation(choices: Choices, input: &PlanInput<'_>, full: MemoryPlan
     fitting.next().unwrap_or(full)
 }
 
-/// From the one that moves least. On a CPU, where all memory is one, moving frees nothing.
+/// The choices in order, beginning with the one that moves least. On a CPU, where all memory is one, moving frees nothing.
 fn candidates(input: &PlanInput<'_>) -> Vec<Choices> {
     let (config, can_move) = (input.config, input.room.swap_bytes.is_some());
     // Where no engine wants the memory, what is there may stay.

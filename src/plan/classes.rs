@@ -53,7 +53,7 @@ fn optimizer(residency: OptimizerResidency, fullest: Moment, bytes: &TrainBytes)
     ClassBytes { class: "master weights, Adam m and v", train_bytes, rollout_bytes, host_bytes }
 }
 
-/// What the engine takes beside its KV cache and its products.
+/// The engine's memory beside its KV cache and its products.
 fn engine(input: &PlanInput<'_>) -> Vec<ClassBytes> {
     let mut classes = Vec::new();
     if input.engine_weight_bytes > 0 {
@@ -75,7 +75,7 @@ fn resident(class: &'static str, bytes: usize) -> ClassBytes {
     ClassBytes { class, train_bytes: bytes, rollout_bytes: bytes, host_bytes: 0 }
 }
 
-/// What an engine that keeps its memory holds while training, too.
+/// Memory that an engine which keeps its memory holds while training, too.
 pub(super) fn of_engine(class: &'static str, bytes: usize, input: &PlanInput<'_>) -> ClassBytes {
     if input.config.keeps_kv_cache() { resident(class, bytes) } else { in_rollout(class, bytes) }
 }
@@ -88,7 +88,7 @@ fn in_training(class: &'static str, train_bytes: usize) -> ClassBytes {
     ClassBytes { class, train_bytes, rollout_bytes: 0, host_bytes: 0 }
 }
 
-/// What each parameter and each token costs this rank.
+/// The bytes that each parameter and each token costs this rank.
 pub(super) fn formula(keep: GradientCheckpointing, fullest: Moment, input: &PlanInput<'_>) -> String {
     let (model, tokens) = (input.model(), input.micro_batch_tokens().max(1));
     let (bytes, spec) = (model.bytes(), &input.table.spec);

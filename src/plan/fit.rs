@@ -1,4 +1,4 @@
-//! What fits: blocks of the KV cache, tokens of a micro-batch.
+//! Sizes that fit: blocks of the KV cache, tokens of a micro-batch.
 
 use super::advice::{LEAST_PROMPT_LENGTH, MemoryShortage};
 use super::choices::{Choices, MAX_KEPT_SHARE};
@@ -12,7 +12,8 @@ use crate::rollout::kv_block_bytes;
 const MAX_KV_SHARE: f64 = 0.5;
 
 impl MemoryPlan {
-    /// As many blocks as all sequences at their longest can use, those of an evaluation among them, within the share of what the
+    /// Gives the KV cache as many blocks as all sequences at their longest can use, those of an evaluation among them, within the
+    /// share of what the
     /// rest leaves; or what the configuration says.
     pub(super) fn size_kv_cache(&mut self, input: &PlanInput<'_>) -> Result<(), MemoryShortage> {
         let PlanInput { config, table, kind, .. } = *input;
@@ -84,7 +85,7 @@ impl MemoryPlan {
         least
     }
 
-    /// What this plan is of.
+    /// The choices that this plan is made for.
     pub(super) fn choices(&self) -> Choices {
         let Self { optimizer, reference, gradient_checkpointing, .. } = *self;
         Choices { optimizer, reference, gradient_checkpointing }
@@ -108,7 +109,7 @@ impl MemoryPlan {
         self.peak_bytes() <= self.room.available_bytes
     }
 
-    /// What goes to the host.
+    /// Bytes that go to the host.
     pub(super) fn swapped_bytes(&self) -> usize {
         self.sum(|class| class.host_bytes)
     }

@@ -28,7 +28,7 @@ use crate::train::{MicroBatchShape, Moment, TrainedModel, UpdateCourse, fullest_
 /// Bytes of one class on one rank.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct ClassBytes {
-    /// What it is.
+    /// The name of the class.
     pub class: &'static str,
     /// While training.
     pub train_bytes: usize,
@@ -38,10 +38,10 @@ pub struct ClassBytes {
     pub host_bytes: usize,
 }
 
-/// What a run will hold on each rank.
+/// The memory that a run will hold on each rank.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct MemoryPlan {
-    /// Whose.
+    /// The ranks that the plan is for.
     pub role: Role,
     /// By class.
     pub classes: Vec<ClassBytes>,
@@ -51,7 +51,7 @@ pub struct MemoryPlan {
     pub reference: ReferenceResidency,
     /// Why both were chosen.
     pub reason: String,
-    /// What is recomputed in backward.
+    /// The activations that backward recomputes.
     pub gradient_checkpointing: GradientCheckpointing,
     /// Bytes a parameter and a token, as they are counted by hand.
     pub formula: String,
@@ -69,21 +69,21 @@ pub struct MemoryPlan {
     pub num_seqs: usize,
     /// Training's fullest moment, among the classes.
     pub fullest: Moment,
-    /// What the rank has.
+    /// The memory that the rank has.
     pub room: Room,
 }
 
 /// Memory of one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct Room {
-    /// Of the device, for this rank.
+    /// Bytes of the device that are available to this rank.
     pub available_bytes: usize,
-    /// Of the host beside that, for what is swapped; `None` on a CPU, where it is one memory.
+    /// Bytes of the host beside that, for swapped state; `None` on a CPU, where both are one memory.
     pub swap_bytes: Option<usize>,
 }
 
 impl Room {
-    /// What a process has that shares this machine with others, `local_world_size` in all.
+    /// The memory of a process that shares this machine with others, `local_world_size` in all.
     ///
     /// # Errors
     /// [`Environment`](crate::Error::Environment) where it cannot be told; [`Cuda`](crate::Error::Cuda).
@@ -96,7 +96,7 @@ impl Room {
     }
 }
 
-/// What the plan needs to know of a run beside its configuration.
+/// The inputs of a plan beside the configuration.
 #[derive(Debug, Clone, Copy)]
 pub struct PlanInput<'a> {
     /// The run.
@@ -107,15 +107,15 @@ pub struct PlanInput<'a> {
     pub teacher: Option<&'a ParamTable>,
     /// Type of weights and activations.
     pub kind: Kind,
-    /// What the rank does.
+    /// The role of the rank.
     pub role: Role,
     /// How a generation batch is spread.
     pub batch: BatchPlan,
     /// Bytes of the engine's gathered weight slices; 0 where it reads in place.
     pub engine_weight_bytes: usize,
-    /// Whether it starts from adapters rather than from a model alone.
+    /// Whether the run starts from adapters rather than from a model alone.
     pub starts_from_adapters: bool,
-    /// What this rank has.
+    /// The memory of this rank.
     pub room: Room,
 }
 
@@ -178,7 +178,7 @@ impl MemoryPlan {
         self.host_bytes_of_device() + self.sum(|class| class.train_bytes)
     }
 
-    /// What counts as the device's because the host's memory is the device's.
+    /// Bytes of the host that count as the device's, because both are one memory.
     fn host_bytes_of_device(&self) -> usize {
         if self.room.swap_bytes.is_none() { self.sum(|class| class.host_bytes) } else { 0 }
     }
@@ -199,7 +199,7 @@ impl PlanInput<'_> {
         reference.into_iter().chain(self.teacher.map(|table| (classes::TEACHER, table)))
     }
 
-    /// As configured or the model's, and no longer than the longest prompt and completion.
+    /// The longest sequence: as configured or the model's, and no longer than the longest prompt and completion.
     fn max_model_length(&self) -> usize {
         let Config { max_model_length, max_prompt_length, max_completion_length, .. } = *self.config;
         let context = max_model_length.unwrap_or(self.table.spec.max_position_embeddings);

@@ -3,7 +3,7 @@
 use super::ClassBytes;
 use super::classes::in_rollout;
 
-/// What a rank does, of generating and training.
+/// The role of a rank: generating, training or both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
@@ -25,7 +25,7 @@ impl Role {
         }
     }
 
-    /// What a rank of this role holds of a trainer's classes, an engine's, `products` of either and an engine's own weights.
+    /// The classes that a rank of this role holds: a trainer's, an engine's, `products` of either and an engine's own weights.
     pub(super) fn held(
         self,
         training: Vec<ClassBytes>,

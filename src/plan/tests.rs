@@ -57,7 +57,7 @@ fn initial_adapters_are_counted_where_they_are_the_reference() {
     assert_eq!(of(&[], Role::Both, true), None);
 }
 
-/// What is advised, taken, makes the run fit.
+/// Advice that is taken makes the run fit.
 #[test]
 fn the_smallest_change_is_enough() {
     let fixed = "residency.optimizer=resident";
@@ -149,7 +149,7 @@ fn a_rank_that_does_one_half_holds_what_that_takes() {
     assert!(trains.to_string().contains("\nlargest micro-batch"));
 }
 
-/// What a cache is sized for, and what the optimizer's state makes way for, is what a generation batch can fill.
+/// A cache is sized for what a generation batch can fill, and the optimizer's state moves for no more.
 #[test]
 fn a_cache_is_for_the_sequences_that_a_batch_has() {
     let blocks = |keys: &[&str]| {

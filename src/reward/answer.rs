@@ -39,7 +39,8 @@ pub fn exact_answer(completion: &str, pattern: &Regex, columns: &Map<String, Val
     Ok(f32::from(u8::from(answer == Some(expected))))
 }
 
-/// What a vote over completions counts: the number in lowest terms (but for `exact_answer`), or else the text as [`exact_answer`]
+/// The answer that a vote over completions counts: the number in lowest terms (but for `exact_answer`), or else the text as
+/// [`exact_answer`]
 /// compares it (but for `numeric_answer`); `None` where no answer is marked.
 pub(super) fn vote(completion: &str, pattern: &Regex, reward: &str) -> Option<String> {
     let answer = last_answer(completion, pattern)?;

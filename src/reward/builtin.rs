@@ -10,7 +10,7 @@ use super::{RewardFunction, RewardInput, answer};
 use crate::config::RewardConfig;
 use crate::error::{Error, Result};
 
-/// What a built-in reward cannot do without.
+/// Columns or settings that a built-in reward requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Needs {
     /// No column.
@@ -127,7 +127,7 @@ fn of(score: impl Fn(&RewardInput<'_>) -> f64 + Send + Sync + 'static) -> Reward
     Arc::new(move |input| Ok(score(input) as f32))
 }
 
-/// What is written here for a reward that users of TRL, open-r1 and verl bring along, or that lacks its function.
+/// Advice for a reward that users of TRL, open-r1 and verl bring along, or that lacks its function.
 fn advice(name: &str) -> String {
     if name.ends_with(".py") {
         return format!("; which function of the file, as {name}:FUNCTION?");

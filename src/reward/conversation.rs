@@ -1,4 +1,4 @@
-//! What passes between a thread and its worker: requests with ids, replies in any order, and whose failure it is when the worker
+//! The exchange between a thread and its worker: requests with ids, replies in any order, and whose failure it is when the worker
 //! is lost. The worker of an asynchronous function has several requests open, all others one.
 
 use std::collections::VecDeque;
@@ -34,7 +34,7 @@ pub(super) struct WorkerConversation<'a> {
     shared: &'a PoolShared,
     /// The service's place in the pool.
     own: usize,
-    /// None once it is lost.
+    /// The worker; `None` once it is lost.
     worker: Option<RewardWorker>,
     /// Requests without an answer.
     open: Vec<UnansweredRequest>,
@@ -232,7 +232,8 @@ impl<'a> WorkerConversation<'a> {
     }
 }
 
-/// What follows an answer at once and is no reply costs the request that was answered; with no answer before it, nobody knows
+/// Blames output that follows an answer at once and is no reply on the request that was answered; with no answer before it,
+/// nobody knows
 /// which request it belongs to.
 fn blame_last(answers: &mut [AnsweredRequest], failure: RewardFailure) -> (WorkerLoss, bool) {
     let is_blamed = !answers.is_empty();

@@ -171,7 +171,7 @@ impl Endpoint {
     }
 }
 
-/// What to make of an error of the connection.
+/// Classifies an error of the connection.
 fn trouble(error: ureq::Error) -> AttemptFailure {
     let failure = |kind| RewardFailure::new(kind, error.to_string());
     match &error {

@@ -75,7 +75,7 @@ impl From<Error> for RewardFailure {
     }
 }
 
-/// What a reward says of one completion.
+/// The result of a reward for one completion.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Score {
     /// A finite number.

@@ -1,4 +1,4 @@
-//! What is sent to a service over HTTP for a completion, and how a score is read from its answer.
+//! Requests to a service over HTTP for a completion, and how a score is read from its answer.
 
 use minijinja::{Environment, UndefinedBehavior, context};
 use regex::Regex;
@@ -14,7 +14,7 @@ use crate::types::RolloutGroup;
 /// Steps that a rubric may take to render: loops over a row's columns are short.
 const FUEL: u64 = 1_000_000;
 
-/// What a judge is asked where its table has no rubric.
+/// The question to a judge whose table has no rubric.
 const DEFAULT_RUBRIC: &str = "\
 You grade an answer.
 

@@ -1,4 +1,4 @@
-//! What a service does with a job beside asking a process.
+//! The work of a service beside asking a process.
 
 use super::failures::{RewardFailure, Score};
 use super::protocol::{ScoreRequest, ScoreResults, TextRequest, frame};
@@ -9,14 +9,14 @@ use crate::types::RolloutGroup;
 /// Share of tests from which on open-r1's `binary_code` takes a program for right.
 const PASSED: f32 = 0.99;
 
-/// What the scores of a service's processes become.
+/// How the scores of a service's processes become rewards.
 #[derive(Debug)]
 pub(super) enum Grading {
     /// The reward.
     Scores,
     /// 1 where all tests were passed, else 0.
     Passed,
-    /// What a right or a wrong answer is worth.
+    /// The scores tell whether an answer is right, and this is what it is worth.
     Verdict(Box<Verdict>),
 }
 

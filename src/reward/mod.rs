@@ -48,7 +48,7 @@ use crate::config::RewardConfig;
 use crate::error::Result;
 use crate::types::FinishReason;
 
-/// What a reward function sees of one completion.
+/// The input of a reward function: one completion and its row.
 #[derive(Debug, Clone, Copy)]
 pub struct RewardInput<'a> {
     /// The rendered prompt.
@@ -66,7 +66,8 @@ pub struct RewardInput<'a> {
 /// A reward: a finite number, or an error that masks the sample.
 pub type RewardFunction = Arc<dyn Fn(&RewardInput<'_>) -> Result<f32> + Send + Sync>;
 
-/// What a built-in reward takes for a completion's answer, such that equal answers are equal texts; none for one that
+/// The function by which a built-in reward reads a completion's answer, such that equal answers are equal texts; none for one
+/// that
 /// compares no answers.
 ///
 /// # Errors

@@ -43,7 +43,7 @@ impl RewardPool {
         Self::with_functions(config, &[])
     }
 
-    /// The same, where `reward_funcs` may also name `functions`, which win over all others.
+    /// The rewards that `config` names, where `reward_funcs` may also name `functions`, which win over all others.
     ///
     /// # Errors
     /// As [`RewardPool::new`].
@@ -262,7 +262,7 @@ impl RewardPool {
         tickets
     }
 
-    /// What keeps the pool from going on; it is closed then, and refuses what is asked of it later.
+    /// The failure that ends the pool; it is closed then, and refuses later requests.
     fn check(state: &mut MutexGuard<'_, PoolState>) -> Result<()> {
         match state.broken.take() {
             Some(error) => {

@@ -1,4 +1,4 @@
-//! What passes between a reward pool and a worker process: frames of JSON behind their length in 4 bytes, big-endian.
+//! The protocol between a reward pool and a worker process: frames of JSON behind their length in 4 bytes, big-endian.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -10,7 +10,7 @@ use super::failures::{FailureKind, RewardFailure, Score};
 use super::state::{RunProgress, ScoringJob};
 use crate::types::{FinishReason, RolloutGroup};
 
-/// What a reward says of each completion of a request.
+/// The score of each completion of a request, or its failure.
 pub(super) type ScoreResults = Vec<Result<Score, RewardFailure>>;
 
 /// Longest reply in bytes.
@@ -121,7 +121,7 @@ impl<'a> ScoreRequest<'a> {
 }
 
 impl Reply {
-    /// What to do with a request that cannot be served.
+    /// The reply to a request that cannot be served.
     pub fn error(id: Option<u64>, message: String) -> Self {
         Self { id, rewards: None, error: Some(message) }
     }
@@ -132,7 +132,7 @@ impl Reply {
         Self { id: Some(id), rewards: Some(rewards), error: None }
     }
 
-    /// What a worker wrote, if it is a reply.
+    /// Reads a reply from a worker's output.
     pub fn parse(frame: &[u8]) -> Result<Self, RewardFailure> {
         let bad = |what: String| RewardFailure::new(FailureKind::Output, format!("{what} in {}", excerpt(frame)));
         let reply: Self = serde_json::from_slice(frame).map_err(|error| bad(error.to_string()))?;

@@ -21,7 +21,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(200);
 
 impl RewardPool {
-    /// Of rows, the places of those whose reference answer the first reward that compares by math-verify finds nothing in. `None`
+    /// The places of rows whose reference answer the first reward that compares by math-verify finds nothing in. `None`
     /// where no reward does. Answers that could not be asked about are not among them.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! What ends everything that a worker started, even if it left the worker's process group, and even if this process is killed.
+//! Ends everything that a worker started, even if it left the worker's process group, and even if this process is killed.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;

@@ -25,9 +25,9 @@ pub(super) struct RewardService {
     pub index: usize,
     pub name: String,
     pub program: Program,
-    /// What its processes' scores become.
+    /// How the scores of its processes become rewards.
     pub grading: Grading,
-    /// What one request holds.
+    /// The completions of one request.
     pub batch: RewardBatch,
     /// Longest time of a request.
     pub timeout: Duration,

@@ -16,7 +16,7 @@ use crate::config::{ProcessReward, ProcessRewards, RewardBatch, RewardConfig, is
 use crate::error::Result;
 use crate::phase::PROGRAM;
 
-/// What serves a Python function.
+/// The worker that serves a Python function.
 const PYTHON_WORKER: &str = include_str!("worker.py");
 
 /// Time beyond a program's own that running all its tests may take.
@@ -31,7 +31,7 @@ pub(super) enum RewardSource {
     Endpoint(Box<Endpoint>),
 }
 
-/// What the entries of `key` may mean.
+/// The rewards that entries of `key` may name.
 pub(super) struct RewardSources<'a> {
     /// The key or option that names the rewards.
     pub key: &'a str,
@@ -42,7 +42,7 @@ pub(super) struct RewardSources<'a> {
 }
 
 impl RewardSources<'_> {
-    /// That of one entry, the reward with this `index`.
+    /// The source of one entry, the reward with this `index`.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] for an unknown name.

@@ -1,4 +1,4 @@
-//! What a reward pool and its threads share: jobs that wait, groups that are being scored, failures so far.
+//! State that a reward pool and its threads share: jobs that wait, groups that are being scored, failures so far.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
@@ -15,7 +15,7 @@ use crate::config::RewardBatch;
 use crate::error::Error;
 use crate::types::RolloutGroup;
 
-/// What the pool and its threads share.
+/// State that the pool and its threads share.
 pub(super) struct PoolShared {
     /// Names of the rewards in configured order.
     pub names: Vec<String>,
@@ -50,7 +50,7 @@ pub(super) struct PoolState {
     pub has_services: bool,
     /// Threads of services, each with a process, and those of services over HTTP.
     pub num_servants: usize,
-    /// Of those, the ones whose first process is at work.
+    /// Services whose first process is at work.
     pub num_ready: usize,
     /// Why a service cannot go on.
     pub broken: Option<Error>,
@@ -62,7 +62,7 @@ pub(super) struct PoolState {
     pub first_cause: Option<String>,
     /// Kinds of failure by reward that the log has had: it takes each once in a run.
     pub told: Vec<(usize, FailureKind)>,
-    /// Of the newest job or ticket.
+    /// The number of the newest job or ticket.
     pub num_numbered: u64,
 }
 

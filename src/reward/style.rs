@@ -12,7 +12,8 @@ pub(super) fn tag_count(completion: &str) -> f64 {
     0.25 * tags.iter().filter(|tag| completion.matches(**tag).count() == 1).count() as f64
 }
 
-/// What `reasoning_steps` counts: "Step 1:", a numbered first line, lines that begin with - or *, words of transition.
+/// The pattern that `reasoning_steps` counts: "Step 1:", a numbered first line, lines that begin with - or *, words of
+/// transition.
 pub(super) const STEP_PATTERN: &str = r"Step \d+:|\A\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,";
 
 /// open-r1's `reasoning_steps`: a third for each step, at most 1; `pattern` is [`STEP_PATTERN`].
@@ -39,7 +40,7 @@ pub(super) fn code_format(completion: &str, language: &str) -> f64 {
 
 const CLOSE: &str = "\n</answer>";
 
-/// What follows the first `part`.
+/// The text after the first `part`.
 fn after<'a>(text: &'a str, part: &str) -> Option<&'a str> {
     text.split_once(part).map(|(_, rest)| rest)
 }

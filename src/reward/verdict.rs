@@ -41,12 +41,12 @@ impl Verdict {
         &self.settings
     }
 
-    /// What a Python worker serves for it: the text of a module and one of its functions.
+    /// The Python module that compares answers, and the function to call in it.
     pub fn function(&self) -> String {
         self.module() + self.name
     }
 
-    /// What a Python worker serves to tell of reference answers whether there is anything to compare with.
+    /// The Python function that tells whether a reference answer can be compared with.
     pub fn readable(&self) -> String {
         self.module() + "readable"
     }

@@ -27,11 +27,11 @@ const TAIL_BYTES: usize = 2048;
 const OWN_VARIABLES: [&str; 4] =
     ["COLO_GRPO_PULSE_FD", "COLO_GRPO_STORE_FD", "COLO_GRPO_SEGMENT_FD", "COLO_GRPO_ERROR_FILE"];
 
-/// What is run, and which key it comes from.
+/// The program of a worker, and the key that it comes from.
 #[derive(Debug, Clone)]
 pub(super) struct Program {
     pub command: Vec<String>,
-    /// Whether it answers an empty request before it is ready, with what is wrong if it is not.
+    /// Whether the program answers an empty request before it is ready, with what is wrong if it is not.
     pub is_ours: bool,
     pub origin: Origin,
 }
@@ -85,7 +85,7 @@ pub(super) struct RewardWorker {
     received: Vec<u8>,
     /// The end of what it wrote to standard error.
     tail: Vec<u8>,
-    /// Whether it serves several requests at once.
+    /// Whether the worker serves several requests at once.
     pub is_async: bool,
     is_reaped: bool,
     reaper: Option<Reaper>,
@@ -228,7 +228,7 @@ impl RewardWorker {
         }
     }
 
-    /// What has become of a worker that closed its pipes: it may take a moment to end by itself, whose status tells more than
+    /// The end of a worker that closed its pipes: it may take a moment to end by itself, whose status tells more than
     /// that of a kill.
     fn death(&mut self) -> RewardFailure {
         let end = Instant::now() + EXIT;

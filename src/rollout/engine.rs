@@ -129,18 +129,18 @@ impl Engine {
         })
     }
 
-    /// The same with memory that stays once it is mapped.
+    /// Keeps the engine's memory mapped while it sleeps.
     pub fn keeping_memory(self) -> Self {
         Self { keeps_memory: true, ..self }
     }
 
-    /// The same with memory that stays, and in it keys and values of sequences that a rollout leaves unfinished: a later one
+    /// Keeps the memory mapped, and in it keys and values of sequences that a rollout leaves unfinished: a later one
     /// goes on from them, as the weights computed them that sampled the tokens.
     pub fn keeping_sequences(self) -> Self {
         Self { keeps_sequences: true, ..self.keeping_memory() }
     }
 
-    /// From now on nothing is gone on with that is in the cache: the weights changed by more than training.
+    /// Drops all sequences that are kept in the cache: the weights changed by more than training.
     pub fn drop_kept(&mut self) {
         self.kept = KeptSequences::default();
     }
@@ -237,7 +237,7 @@ impl<'a> RolloutEngine<'a> {
         Arc::clone(&self.engine.grammars)
     }
 
-    /// What was done since waking.
+    /// Counts since waking.
     pub fn stats(&self) -> &EngineStats {
         &self.stats
     }

@@ -13,9 +13,9 @@ use crate::types::{Prompt, RolloutGroup, SamplingParams};
 /// This rank's groups after [`RolloutEngine::generate_first`], each with its index among those that were passed.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Rollout {
-    /// Those that count.
+    /// The groups that are complete, each with its index.
     pub complete: Vec<(usize, RolloutGroup)>,
-    /// The others, for a later rollout to go on with.
+    /// The other groups, for a later rollout to continue.
     pub unfinished: Vec<(usize, RolloutGroup)>,
     /// The engine's counts since it woke.
     pub stats: EngineStats,

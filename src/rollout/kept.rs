@@ -1,4 +1,4 @@
-//! What stays in the cache between rollouts: keys and values of sequences that a rollout left unfinished.
+//! Sequences that stay in the cache between rollouts: keys and values of those that a rollout left unfinished.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};

@@ -1,4 +1,4 @@
-//! What is asked of an engine, and what it reports.
+//! Requests to an engine, and the events that it reports.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ pub struct Request {
     pub first_step: u64,
     /// How tokens are drawn and when a completion ends. Requests of one session may differ in theirs.
     pub params: Arc<SamplingParams>,
-    /// What an earlier session sampled of each completion; empty if nothing.
+    /// Tokens that an earlier session sampled of each completion; empty if none.
     pub begun: Vec<Trajectory>,
 }
 
@@ -28,7 +28,7 @@ pub struct Request {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub(super) usize);
 
-/// What a step did. Completions are numbered from 0 to `num_generations` within their request.
+/// An event of a step. Completions are numbered from 0 to `num_generations` within their request.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
     /// A completion gained a token.

@@ -29,7 +29,7 @@ pub(super) trait Runner {
     /// Takes a step on. Its sequences' blocks hold room for it; tokens that they do not know yet come out of the step before.
     fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[EngineSequence]) -> Result<()>;
 
-    /// What the oldest step under way sampled, one token for each of its draws.
+    /// The tokens that the oldest step under way sampled, one for each of its draws.
     fn collect(&mut self) -> Result<Vec<Sampled>>;
 }
 

@@ -11,9 +11,9 @@ use crate::types::{FinishReason, SamplingParams, Trajectory};
 pub(super) enum QueuePriority {
     /// Preempted, or about to compute the prompt for its begun group.
     First,
-    /// Of a begun group.
+    /// A sequence of a group that was begun.
     Begun,
-    /// Of a group of which nothing is sampled yet.
+    /// A sequence of a group of which nothing is sampled yet.
     New,
 }
 
@@ -117,7 +117,7 @@ impl EngineSequence {
         self.grammar = None;
     }
 
-    /// What has been sampled of it, without its text.
+    /// The tokens sampled so far, without their text.
     pub(super) fn trajectory(&self) -> Trajectory {
         Trajectory {
             token_ids: self.completion().to_vec(),
@@ -153,7 +153,7 @@ impl EngineSequence {
         &self.token_ids[self.prompt_len..]
     }
 
-    /// Nothing has been sampled yet, nor is being.
+    /// Whether nothing has been sampled yet, nor is being sampled.
     pub(super) fn is_fresh(&self) -> bool {
         self.num_tokens() == self.prompt_len
     }

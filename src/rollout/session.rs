@@ -142,7 +142,7 @@ impl<'r> Session<'r> {
         Ok(())
     }
 
-    /// What is running, waiting and free.
+    /// Counts of running and waiting completions and of free blocks.
     pub fn load(&self) -> SessionLoad {
         self.scheduler.load()
     }

@@ -1,6 +1,6 @@
-//! What an engine counts.
+//! An engine's counts.
 
-/// What generation has done since the engine woke, over the whole tensor-parallel group.
+/// Counts since the engine woke, over the whole tensor-parallel group.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct EngineStats {
     /// Blocks of the KV cache.
@@ -13,7 +13,7 @@ pub struct EngineStats {
     pub num_generated_tokens: usize,
     /// Tokens computed in prefill steps, those of preempted sequences again.
     pub num_prefilled_tokens: usize,
-    /// Those among them of sequences that had been computed before: carried ones, prompts included, and preempted ones.
+    /// Prefilled tokens of sequences that had been computed before: carried ones, prompts included, and preempted ones.
     pub num_recomputed_tokens: usize,
     /// Tokens of carried sequences, prompts once a group, whose keys and values were still in the cache.
     pub num_kept_tokens: usize,

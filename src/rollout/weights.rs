@@ -1,4 +1,4 @@
-//! What the engine reads of the policy: views, never copies.
+//! The policy's weights as the engine reads them: views, never copies.
 
 use std::marker::PhantomData;
 
@@ -31,7 +31,7 @@ pub struct EngineWeights<'a> {
 pub struct QuantizedBlocks<'a> {
     /// The layout of whole blocks.
     pub table: ParamTable,
-    /// As they are stored.
+    /// The blocks as they are stored.
     pub blocks: &'a [QuantizedBlock],
     /// Where block `layer` goes: buffer `layer % 2`.
     pub buffers: [Tensor; 2], // [len of a block]

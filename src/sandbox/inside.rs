@@ -1,4 +1,4 @@
-//! What a forked process does before it becomes the program: it steps into namespaces of its own, sees nothing but the
+//! The steps of a forked process before it becomes the program: it enters namespaces of its own, sees nothing but the
 //! system's files and an empty folder, gives up its identity, takes limits and filters upon itself.
 #![allow(unsafe_code)]
 

@@ -220,7 +220,8 @@ pub(super) fn landlock_version() -> io::Result<libc::c_long> {
     }
 }
 
-/// From here on this process reads and runs what is below `readable` and `work`, writes to [`DEVICES`], and opens no TCP
+/// Restricts this process to reading and running what is below `readable` and `work` and writing to [`DEVICES`], and lets it open
+/// no TCP
 /// connection; as far as this kernel's Landlock goes. Where `may_write`, it writes below `work`, too.
 ///
 /// # Errors
@@ -243,7 +244,7 @@ pub(super) fn restrict_files(readable: &[PathBuf], work: &Path, may_write: bool)
     if ruleset == RulesetStatus::NotEnforced { Err("landlock enforces nothing".to_owned()) } else { Ok(()) }
 }
 
-/// From here on the system calls of [`REFUSED`] fail in this process, and so do new processes and signals to others.
+/// Makes the system calls of [`REFUSED`] fail in this process, and so new processes and signals to others.
 ///
 /// # Errors
 /// What the kernel refused.

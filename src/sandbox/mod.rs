@@ -34,7 +34,7 @@ const SETUP: Duration = Duration::from_secs(10);
 /// Time between two looks whether a program has ended that has closed its output.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// What every program may read, where it exists.
+/// Paths that every program may read, where they exist.
 const SYSTEM: [&str; 8] =
     ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"];
 
@@ -44,16 +44,16 @@ pub struct Sandbox {
     settings: CodeConfig,
     /// The interpreter's own path, its arguments and the program's file.
     command: Vec<CString>,
-    /// What the program may read.
+    /// Paths that the program may read.
     readable: Vec<PathBuf>,
 }
 
-/// What a program did.
+/// The result of a program.
 #[derive(Debug)]
 pub struct SandboxRun {
     /// It ended by itself, with status 0.
     pub succeeded: bool,
-    /// What it wrote to standard output.
+    /// The program's standard output.
     pub output: Vec<u8>,
 }
 
@@ -63,7 +63,7 @@ struct Pipes {
     output: PipeWriter,
     /// Word that ids are mapped.
     go: PipeReader,
-    /// What keeps it from becoming the program; closed by exec.
+    /// Carries the reason why the process cannot become the program; closed by exec.
     report: PipeWriter,
 }
 

@@ -1,4 +1,4 @@
-//! From a model's folder to an engine that serves it.
+//! Loads a model's folder into an engine that serves it.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ const KV_BLOCK_SIZE: usize = 16;
 /// Most sequences decoded at once.
 const MAX_NUM_SEQS: usize = 256;
 
-/// What is served, and how.
+/// The model that is served, and its engine's settings.
 #[derive(Debug, Clone, Copy)]
 pub struct ServeOptions<'a> {
     /// A model's folder, or one of LoRA adapters.

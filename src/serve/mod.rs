@@ -73,7 +73,7 @@ impl Served {
         Ok(Self { adapters, ..Self::new(world, mesh, table, engine, &zeros)? })
     }
 
-    /// The same with adapters, whose units come from `source` in the kind of the model's own.
+    /// Adds adapters, whose units come from `source` in the type of the model's own.
     ///
     /// # Errors
     /// As [`Served::new`].
@@ -107,7 +107,7 @@ impl Served {
         self.units.iter().map(Tensor::shallow_clone)
     }
 
-    /// Those of its adapters.
+    /// The units of the adapters.
     pub(crate) fn adapter_units(&self) -> impl Iterator<Item = Tensor> + '_ {
         self.adapters.iter().flat_map(|adapters| &adapters.units).map(Tensor::shallow_clone)
     }

@@ -1,4 +1,4 @@
-//! From a configuration to a supervised run: everything is read and checked before anything is trained.
+//! Loads a supervised run: everything is read and checked before anything is trained.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -99,7 +99,7 @@ pub(super) fn find_checkpoint(config: &SftConfig, world: &World) -> Result<Optio
     checkpoint::resume(&options, world, &|checkpoint| unsafe_changes(config, world.size(), checkpoint))
 }
 
-/// What differs from the run that made a checkpoint and would change the result.
+/// Differences from the run that made a checkpoint that would change the result.
 fn unsafe_changes(config: &SftConfig, world_size: usize, checkpoint: &Checkpoint) -> Result<Vec<String>> {
     let TrainerState { config: saved, world_size: saved_size, .. } = &checkpoint.state;
     let saved = SftConfig::from_entries(saved.entries(config.entries()));

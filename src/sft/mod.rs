@@ -45,12 +45,12 @@ pub struct Sft {
     num_tokens: u64,      // trained on, over all ranks
 }
 
-/// What a supervised run reached.
+/// Results of a supervised run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SftSummary {
     /// Mean negative log-likelihood of a completion token in the last update, in nats.
     pub loss: f64,
-    /// The same on the held-out rows, if there are any.
+    /// Mean loss on the held-out rows, if there are any.
     pub eval_loss: Option<f64>,
     /// The final model's folder.
     pub model_dir: PathBuf,

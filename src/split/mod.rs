@@ -23,7 +23,7 @@ pub struct Split {
     base_is_there: bool, // the engines have the frozen base
 }
 
-/// What a rank does.
+/// The role of a rank in split mode.
 #[derive(Debug)]
 pub enum SplitRank {
     /// One of the first ranks.

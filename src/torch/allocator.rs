@@ -11,7 +11,7 @@ use crate::error::Result;
 
 /// Blocks from this size on are mapped one by one, as by default from 128 KiB to 32 MiB on.
 const MAPPED_BYTES: i32 = 1 << 30;
-/// What the heap grows by.
+/// The bytes by which the heap grows.
 const GROWTH_BYTES: i32 = 64 << 20;
 /// Free memory that is not worth returning: a small model would spend a tenth of every step on getting it back.
 const KEPT_BYTES: usize = 512 << 20;
@@ -79,7 +79,7 @@ pub fn keep_block(device: Device, bytes: usize) -> Result<()> {
 /// Bytes that libtorch's allocator holds of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// Of live tensors.
+    /// Bytes of live tensors.
     pub allocated: usize,
     /// The most of them since [`reset_peak_memory`].
     pub peak_allocated: usize,
@@ -89,7 +89,7 @@ pub struct DeviceMemory {
     pub peak_reserved: usize,
 }
 
-/// What libtorch holds of `device`; nothing is counted on a CPU.
+/// The memory of `device` that libtorch holds; nothing is counted on a CPU.
 ///
 /// # Errors
 /// [`crate::Error::Environment`] if libtorch's CUDA half is not loaded.

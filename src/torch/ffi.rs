@@ -166,7 +166,7 @@ pub(super) fn only_deterministic<T>(work: impl FnOnce() -> Result<T>) -> Result<
     outcome
 }
 
-/// What [`set_deterministic`] said last; false before.
+/// The last value of [`set_deterministic`]; false before.
 pub fn is_deterministic() -> bool {
     // SAFETY: no pointers; reads that switch.
     unsafe { colo_is_deterministic() != 0 }

@@ -1,8 +1,8 @@
-//! What the backward of every attention is told.
+//! Inputs and results of an attention, for its backward.
 
 use tch::Tensor;
 
-/// What an attention took and gave. Shapes are those of the backward that it is for.
+/// Inputs and results of an attention. Shapes are those of the backward that it is for.
 #[derive(Debug, Clone, Copy)]
 pub struct SavedAttention<'a> {
     /// Queries.

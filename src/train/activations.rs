@@ -5,7 +5,7 @@ use super::bytes::TrainedModel;
 use crate::config::GradientCheckpointing;
 use crate::model::{BlockSpec, ElementBytes, head_chunk_tokens};
 
-/// What the products' library takes for itself on a GPU.
+/// Bytes that cuBLAS takes for itself on a GPU.
 pub const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// A micro-batch, as far as memory goes.
@@ -22,7 +22,7 @@ pub struct MicroBatchShape {
 /// Bytes of activations on one rank, by what holds them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ActivationBytes {
-    /// What each block keeps for its backward.
+    /// Bytes that each block keeps for its backward.
     pub saved: usize,
     /// Held through the whole pass: the last block's output, the rotations.
     pub pass: usize,
@@ -34,7 +34,7 @@ pub struct ActivationBytes {
     pub block_backward: usize,
     /// The fullest moment of the head.
     pub head: usize,
-    /// The same where no backward follows.
+    /// Bytes of the head's forward where no backward follows.
     pub head_forward: usize,
 }
 

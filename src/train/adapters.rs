@@ -29,9 +29,9 @@ pub(crate) enum AdapterUse {
     Off,
     /// The frozen ones that training started from, or the base alone where none are kept.
     Initial,
-    /// As they are.
+    /// The adapters as they are.
     On,
-    /// As they are trained: the masks of one pass.
+    /// The adapters as they are trained: with the dropout masks of one pass.
     Dropped(Dropout),
 }
 
@@ -50,7 +50,7 @@ impl Adapters {
         AdapterUse::Dropped(Dropout { rate, key: self.key.fold(update).fold(micro_batch) })
     }
 
-    /// What a block computes with.
+    /// The adapters that a block computes with.
     pub(crate) fn block(&mut self, layer: usize, adapter_use: AdapterUse) -> Result<BlockLora> {
         let (weights, dropout) = match adapter_use {
             AdapterUse::Off => (None, None),
@@ -63,7 +63,7 @@ impl Adapters {
         self.expand(layer, &flat, dropout)
     }
 
-    /// What a block of the engine computes with.
+    /// The adapters that a block of the engine computes with.
     pub(crate) fn engine_block(&self, layer: usize) -> Result<BlockLora> {
         self.expand(layer, &self.weights.gather(Unit::Block(layer))?, None)
     }
@@ -72,7 +72,7 @@ impl Adapters {
         BlockLora::expand(self.spec(), &self.lora, self.layout(layer), flat, dropout)
     }
 
-    /// What a block's backward adds to, before [`Adapters::end_gradients`].
+    /// The gradients that a block's backward adds to, before [`Adapters::end_gradients`].
     pub(crate) fn gradients(&self, layer: usize, flat: &Tensor) -> Result<BlockParams> {
         let gradients = BlockLora::gradients(self.spec(), &self.lora, self.layout(layer), flat)?;
         Ok(BlockParams::default().with_adapters(gradients))

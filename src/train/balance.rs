@@ -121,7 +121,7 @@ fn encode(sequence: &Sequence) -> Vec<u32> {
     head.into_iter().chain(token_ids.iter().copied()).chain(mask).chain(bits).collect()
 }
 
-/// What [`encode`] wrote after the first word; `None` if it is cut short.
+/// Reads what [`encode`] wrote after the first word; `None` if it is cut short.
 fn decode(num_tokens: usize, words: &mut impl Iterator<Item = u32>) -> Option<Sequence> {
     let (prompt_len, advantage, flags) = (words.next()? as usize, f32::from_bits(words.next()?), words.next()?);
     let place = words.next()?;

@@ -13,7 +13,7 @@ use crate::cuda::residual_kind;
 use crate::model::{LoraSpec, ParamTable, QuantizedBlock, Unit};
 use crate::torch::accumulation_kind;
 
-/// What bytes depend on beside the shape of micro-batches.
+/// A model in training, as far as bytes depend on it beside the shape of micro-batches.
 #[derive(Debug, Clone)]
 pub struct TrainedModel<'a> {
     /// The layout of its weights; `table.shards` is the shard group's size.
@@ -41,7 +41,7 @@ pub struct TrainBytes {
     pub gradients: usize,
     /// Master weights and moments.
     pub optimizer: usize,
-    /// What they flow through on the device, where they live on the host.
+    /// Buckets on the device that optimizer state on the host is copied through.
     pub optimizer_buckets: usize,
     /// Adapters' B as the engine keeps them, expanded.
     pub engine_adapters: usize,
@@ -53,7 +53,7 @@ impl<'a> TrainedModel<'a> {
         Self { table, lora: None, quantization: Quantization::None, stage, kind, residual: kind, gradients }
     }
 
-    /// What a configuration trains.
+    /// The model that a configuration trains.
     pub fn of(config: &Config, table: &'a ParamTable, kind: Kind) -> Self {
         let gradients = GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype);
         let (lora, quantization) = (LoraSpec::new(&config.lora), config.quantization);
@@ -61,7 +61,7 @@ impl<'a> TrainedModel<'a> {
         Self { lora, quantization, residual, ..Self::whole(table, config.zero.stage, kind, gradients) }
     }
 
-    /// What it holds between uses.
+    /// Bytes between uses.
     pub fn bytes(&self) -> TrainBytes {
         let element = self.kind.elt_size_in_bytes();
         let (stage, trained, spec) = (self.trained_stage(), self.trained(), &self.table.spec);
@@ -81,7 +81,8 @@ impl<'a> TrainedModel<'a> {
         if self.lora.is_some() { self.kind.elt_size_in_bytes() * self.trained().total } else { 0 }
     }
 
-    /// What an optimizer step reads and writes in device memory: the state both ways, gradients for their norm and again, and
+    /// Bytes that an optimizer step reads and writes in device memory: the state both ways, gradients for their norm and again,
+    /// and
     /// the new weights; without the way of either over ranks.
     pub fn optimizer_step_bytes(&self) -> usize {
         let wide = accumulation_kind(self.kind).elt_size_in_bytes();
@@ -90,7 +91,7 @@ impl<'a> TrainedModel<'a> {
         owned * (6 * wide + 2 * gradient + self.kind.elt_size_in_bytes())
     }
 
-    /// Of the weights, the frozen ones under adapters included. Quantised blocks are whole on every rank.
+    /// Bytes of the weights, the frozen ones under adapters included. Quantised blocks are whole on every rank.
     fn base_bytes(&self) -> usize {
         let (table, element) = (self.table, self.kind.elt_size_in_bytes());
         match self.quantization {

@@ -22,7 +22,7 @@ pub(super) struct Piece {
     start: usize,            // in the state's columns
 }
 
-/// What steps a part of what this rank owns of a unit, given its master weights, m and v.
+/// Steps a part of this rank's slice of a unit, given its master weights, m and v.
 pub(super) type StepPiece<'a> = dyn FnMut(&Range<usize>, [Tensor; 3]) -> Result<()> + 'a;
 
 /// An update's way through the buckets. Until it is finished, its pieces are stepped in order.

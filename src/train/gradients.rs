@@ -20,9 +20,9 @@ const MAX_REDUCTIONS: usize = 1;
 /// Kinds that gradients pass through.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct GradientKinds {
-    /// Of the sums over micro-batches.
+    /// The type of the sums over micro-batches.
     pub accumulated: Kind,
-    /// Of what ranks send one another.
+    /// The type that ranks send one another.
     pub reduced: Kind,
 }
 

@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::model::{AdapterFiles, LoraSpec, ParamTable, QuantizedBlock, UnitLayout, init_unit};
 use crate::torch::accumulation_kind;
 
-/// What of a model trains, and from where.
+/// The part of a model that trains, and the weights that it starts from.
 #[derive(Debug, Clone)]
 pub struct PolicyStart<'a> {
     /// Adapters; `None` trains all weights.
@@ -35,7 +35,7 @@ pub struct PolicyStart<'a> {
 
 /// The adapters of a frozen policy.
 pub struct AdapterOptions<'a> {
-    /// What is adapted.
+    /// The adapters' settings.
     pub lora: LoraSpec,
     /// How the blocks of the base are stored; quantised ones are whole on every rank.
     pub quantization: Quantization,

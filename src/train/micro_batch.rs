@@ -1,4 +1,4 @@
-//! What the network runs at once: sequences laid end to end, or prompts once and their completions after them.
+//! A micro-batch, which the network runs at once: sequences laid end to end, or prompts once and their completions after them.
 //!
 //! Shapes: T tokens, C scored tokens, N sequences of a micro-batch.
 
@@ -82,7 +82,7 @@ impl MicroBatch {
         self.repeats().iter().sum()
     }
 
-    /// What the memory of its activations depends on.
+    /// The shape that the memory of activations depends on.
     pub fn shape(&self) -> MicroBatchShape {
         MicroBatchShape {
             tokens: self.num_tokens(),
@@ -91,7 +91,7 @@ impl MicroBatch {
         }
     }
 
-    /// From groups of indexes into `all`; the sequences of one group have one prompt, which is run once. Groups of one
+    /// Packs groups of indexes into `all`; the sequences of one group have one prompt, which is run once. Groups of one
     /// sequence each are laid end to end.
     pub(super) fn new(all: &[Sequence], groups: &[Vec<usize>], device: Device) -> Result<Self> {
         let rows = match groups.iter().any(|group| group.len() > 1) {
@@ -131,7 +131,7 @@ impl MicroBatch {
     }
 }
 
-/// What stands in each row.
+/// The contents of each row.
 struct RowContents {
     token_ids: Vec<i64>, // [T]
     positions: Vec<i64>, // [T]

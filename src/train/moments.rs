@@ -26,7 +26,7 @@ pub struct Moment {
     pub activations: usize,
     /// Optimizer state that flows through the device.
     pub buckets: usize,
-    /// Of the gradients, those that are made on the stream of collectives, whose memory libtorch caches apart.
+    /// Bytes of gradients that are made on the stream of collectives, whose memory libtorch caches apart.
     #[serde(skip)]
     pub reduced_apart: usize,
 }
@@ -37,7 +37,7 @@ impl Moment {
         self.gathered + self.gradients + self.activations + self.buckets
     }
 
-    /// Of libtorch's own stream.
+    /// Bytes on libtorch's own stream.
     fn on_own_stream(&self) -> usize {
         self.total() - self.reduced_apart
     }
@@ -46,7 +46,7 @@ impl Moment {
 /// How an update comes by its gradients.
 #[derive(Debug, Clone, Copy)]
 pub struct UpdateCourse<'a> {
-    /// What backward computes again.
+    /// The activations that backward recomputes.
     pub keep: GradientCheckpointing,
     /// Its micro-batches, in order.
     pub micro_batches: &'a [MicroBatchShape],
@@ -130,7 +130,7 @@ struct Visit {
     unit: Unit,
     gathered: usize,
     activations: usize,
-    /// The same when its backward ends.
+    /// Bytes of activations when the unit's backward ends.
     activations_at_end: usize,
 }
 
@@ -241,7 +241,7 @@ impl<'a> Walk<'a> {
         units.iter().map(|&unit| self.whole(unit)).sum()
     }
 
-    /// What a pass needs at a unit; logits need a tied table, too.
+    /// Bytes that a pass needs at a unit; logits need a tied table, too.
     fn in_use(&self, unit: Unit) -> usize {
         match unit {
             Unit::Embedding => self.whole(unit),
@@ -256,7 +256,7 @@ impl<'a> Walk<'a> {
         self.model.gradient_kinds().accumulated.elt_size_in_bytes() * layout.map_or(0, |layout| layout.len)
     }
 
-    /// What this rank keeps of it.
+    /// Bytes of a unit's gradient that this rank keeps.
     fn kept_gradient(&self, unit: Unit) -> usize {
         self.gradient(unit) / if self.scatters { self.trained.shards } else { 1 }
     }

@@ -30,7 +30,7 @@ pub struct NetworkOptions {
     pub device: Device,
 }
 
-/// What the network says about a micro-batch's completion tokens, in the accumulation kind.
+/// Log-probabilities and entropies of a micro-batch's completion tokens, in the accumulation type.
 #[derive(Debug)]
 pub struct Scores {
     /// Log-probability of each token at the temperature, in nats.
@@ -77,7 +77,7 @@ impl Network {
         self.options.device
     }
 
-    /// What is stepped: the adapters, or all weights.
+    /// The weights that the optimizer steps: the adapters, or all.
     pub(crate) fn trained(&self) -> &Weights {
         self.adapters.as_ref().map_or(&self.weights, |adapters| &adapters.weights)
     }
@@ -223,7 +223,7 @@ impl Network {
         Ok(dhidden)
     }
 
-    /// Of an empty micro-batch: zeros where the head's gradient of its input would be.
+    /// The gradient of an empty micro-batch: zeros where the head's gradient of its input would be.
     fn no_gradient(&self, hidden: &Tensor /* [T, D] */) -> Result<Tensor> {
         Ok(Tensor::f_zeros(hidden.size(), (self.options.kind, hidden.device()))?) // [T, D]
     }
@@ -246,7 +246,7 @@ impl Network {
         })
     }
 
-    /// What a block's backward adds to.
+    /// The gradients that a block's backward adds to.
     fn block_gradients(&self, layer: usize, flat: &Tensor) -> Result<BlockParams> {
         match &self.adapters {
             Some(adapters) => adapters.gradients(layer, flat),
@@ -288,7 +288,7 @@ pub(super) fn head_units(spec: &ModelSpec) -> Vec<Unit> {
     if spec.tie_word_embeddings { vec![Unit::Embedding, Unit::Head] } else { vec![Unit::Head] }
 }
 
-/// What all blocks and the head need of a micro-batch, forward and backward.
+/// The parts of a micro-batch that all blocks and the head need, forward and backward.
 struct Pass<'a> {
     micro_batch: &'a MicroBatch,
     rope: RopeRows,

@@ -27,7 +27,7 @@ pub struct AdamOptions {
 }
 
 impl AdamOptions {
-    /// What a run says.
+    /// The options of a run.
     pub fn new(config: &OptimizerConfig) -> Self {
         let &OptimizerConfig { adam_beta1, adam_beta2, adam_epsilon, weight_decay, .. } = config;
         Self { beta1: adam_beta1, beta2: adam_beta2, eps: adam_epsilon, weight_decay }
@@ -45,7 +45,7 @@ pub(crate) struct Optimizer {
     residence: Mutex<Residence>, // the state moves while the weights are read
 }
 
-/// What this rank owns of a unit.
+/// This rank's slice of a unit.
 #[derive(Debug)]
 struct Owned {
     range: Range<usize>,        // of the unit
@@ -58,7 +58,7 @@ impl Owned {
         self.start..self.start + self.range.len()
     }
 
-    /// What of `part` weight decay applies to, from its start.
+    /// The ranges of `part` that weight decay applies to, from its start.
     fn decayed(&self, part: &Range<usize>) -> Vec<Range<i64>> {
         let inside = self.decayed.iter().map(|range| intersection(range, part)).filter(|range| !range.is_empty());
         inside.map(|range| (range.start - part.start) as i64..(range.end - part.start) as i64).collect()

@@ -21,7 +21,7 @@ pub struct Sequence {
     pub loss_mask: Vec<bool>,
     /// Advantage of every scored token.
     pub advantage: f32,
-    /// None of its tokens count: it is not packed. As in TRL it is still one of the sequences that means are over.
+    /// Leaves its tokens out: it is not packed. As in TRL it is still one of the sequences that means are over.
     pub masked: bool,
     /// The sampler's log-probabilities, one per scored token, as are the next three.
     pub rollout_logprobs: Option<Vec<f32>>,
@@ -36,7 +36,7 @@ pub struct Sequence {
 }
 
 impl Sequence {
-    /// Nothing but its tokens; those of the completion are all scored.
+    /// A sequence of tokens alone; those of the completion are all scored.
     pub fn of_tokens(token_ids: Vec<u32>, prompt_len: usize) -> Self {
         Self {
             loss_mask: vec![true; token_ids.len().saturating_sub(prompt_len)],

@@ -27,7 +27,7 @@ pub struct PolicyOptions {
     pub stage: u8,
     /// Kind and device of the network.
     pub network: NetworkOptions,
-    /// What backward computes again.
+    /// The activations that backward recomputes.
     pub gradient_checkpointing: GradientCheckpointing,
     /// The optimizer.
     pub adam: AdamOptions,
@@ -38,9 +38,9 @@ pub struct PolicyOptions {
 /// Kinds that gradients pass through; `None` is the accumulation kind of the weights'.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct GradientOptions {
-    /// Of the sums over micro-batches (`zero.grad_accum_dtype`).
+    /// The type of the sums over micro-batches (`zero.grad_accum_dtype`).
     pub accumulated: Option<Kind>,
-    /// Of what ranks send one another (`zero.reduce_dtype`).
+    /// The type that ranks send one another (`zero.reduce_dtype`).
     pub reduced: Option<Kind>,
 }
 
@@ -60,7 +60,7 @@ impl GradientOptions {
     }
 }
 
-/// What a step did.
+/// Results of an optimizer step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[must_use = "a skipped step must be counted"]
 pub struct StepOutcome {
@@ -151,12 +151,12 @@ impl Policy {
         self.network.trained().table()
     }
 
-    /// What the adapters are, if only they train.
+    /// The adapters' settings, if only they train.
     pub fn lora(&self) -> Option<&LoraSpec> {
         self.network.adapters.as_ref().map(|adapters| &adapters.lora)
     }
 
-    /// What a block's adapters compute with; nothing where all weights train.
+    /// The adapters that a block computes with; none where all weights train.
     ///
     /// # Errors
     /// [`Error::Torch`](crate::Error::Torch).
@@ -215,7 +215,7 @@ impl Policy {
         Ok(())
     }
 
-    /// What its bytes depend on.
+    /// The model as its bytes depend on it.
     fn trained_model(&self) -> TrainedModel<'_> {
         let PolicyOptions { stage, network, gradients, .. } = self.options;
         let is_quantized = !self.quantized_blocks().is_empty();
@@ -313,7 +313,7 @@ impl Policy {
         self.network.weights.gather(unit)
     }
 
-    /// The same of what trains: a unit of [`Policy::trained_table`].
+    /// The weights of a unit that trains: one of [`Policy::trained_table`].
     ///
     /// # Errors
     /// As [`Policy::forward_logprobs`].
@@ -326,7 +326,7 @@ impl Policy {
         self.optimizer.bytes()
     }
 
-    /// What [`Policy::reload_optimizer`] will take on the device, in bytes; 0 where the state is there or stays away.
+    /// Bytes that [`Policy::reload_optimizer`] will take on the device; 0 where the state is there or stays away.
     pub fn absent_optimizer_bytes(&self) -> usize {
         self.optimizer.residence().absent_bytes()
     }
@@ -359,7 +359,7 @@ impl Policy {
         self.optimizer.residence().come_back()
     }
 
-    /// What moving optimizer state took since the last call. Waits for the device.
+    /// Time and bytes of moving optimizer state since the last call. Waits for the device.
     ///
     /// # Errors
     /// What the device failed at until here.

@@ -24,7 +24,7 @@ pub enum OptimizerHome {
     Stream(HostPool),
 }
 
-/// What moving the state between device and host took.
+/// Time and bytes of moving the state between device and host.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Transitions {
     /// Bytes copied, both ways.
@@ -262,7 +262,7 @@ impl Residence {
         Ok(())
     }
 
-    /// What moving took since the last call. Waits for copies that are over by now.
+    /// Time and bytes of moving since the last call. Waits for copies that are over by now.
     pub(super) fn take_transitions(&mut self) -> Result<Transitions> {
         let mut total = Transitions::default();
         for Transfer { bytes, began, ended, waited, came } in self.passages.drain(..) {

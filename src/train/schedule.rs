@@ -16,7 +16,7 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// Of a run of `max_steps` updates, or without them of `epochs_updates`, those of its epochs.
+    /// The schedule of a run of `max_steps` updates, or without them of `epochs_updates`, those of its epochs.
     pub fn new(peak: f64, config: &OptimizerConfig, epochs_updates: usize) -> Self {
         let total_steps = config.max_steps.unwrap_or(epochs_updates);
         Self { kind: config.lr_scheduler_type, peak, warmup_steps: config.warmup_steps, total_steps }

@@ -9,7 +9,8 @@ use crate::dist::{Collective, Lane, Mesh};
 use crate::error::{Error, Result};
 use crate::model::ParamTable;
 
-/// What this rank keeps, owns and steps of every unit. A *slice* is one of S equal ranges of a unit, S being the size of
+/// The parts of every unit that this rank keeps, owns and steps. A *slice* is one of S equal ranges of a unit, S being the size
+/// of
 /// the shard group; rank r of the group has slice r. With S < world (hybrid sharding) the replicate group joins the ranks
 /// that have the same slice.
 #[derive(Debug, Clone)]
@@ -57,7 +58,7 @@ impl Sharding {
         start..start + slice_len
     }
 
-    /// What this rank steps of a unit of `len` elements.
+    /// The elements that this rank steps of a unit of `len`.
     pub(crate) fn owned(&self, len: usize) -> Range<usize> {
         if self.owns_all { 0..len } else { self.slice(len) }
     }

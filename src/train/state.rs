@@ -41,7 +41,7 @@ impl Policy {
         self.sharding.replicate.rank() == 0
     }
 
-    /// What [`Policy::export_state`] will return, in its order, without a copy: unit, parameter and elements.
+    /// The ranges that [`Policy::export_state`] will return, in its order, without a copy: unit, parameter and elements.
     pub fn state_ranges(&self) -> impl Iterator<Item = (Unit, ParamName, Range<usize>)> + '_ {
         self.shares().map(|(index, param, elements)| (self.trained_table().units[index].unit, param.name, elements))
     }

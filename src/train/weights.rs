@@ -63,7 +63,7 @@ impl Weights {
         Ok(weights)
     }
 
-    /// The same for weights that never change, with blocks stored as NF4 (not for sharded ones).
+    /// Loads weights that never change, with blocks stored as NF4 (not for sharded ones).
     pub(crate) fn load_quantized(
         owner: &'static str,
         table: Arc<ParamTable>,
@@ -93,7 +93,8 @@ impl Weights {
         Ok(weights)
     }
 
-    /// The same into host memory, this rank's slices one after another: units are brought to the device as they are gathered.
+    /// Loads weights into host memory, this rank's slices one after another: units are brought to the device as they are
+    /// gathered.
     pub(crate) fn load_to_host(
         owner: &'static str,
         table: Arc<ParamTable>,
@@ -118,7 +119,7 @@ impl Weights {
         Self { owner, table, sharding, kind, device, pool: None, units, quantized, spreading, gathered }
     }
 
-    /// What this rank keeps of a unit.
+    /// The elements that this rank keeps of a unit.
     fn kept(&self, len: usize) -> Range<usize> {
         if self.sharding.keeps_weights { 0..len } else { self.sharding.slice(len) }
     }
@@ -243,7 +244,7 @@ impl Weights {
         Ok(())
     }
 
-    /// What this rank owns of a unit, to be written; [`Weights::spread`] goes after it.
+    /// This rank's slice of a unit, to be written; call [`Weights::spread`] after it.
     pub(crate) fn owned(&mut self, index: usize) -> Result<Tensor> {
         self.settle(index)?;
         let unit = &self.units[index];

@@ -1,4 +1,4 @@
-//! From a configuration and its plan to the halves of a step on this rank.
+//! Builds the policy and the engine of this rank from a configuration and its plan.
 
 use std::path::Path;
 use std::sync::Arc;

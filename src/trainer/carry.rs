@@ -12,10 +12,10 @@ use crate::metrics::{Reduce, StepMetrics};
 use crate::rollout::EngineStats;
 use crate::types::RolloutGroup;
 
-/// What became of this rank's tokens in a step.
+/// Counts of this rank's tokens in a step: taken, carried and dropped.
 #[derive(Debug, Default)]
 pub(super) struct Carry {
-    /// Of the groups that were taken: tokens, those of earlier steps, and the steps since each was sampled, summed up.
+    /// Tokens of the groups that were taken, those of earlier steps among them, and the steps since each was sampled, summed up.
     num_taken: usize,
     num_continued: usize,
     token_age: u64,
@@ -26,7 +26,7 @@ pub(super) struct Carry {
     num_discarded: usize,
     /// Groups that the next step goes on with.
     num_carried: usize,
-    /// What the engine counted, of which this is one rank.
+    /// Counts of the engine, of which this is one rank.
     engine: EngineStats,
 }
 

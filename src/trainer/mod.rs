@@ -99,12 +99,12 @@ struct TrainingProgress {
     entropy_control: EntropyControl,
 }
 
-/// What a finished run reached.
+/// Results of a finished run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RunSummary {
     /// Mean reward on the held-out rows before training; none without rows, or where none could be scored.
     pub eval_reward_before: Option<f64>,
-    /// The same after training.
+    /// Mean reward on the held-out rows after training.
     pub eval_reward_after: Option<f64>,
     /// The final model's folder.
     pub model_dir: PathBuf,

@@ -8,7 +8,7 @@ use crate::split::Split;
 use crate::train::{Policy, Sequence};
 use crate::update::{Divergence, UpdateOptions, UpdateOutcome, UpdateProgress};
 
-/// What generates and what trains.
+/// The policy and the engine, on the same ranks or apart.
 #[derive(Debug)]
 pub(super) enum PolicyAndEngine {
     /// Every rank, in turn.

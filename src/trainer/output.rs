@@ -1,4 +1,4 @@
-//! What a run leaves behind and shows: metrics, completions, progress, report. Ranks other than the first take part in the
+//! Outputs of a run: metrics, completions, progress, report. Ranks other than the first take part in the
 //! reductions and write nothing.
 
 use std::path::PathBuf;

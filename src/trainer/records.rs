@@ -81,7 +81,8 @@ pub(super) fn bonus_metrics(metrics: &mut StepMetrics, outcome: &UpdateOutcome) 
     metrics.set("entropy_coef", outcome.entropy_control.coef, Reduce::Last);
 }
 
-/// What the step took: time by phase; the transitions' bytes (all ranks), rate (GB/s of the slowest) and share of their time
+/// Adds the cost of the step: time by phase; the transitions' bytes (all ranks), rate (GB/s of the slowest) and share of their
+/// time
 /// that nothing waited for; memory in GB. Of ranks that have a `role`, idle time is told apart.
 pub(super) fn cost_metrics(
     metrics: &mut StepMetrics,

@@ -40,7 +40,7 @@ pub(super) struct GroupQuota {
     pub tensor_parallel_size: usize,
 }
 
-/// What an engine works with beside the requests.
+/// The trainer's parts that sampling with replacement uses.
 pub(super) struct ReplacementContext<'a> {
     pub rewards: &'a mut RewardPool,
     pub output: &'a RunOutput,
@@ -54,7 +54,7 @@ pub(super) struct ReplacementContext<'a> {
 pub(super) struct PlacedGroups {
     pub kept: Vec<(usize, RolloutGroup)>,
     pub dropped: Vec<(usize, RolloutGroup)>,
-    /// Of all engines' groups.
+    /// The tally of all engines' groups.
     pub tally: Tally,
 }
 
@@ -88,7 +88,7 @@ impl Candidates {
     }
 }
 
-/// What a rank tells the others at an exchange.
+/// A rank's message to the others at an exchange.
 #[derive(Debug, Serialize, Deserialize)]
 struct VerdictReport {
     /// Requests of this rank under way.
@@ -204,7 +204,7 @@ impl OpenBatch {
         Ok(())
     }
 
-    /// What the rewards say by now.
+    /// The rewards that have come since the last exchange.
     fn report(&mut self, context: &mut ReplacementContext<'_>) -> Result<VerdictReport> {
         let mut asked = std::mem::take(&mut self.waiting);
         let fresh = std::mem::take(&mut self.fresh);

@@ -1,4 +1,4 @@
-//! What is asked of the engines: training batches, which may be sampled ahead, and evaluations.
+//! Work for the engines: training batches, which may be sampled ahead, and evaluations.
 
 use std::ops::Range;
 
@@ -21,7 +21,7 @@ use crate::types::{Prompt, RolloutGroup, SamplingParams};
 pub(super) struct GenerationBatch {
     /// Groups that this rank begins or goes on with.
     pub begun: Vec<CarriedGroup>,
-    /// The same, for the engine.
+    /// The groups in the form that the engine takes.
     pub groups: Vec<RolloutGroup>,
     /// How many of them the step takes.
     pub num_groups: usize,
@@ -31,7 +31,7 @@ pub(super) struct GenerationBatch {
     open: Option<(Candidates, GroupQuota)>,
 }
 
-/// What an engine does for a batch.
+/// The engine's work for a batch.
 #[derive(Debug)]
 pub(super) struct SamplingTask {
     groups: Vec<RolloutGroup>,
@@ -40,7 +40,7 @@ pub(super) struct SamplingTask {
     open: Option<(Candidates, GroupQuota)>,
 }
 
-/// What came of it on this rank.
+/// The groups that this rank's engine sampled for a batch.
 #[derive(Debug, Default)]
 pub(super) struct SamplingResult {
     pub rollout: Rollout,

@@ -1,4 +1,4 @@
-//! What becomes of a run whose rewards give no score.
+//! Warnings and the end of a run whose rewards give no score.
 
 use super::Trainer;
 use crate::dist::first_text;
@@ -47,7 +47,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// The same of an evaluation.
+    /// Warns once, for all ranks, of held-out samples without a score; collective over the world.
     pub(super) fn tell_unscored(&mut self, outcome: &EvalOutcome) -> Result<()> {
         let total = outcome.lengths.count;
         let num_failed = total - outcome.reward.count;

@@ -1,4 +1,4 @@
-//! From a configuration to a trainer: everything is read and checked before anything is trained.
+//! Loads a trainer: everything is read and checked before anything is trained.
 
 use std::fmt;
 use std::path::Path;
@@ -48,9 +48,9 @@ pub struct Preflight {
     pub teacher: Option<Teacher>,
     /// Type of weights and activations.
     pub kind: Kind,
-    /// What each rank will hold, of a split world each that trains.
+    /// The memory plan of each rank; in split mode of each rank that trains.
     pub plan: MemoryPlan,
-    /// What each that generates will hold.
+    /// The memory plan of each rank that generates, in split mode.
     pub engine_plan: Option<MemoryPlan>,
 }
 
@@ -80,7 +80,7 @@ impl Preflight {
         Self::of_model(config, open_model(config, placement)?, placement, world_size, room)
     }
 
-    /// The same for a shape alone, whose tokens are numbers.
+    /// Checks a run of a model's shape alone, whose tokens are numbers.
     ///
     /// # Errors
     /// As [`Preflight::new`].
@@ -96,7 +96,7 @@ impl Preflight {
         Self::of_model(config, (spec, tokenizer, false), placement, world_size, room)
     }
 
-    /// The same for a model that is in no folder.
+    /// Checks a run of a model that is already read.
     fn of_model(
         config: &Config,
         (spec, tokenizer, starts_from_adapters): (Arc<ModelSpec>, Arc<Tokenizer>, bool),
@@ -144,7 +144,7 @@ impl Preflight {
         Ok(Self { batch, spec, tokenizer, table, teacher, kind, plan, engine_plan })
     }
 
-    /// What a rank will hold.
+    /// The memory plan of a rank.
     pub fn plan_of(&self, rank: usize) -> &MemoryPlan {
         let of_engine = self.engine_plan.as_ref().filter(|_| rank >= self.batch.roles.num_trainers);
         of_engine.unwrap_or(&self.plan)
@@ -182,7 +182,7 @@ fn source(config: &Config) -> Result<ModelSource> {
     ModelSource::find(&config.model_name_or_path, config.model_revision.as_deref(), None, &Hub::cached())
 }
 
-/// What every rank has, so that all come to the same plan; collective over the world.
+/// The memory that every rank has at least, so that all make the same plan; collective over the world.
 pub(super) fn common_room(placement: Placement, world: &World) -> Result<Room> {
     let Room { available_bytes, swap_bytes } = Room::available(placement, world.local_size())?;
     let mut least = [available_bytes as f64, swap_bytes.unwrap_or(0) as f64]; // exact below 2^53 bytes
@@ -197,7 +197,7 @@ pub(super) fn gathers(config: &Config, table: &ParamTable) -> bool {
     !in_place && config.quantization == Quantization::None
 }
 
-/// What the engine's own weights take of each rank.
+/// Bytes that the engine's own weights take on each rank.
 fn engine_weight_bytes(config: &Config, table: &ParamTable, kind: Kind) -> Result<usize> {
     match (gathers(config, table), config.quantization) {
         (true, _) => EngineSlices::gathered_bytes(table, 0, config.tensor_parallel_size, kind),
@@ -206,7 +206,7 @@ fn engine_weight_bytes(config: &Config, table: &ParamTable, kind: Kind) -> Resul
     }
 }
 
-/// What a trainer is made of beside its configuration.
+/// The parts of a trainer beside its configuration.
 pub(super) struct TrainerParts<'a> {
     pub preflight: Preflight,
     /// Whole units of the initial weights.
@@ -387,7 +387,7 @@ pub(super) fn find_checkpoint(config: &Config, world: &World) -> Result<Option<C
     checkpoint::resume(&options, world, &|checkpoint| unsafe_changes(config, world.size(), checkpoint))
 }
 
-/// What differs and would change the result: single keys, and what the keys of the batch and the world come to.
+/// Differences that would change the result: single keys, and the numbers that follow from keys of the batch and the world.
 fn unsafe_changes(config: &Config, world_size: usize, checkpoint: &Checkpoint) -> Result<Vec<String>> {
     let TrainerState { config: saved, world_size: saved_size, .. } = &checkpoint.state;
     let foreign = |error: Error| checkpoint.of_another_program(&error);

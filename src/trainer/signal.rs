@@ -16,7 +16,7 @@ use crate::types::RolloutGroup;
 /// Steps in a row whose groups are all left out that end a run: it would go on for nothing.
 const MAX_STEPS: usize = 3;
 
-/// What the rewards of a group say.
+/// Whether the rewards of a group teach something.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(super) struct GroupVerdict {
     pub has_signal: bool,
@@ -58,7 +58,7 @@ impl FromIterator<GroupVerdict> for Tally {
 }
 
 impl Tally {
-    /// The same of all ranks; collective over the world.
+    /// Adds up the tallies of all ranks; collective over the world.
     fn of_all_ranks(self, world: &World) -> Result<Self> {
         let mut sums = [self.num_sampled, self.num_kept, self.num_equal, self.reward_sum, self.reward_count];
         all_reduce_f64(&*world.group(), &mut sums, ReduceOp::Sum)?;

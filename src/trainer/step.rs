@@ -95,7 +95,8 @@ impl Trainer {
     }
 
     /// Computes the advantages of a batch from its rewards, by the configuration and by a function of
-    /// [`TrainerBuilder::advantages`](super::TrainerBuilder::advantages). Needed again only where rewards were changed. Collective over the world.
+    /// [`TrainerBuilder::advantages`](super::TrainerBuilder::advantages). Needed again only where rewards were changed. Collective
+    /// over the world.
     ///
     /// # Errors
     /// Those of the function and of the collective.
@@ -188,7 +189,7 @@ impl Trainer {
         Ok(outcome)
     }
 
-    /// What moving optimizer state took since the last call.
+    /// Time and bytes of moving optimizer state since the last call.
     fn take_transitions(&self) -> Result<Transitions> {
         self.model.policy().map_or_else(|| Ok(Transitions::default()), Policy::take_transitions)
     }

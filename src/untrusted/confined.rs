@@ -17,7 +17,7 @@ use crate::error::panic_message;
 /// How often a thread that has not answered yet is looked at.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// What work on a stranger's file may take.
+/// Limits of work on an untrusted file.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ThreadLimits {
     /// The thread's stack. Only what recursion touches becomes memory.

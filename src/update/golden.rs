@@ -22,7 +22,7 @@ struct Table {
 }
 
 impl Table {
-    /// What the ranks report together after one update, and their losses' sum.
+    /// The statistics that ranks report together after one update, and the sum of their losses.
     fn update(&self, config: &LossConfig, num_ranks: usize) -> (f64, LossStats) {
         let options = options(config);
         let divisors = denominators(std::slice::from_ref(&self.sequences), config.loss_type)[0];

@@ -188,7 +188,7 @@ impl Learner {
         })
     }
 
-    /// What this rank trains on in each update of a pass, and what its token losses are divided by, over all ranks.
+    /// This rank's sequences in each update of a pass, and the denominators of token losses, over all ranks.
     fn share_out(
         &self,
         sequences: &[Sequence],
@@ -267,7 +267,8 @@ impl Learner {
         }
     }
 
-    /// What the update's objective has of entropy. Where it is over the tokens of highest entropy, a pass finds out which those of
+    /// The entropy term of the update's objective. Where it is over the tokens of highest entropy, a pass finds out which those
+    /// of
     /// all ranks are; collective.
     fn entropy_term(
         &mut self,
@@ -312,7 +313,8 @@ impl Learner {
         })
     }
 
-    /// The same number of micro-batches on every rank, the surplus empty, and memory for them. No gradients may have been added.
+    /// Packs this rank's micro-batches, as many as every other rank has, the surplus empty, and reserves memory for them. No
+    /// gradients may have been added.
     fn micro_batches(&mut self, sequences: &[Sequence], options: &UpdateOptions) -> Result<Vec<MicroBatch>> {
         let pack_options = PackOptions {
             max_tokens: options.max_tokens_per_micro_batch,
@@ -332,7 +334,7 @@ impl Learner {
     }
 }
 
-/// What each update's token losses are divided by, from the sequences of all ranks.
+/// The denominators of each update's token losses, from the sequences of all ranks.
 pub(super) fn denominators(slices: &[Vec<Sequence>], loss_type: LossType) -> Vec<Denominators> {
     let tokens = |slice: &Vec<Sequence>| -> usize {
         slice.iter().filter(|sequence| !sequence.masked).map(Sequence::num_scored).sum()

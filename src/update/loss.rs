@@ -28,7 +28,7 @@ struct Sums {
 }
 
 impl UpdateSums {
-    /// Of an update whose objective has `term` of entropy, and `router_aux_loss_coef` times the loss that keeps experts
+    /// Sums of an update whose objective has `term` of entropy, and `router_aux_loss_coef` times the loss that keeps experts
     /// equally busy.
     pub(super) fn new(term: Option<EntropyTerm>, router_aux_loss_coef: f64) -> Self {
         Self { term, router_aux_loss_coef, sums: None }

@@ -85,12 +85,12 @@ impl UpdateOptions {
     }
 }
 
-/// What the updates of one generation batch did; sums are over this rank's part.
+/// Results of the updates of one generation batch; sums are over this rank's part.
 #[derive(Debug, Default)]
 pub struct UpdateOutcome {
     /// This rank's contribution to the loss, mean over updates; the sum over ranks is the loss.
     pub loss: f64,
-    /// Of that, what is neither the entropy bonus nor the loss that keeps experts equally busy.
+    /// The loss without the entropy bonus and without the loss that keeps experts equally busy.
     pub policy_loss: f64,
     /// This rank's contribution to the mean of the loss that keeps experts equally busy, mean over updates.
     pub aux_loss: Option<f64>,

@@ -38,7 +38,7 @@ struct PlacementRun {
     phases_s: serde_json::Map<String, Value>,
     idle_trainers_s: f64,
     idle_generators_s: f64,
-    /// Of the fullest GPU.
+    /// GB used of the fullest GPU.
     used_gb: Option<f64>,
 }
 

@@ -6,7 +6,7 @@ const WIDTH: f64 = 860.0;
 const LABELS: f64 = 240.0;
 const ROW: f64 = 24.0;
 const HEIGHT: f64 = 320.0;
-/// What is narrower is not drawn.
+/// Narrower bars are not drawn.
 const LEAST_WIDTH: f64 = 0.3;
 const EDGE: f64 = 44.0;
 const COLORS: [&str; 9] =

@@ -31,7 +31,7 @@ use crate::types::{LengthSpread, Prompt};
 /// last step.
 const EXTRA_STEPS: usize = 2;
 
-/// What is run.
+/// The benchmark of whole steps.
 #[derive(Debug, Clone)]
 pub struct StepBench {
     /// Name in the output.
@@ -77,7 +77,7 @@ impl StepBench {
         Config::load(None, &keys.chain(self.overrides.iter().cloned()).collect::<Vec<_>>())
     }
 
-    /// What libtorch will hold at most: in the micro-batches of the rank with most prompts, where all completions have one
+    /// Bytes that libtorch will hold at most: in the micro-batches of the rank with most prompts, where all completions have one
     /// length and make one update.
     fn predicted_bytes(&self, config: &Config, trainer: &Trainer, world_size: usize) -> Result<Option<usize>> {
         let updates = config.validate_world(world_size)?.updates_per_generation * config.num_iterations;
@@ -105,7 +105,7 @@ impl StepBench {
         Ok(Some(predicted_tensor_bytes(&model, at_once) + model.bytes().engine_adapters + reference))
     }
 
-    /// What phases on GPUs take at least; of optimizer state that lives on the host its way there is left out, with its floor.
+    /// The least time of phases on GPUs; the copies of optimizer state that lives on the host are left out, with their floor.
     fn floors(
         &self,
         config: &Config,

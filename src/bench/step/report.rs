@@ -1,4 +1,4 @@
-//! What is said of timed steps: a JSON object and a table.
+//! The report of timed steps: a JSON object and a table.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -12,11 +12,11 @@ use crate::dist::World;
 use crate::phase::Phase;
 use crate::plan::MemoryPlan;
 
-/// What enters and leaves the rollout: the time that the host spends there. Copies that go on beside other work are told by
+/// The phases around the rollout, by the time that the host spends there. Copies beside other work are reported by
 /// `transition/hidden_share`.
 const TRANSITIONS: [Phase; 5] = [Phase::Offload, Phase::Gather, Phase::Wake, Phase::Sleep, Phase::Reload];
 
-/// Of halves that run apart, the phases of ranks that generate.
+/// Phases of ranks that generate, in split mode.
 const OF_GENERATORS: [Phase; 6] =
     [Phase::Wake, Phase::Generate, Phase::Prefill, Phase::Decode, Phase::Sleep, Phase::Reward];
 
@@ -32,7 +32,7 @@ pub(super) struct StepReport<'a> {
 }
 
 impl StepReport<'_> {
-    /// What is printed as JSON.
+    /// The report as JSON.
     pub(super) fn result(&self, roles: Roles) -> Value {
         let Self { bench, config, plan, world, medians, ref floors, limits } = *self;
         let step_s = medians["step_time"];
@@ -95,7 +95,7 @@ impl StepReport<'_> {
         })
     }
 
-    /// What people read.
+    /// The report as a table for people.
     pub(super) fn table(&self) -> String {
         let step_s = self.medians["step_time"];
         let mut text = format!("{:<34} {:>11} {:>8} {:>11}\n", "phase", "took", "of step", "floor");
@@ -126,7 +126,7 @@ impl StepReport<'_> {
         phases.iter().filter_map(|phase| self.seconds(*phase)).sum()
     }
 
-    /// What no phase has: waiting for the GPU, counting. Phases of halves that run apart lie beside one another, and their sum
+    /// The time in no phase: waiting for the GPU, counting. In split mode phases lie beside one another, and their sum
     /// means nothing.
     fn unphased(&self) -> Option<f64> {
         (self.config.mode == Mode::Colocated).then(|| self.medians["step_time"] - self.sum(Phase::ALL))

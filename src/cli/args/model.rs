@@ -44,7 +44,7 @@ pub struct ModelArgs {
 }
 
 impl ModelArgs {
-    /// What benchmarks call it.
+    /// The name that benchmarks give it.
     pub fn name(&self) -> String {
         let file = self.config_json.as_ref().map(|path| path.display().to_string());
         file.or_else(|| self.preset.clone()).unwrap_or_else(|| "tiny".to_owned())

@@ -18,7 +18,7 @@ pub struct ResidualArgs {
     pub residual_dtype: ResidualDtype,
 }
 
-/// What is sampled from.
+/// The model to sample from.
 #[derive(Debug, Clone, Args)]
 #[command(rename_all = "snake_case")]
 pub struct SourceArgs {

@@ -9,7 +9,7 @@ use super::peer::PeerOutputs;
 use crate::error::Result;
 use crate::torch;
 
-/// What is measured over all positions of all prompts. KL divergences are of transformers from the trainer, in nats.
+/// Figures over all positions of all prompts. KL divergences are of transformers from the trainer, in nats.
 #[derive(Debug, Default)]
 pub(super) struct Comparison {
     trainer: Vec<Position>,
@@ -94,7 +94,7 @@ impl Comparison {
         table
     }
 
-    /// What is more than rounding, if anything is. A figure that is no number is.
+    /// The first figure that is more than rounding, if any is. NaN counts as more.
     pub fn fault(&self, tolerance: f64) -> Option<String> {
         let is_within = |figure: f64| figure <= tolerance;
         if let Some(Ok((equal, all))) = self.equal_prompts

@@ -41,7 +41,7 @@ fn usual_tolerance(kind: Kind) -> f64 {
     if kind == Kind::Float { 1e-3 } else { 0.2 }
 }
 
-/// What the program computed.
+/// Logits and tokens that this program computed.
 struct OwnOutputs {
     prompts: Vec<Prompt>,
     completions: Vec<Trajectory>,

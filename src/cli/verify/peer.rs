@@ -23,7 +23,7 @@ pub(super) struct Peer {
     folder: tempfile::TempDir,
 }
 
-/// What is asked of transformers.
+/// A question to transformers: prompts and completions to score.
 #[derive(Debug)]
 pub(super) struct Question<'a> {
     pub model: &'a Path,
@@ -36,7 +36,7 @@ pub(super) struct Question<'a> {
     pub vocab_size: usize,
 }
 
-/// What transformers computed.
+/// Logits that transformers computed.
 #[derive(Debug)]
 pub(super) struct PeerOutputs {
     pub versions: Versions,

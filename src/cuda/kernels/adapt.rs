@@ -1,4 +1,4 @@
-//! What an adapter adds to a product of few rows.
+//! The kernel that adds an adapter's part to a product of few rows.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -21,7 +21,7 @@ const PACK: i64 = 8;
 /// Blocks that fill a GPU, roughly: rows are divided further as long as there are fewer.
 const MANY_BLOCKS: usize = 192;
 
-/// What the kernels are fast for: rows, columns of x and elements of out, at most.
+/// Limits that the kernels are fast within: rows, columns of x and elements of out, at most.
 const MOST_ROWS: i64 = 256;
 const MOST_COLUMNS: i64 = 8192;
 const MOST_OUTPUTS: usize = 4 << 20;

@@ -23,7 +23,7 @@ pub(super) fn rows_boxes(matrix: &Tensor, box_rows: usize) -> Result<Argument> {
     boxes(matrix, &[size[1] as u64, size[0] as u64], &[row_bytes], &[STEP as u32, box_rows as u32])
 }
 
-/// The same of rows g0 u0 g1 u1 .., a multiple of 16: of each sixteen in a box, and in the matrix, the eight g come first.
+/// Boxes of rows g0 u0 g1 u1 .., a multiple of 16: of each sixteen in a box, and in the matrix, the eight g come first.
 pub(super) fn pairs_boxes(matrix: &Tensor, box_rows: usize) -> Result<Argument> {
     let (size, row_bytes) = (matrix.size(), 2 * matrix.stride()[0] as u64);
     let (sizes, strides) = ([size[1] as u64, 8, 2, size[0] as u64 / 16], [2 * row_bytes, row_bytes, 16 * row_bytes]);

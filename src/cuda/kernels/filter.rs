@@ -24,7 +24,7 @@ pub struct Filters<'a> {
     pub top_p: &'a Tensor,
 }
 
-/// What may be drawn of whole rows of the vocabulary, after penalty and temperature: min-p, then top-k, then top-p, as the
+/// Filters whole rows of the vocabulary, after penalty and temperature: min-p, then top-k, then top-p, as the
 /// host's sampler has them; greedy draws keep all. With tensor parallelism an all-to-all brings the shards of a row together,
 /// so that each rank cuts rows of its own: draws `first ..`, as far as there are any. Allocates nothing.
 ///

@@ -13,7 +13,8 @@ pub(super) const SOURCE: &KernelSource = &nvrtc::GATE_UP;
 pub(super) const NAMES: &[&str] = &["gate_up_256", "gate_up_512"];
 
 const OP: &str = "gate_up";
-/// As the kernel has them: rows of a block, features of a tile, threads, stages and what it takes to begin them at a multiple of 1024.
+/// The kernel's constants: rows of a block, features of a tile, threads, stages and what it takes to begin them at a multiple of
+/// 1024.
 const ROWS: usize = 256;
 const FEATURES: usize = 192;
 const THREADS: u32 = 384;
@@ -25,7 +26,7 @@ const TILES: usize = 3;
 const PAIRS: usize = 66;
 /// Blocks take as long for few rows as for all: rows that they may lack.
 const MOST_MISSING: usize = 15;
-/// Of the chip's time that the pairs must use, at least.
+/// The least share of the chip's time that the pairs must use.
 const LEAST_FILL: f64 = 0.9;
 
 /// Whether [`gate_up`] serves so many rows and this weight on its GPU.
@@ -40,7 +41,7 @@ pub fn gate_up_serves(rows: usize, w: &Tensor) -> Result<bool> {
     Ok(context.compute_capability()? == (9, 0) && context.num_processors()? == 2 * PAIRS)
 }
 
-/// What the speed of [`gate_up`] follows from on a GPU of compute capability (major, minor).
+/// The key of what the speed of [`gate_up`] depends on, on a GPU of compute capability (major, minor).
 pub(in crate::cuda) fn gate_up_key(capability: (i32, i32)) -> Result<String> {
     nvrtc::key(SOURCE, capability)
 }

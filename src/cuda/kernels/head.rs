@@ -46,7 +46,7 @@ pub fn head_forward(
     unsafe { launch(SOURCE, &format!("{OP}_x{width}"), gpu, (rows as u32, THREADS, 0), &arguments) }
 }
 
-/// What [`head_backward`] differentiates, by row.
+/// The inputs of [`head_backward`], by row.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadRows<'a> {
     /// Targets.

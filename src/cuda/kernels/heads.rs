@@ -1,4 +1,4 @@
-//! From the fused projection to rotated queries, keys and values, and back.
+//! Kernels from the fused projection to rotated queries, keys and values, and back.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -27,9 +27,9 @@ const BACKWARD_BLOCKS: usize = 132 * 8;
 /// Weights of the norms of query and key heads, `[hd]` each, and their eps.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadNormWeights<'a> {
-    /// Of queries.
+    /// Weights of the norm of queries.
     pub q: &'a Tensor,
-    /// Of keys.
+    /// Weights of the norm of keys.
     pub k: &'a Tensor,
     /// Added to the mean of squares.
     pub eps: f64,
@@ -64,14 +64,14 @@ pub fn heads_forward(
     Ok((q, k, v))
 }
 
-/// What [`heads_backward`] gives: the gradient of the projection, and partial sums over tokens, in float32.
+/// Results of [`heads_backward`]: the gradient of the projection, and partial sums over tokens, in float32.
 #[derive(Debug)]
 pub struct HeadsGradient {
-    /// Of the projection.
+    /// The gradient of the projection.
     pub d_qkv: Tensor, // [T, Hkv, G + 2, hd]
     /// Its sums over tokens, if they were asked for.
     pub d_bias: Option<Tensor>, // [stripes, (H + 2 Hkv) hd] f32
-    /// Of the norms' weights, by head, if there are norms.
+    /// The gradients of the norms' weights, by head, if there are norms.
     pub d_norm: Option<Tensor>, // [stripes, Hkv, G + 2, hd] f32
 }
 

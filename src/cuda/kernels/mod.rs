@@ -114,7 +114,7 @@ fn ordinal(op: &'static str, tensor: &Tensor) -> Result<usize> {
     }
 }
 
-/// What a kind is called in the kernels' names.
+/// The name of a type in the kernels' names.
 fn kind_name(op: &'static str, tensor: &Tensor) -> Result<&'static str> {
     match tensor.kind() {
         Kind::Float => Ok("f32"),
@@ -123,7 +123,7 @@ fn kind_name(op: &'static str, tensor: &Tensor) -> Result<&'static str> {
     }
 }
 
-/// The same of a kernel whose `x` is like all `others`, or float32 beside others of bfloat16.
+/// The types' part of the name of a kernel whose `x` is like all `others`, or float32 beside others of bfloat16.
 fn kinds_name(op: &'static str, x: &Tensor, others: &Tensor) -> Result<&'static str> {
     match (x.kind(), others.kind()) {
         (Kind::Float, Kind::BFloat16) => Ok("f32_bf16"),
@@ -145,7 +145,7 @@ fn address(op: &'static str, tensor: &Tensor, kind: Kind, numel: usize, ordinal:
     Ok(Argument::Address(tensor.data_ptr()))
 }
 
-/// As [`address`], null for none.
+/// The tensor's [`address`], null for none.
 fn address_or_null(
     op: &'static str,
     tensor: Option<&Tensor>,
@@ -195,7 +195,7 @@ unsafe fn launch(
     unsafe { queue(source, name, ordinal, shape, (1, false), arguments) }
 }
 
-/// As [`launch`], of a kernel that is launched while the one before still runs: before `wait_for_inputs` it reads at most what is
+/// Launches a kernel, as [`launch`] does, while the one before still runs: before `wait_for_inputs` it reads at most what is
 /// older than that one, and writes nothing.
 ///
 /// # Safety

@@ -27,9 +27,9 @@ pub struct Nf4Codes<'a> {
     pub maxima: &'a Tensor,
     /// Added to every scale. [] f32
     pub offset: &'a Tensor,
-    /// What the codes stand for. `[16]` f32
+    /// The values of the codes. `[16]` f32
     pub levels: &'a Tensor,
-    /// What the scales' codes stand for. `[256]` f32
+    /// The values of the scales' codes. `[256]` f32
     pub scale_levels: &'a Tensor,
 }
 

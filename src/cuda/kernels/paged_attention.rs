@@ -40,7 +40,7 @@ pub struct AttentionShape {
     pub block_size: usize,
     /// Most tokens that one sees, itself included.
     pub sliding_window: Option<usize>,
-    /// What scores are multiplied with.
+    /// The factor of attention scores.
     pub scale: f64,
 }
 
@@ -63,7 +63,7 @@ pub struct AttentionPlan {
     buffers: Option<TensorCoreBuffers>,
 }
 
-/// What the tensor-core kernel needs; none where a slower one serves.
+/// Buffers of the tensor-core kernel; none where a slower one serves.
 #[derive(Debug)]
 struct TensorCoreBuffers {
     /// Blocks of threads that take items.
@@ -181,7 +181,8 @@ impl AttentionPlan {
     }
 }
 
-/// What is read once for eight rows keeps fewer blocks busy, and its results are merged: told, 64 rows of 1,024 tokens in four
+/// Keys that are read once for eight rows keep fewer blocks busy, and their results are merged: told, 64 rows of 1,024 tokens in
+/// four
 /// columns that share half of them take 37 us instead of 29, 96 take 45 instead of 51, 32 of 2,560 tokens 44 instead of 38
 /// (docs/benchmarks.md). Otherwise the L2 cache has what is read again.
 fn least_shared_tokens(rows: usize, columns: usize, num_blocks: usize) -> usize {

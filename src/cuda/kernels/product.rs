@@ -22,7 +22,7 @@ pub(super) const NAMES: &[&str] = &[
 ];
 
 const THREADS: u32 = 288;
-/// As the kernel has them, and what it takes to begin them at a multiple of 1024.
+/// Bytes of the kernel's stages, and what it takes to begin them at a multiple of 1024.
 const STAGES_BYTES: u32 = 226 << 10;
 const MOST_ROWS: usize = 64;
 /// Features of a block that kernels are made for.
@@ -30,7 +30,7 @@ const FEATURES: [usize; 4] = [64, 80, 128, 288];
 /// The chip that the cuts are for: its multiprocessors, and how many clusters of 1, 2 .. of them run at once.
 const PROCESSORS: usize = 132;
 const CLUSTERS: [usize; 4] = [PROCESSORS, 66, 39, 30];
-/// Of the chip's time that a cut must use, at least.
+/// The least share of the chip's time that a cut must use.
 const LEAST_FILL: f64 = 0.8;
 
 /// How a weight is dealt to blocks, by its shape alone: tiles of features, K of each in parts.
@@ -72,7 +72,8 @@ pub fn product_serves(rows: usize, weights: &[&Tensor], bias: Option<&Tensor>) -
     Ok(context.compute_capability()? == (9, 0) && context.num_processors()? == PROCESSORS)
 }
 
-/// What the speed of [`product`] follows from on a GPU of compute capability (major, minor): the kernels and how weights are cut.
+/// The key of what the speed of [`product`] depends on, on a GPU of compute capability (major, minor): the kernels and how
+/// weights are cut.
 pub(in crate::cuda) fn product_key(capability: (i32, i32)) -> Result<String> {
     let cuts = (FEATURES, CLUSTERS, LEAST_FILL);
     Ok(format!("{cuts:?} {}", nvrtc::key(SOURCE, capability)?))

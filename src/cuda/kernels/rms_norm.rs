@@ -96,7 +96,7 @@ struct Rows {
     gpu: usize,
     rows: usize,
     dim: usize,
-    /// Of the kernel's name: the wide variant where one vector a thread covers a row and everything is aligned to it.
+    /// The end of the kernel's name: the wide variant where one vector a thread covers a row and everything is aligned to it.
     suffix: String,
     threads: u32,
 }

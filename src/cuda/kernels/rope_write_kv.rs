@@ -1,4 +1,4 @@
-//! From the query-key-value product to queries for attention and entries of the paged cache.
+//! The kernel from the query-key-value product to queries for attention and entries of the paged cache.
 #![allow(unsafe_code)]
 
 use tch::{Kind, Tensor};
@@ -43,7 +43,7 @@ impl QkvViews {
     }
 }
 
-/// What [`rope_write_kv`] applies to every head.
+/// The transform that [`rope_write_kv`] applies to every head.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadTransform<'a> {
     /// Weights of the query and the key norm, `[hd]` each, and their epsilon.

@@ -21,7 +21,7 @@ pub struct Unserved {
     pub name: &'static str,
     /// The model's.
     pub got: usize,
-    /// Those that are served.
+    /// The sizes that are served.
     pub served: String,
 }
 

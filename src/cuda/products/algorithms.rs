@@ -103,7 +103,8 @@ impl Products {
         Ok(kept(&path, accepted)?.unwrap_or(algorithm)) // the first of several engines' that time at once
     }
 
-    /// What the choice of an algorithm follows from beside the product: the GPU, cuBLASLt, and what there is to choose from.
+    /// The key of what the choice of an algorithm depends on beside the product: the GPU, cuBLASLt, and what there is to choose
+    /// from.
     pub(super) fn key(&self) -> Result<String> {
         // SAFETY: asks for a number.
         let version = unsafe { sys::cublasLtGetVersion() };

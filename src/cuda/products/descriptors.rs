@@ -62,7 +62,7 @@ impl Descriptors {
         self.operation
     }
 
-    /// Of b, a and out.
+    /// The layouts of b, a and out.
     pub(super) fn layouts(&self) -> [sys::cublasLtMatrixLayout_t; 3] {
         self.layouts
     }
@@ -124,7 +124,7 @@ impl Drop for Descriptors {
     }
 }
 
-/// What an algorithm may use.
+/// Limits of an algorithm.
 struct Preference(sys::cublasLtMatmulPreference_t);
 
 impl Preference {

@@ -27,7 +27,7 @@ use super::torch_stream::TorchStream;
 use crate::error::{Error, Result};
 use crate::torch;
 
-/// What cuBLAS advises for Hopper.
+/// The workspace that cuBLAS advises for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// How the algorithm of a shape is found on first use.
@@ -38,7 +38,7 @@ pub enum Tuning {
     /// The fastest of the heuristics' list and its variants, timed once and kept in the user's cache folder; of large products the
     /// first. It may differ from machine to machine, and results in their last bits.
     Timed,
-    /// As the first, but of those that sum in one order for every number of rows M: a row's bits do not depend on the rows
+    /// The first algorithm of those that sum in one order for every number of rows M: a row's bits do not depend on the rows
     /// beside it.
     Fixed,
 }
@@ -64,7 +64,7 @@ impl Products {
     /// Device memory of the workspace.
     pub const BYTES: usize = WORKSPACE_BYTES;
 
-    /// Those that are queued on `stream`.
+    /// Products that are queued on `stream`.
     ///
     /// # Errors
     /// [`Error::Environment`] without a GPU or cuBLASLt; [`Error::Cuda`].

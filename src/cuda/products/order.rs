@@ -8,7 +8,7 @@ use cudarc::cublaslt::sys::cublasLtReductionScheme_t as Scheme;
 use super::status;
 use crate::error::Result;
 
-/// What the order of an algorithm's sums follows from.
+/// The properties that the order of an algorithm's sums depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Order {
     family: u32,
@@ -34,7 +34,7 @@ impl Order {
         Self { parts, scheme: scheme as u32, ..self }
     }
 
-    /// The same kernel made to add up in this order, if it is of the family; whether it then runs is for `Descriptors::accept` to say.
+    /// Makes a kernel add up in this order, if it is of the family; `Descriptors::accept` decides whether it then runs.
     pub(super) fn impose(self, mut algorithm: sys::cublasLtMatmulAlgo_t) -> Result<Option<sys::cublasLtMatmulAlgo_t>> {
         if Self::of(&algorithm)?.family != self.family {
             return Ok(None);

@@ -30,7 +30,8 @@ impl Products {
     }
 }
 
-/// What the file says, or else what `compare` finds, which it then says. Where several engines compare at once, the first one's
+/// The finding in the file, or else that of `compare`, which is then written to it. Where several engines compare at once, the
+/// first one's
 /// finding is every one's: they are to decode alike, now and when they are resumed.
 fn kept_or(path: &Path, compare: impl FnOnce() -> Result<bool>) -> Result<bool> {
     if let Some(kept) = kept(path)? {

@@ -85,7 +85,7 @@ impl Problem {
         self.out.rows
     }
 
-    /// The same product of another number of rows.
+    /// This product with another number of rows.
     pub(super) fn with_rows(&self, rows: i64) -> Self {
         let mut other = *self;
         (other.a.rows, other.out.rows) = (rows, rows);
@@ -95,7 +95,7 @@ impl Problem {
         other
     }
 
-    /// The same product with nothing promised beyond addresses at multiples of `bytes`.
+    /// This product with nothing promised beyond addresses at multiples of `bytes`.
     pub(super) fn aligned_to_at_most(&self, bytes: u32) -> Self {
         Self { alignment: self.alignment.min(bytes), ..*self }
     }

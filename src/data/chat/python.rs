@@ -121,7 +121,7 @@ fn number(value: &Value) -> String {
 pub(super) struct JsonLayout {
     /// Blanks for each level, one item a line; `None` writes one line.
     pub indent: Option<usize>,
-    /// What stands between items and behind keys.
+    /// The texts between items and after keys.
     pub separators: Option<(String, String)>,
     /// Keys in the order of their characters.
     pub sort_keys: bool,

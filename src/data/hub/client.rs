@@ -50,7 +50,7 @@ pub(super) struct Info {
     pub names: Vec<String>,
 }
 
-/// What a file must be.
+/// Size and hash of a file.
 pub(super) struct FileInfo {
     /// SHA-256 of a large file, git's SHA-1 of a small one.
     pub etag: String,
@@ -61,9 +61,9 @@ pub(super) struct FileInfo {
 
 /// The bytes of a file from some place on.
 pub(super) enum Bytes {
-    /// From the place that was asked for.
+    /// The bytes from the requested offset on.
     Rest(Box<dyn Read>),
-    /// From the start: the server does not resume.
+    /// The bytes from the start: the server does not resume.
     Whole(Box<dyn Read>),
     /// The file has no byte there.
     PastTheEnd,
@@ -106,7 +106,7 @@ impl HubClient {
         Ok(Info { commit, names: names.map(str::to_owned).collect() })
     }
 
-    /// What the file must be, as the Hub says before it sends the reader to a store.
+    /// Size and hash of the file, as the Hub gives them before it redirects to a store.
     pub fn file_info(&self, repo: &Repo, commit: &str, name: &str) -> Result<FileInfo, DownloadFailure> {
         let mut url = self.file_url(repo, commit, name);
         for _ in 0..5 {

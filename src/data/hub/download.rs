@@ -25,7 +25,7 @@ const MAX_ATTEMPTS: u32 = 5;
 /// Pause after the first of them; each further one takes twice as long.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 
-/// What is downloaded, and where to.
+/// A download: the file, and its place in the cache.
 pub(super) struct Download<'a> {
     pub client: &'a HubClient,
     pub repo: &'a Repo,

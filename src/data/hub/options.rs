@@ -1,4 +1,4 @@
-//! What the environment says about the Hub, by the names that `huggingface_hub` reads.
+//! Settings of the Hub from the environment, by the names that `huggingface_hub` reads.
 
 use std::fmt;
 use std::path::PathBuf;

@@ -24,7 +24,7 @@ impl Drop for Communicator {
 }
 
 impl Communicator {
-    /// What the ranks of a new communicator find one another by; the first rank's reaches the others.
+    /// The id by which the ranks of a new communicator find one another; the first rank's reaches the others.
     pub(super) fn new_id() -> ([u8; ID_BYTES], sys::ncclResult_t) {
         let mut id = sys::ncclUniqueId { internal: [0; ID_BYTES] };
         // SAFETY: the id outlives the call, which fills it.
@@ -55,7 +55,7 @@ impl Communicator {
     }
 }
 
-/// What NCCL says of a code, and of what failed last.
+/// NCCL's description of a code, and of the last failure.
 pub(super) fn describe(code: sys::ncclResult_t) -> String {
     // SAFETY: both give NUL-terminated strings of the library; the last error asks for no communicator.
     let texts = unsafe { [sys::ncclGetErrorString(code), sys::ncclGetLastError(std::ptr::null_mut())] };

@@ -28,7 +28,7 @@ pub(super) struct NcclGroup {
     ordinal: usize,
     timeout: Duration,
     lane: Arc<Lane>,
-    /// None while aborted.
+    /// `None` while it is aborted.
     communicator: Mutex<Option<Communicator>>,
     /// Communicators built so far.
     epoch: AtomicU64,

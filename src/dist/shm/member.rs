@@ -40,14 +40,14 @@ pub(in crate::dist) struct Member {
     spins: usize,
 }
 
-/// What ends a wait before the peers have come, beside the time limit.
+/// Events that end a wait before the peers have come, beside the time limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Until {
     /// The world's first failure.
     Failure,
     /// The world's first failure, some time after it.
     LongAfterFailure,
-    /// That, or a request to stop.
+    /// A failure, or a request to stop.
     StopRequest,
 }
 

@@ -54,7 +54,7 @@ pub(super) struct RankLine {
     pub arrived: AtomicU32,
     /// Peers asleep on `arrived`.
     pub sleepers: AtomicU32,
-    /// What the rank called, for each half.
+    /// The operation that the rank called, for each half.
     pub signature: [AtomicU64; 2],
 }
 

@@ -1,4 +1,5 @@
-//! What a rank called, in one word: ranks that called different things are told so instead of hanging or mixing bytes.
+//! The operation that a rank called, in one word: ranks that called different ones get an error instead of hanging or mixing
+//! bytes.
 
 use std::fmt;
 

@@ -109,7 +109,7 @@ impl Plot {
         format!("<p class=\"legend\">{}</p>", self.series.iter().enumerate().map(entry).collect::<String>())
     }
 
-    /// What the pointer reads, as JSON for the page's script.
+    /// The values that the pointer reads, as JSON for the page's script.
     fn readout(&self, series: &[Vec<(f64, f64)>], scale: &Scale) -> String {
         let lines = self.series.iter().zip(series).map(|(series, points)| {
             let points: Vec<_> = points.iter().map(|(step, value)| (step, number(*value))).collect();
@@ -239,7 +239,7 @@ impl Scale {
 }
 
 impl Scale {
-    /// As many decimals as tell neighbouring ticks apart.
+    /// A label with as many decimals as tell neighbouring ticks apart.
     fn tick_label(&self, value: f64) -> String {
         let highest = self.values.0.abs().max(self.values.1.abs());
         if !(1e-2..1e4).contains(&highest) {

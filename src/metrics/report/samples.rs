@@ -16,7 +16,7 @@ pub(super) struct Samples {
     pub groups: Vec<Vec<CompletionRow>>,
 }
 
-/// Of the first and the last file in `completions/`; nothing if there are none.
+/// Samples of the first and the last file in `completions/`; none if there are no files.
 pub(super) fn first_and_last(folder: &Path) -> Result<Vec<Samples>> {
     if !folder.exists() {
         return Ok(Vec::new());

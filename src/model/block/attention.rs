@@ -16,7 +16,7 @@ use crate::ops::attention::{Bounds, PackedLayout, SavedAttention, packed_backwar
 use crate::ops::heads::{self, HeadGradients, HeadNormWeights, Heads, OtherHeads};
 use crate::ops::linear;
 
-/// What is normalised of queries and keys before rope.
+/// The norm of queries and keys before rope.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QkNorm {
     /// Every head by itself.
@@ -159,7 +159,7 @@ impl PackedAttention {
     }
 }
 
-/// What scores are multiplied with: 1 / sqrt(hd).
+/// The factor of attention scores: 1 / sqrt(hd).
 pub fn attention_scale(spec: &ModelSpec) -> f64 {
     (spec.head_dim as f64).powf(-0.5)
 }
@@ -277,7 +277,7 @@ impl AttentionSpec {
         Ok(d_qkv)
     }
 
-    /// What a rank has of a norm's weight; ranks that share a key/value head share its norm.
+    /// A rank's part of a norm's weight; ranks that share a key/value head share its norm.
     pub(super) fn own_norm(self, name: ParamName, weight: &Tensor, tp_rank: usize, tp_size: usize) -> Tensor {
         let ranks = match name {
             ParamName::QNorm => 1,

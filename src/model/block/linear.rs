@@ -34,7 +34,7 @@ impl Matrix {
     }
 }
 
-/// What a matrix is made of. Its rows are [groups, heads, inner], and a projection is some consecutive heads of every group.
+/// The shape of a matrix. Its rows are [groups, heads, inner], and a projection is some consecutive heads of every group.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LinearSpec {
     /// Which matrix of its block.
@@ -51,7 +51,7 @@ pub struct LinearSpec {
     pub split: TpSplit,
     /// The bias, where there is one.
     pub bias: Option<ParamName>,
-    /// Of experts: how many have such a matrix. They lie one after the other.
+    /// The number of experts that have such a matrix, one after the other.
     pub experts: Option<usize>,
 }
 
@@ -158,7 +158,7 @@ impl Linear {
         self.pieces[0].weight.kind()
     }
 
-    /// What a rank computes with, as views of `self`, a whole matrix.
+    /// A rank's slice, as views of `self`, a whole matrix.
     pub(super) fn tp_slice(&self, spec: &LinearSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
         let [Piece { weight, bias }] = &self.pieces[..] else { panic!("a slice cannot be sliced again") };
         let pieces = match spec.split {
@@ -241,7 +241,7 @@ impl Linear {
 }
 
 impl BlockLora {
-    /// What rank `tp_rank` of `tp_size` computes with beside its slice of the block.
+    /// The adapters that rank `tp_rank` of `tp_size` computes with beside its slice of the block.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`], where ranks share a key/value head: rows of B are then copied.
@@ -254,7 +254,7 @@ impl BlockLora {
 }
 
 impl Lora {
-    /// What a rank has of an adapter: B's rows as the matrix's, or A's columns.
+    /// A rank's slice of an adapter: B's rows as the matrix's, or A's columns.
     fn tp_slice(&self, spec: &LinearSpec, tp_rank: usize, tp_size: usize) -> Result<Self> {
         let (a, b) = (self.a.shallow_clone(), self.b.shallow_clone());
         Ok(match spec.split {

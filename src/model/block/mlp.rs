@@ -1,4 +1,4 @@
-//! What treats every token by itself: one MLP for all of them, or experts.
+//! The sublayer that treats every token by itself: one MLP for all of them, or experts.
 
 use tch::Tensor;
 
@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::model::params::ParamName;
 use crate::ops::swiglu::GateUp;
 
-/// What treats every token by itself.
+/// The sublayer that treats every token by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mlp {
     /// One MLP for all tokens.
@@ -106,7 +106,7 @@ impl Mlp {
 }
 
 impl SavedMlp {
-    /// Of it, what `keep` asks for.
+    /// The part of it that `keep` asks for.
     pub(super) fn kept(self, keep: GradientCheckpointing) -> Self {
         match self {
             SavedMlp::Dense(spec, expanded) => SavedMlp::Dense(spec, expanded.kept(keep)),

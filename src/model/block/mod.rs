@@ -34,7 +34,7 @@ pub use mlp::Mlp;
 pub use params::{BlockParams, NormNames};
 pub(crate) use params::{MIXER_NORMS, MLP_NORMS};
 
-/// What mixes tokens.
+/// The sublayer that mixes tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mixer {
     /// Full attention, or within a window.
@@ -157,19 +157,19 @@ impl BlockSpec {
         recomputed + of_mlp.max(attention.backward_bytes(bytes, shares_prompts).saturating_sub(gone))
     }
 
-    /// Of the block up to the residual stream after attention.
+    /// Bytes of the block up to the residual stream after attention.
     fn half_bytes(self, bytes: ElementBytes) -> usize {
         let Mixer::Attention(attention) = self.mixer;
         bytes.residual * self.hidden + attention.kept_bytes(bytes) + self.output_bytes(bytes)
     }
 
-    /// Of a sublayer's output, where a norm is behind it.
+    /// Bytes of a sublayer's output, where a norm follows it.
     fn output_bytes(self, bytes: ElementBytes) -> usize {
         if self.norms.post { bytes.narrow * self.hidden } else { 0 }
     }
 }
 
-/// What all blocks share in one pass over a batch of tokens.
+/// Inputs that all blocks share in one pass over a batch of tokens.
 #[derive(Debug, Clone, Copy)]
 pub struct BlockContext<'a> {
     /// The model.
@@ -192,7 +192,7 @@ impl BlockContext<'_> {
         tp.all_reduce(squares, ReduceOp::Sum)
     }
 
-    /// What a sublayer reads [T, D], of the weights' kind, and the norm's rstd.
+    /// The input of a sublayer [T, D], of the weights' type, and the norm's rstd.
     fn enter(&self, w: &BlockParams, norms: NormNames, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         let Some(weight) = w.norm(norms.pre) else { return Ok((x.f_to_kind(w.linear(Matrix::O).kind())?, None)) };
         let (normed, rstd) = rms_norm::forward(x, weight, self.spec.rms_norm_eps)?;
@@ -264,7 +264,8 @@ impl BlockContext<'_> {
     }
 }
 
-/// What [`block_backward`] needs of the forward. `full` keeps the block's input alone; `selective` all but the MLP's first
+/// Results of the forward that [`block_backward`] needs. `full` keeps the block's input alone; `selective` all but the MLP's
+/// first
 /// product, the largest of a block by memory; `none` that too.
 #[derive(Debug)]
 pub struct SavedBlock {

@@ -13,9 +13,9 @@ use crate::torch::accumulation_kind;
 /// The names of the norms around a sublayer.
 #[derive(Debug, Clone, Copy)]
 pub struct NormNames {
-    /// Of what it reads.
+    /// The norm of the sublayer's input.
     pub pre: ParamName,
-    /// Of what it adds to the residual stream.
+    /// The norm of the sublayer's output, before the residual stream.
     pub post: ParamName,
 }
 
@@ -31,7 +31,7 @@ pub struct BlockParams {
     /// Norms and the router.
     others: Vec<(ParamName, Tensor)>,
     linears: Vec<(Matrix, Linear)>,
-    /// Of the whole block; gradients of adapters alone have none.
+    /// The description of the whole block; gradients of adapters alone have none.
     spec: Option<BlockSpec>,
 }
 
@@ -93,7 +93,7 @@ impl BlockParams {
         &mut self.linears[index].1
     }
 
-    /// Of gradients: that of a norm of `w`; of a frozen one, a tensor that nobody reads.
+    /// The gradient of a norm of `w`; for a frozen one, a tensor that nobody reads.
     pub(super) fn norm_of(&self, w: &BlockParams, name: ParamName) -> Result<Tensor> {
         match (self.norm(name), w.norm(name)) {
             (Some(gradient), _) => Ok(gradient.shallow_clone()),
@@ -102,7 +102,7 @@ impl BlockParams {
         }
     }
 
-    /// What rank `tp_rank` of `tp_size` computes with, as views of `self` (a whole block). `tp_size` must have passed
+    /// The slice of rank `tp_rank` of `tp_size`, as views of `self` (a whole block). `tp_size` must have passed
     /// [`ModelSpec::validate_tp`].
     ///
     /// # Errors

@@ -26,7 +26,7 @@ pub enum Family {
     Olmo2,
 }
 
-/// What belongs to a family, not to a model.
+/// Traits of a family that `config.json` leaves unsaid.
 pub(super) struct Traits {
     /// `architectures`
     pub architecture: &'static str,
@@ -49,11 +49,11 @@ pub(super) struct Traits {
 /// Which layers `sliding_window` is for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Window {
-    /// None: the key has no meaning.
+    /// No layer has a window: the key has no meaning.
     Never,
     /// All, and this is the window where the key is missing.
     Always(usize),
-    /// Those from `max_window_layers` on, with `use_sliding_window` only.
+    /// Layers from `max_window_layers` on have one, with `use_sliding_window` only.
     Switched,
 }
 

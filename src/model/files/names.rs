@@ -15,9 +15,9 @@ pub(in crate::model) struct HfTensor {
     /// Its shape on disk.
     pub shape: Vec<i64>,
     param: ParamName,
-    /// Of a matrix or its bias: which projection it is.
+    /// The projection that a matrix or its bias belongs to.
     rows: Option<(LinearSpec, usize)>,
-    /// Of an expert: which one.
+    /// The index of the expert, of an expert's matrix.
     expert: Option<usize>,
 }
 
@@ -76,7 +76,7 @@ pub(in crate::model) fn module_path(module: TargetModule, expert: Option<usize>)
     }
 }
 
-/// Of a parameter that is a tensor by itself, in its block.
+/// The name, within its block, of a parameter that is a tensor by itself.
 fn name(param: ParamName) -> &'static str {
     match param {
         ParamName::Embedding => "model.embed_tokens.weight",

@@ -48,7 +48,7 @@ impl LoraSpec {
 }
 
 impl BlockLora {
-    /// What a block computes with, from its adapters' flat tensor [layout.len]: A as views, B expanded and scaled.
+    /// The adapters that a block computes with, from its flat tensor [layout.len]: A as views, B expanded and scaled.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
@@ -99,7 +99,7 @@ impl BlockLora {
         Ok(())
     }
 
-    /// The same adapters with B in `kept`'s memory, which is made where it is empty: recorded GPU work holds its address.
+    /// These adapters with B in `kept`'s memory, which is allocated where it is empty: a CUDA graph holds its address.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`].

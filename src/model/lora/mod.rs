@@ -27,7 +27,7 @@ pub use layout::{BlockLora, Lora};
 pub(super) use peft::WEIGHTS as ADAPTER_WEIGHTS;
 pub use peft::{AdapterFiles, write_adapters};
 
-/// What is adapted, and how.
+/// Settings of adapters: which projections, of which rank, with which scale.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoraSpec {
     /// Rank.
@@ -42,7 +42,7 @@ pub struct LoraSpec {
 }
 
 impl LoraSpec {
-    /// What a configuration asks for; `None` trains all weights.
+    /// The adapters that a configuration asks for; `None` trains all weights.
     pub fn new(config: &LoraConfig) -> Option<Self> {
         let LoraConfig { r, alpha, dropout, target_modules } = config;
         Some(Self { r: (*r)?, alpha: *alpha, dropout: *dropout, targets: target_modules.modules() })

@@ -27,7 +27,7 @@ use crate::torch;
 pub(in crate::model) const WEIGHTS: &str = "adapter_model.safetensors";
 /// Highest rank that is read: above any matrix's.
 const MAX_RANK: usize = 1 << 16;
-/// What older versions of PEFT wrote.
+/// The file that older versions of PEFT wrote.
 const PICKLED: &str = "adapter_model.bin";
 
 /// One tensor of `adapter_model.safetensors`.
@@ -95,7 +95,7 @@ impl AdapterFiles {
         Ok(files)
     }
 
-    /// What is adapted.
+    /// The adapters' settings.
     pub fn lora(&self) -> &LoraSpec {
         &self.lora
     }

@@ -1,4 +1,4 @@
-//! The same network written once more, plainly, for autograd: separate q, k, v, gate and up, one sequence at a time, heads
+//! The network written once more, plainly, for autograd: separate q, k, v, gate and up, one sequence at a time, heads
 //! repeated, the mask spelt out. Shares no operation with the crate; only the flat weights' layout.
 
 use std::f64::consts::PI;

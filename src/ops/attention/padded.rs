@@ -138,7 +138,7 @@ impl LengthBucket {
         self.sees != Sees::All
     }
 
-    /// What to add to the scores, to be broadcast to [B, L, G, Lk]: 0 where a query sees a key, else -inf.
+    /// The mask to add to the scores, to be broadcast to [B, L, G, Lk]: 0 where a query sees a key, else -inf.
     pub(super) fn mask(&self, options: (Kind, Device)) -> Result<Tensor> {
         let hidden = |shape: &[i64]| torch::full(shape, f64::NEG_INFINITY, options);
         let len = self.q.len;

@@ -9,7 +9,7 @@ use super::padded::Padded;
 use crate::error::Result;
 use crate::torch::{self, Varlen};
 
-/// What a query sees of its key run.
+/// The keys of its run that a query sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sees {
     /// Itself and what stands before it, at most `window` keys: queries and keys have the same rows.
@@ -103,7 +103,7 @@ impl Runs {
     }
 }
 
-/// What the cell holds; `make` fills an empty one.
+/// The cell's value; `make` fills an empty one.
 fn made_once<T>(cell: &OnceCell<T>, make: impl FnOnce() -> Result<T>) -> Result<&T> {
     if let Some(made) = cell.get() {
         return Ok(made);

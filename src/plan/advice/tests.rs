@@ -21,7 +21,7 @@ fn spec(name: &str) -> Arc<ModelSpec> {
     Arc::new(if name == "72b" { sizes } else { ModelSpec::preset(name).unwrap() })
 }
 
-/// As the trainer counts, less the alignment of slices.
+/// Bytes as the trainer counts them, less the alignment of slices.
 fn engine_weights(config: &Config, table: &ParamTable) -> usize {
     match (config.quantization, config.zero.stage) {
         (Quantization::Nf4, _) => 4 * table.unit(Unit::Block(0)).len,
@@ -49,7 +49,7 @@ fn plan(model: &str, machine: Machine, keys: &[String]) -> Result<MemoryPlan> {
     MemoryPlan::new(&input, &|config| Ok(engine_weights(config, &table)))
 }
 
-/// What a refusal says to set, as it would be typed.
+/// The settings that a refusal advises, as they would be typed.
 fn advised(message: &str) -> Option<Vec<String>> {
     let first = message.lines().next().unwrap();
     let (_, set) = first.split_once("; set ")?;

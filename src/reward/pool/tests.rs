@@ -158,7 +158,7 @@ fn what_goes_by_a_built_in_name_is_no_judge() {
     assert_eq!(judges(&config, &[]), [3]);
 }
 
-/// What is scored can be had while other groups are not.
+/// Scored groups are available while others are not.
 #[test]
 fn groups_that_are_scored_come_before_those_that_are_not() {
     let (release, gate) = mpsc::channel::<()>();

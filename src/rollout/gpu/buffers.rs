@@ -194,7 +194,7 @@ impl StepShape {
 }
 
 impl DecodeBuffers {
-    /// What the last step sampled: ids [S] i32 and log-probabilities [S] f32.
+    /// The last step's samples: ids [S] i32 and log-probabilities [S] f32.
     pub(super) fn sampled(&self) -> (Tensor, Tensor) {
         let seqs = self.token_ids.size()[0];
         (self.sampled.narrow(0, 0, seqs), self.sampled.narrow(0, seqs, seqs).view_dtype(Kind::Float))

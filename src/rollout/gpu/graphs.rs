@@ -17,7 +17,7 @@ const MENTIONED: Duration = Duration::from_millis(100);
 pub(super) struct Graphs {
     of_batch: HashMap<(usize, Processing), Graph>,
     recorded_over: Vec<usize>,
-    /// Of the device, as its driver counts them.
+    /// Bytes on the device, as its driver counts them.
     bytes: usize,
 }
 

@@ -1,4 +1,4 @@
-//! What a step is told: 32-bit words, packed on the host, uploaded in one copy, seen as tensors on the device.
+//! The inputs of a step: 32-bit words, packed on the host, uploaded in one copy, seen as tensors on the device.
 
 use std::ops::Range;
 
@@ -43,7 +43,7 @@ impl<'a> Words<'a> {
     }
 }
 
-/// What both kinds of steps draw from.
+/// The step, draws and sequences that inputs are packed from.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Packing<'a> {
     pub(super) step: &'a Step,

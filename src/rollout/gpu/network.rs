@@ -16,7 +16,7 @@ use crate::model::{
 use crate::rollout::kv_cache::KvCache;
 use crate::rollout::weights::EngineWeights;
 
-/// What all steps share while the engine is awake.
+/// The decoder network of an engine that is awake, which all its steps share.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DecoderNetwork<'a> {
     pub(super) spec: &'a ModelSpec,
@@ -27,7 +27,7 @@ pub(super) struct DecoderNetwork<'a> {
     pub(super) buffers: &'a DecodeBuffers,
     pub(super) rope: &'a Tensor,        // [positions, hd] f32, cosines, then sines
     pub(super) low: Option<&'a Tensor>, // where adapters' inner products go, flat
-    /// What sums row-parallel products over the group; NCCL does where it is none.
+    /// Sums row-parallel products over the group; NCCL does where it is `None`.
     pub(super) sums: Option<&'a RowSums>,
     pub(super) tuning: Tuning,
     /// At most what [`DecoderNetwork::may_own_products`] allows.
@@ -350,7 +350,7 @@ pub(super) fn low_rank_buffer(weights: &EngineWeights, rows: i64) -> Result<Opti
     widest.map(|widest| Ok(Tensor::f_empty([rows * widest], options)?)).transpose()
 }
 
-/// What a recorded step has taken in of weights and cache: addresses and strides.
+/// The addresses and strides of weights and cache that a CUDA graph has baked in; if they change, capture again.
 pub(super) fn fingerprint(weights: &EngineWeights, kv_cache: &KvCache, low: Option<&Tensor>) -> Result<Vec<usize>> {
     let mut addresses = Vec::new();
     let mut note = |tensor: &Tensor| {

@@ -24,7 +24,7 @@ pub(super) struct PrefillAttention<'a> {
 
 #[derive(Debug)]
 enum Keys<'a> {
-    /// Those of this step, as they lie in the product.
+    /// Keys and values of this step, as they lie in the product.
     AtHand(Varlen),
     /// Rows of the cache [context tokens of all runs * Hkv].
     Cached(Varlen, Tensor),

@@ -29,7 +29,7 @@ const STEP_REPLAYS: usize = 150;
 pub struct StepProfile {
     /// The whole step, in microseconds.
     pub step_us: f64,
-    /// The same, repeated for half a second, where that was asked for.
+    /// Its cost when repeated for half a second, where that was asked for.
     pub sustained: Option<Sustained>,
     /// Its operations.
     pub ops: Vec<OpTime>,
@@ -38,7 +38,7 @@ pub struct StepProfile {
 /// One operation's time in all layers together.
 #[derive(Debug, Clone)]
 pub struct OpTime {
-    /// What it is called.
+    /// The operation's name.
     pub op: String,
     /// Microseconds.
     pub us: f64,

@@ -1,4 +1,4 @@
-//! From hidden states to sampled tokens, on this rank's share of the vocabulary and with what all ranks found in theirs.
+//! Samples tokens from hidden states, on this rank's share of the vocabulary and with what all ranks found in theirs.
 //! Allocates nothing.
 
 use tch::Tensor;
@@ -82,7 +82,8 @@ impl DecoderNetwork<'_> {
         kernels::combine(&candidates, &mut ids.narrow(0, 0, rows), &mut logprobs.narrow(0, 0, rows))
     }
 
-    /// What filters leave of every draw, into the buffers' `cuts`. They need whole rows of the vocabulary: each rank gets those
+    /// Writes what filters leave of every draw into the buffers' `cuts`. They need whole rows of the vocabulary: each rank gets
+    /// those
     /// of its share of the draws.
     fn cut(&self, draws: &Draws, sampling: &Sampling) -> Result<()> {
         let (ranks, rank, width) = (self.tp.size() as i64, self.tp.rank() as i64, self.buffers.logits.size()[1]);

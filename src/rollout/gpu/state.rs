@@ -1,4 +1,4 @@
-//! What an engine on a GPU has from one wake to the next.
+//! State of an engine on a GPU that lasts from one wake to the next.
 #![allow(unsafe_code)]
 
 use std::time::Duration;
@@ -26,10 +26,11 @@ const STRICT_SPLIT_TOKENS: usize = 256;
 
 /// Replays of a step by which its products are chosen; the median counts.
 const TRIALS: usize = 5;
-/// The same of many rows, which take all of the chip's power: long enough that it clocks as in a long run.
+/// Trials of products of many rows, which take all of the chip's power: long enough that it clocks as in a long run.
 const LASTING_TRIALS: usize = 200;
 
-/// What lasts from one wake to the next: streams, addresses, graphs. Asleep it holds little memory, unless the engine keeps its own.
+/// State that lasts from one wake to the next: streams, addresses, graphs. Asleep it holds little memory, unless the engine keeps
+/// its own.
 #[derive(Debug)]
 pub(in crate::rollout) struct GpuState {
     // Before the arena, whose addresses they have.

@@ -58,7 +58,7 @@ impl Draw<'_> {
     }
 }
 
-/// What was drawn.
+/// A drawn token.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Sampled {
     pub(super) token_id: u32,

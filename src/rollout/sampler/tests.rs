@@ -162,7 +162,7 @@ fn draws_of_one_step_may_differ_in_their_parameters() {
     }
 }
 
-/// The same processing of a distribution over fewer ids, penalties and filters included.
+/// Forbidden ids change the draw as a distribution over fewer ids would, penalties and filters included.
 #[test]
 fn ids_that_are_not_allowed_are_as_if_they_were_not_there() {
     let base = SamplingParams { top_logprobs: VOCAB, ..SamplingParams::default() };

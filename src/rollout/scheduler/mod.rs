@@ -48,7 +48,7 @@ pub(super) struct StepLimits {
     pub(super) spread_lengths: Option<LengthSpread>,
 }
 
-/// What one step computes.
+/// The tokens that one step computes.
 #[derive(Debug, PartialEq)]
 pub(super) struct Step {
     /// One token of every running sequence, rather than parts of prompts.
@@ -137,7 +137,8 @@ impl Scheduler {
         drawn.unwrap_or(usize::MAX).min(params.max_completion_length)
     }
 
-    /// What a later rollout may go on with: unfinished sequences, computed up to their last token, and what was held for others.
+    /// Sequences that a later rollout may continue: unfinished ones, computed up to their last token, and those that were held
+    /// for others.
     pub(super) fn into_kept(mut self) -> KeptSequences {
         self.drop_unclaimed();
         let mut kept = self.kept;
@@ -169,7 +170,7 @@ impl Scheduler {
         !self.events.is_empty()
     }
 
-    /// What has happened since the last call, in order.
+    /// The events since the last call, in order.
     pub(super) fn take_events(&mut self) -> Vec<Event> {
         std::mem::take(&mut self.events)
     }
@@ -246,7 +247,7 @@ impl Scheduler {
         }
     }
 
-    /// Whose sequence it is: the request, and the completion's index in it.
+    /// The request that a sequence belongs to, and the completion's index in it.
     fn place(&self, index: usize) -> (RequestId, usize) {
         let group = self.sequences[index].group;
         (RequestId(group), index - self.group(group).members.start)

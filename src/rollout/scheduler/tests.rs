@@ -157,7 +157,7 @@ fn begun(token_ids: &[u32]) -> Trajectory {
     }
 }
 
-/// What is known of every group's completions.
+/// The completions of every group so far.
 fn sampled(scheduler: &Scheduler, num_groups: usize) -> Vec<Vec<Trajectory>> {
     let of_group =
         |group| scheduler.sequences[scheduler.members(group)].iter().map(EngineSequence::trajectory).collect();
@@ -272,7 +272,7 @@ fn what_nobody_goes_on_with_is_given_up() {
     assert_eq!(completions, simulate(ROOMY, &prompts, 3, 0).0);
 }
 
-/// What several sequences read is counted once.
+/// Tokens that several sequences read are counted once.
 #[test]
 fn a_kept_group_is_counted_as_it_would_be_computed() {
     let mut scheduler = scheduler(ROOMY, &[(1..13).collect()], 3);
