@@ -74,6 +74,14 @@ impl Trajectory {
         self.loss_mask.iter().filter(|is_sampled| **is_sampled).count()
     }
 
+    /// Appends a token that the policy sampled in generation step `step`.
+    pub fn push_sampled(&mut self, token_id: u32, logprob: f32, step: u64) {
+        self.token_ids.push(token_id);
+        self.loss_mask.push(true);
+        self.rollout_logprobs.push(logprob);
+        self.weight_versions.push(step);
+    }
+
     /// Appends what an environment answered in generation step `step`. A request with `self` in `begun` samples the next turn.
     pub fn push_context(&mut self, token_ids: &[u32], step: u64) {
         self.token_ids.extend(token_ids);

@@ -111,6 +111,8 @@ impl ServeBench {
                 model_name: self.model.clone(),
                 tokenizer,
                 grammars: rollout.grammars(),
+                tool_calls: None,
+                eos_token_ids: rollout.eos_token_ids().to_vec(),
                 max_sequence_length: rollout.max_sequence_length(),
                 api_key: None,
                 max_body_bytes: 64 << 20,

@@ -8,11 +8,11 @@ use std::time::Duration;
 use serde_json::Map;
 use tch::Kind;
 
-use super::args::{ChatArgs, ServeArgs};
+use super::args::{ChatArgs, ServeArgs, ToolCallFormat};
 use super::evaluation::sampling;
 use super::sample;
 use crate::cuda::residual_kind;
-use crate::data::Message;
+use crate::data::{Message, ToolCallParser};
 use crate::dist::{WorkerEnv, World};
 use crate::endpoint::{self, ClientLimits, Dialogue, ServerOptions, drive, engine_queue};
 use crate::error::{Error, Result};
@@ -44,6 +44,11 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, listener: O
     };
     let ModelService { mut served, tokenizer, .. } = sample::load(&options, args.fault.clone(), &world)?;
     let name = args.served_model_name.clone().unwrap_or_else(|| args.source.model.display().to_string());
+    let tool_calls = match args.tool_call_parser {
+        ToolCallFormat::Auto => tokenizer.template_source().and_then(ToolCallParser::of_template),
+        ToolCallFormat::None => None,
+        ToolCallFormat::Named(parser) => Some(parser),
+    };
     let api_key = args.api_key.clone().or_else(|| std::env::var(API_KEY_VARIABLE).ok().filter(|key| !key.is_empty()));
     served.with_engine(|rollout| {
         let Some(listener) = listener else { return drive(rollout, &world, None) };
@@ -53,6 +58,8 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, listener: O
             model_name: name,
             tokenizer,
             grammars: rollout.grammars(),
+            tool_calls,
+            eos_token_ids: rollout.eos_token_ids().to_vec(),
             max_sequence_length: rollout.max_sequence_length(),
             api_key,
             max_body_bytes: args.max_body_bytes,

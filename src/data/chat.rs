@@ -132,6 +132,11 @@ impl ChatTemplate {
         Ok(Self { thread: Mutex::new(start.thread()?), start })
     }
 
+    /// What it was compiled from.
+    pub(super) fn source(&self) -> &str {
+        &self.start.source
+    }
+
     /// Gives the template further variables (`chat_template_kwargs`).
     ///
     /// # Errors
@@ -239,6 +244,8 @@ fn environment(now: u64) -> Environment<'static> {
     environment.set_formatter(|output, _, value| python::write(output, value));
     environment.set_unknown_method_callback(methods::call);
     environment.add_filter("tojson", tojson);
+    // Python's None is not iterable.
+    environment.add_test("iterable", |value: &Value| !value.is_none() && minijinja::tests::is_iterable(value));
     environment.add_filter("string", |value: &Value| python::text(value));
     environment.add_filter("join", |value: &Value, separator: Option<&str>| {
         methods::join(separator.unwrap_or_default(), value)

@@ -2,7 +2,65 @@
 
 use std::path::Path;
 
+use serde_json::{Map, Value, json};
+
 use super::Tokenizer;
+
+/// Numbers without an order, the same at every run.
+pub(super) struct Dice(pub u64);
+
+impl Dice {
+    pub fn roll(&mut self, sides: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % sides
+    }
+
+    /// A token whose text is ASCII.
+    pub fn ascii_token(&mut self, tokenizer: &Tokenizer) -> u32 {
+        loop {
+            let id = self.roll(tokenizer.vocab_size() as u64) as u32;
+            let text = tokenizer.decode(&[id]).unwrap();
+            if text.is_ascii() && !text.is_empty() {
+                return id;
+            }
+        }
+    }
+}
+
+/// A byte-level tokenizer with merges of its own, turns between `<|im_start|>` and `<|im_end|>`, the end-of-sequence token.
+pub(super) fn bytes(dice: &mut Dice, template: &str) -> Tokenizer {
+    let is_itself = |byte: &u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
+    let mut others = (256..).map(|code| char::from_u32(code).unwrap());
+    let letter = |byte| if is_itself(&byte) { char::from_u32(byte).unwrap() } else { others.next().unwrap() };
+    let mut tokens: Vec<String> = (0..256).map(letter).map(String::from).collect();
+    let mut merges = Vec::new();
+    while merges.len() < 150 {
+        // Of few letters, so that most tokens can be merged with their neighbours.
+        let letters = [0; 2].map(|_| 97 + dice.roll(6) as usize);
+        let merged = 256 + dice.roll(2 + 2 * merges.len() as u64) as usize;
+        let (left, right) = (if merged < tokens.len() { merged } else { letters[0] }, letters[1]);
+        let merged = format!("{}{}", tokens[left], tokens[right]);
+        if merged.is_ascii() && merged.len() <= 6 && !tokens.contains(&merged) {
+            merges.push(json!([tokens[left], tokens[right]]));
+            tokens.push(merged);
+        }
+    }
+    let special = |id: usize, content: &str| {
+        json!({"id": id, "content": content, "special": true, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false})
+    };
+    let names = ["<|im_start|>", "<|im_end|>", "<|sep|>"];
+    let added: Vec<Value> = names.iter().enumerate().map(|(at, name)| special(tokens.len() + at, name)).collect();
+    let vocab: Map<String, Value> = tokens.iter().enumerate().map(|(id, token)| (token.clone(), id.into())).collect();
+    let folder = Folder(tempfile::tempdir().unwrap());
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+    let tokenizer = json!({"version": "1.0", "added_tokens": added, "pre_tokenizer": byte_level, "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges}});
+    folder.write("tokenizer.json", &tokenizer.to_string());
+    folder.write("tokenizer_config.json", r#"{"eos_token": "<|im_end|>"}"#);
+    folder.write("chat_template.jinja", template);
+    folder.tokenizer()
+}
 
 /// Removed when dropped.
 pub(super) struct Folder(tempfile::TempDir);

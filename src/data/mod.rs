@@ -13,6 +13,8 @@ mod sft;
 mod sources;
 mod splits;
 mod tokenizer;
+mod tool_calls;
+mod turns;
 
 pub use chat::{ChatTemplate, Conversation, Message};
 pub use dataset::{Dataset, DatasetOptions};
@@ -23,6 +25,8 @@ pub use sampler::{Curriculum, PromptSampler, SamplerState};
 pub use sft::{SftDataset, SftExample};
 pub use sources::RowSources;
 pub use tokenizer::Tokenizer;
+pub use tool_calls::{ToolCall, ToolCallParser};
+pub use turns::{Reply, Turns};
 
 #[cfg(test)]
 mod fixtures;

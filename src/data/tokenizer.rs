@@ -123,6 +123,26 @@ impl Tokenizer {
         self.inner.decode(ids, true).map_err(failed)
     }
 
+    /// Text of `ids`, special tokens included.
+    ///
+    /// # Errors
+    /// [`Error::TokenizerMismatch`].
+    pub fn decode_all(&self, ids: &[u32]) -> Result<String> {
+        let failed = |error: tokenizers::Error| Error::TokenizerMismatch { message: error.to_string() };
+        self.inner.decode(ids, false).map_err(failed)
+    }
+
+    /// Whether a text is a token that [`Tokenizer::decode`] leaves out.
+    pub fn is_special(&self, token: &str) -> bool {
+        let added = self.inner.get_added_tokens_decoder();
+        self.token_id(token).and_then(|id| added.get(&id)).is_some_and(|token| token.special)
+    }
+
+    /// The chat template's source.
+    pub fn template_source(&self) -> Option<&str> {
+        self.chat_template.as_ref().map(ChatTemplate::source)
+    }
+
     /// The tokenizer as `tokenizer.json` has it.
     pub(super) fn json(&self) -> Result<Value> {
         let failed = |message: String| Error::TokenizerMismatch { message };

@@ -1,25 +1,20 @@
-//! Completions in OpenAI's form, whole or as a stream of server-sent events.
+//! Completions in OpenAI's form, whole or in chunks.
 
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use axum::body::Bytes;
-use futures_core::Stream;
 use serde_json::{Map, Value, json};
 
 use super::ask::ApiRequest;
+use super::calls::MessageStream;
 use super::client::{RequestHandle, RequestUpdate};
+use super::prompt::ServedModel;
 use super::refusal::Refusal;
 use super::text::TextStream;
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 use crate::rollout::Request;
 use crate::types::{FinishReason, TokenLogprob};
-
-/// Most updates that become one chunk.
-const MAX_UPDATES: usize = 256;
 
 /// A request's answer in the making.
 #[derive(Debug)]
@@ -42,6 +37,8 @@ pub(super) struct Answer {
 #[derive(Debug)]
 struct Choice {
     text: TextStream,
+    /// Where the answer may have tool calls.
+    message: Option<MessageStream>,
     /// Characters of the tokens so far.
     offset: usize,
     num_tokens: usize,
@@ -55,6 +52,7 @@ struct New {
     text: String,
     token_ids: Vec<u32>,
     logprobs: Vec<ScoredToken>,
+    calls: Vec<Value>,
     reason: Option<FinishReason>,
 }
 
@@ -68,11 +66,21 @@ struct ScoredToken {
 }
 
 impl Answer {
-    pub fn new(ask: &ApiRequest, requests: &[Request], model: &str, tokenizer: &Arc<Tokenizer>, number: u64) -> Self {
+    pub fn new(ask: &ApiRequest, requests: &[Request], model: &ServedModel, number: u64) -> Self {
+        let tokenizer = &model.tokenizer;
+        let parser = model.tool_calls.filter(|_| !ask.tools().is_null());
+        // Some models' calls begin with a special token.
+        let is_special = |marker: &&str| tokenizer.is_special(marker);
+        let has_special = parser.is_some_and(|parser| parser.markers().iter().any(is_special));
+        let text = || {
+            let text = TextStream::new(tokenizer.clone(), ask.params.stop.clone());
+            if has_special { text.with_special_tokens(model.eos_token_ids.clone()) } else { text }
+        };
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let num_generations = ask.params.num_generations;
         let choice = |_| Choice {
-            text: TextStream::new(tokenizer.clone(), ask.params.stop.clone()),
+            text: text(),
+            message: parser.map(|parser| MessageStream::new(parser, ask.tools().clone())),
             offset: 0,
             num_tokens: 0,
             has_role: false,
@@ -82,7 +90,7 @@ impl Answer {
         Self {
             id: format!("{}-{created:x}-{number:x}", if ask.is_chat { "chatcmpl" } else { "cmpl" }),
             created,
-            model: model.to_owned(),
+            model: ask.model.clone().unwrap_or_else(|| model.name.clone()),
             is_chat: ask.is_chat,
             logprobs: ask.logprobs,
             return_token_ids: ask.return_token_ids,
@@ -110,7 +118,7 @@ impl Answer {
         Ok(whole)
     }
 
-    fn take(&mut self, update: RequestUpdate) -> Result<(), Refusal> {
+    pub fn take(&mut self, update: RequestUpdate) -> Result<(), Refusal> {
         let failed = |error: Error| Refusal::new(500, error.to_string());
         match update {
             RequestUpdate::Token { choice, token_id, logprob, top_logprobs } => {
@@ -118,7 +126,8 @@ impl Answer {
                 let scored = scored.transpose().map_err(failed)?;
                 let choice = &mut self.choices[choice];
                 choice.num_tokens += 1;
-                choice.new.text += &choice.text.push(token_id).map_err(failed)?;
+                let text = choice.text.push(token_id).map_err(failed)?;
+                choice.new.text += &choice.message.as_mut().map_or(text.clone(), |message| message.push(&text));
                 choice.new.token_ids.push(token_id);
                 if let Some(scored) = scored {
                     let offset = choice.offset;
@@ -128,7 +137,14 @@ impl Answer {
             }
             RequestUpdate::Finished { choice, reason } => {
                 let choice = &mut self.choices[choice];
-                choice.new.text += &choice.text.finish().map_err(failed)?;
+                let mut text = choice.text.finish().map_err(failed)?;
+                if let Some(message) = &mut choice.message {
+                    text = message.push(&text);
+                    let (rest, calls) = message.finish();
+                    text += &rest;
+                    choice.new.calls = calls;
+                }
+                choice.new.text += &text;
                 choice.new.reason = Some(reason);
                 self.num_open -= 1;
             }
@@ -149,8 +165,13 @@ impl Answer {
         Ok(if text.is_empty() { self.tokenizer.token(id).unwrap_or_default() } else { text })
     }
 
+    /// Whether every completion has ended.
+    pub fn is_over(&self) -> bool {
+        self.num_open == 0
+    }
+
     /// The events of all that is new.
-    fn chunks(&mut self) -> String {
+    pub fn chunks(&mut self) -> String {
         let kind = if self.is_chat { "chat.completion.chunk" } else { "text_completion" };
         let mut events = String::new();
         for index in 0..self.choices.len() {
@@ -199,20 +220,20 @@ impl Answer {
     fn choice(&mut self, index: usize, is_chunk: bool) -> Value {
         let choice = &mut self.choices[index];
         let is_first = !std::mem::replace(&mut choice.has_role, true);
-        let New { text, token_ids, logprobs, reason } = std::mem::take(&mut choice.new);
-        let reason = reason.map(|reason| if reason == FinishReason::Length { "length" } else { "stop" });
+        let New { text, token_ids, logprobs, calls, reason } = std::mem::take(&mut choice.new);
+        let reason = reason.map(|reason| match reason {
+            FinishReason::Length => "length",
+            _ if !calls.is_empty() => "tool_calls",
+            _ => "stop",
+        });
         let logprobs = self.logprobs.then(|| self.logprobs_json(&logprobs));
         let mut json = json!({"index": index, "logprobs": logprobs, "finish_reason": reason});
-        match (self.is_chat, is_chunk) {
-            (false, _) => json["text"] = text.into(),
-            (true, false) => json["message"] = json!({"role": "assistant", "content": text}),
-            (true, true) => {
-                let mut delta = Map::from_iter([("content".to_owned(), Value::from(text))]);
-                if is_first {
-                    delta.insert("role".to_owned(), "assistant".into());
-                }
-                json["delta"] = delta.into();
-            }
+        if self.is_chat {
+            let (name, message) =
+                if is_chunk { ("delta", delta(text, calls, is_first)) } else { ("message", message(text, calls)) };
+            json[name] = message;
+        } else {
+            json["text"] = text.into();
         }
         if self.return_token_ids {
             json["token_ids"] = token_ids.into();
@@ -254,70 +275,88 @@ impl Answer {
     }
 }
 
-fn event(json: &Value) -> String {
+/// An assistant's message; without content where it is calls alone.
+fn message(text: String, calls: Vec<Value>) -> Value {
+    match calls.is_empty() {
+        true => json!({"role": "assistant", "content": text}),
+        false => {
+            json!({"role": "assistant", "content": Some(text).filter(|text| !text.is_empty()), "tool_calls": calls})
+        }
+    }
+}
+
+/// What is new of a message.
+fn delta(text: String, calls: Vec<Value>, is_first: bool) -> Value {
+    let mut delta = Map::from_iter([("content".to_owned(), Value::from(text))]);
+    if is_first {
+        delta.insert("role".to_owned(), "assistant".into());
+    }
+    let numbered = calls.into_iter().enumerate().map(|(index, mut call)| {
+        call["index"] = index.into();
+        call
+    });
+    let calls: Vec<Value> = numbered.collect();
+    if !calls.is_empty() {
+        delta.insert("tool_calls".to_owned(), calls.into());
+    }
+    delta.into()
+}
+
+/// An event of a stream.
+pub(super) fn event(json: &Value) -> String {
     format!("data: {json}\n\n")
 }
 
-fn gone() -> Refusal {
+/// What clients are told when the engine does not go on.
+pub(super) fn gone() -> Refusal {
     Refusal::new(500, "the engine failed; the server's log has the cause")
 }
 
-/// An answer that is sent as it comes. Dropping it ends the request.
-#[derive(Debug)]
-pub(super) struct Events {
-    answer: Answer,
-    ticket: RequestHandle,
-    /// Read before the status was sent.
-    first: Option<RequestUpdate>,
-    is_over: bool,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::{GrammarCompiler, ToolCallParser};
+    use crate::endpoint::text::tests::bytes;
 
-impl Events {
-    /// Waits for the first update, so that a refusal has a status of its own.
-    pub async fn open(answer: Answer, mut ticket: RequestHandle) -> Result<Self, Refusal> {
-        match ticket.next().await {
-            Some(RequestUpdate::Refused(refusal)) => Err(refusal),
-            Some(first) => Ok(Self { answer, ticket, first: Some(first), is_over: false }),
-            None => Err(gone()),
+    /// An answer of one byte a token.
+    fn answered(text: &str, reason: FinishReason, tools: &Value, is_chunk: bool) -> Value {
+        let tokenizer = bytes();
+        let model = ServedModel {
+            name: "model".to_owned(),
+            grammars: Arc::new(GrammarCompiler::new(tokenizer.clone(), vec![0])),
+            tokenizer,
+            max_sequence_length: 999,
+            tool_calls: Some(ToolCallParser::Hermes),
+            eos_token_ids: vec![0],
+        };
+        let body = json!({"messages": [{"role": "user", "content": "a"}], "tools": tools});
+        let ask = ApiRequest::read(body.to_string().as_bytes(), true).unwrap();
+        let params = Arc::new(ask.params.clone());
+        let request = Request { prompt_id: 0, token_ids: vec![1], first_step: 0, params, begun: Vec::new() };
+        let mut answer = Answer::new(&ask, &[request], &model, 0);
+        for byte in text.bytes() {
+            let (token_id, top_logprobs) = (byte.into(), Vec::new());
+            answer.take(RequestUpdate::Token { choice: 0, token_id, logprob: -1.0, top_logprobs }).unwrap();
         }
+        answer.take(RequestUpdate::Finished { choice: 0, reason }).unwrap();
+        answer.choice(0, is_chunk)
     }
 
-    fn take_ready(&mut self, first: RequestUpdate) -> Result<(), Refusal> {
-        self.answer.take(first)?;
-        for _ in 0..MAX_UPDATES {
-            match self.ticket.ready() {
-                Some(update) => self.answer.take(update)?,
-                None => break,
-            }
-        }
-        Ok(())
-    }
-}
-
-impl Stream for Events {
-    type Item = std::result::Result<Bytes, std::convert::Infallible>;
-
-    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        loop {
-            if self.is_over {
-                return Poll::Ready(None);
-            }
-            let update = match self.first.take() {
-                Some(first) => Some(first),
-                None => ready!(self.ticket.poll(cx)),
-            };
-            let taken = update.ok_or_else(gone).and_then(|update| self.take_ready(update));
-            let chunks = match taken {
-                Ok(()) => self.answer.chunks(),
-                Err(refusal) => {
-                    self.is_over = true;
-                    event(&refusal.json())
-                }
-            };
-            self.is_over |= self.answer.num_open == 0;
-            if !chunks.is_empty() {
-                return Poll::Ready(Some(Ok(Bytes::from(chunks))));
-            }
-        }
+    #[test]
+    fn calls_are_taken_out_of_the_text_of_a_request_with_tools() {
+        let tools = json!([{"type": "function", "function": {"name": "f"}}]);
+        let text = "So:<tool_call>{\"name\": \"f\", \"arguments\": {\"x\": \"é\"}}</tool_call>";
+        let whole = answered(text, FinishReason::Eos, &tools, false);
+        assert_eq!((&whole["message"]["content"], &whole["finish_reason"]), (&json!("So:"), &json!("tool_calls")));
+        let call = &whole["message"]["tool_calls"][0];
+        assert_eq!(call["function"], json!({"name": "f", "arguments": "{\"x\":\"é\"}"}));
+        assert!(answered(&text[3..], FinishReason::Eos, &tools, false)["message"]["content"].is_null());
+        let chunk = answered(text, FinishReason::Eos, &tools, true);
+        assert_eq!((&chunk["delta"]["content"], &chunk["delta"]["tool_calls"][0]["index"]), (&json!("So:"), &json!(0)));
+        // A call that the length limit cuts off, and a request without tools.
+        let cut = answered(&text[..40], FinishReason::Length, &tools, false);
+        assert_eq!((&cut["message"]["content"], &cut["finish_reason"]), (&json!(text[..40]), &json!("length")));
+        let plain = answered(text, FinishReason::Eos, &Value::Null, false);
+        assert_eq!((&plain["message"]["content"], &plain["finish_reason"]), (&json!(text), &json!("stop")));
     }
 }

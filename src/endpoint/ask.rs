@@ -92,12 +92,20 @@ impl ApiRequest {
 }
 
 impl ApiRequest {
-    /// A conversation that is not from outside, and goes on with `params`.
-    pub fn of_conversation(conversation: Conversation, params: SamplingParams) -> Self {
+    /// Functions that the model may call; `Null` if there are none.
+    pub fn tools(&self) -> &Value {
+        match &self.prompts[..] {
+            [PromptSource::Conversation(conversation)] => &conversation.tools,
+            _ => &Value::Null,
+        }
+    }
+
+    /// A prompt that is not from outside, and goes on with `params`.
+    pub fn of_source(source: PromptSource, params: SamplingParams) -> Self {
         Self {
             is_chat: true,
             model: None,
-            prompts: vec![PromptSource::Conversation(conversation)],
+            prompts: vec![source],
             params,
             max_tokens: None,
             has_seed: true,

@@ -2,15 +2,17 @@
 
 use std::sync::Arc;
 
-use super::ask::ApiRequest;
+use serde_json::{Map, Value, json};
+
+use super::ask::{ApiRequest, PromptSource};
 use super::client::{EngineClient, RequestUpdate};
 use super::prompt::ServedModel;
 use super::refusal::Refusal;
 use super::text::TextStream;
-use crate::data::{Conversation, Message, Tokenizer};
+use crate::data::{Conversation, Message, Reply, Tokenizer, Turns};
 use crate::error::Error;
 use crate::rollout::RolloutEngine;
-use crate::types::SamplingParams;
+use crate::types::{SamplingParams, Trajectory};
 
 /// A conversation: its messages, and the sampling of the next answer.
 #[derive(Debug)]
@@ -21,7 +23,17 @@ pub struct Dialogue {
     /// Messages that a new conversation begins with.
     system: Vec<Message>,
     messages: Vec<Message>,
+    /// How the tokens of an answer go on with a further message; none if the template rewrites earlier turns.
+    turns: Option<Turns>,
+    tokens: Option<DialogueTokens>,
     num_answers: u64,
+}
+
+/// The tokens of a conversation: its first prompt, and what followed.
+#[derive(Debug, Clone)]
+struct DialogueTokens {
+    prompt: Vec<u32>,
+    trajectory: Trajectory,
 }
 
 impl Dialogue {
@@ -33,14 +45,23 @@ impl Dialogue {
         params: SamplingParams,
         system: Vec<Message>,
     ) -> Self {
-        let (max_sequence_length, grammars) = (engine.max_sequence_length(), engine.grammars());
-        let model = ServedModel { name: String::new(), tokenizer, max_sequence_length, grammars };
-        Self { client, model, params, messages: system.clone(), system, num_answers: 0 }
+        let eos_token_ids = engine.eos_token_ids();
+        let turns = Turns::probe(tokenizer.clone(), eos_token_ids, &Value::Null, &Map::new(), Reply::User).ok();
+        let model = ServedModel {
+            name: String::new(),
+            tokenizer,
+            max_sequence_length: engine.max_sequence_length(),
+            grammars: engine.grammars(),
+            tool_calls: None,
+            eos_token_ids: eos_token_ids.to_vec(),
+        };
+        Self { client, model, params, messages: system.clone(), system, turns, tokens: None, num_answers: 0 }
     }
 
     /// Begins a new conversation.
     pub fn reset(&mut self) {
         self.messages = self.system.clone();
+        self.tokens = None;
     }
 
     /// Says something as the user; `on_text` gets the answer piece by piece. What is refused is not part of the conversation.
@@ -55,20 +76,30 @@ impl Dialogue {
         Ok(())
     }
 
-    fn answer(&self, on_text: &mut dyn FnMut(&str)) -> Result<String, Refusal> {
+    fn answer(&mut self, on_text: &mut dyn FnMut(&str)) -> Result<String, Refusal> {
         let failed = |error: Error| Refusal::new(500, error.to_string());
-        let mut ask = ApiRequest::of_conversation(Conversation::of(&self.messages, true), self.params.clone());
+        let tokens = self.tokens()?;
+        let source = match &tokens {
+            Some(tokens) => PromptSource::Ids([&tokens.prompt[..], &tokens.trajectory.token_ids].concat()),
+            None => PromptSource::Conversation(Conversation::of(&self.messages, true)),
+        };
+        let mut ask = ApiRequest::of_source(source, self.params.clone());
         let [mut request] = <[_; 1]>::try_from(self.model.requests(&ask)?).expect("one prompt");
         let room = self.model.max_sequence_length - request.token_ids.len();
         ask.params.max_completion_length = self.params.max_completion_length.min(room);
         request.params = Arc::new(ask.params);
         request.prompt_id = self.num_answers; // another random key for every answer
+        let first = || DialogueTokens { prompt: request.token_ids.clone(), trajectory: Trajectory::default() };
+        let mut tokens = tokens.unwrap_or_else(first);
         let mut ticket = self.client.submit(&[request])?;
         let mut text = TextStream::new(self.model.tokenizer.clone(), self.params.stop.clone());
         let mut answer = String::new();
         loop {
             let (new, is_last) = match ticket.wait() {
-                Some(RequestUpdate::Token { token_id, .. }) => (text.push(token_id).map_err(failed)?, false),
+                Some(RequestUpdate::Token { token_id, logprob, .. }) => {
+                    tokens.trajectory.push_sampled(token_id, logprob, self.num_answers);
+                    (text.push(token_id).map_err(failed)?, false)
+                }
                 Some(RequestUpdate::Finished { .. }) => (text.finish().map_err(failed)?, true),
                 Some(RequestUpdate::Refused(refusal)) => return Err(refusal),
                 None => return Err(Refusal::new(500, "the engine failed")),
@@ -78,8 +109,22 @@ impl Dialogue {
             }
             answer += &new;
             if is_last {
+                self.tokens = Some(tokens);
                 return Ok(answer);
             }
         }
+    }
+
+    /// The conversation so far with what the template puts behind the last answer; none where there is no answer yet, and for a template
+    /// that rewrites earlier turns.
+    fn tokens(&self) -> Result<Option<DialogueTokens>, Refusal> {
+        let (Some(turns), Some(tokens), Some(message)) = (&self.turns, &self.tokens, self.messages.last()) else {
+            return Ok(None);
+        };
+        let mut tokens = tokens.clone();
+        let message = json!({"role": message.role, "content": message.content});
+        let refused = |error: Error| Refusal::of("messages", error.to_string());
+        turns.append(&mut tokens.trajectory, &[message], self.num_answers).map_err(refused)?;
+        Ok(Some(tokens))
     }
 }

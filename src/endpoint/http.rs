@@ -14,10 +14,11 @@ use axum::routing::{get, post};
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
-use super::answer::{Answer, Events};
+use super::answer::Answer;
 use super::ask::ApiRequest;
 use super::client::EngineClient;
 use super::counters::Counters;
+use super::events::Events;
 use super::prompt::ServedModel;
 use super::refusal::Refusal;
 
@@ -122,9 +123,8 @@ impl HttpState {
         let prepared = tokio::task::spawn_blocking(prepare).await;
         let (ask, requests, _grammar) = prepared.map_err(|error| Refusal::new(500, error.to_string()))??;
         let ticket = self.client.submit(&requests)?;
-        let ServedModel { name, tokenizer, .. } = &self.model;
         let number = self.num_answers.fetch_add(1, Ordering::Relaxed);
-        let answer = Answer::new(&ask, &requests, ask.model.as_deref().unwrap_or(name), tokenizer, number);
+        let answer = Answer::new(&ask, &requests, &self.model, number);
         match ask.streams {
             true => {
                 let mut response = with_type(

@@ -11,13 +11,14 @@
 //! | `drive` | the engine's loop: announce, submit, step, report |
 //! | `announce` | what rank 0 tells the other ranks before a step |
 //! | `client` | who asks: tickets, and how many there may be |
+//! | `calls` | tool calls in an answer, as it grows |
 //! | `counters` | what is counted, for Prometheus |
 //! | `server` | what the server answers from |
 //! | `http` | routes, keys, bodies |
 //! | `ask` | bodies of requests, checked field by field |
 //! | `output` | what answers look like: log-probabilities and structure |
 //! | `prompt` | texts and conversations to token ids |
-//! | `answer` | completions in OpenAI's form, whole or as a stream |
+//! | `answer`, `events` | completions in OpenAI's form, whole; as a stream |
 //! | `dialogue` | a conversation in the terminal |
 //! | `text` | token ids to text as they come |
 //! | `refusal` | errors in OpenAI's form |
@@ -25,10 +26,12 @@
 mod announce;
 mod answer;
 mod ask;
+mod calls;
 mod client;
 mod counters;
 mod dialogue;
 mod drive;
+mod events;
 mod http;
 mod output;
 mod prompt;

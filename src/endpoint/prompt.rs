@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::ask::{ApiRequest, PromptSource};
 use super::refusal::Refusal;
-use crate::data::{Grammar, GrammarCompiler, Tokenizer};
+use crate::data::{Grammar, GrammarCompiler, Tokenizer, ToolCallParser};
 use crate::error::Error;
 use crate::rollout::Request;
 use crate::types::SamplingParams;
@@ -20,6 +20,10 @@ pub(super) struct ServedModel {
     pub max_sequence_length: usize,
     /// The engine's.
     pub grammars: Arc<GrammarCompiler>,
+    /// The format of the model's tool calls; none leaves them in the text.
+    pub tool_calls: Option<ToolCallParser>,
+    /// Ids that end a completion.
+    pub eos_token_ids: Vec<u32>,
 }
 
 impl ServedModel {

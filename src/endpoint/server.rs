@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicU64;
 use super::client::EngineClient;
 use super::http::{HttpState, body_room, router};
 use super::prompt::ServedModel;
-use crate::data::{GrammarCompiler, Tokenizer};
+use crate::data::{GrammarCompiler, Tokenizer, ToolCallParser};
 use crate::error::Result;
 use crate::http::HttpServer;
 
@@ -20,6 +20,10 @@ pub struct ServerOptions {
     pub tokenizer: Arc<Tokenizer>,
     /// The engine's compiler of structures.
     pub grammars: Arc<GrammarCompiler>,
+    /// The format of the model's tool calls; none leaves them in the text.
+    pub tool_calls: Option<ToolCallParser>,
+    /// Ids that end a completion.
+    pub eos_token_ids: Vec<u32>,
     /// Longest prompt and completion together, in tokens.
     pub max_sequence_length: usize,
     /// The key that clients must have; `None` lets everybody in.
@@ -33,8 +37,15 @@ pub struct ServerOptions {
 /// # Errors
 /// [`Error::Environment`](crate::Error::Environment) if there is no thread for it.
 pub fn open(listener: TcpListener, options: ServerOptions, client: EngineClient) -> Result<HttpServer> {
-    let ServerOptions { model_name, tokenizer, grammars, max_sequence_length, api_key, max_body_bytes } = options;
-    let model = ServedModel { name: model_name, tokenizer, max_sequence_length, grammars };
+    let ServerOptions { api_key, max_body_bytes, .. } = options;
+    let model = ServedModel {
+        name: options.model_name,
+        tokenizer: options.tokenizer,
+        max_sequence_length: options.max_sequence_length,
+        grammars: options.grammars,
+        tool_calls: options.tool_calls,
+        eos_token_ids: options.eos_token_ids,
+    };
     let service = HttpState {
         model,
         client,

@@ -23,12 +23,19 @@ pub struct TextStream {
     /// Decoded, not returned.
     held: String,
     has_ended: bool,
+    /// The ids that are left out, if special tokens are not.
+    left_out: Option<Vec<u32>>,
 }
 
 impl TextStream {
     /// The text of a completion that one of `stop` ends.
     pub fn new(tokenizer: Arc<Tokenizer>, stop: Vec<String>) -> Self {
-        Self { tokenizer, stop, ids: Vec::new(), num_known: 0, held: String::new(), has_ended: false }
+        Self { tokenizer, stop, ids: Vec::new(), num_known: 0, held: String::new(), has_ended: false, left_out: None }
+    }
+
+    /// The same with the names of special tokens, but for `left_out`.
+    pub fn with_special_tokens(self, left_out: Vec<u32>) -> Self {
+        Self { left_out: Some(left_out), ..self }
     }
 
     /// Takes in a token and returns the text that is certain now.
@@ -36,7 +43,9 @@ impl TextStream {
     /// # Errors
     /// Those of the tokenizer.
     pub fn push(&mut self, token_id: u32) -> Result<String> {
-        self.ids.push(token_id);
+        if !self.left_out.as_ref().is_some_and(|ids| ids.contains(&token_id)) {
+            self.ids.push(token_id);
+        }
         self.take_in(false)?;
         Ok(self.certain())
     }
@@ -53,12 +62,12 @@ impl TextStream {
     }
 
     fn take_in(&mut self, is_last: bool) -> Result<()> {
-        let known = self.tokenizer.decode(&self.ids[..self.num_known])?;
-        let text = self.tokenizer.decode(&self.ids)?;
+        let known = self.decode(&self.ids[..self.num_known])?;
+        let text = self.decode(&self.ids)?;
         let rest; // of a decoder that writes bytes before an incomplete character anew
         let new = match text.get(known.len()..) {
             _ if is_last && !text.starts_with(&known) => {
-                rest = self.tokenizer.decode(&self.ids[self.num_known..])?;
+                rest = self.decode(&self.ids[self.num_known..])?;
                 &rest
             }
             Some(new) => new,
@@ -73,6 +82,10 @@ impl TextStream {
         self.ids.drain(..self.num_known);
         self.num_known = self.ids.len();
         Ok(())
+    }
+
+    fn decode(&self, ids: &[u32]) -> Result<String> {
+        if self.left_out.is_some() { self.tokenizer.decode_all(ids) } else { self.tokenizer.decode(ids) }
     }
 
     /// Takes what no stop string can begin in out of the held text.
@@ -93,11 +106,11 @@ impl TextStream {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     /// A token a byte.
-    fn bytes() -> Arc<Tokenizer> {
+    pub fn bytes() -> Arc<Tokenizer> {
         let vocab: serde_json::Map<_, _> = (0..=255u32).map(|byte| (format!("<0x{byte:02X}>"), byte.into())).collect();
         let tokenizer = serde_json::json!({
             "version": "1.0",

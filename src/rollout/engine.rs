@@ -237,6 +237,11 @@ impl<'a> RolloutEngine<'a> {
         Arc::clone(&self.engine.grammars)
     }
 
+    /// Ids that end a completion.
+    pub(crate) fn eos_token_ids(&self) -> &[u32] {
+        &self.engine.eos_token_ids
+    }
+
     /// Counts since waking.
     pub fn stats(&self) -> &EngineStats {
         &self.stats

@@ -4,8 +4,34 @@ use clap::Args;
 
 use super::{PlaceArgs, ResidualArgs, SamplingArgs, SourceArgs, count, number};
 use crate::config::HeartbeatConfig;
+use crate::data::ToolCallParser;
 use crate::launch;
 use crate::phase::Fault;
+
+/// How tool calls are found in answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ToolCallFormat {
+    /// The format that the chat template shows.
+    Auto,
+    /// They stay in the text.
+    None,
+    /// One by its name.
+    Named(ToolCallParser),
+}
+
+impl std::str::FromStr for ToolCallFormat {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let names = ToolCallParser::ALL.map(ToolCallParser::name);
+        match (text, names.iter().position(|name| *name == text)) {
+            ("auto", _) => Ok(Self::Auto),
+            ("none", _) => Ok(Self::None),
+            (_, Some(at)) => Ok(Self::Named(ToolCallParser::ALL[at])),
+            _ => Err(format!("expected auto, none, {}", names.join(", "))),
+        }
+    }
+}
 
 /// `serve`. All processes share one engine.
 #[derive(Debug, Args)]
@@ -18,6 +44,10 @@ pub struct ServeArgs {
     /// Name that clients ask for [default: --model]
     #[arg(long)]
     pub served_model_name: Option<String>,
+    /// Format of tool calls, which answers then have apart: auto (by the chat template), none, hermes, qwen3_xml, llama3_json,
+    /// pythonic, mistral
+    #[arg(long, default_value = "auto")]
+    pub tool_call_parser: ToolCallFormat,
     /// Address to listen at; 0.0.0.0 lets every machine in
     #[arg(long, default_value = launch::LOOPBACK)]
     pub host: String,

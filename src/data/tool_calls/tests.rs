@@ -1,0 +1,194 @@
+//! Cases of our own to the behaviour that vLLM's tests publish.
+
+use serde_json::{Value, json};
+
+use super::*;
+
+fn calls(parsed: &ParsedMessage) -> Vec<(&str, Value)> {
+    parsed.tool_calls.iter().map(|call| (call.name.as_str(), call.arguments.clone())).collect()
+}
+
+/// A message's content and calls, without an error.
+fn read(parser: ToolCallParser, text: &str) -> (String, Vec<(String, Value)>) {
+    let parsed = parser.parse(text, &Value::Null);
+    assert_eq!(parsed.error, None, "{text}");
+    (parsed.content, parsed.tool_calls.into_iter().map(|call| (call.name, call.arguments)).collect())
+}
+
+fn one(content: &str, name: &str, arguments: Value) -> (String, Vec<(String, Value)>) {
+    (content.to_owned(), vec![(name.to_owned(), arguments)])
+}
+
+#[test]
+fn a_message_without_a_call_is_content() {
+    for parser in ToolCallParser::ALL {
+        for text in ["", "How can I help you today?", "  2 < 3 and (a) or b] \n"] {
+            let parsed = parser.parse(text, &Value::Null);
+            assert_eq!(parsed, ParsedMessage { content: text.to_owned(), ..ParsedMessage::default() }, "{parser:?}");
+            assert_eq!(parser.num_certain(text), text.len(), "{parser:?} {text}");
+        }
+    }
+}
+
+#[test]
+fn hermes_writes_json_between_tags() {
+    let parse = |text: &str| read(ToolCallParser::Hermes, text);
+    let weather = json!({"city": "Oslo", "days": 2});
+    let call = r#"<tool_call>
+{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
+</tool_call>"#;
+    assert_eq!(parse(call), one("", "weather", weather.clone()));
+    assert_eq!(parse(&format!("Let me see.\n{call}")), one("Let me see.\n", "weather", weather.clone()));
+    assert_eq!(parse(call.trim_end_matches("</tool_call>")), one("", "weather", weather), "the end ends it, too");
+    assert_eq!(parse(&format!("{call}\n{call} done")).1.len(), 2);
+    let quoted = r#"<tool_call>{"name": "f", "arguments": "{\"a\": 1}"}</tool_call>"#;
+    assert_eq!(parse(quoted), one("", "f", json!({"a": 1})), "arguments that were written as text");
+    let bare = r#"<tool_call>{"name": "f", "arguments": "hello"}</tool_call>"#;
+    assert_eq!(parse(bare), one("", "f", json!("hello")));
+    for wrong in [
+        r#"<tool_call>{"name": "f", "arguments": {"a": 1}"#,
+        r#"<tool_call>{"arguments": {}}</tool_call>"#,
+        r#"<tool_call>{"name": "f"}</tool_call>"#,
+        "<tool_call>f(1)</tool_call>",
+        "<tool_call>",
+    ] {
+        let parsed = ToolCallParser::Hermes.parse(wrong, &Value::Null);
+        assert!(parsed.tool_calls.is_empty() && parsed.content == wrong && parsed.error.is_some(), "{parsed:?}");
+    }
+}
+
+#[test]
+fn qwen3_xml_takes_types_from_the_schema() {
+    let tools = json!([{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {
+        "text": {"type": "string"}, "count": {"type": "integer"}, "share": {"type": "number"}, "is_on": {"type": "boolean"},
+        "list": {"type": "array"}, "map": {"type": ["null", "object"]}, "wrong": {"type": "integer"}, "none": {"type": "string"},
+    }}}}]);
+    let text = "Now.\n<tool_call>\n<function=f>\n<parameter=text>\na <b>\n\nc\n</parameter>\n<parameter=count>42</parameter>\n\
+        <parameter=share>2.50</parameter>\n<parameter=is_on>True</parameter>\n<parameter=list>[\"a\", 1]</parameter>\n\
+        <parameter=map>{\"k\": null}</parameter>\n<parameter=wrong>many</parameter>\n<parameter=none>null</parameter>\n\
+        <parameter=unknown>7</parameter>\n</function>\n</tool_call>\nThat is all.";
+    let parsed = ToolCallParser::Qwen3Xml.parse(text, &tools);
+    let arguments = json!({"text": "a <b>\n\nc", "count": 42, "share": 2.5, "is_on": true, "list": ["a", 1], "map": {"k": null},
+        "wrong": "many", "none": null, "unknown": "7"});
+    assert_eq!((parsed.content.as_str(), calls(&parsed)), ("Now.\n", vec![("f", arguments)]));
+    let parse = |text: &str| read(ToolCallParser::Qwen3Xml, text);
+    assert_eq!(parse("<tool_call>\n<function=refresh>\n</function>\n</tool_call>"), one("", "refresh", json!({})));
+    assert_eq!(parse("<function=g><parameter=a>b</parameter></function>"), one("", "g", json!({"a": "b"})));
+    let two = "<tool_call><function=a></function></tool_call><tool_call><function=b></function></tool_call>";
+    assert_eq!(parse(two).1.len(), 2);
+    for wrong in
+        ["<tool_call><function=f>", "<tool_call><function=></function></tool_call>", "<tool_call>x", "<function=f"]
+    {
+        let parsed = ToolCallParser::Qwen3Xml.parse(wrong, &tools);
+        assert!(parsed.tool_calls.is_empty() && parsed.content == wrong && parsed.error.is_some(), "{parsed:?}");
+    }
+}
+
+#[test]
+fn llama3_json_finds_objects_among_text() {
+    let parse = |text: &str| read(ToolCallParser::Llama3Json, text);
+    let search = json!({"query": "a {b} [c]", "limit": 10});
+    let call = r#"{"name": "search", "parameters": {"query": "a {b} [c]", "limit": 10}}"#;
+    assert_eq!(parse(call), one("", "search", search.clone()));
+    assert_eq!(parse(&format!("<|python_tag|>{call}")), one("", "search", search.clone()));
+    assert_eq!(parse(&format!("Here: {call} More?")), one("", "search", search.clone()));
+    assert_eq!(parse(&call.replace("parameters", "arguments")), one("", "search", search.clone()));
+    for between in [";", "; ", " ; ", "\n"] {
+        assert_eq!(parse(&[call; 3].join(between)).1.len(), 3, "{between:?}");
+    }
+    assert_eq!(parse(&format!("{call} I used {{search}} with {{\"a\": 1}}.")), one("", "search", search));
+    for wrong in [r#"{"name": "f", "parameters": {no}"#, r#"{"parameters": {}}"#, r#"{"name": "f"}"#, "{"] {
+        let parsed = ToolCallParser::Llama3Json.parse(wrong, &Value::Null);
+        assert!(parsed.tool_calls.is_empty() && parsed.content == wrong && parsed.error.is_some(), "{parsed:?}");
+    }
+}
+
+#[test]
+fn pythonic_reads_calls_with_literals() {
+    let parse = |text: &str| read(ToolCallParser::Pythonic, text);
+    let user = "register(name='Jo Doe', age=37, share=-1.5e0, address={'city': 'X', 2: [()]}, role=None, ok=True, also=['a', \"b\"],)";
+    let arguments = json!({"name": "Jo Doe", "age": 37, "share": -1.5, "address": {"city": "X", "2": [[]]}, "role": null,
+        "ok": true, "also": ["a", "b"]});
+    assert_eq!(parse(&format!(" [{user}]\n")), one("", "register", arguments));
+    assert_eq!(parse("[tools.now()]"), one("", "tools.now", json!({})));
+    assert_eq!(parse("[a(), b(x={}), c(y=[])]").1.len(), 3);
+    let escaped = r#"[f(a='Martha\'s', b='\"cool\"', c="x\n\u00e9\q" 'more', d='''two
+lines''')]"#;
+    let texts = json!({"a": "Martha's", "b": "\"cool\"", "c": "x\né\\qmore", "d": "two\nlines"});
+    assert_eq!(parse(escaped), one("", "f", texts));
+    // One call that cannot be read does not cost its neighbours.
+    for wrong in ["bad(x=b'z')", "bad(x=1e999)", "bad(x=y)", "bad(1)", "bad(x=f(')'))"] {
+        for text in [format!("[{wrong}, good(a=1)]"), format!("[good(a=1), {wrong}]")] {
+            let parsed = ToolCallParser::Pythonic.parse(&text, &Value::Null);
+            assert_eq!(calls(&parsed), [("good", json!({"a": 1}))], "{text}");
+            assert!(parsed.error.is_some(), "{text}");
+        }
+    }
+    let deep = format!("[f(a={}{})]", "[".repeat(100_000), "]".repeat(100_000));
+    for wrong in ["[f(a='x 'y' 'z), g(b='p 'q' 'r)]", "[foo(x=1])]", "[f(a=1", "[1, 2]", "[f(a=1) g()", &deep] {
+        let parsed = ToolCallParser::Pythonic.parse(wrong, &Value::Null);
+        assert!(parsed.tool_calls.is_empty() && parsed.content == wrong, "{:.80?}", parsed);
+    }
+}
+
+#[test]
+fn mistral_writes_a_list_or_names() {
+    let parse = |text: &str| read(ToolCallParser::Mistral, text);
+    let add = json!({"a": 3.5, "b": 4});
+    assert_eq!(parse(r#"[TOOL_CALLS][{"name": "add", "arguments": {"a": 3.5, "b": 4}}]"#), one("", "add", add.clone()));
+    assert_eq!(
+        parse(r#"Hi[TOOL_CALLS]  junk [{"arguments": {"a": 3.5, "b": 4}, "name": "add"}] more"#),
+        one("Hi", "add", add.clone())
+    );
+    assert_eq!(
+        parse(r#"[TOOL_CALLS] [{"name": "a", "arguments": {"name": "J"}}, {"name": "b", "arguments": {}}]"#).1.len(),
+        2
+    );
+    assert_eq!(parse(r#"[TOOL_CALLS]add{"a": 3.5, "b": 4}"#), one("", "add", add.clone()));
+    assert_eq!(parse(r#"[TOOL_CALLS]add{"a": 1}[TOOL_CALLS]mul{"a": {"b": 6}}"#).1.len(), 2);
+    assert_eq!(parse(r#"[TOOL_CALLS]add[CALL_ID]x7[ARGS]{"a": 3.5, "b": 4}"#), one("", "add", add));
+    for wrong in
+        ["[TOOL_CALLS] not json at all", r#"[TOOL_CALLS]add{"a": 1"#, "[TOOL_CALLS]", r#"[TOOL_CALLS][{"name": "a"}]"#]
+    {
+        let parsed = ToolCallParser::Mistral.parse(wrong, &Value::Null);
+        assert!(parsed.tool_calls.is_empty() && parsed.content == wrong && parsed.error.is_some(), "{parsed:?}");
+    }
+}
+
+/// Whatever has been said so far, what is sent as content is never taken back.
+#[test]
+fn content_is_certain_before_a_call_begins() {
+    for (parser, text, content) in [
+        (ToolCallParser::Hermes, "2 < 3: <tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>", "2 < 3: "),
+        (ToolCallParser::Qwen3Xml, "é <function=f></function>", "é "),
+        (ToolCallParser::Llama3Json, "<|python_tag|>{\"name\": \"f\", \"parameters\": {}}", ""),
+        (ToolCallParser::Mistral, "Hi [ [TOOL_CALLS]f{}", "Hi [ "),
+        (ToolCallParser::Pythonic, " [f()]", ""),
+    ] {
+        let ends = text.char_indices().map(|(at, _)| at).chain([text.len()]);
+        let certain: Vec<usize> = ends.map(|end| parser.num_certain(&text[..end])).collect();
+        assert!(certain.is_sorted(), "{certain:?}");
+        assert_eq!(&text[..*certain.last().unwrap()], content);
+        assert_eq!(parser.parse(text, &Value::Null).tool_calls.len(), 1);
+    }
+    assert_eq!(ToolCallParser::Hermes.num_certain("a <tool_"), 2);
+    assert_eq!(ToolCallParser::Hermes.num_certain("a <tool_box"), 11);
+}
+
+#[test]
+fn a_template_shows_its_format() {
+    for (source, parser) in [
+        ("{{ '<tool_call>' }}", Some(ToolCallParser::Hermes)),
+        ("<tool_call>\\n<function=x>\\n<parameter=y>", Some(ToolCallParser::Qwen3Xml)),
+        ("{{ '[TOOL_CALLS] [' }}", Some(ToolCallParser::Mistral)),
+        ("[func_name1(params_name1=params_value1)]", Some(ToolCallParser::Pythonic)),
+        ("{{ '<|python_tag|>' }}", Some(ToolCallParser::Llama3Json)),
+        ("<tool_call>name\n<arg_key>x</arg_key>", None), // GLM's own
+        ("{{ messages }}", None),
+    ] {
+        assert_eq!(ToolCallParser::of_template(source), parser, "{source}");
+    }
+    for parser in ToolCallParser::ALL {
+        assert_eq!(serde_json::to_value(parser).unwrap(), parser.name());
+    }
+}

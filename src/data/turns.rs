@@ -1,0 +1,322 @@
+//! Conversations of several turns as token ids. What a model sampled is kept as it is; between two of its turns comes context, the
+//! tokens that the chat template puts there. Nothing is rendered or tokenized a second time: a text may have other tokens than those
+//! that were sampled for it.
+
+use std::fmt;
+use std::sync::Arc;
+
+use serde_json::{Map, Value, json};
+
+use super::{Conversation, Tokenizer};
+use crate::error::{Error, Result};
+use crate::types::Trajectory;
+
+/// What an assistant's turn of the probe says. Templates cannot know it, so that it can be found in what they write.
+const SAID: &str = "probe said 7081";
+/// An argument of the call in it.
+const ARGUED: &str = "probe argued 9157";
+/// What answers it.
+const ANSWERED: &str = "probe answered 4463";
+/// The thoughts before it, for templates that know of any.
+const THOUGHT: &str = "probe thought 3359";
+/// Characters of a difference that are shown.
+const SHOWN_CHARS: usize = 60;
+
+/// What follows an assistant's turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reply {
+    /// Answers of tools that it called.
+    Tool,
+    /// A user's message.
+    User,
+}
+
+/// The context between two turns of one model, by its chat template.
+pub struct Turns {
+    tokenizer: Arc<Tokenizer>,
+    eos_token_ids: Vec<u32>,
+    tools: Value,
+    variables: Map<String, Value>,
+}
+
+impl fmt::Debug for Turns {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Turns").field("eos_token_ids", &self.eos_token_ids).finish_non_exhaustive()
+    }
+}
+
+impl Turns {
+    /// Probes whether the template only appends when turns with such a `reply` are added, and returns the way to append them. `tools`
+    /// are the functions that the model may call, `variables` those of the conversations (`chat_template_kwargs`).
+    ///
+    /// # Errors
+    /// [`Error::ChatTemplate`] with the difference, for a template that rewrites earlier turns: the model would be trained on
+    /// conversations that it never has.
+    pub fn probe(
+        tokenizer: Arc<Tokenizer>,
+        eos_token_ids: &[u32],
+        tools: &Value,
+        variables: &Map<String, Value>,
+        reply: Reply,
+    ) -> Result<Self> {
+        let (eos_token_ids, tools) = (eos_token_ids.to_vec(), tools.clone());
+        let turns = Self { tokenizer, eos_token_ids, tools, variables: variables.clone() };
+        let [question, said, answer] = [turns.question(), turns.said(reply), reply.probe()];
+        let kind = reply.name();
+        let once = vec![question.clone(), said.clone(), answer.clone()];
+        let twice = [&once[..], &[said, answer]].concat();
+        turns.check_appends(vec![question], &once, kind)?;
+        turns.check_appends(once.clone(), &twice, kind)?;
+        let text = turns.render(once, false)?;
+        // Some templates write calls in the place of an answer's text.
+        let shows_turn = text.contains(SAID) || (reply == Reply::Tool && text.contains(ARGUED));
+        if !shows_turn || (turns.thinks() && !text.contains(THOUGHT)) {
+            let message =
+                format!("it drops what the model has written when {kind} is added: all that is left is '{text}'");
+            return Err(Error::ChatTemplate { message });
+        }
+        let context = turns.tokenizer.decode_all(&turns.between(&[reply.probe()])?)?;
+        if !context.contains(ANSWERED) {
+            let message = format!("{kind} is not behind the turn that it answers, but only '{}'", head(&context));
+            return Err(Error::ChatTemplate { message });
+        }
+        Ok(turns)
+    }
+
+    /// Appends `replies`, messages as the template reads them, and what begins the next turn. The trajectory ends with a turn that the
+    /// model has ended, or that a stop string has.
+    ///
+    /// # Errors
+    /// [`Error::ChatTemplate`] if the template refuses the messages; [`Error::InvalidArgument`] for a trajectory without a turn to
+    /// follow.
+    pub fn append(&self, trajectory: &mut Trajectory, replies: &[Value], step: u64) -> Result<()> {
+        let Some((&last, true)) = trajectory.token_ids.last().zip(trajectory.loss_mask.last().copied()) else {
+            return Err(Error::InvalidArgument {
+                op: "Turns::append",
+                expected: "a trajectory that ends with a sampled turn".into(),
+                got: format!("{} tokens, the last of them context", trajectory.token_ids.len()),
+            });
+        };
+        let context = self.between(replies)?;
+        // The first token ends the turn: the model sampled it, unless a stop string cut the turn off before.
+        let num_sampled = usize::from(self.eos_token_ids.contains(&last));
+        trajectory.push_context(&context[num_sampled..], step);
+        Ok(())
+    }
+
+    /// Tokens from the one that ends an assistant's turn to the beginning of its next turn, with `replies` between them.
+    ///
+    /// # Errors
+    /// [`Error::ChatTemplate`] if the template refuses the messages, or does not end turns by an end-of-sequence token.
+    pub fn between(&self, replies: &[Value]) -> Result<Vec<u32>> {
+        let reply = if replies.iter().any(|reply| reply["role"] == "user") { Reply::User } else { Reply::Tool };
+        let mut messages = vec![self.question(), self.said(reply)];
+        messages.extend_from_slice(replies);
+        let text = self.render(messages, true)?;
+        let failed = |message: String| Error::ChatTemplate { message };
+        let said = [SAID, ARGUED].iter().filter_map(|part| Some(text.find(part)? + part.len())).max();
+        let behind = &text[said.ok_or_else(|| failed("it leaves an assistant's turn out".to_owned()))?..];
+        let ends = self.eos_token_ids.iter().filter_map(|&id| Some((behind.find(&self.tokenizer.token(id)?)?, id)));
+        let (at, eos) = ends.min().ok_or_else(|| {
+            failed(format!("no end-of-sequence token behind an assistant's turn, but '{}'", head(behind)))
+        })?;
+        // With the token before it, as a tokenizer may treat the beginning of a text in its own way.
+        let ids = self.tokenizer.encode(&behind[at..], false)?;
+        match ids.first() {
+            Some(first) if *first == eos => Ok(ids),
+            _ => Err(failed(format!("'{}' does not begin with the token {eos}", head(&behind[at..])))),
+        }
+    }
+
+    fn render(&self, messages: Vec<Value>, add_generation_prompt: bool) -> Result<String> {
+        let (tools, variables) = (self.tools.clone(), self.variables.clone());
+        self.tokenizer.converse(Conversation { messages, tools, variables, add_generation_prompt })
+    }
+
+    /// Whether `later` begins as `earlier` does: with the beginning of an answer behind it, or without.
+    fn check_appends(&self, earlier: Vec<Value>, later: &[Value], kind: &str) -> Result<()> {
+        let later = self.render(later.to_vec(), false)?;
+        let (closed, open) = (self.render(earlier.clone(), false)?, self.render(earlier, true)?);
+        if later.starts_with(&closed) || later.starts_with(&open) {
+            return Ok(());
+        }
+        let common = common_len(&closed, &later);
+        let (before, after) = (head(&closed[common..]), head(&later[common..]));
+        let message = format!(
+            "it rewrites earlier turns when {kind} is added: '{before}' becomes '{after}'; take a template that only appends, or \
+             one turn for each conversation"
+        );
+        Err(Error::ChatTemplate { message })
+    }
+
+    fn thinks(&self) -> bool {
+        self.tokenizer.template_source().is_some_and(|source| source.contains("</think>"))
+    }
+
+    fn question(&self) -> Value {
+        json!({"role": "user", "content": "probe asked 1"})
+    }
+
+    /// An assistant's turn.
+    fn said(&self, reply: Reply) -> Value {
+        let content = if self.thinks() { format!("<think>\n{THOUGHT}\n</think>\n\n{SAID}") } else { SAID.to_owned() };
+        let mut said = json!({"role": "assistant", "content": content});
+        if reply == Reply::Tool {
+            let call = json!({"name": "probe", "arguments": {"x": ARGUED}});
+            said["tool_calls"] = json!([{"id": "probe0000", "type": "function", "function": call}]);
+        }
+        said
+    }
+}
+
+impl Reply {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Tool => "a tool's answer",
+            Self::User => "a user's message",
+        }
+    }
+
+    fn probe(self) -> Value {
+        match self {
+            Self::Tool => {
+                json!({"role": "tool", "name": "probe", "tool_call_id": "probe0000", "content": ANSWERED})
+            }
+            Self::User => json!({"role": "user", "content": ANSWERED}),
+        }
+    }
+}
+
+/// Bytes of whole characters that two texts begin with.
+fn common_len(a: &str, b: &str) -> usize {
+    a.chars().zip(b.chars()).take_while(|(a, b)| a == b).map(|(a, _)| a.len_utf8()).sum()
+}
+
+fn head(text: &str) -> String {
+    text.chars().take(SHOWN_CHARS).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixtures::{Dice, bytes};
+    use super::*;
+    use crate::types::FinishReason;
+
+    /// Qwen's form: a tool's answer is a user's turn.
+    const CHATML: &str = "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n\
+        </tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}\
+        {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    /// Llama 3's: a header, two line ends, no line end behind a turn.
+    const HEADERS: &str = "{% for m in messages %}<|im_start|>{{ m.role }}<|sep|>\n\n{{ m.content }}<|im_end|>{% endfor %}\
+        {% if add_generation_prompt %}<|im_start|>assistant<|sep|>\n\n{% endif %}";
+    /// Mistral's: no generation prompt.
+    const BRACKETS: &str = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% else %}[INST] \
+        {{ m.content }} [/INST]{% endif %}{% endfor %}";
+    /// Thinks in the generation prompt's place, and keeps thoughts.
+    const THINKS: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+        {% if add_generation_prompt %}<|im_start|>assistant\n{# </think> #}{% endif %}";
+
+    fn turns(tokenizer: &Arc<Tokenizer>, reply: Reply) -> Result<Turns> {
+        let eos = tokenizer.eos_token_id().unwrap();
+        Turns::probe(Arc::clone(tokenizer), &[eos], &Value::Null, &Map::new(), reply)
+    }
+
+    #[test]
+    fn a_template_that_rewrites_earlier_turns_is_refused_with_the_difference() {
+        let drops_thoughts =
+            CHATML.replace("{{ m.content }}<|im_end|>", "{{ m.content.split('</think>')[-1] }}<|im_end|>");
+        let of_last = "{% for m in messages %}<|im_start|>{{ m.role }}{% if loop.last %} last{% endif %}\n{{ m.content }}\
+            <|im_end|>\n{% endfor %}";
+        let counts = "{{ messages | length }}: {% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}";
+        let no_end = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}";
+        let answers_first = "{% for m in messages %}{% if m.role == 'assistant' %}{% if not loop.last %}{{ messages[loop.index].content }}\
+            {% endif %}{{ m.content }}<|im_end|>{% elif loop.first %}{{ m.content }}{% endif %}{% endfor %}";
+        let mut dice = Dice(1);
+        for (template, differences) in [
+            (drops_thoughts.as_str(), &["drops what the model has written when a", SAID][..]),
+            (of_last, &["rewrites earlier turns", " last", "becomes"]),
+            (counts, &["rewrites earlier turns", "'1: ", "'3: "]),
+            (no_end, &["no end-of-sequence token"]),
+            (answers_first, &["is not behind the turn"]),
+        ] {
+            let tokenizer = Arc::new(bytes(&mut dice, template));
+            for reply in [Reply::Tool, Reply::User] {
+                let error = turns(&tokenizer, reply).unwrap_err().to_string();
+                assert!(differences.iter().all(|part| error.contains(part)), "{error}");
+            }
+        }
+        for template in [CHATML, HEADERS, BRACKETS, THINKS] {
+            let tokenizer = Arc::new(bytes(&mut dice, template));
+            turns(&tokenizer, Reply::Tool).unwrap();
+            turns(&tokenizer, Reply::User).unwrap();
+        }
+    }
+
+    #[test]
+    fn context_begins_where_the_sampled_turn_ended() {
+        let tokenizer = Arc::new(bytes(&mut Dice(2), CHATML));
+        let (turns, eos) = (turns(&tokenizer, Reply::Tool).unwrap(), tokenizer.eos_token_id().unwrap());
+        let answers = [json!({"role": "tool", "content": "4"}), json!({"role": "tool", "content": "<5>"})];
+        let expected = "\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>user\n<tool_response>\n<5>\n\
+            </tool_response><|im_end|>\n<|im_start|>assistant\n";
+        let expected = tokenizer.encode(expected, false).unwrap();
+        let sampled = |ids: &[u32]| Trajectory {
+            token_ids: ids.to_vec(),
+            loss_mask: vec![true; ids.len()],
+            rollout_logprobs: vec![-1.0; ids.len()],
+            weight_versions: vec![3; ids.len()],
+            finish_reason: Some(FinishReason::Eos),
+            ..Trajectory::default()
+        };
+        for (ids, end) in [(&[65, 66, eos][..], &[][..]), (&[65, 66], &[eos])] {
+            let mut trajectory = sampled(ids);
+            turns.append(&mut trajectory, &answers, 4).unwrap();
+            let context = [end, &expected].concat();
+            assert_eq!(trajectory.token_ids, [ids, &context].concat(), "a turn that was cut off is ended in context");
+            assert_eq!(trajectory.loss_mask, [vec![true; ids.len()], vec![false; context.len()]].concat());
+            assert_eq!(trajectory.weight_versions[ids.len()..], vec![4; context.len()]);
+            assert_eq!(trajectory.finish_reason, None);
+            assert!(turns.append(&mut trajectory, &answers, 5).is_err(), "no turn was sampled since");
+        }
+    }
+
+    /// Random tokens as turns: no tokenizer would give most of them back. All that was sampled is in the trajectory, in its place, and
+    /// the whole reads as the template writes the conversation.
+    #[test]
+    fn no_sampled_token_changes_however_many_turns_there_are() {
+        let num_trajectories: usize =
+            std::env::var("COLO_GRPO_TRAJECTORIES").ok().and_then(|count| count.parse().ok()).unwrap_or(60);
+        let (mut dice, mut num_other) = (Dice(7), 0);
+        for number in 0..num_trajectories {
+            let template = [CHATML, HEADERS, BRACKETS, THINKS][number % 4];
+            let tokenizer = Arc::new(bytes(&mut dice, template));
+            let turns = turns(&tokenizer, Reply::Tool).unwrap();
+            let eos = tokenizer.eos_token_id().unwrap();
+            let mut messages = vec![json!({"role": "user", "content": "go"})];
+            let prompt = turns.render(messages.clone(), true).unwrap();
+            let (mut trajectory, mut sampled) = (Trajectory::default(), Vec::new());
+            for turn in 0..1 + dice.roll(32) {
+                if turn > 0 {
+                    let answer = json!({"role": "tool", "name": "f", "content": format!("answer {}", dice.roll(1000))});
+                    turns.append(&mut trajectory, std::slice::from_ref(&answer), turn).unwrap();
+                    messages.push(answer);
+                }
+                let ids: Vec<u32> = (0..1 + dice.roll(12)).map(|_| dice.ascii_token(&tokenizer)).collect();
+                let text = tokenizer.decode(&ids).unwrap();
+                num_other += usize::from(tokenizer.encode(&text, false).unwrap() != ids);
+                messages.push(json!({"role": "assistant", "content": text}));
+                for id in ids.into_iter().chain([eos]) {
+                    trajectory.push_sampled(id, -1.0, turn);
+                    sampled.push(id);
+                }
+            }
+            let kept = trajectory.token_ids.iter().zip(&trajectory.loss_mask).filter(|(_, is_sampled)| **is_sampled);
+            assert!(kept.map(|(id, _)| *id).eq(sampled), "trajectory {number}");
+            assert_eq!(trajectory.turns().len(), messages.len() / 2);
+            let (whole, text) =
+                (turns.render(messages, false).unwrap(), tokenizer.decode_all(&trajectory.token_ids).unwrap());
+            assert!(whole.starts_with(&(prompt.clone() + &text)), "{whole}\nis not\n{prompt}{text}");
+        }
+        assert!(num_other > num_trajectories, "tokens that another rendering would have changed: {num_other}");
+    }
+}
