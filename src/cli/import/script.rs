@@ -146,7 +146,7 @@ mod tests {
                 r#"model_name_or_path="Qwen/Qwen2.5-0.5B-Instruct""#,
                 r#"reward_funcs=["think_format_reward","get_weather"]"#,
                 "use_peft=true",
-                "learning_rate=1e-5",
+                "learning_rate=0.00001",
                 r#"dataset_name="trl-lib/tldr""#,
             ]
             .map(str::to_owned)

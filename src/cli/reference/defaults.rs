@@ -83,7 +83,7 @@ const FOREIGN: &[ForeignDefault] = &[
     same("entropy_coef_max", "1.0"),
     same("entropy_coef_delta", "0.005"),
     same("entropy_target", "0.2"),
-    same("router_aux_loss_coef", "none"),
+    same("router_aux_loss_coef", r#""none""#),
     same("learning_rate", "1e-6"),
     same("adam_beta1", "0.9"),
     same("adam_beta2", "0.999"),
