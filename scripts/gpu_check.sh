@@ -17,15 +17,8 @@ program=$(realpath -e "${1:-$release/colo-grpo}") && tests=$(realpath -e "${2:-$
 output=${3:-runs/gpu} parts=${4:-tests sanitize demo bench} failed=0
 mkdir -p "$output"
 
-if [ -z "${COLO_GRPO_TORCH_CUDA:-}" ]; then
-  COLO_GRPO_TORCH_CUDA=$(python3 -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0] + "/lib")')
-fi
-export COLO_GRPO_TORCH_CUDA COLO_GRPO_PROGRAM=$program
-# What the program sets for itself when it starts; tests join worlds in their own process.
-export NCCL_GRAPH_REGISTER=${NCCL_GRAPH_REGISTER:-0} NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
-site=$(dirname "$(dirname "$COLO_GRPO_TORCH_CUDA")")
-folders=$(find "$site/nvidia" -type d -name lib 2>/dev/null | paste -sd:)
-export LD_LIBRARY_PATH="$COLO_GRPO_TORCH_CUDA${folders:+:$folders}${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+. scripts/gpu_libraries.sh
+export COLO_GRPO_PROGRAM=$program
 gpus=$(nvidia-smi -L | wc -l)
 [ -z "${CUDA_VISIBLE_DEVICES:-}" ] || gpus=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | wc -l)
 table=()
@@ -59,6 +52,7 @@ for part in $parts; do
         case $test in
           *two_ranks*) [ "$gpus" -ge 2 ] || continue ;;
           *four_ranks*) [ "$gpus" -ge 4 ] || continue ;;
+          *eight_ranks*) [ "$gpus" -ge 8 ] || continue ;;
         esac
         check "${test//::/.}" 100 "$tests" --exact "$test" --ignored --nocapture
       done

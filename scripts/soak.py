@@ -10,6 +10,8 @@ stops    ranks are stopped instead and must be found within their limit (20)
 disk     a small disk fills up at random moments, is emptied, and the run resumed (20)
 memory   resident memory of each rank over the steps of a tiny run, with its slope and the slope's standard error; held to what a
          step's metrics take, which are kept (10,000)
+eight    a run of eight processes, two engines of tp 4, at each ZeRO stage, disturbed and compared as in kills (3 a stage); stages must
+         leave the same weights, too
 matrix   every phase x every way to fail x two ranks; runs and saves killed again and again (tests that are not run otherwise)
 sandbox  what model-written code tries, in each kind of sandbox that this machine allows
 
@@ -21,7 +23,7 @@ import argparse, collections, json, os, pathlib, random, re, shutil, signal, sta
 sys.dont_write_bytecode = True # of the other script beside this one
 from hashes import ROOT, hash_of_files, hash_of_weights, make_shape, metrics_of
 
-SIZES = {"kills": 200, "stops": 20, "disk": 20, "memory": 10_000, "matrix": 1, "sandbox": 1}
+SIZES = {"kills": 200, "stops": 20, "disk": 20, "memory": 10_000, "eight": 3, "matrix": 1, "sandbox": 1}
 NUM_RANKS = 4
 # Seconds: a stopped rank's limit, and what a rank's end is held to (docs/reliability.md).
 STOP_LIMIT_S, MATRIX_STOP_LIMIT_S, NOTICED_LIMIT_S, GONE_LIMIT_S = 8, 5, 1, 15
@@ -30,6 +32,8 @@ KEPT_KB_A_STEP = 0.8
 RUN = (f"--nproc {NUM_RANKS} --config configs/tiny-cpu.toml tensor_parallel_size=2 per_device_train_batch_size=8 num_generations=4 "
        "max_steps=12 save_steps=1 save_total_limit=2 eval_steps=none eval_file=none log_completions=true learning_rate=2e-4 "
        "temperature=1.5")
+EIGHT = (f"{RUN.replace(f'--nproc {NUM_RANKS}', '--nproc 8').replace('tensor_parallel_size=2', 'tensor_parallel_size=4')} "
+         "max_steps=6 residency.optimizer=swap")
 LIMITS = " ".join(f"heartbeat.{name}_s={STOP_LIMIT_S}" for name in ("timeout", "load", "checkpoint", "write"))
 TINY = ("--nproc 2 --config configs/tiny-cpu.toml tensor_parallel_size=2 per_device_train_batch_size=4 num_generations=4 "
         "max_completion_length=4 reward.format_pattern=.*[0-4].* eval_steps=none eval_file=none save_steps=500 save_total_limit=1")
@@ -253,21 +257,37 @@ def signals(choices, seconds):
     return disturb
 
 
+# Not SIGSEGV: Rust's handler lets one pass that no access to memory raised. The matrix has real ones.
+KILLS = ([("rank", "SIGKILL"), ("rank", "SIGABRT")] * 3 + [("launcher", "SIGKILL")] * 2
+         + [("launcher", "SIGTERM"), ("launcher", "SIGUSR1")])
+
+
+def codes_after_kills(event):
+    """A rank that is killed behind its last step leaves a complete run; the kernel's word holds until the program says one."""
+    number = getattr(signal, f"SIG{event['what'].split()[0]}")
+    if event["target"] == "rank":
+        return [10, 0]
+    return [-number, 0] if number == signal.SIGKILL else [75, 0] if event["has_begun"] else [75, 0, -number]
+
+
 def kills(options, folder, size, deadline):
     campaign = Campaign(options, folder, RUN, size, deadline)
-    # Not SIGSEGV: Rust's handler lets one pass that no access to memory raised. The matrix has real ones.
-    choices = [("rank", "SIGKILL"), ("rank", "SIGABRT")] * 3
-    choices += [("launcher", "SIGKILL")] * 2 + [("launcher", "SIGTERM"), ("launcher", "SIGUSR1")]
-
-    def allowed(event):
-        """A rank that is killed behind its last step leaves a complete run; the kernel's word holds until the program says one."""
-        number = getattr(signal, f"SIG{event['what'].split()[0]}")
-        if event["target"] == "rank":
-            return [10, 0]
-        return [-number, 0] if number == signal.SIGKILL else [75, 0] if event["has_begun"] else [75, 0, -number]
-
-    campaign.run(signals(choices, campaign.seconds), allowed)
+    campaign.run(signals(KILLS, campaign.seconds), codes_after_kills)
     return campaign.times(NOTICED_LIMIT_S, GONE_LIMIT_S)
+
+
+def eight(options, folder, size, deadline):
+    """Every ZeRO stage in a folder of its own; stages shard differently and compute the same."""
+    rows, good, weights = [], True, {}
+    for stage in range(4):
+        campaign = Campaign(options, folder / f"zero{stage}", f"{EIGHT} zero.stage={stage}", size, deadline)
+        campaign.run(signals(KILLS, campaign.seconds), codes_after_kills)
+        of_stage, is_good = campaign.times(NOTICED_LIMIT_S, GONE_LIMIT_S)
+        weights[stage] = campaign.expected[0]
+        rows += [(f"ZeRO-{stage}: {what}", value) for what, value in of_stage]
+        good = good and is_good
+    rows.append(("weights of the stages", f"{len(set(weights.values()))} kind(s) of {len(weights)}"))
+    return rows, good and len(set(weights.values())) == 1
 
 
 def stops(options, folder, size, deadline):

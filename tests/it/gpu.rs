@@ -115,6 +115,13 @@ fn gpu_four_ranks_sample_what_the_cpu_does() {
     ranks::run_on_gpus(4, "gpu::gpu_four_ranks_sample_what_the_cpu_does", |world| samples_what_the_cpu_does(world, 4));
 }
 
+/// Two engines of four ranks.
+#[test]
+#[ignore = "needs eight GPUs"]
+fn gpu_eight_ranks_sample_what_the_cpu_does() {
+    ranks::run_on_gpus(8, "gpu::gpu_eight_ranks_sample_what_the_cpu_does", |world| samples_what_the_cpu_does(world, 4));
+}
+
 fn samples_what_the_cpu_does(world: World, tp_size: usize) {
     let expected = tokens(&Arc::new(World::single()), 1);
     let (first, got) = (world.rank() == 0, tokens(&Arc::new(world), tp_size));

@@ -28,6 +28,12 @@ fn gpu_four_ranks_sum_rows_in_rank_order() {
 }
 
 #[test]
+#[ignore = "needs eight GPUs"]
+fn gpu_eight_ranks_sum_rows_in_rank_order() {
+    ranks::run_on_gpus(8, "gpu_all_reduce::gpu_eight_ranks_sum_rows_in_rank_order", |world| sums_in_rank_order(&world));
+}
+
+#[test]
 #[ignore = "needs two GPUs"]
 fn gpu_two_ranks_replay_sums_at_any_pace() {
     ranks::run_on_gpus(2, "gpu_all_reduce::gpu_two_ranks_replay_sums_at_any_pace", |world| replays_at_any_pace(&world));
@@ -37,6 +43,14 @@ fn gpu_two_ranks_replay_sums_at_any_pace() {
 #[ignore = "needs four GPUs"]
 fn gpu_four_ranks_replay_sums_at_any_pace() {
     ranks::run_on_gpus(4, "gpu_all_reduce::gpu_four_ranks_replay_sums_at_any_pace", |world| {
+        replays_at_any_pace(&world)
+    });
+}
+
+#[test]
+#[ignore = "needs eight GPUs"]
+fn gpu_eight_ranks_replay_sums_at_any_pace() {
+    ranks::run_on_gpus(8, "gpu_all_reduce::gpu_eight_ranks_replay_sums_at_any_pace", |world| {
         replays_at_any_pace(&world)
     });
 }

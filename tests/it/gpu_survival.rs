@@ -53,7 +53,16 @@ fn gpu_five_hundred_cycles_leave_memory_flat() {
 #[ignore = "needs two GPUs"]
 fn gpu_two_ranks_of_which_one_is_killed_leave_both_gpus_free() {
     for phase in ["generate", "forward_backward", "wake", "offload", "gather"] {
-        ends_and_frees(&format!("1:1:{phase}:kill"), "", 10);
+        ends_and_frees(2, &format!("1:1:{phase}:kill"), "", 10);
+    }
+}
+
+/// Two engines of four ranks: the killed one's engine waits for its parts, the other engine for the batch.
+#[test]
+#[ignore = "needs eight GPUs"]
+fn gpu_eight_ranks_of_which_one_is_killed_leave_all_gpus_free() {
+    for phase in ["generate", "forward_backward"] {
+        ends_and_frees(8, &format!("5:1:{phase}:kill"), "tensor_parallel_size=4", 10);
     }
 }
 
@@ -62,24 +71,24 @@ fn gpu_two_ranks_of_which_one_is_killed_leave_both_gpus_free() {
 #[ignore = "needs two GPUs"]
 fn gpu_two_ranks_of_one_engine_end_together() {
     for (kind, code) in [("kill", 10), ("oom", 11)] {
-        ends_and_frees(&format!("1:1:decode:{kind}"), "tensor_parallel_size=2 dtype=bfloat16", code);
+        ends_and_frees(2, &format!("1:1:decode:{kind}"), "tensor_parallel_size=2 dtype=bfloat16", code);
     }
 }
 
-fn ends_and_frees(fault: &str, keys: &str, code: i32) {
-    let gpus = [0, 1].map(|ordinal| Context::retain(ordinal).unwrap());
-    let free = || gpus.each_ref().map(|gpu| gpu.memory_bytes().unwrap().0);
+fn ends_and_frees(num_ranks: usize, fault: &str, keys: &str, code: i32) {
+    let gpus: Vec<_> = (0..num_ranks).map(|ordinal| Context::retain(ordinal).unwrap()).collect();
+    let free = || gpus.iter().map(|gpu| gpu.memory_bytes().unwrap().0).collect::<Vec<_>>();
     let before = free();
     let folder = tempfile::tempdir().unwrap();
     let mut run = command(&format!(
-        "{SMALL_RUN} --nproc 2 device=cuda zero.stage=3 residency.optimizer=swap kv_cache_bytes=8000000000 \
+        "{SMALL_RUN} --nproc {num_ranks} device=cuda zero.stage=3 residency.optimizer=swap kv_cache_bytes=8000000000 \
          max_steps=9 save_steps=none fault={fault} output_dir={} {keys}",
         folder.path().display()
     ));
     let run = run.spawn().unwrap();
     let alive = || processes_of(folder.path()).len();
-    assert!(eventually(Duration::from_secs(60), || alive() == 3), "{fault}: it did not start");
-    assert!(eventually(Duration::from_secs(60), || alive() < 3), "{fault}: nobody ended");
+    assert!(eventually(Duration::from_secs(60), || alive() == num_ranks + 1), "{fault}: it did not start");
+    assert!(eventually(Duration::from_secs(60), || alive() <= num_ranks), "{fault}: nobody ended");
     let ended = Instant::now();
     assert!(eventually(Duration::from_secs(15), || alive() == 0), "{fault}: {} processes left", alive());
     let gone_s = ended.elapsed().as_secs_f64();

@@ -326,6 +326,13 @@ fn gpu_four_ranks_losses_of_ten_steps_equal_the_cpus() {
     ranks::run_on_gpus(4, name, |world| losses_equal_the_cpus(&world));
 }
 
+#[test]
+#[ignore = "needs eight GPUs"]
+fn gpu_eight_ranks_losses_of_ten_steps_equal_the_cpus() {
+    let name = "train::gpu_eight_ranks_losses_of_ten_steps_equal_the_cpus";
+    ranks::run_on_gpus(8, name, |world| losses_equal_the_cpus(&world));
+}
+
 fn losses_equal_the_cpus(world: &World) {
     let (mesh, cpu) = (world.mesh(1, world.size()).unwrap(), World::single().mesh(1, 1).unwrap());
     for tied in [false, true] {
