@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests of the scripts, without PyTorch: they parse and say how they are used, setup.sh does its work once, the demo's task and model
-# come out of the scripts that are said to make them, and the Countdown recipe and GSM8K's, with a stand-in for model and rows,
+# come out of the scripts that are said to make them, packages run from any folder, and the Countdown recipe and GSM8K's, with a stand-in for model and rows,
 # run to their end. PROGRAM names the program, target/release/colo-grpo unless it is set.
 #   scripts/test_scripts.sh
 set -euo pipefail
@@ -156,6 +156,43 @@ steps = [line for line in lines if "loss" in line]
 assert len(steps) == 2 and all("rewards/numeric_answer/mean" in line for line in steps)
 assert all(line["rewards/num_failed"] == 0 for line in steps), "every sample is scored"
 PY
+# Packages, from a folder that is not their own, without any variable: the wheel unpacked as pip does, beside PyTorch's libraries and beside
+# another's; and the archive's tree. Both run on the libraries that they came with, not on those of the build.
+PACKAGE_LEVEL=1 scripts/package.sh "$work/package" "wheel tree" >/dev/null || fail "package.sh"
+"$python" - "$work/package" "$work/site" "$(dirname "$(dirname "$(realpath .libtorch/lib/libtorch_cpu.so)")")" <<'PY'
+import pathlib, stat, sys, zipfile
+package, site, torch = map(pathlib.Path, sys.argv[1:])
+(wheel,) = package.glob("colo_grpo-*-py3-none-manylinux_2_*_x86_64.whl")
+with zipfile.ZipFile(wheel) as archive:
+    assert archive.testzip() is None
+    names = archive.namelist()
+    (record,) = (name for name in names if name.endswith("/RECORD"))
+    assert sorted(line.split(",")[0] for line in archive.read(record).decode().splitlines()) == sorted(names)
+    assert "Requires-Dist: torch==2.11.*" in archive.read(record.replace("RECORD", "METADATA")).decode()
+    for home in ("beside", "apart"):
+        archive.extractall(site / home)
+        for entry in archive.infolist():  # pip's rule: only what is said to be a regular file may become a program
+            mode = entry.external_attr >> 16
+            if stat.S_ISREG(mode) and mode & 0o111:
+                (site / home / entry.filename).chmod(0o755)
+for home, version in (("beside", "2.11.0"), ("elsewhere", "2.11.0+cu130"), ("other", "2.12.0")):
+    (site / home / "torch").mkdir(parents=True)
+    (site / home / "torch/__init__.py").write_text("raise ImportError('it is found, not imported')")
+    (site / home / "torch/lib").symlink_to(torch / "lib")
+    (site / home / f"torch-{version}.dist-info").mkdir()
+    (site / home / f"torch-{version}.dist-info/METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+PY
+packaged() { (cd / && env -i HOME=/nonexistent PYTHONPATH="$1" "$(command -v "$python")" -m colo_grpo --version 2>&1) || true; }
+version=$("$program" --version)
+[ "$(packaged "$work/site/beside")" = "$version" ] || fail "the wheel beside PyTorch: $(packaged "$work/site/beside")"
+[ "$(packaged "$work/site/apart:$work/site/elsewhere")" = "$version" ] || fail "the wheel apart from PyTorch"
+[[ $(packaged "$work/site/apart:$work/site/other") = *"PyTorch 2.12.0 is installed, expected 2.11."* ]] || fail "the wheel takes another PyTorch"
+! grep -q "$(dirname "$(realpath .libtorch/lib/libtorch_cpu.so)")" "$work/site/beside/colo_grpo/colo-grpo" || fail "the wheel knows the build's folder"
+tree=$(echo "$work"/package/colo-grpo-*-linux-x86_64)
+mv "$tree" "$work/moved"
+[ "$(cd / && env -i "$work/moved/bin/colo-grpo" --version)" = "$version" ] || fail "the archive does not run"
+[[ $(ldd "$work/moved/bin/colo-grpo") = *"$work/moved/bin/../torch/lib/libtorch_cpu.so"* ]] || fail "the archive takes other libraries than its own"
+
 "$program" generate --model "$work/tried/final" --chat --prompt "What is 2 + 3?" --max_completion_length 4 2>/dev/null |
     grep -q '"num_tokens"' || fail "what the recipe leaves is no model"
 echo "scripts: ok"

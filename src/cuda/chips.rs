@@ -27,7 +27,8 @@ pub fn chip(name: &str) -> Option<&'static Chip> {
     CHIPS.iter().find(|chip| chip.name == name)
 }
 
-/// NVIDIA's data sheets, without sparsity: H200 and H100 (SXM, PCIe, NVL), GH200, A100, HGX B200, L40S, L4, A10.
+/// NVIDIA's data sheets, without sparsity: H200 and H100 (SXM, PCIe, NVL), GH200, GB200 and HGX B200, A100, A30, A10, A40, L40, L40S, L4.
+/// Where sheets differ (B200: 7.7 or 8 TB/s) the greater figure stands, so that a floor is one.
 const CHIPS: &[Chip] = &[
     Chip {
         measured: Some(Rates { product_flop_per_s: 798e12, memory_bytes_per_s: 4.25e12 }),
@@ -40,10 +41,14 @@ const CHIPS: &[Chip] = &[
     of_data_sheet("NVIDIA GH200 480GB", 990.0, 4000.0),
     of_data_sheet("NVIDIA GH200 144G HBM3e", 990.0, 4900.0),
     of_data_sheet("NVIDIA B200", 2250.0, 8000.0),
+    of_data_sheet("NVIDIA GB200", 2500.0, 8000.0),
     of_data_sheet("NVIDIA A100-SXM4-80GB", 312.0, 2039.0),
     of_data_sheet("NVIDIA A100-SXM4-40GB", 312.0, 1555.0),
     of_data_sheet("NVIDIA A100 80GB PCIe", 312.0, 1935.0),
     of_data_sheet("NVIDIA A100-PCIE-40GB", 312.0, 1555.0),
+    of_data_sheet("NVIDIA A30", 165.0, 933.0),
+    of_data_sheet("NVIDIA A40", 149.7, 696.0),
+    of_data_sheet("NVIDIA L40", 181.0, 864.0),
     of_data_sheet("NVIDIA L40S", 362.0, 864.0),
     of_data_sheet("NVIDIA L4", 121.0, 300.0),
     of_data_sheet("NVIDIA A10", 125.0, 600.0),

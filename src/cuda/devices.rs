@@ -34,6 +34,26 @@ pub fn devices() -> Result<Vec<String>> {
         .collect()
 }
 
+/// Name and compute capability, such as (9, 0), of every visible GPU, in the driver's order. Empty where there is no driver. Creates no
+/// context.
+///
+/// # Errors
+/// [`Error::Environment`] if the driver is there but does not work.
+pub(super) fn capabilities() -> Result<Vec<(String, (i32, i32))>> {
+    use sys::CUdevice_attribute::{
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
+    };
+    let count = i32::try_from(devices()?.len()).unwrap_or(i32::MAX);
+    (0..count)
+        .map(|ordinal| {
+            let device = result::device::get(ordinal).map_err(failed)?;
+            // SAFETY: the device came from the driver just now.
+            let ask = |which| unsafe { result::device::get_attribute(device, which) }.map_err(failed);
+            Ok((result::device::get_name(device).map_err(failed)?, (ask(MAJOR)?, ask(MINOR)?)))
+        })
+        .collect()
+}
+
 /// Memory that this process may still take on its GPU, in bytes: what is free where the calling thread has a context, else
 /// the size of the smallest visible GPU less what contexts and libraries take.
 ///

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{result, sys};
 
+use super::abilities::has_clusters;
 use super::context::{Context, check};
 use super::library::environment;
 use super::nvrtc::{KernelSource, cubin};
@@ -20,6 +21,8 @@ const SHARED_UNASKED_BYTES: u32 = 48 << 10;
 pub(super) struct Kernel {
     context: Arc<Context>,
     function: sys::CUfunction,
+    /// Whether its launches may overlap with the work before them.
+    overlaps: bool,
 }
 
 // SAFETY: a function of a module that is never unloaded; the driver's functions may be called from any thread.
@@ -59,13 +62,14 @@ impl Kernel {
             return Ok(kernel.clone());
         }
         let context = Context::retain(ordinal)?;
-        let image = cubin(source, context.compute_capability()?)?;
+        let capability = context.compute_capability()?;
+        let image = cubin(source, capability)?;
         let name = CString::new(name).map_err(|_| environment("a kernel's name with a NUL byte"))?;
         // SAFETY: the image is a complete cubin; the driver copies it.
         let module = check("cuModuleLoadData", unsafe { result::module::load_data(image.as_ptr().cast()) })?;
         // SAFETY: the module was loaded just now.
         let function = check("cuModuleGetFunction", unsafe { result::module::get_function(module, name) })?;
-        let kernel = Self { context, function };
+        let kernel = Self { context, function, overlaps: has_clusters(capability) };
         loaded.insert(key, kernel.clone());
         Ok(kernel)
     }
@@ -73,7 +77,7 @@ impl Kernel {
     /// Queues the kernel on `stream` with `grid` blocks of `block` threads and `shared_bytes` of dynamic shared memory. An
     /// `early` one is brought to the processors while the work before it ends, which hides its launch (programmatic
     /// dependent launch); before `wait_for_inputs` of scalar.cuh it writes nothing and reads only what the work before it does not
-    /// write. `cluster` neighbours run at the same time.
+    /// write. Chips that have no such launches take an ordinary one. `cluster` neighbours run at the same time.
     ///
     /// # Safety
     /// The arguments are those that the kernel declares, in number and type, and every address is valid on this GPU for
@@ -108,7 +112,7 @@ impl Kernel {
         use sys::{CUlaunchAttributeID as Id, CUlaunchAttributeValue as Value};
         let attribute = |id, value| sys::CUlaunchAttribute { id, pad: [0; 4], value };
         let mut attributes = Vec::with_capacity(2);
-        if early {
+        if early && self.overlaps {
             let value = Value { programmaticStreamSerializationAllowed: 1 };
             attributes.push(attribute(Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, value));
         }

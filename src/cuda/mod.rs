@@ -5,7 +5,7 @@
 //! |---|---|
 //! | `library`, `devices` | libtorch's CUDA half and the one NCCL; which GPUs are visible |
 //! | `nvml` | who holds memory of the visible GPUs |
-//! | `chips` | what GPUs can do by their data sheets |
+//! | `abilities`, `chips` | what GPUs can do: of what kernels ask for; by their data sheets |
 //! | `placement` | where a run computes, and in what kind |
 //! | `context`, `stream` | the context shared with libtorch; streams and events beside libtorch's |
 //! | `torch_stream`, `graph` | streams that libtorch's operations are sent to; what is queued there, recorded and replayed |
@@ -16,6 +16,7 @@
 //! | `profile` | the time of operations by family |
 //! | `kernels` | one safe function per kernel, over tensors |
 
+mod abilities;
 mod cache;
 mod chips;
 mod context;

@@ -2,10 +2,12 @@
 
 use tch::{Device, Kind};
 
+use super::abilities::shortfalls;
 use super::devices;
 use super::library::environment;
 use crate::config::{self, Dtype, ResidualDtype};
 use crate::error::{Error, Result};
+use crate::phase;
 
 /// Where a run's tensors are, and the kind of its weights and activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,13 +22,19 @@ impl Placement {
     /// The placement that the keys ask for on this machine, before any process has joined a world. Creates no context on a GPU.
     ///
     /// # Errors
-    /// [`Error::Environment`] if CUDA is asked for where no GPU is visible, or the NVIDIA driver is there but does not work.
+    /// [`Error::Environment`] if CUDA is asked for where no GPU is visible, if the NVIDIA driver is there but does not work, or for
+    /// a GPU that is too old.
     pub fn new(device: config::Device, dtype: Dtype) -> Result<Self> {
         let on_cuda = device != config::Device::Cpu && !devices()?.is_empty();
         if device == config::Device::Cuda && !on_cuda {
             return Err(environment(
                 "device = cuda, but no GPU is visible: look at the NVIDIA driver and CUDA_VISIBLE_DEVICES, or set device = cpu",
             ));
+        }
+        if on_cuda {
+            let lines = shortfalls()?;
+            let speaks = !phase::is_watched(); // a launcher speaks for its workers
+            lines.iter().filter(|_| speaks).for_each(|line| tracing::info!("{line}"));
         }
         Ok(Self::of(on_cuda, dtype))
     }

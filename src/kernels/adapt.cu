@@ -203,6 +203,8 @@ __device__ __forceinline__ void adapt_up(
     }
 }
 
+// Clusters begin with sm_90: before it these kernels are not there, and the host takes cuBLASLt's products.
+#if __CUDA_ARCH__ >= 900
 #define ADAPT_DOWN(M)                                                                                                \
     extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS) adapt_down_##M(            \
         const bf16* x, const bf16* a, bf16* low, long long rows, long long columns, long long inner, long long stride) { \
@@ -219,3 +221,4 @@ ADAPT_DOWN(32)
 ADAPT_DOWN(64)
 ADAPT_UP(32)
 ADAPT_UP(64)
+#endif

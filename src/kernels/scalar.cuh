@@ -25,10 +25,13 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
 static_assert(alignof(Pack<bf16, 2>) == 4 && alignof(Pack<bf16, 8>) == 16 && alignof(Pack<float, 8>) == 16, "");
 
 // Of kernels that are launched while the one before still runs: what that one writes, and all that they write themselves, comes
-// after this. The next one may then be brought to the processors, too. Both do nothing in an ordinary launch.
+// after this. The next one may then be brought to the processors, too. Both do nothing in an ordinary launch, which is the only kind
+// before sm_90.
 __device__ __forceinline__ void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 template <typename T, int N>

@@ -4,6 +4,7 @@
 use tch::{Kind, Tensor};
 
 use super::{Argument, address, is_aligned, launch_early, ordinal, strided};
+use crate::cuda::abilities::gpu_has_clusters;
 use crate::cuda::nvrtc::{self, KernelSource};
 use crate::error::Result;
 
@@ -31,12 +32,19 @@ pub fn adapt_pays(x: &Tensor, out: &Tensor) -> bool {
     x.size()[0] <= MOST_ROWS && x.size()[1] <= MOST_COLUMNS && out.numel() <= MOST_OUTPUTS
 }
 
-/// Whether [`adapt`] takes these tensors.
+/// Whether [`adapt`] takes these tensors, on their GPU.
 pub fn adapt_serves(x: &Tensor, a: &Tensor, b: &Tensor, out: &Tensor) -> bool {
     let sizes = [x.size()[1], a.size()[0], out.size()[1], a.stride()[0]];
     let are_packs = sizes.iter().all(|size| size % PACK == 0) && a.stride()[1] == 1;
     let served = |tensor: &&Tensor| tensor.kind() == Kind::BFloat16 && is_aligned(tensor);
-    are_packs && [x, a, b, out].iter().all(served) && [x, b, out].iter().all(|tensor| tensor.is_contiguous())
+    are_packs
+        && has_clusters(x)
+        && [x, a, b, out].iter().all(served)
+        && [x, b, out].iter().all(|tensor| tensor.is_contiguous())
+}
+
+fn has_clusters(x: &Tensor) -> bool {
+    ordinal("adapt", x).is_ok_and(gpu_has_clusters)
 }
 
 /// low = x A^T, rounded; out += low B^T, rounded once; sums in float32 in an order that depends on K and k alone, so that a
@@ -58,7 +66,7 @@ pub fn adapt(
     let [rows, columns, inner, outer] = [x.size()[0], x.size()[1], a.size()[0], b.size()[0]];
     if !adapt_serves(x, a, b, out) {
         let got = [x, a, b, out].map(|tensor| (tensor.kind(), tensor.size(), tensor.stride()));
-        return Err(super::invalid(OP, "aligned bf16 matrices with sizes of a multiple of 8", got));
+        return Err(super::invalid(OP, "aligned bf16 matrices with sizes of a multiple of 8, on sm_90 or later", got));
     }
     let counts = [rows, columns, inner, outer].map(Argument::Count);
     let numel = |rows: i64, columns: i64| (rows * columns) as usize;

@@ -1,0 +1,80 @@
+//! What a GPU can do of what this program's kernels ask for, by its compute capability.
+
+use std::sync::OnceLock;
+
+use super::devices::capabilities;
+use super::library::environment;
+use crate::error::Result;
+
+/// Products in bfloat16 on tensor cores, and copies to shared memory in the background, begin here.
+const LEAST: (i32, i32) = (8, 0);
+/// Clusters of blocks, and launches that overlap with the work before them, begin here.
+const CLUSTERS: (i32, i32) = (9, 0);
+/// The only chips with the instructions that `product.cu` and `gate_up.cu` are written with.
+const HOPPER: (i32, i32) = (9, 0);
+
+/// Whether chips of this capability have clusters, and launches that overlap.
+pub(super) fn has_clusters(capability: (i32, i32)) -> bool {
+    capability >= CLUSTERS
+}
+
+/// The same of a visible GPU; no where the driver does not tell.
+pub(super) fn gpu_has_clusters(ordinal: usize) -> bool {
+    static KNOWN: OnceLock<Vec<(i32, i32)>> = OnceLock::new();
+    let of_gpus = || capabilities().unwrap_or_default().into_iter().map(|(_, capability)| capability).collect();
+    KNOWN.get_or_init(of_gpus).get(ordinal).is_some_and(|capability| has_clusters(*capability))
+}
+
+/// What is to be told at start of the visible GPUs, one line for each kind: which work libraries do there in place of kernels of this
+/// program.
+///
+/// # Errors
+/// [`Error::Environment`](crate::Error::Environment) for a GPU that no kernel runs on.
+pub(super) fn shortfalls() -> Result<Vec<String>> {
+    let mut lines = Vec::new();
+    for (name, capability) in capabilities()? {
+        let line = shortfall(&name, capability)?;
+        lines.extend(line.filter(|line| !lines.contains(line)));
+    }
+    Ok(lines)
+}
+
+fn shortfall(name: &str, capability: (i32, i32)) -> Result<Option<String>> {
+    let (major, minor) = capability;
+    if capability < LEAST {
+        let (least_major, least_minor) = LEAST;
+        return Err(environment(&format!(
+            "{name} has compute capability {major}.{minor}, expected at least {least_major}.{least_minor} (A100, RTX 30): \
+             choose other GPUs with CUDA_VISIBLE_DEVICES, or set device = cpu"
+        )));
+    }
+    let mut missing = Vec::new();
+    if capability != HOPPER {
+        missing.push("products of few rows and gate and up (sm_90 only)");
+    }
+    if !has_clusters(capability) {
+        missing.push("adapters and launches that overlap (sm_90 and later)");
+    }
+    let missing = missing.join("; ");
+    let line = format!(
+        "{name} (sm_{major}{minor}): cuBLASLt's products take the place of kernels that it cannot run: {missing}"
+    );
+    Ok((!missing.is_empty()).then_some(line))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_chip_cannot_do_is_told_and_what_is_too_old_refused() {
+        let told = |capability| shortfall("GPU", capability).unwrap();
+        assert_eq!(told((9, 0)), None);
+        let later = told((12, 0)).unwrap();
+        assert!(later.starts_with("GPU (sm_120): ") && later.contains("gate and up") && !later.contains("adapters"));
+        assert!([(8, 0), (8, 9)].iter().all(|capability| told(*capability).unwrap().contains("adapters")));
+        let refused = shortfall("Tesla V100", (7, 0)).unwrap_err().to_string();
+        assert!(refused.contains("Tesla V100 has compute capability 7.0, expected at least 8.0"), "{refused}");
+        assert_eq!([(8, 9), (9, 0), (10, 0), (12, 0)].map(has_clusters), [false, true, true, true]);
+    }
+}
