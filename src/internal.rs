@@ -49,7 +49,7 @@ pub mod model {
     pub use crate::model::{
         Attention, BlockContext, BlockParams, EmbeddingParams, ExpertLayers, Family, HeadParams, LoraSpec, Matrix,
         ModelSource, ModelSpec, NormPlaces, PackedAttention, ParamName, ParamTable, Piece, QkNorm, QuantizedBlock,
-        Scoring, Unit, UnitLayout, WeightFiles, WeightWriter, attention_scale, block_forward, head_backward,
+        Routes, Scoring, Unit, UnitLayout, WeightFiles, WeightWriter, attention_scale, block_forward, head_backward,
         head_forward, init_folder, init_unit, init_unit_on, write_adapters,
     };
 }
@@ -88,7 +88,9 @@ pub mod trainer {
     pub use crate::trainer::Trainer;
 }
 pub mod types {
-    pub use crate::types::{FinishReason, LengthSpread, Prompt, RolloutGroup, SamplingParams, Structure, Trajectory};
+    pub use crate::types::{
+        FinishReason, LengthSpread, Prompt, RolloutGroup, RoutedExperts, SamplingParams, Structure, Trajectory,
+    };
 }
 pub mod untrusted {
     pub use crate::untrusted::MeteredAllocator;

@@ -1,7 +1,13 @@
 //! Host data that rooms exchange: prompts, completions and their groups.
 
+mod packed;
+mod routed_experts;
+
 use std::ops::Range;
 use std::sync::Arc;
+
+use packed::PackedTrajectory;
+pub use routed_experts::RoutedExperts;
 
 /// One row of a data set, ready to be generated from.
 #[derive(Debug, Clone, PartialEq)]
@@ -44,6 +50,8 @@ pub struct Trajectory {
     pub rollout_logprobs: Vec<f32>, // [L]
     /// Generation step in which each id was sampled or appended, and so whose weights sampled it.
     pub weight_versions: Vec<u64>, // [L]
+    /// The experts that the sampler's router chose for each token of prompt and completion, of a model that has some.
+    pub routed_experts: RoutedExperts,
     /// Why the newest turn ended; `None` while it is under way.
     pub finish_reason: Option<FinishReason>,
     /// Decoded text, special tokens skipped; empty while the request is under way.
@@ -102,76 +110,6 @@ impl Trajectory {
             }
         }
         turns
-    }
-}
-
-/// The form in a file of a [`Trajectory`] that is under way: its numbers as eight hexadecimal digits each, short, on one line,
-/// and
-/// exact.
-#[derive(serde::Serialize, serde::Deserialize)]
-struct PackedTrajectory {
-    token_ids: String,
-    rollout_logprobs: String,
-    finish_reason: Option<FinishReason>,
-    /// Lengths of the turns and of the context between them, by turns; empty where all tokens were sampled.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    turns: Vec<usize>,
-    /// Each version with its number of tokens.
-    #[serde(default)]
-    weight_versions: Vec<(u64, usize)>,
-}
-
-/// Each value with the number of times that it follows itself.
-fn runs<T: Copy + PartialEq>(values: &[T]) -> Vec<(T, usize)> {
-    values.chunk_by(T::eq).map(|run| (run[0], run.len())).collect()
-}
-
-impl From<Trajectory> for PackedTrajectory {
-    fn from(trajectory: Trajectory) -> Self {
-        let Trajectory { token_ids, loss_mask, rollout_logprobs, weight_versions, finish_reason, .. } = trajectory;
-        let digits = |words: &mut dyn Iterator<Item = u32>| words.map(|word| format!("{word:08x}")).collect();
-        let begins_with_context = loss_mask.first() == Some(&false);
-        let turns = if loss_mask.contains(&false) { runs(&loss_mask) } else { Vec::new() };
-        let turns = begins_with_context.then_some(0).into_iter().chain(turns.into_iter().map(|(_, len)| len));
-        Self {
-            token_ids: digits(&mut token_ids.into_iter()),
-            rollout_logprobs: digits(&mut rollout_logprobs.into_iter().map(f32::to_bits)),
-            finish_reason,
-            turns: turns.collect(),
-            weight_versions: runs(&weight_versions),
-        }
-    }
-}
-
-impl TryFrom<PackedTrajectory> for Trajectory {
-    type Error = String;
-
-    fn try_from(packed: PackedTrajectory) -> Result<Self, String> {
-        let PackedTrajectory { token_ids, rollout_logprobs, finish_reason, turns, weight_versions } = packed;
-        let words = |digits: &str| -> Option<Vec<u32>> {
-            let word = |digits: &[u8]| u32::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok();
-            digits.as_bytes().chunks(8).map(word).collect()
-        };
-        let both =
-            words(&token_ids).zip(words(&rollout_logprobs)).filter(|(ids, logprobs)| ids.len() == logprobs.len());
-        let (token_ids, logprobs) = both.ok_or("a completion's tokens are not one hexadecimal word each")?;
-        let turns = if turns.is_empty() { vec![token_ids.len()] } else { turns };
-        let num_versions = weight_versions.iter().map(|(_, len)| len).sum::<usize>();
-        if turns.iter().sum::<usize>() != token_ids.len() || num_versions != token_ids.len() {
-            return Err("a completion's turns or weight versions are not those of its tokens".to_owned());
-        }
-        let turn = |(index, len): (usize, usize)| std::iter::repeat_n(index % 2 == 0, len);
-        Ok(Self {
-            loss_mask: turns.into_iter().enumerate().flat_map(turn).collect(),
-            rollout_logprobs: logprobs.into_iter().map(f32::from_bits).collect(),
-            weight_versions: weight_versions
-                .into_iter()
-                .flat_map(|(step, len)| std::iter::repeat_n(step, len))
-                .collect(),
-            token_ids,
-            finish_reason,
-            ..Self::default()
-        })
     }
 }
 
@@ -347,6 +285,7 @@ mod tests {
             rollout_logprobs: vec![-0.1, f32::MIN_POSITIVE, f32::NEG_INFINITY],
             weight_versions: vec![4, 4, 6],
             finish_reason: Some(FinishReason::Stop),
+            routed_experts: RoutedExperts { per_token: 3, experts: vec![0, 255, 4095, 1, 2, 3] },
             ..Trajectory::default()
         };
         let mut two_turns = one_turn.clone();
@@ -361,6 +300,8 @@ mod tests {
             r#"{"token_ids": "00000001", "rollout_logprobs": "00000000", "finish_reason": null, "weight_versions": []}"#,
             r#"{"token_ids": "00000001", "rollout_logprobs": "00000000", "finish_reason": null, "turns": [2],
                 "weight_versions": [[0, 1]]}"#,
+            r#"{"token_ids": "00000001", "rollout_logprobs": "00000000", "finish_reason": null, "weight_versions": [[0, 1]],
+                "routed_experts": [2, "000100020003"]}"#,
         ] {
             assert!(serde_json::from_str::<Trajectory>(torn).is_err(), "{torn}");
         }

@@ -192,6 +192,7 @@ impl GenerateBench {
             device: world.device(),
             strict: self.strict,
             spread_lengths: self.completion_spread,
+            records_experts: false,
         }
     }
 

@@ -177,6 +177,15 @@ choices! {
     }
 }
 choices! {
+    /// Source of the trainer's experts, of a model with experts.
+    RouterReplay {
+        /// The sampler's choices, with the trainer's own probabilities (rollout routing replay, arXiv 2510.11370).
+        R3 = "R3",
+        /// The choices of its own router.
+        Disabled = "disabled",
+    }
+}
+choices! {
     /// Baseline that rewards are compared with.
     AdvantageEstimator {
         /// Mean of the group (arXiv 2402.03300).

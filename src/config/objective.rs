@@ -6,7 +6,7 @@ use super::raw::RawConfig;
 use super::validate::check;
 use super::{
     AdvantageEstimator, Config, DynamicSampling, ImportanceSamplingLevel, ImportanceSamplingMode, KlEstimator,
-    LossType, MultiObjectiveAggregation, ScaleRewards,
+    LossType, MultiObjectiveAggregation, RouterReplay, ScaleRewards,
 };
 use crate::error::Result;
 
@@ -68,6 +68,10 @@ keys! {
         pub entropy_coef_delta: f64 = 0.005 => from_to(0.0, 1e3),
         /// Mean entropy that `use_adaptive_entropy` aims at, in nats. Set it near the metric `entropy` of the first steps.
         pub entropy_target: f64 = 0.2 => at_least(0.0),
+        /// Source of the trainer's experts, of a model with experts: with `R3` those that the sampler recorded, weighted by the trainer's own
+        /// probabilities, for old log-probabilities too, and the sampler where it computes a prefix again; with `disabled` those of its own
+        /// router. The reference model routes by itself.
+        pub router_replay: RouterReplay = RouterReplay::R3,
         /// Weight of the loss that keeps experts equally busy, of a model with experts; `none` is the model's own, as `config.json` has it.
         pub router_aux_loss_coef: Option<f64> = None => from_to(0.0, 1e3),
     }

@@ -47,7 +47,7 @@ fn the_key_list_is_frozen() {
         ref_model_mixup_alpha ref_model_sync_steps advantage_estimator multi_objective_aggregation \
         importance_sampling_clip_min off_policy_mask_threshold sapo_temperature_neg sapo_temperature_pos vespo_k_pos \
         vespo_lambda_pos vespo_k_neg vespo_lambda_neg top_entropy_quantile entropy_coef use_adaptive_entropy \
-        entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target router_aux_loss_coef \
+        entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target router_replay router_aux_loss_coef \
         teacher_model_name_or_path teacher_model_revision distillation_weight distillation_is_clip \
         reward_funcs reward_weights reward.format_pattern \
         reward.answer_pattern reward.answer_column reward.num_threads reward.timeout_s reward.python \

@@ -117,6 +117,22 @@ impl ModelSpec {
         }
     }
 
+    /// The number of layers with experts before each layer.
+    pub fn places_among_expert_layers(&self) -> Vec<i64> {
+        let experts = self.experts.as_ref();
+        let mut place = 0;
+        let mut next = |layer| {
+            place += i64::from(experts.is_some_and(|experts| experts.are_in(layer)));
+            place
+        };
+        std::iter::once(0).chain((0..self.num_layers).map(&mut next)).take(self.num_layers).collect()
+    }
+
+    /// Experts that one token has in all layers.
+    pub fn routed_experts_per_token(&self) -> usize {
+        self.num_expert_layers() * self.experts.as_ref().map_or(0, |experts| experts.num_experts_per_tok)
+    }
+
     /// Layers that have experts.
     pub fn num_expert_layers(&self) -> usize {
         let experts = self.experts.as_ref();

@@ -17,7 +17,7 @@ use advice::MemoryShortage;
 use choices::Choices;
 pub use role::Role;
 
-use crate::config::{BatchPlan, Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency};
+use crate::config::{BatchPlan, Config, GradientCheckpointing, OptimizerResidency, ReferenceResidency, RouterReplay};
 use crate::cuda::{self, Placement, residual_kind};
 use crate::error::Result;
 use crate::memory;
@@ -263,6 +263,7 @@ pub(crate) fn engine_options(
         device,
         strict: config.strict,
         spread_lengths: None,
+        records_experts: config.objective.router_replay == RouterReplay::R3,
     }
 }
 

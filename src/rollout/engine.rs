@@ -45,6 +45,8 @@ pub struct EngineOptions {
     /// Each completion's own limit is drawn from this range, counter-based as its tokens are: the long tail of benchmarks on
     /// random weights.
     pub spread_lengths: Option<LengthSpread>,
+    /// Trajectories have the experts that their tokens went to.
+    pub records_experts: bool,
 }
 
 /// One rank of a tensor-parallel engine. Asleep it holds addresses, and no memory unless it keeps it.

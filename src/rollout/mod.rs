@@ -27,6 +27,7 @@ mod gpu;
 mod kept;
 mod kv_cache;
 mod request;
+mod routes;
 mod runner;
 mod sampler;
 mod scheduler;

@@ -7,13 +7,14 @@ use tch::{Kind, Tensor, no_grad};
 use super::attention::PagedAttention;
 use super::batch::StepBatch;
 use super::kv_cache::KvCache;
+use super::routes::StepRoutes;
 use super::sampler::{Draw, Sampled, Sampler};
 use super::scheduler::Step;
 use super::sequence::EngineSequence;
 use super::weights::EngineWeights;
 use crate::dist::{Collective, ReduceOp};
 use crate::error::Result;
-use crate::model::{BlockContext, ModelSpec, block_forward};
+use crate::model::{BlockContext, ModelSpec, Routes, block_forward};
 use crate::ops::rope::Rope;
 use crate::ops::{embedding, linear, rms_norm, try_map};
 use crate::torch;
@@ -31,6 +32,9 @@ pub(super) trait Runner {
 
     /// The tokens that the oldest step under way sampled, one for each of its draws.
     fn collect(&mut self) -> Result<Vec<Sampled>>;
+
+    /// The experts of all tokens of the step that was collected last, token by token; none unless they are recorded.
+    fn take_experts(&mut self) -> Vec<u16>;
 }
 
 /// libtorch's operations step by step, logits to the host, and the sampler there.
@@ -42,7 +46,9 @@ pub(super) struct HostRunner<'a> {
     kv_cache: &'a KvCache,
     tp: &'a dyn Collective,
     residual: Kind,
+    records_experts: bool,
     sampled: VecDeque<Vec<Sampled>>,
+    experts: Vec<u16>, // of the newest step: none is launched before it is collected
 }
 
 impl Runner for HostRunner<'_> {
@@ -56,7 +62,10 @@ impl Runner for HostRunner<'_> {
 
     fn launch(&mut self, step: &Step, draws: &[Draw], sequences: &[EngineSequence]) -> Result<()> {
         let batch = StepBatch::new(step, sequences, self.kv_cache.block_size(), self.weights.embedding.device())?;
-        let logits = self.logits(&batch)?;
+        let device = batch.token_ids.device();
+        let routes = if self.records_experts { StepRoutes::new(self.spec, step, sequences, device)? } else { None };
+        let logits = self.logits(&batch, routes.as_ref().map(|routes| routes as &dyn Routes))?;
+        self.experts = routes.map_or_else(|| Ok(Vec::new()), StepRoutes::into_experts)?;
         if !step.copies.is_empty() {
             let (from, to): (Vec<_>, Vec<_>) = step.copies.iter().map(|&(from, to)| (from as i32, to as i32)).unzip();
             let [from, to] = try_map([from, to], |blocks| torch::tensor_on(&blocks, batch.token_ids.device()))?;
@@ -71,6 +80,10 @@ impl Runner for HostRunner<'_> {
     fn collect(&mut self) -> Result<Vec<Sampled>> {
         Ok(self.sampled.pop_front().expect("a step was launched"))
     }
+
+    fn take_experts(&mut self) -> Vec<u16> {
+        std::mem::take(&mut self.experts)
+    }
 }
 
 impl<'a> HostRunner<'a> {
@@ -80,19 +93,20 @@ impl<'a> HostRunner<'a> {
         weights: &'a EngineWeights<'a>,
         kv_cache: &'a KvCache,
         tp: &'a dyn Collective,
-        residual: Kind,
+        (residual, records_experts): (Kind, bool),
     ) -> Self {
-        Self { spec, rope, weights, kv_cache, tp, residual, sampled: VecDeque::new() }
+        let (sampled, experts) = (VecDeque::new(), Vec::new());
+        Self { spec, rope, weights, kv_cache, tp, residual, records_experts, sampled, experts }
     }
 
     /// Logits of the batch's `last_rows` over this rank's vocabulary [L, V of this rank], on the host.
-    fn logits(&self, batch: &StepBatch) -> Result<Vec<f32>> {
+    fn logits(&self, batch: &StepBatch, routes: Option<&dyn Routes>) -> Result<Vec<f32>> {
         no_grad(|| {
             let (_, num_kv_heads) = self.spec.tp_heads(self.tp.size());
             let attention = PagedAttention::new(self.kv_cache, batch, self.spec, num_kv_heads)?;
             let mut x = self.embed(&batch.token_ids)?.f_to_kind(self.residual)?; // [T, D]
             let rope = self.rope.rows(&batch.positions, self.weights.embedding.kind())?;
-            let context = BlockContext { spec: self.spec, rope: &rope, tp: Some(self.tp), routes: None };
+            let context = BlockContext { spec: self.spec, rope: &rope, tp: Some(self.tp), routes };
             for (layer, block) in self.weights.blocks.iter().enumerate() {
                 self.weights.prepare(layer)?;
                 x = block_forward(&context, layer, block, &x, &attention, None)?.0;

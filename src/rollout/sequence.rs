@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::stop::Detokenizer;
 use crate::data::{Grammar, GrammarState, TokenMask};
-use crate::types::{FinishReason, SamplingParams, Trajectory};
+use crate::types::{FinishReason, RoutedExperts, SamplingParams, Trajectory};
 
 /// Where a sequence waits: in front are those that others wait for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -34,6 +34,8 @@ pub(super) struct EngineSequence {
     pub(super) rollout_logprobs: Vec<f32>,
     pub(super) loss_mask: Vec<bool>,
     pub(super) weight_versions: Vec<u64>,
+    /// Experts of its first tokens, of a model that has some.
+    pub(super) routed_experts: RoutedExperts,
     /// Blocks of its keys and values, in token order; empty while it waits.
     pub(super) block_table: Vec<u32>,
     /// Tokens that steps under way sample: part of the sequence, not known yet.
@@ -58,6 +60,7 @@ impl EngineSequence {
             rollout_logprobs: Vec::new(),
             loss_mask: Vec::new(),
             weight_versions: Vec::new(),
+            routed_experts: RoutedExperts::default(),
             block_table: Vec::new(),
             num_pending: 0,
             num_computed: 0,
@@ -96,6 +99,7 @@ impl EngineSequence {
         self.rollout_logprobs = begun.rollout_logprobs;
         self.loss_mask = begun.loss_mask;
         self.weight_versions = begun.weight_versions;
+        self.routed_experts = begun.routed_experts;
         self.finish_reason = begun.finish_reason.or((self.len() >= self.max_len).then_some(FinishReason::Length));
     }
 
@@ -114,6 +118,7 @@ impl EngineSequence {
         self.rollout_logprobs = Vec::new();
         self.loss_mask = Vec::new();
         self.weight_versions = Vec::new();
+        self.routed_experts = RoutedExperts::default();
         self.grammar = None;
     }
 
@@ -124,6 +129,7 @@ impl EngineSequence {
             loss_mask: self.loss_mask.clone(),
             rollout_logprobs: self.rollout_logprobs.clone(),
             weight_versions: self.weight_versions.clone(),
+            routed_experts: self.routed_experts.clone(),
             finish_reason: self.finish_reason,
             ..Trajectory::default()
         }

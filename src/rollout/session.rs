@@ -82,7 +82,14 @@ impl<'r> Session<'r> {
         let Engine { spec, tokenizer, grammars, options, tp, rope, eos_token_ids, gpu, kv_cache, kept, .. } =
             &mut **engine;
         let runner: Box<dyn Runner + 'r> = match gpu {
-            None => Box::new(HostRunner::new(spec, rope, weights, kv_cache, &**tp, options.residual)),
+            None => Box::new(HostRunner::new(
+                spec,
+                rope,
+                weights,
+                kv_cache,
+                &**tp,
+                (options.residual, options.records_experts),
+            )),
             Some(state) => Box::new(GpuRunner::new(state, (spec, weights, kv_cache), &**tp)?),
         };
         Ok(Self {
@@ -237,7 +244,9 @@ impl<'r> Session<'r> {
         let step = self.under_way.pop_front().expect("a scheduler with work waits only for results");
         let decode = |ids: &[u32]| self.tokenizer.decode(ids);
         let rules = StopRules { eos_token_ids: self.eos_token_ids, decode: &decode };
-        self.scheduler.postprocess(&step, &self.runner.collect()?, &rules)?;
+        let sampled = self.runner.collect()?;
+        self.scheduler.record_experts(&step, &self.runner.take_experts());
+        self.scheduler.postprocess(&step, &sampled, &rules)?;
         *self.stats = self.scheduler.stats;
         if let Some(progress) = &mut self.progress {
             progress(self.stats);

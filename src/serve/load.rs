@@ -85,6 +85,7 @@ impl ModelService {
             device,
             strict: false,
             spread_lengths: None,
+            records_experts: false,
         };
         let engine = Engine::new(spec.clone(), tokenizer.clone(), engine_options, mesh.tp.clone())?;
         let files = WeightFiles::open(folder, spec.clone())?;

@@ -8,6 +8,9 @@ use crate::model::{BlockSpec, ElementBytes, head_chunk_tokens};
 /// Bytes that cuBLAS takes for itself on a GPU.
 pub const WORKSPACE_BYTES: usize = 32 << 20;
 
+/// A recorded choice of an expert.
+const EXPERT_BYTES: usize = 2;
+
 /// A micro-batch, as far as memory goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MicroBatchShape {
@@ -56,8 +59,9 @@ impl ActivationBytes {
         let backward = most(&|block| block.backward_bytes(bytes, keep, shares_prompts, drops));
         Self {
             saved: most(&|block| block.saved_bytes(bytes, keep)) * tokens,
-            // The last block's output, the rotations.
-            pass: (residual * hidden + 2 * wide * spec.head_dim) * tokens,
+            // The last block's output, the rotations, the sampler's experts.
+            pass: (residual * hidden + 2 * wide * spec.head_dim + EXPERT_BYTES * spec.routed_experts_per_token())
+                * tokens,
             stream: narrow * hidden * tokens,
             block_forward: most(&|block| block.forward_bytes(bytes)) * tokens + narrow * expanded,
             block_backward: backward * tokens + (narrow + wide) * expanded,

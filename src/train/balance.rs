@@ -7,6 +7,7 @@ use super::pack::{Sequence, prompt_groups};
 use crate::dist::{Collective, all_gather_bytes};
 use crate::error::{Error, Result};
 use crate::model::ModelSpec;
+use crate::types::RoutedExperts;
 
 /// Attention's products reach about half of the rate of the others.
 const ATTENTION_WEIGHT: f64 = 2.0;
@@ -118,7 +119,9 @@ fn encode(sequence: &Sequence) -> Vec<u32> {
     let Sequence { token_ids, prompt_len, advantage, place, .. } = sequence;
     let head = [token_ids.len() as u32, *prompt_len as u32, advantage.to_bits(), flags, *place];
     let bits = logprobs.into_iter().flatten().flatten().map(|logprob| logprob.to_bits());
-    head.into_iter().chain(token_ids.iter().copied()).chain(mask).chain(bits).collect()
+    let RoutedExperts { per_token, experts } = &sequence.routed_experts;
+    let routed = [*per_token as u32, experts.len() as u32].into_iter().chain(experts.iter().map(|&it| u32::from(it)));
+    head.into_iter().chain(token_ids.iter().copied()).chain(mask).chain(bits).chain(routed).collect()
 }
 
 /// Reads what [`encode`] wrote after the first word; `None` if it is cut short.
@@ -141,9 +144,12 @@ fn decode(num_tokens: usize, words: &mut impl Iterator<Item = u32>) -> Option<Se
             *field = Some(take(num_scored)?.into_iter().map(f32::from_bits).collect());
         }
     }
+    let [per_token, num_experts] = take(2)?[..] else { return None };
+    let experts = take(num_experts as usize)?.into_iter().map(|expert| expert as u16).collect();
+    let routed_experts = RoutedExperts { per_token: per_token as usize, experts };
     let [rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs] = logprobs;
     let head = Sequence { advantage, masked: flags >> 4 & 1 == 1, place, ..Sequence::of_tokens(token_ids, prompt_len) };
-    Some(Sequence { loss_mask, rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs, ..head })
+    Some(Sequence { loss_mask, rollout_logprobs, old_logprobs, ref_logprobs, teacher_logprobs, routed_experts, ..head })
 }
 
 fn torn(group: &dyn Collective) -> Error {
@@ -183,6 +189,7 @@ mod tests {
             old_logprobs: Some(vec![-0.5, f32::MIN_POSITIVE]),
             ref_logprobs: Some(vec![-1.0, -2.0]),
             teacher_logprobs: Some(vec![-3.0, -0.0]),
+            routed_experts: RoutedExperts { per_token: 2, experts: vec![0, 4095, 7, 7] },
             ..sequence(4, 2)
         };
         let turns =

@@ -11,7 +11,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::micro_batch::MicroBatch;
 use crate::error::Result;
-use crate::model::{ModelSpec, Routes};
+use crate::model::ModelSpec;
 use crate::ops::router::Routing;
 use crate::torch::{accumulation_kind, scalar, tensor_on};
 
@@ -33,16 +33,13 @@ struct Sums {
 }
 
 impl LoadBalance {
-    /// `None` for a model without experts.
-    pub(super) fn new(spec: &ModelSpec, micro_batch: &MicroBatch, kind: Kind, device: Device) -> Result<Option<Self>> {
+    /// For a pass of a model with experts.
+    pub(super) fn new(spec: &ModelSpec, micro_batch: &MicroBatch, kind: Kind, device: Device) -> Result<Self> {
         let num_layers = spec.num_expert_layers();
-        if num_layers == 0 {
-            return Ok(None);
-        }
         let repeats = micro_batch.repeats();
         let num_rows = num_layers as f64 * repeats.iter().sum::<f64>();
         let repeats = tensor_on(&repeats, device)?.f_to_kind(accumulation_kind(kind))?.f_unsqueeze(1)?;
-        Ok(Some(Self { repeats, num_rows, sums: RefCell::default(), slope: RefCell::default() }))
+        Ok(Self { repeats, num_rows, sums: RefCell::default(), slope: RefCell::default() })
     }
 
     /// The loss of what was observed, a scalar.
@@ -61,10 +58,9 @@ impl LoadBalance {
         *self.slope.borrow_mut() = Some(chosen.f_mul(&scalar(factor))?);
         Ok(())
     }
-}
 
-impl Routes for LoadBalance {
-    fn observe(&self, _layer: usize, routing: &Routing) -> Result<()> {
+    /// Adds a layer's routing.
+    pub(super) fn observe(&self, routing: &Routing) -> Result<()> {
         let Routing { probs, experts, .. } = routing;
         let chosen = probs.f_zeros_like()?.f_scatter_value_(1, experts, 1.0)?;
         let sum = |rows: &Tensor| self.repeats.tr().f_mm(rows);
@@ -79,7 +75,8 @@ impl Routes for LoadBalance {
         Ok(())
     }
 
-    fn d_probs(&self, _layer: usize) -> Result<Option<Tensor>> {
+    /// The gradient of a layer's probabilities [T, E], once that of the loss is set.
+    pub(super) fn d_probs(&self) -> Result<Option<Tensor>> {
         let slope = self.slope.borrow();
         slope.as_ref().map(|slope| Ok(self.repeats.f_mul(slope)?)).transpose()
     }
@@ -92,6 +89,7 @@ mod tests {
 
     use serde_json::Value;
 
+    use super::super::routes::PassRoutes;
     use super::*;
     use crate::model::{
         BlockContext, BlockParams, EmbeddingParams, PackedAttention, ParamTable, Unit, WeightFiles, block_forward,
@@ -113,9 +111,10 @@ mod tests {
             for (token_ids, expected) in prompts.into_iter().zip(expected) {
                 let options = PackOptions { max_tokens: 100, share_prompts: false, device: Device::Cpu };
                 let micro_batch = &pack(&[Sequence::of_tokens(token_ids, 1)], &options).unwrap()[0];
-                let balance = LoadBalance::new(&spec, micro_batch, Kind::Float, Device::Cpu).unwrap().unwrap();
+                let place = (Kind::Float, Device::Cpu);
+                let routes = PassRoutes::new(&spec, micro_batch, place, false, true).unwrap().unwrap();
                 let rope = spec.rope().rows(&micro_batch.positions, Kind::Float).unwrap();
-                let ctx = BlockContext { spec: &spec, rope: &rope, tp: None, routes: Some(&balance) };
+                let ctx = BlockContext { spec: &spec, rope: &rope, tp: None, routes: Some(&routes) };
                 let attention = PackedAttention::of(&spec, &micro_batch.bounds, Device::Cpu);
                 let (layout, flat) = unit(Unit::Embedding);
                 let table = EmbeddingParams::view(layout, &flat).table;
@@ -125,7 +124,7 @@ mod tests {
                     let block = BlockParams::view(&spec, layout, &flat);
                     x = block_forward(&ctx, layer, &block, &x, &attention, None).unwrap().0;
                 }
-                let got = balance.value().unwrap().double_value(&[]);
+                let got = routes.aux_loss().unwrap().unwrap().double_value(&[]);
                 assert!((got - expected).abs() < 1e-5, "{name}: {got}, expected {expected}");
             }
         }

@@ -36,6 +36,8 @@ pub struct MicroBatch {
     pub ref_logprobs: Option<Tensor>, // [C] f32
     /// A teacher's log-probabilities, if every sequence has them.
     pub teacher_logprobs: Option<Tensor>, // [C] f32
+    /// The experts that the sampler chose in all layers, -1 where it chose none, if every sequence has some.
+    pub routed_experts: Option<Tensor>, // [T, R] i16
     /// Index of each sequence in what was packed.
     pub sequences: Vec<usize>, // [N]
 }
@@ -126,9 +128,26 @@ impl MicroBatch {
             old_logprobs: logprobs(|sequence| sequence.old_logprobs.as_ref())?,
             ref_logprobs: logprobs(|sequence| sequence.ref_logprobs.as_ref())?,
             teacher_logprobs: logprobs(|sequence| sequence.teacher_logprobs.as_ref())?,
+            routed_experts: routed_experts(all, &rows.sources, device)?,
             sequences,
         })
     }
+}
+
+/// The experts of each row; none unless every sequence has some.
+fn routed_experts(all: &[Sequence], sources: &[(usize, usize)], device: Device) -> Result<Option<Tensor>> {
+    let per_token = sources.iter().map(|&(sequence, _)| all[sequence].routed_experts.per_token).min().unwrap_or(0);
+    if per_token == 0 {
+        return Ok(None);
+    }
+    let mut experts = Vec::with_capacity(sources.len() * per_token);
+    for &(sequence, position) in sources {
+        match all[sequence].routed_experts.of(position) {
+            Some(own) => experts.extend(own.iter().map(|&expert| expert as i16)),
+            None => experts.extend(std::iter::repeat_n(-1, per_token)),
+        }
+    }
+    Ok(Some(torch::tensor_on(&experts, device)?.f_view([-1, per_token as i64])?))
 }
 
 /// The contents of each row.
@@ -137,29 +156,35 @@ struct RowContents {
     positions: Vec<i64>, // [T]
     bounds: Bounds,
     scored: Vec<i64>, // [C]
+    /// Sequence and position of each row.
+    sources: Vec<(usize, usize)>, // [T]
 }
 
 impl RowContents {
     fn separate(all: &[Sequence], groups: &[Vec<usize>]) -> Self {
         let (mut token_ids, mut positions, mut scored, mut cu_seqlens) = (vec![], vec![], vec![], vec![0]);
+        let mut sources = Vec::new();
         for &index in groups.iter().flatten() {
             let sequence = &all[index];
             let (start, len) = (token_ids.len() as i64, sequence.token_ids.len() as i64);
             token_ids.extend(ids(&sequence.token_ids));
             positions.extend(0..len);
+            sources.extend((0..sequence.token_ids.len()).map(|position| (index, position)));
             let before_completion = start + sequence.prompt_len as i64 - 1;
             scored.extend(sequence.scored().map(|at| before_completion + at as i64));
             cu_seqlens.push(start + len);
         }
-        Self { token_ids, positions, bounds: Bounds::Separate(cu_seqlens), scored }
+        Self { token_ids, positions, bounds: Bounds::Separate(cu_seqlens), scored, sources }
     }
 
     fn shared(all: &[Sequence], groups: &[Vec<usize>]) -> Self {
         let (mut token_ids, mut positions, mut scored, mut prompts) = (vec![], vec![], vec![], vec![0]);
+        let mut sources = Vec::new();
         for group in groups {
             let prompt = all[group[0]].prompt();
             token_ids.extend(ids(prompt));
             positions.extend(0..prompt.len() as i64);
+            sources.extend((0..prompt.len()).map(|position| (group[0], position)));
             prompts.push(token_ids.len() as i64);
         }
         let (mut bounds, mut completions) = (vec![token_ids.len() as i64], vec![token_ids.len() as i64]);
@@ -169,6 +194,7 @@ impl RowContents {
                 let (first, len) = (all[index].prompt_len as i64, completion.len() as i64);
                 token_ids.extend(ids(completion));
                 positions.extend(first..first + len);
+                sources.extend((first as usize..all[index].token_ids.len()).map(|position| (index, position)));
                 let row_before = |at: usize| if at == 0 { prompt_end - 1 } else { start + at as i64 - 1 };
                 scored.extend(all[index].scored().map(row_before));
                 completions.push(start + len);
@@ -176,7 +202,7 @@ impl RowContents {
             bounds.push(token_ids.len() as i64);
         }
         let bounds = Bounds::Shared(SharedBounds { prompts, groups: bounds, completions });
-        Self { token_ids, positions, bounds, scored }
+        Self { token_ids, positions, bounds, scored, sources }
     }
 }
 

@@ -43,6 +43,7 @@ mod pack;
 mod policy;
 mod reference;
 mod residence;
+mod routes;
 mod schedule;
 mod sharding;
 mod state;

@@ -7,8 +7,8 @@ use tch::{Device, Kind, Tensor};
 
 use super::adapters::{AdapterUse, Adapters};
 use super::gradients::Gradients;
-use super::load_balance::LoadBalance;
 use super::micro_batch::MicroBatch;
+use super::routes::PassRoutes;
 use super::weights::Weights;
 use crate::config::GradientCheckpointing;
 use crate::error::Result;
@@ -39,6 +39,8 @@ pub struct Scores {
     pub entropy: Tensor, // [C]
     /// In training, of a model with experts: the loss that keeps these equally busy, a scalar.
     pub aux_loss: Option<Tensor>,
+    /// Where the sampler's experts were taken: how many choices the router by itself would have made otherwise, and how many there are.
+    pub differing_experts: Option<Tensor>, // [2] i64
 }
 
 /// The loss's gradients with respect to [`Scores`].
@@ -95,10 +97,13 @@ impl Network {
         adapter_use: AdapterUse,
     ) -> Result<Scores> {
         let mut pass = Pass::new(self, micro_batch, temperature, adapter_use)?;
+        // A reference model routes by itself.
+        let replays = matches!(adapter_use, AdapterUse::On | AdapterUse::Dropped(_));
+        pass.routes = PassRoutes::new(self.spec(), micro_batch, (self.kind(), self.device()), replays, false)?;
         let (hidden, _) = self.blocks_forward(&mut pass, None)?;
         let head = self.head(&[])?;
         let scored = head_forward(&head.params, &head.table, &hidden, &pass.scoring, false)?;
-        Ok(Scores { logprobs: scored.logprobs, entropy: scored.entropy, aux_loss: None })
+        Ok(Scores { logprobs: scored.logprobs, entropy: scored.entropy, aux_loss: None, differing_experts: None })
     }
 
     /// Logits before each of a micro-batch's scored tokens (collective where weights are sharded). [C, V] f32
@@ -120,7 +125,7 @@ impl Network {
         loss: &mut dyn FnMut(&Scores) -> Result<TokenGradients>,
     ) -> Result<()> {
         let mut pass = Pass::new(self, micro_batch, temperature, adapter_use)?;
-        pass.balance = LoadBalance::new(self.spec(), micro_batch, self.kind(), self.device())?;
+        pass.routes = PassRoutes::new(self.spec(), micro_batch, (self.kind(), self.device()), true, true)?;
         let (hidden, saved) = self.blocks_forward(&mut pass, Some(recompute))?;
         if self.adapters.is_some() {
             let dhidden = self.head_backward(&pass, &hidden, None, loss)?;
@@ -151,7 +156,12 @@ impl Network {
         for layer in 0..self.spec().num_layers {
             let upcoming = upcoming(self.spec(), Unit::Block(layer), false);
             let block = self.block(layer, &upcoming, pass.adapter_use)?;
-            let context = BlockContext { spec: self.spec(), rope: &pass.rope, tp: None, routes: pass.routes() };
+            let context = BlockContext {
+                spec: self.spec(),
+                rope: &pass.rope,
+                tp: None,
+                routes: pass.routes.as_ref().map(|routes| routes as &dyn Routes),
+            };
             let (y, kept) = block_forward(&context, layer, &block, &x, &pass.attention, recompute)?;
             saved.extend(kept);
             x = y;
@@ -172,7 +182,12 @@ impl Network {
             let block = self.block(layer, &upcoming, pass.adapter_use)?;
             let flat = gradients.begin(Unit::Block(layer))?;
             let mut block_gradients = self.block_gradients(layer, &flat)?;
-            let context = BlockContext { spec: self.spec(), rope: &pass.rope, tp: None, routes: pass.routes() };
+            let context = BlockContext {
+                spec: self.spec(),
+                rope: &pass.rope,
+                tp: None,
+                routes: pass.routes.as_ref().map(|routes| routes as &dyn Routes),
+            };
             dx = block_backward(&context, &block, &dx, saved, &pass.attention, &mut block_gradients)?;
             if let Some(adapters) = &self.adapters {
                 adapters.end_gradients(layer, &block_gradients, &flat)?;
@@ -201,10 +216,12 @@ impl Network {
         } else {
             let mut d_head = open.as_ref().map(|(flat, _, embedding)| Head::view(self, flat, *embedding));
             let scored = head_forward(&head.params, &head.table, hidden, &pass.scoring, true)?;
-            let aux_loss = pass.balance.as_ref().map(LoadBalance::value).transpose()?;
-            let token_gradients = loss(&Scores { logprobs: scored.logprobs, entropy: scored.entropy, aux_loss })?;
-            if let Some(balance) = &pass.balance {
-                balance.set_gradient(token_gradients.daux_loss)?;
+            let aux_loss = pass.routes.as_ref().map_or(Ok(None), PassRoutes::aux_loss)?;
+            let differing_experts = pass.routes.as_ref().and_then(PassRoutes::differing);
+            let token_gradients =
+                loss(&Scores { logprobs: scored.logprobs, entropy: scored.entropy, aux_loss, differing_experts })?;
+            if let Some(routes) = &pass.routes {
+                routes.set_gradient(token_gradients.daux_loss)?;
             }
             head_backward(
                 &head.params,
@@ -295,8 +312,8 @@ struct Pass<'a> {
     attention: PackedAttention,
     scoring: Scoring<'a>,
     adapter_use: AdapterUse,
-    /// In training, of a model with experts.
-    balance: Option<LoadBalance>,
+    /// Routing, of a model with experts.
+    routes: Option<PassRoutes>,
 }
 
 impl<'a> Pass<'a> {
@@ -309,12 +326,8 @@ impl<'a> Pass<'a> {
             attention: PackedAttention::of(spec, bounds, device),
             scoring: Scoring { rows: scored_rows, targets, temperature, eps: spec.rms_norm_eps },
             adapter_use,
-            balance: None,
+            routes: None,
         })
-    }
-
-    fn routes(&self) -> Option<&dyn Routes> {
-        self.balance.as_ref().map(|balance| balance as &dyn Routes)
     }
 }
 

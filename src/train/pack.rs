@@ -8,7 +8,7 @@ use super::micro_batch::MicroBatch;
 use crate::dist::{Collective, ReduceOp};
 use crate::error::{Error, Result};
 use crate::torch;
-use crate::types::Trajectory;
+use crate::types::{RoutedExperts, Trajectory};
 
 /// A prompt with one trajectory, as the trainer sees it.
 #[derive(Debug, Clone, PartialEq)]
@@ -31,6 +31,8 @@ pub struct Sequence {
     pub ref_logprobs: Option<Vec<f32>>,
     /// A teacher's log-probabilities.
     pub teacher_logprobs: Option<Vec<f32>>,
+    /// The sampler's experts of some or all of its tokens, of a model that has some.
+    pub routed_experts: RoutedExperts,
     /// Sequences of all ranks are put in the order of their places; those of one place stay in the order of ranks.
     pub place: u32,
 }
@@ -48,18 +50,20 @@ impl Sequence {
             old_logprobs: None,
             ref_logprobs: None,
             teacher_logprobs: None,
+            routed_experts: RoutedExperts::default(),
             place: 0,
         }
     }
 
     /// A prompt and what was sampled after it.
     pub fn of_trajectory(prompt: &[u32], trajectory: &Trajectory) -> Self {
-        let Trajectory { token_ids, loss_mask, rollout_logprobs, .. } = trajectory;
+        let Trajectory { token_ids, loss_mask, rollout_logprobs, routed_experts, .. } = trajectory;
         let scored = rollout_logprobs.iter().zip(loss_mask).filter(|(_, is_scored)| **is_scored);
         Self {
             loss_mask: loss_mask.clone(),
             advantage: trajectory.advantage,
             rollout_logprobs: Some(scored.map(|(logprob, _)| *logprob).collect()),
+            routed_experts: routed_experts.clone(),
             ..Self::of_tokens([prompt, token_ids].concat(), prompt.len())
         }
     }

@@ -58,6 +58,8 @@ pub(super) fn step_metrics(
     metrics.set("grad_norm", outcome.grad_norm, Reduce::Last);
     if let Some(aux_loss) = outcome.aux_loss {
         metrics.set("aux_loss", aux_loss, Reduce::Sum);
+        let [differing, all] = outcome.differing_experts;
+        metrics.set_mean("router_replay/differing_share", differing, all);
     }
     metrics.set("learning_rate", outcome.learning_rate, Reduce::Last);
     metrics.set("num_skipped_updates", outcome.num_skipped as f64, Reduce::Last);

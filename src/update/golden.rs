@@ -55,7 +55,12 @@ impl Table {
         let rows = || micro_batch.sequences.iter().map(|&index| share[index].token_ids[0] as usize);
         let of_rows =
             |values: &[Vec<f64>]| Tensor::from_slice(&rows().flat_map(|row| values[row].clone()).collect::<Vec<_>>());
-        Scores { logprobs: of_rows(&self.logprobs), entropy: of_rows(&self.entropy), aux_loss: None }
+        Scores {
+            logprobs: of_rows(&self.logprobs),
+            entropy: of_rows(&self.entropy),
+            aux_loss: None,
+            differing_experts: None,
+        }
     }
 }
 

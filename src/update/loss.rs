@@ -24,6 +24,7 @@ struct Sums {
     mean_entropy: Option<Tensor>,
     /// Contribution to the mean over the update's tokens.
     aux_loss: Option<Tensor>,
+    differing_experts: Option<Tensor>, // [2]
     stats: DeviceStats,
 }
 
@@ -60,7 +61,8 @@ impl UpdateSums {
         let dlogprobs = dlogprobs.f_add(&loss.f_mul(&scalar(spoilt))?)?;
         let share = micro_batch.num_sequence_tokens() / denominators.num_sequence_tokens;
         let aux_loss = scores.aux_loss.as_ref().map(|aux_loss| aux_loss.f_mul(&scalar(share))).transpose()?;
-        self.add(Sums { loss, mean_entropy, aux_loss, stats })?;
+        let differing_experts = scores.differing_experts.as_ref().map(Tensor::shallow_clone);
+        self.add(Sums { loss, mean_entropy, aux_loss, differing_experts, stats })?;
         Ok(TokenGradients { dlogprobs, dentropy, daux_loss: self.router_aux_loss_coef * share })
     }
 
@@ -88,17 +90,21 @@ impl UpdateSums {
         let nothing_to_divide =
             Denominators { num_sequences: 1.0, num_tokens: 1.0, num_update_tokens: 1.0, num_sequence_tokens: 1.0 };
         let LossOutput { loss, mean_entropy, stats, .. } = options.differentiate(&input, &nothing_to_divide)?;
-        self.add(Sums { loss, mean_entropy, aux_loss: None, stats })
+        self.add(Sums { loss, mean_entropy, aux_loss: None, differing_experts: None, stats })
     }
 
     /// Into the outcome of all updates; nothing where all micro-batches were empty. Returns this rank's contribution to the mean
     /// entropy that a bonus is for. Waits for the device.
     pub(super) fn read_into(self, outcome: &mut UpdateOutcome) -> Result<f64> {
-        let Some(Sums { loss, mean_entropy, aux_loss, stats }) = self.sums else { return Ok(0.0) };
+        let Some(Sums { loss, mean_entropy, aux_loss, differing_experts, stats }) = self.sums else { return Ok(0.0) };
         let loss = loss.double_value(&[]);
         let mean_entropy = mean_entropy.map_or(0.0, |mean| mean.double_value(&[]));
         let aux_loss = aux_loss.map(|mean| mean.double_value(&[]));
         outcome.loss += loss + self.router_aux_loss_coef * aux_loss.unwrap_or(0.0);
+        if let Some(counts) = differing_experts {
+            let counts = [0, 1].map(|index| counts.int64_value(&[index]) as f64);
+            outcome.differing_experts = [0, 1].map(|index| outcome.differing_experts[index] + counts[index]);
+        }
         outcome.aux_loss = outcome.aux_loss.map(|sum| sum + aux_loss.unwrap_or(0.0));
         outcome.policy_loss += loss + self.term.map_or(0.0, |term| term.coef * mean_entropy);
         outcome.stats.merge(&stats.read()?)?;
@@ -117,6 +123,10 @@ impl UpdateSums {
         sums.aux_loss = match (sums.aux_loss.take(), more.aux_loss) {
             (Some(sum), Some(mean)) => Some(sum.f_add(&mean)?),
             (sum, mean) => sum.or(mean),
+        };
+        sums.differing_experts = match (sums.differing_experts.take(), more.differing_experts) {
+            (Some(sum), Some(counts)) => Some(sum.f_add(&counts)?),
+            (sum, counts) => sum.or(counts),
         };
         sums.stats.merge(&more.stats)
     }

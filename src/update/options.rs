@@ -94,6 +94,8 @@ pub struct UpdateOutcome {
     pub policy_loss: f64,
     /// This rank's contribution to the mean of the loss that keeps experts equally busy, mean over updates.
     pub aux_loss: Option<f64>,
+    /// The sampler's experts that this rank took: those that the router by itself would not have chosen, and all.
+    pub differing_experts: [f64; 2],
     /// Weight of the entropy bonus after the last update.
     pub entropy_control: EntropyControl,
     /// Mean global gradient norm before clipping, over the updates that were not skipped.

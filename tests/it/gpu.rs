@@ -244,6 +244,7 @@ fn generate(
         device,
         strict: false,
         spread_lengths: None,
+        records_experts: false,
     };
     let engine = Engine::new(spec.clone(), tokenizer.clone(), options, mesh.tp.clone()).unwrap();
     let files = WeightFiles::open(MODEL, spec.clone()).unwrap();

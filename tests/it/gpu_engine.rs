@@ -262,6 +262,7 @@ impl Model {
             device: self.world.device(),
             strict: false,
             spread_lengths: None,
+            records_experts: false,
         }
     }
 

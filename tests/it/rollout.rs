@@ -46,6 +46,8 @@ fn greedy_equals_transformers() {
             for (group, expected) in groups.iter().zip(&expected) {
                 for completion in &group.completions {
                     assert_eq!(&completion.token_ids, expected, "{name}, prompt {}", group.prompt.id);
+                    let routed = model.routed_experts(&[&group.prompt.token_ids[..], expected].concat());
+                    assert_eq!(completion.routed_experts, routed, "{name}, prompt {}", group.prompt.id);
                     assert_eq!(completion.finish_reason, Some(FinishReason::Length));
                 }
             }

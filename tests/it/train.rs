@@ -1,6 +1,7 @@
 //! The trainer over real ranks: every ZeRO stage against the others bit for bit, and against AdamW on autograd's gradients.
 
 mod autograd;
+mod experts;
 mod real_shapes;
 mod run;
 mod state;
@@ -67,19 +68,6 @@ fn shared_prompts_follow_plain_adamw() {
         run.micro_batches(&mesh).iter().map(MicroBatch::num_tokens).sum()
     };
     assert_eq!(tokens(false) - tokens(true), 3 + 3 + 7 + 5);
-}
-
-/// The router's gradient too, with the loss that keeps experts equally busy.
-#[test]
-fn experts_follow_plain_adamw() {
-    let mesh = World::single().mesh(1, 1).unwrap();
-    for recompute in [GradientCheckpointing::None, GradientCheckpointing::Selective, GradientCheckpointing::Full] {
-        let run = Run { experts: true, recompute, ..Run::new(0, Kind::Double) };
-        follows_plain_adamw(&mesh, Run { tied: true, ..run }, 1e-10);
-        for share_prompts in [false, true] {
-            follows_plain_adamw(&mesh, Run { share_prompts, aux_loss_coef: 0.5, budget: 1000, ..run }, 1e-10);
-        }
-    }
 }
 
 #[test]
@@ -277,17 +265,6 @@ fn gpu_one_rank_follows_plain_adamw() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn gpu_experts_follow_plain_adamw() {
-    let mesh = World::single_on(Backend::Nccl).unwrap().mesh(1, 1).unwrap();
-    for recompute in [GradientCheckpointing::None, GradientCheckpointing::Full] {
-        let run = Run { experts: true, recompute, aux_loss_coef: 0.5, budget: 1000, ..Run::new(0, Kind::Double) };
-        follows_plain_adamw(&mesh, run, 1e-10);
-        follows_plain_adamw(&mesh, Run { kind: Kind::Float, residual: Kind::Float, ..run }, 0.1 * LR);
-    }
-}
-
-#[test]
-#[ignore = "needs a GPU"]
 fn gpu_a_copy_back_that_a_step_waits_for_is_counted() {
     let mesh = World::single_on(Backend::Nccl).unwrap().mesh(1, 1).unwrap();
     state::counts_waiting(&mesh);
@@ -371,13 +348,6 @@ fn losses(run: Run, mesh: &Mesh) -> Vec<f64> {
     (0..10).map(|_| step()).collect()
 }
 
-/// E sum_e f_e P_e over the rows of all layers and sequences, as the paper prints it.
-fn load_balance(routes: &[[Tensor; 2]]) -> Tensor {
-    let rows = |n: usize| Tensor::cat(&routes.iter().map(|both| &both[n]).collect::<Vec<_>>(), 0);
-    let mean = |rows: Tensor| rows.mean_dim(0, false, None);
-    (mean(rows(0)) * mean(rows(1))).sum(None) * routes[0][0].size()[1] as f64
-}
-
 /// Three steps of a run against three of plain AdamW on the whole batch's gradient.
 fn follows_plain_adamw(mesh: &Mesh, run: Run, tolerance: f64) {
     let (mut policy, mut plain) = (run.policy(mesh), run.autograd());
@@ -393,7 +363,7 @@ fn follows_plain_adamw(mesh: &Mesh, run: Run, tolerance: f64) {
         });
         let mut loss = losses.reduce(|a, b| a + b).unwrap();
         if run.aux_loss_coef > 0.0 {
-            loss += load_balance(&routes) * run.aux_loss_coef;
+            loss += experts::load_balance(&routes) * run.aux_loss_coef;
         }
         let norm = plain.step(loss, LR, MAX_GRAD_NORM, &ADAM);
         let rounding = if run.gradients.reduced.is_some() { 1e-2 } else { 1e-4 };

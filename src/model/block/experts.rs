@@ -28,11 +28,17 @@ pub struct ExpertsSpec {
 
 /// Sees and decides which experts tokens go to, in all layers of a pass.
 pub trait Routes: std::fmt::Debug {
-    /// Tells of a forward's routing.
+    /// The experts that tokens go to [T, K], where the router by itself chooses `own`. A backward that computes again asks again.
     ///
     /// # Errors
     /// Those of the implementation.
-    fn observe(&self, layer: usize, routing: &Routing) -> Result<()>;
+    fn choose(&self, layer: usize, own: Tensor) -> Result<Tensor>;
+
+    /// Tells of a forward's routing, and which experts the router by itself chose [T, K].
+    ///
+    /// # Errors
+    /// Those of the implementation.
+    fn observe(&self, layer: usize, routing: &Routing, own: &Tensor) -> Result<()>;
 
     /// The gradient of what the loss reads of a layer's probabilities [T, E], or what broadcasts to it.
     ///
@@ -45,6 +51,8 @@ pub trait Routes: std::fmt::Debug {
 #[derive(Debug)]
 pub(super) struct Routed {
     routing: Routing,
+    /// The router's own choice.
+    own: Tensor, // [T, K]
     dispatch: Dispatch,
     gate_up: GateUp, // R rows
 }
@@ -94,7 +102,7 @@ impl ExpertsSpec {
     /// Bytes a token of probabilities, and of choices with their weights and places.
     fn routing_bytes(self, bytes: ElementBytes) -> usize {
         const INDEX_BYTES: usize = 8;
-        bytes.wide * self.num_experts + self.router.num_experts_per_tok * (bytes.wide + 4 * INDEX_BYTES)
+        bytes.wide * self.num_experts + self.router.num_experts_per_tok * (bytes.wide + 5 * INDEX_BYTES)
     }
 
     /// The block's output [T, D], and what a backward may keep.
@@ -105,9 +113,9 @@ impl ExpertsSpec {
         w: &BlockParams,
         h: &Tensor, // [T, D]
     ) -> Result<(Tensor, Expanded<Routed>)> {
-        let routed = self.expand(w, &ctx.enter(w, NORMS, h)?.0)?;
+        let routed = self.expand(ctx, layer, w, &ctx.enter(w, NORMS, h)?.0)?;
         if let Some(routes) = ctx.routes {
-            routes.observe(layer, &routed.routing)?;
+            routes.observe(layer, &routed.routing, &routed.own)?;
         }
         let output = routed.contract(w, &routed.gate_up.activate()?)?;
         let (y, output) = ctx.leave_with(w, NORMS, output, h)?;
@@ -125,14 +133,14 @@ impl ExpertsSpec {
         grads: &mut BlockParams,
     ) -> Result<Tensor> {
         let (normed, rstd) = ctx.enter(w, NORMS, h)?;
-        let routed = kept.wide.map_or_else(|| self.expand(w, &normed), Ok)?;
+        let routed = kept.wide.map_or_else(|| self.expand(ctx, layer, w, &normed), Ok)?;
         let output = match kept.output {
             None if w.norm(NORMS.post).is_some() => Some(routed.contract(w, &routed.gate_up.activate()?)?),
             kept => kept,
         };
         let d_output = ctx.leave_backward(w, NORMS, dy, output.as_ref(), grads)?;
         drop(output);
-        let Routed { routing, dispatch, gate_up } = routed;
+        let Routed { routing, dispatch, gate_up, .. } = routed;
         let (d_gate_up, d_weights) = contract_backward(w, (&routing, &dispatch), gate_up, &d_output, grads)?;
         let d_rows = dispatch.gate_up_backward_input(&d_gate_up, w.linear(Matrix::GateUp).weight())?;
         if let Some(piece) = grads.linear_mut(Matrix::GateUp).pieces.first_mut() {
@@ -148,13 +156,23 @@ impl ExpertsSpec {
     }
 
     /// Up to gate and up.
-    fn expand(self, w: &BlockParams, normed: &Tensor /* [T, D] */) -> Result<Routed> {
+    fn expand(
+        self,
+        ctx: &BlockContext<'_>,
+        layer: usize,
+        w: &BlockParams,
+        normed: &Tensor, // [T, D]
+    ) -> Result<Routed> {
         let probs = router::probabilities(normed, w.router().expect("experts have a router"))?;
-        let experts = router::choose(&probs, self.router)?;
+        let own = router::choose(&probs, self.router)?;
+        let experts = match ctx.routes {
+            Some(routes) => routes.choose(layer, own.shallow_clone())?,
+            None => own.shallow_clone(),
+        };
         let routing = Routing::new(probs, experts, self.router)?;
         let dispatch = Dispatch::new(&routing.experts, self.num_experts, normed.kind())?;
         let gate_up = dispatch.gate_up(&dispatch.scatter(normed)?, w.linear(Matrix::GateUp).weight())?;
-        Ok(Routed { routing, dispatch, gate_up })
+        Ok(Routed { routing, own, dispatch, gate_up })
     }
 
     /// The gradient of what the router and the experts read, of the weights' kind, from the router's and that of the experts, in the

@@ -182,6 +182,10 @@ impl Runner for GpuRunner<'_> {
         Ok(())
     }
 
+    fn take_experts(&mut self) -> Vec<u16> {
+        Vec::new() // no model with experts comes here
+    }
+
     fn collect(&mut self) -> Result<Vec<Sampled>> {
         let drawn = self.under_way.pop_front().expect("a step was launched");
         let parity = (self.num_launched - self.under_way.len() - 1) % 2;

@@ -204,6 +204,27 @@ impl Scheduler {
         draws.collect()
     }
 
+    /// Gives sequences the experts of the oldest step's tokens, if there are any; the members of a group have those of its prompt.
+    pub(super) fn record_experts(&mut self, step: &Step, experts: &[u16]) {
+        let num_tokens: usize = step.runs.iter().map(|run| run.tokens.len()).sum();
+        let per_token = experts.len().checked_div(num_tokens).unwrap_or(0);
+        if per_token == 0 {
+            return;
+        }
+        let mut rows = experts.chunks_exact(per_token);
+        for run in &step.runs {
+            let own = &mut self.sequences[run.sequence].routed_experts;
+            for (position, experts) in run.tokens.clone().zip(&mut rows) {
+                own.push(position, experts);
+            }
+            for member in run.samples.clone().filter(|member| *member != run.sequence) {
+                if self.sequences[member].routed_experts.num_tokens() < run.tokens.end {
+                    self.sequences[member].routed_experts = self.sequences[run.sequence].routed_experts.clone();
+                }
+            }
+        }
+    }
+
     /// Appends what the oldest step under way sampled, in the order of its `samples`.
     pub(super) fn postprocess(&mut self, step: &Step, sampled: &[Sampled], rules: &StopRules) -> Result<()> {
         let samplers = step.runs.iter().flat_map(|run| run.samples.clone());

@@ -79,6 +79,7 @@ impl Setup {
             device,
             strict: false,
             spread_lengths: self.keeps.then_some(LengthSpread { shortest: 2, longest: 16, long_tailed: true }),
+            records_experts: false,
         };
         let engine = Engine::new(spec.clone(), Arc::new(words(spec.vocab_size)), options, tp).unwrap();
         let engine = if self.keeps { engine.keeping_sequences() } else { engine };

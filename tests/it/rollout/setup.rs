@@ -1,19 +1,22 @@
 //! A model in memory, what is asked of its engine, and the training forward over the same weights.
 
+use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use colo_grpo::Error;
 use colo_grpo::internal::data::Tokenizer;
 use colo_grpo::internal::dist::{Collective, SingleRank};
 use colo_grpo::internal::model::{
-    Attention, BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, ParamTable, Scoring,
-    Unit, WeightFiles, block_forward, head_forward, init_unit,
+    Attention, BlockContext, BlockParams, EmbeddingParams, HeadParams, ModelSpec, PackedAttention, ParamTable, Routes,
+    Scoring, Unit, WeightFiles, block_forward, head_forward, init_unit,
 };
 use colo_grpo::internal::ops::embedding;
+use colo_grpo::internal::ops::router::Routing;
 use colo_grpo::internal::rollout::{Engine, EngineOptions, EngineStats, EngineWeights};
-use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams};
+use colo_grpo::internal::types::{Prompt, RolloutGroup, RoutedExperts, SamplingParams};
 use tch::{Device, Kind, Tensor};
 
 const VOCAB: usize = 96;
@@ -118,6 +121,20 @@ impl Model {
         self.next_logprobs(token_ids, fed, temperature, &attention).split_off(prompt_len - 1)
     }
 
+    /// The experts of all tokens but the last, by the training forward.
+    pub fn routed_experts(&self, token_ids: &[u32]) -> RoutedExperts {
+        let (fed, chosen) = (token_ids.len() - 1, Chosen::default());
+        let attention = PackedAttention::new(&self.spec, &[0, fed as i64], Device::Cpu);
+        self.next_logprobs_by(token_ids, 0..fed, 1.0, &attention, Some(&chosen));
+        let mut routed = RoutedExperts::default();
+        for position in 0..fed {
+            let of_layer = |experts: &Tensor| Vec::<i64>::try_from(experts.get(position as i64)).unwrap();
+            let own: Vec<u16> = chosen.0.borrow().iter().flat_map(of_layer).map(|expert| expert as u16).collect();
+            routed.push(position, &own);
+        }
+        routed
+    }
+
     /// Log-probability of the token behind each of those at `fed`, whose queries see what `attention` lets them see.
     pub fn next_logprobs(
         &self,
@@ -126,13 +143,24 @@ impl Model {
         temperature: f64,
         attention: &dyn Attention,
     ) -> Vec<f32> {
+        self.next_logprobs_by(token_ids, fed, temperature, attention, None)
+    }
+
+    fn next_logprobs_by(
+        &self,
+        token_ids: &[u32],
+        fed: Range<usize>,
+        temperature: f64,
+        attention: &dyn Attention,
+        routes: Option<&dyn Routes>,
+    ) -> Vec<f32> {
         let (first, num_fed) = (fed.start as i64, fed.len() as i64);
         let ids = Tensor::from_slice(&token_ids.iter().map(|&id| i64::from(id)).collect::<Vec<_>>());
         let spec = &*self.spec;
         let rope = spec.rope();
         let rope = rope.rows(&Tensor::arange_start(first, first + num_fed, (Kind::Int64, Device::Cpu)), Kind::Float);
         let rope = rope.unwrap();
-        let context = BlockContext { spec, rope: &rope, tp: None, routes: None };
+        let context = BlockContext { spec, rope: &rope, tp: None, routes };
         let mut x = embedding::forward(&ids.narrow(0, first, num_fed), &self.embedding.table).unwrap();
         for (layer, block) in self.blocks.iter().enumerate() {
             x = block_forward(&context, layer, block, &x, attention, None).unwrap().0;
@@ -141,6 +169,25 @@ impl Model {
         let scoring = Scoring { rows: &rows, targets: &targets, temperature, eps: spec.rms_norm_eps };
         let scored = head_forward(&self.head, self.output_table(), &x, &scoring, false).unwrap();
         Vec::<f32>::try_from(scored.logprobs).unwrap()
+    }
+}
+
+/// Takes down what routers choose.
+#[derive(Debug, Default)]
+struct Chosen(RefCell<Vec<Tensor>>);
+
+impl Routes for Chosen {
+    fn choose(&self, _layer: usize, own: Tensor) -> Result<Tensor, Error> {
+        Ok(own)
+    }
+
+    fn observe(&self, _layer: usize, _routing: &Routing, own: &Tensor) -> Result<(), Error> {
+        self.0.borrow_mut().push(own.shallow_clone());
+        Ok(())
+    }
+
+    fn d_probs(&self, _layer: usize) -> Result<Option<Tensor>, Error> {
+        Ok(None)
     }
 }
 
@@ -176,6 +223,7 @@ pub fn options() -> EngineOptions {
         device: Device::Cpu,
         strict: false,
         spread_lengths: None,
+        records_experts: true,
     }
 }
 

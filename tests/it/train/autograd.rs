@@ -5,6 +5,7 @@ use colo_grpo::internal::model::{
     BlockParams, EmbeddingParams, HeadParams, Matrix, ModelSpec, ParamName, ParamTable, Piece, QkNorm, Unit,
 };
 use colo_grpo::internal::train::{AdamOptions, Sequence};
+use colo_grpo::internal::types::RoutedExperts;
 use tch::{Device, Kind, Tensor};
 
 /// One leaf per unit, with its moments.
@@ -13,6 +14,8 @@ pub struct Model {
     pub units: Vec<Tensor>, // [len], leaves
     moments: Vec<[Tensor; 2]>,
     num_updates: i32,
+    /// Size of what is added to the routers' probabilities where they choose, by token and place: a sampler that is off.
+    pub router_noise: f64,
 }
 
 impl Model {
@@ -25,7 +28,7 @@ impl Model {
         let units: Vec<Tensor> = (0..table.units.len()).map(|index| leaf(&source(index).to_kind(kind))).collect();
         let moments = units.iter().map(|unit| [unit.zeros_like(), unit.zeros_like()].map(|zeros| zeros.detach()));
         let moments = moments.collect();
-        Self { table, units, moments, num_updates: 0 }
+        Self { table, units, moments, num_updates: 0, router_noise: 0.0 }
     }
 
     /// Log-probabilities and entropies of a sequence's scored tokens.
@@ -46,7 +49,8 @@ impl Model {
         let mut x = table.index_select(0, &ids);
         for layer in 0..spec.num_layers {
             let (layout, block) = flat(Unit::Block(layer));
-            x = block_forward(spec, &BlockParams::view(spec, layout, block), &x, &mut routes);
+            let mut experts = Experts { noise: self.router_noise, routes: &mut routes, token_ids: &sequence.token_ids };
+            x = block_forward(spec, &BlockParams::view(spec, layout, block), &x, &mut experts);
         }
         let (layout, head) = flat(Unit::Head);
         let head = HeadParams::view(layout, head);
@@ -59,6 +63,21 @@ impl Model {
         let entropy = -(log_p.exp() * &log_p).sum_dim_intlist(1, false, None);
         let scored = Tensor::from_slice(&sequence.loss_mask).to_device(ids.device());
         (logprobs.masked_select(&scored), entropy.masked_select(&scored), routes)
+    }
+
+    /// The experts of all tokens but the last, as a sampler tells them.
+    pub fn routed_experts(&self, sequence: &Sequence) -> RoutedExperts {
+        let (_, _, routes) = self.scores_and_routes(sequence, 1.0);
+        let k = self.table.spec.experts.as_ref().unwrap().num_experts_per_tok as i64;
+        let mut routed = RoutedExperts::default();
+        for position in 0..sequence.token_ids.len() - 1 {
+            let of_layer = |[chosen, _]: &[Tensor; 2]| -> Vec<i64> {
+                Vec::try_from(chosen.get(position as i64).topk(k, 0, true, true).1).unwrap()
+            };
+            let own: Vec<u16> = routes.iter().flat_map(of_layer).map(|expert| expert as u16).collect();
+            routed.push(position, &own);
+        }
+        routed
     }
 
     /// One step on the gradient of `loss`; returns the gradient's norm.
@@ -91,7 +110,14 @@ impl Model {
     }
 }
 
-fn block_forward(spec: &ModelSpec, w: &BlockParams, x: &Tensor, routes: &mut Vec<[Tensor; 2]>) -> Tensor {
+/// Noise, tokens and choices of routers.
+struct Experts<'a> {
+    noise: f64,
+    routes: &'a mut Vec<[Tensor; 2]>,
+    token_ids: &'a [u32],
+}
+
+fn block_forward(spec: &ModelSpec, w: &BlockParams, x: &Tensor, routes: &mut Experts<'_>) -> Tensor {
     let (len, eps) = (x.size()[0], spec.rms_norm_eps);
     let (kv_heads, group, head_dim) = (spec.num_kv_heads as i64, spec.heads_per_group() as i64, spec.head_dim as i64);
     // A norm that is absent leaves what it is given.
@@ -134,7 +160,7 @@ fn mlp(x: &Tensor, gate_up: &Tensor, down: &Tensor) -> Tensor {
 }
 
 /// Token by token and choice by choice.
-fn experts(spec: &ModelSpec, x: &Tensor, weights: [&Tensor; 3], routes: &mut Vec<[Tensor; 2]>) -> Tensor {
+fn experts(spec: &ModelSpec, x: &Tensor, weights: [&Tensor; 3], told: &mut Experts<'_>) -> Tensor {
     let ([router, gate_up, down], shape) = (weights, spec.experts.as_ref().unwrap());
     let (k, num_experts) = (shape.num_experts_per_tok as i64, shape.num_experts as i64);
     let logits = x.matmul(&router.tr());
@@ -142,7 +168,10 @@ fn experts(spec: &ModelSpec, x: &Tensor, weights: [&Tensor; 3], routes: &mut Vec
     let mut chosen = vec![0.0; (x.size()[0] * num_experts) as usize];
     let token = |token: i64| {
         let own = probs.get(token);
-        let (top, ids) = own.topk(k, -1, true, true);
+        let place = (7 * token + 31 * i64::from(told.token_ids[token as usize])) as f64;
+        let noise = (Tensor::arange(num_experts, (Kind::Double, Device::Cpu)) * 2.3 + place).sin() * told.noise;
+        let (_, ids) = (own.detach() + noise.to_kind(own.kind()).to_device(own.device())).topk(k, -1, true, true);
+        let top = own.index_select(0, &ids);
         let top = if shape.norm_topk_prob { &top / top.sum(None) } else { top };
         let choice = |choice: i64| {
             let expert = ids.int64_value(&[choice]);
@@ -152,7 +181,7 @@ fn experts(spec: &ModelSpec, x: &Tensor, weights: [&Tensor; 3], routes: &mut Vec
         (0..k).map(choice).reduce(|a, b| a + b).unwrap()
     };
     let y = Tensor::cat(&(0..x.size()[0]).map(token).collect::<Vec<_>>(), 0);
-    routes.push([Tensor::from_slice(&chosen).view([-1, num_experts]), probs]);
+    told.routes.push([Tensor::from_slice(&chosen).view([-1, num_experts]), probs]);
     y
 }
 

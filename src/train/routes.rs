@@ -1,0 +1,93 @@
+//! Which experts the tokens of a pass go to: those that the sampler recorded, and what the loss makes of all of them.
+//!
+//! T tokens, E experts, K of them a token, R = K times the layers that have experts.
+
+use std::cell::RefCell;
+
+use tch::{Device, Kind, Tensor};
+
+use super::load_balance::LoadBalance;
+use super::micro_batch::MicroBatch;
+use crate::error::Result;
+use crate::model::{ModelSpec, Routes};
+use crate::ops::router::Routing;
+
+/// Routing of one pass over a micro-batch.
+#[derive(Debug)]
+pub(super) struct PassRoutes {
+    /// Recorded experts, -1 where there are none.
+    recorded: Option<Tensor>, // [T, R / K, K] int16
+    /// The place of each layer among those that have experts.
+    places: Vec<i64>,
+    /// Recorded choices that are others than the router would make, and all that are recorded.
+    differing: RefCell<Option<Tensor>>, // [2] int64
+    /// In training.
+    balance: Option<LoadBalance>,
+}
+
+impl PassRoutes {
+    /// `None` for a model without experts. A pass that `replays` takes recorded experts, where the micro-batch has them.
+    pub(super) fn new(
+        spec: &ModelSpec,
+        micro_batch: &MicroBatch,
+        (kind, device): (Kind, Device),
+        replays: bool,
+        trains: bool,
+    ) -> Result<Option<Self>> {
+        let Some(experts) = &spec.experts else { return Ok(None) };
+        let k = experts.num_experts_per_tok as i64;
+        let recorded = micro_batch.routed_experts.as_ref().filter(|_| replays);
+        let recorded = recorded.map(|experts| experts.f_view([experts.size()[0], -1, k])).transpose()?;
+        let places = spec.places_among_expert_layers();
+        let balance = if trains { Some(LoadBalance::new(spec, micro_batch, kind, device)?) } else { None };
+        Ok(Some(Self { recorded, places, differing: RefCell::default(), balance }))
+    }
+
+    /// The loss that keeps experts equally busy, in training.
+    pub(super) fn aux_loss(&self) -> Result<Option<Tensor>> {
+        self.balance.as_ref().map(LoadBalance::value).transpose()
+    }
+
+    /// Sets the gradient of the whole loss with respect to [`PassRoutes::aux_loss`].
+    pub(super) fn set_gradient(&self, gradient: f64) -> Result<()> {
+        self.balance.as_ref().map_or(Ok(()), |balance| balance.set_gradient(gradient))
+    }
+
+    /// Recorded choices that are others than the router would make, and all that are recorded; [2]
+    pub(super) fn differing(&self) -> Option<Tensor> {
+        self.differing.borrow().as_ref().map(Tensor::shallow_clone)
+    }
+
+    /// A layer's. [T, K] int64
+    fn recorded(&self, layer: usize) -> Result<Option<Tensor>> {
+        let of_layer = |all: &Tensor| Ok(all.f_select(1, self.places[layer])?.f_to_kind(Kind::Int64)?);
+        self.recorded.as_ref().map(of_layer).transpose()
+    }
+}
+
+impl Routes for PassRoutes {
+    fn choose(&self, layer: usize, own: Tensor) -> Result<Tensor> {
+        let Some(recorded) = self.recorded(layer)? else { return Ok(own) };
+        Ok(recorded.f_where_self(&recorded.f_ge(0)?, &own)?)
+    }
+
+    fn observe(&self, layer: usize, routing: &Routing, own: &Tensor) -> Result<()> {
+        if let Some(balance) = &self.balance {
+            balance.observe(routing)?;
+        }
+        let Some(recorded) = self.recorded(layer)? else { return Ok(()) };
+        let all = recorded.f_ge(0)?.f_sum(Kind::Int64)?;
+        let equal = own.f_unsqueeze(2)?.f_eq_tensor(&recorded.f_unsqueeze(1)?)?.f_sum(Kind::Int64)?;
+        let counts = Tensor::f_stack(&[all.f_sub(&equal)?, all], 0)?;
+        let sum = &mut *self.differing.borrow_mut();
+        *sum = Some(match sum.take() {
+            Some(mut sum) => sum.f_add_(&counts)?,
+            None => counts,
+        });
+        Ok(())
+    }
+
+    fn d_probs(&self, _layer: usize) -> Result<Option<Tensor>> {
+        self.balance.as_ref().map_or(Ok(None), LoadBalance::d_probs)
+    }
+}

@@ -1,0 +1,94 @@
+//! A trajectory in a file.
+
+use super::{FinishReason, RoutedExperts, Trajectory};
+
+/// The form in a file of a [`Trajectory`] that is under way: its numbers as eight hexadecimal digits each, short, on one line, and
+/// exact.
+#[derive(serde::Serialize, serde::Deserialize)]
+pub(super) struct PackedTrajectory {
+    token_ids: String,
+    rollout_logprobs: String,
+    finish_reason: Option<FinishReason>,
+    /// Lengths of the turns and of the context between them, by turns; empty where all tokens were sampled.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    turns: Vec<usize>,
+    /// Each version with its number of tokens.
+    #[serde(default)]
+    weight_versions: Vec<(u64, usize)>,
+    /// Experts of a token, and those of all tokens, four hexadecimal digits each.
+    #[serde(default, skip_serializing_if = "is_empty")]
+    routed_experts: (usize, String),
+}
+
+fn is_empty((per_token, _): &(usize, String)) -> bool {
+    *per_token == 0
+}
+
+/// Each value with the number of times that it follows itself.
+fn runs<T: Copy + PartialEq>(values: &[T]) -> Vec<(T, usize)> {
+    values.chunk_by(T::eq).map(|run| (run[0], run.len())).collect()
+}
+
+impl From<Trajectory> for PackedTrajectory {
+    fn from(trajectory: Trajectory) -> Self {
+        let Trajectory {
+            token_ids, loss_mask, rollout_logprobs, weight_versions, finish_reason, routed_experts, ..
+        } = trajectory;
+        let experts = routed_experts.experts.iter().map(|expert| format!("{expert:04x}")).collect();
+        let digits = |words: &mut dyn Iterator<Item = u32>| words.map(|word| format!("{word:08x}")).collect();
+        let begins_with_context = loss_mask.first() == Some(&false);
+        let turns = if loss_mask.contains(&false) { runs(&loss_mask) } else { Vec::new() };
+        let turns = begins_with_context.then_some(0).into_iter().chain(turns.into_iter().map(|(_, len)| len));
+        Self {
+            token_ids: digits(&mut token_ids.into_iter()),
+            rollout_logprobs: digits(&mut rollout_logprobs.into_iter().map(f32::to_bits)),
+            finish_reason,
+            turns: turns.collect(),
+            weight_versions: runs(&weight_versions),
+            routed_experts: (routed_experts.per_token, experts),
+        }
+    }
+}
+
+impl TryFrom<PackedTrajectory> for Trajectory {
+    type Error = String;
+
+    fn try_from(packed: PackedTrajectory) -> Result<Self, String> {
+        let PackedTrajectory { token_ids, rollout_logprobs, finish_reason, turns, weight_versions, routed_experts } =
+            packed;
+        let numbers = |digits: &str, len: usize| -> Option<Vec<u32>> {
+            let word = |digits: &[u8]| u32::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok();
+            digits.as_bytes().chunks(len).map(word).collect()
+        };
+        let words = |digits: &str| numbers(digits, 8);
+        let (per_token, experts) = routed_experts;
+        let experts =
+            numbers(&experts, 4).filter(|experts| experts.len().checked_rem(per_token).unwrap_or(experts.len()) == 0);
+        let experts =
+            experts.ok_or("a completion's experts are not four hexadecimal digits each, as many for every token")?;
+        let both =
+            words(&token_ids).zip(words(&rollout_logprobs)).filter(|(ids, logprobs)| ids.len() == logprobs.len());
+        let (token_ids, logprobs) = both.ok_or("a completion's tokens are not one hexadecimal word each")?;
+        let turns = if turns.is_empty() { vec![token_ids.len()] } else { turns };
+        let num_versions = weight_versions.iter().map(|(_, len)| len).sum::<usize>();
+        if turns.iter().sum::<usize>() != token_ids.len() || num_versions != token_ids.len() {
+            return Err("a completion's turns or weight versions are not those of its tokens".to_owned());
+        }
+        let turn = |(index, len): (usize, usize)| std::iter::repeat_n(index % 2 == 0, len);
+        Ok(Self {
+            loss_mask: turns.into_iter().enumerate().flat_map(turn).collect(),
+            rollout_logprobs: logprobs.into_iter().map(f32::from_bits).collect(),
+            weight_versions: weight_versions
+                .into_iter()
+                .flat_map(|(step, len)| std::iter::repeat_n(step, len))
+                .collect(),
+            token_ids,
+            routed_experts: RoutedExperts {
+                per_token,
+                experts: experts.into_iter().map(|expert| expert as u16).collect(),
+            },
+            finish_reason,
+            ..Self::default()
+        })
+    }
+}

@@ -1,0 +1,47 @@
+//! Which experts a sampler's tokens went to.
+
+/// Experts of the first tokens of a sequence, in the order of layers and choices.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RoutedExperts {
+    /// Experts of a token in all layers; 0 where there are none.
+    pub per_token: usize,
+    /// Token by token.
+    pub experts: Vec<u16>, // [tokens, per_token]
+}
+
+impl RoutedExperts {
+    /// The experts of the token at `position`, where they are known.
+    pub fn of(&self, position: usize) -> Option<&[u16]> {
+        self.experts.get(position * self.per_token..(position + 1) * self.per_token).filter(|own| !own.is_empty())
+    }
+
+    /// Tokens whose experts are known.
+    pub fn num_tokens(&self) -> usize {
+        self.experts.len().checked_div(self.per_token).unwrap_or(0)
+    }
+
+    /// Appends those of the token at `position`, if it is the next one.
+    pub fn push(&mut self, position: usize, own: &[u16]) {
+        if self.num_tokens() == position {
+            self.per_token = own.len();
+            self.experts.extend(own);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn experts_are_those_of_the_first_tokens() {
+        let mut routed = RoutedExperts::default();
+        assert_eq!((routed.of(0), routed.num_tokens()), (None, 0));
+        routed.push(0, &[3, 1]);
+        routed.push(2, &[9, 9]); // not the next one
+        routed.push(1, &[0, 4]);
+        routed.push(1, &[9, 9]);
+        assert_eq!((routed.of(0), routed.of(1), routed.of(2)), (Some(&[3, 1][..]), Some(&[0, 4][..]), None));
+        assert_eq!((routed.num_tokens(), routed.per_token), (2, 2));
+    }
+}

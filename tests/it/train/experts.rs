@@ -1,0 +1,85 @@
+//! Models with experts: their gradients with the loss that balances the load, and with the sampler's choices.
+
+use colo_grpo::internal::config::GradientCheckpointing;
+use colo_grpo::internal::dist::{Backend, World};
+use colo_grpo::internal::train::{PackOptions, Scores, Sequence, pack};
+use colo_grpo::internal::types::RoutedExperts;
+use tch::{Kind, Tensor};
+
+use super::follows_plain_adamw;
+use super::run::{ADAM, ENTROPY_COEF, LR, Run, TEMPERATURE, max_difference, unpadded, weights};
+
+/// The router's gradient too, with the loss that keeps experts equally busy.
+#[test]
+fn experts_follow_plain_adamw() {
+    let mesh = World::single().mesh(1, 1).unwrap();
+    for recompute in [GradientCheckpointing::None, GradientCheckpointing::Selective, GradientCheckpointing::Full] {
+        let run = Run { experts: true, recompute, ..Run::new(0, Kind::Double) };
+        follows_plain_adamw(&mesh, Run { tied: true, ..run }, 1e-10);
+        for share_prompts in [false, true] {
+            follows_plain_adamw(&mesh, Run { share_prompts, aux_loss_coef: 0.5, budget: 1000, ..run }, 1e-10);
+        }
+    }
+}
+
+/// The sampler's routers are off, so that some tokens went to other experts. The gradient is that of the network that was sampled from
+/// where these are taken, and another one where the trainer routes by itself.
+#[test]
+fn recorded_experts_are_taken() {
+    let mesh = World::single().mesh(1, 1).unwrap();
+    for (share_prompts, recompute) in [(false, GradientCheckpointing::Full), (true, GradientCheckpointing::None)] {
+        let run = Run { experts: true, share_prompts, recompute, budget: 1000, ..Run::new(0, Kind::Double) };
+        let mut sampler = run.autograd();
+        sampler.router_noise = 0.02;
+        let own = run.own_sequences(&mesh).into_iter().filter(|sequence| !sequence.masked);
+        let recorded = own.map(|it| Sequence { routed_experts: sampler.routed_experts(&it), ..it }).collect::<Vec<_>>();
+        let losses = recorded.iter().map(|sequence| {
+            let (logprobs, entropy) = sampler.scores(sequence, TEMPERATURE);
+            let terms = logprobs * -f64::from(sequence.advantage) + entropy * ENTROPY_COEF;
+            terms.sum(Kind::Double) / run.denominator()
+        });
+        let loss = losses.reduce(|a, b| a + b).unwrap();
+        let expected = sampler.step(loss, LR, 0.0, &ADAM);
+        let step = |sequences: &[Sequence]| {
+            let (mut policy, mut counts) = (run.policy(&mesh), None);
+            let options = PackOptions { max_tokens: run.budget, share_prompts, device: mesh.world.device() };
+            for micro_batch in &pack(sequences, &options).unwrap() {
+                let mut loss = |scores: &Scores| {
+                    counts = scores.differing_experts.as_ref().map(|counts| Vec::<i64>::try_from(counts).unwrap());
+                    Ok(run.loss(micro_batch, scores))
+                };
+                policy.forward_backward(micro_batch, TEMPERATURE, &mut loss).unwrap();
+            }
+            (policy.optimizer_step(LR, 0.0).unwrap().grad_norm, weights(&policy), counts)
+        };
+        let plain = unpadded(&sampler.table, |unit| sampler.units[sampler.table.index(unit)].detach());
+        let (norm, got, counts) = step(&recorded);
+        let counts = counts.unwrap();
+        assert!(counts[0] > 5 && counts[0] * 4 < counts[1], "{counts:?} choices differ");
+        assert!((norm / expected - 1.0).abs() < 1e-9, "norm {norm} against {expected}");
+        assert!(max_difference(&got, &plain) < 1e-10);
+        let by_itself: Vec<Sequence> =
+            recorded.iter().map(|it| Sequence { routed_experts: RoutedExperts::default(), ..it.clone() }).collect();
+        let (other_norm, other, counts) = step(&by_itself);
+        assert!(counts.is_none() && (other_norm / expected - 1.0).abs() > 1e-4, "norm {other_norm} against {expected}");
+        assert!(max_difference(&other, &plain) > 1e-2 * LR);
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_experts_follow_plain_adamw() {
+    let mesh = World::single_on(Backend::Nccl).unwrap().mesh(1, 1).unwrap();
+    for recompute in [GradientCheckpointing::None, GradientCheckpointing::Full] {
+        let run = Run { experts: true, recompute, aux_loss_coef: 0.5, budget: 1000, ..Run::new(0, Kind::Double) };
+        follows_plain_adamw(&mesh, run, 1e-10);
+        follows_plain_adamw(&mesh, Run { kind: Kind::Float, residual: Kind::Float, ..run }, 0.1 * LR);
+    }
+}
+
+/// E sum_e f_e P_e over the rows of all layers and sequences, as the paper prints it.
+pub fn load_balance(routes: &[[Tensor; 2]]) -> Tensor {
+    let rows = |n: usize| Tensor::cat(&routes.iter().map(|both| &both[n]).collect::<Vec<_>>(), 0);
+    let mean = |rows: Tensor| rows.mean_dim(0, false, None);
+    (mean(rows(0)) * mean(rows(1))).sum(None) * routes[0][0].size()[1] as f64
+}
