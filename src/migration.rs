@@ -1,6 +1,10 @@
 //! Keys and values that users of TRL, transformers and verl bring along, and what takes their place here.
 
+mod values;
+
 use serde_json::Value;
+
+pub(crate) use values::{value, value_advice};
 
 /// The counterpart here of `key`, if it is another program's.
 pub(crate) fn advice(key: &str) -> Option<&'static str> {
@@ -30,6 +34,14 @@ pub(crate) fn is_harmless(key: &str) -> bool {
     HARMLESS.iter().any(|name| is_meant(name, bare(key)))
 }
 
+/// [`is_harmless`] at this value: a few keys say what is built in at some values alone.
+pub(crate) fn is_harmless_at(key: &str, value: &Value) -> bool {
+    let key = bare(key);
+    let word = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    let limited = HARMLESS_AT.iter().find(|(name, _)| is_meant(name, key));
+    is_harmless(key) && limited.is_none_or(|(_, values)| values.iter().any(|known| is_meant(known, &word)))
+}
+
 /// A key without Hydra's sign for one that its file lacks, and without verl's longest table.
 pub(crate) fn bare(key: &str) -> &str {
     let key = key.trim_start_matches('+');
@@ -44,45 +56,6 @@ fn is_meant(name: &str, key: &str) -> bool {
     }
 }
 
-/// Our form of `value`, where TRL's differs and its meaning is clear.
-pub(crate) fn value(key: &str, value: &Value) -> Option<Value> {
-    let json = |text: &str| serde_json::from_str::<Value>(text).expect("the table holds JSON");
-    VALUES.iter().find(|(known, theirs, _)| *known == key && json(theirs) == *value).map(|(.., ours)| json(ours))
-}
-
-/// The counterpart here of a `value` that `key` has in other programs.
-pub(crate) fn value_advice(key: &str, value: &Value) -> Option<&'static str> {
-    let word = value.as_str()?;
-    VALUE_ADVICE.iter().find(|(known, theirs, _)| (*known, *theirs) == (key, word)).map(|(.., advice)| *advice)
-}
-
-/// Keys, values of other programs and what is written here.
-const VALUE_ADVICE: &[(&str, &str, &str)] = &[
-    ("loss_type", "gspo", "GSPO is importance_sampling_level = \"sequence\" with loss_type = \"grpo\""),
-    ("kl_estimator", "kl", "verl's kl is kl_estimator = \"k1\""),
-    ("kl_estimator", "mse", "verl's mse is kl_estimator = \"k2\""),
-    ("kl_estimator", "low_var_kl", "verl's low_var_kl is kl_estimator = \"k3\""),
-    ("loss_type", "token-mean", "verl's token-mean is loss_type = \"dapo\""),
-    ("loss_type", "seq-mean-token-mean", "verl's seq-mean-token-mean is loss_type = \"grpo\""),
-    ("lr_scheduler_type", "cosine_with_min_lr", "cosine falls to 0"),
-    ("quantization", "bitsandbytes", "bitsandbytes' 4-bit weights are quantization = \"nf4\""),
-];
-
-/// Keys, theirs and ours as JSON.
-const VALUES: &[(&str, &str, &str)] = &[
-    ("max_steps", "-1", r#""none""#),
-    ("top_k", "-1", "0"),
-    ("save_steps", "-1", r#""none""#),
-    ("eval_steps", "-1", r#""none""#),
-    ("resume_from_checkpoint", "true", r#""latest""#),
-    ("resume_from_checkpoint", "false", r#""none""#),
-    ("gradient_checkpointing", "true", r#""full""#),
-    ("gradient_checkpointing", "false", r#""none""#),
-    ("scale_rewards", "true", r#""group""#),
-    ("scale_rewards", "false", r#""none""#),
-    ("lr_scheduler_type", r#""constant_with_warmup""#, r#""constant""#),
-];
-
 /// Arguments of open-r1's rewards, keys of the table `reward`.
 const REWARD: &[&str] = &["max_completion_len", "soft_punish_cache", "code_language"];
 
@@ -94,6 +67,7 @@ pub(crate) const RENAMED: &[(&str, &str)] = &[
     ("vllm_importance_sampling_clip_max", "importance_sampling_clip_max"),
     ("vllm_importance_sampling_mode", "importance_sampling_mode"),
     ("vllm_importance_sampling_correction", "importance_sampling_correction"),
+    ("vllm_importance_sampling_clip_min", "importance_sampling_clip_min"),
     ("num_generations_eval", "eval_num_generations"),
     ("dataset_configs", "dataset_config"),
     ("data.train_files", "train_file"),
@@ -218,6 +192,20 @@ pub(crate) const HARMLESS: &[&str] = &[
     "trainer.log_val_generations",
 ];
 
+/// Names of [`HARMLESS`], and the values (`start*`: all that begin so) that they are harmless at.
+const HARMLESS_AT: &[(&str, &[&str])] = &[
+    ("optim", &["adamw_torch*", "adamw_hf", "adamw_apex_fused"]),
+    ("optim_args", &[]),
+    ("bf16", &["true"]),
+    ("fp16", &["false"]),
+    ("torch_dtype", &["auto", "bfloat16"]),
+    ("vllm_structured_outputs_regex", &[]),
+    ("vllm_guided_decoding_regex", &[]),
+    ("rollout.dtype", &["auto", "bfloat16"]),
+    ("rollout.val_kwargs.do_sample", &["true"]),
+    ("reward_model.reward_manager", &["naive", "batch", "prime"]),
+];
+
 /// The answer for keys without a counterpart here.
 pub(crate) const NONE: &str = "nothing takes its place; colo-grpo config prints every key there is";
 const WARMUP: &str = "warmup_steps, which is the ratio x updates in all: max_steps or, without it, num_train_epochs x rows x \
@@ -253,12 +241,12 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
     ),
     (&["max_seq_length"], "max_model_length"),
     (&["vllm_enable_sleep_mode"], "the engine always sleeps while training"),
-    (&["vllm_importance_sampling_clip_min"], "importance_sampling_clip_min"),
     (
         &["normalize_advantages", "rloo_k"],
         "RLOO is advantage_estimator = rloo; scale_rewards = batch normalizes its advantages, none leaves them, and \
          num_generations is its k",
     ),
+    (&["vllm_structured_outputs_regex", "vllm_guided_decoding_regex"], NONE),
     (&["use_vllm", "vllm_*"], "the engine is built in; mode = colocated or split"),
     (&["bf16", "fp16", "tf32", "torch_dtype"], "dtype = auto, float32 or bfloat16"),
     (

@@ -190,22 +190,36 @@ fn plan(args: &PlanArgs) -> Result<ExitCode> {
             (placement, Room::available(placement, nproc)?)
         }
     };
-    if !placement.on_cuda {
-        terminal::say("planned for the memory of this machine's CPU; --gpu_memory_gib plans for GPUs, these or others");
-    }
-    let preflight = match model.is_given() {
-        true => Preflight::of_shape(&config, Arc::new(model.spec()?), placement, nproc, room)?,
-        false if fetch::has_rows(&config) => Preflight::new(&config, placement, nproc, room)?,
+    let planned = match model.is_given() {
+        true => Preflight::of_shape(&config, Arc::new(model.spec()?), placement, nproc, room),
+        false if fetch::has_rows(&config) => Preflight::new(&config, placement, nproc, room),
         false => {
             terminal::say(
                 "notice: the rows are not here, so prompts count as long as max_prompt_length or the context allows",
             );
-            Preflight::without_rows(&config, placement, nproc, room)?
+            Preflight::without_rows(&config, placement, nproc, room)
         }
     };
+    let preflight = planned.map_err(|error| match error {
+        Error::Environment { message } if !placement.on_cuda => {
+            Error::Environment { message: format!("planned for this machine's CPU; {FOR_GPUS}. On the CPU {message}") }
+        }
+        Error::Hub { repo, message } if !model.is_given() => Error::Hub {
+            repo,
+            message: format!("{message}; --model_preset NAME or --config_json FILE plans a shape without its files"),
+        },
+        other => other,
+    })?;
+    if !placement.on_cuda {
+        terminal::say(format_args!("planned for the memory of this machine's CPU; {FOR_GPUS}"));
+    }
     terminal::print(format_args!("{preflight}\n"))?;
     Ok(ExitCode::Done)
 }
+
+/// How `plan` is told of GPUs that are not here.
+const FOR_GPUS: &str =
+    "for GPUs, these or others, give the free memory of each: --gpu_memory_gib 79 (H100), 139 (H200)";
 
 /// The configuration, or all that is wrong with it, with the files that it names, and with what `check` finds.
 fn checked_together<T>(

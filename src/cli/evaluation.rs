@@ -34,7 +34,7 @@ impl Evaluation {
     /// Those of [`Config::load`], of [`RowSources::held_out`] and of [`RewardPool::start`].
     pub fn new(args: &EvalArgs) -> Result<Self> {
         let evaluation = match &args.config {
-            Some(file) => Self::of_run(file, args.n)?,
+            Some(file) => Self::of_run(file, &args.overrides, args.n)?,
             None => Self::of_options(args)?,
         };
         evaluation.rewards.start()?;
@@ -63,9 +63,9 @@ impl Evaluation {
         })
     }
 
-    /// The evaluation that the run makes itself.
-    fn of_run(file: &Path, n: Option<usize>) -> Result<Self> {
-        let config = Config::load(Some(file), &[])?;
+    /// The evaluation that the run makes itself, but for its `overrides`.
+    fn of_run(file: &Path, overrides: &[String], n: Option<usize>) -> Result<Self> {
+        let config = Config::load(Some(file), overrides)?;
         let rewards = RewardPool::new(&config)?;
         let solved_by = config.deciding_rewards(rewards.judges());
         let expected = "a configuration with eval_file, or with dataset_name and dataset_test_split";

@@ -10,7 +10,7 @@ use crate::model::ModelSource;
 use crate::phase;
 
 /// Looks for the model and the rows of a configuration and downloads what is named, in the launcher or the only process of a run.
-/// Returns every one that is missing.
+/// Returns every one that is missing; of a repository with both splits of the rows, once.
 pub(super) fn missing(file: Option<&Path>, overrides: &[String]) -> Vec<Error> {
     let Some(sources) = Config::sources(file, overrides).filter(|_| !is_worker()) else {
         return Vec::new();
@@ -25,7 +25,9 @@ pub(super) fn missing(file: Option<&Path>, overrides: &[String]) -> Vec<Error> {
     let held_out = RowSources::held_out(&sources.data, sources.eval_steps, &hub);
     let model = model.err().map(|error| of_the_model(error, "model_name_or_path"));
     let teacher = teacher.map(|error| of_the_model(error, "teacher_model_name_or_path"));
-    [model, teacher, train.err(), held_out.err()].into_iter().flatten().collect()
+    let mut missing: Vec<_> = [model, teacher, train.err(), held_out.err()].into_iter().flatten().collect();
+    missing.dedup_by_key(|error| error.to_string());
+    missing
 }
 
 /// Downloads a model that is named.

@@ -43,7 +43,7 @@ pub fn run(args: impl Iterator<Item = OsString>) -> ExitCode {
                 let printed = terminal::print(usage.render());
                 return printed.map_or_else(|error| launch::report_failure(&error), |()| ExitCode::Done);
             }
-            let usage = args::with_other_shapes(usage);
+            let usage = args::with_tips(usage);
             terminal::say(redact(usage.render().to_string().trim_end())); // it repeats what was typed
             return ExitCode::Configuration;
         }

@@ -9,6 +9,7 @@ use crate::error::Error;
 /// Makes `train` the default, turns `--a.b c` of a configuration key into the override `a.b=c` (`--key` alone into
 /// `key=true`), and takes hyphens for underscores in names.
 pub fn normalise(argv: Vec<String>) -> Vec<String> {
+    let has_config = has_config(&argv);
     let mut rest = argv.into_iter().peekable();
     let mut out: Vec<String> = rest.next().into_iter().collect();
     let Some(first) = rest.peek() else {
@@ -27,7 +28,7 @@ pub fn normalise(argv: Vec<String>) -> Vec<String> {
         command = inner;
         out.extend(rest.next());
     }
-    let takes_keys = takes_keys(command);
+    let takes_keys = takes_keys(command, has_config);
     while let Some(argument) = rest.next() {
         let Some(option) = argument.strip_prefix("--") else {
             out.push(argument);
@@ -62,13 +63,19 @@ pub fn name_options(argv: &[String], error: Error) -> Error {
     }
     let last = key.rsplit('.').next().unwrap_or(&key).to_owned();
     let mut options = [key.replace('.', "_"), last].into_iter();
-    let option = options.find(|name| !takes_keys(command) && has_option(command, name));
+    let names_keys = takes_keys(command, has_config(argv));
+    let option = options.find(|name| !names_keys && has_option(command, name));
     Error::InvalidValue { key: option.map_or(key, |name| format!("--{name}")), got, expected }
 }
 
-/// Whether a command has overrides of configuration keys.
-fn takes_keys(command: &Command) -> bool {
-    command.get_arguments().any(|known| known.get_id() == "overrides")
+/// Whether a command has overrides of configuration keys; `eval` has them beside `--config` alone.
+fn takes_keys(command: &Command, has_config: bool) -> bool {
+    let has_overrides = command.get_arguments().any(|known| known.get_id() == "overrides");
+    has_overrides && (has_config || command.get_name() != "eval")
+}
+
+fn has_config(argv: &[String]) -> bool {
+    argv.iter().any(|word| word == "--config" || word.starts_with("--config="))
 }
 
 /// Whether an option is the command's own; else it is a configuration key.
@@ -119,7 +126,11 @@ mod tests {
             "colo-grpo bench step --preset tiny --nproc 2 tensor_parallel_size=2 zero.stage=3 residency.optimizer=swap"
         );
         assert_eq!(normalised("colo-grpo bench train --zero-stage 3"), "colo-grpo bench train --zero_stage 3");
-        assert_eq!(normalised("colo-grpo eval --top-p 1 -n 2"), "colo-grpo eval --top_p 1 -n 2");
+        assert_eq!(normalised("colo-grpo eval --top-p 1 --tempreature 2"), "colo-grpo eval --top_p 1 --tempreature 2");
+        assert_eq!(
+            normalised("colo-grpo eval --config a.json --max-eval-samples 4 top_p=1 -n 2"),
+            "colo-grpo eval --config a.json max_eval_samples=4 top_p=1 -n 2"
+        );
         assert_eq!(
             normalised("colo-grpo plan --gpu-memory-gib 79 --preset tiny --nproc 8 --beta 1"),
             "colo-grpo plan --gpu_memory_gib 79 --preset tiny --nproc 8 beta=1"
@@ -133,6 +144,7 @@ mod tests {
     fn errors_name_the_option_that_was_typed() {
         for (line, key, expected) in [
             ("colo-grpo eval --answer_pattern (", "reward.answer_pattern", "--answer_pattern"),
+            ("colo-grpo eval --config a.json temperature=-1", "temperature", "temperature"),
             ("colo-grpo generate --tp 3", "tensor_parallel_size", "--tensor_parallel_size"),
             ("colo-grpo bench train --zero_stage 4", "zero.stage", "--zero_stage"),
             ("colo-grpo eval --data x", "kv_cache_bytes", "kv_cache_bytes"),

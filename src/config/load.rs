@@ -55,6 +55,14 @@ impl Config {
         Self::validate(&RawConfig::read_text(text, Path::new("saved configuration"))?)
     }
 
+    /// Reads keys that no file has: its errors name no line.
+    ///
+    /// # Errors
+    /// As [`Config::load`].
+    pub(crate) fn from_imported(entries: impl IntoIterator<Item = (String, serde_json::Value)>) -> Result<Self> {
+        Self::validate(&RawConfig::of_entries(entries)?)
+    }
+
     /// Where a run's model and rows are, of a configuration that may be wrong otherwise: what is missing is then reported with
     /// all that is wrong.
     pub fn sources(file: Option<&Path>, overrides: &[String]) -> Option<Sources> {

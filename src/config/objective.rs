@@ -101,7 +101,10 @@ impl Config {
         let Some(delta) = self.delta else { return Ok(()) };
         let high = self.epsilon_high.unwrap_or(self.epsilon);
         check("delta", delta, delta > 1.0 + high, format!("above 1 + epsilon_high = {}", 1.0 + high))?;
-        let clips = !matches!(self.loss_type, LossType::Cispo | LossType::Sapo | LossType::Vespo);
+        let clips = match self.loss_type {
+            LossType::Grpo | LossType::DrGrpo | LossType::Bnpo | LossType::Dapo | LossType::Luspo => true,
+            LossType::Cispo | LossType::Sapo | LossType::Vespo => false,
+        };
         let expected = format!("to be left out: loss_type {} does not read it", self.loss_type.name());
         check("delta", delta, clips, expected)
     }

@@ -34,7 +34,7 @@ struct Entry {
     value: Value,
     /// The value as written, where `value` replaces it.
     written: Option<Value>,
-    /// `run.toml:12` or `command line`.
+    /// `run.toml:12` or `command line`; empty where there is no place.
     origin: String,
 }
 
@@ -95,6 +95,13 @@ impl RawConfig {
         Ok(raw)
     }
 
+    /// Takes keys with their values that have no place.
+    pub fn of_entries(entries: impl IntoIterator<Item = (String, Value)>) -> Result<Self> {
+        let mut raw = Self::default();
+        entries.into_iter().try_for_each(|(key, value)| raw.add(key, value, String::new()))?;
+        Ok(raw)
+    }
+
     /// Every key with its value, and what was written where that stands for something else.
     pub fn into_entries(self) -> impl Iterator<Item = (String, Value, Option<Value>)> {
         self.entries.into_iter().map(|Entry { key, value, written, .. }| (key, value, written))
@@ -124,7 +131,7 @@ impl RawConfig {
     pub fn locate(&self, error: Error) -> Error {
         match error {
             Error::InvalidValue { key, got, expected } => {
-                let entry = self.entries.iter().find(|entry| entry.key == key);
+                let entry = self.entries.iter().find(|entry| entry.key == key && !entry.origin.is_empty());
                 let place = entry.map(|entry| format!(" ({})", entry.origin)).unwrap_or_default();
                 Error::InvalidValue { key, got, expected: expected + &place }
             }

@@ -203,6 +203,10 @@ fn losses_gradients_and_metrics_are_those_of_trl() {
     let golden = golden();
     let cases = golden["losses"].as_array().unwrap();
     assert!(cases.len() > 150);
+    for loss_type in LossType::ALL {
+        let has_case = cases.iter().any(|case| case["config"]["loss_type"] == loss_type.name());
+        assert!(has_case, "{}: no case; scripts/golden_trl.py makes them", loss_type.name());
+    }
     for case in cases {
         let name = case["name"].as_str().unwrap();
         let batch = golden_batch(&golden, case);

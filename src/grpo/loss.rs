@@ -73,7 +73,7 @@ pub fn policy_loss(input: &LossInput, config: &LossConfig, denominators: &Denomi
         terms = terms.map(|term| term * kept.to_kind(kind));
     }
     if let Some(correction) = &correction {
-        if config.loss_type != LossType::Vespo {
+        if config.multiplies_by_correction() {
             terms = terms.map(|term| term * &correction.per_token);
         }
         record_sampling(&mut recorder, correction);

@@ -139,6 +139,15 @@ impl From<&Config> for LossConfig {
 }
 
 impl LossConfig {
+    /// Whether the policy term is multiplied by the sampler correction; vespo's weights contain it.
+    pub(super) fn multiplies_by_correction(&self) -> bool {
+        match self.loss_type {
+            LossType::Vespo => false,
+            LossType::Grpo | LossType::DrGrpo | LossType::Bnpo | LossType::Dapo => true,
+            LossType::Cispo | LossType::Sapo | LossType::Luspo => true,
+        }
+    }
+
     /// Whether the loss has an entropy bonus, if only with a weight that is 0 for now.
     pub fn has_entropy_bonus(&self) -> bool {
         self.entropy_coef != 0.0 || self.use_adaptive_entropy

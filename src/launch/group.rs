@@ -58,7 +58,7 @@ pub(super) struct Workers {
 pub(super) struct AttemptOutcome {
     pub(super) code: ExitCode,
     /// In the order in which they are to be told.
-    messages: Vec<String>,
+    pub(super) messages: Vec<String>,
     was_asked_to_stop: bool,
 }
 

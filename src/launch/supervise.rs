@@ -42,7 +42,7 @@ fn launch(options: &LaunchOptions) -> Result<ExitCode> {
             if outcome.is_worth_a_restart() || outcome.was_stopped() {
                 let may_restart = outcome.is_worth_a_restart() && options.max_restarts == 0;
                 let hint = if may_restart { "; max_restarts=N continues by itself" } else { "" };
-                way_on::tell_way_on(options.output_dir.as_deref(), hint);
+                way_on::tell_way_on(options.output_dir.as_deref(), hint, &outcome.messages);
             }
             return Ok(outcome.code);
         }

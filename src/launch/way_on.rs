@@ -33,11 +33,14 @@ impl OnStop {
     }
 }
 
-/// Prints the command that continues a run whose output folder has a checkpoint; `hint` says what else would.
-pub(super) fn tell_way_on(output_dir: Option<&Path>, hint: &str) {
+/// Prints the command that continues a run whose output folder has a checkpoint; `hint` says what else would. The newest checkpoint is
+/// named unless a message has `said` it.
+pub(super) fn tell_way_on(output_dir: Option<&Path>, hint: &str, said: &[String]) {
     let saved = output_dir.map(checkpoint::list).and_then(Result::ok).unwrap_or_default();
-    if let Some(newest) = saved.last() {
-        terminal::say(format_args!("saved: {}{hint}; to continue: {}", newest.display(), resume_command()));
+    let Some(newest) = saved.last().map(|newest| newest.display().to_string()) else { return };
+    match said.iter().any(|message| message.ends_with(&newest)) {
+        true => terminal::say(format_args!("to continue: {}", resume_command())),
+        false => terminal::say(format_args!("saved: {newest}{hint}; to continue: {}", resume_command())),
     }
 }
 

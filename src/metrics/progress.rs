@@ -11,7 +11,7 @@ use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 use super::step::MetricValues;
 use crate::phase::terminal::{self, StatusLine};
 
-/// Lines outside a terminal come no closer than this; the last step always gets one.
+/// Lines outside a terminal come no closer than this, so that quick steps are left out; the run's last step always gets one.
 const LINE_INTERVAL: Duration = Duration::from_secs(1);
 /// The status is drawn anew no more often than this, but for a new phase or step.
 const FRAME_INTERVAL: Duration = Duration::from_millis(100);
@@ -61,6 +61,8 @@ struct RunningPhase {
 #[derive(Debug)]
 struct Lines {
     last: Cell<Option<Instant>>,
+    /// The line of the newest step, if it was left out.
+    left_out: RefCell<Option<String>>,
 }
 
 /// Shows how much host memory is pinned, told `(done, total)` in bytes; nothing where not `is_first_rank`.
@@ -123,7 +125,8 @@ impl ProgressBar {
     pub fn new(max_steps: u64, done: u64, is_first_rank: bool) -> Self {
         let (start, summary) = (Instant::now(), Vec::new());
         let state = BarState { start, first_step: done, step: done, max_steps, summary, part: None, shown: None };
-        let lines = (is_first_rank && !terminal::is_shown()).then(|| Rc::new(Lines { last: Cell::new(None) }));
+        let lines = (is_first_rank && !terminal::is_shown())
+            .then(|| Rc::new(Lines { last: Cell::new(None), left_out: RefCell::new(None) }));
         Self { is_first_rank, state: Rc::new(RefCell::new(state)), lines }
     }
 
@@ -164,9 +167,13 @@ impl ProgressBar {
         drop(state);
         self.show(true);
         let Some(lines) = &self.lines else { return };
+        let line = format!("step {step}/{total} | {text} | {times}");
         if step == total || lines.last.get().is_none_or(|last| last.elapsed() >= LINE_INTERVAL) {
             lines.last.set(Some(Instant::now()));
-            self.say(&format!("step {step}/{total} | {text} | {times}"));
+            lines.left_out.take();
+            self.say(&line);
+        } else {
+            lines.left_out.replace(Some(line));
         }
     }
 
@@ -179,8 +186,11 @@ impl ProgressBar {
         }
     }
 
-    /// Takes the status away.
+    /// Takes the status away, and prints the line of the last step where a run ends before its time.
     pub fn finish(&self) {
+        if let Some(line) = self.lines.as_ref().and_then(|lines| lines.left_out.take()) {
+            self.say(&line);
+        }
         if self.is_first_rank {
             terminal::show(Vec::new());
         }
@@ -302,6 +312,9 @@ mod tests {
         let first = lines.last.get();
         progress.finish_step(2, &MetricValues::new());
         assert_eq!(lines.last.get(), first);
+        assert!(lines.left_out.borrow().as_ref().is_some_and(|line| line.starts_with("step 2/3")));
+        progress.finish();
+        assert!(lines.left_out.borrow().is_none(), "the end of a run prints it");
         progress.finish_step(3, &MetricValues::new());
         assert_ne!(lines.last.get(), first);
     }

@@ -106,13 +106,15 @@ pub(super) fn formula(keep: GradientCheckpointing, fullest: Moment, input: &Plan
     let each = |bytes: usize| bytes as f64 / parameters;
     format!(
         "{experts}bytes a parameter between uses: {:.2} weights + {:.2} gradients + {:.2} optimizer, x {:.1} M\n\
-         training's fullest moment: {} of gradients, {} of weights beside those, whole units under way among both\n\
+         the column train is training's fullest moment: {} of gradients are there then (at the step {}), and {} of gathered weights, \
+         whole units under way among both\n\
          bytes a token: {:.0} kept + {:.0} at once, x {tokens}",
         each(bytes.weights),
         each(bytes.gradients),
         each(bytes.optimizer),
         parameters / 1e6,
         human(fullest.gradients),
+        human(bytes.gradients),
         human(fullest.gathered),
         (spec.num_layers * activations.saved) as f64 / tokens as f64,
         at_once as f64 / tokens as f64,

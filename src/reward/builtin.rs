@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use regex::Regex;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::style;
 use super::{RewardFunction, RewardInput, answer};
@@ -21,33 +21,61 @@ enum Needs {
     Tests,
 }
 
-/// Every built-in reward: its name, what it needs, and whether it says that a completion is right, not only how it is given.
-const BUILTIN: &[(&str, Needs, bool)] = &[
-    ("format", Needs::Nothing, false),
-    ("numeric_answer", Needs::Answer, true),
-    ("exact_answer", Needs::Answer, true),
-    ("math", Needs::Answer, true),
-    ("accuracy", Needs::Answer, true),
-    ("accuracy_reward", Needs::Answer, true),
-    ("reasoning_accuracy_reward", Needs::Answer, true),
-    ("cosine", Needs::Answer, false),
-    ("get_cosine_scaled_reward", Needs::Answer, false),
-    ("length", Needs::Answer, false),
-    ("code", Needs::Tests, true),
-    ("binary_code", Needs::Tests, true),
-    ("tag_count", Needs::Nothing, false),
-    ("reasoning_steps", Needs::Nothing, false),
-    ("repetition_penalty", Needs::Nothing, false),
-    ("code_format", Needs::Nothing, false),
-    ("soft_overlong_punishment", Needs::Nothing, false),
-    ("think_format_reward", Needs::Nothing, false),
-    ("get_repetition_penalty_reward", Needs::Nothing, false),
-    ("get_soft_overlong_punishment", Needs::Nothing, false),
-];
+/// Compares a completion's answer, which a pattern finds, with a column of the row.
+type Comparison = fn(&str, &Regex, &Map<String, Value>, &str) -> Result<f32>;
+
+/// The code that scores a built-in reward.
+enum Scorer {
+    /// A function of this process, from the settings.
+    Function(fn(&RewardConfig) -> Result<RewardFunction>),
+    /// Another process: math-verify's, or the sandbox.
+    Process,
+}
+
+/// A built-in reward.
+struct Builtin {
+    name: &'static str,
+    needs: Needs,
+    /// Whether it says that a completion is right, not only how it is given.
+    is_judge: bool,
+    scorer: Scorer,
+}
+
+const fn row(name: &'static str, needs: Needs, is_judge: bool, scorer: Scorer) -> Builtin {
+    Builtin { name, needs, is_judge, scorer }
+}
+
+/// Every built-in reward.
+const BUILTIN: &[Builtin] = {
+    use Needs::{Answer, Nothing, Tests};
+    use Scorer::{Function, Process};
+    &[
+        row("format", Nothing, false, Function(format_reward)),
+        row("numeric_answer", Answer, true, Function(|settings| comparison(answer::numeric_answer, settings))),
+        row("exact_answer", Answer, true, Function(|settings| comparison(answer::exact_answer, settings))),
+        row("math", Answer, true, Process),
+        row("accuracy", Answer, true, Process),
+        row("accuracy_reward", Answer, true, Process),
+        row("reasoning_accuracy_reward", Answer, true, Process),
+        row("cosine", Answer, false, Process),
+        row("get_cosine_scaled_reward", Answer, false, Process),
+        row("length", Answer, false, Process),
+        row("code", Tests, true, Process),
+        row("binary_code", Tests, true, Process),
+        row("tag_count", Nothing, false, Function(|_| of(|input| style::tag_count(input.completion)))),
+        row("reasoning_steps", Nothing, false, Function(reasoning_steps)),
+        row("repetition_penalty", Nothing, false, Function(repetition_of_words)),
+        row("code_format", Nothing, false, Function(code_format)),
+        row("soft_overlong_punishment", Nothing, false, Function(soft_overlong_punishment)),
+        row("think_format_reward", Nothing, false, Function(|_| of(|input| style::think_format(input.completion)))),
+        row("get_repetition_penalty_reward", Nothing, false, Function(repetition_of_tokens)),
+        row("get_soft_overlong_punishment", Nothing, false, Function(soft_overlong_punishment)),
+    ]
+};
 
 /// Names of the built-in rewards.
 pub fn names() -> impl Iterator<Item = &'static str> {
-    BUILTIN.iter().map(|(name, ..)| *name)
+    BUILTIN.iter().map(|row| row.name)
 }
 
 /// The column that a built-in reward cannot do without; none for other names.
@@ -61,7 +89,7 @@ pub(super) fn required_column<'a>(name: &str, settings: &'a RewardConfig) -> Opt
 
 /// Whether a built-in reward of this name says that a completion is right.
 pub(super) fn is_judge(name: &str) -> bool {
-    BUILTIN.iter().any(|(known, _, is_judge)| *known == name && *is_judge)
+    find(name).is_some_and(|row| row.is_judge)
 }
 
 /// Whether a built-in reward of this name compares answers.
@@ -70,7 +98,11 @@ pub(super) fn compares_answers(name: &str) -> bool {
 }
 
 fn needs(name: &str) -> Needs {
-    BUILTIN.iter().find(|(known, ..)| *known == name).map_or(Needs::Nothing, |(_, needs, _)| *needs)
+    find(name).map_or(Needs::Nothing, |row| row.needs)
+}
+
+fn find(name: &str) -> Option<&'static Builtin> {
+    BUILTIN.iter().find(|row| row.name == name)
 }
 
 /// The built-in reward of this name, which `key` gives, that is a function.
@@ -78,53 +110,61 @@ fn needs(name: &str) -> Needs {
 /// # Errors
 /// [`Error::InvalidValue`] for an unknown name or a pattern that does not compile.
 pub fn function(key: &str, name: &str, settings: &RewardConfig) -> Result<RewardFunction> {
-    let arguments = settings.arguments.clone();
-    let (ngram_size, max_penalty) = (arguments.repetition_n_grams, arguments.repetition_max_penalty);
-    Ok(match name {
-        "format" => {
-            let whole = format!(r"\A(?:{})\z", settings.format_pattern);
-            let pattern = compiled("reward.format_pattern", &whole)?;
-            Arc::new(move |input| Ok(answer::format(input.completion, &pattern)))
-        }
-        "numeric_answer" | "exact_answer" => {
-            let pattern = compiled("reward.answer_pattern", &settings.answer_pattern)?;
-            let compare = if name == "numeric_answer" { answer::numeric_answer } else { answer::exact_answer };
-            let column = settings.answer_column.clone();
-            Arc::new(move |input| compare(input.completion, &pattern, input.columns, &column))
-        }
-        "tag_count" => of(|input| style::tag_count(input.completion)),
-        "reasoning_steps" => {
-            let pattern = Regex::new(style::STEP_PATTERN).expect("a pattern of this program");
-            of(move |input| style::reasoning_steps(input.completion, &pattern))
-        }
-        "think_format_reward" => of(|input| style::think_format(input.completion)),
-        "code_format" => of(move |input| {
-            let of_row = input.columns.get("language").and_then(Value::as_str);
-            style::code_format(input.completion, of_row.unwrap_or(&arguments.code_language))
-        }),
-        "repetition_penalty" => {
-            of(move |input| style::repetition_penalty(&style::words(input.completion), ngram_size, max_penalty))
-        }
-        "get_repetition_penalty_reward" => {
-            of(move |input| style::repetition_penalty(input.token_ids, ngram_size, max_penalty))
-        }
-        "soft_overlong_punishment" | "get_soft_overlong_punishment" => of(move |input| {
-            let (longest, cache) = (arguments.max_completion_len, arguments.soft_punish_cache);
-            style::soft_overlong_punishment(input.token_ids.len(), longest, cache)
-        }),
+    match find(name) {
+        Some(Builtin { scorer: Scorer::Function(of_settings), .. }) => of_settings(settings),
         _ => {
             let names = names().collect::<Vec<_>>().join(", ");
             let expected = format!(
                 "names among {names}, a configuration's tables rewards.NAME, or Python functions as file.py:function{}",
                 advice(name)
             );
-            return Err(Error::invalid_value(key, name, expected));
+            Err(Error::invalid_value(key, name, expected))
         }
+    }
+}
+
+fn of(score: impl Fn(&RewardInput<'_>) -> f64 + Send + Sync + 'static) -> Result<RewardFunction> {
+    Ok(Arc::new(move |input| Ok(score(input) as f32)))
+}
+
+fn format_reward(settings: &RewardConfig) -> Result<RewardFunction> {
+    let pattern = compiled("reward.format_pattern", &format!(r"\A(?:{})\z", settings.format_pattern))?;
+    Ok(Arc::new(move |input| Ok(answer::format(input.completion, &pattern))))
+}
+
+/// A comparison of the completion's answer with the row's.
+fn comparison(compare: Comparison, settings: &RewardConfig) -> Result<RewardFunction> {
+    let pattern = compiled("reward.answer_pattern", &settings.answer_pattern)?;
+    let column = settings.answer_column.clone();
+    Ok(Arc::new(move |input| compare(input.completion, &pattern, input.columns, &column)))
+}
+
+fn reasoning_steps(_: &RewardConfig) -> Result<RewardFunction> {
+    let pattern = Regex::new(style::STEP_PATTERN).expect("a pattern of this program");
+    of(move |input| style::reasoning_steps(input.completion, &pattern))
+}
+
+fn code_format(settings: &RewardConfig) -> Result<RewardFunction> {
+    let language = settings.arguments.code_language.clone();
+    of(move |input| {
+        let of_row = input.columns.get("language").and_then(Value::as_str);
+        style::code_format(input.completion, of_row.unwrap_or(&language))
     })
 }
 
-fn of(score: impl Fn(&RewardInput<'_>) -> f64 + Send + Sync + 'static) -> RewardFunction {
-    Arc::new(move |input| Ok(score(input) as f32))
+fn repetition_of_words(settings: &RewardConfig) -> Result<RewardFunction> {
+    let (size, penalty) = (settings.arguments.repetition_n_grams, settings.arguments.repetition_max_penalty);
+    of(move |input| style::repetition_penalty(&style::words(input.completion), size, penalty))
+}
+
+fn repetition_of_tokens(settings: &RewardConfig) -> Result<RewardFunction> {
+    let (size, penalty) = (settings.arguments.repetition_n_grams, settings.arguments.repetition_max_penalty);
+    of(move |input| style::repetition_penalty(input.token_ids, size, penalty))
+}
+
+fn soft_overlong_punishment(settings: &RewardConfig) -> Result<RewardFunction> {
+    let (longest, cache) = (settings.arguments.max_completion_len, settings.arguments.soft_punish_cache);
+    of(move |input| style::soft_overlong_punishment(input.token_ids.len(), longest, cache))
 }
 
 /// Advice for a reward that users of TRL, open-r1 and verl bring along, or that lacks its function.
@@ -157,9 +197,11 @@ pub(super) fn compiled(key: &str, pattern: &str) -> Result<Regex> {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Map, Value, json};
+    use serde_json::json;
 
     use super::*;
+    use crate::reward::code;
+    use crate::reward::verdict::Verdict;
     use crate::types::FinishReason;
 
     /// Scores of open-r1 (commit 1416fa0) and TRL 1.16, by scripts/golden_rewards.py.
@@ -200,6 +242,20 @@ mod tests {
                 score(name, &settings, text, &[], columns.as_object().unwrap())
             };
             assert_golden(expected, key, golden["texts"].as_array().unwrap().iter().map(of).collect());
+        }
+    }
+
+    #[test]
+    fn every_row_is_scored_by_a_function_or_a_process() {
+        let processes = Verdict::NAMES.into_iter().chain([code::NAME, code::BINARY_NAME]);
+        let rows = BUILTIN.iter().filter(|row| matches!(row.scorer, Scorer::Process)).map(|row| row.name);
+        assert!(processes.clone().all(|name| rows.clone().any(|row| row == name)));
+        assert!(rows.clone().all(|row| processes.clone().any(|name| row == name)));
+        for row in BUILTIN {
+            assert_eq!(
+                function("reward_funcs", row.name, &RewardConfig::default()).is_ok(),
+                rows.clone().all(|name| name != row.name)
+            );
         }
     }
 

@@ -268,7 +268,7 @@ impl<'a> RolloutEngine<'a> {
         }
         memory::release_idle(options.device)?; // what the trainer gave up and the engine does not need
         if before.is_none() && tp.rank() == 0 {
-            tracing::info!("# KV blocks: {num_blocks} x {} tokens", options.block_size);
+            tracing::info!("the KV cache has {num_blocks} blocks of {} tokens", options.block_size);
         }
         self.stats.num_blocks = num_blocks;
         Ok(())

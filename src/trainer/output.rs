@@ -131,7 +131,10 @@ impl RunOutput {
         let has_no_signal = !has_teacher && (is("frac_reward_zero_std", 1.0) || is("grad_norm", 0.0));
         self.log.step(step, values.clone());
         if has_no_signal && !std::mem::replace(&mut self.said_no_signal, true) {
-            self.say(&format!("step {step}: warning: in no group do rewards differ: no advantage, no gradient"));
+            let text = "in no group do rewards differ: no advantage, no gradient";
+            self.say(&format!(
+                "step {step}: warning: {text}; this is said once, and frac_reward_zero_std has every step's share of such groups"
+            ));
         }
         Ok(values)
     }

@@ -23,7 +23,7 @@ fn generate(more: &str, num_engines: usize) -> Vec<Value> {
     }
     let ended = end(command.spawn().unwrap());
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
-    assert_eq!(ended.stderr.matches("# KV blocks: ").count(), num_engines, "{}", ended.stderr);
+    assert_eq!(ended.stderr.matches("the KV cache has ").count(), num_engines, "{}", ended.stderr);
     json_lines(&ended.stdout)
 }
 

@@ -80,6 +80,13 @@ fn an_evaluation_that_could_not_decide_or_be_written_is_refused() {
     run(&format!("{eval} {rows} --output out.txt")).assert_error("extension", 2, &["--output = out.txt", "FILE.jsonl"]);
     let both = run(&format!("{eval} {rows} --config configs/tiny-cpu.toml"));
     assert!(both.code == Some(2) && both.stderr.contains("cannot be used with"), "{}", both.stderr);
+    let key = run(&format!("{eval} --config configs/tiny-cpu.toml --max_completion_length 16"));
+    assert!(key.code == Some(2) && key.stderr.contains("max_completion_length=16"), "{}", key.stderr);
+    run(&format!("{eval} --config configs/tiny-cpu.toml temperature=-1")).assert_error(
+        "key",
+        2,
+        &["temperature = -1: expected"],
+    );
 }
 
 /// Without `max_prompt_length` the longest prompt of the rows counts, not the model's whole context.

@@ -67,14 +67,20 @@ impl ModelArgs {
     }
 }
 
-/// Says how a shape is given that has no name.
-pub fn with_other_shapes(mut usage: clap::Error) -> clap::Error {
-    use clap::error::{ContextKind, ContextValue};
-    let of_preset = |value: &ContextValue| value.to_string().starts_with("--model_preset");
-    if usage.get(ContextKind::InvalidArg).is_some_and(of_preset) {
-        let tip = "a model of any other shape: --config_json FILE, its config.json of Hugging Face";
-        usage.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
-    }
+/// Says how a shape is given that has no name, and how a key is given beside a configuration.
+pub fn with_tips(mut usage: clap::Error) -> clap::Error {
+    use clap::error::{ContextKind, ContextValue, ErrorKind};
+    let begins = |kind, start| usage.get(kind).is_some_and(|value: &ContextValue| value.to_string().starts_with(start));
+    let is_conflict = usage.kind() == ErrorKind::ArgumentConflict
+        && [ContextKind::InvalidArg, ContextKind::PriorArg].iter().any(|kind| begins(*kind, "--config <"));
+    let tip = match () {
+        () if begins(ContextKind::InvalidArg, "--model_preset") => {
+            "a model of any other shape: --config_json FILE, its config.json of Hugging Face"
+        }
+        () if is_conflict => "beside --config, a key of the run is given as key=value: max_completion_length=16",
+        () => return usage,
+    };
+    usage.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
     usage
 }
 

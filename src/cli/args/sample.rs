@@ -108,6 +108,9 @@ pub struct EvalArgs {
     #[arg(long, conflicts_with_all = ["data", "system_prompt", "prompt_format", "reward", "answer_pattern", "temperature", "top_p"])]
     #[arg(conflicts_with_all = ["top_k", "min_p", "stop", "max_completion_length", "seed", "max_model_length"])]
     pub config: Option<PathBuf>,
+    /// Keys of rows, prompts, sampling and rewards that differ from the run's: key=value, section.key=value
+    #[arg(requires = "config")]
+    pub overrides: Vec<String>,
     /// Problems: a file of rows (JSONL, JSON, Parquet, CSV)
     #[arg(long, required_unless_present = "config")]
     pub data: Option<PathBuf>,

@@ -24,29 +24,63 @@ impl ForeignKeys {
         self.entries.iter().any(|(key, ..)| starts.iter().any(|start| key.trim_start_matches('+').starts_with(start)))
     }
 
-    /// Takes a key out: its value as it was written. verl's names are without `actor_rollout_ref`.
+    /// Takes a key out that is set to something: its value as it was written. verl's names are without `actor_rollout_ref`. Whoever takes
+    /// a key says what becomes of it.
     pub fn take(&mut self, name: &str) -> Option<Value> {
-        let at = self.entries.iter().position(|(key, ..)| migration::bare(key) == name)?;
+        self.take_if(name, |_| true)
+    }
+
+    /// [`ForeignKeys::take`] of a value that `fits`; others stay.
+    pub fn take_if(&mut self, name: &str, fits: impl Fn(&Value) -> bool) -> Option<Value> {
+        let at = self.position(name).filter(|at| fits(&self.entries[*at].1))?;
         let (_, value, written) = self.entries.remove(at);
         Some(written.unwrap_or(value))
     }
 
     /// [`ForeignKeys::take`] of a number.
     pub fn take_number(&mut self, name: &str) -> Option<f64> {
-        self.take(name)?.as_f64()
+        self.take_if(name, Value::is_number)?.as_f64()
     }
 
     /// Reads a key and leaves it to be translated.
     pub fn number(&self, name: &str) -> Option<f64> {
-        self.entries.iter().find(|(key, ..)| migration::bare(key) == name).and_then(|(_, value, _)| value.as_f64())
+        self.position(name).and_then(|at| self.entries[at].1.as_f64())
+    }
+
+    /// Whether a key is set to something.
+    pub fn has(&self, name: &str) -> bool {
+        self.position(name).is_some()
+    }
+
+    fn position(&self, name: &str) -> Option<usize> {
+        self.entries.iter().position(|(key, value, _)| migration::bare(key) == name && !is_nothing(value))
     }
 }
 
-/// Keys of ours, and notes.
+fn is_nothing(value: &Value) -> bool {
+    value.is_null() || value.as_array().is_some_and(Vec::is_empty)
+}
+
+/// A key of ours.
+struct DraftKey {
+    key: String,
+    value: Value,
+    /// Which one of theirs it was, and why the value is another; none where both are as they were.
+    note: Option<String>,
+}
+
+impl DraftKey {
+    /// The key, its value and the reasons for both.
+    fn line(&self, reason: &str) -> String {
+        let reasons: Vec<&str> = self.note.as_deref().into_iter().chain([reason]).filter(|it| !it.is_empty()).collect();
+        format!("{} = {}: {}", self.key, toml_value(&self.value), reasons.join("; "))
+    }
+}
+
+/// Keys of ours, each once, and notes on theirs.
 #[derive(Default)]
 pub(super) struct Draft {
-    keys: Vec<(String, Value)>,
-    changed: Vec<String>,
+    keys: Vec<DraftKey>,
     dropped: Vec<String>,
     /// Without an equivalent: the result is another one.
     lost: Vec<String>,
@@ -57,16 +91,28 @@ pub(super) struct Draft {
 impl Draft {
     /// Sets a key of ours; a note says which one of theirs it was and why the value is another.
     pub fn set(&mut self, key: &str, value: impl Into<Value>, note: impl Into<String>) {
-        let value = value.into();
-        self.changed.retain(|note| !note.starts_with(&format!("{key} = ")));
-        self.changed.push(format!("{key} = {}: {}", toml_value(&value), note.into()));
-        self.keys.retain(|(known, _)| known != key);
-        self.keys.push((key.to_owned(), value));
+        self.put(DraftKey { key: key.to_owned(), value: value.into(), note: Some(note.into()) });
     }
 
     /// Keeps a key that is ours by name and meaning.
     pub fn keep(&mut self, key: &str, value: Value) {
-        self.keys.push((key.to_owned(), value));
+        self.put(DraftKey { key: key.to_owned(), value, note: None });
+    }
+
+    /// Of two of their keys that are one of ours the later counts, and the other is listed.
+    fn put(&mut self, new: DraftKey) {
+        if let Some(at) = self.position(&new.key) {
+            let old = self.keys.remove(at);
+            match old.value == new.value {
+                true => self.dropped.push(old.line("it is set twice")),
+                false => self.lost.push(old.line(&format!("{} = {} counts", new.key, toml_value(&new.value)))),
+            }
+        }
+        self.keys.push(new);
+    }
+
+    fn position(&self, key: &str) -> Option<usize> {
+        self.keys.iter().position(|known| known.key == key)
     }
 
     /// Leaves out what changes nothing.
@@ -80,16 +126,15 @@ impl Draft {
     }
 
     pub fn has(&self, key: &str) -> bool {
-        self.keys.iter().any(|(known, _)| known == key)
+        self.position(key).is_some()
     }
 
     /// Translates by the dictionary what no rule has taken.
     pub fn translate_rest(&mut self, theirs: ForeignKeys) {
         for (key, value, written) in theirs.entries {
             let advice = migration::advice(&key).unwrap_or(NONE);
-            let is_nothing = value.is_null() || value.as_array().is_some_and(Vec::is_empty);
             match migration::renamed(&key) {
-                _ if is_nothing => self.drop(&key, "nothing is set"),
+                _ if is_nothing(&value) => self.drop(&key, "nothing is set"),
                 _ if is_ours(&key) => match written {
                     Some(written) => self.set(&key, value, format!("it was {}", toml_value(&written))),
                     None => self.keep(&key, value),
@@ -98,7 +143,7 @@ impl Draft {
                     let value = migration::value(&ours, &value).unwrap_or(value);
                     self.set(&ours, value, format!("it was {key}"));
                 }
-                None if migration::is_harmless(&key) => self.drop(&key, advice),
+                None if migration::is_harmless_at(&key, &value) => self.drop(&key, advice),
                 None => self.lose(&key, &value, advice),
             }
         }
@@ -110,20 +155,19 @@ impl Draft {
     /// What is still missing or wrong.
     pub fn check(&mut self) -> Result<()> {
         loop {
-            let error = match Config::from_toml(&self.lines()) {
-                Ok(_) => return Ok(()),
-                Err(error) => error,
+            let entries = self.keys.iter().map(|known| (known.key.clone(), known.value.clone()));
+            let Err(error) = Config::from_imported(entries) else { return Ok(()) };
+            let errors = match error {
+                Error::InvalidConfig(all) => all,
+                other => vec![other],
             };
-            let first = match error {
-                Error::InvalidConfig(all) => all.into_iter().next().expect("there are several"),
-                other => other,
-            };
-            let Error::InvalidValue { key, expected, .. } = &first else { return Err(first) };
-            let Some(at) = self.keys.iter().position(|(known, _)| known == key) else { return Err(first) };
-            let (key, value) = self.keys.remove(at);
-            self.changed.retain(|note| !note.starts_with(&format!("{key} = ")));
-            let expected = expected.split(" (saved configuration").next().unwrap_or_default();
-            self.lose(&key, &value, &format!("expected {expected}"));
+            let refused = errors.iter().find_map(|error| match error {
+                Error::InvalidValue { key, expected, .. } => Some((self.position(key)?, expected)),
+                _ => None,
+            });
+            let Some((at, expected)) = refused else { return Error::of_all(errors).map_or(Ok(()), Err) };
+            let line = self.keys.remove(at).line(&format!("expected {expected}"));
+            self.lost.push(line);
         }
     }
 
@@ -131,8 +175,8 @@ impl Draft {
         let known = Config::keys();
         let place = |key: &str| known.iter().position(|name| name == key).unwrap_or(known.len());
         let mut sorted: Vec<_> = self.keys.iter().collect();
-        sorted.sort_by_key(|(key, _)| place(key));
-        sorted.iter().map(|(key, value)| format!("{key} = {}\n", toml_value(value))).collect()
+        sorted.sort_by_key(|known| place(&known.key));
+        sorted.iter().map(|known| format!("{} = {}\n", known.key, toml_value(&known.value))).collect()
     }
 
     /// The file, which begins with what became of the other one.
@@ -146,14 +190,21 @@ impl Draft {
         text + "\n" + &self.lines()
     }
 
+    /// Whether a key of theirs is in the result as it was.
+    #[cfg(test)]
+    pub fn keeps(&self, key: &str) -> bool {
+        self.keys.iter().any(|known| known.key == key && known.note.is_none())
+    }
+
     /// One paragraph for each kind of note.
     pub fn notes(&self) -> Vec<String> {
+        let changed = self.keys.iter().filter(|known| known.note.is_some()).map(|known| known.line(""));
         let kinds = [
-            ("changed", &self.changed),
-            ("left out, without a change of the result", &self.dropped),
-            ("WITHOUT AN EQUIVALENT, look at each", &self.lost),
+            ("changed", changed.collect()),
+            ("left out, without a change of the result", self.dropped.clone()),
+            ("WITHOUT AN EQUIVALENT, look at each", self.lost.clone()),
         ];
-        let note = |(title, notes): (&str, &Vec<String>)| format!("{title}:\n  {}", notes.join("\n  "));
+        let note = |(title, notes): (&str, Vec<String>)| format!("{title}:\n  {}", notes.join("\n  "));
         kinds.into_iter().filter(|(_, notes)| !notes.is_empty()).map(note).collect()
     }
 }

@@ -2,6 +2,8 @@
 
 mod draft;
 mod script;
+#[cfg(test)]
+mod tests;
 mod trl;
 mod verl;
 
@@ -21,23 +23,28 @@ use script::Script;
 /// What does not parse; what is wrong with the configuration that comes out, which is written all the same.
 pub(super) fn import(args: &ImportArgs) -> Result<ExitCode> {
     let (entries, nproc) = read(&args.file)?;
-    let mut theirs = ForeignKeys::new(entries);
-    let mut draft = Draft::default();
-    draft.nproc = nproc;
-    let is_verl = theirs.has_table(&["actor_rollout_ref.", "data.", "algorithm.", "trainer."]);
-    match is_verl {
-        true => verl::translate(&mut theirs, &mut draft),
-        false => trl::translate(&mut theirs, &mut draft),
-    }
-    draft.translate_rest(theirs);
+    let (mut draft, program) = translated(entries);
+    draft.nproc = nproc.or(draft.nproc);
     let outcome = draft.check();
-    let text = draft.text(&args.file, if is_verl { "verl" } else { "TRL or open-r1" });
+    let text = draft.text(&args.file, program);
     match &args.output {
         Some(path) => write(path, &text)?,
         None => terminal::print(&text)?,
     }
     draft.notes().into_iter().for_each(terminal::say);
     outcome.map(|()| ExitCode::Done)
+}
+
+/// Translates every key; also returns whose they are.
+fn translated(entries: Vec<ForeignEntry>) -> (Draft, &'static str) {
+    let (mut theirs, mut draft) = (ForeignKeys::new(entries), Draft::default());
+    let is_verl = theirs.has_table(&["actor_rollout_ref.", "data.", "algorithm.", "trainer."]);
+    match is_verl {
+        true => verl::translate(&mut theirs, &mut draft),
+        false => trl::translate(&mut theirs, &mut draft),
+    }
+    draft.translate_rest(theirs);
+    (draft, if is_verl { "verl" } else { "TRL or open-r1" })
 }
 
 /// Every key of a file: YAML, JSON or TOML, or what a script that starts a trainer sets; and the processes that such a script starts.

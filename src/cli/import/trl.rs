@@ -11,17 +11,31 @@ pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft) {
     strategies(theirs, draft);
     adapters(theirs, draft);
     neutral(theirs, draft);
-    match theirs.take("torch_dtype") {
-        Some(dtype) if dtype == "float32" => draft.set("dtype", "float32", "it was torch_dtype"),
-        Some(_) => draft.drop("torch_dtype", "dtype = auto is bfloat16 on a GPU"),
-        None => (),
+    number_type(theirs, draft);
+}
+
+/// TRL's `dtype`, and `torch_dtype`, which it was called before.
+fn number_type(theirs: &mut ForeignKeys, draft: &mut Draft) {
+    let (old, new) = (theirs.take("torch_dtype"), theirs.take("dtype"));
+    match (old, &new) {
+        (Some(old), Some(new)) if old == *new => draft.drop("torch_dtype", "dtype says the same"),
+        (Some(old), Some(_)) => draft.lose("torch_dtype", &old, "dtype, its newer name, is set and counts"),
+        (Some(old), None) if old == "float32" => draft.set("dtype", "float32", "it was torch_dtype"),
+        (Some(old), None) if old == "bfloat16" || old == "auto" => {
+            draft.drop("torch_dtype", "dtype = auto is bfloat16 on a GPU")
+        }
+        (Some(old), None) => draft.lose("torch_dtype", &old, "dtype = auto (bfloat16 on a GPU), float32 or bfloat16"),
+        (None, _) => (),
+    }
+    if let Some(new) = new {
+        draft.keep("dtype", new);
     }
 }
 
 /// Several data sets: open-r1's `dataset_mixture`, whose weights are shares of rows, and TRL's `datasets`.
 fn mixture(theirs: &mut ForeignKeys, draft: &mut Draft) {
     for (key, name, config) in [("dataset_mixture.datasets", "id", "config"), ("datasets", "path", "name")] {
-        let Some(Value::Array(listed)) = theirs.take(key) else { continue };
+        let Some(Value::Array(listed)) = theirs.take_if(key, Value::is_array) else { continue };
         let text = |set: &Value, key: &str| set.get(key).and_then(Value::as_str).map(str::to_owned);
         let split = |set: &Value| text(set, "split").unwrap_or_else(|| "train".to_owned());
         if let [set] = listed.as_slice() {
@@ -58,7 +72,7 @@ fn mixture(theirs: &mut ForeignKeys, draft: &mut Draft) {
         draft.drop("dataset_mixture.seed", "seed orders the rows");
     }
     for name in ["dataset_mixture.test_split_size", "test_split_size"] {
-        if let Some(size) = theirs.take(name).filter(|size| !size.is_null()) {
+        if let Some(size) = theirs.take(name) {
             draft.lose(name, &size, "eval_file, or dataset_test_split, names held-out rows");
         }
     }
@@ -81,10 +95,9 @@ fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
     if let Some(name) = theirs.take("lr_scheduler_type") {
         match name.as_str() {
             Some("cosine_with_min_lr" | "cosine_warmup_with_min_lr") => {
-                let least = theirs
-                    .take("lr_scheduler_kwargs.min_lr_rate")
-                    .or_else(|| theirs.take("lr_scheduler_kwargs.min_lr"));
-                let least = least.map(|least| format!(", not to {least}")).unwrap_or_default();
+                let names = ["lr_scheduler_kwargs.min_lr_rate", "lr_scheduler_kwargs.min_lr"];
+                let least = names.into_iter().find_map(|name| Some((name, theirs.take(name)?)));
+                let least = least.map(|(name, least)| format!(", not to {least}, {name}")).unwrap_or_default();
                 draft.set("lr_scheduler_type", "cosine", format!("it was {name}; the rate falls to 0{least}"));
             }
             Some("constant_with_warmup") => {
@@ -101,24 +114,26 @@ fn strategies(theirs: &mut ForeignKeys, draft: &mut Draft) {
         match strategy.as_str() {
             Some("steps") => draft.drop("save_strategy", "save_steps counts steps"),
             Some("no") => {
-                theirs.take("save_steps");
-                draft.set("save_steps", "none", "save_strategy = no");
+                let steps = theirs.take("save_steps").map(|steps| format!(", save_steps = {steps} counts no steps"));
+                draft.set("save_steps", "none", format!("save_strategy = no{}", steps.unwrap_or_default()));
             }
             _ => draft.lose("save_strategy", &strategy, "save_steps counts steps"),
         }
     }
-    let strategy = theirs.take("eval_strategy").or_else(|| theirs.take("evaluation_strategy"));
-    let asked = theirs.take("do_eval");
-    match strategy.as_ref().and_then(Value::as_str) {
-        Some("steps") => draft.drop("eval_strategy", "eval_steps counts steps"),
-        Some("no") => {
-            theirs.take("eval_steps");
-            draft.drop("eval_strategy", "nothing is evaluated without eval_steps and eval_file");
+    for name in ["eval_strategy", "evaluation_strategy"] {
+        let Some(strategy) = theirs.take(name) else { continue };
+        match strategy.as_str() {
+            Some("steps") => draft.drop(name, "eval_steps counts steps"),
+            Some("no") => {
+                draft.drop(name, "nothing is evaluated without eval_steps and eval_file");
+                if theirs.take("eval_steps").is_some() {
+                    draft.drop("eval_steps", &format!("{name} = no"));
+                }
+            }
+            _ => draft.lose(name, &strategy, "eval_steps counts steps"),
         }
-        Some(other) => draft.lose("eval_strategy", &other.into(), "eval_steps counts steps"),
-        None => (),
     }
-    if asked.is_some() {
+    if theirs.take("do_eval").is_some() {
         draft.drop("do_eval", "eval_steps asks for evaluations");
     }
 }
@@ -135,8 +150,18 @@ fn adapters(theirs: &mut ForeignKeys, draft: &mut Draft) {
         ("lora_dropout", "lora.dropout"),
         ("lora_target_modules", "lora.target_modules"),
     ];
-    if uses_adapters && theirs.number("lora_r").is_none() {
-        draft.set("lora.r", 16, "TRL's default of lora_r, as use_peft is true");
+    let defaults = [
+        ("lora_r", "lora.r", Value::from(16), "TRL's default"),
+        ("lora_dropout", "lora.dropout", 0.05.into(), "TRL's default"),
+        (
+            "lora_target_modules",
+            "lora.target_modules",
+            vec!["q_proj", "v_proj"].into(),
+            "PEFT's default for Qwen2, Qwen3, Llama and Mistral; it has none for OLMo 2",
+        ),
+    ];
+    for (name, ours, value, whose) in defaults.into_iter().filter(|(name, ..)| uses_adapters && !theirs.has(name)) {
+        draft.set(ours, value, format!("{name} is not set: {whose}"));
     }
     for (name, ours) in names {
         match theirs.take(name) {
@@ -145,8 +170,10 @@ fn adapters(theirs: &mut ForeignKeys, draft: &mut Draft) {
             None => (),
         }
     }
-    if theirs.take("load_in_4bit").is_some_and(|is_on| is_on == true) {
-        draft.set("quantization", "nf4", "it was load_in_4bit");
+    match theirs.take("load_in_4bit") {
+        Some(Value::Bool(true)) => draft.set("quantization", "nf4", "it was load_in_4bit"),
+        Some(_) => draft.drop("load_in_4bit", "off"),
+        None => (),
     }
 }
 

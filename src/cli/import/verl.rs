@@ -8,6 +8,7 @@ use super::draft::{Draft, ForeignKeys};
 pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft) {
     batch(theirs, draft);
     objective(theirs, draft);
+    clipping(theirs, draft);
     schedule(theirs, draft);
     rewards(theirs, draft);
     output(theirs, draft);
@@ -61,11 +62,11 @@ fn objective(theirs: &mut ForeignKeys, draft: &mut Draft) {
     let mode = theirs.take("actor.loss_agg_mode").unwrap_or_else(|| "token-mean".into());
     match mode.as_str() {
         Some("token-mean") => {
-            draft.set("loss_type", "dapo", "verl's loss_agg_mode token-mean, over the whole generation batch")
+            draft.set("loss_type", "dapo", "verl's actor.loss_agg_mode token-mean, over the whole generation batch")
         }
-        Some("seq-mean-token-mean") => draft.set("loss_type", "grpo", "it was loss_agg_mode seq-mean-token-mean"),
+        Some("seq-mean-token-mean") => draft.set("loss_type", "grpo", "it was actor.loss_agg_mode seq-mean-token-mean"),
         Some("seq-mean-token-sum-norm") => {
-            draft.set("loss_type", "dr_grpo", "it was loss_agg_mode seq-mean-token-sum-norm")
+            draft.set("loss_type", "dr_grpo", "it was actor.loss_agg_mode seq-mean-token-sum-norm")
         }
         _ => draft.lose("actor.loss_agg_mode", &mode, "loss_type = grpo, dr_grpo, bnpo or dapo"),
     }
@@ -89,41 +90,52 @@ fn objective(theirs: &mut ForeignKeys, draft: &mut Draft) {
 
 /// The KL divergence in the loss, or in the reward.
 fn divergence(theirs: &mut ForeignKeys, draft: &mut Draft) {
-    let [in_loss, in_reward] = ["actor.use_kl_loss", "algorithm.use_kl_in_reward"].map(|name| {
-        let is_on = theirs.take(name)?;
-        if is_on != true {
-            draft.drop(name, "off");
-        }
-        Some(is_on == true)
-    });
-    let loss_coef = theirs.take_number("actor.kl_loss_coef").unwrap_or(0.001);
-    let (loss_kind, reward_kind) = (theirs.take("actor.kl_loss_type"), theirs.take("algorithm.kl_penalty"));
-    let reward_coef = theirs.take_number("algorithm.kl_ctrl.kl_coef").unwrap_or(0.001);
-    let (key, kind) = match (in_loss == Some(true), in_reward == Some(true)) {
-        (true, both) => {
-            draft.set("beta", loss_coef, "actor.kl_loss_coef, as actor.use_kl_loss is true");
-            if both {
-                let why = "beta weighs the divergence in the loss, and none in the reward beside it";
-                draft.lose("algorithm.use_kl_in_reward", &true.into(), why);
+    let [in_loss, in_reward] =
+        ["actor.use_kl_loss", "algorithm.use_kl_in_reward"].map(|name| match theirs.take(name) {
+            Some(Value::Bool(true)) => true,
+            Some(_) => {
+                draft.drop(name, "off");
+                false
             }
-            ("actor.kl_loss_type", loss_kind.unwrap_or_else(|| "low_var_kl".into()))
+            None => false,
+        });
+    let of_loss = ("actor.kl_loss_coef", "actor.kl_loss_type", "low_var_kl");
+    let of_reward = ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "kl");
+    for ((coef, kind, _), is_read) in [(of_loss, in_loss), (of_reward, in_reward && !in_loss)] {
+        let unread = [coef, kind].into_iter().filter(|name| !is_read && theirs.take(name).is_some());
+        unread.for_each(|name| draft.drop(name, "it weighs nothing"));
+    }
+    let (coef, kind, default) = match (in_loss, in_reward) {
+        (true, false) => of_loss,
+        (true, true) => {
+            let why = "beta weighs the divergence in the loss, and none in the reward beside it";
+            draft.lose("algorithm.use_kl_in_reward", &true.into(), why);
+            of_loss
         }
         (false, true) => {
             draft.set("use_kl_in_reward", true, "it was algorithm.use_kl_in_reward");
-            draft.set("beta", reward_coef, "algorithm.kl_ctrl.kl_coef, as algorithm.use_kl_in_reward is true");
-            ("algorithm.kl_penalty", reward_kind.unwrap_or_else(|| "kl".into()))
+            of_reward
         }
-        (false, false) => {
-            let unread = [("actor.kl_loss_type", loss_kind), ("algorithm.kl_penalty", reward_kind)];
-            unread.into_iter().filter(|(_, kind)| kind.is_some()).for_each(|(key, _)| draft.drop(key, "beta is 0"));
-            return;
-        }
+        (false, false) => return,
     };
-    match kind.as_str() {
-        Some("kl" | "k1") => draft.set("kl_estimator", "k1", format!("{key} = {kind}")),
-        Some("mse" | "k2") => draft.set("kl_estimator", "k2", format!("{key} = {kind}")),
-        Some("low_var_kl" | "k3") => draft.drop(key, "kl_estimator = k3 is verl's low_var_kl"),
-        _ => draft.lose(key, &kind, "kl_estimator = k1, k2 or k3"),
+    let whose = if in_loss { "actor.use_kl_loss" } else { "algorithm.use_kl_in_reward" };
+    draft.set("beta", theirs.take_number(coef).unwrap_or(0.001), format!("{coef}, as {whose} is true"));
+    let named = theirs.take(kind).unwrap_or_else(|| default.into());
+    match named.as_str() {
+        Some("kl" | "k1") => draft.set("kl_estimator", "k1", format!("{kind} = {named}")),
+        Some("mse" | "k2") => draft.set("kl_estimator", "k2", format!("{kind} = {named}")),
+        Some("low_var_kl" | "k3") => draft.drop(kind, "kl_estimator = k3 is verl's low_var_kl"),
+        _ => draft.lose(kind, &named, "kl_estimator = k1, k2 or k3"),
+    }
+}
+
+/// `clip_ratio` is the bound on a side that has none of its own.
+fn clipping(theirs: &mut ForeignKeys, draft: &mut Draft) {
+    let [low, high] = ["actor.clip_ratio_low", "actor.clip_ratio_high"].map(|name| theirs.has(name));
+    let Some(both) = theirs.take_if("actor.clip_ratio", |_| low) else { return };
+    match high {
+        true => draft.drop("actor.clip_ratio", "actor.clip_ratio_low and actor.clip_ratio_high count"),
+        false => draft.set("epsilon_high", both, "actor.clip_ratio, as actor.clip_ratio_high is not set"),
     }
 }
 
@@ -136,13 +148,15 @@ fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
     }
     if theirs.number("actor.optim.lr_warmup_steps").is_some_and(|steps| steps < 0.0) {
         theirs.take("actor.optim.lr_warmup_steps");
+        draft.drop("actor.optim.lr_warmup_steps", "off");
     }
-    if let Some(ratio) = theirs.take_number("actor.optim.lr_warmup_steps_ratio").filter(|ratio| *ratio > 0.0) {
+    if let Some(ratio) = theirs.take_number("actor.optim.lr_warmup_steps_ratio") {
         match theirs.number("trainer.total_training_steps").filter(|steps| *steps > 0.0) {
+            _ if ratio <= 0.0 => draft.drop("actor.optim.lr_warmup_steps_ratio", "no warm-up"),
             Some(steps) => draft.set(
                 "warmup_steps",
                 (ratio * steps) as u64,
-                format!("lr_warmup_steps_ratio = {ratio} of total_training_steps"),
+                format!("actor.optim.lr_warmup_steps_ratio = {ratio} of trainer.total_training_steps"),
             ),
             None => draft.lose(
                 "actor.optim.lr_warmup_steps_ratio",
@@ -151,13 +165,14 @@ fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
             ),
         }
     }
-    let name = theirs.take("actor.optim.lr_scheduler_type").or_else(|| theirs.take("actor.optim.warmup_style"));
-    let note = if name.is_some() { "it was actor.optim.lr_scheduler_type or warmup_style" } else { "verl's default" };
-    draft.set("lr_scheduler_type", name.unwrap_or_else(|| "constant".into()), note);
-    if theirs.number("actor.optim.weight_decay").is_none() {
+    let names = ["actor.optim.lr_scheduler_type", "actor.optim.warmup_style"];
+    if !names.iter().any(|name| theirs.has(name)) {
+        draft.set("lr_scheduler_type", "constant", "verl's default");
+    }
+    if !theirs.has("actor.optim.weight_decay") {
         draft.set("weight_decay", 0.01, "verl's default");
     }
-    if let Some(Value::Array(betas)) = theirs.take("actor.optim.betas") {
+    if let Some(Value::Array(betas)) = theirs.take_if("actor.optim.betas", Value::is_array) {
         for (beta, key) in betas.into_iter().zip(["adam_beta1", "adam_beta2"]) {
             draft.set(key, beta, "it was actor.optim.betas");
         }
@@ -166,14 +181,16 @@ fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
 
 /// A function of the user's, or what verl chooses by the data's source.
 fn rewards(theirs: &mut ForeignKeys, draft: &mut Draft) {
-    let mut take = |name: &str| {
-        let value = theirs.take(&format!("custom_reward_function.{name}"));
-        value.or_else(|| theirs.take(&format!("reward.custom_reward_function.{name}"))).filter(|value| !value.is_null())
-    };
-    let (path, name) = (take("path"), take("name"));
-    if let Some(Value::String(path)) = path {
-        let name = name.as_ref().and_then(Value::as_str).unwrap_or("compute_score");
-        draft.set("reward_funcs", vec![format!("{path}:{name}")], "it was custom_reward_function");
+    let tables = ["custom_reward_function", "reward.custom_reward_function"];
+    let custom = tables.into_iter().find(|table| theirs.has(&format!("{table}.path")));
+    if let Some(table) = custom {
+        let mut text = |name: &str| {
+            let value = theirs.take(&format!("{table}.{name}"))?;
+            Some(value.as_str().map_or_else(|| value.to_string(), str::to_owned))
+        };
+        let (path, name) = (text("path").unwrap_or_default(), text("name"));
+        let name = name.as_deref().unwrap_or("compute_score");
+        draft.set("reward_funcs", vec![format!("{path}:{name}")], format!("{table}.path and {table}.name"));
     } else {
         let files = theirs.take("data.train_files");
         let is_gsm8k = files.as_ref().is_some_and(|files| files.to_string().contains("gsm8k"));
@@ -214,22 +231,25 @@ fn output(theirs: &mut ForeignKeys, draft: &mut Draft) {
     }
     for (name, ours) in [("trainer.save_freq", "save_steps"), ("trainer.test_freq", "eval_steps")] {
         if theirs.number(name).is_none_or(|steps| steps < 1.0) {
-            theirs.take(name);
-            draft.set(ours, "none", format!("{name} is off"));
+            let is_set = theirs.take_number(name).is_some();
+            draft.set(ours, "none", if is_set { format!("{name} is off") } else { "verl's default".to_owned() });
         }
     }
 }
 
 fn rest(theirs: &mut ForeignKeys, draft: &mut Draft) {
-    let rank = theirs.take_number("model.lora_rank").filter(|rank| *rank > 0.0);
-    let (alpha, targets) = (theirs.take("model.lora_alpha"), theirs.take("model.target_modules"));
-    if let Some(rank) = rank {
-        draft.set("lora.r", rank as u64, "it was model.lora_rank");
-        let others = [("lora.alpha", alpha), ("lora.target_modules", targets)];
-        others
-            .into_iter()
-            .filter_map(|(key, value)| Some((key, value?)))
-            .for_each(|(key, value)| draft.set(key, value, "of verl's model"));
+    let rank = theirs.number("model.lora_rank").filter(|rank| *rank > 0.0);
+    let keys = [
+        ("model.lora_rank", "lora.r"),
+        ("model.lora_alpha", "lora.alpha"),
+        ("model.target_modules", "lora.target_modules"),
+    ];
+    for (name, ours) in keys {
+        match theirs.take(name) {
+            Some(value) if rank.is_some() => draft.set(ours, value, format!("it was {name}")),
+            Some(_) => draft.drop(name, "model.lora_rank is 0"),
+            None => (),
+        }
     }
     for name in [
         "actor.ulysses_sequence_parallel_size",
@@ -248,7 +268,7 @@ fn rest(theirs: &mut ForeignKeys, draft: &mut Draft) {
         Some(_) => draft.drop("data.truncation", "prompts longer than max_prompt_length are left out, never cut"),
         None => (),
     }
-    if !draft.has("max_completion_length") && theirs.number("data.max_response_length").is_none() {
+    if !draft.has("max_completion_length") && !theirs.has("data.max_response_length") {
         draft.set("max_completion_length", 512, "verl's default");
     }
 }

@@ -72,3 +72,29 @@ impl Family {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A folder of scripts/golden.py, which the integration tests compare.
+    #[test]
+    fn every_family_has_golden_numbers() {
+        let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+        let folders = golden.read_dir().unwrap().map(|entry| entry.unwrap().path());
+        let folders: Vec<_> = folders.filter(|folder| folder.join("config.json").exists()).collect();
+        let tests = [include_str!("../../../tests/it/model.rs"), include_str!("../../../tests/it/rollout.rs")];
+        for family in Family::ALL {
+            let architecture = family.traits().architecture;
+            let is_of_family = |folder: &&std::path::PathBuf| {
+                std::fs::read_to_string(folder.join("config.json")).unwrap().contains(&format!("\"{architecture}\""))
+            };
+            let folder =
+                folders.iter().find(is_of_family).unwrap_or_else(|| panic!("{architecture}: no golden folder"));
+            let name = folder.file_name().unwrap().to_string_lossy();
+            assert!(folder.join("golden.json").exists(), "{name}: no logits and tokens");
+            let is_compared = tests.iter().all(|test| test.contains(&format!("\"{name}\"")));
+            assert!(is_compared, "{name} is not in tests/it/model.rs or not in tests/it/rollout.rs");
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! Every key of another trainer's configuration is in the result or in a list.
+
+use serde_json::{Value, json};
+
+use super::*;
+use crate::migration::{self, HARMLESS, KEYS, RENAMED};
+
+/// Keys that rules of the translations take, beside those of the dictionary.
+const TAKEN_BY_RULES: &[&str] = &[
+    "dtype",
+    "save_steps",
+    "eval_steps",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs.min_lr",
+    "lr_scheduler_kwargs.min_lr_rate",
+    "dataset_mixture.datasets",
+    "dataset_mixture.seed",
+    "dataset_mixture.test_split_size",
+    "test_split_size",
+    "custom_reward_function.path",
+    "custom_reward_function.name",
+    "data.train_batch_size",
+    "actor.kl_loss_type",
+    "actor.loss_agg_mode",
+    "algorithm.kl_penalty",
+    "rollout.pipeline_model_parallel_size",
+];
+
+/// A key as it is read from a file: a value whose meaning is clear is ours already.
+fn entry(key: &str, value: &Value) -> ForeignEntry {
+    match migration::value(key, value) {
+        Some(ours) => (key.to_owned(), ours, Some(value.clone())),
+        None => (key.to_owned(), value.clone(), None),
+    }
+}
+
+/// Translates and fails unless every key is accounted for by its whole name.
+fn assert_accounted(theirs: &[ForeignEntry]) -> Draft {
+    let (mut draft, _) = translated(theirs.to_vec());
+    let _ = draft.check();
+    let notes = draft.notes().join("\n");
+    let is_name = |c: char| c.is_ascii_alphanumeric() || "_.".contains(c);
+    let words: Vec<&str> = notes.split(|c| !is_name(c)).map(|word| word.trim_matches('.')).collect();
+    for (key, value, _) in theirs {
+        let is_said = words.contains(&key.as_str()) || words.contains(&migration::bare(key));
+        assert!(is_said || draft.keeps(key), "{key} = {value} of {} keys is in no list:\n{notes}", theirs.len());
+    }
+    draft
+}
+
+fn lists(theirs: &[(&str, Value)]) -> Vec<String> {
+    let theirs: Vec<_> = theirs.iter().map(|(key, value)| entry(key, value)).collect();
+    assert_accounted(&theirs).notes()
+}
+
+#[test]
+fn no_key_is_left_out_in_silence() {
+    let names = KEYS.iter().flat_map(|(names, _)| *names).chain(HARMLESS).chain(TAKEN_BY_RULES);
+    let names = names.copied().chain(RENAMED.iter().map(|(theirs, _)| *theirs));
+    let whole = |name: &str| match name.split('.').next() {
+        Some("actor" | "rollout" | "ref" | "model") => format!("actor_rollout_ref.{name}"),
+        _ => name.to_owned(),
+    };
+    let mut names: Vec<String> = names.map(|name| whole(&name.replace('*', "x"))).collect();
+    names.sort();
+    names.dedup();
+    for key in &names {
+        for value in [json!(true), json!("no"), json!(50)] {
+            assert_accounted(&[entry(key, &value)]);
+        }
+    }
+    let (of_verl, of_trl): (Vec<_>, Vec<_>) = names.iter().partition(|name| {
+        ["actor_rollout_ref.", "data.", "algorithm.", "trainer."].iter().any(|table| name.starts_with(table))
+    });
+    for value in [
+        json!(true),
+        json!(false),
+        json!("no"),
+        json!("steps"),
+        json!(0),
+        json!(-1),
+        json!(0.5),
+        json!(8),
+        json!([]),
+        json!(null),
+    ] {
+        for keys in [&of_verl, &of_trl] {
+            assert_accounted(&keys.iter().map(|key| entry(key, &value)).collect::<Vec<_>>());
+        }
+    }
+}
+
+#[test]
+fn what_changes_the_result_is_in_the_last_list() {
+    let notes = lists(&[
+        ("optim", json!("adafactor")),
+        ("fp16", json!(true)),
+        ("torch_dtype", json!("float16")),
+        ("vllm_structured_outputs_regex", json!("[0-9]+")),
+        ("lr_scheduler_type", json!("polynomial")),
+        ("save_steps", json!(0.1)),
+        ("bf16", json!(true)),
+    ]);
+    let lost = notes.last().unwrap();
+    for part in [
+        "optim = \"adafactor\"",
+        "fp16 = true",
+        "torch_dtype = \"float16\"",
+        "vllm_structured_outputs_regex",
+        "linear is the nearest",
+        "that share x max_steps",
+    ] {
+        assert!(lost.contains("WITHOUT") && lost.contains(part), "{part}: {lost}");
+    }
+    assert!(notes[0].starts_with("left out") && notes[0].contains("bf16"), "{notes:?}");
+    let notes = lists(&[("optim", json!("adamw_torch_fused"))]);
+    assert!(!notes.concat().contains("WITHOUT"), "{notes:?}");
+}
+
+#[test]
+fn a_key_that_is_given_twice_is_one_key() {
+    let both = [("torch_dtype", json!("bfloat16")), ("dtype", json!("float32"))];
+    let notes = lists(&both);
+    assert!(notes[0].contains("WITHOUT") && notes[0].contains("torch_dtype = \"bfloat16\""), "{notes:?}");
+    let notes = lists(&[("num_generations_eval", json!(4)), ("eval_num_generations", json!(8))]);
+    assert!(notes[0].contains("it was num_generations_eval; eval_num_generations = 8 counts"), "{notes:?}");
+}
+
+#[test]
+fn adapters_have_the_defaults_of_trl_and_peft() {
+    let notes = lists(&[("use_peft", json!(true))]);
+    for part in ["lora.r = 16", "lora.dropout = 0.05", "lora.target_modules = [\"q_proj\",\"v_proj\"]"] {
+        assert!(notes[0].starts_with("changed") && notes[0].contains(part), "{part}: {notes:?}");
+    }
+    let notes =
+        lists(&[("use_peft", json!(true)), ("lora_dropout", json!(0.0)), ("lora_target_modules", json!("all-linear"))]);
+    assert!(!notes[0].contains("0.05") && notes[0].contains("\"all-linear\""), "{notes:?}");
+}
+
+#[test]
+fn errors_of_an_imported_configuration_name_no_other_file() {
+    let (mut draft, _) = translated(vec![entry("learning_rate", &json!(1e-6))]);
+    let said = draft.check().unwrap_err().to_string();
+    assert!(said.contains("model_name_or_path") && !said.contains("saved configuration"), "{said}");
+}

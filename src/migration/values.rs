@@ -1,0 +1,54 @@
+//! Values of other programs' keys, and what is written here for them.
+
+use serde_json::Value;
+
+/// Our form of `value`, where TRL's differs and its meaning is clear.
+pub(crate) fn value(key: &str, value: &Value) -> Option<Value> {
+    let json = |text: &str| serde_json::from_str::<Value>(text).expect("the table holds JSON");
+    VALUES.iter().find(|(known, theirs, _)| *known == key && json(theirs) == *value).map(|(.., ours)| json(ours))
+}
+
+/// The counterpart here of a `value` that `key` has in other programs.
+pub(crate) fn value_advice(key: &str, value: &Value) -> Option<&'static str> {
+    let is_share = value.as_f64().is_some_and(|number| 0.0 < number && number < 1.0);
+    if is_share && STEP_KEYS.contains(&key) {
+        return Some("in transformers a share of all updates; here a number of steps, that share x max_steps");
+    }
+    let word = value.as_str()?;
+    VALUE_ADVICE.iter().find(|(known, theirs, _)| (*known, *theirs) == (key, word)).map(|(.., advice)| *advice)
+}
+
+/// Keys of steps, which transformers takes as shares, too.
+const STEP_KEYS: &[&str] = &["logging_steps", "save_steps", "eval_steps"];
+
+/// Keys, values of other programs and what is written here.
+const VALUE_ADVICE: &[(&str, &str, &str)] = &[
+    ("loss_type", "gspo", "GSPO is importance_sampling_level = \"sequence\" with loss_type = \"grpo\""),
+    ("kl_estimator", "kl", "verl's kl is kl_estimator = \"k1\""),
+    ("kl_estimator", "mse", "verl's mse is kl_estimator = \"k2\""),
+    ("kl_estimator", "low_var_kl", "verl's low_var_kl is kl_estimator = \"k3\""),
+    ("loss_type", "token-mean", "verl's token-mean is loss_type = \"dapo\""),
+    ("loss_type", "seq-mean-token-mean", "verl's seq-mean-token-mean is loss_type = \"grpo\""),
+    ("lr_scheduler_type", "cosine_with_min_lr", "cosine falls to 0"),
+    (
+        "lr_scheduler_type",
+        "polynomial",
+        "transformers' polynomial falls to lr_end = 1e-7, by default in a straight line; linear is the nearest, and falls to 0",
+    ),
+    ("quantization", "bitsandbytes", "bitsandbytes' 4-bit weights are quantization = \"nf4\""),
+];
+
+/// Keys, theirs and ours as JSON.
+const VALUES: &[(&str, &str, &str)] = &[
+    ("max_steps", "-1", r#""none""#),
+    ("top_k", "-1", "0"),
+    ("save_steps", "-1", r#""none""#),
+    ("eval_steps", "-1", r#""none""#),
+    ("resume_from_checkpoint", "true", r#""latest""#),
+    ("resume_from_checkpoint", "false", r#""none""#),
+    ("gradient_checkpointing", "true", r#""full""#),
+    ("gradient_checkpointing", "false", r#""none""#),
+    ("scale_rewards", "true", r#""group""#),
+    ("scale_rewards", "false", r#""none""#),
+    ("lr_scheduler_type", r#""constant_with_warmup""#, r#""constant""#),
+];
