@@ -14,7 +14,7 @@ pub mod colocate {
 }
 pub mod config {
     pub use crate::config::{
-        Config, GradientCheckpointing, LossType, LrSchedulerType, Quantization, RewardConfig, SandboxLayer,
+        AdjustLr, Config, GradientCheckpointing, LossType, LrSchedulerType, Quantization, RewardConfig, SandboxLayer,
         TargetModule,
     };
 }
@@ -48,9 +48,9 @@ pub mod metrics {
 pub mod model {
     pub use crate::model::{
         Attention, BlockContext, BlockParams, EmbeddingParams, ExpertLayers, Family, HeadParams, LoraSpec, Matrix,
-        ModelSource, ModelSpec, NormPlaces, PackedAttention, ParamName, ParamTable, Piece, QkNorm, QuantizedBlock,
-        Routes, Scoring, Unit, UnitLayout, WeightFiles, WeightWriter, attention_scale, block_forward, head_backward,
-        head_forward, init_folder, init_unit, init_unit_on, write_adapters,
+        ModelSource, ModelSpec, NormPlaces, PackedAttention, Param, ParamName, ParamTable, Piece, QkNorm,
+        QuantizedBlock, Routes, Scoring, Unit, UnitLayout, WeightFiles, WeightWriter, attention_scale, block_forward,
+        head_backward, head_forward, init_folder, init_unit, init_unit_on, write_adapters,
     };
 }
 pub mod ops {
@@ -79,9 +79,9 @@ pub mod torch {
 }
 pub mod train {
     pub use crate::train::{
-        AdamOptions, AdapterOptions, GradientOptions, MicroBatch, NetworkOptions, OptimizerHome, PackOptions,
-        ParamShard, ParamState, Policy, PolicyOptions, PolicyStart, Reference, Schedule, Scores, Sequence, StepOutcome,
-        TokenGradients, TrainedModel, pack, pad_to_agreed_count, reference_bytes,
+        AdamOptions, AdapterOptions, GradientOptions, MicroBatch, MuonOptions, NetworkOptions, Optim, OptimizerHome,
+        PackOptions, ParamShard, ParamState, Policy, PolicyOptions, PolicyStart, Reference, Schedule, Scores, Sequence,
+        StateForm, StatePart, StepOutcome, TokenGradients, TrainedModel, pack, pad_to_agreed_count, reference_bytes,
     };
 }
 pub mod trainer {

@@ -112,7 +112,6 @@ pub(crate) const RENAMED: &[(&str, &str)] = &[
 
 /// Names as in [`KEYS`]: what is left out without a change of the result.
 pub(crate) const HARMLESS: &[&str] = &[
-    "optim",
     "optim_args",
     "use_vllm",
     "vllm_*",
@@ -194,7 +193,6 @@ pub(crate) const HARMLESS: &[&str] = &[
 
 /// Names of [`HARMLESS`], and the values (`start*`: all that begin so) that they are harmless at.
 const HARMLESS_AT: &[(&str, &[&str])] = &[
-    ("optim", &["adamw_torch*", "adamw_hf", "adamw_apex_fused"]),
     ("optim_args", &[]),
     ("bf16", &["true"]),
     ("fp16", &["false"]),
@@ -234,7 +232,7 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
         "the key of that name in the table reward",
     ),
     // ---- TRL and transformers ----
-    (&["optim", "optim_args"], "the optimizer is AdamW"),
+    (&["optim_args"], "adam_beta1, adam_beta2, adam_epsilon and muon"),
     (
         &["vllm_gpu_memory_utilization"],
         "gpu_memory_utilization, best left at 0.9: the KV cache's memory is free while training",

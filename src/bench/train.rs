@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 use super::limits::GpuLimits;
 use super::memory::predicted_tensor_bytes;
 use super::{SEED, STREAM, adapters, device_name, dtype_name, median, synchronize, token};
-use crate::config::{GradientCheckpointing, Quantization};
+use crate::config::{GradientCheckpointing, MuonConfig, OptimizerName, Quantization};
 use crate::cuda::{OpCost, OpFamily, profile};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::Result;
@@ -18,8 +18,8 @@ use crate::model::{ModelSpec, ParamTable, UnitLayout, init_unit_on};
 use crate::ops::random::RandomKey;
 use crate::torch;
 use crate::train::{
-    AdamOptions, GradientOptions, MicroBatch, MicroBatchShape, NetworkOptions, OptimizerHome, PackOptions, Policy,
-    PolicyOptions, PolicyStart, Sequence, TokenGradients, TrainedModel, UpdateCourse, pack,
+    AdamOptions, GradientOptions, MicroBatch, MicroBatchShape, NetworkOptions, Optim, OptimizerHome, PackOptions,
+    Policy, PolicyOptions, PolicyStart, Sequence, TokenGradients, TrainedModel, UpdateCourse, pack,
 };
 use crate::types::LengthSpread;
 
@@ -59,6 +59,8 @@ pub struct TrainBench {
     pub shard_group_size: Option<usize>,
     /// How gradients are added up.
     pub gradients: GradientOptions,
+    /// What steps the weights.
+    pub optim: OptimizerName,
     /// Rank of adapters on every linear projection; `None` trains all weights.
     pub lora_r: Option<usize>,
     /// How the adapters' base is stored.
@@ -74,6 +76,10 @@ pub struct TrainBench {
 }
 
 impl TrainBench {
+    fn optim(&self) -> Optim {
+        Optim::new(self.optim, &MuonConfig::default())
+    }
+
     /// Sequences of a step. Neighbours of a group have one prompt; all other tokens are their own.
     fn all_sequences(&self, step: u64) -> Vec<Sequence> {
         let longest = self.completion_spread.map_or(self.completion_len, |spread| spread.longest);
@@ -153,6 +159,7 @@ impl<'a> TimedRun<'a> {
             stage: bench.zero_stage,
             network: NetworkOptions { kind, residual: bench.residual, device },
             gradient_checkpointing: bench.gradient_checkpointing,
+            optim: bench.optim(),
             adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 },
             gradients: bench.gradients,
         };
@@ -241,6 +248,7 @@ impl<'a> TimedRun<'a> {
             lora: bench.lora_r.map(adapters),
             quantization: bench.quantization,
             residual: bench.residual,
+            optim: bench.optim(),
             ..TrainedModel::whole(table, bench.zero_stage, bench.kind, bench.gradients)
         };
         if bench.score {
@@ -273,6 +281,7 @@ impl<'a> TimedRun<'a> {
             "shard_group_size": self.table.shards,
             "lora_r": bench.lora_r,
             "quantization": bench.quantization.name(),
+            "optim": bench.optim.name(),
             "num_trained_params": self.policy.trained_table().num_params(),
             "gradient_checkpointing": bench.gradient_checkpointing.name(),
             "sequences": bench.sequences,

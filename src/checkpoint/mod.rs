@@ -204,7 +204,7 @@ impl Checkpoint {
     /// [`Error::Checkpoint`] if the state is not that of this model, naming the file; what
     /// [`Policy::import_state`] returns. The policy is undefined then.
     pub fn restore(&self, policy: &mut Policy) -> Result<()> {
-        let files = ShardFiles::open(&self.folder, policy.trained_table())?;
+        let files = ShardFiles::open(&self.folder, policy.trained_table(), &|param| policy.state_form(param))?;
         policy.import_state(self.state.num_updates, &mut |unit, name, elements| files.read(unit, name, elements))
     }
 }

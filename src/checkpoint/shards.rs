@@ -9,13 +9,11 @@ use safetensors::Dtype;
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::model::{MappedFile, ParamName, ParamTable, Unit};
-use crate::train::ParamState;
+use crate::model::{MappedFile, Param, ParamName, ParamTable, Unit};
+use crate::train::{ParamState, StateForm, StatePart};
 
 /// Where the files are within a checkpoint.
 pub const FOLDER: &str = "optimizer";
-/// The state of every element: master weight, first and second moment.
-pub const PARTS: [&str; 3] = ["master", "m", "v"];
 
 /// The name of one part of some consecutive elements of a parameter.
 pub fn tensor_name(unit: Unit, name: ParamName, elements: &Range<usize>, part: &str) -> String {
@@ -37,15 +35,26 @@ struct ShardPiece {
     elements: Range<usize>,
     /// Index in `files`.
     file: usize,
-    kind: Kind,
+    form: StateForm,
+    /// Kind of its master weights.
+    wide: Kind,
+}
+
+impl ShardPiece {
+    /// What of `elements` it has.
+    fn shared(&self, elements: &Range<usize>) -> Range<usize> {
+        let start = elements.start.max(self.elements.start);
+        start..elements.end.min(self.elements.end).max(start)
+    }
 }
 
 impl ShardFiles {
-    /// Maps all files and checks that together they hold every element of the model's parameters once and nothing else.
+    /// Maps all files and checks that together they hold every element of the model's parameters once and nothing else, in the `form`
+    /// that this run's optimizer has.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] naming the file or the parameter.
-    pub fn open(folder: &Path, table: &ParamTable) -> Result<Self> {
+    pub fn open(folder: &Path, table: &ParamTable, form: &dyn Fn(&Param) -> StateForm) -> Result<Self> {
         let mut files = Self { folder: folder.to_owned(), files: Vec::new(), pieces: BTreeMap::new() };
         let read = || -> std::io::Result<Vec<PathBuf>> {
             std::fs::read_dir(folder.join(FOLDER))?.map(|entry| Ok(entry?.path())).collect()
@@ -54,32 +63,43 @@ impl ShardFiles {
         paths.sort();
         paths.iter().try_for_each(|path| files.add(path))?;
         files.check(table)?;
+        files.check_forms(table, form)?;
         Ok(files)
     }
 
     /// State of some elements of a parameter, put together from the pieces that overlap them.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] for elements that begin or end within a block of 8-bit moments.
     pub fn read(&self, unit: Unit, name: ParamName, elements: Range<usize>) -> Result<ParamState> {
-        let [master, m, v] = PARTS.map(|part| self.read_part(unit, name, &elements, part));
-        Ok(ParamState { master: master?, m: m?, v: v? })
-    }
-
-    fn read_part(&self, unit: Unit, name: ParamName, elements: &Range<usize>, part: &str) -> Result<Tensor> {
         let pieces = self.pieces.get(&param_key(unit, name)).map_or(&[][..], Vec::as_slice);
-        let overlap = |piece: &ShardPiece| {
-            let shared = elements.start.max(piece.elements.start)..elements.end.min(piece.elements.end);
-            let tensor = tensor_name(unit, name, &piece.elements, part);
-            (!shared.is_empty()).then(|| self.read_piece(piece, &tensor, &shared))
+        let overlapping: Vec<_> = pieces.iter().filter(|piece| !piece.shared(&elements).is_empty()).collect();
+        let form = overlapping.first().map_or(StateForm::Adam, |piece| piece.form);
+        let whole = |part: &StatePart| {
+            let of_piece = |piece: &&ShardPiece| self.read_piece(piece, (unit, name), *part, &piece.shared(&elements));
+            Ok(Tensor::f_cat(&overlapping.iter().map(of_piece).collect::<Result<Vec<_>>>()?, 0)?)
         };
-        let parts: Vec<Tensor> = pieces.iter().filter_map(overlap).collect::<Result<_>>()?;
-        Ok(Tensor::f_cat(&parts, 0)?)
+        Ok(ParamState { form, tensors: form.parts().iter().map(whole).collect::<Result<_>>()? })
     }
 
-    fn read_piece(&self, piece: &ShardPiece, tensor: &str, elements: &Range<usize>) -> Result<Tensor> {
-        let bytes = self.files[piece.file].bytes(tensor).expect("checked at open");
-        let width = piece.kind.elt_size_in_bytes();
-        let first = elements.start - piece.elements.start;
-        let bytes = &bytes[first * width..(first + elements.len()) * width];
-        Ok(Tensor::f_from_data_size(bytes, &[elements.len() as i64], piece.kind)?)
+    /// One part of some elements of a piece.
+    fn read_piece(
+        &self,
+        piece: &ShardPiece,
+        (unit, name): (Unit, ParamName),
+        part: StatePart,
+        elements: &Range<usize>,
+    ) -> Result<Tensor> {
+        let tensor = tensor_name(unit, name, &piece.elements, part.name());
+        let bytes = self.files[piece.file].bytes(&tensor).expect("checked at open");
+        let (kind, first) = (part.kind(piece.wide), elements.start - piece.elements.start);
+        let ends_block = |at: usize| at.is_multiple_of(part.elements_per_value()) || at == piece.elements.len();
+        if !ends_block(first) || !ends_block(first + elements.len()) {
+            return Err(self.bad(format!("{tensor}: elements {elements:?} cut a block of 8-bit moments")));
+        }
+        let (start, len) = (part.num_values(first), part.num_values(elements.len()));
+        let width = kind.elt_size_in_bytes();
+        Ok(Tensor::f_from_data_size(&bytes[start * width..(start + len) * width], &[len as i64], kind)?)
     }
 
     fn add(&mut self, path: &Path) -> Result<()> {
@@ -88,18 +108,29 @@ impl ShardFiles {
         for name in file.names() {
             let refuse = |fault: &str| Err(self.bad(format!("{}: tensor {name}: {fault}", path.display())));
             let Some((stem, key, elements, part)) = parse(&name) else {
-                return refuse("expected unit/parameter/first-last/ and master, m or v");
+                return refuse("expected unit/parameter/first-last/ and a part of the state, such as master, m or v");
             };
-            let shape_of = |part| file.info(&format!("{stem}/{part}")).map(|info| (info.dtype, info.shape.as_slice()));
-            let [master, m, v] = PARTS.map(shape_of);
-            let Some(kind) = master.and_then(|(dtype, _)| kind_of(dtype)) else {
+            let info_of = |part: StatePart| file.info(&format!("{stem}/{}", part.name()));
+            let has_all = |form: &&StateForm| form.parts().iter().all(|&part| info_of(part).is_some());
+            let Some(&form) = StateForm::ALL.iter().find(has_all) else {
+                return refuse(
+                    "expected all parts of an optimizer's state beside it: master and m; v; or codes and their scales",
+                );
+            };
+            let Some(wide) = info_of(StatePart::Master).and_then(|info| kind_of(info.dtype)) else {
                 return refuse("expected master weights of type F32 or F64 beside it");
             };
-            if m != master || v != master || master.is_some_and(|(_, shape)| shape != [elements.len()]) {
-                return refuse("expected master, m and v of one type, with as many elements as the name says");
+            let fits = |&part: &StatePart| {
+                let info = info_of(part).map(|info| (kind_of(info.dtype), info.shape.as_slice()));
+                info == Some((Some(part.kind(wide)), &[part.num_values(elements.len())][..]))
+            };
+            if !form.parts().contains(&part) || !form.parts().iter().all(fits) {
+                return refuse(
+                    "expected the parts of one optimizer's state, of their types, with as many elements as the name says",
+                );
             }
-            if part == PARTS[0] {
-                self.pieces.entry(key.to_owned()).or_default().push(ShardPiece { elements, file: index, kind });
+            if part == StatePart::Master {
+                self.pieces.entry(key.to_owned()).or_default().push(ShardPiece { elements, file: index, form, wide });
             }
         }
         self.files.push(file);
@@ -126,6 +157,24 @@ impl ShardFiles {
         Ok(())
     }
 
+    /// All parameters have the state of this run's optimizer.
+    fn check_forms(&self, table: &ParamTable, form: &dyn Fn(&Param) -> StateForm) -> Result<()> {
+        let parts = |form: StateForm| form.parts().iter().map(|part| part.name()).collect::<Vec<_>>().join(", ");
+        for (unit, param) in
+            table.units.iter().flat_map(|layout| layout.params.iter().map(|param| (layout.unit, param)))
+        {
+            let (key, own) = (param_key(unit, param.name), form(param));
+            if let Some(other) = self.pieces[&key].iter().find(|piece| piece.form != own) {
+                let (saved, expected) = (parts(other.form), parts(own));
+                let optim = own.optimizer();
+                return Err(self.bad(format!(
+                    "{FOLDER}: {key} has {saved}, where optim = {optim} expects {expected}: resume with the optimizer that wrote it"
+                )));
+            }
+        }
+        Ok(())
+    }
+
     fn misfit(&self, key: &str, numel: usize) -> Error {
         let mut message = format!("{FOLDER}: expected elements 0..{numel} of {key} once each, found");
         for piece in &self.pieces[key] {
@@ -145,8 +194,9 @@ fn param_key(unit: Unit, name: ParamName) -> String {
 }
 
 /// `unit/param/first-last/part` into `unit/param/first-last`, `unit/param`, elements and part.
-fn parse(name: &str) -> Option<(&str, &str, Range<usize>, &str)> {
-    let (stem, part) = name.rsplit_once('/').filter(|(_, part)| PARTS.contains(part))?;
+fn parse(name: &str) -> Option<(&str, &str, Range<usize>, StatePart)> {
+    let (stem, part) = name.rsplit_once('/')?;
+    let part = StatePart::ALL.into_iter().find(|known| known.name() == part)?;
     let (key, range) = stem.rsplit_once('/')?;
     let (first, last) = range.split_once('-')?;
     let elements = first.parse().ok()?..last.parse().ok()?;
@@ -158,6 +208,7 @@ fn kind_of(dtype: Dtype) -> Option<Kind> {
     match dtype {
         Dtype::F32 => Some(Kind::Float),
         Dtype::F64 => Some(Kind::Double),
+        Dtype::U8 => Some(Kind::Uint8),
         _ => None,
     }
 }

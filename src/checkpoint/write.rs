@@ -18,14 +18,14 @@ use tch::{Kind, Tensor};
 
 use super::folder;
 use super::manifest::{FileRecord, Manifest, hexadecimal};
-use super::shards::{FOLDER, PARTS, tensor_name};
+use super::shards::{FOLDER, tensor_name};
 use super::{CheckpointOptions, TrainerState};
 use crate::dist::World;
 use crate::error::{Error, ExitCode, Result};
 use crate::model::{LoraSpec, ModelSpec, ParamTable, WeightWriter, copy_tokenizer, encode_header, write_adapters};
 use crate::phase::{self, Phase};
 use crate::torch::{self, accumulation_kind};
-use crate::train::{ParamState, Policy, Reference};
+use crate::train::{ParamState, Policy, Reference, StateRange};
 
 /// Room for what is small: configuration, tokenizer, headers, manifest.
 const SMALL_FILES_BYTES: u64 = 32 << 20;
@@ -57,9 +57,8 @@ pub fn num_bytes(models: Models<'_>, state: &TrainerState) -> u64 {
 
 /// Bytes of the first checkpoint, before there is any history.
 pub fn first_bytes(Models { policy, reference }: Models<'_>) -> u64 {
-    let element_bytes = PARTS.len() * wide(policy).elt_size_in_bytes();
     let num_models = 1 + u64::from(reference.is_some());
-    (policy.trained_table().num_params() * element_bytes) as u64 + num_models * model_bytes(policy)
+    policy.whole_state_bytes() as u64 + num_models * model_bytes(policy)
 }
 
 /// Bytes that the model folder takes.
@@ -263,8 +262,7 @@ fn write_shard(
     let mut file = HashedFile::create(folder, name.to_owned())?;
     file.append(header)?;
     for state in states {
-        let ParamState { master, m, v } = state?;
-        for tensor in [master, m, v] {
+        for tensor in state?.tensors {
             // SAFETY: what is written is a copy of the state that nobody else has.
             file.append(unsafe { torch::bytes(&tensor) }?)?;
         }
@@ -273,23 +271,27 @@ fn write_shard(
 }
 
 fn shard_header(policy: &Policy) -> Vec<u8> {
-    let kind = wide(policy);
-    let dtype = if kind == Kind::Double { Dtype::F64 } else { Dtype::F32 };
+    let wide = accumulation_kind(policy.kind());
     let mut end = 0;
-    let infos = policy.state_ranges().flat_map(|(unit, name, elements)| {
-        PARTS.map(|part| {
-            let start = end;
-            end += elements.len() * kind.elt_size_in_bytes();
-            let info = TensorInfo { dtype, shape: vec![elements.len()], data_offsets: (start, end) };
-            (tensor_name(unit, name, &elements, part), info)
-        })
-    });
-    encode_header(infos.collect())
+    let mut infos = Vec::new();
+    for StateRange { unit, name, elements, form } in policy.state_ranges() {
+        for part in form.parts() {
+            let (start, num_values, kind) = (end, part.num_values(elements.len()), part.kind(wide));
+            end += num_values * kind.elt_size_in_bytes();
+            let info = TensorInfo { dtype: dtype_of(kind), shape: vec![num_values], data_offsets: (start, end) };
+            infos.push((tensor_name(unit, name, &elements, part.name()), info));
+        }
+    }
+    encode_header(infos)
 }
 
-/// The kind of optimizer state.
-fn wide(policy: &Policy) -> Kind {
-    accumulation_kind(policy.kind())
+/// The type of a state's tensor on disk.
+fn dtype_of(kind: Kind) -> Dtype {
+    match kind {
+        Kind::Double => Dtype::F64,
+        Kind::Uint8 => Dtype::U8,
+        _ => Dtype::F32,
+    }
 }
 
 /// A file that is hashed as it is written.

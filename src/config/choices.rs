@@ -299,6 +299,26 @@ choices! {
     }
 }
 choices! {
+    /// What steps the weights.
+    OptimizerName {
+        /// AdamW (arXiv 1711.05101).
+        AdamW = "adamw",
+        /// AdamW with moments of 8 bits in blocks of 256 (arXiv 2110.02861), as bitsandbytes has it.
+        AdamW8bit = "adamw_8bit",
+        /// Muon for the matrices of blocks, AdamW for everything else.
+        Muon = "muon",
+    }
+}
+choices! {
+    /// How Muon's learning rate follows from a matrix of A rows and B columns.
+    AdjustLr {
+        /// Times sqrt(max(1, A / B)), as Jordan's Muon.
+        Original = "original",
+        /// Times 0.2 sqrt(max(A, B)), which gives updates AdamW's size (arXiv 2502.16982).
+        MatchRmsAdamw = "match_rms_adamw",
+    }
+}
+choices! {
     /// Where optimizer state lives during rollout.
     OptimizerResidency {
         /// On the device, always.

@@ -12,6 +12,7 @@ mod heartbeat;
 mod load;
 mod lora;
 mod objective;
+mod optimizer;
 mod range;
 mod raw;
 mod report;
@@ -26,7 +27,6 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 pub use batch::BatchPlan;
-use batch::MAX_COUNT;
 pub use best::BestConfig;
 pub use choices::*;
 pub use curriculum::CurriculumConfig;
@@ -38,6 +38,7 @@ pub use heartbeat::HeartbeatConfig;
 pub(crate) use load::{ForeignEntry, foreign_entries};
 pub use lora::{LoraConfig, TargetModules};
 pub use objective::ObjectiveConfig;
+pub use optimizer::{MuonConfig, OptimizerConfig};
 use range::{ABOVE_ZERO, BELOW_ONE, COUNT, SECONDS, above, at_least, from_to};
 pub(crate) use raw::check_openings;
 pub(crate) use raw::pattern as key_pattern;
@@ -239,7 +240,7 @@ keys! {
         section "Optimizer";
         /// Peak learning rate.
         pub learning_rate: f64 = 1e-6 => above(0.0),
-        /// AdamW and its schedule.
+        /// The optimizer and its schedule.
         #[serde(flatten)]
         pub optimizer: OptimizerConfig,
         /// The activations that backward recomputes; `auto` is the least that fits.
@@ -298,31 +299,6 @@ keys! {
         /// Injected fault, `rank:step:phase:kind` (`step+`: in later steps too); for tests.
         #[serde(skip_serializing_if = "Option::is_none")]
         pub fault: Option<String> = None,
-    }
-}
-
-keys! {
-    /// AdamW and its schedule; keys of the top.
-    #[derive(Debug, Clone, PartialEq, serde::Serialize)]
-    pub struct OptimizerConfig: flat {
-        /// Adam's first moment decay.
-        pub adam_beta1: f64 = 0.9 => BELOW_ONE,
-        /// Adam's second moment decay.
-        pub adam_beta2: f64 = 0.999 => BELOW_ONE,
-        /// Adam's denominator term.
-        pub adam_epsilon: f64 = 1e-8 => above(0.0),
-        /// Decoupled weight decay on matrices (not on norms and biases).
-        pub weight_decay: f64 = 0.0 => at_least(0.0),
-        /// Global gradient norm is clipped to this; 0 is off.
-        pub max_grad_norm: f64 = 1.0 => at_least(0.0),
-        /// Shape of the learning rate after warm-up.
-        pub lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,
-        /// Updates of linear warm-up.
-        pub warmup_steps: usize = 0 => from_to(0.0, MAX_COUNT as f64),
-        /// Optimizer updates in all; `none` follows `num_train_epochs`.
-        pub max_steps: Option<usize> = None => COUNT,
-        /// Passes over the training rows.
-        pub num_train_epochs: f64 = 3.0 => above(0.0),
     }
 }
 

@@ -48,7 +48,7 @@ keys! {
         pub learning_rate: f64 = 2e-5 => above(0.0),
         /// Weight of the loss that keeps experts equally busy, of a model with experts; `none` is the model's own, as `config.json` has it.
         pub router_aux_loss_coef: Option<f64> = None => from_to(0.0, 1e3),
-        /// AdamW and its schedule.
+        /// The optimizer and its schedule.
         #[serde(flatten)]
         pub optimizer: OptimizerConfig,
         /// The activations that backward recomputes.

@@ -70,8 +70,8 @@ fn the_key_list_is_frozen() {
         reward.soft_punish_cache reward.code_language reward.code.tests_column reward.code.command reward.code.timeout_s \
         reward.code.memory_bytes reward.code.workers reward.code.readable reward.code.may_lack rewards.*.function \
         rewards.*.command rewards.*.url rewards.*.api_key_env rewards.*.judge_model rewards.*.judge_rubric rewards.*.judge_score_pattern \
-        rewards.*.judge_max_score rewards.*.judge_max_tokens rewards.*.judge_temperature rewards.*.timeout_s rewards.*.workers rewards.*.batch rewards.*.concurrency learning_rate adam_beta1 \
-        adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
+        rewards.*.judge_max_score rewards.*.judge_max_tokens rewards.*.judge_temperature rewards.*.timeout_s rewards.*.workers rewards.*.batch rewards.*.concurrency learning_rate optim muon.momentum \
+        muon.nesterov muon.ns_steps muon.adjust_lr_fn adam_beta1 adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype \
         residency.optimizer residency.reference lora.r lora.alpha lora.dropout lora.target_modules quantization \
         logging_steps save_steps save_async save_total_limit eval_steps report_to run_name load_best_model_at_end metric_for_best_model \
@@ -83,7 +83,8 @@ fn the_key_list_is_frozen() {
         system_prompt chat_template_kwargs.* output_dir resume_from_checkpoint force_resume device dtype \
         residual_dtype max_length shuffle_dataset \
         per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch learning_rate router_aux_loss_coef \
-        adam_beta1 adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
+        optim muon.momentum muon.nesterov muon.ns_steps muon.adjust_lr_fn adam_beta1 adam_beta2 adam_epsilon weight_decay \
+        max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype lora.r lora.alpha \
         lora.dropout lora.target_modules quantization logging_steps save_steps save_async save_total_limit seed \
         collective_timeout_s heartbeat";
@@ -131,7 +132,8 @@ fn an_unknown_key_is_named_with_its_line_and_the_nearest_key() {
         }
     }
     assert_eq!(message(&["zero.stages=1"]), "command line: unknown key 'zero.stages'; did you mean 'zero.stage'?");
-    assert_eq!(message(&["optim=adamw"]), "command line: unknown key 'optim'; here: the optimizer is AdamW");
+    let optim_args = "command line: unknown key 'optim_args'; here: adam_beta1, adam_beta2, adam_epsilon and muon";
+    assert_eq!(message(&["optim_args=a"]), optim_args);
     assert_eq!(
         message(&["residency=swap"]),
         "command line: unknown key 'residency'; it is a table of optimizer, reference"

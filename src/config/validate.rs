@@ -44,6 +44,7 @@ impl Config {
             self.reward.check(),
             self.zero.check(),
             self.lora.check(self.quantization),
+            self.optimizer.check(&self.lora),
             self.check_split(),
             self.check_curriculum(),
             self.check_distillation(),
@@ -136,7 +137,8 @@ impl Config {
 impl SftConfig {
     pub(super) fn validate(raw: &RawConfig) -> Result<Self> {
         validated(raw, |config: &Self| {
-            vec![config.data.check(), config.zero.check(), config.lora.check(config.quantization)]
+            let optimizer = config.optimizer.check(&config.lora);
+            vec![config.data.check(), config.zero.check(), config.lora.check(config.quantization), optimizer]
         })
     }
 }

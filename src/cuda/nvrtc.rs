@@ -29,6 +29,7 @@ macro_rules! sources {
 
 sources! {
     ADAMW = "adamw.cu",
+    ADAMW8BIT = "adamw8bit.cu",
     ADAPT = "adapt.cu",
     ADD_RMS_NORM = "add_rms_norm.cu",
     ALL_REDUCE = "all_reduce.cu",

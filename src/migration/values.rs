@@ -51,4 +51,11 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("scale_rewards", "true", r#""group""#),
     ("scale_rewards", "false", r#""none""#),
     ("lr_scheduler_type", r#""constant_with_warmup""#, r#""constant""#),
+    ("optim", r#""adamw_torch""#, r#""adamw""#),
+    ("optim", r#""adamw_torch_fused""#, r#""adamw""#),
+    ("optim", r#""adamw_hf""#, r#""adamw""#),
+    ("optim", r#""adamw_apex_fused""#, r#""adamw""#),
+    ("optim", r#""adamw_bnb_8bit""#, r#""adamw_8bit""#),
+    ("optim", r#""paged_adamw_8bit""#, r#""adamw_8bit""#),
+    ("optim", r#""paged_adamw_32bit""#, r#""adamw""#),
 ];

@@ -36,8 +36,9 @@ mod tests;
 mod views;
 
 pub use block::{
-    Attention, BlockContext, BlockParams, BlockSpec, DenseSpec, ElementBytes, Linear, LinearSpec, Matrix, Mixer, Mlp,
-    NormPlaces, PackedAttention, Piece, QkNorm, Routes, SavedBlock, attention_scale, block_backward, block_forward,
+    Attention, BlockContext, BlockMatrix, BlockParams, BlockSpec, DenseSpec, ElementBytes, Linear, LinearSpec, Matrix,
+    Mixer, Mlp, NormPlaces, PackedAttention, Piece, QkNorm, Routes, SavedBlock, attention_scale, block_backward,
+    block_forward,
 };
 pub(crate) use block::{MIXER_NORMS, MLP_NORMS, product_work};
 pub use export::export_folder;

@@ -12,6 +12,7 @@
 //! - of E experts of width I, `GateUp` [E, 2 I, D] and `Down` [E, D, I]: a slice is that of every expert
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 use tch::Tensor;
@@ -19,8 +20,8 @@ use tch::Tensor;
 use super::lora::LoraSpec;
 use super::spec::{ModelSpec, product};
 
-/// Parameters start on multiples of this many elements: 128 bytes in bfloat16.
-pub const ALIGNMENT: usize = 64;
+/// Parameters start on multiples of this many elements, and so do shards: a block of 8-bit moments never crosses either.
+pub const ALIGNMENT: usize = 256;
 
 /// Where every weight lies.
 #[derive(Debug, Clone, PartialEq)]
@@ -135,6 +136,13 @@ impl UnitLayout {
         self.params.iter().find(|param| param.name == name)
     }
 
+    /// Elements between and behind parameters, which stay zero.
+    pub fn padding(&self) -> impl Iterator<Item = Range<usize>> + '_ {
+        let ends = self.params.iter().map(|param| param.offset + param.numel());
+        let starts = self.params.iter().skip(1).map(|param| param.offset).chain([self.len]);
+        ends.zip(starts).map(|(end, start)| end..start).filter(|padding| !padding.is_empty())
+    }
+
     /// The parameter as a view of the unit's flat tensor `[len]`, if the unit has it.
     pub fn view(&self, name: ParamName, flat: &Tensor) -> Option<Tensor> {
         assert_eq!(flat.size(), [self.len as i64], "flat tensor of the {}", self.unit);
@@ -213,6 +221,13 @@ pub enum ParamName {
     MlpPostNorm,
     /// [E, D], before the experts
     Router,
+}
+
+impl ParamName {
+    /// Whether it is a matrix of a block, not an adapter's.
+    pub fn is_block_matrix(self) -> bool {
+        matches!(self, Self::Qkv | Self::O | Self::GateUp | Self::Down)
+    }
 }
 
 /// Parameters of a unit with their shapes, in layout order.

@@ -52,12 +52,7 @@ pub fn step(
         let run = || kernels::adamw(master, m, v, grad, Some(weight), &scalars(hyper, step, grad_scale), decayed);
         return timed("optimizer", || passes, run);
     }
-    let keep = 1.0 - hyper.lr * hyper.weight_decay;
-    if keep != 1.0 {
-        for range in decayed {
-            let _ = master.narrow(0, range.start, range.end - range.start).f_mul_scalar_(keep)?;
-        }
-    }
+    decay(master, hyper, decayed)?;
     let total = master.size()[0];
     for start in (0..total).step_by(PIECE as usize) {
         let cut = |t: &Tensor| t.narrow(0, start, PIECE.min(total - start));
@@ -67,8 +62,19 @@ pub fn step(
     Ok(())
 }
 
+/// Decoupled weight decay of some ranges.
+pub(super) fn decay(master: &Tensor, hyper: &AdamW, decayed: &[Range<i64>]) -> Result<()> {
+    let keep = 1.0 - hyper.lr * hyper.weight_decay;
+    if keep != 1.0 {
+        for range in decayed {
+            let _ = master.narrow(0, range.start, range.end - range.start).f_mul_scalar_(keep)?;
+        }
+    }
+    Ok(())
+}
+
 /// The kernel's factors.
-fn scalars(hyper: &AdamW, step: u64, grad_scale: f64) -> AdamWScalars {
+pub(super) fn scalars(hyper: &AdamW, step: u64, grad_scale: f64) -> AdamWScalars {
     let &AdamW { lr, beta1, beta2, eps, weight_decay } = hyper;
     let (correction1, correction2) = (1.0 - beta1.powf(step as f64), 1.0 - beta2.powf(step as f64));
     AdamWScalars {
@@ -83,7 +89,8 @@ fn scalars(hyper: &AdamW, step: u64, grad_scale: f64) -> AdamWScalars {
     }
 }
 
-fn update(
+/// The step of some elements, without decay.
+pub(super) fn update(
     p: &mut Tensor,
     m: &mut Tensor,
     v: &mut Tensor,

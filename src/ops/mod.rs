@@ -12,13 +12,16 @@
 //! caller explains with the key to lower. Views cannot fail and stay plain calls.
 
 pub mod adamw;
+pub mod adamw8bit;
 pub mod attention;
 pub mod dropout;
+pub mod dynamic_map;
 pub mod embedding;
 pub mod grouped;
 pub mod head;
 pub mod heads;
 pub mod linear;
+pub mod muon;
 pub mod nf4;
 pub mod norm;
 pub mod random;

@@ -6,6 +6,7 @@
 
 use tch::{Device, Kind, Tensor};
 
+use super::dynamic_map::{bounds, dynamic_levels, nearest, normalised};
 use crate::cuda::kernels::{self, Nf4Codes};
 use crate::error::{Error, Result};
 use crate::torch::{self, scalar};
@@ -59,7 +60,7 @@ impl Levels {
     /// [`Error::OutOfMemory`].
     pub fn new(device: Device) -> Result<Self> {
         let on = |levels: &[f32]| torch::tensor_on(levels, device);
-        Ok(Self { weights: on(&LEVELS)?, scales: on(&scale_levels())? })
+        Ok(Self { weights: on(&LEVELS)?, scales: on(&dynamic_levels(true))? })
     }
 
     fn shallow_clone(&self) -> Self {
@@ -80,14 +81,14 @@ impl Nf4 {
         }
         let blocks = matrix.f_to_kind(Kind::Float)?.f_reshape([-1, BLOCK as i64])?;
         let scales = blocks.f_abs()?.f_amax([1i64], false)?;
-        let codes = nearest(&normalised(&blocks, &scales)?, &levels.weights)?.view([-1, 2]);
+        let codes = nearest(&normalised(&blocks, &scales)?, &bounds(&levels.weights)?)?.view([-1, 2]);
         let codes = codes.select(1, 0).f_mul(&scalar(16i32))?.f_add(&codes.select(1, 1))?.f_to_kind(Kind::Uint8)?;
         let offset = scales.f_mean(Kind::Float)?;
         let centred = scales.f_sub(&offset)?;
         let count = centred.size()[0];
         let padded = centred.f_constant_pad_nd([0, -count & (GROUP as i64 - 1)])?.view([-1, GROUP as i64]);
         let maxima = padded.f_abs()?.f_amax([1i64], false)?;
-        let scales = nearest(&normalised(&padded, &maxima)?, &levels.scales)?.view(-1).narrow(0, 0, count);
+        let scales = nearest(&normalised(&padded, &maxima)?, &bounds(&levels.scales)?)?.view(-1).narrow(0, 0, count);
         let scales = scales.f_to_kind(Kind::Uint8)?.f_contiguous()?;
         Ok(Self { codes, scales, maxima, offset, levels: levels.shallow_clone() })
     }
@@ -131,34 +132,6 @@ pub fn bytes(numel: usize) -> usize {
     numel / 2 + scales + 4 * scales.div_ceil(GROUP) + 4
 }
 
-/// x / scale, by rows; 0 where a row is all zero.
-fn normalised(x: &Tensor /* [R, B] */, scale: &Tensor /* [R] */) -> Result<Tensor> {
-    let divisor = scale.f_where_self(&scale.f_gt_tensor(&scalar(0f32))?, &scalar(1f32))?;
-    Ok(x.f_div(&divisor.unsqueeze(1))?)
-}
-
-/// The index of the nearest of ascending levels; the lower one of two at the same distance.
-fn nearest(x: &Tensor, levels: &Tensor /* [L] */) -> Result<Tensor> {
-    let count = levels.size()[0] - 1;
-    let midpoints = levels.narrow(0, 0, count).f_add(&levels.narrow(0, 1, count))?.f_div(&scalar(2.0))?;
-    Ok(x.f_contiguous()?.f_bucketize(&midpoints, true, false)?) // i32
-}
-
-/// The signed dynamic map of 8 bits (arXiv 1511.04561): for each of 7 powers of ten from 10^-6, the middles of 2^i equal
-/// parts of [0.1, 1], of both signs; 0 and 1.
-fn scale_levels() -> Vec<f32> {
-    let mut levels = vec![0.0, 1.0];
-    for i in 0..7 {
-        let (parts, power) = (1i64 << i, 10f64.powi(i - 6) as f32);
-        let bounds = Tensor::linspace(0.1, 1.0, parts + 1, (Kind::Float, Device::Cpu));
-        let middles = (bounds.narrow(0, 0, parts) + bounds.narrow(0, 1, parts)) / 2.0;
-        let middles = Vec::<f32>::try_from(middles).expect("a vector of f32");
-        levels.extend(middles.iter().flat_map(|middle| [power * middle, -power * middle]));
-    }
-    levels.sort_by(f32::total_cmp);
-    levels
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -188,7 +161,7 @@ mod tests {
             assert_eq!(own, expected);
         };
         close(&LEVELS, &golden["levels"]);
-        close(&scale_levels(), &golden["scale_levels"]);
+        close(&dynamic_levels(true), &golden["scale_levels"]);
     }
 
     #[test]

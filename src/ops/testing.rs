@@ -26,3 +26,20 @@ pub(crate) fn assert_close(got: &Tensor, expected: &Tensor) {
     let error = relative_error(got, expected);
     assert!(error < 1e-9, "relative error {error:e}\ngot {got}\nexpected {expected}");
 }
+
+/// Numbers of both signs, between 1e-8 and 1 in size, by blocks of 256 of which the third is zero, as scripts/golden_optim.py has them.
+/// [count] f32
+pub(crate) fn wave(count: i64, phase: f64) -> Tensor {
+    let at = Tensor::arange(count, (Kind::Double, Device::Cpu));
+    let block = (&at / 256.0).floor();
+    let power = ((&at * 0.731 + phase).sin() + 1.0) * -4.0;
+    let sizes = Tensor::full_like(&at, 10.0).pow(&power);
+    let values = (&at * 12.9898 + phase).sin() * sizes * (&block * 0.37).cos();
+    values.where_scalarother(&block.not_equal(2.0), 0.0).to_kind(Kind::Float)
+}
+
+/// What scripts/golden_optim.py wrote.
+pub(crate) fn optim_golden() -> serde_json::Value {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/optim.json");
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}

@@ -4,7 +4,7 @@ use tch::Device;
 
 use super::choices::Choices;
 use super::{ClassBytes, PlanInput, engine_options, human};
-use crate::config::{GradientCheckpointing, OptimizerResidency, ReferenceResidency};
+use crate::config::{GradientCheckpointing, OptimizerName, OptimizerResidency, ReferenceResidency};
 use crate::rollout::{engine_buffer_bytes, engine_sum_bytes, engine_table_bytes};
 use crate::train::{ActivationBytes, Moment, TrainBytes, WORKSPACE_BYTES, reference_bytes};
 
@@ -25,7 +25,7 @@ pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) 
             rollout_bytes: weights,
             host_bytes: 0,
         },
-        optimizer(choices.optimizer, fullest, &bytes),
+        optimizer(choices.optimizer, fullest, &bytes, input.config.optimizer.optim),
         in_training("gradients", fullest.gradients),
         in_training("activations", fullest.activations),
     ];
@@ -43,14 +43,19 @@ pub(super) fn classes(choices: Choices, fullest: Moment, input: &PlanInput<'_>) 
     input.role.held(classes, engine(input), products, whole + bytes.engine_adapters)
 }
 
-fn optimizer(residency: OptimizerResidency, fullest: Moment, bytes: &TrainBytes) -> ClassBytes {
+fn optimizer(residency: OptimizerResidency, fullest: Moment, bytes: &TrainBytes, optim: OptimizerName) -> ClassBytes {
     let state = bytes.optimizer;
     let (train_bytes, rollout_bytes, host_bytes) = match residency {
         OptimizerResidency::Resident => (state, state, 0),
         OptimizerResidency::Swap => (state, 0, state),
         OptimizerResidency::Stream => (fullest.buckets, 0, state),
     };
-    ClassBytes { class: "master weights, Adam m and v", train_bytes, rollout_bytes, host_bytes }
+    let class = match optim {
+        OptimizerName::AdamW => "master weights, Adam m and v",
+        OptimizerName::AdamW8bit => "master weights, 8-bit Adam m and v",
+        OptimizerName::Muon => "master weights, momentum",
+    };
+    ClassBytes { class, train_bytes: train_bytes + fullest.orthogonalized, rollout_bytes, host_bytes }
 }
 
 /// The engine's memory beside its KV cache and its products.

@@ -16,7 +16,7 @@ use crate::metrics::ranks::RankReporter;
 use crate::metrics::{LogOptions, RunLog, Services};
 use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, WeightFiles};
 use crate::phase;
-use crate::train::{AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, Policy};
+use crate::train::{AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy};
 use crate::train::{PolicyOptions, PolicyStart, Schedule};
 
 /// Collective over the world.
@@ -150,6 +150,7 @@ fn policy(
         stage: config.zero.stage,
         network: NetworkOptions { kind, residual: residual_kind(config.residual_dtype, kind), device },
         gradient_checkpointing: config.gradient_checkpointing,
+        optim: Optim::new(config.optimizer.optim, &config.optimizer.muon),
         adam: AdamOptions::new(&config.optimizer),
         gradients: GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype),
     };

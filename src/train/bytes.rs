@@ -7,7 +7,10 @@ use tch::Kind;
 
 use super::flow::bucket_bytes;
 use super::gradients::GradientKinds;
+use super::optim::Optim;
+use super::orthogonal::orthogonal_bytes;
 use super::policy::GradientOptions;
+use super::state_layout::StateLayout;
 use crate::config::{Config, Quantization};
 use crate::cuda::residual_kind;
 use crate::model::{LoraSpec, ParamTable, QuantizedBlock, Unit};
@@ -30,6 +33,8 @@ pub struct TrainedModel<'a> {
     pub residual: Kind,
     /// How gradients are added up.
     pub gradients: GradientOptions,
+    /// What steps the weights.
+    pub optim: Optim,
 }
 
 /// Bytes per rank of a [`super::Policy`] between uses.
@@ -48,9 +53,10 @@ pub struct TrainBytes {
 }
 
 impl<'a> TrainedModel<'a> {
-    /// All weights of `table` train, at a ZeRO stage; the residual stream is of their kind.
+    /// All weights of `table` train by AdamW, at a ZeRO stage; the residual stream is of their kind.
     pub fn whole(table: &'a ParamTable, stage: u8, kind: Kind, gradients: GradientOptions) -> Self {
-        Self { table, lora: None, quantization: Quantization::None, stage, kind, residual: kind, gradients }
+        let (lora, quantization, optim) = (None, Quantization::None, Optim::AdamW);
+        Self { table, lora, quantization, stage, kind, residual: kind, gradients, optim }
     }
 
     /// The model that a configuration trains.
@@ -58,7 +64,8 @@ impl<'a> TrainedModel<'a> {
         let gradients = GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype);
         let (lora, quantization) = (LoraSpec::new(&config.lora), config.quantization);
         let residual = residual_kind(config.residual_dtype, kind);
-        Self { lora, quantization, residual, ..Self::whole(table, config.zero.stage, kind, gradients) }
+        let optim = Optim::new(config.optimizer.optim, &config.optimizer.muon);
+        Self { lora, quantization, residual, optim, ..Self::whole(table, config.zero.stage, kind, gradients) }
     }
 
     /// Bytes between uses.
@@ -66,13 +73,34 @@ impl<'a> TrainedModel<'a> {
         let element = self.kind.elt_size_in_bytes();
         let (stage, trained, spec) = (self.trained_stage(), self.trained(), &self.table.spec);
         let share = |sharded: bool| if sharded { trained.total / trained.shards } else { trained.total };
-        let wide = accumulation_kind(self.kind);
+        let (optimizer, optimizer_buckets) = self.state_bytes(&trained);
         TrainBytes {
             weights: self.base_bytes() + self.adapter_bytes(),
             gradients: self.gradient_kinds().accumulated.elt_size_in_bytes() * share(stage > 1),
-            optimizer: 3 * wide.elt_size_in_bytes() * share(stage > 0),
-            optimizer_buckets: bucket_bytes(largest(&trained) / if stage > 0 { trained.shards } else { 1 }, wide),
+            optimizer,
+            optimizer_buckets,
             engine_adapters: self.lora.as_ref().map_or(0, |lora| element * lora.num_expanded(spec)),
+        }
+    }
+
+    /// The optimizer's state and its buckets, of the rank that has the most.
+    fn state_bytes(&self, trained: &ParamTable) -> (usize, usize) {
+        let num_slices = if self.trained_stage() > 0 { trained.shards } else { 1 };
+        let of_rank = |rank: usize| {
+            let slice = |len: usize| rank * (len / num_slices)..(rank + 1) * (len / num_slices);
+            let layout = StateLayout::new(trained, self.optim, accumulation_kind(self.kind), slice);
+            (layout.bytes(), bucket_bytes(&layout))
+        };
+        let num_kinds = if self.optim == Optim::AdamW { 1 } else { num_slices }; // AdamW's slices are all alike
+        let most = |(a, b): (usize, usize), (c, d): (usize, usize)| (a.max(c), b.max(d));
+        (0..num_kinds).map(of_rank).reduce(most).unwrap_or_default()
+    }
+
+    /// What a step of Muon holds beside state and gradients.
+    pub(super) fn orthogonal_bytes(&self) -> usize {
+        match self.optim {
+            Optim::Muon(_) if self.lora.is_none() => orthogonal_bytes(self.table, self.trained_stage() > 0),
+            Optim::AdamW | Optim::AdamW8bit | Optim::Muon(_) => 0,
         }
     }
 
@@ -85,10 +113,10 @@ impl<'a> TrainedModel<'a> {
     /// and
     /// the new weights; without the way of either over ranks.
     pub fn optimizer_step_bytes(&self) -> usize {
-        let wide = accumulation_kind(self.kind).elt_size_in_bytes();
-        let owned = self.bytes().optimizer / (3 * wide);
+        let trained = self.trained();
+        let owned = trained.total / if self.trained_stage() > 0 { trained.shards } else { 1 };
         let gradient = self.gradient_kinds().accumulated.elt_size_in_bytes();
-        owned * (6 * wide + 2 * gradient + self.kind.elt_size_in_bytes())
+        2 * self.bytes().optimizer + owned * (2 * gradient + self.kind.elt_size_in_bytes())
     }
 
     /// Bytes of the weights, the frozen ones under adapters included. Quantised blocks are whole on every rank.
@@ -135,9 +163,4 @@ impl<'a> TrainedModel<'a> {
 /// Bytes per rank of a [`super::Reference`] between uses, on the device or the host; `table.shards` is the shard group's size.
 pub fn reference_bytes(table: &ParamTable, kind: Kind) -> usize {
     kind.elt_size_in_bytes() * table.total / table.shards
-}
-
-/// Elements of the largest unit.
-fn largest(table: &ParamTable) -> usize {
-    table.units.iter().map(|layout| layout.len).max().unwrap_or(0)
 }

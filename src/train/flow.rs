@@ -5,27 +5,38 @@ use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
-use super::residence::Columns;
+use super::state_layout::{Cells, Run, StateForm, StateLayout, StatePart};
 use crate::error::{Error, Result};
 use crate::memory::{HostPool, PendingCopy};
 
-/// Elements of a bucket: long enough that a copy is not felt to start.
+/// Elements of a bucket: long enough that a copy is not felt to start. A multiple of the blocks of 8-bit moments.
 pub(super) const BUCKET_LEN: usize = 16 << 20;
 /// One for each direction and one for the step.
 pub(super) const NUM_BUCKETS: usize = 3;
+/// Tensors in a bucket start on multiples of this.
+const ALIGNMENT_BYTES: usize = 256;
 
-/// Some consecutive elements of what this rank owns of a unit.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Piece {
-    pub index: usize,        // of the unit
-    pub range: Range<usize>, // of the owned part
-    start: usize,            // in the state's columns
+/// When within a unit's step a piece is stepped. Muon needs the momentum of whole matrices before it steps their master weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Pass {
+    Moments,
+    Master,
 }
 
-/// Steps a part of this rank's slice of a unit, given its master weights, m and v.
-pub(super) type StepPiece<'a> = dyn FnMut(&Range<usize>, [Tensor; 3]) -> Result<()> + 'a;
+/// State of some consecutive elements of what this rank owns of a unit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Piece {
+    pub index: usize, // of the unit
+    pub pass: Pass,
+    pub form: StateForm,
+    pub elements: Range<usize>, // of the owned part
+    pub cells: Vec<Cells>,      // of every part that the pass needs
+}
 
-/// An update's way through the buckets. Until it is finished, its pieces are stepped in order.
+/// Steps a piece, given its tensors.
+pub(super) type StepPiece<'a> = dyn FnMut(&Piece, Vec<Tensor>) -> Result<()> + 'a;
+
+/// An update's passage through the buckets. Until it is finished, its pieces are stepped in order.
 #[derive(Debug)]
 pub(super) struct Flow {
     pieces: Vec<Piece>,
@@ -36,53 +47,45 @@ pub(super) struct Flow {
 
 #[derive(Debug)]
 struct Bucket {
-    state: Tensor,            // [3, BUCKET_LEN]
+    memory: Tensor,           // [bytes] u8
     copies: Vec<PendingCopy>, // under way: in before the step, out after it
 }
 
 impl Flow {
-    /// Starts the first pieces on their way. `owned` are the units' columns of the state.
-    pub(super) fn start(
-        pool: &HostPool,
-        columns: Columns,
-        owned: impl Iterator<Item = Range<usize>>,
-        bucket_len: usize,
-        device: Device,
-    ) -> Result<Self> {
-        let pieces: Vec<Piece> = owned.enumerate().flat_map(|(index, unit)| pieces(index, unit, bucket_len)).collect();
-        let longest = pieces.iter().map(|piece| piece.range.len()).max().unwrap_or(0) as i64;
-        let bucket =
-            || Ok(Bucket { state: Tensor::f_empty([3, longest], (columns.kind, device))?, copies: Vec::new() });
+    /// Starts copies of the first pieces.
+    pub(super) fn start(pool: &HostPool, layout: &StateLayout, bucket_len: usize, device: Device) -> Result<Self> {
+        let pieces: Vec<Piece> = (0..layout.num_units()).flat_map(|index| pieces(layout, index, bucket_len)).collect();
+        let bytes = pieces.iter().map(Piece::bytes).max().unwrap_or(0) as i64;
+        let bucket = || Ok(Bucket { memory: Tensor::f_empty([bytes], (Kind::Uint8, device))?, copies: Vec::new() });
         let buckets = (0..NUM_BUCKETS).map(|_| bucket()).collect::<Result<_>>()?;
         let mut flow = Self { pieces, next: 0, arriving: 0, buckets };
         for _ in 1..NUM_BUCKETS {
-            flow.fetch(pool, columns)?;
+            flow.fetch(pool)?;
         }
         Ok(flow)
     }
 
-    /// Steps every piece of unit `index` with `step`, which is given master weights, m and v.
+    /// Steps every piece of one pass over unit `index` with `step`.
     pub(super) fn step(
         &mut self,
         pool: &mut HostPool,
-        columns: Columns,
-        index: usize,
+        (index, pass): (usize, Pass),
         step: &mut StepPiece<'_>,
     ) -> Result<()> {
-        while self.pieces.get(self.next).is_some_and(|piece| piece.index == index) {
+        while self.pieces.get(self.next).is_some_and(|piece| (piece.index, piece.pass) == (index, pass)) {
             let piece = self.pieces[self.next].clone();
             let bucket = &mut self.buckets[self.next % NUM_BUCKETS];
             bucket.copies.drain(..).try_for_each(PendingCopy::hold_libtorch)?;
-            let rows = bucket.rows(&piece);
-            step(&piece.range, rows.each_ref().map(Tensor::shallow_clone))?;
-            for (row, tensor) in rows.iter().enumerate() {
-                bucket.copies.push(pool.copy_from_async(columns.byte_offset(row, piece.start), tensor)?);
+            let tensors = bucket.tensors(&piece);
+            step(&piece, tensors.iter().map(Tensor::shallow_clone).collect())?;
+            for (cells, tensor) in piece.cells.iter().zip(&tensors) {
+                bucket.copies.push(pool.copy_from_async(cells.bytes.start, tensor)?);
             }
             self.next += 1;
-            self.fetch(pool, columns)?;
+            self.fetch(pool)?;
         }
         match self.pieces.get(self.next) {
-            Some(piece) if piece.index < index => Err(Error::InvalidArgument {
+            Some(piece) if (piece.index, piece.pass) < (index, pass) => Err(Error::InvalidArgument {
                 op: "Optimizer::step",
                 expected: format!("unit {} next: streamed state comes in order", piece.index),
                 got: format!("unit {index}"),
@@ -91,18 +94,18 @@ impl Flow {
         }
     }
 
-    /// Lets libtorch, and with it every later copy, wait for what still leaves.
+    /// Lets libtorch, and with it every later copy, wait for the copies to the host.
     pub(super) fn finish(self) -> Result<()> {
         self.buckets.into_iter().flat_map(|bucket| bucket.copies).try_for_each(PendingCopy::hold_libtorch)
     }
 
-    /// Starts the next piece on its way into the bucket whose last one has left.
-    fn fetch(&mut self, pool: &HostPool, columns: Columns) -> Result<()> {
+    /// Starts copying the next piece into the bucket whose last one has left.
+    fn fetch(&mut self, pool: &HostPool) -> Result<()> {
         let Some(piece) = self.pieces.get(self.arriving) else { return Ok(()) };
         let bucket = &mut self.buckets[self.arriving % NUM_BUCKETS];
         bucket.copies.drain(..).try_for_each(PendingCopy::hold_libtorch)?; // copies in start after what libtorch waits for
-        for (row, mut tensor) in bucket.rows(piece).into_iter().enumerate() {
-            bucket.copies.push(pool.copy_to_async(columns.byte_offset(row, piece.start), &mut tensor)?);
+        for (cells, mut tensor) in piece.cells.iter().zip(bucket.tensors(piece)) {
+            bucket.copies.push(pool.copy_to_async(cells.bytes.start, &mut tensor)?);
         }
         self.arriving += 1;
         Ok(())
@@ -110,64 +113,111 @@ impl Flow {
 }
 
 impl Bucket {
-    /// Master weights, m and v of a piece.
-    fn rows(&self, piece: &Piece) -> [Tensor; 3] {
-        [0, 1, 2].map(|row| self.state.get(row).narrow(0, 0, piece.range.len() as i64))
+    /// A piece's tensors, one behind the other.
+    fn tensors(&self, piece: &Piece) -> Vec<Tensor> {
+        let mut start = 0;
+        let views = piece.cells.iter().map(|cells| {
+            let place = Cells { kind: cells.kind, bytes: start..start + cells.bytes.len() };
+            start = place.bytes.end.next_multiple_of(ALIGNMENT_BYTES);
+            place.view(&self.memory)
+        });
+        views.collect()
     }
 }
 
-/// A unit's columns in pieces of at most `len`.
-fn pieces(index: usize, unit: Range<usize>, len: usize) -> impl Iterator<Item = Piece> {
-    let first = unit.start;
-    unit.clone().step_by(len.max(1)).map(move |start| {
-        let end = unit.end.min(start + len);
-        Piece { index, range: start - first..end - first, start }
-    })
+impl Piece {
+    fn new(layout: &StateLayout, index: usize, pass: Pass, run: &Run, elements: Range<usize>) -> Self {
+        let parts = match (run.form, pass) {
+            (StateForm::Muon, Pass::Moments) => &[StatePart::M],
+            (StateForm::Muon, Pass::Master) => &[StatePart::Master],
+            (StateForm::Adam | StateForm::Adam8bit, _) => run.form.parts(),
+        };
+        let cells = parts.iter().map(|&part| layout.cells(run, &elements, part)).collect();
+        Self { index, pass, form: run.form, elements, cells }
+    }
+
+    /// Its size in a bucket.
+    fn bytes(&self) -> usize {
+        self.cells.iter().map(|cells| cells.bytes.len().next_multiple_of(ALIGNMENT_BYTES)).sum()
+    }
+}
+
+/// A unit's state in pieces of at most `len` elements, in the order in which they are stepped.
+pub(super) fn pieces(layout: &StateLayout, index: usize, len: usize) -> Vec<Piece> {
+    let pass = |pass: Pass| {
+        let runs = layout.runs(index).iter();
+        let runs = runs.filter(move |run| pass == Pass::Moments || run.form == StateForm::Muon);
+        runs.flat_map(move |run| {
+            let Range { start, end } = run.elements;
+            (start..end)
+                .step_by(len)
+                .map(move |first| Piece::new(layout, index, pass, run, first..end.min(first.saturating_add(len))))
+        })
+    };
+    pass(Pass::Moments).chain(pass(Pass::Master)).collect()
 }
 
 /// Bytes of the buckets on the device.
-pub(super) fn bucket_bytes(longest_owned: usize, kind: Kind) -> usize {
-    NUM_BUCKETS * 3 * longest_owned.min(BUCKET_LEN) * kind.elt_size_in_bytes()
+pub(super) fn bucket_bytes(layout: &StateLayout) -> usize {
+    let units = (0..layout.num_units()).flat_map(|index| pieces(layout, index, BUCKET_LEN));
+    NUM_BUCKETS * units.map(|piece| piece.bytes()).max().unwrap_or(0)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::sync::Arc;
 
-    const COLUMNS: Columns = Columns { count: 23, kind: Kind::Float };
+    use super::*;
+    use crate::config::MuonConfig;
+    use crate::config::OptimizerName;
+    use crate::model::{ModelSpec, ParamTable};
+    use crate::train::Optim;
+
+    fn layouts() -> impl Iterator<Item = StateLayout> {
+        let table = ParamTable::new(Arc::new(ModelSpec::preset("micro").unwrap()), 2);
+        let optims = OptimizerName::ALL.iter().map(|&name| Optim::new(name, &MuonConfig::default()));
+        optims.map(move |optim| StateLayout::new(&table, optim, Kind::Float, |len| len / 2..len))
+    }
+
+    fn pool(layout: &StateLayout) -> HostPool {
+        HostPool::new("flow_test", layout.bytes(), Device::Cpu, &mut |_, _| ()).unwrap()
+    }
 
     #[test]
-    fn pieces_of_every_unit_pass_once_and_in_order() {
-        let mut pool = HostPool::new("flow_test", COLUMNS.bytes(), Device::Cpu, &mut |_, _| ()).unwrap();
-        let state = Tensor::arange(69, (Kind::Float, Device::Cpu)).view([3, 23]);
-        for bucket_len in [1, 4, 5, 100] {
+    fn every_byte_of_the_state_passes_once_and_in_order() {
+        for (layout, bucket_len) in
+            layouts().flat_map(|layout| [256, 1024, BUCKET_LEN].map(|len| (layout.clone(), len)))
+        {
+            let mut pool = pool(&layout);
+            let state = Tensor::randint(256, [layout.bytes() as i64], (Kind::Uint8, Device::Cpu));
             pool.copy_from(0, &state).unwrap();
-            let units = [0..10, 10..11, 11..11, 11..23];
-            let mut flow = Flow::start(&pool, COLUMNS, units.iter().cloned(), bucket_len, Device::Cpu).unwrap();
-            for (index, unit) in units.iter().enumerate() {
-                let mut seen = 0;
-                let mut step = |part: &Range<usize>, [mut master, m, mut v]: [Tensor; 3]| {
-                    assert!(part.start == seen && part.len() <= bucket_len, "{part:?}");
-                    seen = part.end;
-                    master += m;
-                    let _ = v.neg_();
+            let mut flow = Flow::start(&pool, &layout, bucket_len, Device::Cpu).unwrap();
+            for (index, pass) in
+                (0..layout.num_units()).flat_map(|index| [(index, Pass::Moments), (index, Pass::Master)])
+            {
+                let mut step = |piece: &Piece, tensors: Vec<Tensor>| {
+                    assert!(piece.elements.len() <= bucket_len && tensors.len() == piece.cells.len());
+                    for (tensor, cells) in tensors.iter().zip(&piece.cells) {
+                        assert_eq!((tensor.kind(), tensor.numel()), (cells.kind, cells.num_values()));
+                        let _ = tensor.view_dtype(Kind::Uint8).bitwise_not_();
+                    }
                     Ok(())
                 };
-                flow.step(&mut pool, COLUMNS, index, &mut step).unwrap();
-                assert_eq!(seen, unit.len());
+                flow.step(&mut pool, (index, pass), &mut step).unwrap();
             }
             flow.finish().unwrap();
             let mut after = state.zeros_like();
             pool.copy_to(0, &mut after).unwrap();
-            let expected = Tensor::stack(&[state.get(0) + state.get(1), state.get(1), -state.get(2)], 0);
-            assert_eq!(after, expected, "buckets of {bucket_len}");
+            assert!(after.equal(&state.bitwise_not()), "buckets of {bucket_len}");
         }
     }
 
     #[test]
     fn units_out_of_order_are_refused() {
-        let mut pool = HostPool::new("flow_order_test", COLUMNS.bytes(), Device::Cpu, &mut |_, _| ()).unwrap();
-        let mut flow = Flow::start(&pool, COLUMNS, [0..10, 10..23].into_iter(), 4, Device::Cpu).unwrap();
-        assert!(flow.step(&mut pool, COLUMNS, 1, &mut |_, _| Ok(())).is_err());
+        for layout in layouts() {
+            let mut pool = pool(&layout);
+            let mut flow = Flow::start(&pool, &layout, 1024, Device::Cpu).unwrap();
+            assert!(flow.step(&mut pool, (1, Pass::Moments), &mut |_, _| Ok(())).is_err());
+        }
     }
 }

@@ -7,6 +7,7 @@ use tch::{Kind, Tensor};
 
 use super::adapters::Adapters;
 use super::network::{Network, NetworkOptions};
+use super::optim::Optim;
 use super::optimizer::Optimizer;
 use super::policy::{Policy, PolicyOptions};
 use super::residence::OptimizerHome;
@@ -15,7 +16,7 @@ use super::weights::Weights;
 use crate::config::Quantization;
 use crate::dist::Mesh;
 use crate::error::{Error, Result};
-use crate::model::{AdapterFiles, LoraSpec, ParamTable, QuantizedBlock, UnitLayout, init_unit};
+use crate::model::{AdapterFiles, BlockMatrix, LoraSpec, ParamTable, QuantizedBlock, UnitLayout, init_unit};
 use crate::torch::accumulation_kind;
 
 /// The part of a model that trains, and the weights that it starts from.
@@ -73,6 +74,9 @@ impl Policy {
         }
         if quantization == Quantization::Nf4 {
             QuantizedBlock::check(&table.spec)?;
+        }
+        if matches!(options.optim, Optim::Muon(_)) {
+            BlockMatrix::check(&table.spec)?;
         }
         let Some(lora) = lora else {
             return match folder {
@@ -155,7 +159,8 @@ impl Policy {
         source: &dyn Fn(&UnitLayout) -> Result<Tensor>,
     ) -> Result<(Optimizer, Weights)> {
         let NetworkOptions { kind, device, .. } = options.network;
-        let mut optimizer = Optimizer::new(&table, sharding, options.adam, (accumulation_kind(kind), device), home)?;
+        let mut optimizer =
+            Optimizer::new(&table, sharding, (options.adam, options.optim), (accumulation_kind(kind), device), home)?;
         let load_master = |index, whole: &Tensor| optimizer.load_master(index, whole);
         let weights = Weights::load(owner, table, sharding.clone(), (kind, device), source, load_master)?;
         Ok((optimizer, weights))

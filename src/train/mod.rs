@@ -1,4 +1,4 @@
-//! Packing, ZeRO shards, AdamW, learning-rate schedule. Knows nothing of generation.
+//! Packing, ZeRO shards, AdamW and Muon, learning-rate schedule. Knows nothing of generation.
 //!
 //! | file | what it is |
 //! |---|---|
@@ -11,6 +11,8 @@
 //! | `adapters` | the trained weights of a frozen network |
 //! | `sharding` | which part of every unit a rank keeps, owns and steps |
 //! | `weights`, `gradients`, `optimizer` | the three classes of bytes |
+//! | `optim`, `orthogonal` | which optimizer; Muon's whole matrices over shards |
+//! | `state_layout` | which state an element has, and where it lies in memory |
 //! | `residence`, `flow` | where optimizer state lives; how it flows through the device where that is the host |
 //! | `state` | optimizer state by parameter and element range, for checkpoints |
 //! | `bytes`, `activations`, `moments` | what each class costs, and all at the fullest moment, for the plan |
@@ -38,7 +40,9 @@ mod load_balance;
 mod micro_batch;
 mod moments;
 mod network;
+mod optim;
 mod optimizer;
+mod orthogonal;
 mod pack;
 mod policy;
 mod reference;
@@ -47,6 +51,7 @@ mod routes;
 mod schedule;
 mod sharding;
 mod state;
+mod state_layout;
 mod weights;
 
 pub use activations::{ActivationBytes, MicroBatchShape, WORKSPACE_BYTES};
@@ -56,10 +61,12 @@ pub use load::{AdapterOptions, PolicyStart};
 pub use micro_batch::MicroBatch;
 pub use moments::{Moment, UpdateCourse, fullest_of_reference};
 pub use network::{NetworkOptions, Scores, TokenGradients};
+pub use optim::{MuonOptions, Optim};
 pub use optimizer::AdamOptions;
 pub use pack::{PackOptions, Sequence, pack, pad_to_agreed_count};
 pub use policy::{GradientOptions, Policy, PolicyOptions, StepOutcome};
 pub use reference::Reference;
 pub use residence::{OptimizerHome, Transitions};
 pub use schedule::{Schedule, learning_rate};
-pub use state::{ParamShard, ParamState};
+pub use state::{ParamShard, ParamState, StateRange};
+pub use state_layout::{StateForm, StatePart};

@@ -26,6 +26,8 @@ pub struct Moment {
     pub activations: usize,
     /// Optimizer state that flows through the device.
     pub buckets: usize,
+    /// Whole matrices that Muon orthogonalises.
+    pub orthogonalized: usize,
     /// Bytes of gradients that are made on the stream of collectives, whose memory libtorch caches apart.
     #[serde(skip)]
     pub reduced_apart: usize,
@@ -34,7 +36,7 @@ pub struct Moment {
 impl Moment {
     /// All of them.
     pub fn total(&self) -> usize {
-        self.gathered + self.gradients + self.activations + self.buckets
+        self.gathered + self.gradients + self.activations + self.buckets + self.orthogonalized
     }
 
     /// Bytes on libtorch's own stream.
@@ -168,7 +170,13 @@ impl<'a> Walk<'a> {
         for visit in self.visits(activations) {
             let open = if tied && visit.unit == Unit::Embedding { 0 } else { self.gradient(visit.unit) };
             let mut moment = |[gradients, reduced_apart]: [usize; 2], activations| {
-                moments.push(Moment { gathered: visit.gathered, gradients, activations, buckets: 0, reduced_apart });
+                moments.push(Moment {
+                    gathered: visit.gathered,
+                    gradients,
+                    activations,
+                    reduced_apart,
+                    ..Moment::default()
+                });
             };
             let fresh = if held { 0 } else { self.kept_gradient(visit.unit) };
             if self.scatters {
@@ -220,7 +228,7 @@ impl<'a> Walk<'a> {
         let buckets = if streams { self.model.bytes().optimizer_buckets } else { 0 };
         let gradients = self.kept_gradients();
         let reduced_apart = if self.scatters { gradients } else { 0 };
-        Moment { gradients, buckets, reduced_apart, ..Moment::default() }
+        Moment { gradients, buckets, orthogonalized: self.model.orthogonal_bytes(), reduced_apart, ..Moment::default() }
     }
 
     /// A gathered unit.

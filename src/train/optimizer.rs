@@ -1,17 +1,22 @@
-//! AdamW over what this rank owns: master weights and both moments, wherever they live.
+//! The optimizer's step over what this rank owns, wherever its master weights and moments are.
 
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::{Device, Kind, Tensor};
 
-use super::flow::{BUCKET_LEN, Flow};
-use super::residence::{Columns, OptimizerHome, Residence, cells};
+use super::flow::{BUCKET_LEN, Flow, Pass, Piece, StepPiece, pieces};
+use super::optim::Optim;
+use super::orthogonal::Orthogonalizer;
+use super::residence::{OptimizerHome, Residence};
 use super::sharding::{Sharding, intersection, narrow};
+use super::state_layout::{Cells, StateForm, StateLayout, StatePart};
 use crate::config::OptimizerConfig;
 use crate::error::Result;
 use crate::model::{ParamTable, UnitLayout};
 use crate::ops::adamw;
+use crate::ops::adamw8bit::{self, Moments8bit};
+use crate::torch;
 
 /// AdamW (arXiv 1711.05101) without the learning rate.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -34,12 +39,15 @@ impl AdamOptions {
     }
 }
 
-/// Master weights, first and second moments of the owned part of every unit.
+/// Master weights and moments of the owned part of every unit.
 #[derive(Debug)]
 pub(crate) struct Optimizer {
-    options: AdamOptions,
+    adam: AdamOptions,
     device: Device,
     units: Vec<Owned>,
+    layout: StateLayout,
+    maps: Option<adamw8bit::Maps>,
+    muon: Option<Orthogonalizer>,
     num_updates: u64,
     flow: Option<Flow>,          // of the update under way, where the state is streamed
     residence: Mutex<Residence>, // the state moves while the weights are read
@@ -49,15 +57,10 @@ pub(crate) struct Optimizer {
 #[derive(Debug)]
 struct Owned {
     range: Range<usize>,        // of the unit
-    start: usize,               // in the state's columns
     decayed: Vec<Range<usize>>, // of the owned part
 }
 
 impl Owned {
-    fn columns(&self) -> Range<usize> {
-        self.start..self.start + self.range.len()
-    }
-
     /// The ranges of `part` that weight decay applies to, from its start.
     fn decayed(&self, part: &Range<usize>) -> Vec<Range<i64>> {
         let inside = self.decayed.iter().map(|range| intersection(range, part)).filter(|range| !range.is_empty());
@@ -66,48 +69,58 @@ impl Owned {
 }
 
 impl Optimizer {
-    /// Zero moments; [`Optimizer::load_master`] fills in the rest.
+    /// Moments of 0; [`Optimizer::load_master`] fills in the rest.
     pub(crate) fn new(
-        table: &ParamTable,
+        table: &Arc<ParamTable>,
         sharding: &Sharding,
-        options: AdamOptions,
+        (adam, optim): (AdamOptions, Optim),
         (kind, device): (Kind, Device),
         home: OptimizerHome,
     ) -> Result<Self> {
-        let mut count = 0;
         let units = table.units.iter().map(|layout| {
             let range = sharding.owned(layout.len);
-            let owned = Owned { start: count, decayed: decayed(layout, &range), range };
-            count += owned.range.len();
-            owned
+            Owned { decayed: decayed(layout, &range), range }
         });
-        let units = units.collect();
-        let residence = Residence::new(Columns { count, kind }, device, home)?;
-        Ok(Self { options, device, units, num_updates: 0, flow: None, residence: Mutex::new(residence) })
+        let layout = StateLayout::new(table, optim, kind, |len| sharding.owned(len));
+        let maps = (optim == Optim::AdamW8bit).then(|| adamw8bit::Maps::new(device)).transpose()?;
+        let muon = match optim {
+            Optim::Muon(options) => Some(Orthogonalizer::new(options, table.clone(), sharding.clone())),
+            Optim::AdamW | Optim::AdamW8bit => None,
+        };
+        let residence = Mutex::new(Residence::new(layout.bytes(), device, home)?);
+        Ok(Self { adam, device, units: units.collect(), layout, maps, muon, num_updates: 0, flow: None, residence })
     }
 
     /// Takes a unit's master weights from the whole unit.
     pub(crate) fn load_master(&mut self, index: usize, whole: &Tensor) -> Result<()> {
         let master = narrow(whole, &self.units[index].range);
-        let zeros = master.f_zeros_like()?;
-        let columns = self.units[index].columns();
-        self.residence().write(&columns, [&master, &zeros, &zeros])
+        for run in self.layout.runs(index) {
+            for &part in run.form.parts() {
+                let cells = self.layout.cells(run, &run.elements, part);
+                let values = match part {
+                    StatePart::Master => narrow(&master, &run.elements),
+                    StatePart::MCodes => fresh(&cells, f64::from(adamw8bit::ZERO_M_CODE))?,
+                    _ => fresh(&cells, 0.0)?,
+                };
+                self.residence().write(&[cells], &[values])?;
+            }
+        }
+        Ok(())
     }
 
     /// Counts an update: the exponent of the bias corrections of the [`Optimizer::step`]s that follow, one for each unit in
     /// order.
     pub(crate) fn begin_update(&mut self) -> Result<()> {
         let residence = self.residence.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let columns = residence.columns();
         if let Some(pool) = residence.streamed() {
-            let owned = self.units.iter().map(Owned::columns);
-            self.flow = Some(Flow::start(pool, columns, owned, BUCKET_LEN, self.device)?);
+            self.flow = Some(Flow::start(pool, &self.layout, BUCKET_LEN, self.device)?);
         }
         self.num_updates += 1;
         Ok(())
     }
 
-    /// Steps a unit's owned part on `gradient * gradient_scale`; `weight` takes its new master weights in its own kind.
+    /// Steps a unit's owned part on `gradient * gradient_scale`; `weight` takes its new master weights in its own kind. Collective
+    /// where Muon steps matrices of the unit.
     ///
     /// # Errors
     /// `InvalidArgument` while offloaded.
@@ -119,51 +132,74 @@ impl Optimizer {
         lr: f64,
         gradient_scale: f64,
     ) -> Result<()> {
-        let AdamOptions { beta1, beta2, eps, weight_decay } = self.options;
+        let AdamOptions { beta1, beta2, eps, weight_decay } = self.adam;
         let hyper = adamw::AdamW { lr, beta1, beta2, eps, weight_decay };
-        let (owned, num_updates) = (&self.units[index], self.num_updates);
-        let mut step = |part: &Range<usize>, [mut master, mut m, mut v]: [Tensor; 3]| {
+        let Self { units, maps, muon, layout, flow, residence, num_updates, device, .. } = self;
+        let residence = residence.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let has_muon = layout.runs(index).iter().any(|run| run.form == StateForm::Muon);
+        let muon = muon.as_ref().filter(|_| has_muon);
+        let owned_len = units[index].range.len() as i64;
+        let directions = muon.map(|_| Tensor::f_zeros([owned_len], (Kind::BFloat16, *device))).transpose()?;
+        let mut moments = |piece: &Piece, mut state: Vec<Tensor>| {
+            let part = &piece.elements;
             let (gradient, mut weight) = (narrow(gradient, part), narrow(weight, part));
-            let decayed = owned.decayed(part);
-            adamw::step(
-                &mut master,
-                &mut m,
-                &mut v,
-                &gradient,
-                &mut weight,
-                &hyper,
-                num_updates,
-                gradient_scale,
-                &decayed,
-            )
+            match (piece.form, &mut state[..], &*maps, muon, &directions) {
+                (StateForm::Adam, [master, m, v], ..) => {
+                    let (count, decayed) = (*num_updates, units[index].decayed(part));
+                    adamw::step(master, m, v, &gradient, &mut weight, &hyper, count, gradient_scale, &decayed)
+                }
+                (StateForm::Adam8bit, [master, codes @ ..], Some(maps), ..) => {
+                    let moments = Moments8bit::of(codes);
+                    adamw8bit::step(
+                        master,
+                        &moments,
+                        maps,
+                        &gradient,
+                        &mut weight,
+                        &hyper,
+                        *num_updates,
+                        gradient_scale,
+                    )
+                }
+                (StateForm::Muon, [m], _, Some(muon), Some(directions)) => {
+                    muon.momentum(m, &gradient, &narrow(directions, part), gradient_scale)
+                }
+                (form, ..) => unreachable!("{form:?} with its own tensors"),
+            }
         };
-        let residence = self.residence.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let columns = residence.columns();
-        if let (Some(flow), Some(pool)) = (&mut self.flow, residence.streamed()) {
-            return flow.step(pool, columns, index, &mut step);
-        }
-        let state = residence.stepped()?;
-        step(&(0..owned.range.len()), [0, 1, 2].map(|row| cells(&state, row, &owned.columns())))
+        each_piece(layout, residence, flow, (index, Pass::Moments), &mut moments)?;
+        let (Some(muon), Some(directions)) = (muon, directions) else { return Ok(()) };
+        let updates = muon.updates(index, directions)?;
+        each_piece(layout, residence, flow, (index, Pass::Master), &mut |piece, state| {
+            let [update, weight] = [&updates, &*weight].map(|whole| narrow(whole, &piece.elements));
+            muon.apply(index, &piece.elements, [&state[0], &update, &weight], (lr, weight_decay))
+        })
     }
 
-    /// Ends an update: streamed state is on its way home.
+    /// Ends an update: streamed state is copied to the host.
     pub(crate) fn end_update(&mut self) -> Result<()> {
         self.flow.take().map_or(Ok(()), Flow::finish)
     }
 
-    /// Copies of master weights and moments of some of a unit's owned part on `device`.
-    pub(crate) fn read(&self, index: usize, part: &Range<usize>, device: Device) -> Result<[Tensor; 3]> {
-        self.residence().read(&self.columns(index, part), device)
+    /// The form of the state of some elements of a unit's owned part, all of one parameter.
+    pub(crate) fn form(&self, index: usize, part: &Range<usize>) -> StateForm {
+        self.layout.run_of(index, part).form
     }
 
-    /// Replaces master weights and moments of some of a unit's owned part.
-    pub(crate) fn write(&mut self, index: usize, part: &Range<usize>, values: [&Tensor; 3]) -> Result<()> {
-        self.residence().write(&self.columns(index, part), values)
+    /// Copies of the state of some elements of a unit's owned part, all of one parameter, on `device`: one tensor for each part of their
+    /// form.
+    pub(crate) fn read(&self, index: usize, part: &Range<usize>, device: Device) -> Result<Vec<Tensor>> {
+        self.residence().read(&self.cells(index, part), device)
     }
 
-    fn columns(&self, index: usize, part: &Range<usize>) -> Range<usize> {
-        let start = self.units[index].start;
-        start + part.start..start + part.end
+    /// Replaces the state of some elements of a unit's owned part, all of one parameter.
+    pub(crate) fn write(&mut self, index: usize, part: &Range<usize>, values: &[Tensor]) -> Result<()> {
+        self.residence().write(&self.cells(index, part), values)
+    }
+
+    fn cells(&self, index: usize, part: &Range<usize>) -> Vec<Cells> {
+        let run = self.layout.run_of(index, part);
+        run.form.parts().iter().map(|&kept| self.layout.cells(run, part, kept)).collect()
     }
 
     /// The part of a unit that this rank owns.
@@ -183,7 +219,7 @@ impl Optimizer {
 
     /// Bytes of the state.
     pub(crate) fn bytes(&self) -> usize {
-        self.residence().columns().bytes()
+        self.residence().bytes()
     }
 
     /// Where the state is, and its way between device and host.
@@ -196,6 +232,30 @@ impl Optimizer {
     pub(crate) fn check_here(&self) -> Result<()> {
         self.residence().check_here()
     }
+}
+
+/// Steps the pieces of one pass over a unit, wherever the state is.
+fn each_piece(
+    layout: &StateLayout,
+    residence: &mut Residence,
+    flow: &mut Option<Flow>,
+    (index, pass): (usize, Pass),
+    step: &mut StepPiece<'_>,
+) -> Result<()> {
+    if let (Some(flow), Some(pool)) = (flow, residence.streamed()) {
+        return flow.step(pool, (index, pass), step);
+    }
+    let state = residence.stepped()?;
+    let pieces = pieces(layout, index, usize::MAX).into_iter().filter(|piece| piece.pass == pass);
+    for piece in pieces {
+        step(&piece, piece.cells.iter().map(|cells| cells.view(&state)).collect())?;
+    }
+    Ok(())
+}
+
+/// Values that an optimizer starts from.
+fn fresh(cells: &Cells, value: f64) -> Result<Tensor> {
+    torch::full(&[cells.num_values() as i64], value, (cells.kind, Device::Cpu))
 }
 
 /// The ranges of the owned part that weight decay applies to.
@@ -227,8 +287,7 @@ mod tests {
         assert_eq!(decayed(&layout, &(0..200)), [64..184, 192..200]);
         assert_eq!(decayed(&layout, &(128..256)), [0..56, 64..128]);
         assert!(decayed(&layout, &(256..384)).is_empty());
-        let owned = Owned { range: 0..384, start: 7, decayed: decayed(&layout, &(0..384)) };
+        let owned = Owned { range: 0..384, decayed: decayed(&layout, &(0..384)) };
         assert_eq!(owned.decayed(&(100..250)), [0..84, 92..150]);
-        assert_eq!(owned.columns(), 7..391);
     }
 }

@@ -11,6 +11,7 @@ use super::gradients::{GradientKinds, Gradients};
 use super::micro_batch::MicroBatch;
 use super::moments::UpdateCourse;
 use super::network::{Network, NetworkOptions, Scores, TokenGradients};
+use super::optim::Optim;
 use super::optimizer::{AdamOptions, Optimizer};
 use super::residence::{OptimizerHome, Transitions};
 use super::sharding::Sharding;
@@ -29,7 +30,9 @@ pub struct PolicyOptions {
     pub network: NetworkOptions,
     /// The activations that backward recomputes.
     pub gradient_checkpointing: GradientCheckpointing,
-    /// The optimizer.
+    /// What steps the weights.
+    pub optim: Optim,
+    /// Its AdamW.
     pub adam: AdamOptions,
     /// How gradients are added up.
     pub gradients: GradientOptions,
@@ -131,6 +134,11 @@ impl Policy {
         self.num_skipped
     }
 
+    /// What steps the weights.
+    pub(super) fn optim(&self) -> Optim {
+        self.options.optim
+    }
+
     /// Ranks that train it together.
     pub fn num_ranks(&self) -> usize {
         self.sharding.shard.size() * self.sharding.replicate.size()
@@ -217,12 +225,13 @@ impl Policy {
 
     /// The model as its bytes depend on it.
     fn trained_model(&self) -> TrainedModel<'_> {
-        let PolicyOptions { stage, network, gradients, .. } = self.options;
+        let PolicyOptions { stage, network, gradients, optim, .. } = self.options;
         let is_quantized = !self.quantized_blocks().is_empty();
         TrainedModel {
             lora: self.lora().cloned(),
             quantization: if is_quantized { Quantization::Nf4 } else { Quantization::None },
             residual: network.residual,
+            optim,
             ..TrainedModel::whole(self.table(), stage, network.kind, gradients)
         }
     }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use tch::{Device, Kind, Tensor};
 
+use super::state_layout::Cells;
 use crate::error::{Error, Result};
 use crate::memory::{Arena, Direction, HostPool, Mark, Paced, PendingCopy};
 
@@ -35,27 +36,10 @@ pub struct Transitions {
     pub exposed: Duration,
 }
 
-/// The state's layout, the same on device and host: three rows (master weights, m, v) of one column an owned element.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Columns {
-    pub count: usize,
-    pub kind: Kind,
-}
-
-impl Columns {
-    pub(super) fn byte_offset(self, row: usize, column: usize) -> usize {
-        (row * self.count + column) * self.kind.elt_size_in_bytes()
-    }
-
-    pub(super) fn bytes(self) -> usize {
-        self.byte_offset(3, 0)
-    }
-}
-
-/// The state and its way between device and host.
+/// The state, laid out the same on device and host, and its moves between the two.
 #[derive(Debug)]
 pub(super) struct Residence {
-    columns: Columns,
+    bytes: usize,
     streams: bool,
     place: StateLocation,
     host_is_current: bool, // the pool holds what the device does
@@ -66,7 +50,7 @@ pub(super) struct Residence {
 
 #[derive(Debug)]
 enum StateLocation {
-    Here(Tensor),                                      // [3, columns], a view of the arena
+    Here(Tensor),                                      // [bytes] u8, a view of the arena
     Leaving(VecDeque<(usize, PendingCopy)>, Transfer), // bytes of the arena before a piece, the piece's copy
     OnHost,
     Returning(Tensor, Paced, Reloading),
@@ -91,33 +75,34 @@ struct Transfer {
 
 impl Residence {
     /// Memory for the state on the device, zeroed, or none where it is streamed.
-    pub(super) fn new(columns: Columns, device: Device, home: OptimizerHome) -> Result<Self> {
+    pub(super) fn new(bytes: usize, device: Device, home: OptimizerHome) -> Result<Self> {
         let (pool, streams) = match home {
             OptimizerHome::Resident => (None, false),
             OptimizerHome::Swap(pool) => (Some(pool), false),
             OptimizerHome::Stream(pool) => (Some(pool), true),
         };
-        if let Some(pool) = pool.as_ref().filter(|pool| pool.len_bytes() < columns.bytes()) {
-            let expected = format!("a host pool of {} bytes", columns.bytes());
+        if let Some(pool) = pool.as_ref().filter(|pool| pool.len_bytes() < bytes) {
+            let expected = format!("a host pool of {bytes} bytes");
             return Err(Error::InvalidArgument { op: "Policy::new", expected, got: format!("{}", pool.len_bytes()) });
         }
-        let arena = Arena::reserve("optimizer", if streams { 0 } else { columns.bytes() }, device)?;
+        let arena = Arena::reserve("optimizer", if streams { 0 } else { bytes }, device)?;
         let (place, passages) = (StateLocation::OnHost, Vec::new());
-        let mut residence = Self { columns, streams, place, host_is_current: false, passages, pool, arena };
+        let mut residence = Self { bytes, streams, place, host_is_current: false, passages, pool, arena };
         if !streams {
             residence.place = StateLocation::Here(residence.map()?);
         }
         Ok(residence)
     }
 
-    pub(super) fn columns(&self) -> Columns {
-        self.columns
+    /// Size of the state.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
     }
 
     /// Memory that [`Residence::come_back`] will take on the device, in bytes.
     pub(super) fn absent_bytes(&self) -> usize {
         let comes = !self.streams && matches!(self.place, StateLocation::Leaving(..) | StateLocation::OnHost);
-        if comes { self.columns.bytes() } else { 0 }
+        if comes { self.bytes } else { 0 }
     }
 
     /// The pool that the state flows from and to, where it is streamed.
@@ -131,7 +116,7 @@ impl Residence {
             return Ok(());
         }
         let start = Instant::now();
-        let state = self.arrived()?.view([-1]);
+        let state = self.arrived()?;
         if self.host_is_current {
             drop(state);
             self.place = StateLocation::OnHost;
@@ -140,13 +125,11 @@ impl Residence {
         }
         let pool = self.pool.as_mut().expect("asked for above");
         let began = pool.mark(Direction::Out)?;
-        let element_bytes = self.columns.kind.elt_size_in_bytes();
-        let pieces = queue_from_the_end(self.columns.bytes(), PIECE_BYTES, &mut |piece| {
-            let [start, len] = [piece.start, piece.len()].map(|bytes| (bytes / element_bytes) as i64);
-            pool.copy_from_async(piece.start, &state.narrow(0, start, len))
+        let pieces = queue_from_the_end(self.bytes, PIECE_BYTES, &mut |piece| {
+            pool.copy_from_async(piece.start, &state.narrow(0, piece.start as i64, piece.len() as i64))
         })?;
         let ended = pool.mark(Direction::Out)?;
-        let passage = Transfer { bytes: self.columns.bytes(), began, ended, waited: start.elapsed(), came: None };
+        let passage = Transfer { bytes: self.bytes, began, ended, waited: start.elapsed(), came: None };
         self.place = StateLocation::Leaving(pieces, passage);
         Ok(())
     }
@@ -186,7 +169,7 @@ impl Residence {
         Ok(())
     }
 
-    /// The state on the device [3, columns], to be changed; libtorch waits for it if it is on its way back.
+    /// The state on the device [bytes] u8, to be changed; libtorch waits for it if it is on its way back.
     ///
     /// # Errors
     /// `InvalidArgument` while it is not there.
@@ -202,7 +185,7 @@ impl Residence {
                 let came = self.pool.as_ref().map(HostPool::mark_libtorch).transpose()?;
                 let (copy, ended) = copy.queued()?;
                 copy.hold_libtorch()?;
-                self.passages.push(Transfer { bytes: self.columns.bytes(), began, ended, waited, came });
+                self.passages.push(Transfer { bytes: self.bytes, began, ended, waited, came });
                 self.place = StateLocation::Here(state);
             }
             other => self.place = other,
@@ -229,35 +212,35 @@ impl Residence {
         if is_away { Err(offloaded()) } else { Ok(()) }
     }
 
-    /// Copies of master weights, m and v of some columns on `device`, wherever the state is.
-    pub(super) fn read(&mut self, columns: &Range<usize>, device: Device) -> Result<[Tensor; 3]> {
+    /// Copies of some values on `device`, wherever the state is.
+    pub(super) fn read(&mut self, cells: &[Cells], device: Device) -> Result<Vec<Tensor>> {
         let on_host = matches!(self.place, StateLocation::Leaving(..) | StateLocation::OnHost);
         let state = if on_host && self.pool.is_some() { None } else { Some(self.arrived()?) };
-        let read = |row: usize| {
-            let mut copy = Tensor::f_empty([columns.len() as i64], (self.columns.kind, device))?;
+        let read = |cells: &Cells| {
+            let mut copy = Tensor::f_empty([cells.num_values() as i64], (cells.kind, device))?;
             match (&state, &self.pool) {
-                (Some(state), _) => copy.f_copy_(&cells(state, row, columns))?,
-                (None, Some(pool)) => pool.copy_to(self.columns.byte_offset(row, columns.start), &mut copy)?,
+                (Some(state), _) => copy.f_copy_(&cells.view(state))?,
+                (None, Some(pool)) => pool.copy_to(cells.bytes.start, &mut copy)?,
                 (None, None) => return Err(offloaded()),
             }
             Ok::<_, Error>(copy)
         };
-        Ok([read(0)?, read(1)?, read(2)?])
+        cells.iter().map(read).collect()
     }
 
-    /// Replaces master weights, m and v of some columns, wherever the state is.
-    pub(super) fn write(&mut self, columns: &Range<usize>, values: [&Tensor; 3]) -> Result<()> {
+    /// Replaces some values, wherever the state is.
+    pub(super) fn write(&mut self, cells: &[Cells], values: &[Tensor]) -> Result<()> {
         self.left()?;
         if let (StateLocation::OnHost, Some(pool)) = (&self.place, &mut self.pool) {
-            for (row, values) in values.into_iter().enumerate() {
-                let values = values.f_to_kind(self.columns.kind)?.f_to_device(Device::Cpu)?;
-                pool.copy_from(self.columns.byte_offset(row, columns.start), &values)?;
+            for (cells, values) in cells.iter().zip(values) {
+                let values = values.f_to_kind(cells.kind)?.f_to_device(Device::Cpu)?;
+                pool.copy_from(cells.bytes.start, &values)?;
             }
             return Ok(());
         }
         let state = self.stepped()?;
-        for (row, values) in values.into_iter().enumerate() {
-            cells(&state, row, columns).f_copy_(values)?;
+        for (cells, values) in cells.iter().zip(values) {
+            cells.view(&state).f_copy_(values)?;
         }
         Ok(())
     }
@@ -275,10 +258,10 @@ impl Residence {
     }
 
     fn map(&mut self) -> Result<Tensor> {
-        self.arena.map(self.columns.bytes())?;
+        self.arena.map(self.bytes)?;
         // SAFETY: the view and all views of it stay in this room or in one call on it; `place` drops it before the range
         // behind it is given back, which waits for work queued on it: copies by their events, the rest by `unmap`.
-        unsafe { self.arena.tensor(0, &[3, self.columns.count as i64], self.columns.kind) }
+        unsafe { self.arena.tensor(0, &[self.bytes as i64], Kind::Uint8) }
     }
 }
 
@@ -301,16 +284,11 @@ fn offloaded() -> Error {
     }
 }
 
-/// A view of some columns of a row.
-pub(super) fn cells(state: &Tensor, row: usize, columns: &Range<usize>) -> Tensor {
-    state.get(row as i64).narrow(0, columns.start as i64, columns.len() as i64)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const COLUMNS: Columns = Columns { count: 1 << 10, kind: Kind::Float };
+    const BYTES: usize = 12 << 10;
 
     #[test]
     fn what_is_waited_for_first_is_copied_first() {
@@ -349,17 +327,17 @@ mod tests {
 
     #[test]
     fn a_state_returns_bit_for_bit() {
-        let pool = HostPool::new("residence_test", COLUMNS.bytes(), Device::Cpu, &mut |_, _| ()).unwrap();
-        let mut residence = Residence::new(COLUMNS, Device::Cpu, OptimizerHome::Swap(pool)).unwrap();
-        let values = Tensor::randn([3, 1 << 10], (Kind::Float, Device::Cpu));
+        let pool = HostPool::new("residence_test", BYTES, Device::Cpu, &mut |_, _| ()).unwrap();
+        let mut residence = Residence::new(BYTES, Device::Cpu, OptimizerHome::Swap(pool)).unwrap();
+        let values = Tensor::randint(256, [BYTES as i64], (Kind::Uint8, Device::Cpu));
         residence.stepped().unwrap().copy_(&values);
         for _ in 0..2 {
             residence.leave().unwrap();
             residence.left().unwrap();
-            assert_eq!((residence.arena.mapped_bytes(), residence.absent_bytes()), (0, COLUMNS.bytes()));
+            assert_eq!((residence.arena.mapped_bytes(), residence.absent_bytes()), (0, BYTES));
             residence.come_back().unwrap();
             assert_eq!(residence.stepped().unwrap(), values);
         }
-        assert_eq!(residence.take_transitions().unwrap().bytes, 4 * COLUMNS.bytes());
+        assert_eq!(residence.take_transitions().unwrap().bytes, 4 * BYTES);
     }
 }

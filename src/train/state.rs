@@ -7,18 +7,31 @@ use tch::{Device, Tensor};
 
 use super::policy::Policy;
 use super::sharding::{intersection, narrow};
+use super::state_layout::{StateForm, StatePart};
 use crate::error::{Error, Result};
 use crate::model::{Param, ParamName, Unit};
+use crate::torch::accumulation_kind;
 
-/// Master weights and moments of some consecutive elements of a parameter, in the accumulation kind.
+/// Optimizer state of some consecutive elements of a parameter.
 #[derive(Debug)]
 pub struct ParamState {
-    /// Master weights.
-    pub master: Tensor, // [elements]
-    /// First moments.
-    pub m: Tensor, // [elements]
-    /// Second moments.
-    pub v: Tensor, // [elements]
+    /// What it is made of.
+    pub form: StateForm,
+    /// One for each part of the form, in order.
+    pub tensors: Vec<Tensor>,
+}
+
+impl ParamState {
+    /// Of AdamW, in the accumulation kind.
+    pub fn adam(master: Tensor, m: Tensor, v: Tensor) -> Self {
+        Self { form: StateForm::Adam, tensors: vec![master, m, v] }
+    }
+
+    /// One part of it, if its form has that.
+    pub fn part(&self, part: StatePart) -> Option<&Tensor> {
+        let index = self.form.parts().iter().position(|&own| own == part)?;
+        self.tensors.get(index)
+    }
 }
 
 /// A range of a parameter with its state.
@@ -34,6 +47,19 @@ pub struct ParamShard {
     pub state: ParamState,
 }
 
+/// A range of a parameter with the form of its state.
+#[derive(Debug, Clone)]
+pub struct StateRange {
+    /// The parameter's unit.
+    pub unit: Unit,
+    /// The parameter.
+    pub name: ParamName,
+    /// Which of its elements, in row-major order of the layout's shape.
+    pub elements: Range<usize>,
+    /// What is kept of them.
+    pub form: StateForm,
+}
+
 impl Policy {
     /// Whether [`Policy::export_state`] must be saved on this rank. Each rank of a shard group saves its own slice, at every
     /// stage; with several shard groups (hybrid) the first does so alone.
@@ -41,9 +67,29 @@ impl Policy {
         self.sharding.replicate.rank() == 0
     }
 
-    /// The ranges that [`Policy::export_state`] will return, in its order, without a copy: unit, parameter and elements.
-    pub fn state_ranges(&self) -> impl Iterator<Item = (Unit, ParamName, Range<usize>)> + '_ {
-        self.shares().map(|(index, param, elements)| (self.trained_table().units[index].unit, param.name, elements))
+    /// The state that is kept of a parameter's elements.
+    pub fn state_form(&self, param: &Param) -> StateForm {
+        StateForm::of(self.optim(), param)
+    }
+
+    /// Bytes of the state of all parameters over all ranks, without padding.
+    pub fn whole_state_bytes(&self) -> usize {
+        let wide = accumulation_kind(self.kind());
+        let of_param = |param: &Param| -> usize {
+            let parts = self.state_form(param).parts().iter();
+            parts.map(|part| part.num_values(param.numel()) * part.kind(wide).elt_size_in_bytes()).sum()
+        };
+        self.trained_table().units.iter().flat_map(|layout| &layout.params).map(of_param).sum()
+    }
+
+    /// The ranges that [`Policy::export_state`] will return, in its order, without a copy.
+    pub fn state_ranges(&self) -> impl Iterator<Item = StateRange> + '_ {
+        self.shares().map(|(index, param, elements)| StateRange {
+            unit: self.trained_table().units[index].unit,
+            name: param.name,
+            form: self.optimizer.form(index, &self.part(index, param, &elements)),
+            elements,
+        })
     }
 
     /// Copies this rank's slice on the host, one parameter at a time. Over a shard group the slices make up the whole state
@@ -53,9 +99,10 @@ impl Policy {
     /// Those of the device.
     pub fn export_state(&self) -> impl Iterator<Item = Result<ParamShard>> + '_ {
         self.shares().map(|(index, param, elements)| {
-            let [master, m, v] = self.optimizer.read(index, &self.part(index, param, &elements), Device::Cpu)?;
+            let part = self.part(index, param, &elements);
+            let (form, tensors) = (self.optimizer.form(index, &part), self.optimizer.read(index, &part, Device::Cpu)?);
             let unit = self.trained_table().units[index].unit;
-            Ok(ParamShard { unit, name: param.name, elements, state: ParamState { master, m, v } })
+            Ok(ParamShard { unit, name: param.name, elements, state: ParamState { form, tensors } })
         })
     }
 
@@ -72,7 +119,7 @@ impl Policy {
     /// its master weights (collective below stage 3). Gradients added so far are left alone.
     ///
     /// # Errors
-    /// `InvalidArgument` for a tensor of another length, and what `read` returns.
+    /// `InvalidArgument` for a tensor of another length, [`Error::InvalidValue`] for the state of another optimizer, and what `read` returns.
     pub fn import_state(
         &mut self,
         num_updates: u64,
@@ -85,14 +132,12 @@ impl Policy {
                 if elements.is_empty() {
                     continue;
                 }
-                let ParamState { master, m, v } = read(layout.unit, param.name, elements.clone())?;
-                for new in [&master, &m, &v] {
-                    check_len(new, &elements, layout.unit, param.name)?;
-                }
+                let state = read(layout.unit, param.name, elements.clone())?;
                 let part = self.part(index, param, &elements);
-                self.optimizer.write(index, &part, [&master, &m, &v])?;
+                check(&state, self.optimizer.form(index, &part), &elements, (layout.unit, param.name))?;
+                self.optimizer.write(index, &part, &state.tensors)?;
                 let mut weight = narrow(&self.network.trained_mut().owned(index)?, &part);
-                weight.f_copy_(&master)?;
+                weight.f_copy_(&state.tensors[0])?; // master weights come first in every form
             }
             self.network.trained_mut().spread(index)?;
         }
@@ -114,13 +159,24 @@ fn share(param: &Param, range: &Range<usize>) -> Range<usize> {
     if inside.is_empty() { 0..0 } else { inside.start - param.offset..inside.end - param.offset }
 }
 
-fn check_len(tensor: &Tensor, elements: &Range<usize>, unit: Unit, name: ParamName) -> Result<()> {
-    if tensor.size() == [elements.len() as i64] {
+/// Refuses the state of another optimizer, and tensors of other lengths.
+fn check(state: &ParamState, form: StateForm, elements: &Range<usize>, (unit, name): (Unit, ParamName)) -> Result<()> {
+    let parts = |form: StateForm| form.parts().iter().map(|part| part.name()).collect::<Vec<_>>().join(", ");
+    if state.form != form {
+        let expected = format!(
+            "the optimizer of the checkpoint: it has {} of {name:?}, this one {}",
+            parts(state.form),
+            parts(form)
+        );
+        return Err(Error::invalid_value("optim", form.optimizer(), expected));
+    }
+    let lens = form.parts().iter().map(|part| [part.num_values(elements.len()) as i64]);
+    if state.tensors.iter().map(Tensor::size).eq(lens) {
         return Ok(());
     }
     Err(Error::InvalidArgument {
         op: "Policy::import_state",
-        expected: format!("[{}] for elements {elements:?} of {name:?} of the {unit}", elements.len()),
-        got: format!("{:?}", tensor.size()),
+        expected: format!("{} for elements {elements:?} of {name:?} of the {unit}", parts(form)),
+        got: format!("{:?}", state.tensors.iter().map(Tensor::size).collect::<Vec<_>>()),
     })
 }

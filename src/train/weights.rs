@@ -147,6 +147,9 @@ impl Weights {
         let layout = &self.table.units[index];
         let whole = Tensor::f_empty([layout.len as i64], (self.kind, self.device))?;
         block.dequantize(layout, &whole)?;
+        for padding in layout.padding() {
+            let _ = narrow(&whole, &padding).f_fill_(0.0)?;
+        }
         Ok(whole)
     }
 

@@ -22,7 +22,7 @@ use crate::rollout::{Engine, EngineOptions};
 use crate::serve::{EngineSlices, Served};
 use crate::split::{Split, SplitRank};
 use crate::train::{
-    AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, Policy, PolicyOptions, PolicyStart, Reference,
+    AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy, PolicyOptions, PolicyStart, Reference,
     TrainedModel, reference_bytes,
 };
 use crate::types::LengthSpread;
@@ -79,6 +79,7 @@ fn learner(
         stage: config.zero.stage,
         network,
         gradient_checkpointing: plan.gradient_checkpointing,
+        optim: Optim::new(config.optimizer.optim, &config.optimizer.muon),
         adam: AdamOptions::new(&config.optimizer),
         gradients: GradientOptions::new(config.zero.grad_accum_dtype, config.zero.reduce_dtype),
     };

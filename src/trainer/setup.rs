@@ -17,14 +17,16 @@ use super::signal::{self, Signal};
 use super::teacher::Teacher;
 use super::{Trainer, TrainingProgress};
 use crate::checkpoint::{self, CarriedGroup, Checkpoint, CheckpointOptions, Claim, ResumeOptions, Saver, TrainerState};
-use crate::config::{BatchPlan, Config, Mode, Quantization};
+use crate::config::{BatchPlan, Config, Mode, OptimizerName, Quantization};
 use crate::cuda::Placement;
 use crate::data::{Curriculum, Dataset, Hub, PromptSampler, Tokenizer};
 use crate::dist::{ReduceOp, World, all_reduce_f64};
 use crate::error::{Error, Result};
 use crate::grpo::{EntropyControl, LossConfig};
 use crate::memory;
-use crate::model::{LoraSpec, ModelSource, ModelSpec, ParamTable, QuantizedBlock, UnitLayout, WeightFiles};
+use crate::model::{
+    BlockMatrix, LoraSpec, ModelSource, ModelSpec, ParamTable, QuantizedBlock, UnitLayout, WeightFiles,
+};
 use crate::phase;
 use crate::plan::{MemoryPlan, PlanInput, Role, Room};
 use crate::reward::RewardPool;
@@ -113,6 +115,9 @@ impl Preflight {
         }
         spec.router_aux_loss_coef(config.objective.router_aux_loss_coef)?;
         LoraSpec::new(&config.lora).map_or(Ok(()), |lora| lora.check(&spec))?;
+        if config.optimizer.optim == OptimizerName::Muon {
+            BlockMatrix::check(&spec)?;
+        }
         let shards = config.zero.shard_group_size.unwrap_or(batch.roles.num_trainers);
         let table = Arc::new(ParamTable::new(spec.clone(), shards));
         let teacher = Teacher::open(config, &tokenizer, shards)?;

@@ -15,7 +15,7 @@ use colo_grpo::internal::rollout::{Engine, EngineOptions};
 use colo_grpo::internal::serve::Served;
 use colo_grpo::internal::torch;
 use colo_grpo::internal::train::{
-    AdamOptions, GradientOptions, NetworkOptions, PackOptions, Policy, PolicyOptions, Sequence, pack,
+    AdamOptions, GradientOptions, NetworkOptions, Optim, PackOptions, Policy, PolicyOptions, Sequence, pack,
 };
 use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams};
 use tch::{Device, Kind, Tensor};
@@ -273,6 +273,7 @@ fn score(world: &World, (kind, residual): (Kind, Kind), groups: &[RolloutGroup])
         stage: 0,
         network: NetworkOptions { kind, residual, device: world.device() },
         gradient_checkpointing: GradientCheckpointing::None,
+        optim: Optim::AdamW,
         adam: AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 },
         gradients: GradientOptions::default(),
     };

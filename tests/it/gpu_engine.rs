@@ -16,8 +16,8 @@ use colo_grpo::internal::ops::{embedding, linear, rms_norm};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
 use colo_grpo::internal::serve::Served;
 use colo_grpo::internal::train::{
-    AdamOptions, AdapterOptions, GradientOptions, NetworkOptions, OptimizerHome, PackOptions, Policy, PolicyOptions,
-    Reference, Sequence, pack,
+    AdamOptions, AdapterOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, PackOptions, Policy,
+    PolicyOptions, Reference, Sequence, pack,
 };
 use colo_grpo::internal::types::{Prompt, RolloutGroup, SamplingParams};
 use serde_json::json;
@@ -335,6 +335,7 @@ impl Model {
                     stage: 0,
                     network,
                     gradient_checkpointing: GradientCheckpointing::Full,
+                    optim: Optim::AdamW,
                     adam: AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-5, weight_decay: 0.0 },
                     gradients: GradientOptions::default(),
                 };

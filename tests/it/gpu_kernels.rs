@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use colo_grpo::internal::cuda::kernels;
+use colo_grpo::internal::ops::adamw8bit::{self, Maps, Moments8bit};
 use colo_grpo::internal::ops::grouped::Dispatch;
 use colo_grpo::internal::ops::random::RandomKey;
 use colo_grpo::internal::ops::swiglu::GateUp;
@@ -58,6 +59,51 @@ fn compare_adamw(n: i64, decayed: &[Range<i64>], grad_kind: Kind, weight_kind: O
     }
     if let Some(weight) = weight {
         assert!(weight.equal(&device[0].to_kind(weight.kind())), "the weight is the master, rounded to nearest");
+    }
+}
+
+/// Both round alike but for single operations of libtorch, so that a moment near the middle between two levels may get the other code.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_adamw8bit_equals_the_cpus_to_rounding() {
+    kernels::prepare(0).unwrap();
+    let kinds = [Kind::Float, Kind::BFloat16];
+    for (num_blocks, grad_kind, weight_kind) in [1, 1000, 10_003]
+        .into_iter()
+        .flat_map(|blocks| kinds.map(|grad| (blocks, grad)))
+        .flat_map(|(blocks, grad)| kinds.map(|weight| (blocks, grad, weight)))
+    {
+        let n = num_blocks * adamw8bit::BLOCK as i64;
+        let rand = || Tensor::randn([n], (Kind::Float, Device::Cpu));
+        let maps = [Device::Cpu, GPU].map(|device| Maps::new(device).unwrap());
+        let codes = |code: u8| Tensor::full([n], i64::from(code), (Kind::Uint8, Device::Cpu));
+        let scales = || Tensor::zeros([num_blocks], (Kind::Float, Device::Cpu));
+        let host = [codes(adamw8bit::ZERO_M_CODE), codes(0), scales(), scales()];
+        let device = host.each_ref().map(|tensor| tensor.to_device(GPU));
+        let [host, device] = [Moments8bit::of(&host), Moments8bit::of(&device)];
+        let (mut master, mut weight) = (rand(), Tensor::zeros([n], (weight_kind, Device::Cpu)));
+        let [mut own_master, mut own_weight] = [&master, &weight].map(|tensor| tensor.to_device(GPU));
+        let hyper = adamw::AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
+        for step in 1..=3 {
+            let grad = rand() * (rand() * 3.0).exp();
+            let _ = grad.narrow(0, 0, 256).fill_(if step == 1 { 0.0 } else { 1.0 }); // moments of 0, then of one size
+            let (grad, scale) = (grad.to_kind(grad_kind), 0.7);
+            adamw8bit::step(&mut master, &host, &maps[0], &grad, &mut weight, &hyper, step, scale).unwrap();
+            let grad = grad.to_device(GPU);
+            adamw8bit::step(&mut own_master, &device, &maps[1], &grad, &mut own_weight, &hyper, step, scale).unwrap();
+            let what = format!("{num_blocks} blocks, gradient {grad_kind:?}, step {step}");
+            for (own, host) in [(&device.m_codes, &host.m_codes), (&device.v_codes, &host.v_codes)] {
+                let apart = (own.to_device(Device::Cpu).to_kind(Kind::Int) - host.to_kind(Kind::Int)).abs();
+                let share = apart.greater(0).to_kind(Kind::Double).mean(Kind::Double).double_value(&[]);
+                assert!(apart.max().int64_value(&[]) <= 1 && share < 1e-4, "{what}: {share} of the codes differ");
+            }
+            for (own, host) in [(&device.m_absmax, &host.m_absmax), (&device.v_absmax, &host.v_absmax)] {
+                assert!(relative_error(own, host) < 3e-7, "{what}: scales");
+            }
+            let off = (own_master.to_device(Device::Cpu) - &master).abs().max().double_value(&[]);
+            assert!(off < 0.1 * hyper.lr, "{what}: {off}");
+            assert!(own_weight.equal(&own_master.to_kind(weight_kind)), "the weight is the master, rounded to nearest");
+        }
     }
 }
 
@@ -224,6 +270,12 @@ fn gpu_kernels_run_near_the_memory_s_speed() {
     let scalars = scalars(&hyper, 10, 1.0);
     report("adamw", n * 28, || {
         kernels::adamw(&mut master, &mut m, &mut v, &grad, Some(&mut weight), &scalars, &[]).unwrap();
+    });
+    let codes = || Tensor::full([n], 200, (Kind::Uint8, GPU));
+    let scales = || Tensor::ones([n / 256], (Kind::Float, GPU));
+    let (moments, maps) = (Moments8bit::of(&[codes(), codes(), scales(), scales()]), Maps::new(GPU).unwrap());
+    report("adamw8bit", n * 16, || {
+        adamw8bit::step(&mut master, &moments, &maps, &grad, &mut weight, &hyper, 10, 1.0).unwrap();
     });
     let (x, scale) = (rand(&[TOKENS, 3584], Kind::BFloat16), rand(&[3584], Kind::BFloat16));
     report("rms_norm_forward", TOKENS * 3584 * 4, || drop(kernels::rms_norm_forward(&x, &scale, 1e-6).unwrap()));

@@ -12,8 +12,8 @@ use colo_grpo::internal::ops::dropout::Dropout;
 use colo_grpo::internal::ops::nf4::{Levels, Nf4};
 use colo_grpo::internal::ops::random::RandomKey;
 use colo_grpo::internal::train::{
-    AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, PackOptions, Policy, PolicyOptions, PolicyStart,
-    Sequence, TokenGradients, pack,
+    AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, PackOptions, Policy, PolicyOptions,
+    PolicyStart, Sequence, TokenGradients, pack,
 };
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
@@ -139,6 +139,7 @@ fn losses(device: Device, (kind, residual): (Kind, Kind), quantization: Quantiza
         stage: 0,
         network: NetworkOptions { kind, residual, device },
         gradient_checkpointing: GradientCheckpointing::Selective,
+        optim: Optim::AdamW,
         adam: AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-5, weight_decay: 0.0 },
         gradients: GradientOptions::default(),
     };

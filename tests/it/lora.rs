@@ -10,8 +10,8 @@ use colo_grpo::internal::model::{
     LoraSpec, ModelSource, ModelSpec, ParamTable, Unit, UnitLayout, WeightFiles, init_unit, write_adapters,
 };
 use colo_grpo::internal::train::{
-    AdamOptions, AdapterOptions, GradientOptions, MicroBatch, NetworkOptions, OptimizerHome, PackOptions, Policy,
-    PolicyOptions, PolicyStart, Sequence, TokenGradients, pack,
+    AdamOptions, AdapterOptions, GradientOptions, MicroBatch, NetworkOptions, Optim, OptimizerHome, PackOptions,
+    ParamState, Policy, PolicyOptions, PolicyStart, Sequence, StatePart, TokenGradients, pack,
 };
 use safetensors::SafeTensors;
 use serde_json::Value;
@@ -27,6 +27,7 @@ fn options(stage: u8, (kind, residual): (Kind, Kind)) -> PolicyOptions {
         stage,
         network: NetworkOptions { kind, residual, device: Device::Cpu },
         gradient_checkpointing: GradientCheckpointing::Selective,
+        optim: Optim::AdamW,
         adam: ADAM,
         gradients: GradientOptions::default(),
     }
@@ -59,7 +60,7 @@ fn backward(policy: &mut Policy, micro_batches: &[MicroBatch]) -> f64 {
 }
 
 /// Units of the trained table, put together from what one rank owns of the state.
-fn units(policy: &Policy, part: fn(colo_grpo::internal::train::ParamState) -> Tensor) -> BTreeMap<Unit, Tensor> {
+fn units(policy: &Policy, part: fn(&ParamState) -> Tensor) -> BTreeMap<Unit, Tensor> {
     let mut units = BTreeMap::new();
     for shard in policy.export_state() {
         let shard = shard.unwrap();
@@ -67,7 +68,7 @@ fn units(policy: &Policy, part: fn(colo_grpo::internal::train::ParamState) -> Te
         let zeros = || Tensor::zeros([layout.len as i64], (Kind::Double, Device::Cpu));
         let flat = units.entry(shard.unit).or_insert_with(zeros);
         let start = layout.param(shard.name).unwrap().offset + shard.elements.start;
-        flat.narrow(0, start as i64, shard.elements.len() as i64).copy_(&part(shard.state));
+        flat.narrow(0, start as i64, shard.elements.len() as i64).copy_(&part(&shard.state));
     }
     units
 }
@@ -120,13 +121,17 @@ fn peft_adapters_load_score_differentiate_and_save_as_in_peft() {
             write_adapters(folder, policy.trained_table(), &lora, &source.base, Kind::Float, units).unwrap();
             tensors(folder)
         };
-        assert_eq!(write(saved.path(), &units(&policy, |state| state.master)), tensors(&folder), "{name}");
+        assert_eq!(
+            write(saved.path(), &units(&policy, |state| state.part(StatePart::Master).unwrap().shallow_clone())),
+            tensors(&folder),
+            "{name}"
+        );
 
         let gradients = {
             let mut policy = load(Some(lora.clone())).unwrap();
             let _ = backward(&mut policy, &packed(&sequences, 30));
             let _ = policy.optimizer_step(0.0, 0.0).unwrap();
-            write(saved.path(), &units(&policy, |state| state.m / (1.0 - ADAM.beta1)))
+            write(saved.path(), &units(&policy, |state| state.part(StatePart::M).unwrap() / (1.0 - ADAM.beta1)))
         };
         let expected: BTreeMap<String, f64> = serde_json::from_value(numbers["gradients"].clone()).unwrap();
         assert!(gradients.keys().eq(expected.keys()), "{name}");
@@ -267,7 +272,12 @@ fn gradients_of_adapters_are_float32s_but_for_rounding() {
             let mut policy = adapted(&mesh, 0, kinds, 0.0, quantization);
             let _ = backward(&mut policy, &packed(&own_sequences(0), 1000));
             let _ = policy.optimizer_step(0.0, 0.0).unwrap();
-            Tensor::cat(&units(&policy, |state| state.m).into_values().collect::<Vec<_>>(), 0)
+            Tensor::cat(
+                &units(&policy, |state| state.part(StatePart::M).unwrap().shallow_clone())
+                    .into_values()
+                    .collect::<Vec<_>>(),
+                0,
+            )
         };
         let exact = gradient((Kind::Float, Kind::Float));
         let [narrow, wide] = [Kind::BFloat16, Kind::Float].map(|residual| {

@@ -2,6 +2,7 @@
 
 mod autograd;
 mod experts;
+mod optimizers;
 mod real_shapes;
 mod run;
 mod state;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use super::{LaunchArgs, ModelArgs, PlaceArgs, Placed, ResidualArgs, count, number, word};
-use crate::config::{Dtype, GradientCheckpointing, Quantization};
+use crate::config::{Dtype, GradientCheckpointing, OptimizerName, Quantization};
 use crate::types::LengthSpread;
 
 /// `bench`.
@@ -91,6 +91,9 @@ pub struct BenchTrainArgs {
     /// Type that gradients are added up in over micro-batches
     #[arg(long, default_value = "auto", value_parser = word::<Dtype>)]
     pub grad_accum_dtype: Dtype,
+    /// What steps the weights: adamw, adamw_8bit or muon
+    #[arg(long, default_value = "adamw", value_parser = word::<OptimizerName>)]
+    pub optim: OptimizerName,
     /// Train adapters of this rank on every linear projection instead of all weights
     #[arg(long, value_parser = count)]
     pub lora_r: Option<usize>,

@@ -3,6 +3,7 @@
 use serde_json::Value;
 
 use super::draft::{Draft, ForeignKeys};
+use crate::config::OptimizerName;
 
 /// Takes the keys that the dictionary alone cannot translate.
 pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft) {
@@ -10,6 +11,7 @@ pub(super) fn translate(theirs: &mut ForeignKeys, draft: &mut Draft) {
     schedule(theirs, draft);
     strategies(theirs, draft);
     adapters(theirs, draft);
+    optimizer(theirs, draft);
     neutral(theirs, draft);
     number_type(theirs, draft);
 }
@@ -174,6 +176,17 @@ fn adapters(theirs: &mut ForeignKeys, draft: &mut Draft) {
         Some(Value::Bool(true)) => draft.set("quantization", "nf4", "it was load_in_4bit"),
         Some(_) => draft.drop("load_in_4bit", "off"),
         None => (),
+    }
+}
+
+/// An optimizer that is none of ours: those of transformers that are have their names in the dictionary of values.
+fn optimizer(theirs: &mut ForeignKeys, draft: &mut Draft) {
+    let Some(value) = theirs.take("optim") else { return };
+    let ours = crate::migration::value("optim", &value).unwrap_or_else(|| value.clone());
+    if ours.as_str().is_some_and(|name| OptimizerName::NAMES.contains(&name)) {
+        draft.keep("optim", ours);
+    } else {
+        draft.lose("optim", &value, "adamw, adamw_8bit or muon");
     }
 }
 

@@ -85,6 +85,7 @@ const FOREIGN: &[ForeignDefault] = &[
     same("entropy_target", "0.2"),
     same("router_aux_loss_coef", r#""none""#),
     same("learning_rate", "1e-6"),
+    same("optim", r#""adamw_torch_fused""#).but("the same AdamW by a shorter name"),
     same("adam_beta1", "0.9"),
     same("adam_beta2", "0.999"),
     same("adam_epsilon", "1e-8"),

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 mod adamw;
+mod adamw8bit;
 mod adapt;
 mod add_rms_norm;
 mod all_reduce;
@@ -29,6 +30,7 @@ mod sums;
 mod swiglu;
 
 pub use adamw::{AdamWScalars, adamw};
+pub use adamw8bit::{MomentCodes, adamw8bit};
 pub use adapt::{adapt, adapt_pays, adapt_serves};
 pub use add_rms_norm::add_rms_norm;
 pub use all_reduce::{AllReduceMethod, RowSums};
@@ -69,6 +71,7 @@ use crate::torch;
 pub fn prepare(ordinal: usize) -> Result<()> {
     for (source, names) in [
         (adamw::SOURCE, adamw::NAMES),
+        (adamw8bit::SOURCE, adamw8bit::NAMES),
         (adapt::SOURCE, adapt::NAMES),
         (add_rms_norm::SOURCE, add_rms_norm::NAMES),
         (all_reduce::SOURCE, all_reduce::NAMES),

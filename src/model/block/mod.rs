@@ -10,6 +10,7 @@ mod attention;
 mod dense;
 mod experts;
 mod linear;
+mod matrices;
 mod mlp;
 mod params;
 
@@ -30,6 +31,7 @@ pub use attention::{Attention, AttentionSpec, PackedAttention, QkNorm, attention
 pub use dense::DenseSpec;
 pub use experts::{ExpertsSpec, Routes};
 pub use linear::{Linear, LinearSpec, Matrix, Piece, product_work};
+pub use matrices::BlockMatrix;
 pub use mlp::Mlp;
 pub use params::{BlockParams, NormNames};
 pub(crate) use params::{MIXER_NORMS, MLP_NORMS};

@@ -10,13 +10,16 @@ use std::time::Duration;
 use colo_grpo::ExitCode;
 use colo_grpo::Result;
 use colo_grpo::internal::checkpoint::{self, Checkpoint, CheckpointOptions, Models, SavedConfig, Saver, TrainerState};
-use colo_grpo::internal::config::GradientCheckpointing;
+use colo_grpo::internal::config::{AdjustLr, GradientCheckpointing};
 use colo_grpo::internal::data::SamplerState;
 use colo_grpo::internal::dist::World;
 use colo_grpo::internal::grpo::EntropyControl;
 use colo_grpo::internal::metrics::LogHistory;
 use colo_grpo::internal::model::{ModelSpec, ParamTable, WeightFiles, init_unit};
-use colo_grpo::internal::train::{AdamOptions, GradientOptions, NetworkOptions, ParamState, Policy, PolicyOptions};
+use colo_grpo::internal::train::{
+    AdamOptions, GradientOptions, MuonOptions, NetworkOptions, Optim, ParamState, Policy, PolicyOptions, StateForm,
+    StatePart,
+};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
@@ -35,6 +38,10 @@ fn find_latest(output_dir: &Path) -> Result<Option<PathBuf>> {
 
 /// A policy of one rank whose moments are not zero.
 fn policy(kind: Kind) -> Policy {
+    policy_of(kind, Optim::AdamW)
+}
+
+fn policy_of(kind: Kind, optim: Optim) -> Policy {
     let spec = Arc::new(ModelSpec::preset("micro").unwrap());
     let table = Arc::new(ParamTable::new(spec, 1));
     let adam = AdamOptions { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
@@ -43,15 +50,27 @@ fn policy(kind: Kind) -> Policy {
         stage: 0,
         network,
         gradient_checkpointing: GradientCheckpointing::None,
+        optim,
         adam,
         gradients: GradientOptions::default(),
     };
     let mesh = World::single().mesh(1, 1).unwrap();
     let mut policy = Policy::new(table, &mesh, options, &|layout| init_unit(layout, 1, Kind::Float)).unwrap();
     tch::manual_seed(7);
-    let mut random = |_, _, elements: std::ops::Range<usize>| {
-        let numbers = || Tensor::rand([elements.len() as i64], (Kind::Float, Device::Cpu));
-        Ok(ParamState { master: numbers(), m: numbers(), v: numbers() })
+    let forms: BTreeMap<_, _> = policy
+        .table()
+        .units
+        .iter()
+        .flat_map(|layout| layout.params.iter().map(|param| ((layout.unit, param.name), policy.state_form(param))))
+        .collect();
+    let mut random = |unit, name, elements: std::ops::Range<usize>| {
+        let form = forms[&(unit, name)];
+        let numbers = |part: &StatePart| {
+            let numbers = Tensor::rand([part.num_values(elements.len()) as i64], (Kind::Float, Device::Cpu));
+            let kind = part.kind(Kind::Float);
+            if kind == Kind::Uint8 { (numbers * 255.0).to_kind(kind) } else { numbers }
+        };
+        Ok(ParamState { form, tensors: form.parts().iter().map(numbers).collect() })
     };
     policy.import_state(NUM_UPDATES, &mut random).unwrap();
     policy
@@ -103,10 +122,7 @@ pub(super) fn names(folder: &Path) -> Vec<String> {
 
 fn saved_bits(policy: &Policy) -> Vec<Vec<f64>> {
     let shards = policy.export_state().map(|shard| shard.unwrap().state);
-    shards
-        .flat_map(|state| [state.master, state.m, state.v])
-        .map(|t| Vec::try_from(t.to_kind(Kind::Double)).unwrap())
-        .collect()
+    shards.flat_map(|state| state.tensors).map(|t| Vec::try_from(t.to_kind(Kind::Double)).unwrap()).collect()
 }
 
 #[test]
@@ -118,7 +134,7 @@ fn a_bfloat16_policy_returns_with_its_state_and_is_a_model_of_its_type() {
     restored
         .import_state(0, &mut |_, _, elements| {
             let zeros = || Tensor::zeros([elements.len() as i64], (Kind::Float, Device::Cpu));
-            Ok(ParamState { master: zeros(), m: zeros(), v: zeros() })
+            Ok(ParamState::adam(zeros(), zeros(), zeros()))
         })
         .unwrap();
     let opened = Checkpoint::open(&checkpoint, true).unwrap();
@@ -214,6 +230,29 @@ fn write(path: &Path, tensors: &Tensors) {
 }
 
 #[test]
+fn every_optimizer_s_state_returns_from_its_files_and_serves_no_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let muon = MuonOptions { momentum: 0.95, nesterov: true, ns_steps: 5, adjust_lr: AdjustLr::Original };
+    for (step, optim) in [(1, Optim::AdamW8bit), (2, Optim::Muon(muon))] {
+        let saved = policy_of(Kind::Float, optim);
+        let forms: Vec<StateForm> = saved.state_ranges().map(|range| range.form).collect();
+        assert!(forms.iter().any(|&form| form != StateForm::Adam), "{forms:?}");
+        let checkpoint = save_step(&options(folder.path()), &saved, step);
+        let bytes = fs::metadata(checkpoint.join(SHARD)).unwrap().len();
+        assert!(bytes.abs_diff(saved.whole_state_bytes() as u64) < 1 << 16, "{bytes}");
+        let mut restored = policy_of(Kind::Float, optim);
+        restored.optimizer_step(0.0, 0.0).map(drop).unwrap(); // moments decay
+        assert!(saved_bits(&restored) != saved_bits(&saved));
+        let opened = Checkpoint::open(&checkpoint, true).unwrap();
+        opened.restore(&mut restored).unwrap();
+        assert!(saved_bits(&restored) == saved_bits(&saved), "{optim:?}");
+        let refused = opened.restore(&mut policy(Kind::Float)).unwrap_err();
+        assert_eq!(refused.exit_code(), ExitCode::Checkpoint);
+        assert!(refused.to_string().contains("resume with the optimizer that wrote it"), "{refused}");
+    }
+}
+
+#[test]
 fn optimizer_files_that_lie_are_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let mut policy = policy(Kind::Float);
@@ -244,9 +283,12 @@ fn optimizer_files_that_lie_are_refused_by_name() {
     }
     let part = |part: &str| format!("{norm}/{part}");
     let cases: [(Change<'_>, &str); 7] = [
-        (&|all| all.get_mut(&part("m")).unwrap().0 = Dtype::I32, "expected master, m and v of one type"),
-        (&|all| _ = all.remove(&part("v")), "expected master, m and v of one type"),
-        (&|all| _ = all.remove(&part("master")), "expected master weights of type F32 or F64 beside it"),
+        (
+            &|all| all.get_mut(&part("m")).unwrap().0 = Dtype::I32,
+            "expected the parts of one optimizer's state, of their types",
+        ),
+        (&|all| _ = all.remove(&part("v")), "has master, m, where optim = adamw expects master, m, v"),
+        (&|all| _ = all.remove(&part("master")), "expected all parts of an optimizer's state beside it"),
         (
             &|all| all.retain(|name, _| !name.starts_with(norm)),
             "expected elements 0..32 of head/FinalNorm once each, found none",

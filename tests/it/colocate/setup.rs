@@ -13,8 +13,8 @@ use colo_grpo::internal::model::{ModelSpec, ParamTable, UnitLayout, init_unit};
 use colo_grpo::internal::rollout::{Engine, EngineOptions, kv_block_bytes};
 use colo_grpo::internal::serve::EngineSlices;
 use colo_grpo::internal::train::{
-    AdamOptions, GradientOptions, NetworkOptions, OptimizerHome, ParamState, Policy, PolicyOptions, Reference,
-    Schedule, TrainedModel,
+    AdamOptions, GradientOptions, NetworkOptions, Optim, OptimizerHome, Policy, PolicyOptions, Reference, Schedule,
+    TrainedModel,
 };
 use colo_grpo::internal::types::LengthSpread;
 use colo_grpo::internal::update::{Learner, UpdateOptions};
@@ -59,6 +59,7 @@ impl Setup {
             network,
             gradient_checkpointing: GradientCheckpointing::None,
             // `eps` is above the rounding of gradients: below it Adam steps by the sign of noise.
+            optim: Optim::AdamW,
             adam: AdamOptions { beta1: 0.9, beta2: 0.99, eps: 1e-5, weight_decay: 0.0 },
             gradients: GradientOptions::default(),
         };
@@ -133,9 +134,6 @@ pub fn share(world: &World, len: usize) -> Range<usize> {
 
 /// Bits of the master weights and moments that this rank owns.
 pub fn state(policy: &Policy) -> Vec<Vec<u32>> {
-    let tensors = policy.export_state().flat_map(|shard| {
-        let ParamState { master, m, v } = shard.unwrap().state;
-        [master, m, v]
-    });
+    let tensors = policy.export_state().flat_map(|shard| shard.unwrap().state.tensors);
     tensors.map(|tensor| Vec::<f32>::try_from(tensor).unwrap().into_iter().map(f32::to_bits).collect()).collect()
 }

@@ -12,7 +12,8 @@ use colo_grpo::internal::model::{
 use colo_grpo::internal::ops::random::RandomKey;
 use colo_grpo::internal::torch;
 use colo_grpo::internal::train::{
-    AdamOptions, GradientOptions, NetworkOptions, PackOptions, Policy, PolicyOptions, Sequence, TokenGradients, pack,
+    AdamOptions, GradientOptions, NetworkOptions, Optim, PackOptions, Policy, PolicyOptions, Sequence, StatePart,
+    TokenGradients, pack,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -114,6 +115,7 @@ fn fused(
         stage: 0,
         network: NetworkOptions { kind, residual, device },
         gradient_checkpointing,
+        optim: Optim::AdamW,
         adam: AdamOptions { beta1: 0.0, beta2: 0.9, eps: 1e-8, weight_decay: 0.0 },
         gradients: GradientOptions::default(),
     };
@@ -134,7 +136,9 @@ fn fused(
         let shard = shard.unwrap();
         let index = table.index(shard.unit);
         let param = table.units[index].params.iter().find(|param| param.name == shard.name).unwrap();
-        gradients[index].narrow(0, param.offset as i64, param.numel() as i64).copy_(&shard.state.m);
+        gradients[index]
+            .narrow(0, param.offset as i64, param.numel() as i64)
+            .copy_(shard.state.part(StatePart::M).unwrap());
     }
     logprobs.into_iter().chain(gradients).collect()
 }

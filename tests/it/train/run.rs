@@ -7,7 +7,7 @@ use colo_grpo::internal::dist::Mesh;
 use colo_grpo::internal::memory::HostPool;
 use colo_grpo::internal::model::{ExpertLayers, Family, ModelSpec, NormPlaces, ParamTable, QkNorm, Unit, UnitLayout};
 use colo_grpo::internal::train::{
-    AdamOptions, GradientOptions, MicroBatch, NetworkOptions, OptimizerHome, PackOptions, Policy, PolicyOptions,
+    AdamOptions, GradientOptions, MicroBatch, NetworkOptions, Optim, OptimizerHome, PackOptions, Policy, PolicyOptions,
     Scores, Sequence, StepOutcome, TokenGradients, TrainedModel, pack, pad_to_agreed_count,
 };
 use tch::{Device, Kind, Tensor};
@@ -43,6 +43,7 @@ pub struct Run {
     pub has_turns: bool,
     /// Ranks that share the sequences; the others have none.
     pub num_sharers: usize,
+    pub optim: Optim,
 }
 
 impl Run {
@@ -63,23 +64,11 @@ impl Run {
             has_turns: false,
             announced: false,
             num_sharers: usize::MAX,
+            optim: Optim::AdamW,
         }
     }
 
-    pub fn options(&self, mesh: &Mesh) -> PolicyOptions {
-        PolicyOptions {
-            stage: self.stage,
-            network: NetworkOptions { kind: self.kind, residual: self.residual, device: mesh.world.device() },
-            gradient_checkpointing: self.recompute,
-            adam: ADAM,
-            gradients: self.gradients,
-        }
-    }
-
-    pub fn table(&self, shards: usize) -> Arc<ParamTable> {
-        Arc::new(ParamTable::new(Arc::new(self.spec()), shards))
-    }
-
+    /// With 8-bit moments a wider one: all of its matrices but `O` have 4,096 elements.
     fn spec(&self) -> ModelSpec {
         let experts = ExpertLayers {
             num_experts: 5,
@@ -90,7 +79,26 @@ impl Run {
             decoder_sparse_step: 1,
             mlp_only_layers: vec![1],
         };
-        ModelSpec { experts: self.experts.then_some(experts), ..spec(self.tied) }
+        let narrow = ModelSpec { experts: self.experts.then_some(experts), ..spec(self.tied) };
+        match self.optim {
+            Optim::AdamW8bit => ModelSpec { hidden_size: 48, head_dim: 12, intermediate_size: 90, ..narrow },
+            Optim::AdamW | Optim::Muon(_) => narrow,
+        }
+    }
+
+    pub fn options(&self, mesh: &Mesh) -> PolicyOptions {
+        PolicyOptions {
+            stage: self.stage,
+            network: NetworkOptions { kind: self.kind, residual: self.residual, device: mesh.world.device() },
+            gradient_checkpointing: self.recompute,
+            optim: self.optim,
+            adam: ADAM,
+            gradients: self.gradients,
+        }
+    }
+
+    pub fn table(&self, shards: usize) -> Arc<ParamTable> {
+        Arc::new(ParamTable::new(Arc::new(self.spec()), shards))
     }
 
     pub fn policy(&self, mesh: &Mesh) -> Policy {
@@ -105,8 +113,9 @@ impl Run {
     /// Host memory for the optimizer's state.
     pub fn pool(&self, mesh: &Mesh) -> HostPool {
         let table = self.table(mesh.shard.size());
-        let bytes = TrainedModel::whole(&table, self.stage, self.kind, self.gradients).bytes().optimizer;
-        HostPool::new("train_test", bytes, mesh.world.device(), &mut |_, _| ()).unwrap()
+        let model =
+            TrainedModel { optim: self.optim, ..TrainedModel::whole(&table, self.stage, self.kind, self.gradients) };
+        HostPool::new("train_test", model.bytes().optimizer, mesh.world.device(), &mut |_, _| ()).unwrap()
     }
 
     pub fn autograd(&self) -> autograd::Model {

@@ -9,7 +9,8 @@ use colo_grpo::internal::dist::{Mesh, World, all_gather_bytes};
 use colo_grpo::internal::memory::{HostPool, Ledger, MemoryKind};
 use colo_grpo::internal::model::{ModelSpec, ParamName, ParamTable, Unit, UnitLayout};
 use colo_grpo::internal::train::{
-    GradientOptions, OptimizerHome, ParamShard, ParamState, Policy, Reference, TrainedModel, reference_bytes,
+    GradientOptions, OptimizerHome, ParamShard, ParamState, Policy, Reference, StateForm, StatePart, TrainedModel,
+    reference_bytes,
 };
 use tch::{Kind, Tensor};
 
@@ -177,8 +178,10 @@ fn the_ledger_holds_what_the_formulas_say() {
     });
 }
 
-/// A range of a parameter with its master weights and moments, as bits.
-type Piece = (Unit, ParamName, Range<usize>, [Vec<u64>; 3]);
+/// A range of a parameter with every part of its state: the part's name and its values as bits.
+type Piece = (Unit, ParamName, Range<usize>, Parts);
+/// By the part's name.
+type Parts = BTreeMap<String, Vec<u64>>;
 
 /// This rank's slice of the optimizer state.
 pub fn state(policy: &Policy) -> Vec<Piece> {
@@ -187,43 +190,55 @@ pub fn state(policy: &Policy) -> Vec<Piece> {
         values.into_iter().map(f64::to_bits).collect()
     };
     let piece = |shard: Result<ParamShard>| {
-        let ParamShard { unit, name, elements, state: ParamState { master, m, v } } = shard.unwrap();
-        (unit, name, elements, [master, m, v].map(bits))
+        let ParamShard { unit, name, elements, state: ParamState { form, tensors } } = shard.unwrap();
+        let parts = form.parts().iter().zip(tensors).map(|(part, tensor)| (part.name().to_owned(), bits(tensor)));
+        (unit, name, elements, parts.collect())
     };
     policy.export_state().map(piece).collect()
 }
 
 /// What all ranks of a shard group save, put together: it must cover every parameter exactly once.
-fn saved_state(policy: &Policy, mesh: &Mesh) -> BTreeMap<(Unit, ParamName), [Vec<u64>; 3]> {
+pub fn saved_state(policy: &Policy, mesh: &Mesh) -> BTreeMap<(Unit, ParamName), Parts> {
     let own = serde_json::to_vec(&state(policy)).unwrap();
-    let mut saved = BTreeMap::new();
+    let mut saved: BTreeMap<_, Parts> = BTreeMap::new();
     for pieces in all_gather_bytes(&*mesh.shard, &own).unwrap() {
         let pieces: Vec<Piece> = serde_json::from_slice(&pieces).unwrap();
-        for (unit, name, elements, bits) in pieces {
-            let [master, m, v]: &mut [Vec<u64>; 3] = saved.entry((unit, name)).or_default();
-            assert_eq!(elements.start, master.len(), "{unit} {name:?}: ranks' slices come in order");
-            for (whole, part) in [master, m, v].into_iter().zip(bits) {
-                assert_eq!(part.len(), elements.len());
-                whole.extend(part);
-            }
+        for (unit, name, elements, parts) in pieces {
+            let whole = saved.entry((unit, name)).or_default();
+            let so_far = whole.get("master").map_or(0, Vec::len);
+            assert_eq!(elements.start, so_far, "{unit} {name:?}: ranks' slices come in order");
+            assert_eq!(parts["master"].len(), elements.len());
+            parts.into_iter().for_each(|(part, bits)| whole.entry(part).or_default().extend(bits));
         }
     }
     let params = policy.table().units.iter().flat_map(|layout| layout.params.iter().map(move |param| (layout, param)));
     for (layout, param) in params {
-        assert_eq!(saved[&(layout.unit, param.name)][0].len(), param.numel(), "{} {:?}", layout.unit, param.name);
+        assert_eq!(
+            saved[&(layout.unit, param.name)]["master"].len(),
+            param.numel(),
+            "{} {:?}",
+            layout.unit,
+            param.name
+        );
     }
     saved
 }
 
-fn read(
-    saved: &BTreeMap<(Unit, ParamName), [Vec<u64>; 3]>,
+pub fn read(
+    saved: &BTreeMap<(Unit, ParamName), Parts>,
     unit: Unit,
     name: ParamName,
     elements: Range<usize>,
 ) -> Result<ParamState> {
-    let values = |bits: &Vec<u64>| {
-        Tensor::from_slice(&bits[elements.clone()].iter().map(|&bits| f64::from_bits(bits)).collect::<Vec<f64>>())
+    let parts = &saved[&(unit, name)];
+    let form = StateForm::ALL
+        .into_iter()
+        .find(|form| form.parts().iter().map(|part| part.name()).all(|name| parts.contains_key(name)));
+    let form = form.expect("the parts of one optimizer");
+    let values = |part: &StatePart| {
+        let first = elements.start / part.elements_per_value();
+        let bits = &parts[part.name()][first..first + part.num_values(elements.len())];
+        Tensor::from_slice(&bits.iter().map(|&bits| f64::from_bits(bits)).collect::<Vec<f64>>())
     };
-    let [master, m, v] = &saved[&(unit, name)];
-    Ok(ParamState { master: values(master), m: values(m), v: values(v) })
+    Ok(ParamState { form, tensors: form.parts().iter().map(values).collect() })
 }

@@ -1,0 +1,100 @@
+//! The keys of the optimizer and its schedule.
+
+use super::batch::MAX_COUNT;
+use super::field::keys;
+use super::range::{BELOW_ONE, COUNT, above, at_least, from_to};
+use super::validate::check;
+use super::{AdjustLr, LoraConfig, LrSchedulerType, OptimizerName};
+use crate::error::Result;
+
+keys! {
+    /// The optimizer and its schedule; keys of the top.
+    #[derive(Debug, Clone, PartialEq, serde::Serialize)]
+    pub struct OptimizerConfig: flat {
+        /// What steps the weights. `adamw_8bit` keeps AdamW's moments in 8 bits as bitsandbytes does: 6 bytes of state a parameter in
+        /// place of 12; embeddings, norms, biases and matrices under 4,096 elements keep 32 bits. `muon` steps the matrices of blocks by
+        /// Muon and the rest by AdamW: 8 bytes a parameter of a block.
+        pub optim: OptimizerName = OptimizerName::AdamW,
+        /// Muon, where `optim` is `muon`.
+        pub muon: MuonConfig,
+        /// Adam's first moment decay.
+        pub adam_beta1: f64 = 0.9 => BELOW_ONE,
+        /// Adam's second moment decay.
+        pub adam_beta2: f64 = 0.999 => BELOW_ONE,
+        /// Adam's denominator term.
+        pub adam_epsilon: f64 = 1e-8 => above(0.0),
+        /// Decoupled weight decay on matrices (not on norms and biases).
+        pub weight_decay: f64 = 0.0 => at_least(0.0),
+        /// Global gradient norm is clipped to this; 0 is off.
+        pub max_grad_norm: f64 = 1.0 => at_least(0.0),
+        /// Shape of the learning rate after warm-up.
+        pub lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,
+        /// Updates of linear warm-up.
+        pub warmup_steps: usize = 0 => from_to(0.0, MAX_COUNT as f64),
+        /// Optimizer updates in all; `none` follows `num_train_epochs`.
+        pub max_steps: Option<usize> = None => COUNT,
+        /// Passes over the training rows.
+        pub num_train_epochs: f64 = 3.0 => above(0.0),
+    }
+}
+
+keys! {
+    /// Muon (`muon.*`), named as `torch.optim.Muon`'s arguments. `learning_rate` and `weight_decay` are those of the run.
+    #[derive(Debug, Clone, PartialEq, serde::Serialize)]
+    pub struct MuonConfig {
+        /// Decay of the momentum.
+        pub momentum: f64 = 0.95 => BELOW_ONE,
+        /// Orthogonalise the gradient's mean with the momentum, not the momentum itself.
+        pub nesterov: bool = true,
+        /// Newton-Schulz iterations.
+        pub ns_steps: usize = 5 => from_to(1.0, 99.0),
+        /// What `learning_rate` is multiplied by for a matrix. With `match_rms_adamw` matrices and AdamW's share one learning rate.
+        pub adjust_lr_fn: AdjustLr = AdjustLr::MatchRmsAdamw,
+    }
+}
+
+impl Default for MuonConfig {
+    fn default() -> Self {
+        Self { momentum: 0.95, nesterov: true, ns_steps: 5, adjust_lr_fn: AdjustLr::MatchRmsAdamw }
+    }
+}
+
+impl OptimizerConfig {
+    pub(super) fn check(&self, lora: &LoraConfig) -> Result<()> {
+        let is_muon = self.optim == OptimizerName::Muon;
+        let matrices = "adamw or adamw_8bit: muon orthogonalises whole matrices of the model, and lora.r trains adapters beside them";
+        check("optim", OptimizerName::Muon.name(), !is_muon || lora.r.is_none(), matrices)?;
+        let is_read = is_muon || self.muon == MuonConfig::default();
+        check("optim", self.optim.name(), is_read, "muon, as keys of muon are set")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{config, message};
+    use super::*;
+
+    #[test]
+    fn the_optimizer_is_one_of_three() {
+        assert_eq!(config(&[]).optimizer.optim, OptimizerName::AdamW);
+        assert_eq!(config(&["optim=adamw_torch_fused"]).optimizer.optim, OptimizerName::AdamW);
+        assert_eq!(config(&["optim=adamw_bnb_8bit"]).optimizer.optim, OptimizerName::AdamW8bit);
+        assert_eq!(config(&["optim=adamw_8bit", "lora.r=8"]).optimizer.optim, OptimizerName::AdamW8bit);
+        assert_eq!(config(&["optim=muon"]).optimizer.muon, MuonConfig::default());
+        let muon = config(&["optim=muon", "muon.momentum=0.9", "muon.adjust_lr_fn=original"]).optimizer.muon;
+        assert_eq!((muon.momentum, muon.adjust_lr_fn), (0.9, AdjustLr::Original));
+    }
+
+    #[test]
+    fn what_muon_does_not_serve_is_refused() {
+        for (overrides, expected) in [
+            (&["optim=muon", "lora.r=8"][..], "optim = muon: expected adamw or adamw_8bit: muon orthogonalises"),
+            (&["muon.momentum=0.9"], "optim = adamw: expected muon, as keys of muon are set"),
+            (&["optim=muon", "muon.ns_steps=0"], "muon.ns_steps = 0: expected a whole number from 1 to 99"),
+            (&["optim=adamw8"], "one of adamw, adamw_8bit, muon"),
+        ] {
+            let error = message(overrides);
+            assert!(error.contains(expected), "{overrides:?}: {error}");
+        }
+    }
+}

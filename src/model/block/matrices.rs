@@ -1,0 +1,72 @@
+//! The matrices of a block as a checkpoint has them, for an optimizer that needs each whole.
+
+use std::ops::Range;
+
+use tch::Tensor;
+
+use super::linear::LinearSpec;
+use crate::config::OptimizerName;
+use crate::error::{Error, Result};
+use crate::model::params::{ParamName, UnitLayout, required};
+use crate::model::spec::ModelSpec;
+
+/// A projection: some rows of one of our matrices.
+#[derive(Debug, Clone)]
+pub struct BlockMatrix {
+    linear: LinearSpec,
+    projection: usize,
+}
+
+impl BlockMatrix {
+    /// Whether an optimizer of whole matrices serves the model.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] on `optim` for a model with experts.
+    pub fn check(spec: &ModelSpec) -> Result<()> {
+        if spec.num_expert_layers() == 0 {
+            return Ok(());
+        }
+        let expected = "adamw or adamw_8bit: matrices of experts are not orthogonalised yet";
+        Err(Error::invalid_value("optim", OptimizerName::Muon.name(), expected))
+    }
+
+    /// Those of every block, which are alike in all layers.
+    pub fn all(spec: &ModelSpec) -> Vec<Self> {
+        let of_linear = |linear: LinearSpec| {
+            (0..linear.projections.len()).map(move |projection| Self { linear: linear.clone(), projection })
+        };
+        spec.block(0).linears().into_iter().flat_map(of_linear).collect()
+    }
+
+    /// Outputs of its product.
+    pub fn rows(&self) -> usize {
+        self.linear.groups * self.linear.projections[self.projection].1 * self.linear.inner
+    }
+
+    /// Inputs of its product.
+    pub fn columns(&self) -> usize {
+        self.linear.columns
+    }
+
+    /// Its elements in row-major order, as a view of a block's flat tensor. [groups, heads, inner, columns]
+    pub fn view(&self, layout: &UnitLayout, flat: &Tensor) -> Tensor {
+        self.linear.rows_of(self.projection, &required(layout, self.param(), flat))
+    }
+
+    /// Its elements in a block, neighbouring rows as one range.
+    pub fn ranges(&self, layout: &UnitLayout) -> Vec<Range<usize>> {
+        let LinearSpec { groups, inner, columns, projections, .. } = &self.linear;
+        let first: usize = projections[..self.projection].iter().map(|(_, heads)| heads).sum();
+        let param =
+            layout.param(self.param()).unwrap_or_else(|| panic!("the {} has no {:?}", layout.unit, self.param()));
+        let range = |group: usize| {
+            let start = param.offset + (group * self.linear.heads() + first) * inner * columns;
+            start..start + projections[self.projection].1 * inner * columns
+        };
+        (0..*groups).map(range).collect()
+    }
+
+    fn param(&self) -> ParamName {
+        self.linear.matrix.params()[0]
+    }
+}
