@@ -80,7 +80,7 @@ fn a_terminal_has_one_status_and_loses_no_line_of_any_rank() {
     assert_eq!(output.status.code(), Some(0), "{text}");
     let (last, ever) = shown(&text);
     let has = |lines: &[String], parts: &[&str]| lines.iter().any(|line| parts.iter().all(|part| line.contains(part)));
-    assert!(has(&last, &["[rank 1]", "KV blocks"]), "a line of rank 1 stays\n{text}");
+    assert!(has(&last, &["[rank 1]", "the KV cache has"]), "a line of rank 1 stays\n{text}");
     assert!(has(&last, &["model: "]) && has(&last, &["report: "]), "results stay\n{text}");
     assert!(!has(&last, &["━"]) && !has(&last, &["╌"]), "the status is gone in the end: {last:#?}");
     let statuses: Vec<&String> = ever.iter().filter(|line| line.contains('╌') || line.contains('━')).collect();

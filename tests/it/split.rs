@@ -53,7 +53,14 @@ fn engines_of_their_own_get_adapters_too() {
 #[test]
 fn engines_of_their_own_have_the_trainers_residual_stream() {
     let runs = Runs::new();
-    let keys = ["dtype=bfloat16", "max_steps=1", "save_steps=none", "beta=0.05", "residency.reference=host"];
+    let keys = [
+        "dtype=bfloat16",
+        "max_steps=1",
+        "save_steps=none",
+        "beta=0.05",
+        "residency.reference=host",
+        "max_train_samples=4096",
+    ];
     let [narrow, wide] = ["auto", "float32"].map(|residual| {
         let key = format!("residual_dtype={residual}");
         runs.train_to_the_end(residual, 3, &[&THREE_RANKS[..], &ONE_GENERATES, &keys, &[&key]].concat());

@@ -193,7 +193,12 @@ fn configurations() {
             &["run.toml:5", "'zero.stagee'", "did you mean 'zero.stage'?"],
         ),
         ("16 mistyped option", small("--learnign_rate 1e-4"), 2, &["'learnign_rate'", "did you mean 'learning_rate'?"]),
-        ("34 a secret in a word", "eval --model m my_token=topsecret".into(), 2, &["my_token=[redacted]"]),
+        (
+            "34 a secret in a word",
+            "generate --model m --prompt x my_token=topsecret".into(),
+            2,
+            &["my_token=[redacted]"],
+        ),
         (
             "16 mistyped reward",
             "eval --model configs/arithmetic/model --data configs/arithmetic/eval.jsonl --reward nosuch".into(),

@@ -61,7 +61,8 @@ fn zeros(path: &Path) {
 
 fn honest_kib() -> i64 {
     let folder = tempfile::tempdir().unwrap();
-    let (ended, peak_kib) = measured(&format!("{SMALL_RUN} output_dir={}", folder.path().display()));
+    let (ended, peak_kib) =
+        measured(&format!("{SMALL_RUN} max_train_samples=4096 output_dir={}", folder.path().display()));
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     peak_kib
 }

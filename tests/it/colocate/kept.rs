@@ -35,7 +35,7 @@ fn kept_sequences_outlive_training_and_are_given_up_where_a_rank_lost_them() {
     let test = "colocate::kept::kept_sequences_outlive_training_and_are_given_up_where_a_rank_lost_them";
     ranks::run(2, test, |world: World| {
         let (world, mesh) = with_mesh(world, 2);
-        let mut colocated = Setup { keeps: true, ..Setup::new(0) }.build(&world, &mesh);
+        let mut colocated = Setup { keeps: true, draws_lengths: true, ..Setup::new(0) }.build(&world, &mesh);
         let prompts = own_prompts(&colocated);
         let expected = colocated.with_rollout(|rollout| rollout.generate(&prompts, &sampled(), |_| ())).unwrap();
         for (name, is_kept, between) in CASES {

@@ -32,13 +32,15 @@ pub struct Setup {
     pub stage: u8,
     pub kind: Kind,
     pub with_reference: bool,
-    /// Whether the engine keeps its memory, and unfinished sequences in it, whose lengths are drawn.
+    /// Whether the engine keeps its memory, and unfinished sequences in it.
     pub keeps: bool,
+    /// Whether completions end at drawn lengths.
+    pub draws_lengths: bool,
 }
 
 impl Setup {
     pub fn new(stage: u8) -> Self {
-        Self { stage, kind: Kind::Float, with_reference: false, keeps: false }
+        Self { stage, kind: Kind::Float, with_reference: false, keeps: false, draws_lengths: false }
     }
 
     /// The same on this process alone.
@@ -79,7 +81,7 @@ impl Setup {
             residual: kind,
             device,
             strict: false,
-            spread_lengths: self.keeps.then_some(LengthSpread { shortest: 2, longest: 16, long_tailed: true }),
+            spread_lengths: self.draws_lengths.then_some(LengthSpread { shortest: 2, longest: 16, long_tailed: true }),
             records_experts: false,
         };
         let engine = Engine::new(spec.clone(), Arc::new(words(spec.vocab_size)), options, tp).unwrap();
@@ -119,7 +121,13 @@ pub fn update_options() -> UpdateOptions {
         reference_sync: None,
         max_tokens_per_micro_batch: 200,
         share_prompts: true,
-        schedule: Schedule { kind: LrSchedulerType::Constant, peak: 0.02, warmup_steps: 0, total_steps: 100 },
+        schedule: Schedule {
+            kind: LrSchedulerType::Constant,
+            peak: 0.02,
+            warmup_steps: 0,
+            total_steps: 100,
+            min_rate: 0.0,
+        },
         global_step: 0,
         max_grad_norm: 1.0,
         device: Device::Cpu,
