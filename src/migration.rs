@@ -81,6 +81,7 @@ pub(crate) const RENAMED: &[(&str, &str)] = &[
     ("model.path", "model_name_or_path"),
     ("actor.optim.lr", "learning_rate"),
     ("actor.optim.lr_warmup_steps", "warmup_steps"),
+    ("actor.optim.lr_warmup_steps_ratio", "warmup_ratio"),
     ("actor.optim.weight_decay", "weight_decay"),
     ("actor.optim.warmup_style", "lr_scheduler_type"),
     ("actor.optim.lr_scheduler_type", "lr_scheduler_type"),
@@ -206,9 +207,6 @@ const HARMLESS_AT: &[(&str, &[&str])] = &[
 
 /// The answer for keys without a counterpart here.
 pub(crate) const NONE: &str = "nothing takes its place; colo-grpo config prints every key there is";
-const WARMUP: &str = "warmup_steps, which is the ratio x updates in all: max_steps or, without it, num_train_epochs x rows x \
-                      num_generations / generation_batch_size x updates of each batch (steps_per_generation / \
-                      gradient_accumulation_steps x num_iterations)";
 
 /// Names, of tables too (`start*`: all that begin so; verl's without `actor_rollout_ref.`), and what is written here. A name that is
 /// listed comes before those in [`RENAMED`], and these before a table or a start; of several the first row.
@@ -261,8 +259,15 @@ pub(crate) const KEYS: &[(&[&str], &str)] = &[
         &["num_completions_to_print", "log_unique_prompts"],
         "log_completions, which writes all of them to output_dir; the report shows the first and the last",
     ),
-    (&["warmup_ratio", "actor.optim.lr_warmup_steps_ratio"], WARMUP),
-    (&["lr_scheduler_kwargs"], "lr_scheduler_type = constant, linear or cosine, without further settings"),
+    (
+        &[
+            "lr_scheduler_kwargs.min_lr",
+            "lr_scheduler_kwargs.num_cycles",
+            "lr_scheduler_kwargs.power",
+            "lr_scheduler_kwargs.lr_end",
+        ],
+        "lr_scheduler_kwargs.min_lr_rate, with lr_scheduler_type = cosine_with_min_lr",
+    ),
     (&["deepspeed", "fsdp", "fsdp_config", "ds3_gather_for_generation"], "zero.stage and residency.optimizer"),
     (
         &["use_peft", "use_lora", "peft_config", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"],

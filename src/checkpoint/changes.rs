@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde_json::Value;
 
-use crate::config::{Config, LrSchedulerType, SftConfig, key_pattern, toml_value};
+use crate::config::{Config, LrSchedulerType, OptimizerConfig, SftConfig, key_pattern, toml_value};
 
 /// Keys that say where, how fast or how often, but not what is computed. Layout keys are among them: sums may be
 /// rounded differently, the samples and the algorithm are the same. So are the keys that spread a batch over ranks:
@@ -102,20 +102,22 @@ impl fmt::Display for KeyChange {
 
 /// The keys that changed from `old` to `new`, in declaration order; what only `old` has comes last.
 pub fn changes(new: &Config, old: &Config) -> Vec<KeyChange> {
-    let schedules = [new, old].map(|config| config.optimizer.lr_scheduler_type);
+    let schedules = [&new.optimizer, &old.optimizer];
     differences(new.entries(), old.entries(), Config::keys(), schedules)
 }
 
 /// The keys of a supervised run that changed from `old` to `new`.
 pub fn sft_changes(new: &SftConfig, old: &SftConfig) -> Vec<KeyChange> {
-    let schedules = [new, old].map(|config| config.optimizer.lr_scheduler_type);
+    let schedules = [&new.optimizer, &old.optimizer];
     differences(new.entries(), old.entries(), &SftConfig::keys(), schedules)
 }
 
 type Entries = Vec<(String, Value)>;
 
-fn differences(new: Entries, old: Entries, known: &[String], schedules: [LrSchedulerType; 2]) -> Vec<KeyChange> {
-    let length_is_safe = schedules == [LrSchedulerType::Constant; 2];
+fn differences(new: Entries, old: Entries, known: &[String], schedules: [&OptimizerConfig; 2]) -> Vec<KeyChange> {
+    let is_constant =
+        |config: &OptimizerConfig| config.lr_scheduler_type == LrSchedulerType::Constant && config.warmup_ratio == 0.0;
+    let length_is_safe = schedules.into_iter().all(is_constant);
     let is_safe = |key: &str| {
         SAFE_KEYS.contains(&key_pattern(key, known).as_str())
             || SAFE_TABLES.iter().any(|table| key.starts_with(table))

@@ -256,6 +256,8 @@ choices! {
         Linear = "linear",
         /// Falls to 0 in a half cosine.
         Cosine = "cosine",
+        /// Falls in a half cosine to a share of the peak.
+        CosineWithMinLr = "cosine_with_min_lr",
     }
 }
 choices! {

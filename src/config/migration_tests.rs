@@ -40,7 +40,7 @@ fn hints_answer_or_say_that_nothing_does() {
         ("use_lora", "lora.r"),
         ("hf_token", "HF_TOKEN"),
         ("dataset_configs", "dataset_config"),
-        ("warmup_ratio", "the ratio x updates in all: max_steps or"),
+        ("lr_scheduler_kwargs.min_lr", "lr_scheduler_kwargs.min_lr_rate"),
         ("num_completions_to_print", "log_completions"),
         ("actor_rollout_ref.rollout.val_kwargs.temperature", "as training does"),
         ("actor_rollout_ref.actor.kl_loss_type", "low_var_kl"),

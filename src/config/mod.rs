@@ -38,7 +38,7 @@ pub use heartbeat::HeartbeatConfig;
 pub(crate) use load::{ForeignEntry, foreign_entries};
 pub use lora::{LoraConfig, TargetModules};
 pub use objective::ObjectiveConfig;
-pub use optimizer::{MuonConfig, OptimizerConfig};
+pub use optimizer::{LrSchedulerKwargs, MuonConfig, OptimizerConfig};
 use range::{ABOVE_ZERO, BELOW_ONE, COUNT, SECONDS, above, at_least, from_to};
 pub(crate) use raw::check_openings;
 pub(crate) use raw::pattern as key_pattern;

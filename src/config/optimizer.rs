@@ -29,8 +29,12 @@ keys! {
         pub max_grad_norm: f64 = 1.0 => at_least(0.0),
         /// Shape of the learning rate after warm-up.
         pub lr_scheduler_type: LrSchedulerType = LrSchedulerType::Linear,
+        /// Settings of the shape.
+        pub lr_scheduler_kwargs: LrSchedulerKwargs,
         /// Updates of linear warm-up.
         pub warmup_steps: usize = 0 => from_to(0.0, MAX_COUNT as f64),
+        /// Share of all updates that warm up, rounded up to whole updates; in place of `warmup_steps`.
+        pub warmup_ratio: f64 = 0.0 => BELOW_ONE,
         /// Optimizer updates in all; `none` follows `num_train_epochs`.
         pub max_steps: Option<usize> = None => COUNT,
         /// Passes over the training rows.
@@ -53,6 +57,15 @@ keys! {
     }
 }
 
+keys! {
+    /// Settings of the learning rate's shape (`lr_scheduler_kwargs.*`), named as in transformers.
+    #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
+    pub struct LrSchedulerKwargs {
+        /// Rate at the last update as a share of `learning_rate`, for `lr_scheduler_type = "cosine_with_min_lr"`.
+        pub min_lr_rate: Option<f64> = None => BELOW_ONE,
+    }
+}
+
 impl Default for MuonConfig {
     fn default() -> Self {
         Self { momentum: 0.95, nesterov: true, ns_steps: 5, adjust_lr_fn: AdjustLr::MatchRmsAdamw }
@@ -65,7 +78,23 @@ impl OptimizerConfig {
         let matrices = "adamw or adamw_8bit: muon orthogonalises whole matrices of the model, and lora.r trains adapters beside them";
         check("optim", OptimizerName::Muon.name(), !is_muon || lora.r.is_none(), matrices)?;
         let is_read = is_muon || self.muon == MuonConfig::default();
-        check("optim", self.optim.name(), is_read, "muon, as keys of muon are set")
+        check("optim", self.optim.name(), is_read, "muon, as keys of muon are set")?;
+        self.check_schedule()
+    }
+}
+
+impl OptimizerConfig {
+    pub(super) fn check_schedule(&self) -> Result<()> {
+        let is_one = self.warmup_steps == 0 || self.warmup_ratio == 0.0;
+        check("warmup_ratio", self.warmup_ratio, is_one, "0, as warmup_steps counts the updates that warm up")?;
+        let (kind, rate) = (self.lr_scheduler_type, self.lr_scheduler_kwargs.min_lr_rate);
+        let has_minimum = kind == LrSchedulerType::CosineWithMinLr;
+        let written = rate.map_or("none".into(), |rate| rate.to_string());
+        let expected = match has_minimum {
+            true => "a share of learning_rate, as lr_scheduler_type = cosine_with_min_lr ends there",
+            false => "none: cosine_with_min_lr alone reads it",
+        };
+        check("lr_scheduler_kwargs.min_lr_rate", written, has_minimum == rate.is_some(), expected)
     }
 }
 
@@ -83,6 +112,31 @@ mod tests {
         assert_eq!(config(&["optim=muon"]).optimizer.muon, MuonConfig::default());
         let muon = config(&["optim=muon", "muon.momentum=0.9", "muon.adjust_lr_fn=original"]).optimizer.muon;
         assert_eq!((muon.momentum, muon.adjust_lr_fn), (0.9, AdjustLr::Original));
+    }
+
+    #[test]
+    fn warm_up_and_the_lowest_rate_are_said_once() {
+        let optimizer = config(&[
+            "lr_scheduler_type=cosine_with_min_lr",
+            "lr_scheduler_kwargs.min_lr_rate=0.1",
+            "warmup_ratio=0.1",
+        ])
+        .optimizer;
+        assert_eq!((optimizer.lr_scheduler_kwargs.min_lr_rate, optimizer.warmup_ratio), (Some(0.1), 0.1));
+        for (overrides, expected) in [
+            (&["warmup_ratio=0.1", "warmup_steps=3"][..], "warmup_ratio = 0.1: expected 0, as warmup_steps counts"),
+            (
+                &["lr_scheduler_type=cosine_with_min_lr"],
+                "lr_scheduler_kwargs.min_lr_rate = none: expected a share of learning_rate",
+            ),
+            (
+                &["lr_scheduler_kwargs.min_lr_rate=0.1"],
+                "lr_scheduler_kwargs.min_lr_rate = 0.1: expected none: cosine_with_min_lr",
+            ),
+        ] {
+            let error = message(overrides);
+            assert!(error.contains(expected), "{overrides:?}: {error}");
+        }
     }
 
     #[test]

@@ -71,7 +71,7 @@ fn the_key_list_is_frozen() {
         reward.code.memory_bytes reward.code.workers reward.code.readable reward.code.may_lack rewards.*.function \
         rewards.*.command rewards.*.url rewards.*.api_key_env rewards.*.judge_model rewards.*.judge_rubric rewards.*.judge_score_pattern \
         rewards.*.judge_max_score rewards.*.judge_max_tokens rewards.*.judge_temperature rewards.*.timeout_s rewards.*.workers rewards.*.batch rewards.*.concurrency learning_rate optim muon.momentum \
-        muon.nesterov muon.ns_steps muon.adjust_lr_fn adam_beta1 adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
+        muon.nesterov muon.ns_steps muon.adjust_lr_fn adam_beta1 adam_beta2 adam_epsilon weight_decay max_grad_norm lr_scheduler_type lr_scheduler_kwargs.min_lr_rate warmup_steps warmup_ratio max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype \
         residency.optimizer residency.reference lora.r lora.alpha lora.dropout lora.target_modules quantization \
         logging_steps save_steps save_async save_total_limit eval_steps report_to run_name load_best_model_at_end metric_for_best_model \
@@ -84,7 +84,7 @@ fn the_key_list_is_frozen() {
         residual_dtype max_length shuffle_dataset \
         per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch learning_rate router_aux_loss_coef \
         optim muon.momentum muon.nesterov muon.ns_steps muon.adjust_lr_fn adam_beta1 adam_beta2 adam_epsilon weight_decay \
-        max_grad_norm lr_scheduler_type warmup_steps max_steps num_train_epochs \
+        max_grad_norm lr_scheduler_type lr_scheduler_kwargs.min_lr_rate warmup_steps warmup_ratio max_steps num_train_epochs \
         gradient_checkpointing zero.stage zero.shard_group_size zero.reduce_dtype zero.grad_accum_dtype lora.r lora.alpha \
         lora.dropout lora.target_modules quantization logging_steps save_steps save_async save_total_limit seed \
         collective_timeout_s heartbeat";

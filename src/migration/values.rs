@@ -29,7 +29,6 @@ const VALUE_ADVICE: &[(&str, &str, &str)] = &[
     ("kl_estimator", "low_var_kl", "verl's low_var_kl is kl_estimator = \"k3\""),
     ("loss_type", "token-mean", "verl's token-mean is loss_type = \"dapo\""),
     ("loss_type", "seq-mean-token-mean", "verl's seq-mean-token-mean is loss_type = \"grpo\""),
-    ("lr_scheduler_type", "cosine_with_min_lr", "cosine falls to 0"),
     (
         "lr_scheduler_type",
         "polynomial",

@@ -81,32 +81,32 @@ fn mixture(theirs: &mut ForeignKeys, draft: &mut Draft) {
 }
 
 fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
-    if let Some(ratio) = theirs.take_number("warmup_ratio") {
-        match theirs.number("max_steps").filter(|steps| *steps > 0.0) {
-            _ if ratio == 0.0 => draft.drop("warmup_ratio", "no warm-up"),
-            Some(steps) => {
-                let note = format!("warmup_ratio = {ratio} of max_steps");
-                draft.set("warmup_steps", (ratio * steps).ceil() as u64, note);
-            }
-            None => {
-                let why = "set warmup_steps to this share of all updates, which depend on the number of rows; a run shows how many it makes";
-                draft.lose("warmup_ratio", &ratio.into(), why);
-            }
-        }
+    let is_share = |steps: &Value| steps.as_f64().is_some_and(|steps| 0.0 < steps && steps < 1.0);
+    if let Some(share) = theirs.take_if("warmup_steps", is_share) {
+        draft.set("warmup_ratio", share, "it was warmup_steps, below 1 a share of all updates");
     }
-    if let Some(name) = theirs.take("lr_scheduler_type") {
-        match name.as_str() {
-            Some("cosine_with_min_lr" | "cosine_warmup_with_min_lr") => {
-                let names = ["lr_scheduler_kwargs.min_lr_rate", "lr_scheduler_kwargs.min_lr"];
-                let least = names.into_iter().find_map(|name| Some((name, theirs.take(name)?)));
-                let least = least.map(|(name, least)| format!(", not to {least}, {name}")).unwrap_or_default();
-                draft.set("lr_scheduler_type", "cosine", format!("it was {name}; the rate falls to 0{least}"));
+    if theirs.number("warmup_steps").is_some_and(|steps| steps >= 1.0) && theirs.take("warmup_ratio").is_some() {
+        draft.drop("warmup_ratio", "warmup_steps counts");
+    }
+    let Some(name) = theirs.take("lr_scheduler_type") else { return };
+    match name.as_str() {
+        Some("cosine_with_min_lr" | "cosine_warmup_with_min_lr") => {
+            let peak = theirs.number("learning_rate").unwrap_or(1e-6);
+            if let Some(least) = theirs.take_number("lr_scheduler_kwargs.min_lr") {
+                let note = format!("lr_scheduler_kwargs.min_lr = {least} of learning_rate = {peak}");
+                draft.set("lr_scheduler_kwargs.min_lr_rate", least / peak, note);
             }
-            Some("constant_with_warmup") => {
-                draft.set("lr_scheduler_type", "constant", "constant_with_warmup is constant here")
+            match name == "cosine_with_min_lr" {
+                true => draft.keep("lr_scheduler_type", name),
+                false => {
+                    draft.set("lr_scheduler_type", "cosine_with_min_lr", format!("it was {name}; warm-up begins at 0"))
+                }
             }
-            _ => draft.keep("lr_scheduler_type", name),
         }
+        Some("constant_with_warmup") => {
+            draft.set("lr_scheduler_type", "constant", "constant_with_warmup is constant here")
+        }
+        _ => draft.keep("lr_scheduler_type", name),
     }
 }
 

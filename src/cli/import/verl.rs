@@ -150,20 +150,9 @@ fn schedule(theirs: &mut ForeignKeys, draft: &mut Draft) {
         theirs.take("actor.optim.lr_warmup_steps");
         draft.drop("actor.optim.lr_warmup_steps", "off");
     }
-    if let Some(ratio) = theirs.take_number("actor.optim.lr_warmup_steps_ratio") {
-        match theirs.number("trainer.total_training_steps").filter(|steps| *steps > 0.0) {
-            _ if ratio <= 0.0 => draft.drop("actor.optim.lr_warmup_steps_ratio", "no warm-up"),
-            Some(steps) => draft.set(
-                "warmup_steps",
-                (ratio * steps) as u64,
-                format!("actor.optim.lr_warmup_steps_ratio = {ratio} of trainer.total_training_steps"),
-            ),
-            None => draft.lose(
-                "actor.optim.lr_warmup_steps_ratio",
-                &ratio.into(),
-                "set warmup_steps to this share of all updates",
-            ),
-        }
+    let is_off = |ratio: &Value| ratio.as_f64().is_some_and(|ratio| ratio <= 0.0);
+    if theirs.take_if("actor.optim.lr_warmup_steps_ratio", is_off).is_some() {
+        draft.drop("actor.optim.lr_warmup_steps_ratio", "no warm-up");
     }
     let names = ["actor.optim.lr_scheduler_type", "actor.optim.warmup_style"];
     if !names.iter().any(|name| theirs.has(name)) {

@@ -57,12 +57,12 @@ fn an_open_r1_recipe_becomes_a_run() {
         "learning_rate = 0.00002",
         "gradient_checkpointing = \"full\"",
         "num_generations = 16",
+        "warmup_ratio = 0.1",
     ] {
         assert!(keys(&text).contains(&line), "no {line} in\n{text}");
     }
     let lost = said.split("WITHOUT AN EQUIVALENT").nth(1).unwrap();
-    assert!(lost.contains("save_strategy = \"epoch\"") && lost.contains("warmup_ratio = 0.1"), "{said}");
-    assert_eq!(lost.lines().count(), 3, "{said}");
+    assert!(lost.contains("save_strategy = \"epoch\"") && lost.lines().count() == 2, "{said}");
     let theirs = fs::read_to_string(&file).unwrap();
     let is_key = |line: &&str| line.starts_with(char::is_alphabetic);
     let theirs: Vec<_> = theirs
@@ -78,8 +78,9 @@ fn an_open_r1_recipe_becomes_a_run() {
 fn a_file_for_trl_becomes_a_run() {
     let (text, said) = imported(&golden("trl.yaml"));
     for line in [
-        "lr_scheduler_type = \"cosine\"",
-        "warmup_steps = 10",
+        "warmup_ratio = 0.05",
+        "lr_scheduler_type = \"cosine_with_min_lr\"",
+        "lr_scheduler_kwargs.min_lr_rate = 0.1",
         "lora.r = 32",
         "lora.alpha = 64",
         "lora.target_modules = \"all-linear\"",
@@ -97,7 +98,7 @@ fn a_file_for_trl_becomes_a_run() {
     for part in ["max_tool_calling_iterations = 3", "frobnicate_tokens = 3", "report_to = [\"mlflow\"]"] {
         assert!(lost.contains(part), "{part}: {said}");
     }
-    assert!(said.contains("not to 0.1") && said.contains("vllm_mode"), "{said}");
+    assert!(said.contains("vllm_mode"), "{said}");
     assert_plans(&text, 2, "qwen2.5-0.5b");
 }
 
