@@ -122,7 +122,7 @@ pub fn step(
     Ok(())
 }
 
-/// The moments that codes stand for. [n] f32
+/// The moments that codes stand for. `[n]` f32
 ///
 /// # Errors
 /// [`Error::OutOfMemory`].

@@ -40,7 +40,7 @@ impl DynamicMap {
     }
 }
 
-/// The middles between neighbours of ascending levels [L]. [L - 1]
+/// The middles between neighbours of ascending levels `[L]`: `[L - 1]`
 ///
 /// # Errors
 /// [`crate::Error::OutOfMemory`].

@@ -21,9 +21,9 @@ const LEVELS: usize = 256;
 /// Moments as codes, with what the codes stand for.
 #[derive(Debug, Clone, Copy)]
 pub struct MomentCodes<'a> {
-    /// Codes of first moments. [n] u8
+    /// Codes of first moments. `[n]` u8
     pub m_codes: &'a Tensor,
-    /// Codes of second moments. [n] u8
+    /// Codes of second moments. `[n]` u8
     pub v_codes: &'a Tensor,
     /// Scales of first moments. [n / 256] f32
     pub m_absmax: &'a Tensor,
@@ -35,7 +35,7 @@ pub struct MomentCodes<'a> {
     pub v_levels: &'a Tensor,
 }
 
-/// [`super::adamw`] with moments that are read from codes and rounded to codes again, in place; every element decays.
+/// AdamW with moments that are read from codes and rounded to codes again, in place; every element decays.
 ///
 /// # Errors
 /// [`crate::Error::InvalidArgument`] for tensors that do not fit; [`crate::Error::Cuda`].
