@@ -11,6 +11,7 @@ steps_mixed=${3:-100}
 program="${PROGRAM:-${CARGO_TARGET_DIR:-target}/release/colo-grpo}"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+mkdir -p "$(dirname "$output")"
 
 ${PYTHON:-python3} scripts/make_arithmetic.py "$work" --warmup
 "$program" init --config-json "${CONFIG:-configs/arithmetic/config.json}" --tokenizer "$work/tokenizer" --output "$work/random"

@@ -67,8 +67,8 @@ compare() { CODE=$1 MODES=colocated TP=1 scripts/bench_colocated_vs_split.sh "$w
 { compare 4 && compare 11; } || fail "bench_colocated_vs_split.sh does not leave out what has no room"
 ! compare 10 || fail "bench_colocated_vs_split.sh goes on after a crash"
 
-scripts/make_demo_model.sh "$work/model" 3 2 >/dev/null 2>"$work/log" || { cat "$work/log" >&2; fail "make_demo_model.sh"; }
-"$program" eval --model "$work/model" --data configs/arithmetic/eval.jsonl --max_completion_length 2 |
+scripts/make_demo_model.sh "$work/models/demo" 3 2 >/dev/null 2>"$work/log" || { cat "$work/log" >&2; fail "make_demo_model.sh"; }
+"$program" eval --model "$work/models/demo" --data configs/arithmetic/eval.jsonl --max_completion_length 2 |
     grep -q '"problems":200' || fail "eval does not take the model of make_demo_model.sh"
 # Countdown: rows do not depend on the number of processes, the reward agrees with how each trace was made, nothing held out is
 # trained on, and all stages run in turn on a model too small to learn.
