@@ -74,9 +74,9 @@ fn a_lack_of_memory_names_its_owner_and_the_key() {
 #[test]
 fn an_allocation_that_fails_in_training_is_told_as_such() {
     let folder = tempfile::tempdir().unwrap();
-    let large = "per_device_train_batch_size=1536 num_generations=16 max_tokens_per_micro_batch=1000000 kv_cache_bytes=33554432";
+    let large = "per_device_train_batch_size=2560 num_generations=16 max_tokens_per_micro_batch=1000000 kv_cache_bytes=33554432";
     // A backtrace takes memory that is not to be had, and every thread's own heap takes addresses, as many as happen to be made.
-    let before = "export RUST_BACKTRACE=0 MALLOC_ARENA_MAX=1; ulimit -v 1100000";
+    let before = "export RUST_BACKTRACE=0 MALLOC_ARENA_MAX=1; ulimit -v 1250000";
     let ended = run_after(before, &format!("{SMALL_RUN} {large} {}", out(folder.path())));
     assert_eq!(ended.code, Some(11), "{}", ended.stderr);
     let told = ended.stderr.lines().last().unwrap();
