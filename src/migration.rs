@@ -113,7 +113,6 @@ pub(crate) const RENAMED: &[(&str, &str)] = &[
 
 /// Names as in [`KEYS`]: what is left out without a change of the result.
 pub(crate) const HARMLESS: &[&str] = &[
-    "optim_args",
     "use_vllm",
     "vllm_*",
     "bf16",
@@ -194,7 +193,6 @@ pub(crate) const HARMLESS: &[&str] = &[
 
 /// Names of [`HARMLESS`], and the values (`start*`: all that begin so) that they are harmless at.
 const HARMLESS_AT: &[(&str, &[&str])] = &[
-    ("optim_args", &[]),
     ("bf16", &["true"]),
     ("fp16", &["false"]),
     ("torch_dtype", &["auto", "bfloat16"]),

@@ -48,7 +48,7 @@ pub(super) fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Serve(args) => {
             fetch::model(&args.own.source.model, args.own.source.base_model.as_deref())?;
             let Placement { on_cuda, kind } = Placement::new(args.place.device, args.place.dtype)?;
-            let watch = Supervision { on_stop: OnStop::Answer, ..heartbeat(args.own.heartbeat_timeout_s) };
+            let watch = Supervision { on_stop: OnStop::Answer, ..heartbeat(args.own.supervision.heartbeat_timeout_s) };
             prepared(
                 &args.launch,
                 watch,

@@ -42,7 +42,7 @@ pub(super) fn serve(args: &ServeArgs, world: Arc<World>, kind: Kind, listener: O
         kind,
         residual: residual_kind(args.residual.residual_dtype, kind),
     };
-    let ModelService { mut served, tokenizer, .. } = sample::load(&options, args.fault.clone(), &world)?;
+    let ModelService { mut served, tokenizer, .. } = sample::load(&options, args.supervision.fault.clone(), &world)?;
     let name = args.served_model_name.clone().unwrap_or_else(|| args.source.model.display().to_string());
     let tool_calls = match args.tool_call_parser {
         ToolCallFormat::Auto => tokenizer.template_source().and_then(ToolCallParser::of_template),

@@ -47,7 +47,7 @@ impl Supervision {
 /// Supervision of a command that samples.
 impl From<&SamplingArgs> for Supervision {
     fn from(args: &SamplingArgs) -> Self {
-        heartbeat(args.heartbeat_timeout_s)
+        heartbeat(args.supervision.heartbeat_timeout_s)
     }
 }
 

@@ -153,7 +153,7 @@ pub(super) fn serve(
         kind: kinds.0,
         residual: kinds.1,
     };
-    load(&options, sampling.fault.clone(), world)
+    load(&options, sampling.supervision.fault.clone(), world)
 }
 
 /// Loads a model to be sampled from, with the fault that a test injects; collective over the world.

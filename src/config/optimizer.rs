@@ -11,7 +11,7 @@ keys! {
     /// The optimizer and its schedule; keys of the top.
     #[derive(Debug, Clone, PartialEq, serde::Serialize)]
     pub struct OptimizerConfig: flat {
-        /// What steps the weights. `adamw_8bit` keeps AdamW's moments in 8 bits as bitsandbytes does: 6 bytes of state a parameter in
+        /// The optimizer. `adamw_8bit` keeps AdamW's moments in 8 bits as bitsandbytes does: 6 bytes of state a parameter in
         /// place of 12; embeddings, norms, biases and matrices under 4,096 elements keep 32 bits. `muon` steps the matrices of blocks by
         /// Muon and the rest by AdamW: 8 bytes a parameter of a block.
         pub optim: OptimizerName = OptimizerName::AdamW,
@@ -52,7 +52,7 @@ keys! {
         pub nesterov: bool = true,
         /// Newton-Schulz iterations.
         pub ns_steps: usize = 5 => from_to(1.0, 99.0),
-        /// What `learning_rate` is multiplied by for a matrix. With `match_rms_adamw` matrices and AdamW's share one learning rate.
+        /// Factor of `learning_rate` for a matrix. With `match_rms_adamw` matrices and AdamW's share one learning rate.
         pub adjust_lr_fn: AdjustLr = AdjustLr::MatchRmsAdamw,
     }
 }
@@ -81,10 +81,8 @@ impl OptimizerConfig {
         check("optim", self.optim.name(), is_read, "muon, as keys of muon are set")?;
         self.check_schedule()
     }
-}
 
-impl OptimizerConfig {
-    pub(super) fn check_schedule(&self) -> Result<()> {
+    fn check_schedule(&self) -> Result<()> {
         let is_one = self.warmup_steps == 0 || self.warmup_ratio == 0.0;
         check("warmup_ratio", self.warmup_ratio, is_one, "0, as warmup_steps counts the updates that warm up")?;
         let (kind, rate) = (self.lr_scheduler_type, self.lr_scheduler_kwargs.min_lr_rate);

@@ -91,7 +91,7 @@ pub struct BenchTrainArgs {
     /// Type that gradients are added up in over micro-batches
     #[arg(long, default_value = "auto", value_parser = word::<Dtype>)]
     pub grad_accum_dtype: Dtype,
-    /// What steps the weights: adamw, adamw_8bit or muon
+    /// Optimizer: adamw, adamw_8bit or muon
     #[arg(long, default_value = "adamw", value_parser = word::<OptimizerName>)]
     pub optim: OptimizerName,
     /// Train adapters of this rank on every linear projection instead of all weights

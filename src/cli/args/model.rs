@@ -58,7 +58,7 @@ impl ModelArgs {
     /// Its description.
     ///
     /// # Errors
-    /// What is wrong with the file.
+    /// An error of the file.
     pub fn spec(&self) -> crate::error::Result<ModelSpec> {
         match &self.config_json {
             Some(path) => ModelSpec::from_config_json(path),

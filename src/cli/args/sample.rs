@@ -62,6 +62,14 @@ pub struct SamplingArgs {
     /// Longest prompt and completion together in tokens [default: the model's context]
     #[arg(long, value_parser = number(|length: &usize| *length >= 2, "at least 2"))]
     pub max_model_length: Option<usize>,
+    #[command(flatten)]
+    pub supervision: SupervisionArgs,
+}
+
+/// How long a silent rank is waited for, and faults for tests.
+#[derive(Debug, Clone, Args)]
+#[command(rename_all = "snake_case")]
+pub struct SupervisionArgs {
     /// Longest time that a rank may show no sign of life, in seconds
     #[arg(long, default_value_t = HeartbeatConfig::default().timeout_s)]
     #[arg(value_parser = number(|seconds: &f64| *seconds > 0.0 && *seconds < 1e7, "above 0 and below 10000000"))]
@@ -123,7 +131,7 @@ pub struct EvalArgs {
     /// System message put before every prompt that has none, as the key of that name
     #[arg(long)]
     pub system_prompt: Option<String>,
-    /// What becomes of a prompt that is text: auto (a user's message where the model has a chat template), chat or text
+    /// How a prompt that is text is read: auto (a user's message where the model has a chat template), chat or text
     #[arg(long, default_value = "auto", value_parser = word::<PromptFormat>)]
     pub prompt_format: PromptFormat,
     /// Reward of a sample; in pass@k and maj@n a sample is solved where it is 1

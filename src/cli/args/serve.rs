@@ -2,11 +2,9 @@
 
 use clap::Args;
 
-use super::{PlaceArgs, ResidualArgs, SamplingArgs, SourceArgs, count, number};
-use crate::config::HeartbeatConfig;
+use super::{PlaceArgs, ResidualArgs, SamplingArgs, SourceArgs, SupervisionArgs, count, number};
 use crate::data::ToolCallParser;
 use crate::launch;
-use crate::phase::Fault;
 
 /// How tool calls are found in answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,13 +68,8 @@ pub struct ServeArgs {
     #[arg(long, default_value_t = 30.0)]
     #[arg(value_parser = number(|seconds: &f64| *seconds >= 0.0 && *seconds < 1e7, "from 0 and below 10000000"))]
     pub grace_s: f64,
-    /// Longest time that a rank may show no sign of life, in seconds
-    #[arg(long, default_value_t = HeartbeatConfig::default().timeout_s)]
-    #[arg(value_parser = number(|seconds: &f64| *seconds > 0.0 && *seconds < 1e7, "above 0 and below 10000000"))]
-    pub heartbeat_timeout_s: f64,
-    /// Injected fault, as the configuration key of that name; for tests
-    #[arg(long, hide = true)]
-    pub fault: Option<Fault>,
+    #[command(flatten)]
+    pub supervision: SupervisionArgs,
 }
 
 /// `chat`.

@@ -99,7 +99,7 @@ impl Draft {
         self.put(DraftKey { key: key.to_owned(), value, note: None });
     }
 
-    /// Of two of their keys that are one of ours the later counts, and the other is listed.
+    /// Where two of their keys are one of ours, the later counts and the other is listed.
     fn put(&mut self, new: DraftKey) {
         if let Some(at) = self.position(&new.key) {
             let old = self.keys.remove(at);
