@@ -60,7 +60,7 @@ pub struct Trajectory {
     pub rewards: Vec<Option<f32>>,
     /// Weighted sum of the rewards; `None` masks the sample out of the loss and the group statistics.
     pub reward: Option<f32>,
-    /// What the KL divergence from the reference takes off the reward before advantages are computed (`use_kl_in_reward`).
+    /// The KL penalty that is taken off the reward before advantages are computed (`use_kl_in_reward`).
     pub kl_penalty: f32,
     /// Group-relative advantage; 0 until assigned.
     pub advantage: f32,

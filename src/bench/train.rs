@@ -59,7 +59,7 @@ pub struct TrainBench {
     pub shard_group_size: Option<usize>,
     /// How gradients are added up.
     pub gradients: GradientOptions,
-    /// What steps the weights.
+    /// The optimizer.
     pub optim: OptimizerName,
     /// Rank of adapters on every linear projection; `None` trains all weights.
     pub lora_r: Option<usize>,

@@ -41,7 +41,7 @@ struct ShardPiece {
 }
 
 impl ShardPiece {
-    /// What of `elements` it has.
+    /// Its part of `elements`.
     fn shared(&self, elements: &Range<usize>) -> Range<usize> {
         let start = elements.start.max(self.elements.start);
         start..elements.end.min(self.elements.end).max(start)

@@ -41,7 +41,7 @@ const LOOK: Duration = Duration::from_millis(5);
 /// The models of a checkpoint.
 #[derive(Debug, Clone, Copy)]
 pub struct Models<'a> {
-    /// What trains.
+    /// The policy that is saved.
     pub policy: &'a Policy,
     /// The reference model, where it follows the policy.
     pub reference: Option<&'a Reference>,

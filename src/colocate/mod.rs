@@ -145,7 +145,7 @@ impl Colocated {
     /// [`Learner::divergences`] to an outcome that all ranks agree on; collective over the world.
     ///
     /// # Errors
-    /// As [`Colocated::update`].
+    /// Returns the errors of [`Colocated::update`].
     pub fn divergences(
         &mut self,
         sequences: &[Sequence],

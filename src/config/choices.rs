@@ -301,7 +301,7 @@ choices! {
     }
 }
 choices! {
-    /// What steps the weights.
+    /// The optimizer.
     OptimizerName {
         /// AdamW (arXiv 1711.05101).
         AdamW = "adamw",

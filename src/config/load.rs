@@ -42,7 +42,7 @@ impl Config {
     /// `top_k = -1`.
     ///
     /// # Errors
-    /// As [`Config::load`].
+    /// Returns the errors of [`Config::load`].
     pub fn load_noting(file: Option<&Path>, overrides: &[String], notices: &mut Vec<String>) -> Result<Self> {
         Self::validate(&read_noting(file, overrides, notices)?)
     }
@@ -50,7 +50,7 @@ impl Config {
     /// Reads back what [`Config::to_toml`] wrote.
     ///
     /// # Errors
-    /// As [`Config::load`].
+    /// Returns the errors of [`Config::load`].
     pub fn from_toml(text: &str) -> Result<Self> {
         Self::validate(&RawConfig::read_text(text, Path::new("saved configuration"))?)
     }
@@ -58,7 +58,7 @@ impl Config {
     /// Reads keys that no file has: its errors name no line.
     ///
     /// # Errors
-    /// As [`Config::load`].
+    /// Returns the errors of [`Config::load`].
     pub(crate) fn from_imported(entries: impl IntoIterator<Item = (String, serde_json::Value)>) -> Result<Self> {
         Self::validate(&RawConfig::of_entries(entries)?)
     }

@@ -1,4 +1,4 @@
-//! What a GPU can do of what this program's kernels ask for, by its compute capability.
+//! The abilities that this program's kernels ask of a GPU, by its compute capability.
 
 use std::sync::OnceLock;
 
@@ -18,14 +18,14 @@ pub(super) fn has_clusters(capability: (i32, i32)) -> bool {
     capability >= CLUSTERS
 }
 
-/// The same of a visible GPU; no where the driver does not tell.
+/// Whether a visible GPU has the ability; no where the driver does not tell.
 pub(super) fn gpu_has_clusters(ordinal: usize) -> bool {
     static KNOWN: OnceLock<Vec<(i32, i32)>> = OnceLock::new();
     let of_gpus = || capabilities().unwrap_or_default().into_iter().map(|(_, capability)| capability).collect();
     KNOWN.get_or_init(of_gpus).get(ordinal).is_some_and(|capability| has_clusters(*capability))
 }
 
-/// What is to be told at start of the visible GPUs, one line for each kind: which work libraries do there in place of kernels of this
+/// Messages at start about the visible GPUs, one line for each kind: which work libraries do there in place of kernels of this
 /// program.
 ///
 /// # Errors

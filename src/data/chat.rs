@@ -132,7 +132,7 @@ impl ChatTemplate {
         Ok(Self { thread: Mutex::new(start.thread()?), start })
     }
 
-    /// What it was compiled from.
+    /// The source that it was compiled from.
     pub(super) fn source(&self) -> &str {
         &self.start.source
     }

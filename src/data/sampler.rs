@@ -33,7 +33,7 @@ pub struct Curriculum {
 }
 
 impl Curriculum {
-    /// As the configuration says.
+    /// The curriculum that the configuration asks for, if it asks for one.
     pub fn new(config: &CurriculumConfig) -> Option<Self> {
         Some(Self { solve_rate: config.solve_rate?, every: config.every as u64 })
     }
@@ -54,7 +54,7 @@ pub struct SamplerState {
     pub position: usize,
     /// Rows of the epoch that were moved to its end.
     pub late: Vec<usize>,
-    /// Of each row with completions that have a verdict, how many of the newest are solved, and how many there are. Kept where there is
+    /// For each row with completions that have a verdict: how many of the newest are solved, and how many there are. Kept where there is
     /// a curriculum.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub solved: BTreeMap<usize, [u32; 2]>,

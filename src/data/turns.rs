@@ -11,18 +11,18 @@ use super::{Conversation, Tokenizer};
 use crate::error::{Error, Result};
 use crate::types::Trajectory;
 
-/// What an assistant's turn of the probe says. Templates cannot know it, so that it can be found in what they write.
+/// Words of an assistant's turn of the probe. Templates cannot know it, so that it can be found in what they write.
 const SAID: &str = "probe said 7081";
 /// An argument of the call in it.
 const ARGUED: &str = "probe argued 9157";
-/// What answers it.
+/// Words of the answer to it.
 const ANSWERED: &str = "probe answered 4463";
 /// The thoughts before it, for templates that know of any.
 const THOUGHT: &str = "probe thought 3359";
 /// Characters of a difference that are shown.
 const SHOWN_CHARS: usize = 60;
 
-/// What follows an assistant's turn.
+/// A turn that follows an assistant's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reply {
     /// Answers of tools that it called.

@@ -32,7 +32,7 @@ impl World {
     /// the world.
     ///
     /// # Errors
-    /// Those of [`World::subgroup`].
+    /// Returns the errors of [`World::subgroup`].
     pub fn host_group(&self, name: &str, ranks: &[usize]) -> Result<HostGroup> {
         let ranks = match ranks.len() == self.size() {
             true => self.everyone.clone(),

@@ -91,7 +91,7 @@ impl World {
     /// The world of [`World::from_env`] for a run of `config`: on its device, with its `collective_timeout_s`.
     ///
     /// # Errors
-    /// Those of [`World::from_env`]; [`Error::InvalidValue`] for a device that is not there.
+    /// Returns the errors of [`World::from_env`]; [`Error::InvalidValue`] for a device that is not there.
     pub fn for_run(config: &Config) -> Result<Self> {
         let on_cuda = Placement::new(config.device, config.dtype)?.on_cuda;
         Self::from_env(WorldOptions {

@@ -285,7 +285,7 @@ fn message(text: String, calls: Vec<Value>) -> Value {
     }
 }
 
-/// What is new of a message.
+/// The new part of a message.
 fn delta(text: String, calls: Vec<Value>, is_first: bool) -> Value {
     let mut delta = Map::from_iter([("content".to_owned(), Value::from(text))]);
     if is_first {
@@ -307,7 +307,7 @@ pub(super) fn event(json: &Value) -> String {
     format!("data: {json}\n\n")
 }
 
-/// What clients are told when the engine does not go on.
+/// The error that clients get when the engine has ended.
 pub(super) fn gone() -> Refusal {
     Refusal::new(500, "the engine failed; the server's log has the cause")
 }

@@ -33,7 +33,7 @@ impl TextStream {
         Self { tokenizer, stop, ids: Vec::new(), num_known: 0, held: String::new(), has_ended: false, left_out: None }
     }
 
-    /// The same with the names of special tokens, but for `left_out`.
+    /// Text with the names of special tokens, but for `left_out`.
     pub fn with_special_tokens(self, left_out: Vec<u32>) -> Self {
         Self { left_out: Some(left_out), ..self }
     }

@@ -30,5 +30,5 @@ pub(super) fn sampled_divergence(
     (Terms { value: &d_logprob * logprobs, d_log_ratio: d_logprob.zeros_like(), d_logprob }, difference)
 }
 
-/// What the logarithm of a ratio is bounded by, as in TRL.
+/// Bound of the logarithm of a ratio, as in TRL.
 const MAX_LOG_RATIO: f64 = 20.0;

@@ -47,7 +47,7 @@ impl LossFunction {
     /// Loss of a micro-batch and its gradient, as [`policy_loss`](super::policy_loss) has them.
     ///
     /// # Errors
-    /// Those of the function; [`Error::InvalidArgument`] for an input that does not fit, and for a loss that is no scalar or does not
+    /// Returns the function's errors; [`Error::InvalidArgument`] for an input that does not fit, and for a loss that is no scalar or does not
     /// depend on `logprobs`.
     pub fn differentiate(
         &self,

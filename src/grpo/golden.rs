@@ -261,7 +261,7 @@ fn an_adaptive_entropy_bonus_is_that_of_trl() {
     }
 }
 
-/// What TRL's `RLOOTrainer` takes off the rewards, times beta: a sum of k1 by sequence.
+/// The divergence that TRL's `RLOOTrainer` takes off the rewards, times beta: a sum of k1 by sequence.
 fn divergences(batch: &Value) -> Vec<f64> {
     let tokens = |name: &str| numbers(&batch[name]).iter().map(|value| *value as f32).collect::<Vec<_>>();
     let (old, reference) = (tokens("old_logprobs"), tokens("ref_logprobs"));

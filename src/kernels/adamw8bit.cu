@@ -8,7 +8,7 @@ constexpr int BLOCK = 256;   // moments that share a scale
 constexpr int LEVELS = 256;  // of a map
 constexpr int PER_LANE = BLOCK / 32;
 
-// What codes stand for, and the middles between neighbours.
+// Values of codes, and the middles between neighbours.
 struct Map {
     float levels[LEVELS];
     float bounds[LEVELS];

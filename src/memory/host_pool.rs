@@ -250,9 +250,9 @@ impl Drop for PendingCopy {
 /// Which way a copy goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// From the device to the pool.
+    /// Copies from the device to the pool.
     Out,
-    /// From the pool to the device.
+    /// Copies from the pool to the device.
     In,
 }
 

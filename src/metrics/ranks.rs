@@ -1,4 +1,4 @@
-//! What every rank is doing and holds: one small file a rank, `ranks/00000.json` in the output folder, for those who watch a run.
+//! The state of every rank: one small file a rank, `ranks/00000.json` in the output folder, for those who watch a run.
 
 use std::fs;
 use std::io;
@@ -49,7 +49,7 @@ pub struct RankState {
     pub waits_in: Option<String>,
     /// Host memory of the process, in bytes.
     pub resident_bytes: u64,
-    /// What holds memory, largest first.
+    /// Owners of memory, largest first.
     pub held: Vec<HeldBytes>,
     /// The newest warnings.
     pub warnings: Vec<RankWarning>,
@@ -182,7 +182,7 @@ struct RankFile {
     max_steps: u64,
     /// Innermost phase and step, and since when.
     seen: Option<(Pulse, Instant)>,
-    /// What was written last, and when.
+    /// The text that was written last, and when.
     written: Option<(RankState, Instant)>,
 }
 

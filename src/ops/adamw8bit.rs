@@ -34,7 +34,7 @@ pub struct Moments8bit {
 }
 
 impl Moments8bit {
-    /// Of the four tensors in the order of the fields.
+    /// The moments in these four tensors, in the order of the fields.
     ///
     /// # Panics
     /// For another number of tensors.
@@ -57,12 +57,12 @@ impl Moments8bit {
     }
 }
 
-/// What the codes of both moments stand for, on one device.
+/// Values of both moments' codes, on one device.
 #[derive(Debug)]
 pub struct Maps {
-    /// Of first moments.
+    /// Values of the first moments' codes.
     pub m: DynamicMap,
-    /// Of second moments.
+    /// Values of the second moments' codes.
     pub v: DynamicMap,
 }
 

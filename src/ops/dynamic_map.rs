@@ -8,7 +8,7 @@ use crate::torch;
 /// Powers of ten, from 10^-6.
 const NUM_POWERS: u32 = 7;
 
-/// What each of 256 codes stands for, ascending, with the bounds between them.
+/// The value of each of 256 codes, ascending, with the bounds between them.
 #[derive(Debug)]
 pub struct DynamicMap {
     /// The values of the codes.

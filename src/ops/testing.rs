@@ -38,7 +38,7 @@ pub(crate) fn wave(count: i64, phase: f64) -> Tensor {
     values.where_scalarother(&block.not_equal(2.0), 0.0).to_kind(Kind::Float)
 }
 
-/// What scripts/golden_optim.py wrote.
+/// Numbers that scripts/golden_optim.py wrote.
 pub(crate) fn optim_golden() -> serde_json::Value {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/optim.json");
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()

@@ -83,7 +83,7 @@ impl Status {
     }
 }
 
-/// What a line warns of, without the words before it.
+/// The warning in a line, without the words before it.
 pub(super) fn warning_of(text: &str) -> &str {
     ["warning: ", "WARN "].iter().find_map(|word| Some(text.split_once(word)?.1)).unwrap_or(text).trim()
 }

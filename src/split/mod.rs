@@ -59,7 +59,7 @@ impl Split {
     /// collective over the world.
     ///
     /// # Errors
-    /// As [`Split::with_rollout`].
+    /// Returns the errors of [`Split::with_rollout`].
     pub fn update<R: Default>(
         &mut self,
         sequences: &[Sequence],
@@ -91,7 +91,7 @@ impl Split {
     /// [`Learner::divergences`] on the trainers, for which the engines wait; collective over the world.
     ///
     /// # Errors
-    /// As [`Split::with_rollout`].
+    /// Returns the errors of [`Split::with_rollout`].
     pub fn divergences(
         &mut self,
         sequences: &[Sequence],

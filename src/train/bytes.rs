@@ -33,7 +33,7 @@ pub struct TrainedModel<'a> {
     pub residual: Kind,
     /// How gradients are added up.
     pub gradients: GradientOptions,
-    /// What steps the weights.
+    /// The optimizer.
     pub optim: Optim,
 }
 
@@ -96,7 +96,7 @@ impl<'a> TrainedModel<'a> {
         (0..num_kinds).map(of_rank).reduce(most).unwrap_or_default()
     }
 
-    /// What a step of Muon holds beside state and gradients.
+    /// Bytes that a step of Muon holds beside state and gradients.
     pub(super) fn orthogonal_bytes(&self) -> usize {
         match self.optim {
             Optim::Muon(_) if self.lora.is_none() => orthogonal_bytes(self.table, self.trained_stage() > 0),

@@ -129,7 +129,7 @@ fn cost(matrix: &BlockMatrix) -> usize {
     least * least * (2 * most + least)
 }
 
-/// What the learning rate of a block's elements is multiplied by, neighbours with the same factor as one.
+/// Factors of the learning rate of a block's elements, neighbours with the same factor as one.
 fn ratios(options: MuonOptions, matrices: &[BlockMatrix], block: &UnitLayout) -> Vec<(Range<usize>, f64)> {
     let of_matrix = |matrix: &BlockMatrix| {
         let ratio = muon::lr_ratio(options.adjust_lr, matrix.rows(), matrix.columns());

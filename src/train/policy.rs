@@ -30,7 +30,7 @@ pub struct PolicyOptions {
     pub network: NetworkOptions,
     /// The activations that backward recomputes.
     pub gradient_checkpointing: GradientCheckpointing,
-    /// What steps the weights.
+    /// The optimizer.
     pub optim: Optim,
     /// Its AdamW.
     pub adam: AdamOptions,
@@ -134,7 +134,7 @@ impl Policy {
         self.num_skipped
     }
 
-    /// What steps the weights.
+    /// The optimizer.
     pub(super) fn optim(&self) -> Optim {
         self.options.optim
     }

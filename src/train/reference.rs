@@ -34,7 +34,7 @@ impl Reference {
     }
 
     /// Loads this rank's slices on `owner`'s account in the ledger: to the device, or into `pool`, of [`super::reference_bytes`]' size.
-    /// From there each unit is brought to the device and gathered while the one before it is used.
+    /// Each unit is brought from there to the device and gathered while the one before it is used.
     ///
     /// # Errors
     /// As [`Reference::new`].
@@ -65,7 +65,7 @@ impl Reference {
     /// Logits of every position of one sequence but its last, in float32 on the device (collective over the shard group).
     ///
     /// # Errors
-    /// As [`Reference::forward_logprobs`].
+    /// Returns the errors of [`Reference::forward_logprobs`].
     pub fn forward_logits(&mut self, token_ids: &[u32]) -> Result<Tensor /* [T - 1, V] */> {
         let sequence = [Sequence::of_tokens(token_ids.to_vec(), 1)];
         let micro_batch = MicroBatch::new(&sequence, &[vec![0]], self.network.device())?;
@@ -80,7 +80,7 @@ impl Reference {
     /// A whole unit's weights `[len]` (collective over the shard group).
     ///
     /// # Errors
-    /// As [`Reference::forward_logprobs`].
+    /// Returns the errors of [`Reference::forward_logprobs`].
     pub fn unit_weights(&self, unit: Unit) -> Result<Tensor> {
         self.network.weights.gather(unit)
     }
@@ -89,7 +89,7 @@ impl Reference {
     /// (arXiv 2404.09656), with the first term and the sum rounded to the weights' kind. Every rank mixes its own slices.
     ///
     /// # Errors
-    /// What the device failed at until here.
+    /// Returns a failure of the device, of earlier work too.
     pub fn mix_in(&mut self, policy: &Policy, alpha: f64) -> Result<()> {
         self.network.weights.mix_in(&policy.network.weights, alpha)
     }

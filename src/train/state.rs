@@ -15,14 +15,14 @@ use crate::torch::accumulation_kind;
 /// Optimizer state of some consecutive elements of a parameter.
 #[derive(Debug)]
 pub struct ParamState {
-    /// What it is made of.
+    /// The parts that it is made of.
     pub form: StateForm,
     /// One for each part of the form, in order.
     pub tensors: Vec<Tensor>,
 }
 
 impl ParamState {
-    /// Of AdamW, in the accumulation kind.
+    /// AdamW's moments, in the accumulation kind.
     pub fn adam(master: Tensor, m: Tensor, v: Tensor) -> Self {
         Self { form: StateForm::Adam, tensors: vec![master, m, v] }
     }
@@ -56,7 +56,7 @@ pub struct StateRange {
     pub name: ParamName,
     /// Which of its elements, in row-major order of the layout's shape.
     pub elements: Range<usize>,
-    /// What is kept of them.
+    /// The state that is kept of them.
     pub form: StateForm,
 }
 

@@ -71,7 +71,7 @@ impl StatePart {
     }
 }
 
-/// What is kept of every element of a parameter.
+/// The state that is kept of every element of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StateForm {
     /// AdamW with moments of the master weights' kind.

@@ -217,7 +217,7 @@ impl Weights {
         Ok(whole)
     }
 
-    /// What this rank keeps of a unit, on the device: itself, or a copy where weights live on the host.
+    /// This rank's part of a unit, on the device: itself, or a copy where weights live on the host.
     fn slice(&self, index: usize) -> Result<Tensor> {
         let Some(pool) = &self.pool else { return Ok(self.units[index].shallow_clone()) };
         let kept = self.kept(self.table.units[index].len);

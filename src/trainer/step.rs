@@ -33,7 +33,7 @@ pub struct TrainingBatch {
     advantages: AdvantageStats,
     /// Share of the completions that are solved, where there is a curriculum.
     solve_rate: Option<f64>,
-    /// From the reference model, where rewards are lessened by it.
+    /// Divergences from the reference model, where rewards are lessened by them.
     divergence: Option<Divergence>,
     /// When the step began.
     start: Instant,
@@ -99,7 +99,7 @@ impl Trainer {
     /// over the world.
     ///
     /// # Errors
-    /// Those of the function and of the collective.
+    /// Returns the errors of the function and of the collective.
     pub fn assign_advantages(&self, batch: &mut TrainingBatch) -> Result<()> {
         batch.advantages = self.advantages_of(&mut batch.groups)?;
         Ok(())

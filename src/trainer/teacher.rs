@@ -23,7 +23,7 @@ impl Teacher {
     /// The one that the configuration names, if any, for sequences that `tokenizer` made.
     ///
     /// # Errors
-    /// What is wrong with its folder; [`Error::InvalidValue`] for adapters and for another tokenizer.
+    /// An error of its folder; [`Error::InvalidValue`] for adapters and for another tokenizer.
     pub fn open(config: &Config, tokenizer: &Tokenizer, shards: usize) -> Result<Option<Self>> {
         let distillation = &config.distillation;
         let Some(name) = &distillation.teacher_model_name_or_path else { return Ok(None) };

@@ -18,7 +18,7 @@ pub struct Divergence {
 }
 
 impl Divergence {
-    /// From the log-probabilities of a sequence that was scored by the policy and the reference.
+    /// The divergence by the log-probabilities of a sequence that was scored by the policy and the reference.
     fn of(sequence: &Sequence, estimator: KlEstimator) -> Self {
         let scored = sequence.old_logprobs.as_ref().zip(sequence.ref_logprobs.as_ref());
         scored.map_or_else(Self::default, |(logprobs, ref_logprobs)| Self {

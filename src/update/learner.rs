@@ -132,7 +132,7 @@ impl Learner {
     /// that do not train call [`super::await_divergences`] instead. Who scores which sequence is balanced by cost.
     ///
     /// # Errors
-    /// As [`Learner::train`].
+    /// Returns the errors of [`Learner::train`].
     pub fn divergences(
         &mut self,
         sequences: &[Sequence],

@@ -55,7 +55,7 @@ pub struct ReferenceSync {
 }
 
 impl ReferenceSync {
-    /// As the configuration says.
+    /// The synchronisation that the configuration asks for, if it asks for one.
     pub fn new(config: &Config) -> Option<Self> {
         let ObjectiveConfig { sync_ref_model, ref_model_mixup_alpha: alpha, ref_model_sync_steps, .. } =
             config.objective;

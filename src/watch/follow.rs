@@ -47,7 +47,7 @@ impl Follower {
         self.newest
     }
 
-    /// What is wrong with the file; empty if nothing is.
+    /// The fault of the file; empty if there is none.
     pub fn message(&self) -> &str {
         &self.message
     }

@@ -1,4 +1,4 @@
-//! What a browser shows: one page with its style and script inside, and the parts that it fetches again. All text is escaped here.
+//! The page that a browser shows: one page with its style and script inside, and the parts that it fetches again. All text is escaped here.
 
 use std::fmt::Write;
 use std::sync::LazyLock;

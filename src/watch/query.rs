@@ -1,4 +1,4 @@
-//! What a request asks for.
+//! The parts of a request's address.
 
 /// The query of a request's address: names and values, decoded.
 #[derive(Debug, Default)]

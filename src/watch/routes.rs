@@ -18,7 +18,7 @@ use super::query::Query;
 use super::runs::{WatchedRun, WatchedRuns};
 use super::samples::{SampleFilter, SampleKind, SampleTables, compared, page as sample_page};
 
-/// What requests are answered from. One at a time: all come from one person's browser.
+/// State that requests are answered from. One at a time: all come from one person's browser.
 #[derive(Debug)]
 struct Watched {
     runs: WatchedRuns,

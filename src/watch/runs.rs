@@ -21,7 +21,7 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(400);
 /// A rank that has not written for this long shows no sign of life, in seconds.
 const SILENCE_S: f64 = 20.0;
 
-/// What is watched.
+/// The runs that are watched.
 #[derive(Debug)]
 pub(super) struct WatchedRuns {
     folders: Vec<PathBuf>,
@@ -69,7 +69,7 @@ impl WatchedRuns {
         &self.runs
     }
 
-    /// What is to be said of the search; empty if nothing is.
+    /// Message about the search; empty if there is none.
     pub fn message(&self) -> &str {
         &self.message
     }
@@ -156,7 +156,7 @@ impl WatchedRun {
         read_config(&self.folder.join("run_config.json")).map_err(|error| error.to_string())
     }
 
-    /// What is wrong with its files.
+    /// Faults of its files.
     pub fn messages(&self) -> impl Iterator<Item = &str> {
         [self.metrics.message(), self.rank_message.as_str()].into_iter().filter(|message| !message.is_empty())
     }

@@ -89,7 +89,7 @@ pub(super) enum SampleKind {
     Better,
     /// With an advantage below 0.
     Worse,
-    /// Of which no reward is known.
+    /// Samples of which no reward is known.
     Failed,
 }
 
@@ -140,7 +140,7 @@ pub(super) fn page(title: &str, rows: &[CompletionRow], filter: &SampleFilter, p
     (format!("{head}<div class=\"groups\">{html}</div>"), groups.len().div_ceil(PROMPTS_PER_PAGE))
 }
 
-/// The same of two steps beside one another: prompts that are in both, or, where there are none, one after the other.
+/// Samples of two steps beside one another: prompts that are in both, or, where there are none, one after the other.
 pub(super) fn compared(
     titles: [&str; 2],
     rows: [&[CompletionRow]; 2],

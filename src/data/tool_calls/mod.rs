@@ -93,7 +93,7 @@ impl ToolCallParser {
     /// Takes a whole message apart. `tools`, a list of JSON schemas as requests have it, gives the types of arguments in formats
     /// that write all of them as text.
     ///
-    /// As in vLLM, a message with a call that cannot be read is all content. [`ParsedMessage::error`] says why.
+    /// A message with a call that cannot be read is all content, as in vLLM. [`ParsedMessage::error`] says why.
     pub fn parse(self, text: &str, tools: &Value) -> ParsedMessage {
         let parsed = match self {
             Self::Hermes => json::hermes(text),

@@ -37,7 +37,7 @@ pub(super) fn parse(text: &str) -> ParsedMessage {
     }
 }
 
-/// What follows the call that a text begins with, by its brackets and quotes.
+/// The rest of a text behind the call that it begins with, by brackets and quotes.
 fn behind_call(text: &str) -> Option<&str> {
     let (mut depth, mut quote, mut is_escaped) = (0_usize, None, false);
     for (at, c) in text.char_indices() {

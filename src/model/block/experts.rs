@@ -31,19 +31,19 @@ pub trait Routes: std::fmt::Debug {
     /// The experts that tokens go to [T, K], where the router by itself chooses `own`. A backward that computes again asks again.
     ///
     /// # Errors
-    /// Those of the implementation.
+    /// Returns the errors of the implementation.
     fn choose(&self, layer: usize, own: Tensor) -> Result<Tensor>;
 
     /// Tells of a forward's routing, and which experts the router by itself chose [T, K].
     ///
     /// # Errors
-    /// Those of the implementation.
+    /// Returns the errors of the implementation.
     fn observe(&self, layer: usize, routing: &Routing, own: &Tensor) -> Result<()>;
 
     /// The gradient of what the loss reads of a layer's probabilities [T, E], or what broadcasts to it.
     ///
     /// # Errors
-    /// Those of the implementation.
+    /// Returns the errors of the implementation.
     fn d_probs(&self, layer: usize) -> Result<Option<Tensor>>;
 }
 

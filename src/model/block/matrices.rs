@@ -30,7 +30,7 @@ impl BlockMatrix {
         Err(Error::invalid_value("optim", OptimizerName::Muon.name(), expected))
     }
 
-    /// Those of every block, which are alike in all layers.
+    /// The matrices of every block, which are alike in all layers.
     pub fn all(spec: &ModelSpec) -> Vec<Self> {
         let of_linear = |linear: LinearSpec| {
             (0..linear.projections.len()).map(move |projection| Self { linear: linear.clone(), projection })
